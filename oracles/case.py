@@ -1,0 +1,336 @@
+"""Cases: one printable line of plain data that rebuilds an example, bit for bit, on every machine.
+
+Every number comes from a counter: splitmix64 of (seed, tensor, position), in wrapping 64-bit integers, then scaled by powers
+of two and rounded to the tensor's dtype. No library random numbers and no transcendental functions: the same bits on CPU and
+GPU, today and after an upgrade (tests/test_case.py holds known ones).
+"""
+
+import dataclasses
+import difflib
+import itertools
+import math
+import types
+import typing
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from oracles.operation import DTYPES, OPERATIONS, Inputs, Operation
+from oracles.rounding import BITS
+
+# A memory of m tokens is a mean log-decay of -1/m, uniform in (-2/m, 0]; the widths 2/m below are powers of two.
+MEMORIES = {"forever": 0.0, "1000": 2.0**-9, "64": 2.0**-5, "10": 2.0**-2, "tenth": 2.0**4}
+GATES = (*MEMORIES, "saturated", "mixed")
+BETAS = ("ordinary", "one", "zero", "two", "edges")
+VALUES = ("ordinary", "correlated", "repeated", "zero_rows", "small", "scaled", "one_hot")
+STATES = ("none", "zero", "random")
+SCALES = {"default": None, "one": 1.0, "half": 0.5}
+SATURATED = -1000.0
+SMALL = 2.0**-13  # about 1e-4: there the L2 norm's eps of 1e-6 is no longer negligible
+MAX_TOKENS, MAX_WIDTH, MAX_HEADS = 2**20, 1024, 1024
+
+_CHOICES: dict[str, Sequence[str]] = {
+    "operation": tuple(OPERATIONS),
+    "dtype": tuple(DTYPES),
+    "gate": GATES,
+    "beta": BETAS,
+    "values": VALUES,
+    "state": STATES,
+    "scale": tuple(SCALES),
+    "offsets": ("int64", "int32"),
+    "gate_dtype": ("fp32", "input"),
+}
+_LONG = {"operation": "op"}
+_SHORT = {short: long for long, short in _LONG.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One mathematical example. Fields at their defaults, the simplest values, are left out of the line.
+
+    `lengths` are tokens per sequence; packed (THD, `cu_seqlens`) or, when all are equal, a batch. `gate` is the memory in
+    tokens, `beta` the strength of writing, `values` the regime of q, k, v, `qk_norm` whether the operation normalises q and k.
+    """
+
+    lengths: tuple[int, ...]
+    operation: str = "gated_delta_rule"
+    packed: bool = False
+    heads: int = 1
+    value_heads: int = 1
+    key_dim: int = 16
+    value_dim: int = 16
+    dtype: str = "fp32"
+    gate: str = "forever"
+    gate_dtype: str = "fp32"
+    beta: str = "ordinary"
+    values: str = "ordinary"
+    state: str = "none"
+    scale: str = "default"
+    qk_norm: bool = False
+    offsets: str = "int64"
+    backward: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        if not self.lengths or min(self.lengths) < 0:
+            raise ValueError(f"lengths must name at least one sequence, none negative, got {_text(self.lengths)}")
+        if sum(self.lengths) > MAX_TOKENS:
+            raise ValueError(f"lengths must add up to at most {MAX_TOKENS} tokens, got {sum(self.lengths)}")
+        for name, most in (
+            ("heads", MAX_HEADS),
+            ("value_heads", MAX_HEADS),
+            ("key_dim", MAX_WIDTH),
+            ("value_dim", MAX_WIDTH),
+        ):
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"{name} must be in 1..{most}, got {getattr(self, name)}")
+        if self.value_heads % self.heads:
+            raise ValueError(f"value_heads must be a multiple of heads {self.heads}, got {self.value_heads}")
+        if not self.packed and len(set(self.lengths)) > 1:
+            raise ValueError(f"lengths must all be equal unless packed=yes, got {_text(self.lengths)}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be in 0..{2**32 - 1}, got {self.seed}")
+        if self.values == "one_hot" and (self.gate, self.beta, self.qk_norm) != ("forever", "one", False):
+            raise ValueError("values=one_hot needs gate=forever beta=one qk_norm=no: only then is the answer exact")
+
+    def __str__(self) -> str:
+        return " ".join(
+            f"{_LONG.get(field.name, field.name)}={_text(value)}"
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        )
+
+    @classmethod
+    def parse(cls, line: str) -> "Case":
+        """The case of a line of `name=value` words. ValueError names the word, the rule and the choices."""
+        words = split_line(line)
+        return cls(**{name: _value(name, text) for name, text in fields_of(words).items()})
+
+    @property
+    def spec(self) -> Operation:
+        """The operation's contract."""
+        return OPERATIONS[self.operation]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all sequences together."""
+        return sum(self.lengths)
+
+    def starts(self) -> list[int]:
+        """The first token of each sequence, and the end of the last."""
+        return [0, *itertools.accumulate(self.lengths)]
+
+    def inputs(self, device: str = "cpu") -> Inputs:
+        """The inputs, contiguous: q, k [B, T, H, K], v [B, T, HV, V], g, beta [B, T, HV], state [N, HV, K, V], ..."""
+        build = _Builder(self, device)
+        rows, single = len(self.lengths), DTYPES["fp32"]
+        batch = (1, self.tokens) if self.packed else (rows, self.lengths[0])
+        work, gates = DTYPES[self.dtype], single if self.gate_dtype == "fp32" else DTYPES[self.dtype]
+        q, k = build.vectors("q", self.heads, self.key_dim), build.vectors("k", self.heads, self.key_dim)
+        state: Tensor | None = None
+        if self.state != "none":
+            state = build.state() if self.state == "random" else torch.zeros_like(build.state())
+            state = state.to(single)
+        offsets = torch.tensor(self.starts(), dtype=getattr(torch, self.offsets), device=device) if self.packed else None
+        return Inputs(
+            q=q.to(work).unflatten(0, batch),
+            k=k.to(work).unflatten(0, batch),
+            v=build.values().to(work).unflatten(0, batch),
+            g=build.gates().to(gates).unflatten(0, batch),
+            beta=build.betas().to(work).unflatten(0, batch),
+            state=state,
+            cu_seqlens=offsets,
+            scale=SCALES[self.scale],
+            qk_norm=self.qk_norm,
+            output_final_state=True,
+        )
+
+    def cotangents(self, device: str = "cpu") -> dict[str, Tensor]:
+        """A random cotangent for every output, the final state included, in the output's shape and dtype."""
+        build = _Builder(self, device)
+        batch = (1, self.tokens) if self.packed else (len(self.lengths), self.lengths[0])
+        o = build.uniform("do", (self.tokens, self.value_heads, self.value_dim)).to(DTYPES[self.dtype])
+        state = build.uniform("dht", (len(self.lengths), self.value_heads, self.key_dim, self.value_dim))
+        return {"o": o.unflatten(0, batch), "final_state": state.to(DTYPES["fp32"])}
+
+
+_STREAMS = {name: index for index, name in enumerate("q k v g beta state do dht base choice index sign".split())}
+
+
+class _Builder:
+    """The tensors of a case in float64, exact, tokens flattened along axis 0."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        self.case, self.device = case, device
+        self.bits = BITS[case.dtype]
+        token = torch.arange(case.tokens, dtype=torch.int64, device=device)
+        if case.values == "repeated":  # each token repeats the first of its sequence
+            starts = torch.tensor(case.starts()[:-1], dtype=torch.int64, device=device)
+            token = starts.repeat_interleave(torch.tensor(case.lengths, device=device))
+        self.token = token
+
+    def vectors(self, name: str, heads: int, width: int) -> Tensor:
+        """Rows of squared norm in (1/4, 1], so that beta |k|^2 <= 2: integers over the power of two that makes it so."""
+        case = self.case
+        if case.values == "one_hot":
+            hot = self.integers("index", (case.tokens, heads, 1), 31, salt=_STREAMS[name]) % width
+            return (torch.arange(width, device=self.device) == hot.abs()).to(torch.float64)
+        whole = self.integers(name, (case.tokens, heads, width), self.bits, rows=self.token)
+        if case.values == "correlated":
+            base = self.integers("base", (1, heads, width), self.bits)
+            whole = (3 * base + whole) >> 2
+        squared = whole.square().sum(-1, keepdim=True)
+        bounds = torch.tensor([4**power for power in range(31)], dtype=torch.int64, device=self.device)
+        exponent = torch.bucketize(squared, bounds)  # the least e with sum n^2 <= 4^e
+        rows = whole * self.powers(-exponent)
+        if case.values == "small":
+            rows = rows * SMALL
+        return self.regime(rows, name)
+
+    def values(self) -> Tensor:
+        case = self.case
+        shape = (case.tokens, case.value_heads, case.value_dim)
+        if case.values == "one_hot":
+            return self.integers("v", shape, 4).to(torch.float64)
+        return self.regime(self.uniform("v", shape, rows=self.token), "v")
+
+    def state(self) -> Tensor:
+        case = self.case
+        shape = (len(case.lengths), case.value_heads, case.key_dim, case.value_dim)
+        if case.values == "one_hot":
+            return self.integers("state", shape, 4).to(torch.float64)
+        rows = self.uniform("state", shape, bits=SINGLE_BITS) / 4
+        return rows * self.powers(self.integers("sign", shape[:2] + (1, 1), 3)) if case.values == "scaled" else rows
+
+    def gates(self) -> Tensor:
+        case = self.case
+        shape = (case.tokens, case.value_heads)
+        whole = self.integers("g", shape, SINGLE_BITS, rows=self.token)
+        fraction = (whole + 2 ** (SINGLE_BITS - 1)).to(torch.float64) * 2.0**-SINGLE_BITS  # [0, 1)
+        if case.gate == "mixed":
+            widths = [*MEMORIES.values(), 0.0][:: -1 if case.seed % 2 else 1]
+            width = torch.tensor(widths, dtype=torch.float64, device=self.device)
+            return -fraction * width[torch.arange(case.value_heads, device=self.device) % len(widths)]
+        if case.gate == "saturated":
+            gone = self.integers("choice", shape, 2, rows=self.token, salt=1) == 0
+            return torch.where(gone, SATURATED, -fraction * MEMORIES["1000"])
+        return -fraction * MEMORIES[case.gate] if MEMORIES[case.gate] else torch.zeros_like(fraction)
+
+    def betas(self) -> Tensor:
+        case = self.case
+        shape = (case.tokens, case.value_heads)
+        if case.beta in ("one", "zero"):
+            return torch.full(shape, float(case.beta == "one"), dtype=torch.float64, device=self.device)
+        whole = self.integers("beta", shape, self.bits + 1, rows=self.token)
+        fraction = (whole.abs().clamp(max=2**self.bits - 1) + 0.0) * 2.0**-self.bits
+        if case.beta == "two":
+            return 2 * fraction
+        if case.beta == "edges":  # 0, 1 or in between
+            edge = self.integers("choice", shape, 2, rows=self.token, salt=2)
+            return torch.where(edge < 0, (edge == -1).to(torch.float64), fraction)
+        return fraction
+
+    def regime(self, rows: Tensor, name: str) -> Tensor:
+        salt = 3 + _STREAMS[name]
+        if self.case.values == "zero_rows":
+            return rows * (self.integers("choice", rows.shape[:2], 2, rows=self.token, salt=salt) != 0).unsqueeze(-1)
+        if self.case.values == "scaled" and name == "v":  # over 2^-6..2^5, per token and head
+            exponent = self.integers("choice", rows.shape[:2], 16, rows=self.token, salt=salt) % 12 - 6
+            return rows * self.powers(exponent).unsqueeze(-1)
+        return rows
+
+    def uniform(self, name: str, shape: tuple[int, ...], bits: int | None = None, rows: Tensor | None = None) -> Tensor:
+        """Uniform in [-1, 1), on a grid of `bits` bits (default: as many as the dtype holds)."""
+        bits = self.bits if bits is None else bits
+        return self.integers(name, shape, bits, rows=rows) * 2.0 ** (1 - bits)
+
+    def integers(
+        self, name: str, shape: tuple[int, ...], bits: int, rows: Tensor | None = None, salt: int = 0
+    ) -> Tensor:
+        """Integers uniform in [-2^(bits-1), 2^(bits-1)), one a position; `rows` renumbers axis 0."""
+        width = math.prod(shape[1:])
+        first = torch.arange(shape[0], dtype=torch.int64, device=self.device) if rows is None else rows
+        counter = first.unsqueeze(-1) * width + torch.arange(width, dtype=torch.int64, device=self.device)
+        key = mix(torch.tensor(self.case.seed * 64 + _STREAMS[name] + (salt << 40), dtype=torch.int64))
+        return (mix(counter + key.to(self.device)) >> (64 - bits)).reshape(shape)
+
+    def powers(self, exponent: Tensor) -> Tensor:
+        """2^exponent in float64, exactly, by table: |exponent| < 64."""
+        table = torch.tensor([2.0**power for power in range(-64, 65)], dtype=torch.float64, device=self.device)
+        return table[exponent + 64]
+
+
+SINGLE_BITS = BITS["fp32"]
+
+
+def mix(x: Tensor) -> Tensor:
+    """splitmix64 (Steele, Lea, Flood 2014): a bijection on 64-bit integers that scrambles them; int64, wrapping."""
+    x = x + _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    return (x >> by) & ((1 << (64 - by)) - 1)  # a logical shift: int64's own keeps the sign
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def split_line(line: str) -> dict[str, str]:
+    """The `name=value` words of a line. ValueError names a word that is none, or a name that comes twice."""
+    words: dict[str, str] = {}
+    for word in line.split():
+        name, equals, value = word.partition("=")
+        if not (name and equals and value):
+            raise ValueError(f"a case line is made of name=value words, got {word!r}")
+        if name in words:
+            raise ValueError(f"{name} must come once, got {name}={words[name]} and {word}")
+        words[name] = value
+    return words
+
+
+def fields_of(words: dict[str, str]) -> dict[str, str]:
+    """The words by field name. ValueError names an unknown word and the likely one."""
+    known = {field.name for field in dataclasses.fields(Case)}
+    fields = {}
+    for word, value in words.items():
+        name = _SHORT.get(word, word)
+        if name not in known:
+            names = sorted(_LONG.get(each, each) for each in known)
+            near = difflib.get_close_matches(word, names, 1)
+            raise ValueError(f"unknown word {word!r} in the case line; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"))
+        fields[name] = value
+    if "lengths" not in fields:
+        raise ValueError(f"a case line must say lengths, for example lengths=65 or lengths=0+65+130, got {words}")
+    return fields
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+_TYPES = typing.get_type_hints(Case)
+
+
+def _value(name: str, text: str) -> object:
+    kind = _TYPES[name]
+    if kind is bool:
+        if text not in ("yes", "no"):
+            raise ValueError(f"{name} must be yes or no, got {text!r}")
+        return text == "yes"
+    if kind is str:
+        return text
+    parts = text.split("+") if isinstance(kind, types.GenericAlias) else [text]
+    if not all(part.isascii() and part.isdigit() and len(part) < 16 for part in parts):
+        raise ValueError(f"{name} must be {'whole numbers joined by +' if len(parts) > 1 or isinstance(kind, types.GenericAlias) else 'a whole number'}, got {text!r}")
+    numbers = tuple(int(part) for part in parts)
+    return numbers if isinstance(kind, types.GenericAlias) else numbers[0]

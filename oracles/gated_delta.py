@@ -1,0 +1,182 @@
+"""The gated delta rule in float64 (Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks", arXiv 2412.06464).
+
+Per sequence and value head, with the state S in R^{K x V}:
+
+    S <- exp(g_t) S                              decay
+    S <- S + k_t (x) beta_t (v_t - S^T k_t)      correct what key k_t recalls
+    o_t = scale S^T q_t                          read
+
+`definition` is those lines. `recurrent` and `chunkwise` compute the same map for whole batches, in the arithmetic of the
+two classes of algorithm that kernels use; with one run they are exact, and tests/test_oracles.py proves them equal to the
+definition (in float64, and in integers modulo a prime).
+
+Chunkwise (WY) form, G = cumsum(g) inside a chunk, A_ij = beta_i exp(G_i - G_j) k_i.k_j for i > j, else 0:
+
+    T = (I + A)^-1      U = T (beta v)      W = T (beta exp(G) k)
+    V' = U - W S        o = scale (exp(G) q S + tril(q k^T exp(G_i - G_j)) V')
+    S <- exp(G_C) S + k^T (exp(G_C - G) V')
+"""
+
+import torch
+from torch import Tensor
+
+from oracles.rounding import Arithmetic
+
+EPS = 1e-6
+CHUNK = 64
+Results = tuple[Tensor, Tensor]
+
+
+def definition(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Outputs [T, V] and the final state [K, V] of one head of one sequence: q, k [T, K], v [T, V], g, beta [T]."""
+    rows = []
+    for q_t, k_t, v_t, g_t, beta_t in zip(q, k, v, g, beta, strict=True):
+        state = g_t.exp() * state
+        state = state + torch.outer(k_t, beta_t * (v_t - k_t @ state))
+        rows.append(scale * (q_t @ state))
+    return torch.stack(rows) if rows else torch.zeros_like(v), state
+
+
+def l2norm(x: Tensor, eps: float = EPS) -> Tensor:
+    """x * rsqrt(sum(x^2) + eps) over the last axis: each head's vector has norm 1, or less where eps matters."""
+    return x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()
+
+
+def repeat_heads(x: Tensor, value_heads: int, axis: int = -2) -> Tensor:
+    """Value head h reads key head h // (value_heads // heads): grouped value attention (GVA), repeat_interleave."""
+    heads = x.shape[axis]
+    if heads == 0 or value_heads % heads:
+        raise ValueError(f"value_heads must be a multiple of heads {heads}, got {value_heads}")
+    return x.repeat_interleave(value_heads // heads, dim=axis)
+
+
+def recurrent(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float, arithmetic: Arithmetic
+) -> tuple[Tensor, Tensor]:
+    """The definition, batched: q, k [runs, ..., T, K], v [runs, ..., T, V], g, beta [runs, ..., T], state [runs, ..., K, V].
+
+    Recurrent and decode kernels keep float32 throughout: the decay, the state after its decay and after its update, and
+    the two sums over K round, every step.
+    """
+    depth, rows = q.shape[-1], []
+    decay = arithmetic.single(arithmetic.single(g, "g").exp(), "decay")
+    steps = (x.unbind(-2) for x in (q, k, v, decay.unsqueeze(-1), beta.unsqueeze(-1)))
+    for q_t, k_t, v_t, decay_t, beta_t in zip(*steps, strict=True):
+        state = arithmetic.single(decay_t.unsqueeze(-1) * state, "decayed")
+        recalled = torch.einsum("...k,...kv->...v", k_t, arithmetic.single(state, "recalled", depth))
+        update = arithmetic.single(beta_t * (v_t - recalled), "update")
+        state = arithmetic.single(state + k_t.unsqueeze(-1) * update.unsqueeze(-2), "state")
+        rows.append(torch.einsum("...k,...kv->...v", q_t, arithmetic.single(state, "read", depth)))
+    return scale * torch.stack(rows, -2) if rows else torch.zeros_like(v), state
+
+
+def chunkwise(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    scale: float,
+    arithmetic: Arithmetic,
+    chunk: int = CHUNK,
+) -> tuple[Tensor, Tensor]:
+    """The chunkwise form, batched; shapes as `recurrent`, T any number of tokens (a last short chunk is padded).
+
+    Padding tokens have k = v = g = beta = 0: they decay nothing and write nothing, so the final state is the right one.
+    """
+    tokens, depth = q.shape[-2], q.shape[-1]
+    if tokens == 0:
+        return torch.zeros_like(v), state
+    padding = -tokens % chunk
+    q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, padding)).unflatten(-2, (-1, chunk)) for x in (q, k, v))
+    g, beta = (torch.nn.functional.pad(x, (0, padding)).unflatten(-1, (-1, chunk)) for x in (g, beta))
+    beta = beta.unsqueeze(-1)
+
+    # [..., chunks, chunk]: the cumulative gate is a float32 sum, forward and (reversed) backward.
+    total = arithmetic.single(arithmetic.sums(g, "dg", chunk).cumsum(-1), "G", chunk)
+    ahead, behind = arithmetic.sums(total, "G_i", chunk * depth), arithmetic.sums(total, "G_j", chunk * depth)
+    lower = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
+    decay = (ahead.unsqueeze(-1) - behind.unsqueeze(-2)).masked_fill(~lower, -torch.inf).exp()
+    grown = total.exp().unsqueeze(-1)
+    left = (total[..., -1:] - total).exp().unsqueeze(-1)
+    whole = total[..., -1].exp()[..., None, None]
+
+    corrections = (arithmetic.operand(beta * k, "beta k", depth) @ k.mT * decay).tril(-1)
+    solved: Tensor = _Inverse.apply(corrections, arithmetic)
+    written = arithmetic.operand(solved @ arithmetic.operand(beta * v, "beta v", chunk), "U", chunk)
+    erased = arithmetic.operand(solved @ arithmetic.operand(beta * grown * k, "beta exp(G) k", chunk), "W", depth)
+    scores = arithmetic.operand(q @ k.mT * decay, "scores", chunk)
+    reads = arithmetic.operand(q * grown, "exp(G) q", depth)
+
+    rows = []
+    pieces = (x.unbind(-3) for x in (k, reads, scores, written, erased, left, whole))
+    for k_c, reads_c, scores_c, written_c, erased_c, left_c, whole_c in zip(*pieces, strict=True):
+        held = arithmetic.operand(state, "S", depth)
+        fresh = arithmetic.operand(written_c - erased_c @ held, "V'", chunk)
+        rows.append(reads_c @ held + scores_c @ fresh)
+        kept: Tensor = _Decayed.apply(whole_c, state, arithmetic)
+        state = arithmetic.single(kept + k_c.mT @ arithmetic.operand(left_c * fresh, "exp(G_C - G) V'", chunk), "S'")
+    return scale * torch.cat(rows, -2)[..., :tokens, :], state
+
+
+class _Inverse(torch.autograd.Function):
+    """T = (I + A)^-1 as stored. With dT the cotangent of T, that of A is -T^T dT T^T below the diagonal."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, a: Tensor, arithmetic: Arithmetic) -> Tensor:  # type: ignore[override]
+        identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+        solved = torch.linalg.solve_triangular(identity + a, identity, upper=False, unitriangular=True)
+        solved = arithmetic.dither(solved, "T")
+        ctx.save_for_backward(solved)
+        ctx.arithmetic = arithmetic  # type: ignore[attr-defined]
+        return solved
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor, None]:
+        (solved,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        dither = ctx.arithmetic.dither  # type: ignore[attr-defined]
+        inner = dither(solved.mT @ dither(cotangents[0].tril(), "dT"), "T^T dT")
+        return dither(-(inner @ solved.mT).tril(-1), "dA"), None
+
+
+class _Decayed(torch.autograd.Function):
+    """decay * S; backward, a kernel takes the decay's gradient sum(S dS) from S and dS as it stored them."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: torch.autograd.function.FunctionCtx, decay: Tensor, state: Tensor, arithmetic: Arithmetic
+    ) -> Tensor:
+        ctx.save_for_backward(decay, state)
+        ctx.arithmetic = arithmetic  # type: ignore[attr-defined]
+        return decay * state
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor, Tensor, None]:
+        decay, state = ctx.saved_tensors  # type: ignore[attr-defined]
+        dither = ctx.arithmetic.dither  # type: ignore[attr-defined]
+        product = dither(state, "S stored") * dither(cotangents[0], "dS stored")
+        return product.sum((-2, -1), keepdim=True), decay * cotangents[0], None
+
+
+class Normalised(torch.autograd.Function):
+    """L2 norm with its result y stored; backward, rstd (dy - y (y.dy)) uses y and dy as stored."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: torch.autograd.function.FunctionCtx, x: Tensor, arithmetic: Arithmetic, place: str
+    ) -> Tensor:
+        rstd = (x.square().sum(-1, keepdim=True) + EPS).rsqrt()
+        y = arithmetic.dither(x * rstd, place)
+        ctx.save_for_backward(y, rstd)
+        ctx.back = arithmetic, place  # type: ignore[attr-defined]
+        return y
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor, None, None]:
+        y, rstd = ctx.saved_tensors  # type: ignore[attr-defined]
+        arithmetic, place = ctx.back  # type: ignore[attr-defined]
+        dy = arithmetic.dither(cotangents[0], place + "'")
+        return rstd * (dy - y * (y * dy).sum(-1, keepdim=True)), None, None

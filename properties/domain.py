@@ -1,0 +1,69 @@
+"""Domains: what an adapter can do, as data. Strategies draw inside a domain; what lies outside it is unsupported."""
+
+import dataclasses
+from typing import Any
+
+from oracles.case import Case
+
+VIEWS = ("sliced", "transposed", "offset", "expanded", "strided")
+
+
+@dataclasses.dataclass(frozen=True)
+class Domain:
+    """The calls an implementation promises to answer rightly; the defaults promise everything.
+
+    Widths are inclusive ranges in steps of `width_step`. `views` says whether inputs may be anything but contiguous.
+    """
+
+    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    gate_dtypes: tuple[str, ...] = ("fp32", "input")
+    key_dims: tuple[int, int] = (1, 256)
+    value_dims: tuple[int, int] = (1, 1024)
+    width_step: int = 1
+    equal_widths: bool = False
+    grouped_heads: bool = True
+    packed: bool = True
+    batched: bool = True
+    empty: bool = True
+    initial_state: bool = True
+    qk_norm: bool = True
+    scale: bool = True
+    negative_eigenvalues: bool = True
+    views: bool = True
+    backward: bool = True
+
+    def outside(self, case: Case) -> str | None:
+        """Why `case` is outside the domain, or None."""
+        checks = (
+            (case.dtype in self.dtypes, f"dtype={case.dtype} is not among {', '.join(self.dtypes)}"),
+            (case.gate_dtype in self.gate_dtypes, f"gate_dtype={case.gate_dtype} is not among {', '.join(self.gate_dtypes)}"),
+            (_inside(case.key_dim, self.key_dims, self.width_step), f"key_dim={case.key_dim} is not in {self._widths(self.key_dims)}"),
+            (_inside(case.value_dim, self.value_dims, self.width_step), f"value_dim={case.value_dim} is not in {self._widths(self.value_dims)}"),
+            (not self.equal_widths or case.key_dim == case.value_dim, f"key_dim={case.key_dim} and value_dim={case.value_dim} must be equal"),
+            (self.grouped_heads or case.heads == case.value_heads, f"heads={case.heads} and value_heads={case.value_heads} must be equal"),
+            (self.packed or not case.packed, "packed=yes is not supported"),
+            (self.batched or case.packed, "packed=no is not supported"),
+            (self.empty or min(case.lengths) > 0, "empty sequences are not supported"),
+            (self.initial_state or case.state == "none", f"state={case.state}: an initial state is not supported"),
+            (self.qk_norm or not case.qk_norm, "qk_norm=yes is not supported"),
+            (self.scale or case.scale == "default", f"scale={case.scale} is not supported"),
+            (self.negative_eigenvalues or case.beta != "two", "beta=two: beta over 1 is not supported"),
+            (self.backward or not case.backward, "backward=yes is not supported"),
+        )
+        return next((reason for inside, reason in checks if not inside), None)
+
+    def _widths(self, span: tuple[int, int]) -> str:
+        return f"{span[0]}..{span[1]}" + (f" in steps of {self.width_step}" if self.width_step > 1 else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """The domain as plain data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Domain":
+        """The domain of `to_json`'s data."""
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+
+
+def _inside(width: int, span: tuple[int, int], step: int) -> bool:
+    return span[0] <= width <= span[1] and width % step == 0

@@ -1,0 +1,68 @@
+"""The patched interpreter computes what a device computes, and the unpatched one is seen not to."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verify.interpreter import install
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = ROOT / "tests" / "interpreter_kernels.py"
+CHECKS = re.findall(r"^def check_(\w+)", KERNELS.read_text(encoding="utf-8"), re.MULTILINE)
+# What Triton's own interpreter computes rightly: the patches must keep it so.
+RIGHT_WITHOUT_US = {
+    "cast_fp16_and_fp32",
+    "dot_fp16",
+    "dot_fp16_adds_in_float32",
+    "dot_fp16_output",
+    "dot_fp32",
+    "exp",
+    "max_and_min",
+    "shapes",
+    "sum_fp32",
+}
+
+
+def run_kernels(*options: str) -> dict[str, str]:
+    """Each check's failure, from a process of its own: interpreting is decided once, when triton is imported."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(KERNELS), *options], env=environment, cwd=ROOT, capture_output=True,
+                          text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    report: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return report
+
+
+@pytest.fixture(scope="module")
+def patched() -> dict[str, str]:
+    pytest.importorskip("triton")
+    return run_kernels()
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, str]:
+    pytest.importorskip("triton")
+    return run_kernels("--plain")
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_kernel_computes_what_a_device_computes(patched: dict[str, str], name: str) -> None:
+    assert not patched[name], patched[name]
+
+
+@pytest.mark.parametrize("name", sorted(set(CHECKS) - RIGHT_WITHOUT_US))
+def test_check_rejects_the_unpatched_interpreter(plain: dict[str, str], name: str) -> None:
+    assert plain[name], f"check_{name} holds without the patches, so that it proves nothing about them"
+
+
+def test_install_refuses_a_triton_that_compiles() -> None:
+    triton = pytest.importorskip("triton")
+    assert not triton.knobs.runtime.interpret, "the suite itself must not run interpreted"
+    with pytest.raises(RuntimeError, match="before the first import of triton"):
+        install()
+    assert "TRITON_INTERPRET" not in os.environ

@@ -1,0 +1,1 @@
+"""The adapters that come with the toolkit, one module an implementation's home."""

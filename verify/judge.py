@@ -1,0 +1,173 @@
+"""The judge: compares what a law yields, row by row or bit for bit, and says where two tensors part."""
+
+import dataclasses
+import enum
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oracles.bound import Bound
+from oracles.case import Case
+
+
+class Verdict(enum.StrEnum):
+    """What is known of a law: it holds, it is broken, we could not decide, or the adapter does not promise it.
+
+    A single case has two more: BLIND, it could not have seen what the law is about, and KNOWN, broken in a way on file.
+    """
+
+    HOLDS = "holds"
+    BROKEN = "broken"
+    UNKNOWN = "unknown"
+    UNSUPPORTED = "unsupported"
+    BLIND = "blind"
+    KNOWN = "known"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Where one output parts from what it must be. `what` is a sentence; the places are in words; errors are 2-norms of rows."""
+
+    output: str
+    what: str
+    worst: str = ""
+    first: str = ""
+    rows: int = 0
+    rows_over: int = 0
+    error: float = math.nan
+    allowed: float = math.nan
+    origin: str = ""
+    got: tuple[float, ...] = ()
+    want: tuple[float, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; numbers that JSON lacks are strings."""
+        data = dataclasses.asdict(self)
+        for name in ("error", "allowed"):
+            data[name] = _plain(data[name])
+        for name in ("got", "want"):
+            data[name] = [_plain(value) for value in data[name]]
+        return data
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Finding":
+        """The finding of `to_json`'s data."""
+        numbers = {name: float(data[name]) for name in ("error", "allowed")}
+        rows = {name: tuple(float(value) for value in data[name]) for name in ("got", "want")}
+        return cls(**{**data, **numbers, **rows})
+
+
+def _plain(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+@dataclasses.dataclass
+class Judgement:
+    """What the pairs of one case came to: findings, rows compared, and per output the worst error over its allowance."""
+
+    findings: list[Finding] = dataclasses.field(default_factory=list)
+    rows: int = 0
+    ratios: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+def judge(pairs: Iterable[tuple[str, Tensor, Tensor | Bound]], case: Case) -> Judgement:
+    """The judgement of a law's pairs (name, got, want)."""
+    result = Judgement()
+    for name, got, want in pairs:
+        value = want.value if isinstance(want, Bound) else want
+        if got.shape != value.shape:
+            what = f"has shape {tuple(got.shape)}, must have {tuple(value.shape)}"
+            result.findings.append(Finding(name, what))
+            continue
+        finding, rows, ratio = _row_by_row(name, got, want, case) if isinstance(want, Bound) else _bit_by_bit(name, got, want, case)
+        result.rows += rows
+        if ratio is not None:
+            key = name.split()[0].rstrip(",")
+            result.ratios[key] = max(ratio, result.ratios.get(key, 0.0))
+        if finding is not None:
+            result.findings.append(finding)
+    return result
+
+
+def _row_by_row(name: str, got: Tensor, bound: Bound, case: Case) -> tuple[Finding | None, int, float | None]:
+    scalar = bound.allowed.ndim == got.ndim
+    wide, want = got.detach().double(), bound.value
+    error = (wide - want).abs() if scalar else (wide - want).norm(dim=-1)
+    if error.numel() == 0:
+        return None, 0, None
+    ratio = (error / bound.allowed).nan_to_num(nan=math.inf, posinf=math.inf)
+    over = ratio > 1
+    worst = int(ratio.argmax())
+    if not bool(over.any()):
+        return None, error.numel(), float(ratio.flatten()[worst])
+    first = int(over.flatten().nonzero()[0])
+    bad = not math.isfinite(float(error.flatten()[worst]))
+    finding = Finding(
+        name,
+        "is not finite" if bad else "is off by more than rounding explains",
+        where(name, worst, error.shape, case),
+        where(name, first, error.shape, case),
+        error.numel(),
+        int(over.sum()),
+        float(error.flatten()[worst]),
+        float(bound.allowed.flatten()[worst]),
+        bound.origin,
+        _some(wide, worst, scalar),
+        _some(want, worst, scalar),
+    )
+    return finding, error.numel(), float(ratio.flatten()[worst])
+
+
+def _bit_by_bit(name: str, got: Tensor, want: Tensor, case: Case) -> tuple[Finding | None, int, float | None]:
+    if got.numel() == 0:
+        return None, 0, None
+    different = got != want  # NaN differs from everything, 0 equals -0
+    if not bool(different.any()):
+        return None, got.numel(), 0.0
+    flat = different.flatten().nonzero().squeeze(-1)
+    first = int(flat[0])
+    wide_got, wide_want = got.detach().double().flatten(), want.detach().double().flatten()
+    error = (wide_got - wide_want).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    worst = int(error.argmax())
+    finding = Finding(
+        name,
+        "differs, where equality to the bit is due",
+        where(name, worst, got.shape, case),
+        where(name, first, got.shape, case),
+        got.numel(),
+        len(flat),
+        float(error[worst]),
+        0.0,
+        "equal to the bit",
+        tuple(wide_got[worst : worst + 4].tolist()),
+        tuple(wide_want[worst : worst + 4].tolist()),
+    )
+    return finding, got.numel(), math.inf
+
+
+def _some(x: Tensor, row: int, scalar: bool) -> tuple[float, ...]:
+    return tuple((x.flatten()[row : row + 1] if scalar else x.flatten(0, -2)[row][:4]).tolist())
+
+
+def where(name: str, flat: int, shape: torch.Size, case: Case) -> str:
+    """The place of a flat index in words: sequence, token, head. Shapes that are not the case's whole are given as indices."""
+    index = []
+    for size in reversed(shape):
+        flat, place = divmod(flat, size)
+        index.append(place)
+    index.reverse()
+    if name.split()[0].rstrip(",") in ("final_state", "dh0") and len(index) >= 3 and shape[0] == len(case.lengths):
+        return f"sequence {index[0]}, head {index[1]}, key row {index[2]}"
+    batch = (1, case.tokens) if case.packed else (len(case.lengths), case.lengths[0])
+    if len(index) >= 3 and tuple(shape[:2]) == batch:
+        sequence, token = index[0], index[1]
+        if case.packed:
+            starts = case.starts()
+            sequence = max(row for row, start in enumerate(starts[:-1]) if start <= token and case.lengths[row])
+            token -= starts[sequence]
+        what = f"token {token}, head {index[2]}"
+        return f"sequence {sequence}, {what}" if len(case.lengths) > 1 else what
+    return "index " + ", ".join(map(str, index))

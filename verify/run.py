@@ -1,0 +1,148 @@
+"""Runs: law, adapter, case and configuration as one line, and what one run came to."""
+
+import dataclasses
+import os
+from typing import Any
+
+from oracles.case import Case, split_line
+from oracles.rounding import PRODUCTS
+from properties.laws import LAWS, Blind, Law
+from properties.strategies import Example
+from verify.adapter import Adapter, check_spec, load
+from verify.bench import AdapterBench, AdapterFault, OutOfMemory
+from verify.judge import Finding, Verdict, judge
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What `repeat` takes: a law asked of an adapter about an example, in a configuration."""
+
+    law: str
+    adapter: str
+    example: Example
+    products: str = "ieee"
+
+    def __str__(self) -> str:
+        example = self.example
+        words = [f"law={self.law}"]
+        words += [f"at={example.at}"] if example.at is not None else []
+        words += [f"variant={example.variant}"] if example.variant else []
+        words += [f"adapter={self.adapter}"]
+        words += [f"products={self.products}"] if self.products != "ieee" else []
+        return " ".join([*words, str(example.case)])
+
+    @classmethod
+    def parse(cls, line: str) -> "Run":
+        """The run of a line. ValueError or AdapterError names the word, its value and the choices."""
+        words = split_line(line)
+        for name in ("law", "adapter"):
+            if name not in words:
+                raise ValueError(f"a run line must say {name}=..., got {line!r}")
+        law = find_law(words.pop("law"))
+        adapter = words.pop("adapter")
+        check_spec(adapter)
+        products = words.pop("products", "ieee")
+        if products not in PRODUCTS:
+            raise ValueError(f"products must be one of {', '.join(PRODUCTS)}, got {products!r}")
+        at = words.pop("at", None)
+        if at is not None and not at.isdecimal():
+            raise ValueError(f"at must be a whole number, got {at!r}")
+        variant = words.pop("variant", None)
+        case = Case.parse(" ".join(f"{name}={value}" for name, value in words.items()))
+        example = Example(case, None if at is None else int(at), variant)
+        law.accept(example)
+        return cls(law.name, adapter, example, products)
+
+
+def find_law(name: str) -> Law:
+    """The law of that name. ValueError lists the choices."""
+    if name not in LAWS:
+        raise ValueError(f"unknown law {name!r}; there are {', '.join(LAWS)}")
+    return LAWS[name]
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What one run came to."""
+
+    verdict: Verdict
+    findings: list[Finding] = dataclasses.field(default_factory=list)
+    reason: str = ""
+    rows: int = 0
+    ratios: dict[str, float] = dataclasses.field(default_factory=dict)
+    kernel_s: float = 0.0
+    oracle_s: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """How the first finding fails, without its numbers: what shrinking must keep."""
+        if not self.findings:
+            return str(self.verdict)
+        what = self.findings[0].what
+        return what.partition(":")[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        data = dataclasses.asdict(self)
+        data["findings"] = [finding.to_json() for finding in self.findings]
+        data["ratios"] = {name: ratio if ratio < 1e300 else 1e300 for name, ratio in self.ratios.items()}
+        return data
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "Outcome":
+        """The outcome of `to_json`'s data."""
+        findings = [Finding.from_json(each) for each in data["findings"]]
+        return cls(**{**data, "verdict": Verdict(data["verdict"]), "findings": findings})
+
+
+_LOADED: dict[str, Adapter] = {}
+
+
+def adapter_of(spec: str) -> Adapter:
+    """The adapter, made once a process."""
+    if spec not in _LOADED:
+        _LOADED[spec] = load(spec)
+    return _LOADED[spec]
+
+
+def execute(run: Run) -> Outcome:
+    """The outcome of a run, here in this process: the adapter is called, its answers are judged, nothing is printed."""
+    adapter = adapter_of(run.adapter)
+    counterpart = adapter_of(adapter.counterpart) if adapter.counterpart and run.law == "recurrent" else None
+    case, law = run.example.case, find_law(run.law)
+    reason = law.needs(adapter.domain) or adapter.domain.outside(case)
+    if reason is None and counterpart is not None:
+        reason = counterpart.domain.outside(case)
+    if reason is not None:
+        return Outcome(Verdict.UNSUPPORTED, reason=reason)
+    bench = AdapterBench(adapter, counterpart, case, run.products)
+    outcome = Outcome(Verdict.HOLDS)
+    try:
+        judged = judge(law.check(bench, run.example), case)
+        outcome.findings, outcome.rows, outcome.ratios = judged.findings, judged.rows, judged.ratios
+        if judged.rows == 0 and not judged.findings:
+            outcome.verdict, outcome.reason = Verdict.BLIND, "nothing to compare: the case has no rows"
+    except AdapterFault as fault:
+        outcome.findings = [fault.finding]
+    except Blind as blind:
+        outcome.verdict, outcome.reason = Verdict.BLIND, str(blind)
+    except OutOfMemory as error:
+        need, free = plain_bytes(case), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if need < free / 16:
+            outcome.findings = [Finding("call", f"ran out of memory, with {free >> 20} MiB free for a case of {need >> 20} MiB")]
+        else:
+            outcome.verdict, outcome.reason = Verdict.UNKNOWN, f"out of memory: {error}"
+    except Exception as error:  # ours: the law, the oracle or the judge failed, which says nothing of the adapter
+        outcome.verdict, outcome.reason = Verdict.UNKNOWN, f"{type(error).__name__} in the toolkit: {error}"
+    outcome.findings = outcome.findings + bench.impure
+    if outcome.findings:
+        outcome.verdict = Verdict.BROKEN
+    outcome.kernel_s, outcome.oracle_s = bench.kernel_s, bench.oracle_s
+    return outcome
+
+
+def plain_bytes(case: Case) -> int:
+    """Bytes of a case's inputs, outputs and gradients in float32, a plain measure of its size."""
+    tokens = case.tokens * (2 * case.heads * case.key_dim + case.value_heads * (2 * case.value_dim + 2))
+    states = len(case.lengths) * case.value_heads * case.key_dim * case.value_dim
+    return 8 * (tokens + 2 * states)
