@@ -1,7 +1,8 @@
 """The truth of a call in float64, and the error each row of it may have: the rounding model, run.
 
-One batch holds the exact run and RUNS disturbed ones (oracles/rounding.py). A row is a token and head's vector, a row of a
-state, or one element of g's and beta's gradients. Its error scale is
+Disturbed runs (oracles/rounding.py) surround the exact one: RUNS of them, or RUNS / 2 for each of CHUNKS where a chunkwise
+implementation does not say how long its chunks are, since where they begin decides where its state rounds and its cumulative gate
+restarts. A row is a token and head's vector, a row of a state, or one element of g's and beta's gradients. Its error scale is
 
     sigma^2 = 1/2 own + 1/2 mean over the WINDOW rows around it,    own = mean over runs of |disturbed - exact|^2
 
@@ -18,15 +19,16 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from oracles.gated_delta import CHUNK, Normalised, chunkwise, recurrent
+from oracles.gated_delta import Normalised, chunkwise, recurrent
 from oracles.operation import NAMES, Inputs, Operation, Port, gradient_name
 from oracles.rounding import BITS, FP16_STEP, Arithmetic
 
 RUNS = 8
+CHUNKS = (64, 16, 128)
 WINDOW = 9
 KAPPA = 12.0
 FLOOR_ULP = 2.0
-ORIGIN = f"{KAPPA:g} sigma of {RUNS} disturbed runs"
+ORIGIN = f"{KAPPA:g} sigma of the disturbed runs"
 _TINY = 2.0**-126  # below it float32 values may be flushed to zero
 
 
@@ -62,14 +64,18 @@ def bounds(
     cotangents: dict[str, Tensor] | None,
     algorithm: str,
     products: str = "ieee",
+    chunk: int | None = None,
 ) -> dict[str, Bound]:
     """The truth and the bound of each output, and with cotangents of each gradient.
 
     `algorithm` is the class of the implementation ("chunkwise", "recurrent"), `products` how it multiplies float32 matrices
-    ("ieee", "tf32"); cotangents are those of the outputs, in their dtypes.
+    ("ieee", "tf32"), `chunk` the tokens in its chunks if known; cotangents are those of the outputs, in their dtypes.
     """
     dtype = NAMES[inputs.q.dtype]
-    batch = _evaluate(inputs, cotangents, algorithm, Arithmetic.of(algorithm, dtype, products, RUNS + 1))
+    chunks = CHUNKS if algorithm == "chunkwise" and chunk is None else (chunk or CHUNKS[0],)
+    arithmetic = Arithmetic.of(algorithm, dtype, products, 1 + (RUNS if len(chunks) == 1 else RUNS // 2))
+    batches = [_evaluate(inputs, cotangents, algorithm, arithmetic, chunk=each) for each in chunks]
+    batch = {name: torch.cat([runs, *(each[name][1:] for each in batches[1:])]) for name, runs in batches[0].items()}
     lengths = sequences(inputs)
     result = {}
     for name, runs in batch.items():
@@ -115,6 +121,7 @@ def _evaluate(
     algorithm: str,
     arithmetic: Arithmetic,
     lengths: list[int] | None = None,
+    chunk: int = CHUNKS[0],
 ) -> dict[str, Tensor]:
     """Every output and gradient with the runs along axis 0, shaped as the call's tensors."""
     lengths = sequences(inputs) if lengths is None else lengths
@@ -145,14 +152,14 @@ def _evaluate(
         state = x["v"].new_zeros(shape)
     scale = width**-0.5 if inputs.scale is None else inputs.scale
     rows, finals, order = [], [], []
-    for padded in _groups(lengths, inputs.q.device):
+    for padded in _groups(lengths, chunk, inputs.q.device):
         q, k, v = (padded.gather(x[name]).transpose(2, 3) for name in ("q", "k", "v"))  # [runs, n, HV, L, width]
         g, beta = (padded.gather(x[name].unsqueeze(-1)).transpose(2, 3).squeeze(-1) for name in ("g", "beta"))
         start = state.index_select(1, padded.members)
         if algorithm == "recurrent":
             o, final = recurrent(q, k, v, g, beta, start, scale, arithmetic)
         else:
-            o, final = chunkwise(q, k, v, g, beta, start, scale, arithmetic, min(CHUNK, padded.longest))
+            o, final = chunkwise(q, k, v, g, beta, start, scale, arithmetic, min(chunk, padded.longest))
         rows.append(padded.scatter(o.transpose(2, 3)))
         finals.append(final)
         order.append(padded)
@@ -172,12 +179,12 @@ def _evaluate(
     return result
 
 
-def _groups(lengths: list[int], device: torch.device) -> list["_Padded"]:
-    """The sequences in groups of the same padded length (16, 32, or a number of chunks), so that none pads much."""
+def _groups(lengths: list[int], chunk: int, device: torch.device) -> list["_Padded"]:
+    """The sequences in groups of the same padded length (a power of two, or a number of chunks), so that none pads much."""
     groups: dict[int, list[int]] = {}
     for member, length in enumerate(lengths):
         short = max(16, 1 << max(length - 1, 0).bit_length())
-        groups.setdefault(min(short, -(-length // CHUNK) * CHUNK) if length else 0, []).append(member)
+        groups.setdefault(min(short, -(-length // chunk) * chunk) if length else 0, []).append(member)
     return [_Padded(lengths, members, longest, device) for longest, members in groups.items()]
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from oracles.counter import mix
 from oracles.operation import DTYPES, OPERATIONS, Inputs, Operation
 from oracles.rounding import BITS
 
@@ -98,11 +99,15 @@ class Case:
             raise ValueError("values=one_hot needs gate=forever beta=one qk_norm=no: only then is the answer exact")
 
     def __str__(self) -> str:
+        plain = {field.name: field.default for field in dataclasses.fields(self)}
         return " ".join(
-            f"{_LONG.get(field.name, field.name)}={_text(value)}"
-            for field in dataclasses.fields(self)
-            if (value := getattr(self, field.name)) != field.default
+            f"{word}={text}" for word, text in self.words().items() if getattr(self, _SHORT.get(word, word)) != plain[_SHORT.get(word, word)]
         )
+
+    def words(self) -> dict[str, str]:
+        """Every word of the line with its value, defaults included."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return {_LONG.get(name, name): _text(getattr(self, name)) for name in names}
 
     @classmethod
     def parse(cls, line: str) -> "Case":
@@ -265,22 +270,6 @@ class _Builder:
 
 
 SINGLE_BITS = BITS["fp32"]
-
-
-def mix(x: Tensor) -> Tensor:
-    """splitmix64 (Steele, Lea, Flood 2014): a bijection on 64-bit integers that scrambles them; int64, wrapping."""
-    x = x + _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, by: int) -> Tensor:
-    return (x >> by) & ((1 << (64 - by)) - 1)  # a logical shift: int64's own keeps the sign
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
 
 
 def split_line(line: str) -> dict[str, str]:

@@ -20,10 +20,10 @@ Chunkwise (WY) form, G = cumsum(g) inside a chunk, A_ij = beta_i exp(G_i - G_j) 
 import torch
 from torch import Tensor
 
-from oracles.rounding import Arithmetic
+from oracles.rounding import SINGLE, Arithmetic
 
 EPS = 1e-6
-CHUNK = 64
+RSTD_BITS = SINGLE - 1  # a sum, a root and a division, or two products: more than one rounding
 Results = tuple[Tensor, Tensor]
 
 
@@ -81,7 +81,7 @@ def chunkwise(
     state: Tensor,
     scale: float,
     arithmetic: Arithmetic,
-    chunk: int = CHUNK,
+    chunk: int = 64,
 ) -> tuple[Tensor, Tensor]:
     """The chunkwise form, batched; shapes as `recurrent`, T any number of tokens (a last short chunk is padded).
 
@@ -93,7 +93,7 @@ def chunkwise(
     padding = -tokens % chunk
     q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, padding)).unflatten(-2, (-1, chunk)) for x in (q, k, v))
     g, beta = (torch.nn.functional.pad(x, (0, padding)).unflatten(-1, (-1, chunk)) for x in (g, beta))
-    beta = beta.unsqueeze(-1)
+    betas = [arithmetic.sums(beta.unsqueeze(-1), f"dbeta {part}", max(v.shape[-1], depth)) for part in ("A", "U", "W")]
 
     # [..., chunks, chunk]: the cumulative gate is a float32 sum, forward and (reversed) backward.
     total = arithmetic.single(arithmetic.sums(g, "dg", chunk).cumsum(-1), "G", chunk)
@@ -104,21 +104,24 @@ def chunkwise(
     left = (total[..., -1:] - total).exp().unsqueeze(-1)
     whole = total[..., -1].exp()[..., None, None]
 
-    corrections = (arithmetic.operand(beta * k, "beta k", depth) @ k.mT * decay).tril(-1)
+    use = arithmetic.use
+    corrections = (arithmetic.operand(betas[0] * k, "beta k", depth) @ use(k, "k in A", chunk).mT * decay).tril(-1)
     solved: Tensor = _Inverse.apply(corrections, arithmetic)
-    written = arithmetic.operand(solved @ arithmetic.operand(beta * v, "beta v", chunk), "U", chunk)
-    erased = arithmetic.operand(solved @ arithmetic.operand(beta * grown * k, "beta exp(G) k", chunk), "W", depth)
-    scores = arithmetic.operand(q @ k.mT * decay, "scores", chunk)
+    written = arithmetic.operand(use(solved, "T in U", depth) @ arithmetic.operand(betas[1] * v, "beta v", chunk), "U", chunk)
+    erased = arithmetic.operand(use(solved, "T in W", depth) @ arithmetic.operand(betas[2] * grown * k, "beta exp(G) k", chunk), "W", depth)
+    scores = arithmetic.operand(use(q, "q in scores", chunk) @ use(k, "k in scores", chunk).mT * decay, "scores", chunk)
     reads = arithmetic.operand(q * grown, "exp(G) q", depth)
 
     rows = []
     pieces = (x.unbind(-3) for x in (k, reads, scores, written, erased, left, whole))
     for k_c, reads_c, scores_c, written_c, erased_c, left_c, whole_c in zip(*pieces, strict=True):
         held = arithmetic.operand(state, "S", depth)
-        fresh = arithmetic.operand(written_c - erased_c @ held, "V'", chunk)
-        rows.append(reads_c @ held + scores_c @ fresh)
+        fresh = arithmetic.operand(written_c - erased_c @ use(held, "S in V'", chunk), "V'", chunk)
+        rows.append(reads_c @ use(held, "S in o", chunk) + scores_c @ use(fresh, "V' in o", chunk))
         kept: Tensor = _Decayed.apply(whole_c, state, arithmetic)
-        state = arithmetic.single(kept + k_c.mT @ arithmetic.operand(left_c * fresh, "exp(G_C - G) V'", chunk), "S'")
+        state = arithmetic.single(
+            kept + use(k_c, "k in S", chunk).mT @ arithmetic.operand(left_c * fresh, "exp(G_C - G) V'", chunk), "S'"
+        )
     return scale * torch.cat(rows, -2)[..., :tokens, :], state
 
 
@@ -128,6 +131,8 @@ class _Inverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, a: Tensor, arithmetic: Arithmetic) -> Tensor:  # type: ignore[override]
         identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+        # A may be stored too; and substitution solves a system whose entries are off by a rounding each (Higham 2002, 8.5).
+        a = arithmetic.dither(a, "A", min(arithmetic.stored, arithmetic.summed(SINGLE, a.shape[-1])))
         solved = torch.linalg.solve_triangular(identity + a, identity, upper=False, unitriangular=True)
         solved = arithmetic.dither(solved, "T")
         ctx.save_for_backward(solved)
@@ -137,9 +142,12 @@ class _Inverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor, None]:
         (solved,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        dither = ctx.arithmetic.dither  # type: ignore[attr-defined]
-        inner = dither(solved.mT @ dither(cotangents[0].tril(), "dT"), "T^T dT")
-        return dither(-(inner @ solved.mT).tril(-1), "dA"), None
+        arithmetic = ctx.arithmetic  # type: ignore[attr-defined]
+        summed = arithmetic.summed(SINGLE, solved.shape[-1])
+        stored = min(arithmetic.stored, summed)
+        left, right = (arithmetic.dither(solved, place, summed).mT for place in ("T^T dT", "dT T^T"))
+        inner = arithmetic.dither(left @ arithmetic.dither(cotangents[0].tril(), "dT", stored), "inner", stored)
+        return arithmetic.dither(-(inner @ right).tril(-1), "dA", stored), None
 
 
 class _Decayed(torch.autograd.Function):
@@ -162,14 +170,18 @@ class _Decayed(torch.autograd.Function):
 
 
 class Normalised(torch.autograd.Function):
-    """L2 norm with its result y stored; backward, rstd (dy - y (y.dy)) uses y and dy as stored."""
+    """L2 norm with its result y stored; backward, rstd (dy - y (y.dy)) uses y and dy as stored, and rounds each product.
+
+    dx is what is left of dy across x: with one channel, or dy along x, only the roundings are left, so each has its place.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: torch.autograd.function.FunctionCtx, x: Tensor, arithmetic: Arithmetic, place: str
     ) -> Tensor:
         rstd = (x.square().sum(-1, keepdim=True) + EPS).rsqrt()
-        y = arithmetic.dither(x * rstd, place)
+        rstd = arithmetic.dither(rstd, f"{place} rstd", RSTD_BITS)
+        y = arithmetic.dither(arithmetic.dither(x * rstd, f"{place} product", SINGLE), place)
         ctx.save_for_backward(y, rstd)
         ctx.back = arithmetic, place  # type: ignore[attr-defined]
         return y
@@ -178,5 +190,9 @@ class Normalised(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor, None, None]:
         y, rstd = ctx.saved_tensors  # type: ignore[attr-defined]
         arithmetic, place = ctx.back  # type: ignore[attr-defined]
-        dy = arithmetic.dither(cotangents[0], place + "'")
-        return rstd * (dy - y * (y * dy).sum(-1, keepdim=True)), None, None
+        dy = arithmetic.dither(cotangents[0], f"{place} dy")
+        along = arithmetic.dither((y * dy).sum(-1, keepdim=True), f"{place} y.dy", arithmetic.summed(SINGLE, y.shape[-1]))
+        across = arithmetic.dither(dy * rstd, f"{place} dy rstd", SINGLE) - arithmetic.dither(
+            along * y * rstd, f"{place} y rstd", RSTD_BITS
+        )
+        return across, None, None

@@ -6,9 +6,11 @@ rounded to the precision held there, on a grid that is shifted for each run and 
 
     round_s(x) = fl_p(s x) / s,    s in [1, 2) fixed by (run, place),    fl_p = round to nearest with p bits
 
-so each run commits rounding errors of the true size, at the true places, and differently. Equal values get equal errors,
-as on real hardware: constant gates and repeated tokens therefore accumulate coherently here too, which independent noise
-would miss. Monte Carlo arithmetic (Parker 1997; Verificarlo, CADNA) is the same idea with random errors.
+so each run commits rounding errors of the true size, at the true places, and differently. In the odd runs a place has one s, so
+equal values get equal errors, as on real hardware: constant gates and repeated tokens accumulate coherently, which independent
+noise would miss. In the even runs every position of the last two axes has its own s: errors of sums depend on all their terms, so
+equal results need not have equal errors, and terms that ought to cancel do not. Monte Carlo arithmetic (Parker 1997; Verificarlo,
+CADNA) is the same idea with random errors.
 
 fl_p(x) = t - (t - x) with t = (2^(53-p) + 1) x is Veltkamp's splitting (Dekker 1971); it is exact round-to-nearest in
 float64, and p = 53, that is t = 2 x, returns x itself, which is how run 0 stays exact without a branch.
@@ -21,29 +23,14 @@ import math
 import torch
 from torch import Tensor
 
+from oracles.counter import mix
+
 BITS = {"bf16": 8, "fp16": 11, "fp32": 24}
 TF32_BITS = 10  # 11 bits rounded to nearest; matrix units may truncate, which errs like 10
 SINGLE = 24
 FP16_STEP = 2.0**-24  # the subnormal step: an absolute error where fp16 values are stored
 CLASSES = ("chunkwise", "recurrent")
 PRODUCTS = ("ieee", "tf32")
-
-
-def _mix(*words: int) -> float:
-    """A number in [0, 1) that depends on every bit of the words (splitmix64's finaliser)."""
-    state = 0
-    for word in words:
-        state = (state + word + 0x9E3779B97F4A7C15) & (2**64 - 1)
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-        state ^= state >> 31
-    return state / 2**64
-
-
-@functools.cache
-def _grid(place: str, runs: int) -> tuple[float, ...]:
-    word = int.from_bytes(place.encode(), "big")
-    return (1.0, *(1.0 + _mix(word, run) for run in range(1, runs)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,21 +68,25 @@ class Arithmetic:
 
     def operand(self, x: Tensor, place: str, depth: int = 1) -> Tensor:
         """x as stored, or as computed operand of a product over `depth` terms; its cotangent is stored alike."""
-        bits = self._summed(self.stored, depth)
+        bits = self.summed(self.stored, depth)
         return self._round(x, place, bits, bits, self.step if self.stored == self.output else 0.0)
+
+    def use(self, x: Tensor, place: str, depth: int = 1) -> Tensor:
+        """x unchanged, as one of several uses of an operand; the cotangent that comes from this use is stored on its own."""
+        return self._round(x, place, 53, self.summed(self.stored, depth), self.step if self.stored == self.output else 0.0)
 
     def input(self, x: Tensor, place: str, depth: int = 1) -> Tensor:
         """x, an input, as operand of products over `depth` terms; its gradient is stored in the inputs' precision."""
-        return self._round(x, place, self._summed(self.inputs, depth), self.output, self.step, self.step == 0.0)
+        return self._round(x, place, self.summed(self.inputs, depth), self.output, self.step, self.step == 0.0)
 
     def single(self, x: Tensor, place: str, depth: int = 1) -> Tensor:
         """x held in float32, the sum of `depth` terms; its cotangent likewise."""
-        bits = self._summed(SINGLE, depth)
+        bits = self.summed(SINGLE, depth)
         return self._round(x, place, bits, bits, 0.0)
 
     def sums(self, x: Tensor, place: str, depth: int) -> Tensor:
         """x unchanged; its cotangent is a float32 sum of `depth` terms."""
-        return self._round(x, place, 53, self._summed(SINGLE, depth), 0.0)
+        return self._round(x, place, 53, self.summed(SINGLE, depth), 0.0)
 
     def result(self, x: Tensor, place: str) -> Tensor:
         """x as an output of the inputs' precision; its cotangent is given, hence exact."""
@@ -105,7 +96,7 @@ class Arithmetic:
         """x unchanged; its gradient is an output of `bits` bits."""
         return self._round(x, place, 53, bits, self.step if bits == BITS["fp16"] else 0.0)
 
-    def _summed(self, bits: int, depth: int) -> int:
+    def summed(self, bits: int, depth: int) -> int:
         """Bits left of a float32 sum of `depth` terms: rounding errors of a sum grow like the root of its depth.
 
         Rounding each operand by u sqrt(n) gives the sum an error of u sqrt(n) times its reach, the root of the summed
@@ -130,21 +121,34 @@ class Arithmetic:
         return _dither(self, x, place, bits, self.step if bits == self.output else 0.0)
 
 
-@functools.cache
-def _factors(place: str, runs: int, bits: int, step: float, axes: int, device: torch.device) -> tuple[Tensor, ...]:
-    grid = torch.tensor(_grid(place, runs), dtype=torch.float64)
-    split = torch.full_like(grid, 2.0 ** (53 - bits) + 1.0)
-    snap = torch.full_like(grid, 1.5 * 2.0**52 * step)
+@functools.lru_cache(4096)
+def _factors(
+    place: str, runs: int, bits: int, step: float, shape: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The grids s of a place, s (2^(53-p) + 1), and the constant that rounds to the subnormal step; run 0's do nothing."""
+    last = shape[-2:] if len(shape) > 2 else shape[1:]
+    word = int.from_bytes(place.encode()[:7], "big") + 31 * len(place)
+    positions = torch.arange(math.prod(last), dtype=torch.int64, device=device)
+    rows = []
+    for run in range(runs):
+        key = mix(torch.tensor(word * 64 + run, dtype=torch.int64, device=device))
+        own = positions if run % 2 == 0 else torch.zeros_like(positions)
+        rows.append(1.0 + ((mix(own + key) >> 1) & (2**62 - 1)).to(torch.float64) / 2.0**62)
+    grid = torch.stack(rows)
+    grid[0] = 1.0
+    split = torch.full((runs, 1), 2.0 ** (53 - bits) + 1.0, dtype=torch.float64, device=device)
+    snap = torch.full((runs, 1), 1.5 * 2.0**52 * step, dtype=torch.float64, device=device)
     split[0], snap[0] = 2.0, 0.0
-    shape = (runs,) + (1,) * (axes - 1)
-    return tuple(each.reshape(shape).to(device) for each in (grid, grid * split, snap))
+    middle = (1,) * (len(shape) - 1 - len(last))
+    full = (runs, *middle, *last)
+    return grid.reshape(full), (grid * split).reshape(full), snap.reshape((runs,) + (1,) * (len(shape) - 1))
 
 
 def _dither(arithmetic: Arithmetic, x: Tensor, place: str, bits: int, step: float) -> Tensor:
     if bits >= 53:
         return x.detach()
     with torch.no_grad():
-        grid, split, snap = _factors(place, arithmetic.runs, bits, step, x.ndim, x.device)
+        grid, split, snap = _factors(place, arithmetic.runs, bits, step, tuple(x.shape), x.device)
         scaled = x * grid
         high = x * split
         scaled = high.sub_(torch.sub(high, scaled, out=scaled))

@@ -24,7 +24,9 @@ if "--plain" not in sys.argv:
     from verify.interpreter import install
 
     install()
+    launch = triton.runtime.interpreter.InterpretedFunction.run
     install()
+    assert triton.runtime.interpreter.InterpretedFunction.run is launch, "a second install() changes nothing"
 
 late_exp = tl.exp
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -37,9 +39,9 @@ def cast_kernel(x, y, N: tl.constexpr):
 
 
 @triton.jit
-def truncate_kernel(x, y, N: tl.constexpr):
+def nearest_kernel(x, y, N: tl.constexpr):
     i = tl.arange(0, N)
-    tl.store(y + i, tl.load(x + i).to(y.dtype.element_ty, fp_downcast_rounding="rtz"))
+    tl.store(y + i, tl.load(x + i).to(y.dtype.element_ty, fp_downcast_rounding="rtne"))
 
 
 @triton.jit
@@ -122,7 +124,9 @@ def reduce_kernel(x, y, OP: tl.constexpr, AXIS: tl.constexpr, M: tl.constexpr, N
     i, j = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
     a = tl.load(x + i * N + j)
     if OP == "cumsum":
-        tl.store(y + i * N + j, tl.cumsum(a, AXIS).to(y.dtype.element_ty))
+        tl.store(y + i * N + j, tl.cumsum(a, AXIS, dtype=tl.float32).to(y.dtype.element_ty))
+    elif OP == "cumprod":
+        tl.store(y + i * N + j, tl.associative_scan(a, AXIS, tl.standard._prod_combine))
     elif OP == "scan":
         tl.store(y + i * N + j, tl.associative_scan(a, AXIS, tl.standard._sum_combine))
     elif OP == "reversed":
@@ -147,8 +151,10 @@ def reduce_kernel(x, y, OP: tl.constexpr, AXIS: tl.constexpr, M: tl.constexpr, N
 
 @triton.jit
 def loop_kernel(y, n, N: tl.constexpr):
-    for i in range(0, n):
-        tl.store(y + i.to(tl.int64), i.to(tl.float32))
+    for i in range(n):
+        for j in range(1):
+            one = 1
+            tl.store(y + i.to(tl.int64), (i + j - one.to(tl.int32) + 1).to(tl.float32))
     for i in tl.static_range(N):
         tl.store(y + n + i, tl.sum(tl.full((2**i,), 1.0, tl.float32)))
 
@@ -158,7 +164,7 @@ def mask_kernel(x, y, n, N: tl.constexpr):
     i = tl.arange(0, N)
     here = tl.program_id(0) == n
     tl.static_assert(here.handle.dtype == tl.int1)
-    tl.static_assert((tl.load(x + i) > 0).handle.dtype == tl.int1)
+    tl.static_assert((tl.load(x + i) > tl.load(x)).handle.dtype == tl.int1)
     tl.store(y + i, tl.load(x + i, mask=here, other=-1.0))
 
 
@@ -170,9 +176,8 @@ def alias_kernel(x, y):
 
 @triton.jit
 def argument_kernel(y, yes, none, number):
-    if yes:
-        if none is None:
-            tl.store(y, number)
+    if yes and none is None:
+        tl.store(y, number)
 
 
 @triton.jit
@@ -310,10 +315,8 @@ def check_cast_fp32_carries() -> None:
     same(cast(x, BF16), want)
 
 
-def check_cast_fp32_truncates_on_request() -> None:
-    x = awkward_f32()
-    want = (x.view(torch.int32) & -65536).view(F32).to(BF16)
-    same(cast(x, BF16, truncate_kernel), torch.where(x.isnan(), x.to(BF16), want))
+def check_cast_fp32_to_bf16_by_name() -> None:
+    same(cast(awkward_f32(), BF16, nearest_kernel), awkward_f32().to(BF16))
 
 
 def check_cast_fp16_and_bf16() -> None:
@@ -389,8 +392,9 @@ def check_where() -> None:
 
 def check_neg_and_abs() -> None:
     x = every_bf16()
-    same(unary("neg", x), 0 - x)
     same(unary("abs", x), x.abs())
+    x = x[: 2**14]  # No zero: Triton releases disagree on the sign of -0.
+    same(unary("neg", x), -x)
 
 
 def check_exp() -> None:
@@ -456,6 +460,14 @@ def check_cumsum() -> None:
     same(reduced("cumsum", 1, x, BF16, (16, 64)), x.float().cumsum(1).to(BF16))
 
 
+def check_cumprod() -> None:
+    x = numbers(16, 8)
+    got, want = reduced("cumprod", 1, x, BF16, (16, 8)), x.double().cumprod(1)
+    assert ((got.double() - want).abs() <= 8 * 2.0**-8 * want.abs()).all()
+    signs = numbers(8, 64).sign()
+    same(reduced("cumprod", 1, signs, BF16, (8, 64)), signs.cumprod(1))
+
+
 def check_scan() -> None:
     for dtype in (BF16, F16):
         x = numbers(16, 64, dtype=dtype)
@@ -519,10 +531,9 @@ def check_callable_grid() -> None:
 
 
 def check_atomic_add() -> None:
-    for dtype in (F32, BF16):
-        x, y = torch.arange(16, dtype=dtype), torch.ones(4, dtype=dtype)
-        atomic_kernel[(1,)](x, y, 14, N=16)
-        same(y, torch.tensor([25.0, 29, 19, 22], dtype=dtype))
+    x, y = torch.arange(16, dtype=F32), torch.ones(4)
+    atomic_kernel[(1,)](x, y, 14, N=16)
+    same(y, torch.tensor([25.0, 29, 19, 22]))
 
 
 def check_cpu_device_guard() -> None:
@@ -547,7 +558,7 @@ def main() -> None:
         try:
             check()
             report[name] = ""
-        except Exception:
+        except Exception:  # noqa: BLE001 - any failure is the report
             report[name] = traceback.format_exc(limit=-3)
     print(json.dumps(report))
 

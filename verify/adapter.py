@@ -22,12 +22,13 @@ class Adapter(abc.ABC):
     """One implementation: signature and layout, no arithmetic, no tolerance.
 
     `algorithm` names the class whose rounding it may show: "chunkwise" (matrix products of operands in the inputs' dtype) or
-    "recurrent" (float32 throughout). `domain` is what it promises. `counterpart` is the adapter of its one-token form.
+    "recurrent" (float32 throughout), `chunk` the tokens in its chunks, where they are always as many. `domain` is what it promises. `counterpart` is the adapter of its one-token form.
     `requires` are the distributions it needs, with the least version of each.
     """
 
     operation: str = "gated_delta_rule"
     algorithm: str = "chunkwise"
+    chunk: int | None = None
     domain: Domain = Domain()
     counterpart: str | None = None
     requires: dict[str, str] = {}
@@ -82,6 +83,8 @@ def make(kind: type[Adapter], spec: str) -> Adapter:
     for name, choices in (("operation", tuple(OPERATIONS)), ("algorithm", CLASSES)):
         if getattr(adapter, name) not in choices:
             raise AdapterError(f"adapter {spec}: {name} must be one of {', '.join(choices)}, got {getattr(adapter, name)!r}")
+    if adapter.chunk is not None and not (isinstance(adapter.chunk, int) and 1 <= adapter.chunk <= 1024):
+        raise AdapterError(f"adapter {spec}: chunk must be None or in 1..1024, got {adapter.chunk!r}")
     if not isinstance(adapter.domain, Domain):
         raise AdapterError(f"adapter {spec}: domain must be a Domain, got {adapter.domain!r}")
     check_requirements(spec, adapter.requires)

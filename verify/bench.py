@@ -46,7 +46,8 @@ class AdapterBench:
         """The truth and bounds for the adapter's class, or for `algorithm`."""
         inputs = contract(self.case, inputs)
         with self._timed("oracle_s"):
-            return bound.bounds(self.case.spec, inputs, cotangents, algorithm or self.adapter.algorithm, self.products)
+            chunk = self.adapter.chunk if algorithm is None else None
+            return bound.bounds(self.case.spec, inputs, cotangents, algorithm or self.adapter.algorithm, self.products, chunk)
 
     def truth(self, inputs: Inputs, cotangents: Cotangents) -> Results:
         """The truth alone."""
@@ -86,8 +87,9 @@ class AdapterBench:
         results = {name: value.detach() for name, value in outputs.items()}
         if cotangents is None:
             return results
+        depends = inputs.q.numel() > 0 or inputs.state is not None
         for name, output in outputs.items():
-            if output.numel() and not output.requires_grad:
+            if depends and output.numel() and not output.requires_grad:
                 raise AdapterFault(Finding(name, "carries no gradient, though the domain says backward"))
         targets = [name for name in outputs if outputs[name].requires_grad]
         if targets:

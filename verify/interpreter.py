@@ -27,7 +27,7 @@ def install() -> None:
     from triton.runtime import interpreter
 
     if not isinstance(tl.standard._sum_combine, interpreter.InterpretedFunction):
-        raise RuntimeError("install() must run before the first import of triton, which is already imported to compile")
+        raise RuntimeError("install() must run before the first import of triton, which already compiles here")  # noqa: TRY004
     os.environ["TRITON_INTERPRET"] = "1"
     if interpreter._patch_lang.__module__ == __name__:
         return
@@ -51,29 +51,23 @@ def _narrow(values: Any) -> Any:
     values = np.asarray(values, dtype=np.float32)
     bits = values.view(np.uint32)
     nearest = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
-    return np.where(values != values, 0x7FC0, nearest).astype(np.uint16)
+    return np.where(np.isnan(values), 0x7FC0, nearest).astype(np.uint16)
 
 
 def _patch_language(interpreter: Any, tl: Any) -> None:
     # The interpreter rebinds every builtin of the language at each launch and at each call of a device function.
     # Nothing compiles in this process, so one permanent rebinding serves them all.
-    def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        setattr(owner, name, _bind(member, interpreter.interpreter_semantic))
-
-    interpreter._patch_attr = patch_attr
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     bound: dict[int, dict[str, Any]] = {}
 
     def patch_lang(fn: Any) -> Any:
-        """The builtins that a module imported under a name of its own are bound too."""
-        scope = interpreter._LangPatchScope()
+        """Builtins that the kernel's module holds under names of its own are bound too."""
         names = fn.__globals__
         if id(names) not in bound:
             bound[id(names)] = names
-            for name, value in list(names.items()):
-                if tl.core.is_builtin(value):
-                    names[name] = _bind(value, interpreter.interpreter_semantic)
-        return scope
+            aliases = [name for name, value in names.items() if tl.core.is_builtin(value)]
+            names.update({name: _bind(names[name], interpreter.interpreter_semantic) for name in aliases})
+        return SimpleNamespace(restore=lambda: None)
 
     interpreter._patch_lang = patch_lang
 
@@ -118,7 +112,7 @@ def _patch_types(interpreter: Any, tl: Any) -> None:
             shapes[key] = constexpr(math.prod(key)), tl.tuple([constexpr(dim) for dim in key])
         self.numel, self.shape = shapes[key]
 
-    def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
         if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:
             return lhs, rhs
         return plain_broadcast(self, lhs, rhs)
@@ -169,8 +163,7 @@ def _patch_launch(interpreter: Any, tl: Any) -> None:
 
 def _patch_arithmetic(interpreter: Any, tl: Any) -> None:
     builder, handle, bf16 = interpreter.InterpreterBuilder, interpreter.TensorHandle, tl.bfloat16
-    plain = {name: getattr(builder, name) for name in ("binary_op", "create_dot", "cast_impl",
-                                                       "create_fma", "create_fp_to_fp", "create_atomic_rmw")}
+    plain = {name: getattr(builder, name) for name in ("binary_op", "unary_op", "create_fma", "create_dot", "cast_impl")}
 
     def to_float32(value: Any) -> Any:
         return _widen(value.data) if value.dtype.scalar == bf16 else value.data.astype(np.float32, copy=False)
@@ -184,6 +177,11 @@ def _patch_arithmetic(interpreter: Any, tl: Any) -> None:
             # A comparison is labelled with the type of its operands, and is no mask when it is splatted.
             result.dtype = tl.int1
         return result
+
+    def unary_op(self: Any, arg: Any, op: Any) -> Any:
+        if arg.dtype.scalar == bf16:
+            return handle(_narrow(op(_widen(arg.data))), bf16)
+        return plain["unary_op"](self, arg, op)
 
     def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
         if z.dtype.scalar not in (bf16, tl.float16):
@@ -205,33 +203,13 @@ def _patch_arithmetic(interpreter: Any, tl: Any) -> None:
         data = to_float32(src)
         return handle(_narrow(data) if target == bf16 else data.astype(interpreter._get_np_dtype(target)), target)
 
-    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
-        if src.dtype.scalar != tl.float32 or dst_type.scalar != bf16:
-            return plain["create_fp_to_fp"](self, src, dst_type, rounding_mode)
-        data = src.data
-        if rounding_mode == interpreter._ir.ROUNDING_MODE.RTZ:
-            data = np.where(data != data, data, (data.view(np.uint32) & 0xFFFF0000).view(np.float32))
-        return handle(_narrow(data), bf16)
-
-    def create_atomic_rmw(self: Any, op: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
-        if val.dtype.scalar != bf16:
-            return plain["create_atomic_rmw"](self, op, ptr, val, mask, sem, scope)
-        # One lane at a time: lanes that share an address must see each other's sums.
-        lanes = np.broadcast_to(mask.data, ptr.data.shape).ravel()
-        ptrs, values = ptr.data.reshape(-1, 1), np.array(np.broadcast_to(val.data, ptr.data.shape)).reshape(-1, 1)
-        old, on = np.zeros_like(values), np.ones(1, dtype=bool)
-        for i in np.flatnonzero(lanes):
-            old[i] = interpreter._interpreter.load(ptrs[i], on, old[i], old.dtype)
-            interpreter._interpreter.store(ptrs[i], _narrow(_widen(old[i]) + _widen(values[i])), on)
-        return handle(old.reshape(ptr.data.shape), bf16)
-
-    for patch in (binary_op, create_fma, create_dot, cast_impl, create_fp_to_fp, create_atomic_rmw):
+    for patch in (binary_op, unary_op, create_fma, create_dot, cast_impl):
         setattr(builder, patch.__name__, patch)
     builder.get_bf16 = lambda self, value: handle(_narrow([value]), bf16)
     # The default of tl.minimum and tl.maximum returns the number where the other operand is NaN.
     builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
     builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
-    # Without debug the overflow checks decide nothing, and they double the cost of integer arithmetic.
+    # Without debug nobody reads the overflow checks, each of which repeats integer arithmetic in 64 bits.
     options = interpreter.interpreter_builder.options
     precisions = dict.fromkeys((*options.allowed_dot_input_precisions, "bf16x3", "bf16x6"))
     interpreter.interpreter_builder.options = dataclasses.replace(
@@ -241,46 +219,39 @@ def _patch_arithmetic(interpreter: Any, tl: Any) -> None:
 def _patch_reductions(interpreter: Any, tl: Any) -> None:
     reduce, scan = interpreter.ReduceOps, interpreter.ScanOps
     plain_sum, plain_min_max = reduce.sum, reduce.min_max
-    plain_scans = {"cumsum": scan.cumsum, "cumprod": scan.cumprod}
-
-    def add(x: Any, y: Any) -> Any:
-        return _narrow(_widen(x) + _widen(y)) if x.dtype == np.uint16 else x + y
+    # A device combines pairs in the type of the tensor, so that each level of the tree rounds.
+    levels: dict[Any, Any] = {tl.bfloat16: (_widen, _narrow), tl.float16: (np.asarray, np.asarray)}
 
     def tree_sum(self: Any, value: Any) -> Any:
-        if value.dtype not in (tl.bfloat16, tl.float16):
+        if value.dtype not in levels:
             return plain_sum(self, value)
-        data = value.handle.data
-        shape = data.shape
-        axis = self.axis
-        data = data.reshape(1, -1) if axis is None else np.moveaxis(data, axis, -1)
-        # A device adds pairs in the type of the tensor, so that each level of the tree rounds.
-        while (size := data.shape[-1]) > 1:
-            half = size // 2
-            data = np.concatenate([add(data[..., :half], data[..., half:2 * half]), data[..., 2 * half:]], axis=-1)
-        data = data[0, 0] if axis is None else data[..., 0]
-        if self.keep_dims:
-            data = data.reshape([1] * len(shape)) if axis is None else np.expand_dims(data, axis)
-        return self.to_tensor(data, value.dtype)
+        widen, narrow = levels[value.dtype]
+        data, axis = value.handle.data, self.axis
+        kept = [1 if axis is None or i == axis % data.ndim else size for i, size in enumerate(data.shape)]
+        data = data.ravel() if axis is None else np.moveaxis(data, axis, 0)
+        while (half := len(data) // 2) > 0:
+            pairs = narrow(widen(data[:half]) + widen(data[half : 2 * half]))
+            data = np.concatenate([pairs, data[2 * half :]])
+        return self.to_tensor(data[0].reshape(kept) if self.keep_dims else data[0], value.dtype)
+
+    def tree_scan(plain: Callable[[Any, Any], Any], op: Any) -> Callable[[Any, Any], Any]:
+        def prefixes(self: Any, value: Any) -> Any:
+            if value.dtype not in levels:
+                return plain(self, value)
+            widen, narrow = levels[value.dtype]
+            data = np.moveaxis(value.handle.data, self.axis, 0).copy()
+            step = 1
+            while step < len(data):
+                data[step:] = narrow(op(widen(data[:-step]), widen(data[step:])))
+                step *= 2
+            return [self.to_tensor(np.moveaxis(data, 0, self.axis), value.dtype)]
+
+        return prefixes
 
     def min_max(self: Any, value: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
-        # The same numbers without the warning for a row of NaN.
+        # The same numbers without a warning for a row of NaN, which a device does not give.
         quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
         return plain_min_max(self, value, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
 
-    def tree_scan(name: str, op: Any) -> Callable[[Any, Any], Any]:
-        def prefix(self: Any, value: Any) -> Any:
-            if value.dtype not in (tl.bfloat16, tl.float16):
-                return plain_scans[name](self, value)
-            widen = _widen if value.dtype == tl.bfloat16 else np.asarray
-            narrow = _narrow if value.dtype == tl.bfloat16 else np.asarray
-            data = np.moveaxis(value.handle.data, self.axis, -1).copy()
-            step = 1
-            while step < data.shape[-1]:
-                data[..., step:] = narrow(op(widen(data[..., :-step]), widen(data[..., step:])))
-                step *= 2
-            return [self.to_tensor(np.moveaxis(data, -1, self.axis), value.dtype)]
-
-        return prefix
-
     reduce.sum, reduce.min_max = tree_sum, min_max
-    scan.cumsum, scan.cumprod = tree_scan("cumsum", np.add), tree_scan("cumprod", np.multiply)
+    scan.cumsum, scan.cumprod = tree_scan(scan.cumsum, np.add), tree_scan(scan.cumprod, np.multiply)

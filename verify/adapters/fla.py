@@ -12,6 +12,7 @@ class Chunk(Adapter):
     """`fla.ops.gated_delta_rule.chunk_gated_delta_rule`: chunkwise, forward and backward."""
 
     algorithm = "chunkwise"
+    chunk = 64
     domain = Domain(key_dims=(1, 256))
     counterpart = "fla/fused_recurrent"
     requires = REQUIRES

@@ -1,0 +1,325 @@
+"""Checking: Hypothesis draws cases, workers run them, a broken one is kept, shrunk and explained."""
+
+import concurrent.futures
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import hypothesis
+from hypothesis import HealthCheck, Phase
+
+from oracles.counter import mix_words
+from properties.domain import Domain
+from properties.laws import LAWS, Law
+from properties.strategies import Example
+from verify import known as known_defects
+from verify.adapter import AdapterError
+from verify.judge import Finding, Verdict
+from verify.run import Outcome, Run
+from verify.shrink import shrink
+from verify.store import Store
+from verify.worker import Worker, WorkerLost
+
+SHRINK_RUNS, SHRINK_S = 120, 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """How much to check: `examples` a law (`weights` times as many for some), and whether the default seed is fixed."""
+
+    name: str
+    examples: int
+    fixed_seed: bool = True
+
+    def examples_of(self, law: str) -> int:
+        """How many cases a law is asked about: the oracle law covers the widest space and has most."""
+        return self.examples * (3 if law == "oracle" else 1)
+
+
+PROFILES = {profile.name: profile for profile in (Profile("quick", 25), Profile("ci", 200), Profile("soak", 3000, False))}
+ENOUGH = 5  # cases that could see, or all that were drawn if fewer: under it a law is unknown
+
+
+@dataclasses.dataclass
+class LawReport:
+    """What is known of one law: the verdict, how many cases came to what, and the broken run, shrunk."""
+
+    law: str
+    adapter: str
+    verdict: Verdict
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    reason: str = ""
+    run: str = ""
+    first_run: str = ""
+    findings: list[Finding] = dataclasses.field(default_factory=list)
+    neighbours: list[str] = dataclasses.field(default_factory=list)
+    shrunk: bool = True
+    known: list[str] = dataclasses.field(default_factory=list)
+    ratios: dict[str, float] = dataclasses.field(default_factory=dict)
+    regimes: dict[str, int] = dataclasses.field(default_factory=dict)
+    seed: int = 0
+    versions: str = ""
+    kernel_s: float = 0.0
+    oracle_s: float = 0.0
+    wall_s: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        data = dataclasses.asdict(self)
+        data["findings"] = [finding.to_json() for finding in self.findings]
+        return data
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """What a worker says of an adapter."""
+
+    spec: str
+    domain: Domain
+    algorithm: str
+    versions: str
+
+
+def describe(spec: str, worker: Worker) -> Described:
+    """The adapter's declarations, asked in a worker. AdapterError if it cannot be had, even if importing it kills the worker."""
+    try:
+        said = worker.ask({"describe": spec})
+    except WorkerLost as lost:
+        raise AdapterError(f"adapter {spec}: importing it {lost.how}: {lost.detail}; {_last_line(lost.tail)}") from None
+    if "error" in said:
+        raise AdapterError(said["error"])
+    return Described(spec, Domain.from_json(said["domain"]), said["algorithm"], said["versions"])
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[-1].strip()[:200] if lines else "it wrote nothing"
+
+
+def ask(run: Run, worker: Worker, store: Store) -> Outcome:
+    """The outcome of a run in a worker: a crash or a hang is a finding like any other. The run is on disk while it lasts."""
+    store.begin(str(run))
+    try:
+        return Outcome.from_json(worker.ask({"run": str(run)}))
+    except WorkerLost as lost:
+        return Outcome(Verdict.BROKEN, [Finding("call", f"{lost.how}: {lost.detail}", _last_line(lost.tail))])
+    finally:
+        store.end()
+
+
+class Check:
+    """A check of some laws of one adapter. `on_case(law, done, of)` and `on_report` are told as it goes, from any thread."""
+
+    def __init__(
+        self,
+        spec: str,
+        laws: Iterable[str] = tuple(LAWS),
+        profile: Profile = PROFILES["quick"],
+        seed: int = 0,
+        workers: int = 1,
+        store: Store | None = None,
+        stop_at_first: bool = False,
+        deadline_s: float = 120.0,
+        products: str = "ieee",
+        on_case: Callable[[str, int, int], None] = lambda law, done, of: None,
+        on_report: Callable[[LawReport], None] = lambda report: None,
+        defects: list[known_defects.Known] | None = None,
+    ) -> None:
+        self.spec, self.laws, self.profile, self.seed, self.products = spec, list(laws), profile, seed, products
+        self.store, self.stop_at_first = store or Store(), stop_at_first
+        self.on_case, self.on_report = on_case, on_report
+        self.workers = [Worker(deadline_s) for _ in range(max(1, workers))]
+        self.reports: list[LawReport] = []
+        self.defects = known_defects.load() if defects is None else defects
+        self._stopped = threading.Event()
+        self._free: list[Worker] = list(self.workers)
+        self._lock = threading.Lock()
+        self.described: Described | None = None
+
+    def __enter__(self) -> "Check":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self.store.close()
+
+    def stop(self) -> None:
+        """End every worker and let nothing new begin; safe from any thread."""
+        self._stopped.set()
+        for worker in self.workers:
+            worker.close()
+
+    def describe(self) -> Described:
+        """The adapter's declarations. AdapterError if it cannot be had."""
+        if self.described is None:
+            self.described = describe(self.spec, self.workers[0])
+        return self.described
+
+    def run(self) -> list[LawReport]:
+        """A report a law, in the order in which they were decided."""
+        self.describe()
+        pool = concurrent.futures.ThreadPoolExecutor(len(self.workers))
+        try:
+            futures = [pool.submit(self._one, law) for law in self.laws]
+            for future in concurrent.futures.as_completed(futures):
+                report = future.result()
+                if report is not None:
+                    self.reports.append(report)
+                    self.on_report(report)
+                    if self.stop_at_first and report.verdict is Verdict.BROKEN:
+                        break
+        finally:
+            if self._unfinished(futures):
+                self.stop()
+            pool.shutdown(wait=True, cancel_futures=True)
+        return self.reports
+
+    @staticmethod
+    def _unfinished(futures: list[concurrent.futures.Future[LawReport | None]]) -> bool:
+        return not all(future.done() for future in futures)
+
+    def _one(self, law: str) -> LawReport | None:
+        with self._lock:
+            worker = self._free.pop()
+        try:
+            if self._stopped.is_set():
+                return None
+            report = self.check_law(LAWS[law], worker)
+            return None if self._stopped.is_set() and report.verdict is not Verdict.BROKEN else report
+        except WorkerLost:
+            if self._stopped.is_set():
+                return None
+            raise
+        finally:
+            with self._lock:
+                self._free.append(worker)
+
+    def check_law(self, law: Law, worker: Worker) -> LawReport:
+        """The report of one law, cases run by `worker`."""
+        described, start = self.describe(), time.monotonic()
+        report = LawReport(law.name, self.spec, Verdict.UNKNOWN, seed=self.seed, versions=described.versions)
+        if reason := law.needs(described.domain):
+            report.verdict, report.reason = Verdict.UNSUPPORTED, reason
+            return report
+        self._known(law, worker, report)
+        broken = self._draw(law, worker, report)
+        if broken is not None and not self._stopped.is_set():
+            self._explain(law, worker, report, *broken)
+        else:
+            report.verdict, report.reason = overall(report.counts, report.reason)
+        report.wall_s = time.monotonic() - start
+        return report
+
+    def _known(self, law: Law, worker: Worker, report: LawReport) -> None:
+        """Run the lines on file for this law, and say whether each still fails."""
+        for defect in self.defects:
+            if (defect.run.law, defect.run.adapter) == (law.name, self.spec) and defect.applies():
+                still = ask(defect.run, worker, self.store).verdict is Verdict.BROKEN
+                state = "known defect, still there" if still else "known defect NO LONGER FAILS, take it off the file"
+                report.known.append(f"{state}: {defect.reason} ({defect.run})")
+
+    def _draw(self, law: Law, worker: Worker, report: LawReport) -> tuple[Run, Outcome] | None:
+        """Draw and run cases until one is broken; None if none is."""
+        examples = self.profile.examples_of(law.name)
+        found: list[tuple[Run, Outcome]] = []
+        done = 0
+
+        def look(example: Example) -> None:
+            nonlocal done
+            if found or self._stopped.is_set():
+                return  # Hypothesis finishes its round without runs
+            run = Run(law.name, self.spec, example, self.products)
+            outcome = ask(run, worker, self.store)
+            if self._stopped.is_set():
+                return
+            if outcome.verdict is Verdict.BROKEN and any(defect.explains(run) for defect in self.defects):
+                outcome.verdict = Verdict.KNOWN
+            done += 1
+            self._count(report, example, outcome)
+            self.on_case(law.name, done, examples)
+            if outcome.verdict is Verdict.BROKEN:
+                self._keep(report, run, outcome, "found")
+                found.append((run, outcome))
+            elif outcome.ratios:
+                hypothesis.target(min(max(outcome.ratios.values()), 1e6))
+
+        assert self.described is not None
+        seeded(law.draw(self.described.domain), mix_words(self.seed, law.name), examples, look)
+        return found[0] if found else None
+
+    @staticmethod
+    def _count(report: LawReport, example: Example, outcome: Outcome) -> None:
+        report.counts[outcome.verdict] = report.counts.get(outcome.verdict, 0) + 1
+        if outcome.verdict is Verdict.UNKNOWN and not report.reason:
+            report.reason = outcome.reason
+        for name, ratio in outcome.ratios.items():
+            report.ratios[name] = max(ratio, report.ratios.get(name, 0.0))
+        words = example.case.words()
+        for name in ("dtype", "gate", "beta", "values", "state"):
+            key = f"{name}={words[name]}"
+            report.regimes[key] = report.regimes.get(key, 0) + 1
+        report.kernel_s += outcome.kernel_s
+        report.oracle_s += outcome.oracle_s
+
+    def _explain(self, law: Law, worker: Worker, report: LawReport, run: Run, outcome: Outcome) -> None:
+        start, best = time.monotonic(), outcome
+        report.verdict, report.first_run = Verdict.BROKEN, str(run)
+
+        def fails(example: Example) -> bool | None:
+            nonlocal best
+            candidate = dataclasses.replace(run, example=example)
+            if any(defect.explains(candidate) for defect in self.defects):
+                return None
+            got = ask(candidate, worker, self.store)
+            if got.verdict is Verdict.BROKEN and got.kind == outcome.kind:
+                best = got
+                return True
+            return False if got.verdict is Verdict.HOLDS else None
+
+        def more(runs: int) -> bool:
+            return runs < SHRINK_RUNS and time.monotonic() - start < SHRINK_S and not self._stopped.is_set()
+
+        small = shrink(run.example, law, fails, more)
+        smallest = dataclasses.replace(run, example=small.example)
+        report.run, report.findings, report.shrunk = str(smallest), best.findings, small.finished
+        report.neighbours = [what for what, _ in small.neighbours]
+        self._keep(report, smallest, best, "shrunk")
+
+    def _keep(self, report: LawReport, run: Run, outcome: Outcome, stage: str) -> None:
+        findings = [finding.to_json() for finding in outcome.findings]
+        self.store.keep(
+            {"stage": stage, "run": str(run), "law": report.law, "versions": report.versions, "seed": self.seed, "findings": findings}
+        )
+
+
+def overall(counts: dict[str, int], reason: str = "") -> tuple[Verdict, str]:
+    """HOLDS if nothing is broken or undecided and enough cases could see; otherwise why not."""
+    if counts.get(Verdict.BROKEN):
+        return Verdict.BROKEN, reason
+    if undecided := counts.get(Verdict.UNKNOWN):
+        return Verdict.UNKNOWN, f"{undecided} undecided: {reason}"
+    could, drawn = counts.get(Verdict.HOLDS, 0), sum(counts.values())
+    if could >= min(ENOUGH, max(drawn, 1)):
+        return Verdict.HOLDS, ""
+    return Verdict.UNKNOWN, f"only {could} of {drawn} cases could see what the law is about, {ENOUGH} are needed"
+
+
+def seeded(strategy: Any, seed: int, examples: int, look: Callable[[Any], None]) -> None:
+    """Give `look` that many examples of a strategy, the same ones for the same seed."""
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=examples,
+        phases=(Phase.generate, Phase.target),
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @hypothesis.given(strategy)
+    def drive(example: Any) -> None:
+        look(example)
+
+    drive()
+

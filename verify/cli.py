@@ -1,0 +1,291 @@
+"""The command line: list, check, repeat. Results go to stdout, progress to stderr; exit codes mean something."""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from oracles.operation import OPERATIONS
+from oracles.rounding import PRODUCTS
+from properties.laws import LAWS
+from verify import report as text
+from verify.adapter import BUILT_IN, AdapterError, check_requirements, check_spec, installed
+from verify.check import PROFILES, Check, LawReport, ask, describe
+from verify.judge import Verdict
+from verify.refusal import ILLEGAL
+from verify.run import Run, find_law
+from verify.store import FOLDER, Store
+from verify.worker import Worker, WorkerLost
+
+HOLDS, BROKEN, USAGE, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 130
+EXITS = "exit: 0 every law holds   1 a law is broken   2 bad usage   3 undecided, or nothing was compared   130 interrupted"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.act(options))
+    except (AdapterError, ValueError) as error:
+        print(f"gdn-verify: {error}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        print("gdn-verify: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of stdout is gone, as in `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNDECIDED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gdn-verify",
+        description="Is this Gated DeltaNet implementation right on every shape and packing it claims, and if not, what is the smallest case that shows it?",
+        epilog=EXITS,
+    )
+    verbs = parser.add_subparsers(required=True, metavar="{list,check,repeat}")
+    listing = verbs.add_parser("list", help="operations, laws, adapters, and what this host can run", epilog=EXITS)
+    listing.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    listing.set_defaults(act=_list)
+
+    check = verbs.add_parser("check", help="check an adapter against the laws", epilog=EXITS)
+    check.add_argument("adapter", nargs="?", help=f"{', '.join(BUILT_IN)}, or your own as my_kernel.py:MyKernel")
+    check.add_argument("--adapter", dest="own", metavar="FILE.py:CLASS", help="the same, as an option")
+    check.add_argument("--law", action="append", metavar="LAW", help=f"only this law (may be repeated): {', '.join(LAWS)}")
+    check.add_argument("--profile", default="quick", choices=PROFILES, help="cases a law: " + ", ".join(f"{p.name} {p.examples}" for p in PROFILES.values()))
+    check.add_argument("--seed", type=_seed, help="what the cases are drawn from (default 0; soak: random, and printed)")
+    check.add_argument("-x", "--stop", action="store_true", help="stop at the first broken law")
+    check.add_argument("--workers", type=_positive, default=min(os.cpu_count() or 1, 4), help="processes that run kernels (default: the cores, at most 4)")
+    check.add_argument("--products", default="ieee", choices=PRODUCTS, help="how the implementation multiplies float32 matrices (default ieee)")
+    check.add_argument("--json", metavar="FILE", help="also write a JSON line a law to FILE (- for stdout, and nothing else there)")
+    _common(check)
+    check.set_defaults(act=_check)
+
+    repeat = verbs.add_parser("repeat", help="run one printed line again", epilog=EXITS)
+    repeat.add_argument("line", help='the line after "repeat" in a failure: "law=... adapter=... lengths=..."')
+    repeat.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    _common(repeat)
+    repeat.set_defaults(act=_repeat)
+    return parser
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--deadline", type=_seconds, default=120.0, metavar="S", help="seconds after which a run is a hang (default 120)")
+    parser.add_argument("--findings", default=FOLDER, metavar="FOLDER", help=f"where findings are kept (default {FOLDER})")
+
+
+def _seed(word: str) -> int:
+    if not (word.isdecimal() and int(word) < 2**32):
+        raise argparse.ArgumentTypeError(f"must be a whole number in 0..{2**32 - 1}, got {word!r}")
+    return int(word)
+
+
+def _positive(word: str) -> int:
+    if not (word.isdecimal() and 1 <= int(word) <= 256):
+        raise argparse.ArgumentTypeError(f"must be a whole number in 1..256, got {word!r}")
+    return int(word)
+
+
+def _seconds(word: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(word)) < 1e6:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a number of seconds over 0, got {word!r}")
+
+
+def _list(options: argparse.Namespace) -> int:
+    adapters: dict[str, Any] = {}
+    with Worker() as worker:
+        for name in BUILT_IN:
+            try:
+                said = describe(name, worker)
+                adapters[name] = {"runs": True, "algorithm": said.algorithm, "versions": said.versions, "domain": said.domain.to_json()}
+            except AdapterError as error:
+                adapters[name] = {"runs": False, "reason": str(error)}
+    if options.json:
+        laws = {law.name: {"kind": law.kind, "says": law.says} for law in LAWS.values()}
+        print(json.dumps({"operations": list(OPERATIONS), "laws": laws, "adapters": adapters, "profiles": {p.name: p.examples for p in PROFILES.values()}}))
+        return HOLDS
+    print("operations")
+    for operation in OPERATIONS.values():
+        ports = [f"{port.name} [{', '.join(port.axes.split())}]" for port in operation.inputs]
+        print(f"  {operation.name}: {', '.join(ports)} -> {', '.join(port.name for port in operation.outputs)}")
+    print("\nlaws (truth: row by row against the float64 truth; exact: bit for bit)")
+    for law in LAWS.values():
+        print(f"  {law.name:<10} {law.kind:<6} {law.says}")
+    print("\nadapters on this host")
+    for name, said in adapters.items():
+        if said["runs"]:
+            backward = "forward and backward" if said["domain"]["backward"] else "forward"
+            print(f"  {name:<20} {said['algorithm']}, {backward}; {said['versions']}; {_device()}")
+        else:
+            print(f"  {name:<20} cannot run: {said['reason']}")
+    print("  my_kernel.py:MyKernel  your own, in any file")
+    return HOLDS
+
+
+def _device() -> str:
+    return "Triton kernels run in its interpreter, on the CPU, where there is no GPU"
+
+
+def _check(options: argparse.Namespace) -> int:
+    if (options.adapter is None) == (options.own is None):
+        raise ValueError(f"check needs one adapter: {', '.join(BUILT_IN)}, or your own as my_kernel.py:MyKernel")
+    spec = options.adapter or options.own
+    check_spec(spec)
+    laws = [find_law(name).name for name in dict.fromkeys(options.law or LAWS)]
+    _installed(spec)
+    profile = PROFILES[options.profile]
+    seed = options.seed if options.seed is not None else 0 if profile.fixed_seed else random.SystemRandom().randrange(2**32)
+    out = sys.stderr if options.json == "-" else sys.stdout
+    lines = _json_lines(options.json)
+    store = Store(options.findings)
+    for line in store.left_behind():
+        print(f'an earlier check died during: python -m verify repeat "{line}"', file=out)
+    start, reports, interrupted = time.monotonic(), list[LawReport](), False
+    with _progress() as (console, on_case), Check(
+        spec, laws, profile, seed, options.workers, store, options.stop, options.deadline, options.products, on_case=on_case
+    ) as check:
+
+        def say(report: LawReport) -> None:
+            reports.append(report)
+            shown = text.law_line(report)
+            if report.verdict is Verdict.BROKEN:
+                shown += "\n" + text.failure(report)
+            for line in report.known:
+                shown += f"\n  {line}"
+            _print(shown, out)
+            lines(report.to_json())
+
+        check.on_report = say
+        try:
+            described = check.describe()
+            _print(f"{spec}  {described.versions}  profile {profile.name}, seed {seed}", out)
+            check.run()
+            stopped = options.stop and any(report.verdict is Verdict.BROKEN for report in reports)
+            if not stopped and not options.law:
+                _refusals(spec, check, out)
+        except KeyboardInterrupt:
+            interrupted = True
+            check.stop()
+    if store.trouble:
+        print(f"gdn-verify: {store.trouble}", file=sys.stderr)
+    _print(_summary(reports, laws, time.monotonic() - start, interrupted, store), out)
+    return INTERRUPTED if interrupted else exit_code(reports)
+
+
+def exit_code(reports: Sequence[LawReport]) -> int:
+    """1 if a law is broken; 3 if one is undecided or none holds; else 0."""
+    verdicts = [report.verdict for report in reports]
+    if Verdict.BROKEN in verdicts:
+        return BROKEN
+    return HOLDS if Verdict.UNKNOWN not in verdicts and Verdict.HOLDS in verdicts else UNDECIDED
+
+
+def _installed(spec: str) -> None:
+    """Refuse at once, before any worker starts, when what a built-in adapter needs is missing or too old."""
+    if spec in BUILT_IN:
+        from verify.adapters.fla import REQUIRES
+
+        check_requirements(spec, REQUIRES)
+
+
+def _refusals(spec: str, check: Check, out: Any) -> None:
+    did: dict[str, list[str]] = {}
+    for name in ILLEGAL:
+        try:
+            answer = check.workers[0].ask({"refuse": [spec, name]}, 30.0)["did"]
+        except WorkerLost as lost:
+            answer = f"{lost.how} ({lost.detail})"
+        did.setdefault(answer, []).append(name)
+    _print("illegal input, reported and not judged:", out)
+    for answer, names in did.items():
+        _print(f"  {answer}: {'; '.join(names)}", out)
+
+
+def _summary(reports: Sequence[LawReport], laws: Sequence[str], wall_s: float, interrupted: bool, store: Store) -> str:
+    counts = {verdict: sum(report.verdict is verdict for report in reports) for verdict in Verdict}
+    cases = sum(sum(report.counts.values()) for report in reports)
+    parts = [f"{count} {verdict}" for verdict, count in counts.items() if count]
+    missing = len(laws) - len(reports)
+    if missing:
+        parts.append(f"{missing} not finished")
+    kernel, oracle = (sum(getattr(report, name) for report in reports) for name in ("kernel_s", "oracle_s"))
+    line = f"{'interrupted: ' if interrupted else ''}{', '.join(parts)} of {len(laws)} laws; {cases} cases in {wall_s:.0f} s (kernels {kernel:.0f} s, oracle and bounds {oracle:.0f} s)"
+    if counts[Verdict.BROKEN] and not store.trouble:
+        line += f"; findings kept in {store.folder}/findings.jsonl"
+    return line
+
+
+def _repeat(options: argparse.Namespace) -> int:
+    run = Run.parse(options.line)
+    _installed(run.adapter)
+    store = Store(options.findings)
+    with Worker(options.deadline) as worker:
+        versions = describe(run.adapter, worker).versions
+        outcome = ask(run, worker, store)
+    store.close()
+    if outcome.verdict is Verdict.BROKEN:
+        store.keep({"stage": "repeated", "run": str(run), "law": run.law, "versions": versions, "findings": [f.to_json() for f in outcome.findings]})
+    if store.trouble:
+        print(f"gdn-verify: {store.trouble}", file=sys.stderr)
+    print(json.dumps({"run": str(run), "versions": versions, **outcome.to_json()}) if options.json else text.outcome_text(run, outcome, versions))
+    return {Verdict.HOLDS: HOLDS, Verdict.BROKEN: BROKEN}.get(outcome.verdict, UNDECIDED)
+
+
+def _json_lines(place: str | None) -> Any:
+    """A function that writes a JSON line to the place; a file that cannot be opened is bad usage, before any work."""
+    if place is None:
+        return lambda data: None
+    if place == "-":
+        return lambda data: _print(json.dumps(data), sys.stdout)
+    try:
+        file = open(place, "w", buffering=1)  # noqa: SIM115 - open as long as the check lasts
+    except OSError as error:
+        raise ValueError(f"--json must name a file that can be written, got {place!r}: {error.strerror}") from None
+
+    def write(data: dict[str, Any]) -> None:
+        try:
+            file.write(json.dumps(data) + "\n")
+        except OSError as error:
+            print(f"gdn-verify: cannot write to {place}: {error.strerror}", file=sys.stderr)
+
+    return write
+
+
+def _print(line: str, out: Any) -> None:
+    print(line, file=out, flush=True)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[tuple[Console, Any]]:
+    """A live bar a law under way, on stderr; a plain line now and then where stderr is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        last = [time.monotonic()]
+
+        def plain(law: str, done: int, of: int) -> None:
+            if time.monotonic() - last[0] > 20:
+                last[0] = time.monotonic()
+                print(f"{law}: {done} of {of} cases", file=sys.stderr, flush=True)
+
+        yield console, plain
+        return
+    columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, redirect_stdout=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def live(law: str, done: int, of: int) -> None:
+            if law not in tasks:
+                tasks[law] = bar.add_task(law, total=of)
+            bar.update(tasks[law], completed=done, visible=done < of)
+
+        yield console, live

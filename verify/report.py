@@ -1,0 +1,81 @@
+"""Reports: what a person reads, as lines of text. Nothing here decides anything, and nothing prints."""
+
+import textwrap
+
+from properties.laws import LAWS
+from verify.check import LawReport
+from verify.judge import Finding, Verdict
+from verify.run import Outcome, Run
+
+WORDS = {
+    Verdict.HOLDS: "HOLDS",
+    Verdict.BROKEN: "BROKEN",
+    Verdict.UNKNOWN: "UNKNOWN",
+    Verdict.UNSUPPORTED: "unsupported",
+    Verdict.BLIND: "blind",
+    Verdict.KNOWN: "known",
+}
+
+
+def law_line(report: LawReport) -> str:
+    """One line: verdict, law, how many cases could see, the worst error over its allowance, the law in words."""
+    counts = report.counts
+    holds = counts.get(Verdict.HOLDS, 0)
+    cases = f"{holds:4d} cases" if holds or counts else " " * 10
+    extra = [f"{counts[verdict]} {verdict}" for verdict in (Verdict.BLIND, Verdict.KNOWN, Verdict.UNSUPPORTED) if counts.get(verdict)]
+    worst = ""
+    if LAWS[report.law].kind == "truth" and report.ratios and report.verdict is Verdict.HOLDS:
+        name = max(report.ratios, key=lambda each: report.ratios[each])
+        worst = f"{report.ratios[name]:.2f} {name}"
+    says = report.reason if report.verdict in (Verdict.UNSUPPORTED, Verdict.UNKNOWN) else LAWS[report.law].says
+    line = f"{WORDS[report.verdict]:<11} {report.law:<10}{cases}  {worst:<16} {says}"
+    return line + (f" ({', '.join(extra)})" if extra else "")
+
+
+def failure(report: LawReport) -> str:
+    """A finished bug report of a broken law."""
+    lines = [f"BROKEN   {report.law} · {report.adapter} · {LAWS[report.law].says}"]
+    lines += finding_lines(report.findings)
+    if report.neighbours:
+        lines += textwrap.wrap(
+            "; ".join(report.neighbours), 116, initial_indent="  holds with   ", subsequent_indent="               ", break_on_hyphens=False
+        )
+    if not report.shrunk:
+        lines.append("  shrinking    stopped at its limit; a smaller case may exist")
+    lines.append(f"  versions     {report.versions}")
+    if report.first_run != report.run:
+        lines.append(f"  found as     {report.first_run}")
+    lines.append(f'  repeat       python -m verify repeat "{report.run}"')
+    return "\n".join(lines)
+
+
+def outcome_text(run: Run, outcome: Outcome, versions: str) -> str:
+    """What a repeated run came to."""
+    law = LAWS[run.law]
+    lines = [f"{WORDS[outcome.verdict]:<8} {run.law} · {run.adapter} · {law.says}"]
+    if outcome.reason:
+        lines.append(f"  because      {outcome.reason}")
+    lines += finding_lines(outcome.findings)
+    if outcome.verdict is Verdict.HOLDS:
+        worst = ", ".join(f"{name} {ratio:.2f}" for name, ratio in outcome.ratios.items())
+        lines.append(f"  compared     {outcome.rows} rows" + (f"; worst error / allowed: {worst}" if law.kind == "truth" else ""))
+    return "\n".join([*lines, f"  versions     {versions}"])
+
+
+def finding_lines(findings: list[Finding], most: int = 4) -> list[str]:
+    """The findings of one case, each with its worst and its first row."""
+    lines: list[str] = []
+    for finding in findings[:most]:
+        lines.append(f"  {finding.output}: {finding.what}" + (f" ({finding.worst})" if finding.worst and not finding.rows else ""))
+        if finding.rows:
+            lines.append(f"    worst row  {finding.worst}: error {finding.error:.3g}, allowed {finding.allowed:.3g} ({finding.origin})")
+            lines.append(f"    rows over  {finding.rows_over} of {finding.rows}, the first is {finding.first}")
+            lines.append("    got        " + _numbers(finding.got))
+            lines.append("    want       " + _numbers(finding.want))
+    if len(findings) > most:
+        lines.append(f"  and {len(findings) - most} more: {', '.join(finding.output for finding in findings[most:])}")
+    return lines
+
+
+def _numbers(values: tuple[float, ...]) -> str:
+    return "".join(f"{value:<14.7g}" for value in values).rstrip()

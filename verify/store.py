@@ -1,0 +1,86 @@
+"""What must not be lost: the run that is under way and every finding, on disk before anything else happens."""
+
+import contextlib
+import json
+import os
+import pathlib
+import threading
+from typing import Any
+
+FOLDER = ".gdn-verify"
+
+
+class Store:
+    """`findings.jsonl`, one finding a line, and `under-way-<pid>.txt`, the runs that have begun and not ended.
+
+    A full or read-only disk does not stop a check: `trouble` says so once, in one line, and the findings are printed anyway.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] = FOLDER) -> None:
+        self.folder = pathlib.Path(folder)
+        self.trouble: str | None = None
+        self._lock = threading.Lock()
+        self._under_way: dict[int, str] = {}
+        self._begun = self.folder / f"under-way-{os.getpid()}.txt"
+
+    def begin(self, line: str) -> None:
+        """Put a run on disk before it starts."""
+        with self._lock:
+            self._under_way[threading.get_ident()] = line
+            self._write_begun()
+
+    def end(self) -> None:
+        """The run this thread began has ended."""
+        with self._lock:
+            self._under_way.pop(threading.get_ident(), None)
+            self._write_begun()
+
+    def keep(self, finding: dict[str, Any]) -> None:
+        """Append a finding and force it to the disk."""
+        with self._lock, self._trying():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(self.folder / "findings.jsonl", "a") as file:
+                file.write(json.dumps(finding) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Forget the runs under way."""
+        with self._lock, contextlib.suppress(OSError):
+            self._begun.unlink(missing_ok=True)
+
+    def left_behind(self) -> list[str]:
+        """Lines of runs that were under way when an earlier check died; each is told once."""
+        lines: list[str] = []
+        with contextlib.suppress(OSError):
+            for path in sorted(self.folder.glob("under-way-*.txt")):
+                pid = path.stem.rpartition("-")[2]
+                if pid.isdecimal() and not _alive(int(pid)):
+                    lines += [line for line in path.read_text(errors="replace").splitlines()[:64] if line]
+                    path.unlink()
+        return lines
+
+    def _write_begun(self) -> None:
+        with self._trying():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._begun.write_text("".join(f"{line}\n" for line in self._under_way.values()))
+
+    @contextlib.contextmanager
+    def _trying(self) -> Any:
+        if self.trouble is not None:
+            yield
+            return
+        try:
+            yield
+        except OSError as error:
+            self.trouble = f"cannot write to {self.folder}: {error.strerror}; findings are printed and not kept"
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
