@@ -138,10 +138,9 @@ def _evaluate(
     bits = arithmetic.output
     x = {name: leaves[name].flatten(1, 2) for name in names if name != "state"}
     for name in ("q", "k"):
-        x[name] = arithmetic.input(x[name], name, width)
-        if inputs.qk_norm:
-            x[name] = Normalised.apply(x[name], arithmetic, f"{name} normalised")
-        repeated = x[name].repeat_interleave(value_heads // heads, dim=-2)
+        repeated = arithmetic.input(x[name], name, width).repeat_interleave(value_heads // heads, dim=-2)
+        if inputs.qk_norm:  # after the repetition, where an implementation that normalises each value head's copy rounds
+            repeated = Normalised.apply(repeated, arithmetic, f"{name} normalised")
         x[name] = arithmetic.gradient(repeated, f"d{name} a value head", arithmetic.stored)
     x["v"] = arithmetic.input(x["v"], "v", width)
     x["beta"] = arithmetic.gradient(x["beta"], "dbeta", bits)

@@ -14,7 +14,7 @@ Chunkwise (WY) form, G = cumsum(g) inside a chunk, A_ij = beta_i exp(G_i - G_j) 
 
     T = (I + A)^-1      U = T (beta v)      W = T (beta exp(G) k)
     V' = U - W S        o = scale (exp(G) q S + tril(q k^T exp(G_i - G_j)) V')
-    S <- exp(G_C) S + k^T (exp(G_C - G) V')
+    S <- exp(G_C) S + (exp(G_C - G) k)^T V'
 """
 
 import torch
@@ -100,9 +100,10 @@ def chunkwise(
     ahead, behind = arithmetic.sums(total, "G_i", chunk * depth), arithmetic.sums(total, "G_j", chunk * depth)
     lower = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
     decay = (ahead.unsqueeze(-1) - behind.unsqueeze(-2)).masked_fill(~lower, -torch.inf).exp()
-    grown = total.exp().unsqueeze(-1)
-    left = (total[..., -1:] - total).exp().unsqueeze(-1)
-    whole = total[..., -1].exp()[..., None, None]
+    grown = arithmetic.sums(total, "G in exp(G)", depth).exp().unsqueeze(-1)
+    end = arithmetic.sums(total[..., -1:], "G_C", chunk * depth)
+    left = (end - arithmetic.sums(total, "G in exp(G_C - G)", depth)).exp().unsqueeze(-1)
+    whole = end.exp().unsqueeze(-1)
 
     use = arithmetic.use
     corrections = (arithmetic.operand(betas[0] * k, "beta k", depth) @ use(k, "k in A", chunk).mT * decay).tril(-1)
@@ -111,22 +112,24 @@ def chunkwise(
     erased = arithmetic.operand(use(solved, "T in W", depth) @ arithmetic.operand(betas[2] * grown * k, "beta exp(G) k", chunk), "W", depth)
     scores = arithmetic.operand(use(q, "q in scores", chunk) @ use(k, "k in scores", chunk).mT * decay, "scores", chunk)
     reads = arithmetic.operand(q * grown, "exp(G) q", depth)
+    keeps = arithmetic.operand(left * use(k, "k in S", chunk), "exp(G_C - G) k", chunk)
 
     rows = []
-    pieces = (x.unbind(-3) for x in (k, reads, scores, written, erased, left, whole))
-    for k_c, reads_c, scores_c, written_c, erased_c, left_c, whole_c in zip(*pieces, strict=True):
+    pieces = (x.unbind(-3) for x in (keeps, reads, scores, written, erased, whole))
+    for keeps_c, reads_c, scores_c, written_c, erased_c, whole_c in zip(*pieces, strict=True):
         held = arithmetic.operand(state, "S", depth)
         fresh = arithmetic.operand(written_c - erased_c @ use(held, "S in V'", chunk), "V'", chunk)
         rows.append(reads_c @ use(held, "S in o", chunk) + scores_c @ use(fresh, "V' in o", chunk))
         kept: Tensor = _Decayed.apply(whole_c, state, arithmetic)
-        state = arithmetic.single(
-            kept + use(k_c, "k in S", chunk).mT @ arithmetic.operand(left_c * fresh, "exp(G_C - G) V'", chunk), "S'"
-        )
+        state = arithmetic.single(kept + keeps_c.mT @ use(fresh, "V' in S", depth), "S'")
     return scale * torch.cat(rows, -2)[..., :tokens, :], state
 
 
 class _Inverse(torch.autograd.Function):
-    """T = (I + A)^-1 as stored. With dT the cotangent of T, that of A is -T^T dT T^T below the diagonal."""
+    """T = (I + A)^-1 as stored. With dT the cotangent of T, that of A is -T^T dT T^T below the diagonal.
+
+    Backward, an implementation may take T as it was stored or solve again, so its rounding there is another one.
+    """
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, a: Tensor, arithmetic: Arithmetic) -> Tensor:  # type: ignore[override]
@@ -134,18 +137,16 @@ class _Inverse(torch.autograd.Function):
         # A may be stored too; and substitution solves a system whose entries are off by a rounding each (Higham 2002, 8.5).
         a = arithmetic.dither(a, "A", min(arithmetic.stored, arithmetic.summed(SINGLE, a.shape[-1])))
         solved = torch.linalg.solve_triangular(identity + a, identity, upper=False, unitriangular=True)
-        solved = arithmetic.dither(solved, "T")
         ctx.save_for_backward(solved)
         ctx.arithmetic = arithmetic  # type: ignore[attr-defined]
-        return solved
+        return arithmetic.dither(solved, "T")
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor, None]:
         (solved,) = ctx.saved_tensors  # type: ignore[attr-defined]
         arithmetic = ctx.arithmetic  # type: ignore[attr-defined]
-        summed = arithmetic.summed(SINGLE, solved.shape[-1])
-        stored = min(arithmetic.stored, summed)
-        left, right = (arithmetic.dither(solved, place, summed).mT for place in ("T^T dT", "dT T^T"))
+        stored = min(arithmetic.stored, arithmetic.summed(SINGLE, solved.shape[-1]))
+        left, right = (arithmetic.dither(solved, place, stored).mT for place in ("T^T dT", "dT T^T"))
         inner = arithmetic.dither(left @ arithmetic.dither(cotangents[0].tril(), "dT", stored), "inner", stored)
         return arithmetic.dither(-(inner @ right).tril(-1), "dA", stored), None
 

@@ -17,7 +17,7 @@ class Chunkwise(Adapter):
 
     algorithm = "chunkwise"
     domain = Domain()
-    chunk = 64
+    size = 64
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         outputs, states = [], []
@@ -67,8 +67,8 @@ class Chunkwise(Adapter):
     ) -> tuple[Tensor, Tensor]:
         """q, k [T, HV, K], v [T, HV, V], g, beta [T, HV], state [HV, K, V]."""
         rows = []
-        for start in range(0, len(q), self.chunk):
-            at = slice(start, start + self.chunk)
+        for start in range(0, len(q), self.size):
+            at = slice(start, start + self.size)
             piece = (t[at].transpose(0, 1) for t in (q, k, v, g, beta))
             o, state = self.piece(*piece, state, scale)
             state = self.between(state)
@@ -127,13 +127,13 @@ class Chunkwise(Adapter):
 class Chunk16(Chunkwise):
     """Chunks of 16 tokens."""
 
-    chunk = 16
+    size = 16
 
 
 class Chunk128(Chunkwise):
     """Chunks of 128 tokens, twice the size the bounds are computed with."""
 
-    chunk = 128
+    size = 128
 
 
 class BackwardSums(Chunkwise):
@@ -151,7 +151,7 @@ class BackwardSums(Chunkwise):
 class RoundsElsewhere(Chunkwise):
     """The scale folded into q and rounded there, the correction matrix rounded before it is inverted, k decayed instead of v."""
 
-    chunk = 32
+    size = 32
 
     def solve(self, a: Tensor, like: Tensor) -> Tensor:
         return super().solve(self.low(a, like).float(), like)
