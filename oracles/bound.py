@@ -54,7 +54,7 @@ def truth(inputs: Inputs, cotangents: dict[str, Tensor] | None = None, lengths: 
 
     `lengths` overrides the sequences' boundaries: the counterfactual in which state crosses them.
     """
-    batch = _evaluate(inputs, cotangents, "chunkwise", Arithmetic(1, 53, 53, 53), lengths)
+    batch = _evaluate(inputs, cotangents, "chunkwise", Arithmetic.exact(), lengths)
     return {name: runs[0] for name, runs in batch.items()}
 
 
@@ -138,11 +138,11 @@ def _evaluate(
     bits = arithmetic.output
     x = {name: leaves[name].flatten(1, 2) for name in names if name != "state"}
     for name in ("q", "k"):
-        repeated = arithmetic.input(x[name], name, width).repeat_interleave(value_heads // heads, dim=-2)
+        repeated = arithmetic.input(x[name], name).repeat_interleave(value_heads // heads, dim=-2)
         if inputs.qk_norm:  # after the repetition, where an implementation that normalises each value head's copy rounds
             repeated = Normalised.apply(repeated, arithmetic, f"{name} normalised")
         x[name] = arithmetic.gradient(repeated, f"d{name} a value head", arithmetic.stored)
-    x["v"] = arithmetic.input(x["v"], "v", width)
+    x["v"] = arithmetic.input(x["v"], "v")
     x["beta"] = arithmetic.gradient(x["beta"], "dbeta", bits)
     x["g"] = arithmetic.gradient(x["g"], "dg output", BITS[NAMES[inputs.g.dtype]] if arithmetic.runs > 1 else 53)
     shape = (arithmetic.runs, len(lengths), value_heads, width, value_width)

@@ -20,7 +20,7 @@ Chunkwise (WY) form, G = cumsum(g) inside a chunk, A_ij = beta_i exp(G_i - G_j) 
 import torch
 from torch import Tensor
 
-from oracles.rounding import SINGLE, Arithmetic
+from oracles.rounding import SINGLE, Arithmetic, summed
 
 EPS = 1e-6
 RSTD_BITS = SINGLE - 1  # a sum, a root and a division, or two products: more than one rounding
@@ -105,23 +105,23 @@ def chunkwise(
     left = (end - arithmetic.sums(total, "G in exp(G_C - G)", depth)).exp().unsqueeze(-1)
     whole = end.exp().unsqueeze(-1)
 
-    use = arithmetic.use
-    corrections = (arithmetic.operand(betas[0] * k, "beta k", depth) @ use(k, "k in A", chunk).mT * decay).tril(-1)
+    operand, use, multiply = arithmetic.operand, arithmetic.use, arithmetic.multiply
+    corrections = (multiply(operand(betas[0] * k, "beta k"), use(k, "k in A").mT, "A") * decay).tril(-1)
     solved: Tensor = _Inverse.apply(corrections, arithmetic)
-    written = arithmetic.operand(use(solved, "T in U", depth) @ arithmetic.operand(betas[1] * v, "beta v", chunk), "U", chunk)
-    erased = arithmetic.operand(use(solved, "T in W", depth) @ arithmetic.operand(betas[2] * grown * k, "beta exp(G) k", chunk), "W", depth)
-    scores = arithmetic.operand(use(q, "q in scores", chunk) @ use(k, "k in scores", chunk).mT * decay, "scores", chunk)
-    reads = arithmetic.operand(q * grown, "exp(G) q", depth)
-    keeps = arithmetic.operand(left * use(k, "k in S", chunk), "exp(G_C - G) k", chunk)
+    written = operand(multiply(use(solved, "T in U"), operand(betas[1] * v, "beta v"), "U = "), "U")
+    erased = operand(multiply(use(solved, "T in W"), operand(betas[2] * grown * k, "beta exp(G) k"), "W = "), "W")
+    scores = operand(multiply(use(q, "q in scores"), use(k, "k in scores").mT, "scores = ") * decay, "scores")
+    reads = operand(q * grown, "exp(G) q")
+    keeps = operand(left * use(k, "k in S"), "exp(G_C - G) k")
 
     rows = []
     pieces = (x.unbind(-3) for x in (keeps, reads, scores, written, erased, whole))
     for keeps_c, reads_c, scores_c, written_c, erased_c, whole_c in zip(*pieces, strict=True):
-        held = arithmetic.operand(state, "S", depth)
-        fresh = arithmetic.operand(written_c - erased_c @ use(held, "S in V'", chunk), "V'", chunk)
-        rows.append(reads_c @ use(held, "S in o", chunk) + scores_c @ use(fresh, "V' in o", chunk))
+        held = operand(state, "S")
+        fresh = operand(written_c - multiply(erased_c, use(held, "S in V'"), "W S"), "V'")
+        rows.append(multiply(reads_c, use(held, "S in o"), "q S") + multiply(scores_c, use(fresh, "V' in o"), "scores V'"))
         kept: Tensor = _Decayed.apply(whole_c, state, arithmetic)
-        state = arithmetic.single(kept + keeps_c.mT @ use(fresh, "V' in S", depth), "S'")
+        state = arithmetic.single(kept + multiply(keeps_c.mT, use(fresh, "V' in S"), "k V'"), "S'")
     return scale * torch.cat(rows, -2)[..., :tokens, :], state
 
 
@@ -135,7 +135,7 @@ class _Inverse(torch.autograd.Function):
     def forward(ctx: torch.autograd.function.FunctionCtx, a: Tensor, arithmetic: Arithmetic) -> Tensor:  # type: ignore[override]
         identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
         # A may be stored too; and substitution solves a system whose entries are off by a rounding each (Higham 2002, 8.5).
-        a = arithmetic.dither(a, "A", min(arithmetic.stored, arithmetic.summed(SINGLE, a.shape[-1])))
+        a = arithmetic.dither(a, "A", min(arithmetic.stored, summed(a.shape[-1])))
         solved = torch.linalg.solve_triangular(identity + a, identity, upper=False, unitriangular=True)
         ctx.save_for_backward(solved)
         ctx.arithmetic = arithmetic  # type: ignore[attr-defined]
@@ -145,7 +145,7 @@ class _Inverse(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor, None]:
         (solved,) = ctx.saved_tensors  # type: ignore[attr-defined]
         arithmetic = ctx.arithmetic  # type: ignore[attr-defined]
-        stored = min(arithmetic.stored, arithmetic.summed(SINGLE, solved.shape[-1]))
+        stored = min(arithmetic.stored, arithmetic.product, summed(solved.shape[-1]))
         left, right = (arithmetic.dither(solved, place, stored).mT for place in ("T^T dT", "dT T^T"))
         inner = arithmetic.dither(left @ arithmetic.dither(cotangents[0].tril(), "dT", stored), "inner", stored)
         return arithmetic.dither(-(inner @ right).tril(-1), "dA", stored), None
@@ -192,7 +192,7 @@ class Normalised(torch.autograd.Function):
         y, rstd = ctx.saved_tensors  # type: ignore[attr-defined]
         arithmetic, place = ctx.back  # type: ignore[attr-defined]
         dy = arithmetic.dither(cotangents[0], f"{place} dy")
-        along = arithmetic.dither((y * dy).sum(-1, keepdim=True), f"{place} y.dy", arithmetic.summed(SINGLE, y.shape[-1]))
+        along = arithmetic.dither((y * dy).sum(-1, keepdim=True), f"{place} y.dy", summed(y.shape[-1]))
         across = arithmetic.dither(dy * rstd, f"{place} dy rstd", SINGLE) - arithmetic.dither(
             along * y * rstd, f"{place} y rstd", RSTD_BITS
         )

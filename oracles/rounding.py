@@ -19,6 +19,7 @@ float64, and p = 53, that is t = 2 x, returns x itself, which is how run 0 stays
 import dataclasses
 import functools
 import math
+import zlib
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from oracles.counter import mix
 BITS = {"bf16": 8, "fp16": 11, "fp32": 24}
 TF32_BITS = 10  # 11 bits rounded to nearest; matrix units may truncate, which errs like 10
 SINGLE = 24
+EXACT = 53
 FP16_STEP = 2.0**-24  # the subnormal step: an absolute error where fp16 values are stored
 CLASSES = ("chunkwise", "recurrent")
 PRODUCTS = ("ieee", "tf32")
@@ -37,14 +39,14 @@ PRODUCTS = ("ieee", "tf32")
 class Arithmetic:
     """The precisions an algorithm of one class works in; tensors given to its methods have the runs on axis 0.
 
-    `stored` is the number of significand bits of stored intermediates and of matrix-product operands that are computed,
-    `inputs` that of operands that are inputs (53: already representable, not rounded), `product` the bits an operand keeps
-    in a product that is accumulated in float32, before the depth of the sum is taken into account.
+    In significand bits: `stored` for intermediates that are stored and operands that are computed, `product` for what float32
+    products and sums of them keep (53: operands are coarser, so that the sums' own errors drown), `output` for the inputs' dtype.
+    `step` is the subnormal step of that dtype where it matters.
     """
 
     runs: int
     stored: int
-    inputs: int
+    product: int
     output: int
     step: float = 0.0
 
@@ -59,58 +61,55 @@ class Arithmetic:
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         output, step = BITS[dtype], FP16_STEP if dtype == "fp16" else 0.0
-        if algorithm == "recurrent":
-            return cls(runs, SINGLE, SINGLE, output, step)
-        if dtype == "fp32":
-            bits = TF32_BITS if products == "tf32" else SINGLE
-            return cls(runs, bits, bits, output, step)
-        return cls(runs, output, 53, output, step)
+        if algorithm == "chunkwise" and dtype != "fp32":
+            return cls(runs, output, EXACT, output, step)
+        tf32 = algorithm == "chunkwise" and products == "tf32"
+        return cls(runs, SINGLE, TF32_BITS if tf32 else SINGLE, output, step)
 
-    def operand(self, x: Tensor, place: str, depth: int = 1) -> Tensor:
-        """x as stored, or as computed operand of a product over `depth` terms; its cotangent is stored alike."""
-        bits = self.summed(self.stored, depth)
-        return self._round(x, place, bits, bits, self.step if self.stored == self.output else 0.0)
+    @classmethod
+    def exact(cls) -> "Arithmetic":
+        """No rounding anywhere, one run."""
+        return cls(1, EXACT, EXACT, EXACT)
 
-    def use(self, x: Tensor, place: str, depth: int = 1) -> Tensor:
+    def operand(self, x: Tensor, place: str) -> Tensor:
+        """x as stored, or as computed operand of a product; its cotangent is stored alike."""
+        return self._round(x, place, self.stored, self.stored, self.step if self.stored == self.output else 0.0)
+
+    def use(self, x: Tensor, place: str) -> Tensor:
         """x unchanged, as one of several uses of an operand; the cotangent that comes from this use is stored on its own."""
-        return self._round(x, place, 53, self.summed(self.stored, depth), self.step if self.stored == self.output else 0.0)
+        return self._round(x, place, EXACT, self.stored, self.step if self.stored == self.output else 0.0)
 
-    def input(self, x: Tensor, place: str, depth: int = 1) -> Tensor:
-        """x, an input, as operand of products over `depth` terms; its gradient is stored in the inputs' precision."""
-        return self._round(x, place, self.summed(self.inputs, depth), self.output, self.step, self.step == 0.0)
+    def multiply(self, a: Tensor, b: Tensor, place: str) -> Tensor:
+        """a @ b, summed in float32 or of TF32 operands; so are the two products of its backward, each with its own errors."""
+        if self.runs == 1 or self.product == EXACT:
+            return a @ b
+        return _Product.apply(a, b, self, place)  # type: ignore[no-any-return]
+
+    def input(self, x: Tensor, place: str) -> Tensor:
+        """x, an input; its gradient is an output in the inputs' precision."""
+        return self.gradient(x, place, self.output)
 
     def single(self, x: Tensor, place: str, depth: int = 1) -> Tensor:
         """x held in float32, the sum of `depth` terms; its cotangent likewise."""
-        bits = self.summed(SINGLE, depth)
+        bits = summed(depth)
         return self._round(x, place, bits, bits, 0.0)
 
     def sums(self, x: Tensor, place: str, depth: int) -> Tensor:
         """x unchanged; its cotangent is a float32 sum of `depth` terms."""
-        return self._round(x, place, 53, self.summed(SINGLE, depth), 0.0)
+        return self._round(x, place, EXACT, summed(depth), 0.0)
 
     def result(self, x: Tensor, place: str) -> Tensor:
         """x as an output of the inputs' precision; its cotangent is given, hence exact."""
-        return self._round(x, place, self.output, 53, self.step)
+        return self._round(x, place, self.output, EXACT, self.step)
 
     def gradient(self, x: Tensor, place: str, bits: int) -> Tensor:
         """x unchanged; its gradient is an output of `bits` bits."""
-        return self._round(x, place, 53, bits, self.step if bits == BITS["fp16"] else 0.0)
+        return self._round(x, place, EXACT, bits, self.step if bits == BITS["fp16"] else 0.0)
 
-    def summed(self, bits: int, depth: int) -> int:
-        """Bits left of a float32 sum of `depth` terms: rounding errors of a sum grow like the root of its depth.
-
-        Rounding each operand by u sqrt(n) gives the sum an error of u sqrt(n) times its reach, the root of the summed
-        squares of its terms; sequential summation of n terms errs by at most about that much (Higham 2002, section 4.2).
-        Operands coarser than float32 drown that error, so they keep their bits.
-        """
-        return bits if bits != SINGLE else SINGLE - math.ceil(math.log2(max(depth, 1)) / 2)
-
-    def _round(
-        self, x: Tensor, place: str, forward: int, backward: int, step: float, step_back_only: bool = False
-    ) -> Tensor:
+    def _round(self, x: Tensor, place: str, forward: int, backward: int, step: float) -> Tensor:
         if self.runs == 1:
             return x
-        ahead = _dither(self, x, place, forward, 0.0 if step_back_only or forward == 53 else step)
+        ahead = _dither(self, x, place, forward, step)
         return _Round.apply(x, ahead, self, place + "'", backward, step)  # type: ignore[no-any-return]
 
     def dither(self, x: Tensor, place: str, bits: int | None = None) -> Tensor:
@@ -121,31 +120,52 @@ class Arithmetic:
         return _dither(self, x, place, bits, self.step if bits == self.output else 0.0)
 
 
-@functools.lru_cache(4096)
+def summed(depth: int) -> int:
+    """Bits left of a float32 sum of `depth` terms: rounding errors of a sum grow like the root of its depth.
+
+    Rounding each term by u sqrt(n) gives the sum an error of u sqrt(n) times its reach, the root of the summed squares of its
+    terms; sequential summation of n terms errs by at most about that much (Higham 2002, section 4.2).
+    """
+    return SINGLE - math.ceil(math.log2(max(depth, 1)) / 2)
+
+
+@functools.cache
+def _table(device: torch.device) -> Tensor:
+    """2^20 numbers in [1, 2), from which every place takes its grids."""
+    scrambled = mix(torch.arange(_TABLE, dtype=torch.int64, device=device)) & (2**52 - 1)
+    return 1.0 + scrambled.to(torch.float64) / 2.0**52
+
+
+_TABLE = 2**20
+
+
+@functools.lru_cache(1024)
 def _factors(
     place: str, runs: int, bits: int, step: float, shape: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The grids s of a place, s (2^(53-p) + 1), and the constant that rounds to the subnormal step; run 0's do nothing."""
     last = shape[-2:] if len(shape) > 2 else shape[1:]
-    word = int.from_bytes(place.encode()[:7], "big") + 31 * len(place)
-    positions = torch.arange(math.prod(last), dtype=torch.int64, device=device)
-    rows = []
-    for run in range(runs):
-        key = mix(torch.tensor(word * 64 + run, dtype=torch.int64, device=device))
-        own = positions if run % 2 == 0 else torch.zeros_like(positions)
-        rows.append(1.0 + ((mix(own + key) >> 1) & (2**62 - 1)).to(torch.float64) / 2.0**62)
+    size, table = math.prod(last), _table(device)
+    word = zlib.crc32(place.encode())
+    rows = [table.new_ones(size)]
+    for run in range(1, runs):
+        start = (word + 7919 * run * (run + 12)) % _TABLE
+        if run % 2:
+            rows.append(table[start].expand(size))
+        elif start + size <= _TABLE:
+            rows.append(table[start : start + size])
+        else:
+            rows.append(table[torch.arange(start, start + size, device=device) % _TABLE])
     grid = torch.stack(rows)
-    grid[0] = 1.0
     split = torch.full((runs, 1), 2.0 ** (53 - bits) + 1.0, dtype=torch.float64, device=device)
     snap = torch.full((runs, 1), 1.5 * 2.0**52 * step, dtype=torch.float64, device=device)
     split[0], snap[0] = 2.0, 0.0
-    middle = (1,) * (len(shape) - 1 - len(last))
-    full = (runs, *middle, *last)
+    full = (runs, *(1,) * (len(shape) - 1 - len(last)), *last)
     return grid.reshape(full), (grid * split).reshape(full), snap.reshape((runs,) + (1,) * (len(shape) - 1))
 
 
 def _dither(arithmetic: Arithmetic, x: Tensor, place: str, bits: int, step: float) -> Tensor:
-    if bits >= 53:
+    if bits >= EXACT:
         return x.detach()
     with torch.no_grad():
         grid, split, snap = _factors(place, arithmetic.runs, bits, step, tuple(x.shape), x.device)
@@ -175,3 +195,24 @@ class _Round(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         arithmetic, place, bits, step = ctx.back  # type: ignore[attr-defined]
         return _dither(arithmetic, cotangents[0], place, bits, step), None, None, None, None, None
+
+
+class _Product(torch.autograd.Function):
+    """a @ b. Rounding one operand to the bits that a sum of this depth keeps gives each element an error of its reach's size."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: torch.autograd.function.FunctionCtx, a: Tensor, b: Tensor, arithmetic: Arithmetic, place: str
+    ) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.back = arithmetic, place  # type: ignore[attr-defined]
+        return _dither(arithmetic, a, place, min(arithmetic.product, summed(a.shape[-1])), 0.0) @ b
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        a, b = ctx.saved_tensors  # type: ignore[attr-defined]
+        arithmetic, place = ctx.back  # type: ignore[attr-defined]
+        (g,) = cotangents
+        left = _dither(arithmetic, g, f"{place} da", min(arithmetic.product, summed(g.shape[-1])), 0.0) @ b.mT
+        right = a.mT @ _dither(arithmetic, g, f"{place} db", min(arithmetic.product, summed(g.shape[-2])), 0.0)
+        return left, right, None, None

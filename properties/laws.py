@@ -107,6 +107,11 @@ def _visible(moved: Results, bounds: dict[str, Bound], names: tuple[str, ...] = 
     return False
 
 
+def _other(case: Case) -> Case:
+    """The same shapes with other values, of other magnitudes too: what is shared by their scale shows."""
+    return dataclasses.replace(case, seed=case.seed ^ 1, values="scaled" if case.values != "scaled" else "ordinary")
+
+
 # Equal to the truth
 
 
@@ -279,7 +284,7 @@ def _future(bench: Bench, example: Example) -> Iterator[Pair]:
     assert at is not None
     inputs, cotangents = _given(case)
     place = torch.cat([torch.arange(length) for length in case.lengths]).reshape(inputs.q.shape[:2])
-    later = dataclasses.replace(case, seed=case.seed ^ 1, gate="saturated" if case.gate != "saturated" else "10").inputs()
+    later = dataclasses.replace(_other(case), gate="saturated" if case.gate != "saturated" else "10").inputs()
     changed = inputs.replaced(
         **{
             name: torch.where((place >= at).reshape(*place.shape, *[1] * (inputs[name].ndim - 2)), later[name], inputs[name])
@@ -298,7 +303,7 @@ def _samples(bench: Bench, example: Example) -> Iterator[Pair]:
     assert at is not None
     inputs, cotangents = _given(case)
     sample = torch.cat([torch.full((length,), row) for row, length in enumerate(case.lengths)]).reshape(inputs.q.shape[:2])
-    other = dataclasses.replace(case, seed=case.seed ^ 1).inputs()
+    other = _other(case).inputs()
     mixed = {}
     for name in ("q", "k", "v", "g", "beta"):
         mask = (sample == at).reshape(*sample.shape, *[1] * (inputs[name].ndim - 2))
@@ -318,7 +323,7 @@ def _heads(bench: Bench, example: Example) -> Iterator[Pair]:
     assert at is not None
     inputs, cotangents = _given(case)
     group = case.value_heads // case.heads
-    other = dataclasses.replace(case, seed=case.seed ^ 1).inputs()
+    other = _other(case).inputs()
     values = torch.arange(case.value_heads)
     touched = values // group == at // group if case.heads > 1 else values == at
     keys = torch.arange(case.heads) == (at // group if case.heads > 1 else -1)

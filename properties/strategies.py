@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from oracles.case import BETAS, GATES, VALUES, Case
 from properties.domain import Domain
 
-EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 66, 80, 127, 128, 129, 130)
+BLOCKS = (64, 16, 32, 128)
+EDGES = (1, 2, 15, 17, 31, 33, 63, 65, 66, 80, 127, 129, 130)
 WIDTHS = (16, 8, 32, 24, 40, 64, 12, 128, 1, 7)
 REMEMBERING = ("forever", "1000", "64", "10")
 
@@ -29,7 +30,8 @@ def lengths(
     domain: Domain, sequences: tuple[int, int] = (1, 4), longest: int = 150, total: int = 260
 ) -> st.SearchStrategy[tuple[int, ...]]:
     """Lengths of packed sequences: edges of blocks, anything up to `longest`, empty ones, at most `total` tokens."""
-    one = st.one_of(st.sampled_from([n for n in EDGES if n <= longest]), st.integers(1, longest))
+    blocks, edges = (st.sampled_from([n for n in sizes if n <= longest]) for sizes in (BLOCKS, EDGES))
+    one = st.one_of(edges, blocks, st.integers(1, longest))
     if domain.empty:
         one = st.one_of(*[one] * (9 if sequences[1] > 1 else 29), st.just(0))
 

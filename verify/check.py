@@ -4,7 +4,7 @@ import concurrent.futures
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import hypothesis
@@ -38,7 +38,7 @@ class Profile:
         return self.examples * (3 if law == "oracle" else 1)
 
 
-PROFILES = {profile.name: profile for profile in (Profile("quick", 25), Profile("ci", 200), Profile("soak", 3000, False))}
+PROFILES = {profile.name: profile for profile in (Profile("quick", 40), Profile("ci", 200), Profile("soak", 3000, False))}
 ENOUGH = 5  # cases that could see, or all that were drawn if fewer: under it a law is unknown
 
 
@@ -110,7 +110,10 @@ def ask(run: Run, worker: Worker, store: Store) -> Outcome:
 
 
 class Check:
-    """A check of some laws of one adapter. `on_case(law, done, of)` and `on_report` are told as it goes, from any thread."""
+    """A check of some laws of one adapter. `on_case(law, done, of)` and `on_report` are told as it goes, from any thread.
+
+    `workers` is how many to start, or workers that are there already, which are left alive.
+    """
 
     def __init__(
         self,
@@ -118,7 +121,7 @@ class Check:
         laws: Iterable[str] = tuple(LAWS),
         profile: Profile = PROFILES["quick"],
         seed: int = 0,
-        workers: int = 1,
+        workers: int | Sequence[Worker] = 1,
         store: Store | None = None,
         stop_at_first: bool = False,
         deadline_s: float = 120.0,
@@ -130,7 +133,8 @@ class Check:
         self.spec, self.laws, self.profile, self.seed, self.products = spec, list(laws), profile, seed, products
         self.store, self.stop_at_first = store or Store(), stop_at_first
         self.on_case, self.on_report = on_case, on_report
-        self.workers = [Worker(deadline_s) for _ in range(max(1, workers))]
+        self._own = isinstance(workers, int)
+        self.workers = [Worker(deadline_s) for _ in range(max(1, workers))] if isinstance(workers, int) else list(workers)
         self.reports: list[LawReport] = []
         self.defects = known_defects.load() if defects is None else defects
         self._stopped = threading.Event()
@@ -142,7 +146,9 @@ class Check:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self._stopped.set()
+        if self._own:
+            self.stop()
         self.store.close()
 
     def stop(self) -> None:

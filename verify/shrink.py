@@ -95,11 +95,15 @@ def _simpler(example: Example, law: Law) -> Iterator[tuple[str, Example]]:
 def _changes(case: Case) -> Iterator[tuple[str, dict[str, object]]]:
     lengths = case.lengths
     if len(lengths) > 1:
+        yield f"lengths={sum(lengths)}", {"lengths": (sum(lengths),)}
         for kept in dict.fromkeys(lengths):
             yield f"lengths={kept}", {"lengths": (kept,)}
         for gone in range(len(lengths)):
             rest = lengths[:gone] + lengths[gone + 1 :]
             yield f"lengths={'+'.join(map(str, rest))}", {"lengths": rest}
+            if gone:
+                merged = (*lengths[: gone - 1], lengths[gone - 1] + lengths[gone], *lengths[gone + 1 :])
+                yield f"lengths={'+'.join(map(str, merged))}", {"lengths": merged}
     if case.packed:
         yield "packed=no", {"packed": False, "offsets": "int64"}
         for row, length in enumerate(lengths):

@@ -129,8 +129,8 @@ class Worker:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         for descriptor in (self._to, self._from):
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
+            os.close(descriptor)
+        self._errors.close()
 
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
