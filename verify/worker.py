@@ -71,7 +71,8 @@ class Worker:
             self._from, theirs_out = os.pipe()
             self._errors = tempfile.TemporaryFile()
             self._buffer = b""
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+            # Kernels are interpreted on the CPU; an implementation that saw a GPU would launch there.
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "verify.worker", str(theirs_in), str(theirs_out)],
                 stdin=subprocess.DEVNULL,
@@ -152,7 +153,7 @@ def serve(requests: int, answers: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
+    if importlib.util.find_spec("triton") is not None:
         from verify import interpreter
 
         interpreter.install()

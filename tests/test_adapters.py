@@ -1,0 +1,11 @@
+"""The laws bound to the adapters: released kernels, interpreted. One item a law and adapter."""
+
+import pytest
+
+from verify.adapter import BUILT_IN
+from verify.pytest_plugin import LawItem
+
+
+@pytest.mark.gdn_adapter(*BUILT_IN)
+def test_law_holds(gdn_law: LawItem) -> None:
+    gdn_law.assert_holds()

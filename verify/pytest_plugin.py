@@ -1,0 +1,110 @@
+"""The pytest plugin: laws as ordinary items. Inert in suites that do not ask for it, and light: it imports nothing until asked.
+
+    @pytest.mark.gdn_adapter("my_kernel.py:MyKernel")
+    def test_my_kernel(gdn_law):
+        gdn_law.assert_holds()
+
+gives one item a law and adapter, under `pytest` and `pytest -n auto` alike.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from verify.worker import Worker
+
+
+@dataclasses.dataclass(frozen=True)
+class LawItem:
+    """A law asked of an adapter, as one test."""
+
+    adapter: str
+    law: str
+    profile: str
+    seed: int
+    worker: "Worker"
+    findings: str
+
+    def assert_holds(self) -> None:
+        """Fail with the report if the law is broken or undecided; skip with the reason if it is unsupported."""
+        __tracebackhide__ = True
+        from verify import report as text
+        from verify.check import PROFILES, Check
+        from verify.judge import Verdict
+        from verify.store import Store
+
+        store = Store(self.findings)
+        with Check(self.adapter, [self.law], PROFILES[self.profile], self.seed, [self.worker], store) as check:
+            (report,) = check.run()
+        for line in (*report.known, *([store.trouble] if store.trouble else [])):
+            print(line)
+        if report.verdict is Verdict.BROKEN:
+            pytest.fail(text.failure(report), pytrace=False)
+        if report.verdict is Verdict.UNKNOWN:
+            pytest.fail(text.law_line(report), pytrace=False)
+        if report.verdict is Verdict.UNSUPPORTED:
+            pytest.skip(f"{self.law}: {report.reason}")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options for the laws' items."""
+    group = parser.getgroup("gdn-verify", "laws of the gated delta rule as test items (gdn_law)")
+    group.addoption("--gdn-adapter", action="append", default=[], metavar="ADAPTER", help="check this adapter instead of the marked ones")
+    group.addoption("--gdn-law", action="append", default=[], metavar="LAW", help="only this law (may be repeated)")
+    group.addoption("--gdn-profile", default="quick", metavar="PROFILE", help="cases a law: quick, ci or soak")
+    group.addoption("--gdn-seed", default=0, type=int, metavar="SEED", help="what the cases are drawn from (default 0)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker."""
+    config.addinivalue_line("markers", "gdn_adapter(*names): the adapters that a test's gdn_law items check")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One item a law and adapter for tests that ask for gdn_law; bad options are a usage error before anything runs."""
+    if "gdn_law" not in metafunc.fixturenames:
+        return
+    from properties.laws import LAWS
+    from verify.adapter import AdapterError, check_spec
+    from verify.check import PROFILES
+    from verify.run import find_law
+
+    config = metafunc.config
+    marked = [name for mark in metafunc.definition.iter_markers("gdn_adapter") for name in mark.args]
+    adapters = config.getoption("--gdn-adapter") or marked
+    if not adapters:
+        raise pytest.UsageError(f"{metafunc.function.__name__} asks for gdn_law: mark it gdn_adapter(...) or give --gdn-adapter")
+    try:
+        laws = [find_law(name).name for name in config.getoption("--gdn-law")] or list(LAWS)
+        for adapter in adapters:
+            check_spec(adapter)
+        if config.getoption("--gdn-profile") not in PROFILES:
+            raise ValueError(f"--gdn-profile must be one of {', '.join(PROFILES)}, got {config.getoption('--gdn-profile')!r}")
+        if not 0 <= config.getoption("--gdn-seed") < 2**32:
+            raise ValueError(f"--gdn-seed must be in 0..{2**32 - 1}, got {config.getoption('--gdn-seed')}")
+    except (AdapterError, ValueError) as error:
+        raise pytest.UsageError(str(error)) from None
+    pairs = [(adapter, law) for adapter in adapters for law in laws]
+    metafunc.parametrize("gdn_law", pairs, indirect=True, ids=[f"{adapter}-{law}" for adapter, law in pairs])
+
+
+@pytest.fixture(scope="session")
+def gdn_worker() -> "Iterator[Worker]":
+    """One isolated worker for all items of this process."""
+    from verify.worker import Worker
+
+    with Worker() as worker:
+        yield worker
+
+
+@pytest.fixture
+def gdn_law(request: pytest.FixtureRequest, gdn_worker: "Worker") -> LawItem:
+    """A law asked of an adapter."""
+    from verify.store import FOLDER
+
+    adapter, law = request.param
+    option = request.config.getoption
+    return LawItem(adapter, law, option("--gdn-profile"), option("--gdn-seed"), gdn_worker, str(request.config.rootpath / FOLDER))
