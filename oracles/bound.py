@@ -9,7 +9,8 @@ restarts. A row is a token and head's vector, a row of a state, or one element o
 where the neighbours are those of the same sequence and head (for a state, of the same matrix): one row's own spread over RUNS
 runs is too poor an estimate, and pooling gives it DEGREES degrees of freedom. A row is broken when its error exceeds
 
-    allowed = KAPPA sigma,    never less than FLOOR_ULP units in the last place of the row, nor than the subnormal step.
+    allowed = KAPPA sigma,    never less than FLOOR_ULP units in the last place of the row, nor than the subnormal step of
+what is stored on the way to it.
 
 docs/MEASUREMENTS.md derives KAPPA and holds the distribution of error / allowed on right implementations.
 """
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from oracles.gated_delta import Normalised, chunkwise, recurrent
 from oracles.operation import NAMES, Inputs, Operation, Port, gradient_name
-from oracles.rounding import BITS, FP16_STEP, Arithmetic
+from oracles.rounding import BITS, Arithmetic
 
 RUNS = 8
 CHUNKS = (64, 16, 128)
@@ -80,7 +81,7 @@ def bounds(
     result = {}
     for name, runs in batch.items():
         port = operation.port(name)
-        step = FP16_STEP if dtype == "fp16" and port.dtype == "input" else 0.0
+        step = arithmetic.step if port.dtype == "input" or arithmetic.stored == arithmetic.output else 0.0
         ulp = 2.0 ** (1 - BITS[dtype if port.dtype == "input" else "fp32"])
         result[name] = Bound(runs[0], allowance(runs, port, lengths, ulp, step))
     return result

@@ -97,20 +97,20 @@ def chunkwise(
 
     # [..., chunks, chunk]: the cumulative gate is a float32 sum, forward and (reversed) backward.
     total = arithmetic.single(arithmetic.sums(g, "dg", chunk).cumsum(-1), "G", chunk)
-    ahead, behind = arithmetic.sums(total, "G_i", chunk * depth), arithmetic.sums(total, "G_j", chunk * depth)
     lower = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
-    decay = (ahead.unsqueeze(-1) - behind.unsqueeze(-2)).masked_fill(~lower, -torch.inf).exp()
+    with torch.no_grad():
+        decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~lower, -torch.inf).exp()
     grown = arithmetic.sums(total, "G in exp(G)", depth).exp().unsqueeze(-1)
     end = arithmetic.sums(total[..., -1:], "G_C", chunk * depth)
     left = (end - arithmetic.sums(total, "G in exp(G_C - G)", depth)).exp().unsqueeze(-1)
     whole = end.exp().unsqueeze(-1)
 
     operand, use, multiply = arithmetic.operand, arithmetic.use, arithmetic.multiply
-    corrections = (multiply(operand(betas[0] * k, "beta k"), use(k, "k in A").mT, "A") * decay).tril(-1)
+    corrections: Tensor = _Scores.apply(operand(betas[0] * k, "beta k"), use(k, "k in A"), total, decay.tril(-1), arithmetic, "A")
     solved: Tensor = _Inverse.apply(corrections, arithmetic)
     written = operand(multiply(use(solved, "T in U"), operand(betas[1] * v, "beta v"), "U = "), "U")
     erased = operand(multiply(use(solved, "T in W"), operand(betas[2] * grown * k, "beta exp(G) k"), "W = "), "W")
-    scores = operand(multiply(use(q, "q in scores"), use(k, "k in scores").mT, "scores = ") * decay, "scores")
+    scores = operand(_Scores.apply(use(q, "q in scores"), use(k, "k in scores"), total, decay, arithmetic, "q k"), "scores")
     reads = operand(q * grown, "exp(G) q")
     keeps = operand(left * use(k, "k in S"), "exp(G_C - G) k")
 
@@ -123,6 +123,47 @@ def chunkwise(
         kept: Tensor = _Decayed.apply(whole_c, state, arithmetic)
         state = arithmetic.single(kept + multiply(keeps_c.mT, use(fresh, "V' in S"), "k V'"), "S'")
     return scale * torch.cat(rows, -2)[..., :tokens, :], state
+
+
+class _Scores(torch.autograd.Function):
+    """(x k^T) decay, where decay_ij = exp(G_i - G_j) on and below (or only below) the diagonal, else 0.
+
+    With D the product of scores and cotangents, dG_i = sum_j D_ij - sum_j D_ji, to which the diagonal adds nothing. Kernels take
+    it as x_i.dx_i - k_i.dk_i, whose terms are as large as ever where decays are strong and D small: their rounding is added.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: torch.autograd.function.FunctionCtx,
+        x: Tensor,
+        k: Tensor,
+        total: Tensor,
+        decay: Tensor,
+        arithmetic: Arithmetic,
+        place: str,
+    ) -> Tensor:
+        bits = min(arithmetic.product, summed(x.shape[-1]))
+        products = arithmetic.dither(x, place, bits) @ k.mT
+        ctx.save_for_backward(x, k, products, decay)
+        ctx.back = arithmetic, place  # type: ignore[attr-defined]
+        return products * decay
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        x, k, products, decay = ctx.saved_tensors  # type: ignore[attr-defined]
+        arithmetic, place = ctx.back  # type: ignore[attr-defined]
+        chunk, width = x.shape[-2:]
+        bits = min(arithmetic.product, summed(chunk))
+        ds = cotangents[0] * decay
+        dx = arithmetic.dither(ds, f"{place} dx", bits) @ k
+        dk = arithmetic.dither(ds, f"{place} dk", bits).mT @ x
+        off = (ds * products).tril(-1)
+        dg = off.sum(-1) - off.sum(-2)
+        if arithmetic.runs > 1:
+            for sign, name, a, da in ((1, "x.dx", x, dx), (-1, "k.dk", k, dk)):
+                terms = a * da
+                dg = dg + sign * (arithmetic.dither(terms, f"{place} {name}", summed(chunk * width)) - terms).sum(-1)
+        return dx, dk, dg, None, None, None
 
 
 class _Inverse(torch.autograd.Function):
