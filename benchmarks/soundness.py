@@ -57,7 +57,9 @@ def measure(adapter: str, options: argparse.Namespace) -> int:
             LAWS[law].draw(domain),
             options.seed,
             -(-options.cases // len(laws)),
-            lambda example, law=law: runs.append(Run(law, adapter, Example(example.case, example.at, example.variant), options.products)),
+            lambda example, law=law: runs.append(
+                Run(law, adapter, Example(example.case, example.at, example.variant), options.products)
+            ),
         )
 
     def one(run: Run):  # type: ignore[no-untyped-def]
@@ -86,13 +88,19 @@ def measure(adapter: str, options: argparse.Namespace) -> int:
                 alarms.append(f"{outcome.verdict}: {said or outcome.reason}: {run}")
                 print(alarms[-1], file=sys.stderr, flush=True)
             if done % 500 == 0:
-                print(f"{adapter}: {done} of {len(runs)}, {len(alarms)} alarms, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+                print(
+                    f"{adapter}: {done} of {len(runs)}, {len(alarms)} alarms, {time.monotonic() - start:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
     for worker in workers:
         worker.close()
     store.close()
     counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
-    print(f"{adapter}: {len(runs)} cases of {'+'.join(laws)} ({counts}), seed {options.seed}, {time.monotonic() - start:.0f} s; "
-          f"kernels {kernel:.0f} s, oracle and bounds {oracle:.0f} s, median share {statistics.median(share):.2f}; {len(alarms)} alarms")
+    print(
+        f"{adapter}: {len(runs)} cases of {'+'.join(laws)} ({counts}), seed {options.seed}, {time.monotonic() - start:.0f} s; "
+        f"kernels {kernel:.0f} s, oracle and bounds {oracle:.0f} s, median share {statistics.median(share):.2f}; {len(alarms)} alarms"
+    )
     print(f"  {'dtype':<6}{'output':<12}{'cases':>6}{'median':>8}{'99%':>8}{'99.9%':>8}{'most':>8}   in sigma; bound at {KAPPA:g}")
     for (dtype, name), values in sorted(ratios.items()):
         values.sort()

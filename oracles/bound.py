@@ -16,6 +16,7 @@ docs/MEASUREMENTS.md derives KAPPA and holds the distribution of error / allowed
 """
 
 import dataclasses
+import itertools
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ def sequences(inputs: Inputs) -> list[int]:
     if inputs.cu_seqlens is None:
         return [inputs.q.shape[1]] * int(inputs.q.shape[0])
     offsets = inputs.cu_seqlens.tolist()
-    return [later - earlier for earlier, later in zip(offsets, offsets[1:], strict=False)]
+    return [later - earlier for earlier, later in itertools.pairwise(offsets)]
 
 
 def truth(inputs: Inputs, cotangents: dict[str, Tensor] | None = None, lengths: list[int] | None = None) -> dict[str, Tensor]:
@@ -129,10 +130,7 @@ def _evaluate(
     heads, width = inputs.q.shape[-2:]
     value_heads, value_width = inputs.v.shape[-2:]
     names = [name for name in ("q", "k", "v", "g", "beta", "state") if inputs[name] is not None]
-    leaves = {
-        name: inputs[name].detach().double().unsqueeze(0).repeat(arithmetic.runs, *[1] * inputs[name].ndim)
-        for name in names
-    }
+    leaves = {name: inputs[name].detach().double().unsqueeze(0).repeat(arithmetic.runs, *[1] * inputs[name].ndim) for name in names}
     if cotangents is not None:
         for leaf in leaves.values():
             leaf.requires_grad_()

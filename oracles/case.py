@@ -12,6 +12,7 @@ import math
 import types
 import typing
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,7 +102,9 @@ class Case:
     def __str__(self) -> str:
         plain = {field.name: field.default for field in dataclasses.fields(self)}
         return " ".join(
-            f"{word}={text}" for word, text in self.words().items() if getattr(self, _SHORT.get(word, word)) != plain[_SHORT.get(word, word)]
+            f"{word}={text}"
+            for word, text in self.words().items()
+            if getattr(self, _SHORT.get(word, word)) != plain[_SHORT.get(word, word)]
         )
 
     def words(self) -> dict[str, str]:
@@ -113,7 +116,8 @@ class Case:
     def parse(cls, line: str) -> "Case":
         """The case of a line of `name=value` words. ValueError names the word, the rule and the choices."""
         words = split_line(line)
-        return cls(**{name: _value(name, text) for name, text in fields_of(words).items()})
+        fields: dict[str, Any] = {name: _value(name, text) for name, text in fields_of(words).items()}
+        return cls(**fields)
 
     @property
     def spec(self) -> Operation:
@@ -163,7 +167,8 @@ class Case:
         return {"o": o.unflatten(0, batch), "final_state": state.to(DTYPES["fp32"])}
 
 
-_STREAMS = {name: index for index, name in enumerate("q k v g beta state do dht base choice index sign".split())}
+_NAMES = ("q", "k", "v", "g", "beta", "state", "do", "dht", "base", "choice", "index", "sign")
+_STREAMS = {name: index for index, name in enumerate(_NAMES)}
 
 
 class _Builder:
@@ -209,7 +214,7 @@ class _Builder:
         if case.values == "one_hot":
             return self.integers("state", shape, 4).to(torch.float64)
         rows = self.uniform("state", shape, bits=SINGLE_BITS) / 4
-        return rows * self.powers(self.integers("sign", shape[:2] + (1, 1), 3)) if case.values == "scaled" else rows
+        return rows * self.powers(self.integers("sign", (*shape[:2], 1, 1), 3)) if case.values == "scaled" else rows
 
     def gates(self) -> Tensor:
         case = self.case
@@ -253,9 +258,7 @@ class _Builder:
         bits = self.bits if bits is None else bits
         return self.integers(name, shape, bits, rows=rows) * 2.0 ** (1 - bits)
 
-    def integers(
-        self, name: str, shape: tuple[int, ...], bits: int, rows: Tensor | None = None, salt: int = 0
-    ) -> Tensor:
+    def integers(self, name: str, shape: tuple[int, ...], bits: int, rows: Tensor | None = None, salt: int = 0) -> Tensor:
         """Integers uniform in [-2^(bits-1), 2^(bits-1)), one a position; `rows` renumbers axis 0."""
         width = math.prod(shape[1:])
         first = torch.arange(shape[0], dtype=torch.int64, device=self.device) if rows is None else rows
@@ -294,7 +297,10 @@ def fields_of(words: dict[str, str]) -> dict[str, str]:
         if name not in known:
             names = sorted(_LONG.get(each, each) for each in known)
             near = difflib.get_close_matches(word, names, 1)
-            raise ValueError(f"unknown word {word!r} in the case line; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"))
+            raise ValueError(
+                f"unknown word {word!r} in the case line; "
+                + (f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}")
+            )
         fields[name] = value
     if "lengths" not in fields:
         raise ValueError(f"a case line must say lengths, for example lengths=65 or lengths=0+65+130, got {words}")
@@ -318,8 +324,10 @@ def _value(name: str, text: str) -> object:
         return text == "yes"
     if kind is str:
         return text
-    parts = text.split("+") if isinstance(kind, types.GenericAlias) else [text]
+    several = isinstance(kind, types.GenericAlias)
+    parts = text.split("+") if several else [text]
     if not all(part.isascii() and part.isdigit() and len(part) < 16 for part in parts):
-        raise ValueError(f"{name} must be {'whole numbers joined by +' if len(parts) > 1 or isinstance(kind, types.GenericAlias) else 'a whole number'}, got {text!r}")
+        rule = "whole numbers joined by +" if several else "a whole number"
+        raise ValueError(f"{name} must be {rule}, got {text[:80]!r}")
     numbers = tuple(int(part) for part in parts)
-    return numbers if isinstance(kind, types.GenericAlias) else numbers[0]
+    return numbers if several else numbers[0]

@@ -27,9 +27,7 @@ RSTD_BITS = SINGLE - 1  # a sum, a root and a division, or two products: more th
 Results = tuple[Tensor, Tensor]
 
 
-def definition(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def definition(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Outputs [T, V] and the final state [K, V] of one head of one sequence: q, k [T, K], v [T, V], g, beta [T]."""
     rows = []
     for q_t, k_t, v_t, g_t, beta_t in zip(q, k, v, g, beta, strict=True):
@@ -133,11 +131,11 @@ class _Scores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: torch.autograd.function.FunctionCtx,
         x: Tensor,
         k: Tensor,
-        total: Tensor,
+        total: Tensor,  # noqa: ARG004 - decay is computed from it; here so that it gets its gradient
         decay: Tensor,
         arithmetic: Arithmetic,
         place: str,
@@ -173,7 +171,7 @@ class _Inverse(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, a: Tensor, arithmetic: Arithmetic) -> Tensor:  # type: ignore[override]
+    def forward(ctx: torch.autograd.function.FunctionCtx, a: Tensor, arithmetic: Arithmetic) -> Tensor:
         identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
         # A may be stored too; and substitution solves a system whose entries are off by a rounding each (Higham 2002, 8.5).
         a = arithmetic.dither(a, "A", min(arithmetic.stored, summed(a.shape[-1])))
@@ -196,7 +194,7 @@ class _Decayed(torch.autograd.Function):
     """decay * S; backward, a kernel takes the decay's gradient sum(S dS) from S and dS as it stored them."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: torch.autograd.function.FunctionCtx, decay: Tensor, state: Tensor, arithmetic: Arithmetic
     ) -> Tensor:
         ctx.save_for_backward(decay, state)
@@ -218,7 +216,7 @@ class Normalised(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: torch.autograd.function.FunctionCtx, x: Tensor, arithmetic: Arithmetic, place: str
     ) -> Tensor:
         rstd = (x.square().sum(-1, keepdim=True) + EPS).rsqrt()

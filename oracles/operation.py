@@ -1,6 +1,7 @@
 """Operations: the contract of one mathematical operation, its inputs, and what legal input is."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -82,7 +83,9 @@ class Operation:
             if tensor is None and port.optional:
                 continue
             if not isinstance(tensor, Tensor):
-                raise ValueError(f"{port.name} must be a tensor, got {type(tensor).__name__}")
+                raise ValueError(  # noqa: TRY004 - one kind of error for every illegal argument
+                    f"{port.name} must be a tensor, got {type(tensor).__name__}"
+                )
             axes = port.axes.split()
             if tensor.ndim != len(axes):
                 raise ValueError(f"{port.name} must have axes [{', '.join(axes)}], got shape {tuple(tensor.shape)}")
@@ -122,7 +125,7 @@ def check_offsets(offsets: Tensor, batch: int, tokens: int) -> None:
     values = offsets.tolist()
     if len(values) < 2 or values[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0 and have at least two entries, got {values}")
-    if any(later < earlier for earlier, later in zip(values, values[1:], strict=False)):
+    if any(later < earlier for earlier, later in itertools.pairwise(values)):
         raise ValueError(f"cu_seqlens must not decrease, got {values}")
     if values[-1] != tokens:
         raise ValueError(f"cu_seqlens must end at the token count {tokens}, got {values[-1]} ({values})")

@@ -179,9 +179,9 @@ def _dither(arithmetic: Arithmetic, x: Tensor, place: str, bits: int, step: floa
 
 class _Round(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: torch.autograd.function.FunctionCtx,
-        x: Tensor,
+        x: Tensor,  # noqa: ARG004 - `ahead` is x rounded; here so that it gets its gradient
         ahead: Tensor,
         arithmetic: Arithmetic,
         place: str,
@@ -201,7 +201,7 @@ class _Product(torch.autograd.Function):
     """a @ b. Rounding one operand to the bits that a sum of this depth keeps gives each element an error of its reach's size."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: torch.autograd.function.FunctionCtx, a: Tensor, b: Tensor, arithmetic: Arithmetic, place: str
     ) -> Tensor:
         ctx.save_for_backward(a, b)

@@ -12,7 +12,9 @@ VIEWS = ("sliced", "transposed", "offset", "expanded", "strided")
 class Domain:
     """The calls an implementation promises to answer rightly; the defaults promise everything.
 
-    Widths are inclusive ranges in steps of `width_step`. `views` says whether inputs may be anything but contiguous.
+    Widths are inclusive ranges in steps of `width_step`. `views` says whether inputs may be anything but contiguous,
+    `deterministic` whether a second call gives the same bits, `position_independent` whether a sequence or head gets the same bits wherever it stands in the batch: a promise that few need
+    and a vector unit that treats the end of a row apart does not keep.
     """
 
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
@@ -30,6 +32,8 @@ class Domain:
     scale: bool = True
     negative_eigenvalues: bool = True
     views: bool = True
+    deterministic: bool = True
+    position_independent: bool = False
     backward: bool = True
 
     def outside(self, case: Case) -> str | None:
@@ -37,10 +41,22 @@ class Domain:
         checks = (
             (case.dtype in self.dtypes, f"dtype={case.dtype} is not among {', '.join(self.dtypes)}"),
             (case.gate_dtype in self.gate_dtypes, f"gate_dtype={case.gate_dtype} is not among {', '.join(self.gate_dtypes)}"),
-            (_inside(case.key_dim, self.key_dims, self.width_step), f"key_dim={case.key_dim} is not in {self._widths(self.key_dims)}"),
-            (_inside(case.value_dim, self.value_dims, self.width_step), f"value_dim={case.value_dim} is not in {self._widths(self.value_dims)}"),
-            (not self.equal_widths or case.key_dim == case.value_dim, f"key_dim={case.key_dim} and value_dim={case.value_dim} must be equal"),
-            (self.grouped_heads or case.heads == case.value_heads, f"heads={case.heads} and value_heads={case.value_heads} must be equal"),
+            (
+                _inside(case.key_dim, self.key_dims, self.width_step),
+                f"key_dim={case.key_dim} is not in {self._widths(self.key_dims)}",
+            ),
+            (
+                _inside(case.value_dim, self.value_dims, self.width_step),
+                f"value_dim={case.value_dim} is not in {self._widths(self.value_dims)}",
+            ),
+            (
+                not self.equal_widths or case.key_dim == case.value_dim,
+                f"key_dim={case.key_dim} and value_dim={case.value_dim} must be equal",
+            ),
+            (
+                self.grouped_heads or case.heads == case.value_heads,
+                f"heads={case.heads} and value_heads={case.value_heads} must be equal",
+            ),
             (self.packed or not case.packed, "packed=yes is not supported"),
             (self.batched or case.packed, "packed=no is not supported"),
             (self.empty or min(case.lengths) > 0, "empty sequences are not supported"),
@@ -62,7 +78,8 @@ class Domain:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Domain":
         """The domain of `to_json`'s data."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        return cls(**fields)
 
 
 def _inside(width: int, span: tuple[int, int], step: int) -> bool:

@@ -47,6 +47,7 @@ def lengths(
 @st.composite
 def cases(
     draw: st.DrawFn,
+    /,
     domain: Domain,
     sequences: tuple[int, int] = (1, 4),
     longest: int = 150,
@@ -60,19 +61,33 @@ def cases(
         chosen = fixed.get(name, default)
         return draw(chosen) if isinstance(chosen, st.SearchStrategy) else chosen
 
-    packed = field("packed", st.sampled_from([choice for choice, can in ((False, domain.batched), (True, domain.packed)) if can]))
+    packed = field(
+        "packed", st.sampled_from([choice for choice, can in ((False, domain.batched), (True, domain.packed)) if can])
+    )
     if packed:
         sizes = draw(lengths(domain, sequences, longest, total))
     else:
         rows = draw(st.integers(sequences[0], max(sequences[0], min(2, sequences[1]))))
         sizes = draw(lengths(domain, (1, 1), longest, total // rows)) * rows
-    groups = [(h, hv) for h, hv in ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 8), (2, 8)) if hv <= value_heads and (domain.grouped_heads or h == hv)]
+    groups = [
+        (h, hv)
+        for h, hv in ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 8), (2, 8))
+        if hv <= value_heads and (domain.grouped_heads or h == hv)
+    ]
     heads, value_heads = field("groups", st.sampled_from(groups))
-    widths = [w for w in WIDTHS if domain.key_dims[0] <= w <= domain.key_dims[1] and w % domain.width_step == 0] or [domain.key_dims[0]]
-    values_widths = [w for w in WIDTHS if domain.value_dims[0] <= w <= domain.value_dims[1] and w % domain.width_step == 0] or [domain.value_dims[0]]
+    widths = [w for w in WIDTHS if domain.key_dims[0] <= w <= domain.key_dims[1] and w % domain.width_step == 0] or [
+        domain.key_dims[0]
+    ]
+    values_widths = [w for w in WIDTHS if domain.value_dims[0] <= w <= domain.value_dims[1] and w % domain.width_step == 0] or [
+        domain.value_dims[0]
+    ]
     narrow = 64 if value_heads > 2 else 128
     key_dim = field("key_dim", st.sampled_from([w for w in widths if w <= narrow] or widths[:1]))
-    value_dim = key_dim if domain.equal_widths else field("value_dim", st.sampled_from([w for w in values_widths if w <= narrow] or values_widths[:1]))
+    value_dim = (
+        key_dim
+        if domain.equal_widths
+        else field("value_dim", st.sampled_from([w for w in values_widths if w <= narrow] or values_widths[:1]))
+    )
     return Case(
         lengths=sizes,
         packed=packed,
@@ -81,8 +96,10 @@ def cases(
         key_dim=key_dim,
         value_dim=value_dim,
         dtype=field("dtype", st.sampled_from(domain.dtypes)),
-        gate=(gate := field("gate", st.sampled_from(GATES))),
-        gate_dtype=field("gate_dtype", st.sampled_from([d for d in domain.gate_dtypes for _ in range(3 if d == "fp32" else 1)])),
+        gate=field("gate", st.sampled_from(GATES)),
+        gate_dtype=field(
+            "gate_dtype", st.sampled_from([d for d in domain.gate_dtypes for _ in range(3 if d == "fp32" else 1)])
+        ),
         beta=field("beta", st.sampled_from([b for b in BETAS if domain.negative_eigenvalues or b != "two"])),
         values=field("values", st.sampled_from([v for v in VALUES if v != "one_hot"])),
         state=field("state", st.sampled_from(("none", "zero", "random", "random") if domain.initial_state else ("none",))),

@@ -269,7 +269,9 @@ class SharesExponentAcrossTokens(SharesExponentAcrossHeads):
 
 
 class SlotOneIsOff(Chunkwise):
-    """The second sequence's gates are computed by another formula, right to a rounding."""
+    """The second sequence is computed by another formula, right to a rounding, though the same bits are promised."""
+
+    domain = Domain(position_independent=True)
 
     def sequence(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float

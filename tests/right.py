@@ -3,6 +3,9 @@
 `Chunkwise` is written in steps so that tests/mutants.py can make one of them wrong.
 """
 
+import itertools
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -55,7 +58,7 @@ class Chunkwise(Adapter):
             length = x.q.shape[1]
             return [(row * length, (row + 1) * length) for row in range(x.q.shape[0])]
         ends = x.cu_seqlens.tolist()
-        return list(zip(ends, ends[1:], strict=False))
+        return list(itertools.pairwise(ends))
 
     def initial(self, x: Inputs, row: int) -> Tensor:
         if x.state is not None:
@@ -231,7 +234,7 @@ class TransformersChunk(Adapter):
     """transformers' pure-torch chunkwise rule (Qwen3-Next), the function behind its wrapper; it has no packed form."""
 
     domain = Domain(packed=False, gate_dtypes=("fp32",), scale=False)
-    requires = {"transformers": "5.0"}
+    requires: ClassVar[dict[str, str]] = {"transformers": "5.0"}
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from transformers.models.qwen3_next import modeling_qwen3_next as module

@@ -1,3 +1,5 @@
+"""`python -m verify`: the command line."""
+
 import sys
 
 from verify.cli import main

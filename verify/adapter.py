@@ -6,11 +6,13 @@ import importlib.metadata
 import importlib.util
 import pathlib
 import sys
+from typing import ClassVar
+
+from torch import Tensor
 
 from oracles.operation import OPERATIONS, Inputs
 from oracles.rounding import CLASSES
-from properties.domain import Domain
-from torch import Tensor
+from properties.domain import Domain as Domain
 
 BUILT_IN = {
     "fla/chunk": "verify.adapters.fla:Chunk",
@@ -22,8 +24,9 @@ class Adapter(abc.ABC):
     """One implementation: signature and layout, no arithmetic, no tolerance.
 
     `algorithm` names the class whose rounding it may show: "chunkwise" (matrix products of operands in the inputs' dtype) or
-    "recurrent" (float32 throughout), `chunk` the tokens in its chunks, where they are always as many. `domain` is what it promises. `counterpart` is the adapter of its one-token form.
-    `requires` are the distributions it needs, with the least version of each.
+    "recurrent" (float32 throughout); `chunk` is the tokens in its chunks, where they are always as many. `domain` is what it
+    promises. `counterpart` is the adapter of its one-token form. `requires` are the distributions it needs, with the least
+    version of each.
     """
 
     operation: str = "gated_delta_rule"
@@ -31,7 +34,7 @@ class Adapter(abc.ABC):
     chunk: int | None = None
     domain: Domain = Domain()
     counterpart: str | None = None
-    requires: dict[str, str] = {}
+    requires: ClassVar[dict[str, str]] = {}
 
     @abc.abstractmethod
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:

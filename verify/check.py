@@ -123,6 +123,7 @@ class Check:
         seed: int = 0,
         workers: int | Sequence[Worker] = 1,
         store: Store | None = None,
+        *,
         stop_at_first: bool = False,
         deadline_s: float = 120.0,
         products: str = "ieee",
@@ -296,7 +297,14 @@ class Check:
     def _keep(self, report: LawReport, run: Run, outcome: Outcome, stage: str) -> None:
         findings = [finding.to_json() for finding in outcome.findings]
         self.store.keep(
-            {"stage": stage, "run": str(run), "law": report.law, "versions": report.versions, "seed": self.seed, "findings": findings}
+            {
+                "stage": stage,
+                "run": str(run),
+                "law": report.law,
+                "versions": report.versions,
+                "seed": self.seed,
+                "findings": findings,
+            }
         )
 
 
@@ -328,4 +336,3 @@ def seeded(strategy: Any, seed: int, examples: int, look: Callable[[Any], None])
         look(example)
 
     drive()
-

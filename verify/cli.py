@@ -7,7 +7,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +17,7 @@ from oracles.operation import OPERATIONS
 from oracles.rounding import PRODUCTS
 from properties.laws import LAWS
 from verify import report as text
-from verify.adapter import BUILT_IN, AdapterError, check_requirements, check_spec, installed
+from verify.adapter import BUILT_IN, AdapterError, check_requirements, check_spec
 from verify.check import PROFILES, Check, LawReport, ask, describe
 from verify.judge import Verdict
 from verify.refusal import ILLEGAL
@@ -48,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gdn-verify",
-        description="Is this Gated DeltaNet implementation right on every shape and packing it claims, and if not, what is the smallest case that shows it?",
+        description="Is this Gated DeltaNet implementation right on every shape and packing it claims, "
+        "and if not, what is the smallest case that shows it?",
         epilog=EXITS,
     )
     verbs = parser.add_subparsers(required=True, metavar="{list,check,repeat}")
@@ -60,11 +61,23 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("adapter", nargs="?", help=f"{', '.join(BUILT_IN)}, or your own as my_kernel.py:MyKernel")
     check.add_argument("--adapter", dest="own", metavar="FILE.py:CLASS", help="the same, as an option")
     check.add_argument("--law", action="append", metavar="LAW", help=f"only this law (may be repeated): {', '.join(LAWS)}")
-    check.add_argument("--profile", default="quick", choices=PROFILES, help="cases a law: " + ", ".join(f"{p.name} {p.examples}" for p in PROFILES.values()))
+    check.add_argument(
+        "--profile",
+        default="quick",
+        choices=PROFILES,
+        help="cases a law: " + ", ".join(f"{p.name} {p.examples}" for p in PROFILES.values()),
+    )
     check.add_argument("--seed", type=_seed, help="what the cases are drawn from (default 0; soak: random, and printed)")
     check.add_argument("-x", "--stop", action="store_true", help="stop at the first broken law")
-    check.add_argument("--workers", type=_positive, default=min(os.cpu_count() or 1, 4), help="processes that run kernels (default: the cores, at most 4)")
-    check.add_argument("--products", default="ieee", choices=PRODUCTS, help="how the implementation multiplies float32 matrices (default ieee)")
+    check.add_argument(
+        "--workers",
+        type=_positive,
+        default=min(os.cpu_count() or 1, 4),
+        help="processes that run kernels (default: the cores, at most 4)",
+    )
+    check.add_argument(
+        "--products", default="ieee", choices=PRODUCTS, help="how the implementation multiplies float32 matrices (default ieee)"
+    )
     check.add_argument("--json", metavar="FILE", help="also write a JSON line a law to FILE (- for stdout, and nothing else there)")
     _common(check)
     check.set_defaults(act=_check)
@@ -78,7 +91,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--deadline", type=_seconds, default=120.0, metavar="S", help="seconds after which a run is a hang (default 120)")
+    parser.add_argument(
+        "--deadline", type=_seconds, default=120.0, metavar="S", help="seconds after which a run is a hang (default 120)"
+    )
     parser.add_argument("--findings", default=FOLDER, metavar="FOLDER", help=f"where findings are kept (default {FOLDER})")
 
 
@@ -107,12 +122,26 @@ def _list(options: argparse.Namespace) -> int:
         for name in BUILT_IN:
             try:
                 said = describe(name, worker)
-                adapters[name] = {"runs": True, "algorithm": said.algorithm, "versions": said.versions, "domain": said.domain.to_json()}
+                adapters[name] = {
+                    "runs": True,
+                    "algorithm": said.algorithm,
+                    "versions": said.versions,
+                    "domain": said.domain.to_json(),
+                }
             except AdapterError as error:
                 adapters[name] = {"runs": False, "reason": str(error)}
     if options.json:
         laws = {law.name: {"kind": law.kind, "says": law.says} for law in LAWS.values()}
-        print(json.dumps({"operations": list(OPERATIONS), "laws": laws, "adapters": adapters, "profiles": {p.name: p.examples for p in PROFILES.values()}}))
+        print(
+            json.dumps(
+                {
+                    "operations": list(OPERATIONS),
+                    "laws": laws,
+                    "adapters": adapters,
+                    "profiles": {p.name: p.examples for p in PROFILES.values()},
+                }
+            )
+        )
         return HOLDS
     print("operations")
     for operation in OPERATIONS.values():
@@ -125,15 +154,11 @@ def _list(options: argparse.Namespace) -> int:
     for name, said in adapters.items():
         if said["runs"]:
             backward = "forward and backward" if said["domain"]["backward"] else "forward"
-            print(f"  {name:<20} {said['algorithm']}, {backward}; {said['versions']}; {_device()}")
+            print(f"  {name:<20} {said['algorithm']}, {backward}; {said['versions']}; interpreted on the CPU")
         else:
             print(f"  {name:<20} cannot run: {said['reason']}")
     print("  my_kernel.py:MyKernel  your own, in any file")
     return HOLDS
-
-
-def _device() -> str:
-    return "Triton kernels run in its interpreter, on the CPU, where there is no GPU"
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -151,9 +176,19 @@ def _check(options: argparse.Namespace) -> int:
     for line in store.left_behind():
         print(f'an earlier check died during: python -m verify repeat "{line}"', file=out)
     start, reports, interrupted = time.monotonic(), list[LawReport](), False
-    with _progress() as (console, on_case), Check(
-        spec, laws, profile, seed, options.workers, store, options.stop, options.deadline, options.products, on_case=on_case
-    ) as check:
+    checking = Check(
+        spec,
+        laws,
+        profile,
+        seed,
+        options.workers,
+        store,
+        stop_at_first=options.stop,
+        deadline_s=options.deadline,
+        products=options.products,
+    )
+    with _progress() as on_case, checking as check:
+        check.on_case = on_case
 
         def say(report: LawReport) -> None:
             reports.append(report)
@@ -178,7 +213,7 @@ def _check(options: argparse.Namespace) -> int:
             check.stop()
     if store.trouble:
         print(f"gdn-verify: {store.trouble}", file=sys.stderr)
-    _print(_summary(reports, laws, time.monotonic() - start, interrupted, store), out)
+    _print(("interrupted: " if interrupted else "") + _summary(reports, laws, time.monotonic() - start, store), out)
     return INTERRUPTED if interrupted else exit_code(reports)
 
 
@@ -211,7 +246,7 @@ def _refusals(spec: str, check: Check, out: Any) -> None:
         _print(f"  {answer}: {'; '.join(names)}", out)
 
 
-def _summary(reports: Sequence[LawReport], laws: Sequence[str], wall_s: float, interrupted: bool, store: Store) -> str:
+def _summary(reports: Sequence[LawReport], laws: Sequence[str], wall_s: float, store: Store) -> str:
     counts = {verdict: sum(report.verdict is verdict for report in reports) for verdict in Verdict}
     cases = sum(sum(report.counts.values()) for report in reports)
     parts = [f"{count} {verdict}" for verdict, count in counts.items() if count]
@@ -219,7 +254,8 @@ def _summary(reports: Sequence[LawReport], laws: Sequence[str], wall_s: float, i
     if missing:
         parts.append(f"{missing} not finished")
     kernel, oracle = (sum(getattr(report, name) for report in reports) for name in ("kernel_s", "oracle_s"))
-    line = f"{'interrupted: ' if interrupted else ''}{', '.join(parts)} of {len(laws)} laws; {cases} cases in {wall_s:.0f} s (kernels {kernel:.0f} s, oracle and bounds {oracle:.0f} s)"
+    line = f"{', '.join(parts)} of {len(laws)} laws; {cases} cases in {wall_s:.0f} s"
+    line += f" (kernels {kernel:.0f} s, oracle and bounds {oracle:.0f} s)"
     if counts[Verdict.BROKEN] and not store.trouble:
         line += f"; findings kept in {store.folder}/findings.jsonl"
     return line
@@ -234,10 +270,22 @@ def _repeat(options: argparse.Namespace) -> int:
         outcome = ask(run, worker, store)
     store.close()
     if outcome.verdict is Verdict.BROKEN:
-        store.keep({"stage": "repeated", "run": str(run), "law": run.law, "versions": versions, "findings": [f.to_json() for f in outcome.findings]})
+        store.keep(
+            {
+                "stage": "repeated",
+                "run": str(run),
+                "law": run.law,
+                "versions": versions,
+                "findings": [f.to_json() for f in outcome.findings],
+            }
+        )
     if store.trouble:
         print(f"gdn-verify: {store.trouble}", file=sys.stderr)
-    print(json.dumps({"run": str(run), "versions": versions, **outcome.to_json()}) if options.json else text.outcome_text(run, outcome, versions))
+    print(
+        json.dumps({"run": str(run), "versions": versions, **outcome.to_json()})
+        if options.json
+        else text.outcome_text(run, outcome, versions)
+    )
     return {Verdict.HOLDS: HOLDS, Verdict.BROKEN: BROKEN}.get(outcome.verdict, UNDECIDED)
 
 
@@ -266,7 +314,7 @@ def _print(line: str, out: Any) -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[tuple[Console, Any]]:
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """A live bar a law under way, on stderr; a plain line now and then where stderr is no terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -277,7 +325,7 @@ def _progress() -> Iterator[tuple[Console, Any]]:
                 last[0] = time.monotonic()
                 print(f"{law}: {done} of {of} cases", file=sys.stderr, flush=True)
 
-        yield console, plain
+        yield plain
         return
     columns = (TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, redirect_stdout=True) as bar:
@@ -288,4 +336,4 @@ def _progress() -> Iterator[tuple[Console, Any]]:
                 tasks[law] = bar.add_task(law, total=of)
             bar.update(tasks[law], completed=done, visible=done < of)
 
-        yield console, live
+        yield live

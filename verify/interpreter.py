@@ -90,10 +90,10 @@ def _patch_types(interpreter: Any, tl: Any) -> None:
     blocks: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
-    def get_np_dtype(type: Any) -> Any:
-        name = type.scalar.name
+    def get_np_dtype(tl_type: Any) -> Any:
+        name = tl_type.scalar.name
         if name not in np_dtypes:
-            np_dtypes[name] = np_dtype(type)
+            np_dtypes[name] = np_dtype(tl_type)
         return np_dtypes[name]
 
     def init_block(self: Any, element_ty: Any, shape: Any) -> None:
@@ -105,7 +105,7 @@ def _patch_types(interpreter: Any, tl: Any) -> None:
         self.shape, self.numel, text = blocks[key]
         self.name = f"<{text}, {element_ty}>"
 
-    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002 - Triton's name
         self.handle, self.type, self.dtype = handle, type, type.scalar
         key = tuple(type.shape) if type.is_block() else ()
         if key not in shapes:
@@ -213,7 +213,8 @@ def _patch_arithmetic(interpreter: Any, tl: Any) -> None:
     options = interpreter.interpreter_builder.options
     precisions = dict.fromkeys((*options.allowed_dot_input_precisions, "bf16x3", "bf16x6"))
     interpreter.interpreter_builder.options = dataclasses.replace(
-        options, allowed_dot_input_precisions=tuple(precisions), sanitize_overflow=False)
+        options, allowed_dot_input_precisions=tuple(precisions), sanitize_overflow=False
+    )
 
 
 def _patch_reductions(interpreter: Any, tl: Any) -> None:

@@ -98,6 +98,8 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, case: Case) -> tuple[Findi
     error = (wide - want).abs() if scalar else (wide - want).norm(dim=-1)
     if error.numel() == 0:
         return None, 0, None
+    if not bool(want.isfinite().all() and bound.allowed.isfinite().all()):
+        raise ArithmeticError(f"the truth of {name}, or its bound, is not finite")  # our failure, and no verdict on got
     ratio = (error / bound.allowed).nan_to_num(nan=math.inf, posinf=math.inf)
     over = ratio > 1
     worst = int(ratio.argmax())
@@ -115,8 +117,8 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, case: Case) -> tuple[Findi
         float(error.flatten()[worst]),
         float(bound.allowed.flatten()[worst]),
         bound.origin,
-        _some(wide, worst, scalar),
-        _some(want, worst, scalar),
+        _some(wide, worst, error.ndim),
+        _some(want, worst, error.ndim),
     )
     return finding, error.numel(), float(ratio.flatten()[worst])
 
@@ -130,7 +132,7 @@ def _bit_by_bit(name: str, got: Tensor, want: Tensor, case: Case) -> tuple[Findi
     flat = different.flatten().nonzero().squeeze(-1)
     first = int(flat[0])
     wide_got, wide_want = got.detach().double().flatten(), want.detach().double().flatten()
-    error = (wide_got - wide_want).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+    error = (wide_got - wide_want).abs().nan_to_num(nan=math.inf, posinf=math.inf).where(different.flatten(), 0.0)
     worst = int(error.argmax())
     finding = Finding(
         name,
@@ -148,8 +150,9 @@ def _bit_by_bit(name: str, got: Tensor, want: Tensor, case: Case) -> tuple[Findi
     return finding, got.numel(), math.inf
 
 
-def _some(x: Tensor, row: int, scalar: bool) -> tuple[float, ...]:
-    return tuple((x.flatten()[row : row + 1] if scalar else x.flatten(0, -2)[row][:4]).tolist())
+def _some(x: Tensor, row: int, axes: int) -> tuple[float, ...]:
+    """The first numbers of a row: a single one where rows have as many axes as x."""
+    return tuple((x.flatten()[row : row + 1] if axes == x.ndim else x.flatten(0, -2)[row][:4]).tolist())
 
 
 def where(name: str, flat: int, shape: torch.Size, case: Case) -> str:

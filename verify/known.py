@@ -51,7 +51,8 @@ def _known(index: int, entry: dict[str, object]) -> Known:
     versions = entry["versions"]
     if not isinstance(versions, dict) or not versions:
         raise ValueError(f"known defect {index}: versions must name a distribution and its versions, got {versions!r}")
-    known = Known(run, {name: tuple(listed) for name, listed in versions.items()}, split_line(str(entry["where"])), str(entry["reason"]))
+    listed = {name: tuple(each) for name, each in versions.items()}
+    known = Known(run, listed, split_line(str(entry["where"])), str(entry["reason"]))
     if not known.where:
         raise ValueError(f"known defect {index}: where must have at least one word, or the defect would hide everything")
     words = run.example.case.words()

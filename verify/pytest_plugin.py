@@ -40,7 +40,7 @@ class LawItem:
         with Check(self.adapter, [self.law], PROFILES[self.profile], self.seed, [self.worker], store) as check:
             (report,) = check.run()
         for line in (*report.known, *([store.trouble] if store.trouble else [])):
-            print(line)
+            print(line)  # noqa: T201 - pytest captures it into the item's report
         if report.verdict is Verdict.BROKEN:
             pytest.fail(text.failure(report), pytrace=False)
         if report.verdict is Verdict.UNKNOWN:
@@ -52,7 +52,9 @@ class LawItem:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options for the laws' items."""
     group = parser.getgroup("gdn-verify", "laws of the gated delta rule as test items (gdn_law)")
-    group.addoption("--gdn-adapter", action="append", default=[], metavar="ADAPTER", help="check this adapter instead of the marked ones")
+    group.addoption(
+        "--gdn-adapter", action="append", default=[], metavar="ADAPTER", help="check this adapter instead of the marked ones"
+    )
     group.addoption("--gdn-law", action="append", default=[], metavar="LAW", help="only this law (may be repeated)")
     group.addoption("--gdn-profile", default="quick", metavar="PROFILE", help="cases a law: quick, ci or soak")
     group.addoption("--gdn-seed", default=0, type=int, metavar="SEED", help="what the cases are drawn from (default 0)")
@@ -76,7 +78,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marked = [name for mark in metafunc.definition.iter_markers("gdn_adapter") for name in mark.args]
     adapters = config.getoption("--gdn-adapter") or marked
     if not adapters:
-        raise pytest.UsageError(f"{metafunc.function.__name__} asks for gdn_law: mark it gdn_adapter(...) or give --gdn-adapter")
+        raise pytest.UsageError(
+            f"{metafunc.function.__name__} asks for gdn_law: mark it gdn_adapter(...) or give --gdn-adapter"
+        )
     try:
         laws = [find_law(name).name for name in config.getoption("--gdn-law")] or list(LAWS)
         for adapter in adapters:
@@ -107,4 +111,6 @@ def gdn_law(request: pytest.FixtureRequest, gdn_worker: "Worker") -> LawItem:
 
     adapter, law = request.param
     option = request.config.getoption
-    return LawItem(adapter, law, option("--gdn-profile"), option("--gdn-seed"), gdn_worker, str(request.config.rootpath / FOLDER))
+    return LawItem(
+        adapter, law, option("--gdn-profile"), option("--gdn-seed"), gdn_worker, str(request.config.rootpath / FOLDER)
+    )

@@ -22,7 +22,9 @@ def law_line(report: LawReport) -> str:
     counts = report.counts
     holds = counts.get(Verdict.HOLDS, 0)
     cases = f"{holds:4d} cases" if holds or counts else " " * 10
-    extra = [f"{counts[verdict]} {verdict}" for verdict in (Verdict.BLIND, Verdict.KNOWN, Verdict.UNSUPPORTED) if counts.get(verdict)]
+    extra = [
+        f"{counts[verdict]} {verdict}" for verdict in (Verdict.BLIND, Verdict.KNOWN, Verdict.UNSUPPORTED) if counts.get(verdict)
+    ]
     worst = ""
     if LAWS[report.law].kind == "truth" and report.ratios and report.verdict is Verdict.HOLDS:
         name = max(report.ratios, key=lambda each: report.ratios[each])
@@ -38,7 +40,11 @@ def failure(report: LawReport) -> str:
     lines += finding_lines(report.findings)
     if report.neighbours:
         lines += textwrap.wrap(
-            "; ".join(report.neighbours), 116, initial_indent="  holds with   ", subsequent_indent="               ", break_on_hyphens=False
+            "; ".join(report.neighbours),
+            116,
+            initial_indent="  holds with   ",
+            subsequent_indent="               ",
+            break_on_hyphens=False,
         )
     if not report.shrunk:
         lines.append("  shrinking    stopped at its limit; a smaller case may exist")
@@ -58,7 +64,9 @@ def outcome_text(run: Run, outcome: Outcome, versions: str) -> str:
     lines += finding_lines(outcome.findings)
     if outcome.verdict is Verdict.HOLDS:
         worst = ", ".join(f"{name} {ratio:.2f}" for name, ratio in outcome.ratios.items())
-        lines.append(f"  compared     {outcome.rows} rows" + (f"; worst error / allowed: {worst}" if law.kind == "truth" else ""))
+        lines.append(
+            f"  compared     {outcome.rows} rows" + (f"; worst error / allowed: {worst}" if law.kind == "truth" else "")
+        )
     return "\n".join([*lines, f"  versions     {versions}"])
 
 
@@ -66,9 +74,13 @@ def finding_lines(findings: list[Finding], most: int = 4) -> list[str]:
     """The findings of one case, each with its worst and its first row."""
     lines: list[str] = []
     for finding in findings[:most]:
-        lines.append(f"  {finding.output}: {finding.what}" + (f" ({finding.worst})" if finding.worst and not finding.rows else ""))
+        lines.append(
+            f"  {finding.output}: {finding.what}" + (f" ({finding.worst})" if finding.worst and not finding.rows else "")
+        )
         if finding.rows:
-            lines.append(f"    worst row  {finding.worst}: error {finding.error:.3g}, allowed {finding.allowed:.3g} ({finding.origin})")
+            lines.append(
+                f"    worst row  {finding.worst}: error {finding.error:.3g}, allowed {finding.allowed:.3g} ({finding.origin})"
+            )
             lines.append(f"    rows over  {finding.rows_over} of {finding.rows}, the first is {finding.first}")
             lines.append("    got        " + _numbers(finding.got))
             lines.append("    want       " + _numbers(finding.want))

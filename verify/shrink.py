@@ -8,6 +8,7 @@ all hold, are the neighbours that make the trigger plain.
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from oracles.case import Case
 from properties.laws import Law
@@ -43,7 +44,7 @@ def shrink(
     example: Example, law: Law, fails: Callable[[Example], bool | None], more: Callable[[int], bool]
 ) -> Shrunk:
     """The smallest example for which `fails` is true; None means undecided. `more(runs)` says whether another run may be spent."""
-    seen: dict[Example, bool] = {}
+    seen: dict[Example, bool | None] = {}
     neighbours: list[tuple[str, str]] = []
     progress = True
     while progress:
@@ -52,11 +53,8 @@ def shrink(
             if candidate not in seen:
                 if not more(len(seen)):
                     return Shrunk(example, tuple(neighbours), len(seen), False)
-                verdict = fails(candidate)
-                seen[candidate] = bool(verdict)
-                if verdict is False:
-                    neighbours.append((what, "holds"))
-            elif not seen[candidate]:
+                seen[candidate] = fails(candidate)
+            if seen[candidate] is False:
                 neighbours.append((what, "holds"))
             if seen[candidate]:
                 example, progress = candidate, True
@@ -92,7 +90,7 @@ def _simpler(example: Example, law: Law) -> Iterator[tuple[str, Example]]:
         yield f"variant={variant}", candidate
 
 
-def _changes(case: Case) -> Iterator[tuple[str, dict[str, object]]]:
+def _changes(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
     lengths = case.lengths
     if len(lengths) > 1:
         yield f"lengths={sum(lengths)}", {"lengths": (sum(lengths),)}

@@ -37,11 +37,14 @@ class Store:
 
     def keep(self, finding: dict[str, Any]) -> None:
         """Append a finding and force it to the disk."""
+        line = (json.dumps(finding) + "\n").encode()
         with self._lock, self._trying():
             self.folder.mkdir(parents=True, exist_ok=True)
-            with open(self.folder / "findings.jsonl", "a") as file:
-                file.write(json.dumps(finding) + "\n")
-                file.flush()
+            with open(self.folder / "findings.jsonl", "ab+", buffering=0) as file:
+                if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+                    line = b"\n" + line  # the disk was full, or the machine stopped, in the middle of a line
+                while line:
+                    line = line[file.write(line) :]
                 os.fsync(file.fileno())
 
     def close(self) -> None:
@@ -52,12 +55,13 @@ class Store:
     def left_behind(self) -> list[str]:
         """Lines of runs that were under way when an earlier check died; each is told once."""
         lines: list[str] = []
-        with contextlib.suppress(OSError):
-            for path in sorted(self.folder.glob("under-way-*.txt")):
-                pid = path.stem.rpartition("-")[2]
-                if pid.isdecimal() and not _alive(int(pid)):
-                    lines += [line for line in path.read_text(errors="replace").splitlines()[:64] if line]
-                    path.unlink()
+        for path in sorted(self.folder.glob("under-way-*.txt")):
+            pid = path.stem.rpartition("-")[2]
+            if not (pid.isdecimal() and len(pid) < 10) or _alive(int(pid)):
+                continue
+            with contextlib.suppress(OSError):
+                lines += [line for line in path.read_text(errors="replace").splitlines()[:64] if line]
+                path.unlink()
         return lines
 
     def _write_begun(self) -> None:
@@ -67,13 +71,11 @@ class Store:
 
     @contextlib.contextmanager
     def _trying(self) -> Any:
-        if self.trouble is not None:
-            yield
-            return
         try:
             yield
         except OSError as error:
-            self.trouble = f"cannot write to {self.folder}: {error.strerror}; findings are printed and not kept"
+            if self.trouble is None:
+                self.trouble = f"cannot write to {self.folder}: {error.strerror}; findings are printed and not kept"
 
 
 def _alive(pid: int) -> bool:

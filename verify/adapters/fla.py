@@ -13,7 +13,7 @@ class Chunk(Adapter):
 
     algorithm = "chunkwise"
     chunk = 64
-    domain = Domain(key_dims=(1, 256))
+    domain = Domain(key_dims=(1, 256), position_independent=True)
     counterpart = "fla/fused_recurrent"
     requires = REQUIRES
 
@@ -27,7 +27,7 @@ class FusedRecurrent(Adapter):
     """`fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule`: token by token in float32; its backward is not implemented."""
 
     algorithm = "recurrent"
-    domain = Domain(key_dims=(1, 256), backward=False)
+    domain = Domain(key_dims=(1, 256), position_independent=True, backward=False)
     requires = REQUIRES
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:

@@ -1,0 +1,71 @@
+"""Speed: how soon `check` says something, how long it takes, and what the oracle costs beside the kernel it judges.
+
+    python -m benchmarks.speed fla/chunk --runs 3
+
+Prints the median and spread, over whole runs of `check` in its default profile, of the seconds to the first law's verdict and to
+the end; and, over the cases of the oracle law, the median of (oracle and bounds) / kernel.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+
+from properties.laws import LAWS
+from properties.strategies import Example
+from verify.check import PROFILES, ask, describe, seeded
+from verify.run import Run
+from verify.store import Store
+from verify.worker import Worker
+
+
+def main() -> int:
+    """Measure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("adapter")
+    parser.add_argument("--runs", type=int, default=3)
+    options = parser.parse_args()
+    first, whole, exits = [], [], []
+    for _ in range(options.runs):
+        start = time.monotonic()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "verify", "check", options.adapter], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        assert process.stdout is not None
+        seen = [time.monotonic() - start for line in process.stdout if line.split(" ")[0] in ("HOLDS", "BROKEN", "UNKNOWN")]
+        exits.append(process.wait())
+        first.append(seen[0])
+        whole.append(time.monotonic() - start)
+    for name, values in (("first verdict", first), ("whole check", whole)):
+        spread = f"{min(values):.1f} to {max(values):.1f} s, {options.runs} runs"
+        print(f"{options.adapter} {name}: median {statistics.median(values):.1f} s ({spread})")
+    print(f"exit codes {exits}")
+    shares = share(options.adapter)
+    middle = statistics.quantiles(shares, n=4)
+    print(
+        f"oracle and bounds / kernel: median {statistics.median(shares):.2f}, quartiles {middle[0]:.2f} and {middle[2]:.2f}, "
+        f"{len(shares)} cases of the oracle law"
+    )
+    return 0
+
+
+def share(adapter: str) -> list[float]:
+    """Seconds of oracle and bounds over seconds of kernel, a case of the default profile's oracle law each."""
+    shares: list[float] = []
+    store = Store()
+    with Worker() as worker:
+        domain = describe(adapter, worker).domain
+
+        def look(example: Example) -> None:
+            outcome = ask(Run("oracle", adapter, example), worker, store)
+            if outcome.kernel_s:
+                shares.append(outcome.oracle_s / outcome.kernel_s)
+
+        seeded(LAWS["oracle"].draw(domain), 0, PROFILES["quick"].examples_of("oracle"), look)
+    store.close()
+    return shares
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,406 @@
+"""A worker answers, and whatever a kernel does to its process costs one question, not the run."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from verify.run import Outcome
+from verify.worker import Worker, WorkerLost
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TOKENS_OVER_20 = "gate=forever beta=one values=one_hot scale=one backward=no lengths=25"
+KERNEL = """
+import ctypes, os, signal, subprocess, sys, threading, time
+from tests.right import Chunkwise
+
+class Base(Chunkwise):
+    def run(self, x):
+        if x.q.shape[1] == 25:
+            self.go_wrong()
+        return super().run(x)
+
+class Right(Chunkwise):
+    pass
+
+class Deaf(Base):
+    '''It hangs in C and holds the interpreter's lock.'''
+    def go_wrong(self):
+        with open(os.environ["SIGN"], "w") as sign:
+            sign.write(str(os.getpid()))
+        lock, pause = ctypes.PyDLL(None), 1000
+        while True:
+            lock.sleep(pause)
+
+class Slow(Base):
+    def go_wrong(self):
+        with open(os.environ["SIGN"], "w") as sign:
+            sign.write(str(os.getpid()))
+        time.sleep(1000)
+
+class Shouts(Base):
+    def go_wrong(self):
+        os.write(1, b"\\xff\\xfe\\x00 not UTF-8 \\xc3\\n" * 100)
+        print("last words", file=sys.stderr)
+        os._exit(3)
+
+class Floods(Base):
+    def go_wrong(self):
+        for _ in range(200):
+            os.write(1, b"x" * 100_000)
+
+class ClosesEverything(Base):
+    def go_wrong(self):
+        os.closerange(3, 256)
+        time.sleep(1000)
+
+class WritesOnPipes(Base):
+    def go_wrong(self):
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, b"garbage\\n")
+            except OSError:
+                pass
+
+class DiesWithChild(Base):
+    '''A child that keeps the pipes open outlives it.'''
+    def go_wrong(self):
+        if os.fork():
+            os._exit(9)
+        os.setsid()
+        time.sleep(6)
+        os._exit(0)
+
+class Leaves(Base):
+    def go_wrong(self):
+        sys.exit("goodbye")
+
+class RaisesBase(Base):
+    def go_wrong(self):
+        raise KeyboardInterrupt
+
+class RaisesUnprintable(Base):
+    def go_wrong(self):
+        class Odd(Exception):
+            def __str__(self):
+                return ""
+        raise Odd
+
+class RaisesLong(Base):
+    def go_wrong(self):
+        raise RuntimeError("\\x1b[31m" + "long \\ud800" * 100_000)
+"""
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("kernels") / "lost_kernels.py"
+    path.write_text(KERNEL)
+    return path
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    with Worker(20.0) as one:
+        yield one
+
+
+def question(adapter: str) -> dict[str, str]:
+    return {"run": f"law=recall adapter={adapter} {TOKENS_OVER_20}"}
+
+
+def lose(worker: Worker, adapter: str, deadline_s: float = 20.0) -> WorkerLost:
+    with pytest.raises(WorkerLost) as lost:
+        worker.ask(question(adapter), deadline_s)
+    return lost.value
+
+
+def holds(worker: Worker) -> bool:
+    """Whether the worker, a fresh one where the last was lost, judges a right implementation right."""
+    return bool(worker.ask(question("tests/right.py:Chunkwise"))["verdict"] == "holds")
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie, which only its parent can bury, does not."""
+    with contextlib.suppress(OSError):
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def gone(pid: int, within_s: float) -> bool:
+    end = time.monotonic() + within_s
+    while alive(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+def written(path: pathlib.Path, within_s: float = 20.0) -> str:
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        if path.exists() and path.read_text():
+            return path.read_text()
+        time.sleep(0.02)
+    raise AssertionError(f"nothing wrote {path}")
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def children() -> list[int]:
+    return [int(pid) for task in pathlib.Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+
+
+@pytest.mark.parametrize(
+    ("mutant", "how", "detail"),
+    [
+        ("Exits", "crashed", "exited with code 7"),
+        ("Segfaults", "crashed", "killed by SIGSEGV, in run (mutants.py:"),
+        ("Hangs", "hung", "no answer within 1 s, in run (mutants.py:"),
+    ],
+)
+def test_lost_worker_says_how_and_where_and_the_next_question_is_answered(
+    worker: Worker, mutant: str, how: str, detail: str
+) -> None:
+    lost = lose(worker, f"tests/mutants.py:{mutant}", 1.0 if how == "hung" else 20.0)
+    assert lost.how == how
+    assert lost.detail.startswith(detail), lost.detail
+    assert holds(worker)
+
+
+def test_stack_of_a_hung_worker_is_in_the_tail(worker: Worker) -> None:
+    lost = lose(worker, "tests/mutants.py:Hangs", 0.5)
+    assert "verify/run.py" in lost.tail
+    assert "in execute" in lost.tail
+
+
+def test_exception_is_a_finding_and_costs_no_worker(worker: Worker) -> None:
+    assert holds(worker)
+    before = worker._process
+    outcome = Outcome.from_json(worker.ask(question("tests/mutants.py:Raises")))
+    assert outcome.findings[0].what == "raised RuntimeError: block size 20 exceeded"
+    assert outcome.findings[0].worst.startswith("mutants.py:")
+    assert worker._process is before
+
+
+def test_exception_without_words_or_with_a_megabyte_of_them_is_one_short_line(worker: Worker, kernels: pathlib.Path) -> None:
+    empty = worker.ask(question(f"{kernels}:RaisesUnprintable"))
+    assert empty["findings"][0]["what"] == "raised Odd: no message"
+    long = worker.ask(question(f"{kernels}:RaisesLong"))
+    assert len(long["findings"][0]["what"]) < 400
+
+
+@pytest.mark.parametrize(("mutant", "code"), [("Leaves", 1), ("RaisesBase", -2)])
+def test_kernel_that_ends_its_process_by_an_exception_is_a_crash(
+    worker: Worker, kernels: pathlib.Path, mutant: str, code: int
+) -> None:
+    lost = lose(worker, f"{kernels}:{mutant}")
+    assert lost.how == "crashed"
+    assert lost.detail == (f"exited with code {code}" if code > 0 else "killed by SIGINT")
+
+
+def test_noise_on_stdout_and_stderr_disturbs_no_answer(worker: Worker) -> None:
+    outcome = Outcome.from_json(worker.ask(question("tests/mutants.py:Prints")))
+    assert outcome.verdict == "holds"
+    assert outcome.rows > 0
+
+
+def test_flood_of_noise_is_answered_and_forgotten_at_the_next_question(worker: Worker, kernels: pathlib.Path) -> None:
+    assert worker.ask(question(f"{kernels}:Floods"))["verdict"] == "holds"
+    assert os.fstat(worker._errors.fileno()).st_size >= 200 * 100_000
+    assert holds(worker)
+    assert os.fstat(worker._errors.fileno()).st_size < 10_000
+
+
+def test_bytes_that_are_no_text_do_not_hide_the_last_words(worker: Worker, kernels: pathlib.Path) -> None:
+    lost = lose(worker, f"{kernels}:Shouts")
+    assert lost.detail == "exited with code 3"
+    assert lost.tail.endswith("last words\n")
+    assert "�" in lost.tail
+    json.dumps(lost.tail)
+
+
+def test_kernel_that_closes_every_descriptor_is_a_crash(worker: Worker, kernels: pathlib.Path) -> None:
+    assert lose(worker, f"{kernels}:ClosesEverything").detail == "closed the pipe of its answers"
+
+
+def test_kernel_that_writes_on_every_descriptor_is_a_crash_and_no_answer(worker: Worker, kernels: pathlib.Path) -> None:
+    lost = lose(worker, f"{kernels}:WritesOnPipes")
+    assert lost.detail == "wrote b'garbage' where its answer belongs"
+
+
+def test_death_is_seen_at_once_though_a_child_keeps_the_pipe_open(worker: Worker, kernels: pathlib.Path) -> None:
+    start = time.monotonic()
+    lost = lose(worker, f"{kernels}:DiesWithChild", 60.0)
+    assert lost.detail == "exited with code 9"
+    assert time.monotonic() - start < 5
+
+
+def test_worker_killed_from_outside_is_a_crash(worker: Worker) -> None:
+    assert holds(worker)
+    process = worker._process
+    assert process is not None
+    timer = threading.Timer(0.3, os.kill, (process.pid, signal.SIGKILL))
+    timer.start()
+    lost = lose(worker, "tests/mutants.py:Hangs")
+    timer.join()
+    assert lost.detail == "killed by SIGKILL"
+
+
+def test_worker_that_died_between_questions_is_replaced(worker: Worker) -> None:
+    assert holds(worker)
+    process = worker._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(5)
+    assert holds(worker)
+
+
+def test_stopped_worker_is_hung(worker: Worker) -> None:
+    assert holds(worker)
+    process = worker._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    assert lose(worker, "tests/right.py:Chunkwise", 0.5).how == "hung"
+
+
+def test_answer_larger_than_a_pipe_arrives_whole(worker: Worker) -> None:
+    name = "x" * 300_000
+    answer = worker.ask({"run": f"law=oracle adapter={name} lengths=1"})
+    assert name in json.dumps(answer)
+
+
+STUB = """#!/bin/sh
+echo '{}' >&$5
+read question <&$4
+echo noise
+kill -$SIGNAL $$
+"""
+
+
+@pytest.fixture
+def stub(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that start in a millisecond and die by $SIGNAL of their first question."""
+    path = tmp_path / "stub"
+    path.write_text(STUB)
+    path.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(path))
+
+
+@pytest.mark.parametrize(("number", "named"), [(signal.SIGBUS, "SIGBUS"), (signal.SIGRTMIN + 3, f"signal {signal.SIGRTMIN + 3}")])
+@pytest.mark.usefixtures("stub")
+def test_twenty_losses_leave_no_process_and_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch, number: int, named: str
+) -> None:
+    monkeypatch.setenv("SIGNAL", str(int(number)))
+    before, family = descriptors(), len(children())
+    with Worker(5.0) as worker:
+        for _ in range(20):
+            lost = lose(worker, "tests/right.py:Chunkwise")
+            assert (lost.how, lost.detail, lost.tail) == ("crashed", f"killed by {named}", "noise\n")
+    assert descriptors() == before
+    assert len(children()) == family
+
+
+def test_closing_from_another_thread_ends_a_busy_worker_at_once() -> None:
+    before = descriptors()
+    worker = Worker(60.0)
+    assert holds(worker)
+    process = worker._process
+    assert process is not None
+    timer = threading.Timer(0.5, worker.close)
+    start = time.monotonic()
+    timer.start()
+    lost = lose(worker, "tests/mutants.py:Hangs", 60.0)
+    timer.join()
+    assert lost.how == "closed"
+    assert time.monotonic() - start < 5
+    assert gone(process.pid, 5)
+    assert descriptors() == before
+    with pytest.raises(WorkerLost, match="closed"):
+        worker.ask(question("tests/right.py:Chunkwise"))
+
+
+def test_closing_while_the_worker_starts_ends_it() -> None:
+    before, worker = descriptors(), Worker()
+    timer = threading.Timer(0.2, worker.close)
+    timer.start()
+    with pytest.raises(WorkerLost, match="closed"):
+        worker.ask(question("tests/right.py:Chunkwise"))
+    timer.join()
+    assert descriptors() == before
+
+
+def test_close_twice_and_close_unused_do_nothing() -> None:
+    worker = Worker()
+    worker.close()
+    worker.close()
+    assert worker._process is None
+
+
+def test_interrupted_question_does_not_answer_the_next_one(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert holds(worker)
+
+    def interrupt(deadline_s: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker, "_answer", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            worker.ask(question("tests/mutants.py:Raises"))
+    assert holds(worker)
+
+
+HOLDER = """
+import sys
+from verify.worker import Worker
+with Worker({deadline_s}) as worker:
+    worker.ask({{"run": sys.argv[1]}})
+"""
+
+
+@pytest.mark.parametrize(("adapter", "within_s"), [("Slow", 5.0), ("Deaf", 11.0)])
+def test_worker_ends_when_its_supervisor_is_killed(
+    kernels: pathlib.Path, tmp_path: pathlib.Path, adapter: str, within_s: float
+) -> None:
+    sign = tmp_path / "sign"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SIGN": str(sign)}
+    line = question(f"{kernels}:{adapter}")["run"]
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER.format(deadline_s=2), line], env=environment, cwd=tmp_path)
+    pid = int(written(sign))
+    assert alive(pid)
+    holder.kill()
+    holder.wait()
+    assert gone(pid, within_s)
+
+
+def test_worker_finds_modules_where_its_supervisor_does_and_in_the_same_order(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "first").mkdir()
+    (tmp_path / "second").mkdir()
+    for name in ("first", "second"):
+        (tmp_path / name / "kernel_under_test.py").write_text(f"SAYS = {name!r}\n")
+    (tmp_path / "json.py").write_text("raise AssertionError('a file in the working directory hides the library')\n")
+    adapter = tmp_path / "adapter.py"
+    adapter.write_text(
+        "import kernel_under_test\nfrom tests.right import Chunkwise\n"
+        "class Kernel(Chunkwise):\n    def __init__(self):\n        raise RuntimeError(kernel_under_test.SAYS)\n"
+    )
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from verify.worker import Worker\n"
+        "with Worker() as worker: print(worker.ask({'describe': sys.argv[2]})['error'])\n"
+    )
+    path = os.pathsep.join([str(tmp_path / "second"), str(ROOT)])
+    said = subprocess.run(
+        [sys.executable, "-P", "-c", program, str(tmp_path / "first"), f"{adapter}:Kernel"],
+        env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path, capture_output=True, text=True, check=False,
+    )
+    assert "RuntimeError: first" in said.stdout, said.stdout + said.stderr
