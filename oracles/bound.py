@@ -10,13 +10,17 @@ where the neighbours are those of the same sequence and head (for a state, of th
 runs is too poor an estimate, and pooling gives it DEGREES degrees of freedom. A row is broken when its error exceeds
 
     allowed = KAPPA sigma,    never less than FLOOR_ULP units in the last place of the row, nor than the subnormal step of
-what is stored on the way to it.
+what is stored on the way to it. Where equal values err alike, a few runs say little however many rows are pooled, so the judge asks
+for FINER times as many before it calls a row broken that is over by less than tenfold.
 
 docs/MEASUREMENTS.md derives KAPPA and holds the distribution of error / allowed on right implementations.
 """
 
 import dataclasses
+import functools
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +30,7 @@ from oracles.operation import NAMES, Inputs, Operation, Port, gradient_name
 from oracles.rounding import BITS, Arithmetic
 
 RUNS = 8
+FINER = 8
 CHUNKS = (64, 16, 128)
 WINDOW = 9
 KAPPA = 12.0
@@ -36,11 +41,27 @@ _TINY = 2.0**-126  # below it float32 values may be flushed to zero
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """The truth of one tensor, in float64, and the error allowed to each of its rows (its shape less the row's axis)."""
+    """The truth of one tensor, in float64, and the error allowed to each of its rows (its shape less the row's axis).
+
+    `finer` makes the same bound from FINER times as many runs: a judge asks for it before it calls a row broken on a near thing.
+    """
 
     value: Tensor
     allowed: Tensor
     origin: str = ORIGIN
+    finer: Callable[[], "Bound"] | None = None
+
+    def at(self, *index: Any) -> "Bound":
+        """The bound of some rows: the value and the allowance indexed alike."""
+        finer = self.finer
+        later = None if finer is None else lambda: finer().at(*index)
+        return Bound(self.value[index], self.allowed[index], self.origin, later)
+
+    def plus(self, other: "Bound") -> "Bound":
+        """The bound of a sum of two tensors that err on their own."""
+        one, two = self.finer, other.finer
+        later = None if one is None or two is None else lambda: one().plus(two())
+        return Bound(self.value + other.value, self.allowed + other.allowed, self.origin, later)
 
 
 def sequences(inputs: Inputs) -> list[int]:
@@ -73,27 +94,49 @@ def bounds(
     `algorithm` is the class of the implementation ("chunkwise", "recurrent"), `products` how it multiplies float32 matrices
     ("ieee", "tf32"), `chunk` the tokens in its chunks if known; cotangents are those of the outputs, in their dtypes.
     """
+    make = functools.partial(_bounds, operation, inputs, cotangents, algorithm, products, chunk)
+    finer = functools.cache(lambda: make(FINER))
+    return {
+        name: dataclasses.replace(bound, finer=functools.partial(lambda name: finer()[name], name))
+        for name, bound in make(1).items()
+    }
+
+
+def _bounds(
+    operation: Operation,
+    inputs: Inputs,
+    cotangents: dict[str, Tensor] | None,
+    algorithm: str,
+    products: str,
+    chunk: int | None,
+    batches: int,
+) -> dict[str, Bound]:
     dtype = NAMES[inputs.q.dtype]
     chunks = CHUNKS if algorithm == "chunkwise" and chunk is None else (chunk or CHUNKS[0],)
-    arithmetic = Arithmetic.of(algorithm, dtype, products, 1 + (RUNS if len(chunks) == 1 else RUNS // 2))
-    batches = [_evaluate(inputs, cotangents, algorithm, arithmetic, chunk=each) for each in chunks]
-    batch = {name: torch.cat([runs, *(each[name][1:] for each in batches[1:])]) for name, runs in batches[0].items()}
-    lengths = sequences(inputs)
+    plain = Arithmetic.of(algorithm, dtype, products, 1 + (RUNS if len(chunks) == 1 else RUNS // 2))
+    exact: dict[str, Tensor] = {}
+    squares: dict[str, list[Tensor]] = {}
+    for batch in range(batches):
+        arithmetic = dataclasses.replace(plain, batch=batch)
+        for each in chunks:
+            for name, runs in _evaluate(inputs, cotangents, algorithm, arithmetic, chunk=each).items():
+                exact.setdefault(name, runs[0])
+                squares.setdefault(name, []).append((runs[1:] - runs[:1]).square().mean(0))
     result = {}
-    for name, runs in batch.items():
+    for name, value in exact.items():
         port = operation.port(name)
-        step = arithmetic.step if port.dtype == "input" or arithmetic.stored == arithmetic.output else 0.0
+        step = plain.step if port.dtype == "input" or plain.stored == plain.output else 0.0
         ulp = 2.0 ** (1 - BITS[dtype if port.dtype == "input" else "fp32"])
-        result[name] = Bound(runs[0], allowance(runs, port, lengths, ulp, step))
+        spread = torch.stack(squares[name]).mean(0)
+        result[name] = Bound(value, allowance(value, spread, port, sequences(inputs), ulp, step))
     return result
 
 
-def allowance(runs: Tensor, port: Port, lengths: list[int], ulp: float, step: float) -> Tensor:
-    """The error allowed to each row, from a tensor's exact and disturbed runs [1 + RUNS, ...]."""
-    squares = (runs[1:] - runs[:1]).square().mean(0)
+def allowance(value: Tensor, squares: Tensor, port: Port, lengths: list[int], ulp: float, step: float) -> Tensor:
+    """The error allowed to each row, from a tensor's truth and the mean squared disturbance of its elements."""
     own = squares if port.scalar_rows else squares.sum(-1)
-    magnitude = runs[0].abs() if port.scalar_rows else runs[0].norm(dim=-1)
-    width = 1 if port.scalar_rows else runs.shape[-1]
+    magnitude = value.abs() if port.scalar_rows else value.norm(dim=-1)
+    width = 1 if port.scalar_rows else value.shape[-1]
     floor = FLOOR_ULP * ulp * magnitude + (step + _TINY) * width**0.5
     return torch.maximum(KAPPA * (0.5 * own + 0.5 * _around(own, port, lengths)).sqrt(), floor)
 
@@ -204,7 +247,8 @@ class _Padded:
     def gather(self, x: Tensor) -> Tensor:
         """Tokens [runs, tokens, ...] to rows [runs, n, L, ...], zeros after a sequence's end."""
         x = torch.cat([x, x.new_zeros(x.shape[0], 1, *x.shape[2:])], 1)
-        return x.index_select(1, self.index.flatten()).unflatten(1, tuple(self.index.shape))
+        rows: Tensor = x.index_select(1, self.index.flatten()).unflatten(1, tuple(self.index.shape))
+        return rows
 
     def scatter(self, rows: Tensor) -> Tensor:
         """Rows [runs, n, L, ...] to the tokens that `tokens` names [runs, ..., ...]."""

@@ -224,7 +224,8 @@ class _Builder:
         if case.gate == "mixed":
             widths = [*MEMORIES.values(), 0.0][:: -1 if case.seed % 2 else 1]
             width = torch.tensor(widths, dtype=torch.float64, device=self.device)
-            return -fraction * width[torch.arange(case.value_heads, device=self.device) % len(widths)]
+            heads = torch.arange(case.value_heads, device=self.device) % len(widths)
+            return torch.mul(-fraction, width[heads])
         if case.gate == "saturated":
             gone = self.integers("choice", shape, 2, rows=self.token, salt=1) == 0
             return torch.where(gone, SATURATED, -fraction * MEMORIES["1000"])

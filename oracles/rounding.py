@@ -8,7 +8,8 @@ rounded to the precision held there, on a grid that is shifted for each run and 
 
 so each run commits rounding errors of the true size, at the true places, and differently. In the odd runs a place has one s, so
 equal values get equal errors, as on real hardware: constant gates and repeated tokens accumulate coherently, which independent
-noise would miss. In the even runs every position of the last two axes has its own s: errors of sums depend on all their terms, so
+noise would miss. There the s of a place's runs are stratified over one unit in the last place (Latin hypercube sampling): however few
+the runs, they do not all happen to round a value well. In the even runs every position of the last two axes has its own s: errors of sums depend on all their terms, so
 equal results need not have equal errors, and terms that ought to cancel do not. Monte Carlo arithmetic (Parker 1997; Verificarlo,
 CADNA) is the same idea with random errors.
 
@@ -41,7 +42,7 @@ class Arithmetic:
 
     In significand bits: `stored` for intermediates that are stored and operands that are computed, `product` for what float32
     products and sums of them keep (53: operands are coarser, so that the sums' own errors drown), `output` for the inputs' dtype.
-    `step` is the subnormal step of that dtype where it matters.
+    `step` is the subnormal step of that dtype where it matters; runs of another `batch` take other grids.
     """
 
     runs: int
@@ -49,6 +50,7 @@ class Arithmetic:
     product: int
     output: int
     step: float = 0.0
+    batch: int = 0
 
     @classmethod
     def of(cls, algorithm: str, dtype: str, products: str = "ieee", runs: int = 9) -> "Arithmetic":
@@ -148,10 +150,13 @@ def _factors(
     size, table = math.prod(last), _table(device)
     word = zlib.crc32(place.encode())
     rows = [table.new_ones(size)]
+    coherent = range(1, runs, 2)
+    strata = table[(word + 104729 * torch.arange(len(coherent), device=device)) % _TABLE].argsort().tolist()
     for run in range(1, runs):
         start = (word + 7919 * run * (run + 12)) % _TABLE
         if run % 2:
-            rows.append(table[start].expand(size))
+            phase = (strata[run // 2] + table[start] - 1.0) / len(coherent)
+            rows.append((table[word % _TABLE] * (1.0 + phase * 2.0 ** (1 - bits))).expand(size))
         elif start + size <= _TABLE:
             rows.append(table[start : start + size])
         else:
@@ -168,7 +173,7 @@ def _dither(arithmetic: Arithmetic, x: Tensor, place: str, bits: int, step: floa
     if bits >= EXACT:
         return x.detach()
     with torch.no_grad():
-        grid, split, snap = _factors(place, arithmetic.runs, bits, step, tuple(x.shape), x.device)
+        grid, split, snap = _factors(f"{place}#{arithmetic.batch}", arithmetic.runs, bits, step, tuple(x.shape), x.device)
         scaled = x * grid
         high = x * split
         scaled = high.sub_(torch.sub(high, scaled, out=scaled))

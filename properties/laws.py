@@ -143,8 +143,8 @@ def _packed(bench: Bench, example: Example) -> Iterator[Pair]:
     if cotangents is not None:
         part = {"o": cotangents["o"][:, start:end], "final_state": cotangents["final_state"][alone : alone + 1]}
     for name, got in bench.run(single, part).items():
-        rows = slice(alone, alone + 1) if name in ("final_state", "dh0") else (slice(None), slice(start, end))
-        yield f"{name} of sequence {alone} alone", got, Bound(bounds[name].value[rows], bounds[name].allowed[rows])
+        rows = (slice(alone, alone + 1),) if name in ("final_state", "dh0") else (slice(None), slice(start, end))
+        yield f"{name} of sequence {alone} alone", got, bounds[name].at(*rows)
 
 
 def _tokens(inputs: Inputs, where: slice) -> Inputs:
@@ -186,8 +186,7 @@ def _cut(bench: Bench, example: Example) -> Iterator[Pair]:
     bounds = bench.bounds(inputs, cotangents)
     (before, after), (head, tail), directions = _pieces(inputs, cotangents, at)
     lost = bench.truth(tail.replaced(state=None), None)
-    ends = {"o": bounds["o"].value[:, after], "final_state": bounds["final_state"].value}
-    kept = {name: Bound(ends[name], bounds[name].allowed[:, after] if name == "o" else bounds[name].allowed) for name in ends}
+    kept = {"o": bounds["o"].at(slice(None), after), "final_state": bounds["final_state"]}
     if not _visible(lost, kept):
         raise Blind("a state lost at the cut would not show")
     first = bench.run(head, None)
@@ -216,7 +215,7 @@ def _recurrent(bench: Bench, example: Example) -> Iterator[Pair]:
     bounds = bench.bounds(inputs, None, "chunkwise")
     tail = _tokens(inputs, slice(at, None))
     ends = {
-        "o": Bound(bounds["o"].value[:, at:], bounds["o"].allowed[:, at:]),
+        "o": bounds["o"].at(slice(None), slice(at, None)),
         "final_state": bounds["final_state"],
     }
     if not _visible(bench.truth(tail.replaced(state=None), None), ends):
@@ -396,9 +395,8 @@ def _linear(bench: Bench, example: Example) -> Iterator[Pair]:
         ]
         runs, limits = [bench.run(part, None) for part in parts], [bench.bounds(part, None) for part in parts]
         for name in runs[0]:
-            value = limits[0][name].value + limits[1][name].value
-            bound = Bound(value, limits[0][name].allowed + limits[1][name].allowed)
-            yield f"{name}, summed over even and odd tokens' values", runs[0][name].double() + runs[1][name].double(), bound
+            got = runs[0][name].double() + runs[1][name].double()
+            yield f"{name}, summed over even and odd tokens' values", got, limits[0][name].plus(limits[1][name])
         return
     once = bench.run(inputs, cotangents)
     if example.variant == "values":

@@ -278,7 +278,7 @@ def test_answer_larger_than_a_pipe_arrives_whole(worker: Worker) -> None:
     assert name in json.dumps(answer)
 
 
-STUB = """#!/bin/sh
+STUB = """#!/bin/bash
 echo '{}' >&$5
 read question <&$4
 echo noise

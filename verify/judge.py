@@ -13,6 +13,9 @@ from oracles.bound import Bound
 from oracles.case import Case
 
 
+CLEAR = 10.0  # errors over their allowance by more than this need no finer bound
+
+
 class Verdict(enum.StrEnum):
     """What is known of a law: it holds, it is broken, we could not decide, or the adapter does not promise it.
 
@@ -98,9 +101,10 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, case: Case) -> tuple[Findi
     error = (wide - want).abs() if scalar else (wide - want).norm(dim=-1)
     if error.numel() == 0:
         return None, 0, None
-    if not bool(want.isfinite().all() and bound.allowed.isfinite().all()):
-        raise ArithmeticError(f"the truth of {name}, or its bound, is not finite")  # our failure, and no verdict on got
     ratio = (error / bound.allowed).nan_to_num(nan=math.inf, posinf=math.inf)
+    if 1 < float(ratio.max()) < CLEAR and bound.finer is not None:
+        bound = bound.finer()
+        ratio = (error / bound.allowed).nan_to_num(nan=math.inf, posinf=math.inf)
     over = ratio > 1
     worst = int(ratio.argmax())
     if not bool(over.any()):

@@ -7,6 +7,7 @@ all hold, are the neighbours that make the trigger plain.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,88 +44,130 @@ class Shrunk:
 def shrink(
     example: Example, law: Law, fails: Callable[[Example], bool | None], more: Callable[[int], bool]
 ) -> Shrunk:
-    """The smallest example for which `fails` is true; None means undecided. `more(runs)` says whether another run may be spent."""
+    """The smallest example for which `fails` is true; None means undecided. `more(runs)` says whether to spend another run.
+
+    One aspect after another is made as simple as it gets, all of them again until none moves: going back to the first after
+    every success would ask about its threshold each time, and cost three times the runs.
+    """
     seen: dict[Example, bool | None] = {}
     neighbours: list[tuple[str, str]] = []
     progress = True
     while progress:
         progress, neighbours = False, []
-        for what, candidate in _simpler(example, law):
-            if candidate not in seen:
-                if not more(len(seen)):
-                    return Shrunk(example, tuple(neighbours), len(seen), False)
-                seen[candidate] = fails(candidate)
-            if seen[candidate] is False:
-                neighbours.append((what, "holds"))
-            if seen[candidate]:
-                example, progress = candidate, True
-                break
+        for aspect in _aspects(law):
+            moved = True
+            while moved:
+                moved, held = False, list[tuple[str, str]]()
+                for what, candidate in aspect(example):
+                    if candidate not in seen:
+                        if not more(len(seen)):
+                            return Shrunk(example, tuple(dict.fromkeys(neighbours + held)), len(seen), False)
+                        seen[candidate] = fails(candidate)
+                    if seen[candidate]:
+                        example, moved, progress = candidate, True, True
+                        break
+                    if seen[candidate] is False:
+                        held.append((what, "holds"))
+            neighbours += held
     return Shrunk(example, tuple(dict.fromkeys(neighbours)), len(seen), True)
 
 
-def _simpler(example: Example, law: Law) -> Iterator[tuple[str, Example]]:
-    """Candidates one step simpler, the boldest first, each with the words that differ; illegal ones are left out."""
-    case = example.case
-    for what, changes in _changes(case):
-        try:
-            smaller = dataclasses.replace(case, **changes)
-        except ValueError:
-            continue
-        at = example.at
-        if law.place is not None:
-            places = law.place(smaller)
-            if not places or at is None:
+Steps = Iterator[tuple[str, Example]]
+
+
+def _aspects(law: Law) -> list[Callable[[Example], Steps]]:
+    """What can be made simpler on its own. Each yields candidates, the boldest first, with the words that differ; all are legal."""
+
+    def of_case(changes: Callable[[Case], Changes]) -> Callable[[Example], Steps]:
+        def steps(example: Example) -> Steps:
+            for what, change in changes(example.case):
+                try:
+                    candidate = dataclasses.replace(example, case=dataclasses.replace(example.case, **change))
+                    if law.place is not None and example.at is not None and (places := law.place(candidate.case)):
+                        candidate = dataclasses.replace(candidate, at=min(max(example.at, places[0]), places[-1]))
+                    law.accept(candidate)
+                except ValueError:
+                    continue
+                yield what, candidate
+
+        return steps
+
+    def place(example: Example) -> Steps:
+        if law.place is not None and example.at is not None:
+            for at in _below(example.at, law.place(example.case)[0]):
+                yield f"at={at}", dataclasses.replace(example, at=at)
+
+    def variant(example: Example) -> Steps:
+        for name in law.variants[: law.variants.index(example.variant)] if example.variant else ():
+            candidate = dataclasses.replace(example, variant=name)
+            try:
+                law.accept(candidate)
+            except ValueError:
                 continue
-            at = min(max(at, places[0]), places[-1])
-        yield what, Example(smaller, at, example.variant)
-    if law.place is not None and example.at is not None:
-        first = law.place(case)[0]
-        for at in _below(example.at, first):
-            yield f"at={at}", dataclasses.replace(example, at=at)
-    for variant in law.variants[: law.variants.index(example.variant)] if example.variant else ():
-        candidate = dataclasses.replace(example, variant=variant)
-        try:
-            law.accept(candidate)
-        except ValueError:
-            continue
-        yield f"variant={variant}", candidate
+            yield f"variant={name}", candidate
+
+    changes: list[Callable[[Case], Changes]] = [_sequences, _unpacked, _shorter, _heads]
+    changes += [functools.partial(_option, name) for name in SIMPLEST]
+    changes += [functools.partial(_width, name) for name in ("key_dim", "value_dim")]
+    return [*(of_case(change) for change in (*changes, _seed)), place, variant]
 
 
-def _changes(case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
+Changes = Iterator[tuple[str, dict[str, Any]]]
+
+
+def _sequences(case: Case) -> Changes:
     lengths = case.lengths
     if len(lengths) > 1:
-        yield f"lengths={sum(lengths)}", {"lengths": (sum(lengths),)}
+        yield _lengths((sum(lengths),))
         for kept in dict.fromkeys(lengths):
-            yield f"lengths={kept}", {"lengths": (kept,)}
+            yield _lengths((kept,))
         for gone in range(len(lengths)):
-            rest = lengths[:gone] + lengths[gone + 1 :]
-            yield f"lengths={'+'.join(map(str, rest))}", {"lengths": rest}
+            yield _lengths(lengths[:gone] + lengths[gone + 1 :])
             if gone:
-                merged = (*lengths[: gone - 1], lengths[gone - 1] + lengths[gone], *lengths[gone + 1 :])
-                yield f"lengths={'+'.join(map(str, merged))}", {"lengths": merged}
+                yield _lengths((*lengths[: gone - 1], lengths[gone - 1] + lengths[gone], *lengths[gone + 1 :]))
+
+
+def _unpacked(case: Case) -> Changes:
     if case.packed:
         yield "packed=no", {"packed": False, "offsets": "int64"}
+
+
+def _shorter(case: Case) -> Changes:
+    lengths = case.lengths
+    if case.packed:
         for row, length in enumerate(lengths):
             for shorter in _below(length, 0):
-                changed = (*lengths[:row], shorter, *lengths[row + 1 :])
-                yield f"lengths={'+'.join(map(str, changed))}", {"lengths": changed}
+                yield _lengths((*lengths[:row], shorter, *lengths[row + 1 :]))
     else:
         for shorter in _below(lengths[0], 0):
-            changed = (shorter,) * len(lengths)
-            yield f"lengths={'+'.join(map(str, changed))}", {"lengths": changed}
+            yield _lengths((shorter,) * len(lengths))
+
+
+def _lengths(lengths: tuple[int, ...]) -> tuple[str, dict[str, Any]]:
+    return f"lengths={'+'.join(map(str, lengths))}", {"lengths": lengths}
+
+
+def _heads(case: Case) -> Changes:
     for heads, value_heads in HEADS:
         if (value_heads, heads) < (case.value_heads, case.heads):
             yield f"heads={heads} value_heads={value_heads}", {"heads": heads, "value_heads": value_heads}
-    for name, simplest in SIMPLEST.items():
-        for value in simplest:
-            if getattr(case, name) == value:
-                break
-            text = {True: "yes", False: "no"}.get(value, value) if isinstance(value, bool) else value
-            yield f"{name}={text}", {name: value}
-    for name in ("key_dim", "value_dim"):
-        for width in WIDTHS:
-            if width < getattr(case, name):
-                yield f"{name}={width}", {name: width}
+
+
+def _option(name: str, case: Case) -> Changes:
+    for value in SIMPLEST[name]:
+        if getattr(case, name) == value:
+            return
+        text = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
+        yield f"{name}={text}", {name: value}
+
+
+def _width(name: str, case: Case) -> Changes:
+    for width in WIDTHS:
+        if width < getattr(case, name):
+            yield f"{name}={width}", {name: width}
+
+
+def _seed(case: Case) -> Changes:
     if case.seed:
         yield "seed=0", {"seed": 0}
 

@@ -1,0 +1,333 @@
+"""A check counts what it saw, repeats itself, survives what kernels do, and says of itself when it could not decide."""
+
+import dataclasses
+import pathlib
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from oracles import bound
+from oracles.case import Case
+from properties.laws import LAWS, Blind
+from properties.strategies import Example
+from tests import mutants
+from verify import check as check_module
+from verify.adapter import AdapterError, installed
+from verify.check import ENOUGH, PROFILES, Check, LawReport, Profile, ask, describe, overall
+from verify.judge import Verdict
+from verify.known import Known
+from verify.run import Run, execute
+from verify.store import Store
+from verify.worker import Worker
+
+RIGHT = "tests/right.py:Chunkwise"
+FEW = Profile("few", 8)
+TORCH = {"torch": (str(installed("torch")),)}
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[Worker]]:
+    pair = [Worker(20.0), Worker(20.0)]
+    yield pair
+    for worker in pair:
+        worker.close()
+
+
+@pytest.fixture
+def store(tmp_path: pathlib.Path) -> Store:
+    return Store(tmp_path / "findings")
+
+
+def checked(spec: str, laws: list[str], workers: list[Worker], store: Store, **options: object) -> list[LawReport]:
+    options.setdefault("profile", FEW)
+    with Check(spec, laws, workers=workers, store=store, **options) as check:  # type: ignore[arg-type]
+        return check.run()
+
+
+@pytest.mark.parametrize(
+    ("counts", "verdict"),
+    [
+        ({}, Verdict.UNKNOWN),
+        ({Verdict.HOLDS: 1}, Verdict.HOLDS),
+        ({Verdict.HOLDS: ENOUGH - 1}, Verdict.HOLDS),
+        ({Verdict.HOLDS: ENOUGH - 1, Verdict.BLIND: 1}, Verdict.UNKNOWN),
+        ({Verdict.HOLDS: ENOUGH, Verdict.BLIND: 1000}, Verdict.HOLDS),
+        ({Verdict.BLIND: 40}, Verdict.UNKNOWN),
+        ({Verdict.UNSUPPORTED: 40}, Verdict.UNKNOWN),
+        ({Verdict.KNOWN: 40}, Verdict.UNKNOWN),
+        ({Verdict.HOLDS: ENOUGH, Verdict.KNOWN: 35}, Verdict.HOLDS),
+        ({Verdict.HOLDS: 1000, Verdict.UNKNOWN: 1}, Verdict.UNKNOWN),
+        ({Verdict.HOLDS: 1000, Verdict.UNKNOWN: 9, Verdict.BROKEN: 1}, Verdict.BROKEN),
+        ({Verdict.BROKEN: 1}, Verdict.BROKEN),
+    ],
+)
+def test_nothing_is_green_by_default(counts: dict[str, int], verdict: Verdict) -> None:
+    got, reason = overall(counts, "the oracle gave up")
+    assert got is verdict
+    if got is Verdict.UNKNOWN:
+        assert reason
+
+
+def test_reason_of_the_undecided_is_told_with_their_number() -> None:
+    assert overall({Verdict.UNKNOWN: 3, Verdict.HOLDS: 9}, "the oracle gave up")[1] == "3 undecided: the oracle gave up"
+    assert overall({Verdict.HOLDS: 2, Verdict.BLIND: 38})[1].startswith("only 2 of 40 cases could see")
+
+
+def test_every_profile_has_enough_cases_to_hold() -> None:
+    assert all(profile.examples >= ENOUGH for profile in PROFILES.values())
+    assert [profile.fixed_seed for profile in PROFILES.values()] == [True, True, False]
+
+
+def drawn(seed: int, store: Store, worker: Worker) -> list[str]:
+    lines: list[str] = []
+    begin = store.begin
+    store.begin = lambda line: (lines.append(line), begin(line))[1]  # type: ignore[method-assign]
+    checked(RIGHT, ["recall"], [worker], store, seed=seed)
+    return lines
+
+
+def test_same_seed_draws_the_same_lines_and_another_seed_others(workers: list[Worker], tmp_path: pathlib.Path) -> None:
+    first, again, other = (drawn(seed, Store(tmp_path / str(n)), workers[0]) for n, seed in enumerate((3, 3, 4)))
+    assert first == again
+    assert len(set(first)) > 4
+    assert len(set(first) & set(other)) <= 1, "but for the simplest example, which every seed begins with"
+
+
+def test_laws_run_in_several_workers_at_once(workers: list[Worker], store: Store) -> None:
+    threads = set[int]()
+    both = threading.Barrier(2, timeout=30)
+
+    def on_case(law: str, done: int, of: int) -> None:
+        if threading.get_ident() not in threads:
+            threads.add(threading.get_ident())
+            both.wait()  # two laws are under way together, or this breaks
+
+    reports = checked(RIGHT, ["recall", "pure"], workers, store, on_case=on_case)
+    assert {report.law: report.verdict for report in reports} == {"recall": "holds", "pure": "holds"}
+    assert len(threads) == 2
+
+
+def test_progress_counts_to_the_number_of_cases(workers: list[Worker], store: Store) -> None:
+    told: list[tuple[str, int, int]] = []
+    (report,) = checked(RIGHT, ["recall"], workers, store, on_case=lambda *each: told.append(each))
+    assert [done for _, done, _ in told] == list(range(1, len(told) + 1))
+    assert {(law, of) for law, _, of in told} == {("recall", FEW.examples_of("recall"))}
+    assert sum(report.counts.values()) == len(told)
+
+
+def test_stop_at_first_leaves_the_other_laws(workers: list[Worker], store: Store) -> None:
+    told: list[LawReport] = []
+    with Check("tests/mutants.py:ChangesBeta", ["pure", *[law for law in LAWS if law != "pure"]], FEW, 0, 1, store,
+               stop_at_first=True, on_report=told.append) as check:  # fmt: skip
+        reports = check.run()
+    assert [report.law for report in reports] == ["pure"]
+    assert reports[0].verdict is Verdict.BROKEN
+    assert told == reports
+
+
+def test_lost_process_is_a_broken_law_with_a_small_case_and_the_rest_runs(
+    workers: list[Worker], store: Store, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_module, "SHRINK_RUNS", 18)  # a lost worker costs a second
+    file = tmp_path / "fatal.py"
+    file.write_text(
+        "import os\nfrom tests.right import Chunkwise\nfrom verify import Domain\n"
+        "class Fatal(Chunkwise):\n"
+        "    domain = Domain(backward=False)\n"
+        "    def run(self, x):\n"
+        "        if x.qk_norm and x.q.shape[1] > 20:\n            os._exit(7)\n"
+        "        return super().run(x)\n"
+    )
+    reports = {report.law: report for report in checked(f"{file}:Fatal", ["norm", "recall"], workers, store)}
+    assert reports["recall"].verdict is Verdict.HOLDS
+    lost = reports["norm"]
+    assert lost.verdict is Verdict.BROKEN
+    assert lost.findings[0].what == "crashed: exited with code 7"
+    assert Run.parse(lost.run).example.case.tokens == 21
+    kept = (store.folder / "findings.jsonl").read_text()
+    assert lost.run in kept
+    assert lost.first_run in kept
+    assert [path.name for path in store.folder.iterdir()] == ["findings.jsonl"]
+
+
+def test_exception_is_a_broken_law_shrunk_to_its_boundary(workers: list[Worker], store: Store) -> None:
+    (report,) = checked("tests/mutants.py:Raises", ["pure"], workers, store, profile=PROFILES["quick"])
+    assert report.verdict is Verdict.BROKEN
+    assert report.shrunk
+    assert report.findings[0].what == "raised RuntimeError: block size 20 exceeded"
+    assert Run.parse(report.run).example.case.lengths == (21,)
+    assert "lengths=20" in report.neighbours
+
+
+def test_hang_is_a_broken_law(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_module, "SHRINK_RUNS", 4)
+    with Check("tests/mutants.py:Hangs", ["recall"], FEW, 0, 1, store, deadline_s=0.5) as check:
+        (report,) = check.run()
+    assert report.verdict is Verdict.BROKEN
+    assert report.findings[0].what.startswith("hung: no answer within 0.5 s, in run (mutants.py:")
+    assert not report.shrunk
+
+
+def test_finding_is_on_disk_before_it_is_shrunk(workers: list[Worker], store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: object) -> None:
+        raise SystemError("the machine went away")
+
+    monkeypatch.setattr(check_module, "shrink", killed)
+    with pytest.raises(SystemError):
+        checked("tests/mutants.py:ChangesBeta", ["pure"], workers, store)
+    (line,) = (store.folder / "findings.jsonl").read_text().splitlines()
+    assert '"stage": "found"' in line
+    assert "law=pure adapter=tests/mutants.py:ChangesBeta" in line
+
+
+def test_full_disk_stops_no_check(workers: list[Worker], tmp_path: pathlib.Path) -> None:
+    (tmp_path / "findings.jsonl").symlink_to("/dev/full")
+    store = Store(tmp_path)
+    (report,) = checked("tests/mutants.py:ChangesBeta", ["pure"], workers, store)
+    assert report.verdict is Verdict.BROKEN
+    assert report.run
+    assert "No space left" in (store.trouble or "")
+
+
+def test_law_outside_the_domain_is_unsupported_with_the_reason(workers: list[Worker], store: Store, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "narrow.py"
+    file.write_text(
+        "from tests.right import Chunkwise\nfrom verify import Domain\n"
+        "class Narrow(Chunkwise):\n    domain = Domain(initial_state=False, packed=False)\n"
+    )
+    reports = checked(f"{file}:Narrow", ["cut", "packed", "recall"], workers, store)
+    said = {report.law: (report.verdict, report.reason) for report in reports}
+    assert said["cut"] == (Verdict.UNSUPPORTED, "initial state is not supported")
+    assert said["packed"] == (Verdict.UNSUPPORTED, "packed is not supported")
+    assert said["recall"][0] is Verdict.HOLDS
+
+
+def test_case_outside_the_domain_is_unsupported_and_counted_apart() -> None:
+    run = Run("oracle", "tests/mutants.py:Exits", Example(Case((30,), backward=True)))
+    outcome = execute(run)
+    assert (outcome.verdict, outcome.reason) == (Verdict.UNSUPPORTED, "backward=yes is not supported")
+
+
+@pytest.mark.parametrize("error", [ValueError("no truth today"), AssertionError(), ZeroDivisionError("0 rows")])
+def test_oracle_that_raises_is_unknown_and_not_the_kernels_fault(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(bound, "bounds", fail)
+    outcome = execute(Run("oracle", RIGHT, Example(Case((3,)))))
+    assert outcome.verdict is Verdict.UNKNOWN
+    assert f"{type(error).__name__} in the toolkit" in outcome.reason
+    assert outcome.findings == []
+
+
+def test_blind_law_is_blind_and_an_empty_case_has_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    def blind(*_: object) -> Iterator[object]:
+        raise Blind("dark here")
+        yield
+
+    with monkeypatch.context() as patched:
+        patched.setitem(LAWS, "pure", dataclasses.replace(LAWS["pure"], check=blind))
+        outcome = execute(Run("pure", RIGHT, Example(Case((3,)))))
+    assert (outcome.verdict, outcome.reason) == (Verdict.BLIND, "dark here")
+
+
+def test_memory_that_runs_out_is_broken_only_where_the_plain_size_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def greedy(*_: object) -> None:
+        raise MemoryError("16 GiB")
+
+    monkeypatch.setattr(mutants.Chunkwise, "run", greedy)
+    from verify.run import adapter_of
+
+    monkeypatch.setattr(type(adapter_of(RIGHT)), "run", greedy)
+    small = execute(Run("oracle", RIGHT, Example(Case((3,)))))
+    assert small.verdict is Verdict.BROKEN
+    assert small.findings[0].what.startswith("ran out of memory, with ")
+    monkeypatch.setattr("verify.run.plain_bytes", lambda case: 1 << 60)
+    large = execute(Run("oracle", RIGHT, Example(Case((3,)))))
+    assert (large.verdict, large.findings) == (Verdict.UNKNOWN, [])
+
+
+def known(line: str, where: str, **more: object) -> Known:
+    run = Run.parse(line)
+    words = dict(word.split("=") for word in where.split())
+    return dataclasses.replace(Known(run, TORCH, words, "it was so from the start"), **more)  # type: ignore[arg-type]
+
+
+def test_known_defect_is_reported_and_fails_nothing(workers: list[Worker], store: Store) -> None:
+    spec = "tests/mutants.py:AddsStateTwice"
+    defect = known(f"law=recall adapter={spec} lengths=2 gate=forever beta=one values=one_hot scale=one", "state=none")
+    profile = Profile("more", 40)
+    (report,) = checked(spec, ["recall"], workers, store, defects=[defect], profile=profile)
+    assert report.verdict is Verdict.HOLDS, report
+    assert report.counts[Verdict.KNOWN] > 0
+    assert report.counts[Verdict.HOLDS] >= ENOUGH
+    (line,) = report.known
+    assert line.startswith("known defect, still there: it was so from the start (law=recall ")
+    assert not (store.folder / "findings.jsonl").exists()
+
+
+def test_defect_on_file_explains_nothing_beyond_its_words(workers: list[Worker], store: Store) -> None:
+    spec = "tests/mutants.py:AddsStateTwice"
+    line = f"law=recall adapter={spec} lengths=2 gate=forever beta=one values=one_hot scale=one"
+    for other in (
+        known(line, "state=none dtype=fp32 seed=0"),
+        known(line, "state=none", versions={"torch": ("0.1",)}),
+        known(line.replace("law=recall", "law=oracle"), "state=none"),
+    ):
+        (report,) = checked(spec, ["recall"], workers, store, defects=[other], profile=Profile("more", 20))
+        assert report.verdict is Verdict.BROKEN
+        assert not other.explains(Run.parse(report.run))
+
+
+def test_known_defect_that_no_longer_fails_is_said(workers: list[Worker], store: Store) -> None:
+    defect = known(f"law=oracle adapter={RIGHT} lengths=3", "seed=0 gate=saturated")
+    (report,) = checked(RIGHT, ["oracle"], workers, store, defects=[defect], profile=Profile("three", 3))
+    assert report.verdict is Verdict.HOLDS
+    (line,) = report.known
+    assert line.startswith("known defect NO LONGER FAILS, take it off the file: ")
+
+
+def test_adapter_that_kills_its_process_at_import_is_a_usage_error(workers: list[Worker], tmp_path: pathlib.Path) -> None:
+    for number, (text, said) in enumerate({
+        "import os; os._exit(3)": "crashed: exited with code 3",
+        "import sys; sys.exit('no GPU')": "crashed: exited with code 1",
+        "import os; os.kill(os.getpid(), 11)": "crashed: killed by SIGSEGV",
+        "raise ImportError('no module named cuda_thing')": "ImportError: no module named cuda_thing",
+        "def": "SyntaxError",
+        "": "has no Adapter called Kernel; it has none",
+    }.items()):  # fmt: skip
+        file = tmp_path / f"dead_{number}.py"
+        file.write_text(text)
+        with pytest.raises(AdapterError, match=said.partition("(")[0]) as error:
+            describe(f"{file}:Kernel", workers[0])
+        assert "\n" not in str(error.value)
+
+
+def test_ask_leaves_no_run_under_way_whatever_happens(workers: list[Worker], store: Store) -> None:
+    for spec in ("tests/mutants.py:Exits", RIGHT):
+        run = Run("recall", spec, Example(Case((25,), gate="forever", beta="one", values="one_hot", backward=False)))
+        ask(run, workers[0], store)
+        assert all(path.read_text() == "" for path in store.folder.iterdir())
+
+
+def test_stopped_check_blames_nobody(store: Store) -> None:
+    begun = threading.Event()
+    reports: list[LawReport] = []
+    with Check("tests/mutants.py:Hangs", ["recall"], Profile("many", 100), 0, 1, store, on_report=reports.append) as check:
+        begin = store.begin
+
+        def slowly(line: str) -> None:
+            begin(line)
+            if max(Run.parse(line).example.case.lengths) > 20:
+                begun.set()
+
+        store.begin = slowly  # type: ignore[method-assign]
+        stopper = threading.Thread(target=lambda: (begun.wait(30), time.sleep(0.2), check.stop()), daemon=True)
+        stopper.start()
+        check.run()
+        stopper.join()
+    assert begun.is_set()
+    assert all(report.verdict is not Verdict.BROKEN for report in reports)
+    assert not (store.folder / "findings.jsonl").exists()

@@ -1,0 +1,427 @@
+"""The command line: every situation has its exit code, bad usage is one line before any work, and stdout is results only."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from properties.laws import LAWS
+from verify import adapter, cli, worker
+from verify.check import PROFILES, LawReport, Profile
+from verify.cli import exit_code, main
+from verify.judge import Verdict
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RIGHT = f"{ROOT}/tests/right.py:Chunkwise"
+BROKEN = f"{ROOT}/tests/mutants.py:ChangesBeta"
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | {"PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(autouse=True)
+def few_cases(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setitem(PROFILES, "quick", Profile("quick", 6))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No worker may start."""
+
+    def refuse(self: worker.Worker) -> None:
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(worker.Worker, "_start", refuse)
+
+
+class Said:
+    """What a command left on stdout and stderr, and its exit code."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+def run(capfd: pytest.CaptureFixture[str], *words: str) -> Said:
+    try:
+        code = main(words)
+    except SystemExit as left:
+        code = int(left.code or 0)
+    return Said(code, *capfd.readouterr())
+
+
+def process(*words: str, cwd: pathlib.Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "verify", *words]
+    return subprocess.run(
+        command, cwd=cwd, env=ENVIRONMENT | environment, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def strict(text: str) -> Any:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (("check",), ("check needs one adapter", "fla/chunk", "my_kernel.py:MyKernel")),
+        (("check", RIGHT, "--adapter", RIGHT), ("check needs one adapter",)),
+        (("check", "fla/chonk"), ("'fla/chonk'", "fla/chunk, fla/fused_recurrent")),
+        (("check", "missing.py:Kernel"), ("there is no file missing.py",)),
+        (("check", "kernel.py"), ("'kernel.py'", "my_kernel.py:MyKernel")),
+        (("check", "a b.py:Kernel"), ("spaces",)),
+        (("check", RIGHT, "--law", "orcale"), ("'orcale'", "oracle, packed, cut")),
+        (("check", RIGHT, "--json", "/nowhere/out.jsonl"), ("--json", "'/nowhere/out.jsonl'", "No such file")),
+        (("check", RIGHT, "--profile", "fast"), ("--profile", "'fast'", "quick", "soak")),
+        (("check", RIGHT, "--seed", "-1"), ("--seed", "'-1'", "0..4294967295")),
+        (("check", RIGHT, "--seed", "x"), ("--seed", "'x'")),
+        (("check", RIGHT, "--workers", "0"), ("--workers", "'0'", "1..256")),
+        (("check", RIGHT, "--deadline", "nan"), ("--deadline", "'nan'", "over 0")),
+        (("check", RIGHT, "--products", "fp8"), ("--products", "'fp8'", "ieee", "tf32")),
+        (("repeat", ""), ("law=",)),
+        (("repeat", "lengths=3"), ("must say law=",)),
+        (("repeat", f"law=oracle adapter={RIGHT}"), ("must say lengths",)),
+        (("repeat", f"law=orcale adapter={RIGHT} lengths=3"), ("'orcale'", "oracle")),
+        (("repeat", "law=oracle adapter=fla/chonk lengths=3"), ("'fla/chonk'", "fla/chunk")),
+        (("repeat", f"law=oracle adapter={RIGHT} length=3"), ("'length'", "did you mean lengths?")),
+        (("repeat", f"law=oracle adapter={RIGHT} lengths=3 lengths=4"), ("lengths must come once",)),
+        (("repeat", f"law=oracle adapter={RIGHT} lengths"), ("name=value", "'lengths'")),
+        (("repeat", f"law=oracle adapter={RIGHT} lengths=-3"), ("lengths", "'-3'")),
+        (("repeat", f"law=oracle adapter={RIGHT} lengths=3+4"), ("packed=yes", "3+4")),
+        (("repeat", f"law=oracle adapter={RIGHT} lengths=1048577"), ("at most 1048576", "1048577")),
+        (("repeat", f"law=oracle adapter={RIGHT} lengths=3 key_dim=0"), ("key_dim must be in 1..1024, got 0",)),
+        (("repeat", f"law=oracle adapter={RIGHT} lengths=3 heads=2 value_heads=3"), ("value_heads", "multiple", "got 3")),
+        (("repeat", f"law=oracle adapter={RIGHT} lengths=3 dtype=fp8"), ("fp32, bf16, fp16", "'fp8'")),
+        (("repeat", f"law=oracle adapter={RIGHT} lengths=3 packed=maybe"), ("packed must be yes or no", "'maybe'")),
+        (("repeat", f"law=oracle adapter={RIGHT} lengths=3 seed={2**32}"), ("seed must be in 0..4294967295",)),
+        (("repeat", f"law=oracle adapter={RIGHT} lengths=3 at=1"), ("takes no at", "at=1")),
+        (("repeat", f"law=cut adapter={RIGHT} lengths=3"), ("at must be in 1..2", "None")),
+        (("repeat", f"law=cut at=3 adapter={RIGHT} lengths=3"), ("at must be in 1..2", "got 3")),
+        (("repeat", f"law=cut at=x adapter={RIGHT} lengths=3"), ("at must be a whole number", "'x'")),
+        (("repeat", f"law=strides variant=spiral adapter={RIGHT} lengths=3"), ("variant", "sliced", "spiral")),
+        (("repeat", f"law=strides adapter={RIGHT} lengths=3"), ("variant", "sliced")),
+        (("repeat", f"law=oracle variant=sliced adapter={RIGHT} lengths=3"), ("variant must be absent",)),
+        (("repeat", f"law=oracle products=fp8 adapter={RIGHT} lengths=3"), ("products", "ieee, tf32", "'fp8'")),
+        (("repeat",), ("line",)),
+        (("reapeat", "x"), ("invalid choice", "repeat")),
+        ((), ("list,check,repeat",)),
+    ],
+)  # fmt: skip
+def test_bad_usage_is_refused_before_any_work(
+    capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path, words: tuple[str, ...], names: tuple[str, ...]
+) -> None:
+    said = run(capfd, *words)
+    assert said.code == cli.USAGE
+    assert said.out == ""
+    last = said.err.splitlines()[-1]
+    for name in names:
+        assert name in last, said.err
+    if not said.err.startswith("usage:"):
+        assert said.err.count("\n") == 1
+        assert said.err.startswith("gdn-verify: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize(
+    ("version", "said"),
+    [
+        (None, "adapter fla/chunk needs fla-core >= 0.6.0, which is not installed: pip install 'fla-core>=0.6.0'"),
+        ("0.5.99", "adapter fla/chunk needs fla-core >= 0.6.0, got 0.5.99: pip install 'fla-core>=0.6.0'"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["check", "repeat"])
+def test_missing_or_old_fla_says_what_to_install(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str, version: str | None, said: str
+) -> None:
+    monkeypatch.setattr(adapter, "installed", lambda name: version if name == "fla-core" else "99.0")
+    got = run(capfd, verb, "fla/chunk" if verb == "check" else "law=oracle adapter=fla/chunk lengths=3")
+    assert (got.code, got.out, got.err) == (cli.USAGE, "", f"gdn-verify: {said}\n")
+
+
+@pytest.mark.parametrize("have", [None, "3.6.0"])
+def test_list_says_what_this_host_lacks(
+    capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, have: str | None
+) -> None:
+    """A distribution's metadata decides, here that of a directory before all others on the path."""
+    if have is None:
+        monkeypatch.setitem(adapter.BUILT_IN, "own/missing", "verify.adapters.missing:Kernel")
+        said = run(capfd, "list")
+        assert "own/missing" in said.out
+        assert "cannot run: " in said.out
+    else:
+        (tmp_path / f"triton-{have}.dist-info").mkdir()
+        (tmp_path / f"triton-{have}.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: triton\nVersion: {have}\n")
+        done = process("check", "fla/chunk", cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
+        said = Said(done.returncode, done.stdout, done.stderr)
+        assert said.err == f"gdn-verify: adapter fla/chunk needs triton >= 3.7.1, got {have}: pip install 'triton>=3.7.1'\n"
+    assert said.code == (cli.HOLDS if have is None else cli.USAGE)
+
+
+@pytest.mark.parametrize("verb", ["list", "check", "repeat"])
+def test_help_of_every_verb_says_the_exit_codes(capfd: pytest.CaptureFixture[str], verb: str) -> None:
+    said = run(capfd, verb, "--help")
+    assert said.code == 0
+    words = " ".join(said.out.split())
+    for text in ("0 every law holds", "1 a law is broken", "2 bad usage", "3 undecided, or nothing was compared"):
+        assert text in words
+
+
+def test_list_names_laws_and_adapters_and_its_json_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    said = run(capfd, "list", "--json")
+    data = strict(said.out)
+    assert said.code == cli.HOLDS
+    assert set(data["laws"]) == set(LAWS)
+    assert set(data["adapters"]) == set(adapter.BUILT_IN)
+    assert said.err == ""
+
+
+def test_right_implementation_exits_0_and_says_what_it_compared(capfd: pytest.CaptureFixture[str]) -> None:
+    said = run(capfd, "check", RIGHT, "--law", "recall", "--workers", "1")
+    assert said.code == cli.HOLDS
+    assert said.out.startswith(f"{RIGHT}  torch ")
+    assert "profile quick, seed 0" in said.out
+    assert "HOLDS       recall" in said.out
+    assert "1 holds of 1 laws; 6 cases" in said.out
+    assert said.err == ""
+    assert not (pathlib.Path(".gdn-verify") / "findings.jsonl").exists()
+
+
+def test_broken_implementation_exits_1_with_a_finished_report(capfd: pytest.CaptureFixture[str]) -> None:
+    said = run(capfd, "check", "--adapter", BROKEN, "--law", "pure", "--workers", "1", "--seed", "7", "--json", "out.jsonl")
+    assert said.code == cli.BROKEN
+    assert "seed 7" in said.out
+    assert "input beta: was changed by the call" in said.out
+    assert "versions" in said.out
+    assert "findings kept in .gdn-verify/findings.jsonl" in said.out
+    (line,) = pathlib.Path("out.jsonl").read_text().splitlines()
+    data = strict(line)
+    assert (data["law"], data["verdict"], data["seed"]) == ("pure", "broken", 7)
+    assert f'python -m verify repeat "{data["run"]}"' in said.out
+    kept = [strict(line) for line in pathlib.Path(".gdn-verify/findings.jsonl").read_text().splitlines()]
+    assert [each["stage"] for each in kept] == ["found", "shrunk"]
+    again = run(capfd, "repeat", data["run"])
+    assert again.code == cli.BROKEN
+    assert again.out.startswith("BROKEN   pure")
+    plain = run(capfd, "repeat", "--json", data["run"])
+    assert strict(plain.out)["verdict"] == "broken"
+    assert plain.err == ""
+
+
+def test_json_on_stdout_leaves_only_json_there(capfd: pytest.CaptureFixture[str]) -> None:
+    said = run(capfd, "check", BROKEN, "--law", "pure", "--law", "recall", "--workers", "1", "--json", "-")
+    assert said.code == cli.BROKEN
+    assert {data["law"]: data["verdict"] for data in map(strict, said.out.splitlines())} == {"pure": "broken", "recall": "holds"}
+    assert "BROKEN   pure" in said.err
+
+
+def test_stop_runs_nothing_after_the_first_broken_law(capfd: pytest.CaptureFixture[str]) -> None:
+    said = run(capfd, "check", BROKEN, "-x", "--law", "pure", "--law", "recall", "--workers", "1")
+    assert said.code == cli.BROKEN
+    assert "1 broken, 1 not finished of 2 laws" in said.out
+
+
+def test_right_line_repeats_with_0_and_a_blind_one_with_3(capfd: pytest.CaptureFixture[str]) -> None:
+    said = run(capfd, "repeat", f"law=oracle adapter={RIGHT} lengths=0")
+    assert (said.code, said.out.split()[0]) == (cli.HOLDS, "HOLDS"), said.out
+    said = run(capfd, "repeat", f"law=cut at=2 adapter={RIGHT} lengths=3 gate=saturated backward=no seed=1")
+    assert said.code in (cli.UNDECIDED, cli.HOLDS)
+    said = run(capfd, "repeat", f"law=future at=1 adapter={RIGHT} lengths=2 backward=no")
+    assert said.code == cli.HOLDS
+    assert "compared" in said.out
+
+
+def test_unsupported_law_alone_exits_3(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+    (tmp_path / "kernel.py").write_text(
+        "from tests.right import Chunkwise\nfrom verify import Domain\n"
+        "class Kernel(Chunkwise):\n    domain = Domain(packed=False)\n"
+    )
+    said = run(capfd, "check", "kernel.py:Kernel", "--law", "packed")
+    assert said.code == cli.UNDECIDED
+    assert "packed is not supported" in said.out
+    said = run(capfd, "repeat", "law=oracle adapter=kernel.py:Kernel lengths=3 packed=yes")
+    assert said.code == cli.UNDECIDED
+    assert "packed=yes is not supported" in said.out
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("import cuda_thing", ("ModuleNotFoundError", "cuda_thing")),
+        ("1/0", ("ZeroDivisionError",)),
+        ("def", ("SyntaxError",)),
+        ("raise RuntimeError('two\\nlines')", ("RuntimeError: two",)),
+        ("class Other: pass", ("no Adapter called Kernel", "it has none")),
+        ("from tests.right import Chunkwise as Own", ("no Adapter called Kernel", "Own")),
+        ("import os; os._exit(0)", ("importing it crashed: exited with code 0",)),
+        ("import os; print('last words'); os._exit(5)", ("exited with code 5", "last words")),
+        ("from verify import Adapter\nclass Kernel(Adapter): pass", ("Kernel() failed", "abstract")),
+        ("from tests.right import Chunkwise\nclass Kernel(Chunkwise): algorithm = 'magic'", ("'magic'", "chunkwise, recurrent")),
+        ("from tests.right import Chunkwise\nclass Kernel(Chunkwise): requires = {'no-such': '1.0'}", ("pip install 'no-such>=1.0'",)),
+        ("from tests.right import Chunkwise\nclass Kernel(Chunkwise): domain = None", ("domain must be a Domain",)),
+    ],
+)  # fmt: skip
+def test_own_adapter_that_cannot_be_had_is_bad_usage_in_one_line(
+    capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path, text: str, names: tuple[str, ...]
+) -> None:
+    (tmp_path / "kernel.py").write_text(text)
+    said = run(capfd, "check", "kernel.py:Kernel", "--workers", "1")
+    assert (said.code, said.out) == (cli.USAGE, "")
+    assert said.err.count("\n") == 1, said.err
+    assert said.err.startswith("gdn-verify: adapter kernel.py:Kernel")
+    for name in names:
+        assert name in said.err
+
+
+def test_adapter_that_prints_spoils_no_output(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+    (tmp_path / "kernel.py").write_text(
+        "import sys\nfrom tests.mutants import Prints\nprint('{}' * 9)\nprint('oops', file=sys.stderr)\nclass Kernel(Prints): pass\n"
+    )
+    said = run(capfd, "check", "kernel.py:Kernel", "--law", "recall", "--json", "-", "--workers", "1")
+    assert said.code == cli.HOLDS
+    assert [strict(line)["verdict"] for line in said.out.splitlines()] == ["holds"]
+    assert "oops" not in said.err
+    assert "noise" not in said.err
+
+
+@pytest.mark.parametrize("where", ["/dev/full", "file"])
+def test_bad_disk_is_said_and_the_finding_printed(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path, where: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "findings").mkdir()
+    (tmp_path / "findings" / "findings.jsonl").symlink_to("/dev/full")
+    folder = "findings" if where == "/dev/full" else "file"
+    said = run(capfd, "check", BROKEN, "--law", "pure", "--workers", "1", "--findings", folder)
+    assert said.code == cli.BROKEN
+    assert f"gdn-verify: cannot write to {folder}: " in said.err
+    assert said.err.count("cannot write") == 1
+    assert 'repeat       python -m verify repeat "law=pure' in said.out
+    assert "findings kept" not in said.out
+
+
+def test_run_of_a_killed_check_is_told_at_the_next(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    (tmp_path / ".gdn-verify").mkdir()
+    (tmp_path / ".gdn-verify" / f"under-way-{dead.pid}.txt").write_text("law=cut at=3 adapter=a.py:B lengths=9\n")
+    said = run(capfd, "check", RIGHT, "--law", "recall", "--workers", "1")
+    assert 'an earlier check died during: python -m verify repeat "law=cut at=3 adapter=a.py:B lengths=9"' in said.out
+
+
+def test_exit_code_is_that_of_the_worst_verdict() -> None:
+    def reports(*verdicts: Verdict) -> list[LawReport]:
+        return [LawReport("oracle", RIGHT, verdict) for verdict in verdicts]
+
+    assert exit_code(reports(Verdict.HOLDS, Verdict.UNSUPPORTED)) == cli.HOLDS
+    assert exit_code(reports(Verdict.HOLDS, Verdict.UNKNOWN)) == cli.UNDECIDED
+    assert exit_code(reports(Verdict.UNSUPPORTED)) == cli.UNDECIDED
+    assert exit_code(reports()) == cli.UNDECIDED
+    assert exit_code(reports(Verdict.HOLDS, Verdict.UNKNOWN, Verdict.BROKEN)) == cli.BROKEN
+
+
+def workers_of(pid: int) -> list[int]:
+    tasks = pathlib.Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def all_gone(pids: list[int], within_s: float = 5.0) -> bool:
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        left = []
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                if pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    left.append(pid)
+        if not left:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+SLOW = """
+import time
+from tests.mutants import ChangesBeta
+class Kernel(ChangesBeta):
+    def run(self, x):
+        while x.qk_norm and x.q.shape[1] > 20:
+            time.sleep(0.05)
+        return super().run(x)
+"""
+
+
+def test_interrupt_prints_what_was_done_keeps_findings_and_leaves_no_process(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "kernel.py").write_text(SLOW.replace("(ChangesBeta)", "(ChangesBeta)"))
+    words = [sys.executable, "-m", "verify", "check", "kernel.py:Kernel", "--workers", "2", "--law", "recall", "--law", "norm"]
+    check = subprocess.Popen(
+        words, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert check.stdout is not None
+    lines = []
+    for line in check.stdout:
+        lines.append(line)
+        if "repeat       python" in line:
+            break
+    time.sleep(1.0)
+    pids = workers_of(check.pid)
+    check.send_signal(signal.SIGINT)
+    out, err = check.communicate(timeout=30)
+    assert check.returncode == cli.INTERRUPTED, err
+    assert "Traceback" not in err
+    assert "interrupted: 1 broken, 1 not finished of 2 laws" in out
+    assert "findings kept in .gdn-verify/findings.jsonl" in out
+    assert [path.name for path in (tmp_path / ".gdn-verify").iterdir()] == ["findings.jsonl"]
+    assert pids
+    assert all_gone(pids)
+
+
+@pytest.mark.parametrize(
+    "words", [("list",), ("check", RIGHT, "--law", "recall", "--workers", "1"), ("repeat", f"law=oracle adapter={RIGHT} lengths=1")]
+)
+def test_reader_that_goes_away_is_no_traceback(tmp_path: pathlib.Path, words: tuple[str, ...]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "verify", *words], cwd=tmp_path, env=ENVIRONMENT, stdout=write, stderr=subprocess.PIPE,
+        text=True, check=False, timeout=120,
+    )  # fmt: skip
+    os.close(write)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert done.returncode in (cli.HOLDS, cli.UNDECIDED)
+
+
+def test_module_runs_from_any_directory_with_an_adapter_beside_it(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "neighbour.py").write_text("from tests.right import Chunkwise\n")
+    (folder / "kernel.py").write_text("from neighbour import Chunkwise\nclass Kernel(Chunkwise):\n    pass\n")
+    done = process("repeat", "law=oracle adapter=elsewhere/kernel.py:Kernel lengths=3", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (cli.HOLDS, "")
+    assert done.stdout.startswith("HOLDS")
+
+
+def test_released_kernel_repeats_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("fla")
+    said = run(capfd, "repeat", "law=oracle adapter=fla/fused_recurrent lengths=3 key_dim=8 value_dim=8 backward=no")
+    assert said.code == cli.HOLDS
+    assert "fla-core" in said.out
+
+
+def test_toolkit_that_fails_is_undecided_and_not_broken(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("our own mistake")
+
+    monkeypatch.setattr("verify.check.Check.run", fail)
+    said = run(capfd, "check", RIGHT, "--law", "recall", "--workers", "1")
+    assert said.code == cli.UNDECIDED
+    assert "our own mistake" in said.err

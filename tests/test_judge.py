@@ -1,0 +1,175 @@
+"""The judge sees every row and every bit, and says in words where two tensors part."""
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from oracles.bound import Bound
+from oracles.case import Case
+from verify.judge import Finding, Judgement, judge, where
+
+PACKED = Case((0, 3, 0, 2, 0), packed=True, heads=1, value_heads=2)
+BATCH = Case((4, 4), heads=2, value_heads=2)
+
+
+def bound(value: torch.Tensor, allowed: float = 0.5, *, scalar: bool = False) -> Bound:
+    shape = value.shape if scalar else value.shape[:-1]
+    return Bound(value.double(), torch.full(shape, allowed, dtype=torch.float64), "half, for a test")
+
+
+def only(judgement: Judgement) -> Finding:
+    (finding,) = judgement.findings
+    return finding
+
+
+def test_row_inside_its_bound_is_no_finding_and_its_ratio_is_told() -> None:
+    want = torch.zeros(1, 5, 2, 3)
+    got = want.clone()
+    got[0, 1, 1] = torch.tensor([0.3, 0.0, 0.0])
+    judgement = judge([("o", got, bound(want))], PACKED)
+    assert judgement.findings == []
+    assert judgement.rows == 10
+    assert judgement.ratios["o"] == pytest.approx(0.6)
+
+
+def test_row_of_small_errors_over_its_bound_is_found_by_its_norm() -> None:
+    want = torch.zeros(1, 5, 2, 4)
+    got = want.clone()
+    got[0, 4, 0] = 0.26  # each element is under the bound, the row's norm 0.52 is not
+    finding = only(judge([("o", got, bound(want))], PACKED))
+    assert (finding.rows, finding.rows_over) == (10, 1)
+    assert finding.error == pytest.approx(0.52)
+    assert finding.allowed == 0.5
+    assert finding.origin == "half, for a test"
+    assert finding.worst == finding.first == "sequence 3, token 1, head 0"
+    assert finding.got == pytest.approx((0.26,) * 4)
+    assert finding.want == (0.0,) * 4
+
+
+def test_first_and_worst_row_are_told_apart() -> None:
+    want = torch.zeros(2, 4, 2, 1)
+    got = want.clone()
+    got[0, 2, 1], got[1, 3, 0], got[1, 3, 1] = 1.0, 3.0, 2.0
+    finding = only(judge([("o", got, bound(want))], BATCH))
+    assert finding.first == "sequence 0, token 2, head 1"
+    assert finding.worst == "sequence 1, token 3, head 0"
+    assert finding.rows_over == 3
+    assert finding.what == "is off by more than rounding explains"
+
+
+def test_worst_is_by_error_over_allowance_and_not_by_error() -> None:
+    want = torch.zeros(1, 4, 1, 1)
+    allowed = torch.tensor([1.0, 1.0, 1e-9, 1.0]).reshape(1, 4, 1).double()
+    got = torch.tensor([0.0, 50.0, 1e-6, 0.0]).reshape(1, 4, 1, 1)
+    finding = only(judge([("o", got, Bound(want.double(), allowed))], Case((4,))))
+    assert finding.worst == "token 2, head 0"
+    assert finding.first == "token 1, head 0"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("scalar", [False, True])
+def test_what_is_not_finite_is_over_every_bound(bad: float, *, scalar: bool) -> None:
+    want = torch.zeros(1, 5, 2) if scalar else torch.zeros(1, 5, 2, 3)
+    got = want.clone()
+    got[(0, 3, 1) if scalar else (0, 3, 1, 2)] = bad
+    judgement = judge([("dg" if scalar else "o", got, bound(want, 1e300, scalar=scalar))], PACKED)
+    finding = only(judgement)
+    assert finding.what == "is not finite"
+    assert finding.worst == "sequence 3, token 0, head 1"
+    assert finding.rows_over == 1
+    assert judgement.ratios == {"dg" if scalar else "o": math.inf}
+
+
+@pytest.mark.parametrize("side", ["value", "allowed"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_truth_that_is_not_finite_is_our_failure_and_no_verdict(side: str, bad: float) -> None:
+    limit = bound(torch.zeros(1, 5, 2, 3))
+    getattr(limit, side)[0, 2, 1] = bad
+    with pytest.raises(ArithmeticError, match="truth of o, or its bound, is not finite"):
+        judge([("o", torch.zeros(1, 5, 2, 3), limit)], PACKED)
+
+
+def test_bits_must_be_equal_though_zero_has_two_signs() -> None:
+    want = torch.tensor([0.0, 1.0, -0.0]).reshape(1, 3, 1, 1)
+    assert judge([("o", -want * torch.tensor([1.0, -1.0, 1.0]).reshape(1, 3, 1, 1), want)], Case((3,))).findings == []
+    moved = want.clone()
+    moved[0, 1] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
+    finding = only(judge([("o", moved, want)], Case((3,))))
+    assert finding.what == "differs, where equality to the bit is due"
+    assert (finding.worst, finding.rows_over, finding.allowed) == ("token 1, head 0", 1, 0.0)
+    assert finding.error == pytest.approx(2**-23)
+
+
+def test_nan_differs_from_nan_bit_for_bit() -> None:
+    nan = torch.full((1, 2, 1, 1), math.nan)
+    assert only(judge([("o", nan, nan)], Case((2,)))).rows_over == 2
+
+
+def test_equal_infinities_are_equal_and_are_never_the_worst() -> None:
+    want = torch.tensor([math.inf, 1.0]).reshape(1, 2, 1, 1)
+    assert judge([("o", want, want)], Case((2,))).findings == []
+    got = torch.tensor([math.inf, 1.5]).reshape(1, 2, 1, 1)
+    finding = only(judge([("o", got, want)], Case((2,))))
+    assert finding.worst == finding.first == "token 1, head 0"
+    assert finding.got[0] == 1.5
+
+
+def test_shape_mismatch_is_a_finding_and_the_rest_is_judged() -> None:
+    pairs = [("o", torch.zeros(1, 4), torch.zeros(1, 5)), ("dq", torch.ones(2), torch.zeros(2))]
+    judgement = judge(pairs, Case((5,)))
+    assert [finding.output for finding in judgement.findings] == ["o", "dq"]
+    assert judgement.findings[0].what == "has shape (1, 4), must have (1, 5)"
+    assert judgement.findings[1].worst == "index 0"
+
+
+def test_no_rows_are_counted_as_none() -> None:
+    empty = torch.zeros(1, 0, 2, 3)
+    judgement = judge([("o", empty, empty), ("o", empty, bound(empty))], Case((0,)))
+    assert (judgement.rows, judgement.findings, judgement.ratios) == (0, [], {})
+
+
+def test_ratios_keep_the_worst_of_every_name() -> None:
+    want = torch.zeros(1, 1, 1, 1)
+    pairs = [
+        (name, torch.full_like(want, error), bound(want))
+        for name, error in (("o", 0.1), ("o, summed", 0.4), ("o of sequence 0 alone", 0.2))
+    ]
+    assert judge(pairs, Case((1,))).ratios == {"o": pytest.approx(0.8)}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "index", "words"),
+    [
+        ("o", (1, 5, 2), (0, 0, 1), "sequence 1, token 0, head 1"),
+        ("o", (1, 5, 2), (0, 3, 0), "sequence 3, token 0, head 0"),
+        ("dg", (1, 5, 2), (0, 4, 0), "sequence 3, token 1, head 0"),
+        ("o", (1, 5, 2, 8), (0, 2, 1, 7), "sequence 1, token 2, head 1"),
+        ("final_state", (5, 2, 8), (4, 1, 6), "sequence 4, head 1, key row 6"),
+        ("final_state, summed", (5, 2, 8), (0, 1, 6), "sequence 0, head 1, key row 6"),
+        ("dh0", (5, 2, 8, 8), (2, 0, 3, 1), "sequence 2, head 0, key row 3"),
+        ("o of the other sequences", (2, 2, 8), (1, 0, 3), "index 1, 0, 3"),
+        ("bytes of input v", (64,), (63,), "index 63"),
+    ],
+)
+def test_place_in_words(name: str, shape: tuple[int, ...], index: tuple[int, ...], words: str) -> None:
+    flat = int(torch.arange(math.prod(shape)).reshape(shape)[index])
+    assert where(name, flat, torch.Size(shape), PACKED) == words
+
+
+def test_place_of_a_single_sequence_names_no_sequence() -> None:
+    assert where("o", 5, torch.Size((1, 4, 2)), Case((4,), value_heads=2)) == "token 2, head 1"
+
+
+@given(
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=4),
+)
+def test_finding_survives_strict_json(error: float, numbers: list[float]) -> None:
+    finding = Finding("o", "is off", "token 1", "token 0", 7, 2, error, 0.25, "origin", tuple(numbers), tuple(numbers[::-1]))
+    text = json.dumps(finding.to_json(), allow_nan=False)
+    back = Finding.from_json(json.loads(text))
+    assert repr(back) == repr(finding)  # NaN is not equal to itself, its name is

@@ -1,0 +1,536 @@
+"""The rounding model rounds as hardware does, in different places differently, and its bounds reject what is wrong in one row."""
+
+import dataclasses
+import functools
+import math
+import zlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oracles import bound, rounding
+from oracles.bound import KAPPA, RUNS, Bound, allowance, bounds, truth
+from oracles.case import Case
+from oracles.gated_delta import Normalised
+from oracles.operation import DTYPES, Inputs, Port
+from oracles.rounding import BITS, EXACT, FP16_STEP, Arithmetic, summed
+from properties.domain import Domain
+from properties.strategies import cases
+
+ROWS = 4096
+
+
+def numbers(runs: int, *shape: int, low: int = -3, high: int = 3) -> Tensor:
+    """The same random numbers in every run, of magnitudes 2^low to 2^high and both signs."""
+    generator = torch.Generator().manual_seed(math.prod(shape))
+    mantissa = torch.rand(shape, generator=generator, dtype=torch.float64) + 1
+    exponent = torch.randint(low, high, shape, generator=generator)
+    sign = torch.randint(0, 2, shape, generator=generator) * 2 - 1
+    return (sign * mantissa * 2.0**exponent).expand(runs, *shape).clone()
+
+
+def arithmetic(dtype: str = "bf16", runs: int = 9, algorithm: str = "chunkwise", products: str = "ieee") -> Arithmetic:
+    return Arithmetic.of(algorithm, dtype, products, runs)
+
+
+# The dither
+
+
+@pytest.fixture
+def plain_grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every grid s of the even runs is 1: what is left is round-to-nearest."""
+    rounding._factors.cache_clear()
+    monkeypatch.setattr(rounding, "_table", lambda device: torch.ones(2**20, dtype=torch.float64, device=device))
+    yield
+    rounding._factors.cache_clear()
+
+
+@pytest.mark.usefixtures("plain_grid")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_on_the_plain_grid_rounding_is_the_cast(dtype: str) -> None:
+    x = numbers(5, 64, 64)
+    want = x[0].to(DTYPES[dtype]).double()
+    got = arithmetic(dtype, 5).dither(x, "place", BITS[dtype])
+    for run in (2, 4):
+        assert torch.equal(got[run], want)
+    assert not torch.equal(x[0], want)
+    assert not torch.equal(arithmetic(dtype, 5).dither(x, "place", BITS[dtype] + 1)[2], want), "one bit more is not the cast"
+
+
+@pytest.mark.usefixtures("plain_grid")
+def test_on_the_plain_grid_fp16_subnormals_are_multiples_of_their_step() -> None:
+    x = numbers(3, 64, 64, low=-30, high=-12)
+    got = arithmetic("fp16", 3).dither(x, "place")[2]
+    assert torch.equal((got / FP16_STEP).round(), got / FP16_STEP)
+    cast = x[0].half().double()
+    assert (got - cast).abs().max() <= FP16_STEP, "ties of two roundings may part by a step"
+    assert (got != cast).double().mean() < 0.01
+    assert ((got - x[0]).abs() <= FP16_STEP / 2 + x[0].abs() * 2.0**-11).all()
+    without = arithmetic("bf16", 3).dither(x, "place", BITS["fp16"])[2]
+    assert not torch.equal(without, got)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_first_run_is_untouched_to_the_bit(dtype: str) -> None:
+    for shape in ((3,), (2, 5), (2, 3, 7), (4, 2, 16, 16)):
+        x = numbers(9, *shape, low=-40, high=40)
+        x[..., 0] = 0.1
+        got = arithmetic(dtype).dither(x, "place")
+        assert torch.equal(got[0], x[0])
+        assert all(not torch.equal(got[run], x[run]) for run in range(1, 9))
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("bf16", 8), ("fp16", 11), ("fp32", 24), ("tf32", 10)])
+def test_errors_are_unbiased_and_of_the_size_of_a_rounding(dtype: str, bits: int) -> None:
+    x = numbers(9, 1, ROWS, 8)
+    error = (arithmetic("fp32").dither(x, f"place {dtype}", bits) - x) / x / 2.0**-bits
+    for run in range(1, 9):
+        assert error[run].abs().max() <= 1 + 1e-6, "to nearest: half a unit in the last place"
+        assert 0.38 < error[run].square().mean().sqrt() < 0.47, "uniform in a unit of the last place of 1 to 2: 0.425"
+        assert abs(float(error[run].mean())) < 5 * 0.43 / math.sqrt(error[run].numel())
+
+
+def test_chopping_would_be_seen_as_bias() -> None:
+    x = numbers(1, 1, ROWS, 8)[0]
+    chopped = (x.float().view(torch.int32) & ~0xFFFF).view(torch.float32).double()
+    assert abs(float(((chopped - x) / x / 2.0**-8).mean())) > 0.3
+
+
+def test_equal_values_get_equal_errors_in_odd_runs_only() -> None:
+    x = torch.full((9, 3, 16, 16), math.pi, dtype=torch.float64)
+    got = arithmetic().dither(x, "place")
+    for run in range(1, 9):
+        distinct = len(got[run].unique())
+        assert distinct == 1 if run % 2 else distinct > 100
+    odd = [float(got[run].flatten()[0]) for run in (1, 3, 5, 7)]
+    assert len(set(odd)) == 4, "runs differ"
+    assert len({float(arithmetic().dither(x, f"place {n}")[1].flatten()[0]) for n in range(8)}) == 8, "places differ"
+
+
+def test_odd_runs_never_all_round_a_value_well() -> None:
+    x = torch.full((9, 1, 1), math.pi, dtype=torch.float64)
+    errors = torch.stack([((arithmetic().dither(x, f"place {n}") - x) / x)[1::2].flatten() for n in range(1000)]) / 2.0**-8
+    assert errors.square().mean(-1).sqrt().min() > 0.15
+    assert abs(float(errors.mean())) < 0.03
+
+
+def test_even_runs_differ_by_position_in_the_last_two_axes() -> None:
+    x = torch.full((3, 5, 8, 8), math.pi, dtype=torch.float64)
+    even = arithmetic(runs=3).dither(x, "place")[2]
+    assert all(torch.equal(even[0], each) for each in even[1:])
+    assert not torch.equal(even[:, 0], even[:, 1])
+    assert not torch.equal(even[..., 0], even[..., 1])
+
+
+@settings(max_examples=60)
+@given(
+    dtype=st.sampled_from(("bf16", "fp16", "fp32")),
+    shape=st.lists(st.integers(0, 5), min_size=1, max_size=4),
+    place=st.text(max_size=8),
+)
+def test_zero_stays_zero_signs_turn_and_twice_is_twice(dtype: str, shape: list[int], place: str) -> None:
+    rule = arithmetic(dtype, 5)
+    zeros = torch.zeros(5, *shape, dtype=torch.float64)
+    assert torch.equal(rule.dither(zeros, place), zeros)
+    x = numbers(5, *shape)
+    assert torch.equal(rule.dither(-x, place), -rule.dither(x, place))
+    if dtype != "fp16":  # whose subnormal step is absolute
+        assert torch.equal(rule.dither(2 * x, place), 2 * rule.dither(x, place))
+
+
+def test_rounding_a_rounded_number_again_changes_nothing() -> None:
+    once = arithmetic().dither(numbers(9, 4, 8, 8), "place")
+    twice = arithmetic().dither(once, "place")
+    assert (twice - once).abs().max() < 1e-15 * once.abs().max()
+    other = arithmetic().dither(once, "another place")
+    assert (other - once)[1:].abs().amax((-1, -2, -3)).min() > 2.0**-10
+
+
+def test_infinities_and_nan_stay_not_finite() -> None:
+    x = torch.tensor([1.0, math.inf, math.nan], dtype=torch.float64).expand(3, 1, 3)
+    assert not arithmetic(runs=3).dither(x, "place")[..., 1:].isfinite().any()
+
+
+def test_dither_is_the_same_in_every_call_and_uses_no_random_numbers() -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    x = numbers(5, 6, 6)
+    first = arithmetic("bf16", 5).dither(x, "place")
+    torch.manual_seed(2)
+    rounding._factors.cache_clear()
+    assert torch.equal(arithmetic("bf16", 5).dither(x, "place"), first)
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_grids_wrap_around_the_table() -> None:
+    place = next(f"place {n}" for n in range(10**6) if _start(f"place {n}", 2) > 2**20 - 30)
+    x = torch.full((3, 1, 6, 10), math.pi, dtype=torch.float64)
+    got = arithmetic("fp32", 3).dither(x, place, 30)[2].flatten()
+    table = rounding._table(torch.device("cpu"))
+    assert ((table >= 1) & (table < 2)).all()
+    grid = table[(_start(place, 2) + torch.arange(60)) % 2**20]
+    scaled = math.pi * grid
+    high = math.pi * (grid * (2.0**23 + 1))
+    assert torch.equal(got, (high - (high - scaled)) / grid)
+
+
+def _start(place: str, run: int) -> int:
+    return (zlib.crc32(place.encode()) + 7919 * run * (run + 12)) % 2**20
+
+
+# Places: what rounds ahead and what rounds back
+
+Place = Callable[[Arithmetic, Tensor], Tensor]
+PLACES: dict[str, tuple[Place, int, int]] = {  # bits ahead and back for bf16 chunkwise
+    "operand": (lambda rule, x: rule.operand(x, "p"), 8, 8),
+    "use": (lambda rule, x: rule.use(x, "p"), EXACT, 8),
+    "input": (lambda rule, x: rule.input(x, "p"), EXACT, 8),
+    "single": (lambda rule, x: rule.single(x, "p"), 24, 24),
+    "single of 64": (lambda rule, x: rule.single(x, "p", 64), 21, 21),
+    "sums of 64": (lambda rule, x: rule.sums(x, "p", 64), EXACT, 21),
+    "result": (lambda rule, x: rule.result(x, "p"), 8, EXACT),
+    "gradient of 11 bits": (lambda rule, x: rule.gradient(x, "p", 11), EXACT, 11),
+}
+
+
+def is_rounded(got: Tensor, x: Tensor, bits: int) -> None:
+    """Run 0 is x; the others are x rounded to `bits`, or x where nothing rounds."""
+    assert torch.equal(got[0], x[0])
+    if bits == EXACT:
+        assert torch.equal(got, x)
+        return
+    error = ((got - x)[1:] / x[1:]).abs()
+    assert error.max() <= 2.0**-bits * (1 + 1e-6)
+    assert error.max() > 0.9 * 2.0**-bits
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_place_rounds_the_value_and_its_cotangent_as_it_says(name: str) -> None:
+    place, ahead, back = PLACES[name]
+    x, cotangent = numbers(9, 2, 32, 32).requires_grad_(), numbers(9, 2, 32, 32) * 0.7
+    got = place(arithmetic(), x)
+    is_rounded(got.detach(), x.detach(), ahead)
+    (gradient,) = torch.autograd.grad(got, x, cotangent)
+    is_rounded(gradient, cotangent, back)
+    if ahead == back:
+        same_errors = torch.equal(place(arithmetic(), cotangent).detach(), gradient)
+        assert not same_errors, "backward is another place"
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_exact_arithmetic_returns_its_argument(name: str) -> None:
+    x = numbers(1, 3, 4)
+    assert PLACES[name][0](Arithmetic.exact(), x) is x
+    assert Arithmetic.exact().dither(x, "p") is x
+    assert torch.equal(Arithmetic.exact().multiply(x, x.mT, "p"), x @ x.mT)
+
+
+@pytest.mark.parametrize(("dtype", "products", "bits"), [("fp32", "ieee", 24), ("fp32", "tf32", 10), ("bf16", "ieee", EXACT)])
+def test_products_err_by_their_operands_forward_and_backward(dtype: str, products: str, bits: int) -> None:
+    a, b = numbers(9, 2, 16, 16).requires_grad_(), numbers(9, 2, 16, 16).mT.clone().requires_grad_()
+    rule = arithmetic(dtype, products=products)
+    got, want, cotangent = rule.multiply(a, b, "p"), a @ b, numbers(9, 2, 16, 16)
+    pairs = [
+        (got, want),
+        *zip(torch.autograd.grad(got, (a, b), cotangent), torch.autograd.grad(want, (a, b), cotangent), strict=True),
+    ]
+    for one, other in pairs:
+        assert torch.equal(one[0], other[0])
+        if bits == EXACT:
+            assert torch.equal(one, other)
+            continue
+        reach = (a.detach().abs().max() * other.abs().max()) * 4
+        u = 2.0 ** -min(bits, summed(16))
+        error = (one - other)[1:].abs().amax((-1, -2, -3))
+        assert (error > 0.1 * u).all(), "every run errs"
+        assert (error < u * 16 * reach).all()
+
+
+def test_sums_lose_half_a_bit_a_doubling() -> None:
+    assert [summed(depth) for depth in (0, 1, 2, 4, 5, 16, 64, 128, 2**14)] == [24, 24, 23, 23, 22, 22, 21, 20, 17]
+
+
+def test_precisions_of_each_class() -> None:
+    assert arithmetic("bf16") == Arithmetic(9, 8, EXACT, 8)
+    assert arithmetic("fp16") == Arithmetic(9, 11, EXACT, 11, FP16_STEP)
+    assert arithmetic("fp32") == Arithmetic(9, 24, 24, 24)
+    assert arithmetic("fp32", products="tf32") == Arithmetic(9, 24, 10, 24)
+    assert arithmetic("bf16", algorithm="recurrent") == Arithmetic(9, 24, 24, 8)
+    assert arithmetic("fp16", algorithm="recurrent") == Arithmetic(9, 24, 24, 11, FP16_STEP)
+    assert arithmetic("fp32", algorithm="recurrent", products="tf32") == Arithmetic(9, 24, 24, 24)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("quadratic", "bf16", "ieee"), "algorithm must be one of chunkwise, recurrent, got 'quadratic'"),
+        (("chunkwise", "fp64", "ieee"), "dtype must be one of bf16, fp16, fp32, got 'fp64'"),
+        (("chunkwise", "fp32", "tf31"), "products must be one of ieee, tf32, got 'tf31'"),
+    ],
+)
+def test_unknown_class_is_refused(arguments: tuple[str, str, str], said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        Arithmetic.of(*arguments)
+
+
+def test_norm_of_a_single_channel_leaves_only_its_roundings() -> None:
+    x = numbers(9, 4, 16, 1).requires_grad_()
+    y = Normalised.apply(x, arithmetic(), "k")
+    (gradient,) = torch.autograd.grad(y, x, numbers(9, 4, 16, 1))
+    scale = gradient[0].abs().max()
+    assert (gradient[1:].abs().amax((-1, -2, -3)) > 10 * scale).all()
+
+
+# Bounds
+
+MODES = (
+    ("bf16", "chunkwise", "ieee"),
+    ("fp16", "chunkwise", "ieee"),
+    ("fp32", "chunkwise", "ieee"),
+    ("fp32", "chunkwise", "tf32"),
+    ("bf16", "recurrent", "ieee"),
+    ("fp16", "recurrent", "ieee"),
+    ("fp32", "recurrent", "ieee"),
+)
+NAMES = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dh0")
+LINE = "lengths=70+9+0+1 packed=yes heads=2 value_heads=4 value_dim=24 state=random qk_norm=yes seed=3"
+
+
+@functools.cache
+def judged(dtype: str, algorithm: str, products: str, more: str = "gate=64") -> tuple[Case, dict[str, Bound]]:
+    case = Case.parse(f"{LINE} dtype={dtype} {more}")
+    return case, bounds(case.spec, case.inputs(), case.cotangents(), algorithm, products)
+
+
+def off(case: Case, name: str, got: Tensor, limit: Bound) -> Tensor:
+    """Which rows part from the truth by more than allowed."""
+    error = got - limit.value
+    return ~((error.abs() if case.spec.port(name).scalar_rows else error.norm(dim=-1)) <= limit.allowed)
+
+
+def same_values(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    return inputs.replaced(**{name: inputs[name].to(dtype) for name in ("q", "k", "v", "beta")})
+
+
+@pytest.mark.parametrize("mode", MODES, ids=" ".join)
+def test_every_output_and_gradient_has_its_truth_and_a_positive_bound(mode: tuple[str, str, str]) -> None:
+    case, limits = judged(*mode)
+    assert tuple(limits) == NAMES
+    want = truth(case.inputs(), case.cotangents())
+    for name, limit in limits.items():
+        shape = limit.value.shape if case.spec.port(name).scalar_rows else limit.value.shape[:-1]
+        assert limit.allowed.shape == shape
+        assert (limit.allowed > 0).all()
+        assert limit.allowed.isfinite().all()
+        assert limit.origin == f"{KAPPA:g} sigma of the disturbed runs"
+        torch.testing.assert_close(limit.value, want[name], rtol=1e-11, atol=1e-13)
+    without = bounds(case.spec, case.inputs(), None, mode[1], mode[2])
+    assert tuple(without) == NAMES[:2]
+    for name, limit in without.items():
+        torch.testing.assert_close(limit.allowed, limits[name].allowed, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=" ".join)
+@pytest.mark.parametrize("name", NAMES)
+def test_bound_rejects_zeros_a_zeroed_row_and_a_shifted_token(mode: tuple[str, str, str], name: str) -> None:
+    case, limits = judged(*mode)
+    limit = limits[name]
+    assert off(case, name, torch.zeros_like(limit.value), limit).double().mean() > 0.85, "seven rows in eight are seen"
+    axis = 2 if name in ("final_state", "dh0") else 1
+    assert off(case, name, limit.value.roll(1, axis), limit).double().mean() > 0.6
+    sizes = limit.value.abs() if case.spec.port(name).scalar_rows else limit.value.norm(dim=-1)
+    place = tuple(int(each) for each in torch.unravel_index(sizes.argmax(), sizes.shape))
+    zeroed = limit.value.clone()
+    zeroed[place] = 0
+    assert off(case, name, zeroed, limit).nonzero().tolist() == [list(place)], "that row and no other"
+    broken = limit.value.clone()
+    broken[place] = math.nan
+    assert off(case, name, broken, limit).nonzero().tolist() == [list(place)], "NaN is over"
+
+
+@pytest.mark.parametrize("mode", MODES, ids=" ".join)
+@pytest.mark.parametrize(
+    "more", ["gate=64", "gate=1000 values=small", "gate=saturated values=zero_rows", "gate=10 gate_dtype=input"]
+)
+def test_bound_accepts_the_truth_rounded_once(mode: tuple[str, str, str], more: str) -> None:
+    case, limits = judged(*mode, more)
+    work, single = DTYPES[case.dtype], torch.float32
+    gate = work if case.gate_dtype == "input" else single
+    kinds = {"input": work, "gate": gate, "fp32": single}
+    for name, limit in limits.items():
+        rounded = limit.value.to(kinds[case.spec.port(name).dtype]).double()
+        assert not off(case, name, rounded, limit).any(), name
+
+
+@settings(max_examples=40)
+@given(
+    case=cases(Domain(), longest=80, total=100, value_heads=2),
+    mode=st.sampled_from((("chunkwise", "ieee"), ("chunkwise", "tf32"), ("recurrent", "ieee"))),
+)
+@example(case=Case.parse("lengths=0 packed=yes state=random dtype=fp16"), mode=("chunkwise", "ieee"))
+@example(case=Case.parse("lengths=65 dtype=fp16 values=small gate=saturated beta=two state=random"), mode=("chunkwise", "ieee"))
+@example(case=Case.parse("lengths=33 dtype=bf16 values=repeated beta=zero state=zero"), mode=("recurrent", "ieee"))
+@example(case=Case.parse("lengths=16 key_dim=1 value_dim=1 qk_norm=yes values=zero_rows"), mode=("chunkwise", "tf32"))
+def test_bounds_are_positive_numbers_for_every_drawn_case(case: Case, mode: tuple[str, str]) -> None:
+    limits = bounds(case.spec, case.inputs(), case.cotangents(), *mode)
+    assert limits.keys() == {*NAMES} - ({"dh0"} if case.state == "none" else set())
+    for name, limit in limits.items():
+        assert limit.value.isfinite().all(), name
+        assert limit.allowed.isfinite().all(), name
+        assert (limit.allowed > 0).all(), name
+
+
+LINEAR = {  # name: whether it doubles with v and state, whether it doubles with the cotangents
+    "o": (True, False),
+    "final_state": (True, False),
+    "dq": (True, True),
+    "dk": (True, True),
+    "dg": (True, True),
+    "dbeta": (True, True),
+    "dv": (False, True),
+    "dh0": (False, True),
+}
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode[0] != "fp16"], ids=" ".join)
+def test_bound_doubles_exactly_with_v_and_state_and_with_the_cotangents(mode: tuple[str, str, str]) -> None:
+    case, limits = judged(*mode)
+    inputs, cotangents = case.inputs(), case.cotangents()
+    wide = inputs.replaced(v=2 * inputs.v, state=2 * inputs.state)
+    values = bounds(case.spec, wide, cotangents, *mode[1:])
+    turned = bounds(case.spec, inputs, {name: -2 * each for name, each in cotangents.items()}, *mode[1:])
+    for name, (with_values, with_cotangents) in LINEAR.items():
+        assert torch.equal(values[name].allowed, limits[name].allowed * (2 if with_values else 1)), name
+        assert torch.equal(turned[name].allowed, limits[name].allowed * (2 if with_cotangents else 1)), name
+        assert torch.equal(turned[name].value, limits[name].value * (-2 if with_cotangents else 1)), name
+
+
+def test_fp16_bounds_keep_the_subnormal_step_however_small_the_values() -> None:
+    case = Case.parse("lengths=70 value_dim=24 gate=64 dtype=fp16")
+    tiny = case.inputs().replaced(v=case.inputs().v * 2.0**-14)
+    limit = bounds(case.spec, tiny, None, "chunkwise")["o"]
+    assert (limit.allowed >= FP16_STEP * 24**0.5).all()
+    other = bounds(case.spec, same_values(tiny, torch.bfloat16), None, "chunkwise")["o"]
+    assert (other.allowed < FP16_STEP * 24**0.5).any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_finer_arithmetic_has_finer_bounds(name: str) -> None:
+    case = Case.parse(f"{LINE} gate=64 dtype=bf16")
+
+    def allowed(dtype: str, algorithm: str, products: str = "ieee") -> Tensor:
+        rows = allowed_for(case, dtype, algorithm, products)[name].allowed
+        return rows[[0, 1, 3]] if name in ("final_state", "dh0") else rows  # an empty sequence computes nothing
+
+    bf16, fp16, fp32 = (allowed(dtype, "chunkwise") for dtype in ("bf16", "fp16", "fp32"))
+    assert (fp32 < bf16 / 100).all()
+    assert (fp32 / bf16).median() < 2.0**-10
+    assert 1 / 16 < (fp16 / bf16).median() < 1 / 5, "three bits"
+    tf32 = allowed("fp32", "chunkwise", "tf32")
+    assert (tf32 / fp32).median() > 100
+    assert (tf32 < bf16).double().mean() > 0.95
+    token_by_token = allowed("bf16", "recurrent")
+    assert (token_by_token / bf16).median() < 0.6
+
+
+@functools.cache
+def allowed_for(case: Case, dtype: str, algorithm: str, products: str) -> dict[str, Bound]:
+    """The bounds of the same numbers in another dtype."""
+    inputs = same_values(case.inputs(), DTYPES[dtype])
+    return bounds(case.spec, inputs, case.cotangents(), algorithm, products)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name", "hard"),
+    [
+        ("chunkwise", "o", "values=correlated"),
+        ("chunkwise", "o", "beta=two values=correlated"),
+        ("chunkwise", "dk", "beta=two values=repeated"),
+        ("recurrent", "final_state", "values=repeated"),
+    ],
+)
+def test_bounds_grow_with_the_condition_of_the_case(algorithm: str, name: str, hard: str) -> None:
+    relative = []
+    for more in ("", hard):
+        case = Case.parse(f"lengths=130 gate=1000 dtype=fp32 state=random seed=5 {more}")
+        limit = bounds(case.spec, case.inputs(), case.cotangents(), algorithm)[name]
+        relative.append(float((limit.allowed / limit.value.norm(dim=-1)).median()))
+    assert relative[1] > 2 * relative[0]
+
+
+# Pooling
+
+
+def runs_of(rows: Tensor) -> Tensor:
+    """An exact run of ones and one disturbed run off by `rows` [tokens, heads], one channel wide."""
+    exact = torch.ones(1, 1, *rows.shape, 1, dtype=torch.float64)
+    return torch.cat([exact, exact + rows[None, None, ..., None]])
+
+
+def test_scale_of_a_row_is_half_its_own_and_half_its_neighbours() -> None:
+    rows = torch.zeros(20, 1, dtype=torch.float64)
+    rows[10] = 1.0
+    allowed = allowance(runs_of(rows), Port("o", "B T HV V"), [20], 2.0**-40, 0.0)[0, :, 0]
+    own, near = math.sqrt(0.5 + 0.5 / 9) * KAPPA, math.sqrt(0.5 / 9) * KAPPA
+    want = [own if token == 10 else near if abs(token - 10) <= 4 else 0.0 for token in range(20)]
+    torch.testing.assert_close(allowed, torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-11)
+
+
+def test_pool_ends_at_the_end_of_its_sequence_and_head() -> None:
+    rows = torch.zeros(20, 2, dtype=torch.float64)
+    rows[9, 0] = 1.0
+    port = Port("o", "B T HV V")
+    apart = allowance(runs_of(rows), port, [10, 0, 10], 2.0**-40, 0.0)[0]
+    assert (apart[10:] < 1e-9).all()
+    assert (apart[:, 1] < 1e-9).all()
+    assert (apart[5:10, 0] > 1).all()
+    torch.testing.assert_close(apart[9, 0], torch.tensor(math.sqrt(0.5 + 0.5 / 5) * KAPPA, dtype=torch.float64))
+    joined = allowance(runs_of(rows), port, [20], 2.0**-40, 0.0)[0]
+    assert (joined[10:14, 0] > 1).all(), "a pool across the boundary would be seen"
+
+
+def test_bounds_of_a_sequence_do_not_depend_on_its_neighbours_values() -> None:
+    case = Case.parse("lengths=20+30 packed=yes gate=64 dtype=bf16 state=random seed=6")
+    inputs, cotangents = case.inputs(), case.cotangents()
+    first = torch.arange(50).reshape(1, -1, 1, 1) < 20
+    loud = inputs.replaced(v=torch.where(first, 1024 * inputs.v, inputs.v))
+    once, twice = (bounds(case.spec, each, cotangents, "chunkwise") for each in (inputs, loud))
+    for name in NAMES:
+        rows = (slice(1, 2),) if name in ("final_state", "dh0") else (slice(None), slice(20, None))
+        assert torch.equal(once[name].allowed[rows], twice[name].allowed[rows]), name
+    assert (twice["o"].allowed[:, :20] > 100 * once["o"].allowed[:, :20]).all()
+
+
+def test_floor_is_two_units_of_the_row_and_holds_where_runs_agree() -> None:
+    exact = torch.tensor([3.0, 4.0], dtype=torch.float64).expand(1 + RUNS, 1, 5, 1, 2)
+    allowed = allowance(exact, Port("o", "B T HV V"), [5], 2.0**-7, 0.0)
+    torch.testing.assert_close(allowed, torch.full((1, 5, 1), 2 * 2.0**-7 * 5.0, dtype=torch.float64))
+    nothing = allowance(torch.zeros_like(exact), Port("o", "B T HV V"), [5], 2.0**-7, FP16_STEP)
+    torch.testing.assert_close(nothing, torch.full((1, 5, 1), FP16_STEP * 2**0.5, dtype=torch.float64))
+    assert (allowance(torch.zeros_like(exact), Port("o", "B T HV V"), [5], 2.0**-7, 0.0) > 0).all()
+
+
+@settings(max_examples=50)
+@given(size=st.integers(0, 40), seed=st.integers(0, 99))
+def test_moving_mean_is_the_mean_of_up_to_nine(size: int, seed: int) -> None:
+    rows = torch.rand(2, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    got = bound._moving_mean(rows)
+    assert got.shape == rows.shape
+    for place in range(size):
+        want = rows[:, max(0, place - 4) : place + 5].mean(-1)
+        torch.testing.assert_close(got[:, place], want, rtol=1e-12, atol=1e-14)
+
+
+def test_chunks_are_those_of_the_implementation_or_several() -> None:
+    case = Case.parse("lengths=130 gate=64 dtype=bf16 seed=7")
+    inputs = case.inputs()
+    known = {chunk: bounds(case.spec, inputs, None, "chunkwise", chunk=chunk)["o"].allowed for chunk in (16, 64, 128)}
+    unknown = bounds(case.spec, inputs, None, "chunkwise")["o"].allowed
+    assert len({float(each.sum()) for each in (*known.values(), unknown)}) == 4
+    ratio = unknown / torch.stack([*known.values()]).square().mean(0).sqrt()
+    assert ((ratio > 0.5) & (ratio < 2)).double().mean() > 0.95

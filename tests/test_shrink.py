@@ -1,0 +1,191 @@
+"""Shrinking finds the smallest case that fails, in few runs, and says truly which neighbours hold."""
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+import pytest
+
+from oracles.case import Case
+from properties.domain import Domain
+from properties.laws import LAWS, Law
+from properties.strategies import Example
+from verify.check import SHRINK_RUNS, seeded
+from verify.shrink import Shrunk, shrink
+
+BIG = Case(
+    (130, 0, 65, 17), packed=True, heads=2, value_heads=8, key_dim=64, value_dim=128, dtype="bf16", gate="saturated",
+    beta="edges", values="correlated", state="random", scale="half", qk_norm=True, offsets="int32", gate_dtype="input",
+    seed=12345,
+)  # fmt: skip
+ORACLE = LAWS["oracle"]
+Fails = Callable[[Example], bool | None]
+
+
+class Log:
+    """A predicate that remembers what it was asked."""
+
+    def __init__(self, fails: Fails) -> None:
+        self.fails, self.asked = fails, dict[Example, bool | None]()
+
+    def __call__(self, example: Example) -> bool | None:
+        assert example not in self.asked, f"asked twice: {example}"
+        self.asked[example] = self.fails(example)
+        return self.asked[example]
+
+
+def small(fails: Fails, example: Example | Case = BIG, law: Law = ORACLE, most: int = SHRINK_RUNS) -> tuple[Shrunk, Log]:
+    """The shrunk example, after checks that hold for every predicate."""
+    example = Example(example) if isinstance(example, Case) else example
+    log = Log(fails)
+    shrunk = shrink(example, law, log, lambda runs: runs < most)
+    assert shrunk.example == example or log.asked[shrunk.example] is True
+    assert shrunk.runs == len(log.asked) <= most
+    for asked in log.asked:
+        law.accept(asked)
+        assert Case.parse(str(asked.case)) == asked.case
+    return shrunk, log
+
+
+@pytest.mark.parametrize(
+    ("fails", "line"),
+    [
+        (lambda e: True, "lengths=0"),
+        (lambda e: e.case.tokens > 0, "lengths=1"),
+        (lambda e: e.case.tokens > 64, "lengths=65"),
+        (lambda e: max(e.case.lengths) > 64, "lengths=65"),
+        (lambda e: e.case.tokens >= 127, "lengths=127"),
+        (lambda e: len(e.case.lengths) > 1 and e.case.lengths[-1] > 0, "lengths=0+1 packed=yes"),
+        (lambda e: e.case.packed and len(e.case.lengths) > 1 and e.case.lengths[-1] > 3, "lengths=0+4 packed=yes"),
+        (lambda e: 0 in e.case.lengths[1:-1], "lengths=0+0+0"),
+        (lambda e: e.case.value_heads > e.case.heads, "lengths=0 value_heads=2"),
+        (lambda e: e.case.heads > 1 and e.case.value_heads > e.case.heads, "lengths=0 heads=2 value_heads=4"),
+        (lambda e: e.case.value_dim > 32, "lengths=0 value_dim=64"),
+        (lambda e: e.case.value_dim > 64, "lengths=0 value_dim=128"),
+        (lambda e: e.case.key_dim != e.case.value_dim, None),
+        (lambda e: e.case.dtype == "bf16" and e.case.qk_norm, "lengths=0 dtype=bf16 qk_norm=yes"),
+        (lambda e: e.case.gate == "saturated" and e.case.tokens > 1, "lengths=2 gate=saturated"),
+        (lambda e: e.case.gate != "forever", "lengths=0 gate=1000"),
+        (lambda e: e.case.state != "none", "lengths=0 state=zero"),
+        (lambda e: e.case.offsets == "int32", "lengths=0 packed=yes offsets=int32"),
+        (lambda e: e.case.seed != 0, "lengths=0 seed=12345"),
+        (lambda e: e.case.backward, "lengths=0 backward=yes"),
+    ],
+)
+def test_exact_boundary_is_found_and_all_else_is_simple(fails: Fails, line: str | None) -> None:
+    assert fails(Example(BIG)), "the predicate must fail where it starts"
+    shrunk, _ = small(fails)
+    assert shrunk.finished
+    assert shrunk.runs < 60
+    case, simplest = shrunk.example.case, Case((0,), key_dim=1, value_dim=1, backward=False)
+    if line is None:
+        assert {case.key_dim, case.value_dim} == {1, 2}
+        return
+    words = dict(word.split("=") for word in line.split())
+    want = {**simplest.words(), **words}
+    assert case.words() == want
+
+
+def test_batch_of_two_stays_a_batch() -> None:
+    shrunk, _ = small(lambda e: len(e.case.lengths) > 1 and e.case.lengths[1] > 0, Case((33, 33), value_heads=4))
+    assert str(shrunk.example.case) == "lengths=1+1 key_dim=1 value_dim=1 backward=no"
+
+
+def test_conditions_together_keep_each_of_them() -> None:
+    def fails(e: Example) -> bool:
+        case = e.case
+        return case.tokens > 64 and case.dtype != "fp32" and case.value_heads > case.heads and case.state == "random"
+
+    shrunk, log = small(fails)
+    want = "lengths=65 value_heads=2 key_dim=1 value_dim=1 dtype=bf16 state=random backward=no"
+    assert str(shrunk.example.case) == want
+    assert len(log.asked) < 70
+
+
+def test_place_shrinks_to_its_boundary_and_stays_legal() -> None:
+    cut = LAWS["cut"]
+    shrunk, _ = small(lambda e: (e.at or 0) >= 37, Example(BIG, 100), cut)
+    assert shrunk.example.at == 37
+    assert shrunk.example.case.lengths == (38,)
+    shrunk, _ = small(lambda e: True, Example(BIG, 100), cut)
+    assert (shrunk.example.at, shrunk.example.case.lengths) == (1, (2,))
+
+
+def test_place_is_not_lost_where_a_law_needs_two_sequences() -> None:
+    start = dataclasses.replace(BIG, lengths=(130, 64, 65))
+    shrunk, _ = small(lambda e: True, Example(start, 2), LAWS["samples"])
+    assert shrunk.example.case.lengths == (1, 1)
+    assert shrunk.example.at == 0
+
+
+def test_variant_shrinks_to_the_simplest_that_fails() -> None:
+    strides = LAWS["strides"]
+    last = strides.variants[-1]
+    shrunk, _ = small(lambda e: True, Example(Case((3,)), None, last), strides)
+    assert shrunk.example.variant == strides.variants[0]
+    shrunk, _ = small(lambda e: e.variant == last, Example(Case((3,)), None, last), strides)
+    assert shrunk.example.variant == last
+    assert {f"variant={name}" for name in strides.variants[:-1]} <= {what for what, _ in shrunk.neighbours}
+
+
+def test_budget_is_kept_and_said() -> None:
+    for most in (0, 1, 2, 5, 17):
+        shrunk, log = small(lambda e: e.case.tokens > 64, most=most)
+        assert not shrunk.finished
+        assert len(log.asked) <= most
+        assert shrunk.example.case.tokens > 64
+
+
+def test_nothing_simpler_fails_gives_the_start_itself() -> None:
+    shrunk, log = small(lambda e: False)
+    assert shrunk.example.case == BIG
+    assert shrunk.finished
+    assert {what for what, _ in shrunk.neighbours} == {what for what, _ in shrunk.neighbours if what}
+    assert len(shrunk.neighbours) <= len(log.asked)
+
+
+def test_undecided_neighbours_are_not_said_to_hold() -> None:
+    def fails(e: Example) -> bool | None:
+        if e.case.dtype != "bf16":
+            return None
+        return e.case.tokens > 64
+
+    shrunk, log = small(fails)
+    assert shrunk.example.case.words()["dtype"] == "bf16"
+    assert "dtype=fp32" not in {what for what, _ in shrunk.neighbours}
+    assert "lengths=64" in {what for what, _ in shrunk.neighbours}
+    held = sum(verdict is False for verdict in log.asked.values())
+    assert len(shrunk.neighbours) <= held
+
+
+def test_neighbours_are_one_step_from_the_result_and_really_held() -> None:
+    def fails(e: Example) -> bool:
+        return e.case.tokens > 64 and e.case.state == "random" and e.case.value_heads > e.case.heads
+
+    shrunk, log = small(fails)
+    for what, _ in shrunk.neighbours:
+        words = {**shrunk.example.case.words(), **dict(word.split("=") for word in what.split())}
+        neighbour = Case.parse(" ".join(f"{name}={value}" for name, value in words.items()))
+        assert neighbour != shrunk.example.case
+        assert log.asked[Example(neighbour)] is False
+
+
+def test_flaky_failure_ends() -> None:
+    chance = random.Random(7)
+    shrunk, log = small(lambda e: chance.random() < 0.5)
+    assert len(log.asked) <= SHRINK_RUNS
+    assert shrunk.runs == len(log.asked)
+
+
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+def test_every_law_is_asked_only_what_it_accepts(law: Law) -> None:
+    seen: list[Example] = []
+
+    def look(example: Example) -> None:
+        seen.append(example)
+        threshold = example.case.tokens // 2
+        shrunk, _ = small(lambda e: e.case.tokens > threshold or e.case.seed % 3 == 1, example, law)
+        law.accept(shrunk.example)
+
+    seeded(law.draw(Domain()), 5, 12, look)
+    assert seen
