@@ -14,7 +14,7 @@ Chunkwise (WY) form, G = cumsum(g) inside a chunk, A_ij = beta_i exp(G_i - G_j) 
 
     T = (I + A)^-1      U = T (beta v)      W = T (beta exp(G) k)
     V' = U - W S        o = scale (exp(G) q S + tril(q k^T exp(G_i - G_j)) V')
-    S <- exp(G_C) S + (exp(G_C - G) k)^T V'
+    S <- exp(G_C) S + k^T (exp(G_C - G) V')
 """
 
 import torch
@@ -100,7 +100,8 @@ def chunkwise(
         decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~lower, -torch.inf).exp()
     grown = arithmetic.sums(total, "G in exp(G)", depth).exp().unsqueeze(-1)
     end = arithmetic.sums(total[..., -1:], "G_C", chunk * depth)
-    left = (end - arithmetic.sums(total, "G in exp(G_C - G)", depth)).exp().unsqueeze(-1)
+    # An implementation decays k or V' before it stores them for the state; the root of the decay on each rounds like both.
+    left = (0.5 * (end - arithmetic.sums(total, "G in exp(G_C - G)", depth))).exp().unsqueeze(-1)
     whole = end.exp().unsqueeze(-1)
 
     operand, use, multiply = arithmetic.operand, arithmetic.use, arithmetic.multiply
@@ -110,16 +111,17 @@ def chunkwise(
     erased = operand(multiply(use(solved, "T in W"), operand(betas[2] * grown * k, "beta exp(G) k"), "W = "), "W")
     scores = operand(_Scores.apply(use(q, "q in scores"), use(k, "k in scores"), total, decay, arithmetic, "q k"), "scores")
     reads = operand(q * grown, "exp(G) q")
-    keeps = operand(left * use(k, "k in S"), "exp(G_C - G) k")
+    keeps = operand(left * use(k, "k in S"), "exp((G_C - G) / 2) k")
 
     rows = []
-    pieces = (x.unbind(-3) for x in (keeps, reads, scores, written, erased, whole))
-    for keeps_c, reads_c, scores_c, written_c, erased_c, whole_c in zip(*pieces, strict=True):
+    pieces = (x.unbind(-3) for x in (keeps, reads, scores, written, erased, left, whole))
+    for keeps_c, reads_c, scores_c, written_c, erased_c, left_c, whole_c in zip(*pieces, strict=True):
         held = operand(state, "S")
         fresh = operand(written_c - multiply(erased_c, use(held, "S in V'"), "W S"), "V'")
         rows.append(multiply(reads_c, use(held, "S in o"), "q S") + multiply(scores_c, use(fresh, "V' in o"), "scores V'"))
         kept: Tensor = _Decayed.apply(whole_c, state, arithmetic)
-        state = arithmetic.single(kept + multiply(keeps_c.mT, use(fresh, "V' in S"), "k V'"), "S'")
+        given = operand(left_c * use(fresh, "V' in S"), "exp((G_C - G) / 2) V'")
+        state = arithmetic.single(kept + multiply(keeps_c.mT, given, "k V'"), "S'")
     return scale * torch.cat(rows, -2)[..., :tokens, :], state
 
 

@@ -101,6 +101,8 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, case: Case) -> tuple[Findi
     error = (wide - want).abs() if scalar else (wide - want).norm(dim=-1)
     if error.numel() == 0:
         return None, 0, None
+    if not bool(want.isfinite().all() and bound.allowed.isfinite().all()):
+        raise ArithmeticError(f"the truth of {name}, or its bound, is not finite")  # our failure, and no verdict on got
     ratio = (error / bound.allowed).nan_to_num(nan=math.inf, posinf=math.inf)
     if 1 < float(ratio.max()) < CLEAR and bound.finer is not None:
         bound = bound.finer()

@@ -1,0 +1,94 @@
+"""Known defects: the file says what each explains, and an entry that explains too much or nothing is refused."""
+
+import pathlib
+
+import pytest
+
+from verify import known
+from verify.adapter import AdapterError, installed
+from verify.known import FILE, load
+from verify.run import Run
+
+LINE = "law=oracle adapter=fla/chunk lengths=3 gate=saturated dtype=fp16"
+ENTRY = {
+    "run": f'"{LINE}"',
+    "versions": '{ fla-core = ["0.6.0", "0.6.1"], triton = ["3.7.1"] }',
+    "where": '"gate=saturated dtype=fp16"',
+    "reason": '"it overflows, issue 7"',
+}
+
+
+def written(folder: pathlib.Path, *entries: dict[str, str | None]) -> pathlib.Path:
+    path = folder / "defects.toml"
+    texts = [
+        "[[defect]]\n" + "".join(f"{name} = {value}\n" for name, value in {**ENTRY, **entry}.items() if value is not None)
+        for entry in entries
+    ]
+    path.write_text("\n".join(texts))
+    return path
+
+
+def test_the_file_that_comes_with_the_toolkit_loads() -> None:
+    assert FILE.is_file()
+    for defect in load():
+        assert defect.reason
+        assert defect.where
+
+
+def test_entry_is_read_whole(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (defect,) = load(written(tmp_path, {}))
+    assert str(defect.run) == str(Run.parse(LINE))
+    assert defect.where == {"gate": "saturated", "dtype": "fp16"}
+    for versions, applies in (
+        ({"fla-core": "0.6.1", "triton": "3.7.1"}, True),
+        ({"fla-core": "0.6.2", "triton": "3.7.1"}, False),
+        ({"fla-core": "0.6.0"}, False),
+    ):
+        monkeypatch.setattr(known, "installed", versions.get)
+        assert defect.applies() is applies
+
+
+def test_defect_explains_its_law_adapter_words_and_versions_only(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (defect,) = load(written(tmp_path, {}))
+    monkeypatch.setattr(known, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
+    assert defect.explains(Run.parse(LINE))
+    assert defect.explains(Run.parse(LINE.replace("lengths=3", "lengths=99 heads=2 value_heads=2")))
+    for old, new in (
+        ("gate=saturated", "gate=10"),
+        ("dtype=fp16", "dtype=bf16"),
+        ("law=oracle", "law=pure"),
+        ("fla/chunk", "fla/fused_recurrent"),
+    ):
+        assert not defect.explains(Run.parse(LINE.replace(old, new))), new
+    monkeypatch.setattr(known, "installed", {"fla-core": "0.7.0", "triton": "3.7.1"}.get)
+    assert not defect.explains(Run.parse(LINE))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"where": None}, "known defect 1 must have where"),
+        ({"reason": None, "versions": None}, "known defect 1 must have reason, versions"),
+        ({"where": '""'}, "known defect 1: where must have at least one word"),
+        ({"where": '"gate=10"'}, "known defect 1: where must hold for its own run, got gate=10 and saturated"),
+        ({"where": '"colour=red"'}, "known defect 1: where must hold for its own run, got colour=red and None"),
+        ({"versions": "{}"}, "known defect 1: versions must name a distribution"),
+        ({"versions": '"0.6.0"'}, "known defect 1: versions must name a distribution and its versions, got '0.6.0'"),
+        ({"run": '"law=oracle adapter=tests/right.py:Chunkwise lengths=3"'}, "known defect 1: adapter must be one of fla/chunk"),
+    ],
+)
+def test_bad_entry_is_named_with_the_rule_it_breaks(tmp_path: pathlib.Path, change: dict[str, str | None], said: str) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the text is compared below
+        load(written(tmp_path, {}, change))
+    assert str(error.value).startswith(said)
+
+
+@pytest.mark.parametrize("line", ["law=orcale adapter=fla/chunk lengths=3", "law=oracle adapter=fla/chunk", "nothing"])
+def test_bad_run_line_is_refused(tmp_path: pathlib.Path, line: str) -> None:
+    with pytest.raises((ValueError, AdapterError), match=r"law|lengths|name=value"):
+        load(written(tmp_path, {"run": f'"{line}"'}))
+
+
+def test_versions_are_those_of_distributions_on_this_host() -> None:
+    assert installed("pytest") == pytest.__version__
+    assert installed("no-such-distribution") is None

@@ -1,0 +1,137 @@
+"""The floors of the house: who may import whom, and what nobody may do. Read off the `ast` of every file."""
+
+import ast
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+ALLOWED = {
+    "oracles": {"oracles"},
+    "properties": {"oracles", "properties"},
+    "verify": {"oracles", "properties", "verify"},
+    "tests": {"oracles", "properties", "verify", "tests"},
+    "benchmarks": {"oracles", "properties", "verify", "tests", "benchmarks"},
+}
+FLOORS = set(ALLOWED)
+LIBRARIES = {
+    "oracles": {"torch"},
+    "properties": {"torch", "hypothesis"},
+    "verify": {"torch", "hypothesis", "numpy", "pytest", "rich", "triton", "fla"},
+}
+FILES = sorted(path.relative_to(ROOT) for folder in ALLOWED for path in (ROOT / folder).rglob("*.py"))
+
+
+def imports(tree: ast.AST, path: pathlib.Path) -> list[tuple[int, str]]:
+    """Every module that a file imports anywhere in it, with the line; relative ones in full."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = ".".join(path.parts[: len(path.parts) - node.level]) if node.level else ""
+            base = ".".join(part for part in (package, node.module or "") if part)
+            found += [(node.lineno, base)] if base else [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__") and node.args:
+            given = node.args[0]
+            if isinstance(given, ast.Constant) and isinstance(given.value, str):
+                found.append((node.lineno, given.value))
+    return found
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def wrong_imports(source: str, path: pathlib.Path) -> list[str]:
+    """The imports of a file that go up the house, or to a library that its floor does without."""
+    folder, wrong = path.parts[0], []
+    for line, name in imports(ast.parse(source), path):
+        top = name.partition(".")[0]
+        if top in FLOORS:
+            if top not in ALLOWED[folder]:
+                wrong.append(f"{path}:{line} imports {name}")
+        elif top not in sys.stdlib_module_names and top not in LIBRARIES.get(folder, {top}):
+            wrong.append(f"{path}:{line} imports {name}, which {folder}/ does without")
+    return wrong
+
+
+def forbidden_calls(source: str, path: pathlib.Path) -> list[str]:
+    """Calls that would run data as code: pickle, marshal, eval, exec, torch.load."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            owner = getattr(node.func.value, "id", "") if isinstance(node.func, ast.Attribute) else ""
+            name = _called(node)
+            if (name in ("eval", "exec", "compile") and not owner) or (owner, name) == ("torch", "load"):
+                found.append(f"{path}:{node.lineno} calls {name}")
+    banned = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib")
+    found += [f"{path}:{line} imports {name}" for line, name in imports(ast.parse(source), path) if name.split(".")[0] in banned]
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_imports_go_down_the_house_only(path: pathlib.Path) -> None:
+    assert wrong_imports((ROOT / path).read_text(encoding="utf-8"), path) == []
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.parts[0] in LIBRARIES], ids=str)
+def test_data_are_never_run_as_code(path: pathlib.Path) -> None:
+    source = (ROOT / path).read_text(encoding="utf-8")
+    if path == pathlib.Path("verify/interpreter.py"):  # it compiles the kernels' own source, with names rebound
+        source = source.replace("exec(compile(", "run(make(")
+    assert forbidden_calls(source, path) == []
+
+
+def test_every_floor_has_files() -> None:
+    assert {path.parts[0] for path in FILES} >= {"oracles", "properties", "verify", "tests"}
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("oracles/x.py", "import properties.laws"),
+        ("oracles/x.py", "from verify.judge import Finding"),
+        ("oracles/x.py", "def f():\n    from tests import right"),
+        ("oracles/x.py", "if True:\n    import verify as v"),
+        ("oracles/x.py", "import hypothesis"),
+        ("properties/x.py", "from verify import worker"),
+        ("properties/x.py", "import importlib\nimportlib.import_module('verify.cli')"),
+        ("properties/x.py", "import fla"),
+        ("verify/x.py", "from tests.right import Chunkwise"),
+        ("verify/adapters/x.py", "from ...tests import right"),
+        ("verify/x.py", "import transformers"),
+        ("verify/x.py", "import benchmarks.speed"),
+    ],
+)
+def test_planted_wrong_import_is_seen(path: str, source: str) -> None:
+    assert wrong_imports(source, pathlib.Path(path)), source
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("verify/x.py", "from oracles.case import Case\nfrom properties import laws\nfrom . import judge\nimport os, torch"),
+        ("verify/adapters/x.py", "from ..adapter import Adapter\nimport fla"),
+        ("tests/x.py", "import verify, tests.right, transformers"),
+    ],
+)
+def test_right_import_is_let_pass(path: str, source: str) -> None:
+    assert wrong_imports(source, pathlib.Path(path)) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import pickle", "from marshal import loads", "import torch\ntorch.load('x')", "eval('1')", "def f(s):\n    exec(s)"],
+)
+def test_planted_way_to_run_data_is_seen(source: str) -> None:
+    assert forbidden_calls(source, pathlib.Path("verify/x.py")), source
+
+
+def test_plugin_imports_nothing_heavy_until_asked() -> None:
+    path = ROOT / "verify" / "pytest_plugin.py"
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {name.partition(".")[0] for node in top for _, name in imports(node, path)}
+    assert names <= set(sys.stdlib_module_names) | {"pytest"}

@@ -1,0 +1,243 @@
+"""Legal calls pass the contract; each illegal one is refused in a line that names the argument, its value and the rule."""
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oracles.case import Case
+from oracles.operation import DTYPES, GATED_DELTA_RULE, NAMES, OPERATIONS, Inputs, check_offsets, gradient_name
+from properties.domain import VIEWS, Domain
+from properties.laws import view
+from properties.strategies import cases
+
+TENSORS = ("q", "k", "v", "g", "beta", "state")
+BATCH = Case.parse("lengths=5+5 heads=2 value_heads=4 key_dim=8 value_dim=12 state=random")
+PACKED = Case.parse("lengths=3+0+4 packed=yes heads=2 value_heads=4 key_dim=8 value_dim=12 state=random")
+
+
+# Legal
+
+
+@settings(max_examples=100)
+@given(case=cases(Domain(), longest=60, total=100), how=st.sampled_from((None, *VIEWS)))
+@example(case=Case.parse("lengths=0"), how=None)
+@example(case=Case.parse("lengths=0+0 packed=yes state=random"), how="sliced")
+def test_every_drawn_case_is_legal_in_any_strides(case: Case, how: str | None) -> None:
+    given = case.inputs()
+    if how is not None:
+        given = given.replaced(**{name: view(given[name], how) for name in TENSORS if given[name] is not None})
+    GATED_DELTA_RULE.check(given)
+    broken = given.replaced(v=given.v.unsqueeze(0))
+    with pytest.raises(ValueError, match=r"^v must have axes"):
+        GATED_DELTA_RULE.check(broken)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_any_floating_point_is_legal_and_each_tensor_may_have_its_own(dtype: torch.dtype) -> None:
+    for name in TENSORS:
+        given = BATCH.inputs()
+        GATED_DELTA_RULE.check(given.replaced(**{name: given[name].to(dtype)}))
+    with pytest.raises(ValueError, match=r"^q must be floating point"):
+        GATED_DELTA_RULE.check(BATCH.inputs().replaced(q=BATCH.inputs().q.to(torch.int8)))
+
+
+# Illegal
+
+Change = Callable[[Inputs], Inputs]
+
+
+def offsets(values: list[int], dtype: torch.dtype = torch.int64) -> Change:
+    return lambda given: given.replaced(cu_seqlens=torch.tensor(values, dtype=dtype))
+
+
+def turned(name: str, change: Callable[[Tensor], object]) -> Change:
+    return lambda given: given.replaced(**{name: change(given[name])})
+
+
+def without_heads(given: Inputs) -> Inputs:
+    return given.replaced(q=given.q[:, :, :0], k=given.k[:, :, :0])
+
+
+def of_width(name: str) -> Change:
+    names = ("q", "k") if name == "K" else ("v",)
+
+    def change(given: Inputs) -> Inputs:
+        state = given.state[:, :, :0] if name == "K" else given.state[..., :0]
+        return given.replaced(state=state, **{each: given[each][..., :0] for each in names})
+
+    return change
+
+
+def without_value_heads(given: Inputs) -> Inputs:
+    return given.replaced(v=given.v[:, :, :0], g=given.g[:, :, :0], beta=given.beta[:, :, :0], state=given.state[:, :0])
+
+
+def without(*names: str) -> Change:
+    return lambda given: Inputs(**{name: given[name] for name in given if name not in names})
+
+
+def of_three_heads(given: Inputs) -> Inputs:
+    three = {name: given[name][:, :, :3] for name in ("v", "g", "beta")}
+    return given.replaced(**three, state=given.state[:, :3])
+
+
+ILLEGAL: dict[str, tuple[Case, Change, tuple[str, ...]]] = {
+    "offsets decrease": (PACKED, offsets([0, 5, 3, 7]), ("cu_seqlens", "not decrease", "[0, 5, 3, 7]")),
+    "offsets start after 0": (PACKED, offsets([1, 3, 5, 7]), ("cu_seqlens", "start at 0", "[1, 3, 5, 7]")),
+    "offsets start before 0": (PACKED, offsets([-1, 3, 5, 7]), ("cu_seqlens", "start at 0", "[-1, 3, 5, 7]")),
+    "offsets end early": (PACKED, offsets([0, 3, 5, 6]), ("cu_seqlens", "token count 7", "6")),
+    "offsets end late": (PACKED, offsets([0, 3, 5, 8]), ("cu_seqlens", "token count 7", "8")),
+    "offsets of one entry": (PACKED, offsets([0]), ("cu_seqlens", "two entries", "[0]")),
+    "offsets of no entry": (PACKED, offsets([]), ("cu_seqlens", "two entries", "[]")),
+    "offsets int16": (PACKED, offsets([0, 3, 3, 7], torch.int16), ("cu_seqlens", "int32 or int64", "int16")),
+    "offsets float": (PACKED, offsets([0, 3, 3, 7], torch.float32), ("cu_seqlens", "int32 or int64", "float32")),
+    "offsets bool": (PACKED, offsets([0, 1], torch.bool), ("cu_seqlens", "int32 or int64", "bool")),
+    "offsets 2-D": (PACKED, turned("cu_seqlens", lambda x: x.reshape(2, 2)), ("cu_seqlens", "vector", "(2, 2)")),
+    "offsets 0-D": (PACKED, turned("cu_seqlens", lambda x: x[0]), ("cu_seqlens", "vector", "()")),
+    "offsets a list": (PACKED, turned("cu_seqlens", lambda x: x.tolist()), ("cu_seqlens", "vector", "[0, 3, 3, 7]")),
+    "offsets of a batch": (BATCH, offsets([0, 5]), ("cu_seqlens", "B = 1", "B = 2")),
+    "one state too few": (PACKED, turned("state", lambda x: x[:2]), ("state", "N = 3", "(2, 4, 8, 12)")),
+    "one state for a batch": (BATCH, turned("state", lambda x: x[:1]), ("state", "N = 2", "(1, 4, 8, 12)")),
+    "state transposed": (BATCH, turned("state", lambda x: x.mT), ("state", "K = 8", "(2, 4, 12, 8)")),
+    "state without heads": (BATCH, turned("state", lambda x: x[:, 0]), ("state", "axes [N, HV, K, V]", "(2, 8, 12)")),
+    "state of key heads": (BATCH, turned("state", lambda x: x[:, :2]), ("state", "HV = 4", "(2, 2, 8, 12)")),
+    "state integer": (BATCH, turned("state", lambda x: x.long()), ("state", "floating point", "int64")),
+    "state a number": (BATCH, turned("state", lambda x: 0.0), ("state", "tensor", "float")),
+    "k of another batch": (BATCH, turned("k", lambda x: x[:1]), ("k", "B = 2", "(1, 5, 2, 8)")),
+    "k of other tokens": (BATCH, turned("k", lambda x: x[:, :4]), ("k", "T = 5", "(2, 4, 2, 8)")),
+    "k of other heads": (BATCH, turned("k", lambda x: x[:, :, :1]), ("k", "H = 2", "(2, 5, 1, 8)")),
+    "k of another width": (BATCH, turned("k", lambda x: x[..., :7]), ("k", "K = 8", "(2, 5, 2, 7)")),
+    "v of another batch": (BATCH, turned("v", lambda x: x[:1]), ("v", "B = 2", "(1, 5, 4, 12)")),
+    "v of other tokens": (BATCH, turned("v", lambda x: x[:, :4]), ("v", "T = 5", "(2, 4, 4, 12)")),
+    "g of other heads": (BATCH, turned("g", lambda x: x[..., :2]), ("g", "HV = 4", "(2, 5, 2)")),
+    "g of other tokens": (BATCH, turned("g", lambda x: x[:, :4]), ("g", "T = 5", "(2, 4, 4)")),
+    "g of each channel": (BATCH, turned("g", lambda x: x[..., None]), ("g", "axes [B, T, HV]", "(2, 5, 4, 1)")),
+    "g heads first": (BATCH, turned("g", lambda x: x.transpose(1, 2)), ("g", "T = 5", "(2, 4, 5)")),
+    "beta of other heads": (BATCH, turned("beta", lambda x: x[..., :2]), ("beta", "HV = 4", "(2, 5, 2)")),
+    "beta of other tokens": (BATCH, turned("beta", lambda x: x[:, :1]), ("beta", "T = 5", "(2, 1, 4)")),
+    "beta integer": (BATCH, turned("beta", lambda x: x.int()), ("beta", "floating point", "int32")),
+    "q integer": (BATCH, turned("q", lambda x: x.long()), ("q", "floating point", "int64")),
+    "k bool": (BATCH, turned("k", lambda x: x > 0), ("k", "floating point", "bool")),
+    "v complex": (BATCH, turned("v", lambda x: x.to(torch.complex64)), ("v", "floating point", "complex64")),
+    "q 3-D": (BATCH, turned("q", lambda x: x[0]), ("q", "axes [B, T, H, K]", "(5, 2, 8)")),
+    "q a list": (BATCH, turned("q", lambda x: x.tolist()), ("q", "tensor", "list")),
+    "q None": (BATCH, turned("q", lambda x: None), ("q", "tensor", "NoneType")),
+    "no q": (BATCH, without("q"), ("q", "tensor", "NoneType")),
+    "no k": (BATCH, without("k"), ("k", "tensor", "NoneType")),
+    "no v": (BATCH, without("v"), ("v", "tensor", "NoneType")),
+    "no g": (BATCH, without("g"), ("g", "tensor", "NoneType")),
+    "no beta": (BATCH, without("beta"), ("beta", "tensor", "NoneType")),
+    "HV not a multiple": (BATCH, of_three_heads, ("HV", "multiple of H = 2", "3")),
+    "no key heads": (BATCH, without_heads, ("H", "at least 1", "0")),
+    "no value heads": (BATCH, without_value_heads, ("HV", "at least 1", "0")),
+    "no key channels": (BATCH, of_width("K"), ("K", "at least 1", "0")),
+    "no value channels": (BATCH, of_width("V"), ("V", "at least 1", "0")),
+}
+
+
+@pytest.mark.parametrize("what", ILLEGAL)
+def test_illegal_call_is_refused_in_one_line_with_argument_rule_and_value(what: str) -> None:
+    case, change, said = ILLEGAL[what]
+    legal = case.inputs()
+    GATED_DELTA_RULE.check(legal)
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+        GATED_DELTA_RULE.check(change(legal))
+    message = str(refusal.value)
+    assert "\n" not in message
+    assert message.startswith(said[0]), message
+    assert all(each in message for each in said), message
+
+
+@pytest.mark.parametrize("name", ["state", "cu_seqlens"])
+def test_optional_arguments_may_be_none_or_absent(name: str) -> None:
+    given = BATCH.inputs()
+    GATED_DELTA_RULE.check(given.replaced(**{name: None}))
+    GATED_DELTA_RULE.check(without(name)(given))
+    with pytest.raises(ValueError, match=r"^beta must be a tensor, got NoneType$"):
+        GATED_DELTA_RULE.check(given.replaced(beta=None))
+
+
+@settings(max_examples=200)
+@given(values=st.lists(st.integers(-2, 6), max_size=5), dtype=st.sampled_from((torch.int32, torch.int64)), tokens=st.integers(0, 6))
+def test_offsets_are_legal_exactly_when_they_rise_from_zero_to_the_tokens(
+    values: list[int], dtype: torch.dtype, tokens: int
+) -> None:
+    legal = len(values) > 1 and values[0] == 0 and values[-1] == tokens and values == sorted(values)
+    given = torch.tensor(values, dtype=dtype)
+    if legal:
+        check_offsets(given, 1, tokens)
+        return
+    with pytest.raises(ValueError, match=r"^cu_seqlens must"):
+        check_offsets(given, 1, tokens)
+
+
+# Inputs
+
+
+def test_inputs_are_read_as_attributes_and_as_items() -> None:
+    given = BATCH.inputs()
+    assert given.q is given["q"]
+    assert given.scale is None
+    assert given.qk_norm is False
+    assert set(given) == {*TENSORS, "cu_seqlens", "scale", "qk_norm", "output_final_state"}
+    assert len(given) == len(list(given)) == 10
+    assert given.get("nothing") is None
+    assert "q" in given
+    assert dict(**given)["v"] is given.v
+
+
+def test_unknown_input_is_refused_with_the_names_there_are() -> None:
+    given = BATCH.inputs()
+    with pytest.raises(AttributeError, match=r"no input 'qq'; there are q, k, v, g, beta, state"):
+        given.qq  # noqa: B018
+    with pytest.raises(KeyError, match="qq"):
+        given["qq"]
+    with pytest.raises(ValueError, match=r"no input 'gate'; there are q, k, v, g, beta, state"):
+        given.replaced(gate=given.g)
+    with pytest.raises(ValueError, match="no input 'a'"):
+        given.replaced(z=1, q=given.q, a=2)
+    assert not hasattr(given, "__array__")
+
+
+def test_inputs_cannot_be_changed_and_replacing_leaves_the_original() -> None:
+    given = BATCH.inputs()
+    with pytest.raises(AttributeError, match=r"not to be changed: q; use replaced\(q=\.\.\.\)"):
+        given.q = None
+    with pytest.raises(TypeError):
+        given["q"] = None  # type: ignore[index]
+    with pytest.raises(AttributeError):
+        del given.q
+    before = dict(given)
+    other = given.replaced(scale=0.5, state=None)
+    assert (other.scale, other.state) == (0.5, None)
+    assert all(other[name] is given[name] for name in given if name not in ("scale", "state"))
+    assert all(given[name] is each for name, each in before.items())
+    assert other is not given
+
+
+def test_inputs_survive_copy_and_pickle() -> None:
+    given = BATCH.inputs()
+    for other in (copy.copy(given), copy.deepcopy(given), pickle.loads(pickle.dumps(given))):
+        assert set(other) == set(given)
+        assert torch.equal(other.q, given.q)
+    assert copy.deepcopy(given).q.data_ptr() != given.q.data_ptr()
+
+
+# Names
+
+
+def test_gradients_are_named_after_their_inputs() -> None:
+    assert [gradient_name(port.name) for port in GATED_DELTA_RULE.inputs] == ["dq", "dk", "dv", "dg", "dbeta", "dh0"]
+    for port, source in zip(GATED_DELTA_RULE.gradients(), GATED_DELTA_RULE.inputs, strict=True):
+        assert (port.axes, port.dtype, port.scalar_rows) == (source.axes, source.dtype, source.scalar_rows)
+        assert GATED_DELTA_RULE.port(port.name) == port
+    assert GATED_DELTA_RULE.port("o").axes == "B T HV V"
+    assert [port.name for port in GATED_DELTA_RULE.inputs if port.optional] == ["state"]
+    assert OPERATIONS == {"gated_delta_rule": GATED_DELTA_RULE}
+    assert {NAMES[dtype] for dtype in DTYPES.values()} == set(DTYPES)

@@ -1,0 +1,136 @@
+"""The pytest plugin: one item a law where it is asked for, nothing at all where it is not."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BROKEN = f"{ROOT}/tests/mutants.py:ChangesBeta"
+RIGHT = f"{ROOT}/tests/right.py:Chunkwise"
+ASKS = """
+import pytest
+@pytest.mark.gdn_adapter({adapters})
+def test_kernel(gdn_law):
+    gdn_law.assert_holds()
+"""
+FEW = """
+import dataclasses
+def pytest_configure(config):
+    from verify.check import PROFILES, Profile
+    PROFILES["quick"] = Profile("quick", 6)
+"""
+
+
+def suite(folder: pathlib.Path, *options: str, **files: str) -> "subprocess.CompletedProcess[str]":
+    """pytest in a folder of its own, with the plugin, warnings as errors and unknown markers refused."""
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers --strict-config\nfilterwarnings = error\n")
+    named = subprocess.run(
+        [sys.executable, "-c", "import importlib.metadata as m; print(any(e.name == 'gdn_verify' for e in m.entry_points(group='pytest11')))"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    plugin = [] if named.stdout.strip() == "True" else ["-p", "verify.pytest_plugin"]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *plugin, *options],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+
+
+def test_foreign_suite_is_untouched_and_imports_nothing(tmp_path: pathlib.Path) -> None:
+    text = """
+import sys
+def test_light():
+    heavy = {"torch", "triton", "fla", "hypothesis.strategies", "numpy", "rich", "verify.worker", "properties", "oracles"}
+    assert "verify.pytest_plugin" in sys.modules
+    assert not heavy & set(sys.modules)
+"""
+    done = suite(tmp_path, "-p", "no:hypothesispytest", test_foreign=text)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+    assert not (tmp_path / ".gdn-verify").exists()
+
+
+def test_one_item_a_law_and_adapter(tmp_path: pathlib.Path) -> None:
+    asks = ASKS.format(adapters=f"{RIGHT!r}, 'fla/chunk'")
+    done = suite(tmp_path, "--collect-only", "-q", "--gdn-law", "pure", "--gdn-law", "cut", test_kernel=asks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    items = [line for line in done.stdout.splitlines() if "::" in line]
+    assert items == [
+        f"test_kernel.py::test_kernel[{adapter}-{law}]" for adapter in (RIGHT, "fla/chunk") for law in ("pure", "cut")
+    ]
+    done = suite(tmp_path, "--collect-only", "-q", "--gdn-adapter", "fla/fused_recurrent", test_kernel=asks)
+    items = [line for line in done.stdout.splitlines() if "::" in line]
+    assert len(items) > 10
+    assert all("[fla/fused_recurrent-" in line for line in items), "the option replaces the marks"
+
+
+def test_verdicts_become_passed_failed_and_skipped(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "kernel.py").write_text(
+        "from tests.mutants import ChangesBeta\nfrom tests.right import Chunkwise\nfrom verify import Domain\n"
+        "class Unpacked(Chunkwise):\n    domain = Domain(packed=False)\nclass Wrong(ChangesBeta): pass\n"
+    )
+    asks = ASKS.format(adapters="'kernel.py:Unpacked', 'kernel.py:Wrong'")
+    done = suite(
+        tmp_path, "-rs", "-v", "--gdn-law", "packed", "--gdn-law", "pure", "--deselect",
+        "test_kernel.py::test_kernel[kernel.py:Wrong-packed]", conftest=FEW, test_kernel=asks,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 failed, 1 passed, 1 skipped" in done.stdout
+    assert "packed: packed is not supported" in done.stdout
+    assert "BROKEN   pure · kernel.py:Wrong" in done.stdout
+    assert 'repeat       python -m verify repeat "law=pure adapter=kernel.py:Wrong' in done.stdout
+    assert "Traceback" not in done.stdout
+    assert (tmp_path / ".gdn-verify" / "findings.jsonl").read_text().count("\n") == 2
+
+
+def test_undecided_law_fails(tmp_path: pathlib.Path) -> None:
+    conftest = FEW + "    from verify import check\n    check.ENOUGH = 10**6\n    PROFILES['quick'] = Profile('quick', 10)\n"
+    conftest += "    check.overall = lambda counts, reason='': (check.Verdict.UNKNOWN, 'nothing was seen')\n"
+    done = suite(tmp_path, "--gdn-law", "pure", conftest=conftest, test_kernel=ASKS.format(adapters=repr(RIGHT)))
+    assert done.returncode == 1
+    assert "UNKNOWN     pure" in done.stdout
+    assert "nothing was seen" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--gdn-law", "orcale"), "unknown law 'orcale'; there are oracle"),
+        (("--gdn-adapter", "fla/chonk"), "unknown adapter 'fla/chonk'; there are fla/chunk"),
+        (("--gdn-adapter", "gone.py:Kernel"), "there is no file gone.py"),
+        (("--gdn-profile", "fast"), "--gdn-profile must be one of quick, ci, soak, got 'fast'"),
+        (("--gdn-seed", "-1"), "--gdn-seed must be in 0.."),
+        (("--gdn-seed", "x"), "argument --gdn-seed: invalid int value: 'x'"),
+    ],
+)
+def test_bad_option_is_a_usage_error_before_anything_runs(tmp_path: pathlib.Path, options: tuple[str, ...], said: str) -> None:
+    done = suite(tmp_path, *options, test_kernel=ASKS.format(adapters=repr(RIGHT)))
+    assert done.returncode in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERRUPTED)
+    assert said in done.stdout + done.stderr
+    assert "passed" not in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_test_without_an_adapter_is_a_usage_error(tmp_path: pathlib.Path) -> None:
+    done = suite(tmp_path, test_kernel="def test_kernel(gdn_law):\n    gdn_law.assert_holds()\n")
+    assert done.returncode != 0
+    assert "test_kernel asks for gdn_law: mark it gdn_adapter(...) or give --gdn-adapter" in done.stdout + done.stderr
+
+
+def test_items_run_in_two_processes(tmp_path: pathlib.Path) -> None:
+    options = ("-n", "2", "--gdn-law", "pure", "--gdn-law", "recall", "--gdn-law", "heads")
+    done = suite(tmp_path, *options, conftest=FEW, test_kernel=ASKS.format(adapters=repr(RIGHT)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
+
+
+def test_adapter_that_cannot_be_had_fails_in_one_line(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "kernel.py").write_text("import cuda_thing\n")
+    done = suite(tmp_path, "--gdn-law", "pure", test_kernel=ASKS.format(adapters="'kernel.py:Kernel'"))
+    assert done.returncode == 1
+    assert "No module named 'cuda_thing'" in done.stdout

@@ -1,0 +1,427 @@
+"""Strategies stay inside a domain and reach every regime in it; laws say what they need; views are what they claim."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oracles.case import BETAS, GATES, STATES, VALUES, Case
+from oracles.operation import DTYPES
+from properties.domain import VIEWS, Domain
+from properties.laws import LAWS, Law, banded, view
+from properties.strategies import BLOCKS, EDGES, Example, cases, lengths
+
+DOMAINS = {
+    "everything": Domain(),
+    "bf16 only": Domain(dtypes=("bf16",)),
+    "fp16 only": Domain(dtypes=("fp16",)),
+    "gates in fp32": Domain(gate_dtypes=("fp32",)),
+    "gates in the input's dtype": Domain(gate_dtypes=("input",)),
+    "K = V = 128": Domain(key_dims=(128, 128), value_dims=(128, 128)),
+    "widths in steps of 16": Domain(width_step=16),
+    "widths in steps of 64 up to 256": Domain(key_dims=(64, 256), value_dims=(64, 256), width_step=64),
+    "an unusual width": Domain(key_dims=(48, 48), value_dims=(96, 96)),
+    "K = V": Domain(equal_widths=True),
+    "HV = H": Domain(grouped_heads=False),
+    "no packing": Domain(packed=False),
+    "no batch": Domain(batched=False),
+    "no empty sequence": Domain(empty=False),
+    "no batch and no empty sequence": Domain(batched=False, empty=False),
+    "no initial state": Domain(initial_state=False),
+    "no norm": Domain(qk_norm=False),
+    "no scale": Domain(scale=False),
+    "no beta over 1": Domain(negative_eigenvalues=False),
+    "no strides": Domain(views=False),
+    "no backward": Domain(backward=False),
+    "not deterministic": Domain(deterministic=False),
+    "a decode kernel": Domain(
+        dtypes=("bf16",),
+        gate_dtypes=("fp32",),
+        key_dims=(128, 128),
+        value_dims=(128, 128),
+        packed=False,
+        empty=False,
+        backward=False,
+    ),
+    "a narrow training kernel": Domain(
+        dtypes=("bf16",),
+        key_dims=(128, 128),
+        value_dims=(128, 128),
+        equal_widths=True,
+        grouped_heads=False,
+        batched=False,
+        empty=False,
+        initial_state=False,
+        qk_norm=False,
+        scale=False,
+        negative_eigenvalues=False,
+        views=False,
+    ),
+}
+# The laws that a domain cannot be asked about, and what it lacks.
+LACKING = {
+    "no packing": {"packed": "packed"},
+    "no batch": {"packed": "batched", "recurrent": "batched"},
+    "no batch and no empty sequence": {"packed": "batched", "recurrent": "batched"},
+    "no initial state": {"cut": "initial state", "recurrent": "initial state"},
+    "no norm": {"norm": "qk norm"},
+    "no strides": {"strides": "views"},
+    "a decode kernel": {"packed": "packed"},
+    "a narrow training kernel": {
+        "packed": "batched",
+        "recurrent": "initial state",
+        "cut": "initial state",
+        "norm": "qk norm",
+        "strides": "views",
+    },
+}
+
+
+# Laws draw inside a domain
+
+
+def drawn(domain: Domain, each: Callable[[Law, Example], None], examples: int) -> None:
+    """Calls `each` with examples of every law that the domain can be asked about."""
+
+    @settings(max_examples=examples)
+    @given(data=st.data())
+    def run(data: st.DataObject) -> None:
+        for law in LAWS.values():
+            if law.needs(domain) is None:
+                each(law, data.draw(law.draw(domain)))
+
+    run()
+
+
+@pytest.mark.parametrize("name", DOMAINS)
+def test_every_law_draws_what_the_domain_promises_and_the_law_accepts(name: str) -> None:
+    domain, seen = DOMAINS[name], set()
+
+    def each(law: Law, example: Example) -> None:
+        assert domain.outside(example.case) is None, law.name
+        law.accept(example)
+        assert Case.parse(str(example.case)) == example.case
+        seen.add(law.name)
+
+    drawn(domain, each, 15)
+    assert seen == set(LAWS) - set(LACKING.get(name, {}))
+
+
+def test_an_example_of_everything_is_outside_a_narrow_domain() -> None:
+    outside = []
+    drawn(Domain(), lambda law, example: outside.append(DOMAINS["a narrow training kernel"].outside(example.case)), 2)
+    assert len(outside) >= len(LAWS)
+    assert all(outside)
+
+
+@pytest.mark.parametrize("name", DOMAINS)
+def test_law_says_in_words_what_the_domain_lacks(name: str) -> None:
+    said = {law.name: law.needs(DOMAINS[name]) for law in LAWS.values()}
+    lacking = LACKING.get(name, {})
+    assert {law for law, words in said.items() if words} == set(lacking)
+    for law, what in lacking.items():
+        assert said[law] == f"{what} is not supported"
+
+
+def test_laws_are_named_told_and_of_a_kind() -> None:
+    for name, law in LAWS.items():
+        assert law.name == name
+        assert law.kind in ("truth", "exact")
+        assert len(law.says.split()) > 5
+        assert not law.says.endswith(".")
+    assert len({law.says for law in LAWS.values()}) == len(LAWS)
+
+
+def test_variants_are_all_drawn_where_the_domain_allows_them() -> None:
+    seen: dict[str, set[str]] = {}
+    drawn(Domain(), lambda law, example: seen.setdefault(law.name, set()).add(example.variant or ""), 80)
+    for name, law in LAWS.items():
+        assert seen[name] == set(law.variants or ("",))
+
+
+def test_places_are_drawn_at_both_ends_and_at_the_edges_of_blocks() -> None:
+    seen: dict[str, list[Example]] = {name: [] for name in LAWS}
+    drawn(Domain(), lambda law, example: seen[law.name].append(example), 80)
+    for name in ("cut", "future"):
+        assert {63, 64, 65, 16, 1} <= {example.at for example in seen[name]}
+    for name in ("packed", "samples", "heads"):
+        assert {example.at for example in seen[name]} >= {0, 1}
+    for name, law in LAWS.items():
+        assert all((example.at is None) == (law.place is None) for example in seen[name])
+
+
+# Domains
+
+
+def outside_of() -> Iterator[tuple[Domain, str, str]]:
+    """A domain, a line outside it, and the words that say why."""
+    yield Domain(dtypes=("bf16",)), "lengths=5 dtype=fp32", "dtype=fp32 is not among bf16"
+    yield Domain(gate_dtypes=("fp32",)), "lengths=5 gate_dtype=input", "gate_dtype=input is not among fp32"
+    yield Domain(key_dims=(64, 128)), "lengths=5", "key_dim=16 is not in 64..128"
+    yield Domain(value_dims=(1, 8)), "lengths=5", "value_dim=16 is not in 1..8"
+    yield Domain(width_step=16), "lengths=5 key_dim=24", "key_dim=24 is not in 1..256 in steps of 16"
+    yield Domain(equal_widths=True), "lengths=5 value_dim=32", "key_dim=16 and value_dim=32 must be equal"
+    yield Domain(grouped_heads=False), "lengths=5 value_heads=2", "heads=1 and value_heads=2 must be equal"
+    yield Domain(packed=False), "lengths=5 packed=yes", "packed=yes is not supported"
+    yield Domain(batched=False), "lengths=5", "packed=no is not supported"
+    yield Domain(empty=False), "lengths=5+0 packed=yes", "empty sequences are not supported"
+    yield Domain(initial_state=False), "lengths=5 state=zero", "state=zero: an initial state is not supported"
+    yield Domain(qk_norm=False), "lengths=5 qk_norm=yes", "qk_norm=yes is not supported"
+    yield Domain(scale=False), "lengths=5 scale=one", "scale=one is not supported"
+    yield Domain(negative_eigenvalues=False), "lengths=5 beta=two", "beta=two: beta over 1 is not supported"
+    yield Domain(backward=False), "lengths=5", "backward=yes is not supported"
+
+
+@pytest.mark.parametrize(("domain", "line", "said"), list(outside_of()))
+def test_domain_says_why_a_case_is_outside(domain: Domain, line: str, said: str) -> None:
+    assert domain.outside(Case.parse(line)) == said
+    assert Domain().outside(Case.parse(line)) is None
+
+
+def test_domain_survives_json() -> None:
+    for domain in DOMAINS.values():
+        text = json.dumps(domain.to_json())
+        assert Domain.from_json(json.loads(text)) == domain
+        assert hash(Domain.from_json(json.loads(text))) == hash(domain)
+    assert len({json.dumps(domain.to_json()) for domain in DOMAINS.values()}) == len(DOMAINS)
+
+
+# Strategies reach every regime
+
+
+@pytest.fixture(scope="module")
+def sample() -> list[Case]:
+    """Four hundred cases of the whole domain."""
+    seen: list[Case] = []
+
+    @settings(max_examples=400)
+    @given(case=cases(Domain(), value_heads=8))
+    def collect(case: Case) -> None:
+        seen.append(case)
+
+    collect()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("field", "choices"),
+    [
+        ("dtype", tuple(DTYPES)),
+        ("gate", GATES),
+        ("beta", BETAS),
+        ("values", tuple(each for each in VALUES if each != "one_hot")),
+        ("state", STATES),
+        ("scale", ("default", "one", "half")),
+        ("gate_dtype", ("fp32", "input")),
+        ("offsets", ("int64", "int32")),
+        ("packed", (False, True)),
+        ("qk_norm", (False, True)),
+    ],
+)
+def test_each_choice_is_drawn_often_enough(sample: list[Case], field: str, choices: tuple[object, ...]) -> None:
+    counts = {choice: sum(getattr(case, field) == choice for case in sample) for choice in choices}
+    assert {getattr(case, field) for case in sample} == set(choices)
+    assert min(counts.values()) >= len(sample) / len(choices) / 5, counts
+
+
+def test_shapes_that_find_bugs_are_drawn(sample: list[Case]) -> None:
+    shares = {
+        "an empty sequence": lambda case: 0 in case.lengths,
+        "an empty sequence between others": lambda case: 0 in case.lengths[1:-1],
+        "under a chunk": lambda case: 0 < max(case.lengths) < 64,
+        "over a chunk": lambda case: max(case.lengths) > 64,
+        "several chunks": lambda case: max(case.lengths) > 128,
+        "one token": lambda case: 1 in case.lengths,
+        "several sequences": lambda case: len(case.lengths) > 1,
+        "unequal sequences": lambda case: len(set(case.lengths)) > 1,
+        "a batch": lambda case: not case.packed and len(case.lengths) > 1,
+        "one packed sequence": lambda case: case.packed and len(case.lengths) == 1,
+        "grouped heads": lambda case: case.value_heads > case.heads,
+        "several key heads, grouped": lambda case: case.value_heads > case.heads > 1,
+        "K over V": lambda case: case.key_dim > case.value_dim,
+        "V over K": lambda case: case.key_dim < case.value_dim,
+        "K no power of two": lambda case: math.log2(case.key_dim) % 1 > 0,
+        "one channel": lambda case: 1 in (case.key_dim, case.value_dim),
+        "a state in every sequence of several": lambda case: len(case.lengths) > 1 and case.state == "random",
+    }
+    counts = {what: sum(map(seen, sample)) for what, seen in shares.items()}
+    assert min(counts.values()) >= 8, counts
+    every = {length for case in sample for length in case.lengths}
+    assert {63, 64, 65, 15, 16, 17, 31, 32, 33, 127, 128, 129, 130, 1, 0} <= every
+    assert {case.value_heads // case.heads for case in sample} == {1, 2, 4, 8}
+    assert len({case.seed for case in sample}) > 100
+    assert max(sum(case.lengths) for case in sample) <= 260
+
+
+@settings(max_examples=200)
+@given(
+    sizes=st.data(),
+    empty=st.booleans(),
+    sequences=st.sampled_from([(1, 1), (1, 4), (2, 3), (5, 8)]),
+    longest=st.sampled_from([16, 80, 150]),
+    total=st.sampled_from([20, 100, 260]),
+)
+def test_lengths_keep_their_limits(sizes: st.DataObject, empty: bool, sequences: tuple[int, int], longest: int, total: int) -> None:  # noqa: FBT001
+    got = sizes.draw(lengths(Domain(empty=empty), sequences, longest, total))
+    assert sequences[0] <= len(got) <= sequences[1]
+    assert max(got) <= longest
+    assert sum(got) <= total + (0 if empty else len(got)), "where none may be empty, one token each is left"
+    assert empty or min(got) > 0
+
+
+def test_edges_stand_on_both_sides_of_blocks() -> None:
+    for block in BLOCKS:
+        assert {block - 1, block + 1} <= {*EDGES}
+
+
+@settings(max_examples=50)
+@given(
+    case=cases(
+        Domain(),
+        packed=True,
+        gate="64",
+        groups=(2, 4),
+        key_dim=st.sampled_from((8, 16)),
+        backward=False,
+        sequences=(3, 3),
+        longest=16,
+    )
+)
+def test_fixed_fields_are_as_given(case: Case) -> None:
+    assert (case.packed, case.gate, case.heads, case.value_heads, case.backward) == (True, "64", 2, 4, False)
+    assert case.key_dim in (8, 16)
+    assert len(case.lengths) == 3
+    assert max(case.lengths) <= 16
+
+
+# Views
+
+SHAPES = ((1, 5, 2, 8), (2, 5, 1, 8), (2, 4, 8, 12), (1, 7, 3), (2, 7, 1), (1, 1, 1, 1), (1, 6, 1), (1, 0, 2, 8), (0, 2, 3))
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return (torch.arange(1, math.prod(shape) + 1, dtype=torch.float64) / 8).to(dtype).reshape(shape)
+
+
+def memory(x: Tensor) -> Tensor:
+    """Every element of the allocation behind x."""
+    return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+
+
+@pytest.mark.parametrize("how", [how for how in VIEWS if how != "expanded"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES.values())
+def test_view_is_the_tensor_with_nan_all_around_it(how: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = numbers(shape, dtype)
+    got = view(x, how)
+    assert got.dtype == dtype
+    assert torch.equal(got, x)
+    around = memory(got)
+    assert int(around.isnan().sum()) == around.numel() - x.numel()
+    assert around.numel() > x.numel() or not x.numel()
+    got.fill_(0)
+    assert int(memory(got).isnan().sum()) == around.numel() - x.numel(), "writing it leaves the bands"
+    assert torch.equal(x, numbers(shape, dtype)), "and the original"
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 2, 8), (2, 5, 3, 8), (2, 4, 8, 12), (2, 7, 3)])
+def test_views_have_the_strides_they_claim(shape: tuple[int, ...]) -> None:
+    x = numbers(shape, torch.float32)
+    views = {how: view(x, how) for how in VIEWS}
+    assert views["sliced"].stride(-1) == 1
+    assert views["sliced"].stride(-2) == shape[-1] + 4
+    assert not views["sliced"].is_contiguous()
+    assert views["transposed"].stride(-2) == 1
+    assert views["transposed"].stride(-1) == shape[-2] + 2
+    assert views["offset"].is_contiguous()
+    assert views["offset"].storage_offset() == 3
+    assert views["strided"].stride(-1) == 2
+    assert not views["strided"].is_contiguous()
+    assert 0 in views["expanded"].stride()
+    assert len({(each.stride(), each.storage_offset()) for each in (*views.values(), x)}) == 6
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_expanded_view_repeats_the_first_along_one_axis(shape: tuple[int, ...]) -> None:
+    x = numbers(shape, torch.float32)
+    got = view(x, "expanded")
+    assert got.shape == x.shape
+    zero = [axis for axis in range(x.ndim) if got.stride(axis) == 0 and x.shape[axis] > 1]
+    for axis in zero:
+        assert torch.equal(got, x.narrow(axis, 0, 1).expand_as(x))
+        assert not torch.equal(got, x)
+    assert len(zero) == (1 if x.numel() and max(x.shape[:-1]) > 1 and shape != (1, 6, 1) else 0)
+
+
+@given(shape=st.lists(st.integers(0, 4), min_size=1, max_size=4), width=st.integers(0, 3))
+def test_band_is_as_wide_as_asked_on_every_side(shape: list[int], width: int) -> None:
+    x = numbers(tuple(shape), torch.float32)
+    got = banded(x, width)
+    assert torch.equal(got, x)
+    assert memory(got).numel() == math.prod(size + 2 * width for size in shape)
+    assert int(memory(got).isnan().sum()) == memory(got).numel() - x.numel()
+
+
+# What a law accepts
+
+REFUSED = {
+    "oracle": (Example(Case((5,)), at=3), ("at", "takes no at", "at=3")),
+    "cut": (Example(Case((5,))), ("at", "in 1..4", "None")),
+    "future": (Example(Case((5,)), at=5), ("at", "in 1..4", "5")),
+    "recurrent": (Example(Case((5,)), at=1), ("at", "in 2..4", "1")),
+    "heads": (Example(Case((5,)), at=0), ("at", "no place", "lengths=5")),
+    "samples": (Example(Case((5, 0), packed=True), at=0), ("at", "no place", "lengths=5+0")),
+    "packed": (Example(Case((5, 6), packed=True), at=-1), ("at", "in 0..1", "-1")),
+    "strides": (Example(Case((5,)), variant="rolled"), ("variant", "sliced, transposed", "rolled")),
+    "absent": (Example(Case((5,))), ("variant", "scale, state, offsets, final_state", "None")),
+    "linear": (Example(Case((5,)), variant="scale"), ("variant", "values, cotangents", "scale")),
+    "pure": (Example(Case((5,)), variant="sliced"), ("variant", "absent", "sliced")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_law_refuses_what_it_cannot_be_asked_in_one_line(name: str) -> None:
+    example, said = REFUSED[name]
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+        LAWS[name].accept(example)
+    message = str(refusal.value)
+    assert "\n" not in message
+    assert name in message
+    assert all(each in message for each in said), message
+
+
+def test_law_accepts_the_ends_of_its_range() -> None:
+    for at in (1, 4):
+        LAWS["cut"].accept(Example(Case((5, 3), packed=True), at=at))
+    for at in (0, 1):
+        LAWS["heads"].accept(Example(Case((5,), value_heads=2), at=at))
+    for variant in VIEWS:
+        LAWS["strides"].accept(Example(Case((5,)), variant=variant))
+    LAWS["oracle"].accept(Example(Case((0,))))
+    with pytest.raises(ValueError, match="at must be in 1"):
+        LAWS["cut"].accept(dataclasses.replace(Example(Case((5, 3), packed=True)), at=0))
+
+
+UNANSWERABLE = {
+    "recall needs one-hot values": ("recall", Example(Case((5,)))),
+    "norm needs the norm": ("norm", Example(Case((5,)))),
+    "a given state is not absent": ("absent", Example(Case((5,), state="random"), variant="state")),
+    "a given scale is not absent": ("absent", Example(Case((5,), scale="one"), variant="scale")),
+    "given offsets are not absent": ("absent", Example(Case((5, 6), packed=True), variant="offsets")),
+    "cotangents need a backward": ("linear", Example(Case((5,), backward=False), variant="cotangents")),
+    "packed needs packing": ("packed", Example(Case((5, 5)), at=0)),
+    "one token at a time needs one sequence": ("recurrent", Example(Case((5, 5)), at=3)),
+}
+
+
+@pytest.mark.parametrize("what", UNANSWERABLE)
+def test_law_refuses_a_case_that_it_says_nothing_about(what: str) -> None:
+    name, example = UNANSWERABLE[what]
+    with pytest.raises(ValueError, match=name):
+        LAWS[name].accept(example)

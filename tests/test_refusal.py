@@ -1,0 +1,77 @@
+"""Illegal input: our own contract refuses all of it, and what an implementation does is told apart."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from oracles.operation import Inputs
+from tests.right import Chunkwise
+from verify.adapter import Domain
+from verify.bench import contract
+from verify.refusal import _PACKED, ILLEGAL, illegal, probe
+from verify.worker import Worker, WorkerLost
+
+SAID = {
+    "cu_seqlens that decrease": r"must not decrease, got \[0, 12, 5, 17\]",
+    "cu_seqlens that end before the tokens do": r"must end at the token count 17, got 16",
+    "cu_seqlens that do not start at 0": r"must start at 0 .* got \[1, 5, 17\]",
+    "one initial state for two sequences": r"state must have N = 2, one per sequence, got shape \(1, 4, 16, 16\)",
+    "HV not a multiple of H": r"HV must be a multiple of H = 2, got 3",
+    "g of another length": r"g must have T = 17 .* got shape \(1, 16, 4\)",
+    "q and k of different widths": r"k must have K = 8 .* got shape \(1, 17, 2, 16\)",
+}
+
+
+class Refuses(Chunkwise):
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        raise TypeError("not like this")
+
+
+class Silent(Chunkwise):
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        return torch.zeros_like(x.v), None
+
+
+class Unpacked(Chunkwise):
+    domain = Domain(packed=False)
+
+
+class Crashes(Chunkwise):
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        os._exit(11)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    with Worker(20.0) as one:
+        yield one
+
+
+def test_the_call_that_is_made_wrong_is_right_before() -> None:
+    contract(_PACKED, _PACKED.inputs())
+
+
+def test_every_illegal_input_has_its_message_here() -> None:
+    assert set(SAID) == set(ILLEGAL)
+
+
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_our_contract_refuses_and_names_value_and_rule(name: str) -> None:
+    with pytest.raises(ValueError, match=SAID[name]):
+        contract(_PACKED, illegal(name))
+
+
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_probe_tells_refusing_from_silent(name: str) -> None:
+    assert probe(Refuses(), name) == "refuses (TypeError)"
+    assert probe(Silent(), name) == "answers silently"
+    assert probe(Unpacked(), name).startswith("not asked: ")
+
+
+def test_probe_that_kills_its_process_costs_a_worker(worker: Worker) -> None:
+    with pytest.raises(WorkerLost, match="exited with code 11"):
+        worker.ask({"refuse": [f"{__file__}:Crashes", "cu_seqlens that decrease"]})
+    assert worker.ask({"refuse": [f"{__file__}:Refuses", "cu_seqlens that decrease"]}) == {"did": "refuses (TypeError)"}
