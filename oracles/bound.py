@@ -2,7 +2,7 @@
 
 Disturbed runs (oracles/rounding.py) surround the exact one: RUNS of them, or RUNS / 2 for each of CHUNKS where a chunkwise
 implementation does not say how long its chunks are, since where they begin decides where its state rounds and its cumulative gate
-restarts. A row is a token and head's vector, a row of a state, or one element of g's and beta's gradients. Its error scale is
+restarts; the greatest of their spreads counts. A row is a token and head's vector, a row of a state, or one element of g's and beta's gradients. Its error scale is
 
     sigma^2 = 1/2 own + 1/2 mean over the WINDOW rows around it,    own = mean over runs of |disturbed - exact|^2
 
@@ -31,7 +31,7 @@ from oracles.rounding import BITS, Arithmetic
 
 RUNS = 8
 FINER = 8
-CHUNKS = (64, 16, 128)
+CHUNKS = (64, 16, 32, 128)
 WINDOW = 9
 KAPPA = 12.0
 FLOOR_ULP = 2.0
@@ -115,20 +115,23 @@ def _bounds(
     chunks = CHUNKS if algorithm == "chunkwise" and chunk is None else (chunk or CHUNKS[0],)
     plain = Arithmetic.of(algorithm, dtype, products, 1 + (RUNS if len(chunks) == 1 else RUNS // 2))
     exact: dict[str, Tensor] = {}
-    squares: dict[str, list[Tensor]] = {}
-    for batch in range(batches):
-        arithmetic = dataclasses.replace(plain, batch=batch)
-        for each in chunks:
+    squares: dict[str, Tensor] = {}
+    for each in chunks:
+        spreads: dict[str, list[Tensor]] = {}
+        for batch in range(batches):
+            arithmetic = dataclasses.replace(plain, batch=batch)
             for name, runs in _evaluate(inputs, cotangents, algorithm, arithmetic, chunk=each).items():
                 exact.setdefault(name, runs[0])
-                squares.setdefault(name, []).append((runs[1:] - runs[:1]).square().mean(0))
+                spreads.setdefault(name, []).append((runs[1:] - runs[:1]).square().mean(0))
+        for name, spread in spreads.items():
+            mean = torch.stack(spread).mean(0)
+            squares[name] = torch.maximum(squares[name], mean) if name in squares else mean
     result = {}
     for name, value in exact.items():
         port = operation.port(name)
         step = plain.step if port.dtype == "input" or plain.stored == plain.output else 0.0
         ulp = 2.0 ** (1 - BITS[dtype if port.dtype == "input" else "fp32"])
-        spread = torch.stack(squares[name]).mean(0)
-        result[name] = Bound(value, allowance(value, spread, port, sequences(inputs), ulp, step))
+        result[name] = Bound(value, allowance(value, squares[name], port, sequences(inputs), ulp, step))
     return result
 
 

@@ -289,20 +289,33 @@ def test_known_defect_that_no_longer_fails_is_said(workers: list[Worker], store:
     assert line.startswith("known defect NO LONGER FAILS, take it off the file: ")
 
 
-def test_adapter_that_kills_its_process_at_import_is_a_usage_error(workers: list[Worker], tmp_path: pathlib.Path) -> None:
-    for number, (text, said) in enumerate({
-        "import os; os._exit(3)": "crashed: exited with code 3",
-        "import sys; sys.exit('no GPU')": "crashed: exited with code 1",
-        "import os; os.kill(os.getpid(), 11)": "crashed: killed by SIGSEGV",
-        "raise ImportError('no module named cuda_thing')": "ImportError: no module named cuda_thing",
-        "def": "SyntaxError",
-        "": "has no Adapter called Kernel; it has none",
-    }.items()):  # fmt: skip
-        file = tmp_path / f"dead_{number}.py"
-        file.write_text(text)
-        with pytest.raises(AdapterError, match=said.partition("(")[0]) as error:
-            describe(f"{file}:Kernel", workers[0])
-        assert "\n" not in str(error.value)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import os; os._exit(0)", "importing it crashed: exited with code 0"),
+        ("import sys; sys.exit('no GPU')", "importing it crashed: exited with code 1"),
+        ("import cuda_thing", "ModuleNotFoundError: No module named 'cuda_thing'"),
+        ("1/0", "ZeroDivisionError"),
+        ("def", "SyntaxError"),
+        ("class Other: pass", "has no Adapter called Kernel; it has none"),
+        ("from tests.right import Chunkwise as Own", "has no Adapter called Kernel; it has Own"),
+        ("from verify import Adapter\nclass Kernel(Adapter): pass", "Kernel() failed: TypeError: Can't instantiate abstract class"),
+        (
+            "from tests.right import Chunkwise\nclass Kernel(Chunkwise): algorithm = 'magic'",
+            "one of chunkwise, recurrent, got 'magic'",
+        ),
+        ("from tests.right import Chunkwise\nclass Kernel(Chunkwise): operation = 'conv'", "one of gated_delta_rule, got 'conv'"),
+        ("from tests.right import Chunkwise\nclass Kernel(Chunkwise): domain = None", "domain must be a Domain, got None"),
+        ("from tests.right import Chunkwise\nclass Kernel(Chunkwise): chunk = 0", "chunk must be None or in 1..1024, got 0"),
+    ],
+)
+def test_adapter_that_cannot_be_had_is_one_line(workers: list[Worker], tmp_path: pathlib.Path, text: str, said: str) -> None:
+    file = tmp_path / "unfit.py"
+    file.write_text(text)
+    with pytest.raises(AdapterError) as error:
+        describe(f"{file}:Kernel", workers[0])
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_ask_leaves_no_run_under_way_whatever_happens(workers: list[Worker], store: Store) -> None:

@@ -27,7 +27,7 @@ KILLED_BY = {
     mutants.DropsState: (Kill("oracle", 1), Kill("cut", 66)),
     mutants.LeaksState: (Kill("packed", 2, 2), Kill("samples", 2, 2), Kill("oracle", 2, 2)),
     mutants.PeeksAhead: (Kill("future", 2),),
-    mutants.SeesFutureGates: (Kill("future", 3),),
+    mutants.SeesFutureGates: (Kill("future", 32),),
     mutants.TiledHeads: (Kill("oracle", 1), Kill("heads", 1)),
     mutants.ForgetsBetaInErase: (Kill("oracle", 2),),
     mutants.DecayOneTokenEarly: (Kill("oracle", 64), Kill("cut", 66)),

@@ -66,9 +66,7 @@ def test_runs_of_several_threads_are_under_way_together(tmp_path: pathlib.Path) 
 
 def test_run_of_a_killed_check_is_told_once(tmp_path: pathlib.Path) -> None:
     program = "import os, sys; from verify.store import Store; Store(sys.argv[1]).begin('law=cut at=3'); os.kill(os.getpid(), 9)"
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
     assert done.returncode == -9
     assert Store(tmp_path).left_behind() == ["law=cut at=3"]
     assert Store(tmp_path).left_behind() == []
@@ -131,9 +129,7 @@ def test_full_disk_is_said_in_words(tmp_path: pathlib.Path) -> None:
     assert store.trouble == f"cannot write to {tmp_path}: No space left on device; findings are printed and not kept"
 
 
-def test_disk_that_fills_up_between_two_findings_keeps_the_first(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_that_fills_up_between_two_findings_keeps_the_first(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path)
     store.keep(FINDING)
 
@@ -155,9 +151,7 @@ def test_two_checks_at_once_mix_no_lines(tmp_path: pathlib.Path) -> None:
         "store.close()"
     )
     checks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(tmp_path), who], env={**os.environ, "PYTHONPATH": str(ROOT)}
-        )
+        subprocess.Popen([sys.executable, "-c", program, str(tmp_path), who], env={**os.environ, "PYTHONPATH": str(ROOT)})
         for who in "ab"
     ]
     assert [check.wait(60) for check in checks] == [0, 0]

@@ -297,9 +297,7 @@ def stub(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("number", "named"), [(signal.SIGBUS, "SIGBUS"), (signal.SIGRTMIN + 3, f"signal {signal.SIGRTMIN + 3}")])
 @pytest.mark.usefixtures("stub")
-def test_twenty_losses_leave_no_process_and_no_descriptor(
-    monkeypatch: pytest.MonkeyPatch, number: int, named: str
-) -> None:
+def test_twenty_losses_leave_no_process_and_no_descriptor(monkeypatch: pytest.MonkeyPatch, number: int, named: str) -> None:
     monkeypatch.setenv("SIGNAL", str(int(number)))
     before, family = descriptors(), len(children())
     with Worker(5.0) as worker:
@@ -401,6 +399,10 @@ def test_worker_finds_modules_where_its_supervisor_does_and_in_the_same_order(tm
     path = os.pathsep.join([str(tmp_path / "second"), str(ROOT)])
     said = subprocess.run(
         [sys.executable, "-P", "-c", program, str(tmp_path / "first"), f"{adapter}:Kernel"],
-        env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert "RuntimeError: first" in said.stdout, said.stdout + said.stderr

@@ -41,9 +41,7 @@ class Shrunk:
     finished: bool
 
 
-def shrink(
-    example: Example, law: Law, fails: Callable[[Example], bool | None], more: Callable[[int], bool]
-) -> Shrunk:
+def shrink(example: Example, law: Law, fails: Callable[[Example], bool | None], more: Callable[[int], bool]) -> Shrunk:
     """The smallest example for which `fails` is true; None means undecided. `more(runs)` says whether to spend another run.
 
     One aspect after another is made as simple as it gets, all of them again until none moves: going back to the first after
