@@ -2,16 +2,19 @@
 
 Disturbed runs (oracles/rounding.py) surround the exact one: RUNS of them, or RUNS / 2 for each of CHUNKS where a chunkwise
 implementation does not say how long its chunks are, since where they begin decides where its state rounds and its cumulative gate
-restarts; the greatest of their spreads counts. A row is a token and head's vector, a row of a state, or one element of g's and beta's gradients. Its error scale is
+restarts; the greatest of their spreads counts. A row is a token and head's vector, a row of a state, or one element of g's and
+beta's gradients. Its error scale is
 
     sigma^2 = 1/2 own + 1/2 mean over the WINDOW rows around it,    own = mean over runs of |disturbed - exact|^2
 
 where the neighbours are those of the same sequence and head (for a state, of the same matrix): one row's own spread over RUNS
-runs is too poor an estimate, and pooling gives it DEGREES degrees of freedom. A row is broken when its error exceeds
+runs is a poor estimate. A row is broken when its error exceeds
 
-    allowed = KAPPA sigma,    never less than FLOOR_ULP units in the last place of the row, nor than the subnormal step of
-what is stored on the way to it. Where equal values err alike, a few runs say little however many rows are pooled, so the judge asks
-for FINER times as many before it calls a row broken that is over by less than tenfold.
+    allowed = KAPPA sigma
+
+never less than FLOOR_ULP units in the last place of the row, nor than the subnormal step of what is stored on the way to it.
+Where equal values err alike, pooling rows does not help, so the judge asks for FINER times as many runs before it calls a row
+broken that is over by less than tenfold.
 
 docs/MEASUREMENTS.md derives KAPPA and holds the distribution of error / allowed on right implementations.
 """
