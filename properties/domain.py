@@ -13,8 +13,8 @@ class Domain:
     """The calls an implementation promises to answer rightly; the defaults promise everything.
 
     Widths are inclusive ranges in steps of `width_step`. `views` says whether inputs may be anything but contiguous,
-    `deterministic` whether a second call gives the same bits, `position_independent` whether a sequence or head gets the same bits wherever it stands in the batch: a promise that few need
-    and a vector unit that treats the end of a row apart does not keep.
+    `deterministic` whether a second call gives the same bits, `position_independent` whether a sequence or head gets the same
+    bits wherever it stands in the batch: a promise that few need and a vector unit that treats the end of a row apart breaks.
     """
 
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")

@@ -1,9 +1,15 @@
 """Strategies: cases that find bugs, drawn inside a domain. Structure is drawn, values come from the case's seed.
 
-Alternatives are ordered simplest first. Lengths stand on both sides of the block sizes of kernels; gates are drawn by memory.
+Hypothesis draws the seed of each case and a plain generator makes the choices from it. Left to draw every choice, Hypothesis looks
+for small and repetitive examples, to shrink well: of 40 cases a law, 40% had no token at all or all but repeated another. Cases
+shrink on their lines (verify/shrink.py), so diversity is all that is asked of the drawing.
+
+Lengths stand on both sides of the block sizes of kernels; gates are drawn by memory.
 """
 
 import dataclasses
+import random
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -11,9 +17,10 @@ from hypothesis import strategies as st
 from oracles.case import BETAS, GATES, VALUES, Case
 from properties.domain import Domain
 
-BLOCKS = (64, 16, 32, 128)
-EDGES = (1, 2, 15, 17, 31, 33, 63, 65, 66, 80, 127, 129, 130)
-WIDTHS = (16, 8, 32, 24, 40, 64, 12, 128, 1, 7)
+BLOCKS = (64, 16, 32, 128, 192, 256)
+EDGES = (1, 2, 15, 17, 31, 33, 63, 65, 66, 80, 127, 129, 130, 191, 193, 257)
+WIDTHS = (16, 8, 32, 24, 40, 64, 12, 128, 1, 7, 100, 256, 160, 192)
+HEADS = ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 8), (2, 8))
 REMEMBERING = ("forever", "1000", "64", "10")
 
 
@@ -27,21 +34,23 @@ class Example:
 
 
 def lengths(
-    domain: Domain, sequences: tuple[int, int] = (1, 4), longest: int = 150, total: int = 260
-) -> st.SearchStrategy[tuple[int, ...]]:
-    """Lengths of packed sequences: edges of blocks, anything up to `longest`, empty ones, at most `total` tokens."""
-    blocks, edges = (st.sampled_from([n for n in sizes if n <= longest]) for sizes in (BLOCKS, EDGES))
-    one = st.one_of(edges, blocks, st.integers(1, longest))
-    if domain.empty:
-        one = st.one_of(*[one] * (9 if sequences[1] > 1 else 29), st.just(0))
+    chance: random.Random, sequences: tuple[int, int], longest: int, total: int, *, empty: bool, many: bool
+) -> tuple[int, ...]:
+    """Lengths of sequences: edges of blocks, anything up to `longest`, `total` tokens at most.
 
-    def fit(drawn: list[int]) -> tuple[int, ...]:
-        kept: list[int] = []
-        for length in drawn:
-            kept.append(min(length, total - sum(kept)) or int(not domain.empty))
-        return tuple(kept)
-
-    return st.lists(one, min_size=sequences[0], max_size=sequences[1]).map(fit)
+    `empty`: one in ten has no tokens; `many`: one batch in eight is a dozen short sequences.
+    """
+    if many and chance.random() < 1 / 8:
+        drawn = [chance.randint(0 if empty else 1, 5) for _ in range(chance.randint(5, 12))]
+    else:
+        sizes = [[n for n in BLOCKS if n <= longest], [n for n in EDGES if n <= longest], range(1, longest + 1)]
+        drawn = [chance.choice(chance.choice([each for each in sizes if each])) for _ in range(chance.randint(*sequences))]
+        if empty:
+            drawn = [0 if chance.random() < 1 / 10 else length for length in drawn]
+    kept: list[int] = []
+    for length in drawn:
+        kept.append(min(length, total - sum(kept)) or int(not empty))
+    return tuple(kept)
 
 
 @st.composite
@@ -55,57 +64,50 @@ def cases(
     value_heads: int = 4,
     **fixed: Any,
 ) -> Case:
-    """Any case of the domain; `fixed` names fields that are not drawn but given (a value) or drawn as said (a strategy)."""
+    """Any case of the domain; `fixed` names fields that are given, as a value or as a tuple of values to choose from."""
+    chance = draw(st.randoms(use_true_random=True))
 
-    def field(name: str, default: st.SearchStrategy[Any]) -> Any:
-        chosen = fixed.get(name, default)
-        return draw(chosen) if isinstance(chosen, st.SearchStrategy) else chosen
+    def field(name: str, choices: Sequence[Any]) -> Any:
+        given = fixed.get(name, choices)
+        return chance.choice(given) if isinstance(given, tuple) else given
 
-    packed = field(
-        "packed", st.sampled_from([choice for choice, can in ((False, domain.batched), (True, domain.packed)) if can])
+    heads, value_heads = field(
+        "groups", tuple(pair for pair in HEADS if pair[1] <= value_heads and (domain.grouped_heads or pair[0] == pair[1]))
     )
+    total = total * 4 // max(4, value_heads)  # many heads are many instances of a kernel: fewer tokens
+    longest = min(longest, total)
+    packed = field("packed", tuple(choice for choice, can in ((False, domain.batched), (True, domain.packed)) if can))
     if packed:
-        sizes = draw(lengths(domain, sequences, longest, total))
+        sizes = lengths(chance, sequences, longest, total, empty=domain.empty, many=sequences[1] >= 4)
     else:
-        rows = draw(st.integers(sequences[0], max(sequences[0], min(2, sequences[1]))))
-        sizes = draw(lengths(domain, (1, 1), longest, total // rows)) * rows
-    groups = [
-        (h, hv)
-        for h, hv in ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 8), (2, 8))
-        if hv <= value_heads and (domain.grouped_heads or h == hv)
-    ]
-    heads, value_heads = field("groups", st.sampled_from(groups))
-    widths = [w for w in WIDTHS if domain.key_dims[0] <= w <= domain.key_dims[1] and w % domain.width_step == 0] or [
-        domain.key_dims[0]
-    ]
-    values_widths = [w for w in WIDTHS if domain.value_dims[0] <= w <= domain.value_dims[1] and w % domain.width_step == 0] or [
-        domain.value_dims[0]
-    ]
-    narrow = 64 if value_heads > 2 else 128
-    key_dim = field("key_dim", st.sampled_from([w for w in widths if w <= narrow] or widths[:1]))
-    value_dim = (
-        key_dim
-        if domain.equal_widths
-        else field("value_dim", st.sampled_from([w for w in values_widths if w <= narrow] or values_widths[:1]))
-    )
+        rows = chance.randint(sequences[0], max(sequences[0], min(2, sequences[1])))
+        none = domain.empty and chance.random() < 1 / 5  # with one in ten below: a batch of nothing is one in fifty
+        sizes = lengths(chance, (1, 1), max(1, min(longest, total // rows)), total // rows, empty=none, many=False) * rows
+    wide = 256 if value_heads == 1 else 128 if value_heads == 2 else 64
+    key_dim = field("key_dim", _widths(domain.key_dims, domain.width_step, wide))
+    value_dim = field("value_dim", _widths(domain.value_dims, domain.width_step, wide))
     return Case(
         lengths=sizes,
         packed=packed,
         heads=heads,
         value_heads=value_heads,
         key_dim=key_dim,
-        value_dim=value_dim,
-        dtype=field("dtype", st.sampled_from(domain.dtypes)),
-        gate=field("gate", st.sampled_from(GATES)),
-        gate_dtype=field(
-            "gate_dtype", st.sampled_from([d for d in domain.gate_dtypes for _ in range(3 if d == "fp32" else 1)])
-        ),
-        beta=field("beta", st.sampled_from([b for b in BETAS if domain.negative_eigenvalues or b != "two"])),
-        values=field("values", st.sampled_from([v for v in VALUES if v != "one_hot"])),
-        state=field("state", st.sampled_from(("none", "zero", "random", "random") if domain.initial_state else ("none",))),
-        scale=field("scale", st.sampled_from(("default", "default", "one", "half") if domain.scale else ("default",))),
-        qk_norm=field("qk_norm", st.booleans() if domain.qk_norm else st.just(False)),
-        offsets=field("offsets", st.sampled_from(("int64", "int32"))) if packed else "int64",
-        backward=domain.backward and field("backward", st.just(True)),
-        seed=draw(st.integers(0, 2**16 - 1)),
+        value_dim=key_dim if domain.equal_widths else value_dim,
+        dtype=field("dtype", domain.dtypes),
+        gate=field("gate", GATES),
+        gate_dtype=field("gate_dtype", tuple(d for d in domain.gate_dtypes for _ in range(3 if d == "fp32" else 1))),
+        beta=field("beta", tuple(b for b in BETAS if domain.negative_eigenvalues or b != "two")),
+        values=field("values", tuple(v for v in VALUES if v != "one_hot")),
+        state=field("state", ("none", "zero", "random", "random") if domain.initial_state else ("none",)),
+        scale=field("scale", ("default", "default", "one", "half") if domain.scale else ("default",)),
+        qk_norm=field("qk_norm", (False, True) if domain.qk_norm else (False,)),
+        offsets=field("offsets", ("int64", "int32")) if packed else "int64",
+        backward=domain.backward and field("backward", (True,)),
+        seed=chance.randrange(2**16),
     )
+
+
+def _widths(span: tuple[int, int], step: int, wide: int) -> tuple[int, ...]:
+    """The widths that a domain allows, none over `wide` if there is a narrower one."""
+    allowed = [width for width in WIDTHS if span[0] <= width <= span[1] and width % step == 0] or [span[0]]
+    return tuple(width for width in allowed if width <= wide) or (min(allowed),)

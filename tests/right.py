@@ -19,6 +19,7 @@ class Chunkwise(Adapter):
     """The WY form, one sequence at a time, operands of products rounded to the inputs' dtype, sums in float32."""
 
     algorithm = "chunkwise"
+    chunk: int | None = 64
     domain = Domain()
     size = 64
 
@@ -128,14 +129,16 @@ class Chunkwise(Adapter):
 
 
 class Chunk16(Chunkwise):
-    """Chunks of 16 tokens."""
+    """Chunks of 16 tokens, which it does not say."""
 
+    chunk = None
     size = 16
 
 
 class Chunk128(Chunkwise):
     """Chunks of 128 tokens, twice the size the bounds are computed with."""
 
+    chunk = None
     size = 128
 
 
@@ -154,6 +157,7 @@ class BackwardSums(Chunkwise):
 class RoundsElsewhere(Chunkwise):
     """The scale folded into q and rounded there, the correction matrix rounded before it is inverted, k decayed instead of v."""
 
+    chunk = None
     size = 32
 
     def solve(self, a: Tensor, like: Tensor) -> Tensor:

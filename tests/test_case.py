@@ -220,11 +220,7 @@ def test_a_mantissa_too_long_for_the_dtype_would_be_seen() -> None:
 
 
 @settings(max_examples=100)
-@given(
-    case=cases(
-        Domain(key_dims=(2, 256)), longest=60, total=100, values=st.sampled_from(("ordinary", "correlated", "repeated", "scaled"))
-    )
-)
+@given(case=cases(Domain(key_dims=(2, 256)), longest=60, total=100, values=("ordinary", "correlated", "repeated", "scaled")))
 def test_keys_have_a_squared_norm_in_a_quarter_to_one(case: Case) -> None:
     for name in ("q", "k"):
         rows = builder(case).vectors(name, case.heads, case.key_dim)

@@ -130,7 +130,7 @@ def test_stop_at_first_leaves_the_other_laws(workers: list[Worker], store: Store
 def test_lost_process_is_a_broken_law_with_a_small_case_and_the_rest_runs(
     workers: list[Worker], store: Store, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_module, "SHRINK_RUNS", 18)  # a lost worker costs a second
+    monkeypatch.setattr(check_module, "SHRINK_RUNS", 10)  # a lost worker costs a second
     file = tmp_path / "fatal.py"
     file.write_text(
         "import os\nfrom tests.right import Chunkwise\nfrom verify import Domain\n"
@@ -145,7 +145,7 @@ def test_lost_process_is_a_broken_law_with_a_small_case_and_the_rest_runs(
     lost = reports["norm"]
     assert lost.verdict is Verdict.BROKEN
     assert lost.findings[0].what == "crashed: exited with code 7"
-    assert Run.parse(lost.run).example.case.tokens == 21
+    assert 21 <= Run.parse(lost.run).example.case.tokens < 30
     kept = (store.folder / "findings.jsonl").read_text()
     assert lost.run in kept
     assert lost.first_run in kept
@@ -162,7 +162,7 @@ def test_exception_is_a_broken_law_shrunk_to_its_boundary(workers: list[Worker],
 
 
 def test_hang_is_a_broken_law(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_module, "SHRINK_RUNS", 4)
+    monkeypatch.setattr(check_module, "SHRINK_RUNS", 2)
     with Check("tests/mutants.py:Hangs", ["recall"], FEW, 0, 1, store, deadline_s=0.5) as check:
         (report,) = check.run()
     assert report.verdict is Verdict.BROKEN
@@ -344,3 +344,24 @@ def test_stopped_check_blames_nobody(store: Store) -> None:
     assert begun.is_set()
     assert all(report.verdict is not Verdict.BROKEN for report in reports)
     assert not (store.folder / "findings.jsonl").exists()
+
+
+@pytest.mark.xfail(reason="the deadline runs while the oracle does, and its hang is told as the kernel's", strict=True)
+def test_oracle_that_is_slow_is_unknown_and_not_a_hang(store: Store) -> None:
+    with Worker() as worker:
+        worker.ask({"run": f"law=oracle adapter={RIGHT} lengths=1"})
+        worker.deadline_s = 1.0
+        outcome = ask(Run("oracle", RIGHT, Example(Case((60000,), key_dim=4, value_dim=4))), worker, store)
+    assert outcome.verdict is Verdict.UNKNOWN
+
+
+@pytest.mark.xfail(reason="a worker's answer {'error': ...} to a run is no outcome: KeyError", raises=KeyError, strict=True)
+def test_adapter_that_cannot_be_loaded_again_is_unknown(store: Store, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "edited.py"
+    file.write_text("from tests.right import Chunkwise\nclass Kernel(Chunkwise): pass\n")
+    run = Run("oracle", f"{file}:Kernel", Example(Case((3,))))
+    with Worker() as worker:
+        assert ask(run, worker, store).verdict is Verdict.HOLDS
+        file.write_text("import nothing_there\n")
+        worker._end()
+        assert ask(run, worker, store).verdict is Verdict.UNKNOWN

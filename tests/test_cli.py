@@ -412,13 +412,6 @@ def test_module_runs_from_any_directory_with_an_adapter_beside_it(tmp_path: path
     assert done.stdout.startswith("HOLDS")
 
 
-def test_released_kernel_repeats_a_line(capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("fla")
-    said = run(capfd, "repeat", "law=oracle adapter=fla/fused_recurrent lengths=3 key_dim=8 value_dim=8 backward=no")
-    assert said.code == cli.HOLDS
-    assert "fla-core" in said.out
-
-
 @pytest.mark.xfail(reason="main lets exceptions of the toolkit out, and Python exits with 1", strict=True)
 def test_toolkit_that_fails_is_undecided_and_not_broken(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:

@@ -31,7 +31,7 @@ KILLED_BY = {
     mutants.TiledHeads: (Kill("oracle", 1), Kill("heads", 1)),
     mutants.ForgetsBetaInErase: (Kill("oracle", 2),),
     mutants.DecayOneTokenEarly: (Kill("oracle", 64), Kill("cut", 66)),
-    mutants.TailWithoutGate: (Kill("oracle", 1),),
+    mutants.TailWithoutGate: (Kill("oracle", 2),),
     mutants.EpsInsideMean: (Kill("norm", 1),),
     mutants.EpsAsFloor: (Kill("norm", 1),),
     mutants.EpsTenTimes: (Kill("norm", 1), Kill("oracle", 1)),

@@ -167,7 +167,7 @@ def allowed_in_single(case: Case) -> Results:
     return {name: limit.allowed for name, limit in limits.items()}
 
 
-@settings(max_examples=30)
+@settings(max_examples=24)
 @given(case=cases(Domain(), longest=150, total=150))
 @example(case=Case.parse("lengths=128+42 packed=yes value_heads=2 key_dim=12 beta=two values=repeated qk_norm=yes seed=127"))
 @example(case=Case.parse("lengths=75+75 value_heads=4 key_dim=1 value_dim=40 beta=one state=random qk_norm=yes seed=9982"))
@@ -187,9 +187,9 @@ ORDINARY = cases(
     Domain(key_dims=(2, 256)),
     longest=150,
     total=150,
-    gate=st.sampled_from(REMEMBERING),
-    beta=st.sampled_from(("ordinary", "one", "edges")),
-    values=st.sampled_from(("ordinary", "scaled")),
+    gate=REMEMBERING,
+    beta=("ordinary", "one", "edges"),
+    values=("ordinary", "scaled"),
 )
 
 
@@ -608,8 +608,8 @@ def taylor_order(case: Case, gradients: Results, directions: int = 3) -> float:
     return math.log2(remainders[0] / remainders[1])
 
 
-@settings(max_examples=15)
-@given(case=cases(Domain(empty=False), longest=40, total=60, beta=st.sampled_from(("ordinary", "one", "two", "edges"))))
+@settings(max_examples=40)
+@given(case=cases(Domain(), longest=40, total=60, beta=("ordinary", "one", "two", "edges")).filter(lambda case: case.tokens))
 @example(case=Case.parse("lengths=70+9 packed=yes heads=2 value_heads=4 gate=64 state=random qk_norm=yes seed=1"))
 @example(case=Case.parse("lengths=66 gate=saturated beta=two values=correlated state=random seed=2"))
 def test_taylor_remainders_of_the_truth_are_of_second_order(case: Case) -> None:

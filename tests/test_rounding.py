@@ -366,7 +366,7 @@ def test_bound_accepts_the_truth_rounded_once(mode: tuple[str, str, str], more: 
         assert not off(case, name, rounded, limit).any(), name
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     case=cases(Domain(), longest=80, total=100, value_heads=2),
     mode=st.sampled_from((("chunkwise", "ieee"), ("chunkwise", "tf32"), ("recurrent", "ieee"))),
