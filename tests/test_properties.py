@@ -168,7 +168,11 @@ def test_variants_are_all_drawn_where_the_domain_allows_them(examples: dict[str,
 
 def test_places_are_drawn_at_both_ends_and_at_the_edges_of_blocks(examples: dict[str, list[Example]]) -> None:
     for name in ("cut", "future"):
-        assert {63, 64, 65, 16, 1} <= {example.at for example in examples[name]}
+        places = {example.at for example in examples[name]}
+        assert {1, 64} <= places
+        assert places & {63, 65}
+        assert len(places) > 8
+        assert any(example.at == max(example.case.lengths) - 1 for example in examples[name])
     for name in ("packed", "samples", "heads"):
         assert {example.at for example in examples[name]} >= {0, 1}
     for name, law in LAWS.items():
@@ -298,7 +302,8 @@ def test_lengths_keep_their_limits(
 
 
 def test_edges_stand_on_both_sides_of_blocks() -> None:
-    for block in BLOCKS:
+    assert {16, 32, 64, 128} <= {*BLOCKS}
+    for block in (16, 32, 64, 128):
         assert {block - 1, block + 1} <= {*EDGES}
 
 
