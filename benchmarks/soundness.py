@@ -99,7 +99,8 @@ def measure(adapter: str, options: argparse.Namespace) -> int:
     counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
     print(
         f"{adapter}: {len(runs)} cases of {'+'.join(laws)} ({counts}), seed {options.seed}, {time.monotonic() - start:.0f} s; "
-        f"kernels {kernel:.0f} s, oracle and bounds {oracle:.0f} s, median share {statistics.median(share):.2f}; {len(alarms)} alarms"
+        f"kernels {kernel:.0f} s, oracle and bounds {oracle:.0f} s, median share {statistics.median(share):.2f}; "
+        f"{len(alarms)} alarms"
     )
     print(f"  {'dtype':<6}{'output':<12}{'cases':>6}{'median':>8}{'99%':>8}{'99.9%':>8}{'most':>8}   in sigma; bound at {KAPPA:g}")
     for (dtype, name), values in sorted(ratios.items()):

@@ -196,9 +196,7 @@ class _Decayed(torch.autograd.Function):
     """decay * S; backward, a kernel takes the decay's gradient sum(S dS) from S and dS as it stored them."""
 
     @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, decay: Tensor, state: Tensor, arithmetic: Arithmetic
-    ) -> Tensor:
+    def forward(ctx: torch.autograd.function.FunctionCtx, decay: Tensor, state: Tensor, arithmetic: Arithmetic) -> Tensor:
         ctx.save_for_backward(decay, state)
         ctx.arithmetic = arithmetic  # type: ignore[attr-defined]
         return decay * state
@@ -218,9 +216,7 @@ class Normalised(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, x: Tensor, arithmetic: Arithmetic, place: str
-    ) -> Tensor:
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, arithmetic: Arithmetic, place: str) -> Tensor:
         rstd = (x.square().sum(-1, keepdim=True) + EPS).rsqrt()
         rstd = arithmetic.dither(rstd, f"{place} rstd", RSTD_BITS)
         y = arithmetic.dither(arithmetic.dither(x * rstd, f"{place} product", SINGLE), place)

@@ -8,10 +8,10 @@ rounded to the precision held there, on a grid that is shifted for each run and 
 
 so each run commits rounding errors of the true size, at the true places, and differently. In the odd runs a place has one s, so
 equal values get equal errors, as on real hardware: constant gates and repeated tokens accumulate coherently, which independent
-noise would miss. There the s of a place's runs are stratified over one unit in the last place (Latin hypercube sampling): however few
-the runs, they do not all happen to round a value well. In the even runs every position of the last two axes has its own s: errors of sums depend on all their terms, so
-equal results need not have equal errors, and terms that ought to cancel do not. Monte Carlo arithmetic (Parker 1997; Verificarlo,
-CADNA) is the same idea with random errors.
+noise would miss. There the s of a place's runs are stratified over one unit in the last place (Latin hypercube sampling):
+however few the runs, they do not all happen to round a value well. In the even runs every position of the last two axes has its
+own s: errors of sums depend on all their terms, so equal results need not have equal errors, and terms that ought to cancel do
+not. Monte Carlo arithmetic (Parker 1997; Verificarlo, CADNA) is the same idea with random errors.
 
 fl_p(x) = t - (t - x) with t = (2^(53-p) + 1) x is Veltkamp's splitting (Dekker 1971); it is exact round-to-nearest in
 float64, and p = 53, that is t = 2 x, returns x itself, which is how run 0 stays exact without a branch.
@@ -206,9 +206,7 @@ class _Product(torch.autograd.Function):
     """a @ b. Rounding one operand to the bits that a sum of this depth keeps gives each element an error of its reach's size."""
 
     @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, a: Tensor, b: Tensor, arithmetic: Arithmetic, place: str
-    ) -> Tensor:
+    def forward(ctx: torch.autograd.function.FunctionCtx, a: Tensor, b: Tensor, arithmetic: Arithmetic, place: str) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.back = arithmetic, place  # type: ignore[attr-defined]
         return _dither(arithmetic, a, place, min(arithmetic.product, summed(a.shape[-1])), 0.0) @ b

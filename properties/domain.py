@@ -36,6 +36,22 @@ class Domain:
     position_independent: bool = False
     backward: bool = True
 
+    def __post_init__(self) -> None:
+        for name, choices in (("dtypes", ("fp32", "bf16", "fp16")), ("gate_dtypes", ("fp32", "input"))):
+            given = getattr(self, name)
+            if not isinstance(given, tuple) or not given or not set(given) <= set(choices):
+                raise ValueError(f"{name} must be a tuple of some of {', '.join(choices)}, got {given!r}")
+        if not isinstance(self.width_step, int) or self.width_step < 1:
+            raise ValueError(f"width_step must be at least 1, got {self.width_step!r}")
+        for name in ("key_dims", "value_dims"):
+            span = getattr(self, name)
+            if not (isinstance(span, tuple) and len(span) == 2 and all(isinstance(end, int) for end in span)):
+                raise ValueError(f"{name} must be a tuple (least, most), got {span!r}")
+            if not 1 <= span[0] <= span[1] or span[1] // self.width_step * self.width_step < span[0]:
+                raise ValueError(f"{name} must hold a width in steps of {self.width_step}, from 1 up, got {span}")
+        if not (self.packed or self.batched):
+            raise ValueError("packed or batched must be True, got neither")
+
     def outside(self, case: Case) -> str | None:
         """Why `case` is outside the domain, or None."""
         checks = (

@@ -34,9 +34,7 @@ class Bench(Protocol):
 
     domain: Domain
 
-    def run(
-        self, inputs: Inputs, cotangents: Cotangents, *, counterpart: bool = False, poison: float = float("nan")
-    ) -> Results:
+    def run(self, inputs: Inputs, cotangents: Cotangents, *, counterpart: bool = False, poison: float = float("nan")) -> Results:
         """Outputs, and with cotangents gradients; uninitialised memory holds `poison`. `counterpart`: its recurrent form."""
 
     def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:
@@ -48,7 +46,10 @@ class Bench(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    """`says` is the law in words, `needs` why a domain cannot be asked (or None), `draw` its examples, `check` its comparisons."""
+    """`says` is the law in words, `draw` its examples, `check` its comparisons.
+
+    `needs` says why a domain cannot be asked, `lacks` what words a case lacks for the law to be true of it, or None.
+    """
 
     name: str
     kind: str
@@ -58,6 +59,7 @@ class Law:
     needs: Callable[[Domain], str | None] = lambda domain: None
     variants: tuple[str, ...] = ()
     place: Callable[[Case], range] | None = None
+    lacks: Callable[[Case, str | None], str | None] = lambda case, variant: None
 
     def accept(self, example: Example) -> None:
         """Refuse an example that the law cannot be asked about: ValueError names the word, its value and the rule."""
@@ -70,6 +72,8 @@ class Law:
         if example.variant not in (self.variants or (None,)):
             choices = f"one of {', '.join(self.variants)}" if self.variants else "absent"
             raise ValueError(f"variant must be {choices} for law {self.name}, got {example.variant}")
+        if lacking := self.lacks(example.case, example.variant):
+            raise ValueError(f"law {self.name} needs {lacking}, got {example.case}")
 
 
 def _examples(
@@ -200,9 +204,7 @@ def _cut(bench: Bench, example: Example) -> Iterator[Pair]:
         got = bench.run(tail.replaced(state=first["final_state"]), None)
         first["final_state"] = got["final_state"]
     else:
-        got = bench.run(
-            tail.replaced(state=first["final_state"]), {"o": directions[1], "final_state": cotangents["final_state"]}
-        )
+        got = bench.run(tail.replaced(state=first["final_state"]), {"o": directions[1], "final_state": cotangents["final_state"]})
         first = bench.run(head, {"o": directions[0], "final_state": got["dh0"]})
         first["final_state"] = got["final_state"]
     order = torch.cat([before, after]).argsort()
@@ -511,6 +513,43 @@ def _steps(case: Case) -> range:
     return range(max(1, case.lengths[0] - 3), case.lengths[0])
 
 
+def _words(**wanted: str) -> Callable[[Case, str | None], str | None]:
+    """What a case lacks of the words wanted."""
+
+    def lacks(case: Case, _: str | None) -> str | None:
+        words = case.words()
+        return next((f"{name}={value}" for name, value in wanted.items() if words[name] != value), None)
+
+    return lacks
+
+
+def _absent_lacks(case: Case, variant: str | None) -> str | None:
+    if variant == "offsets":
+        return _one_batch_row(case, variant)
+    wanted = {"scale": {"scale": "default"}, "state": {"state": "none"}}.get(variant or "", {})
+    return _words(**wanted)(case, variant)
+
+
+def _one_batch_row(case: Case, _: str | None) -> str | None:
+    return "one sequence, packed=no" if case.packed or len(case.lengths) > 1 else None
+
+
+def _linear_lacks(case: Case, variant: str | None) -> str | None:
+    if variant != "sum":
+        if case.dtype == "fp16" or case.gate not in REMEMBERING or case.values in ("small", "scaled", "zero_rows"):
+            return "numbers away from underflow (no fp16, gate=" + "|".join(REMEMBERING) + ", ordinary values)"
+        if variant != "values" and not case.backward:
+            return "backward=yes"
+    return None
+
+
+def _recall_lacks(case: Case, _: str | None) -> str | None:
+    if case.values != "one_hot":
+        return "values=one_hot"
+    exact = case.scale != "default" or case.key_dim in (1, 4, 16, 64, 256, 1024)
+    return None if exact else "a scale that is a power of two: scale=one"
+
+
 def _remember(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
     options: dict[str, Any] = {"gate": REMEMBERING, "beta": ("ordinary", "edges"), **more}
     options.setdefault("values", ("ordinary", "correlated", "zero_rows", "scaled"))
@@ -576,6 +615,7 @@ LAWS: dict[str, Law] = {
             _packed,
             _require(packed=True, batched=True),
             place=_several,
+            lacks=_words(packed="yes"),
         ),
         Law(
             "cut",
@@ -606,6 +646,7 @@ LAWS: dict[str, Law] = {
             _recurrent,
             _require(initial_state=True, batched=True),
             place=_steps,
+            lacks=_one_batch_row,
         ),
         Law(
             "absent",
@@ -614,6 +655,7 @@ LAWS: dict[str, Law] = {
             _absent_examples,
             _absent,
             variants=("scale", "state", "offsets", "final_state"),
+            lacks=_absent_lacks,
         ),
         Law(
             "norm",
@@ -631,6 +673,7 @@ LAWS: dict[str, Law] = {
             ),
             _norm,
             _require(qk_norm=True),
+            lacks=_words(qk_norm="yes"),
         ),
         Law(
             "linear",
@@ -639,6 +682,7 @@ LAWS: dict[str, Law] = {
             _linear_examples,
             _linear,
             variants=("values", "cotangents", "zero_cotangents", "sum"),
+            lacks=_linear_lacks,
         ),
         Law(
             "recall",
@@ -657,6 +701,7 @@ LAWS: dict[str, Law] = {
                 )
             ),
             _recall,
+            lacks=_recall_lacks,
         ),
         Law(
             "future",

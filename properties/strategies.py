@@ -109,5 +109,5 @@ def cases(
 
 def _widths(span: tuple[int, int], step: int, wide: int) -> tuple[int, ...]:
     """The widths that a domain allows, none over `wide` if there is a narrower one."""
-    allowed = [width for width in WIDTHS if span[0] <= width <= span[1] and width % step == 0] or [span[0]]
+    allowed = [width for width in WIDTHS if span[0] <= width <= span[1] and width % step == 0] or [-(-span[0] // step) * step]
     return tuple(width for width in allowed if width <= wide) or (min(allowed),)

@@ -346,7 +346,6 @@ def test_stopped_check_blames_nobody(store: Store) -> None:
     assert not (store.folder / "findings.jsonl").exists()
 
 
-@pytest.mark.xfail(reason="the deadline runs while the oracle does, and its hang is told as the kernel's", strict=True)
 def test_oracle_that_is_slow_is_unknown_and_not_a_hang(store: Store) -> None:
     with Worker() as worker:
         worker.ask({"run": f"law=oracle adapter={RIGHT} lengths=1"})
@@ -355,7 +354,6 @@ def test_oracle_that_is_slow_is_unknown_and_not_a_hang(store: Store) -> None:
     assert outcome.verdict is Verdict.UNKNOWN
 
 
-@pytest.mark.xfail(reason="a worker's answer {'error': ...} to a run is no outcome: KeyError", raises=KeyError, strict=True)
 def test_adapter_that_cannot_be_loaded_again_is_unknown(store: Store, tmp_path: pathlib.Path) -> None:
     file = tmp_path / "edited.py"
     file.write_text("from tests.right import Chunkwise\nclass Kernel(Chunkwise): pass\n")

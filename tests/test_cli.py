@@ -384,9 +384,9 @@ def test_interrupt_prints_what_was_done_keeps_findings_and_leaves_no_process(tmp
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(("list",), marks=pytest.mark.xfail(reason=BUFFERED, strict=True)),
+        ("list",),
         ("check", RIGHT, "--law", "recall", "--workers", "1"),
-        pytest.param(("repeat", f"law=oracle adapter={RIGHT} lengths=1"), marks=pytest.mark.xfail(reason=BUFFERED, strict=True)),
+        ("repeat", f"law=oracle adapter={RIGHT} lengths=1"),
     ],
 )
 def test_reader_that_goes_away_is_no_traceback(tmp_path: pathlib.Path, words: tuple[str, ...]) -> None:
@@ -412,7 +412,6 @@ def test_module_runs_from_any_directory_with_an_adapter_beside_it(tmp_path: path
     assert done.stdout.startswith("HOLDS")
 
 
-@pytest.mark.xfail(reason="main lets exceptions of the toolkit out, and Python exits with 1", strict=True)
 def test_toolkit_that_fails_is_undecided_and_not_broken(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("our own mistake")

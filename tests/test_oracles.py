@@ -1,7 +1,7 @@
 """The oracle is the definition: in float64 within stated limits, in integers exactly, and its gradients are gradients.
 
 Each proof is shown to reject a wrong oracle. Float64 limits are stated twice. Whole tensors, in ordinary regimes: 5e-15 of the
-largest entry. Single rows, everywhere: float64 is 2^29 times finer than float32, so a row may err by 2^-29 of what `bounds` allows
+largest entry, 3e-14 where terms cancel. Single rows, everywhere: float64 is 2^29 times finer than float32, so a row may err by 2^-29 of what `bounds` allows
 float32 there, which follows the conditioning of the case whatever it is.
 """
 
@@ -34,9 +34,10 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[T
 TENSORS = ("q", "k", "v", "g", "beta", "state")
 FORMS = (("recurrent", 64), ("chunkwise", 16), ("chunkwise", 64), ("chunkwise", 128))
 # Largest |error| / largest |entry| of a tensor, 1,200 cases measured (ordinary: no decay beyond 10 tokens, beta up to 1, no
-# correlated or repeated tokens, no norm of single channels): 3.1e-15, and 7.1e-15 for dg, a sum of terms that cancel.
-RELATIVE_LIMIT, RELATIVE_LIMIT_DG = 5e-15, 2e-14
-# Rows against 2^-29 of float32's allowance, ROWMEASURED cases measured: 2.4, and 4.8 where tokens repeat (equal terms err alike).
+# correlated or repeated tokens, no single channels): 3.4e-15, and 1.1e-14 for dq, dg and dh0, whose terms cancel.
+RELATIVE_LIMIT, RELATIVE_LIMIT_CANCELLING = 5e-15, 3e-14
+CANCELLING = ("dq", "dg", "dh0")
+# Rows against 2^-29 of float32's allowance, 1,200 cases measured: 2.4, and 5.6 where tokens repeat (equal terms err alike).
 ROW_LIMIT, ROW_LIMIT_REPEATED = 6.0, 12.0
 
 
@@ -202,7 +203,7 @@ def test_each_form_equals_the_definition_to_few_roundings_where_the_case_is_well
         got = form(inputs, cotangents, algorithm, chunk)
         assert got.keys() == want.keys()
         for name, each in want.items():
-            limit = RELATIVE_LIMIT_DG if name == "dg" else RELATIVE_LIMIT
+            limit = RELATIVE_LIMIT_CANCELLING if name in CANCELLING else RELATIVE_LIMIT
             assert not each.numel() or (got[name] - each).abs().max() <= limit * each.abs().max(), (algorithm, chunk, name)
 
 
@@ -596,7 +597,8 @@ def taylor_order(case: Case, gradients: Results, directions: int = 3) -> float:
     x = {name: inputs[name].double() for name in TENSORS if inputs[name] is not None}
     start = objective(inputs, cotangents)
     remainders = [0.0, 0.0]
-    step = 2.0**-20 if case.qk_norm and case.values == "zero_rows" else 2.0**-14  # the norm turns within sqrt(EPS) of zero
+    sharp = case.qk_norm and any(bool((x[name] == 0).all(-1).any()) for name in ("q", "k"))
+    step = 2.0**-20 if sharp else 2.0**-14  # the norm turns within sqrt(EPS) of zero
     for _ in range(directions):
         toward = {}
         for name, each in x.items():
@@ -610,7 +612,11 @@ def taylor_order(case: Case, gradients: Results, directions: int = 3) -> float:
 
 
 @settings(max_examples=40)
-@given(case=cases(Domain(), longest=40, total=60, beta=("ordinary", "one", "two", "edges")).filter(lambda case: case.tokens))
+@given(
+    case=cases(Domain(key_dims=(2, 256)), longest=40, total=60, beta=("ordinary", "one", "two", "edges")).filter(
+        lambda case: case.tokens
+    )
+)
 @example(case=Case.parse("lengths=70+9 packed=yes heads=2 value_heads=4 gate=64 state=random qk_norm=yes seed=1"))
 @example(case=Case.parse("lengths=66 gate=saturated beta=two values=correlated state=random seed=2"))
 def test_taylor_remainders_of_the_truth_are_of_second_order(case: Case) -> None:

@@ -192,7 +192,6 @@ def test_every_law_is_asked_only_what_it_accepts(law: Law) -> None:
     assert seen
 
 
-@pytest.mark.xfail(reason="Law.accept looks at place and variant only: right implementations break these", strict=True)
 @pytest.mark.parametrize(
     "words",
     [

@@ -90,7 +90,14 @@ def make(kind: type[Adapter], spec: str) -> Adapter:
         raise AdapterError(f"adapter {spec}: chunk must be None or in 1..1024, got {adapter.chunk!r}")
     if not isinstance(adapter.domain, Domain):
         raise AdapterError(f"adapter {spec}: domain must be a Domain, got {adapter.domain!r}")
+    if not all(isinstance(word, str) for item in adapter.requires.items() for word in item):
+        raise AdapterError(f"adapter {spec}: requires must map distributions to least versions, as text, got {adapter.requires!r}")
     check_requirements(spec, adapter.requires)
+    if adapter.counterpart is not None:
+        try:
+            check_spec(adapter.counterpart)
+        except AdapterError as error:
+            raise AdapterError(f"adapter {spec}: its counterpart: {error}") from None
     return adapter
 
 

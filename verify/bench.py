@@ -66,9 +66,7 @@ class AdapterBench:
         with self._timed("oracle_s"):
             return bound.truth(inputs, cotangents)
 
-    def run(
-        self, inputs: Inputs, cotangents: Cotangents, *, counterpart: bool = False, poison: float = float("nan")
-    ) -> Results:
+    def run(self, inputs: Inputs, cotangents: Cotangents, *, counterpart: bool = False, poison: float = float("nan")) -> Results:
         """One call of the adapter, and with cotangents its backward. AdapterFault if it raises or breaks the contract."""
         contract(self.case, inputs)
         adapter = self.counterpart if counterpart else self.adapter
@@ -76,7 +74,7 @@ class AdapterBench:
         copies = {name: value.clone() for name, value in tensors.items()}
         try:
             with self._timed("kernel_s"), poisoned(poison):
-                results = self._call(adapter, inputs, cotangents)
+                results = self.call_implementation(adapter, inputs, cotangents)
         except AdapterFault:
             raise
         except (MemoryError, torch.OutOfMemoryError) as error:
@@ -85,13 +83,15 @@ class AdapterBench:
             if "can't allocate memory" in str(error):
                 raise OutOfMemory(str(error)) from error
             raise AdapterFault(Finding("call", f"raised {type(error).__name__}: {_short(error)}", _frame(error))) from error
-        for name, before in copies.items():
-            if not torch.equal(torch.nan_to_num(tensors[name]), torch.nan_to_num(before)):
-                self.impure.append(Finding(f"input {name}", "was changed by the call"))
+        finally:
+            for name, before in copies.items():
+                if not torch.equal(torch.nan_to_num(tensors[name]), torch.nan_to_num(before)):
+                    self.impure.append(Finding(f"input {name}", "was changed by the call"))
         return results
 
-    def _call(self, adapter: Adapter, inputs: Inputs, cotangents: Cotangents) -> Results:
+    def call_implementation(self, adapter: Adapter, inputs: Inputs, cotangents: Cotangents) -> Results:
         names = [port.name for port in self.case.spec.inputs if inputs[port.name] is not None]
+        """Outputs and gradients. A worker that hangs is blamed on the implementation if this frame is on its stack."""
         leaves = {name: inputs[name].detach().requires_grad_(cotangents is not None) for name in names}
         answer = adapter.run(inputs.replaced(**leaves))
         outputs = self._outputs(answer, inputs)
@@ -182,7 +182,7 @@ def poisoned(value: float) -> Iterator[None]:
 
 
 def _short(error: BaseException) -> str:
-    return (str(error).strip() or "no message").splitlines()[0][:300]
+    return (str(error).strip() or "no message").splitlines()[0][:160]
 
 
 def _frame(error: BaseException) -> str:

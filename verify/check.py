@@ -35,10 +35,10 @@ class Profile:
 
     def examples_of(self, law: str) -> int:
         """How many cases a law is asked about: the oracle law covers the widest space and has most."""
-        return self.examples * (3 if law == "oracle" else 1)
+        return self.examples * (4 if law == "oracle" else 1)
 
 
-PROFILES = {profile.name: profile for profile in (Profile("quick", 40), Profile("ci", 200), Profile("soak", 3000, False))}
+PROFILES = {profile.name: profile for profile in (Profile("quick", 32), Profile("ci", 200), Profile("soak", 3000, False))}
 ENOUGH = 5  # cases that could see, or all that were drawn if fewer: under it a law is unknown
 
 
@@ -102,9 +102,15 @@ def ask(run: Run, worker: Worker, store: Store) -> Outcome:
     """The outcome of a run in a worker: a crash or a hang is a finding like any other. The run is on disk while it lasts."""
     store.begin(str(run))
     try:
-        return Outcome.from_json(worker.ask({"run": str(run)}))
+        answer = worker.ask({"run": str(run)})
+        return Outcome(Verdict.UNKNOWN, reason=answer["error"]) if "error" in answer else Outcome.from_json(answer)
     except WorkerLost as lost:
-        return Outcome(Verdict.BROKEN, [Finding("call", f"{lost.how}: {lost.detail}", _last_line(lost.tail))])
+        if lost.how == "closed":
+            return Outcome(Verdict.UNKNOWN, reason="the worker was closed")
+        if not lost.in_kernel:
+            return Outcome(Verdict.UNKNOWN, reason=f"the oracle did not finish: {lost.detail}")
+        last = _last_line(lost.tail) if lost.how == "crashed" else ""
+        return Outcome(Verdict.BROKEN, [Finding("call", f"{lost.how}: {lost.detail}", last)])
     finally:
         store.end()
 
@@ -168,24 +174,29 @@ class Check:
         """A report a law, in the order in which they were decided."""
         self.describe()
         pool = concurrent.futures.ThreadPoolExecutor(len(self.workers))
+        futures = [pool.submit(self._one, law) for law in self.laws]
+        told: set[concurrent.futures.Future[LawReport | None]] = set()
+
+        def tell(future: concurrent.futures.Future[LawReport | None]) -> LawReport | None:
+            told.add(future)
+            if (report := future.result()) is not None:
+                self.reports.append(report)
+                self.on_report(report)
+            return report
+
         try:
-            futures = [pool.submit(self._one, law) for law in self.laws]
             for future in concurrent.futures.as_completed(futures):
-                report = future.result()
-                if report is not None:
-                    self.reports.append(report)
-                    self.on_report(report)
-                    if self.stop_at_first and report.verdict is Verdict.BROKEN:
-                        break
+                report = tell(future)
+                if self.stop_at_first and report is not None and report.verdict is Verdict.BROKEN:
+                    break
         finally:
-            if self._unfinished(futures):
+            if not all(future.done() for future in futures):
                 self.stop()
             pool.shutdown(wait=True, cancel_futures=True)
+            for future in futures:  # what was decided, or broken and not yet shrunk, when the check was stopped
+                if future not in told and not future.cancelled() and future.exception() is None:
+                    tell(future)
         return self.reports
-
-    @staticmethod
-    def _unfinished(futures: list[concurrent.futures.Future[LawReport | None]]) -> bool:
-        return not all(future.done() for future in futures)
 
     def _one(self, law: str) -> LawReport | None:
         with self._lock:
@@ -212,7 +223,7 @@ class Check:
             return report
         self._known(law, worker, report)
         broken = self._draw(law, worker, report)
-        if broken is not None and not self._stopped.is_set():
+        if broken is not None:
             self._explain(law, worker, report, *broken)
         else:
             report.verdict, report.reason = overall(report.counts, report.reason)
@@ -239,8 +250,12 @@ class Check:
                 return  # Hypothesis finishes its round without runs
             run = Run(law.name, self.spec, example, self.products)
             outcome = ask(run, worker, self.store)
-            if self._stopped.is_set():
+            if self._stopped.is_set() and outcome.verdict is not Verdict.BROKEN:
                 return
+            if outcome.lost and ask(run, worker, self.store).verdict is not Verdict.BROKEN:
+                outcome.findings[0] = dataclasses.replace(
+                    outcome.findings[0], what=outcome.findings[0].what + "; a second run, in a fresh worker, did not"
+                )
             if outcome.verdict is Verdict.BROKEN and any(defect.explains(run) for defect in self.defects):
                 outcome.verdict = Verdict.KNOWN
             done += 1
@@ -257,7 +272,7 @@ class Check:
     @staticmethod
     def _count(report: LawReport, example: Example, outcome: Outcome) -> None:
         report.counts[outcome.verdict] = report.counts.get(outcome.verdict, 0) + 1
-        if outcome.verdict is Verdict.UNKNOWN and not report.reason:
+        if outcome.verdict in (Verdict.UNKNOWN, Verdict.UNSUPPORTED) and not report.reason:
             report.reason = outcome.reason
         for name, ratio in outcome.ratios.items():
             report.ratios[name] = max(ratio, report.ratios.get(name, 0.0))
@@ -312,10 +327,15 @@ def overall(counts: dict[str, int], reason: str = "") -> tuple[Verdict, str]:
         return Verdict.BROKEN, reason
     if undecided := counts.get(Verdict.UNKNOWN):
         return Verdict.UNKNOWN, f"{undecided} undecided: {reason}"
-    could, drawn = counts.get(Verdict.HOLDS, 0), sum(counts.values())
-    if could >= min(ENOUGH, max(drawn, 1)):
+    holds, drawn = counts.get(Verdict.HOLDS, 0), sum(counts.values())
+    could = holds + counts.get(Verdict.KNOWN, 0)
+    if holds and could >= min(ENOUGH, drawn):
         return Verdict.HOLDS, ""
-    return Verdict.UNKNOWN, f"only {could} of {drawn} cases could see what the law is about, {ENOUGH} are needed"
+    if not drawn:
+        return Verdict.UNKNOWN, "no case was run"
+    if counts.get(Verdict.UNSUPPORTED) == drawn:
+        return Verdict.UNKNOWN, f"no case of the domain was supported: {reason}"
+    return Verdict.UNKNOWN, f"only {could} of {drawn} cases could see what the law is about, {min(ENOUGH, drawn)} are needed"
 
 
 def seeded(strategy: Any, seed: int, examples: int, look: Callable[[Any], None]) -> None:

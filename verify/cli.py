@@ -7,8 +7,9 @@ import os
 import random
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -31,9 +32,11 @@ EXITS = "exit: 0 every law holds   1 a law is broken   2 bad usage   3 undecided
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code."""
-    options = _parser().parse_args(arguments)
+    code = UNDECIDED
     try:
-        return int(options.act(options))
+        options = _parser().parse_args(arguments)
+        code = int(options.act(options))
+        sys.stdout.flush()
     except (AdapterError, ValueError) as error:
         print(f"gdn-verify: {error}", file=sys.stderr)
         return USAGE
@@ -42,11 +45,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:  # the reader of stdout is gone, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as error:  # ours: it says nothing of the implementation, so it must not look like a broken law
+        traceback.print_exc()
+        print(f"gdn-verify: {type(error).__name__} in the toolkit, nothing is decided", file=sys.stderr)
         return UNDECIDED
+    return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+class _Parser(argparse.ArgumentParser):
+    """Bad usage in one line, without the usage block."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"gdn-verify: {message} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(USAGE)
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
         prog="gdn-verify",
         description="Is this Gated DeltaNet implementation right on every shape and packing it claims, "
         "and if not, what is the smallest case that shows it?",
@@ -171,7 +186,6 @@ def _check(options: argparse.Namespace) -> int:
     profile = PROFILES[options.profile]
     seed = options.seed if options.seed is not None else 0 if profile.fixed_seed else random.SystemRandom().randrange(2**32)
     out = sys.stderr if options.json == "-" else sys.stdout
-    lines = _json_lines(options.json)
     store = Store(options.findings)
     for line in store.left_behind():
         print(f'an earlier check died during: python -m verify repeat "{line}"', file=out)
@@ -187,7 +201,7 @@ def _check(options: argparse.Namespace) -> int:
         deadline_s=options.deadline,
         products=options.products,
     )
-    with _progress() as on_case, checking as check:
+    with _json_lines(options.json) as lines, _progress() as on_case, checking as check:
         check.on_case = on_case
 
         def say(report: LawReport) -> None:
@@ -204,7 +218,10 @@ def _check(options: argparse.Namespace) -> int:
         try:
             described = check.describe()
             _print(f"{spec}  {described.versions}  profile {profile.name}, seed {seed}", out)
-            check.run()
+            try:
+                check.run()
+            except ValueError as error:
+                raise RuntimeError(str(error)) from error  # the usage was right
             stopped = options.stop and any(report.verdict is Verdict.BROKEN for report in reports)
             if not stopped and not options.law:
                 _refusals(spec, check, out)
@@ -289,24 +306,25 @@ def _repeat(options: argparse.Namespace) -> int:
     return {Verdict.HOLDS: HOLDS, Verdict.BROKEN: BROKEN}.get(outcome.verdict, UNDECIDED)
 
 
-def _json_lines(place: str | None) -> Any:
+@contextlib.contextmanager
+def _json_lines(place: str | None) -> Iterator[Callable[[dict[str, Any]], None]]:
     """A function that writes a JSON line to the place; a file that cannot be opened is bad usage, before any work."""
-    if place is None:
-        return lambda data: None
-    if place == "-":
-        return lambda data: _print(json.dumps(data), sys.stdout)
+    if place is None or place == "-":
+        yield lambda data: _print(json.dumps(data), sys.stdout) if place else None
+        return
     try:
-        file = open(place, "w", buffering=1)  # noqa: SIM115 - open as long as the check lasts
+        file = open(place, "wb", buffering=0)  # noqa: SIM115 - closed below, after what it is open for
     except OSError as error:
         raise ValueError(f"--json must name a file that can be written, got {place!r}: {error.strerror}") from None
 
     def write(data: dict[str, Any]) -> None:
         try:
-            file.write(json.dumps(data) + "\n")
+            file.write((json.dumps(data) + "\n").encode())
         except OSError as error:
             print(f"gdn-verify: cannot write to {place}: {error.strerror}", file=sys.stderr)
 
-    return write
+    with file:
+        yield write
 
 
 def _print(line: str, out: Any) -> None:

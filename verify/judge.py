@@ -12,7 +12,6 @@ from torch import Tensor
 from oracles.bound import Bound
 from oracles.case import Case
 
-
 CLEAR = 10.0  # errors over their allowance by more than this need no finer bound
 
 

@@ -78,9 +78,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marked = [name for mark in metafunc.definition.iter_markers("gdn_adapter") for name in mark.args]
     adapters = config.getoption("--gdn-adapter") or marked
     if not adapters:
-        raise pytest.UsageError(
-            f"{metafunc.function.__name__} asks for gdn_law: mark it gdn_adapter(...) or give --gdn-adapter"
-        )
+        raise pytest.UsageError(f"{metafunc.function.__name__} asks for gdn_law: mark it gdn_adapter(...) or give --gdn-adapter")
     try:
         laws = [find_law(name).name for name in config.getoption("--gdn-law")] or list(LAWS)
         for adapter in adapters:
@@ -111,6 +109,4 @@ def gdn_law(request: pytest.FixtureRequest, gdn_worker: "Worker") -> LawItem:
 
     adapter, law = request.param
     option = request.config.getoption
-    return LawItem(
-        adapter, law, option("--gdn-profile"), option("--gdn-seed"), gdn_worker, str(request.config.rootpath / FOLDER)
-    )
+    return LawItem(adapter, law, option("--gdn-profile"), option("--gdn-seed"), gdn_worker, str(request.config.rootpath / FOLDER))

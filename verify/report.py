@@ -21,7 +21,8 @@ def law_line(report: LawReport) -> str:
     """One line: verdict, law, how many cases could see, the worst error over its allowance, the law in words."""
     counts = report.counts
     holds = counts.get(Verdict.HOLDS, 0)
-    cases = f"{holds:4d} cases" if holds or counts else " " * 10
+    seen = holds or sum(counts.values())
+    cases = f"{seen:4d} cases" if counts else " " * 10
     extra = [
         f"{counts[verdict]} {verdict}" for verdict in (Verdict.BLIND, Verdict.KNOWN, Verdict.UNSUPPORTED) if counts.get(verdict)
     ]
@@ -64,9 +65,7 @@ def outcome_text(run: Run, outcome: Outcome, versions: str) -> str:
     lines += finding_lines(outcome.findings)
     if outcome.verdict is Verdict.HOLDS:
         worst = ", ".join(f"{name} {ratio:.2f}" for name, ratio in outcome.ratios.items())
-        lines.append(
-            f"  compared     {outcome.rows} rows" + (f"; worst error / allowed: {worst}" if law.kind == "truth" else "")
-        )
+        lines.append(f"  compared     {outcome.rows} rows" + (f"; worst error / allowed: {worst}" if law.kind == "truth" else ""))
     return "\n".join([*lines, f"  versions     {versions}"])
 
 
@@ -74,9 +73,7 @@ def finding_lines(findings: list[Finding], most: int = 4) -> list[str]:
     """The findings of one case, each with its worst and its first row."""
     lines: list[str] = []
     for finding in findings[:most]:
-        lines.append(
-            f"  {finding.output}: {finding.what}" + (f" ({finding.worst})" if finding.worst and not finding.rows else "")
-        )
+        lines.append(f"  {finding.output}: {finding.what}" + (f" ({finding.worst})" if finding.worst and not finding.rows else ""))
         if finding.rows:
             lines.append(
                 f"    worst row  {finding.worst}: error {finding.error:.3g}, allowed {finding.allowed:.3g} ({finding.origin})"

@@ -74,6 +74,11 @@ class Outcome:
     oracle_s: float = 0.0
 
     @property
+    def lost(self) -> bool:
+        """Whether the finding is that the worker crashed or hung."""
+        return bool(self.findings) and self.kind in ("crashed", "hung")
+
+    @property
     def kind(self) -> str:
         """How the first finding fails, without its numbers: what shrinking must keep."""
         if not self.findings:
@@ -129,9 +134,7 @@ def execute(run: Run) -> Outcome:
     except OutOfMemory as error:
         need, free = plain_bytes(case), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if need < free / 16:
-            outcome.findings = [
-                Finding("call", f"ran out of memory, with {free >> 20} MiB free for a case of {need >> 20} MiB")
-            ]
+            outcome.findings = [Finding("call", f"ran out of memory, with {free >> 20} MiB free for a case of {need >> 20} MiB")]
         else:
             outcome.verdict, outcome.reason = Verdict.UNKNOWN, f"out of memory: {error}"
     except Exception as error:  # ours: the law, the oracle or the judge failed, which says nothing of the adapter

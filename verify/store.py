@@ -1,6 +1,7 @@
 """What must not be lost: the run that is under way and every finding, on disk before anything else happens."""
 
 import contextlib
+import fcntl
 import json
 import os
 import pathlib
@@ -41,6 +42,7 @@ class Store:
         with self._lock, self._trying():
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / "findings.jsonl", "ab+", buffering=0) as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # two checks may keep findings in one folder
                 if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
                     line = b"\n" + line  # the disk was full, or the machine stopped, in the middle of a line
                 while line:

@@ -24,14 +24,18 @@ START_S = 300.0
 ALONE_S = 5.0  # how long after its deadline a worker that nobody ended ends itself
 TAIL_CHARACTERS = 2000
 STACK_BYTES = 1 << 16
+_CALL = " in call_implementation\n"  # the frame of verify/bench.py under which an implementation runs
 
 
 class WorkerLost(Exception):
-    """No answer: the worker "crashed", "hung" or was "closed"; `detail` says how, `tail` is the end of what it wrote."""
+    """No answer: the worker "crashed", "hung" or was "closed"; `detail` says how, `tail` is the end of what it wrote.
 
-    def __init__(self, how: str, detail: str, tail: str) -> None:
+    `in_kernel` is False where its stack shows that it hung elsewhere than in a call of the implementation.
+    """
+
+    def __init__(self, how: str, detail: str, tail: str, *, in_kernel: bool = True) -> None:
         super().__init__(f"{how}: {detail}")
-        self.how, self.detail, self.tail = how, detail, tail
+        self.how, self.detail, self.tail, self.in_kernel = how, detail, tail, in_kernel
 
 
 class Worker:
@@ -148,7 +152,8 @@ class Worker:
         wrote = os.pread(errors, STACK_BYTES, max(0, size - STACK_BYTES)).decode(errors="replace")
         place = "" if how == "closed" else _innermost(wrote)
         self._end()
-        return WorkerLost(how, detail + (f", in {place}" if place else ""), wrote[-TAIL_CHARACTERS:])
+        in_kernel = how != "hung" or not place or _CALL in wrote
+        return WorkerLost(how, detail + (f", in {place}" if place else ""), wrote[-TAIL_CHARACTERS:], in_kernel=in_kernel)
 
     def _kill(self) -> None:
         """Kill the process and what it started; its pipes stay, so that who waits for an answer sees their end."""
