@@ -1,8 +1,8 @@
 """The oracle is the definition: in float64 within stated limits, in integers exactly, and its gradients are gradients.
 
 Each proof is shown to reject a wrong oracle. Float64 limits are stated twice. Whole tensors, in ordinary regimes: 5e-15 of the
-largest entry, 3e-14 where terms cancel. Single rows, everywhere: float64 is 2^29 times finer than float32, so a row may err by 2^-29 of what `bounds` allows
-float32 there, which follows the conditioning of the case whatever it is.
+largest entry, 3e-14 where terms cancel. Single rows, everywhere: float64 is 2^29 times finer than float32, so a row may err by a
+few times 2^-29 of what `bounds` allows float32 there, which follows the conditioning of the case whatever it is.
 """
 
 import dataclasses
@@ -597,26 +597,25 @@ def taylor_order(case: Case, gradients: Results, directions: int = 3) -> float:
     x = {name: inputs[name].double() for name in TENSORS if inputs[name] is not None}
     start = objective(inputs, cotangents)
     remainders = [0.0, 0.0]
-    sharp = case.qk_norm and any(bool((x[name] == 0).all(-1).any()) for name in ("q", "k"))
-    step = 2.0**-20 if sharp else 2.0**-14  # the norm turns within sqrt(EPS) of zero
     for _ in range(directions):
         toward = {}
         for name, each in x.items():
             size = min(float(each.abs().max()), 1.0) or 1.0
             toward[name] = (torch.rand(each.shape, generator=generator, dtype=torch.float64) * 2 - 1) * size
         slope = float(sum((gradients[gradient_name(name)] * each).sum() for name, each in toward.items()))
-        for index, h in enumerate((step, step / 2)):
+        for index, h in enumerate((2.0**-14, 2.0**-15)):
             there = objective(inputs.replaced(**{name: x[name] + h * toward[name] for name in x}), cotangents)
             remainders[index] += abs(there - start - h * slope)
     return math.log2(remainders[0] / remainders[1])
 
 
-@settings(max_examples=40)
-@given(
-    case=cases(Domain(key_dims=(2, 256)), longest=40, total=60, beta=("ordinary", "one", "two", "edges")).filter(
-        lambda case: case.tokens
-    )
+SMOOTH = cases(Domain(key_dims=(2, 256)), longest=40, total=60, beta=("ordinary", "one", "two", "edges")).filter(
+    lambda case: case.tokens and not (case.qk_norm and case.values == "zero_rows")  # the norm turns within sqrt(EPS) of zero
 )
+
+
+@settings(max_examples=40)
+@given(case=SMOOTH)
 @example(case=Case.parse("lengths=70+9 packed=yes heads=2 value_heads=4 gate=64 state=random qk_norm=yes seed=1"))
 @example(case=Case.parse("lengths=66 gate=saturated beta=two values=correlated state=random seed=2"))
 def test_taylor_remainders_of_the_truth_are_of_second_order(case: Case) -> None:
