@@ -171,7 +171,8 @@ class _Scores(torch.autograd.Function):
 class _Inverse(torch.autograd.Function):
     """T = (I + A)^-1 as stored. With dT the cotangent of T, that of A is -T^T dT T^T below the diagonal.
 
-    Backward, an implementation may take T as it was stored or solve again, so its rounding there is another one.
+    Backward, an implementation may take T as it was stored or solve again, so its rounding there is another one; and it may
+    begin with either product, which may be far larger than the other: half of each rounds like both.
     """
 
     @staticmethod
@@ -191,8 +192,10 @@ class _Inverse(torch.autograd.Function):
         arithmetic = ctx.arithmetic  # type: ignore[attr-defined]
         stored = min(arithmetic.stored, arithmetic.product, summed(solved.shape[-1]))
         left, right = (arithmetic.dither(solved, place, stored).mT for place in ("T^T dT", "dT T^T"))
-        inner = arithmetic.dither(left @ arithmetic.dither(cotangents[0].tril(), "dT", stored), "inner", stored)
-        return arithmetic.dither(-(inner @ right).tril(-1), "dA", stored), None
+        given = arithmetic.dither(cotangents[0].tril(), "dT", stored)
+        first = arithmetic.dither(left @ given, "(T^T dT)", stored) @ right
+        second = left @ arithmetic.dither(given @ right, "(dT T^T)", stored)
+        return arithmetic.dither(-0.5 * (first + second).tril(-1), "dA", stored), None
 
 
 class _Decayed(torch.autograd.Function):
