@@ -77,7 +77,7 @@ class Case:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {str(getattr(self, name))[:80]!r}")
         if not self.lengths or min(self.lengths) < 0:
             raise ValueError(f"lengths must name at least one sequence, none negative, got {_text(self.lengths)}")
         if sum(self.lengths) > MAX_TOKENS:
@@ -237,7 +237,7 @@ class _Builder:
         if case.beta in ("one", "zero"):
             return torch.full(shape, float(case.beta == "one"), dtype=torch.float64, device=self.device)
         whole = self.integers("beta", shape, self.bits + 1, rows=self.token)
-        fraction = (whole.abs().clamp(max=2**self.bits - 1) + 0.0) * 2.0**-self.bits
+        fraction = whole.abs().clamp(max=2**self.bits - 1).to(torch.float64) * 2.0**-self.bits
         if case.beta == "two":
             return 2 * fraction
         if case.beta == "edges":  # 0, 1 or in between
@@ -257,7 +257,7 @@ class _Builder:
     def uniform(self, name: str, shape: tuple[int, ...], bits: int | None = None, rows: Tensor | None = None) -> Tensor:
         """Uniform in [-1, 1), on a grid of `bits` bits (default: as many as the dtype holds)."""
         bits = self.bits if bits is None else bits
-        return self.integers(name, shape, bits, rows=rows) * 2.0 ** (1 - bits)
+        return self.integers(name, shape, bits, rows=rows).to(torch.float64) * 2.0 ** (1 - bits)
 
     def integers(self, name: str, shape: tuple[int, ...], bits: int, rows: Tensor | None = None, salt: int = 0) -> Tensor:
         """Integers uniform in [-2^(bits-1), 2^(bits-1)), one a position; `rows` renumbers axis 0."""
@@ -282,7 +282,7 @@ def split_line(line: str) -> dict[str, str]:
     for word in line.split():
         name, equals, value = word.partition("=")
         if not (name and equals and value):
-            raise ValueError(f"a case line is made of name=value words, got {word!r}")
+            raise ValueError(f"a case line is made of name=value words, got {word[:80]!r}")
         if name in words:
             raise ValueError(f"{name} must come once, got {name}={words[name]} and {word}")
         words[name] = value
@@ -299,9 +299,11 @@ def fields_of(words: dict[str, str]) -> dict[str, str]:
             names = sorted(_LONG.get(each, each) for each in known)
             near = difflib.get_close_matches(word, names, 1)
             raise ValueError(
-                f"unknown word {word!r} in the case line; "
+                f"unknown word {word[:80]!r} in the case line; "
                 + (f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}")
             )
+        if name in fields:
+            raise ValueError(f"{_LONG.get(name, name)} must come once, got {word} too")
         fields[name] = value
     if "lengths" not in fields:
         raise ValueError(f"a case line must say lengths, for example lengths=65 or lengths=0+65+130, got {words}")

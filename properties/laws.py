@@ -697,10 +697,11 @@ LAWS: dict[str, Law] = {
                     qk_norm=False,
                     scale="one" if domain.scale else "default",
                     backward=False,
-                    **({} if domain.scale else {"key_dim": 16}),
+                    **({} if domain.scale else {"key_dim": _root_widths(domain)}),
                 )
             ),
             _recall,
+            lambda domain: None if domain.scale or _root_widths(domain) else "scale is not supported",
             lacks=_recall_lacks,
         ),
         Law(
@@ -759,6 +760,12 @@ LAWS: dict[str, Law] = {
         ),
     )
 }
+
+
+def _root_widths(domain: Domain) -> tuple[int, ...]:
+    """The key widths of a domain whose default scale, one over their root, is a power of two."""
+    least, most = domain.key_dims
+    return tuple(width for width in (1, 4, 16, 64, 256) if least <= width <= most and width % domain.width_step == 0)
 
 
 def _many(domain: Domain) -> tuple[tuple[int, int], ...]:

@@ -49,7 +49,7 @@ def lengths(
             drawn = [0 if chance.random() < 1 / 10 else length for length in drawn]
     kept: list[int] = []
     for length in drawn:
-        kept.append(min(length, total - sum(kept)) or int(not empty))
+        kept.append(max(min(length, total - sum(kept)), int(not empty)))
     return tuple(kept)
 
 

@@ -552,7 +552,8 @@ def check_overflow_is_silent() -> None:
 
 def main() -> None:
     checks: dict[str, Callable[[], None]] = {
-        name.removeprefix("check_"): value for name, value in globals().items() if name.startswith("check_")}
+        name.removeprefix("check_"): value for name, value in globals().items() if name.startswith("check_")
+    }
     report = {}
     for name, check in checks.items():
         try:

@@ -47,9 +47,7 @@ class LeaksState(Chunkwise):
 class PeeksAhead(Chunkwise):
     """Token 0 of each chunk reads token 1."""
 
-    def piece(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         o, state = super().piece(q, k, v, g, beta, state, scale)
         if o.shape[-2] > 1:
             peek = torch.zeros(o.shape[-2], 1)

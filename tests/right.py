@@ -109,9 +109,7 @@ class Chunkwise(Adapter):
     def last(self, total: Tensor) -> Tensor:
         return total[..., -1:]
 
-    def piece(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """One chunk: q, k [HV, C, K], v [HV, C, V], g, beta [HV, C], state [HV, K, V]."""
         total = self.cumulative(g)
         decays = self.decays(total)
@@ -163,9 +161,7 @@ class RoundsElsewhere(Chunkwise):
     def solve(self, a: Tensor, like: Tensor) -> Tensor:
         return super().solve(self.low(a, like).float(), like)
 
-    def piece(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         q = self.low(scale * q, q)
         total = self.cumulative(g)
         decays = self.decays(total)

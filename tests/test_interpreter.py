@@ -32,8 +32,15 @@ RIGHT_WITHOUT_US = {
 def run_kernels(*options: str) -> dict[str, str]:
     """Each check's failure, from a process of its own: interpreting is decided once, when triton is imported."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(KERNELS), *options], env=environment, cwd=ROOT, capture_output=True,
-                          text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, str(KERNELS), *options],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     report: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
     return report

@@ -206,9 +206,7 @@ def _check(options: argparse.Namespace) -> int:
 
         def say(report: LawReport) -> None:
             reports.append(report)
-            shown = text.law_line(report)
-            if report.verdict is Verdict.BROKEN:
-                shown += "\n" + text.failure(report)
+            shown = text.failure(report) if report.verdict is Verdict.BROKEN else text.law_line(report)
             for line in report.known:
                 shown += f"\n  {line}"
             _print(shown, out)

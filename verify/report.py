@@ -50,8 +50,8 @@ def failure(report: LawReport) -> str:
     if not report.shrunk:
         lines.append("  shrinking    stopped at its limit; a smaller case may exist")
     lines.append(f"  versions     {report.versions}")
-    if report.first_run != report.run:
-        lines.append(f"  found as     {report.first_run}")
+    found = f", as {report.first_run}" if report.first_run != report.run else ""
+    lines.append(f"  found        in case {sum(report.counts.values())}{found}")
     lines.append(f'  repeat       python -m verify repeat "{report.run}"')
     return "\n".join(lines)
 

@@ -134,10 +134,10 @@ def _shorter(case: Case) -> Changes:
     lengths = case.lengths
     if case.packed:
         for row, length in enumerate(lengths):
-            for shorter in _below(length, 0):
+            for shorter in (*_below(length, 0), *_blocks(length)):
                 yield _lengths((*lengths[:row], shorter, *lengths[row + 1 :]))
     else:
-        for shorter in _below(lengths[0], 0):
+        for shorter in (*_below(lengths[0], 0), *_blocks(lengths[0])):
             yield _lengths((shorter,) * len(lengths))
 
 
@@ -168,6 +168,11 @@ def _width(name: str, case: Case) -> Changes:
 def _seed(case: Case) -> Changes:
     if case.seed:
         yield "seed=0", {"seed": 0}
+
+
+def _blocks(length: int) -> Iterator[int]:
+    """Block sizes below a length: what fails at multiples of 64 only has no threshold."""
+    yield from (block for block in (16, 32, 64, 128) if block < length)
 
 
 def _below(number: int, least: int) -> Iterator[int]:
