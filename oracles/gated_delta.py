@@ -26,7 +26,6 @@ from oracles.rounding import SINGLE, Arithmetic, summed
 
 EPS = 1e-6
 RSTD_BITS = SINGLE - 1  # a sum, a root and a division, or two products: more than one rounding
-Results = tuple[Tensor, Tensor]
 
 
 def definition(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
