@@ -56,17 +56,18 @@ def recurrent(
 ) -> tuple[Tensor, Tensor]:
     """The definition, batched: q, k [runs, ..., T, K], v [runs, ..., T, V], g, beta [runs, ..., T], state [runs, ..., K, V].
 
-    Recurrent and decode kernels keep float32 throughout: the decay, the state after its decay and after its update, and
-    the two sums over K round, every step.
+    Recurrent and decode kernels keep float32 throughout: the decay, the state after its decay and after its update, what is
+    written to it, and the two sums over K round, every step. Where tokens repeat, the same errors are written again and again.
     """
     depth, rows = q.shape[-1], []
     decay = arithmetic.single(arithmetic.single(g, "g").exp(), "decay")
     steps = (x.unbind(-2) for x in (q, k, v, decay.unsqueeze(-1), beta.unsqueeze(-1)))
     for q_t, k_t, v_t, decay_t, beta_t in zip(*steps, strict=True):
-        state = arithmetic.single(decay_t.unsqueeze(-1) * state, "decayed")
+        state = arithmetic.carried(decay_t.unsqueeze(-1) * state, "decayed")
         recalled = torch.einsum("...k,...kv->...v", k_t, arithmetic.single(state, "recalled", depth))
         update = arithmetic.single(beta_t * (v_t - recalled), "update")
-        state = arithmetic.single(state + k_t.unsqueeze(-1) * update.unsqueeze(-2), "state")
+        written = arithmetic.single(k_t.unsqueeze(-1) * update.unsqueeze(-2), "written")
+        state = arithmetic.carried(state + written, "state")
         rows.append(torch.einsum("...k,...kv->...v", q_t, arithmetic.single(state, "read", depth)))
     return scale * torch.stack(rows, -2) if rows else torch.zeros_like(v), state
 

@@ -96,6 +96,16 @@ class Arithmetic:
         bits = summed(depth)
         return self._round(x, place, bits, bits, 0.0)
 
+    def carried(self, x: Tensor, place: str) -> Tensor:
+        """x, carried from token to token in float32; its cotangent likewise.
+
+        Rounded again and again on one grid, a state soon stays where it is, while a kernel's may drift: with repeated tokens each
+        step can err the same way. So in the odd runs the error of an element is the same fraction of it every time.
+        """
+        if self.runs == 1:
+            return x
+        return _Carried.apply(x, self, place)  # type: ignore[no-any-return]
+
     def sums(self, x: Tensor, place: str, depth: int) -> Tensor:
         """x unchanged; its cotangent is a float32 sum of `depth` terms."""
         return self._round(x, place, EXACT, summed(depth), 0.0)
@@ -219,3 +229,27 @@ class _Product(torch.autograd.Function):
         left = _dither(arithmetic, g, f"{place} da", min(arithmetic.product, summed(g.shape[-1])), 0.0) @ b.mT
         right = a.mT @ _dither(arithmetic, g, f"{place} db", min(arithmetic.product, summed(g.shape[-2])), 0.0)
         return left, right, None, None
+
+
+class _Carried(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, arithmetic: Arithmetic, place: str) -> Tensor:
+        ctx.back = arithmetic, place  # type: ignore[attr-defined]
+        return _drift(arithmetic, x, place)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor, None, None]:
+        arithmetic, place = ctx.back  # type: ignore[attr-defined]
+        return _drift(arithmetic, cotangents[0], place + "'"), None, None
+
+
+def _drift(arithmetic: Arithmetic, x: Tensor, place: str) -> Tensor:
+    rounded = _dither(arithmetic, x, place, SINGLE, 0.0)
+    # Twice as many runs have numbers of their own for each position in the even ones, which serve the odd ones here.
+    grid = _factors(f"{place}#{arithmetic.batch}", 2 * arithmetic.runs, SINGLE, 0.0, (2 * arithmetic.runs, *x.shape[1:]), x.device)[
+        0
+    ]
+    fraction = (2.0 * grid[2 : 2 * arithmetic.runs : 4] - 3.0) * 2.0**-SINGLE  # uniform in (-u, u)
+    odd = x[1::2]
+    rounded[1::2] = odd + odd * fraction[: len(odd)]
+    return rounded

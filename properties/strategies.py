@@ -83,7 +83,8 @@ def cases(
         rows = chance.randint(sequences[0], max(sequences[0], min(2, sequences[1])))
         none = domain.empty and chance.random() < 1 / 5  # with one in ten below: a batch of nothing is one in fifty
         sizes = lengths(chance, (1, 1), max(1, min(longest, total // rows)), total // rows, empty=none, many=False) * rows
-    wide = 256 if value_heads == 1 else 128 if value_heads == 2 else 64
+    size = sum(sizes) * value_heads  # interpreted kernels take time in proportion to this and to the widths
+    wide = 256 if size <= 100 else 128 if size <= 200 else 64
     key_dim = field("key_dim", _widths(domain.key_dims, domain.width_step, wide))
     value_dim = field("value_dim", _widths(domain.value_dims, domain.width_step, wide))
     return Case(

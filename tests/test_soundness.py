@@ -47,8 +47,6 @@ def test_tf32_products_are_within_their_own_bound_and_over_the_float32_one(
     products: str, verdict: Verdict, worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     store = Store(tmp_path_factory.mktemp("findings"))
-    with Check(
-        "tests/right.py:Tf32", ["oracle"], FEW, seed=7, workers=[worker], store=store, products=products
-    ) as check:
+    with Check("tests/right.py:Tf32", ["oracle"], FEW, seed=7, workers=[worker], store=store, products=products) as check:
         (report,) = check.run()
     assert report.verdict is verdict, report.run
