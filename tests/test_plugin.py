@@ -98,7 +98,7 @@ SAID = (
     (("--gdn-law", "orcale"), "unknown law 'orcale'; there are oracle"),
     (("--gdn-adapter", "fla/chonk"), "unknown adapter 'fla/chonk'; there are fla/chunk"),
     (("--gdn-adapter", "gone.py:Kernel"), "there is no file gone.py"),
-    (("--gdn-profile", "fast"), "--gdn-profile must be one of quick, ci, soak, got 'fast'"),
+    (("--gdn-profile", "fast"), "--gdn-profile must be one of few, quick, ci, soak, got 'fast'"),
     (("--gdn-seed", "-1"), "--gdn-seed must be in 0.."),
     (("--gdn-seed", "x"), "argument --gdn-seed: invalid int value: 'x'"),
     (("--no-mark",), "test_unmarked asks for gdn_law: mark it gdn_adapter(...) or give --gdn-adapter"),

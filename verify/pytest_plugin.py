@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--gdn-adapter", action="append", default=[], metavar="ADAPTER", help="check this adapter instead of the marked ones"
     )
     group.addoption("--gdn-law", action="append", default=[], metavar="LAW", help="only this law (may be repeated)")
-    group.addoption("--gdn-profile", default="quick", metavar="PROFILE", help="cases a law: quick, ci or soak")
+    group.addoption("--gdn-profile", default="quick", metavar="PROFILE", help="cases a law: few, quick, ci or soak")
     group.addoption("--gdn-seed", default=0, type=int, metavar="SEED", help="what the cases are drawn from (default 0)")
 
 
