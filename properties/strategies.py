@@ -87,13 +87,16 @@ def cases(
     wide = 256 if size <= 100 else 128 if size <= 200 else 64
     key_dim = field("key_dim", _widths(domain.key_dims, domain.width_step, wide))
     value_dim = field("value_dim", _widths(domain.value_dims, domain.width_step, wide))
+    same = domain.value_dims[0] <= key_dim <= domain.value_dims[1] and "value_dim" not in fixed
+    if domain.equal_widths or (same and chance.random() < 1 / 3):  # a transposed state shows where it still fits
+        value_dim = key_dim
     return Case(
         lengths=sizes,
         packed=packed,
         heads=heads,
         value_heads=value_heads,
         key_dim=key_dim,
-        value_dim=key_dim if domain.equal_widths else value_dim,
+        value_dim=value_dim,
         dtype=field("dtype", domain.dtypes),
         gate=field("gate", GATES),
         gate_dtype=field("gate_dtype", tuple(d for d in domain.gate_dtypes for _ in range(3 if d == "fp32" else 1))),

@@ -450,7 +450,6 @@ def allowed_for(case: Case, dtype: str, algorithm: str, products: str) -> dict[s
         ("chunkwise", "o", "values=correlated"),
         ("chunkwise", "o", "beta=two values=correlated"),
         ("chunkwise", "dk", "beta=two values=repeated"),
-        ("recurrent", "final_state", "values=repeated"),
     ],
 )
 def test_bounds_grow_with_the_condition_of_the_case(algorithm: str, name: str, hard: str) -> None:

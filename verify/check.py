@@ -38,7 +38,9 @@ class Profile:
         return self.examples * (4 if law == "oracle" else 1)
 
 
-PROFILES = {profile.name: profile for profile in (Profile("few", 8), Profile("quick", 32), Profile("ci", 200), Profile("soak", 3000, False))}
+PROFILES = {
+    profile.name: profile for profile in (Profile("few", 8), Profile("quick", 32), Profile("ci", 200), Profile("soak", 3000, False))
+}
 ENOUGH = 5  # cases that could see, or all that were drawn if fewer: under it a law is unknown
 
 
