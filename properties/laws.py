@@ -606,6 +606,18 @@ LAWS: dict[str, Law] = {
             _oracle,
         ),
         Law(
+            "recurrent",
+            "truth",
+            "a prompt at once and then one token at a time gives what one run gives: chunkwise equals recurrent",
+            lambda domain: _examples(
+                _remember(domain, packed=False, sequences=(1, 1), longest=80, total=80, value_heads=2, backward=False), _steps
+            ),
+            _recurrent,
+            _require(initial_state=True, batched=True),
+            place=_steps,
+            lacks=_one_batch_row,
+        ),
+        Law(
             "packed",
             "truth",
             "packed sequences give what each gives alone",
@@ -635,18 +647,6 @@ LAWS: dict[str, Law] = {
             _cut,
             _require(initial_state=True),
             place=_inner,
-        ),
-        Law(
-            "recurrent",
-            "truth",
-            "a prompt at once and then one token at a time gives what one run gives: chunkwise equals recurrent",
-            lambda domain: _examples(
-                _remember(domain, packed=False, sequences=(1, 1), longest=80, total=80, value_heads=2, backward=False), _steps
-            ),
-            _recurrent,
-            _require(initial_state=True, batched=True),
-            place=_steps,
-            lacks=_one_batch_row,
         ),
         Law(
             "absent",

@@ -27,7 +27,7 @@ def law_line(report: LawReport) -> str:
         f"{counts[verdict]} {verdict}" for verdict in (Verdict.BLIND, Verdict.KNOWN, Verdict.UNSUPPORTED) if counts.get(verdict)
     ]
     worst = ""
-    if LAWS[report.law].kind == "truth" and report.ratios and report.verdict is Verdict.HOLDS:
+    if LAWS[report.law].kind == "truth" and report.verdict is Verdict.HOLDS and any(report.ratios.values()):
         name = max(report.ratios, key=lambda each: report.ratios[each])
         worst = f"{report.ratios[name]:.2f} {name}"
     says = report.reason if report.verdict in (Verdict.UNSUPPORTED, Verdict.UNKNOWN) else LAWS[report.law].says
