@@ -39,7 +39,7 @@ WINDOW = 9
 KAPPA = 12.0
 FLOOR_ULP = 2.0
 ORIGIN = f"{KAPPA:g} sigma of the disturbed runs"
-_TINY = 2.0**-126  # below it float32 values may be flushed to zero
+_TINY = 2.0**-100  # products of what is flushed to zero below 2^-126 with anything up to 6e7, the norm's 1 / 1e-4 included
 
 
 @dataclasses.dataclass(frozen=True)

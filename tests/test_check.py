@@ -16,9 +16,9 @@ from tests import mutants
 from verify import check as check_module
 from verify.adapter import AdapterError, installed
 from verify.check import ENOUGH, PROFILES, Check, LawReport, Profile, ask, describe, overall
-from verify.judge import Verdict
+from verify.judge import Finding, Verdict
 from verify.known import Known
-from verify.run import Run, execute
+from verify.run import Outcome, Run, execute
 from verify.store import Store
 from verify.worker import Worker
 
@@ -365,3 +365,14 @@ def test_adapter_that_cannot_be_loaded_again_is_unknown(store: Store, tmp_path: 
         file.write_text("import nothing_there\n")
         worker._end()
         assert ask(run, worker, store).verdict is Verdict.UNKNOWN
+
+
+def test_crash_that_does_not_repeat_is_undecided_and_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    crashed = Outcome(Verdict.BROKEN, [Finding("call", "crashed: killed by SIGSEGV")])
+    answers = iter([crashed, *[Outcome(Verdict.HOLDS, rows=1)] * 100])
+    monkeypatch.setattr("verify.check.ask", lambda *_: next(answers))
+    with Worker() as worker, Check(RIGHT, ["pure"], Profile("few", 6), workers=[worker], store=store) as check:
+        (report,) = check.run()
+    assert report.verdict is Verdict.UNKNOWN
+    assert "SIGSEGV, but not again in a fresh worker" in report.reason
+    assert "found once" in (store.folder / "findings.jsonl").read_text()

@@ -255,9 +255,10 @@ class Check:
             if self._stopped.is_set() and outcome.verdict is not Verdict.BROKEN:
                 return
             if outcome.lost and ask(run, worker, self.store).verdict is not Verdict.BROKEN:
-                outcome.findings[0] = dataclasses.replace(
-                    outcome.findings[0], what=outcome.findings[0].what + "; a second run, in a fresh worker, did not"
-                )
+                # An earlier case may have written out of bounds, or the host killed it: this case is not shown to be at fault.
+                self._keep(report, run, outcome, "found once")
+                reason = f"{outcome.findings[0].what}, but not again in a fresh worker: {run}"
+                outcome = Outcome(Verdict.UNKNOWN, reason=reason)
             if outcome.verdict is Verdict.BROKEN and any(defect.explains(run) for defect in self.defects):
                 outcome.verdict = Verdict.KNOWN
             done += 1
