@@ -1,8 +1,8 @@
 """Strategies: cases that find bugs, drawn inside a domain. Structure is drawn, values come from the case's seed.
 
 Hypothesis draws the seed of each case and a plain generator makes the choices from it. Left to draw every choice, Hypothesis looks
-for small and repetitive examples, to shrink well: of 40 cases a law, 40% had no token at all or all but repeated another. Cases
-shrink on their lines (verify/shrink.py), so diversity is all that is asked of the drawing.
+for small and repetitive examples, to shrink well: of 120 draws of the `memory` law 52 had no token at all. Cases shrink on
+their lines (verify/shrink.py), so diversity is all that is asked of the drawing.
 
 Lengths stand on both sides of the block sizes of kernels; gates are drawn by memory.
 """
