@@ -51,7 +51,8 @@ def worker() -> Iterator[Worker]:
 
 
 def test_the_call_that_is_made_wrong_is_right_before() -> None:
-    contract(_PACKED, _PACKED.inputs())
+    inputs = _PACKED.inputs()
+    assert contract(_PACKED, inputs) is inputs
 
 
 def test_every_illegal_input_has_its_message_here() -> None:
