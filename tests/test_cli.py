@@ -78,7 +78,7 @@ def strict(text: str) -> Any:
         (("check", "missing.py:Kernel"), ("there is no file missing.py",)),
         (("check", "kernel.py"), ("'kernel.py'", "my_kernel.py:MyKernel")),
         (("check", "a b.py:Kernel"), ("spaces",)),
-        (("check", RIGHT, "--law", "orcale"), ("'orcale'", "oracle, packed, cut")),
+        (("check", RIGHT, "--law", "orcale"), ("'orcale'", "oracle, recurrent, packed")),
         (("check", RIGHT, "--json", "/nowhere/out.jsonl"), ("--json", "'/nowhere/out.jsonl'", "No such file")),
         (("check", RIGHT, "--profile", "fast"), ("--profile", "'fast'", "quick", "soak")),
         (("check", RIGHT, "--seed", "-1"), ("--seed", "'-1'", "0..4294967295")),
