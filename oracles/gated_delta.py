@@ -102,8 +102,10 @@ def chunkwise(
         decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~lower, -torch.inf).exp()
     grown = arithmetic.sums(total, "G in exp(G)", depth).exp().unsqueeze(-1)
     end = arithmetic.sums(total[..., -1:], "G_C", chunk * depth)
-    # An implementation decays k or V' before it stores them for the state; the root of the decay on each rounds like both.
-    left = (0.5 * (end - arithmetic.sums(total, "G in exp(G_C - G)", depth))).exp().unsqueeze(-1)
+    # An implementation decays k or V' before it stores them for the state: some runs do one, some the other.
+    left = end - arithmetic.sums(total, "G in exp(G_C - G)", depth)
+    share = arithmetic.choice(left)
+    ahead, behind = (share * left).exp().unsqueeze(-1), ((1.0 - share) * left).exp().unsqueeze(-1)
     whole = end.exp().unsqueeze(-1)
 
     operand, use, multiply = arithmetic.operand, arithmetic.use, arithmetic.multiply
@@ -111,20 +113,21 @@ def chunkwise(
     solved: Tensor = _Inverse.apply(corrections, arithmetic)
     written = operand(multiply(use(solved, "T in U"), operand(betas[1] * v, "beta v"), "U = "), "U")
     erased = operand(multiply(use(solved, "T in W"), operand(betas[2] * grown * k, "beta exp(G) k"), "W = "), "W")
+    q = operand(scale * q, "scale q")  # stored, where an implementation scales q and not what it reads
     scores = operand(_Scores.apply(use(q, "q in scores"), use(k, "k in scores"), total, decay, arithmetic, "q k"), "scores")
     reads = operand(q * grown, "exp(G) q")
-    keeps = operand(left * use(k, "k in S"), "exp((G_C - G) / 2) k")
+    keeps = operand(ahead * use(k, "k in S"), "exp(G_C - G) k")
 
     rows = []
-    pieces = (x.unbind(-3) for x in (keeps, reads, scores, written, erased, left, whole))
-    for keeps_c, reads_c, scores_c, written_c, erased_c, left_c, whole_c in zip(*pieces, strict=True):
+    pieces = (x.unbind(-3) for x in (keeps, reads, scores, written, erased, behind, whole))
+    for keeps_c, reads_c, scores_c, written_c, erased_c, behind_c, whole_c in zip(*pieces, strict=True):
         held = operand(state, "S")
         fresh = operand(written_c - multiply(erased_c, use(held, "S in V'"), "W S"), "V'")
         rows.append(multiply(reads_c, use(held, "S in o"), "q S") + multiply(scores_c, use(fresh, "V' in o"), "scores V'"))
         kept: Tensor = _Decayed.apply(whole_c, state, arithmetic)
-        given = operand(left_c * use(fresh, "V' in S"), "exp((G_C - G) / 2) V'")
+        given = operand(behind_c * use(fresh, "V' in S"), "exp(G_C - G) V'")
         state = arithmetic.single(kept + multiply(keeps_c.mT, given, "k V'"), "S'")
-    return scale * torch.cat(rows, -2)[..., :tokens, :], state
+    return torch.cat(rows, -2)[..., :tokens, :], state
 
 
 class _Scores(torch.autograd.Function):

@@ -124,6 +124,11 @@ class Arithmetic:
         ahead = _dither(self, x, place, forward, step)
         return _Round.apply(x, ahead, self, place + "'", backward, step)  # type: ignore[no-any-return]
 
+    def choice(self, x: Tensor) -> Tensor:
+        """0 or 1 a run, shaped to multiply x: which of two ways to compute the same a run takes. Both odd and even runs do either."""
+        run = torch.arange(self.runs, device=x.device)
+        return (((run + 1) // 2) % 2).to(x.dtype).reshape(-1, *[1] * (x.ndim - 1))
+
     def dither(self, x: Tensor, place: str, bits: int | None = None) -> Tensor:
         """x rounded to `bits` (default: as stored) on each run's own grid, outside automatic differentiation."""
         if self.runs == 1:
