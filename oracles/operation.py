@@ -2,11 +2,13 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from oracles.rounding import Arithmetic
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -47,7 +49,7 @@ class Inputs(Mapping[str, Any]):
 
 @dataclasses.dataclass(frozen=True)
 class Port:
-    """A named tensor: its axes, its dtype ("input": the case's; "gate", "fp32") and whether it may be absent.
+    """A named tensor: its axes, its dtype ("input": the case's; "gate", "fp32", "index") and whether it may be absent.
 
     A row, the unit that is judged, is the last axis, or a single element where `scalar_rows` (one number a token and head).
     """
@@ -59,17 +61,37 @@ class Port:
     scalar_rows: bool = False
 
 
+Rule = Callable[[Inputs, dict[str, int]], None]
+
+
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One mathematical operation: the ports of its inputs and outputs. Every input is differentiable."""
+    """One mathematical operation: its contract and its oracle.
+
+    `inputs` and `outputs` are its ports; every input that is not an index is differentiable. Axes are letters; equal letters are
+    equal sizes, but N, the number of sequences, is whatever `cu_seqlens` or B says. `rules` are what legal input obeys besides.
+
+    `forward` maps inputs, float64 and with the runs of an arithmetic along a new axis 0, to outputs of the same kind, rounding
+    where an algorithm of the arithmetic's class rounds. It is differentiable: gradients come out of it. Along `parallel` axes,
+    all together, a call may be cut into several: nothing is shared between them.
+    """
 
     name: str
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
+    forward: Callable[[Inputs, Arithmetic], dict[str, Tensor]]
+    rules: tuple[Rule, ...] = ()
+    parallel: tuple[str, ...] = ()
+
+    def sizes(self, inputs: Inputs) -> dict[str, int]:
+        """The sizes of the axes of legal inputs."""
+        given = ((port, inputs[port.name]) for port in self.inputs if inputs.get(port.name) is not None)
+        return {axis: size for port, x in given for axis, size in zip(port.axes.split(), x.shape, strict=True)}
 
     def gradients(self) -> tuple[Port, ...]:
         """The ports of the gradients, one an input: dq for q, and dh0 for the initial state."""
-        return tuple(dataclasses.replace(port, name=gradient_name(port.name)) for port in self.inputs)
+        differentiable = (port for port in self.inputs if port.dtype != "index")
+        return tuple(dataclasses.replace(port, name=gradient_name(port.name)) for port in differentiable)
 
     def port(self, name: str) -> Port:
         """The output or gradient called `name`."""
@@ -89,7 +111,9 @@ class Operation:
             axes = port.axes.split()
             if tensor.ndim != len(axes):
                 raise ValueError(f"{port.name} must have axes [{', '.join(axes)}], got shape {tuple(tensor.shape)}")
-            if not tensor.is_floating_point():
+            if port.dtype == "index" and tensor.dtype not in (torch.int32, torch.int64):
+                raise ValueError(f"{port.name} must be int32 or int64, got {tensor.dtype}")
+            if port.dtype != "index" and not tensor.is_floating_point():
                 raise ValueError(f"{port.name} must be floating point, got {tensor.dtype}")
             for axis, size in zip(axes, tensor.shape, strict=True):
                 if axis != "N" and sizes.setdefault(axis, size) != size:
@@ -97,22 +121,48 @@ class Operation:
                         f"{port.name} must have {axis} = {sizes[axis]} like the arguments before it, "
                         f"got shape {tuple(tensor.shape)} for [{', '.join(axes)}]"
                     )
-        for axis in ("H", "HV", "K", "V"):
-            if sizes[axis] < 1:
-                raise ValueError(f"{axis} must be at least 1, got {sizes[axis]}")
-        if sizes["HV"] % sizes["H"]:
-            raise ValueError(f"HV must be a multiple of H = {sizes['H']}, got {sizes['HV']}")
-        sequences = sizes["B"]
-        if (offsets := inputs.get("cu_seqlens")) is not None:
-            check_offsets(offsets, sizes["B"], sizes["T"])
-            sequences = len(offsets) - 1
-        if (state := inputs.get("state")) is not None and state.shape[0] != sequences:
-            raise ValueError(f"state must have N = {sequences}, one per sequence, got shape {tuple(state.shape)}")
+        for rule in self.rules:
+            rule(inputs, sizes)
 
 
 def gradient_name(name: str) -> str:
     """What the gradient of input `name` is called."""
     return "dh0" if name == "state" else f"d{name}"
+
+
+def at_least_one(*axes: str) -> Rule:
+    """The rule that these axes are not empty."""
+
+    def rule(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
+        for axis in axes:
+            if sizes[axis] < 1:
+                raise ValueError(f"{axis} must be at least 1, got {sizes[axis]}")
+
+    return rule
+
+
+def grouped_heads(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
+    """The rule of grouped value attention: HV is a multiple of H."""
+    if sizes["HV"] % sizes["H"]:
+        raise ValueError(f"HV must be a multiple of H = {sizes['H']}, got {sizes['HV']}")
+
+
+def one_state_a_sequence(inputs: Inputs, sizes: dict[str, int]) -> None:
+    """The rule of `cu_seqlens`, and that an initial state has as many entries as there are sequences."""
+    count = sizes["B"]
+    if (offsets := inputs.get("cu_seqlens")) is not None:
+        check_offsets(offsets, sizes["B"], sizes["T"])
+        count = len(offsets) - 1
+    if (state := inputs.get("state")) is not None and state.shape[0] != count:
+        raise ValueError(f"state must have N = {count}, one per sequence, got shape {tuple(state.shape)}")
+
+
+def sequences(inputs: Inputs, tokens: str) -> list[int]:
+    """Tokens per sequence of legal inputs, `tokens` naming one of axes [B, T, ...]."""
+    if inputs.get("cu_seqlens") is None:
+        return [inputs[tokens].shape[1]] * int(inputs[tokens].shape[0])
+    offsets = inputs.cu_seqlens.tolist()
+    return [later - earlier for earlier, later in itertools.pairwise(offsets)]
 
 
 def check_offsets(offsets: Tensor, batch: int, tokens: int) -> None:
@@ -129,18 +179,3 @@ def check_offsets(offsets: Tensor, batch: int, tokens: int) -> None:
         raise ValueError(f"cu_seqlens must not decrease, got {values}")
     if values[-1] != tokens:
         raise ValueError(f"cu_seqlens must end at the token count {tokens}, got {values[-1]} ({values})")
-
-
-GATED_DELTA_RULE = Operation(
-    "gated_delta_rule",
-    (
-        Port("q", "B T H K"),
-        Port("k", "B T H K"),
-        Port("v", "B T HV V"),
-        Port("g", "B T HV", "gate", scalar_rows=True),
-        Port("beta", "B T HV", scalar_rows=True),
-        Port("state", "N HV K V", "fp32", optional=True),
-    ),
-    (Port("o", "B T HV V"), Port("final_state", "N HV K V", "fp32")),
-)
-OPERATIONS = {operation.name: operation for operation in (GATED_DELTA_RULE,)}

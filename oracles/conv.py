@@ -1,0 +1,113 @@
+"""The causal depthwise convolution of short filters, in float64.
+
+    y_t = act(bias + sum_w weight[:, w] x_{t-W+1+w})      w = 0 ... W - 1; act is silu, or nothing
+
+a channel at a time. Before a sequence's start come the columns of its initial state, the W inputs before it, oldest first, or
+zeros; sequences never mix. The final state is the last W of initial state and inputs, so it begins with what is left of the
+initial state where a sequence is shorter than W.
+
+`update` is one token, and `definition` a loop over it. `forward` is every sequence at once: the states' columns and the tokens
+stand in one line, sequence after sequence, and y is the sum of W shifted products.
+
+A state has W columns here, as in flash-linear-attention and transformers. SGLang and vLLM keep W - 1: column 0 is read by nothing
+but the final state of a sequence without tokens, which returns it. `without_oldest` and `with_oldest` translate.
+"""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from oracles.gates import flag, rounded_silu, shared, sigmoid
+from oracles.operation import Inputs, Operation, Port, at_least_one, one_state_a_sequence, sequences
+from oracles.rounding import Arithmetic
+
+ACTIVATIONS = (None, "silu")
+
+
+def update(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> tuple[Tensor, Tensor]:
+    """y [..., D] of the next token x [..., D], and the state [..., D, W] after it; state [..., D, W], weight [D, W], bias [D]."""
+    state = torch.cat([state[..., 1:], x.unsqueeze(-1)], -1)
+    y = (weight * state).sum(-1)
+    y = y if bias is None else bias + y
+    return y * sigmoid(y) if activation == "silu" else y, state
+
+
+def definition(
+    x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """y [T, D] and the final state [D, W] of one sequence: x [T, D], state [D, W], weight [D, W], bias [D] or None."""
+    rows = []
+    for x_t in x:
+        y, state = update(x_t, state, weight, bias, activation)
+        rows.append(y)
+    return torch.stack(rows) if rows else torch.zeros_like(x), state
+
+
+def without_oldest(state: Tensor) -> Tensor:
+    """The W - 1 columns [..., D, W - 1] that SGLang and vLLM keep of a state [..., D, W]."""
+    return state[..., 1:]
+
+
+def with_oldest(columns: Tensor) -> Tensor:
+    """A state [..., D, W] of the W - 1 columns that SGLang and vLLM keep; its column 0, which no output reads, is zero."""
+    return torch.nn.functional.pad(columns, (1, 0))
+
+
+def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
+    """y [runs, B, T, D] and final_state [runs, N, D, W]; x has the runs of `arithmetic` along axis 0.
+
+    x has x [B, T, D], weight [D, W], perhaps bias [D], state [N, D, W], cu_seqlens [N + 1], activation (None or "silu").
+    """
+    lengths = sequences(Inputs(cu_seqlens=x.get("cu_seqlens"), x=x.x[0]), "x")
+    (channels, width), device = x.weight.shape[-2:], x.x.device
+    tokens, weight = arithmetic.input(x.x.flatten(1, 2), "x"), arithmetic.input(x.weight, "weight")
+    state = x.get("state")
+    state = tokens.new_zeros(len(tokens), len(lengths), channels, width) if state is None else arithmetic.input(state, "state")
+
+    # The line: W columns of a sequence's state, its tokens, the next sequence's state, ...
+    sizes, sequence = torch.tensor(lengths, dtype=torch.int64, device=device), torch.arange(len(lengths), device=device)
+    ends = sizes.cumsum(0) + (sequence + 1) * width
+    columns = (ends - sizes).unsqueeze(-1) + torch.arange(-width, 0, device=device)
+    places = torch.arange(tokens.shape[1], device=device) + (sequence.repeat_interleave(sizes) + 1) * width
+    line = torch.cat([state.mT.flatten(1, 2), tokens], 1).index_select(1, torch.cat([columns.flatten(), places]).argsort())
+
+    # What an implementation may store in the inputs' dtype: the cotangents of x from y and from the final state before they are
+    # added, and the sum and its cotangent where silu is a step of its own.
+    kept = dataclasses.replace(arithmetic, stored=arithmetic.output)
+    windows, used = max(line.shape[1] - width + 1, 0), kept.use(line, "dx from y")
+    y = tokens.new_zeros(len(tokens), windows, channels)
+    for tap in range(width):
+        seen = used[:, tap : tap + windows]
+        each = shared(weight[:, None, :, tap], seen.shape, arithmetic, f"dweight {tap}")
+        y = y + arithmetic.single(each * seen, f"tap {tap}", width + 1)
+    y = y.index_select(1, places - width + 1)
+    if (bias := x.get("bias")) is not None:
+        y = y + shared(arithmetic.input(bias, "bias").unsqueeze(1), y.shape, arithmetic, "dbias")
+    y = arithmetic.single(y, "sum")
+    if x.get("activation") == "silu":
+        y = rounded_silu(kept.operand(y, "sum stored"), arithmetic, "silu")
+    last = (ends.unsqueeze(-1) + torch.arange(-width, 0, device=device)).flatten()
+    final = line.index_select(1, last).unflatten(1, (len(lengths), width)).mT
+    return {"y": arithmetic.result(y, "y").unflatten(1, x.x.shape[1:3]), "final_state": final}
+
+
+def known_activation(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
+    """The rule of the activation; absent is None."""
+    if (activation := inputs.get("activation")) not in ACTIVATIONS:
+        raise ValueError(f"activation must be None or 'silu', got {activation!r}")
+
+
+CAUSAL_CONV1D = Operation(
+    "causal_conv1d",
+    (
+        Port("x", "B T D", scalar_rows=True),
+        Port("weight", "D W"),
+        Port("bias", "D", optional=True, scalar_rows=True),
+        Port("state", "N D W", optional=True),
+    ),
+    (Port("y", "B T D", scalar_rows=True), Port("final_state", "N D W")),
+    forward,
+    (at_least_one("D", "W"), one_state_a_sequence, known_activation, flag("output_final_state")),
+    parallel=("D",),
+)

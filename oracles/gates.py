@@ -1,0 +1,149 @@
+"""The gates of the gated delta rule and of KDA, and the functions they share with the convolution and the norm.
+
+    g    = -exp(A_log) softplus(a + dt_bias)      log decay, at most 0
+    beta = sigmoid(b)                             times 2 with allow_neg_eigval: eigenvalues of the state's map down to -1
+
+Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464; Kimi Team 2025, arXiv 2510.26692; allow_neg_eigval: Grazzi et al. 2024, arXiv
+2411.12537. `gdn_gate` has one a, g and dt_bias a head, `kda_gate` one a channel of the key; A_log and b are one a head in both.
+"""
+
+import torch
+from torch import Tensor
+
+from oracles.operation import Inputs, Operation, Port, Rule, at_least_one
+from oracles.rounding import SINGLE, Arithmetic, summed
+
+# A GPU takes exp(x) as 2^(x log2 e): the product rounds as x would, and 2^y and log2(y) err by up to 2^-22 (PTX ISA, ex2.approx and
+# lg2.approx), like a float32 sum of 16 terms.
+FUNCTION_TERMS = 16
+FUNCTION_BITS = summed(FUNCTION_TERMS)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)) to a few roundings, wherever it is a normal number: exp(-x) alone overflows from x = -710 down."""
+    return x.clamp(max=0.0).exp() / (1.0 + (-x.abs()).exp())
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), and its derivative, to a few roundings; F.softplus returns x above 20, up to 500,000 ulp off."""
+    return -torch.nn.functional.logsigmoid(-x)
+
+
+def decay_gate(a: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
+    """g, shaped as a [..., HV] with A_log and dt_bias [HV], or as a [..., HV, K] with A_log [HV, 1] and dt_bias [HV, K]."""
+    return -A_log.exp() * softplus(a if dt_bias is None else a + dt_bias)
+
+
+def shared(parameter: Tensor, shape: torch.Size, arithmetic: Arithmetic, place: str, bits: int = SINGLE) -> Tensor:
+    """The parameter, its runs along axis 0, expanded to `shape`: one value for all tokens, whose gradient is a sum over them.
+
+    The sum is taken in float32 of terms that an implementation may have stored in `bits` bits.
+    """
+    expanded: Tensor = _Shared.apply(parameter, shape, arithmetic, place, bits)
+    return expanded
+
+
+def rounded_sigmoid(x: Tensor, arithmetic: Arithmetic, place: str, bits: int) -> Tensor:
+    """sigmoid(x) stored in `bits` bits; backward, y (1 - y) takes y as it was stored."""
+    y: Tensor = _Sigmoid.apply(x, arithmetic, place, bits)
+    return y
+
+
+def rounded_silu(x: Tensor, arithmetic: Arithmetic, place: str) -> Tensor:
+    """x sigmoid(x) in float32."""
+    return arithmetic.single(x * rounded_sigmoid(x, arithmetic, f"{place} sigmoid", SINGLE), place)
+
+
+def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
+    """g [runs, B, T, HV] or [runs, B, T, HV, K], as x.a, and beta [runs, B, T, HV]; x has the runs of `arithmetic` along axis 0."""
+    a, channels = arithmetic.input(x.a, "a"), x.a.ndim == 5
+    if (dt_bias := x.get("dt_bias")) is not None:
+        dt_bias = arithmetic.gradient(dt_bias, "ddt_bias", SINGLE)
+        a = a + shared(dt_bias[:, None, None], a.shape, arithmetic, "dt_bias")
+    a = arithmetic.single(a, "a + dt_bias")
+    A_log = arithmetic.single(arithmetic.gradient(x.A_log, "dA_log", SINGLE), "A_log")
+    speed = arithmetic.single(A_log.exp(), "exp(A_log)", FUNCTION_TERMS)
+    speed = shared(speed[:, None, None, :, None] if channels else speed[:, None, None], a.shape, arithmetic, "d exp(A_log)")
+    soft = softplus(a)
+    # Released kernels take log(1 + exp(a)) in float32, which errs by 2^-24 or more however small the logarithm is.
+    above = 1.0 + soft.detach()
+    soft = soft + (arithmetic.dither(above, "1 + exp(a)", FUNCTION_BITS) - above)
+    soft = arithmetic.single(soft, "softplus", FUNCTION_TERMS)
+    beta = rounded_sigmoid(arithmetic.input(x.b, "b"), arithmetic, "beta", arithmetic.output)
+    return {"g": arithmetic.single(-speed * soft, "g"), "beta": 2.0 * beta if x.get("allow_neg_eigval") else beta}
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        parameter: Tensor,
+        shape: torch.Size,
+        arithmetic: Arithmetic,
+        place: str,
+        bits: int,
+    ) -> Tensor:
+        ctx.back = parameter.shape, arithmetic, place, bits  # type: ignore[attr-defined]
+        return parameter.expand(shape)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        shape, arithmetic, place, bits = ctx.back  # type: ignore[attr-defined]
+        (terms,) = cotangents
+        left = summed(terms.numel() // max(shape.numel(), 1))
+        total = arithmetic.dither(terms, place, min(bits, left)).sum_to_size(shape)
+        # Terms of one sign: the roundings of the partial sums are as large as this, and those of the terms are not.
+        return arithmetic.dither(total, f"{place} total", left), None, None, None, None
+
+
+class _Sigmoid(torch.autograd.Function):
+    """y = sigmoid(x). With y + e stored, (y + e)(1 - y - e) = sigmoid(x) sigmoid(-x) + e (1 - 2 y - e): exact where e is zero."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, arithmetic: Arithmetic, place: str, bits: int) -> Tensor:
+        x = arithmetic.dither(x, f"{place} x", SINGLE)
+        y = sigmoid(x)
+        stored = arithmetic.dither(arithmetic.dither(y, f"{place} function", FUNCTION_BITS), place, bits)
+        ctx.save_for_backward(x, y, stored)
+        ctx.back = arithmetic, place  # type: ignore[attr-defined]
+        return stored.view_as(stored)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor, None, None, None]:
+        x, y, stored = ctx.saved_tensors  # type: ignore[attr-defined]
+        arithmetic, place = ctx.back  # type: ignore[attr-defined]
+        slope = y * sigmoid(-x) + (stored - y) * (1.0 - y - stored)
+        return cotangents[0] * arithmetic.dither(slope, f"{place} slope", FUNCTION_BITS), None, None, None
+
+
+def flag(name: str) -> Rule:
+    """The rule that an option is True or False; absent is False."""
+
+    def rule(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
+        if not isinstance(value := inputs.get(name, False), bool):
+            raise ValueError(  # noqa: TRY004 - one kind of error for every illegal argument
+                f"{name} must be True or False, got {value!r}"
+            )
+
+    return rule
+
+
+def _operation(name: str, channels: str) -> Operation:
+    scalar = not channels
+    return Operation(
+        name,
+        (
+            Port("a", f"B T HV{channels}", scalar_rows=scalar),
+            Port("b", "B T HV", scalar_rows=True),
+            Port("A_log", "HV", "fp32", scalar_rows=True),
+            Port("dt_bias", f"HV{channels}", "fp32", optional=True, scalar_rows=scalar),
+        ),
+        (Port("g", f"B T HV{channels}", "fp32", scalar_rows=scalar), Port("beta", "B T HV", scalar_rows=True)),
+        forward,
+        (at_least_one("HV", *channels.split()), flag("allow_neg_eigval")),
+        parallel=("HV",),
+    )
+
+
+GDN_GATE = _operation("gdn_gate", "")
+KDA_GATE = _operation("kda_gate", " K")

@@ -1,0 +1,112 @@
+"""Norms: the L2 norm of queries and keys, and the gated RMSNorm of the delta rule's output.
+
+    y = x / sqrt(sum(x^2) + eps)                                    l2norm
+    y = weight x / sqrt(mean(x^2) + eps) silu(z)                    gated_rms_norm: norm before gate
+
+over the last axis, in each head by itself; silu(z) = z sigmoid(z). Without eps a row of zeros would be 0 / 0, so eps is above 0.
+"""
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor
+
+from oracles.gates import rounded_silu, shared, sigmoid
+from oracles.operation import Inputs, Operation, Port, at_least_one
+from oracles.rounding import SINGLE, Arithmetic, summed
+
+EPS = 1e-6
+RSTD_BITS = SINGLE - 1  # a sum, a root and a division, or two products: more than one rounding
+
+
+def l2norm(x: Tensor, eps: float = EPS) -> Tensor:
+    """x * rsqrt(sum(x^2) + eps) over the last axis: each head's vector has norm 1, or less where eps matters."""
+    return x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()
+
+
+def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor | None, eps: float = EPS) -> Tensor:
+    """weight * x * rsqrt(mean(x^2) + eps) * silu(z), shaped as x and z [..., V]; weight [V], or None for ones."""
+    y = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (z * sigmoid(z))
+    return y if weight is None else weight * y
+
+
+class Normalised(torch.autograd.Function):
+    """L2 norm with its result y stored; backward, rstd (dy - y (y.dy)) uses y and dy as stored, and rounds each product.
+
+    dx is what is left of dy across x: with one channel, or dy along x, only the roundings are left, so each has its place.
+    With the sums divided by `count`, the channels, it is the RMS norm.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, x: Tensor, arithmetic: Arithmetic, place: str, eps: float = EPS, count: int = 1
+    ) -> Tensor:
+        rstd = (x.square().sum(-1, keepdim=True) / count + eps).rsqrt()
+        rstd = arithmetic.dither(rstd, f"{place} rstd", RSTD_BITS)
+        y = arithmetic.dither(arithmetic.dither(x * rstd, f"{place} product", SINGLE), place)
+        ctx.save_for_backward(y, rstd)
+        ctx.back = arithmetic, place, count  # type: ignore[attr-defined]
+        return y
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        y, rstd = ctx.saved_tensors  # type: ignore[attr-defined]
+        arithmetic, place, count = ctx.back  # type: ignore[attr-defined]
+        dy = arithmetic.dither(cotangents[0], f"{place} dy")
+        along = arithmetic.dither((y * dy).sum(-1, keepdim=True) / count, f"{place} y.dy", summed(y.shape[-1]))
+        across = arithmetic.dither(dy * rstd, f"{place} dy rstd", SINGLE) - arithmetic.dither(
+            along * y * rstd, f"{place} y rstd", RSTD_BITS
+        )
+        return across, None, None, None, None
+
+
+def forward_l2norm(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
+    """y [runs, B, T, H, K], as x.x; x has the runs of `arithmetic` along axis 0."""
+    kept = dataclasses.replace(arithmetic, stored=arithmetic.output)
+    return {"y": Normalised.apply(arithmetic.input(x.x, "x"), kept, "y", _eps(x))}
+
+
+def forward_gated_rms_norm(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
+    """y [runs, B, T, HV, V], as x.x and x.z; x has the runs of `arithmetic` along axis 0.
+
+    An implementation may keep float32 throughout (flash-linear-attention) or store the normalised x, and its product with the
+    weight, in the inputs' dtype (transformers); backward alike, where the terms of the weight's gradient may be stored too.
+    """
+    single, kept = (dataclasses.replace(arithmetic, stored=bits) for bits in (SINGLE, arithmetic.output))
+    y = Normalised.apply(arithmetic.input(x.x, "x"), single, "normalised", _eps(x), x.x.shape[-1])
+    y = kept.operand(y, "normalised, stored")
+    if (weight := x.get("weight")) is not None:
+        weight = arithmetic.input(weight, "weight")[:, None, None, None]
+        each = shared(weight, y.shape, arithmetic, "dweight", arithmetic.output)
+        y = kept.operand(arithmetic.single(each * y, "weighed"), "weighed, stored")
+    gate = rounded_silu(arithmetic.input(x.z, "z"), arithmetic, "silu")
+    return {"y": arithmetic.result(y * gate, "y")}
+
+
+def _eps(x: Inputs) -> float:
+    return EPS if x.get("eps") is None else float(x.eps)
+
+
+def positive_eps(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
+    """The rule of eps; absent or None is EPS."""
+    eps = inputs.get("eps")
+    if eps is not None and (isinstance(eps, bool) or not isinstance(eps, int | float) or not 0.0 < eps < math.inf):
+        raise ValueError(f"eps must be a finite number above 0, got {eps!r}")
+
+
+L2NORM = Operation(
+    "l2norm",
+    (Port("x", "B T H K"),),
+    (Port("y", "B T H K"),),
+    forward_l2norm,
+    (at_least_one("H", "K"), positive_eps),
+    parallel=("H",),
+)
+GATED_RMS_NORM = Operation(
+    "gated_rms_norm",
+    (Port("x", "B T HV V"), Port("z", "B T HV V"), Port("weight", "V", optional=True, scalar_rows=True)),
+    (Port("y", "B T HV V"),),
+    forward_gated_rms_norm,
+    (at_least_one("HV", "V"), positive_eps),
+)

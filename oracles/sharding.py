@@ -1,0 +1,394 @@
+"""Who holds what of the GDN layer under tensor, sequence and context parallelism (TP, SP, CP), and how to move it: exact.
+
+tp * cp ranks share the layer's key heads, and the value heads that use them (value head h uses key head h // (HV // H)), in
+contiguous slices: each TP rank has a slice of the heads, and inside the kernel, under head parallelism, each CP rank has a slice
+of its TP rank's: part tp_rank * cp + cp_rank of tp * cp.
+
+    parameter          global shape             cut along       at rest   in use     its gradient is the sum over
+    in_proj.weight     [q k v z b a, hidden]    each section    tp        tp         cp
+    conv.weight        [q k v, W]               each section    tp        tp, cp     cp
+    conv.bias          [q k v]                  each section    tp        tp, cp     cp
+    A_log, dt_bias     [HV]                     heads           tp        tp, cp     cp
+    norm.weight        [V]                      -               -         -          tp, cp
+    out_proj.weight    [hidden, HV V]           value heads     tp        tp         cp
+
+Sections lie one after another, so a rank's rows are as many slices as there are sections, not one. At rest (in memory, in a
+checkpoint) ranks that differ only in cp hold the same; in use, the kernel of a CP rank takes its heads' slice of what it holds.
+
+Why those sums. A CP rank projects its own tokens, so its gradients of the projections are their part. In the kernel it has all
+tokens and its own heads: the gradients of conv, A_log and dt_bias are whole there and zero in the other heads' slices, which a
+sum over cp fills. norm.weight is shared by all heads, so each rank, of TP too, has the part of its heads. Sequence parallelism
+changes none of them: where these parameters are used, the tokens of a CP rank are together. Of the layer's ends: a TP rank's
+out_proj makes a partial sum of the output, and its in_proj one of the input's gradient; both are added over tp, or scattered
+along tokens while they are added (SP).
+
+Hidden states [tokens, ..., hidden] are cut along tokens: over cp as a token layout says (contiguous, zigzag, ...), and with SP each
+CP rank's tokens in tp contiguous slices; without SP its TP ranks hold the same.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from oracles.layer import Layer
+
+AT_REST, IN_USE = "at rest", "in use"
+STAGES = (AT_REST, IN_USE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """tp x cp ranks. ValueError for a size under 1."""
+
+    tp: int = 1
+    cp: int = 1
+
+    def __post_init__(self) -> None:
+        for name, size in (("tp", self.tp), ("cp", self.cp)):
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name} must be a whole number from 1 up, got {size!r}")
+
+    def ranks(self) -> Iterator["Rank"]:
+        """Every rank, in the order of their parts of the heads."""
+        return itertools.starmap(Rank, itertools.product((self,), range(self.tp), range(self.cp)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """One rank of a mesh by its two coordinates. ValueError for one outside the mesh."""
+
+    mesh: Mesh
+    tp: int = 0
+    cp: int = 0
+
+    def __post_init__(self) -> None:
+        for name, rank, size in (("tp", self.tp, self.mesh.tp), ("cp", self.cp, self.mesh.cp)):
+            if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < size:
+                raise ValueError(f"{name} rank must be a whole number from 0 up to {size - 1}, got {rank!r}")
+
+    def part(self, axes: Sequence[str]) -> tuple[int, int]:
+        """Which part this rank has, and of how many, of what is cut over `axes` of the mesh, the first of them outermost."""
+        index, parts = 0, 1
+        for axis in axes:
+            size = getattr(self.mesh, axis)
+            index, parts = index * size + getattr(self, axis), parts * size
+        return index, parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """How one parameter is cut: each of `sections` along `axis` in contiguous slices over axes of the mesh, at rest and in use.
+
+    `gradient_sum` names the axes of the mesh over which the ranks' gradients add up.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axis: int
+    sections: tuple[int, ...]
+    at_rest: tuple[str, ...] = ("tp",)
+    in_use: tuple[str, ...] = ("tp",)
+    gradient_sum: tuple[str, ...] = ("cp",)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shard:
+    """What one rank holds of a tensor: `rows` says for each of its indices along `axis` which one of the whole it is.
+
+    ValueError for rows that are not distinct indices of the whole, or a value of another shape than they and `shape` say.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    axis: int
+    rank: Rank
+    rows: Tensor
+    value: Tensor
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.axis < len(self.shape):
+            raise ValueError(f"axis of {self.name} must be one of its {len(self.shape)}, got {self.axis}")
+        if self.rows.dtype != torch.int64 or self.rows.ndim != 1:
+            raise ValueError(f"rows of {self.name} must be a vector of int64, got {self.rows.dtype}, shape {_shape(self.rows)}")
+        size = self.shape[self.axis]
+        for row, count in zip(*(each.tolist() for each in self.rows.unique(return_counts=True)), strict=True):
+            if not 0 <= row < size or count > 1:
+                raise ValueError(f"rows of {self.name} must be distinct and from 0 up to {size - 1}, got {row} {count} times")
+        local = (*self.shape[: self.axis], len(self.rows), *self.shape[self.axis + 1 :])
+        if _shape(self.value) != local:
+            raise ValueError(f"{self.name} of {_place(self.rank)} must have shape {local} by its rows, got {_shape(self.value)}")
+
+
+def parameters(layer: Layer) -> dict[str, Parameter]:
+    """The layer's parameters by name; conv.bias is one that not every model has."""
+    widths, heads = layer.sections, (layer.value_heads,)
+    convolved = (widths["q"], widths["k"], widths["v"])
+    kernel = ("tp", "cp")
+    every = (
+        Parameter("in_proj.weight", (sum(widths.values()), layer.hidden), 0, tuple(widths.values())),
+        Parameter("conv.weight", (sum(convolved), layer.conv_width), 0, convolved, in_use=kernel),
+        Parameter("conv.bias", (sum(convolved),), 0, convolved, in_use=kernel),
+        Parameter("A_log", heads, 0, heads, in_use=kernel),
+        Parameter("dt_bias", heads, 0, heads, in_use=kernel),
+        Parameter("norm.weight", (layer.value_dim,), 0, (layer.value_dim,), (), (), ("tp", "cp")),
+        Parameter("out_proj.weight", (layer.hidden, widths["v"]), 1, (widths["v"],)),
+    )
+    return {parameter.name: parameter for parameter in every}
+
+
+def heads(layer: Layer, rank: Rank, stage: str) -> tuple[range, range]:
+    """The key heads and the value heads of a rank: its TP rank's at rest, its own in the kernel in use.
+
+    ValueError for an unknown stage, or for key heads that do not divide; value heads, a multiple of them, then divide too.
+    """
+    index, parts = rank.part(_axes(stage, ("tp",), ("tp", "cp")))
+    _check_heads(layer, parts)
+    keys, values = (range(index * n // parts, (index + 1) * n // parts) for n in (layer.heads, layer.value_heads))
+    return keys, values
+
+
+def features(layer: Layer, rank: Rank, stage: str) -> Tensor:
+    """Which of in_proj's outputs a rank has, in its order: before (at rest) or after (in use) CP ranks exchange tokens for heads.
+
+    ValueError as `heads`.
+    """
+    return _slices(layer, tuple(layer.sections.values()), rank, _axes(stage, ("tp",), ("tp", "cp")))
+
+
+def rows(layer: Layer, name: str, rank: Rank, stage: str) -> Tensor:
+    """For each index of a rank's shard along the parameter's axis, the index in the whole.
+
+    ValueError for an unknown name or stage, or for key heads that do not divide.
+    """
+    parameter = _parameter(layer, name)
+    return _slices(layer, parameter.sections, rank, _axes(stage, parameter.at_rest, parameter.in_use))
+
+
+def shard(layer: Layer, name: str, whole: Tensor, rank: Rank, stage: str) -> Shard:
+    """What `rank` holds of the parameter `whole`. ValueError as `rows`, or for another shape than the parameter's."""
+    parameter = _parameter(layer, name)
+    if _shape(whole) != parameter.shape:
+        raise ValueError(f"{name} must have shape {parameter.shape}, got {_shape(whole)}")
+    return _taken(name, whole, parameter.axis, rank, rows(layer, name, rank, stage))
+
+
+def assemble(shards: Sequence[Shard]) -> Tensor:
+    """The whole tensor, from the shards of every rank of a mesh in any order.
+
+    ValueError for shards of different tensors or meshes, for a missing rank or one given twice, for replicas (shards of the same
+    rows) whose bits differ, for shards that overlap and are no replicas, and for rows that no shard has.
+    """
+    return _collected(_held(shards), torch.arange(shards[0].shape[shards[0].axis]))
+
+
+def reshard(layer: Layer, shards: Sequence[Shard], mesh: Mesh, stage: str = AT_REST) -> list[Shard]:
+    """A parameter's shards on the ranks of another mesh, in their order, each row taken from the source shard that has it.
+
+    The sources may be at rest or in use, or cut in any other way that their rows tell. ValueError as `assemble`, for a source that
+    is no parameter of the layer, or for key heads that `mesh` does not divide.
+    """
+    held = _held(shards)
+    parameter = _parameter_of(layer, held[0])
+    result = []
+    for rank in mesh.ranks():
+        wanted = rows(layer, parameter.name, rank, stage)
+        result.append(Shard(parameter.name, parameter.shape, parameter.axis, rank, wanted, _collected(held, wanted)))
+    return result
+
+
+def reduce_gradients(layer: Layer, gradients: Sequence[Shard]) -> list[Shard]:
+    """The gradient of a parameter as each rank must hold it at rest, from every rank's own gradient of its slice in use.
+
+    In a rank's shape at rest each gradient is zero outside its slice; they add up over the parameter's `gradient_sum`. ValueError
+    for a missing rank or one given twice, for what is no parameter of the layer, or for rows that are not the rank's in use.
+    """
+    mesh = _check_ranks(gradients)
+    parameter = _parameter_of(layer, gradients[0])
+    for each in gradients:
+        if not torch.equal(each.rows, rows(layer, parameter.name, each.rank, IN_USE)):
+            raise ValueError(f"rows of {parameter.name} of {_place(each.rank)} must be its rows in use, got {each.rows.tolist()}")
+    result = []
+    for rank in mesh.ranks():
+        kept = rows(layer, parameter.name, rank, AT_REST)
+        shape = (*parameter.shape[: parameter.axis], len(kept), *parameter.shape[parameter.axis + 1 :])
+        total = gradients[0].value.new_zeros(shape)
+        place = {row: index for index, row in enumerate(kept.tolist())}
+        for each in gradients:
+            if all(getattr(each.rank, axis) == getattr(rank, axis) or axis in parameter.gradient_sum for axis in ("tp", "cp")):
+                where = torch.tensor([place[row] for row in each.rows.tolist()], device=total.device)
+                total = total.index_add(parameter.axis, where, each.value)
+        result.append(Shard(parameter.name, parameter.shape, parameter.axis, rank, kept, total))
+    return result
+
+
+def interleaved(layer: Layer) -> tuple[Tensor, Tensor]:
+    """The rows of in_proj.weight (q k v z b a, as in Megatron and Qwen3.5) in the order of Qwen3-Next's two weights.
+
+    in_proj_qkvz has, key head by key head, its q, its k, its value heads' v and their z; in_proj_ba their b and their a. So
+    in_proj.weight[interleaved(layer)[0]] is in_proj_qkvz.weight, as in transformers.
+    """
+    starts, widths = layer.offsets(), layer.sections
+    by_head = {name: torch.arange(widths[name]).view(layer.heads, -1) + starts[name] for name in widths}
+    qkvz, ba = (torch.cat([by_head[name] for name in names], 1).flatten() for names in ("qkvz", "ba"))
+    return qkvz, ba
+
+
+def interleave(layer: Layer, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """in_proj_qkvz.weight and in_proj_ba.weight of Qwen3-Next from in_proj.weight. ValueError for another shape."""
+    shape = _parameter(layer, "in_proj.weight").shape
+    if _shape(weight) != shape:
+        raise ValueError(f"in_proj.weight must have shape {shape}, got {_shape(weight)}")
+    qkvz, ba = (weight.index_select(0, order.to(weight.device)) for order in interleaved(layer))
+    return qkvz, ba
+
+
+def concatenate(layer: Layer, qkvz: Tensor, ba: Tensor) -> Tensor:
+    """in_proj.weight from in_proj_qkvz.weight and in_proj_ba.weight of Qwen3-Next. ValueError for other shapes."""
+    orders = interleaved(layer)
+    for name, value, order in zip(("qkvz", "ba"), (qkvz, ba), orders, strict=True):
+        if _shape(value) != (len(order), layer.hidden):
+            raise ValueError(f"in_proj_{name}.weight must have shape {(len(order), layer.hidden)}, got {_shape(value)}")
+    return torch.cat([qkvz, ba]).index_select(0, torch.cat(orders).argsort().to(qkvz.device))
+
+
+def tokens(layout: Sequence[Tensor], rank: Rank, *, sequence_parallel: bool) -> Tensor:
+    """The tokens of a rank's hidden states, in its order; `layout` has for each CP rank the int64 tokens that it holds.
+
+    ValueError for a layout that has not one vector a CP rank, or not every token once, and with `sequence_parallel` for a CP
+    rank's tokens that tp does not divide.
+    """
+    if len(layout) != rank.mesh.cp:
+        raise ValueError(f"layout must have the tokens of each of cp = {rank.mesh.cp} ranks, got {len(layout)}")
+    for each in layout:
+        if each.dtype != torch.int64 or each.ndim != 1:
+            raise ValueError(f"layout must have vectors of int64, got {each.dtype}, shape {_shape(each)}")
+    every = torch.cat(list(layout)).sort().values
+    if not torch.equal(every, torch.arange(len(every), device=every.device)):
+        raise ValueError(f"layout must have every token from 0 up once, got {every.tolist()}")
+    mine = layout[rank.cp]
+    if not sequence_parallel:
+        return mine
+    if len(mine) % rank.mesh.tp:
+        raise ValueError(f"sequence_parallel needs a multiple of tp = {rank.mesh.tp} tokens on every CP rank, got {len(mine)}")
+    return mine.view(rank.mesh.tp, len(mine) // rank.mesh.tp)[rank.tp]
+
+
+def shard_hidden(hidden: Tensor, layout: Sequence[Tensor], rank: Rank, *, sequence_parallel: bool) -> Shard:
+    """What a rank holds of the hidden states [tokens, ..., hidden] before in_proj, and after out_proj once added over tp.
+
+    `assemble` is the inverse. ValueError as `tokens`, or for a layout of another number of tokens.
+    """
+    total = sum(len(each) for each in layout)
+    mine = tokens(layout, rank, sequence_parallel=sequence_parallel)
+    if hidden.ndim < 2 or len(hidden) != total:
+        raise ValueError(f"hidden must be [{total} tokens, ..., hidden] as the layout has, got shape {_shape(hidden)}")
+    return _taken("hidden", hidden, 0, rank, mine)
+
+
+def _axes(stage: str, at_rest: tuple[str, ...], in_use: tuple[str, ...]) -> tuple[str, ...]:
+    if stage not in STAGES:
+        raise ValueError(f"stage must be one of {', '.join(STAGES)}, got {stage!r}")
+    return at_rest if stage == AT_REST else in_use
+
+
+def _parameter(layer: Layer, name: str) -> Parameter:
+    known = parameters(layer)
+    if name not in known:
+        raise ValueError(f"name must be one of {', '.join(known)}, got {name!r}")
+    return known[name]
+
+
+def _parameter_of(layer: Layer, shard: Shard) -> Parameter:
+    """The parameter that a shard is of."""
+    parameter = _parameter(layer, shard.name)
+    if (shard.shape, shard.axis) != (parameter.shape, parameter.axis):
+        what = f"{parameter.shape} cut along axis {parameter.axis}"
+        raise ValueError(f"{shard.name} must be {what}, got {shard.shape} cut along axis {shard.axis}")
+    return parameter
+
+
+def _check_heads(layer: Layer, parts: int) -> None:
+    if layer.heads % parts:
+        raise ValueError(f"heads must be a multiple of the {parts} ranks that share them, got {layer.heads}")
+
+
+def _slices(layer: Layer, sections: Sequence[int], rank: Rank, axes: Sequence[str]) -> Tensor:
+    """A rank's contiguous slice of each section."""
+    index, parts = rank.part(axes)
+    _check_heads(layer, parts)
+    starts = itertools.accumulate(sections, initial=0)
+    return torch.cat(
+        [
+            torch.arange(start + index * width // parts, start + (index + 1) * width // parts)
+            for start, width in zip(starts, sections, strict=False)
+        ]
+    )
+
+
+def _taken(name: str, whole: Tensor, axis: int, rank: Rank, wanted: Tensor) -> Shard:
+    return Shard(name, _shape(whole), axis, rank, wanted, whole.index_select(axis, wanted.to(whole.device)))
+
+
+def _check_ranks(shards: Sequence[Shard]) -> Mesh:
+    """The mesh of shards that are one of every rank's, of one tensor."""
+    if not shards:
+        raise ValueError("shards must be those of every rank, got none")
+    first = shards[0]
+    for each in shards:
+        for what in ("name", "shape", "axis"):
+            if getattr(each, what) != getattr(first, what):
+                raise ValueError(f"shards must be of one tensor, got {what} {getattr(first, what)} and {getattr(each, what)}")
+        if each.rank.mesh != first.rank.mesh:
+            raise ValueError(f"shards must be of one mesh, got {first.rank.mesh} and {each.rank.mesh}")
+        if each.value.dtype != first.value.dtype:
+            raise ValueError(f"shards must be of one dtype, got {first.value.dtype} and {each.value.dtype}")
+    held = [each.rank for each in shards]
+    for rank in first.rank.mesh.ranks():
+        if held.count(rank) != 1:
+            raise ValueError(f"shards must be one of every rank, got {held.count(rank)} of {_place(rank)}")
+    return first.rank.mesh
+
+
+def _held(shards: Sequence[Shard]) -> list[Shard]:
+    """The shards without replicas, every row of the whole in exactly one."""
+    _check_ranks(shards)
+    owner: dict[int, Shard] = {}
+    held: list[Shard] = []
+    for each in shards:
+        other = next((owner[row] for row in each.rows.tolist() if row in owner), None)
+        if other is None:
+            held.append(each)
+            owner |= dict.fromkeys(each.rows.tolist(), each)
+        elif not torch.equal(other.rows, each.rows):
+            both = f"{_place(other.rank)} and {_place(each.rank)}"
+            raise ValueError(f"shards of {each.name} must share all their rows in one order or none, got {both}")
+        elif not torch.equal(_bits(other.value), _bits(each.value)):
+            both = f"{_place(other.rank)} and {_place(each.rank)}"
+            raise ValueError(f"replicas of {each.name} must be equal bit for bit, got another value on {both}")
+    size = shards[0].shape[shards[0].axis]
+    if missing := sorted(set(range(size)) - owner.keys()):
+        raise ValueError(f"shards of {shards[0].name} must have every row up to {size - 1}, got none with row {missing[0]}")
+    return held
+
+
+def _collected(held: Sequence[Shard], wanted: Tensor) -> Tensor:
+    """Rows of the whole in the order wanted, from shards that have each row once."""
+    axis = held[0].axis
+    place = torch.cat([each.rows for each in held]).argsort()
+    value = torch.cat([each.value for each in held], axis)
+    return value.index_select(axis, place[wanted].to(value.device))
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.detach().contiguous().view(torch.uint8)
+
+
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return tuple(x.shape)
+
+
+def _place(rank: Rank) -> str:
+    return f"tp rank {rank.tp}, cp rank {rank.cp}"
