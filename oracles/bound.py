@@ -21,15 +21,14 @@ docs/MEASUREMENTS.md derives KAPPA and holds the distribution of error / allowed
 
 import dataclasses
 import functools
-import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from oracles.gated_delta import Normalised, chunkwise, recurrent
-from oracles.operation import NAMES, Inputs, Operation, Port, gradient_name
+from oracles.operation import NAMES, Inputs, Operation, Port, gradient_name, sequences
 from oracles.rounding import BITS, Arithmetic
 
 RUNS = 8
@@ -39,6 +38,7 @@ WINDOW = 9
 KAPPA = 12.0
 FLOOR_ULP = 2.0
 ORIGIN = f"{KAPPA:g} sigma of the disturbed runs"
+_BATCH = 2**25  # float64 numbers of all runs' inputs: what is evaluated at once
 _TINY = 2.0**-100  # products of what is flushed to zero below 2^-126 with anything up to 6e7, the norm's 1 / 1e-4 included
 
 
@@ -67,21 +67,13 @@ class Bound:
         return Bound(self.value + other.value, self.allowed + other.allowed, self.origin, later)
 
 
-def sequences(inputs: Inputs) -> list[int]:
-    """Tokens per sequence of legal inputs."""
-    if inputs.cu_seqlens is None:
-        return [inputs.q.shape[1]] * int(inputs.q.shape[0])
-    offsets = inputs.cu_seqlens.tolist()
-    return [later - earlier for earlier, later in itertools.pairwise(offsets)]
+def truth(operation: Operation, inputs: Inputs, cotangents: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Every output in float64, and with cotangents (of the outputs that have one) every gradient.
 
-
-def truth(inputs: Inputs, cotangents: dict[str, Tensor] | None = None, lengths: list[int] | None = None) -> dict[str, Tensor]:
-    """Outputs o [B, T, HV, V] and final_state [N, HV, K, V] in float64, and with cotangents every gradient.
-
-    `lengths` overrides the sequences' boundaries: the counterfactual in which state crosses them.
+    ValueError, as from `bounds`, if the inputs break the operation's contract or a cotangent is not shaped as its output.
     """
-    batch = _evaluate(inputs, cotangents, "chunkwise", Arithmetic.exact(), lengths)
-    return {name: runs[0] for name, runs in batch.items()}
+    operation.check(inputs)
+    return {name: runs[0] for name, runs in _evaluate(operation, inputs, cotangents, Arithmetic.exact()).items()}
 
 
 def bounds(
@@ -94,9 +86,10 @@ def bounds(
 ) -> dict[str, Bound]:
     """The truth and the bound of each output, and with cotangents of each gradient.
 
-    `algorithm` is the class of the implementation ("chunkwise", "recurrent"), `products` how it multiplies float32 matrices
-    ("ieee", "tf32"), `chunk` the tokens in its chunks if known; cotangents are those of the outputs, in their dtypes.
+    `algorithm` is the class of the implementation ("chunkwise", "recurrent", "pointwise"), `products` how it multiplies float32
+    matrices ("ieee", "tf32"), `chunk` the tokens in its chunks if known; cotangents are those of the outputs, in their dtypes.
     """
+    operation.check(inputs)
     make = functools.partial(_bounds, operation, inputs, cotangents, algorithm, products, chunk)
     finer = functools.cache(lambda: make(FINER))
     return {
@@ -114,28 +107,84 @@ def _bounds(
     chunk: int | None,
     batches: int,
 ) -> dict[str, Bound]:
-    dtype = NAMES[inputs.q.dtype]
-    chunks = CHUNKS if algorithm == "chunkwise" and chunk is None else (chunk or CHUNKS[0],)
+    dtype = _dtype(operation, inputs)
+    chunks = CHUNKS if algorithm == "chunkwise" and chunk is None and "T" in operation.sizes(inputs) else (chunk,)
     plain = Arithmetic.of(algorithm, dtype, products, 1 + (RUNS if len(chunks) == 1 else RUNS // 2))
+    plain = dataclasses.replace(plain, gate=BITS[_dtype(operation, inputs, "gate")])
+    slices = []
+    for part in _slices(operation, inputs, cotangents, plain.runs):
+        arithmetics = [[dataclasses.replace(plain, chunk=each, batch=batch) for batch in range(batches)] for each in chunks]
+        slices.append(_spread(operation, *part, arithmetics))
+    result = {}
+    for name in slices[0]:
+        port = operation.port(name)
+        value, squares = (_joined(operation, port, [one[name][which] for one in slices]) for which in (0, 1))
+        step = plain.step if port.dtype == "input" or plain.stored == plain.output else 0.0
+        ulp = 2.0 ** (1 - BITS[dtype if port.dtype == "input" else "fp32"])
+        lengths = sequences(inputs, operation.inputs[0].name) if port.axes.startswith("B T") else []
+        result[name] = Bound(value, allowance(value, squares, port, lengths, ulp, step))
+    return result
+
+
+def _dtype(operation: Operation, inputs: Inputs, kind: str = "input") -> str:
+    """The name of the dtype that the inputs of a kind have; of float64, which only the truth is asked for, fp32."""
+    names = [port.name for port in operation.inputs if port.dtype == kind and inputs.get(port.name) is not None]
+    return NAMES.get(inputs[names[0]].dtype, "fp32") if names else "fp32"
+
+
+def _spread(
+    operation: Operation, inputs: Inputs, cotangents: dict[str, Tensor] | None, arithmetics: list[list[Arithmetic]]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """The truth of every tensor and the mean square by which runs differ from it: the greatest over groups of arithmetics."""
     exact: dict[str, Tensor] = {}
     squares: dict[str, Tensor] = {}
-    for each in chunks:
+    for group in arithmetics:
         spreads: dict[str, list[Tensor]] = {}
-        for batch in range(batches):
-            arithmetic = dataclasses.replace(plain, batch=batch)
-            for name, runs in _evaluate(inputs, cotangents, algorithm, arithmetic, chunk=each).items():
+        for arithmetic in group:
+            for name, runs in _evaluate(operation, inputs, cotangents, arithmetic).items():
                 exact.setdefault(name, runs[0])
                 spreads.setdefault(name, []).append((runs[1:] - runs[:1]).square().mean(0))
         for name, spread in spreads.items():
             mean = torch.stack(spread).mean(0)
             squares[name] = torch.maximum(squares[name], mean) if name in squares else mean
-    result = {}
-    for name, value in exact.items():
-        port = operation.port(name)
-        step = plain.step if port.dtype == "input" or plain.stored == plain.output else 0.0
-        ulp = 2.0 ** (1 - BITS[dtype if port.dtype == "input" else "fp32"])
-        result[name] = Bound(value, allowance(value, squares[name], port, sequences(inputs), ulp, step))
-    return result
+    return {name: (exact[name], squares[name]) for name in exact}
+
+
+def _slices(
+    operation: Operation, inputs: Inputs, cotangents: dict[str, Tensor] | None, runs: int
+) -> list[tuple[Inputs, dict[str, Tensor] | None]]:
+    """The call, cut along the operation's parallel axes into as few calls as keep the runs' inputs within _BATCH numbers each."""
+    sizes = operation.sizes(inputs)
+    most = math.gcd(*(sizes[axis] for axis in operation.parallel)) if operation.parallel else 1
+    wanted = runs * sum(inputs[port.name].numel() for port in operation.inputs if inputs.get(port.name) is not None) / _BATCH
+    pieces = next(count for count in range(1, most + 1) if most % count == 0 and (count >= wanted or count == most))
+    if pieces == 1:
+        return [(inputs, cotangents)]
+
+    def cut(port: Port, x: Tensor) -> tuple[Tensor, ...]:
+        axis = _axis(operation, port)
+        return (x,) * pieces if axis is None else x.chunk(pieces, axis)
+
+    given = {port.name: cut(port, inputs[port.name]) for port in operation.inputs if inputs.get(port.name) is not None}
+    directions = {} if cotangents is None else {name: cut(operation.port(name), each) for name, each in cotangents.items()}
+    return [
+        (
+            inputs.replaced(**{name: parts[piece] for name, parts in given.items()}),
+            None if cotangents is None else {name: parts[piece] for name, parts in directions.items()},
+        )
+        for piece in range(pieces)
+    ]
+
+
+def _axis(operation: Operation, port: Port) -> int | None:
+    axes = port.axes.split()
+    return next((axes.index(axis) for axis in operation.parallel if axis in axes), None)
+
+
+def _joined(operation: Operation, port: Port, parts: list[Tensor]) -> Tensor:
+    axis = _axis(operation, port)
+    assert axis is not None or len(parts) == 1, port
+    return parts[0] if axis is None or len(parts) == 1 else torch.cat(parts, axis)
 
 
 def allowance(value: Tensor, squares: Tensor, port: Port, lengths: list[int], ulp: float, step: float) -> Tensor:
@@ -148,10 +197,12 @@ def allowance(value: Tensor, squares: Tensor, port: Port, lengths: list[int], ul
 
 
 def _around(own: Tensor, port: Port, lengths: list[int]) -> Tensor:
-    """The mean of the WINDOW rows around each: along tokens [B, T, H] within a sequence, or along K of a state [N, H, K]."""
-    if port.axes.startswith("N"):
-        return _moving_mean(own)
-    flat = own.flatten(0, 1)
+    """The mean of the WINDOW rows around each: along tokens [B, T, ...] within a sequence, else along the last axis of rows."""
+    if not own.numel():
+        return own
+    if not port.axes.startswith("B T"):
+        return _moving_mean(own) if own.ndim else own
+    flat = own.flatten(0, 1).flatten(1) if own.ndim > 2 else own.flatten().unsqueeze(-1)
     return torch.cat([_moving_mean(piece.mT).mT for piece in flat.split(lengths)]).reshape(own.shape)
 
 
@@ -167,95 +218,29 @@ def _moving_mean(rows: Tensor) -> Tensor:
 
 
 def _evaluate(
-    inputs: Inputs,
-    cotangents: dict[str, Tensor] | None,
-    algorithm: str,
-    arithmetic: Arithmetic,
-    lengths: list[int] | None = None,
-    chunk: int = CHUNKS[0],
+    operation: Operation, inputs: Inputs, cotangents: dict[str, Tensor] | None, arithmetic: Arithmetic
 ) -> dict[str, Tensor]:
     """Every output and gradient with the runs along axis 0, shaped as the call's tensors."""
-    lengths = sequences(inputs) if lengths is None else lengths
-    heads, width = inputs.q.shape[-2:]
-    value_heads, value_width = inputs.v.shape[-2:]
-    names = [name for name in ("q", "k", "v", "g", "beta", "state") if inputs[name] is not None]
-    leaves = {name: inputs[name].detach().double().unsqueeze(0).repeat(arithmetic.runs, *[1] * inputs[name].ndim) for name in names}
-    if cotangents is not None:
-        for leaf in leaves.values():
-            leaf.requires_grad_()
-    bits = arithmetic.output
-    x = {name: leaves[name].flatten(1, 2) for name in names if name != "state"}
-    for name in ("q", "k"):
-        repeated = arithmetic.input(x[name], name).repeat_interleave(value_heads // heads, dim=-2)
-        if inputs.qk_norm:  # after the repetition, where an implementation that normalises each value head's copy rounds
-            repeated = Normalised.apply(repeated, arithmetic, f"{name} normalised")
-        x[name] = arithmetic.gradient(repeated, f"d{name} a value head", arithmetic.stored)
-    x["v"] = arithmetic.input(x["v"], "v")
-    x["beta"] = arithmetic.gradient(x["beta"], "dbeta", bits)
-    x["g"] = arithmetic.gradient(x["g"], "dg output", BITS[NAMES[inputs.g.dtype]] if arithmetic.runs > 1 else 53)
-    shape = (arithmetic.runs, len(lengths), value_heads, width, value_width)
-    state = leaves["state"] if "state" in leaves else x["v"].new_zeros(shape)
-    if state.shape != shape:  # a counterfactual has other sequences, and no state of its own
-        state = x["v"].new_zeros(shape)
-    scale = width**-0.5 if inputs.scale is None else inputs.scale
-    rows, finals, order = [], [], []
-    for padded in _groups(lengths, chunk, inputs.q.device):
-        q, k, v = (padded.gather(x[name]).transpose(2, 3) for name in ("q", "k", "v"))  # [runs, n, HV, L, width]
-        g, beta = (padded.gather(x[name].unsqueeze(-1)).transpose(2, 3).squeeze(-1) for name in ("g", "beta"))
-        start = state.index_select(1, padded.members)
-        if algorithm == "recurrent":
-            o, final = recurrent(q, k, v, g, beta, start, scale, arithmetic)
-        else:
-            o, final = chunkwise(q, k, v, g, beta, start, scale, arithmetic, min(chunk, padded.longest))
-        rows.append(padded.scatter(o.transpose(2, 3)))
-        finals.append(final)
-        order.append(padded)
-    tokens = torch.cat([padded.tokens for padded in order]).argsort()
-    o = torch.cat(rows, 1).index_select(1, tokens)
-    final = torch.cat(finals, 1).index_select(1, torch.cat([padded.members for padded in order]).argsort())
-    o = arithmetic.result(o, "o").unflatten(1, inputs.v.shape[:2])
-    outputs = {"o": o, "final_state": arithmetic.single(final, "final state")}
+    names = [port.name for port in operation.inputs if inputs.get(port.name) is not None]
+    given = {name: inputs[name].detach() for name in names}
+    given = {name: x if not x.is_floating_point() else x.double() for name, x in given.items()}
+    leaves = {name: x.unsqueeze(0).repeat(arithmetic.runs, *[1] * x.ndim) for name, x in given.items()}
+    wanted = {name: leaf for name, leaf in leaves.items() if cotangents is not None and leaf.is_floating_point()}
+    for leaf in wanted.values():
+        leaf.requires_grad_()
+    outputs = operation.forward(inputs.replaced(**leaves), arithmetic)
     result = {name: value.detach() for name, value in outputs.items()}
     if cotangents is not None:
+        for name, each in cotangents.items():
+            if name not in outputs or each.shape != outputs[name].shape[1:]:
+                wanted_shape = tuple(outputs[name].shape[1:]) if name in outputs else f"one of {', '.join(outputs)}"
+                raise ValueError(f"cotangent of {name} must be {wanted_shape}, got shape {tuple(each.shape)}")
         given = {name: each for name, each in cotangents.items() if each.numel() and outputs[name].requires_grad}
         targets = [outputs[name] for name in given]
-        directions = [each.double().expand_as(outputs[name]) for name, each in given.items()]
-        gradients = torch.autograd.grad(targets, list(leaves.values()), directions, allow_unused=True)
-        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+        directions = [each.double().unsqueeze(0).expand_as(outputs[name]) for name, each in given.items()]
+        gradients: tuple[Tensor | None, ...] = (None,) * len(wanted)
+        if targets:
+            gradients = torch.autograd.grad(targets, list(wanted.values()), directions, allow_unused=True)
+        for (name, leaf), gradient in zip(wanted.items(), gradients, strict=True):
             result[gradient_name(name)] = torch.zeros_like(leaf) if gradient is None else gradient
     return result
-
-
-def _groups(lengths: list[int], chunk: int, device: torch.device) -> list["_Padded"]:
-    """The sequences in groups of the same padded length (a power of two, or a number of chunks), so that none pads much."""
-    groups: dict[int, list[int]] = {}
-    for member, length in enumerate(lengths):
-        short = max(16, 1 << max(length - 1, 0).bit_length())
-        groups.setdefault(min(short, -(-length // chunk) * chunk) if length else 0, []).append(member)
-    return [_Padded(lengths, members, longest, device) for longest, members in groups.items()]
-
-
-class _Padded:
-    """Some sequences as rows of one padded tensor [runs, n, L, ...], and back to tokens [runs, tokens, ...]."""
-
-    def __init__(self, lengths: list[int], members: list[int], longest: int, device: torch.device) -> None:
-        self.longest = longest
-        self.members = torch.tensor(members, device=device)
-        sizes = torch.tensor(lengths, device=device)
-        starts = (sizes.cumsum(0) - sizes)[self.members]
-        place = torch.arange(longest, device=device)
-        inside = place < sizes[self.members].unsqueeze(-1)
-        index = starts.unsqueeze(-1) + place
-        self.index = torch.where(inside, index, sum(lengths))
-        self.back = torch.nonzero(inside.flatten()).squeeze(-1)
-        self.tokens = index.flatten()[self.back]
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Tokens [runs, tokens, ...] to rows [runs, n, L, ...], zeros after a sequence's end."""
-        x = torch.cat([x, x.new_zeros(x.shape[0], 1, *x.shape[2:])], 1)
-        rows: Tensor = x.index_select(1, self.index.flatten()).unflatten(1, tuple(self.index.shape))
-        return rows
-
-    def scatter(self, rows: Tensor) -> Tensor:
-        """Rows [runs, n, L, ...] to the tokens that `tokens` names [runs, ..., ...]."""
-        return rows.flatten(1, 2).index_select(1, self.back)

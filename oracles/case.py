@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from oracles.counter import mix
-from oracles.operation import DTYPES, OPERATIONS, Inputs, Operation
+from oracles.operation import DTYPES, Inputs, Operation
+from oracles.operations import OPERATIONS, RULES
 from oracles.rounding import BITS
 
 # A memory of m tokens is a mean log-decay of -1/m, uniform in (-2/m, 0]; the widths 2/m below are powers of two.
@@ -30,10 +31,10 @@ STATES = ("none", "zero", "random")
 SCALES = {"default": None, "one": 1.0, "half": 0.5}
 SATURATED = -1000.0
 SMALL = 2.0**-13  # about 1e-4: there the L2 norm's eps of 1e-6 is no longer negligible
-MAX_TOKENS, MAX_WIDTH, MAX_HEADS = 2**20, 1024, 1024
+MAX_TOKENS, MAX_SEQUENCES, MAX_WIDTH, MAX_HEADS = 2**20, 2**16, 1024, 1024
 
 _CHOICES: dict[str, Sequence[str]] = {
-    "operation": tuple(OPERATIONS),
+    "operation": tuple(RULES),
     "dtype": tuple(DTYPES),
     "gate": GATES,
     "beta": BETAS,
@@ -80,6 +81,8 @@ class Case:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {str(getattr(self, name))[:80]!r}")
         if not self.lengths or min(self.lengths) < 0:
             raise ValueError(f"lengths must name at least one sequence, none negative, got {_text(self.lengths)}")
+        if len(self.lengths) > MAX_SEQUENCES:
+            raise ValueError(f"lengths must name at most {MAX_SEQUENCES} sequences, got {len(self.lengths)}")
         if sum(self.lengths) > MAX_TOKENS:
             raise ValueError(f"lengths must add up to at most {MAX_TOKENS} tokens, got {sum(self.lengths)}")
         for name, most in (
@@ -134,7 +137,10 @@ class Case:
         return [0, *itertools.accumulate(self.lengths)]
 
     def inputs(self, device: str = "cpu") -> Inputs:
-        """The inputs, contiguous: q, k [B, T, H, K], v [B, T, HV, V], g, beta [B, T, HV], state [N, HV, K, V], ..."""
+        """The inputs, contiguous: q, k [B, T, H, K], v [B, T, HV, V], g, beta [B, T, HV], state [N, HV, K, V], ...
+
+        g is [B, T, HV, K] for KDA and None for the delta rule.
+        """
         build = _Builder(self, device)
         rows, single = len(self.lengths), DTYPES["fp32"]
         batch = (1, self.tokens) if self.packed else (rows, self.lengths[0])
@@ -144,12 +150,15 @@ class Case:
         if self.state != "none":
             state = build.state() if self.state == "random" else torch.zeros_like(build.state())
             state = state.to(single)
+        g, decays = None, (self.value_heads, self.key_dim) if self.operation == "kda" else (self.value_heads,)
+        if self.operation != "delta_rule":
+            g = build.gates(decays).to(gates).unflatten(0, batch)
         offsets = torch.tensor(self.starts(), dtype=getattr(torch, self.offsets), device=device) if self.packed else None
         return Inputs(
             q=q.to(work).unflatten(0, batch),
             k=k.to(work).unflatten(0, batch),
             v=build.values().to(work).unflatten(0, batch),
-            g=build.gates().to(gates).unflatten(0, batch),
+            g=g,
             beta=build.betas().to(work).unflatten(0, batch),
             state=state,
             cu_seqlens=offsets,
@@ -216,16 +225,17 @@ class _Builder:
         rows = self.uniform("state", shape, bits=SINGLE_BITS) / 4
         return rows * self.powers(self.integers("sign", (*shape[:2], 1, 1), 3)) if case.values == "scaled" else rows
 
-    def gates(self) -> Tensor:
+    def gates(self, axes: tuple[int, ...]) -> Tensor:
+        """Log-decays [tokens, HV], or [tokens, HV, K] where each channel has its own."""
         case = self.case
-        shape = (case.tokens, case.value_heads)
+        shape = (case.tokens, *axes)
         whole = self.integers("g", shape, SINGLE_BITS, rows=self.token)
         fraction = (whole + 2 ** (SINGLE_BITS - 1)).to(torch.float64) * 2.0**-SINGLE_BITS  # [0, 1)
         if case.gate == "mixed":
             widths = [*MEMORIES.values(), 0.0][:: -1 if case.seed % 2 else 1]
             width = torch.tensor(widths, dtype=torch.float64, device=self.device)
-            heads = torch.arange(case.value_heads, device=self.device) % len(widths)
-            return torch.mul(-fraction, width[heads])
+            kinds = torch.arange(math.prod(axes), device=self.device).reshape(axes) % len(widths)
+            return torch.mul(-fraction, width[kinds])
         if case.gate == "saturated":
             gone = self.integers("choice", shape, 2, rows=self.token, salt=1) == 0
             return torch.where(gone, SATURATED, -fraction * MEMORIES["1000"])

@@ -32,7 +32,7 @@ TF32_BITS = 10  # 11 bits rounded to nearest; matrix units may truncate, which e
 SINGLE = 24
 EXACT = 53
 FP16_STEP = 2.0**-24  # the subnormal step: an absolute error where fp16 values are stored
-CLASSES = ("chunkwise", "recurrent")
+CLASSES = ("chunkwise", "recurrent", "pointwise")
 PRODUCTS = ("ieee", "tf32")
 
 
@@ -42,7 +42,8 @@ class Arithmetic:
 
     In significand bits: `stored` for intermediates that are stored and operands that are computed, `product` for what float32
     products and sums of them keep (53: operands are coarser, so that the sums' own errors drown), `output` for the inputs' dtype.
-    `step` is the subnormal step of that dtype where it matters; runs of another `batch` take other grids.
+    `step` is the subnormal step of that dtype where it matters; runs of another `batch` take other grids. `gate` are the bits of
+    the gate's dtype, `algorithm` the class and `chunk` the tokens in its chunks, if known.
     """
 
     runs: int
@@ -51,10 +52,13 @@ class Arithmetic:
     output: int
     step: float = 0.0
     batch: int = 0
+    gate: int = EXACT
+    algorithm: str = "exact"
+    chunk: int | None = None
 
     @classmethod
     def of(cls, algorithm: str, dtype: str, products: str = "ieee", runs: int = 9) -> "Arithmetic":
-        """The arithmetic of `algorithm` ("chunkwise" or "recurrent") on inputs of `dtype`; run 0 of `runs` is exact."""
+        """The arithmetic of `algorithm`, one of CLASSES, on inputs of `dtype`; run 0 of `runs` is exact."""
         for name, value, choices in (
             ("algorithm", algorithm, CLASSES),
             ("dtype", dtype, tuple(BITS)),
@@ -64,9 +68,9 @@ class Arithmetic:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         output, step = BITS[dtype], FP16_STEP if dtype == "fp16" else 0.0
         if algorithm == "chunkwise" and dtype != "fp32":
-            return cls(runs, output, EXACT, output, step)
+            return cls(runs, output, EXACT, output, step, algorithm=algorithm)
         tf32 = algorithm == "chunkwise" and products == "tf32"
-        return cls(runs, SINGLE, TF32_BITS if tf32 else SINGLE, output, step)
+        return cls(runs, SINGLE, TF32_BITS if tf32 else SINGLE, output, step, algorithm=algorithm)
 
     @classmethod
     def exact(cls) -> "Arithmetic":
@@ -125,7 +129,7 @@ class Arithmetic:
         return _Round.apply(x, ahead, self, place + "'", backward, step)  # type: ignore[no-any-return]
 
     def choice(self, x: Tensor) -> Tensor:
-        """0 or 1 a run, shaped to multiply x: which of two ways to compute the same a run takes. Both odd and even runs do either."""
+        """0 or 1 a run, to multiply x: which of two ways to compute the same a run takes; odd and even runs do both."""
         run = torch.arange(self.runs, device=x.device)
         return (((run + 1) // 2) % 2).to(x.dtype).reshape(-1, *[1] * (x.ndim - 1))
 
@@ -156,11 +160,11 @@ def _table(device: torch.device) -> Tensor:
 _TABLE = 2**20
 
 
-@functools.lru_cache(1024)
+@functools.lru_cache(256)
 def _factors(
     place: str, runs: int, bits: int, step: float, shape: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The grids s of a place, s (2^(53-p) + 1), and the constant that rounds to the subnormal step; run 0's do nothing."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The grids s of a place, s (2^(53-p) + 1), the constant that rounds to the subnormal step, and 1 / s; run 0's do nothing."""
     last = shape[-2:] if len(shape) > 2 else shape[1:]
     size, table = math.prod(last), _table(device)
     word = zlib.crc32(place.encode())
@@ -181,20 +185,20 @@ def _factors(
     snap = torch.full((runs, 1), 1.5 * 2.0**52 * step, dtype=torch.float64, device=device)
     split[0], snap[0] = 2.0, 0.0
     full = (runs, *(1,) * (len(shape) - 1 - len(last)), *last)
-    return grid.reshape(full), (grid * split).reshape(full), snap.reshape((runs,) + (1,) * (len(shape) - 1))
+    steps = snap.reshape((runs,) + (1,) * (len(shape) - 1))
+    return grid.reshape(full), (grid * split).reshape(full), steps, grid.reciprocal().reshape(full)
 
 
 def _dither(arithmetic: Arithmetic, x: Tensor, place: str, bits: int, step: float) -> Tensor:
     if bits >= EXACT:
         return x.detach()
     with torch.no_grad():
-        grid, split, snap = _factors(f"{place}#{arithmetic.batch}", arithmetic.runs, bits, step, tuple(x.shape), x.device)
-        scaled = x * grid
+        grid, split, snap, back = _factors(f"{place}#{arithmetic.batch}", arithmetic.runs, bits, step, tuple(x.shape), x.device)
         high = x * split
-        scaled = high.sub_(torch.sub(high, scaled, out=scaled))
+        rounded = high.sub_(torch.addcmul(high, x, grid, value=-1.0))
         if step:
-            scaled = scaled.add_(snap).sub_(snap)  # adding 1.5 * 2^52 steps rounds to a multiple of the step
-        return scaled.div_(grid)
+            rounded = rounded.add_(snap).sub_(snap)  # adding 1.5 * 2^52 steps rounds to a multiple of the step
+        return rounded.mul_(back)
 
 
 class _Round(torch.autograd.Function):

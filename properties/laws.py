@@ -13,10 +13,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles.bound import Bound, sequences
+from oracles.bound import Bound
 from oracles.case import Case
-from oracles.gated_delta import EPS
-from oracles.operation import Inputs
+from oracles.norm import EPS
+from oracles.operation import Inputs, sequences
 from properties.domain import VIEWS, Domain
 from properties.strategies import REMEMBERING, Example, cases
 
@@ -164,7 +164,7 @@ def _tokens(inputs: Inputs, where: slice) -> Inputs:
 
 def _pieces(inputs: Inputs, cotangents: Cotangents, at: int) -> tuple[list[Tensor], list[Inputs], list[Tensor]]:
     """Every sequence cut at token `at`: token indices, inputs and, if any, the output's cotangents before and after."""
-    lengths = sequences(inputs)
+    lengths = sequences(inputs, "q")
     sides: list[list[Tensor]] = [[], []]
     if inputs.cu_seqlens is None:
         indices = [torch.arange(at), torch.arange(at, lengths[0])]

@@ -16,7 +16,7 @@ from torch import Tensor
 from oracles import bound
 from oracles.bound import Bound
 from oracles.case import Case
-from oracles.operation import Inputs, gradient_name
+from oracles.operation import Inputs, gradient_name, sequences
 from properties.laws import Cotangents, Results
 from verify.adapter import Adapter
 from verify.judge import Finding
@@ -64,7 +64,7 @@ class AdapterBench:
         """The truth alone."""
         inputs = contract(self.case, inputs)
         with self._timed("oracle_s"):
-            return bound.truth(inputs, cotangents)
+            return bound.truth(self.case.spec, inputs, cotangents)
 
     def run(self, inputs: Inputs, cotangents: Cotangents, *, counterpart: bool = False, poison: float = float("nan")) -> Results:
         """One call of the adapter, and with cotangents its backward. AdapterFault if it raises or breaks the contract."""
@@ -122,10 +122,10 @@ class AdapterBench:
         if not (isinstance(answer, tuple) and len(answer) == 2):
             raise AdapterFault(Finding("call", f"returned {type(answer).__name__}, must return a tuple (o, final_state)"))
         outputs = {"o": answer[0]} | ({"final_state": answer[1]} if inputs.output_final_state else {})
-        sequences = len(bound.sequences(inputs))
+        count = len(sequences(inputs, "q"))
         shapes = {
             "o": tuple(inputs.v.shape),
-            "final_state": (sequences, inputs.v.shape[2], inputs.k.shape[3], inputs.v.shape[3]),
+            "final_state": (count, inputs.v.shape[2], inputs.k.shape[3], inputs.v.shape[3]),
         }
         dtypes = {"o": inputs.v.dtype, "final_state": torch.float32}
         for name, output in outputs.items():

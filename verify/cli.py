@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from oracles.operation import OPERATIONS
+from oracles.operations import OPERATIONS
 from oracles.rounding import PRODUCTS
 from properties.laws import LAWS
 from verify import report as text
-from verify.adapter import BUILT_IN, AdapterError, check_requirements, check_spec
+from verify.adapter import ASKED, BUILT_IN, AdapterError, check_requirements, check_spec
 from verify.check import PROFILES, Check, LawReport, ask, describe
 from verify.judge import Verdict
 from verify.refusal import ILLEGAL
@@ -161,7 +161,8 @@ def _list(options: argparse.Namespace) -> int:
     print("operations")
     for operation in OPERATIONS.values():
         ports = [f"{port.name} [{', '.join(port.axes.split())}]" for port in operation.inputs]
-        print(f"  {operation.name}: {', '.join(ports)} -> {', '.join(port.name for port in operation.outputs)}")
+        oracle_only = "" if operation.name in ASKED else "  (oracle and bounds only)"
+        print(f"  {operation.name}: {', '.join(ports)} -> {', '.join(port.name for port in operation.outputs)}{oracle_only}")
     print("\nlaws (truth: row by row against the float64 truth; exact: bit for bit)")
     for law in LAWS.values():
         print(f"  {law.name:<10} {law.kind:<6} {law.says}")

@@ -1,0 +1,167 @@
+"""Speed of the oracles: forward and backward at real lengths, beside the references that others use, and the cost of a bound.
+
+    python -m benchmarks.oracles                    two cores: 4,096 tokens, 4 heads, K = V = 128
+    python -m benchmarks.oracles --device cuda      one GPU: 65,536 and 131,072 tokens, Hk = 16, Hv = 32, K = V = 128
+
+Tables of seconds (median and spread over runs, after one that is not counted) and, on a GPU, of the memory beyond inputs and
+gradients. The others compute in float32; they are given the case's lengths only where they need not many minutes.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from oracles.bound import bounds, truth
+from oracles.case import Case
+from oracles.chunkwise import delta_rule
+
+Call = Callable[[], object]
+
+
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--json", help="write every row there, a line each")
+    parser.add_argument("--only", choices=("peers", "lengths", "packed", "bounds"), action="append")
+    options = parser.parse_args()
+    cuda = options.device == "cuda"
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if cuda else f'{torch.get_num_threads()} CPU threads'}")
+    rows: list[dict[str, object]] = []
+    for name, part in (("peers", peers), ("lengths", lengths), ("packed", packed), ("bounds", bound_cost)):
+        if not options.only or name in options.only:
+            part(options.device, options.runs, rows)
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+    return 0
+
+
+def timed(call: Call, device: str, runs: int) -> tuple[float, float, float]:
+    """Median and spread of the seconds of a call, and the greatest GiB that it held beyond what was held before."""
+    seconds, held = [], 0.0
+    for run in range(runs + 1):
+        if device == "cuda":
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        kept = call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+            own = sum(x.nbytes for x in kept) if isinstance(kept, tuple) else 0
+            held = max(held, (torch.cuda.max_memory_allocated() - before - own) / 2**30)
+        if run:
+            seconds.append(time.perf_counter() - start)
+        del kept
+    return statistics.median(seconds), max(seconds) - min(seconds), held
+
+
+def report(rows: list[dict[str, object]], what: str, tokens: int, figures: tuple[float, float, float]) -> None:
+    """One row, printed as it comes."""
+    median, spread, held = figures
+    rows.append({"what": what, "tokens": tokens, "median_s": median, "spread_s": spread, "gib": held})
+    memory = f"  {held:6.1f} GiB" if held else ""
+    print(f"  {what:<44} {tokens:>7} tokens  {median:8.4f} s  (spread {spread:.4f}){memory}", flush=True)
+
+
+def inputs(tokens: int, heads: int, value_heads: int, width: int, device: str, rows: int = 1) -> list[Tensor]:
+    """q, k, v, g, beta, state, float64: unit keys, a memory of about 64 tokens."""
+    generator = torch.Generator(device).manual_seed(1)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, dtype=torch.float64, device=device)
+
+    q, k = (torch.nn.functional.normalize(uniform(tokens, heads, width) - 0.5, dim=-1) for _ in range(2))
+    v, g, beta = uniform(tokens, value_heads, width), uniform(tokens, value_heads, 1) / -32, uniform(tokens, value_heads)
+    return [x.requires_grad_() for x in (q, k, v, g, beta, uniform(rows, value_heads, width, width))]
+
+
+def both(x: list[Tensor], sizes: list[int]) -> tuple[Tensor, ...]:
+    """Outputs and every gradient by the oracle."""
+    o, state = delta_rule(*x, x[0].shape[-1] ** -0.5, sizes)  # type: ignore[misc]
+    return o.detach(), state.detach(), *torch.autograd.grad([o, state], x, [torch.ones_like(o), torch.ones_like(state)])
+
+
+def peers(device: str, runs: int, rows: list[dict[str, object]]) -> None:
+    """The oracle beside the references of FLA and transformers, in one run, forward and backward."""
+    from fla.ops.gated_delta_rule.naive import naive_chunk_gated_delta_rule, naive_recurrent_gated_delta_rule
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    plain = torch_chunk_gated_delta_rule
+    while hasattr(plain, "__wrapped__"):
+        plain = plain.__wrapped__
+    cuda = device == "cuda"
+    heads, value_heads = (16, 32) if cuda else (4, 4)
+    print("forward and backward, K = V = 128, float64 oracle against float32 references")
+    for tokens in (4096, 65536, 131072) if cuda else (4096,):
+        x = inputs(tokens, heads, value_heads, 128, device)
+        report(rows, "gdn-verify oracle", tokens, timed(lambda x=x, n=tokens: both(x, [n]), device, runs))
+        del x
+    for name, rule, tokens, dtype in (
+        ("FLA naive chunk, float32", naive_chunk_gated_delta_rule, 4096, torch.float32),
+        ("transformers torch_chunk, float32", plain, 4096, torch.float32),
+        ("FLA naive recurrent, float32", naive_recurrent_gated_delta_rule, 1024, torch.float32),
+    ):
+        q, k, v, g, beta, _ = inputs(tokens, value_heads, value_heads, 128, device)
+        leaves = [y.detach().unsqueeze(0).to(dtype).requires_grad_() for y in (q, k, v, g.squeeze(-1), beta)]
+
+        def call(rule=rule, leaves=leaves) -> tuple[Tensor, ...]:  # type: ignore[no-untyped-def]
+            q, k, v, g, beta = leaves
+            o = rule(q=q, k=k, v=v, g=g, beta=beta)[0] if "naive" in rule.__name__ else rule(q, k, v, g=g, beta=beta)[0]
+            return torch.autograd.grad(o, leaves, torch.ones_like(o))
+
+        report(rows, name, tokens, timed(call, device, runs))
+
+
+def lengths(device: str, runs: int, rows: list[dict[str, object]]) -> None:
+    """Cost against length: linear is a constant time a token."""
+    heads, value_heads, width = (16, 32, 128) if device == "cuda" else (1, 2, 64)
+    print(f"cost against length, Hk = {heads}, Hv = {value_heads}, K = V = {width}")
+    for tokens in (1024, 4096, 16384, 65536, 131072):
+        x = inputs(tokens, heads, value_heads, width, device)
+        figures = timed(lambda x=x, n=tokens: both(x, [n]), device, runs)
+        report(rows, f"{1e6 * figures[0] / tokens:.2f} us a token", tokens, figures)
+        del x
+
+
+def packed(device: str, runs: int, rows: list[dict[str, object]]) -> None:
+    """A thousand sequences beside one of the same total."""
+    heads, value_heads, width = (16, 32, 128) if device == "cuda" else (1, 2, 64)
+    generator = torch.Generator().manual_seed(2)
+    ragged = torch.randint(1, 131, (1000,), generator=generator).tolist()
+    print(f"packed against whole, Hk = {heads}, Hv = {value_heads}, K = V = {width}")
+    for name, sizes in (("1,000 sequences of 65", [65] * 1000), ("1,000 sequences of 1 to 130", ragged)):
+        total = sum(sizes)
+        many, one = inputs(total, heads, value_heads, width, device, rows=1000), inputs(total, heads, value_heads, width, device)
+        report(rows, "one sequence", total, whole := timed(lambda: both(one, [total]), device, runs))  # noqa: B023
+        report(rows, name, total, parts := timed(lambda: both(many, sizes), device, runs))  # noqa: B023
+        print(f"  ratio {parts[0] / whole[0]:.2f}")
+
+
+def bound_cost(device: str, runs: int, rows: list[dict[str, object]]) -> None:
+    """The bound beside the truth alone, on cases as they are drawn."""
+    print("cost of a bound (8 disturbed runs and the exact one) beside the truth alone")
+    for line in (
+        "lengths=130 heads=2 value_heads=4 key_dim=32 value_dim=32 dtype=bf16 gate=64",
+        "lengths=512 heads=2 value_heads=4 key_dim=64 value_dim=64 dtype=bf16 gate=64",
+        "lengths=512 heads=2 value_heads=4 key_dim=128 value_dim=128 dtype=fp32 gate=64",
+    ):
+        case = Case.parse(line)
+        x, cotangents = case.inputs(device), case.cotangents(device)
+        exact = timed(lambda: truth(case.spec, x, cotangents), device, runs)  # noqa: B023
+        report(rows, f"truth, K = V = {case.key_dim} {case.dtype}", case.tokens, exact)
+        for algorithm in ("chunkwise", "recurrent"):
+            figures = timed(lambda: bounds(case.spec, x, cotangents, algorithm, chunk=64), device, max(1, runs // 2))  # noqa: B023
+            report(rows, f"bound, {algorithm}: {figures[0] / exact[0]:.1f} times the truth", case.tokens, figures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Decode: the gated delta rule for one or several new tokens a request, on states that live in a pool.
+
+Request n reads its state from slot slots[n] of the pool and writes it back there after its last token; slots that no request
+names keep every bit. A slot of `padding` (-1; 0 in vLLM, whose slot 0 is nobody's) marks a request that is none: it reads a
+state of zeros, writes nothing, and its output rows mean nothing; they are zeros here.
+"""
+
+import torch
+from torch import Tensor
+
+from oracles import gated_delta
+from oracles.operation import Inputs, Operation, Port, at_least_one, check_offsets, grouped_heads, sequences
+from oracles.rounding import Arithmetic
+
+
+def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
+    """o [runs, B, T, HV, V] and the pool after the call [runs, P, HV, K, V].
+
+    x has what oracles/gated_delta.py's forward takes, but for the state `pool` [P, HV, K, V] and `slots` [N], one a sequence: a
+    sequence is a request, B of them or, with `cu_seqlens`, as many as it names.
+    """
+    slots = x.slots[0].long()
+    named = slots != x.padding
+    lengths = torch.tensor(sequences(Inputs(cu_seqlens=x.cu_seqlens, v=x.v[0]), "v"), dtype=torch.int64, device=slots.device)
+    rows = named.repeat_interleave(lengths).reshape(*x.v.shape[1:3], 1)
+    # A padding request's tokens, and the slot that stands for its own, may hold anything, NaN too: `where` reads none of it.
+    tokens = {name: x[name].where(rows if x[name].ndim == 4 else rows.unsqueeze(-1), 0.0) for name in ("q", "k", "v", "g", "beta")}
+    state = None
+    if x.pool.shape[1]:
+        state = x.pool.index_select(1, slots.where(named, 0)).where(named.reshape(-1, 1, 1, 1), 0.0)
+    call = Inputs(**tokens, state=state, cu_seqlens=x.cu_seqlens, scale=x.scale, qk_norm=x.qk_norm)
+    results = gated_delta.forward(call, arithmetic)
+    return {"o": results["o"], "pool": x.pool.index_copy(1, slots[named], results["final_state"][:, named])}
+
+
+def one_slot_a_request(inputs: Inputs, sizes: dict[str, int]) -> None:
+    """The rule of slots: one a request, each in the pool or padding, none of the others named twice."""
+    count, pool = sizes["B"], sizes["P"]
+    if (offsets := inputs.get("cu_seqlens")) is not None:
+        check_offsets(offsets, sizes["B"], sizes["T"])
+        count = len(offsets) - 1
+    if not isinstance(inputs.padding, int) or isinstance(inputs.padding, bool):
+        raise ValueError(f"padding must be a whole number, got {inputs.padding!r}")  # noqa: TRY004 - one kind of error
+    slots = inputs.slots.tolist()
+    if len(slots) != count:
+        raise ValueError(f"slots must have N = {count}, one per request, got {len(slots)}")
+    named = [slot for slot in slots if slot != inputs.padding]
+    if wrong := [slot for slot in named if not 0 <= slot < pool]:
+        raise ValueError(f"slots must be in 0..{pool - 1} or padding {inputs.padding}, got {wrong[0]} ({slots})")
+    if len(set(named)) < len(named):
+        twice = next(slot for slot in named if named.count(slot) > 1)
+        raise ValueError(f"slots must name each slot at most once, got {twice} twice ({slots})")
+
+
+DECODE = Operation(
+    "decode",
+    (
+        Port("q", "B T H K"),
+        Port("k", "B T H K"),
+        Port("v", "B T HV V"),
+        Port("g", "B T HV", "gate", scalar_rows=True),
+        Port("beta", "B T HV", scalar_rows=True),
+        Port("pool", "P HV K V", "fp32"),
+        Port("slots", "N", "index"),
+    ),
+    (Port("o", "B T HV V"), Port("pool", "P HV K V", "fp32")),
+    forward,
+    (at_least_one("H", "HV", "K", "V"), grouped_heads, one_slot_a_request),
+    parallel=("H", "HV"),
+)

@@ -1,0 +1,14 @@
+"""Every operation by name."""
+
+from oracles.conv import CAUSAL_CONV1D
+from oracles.decode import DECODE
+from oracles.gated_delta import DELTA_RULE, GATED_DELTA_RULE, KDA
+from oracles.gates import GDN_GATE, KDA_GATE
+from oracles.layer import GDN_LAYER
+from oracles.norm import GATED_RMS_NORM, L2NORM
+from oracles.operation import Operation
+
+RULES = {operation.name: operation for operation in (GATED_DELTA_RULE, DELTA_RULE, KDA)}  # those a Case can be of
+OPERATIONS: dict[str, Operation] = RULES | {
+    operation.name: operation for operation in (DECODE, CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM, GDN_LAYER)
+}
