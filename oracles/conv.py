@@ -18,8 +18,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from oracles.gates import flag, rounded_silu, shared, sigmoid
-from oracles.operation import Inputs, Operation, Port, at_least_one, one_state_a_sequence, sequences
+from oracles.gates import rounded_silu, shared, sigmoid
+from oracles.operation import Inputs, Operation, Port, at_least_one, flag, one_state_a_sequence, sequences
 from oracles.rounding import Arithmetic
 
 ACTIVATIONS = (None, "silu")

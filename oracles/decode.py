@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from oracles import gated_delta
-from oracles.operation import Inputs, Operation, Port, at_least_one, check_offsets, grouped_heads, sequences
+from oracles.operation import Inputs, Operation, Port, at_least_one, check_offsets, finite_scale, flag, grouped_heads, sequences
 from oracles.rounding import Arithmetic
 
 
@@ -21,14 +21,14 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     """
     slots = x.slots[0].long()
     named = slots != x.padding
-    lengths = torch.tensor(sequences(Inputs(cu_seqlens=x.cu_seqlens, v=x.v[0]), "v"), dtype=torch.int64, device=slots.device)
+    lengths = torch.tensor(sequences(Inputs(cu_seqlens=x.get("cu_seqlens"), v=x.v[0]), "v"), dtype=torch.int64, device=slots.device)
     rows = named.repeat_interleave(lengths).reshape(*x.v.shape[1:3], 1)
     # A padding request's tokens, and the slot that stands for its own, may hold anything, NaN too: `where` reads none of it.
     tokens = {name: x[name].where(rows if x[name].ndim == 4 else rows.unsqueeze(-1), 0.0) for name in ("q", "k", "v", "g", "beta")}
     state = None
     if x.pool.shape[1]:
         state = x.pool.index_select(1, slots.where(named, 0)).where(named.reshape(-1, 1, 1, 1), 0.0)
-    call = Inputs(**tokens, state=state, cu_seqlens=x.cu_seqlens, scale=x.scale, qk_norm=x.qk_norm)
+    call = Inputs(**tokens, state=state, cu_seqlens=x.get("cu_seqlens"), scale=x.get("scale"), qk_norm=x.get("qk_norm", False))
     results = gated_delta.forward(call, arithmetic)
     return {"o": results["o"], "pool": x.pool.index_copy(1, slots[named], results["final_state"][:, named])}
 
@@ -65,6 +65,6 @@ DECODE = Operation(
     ),
     (Port("o", "B T HV V"), Port("pool", "P HV K V", "fp32")),
     forward,
-    (at_least_one("H", "HV", "K", "V"), grouped_heads, one_slot_a_request),
+    (at_least_one("H", "HV", "K", "V"), grouped_heads, finite_scale, flag("qk_norm"), one_slot_a_request),
     parallel=("H", "HV"),
 )

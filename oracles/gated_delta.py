@@ -24,7 +24,17 @@ from torch.utils.checkpoint import checkpoint
 
 from oracles import chunkwise, disturbed
 from oracles.norm import Normalised
-from oracles.operation import Inputs, Operation, Port, at_least_one, grouped_heads, one_state_a_sequence, sequences
+from oracles.operation import (
+    Inputs,
+    Operation,
+    Port,
+    at_least_one,
+    finite_scale,
+    flag,
+    grouped_heads,
+    one_state_a_sequence,
+    sequences,
+)
 from oracles.rounding import Arithmetic
 
 CHUNK = 64
@@ -73,25 +83,26 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     x has q, k [B, T, H, K], v [B, T, HV, V], beta [B, T, HV], perhaps g [B, T, HV] or [B, T, HV, K], state [N, HV, K, V] or None,
     cu_seqlens [N + 1] or None, scale (None: K ** -0.5) and qk_norm: q and k are normalised first.
     """
-    lengths = sequences(Inputs(cu_seqlens=x.cu_seqlens, v=x.v[0]), "v")
+    lengths = sequences(Inputs(cu_seqlens=x.get("cu_seqlens"), v=x.v[0]), "v")
     width, (value_heads, value_width) = x.q.shape[-1], x.v.shape[-2:]
-    scale = width**-0.5 if x.scale is None else float(x.scale)
+    given = x.get("scale")
+    scale = width**-0.5 if given is None else float(given)
     v, beta = arithmetic.input(x.v.flatten(1, 2), "v"), arithmetic.gradient(x.beta.flatten(1, 2), "dbeta", arithmetic.output)
     g = x.get("g")
     g = x.beta.new_zeros(x.beta.shape) if g is None else g
     g = arithmetic.gradient((g if g.ndim == 5 else g.unsqueeze(-1)).flatten(1, 2), "dg output", arithmetic.gate)
-    state = x.state
+    state = x.get("state")
     if state is None:
         state = v.new_zeros(arithmetic.runs, len(lengths), value_heads, width, value_width)
     keys = {name: x[name].flatten(1, 2) for name in ("q", "k")}
     if arithmetic.algorithm == "exact":
-        q, k = (Normalised.apply(each, arithmetic, name) if x.qk_norm else each for name, each in keys.items())
+        q, k = (Normalised.apply(each, arithmetic, name) if x.get("qk_norm") else each for name, each in keys.items())
         o, final = chunkwise.delta_rule(q[0], k[0], v[0], g[0], beta[0], state[0], scale, lengths, arithmetic.chunk or 0)
         o, final = o.unsqueeze(0), final.unsqueeze(0)
     else:
         for name, each in keys.items():
             repeated = repeat_heads(arithmetic.input(each, name), value_heads)
-            if x.qk_norm:  # after the repetition, where an implementation that normalises each value head's copy rounds
+            if x.get("qk_norm"):  # after the repetition, where an implementation that normalises each value head's copy rounds
                 repeated = Normalised.apply(repeated, arithmetic, f"{name} normalised")
             keys[name] = arithmetic.gradient(repeated, f"d{name} a value head", arithmetic.stored)
         o, final = _by_class(keys["q"], keys["k"], v, g, beta, state, scale, arithmetic, lengths)
@@ -181,7 +192,7 @@ def _operation(name: str, gate: Port | None) -> Operation:
         (*(port for port in ports if port), Port("state", "N HV K V", "fp32", optional=True)),
         (Port("o", "B T HV V"), Port("final_state", "N HV K V", "fp32")),
         forward,
-        (at_least_one("H", "HV", "K", "V"), grouped_heads, one_state_a_sequence),
+        (at_least_one("H", "HV", "K", "V"), grouped_heads, finite_scale, flag("qk_norm"), one_state_a_sequence),
         parallel=("H", "HV"),
     )
 

@@ -10,7 +10,7 @@ Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464; Kimi Team 2025, arXiv 2510.2669
 import torch
 from torch import Tensor
 
-from oracles.operation import Inputs, Operation, Port, Rule, at_least_one
+from oracles.operation import Inputs, Operation, Port, at_least_one, flag
 from oracles.rounding import SINGLE, Arithmetic, summed
 
 # A GPU takes exp(x) as 2^(x log2 e): the product rounds as x would, and 2^y and log2(y) err by up to 2^-22 (PTX ISA, ex2.approx and
@@ -114,18 +114,6 @@ class _Sigmoid(torch.autograd.Function):
         arithmetic, place = ctx.back  # type: ignore[attr-defined]
         slope = y * sigmoid(-x) + (stored - y) * (1.0 - y - stored)
         return cotangents[0] * arithmetic.dither(slope, f"{place} slope", FUNCTION_BITS), None, None, None
-
-
-def flag(name: str) -> Rule:
-    """The rule that an option is True or False; absent is False."""
-
-    def rule(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
-        if not isinstance(value := inputs.get(name, False), bool):
-            raise ValueError(  # noqa: TRY004 - one kind of error for every illegal argument
-                f"{name} must be True or False, got {value!r}"
-            )
-
-    return rule
 
 
 def _operation(name: str, channels: str) -> Operation:

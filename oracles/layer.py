@@ -15,7 +15,7 @@ import itertools
 from torch import Tensor
 
 from oracles import conv, gated_delta, gates, norm
-from oracles.operation import Inputs, Operation, Port, check_offsets, one_state_a_sequence
+from oracles.operation import Inputs, Operation, Port, check_offsets, flag, one_state_a_sequence
 from oracles.rounding import SINGLE, Arithmetic
 
 
@@ -157,7 +157,7 @@ GDN_LAYER = Operation(
         layer_widths,
         one_state_a_sequence,
         one_conv_state_a_sequence,
-        gates.flag("allow_neg_eigval"),
+        flag("allow_neg_eigval"),
         norm.positive_eps,
     ),
 )

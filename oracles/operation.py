@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -139,6 +140,25 @@ def at_least_one(*axes: str) -> Rule:
                 raise ValueError(f"{axis} must be at least 1, got {sizes[axis]}")
 
     return rule
+
+
+def flag(name: str) -> Rule:
+    """The rule that an option is True or False; absent is False."""
+
+    def rule(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
+        if not isinstance(value := inputs.get(name, False), bool):
+            raise ValueError(  # noqa: TRY004 - one kind of error for every illegal argument
+                f"{name} must be True or False, got {value!r}"
+            )
+
+    return rule
+
+
+def finite_scale(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
+    """The rule of the scale; absent or None is K ** -0.5."""
+    scale = inputs.get("scale")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale)):
+        raise ValueError(f"scale must be None or a finite number, got {scale!r}")
 
 
 def grouped_heads(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
