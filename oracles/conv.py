@@ -20,13 +20,23 @@ from torch import Tensor
 
 from oracles.gates import rounded_silu, shared, sigmoid
 from oracles.operation import Inputs, Operation, Port, at_least_one, flag, one_state_a_sequence, sequences
-from oracles.rounding import Arithmetic
+from oracles.rounding import Arithmetic, summed
 
 ACTIVATIONS = (None, "silu")
 
 
 def update(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> tuple[Tensor, Tensor]:
-    """y [..., D] of the next token x [..., D], and the state [..., D, W] after it; state [..., D, W], weight [D, W], bias [D]."""
+    """y [..., D] of the next token x [..., D], and the state [..., D, W] after it; state [..., D, W], weight [D, W], bias [D].
+
+    ValueError for shapes that are not those.
+    """
+    for name, got, want in (
+        ("state", state.shape, (*x.shape, weight.shape[-1])),
+        ("weight", weight.shape, (x.shape[-1], weight.shape[-1])),
+        ("bias", weight.shape[:1] if bias is None else bias.shape, (x.shape[-1],)),
+    ):
+        if got != want:
+            raise ValueError(f"{name} must have shape {tuple(want)} for x of {tuple(x.shape)}, got {tuple(got)}")
     state = torch.cat([state[..., 1:], x.unsqueeze(-1)], -1)
     y = (weight * state).sum(-1)
     y = y if bias is None else bias + y
@@ -75,21 +85,48 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     # What an implementation may store in the inputs' dtype: the cotangents of x from y and from the final state before they are
     # added, and the sum and its cotangent where silu is a step of its own.
     kept = dataclasses.replace(arithmetic, stored=arithmetic.output)
-    windows, used = max(line.shape[1] - width + 1, 0), kept.use(line, "dx from y")
-    y = tokens.new_zeros(len(tokens), windows, channels)
-    for tap in range(width):
-        seen = used[:, tap : tap + windows]
-        each = shared(weight[:, None, :, tap], seen.shape, arithmetic, f"dweight {tap}")
-        y = y + arithmetic.single(each * seen, f"tap {tap}", width + 1)
-    y = y.index_select(1, places - width + 1)
+    windows: Tensor = _Windows.apply(kept.use(line, "dx from y"), weight, arithmetic)
+    y = windows.index_select(1, places - width + 1)
     if (bias := x.get("bias")) is not None:
         y = y + shared(arithmetic.input(bias, "bias").unsqueeze(1), y.shape, arithmetic, "dbias")
-    y = arithmetic.single(y, "sum")
+    y = arithmetic.single(y, "sum", width + 1)
     if x.get("activation") == "silu":
         y = rounded_silu(kept.operand(y, "sum stored"), arithmetic, "silu")
     last = (ends.unsqueeze(-1) + torch.arange(-width, 0, device=device)).flatten()
     final = line.index_select(1, last).unflatten(1, (len(lengths), width)).mT
     return {"y": arithmetic.result(y, "y").unflatten(1, x.x.shape[1:3]), "final_state": final}
+
+
+class _Windows(torch.autograd.Function):
+    """y_i = sum_w weight[:, w] line_{i+w} for each window of W entries of the line [runs, L, D]: [runs, L - W + 1, D].
+
+    Rounding one factor of the terms to the bits that a float32 sum of them keeps gives each sum an error of its reach's size: the
+    line's entries in y, those of dy in dx, and once more in dweight, which is a sum over all tokens.
+    """
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, line: Tensor, weight: Tensor, arithmetic: Arithmetic) -> Tensor:
+        ctx.save_for_backward(line, weight)
+        ctx.arithmetic = arithmetic  # type: ignore[attr-defined]
+        width = weight.shape[-1]
+        count, seen = max(line.shape[1] - width + 1, 0), arithmetic.dither(line, "x in y", summed(width + 1))
+        y = line.new_zeros(len(line), count, line.shape[-1])
+        for tap in range(width):
+            y += weight[:, None, :, tap] * seen[:, tap : tap + count]
+        return y
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor, Tensor, None]:
+        line, weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        arithmetic, (dy,) = ctx.arithmetic, cotangents  # type: ignore[attr-defined]
+        width, count = weight.shape[-1], dy.shape[1]
+        near, far = (arithmetic.dither(dy, f"dy in {name}", summed(n)) for name, n in (("dx", width), ("dweight", count)))
+        dline, taps = torch.zeros_like(line), []
+        for tap in range(width):
+            dline[:, tap : tap + count] += weight[:, None, :, tap] * near
+            taps.append((far * line[:, tap : tap + count]).sum(1))
+        # Terms of one sign: the roundings of the partial sums are as large as this, and those of the terms are not.
+        return dline, arithmetic.dither(torch.stack(taps, -1), "dweight", summed(count)), None
 
 
 def known_activation(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001

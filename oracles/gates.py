@@ -29,11 +29,6 @@ def softplus(x: Tensor) -> Tensor:
     return -torch.nn.functional.logsigmoid(-x)
 
 
-def decay_gate(a: Tensor, A_log: Tensor, dt_bias: Tensor | None) -> Tensor:
-    """g, shaped as a [..., HV] with A_log and dt_bias [HV], or as a [..., HV, K] with A_log [HV, 1] and dt_bias [HV, K]."""
-    return -A_log.exp() * softplus(a if dt_bias is None else a + dt_bias)
-
-
 def shared(parameter: Tensor, shape: torch.Size, arithmetic: Arithmetic, place: str, bits: int = SINGLE) -> Tensor:
     """The parameter, its runs along axis 0, expanded to `shape`: one value for all tokens, whose gradient is a sum over them.
 

@@ -26,7 +26,14 @@ def l2norm(x: Tensor, eps: float = EPS) -> Tensor:
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor | None, eps: float = EPS) -> Tensor:
-    """weight * x * rsqrt(mean(x^2) + eps) * silu(z), shaped as x and z [..., V]; weight [V], or None for ones."""
+    """weight * x * rsqrt(mean(x^2) + eps) * silu(z), shaped as x and z [..., V]; weight [V], or None for ones.
+
+    ValueError for shapes that are not those.
+    """
+    if z.shape != x.shape:
+        raise ValueError(f"z must have the shape of x, {tuple(x.shape)}, got {tuple(z.shape)}")
+    if weight is not None and weight.shape != x.shape[-1:]:
+        raise ValueError(f"weight must have shape {tuple(x.shape[-1:])}, got {tuple(weight.shape)}")
     y = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (z * sigmoid(z))
     return y if weight is None else weight * y
 

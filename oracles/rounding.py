@@ -160,7 +160,7 @@ def _table(device: torch.device) -> Tensor:
 _TABLE = 2**20
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(128)
 def _factors(
     place: str, runs: int, bits: int, step: float, shape: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
