@@ -55,40 +55,75 @@ def chunkwise(
     padding = -tokens % chunk
     q, k, v, g, beta = (torch.nn.functional.pad(x, (0, 0, 0, padding)).unflatten(-2, (-1, chunk)) for x in (q, k, v, g, beta))
     betas = [arithmetic.sums(beta, f"dbeta {part}", max(v.shape[-1], depth)) for part in ("A", "U", "W")]
-    depth = depth if g.shape[-1] == 1 else 1  # what a gate's gradient sums over the channels
 
     # The cumulative gate is a float32 sum, forward and (reversed) backward.
     total = arithmetic.single(arithmetic.sums(g, "dg", chunk).cumsum(-2), "G", chunk)
-    grown = arithmetic.sums(total, "G in exp(G)", depth).exp()
-    end = arithmetic.sums(total[..., -1:, :], "G_C", chunk * depth)
-    # An implementation decays k or V' before it stores them for the state: some runs do one, some the other.
-    left = end - arithmetic.sums(total, "G in exp(G_C - G)", depth)
-    share = arithmetic.choice(left) if g.shape[-1] == 1 else 1.0
-    ahead, behind = (share * left).exp(), ((1.0 - share) * left).exp()
+    grown, end = total.exp(), total[..., -1:, :]
     whole = end.exp().mT
+    # An implementation decays k or V' before it stores them for the state: some runs do one, some the other.
+    share = arithmetic.choice(total) if g.shape[-1] == 1 else torch.ones_like(total)
+    ahead, behind = (_left(total, end, each) for each in (share, 1.0 - share))
 
     operand, use, multiply = arithmetic.operand, arithmetic.use, arithmetic.multiply
     scored: type[_Scores] | type[_ChannelScores] = _Scores if g.shape[-1] == 1 else _ChannelScores
     corrections: Tensor = scored.apply(operand(betas[0] * k, "beta k"), use(k, "k in A"), total, arithmetic, "A").tril(-1)
     solved: Tensor = _Inverse.apply(corrections, arithmetic)
     written = operand(multiply(use(solved, "T in U"), operand(betas[1] * v, "beta v"), "U = "), "U")
-    erased = operand(multiply(use(solved, "T in W"), operand(betas[2] * grown * k, "beta exp(G) k"), "W = "), "W")
+    k_grown = _Times.apply(k, grown, None, arithmetic, "exp(G) k")
+    erased = operand(multiply(use(solved, "T in W"), operand(betas[2] * k_grown, "beta exp(G) k"), "W = "), "W")
     q = operand(scale * q, "scale q")  # stored, where an implementation scales q and not what it reads
     scores = operand(scored.apply(use(q, "q in scores"), use(k, "k in scores"), total, arithmetic, "q k"), "scores")
-    reads = operand(q * grown, "exp(G) q")
-    keeps = operand(ahead * use(k, "k in S"), "exp(G_C - G) k")
+    reads = operand(_Times.apply(q, grown, None, arithmetic, "q exp(G)"), "exp(G) q")
+    keeps = operand(_Times.apply(use(k, "k in S"), *ahead, arithmetic, "k exp(G_C - G)"), "exp(G_C - G) k")
 
     rows = []
-    pieces = (x.unbind(-3) for x in (keeps, reads, scores, written, erased, whole))
-    decays = behind.unbind(-3) if g.shape[-1] == 1 else [None] * keeps.shape[-3]
-    for keeps_c, reads_c, scores_c, written_c, erased_c, whole_c, decay_c in zip(*pieces, decays, strict=True):
+    pieces = (x.unbind(-3) for x in (keeps, reads, scores, written, erased, whole, *behind))
+    for keeps_c, reads_c, scores_c, written_c, erased_c, whole_c, *behind_c in zip(*pieces, strict=True):
         held = operand(state, "S")
         fresh = operand(written_c - multiply(erased_c, use(held, "S in V'"), "W S"), "V'")
         rows.append(multiply(reads_c, use(held, "S in o"), "q S") + multiply(scores_c, use(fresh, "V' in o"), "scores V'"))
         kept: Tensor = _Decayed.apply(whole_c, state, arithmetic)
-        given = use(fresh, "V' in S") if decay_c is None else operand(decay_c * use(fresh, "V' in S"), "exp(G_C - G) V'")
+        given = use(fresh, "V' in S")
+        if g.shape[-1] == 1:  # a decay of each channel of the key can only be k's
+            given = operand(_Times.apply(given, *behind_c, arithmetic, "V' exp(G_C - G)"), "exp(G_C - G) V'")
         state = arithmetic.single(kept + multiply(keeps_c.mT, given, "k V'"), "S'")
     return torch.cat(rows, -2)[..., :tokens, :], state
+
+
+def _left(total: Tensor, end: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(share (G_C - G)), twice: one for the gradient of G, one for that of G_C."""
+    return (share * (end.detach() - total)).exp(), (share * (end - total.detach())).exp()
+
+
+class _Times(torch.autograd.Function):
+    """x times a factor a token (or a token and channel), which may be given twice, for two ways its gradient is summed.
+
+    The gradients are sums of x dy, over a token's channels for the one, and over all tokens of the chunk for the other; their
+    terms may cancel, and in sums of another order round otherwise: so the terms' roundings are added, not the sums'.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        x: Tensor,
+        factor: Tensor,
+        again: Tensor | None,
+        arithmetic: Arithmetic,
+        place: str,
+    ) -> Tensor:
+        ctx.save_for_backward(x, factor)
+        ctx.back = arithmetic, place, again is not None  # type: ignore[attr-defined]
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        x, factor = ctx.saved_tensors  # type: ignore[attr-defined]
+        arithmetic, place, twice = ctx.back  # type: ignore[attr-defined]
+        chunk, width = x.shape[-2], x.shape[-1] // factor.shape[-1]
+        terms = x * cotangents[0]
+        once = arithmetic.dither(terms, f"{place} summed", summed(width)).sum_to_size(factor.shape)
+        again = arithmetic.dither(terms, f"{place} summed at the end", summed(chunk * width)).sum_to_size(factor.shape)
+        return cotangents[0] * factor, once, again if twice else None, None, None
 
 
 class _Scores(torch.autograd.Function):

@@ -12,9 +12,23 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles.case import BETAS, GATES, MAX_HEADS, MAX_TOKENS, MAX_WIDTH, MEMORIES, SATURATED, STATES, VALUES, Case, _Builder
+from oracles.case import (
+    BETAS,
+    GATES,
+    MAX_HEADS,
+    MAX_SEQUENCES,
+    MAX_TOKENS,
+    MAX_WIDTH,
+    MEMORIES,
+    SATURATED,
+    STATES,
+    VALUES,
+    Case,
+    _Builder,
+)
 from oracles.counter import mix, mix_words
 from oracles.operation import DTYPES
+from oracles.operations import RULES
 from oracles.rounding import BITS
 from properties.domain import Domain
 from properties.laws import LAWS
@@ -165,9 +179,40 @@ def test_entries_equal_their_definition_in_python_integers() -> None:
             assert float(given.beta[0, token, head]) == min(abs(integer("beta", row, 9)), 255) / 256
 
 
+@pytest.mark.parametrize("operation", ["gated_delta_rule", "kda"])
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("seed", [11, 12])
+def test_gates_of_heads_and_of_channels_equal_their_definition_in_python_integers(operation: str, gate: str, seed: int) -> None:
+    case = Case.parse(f"op={operation} lengths=3+2 packed=yes heads=2 value_heads=2 key_dim=5 gate={gate} seed={seed}")
+    names, channels = ("q", "k", "v", "g", "beta", "state", "do", "dht", "base", "choice"), 5 if operation == "kda" else 1
+    widths = {"forever": 0.0, "1000": 2 / 1024, "64": 2 / 64, "10": 2 / 8, "tenth": 2 / 0.125, "saturated": 2 / 1024}
+    memories = [0.0, 2 / 1024, 2 / 64, 2 / 8, 2 / 0.125, 0.0][:: 1 - 2 * (seed % 2)]
+
+    def integer(name: str, position: int, bits: int, salt: int = 0) -> int:
+        return signed(mixed(position + mixed(seed * 64 + names.index(name) + (salt << 40)))) >> (64 - bits)
+
+    def log_decay(position: int) -> float:
+        gone = gate == "saturated" and integer("choice", position, 2, salt=1) == 0
+        width = memories[position % (2 * channels) % 6] if gate == "mixed" else widths[gate]
+        return -1000.0 if gone else -(integer("g", position, 24) + 2**23) / 2**24 * width
+
+    g = case.inputs().g
+    assert g.shape == (1, 5, 2, 5)[: 4 if operation == "kda" else 3]
+    assert g.flatten().tolist() == [log_decay(position) for position in range(5 * 2 * channels)]
+
+
 @settings(max_examples=25)
-@given(case=cases(Domain(), longest=60, total=100), seed=st.integers(0, 2**32 - 1))
-def test_global_state_is_neither_used_nor_changed(case: Case, seed: int) -> None:
+@given(case=cases(Domain(), longest=60, total=100), operation=st.sampled_from(tuple(RULES)))
+def test_operations_of_a_line_differ_in_their_gates_only(case: Case, operation: str) -> None:
+    gated, other = tensors(case), tensors(dataclasses.replace(case, operation=operation))
+    assert gated.keys() - other.keys() == ({"g"} if operation == "delta_rule" else set())
+    assert all(torch.equal(each, gated[name]) for name, each in other.items() if (operation, name) != ("kda", "g"))
+
+
+@settings(max_examples=25)
+@given(case=cases(Domain(), longest=60, total=100), operation=st.sampled_from(tuple(RULES)), seed=st.integers(0, 2**32 - 1))
+def test_global_state_is_neither_used_nor_changed(case: Case, operation: str, seed: int) -> None:
+    case = dataclasses.replace(case, operation=operation)
     want = fingerprint(case)
     threads, generator = torch.get_num_threads(), torch.get_rng_state()
     try:
@@ -184,12 +229,16 @@ def test_global_state_is_neither_used_nor_changed(case: Case, seed: int) -> None
     assert torch.get_num_threads() == threads
 
 
-def test_two_calls_share_no_memory() -> None:
-    case = Case.parse("lengths=5 state=random")
-    first = case.inputs()
-    for name in ("q", "k", "v", "g", "beta", "state"):
+@pytest.mark.parametrize("operation", RULES)
+def test_two_calls_share_no_memory(operation: str) -> None:
+    case = Case.parse(f"op={operation} lengths=5 gate=10 state=random")
+    first, names = (
+        case.inputs(),
+        [name for name in ("q", "k", "v", "g", "beta", "state") if (operation, name) != ("delta_rule", "g")],
+    )
+    for name in names:
         first[name].zero_()
-    assert all(bool(case.inputs()[name].ne(0).any()) for name in ("q", "k", "v", "beta", "state"))
+    assert all(bool(case.inputs()[name].ne(0).any()) for name in names)
 
 
 # Values
@@ -204,8 +253,10 @@ def builder(case: Case) -> _Builder:
 def test_every_number_is_exact_in_its_dtype(dtype: str, values: str) -> None:
     case = Case.parse(f"lengths=80 heads=2 value_heads=4 key_dim=40 dtype={dtype} values={values} gate=10 state=random seed=3")
     build, made = builder(case), case.inputs()
-    wide = {"v": build.values(), "beta": build.betas(), "g": build.gates(), "state": build.state()}
+    wide = {"v": build.values(), "beta": build.betas(), "g": build.gates((4,)), "state": build.state()}
     wide |= {name: build.vectors(name, 2, 40) for name in ("q", "k")}
+    channels = dataclasses.replace(case, operation="kda").inputs().g
+    assert torch.equal(channels.double()[0], build.gates((4, 40)))
     for name, each in wide.items():
         same = made[name].double().reshape(each.shape) == each
         assert made[name].dtype == (torch.float32 if name in ("g", "state") else DTYPES[dtype])
@@ -229,13 +280,13 @@ def test_keys_have_a_squared_norm_in_a_quarter_to_one(case: Case) -> None:
 
 
 @settings(max_examples=100)
-@given(case=cases(Domain(), longest=60, total=100))
-def test_writing_is_stable_for_every_drawn_case(case: Case) -> None:
-    given = case.inputs()
+@given(case=cases(Domain(), longest=60, total=100), operation=st.sampled_from(tuple(RULES)))
+def test_writing_is_stable_for_every_drawn_case(case: Case, operation: str) -> None:
+    given = dataclasses.replace(case, operation=operation).inputs()
     squares = given.k.double().square().sum(-1).repeat_interleave(case.value_heads // case.heads, 2)
     assert (given.beta.double() * squares <= 2 * (1 + 1e-9)).all()
     assert (given.beta >= 0).all()
-    assert (given.g <= 0).all()
+    assert given.g is None or (given.g <= 0).all()
 
 
 def test_keys_of_one_channel_are_a_quarter_to_one_too_or_zero() -> None:
@@ -274,6 +325,28 @@ def test_mixed_gates_give_each_head_its_own_memory(seed: int) -> None:
         assert abs(mean + width / 2) <= 5 * width / math.sqrt(12 * 4096)
 
 
+@pytest.mark.parametrize("seed", [2, 3])
+def test_mixed_gates_of_kda_give_each_channel_its_own_memory(seed: int) -> None:
+    g = Case.parse(f"op=kda lengths=4096 value_heads=2 key_dim=16 gate=mixed seed={seed}").inputs().g.double()[0]
+    means = g.mean(0)
+    assert means.shape == (2, 16)
+    widths = [*MEMORIES.values(), 0.0][:: -1 if seed % 2 else 1]
+    for place, mean in enumerate(means.flatten().tolist()):
+        width = widths[place % len(widths)]
+        assert abs(mean + width / 2) <= 5 * width / math.sqrt(12 * 4096)
+    assert len({round(mean, 4) for mean in means[1].tolist()}) > 4, "memories differ inside a head"
+    assert means[0].tolist() != means[1].tolist(), "and from head to head"
+
+
+def test_gates_of_channels_are_uncorrelated() -> None:
+    g = Case.parse("op=kda lengths=4096 key_dim=8 value_heads=2 gate=64 seed=5").inputs().g.double()[0]
+    limit = 5 / math.sqrt(4096 * 16)
+    assert correlation(g[..., 1:], g[..., :-1]) < limit
+    assert correlation(g[:, 1], g[:, 0]) < 1.5 * limit
+    assert correlation(g[1:], g[:-1]) < limit
+    assert correlation(g, g) > 0.99
+
+
 @pytest.mark.parametrize(
     ("beta", "low", "high"), [("ordinary", 0.0, 1.0), ("one", 1.0, 1.0), ("zero", 0.0, 0.0), ("two", 0.0, 2.0), ("edges", 0.0, 1.0)]
 )
@@ -301,8 +374,9 @@ def test_correlated_keys_are_and_ordinary_ones_are_not() -> None:
     assert cosines(Case.parse(line)).mean().abs() < 0.02
 
 
-def test_repeated_tokens_repeat_the_first_of_their_sequence() -> None:
-    case = Case.parse("lengths=9+0+30 packed=yes heads=2 value_heads=4 gate=10 values=repeated seed=9")
+@pytest.mark.parametrize("operation", ["gated_delta_rule", "kda"])
+def test_repeated_tokens_repeat_the_first_of_their_sequence(operation: str) -> None:
+    case = Case.parse(f"op={operation} lengths=9+0+30 packed=yes heads=2 value_heads=4 gate=10 values=repeated seed=9")
     given = case.inputs()
     for name in ("q", "k", "v", "g", "beta"):
         first, second = given[name][0, :9], given[name][0, 9:]
@@ -394,16 +468,22 @@ def test_cotangents_are_random_for_every_output_in_its_dtype() -> None:
 
 
 @settings(max_examples=60)
-@given(case=cases(Domain(), longest=60, total=100))
-def test_shapes_and_dtypes_follow_the_contract(case: Case) -> None:
+@given(case=cases(Domain(), longest=60, total=100), operation=st.sampled_from(tuple(RULES)))
+def test_shapes_and_dtypes_follow_the_contract(case: Case, operation: str) -> None:
+    case = dataclasses.replace(case, operation=operation)
+    assert case.spec is RULES[operation]
     given = case.inputs()
     case.spec.check(given)
     batch, tokens = (1, case.tokens) if case.packed else (len(case.lengths), case.lengths[0])
     assert given.q.shape == given.k.shape == (batch, tokens, case.heads, case.key_dim)
     assert given.v.shape == (batch, tokens, case.value_heads, case.value_dim)
-    assert given.g.shape == given.beta.shape == (batch, tokens, case.value_heads)
+    assert given.beta.shape == (batch, tokens, case.value_heads)
+    if operation == "delta_rule":
+        assert given.g is None
+    else:
+        assert given.g.shape == (*given.beta.shape, case.key_dim)[: 4 if operation == "kda" else 3]
+        assert given.g.dtype == (torch.float32 if case.gate_dtype == "fp32" else DTYPES[case.dtype])
     assert {given[name].dtype for name in ("q", "k", "v", "beta")} == {DTYPES[case.dtype]}
-    assert given.g.dtype == (torch.float32 if case.gate_dtype == "fp32" else DTYPES[case.dtype])
     if case.packed:
         assert given.cu_seqlens.tolist() == case.starts()
         assert given.cu_seqlens.dtype == getattr(torch, case.offsets)
@@ -415,6 +495,7 @@ def test_shapes_and_dtypes_follow_the_contract(case: Case) -> None:
 
 ANY_CASE = st.builds(
     Case,
+    operation=st.sampled_from(tuple(RULES)),
     lengths=st.lists(st.integers(0, 2000), min_size=1, max_size=6).map(tuple),
     packed=st.just(True),
     heads=st.just(3),
@@ -437,6 +518,7 @@ ANY_CASE = st.builds(
 
 @given(case=st.one_of(cases(Domain()), ANY_CASE), order=st.randoms())
 @example(case=Case((1,), beta="one", values="one_hot"), order=random.Random(0))
+@example(case=Case((1,) * MAX_SEQUENCES, packed=True), order=random.Random(0))
 @example(case=Case((MAX_TOKENS,), heads=MAX_HEADS, value_heads=MAX_HEADS, seed=2**32 - 1), order=random.Random(0))
 def test_line_is_the_case(case: Case, order: random.Random) -> None:
     line = str(case)
@@ -453,6 +535,8 @@ def test_defaults_are_left_out_and_the_operation_is_called_op() -> None:
     assert str(Case((65,))) == "lengths=65"
     assert str(Case((0, 65), packed=True, qk_norm=True, backward=False)) == "lengths=0+65 packed=yes qk_norm=yes backward=no"
     assert Case.parse("op=gated_delta_rule lengths=65") == Case((65,))
+    assert str(Case((65,), operation="kda")) == "lengths=65 op=kda"
+    assert Case.parse("op=delta_rule lengths=65") == Case((65,), operation="delta_rule")
     assert "op" in Case((65,)).words()
 
 
@@ -510,7 +594,10 @@ REFUSED = {
     "lengths=5 scale=2": ("scale", "default, one, half", "'2'"),
     "lengths=5 offsets=int16": ("offsets", "int64, int32", "'int16'"),
     "lengths=5 gate_dtype=bf16": ("gate_dtype", "fp32, input", "'bf16'"),
-    "lengths=5 op=kda": ("operation", "gated_delta_rule", "'kda'"),
+    "lengths=5 op=mamba": ("operation", "gated_delta_rule, delta_rule, kda", "'mamba'"),
+    "lengths=5 op=decode": ("operation", "gated_delta_rule, delta_rule, kda", "'decode'"),
+    "lengths=5 op=kda values=one_hot beta=one gate=10": ("values=one_hot", "gate=forever"),
+    f"packed=yes lengths={'+'.join(['1'] * (2**16 + 1))}": ("lengths", "at most 65536 sequences", "65537"),
     "lengths=5 values=one_hot": ("values=one_hot", "beta=one", "qk_norm=no"),
 }
 

@@ -1,6 +1,8 @@
 """Legal calls pass the contract; each illegal one is refused in a line that names the argument, its value and the rule."""
 
 import copy
+import dataclasses
+import math
 import pickle
 from collections.abc import Callable
 
@@ -11,7 +13,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oracles.case import Case
-from oracles.operation import DTYPES, GATED_DELTA_RULE, NAMES, OPERATIONS, Inputs, check_offsets, gradient_name
+from oracles.gated_delta import DELTA_RULE, GATED_DELTA_RULE, KDA
+from oracles.operation import (
+    DTYPES,
+    NAMES,
+    Inputs,
+    Operation,
+    Port,
+    at_least_one,
+    check_offsets,
+    flag,
+    gradient_name,
+    one_state_a_sequence,
+    sequences,
+)
+from oracles.operations import OPERATIONS, RULES
 from properties.domain import VIEWS, Domain
 from properties.laws import view
 from properties.strategies import cases
@@ -24,18 +40,23 @@ PACKED = Case.parse("lengths=3+0+4 packed=yes heads=2 value_heads=4 key_dim=8 va
 # Legal
 
 
-@settings(max_examples=100)
+def of(operation: str, case: Case) -> Case:
+    return dataclasses.replace(case, operation=operation)
+
+
+@pytest.mark.parametrize("operation", RULES)
+@settings(max_examples=40)
 @given(case=cases(Domain(), longest=60, total=100), how=st.sampled_from((None, *VIEWS)))
 @example(case=Case.parse("lengths=0"), how=None)
 @example(case=Case.parse("lengths=0+0 packed=yes state=random"), how="sliced")
-def test_every_drawn_case_is_legal_in_any_strides(case: Case, how: str | None) -> None:
-    given = case.inputs()
+def test_every_drawn_case_is_legal_in_any_strides(operation: str, case: Case, how: str | None) -> None:
+    given, contract = of(operation, case).inputs(), RULES[operation]
     if how is not None:
         given = given.replaced(**{name: view(given[name], how) for name in TENSORS if given[name] is not None})
-    GATED_DELTA_RULE.check(given)
+    contract.check(given)
     broken = given.replaced(v=given.v.unsqueeze(0))
     with pytest.raises(ValueError, match=r"^v must have axes"):
-        GATED_DELTA_RULE.check(broken)
+        contract.check(broken)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -65,17 +86,19 @@ def without_heads(given: Inputs) -> Inputs:
 
 
 def of_width(name: str) -> Change:
-    names = ("q", "k") if name == "K" else ("v",)
-
     def change(given: Inputs) -> Inputs:
+        names = ["q", "k"] if name == "K" else ["v"]
         state = given.state[:, :, :0] if name == "K" else given.state[..., :0]
+        if name == "K" and given.g is not None and given.g.ndim == 4:
+            names.append("g")
         return given.replaced(state=state, **{each: given[each][..., :0] for each in names})
 
     return change
 
 
 def without_value_heads(given: Inputs) -> Inputs:
-    return given.replaced(v=given.v[:, :, :0], g=given.g[:, :, :0], beta=given.beta[:, :, :0], state=given.state[:, :0])
+    none = {name: given[name][:, :, :0] for name in ("v", "g", "beta") if given[name] is not None}
+    return given.replaced(**none, state=given.state[:, :0])
 
 
 def without(*names: str) -> Change:
@@ -83,7 +106,7 @@ def without(*names: str) -> Change:
 
 
 def of_three_heads(given: Inputs) -> Inputs:
-    three = {name: given[name][:, :, :3] for name in ("v", "g", "beta")}
+    three = {name: given[name][:, :, :3] for name in ("v", "g", "beta") if given[name] is not None}
     return given.replaced(**three, state=given.state[:, :3])
 
 
@@ -115,10 +138,6 @@ ILLEGAL: dict[str, tuple[Case, Change, tuple[str, ...]]] = {
     "k of another width": (BATCH, turned("k", lambda x: x[..., :7]), ("k", "K = 8", "(2, 5, 2, 7)")),
     "v of another batch": (BATCH, turned("v", lambda x: x[:1]), ("v", "B = 2", "(1, 5, 4, 12)")),
     "v of other tokens": (BATCH, turned("v", lambda x: x[:, :4]), ("v", "T = 5", "(2, 4, 4, 12)")),
-    "g of other heads": (BATCH, turned("g", lambda x: x[..., :2]), ("g", "HV = 4", "(2, 5, 2)")),
-    "g of other tokens": (BATCH, turned("g", lambda x: x[:, :4]), ("g", "T = 5", "(2, 4, 4)")),
-    "g of each channel": (BATCH, turned("g", lambda x: x[..., None]), ("g", "axes [B, T, HV]", "(2, 5, 4, 1)")),
-    "g heads first": (BATCH, turned("g", lambda x: x.transpose(1, 2)), ("g", "T = 5", "(2, 4, 5)")),
     "beta of other heads": (BATCH, turned("beta", lambda x: x[..., :2]), ("beta", "HV = 4", "(2, 5, 2)")),
     "beta of other tokens": (BATCH, turned("beta", lambda x: x[:, :1]), ("beta", "T = 5", "(2, 1, 4)")),
     "beta integer": (BATCH, turned("beta", lambda x: x.int()), ("beta", "floating point", "int32")),
@@ -131,8 +150,14 @@ ILLEGAL: dict[str, tuple[Case, Change, tuple[str, ...]]] = {
     "no q": (BATCH, without("q"), ("q", "tensor", "NoneType")),
     "no k": (BATCH, without("k"), ("k", "tensor", "NoneType")),
     "no v": (BATCH, without("v"), ("v", "tensor", "NoneType")),
-    "no g": (BATCH, without("g"), ("g", "tensor", "NoneType")),
     "no beta": (BATCH, without("beta"), ("beta", "tensor", "NoneType")),
+    "scale a word": (BATCH, lambda given: given.replaced(scale="one"), ("scale", "finite number", "'one'")),
+    "scale a truth value": (BATCH, lambda given: given.replaced(scale=True), ("scale", "finite number", "True")),
+    "scale infinite": (BATCH, lambda given: given.replaced(scale=math.inf), ("scale", "finite number", "inf")),
+    "scale not a number": (BATCH, lambda given: given.replaced(scale=math.nan), ("scale", "finite number", "nan")),
+    "scale a tensor": (BATCH, lambda given: given.replaced(scale=torch.ones(())), ("scale", "finite number", "tensor(1.)")),
+    "norm a number": (BATCH, lambda given: given.replaced(qk_norm=1), ("qk_norm", "True or False", "1")),
+    "norm none": (BATCH, lambda given: given.replaced(qk_norm=None), ("qk_norm", "True or False", "None")),
     "HV not a multiple": (BATCH, of_three_heads, ("HV", "multiple of H = 2", "3")),
     "no key heads": (BATCH, without_heads, ("H", "at least 1", "0")),
     "no value heads": (BATCH, without_value_heads, ("HV", "at least 1", "0")),
@@ -141,24 +166,62 @@ ILLEGAL: dict[str, tuple[Case, Change, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("what", ILLEGAL)
-def test_illegal_call_is_refused_in_one_line_with_argument_rule_and_value(what: str) -> None:
-    case, change, said = ILLEGAL[what]
-    legal = case.inputs()
-    GATED_DELTA_RULE.check(legal)
+ILLEGAL_GATES: dict[str, dict[str, tuple[Case, Change, tuple[str, ...]]]] = {
+    "delta_rule": {},
+    "gated_delta_rule": {
+        "no g": (BATCH, without("g"), ("g", "tensor", "NoneType")),
+        "g None": (BATCH, turned("g", lambda x: None), ("g", "tensor", "NoneType")),
+        "g of other heads": (BATCH, turned("g", lambda x: x[..., :2]), ("g", "HV = 4", "(2, 5, 2)")),
+        "g of other tokens": (BATCH, turned("g", lambda x: x[:, :4]), ("g", "T = 5", "(2, 4, 4)")),
+        "g of each channel": (
+            BATCH,
+            turned("g", lambda x: x[..., None].expand(2, 5, 4, 8)),
+            ("g", "axes [B, T, HV]", "(2, 5, 4, 8)"),
+        ),
+        "g heads first": (BATCH, turned("g", lambda x: x.transpose(1, 2)), ("g", "T = 5", "(2, 4, 5)")),
+    },
+    "kda": {
+        "no g": (BATCH, without("g"), ("g", "tensor", "NoneType")),
+        "g of each head": (BATCH, turned("g", lambda x: x[..., 0]), ("g", "axes [B, T, HV, K]", "(2, 5, 4)")),
+        "g of one channel": (BATCH, turned("g", lambda x: x[..., :1]), ("g", "K = 8", "(2, 5, 4, 1)")),
+        "g of the values' channels": (
+            BATCH,
+            turned("g", lambda x: x[..., :1].expand(2, 5, 4, 12)),
+            ("g", "K = 8", "(2, 5, 4, 12)"),
+        ),
+        "g of key heads": (BATCH, turned("g", lambda x: x[:, :, :2]), ("g", "HV = 4", "(2, 5, 2, 8)")),
+        "g of other tokens": (BATCH, turned("g", lambda x: x[:, :4]), ("g", "T = 5", "(2, 4, 4, 8)")),
+        "g channels before heads": (BATCH, turned("g", lambda x: x.transpose(2, 3)), ("g", "HV = 4", "(2, 5, 8, 4)")),
+    },
+}
+
+
+@pytest.mark.parametrize(("operation", "what"), [(each, what) for each in RULES for what in (*ILLEGAL, *ILLEGAL_GATES[each])])
+def test_illegal_call_is_refused_in_one_line_with_argument_rule_and_value(operation: str, what: str) -> None:
+    case, change, said = (ILLEGAL | ILLEGAL_GATES[operation])[what]
+    legal = of(operation, case).inputs()
+    RULES[operation].check(legal)
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
-        GATED_DELTA_RULE.check(change(legal))
+        RULES[operation].check(change(legal))
     message = str(refusal.value)
     assert "\n" not in message
     assert message.startswith(said[0]), message
     assert all(each in message for each in said), message
 
 
-@pytest.mark.parametrize("name", ["state", "cu_seqlens"])
+@pytest.mark.parametrize("scale", [None, 0, -2, 0.5, 1e-30])
+def test_any_finite_scale_is_legal(scale: float | None) -> None:
+    GATED_DELTA_RULE.check(BATCH.inputs().replaced(scale=scale))
+    with pytest.raises(ValueError, match=r"^scale must be None or a finite number, got -inf$"):
+        GATED_DELTA_RULE.check(BATCH.inputs().replaced(scale=-math.inf))
+
+
+@pytest.mark.parametrize("name", ["state", "cu_seqlens", "scale"])
 def test_optional_arguments_may_be_none_or_absent(name: str) -> None:
     given = BATCH.inputs()
     GATED_DELTA_RULE.check(given.replaced(**{name: None}))
     GATED_DELTA_RULE.check(without(name)(given))
+    GATED_DELTA_RULE.check(without("qk_norm", "scale", "state", "cu_seqlens")(given))
     with pytest.raises(ValueError, match=r"^beta must be a tensor, got NoneType$"):
         GATED_DELTA_RULE.check(given.replaced(beta=None))
 
@@ -229,15 +292,104 @@ def test_inputs_survive_copy_and_pickle() -> None:
     assert copy.deepcopy(given).q.data_ptr() != given.q.data_ptr()
 
 
+# Sizes and sequences
+
+
+def test_sizes_are_those_of_the_axes_of_the_arguments_there_are() -> None:
+    given = BATCH.inputs()
+    sizes = {"B": 2, "T": 5, "H": 2, "HV": 4, "K": 8, "V": 12, "N": 2}
+    assert GATED_DELTA_RULE.sizes(given) == sizes
+    assert KDA.sizes(of("kda", BATCH).inputs()) == sizes
+    assert DELTA_RULE.sizes(of("delta_rule", PACKED).inputs()) == sizes | {"B": 1, "T": 7, "N": 3}
+    assert GATED_DELTA_RULE.sizes(given.replaced(state=None)) == {axis: size for axis, size in sizes.items() if axis != "N"}
+    narrow = given.replaced(v=given.v[..., :5], state=given.state[..., :5])
+    assert GATED_DELTA_RULE.sizes(narrow) == sizes | {"V": 5}
+
+
+def test_sequences_are_rows_of_a_batch_or_between_offsets() -> None:
+    assert sequences(BATCH.inputs(), "q") == sequences(BATCH.inputs(), "v") == [5, 5]
+    assert sequences(PACKED.inputs(), "q") == [3, 0, 4]
+    assert sequences(without("cu_seqlens")(PACKED.inputs()), "q") == [7]
+    assert sequences(Inputs(x=torch.zeros(0, 5, 2)), "x") == []
+
+
+# Ports that the delta rules have not: an index, and axes of one's own
+
+TOY = Operation(
+    "toy",
+    (Port("x", "B T D"), Port("weight", "D", scalar_rows=True), Port("slots", "N", "index"), Port("state", "N D", optional=True)),
+    (Port("y", "B T D"),),
+    lambda inputs, arithmetic: {"y": inputs.x * inputs.weight},
+    (at_least_one("T", "D"), flag("even"), one_state_a_sequence),
+)
+
+
+def toy(**changed: object) -> Inputs:
+    given = {
+        "x": torch.ones(2, 3, 4),
+        "weight": torch.ones(4),
+        "slots": torch.tensor([5, 6]),
+        "state": torch.ones(2, 4),
+        "even": True,
+    }
+    return Inputs(**(given | changed))
+
+
+def test_an_index_has_a_size_and_no_gradient() -> None:
+    TOY.check(toy())
+    TOY.check(toy(slots=torch.tensor([1, 2, 3], dtype=torch.int32), state=None, even=False))
+    assert [port.name for port in TOY.gradients()] == ["dx", "dweight", "dh0"]
+    assert TOY.port("dweight") == Port("dweight", "D", scalar_rows=True)
+    assert TOY.sizes(toy(state=None)) == {"B": 2, "T": 3, "D": 4, "N": 2}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"slots": torch.tensor([5.0, 6.0])}, "slots must be int32 or int64, got torch.float32"),
+        ({"slots": torch.tensor([5, 6], dtype=torch.int16)}, "slots must be int32 or int64, got torch.int16"),
+        ({"slots": torch.tensor([[5, 6]])}, "slots must have axes [N], got shape (1, 2)"),
+        ({"slots": [5, 6]}, "slots must be a tensor, got list"),
+        ({"x": torch.ones(2, 3, 4).long()}, "x must be floating point, got torch.int64"),
+        ({"x": torch.ones(2, 0, 4)}, "T must be at least 1, got 0"),
+        ({"weight": torch.ones(3)}, "weight must have D = 4 like the arguments before it, got shape (3,) for [D]"),
+        ({"state": torch.ones(3, 4)}, "state must have N = 2, one per sequence, got shape (3, 4)"),
+        ({"even": 2}, "even must be True or False, got 2"),
+    ],
+)
+def test_contract_of_any_operation_names_port_rule_and_value(changed: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+        TOY.check(toy(**changed))
+    assert str(refusal.value) == said
+
+
 # Names
 
 
 def test_gradients_are_named_after_their_inputs() -> None:
-    assert [gradient_name(port.name) for port in GATED_DELTA_RULE.inputs] == ["dq", "dk", "dv", "dg", "dbeta", "dh0"]
-    for port, source in zip(GATED_DELTA_RULE.gradients(), GATED_DELTA_RULE.inputs, strict=True):
-        assert (port.axes, port.dtype, port.scalar_rows) == (source.axes, source.dtype, source.scalar_rows)
-        assert GATED_DELTA_RULE.port(port.name) == port
-    assert GATED_DELTA_RULE.port("o").axes == "B T HV V"
-    assert [port.name for port in GATED_DELTA_RULE.inputs if port.optional] == ["state"]
-    assert OPERATIONS == {"gated_delta_rule": GATED_DELTA_RULE}
+    gradients = {"delta_rule": ["dq", "dk", "dv", "dbeta", "dh0"]}
+    for name, operation in RULES.items():
+        assert operation.name == name
+        assert [port.name for port in operation.gradients()] == gradients.get(name, ["dq", "dk", "dv", "dg", "dbeta", "dh0"])
+        for port, source in zip(operation.gradients(), operation.inputs, strict=True):
+            assert port.name == gradient_name(source.name)
+            assert (port.axes, port.dtype, port.scalar_rows) == (source.axes, source.dtype, source.scalar_rows)
+            assert operation.port(port.name) == port
+        assert operation.port("o").axes == "B T HV V"
+        assert [port.name for port in operation.inputs if port.optional] == ["state"]
+    assert {"gated_delta_rule": GATED_DELTA_RULE, "delta_rule": DELTA_RULE, "kda": KDA} == RULES
     assert {NAMES[dtype] for dtype in DTYPES.values()} == set(DTYPES)
+
+
+def test_a_row_of_a_gates_gradient_is_a_number_or_the_channels_of_a_head() -> None:
+    assert GATED_DELTA_RULE.port("dg") == Port("dg", "B T HV", "gate", scalar_rows=True)
+    assert KDA.port("dg") == Port("dg", "B T HV K", "gate")
+
+
+def test_every_operation_is_found_by_its_name() -> None:
+    assert RULES.items() <= OPERATIONS.items()
+    for name, operation in OPERATIONS.items():
+        assert operation.name == name
+        ports = [port.name for port in (*operation.outputs, *operation.gradients())]
+        assert len(set(ports)) == len(ports)
+        assert {port.dtype for port in operation.inputs} <= {"input", "gate", "fp32", "index"}

@@ -1467,6 +1467,19 @@ def test_no_tokens_at_all_return_the_state(operation: str, lengths: str, state: 
 
 
 @pytest.mark.parametrize("operation", RULES)
+def test_a_batch_of_no_sequences_is_answered_in_its_shapes(operation: str) -> None:
+    case = Case.parse(f"op={operation} lengths=7+7 value_heads=2 value_dim=12 state=random")
+    inputs = case.inputs()
+    none = inputs.replaced(**{name: inputs[name][:0] for name in TENSORS if inputs[name] is not None})
+    cotangents = {name: each[:0] for name, each in case.cotangents().items()}
+    for algorithm, chunk in FORMS:
+        got = form(operation, none, cotangents, algorithm, chunk)
+        assert got["o"].shape == (0, 7, 2, 12)
+        assert got["final_state"].shape == (0, 2, 16, 12)
+        assert all(got[gradient_name(name)].shape == none[name].shape for name in TENSORS if none[name] is not None)
+
+
+@pytest.mark.parametrize("operation", RULES)
 @settings(max_examples=10)
 @given(
     lengths=st.lists(st.sampled_from((0, 0, 1, 5, 17)), min_size=1, max_size=5),

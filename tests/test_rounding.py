@@ -1,5 +1,6 @@
 """The rounding model rounds as hardware does, in different places differently, and its bounds reject what is wrong in one row."""
 
+import dataclasses
 import functools
 import math
 import zlib
@@ -14,11 +15,15 @@ from torch import Tensor
 from oracles import bound, rounding
 from oracles.bound import KAPPA, Bound, allowance, bounds, truth
 from oracles.case import Case
-from oracles.gated_delta import Normalised
-from oracles.operation import DTYPES, Inputs, Port
+from oracles.norm import Normalised
+from oracles.operation import DTYPES, Inputs, Port, gradient_name
+from oracles.operations import RULES
 from oracles.rounding import BITS, EXACT, FP16_STEP, Arithmetic, summed
 from properties.domain import Domain
 from properties.strategies import cases
+from tests import right
+from tests.right import EPS
+from verify.judge import judge
 
 ROWS = 4096
 
@@ -172,10 +177,14 @@ def test_grids_wrap_around_the_table() -> None:
     got = arithmetic("fp32", 3).dither(x, place, 30)[2].flatten()
     table = rounding._table(torch.device("cpu"))
     assert ((table >= 1) & (table < 2)).all()
-    grid = table[(_start(place, 2) + torch.arange(60)) % 2**20]
-    scaled = math.pi * grid
-    high = math.pi * (grid * (2.0**23 + 1))
-    assert torch.equal(got, (high - (high - scaled)) / grid)
+    wrapped, ended = (_start(place, 2) + torch.arange(60)) % 2**20, (_start(place, 2) + torch.arange(60)).clamp(max=2**20 - 1)
+
+    def rounded(grid: Tensor) -> Tensor:
+        high = math.pi * (grid * (2.0**23 + 1))
+        return (high - (high - math.pi * grid)) / grid
+
+    assert (got - rounded(table[wrapped])).abs().max() < 1e-14
+    assert (got - rounded(table[ended])).abs().max() > 1e-11, "rounding to 30 bits errs by 2^-30"
 
 
 def _start(place: str, run: int) -> int:
@@ -255,19 +264,37 @@ def test_sums_lose_half_a_bit_a_doubling() -> None:
 
 
 def test_precisions_of_each_class() -> None:
-    assert arithmetic("bf16") == Arithmetic(9, 8, EXACT, 8)
-    assert arithmetic("fp16") == Arithmetic(9, 11, EXACT, 11, FP16_STEP)
-    assert arithmetic("fp32") == Arithmetic(9, 24, 24, 24)
-    assert arithmetic("fp32", products="tf32") == Arithmetic(9, 24, 10, 24)
-    assert arithmetic("bf16", algorithm="recurrent") == Arithmetic(9, 24, 24, 8)
-    assert arithmetic("fp16", algorithm="recurrent") == Arithmetic(9, 24, 24, 11, FP16_STEP)
-    assert arithmetic("fp32", algorithm="recurrent", products="tf32") == Arithmetic(9, 24, 24, 24)
+    blocks, steps, points = ({"algorithm": name} for name in ("chunkwise", "recurrent", "pointwise"))
+    assert arithmetic("bf16") == Arithmetic(9, 8, EXACT, 8, **blocks)
+    assert arithmetic("fp16") == Arithmetic(9, 11, EXACT, 11, FP16_STEP, **blocks)
+    assert arithmetic("fp32") == Arithmetic(9, 24, 24, 24, **blocks)
+    assert arithmetic("fp32", products="tf32") == Arithmetic(9, 24, 10, 24, **blocks)
+    for each in (steps, points):  # which keep float32 throughout
+        assert arithmetic("bf16", **each) == Arithmetic(9, 24, 24, 8, **each)
+        assert arithmetic("fp16", **each) == Arithmetic(9, 24, 24, 11, FP16_STEP, **each)
+        assert arithmetic("fp32", **each, products="tf32") == Arithmetic(9, 24, 24, 24, **each)
+    assert Arithmetic.exact() == Arithmetic(1, EXACT, EXACT, EXACT, 0.0, 0, EXACT, "exact", None)
+    assert (arithmetic().gate, arithmetic().chunk, arithmetic().batch) == (EXACT, None, 0), "what only a call can tell"
+
+
+@pytest.mark.parametrize("runs", [5, 9])
+def test_choice_is_made_both_ways_by_odd_and_by_even_runs(runs: int) -> None:
+    x = torch.ones(runs, 3, 2, dtype=torch.float64)
+    choice = arithmetic(runs=runs).choice(x)
+    assert choice.shape == (runs, 1, 1)
+    assert choice.dtype == x.dtype
+    ways = choice.flatten().tolist()
+    assert ways[0] == 0
+    for parity in (1, 2):
+        assert sorted(ways[parity::2]) == [0.0] * ((runs - 1) // 4) + [1.0] * ((runs - 1) // 4)
+    assert ways[1::2] == ways[2::2], "each way with equal errors for equal values, and without"
+    assert Arithmetic.exact().choice(x[:1]).tolist() == [[[0.0]]]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("quadratic", "bf16", "ieee"), "algorithm must be one of chunkwise, recurrent, got 'quadratic'"),
+        (("quadratic", "bf16", "ieee"), "algorithm must be one of chunkwise, recurrent, pointwise, got 'quadratic'"),
         (("chunkwise", "fp64", "ieee"), "dtype must be one of bf16, fp16, fp32, got 'fp64'"),
         (("chunkwise", "fp32", "tf31"), "products must be one of ieee, tf32, got 'tf31'"),
     ],
@@ -296,13 +323,21 @@ MODES = (
     ("fp16", "recurrent", "ieee"),
     ("fp32", "recurrent", "ieee"),
 )
+KINDS = (
+    *(("gated_delta_rule", *mode) for mode in MODES),
+    *((name, *MODES[index]) for name in ("delta_rule", "kda") for index in (0, 3, 5)),
+)
 NAMES = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dh0")
 LINE = "lengths=70+9+0+1 packed=yes heads=2 value_heads=4 value_dim=24 state=random qk_norm=yes seed=3"
 
 
+def names(operation: str) -> tuple[str, ...]:
+    return tuple(name for name in NAMES if (operation, name) != ("delta_rule", "dg"))
+
+
 @functools.cache
-def judged(dtype: str, algorithm: str, products: str, more: str = "gate=64") -> tuple[Case, dict[str, Bound]]:
-    case = Case.parse(f"{LINE} dtype={dtype} {more}")
+def judged(operation: str, dtype: str, algorithm: str, products: str, more: str = "gate=64") -> tuple[Case, dict[str, Bound]]:
+    case = Case.parse(f"op={operation} {LINE} dtype={dtype} {more}")
     return case, bounds(case.spec, case.inputs(), case.cotangents(), algorithm, products)
 
 
@@ -316,11 +351,11 @@ def same_values(inputs: Inputs, dtype: torch.dtype) -> Inputs:
     return inputs.replaced(**{name: inputs[name].to(dtype) for name in ("q", "k", "v", "beta")})
 
 
-@pytest.mark.parametrize("mode", MODES, ids=" ".join)
-def test_every_output_and_gradient_has_its_truth_and_a_positive_bound(mode: tuple[str, str, str]) -> None:
-    case, limits = judged(*mode)
-    assert tuple(limits) == NAMES
-    want = truth(case.inputs(), case.cotangents())
+@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
+def test_every_output_and_gradient_has_its_truth_and_a_positive_bound(kind: tuple[str, str, str, str]) -> None:
+    case, limits = judged(*kind)
+    assert tuple(limits) == names(case.operation)
+    want = truth(case.spec, case.inputs(), case.cotangents())
     for name, limit in limits.items():
         shape = limit.value.shape if case.spec.port(name).scalar_rows else limit.value.shape[:-1]
         assert limit.allowed.shape == shape
@@ -328,16 +363,15 @@ def test_every_output_and_gradient_has_its_truth_and_a_positive_bound(mode: tupl
         assert limit.allowed.isfinite().all()
         assert limit.origin == f"{KAPPA:g} sigma of the disturbed runs"
         torch.testing.assert_close(limit.value, want[name], rtol=1e-11, atol=1e-13)
-    without = bounds(case.spec, case.inputs(), None, mode[1], mode[2])
+    without = bounds(case.spec, case.inputs(), None, *kind[2:])
     assert tuple(without) == NAMES[:2]
     for name, limit in without.items():
         torch.testing.assert_close(limit.allowed, limits[name].allowed, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("mode", MODES, ids=" ".join)
-@pytest.mark.parametrize("name", NAMES)
-def test_bound_rejects_zeros_a_zeroed_row_and_a_shifted_token(mode: tuple[str, str, str], name: str) -> None:
-    case, limits = judged(*mode)
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in names(kind[0])], ids=str)
+def test_bound_rejects_zeros_a_zeroed_row_and_a_shifted_token(kind: tuple[str, str, str, str], name: str) -> None:
+    case, limits = judged(*kind)
     limit = limits[name]
     assert off(case, name, torch.zeros_like(limit.value), limit).double().mean() > 0.85, "seven rows in eight are seen"
     axis = 2 if name in ("final_state", "dh0") else 1
@@ -352,12 +386,12 @@ def test_bound_rejects_zeros_a_zeroed_row_and_a_shifted_token(mode: tuple[str, s
     assert off(case, name, broken, limit).nonzero().tolist() == [list(place)], "NaN is over"
 
 
-@pytest.mark.parametrize("mode", MODES, ids=" ".join)
+@pytest.mark.parametrize("kind", KINDS, ids=" ".join)
 @pytest.mark.parametrize(
     "more", ["gate=64", "gate=1000 values=small", "gate=saturated values=zero_rows", "gate=10 gate_dtype=input"]
 )
-def test_bound_accepts_the_truth_rounded_once(mode: tuple[str, str, str], more: str) -> None:
-    case, limits = judged(*mode, more)
+def test_bound_accepts_the_truth_rounded_once(kind: tuple[str, str, str, str], more: str) -> None:
+    case, limits = judged(*kind, more)
     work, single = DTYPES[case.dtype], torch.float32
     gate = work if case.gate_dtype == "input" else single
     kinds = {"input": work, "gate": gate, "fp32": single}
@@ -366,7 +400,8 @@ def test_bound_accepts_the_truth_rounded_once(mode: tuple[str, str, str], more: 
         assert not off(case, name, rounded, limit).any(), name
 
 
-@settings(max_examples=25)
+@pytest.mark.parametrize("operation", RULES)
+@settings(max_examples=8)
 @given(
     case=cases(Domain(), longest=80, total=100, value_heads=2),
     mode=st.sampled_from((("chunkwise", "ieee"), ("chunkwise", "tf32"), ("recurrent", "ieee"))),
@@ -375,9 +410,10 @@ def test_bound_accepts_the_truth_rounded_once(mode: tuple[str, str, str], more: 
 @example(case=Case.parse("lengths=65 dtype=fp16 values=small gate=saturated beta=two state=random"), mode=("chunkwise", "ieee"))
 @example(case=Case.parse("lengths=33 dtype=bf16 values=repeated beta=zero state=zero"), mode=("recurrent", "ieee"))
 @example(case=Case.parse("lengths=16 key_dim=1 value_dim=1 qk_norm=yes values=zero_rows"), mode=("chunkwise", "tf32"))
-def test_bounds_are_positive_numbers_for_every_drawn_case(case: Case, mode: tuple[str, str]) -> None:
+def test_bounds_are_positive_numbers_for_every_drawn_case(operation: str, case: Case, mode: tuple[str, str]) -> None:
+    case = dataclasses.replace(case, operation=operation)
     limits = bounds(case.spec, case.inputs(), case.cotangents(), *mode)
-    assert limits.keys() == {*NAMES} - ({"dh0"} if case.state == "none" else set())
+    assert limits.keys() == {*names(operation)} - ({"dh0"} if case.state == "none" else set())
     for name, limit in limits.items():
         assert limit.value.isfinite().all(), name
         assert limit.allowed.isfinite().all(), name
@@ -396,14 +432,15 @@ LINEAR = {  # name: whether it doubles with v and state, whether it doubles with
 }
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode[0] != "fp16"], ids=" ".join)
-def test_bound_doubles_exactly_with_v_and_state_and_with_the_cotangents(mode: tuple[str, str, str]) -> None:
-    case, limits = judged(*mode)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[1] != "fp16"], ids=" ".join)
+def test_bound_doubles_exactly_with_v_and_state_and_with_the_cotangents(kind: tuple[str, str, str, str]) -> None:
+    case, limits = judged(*kind)
     inputs, cotangents = case.inputs(), case.cotangents()
     wide = inputs.replaced(v=2 * inputs.v, state=2 * inputs.state)
-    values = bounds(case.spec, wide, cotangents, *mode[1:])
-    turned = bounds(case.spec, inputs, {name: -2 * each for name, each in cotangents.items()}, *mode[1:])
-    for name, (with_values, with_cotangents) in LINEAR.items():
+    values = bounds(case.spec, wide, cotangents, *kind[2:])
+    turned = bounds(case.spec, inputs, {name: -2 * each for name, each in cotangents.items()}, *kind[2:])
+    for name in limits:
+        with_values, with_cotangents = LINEAR[name]
         assert torch.equal(values[name].allowed, limits[name].allowed * (2 if with_values else 1)), name
         assert torch.equal(turned[name].allowed, limits[name].allowed * (2 if with_cotangents else 1)), name
         assert torch.equal(turned[name].value, limits[name].value * (-2 if with_cotangents else 1)), name
@@ -459,6 +496,33 @@ def test_bounds_grow_with_the_condition_of_the_case(algorithm: str, name: str, h
         limit = bounds(case.spec, case.inputs(), case.cotangents(), algorithm)[name]
         relative.append(float((limit.allowed / limit.value.norm(dim=-1)).median()))
     assert relative[1] > 2 * relative[0]
+
+
+@pytest.mark.parametrize("operation", ["gated_delta_rule", "kda"])
+def test_gradient_of_a_gate_rounds_like_the_gate(operation: str) -> None:
+    case = Case.parse(f"op={operation} lengths=70 gate=64 gate_dtype=input dtype=bf16 seed=4")
+    inputs = case.inputs()
+    single = inputs.replaced(g=inputs.g.float())
+    coarse, fine = (bounds(case.spec, x, case.cotangents(), "recurrent") for x in (inputs, single))
+    assert torch.equal(coarse["dg"].value, fine["dg"].value)
+    assert (coarse["dg"].allowed / fine["dg"].allowed).median() > 100
+    assert torch.equal(coarse["dbeta"].allowed, fine["dbeta"].allowed)
+
+
+@pytest.mark.parametrize("operation", RULES)
+def test_illegal_inputs_and_cotangents_have_neither_truth_nor_bounds(operation: str) -> None:
+    case = Case.parse(f"op={operation} lengths=5+5 value_heads=2 state=random")
+    inputs, cotangents = case.inputs(), case.cotangents()
+    wrong: tuple[tuple[Inputs, dict[str, Tensor], str], ...] = (
+        (inputs.replaced(k=inputs.k[:, :4]), cotangents, "k must have T = 5"),
+        (inputs.replaced(state=inputs.state[:1]), cotangents, "state must have N = 2"),
+        (inputs, cotangents | {"o": cotangents["o"][:, :4]}, r"cotangent of o must be \(2, 5, 2, 16\), got shape \(2, 4, 2, 16\)"),
+        (inputs, {"y": cotangents["o"]}, "cotangent of y must be one of o, final_state, got shape"),
+    )
+    for illegal, directions, said in wrong:
+        for ask in (truth, functools.partial(bounds, algorithm="chunkwise")):
+            with pytest.raises(ValueError, match=f"^{said}"):
+                ask(case.spec, illegal, cotangents=directions)
 
 
 # Pooling
@@ -523,7 +587,7 @@ def test_floor_is_two_units_of_the_row_and_holds_where_runs_agree() -> None:
 
 
 def test_finer_bound_is_the_same_from_more_runs() -> None:
-    _, limits = judged("bf16", "chunkwise", "ieee")
+    _, limits = judged("gated_delta_rule", "bf16", "chunkwise", "ieee")
     for limit in limits.values():
         assert limit.finer is not None
         finer = limit.finer()
@@ -565,3 +629,230 @@ def test_chunks_are_those_of_the_implementation_or_several() -> None:
     assert len({float(each.sum()) for each in (*known.values(), unknown)}) == 4
     ratio = unknown / torch.stack([*known.values()]).square().mean(0).sqrt()
     assert ((ratio > 0.5) & (ratio < 2)).double().mean() > 0.95
+
+
+# Bounds of the delta rule and of KDA: right implementations hold, wrong ones do not
+
+
+class TokenByToken(right.Chunkwise):
+    """The definition in float32, all heads at once: g a number a head, one a channel, or none."""
+
+    algorithm = "recurrent"
+    chunk = None
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        return super().run(x.replaced(g=torch.zeros_like(x.beta, dtype=torch.float32)) if x.g is None else x)
+
+    def normalise(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return wide / (wide.square().sum(-1, keepdim=True) + EPS).sqrt()
+
+    def gates(self, g: Tensor) -> Tensor:
+        return g
+
+    def held(self, state: Tensor) -> Tensor:
+        """The state as it is stored between tokens."""
+        return state
+
+    def recalled(self, k: Tensor, decay: Tensor, state: Tensor) -> Tensor:
+        """What key k recalls of the decayed state."""
+        return (k.unsqueeze(-1) * (decay * state)).sum(-2)
+
+    def sequence(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = q.float(), k.float(), v.float()
+        decays = self.gates(g if g.ndim == 3 else g.unsqueeze(-1)).exp().unsqueeze(-1)
+        rows = []
+        for q_t, k_t, v_t, decay, beta_t in zip(q, k, v, decays, beta, strict=True):
+            fresh = beta_t.unsqueeze(-1) * (v_t - self.recalled(k_t, decay, state))
+            state = self.held(decay * state + k_t.unsqueeze(-1) * fresh.unsqueeze(-2))
+            rows.append(scale * (q_t.unsqueeze(-1) * state).sum(-2))
+        return torch.stack(rows) if rows else 0 * v, state
+
+
+class NoGates(right.Chunkwise):
+    """The delta rule in chunks of 64."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        return super().run(x.replaced(g=torch.zeros_like(x.beta, dtype=torch.float32)))
+
+
+class ChannelChunkwise(right.Chunkwise):
+    """KDA in chunks of 64 and blocks of 16 tokens, as in FLA.
+
+    Products of two blocks decay towards the first token of the later one, on operands rounded to the inputs' dtype; inside a block
+    each pair decays by itself, in float32.
+    """
+
+    block = 16
+
+    def gates(self, g: Tensor) -> Tensor:
+        return g
+
+    def products(self, x: Tensor, k: Tensor, total: Tensor) -> Tensor:
+        """sum_c x_ic k_jc exp(G_ic - G_jc) at and below the diagonal, [HV, C, C] from [HV, C, K]."""
+        rows, size = [], self.block
+        for start in range(0, x.shape[-2], size):
+            at, before = slice(start, start + size), slice(0, start)
+            first = total[:, start : start + 1]
+            later = self.low(x[:, at] * (total[:, at] - first).exp(), x)
+            earlier = self.low(k[:, before] * (first - total[:, before]).exp(), x)
+            pairs = total[:, at].unsqueeze(-2) - total[:, at].unsqueeze(-3)
+            upper = torch.ones(pairs.shape[1:3], dtype=torch.bool).triu(1).unsqueeze(-1)
+            decays = pairs.masked_fill(upper, -torch.inf).exp()
+            inside = (x[:, at].float().unsqueeze(-2) * k[:, at].float().unsqueeze(-3) * decays).sum(-1)
+            after = inside.new_zeros(*inside.shape[:-1], x.shape[-2] - start - inside.shape[-1])
+            rows.append(torch.cat([self.dot(later, earlier.mT), inside, after], -1))
+        return torch.cat(rows, -2)
+
+    def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        total, beta = self.gates(g).cumsum(-2), beta.unsqueeze(-1)
+        solved = self.solve((beta * self.products(k, k, total)).tril(-1), k)
+        written = self.low(self.dot(solved, self.low(beta * v, v)), v)
+        erased = self.low(self.dot(solved, self.low(beta * total.exp() * k, k)), k)
+        held = self.low(state, k)
+        fresh = self.low(written.float() - self.dot(erased, held), v)
+        scores = self.low(scale * self.products(q, k, total), k)
+        o = scale * self.dot(self.low(total.exp() * q, q), held) + self.dot(scores, fresh)
+        last = total[:, -1:]
+        keeps = self.low((last - total).exp() * k, k)
+        return o, last.exp().mT * state + self.dot(keeps.mT, fresh)
+
+
+class OneDecayAHead(TokenByToken):
+    """All channels of a head decay like their mean."""
+
+    def gates(self, g: Tensor) -> Tensor:
+        return g.mean(-1, keepdim=True).expand_as(g)
+
+
+class ChannelsReversed(TokenByToken):
+    """Channel c decays as channel K - 1 - c should."""
+
+    def gates(self, g: Tensor) -> Tensor:
+        return g.flip(-1)
+
+
+class StoresTheStateInBfloat16(TokenByToken):
+    """The state is rounded after every token."""
+
+    def held(self, state: Tensor) -> Tensor:
+        return state.bfloat16().float()
+
+
+class GradientOfDecayWithoutRecall(TokenByToken):
+    """dg forgets that what a key recalls has decayed."""
+
+    def recalled(self, k: Tensor, decay: Tensor, state: Tensor) -> Tensor:
+        return super().recalled(k, decay.detach(), state)
+
+
+class GradientOfKeyWithoutRecall(TokenByToken):
+    """dk forgets that the key recalls."""
+
+    def recalled(self, k: Tensor, decay: Tensor, state: Tensor) -> Tensor:
+        return super().recalled(k.detach(), decay, state)
+
+
+class BlocksOneDecayAHead(ChannelChunkwise):
+    """All channels of a head decay like their mean."""
+
+    def gates(self, g: Tensor) -> Tensor:
+        return g.mean(-1, keepdim=True).expand_as(g)
+
+
+class BlocksChannelsReversed(ChannelChunkwise):
+    """Channel c decays as channel K - 1 - c should."""
+
+    def gates(self, g: Tensor) -> Tensor:
+        return g.flip(-1)
+
+
+class GradientOfDecayWithoutProducts(ChannelChunkwise):
+    """dg lacks the term of the products that decay."""
+
+    def products(self, x: Tensor, k: Tensor, total: Tensor) -> Tensor:
+        return super().products(x, k, total.detach())
+
+
+class CorrectsInsideBlocksOnly(NoGates):
+    """Blocks of 16 tokens are inverted and not merged."""
+
+    def corrections(self, k: Tensor, beta: Tensor, decays: Tensor) -> Tensor:
+        block = torch.arange(k.shape[-2]) // 16
+        return super().corrections(k, beta, decays) * (block.unsqueeze(-1) == block)
+
+
+def answered(implementation: right.Chunkwise, case: Case) -> dict[str, Tensor]:
+    """Outputs and gradients of an implementation, each in the dtype in which it comes."""
+    inputs, cotangents = case.inputs(), case.cotangents()
+    leaves = {name: inputs[name].requires_grad_() for name in ("q", "k", "v", "g", "beta", "state") if inputs[name] is not None}
+    results = dict(zip(("o", "final_state"), implementation.run(inputs.replaced(**leaves)), strict=True))
+    targets = [name for name, each in results.items() if each.requires_grad and each.numel()]
+    gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
+    if targets:
+        given = [results[name] for name in targets], list(leaves.values()), [cotangents[name] for name in targets]
+        gradients = torch.autograd.grad(*given, allow_unused=True)
+    for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+        results[gradient_name(name)] = torch.zeros_like(leaf) if gradient is None else gradient
+    return results
+
+
+@functools.lru_cache(8)
+def limits_of(case: Case, algorithm: str, chunk: int | None) -> dict[str, Bound]:
+    return bounds(case.spec, case.inputs(), case.cotangents(), algorithm, chunk=chunk)
+
+
+def broken(implementation: right.Chunkwise, case: Case) -> set[str]:
+    """The outputs and gradients that have a row over its bound, looked at twice as the judge does."""
+    limits = limits_of(case, implementation.algorithm, implementation.chunk)
+    results = answered(implementation, case)
+    return {finding.output for finding in judge(((name, results[name], limits[name]) for name in limits), case).findings}
+
+
+NARROW = Domain(key_dims=(1, 40), value_dims=(1, 40))
+
+
+# TODO measured
+@pytest.mark.parametrize("operation", ["delta_rule", "kda"])
+@settings(max_examples=100)
+@given(case=cases(NARROW, longest=40, total=40, value_heads=2))
+def test_right_recurrence_holds(operation: str, case: Case) -> None:
+    assert broken(TokenByToken(), dataclasses.replace(case, operation=operation)) == set()
+
+
+@pytest.mark.parametrize(("operation", "implementation"), [("delta_rule", NoGates), ("kda", ChannelChunkwise)])
+@settings(max_examples=100)
+@given(case=cases(NARROW, longest=80, total=80, value_heads=2))
+def test_right_chunks_hold(operation: str, implementation: type[right.Chunkwise], case: Case) -> None:
+    assert broken(implementation(), dataclasses.replace(case, operation=operation)) == set()
+
+
+SHARP = "lengths=70+0+20 packed=yes heads=1 value_heads=2 state=random gate=10 qk_norm=yes seed=5"
+WRONG = (
+    ("kda", OneDecayAHead, {"o", "final_state", "dg"}),
+    ("kda", ChannelsReversed, {"o", "final_state", "dg"}),
+    ("kda", StoresTheStateInBfloat16, {"final_state"}),
+    ("kda", GradientOfDecayWithoutRecall, {"dg"}),
+    ("kda", GradientOfKeyWithoutRecall, {"dk"}),
+    ("kda", BlocksOneDecayAHead, {"o", "final_state", "dg"}),
+    ("kda", BlocksChannelsReversed, {"o", "final_state", "dg"}),
+    ("kda", GradientOfDecayWithoutProducts, {"dg"}),
+    ("delta_rule", StoresTheStateInBfloat16, {"final_state"}),
+    ("delta_rule", GradientOfKeyWithoutRecall, {"dk"}),
+    ("delta_rule", CorrectsInsideBlocksOnly, {"o", "final_state"}),
+)
+
+
+@pytest.mark.parametrize(("operation", "wrong", "seen"), WRONG, ids=lambda each: getattr(each, "__name__", None))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wrong_implementation_is_rejected_where_it_is_wrong(
+    dtype: str, operation: str, wrong: type[right.Chunkwise], seen: set[str]
+) -> None:
+    case = Case.parse(f"op={operation} dtype={dtype} {SHARP}")
+    over = broken(wrong(), case)
+    assert over >= seen
+    assert broken(wrong.__base__(), case) == set()
+    if wrong.__name__.startswith("Gradient"):
+        assert over == seen, "all else is right"
