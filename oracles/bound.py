@@ -89,6 +89,8 @@ def bounds(
     `algorithm` is the class of the implementation ("chunkwise", "recurrent", "pointwise"), `products` how it multiplies float32
     matrices ("ieee", "tf32"), `chunk` the tokens in its chunks if known; cotangents are those of the outputs, in their dtypes.
     """
+    if algorithm not in operation.classes:
+        raise ValueError(f"algorithm must be one of {', '.join(operation.classes)} for {operation.name}, got {algorithm!r}")
     operation.check(inputs)
     make = functools.partial(_bounds, operation, inputs, cotangents, algorithm, products, chunk)
     finer = functools.cache(lambda: make(FINER))

@@ -37,8 +37,10 @@ def delta_rule(
     """o [T, HV, V] and the final states [N, HV, K, V]; sequences of `lengths` tokens, that add up to T, follow each other.
 
     q, k [T, H, K], v [T, HV, V], g [T, HV, 1] or, a channel each, [T, HV, K], beta [T, HV], state [N, HV, K, V], all float64.
-    `chunk` is a number of tokens, by default that of least work. ValueError if the lengths do not add up.
+    `chunk` is a number of tokens, by default (0) that of least work. ValueError if the lengths do not add up.
     """
+    if not isinstance(chunk, int) or chunk < 0:
+        raise ValueError(f"chunk must be a whole number from 0 up, got {chunk!r}")
     if min(lengths, default=0) < 0 or sum(lengths) != len(q):
         raise ValueError(f"lengths must be at least 0 and add up to the {len(q)} tokens of q, got {lengths}")
     size = chunk or best_chunk(lengths, k.shape[-1], v.shape[-1])

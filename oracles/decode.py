@@ -67,4 +67,5 @@ DECODE = Operation(
     forward,
     (at_least_one("H", "HV", "K", "V"), grouped_heads, finite_scale, flag("qk_norm"), one_slot_a_request),
     parallel=("H", "HV"),
+    classes=("chunkwise", "recurrent"),
 )

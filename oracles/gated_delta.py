@@ -133,7 +133,9 @@ def _by_class(
         if arithmetic.algorithm == "recurrent":
             step, rule = CHUNK, disturbed.recurrent
         else:
-            short = 1 << (max(1, min(size, group.longest)) - 1).bit_length()  # channels decay in halves of halves
+            short = max(1, min(size, group.longest))
+            if g.shape[-1] > 1:  # products that decay by channel are taken in halves of halves
+                short = 1 << (short - 1).bit_length()
             step, rule = short, functools.partial(disturbed.chunkwise, chunk=short)
         each = arithmetic.runs * len(group.members) * v.shape[2] * 30 * (k.shape[-1] + v.shape[-1])
         stretch = max(1, _GRAPH // (each * step)) * step
@@ -194,6 +196,7 @@ def _operation(name: str, gate: Port | None) -> Operation:
         forward,
         (at_least_one("H", "HV", "K", "V"), grouped_heads, finite_scale, flag("qk_norm"), one_state_a_sequence),
         parallel=("H", "HV"),
+        classes=("chunkwise", "recurrent"),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oracles.rounding import Arithmetic
+from oracles.rounding import CLASSES, Arithmetic
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -74,7 +74,7 @@ class Operation:
 
     `forward` maps inputs, float64 and with the runs of an arithmetic along a new axis 0, to outputs of the same kind, rounding
     where an algorithm of the arithmetic's class rounds. It is differentiable: gradients come out of it. Along `parallel` axes,
-    all together, a call may be cut into several: nothing is shared between them.
+    all together, a call may be cut into several: nothing is shared between them. `classes` are those it has an algorithm of.
     """
 
     name: str
@@ -83,6 +83,7 @@ class Operation:
     forward: Callable[[Inputs, Arithmetic], dict[str, Tensor]]
     rules: tuple[Rule, ...] = ()
     parallel: tuple[str, ...] = ()
+    classes: tuple[str, ...] = CLASSES
 
     def sizes(self, inputs: Inputs) -> dict[str, int]:
         """The sizes of the axes of legal inputs."""
@@ -100,6 +101,9 @@ class Operation:
 
     def check(self, inputs: Inputs) -> None:
         """Refuse illegal input: ValueError names the argument, its value and the rule (DESIGN section 2)."""
+        named = {port.name for port in self.inputs} | {"cu_seqlens"}
+        if strange := [name for name, value in inputs.items() if isinstance(value, Tensor) and name not in named]:
+            raise ValueError(f"{strange[0]} is no input of {self.name}, must be None or absent, got a tensor")
         sizes: dict[str, int] = {}
         for port in self.inputs:
             tensor = inputs.get(port.name)

@@ -1419,7 +1419,8 @@ def test_bounds_do_not_depend_on_what_is_computed_at_once(operation: str, algori
         for other in (stretches[name], heads[name]):
             torch.testing.assert_close(other.value, limit.value, rtol=1e-11, atol=1e-13)
             ratio = other.allowed / limit.allowed  # other grids in the even runs
-            assert 1 / 3 < ratio.min() <= ratio.max() < 3
+            assert 0.8 < ratio.median() < 1.25
+            assert 1 / 6 < ratio.min() <= ratio.max() < 6
         if algorithm == "chunkwise":  # stretches are whole chunks, on the same grids
             torch.testing.assert_close(stretches[name].allowed, limit.allowed, rtol=1e-9, atol=0)
 
