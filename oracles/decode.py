@@ -39,14 +39,15 @@ def one_slot_a_request(inputs: Inputs, sizes: dict[str, int]) -> None:
     if (offsets := inputs.get("cu_seqlens")) is not None:
         check_offsets(offsets, sizes["B"], sizes["T"])
         count = len(offsets) - 1
-    if not isinstance(inputs.padding, int) or isinstance(inputs.padding, bool):
-        raise ValueError(f"padding must be a whole number, got {inputs.padding!r}")  # noqa: TRY004 - one kind of error
+    padding = inputs.get("padding")
+    if not isinstance(padding, int) or isinstance(padding, bool):
+        raise ValueError(f"padding must be a whole number, got {padding!r}")  # noqa: TRY004 - one kind of error
     slots = inputs.slots.tolist()
     if len(slots) != count:
         raise ValueError(f"slots must have N = {count}, one per request, got {len(slots)}")
-    named = [slot for slot in slots if slot != inputs.padding]
+    named = [slot for slot in slots if slot != padding]
     if wrong := [slot for slot in named if not 0 <= slot < pool]:
-        raise ValueError(f"slots must be in 0..{pool - 1} or padding {inputs.padding}, got {wrong[0]} ({slots})")
+        raise ValueError(f"slots must be in 0..{pool - 1} or padding {padding}, got {wrong[0]} ({slots})")
     if len(set(named)) < len(named):
         twice = next(slot for slot in named if named.count(slot) > 1)
         raise ValueError(f"slots must name each slot at most once, got {twice} twice ({slots})")

@@ -108,7 +108,7 @@ def _projected(x: Tensor, weight: Tensor, arithmetic: Arithmetic, place: str) ->
 
 def layer_widths(inputs: Inputs, sizes: dict[str, int]) -> None:
     """The rule that every tensor has the widths of the layer."""
-    layer = inputs.layer
+    layer = inputs.get("layer")
     if not isinstance(layer, Layer):
         raise ValueError(f"layer must be a Layer, got {type(layer).__name__}")  # noqa: TRY004 - one kind of error
     wanted = {

@@ -177,6 +177,25 @@ class RoundsElsewhere(Chunkwise):
         return o, last.exp().unsqueeze(-1) * state + self.dot(kept.mT, fresh)
 
 
+class Chunk48(Chunkwise):
+    """Chunks of 48 tokens, which begin where no power of two does; the decays' exponentials stored in the inputs' dtype."""
+
+    chunk = None
+    size = 48
+
+    def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        total = self.cumulative(g)
+        decays, last = self.decays(total), self.last(total)
+        grown, left = (self.low(each.exp(), k).float().unsqueeze(-1) for each in (total, last - total))
+        held = self.low(state, k)
+        recalled = self.dot(self.low(grown * k, k), held)
+        solved = self.solve(self.corrections(k, beta, decays), k)
+        fresh = self.low(self.dot(solved, self.low(beta.unsqueeze(-1) * (v - recalled), v)), v)
+        scores = self.low(self.masked(self.dot(q, k.mT) * decays), k)
+        o = scale * (self.dot(self.low(grown * q, q), held) + self.dot(scores, fresh))
+        return o, last.exp().unsqueeze(-1) * state + self.dot(self.low(left * k, k).mT, fresh)
+
+
 class Tf32(Chunkwise):
     """float32 inputs multiplied in TF32, operands truncated to 10 mantissa bits as matrix units may."""
 

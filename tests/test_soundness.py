@@ -17,6 +17,7 @@ FEW = Profile("few", 5)
 RIGHT = (
     right.Chunkwise,
     right.Chunk16,
+    right.Chunk48,
     right.Chunk128,
     right.BackwardSums,
     right.RoundsElsewhere,
