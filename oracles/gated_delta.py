@@ -104,7 +104,7 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
             repeated = repeat_heads(arithmetic.input(each, name), value_heads)
             if x.get("qk_norm"):  # after the repetition, where an implementation that normalises each value head's copy rounds
                 repeated = Normalised.apply(repeated, arithmetic, f"{name} normalised")
-            keys[name] = arithmetic.gradient(repeated, f"d{name} a value head", arithmetic.stored)
+            keys[name] = arithmetic.gradient(repeated, f"d{name} a value head", arithmetic.output)
         o, final = _by_class(keys["q"], keys["k"], v, g, beta, state, scale, arithmetic, lengths)
     o = arithmetic.result(o, "o").unflatten(1, x.v.shape[1:3])
     return {"o": o, "final_state": arithmetic.single(final, "final state")}
