@@ -60,6 +60,12 @@ class Bound:
         later = None if finer is None else lambda: finer().at(*index)
         return Bound(self.value[index], self.allowed[index], self.origin, later)
 
+    def beside(self, other: "Bound") -> "Bound":
+        """The bound of the same tensor where both err, one after the other: the allowances add up."""
+        one, two = self.finer, other.finer
+        later = None if one is None or two is None else lambda: one().beside(two())
+        return Bound(self.value, self.allowed + other.allowed, self.origin, later)
+
     def plus(self, other: "Bound") -> "Bound":
         """The bound of a sum of two tensors that err on their own."""
         one, two = self.finer, other.finer

@@ -155,7 +155,8 @@ ILLEGAL: dict[str, tuple[Case, Change, tuple[str, ...]]] = {
     "scale a truth value": (BATCH, lambda given: given.replaced(scale=True), ("scale", "finite number", "True")),
     "scale infinite": (BATCH, lambda given: given.replaced(scale=math.inf), ("scale", "finite number", "inf")),
     "scale not a number": (BATCH, lambda given: given.replaced(scale=math.nan), ("scale", "finite number", "nan")),
-    "scale a tensor": (BATCH, lambda given: given.replaced(scale=torch.ones(())), ("scale", "finite number", "tensor(1.)")),
+    "scale a tensor": (BATCH, lambda given: given.replaced(scale=torch.ones(())), ("scale", "got a tensor")),
+    "a mask": (BATCH, lambda given: Inputs(**given, mask=given.beta), ("mask", "no input of", "None or absent", "a tensor")),
     "norm a number": (BATCH, lambda given: given.replaced(qk_norm=1), ("qk_norm", "True or False", "1")),
     "norm none": (BATCH, lambda given: given.replaced(qk_norm=None), ("qk_norm", "True or False", "None")),
     "HV not a multiple": (BATCH, of_three_heads, ("HV", "multiple of H = 2", "3")),
@@ -167,7 +168,9 @@ ILLEGAL: dict[str, tuple[Case, Change, tuple[str, ...]]] = {
 
 
 ILLEGAL_GATES: dict[str, dict[str, tuple[Case, Change, tuple[str, ...]]]] = {
-    "delta_rule": {},
+    "delta_rule": {
+        "a g": (BATCH, lambda given: given.replaced(g=-given.beta), ("g", "no input of delta_rule", "None or absent", "a tensor")),
+    },
     "gated_delta_rule": {
         "no g": (BATCH, without("g"), ("g", "tensor", "NoneType")),
         "g None": (BATCH, turned("g", lambda x: None), ("g", "tensor", "NoneType")),
@@ -207,6 +210,11 @@ def test_illegal_call_is_refused_in_one_line_with_argument_rule_and_value(operat
     assert "\n" not in message
     assert message.startswith(said[0]), message
     assert all(each in message for each in said), message
+
+
+def test_what_is_no_tensor_is_nobodys_input() -> None:
+    DELTA_RULE.check(Inputs(**of("delta_rule", BATCH).inputs(), mask=None, block=64))
+    DELTA_RULE.check(without("g")(of("delta_rule", BATCH).inputs()))
 
 
 @pytest.mark.parametrize("scale", [None, 0, -2, 0.5, 1e-30])

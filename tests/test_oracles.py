@@ -214,11 +214,12 @@ def allowed_in_single(case: Case) -> Results:
     return {name: limit.allowed for name, limit in limits.items()}
 
 
-# Largest error of a tensor / its largest entry, 600 cases an operation measured (ordinary: no decay beyond 10 tokens, beta up to 1,
-# no correlated or repeated tokens, no single channels): TODO
-RELATIVE_LIMIT = 1e-14
-# Rows against 2^-29 of float32's allowance, 700 cases of the whole domain an operation measured: TODO
-ROW_LIMIT, ROW_LIMIT_REPEATED = 6.0, 12.0
+# Largest error of a tensor over its largest entry; 650 cases an operation measured, ordinary: no decay beyond 10 tokens, beta up to
+# 1, no correlated or repeated tokens, no single channels. With 16 tokens and heads or more 4.0e-15, the classes at runs = 1
+# 5.8e-15. Of fewer, the largest entry of dg or dbeta may itself be what is left of a sum whose terms cancel: 5.4e-14.
+RELATIVE_LIMIT, FEW_SCALARS_LIMIT = 1e-14, 1e-13
+# Rows against 2^-29 of float32's allowance; 700 cases of the whole domain an operation measured: 3.0, and 4.4 where tokens repeat.
+ROW_LIMIT = 8.0
 
 
 def forms(operation: str) -> list[tuple[str, int | None]]:
@@ -240,7 +241,7 @@ def test_each_form_equals_the_definition_row_by_row(operation: str, case: Case) 
     want, allowed = by_definition(inputs, cotangents), allowed_in_single(case)
     for algorithm, chunk in forms(operation):
         worst = worst_row(case, form(operation, inputs, cotangents, algorithm, chunk), want, allowed)
-        assert worst <= (ROW_LIMIT_REPEATED if case.values == "repeated" else ROW_LIMIT), (algorithm, chunk)
+        assert worst <= ROW_LIMIT, (algorithm, chunk)
 
 
 ORDINARY = cases(
@@ -262,25 +263,38 @@ def test_each_form_equals_the_definition_to_few_roundings_where_the_case_is_well
     want = by_definition(inputs, cotangents)
     for algorithm, chunk in forms(operation):
         errors = relative(form(operation, inputs, cotangents, algorithm, chunk), want)
-        assert max(errors.values(), default=0.0) <= RELATIVE_LIMIT, (algorithm, chunk, errors)
+        few = ("dg", "dbeta") if case.tokens * case.value_heads < 16 else ()
+        for name, error in errors.items():
+            assert error <= (FEW_SCALARS_LIMIT if name in few else RELATIVE_LIMIT), (algorithm, chunk, name)
 
 
-# The two regimes that are worse conditioned, and the largest error of a tensor there over its largest entry, TODO cases measured.
-# Decays of -1e3 beside -0.01: exp(G_i - G_j) takes G of up to 1e3 C from another, C the tokens in a chunk.
-HARD = {
-    "beta=two values=correlated gate=1000": 3e-14,
-    "gate=saturated": 7e-12,
-}
+# Two regimes that are worse conditioned; 30 cases an operation and chunk of 16, 64 and 128 measured. Where every write reflects the
+# state in a key like the one before: 5e-15, 9e-15 and 1.5e-14. Where decays of -1e3 stand beside -0.01, an exponent is the
+# difference of two sums of up to 1e3 times the tokens in a chunk, each off by a unit of its last place: 1.5e-12, 1.3e-11, 2.6e-11.
 
 
 @pytest.mark.parametrize("operation", RULES)
-@pytest.mark.parametrize("regime", HARD)
-def test_worse_conditioned_regimes_keep_to_their_own_limits(operation: str, regime: str) -> None:
-    for seed in range(3):
-        case = Case.parse(f"op={operation} lengths=130 heads=1 value_heads=2 key_dim=32 state=random {regime} seed={seed}")
+@pytest.mark.parametrize("chunk", [16, 64, 128])
+def test_reflections_in_correlated_keys_keep_to_their_own_limit(operation: str, chunk: int) -> None:
+    for seed in range(2):
+        case = Case.parse(f"op={operation} lengths=260 key_dim=32 gate=1000 values=correlated state=random seed={seed}")
         inputs, cotangents = case.inputs(), case.cotangents()
-        errors = relative(form(operation, inputs, cotangents), by_definition(inputs, cotangents))
-        assert max(errors.values()) <= HARD[regime], errors
+        twice = inputs.replaced(beta=torch.full_like(inputs.beta, 2.0))
+        errors = relative(form(operation, twice, cotangents, "exact", chunk), by_definition(twice, cotangents))
+        assert max(errors.values()) <= 3e-14, errors
+
+
+@pytest.mark.parametrize("operation", ["gated_delta_rule", "kda"])
+@pytest.mark.parametrize("chunk", [16, 64, 128])
+def test_decays_of_a_thousand_beside_a_hundredth_keep_to_their_own_limit(operation: str, chunk: int) -> None:
+    for seed in range(2):
+        case = Case.parse(f"op={operation} lengths=260 key_dim=32 gate=saturated state=random seed={seed}")
+        inputs, cotangents = case.inputs(), case.cotangents()
+        g = torch.where(inputs.g < -1, -1e3, torch.tensor(-1e-2, dtype=torch.float64))
+        errors = relative(
+            form(operation, inputs.replaced(g=g), cotangents, "exact", chunk), by_definition(inputs.replaced(g=g), cotangents)
+        )
+        assert 1e-14 < max(errors.values()) <= 1e3 * chunk * 2.0**-51, errors
 
 
 @pytest.mark.parametrize(("operation", "wrong"), [(operation, wrong) for operation in RULES for wrong in READINGS[operation]])
@@ -1335,8 +1349,18 @@ def test_segments_however_small_give_the_results_of_one(operation: str, case: Ca
         whole = form(operation, inputs, cotangents, "exact", 16)
         patch.setattr(chunkwise._Call, "most", lambda *given: most)
         cut = form(operation, inputs, cotangents, "exact", 16)
-    for name, error in relative(cut, whole).items():
-        assert error <= 1e-14, name
+    errors = relative(cut, whole)  # all 0 where measured; another library may add up a product of a smaller batch in another order
+    assert max(errors.values(), default=0.0) <= 1e-14, errors
+
+
+def test_segments_in_the_wrong_order_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.parse("lengths=130+0+3+70 packed=yes gate=64 state=random seed=1")
+    inputs, cotangents = case.inputs(), case.cotangents()
+    whole, right = truth(case.spec, inputs, cotangents), chunkwise._segments
+    monkeypatch.setattr(chunkwise, "_SEGMENT", SMALLEST)
+    assert max(relative(truth(case.spec, inputs, cotangents), whole).values()) <= 1e-14
+    monkeypatch.setattr(chunkwise, "_segments", lambda *given: (block[::-1] for block in right(*given)))
+    assert min(relative(truth(case.spec, inputs, cotangents), whole).values()) > 1e-3
 
 
 def test_a_segment_is_as_many_chunks_as_fit_and_one_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1373,6 +1397,12 @@ def test_lengths_that_do_not_add_up_are_refused(lengths: list[int], said: str) -
         chunkwise.delta_rule(*packed(7, len(lengths), 1), 0.7, lengths)
 
 
+@pytest.mark.parametrize("chunk", [-1, 2.5, "64", None])
+def test_a_chunk_that_is_no_number_of_tokens_is_refused(chunk: object) -> None:
+    with pytest.raises(ValueError, match=f"^chunk must be a whole number from 0 up, got {re.escape(repr(chunk))}$"):
+        chunkwise.delta_rule(*packed(7, 1, 1), 0.7, [7], chunk)  # type: ignore[arg-type]
+
+
 def flops(lengths: list[int], chunk: int, width: int, value_width: int) -> int:
     """The matrix products that torch counts for one head, forward and backward."""
     tokens, count = sum(lengths), len(lengths)
@@ -1384,12 +1414,14 @@ def flops(lengths: list[int], chunk: int, width: int, value_width: int) -> int:
     return int(counter.get_total_flops())
 
 
-@pytest.mark.parametrize("widths", [(8, 8), (64, 64), (128, 32)])
+@pytest.mark.parametrize("widths", [(8, 8), (128, 32), (256, 256)])
 @pytest.mark.parametrize("lengths", [[17] * 12, [3] * 30, [64, 65], [400], [1, 1, 1, 130], [5], [90]])
 def test_default_chunk_has_few_products_padding_included(lengths: list[int], widths: tuple[int, int]) -> None:
     best = chunkwise.best_chunk(lengths, *widths)
     counts = {size: flops(lengths, size, *widths) for size in {16, 32, 64, 128, max(lengths), best} if size <= 128}
-    assert counts[best] <= 1.35 * min(counts.values()), (best, counts)
+    assert counts[best] <= 1.2 * min(counts.values()), (best, counts)
+    if lengths == [17] * 12:
+        assert counts[16] > 1.5 * counts[best], "what a choice that forgets the padding would take"
 
 
 def test_default_chunk_of_no_tokens_is_one() -> None:

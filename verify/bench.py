@@ -40,7 +40,7 @@ class AdapterBench:
     def __init__(self, adapter: Adapter, counterpart: Adapter | None, case: Case, products: str = "ieee") -> None:
         self.adapter, self.case, self.products = adapter, case, products
         self.counterpart = counterpart or adapter
-        self.domain = adapter.domain
+        self.domain, self.algorithm = adapter.domain, adapter.algorithm
         self.impure: list[Finding] = []
         self.kernel_s = self.oracle_s = 0.0
 
