@@ -607,9 +607,15 @@ def test_finer_bound_is_the_same_from_more_runs() -> None:
         assert torch.equal(twice.value, 2 * limit.value)
         assert twice.finer is not None
         assert torch.equal(twice.finer().allowed, 2 * finer.allowed)
+        beside = limit.beside(limit)
+        assert torch.equal(beside.allowed, 2 * limit.allowed)
+        assert torch.equal(beside.value, limit.value)
+        assert beside.finer is not None
+        assert torch.equal(beside.finer().allowed, 2 * finer.allowed)
     plain = Bound(limits["o"].value, limits["o"].allowed)
     assert plain.at(0).finer is None
     assert plain.plus(limits["o"]).finer is None
+    assert plain.beside(limits["o"]).finer is None
 
 
 @settings(max_examples=50)
