@@ -108,7 +108,7 @@ def peers(device: str, runs: int, rows: list[dict[str, object]]) -> None:
     for name, rule, tokens, dtype in (
         ("FLA naive chunk, float32", naive_chunk_gated_delta_rule, 4096, torch.float32),
         ("transformers torch_chunk, float32", plain, 4096, torch.float32),
-        ("FLA naive recurrent, float32", naive_recurrent_gated_delta_rule, 1024, torch.float32),
+        ("FLA naive recurrent, float32", naive_recurrent_gated_delta_rule, 512, torch.float32),
     ):
         q, k, v, g, beta, _ = inputs(tokens, value_heads, value_heads, 128, device)
         leaves = [y.detach().unsqueeze(0).to(dtype).requires_grad_() for y in (q, k, v, g.squeeze(-1), beta)]
