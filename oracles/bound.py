@@ -116,7 +116,7 @@ def _bounds(
     batches: int,
 ) -> dict[str, Bound]:
     dtype = _dtype(operation, inputs)
-    chunks = CHUNKS if algorithm == "chunkwise" and chunk is None and "T" in operation.sizes(inputs) else (chunk,)
+    chunks = CHUNKS if algorithm == "chunkwise" and chunk is None else (chunk,)
     plain = Arithmetic.of(algorithm, dtype, products, 1 + (RUNS if len(chunks) == 1 else RUNS // 2))
     plain = dataclasses.replace(plain, gate=BITS[_dtype(operation, inputs, "gate")])
     slices = []

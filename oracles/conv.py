@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from oracles.gates import rounded_silu, shared, sigmoid
-from oracles.operation import Inputs, Operation, Port, at_least_one, flag, one_state_a_sequence, sequences
+from oracles.operation import Inputs, Operation, Port, at_least_one, flag, one_a_sequence, sequences
 from oracles.rounding import Arithmetic, summed
 
 ACTIVATIONS = (None, "silu")
@@ -145,6 +145,6 @@ CAUSAL_CONV1D = Operation(
     ),
     (Port("y", "B T D", scalar_rows=True), Port("final_state", "N D W")),
     forward,
-    (at_least_one("D", "W"), one_state_a_sequence, known_activation, flag("output_final_state")),
+    (at_least_one("D", "W"), one_a_sequence("state"), known_activation, flag("output_final_state")),
     parallel=("D",),
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from oracles import gated_delta
-from oracles.operation import Inputs, Operation, Port, at_least_one, check_offsets, finite_scale, flag, grouped_heads, sequences
+from oracles.operation import Inputs, Operation, Port, at_least_one, finite_scale, flag, grouped_heads, sequence_count, sequences
 from oracles.rounding import Arithmetic
 
 
@@ -35,10 +35,7 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
 
 def one_slot_a_request(inputs: Inputs, sizes: dict[str, int]) -> None:
     """The rule of slots: one a request, each in the pool or padding, none of the others named twice."""
-    count, pool = sizes["B"], sizes["P"]
-    if (offsets := inputs.get("cu_seqlens")) is not None:
-        check_offsets(offsets, sizes["B"], sizes["T"])
-        count = len(offsets) - 1
+    count, pool = sequence_count(inputs, sizes), sizes["P"]
     padding = inputs.get("padding")
     if not isinstance(padding, int) or isinstance(padding, bool):
         raise ValueError(f"padding must be a whole number, got {padding!r}")  # noqa: TRY004 - one kind of error

@@ -15,8 +15,8 @@ import itertools
 from torch import Tensor
 
 from oracles import conv, gated_delta, gates, norm
-from oracles.operation import Inputs, Operation, Port, check_offsets, flag, one_state_a_sequence
-from oracles.rounding import SINGLE, Arithmetic
+from oracles.operation import Inputs, Operation, Port, flag, one_a_sequence
+from oracles.rounding import Arithmetic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     What goes from one operation to the next is stored in the inputs' dtype; log-decays and states in float32.
     """
     layer: Layer = x.layer
-    stored = dataclasses.replace(arithmetic, stored=arithmetic.output, gate=min(arithmetic.gate, SINGLE))
+    stored = dataclasses.replace(arithmetic, stored=arithmetic.output)
     hidden, in_proj = arithmetic.input(x.hidden, "hidden"), arithmetic.input(x.in_proj, "in_proj")
     projected = _projected(hidden, in_proj, stored, "in_proj x")
     q, k, v, z, b, a = projected.split(tuple(layer.sections.values()), -1)
@@ -89,7 +89,7 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
             scale=None,
             qk_norm=True,
         ),
-        dataclasses.replace(arithmetic, gate=stored.gate),
+        arithmetic,
     )
     normed = norm.forward_gated_rms_norm(
         Inputs(x=ruled["o"], z=z.unflatten(-1, (layer.value_heads, -1)), weight=x.norm, eps=x.get("eps")), arithmetic
@@ -127,16 +127,6 @@ def layer_widths(inputs: Inputs, sizes: dict[str, int]) -> None:
             raise ValueError(f"{axis} must be {width} for {layer}, got {sizes[axis]}")
 
 
-def one_conv_state_a_sequence(inputs: Inputs, sizes: dict[str, int]) -> None:
-    """The rule that the convolution's initial state has as many entries as there are sequences."""
-    count = sizes["B"]
-    if (offsets := inputs.get("cu_seqlens")) is not None:
-        check_offsets(offsets, sizes["B"], sizes["T"])
-        count = len(offsets) - 1
-    if (state := inputs.get("conv_state")) is not None and state.shape[0] != count:
-        raise ValueError(f"conv_state must have N = {count}, one per sequence, got shape {tuple(state.shape)}")
-
-
 GDN_LAYER = Operation(
     "gdn_layer",
     (
@@ -155,8 +145,8 @@ GDN_LAYER = Operation(
     forward,
     (
         layer_widths,
-        one_state_a_sequence,
-        one_conv_state_a_sequence,
+        one_a_sequence("state"),
+        one_a_sequence("conv_state"),
         flag("allow_neg_eigval"),
         norm.positive_eps,
     ),

@@ -171,14 +171,23 @@ def grouped_heads(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG00
         raise ValueError(f"HV must be a multiple of H = {sizes['H']}, got {sizes['HV']}")
 
 
-def one_state_a_sequence(inputs: Inputs, sizes: dict[str, int]) -> None:
-    """The rule of `cu_seqlens`, and that an initial state has as many entries as there are sequences."""
-    count = sizes["B"]
-    if (offsets := inputs.get("cu_seqlens")) is not None:
-        check_offsets(offsets, sizes["B"], sizes["T"])
-        count = len(offsets) - 1
-    if (state := inputs.get("state")) is not None and state.shape[0] != count:
-        raise ValueError(f"state must have N = {count}, one per sequence, got shape {tuple(state.shape)}")
+def one_a_sequence(name: str) -> Rule:
+    """The rule of `cu_seqlens`, and that the state `name` has as many entries as there are sequences."""
+
+    def rule(inputs: Inputs, sizes: dict[str, int]) -> None:
+        count = sequence_count(inputs, sizes)
+        if (state := inputs.get(name)) is not None and state.shape[0] != count:
+            raise ValueError(f"{name} must have N = {count}, one per sequence, got shape {tuple(state.shape)}")
+
+    return rule
+
+
+def sequence_count(inputs: Inputs, sizes: dict[str, int]) -> int:
+    """The number of sequences: that of `cu_seqlens`, which must be legal, or B."""
+    if (offsets := inputs.get("cu_seqlens")) is None:
+        return sizes["B"]
+    check_offsets(offsets, sizes["B"], sizes["T"])
+    return len(offsets) - 1
 
 
 def sequences(inputs: Inputs, tokens: str) -> list[int]:

@@ -22,10 +22,11 @@ from oracles.gated_delta import GATED_DELTA_RULE, definition
 from oracles.norm import l2norm
 from oracles.operation import Inputs, gradient_name, sequences
 from oracles.rounding import Arithmetic
+from tests import judging
+from tests.judging import Results, relative
 
-Results = dict[str, Tensor]
-Implementation = Callable[[Inputs], Results]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+evaluate, worst = (functools.partial(each, DECODE) for each in (judging.evaluate, judging.worst))
 TENSORS = ("q", "k", "v", "g", "beta", "pool")
 TOKENS = TENSORS[:5]
 
@@ -197,44 +198,6 @@ def define(x: Inputs, read: Reading = Reading()) -> Results:
             last = after
     o = torch.stack(rows) if rows else torch.zeros_like(v)
     return {"o": o.reshape(x.v.shape), "pool": torch.stack(pool) if pool else x.pool}
-
-
-def evaluate(implementation: Implementation, inputs: Inputs, directions: Results) -> Results:
-    """Outputs and gradients of an implementation, in its dtypes, by automatic differentiation."""
-    leaves = {name: inputs[name].detach().clone().requires_grad_() for name in TENSORS}
-    outputs = implementation(inputs.replaced(**leaves))
-    targets = [name for name in directions if outputs[name].requires_grad]
-    gradients = torch.autograd.grad(
-        [outputs[name] for name in targets],
-        list(leaves.values()),
-        [directions[name] for name in targets],
-        materialize_grads=True,
-    )
-    result = {name: each.detach() for name, each in outputs.items()}
-    return result | {gradient_name(name): each for name, each in zip(leaves, gradients, strict=True)}
-
-
-def relative(got: Results, want: Results) -> dict[str, float]:
-    """The largest error of each tensor over its largest entry."""
-    assert got.keys() == want.keys()
-    assert all(got[name].shape == each.shape for name, each in want.items())
-    filled = {name: each for name, each in want.items() if each.numel()}
-    sizes = {name: float(each.abs().max()) or 1.0 for name, each in filled.items()}
-    return {name: float((got[name] - each).abs().max()) / sizes[name] for name, each in filled.items()}
-
-
-def worst(limits: dict[str, Bound], got: Results) -> tuple[float, str]:
-    """The greatest error / allowed of a row, and its tensor; what is not a number is over."""
-    ratios = {"nothing": 0.0}
-    assert got.keys() == limits.keys()
-    for name, limit in limits.items():
-        assert got[name].shape == limit.value.shape, name
-        error = got[name].double() - limit.value
-        size = error.abs() if DECODE.port(name).scalar_rows else error.norm(dim=-1)
-        if size.numel():
-            ratios[name] = float((size / limit.allowed).nan_to_num(nan=math.inf).max())
-    name = max(ratios, key=ratios.__getitem__)
-    return ratios[name], name
 
 
 # The oracle is the definition

@@ -23,11 +23,11 @@ from oracles.layer import GDN_LAYER, Layer
 from oracles.norm import EPS
 from oracles.operation import Inputs, gradient_name, sequences
 from oracles.rounding import Arithmetic
-from tests import right
+from tests import judging, right
+from tests.judging import Implementation, Results, relative
 
-Results = dict[str, Tensor]
-Implementation = Callable[[Inputs], Results]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+evaluate, worst = (functools.partial(each, GDN_LAYER) for each in (judging.evaluate, judging.worst))
 TENSORS = tuple(port.name for port in GDN_LAYER.inputs)
 PARAMETERS = ("in_proj", "conv", "conv_bias", "A_log", "dt_bias", "norm", "out_proj")
 NAMES = ("q", "k", "v", "z", "b", "a")
@@ -269,30 +269,6 @@ def define(x: Inputs, read: Reading = Reading()) -> Results:
     }
 
 
-def evaluate(implementation: Implementation, inputs: Inputs, directions: Results) -> Results:
-    """Outputs and gradients of an implementation, in its dtypes, by automatic differentiation."""
-    leaves = {name: inputs[name].detach().clone().requires_grad_() for name in TENSORS if inputs[name] is not None}
-    outputs = implementation(inputs.replaced(**leaves))
-    targets = [name for name in directions if outputs[name].requires_grad]
-    gradients = torch.autograd.grad(
-        [outputs[name] for name in targets],
-        list(leaves.values()),
-        [directions[name] for name in targets],
-        materialize_grads=True,
-    )
-    result = {name: each.detach() for name, each in outputs.items()}
-    return result | {gradient_name(name): each for name, each in zip(leaves, gradients, strict=True)}
-
-
-def relative(got: Results, want: Results) -> dict[str, float]:
-    """The largest error of each tensor over its largest entry."""
-    assert got.keys() == want.keys()
-    assert all(got[name].shape == each.shape for name, each in want.items())
-    filled = {name: each for name, each in want.items() if each.numel()}
-    sizes = {name: float(each.abs().max()) or 1.0 for name, each in filled.items()}
-    return {name: float((got[name] - each).abs().max()) / sizes[name] for name, each in filled.items()}
-
-
 # The oracle is the definition
 
 # Largest error of a tensor / its largest entry, 1,500 calls of three or more channels measured: outputs 1.9e-14, gradients 1e-13,
@@ -307,20 +283,6 @@ ROW_LIMIT = 12.0
 def over(got: Results, want: Results) -> dict[str, float]:
     """The tensors of `got` that are further from `want` than their limit, with their relative errors."""
     return {name: error for name, error in relative(got, want).items() if not error <= LIMITS.get(name, GRADIENT_LIMIT)}
-
-
-def worst(limits: dict[str, Bound], got: Results) -> tuple[float, str]:
-    """The greatest error / allowed of a row, and its tensor; what is not a number is over."""
-    ratios = {"nothing": 0.0}
-    assert got.keys() == limits.keys()
-    for name, limit in limits.items():
-        assert got[name].shape == limit.value.shape, name
-        error = got[name].double() - limit.value
-        size = error.abs() if GDN_LAYER.port(name).scalar_rows else error.norm(dim=-1)
-        if size.numel():
-            ratios[name] = float((size / limit.allowed).nan_to_num(nan=math.inf).max())
-    name = max(ratios, key=ratios.__getitem__)
-    return ratios[name], name
 
 
 def in_single(limits: dict[str, Bound], exact: Results) -> dict[str, Bound]:

@@ -24,7 +24,7 @@ from oracles.operation import (
     check_offsets,
     flag,
     gradient_name,
-    one_state_a_sequence,
+    one_a_sequence,
     sequences,
 )
 from oracles.operations import OPERATIONS, RULES
@@ -328,7 +328,7 @@ TOY = Operation(
     (Port("x", "B T D"), Port("weight", "D", scalar_rows=True), Port("slots", "N", "index"), Port("state", "N D", optional=True)),
     (Port("y", "B T D"),),
     lambda inputs, arithmetic: {"y": inputs.x * inputs.weight},
-    (at_least_one("T", "D"), flag("even"), one_state_a_sequence),
+    (at_least_one("T", "D"), flag("even"), one_a_sequence("state")),
 )
 
 

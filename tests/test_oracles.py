@@ -35,6 +35,7 @@ from oracles.rounding import Arithmetic
 from properties.domain import VIEWS, Domain
 from properties.laws import view
 from properties.strategies import REMEMBERING, cases
+from tests.judging import relative
 
 Results = dict[str, Tensor]
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -185,16 +186,6 @@ def of(operation: str, case: Case) -> Case:
 def in_single(inputs: Inputs) -> Inputs:
     """The same numbers in float32."""
     return inputs.replaced(**{name: inputs[name].float() for name in TENSORS if inputs[name] is not None})
-
-
-def relative(got: Results, want: Results) -> dict[str, float]:
-    """The largest error of each tensor over its largest entry."""
-    assert got.keys() == want.keys()
-    assert all(got[name].shape == each.shape for name, each in want.items())
-    filled = {name: each for name, each in want.items() if each.numel()}
-    sizes = {name: float(each.abs().max()) or 1.0 for name, each in filled.items()}
-    errors = {name: float((got[name] - each).abs().max()) / sizes[name] for name, each in filled.items()}
-    return {name: error if math.isfinite(error) else math.inf for name, error in errors.items()}
 
 
 def worst_row(case: Case, got: Results, want: Results, allowed: Results) -> float:

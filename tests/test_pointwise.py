@@ -18,15 +18,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oracles import bound
-from oracles.bound import Bound, _evaluate, bounds, truth
+from oracles.bound import _evaluate, bounds, truth
 from oracles.conv import CAUSAL_CONV1D, definition, update, with_oldest, without_oldest
 from oracles.gates import GDN_GATE, KDA_GATE, shared, sigmoid, softplus
 from oracles.norm import EPS, GATED_RMS_NORM, L2NORM, Normalised, gated_rms_norm, l2norm
 from oracles.operation import Inputs, Operation, gradient_name, sequences
 from oracles.rounding import Arithmetic
+from tests.judging import Implementation, Results, evaluate, worst
 
-Results = dict[str, Tensor]
-Implementation = Callable[[Inputs], Results]
 OPERATIONS = {each.name: each for each in (CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EXACT = Arithmetic.exact()
@@ -119,36 +118,6 @@ def cast(operation: Operation, inputs: Inputs, directions: Results, dtype: torch
 
     given = {port.name: inputs[port.name].to(kind(port.dtype)) for port in operation.inputs if inputs.get(port.name) is not None}
     return inputs.replaced(**given), {name: each.to(kind(operation.port(name).dtype)) for name, each in directions.items()}
-
-
-def evaluate(implementation: Implementation, operation: Operation, inputs: Inputs, directions: Results) -> Results:
-    """Outputs and gradients of an implementation, in its dtypes, by automatic differentiation."""
-    names = [port.name for port in operation.inputs if inputs.get(port.name) is not None]
-    leaves = {name: inputs[name].detach().clone().requires_grad_() for name in names}
-    outputs = implementation(inputs.replaced(**leaves))
-    targets = [name for name in directions if outputs[name].requires_grad]
-    gradients = torch.autograd.grad(
-        [outputs[name] for name in targets],
-        list(leaves.values()),
-        [directions[name] for name in targets],
-        materialize_grads=True,
-    )
-    result = {name: each.detach() for name, each in outputs.items()}
-    return result | {gradient_name(name): each for name, each in zip(leaves, gradients, strict=True)}
-
-
-def worst(operation: Operation, limits: dict[str, Bound], got: Results) -> tuple[float, str]:
-    """The greatest error / allowed of a row, and its tensor; what is not a number is over."""
-    ratios = {"nothing": 0.0}
-    assert got.keys() == limits.keys()
-    for name, limit in limits.items():
-        assert got[name].shape == limit.value.shape, name
-        error = got[name].double() - limit.value
-        size = error.abs() if operation.port(name).scalar_rows else error.norm(dim=-1)
-        if size.numel():
-            ratios[name] = float((size / limit.allowed).nan_to_num(nan=math.inf).max())
-    name = max(ratios, key=ratios.__getitem__)
-    return ratios[name], name
 
 
 # Implementations, and how to read them wrong
@@ -492,7 +461,7 @@ def test_convolution_is_its_definition_forward_and_backward(
 ) -> None:
     inputs, directions = whole_numbers(*lengths, seed, **kinds)
     CAUSAL_CONV1D.check(inputs)
-    want = evaluate(by_definition, CAUSAL_CONV1D, inputs, directions)
+    want = evaluate(CAUSAL_CONV1D, by_definition, inputs, directions)
     assert agree(truth(CAUSAL_CONV1D, inputs, directions), want, exactly=inputs.activation is None)
 
 
@@ -500,9 +469,9 @@ def test_convolution_is_its_definition_forward_and_backward(
 def test_wrong_reading_of_the_convolution_is_not_the_definition(reading: dict[str, Any]) -> None:
     kinds = {**WIDE_KINDS, "activation": "silu" if "early_silu" in reading else None}
     inputs, directions = whole_numbers((6, 2, 5), True, 4, **kinds)
-    want = evaluate(by_definition, CAUSAL_CONV1D, inputs, directions)
+    want = evaluate(CAUSAL_CONV1D, by_definition, inputs, directions)
     right, wrong = (
-        evaluate(functools.partial(convolve, wide=torch.float64, **each), CAUSAL_CONV1D, inputs, directions)
+        evaluate(CAUSAL_CONV1D, functools.partial(convolve, wide=torch.float64, **each), inputs, directions)
         for each in ({}, reading)
     )
     assert agree(right, want, exactly=False)
@@ -820,7 +789,7 @@ def test_bounds_hold_for_right_implementations(name: str, record_property: Calla
         inputs, directions = drawn(name, seed, DTYPES[dtype])
         limits = bounds(OPERATIONS[name], inputs, directions, "pointwise")
         for right, implementation in RIGHT[name].items():
-            ratio, where = worst(OPERATIONS[name], limits, evaluate(implementation, OPERATIONS[name], inputs, directions))
+            ratio, where = worst(OPERATIONS[name], limits, evaluate(OPERATIONS[name], implementation, inputs, directions))
             found[f"{right} {dtype}"] = max(found.get(f"{right} {dtype}", (0.0, "", 0)), (ratio, where, seed))
     line = "; ".join(f"{each} {ratio:.2f} ({where}, {seed})" for each, (ratio, where, seed) in found.items())
     record_property(f"error / allowed, {name}", line)
@@ -840,8 +809,8 @@ def test_bound_rejects_a_wrong_implementation(
     operation = OPERATIONS[name]
     inputs, directions = telling(name, DTYPES[dtype])
     limits = bounds(operation, inputs, directions, "pointwise")
-    assert worst(operation, limits, evaluate(implementation, operation, inputs, directions))[0] <= 1.0
-    ratio, _ = worst(operation, limits, evaluate(functools.partial(implementation, **reading), operation, inputs, directions))
+    assert worst(operation, limits, evaluate(operation, implementation, inputs, directions))[0] <= 1.0
+    ratio, _ = worst(operation, limits, evaluate(operation, functools.partial(implementation, **reading), inputs, directions))
     assert ratio > 5.0, f"{wrong}: {ratio}"
 
 
@@ -852,7 +821,7 @@ def test_bound_rejects_what_was_stored_in_bfloat16_on_the_way_of_a_float32_call(
     operation = OPERATIONS[name]
     inputs, directions = telling(name, torch.float32)
     limits = bounds(operation, inputs, directions, "pointwise")
-    got = evaluate(functools.partial(implementation, **reading), operation, inputs, directions)
+    got = evaluate(operation, functools.partial(implementation, **reading), inputs, directions)
     assert worst(operation, limits, got)[0] > 100
 
 

@@ -90,8 +90,8 @@ class AdapterBench:
         return results
 
     def call_implementation(self, adapter: Adapter, inputs: Inputs, cotangents: Cotangents) -> Results:
-        names = [port.name for port in self.case.spec.inputs if inputs[port.name] is not None]
         """Outputs and gradients. A worker that hangs is blamed on the implementation if this frame is on its stack."""
+        names = [port.name for port in self.case.spec.inputs if inputs[port.name] is not None]
         leaves = {name: inputs[name].detach().requires_grad_(cotangents is not None) for name in names}
         answer = adapter.run(inputs.replaced(**leaves))
         outputs = self._outputs(answer, inputs)
