@@ -1292,8 +1292,22 @@ def test_heads_that_do_not_divide_are_refused(heads: int, value_heads: int) -> N
 # Segments, chunks and boundaries
 
 
-def segments(lengths: Sequence[int], size: int, most: int) -> list[list[chunkwise._Segment]]:
-    return list(chunkwise._segments(tuple(lengths), size, most, torch.device("cpu")))
+def segments(lengths: Sequence[int], size: int, most: int) -> list[tuple[list[int], list[chunkwise._Segment]]]:
+    blocks = chunkwise._segments(tuple(lengths), size, most, torch.device("cpu"))
+    return [(members.tolist(), block) for members, block in blocks]
+
+
+def tagged(segment: chunkwise._Segment, size: int, padding: int) -> list[list[int]]:
+    """The tokens of each chunk's rows, as `take` places them."""
+    rows = torch.full((segment.chunks * size,), padding)
+    rows[slice(None) if segment.places is None else segment.places] = torch.tensor(list(segment.tokens))
+    return rows.view(-1, size).tolist()
+
+
+def held_before(segment: chunkwise._Segment, members: Sequence[int]) -> list[tuple[int, int]]:
+    """Chunk by chunk, its sequence and how many chunks of that sequence the segment has from it on."""
+    left = {row: sum(count > place for _, count in segment.steps) for place, row in enumerate(members)}
+    return [(row, left[row] - step) for step, (_, count) in enumerate(segment.steps) for row in members[:count]]
 
 
 @settings(max_examples=100)
@@ -1306,19 +1320,26 @@ def segments(lengths: Sequence[int], size: int, most: int) -> list[list[chunkwis
 @example(lengths=[40, 1, 1, 1, 1, 1, 1, 1, 1], size=4, most=3)
 def test_segments_hold_every_token_once_in_order(lengths: list[int], size: int, most: int) -> None:
     ends, seen = [0, *itertools.accumulate(lengths)], {row: [] for row, length in enumerate(lengths) if length}
-    for block in segments(lengths, size, most):
-        members = block[0].members.tolist()
+    for members, block in segments(lengths, size, most):
         assert len(members) <= most
         running = len(members)
         for segment in block:
-            assert segment.members.tolist() == members
-            assert len(segment.tokens) == sum(count for _, count in segment.steps) <= max(most, segment.steps[0][1])
+            assert segment.chunks == sum(count for _, count in segment.steps) <= max(most, segment.steps[0][1])
             assert [first for first, _ in segment.steps] == [0, *itertools.accumulate(count for _, count in segment.steps)][:-1]
-            for first, count in segment.steps:
-                assert count <= running, "those that still run are the first members"
-                running = count
-                for row, chunk in zip(members, segment.tokens[first : first + count].tolist(), strict=False):
+            rows = tagged(segment, size, ends[-1])
+            states = [(row, len(seen[row])) for row in members[: segment.steps[0][1]]] + [None] * segment.chunks
+            for chunks, before, after in segment.states():
+                assert chunks.stop - chunks.start <= running, "those that still run are the first members"
+                running = chunks.stop - chunks.start
+                for row, chunk, held in zip(members, rows[chunks], states[before], strict=False):
+                    assert held == (row, len(seen[row])), "the state before a chunk is that after the chunk before"
                     seen[row].append(chunk)
+                states[after] = [(row, len(seen[row])) for row in members[:running]]
+            at = torch.arange(len(states))
+            assert [states[row] for row in at[segment.before]] == [
+                (row, len(seen[row]) - left) for row, left in held_before(segment, members)
+            ]
+            assert [states[row] for row in at[segment.last]] == [(row, len(seen[row])) for row in members[: segment.steps[0][1]]]
     for row, chunks in seen.items():
         tokens = list(range(ends[row], ends[row + 1]))
         padding = [ends[-1]] * (-len(tokens) % size)
@@ -1350,7 +1371,7 @@ def test_segments_in_the_wrong_order_are_rejected(monkeypatch: pytest.MonkeyPatc
     whole, right = truth(case.spec, inputs, cotangents), chunkwise._segments
     monkeypatch.setattr(chunkwise, "_SEGMENT", SMALLEST)
     assert max(relative(truth(case.spec, inputs, cotangents), whole).values()) <= 1e-14
-    monkeypatch.setattr(chunkwise, "_segments", lambda *given: (block[::-1] for block in right(*given)))
+    monkeypatch.setattr(chunkwise, "_segments", lambda *given: ((members, block[::-1]) for members, block in right(*given)))
     assert min(relative(truth(case.spec, inputs, cotangents), whole).values()) > 1e-3
 
 
@@ -1394,12 +1415,15 @@ def test_a_chunk_that_is_no_number_of_tokens_is_refused(chunk: object) -> None:
         chunkwise.delta_rule(*packed(7, 1, 1), 0.7, [7], chunk)  # type: ignore[arg-type]
 
 
+IN_PLACE = {torch.ops.aten.baddbmm_: lambda state, a, b, *rest, **more: 2 * math.prod(a) * b[-1]}  # torch's counter leaves it out
+
+
 def flops(lengths: list[int], chunk: int, width: int, value_width: int) -> int:
     """The matrix products that torch counts for one head, forward and backward."""
     tokens, count = sum(lengths), len(lengths)
     shapes = [(tokens, 1, width)] * 2 + [(tokens, 1, value_width), (tokens, 1, 1), (tokens, 1), (count, 1, width, value_width)]
     x = small_tensors(shapes, 0)
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
         o, _ = chunkwise.delta_rule(*x, 1.0, lengths, chunk)
         o.sum().backward()
     return int(counter.get_total_flops())
