@@ -148,7 +148,7 @@ def packed(device: str, runs: int, rows: list[dict[str, object]]) -> None:
 
 def bound_cost(device: str, runs: int, rows: list[dict[str, object]]) -> None:
     """The bound beside the truth alone, on cases as they are drawn."""
-    print("cost of a bound (8 disturbed runs and the exact one) beside the truth alone")
+    print("cost of a bound (4 disturbed runs and the exact one) beside the truth alone")
     for line in (
         "lengths=130 heads=2 value_heads=4 key_dim=32 value_dim=32 dtype=bf16 gate=64",
         "lengths=512 heads=2 value_heads=4 key_dim=64 value_dim=64 dtype=bf16 gate=64",

@@ -1,11 +1,11 @@
 """The truth of a call in float64, and the error each row of it may have: the rounding model, run.
 
-Disturbed runs (oracles/rounding.py) surround the exact one: RUNS of them, or RUNS / 2 for each of CHUNKS where a chunkwise
+Disturbed runs (oracles/rounding.py) surround the truth: RUNS of them, or RUNS / 2 for each of CHUNKS where a chunkwise
 implementation does not say how long its chunks are, since where they begin decides where its state rounds and its cumulative gate
-restarts; the greatest of their spreads counts. A row is a token and head's vector, a row of a state, or one element of g's and
+restarts; the greatest of their bounds counts. A row is a token and head's vector, a row of a state, or one element of g's and
 beta's gradients. Its error scale is
 
-    sigma^2 = 1/2 own + 1/2 mean over the WINDOW rows around it,    own = mean over runs of |disturbed - exact|^2
+    sigma^2 = 1/2 own + 1/2 mean over the WINDOW rows around it,    own = mean over runs of |disturbed - truth|^2
 
 where the neighbours are those of the same sequence and head (for a state, of the same matrix): one row's own spread over RUNS
 runs is a poor estimate. A row is broken when its error exceeds
@@ -13,8 +13,8 @@ runs is a poor estimate. A row is broken when its error exceeds
     allowed = KAPPA sigma
 
 never less than FLOOR_ULP units in the last place of the row, nor than the subnormal step of what is stored on the way to it.
-Where equal values err alike, pooling rows does not help, so the judge asks for FINER times as many runs before it calls a row
-broken that is over by less than tenfold.
+So few runs, where equal values err alike and pooling rows does not help, may all happen to err little: the judge asks for FINER
+times as many before it calls a row broken that is over by less than thirtyfold.
 
 docs/MEASUREMENTS.md derives KAPPA and holds the distribution of error / allowed on right implementations.
 """
@@ -31,13 +31,14 @@ from torch import Tensor
 from oracles.operation import NAMES, Inputs, Operation, Port, gradient_name, sequences
 from oracles.rounding import BITS, Arithmetic
 
-RUNS = 8
-FINER = 8
+RUNS = 4
+FINER = 16
 CHUNKS = (64, 16, 32, 128, 48)  # 48, since the others all begin a chunk at every 128th token
 WINDOW = 9
 KAPPA = 12.0
 FLOOR_ULP = 2.0
 ORIGIN = f"{KAPPA:g} sigma of the disturbed runs"
+_AT_ONCE = 8  # runs evaluated together where there are many
 _BATCH = 2**25  # float64 numbers of all runs' inputs: what is evaluated at once
 _TINY = 2.0**-100  # products of what is flushed to zero below 2^-126 with anything up to 6e7, the norm's 1 / 1e-4 included
 
@@ -98,11 +99,12 @@ def bounds(
     if algorithm not in operation.classes:
         raise ValueError(f"algorithm must be one of {', '.join(operation.classes)} for {operation.name}, got {algorithm!r}")
     operation.check(inputs)
-    make = functools.partial(_bounds, operation, inputs, cotangents, algorithm, products, chunk)
-    finer = functools.cache(lambda: make(FINER))
+    exact = truth(operation, inputs, cotangents)
+    make = functools.partial(_bounds, operation, inputs, cotangents, exact, algorithm, products, chunk)
+    finer = functools.cache(lambda: make(FINER * RUNS))
     return {
         name: dataclasses.replace(bound, finer=functools.partial(lambda name: finer()[name], name))
-        for name, bound in make(1).items()
+        for name, bound in make(RUNS).items()
     }
 
 
@@ -110,27 +112,32 @@ def _bounds(
     operation: Operation,
     inputs: Inputs,
     cotangents: dict[str, Tensor] | None,
+    exact: dict[str, Tensor],
     algorithm: str,
     products: str,
     chunk: int | None,
-    batches: int,
+    runs: int,
 ) -> dict[str, Bound]:
     dtype = _dtype(operation, inputs)
     chunks = CHUNKS if algorithm == "chunkwise" and chunk is None else (chunk,)
-    plain = Arithmetic.of(algorithm, dtype, products, 1 + (RUNS if len(chunks) == 1 else RUNS // 2))
-    plain = dataclasses.replace(plain, gate=BITS[_dtype(operation, inputs, "gate")])
-    slices = []
-    for part in _slices(operation, inputs, cotangents, plain.runs):
-        arithmetics = [[dataclasses.replace(plain, chunk=each, batch=batch) for batch in range(batches)] for each in chunks]
-        slices.append(_spread(operation, *part, arithmetics))
-    result = {}
-    for name in slices[0]:
-        port = operation.port(name)
-        value, squares = (_joined(operation, port, [one[name][which] for one in slices]) for which in (0, 1))
-        step = plain.step if port.dtype == "input" or plain.stored == plain.output else 0.0
-        ulp = 2.0 ** (1 - BITS[dtype if port.dtype == "input" else "fp32"])
-        lengths = sequences(inputs, operation.inputs[0].name) if port.axes.startswith("B T") else []
-        result[name] = Bound(value, allowance(value, squares, port, lengths, ulp, step))
+    runs = runs if len(chunks) == 1 else runs // 2
+    plain = Arithmetic.of(algorithm, dtype, products, min(runs, _AT_ONCE))
+    plain = dataclasses.replace(plain, gate=BITS[_dtype(operation, inputs, "gate")], first=1)
+    pieces = _pieces(operation, inputs, plain.runs)
+    cut = functools.partial(_slices, operation, pieces=pieces)
+    given = list(zip(cut(inputs), cut(cotangents), cut(exact), strict=True))
+    result: dict[str, Bound] = {}
+    for size in chunks:
+        arithmetics = [dataclasses.replace(plain, chunk=size, batch=batch) for batch in range(runs // plain.runs)]
+        parts = [_spread(operation, *part, arithmetics) for part in given]
+        for name, value in exact.items():
+            port = operation.port(name)
+            squares = _joined(operation, port, [part[name] for part in parts])
+            step = plain.step if port.dtype == "input" or plain.stored == plain.output else 0.0
+            ulp = 2.0 ** (1 - BITS[dtype if port.dtype == "input" else "fp32"])
+            lengths = sequences(inputs, operation.inputs[0].name) if port.axes.startswith("B T") else []
+            allowed = allowance(value, squares, port, lengths, ulp, step)
+            result[name] = Bound(value, torch.maximum(allowed, result[name].allowed) if name in result else allowed)
     return result
 
 
@@ -141,47 +148,39 @@ def _dtype(operation: Operation, inputs: Inputs, kind: str = "input") -> str:
 
 
 def _spread(
-    operation: Operation, inputs: Inputs, cotangents: dict[str, Tensor] | None, arithmetics: list[list[Arithmetic]]
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """The truth of every tensor and the mean square by which runs differ from it: the greatest over groups of arithmetics."""
-    exact: dict[str, Tensor] = {}
-    squares: dict[str, Tensor] = {}
-    for group in arithmetics:
-        spreads: dict[str, list[Tensor]] = {}
-        for arithmetic in group:
-            for name, runs in _evaluate(operation, inputs, cotangents, arithmetic).items():
-                exact.setdefault(name, runs[0])
-                spreads.setdefault(name, []).append((runs[1:] - runs[:1]).square().mean(0))
-        for name, spread in spreads.items():
-            mean = torch.stack(spread).mean(0)
-            squares[name] = torch.maximum(squares[name], mean) if name in squares else mean
-    return {name: (exact[name], squares[name]) for name in exact}
+    operation: Operation,
+    inputs: Inputs,
+    cotangents: dict[str, Tensor] | None,
+    exact: dict[str, Tensor],
+    arithmetics: list[Arithmetic],
+) -> dict[str, Tensor]:
+    """The mean square by which the runs of some arithmetics differ from the truth."""
+    squares = {name: torch.zeros_like(value) for name, value in exact.items()}
+    for arithmetic in arithmetics:
+        for name, runs in _evaluate(operation, inputs, cotangents, arithmetic).items():
+            squares[name] += (runs - exact[name]).square_().mean(0) / len(arithmetics)
+    return squares
 
 
-def _slices(
-    operation: Operation, inputs: Inputs, cotangents: dict[str, Tensor] | None, runs: int
-) -> list[tuple[Inputs, dict[str, Tensor] | None]]:
-    """The call, cut along the operation's parallel axes into as few calls as keep the runs' inputs within _BATCH numbers each."""
+def _pieces(operation: Operation, inputs: Inputs, runs: int) -> int:
+    """Into how few calls a call is cut along the operation's parallel axes to keep the runs' inputs within _BATCH numbers each."""
     sizes = operation.sizes(inputs)
     most = math.gcd(*(sizes[axis] for axis in operation.parallel)) if operation.parallel else 1
     wanted = runs * sum(inputs[port.name].numel() for port in operation.inputs if inputs.get(port.name) is not None) / _BATCH
-    pieces = next(count for count in range(1, most + 1) if most % count == 0 and (count >= wanted or count == most))
-    if pieces == 1:
-        return [(inputs, cotangents)]
+    return next(count for count in range(1, most + 1) if most % count == 0 and (count >= wanted or count == most))
 
-    def cut(port: Port, x: Tensor) -> tuple[Tensor, ...]:
-        axis = _axis(operation, port)
-        return (x,) * pieces if axis is None else x.chunk(pieces, axis)
 
-    given = {port.name: cut(port, inputs[port.name]) for port in operation.inputs if inputs.get(port.name) is not None}
-    directions = {} if cotangents is None else {name: cut(operation.port(name), each) for name, each in cotangents.items()}
-    return [
-        (
-            inputs.replaced(**{name: parts[piece] for name, parts in given.items()}),
-            None if cotangents is None else {name: parts[piece] for name, parts in directions.items()},
-        )
-        for piece in range(pieces)
-    ]
+def _slices(operation: Operation, tensors: Any, pieces: int) -> list[Any]:
+    """Inputs, or tensors by name, cut into pieces along the operation's parallel axes; what has none of them is in each."""
+    if tensors is None or pieces == 1:
+        return [tensors] * pieces
+    ports = {port.name: port for port in (*operation.inputs, *operation.outputs, *operation.gradients())}
+    parts: list[dict[str, Any]] = [dict(tensors) for _ in range(pieces)]
+    for name, x in tensors.items():
+        if isinstance(x, Tensor) and name in ports and (axis := _axis(operation, ports[name])) is not None:
+            for part, piece in zip(parts, x.chunk(pieces, axis), strict=True):
+                part[name] = piece
+    return [Inputs(**part) if isinstance(tensors, Inputs) else part for part in parts]
 
 
 def _axis(operation: Operation, port: Port) -> int | None:

@@ -6,18 +6,16 @@ GPU, today and after an upgrade (tests/test_case.py holds known ones).
 """
 
 import dataclasses
-import difflib
 import itertools
 import math
-import types
-import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from oracles.counter import mix
+from oracles.line import Line, check_choices, text_of
 from oracles.operation import DTYPES, Inputs, Operation
 from oracles.operations import OPERATIONS, RULES
 from oracles.rounding import BITS
@@ -44,17 +42,18 @@ _CHOICES: dict[str, Sequence[str]] = {
     "offsets": ("int64", "int32"),
     "gate_dtype": ("fp32", "input"),
 }
-_LONG = {"operation": "op"}
-_SHORT = {short: long for long, short in _LONG.items()}
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(Line):
     """One mathematical example. Fields at their defaults, the simplest values, are left out of the line.
 
     `lengths` are tokens per sequence; packed (THD, `cu_seqlens`) or, when all are equal, a batch. `gate` is the memory in
     tokens, `beta` the strength of writing, `values` the regime of q, k, v, `qk_norm` whether the operation normalises q and k.
     """
+
+    LONG: ClassVar[dict[str, str]] = {"operation": "op"}
+    REGIMES: ClassVar[tuple[str, ...]] = ("dtype", "gate", "beta", "values", "state")
 
     lengths: tuple[int, ...]
     operation: str = "gated_delta_rule"
@@ -76,11 +75,9 @@ class Case:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {str(getattr(self, name))[:80]!r}")
+        check_choices(self, _CHOICES)
         if not self.lengths or min(self.lengths) < 0:
-            raise ValueError(f"lengths must name at least one sequence, none negative, got {_text(self.lengths)}")
+            raise ValueError(f"lengths must name at least one sequence, none negative, got {text_of(self.lengths)}")
         if len(self.lengths) > MAX_SEQUENCES:
             raise ValueError(f"lengths must name at most {MAX_SEQUENCES} sequences, got {len(self.lengths)}")
         if sum(self.lengths) > MAX_TOKENS:
@@ -96,31 +93,11 @@ class Case:
         if self.value_heads % self.heads:
             raise ValueError(f"value_heads must be a multiple of heads {self.heads}, got {self.value_heads}")
         if not self.packed and len(set(self.lengths)) > 1:
-            raise ValueError(f"lengths must all be equal unless packed=yes, got {_text(self.lengths)}")
+            raise ValueError(f"lengths must all be equal unless packed=yes, got {text_of(self.lengths)}")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be in 0..{2**32 - 1}, got {self.seed}")
         if self.values == "one_hot" and (self.gate, self.beta, self.qk_norm) != ("forever", "one", False):
             raise ValueError("values=one_hot needs gate=forever beta=one qk_norm=no: only then is the answer exact")
-
-    def __str__(self) -> str:
-        plain = {field.name: field.default for field in dataclasses.fields(self)}
-        return " ".join(
-            f"{word}={text}"
-            for word, text in self.words().items()
-            if getattr(self, _SHORT.get(word, word)) != plain[_SHORT.get(word, word)]
-        )
-
-    def words(self) -> dict[str, str]:
-        """Every word of the line with its value, defaults included."""
-        names = [field.name for field in dataclasses.fields(self)]
-        return {_LONG.get(name, name): _text(getattr(self, name)) for name in names}
-
-    @classmethod
-    def parse(cls, line: str) -> "Case":
-        """The case of a line of `name=value` words. ValueError names the word, the rule and the choices."""
-        words = split_line(line)
-        fields: dict[str, Any] = {name: _value(name, text) for name, text in fields_of(words).items()}
-        return cls(**fields)
 
     @property
     def spec(self) -> Operation:
@@ -284,63 +261,3 @@ class _Builder:
 
 
 SINGLE_BITS = BITS["fp32"]
-
-
-def split_line(line: str) -> dict[str, str]:
-    """The `name=value` words of a line. ValueError names a word that is none, or a name that comes twice."""
-    words: dict[str, str] = {}
-    for word in line.split():
-        name, equals, value = word.partition("=")
-        if not (name and equals and value):
-            raise ValueError(f"a case line is made of name=value words, got {word[:80]!r}")
-        if name in words:
-            raise ValueError(f"{name} must come once, got {name}={words[name]} and {word}")
-        words[name] = value
-    return words
-
-
-def fields_of(words: dict[str, str]) -> dict[str, str]:
-    """The words by field name. ValueError names an unknown word and the likely one."""
-    known = {field.name for field in dataclasses.fields(Case)}
-    fields = {}
-    for word, value in words.items():
-        name = _SHORT.get(word, word)
-        if name not in known:
-            names = sorted(_LONG.get(each, each) for each in known)
-            near = difflib.get_close_matches(word, names, 1)
-            raise ValueError(
-                f"unknown word {word[:80]!r} in the case line; "
-                + (f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}")
-            )
-        if name in fields:
-            raise ValueError(f"{_LONG.get(name, name)} must come once, got {word} too")
-        fields[name] = value
-    if "lengths" not in fields:
-        raise ValueError(f"a case line must say lengths, for example lengths=65 or lengths=0+65+130, got {words}")
-    return fields
-
-
-def _text(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-_TYPES = typing.get_type_hints(Case)
-
-
-def _value(name: str, text: str) -> object:
-    kind = _TYPES[name]
-    if kind is bool:
-        if text not in ("yes", "no"):
-            raise ValueError(f"{name} must be yes or no, got {text!r}")
-        return text == "yes"
-    if kind is str:
-        return text
-    several = isinstance(kind, types.GenericAlias)
-    parts = text.split("+") if several else [text]
-    if not all(part.isascii() and part.isdigit() and len(part) < 16 for part in parts):
-        rule = "whole numbers joined by +" if several else "a whole number"
-        raise ValueError(f"{name} must be {rule}, got {text[:80]!r}")
-    numbers = tuple(int(part) for part in parts)
-    return numbers if several else numbers[0]

@@ -332,17 +332,15 @@ class _Call:
         dv, dgrown_k = dstart.split((value_width, width), -1)
         both = torch.stack([x.beta * dcorrections, dscores])
         pair, products = torch.stack([x.k, x.q]), torch.stack([x.products, x.scores])
-        dpair, dy, dtotal = decayed_backward(both, pair, x.k, x.total, products, x.factor)
+        dpair, dy, dg = decayed_backward(both, pair, x.k, x.total, products, x.factor)
         dk = self.shared(dpair[0]) + self.shared(dy.sum(0)) + self.shared(dkeeps * x.left + dgrown_k * x.grown)
         dq = self.scale * (self.shared(dpair[1]) + self.shared(dreads * x.grown))
-        kept_terms = dkeeps * x.keeps
-        terms = dreads * x.reads + dgrown_k * x.grown * x.k - kept_terms
-        last = kept_terms.sum(-2, keepdim=True) + dwhole * x.whole.mT
+        later, earlier, every = dreads * x.reads + dgrown_k * x.grown * x.k, dkeeps * x.keeps, dwhole * x.whole.mT
         if x.whole.shape[-2] == 1:
-            terms, last = terms.sum(-1, keepdim=True), last.sum(-1, keepdim=True)
-        dtotal = dtotal.sum(0) + terms
-        dtotal[..., -1:, :] += last
-        dg = dtotal.flip(-2).cumsum(-2).flip(-2)
+            later, earlier, every = (each.sum(-1, keepdim=True) for each in (later, earlier, every))
+        # exp(G_i) has the gates up to i, exp(G_C - G_i) those after i, exp(G_C) all.
+        dg = dg.sum(0) + later.flip(-2).cumsum(-2).flip(-2) + every
+        dg[..., 1:, :] += earlier[..., :-1, :].cumsum(-2)
         return dq, dk, dv, dg, dbeta.unsqueeze(-1)
 
     def shared(self, x: Tensor) -> Tensor:

@@ -35,16 +35,20 @@ def decayed(x: Tensor, y: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]
 def decayed_backward(
     dp: Tensor, x: Tensor, y: Tensor, total: Tensor, product: Tensor, factor: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The cotangents of x, y and G, from those of P, at and below the diagonal; shapes as broadcast with G.
+    """The cotangents of x, y and g, where G = cumsum(g), from those of P, at and below the diagonal; shapes as broadcast with G.
 
-    With D the product of dP and P, channel by channel, dG_i = sum_j D_ij - sum_j D_ji, to which the diagonal adds nothing. Where
-    all channels share G, x and y may have one group of heads (axis -3) for several of G: they get the sum over the groups.
+    With D the product of dP and P, channel by channel, dG_i = sum_j D_ij - sum_j D_ji, to which the diagonal adds nothing, and
+
+        dg_t = sum_{i >= t} dG_i = sum_{i >= t > j} D_ij
+
+    where the second form leaves out what cancels in the first, and so loses nothing where g_t is strong and little passes it. It is
+    taken where all channels share G. There x and y may have one group of heads (axis -3) for several of G: they get the sum.
     """
     if factor is not None:
-        off = (dp * product).tril(-1)
+        passing = (dp * product).tril_(-1).cumsum(-1).tril_(-1).sum(-2)[..., :-1]
         ds = dp * factor
         ds = ds.sum(-3, keepdim=True) if x.shape[-3] == 1 else ds
-        return ds @ y, ds.mT @ x, (off.sum(-1) - off.sum(-2)).unsqueeze(-1)
+        return ds @ y, ds.mT @ x, torch.nn.functional.pad(passing, (1, 0)).unsqueeze(-1)
     shape = torch.broadcast_shapes(x.shape, y.shape, total.shape)
     x, y = x.expand(shape), y.expand(shape)
     diagonal = dp.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
@@ -58,7 +62,7 @@ def decayed_backward(
         halves(dy, size)[0].add_(of_low)
         dhigh.add_(high * of_high)
         dlow.sub_(low * of_low)
-    return dx, dy, dtotal
+    return dx, dy, dtotal.flip(-2).cumsum(-2).flip(-2)
 
 
 def lower(tokens: int, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
 """Where finite-precision algorithms round, and what a rounding there does: the disturbed arithmetic.
 
-An oracle calls the methods of :class:`Arithmetic` at each place where an algorithm of the adapter's class rounds. Run 0 of
-a batch is exact: every method returns its argument. In the other runs the value (and on the way back its cotangent) is
+An oracle calls the methods of :class:`Arithmetic` at each place where an algorithm of the adapter's class rounds. Runs are
+numbered; run 0 is exact: every method returns its argument. In the others the value (and on the way back its cotangent) is
 rounded to the precision held there, on a grid that is shifted for each run and place:
 
     round_s(x) = fl_p(s x) / s,    s in [1, 2) fixed by (run, place),    fl_p = round to nearest with p bits
@@ -14,7 +14,8 @@ own s: errors of sums depend on all their terms, so equal results need not have 
 not. Monte Carlo arithmetic (Parker 1997; Verificarlo, CADNA) is the same idea with random errors.
 
 fl_p(x) = t - (t - x) with t = (2^(53-p) + 1) x is Veltkamp's splitting (Dekker 1971); it is exact round-to-nearest in
-float64, and p = 53, that is t = 2 x, returns x itself, which is how run 0 stays exact without a branch.
+float64, and p = 53, that is t = 2 x, returns x itself, which is how run 0 stays exact without a branch. In float32, with 24 for 53,
+it is so too; what has 24 bits there needs no rounding, since float32 does it.
 """
 
 import dataclasses
@@ -40,6 +41,8 @@ PRODUCTS = ("ieee", "tf32")
 class Arithmetic:
     """The precisions an algorithm of one class works in; tensors given to its methods have the runs on axis 0.
 
+    Axis 0 has the runs from `first` on: run 0, which is exact, and others, or only runs that round.
+
     In significand bits: `stored` for intermediates that are stored and operands that are computed, `product` for what float32
     products and sums of them keep (53: operands are coarser, so that the sums' own errors drown), `output` for the inputs' dtype.
     `step` is the subnormal step of that dtype where it matters; runs of another `batch` take other grids. `gate` are the bits of
@@ -55,6 +58,7 @@ class Arithmetic:
     gate: int = EXACT
     algorithm: str = "exact"
     chunk: int | None = None
+    first: int = 0
 
     @classmethod
     def of(cls, algorithm: str, dtype: str, products: str = "ieee", runs: int = 9) -> "Arithmetic":
@@ -77,6 +81,11 @@ class Arithmetic:
         """No rounding anywhere, one run."""
         return cls(1, EXACT, EXACT, EXACT)
 
+    @property
+    def rounds(self) -> bool:
+        """Whether any run rounds."""
+        return self.runs > 1 or self.first > 0
+
     def operand(self, x: Tensor, place: str) -> Tensor:
         """x as stored, or as computed operand of a product; its cotangent is stored alike."""
         return self._round(x, place, self.stored, self.stored, self.step if self.stored == self.output else 0.0)
@@ -87,9 +96,13 @@ class Arithmetic:
 
     def multiply(self, a: Tensor, b: Tensor, place: str) -> Tensor:
         """a @ b, summed in float32 or of TF32 operands; so are the two products of its backward, each with its own errors."""
-        if self.runs == 1 or self.product == EXACT:
+        if not self.rounds or self.product == EXACT:
             return a @ b
         return _Product.apply(a, b, self, place)  # type: ignore[no-any-return]
+
+    def terms(self, x: Tensor, place: str, depth: int) -> Tensor:
+        """x as an operand that gives a product, a sum of `depth` terms, its errors; outside automatic differentiation."""
+        return x if self.product == EXACT else self._dither(x, place, min(self.product, summed(depth)), 0.0)
 
     def input(self, x: Tensor, place: str) -> Tensor:
         """x, an input; its gradient is an output in the inputs' precision."""
@@ -100,15 +113,14 @@ class Arithmetic:
         bits = summed(depth)
         return self._round(x, place, bits, bits, 0.0)
 
-    def carried(self, x: Tensor, place: str) -> Tensor:
-        """x, carried from token to token in float32; its cotangent likewise.
+    def drift(self, x: Tensor, place: str) -> Tensor:
+        """Errors of float32 numbers carried through T steps, fractions of them: [runs, 1, ..., T, K] for x [runs, ..., T, K].
 
         Rounded again and again on one grid, a state soon stays where it is, while a kernel's may drift: with repeated tokens each
-        step can err the same way. So in the odd runs the error of an element is the same fraction of it every time.
+        step can err the same way. So in the odd runs a channel errs by the same fraction of itself at every step.
         """
-        if self.runs == 1:
-            return x
-        return _Carried.apply(x, self, place)  # type: ignore[no-any-return]
+        fraction = _fractions(f"{place}#{self.batch}", self.runs, self.first, (x.shape[-2], x.shape[-1]), x.device)
+        return fraction.reshape(self.runs, *[1] * (x.ndim - 3), *fraction.shape[1:])
 
     def sums(self, x: Tensor, place: str, depth: int) -> Tensor:
         """x unchanged; its cotangent is a float32 sum of `depth` terms."""
@@ -123,22 +135,42 @@ class Arithmetic:
         return self._round(x, place, EXACT, bits, self.step if bits == BITS["fp16"] else 0.0)
 
     def _round(self, x: Tensor, place: str, forward: int, backward: int, step: float) -> Tensor:
-        if self.runs == 1:
+        if not self.rounds:
             return x
-        ahead = _dither(self, x, place, forward, step)
+        ahead = self._dither(x, place, forward, step)
         return _Round.apply(x, ahead, self, place + "'", backward, step)  # type: ignore[no-any-return]
 
     def choice(self, x: Tensor) -> Tensor:
-        """0 or 1 a run, to multiply x: which of two ways to compute the same a run takes; odd and even runs do both."""
-        run = torch.arange(self.runs, device=x.device)
-        return (((run + 1) // 2) % 2).to(x.dtype).reshape(-1, *[1] * (x.ndim - 1))
+        """0 or 1 a run, to multiply x: which of two ways to compute the same a run takes; odd and even runs do both.
+
+        Where there are two runs only, batches and chunk sizes take turns.
+        """
+        run = torch.arange(self.first, self.first + self.runs, device=x.device)
+        turn = self.batch + (self.chunk or 0) // 16 if self.runs == 2 else 0
+        return (((run + 1) // 2 + turn) % 2).to(x.dtype).reshape(-1, *[1] * (x.ndim - 1))
 
     def dither(self, x: Tensor, place: str, bits: int | None = None) -> Tensor:
         """x rounded to `bits` (default: as stored) on each run's own grid, outside automatic differentiation."""
-        if self.runs == 1:
+        if not self.rounds:
             return x
         bits = self.stored if bits is None else bits
-        return _dither(self, x, place, bits, self.step if bits == self.output else 0.0)
+        return self._dither(x, place, bits, self.step if bits == self.output else 0.0)
+
+    def _dither(self, x: Tensor, place: str, bits: int, step: float) -> Tensor:
+        if bits >= _MANTISSA[x.dtype] or not self.rounds:
+            return x.detach()
+        with torch.no_grad():
+            place = f"{place}#{self.batch}"
+            grid, split, back = _factors(place, self.runs, self.first, bits, x.shape, x.device, x.dtype)
+            if bits == BITS["bf16"] and x.dtype == torch.float32 and self.first:
+                stored = torch.empty_like(x, dtype=torch.bfloat16)
+                return torch.mul(x, grid, out=stored) * back  # the cast rounds
+            high = x * split
+            rounded = high.sub_(torch.addcmul(high, x, grid, value=-1.0))
+            if step:
+                snap = 1.5 * 2.0 ** (_MANTISSA[x.dtype] - 1) * step  # adding that rounds to a multiple of the step
+                rounded[0 if self.first else 1 :].add_(snap).sub_(snap)
+            return rounded.mul_(back)
 
 
 def summed(depth: int) -> int:
@@ -158,47 +190,54 @@ def _table(device: torch.device) -> Tensor:
 
 
 _TABLE = 2**20
+_MANTISSA = {torch.float64: 53, torch.float32: 24}
 
 
-@functools.lru_cache(128)
+@functools.lru_cache(512)
 def _factors(
-    place: str, runs: int, bits: int, step: float, shape: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The grids s of a place, s (2^(53-p) + 1), the constant that rounds to the subnormal step, and 1 / s; run 0's do nothing."""
+    place: str,
+    runs: int,
+    first: int,
+    bits: int,
+    shape: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The grids s of a place, s (2^(53-p) + 1) and 1 / s; run 0's do nothing."""
     last = shape[-2:] if len(shape) > 2 else shape[1:]
-    size, table = math.prod(last), _table(device)
+    size, table, known = math.prod(last), _table(device), _table(torch.device("cpu"))
     word = zlib.crc32(place.encode())
-    rows = [table.new_ones(size)]
-    coherent = range(1, runs, 2)
-    strata = table[(word + 104729 * torch.arange(len(coherent), device=device)) % _TABLE].argsort().tolist()
-    for run in range(1, runs):
+    count = (first + runs) // 2  # odd runs
+    keys = known[(word + 104729 * torch.arange(count)) % _TABLE].tolist()
+    strata = sorted(range(count), key=keys.__getitem__)
+    grid = torch.empty(runs, size, dtype=dtype, device=device)
+    for row, run in zip(grid, range(first, first + runs), strict=True):
         start = (word + 7919 * run * (run + 12)) % _TABLE
-        if run % 2:
-            phase = (strata[run // 2] + table[start] - 1.0) / len(coherent)
-            rows.append((table[word % _TABLE] * (1.0 + phase * 2.0 ** (1 - bits))).expand(size))
+        if run == 0:
+            row.fill_(1.0)
+        elif run % 2:
+            phase = (strata[run // 2] + float(known[start]) - 1.0) / count
+            row.fill_(float(known[word % _TABLE]) * (1.0 + phase * 2.0 ** (1 - bits)))
         elif start + size <= _TABLE:
-            rows.append(table[start : start + size])
+            row.copy_(table[start : start + size])
         else:
-            rows.append(table[torch.arange(start, start + size, device=device) % _TABLE])
-    grid = torch.stack(rows)
-    split = torch.full((runs, 1), 2.0 ** (53 - bits) + 1.0, dtype=torch.float64, device=device)
-    snap = torch.full((runs, 1), 1.5 * 2.0**52 * step, dtype=torch.float64, device=device)
-    split[0], snap[0] = 2.0, 0.0
+            row.copy_(table[torch.arange(start, start + size, device=device) % _TABLE])
+    split = grid * (2.0 ** (_MANTISSA[dtype] - bits) + 1.0)
+    if not first:
+        split[0] = 2.0
     full = (runs, *(1,) * (len(shape) - 1 - len(last)), *last)
-    steps = snap.reshape((runs,) + (1,) * (len(shape) - 1))
-    return grid.reshape(full), (grid * split).reshape(full), steps, grid.reciprocal().reshape(full)
+    return grid.reshape(full), split.reshape(full), grid.reciprocal().reshape(full)
 
 
-def _dither(arithmetic: Arithmetic, x: Tensor, place: str, bits: int, step: float) -> Tensor:
-    if bits >= EXACT:
-        return x.detach()
-    with torch.no_grad():
-        grid, split, snap, back = _factors(f"{place}#{arithmetic.batch}", arithmetic.runs, bits, step, tuple(x.shape), x.device)
-        high = x * split
-        rounded = high.sub_(torch.addcmul(high, x, grid, value=-1.0))
-        if step:
-            rounded = rounded.add_(snap).sub_(snap)  # adding 1.5 * 2^52 steps rounds to a multiple of the step
-        return rounded.mul_(back)
+@functools.lru_cache(64)
+def _fractions(place: str, runs: int, first: int, shape: tuple[int, int], device: torch.device) -> Tensor:
+    """Numbers in (-u, u), [runs, *shape], u = 2^-24; in the odd runs all rows are the same, and run 0's are 0."""
+    table, (rows, size) = _table(device), shape
+    number = torch.arange(first, first + runs, device=device).reshape(-1, 1, 1)
+    row = torch.arange(rows, device=device).unsqueeze(-1) * (number % 2 == 0)
+    start = zlib.crc32(place.encode()) + 7919 * number * (number + 12)
+    fraction = (2.0 * table[(start + row * size + torch.arange(size, device=device)) % _TABLE] - 3.0) * 2.0**-SINGLE
+    return fraction * (number > 0)
 
 
 class _Round(torch.autograd.Function):
@@ -218,7 +257,7 @@ class _Round(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         arithmetic, place, bits, step = ctx.back  # type: ignore[attr-defined]
-        return _dither(arithmetic, cotangents[0], place, bits, step), None, None, None, None, None
+        return arithmetic._dither(cotangents[0], place, bits, step), None, None, None, None, None
 
 
 class _Product(torch.autograd.Function):
@@ -228,37 +267,13 @@ class _Product(torch.autograd.Function):
     def forward(ctx: torch.autograd.function.FunctionCtx, a: Tensor, b: Tensor, arithmetic: Arithmetic, place: str) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.back = arithmetic, place  # type: ignore[attr-defined]
-        return _dither(arithmetic, a, place, min(arithmetic.product, summed(a.shape[-1])), 0.0) @ b
+        return arithmetic.terms(a, place, a.shape[-1]) @ b
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor, Tensor, None, None]:
         a, b = ctx.saved_tensors  # type: ignore[attr-defined]
         arithmetic, place = ctx.back  # type: ignore[attr-defined]
         (g,) = cotangents
-        left = _dither(arithmetic, g, f"{place} da", min(arithmetic.product, summed(g.shape[-1])), 0.0) @ b.mT
-        right = a.mT @ _dither(arithmetic, g, f"{place} db", min(arithmetic.product, summed(g.shape[-2])), 0.0)
+        left = arithmetic.terms(g, f"{place} da", g.shape[-1]) @ b.mT
+        right = a.mT @ arithmetic.terms(g, f"{place} db", g.shape[-2])
         return left, right, None, None
-
-
-class _Carried(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, arithmetic: Arithmetic, place: str) -> Tensor:
-        ctx.back = arithmetic, place  # type: ignore[attr-defined]
-        return _drift(arithmetic, x, place)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor, None, None]:
-        arithmetic, place = ctx.back  # type: ignore[attr-defined]
-        return _drift(arithmetic, cotangents[0], place + "'"), None, None
-
-
-def _drift(arithmetic: Arithmetic, x: Tensor, place: str) -> Tensor:
-    rounded = _dither(arithmetic, x, place, SINGLE, 0.0)
-    # Twice as many runs have numbers of their own for each position in the even ones, which serve the odd ones here.
-    grid = _factors(f"{place}#{arithmetic.batch}", 2 * arithmetic.runs, SINGLE, 0.0, (2 * arithmetic.runs, *x.shape[1:]), x.device)[
-        0
-    ]
-    fraction = (2.0 * grid[2 : 2 * arithmetic.runs : 4] - 3.0) * 2.0**-SINGLE  # uniform in (-u, u)
-    odd = x[1::2]
-    rounded[1::2] = odd + odd * fraction[: len(odd)]
-    return rounded

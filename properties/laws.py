@@ -29,6 +29,10 @@ class Blind(Exception):
     """The case could not have seen what the law is about; the message says why."""
 
 
+class Breach(Exception):
+    """The law is broken in a way that no comparison of tensors shows; the message says how."""
+
+
 class Bench(Protocol):
     """Runs one implementation, and knows its domain, the truth, and the bounds of its class."""
 
@@ -49,18 +53,19 @@ class Bench(Protocol):
 class Law:
     """`says` is the law in words, `draw` its examples, `check` its comparisons.
 
+    Laws of kernels are given a Domain, a Bench and Cases, those of parallel paths what properties/paths.py has in their place.
     `needs` says why a domain cannot be asked, `lacks` what words a case lacks for the law to be true of it, or None.
     """
 
     name: str
     kind: str
     says: str
-    draw: Callable[[Domain], st.SearchStrategy[Example]]
-    check: Callable[[Bench, Example], Iterator[Pair]]
-    needs: Callable[[Domain], str | None] = lambda domain: None
+    draw: Callable[[Any], st.SearchStrategy[Example]]
+    check: Callable[[Any, Example], Iterator[Pair]]
+    needs: Callable[[Any], str | None] = lambda domain: None
     variants: tuple[str, ...] = ()
-    place: Callable[[Case], range] | None = None
-    lacks: Callable[[Case, str | None], str | None] = lambda case, variant: None
+    place: Callable[[Any], range] | None = None
+    lacks: Callable[[Any, str | None], str | None] = lambda case, variant: None
 
     def accept(self, example: Example) -> None:
         """Refuse an example that the law cannot be asked about: ValueError names the word, its value and the rule."""

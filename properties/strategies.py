@@ -26,9 +26,9 @@ REMEMBERING = ("forever", "1000", "64", "10")
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A case, and what a law does with it: a place (`at`) or one of the law's variants, where the law has them."""
+    """A Case or ParallelCase, and what a law does with it: a place (`at`) or one of its variants, where the law has them."""
 
-    case: Case
+    case: Any
     at: int | None = None
     variant: str | None = None
 

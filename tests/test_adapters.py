@@ -2,10 +2,10 @@
 
 import pytest
 
-from verify.adapter import BUILT_IN
+from verify.adapter import KERNELS
 from verify.pytest_plugin import LawItem
 
 
-@pytest.mark.gdn_adapter(*BUILT_IN)
+@pytest.mark.gdn_adapter(*KERNELS, "gdn/layer")
 def test_law_holds(gdn_law: LawItem) -> None:
     gdn_law.assert_holds()

@@ -363,7 +363,7 @@ def test_adapter_that_cannot_be_loaded_again_is_unknown(store: Store, tmp_path: 
     with Worker() as worker:
         assert ask(run, worker, store).verdict is Verdict.HOLDS
         file.write_text("import nothing_there\n")
-        worker._end()
+        worker.end()
         assert ask(run, worker, store).verdict is Verdict.UNKNOWN
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from properties.laws import LAWS
+from properties.paths import PATH_LAWS
 from verify import adapter, cli, worker
 from verify.check import PROFILES, LawReport, Profile
 from verify.cli import exit_code, main
@@ -38,7 +39,7 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: worker.Worker) -> None:
         raise AssertionError("a worker was started")
 
-    monkeypatch.setattr(worker.Worker, "_start", refuse)
+    monkeypatch.setattr(worker.Worker, "launch", refuse)
 
 
 class Said:
@@ -179,7 +180,7 @@ def test_list_names_laws_and_adapters_and_its_json_is_one_line(capfd: pytest.Cap
     said = run(capfd, "list", "--json")
     data = strict(said.out)
     assert said.code == cli.HOLDS
-    assert set(data["laws"]) == set(LAWS)
+    assert set(data["laws"]) == {*LAWS, *PATH_LAWS}
     assert set(data["adapters"]) == set(adapter.BUILT_IN)
     assert said.err == ""
 

@@ -1,7 +1,10 @@
 """The judge sees every row and every bit, and says in words where two tensors part."""
 
+import functools
 import json
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +13,20 @@ from hypothesis import strategies as st
 
 from oracles.bound import Bound
 from oracles.case import Case
-from verify.judge import Finding, Judgement, judge, where
+from verify.judge import Finding, Judgement
+from verify.judge import judge as judge_where
+from verify.judge import where as where_of
 
 PACKED = Case((0, 3, 0, 2, 0), packed=True, heads=1, value_heads=2)
 BATCH = Case((4, 4), heads=2, value_heads=2)
+
+
+def where(name: str, flat: int, shape: torch.Size, case: Case) -> str:
+    return where_of(case, name, flat, shape)
+
+
+def judge(pairs: Iterable[Any], case: Case) -> Judgement:
+    return judge_where(pairs, functools.partial(where_of, case))
 
 
 def bound(value: torch.Tensor, allowed: float = 0.5, *, scalar: bool = False) -> Bound:

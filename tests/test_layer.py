@@ -25,6 +25,7 @@ from oracles.operation import Inputs, gradient_name, sequences
 from oracles.rounding import Arithmetic
 from tests import judging, right
 from tests.judging import Implementation, Results, relative
+from verify.judge import CLEAR
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 evaluate, worst = (functools.partial(each, GDN_LAYER) for each in (judging.evaluate, judging.worst))
@@ -603,9 +604,9 @@ def drawn(seed: int) -> tuple[str, Call]:
 
 
 def judged(limits: dict[str, Bound], got: Results) -> tuple[float, str]:
-    """`worst`, but of the finer bounds where it is over by less than tenfold, as a judge does."""
+    """`worst`, but of the finer bounds where it is over by less than CLEAR, as a judge does."""
     ratio, name = worst(limits, got)
-    if not 1.0 < ratio < 10.0:
+    if not 1.0 < ratio < CLEAR:
         return ratio, name
     finer = {each: limit.finer() for each, limit in limits.items() if limit.finer is not None}
     assert finer.keys() == limits.keys()

@@ -1012,10 +1012,11 @@ def worst_product(tokens: int, channels: int, seed: int, strongest: float) -> fl
     want = products(x, y, total)
     got, factor = decay.decayed(x.detach(), y.detach(), total.detach())
     dp = torch.rand(want.shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64).tril()
-    gradients = torch.autograd.grad(want, (x, y, total), dp)
+    dx, dy, dtotal = torch.autograd.grad(want, (x, y, total), dp)
+    gradients = dx, dy, dtotal.flip(-2).cumsum(-2).flip(-2)  # of g, of which G is the sum
     given = decay.decayed_backward(dp, x.detach(), y.detach(), total.detach(), got, factor)
-    parts = {"P": got, **{name: one.sum_to_size(each.shape) for name, one, each in zip("xyG", given, gradients, strict=True)}}
-    return max(relative(parts, {"P": want.detach(), **dict(zip("xyG", gradients, strict=True))}).values())
+    parts = {"P": got, **{name: one.sum_to_size(each.shape) for name, one, each in zip("xyg", given, gradients, strict=True)}}
+    return max(relative(parts, {"P": want.detach(), **dict(zip("xyg", gradients, strict=True))}).values())
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -1461,15 +1462,15 @@ def test_bounds_do_not_depend_on_what_is_computed_at_once(operation: str, algori
         patch.setattr(bound, "_evaluate", lambda *given: evaluated.append(given[1].v.shape[2]) or evaluate(*given))
         heads = make()
     assert len(kept) == 2, "the two sequences over a chunk are of one group"
-    assert evaluated == [2, 2], "two slices of the heads"
+    assert evaluated == [4, 2, 2], "the truth at once, the runs in two slices of the heads"
     for name, limit in whole.items():
         for other in (stretches[name], heads[name]):
             torch.testing.assert_close(other.value, limit.value, rtol=1e-11, atol=1e-13)
             ratio = other.allowed / limit.allowed  # other grids in the even runs
             assert 0.8 < ratio.median() < 1.25
             assert 1 / 6 < ratio.min() <= ratio.max() < 6
-        if algorithm == "chunkwise":  # stretches are whole chunks, on the same grids
-            torch.testing.assert_close(stretches[name].allowed, limit.allowed, rtol=1e-9, atol=0)
+        if algorithm == "chunkwise":  # stretches are whole chunks, on the same grids, but float32 sums of another order
+            torch.testing.assert_close(stretches[name].allowed, limit.allowed, rtol=1e-3, atol=0)
 
 
 def test_boundaries_are_where_cu_seqlens_says() -> None:

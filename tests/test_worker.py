@@ -9,12 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from verify.run import Outcome
-from verify.worker import Worker, WorkerLost
+from verify.worker import Frame, Worker, WorkerLost, frames, innermost
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOKENS_OVER_20 = "gate=forever beta=one values=one_hot scale=one backward=no lengths=25"
@@ -56,6 +56,12 @@ class Floods(Base):
     def go_wrong(self):
         for _ in range(200):
             os.write(1, b"x" * 100_000)
+
+class FloodsForLong(Base):
+    def go_wrong(self):
+        for _ in range(40):
+            os.write(1, b"x" * 1_000_000)
+            time.sleep(0.05)
 
 class ClosesEverything(Base):
     def go_wrong(self):
@@ -220,6 +226,71 @@ def test_flood_of_noise_is_answered_and_forgotten_at_the_next_question(worker: W
     assert os.fstat(worker._errors.fileno()).st_size < 10_000
 
 
+def test_flood_that_lasts_is_cut_off_meanwhile(worker: Worker, kernels: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verify.worker.NOISE_BYTES", 4_000_000)
+    assert worker.ask(question(f"{kernels}:FloodsForLong"))["verdict"] == "holds"
+    assert os.fstat(worker._errors.fileno()).st_size < 25_000_000
+
+
+def test_stack_is_found_under_what_a_kernel_prints_after_it(worker: Worker) -> None:
+    assert holds(worker)
+    worker.interrogate()
+    assert _eventually(lambda: bool(frames(worker.words())))
+    assert worker._process is not None
+    os.write(worker._errors.fileno(), b"x" * 1_000_000)
+    assert "in serve\n" in worker.words()
+    assert innermost(worker.words()) == str(frames(worker.words())[0])
+    assert holds(worker)
+    assert not frames(worker.words())
+
+
+def _eventually(true: Callable[[], bool], within_s: float = 10.0) -> bool:
+    end = time.monotonic() + within_s
+    while not true() and time.monotonic() < end:
+        time.sleep(0.02)
+    return true()
+
+
+@pytest.mark.parametrize(
+    "wrote",
+    [
+        "",
+        "Current thread 0x01 (most recent call first):\n",
+        "Current thread 0x01 (most recent call first):\n  <no Python frame>\n",
+        "Thread 0x01 (most recent call first):\n  File ???, line ??? in f\n",
+        'Current thread 0x01 (most recent call first):\n  File "a.py", line ??? in f\n',
+    ],
+)
+def test_stack_that_says_nothing_has_no_frames(wrote: str) -> None:
+    assert frames(wrote) == []
+    assert innermost(wrote) == ""
+
+
+def test_frames_are_those_of_the_current_thread_or_of_the_last_one() -> None:
+    main = '  File "/a/kernel.py", line 7 in run\n  File "/a/run.py", line 9 in <module>\n'
+    other = '  File "/a/reader.py", line 1 in read\n'
+    ran = [Frame("/a/kernel.py", 7, "run"), Frame("/a/run.py", 9, "<module>")]
+    assert (
+        frames(f"noise\nCurrent thread 0x1 (most recent call first):\n{main}\nThread 0x2 [pt] (most recent call first):\n{other}")
+        == ran
+    )
+    assert frames(f"Thread 0x2 (most recent call first):\n{other}\nThread 0x1 (most recent call first):\n{main}noise") == ran
+
+
+def test_worker_serves_what_it_is_told_in_the_environment_it_is_told(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "served.py").write_text(
+        "import os\ndef say(question):\n    return {name: os.environ.get(name) for name in question['names']}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    names = {"names": ["COLOUR", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"]}
+    with Worker(environment={"COLOUR": "red", "CUDA_VISIBLE_DEVICES": "9"}, serves="served:say") as told:
+        assert told.ask(names) == {"COLOUR": "red", "CUDA_VISIBLE_DEVICES": "9", "OMP_NUM_THREADS": "1"}
+    with Worker(serves="served:say") as plain:
+        assert plain.ask(names) == {"COLOUR": None, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
 def test_bytes_that_are_no_text_do_not_hide_the_last_words(worker: Worker, kernels: pathlib.Path) -> None:
     lost = lose(worker, f"{kernels}:Shouts")
     assert lost.detail == "exited with code 3"
@@ -238,6 +309,7 @@ def test_kernel_that_writes_on_every_descriptor_is_a_crash_and_no_answer(worker:
 
 
 def test_death_is_seen_at_once_though_a_child_keeps_the_pipe_open(worker: Worker, kernels: pathlib.Path) -> None:
+    assert holds(worker)
     start = time.monotonic()
     lost = lose(worker, f"{kernels}:DiesWithChild", 60.0)
     assert lost.detail == "exited with code 9"

@@ -6,36 +6,57 @@ import importlib.metadata
 import importlib.util
 import pathlib
 import sys
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from oracles.layer import Layer
 from oracles.operation import Inputs
+from oracles.sharding import Rank, Shard
 from properties.domain import Domain as Domain
+from properties.paths import PathDomain as PathDomain
+from verify.comm import Place
 
-ASKED = ("gated_delta_rule",)  # the operations that laws ask about; the others have an oracle only
+ASKED = ("gated_delta_rule",)  # the operations that laws of kernels ask about; the others have an oracle only
+SHARED = ("gdn_layer", "gated_delta_rule", "kda", "causal_conv1d")  # those that laws of parallel paths ask about
 CLASSES = ("chunkwise", "recurrent")
-BUILT_IN = {
+KERNELS = {
     "fla/chunk": "verify.adapters.fla:Chunk",
     "fla/fused_recurrent": "verify.adapters.fla:FusedRecurrent",
 }
+PATHS = {
+    "gdn/layer": "verify.adapters.gdn:GdnLayer",
+    "fla/chunk_cp": "verify.adapters.fla_parallel:ChunkCP",
+    "fla/kda_cp": "verify.adapters.fla_parallel:KdaCP",
+    "fla/conv_cp": "verify.adapters.fla_parallel:ConvCP",
+    "megatron/layer": "verify.adapters.megatron:MegatronLayer",
+    "megatron/deterministic": "verify.adapters.megatron:MegatronDeterministic",
+    "megatron/exchange": "verify.adapters.megatron:MegatronExchange",
+}
+BUILT_IN = KERNELS | PATHS
 
 
-class Adapter(abc.ABC):
-    """One implementation: signature and layout, no arithmetic, no tolerance.
+class Implementation(abc.ABC):
+    """What every adapter declares. `requires` are the distributions it needs, with the least version of each."""
+
+    operation: str
+    algorithm: str = "chunkwise"
+    requires: ClassVar[dict[str, str]] = {}
+
+
+class Adapter(Implementation):
+    """One implementation of a kernel: signature and layout, no arithmetic, no tolerance.
 
     `algorithm` names the class whose rounding it may show: "chunkwise" (matrix products of operands in the inputs' dtype) or
     "recurrent" (float32 throughout); `chunk` is the tokens in its chunks, where they are always as many. `domain` is what it
-    promises. `counterpart` is the adapter of its one-token form. `requires` are the distributions it needs, with the least
-    version of each.
+    promises. `counterpart` is the adapter of its one-token form.
     """
 
     operation: str = "gated_delta_rule"
-    algorithm: str = "chunkwise"
     chunk: int | None = None
     domain: Domain = Domain()
     counterpart: str | None = None
-    requires: ClassVar[dict[str, str]] = {}
 
     @abc.abstractmethod
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -46,11 +67,49 @@ class Adapter(abc.ABC):
         """
 
 
+class PathAdapter(Implementation):
+    """One implementation of a path that tp x cp ranks share: signature and layout, seen from one rank.
+
+    `domain` is what it promises. Ranks reach each other by `place` alone: as processes or, on any laptop, simulated.
+    """
+
+    operation: str = "gdn_layer"
+    domain: PathDomain = PathDomain()
+
+    @abc.abstractmethod
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        """This rank's output, differentiable in what x has of tensors that require a gradient.
+
+        gdn_layer: y [tokens, B, D] of x.hidden [tokens, B, D], tokens in the case's layout (THD: B = 1), and the parameters by
+        the names of oracles/sharding.py in x.parameters, this rank's shards at rest. x has also layer (its widths), cu_seqlens and
+        cu_seqlens_padded [N + 1] or None, sequence_parallel, eps, allow_neg_eigval, and the case's choices.
+        A rule: o [1, tokens, HV, V] of q, k, v, g, beta with tokens on axis 1, and of the whole cu_seqlens; causal_conv1d: y.
+        """
+
+    def move(
+        self, x: Tensor, lengths: Sequence[int] | None, sections: Sequence[int], to: str, place: Place, choices: dict[str, str]
+    ) -> Tensor:
+        """x [tokens / cp, B, F] "to heads" [tokens, B, F / cp], or back "to tokens", where the domain says exchanges.
+
+        `lengths` are the (padded) tokens of each sequence, None for a batch; `sections` the features of each section, before they
+        are cut over cp.
+        """
+        raise NotImplementedError
+
+    def shards(self, whole: dict[str, Tensor], layer: Layer, rank: Rank) -> dict[str, Tensor]:
+        """What `rank` holds of the whole parameters, where the domain says checkpoints."""
+        raise NotImplementedError
+
+    def loaded(self, shards: dict[str, Shard], layer: Layer, rank: Rank) -> dict[str, Tensor]:
+        """The parameters of `rank` after it loaded its shards, where the domain says checkpoints."""
+        raise NotImplementedError
+
+
 class AdapterError(Exception):
     """An adapter cannot be had: unknown, not importable, or lacking a package. The message is one line with the choices."""
 
 
-def load(spec: str) -> Adapter:
+def load(spec: str) -> Adapter | PathAdapter:
     """The adapter of a built-in name or of `file.py:Class`. AdapterError in one line if it cannot be had."""
     check_spec(spec)
     place, _, name = BUILT_IN.get(spec, spec).rpartition(":")
@@ -67,34 +126,42 @@ def load(spec: str) -> Adapter:
             found.loader.exec_module(module)
     except Exception as error:
         raise AdapterError(f"adapter {spec}: importing {place} failed: {type(error).__name__}: {_first_line(error)}") from error
-    made = getattr(module, name, None)
-    if not (isinstance(made, type) and issubclass(made, Adapter)):
+    made: Any = getattr(module, name, None)
+    if not _is_adapter(made):
         names = [key for key, value in vars(module).items() if _is_adapter(value)]
         raise AdapterError(f"adapter {spec}: {place} has no Adapter called {name}; it has {', '.join(names) or 'none'}")
     return make(made, spec)
 
 
 def _is_adapter(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, Adapter) and value is not Adapter
+    return isinstance(value, type) and issubclass(value, Adapter | PathAdapter) and value not in (Adapter, PathAdapter)
 
 
-def make(kind: type[Adapter], spec: str) -> Adapter:
+def make(kind: type[Adapter] | type[PathAdapter], spec: str) -> Adapter | PathAdapter:
     """An instance, its declarations checked. AdapterError names a wrong one and the choices."""
     try:
         adapter = kind()
     except Exception as error:
         raise AdapterError(f"adapter {spec}: {kind.__name__}() failed: {type(error).__name__}: {_first_line(error)}") from error
-    for name, choices in (("operation", ASKED), ("algorithm", CLASSES)):
+    path = isinstance(adapter, PathAdapter)
+    for name, choices in (("operation", SHARED if path else ASKED), ("algorithm", CLASSES)):
         if getattr(adapter, name) not in choices:
             raise AdapterError(f"adapter {spec}: {name} must be one of {', '.join(choices)}, got {getattr(adapter, name)!r}")
-    if adapter.chunk is not None and not (isinstance(adapter.chunk, int) and 1 <= adapter.chunk <= 1024):
+    if (
+        isinstance(adapter, Adapter)
+        and adapter.chunk is not None
+        and not (isinstance(adapter.chunk, int) and 1 <= adapter.chunk <= 1024)
+    ):
         raise AdapterError(f"adapter {spec}: chunk must be None or in 1..1024, got {adapter.chunk!r}")
-    if not isinstance(adapter.domain, Domain):
-        raise AdapterError(f"adapter {spec}: domain must be a Domain, got {adapter.domain!r}")
+    wanted = PathDomain if path else Domain
+    if not isinstance(adapter.domain, wanted):
+        raise AdapterError(f"adapter {spec}: domain must be a {wanted.__name__}, got {adapter.domain!r}")
+    if isinstance(adapter.domain, PathDomain) and adapter.domain.operation != adapter.operation:
+        raise AdapterError(f"adapter {spec}: its domain must be of operation {adapter.operation}, got {adapter.domain.operation}")
     if not all(isinstance(word, str) for item in adapter.requires.items() for word in item):
         raise AdapterError(f"adapter {spec}: requires must map distributions to least versions, as text, got {adapter.requires!r}")
     check_requirements(spec, adapter.requires)
-    if adapter.counterpart is not None:
+    if isinstance(adapter, Adapter) and adapter.counterpart is not None:
         try:
             check_spec(adapter.counterpart)
         except AdapterError as error:
@@ -133,7 +200,7 @@ def installed(name: str) -> str | None:
         return None
 
 
-def versions(adapter: Adapter) -> str:
+def versions(adapter: Implementation) -> str:
     """The versions a finding depends on, in one line."""
     names = dict.fromkeys((*adapter.requires, "torch"))
     return " ".join(f"{name} {version}" for name in names if (version := installed(name)))

@@ -34,27 +34,43 @@ class OutOfMemory(Exception):
     """The implementation ran out of memory."""
 
 
-class AdapterBench:
+class Timed:
+    """Seconds spent in the implementation and in the oracle."""
+
+    def __init__(self) -> None:
+        self.kernel_s = self.oracle_s = 0.0
+
+    @contextlib.contextmanager
+    def timed(self, account: str) -> Iterator[None]:
+        """Count what is done inside on an account: "kernel_s" or "oracle_s"."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, account, getattr(self, account) + time.perf_counter() - start)
+
+
+class AdapterBench(Timed):
     """A Bench (properties/laws.py) for one adapter and one case."""
 
     def __init__(self, adapter: Adapter, counterpart: Adapter | None, case: Case, products: str = "ieee") -> None:
+        super().__init__()
         self.adapter, self.case, self.products = adapter, case, products
         self.counterpart = counterpart or adapter
         self.domain, self.algorithm = adapter.domain, adapter.algorithm
         self.impure: list[Finding] = []
-        self.kernel_s = self.oracle_s = 0.0
 
     def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:
         """The truth and bounds for the adapter's class, or for `algorithm`."""
         inputs = contract(self.case, inputs)
-        with self._timed("oracle_s"):
+        with self.timed("oracle_s"):
             chunk = self.adapter.chunk if algorithm is None else None
             made = bound.bounds(self.case.spec, inputs, cotangents, algorithm or self.adapter.algorithm, self.products, chunk)
         return {name: dataclasses.replace(each, finer=self._finer(each)) for name, each in made.items()}
 
     def _finer(self, one: Bound) -> Callable[[], Bound]:
         def finer() -> Bound:
-            with self._timed("oracle_s"):
+            with self.timed("oracle_s"):
                 assert one.finer is not None
                 return one.finer()
 
@@ -63,7 +79,7 @@ class AdapterBench:
     def truth(self, inputs: Inputs, cotangents: Cotangents) -> Results:
         """The truth alone."""
         inputs = contract(self.case, inputs)
-        with self._timed("oracle_s"):
+        with self.timed("oracle_s"):
             return bound.truth(self.case.spec, inputs, cotangents)
 
     def run(self, inputs: Inputs, cotangents: Cotangents, *, counterpart: bool = False, poison: float = float("nan")) -> Results:
@@ -73,7 +89,7 @@ class AdapterBench:
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
         copies = {name: value.clone() for name, value in tensors.items()}
         try:
-            with self._timed("kernel_s"), poisoned(poison):
+            with self.timed("kernel_s"), poisoned(poison):
                 results = self.call_implementation(adapter, inputs, cotangents)
         except AdapterFault:
             raise
@@ -82,7 +98,7 @@ class AdapterBench:
         except Exception as error:
             if "can't allocate memory" in str(error):
                 raise OutOfMemory(str(error)) from error
-            raise AdapterFault(Finding("call", f"raised {type(error).__name__}: {_short(error)}", _frame(error))) from error
+            raise AdapterFault(Finding("call", f"raised {type(error).__name__}: {short(error)}", frame(error))) from error
         finally:
             for name, before in copies.items():
                 if not torch.equal(torch.nan_to_num(tensors[name]), torch.nan_to_num(before)):
@@ -137,14 +153,6 @@ class AdapterBench:
                 raise AdapterFault(Finding(name, f"has dtype {output.dtype}, must have {dtypes[name]}"))
         return outputs
 
-    @contextlib.contextmanager
-    def _timed(self, account: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self, account, getattr(self, account) + time.perf_counter() - start)
-
 
 def contract(case: Case, inputs: Inputs) -> Inputs:
     """The inputs, refused if illegal: what we feed an implementation is always a legal call."""
@@ -181,11 +189,12 @@ def poisoned(value: float) -> Iterator[None]:
         torch.Tensor.new_empty = new_empty  # type: ignore[method-assign]
 
 
-def _short(error: BaseException) -> str:
+def short(error: BaseException) -> str:
+    """The first line of what it says."""
     return (str(error).strip() or "no message").splitlines()[0][:160]
 
 
-def _frame(error: BaseException) -> str:
+def frame(error: BaseException) -> str:
     """Where it was raised: the innermost frame, file name only, so that the line reads the same on every machine."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""

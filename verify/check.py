@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -12,17 +13,21 @@ from hypothesis import HealthCheck, Phase
 
 from oracles.counter import mix_words
 from properties.domain import Domain
-from properties.laws import LAWS, Law
+from properties.laws import Law
+from properties.paths import PathDomain
 from properties.strategies import Example
 from verify import known as known_defects
 from verify.adapter import AdapterError
 from verify.judge import Finding, Verdict
-from verify.run import Outcome, Run
+from verify.ranks import RankGroup, TorchrunGroup
+from verify.run import EVERY_LAW, Outcome, Run, laws_of
 from verify.shrink import shrink
 from verify.store import Store
 from verify.worker import Worker, WorkerLost
 
 SHRINK_RUNS, SHRINK_S = 120, 60.0
+BATCH = 16  # runs in one question, where they are short
+Asked = Worker | RankGroup | TorchrunGroup  # what runs a case: one process, or ranks that answer as one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +84,12 @@ class Described:
     """What a worker says of an adapter."""
 
     spec: str
-    domain: Domain
+    domain: Domain | PathDomain
     algorithm: str
     versions: str
 
 
-def describe(spec: str, worker: Worker) -> Described:
+def describe(spec: str, worker: Asked) -> Described:
     """The adapter's declarations, asked in a worker. AdapterError if it cannot be had, even if importing it kills the worker."""
     try:
         said = worker.ask({"describe": spec})
@@ -92,7 +97,14 @@ def describe(spec: str, worker: Worker) -> Described:
         raise AdapterError(f"adapter {spec}: importing it {lost.how}: {lost.detail}; {_last_line(lost.tail)}") from None
     if "error" in said:
         raise AdapterError(said["error"])
-    return Described(spec, Domain.from_json(said["domain"]), said["algorithm"], said["versions"])
+    domain: Domain | PathDomain
+    if said["shared"]:
+        domain = PathDomain.from_json(said["domain"])
+        if not isinstance(worker, Worker):
+            domain = dataclasses.replace(domain, ranks=worker.size, exchange_ranks=worker.size)
+    else:
+        domain = Domain.from_json(said["domain"])
+    return Described(spec, domain, said["algorithm"], said["versions"])
 
 
 def _last_line(text: str) -> str:
@@ -100,7 +112,7 @@ def _last_line(text: str) -> str:
     return lines[-1].strip()[:200] if lines else "it wrote nothing"
 
 
-def ask(run: Run, worker: Worker, store: Store) -> Outcome:
+def ask(run: Run, worker: Asked, store: Store) -> Outcome:
     """The outcome of a run in a worker: a crash or a hang is a finding like any other. The run is on disk while it lasts."""
     store.begin(str(run))
     try:
@@ -109,6 +121,8 @@ def ask(run: Run, worker: Worker, store: Store) -> Outcome:
     except WorkerLost as lost:
         if lost.how == "closed":
             return Outcome(Verdict.UNKNOWN, reason="the worker was closed")
+        if lost.how == "failed to start" or "supervisor" in lost.detail:
+            return Outcome(Verdict.UNKNOWN, reason=f"the ranks {lost.how}: {lost.detail}")
         if not lost.in_kernel:
             return Outcome(Verdict.UNKNOWN, reason=f"the oracle did not finish: {lost.detail}")
         last = _last_line(lost.tail) if lost.how == "crashed" else ""
@@ -117,19 +131,65 @@ def ask(run: Run, worker: Worker, store: Store) -> Outcome:
         store.end()
 
 
+def ask_all(runs: Sequence[Run], worker: Asked, store: Store) -> Iterator[Outcome]:
+    """The outcomes of runs, put as one question. What has no outcome then, or may be broken, is asked alone."""
+    outcomes: list[dict[str, Any]] = []
+    if len(runs) > 1:
+        store.begin("\n".join(map(str, runs)))
+        try:
+            outcomes = worker.ask({"runs": [str(run) for run in runs]}).get("outcomes", [])
+        except WorkerLost:
+            outcomes = []  # by which run is seen when they are asked alone
+        finally:
+            store.end()
+    for index, run in enumerate(runs):
+        outcome = Outcome.from_json(outcomes[index]) if index < len(outcomes) and "verdict" in outcomes[index] else None
+        if outcome is None or outcome.verdict in (Verdict.BROKEN, Verdict.UNKNOWN):
+            outcome = ask(run, worker, store)
+        yield outcome
+
+
+def batches(strategy: Any, seed: int, examples: int, most: int) -> Iterator[list[Any]]:
+    """The examples that `seeded` gives, drawn ahead in a thread: lists of those at hand, of at most `most`."""
+    drawn: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    failed: list[BaseException] = []
+    end = object()
+
+    def draw() -> None:
+        try:
+            seeded(strategy, seed, examples, drawn.put)
+        except BaseException as error:  # the caller's, as if it had drawn
+            failed.append(error)
+        finally:
+            drawn.put(end)
+
+    threading.Thread(target=draw, daemon=True).start()
+    batch: list[Any] = []
+    while (example := drawn.get()) is not end:
+        batch.append(example)
+        if len(batch) == most or drawn.empty():
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+    if failed:
+        raise failed[0]
+
+
 class Check:
     """A check of some laws of one adapter. `on_case(law, done, of)` and `on_report` are told as it goes, from any thread.
 
-    `workers` is how many to start, or workers that are there already, which are left alive.
+    `workers` is how many to start, or workers that are there already, which are left alive. Without `laws`, all that can be asked
+    about what the adapter does.
     """
 
     def __init__(
         self,
         spec: str,
-        laws: Iterable[str] = tuple(LAWS),
+        laws: Iterable[str] | None = None,
         profile: Profile = PROFILES["quick"],
         seed: int = 0,
-        workers: int | Sequence[Worker] = 1,
+        workers: int | Sequence[Asked] = 1,
         store: Store | None = None,
         *,
         stop_at_first: bool = False,
@@ -139,15 +199,17 @@ class Check:
         on_report: Callable[[LawReport], None] = lambda report: None,
         defects: list[known_defects.Known] | None = None,
     ) -> None:
-        self.spec, self.laws, self.profile, self.seed, self.products = spec, list(laws), profile, seed, products
+        self.spec, self.profile, self.seed, self.products = spec, profile, seed, products
+        self.laws = None if laws is None else list(laws)
         self.store, self.stop_at_first = store or Store(), stop_at_first
         self.on_case, self.on_report = on_case, on_report
         self._own = isinstance(workers, int)
-        self.workers = [Worker(deadline_s) for _ in range(max(1, workers))] if isinstance(workers, int) else list(workers)
+        self.workers: list[Asked] = []
+        self.workers += [Worker(deadline_s) for _ in range(max(1, workers))] if isinstance(workers, int) else workers
         self.reports: list[LawReport] = []
         self.defects = known_defects.load() if defects is None else defects
         self._stopped = threading.Event()
-        self._free: list[Worker] = list(self.workers)
+        self._free = list(self.workers)
         self._lock = threading.Lock()
         self.described: Described | None = None
 
@@ -174,7 +236,9 @@ class Check:
 
     def run(self) -> list[LawReport]:
         """A report a law, in the order in which they were decided."""
-        self.describe()
+        domain = self.describe().domain
+        if self.laws is None:
+            self.laws = list(laws_of(domain))
         pool = concurrent.futures.ThreadPoolExecutor(len(self.workers))
         futures = [pool.submit(self._one, law) for law in self.laws]
         told: set[concurrent.futures.Future[LawReport | None]] = set()
@@ -206,7 +270,7 @@ class Check:
         try:
             if self._stopped.is_set():
                 return None
-            report = self.check_law(LAWS[law], worker)
+            report = self.check_law(EVERY_LAW[law], worker)
             return None if self._stopped.is_set() and report.verdict is not Verdict.BROKEN else report
         except WorkerLost:
             if self._stopped.is_set():
@@ -216,7 +280,7 @@ class Check:
             with self._lock:
                 self._free.append(worker)
 
-    def check_law(self, law: Law, worker: Worker) -> LawReport:
+    def check_law(self, law: Law, worker: Asked) -> LawReport:
         """The report of one law, cases run by `worker`."""
         described, start = self.describe(), time.monotonic()
         report = LawReport(law.name, self.spec, Verdict.UNKNOWN, seed=self.seed, versions=described.versions)
@@ -232,7 +296,7 @@ class Check:
         report.wall_s = time.monotonic() - start
         return report
 
-    def _known(self, law: Law, worker: Worker, report: LawReport) -> None:
+    def _known(self, law: Law, worker: Asked, report: LawReport) -> None:
         """Run the lines on file for this law, and say whether each still fails."""
         for defect in self.defects:
             if (defect.run.law, defect.run.adapter) == (law.name, self.spec) and defect.applies():
@@ -240,37 +304,36 @@ class Check:
                 state = "known defect, still there" if still else "known defect NO LONGER FAILS, take it off the file"
                 report.known.append(f"{state}: {defect.reason} ({defect.run})")
 
-    def _draw(self, law: Law, worker: Worker, report: LawReport) -> tuple[Run, Outcome] | None:
+    def _draw(self, law: Law, worker: Asked, report: LawReport) -> tuple[Run, Outcome] | None:
         """Draw and run cases until one is broken; None if none is."""
-        examples = self.profile.examples_of(law.name)
-        found: list[tuple[Run, Outcome]] = []
-        done = 0
-
-        def look(example: Example) -> None:
-            nonlocal done
-            if found or self._stopped.is_set():
-                return  # Hypothesis finishes its round without runs
-            run = Run(law.name, self.spec, example, self.products)
-            outcome = ask(run, worker, self.store)
-            if self._stopped.is_set() and outcome.verdict is not Verdict.BROKEN:
-                return
-            if outcome.lost and ask(run, worker, self.store).verdict is not Verdict.BROKEN:
-                # An earlier case may have written out of bounds, or the host killed it: this case is not shown to be at fault.
-                self._keep(report, run, outcome, "found once")
-                reason = f"{outcome.findings[0].what}, but not again in a fresh worker: {run}"
-                outcome = Outcome(Verdict.UNKNOWN, reason=reason)
-            if outcome.verdict is Verdict.BROKEN and any(defect.explains(run) for defect in self.defects):
-                outcome.verdict = Verdict.KNOWN
-            done += 1
-            self._count(report, example, outcome)
-            self.on_case(law.name, done, examples)
-            if outcome.verdict is Verdict.BROKEN:
-                self._keep(report, run, outcome, "found")
-                found.append((run, outcome))
-
         assert self.described is not None
-        seeded(law.draw(self.described.domain), mix_words(self.seed, law.name), examples, look)
-        return found[0] if found else None
+        examples, done = self.profile.examples_of(law.name), 0
+        # Exchanges take ranks a few milliseconds: several are put in one question. A kernel's case is long, and may kill it.
+        most = BATCH if law.kind == "exact" and not isinstance(worker, Worker) else 1
+        for batch in batches(law.draw(self.described.domain), mix_words(self.seed, law.name), examples, most):
+            runs = [Run(law.name, self.spec, example, self.products) for example in batch]
+            for run, outcome in zip(runs, ask_all(runs, worker, self.store), strict=True):
+                if self._stopped.is_set() and outcome.verdict is not Verdict.BROKEN:
+                    return None
+                verdict = self._confirmed(run, outcome, worker, report)
+                done += 1
+                self._count(report, run.example, verdict)
+                self.on_case(law.name, done, examples)
+                if verdict.verdict is Verdict.BROKEN:
+                    self._keep(report, run, verdict, "found")
+                    return run, verdict
+        return None
+
+    def _confirmed(self, run: Run, outcome: Outcome, worker: Asked, report: LawReport) -> Outcome:
+        """The outcome, or what it comes to: unknown if a lost worker is not lost again, known if it is on file."""
+        if outcome.lost and ask(run, worker, self.store).verdict is not Verdict.BROKEN:
+            # An earlier case may have written out of bounds, or the host killed it: this case is not shown to be at fault.
+            self._keep(report, run, outcome, "found once")
+            reason = f"{outcome.findings[0].what}, but not again in a fresh worker: {run}"
+            return Outcome(Verdict.UNKNOWN, reason=reason)
+        if outcome.verdict is Verdict.BROKEN and any(defect.explains(run) for defect in self.defects):
+            outcome.verdict = Verdict.KNOWN
+        return outcome
 
     @staticmethod
     def _count(report: LawReport, example: Example, outcome: Outcome) -> None:
@@ -280,13 +343,13 @@ class Check:
         for name, ratio in outcome.ratios.items():
             report.ratios[name] = max(ratio, report.ratios.get(name, 0.0))
         words = example.case.words()
-        for name in ("dtype", "gate", "beta", "values", "state"):
+        for name in example.case.REGIMES:
             key = f"{name}={words[name]}"
             report.regimes[key] = report.regimes.get(key, 0) + 1
         report.kernel_s += outcome.kernel_s
         report.oracle_s += outcome.oracle_s
 
-    def _explain(self, law: Law, worker: Worker, report: LawReport, run: Run, outcome: Outcome) -> None:
+    def _explain(self, law: Law, worker: Asked, report: LawReport, run: Run, outcome: Outcome) -> None:
         start, best = time.monotonic(), outcome
         report.verdict, report.first_run = Verdict.BROKEN, str(run)
 

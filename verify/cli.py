@@ -17,12 +17,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from oracles.operations import OPERATIONS
 from oracles.rounding import PRODUCTS
 from properties.laws import LAWS
+from properties.paths import PATH_LAWS, PathDomain
 from verify import report as text
 from verify.adapter import ASKED, BUILT_IN, AdapterError, check_requirements, check_spec
-from verify.check import PROFILES, Check, LawReport, ask, describe
+from verify.check import PROFILES, Asked, Check, LawReport, ask, describe
 from verify.judge import Verdict
+from verify.ranks import BACKENDS, Launch, RankGroup, TorchrunGroup, follow, launched
 from verify.refusal import ILLEGAL
-from verify.run import Run, find_law
+from verify.run import EVERY_LAW, Run, find_law
 from verify.store import FOLDER, Store
 from verify.worker import Worker, WorkerLost
 
@@ -35,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = UNDECIDED
     try:
         options = _parser().parse_args(arguments)
+        _find_in(getattr(options, "path", None))
         code = int(options.act(options))
         sys.stdout.flush()
     except (AdapterError, ValueError) as error:
@@ -75,7 +78,7 @@ def _parser() -> _Parser:
     check = verbs.add_parser("check", help="check an adapter against the laws", epilog=EXITS)
     check.add_argument("adapter", nargs="?", help=f"{', '.join(BUILT_IN)}, or your own as my_kernel.py:MyKernel")
     check.add_argument("--adapter", dest="own", metavar="FILE.py:CLASS", help="the same, as an option")
-    check.add_argument("--law", action="append", metavar="LAW", help=f"only this law (may be repeated): {', '.join(LAWS)}")
+    check.add_argument("--law", action="append", metavar="LAW", help=f"only this law (may be repeated): {', '.join(EVERY_LAW)}")
     check.add_argument(
         "--profile",
         default="quick",
@@ -90,6 +93,7 @@ def _parser() -> _Parser:
         default=min(os.cpu_count() or 1, 4),
         help="processes that run kernels (default: the cores, at most 4)",
     )
+    _ranks(check)
     check.add_argument(
         "--products", default="ieee", choices=PRODUCTS, help="how the implementation multiplies float32 matrices (default ieee)"
     )
@@ -100,6 +104,7 @@ def _parser() -> _Parser:
     repeat = verbs.add_parser("repeat", help="run one printed line again", epilog=EXITS)
     repeat.add_argument("line", help='the line after "repeat" in a failure: "law=... adapter=... lengths=..."')
     repeat.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    _ranks(repeat)
     _common(repeat)
     repeat.set_defaults(act=_repeat)
     return parser
@@ -109,7 +114,31 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deadline", type=_seconds, default=120.0, metavar="S", help="seconds after which a run is a hang (default 120)"
     )
+    parser.add_argument(
+        "--path", metavar="DIR", help="a checkout in which modules are looked for first, such as Megatron-LM's for megatron/layer"
+    )
     parser.add_argument("--findings", default=FOLDER, metavar="FOLDER", help=f"where findings are kept (default {FOLDER})")
+
+
+def _find_in(folder: str | None) -> None:
+    """Modules are found in `folder` first, after this toolkit's own; workers look where this process does."""
+    if folder is None:
+        return
+    if not os.path.isdir(folder):
+        raise ValueError(f"--path must name a folder, got {folder!r}")
+    sys.path.insert(1, os.path.abspath(folder))
+
+
+def _ranks(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ranks",
+        type=_positive,
+        metavar="N",
+        help="for a parallel path: processes of this host that share each case (default: simulated ranks; under torchrun: its own)",
+    )
+    parser.add_argument(
+        "--backend", choices=BACKENDS, help="what they talk over (default: nccl if there is a GPU a rank, else gloo)"
+    )
 
 
 def _seed(word: str) -> int:
@@ -139,6 +168,7 @@ def _list(options: argparse.Namespace) -> int:
                 said = describe(name, worker)
                 adapters[name] = {
                     "runs": True,
+                    "shared": isinstance(said.domain, PathDomain),
                     "algorithm": said.algorithm,
                     "versions": said.versions,
                     "domain": said.domain.to_json(),
@@ -146,7 +176,7 @@ def _list(options: argparse.Namespace) -> int:
             except AdapterError as error:
                 adapters[name] = {"runs": False, "reason": str(error)}
     if options.json:
-        laws = {law.name: {"kind": law.kind, "says": law.says} for law in LAWS.values()}
+        laws = {law.name: {"kind": law.kind, "says": law.says} for law in EVERY_LAW.values()}
         print(
             json.dumps(
                 {
@@ -163,14 +193,17 @@ def _list(options: argparse.Namespace) -> int:
         ports = [f"{port.name} [{', '.join(port.axes.split())}]" for port in operation.inputs]
         oracle_only = "" if operation.name in ASKED else "  (oracle and bounds only)"
         print(f"  {operation.name}: {', '.join(ports)} -> {', '.join(port.name for port in operation.outputs)}{oracle_only}")
-    print("\nlaws (truth: row by row against the float64 truth; exact: bit for bit)")
-    for law in LAWS.values():
-        print(f"  {law.name:<10} {law.kind:<6} {law.says}")
+    for what, book in (("kernels", LAWS), ("parallel paths", PATH_LAWS)):
+        print(f"\nlaws of {what} (truth: row by row against the float64 truth; exact: bit for bit)")
+        for law in book.values():
+            print(f"  {law.name:<10} {law.kind:<6} {law.says}")
     print("\nadapters on this host")
     for name, said in adapters.items():
         if said["runs"]:
             backward = "forward and backward" if said["domain"]["backward"] else "forward"
-            print(f"  {name:<20} {said['algorithm']}, {backward}; {said['versions']}; interpreted on the CPU")
+            alone = "--ranks N" if said["domain"].get("processes") else "ranks simulated, or --ranks N"
+            where = alone if said["shared"] else "interpreted on the CPU"
+            print(f"  {name:<20} {said['algorithm']}, {backward}; {said['versions']}; {where}")
         else:
             print(f"  {name:<20} cannot run: {said['reason']}")
     print("  my_kernel.py:MyKernel  your own, in any file")
@@ -182,8 +215,11 @@ def _check(options: argparse.Namespace) -> int:
         raise ValueError(f"check needs one adapter: {', '.join(BUILT_IN)}, or your own as my_kernel.py:MyKernel")
     spec = options.adapter or options.own
     check_spec(spec)
-    laws = [find_law(name).name for name in dict.fromkeys(options.law or LAWS)]
+    asked = [find_law(name).name for name in dict.fromkeys(options.law or ())] or None
     _installed(spec)
+    launch = launched()
+    if launch is not None and launch.rank:
+        return follow(launch, _backend(options, launch.local_size))
     profile = PROFILES[options.profile]
     seed = options.seed if options.seed is not None else 0 if profile.fixed_seed else random.SystemRandom().randrange(2**32)
     out = sys.stderr if options.json == "-" else sys.stdout
@@ -193,10 +229,10 @@ def _check(options: argparse.Namespace) -> int:
     start, reports, interrupted = time.monotonic(), list[LawReport](), False
     checking = Check(
         spec,
-        laws,
+        asked,
         profile,
         seed,
-        options.workers,
+        _workers(options, launch),
         store,
         stop_at_first=options.stop,
         deadline_s=options.deadline,
@@ -216,17 +252,22 @@ def _check(options: argparse.Namespace) -> int:
         check.on_report = say
         try:
             described = check.describe()
-            _print(f"{spec}  {described.versions}  profile {profile.name}, seed {seed}", out)
+            shared = isinstance(described.domain, PathDomain)
+            if options.ranks and not shared:
+                raise ValueError(f"--ranks is for parallel paths, {spec} is a kernel on one process")
+            ranks = f", {_place(check.workers[0])}" if shared else ""
+            _print(f"{spec}  {described.versions}  profile {profile.name}, seed {seed}{ranks}", out)
             try:
                 check.run()
             except ValueError as error:
                 raise RuntimeError(str(error)) from error  # the usage was right
             stopped = options.stop and any(report.verdict is Verdict.BROKEN for report in reports)
-            if not stopped and not options.law:
+            if not stopped and not options.law and not shared:
                 _refusals(spec, check, out)
         except KeyboardInterrupt:
             interrupted = True
             check.stop()
+    laws = checking.laws or []
     if store.trouble:
         print(f"gdn-verify: {store.trouble}", file=sys.stderr)
     _print(("interrupted: " if interrupted else "") + _summary(reports, laws, time.monotonic() - start, store), out)
@@ -241,9 +282,33 @@ def exit_code(reports: Sequence[LawReport]) -> int:
     return HOLDS if Verdict.UNKNOWN not in verdicts and Verdict.HOLDS in verdicts else UNDECIDED
 
 
+def _backend(options: argparse.Namespace, ranks: int) -> str:
+    """What ranks talk over: what was asked for, or NCCL where this host has a GPU for each."""
+    if options.backend:
+        return str(options.backend)
+    import torch
+
+    return "nccl" if torch.cuda.device_count() >= ranks else "gloo"
+
+
+def _workers(options: argparse.Namespace, launch: Launch | None) -> int | list[Asked]:
+    """How many processes to start, or the ranks that answer as one."""
+    if launch is not None:
+        if options.ranks not in (None, launch.size):
+            raise ValueError(f"--ranks must be the {launch.size} that torchrun started, got {options.ranks}")
+        return [TorchrunGroup(launch, _backend(options, launch.local_size), options.deadline)]
+    if options.ranks:
+        return [RankGroup(options.ranks, _backend(options, options.ranks), options.deadline)]
+    return int(getattr(options, "workers", 1))
+
+
+def _place(asked: Asked) -> str:
+    return "ranks simulated" if isinstance(asked, Worker) else f"{asked.size} ranks over {asked.backend}"
+
+
 def _installed(spec: str) -> None:
     """Refuse at once, before any worker starts, when what a built-in adapter needs is missing or too old."""
-    if spec in BUILT_IN:
+    if spec.startswith("fla/"):
         from verify.adapters.fla import REQUIRES
 
         check_requirements(spec, REQUIRES)
@@ -280,8 +345,11 @@ def _summary(reports: Sequence[LawReport], laws: Sequence[str], wall_s: float, s
 def _repeat(options: argparse.Namespace) -> int:
     run = Run.parse(options.line)
     _installed(run.adapter)
-    store = Store(options.findings)
-    with Worker(options.deadline) as worker:
+    launch = launched()
+    if launch is not None and launch.rank:
+        return follow(launch, _backend(options, launch.local_size))
+    store, workers = Store(options.findings), _workers(options, launch)
+    with Worker(options.deadline) if isinstance(workers, int) else workers[0] as worker:
         versions = describe(run.adapter, worker).versions
         outcome = ask(run, worker, store)
     store.close()

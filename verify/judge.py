@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from oracles.bound import Bound
 from oracles.case import Case
 
-CLEAR = 10.0  # errors over their allowance by more than this need no finer bound
+CLEAR = 30.0  # errors over their allowance by more than this need no finer bound
 
 
 class Verdict(enum.StrEnum):
@@ -66,6 +66,9 @@ def _plain(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
+Where = Callable[[str, int, torch.Size], str]
+
+
 @dataclasses.dataclass
 class Judgement:
     """What the pairs of one case came to: findings, rows compared, and per output the worst error over its allowance."""
@@ -75,8 +78,8 @@ class Judgement:
     ratios: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-def judge(pairs: Iterable[tuple[str, Tensor, Tensor | Bound]], case: Case) -> Judgement:
-    """The judgement of a law's pairs (name, got, want)."""
+def judge(pairs: Iterable[tuple[str, Tensor, Tensor | Bound]], where: Where) -> Judgement:
+    """The judgement of a law's pairs (name, got, want); `where` says the place of a flat index of a name's rows in words."""
     result = Judgement()
     for name, got, want in pairs:
         value = want.value if isinstance(want, Bound) else want
@@ -84,7 +87,10 @@ def judge(pairs: Iterable[tuple[str, Tensor, Tensor | Bound]], case: Case) -> Ju
             what = f"has shape {tuple(got.shape)}, must have {tuple(value.shape)}"
             result.findings.append(Finding(name, what))
             continue
-        finding, rows, ratio = _row_by_row(name, got, want, case) if isinstance(want, Bound) else _bit_by_bit(name, got, want, case)
+        if isinstance(want, Bound):
+            finding, rows, ratio = _row_by_row(name, got, want, where)
+        else:
+            finding, rows, ratio = _bit_by_bit(name, got, want, where)
         result.rows += rows
         if ratio is not None:
             key = name.split()[0].rstrip(",")
@@ -94,7 +100,7 @@ def judge(pairs: Iterable[tuple[str, Tensor, Tensor | Bound]], case: Case) -> Ju
     return result
 
 
-def _row_by_row(name: str, got: Tensor, bound: Bound, case: Case) -> tuple[Finding | None, int, float | None]:
+def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where) -> tuple[Finding | None, int, float | None]:
     scalar = bound.allowed.ndim == got.ndim
     wide, want = got.detach().double(), bound.value
     error = (wide - want).abs() if scalar else (wide - want).norm(dim=-1)
@@ -115,8 +121,8 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, case: Case) -> tuple[Findi
     finding = Finding(
         name,
         "is not finite" if bad else "is off by more than rounding explains",
-        where(name, worst, error.shape, case),
-        where(name, first, error.shape, case),
+        where(name, worst, error.shape),
+        where(name, first, error.shape),
         error.numel(),
         int(over.sum()),
         float(error.flatten()[worst]),
@@ -128,7 +134,7 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, case: Case) -> tuple[Findi
     return finding, error.numel(), float(ratio.flatten()[worst])
 
 
-def _bit_by_bit(name: str, got: Tensor, want: Tensor, case: Case) -> tuple[Finding | None, int, float | None]:
+def _bit_by_bit(name: str, got: Tensor, want: Tensor, where: Where) -> tuple[Finding | None, int, float | None]:
     if got.numel() == 0:
         return None, 0, None
     different = got != want  # NaN differs from everything, 0 equals -0
@@ -142,8 +148,8 @@ def _bit_by_bit(name: str, got: Tensor, want: Tensor, case: Case) -> tuple[Findi
     finding = Finding(
         name,
         "differs, where equality to the bit is due",
-        where(name, worst, got.shape, case),
-        where(name, first, got.shape, case),
+        where(name, worst, got.shape),
+        where(name, first, got.shape),
         got.numel(),
         len(flat),
         float(error[worst]),
@@ -160,13 +166,18 @@ def _some(x: Tensor, row: int, axes: int) -> tuple[float, ...]:
     return tuple((x.flatten()[row : row + 1] if axes == x.ndim else x.flatten(0, -2)[row][:4]).tolist())
 
 
-def where(name: str, flat: int, shape: torch.Size, case: Case) -> str:
-    """The place of a flat index in words: sequence, token, head. Shapes that are not the case's whole are given as indices."""
+def indices(flat: int, shape: torch.Size) -> list[int]:
+    """A flat index of a shape, axis by axis."""
     index = []
     for size in reversed(shape):
         flat, place = divmod(flat, size)
         index.append(place)
-    index.reverse()
+    return index[::-1]
+
+
+def where(case: Case, name: str, flat: int, shape: torch.Size) -> str:
+    """The place of a flat index in words: sequence, token, head. Shapes that are not the case's whole are given as indices."""
+    index = indices(flat, shape)
     if name.split()[0].rstrip(",") in ("final_state", "dh0") and len(index) >= 3 and shape[0] == len(case.lengths):
         return f"sequence {index[0]}, head {index[1]}, key row {index[2]}"
     batch = (1, case.tokens) if case.packed else (len(case.lengths), case.lengths[0])

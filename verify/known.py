@@ -4,7 +4,7 @@ import dataclasses
 import pathlib
 import tomllib
 
-from oracles.case import split_line
+from oracles.line import split_line
 from verify.adapter import BUILT_IN, installed
 from verify.run import Run
 

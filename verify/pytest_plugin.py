@@ -7,8 +7,9 @@
 gives one item a law and adapter, under `pytest` and `pytest -n auto` alike.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -51,7 +52,7 @@ class LawItem:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options for the laws' items."""
-    group = parser.getgroup("gdn-verify", "laws of the gated delta rule as test items (gdn_law)")
+    group = parser.getgroup("gdn-verify", "laws of kernels and parallel paths as test items (gdn_law)")
     group.addoption(
         "--gdn-adapter", action="append", default=[], metavar="ADAPTER", help="check this adapter instead of the marked ones"
     )
@@ -69,7 +70,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One item a law and adapter for tests that ask for gdn_law; bad options are a usage error before anything runs."""
     if "gdn_law" not in metafunc.fixturenames:
         return
-    from properties.laws import LAWS
     from verify.adapter import AdapterError, check_spec
     from verify.check import PROFILES
     from verify.run import find_law
@@ -80,7 +80,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not adapters:
         raise pytest.UsageError(f"{metafunc.function.__name__} asks for gdn_law: mark it gdn_adapter(...) or give --gdn-adapter")
     try:
-        laws = [find_law(name).name for name in config.getoption("--gdn-law")] or list(LAWS)
+        laws = [find_law(name).name for name in config.getoption("--gdn-law")]
         for adapter in adapters:
             check_spec(adapter)
         if config.getoption("--gdn-profile") not in PROFILES:
@@ -89,8 +89,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             raise ValueError(f"--gdn-seed must be in 0..{2**32 - 1}, got {config.getoption('--gdn-seed')}")
     except (AdapterError, ValueError) as error:
         raise pytest.UsageError(str(error)) from None
-    pairs = [(adapter, law) for adapter in adapters for law in laws]
+    pairs = [(adapter, law) for adapter in adapters for law in laws or _laws(adapter)]
     metafunc.parametrize("gdn_law", pairs, indirect=True, ids=[f"{adapter}-{law}" for adapter, law in pairs])
+
+
+def _laws(adapter: str) -> "Iterable[str]":
+    """The laws that can be asked about an adapter; of one that cannot be had, those of kernels, so that it fails when asked."""
+    from properties.laws import LAWS
+    from properties.paths import PATH_LAWS
+    from verify.adapter import BUILT_IN, PATHS, AdapterError
+    from verify.check import describe
+    from verify.run import laws_of
+    from verify.worker import Worker
+
+    if adapter in BUILT_IN:
+        return PATH_LAWS if adapter in PATHS else LAWS
+    with contextlib.suppress(AdapterError), Worker() as worker:
+        return laws_of(describe(adapter, worker).domain)
+    return LAWS
 
 
 @pytest.fixture(scope="session")

@@ -1,16 +1,24 @@
 """Runs: law, adapter, case and configuration as one line, and what one run came to."""
 
+import collections
 import dataclasses
+import functools
 import os
 from typing import Any
 
-from oracles.case import Case, split_line
+from oracles.case import Case
+from oracles.line import split_line
+from oracles.parallel_case import ParallelCase
 from oracles.rounding import PRODUCTS
-from properties.laws import LAWS, Blind, Law
+from properties.domain import Domain
+from properties.laws import LAWS, Blind, Breach, Law
+from properties.paths import PATH_LAWS, PathDomain
 from properties.strategies import Example
-from verify.adapter import Adapter, check_spec, load
+from verify.adapter import Adapter, PathAdapter, check_spec, load
 from verify.bench import AdapterBench, AdapterFault, OutOfMemory
-from verify.judge import Finding, Verdict, judge
+from verify.judge import Finding, Verdict, Where, judge, where
+
+EVERY_LAW = collections.ChainMap(LAWS, PATH_LAWS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +56,8 @@ class Run:
         if at is not None and not at.isdecimal():
             raise ValueError(f"at must be a whole number, got {at!r}")
         variant = words.pop("variant", None)
-        case = Case.parse(" ".join(f"{name}={value}" for name, value in words.items()))
+        kind = ParallelCase if law.name in PATH_LAWS else Case
+        case = kind.parse(" ".join(f"{name}={value}" for name, value in words.items()))
         example = Example(case, None if at is None else int(at), variant)
         law.accept(example)
         return cls(law.name, adapter, example, products)
@@ -56,9 +65,14 @@ class Run:
 
 def find_law(name: str) -> Law:
     """The law of that name. ValueError lists the choices."""
-    if name not in LAWS:
-        raise ValueError(f"unknown law {name!r}; there are {', '.join(LAWS)}")
-    return LAWS[name]
+    if name not in EVERY_LAW:
+        raise ValueError(f"unknown law {name!r}; there are {', '.join(EVERY_LAW)}")
+    return EVERY_LAW[name]
+
+
+def laws_of(domain: Domain | PathDomain) -> tuple[str, ...]:
+    """The names of the laws that can be asked about what an adapter of this domain does."""
+    return tuple(PATH_LAWS if isinstance(domain, PathDomain) else LAWS)
 
 
 @dataclasses.dataclass
@@ -100,10 +114,10 @@ class Outcome:
         return cls(**{**data, "verdict": Verdict(data["verdict"]), "findings": findings})
 
 
-_LOADED: dict[str, Adapter] = {}
+_LOADED: dict[str, Adapter | PathAdapter] = {}
 
 
-def adapter_of(spec: str) -> Adapter:
+def adapter_of(spec: str) -> Adapter | PathAdapter:
     """The adapter, made once a process."""
     if spec not in _LOADED:
         _LOADED[spec] = load(spec)
@@ -112,27 +126,42 @@ def adapter_of(spec: str) -> Adapter:
 
 def execute(run: Run) -> Outcome:
     """The outcome of a run, here in this process: the adapter is called, its answers are judged, nothing is printed."""
-    adapter = adapter_of(run.adapter)
+    adapter, law = adapter_of(run.adapter), find_law(run.law)
+    if isinstance(adapter, PathAdapter) is not (law.name in PATH_LAWS):
+        return Outcome(Verdict.UNSUPPORTED, reason=f"{run.adapter} is no implementation that law {run.law} is about")
+    if isinstance(adapter, PathAdapter):
+        from verify.parallel import execute_path
+
+        return execute_path(run, adapter)
     counterpart = adapter_of(adapter.counterpart) if adapter.counterpart and run.law == "recurrent" else None
-    case, law = run.example.case, find_law(run.law)
+    assert counterpart is None or isinstance(counterpart, Adapter)
+    case = run.example.case
     reason = law.needs(adapter.domain) or adapter.domain.outside(case)
     if reason is None and counterpart is not None:
         reason = counterpart.domain.outside(case)
     if reason is not None:
         return Outcome(Verdict.UNSUPPORTED, reason=reason)
     bench = AdapterBench(adapter, counterpart, case, run.products)
+    outcome = judged(law, bench, run.example, functools.partial(where, case), plain_bytes(case))
+    if outcome.rows == 0 and outcome.verdict is Verdict.HOLDS:
+        outcome.verdict, outcome.reason = Verdict.BLIND, "nothing to compare: the case has no rows"
+    return outcome
+
+
+def judged(law: Law, bench: Any, example: Example, where: Where, need: int) -> Outcome:
+    """What a law's comparisons come to, and what the bench noticed besides; `need` are the bytes of the case's tensors."""
     outcome = Outcome(Verdict.HOLDS)
     try:
-        judged = judge(law.check(bench, run.example), case)
-        outcome.findings, outcome.rows, outcome.ratios = judged.findings, judged.rows, judged.ratios
-        if judged.rows == 0 and not judged.findings:
-            outcome.verdict, outcome.reason = Verdict.BLIND, "nothing to compare: the case has no rows"
+        result = judge(law.check(bench, example), where)
+        outcome.findings, outcome.rows, outcome.ratios = result.findings, result.rows, result.ratios
     except AdapterFault as fault:
         outcome.findings = [fault.finding]
+    except Breach as breach:
+        outcome.findings = [Finding("call", str(breach))]
     except Blind as blind:
         outcome.verdict, outcome.reason = Verdict.BLIND, str(blind)
     except OutOfMemory as error:
-        need, free = plain_bytes(case), os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if need < free / 16:
             outcome.findings = [Finding("call", f"ran out of memory, with {free >> 20} MiB free for a case of {need >> 20} MiB")]
         else:

@@ -3,31 +3,53 @@
 import warnings
 from typing import Any
 
-from verify.adapter import AdapterError, versions
+from verify.adapter import Adapter, AdapterError, PathAdapter, versions
 from verify.judge import Verdict
+from verify.ranks import join, left
 from verify.refusal import probe
 from verify.run import Outcome, Run, adapter_of, execute
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """The answer, plain data, to {"describe": adapter}, {"run": line} or {"refuse": [adapter, illegal input]}."""
+    """The answer, plain data, to {"describe": adapter}, {"run": line} or {"refuse": [adapter, illegal input]}.
+
+    {"join": ...} makes this process a rank, see verify/ranks.py; the answer is {}. {"runs": lines} is many questions in one: the
+    outcomes up to the first after which ranks may have parted.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a kernel's warnings are its authors' affair
+            if "join" in question:
+                join(question["join"])
+                return {}
             if "describe" in question:
                 adapter = adapter_of(question["describe"])
-                if adapter.counterpart:
-                    adapter_of(adapter.counterpart)
+                counterpart = adapter.counterpart if isinstance(adapter, Adapter) else None
+                if counterpart:
+                    adapter_of(counterpart)
                 return {
+                    "shared": isinstance(adapter, PathAdapter),
                     "domain": adapter.domain.to_json(),
                     "algorithm": adapter.algorithm,
-                    "counterpart": adapter.counterpart,
+                    "counterpart": counterpart,
                     "versions": versions(adapter),
                 }
             if "refuse" in question:
-                return {"did": probe(adapter_of(question["refuse"][0]), question["refuse"][1])}
+                adapter = adapter_of(question["refuse"][0])
+                assert isinstance(adapter, Adapter), question
+                return {"did": probe(adapter, question["refuse"][1])}
+            if "runs" in question:
+                outcomes: list[dict[str, Any]] = []
+                while len(outcomes) < len(question["runs"]) and not (outcomes and _ends(outcomes[-1])):
+                    outcomes.append(answer({"run": question["runs"][len(outcomes)]}))
+                return {"outcomes": outcomes}
             return execute(Run.parse(question["run"])).to_json()
     except AdapterError as error:
         return {"error": str(error)}
     except ValueError as error:
         return Outcome(Verdict.UNKNOWN, reason=str(error)).to_json()
+
+
+def _ends(outcome: dict[str, Any]) -> bool:
+    """Whether ranks may be at different places after it; what they decide by the example, they decide alike."""
+    return left(outcome) and outcome.get("verdict") not in (Verdict.BLIND, Verdict.UNSUPPORTED)

@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from oracles.case import Case
+from oracles.line import text_of
+from oracles.parallel_case import CHOICES, ParallelCase
 from properties.laws import Law
 from properties.strategies import Example
 
-SIMPLEST = {
+SIMPLEST: dict[str, tuple[Any, ...]] = {
     "qk_norm": (False,),
     "gate_dtype": ("fp32",),
     "offsets": ("int64",),
@@ -26,6 +28,20 @@ SIMPLEST = {
     "state": ("none", "zero"),
     "backward": (False,),
     "dtype": ("fp32", "bf16"),
+}
+SIMPLEST_PATH: dict[str, tuple[Any, ...]] = {
+    **{name: values[:1] for name, values in CHOICES.items()},
+    "deterministic": (False,),
+    "sp": (False,),
+    "padding": ("none", "least"),
+    "conv_bias": (False,),
+    "allow_neg_eigval": (False,),
+    "offsets": ("int64",),
+    "values": ("ordinary",),
+    "gate": ("long", "ordinary"),
+    "backward": (False,),
+    "dtype": ("fp32", "bf16"),
+    "conv_width": (1, 2, 3),
 }
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 HEADS = ((1, 1), (1, 2), (2, 2), (2, 4))
@@ -52,7 +68,7 @@ def shrink(example: Example, law: Law, fails: Callable[[Example], bool | None], 
     progress = True
     while progress:
         progress, neighbours = False, []
-        for aspect in _aspects(law):
+        for aspect in _aspects(law, example):
             moved = True
             while moved:
                 moved, held = False, list[tuple[str, str]]()
@@ -73,10 +89,10 @@ def shrink(example: Example, law: Law, fails: Callable[[Example], bool | None], 
 Steps = Iterator[tuple[str, Example]]
 
 
-def _aspects(law: Law) -> list[Callable[[Example], Steps]]:
+def _aspects(law: Law, example: Example) -> list[Callable[[Example], Steps]]:
     """What can be made simpler on its own. Each yields candidates, the boldest first, with the words that differ; all are legal."""
 
-    def of_case(changes: Callable[[Case], Changes]) -> Callable[[Example], Steps]:
+    def of_case(changes: Callable[[Any], Changes]) -> Callable[[Example], Steps]:
         def steps(example: Example) -> Steps:
             for what, change in changes(example.case):
                 try:
@@ -104,13 +120,45 @@ def _aspects(law: Law) -> list[Callable[[Example], Steps]]:
                 continue
             yield f"variant={name}", candidate
 
-    changes: list[Callable[[Case], Changes]] = [_sequences, _unpacked, _shorter, _heads]
-    changes += [functools.partial(_option, name) for name in SIMPLEST]
-    changes += [functools.partial(_width, name) for name in ("key_dim", "value_dim")]
+    changes: list[Callable[[Any], Changes]]
+    if isinstance(example.case, ParallelCase):
+        changes = [_mesh, _sequences, _unpacked, _pieces, _shorter, _shared_heads]
+        simplest, widths = SIMPLEST_PATH, ["key_dim", "value_dim", "hidden"]
+    else:
+        changes = [_sequences, _unpacked, _shorter, _heads]
+        simplest, widths = SIMPLEST, ["key_dim", "value_dim"]
+    changes += [functools.partial(_option, name, simplest) for name in simplest]
+    changes += [functools.partial(_width, name) for name in widths]
     return [*(of_case(change) for change in (*changes, _seed)), place, variant]
 
 
 Changes = Iterator[tuple[str, dict[str, Any]]]
+
+
+def _mesh(case: ParallelCase) -> Changes:
+    """Fewer ranks, of those that what is cut for more can be cut for."""
+    for tp, cp in sorted(
+        ((t, c) for t in range(1, case.tp + 1) for c in range(1, case.cp + 1)), key=lambda mesh: mesh[0] * mesh[1]
+    ):
+        if (tp, cp) != (case.tp, case.cp) and case.tp % tp == 0 and case.cp % cp == 0:
+            yield f"tp={tp} cp={cp}", {"tp": tp, "cp": cp, "sp": case.sp and tp > 1}
+
+
+def _pieces(case: ParallelCase) -> Changes:
+    """Whole pieces less: shorter lengths that the layout still cuts."""
+    unit = 2 * case.cp * (case.tp if case.sp else 1)
+    for row, length in enumerate(case.lengths):
+        if length % unit == 0:
+            for count in _below(length // unit, 0):
+                lengths = (*case.lengths[:row], count * unit, *case.lengths[row + 1 :])
+                yield _lengths(lengths if case.packed else (count * unit,) * len(case.lengths))
+
+
+def _shared_heads(case: ParallelCase) -> Changes:
+    for heads in (case.tp * case.cp, 1):
+        for value_heads in (heads, 2 * heads):
+            if (value_heads, heads) < (case.value_heads, case.heads):
+                yield f"heads={heads} value_heads={value_heads}", {"heads": heads, "value_heads": value_heads}
 
 
 def _sequences(case: Case) -> Changes:
@@ -151,12 +199,11 @@ def _heads(case: Case) -> Changes:
             yield f"heads={heads} value_heads={value_heads}", {"heads": heads, "value_heads": value_heads}
 
 
-def _option(name: str, case: Case) -> Changes:
-    for value in SIMPLEST[name]:
+def _option(name: str, simplest: dict[str, tuple[Any, ...]], case: Case) -> Changes:
+    for value in simplest[name]:
         if getattr(case, name) == value:
             return
-        text = {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
-        yield f"{name}={text}", {name: value}
+        yield f"{name}={text_of(value)}", {name: value}
 
 
 def _width(name: str, case: Case) -> Changes:

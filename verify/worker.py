@@ -5,7 +5,10 @@ answers are lines of JSON on two pipes of their own, so what a kernel prints dis
 """
 
 import contextlib
+import dataclasses
 import faulthandler
+import fcntl
+import importlib
 import importlib.util
 import json
 import os
@@ -18,12 +21,17 @@ import sys
 import tempfile
 import threading
 import time
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 START_S = 300.0
 ALONE_S = 5.0  # how long after its deadline a worker that nobody ended ends itself
+DUMP_S = 2.0  # how long a worker may take to write its stacks
 TAIL_CHARACTERS = 2000
 STACK_BYTES = 1 << 16
+NOISE_BYTES = 1 << 26  # more than this of what a kernel prints is forgotten while it runs
+SERVICE = "verify.service:answer"
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # kernels are interpreted on the CPU; an implementation that saw a GPU would launch there
 _CALL = " in call_implementation\n"  # the frame of verify/bench.py under which an implementation runs
 
 
@@ -38,11 +46,28 @@ class WorkerLost(Exception):
         self.how, self.detail, self.tail, self.in_kernel = how, detail, tail, in_kernel
 
 
-class Worker:
-    """The supervisor of one worker process. It owns no GPU, imports no kernel and holds the clock."""
+class Asked(Protocol):
+    """What a check asks: a Worker, or a group of ranks that answer as one."""
 
-    def __init__(self, deadline_s: float = 120.0) -> None:
+    deadline_s: float
+
+    def ask(self, question: dict[str, Any], deadline_s: float | None = None) -> dict[str, Any]:
+        """The answer. WorkerLost if there is none."""
+
+    def close(self) -> None:
+        """End every process, whatever it is doing; safe from any thread."""
+
+
+class Worker:
+    """The supervisor of one worker process. It owns no GPU, imports no kernel and holds the clock.
+
+    `environment` is added to this process's own; `serves` is the module:function that answers questions in the worker.
+    `ask` is all that a single worker needs; who supervises several at a time uses its parts, from `launch` to `end`.
+    """
+
+    def __init__(self, deadline_s: float = 120.0, *, environment: Mapping[str, str] = NO_GPU, serves: str = SERVICE) -> None:
         self.deadline_s = deadline_s
+        self._environment, self._serves = dict(environment), serves
         self._process: subprocess.Popen[bytes] | None = None
         self._asking = threading.RLock()  # held by who uses the pipes: nobody else may close them
         self._starting = threading.Lock()
@@ -53,26 +78,20 @@ class Worker:
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         with self._asking:
             try:
-                if self._process is None or self._process.poll() is not None:
-                    self._start()
-                os.ftruncate(self._errors.fileno(), 0)
-                self._errors.seek(0)
-                try:
-                    os.write(self._to, (json.dumps({**question, "deadline_s": deadline_s}) + "\n").encode())
-                except BrokenPipeError:
-                    raise self._lost("crashed") from None
+                if not self.alive:
+                    self.launch()
+                    self._answer(START_S)  # it says that it is ready
+                self.send(question, deadline_s)
                 return self._answer(deadline_s)
             except BaseException:  # an answer that comes too late must not be taken for the next one
-                self._end()
+                self.end()
                 raise
 
     def close(self) -> None:
         """End the worker, whatever it is doing; safe from any thread."""
-        with self._starting:
-            self._closed = True
-            self._kill()
+        self.stop()
         with self._asking:
-            self._end()
+            self.end()
 
     def __enter__(self) -> "Worker":
         return self
@@ -80,8 +99,14 @@ class Worker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> None:
-        self._end()
+    @property
+    def alive(self) -> bool:
+        """Whether there is a process, and it runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def launch(self) -> None:
+        """Start a process in place of the last. Its first answer, {}, says that it is ready."""
+        self.end()
         with self._starting:
             if self._closed:
                 raise WorkerLost("closed", "by its supervisor", "")
@@ -91,88 +116,147 @@ class Worker:
                     undo.callback(os.close, descriptor)
                 theirs_in, to, from_, theirs_out = pipes
                 errors = undo.enter_context(tempfile.TemporaryFile())
-                # Kernels are interpreted on the CPU; an implementation that saw a GPU would launch there.
-                environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
+                fcntl.fcntl(errors, fcntl.F_SETFL, os.O_APPEND)  # what is cut off is not grown again
                 # Modules are found where this process finds them, in the same order, or another kernel would be checked.
                 paths = dict.fromkeys([*(path or os.getcwd() for path in sys.path), _ROOT])
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "verify.worker", str(theirs_in), str(theirs_out)],
+                    [sys.executable, "-P", "-m", "verify.worker", str(theirs_in), str(theirs_out), self._serves],
                     stdin=subprocess.DEVNULL,
                     stdout=errors,
                     stderr=errors,
                     pass_fds=(theirs_in, theirs_out),
                     start_new_session=True,  # Ctrl-C is for the supervisor; and the whole group can be killed
-                    env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
+                    env={
+                        **os.environ,
+                        "OMP_NUM_THREADS": "1",
+                        "PYTHONUNBUFFERED": "1",
+                        "PYTHONPATH": os.pathsep.join(paths),
+                        **self._environment,
+                    },
                 )
                 undo.pop_all()
             os.close(theirs_in)
             os.close(theirs_out)
-            self._to, self._from, self._errors, self._buffer = to, from_, errors, b""
+            self._to, self._from, self._errors, self._buffer, self._mark = to, from_, errors, b"", -1
             self._process = process
-        self._answer(START_S)  # it says that it is ready
 
-    def _answer(self, deadline_s: float) -> dict[str, Any]:
-        end = time.monotonic() + deadline_s
-        while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._from], [], [], max(0.0, min(0.5, end - time.monotonic())))
+    def send(self, question: dict[str, Any], deadline_s: float) -> None:
+        """Put a question to a worker that is ready. WorkerLost if it is gone."""
+        os.ftruncate(self._errors.fileno(), 0)
+        self._mark = -1
+        try:
+            os.write(self._to, (json.dumps({**question, "deadline_s": deadline_s}) + "\n").encode())
+        except BrokenPipeError:
+            raise self._crashed() from None
+
+    def receive(self, wait_s: float = 0.0) -> dict[str, Any] | None:
+        """The answer once it is whole, None if it is not within `wait_s`. WorkerLost if the worker died or wrote what is none."""
+        if b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._from], [], [], wait_s)
             if ready:
                 data = os.read(self._from, 1 << 16)
                 if not data:
-                    raise self._lost("crashed")
+                    raise self._crashed()
                 self._buffer += data
-            elif self._process is not None and self._process.poll() is not None:
-                raise self._lost("crashed")  # though a process that it started still holds the pipe
-            elif time.monotonic() >= end:
-                raise self._lost("hung", deadline_s)
+            elif not self.alive:
+                raise self._crashed()  # though a process that it started still holds the pipe
+        if b"\n" not in self._buffer:
+            if os.fstat(self._errors.fileno()).st_size > NOISE_BYTES:
+                os.ftruncate(self._errors.fileno(), 0)
+            return None
         line, _, self._buffer = self._buffer.partition(b"\n")
         try:
             answer: dict[str, Any] = json.loads(line)
         except ValueError:
-            raise self._lost("crashed", said=line) from None
+            raise self._lost("crashed", f"wrote {line[:40]!r} where its answer belongs") from None
         return answer
 
-    def _lost(self, how: str, deadline_s: float = 0.0, said: bytes = b"") -> WorkerLost:
-        process = self._process
-        assert process is not None
-        if self._closed:
-            how, detail = "closed", "by its supervisor"
-        elif said:
-            detail = f"wrote {said[:40]!r} where its answer belongs"
-        elif how == "hung":
-            detail = f"no answer within {deadline_s:g} s"
+    def fileno(self) -> int:
+        """The pipe of the answers, to be selected on."""
+        return self._from
+
+    def interrogate(self) -> None:
+        """Ask for the stacks of all its threads: `words` has them soon, see serve()."""
+        self._mark = os.fstat(self._errors.fileno()).st_size
+        if self._process is not None and self.alive:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGUSR1)  # it writes its stack, see serve()
-            time.sleep(0.3)
-        else:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(2)
-            detail = _ended(process.poll())
+                os.killpg(self._process.pid, signal.SIGUSR1)
+
+    def words(self) -> str:
+        """The end of what it wrote; after `interrogate`, what it wrote since."""
         errors = self._errors.fileno()
         size = os.fstat(errors).st_size
-        wrote = os.pread(errors, STACK_BYTES, max(0, size - STACK_BYTES)).decode(errors="replace")
-        place = "" if how == "closed" else _innermost(wrote)
-        self._end()
-        in_kernel = how != "hung" or not place or _CALL in wrote
-        return WorkerLost(how, detail + (f", in {place}" if place else ""), wrote[-TAIL_CHARACTERS:], in_kernel=in_kernel)
+        start = self._mark if 0 <= self._mark <= size else max(0, size - STACK_BYTES)
+        return os.pread(errors, STACK_BYTES, start).decode(errors="replace")
 
-    def _kill(self) -> None:
-        """Kill the process and what it started; its pipes stay, so that who waits for an answer sees their end."""
-        process = self._process
-        if process is not None and process.poll() is None:
+    def stop(self) -> None:
+        """Kill it, and let none start again; its pipes stay, so that who waits for an answer sees their end."""
+        with self._starting:
+            self._closed = True
+            if self.alive:  # the number of one that ended may be another's by now
+                self.kill()
+
+    def kill(self) -> None:
+        """Kill the process and what it started, which may outlive it, if there is one."""
+        if self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """Kill it, wait for its end and close its pipes."""
         process = self._process
         if process is None:
             return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # what it started may outlive it
+        self.kill()
         process.wait()
         self._process = None
         for descriptor in (self._to, self._from):
             os.close(descriptor)
         self._errors.close()
+
+    def _answer(self, deadline_s: float) -> dict[str, Any]:
+        end = time.monotonic() + deadline_s
+        while (answer := self.receive(max(0.0, min(0.5, end - time.monotonic())))) is None:
+            if time.monotonic() >= end:
+                interrogate([self])
+                raise self._lost("hung", f"no answer within {deadline_s:g} s")
+        return answer
+
+    def _crashed(self) -> WorkerLost:
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(2)
+        return self._lost("crashed", _ended(self._process.poll()))
+
+    def _lost(self, how: str, detail: str) -> WorkerLost:
+        wrote = self.words()
+        place = innermost(wrote)
+        self.end()
+        if self._closed:
+            return WorkerLost("closed", "by its supervisor", wrote[-TAIL_CHARACTERS:])
+        in_kernel = how != "hung" or not place or in_implementation(wrote)
+        return WorkerLost(how, detail + (f", in {place}" if place else ""), wrote[-TAIL_CHARACTERS:], in_kernel=in_kernel)
+
+
+class Interrogated(Protocol):
+    """Who writes its stacks when asked."""
+
+    def interrogate(self) -> None:
+        """Ask."""
+
+    def words(self) -> str:
+        """What it wrote since."""
+
+
+def interrogate(several: Sequence[Interrogated]) -> list[str]:
+    """What each wrote when asked for its stacks, all at once; one that is stopped writes nothing and costs DUMP_S seconds."""
+    for each in several:
+        each.interrogate()
+    end = time.monotonic() + DUMP_S
+    time.sleep(0.3)
+    while any(not frames(each.words()) for each in several) and time.monotonic() < end:
+        time.sleep(0.05)
+    return [each.words() for each in several]
 
 
 def _ended(code: int | None) -> str:
@@ -186,19 +270,51 @@ def _ended(code: int | None) -> str:
         return f"killed by signal {-code}"
 
 
-def _innermost(wrote: str) -> str:
-    """Where the main thread was, in words, if faulthandler wrote its stack: "run (kernel.py:12)"."""
-    _, found, stack = wrote.rpartition("Current thread ")
-    if not found:
-        _, found, stack = wrote.rpartition("Thread ")
-    place = re.search(r'^  File "(.*)", line (\d+) in (.*)$', stack, re.MULTILINE) if found else None
-    return f"{place[3]} ({os.path.basename(place[1])}:{place[2]})" if place else ""
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """A line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.function} ({os.path.basename(self.file)}:{self.line})"
+
+
+def frames(wrote: str) -> list[Frame]:
+    """The stack, innermost first, of the thread that works, if faulthandler wrote the stacks: the last that it wrote.
+
+    That is the main thread; where it waits for a backward pass on a thread of autograd's own, it is that one.
+    """
+    threads = []
+    for title, lines in re.findall(r"^(Current thread|Thread) 0x.*\n((?:  File .*\n?)+)", wrote, re.MULTILINE):
+        stack = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', lines, re.MULTILINE)
+        threads.append((title, [Frame(file, int(line), function) for file, line, function in stack]))
+    threads = [(title, stack) for title, stack in threads if stack]
+    current = [stack for title, stack in threads if title == "Current thread"]
+    at_work = (current or [stack for _, stack in threads] or [[]])[-1]
+    if at_work and at_work[0].file.endswith("torch/autograd/graph.py"):
+        own = [stack for title, stack in threads if title == "Thread" and not stack[-1].file.endswith("threading.py")]
+        at_work = own[-1] if own else at_work
+    return at_work
+
+
+def innermost(wrote: str) -> str:
+    """Where it was, in words, if faulthandler wrote its stack: "run (kernel.py:12)"."""
+    stack = frames(wrote)
+    return str(stack[0]) if stack else ""
+
+
+def in_implementation(wrote: str) -> bool:
+    """Whether a stack shows a call of the implementation, of which `verify/bench.py` has the frame."""
+    return _CALL in wrote
 
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-def serve(requests: int, answers: int) -> None:
+def serve(requests: int, answers: int, serves: str) -> None:
     """The worker's life: make kernels runnable here, then answer one question at a time until the supervisor is gone."""
     faulthandler.enable(sys.stderr)
     faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
@@ -214,11 +330,12 @@ def serve(requests: int, answers: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    if importlib.util.find_spec("triton") is not None:
+    if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
         from verify import interpreter
 
         interpreter.install()
-    from verify.service import answer
+    module, _, function = serves.partition(":")
+    answer = getattr(importlib.import_module(module), function)
 
     os.write(answers, b"{}\n")
     while True:
@@ -232,4 +349,4 @@ def serve(requests: int, answers: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), int(sys.argv[2]))
+    serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,136 @@
+"""Speed and soundness of parallel paths: cases a second of exchanges and of whole layers, and alarms on right code.
+
+    python -m benchmarks.distributed --simulate 64          one process, 64 simulated ranks
+    python -m benchmarks.distributed --ranks 4              processes of this host: NCCL where each has a GPU, else gloo
+    python -m benchmarks.distributed --ranks 2 --soundness 5000 gdn/layer
+
+Rates are of one case after another, each drawn, put to all ranks, judged on each and merged, after ten that are not counted. The
+first verdict counts from the start of this program: its imports, the ranks' start and join included.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from typing import Any
+
+START = time.perf_counter()
+
+from properties.paths import LAYOUT_ONLY, PATH_LAWS, PathDomain  # noqa: E402 - the clock starts before
+from properties.strategies import Example  # noqa: E402
+from verify.check import Asked, ask, describe, seeded  # noqa: E402
+from verify.judge import Verdict  # noqa: E402
+from verify.ranks import BACKENDS, RankGroup  # noqa: E402
+from verify.run import Outcome, Run  # noqa: E402
+from verify.store import Store  # noqa: E402
+from verify.worker import Worker  # noqa: E402
+
+WARM = 10
+
+
+def main() -> int:
+    """Measure and print; 1 if right code raised an alarm."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("adapter", nargs="?", default="gdn/layer")
+    parser.add_argument("--ranks", type=int, help="processes of this host")
+    parser.add_argument("--simulate", type=int, default=64, help="simulated ranks, where there are no processes")
+    parser.add_argument("--backend", choices=BACKENDS)
+    parser.add_argument("--cases", type=int, default=200, help="cases that a rate is measured on")
+    parser.add_argument("--soundness", type=int, default=0, help="cases of every law together, to count alarms")
+    parser.add_argument("--law", action="append", choices=PATH_LAWS, help="laws of the soundness run (default: every one)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", help="write what was measured there")
+    options = parser.parse_args()
+    import torch
+
+    backend = options.backend or ("nccl" if options.ranks and torch.cuda.device_count() >= options.ranks else "gloo")
+    said: dict[str, Any] = {"adapter": options.adapter, "ranks": options.ranks, "simulate": options.simulate, "seed": options.seed}
+    group: Asked = RankGroup(options.ranks, backend) if options.ranks else Worker()
+    device = torch.cuda.get_device_name() if backend == "nccl" else "CPU"
+    print(
+        f"torch {torch.__version__}, {device}, " + (f"{options.ranks} ranks over {backend}" if options.ranks else "ranks simulated")
+    )
+    store = Store()
+    alarms = 0
+    with group:
+        domain = describe(options.adapter, group).domain
+        assert isinstance(domain, PathDomain), options.adapter
+        size = options.ranks or options.simulate
+        whole = dataclasses.replace(domain, ranks=size, exchange_ranks=size)
+        mesh: dict[str, Any] = {"mesh": ((1, size),)}
+        first = Run.parse(f"law=exchange adapter={options.adapter} lengths={2 * size} cp={size} heads={size} value_heads={size}")
+        assert ask(first, group, store).verdict is Verdict.HOLDS
+        said["first_verdict_s"] = time.perf_counter() - START
+        print(f"  first verdict {said['first_verdict_s']:.1f} s after the command")
+        fused = {**LAYOUT_ONLY, **mesh, "dtype": "fp32", "packed": True, "thd_all_to_all": "fused"}
+        said["exchange"] = rate("exchange", whole, {"tokens": 400, **fused}, options, group, store)
+        few = dataclasses.replace(whole, ranks=min(size, 8), slow=domain.slow)
+        quick = {name: tuple(v for v in values if f"{name}={v}" not in domain.slow) for name, values in domain.choices}
+        on_few = {"mesh": ((1, few.ranks), (few.ranks, 1)), **(quick if backend == "gloo" else {})}
+        said["parallel"] = rate("parallel", few, {"tokens": 100, **on_few}, options, group, store)
+        if options.soundness:
+            alarms = soundness(domain, options, group, store, said)
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(said, file)
+    return 1 if alarms else 0
+
+
+def rate(
+    law: str, domain: PathDomain, fixed: dict[str, Any], options: argparse.Namespace, group: Asked, store: Store
+) -> dict[str, float]:
+    """Cases a second of one law, all of which must hold."""
+    from properties.paths import path_cases
+
+    seconds: list[float] = []
+    last = time.perf_counter()
+
+    def look(case: Any) -> None:
+        nonlocal last
+        outcome = ask(Run(law, options.adapter, Example(case)), group, store)
+        assert outcome.verdict in (Verdict.HOLDS, Verdict.BLIND), (str(case), outcome)
+        now = time.perf_counter()
+        seconds.append(now - last)
+        last = now
+
+    seeded(path_cases(domain, **fixed), options.seed, options.cases + WARM, look)
+    counted = seconds[WARM:]
+    result = {"cases": len(counted), "a_second": len(counted) / sum(counted), "median_ms": 1e3 * statistics.median(counted)}
+    print(
+        f"  {law:<10} {result['a_second']:7.1f} cases a second ({len(counted)} cases, median {result['median_ms']:.1f} ms)",
+        flush=True,
+    )
+    return result
+
+
+def soundness(domain: PathDomain, options: argparse.Namespace, group: Asked, store: Store, said: dict[str, Any]) -> int:
+    """Ask every law that the adapter promises; the alarms."""
+    laws = [law for law in options.law or PATH_LAWS if PATH_LAWS[law].needs(domain) is None]
+    alarms, counts, start = [], dict[str, int](), time.perf_counter()
+    worst: dict[str, float] = {}
+    for law in laws:
+
+        def look(example: Example, law: str = law) -> None:
+            run = Run(law, options.adapter, example)
+            outcome: Outcome = ask(run, group, store)
+            counts[outcome.verdict] = counts.get(outcome.verdict, 0) + 1
+            for name, ratio in outcome.ratios.items():
+                worst[name] = max(worst.get(name, 0.0), ratio) if PATH_LAWS[law].kind == "truth" else worst.get(name, 0.0)
+            if outcome.verdict in (Verdict.BROKEN, Verdict.UNKNOWN):
+                alarms.append(str(run))
+                print(f"  {outcome.verdict} {run} {outcome.reason} {[str(each) for each in outcome.findings[:2]]}", flush=True)
+
+        seeded(PATH_LAWS[law].draw(domain), options.seed, -(-options.soundness // len(laws)), look)
+        print(
+            f"  {law:<10} {sum(counts.values())} cases so far, {len(alarms)} alarms, {time.perf_counter() - start:.0f} s",
+            flush=True,
+        )
+    said["soundness"] = {"counts": counts, "alarms": alarms, "worst": worst}
+    print(f"  {counts}; worst error / allowed: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in worst.items() if ratio))
+    return len(alarms)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Lines: a frozen dataclass of plain data as `name=value` words, and back. Fields at their defaults are left out."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from typing import Any, ClassVar, Self
+
+
+class Line:
+    """What a case is written as: `LONG` maps a field to the word it has in a line, where that is another one.
+
+    `REGIMES` are the words of which it is counted what values were drawn.
+    """
+
+    LONG: ClassVar[dict[str, str]] = {}
+    REGIMES: ClassVar[tuple[str, ...]] = ()
+
+    def __str__(self) -> str:
+        plain = {field.name: field.default for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        short = {word: name for name, word in self.LONG.items()}
+        return " ".join(
+            f"{word}={text}"
+            for word, text in self.words().items()
+            if getattr(self, short.get(word, word)) != plain[short.get(word, word)]
+        )
+
+    def words(self) -> dict[str, str]:
+        """Every word of the line with its value, defaults included."""
+        names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
+        return {self.LONG.get(name, name): text_of(getattr(self, name)) for name in names}
+
+    @classmethod
+    def parse(cls, line: str) -> Self:
+        """The case of a line of `name=value` words. ValueError names the word, the rule and the choices."""
+        types_of = typing.get_type_hints(cls)
+        fields: dict[str, Any] = {
+            name: _value(name, types_of[name], text) for name, text in cls.fields_of(split_line(line)).items()
+        }
+        return cls(**fields)
+
+    @classmethod
+    def fields_of(cls, words: dict[str, str]) -> dict[str, str]:
+        """The words by field name. ValueError names an unknown word and the likely one."""
+        known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        short = {word: name for name, word in cls.LONG.items()}
+        fields = {}
+        for word, value in words.items():
+            name = short.get(word, word)
+            if name not in known:
+                names = sorted(cls.LONG.get(each, each) for each in known)
+                near = difflib.get_close_matches(word, names, 1)
+                raise ValueError(
+                    f"unknown word {word[:80]!r} in the case line; "
+                    + (f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}")
+                )
+            if name in fields:
+                raise ValueError(f"{cls.LONG.get(name, name)} must come once, got {word} too")
+            fields[name] = value
+        if "lengths" not in fields:
+            raise ValueError(f"a case line must say lengths, for example lengths=65 or lengths=0+65+130, got {words}")
+        return fields
+
+
+def split_line(line: str) -> dict[str, str]:
+    """The `name=value` words of a line. ValueError names a word that is none, or a name that comes twice."""
+    words: dict[str, str] = {}
+    for word in line.split():
+        name, equals, value = word.partition("=")
+        if not (name and equals and value):
+            raise ValueError(f"a case line is made of name=value words, got {word[:80]!r}")
+        if name in words:
+            raise ValueError(f"{name} must come once, got {name}={words[name]} and {word}")
+        words[name] = value
+    return words
+
+
+def text_of(value: object) -> str:
+    """A field's value as text: yes or no, numbers joined by +, or as it is."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def check_choices(given: object, choices: dict[str, typing.Sequence[str]]) -> None:
+    """Refuse a field that is none of its choices."""
+    for name, each in choices.items():
+        if getattr(given, name) not in each:
+            raise ValueError(f"{name} must be one of {', '.join(each)}, got {str(getattr(given, name))[:80]!r}")
+
+
+def _value(name: str, kind: object, text: str) -> object:
+    if kind is bool:
+        if text not in ("yes", "no"):
+            raise ValueError(f"{name} must be yes or no, got {text!r}")
+        return text == "yes"
+    if kind is str:
+        return text
+    several = isinstance(kind, types.GenericAlias)
+    parts = text.split("+") if several else [text]
+    if not all(part.isascii() and part.isdigit() and len(part) < 16 for part in parts):
+        rule = "whole numbers joined by +" if several else "a whole number"
+        raise ValueError(f"{name} must be {rule}, got {text[:80]!r}")
+    numbers = tuple(int(part) for part in parts)
+    return numbers if several else numbers[0]

@@ -1,0 +1,110 @@
+"""What the ranks of tests serve: in {"fault": name, "of": [1]} those ranks misbehave and the others wait in an all-reduce."""
+
+import ctypes
+import os
+import pathlib
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed
+
+from verify import service
+from verify.judge import Finding, Verdict
+from verify.run import Outcome
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    if "fault" not in question:
+        told = service.answer(question)
+        if "join" in question and "PIDS" in os.environ:
+            pathlib.Path(os.environ["PIDS"], str(os.getpid())).touch()
+        return told
+    return call_implementation(question["fault"] if distributed.get_rank() in question["of"] else "none").to_json()
+
+
+def call_implementation(fault: str) -> Outcome:
+    try:
+        return FAULTS.get(fault, fine)()
+    except Exception as error:  # as the bench does
+        return Outcome(Verdict.BROKEN, [Finding("call", f"raised {type(error).__name__}: {error}")])
+
+
+def fine() -> Outcome:
+    """The ranks meet twice, and each adds what it should."""
+    for _ in range(2):
+        total = reduced()
+    right = total == sum(range(distributed.get_world_size()))
+    finding = Finding("o", "is off", rows=1, rows_over=1, error=1.0, allowed=0.0, origin="exact")
+    return Outcome(Verdict.HOLDS if right else Verdict.BROKEN, [] if right else [finding], rows=1, ratios={"o": 0.25})
+
+
+def reduced() -> float:
+    rank = torch.tensor(float(distributed.get_rank()))
+    distributed.all_reduce(rank)
+    return float(rank)
+
+
+def raises() -> Outcome:
+    reduced()
+    raise ZeroDivisionError("head 0 / 0")
+
+
+def leaves() -> Outcome:
+    os._exit(7)
+
+
+def dies() -> Outcome:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return fine()
+
+
+def spins() -> Outcome:
+    while True:
+        pass
+
+
+def holds_the_lock() -> Outcome:
+    lock, pause = ctypes.PyDLL(None), 1000
+    while True:
+        lock.sleep(pause)
+
+
+def gathers() -> Outcome:
+    """It calls another collective than the others do."""
+    mine = torch.zeros(1)
+    distributed.all_gather([torch.zeros(1) for _ in range(distributed.get_world_size())], mine)
+    return fine()
+
+
+def is_not_finite() -> Outcome:
+    fine()
+    finding = Finding("o", "is not finite", "token 3, head 0", rows=4, rows_over=1, error=float("nan"), allowed=0.1, origin="kappa")
+    return Outcome(Verdict.BROKEN, [finding], rows=4, ratios={"o": float("inf")})
+
+
+def refuses() -> Outcome:
+    return Outcome(Verdict.UNSUPPORTED, reason="heads must divide by 2")
+
+
+def floods() -> Outcome:
+    for _ in range(1000):
+        os.write(1, b"x" * 100_000)
+    return fine()
+
+
+FAULTS: dict[str, Callable[[], Outcome]] = {
+    function.__name__: function
+    for function in (
+        raises,
+        leaves,
+        dies,
+        spins,
+        holds_the_lock,
+        gathers,
+        is_not_finite,
+        refuses,
+        floods,
+    )
+}

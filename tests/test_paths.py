@@ -1,0 +1,236 @@
+"""The laws of parallel paths: each kills what it is about, shrunk small, on simulated ranks; and right code is right."""
+
+import dataclasses
+import functools
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from oracles.parallel_case import CHOICES, ParallelCase
+from properties.paths import PATH_LAWS, PathDomain, path_cases
+from properties.strategies import Example
+from tests import path_mutants
+from verify.adapter import PathAdapter
+from verify.check import seeded
+from verify.comm import Alone, Place, simulate
+from verify.judge import Verdict
+from verify.parallel import RankBench
+from verify.run import Outcome, Run, execute
+from verify.shrink import shrink
+
+QUICK = {**CHOICES, "conv": ("torch",), "rule": ("torch",)}  # FLA's kernels are interpreted in workers only
+DOMAIN = PathDomain(choices=tuple(QUICK.items()), ranks=4, exchange_ranks=8)
+CASES = 32
+
+
+KILLED_BY: dict[type[PathAdapter], tuple[str, ...]] = {
+    path_mutants.RankOrder: ("exchange",),
+    path_mutants.SectionsTogether: ("exchange",),
+    path_mutants.FusedSkipsTheLast: ("fused", "exchange", "round_trip"),
+    path_mutants.GradientOfOneWay: ("exchange", "round_trip"),
+    path_mutants.NoSumOverTp: ("parallel",),
+    path_mutants.SliceOfTheFirst: ("parallel",),
+    path_mutants.ConvolvesAcross: ("parallel",),
+    path_mutants.StateAcross: ("parallel",),
+    path_mutants.RealOffsetsWithPads: ("parallel",),
+    path_mutants.NormBeforeItsTime: ("same", "parallel"),
+    path_mutants.DoubleGradient: ("parallel",),
+    path_mutants.ScattersTheWrongSlice: ("parallel",),
+    path_mutants.SumsTwice: ("parallel",),
+    path_mutants.LastRankIsNaN: ("parallel",),
+    path_mutants.FusedOneByOne: ("traffic",),
+    path_mutants.TakesHalfPieces: ("refused",),
+    path_mutants.SaysWhichRank: ("refused",),
+    path_mutants.RefusesLate: ("refused",),
+    path_mutants.EvenRows: ("reshard",),
+    path_mutants.NeverTheSame: ("repeats",),
+}
+# How small a case gets: ranks and tokens.
+SMALLEST = {
+    (path_mutants.RankOrder, "exchange"): (2, 4),
+    (path_mutants.FusedSkipsTheLast, "fused"): (2, 4),
+    (path_mutants.ConvolvesAcross, "parallel"): (1, 4),
+    (path_mutants.SumsTwice, "parallel"): (2, 2),
+    (path_mutants.EvenRows, "reshard"): (4, 0),
+}
+
+
+def kill(mutant: type[PathAdapter], law: str) -> tuple[Run, Outcome] | None:
+    """The first broken run of a mutant in as many cases as the default profile has."""
+    found: list[tuple[Run, Outcome]] = []
+
+    def look(example: Example) -> None:
+        if not found:
+            run = Run(law, f"tests/path_mutants.py:{mutant.__name__}", example)
+            outcome = execute(run)
+            assert outcome.verdict is not Verdict.UNKNOWN, (str(run), outcome.reason)
+            if outcome.verdict is Verdict.BROKEN:
+                found.append((run, outcome))
+
+    seeded(PATH_LAWS[law].draw(DOMAIN), 0, CASES, look)
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize(
+    ("mutant", "law"),
+    [pytest.param(mutant, law, id=f"{mutant.__name__}-{law}") for mutant, laws in KILLED_BY.items() for law in laws],
+)
+def test_law_alone_kills_mutant(mutant: type[PathAdapter], law: str) -> None:
+    found = kill(mutant, law)
+    assert found is not None, f"{law} lets {mutant.__name__} live"
+
+
+@pytest.mark.parametrize(("mutant", "law"), SMALLEST, ids=[f"{mutant.__name__}-{law}" for mutant, law in SMALLEST])
+def test_a_killing_case_is_shrunk_small(mutant: type[PathAdapter], law: str) -> None:
+    found = kill(mutant, law)
+    assert found is not None
+    run, outcome = found
+
+    def fails(example: Example) -> bool:
+        again = execute(dataclasses.replace(run, example=example))
+        return again.verdict is Verdict.BROKEN and again.kind == outcome.kind
+
+    small = shrink(run.example, PATH_LAWS[law], fails, lambda runs: runs < 120)
+    line = str(dataclasses.replace(run, example=small.example))
+    case = small.example.case
+    assert (case.tp * case.cp, case.tokens) <= SMALLEST[mutant, law], line
+    assert str(Run.parse(line)) == line
+
+
+def test_every_law_has_a_mutant_that_it_kills_alone() -> None:
+    assert {law for laws in KILLED_BY.values() for law in laws} == set(PATH_LAWS)
+
+
+def test_every_mutant_tells_its_story_and_is_tested() -> None:
+    wrong = {each for each in vars(path_mutants).values() if isinstance(each, type) and issubclass(each, path_mutants.Mutant)}
+    assert wrong - {path_mutants.Mutant} == set(KILLED_BY)
+    assert all(each.__doc__ and each.__doc__ != path_mutants.Mutant.__doc__ for each in wrong - {path_mutants.Mutant})
+
+
+def test_a_round_trip_alone_would_let_tokens_in_the_order_of_ranks_live() -> None:
+    assert kill(path_mutants.RankOrder, "round_trip") is None
+
+
+# What is drawn
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_drawn_cases_are_legal_and_inside_the_domain(data: st.DataObject) -> None:
+    domain = dataclasses.replace(
+        DOMAIN,
+        empty=data.draw(st.booleans()),
+        padded=data.draw(st.booleans()),
+        sequence_parallel=data.draw(st.booleans()),
+        choices=(("conv", ("fla",)), ("rule", ("torch", "fla"))),
+        dtypes=data.draw(st.sampled_from([("bf16",), ("fp32", "bf16")])),
+    )
+    case = data.draw(path_cases(domain, conv="torch"))
+    assert domain.outside(case) is None
+    assert ParallelCase.parse(str(case)) == case
+
+
+def test_draws_cover_every_mesh_layout_and_choice() -> None:
+    seen: dict[str, set[str]] = {}
+
+    def look(case: ParallelCase) -> None:
+        for name in case.REGIMES:
+            seen.setdefault(name, set()).add(case.words()[name])
+        seen.setdefault("empty", set()).add(str(0 in case.lengths))
+        seen.setdefault("mesh", set()).add(f"{case.tp}x{case.cp}")
+
+    seeded(path_cases(DOMAIN), 0, 300, look)
+    meshes = {f"{tp}x{cp}" for tp, cp in itertools.product(range(1, 5), repeat=2) if tp * cp <= 4}
+    assert seen["mesh"] == meshes
+    for name, values in {**QUICK, "sp": ("yes", "no"), "packed": ("yes", "no"), "padding": ("none", "least", "more")}.items():
+        assert seen[name] == set(values), name
+    assert seen["empty"] == {"True", "False"}
+
+
+@pytest.mark.parametrize("law", PATH_LAWS.values(), ids=PATH_LAWS)
+def test_every_drawn_example_is_accepted_and_comes_back_from_its_line(law: object) -> None:
+    assert isinstance(law, type(PATH_LAWS["parallel"]))
+
+    def look(example: Example) -> None:
+        law.accept(example)
+        run = Run(law.name, "gdn/layer", example)
+        assert Run.parse(str(run)) == run
+
+    seeded(law.draw(DOMAIN), 1, 20, look)
+
+
+def test_a_domain_comes_back_from_its_data() -> None:
+    domain = dataclasses.replace(DOMAIN, layouts=("contiguous", "zigzag_batch"), operation="kda", processes=True)
+    assert PathDomain.from_json(domain.to_json()) == domain
+
+
+@pytest.mark.parametrize(
+    ("changes", "line", "reason"),
+    [
+        ({"ranks": 2, "exchange_ranks": 2}, "cp=4 heads=4 value_heads=4 lengths=8", "tp=1 cp=4 needs 4 ranks, there are 2"),
+        ({"tensor_parallel": False}, "tp=2 heads=2 value_heads=2 lengths=8", "tp=2: tensor parallelism is not supported"),
+        ({"padded": False}, "packed=yes padding=least lengths=8", "padding=least is not supported"),
+        ({"empty": False}, "packed=yes lengths=0+8", "empty sequences are not supported"),
+        ({"choices": (("conv", ("fla",)),)}, "lengths=8", "conv=torch is not supported"),
+    ],
+)
+def test_what_lies_outside_a_domain_is_told(changes: dict[str, object], line: str, reason: str) -> None:
+    assert dataclasses.replace(DOMAIN, **changes).outside(ParallelCase.parse(line)) == reason  # type: ignore[arg-type]
+
+
+# How ranks are judged
+
+
+def bench(line: str, place: Place) -> RankBench:
+    return RankBench(path_mutants.Mutant(), ParallelCase.parse(line), place, dict)
+
+
+def test_a_row_is_named_by_its_sequence_and_token_in_the_whole() -> None:
+    line = "lengths=4+3 packed=yes padding=least cp=2 heads=2 value_heads=2"
+
+    def words(place: Place) -> list[str]:
+        one = bench(line, place)
+        return [one.where("y", flat, torch.Size((1, 4))) for flat in range(4)]
+
+    first, second = simulate(1, 2, words)
+    assert first == ["sequence 0, token 0", "sequence 0, token 3", "sequence 1, token 0", "sequence 1, token 3, a pad"]
+    assert second == ["sequence 0, token 1", "sequence 0, token 2", "sequence 1, token 1", "sequence 1, token 2"]
+
+
+def test_a_row_of_a_parameter_is_named_by_its_index_in_the_whole() -> None:
+    def words(place: Place) -> str:
+        return bench("lengths=4 tp=2 heads=2 value_heads=2 key_dim=1 value_dim=1", place).where("din_proj", 1, torch.Size((6,)))
+
+    assert simulate(2, 1, words) == ["index 2", "index 3"]  # q has two rows, one a rank; then k
+
+
+def test_what_everyone_says_is_heard_on_every_rank() -> None:
+    def say(place: Place) -> list[str]:
+        return bench("lengths=8 tp=2 cp=2 heads=4 value_heads=4", place).everyone(f"I am {place.rank.tp} {place.rank.cp}")
+
+    for heard in simulate(2, 2, say):
+        assert heard == ["I am 0 0", "I am 0 1", "I am 1 0", "I am 1 1"]
+
+
+def test_a_rank_that_raises_is_the_finding_and_the_others_are_said_to_wait() -> None:
+    outcome = execute(Run.parse("law=parallel adapter=tests/path_mutants.py:SumsTwice lengths=8 tp=2 heads=2 value_heads=2"))
+    assert outcome.verdict is Verdict.BROKEN
+    assert outcome.findings[0].output.startswith("rank")
+
+
+def test_a_kernel_is_not_asked_a_law_of_paths_and_the_reverse() -> None:
+    for line in ("law=parallel adapter=tests/right.py:Chunkwise lengths=8", "law=oracle adapter=gdn/layer lengths=8"):
+        outcome = execute(Run.parse(line))
+        assert outcome.verdict is Verdict.UNSUPPORTED
+        assert "is no implementation that law" in outcome.reason
+
+
+def test_alone_is_a_place_too() -> None:
+    run = functools.partial(bench, "lengths=4", Place(Alone(), Alone()))
+    case = ParallelCase.parse("lengths=4")
+    results = run().run(case.inputs(), case.cotangents())
+    assert results["y"].shape == (1, 4, 8)
+    assert {"dhidden", "din_proj", "dconv", "dA_log", "ddt_bias", "dnorm", "dout_proj"} <= results.keys()

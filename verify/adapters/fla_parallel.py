@@ -1,0 +1,136 @@
+"""flash-linear-attention's own context parallelism (`cp_context`): signatures and layout only.
+
+It is written for GPUs and NCCL, and there it runs as it is. On a CPU, where its kernels are interpreted, two of its functions are
+replaced (`_permit_cpu`): the check that refuses whatever is no GPU, and its all-gather, whose output has one axis more than gloo
+takes.
+"""
+
+import functools
+import importlib
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from oracles.operation import Inputs
+from verify.adapter import PathAdapter, PathDomain
+from verify.adapters.fla import REQUIRES
+from verify.comm import Distributed, Place
+
+LAYOUTS = {"contiguous": "contiguous", "zigzag_batch": "zigzag"}  # FLA's zigzag is of all sequences as one stream
+_DOMAIN: dict[str, Any] = {
+    "ranks": 4,
+    "processes": True,
+    "tensor_parallel": False,
+    "sequence_parallel": False,
+    "layouts": tuple(LAYOUTS),
+    "batched": False,
+    "padded": False,
+    "exchanges": False,
+    "counts": False,
+    "refuses": False,
+    "checkpoints": False,
+    "deterministic": False,
+    "least_piece": 1,
+}
+_RULES: dict[str, Any] = {**_DOMAIN, "conv_bias": False, "choices": (("qk_norm", ("separate", "in_kernel")),)}
+
+
+class ChunkCP(PathAdapter):
+    """`fla.ops.gated_delta_rule.chunk_gated_delta_rule` with `cp_context`: ranks pass on states and decays. CPU: see above."""
+
+    operation = "gated_delta_rule"
+    algorithm = "chunkwise"
+    domain = PathDomain(operation="gated_delta_rule", **_RULES)
+    requires = REQUIRES
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+        return _rule(chunk_gated_delta_rule, x, place)
+
+
+class KdaCP(PathAdapter):
+    """`fla.ops.kda.chunk_kda` with `cp_context`: as ChunkCP, with a decay for each key channel. CPU: see above."""
+
+    operation = "kda"
+    algorithm = "chunkwise"
+    domain = PathDomain(operation="kda", **_RULES)
+    requires = REQUIRES
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        from fla.ops.kda import chunk_kda
+
+        return _rule(chunk_kda, x, place)
+
+
+class ConvCP(PathAdapter):
+    """`fla.modules.causal_conv1d.causal_conv1d` with `cp_context`: ranks pass on their last tokens. CPU: see above.
+
+    What a rank passes on it must have: with zigzag it asks for pieces of at least W - 1 tokens, and contiguous ones need them too.
+    """
+
+    operation = "causal_conv1d"
+    algorithm = "recurrent"
+    domain = PathDomain(operation="causal_conv1d", **{**_DOMAIN, "least_piece": 3}, choices=())
+    requires = REQUIRES
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        from fla.modules.causal_conv1d import causal_conv1d
+
+        y: Tensor
+        y, _ = causal_conv1d(
+            x=x.x,
+            weight=x.weight,
+            bias=x.bias,
+            activation=x.activation,
+            cu_seqlens=x.cu_seqlens,
+            cp_context=_context(x, place, conv1d_kernel_size=x.weight.shape[-1]),
+        )
+        return y
+
+
+def _rule(rule: Any, x: Inputs, place: Place) -> Tensor:
+    o: Tensor
+    o, _ = rule(
+        q=x.q,
+        k=x.k,
+        v=x.v,
+        g=x.g,
+        beta=x.beta,
+        scale=x.scale,
+        use_qk_l2norm_in_kernel=x.qk_norm == "in_kernel",
+        cu_seqlens=x.cu_seqlens,
+        cp_context=_context(x, place),
+    )
+    return o
+
+
+def _context(x: Inputs, place: Place, **more: Any) -> Any:
+    """FLA's description of how the ranks share the whole; None for one rank, which shares nothing."""
+    if place.cp.size == 1:
+        return None
+    from fla.ops.cp import build_cp_context
+
+    assert isinstance(place.cp, Distributed), place
+    if x.cu_seqlens.device.type == "cpu":
+        _permit_cpu()
+    return build_cp_context(x.cu_seqlens, group=place.cp.group, layout=LAYOUTS[x.layout], **more)
+
+
+@functools.cache
+def _permit_cpu() -> None:
+    """Let this process run FLA's context parallelism on a CPU, over gloo."""
+    for name in ("context", "chunk_delta_h", "chunk_merge", "chunk_bwd", "chunk_fwd"):
+        importlib.import_module(f"fla.ops.cp.{name}")._check_cp_device = lambda device: None  # type: ignore[attr-defined]
+    comm = importlib.import_module("fla.ops.cp.comm")
+    gather = comm.all_gather_into_tensor
+
+    def flat(inp: Tensor, out: Tensor | None = None, group: Any = None, async_op: bool = False) -> Any:  # noqa: FBT001, FBT002
+        size = dist.get_world_size(group)
+        out = inp.new_empty(size, *inp.shape) if out is None else out
+        _, handle = gather(inp, out.view(size * inp.shape[0], *inp.shape[1:]), group, async_op)
+        return out, handle
+
+    for name in ("fla.ops.cp.comm", "fla.ops.cp.chunk_delta_h", "fla.modules.causal_conv1d.cp"):
+        importlib.import_module(name).all_gather_into_tensor = flat  # type: ignore[attr-defined]

@@ -1,0 +1,262 @@
+"""Megatron-LM's GatedDeltaNet module and its all-to-alls: signatures and layout only.
+
+They are those of an installed megatron-core that has them, else of the checkout that --path names. Context parallelism is
+Megatron's own, over the ranks' process group; where ranks are simulated its all-to-all is replaced (`_all_to_all`). Tensor
+parallelism is in the projections, which Megatron leaves to whoever builds the module: here they are plain ones over verify.comm. On
+a CPU its functions are not compiled, and it is told that the current device is the CPU.
+"""
+
+import functools
+import importlib
+import types
+import unittest.mock
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name
+from torch import Tensor, nn
+
+from oracles.operation import Inputs
+from verify.adapter import PathAdapter, PathDomain
+from verify.adapters.fla import REQUIRES
+from verify.comm import Comm, Distributed, Place, copy_to, exchange, gather_from, reduce_from, scatter_to
+
+# What is used of it: as it has these, it has the rest.
+WANTED = {
+    "megatron.core.ssm.gated_delta_net.common": (
+        "GatedDeltaNetSubmodules",
+        "a2a_cp_to_hp",
+        "a2a_hp_to_cp",
+        "tensor_a2a_cp2hp",
+        "tensor_a2a_hp2cp",
+        "_build_head_perm_for_split_sections",
+        "_build_thd_cp_a2a_perm",
+    ),
+    "megatron.core.ssm.gated_delta_net.gdn": ("GatedDeltaNet",),
+}
+# Megatron's names of the layer's parameters.
+NAMES = {"conv.weight": "conv1d.weight", "conv.bias": "conv1d.bias", "norm.weight": "out_norm.weight"}
+_COMMON: dict[str, Any] = {"negative_eigenvalues": False, "counts": False, "refuses": False, "checkpoints": False}
+
+
+class _Megatron(PathAdapter):
+    def __init__(self) -> None:
+        self.megatron = _modules()
+
+
+class MegatronLayer(_Megatron):
+    """`megatron.core.ssm.gated_delta_net.GatedDeltaNet` with FLA's kernels; batches and packed sequences."""
+
+    domain = PathDomain(
+        **_COMMON,
+        ranks=4,
+        least_piece=1,  # it cannot reshape no tokens at all
+        exchanges=False,
+        deterministic=False,
+        choices=(("conv", ("fla",)), ("qk_norm", ("combined",)), ("thd_all_to_all", ("fused",)), ("rule", ("fla",))),
+    )
+    deterministic = False
+    requires = REQUIRES
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        module = self._module(x, place)
+        held = {NAMES.get(name, name): each for name, each in x.parameters.items()}
+        held["conv1d.weight"] = held["conv1d.weight"].unsqueeze(1)
+        packed = None
+        if x.cu_seqlens is not None:
+            packed = self.megatron.PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=x.cu_seqlens,
+                cu_seqlens_kv=x.cu_seqlens,
+                cu_seqlens_q_padded=x.cu_seqlens_padded,
+                cu_seqlens_kv_padded=x.cu_seqlens_padded,
+            )
+        y: Tensor
+        y, _ = torch.func.functional_call(module, held, (x.hidden, None), {"packed_seq_params": packed})
+        return y
+
+    def _module(self, x: Inputs, place: Place) -> nn.Module:
+        m, layer = self.megatron, x.layer
+        with _current_device(x.hidden.device):
+            config = m.TransformerConfig(
+                num_layers=1,
+                hidden_size=layer.hidden,
+                num_attention_heads=place.tp.size,
+                linear_conv_kernel_dim=layer.conv_width,
+                linear_key_head_dim=layer.key_dim,
+                linear_value_head_dim=layer.value_dim,
+                linear_num_key_heads=layer.heads,
+                linear_num_value_heads=layer.value_heads,
+                experimental_attention_variant="gdn",
+                linear_attention_freq=[1],
+                normalization="RMSNorm",
+                layernorm_epsilon=x.eps,
+                activation_func=F.silu,
+                params_dtype=x.hidden.dtype,
+                tensor_model_parallel_size=place.tp.size,
+                context_parallel_size=place.cp.size,
+                sequence_parallel=x.sequence_parallel,
+                perform_initialization=False,
+                deterministic_mode=self.deterministic,
+            )
+            made: nn.Module = m.GatedDeltaNet(
+                config,
+                m.GatedDeltaNetSubmodules(in_proj=_InProj, out_norm=_OutNorm, out_proj=_OutProj),
+                layer_number=1,
+                conv_bias="conv.bias" in x.parameters,
+                pg_collection=m.ProcessGroupCollection(tp=Group(place.tp), cp=_group(place.cp)),
+            )
+        return made
+
+
+class MegatronDeterministic(MegatronLayer):
+    """The same with `deterministic_mode`: torch's convolution and Megatron's own chunkwise rule; batches only."""
+
+    domain = PathDomain(
+        **_COMMON,
+        packed=False,
+        least_piece=1,
+        exchanges=False,
+        choices=(("conv", ("torch",)), ("qk_norm", ("combined",)), ("thd_all_to_all", ("fused",)), ("rule", ("torch",))),
+    )
+    deterministic = True
+
+
+class MegatronExchange(_Megatron):
+    """Its all-to-alls alone: fused, `a2a_cp_to_hp` and the permutations under it; else `tensor_a2a_*`, sequence by sequence."""
+
+    domain = PathDomain(
+        **_COMMON,
+        computes=False,
+        deterministic=False,
+        choices=(("thd_all_to_all", ("per_sequence", "fused")),),
+    )
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        raise NotImplementedError("megatron/exchange has no layer, ask megatron/layer")
+
+    def move(
+        self, x: Tensor, lengths: Sequence[int] | None, sections: Sequence[int], to: str, place: Place, choices: dict[str, str]
+    ) -> Tensor:
+        m, group, size = self.megatron, _group(place.cp), place.cp.size
+        tokens = len(x) * (size if to == "heads" else 1)
+        offsets = torch.tensor([0, *(lengths or [tokens])], device=x.device).cumsum(0)
+        packed = None if lengths is None else m.PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+        y: Tensor
+        if choices["thd_all_to_all"] == "fused" and to == "heads":
+            y, _ = m.a2a_cp_to_hp(x, tuple(sections), size, group, offsets, tokens, packed)
+            return y
+        if choices["thd_all_to_all"] == "fused":
+            back = None if packed is None else m._build_thd_cp_a2a_perm(offsets, size, tokens)[1]
+            y = m.a2a_hp_to_cp(x, size, group, packed, back)
+            # It moves one section: several come rank by rank, in the order that a2a_cp_to_hp makes of them.
+            return y.index_select(-1, m._build_head_perm_for_split_sections(tuple(sections), size, x.device).argsort())
+        way = {"seq_dim": 0, "head_dim": -1, "cp_group": group}
+        if to == "heads":
+            move = functools.partial(m.tensor_a2a_cp2hp, **way, split_sections=list(sections))
+        else:
+            move = functools.partial(m.tensor_a2a_hp2cp, **way, split_sections=[width // size for width in sections])
+        if lengths is None:
+            y = move(x)
+            return y
+        each = x.split([length // (size if to == "heads" else 1) for length in lengths])
+        moved = [move(part) for part in each if len(part)]
+        return torch.cat(moved) if moved else x.new_empty(0, x.shape[1], sum(sections) // (size if to == "heads" else 1))
+
+
+class Group:
+    """Ranks as Megatron asks process groups about them."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+
+    def size(self) -> int:
+        return self.comm.size
+
+    def rank(self) -> int:
+        return self.comm.rank
+
+
+def _group(comm: Comm) -> Any:
+    return comm.group if isinstance(comm, Distributed) else Group(comm)
+
+
+class _Projection(nn.Module):
+    """A projection that ranks of TP share; its weight is given at each call."""
+
+    def __init__(self, *_: Any, config: Any, tp_group: Group, **__: Any) -> None:
+        super().__init__()
+        self.tp, self.sequence_parallel = tp_group.comm, config.sequence_parallel
+        self.weight = nn.Parameter(torch.empty(0))
+
+
+class _InProj(_Projection):
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return F.linear(gather_from(self.tp, x) if self.sequence_parallel else copy_to(self.tp, x), self.weight), None
+
+
+class _OutProj(_Projection):
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        y = F.linear(x, self.weight)
+        return scatter_to(self.tp, y) if self.sequence_parallel else reduce_from(self.tp, y), None
+
+
+class _OutNorm(nn.RMSNorm):
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:  # noqa: ARG002 - Megatron gives it
+        super().__init__(hidden_size, eps)
+
+
+def _current_device(device: torch.device) -> Any:
+    """Where a module's parameters are made. Nothing may be exchanged meanwhile: other simulated ranks would see it too."""
+    return unittest.mock.patch.object(torch.cuda, "current_device", return_value=device)
+
+
+@functools.cache
+def _modules() -> types.SimpleNamespace:
+    """What is used of Megatron. ImportError in one line says what is missing."""
+    if not torch.cuda.is_available():
+        _import("megatron.core.jit").disable_jit_fuser()  # compiling small functions takes a CPU minutes
+    found = {}
+    for module, names in WANTED.items():
+        made = _import(module)
+        for name in names:
+            if not hasattr(made, name):
+                raise ImportError(_missing(f"{module}.{name}"))
+            found[name] = getattr(made, name)
+    for module, name in (
+        ("megatron.core.packed_seq_params", "PackedSeqParams"),
+        ("megatron.core.process_groups_config", "ProcessGroupCollection"),
+        ("megatron.core.transformer", "TransformerConfig"),
+    ):
+        found[name] = getattr(_import(module), name)
+    mappings = _import("megatron.core.tensor_parallel.mappings")
+    mappings.all_to_all = functools.partial(_all_to_all, mappings.all_to_all)
+    mappings.get_tensor_model_parallel_group_if_none = functools.partial(_same, mappings.get_tensor_model_parallel_group_if_none)
+    return types.SimpleNamespace(**found)
+
+
+def _import(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("megatron"):
+            raise
+        raise ImportError(_missing(module)) from None
+
+
+def _missing(what: str) -> str:
+    return (
+        f"there is no {what}, neither in an installed megatron-core (0.16.1 is too old) nor under --path: "
+        "--path DIR names a checkout of NVIDIA/Megatron-LM's main branch"
+    )
+
+
+def _all_to_all(original: Any, group: Any, x: Tensor, *more: Any) -> Any:
+    """Megatron's all-to-all, that of simulated ranks where there is no process group."""
+    return exchange(group.comm, x.contiguous()) if isinstance(group, Group) else original(group, x, *more)
+
+
+def _same(original: Any, group: Any, *more: Any, **named: Any) -> Any:
+    """The group that was given; without torch.distributed Megatron knows of none."""
+    return group if isinstance(group, Group) else original(group, *more, **named)

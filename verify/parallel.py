@@ -1,0 +1,346 @@
+"""Running a parallel path for a law: on this rank of a process group, or on ranks simulated in this process.
+
+The bench cuts the whole call as oracles/parallel.py and oracles/sharding.py say, gives a rank its part, and adds up the gradients
+of parameters over the ranks that share them. Every rank judges what it holds.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oracles import bound, sharding
+from oracles.bound import Bound
+from oracles.operation import DTYPES, Inputs, gradient_name
+from oracles.parallel_case import CHOICES, ParallelCase
+from oracles.sharding import AT_REST, Mesh, Rank
+from properties.laws import Breach, Cotangents, Results
+from verify.adapter import PathAdapter
+from verify.bench import AdapterFault, OutOfMemory, Timed, frame, poisoned, short
+from verify.comm import Abandoned, Alone, Comm, Distributed, Mismatch, Place, simulate
+from verify.judge import Finding, Verdict, indices
+from verify.ranks import IDLE, merge
+from verify.run import Outcome, Run, find_law, judged
+
+# The oracle's name of each of the layer's parameters.
+PARAMETERS = {
+    "in_proj": "in_proj.weight",
+    "conv": "conv.weight",
+    "conv_bias": "conv.bias",
+    "A_log": "A_log",
+    "dt_bias": "dt_bias",
+    "norm": "norm.weight",
+    "out_proj": "out_proj.weight",
+}
+SHARED_ALIKE = ("weight", "bias")  # of a convolution: every CP rank has all of it, its gradient is the sum
+
+
+class RankBench(Timed):
+    """A PathBench (properties/paths.py) for one adapter, one case and one rank."""
+
+    def __init__(
+        self, adapter: PathAdapter, case: ParallelCase, place: Place, bounds: Callable[[], dict[str, Bound]], device: str = "cpu"
+    ) -> None:
+        super().__init__()
+        self.adapter, self.case, self.place = adapter, case, place
+        self.domain, self.rank = adapter.domain, place.rank
+        self.impure: list[Finding] = []
+        self._bounds, self.device = bounds, device
+
+    def bounds(self) -> dict[str, Bound]:
+        with self.timed("oracle_s"):
+            return self._bounds()
+
+    def run(self, inputs: Inputs, cotangents: Cotangents, *, alone: bool = False, **choices: Any) -> Results:
+        case = dataclasses.replace(self.case, **choices)
+        place = self.place
+        if alone:
+            # The same tokens: how many are pads depends on cp.
+            case = dataclasses.replace(case, tp=1, cp=1, sp=False, lengths=case.padded, padding="none")
+            place = Place(Alone(), Alone())
+        tensors, others = self._cut(case, place.rank, inputs)
+        backward = cotangents is not None
+        leaves: Results = {
+            name: torch.nn.Parameter(x.to(self.device), backward)
+            if name in PARAMETERS
+            else x.to(self.device).requires_grad_(backward)
+            for name, x in tensors.items()
+        }
+        copies = {name: leaf.detach().clone() for name, leaf in leaves.items()}
+        given = self._call(case, leaves, others)
+        output = next(port.name for port in case.spec.outputs)
+        want = self._cut(case, place.rank, inputs)[0][self._carrier]
+        with self._faults():
+            y = self.adapter.run(given, place)
+            results = {output: self._checked(y, case, want, output)}
+            gradients: list[Tensor | None] = []
+            if cotangents is not None:
+                direction = self._tokens(case, place.rank, cotangents[output]).to(self.device)
+                gradients = self._backward(y, direction, list(leaves.values()))
+        for name, leaf in leaves.items():
+            if not torch.equal(leaf.detach(), copies[name]):
+                self.impure.append(Finding(name, "was changed by the call"))
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=False):
+            whole = torch.zeros_like(leaf) if gradient is None else gradient.detach()
+            results[gradient_name(name)] = self._added(name, whole, place, case)
+        return {name: self._as_oracle(name, x, case).cpu() for name, x in results.items()}
+
+    @property
+    def _carrier(self) -> str:
+        """The input whose tokens are the output's."""
+        return {"gdn_layer": "hidden", "causal_conv1d": "x"}.get(self.case.operation, "v")
+
+    def _cut(self, case: ParallelCase, rank: Rank, inputs: Inputs) -> tuple[Results, dict[str, Any]]:
+        """A rank's tensors that may have a gradient, and everything else."""
+        tensors, others = {}, {}
+        for name, x in inputs.items():
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                others[name] = x
+            elif name in PARAMETERS and case.operation == "gdn_layer":
+                tensors[name] = sharding.shard(case.layer, PARAMETERS[name], x, rank, AT_REST).value
+            elif name in SHARED_ALIKE and case.operation == "causal_conv1d":
+                tensors[name] = x.clone()
+            else:
+                tensors[name] = self._tokens(case, rank, x)
+        return tensors, others
+
+    def _tokens(self, case: ParallelCase, rank: Rank, x: Tensor) -> Tensor:
+        """A rank's tokens of x [B, T, ...], for a layer as [tokens, B, ...]."""
+        held = x.index_select(1, sharding.tokens(case.tokens_of_ranks(), rank, sequence_parallel=case.sp))
+        return held.transpose(0, 1).contiguous() if case.operation == "gdn_layer" else held
+
+    def _call(self, case: ParallelCase, leaves: Results, others: dict[str, Any]) -> Inputs:
+        choices = {name: getattr(case, name) for name in (*CHOICES, "deterministic")}
+        given: dict[str, Any] = {**others, **leaves, **choices, "layout": case.layout, "sequence_parallel": case.sp}
+        real, padded = case.cu_seqlens(self.device, padded=False), case.cu_seqlens(self.device)
+        given |= {"cu_seqlens": real, "cu_seqlens_padded": padded if case.padding != "none" else None}
+        if case.operation == "gdn_layer":
+            given["parameters"] = {PARAMETERS[name]: leaf for name, leaf in leaves.items() if name in PARAMETERS}
+        return Inputs(**given)
+
+    @contextlib.contextmanager
+    def _faults(self) -> Any:
+        """What the path raises as a finding; what it raises because another rank left, as it is."""
+        try:
+            with self.timed("kernel_s"):
+                yield
+        except (AdapterFault, Abandoned):
+            raise
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise OutOfMemory(str(error)) from error
+        except Mismatch as error:
+            raise AdapterFault(Finding("call", f"parts from the other ranks: {error}")) from error
+        except Exception as error:
+            raise AdapterFault(Finding("call", f"raised {type(error).__name__}: {short(error)}", frame(error))) from error
+
+    def _checked(self, y: Tensor, case: ParallelCase, like: Tensor, name: str) -> Tensor:
+        """The output, of the contract's shape and dtype."""
+        shape = tuple(like.shape)
+        if case.operation in ("kda", "gated_delta_rule"):
+            shape = (*like.shape[:2], case.value_heads, case.value_dim)
+        if not isinstance(y, Tensor):
+            raise AdapterFault(Finding(name, f"is {type(y).__name__}, must be a tensor"))
+        if tuple(y.shape) != shape:
+            raise AdapterFault(Finding(name, f"has shape {tuple(y.shape)}, must have {shape}"))
+        if y.dtype != DTYPES[case.dtype]:
+            raise AdapterFault(Finding(name, f"has dtype {y.dtype}, must have {DTYPES[case.dtype]}"))
+        return y.detach()
+
+    def _backward(self, y: Tensor, direction: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
+        if not y.requires_grad:
+            if y.numel():
+                raise AdapterFault(Finding("output", "carries no gradient, though the domain says backward"))
+            return [None] * len(leaves)
+        return list(torch.autograd.grad(y, leaves, direction, allow_unused=True))
+
+    def _added(self, name: str, gradient: Tensor, place: Place, case: ParallelCase) -> Tensor:
+        """A parameter's gradient, added in float32 over the ranks that share it."""
+        axes: tuple[str, ...] = ()
+        if case.operation == "gdn_layer" and name in PARAMETERS:
+            axes = sharding.parameters(case.layer)[PARAMETERS[name]].gradient_sum
+        elif case.operation == "causal_conv1d" and name in SHARED_ALIKE:
+            axes = ("cp",)
+        total = gradient.float()
+        for axis in axes:
+            total = getattr(place, axis).all_reduce(total)
+        return total.to(gradient.dtype)
+
+    def _as_oracle(self, name: str, x: Tensor, case: ParallelCase) -> Tensor:
+        """A layer's [tokens, B, D] as [B, tokens, D]."""
+        return x.transpose(0, 1) if case.operation == "gdn_layer" and name in ("y", "dhidden") else x
+
+    def part(self, name: str) -> tuple[int, Tensor] | None:
+        own = name.removeprefix("d") if name not in PARAMETERS else name
+        if self.case.operation == "gdn_layer" and own in PARAMETERS:
+            about = sharding.parameters(self.case.layer)[PARAMETERS[own]]
+            return about.axis, sharding.rows(self.case.layer, about.name, self.rank, AT_REST)
+        if self.case.operation == "causal_conv1d" and own in SHARED_ALIKE:
+            return None
+        return 1, sharding.tokens(self.case.tokens_of_ranks(), self.rank, sequence_parallel=self.case.sp)
+
+    def move(self, x: Tensor, sections: Sequence[int], to: str, dy: Tensor | None = None, **choices: str) -> tuple[Tensor, Tensor]:
+        lengths = list(self.case.padded) if self.case.packed else None
+        taken = {name: getattr(self.case, name) for name in CHOICES} | choices
+        leaf = x.to(self.device).detach().clone().requires_grad_(dy is not None)
+        with self._faults():
+            y = self.adapter.move(leaf, lengths, sections, to, self.place, taken)
+            if dy is None or not y.requires_grad:
+                return y.detach().cpu(), torch.zeros_like(x)
+            (dx,) = torch.autograd.grad(y, leaf, dy.to(self.device))
+        return y.detach().cpu(), dx.cpu()
+
+    def exchanged(self, work: Callable[[], object]) -> dict[str, tuple[int, int]]:
+        traffic = self.place.cp.traffic
+        before = traffic.calls["all_to_all"], traffic.sent_bytes["all_to_all"]
+        work()
+        return {"all_to_all": (traffic.calls["all_to_all"] - before[0], traffic.sent_bytes["all_to_all"] - before[1])}
+
+    def refusal(self, what: str) -> str:
+        case, place = dataclasses.replace(self.case, sp=False, padding="none", lengths=self.case.padded), self.place
+        tensors, others = self._cut(case, place.rank, case.inputs(self.device))
+        given, lengths = self._call(case, tensors, others), list(case.padded)
+        if what == "length":  # cp divides it, 2 cp does not
+            lengths = [case.cp, *lengths]
+        elif what == "total":
+            lengths = [*lengths, 2 * case.cp]
+        elif what == "order":
+            lengths = [*lengths, 2 * case.cp, -2 * case.cp]
+        if what == "heads":
+            layer = dataclasses.replace(case.layer, heads=case.heads + 1, value_heads=2 * (case.heads + 1))
+            given = given.replaced(layer=layer)
+        else:
+            offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=getattr(torch, case.offsets), device=self.device)
+            given = given.replaced(cu_seqlens=offsets)
+        if what == "length":  # its tokens come along, so that nothing but the length is wrong
+            given = given.replaced(hidden=torch.cat([given.hidden[:1], given.hidden]))
+        before = [sum(axis.traffic.calls.values()) for axis in (place.tp, place.cp)]
+        try:
+            self.adapter.run(given, place)
+        except Abandoned:
+            raise
+        except Mismatch:
+            return ""
+        except Exception as error:
+            if before != [sum(axis.traffic.calls.values()) for axis in (place.tp, place.cp)]:
+                raise Breach(f"refuses an illegal layout ({what}) only after ranks have communicated") from error
+            return f"{type(error).__name__}: {short(error)}"
+        return ""
+
+    def everyone(self, word: str) -> list[str]:
+        codes = torch.zeros(1, 256, dtype=torch.int64, device=self.device)
+        for index, byte in enumerate(word.encode()[:256]):
+            codes[0, index] = byte
+        said = self.place.tp.all_gather(self.place.cp.all_gather(codes))
+        return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in said.tolist()]
+
+    def shards(self, whole: Results, rank: Rank) -> Results:
+        with self._faults():
+            return self.adapter.shards(whole, self.case.layer, rank)
+
+    def loaded(self, shards: dict[str, sharding.Shard], rank: Rank) -> Results:
+        with self._faults():
+            return self.adapter.loaded(shards, self.case.layer, rank)
+
+    def where(self, name: str, flat: int, shape: torch.Size) -> str:
+        """The place of a row in words: the token of its sequence, as the whole has it."""
+        own = name.split()[0].rstrip(",")
+        index, case = indices(flat, shape), self.case
+        part = self.part(own) if name == own and own in (*map(gradient_name, self._names()), *self._names()) else None
+        if part is None:
+            return "index " + ", ".join(map(str, index))
+        axis, rows = part
+        if axis >= len(index):
+            return f"index {', '.join(map(str, index))}, in part"
+        index[axis] = int(rows[index[axis]])
+        if axis != 1 or tuple(shape[:1]) != case.batch[:1]:
+            return "index " + ", ".join(map(str, index))
+        sequence, token = index[0], index[1]
+        if case.packed:
+            starts = case.starts()
+            sequence = max(row for row, start in enumerate(starts[:-1]) if start <= token and case.padded[row])
+            token -= starts[sequence]
+        words = f"token {token}" + ("" if not case.packed or token < case.lengths[sequence] else ", a pad")
+        words += f", head {index[2]}" if len(index) > 2 else ""
+        return f"sequence {sequence}, {words}" if len(case.lengths) > 1 else words
+
+    def _names(self) -> list[str]:
+        return [port.name for port in (*self.case.spec.inputs, *self.case.spec.outputs)]
+
+
+def execute_path(run: Run, adapter: PathAdapter) -> Outcome:
+    """The outcome of a run: on this rank, where this process is one of a group, else on simulated ranks."""
+    case, law = run.example.case, find_law(run.law)
+    assert isinstance(case, ParallelCase)
+    here = torch.distributed.is_initialized()
+    reason = law.needs(adapter.domain) or adapter.domain.outside(case)
+    if adapter.domain.processes and not here:
+        reason = f"{run.adapter} needs ranks that are processes: --ranks N, or torchrun"
+    if reason is not None:
+        return Outcome(Verdict.UNSUPPORTED, reason=reason)
+
+    @functools.cache
+    def bounds() -> dict[str, Bound]:
+        cotangents = case.cotangents() if case.backward else None
+        return bound.bounds(case.spec, case.inputs(), cotangents, adapter.algorithm, run.products)
+
+    def on_rank(place: Place) -> Outcome:
+        bench = RankBench(adapter, case, place, bounds, device)
+        return judged(law, bench, run.example, bench.where, _bytes(case))
+
+    device = "cuda" if here and torch.distributed.get_backend() == "nccl" else "cpu"
+    with poisoned(float("nan")):
+        if not here:
+            outcome = _simulated(case, on_rank)
+        else:
+            place = place_of(case.mesh)
+            outcome = Outcome(Verdict.HOLDS, reason=IDLE) if place is None else on_rank(place)
+    if outcome.rows == 0 and outcome.verdict is Verdict.HOLDS and not outcome.reason and case.tokens == 0:
+        outcome.verdict, outcome.reason = Verdict.BLIND, "nothing to compare: the case has no tokens"
+    return outcome
+
+
+def _simulated(case: ParallelCase, on_rank: Callable[[Place], Outcome]) -> Outcome:
+    """The ranks' outcomes as one. A rank that was left waiting for another has none of its own."""
+    results = simulate(case.tp, case.cp, on_rank)
+    left = {rank: result for rank, result in enumerate(results) if isinstance(result, Abandoned)}
+    answers = {}
+    for rank, result in enumerate(results):
+        if isinstance(result, Outcome):
+            answers[rank] = result.to_json()
+        elif rank not in left:
+            answers[rank] = Outcome(Verdict.UNKNOWN, reason=f"{type(result).__name__} in the toolkit: {result}").to_json()
+    return Outcome.from_json(merge(answers, "; ".join(f"rank {rank}: {error}" for rank, error in left.items())))
+
+
+_PLACES: dict[Mesh, Place | None] = {}
+
+
+def place_of(mesh: Mesh) -> Place | None:
+    """The place of this process in a mesh of the first ranks of its group; None for one that has no part. Groups are made once."""
+    if mesh not in _PLACES:
+        mine, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if mesh.tp * mesh.cp > size:
+            raise ValueError(f"tp * cp must be at most the {size} ranks at hand, got {mesh.tp} * {mesh.cp}")
+        number = torch.arange(mesh.tp * mesh.cp).view(mesh.tp, mesh.cp)
+        # Every process makes every group, in one order: it is told from others by how many its members have made before.
+        axes = [[_axis(ranks, mine) for ranks in lines.tolist()] for lines in (number.T, number)]
+        tp, cp = divmod(mine, mesh.cp)
+        _PLACES[mesh] = Place(axes[0][cp], axes[1][tp]) if mine < mesh.tp * mesh.cp else None
+    return _PLACES[mesh]
+
+
+def _axis(ranks: list[int], mine: int) -> Comm:
+    """The axis that `ranks` share, if this process is one of them; else of one, as somebody must be told."""
+    group = torch.distributed.new_group(ranks) if len(ranks) > 1 else None
+    return Distributed(group) if group is not None and mine in ranks else Alone()
+
+
+def _bytes(case: ParallelCase) -> int:
+    """Bytes of a case's tokens and parameters in float32, a plain measure of its size."""
+    layer = case.layer
+    return 16 * (case.tokens * (layer.hidden + sum(layer.sections.values())) + layer.hidden * sum(layer.sections.values()))
