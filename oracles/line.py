@@ -6,6 +6,8 @@ import types
 import typing
 from typing import Any, ClassVar, Self
 
+_TYPES: dict[type, dict[str, Any]] = {}
+
 
 class Line:
     """What a case is written as: `LONG` maps a field to the word it has in a line, where that is another one.
@@ -33,7 +35,9 @@ class Line:
     @classmethod
     def parse(cls, line: str) -> Self:
         """The case of a line of `name=value` words. ValueError names the word, the rule and the choices."""
-        types_of = typing.get_type_hints(cls)
+        if cls not in _TYPES:
+            _TYPES[cls] = typing.get_type_hints(cls)  # it takes longer than all the rest
+        types_of = _TYPES[cls]
         fields: dict[str, Any] = {
             name: _value(name, types_of[name], text) for name, text in cls.fields_of(split_line(line)).items()
         }

@@ -138,7 +138,7 @@ class ParallelCase(Line):
         """The operation's contract."""
         return {"gdn_layer": GDN_LAYER, "causal_conv1d": CAUSAL_CONV1D}.get(self.operation) or self.call().spec
 
-    @property
+    @functools.cached_property
     def padded(self) -> tuple[int, ...]:
         """Tokens per sequence with their padding: multiples of 2 cp, and for `more` 2 cp beyond."""
         if self.padding == "none":

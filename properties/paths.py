@@ -25,6 +25,7 @@ from properties.strategies import Example
 
 SHORT = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33, 64, 65, 66)
 MESHES = ("1x1", "2x1", "1x2", "2x2", "4x1", "1x4")
+WAYS = ("heads", "tokens")
 ILLEGAL = ("length", "total", "order", "heads")
 
 
@@ -199,10 +200,11 @@ def _drawn(chance: random.Random, domain: PathDomain, tokens: int, fixed: dict[s
     heads = share * field("heads_a_rank", (1, 1, 2) if share < 16 else (1,))
     value_heads = heads * (field("group", (1, 2, 2, 3)) if domain.grouped_heads else 1)
     key_dim = field("key_dim", domain.widths)
-    values = {
-        name: fixed[name] if fixed.get(name) in choices else chance.choice(_weighted(chance, name, choices, domain))
-        for name, choices in domain.choices
-    }
+    values = {}
+    for name, choices in domain.choices:
+        given = fixed.get(name)
+        several = given if isinstance(given, tuple) else _weighted(chance, name, choices, domain)
+        values[name] = given if given in choices else chance.choice(several)
     return ParallelCase(
         lengths,
         domain.operation,
@@ -333,13 +335,12 @@ def _features(sections: tuple[int, ...], cp: int) -> parallel.Layout:
 
 
 def _exchange(bench: PathBench, example: Example) -> Iterator[Pair]:
-    case = example.case
-    for direction, sections in zip(("heads", "tokens"), _sections(case), strict=True):
-        here, there = ("tokens", "heads") if direction == "heads" else ("heads", "tokens")
-        tags, back = (_ways(bench, case, each, sections) for each in _tags(case, sum(sections)))
-        got, gradient = bench.move(tags[here], sections, direction, back[there])
-        yield f"from {here} to {there}", got, tags[there]
-        yield f"gradient from {there} to {here}", gradient, back[here]
+    case, there = example.case, example.variant or ""
+    here, sections = ("tokens", _sections(case)[0]) if there == "heads" else ("heads", _sections(case)[1])
+    tags, back = (_ways(bench, case, each, sections) for each in _tags(case, sum(sections)))
+    got, gradient = bench.move(tags[here], sections, there, back[there])
+    yield f"from {here} to {there}", got, tags[there]
+    yield f"gradient from {there} to {here}", gradient, back[here]
 
 
 def _round_trip(bench: PathBench, example: Example) -> Iterator[Pair]:
@@ -534,10 +535,11 @@ PATH_LAWS: dict[str, Law] = {
         Law(
             "exchange",
             "exact",
-            "tagged numbers land where the layout says, from tokens to heads and back, and so do their gradients",
-            lambda domain: _paths(path_cases(_many(domain), tokens=400, dtype="fp32", **LAYOUT_ONLY)),
+            "tagged numbers land where the layout says, from tokens to heads or back, and so do their gradients",
+            lambda domain: _paths(path_cases(_many(domain), tokens=400, dtype="fp32", **LAYOUT_ONLY), lambda case: WAYS),
             _exchange,
             _needs_layer(exchanges=True),
+            variants=WAYS,
         ),
         Law(
             "round_trip",

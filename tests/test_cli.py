@@ -421,3 +421,34 @@ def test_toolkit_that_fails_is_undecided_and_not_broken(capfd: pytest.CaptureFix
     said = run(capfd, "check", RIGHT, "--law", "recall", "--workers", "1")
     assert said.code == cli.UNDECIDED
     assert "our own mistake" in said.err
+
+
+def test_ranks_of_torchrun_end_with_the_command(tmp_path: pathlib.Path) -> None:
+    """Rank 0 draws and prints; the other follows and is let go at the end."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "verify", "check", "gdn/layer"]
+    done = subprocess.run(
+        [sys.executable, *command, "--law", "exchange", "--profile", "few"],
+        cwd=tmp_path,
+        env=ENVIRONMENT | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "2 ranks over gloo" in done.stdout
+    assert done.stdout.count("HOLDS       exchange") == 1
+
+
+def test_ranks_are_for_parallel_paths(capfd: pytest.CaptureFixture[str]) -> None:
+    said = run(capfd, "check", RIGHT, "--ranks", "2")
+    assert said.code == 2
+    assert "--ranks is for parallel paths" in said.err
+
+
+def test_a_parallel_path_is_checked_on_simulated_ranks_and_repeated_from_its_line(capfd: pytest.CaptureFixture[str]) -> None:
+    said = run(capfd, "check", "gdn/layer", "--law", "exchange", "--profile", "few")
+    assert (said.code, "ranks simulated" in said.out) == (0, True), said.err
+    line = "law=exchange variant=heads adapter=gdn/layer lengths=8+0 packed=yes cp=2 heads=2 value_heads=2"
+    assert run(capfd, "repeat", line).code == 0
+    assert run(capfd, "repeat", line, "--ranks", "2").code == 0

@@ -174,9 +174,9 @@ def test_the_law_sees_what_is_said_wrong_of_fla(two: RankGroup, kind: type, oper
 @pytest.mark.parametrize(
     "line",
     [
-        f"law=exchange adapter=megatron/exchange cp=2 {LAYER} packed=yes lengths=4+0+8 thd_all_to_all=fused",
-        f"law=exchange adapter=megatron/exchange cp=2 {LAYER} packed=yes lengths=4+0+8",
-        f"law=exchange adapter=megatron/exchange cp=2 {LAYER} lengths=8+8 thd_all_to_all=fused",
+        f"law=exchange variant=heads adapter=megatron/exchange cp=2 {LAYER} packed=yes lengths=4+0+8 thd_all_to_all=fused",
+        f"law=exchange variant=heads adapter=megatron/exchange cp=2 {LAYER} packed=yes lengths=4+0+8",
+        f"law=exchange variant=heads adapter=megatron/exchange cp=2 {LAYER} lengths=8+8 thd_all_to_all=fused",
         f"law=round_trip adapter=megatron/exchange cp=2 {LAYER} lengths=8+8",
         f"law=fused adapter=megatron/exchange cp=2 {LAYER} packed=yes lengths=4+0+8",
         f"law=parallel adapter=megatron/layer cp=2 {LAYER} packed=yes padding=more lengths=3+0+5 conv_bias=yes {FLA}",
@@ -193,7 +193,7 @@ def test_megatron_holds(two: RankGroup, line: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "line", "output"),
     [
-        (OneSection, "law=exchange cp=2 packed=yes lengths=4+8 thd_all_to_all=fused", "from tokens to heads"),
+        (OneSection, "law=exchange variant=heads cp=2 packed=yes lengths=4+8 thd_all_to_all=fused", "from tokens to heads"),
         (GlobalZigzag, f"law=parallel cp=2 packed=yes lengths=4+8 {FLA}", "y"),
         (OtherHalfFirst, f"law=parallel cp=2 lengths=8 {TORCH}", "y"),
     ],
@@ -204,7 +204,7 @@ def test_laws_see_what_is_said_wrong_of_megatron(two: RankGroup, kind: type, lin
 
 @needs_megatron
 def test_megatrons_exchange_is_asked_at_more_ranks_than_there_are() -> None:
-    line = "law=exchange adapter=megatron/exchange cp=16 heads=16 value_heads=32 packed=yes lengths=32+0+64 thd_all_to_all=fused"
+    line = "law=exchange variant=heads adapter=megatron/exchange cp=16 heads=16 value_heads=32 packed=yes lengths=32+0+64 "
     code = main(["repeat", line, *(["--path", os.environ["MEGATRON_PATH"]] if "MEGATRON_PATH" in os.environ else [])])
     assert code == 0
 
@@ -212,11 +212,11 @@ def test_megatrons_exchange_is_asked_at_more_ranks_than_there_are() -> None:
 def test_ranks_make_groups_that_others_did_not_need_before() -> None:
     with RankGroup(3, deadline_s=30.0) as three:
         for mesh in ("tp=2 heads=2 value_heads=2", "tp=3 heads=3 value_heads=3"):
-            holds(three, f"law=exchange adapter=gdn/layer {mesh} lengths=8")
+            holds(three, f"law=exchange variant=heads adapter=gdn/layer {mesh} lengths=8")
 
 
 def test_ranks_without_a_part_do_not_disagree(two: RankGroup) -> None:
-    outcome = asked(two, "law=exchange adapter=gdn/layer lengths=0")
+    outcome = asked(two, "law=exchange variant=heads adapter=gdn/layer lengths=0")
     assert (outcome.verdict, outcome.reason) == (Verdict.BLIND, "nothing to compare: the case has no tokens")
 
 

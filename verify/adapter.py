@@ -70,10 +70,12 @@ class Adapter(Implementation):
 class PathAdapter(Implementation):
     """One implementation of a path that tp x cp ranks share: signature and layout, seen from one rank.
 
-    `domain` is what it promises. Ranks reach each other by `place` alone: as processes or, on any laptop, simulated.
+    `domain` is what it promises, `chunk` the tokens in its rule's chunks, where they are always as many. Ranks reach each other by
+    `place` alone: as processes or, on any laptop, simulated.
     """
 
     operation: str = "gdn_layer"
+    chunk: int | None = None
     domain: PathDomain = PathDomain()
 
     @abc.abstractmethod

@@ -226,19 +226,19 @@ def _check(options: argparse.Namespace) -> int:
     store = Store(options.findings)
     for line in store.left_behind():
         print(f'an earlier check died during: python -m verify repeat "{line}"', file=out)
-    start, reports, interrupted = time.monotonic(), list[LawReport](), False
+    start, reports, interrupted, workers = time.monotonic(), list[LawReport](), False, _workers(options, launch)
     checking = Check(
         spec,
         asked,
         profile,
         seed,
-        _workers(options, launch),
+        workers,
         store,
         stop_at_first=options.stop,
         deadline_s=options.deadline,
         products=options.products,
     )
-    with _json_lines(options.json) as lines, _progress() as on_case, checking as check:
+    with _ended(workers), _json_lines(options.json) as lines, _progress() as on_case, checking as check:
         check.on_case = on_case
 
         def say(report: LawReport) -> None:
@@ -300,6 +300,16 @@ def _workers(options: argparse.Namespace, launch: Launch | None) -> int | list[A
     if options.ranks:
         return [RankGroup(options.ranks, _backend(options, options.ranks), options.deadline)]
     return int(getattr(options, "workers", 1))
+
+
+@contextlib.contextmanager
+def _ended(workers: int | list[Asked]) -> Iterator[None]:
+    """Ranks end with the command, and those who follow are let go."""
+    try:
+        yield
+    finally:
+        for each in workers if isinstance(workers, list) else ():
+            each.close()
 
 
 def _place(asked: Asked) -> str:

@@ -202,8 +202,9 @@ class RankBench(Timed):
 
     def refusal(self, what: str) -> str:
         case, place = dataclasses.replace(self.case, sp=False, padding="none", lengths=self.case.padded), self.place
-        tensors, others = self._cut(case, place.rank, case.inputs(self.device))
-        given, lengths = self._call(case, tensors, others), list(case.padded)
+        tensors, others = self._cut(case, place.rank, case.inputs())
+        given = self._call(case, {name: x.to(self.device) for name, x in tensors.items()}, others)
+        lengths = list(case.padded)
         if what == "length":  # cp divides it, 2 cp does not
             lengths = [case.cp, *lengths]
         elif what == "total":
@@ -286,7 +287,7 @@ def execute_path(run: Run, adapter: PathAdapter) -> Outcome:
     @functools.cache
     def bounds() -> dict[str, Bound]:
         cotangents = case.cotangents() if case.backward else None
-        return bound.bounds(case.spec, case.inputs(), cotangents, adapter.algorithm, run.products)
+        return bound.bounds(case.spec, case.inputs(), cotangents, adapter.algorithm, run.products, adapter.chunk)
 
     def on_rank(place: Place) -> Outcome:
         bench = RankBench(adapter, case, place, bounds, device)

@@ -18,7 +18,7 @@ from verify.adapter import Adapter, PathAdapter, check_spec, load
 from verify.bench import AdapterBench, AdapterFault, OutOfMemory
 from verify.judge import Finding, Verdict, Where, judge, where
 
-EVERY_LAW = collections.ChainMap(LAWS, PATH_LAWS)
+EVERY_LAW = collections.ChainMap(PATH_LAWS, LAWS)  # the last is listed first
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ class GdnLayer(PathAdapter):
     """`verify.gdn.layer.GatedDeltaNet`: tensor, sequence and context parallel, with every published change as a choice."""
 
     algorithm = "chunkwise"
+    chunk = 64
     domain = PathDomain(choices=_CHOICES, slow=("conv=fla", "rule=fla"))
     module: type[GatedDeltaNet] = GatedDeltaNet
 
