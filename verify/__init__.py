@@ -5,13 +5,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from verify.adapter import Adapter as Adapter
     from verify.adapter import Domain as Domain
+    from verify.adapter import PathAdapter as PathAdapter
+    from verify.adapter import PathDomain as PathDomain
 
 __version__ = "0.1.0"
-__all__ = ["Adapter", "Domain"]
+__all__ = ["Adapter", "Domain", "PathAdapter", "PathDomain"]
 
 
 def __getattr__(name: str) -> Any:
-    """Adapter and Domain on first use: the pytest plugin lives here too, and must not import torch into foreign suites."""
+    """The adapters' classes on first use: the pytest plugin lives here too, and must not import torch into foreign suites."""
     if name in __all__:
         from verify import adapter
 

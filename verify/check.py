@@ -94,6 +94,8 @@ def describe(spec: str, worker: Asked) -> Described:
     try:
         said = worker.ask({"describe": spec})
     except WorkerLost as lost:
+        if lost.how == "failed to start":
+            raise AdapterError(f"the ranks failed to start: {lost.detail}") from None
         raise AdapterError(f"adapter {spec}: importing it {lost.how}: {lost.detail}; {_last_line(lost.tail)}") from None
     if "error" in said:
         raise AdapterError(said["error"])

@@ -4,12 +4,12 @@ The bench cuts the whole call as oracles/parallel.py and oracles/sharding.py say
 of parameters over the ranks that share them. Every rank judges what it holds.
 """
 
-import contextlib
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ PARAMETERS = {
     "norm": "norm.weight",
     "out_proj": "out_proj.weight",
 }
+T = TypeVar("T")
 SHARED_ALIKE = ("weight", "bias")  # of a convolution: every CP rank has all of it, its gradient is the sum
 
 
@@ -75,13 +76,17 @@ class RankBench(Timed):
         given = self._call(case, leaves, others)
         output = next(port.name for port in case.spec.outputs)
         want = self._cut(case, place.rank, inputs)[0][self._carrier]
-        with self._faults():
+
+        def forward_and_backward() -> tuple[Tensor, list[Tensor | None]]:
             y = self.adapter.run(given, place)
-            results = {output: self._checked(y, case, want, output)}
-            gradients: list[Tensor | None] = []
-            if cotangents is not None:
-                direction = self._tokens(case, place.rank, cotangents[output]).to(self.device)
-                gradients = self._backward(y, direction, list(leaves.values()))
+            checked = self._checked(y, case, want, output)
+            if cotangents is None:
+                return checked, []
+            direction = self._tokens(case, place.rank, cotangents[output]).to(self.device)
+            return checked, self._backward(y, direction, list(leaves.values()))
+
+        y, gradients = self.call_implementation(forward_and_backward)
+        results = {output: y}
         for name, leaf in leaves.items():
             if not torch.equal(leaf.detach(), copies[name]):
                 self.impure.append(Finding(name, "was changed by the call"))
@@ -123,12 +128,14 @@ class RankBench(Timed):
             given["parameters"] = {PARAMETERS[name]: leaf for name, leaf in leaves.items() if name in PARAMETERS}
         return Inputs(**given)
 
-    @contextlib.contextmanager
-    def _faults(self) -> Any:
-        """What the path raises as a finding; what it raises because another rank left, as it is."""
+    def call_implementation(self, call: Callable[[], T]) -> T:
+        """What the path returns; what it raises is a finding, unless it does so because another rank left.
+
+        A stack that has this frame is in the implementation (verify/worker.py).
+        """
         try:
             with self.timed("kernel_s"):
-                yield
+                return call()
         except (AdapterFault, Abandoned):
             raise
         except (MemoryError, torch.OutOfMemoryError) as error:
@@ -187,12 +194,15 @@ class RankBench(Timed):
         lengths = list(self.case.padded) if self.case.packed else None
         taken = {name: getattr(self.case, name) for name in CHOICES} | choices
         leaf = x.to(self.device).detach().clone().requires_grad_(dy is not None)
-        with self._faults():
+
+        def forward_and_backward() -> tuple[Tensor, Tensor]:
             y = self.adapter.move(leaf, lengths, sections, to, self.place, taken)
             if dy is None or not y.requires_grad:
                 return y.detach().cpu(), torch.zeros_like(x)
             (dx,) = torch.autograd.grad(y, leaf, dy.to(self.device))
-        return y.detach().cpu(), dx.cpu()
+            return y.detach().cpu(), dx.cpu()
+
+        return self.call_implementation(forward_and_backward)
 
     def exchanged(self, work: Callable[[], object]) -> dict[str, tuple[int, int]]:
         traffic = self.place.cp.traffic
@@ -221,15 +231,13 @@ class RankBench(Timed):
             given = given.replaced(hidden=torch.cat([given.hidden[:1], given.hidden]))
         before = [sum(axis.traffic.calls.values()) for axis in (place.tp, place.cp)]
         try:
-            self.adapter.run(given, place)
-        except Abandoned:
-            raise
-        except Mismatch:
-            return ""
-        except Exception as error:
+            self.call_implementation(lambda: self.adapter.run(given, place))
+        except AdapterFault as fault:
+            if isinstance(fault.__cause__, Mismatch):
+                return ""
             if before != [sum(axis.traffic.calls.values()) for axis in (place.tp, place.cp)]:
-                raise Breach(f"refuses an illegal layout ({what}) only after ranks have communicated") from error
-            return f"{type(error).__name__}: {short(error)}"
+                raise Breach(f"refuses an illegal layout ({what}) only after ranks have communicated") from fault
+            return fault.finding.what
         return ""
 
     def everyone(self, word: str) -> list[str]:
@@ -240,12 +248,10 @@ class RankBench(Timed):
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in said.tolist()]
 
     def shards(self, whole: Results, rank: Rank) -> Results:
-        with self._faults():
-            return self.adapter.shards(whole, self.case.layer, rank)
+        return self.call_implementation(lambda: self.adapter.shards(whole, self.case.layer, rank))
 
     def loaded(self, shards: dict[str, sharding.Shard], rank: Rank) -> Results:
-        with self._faults():
-            return self.adapter.loaded(shards, self.case.layer, rank)
+        return self.call_implementation(lambda: self.adapter.loaded(shards, self.case.layer, rank))
 
     def where(self, name: str, flat: int, shape: torch.Size) -> str:
         """The place of a row in words: the token of its sequence, as the whole has it."""
@@ -273,6 +279,9 @@ class RankBench(Timed):
         return [port.name for port in (*self.case.spec.inputs, *self.case.spec.outputs)]
 
 
+_AHEAD = concurrent.futures.ThreadPoolExecutor(1, "oracle")
+
+
 def execute_path(run: Run, adapter: PathAdapter) -> Outcome:
     """The outcome of a run: on this rank, where this process is one of a group, else on simulated ranks."""
     case, law = run.example.case, find_law(run.law)
@@ -285,12 +294,16 @@ def execute_path(run: Run, adapter: PathAdapter) -> Outcome:
         return Outcome(Verdict.UNSUPPORTED, reason=reason)
 
     @functools.cache
-    def bounds() -> dict[str, Bound]:
+    def computed() -> dict[str, Bound]:
         cotangents = case.cotangents() if case.backward else None
         return bound.bounds(case.spec, case.inputs(), cotangents, adapter.algorithm, run.products, adapter.chunk)
 
+    # A process has a core of its own, where the oracle can be ahead of a path that waits for others, or for a GPU.
+    place = place_of(case.mesh) if here else None
+    ahead = _AHEAD.submit(computed) if place is not None and law.kind == "truth" else None
+
     def on_rank(place: Place) -> Outcome:
-        bench = RankBench(adapter, case, place, bounds, device)
+        bench = RankBench(adapter, case, place, computed if ahead is None else ahead.result, device)
         return judged(law, bench, run.example, bench.where, _bytes(case))
 
     device = "cuda" if here and torch.distributed.get_backend() == "nccl" else "cpu"
@@ -298,7 +311,6 @@ def execute_path(run: Run, adapter: PathAdapter) -> Outcome:
         if not here:
             outcome = _simulated(case, on_rank)
         else:
-            place = place_of(case.mesh)
             outcome = Outcome(Verdict.HOLDS, reason=IDLE) if place is None else on_rank(place)
     if outcome.rows == 0 and outcome.verdict is Verdict.HOLDS and not outcome.reason and case.tokens == 0:
         outcome.verdict, outcome.reason = Verdict.BLIND, "nothing to compare: the case has no tokens"

@@ -307,7 +307,7 @@ def innermost(wrote: str) -> str:
 
 
 def in_implementation(wrote: str) -> bool:
-    """Whether a stack shows a call of the implementation, of which `verify/bench.py` has the frame."""
+    """Whether a stack shows a call of the implementation, of which `verify/bench.py` and `verify/parallel.py` have the frame."""
     return _CALL in wrote
 
 

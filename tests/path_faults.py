@@ -1,0 +1,58 @@
+"""Paths that do on rank 1 what a path must not do, before the ranks talk to each other; on the others they are our layer."""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import Tensor
+
+from oracles.operation import Inputs
+from verify.adapters.gdn import GdnLayer
+from verify.comm import Place
+
+
+class Fault(GdnLayer):
+    """Rank 1 of cp has the fault."""
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        if place.cp.rank == 1:
+            self.fault(place)
+        return super().run(x, place)
+
+    def fault(self, place: Place) -> None:
+        """What it does."""
+
+
+class Raises(Fault):
+    def fault(self, place: Place) -> None:
+        raise RuntimeError("no such tile")
+
+
+class Exits(Fault):
+    def fault(self, place: Place) -> None:
+        sys.exit(7)
+
+
+class IsKilled(Fault):
+    def fault(self, place: Place) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class HangsOnTheCPU(Fault):
+    def fault(self, place: Place) -> None:
+        time.sleep(1000)
+
+
+class HangsInACollective(Fault):
+    def fault(self, place: Place) -> None:
+        place.cp.all_reduce(torch.ones(3))
+        place.cp.all_reduce(torch.ones(3))
+        place.cp.all_reduce(torch.ones(3))
+
+
+class PrintsMuch(Fault):
+    def fault(self, place: Place) -> None:
+        for _ in range(1000):
+            print("x" * 100_000)

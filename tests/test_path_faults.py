@@ -1,0 +1,49 @@
+"""A rank that fails is named in the verdict of its case within its deadline, the next case runs, and nobody is left behind."""
+
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+from verify.check import ask
+from verify.judge import Verdict
+from verify.ranks import RankGroup
+from verify.run import Outcome, Run
+from verify.store import Store
+
+CASE = "law=parallel adapter={adapter} lengths=8 cp=2 heads=2 value_heads=2 backward=no"
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankGroup]:
+    with RankGroup(2, deadline_s=10.0) as group:
+        yield group
+
+
+def asked(group: RankGroup, tmp_path: pathlib.Path, kind: str) -> Outcome:
+    return ask(Run.parse(CASE.format(adapter=f"tests/path_faults.py:{kind}")), group, Store(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("Raises", ("rank 1: call", "raised RuntimeError: no such tile")),
+        ("Exits", ("rank 1", "exited with code 7")),
+        ("IsKilled", ("rank 1", "killed by SIGKILL")),
+        ("HangsOnTheCPU", ("rank 1 hung: no answer within 10 s", "in fault (path_faults.py")),
+        ("HangsInACollective", ("rank", "all_")),
+    ],
+)
+def test_a_rank_that_fails_is_named_and_the_next_case_runs(
+    two: RankGroup, tmp_path: pathlib.Path, kind: str, said: tuple[str, ...]
+) -> None:
+    outcome = asked(two, tmp_path, kind)
+    assert outcome.verdict is Verdict.BROKEN, outcome
+    words = " ".join(f"{finding.output}: {finding.what} {finding.worst}" for finding in outcome.findings)
+    for each in said:
+        assert each in words
+    assert asked(two, tmp_path, "Fault").verdict is Verdict.HOLDS
+
+
+def test_a_rank_that_prints_much_disturbs_nothing(two: RankGroup, tmp_path: pathlib.Path) -> None:
+    assert asked(two, tmp_path, "PrintsMuch").verdict is Verdict.HOLDS
