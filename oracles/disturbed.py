@@ -151,9 +151,10 @@ def _left(total: Tensor, end: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Remaining(torch.autograd.Function):
-    """k and G as they are; of k.dk, whose terms cancel in dG, the truth too knows what is left only to a float64 rounding.
+    """k and G as they are; of k.dk, whose terms cancel in dG, a run in chunks knows what is left only to a float64 rounding.
 
-    The recurrence itself never forms such sums: its gradients of gates may be far smaller, and right.
+    Nor does the truth where each channel decays on its own. The recurrence never forms such sums: its gradients of gates may be far
+    smaller, and right.
     """
 
     @staticmethod

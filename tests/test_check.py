@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import strategies as st
 
 from oracles import bound
 from oracles.case import Case
@@ -15,7 +16,7 @@ from properties.strategies import Example
 from tests import mutants
 from verify import check as check_module
 from verify.adapter import AdapterError, installed
-from verify.check import ENOUGH, PROFILES, Check, LawReport, Profile, ask, describe, overall
+from verify.check import ENOUGH, PROFILES, Check, LawReport, Profile, ask, batches, describe, overall, seeded
 from verify.judge import Finding, Verdict
 from verify.known import Known
 from verify.run import Outcome, Run, execute
@@ -376,3 +377,19 @@ def test_crash_that_does_not_repeat_is_undecided_and_kept(store: Store, monkeypa
     assert report.verdict is Verdict.UNKNOWN
     assert "SIGSEGV, but not again in a fresh worker" in report.reason
     assert "found once" in (store.folder / "findings.jsonl").read_text()
+
+
+def test_batches_are_what_is_drawn_in_its_order_and_no_longer_than_asked() -> None:
+    want: list[int] = []
+    seeded(st.integers(0, 10**6), 3, 40, want.append)
+    got = list(batches(st.integers(0, 10**6), 3, 40, 7))
+    assert [each for batch in got for each in batch] == want
+    assert 0 < min(map(len, got)) <= max(map(len, got)) <= 7
+
+
+def test_a_drawing_that_fails_fails_its_caller() -> None:
+    def refuse(number: int) -> int:
+        raise ArithmeticError(f"not {number}")
+
+    with pytest.raises(ArithmeticError, match=r"^not "):
+        list(batches(st.integers(0, 9).map(refuse), 0, 5, 2))

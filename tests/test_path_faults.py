@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from verify.check import ask
+from verify.check import ask, ask_all
 from verify.judge import Verdict
 from verify.ranks import RankGroup
 from verify.run import Outcome, Run
@@ -47,3 +47,11 @@ def test_a_rank_that_fails_is_named_and_the_next_case_runs(
 
 def test_a_rank_that_prints_much_disturbs_nothing(two: RankGroup, tmp_path: pathlib.Path) -> None:
     assert asked(two, tmp_path, "PrintsMuch").verdict is Verdict.HOLDS
+
+
+def test_runs_put_as_one_question_have_each_its_own_outcome(two: RankGroup, tmp_path: pathlib.Path) -> None:
+    kinds = ("Fault", "Raises", "Fault", "Fault")
+    runs = [Run.parse(CASE.format(adapter=f"tests/path_faults.py:{kind}")) for kind in kinds]
+    outcomes = list(ask_all(runs, two, Store(tmp_path)))
+    assert [outcome.verdict for outcome in outcomes] == [Verdict.HOLDS, Verdict.BROKEN, Verdict.HOLDS, Verdict.HOLDS]
+    assert outcomes[1].findings[0].output == "rank 1: call"

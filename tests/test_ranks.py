@@ -666,3 +666,14 @@ def test_deaths_of_the_same_moment_are_all_named() -> None:
     first, second = WorkerLost("crashed", "killed by SIGABRT", "one"), WorkerLost("crashed", "exited with code 1", "two")
     lost = ranks._crashed({0: first, 2: second})
     assert (lost.how, lost.detail, lost.tail) == ("crashed", "rank 0 killed by SIGABRT; rank 2 exited with code 1", "one")
+
+
+def test_lists_of_outcomes_are_merged_as_far_as_every_rank_came() -> None:
+    holds, broken = Outcome(Verdict.HOLDS, rows=1), Outcome(Verdict.BROKEN, [Finding("y", "is off", rows=3)])
+    one = {"outcomes": [holds.to_json(), broken.to_json(), holds.to_json()]}
+    other = {"outcomes": [holds.to_json(), holds.to_json()]}
+    merged = merge({0: one, 1: other})["outcomes"]
+    assert [outcome["verdict"] for outcome in merged] == ["holds", "broken"]
+    assert merged[1]["findings"][0]["output"] == "rank 0: y"
+    assert merge({0: one, 1: other}, "rank 1 waits in all_reduce") == {"outcomes": []}
+    assert merge({0: one, 1: {"error": "gone"}}) == {"outcomes": []}
