@@ -18,6 +18,7 @@ float64, and p = 53, that is t = 2 x, returns x itself, which is how run 0 stays
 it is so too; what has 24 bits there needs no rounding, since float32 does it.
 """
 
+import array
 import dataclasses
 import functools
 import math
@@ -189,6 +190,12 @@ def _table(device: torch.device) -> Tensor:
     return 1.0 + scrambled.to(torch.float64) / 2.0**52
 
 
+@functools.cache
+def _known() -> "array.array[float]":
+    """The same numbers where single ones are looked up, which a tensor takes long for."""
+    return array.array("d", _table(torch.device("cpu")).tolist())
+
+
 _TABLE = 2**20
 _MANTISSA = {torch.float64: 53, torch.float32: 24}
 
@@ -205,19 +212,18 @@ def _factors(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The grids s of a place, s (2^(53-p) + 1) and 1 / s; run 0's do nothing."""
     last = shape[-2:] if len(shape) > 2 else shape[1:]
-    size, table, known = math.prod(last), _table(device), _table(torch.device("cpu"))
+    size, table, known = math.prod(last), _table(device), _known()
     word = zlib.crc32(place.encode())
     count = (first + runs) // 2  # odd runs
-    keys = known[(word + 104729 * torch.arange(count)) % _TABLE].tolist()
-    strata = sorted(range(count), key=keys.__getitem__)
+    strata = sorted(range(count), key=lambda run: known[(word + 104729 * run) % _TABLE])
     grid = torch.empty(runs, size, dtype=dtype, device=device)
     for row, run in zip(grid, range(first, first + runs), strict=True):
         start = (word + 7919 * run * (run + 12)) % _TABLE
         if run == 0:
             row.fill_(1.0)
         elif run % 2:
-            phase = (strata[run // 2] + float(known[start]) - 1.0) / count
-            row.fill_(float(known[word % _TABLE]) * (1.0 + phase * 2.0 ** (1 - bits)))
+            phase = (strata[run // 2] + known[start] - 1.0) / count
+            row.fill_(known[word % _TABLE] * (1.0 + phase * 2.0 ** (1 - bits)))
         elif start + size <= _TABLE:
             row.copy_(table[start : start + size])
         else:
