@@ -89,7 +89,7 @@ def rate(
     done, start, warm = 0, 0.0, 0
     for batch in batches(path_cases(domain, **fixed), options.seed, options.cases + WARM, most):
         ways = PATH_LAWS[law].variants or (None,)
-        runs = [Run(law, options.adapter, Example(case, None, ways[at % len(ways)])) for at, case in enumerate(batch)]
+        runs = [Run(law, options.adapter, Example(case, None, ways[at % len(ways)])) for at, case in enumerate(batch, done)]
         for run, outcome in zip(runs, ask_all(runs, group, store), strict=True):
             assert outcome.verdict in (Verdict.HOLDS, Verdict.BLIND), (str(run), outcome)
         done += len(runs)

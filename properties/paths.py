@@ -97,6 +97,7 @@ class PathDomain:
             (self.conv_bias or not case.conv_bias, "conv_bias=yes is not supported"),
             (self.negative_eigenvalues or not case.allow_neg_eigval, "allow_neg_eigval=yes is not supported"),
             (self.backward or not case.backward, "backward=yes is not supported"),
+            (self.deterministic or not case.deterministic, "deterministic=yes is not supported"),
             (_piece(case) >= self.least_piece, f"pieces of {_piece(case)} tokens, under {self.least_piece}, are not supported"),
             *((getattr(case, name) in values, f"{name}={getattr(case, name)} is not supported") for name, values in self.choices),
         )
@@ -227,7 +228,7 @@ def _drawn(chance: random.Random, domain: PathDomain, tokens: int, fixed: dict[s
         allow_neg_eigval=layer and domain.negative_eigenvalues and field("allow_neg_eigval", (False, True)),
         offsets=field("offsets", domain.offsets) if packed else "int64",
         backward=domain.backward and field("backward", (True,)),
-        deterministic=field("deterministic", (False,)),
+        deterministic=domain.deterministic and field("deterministic", (False, True)),
         seed=chance.randrange(2**16),
         **values,
     )
@@ -501,8 +502,10 @@ def _divides(case: ParallelCase, variant: str | None) -> str | None:
 def _illegal(case: ParallelCase, variant: str | None) -> str | None:
     if variant in ("length", "total", "order") and not case.packed:
         return "packed=yes"
-    if variant in ("length", "heads") and case.cp == 1:
+    if variant == "length" and case.cp == 1:
         return "cp over 1"
+    if variant == "heads" and case_ranks(case) == 1:
+        return "more than one rank"
     return None
 
 

@@ -219,6 +219,14 @@ class NeverTheSame(Mutant):
         return super().run(x, place) * (1 + 2**-22 * (self.calls[0] % 7))
 
 
+class WrongWhenDeterministic(Mutant):
+    """The deterministic way leaves the last token out."""
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        y = super().run(x, place)
+        return torch.cat([y[:-1], 0 * y[-1:]]) if x.deterministic else y
+
+
 class LastRankIsNaN(Mutant):
     """The first token of the last CP rank is not a number."""
 

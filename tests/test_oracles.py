@@ -968,6 +968,30 @@ def test_integers_reject_a_wrong_backward(
     assert gradients() != want
 
 
+def forgets_blocks_before(a: Tensor, inverses: list[Tensor], b: Tensor, *, transposed: bool = False) -> Tensor:
+    """Each block solved on its own."""
+    sides = zip(inverses, b.split(chunkwise._BLOCK, -2), strict=True)
+    return torch.cat([(inverse.mT if transposed else inverse) @ right for inverse, right in sides], -2)
+
+
+def never_transposed(a: Tensor, inverses: list[Tensor], b: Tensor, *, transposed: bool = False) -> Tensor:
+    """Backward solves the forward system."""
+    return SUBSTITUTED(a, inverses, b)
+
+
+SUBSTITUTED = chunkwise.substituted
+
+
+@pytest.mark.parametrize("wrong", [forgets_blocks_before, never_transposed])
+def test_wrong_substitutions_are_rejected(wrong: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.parse("lengths=64 gate=64 state=random seed=3")
+    inputs, cotangents = case.inputs(), case.cotangents()
+    right = form("gated_delta_rule", inputs, cotangents, "exact", 64)
+    assert max(relative(right, form("gated_delta_rule", inputs, cotangents, "exact", 16)).values()) <= 1e-13
+    monkeypatch.setattr(chunkwise, "substituted", wrong)
+    assert max(relative(form("gated_delta_rule", inputs, cotangents, "exact", 64), right).values()) > 1e-3
+
+
 @pytest.mark.parametrize("operation", RULES)
 @settings(max_examples=20)
 @given(

@@ -217,7 +217,7 @@ def test_ranks_make_groups_that_others_did_not_need_before() -> None:
 
 def test_ranks_without_a_part_do_not_disagree(two: RankGroup) -> None:
     outcome = asked(two, "law=exchange variant=heads adapter=gdn/layer lengths=0")
-    assert (outcome.verdict, outcome.reason) == (Verdict.BLIND, "nothing to compare: the case has no tokens")
+    assert (outcome.verdict, outcome.reason) == (Verdict.BLIND, "nothing to compare: no rank has a row")
 
 
 # What they do not promise

@@ -47,6 +47,7 @@ KILLED_BY: dict[type[PathAdapter], tuple[str, ...]] = {
     path_mutants.RefusesLate: ("refused",),
     path_mutants.EvenRows: ("reshard",),
     path_mutants.NeverTheSame: ("repeats",),
+    path_mutants.WrongWhenDeterministic: ("parallel",),
 }
 # How small a case gets: ranks and tokens.
 SMALLEST = {
@@ -216,9 +217,18 @@ def test_what_everyone_says_is_heard_on_every_rank() -> None:
 
 
 def test_a_rank_that_raises_is_the_finding_and_the_others_are_said_to_wait() -> None:
-    outcome = execute(Run.parse("law=parallel adapter=tests/path_mutants.py:SumsTwice lengths=8 tp=2 heads=2 value_heads=2"))
+    outcome = execute(Run.parse("law=parallel adapter=tests/path_faults.py:Raises lengths=8 cp=2 heads=2 value_heads=2"))
     assert outcome.verdict is Verdict.BROKEN
-    assert outcome.findings[0].output.startswith("rank")
+    (finding,) = outcome.findings
+    assert finding.output == "rank 1: call"
+    assert finding.what == "raised RuntimeError: no such tile; while rank 0 waits for rank 1"
+
+
+def test_a_law_that_compares_nothing_is_blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run.parse("law=parallel adapter=gdn/layer lengths=8 cp=2 heads=2 value_heads=2")
+    assert execute(run).verdict is Verdict.HOLDS
+    monkeypatch.setitem(PATH_LAWS, "parallel", dataclasses.replace(PATH_LAWS["parallel"], check=lambda bench, example: iter(())))
+    assert (execute(run).verdict, execute(run).reason) == (Verdict.BLIND, "nothing to compare: no rank has a row")
 
 
 def test_a_kernel_is_not_asked_a_law_of_paths_and_the_reverse() -> None:

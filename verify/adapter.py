@@ -85,7 +85,8 @@ class PathAdapter(Implementation):
         gdn_layer: y [tokens, B, D] of x.hidden [tokens, B, D], tokens in the case's layout (THD: B = 1), and the parameters by
         the names of oracles/sharding.py in x.parameters, this rank's shards at rest. x has also layer (its widths), cu_seqlens and
         cu_seqlens_padded [N + 1] or None, sequence_parallel, eps, allow_neg_eigval, and the case's choices.
-        A rule: o [1, tokens, HV, V] of q, k, v, g, beta with tokens on axis 1, and of the whole cu_seqlens; causal_conv1d: y.
+        A rule: o [1, tokens, HV, V] of an Adapter's q, k, v, g, beta with tokens on axis 1, the whole's cu_seqlens and layout;
+        causal_conv1d: y.
         """
 
     def move(

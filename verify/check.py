@@ -123,10 +123,9 @@ def ask(run: Run, worker: Asked, store: Store) -> Outcome:
     except WorkerLost as lost:
         if lost.how == "closed":
             return Outcome(Verdict.UNKNOWN, reason="the worker was closed")
-        if lost.how == "failed to start" or "supervisor" in lost.detail:
-            return Outcome(Verdict.UNKNOWN, reason=f"the ranks {lost.how}: {lost.detail}")
         if not lost.in_kernel:
-            return Outcome(Verdict.UNKNOWN, reason=f"the oracle did not finish: {lost.detail}")
+            what = "the oracle did not finish" if lost.how == "hung" else f"the ranks {lost.how}"
+            return Outcome(Verdict.UNKNOWN, reason=f"{what}: {lost.detail}")
         last = _last_line(lost.tail) if lost.how == "crashed" else ""
         return Outcome(Verdict.BROKEN, [Finding("call", f"{lost.how}: {lost.detail}", last)])
     finally:

@@ -24,7 +24,7 @@ from verify.adapter import PathAdapter
 from verify.bench import AdapterFault, OutOfMemory, Timed, frame, poisoned, short
 from verify.comm import Abandoned, Alone, Comm, Distributed, Mismatch, Place, simulate
 from verify.judge import Finding, Verdict, indices
-from verify.ranks import IDLE, merge
+from verify.ranks import IDLE, left, merge
 from verify.run import Outcome, Run, find_law, judged
 
 # The oracle's name of each of the layer's parameters.
@@ -75,11 +75,10 @@ class RankBench(Timed):
         copies = {name: leaf.detach().clone() for name, leaf in leaves.items()}
         given = self._call(case, leaves, others)
         output = next(port.name for port in case.spec.outputs)
-        want = self._cut(case, place.rank, inputs)[0][self._carrier]
 
         def forward_and_backward() -> tuple[Tensor, list[Tensor | None]]:
             y = self.adapter.run(given, place)
-            checked = self._checked(y, case, want, output)
+            checked = self._checked(y, case, tensors[self._carrier], output)
             if cotangents is None:
                 return checked, []
             direction = self._tokens(case, place.rank, cotangents[output]).to(self.device)
@@ -120,11 +119,11 @@ class RankBench(Timed):
         return held.transpose(0, 1).contiguous() if case.operation == "gdn_layer" else held
 
     def _call(self, case: ParallelCase, leaves: Results, others: dict[str, Any]) -> Inputs:
-        choices = {name: getattr(case, name) for name in (*CHOICES, "deterministic")}
-        given: dict[str, Any] = {**others, **leaves, **choices, "layout": case.layout, "sequence_parallel": case.sp}
+        given: dict[str, Any] = {**others, **leaves, "layout": case.layout, "sequence_parallel": case.sp}
         real, padded = case.cu_seqlens(self.device, padded=False), case.cu_seqlens(self.device)
         given |= {"cu_seqlens": real, "cu_seqlens_padded": padded if case.padding != "none" else None}
         if case.operation == "gdn_layer":
+            given |= {name: getattr(case, name) for name in (*CHOICES, "deterministic")}
             given["parameters"] = {PARAMETERS[name]: leaf for name, leaf in leaves.items() if name in PARAMETERS}
         return Inputs(**given)
 
@@ -312,22 +311,37 @@ def execute_path(run: Run, adapter: PathAdapter) -> Outcome:
             outcome = _simulated(case, on_rank)
         else:
             outcome = Outcome(Verdict.HOLDS, reason=IDLE) if place is None else on_rank(place)
-    if outcome.rows == 0 and outcome.verdict is Verdict.HOLDS and not outcome.reason and case.tokens == 0:
-        outcome.verdict, outcome.reason = Verdict.BLIND, "nothing to compare: the case has no tokens"
     return outcome
+
+
+class _Failed(Exception):
+    """A rank has left its case with this outcome before its end: those who wait for it must not any longer."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.kind)
+        self.outcome = outcome
 
 
 def _simulated(case: ParallelCase, on_rank: Callable[[Place], Outcome]) -> Outcome:
     """The ranks' outcomes as one. A rank that was left waiting for another has none of its own."""
-    results = simulate(case.tp, case.cp, on_rank)
-    left = {rank: result for rank, result in enumerate(results) if isinstance(result, Abandoned)}
-    answers = {}
-    for rank, result in enumerate(results):
-        if isinstance(result, Outcome):
-            answers[rank] = result.to_json()
-        elif rank not in left:
-            answers[rank] = Outcome(Verdict.UNKNOWN, reason=f"{type(result).__name__} in the toolkit: {result}").to_json()
-    return Outcome.from_json(merge(answers, "; ".join(f"rank {rank}: {error}" for rank, error in left.items())))
+
+    def work(place: Place) -> Outcome:
+        outcome = on_rank(place)
+        if left(outcome.to_json()):
+            raise _Failed(outcome)
+        return outcome
+
+    answers, waits = {}, []
+    for rank, result in enumerate(simulate(case.tp, case.cp, work)):
+        if isinstance(result, Abandoned):
+            waits.append(f"rank {rank} waits for rank {result.rank}")
+            continue
+        if isinstance(result, _Failed):
+            result = result.outcome
+        elif isinstance(result, BaseException):
+            result = Outcome(Verdict.UNKNOWN, reason=f"{type(result).__name__} in the toolkit: {result}")
+        answers[rank] = result.to_json()
+    return Outcome.from_json(merge(answers, "; ".join(waits)))
 
 
 _PLACES: dict[Mesh, Place | None] = {}

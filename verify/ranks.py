@@ -696,12 +696,15 @@ def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:
         verdict = Verdict.UNKNOWN
         said = _each({rank: ": ".join(filter(None, [outcome.verdict, outcome.reason])) for rank, outcome in outcomes.items()})
         reason = f"ranks disagree: {said}" + (f"; {waited}" if waited else "")
+    rows = sum(outcome.rows for outcome in outcomes.values())
+    if verdict is Verdict.HOLDS and rows == 0:
+        verdict, reason = Verdict.BLIND, "nothing to compare: no rank has a row"
     names = {name for outcome in outcomes.values() for name in outcome.ratios}
     return Outcome(
         verdict,
         findings,
         reason,
-        sum(outcome.rows for outcome in outcomes.values()),
+        rows,
         {name: max(outcome.ratios.get(name, 0.0) for outcome in outcomes.values()) for name in sorted(names)},
         max(outcome.kernel_s for outcome in outcomes.values()),
         max(outcome.oracle_s for outcome in outcomes.values()),

@@ -16,6 +16,7 @@ from properties.paths import PATH_LAWS, PathDomain
 from properties.strategies import Example
 from verify.adapter import Adapter, PathAdapter, check_spec, load
 from verify.bench import AdapterBench, AdapterFault, OutOfMemory
+from verify.comm import Abandoned
 from verify.judge import Finding, Verdict, Where, judge, where
 
 EVERY_LAW = collections.ChainMap(PATH_LAWS, LAWS)  # the last is listed first
@@ -154,6 +155,8 @@ def judged(law: Law, bench: Any, example: Example, where: Where, need: int) -> O
     try:
         result = judge(law.check(bench, example), where)
         outcome.findings, outcome.rows, outcome.ratios = result.findings, result.rows, result.ratios
+    except Abandoned:
+        raise  # another rank's outcome counts
     except AdapterFault as fault:
         outcome.findings = [fault.finding]
     except Breach as breach:

@@ -1,5 +1,7 @@
 """flash-linear-attention's gated delta rule: signatures and layout only."""
 
+from typing import Any
+
 from torch import Tensor
 
 from oracles.operation import Inputs
@@ -21,7 +23,7 @@ class Chunk(Adapter):
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
 
-        return _call(rule, x)
+        return call(rule, x)
 
 
 class FusedRecurrent(Adapter):
@@ -34,10 +36,11 @@ class FusedRecurrent(Adapter):
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as rule
 
-        return _call(rule, x)
+        return call(rule, x)
 
 
-def _call(rule, x: Inputs) -> tuple[Tensor, Tensor | None]:  # type: ignore[no-untyped-def]
+def call(rule: Any, x: Inputs, **more: Any) -> tuple[Tensor, Tensor | None]:
+    """A rule of FLA's on a kernel's inputs, with `more` arguments."""
     o, state = rule(
         q=x.q,
         k=x.k,
@@ -49,5 +52,6 @@ def _call(rule, x: Inputs) -> tuple[Tensor, Tensor | None]:  # type: ignore[no-u
         output_final_state=x.output_final_state,
         use_qk_l2norm_in_kernel=x.qk_norm,
         cu_seqlens=x.cu_seqlens,
+        **more,
     )
     return o, state

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from verify.adapter import PathAdapter, PathDomain
-from verify.adapters.fla import REQUIRES
+from verify.adapters.fla import REQUIRES, call
 from verify.comm import Distributed, Place
 
 LAYOUTS = {"contiguous": "contiguous", "zigzag_batch": "zigzag"}  # FLA's zigzag is of all sequences as one stream
@@ -47,7 +47,7 @@ class ChunkCP(PathAdapter):
     def run(self, x: Inputs, place: Place) -> Tensor:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-        return _rule(chunk_gated_delta_rule, x, place)
+        return call(chunk_gated_delta_rule, x, cp_context=_context(x, place))[0]
 
 
 class KdaCP(PathAdapter):
@@ -61,7 +61,7 @@ class KdaCP(PathAdapter):
     def run(self, x: Inputs, place: Place) -> Tensor:
         from fla.ops.kda import chunk_kda
 
-        return _rule(chunk_kda, x, place)
+        return call(chunk_kda, x, cp_context=_context(x, place))[0]
 
 
 class ConvCP(PathAdapter):
@@ -88,22 +88,6 @@ class ConvCP(PathAdapter):
             cp_context=_context(x, place, conv1d_kernel_size=x.weight.shape[-1]),
         )
         return y
-
-
-def _rule(rule: Any, x: Inputs, place: Place) -> Tensor:
-    o: Tensor
-    o, _ = rule(
-        q=x.q,
-        k=x.k,
-        v=x.v,
-        g=x.g,
-        beta=x.beta,
-        scale=x.scale,
-        use_qk_l2norm_in_kernel=x.qk_norm == "in_kernel",
-        cu_seqlens=x.cu_seqlens,
-        cp_context=_context(x, place),
-    )
-    return o
 
 
 def _context(x: Inputs, place: Place, **more: Any) -> Any:
