@@ -136,7 +136,7 @@ class Arithmetic:
         return self._round(x, place, EXACT, bits, self.step if bits == BITS["fp16"] else 0.0)
 
     def _round(self, x: Tensor, place: str, forward: int, backward: int, step: float) -> Tensor:
-        if not self.rounds:
+        if not self.rounds or min(forward, backward) >= _MANTISSA[x.dtype]:
             return x
         ahead = self._dither(x, place, forward, step)
         return _Round.apply(x, ahead, self, place + "'", backward, step)  # type: ignore[no-any-return]
@@ -161,17 +161,17 @@ class Arithmetic:
         if bits >= _MANTISSA[x.dtype] or not self.rounds:
             return x.detach()
         with torch.no_grad():
-            place = f"{place}#{self.batch}"
-            grid, split, back = _factors(place, self.runs, self.first, bits, x.shape, x.device, x.dtype)
-            if bits == BITS["bf16"] and x.dtype == torch.float32 and self.first:
-                stored = torch.empty_like(x, dtype=torch.bfloat16)
-                return torch.mul(x, grid, out=stored) * back  # the cast rounds
-            high = x * split
-            rounded = high.sub_(torch.addcmul(high, x, grid, value=-1.0))
+            grid = _grid(f"{place}#{self.batch}", self.runs, self.first, bits, x)
+            if self.first and (bits, x.dtype) in _CASTS:
+                return torch.mul(x, grid, out=torch.empty_like(x, dtype=_CASTS[bits, x.dtype])) / grid
+            rest = x * grid
+            split = 2.0 ** (_MANTISSA[x.dtype] - bits) + 1.0
+            rounded = rest * (split if self.first else _splits(split, self.runs, rest))
+            rounded.sub_(torch.sub(rounded, rest, out=rest))
             if step:
                 snap = 1.5 * 2.0 ** (_MANTISSA[x.dtype] - 1) * step  # adding that rounds to a multiple of the step
                 rounded[0 if self.first else 1 :].add_(snap).sub_(snap)
-            return rounded.mul_(back)
+            return rounded.div_(grid)
 
 
 def summed(depth: int) -> int:
@@ -198,26 +198,35 @@ def _known() -> "array.array[float]":
 
 _TABLE = 2**20
 _MANTISSA = {torch.float64: 53, torch.float32: 24}
+_CASTS = {(8, torch.float32): torch.bfloat16, (24, torch.float64): torch.float32}  # a cast rounds so, and has the range
+_SMALL, _LARGE = 2**12, 2**16
 
 
-@functools.lru_cache(512)
-def _factors(
-    place: str,
-    runs: int,
-    first: int,
-    bits: int,
-    shape: tuple[int, ...],
-    device: torch.device,
-    dtype: torch.dtype = torch.float64,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The grids s of a place, s (2^(53-p) + 1) and 1 / s; run 0's do nothing."""
-    last = shape[-2:] if len(shape) > 2 else shape[1:]
-    size, table, known = math.prod(last), _table(device), _known()
+def _splits(split: float, runs: int, like: Tensor) -> Tensor:
+    """2^(53-p) + 1 a run, and 2 for run 0."""
+    splits = torch.full((runs, *[1] * (like.ndim - 1)), split, dtype=like.dtype, device=like.device)
+    splits[0] = 2.0
+    return splits
+
+
+def _grid(place: str, runs: int, first: int, bits: int, x: Tensor) -> Tensor:
+    """The grids s of a place, one a run and position of x's last two axes; 1 for run 0."""
+    last = x.shape[-2:] if x.ndim > 2 else x.shape[1:]
+    size = math.prod(last)
+    room = max(_SMALL // 8, 1 << (size - 1).bit_length()) if size <= _LARGE else size  # calls of many shapes share one
+    make = _small if room <= _SMALL else _large if room <= _LARGE else _numbers
+    numbers = make(place, runs, first, bits, room, x.device, x.dtype)
+    return numbers[:, :size].view(runs, *(1,) * (x.ndim - 1 - len(last)), *last)
+
+
+def _numbers(place: str, runs: int, first: int, bits: int, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Numbers in [1, 2) [runs, size] for the grids of a place."""
+    table, known = _table(device), _known()
     word = zlib.crc32(place.encode())
     count = (first + runs) // 2  # odd runs
     strata = sorted(range(count), key=lambda run: known[(word + 104729 * run) % _TABLE])
-    grid = torch.empty(runs, size, dtype=dtype, device=device)
-    for row, run in zip(grid, range(first, first + runs), strict=True):
+    numbers = torch.empty(runs, size, dtype=dtype, device=device)
+    for row, run in zip(numbers, range(first, first + runs), strict=True):
         start = (word + 7919 * run * (run + 12)) % _TABLE
         if run == 0:
             row.fill_(1.0)
@@ -228,11 +237,11 @@ def _factors(
             row.copy_(table[start : start + size])
         else:
             row.copy_(table[torch.arange(start, start + size, device=device) % _TABLE])
-    split = grid * (2.0 ** (_MANTISSA[dtype] - bits) + 1.0)
-    if not first:
-        split[0] = 2.0
-    full = (runs, *(1,) * (len(shape) - 1 - len(last)), *last)
-    return grid.reshape(full), split.reshape(full), grid.reciprocal().reshape(full)
+    return numbers
+
+
+_small = functools.lru_cache(4096)(_numbers)  # 128 KiB each at most, of four runs in float64
+_large = functools.lru_cache(128)(_numbers)
 
 
 @functools.lru_cache(64)

@@ -46,11 +46,16 @@ def arithmetic(dtype: str = "bf16", runs: int = 9, algorithm: str = "chunkwise",
 @pytest.fixture
 def plain_grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every grid s of the even runs is 1: what is left is round-to-nearest."""
-    rounding._factors.cache_clear()
+    _forget_grids()
     monkeypatch.setattr(rounding, "_table", lambda device: torch.ones(2**20, dtype=torch.float64, device=device))
     monkeypatch.setattr(rounding, "_known", lambda: [1.0] * 2**20)
     yield
-    rounding._factors.cache_clear()
+    _forget_grids()
+
+
+def _forget_grids() -> None:
+    for made in (rounding._small, rounding._large):
+        made.cache_clear()
 
 
 @pytest.mark.usefixtures("plain_grid")
@@ -165,7 +170,7 @@ def test_dither_is_the_same_in_every_call_and_uses_no_random_numbers() -> None:
     x = numbers(5, 6, 6)
     first = arithmetic("bf16", 5).dither(x, "place")
     torch.manual_seed(2)
-    rounding._factors.cache_clear()
+    _forget_grids()
     assert torch.equal(arithmetic("bf16", 5).dither(x, "place"), first)
     torch.manual_seed(1)
     assert torch.equal(torch.get_rng_state(), before)
@@ -185,6 +190,24 @@ def test_grids_wrap_around_the_table() -> None:
 
     assert (got - rounded(table[wrapped])).abs().max() < 1e-14
     assert (got - rounded(table[ended])).abs().max() > 1e-11, "rounding to 30 bits errs by 2^-30"
+
+
+def test_grids_do_not_depend_on_the_shapes_that_share_them() -> None:
+    for first, later in (((9, 3), (40, 30)), ((40, 30), (9, 3)), ((200, 300), (9, 3)), ((9, 3), (300, 300))):
+        _forget_grids()
+        arithmetic("fp32").dither(numbers(9, *first), "place", 20)
+        shared = arithmetic("fp32").dither(numbers(9, *later), "place", 20)
+        _forget_grids()
+        assert torch.equal(arithmetic("fp32").dither(numbers(9, *later), "place", 20), shared)
+
+
+def test_a_cast_rounds_as_splitting_does() -> None:
+    """Where the grid's rounding is a dtype's own, the runs that round take its cast."""
+    x = numbers(4, 16, 16).double()
+    rounding_ones = dataclasses.replace(arithmetic("fp32", 4), first=1)
+    cast = rounding_ones.dither(x, "place", 24)
+    split = dataclasses.replace(arithmetic("fp32", 5)).dither(torch.cat([x[:1], x]), "place", 24)[1:]
+    assert torch.equal(cast, split)
 
 
 def _start(place: str, run: int) -> int:
@@ -800,7 +823,8 @@ def test_float32_runs_spread_as_float64_ones(monkeypatch: pytest.MonkeyPatch) ->
             ratio = (limit.allowed / wide[name].allowed).flatten()
             assert not torch.equal(limit.allowed, wide[name].allowed), "both were computed"
             assert 0.95 < ratio.median() < 1.05, (more, name)
-            assert 0.3 < ratio.min() <= ratio.max() < 3, (more, name)
+            few, most = ratio.quantile(0.05), ratio.quantile(0.95)  # a scalar row's four runs may by chance all err little
+            assert 0.5 < few <= most < 2, (more, name, few, most)
 
 
 # Bounds of the delta rule and of KDA: right implementations hold, wrong ones do not

@@ -4,7 +4,6 @@ The bench cuts the whole call as oracles/parallel.py and oracles/sharding.py say
 of parameters over the ranks that share them. Every rank judges what it holds.
 """
 
-import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -278,9 +277,6 @@ class RankBench(Timed):
         return [port.name for port in (*self.case.spec.inputs, *self.case.spec.outputs)]
 
 
-_AHEAD = concurrent.futures.ThreadPoolExecutor(1, "oracle")
-
-
 def execute_path(run: Run, adapter: PathAdapter) -> Outcome:
     """The outcome of a run: on this rank, where this process is one of a group, else on simulated ranks."""
     case, law = run.example.case, find_law(run.law)
@@ -297,12 +293,8 @@ def execute_path(run: Run, adapter: PathAdapter) -> Outcome:
         cotangents = case.cotangents() if case.backward else None
         return bound.bounds(case.spec, case.inputs(), cotangents, adapter.algorithm, run.products, adapter.chunk)
 
-    # A process has a core of its own, where the oracle can be ahead of a path that waits for others, or for a GPU.
-    place = place_of(case.mesh) if here else None
-    ahead = _AHEAD.submit(computed) if place is not None and law.kind == "truth" else None
-
     def on_rank(place: Place) -> Outcome:
-        bench = RankBench(adapter, case, place, computed if ahead is None else ahead.result, device)
+        bench = RankBench(adapter, case, place, computed, device)
         return judged(law, bench, run.example, bench.where, _bytes(case))
 
     device = "cuda" if here and torch.distributed.get_backend() == "nccl" else "cpu"
@@ -310,6 +302,7 @@ def execute_path(run: Run, adapter: PathAdapter) -> Outcome:
         if not here:
             outcome = _simulated(case, on_rank)
         else:
+            place = place_of(case.mesh)
             outcome = Outcome(Verdict.HOLDS, reason=IDLE) if place is None else on_rank(place)
     return outcome
 
