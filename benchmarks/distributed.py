@@ -19,7 +19,7 @@ START = time.perf_counter()
 
 from properties.paths import LAYOUT_ONLY, PATH_LAWS, PathDomain  # noqa: E402 - the clock starts before
 from properties.strategies import Example  # noqa: E402
-from verify.check import BATCH, Asked, ask, ask_all, batches, describe, seeded  # noqa: E402
+from verify.check import BATCH, TRUTHS, Asked, ask, ask_all, batches, describe, seeded  # noqa: E402
 from verify.judge import Verdict  # noqa: E402
 from verify.ranks import BACKENDS, RankGroup  # noqa: E402
 from verify.run import Outcome, Run  # noqa: E402
@@ -85,7 +85,7 @@ def rate(
     """Cases a second of one law, all of which must hold."""
     from properties.paths import path_cases
 
-    most = BATCH if PATH_LAWS[law].kind == "exact" and options.ranks else 1
+    most = 1 if not options.ranks else BATCH if PATH_LAWS[law].kind == "exact" else TRUTHS
     done, start, warm = 0, 0.0, 0
     for batch in batches(path_cases(domain, **fixed), options.seed, options.cases + WARM, most):
         ways = PATH_LAWS[law].variants or (None,)

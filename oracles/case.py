@@ -8,16 +8,17 @@ GPU, today and after an upgrade (tests/test_case.py holds known ones).
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from oracles.counter import mix
+from oracles.gated_delta import in_kernel
 from oracles.line import Line, check_choices, text_of
 from oracles.operation import DTYPES, Inputs, Operation
-from oracles.operations import OPERATIONS, RULES
+from oracles.operations import RULES
 from oracles.rounding import BITS
 
 # A memory of m tokens is a mean log-decay of -1/m, uniform in (-2/m, 0]; the widths 2/m below are powers of two.
@@ -27,7 +28,11 @@ BETAS = ("ordinary", "one", "zero", "two", "edges")
 VALUES = ("ordinary", "correlated", "repeated", "zero_rows", "small", "scaled", "one_hot")
 STATES = ("none", "zero", "random")
 SCALES = {"default": None, "one": 1.0, "half": 0.5}
+IN_KERNEL = ("none", "gate", "beta", "both")
 SATURATED = -1000.0
+# For a gate in the kernel: softplus is 0.85 or so, and exp(A_log) times that one over the memory.
+A_LOGS = {"forever": -80.0, "1000": -6.75, "64": -4.0, "10": -2.125, "tenth": 2.5, "saturated": 5.0}
+OPEN = 30.0  # sigmoid(30) is 1 in float32; softplus(30) is 30, softplus(-30) as good as 0
 SMALL = 2.0**-13  # about 1e-4: there the L2 norm's eps of 1e-6 is no longer negligible
 MAX_TOKENS, MAX_SEQUENCES, MAX_WIDTH, MAX_HEADS = 2**20, 2**16, 1024, 1024
 
@@ -41,6 +46,7 @@ _CHOICES: dict[str, Sequence[str]] = {
     "scale": tuple(SCALES),
     "offsets": ("int64", "int32"),
     "gate_dtype": ("fp32", "input"),
+    "in_kernel": IN_KERNEL,
 }
 
 
@@ -49,11 +55,13 @@ class Case(Line):
     """One mathematical example. Fields at their defaults, the simplest values, are left out of the line.
 
     `lengths` are tokens per sequence; packed (THD, `cu_seqlens`) or, when all are equal, a batch. `gate` is the memory in
-    tokens, `beta` the strength of writing, `values` the regime of q, k, v, `qk_norm` whether the operation normalises q and k.
+    tokens, `beta` the strength of writing, `values` the regime of q, k, v, `qk_norm` whether the operation normalises q and k,
+    `in_kernel` which of gate and beta it computes itself, from a, A_log and perhaps `dt_bias`, and from b.
     """
 
     LONG: ClassVar[dict[str, str]] = {"operation": "op"}
-    REGIMES: ClassVar[tuple[str, ...]] = ("dtype", "gate", "beta", "values", "state")
+    REGIMES: ClassVar[tuple[str, ...]] = ("dtype", "gate", "beta", "values", "state", "in_kernel")
+    CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _CHOICES
 
     lengths: tuple[int, ...]
     operation: str = "gated_delta_rule"
@@ -70,6 +78,8 @@ class Case(Line):
     state: str = "none"
     scale: str = "default"
     qk_norm: bool = False
+    in_kernel: str = "none"
+    dt_bias: bool = True
     offsets: str = "int64"
     backward: bool = True
     seed: int = 0
@@ -98,16 +108,41 @@ class Case(Line):
             raise ValueError(f"seed must be in 0..{2**32 - 1}, got {self.seed}")
         if self.values == "one_hot" and (self.gate, self.beta, self.qk_norm) != ("forever", "one", False):
             raise ValueError("values=one_hot needs gate=forever beta=one qk_norm=no: only then is the answer exact")
+        if self.values == "one_hot" and self.in_kernel != "none":
+            raise ValueError(f"values=one_hot needs in_kernel=none: only then is the answer exact, got {self.in_kernel}")
+        if self.operation == "delta_rule" and self.gate_inside:
+            raise ValueError(f"in_kernel must be none or beta for op=delta_rule, which has no gate, got {self.in_kernel}")
+
+    @property
+    def gate_inside(self) -> bool:
+        """Whether the operation computes its gate."""
+        return self.in_kernel in ("gate", "both")
+
+    @property
+    def beta_inside(self) -> bool:
+        """Whether the operation computes its beta."""
+        return self.in_kernel in ("beta", "both")
 
     @property
     def spec(self) -> Operation:
         """The operation's contract."""
-        return OPERATIONS[self.operation]
+        return in_kernel(self.operation, gate=self.gate_inside, beta=self.beta_inside)
+
+    def spec_of(self, inputs: Inputs) -> Operation:
+        """The contract of a call like the case's, which may be given the gate or beta that the case's own call computes."""
+        inside = {name: inputs.get(raw) is not None for name, raw in (("gate", "a"), ("beta", "b"))}
+        return in_kernel(self.operation, **inside)
 
     @property
     def tokens(self) -> int:
         """Tokens in all sequences together."""
         return sum(self.lengths)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the inputs, outputs and gradients in float32, a plain measure of the case's size."""
+        tokens = self.tokens * (2 * self.heads * self.key_dim + self.value_heads * (2 * self.value_dim + 2))
+        return 8 * (tokens + 2 * len(self.lengths) * self.value_heads * self.key_dim * self.value_dim)
 
     def starts(self) -> list[int]:
         """The first token of each sequence, and the end of the last."""
@@ -116,7 +151,8 @@ class Case(Line):
     def inputs(self, device: str = "cpu") -> Inputs:
         """The inputs, contiguous: q, k [B, T, H, K], v [B, T, HV, V], g, beta [B, T, HV], state [N, HV, K, V], ...
 
-        g is [B, T, HV, K] for KDA and None for the delta rule.
+        g is [B, T, HV, K] for KDA and None for the delta rule. Where the kernel computes its gate, g is None and there are a, as
+        g would be, A_log [HV] and dt_bias [HV] or [HV, K]; where it computes beta, beta is None and there is b [B, T, HV].
         """
         build = _Builder(self, device)
         rows, single = len(self.lengths), DTYPES["fp32"]
@@ -128,20 +164,29 @@ class Case(Line):
             state = build.state() if self.state == "random" else torch.zeros_like(build.state())
             state = state.to(single)
         g, decays = None, (self.value_heads, self.key_dim) if self.operation == "kda" else (self.value_heads,)
-        if self.operation != "delta_rule":
+        inside: dict[str, Tensor | None] = {}
+        if self.gate_inside:
+            a, A_log, dt_bias = build.raw_gates(decays)
+            inside |= {"a": a.to(work).unflatten(0, batch), "A_log": A_log.to(single), "dt_bias": None}
+            inside |= {"dt_bias": dt_bias.to(single)} if self.dt_bias else {}
+        elif self.operation != "delta_rule":
             g = build.gates(decays).to(gates).unflatten(0, batch)
+        if self.beta_inside:
+            inside["b"] = build.raw_betas().to(work).unflatten(0, batch)
         offsets = torch.tensor(self.starts(), dtype=getattr(torch, self.offsets), device=device) if self.packed else None
         return Inputs(
             q=q.to(work).unflatten(0, batch),
             k=k.to(work).unflatten(0, batch),
             v=build.values().to(work).unflatten(0, batch),
             g=g,
-            beta=build.betas().to(work).unflatten(0, batch),
+            beta=None if self.beta_inside else build.betas().to(work).unflatten(0, batch),
             state=state,
             cu_seqlens=offsets,
             scale=SCALES[self.scale],
             qk_norm=self.qk_norm,
             output_final_state=True,
+            **inside,
+            **({"allow_neg_eigval": self.beta == "two"} if self.beta_inside else {}),
         )
 
     def cotangents(self, device: str = "cpu") -> dict[str, Tensor]:
@@ -153,7 +198,7 @@ class Case(Line):
         return {"o": o.unflatten(0, batch), "final_state": state.to(DTYPES["fp32"])}
 
 
-_NAMES = ("q", "k", "v", "g", "beta", "state", "do", "dht", "base", "choice", "index", "sign")
+_NAMES = ("q", "k", "v", "g", "beta", "state", "do", "dht", "base", "choice", "index", "sign", "a", "A_log", "dt_bias", "b")
 _STREAMS = {name: index for index, name in enumerate(_NAMES)}
 
 
@@ -231,6 +276,29 @@ class _Builder:
             edge = self.integers("choice", shape, 2, rows=self.token, salt=2)
             return torch.where(edge < 0, (edge == -1).to(torch.float64), fraction)
         return fraction
+
+    def raw_gates(self, axes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """a [tokens, HV] or [tokens, HV, K], A_log [HV] and dt_bias [HV] or [HV, K]: memories by A_log, a head (mixed) or all."""
+        case, heads = self.case, axes[0]
+        a = 2 * self.uniform("a", (case.tokens, *axes), rows=self.token)
+        if case.gate == "saturated":  # nothing decays, or all does
+            gone = self.integers("choice", (case.tokens, *axes), 2, rows=self.token, salt=1) == 0
+            a = torch.where(gone, OPEN, -OPEN)
+        names = [*MEMORIES] if case.gate == "mixed" else [case.gate]
+        names = names[:: -1 if case.seed % 2 else 1]
+        centres = torch.tensor([A_LOGS[names[head % len(names)]] for head in range(heads)], dtype=torch.float64, device=self.device)
+        return a, centres + self.uniform("A_log", (heads,), bits=8) / 2, self.uniform("dt_bias", axes, bits=8)
+
+    def raw_betas(self) -> Tensor:
+        """b [tokens, HV]: beta is its sigmoid, twice that where beta may be over 1."""
+        case, shape = self.case, (self.case.tokens, self.case.value_heads)
+        b = 4 * self.uniform("b", shape, rows=self.token)
+        if case.beta in ("one", "zero"):
+            return torch.full_like(b, OPEN if case.beta == "one" else -OPEN)
+        if case.beta == "edges":
+            edge = self.integers("choice", shape, 2, rows=self.token, salt=2)
+            return torch.where(edge < 0, torch.where(edge == -1, OPEN, -OPEN), b)
+        return b
 
     def regime(self, rows: Tensor, name: str) -> Tensor:
         salt = 3 + _STREAMS[name]

@@ -3,6 +3,10 @@
 Request n reads its state from slot slots[n] of the pool and writes it back there after its last token; slots that no request
 names keep every bit. A slot of `padding` (-1; 0 in vLLM, whose slot 0 is nobody's) marks a request that is none: it reads a
 state of zeros, writes nothing, and its output rows mean nothing; they are zeros here.
+
+Two things may be said of each request besides. `has_initial_state` is 0 where a request begins: it starts from zeros, whatever the
+request that had its slot before left there. `accepted` is how many of its tokens are kept, of a draft that was verified: outputs
+are of all of them, but the state written back is the one after so many.
 """
 
 import torch
@@ -17,20 +21,33 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     """o [runs, B, T, HV, V] and the pool after the call [runs, P, HV, K, V].
 
     x has what oracles/gated_delta.py's forward takes, but for the state `pool` [P, HV, K, V] and `slots` [N], one a sequence: a
-    sequence is a request, B of them or, with `cu_seqlens`, as many as it names.
+    sequence is a request, B of them or, with `cu_seqlens`, as many as it names. has_initial_state and accepted [N], or None.
     """
     slots = x.slots[0].long()
     named = slots != x.padding
+    read = named if x.get("has_initial_state") is None else named & (x.has_initial_state[0] == 1)
     lengths = torch.tensor(sequences(Inputs(cu_seqlens=x.get("cu_seqlens"), v=x.v[0]), "v"), dtype=torch.int64, device=slots.device)
     rows = named.repeat_interleave(lengths).reshape(*x.v.shape[1:3], 1)
     # A padding request's tokens, and the slot that stands for its own, may hold anything, NaN too: `where` reads none of it.
     tokens = {name: x[name].where(rows if x[name].ndim == 4 else rows.unsqueeze(-1), 0.0) for name in ("q", "k", "v", "g", "beta")}
     state = None
     if x.pool.shape[1]:
-        state = x.pool.index_select(1, slots.where(named, 0)).where(named.reshape(-1, 1, 1, 1), 0.0)
+        state = x.pool.index_select(1, slots.where(named, 0)).where(read.reshape(-1, 1, 1, 1), 0.0)
     call = Inputs(**tokens, state=state, cu_seqlens=x.get("cu_seqlens"), scale=x.get("scale"), qk_norm=x.get("qk_norm", False))
     results = gated_delta.forward(call, arithmetic)
-    return {"o": results["o"], "pool": x.pool.index_copy(1, slots[named], results["final_state"][:, named])}
+    final = results["final_state"]
+    if x.get("accepted") is not None:
+        final = gated_delta.forward(_first(call, lengths, x.accepted[0].long()), arithmetic)["final_state"]
+    return {"o": results["o"], "pool": x.pool.index_copy(1, slots[named], final[:, named])}
+
+
+def _first(call: Inputs, lengths: Tensor, counts: Tensor) -> Inputs:
+    """The packed call of the first tokens of each request, as many as `counts` says."""
+    starts = lengths.cumsum(0) - lengths
+    place = torch.arange(int(lengths.sum()), device=lengths.device) - starts.repeat_interleave(lengths)
+    kept = torch.nonzero(place < counts.repeat_interleave(lengths)).squeeze(-1)
+    tokens = {name: call[name].flatten(1, 2).index_select(1, kept).unsqueeze(1) for name in ("q", "k", "v", "g", "beta")}
+    return call.replaced(**tokens, cu_seqlens=torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
 
 
 def one_slot_a_request(inputs: Inputs, sizes: dict[str, int]) -> None:
@@ -50,6 +67,24 @@ def one_slot_a_request(inputs: Inputs, sizes: dict[str, int]) -> None:
         raise ValueError(f"slots must name each slot at most once, got {twice} twice ({slots})")
 
 
+def known_beginnings(inputs: Inputs, sizes: dict[str, int]) -> None:
+    """The rule of has_initial_state: 0 or 1, one a request."""
+    if (given := inputs.get("has_initial_state")) is None:
+        return
+    values = given.tolist()
+    if len(values) != sequence_count(inputs, sizes) or not set(values) <= {0, 1}:
+        raise ValueError(f"has_initial_state must be 0 or 1 for each of N = {sequence_count(inputs, sizes)} requests, got {values}")
+
+
+def no_more_than_drafted(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
+    """The rule of accepted: one a request, of no more tokens than it has."""
+    if (given := inputs.get("accepted")) is None:
+        return
+    values, lengths = given.tolist(), sequences(inputs, "v")
+    if len(values) != len(lengths) or any(not 0 <= count <= length for count, length in zip(values, lengths, strict=True)):
+        raise ValueError(f"accepted must be in 0..its tokens for each request, of {lengths} tokens, got {values}")
+
+
 DECODE = Operation(
     "decode",
     (
@@ -60,10 +95,20 @@ DECODE = Operation(
         Port("beta", "B T HV", scalar_rows=True),
         Port("pool", "P HV K V", "fp32"),
         Port("slots", "N", "index"),
+        Port("has_initial_state", "N", "index", optional=True),
+        Port("accepted", "N", "index", optional=True),
     ),
     (Port("o", "B T HV V"), Port("pool", "P HV K V", "fp32")),
     forward,
-    (at_least_one("H", "HV", "K", "V"), grouped_heads, finite_scale, flag("qk_norm"), one_slot_a_request),
+    (
+        at_least_one("H", "HV", "K", "V"),
+        grouped_heads,
+        finite_scale,
+        flag("qk_norm"),
+        one_slot_a_request,
+        known_beginnings,
+        no_more_than_drafted,
+    ),
     parallel=("H", "HV"),
     classes=("chunkwise", "recurrent"),
 )

@@ -106,12 +106,15 @@ def chunkwise(
     scale: float,
     arithmetic: Arithmetic,
     chunk: int = 64,
+    *,
+    channels: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The chunkwise form, batched; shapes as `recurrent`, T any number of tokens (a last short chunk is padded).
 
+    `channels` says that an implementation decays each channel of the key on its own, be there only one.
     Padding tokens have k = v = g = beta = 0: they decay nothing and write nothing, so the final state is the right one.
     """
-    tokens, depth, dtype = q.shape[-2], q.shape[-1], q.dtype
+    tokens, depth, dtype, channels = q.shape[-2], q.shape[-1], q.dtype, channels or g.shape[-1] > 1
     if tokens == 0:
         return torch.zeros_like(v), state
     if arithmetic.first and arithmetic.product == EXACT:
@@ -125,11 +128,11 @@ def chunkwise(
     grown, end = total.exp(), total[..., -1:, :]
     whole = end.exp().mT
     # An implementation decays k or V' before it stores them for the state: some runs do one, some the other.
-    share = arithmetic.choice(total) if g.shape[-1] == 1 else torch.ones_like(total)
+    share = torch.ones_like(total) if channels else arithmetic.choice(total)
     ahead, behind = (_left(total, end, each) for each in (share, 1.0 - share))
 
     operand, use, multiply = arithmetic.operand, arithmetic.use, arithmetic.multiply
-    scored: type[_Scores] | type[_ChannelScores] = _Scores if g.shape[-1] == 1 else _ChannelScores
+    scored: type[_Scores] | type[_ChannelScores] = _ChannelScores if channels else _Scores
     corrections: Tensor = scored.apply(operand(betas[0] * k, "beta k"), use(k, "k in A"), total, arithmetic, "A").tril(-1)
     solved: Tensor = _Inverse.apply(corrections, arithmetic)
     written = operand(multiply(use(solved, "T in U"), operand(betas[1] * v, "beta v"), "U = "), "U")
@@ -140,7 +143,7 @@ def chunkwise(
     reads = operand(_Times.apply(q, grown, None, arithmetic, "q exp(G)"), "exp(G) q")
     keeps = operand(_Times.apply(use(k, "k in S"), *ahead, arithmetic, "k exp(G_C - G)"), "exp(G_C - G) k")
 
-    decays = behind if g.shape[-1] == 1 else (None, None)  # a decay of each channel of the key can only be k's
+    decays = (None, None) if channels else behind  # a decay of each channel of the key can only be k's
     o, final = _Scan.apply(keeps, reads, scores, written, erased, whole, *decays, state, arithmetic)
     return o.flatten(-3, -2)[..., :tokens, :].to(dtype), final.to(dtype)
 

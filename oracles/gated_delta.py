@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from oracles import chunkwise, disturbed
+from oracles import chunkwise, disturbed, gates
+from oracles.gates import GDN_GATE, KDA_GATE
 from oracles.norm import Normalised
 from oracles.operation import (
     Inputs,
     Operation,
     Port,
+    Rule,
     at_least_one,
     finite_scale,
     flag,
@@ -37,6 +39,7 @@ from oracles.operation import (
 )
 from oracles.rounding import Arithmetic
 
+Forward = Callable[[Inputs, Arithmetic], dict[str, Tensor]]
 CHUNK = 64
 _GRAPH = 2**29  # float64 numbers: a stretch of tokens whose graph has more is computed again backward instead of kept
 
@@ -105,7 +108,8 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
             if x.get("qk_norm"):  # after the repetition, where an implementation that normalises each value head's copy rounds
                 repeated = Normalised.apply(repeated, arithmetic, f"{name} normalised")
             keys[name] = arithmetic.gradient(repeated, f"d{name} a value head", arithmetic.output)
-        o, final = _by_class(keys["q"], keys["k"], v, g, beta, state, scale, arithmetic, lengths)
+        channels = x.get("g") is not None and x.g.ndim == 5
+        o, final = _by_class(keys["q"], keys["k"], v, g, beta, state, scale, arithmetic, lengths, channels=channels)
     o = arithmetic.result(o, "o").unflatten(1, x.v.shape[1:3])
     return {"o": o, "final_state": arithmetic.single(final, "final state")}
 
@@ -120,6 +124,8 @@ def _by_class(
     scale: float,
     arithmetic: Arithmetic,
     lengths: list[int],
+    *,
+    channels: bool,
 ) -> tuple[Tensor, Tensor]:
     """The rule by the algorithm of the arithmetic's class: tokens [runs, T, HV, ...], state [runs, N, HV, K, V]."""
     size = arithmetic.chunk or CHUNK
@@ -134,9 +140,9 @@ def _by_class(
             step, rule = CHUNK, disturbed.recurrent
         else:
             short = max(1, min(size, group.longest))
-            if g.shape[-1] > 1:  # products that decay by channel are taken in halves of halves
+            if channels:  # products that decay by channel are taken in halves of halves
                 short = 1 << (short - 1).bit_length()
-            step, rule = short, functools.partial(disturbed.chunkwise, chunk=short)
+            step, rule = short, functools.partial(disturbed.chunkwise, chunk=short, channels=channels)
         # Numbers that a token's graph takes at its peak, measured at widths 64 and 128: 51 to 67 a channel, in either class.
         each = arithmetic.runs * len(group.members) * v.shape[2] * 60 * (k.shape[-1] + v.shape[-1])
         stretch = max(1, _GRAPH // (each * step)) * step
@@ -188,19 +194,53 @@ class _Padded:
         return rows.flatten(1, 2).index_select(1, self.back)
 
 
-def _operation(name: str, gate: Port | None) -> Operation:
-    ports = (Port("q", "B T H K"), Port("k", "B T H K"), Port("v", "B T HV V"), gate, Port("beta", "B T HV", scalar_rows=True))
+def _operation(name: str, gate: tuple[Port, ...], beta: Port, forward: Forward, *rules: Rule) -> Operation:
     return Operation(
         name,
-        (*(port for port in ports if port), Port("state", "N HV K V", "fp32", optional=True)),
+        (
+            *(Port("q", "B T H K"), Port("k", "B T H K"), Port("v", "B T HV V"), *gate, beta),
+            Port("state", "N HV K V", "fp32", optional=True),
+        ),
         (Port("o", "B T HV V"), Port("final_state", "N HV K V", "fp32")),
         forward,
-        (at_least_one("H", "HV", "K", "V"), grouped_heads, finite_scale, flag("qk_norm"), one_a_sequence("state")),
+        (at_least_one("H", "HV", "K", "V"), grouped_heads, finite_scale, flag("qk_norm"), one_a_sequence("state"), *rules),
         parallel=("H", "HV"),
         classes=("chunkwise", "recurrent"),
     )
 
 
-DELTA_RULE = _operation("delta_rule", None)
-GATED_DELTA_RULE = _operation("gated_delta_rule", Port("g", "B T HV", "gate", scalar_rows=True))
-KDA = _operation("kda", Port("g", "B T HV K", "gate"))
+_BETA = Port("beta", "B T HV", scalar_rows=True)
+_GATES: dict[str, tuple[Port, ...]] = {
+    "delta_rule": (),
+    "gated_delta_rule": (Port("g", "B T HV", "gate", scalar_rows=True),),
+    "kda": (Port("g", "B T HV K", "gate"),),
+}
+DELTA_RULE, GATED_DELTA_RULE, KDA = (_operation(name, gate, _BETA, forward) for name, gate in _GATES.items())
+
+
+@functools.cache
+def in_kernel(rule: str, *, gate: bool, beta: bool) -> Operation:
+    """The rule with its gate, its beta, or both computed inside: g from a, A_log and dt_bias, beta from b (oracles/gates.py).
+
+    ValueError for a gate of the delta rule, which has none.
+    """
+    if rule not in _GATES:
+        raise ValueError(f"rule must be one of {', '.join(_GATES)}, got {rule!r}")
+    if gate and not _GATES[rule]:
+        raise ValueError(f"gate must be False for {rule}, which has none")
+    if not (gate or beta):
+        return {each.name: each for each in (DELTA_RULE, GATED_DELTA_RULE, KDA)}[rule]
+    ports = {port.name: port for port in (KDA_GATE if rule == "kda" else GDN_GATE).inputs}
+
+    def inside(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
+        made = {"g": gates.log_decay(x, arithmetic)} if gate else {}
+        made |= {"beta": gates.write_strength(x, arithmetic)} if beta else {}
+        return forward(Inputs(**{**x, **made}), arithmetic)
+
+    return _operation(
+        f"{rule} with {' and '.join(['its gate'] * gate + ['beta'] * beta)} in the kernel",
+        (ports["a"], ports["A_log"], ports["dt_bias"]) if gate else _GATES[rule],
+        ports["b"] if beta else _BETA,
+        inside,
+        *[flag("allow_neg_eigval")] * beta,
+    )

@@ -51,6 +51,11 @@ def rounded_silu(x: Tensor, arithmetic: Arithmetic, place: str) -> Tensor:
 
 def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     """g [runs, B, T, HV] or [runs, B, T, HV, K], as x.a, and beta [runs, B, T, HV]; x has the runs of `arithmetic` along axis 0."""
+    return {"g": log_decay(x, arithmetic), "beta": write_strength(x, arithmetic)}
+
+
+def log_decay(x: Inputs, arithmetic: Arithmetic) -> Tensor:
+    """g, as x.a; x has also A_log and perhaps dt_bias."""
     a, channels = arithmetic.input(x.a, "a"), x.a.ndim == 5
     if (dt_bias := x.get("dt_bias")) is not None:
         dt_bias = arithmetic.gradient(dt_bias, "ddt_bias", SINGLE)
@@ -64,8 +69,13 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     above = 1.0 + soft.detach()
     soft = soft + (arithmetic.dither(above, "1 + exp(a)", FUNCTION_BITS) - above)
     soft = arithmetic.single(soft, "softplus", FUNCTION_TERMS)
+    return arithmetic.single(-speed * soft, "g")
+
+
+def write_strength(x: Inputs, arithmetic: Arithmetic) -> Tensor:
+    """beta, as x.b; x has perhaps allow_neg_eigval."""
     beta = rounded_sigmoid(arithmetic.input(x.b, "b"), arithmetic, "beta", arithmetic.output)
-    return {"g": arithmetic.single(-speed * soft, "g"), "beta": 2.0 * beta if x.get("allow_neg_eigval") else beta}
+    return 2.0 * beta if x.get("allow_neg_eigval") else beta
 
 
 class _Shared(torch.autograd.Function):

@@ -12,11 +12,12 @@ _TYPES: dict[type, dict[str, Any]] = {}
 class Line:
     """What a case is written as: `LONG` maps a field to the word it has in a line, where that is another one.
 
-    `REGIMES` are the words of which it is counted what values were drawn.
+    `REGIMES` are the words of which it is counted what values were drawn, `CHOICES` what those can be that have few.
     """
 
     LONG: ClassVar[dict[str, str]] = {}
     REGIMES: ClassVar[tuple[str, ...]] = ()
+    CHOICES: ClassVar[typing.Mapping[str, typing.Sequence[str]]] = {}
 
     def __str__(self) -> str:
         plain = {field.name: field.default for field in dataclasses.fields(self)}  # type: ignore[arg-type]

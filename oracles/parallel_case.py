@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -64,6 +64,7 @@ class ParallelCase(Line):
 
     LONG: ClassVar[dict[str, str]] = {"operation": "op"}
     REGIMES: ClassVar[tuple[str, ...]] = ("tp", "cp", "sp", "layout", "packed", "padding", "dtype", "gate", "values", *CHOICES)
+    CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
 
     lengths: tuple[int, ...]
     operation: str = "gdn_layer"

@@ -3,20 +3,24 @@
 import dataclasses
 from typing import Any
 
-from oracles.case import Case
+from oracles.case import IN_KERNEL, Case
+from oracles.operations import RULES
 
 VIEWS = ("sliced", "transposed", "offset", "expanded", "strided")
 
 
 @dataclasses.dataclass(frozen=True)
 class Domain:
-    """The calls an implementation promises to answer rightly; the defaults promise everything.
+    """The calls an implementation promises to answer rightly; the defaults promise all that have gate and beta given.
 
     Widths are inclusive ranges in steps of `width_step`. `views` says whether inputs may be anything but contiguous,
     `deterministic` whether a second call gives the same bits, `position_independent` whether a sequence or head gets the same
     bits wherever it stands in the batch: a promise that few need and a vector unit that treats the end of a row apart breaks.
+    `in_kernel` names what of gate and beta it can compute itself ("none", "gate", "beta", "both"), and `dt_bias` whether it does
+    without one.
     """
 
+    operation: str = "gated_delta_rule"
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
     gate_dtypes: tuple[str, ...] = ("fp32", "input")
     key_dims: tuple[int, int] = (1, 256)
@@ -31,13 +35,18 @@ class Domain:
     qk_norm: bool = True
     scale: bool = True
     negative_eigenvalues: bool = True
+    in_kernel: tuple[str, ...] = ("none",)
+    dt_bias: bool = True
     views: bool = True
     deterministic: bool = True
     position_independent: bool = False
     backward: bool = True
 
     def __post_init__(self) -> None:
-        for name, choices in (("dtypes", ("fp32", "bf16", "fp16")), ("gate_dtypes", ("fp32", "input"))):
+        if self.operation not in RULES:
+            raise ValueError(f"operation must be one of {', '.join(RULES)}, got {self.operation!r}")
+        tuples = (("dtypes", ("fp32", "bf16", "fp16")), ("gate_dtypes", ("fp32", "input")), ("in_kernel", IN_KERNEL))
+        for name, choices in tuples:
             given = getattr(self, name)
             if not isinstance(given, tuple) or not given or not set(given) <= set(choices):
                 raise ValueError(f"{name} must be a tuple of some of {', '.join(choices)}, got {given!r}")
@@ -49,12 +58,17 @@ class Domain:
                 raise ValueError(f"{name} must be a tuple (least, most), got {span!r}")
             if not 1 <= span[0] <= span[1] or span[1] // self.width_step * self.width_step < span[0]:
                 raise ValueError(f"{name} must hold a width in steps of {self.width_step}, from 1 up, got {span}")
+        if self.operation == "delta_rule" and not set(self.in_kernel) <= {"none", "beta"}:
+            raise ValueError(f"in_kernel must be none or beta for delta_rule, which has no gate, got {', '.join(self.in_kernel)}")
         if not (self.packed or self.batched):
             raise ValueError("packed or batched must be True, got neither")
 
     def outside(self, case: Case) -> str | None:
         """Why `case` is outside the domain, or None."""
         checks = (
+            (case.operation == self.operation, f"op={case.operation} is not {self.operation}"),
+            (case.in_kernel in self.in_kernel, f"in_kernel={case.in_kernel} is not among {', '.join(self.in_kernel)}"),
+            (self.dt_bias or not case.gate_inside or case.dt_bias, "dt_bias=no is not supported"),
             (case.dtype in self.dtypes, f"dtype={case.dtype} is not among {', '.join(self.dtypes)}"),
             (case.gate_dtype in self.gate_dtypes, f"gate_dtype={case.gate_dtype} is not among {', '.join(self.gate_dtypes)}"),
             (

@@ -85,33 +85,37 @@ def cases(
         sizes = lengths(chance, (1, 1), max(1, min(longest, total // rows)), total // rows, empty=none, many=False) * rows
     size = sum(sizes) * value_heads  # interpreted kernels take time in proportion to this and to the widths
     wide = 256 if size <= 100 else 128 if size <= 200 else 64
-    key_dim = field("key_dim", _widths(domain.key_dims, domain.width_step, wide))
-    value_dim = field("value_dim", _widths(domain.value_dims, domain.width_step, wide))
+    key_dim = field("key_dim", widths(domain.key_dims, domain.width_step, wide))
+    value_dim = field("value_dim", widths(domain.value_dims, domain.width_step, wide))
     same = domain.value_dims[0] <= key_dim <= domain.value_dims[1] and "value_dim" not in fixed
     if domain.equal_widths or (same and chance.random() < 1 / 3):  # a transposed state shows where it still fits
         value_dim = key_dim
+    inside = field("in_kernel", domain.in_kernel) if len(domain.in_kernel) > 1 else domain.in_kernel[0]
     return Case(
         lengths=sizes,
+        operation=domain.operation,
         packed=packed,
         heads=heads,
         value_heads=value_heads,
         key_dim=key_dim,
         value_dim=value_dim,
         dtype=field("dtype", domain.dtypes),
-        gate=field("gate", GATES),
+        gate=field("gate", GATES) if domain.operation != "delta_rule" else "forever",
         gate_dtype=field("gate_dtype", tuple(d for d in domain.gate_dtypes for _ in range(3 if d == "fp32" else 1))),
         beta=field("beta", tuple(b for b in BETAS if domain.negative_eigenvalues or b != "two")),
         values=field("values", tuple(v for v in VALUES if v != "one_hot")),
         state=field("state", ("none", "zero", "random", "random") if domain.initial_state else ("none",)),
         scale=field("scale", ("default", "default", "one", "half") if domain.scale else ("default",)),
         qk_norm=field("qk_norm", (False, True) if domain.qk_norm else (False,)),
+        in_kernel=inside,
+        dt_bias=inside not in ("gate", "both") or not domain.dt_bias or field("dt_bias", (True, True, False)),
         offsets=field("offsets", ("int64", "int32")) if packed else "int64",
         backward=domain.backward and field("backward", (True,)),
         seed=chance.randrange(2**16),
     )
 
 
-def _widths(span: tuple[int, int], step: int, wide: int) -> tuple[int, ...]:
+def widths(span: tuple[int, int], step: int, wide: int) -> tuple[int, ...]:
     """The widths that a domain allows, none over `wide` if there is a narrower one."""
     allowed = [width for width in WIDTHS if span[0] <= width <= span[1] and width % step == 0] or [-(-span[0] // step) * step]
     return tuple(width for width in allowed if width <= wide) or (min(allowed),)

@@ -1,129 +1,26 @@
 """Right implementations in plain torch, none of them used to set the bounds: other chunk sizes, summation orders, rounding places.
 
-`Chunkwise` is written in steps so that tests/mutants.py can make one of them wrong.
+`Chunkwise` stands in verify/zoo/base.py: the zoo makes it wrong one step at a time.
 """
 
-import itertools
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from verify.adapter import Adapter, Domain
+from verify.adapter import Adapter, Domain, PoolDomain
+from verify.zoo.base import Chunkwise
 
-EPS = 1e-6
 
+class Prints(Chunkwise):
+    """It prints, to stdout and stderr."""
 
-class Chunkwise(Adapter):
-    """The WY form, one sequence at a time, operands of products rounded to the inputs' dtype, sums in float32."""
-
-    algorithm = "chunkwise"
-    chunk: int | None = 64
-    domain = Domain()
-    size = 64
+    domain = Domain(backward=False)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        outputs, states = [], []
-        q, k = self.keys(x)
-        v, g, beta = x.v.flatten(0, 1), x.g.float().flatten(0, 1), x.beta.float().flatten(0, 1)
-        for row, (start, end) in enumerate(self.boundaries(x)):
-            at = slice(start, end)
-            state = self.initial(x, row)
-            o, state = self.sequence(q[at], k[at], v[at], g[at], beta[at], state, self.scale(x))
-            outputs.append(o)
-            states.append(state)
-        o = torch.cat(outputs).to(x.v.dtype).reshape(x.v.shape)
-        return self.answer(x, o, torch.stack(states) if x.output_final_state else None)
-
-    def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return o, state
-
-    def scale(self, x: Inputs) -> float:
-        return x.q.shape[-1] ** -0.5 if x.scale is None else x.scale
-
-    def keys(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        q, k = (self.normalise(t) if x.qk_norm else t for t in (x.q, x.k))
-        value_heads = x.v.shape[2]
-        return self.repeat(q, value_heads).flatten(0, 1), self.repeat(k, value_heads).flatten(0, 1)
-
-    def repeat(self, x: Tensor, value_heads: int) -> Tensor:
-        return x.repeat_interleave(value_heads // x.shape[2], dim=2)
-
-    def normalise(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return (wide / (wide.square().sum(-1, keepdim=True) + EPS).sqrt()).to(x.dtype)
-
-    def boundaries(self, x: Inputs) -> list[tuple[int, int]]:
-        if x.cu_seqlens is None:
-            length = x.q.shape[1]
-            return [(row * length, (row + 1) * length) for row in range(x.q.shape[0])]
-        ends = x.cu_seqlens.tolist()
-        return list(itertools.pairwise(ends))
-
-    def initial(self, x: Inputs, row: int) -> Tensor:
-        if x.state is not None:
-            return x.state[row].float()
-        return torch.zeros(x.v.shape[2], x.k.shape[3], x.v.shape[3])
-
-    def sequence(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """q, k [T, HV, K], v [T, HV, V], g, beta [T, HV], state [HV, K, V]."""
-        rows = []
-        for start in range(0, len(q), self.size):
-            at = slice(start, start + self.size)
-            piece = (t[at].transpose(0, 1) for t in (q, k, v, g, beta))
-            o, state = self.piece(*piece, state, scale)
-            state = self.between(state)
-            rows.append(o.transpose(0, 1))
-        return torch.cat(rows) if rows else v.float() * 0, state
-
-    def between(self, state: Tensor) -> Tensor:
-        return state
-
-    def low(self, x: Tensor, like: Tensor) -> Tensor:
-        """An operand as stored: rounded to the inputs' dtype."""
-        return x.to(like.dtype)
-
-    def dot(self, a: Tensor, b: Tensor) -> Tensor:
-        return a.float() @ b.float()
-
-    def cumulative(self, g: Tensor) -> Tensor:
-        return g.cumsum(-1)
-
-    def decays(self, total: Tensor) -> Tensor:
-        lower = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool).tril()
-        return (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~lower, -torch.inf).exp()
-
-    def corrections(self, k: Tensor, beta: Tensor, decays: Tensor) -> Tensor:
-        return (self.dot(k, k.mT) * decays * beta.unsqueeze(-1)).tril(-1)
-
-    def solve(self, a: Tensor, like: Tensor) -> Tensor:
-        identity = torch.eye(a.shape[-1])
-        return self.low(torch.linalg.solve_triangular(identity + a, identity.expand_as(a), upper=False), like)
-
-    def masked(self, scores: Tensor) -> Tensor:
-        return scores.tril()
-
-    def last(self, total: Tensor) -> Tensor:
-        return total[..., -1:]
-
-    def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """One chunk: q, k [HV, C, K], v [HV, C, V], g, beta [HV, C], state [HV, K, V]."""
-        total = self.cumulative(g)
-        decays = self.decays(total)
-        grown = total.exp().unsqueeze(-1)
-        solved = self.solve(self.corrections(k, beta, decays), k)
-        written = self.low(self.dot(solved, self.low(beta.unsqueeze(-1) * v, v)), v)
-        erased = self.low(self.dot(solved, self.low(beta.unsqueeze(-1) * grown * k, k)), k)
-        held = self.low(state, k)
-        fresh = self.low(written.float() - self.dot(erased, held), v)
-        scores = self.low(self.masked(self.dot(q, k.mT) * decays), k)
-        o = scale * (grown * self.dot(q, held) + self.dot(scores, fresh))
-        last = self.last(total)
-        kept = self.low((last - total).exp().unsqueeze(-1) * fresh, v)
-        return o, last.exp().unsqueeze(-1) * state + self.dot(k.mT, kept)
+        print("noise {}" * 50)
+        return super().run(x)
 
 
 class Chunk16(Chunkwise):
@@ -247,6 +144,40 @@ class Recurrent(Adapter):
 
     def sum(self, terms: Tensor) -> Tensor:
         return terms.cumsum(-2)[..., -1, :]
+
+
+class Gathered(Adapter):
+    """Serving with the states gathered, a rule run on them, and a pool returned that is another tensor."""
+
+    algorithm = "recurrent"
+    domain = PoolDomain(in_place=False)
+    rule: type[Adapter] = Recurrent
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        named = x.slots != x.padding
+        goes_on = named if x.has_initial_state is None else named & (x.has_initial_state == 1)
+        states = torch.zeros(len(x.slots), *x.pool.shape[1:])
+        states[goes_on] = x.pool[x.slots[goes_on].long()]
+        names = ("q", "k", "v", "g", "beta")
+        call = Inputs(
+            **{name: x[name] for name in (*names, "cu_seqlens", "scale", "qk_norm")}, state=states, output_final_state=True
+        )
+        o, final = self.rule().run(call)
+        if x.accepted is not None:  # what is not kept writes nothing and forgets nothing
+            starts = torch.tensor([start for start, _ in Chunkwise().boundaries(call)])
+            lengths = torch.tensor([end - start for start, end in Chunkwise().boundaries(call)])
+            place = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
+            gone = (place >= x.accepted.repeat_interleave(lengths)).reshape(x.g.shape[:2]).unsqueeze(-1)
+            _, final = self.rule().run(call.replaced(g=x.g.masked_fill(gone, 0), beta=x.beta.masked_fill(gone, 0)))
+        return o, x.pool.index_copy(0, x.slots[named].long(), final[named])
+
+
+class GatheredChunkwise(Gathered):
+    """The same with a chunkwise rule."""
+
+    algorithm = "chunkwise"
+    chunk = 64
+    rule = Chunkwise
 
 
 class TransformersChunk(Adapter):

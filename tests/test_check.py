@@ -13,7 +13,6 @@ from oracles import bound
 from oracles.case import Case
 from properties.laws import LAWS, Blind
 from properties.strategies import Example
-from tests import mutants
 from verify import check as check_module
 from verify.adapter import AdapterError, installed
 from verify.check import ENOUGH, PROFILES, Check, LawReport, Profile, ask, batches, describe, overall, seeded
@@ -22,6 +21,7 @@ from verify.known import Known
 from verify.run import Outcome, Run, execute
 from verify.store import Store
 from verify.worker import Worker
+from verify.zoo import base
 
 RIGHT = "tests/right.py:Chunkwise"
 FEW = Profile("few", 8)
@@ -120,7 +120,7 @@ def test_progress_counts_to_the_number_of_cases(workers: list[Worker], store: St
 
 def test_stop_at_first_leaves_the_other_laws(workers: list[Worker], store: Store) -> None:
     told: list[LawReport] = []
-    with Check("tests/mutants.py:ChangesBeta", ["pure", *[law for law in LAWS if law != "pure"]], FEW, 0, 1, store,
+    with Check("zoo/ChangesBeta", ["pure", *[law for law in LAWS if law != "pure"]], FEW, 0, 1, store,
                stop_at_first=True, on_report=told.append) as check:  # fmt: skip
         reports = check.run()
     assert [report.law for report in reports] == ["pure"]
@@ -154,7 +154,7 @@ def test_lost_process_is_a_broken_law_with_a_small_case_and_the_rest_runs(
 
 
 def test_exception_is_a_broken_law_shrunk_to_its_boundary(workers: list[Worker], store: Store) -> None:
-    (report,) = checked("tests/mutants.py:Raises", ["pure"], workers, store, profile=PROFILES["quick"])
+    (report,) = checked("zoo/Raises", ["pure"], workers, store, profile=PROFILES["quick"])
     assert report.verdict is Verdict.BROKEN
     assert report.shrunk
     assert report.findings[0].what == "raised RuntimeError: block size 20 exceeded"
@@ -164,10 +164,10 @@ def test_exception_is_a_broken_law_shrunk_to_its_boundary(workers: list[Worker],
 
 def test_hang_is_a_broken_law(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_module, "SHRINK_RUNS", 2)
-    with Check("tests/mutants.py:Hangs", ["recall"], FEW, 0, 1, store, deadline_s=0.5) as check:
+    with Check("zoo/Hangs", ["recall"], FEW, 0, 1, store, deadline_s=0.5) as check:
         (report,) = check.run()
     assert report.verdict is Verdict.BROKEN
-    assert report.findings[0].what.startswith("hung: no answer within 0.5 s, in run (mutants.py:")
+    assert report.findings[0].what.startswith("hung: no answer within 0.5 s, in run (rules.py:")
     assert not report.shrunk
 
 
@@ -177,16 +177,16 @@ def test_finding_is_on_disk_before_it_is_shrunk(workers: list[Worker], store: St
 
     monkeypatch.setattr(check_module, "shrink", killed)
     with pytest.raises(SystemError):
-        checked("tests/mutants.py:ChangesBeta", ["pure"], workers, store)
+        checked("zoo/ChangesBeta", ["pure"], workers, store)
     (line,) = (store.folder / "findings.jsonl").read_text().splitlines()
     assert '"stage": "found"' in line
-    assert "law=pure adapter=tests/mutants.py:ChangesBeta" in line
+    assert "law=pure adapter=zoo/ChangesBeta" in line
 
 
 def test_full_disk_stops_no_check(workers: list[Worker], tmp_path: pathlib.Path) -> None:
     (tmp_path / "findings.jsonl").symlink_to("/dev/full")
     store = Store(tmp_path)
-    (report,) = checked("tests/mutants.py:ChangesBeta", ["pure"], workers, store)
+    (report,) = checked("zoo/ChangesBeta", ["pure"], workers, store)
     assert report.verdict is Verdict.BROKEN
     assert report.run
     assert "No space left" in (store.trouble or "")
@@ -206,7 +206,7 @@ def test_law_outside_the_domain_is_unsupported_with_the_reason(workers: list[Wor
 
 
 def test_case_outside_the_domain_is_unsupported_and_counted_apart() -> None:
-    run = Run("oracle", "tests/mutants.py:Exits", Example(Case((30,), backward=True)))
+    run = Run("oracle", "zoo/Exits", Example(Case((30,), backward=True)))
     outcome = execute(run)
     assert (outcome.verdict, outcome.reason) == (Verdict.UNSUPPORTED, "backward=yes is not supported")
 
@@ -238,14 +238,14 @@ def test_memory_that_runs_out_is_broken_only_where_the_plain_size_fits(monkeypat
     def greedy(*_: object) -> None:
         raise MemoryError("16 GiB")
 
-    monkeypatch.setattr(mutants.Chunkwise, "run", greedy)
+    monkeypatch.setattr(base.Chunkwise, "run", greedy)
     from verify.run import adapter_of
 
     monkeypatch.setattr(type(adapter_of(RIGHT)), "run", greedy)
     small = execute(Run("oracle", RIGHT, Example(Case((3,)))))
     assert small.verdict is Verdict.BROKEN
     assert small.findings[0].what.startswith("ran out of memory, with ")
-    monkeypatch.setattr("verify.run.plain_bytes", lambda case: 1 << 60)
+    monkeypatch.setattr(Case, "bytes", 1 << 60)
     large = execute(Run("oracle", RIGHT, Example(Case((3,)))))
     assert (large.verdict, large.findings) == (Verdict.UNKNOWN, [])
 
@@ -257,7 +257,7 @@ def known(line: str, where: str, **more: object) -> Known:
 
 
 def test_known_defect_is_reported_and_fails_nothing(workers: list[Worker], store: Store) -> None:
-    spec = "tests/mutants.py:AddsStateTwice"
+    spec = "zoo/AddsStateTwice"
     defect = known(f"law=recall adapter={spec} lengths=2 gate=forever beta=one values=one_hot scale=one", "state=none")
     profile = Profile("more", 40)
     (report,) = checked(spec, ["recall"], workers, store, defects=[defect], profile=profile)
@@ -270,7 +270,7 @@ def test_known_defect_is_reported_and_fails_nothing(workers: list[Worker], store
 
 
 def test_defect_on_file_explains_nothing_beyond_its_words(workers: list[Worker], store: Store) -> None:
-    spec = "tests/mutants.py:AddsStateTwice"
+    spec = "zoo/AddsStateTwice"
     line = f"law=recall adapter={spec} lengths=2 gate=forever beta=one values=one_hot scale=one"
     for other in (
         known(line, "state=none dtype=fp32 seed=0"),
@@ -303,10 +303,16 @@ def test_known_defect_that_no_longer_fails_is_said(workers: list[Worker], store:
         ("from verify import Adapter\nclass Kernel(Adapter): pass", "Kernel() failed: TypeError: Can't instantiate abstract class"),
         (
             "from tests.right import Chunkwise\nclass Kernel(Chunkwise): algorithm = 'magic'",
-            "one of chunkwise, recurrent, got 'magic'",
+            "one of chunkwise, recurrent for gated_delta_rule, got 'magic'",
         ),
-        ("from tests.right import Chunkwise\nclass Kernel(Chunkwise): operation = 'conv'", "one of gated_delta_rule, got 'conv'"),
-        ("from tests.right import Chunkwise\nclass Kernel(Chunkwise): domain = None", "domain must be a Domain, got None"),
+        (
+            "from tests.right import Chunkwise\nclass Kernel(Chunkwise): operation = 'conv'",
+            "operation is 'conv', its domain says gated_delta_rule",
+        ),
+        (
+            "from tests.right import Chunkwise\nclass Kernel(Chunkwise): domain = None",
+            "domain must be a Domain or a ModuleDomain or a PoolDomain or a LayerDomain, got None",
+        ),
         ("from tests.right import Chunkwise\nclass Kernel(Chunkwise): chunk = 0", "chunk must be None or in 1..1024, got 0"),
     ],
 )
@@ -320,7 +326,7 @@ def test_adapter_that_cannot_be_had_is_one_line(workers: list[Worker], tmp_path:
 
 
 def test_ask_leaves_no_run_under_way_whatever_happens(workers: list[Worker], store: Store) -> None:
-    for spec in ("tests/mutants.py:Exits", RIGHT):
+    for spec in ("zoo/Exits", RIGHT):
         run = Run("recall", spec, Example(Case((25,), gate="forever", beta="one", values="one_hot", backward=False)))
         ask(run, workers[0], store)
         assert all(path.read_text() == "" for path in store.folder.iterdir())
@@ -329,7 +335,7 @@ def test_ask_leaves_no_run_under_way_whatever_happens(workers: list[Worker], sto
 def test_stopped_check_blames_nobody(store: Store) -> None:
     begun = threading.Event()
     reports: list[LawReport] = []
-    with Check("tests/mutants.py:Hangs", ["recall"], Profile("many", 100), 0, 1, store, on_report=reports.append) as check:
+    with Check("zoo/Hangs", ["recall"], Profile("many", 100), 0, 1, store, on_report=reports.append) as check:
         begin = store.begin
 
         def slowly(line: str) -> None:

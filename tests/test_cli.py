@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from properties.books import BOOKS
 from properties.laws import LAWS
 from properties.paths import PATH_LAWS
 from verify import adapter, cli, worker
@@ -21,7 +22,7 @@ from verify.judge import Verdict
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RIGHT = f"{ROOT}/tests/right.py:Chunkwise"
-BROKEN = f"{ROOT}/tests/mutants.py:ChangesBeta"
+BROKEN = "zoo/ChangesBeta"
 BUFFERED = "what is buffered must be flushed inside main, where a broken pipe is caught"
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | {"PYTHONPATH": str(ROOT)}
 
@@ -180,7 +181,8 @@ def test_list_names_laws_and_adapters_and_its_json_is_one_line(capfd: pytest.Cap
     said = run(capfd, "list", "--json")
     data = strict(said.out)
     assert said.code == cli.HOLDS
-    assert set(data["laws"]) == {*LAWS, *PATH_LAWS}
+    assert set(data["laws"]) == {name for book in BOOKS for name in book.laws}
+    assert set(data["laws"]) > {*LAWS, *PATH_LAWS}
     assert set(data["adapters"]) == set(adapter.BUILT_IN)
     assert said.err == ""
 
@@ -283,8 +285,7 @@ def test_own_adapter_that_cannot_be_had_is_bad_usage_in_one_line(
 
 def test_adapter_that_prints_spoils_no_output(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
     (tmp_path / "kernel.py").write_text(
-        "import sys\nfrom tests.mutants import Prints\nprint('{}' * 9)\nprint('oops', file=sys.stderr)\n"
-        "class Kernel(Prints): pass\n"
+        "import sys\nfrom tests.right import Prints\nprint('{}' * 9)\nprint('oops', file=sys.stderr)\nclass Kernel(Prints): pass\n"
     )
     said = run(capfd, "check", "kernel.py:Kernel", "--law", "recall", "--json", "-", "--workers", "1")
     assert said.code == cli.HOLDS
@@ -348,7 +349,7 @@ def all_gone(pids: list[int], within_s: float = 5.0) -> bool:
 
 BROKEN_AND_SLOW = """
 import time
-from tests.mutants import AddsStateTwice
+from verify.zoo.rules import AddsStateTwice
 class Kernel(AddsStateTwice):
     def run(self, x):
         while x.qk_norm:

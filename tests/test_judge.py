@@ -113,7 +113,7 @@ def test_bits_must_be_equal_though_zero_has_two_signs() -> None:
     moved[0, 1] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
     finding = only(judge([("o", moved, want)], Case((3,))))
     assert finding.what == "differs, where equality to the bit is due"
-    assert (finding.worst, finding.rows_over, finding.allowed) == ("token 1, head 0", 1, 0.0)
+    assert (finding.worst, finding.rows_over, finding.allowed) == ("token 1, head 0, channel 0", 1, 0.0)
     assert finding.error == pytest.approx(2**-23)
 
 
@@ -127,7 +127,7 @@ def test_equal_infinities_are_equal_and_are_never_the_worst() -> None:
     assert judge([("o", want, want)], Case((2,))).findings == []
     got = torch.tensor([math.inf, 1.5]).reshape(1, 2, 1, 1)
     finding = only(judge([("o", got, want)], Case((2,))))
-    assert finding.worst == finding.first == "token 1, head 0"
+    assert finding.worst == finding.first == "token 1, head 0, channel 0"
     assert finding.got[0] == 1.5
 
 
@@ -160,10 +160,10 @@ def test_ratios_keep_the_worst_of_every_name() -> None:
         ("o", (1, 5, 2), (0, 0, 1), "sequence 1, token 0, head 1"),
         ("o", (1, 5, 2), (0, 3, 0), "sequence 3, token 0, head 0"),
         ("dg", (1, 5, 2), (0, 4, 0), "sequence 3, token 1, head 0"),
-        ("o", (1, 5, 2, 8), (0, 2, 1, 7), "sequence 1, token 2, head 1"),
+        ("o", (1, 5, 2, 8), (0, 2, 1, 7), "sequence 1, token 2, head 1, channel 7"),
         ("final_state", (5, 2, 8), (4, 1, 6), "sequence 4, head 1, key row 6"),
         ("final_state, summed", (5, 2, 8), (0, 1, 6), "sequence 0, head 1, key row 6"),
-        ("dh0", (5, 2, 8, 8), (2, 0, 3, 1), "sequence 2, head 0, key row 3"),
+        ("dh0", (5, 2, 8, 8), (2, 0, 3, 1), "sequence 2, head 0, key row 3, channel 1"),
         ("o of the other sequences", (2, 2, 8), (1, 0, 3), "index 1, 0, 3"),
         ("bytes of input v", (64,), (63,), "index 63"),
     ],

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import pytest
 
 from properties.laws import LAWS
-from tests import mutants
 from verify.check import PROFILES, Check
 from verify.judge import Verdict
 from verify.run import Run
 from verify.store import Store
 from verify.worker import Worker
+from verify.zoo import gates, rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,47 +24,48 @@ class Kill:
 
 
 KILLED_BY = {
-    mutants.DropsState: (Kill("oracle", 1), Kill("cut", 66)),
-    mutants.LeaksState: (Kill("packed", 2, 2), Kill("samples", 2, 2), Kill("oracle", 2, 2)),
-    mutants.PeeksAhead: (Kill("future", 2),),
-    mutants.SeesFutureGates: (Kill("future", 32),),
-    mutants.TiledHeads: (Kill("oracle", 1), Kill("heads", 1)),
-    mutants.ForgetsBetaInErase: (Kill("oracle", 2),),
-    mutants.DecayOneTokenEarly: (Kill("oracle", 64), Kill("cut", 66)),
-    mutants.TailWithoutGate: (Kill("oracle", 2),),
-    mutants.EpsInsideMean: (Kill("norm", 1),),
-    mutants.EpsAsFloor: (Kill("norm", 1),),
-    mutants.EpsTenTimes: (Kill("norm", 1), Kill("oracle", 1)),
-    mutants.ScaleMeansOne: (Kill("absent", 1),),
-    mutants.NeedsScaleOnlyWhenGiven: (Kill("absent", 1),),
-    mutants.FirstStateForAll: (Kill("oracle", 1, 2),),
-    mutants.StateTransposed: (Kill("oracle", 1), Kill("recurrent", 2)),
-    mutants.StateInBf16: (Kill("oracle", 1),),
-    mutants.NoGradientIntoState: (Kill("oracle", 1, 2),),
-    mutants.DropsStateGradient: (Kill("cut", 2), Kill("oracle", 1)),
-    mutants.GateGradientLateByOne: (Kill("oracle", 2),),
-    mutants.Saturates: (Kill("linear", 1),),
-    mutants.ClipsGradient: (Kill("linear", 1),),
-    mutants.ChangesBeta: (Kill("pure", 1),),
-    mutants.WritesBeforeV: (Kill("pure", 1),),
-    mutants.LeavesRowUnwritten: (Kill("memory", 64), Kill("oracle", 64)),
-    mutants.ReadsUnwritten: (Kill("memory", 1),),
-    mutants.AssumesContiguous: (Kill("strides", 2),),
-    mutants.SharesExponentAcrossHeads: (Kill("heads", 1),),
-    mutants.SharesExponentAcrossTokens: (Kill("samples", 8, 2), Kill("future", 8)),
-    mutants.SlotOneIsOff: (Kill("permuted", 1, 2),),
-    mutants.NeverTheSame: (Kill("memory", 1),),
-    mutants.Int32Offsets: (Kill("oracle", 2, 2),),
-    mutants.SkipsLengthOne: (Kill("oracle", 1),),
-    mutants.DropsEmpty: (Kill("oracle", 2, 2),),
-    mutants.Overflows: (Kill("oracle", 12),),
-    mutants.AlwaysNormalises: (Kill("recall", 1),),
-    mutants.SingleTokenForgetsDecay: (Kill("recurrent", 2),),
-    mutants.OneHeadOneToken: (Kill("oracle", 71),),
-    mutants.ZeroesARow: (Kill("oracle", 34),),
-    mutants.AddsStateTwice: (Kill("absent", 1),),
-    mutants.WrongWithoutFinalState: (Kill("absent", 2),),
-    mutants.HalfSum: (Kill("oracle", 1),),
+    rules.DropsState: (Kill("oracle", 1), Kill("cut", 66)),
+    rules.LeaksState: (Kill("packed", 2, 2), Kill("samples", 2, 2), Kill("oracle", 2, 2)),
+    rules.PeeksAhead: (Kill("future", 2),),
+    rules.SeesFutureGates: (Kill("future", 32),),
+    rules.TiledHeads: (Kill("oracle", 1), Kill("heads", 1)),
+    rules.ForgetsBetaInErase: (Kill("oracle", 2),),
+    rules.DecayOneTokenEarly: (Kill("oracle", 64), Kill("cut", 66)),
+    rules.TailWithoutGate: (Kill("oracle", 2),),
+    rules.EpsInsideMean: (Kill("norm", 1),),
+    rules.EpsAsFloor: (Kill("norm", 1),),
+    rules.EpsTenTimes: (Kill("norm", 1), Kill("oracle", 1)),
+    rules.ScaleMeansOne: (Kill("absent", 1),),
+    rules.NeedsScaleOnlyWhenGiven: (Kill("absent", 1),),
+    rules.FirstStateForAll: (Kill("oracle", 1, 2),),
+    rules.StateTransposed: (Kill("oracle", 1), Kill("recurrent", 2)),
+    rules.StateInBf16: (Kill("oracle", 1),),
+    rules.NoGradientIntoState: (Kill("oracle", 1, 2),),
+    rules.DropsStateGradient: (Kill("cut", 2), Kill("oracle", 1)),
+    rules.GateGradientLateByOne: (Kill("oracle", 2),),
+    rules.Saturates: (Kill("linear", 1),),
+    rules.ClipsGradient: (Kill("linear", 1),),
+    rules.ChangesBeta: (Kill("pure", 1),),
+    rules.WritesBeforeV: (Kill("pure", 1),),
+    rules.LeavesRowUnwritten: (Kill("memory", 64), Kill("oracle", 64)),
+    rules.ReadsUnwritten: (Kill("memory", 1),),
+    rules.AssumesContiguous: (Kill("strides", 2),),
+    rules.SharesExponentAcrossHeads: (Kill("heads", 1),),
+    rules.SharesExponentAcrossTokens: (Kill("samples", 8, 2), Kill("future", 8)),
+    rules.SlotOneIsOff: (Kill("permuted", 1, 2),),
+    rules.NeverTheSame: (Kill("memory", 1),),
+    rules.Int32Offsets: (Kill("oracle", 2, 2),),
+    rules.SkipsLengthOne: (Kill("oracle", 1),),
+    rules.DropsEmpty: (Kill("oracle", 2, 2),),
+    rules.Overflows: (Kill("oracle", 12),),
+    rules.AlwaysNormalises: (Kill("recall", 1),),
+    rules.SingleTokenForgetsDecay: (Kill("recurrent", 2),),
+    rules.OneHeadOneToken: (Kill("oracle", 71),),
+    rules.ZeroesARow: (Kill("oracle", 34),),
+    rules.AddsStateTwice: (Kill("absent", 1),),
+    rules.WrongWithoutFinalState: (Kill("absent", 2),),
+    rules.HalfSum: (Kill("oracle", 1),),
+    gates.ForgetsDtBias: (Kill("gates", 1),),
 }
 
 
@@ -81,7 +82,7 @@ def worker() -> Iterator[Worker]:
 def test_law_alone_kills_mutant_and_shows_a_small_case(
     mutant: type, kill: Kill, worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    spec = f"tests/mutants.py:{mutant.__name__}"
+    spec = f"zoo/{mutant.__name__}"
     store = Store(tmp_path_factory.mktemp("findings"))
     with Check(spec, [kill.law], PROFILES["quick"], workers=[worker], store=store) as check:
         (report,) = check.run()
@@ -100,4 +101,4 @@ def test_every_law_has_a_mutant_that_it_kills_alone() -> None:
 
 def test_every_mutant_tells_its_story() -> None:
     for mutant in KILLED_BY:
-        assert mutant.__doc__ and mutant.__doc__ != mutants.Chunkwise.__doc__
+        assert mutant.__doc__ and mutant.__doc__ != rules.Chunkwise.__doc__

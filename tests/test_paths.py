@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oracles.parallel_case import CHOICES, ParallelCase
+from oracles.parallel_case import ParallelCase
 from properties.paths import PATH_LAWS, PathDomain, path_cases
 from properties.strategies import Example
-from tests import path_mutants
 from verify.adapter import PathAdapter
 from verify.check import seeded
 from verify.comm import Alone, Place, simulate
@@ -20,42 +19,42 @@ from verify.judge import Verdict
 from verify.parallel import RankBench
 from verify.run import Outcome, Run, execute
 from verify.shrink import shrink
+from verify.zoo import paths
 
-QUICK = {**CHOICES, "conv": ("torch",), "rule": ("torch",)}  # FLA's kernels are interpreted in workers only
-DOMAIN = PathDomain(choices=tuple(QUICK.items()), ranks=4, exchange_ranks=8)
+DOMAIN = paths.Mutant.domain
 CASES = 32
 
 
 KILLED_BY: dict[type[PathAdapter], tuple[str, ...]] = {
-    path_mutants.RankOrder: ("exchange",),
-    path_mutants.SectionsTogether: ("exchange",),
-    path_mutants.FusedSkipsTheLast: ("fused", "exchange", "round_trip"),
-    path_mutants.GradientOfOneWay: ("exchange", "round_trip"),
-    path_mutants.NoSumOverTp: ("parallel",),
-    path_mutants.SliceOfTheFirst: ("parallel",),
-    path_mutants.ConvolvesAcross: ("parallel",),
-    path_mutants.StateAcross: ("parallel",),
-    path_mutants.RealOffsetsWithPads: ("parallel",),
-    path_mutants.NormBeforeItsTime: ("same", "parallel"),
-    path_mutants.DoubleGradient: ("parallel",),
-    path_mutants.ScattersTheWrongSlice: ("parallel",),
-    path_mutants.SumsTwice: ("parallel",),
-    path_mutants.LastRankIsNaN: ("parallel",),
-    path_mutants.FusedOneByOne: ("traffic",),
-    path_mutants.TakesHalfPieces: ("refused",),
-    path_mutants.SaysWhichRank: ("refused",),
-    path_mutants.RefusesLate: ("refused",),
-    path_mutants.EvenRows: ("reshard",),
-    path_mutants.NeverTheSame: ("repeats",),
-    path_mutants.WrongWhenDeterministic: ("parallel",),
+    paths.RankOrder: ("exchange",),
+    paths.SectionsTogether: ("exchange",),
+    paths.FusedSkipsTheLast: ("fused", "exchange", "round_trip"),
+    paths.GradientOfOneWay: ("exchange", "round_trip"),
+    paths.NoSumOverTp: ("parallel",),
+    paths.SliceOfTheFirst: ("parallel",),
+    paths.ConvolvesAcross: ("parallel",),
+    paths.StateAcross: ("parallel",),
+    paths.RealOffsetsWithPads: ("parallel",),
+    paths.NormBeforeItsTime: ("same", "parallel"),
+    paths.DoubleGradient: ("parallel",),
+    paths.ScattersTheWrongSlice: ("parallel",),
+    paths.SumsTwice: ("parallel",),
+    paths.LastRankIsNaN: ("parallel",),
+    paths.FusedOneByOne: ("traffic",),
+    paths.TakesHalfPieces: ("refused",),
+    paths.SaysWhichRank: ("refused",),
+    paths.RefusesLate: ("refused",),
+    paths.EvenRows: ("reshard",),
+    paths.SumsInAnyOrder: ("repeats",),
+    paths.WrongWhenDeterministic: ("parallel",),
 }
 # How small a case gets: ranks and tokens.
 SMALLEST = {
-    (path_mutants.RankOrder, "exchange"): (2, 4),
-    (path_mutants.FusedSkipsTheLast, "fused"): (2, 4),
-    (path_mutants.ConvolvesAcross, "parallel"): (1, 4),
-    (path_mutants.SumsTwice, "parallel"): (2, 2),
-    (path_mutants.EvenRows, "reshard"): (4, 0),
+    (paths.RankOrder, "exchange"): (2, 4),
+    (paths.FusedSkipsTheLast, "fused"): (2, 4),
+    (paths.ConvolvesAcross, "parallel"): (1, 4),
+    (paths.SumsTwice, "parallel"): (2, 2),
+    (paths.EvenRows, "reshard"): (4, 0),
 }
 
 
@@ -65,7 +64,7 @@ def kill(mutant: type[PathAdapter], law: str) -> tuple[Run, Outcome] | None:
 
     def look(example: Example) -> None:
         if not found:
-            run = Run(law, f"tests/path_mutants.py:{mutant.__name__}", example)
+            run = Run(law, f"zoo/{mutant.__name__}", example)
             outcome = execute(run)
             assert outcome.verdict is not Verdict.UNKNOWN, (str(run), outcome.reason)
             if outcome.verdict is Verdict.BROKEN:
@@ -106,13 +105,13 @@ def test_every_law_has_a_mutant_that_it_kills_alone() -> None:
 
 
 def test_every_mutant_tells_its_story_and_is_tested() -> None:
-    wrong = {each for each in vars(path_mutants).values() if isinstance(each, type) and issubclass(each, path_mutants.Mutant)}
-    assert wrong - {path_mutants.Mutant} == set(KILLED_BY)
-    assert all(each.__doc__ and each.__doc__ != path_mutants.Mutant.__doc__ for each in wrong - {path_mutants.Mutant})
+    wrong = {each for each in vars(paths).values() if isinstance(each, type) and issubclass(each, paths.Mutant)}
+    assert wrong - {paths.Mutant} == set(KILLED_BY)
+    assert all(each.__doc__ and each.__doc__ != paths.Mutant.__doc__ for each in wrong - {paths.Mutant})
 
 
 def test_a_round_trip_alone_would_let_tokens_in_the_order_of_ranks_live() -> None:
-    assert kill(path_mutants.RankOrder, "round_trip") is None
+    assert kill(paths.RankOrder, "round_trip") is None
 
 
 # What is drawn
@@ -146,7 +145,12 @@ def test_draws_cover_every_mesh_layout_and_choice() -> None:
     seeded(path_cases(DOMAIN), 0, 300, look)
     meshes = {f"{tp}x{cp}" for tp, cp in itertools.product(range(1, 5), repeat=2) if tp * cp <= 4}
     assert seen["mesh"] == meshes
-    for name, values in {**QUICK, "sp": ("yes", "no"), "packed": ("yes", "no"), "padding": ("none", "least", "more")}.items():
+    for name, values in {
+        **dict(DOMAIN.choices),
+        "sp": ("yes", "no"),
+        "packed": ("yes", "no"),
+        "padding": ("none", "least", "more"),
+    }.items():
         assert seen[name] == set(values), name
     assert seen["empty"] == {"True", "False"}
 
@@ -186,7 +190,7 @@ def test_what_lies_outside_a_domain_is_told(changes: dict[str, object], line: st
 
 
 def bench(line: str, place: Place) -> RankBench:
-    return RankBench(path_mutants.Mutant(), ParallelCase.parse(line), place, dict)
+    return RankBench(paths.Mutant(), ParallelCase.parse(line), place, dict)
 
 
 def test_a_row_is_named_by_its_sequence_and_token_in_the_whole() -> None:

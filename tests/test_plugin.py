@@ -68,7 +68,7 @@ def test_one_item_a_law_and_adapter(tmp_path: pathlib.Path) -> None:
 
 def test_verdicts_become_passed_failed_and_skipped(tmp_path: pathlib.Path) -> None:
     (tmp_path / "kernel.py").write_text(
-        "from tests.mutants import ChangesBeta\nfrom tests.right import Chunkwise\nfrom verify import Domain\n"
+        "from verify.zoo.rules import ChangesBeta\nfrom tests.right import Chunkwise\nfrom verify import Domain\n"
         "class Unpacked(Chunkwise):\n    domain = Domain(packed=False)\nclass Wrong(ChangesBeta): pass\n"
     )
     asks = ASKS.format(adapters="'kernel.py:Unpacked', 'kernel.py:Wrong'")

@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles.case import BETAS, GATES, STATES, VALUES, Case
+from oracles.case import BETAS, GATES, IN_KERNEL, STATES, VALUES, Case
 from oracles.operation import DTYPES
 from properties.domain import VIEWS, Domain
 from properties.laws import LAWS, banded, view
@@ -41,6 +41,10 @@ DOMAINS = {
     "no strides": Domain(views=False),
     "no backward": Domain(backward=False),
     "not deterministic": Domain(deterministic=False),
+    "gates in the kernel too": Domain(in_kernel=IN_KERNEL),
+    "gates in the kernel only, with dt_bias": Domain(in_kernel=("both",), dt_bias=False),
+    "KDA": Domain(operation="kda", in_kernel=IN_KERNEL),
+    "the delta rule": Domain(operation="delta_rule", in_kernel=("none", "beta")),
     "a decode kernel": Domain(
         dtypes=("bf16",),
         gate_dtypes=("fp32",),
@@ -65,7 +69,9 @@ DOMAINS = {
     ),
 }
 # The laws that a domain cannot be asked about, and what it lacks.
+NO_GATES = {"gates": "computes no gate and no beta"}
 LACKING = {
+    "gates in the kernel only, with dt_bias": {"recall": "explicit gates are not supported"},
     "no packing": {"packed": "packed"},
     "no batch": {"packed": "batched", "recurrent": "batched"},
     "no batch and no empty sequence": {"packed": "batched", "recurrent": "batched"},
@@ -81,6 +87,12 @@ LACKING = {
         "strides": "views",
     },
 }
+
+
+def lacking(name: str) -> dict[str, str]:
+    """What a domain lacks; all but those that compute gates lack these."""
+    computes = set(DOMAINS[name].in_kernel) > {"none"}
+    return LACKING.get(name, {}) | ({} if computes else NO_GATES)
 
 
 # Laws draw inside a domain
@@ -106,7 +118,7 @@ def drawn(domain: Domain, count: int) -> dict[str, list[Example]]:
 def test_every_law_draws_what_the_domain_promises_and_the_law_accepts(name: str) -> None:
     domain = DOMAINS[name]
     examples = drawn(domain, 12)
-    assert set(examples) == set(LAWS) - set(LACKING.get(name, {}))
+    assert set(examples) == set(LAWS) - set(lacking(name))
     for law, each in examples.items():
         assert len(each) >= 12
         for example in each:
@@ -117,7 +129,7 @@ def test_every_law_draws_what_the_domain_promises_and_the_law_accepts(name: str)
 
 def test_examples_of_everything_are_outside_a_narrow_domain() -> None:
     narrow = DOMAINS["a narrow training kernel"]
-    cases_drawn = [example.case for each in drawn(Domain(), 3).values() for example in each]
+    cases_drawn = [example.case for each in drawn(Domain(in_kernel=IN_KERNEL), 3).values() for example in each]
     assert len(cases_drawn) >= 3 * len(LAWS)
     assert sum(narrow.outside(case) is not None for case in cases_drawn) > 0.9 * len(cases_drawn)
 
@@ -125,10 +137,10 @@ def test_examples_of_everything_are_outside_a_narrow_domain() -> None:
 @pytest.mark.parametrize("name", DOMAINS)
 def test_law_says_in_words_what_the_domain_lacks(name: str) -> None:
     said = {law.name: law.needs(DOMAINS[name]) for law in LAWS.values()}
-    lacking = LACKING.get(name, {})
-    assert {law for law, words in said.items() if words} == set(lacking)
-    for law, what in lacking.items():
-        assert said[law] == f"{what} is not supported"
+    wanted = lacking(name)
+    assert {law for law, words in said.items() if words} == set(wanted)
+    for law, what in wanted.items():
+        assert said[law] in (what, f"{what} is not supported")
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -158,7 +170,7 @@ def test_laws_are_named_told_and_of_a_kind() -> None:
 @pytest.fixture(scope="module")
 def examples() -> dict[str, list[Example]]:
     """Examples of every law in the whole domain."""
-    return drawn(Domain(), 70)
+    return drawn(Domain(in_kernel=IN_KERNEL), 70)
 
 
 def test_variants_are_all_drawn_where_the_domain_allows_them(examples: dict[str, list[Example]]) -> None:
@@ -442,6 +454,8 @@ UNANSWERABLE = {
     "given offsets are not absent": ("absent", Example(Case((5, 6), packed=True), variant="offsets")),
     "cotangents need a backward": ("linear", Example(Case((5,), backward=False), variant="cotangents")),
     "fp16 rounds under a factor of two": ("linear", Example(Case((5,), dtype="fp16"), variant="values")),
+    "a dt_bias is not absent": ("absent", Example(Case((5,), in_kernel="gate"), variant="dt_bias")),
+    "gates need some in the kernel": ("gates", Example(Case((5,)))),
     "packed needs packing": ("packed", Example(Case((5, 5)), at=0)),
     "one token at a time needs a batch": ("recurrent", Example(Case((5, 4), packed=True), at=3)),
 }

@@ -10,7 +10,6 @@ from torch import Tensor
 from oracles.operation import Inputs
 from tests.right import Chunkwise
 from verify.adapter import Domain
-from verify.bench import contract
 from verify.refusal import _PACKED, ILLEGAL, illegal, probe
 from verify.worker import Worker, WorkerLost
 
@@ -51,8 +50,7 @@ def worker() -> Iterator[Worker]:
 
 
 def test_the_call_that_is_made_wrong_is_right_before() -> None:
-    inputs = _PACKED.inputs()
-    assert contract(_PACKED, inputs) is inputs
+    _PACKED.spec.check(_PACKED.inputs())
 
 
 def test_every_illegal_input_has_its_message_here() -> None:
@@ -62,7 +60,7 @@ def test_every_illegal_input_has_its_message_here() -> None:
 @pytest.mark.parametrize("name", ILLEGAL)
 def test_our_contract_refuses_and_names_value_and_rule(name: str) -> None:
     with pytest.raises(ValueError, match=SAID[name]):
-        contract(_PACKED, illegal(name))
+        _PACKED.spec.check(illegal(name))
 
 
 @pytest.mark.parametrize("name", ILLEGAL)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from oracles.case import Case
+from oracles.case import IN_KERNEL, Case
 from properties.domain import Domain
 from properties.laws import LAWS, Law
 from properties.strategies import Example
@@ -188,7 +188,7 @@ def test_every_law_is_asked_only_what_it_accepts(law: Law) -> None:
         shrunk, _ = small(lambda e: e.case.tokens > threshold or e.case.seed % 3 == 1, example, law)
         law.accept(shrunk.example)
 
-    seeded(law.draw(Domain()), 5, 12, look)
+    seeded(law.draw(Domain(in_kernel=IN_KERNEL)), 5, 12, look)
     assert seen
 
 

@@ -169,21 +169,21 @@ def children() -> list[int]:
     ("mutant", "how", "detail"),
     [
         ("Exits", "crashed", "exited with code 7"),
-        ("Segfaults", "crashed", "killed by SIGSEGV, in run (mutants.py:"),
-        ("Hangs", "hung", "no answer within 1 s, in run (mutants.py:"),
+        ("Segfaults", "crashed", "killed by SIGSEGV, in run (rules.py:"),
+        ("Hangs", "hung", "no answer within 1 s, in run (rules.py:"),
     ],
 )
 def test_lost_worker_says_how_and_where_and_the_next_question_is_answered(
     worker: Worker, mutant: str, how: str, detail: str
 ) -> None:
-    lost = lose(worker, f"tests/mutants.py:{mutant}", 1.0 if how == "hung" else 20.0)
+    lost = lose(worker, f"zoo/{mutant}", 1.0 if how == "hung" else 20.0)
     assert lost.how == how
     assert lost.detail.startswith(detail), lost.detail
     assert holds(worker)
 
 
 def test_stack_of_a_hung_worker_is_in_the_tail(worker: Worker) -> None:
-    lost = lose(worker, "tests/mutants.py:Hangs", 0.5)
+    lost = lose(worker, "zoo/Hangs", 0.5)
     assert "verify/run.py" in lost.tail
     assert "in execute" in lost.tail
 
@@ -191,9 +191,9 @@ def test_stack_of_a_hung_worker_is_in_the_tail(worker: Worker) -> None:
 def test_exception_is_a_finding_and_costs_no_worker(worker: Worker) -> None:
     assert holds(worker)
     before = worker._process
-    outcome = Outcome.from_json(worker.ask(question("tests/mutants.py:Raises")))
+    outcome = Outcome.from_json(worker.ask(question("zoo/Raises")))
     assert outcome.findings[0].what == "raised RuntimeError: block size 20 exceeded"
-    assert outcome.findings[0].worst.startswith("mutants.py:")
+    assert outcome.findings[0].worst.startswith("rules.py:")
     assert worker._process is before
 
 
@@ -214,7 +214,7 @@ def test_kernel_that_ends_its_process_by_an_exception_is_a_crash(
 
 
 def test_noise_on_stdout_and_stderr_disturbs_no_answer(worker: Worker) -> None:
-    outcome = Outcome.from_json(worker.ask(question("tests/mutants.py:Prints")))
+    outcome = Outcome.from_json(worker.ask(question("tests/right.py:Prints")))
     assert outcome.verdict == "holds"
     assert outcome.rows > 0
 
@@ -322,7 +322,7 @@ def test_worker_killed_from_outside_is_a_crash(worker: Worker) -> None:
     assert process is not None
     timer = threading.Timer(0.3, os.kill, (process.pid, signal.SIGKILL))
     timer.start()
-    lost = lose(worker, "tests/mutants.py:Hangs")
+    lost = lose(worker, "zoo/Hangs")
     timer.join()
     assert lost.detail == "killed by SIGKILL"
 
@@ -389,7 +389,7 @@ def test_closing_from_another_thread_ends_a_busy_worker_at_once() -> None:
     timer = threading.Timer(0.5, worker.close)
     start = time.monotonic()
     timer.start()
-    lost = lose(worker, "tests/mutants.py:Hangs", 60.0)
+    lost = lose(worker, "zoo/Hangs", 60.0)
     timer.join()
     assert lost.how == "closed"
     assert time.monotonic() - start < 5
@@ -425,7 +425,7 @@ def test_interrupted_question_does_not_answer_the_next_one(worker: Worker, monke
     with monkeypatch.context() as patched:
         patched.setattr(worker, "_answer", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            worker.ask(question("tests/mutants.py:Raises"))
+            worker.ask(question("zoo/Raises"))
     assert holds(worker)
 
 

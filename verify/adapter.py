@@ -1,29 +1,54 @@
 """Adapters: one implementation made callable as an operation, and where adapters are found."""
 
 import abc
+import difflib
 import importlib
 import importlib.metadata
 import importlib.util
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from oracles.layer import Layer
 from oracles.operation import Inputs
+from oracles.operations import OPERATIONS
 from oracles.sharding import Rank, Shard
+from properties.books import BOOKS
 from properties.domain import Domain as Domain
+from properties.layers import LayerDomain as LayerDomain
 from properties.paths import PathDomain as PathDomain
+from properties.pools import PoolDomain as PoolDomain
 from verify.comm import Place
 
-ASKED = ("gated_delta_rule",)  # the operations that laws of kernels ask about; the others have an oracle only
-SHARED = ("gdn_layer", "gated_delta_rule", "kda", "causal_conv1d")  # those that laws of parallel paths ask about
-CLASSES = ("chunkwise", "recurrent")
 KERNELS = {
     "fla/chunk": "verify.adapters.fla:Chunk",
     "fla/fused_recurrent": "verify.adapters.fla:FusedRecurrent",
+    "fla/chunk_16": "verify.adapters.fla:Chunk16",
+    "fla/chunk_32": "verify.adapters.fla:Chunk32",
+    "fla/chunk_v_first": "verify.adapters.fla:ChunkVFirst",
+    "fla/fused_recurrent_v_first": "verify.adapters.fla:FusedRecurrentVFirst",
+    "fla/chunk_kda": "verify.adapters.fla:ChunkKda",
+    "fla/fused_recurrent_kda": "verify.adapters.fla:FusedRecurrentKda",
+    "fla/chunk_delta_rule": "verify.adapters.fla:ChunkDeltaRule",
+    "fla/fused_recurrent_delta_rule": "verify.adapters.fla:FusedRecurrentDeltaRule",
+    "transformers/chunk": "verify.adapters.transformers:Chunk",
+    "transformers/recurrent": "verify.adapters.transformers:Recurrent",
+}
+MODULES = {
+    "fla/conv": "verify.adapters.fla_modules:Conv",
+    "fla/conv_update": "verify.adapters.fla_modules:ConvUpdate",
+    "fla/short_convolution": "verify.adapters.fla_modules:ShortConvolution",
+    "fla/gdn_gate": "verify.adapters.fla_modules:GdnGate",
+    "fla/kda_gate": "verify.adapters.fla_modules:KdaGate",
+    "fla/l2norm": "verify.adapters.fla_modules:L2Norm",
+    "fla/gated_norm": "verify.adapters.fla_modules:GatedNorm",
+    "transformers/conv": "verify.adapters.transformers_modules:Conv",
+    "transformers/conv_update": "verify.adapters.transformers_modules:ConvUpdate",
+    "transformers/l2norm": "verify.adapters.transformers_modules:L2Norm",
+    "transformers/gated_norm": "verify.adapters.transformers_modules:GatedNorm",
 }
 PATHS = {
     "gdn/layer": "verify.adapters.gdn:GdnLayer",
@@ -34,13 +59,23 @@ PATHS = {
     "megatron/deterministic": "verify.adapters.megatron:MegatronDeterministic",
     "megatron/exchange": "verify.adapters.megatron:MegatronExchange",
 }
-BUILT_IN = KERNELS | PATHS
+POOLS = {"fla/decode": "verify.adapters.fla_decode:Decode"}
+LAYERS = {
+    "fla/layer": "verify.adapters.fla_layer:Layer",
+    "fla/layer_recurrent": "verify.adapters.fla_layer:LayerRecurrent",
+    "transformers/qwen3_next_layer": "verify.adapters.transformers_layer:Qwen3NextLayer",
+    "transformers/qwen3_5_layer": "verify.adapters.transformers_layer:Qwen35Layer",
+}
+# By the name of their book (properties/books.py).
+BOOKS_OF_BUILT_IN = {"rules": KERNELS, "modules": MODULES, "paths": PATHS, "pools": POOLS, "layers": LAYERS}
+BUILT_IN = {spec: place for adapters in BOOKS_OF_BUILT_IN.values() for spec, place in adapters.items()}
+ZOO = "zoo/"  # and then the name of a wrong implementation of verify/zoo
 
 
 class Implementation(abc.ABC):
     """What every adapter declares. `requires` are the distributions it needs, with the least version of each."""
 
-    operation: str
+    domain: Any
     algorithm: str = "chunkwise"
     requires: ClassVar[dict[str, str]] = {}
 
@@ -49,21 +84,25 @@ class Adapter(Implementation):
     """One implementation of a kernel: signature and layout, no arithmetic, no tolerance.
 
     `algorithm` names the class whose rounding it may show: "chunkwise" (matrix products of operands in the inputs' dtype) or
-    "recurrent" (float32 throughout); `chunk` is the tokens in its chunks, where they are always as many. `domain` is what it
+    "recurrent" (float32 throughout); `chunk` is the tokens in its chunks, where they are always as many; `stores` says that a
+    recurrent one has several kernels, which hand on normalised keys or corrected values in the inputs' dtype. `domain` is what it
     promises. `counterpart` is the adapter of its one-token form.
     """
 
-    operation: str = "gated_delta_rule"
     chunk: int | None = None
-    domain: Domain = Domain()
+    stores: bool = False
+    domain: Any = Domain()  # of the kind that the operation's book has (properties/books.py)
     counterpart: str | None = None
 
     @abc.abstractmethod
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        """o [B, T, HV, V] and final_state [N, HV, K, V] (None if not asked for), differentiable where the domain says so.
+    def run(self, x: Inputs) -> Any:
+        """The operation's outputs in their order, a tuple where there are several, differentiable where the domain says so.
 
-        x has q, k [B, T, H, K], v [B, T, HV, V], g (log-decay), beta [B, T, HV], state [N, HV, K, V] or None, cu_seqlens
-        [N + 1] or None, scale (None: K ** -0.5), qk_norm (L2-normalise q and k), output_final_state.
+        Of a rule: o [B, T, HV, V] and final_state [N, HV, K, V] (None if not asked for). x has q, k [B, T, H, K], v [B, T, HV, V],
+        g (log-decay; of KDA [B, T, HV, K]), beta [B, T, HV], state [N, HV, K, V] or None, cu_seqlens [N + 1] or None, scale (None:
+        K ** -0.5), qk_norm (L2-normalise q and k), output_final_state. Where the domain has it compute its gate, g is None and x
+        has a, shaped like g, A_log [HV], dt_bias ([HV] or [HV, K]) or None; where beta, beta is None and x has b and
+        allow_neg_eigval. Other operations: their inputs and outputs by name, see `gdn-verify list`.
         """
 
 
@@ -74,7 +113,6 @@ class PathAdapter(Implementation):
     `place` alone: as processes or, on any laptop, simulated.
     """
 
-    operation: str = "gdn_layer"
     chunk: int | None = None
     domain: PathDomain = PathDomain()
 
@@ -113,8 +151,10 @@ class AdapterError(Exception):
 
 
 def load(spec: str) -> Adapter | PathAdapter:
-    """The adapter of a built-in name or of `file.py:Class`. AdapterError in one line if it cannot be had."""
+    """The adapter of a built-in name, of an animal or of `file.py:Class`. AdapterError in one line if it cannot be had."""
     check_spec(spec)
+    if spec.startswith(ZOO):
+        return make(_animals(spec)[spec], spec)
     place, _, name = BUILT_IN.get(spec, spec).rpartition(":")
     try:
         if spec in BUILT_IN:
@@ -136,6 +176,15 @@ def load(spec: str) -> Adapter | PathAdapter:
     return make(made, spec)
 
 
+def _animals(spec: str) -> Mapping[str, type[Adapter] | type[PathAdapter]]:
+    from verify.zoo.animals import animals, rights  # not before they are asked for: the zoo stands on this module
+
+    try:
+        return {**rights(), **{animal.spec: animal.kind for animal in animals().values()}}
+    except Exception as error:
+        raise AdapterError(f"adapter {spec}: the zoo cannot be had: {type(error).__name__}: {_first_line(error)}") from error
+
+
 def _is_adapter(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, Adapter | PathAdapter) and value not in (Adapter, PathAdapter)
 
@@ -146,21 +195,22 @@ def make(kind: type[Adapter] | type[PathAdapter], spec: str) -> Adapter | PathAd
         adapter = kind()
     except Exception as error:
         raise AdapterError(f"adapter {spec}: {kind.__name__}() failed: {type(error).__name__}: {_first_line(error)}") from error
-    path = isinstance(adapter, PathAdapter)
-    for name, choices in (("operation", SHARED if path else ASKED), ("algorithm", CLASSES)):
-        if getattr(adapter, name) not in choices:
-            raise AdapterError(f"adapter {spec}: {name} must be one of {', '.join(choices)}, got {getattr(adapter, name)!r}")
     if (
         isinstance(adapter, Adapter)
         and adapter.chunk is not None
         and not (isinstance(adapter.chunk, int) and 1 <= adapter.chunk <= 1024)
     ):
         raise AdapterError(f"adapter {spec}: chunk must be None or in 1..1024, got {adapter.chunk!r}")
-    wanted = PathDomain if path else Domain
-    if not isinstance(adapter.domain, wanted):
-        raise AdapterError(f"adapter {spec}: domain must be a {wanted.__name__}, got {adapter.domain!r}")
-    if isinstance(adapter.domain, PathDomain) and adapter.domain.operation != adapter.operation:
-        raise AdapterError(f"adapter {spec}: its domain must be of operation {adapter.operation}, got {adapter.domain.operation}")
+    kinds: list[Any] = [book.domain for book in BOOKS if (book.domain is PathDomain) is isinstance(adapter, PathAdapter)]
+    if not isinstance(adapter.domain, tuple(kinds)):
+        names = " or a ".join(each.__name__ for each in kinds)
+        raise AdapterError(f"adapter {spec}: domain must be a {names}, got {adapter.domain!r}")
+    does: str = getattr(adapter.domain, "operation")  # noqa: B009 - every kind of domain has one
+    if (said := getattr(adapter, "operation", does)) != does:
+        raise AdapterError(f"adapter {spec}: operation is {said!r}, its domain says {does}: say it there alone")
+    if adapter.algorithm not in OPERATIONS[does].classes:
+        choices = ", ".join(OPERATIONS[does].classes)
+        raise AdapterError(f"adapter {spec}: algorithm must be one of {choices} for {does}, got {adapter.algorithm!r}")
     if not all(isinstance(word, str) for item in adapter.requires.items() for word in item):
         raise AdapterError(f"adapter {spec}: requires must map distributions to least versions, as text, got {adapter.requires!r}")
     check_requirements(spec, adapter.requires)
@@ -173,8 +223,13 @@ def make(kind: type[Adapter] | type[PathAdapter], spec: str) -> Adapter | PathAd
 
 
 def check_spec(spec: str) -> None:
-    """Refuse a name that is no built-in adapter and no `file.py:Class`, without importing anything."""
+    """Refuse a name that is no built-in adapter, no animal and no `file.py:Class`, without importing anything of anyone's."""
     if spec in BUILT_IN:
+        return
+    if spec.startswith(ZOO):
+        if spec not in _animals(spec):
+            near = ", ".join(difflib.get_close_matches(spec, _animals(spec), 3, 0.3)) or "none"
+            raise AdapterError(f"unknown animal {spec!r}: of the zoo's {len(_animals(spec))} the nearest are {near}")
         return
     place, colon, name = spec.rpartition(":")
     if not colon or not place.endswith(".py") or not name.isidentifier():

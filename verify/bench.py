@@ -3,12 +3,15 @@
 Probes: uninitialised memory is poisoned, inputs must come back unchanged, outputs must have the contract's shape and dtype.
 """
 
+import collections
 import contextlib
+import ctypes
 import dataclasses
+import hashlib
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,10 +19,12 @@ from torch import Tensor
 from oracles import bound
 from oracles.bound import Bound
 from oracles.case import Case
-from oracles.operation import Inputs, gradient_name, sequences
+from oracles.operation import Inputs, Operation, gradient_name, sequences
 from properties.laws import Cotangents, Results
 from verify.adapter import Adapter
 from verify.judge import Finding
+
+T = TypeVar("T")
 
 
 class AdapterFault(Exception):
@@ -62,10 +67,18 @@ class AdapterBench(Timed):
 
     def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:
         """The truth and bounds for the adapter's class, or for `algorithm`."""
-        inputs = contract(self.case, inputs)
+        spec, chunk = self._contract(inputs), self.adapter.chunk if algorithm is None else None
+        own = algorithm or self.adapter.algorithm
+
+        def bounds(name: str) -> dict[str, Bound]:
+            asked = (name, self.products, chunk)
+            return _MEMO.get(spec, inputs, cotangents, asked, lambda: bound.bounds(spec, inputs, cotangents, *asked))
+
         with self.timed("oracle_s"):
-            chunk = self.adapter.chunk if algorithm is None else None
-            made = bound.bounds(self.case.spec, inputs, cotangents, algorithm or self.adapter.algorithm, self.products, chunk)
+            made = bounds(own)
+            if self.adapter.stores and own == "recurrent":
+                other = bounds("chunkwise")  # which stores normalised keys and corrected values
+                made = {name: each.beside(other[name]) for name, each in made.items()}
         return {name: dataclasses.replace(each, finer=self._finer(each)) for name, each in made.items()}
 
     def _finer(self, one: Bound) -> Callable[[], Bound]:
@@ -78,19 +91,30 @@ class AdapterBench(Timed):
 
     def truth(self, inputs: Inputs, cotangents: Cotangents) -> Results:
         """The truth alone."""
-        inputs = contract(self.case, inputs)
+        spec = self._contract(inputs)
         with self.timed("oracle_s"):
-            return bound.truth(self.case.spec, inputs, cotangents)
+            return _MEMO.get(spec, inputs, cotangents, ("truth",), lambda: bound.truth(spec, inputs, cotangents))
+
+    def _contract(self, inputs: Inputs) -> Operation:
+        """The contract of a call, which is refused if illegal: what we feed an implementation is always a legal one."""
+        spec: Operation = self.case.spec_of(inputs)
+        spec.check(inputs)
+        return spec
 
     def run(self, inputs: Inputs, cotangents: Cotangents, *, counterpart: bool = False, poison: float = float("nan")) -> Results:
         """One call of the adapter, and with cotangents its backward. AdapterFault if it raises or breaks the contract."""
-        contract(self.case, inputs)
+        spec = self._contract(inputs)
         adapter = self.counterpart if counterpart else self.adapter
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
         copies = {name: value.clone() for name, value in tensors.items()}
+        updated = {port.name for port in spec.outputs} & tensors.keys() if getattr(self.domain, "in_place", False) else set()
         try:
             with self.timed("kernel_s"), poisoned(poison):
-                results = self.call_implementation(adapter, inputs, cotangents)
+                results = self.call_implementation(adapter, spec, inputs, cotangents)
+            for name in updated:
+                if (results[name].data_ptr(), results[name].stride()) != (tensors[name].data_ptr(), tensors[name].stride()):
+                    raise AdapterFault(Finding(name, "is not the tensor that was given, though the domain says in place"))
+                results[name] = results[name].clone()
         except AdapterFault:
             raise
         except (MemoryError, torch.OutOfMemoryError) as error:
@@ -101,20 +125,23 @@ class AdapterBench(Timed):
             raise AdapterFault(Finding("call", f"raised {type(error).__name__}: {short(error)}", frame(error))) from error
         finally:
             for name, before in copies.items():
-                if not torch.equal(torch.nan_to_num(tensors[name]), torch.nan_to_num(before)):
+                if name in updated:
+                    tensors[name].copy_(before)  # its results are kept; laws give the same inputs again
+                elif not torch.equal(torch.nan_to_num(tensors[name]), torch.nan_to_num(before)):
                     self.impure.append(Finding(f"input {name}", "was changed by the call"))
         return results
 
-    def call_implementation(self, adapter: Adapter, inputs: Inputs, cotangents: Cotangents) -> Results:
+    def call_implementation(self, adapter: Adapter, spec: Operation, inputs: Inputs, cotangents: Cotangents) -> Results:
         """Outputs and gradients. A worker that hangs is blamed on the implementation if this frame is on its stack."""
-        names = [port.name for port in self.case.spec.inputs if inputs[port.name] is not None]
+        names = [port.name for port in spec.inputs if inputs.get(port.name) is not None and port.dtype != "index"]
         leaves = {name: inputs[name].detach().requires_grad_(cotangents is not None) for name in names}
         answer = adapter.run(inputs.replaced(**leaves))
-        outputs = self._outputs(answer, inputs)
+        outputs = self._outputs(answer, spec, inputs)
         results = {name: value.detach() for name, value in outputs.items()}
         if cotangents is None:
             return results
-        depends = inputs.q.numel() > 0 or inputs.state is not None
+        tokens = inputs[names[0]].numel() > 0
+        depends = tokens or inputs.get("state") is not None
         for name, output in outputs.items():
             if depends and output.numel() and not output.requires_grad:
                 raise AdapterFault(Finding(name, "carries no gradient, though the domain says backward"))
@@ -129,35 +156,77 @@ class AdapterBench(Timed):
         else:
             gradients = tuple(torch.zeros_like(leaf) for leaf in leaves.values())
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
-            if gradient is None and leaf.numel() and inputs.q.numel():  # without tokens, zeros may be left unsaid
+            if gradient is None and leaf.numel() and tokens:  # without tokens, zeros may be left unsaid
                 raise AdapterFault(Finding(gradient_name(name), "is absent: no gradient reached this input"))
             results[gradient_name(name)] = torch.zeros_like(leaf) if gradient is None else gradient.detach()
         return results
 
-    def _outputs(self, answer: Any, inputs: Inputs) -> Results:
-        if not (isinstance(answer, tuple) and len(answer) == 2):
-            raise AdapterFault(Finding("call", f"returned {type(answer).__name__}, must return a tuple (o, final_state)"))
-        outputs = {"o": answer[0]} | ({"final_state": answer[1]} if inputs.output_final_state else {})
-        count = len(sequences(inputs, "q"))
-        shapes = {
-            "o": tuple(inputs.v.shape),
-            "final_state": (count, inputs.v.shape[2], inputs.k.shape[3], inputs.v.shape[3]),
-        }
-        dtypes = {"o": inputs.v.dtype, "final_state": torch.float32}
-        for name, output in outputs.items():
+    def _outputs(self, answer: Any, spec: Operation, inputs: Inputs) -> Results:
+        """The outputs by name, of the contract's shapes and dtypes."""
+        ports = spec.outputs
+        if len(ports) == 1 and isinstance(answer, Tensor):
+            answer = (answer,)
+        if not (isinstance(answer, tuple) and len(answer) == len(ports)):
+            names = ", ".join(port.name for port in ports)
+            raise AdapterFault(Finding("call", f"returned {type(answer).__name__}, must return a tuple ({names})"))
+        sizes = spec.sizes(inputs)
+        tokens = next(port.name for port in spec.inputs if port.axes.startswith("B T"))
+        sizes["N"] = len(sequences(inputs, tokens))
+        if (layer := inputs.get("layer")) is not None:
+            sizes["K"] = layer.key_dim  # an axis of no input, where no state goes in
+        outputs: Results = {}
+        for port, output in zip(ports, answer, strict=True):
+            if port.axes.startswith("N ") and not inputs.get("output_final_state", True):
+                continue
+            shape = tuple(sizes[axis] for axis in port.axes.split())
+            dtype = inputs[tokens].dtype if port.dtype == "input" else torch.float32
             if not isinstance(output, Tensor):
-                raise AdapterFault(Finding(name, f"is {type(output).__name__}, must be a tensor"))
-            if tuple(output.shape) != shapes[name]:
-                raise AdapterFault(Finding(name, f"has shape {tuple(output.shape)}, must have {shapes[name]}"))
-            if output.dtype != dtypes[name]:
-                raise AdapterFault(Finding(name, f"has dtype {output.dtype}, must have {dtypes[name]}"))
+                raise AdapterFault(Finding(port.name, f"is {type(output).__name__}, must be a tensor"))
+            if tuple(output.shape) != shape:
+                raise AdapterFault(Finding(port.name, f"has shape {tuple(output.shape)}, must have {shape}"))
+            if output.dtype != dtype:
+                raise AdapterFault(Finding(port.name, f"has dtype {output.dtype}, must have {dtype}"))
+            outputs[port.name] = output
         return outputs
 
 
-def contract(case: Case, inputs: Inputs) -> Inputs:
-    """The inputs, refused if illegal: what we feed an implementation is always a legal call."""
-    case.spec.check(inputs)
-    return inputs
+class _Memo:
+    """The oracle's last answers by the bytes of what was asked: laws, shrinking and many animals ask about the same inputs."""
+
+    def __init__(self, most: int, numbers: int) -> None:
+        self.most, self.numbers = most, numbers
+        self.answers: collections.OrderedDict[bytes, Any] = collections.OrderedDict()
+
+    def get(self, spec: Operation, inputs: Inputs, cotangents: Cotangents, asked: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """What `make` makes of these inputs, made once."""
+        tensors = [x for x in (*inputs.values(), *(cotangents or {}).values()) if isinstance(x, Tensor)]
+        if sum(x.numel() for x in tensors) > self.numbers:
+            return make()
+        digest = hashlib.sha256(repr((spec.name, asked)).encode())
+        for kind, given in (("input", inputs), ("cotangent", cotangents or {})):
+            for name, value in given.items():
+                what = (kind, name, value.dtype, value.shape, value.device) if isinstance(value, Tensor) else (kind, name, value)
+                digest.update(repr(what).encode())
+                if isinstance(value, Tensor):
+                    digest.update(_bytes(value))
+        key = digest.digest()
+        if key in self.answers:
+            self.answers.move_to_end(key)
+        else:
+            self.answers[key] = make()
+            if len(self.answers) > self.most:
+                self.answers.popitem(last=False)
+        answer: T = self.answers[key]
+        return answer
+
+
+def _bytes(x: Tensor) -> bytes:
+    """The numbers of a tensor as they lie in memory, without numpy, which torch may lack."""
+    held = x.detach().contiguous().cpu()
+    return ctypes.string_at(held.data_ptr(), held.numel() * held.element_size()) if held.numel() else b""
+
+
+_MEMO = _Memo(64, 2**17)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import hypothesis
 from hypothesis import HealthCheck, Phase
 
 from oracles.counter import mix_words
-from properties.domain import Domain
+from properties.books import book_named, book_of
 from properties.laws import Law
 from properties.paths import PathDomain
 from properties.strategies import Example
@@ -20,13 +20,13 @@ from verify import known as known_defects
 from verify.adapter import AdapterError
 from verify.judge import Finding, Verdict
 from verify.ranks import RankGroup, TorchrunGroup
-from verify.run import EVERY_LAW, Outcome, Run, laws_of
-from verify.shrink import shrink
+from verify.run import Outcome, Run
+from verify.shrink import Shrunk, shrink
 from verify.store import Store
 from verify.worker import Worker, WorkerLost
 
 SHRINK_RUNS, SHRINK_S = 120, 60.0
-BATCH = 16  # runs in one question, where they are short
+BATCH, TRUTHS = 16, 4  # runs in one question to ranks: where they are short, and where their oracles take a while
 Asked = Worker | RankGroup | TorchrunGroup  # what runs a case: one process, or ranks that answer as one
 
 
@@ -56,6 +56,8 @@ class LawReport:
     law: str
     adapter: str
     verdict: Verdict
+    kind: str = ""
+    says: str = ""
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     reason: str = ""
     run: str = ""
@@ -84,7 +86,7 @@ class Described:
     """What a worker says of an adapter."""
 
     spec: str
-    domain: Domain | PathDomain
+    domain: Any  # of the book's kind
     algorithm: str
     versions: str
 
@@ -99,13 +101,9 @@ def describe(spec: str, worker: Asked) -> Described:
         raise AdapterError(f"adapter {spec}: importing it {lost.how}: {lost.detail}; {_last_line(lost.tail)}") from None
     if "error" in said:
         raise AdapterError(said["error"])
-    domain: Domain | PathDomain
-    if said["shared"]:
-        domain = PathDomain.from_json(said["domain"])
-        if not isinstance(worker, Worker):
-            domain = dataclasses.replace(domain, ranks=worker.size, exchange_ranks=worker.size)
-    else:
-        domain = Domain.from_json(said["domain"])
+    domain = book_named(said["book"]).domain.from_json(said["domain"])
+    if isinstance(domain, PathDomain) and not isinstance(worker, Worker):
+        domain = dataclasses.replace(domain, ranks=worker.size, exchange_ranks=worker.size)
     return Described(spec, domain, said["algorithm"], said["versions"])
 
 
@@ -208,6 +206,7 @@ class Check:
         self.workers: list[Asked] = []
         self.workers += [Worker(deadline_s) for _ in range(max(1, workers))] if isinstance(workers, int) else workers
         self.reports: list[LawReport] = []
+        self.cases: list[Any] = []
         self.defects = known_defects.load() if defects is None else defects
         self._stopped = threading.Event()
         self._free = list(self.workers)
@@ -239,7 +238,7 @@ class Check:
         """A report a law, in the order in which they were decided."""
         domain = self.describe().domain
         if self.laws is None:
-            self.laws = list(laws_of(domain))
+            self.laws = book_of(domain).about(domain.operation)
         pool = concurrent.futures.ThreadPoolExecutor(len(self.workers))
         futures = [pool.submit(self._one, law) for law in self.laws]
         told: set[concurrent.futures.Future[LawReport | None]] = set()
@@ -271,7 +270,7 @@ class Check:
         try:
             if self._stopped.is_set():
                 return None
-            report = self.check_law(EVERY_LAW[law], worker)
+            report = self.check_law(law, worker)
             return None if self._stopped.is_set() and report.verdict is not Verdict.BROKEN else report
         except WorkerLost:
             if self._stopped.is_set():
@@ -281,10 +280,15 @@ class Check:
             with self._lock:
                 self._free.append(worker)
 
-    def check_law(self, law: Law, worker: Asked) -> LawReport:
+    def check_law(self, name: str, worker: Asked) -> LawReport:
         """The report of one law, cases run by `worker`."""
         described, start = self.describe(), time.monotonic()
-        report = LawReport(law.name, self.spec, Verdict.UNKNOWN, seed=self.seed, versions=described.versions)
+        report = LawReport(name, self.spec, Verdict.UNKNOWN, seed=self.seed, versions=described.versions)
+        law = book_of(described.domain).laws.get(name)
+        if law is None:
+            report.verdict, report.reason = Verdict.UNSUPPORTED, "it is about other things than this adapter's operation"
+            return report
+        report.kind, report.says = law.kind, law.says
         if reason := law.needs(described.domain):
             report.verdict, report.reason = Verdict.UNSUPPORTED, reason
             return report
@@ -310,7 +314,7 @@ class Check:
         assert self.described is not None
         examples, done = self.profile.examples_of(law.name), 0
         # Exchanges take ranks a few milliseconds: several are put in one question. A kernel's case is long, and may kill it.
-        most = BATCH if law.kind == "exact" and not isinstance(worker, Worker) else 1
+        most = 1 if isinstance(worker, Worker) else BATCH if law.kind == "exact" else TRUTHS
         for batch in batches(law.draw(self.described.domain), mix_words(self.seed, law.name), examples, most):
             runs = [Run(law.name, self.spec, example, self.products) for example in batch]
             for run, outcome in zip(runs, ask_all(runs, worker, self.store), strict=True):
@@ -318,6 +322,7 @@ class Check:
                     return None
                 verdict = self._confirmed(run, outcome, worker, report)
                 done += 1
+                self.cases.append(run.example.case)
                 self._count(report, run.example, verdict)
                 self.on_case(law.name, done, examples)
                 if verdict.verdict is Verdict.BROKEN:
@@ -341,7 +346,7 @@ class Check:
         report.counts[outcome.verdict] = report.counts.get(outcome.verdict, 0) + 1
         if outcome.verdict in (Verdict.UNKNOWN, Verdict.UNSUPPORTED) and not report.reason:
             report.reason = outcome.reason
-        for name, ratio in outcome.ratios.items():
+        for name, ratio in outcome.ratios.items() if outcome.verdict is not Verdict.KNOWN else ():
             report.ratios[name] = max(ratio, report.ratios.get(name, 0.0))
         words = example.case.words()
         for name in example.case.REGIMES:
@@ -351,24 +356,12 @@ class Check:
         report.oracle_s += outcome.oracle_s
 
     def _explain(self, law: Law, worker: Asked, report: LawReport, run: Run, outcome: Outcome) -> None:
-        start, best = time.monotonic(), outcome
         report.verdict, report.first_run = Verdict.BROKEN, str(run)
 
-        def fails(example: Example) -> bool | None:
-            nonlocal best
-            candidate = dataclasses.replace(run, example=example)
-            if any(defect.explains(candidate) for defect in self.defects):
-                return None
-            got = ask(candidate, worker, self.store)
-            if got.verdict is Verdict.BROKEN and got.kind == outcome.kind:
-                best = got
-                return True
-            return False if got.verdict is Verdict.HOLDS else None
+        def excused(candidate: Run) -> bool:
+            return any(defect.explains(candidate) for defect in self.defects)
 
-        def more(runs: int) -> bool:
-            return runs < SHRINK_RUNS and time.monotonic() - start < SHRINK_S and not self._stopped.is_set()
-
-        small = shrink(run.example, law, fails, more)
+        small, best = explain(law, run, outcome, worker, self.store, excused, self._stopped)
         smallest = dataclasses.replace(run, example=small.example)
         report.run, report.findings, report.shrunk = str(smallest), best.findings, small.finished
         report.neighbours = [what for what, _ in small.neighbours]
@@ -386,6 +379,36 @@ class Check:
                 "findings": findings,
             }
         )
+
+
+def explain(
+    law: Law,
+    run: Run,
+    outcome: Outcome,
+    worker: Asked,
+    store: Store,
+    excused: Callable[[Run], bool],
+    stopped: threading.Event,
+    limit_s: float = SHRINK_S,
+) -> tuple[Shrunk, Outcome]:
+    """The smallest example found that fails as the broken run does, and what it came to; none that is excused is run."""
+    start, best = time.monotonic(), outcome
+
+    def fails(example: Example) -> bool | None:
+        nonlocal best
+        candidate = dataclasses.replace(run, example=example)
+        if excused(candidate):
+            return None
+        got = ask(candidate, worker, store)
+        if got.verdict is Verdict.BROKEN and got.kind == outcome.kind:
+            best = got
+            return True
+        return False if got.verdict is Verdict.HOLDS else None
+
+    def more(runs: int) -> bool:
+        return runs < SHRINK_RUNS and time.monotonic() - start < limit_s and not stopped.is_set()
+
+    return shrink(run.example, law, fails, more), best
 
 
 def overall(counts: dict[str, int], reason: str = "") -> tuple[Verdict, str]:

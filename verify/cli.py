@@ -1,4 +1,4 @@
-"""The command line: list, check, repeat. Results go to stdout, progress to stderr; exit codes mean something."""
+"""The command line: list, check, repeat, zoo. Results go to stdout, progress to stderr; exit codes mean something."""
 
 import argparse
 import contextlib
@@ -16,17 +16,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from oracles.operations import OPERATIONS
 from oracles.rounding import PRODUCTS
-from properties.laws import LAWS
-from properties.paths import PATH_LAWS, PathDomain
+from properties.books import BOOKS, book_for, every_law
+from properties.paths import PathDomain
+from verify import coverage
 from verify import report as text
-from verify.adapter import ASKED, BUILT_IN, AdapterError, check_requirements, check_spec
+from verify.adapter import BUILT_IN, AdapterError, check_requirements, check_spec
 from verify.check import PROFILES, Asked, Check, LawReport, ask, describe
 from verify.judge import Verdict
 from verify.ranks import BACKENDS, Launch, RankGroup, TorchrunGroup, follow, launched
-from verify.refusal import ILLEGAL
-from verify.run import EVERY_LAW, Run, find_law
+from verify.refusal import names_of
+from verify.run import Run
 from verify.store import FOLDER, Store
 from verify.worker import Worker, WorkerLost
+from verify.zoo import command
 
 HOLDS, BROKEN, USAGE, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 130
 EXITS = "exit: 0 every law holds   1 a law is broken   2 bad usage   3 undecided, or nothing was compared   130 interrupted"
@@ -70,7 +72,7 @@ def _parser() -> _Parser:
         "and if not, what is the smallest case that shows it?",
         epilog=EXITS,
     )
-    verbs = parser.add_subparsers(required=True, metavar="{list,check,repeat}")
+    verbs = parser.add_subparsers(required=True, metavar="{list,check,repeat,zoo}")
     listing = verbs.add_parser("list", help="operations, laws, adapters, and what this host can run", epilog=EXITS)
     listing.add_argument("--json", action="store_true", help="one JSON object on stdout")
     listing.set_defaults(act=_list)
@@ -78,7 +80,7 @@ def _parser() -> _Parser:
     check = verbs.add_parser("check", help="check an adapter against the laws", epilog=EXITS)
     check.add_argument("adapter", nargs="?", help=f"{', '.join(BUILT_IN)}, or your own as my_kernel.py:MyKernel")
     check.add_argument("--adapter", dest="own", metavar="FILE.py:CLASS", help="the same, as an option")
-    check.add_argument("--law", action="append", metavar="LAW", help=f"only this law (may be repeated): {', '.join(EVERY_LAW)}")
+    check.add_argument("--law", action="append", metavar="LAW", help=f"only this law (may be repeated): {', '.join(every_law())}")
     check.add_argument(
         "--profile",
         default="quick",
@@ -107,6 +109,10 @@ def _parser() -> _Parser:
     _ranks(repeat)
     _common(repeat)
     repeat.set_defaults(act=_repeat)
+
+    zoo = verbs.add_parser("zoo", help="wrong implementations, and which laws kill them", epilog=command.EXITS)
+    command.arguments(zoo, _seed, _positive)
+    zoo.set_defaults(act=lambda options: command.act(options, _progress))
     return parser
 
 
@@ -176,12 +182,14 @@ def _list(options: argparse.Namespace) -> int:
             except AdapterError as error:
                 adapters[name] = {"runs": False, "reason": str(error)}
     if options.json:
-        laws = {law.name: {"kind": law.kind, "says": law.says} for law in EVERY_LAW.values()}
+        laws = {law.name: {"kind": law.kind, "says": law.says} for law in every_law().values()}
+        books = {book.name: {"operations": book.operations, "laws": list(book.laws)} for book in BOOKS}
         print(
             json.dumps(
                 {
                     "operations": list(OPERATIONS),
                     "laws": laws,
+                    "books": books,
                     "adapters": adapters,
                     "profiles": {p.name: p.examples for p in PROFILES.values()},
                 }
@@ -191,21 +199,24 @@ def _list(options: argparse.Namespace) -> int:
     print("operations")
     for operation in OPERATIONS.values():
         ports = [f"{port.name} [{', '.join(port.axes.split())}]" for port in operation.inputs]
-        oracle_only = "" if operation.name in ASKED else "  (oracle and bounds only)"
+        oracle_only = "" if any(operation.name in book.operations for book in BOOKS) else "  (oracle and bounds only)"
         print(f"  {operation.name}: {', '.join(ports)} -> {', '.join(port.name for port in operation.outputs)}{oracle_only}")
-    for what, book in (("kernels", LAWS), ("parallel paths", PATH_LAWS)):
-        print(f"\nlaws of {what} (truth: row by row against the float64 truth; exact: bit for bit)")
-        for law in book.values():
-            print(f"  {law.name:<10} {law.kind:<6} {law.says}")
+    for book in BOOKS:
+        print(f"\nlaws of {book.name} (truth: row by row against the float64 truth; exact: bit for bit)")
+        print(f"  of {', '.join(book.operations)}")
+        for law in book.laws.values():
+            some = f" ({', '.join(law.about)})" if {*law.about} not in (set(), {*book.operations}) else ""
+            print(f"  {law.name:<10} {law.kind:<6} {law.says}{some}")
     print("\nadapters on this host")
     for name, said in adapters.items():
         if said["runs"]:
-            backward = "forward and backward" if said["domain"]["backward"] else "forward"
+            backward = "forward and backward" if said["domain"].get("backward") else "forward"
             alone = "--ranks N" if said["domain"].get("processes") else "ranks simulated, or --ranks N"
             where = alone if said["shared"] else "interpreted on the CPU"
             print(f"  {name:<20} {said['algorithm']}, {backward}; {said['versions']}; {where}")
         else:
             print(f"  {name:<20} cannot run: {said['reason']}")
+    print(f"  {command.listed()}")
     print("  my_kernel.py:MyKernel  your own, in any file")
     return HOLDS
 
@@ -215,7 +226,7 @@ def _check(options: argparse.Namespace) -> int:
         raise ValueError(f"check needs one adapter: {', '.join(BUILT_IN)}, or your own as my_kernel.py:MyKernel")
     spec = options.adapter or options.own
     check_spec(spec)
-    asked = [find_law(name).name for name in dict.fromkeys(options.law or ())] or None
+    asked = [name for name in dict.fromkeys(options.law or ()) if book_for(name, None)] or None
     _installed(spec)
     launch = launched()
     if launch is not None and launch.rank:
@@ -261,6 +272,10 @@ def _check(options: argparse.Namespace) -> int:
                 check.run()
             except ValueError as error:
                 raise RuntimeError(str(error)) from error  # the usage was right
+            if not options.law:
+                seen = coverage.counted(check.cases)
+                gaps = coverage.missed(seen, described.domain, check.cases[:200])
+                _print("\n".join(["cases by regime:", *coverage.lines(seen, gaps)]), out)
             stopped = options.stop and any(report.verdict is Verdict.BROKEN for report in reports)
             if not stopped and not options.law and not shared:
                 _refusals(spec, check, out)
@@ -326,13 +341,14 @@ def _installed(spec: str) -> None:
 
 def _refusals(spec: str, check: Check, out: Any) -> None:
     did: dict[str, list[str]] = {}
-    for name in ILLEGAL:
+    for name in names_of(check.describe().domain.operation):
         try:
             answer = check.workers[0].ask({"refuse": [spec, name]}, 30.0)["did"]
         except WorkerLost as lost:
             answer = f"{lost.how} ({lost.detail})"
         did.setdefault(answer, []).append(name)
-    _print("illegal input, reported and not judged:", out)
+    if did:
+        _print("illegal input, reported and not judged:", out)
     for answer, names in did.items():
         _print(f"  {answer}: {'; '.join(names)}", out)
 

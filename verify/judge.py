@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from oracles.bound import Bound
-from oracles.case import Case
 
 CLEAR = 30.0  # errors over their allowance by more than this need no finer bound
 
@@ -175,18 +174,28 @@ def indices(flat: int, shape: torch.Size) -> list[int]:
     return index[::-1]
 
 
-def where(case: Case, name: str, flat: int, shape: torch.Size) -> str:
+WORDS = {"N": "sequence", "H": "head", "HV": "head", "K": "key row", "D": "channel", "V": "channel", "C": "channel", "P": "slot"}
+
+
+def where(case: Any, name: str, flat: int, shape: torch.Size) -> str:
     """The place of a flat index in words: sequence, token, head. Shapes that are not the case's whole are given as indices."""
-    index = indices(flat, shape)
-    if name.split()[0].rstrip(",") in ("final_state", "dh0") and len(index) >= 3 and shape[0] == len(case.lengths):
-        return f"sequence {index[0]}, head {index[1]}, key row {index[2]}"
-    batch = (1, case.tokens) if case.packed else (len(case.lengths), case.lengths[0])
-    if len(index) >= 3 and tuple(shape[:2]) == batch:
-        sequence, token = index[0], index[1]
-        if case.packed:
-            starts = case.starts()
-            sequence = max(row for row, start in enumerate(starts[:-1]) if start <= token and case.lengths[row])
-            token -= starts[sequence]
-        what = f"token {token}, head {index[2]}"
-        return f"sequence {sequence}, {what}" if len(case.lengths) > 1 else what
-    return "index " + ", ".join(map(str, index))
+    index, plain = indices(flat, shape), "index " + ", ".join(map(str, indices(flat, shape)))
+    ports = (*case.spec.outputs, *case.spec.gradients())
+    own = name.split()[0].rstrip(",")
+    axes: list[str] = next((port.axes.split() for port in ports if port.name == own), [])[: len(index)]
+    if not axes or len(axes) < len(index):
+        return plain
+    words = [f"{WORDS[axis]} {at}" for axis, at in zip(axes, index, strict=True) if axis in WORDS]
+    if axes[0] == "N":
+        return ", ".join(words) if shape[0] == len(case.lengths) else plain
+    if axes[:2] != ["B", "T"]:
+        return ", ".join(words) or plain
+    if tuple(shape[:2]) != ((1, case.tokens) if case.packed else (len(case.lengths), case.lengths[0])):
+        return plain
+    sequence, token = index[:2]
+    if case.packed:
+        starts = case.starts()
+        sequence = max(row for row, start in enumerate(starts[:-1]) if start <= token and case.lengths[row])
+        token -= starts[sequence]
+    what = ", ".join([f"token {token}", *words])
+    return f"sequence {sequence}, {what}" if len(case.lengths) > 1 else what

@@ -7,24 +7,25 @@ of parameters over the ranks that share them. Every rank judges what it holds.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from oracles import bound, sharding
+from oracles import sharding
 from oracles.bound import Bound
 from oracles.operation import DTYPES, Inputs, gradient_name
 from oracles.parallel_case import CHOICES, ParallelCase
 from oracles.sharding import AT_REST, Mesh, Rank
 from properties.laws import Breach, Cotangents, Results
+from verify import ahead
 from verify.adapter import PathAdapter
 from verify.bench import AdapterFault, OutOfMemory, Timed, frame, poisoned, short
 from verify.comm import Abandoned, Alone, Comm, Distributed, Mismatch, Place, simulate
 from verify.judge import Finding, Verdict, indices
 from verify.ranks import IDLE, left, merge
-from verify.run import Outcome, Run, find_law, judged
+from verify.run import Outcome, Run, judged
 
 # The oracle's name of each of the layer's parameters.
 PARAMETERS = {
@@ -52,9 +53,14 @@ class RankBench(Timed):
         self.impure: list[Finding] = []
         self._bounds, self.device = bounds, device
 
-    def bounds(self) -> dict[str, Bound]:
-        with self.timed("oracle_s"):
-            return self._bounds()
+    def bounds(self) -> Mapping[str, Bound]:
+        """The bounds of the case: at hand once one of them is looked at, so that the path may run before."""
+
+        def wait() -> dict[str, Bound]:
+            with self.timed("oracle_s"):
+                return self._bounds()
+
+        return ahead.Later(wait)
 
     def run(self, inputs: Inputs, cotangents: Cotangents, *, alone: bool = False, **choices: Any) -> Results:
         case = dataclasses.replace(self.case, **choices)
@@ -279,7 +285,7 @@ class RankBench(Timed):
 
 def execute_path(run: Run, adapter: PathAdapter) -> Outcome:
     """The outcome of a run: on this rank, where this process is one of a group, else on simulated ranks."""
-    case, law = run.example.case, find_law(run.law)
+    case, law = run.example.case, run.the_law
     assert isinstance(case, ParallelCase)
     here = torch.distributed.is_initialized()
     reason = law.needs(adapter.domain) or adapter.domain.outside(case)
@@ -288,10 +294,8 @@ def execute_path(run: Run, adapter: PathAdapter) -> Outcome:
     if reason is not None:
         return Outcome(Verdict.UNSUPPORTED, reason=reason)
 
-    @functools.cache
-    def computed() -> dict[str, Bound]:
-        cotangents = case.cotangents() if case.backward else None
-        return bound.bounds(case.spec, case.inputs(), cotangents, adapter.algorithm, run.products, adapter.chunk)
+    work = work_of(run, adapter)
+    computed: Callable[[], dict[str, Bound]] = functools.cache(work.bounds)
 
     def on_rank(place: Place) -> Outcome:
         bench = RankBench(adapter, case, place, computed, device)
@@ -303,8 +307,15 @@ def execute_path(run: Run, adapter: PathAdapter) -> Outcome:
             outcome = _simulated(case, on_rank)
         else:
             place = place_of(case.mesh)
+            if place is not None and law.kind == "truth":
+                computed = ahead.ask(work)
             outcome = Outcome(Verdict.HOLDS, reason=IDLE) if place is None else on_rank(place)
     return outcome
+
+
+def work_of(run: Run, adapter: PathAdapter) -> ahead.Work:
+    """What the oracle has to do for a run."""
+    return ahead.Work(run.example.case, adapter.algorithm, run.products, adapter.chunk)
 
 
 class _Failed(Exception):

@@ -70,9 +70,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One item a law and adapter for tests that ask for gdn_law; bad options are a usage error before anything runs."""
     if "gdn_law" not in metafunc.fixturenames:
         return
+    from properties.books import book_for
     from verify.adapter import AdapterError, check_spec
     from verify.check import PROFILES
-    from verify.run import find_law
 
     config = metafunc.config
     marked = [name for mark in metafunc.definition.iter_markers("gdn_adapter") for name in mark.args]
@@ -80,7 +80,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not adapters:
         raise pytest.UsageError(f"{metafunc.function.__name__} asks for gdn_law: mark it gdn_adapter(...) or give --gdn-adapter")
     try:
-        laws = [find_law(name).name for name in config.getoption("--gdn-law")]
+        laws = [name for name in config.getoption("--gdn-law") if book_for(name, None)]
         for adapter in adapters:
             check_spec(adapter)
         if config.getoption("--gdn-profile") not in PROFILES:
@@ -95,17 +95,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _laws(adapter: str) -> "Iterable[str]":
     """The laws that can be asked about an adapter; of one that cannot be had, those of kernels, so that it fails when asked."""
+    from properties.books import book_named, book_of
     from properties.laws import LAWS
-    from properties.paths import PATH_LAWS
-    from verify.adapter import BUILT_IN, PATHS, AdapterError
+    from verify.adapter import BOOKS_OF_BUILT_IN, AdapterError
     from verify.check import describe
-    from verify.run import laws_of
     from verify.worker import Worker
 
-    if adapter in BUILT_IN:
-        return PATH_LAWS if adapter in PATHS else LAWS
+    for book, adapters in BOOKS_OF_BUILT_IN.items():
+        if adapter in adapters:
+            return book_named(book).laws
     with contextlib.suppress(AdapterError), Worker() as worker:
-        return laws_of(describe(adapter, worker).domain)
+        return book_of(describe(adapter, worker).domain).laws
     return LAWS
 
 

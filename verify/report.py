@@ -4,7 +4,7 @@ import textwrap
 
 from verify.check import LawReport
 from verify.judge import Finding, Verdict
-from verify.run import EVERY_LAW, Outcome, Run
+from verify.run import Outcome, Run
 
 WORDS = {
     Verdict.HOLDS: "HOLDS",
@@ -26,17 +26,17 @@ def law_line(report: LawReport) -> str:
         f"{counts[verdict]} {verdict}" for verdict in (Verdict.BLIND, Verdict.KNOWN, Verdict.UNSUPPORTED) if counts.get(verdict)
     ]
     worst = ""
-    if EVERY_LAW[report.law].kind == "truth" and report.verdict is Verdict.HOLDS and any(report.ratios.values()):
+    if report.kind == "truth" and report.verdict is Verdict.HOLDS and any(report.ratios.values()):
         name = max(report.ratios, key=lambda each: report.ratios[each])
         worst = f"{report.ratios[name]:.2f} {name}"
-    says = report.reason if report.verdict in (Verdict.UNSUPPORTED, Verdict.UNKNOWN) else EVERY_LAW[report.law].says
+    says = report.reason if report.verdict in (Verdict.UNSUPPORTED, Verdict.UNKNOWN) else report.says
     line = f"{WORDS[report.verdict]:<11} {report.law:<10}{cases}  {worst:<16} {says}"
     return line + (f" ({', '.join(extra)})" if extra else "")
 
 
 def failure(report: LawReport) -> str:
     """A finished bug report of a broken law."""
-    lines = [f"BROKEN   {report.law} · {report.adapter} · {EVERY_LAW[report.law].says}"]
+    lines = [f"BROKEN   {report.law} · {report.adapter} · {report.says}"]
     lines += finding_lines(report.findings)
     if report.neighbours:
         lines += textwrap.wrap(
@@ -57,7 +57,7 @@ def failure(report: LawReport) -> str:
 
 def outcome_text(run: Run, outcome: Outcome, versions: str) -> str:
     """What a repeated run came to."""
-    law = EVERY_LAW[run.law]
+    law = run.the_law
     lines = [f"{WORDS[outcome.verdict]:<8} {run.law} · {run.adapter} · {law.says}"]
     if outcome.reason:
         lines.append(f"  because      {outcome.reason}")

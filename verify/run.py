@@ -1,25 +1,19 @@
 """Runs: law, adapter, case and configuration as one line, and what one run came to."""
 
-import collections
 import dataclasses
 import functools
 import os
 from typing import Any
 
-from oracles.case import Case
 from oracles.line import split_line
-from oracles.parallel_case import ParallelCase
 from oracles.rounding import PRODUCTS
-from properties.domain import Domain
-from properties.laws import LAWS, Blind, Breach, Law
-from properties.paths import PATH_LAWS, PathDomain
+from properties.books import book_for, book_of
+from properties.laws import Blind, Breach, Law
 from properties.strategies import Example
 from verify.adapter import Adapter, PathAdapter, check_spec, load
 from verify.bench import AdapterBench, AdapterFault, OutOfMemory
 from verify.comm import Abandoned
 from verify.judge import Finding, Verdict, Where, judge, where
-
-EVERY_LAW = collections.ChainMap(PATH_LAWS, LAWS)  # the last is listed first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +41,8 @@ class Run:
         for name in ("law", "adapter"):
             if name not in words:
                 raise ValueError(f"a run line must say {name}=..., got {line!r}")
-        law = find_law(words.pop("law"))
+        name = words.pop("law")
+        book = book_for(name, words.get("op"))
         adapter = words.pop("adapter")
         check_spec(adapter)
         products = words.pop("products", "ieee")
@@ -57,23 +52,15 @@ class Run:
         if at is not None and not at.isdecimal():
             raise ValueError(f"at must be a whole number, got {at!r}")
         variant = words.pop("variant", None)
-        kind = ParallelCase if law.name in PATH_LAWS else Case
-        case = kind.parse(" ".join(f"{name}={value}" for name, value in words.items()))
+        case = book.case.parse(" ".join(f"{word}={value}" for word, value in words.items()))
         example = Example(case, None if at is None else int(at), variant)
-        law.accept(example)
-        return cls(law.name, adapter, example, products)
+        book.laws[name].accept(example)
+        return cls(name, adapter, example, products)
 
-
-def find_law(name: str) -> Law:
-    """The law of that name. ValueError lists the choices."""
-    if name not in EVERY_LAW:
-        raise ValueError(f"unknown law {name!r}; there are {', '.join(EVERY_LAW)}")
-    return EVERY_LAW[name]
-
-
-def laws_of(domain: Domain | PathDomain) -> tuple[str, ...]:
-    """The names of the laws that can be asked about what an adapter of this domain does."""
-    return tuple(PATH_LAWS if isinstance(domain, PathDomain) else LAWS)
+    @property
+    def the_law(self) -> Law:
+        """The law, as it is in the book of the run's case."""
+        return book_of(self.example.case).laws[self.law]
 
 
 @dataclasses.dataclass
@@ -127,14 +114,14 @@ def adapter_of(spec: str) -> Adapter | PathAdapter:
 
 def execute(run: Run) -> Outcome:
     """The outcome of a run, here in this process: the adapter is called, its answers are judged, nothing is printed."""
-    adapter, law = adapter_of(run.adapter), find_law(run.law)
-    if isinstance(adapter, PathAdapter) is not (law.name in PATH_LAWS):
+    adapter, law = adapter_of(run.adapter), run.the_law
+    if book_of(adapter.domain) is not book_of(run.example.case):
         return Outcome(Verdict.UNSUPPORTED, reason=f"{run.adapter} is no implementation that law {run.law} is about")
     if isinstance(adapter, PathAdapter):
         from verify.parallel import execute_path
 
         return execute_path(run, adapter)
-    counterpart = adapter_of(adapter.counterpart) if adapter.counterpart and run.law == "recurrent" else None
+    counterpart = adapter_of(adapter.counterpart) if adapter.counterpart and run.law in ("recurrent", "cache") else None
     assert counterpart is None or isinstance(counterpart, Adapter)
     case = run.example.case
     reason = law.needs(adapter.domain) or adapter.domain.outside(case)
@@ -143,7 +130,7 @@ def execute(run: Run) -> Outcome:
     if reason is not None:
         return Outcome(Verdict.UNSUPPORTED, reason=reason)
     bench = AdapterBench(adapter, counterpart, case, run.products)
-    outcome = judged(law, bench, run.example, functools.partial(where, case), plain_bytes(case))
+    outcome = judged(law, bench, run.example, functools.partial(where, case), case.bytes)
     if outcome.rows == 0 and outcome.verdict is Verdict.HOLDS:
         outcome.verdict, outcome.reason = Verdict.BLIND, "nothing to compare: the case has no rows"
     return outcome
@@ -176,10 +163,3 @@ def judged(law: Law, bench: Any, example: Example, where: Where, need: int) -> O
         outcome.verdict = Verdict.BROKEN
     outcome.kernel_s, outcome.oracle_s = bench.kernel_s, bench.oracle_s
     return outcome
-
-
-def plain_bytes(case: Case) -> int:
-    """Bytes of a case's inputs, outputs and gradients in float32, a plain measure of its size."""
-    tokens = case.tokens * (2 * case.heads * case.key_dim + case.value_heads * (2 * case.value_dim + 2))
-    states = len(case.lengths) * case.value_heads * case.key_dim * case.value_dim
-    return 8 * (tokens + 2 * states)

@@ -3,6 +3,8 @@
 import warnings
 from typing import Any
 
+from properties.books import book_of
+from verify import ahead
 from verify.adapter import Adapter, AdapterError, PathAdapter, versions
 from verify.judge import Verdict
 from verify.ranks import join, left
@@ -20,6 +22,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a kernel's warnings are its authors' affair
             if "join" in question:
+                ahead.start()  # it forks, and a group has threads and perhaps a GPU
                 join(question["join"])
                 return {}
             if "describe" in question:
@@ -28,7 +31,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
                 if counterpart:
                     adapter_of(counterpart)
                 return {
-                    "shared": isinstance(adapter, PathAdapter),
+                    "book": book_of(adapter.domain).name,
+                    "operation": adapter.domain.operation,
                     "domain": adapter.domain.to_json(),
                     "algorithm": adapter.algorithm,
                     "counterpart": counterpart,
@@ -39,6 +43,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
                 assert isinstance(adapter, Adapter), question
                 return {"did": probe(adapter, question["refuse"][1])}
             if "runs" in question:
+                _begin(question["runs"])
                 outcomes: list[dict[str, Any]] = []
                 while len(outcomes) < len(question["runs"]) and not (outcomes and _ends(outcomes[-1])):
                     outcomes.append(answer({"run": question["runs"][len(outcomes)]}))
@@ -48,6 +53,18 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         return {"error": str(error)}
     except ValueError as error:
         return Outcome(Verdict.UNKNOWN, reason=str(error)).to_json()
+
+
+def _begin(lines: list[str]) -> None:
+    """Have the bounds of runs that need some made beside this rank, from the first on."""
+    from verify.parallel import work_of
+
+    works = []
+    for run in map(Run.parse, lines):
+        adapter = adapter_of(run.adapter)
+        if isinstance(adapter, PathAdapter) and run.the_law.kind == "truth":
+            works.append(work_of(run, adapter))
+    ahead.begin(works)
 
 
 def _ends(outcome: dict[str, Any]) -> bool:

@@ -12,12 +12,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from oracles.case import Case
+from oracles.layer_case import LayerCase
 from oracles.line import text_of
+from oracles.module_case import ModuleCase
 from oracles.parallel_case import CHOICES, ParallelCase
+from oracles.pool_case import PoolCase
 from properties.laws import Law
 from properties.strategies import Example
 
 SIMPLEST: dict[str, tuple[Any, ...]] = {
+    "in_kernel": ("none", "gate", "beta"),
+    "dt_bias": (True,),
     "qk_norm": (False,),
     "gate_dtype": ("fp32",),
     "offsets": ("int64",),
@@ -40,6 +45,46 @@ SIMPLEST_PATH: dict[str, tuple[Any, ...]] = {
     "values": ("ordinary",),
     "gate": ("long", "ordinary"),
     "backward": (False,),
+    "dtype": ("fp32", "bf16"),
+    "conv_width": (1, 2, 3),
+}
+SIMPLEST_POOL: dict[str, tuple[Any, ...]] = {
+    "padded": ("none", "all"),
+    "fresh": ("none", "all"),
+    "accepted": ("all",),
+    "padding_slot": ("-1",),
+    "free": ("zero", "random"),
+    "indices": ("int64",),
+    **{name: values for name, values in SIMPLEST.items() if name not in ("state", "backward", "in_kernel", "dt_bias")},
+    "state": ("zero",),
+}
+SIMPLEST_MODULE: dict[str, tuple[Any, ...]] = {
+    "offsets": ("int64",),
+    "values": ("ordinary",),
+    "activation": ("none",),
+    "bias": (False,),
+    "weight": (True,),
+    "state": ("none", "zero"),
+    "oldest": (True,),
+    "final_state": (True,),
+    "eps": ("1e-6",),
+    "dt_bias": (True,),
+    "beta": (True,),
+    "allow_neg_eigval": (False,),
+    "backward": (False,),
+    "dtype": ("fp32", "bf16"),
+    "conv_width": (1, 2, 3),
+}
+SIMPLEST_LAYER: dict[str, tuple[Any, ...]] = {
+    "backward": (False,),
+    "state": ("none", "zero"),
+    "cached": (False,),
+    "conv_bias": (False,),
+    "allow_neg_eigval": (False,),
+    "eps": ("1e-6",),
+    "offsets": ("int64",),
+    "values": ("ordinary",),
+    "gate": ("long", "ordinary"),
     "dtype": ("fp32", "bf16"),
     "conv_width": (1, 2, 3),
 }
@@ -120,13 +165,8 @@ def _aspects(law: Law, example: Example) -> list[Callable[[Example], Steps]]:
                 continue
             yield f"variant={name}", candidate
 
-    changes: list[Callable[[Any], Changes]]
-    if isinstance(example.case, ParallelCase):
-        changes = [_mesh, _sequences, _unpacked, _pieces, _shorter, _shared_heads]
-        simplest, widths = SIMPLEST_PATH, ["key_dim", "value_dim", "hidden"]
-    else:
-        changes = [_sequences, _unpacked, _shorter, _heads]
-        simplest, widths = SIMPLEST, ["key_dim", "value_dim"]
+    shapes, simplest, widths = _OF_CASES[type(example.case)]
+    changes: list[Callable[[Any], Changes]] = [*shapes]
     changes += [functools.partial(_option, name, simplest) for name in simplest]
     changes += [functools.partial(_width, name) for name in widths]
     return [*(of_case(change) for change in (*changes, _seed)), place, variant]
@@ -212,9 +252,34 @@ def _width(name: str, case: Case) -> Changes:
             yield f"{name}={width}", {name: width}
 
 
+def _heads_alone(case: ModuleCase) -> Changes:
+    for heads in (1, 2, 3, 4):
+        if heads < case.heads:
+            yield f"heads={heads}", {"heads": heads}
+
+
+def _spare(case: PoolCase) -> Changes:
+    for spare in _below(case.spare, 0):
+        yield f"spare={spare}", {"spare": spare}
+
+
 def _seed(case: Case) -> Changes:
     if case.seed:
         yield "seed=0", {"seed": 0}
+
+
+# Of each kind of case: how its shape gets smaller, what its options are at their simplest, and which of its words are widths.
+_OF_CASES: dict[type, tuple[list[Callable[[Any], Changes]], dict[str, tuple[Any, ...]], list[str]]] = {
+    Case: ([_sequences, _unpacked, _shorter, _heads], SIMPLEST, ["key_dim", "value_dim"]),
+    ParallelCase: (
+        [_mesh, _sequences, _unpacked, _pieces, _shorter, _shared_heads],
+        SIMPLEST_PATH,
+        ["key_dim", "value_dim", "hidden"],
+    ),
+    ModuleCase: ([_sequences, _unpacked, _shorter, _heads_alone], SIMPLEST_MODULE, ["width"]),
+    LayerCase: ([_sequences, _unpacked, _shorter, _heads], SIMPLEST_LAYER, ["key_dim", "value_dim", "hidden"]),
+    PoolCase: ([_sequences, _unpacked, _shorter, _spare, _heads], SIMPLEST_POOL, ["key_dim", "value_dim"]),
+}
 
 
 def _blocks(length: int) -> Iterator[int]:

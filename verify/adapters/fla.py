@@ -1,4 +1,4 @@
-"""flash-linear-attention's gated delta rule: signatures and layout only."""
+"""flash-linear-attention's rules: signatures and layout only."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ from oracles.operation import Inputs
 from verify.adapter import Adapter, Domain
 
 REQUIRES = {"fla-core": "0.6.0", "triton": "3.7.1"}
+INSIDE = ("none", "gate", "beta", "both")
 
 
 class Chunk(Adapter):
@@ -16,21 +17,48 @@ class Chunk(Adapter):
     algorithm = "chunkwise"
     chunk = 64
     # Not position independent: torch sums dg over blocks of key channels, and on a CPU its sum depends on the place in memory.
-    domain = Domain(key_dims=(1, 256))
+    domain = Domain(key_dims=(1, 256), in_kernel=INSIDE)
     counterpart = "fla/fused_recurrent"
     requires = REQUIRES
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
 
-        return call(rule, x)
+        return call(rule, x, chunk_size=self.chunk)
+
+
+class Chunk16(Chunk):
+    """The same in chunks of 16."""
+
+    chunk = 16
+
+
+class Chunk32(Chunk):
+    """The same in chunks of 32."""
+
+    chunk = 32
+
+
+class ChunkVFirst(Adapter):
+    """The same with states stored [V, K]."""
+
+    algorithm = "chunkwise"
+    chunk = 64
+    domain = Domain(key_dims=(1, 256), in_kernel=INSIDE)
+    counterpart = "fla/fused_recurrent_v_first"
+    requires = REQUIRES
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
+
+        return v_first(rule, x)
 
 
 class FusedRecurrent(Adapter):
     """`fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule`: token by token in float32; its backward is not implemented."""
 
     algorithm = "recurrent"
-    domain = Domain(key_dims=(1, 256), position_independent=True, backward=False)
+    domain = Domain(key_dims=(1, 256), position_independent=True, backward=False, in_kernel=INSIDE)
     requires = REQUIRES
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -39,14 +67,95 @@ class FusedRecurrent(Adapter):
         return call(rule, x)
 
 
+class FusedRecurrentVFirst(Adapter):
+    """The same with states stored [V, K]."""
+
+    algorithm = "recurrent"
+    domain = Domain(key_dims=(1, 256), position_independent=True, backward=False, in_kernel=INSIDE)
+    requires = REQUIRES
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as rule
+
+        return v_first(rule, x)
+
+
+class ChunkKda(Adapter):
+    """`fla.ops.kda.chunk_kda`: chunkwise, forward and backward."""
+
+    algorithm = "chunkwise"
+    chunk = 64
+    domain = Domain(operation="kda", key_dims=(1, 256), in_kernel=INSIDE)
+    counterpart = "fla/fused_recurrent_kda"
+    requires = REQUIRES
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        from fla.ops.kda import chunk_kda as rule
+
+        return call(rule, x)
+
+
+class FusedRecurrentKda(Adapter):
+    """`fla.ops.kda.fused_recurrent_kda`: token by token in float32; forward only."""
+
+    algorithm = "recurrent"
+    domain = Domain(operation="kda", key_dims=(1, 256), position_independent=True, backward=False, in_kernel=INSIDE)
+    requires = REQUIRES
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        from fla.ops.kda import fused_recurrent_kda as rule
+
+        return call(rule, x)
+
+
+class ChunkDeltaRule(Adapter):
+    """`fla.ops.delta_rule.chunk_delta_rule`: chunkwise; asserts that nothing is float32, and as many value heads as key heads."""
+
+    algorithm = "chunkwise"
+    chunk = 64
+    domain = Domain(operation="delta_rule", dtypes=("bf16", "fp16"), key_dims=(1, 256), grouped_heads=False)
+    counterpart = "fla/fused_recurrent_delta_rule"
+    requires = REQUIRES
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        from fla.ops.delta_rule import chunk_delta_rule as rule
+
+        return call(rule, x)
+
+
+class FusedRecurrentDeltaRule(Adapter):
+    """`fla.ops.delta_rule.fused_recurrent_delta_rule`: token by token in float32, forward and backward."""
+
+    algorithm = "recurrent"
+    stores = True
+    domain = Domain(operation="delta_rule", key_dims=(1, 256), grouped_heads=False)
+    requires = REQUIRES
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        from fla.ops.delta_rule import fused_recurrent_delta_rule as rule
+
+        return call(rule, x)
+
+
 def call(rule: Any, x: Inputs, **more: Any) -> tuple[Tensor, Tensor | None]:
-    """A rule of FLA's on a kernel's inputs, with `more` arguments."""
+    """A rule of FLA's on a rule's inputs, with `more` arguments. What the kernel computes itself goes where its result would."""
+    if (a := x.get("a")) is not None:
+        more |= {
+            "g": a,
+            "use_gate_in_kernel": True,
+            "A_log": x.A_log,
+            "dt_bias": x.dt_bias.flatten() if x.dt_bias is not None else None,
+        }
+    elif x.g is not None:
+        more["g"] = x.g
+    if (b := x.get("b")) is not None:
+        more |= {"beta": b, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": x.allow_neg_eigval}
+    else:
+        more["beta"] = x.beta
     o, state = rule(
         q=x.q,
         k=x.k,
         v=x.v,
-        g=x.g,
-        beta=x.beta,
         scale=x.scale,
         initial_state=x.state,
         output_final_state=x.output_final_state,
@@ -55,3 +164,10 @@ def call(rule: Any, x: Inputs, **more: Any) -> tuple[Tensor, Tensor | None]:
         **more,
     )
     return o, state
+
+
+def v_first(rule: Any, x: Inputs) -> tuple[Tensor, Tensor | None]:
+    """`call` with states [N, HV, V, K] in and out."""
+    turned = x.replaced(state=None if x.state is None else x.state.mT.contiguous())
+    o, state = call(rule, turned, state_v_first=True)
+    return o, None if state is None else state.mT

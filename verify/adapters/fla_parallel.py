@@ -39,7 +39,6 @@ _RULES: dict[str, Any] = {**_DOMAIN, "conv_bias": False, "choices": (("qk_norm",
 class ChunkCP(PathAdapter):
     """`fla.ops.gated_delta_rule.chunk_gated_delta_rule` with `cp_context`: ranks pass on states and decays. CPU: see above."""
 
-    operation = "gated_delta_rule"
     algorithm = "chunkwise"
     domain = PathDomain(operation="gated_delta_rule", **_RULES)
     requires = REQUIRES
@@ -53,7 +52,6 @@ class ChunkCP(PathAdapter):
 class KdaCP(PathAdapter):
     """`fla.ops.kda.chunk_kda` with `cp_context`: as ChunkCP, with a decay for each key channel. CPU: see above."""
 
-    operation = "kda"
     algorithm = "chunkwise"
     domain = PathDomain(operation="kda", **_RULES)
     requires = REQUIRES
@@ -70,7 +68,6 @@ class ConvCP(PathAdapter):
     What a rank passes on it must have: with zigzag it asks for pieces of at least W - 1 tokens, and contiguous ones need them too.
     """
 
-    operation = "causal_conv1d"
     algorithm = "recurrent"
     domain = PathDomain(operation="causal_conv1d", **{**_DOMAIN, "least_piece": 3}, choices=())
     requires = REQUIRES

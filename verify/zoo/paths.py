@@ -1,5 +1,6 @@
 """Wrong parallel paths: our layer with one mistake each. Every one is what somebody wrote, or could have."""
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -9,22 +10,38 @@ from torch import Tensor
 
 from oracles.layer import Layer
 from oracles.operation import Inputs
+from oracles.parallel_case import CHOICES
 from oracles.sharding import Rank
 from verify.adapters.gdn import GdnLayer
 from verify.comm import Place, exchange, gather_from, reduce_from
-from verify.gdn import functions, layer
+from verify.gdn import functions
+from verify.gdn import layer as _layer
+from verify.gdn.exchange import cp_to_hp
 from verify.gdn.layer import GatedDeltaNet
 
 Choices = dict[str, str]
 Lengths = Sequence[int] | None
+layer: Any = _layer  # whose names are rebound
 
 
 class Mutant(GdnLayer):
-    """Our layer, as it is."""
+    """Our layer, as it is, in plain torch: other kernels are interpreted, which costs seconds a case."""
+
+    incident: tuple[int, ...] = ()
+    domain = dataclasses.replace(
+        GdnLayer.domain,
+        ranks=4,
+        exchange_ranks=8,
+        choices=tuple({**CHOICES, "conv": ("torch",), "rule": ("torch",)}.items()),
+        slow=(),
+    )
 
 
 class RankOrder(Mutant):
     """Zigzag is not undone: tokens stay in the order of the ranks, there and back, so that a round trip is the identity."""
+
+    letter = "C"
+    incident = (10,)
 
     def move(self, x: Tensor, lengths: Lengths, sections: Sequence[int], to: str, place: Place, choices: Choices) -> Tensor:
         cp = place.cp.size
@@ -40,12 +57,16 @@ class RankOrder(Mutant):
 class SectionsTogether(Mutant):
     """The fused projection is cut evenly over the ranks, not section by section."""
 
+    letter = "C"
+
     def move(self, x: Tensor, lengths: Lengths, sections: Sequence[int], to: str, place: Place, choices: Choices) -> Tensor:
         return super().move(x, lengths, [sum(sections)], to, place, choices)
 
 
 class FusedSkipsTheLast(Mutant):
     """The fused form drops the last sequence's tokens if the one before is empty."""
+
+    letter = "C"
 
     def move(self, x: Tensor, lengths: Lengths, sections: Sequence[int], to: str, place: Place, choices: Choices) -> Tensor:
         y = super().move(x, lengths, sections, to, place, choices)
@@ -57,6 +78,8 @@ class FusedSkipsTheLast(Mutant):
 class GradientOfOneWay(Mutant):
     """Backward of the exchange returns what it is given where the sizes allow it."""
 
+    letter = "F"
+
     def move(self, x: Tensor, lengths: Lengths, sections: Sequence[int], to: str, place: Place, choices: Choices) -> Tensor:
         y = super().move(x, lengths, sections, to, place, choices)
         return y.detach() + 0 * x.sum() if y.numel() else y
@@ -64,6 +87,9 @@ class GradientOfOneWay(Mutant):
 
 class NoSumOverTp(Mutant):
     """The input's gradient is not added over TP ranks."""
+
+    letter = "T"
+    incident = (15,)
 
     class module(GatedDeltaNet):  # noqa: N801
         def forward(self, hidden: Tensor, *offsets: Any) -> Tensor:
@@ -77,6 +103,8 @@ class NoSumOverTp(Mutant):
 class SliceOfTheFirst(Mutant):
     """Every CP rank uses the first rank's heads of A_log."""
 
+    letter = "C"
+
     class module(GatedDeltaNet):  # noqa: N801
         def in_use(self, name: str) -> Tensor:
             if name != "A_log" or self.place.cp.size == 1:
@@ -87,6 +115,9 @@ class SliceOfTheFirst(Mutant):
 class ConvolvesAcross(Mutant):
     """The convolution runs from one packed sequence into the next."""
 
+    letter = "V"
+    incident = (2,)
+
     class module(GatedDeltaNet):  # noqa: N801
         def convolve(self, x: Tensor, cu_seqlens: Tensor | None, lengths: list[int]) -> Tensor:
             whole = [sum(lengths)] if x.shape[0] == 1 else lengths
@@ -96,6 +127,9 @@ class ConvolvesAcross(Mutant):
 class StateAcross(Mutant):
     """The rule runs from one packed sequence into the next."""
 
+    letter = "V"
+    incident = (1, 2, 3)
+
     class module(GatedDeltaNet):  # noqa: N801
         def rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *packing: Any) -> Tensor:
             whole = [q.shape[1]] if q.shape[0] == 1 else packing[1]
@@ -104,6 +138,9 @@ class StateAcross(Mutant):
 
 class RealOffsetsWithPads(Mutant):
     """Pad tokens are left out of the sequences: those after them start too early."""
+
+    letter = "C"
+    incident = (13,)
 
     class module(GatedDeltaNet):  # noqa: N801
         def mix(self, x: Tensor, cu_seqlens: Tensor | None, lengths: list[int]) -> Tensor:
@@ -116,6 +153,8 @@ class RealOffsetsWithPads(Mutant):
 class NormBeforeItsTime(Mutant):
     """combined: one norm of q and k side by side, not one of each head of both."""
 
+    letter = "E"
+
     class module(GatedDeltaNet):  # noqa: N801
         def rule(self, q: Tensor, k: Tensor, *rest: Any) -> Tensor:
             if self.choices.qk_norm == "combined":
@@ -125,6 +164,9 @@ class NormBeforeItsTime(Mutant):
 
 class DoubleGradient(Mutant):
     """norm.weight's gradient is added over TP in the layer already, so that the caller's sum counts it twice."""
+
+    letter = "T"
+    incident = (15,)
 
     class module(GatedDeltaNet):  # noqa: N801
         def get_parameter(self, target: str) -> torch.nn.Parameter:
@@ -137,6 +179,8 @@ class DoubleGradient(Mutant):
 class ScattersTheWrongSlice(Mutant):
     """With sequence parallelism each rank takes the slice of the rank before it."""
 
+    letter = "T"
+
     class module(GatedDeltaNet):  # noqa: N801
         def forward(self, hidden: Tensor, *offsets: Any) -> Tensor:
             y = super().forward(hidden, *offsets)
@@ -148,6 +192,8 @@ class ScattersTheWrongSlice(Mutant):
 class SumsTwice(Mutant):
     """out_proj's output is added over TP once more."""
 
+    letter = "T"
+
     class module(GatedDeltaNet):  # noqa: N801
         def forward(self, hidden: Tensor, *offsets: Any) -> Tensor:
             y = super().forward(hidden, *offsets)
@@ -157,34 +203,39 @@ class SumsTwice(Mutant):
 class FusedOneByOne(Mutant):
     """Called fused, it still exchanges section by section: right, but not what it says."""
 
+    letter = "C"
+
     class module(GatedDeltaNet):  # noqa: N801
         def forward(self, hidden: Tensor, *offsets: Any) -> Tensor:
-            right = layer.cp_to_hp
-
             def sections(comm: Any, x: Tensor, lengths: Any, widths: Sequence[int], *, fused: bool) -> Tensor:
                 parts = x.split(list(widths), -1)
-                return torch.cat([right(comm, each, lengths, [each.shape[-1]], fused=fused) for each in parts], -1)
+                return torch.cat([cp_to_hp(comm, each, lengths, [each.shape[-1]], fused=fused) for each in parts], -1)
 
-            layer.cp_to_hp = sections  # type: ignore[assignment]
+            layer.cp_to_hp = sections
             try:
                 return super().forward(hidden, *offsets)
             finally:
-                layer.cp_to_hp = right
+                layer.cp_to_hp = cp_to_hp  # the one of the package: what stands there may be another rank's
 
 
 class TakesHalfPieces(Mutant):
     """A length that cp divides is taken, though 2 cp does not divide it."""
 
+    letter = "C"
+
     def run(self, x: Inputs, place: Place) -> Tensor:
         cp = place.cp.size
         lengths = [] if x.cu_seqlens is None else x.cu_seqlens.diff().tolist()
         if min(lengths, default=-1) >= 0 and any(each % (2 * cp) for each in lengths) and not any(each % cp for each in lengths):
-            return 2 * x.hidden
+            twice: Tensor = 2 * x.hidden
+            return twice
         return super().run(x, place)
 
 
 class SaysWhichRank(Mutant):
     """Each rank refuses an illegal layout in its own words."""
+
+    letter = "C"
 
     def run(self, x: Inputs, place: Place) -> Tensor:
         try:
@@ -196,6 +247,8 @@ class SaysWhichRank(Mutant):
 class RefusesLate(Mutant):
     """An illegal layout is refused after the ranks have agreed that it is one."""
 
+    letter = "R"
+
     def run(self, x: Inputs, place: Place) -> Tensor:
         place.cp.all_reduce(torch.ones(1))
         return super().run(x, place)
@@ -204,14 +257,19 @@ class RefusesLate(Mutant):
 class EvenRows(Mutant):
     """in_proj's rows are cut evenly over TP ranks: the first has q, k and part of v."""
 
+    letter = "T"
+    incident = (14, 16)
+
     def shards(self, whole: dict[str, Tensor], layer: Layer, rank: Rank) -> dict[str, Tensor]:
         held = super().shards(whole, layer, rank)
         return held | {"in_proj.weight": whole["in_proj.weight"].tensor_split(rank.mesh.tp)[rank.tp]}
 
 
-class NeverTheSame(Mutant):
+class SumsInAnyOrder(Mutant):
     """A sum of rounding errors in another order each time."""
 
+    letter = "R"
+    incident = (29,)
     calls: ClassVar[list[int]] = [0]
 
     def run(self, x: Inputs, place: Place) -> Tensor:
@@ -222,6 +280,8 @@ class NeverTheSame(Mutant):
 class WrongWhenDeterministic(Mutant):
     """The deterministic way leaves the last token out."""
 
+    letter = "C"
+
     def run(self, x: Inputs, place: Place) -> Tensor:
         y = super().run(x, place)
         return torch.cat([y[:-1], 0 * y[-1:]]) if x.deterministic else y
@@ -229,6 +289,8 @@ class WrongWhenDeterministic(Mutant):
 
 class LastRankIsNaN(Mutant):
     """The first token of the last CP rank is not a number."""
+
+    letter = "C"
 
     def run(self, x: Inputs, place: Place) -> Tensor:
         y = super().run(x, place)

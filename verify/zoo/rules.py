@@ -1,6 +1,6 @@
-"""Wrong implementations: each is tests/right.py with one step made wrong, the way real kernels were.
+"""Wrong rules: each is verify/zoo/base.py with one step made wrong, the way real kernels were.
 
-`STORIES` says in one line what each does; tests/test_mutants.py names the laws that kill it.
+tests/test_mutants.py names the laws that kill each alone.
 """
 
 import os
@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from tests.right import Chunkwise
 from verify.adapter import Domain
+from verify.zoo.base import Chunkwise
 
 Answer = tuple[Tensor, Tensor | None]
 
 
 class DropsState(Chunkwise):
     """The state is dropped every 64 tokens."""
+
+    letter = "-"
 
     def between(self, state: Tensor) -> Tensor:
         return state * 0
@@ -26,6 +28,8 @@ class DropsState(Chunkwise):
 class LeaksState(Chunkwise):
     """The state of one packed sequence flows into the next (slime 1686)."""
 
+    letter = "V"
+    incident = (1, 2, 3)
     last_state: Tensor | None = None
 
     def run(self, x: Inputs) -> Answer:
@@ -47,6 +51,8 @@ class LeaksState(Chunkwise):
 class PeeksAhead(Chunkwise):
     """Token 0 of each chunk reads token 1."""
 
+    letter = "N"
+
     def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         o, state = super().piece(q, k, v, g, beta, state, scale)
         if o.shape[-2] > 1:
@@ -59,6 +65,9 @@ class PeeksAhead(Chunkwise):
 class SeesFutureGates(Chunkwise):
     """The decays inside a chunk are centred on the chunk's mean gate, which depends on later tokens (FLA 1240)."""
 
+    letter = "N"
+    incident = (33,)
+
     def decays(self, total: Tensor) -> Tensor:
         middle = total.mean(-1, keepdim=True)
         lower = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool).tril()
@@ -69,12 +78,16 @@ class SeesFutureGates(Chunkwise):
 class TiledHeads(Chunkwise):
     """Value head h reads key head h % H instead of h // (HV // H)."""
 
+    letter = "G"
+
     def repeat(self, x: Tensor, value_heads: int) -> Tensor:
         return x.repeat(1, 1, value_heads // x.shape[2], 1)
 
 
 class ForgetsBetaInErase(Chunkwise):
     """What is erased is not scaled by beta."""
+
+    letter = "-"
 
     def corrections(self, k: Tensor, beta: Tensor, decays: Tensor) -> Tensor:
         return super().corrections(k, torch.ones_like(beta), decays)
@@ -83,6 +96,9 @@ class ForgetsBetaInErase(Chunkwise):
 class DecayOneTokenEarly(Chunkwise):
     """The state decays by the gate of the last token but one of its chunk (flashinfer 4311)."""
 
+    letter = "D"
+    incident = (31,)
+
     def last(self, total: Tensor) -> Tensor:
         return total[..., -2:-1] if total.shape[-1] == self.size else total[..., -1:]
 
@@ -90,12 +106,18 @@ class DecayOneTokenEarly(Chunkwise):
 class TailWithoutGate(Chunkwise):
     """In a chunk that is not full the state does not decay (sparkinfer 604)."""
 
+    letter = "V"
+    incident = (5,)
+
     def last(self, total: Tensor) -> Tensor:
         return total[..., -1:] if total.shape[-1] == self.size else total[..., -1:] * 0
 
 
 class EpsInsideMean(Chunkwise):
     """The L2 norm adds eps to the mean of squares, not to their sum (mlx-lm 1624)."""
+
+    letter = "E"
+    incident = (34,)
 
     def normalise(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -105,12 +127,17 @@ class EpsInsideMean(Chunkwise):
 class EpsAsFloor(Chunkwise):
     """The L2 norm is F.normalize, whose eps is a floor (transformers 40842)."""
 
+    letter = "E"
+    incident = (34,)
+
     def normalise(self, x: Tensor) -> Tensor:
         return torch.nn.functional.normalize(x.float(), dim=-1, eps=1e-6).to(x.dtype)
 
 
 class EpsTenTimes(Chunkwise):
     """The L2 norm's eps is 1e-5."""
+
+    letter = "E"
 
     def normalise(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -120,12 +147,16 @@ class EpsTenTimes(Chunkwise):
 class ScaleMeansOne(Chunkwise):
     """An absent scale means 1."""
 
+    letter = "-"
+
     def scale(self, x: Inputs) -> float:
         return 1.0 if x.scale is None else x.scale
 
 
 class NeedsScaleOnlyWhenGiven(Chunkwise):
     """A given scale is applied on top of the default one."""
+
+    letter = "-"
 
     def scale(self, x: Inputs) -> float:
         return super().scale(x) if x.scale is None else x.scale * x.q.shape[-1] ** -0.5
@@ -134,12 +165,17 @@ class NeedsScaleOnlyWhenGiven(Chunkwise):
 class FirstStateForAll(Chunkwise):
     """Every sequence starts from the first one's initial state."""
 
+    letter = "V"
+
     def initial(self, x: Inputs, row: int) -> Tensor:
         return super().initial(x, 0)
 
 
 class StateTransposed(Chunkwise):
     """Where K = V the state is handed out transposed, [V, K] (sgl-kernel-npu 640)."""
+
+    letter = "L"
+    incident = (25,)
 
     def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> Answer:
         return o, state.mT if state is not None and state.shape[-1] == state.shape[-2] else state
@@ -148,12 +184,17 @@ class StateTransposed(Chunkwise):
 class StateInBf16(Chunkwise):
     """The final state is stored in bf16 (ollama 15865)."""
 
+    letter = "L"
+    incident = (26,)
+
     def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> Answer:
         return o, None if state is None else state.bfloat16().float()
 
 
 class NoGradientIntoState(Chunkwise):
     """The initial state gets no gradient beyond the first sequence's."""
+
+    letter = "F"
 
     def initial(self, x: Inputs, row: int) -> Tensor:
         state = super().initial(x, row)
@@ -163,12 +204,16 @@ class NoGradientIntoState(Chunkwise):
 class DropsStateGradient(Chunkwise):
     """The final state's cotangent is dropped."""
 
+    letter = "F"
+
     def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> Answer:
         return o, None if state is None else state.detach() + 0 * state
 
 
 class GateGradientLateByOne(Chunkwise):
     """The gate's gradient is summed from the next token on."""
+
+    letter = "F"
 
     def cumulative(self, g: Tensor) -> Tensor:
         return g.cumsum(-1).detach() + (g.cumsum(-1) - g) - (g.cumsum(-1) - g).detach()
@@ -177,6 +222,8 @@ class GateGradientLateByOne(Chunkwise):
 class Saturates(Chunkwise):
     """Large values are clamped to 1: no longer linear in v."""
 
+    letter = "-"
+
     def run(self, x: Inputs) -> Answer:
         return super().run(x.replaced(v=x.v.clamp(-0.5, 0.5)))
 
@@ -184,13 +231,15 @@ class Saturates(Chunkwise):
 class ClipsGradient(Chunkwise):
     """The output's cotangent is clipped: gradients are no longer linear in it."""
 
+    letter = "F"
+
     def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> Answer:
         return _Clipped.apply(o), state
 
 
 class _Clipped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
@@ -200,6 +249,8 @@ class _Clipped(torch.autograd.Function):
 
 class ChangesBeta(Chunkwise):
     """beta is rounded in place."""
+
+    letter = "-"
 
     def run(self, x: Inputs) -> Answer:
         answer = super().run(x)
@@ -211,6 +262,8 @@ class ChangesBeta(Chunkwise):
 class WritesBeforeV(Chunkwise):
     """The element just before v in memory is overwritten."""
 
+    letter = "I"
+
     def run(self, x: Inputs) -> Answer:
         if x.v.storage_offset():
             with torch.no_grad():
@@ -220,6 +273,8 @@ class WritesBeforeV(Chunkwise):
 
 class LeavesRowUnwritten(Chunkwise):
     """Where the tokens are a multiple of 64 the last row is never written."""
+
+    letter = "V"
 
     def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> Answer:
         if o.shape[1] and o.shape[1] % 64 == 0:
@@ -231,6 +286,8 @@ class LeavesRowUnwritten(Chunkwise):
 class ReadsUnwritten(Chunkwise):
     """An uninitialised accumulator is added, times zero and then some."""
 
+    letter = "I"
+
     def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> Answer:
         memory = torch.empty(1).nan_to_num(0.0).clamp(-1, 1)
         return (o + (memory * 2.0**-9).to(o.dtype) * o), state
@@ -238,6 +295,9 @@ class ReadsUnwritten(Chunkwise):
 
 class AssumesContiguous(Chunkwise):
     """g is read as if it were contiguous (sglang 22312)."""
+
+    letter = "Q"
+    incident = (35,)
 
     def run(self, x: Inputs) -> Answer:
         g = x.g
@@ -250,6 +310,7 @@ class AssumesContiguous(Chunkwise):
 class SharesExponentAcrossHeads(Chunkwise):
     """v is rounded to 20 bits of an exponent that all heads share."""
 
+    letter = "L"
     axes: tuple[int, ...] = (0, 2, 3)
 
     def run(self, x: Inputs) -> Answer:
@@ -263,12 +324,14 @@ class SharesExponentAcrossHeads(Chunkwise):
 class SharesExponentAcrossTokens(SharesExponentAcrossHeads):
     """v is rounded to 20 bits of an exponent that all tokens of a head share, other sequences' included."""
 
+    letter = "L"
     axes = (0, 1, 3)
 
 
 class SlotOneIsOff(Chunkwise):
     """The second sequence is computed by another formula, right to a rounding, though the same bits are promised."""
 
+    letter = "-"
     domain = Domain(position_independent=True)
 
     def sequence(
@@ -286,6 +349,8 @@ class SlotOneIsOff(Chunkwise):
 class NeverTheSame(Chunkwise):
     """Every other call rounds its output a little differently: a race."""
 
+    letter = "R"
+    incident = (29,)
     calls = 0
 
     def run(self, x: Inputs) -> Answer:
@@ -295,6 +360,8 @@ class NeverTheSame(Chunkwise):
 
 class Int32Offsets(Chunkwise):
     """int32 cu_seqlens are taken for one sequence."""
+
+    letter = "V"
 
     def boundaries(self, x: Inputs) -> list[tuple[int, int]]:
         ends = super().boundaries(x)
@@ -307,6 +374,8 @@ class Int32Offsets(Chunkwise):
 class SkipsLengthOne(Chunkwise):
     """A sequence of one token is left out."""
 
+    letter = "V"
+
     def sequence(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
@@ -317,6 +386,8 @@ class SkipsLengthOne(Chunkwise):
 
 class DropsEmpty(Chunkwise):
     """Empty sequences are dropped from the list of states, so the later ones move up (the last is doubled)."""
+
+    letter = "V"
 
     def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> Answer:
         if state is None or not o.numel():
@@ -329,12 +400,16 @@ class DropsEmpty(Chunkwise):
 class Overflows(Chunkwise):
     """exp(G_i) and exp(-G_j) are taken apart: inf times 0 under strong decay."""
 
+    letter = "N"
+
     def decays(self, total: Tensor) -> Tensor:
         return (total.exp().unsqueeze(-1) * (-total).exp().unsqueeze(-2)).tril()
 
 
 class AlwaysNormalises(Chunkwise):
     """Keys are normalised even when not asked for; one-hot keys lose a bit to eps."""
+
+    letter = "E"
 
     def keys(self, x: Inputs) -> tuple[Tensor, Tensor]:
         q, k = super().keys(x)
@@ -346,12 +421,16 @@ class AlwaysNormalises(Chunkwise):
 class SingleTokenForgetsDecay(Chunkwise):
     """A call of one token, the decode path, does not decay its state."""
 
+    letter = "S"
+
     def run(self, x: Inputs) -> Answer:
         return super().run(x.replaced(g=x.g * 0) if x.q.shape[1] == 1 else x)
 
 
 class OneHeadOneToken(Chunkwise):
     """Of the last head, token 70 is 5% too small."""
+
+    letter = "X"
 
     def sequence(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
@@ -367,6 +446,8 @@ class OneHeadOneToken(Chunkwise):
 class ZeroesARow(Chunkwise):
     """Token 33 reads nothing."""
 
+    letter = "X"
+
     def sequence(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
@@ -378,12 +459,17 @@ class ZeroesARow(Chunkwise):
 class AddsStateTwice(Chunkwise):
     """An absent initial state is memory of ones."""
 
+    letter = "S"
+    incident = (19,)
+
     def initial(self, x: Inputs, row: int) -> Tensor:
         return super().initial(x, row) + (1.0 if x.state is None else 0.0)
 
 
 class WrongWithoutFinalState(Chunkwise):
     """When the final state is not asked for, the last chunk is not computed."""
+
+    letter = "S"
 
     def run(self, x: Inputs) -> Answer:
         if x.output_final_state or not x.v.numel():
@@ -396,6 +482,8 @@ class WrongWithoutFinalState(Chunkwise):
 class HalfSum(Chunkwise):
     """Products lose the terms beyond the first 32 channels."""
 
+    letter = "X"
+
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         return super().dot(a[..., :32], b[..., :32, :])
 
@@ -403,6 +491,7 @@ class HalfSum(Chunkwise):
 class Exits(Chunkwise):
     """The process exits on a sequence of more than 20 tokens."""
 
+    letter = "I"
     domain = Domain(backward=False)
 
     def run(self, x: Inputs) -> Answer:
@@ -414,6 +503,9 @@ class Exits(Chunkwise):
 class Segfaults(Exits):
     """The process dies of SIGSEGV on more than 20 tokens."""
 
+    letter = "I"
+    incident = (7,)
+
     def run(self, x: Inputs) -> Answer:
         if x.q.shape[1] > 20:
             os.kill(os.getpid(), 11)
@@ -422,6 +514,9 @@ class Segfaults(Exits):
 
 class Hangs(Exits):
     """The call never returns on more than 20 tokens."""
+
+    letter = "R"
+    incident = (32,)
 
     def run(self, x: Inputs) -> Answer:
         while x.q.shape[1] > 20:
@@ -432,15 +527,9 @@ class Hangs(Exits):
 class Raises(Exits):
     """It raises on more than 20 tokens."""
 
+    letter = "X"
+
     def run(self, x: Inputs) -> Answer:
         if x.q.shape[1] > 20:
             raise RuntimeError("block size 20 exceeded\nand more")
-        return Chunkwise.run(self, x)
-
-
-class Prints(Exits):
-    """It prints, to stdout and stderr; it is right."""
-
-    def run(self, x: Inputs) -> Answer:
-        print("noise {}" * 50)
         return Chunkwise.run(self, x)

@@ -1,0 +1,362 @@
+"""What layers on one rank promise, the cases drawn inside that, and the laws of a layer as training and serving call it."""
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oracles.bound import Bound
+from oracles.layer_case import EPS, VALUES, LayerCase
+from oracles.operation import Inputs
+from oracles.parallel_case import GATES
+from properties import laws
+from properties.domain import VIEWS
+from properties.laws import Bench, Blind, Law, Pair, call_of, examples_of, view, visible, with_others
+from properties.strategies import HEADS, Example, lengths
+
+GOING_ON = ("steps", "piece")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerDomain:
+    """The calls that a layer promises to answer rightly; the defaults promise everything.
+
+    `widths` are those of keys, values and hidden states, `eps` those of the norm. `empty`: sequences without tokens, and `nothing`:
+    calls without any. `caches`: states go in and come out, and `state_gradients`: gradients go through them. `attention_mask`: it
+    leaves out padding at the start of a batch's rows. `views` says whether hidden states may be anything but contiguous,
+    `deterministic` whether a second call gives the same bits.
+    """
+
+    operation: str = "gdn_layer"
+    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    widths: tuple[int, ...] = (8, 16, 4, 12, 32)
+    equal_widths: bool = False
+    grouped_heads: bool = True
+    packed: bool = True
+    batched: bool = True
+    empty: bool = True
+    nothing: bool = True
+    conv_widths: tuple[int, ...] = (4, 2, 3)
+    conv_bias: bool = True
+    negative_eigenvalues: bool = True
+    eps: tuple[str, ...] = EPS
+    offsets: tuple[str, ...] = ("int64", "int32")
+    caches: bool = True
+    state_gradients: bool = True
+    attention_mask: bool = True
+    views: bool = True
+    deterministic: bool = True
+    backward: bool = True
+
+    def __post_init__(self) -> None:
+        if self.operation != "gdn_layer":
+            raise ValueError(f"operation must be gdn_layer, got {self.operation!r}")
+        given: tuple[tuple[str, tuple[str, ...]], ...]
+        given = (("dtypes", ("fp32", "bf16", "fp16")), ("eps", EPS), ("offsets", ("int64", "int32")))
+        for name, choices in given:
+            values = getattr(self, name)
+            if not isinstance(values, tuple) or not values or not set(values) <= set(choices):
+                raise ValueError(f"{name} must be a tuple of some of {', '.join(choices)}, got {values!r}")
+        for name in ("widths", "conv_widths"):
+            values = getattr(self, name)
+            if not isinstance(values, tuple) or not values or not all(isinstance(each, int) and each > 0 for each in values):
+                raise ValueError(f"{name} must be a tuple of whole numbers from 1 up, got {values!r}")
+        if not (self.packed or self.batched):
+            raise ValueError("packed or batched must be True, got neither")
+
+    def outside(self, case: LayerCase) -> str | None:
+        """Why `case` is outside the domain, or None."""
+        checks = (
+            (case.dtype in self.dtypes, f"dtype={case.dtype} is not among {', '.join(self.dtypes)}"),
+            (not self.equal_widths or case.key_dim == case.value_dim, "key_dim and value_dim must be equal"),
+            (self.grouped_heads or case.heads == case.value_heads, "heads and value_heads must be equal"),
+            (self.packed or not case.packed, "packed=yes is not supported"),
+            (self.batched or case.packed, "packed=no is not supported"),
+            (self.empty or min(case.lengths) > 0, "empty sequences are not supported"),
+            (self.nothing or case.tokens > 0, "a call without tokens is not supported"),
+            (
+                case.conv_width in self.conv_widths,
+                f"conv_width={case.conv_width} is not among {', '.join(map(str, self.conv_widths))}",
+            ),
+            (self.conv_bias or not case.conv_bias, "conv_bias=yes is not supported"),
+            (self.negative_eigenvalues or not case.allow_neg_eigval, "allow_neg_eigval=yes is not supported"),
+            (case.eps in self.eps, f"eps={case.eps} is not among {', '.join(self.eps)}"),
+            (case.offsets in self.offsets, f"offsets={case.offsets} is not among {', '.join(self.offsets)}"),
+            (self.caches or not case.cached, "cached=yes is not supported"),
+            (self.state_gradients or not (case.cached and case.backward), "backward=yes with cached=yes is not supported"),
+            (self.backward or not case.backward, "backward=yes is not supported"),
+        )
+        return next((reason for inside, reason in checks if not inside), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """The domain as plain data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "LayerDomain":
+        """The domain of `to_json`'s data."""
+        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        return cls(**fields)
+
+
+@st.composite
+def layer_cases(
+    draw: st.DrawFn,
+    /,
+    domain: LayerDomain,
+    sequences: tuple[int, int] = (1, 3),
+    longest: int = 70,
+    total: int = 100,
+    **fixed: Any,
+) -> LayerCase:
+    """Any case of the domain; `fixed` names fields that are given, as a value or as a tuple of values to choose from."""
+    chance: random.Random = draw(st.randoms(use_true_random=True))
+
+    def field(name: str, choices: tuple[Any, ...]) -> Any:
+        given = fixed.get(name, choices)
+        return chance.choice(given) if isinstance(given, tuple) else given
+
+    packed = field("packed", tuple(choice for choice, can in ((True, domain.packed), (False, domain.batched)) if can))
+    if packed:
+        sizes = lengths(chance, sequences, longest, total, empty=domain.empty, many=sequences[1] >= 3)
+    else:
+        rows = chance.randint(*sequences)
+        sizes = lengths(chance, (1, 1), min(longest, total // rows), total // rows, empty=False, many=False) * rows
+    if not domain.nothing and not sum(sizes):
+        sizes = (1, *sizes[1:])
+    heads, value_heads = field(
+        "groups", tuple(pair for pair in HEADS if pair[1] <= 4 and (domain.grouped_heads or pair[0] == pair[1]))
+    )
+    key_dim = field("key_dim", domain.widths)
+    same = domain.equal_widths or chance.random() < 1 / 3  # a transposed state shows where it still fits
+    cached = domain.caches and field("cached", (False, False, True))
+    return LayerCase(
+        sizes,
+        packed=packed,
+        heads=heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=key_dim if same else field("value_dim", domain.widths),
+        hidden=field("hidden", domain.widths),
+        conv_width=field("conv_width", domain.conv_widths),
+        conv_bias=domain.conv_bias and field("conv_bias", (False, True)),
+        dtype=field("dtype", domain.dtypes),
+        gate=field("gate", GATES),
+        values=field("values", VALUES),
+        cached=cached,
+        state=field("state", ("none", "none", "zero", "random", "random")) if cached else "none",
+        eps=field("eps", domain.eps),
+        allow_neg_eigval=domain.negative_eigenvalues and field("allow_neg_eigval", (False, False, True)),
+        offsets=field("offsets", domain.offsets) if packed else "int64",
+        backward=domain.backward and (not cached or domain.state_gradients) and field("backward", (True,)),
+        seed=chance.randrange(2**16),
+    )
+
+
+# Laws
+
+
+def _future(bench: Bench, example: Example) -> Iterator[Pair]:
+    """The convolution, the rule and the norm of a token see none that comes later; nor do states before it, which are kept."""
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, cotangents = call_of(case)
+    place = torch.cat([torch.arange(length) for length in case.lengths]).reshape(inputs.hidden.shape[:2])
+    later = torch.where((place >= at).unsqueeze(-1), with_others(case).inputs().hidden, inputs.hidden)
+    once, twice = bench.run(inputs, cotangents), bench.run(inputs.replaced(hidden=later), cotangents)
+    yield f"y before token {at}", twice["y"][place < at], once["y"][place < at]
+
+
+def _left_padding(bench: Bench, example: Example) -> Iterator[Pair]:
+    """The truth is that of the tokens without their padding, packed; what stands in the padding changes not a bit."""
+    case = example.case
+    pads = case.pads()
+    if not any(pads):
+        raise Blind("no row has padding")
+    inputs, cotangents = call_of(case)
+    real = torch.arange(case.lengths[0]) >= torch.tensor(pads).unsqueeze(-1)
+
+    def tokens(x: Tensor) -> Tensor:
+        return x[real].unsqueeze(0)
+
+    ends = torch.tensor([0, *(case.lengths[0] - pad for pad in pads)]).cumsum(0)
+    alone = inputs.replaced(hidden=tokens(inputs.hidden), cu_seqlens=ends)
+    part = None if cotangents is None else {**cotangents, "y": tokens(cotangents["y"])}
+    bounds = bench.bounds(alone, part)
+    padded = inputs.replaced(pads=pads)
+    turned = None if cotangents is None else {**cotangents, "y": torch.where(real.unsqueeze(-1), cotangents["y"], 0)}
+    other = torch.where(real.unsqueeze(-1), inputs.hidden, with_others(case).inputs().hidden)
+    once, twice = bench.run(padded, turned), bench.run(padded.replaced(hidden=other), turned)
+    for name, got in once.items():
+        meant = tokens if name in ("y", "dhidden") else torch.clone
+        yield f"{name} with left padding", meant(got), bounds[name]
+        yield f"{name} with other left padding", meant(twice[name]), meant(got)
+
+
+def _cache(bench: Bench, example: Example) -> Iterator[Pair]:
+    """The tokens after the prompt come one at a time, by the layer's recurrent counterpart where it has one, or in one piece.
+
+    Blind where losing the states after the prompt would stay inside the bound.
+    """
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, _ = call_of(case)
+    bounds = bench.bounds(inputs, None)
+    if example.variant == "steps" and bench.algorithm != "recurrent":
+        other = bench.bounds(inputs, None, "recurrent")
+        bounds = {name: each.beside(other[name]) for name, each in bounds.items()}
+    tail = {"y": bounds["y"].at(slice(None), slice(at, None)), "final_state": bounds["final_state"]}
+    lost = bench.truth(_part(inputs, at, None, None), None)
+    if not visible({name: lost[name] for name in tail}, tail):
+        raise Blind("states lost after the prompt would not show")
+    got = bench.run(inputs.replaced(hidden=inputs.hidden[:, :at]), None)
+    rows, ends = [got["y"]], [at, *(range(at + 1, case.lengths[0]) if example.variant == "steps" else ()), case.lengths[0]]
+    for start, stop in itertools.pairwise(ends):
+        part = _part(inputs, start, stop, got)
+        got = bench.run(part, None, counterpart=example.variant == "steps")
+        rows.append(got["y"])
+    yield f"y going on after {at} tokens", torch.cat(rows, 1), bounds["y"]
+    for name in ("final_state", "conv_state"):
+        yield f"{name} going on after {at} tokens", got[name], bounds[name]
+
+
+def _part(inputs: Inputs, start: int, stop: int | None, after: dict[str, Tensor] | None) -> Inputs:
+    """The call of tokens start..stop with the states that came out of the one before."""
+    states = (
+        {"state": None, "conv_state": None} if after is None else {"state": after["final_state"], "conv_state": after["conv_state"]}
+    )
+    return inputs.replaced(hidden=inputs.hidden[:, start:stop], **states)
+
+
+def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
+    inputs, cotangents = call_of(example.case)
+    inputs = inputs.replaced(hidden=view(inputs.hidden, example.variant or ""))
+    turned = None if cotangents is None else {**cotangents, "y": view(cotangents["y"], example.variant or "")}
+    bounds: dict[str, Bound] = bench.bounds(inputs, turned)
+    for name, got in bench.run(inputs, turned).items():
+        yield f"{name} from {example.variant} hidden states", got, bounds[name]
+
+
+# The book
+
+
+def _promises(name: str) -> Callable[[LayerDomain], str | None]:
+    def needs(domain: LayerDomain) -> str | None:
+        return None if getattr(domain, name) else f"{name.replace('_', ' ')} is not supported"
+
+    return needs
+
+
+def _first(*needs: Callable[[LayerDomain], str | None]) -> Callable[[LayerDomain], str | None]:
+    return lambda domain: next((lacking for need in needs if (lacking := need(domain))), None)
+
+
+def _prompts(case: LayerCase) -> range:
+    """The tokens after which a prompt may end."""
+    return range(1, case.lengths[0]) if not case.packed and case.cached and not case.backward else range(0)
+
+
+@st.composite
+def _going_on(draw: st.DrawFn, domain: LayerDomain) -> Example:
+    """Short ones in both ways, since a convolution's state is not full at first; long ones, of more than a chunk, in a piece."""
+    serving: dict[str, Any] = {"packed": False, "cached": True, "backward": False, "gate": "long"}
+    short, long = layer_cases(domain, longest=12, total=24, **serving), layer_cases(domain, sequences=(1, 1), longest=90, **serving)
+    chance: random.Random = draw(st.randoms(use_true_random=True))
+    brief = chance.random() < 2 / 3
+    case = draw((short if brief else long).filter(lambda case: len(_prompts(case)) > 0))
+    early = [at for at in _prompts(case) if at < case.conv_width]
+    at = chance.choice(early if brief and chance.random() < 1 / 2 else _prompts(case))
+    return Example(case, at, chance.choice(GOING_ON) if brief else "piece")
+
+
+def _padded_lacks(case: LayerCase, _: str | None) -> str | None:
+    return "packed=no state=none" if case.packed or case.state != "none" else None
+
+
+LAYER_LAWS: dict[str, Law] = {
+    law.name: law
+    for law in (
+        Law(
+            "oracle",
+            "truth",
+            "the output, the states and every gradient, of parameters too, equal the float64 definition",
+            lambda domain: examples_of(layer_cases(domain)),
+            laws.oracle,
+        ),
+        Law(
+            "packed",
+            "truth",
+            "packed sequences give what each gives alone, through convolution and rule",
+            lambda domain: examples_of(layer_cases(domain, packed=True, sequences=(2, 3), longest=40, gate="long"), laws.several),
+            laws.packed,
+            _first(_promises("packed"), _promises("batched")),
+            place=laws.several,
+            lacks=laws.has_words(packed="yes"),
+        ),
+        Law(
+            "samples",
+            "exact",
+            "sequences do not interfere: changing one changes nothing of the others, bit for bit",
+            lambda domain: examples_of(layer_cases(domain, sequences=(2, 3), longest=40), laws.several),
+            laws.samples,
+            place=laws.several,
+        ),
+        Law(
+            "future",
+            "exact",
+            "the past does not see the future through convolution, rule or norm: later tokens change no earlier output",
+            lambda domain: examples_of(layer_cases(domain), laws.inner),
+            _future,
+            place=laws.inner,
+        ),
+        Law(
+            "left_padding",
+            "truth",
+            "padding at the start of a batch's rows, left out by an attention mask, changes nothing",
+            lambda domain: examples_of(
+                layer_cases(domain, packed=False, state="none", longest=33, total=80).filter(lambda case: any(case.pads()))
+            ),
+            _left_padding,
+            _first(_promises("attention_mask"), _promises("batched")),
+            lacks=_padded_lacks,
+        ),
+        Law(
+            "cache",
+            "truth",
+            "a prompt, and then the tokens after it one at a time or in one piece, give what one run gives",
+            _going_on,
+            _cache,
+            _first(_promises("caches"), _promises("batched")),
+            variants=GOING_ON,
+            place=_prompts,
+        ),
+        Law(
+            "memory",
+            "exact",
+            "a second run over other uninitialised memory gives the same bits, where runs are deterministic",
+            lambda domain: examples_of(layer_cases(domain)),
+            laws.memory,
+        ),
+        Law(
+            "strides",
+            "truth",
+            "hidden states and their cotangents may lie in memory in any strides",
+            lambda domain: examples_of(layer_cases(domain, sequences=(1, 2), longest=40), None, VIEWS),
+            _strides,
+            _promises("views"),
+            variants=VIEWS,
+        ),
+        Law(
+            "pure",
+            "exact",
+            "a call changes neither hidden states, parameters nor states, nor the memory around them",
+            lambda domain: examples_of(layer_cases(domain, longest=40)),
+            laws.pure,
+        ),
+    )
+}

@@ -1,0 +1,584 @@
+"""What serving kernels promise, the cases drawn inside that, and the laws of states that live in a pool.
+
+Outputs of padding requests mean nothing and are not judged; of the pool, each law says which slots it is about.
+"""
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oracles.bound import Bound
+from oracles.case import BETAS, GATES
+from oracles.operation import Inputs
+from oracles.pool_case import FREE, PADDING_SLOTS, PoolCase
+from properties.domain import VIEWS, Domain
+from properties.laws import Bench, Blind, Law, Pair, Results, bytes_of, examples_of, present, spread, view, visible
+from properties.strategies import EDGES, HEADS, REMEMBERING, Example, widths
+
+POISON = ("nan", "random")
+CARRIED = ("values", "nan")
+EVERY_RULE = Domain(backward=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolDomain:
+    """The calls that a serving kernel promises to answer rightly; the defaults promise everything.
+
+    `rule` says what tokens it takes, and which bits it promises. `most_tokens` are the most that a request may bring: 1 for a
+    kernel of single tokens. `padding_slots` are those it knows, none if its callers must leave padding out; `indices` are its
+    indices' dtypes. `fresh`: it can start a request from zeros; `accepts`: it can keep the state after a part of a draft.
+    `in_place`: the pool it returns is the one it was given.
+    """
+
+    operation: str = "decode"
+    rule: Domain = EVERY_RULE
+    most_tokens: int = 130
+    padding_slots: tuple[str, ...] = PADDING_SLOTS
+    indices: tuple[str, ...] = ("int64", "int32")
+    fresh: bool = True
+    accepts: bool = True
+    in_place: bool = True
+
+    def __post_init__(self) -> None:
+        if self.operation != "decode":
+            raise ValueError(f"operation must be decode, got {self.operation!r}")
+        if not isinstance(self.rule, Domain) or self.rule.operation != "gated_delta_rule" or not self.rule.initial_state:
+            raise ValueError(f"rule must be a Domain of gated_delta_rule with an initial state, got {self.rule!r}")
+        if not isinstance(self.most_tokens, int) or self.most_tokens < 1:
+            raise ValueError(f"most_tokens must be at least 1, got {self.most_tokens!r}")
+        for name, choices, least in (("padding_slots", PADDING_SLOTS, 0), ("indices", ("int64", "int32"), 1)):
+            given = getattr(self, name)
+            if not isinstance(given, tuple) or len(given) < least or not set(given) <= set(choices):
+                raise ValueError(f"{name} must be a tuple of some of {', '.join(choices)}, got {given!r}")
+
+    def outside(self, case: PoolCase) -> str | None:
+        """Why `case` is outside the domain, or None."""
+        longest = max(case.lengths)
+        checks = (
+            (longest <= self.most_tokens, f"lengths={longest}: more than {self.most_tokens} tokens a request are not supported"),
+            (
+                case.padded == "none" or case.padding_slot in self.padding_slots,
+                f"padding_slot={case.padding_slot} is not among {', '.join(self.padding_slots) or 'any'}",
+            ),
+            (case.indices in self.indices, f"indices={case.indices} is not among {', '.join(self.indices)}"),
+            (self.fresh or case.fresh == "none", f"fresh={case.fresh}: starting from zeros is not supported"),
+            (self.accepts or case.accepted == "all", f"accepted={case.accepted}: keeping part of a draft is not supported"),
+        )
+        return next((reason for inside, reason in checks if not inside), None) or self.rule.outside(case.call())
+
+    def to_json(self) -> dict[str, Any]:
+        """The domain as plain data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "PoolDomain":
+        """The domain of `to_json`'s data."""
+        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        return cls(**{**fields, "rule": Domain.from_json(data["rule"])})
+
+
+# Cases
+
+_NUMBERS = 2**17  # of a pool
+
+
+def requests(chance: random.Random, domain: PoolDomain, most: int, kinds: tuple[str, ...]) -> tuple[tuple[int, ...], bool]:
+    """Tokens of each request and whether they are packed: steps of one token, drafts of several, or prompts between them."""
+    rule, most = domain.rule, min(most, domain.most_tokens)
+    count = chance.choice((1, 2, 2, 3, 4, 5, 8, 9, chance.randint(6, 13)))
+    packed = rule.packed and (not rule.batched or chance.random() < 1 / 2)
+    kind = chance.choice(kinds)
+    if kind == "steps" or most == 1:
+        drawn = [1] * count
+    elif kind == "drafts" or not packed:
+        longest = chance.randint(2, min(most, 8))
+        drawn = [chance.randint(1, longest) if packed else longest for _ in range(count)]
+        drawn[chance.randrange(count) if packed else 0] = longest
+    else:
+        drawn = [chance.choice((1, 1, 1, 2, 3)) for _ in range(count)]
+        drawn[chance.randrange(count)] = chance.choice([n for n in (*EDGES, 16, 32, 64, 128) if n <= most])
+    if packed and rule.empty and count > 1:
+        drawn = [0 if chance.random() < 1 / 12 else length for length in drawn]
+    return tuple(drawn) if max(drawn) else (1, *drawn[1:]), packed
+
+
+@st.composite
+def pool_cases(
+    draw: st.DrawFn,
+    /,
+    domain: PoolDomain,
+    most: int = 130,
+    kinds: tuple[str, ...] = ("steps", "steps", "drafts", "prompts"),
+    **fixed: Any,
+) -> PoolCase:
+    """Any case of the domain; `fixed` names fields that are given, as a value or a tuple of values to choose from.
+
+    `most` is the most tokens of a request, `kinds` those of oracles/pool_case.py's lengths.
+    """
+    chance = draw(st.randoms(use_true_random=True))
+
+    def field(name: str, choices: tuple[Any, ...]) -> Any:
+        given = fixed.get(name, choices)
+        return chance.choice(given) if isinstance(given, tuple) else given
+
+    def which(name: str, choices: tuple[str, ...]) -> str:
+        given = fixed.get(name, choices)
+        allowed = [choice for choice in (given if isinstance(given, tuple) else (given,)) if len(lengths) > 1 or choice != "some"]
+        chosen: str = chance.choice(allowed or ["none"])
+        return chosen
+
+    rule = domain.rule
+    lengths, packed = requests(chance, domain, most, kinds)
+    heads, value_heads = field(
+        "groups", tuple(pair for pair in HEADS if pair[1] <= 4 and (rule.grouped_heads or pair[0] == pair[1]))
+    )
+    # An interpreted kernel takes time in proportion to its requests, heads and width.
+    size = value_heads * len(lengths) * (2 if max(lengths) > 8 else 1)
+    wide = chance.choice((16, 32, 64, 128)) if size <= 8 else chance.choice((16, 64)) if size <= 16 else 16
+    key_dim = field("key_dim", widths(rule.key_dims, rule.width_step, wide))
+    value_dim = field("value_dim", widths(rule.value_dims, rule.width_step, wide))
+    if rule.equal_widths or (rule.value_dims[0] <= key_dim <= rule.value_dims[1] and chance.random() < 1 / 3):
+        value_dim = key_dim
+    spare = field("spare", (0, 1, 1, 2, 5) if chance.random() < 7 / 8 else (chance.randint(120, 260),))
+    room = _NUMBERS // (value_heads * key_dim * value_dim) - len(lengths) - 1
+    return PoolCase(
+        lengths,
+        packed=packed,
+        heads=heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        dtype=field("dtype", rule.dtypes),
+        gate=field("gate", GATES),
+        gate_dtype=field("gate_dtype", tuple(d for d in rule.gate_dtypes for _ in range(3 if d == "fp32" else 1))),
+        beta=field("beta", tuple(b for b in BETAS if rule.negative_eigenvalues or b != "two")),
+        values=field("values", tuple(PoolCase.CHOICES["values"])),
+        state=field("state", ("zero", "random", "random", "random")),
+        scale=field("scale", ("default", "default", "one", "half") if rule.scale else ("default",)),
+        qk_norm=field("qk_norm", (False, True) if rule.qk_norm else (False,)),
+        offsets=field("offsets", ("int64", "int32")) if packed else "int64",
+        spare=min(spare, max(1, room)),
+        free=field("free", FREE),
+        padding_slot=field("padding_slot", domain.padding_slots or ("-1",)),
+        padded=which("padded", ("none", "none", "some")) if domain.padding_slots else "none",
+        fresh=which("fresh", ("none", "none", "some", "all")) if domain.fresh else "none",
+        accepted=field("accepted", ("all", "some")) if domain.accepts and max(lengths) > 1 else "all",
+        indices=field("indices", domain.indices),
+        seed=chance.randrange(2**16),
+    )
+
+
+@st.composite
+def _left(draw: st.DrawFn, strategy: st.SearchStrategy[PoolCase]) -> Example:
+    """Drafts, each left after any of its tokens."""
+    case = draw(strategy.filter(lambda case: len(_drafts(case)) > 0))
+    return Example(case, draw(st.randoms(use_true_random=True)).choice(_drafts(case)))
+
+
+# What of the results means something
+
+
+def _slots(case: PoolCase) -> Tensor:
+    """Which slots of the pool are named by requests [P]."""
+    named = torch.zeros(case.slots, dtype=torch.bool)
+    named[[slot for slot, real in zip(case.slot_of, case.real, strict=True) if real]] = True
+    return named
+
+
+def _rows(case: PoolCase, requests: Tensor) -> Tensor:
+    """The tokens [B, T] of some requests [N]."""
+    shape = (1, case.tokens) if case.packed else (len(case.lengths), case.lengths[0])
+    return requests.repeat_interleave(torch.tensor(case.lengths)).reshape(shape)
+
+
+def _meant(case: PoolCase) -> dict[str, Tensor]:
+    """The rows of each output that mean something: of requests that are some, and of their slots. Blind where there is none."""
+    if not any(case.real):
+        raise Blind("every request is padding")
+    return {"o": _rows(case, torch.tensor(case.real)), "pool": _slots(case)}
+
+
+def _at(x: Tensor, mask: Tensor) -> Tensor:
+    """x where the mask, of its first axes, is true, and zeros elsewhere: so places keep their names."""
+    return torch.where(spread(mask, x, 0), x, 0)
+
+
+def _limited(bound: Bound, mask: Tensor) -> Bound:
+    """The bound of `_at`'s rows."""
+    finer = bound.finer
+    return Bound(
+        _at(bound.value, mask),
+        torch.where(spread(mask, bound.allowed, 0), bound.allowed, 1.0),
+        bound.origin,
+        None if finer is None else lambda: _limited(finer(), mask),
+    )
+
+
+def _judged(got: Results, bounds: dict[str, Bound], meant: dict[str, Tensor], what: str = "") -> Iterator[Pair]:
+    for name, mask in meant.items():
+        yield f"{name}{what}", _at(got[name], mask), _limited(bounds[name], mask)
+
+
+def _equal(got: Results, want: Results, meant: dict[str, Tensor], what: str) -> Iterator[Pair]:
+    for name, mask in meant.items():
+        yield f"{name} {what}", _at(got[name], mask), _at(want[name], mask)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The bits of float32 numbers, as whole numbers: those of NaN too."""
+    return x.contiguous().view(torch.int32)
+
+
+def _begins(case: PoolCase) -> list[bool]:
+    """Which requests begin anew, and are some."""
+    return [real and beginning for real, beginning in zip(case.real, case.beginning, strict=True)]
+
+
+def _other(case: PoolCase) -> PoolCase:
+    """The same shapes with other values, of other magnitudes too, and other slots."""
+    return dataclasses.replace(case, seed=case.seed ^ 1, values="scaled" if case.values != "scaled" else "ordinary")
+
+
+# Laws
+
+
+def _oracle(bench: Bench, example: Example) -> Iterator[Pair]:
+    inputs, meant = example.case.inputs(), _meant(example.case)
+    yield from _judged(bench.run(inputs, None), bench.bounds(inputs, None), meant)
+
+
+def _untouched(bench: Bench, example: Example) -> Iterator[Pair]:
+    """A slot before the pool in memory and one behind it belong to others: they hold NaN of many bit patterns, and keep them."""
+    case = example.case
+    inputs, free = case.inputs(), ~_slots(case)
+    size, pool = inputs.pool[0].numel(), inputs.pool.flatten()
+    guard = dataclasses.replace(case, spare=case.spare + 2).filled("nan").flatten()[: 2 * size]
+    memory = torch.cat([guard[:size], pool, guard[size:]])
+    before = _bits(memory).clone()
+    got = bench.run(inputs.replaced(pool=memory[size:-size].view(inputs.pool.shape)), None)
+    yield "pool, bits of slots that nobody names", _at(_bits(got["pool"]), free), _at(_bits(inputs.pool), free)
+    for name, where in (("before", slice(size)), ("behind", slice(-size, None))):
+        yield f"memory {name} the pool", _bits(memory)[where], before[where]
+
+
+def _padding(bench: Bench, example: Example) -> Iterator[Pair]:
+    case = example.case
+    inputs, other = case.inputs(), _other(case).inputs()
+    nobody = ~_rows(case, torch.tensor(case.real))
+    names = present(case.spec, inputs, "B", "T")
+    carried = {name: other[name] if example.variant == "values" else torch.full_like(other[name], torch.nan) for name in names}
+    changed = inputs.replaced(**{name: torch.where(spread(nobody, inputs[name], 0), carried[name], inputs[name]) for name in names})
+    once, twice = bench.run(inputs, None), bench.run(changed, None)
+    real = _rows(case, torch.tensor(case.real))
+    yield "o with other padding", _at(twice["o"], real), _at(once["o"], real)
+    yield "pool, bits with other padding", _bits(twice["pool"]), _bits(once["pool"])
+
+
+def _poison(bench: Bench, example: Example) -> Iterator[Pair]:
+    case = example.case
+    inputs, meant = case.inputs(), _meant(case)
+    named = spread(meant["pool"], inputs.pool, 0)
+    runs = [
+        bench.run(inputs.replaced(pool=torch.where(named, inputs.pool, case.filled(how))), None)
+        for how in ("zero", example.variant or "")
+    ]
+    yield from _equal(runs[1], runs[0], meant, f"with {example.variant} in slots that nobody names")
+
+
+def _fresh(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Whatever its slot holds, to the bit; and as a request that goes on from zeros."""
+    case = example.case
+    inputs, meant = case.inputs(), _meant(case)
+    begins = _begins(case)
+    if not any(begins):
+        raise Blind("every request that begins is padding")
+    slots = torch.zeros(case.slots, dtype=torch.bool)
+    slots[[slot for slot, here in zip(case.slot_of, begins, strict=True) if here]] = True
+    at = spread(slots, inputs.pool, 0)
+    clean, dirty = (inputs.replaced(pool=torch.where(at, case.filled(how), inputs.pool)) for how in ("zero", example.variant or ""))
+    once = bench.run(clean, None)
+    yield from _equal(bench.run(dirty, None), once, meant, f"with {example.variant} left in the slot")
+    going_on = clean.replaced(has_initial_state=torch.ones_like(inputs.has_initial_state))
+    bounds = bench.bounds(clean, None)
+    yield from _judged(once, bounds, meant)
+    yield from _judged(bench.run(going_on, None), bounds, meant, " going on from zeros")
+
+
+def _tokens(case: PoolCase, inputs: Inputs, start: int, stop: int) -> tuple[Inputs, Tensor]:
+    """The call of tokens start..stop of the requests that have any, and their places among all tokens, flattened."""
+    spans = [range(min(start, length), min(stop, length)) for length in case.lengths]
+    rows = [row for row, span in enumerate(spans) if len(span)]
+    index = torch.tensor([case.starts()[row] + at for row in rows for at in spans[row]], dtype=torch.int64)
+    shape = (1, len(index)) if case.packed else (len(rows), len(spans[0]))
+    tokens = {
+        name: inputs[name].flatten(0, 1).index_select(0, index).unflatten(0, shape) for name in present(case.spec, inputs, "B", "T")
+    }
+    offsets = None
+    if case.packed:
+        ends = torch.tensor([0, *(len(spans[row]) for row in rows)]).cumsum(0)
+        offsets = ends.to(inputs.cu_seqlens.dtype)
+    begins = inputs.has_initial_state
+    if begins is not None:
+        begins = torch.ones_like(begins[rows]) if start else begins[rows]
+    part = inputs.replaced(**tokens, slots=inputs.slots[rows], has_initial_state=begins, accepted=None, cu_seqlens=offsets)
+    return part, index
+
+
+def _accept(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Its tokens one at a time, at once, and as the part of a draft that is kept; then the others, from where those left off.
+
+    Blind where the state after one token less would stay inside the bound.
+    """
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, meant = case.inputs(), _meant(case)
+    first, _ = _tokens(case, inputs, 0, at)
+    after = {"pool": bench.bounds(first, None)["pool"]}
+    fewer = bench.truth(_tokens(case, inputs, 0, at - 1)[0], None)["pool"] if at > 1 else inputs.pool.double()
+    if not visible({"pool": _at(fewer, meant["pool"])}, {"pool": _limited(after["pool"], meant["pool"])}):
+        raise Blind("the state after one token less would not show")
+    named = {"pool": meant["pool"]}
+    yield from _judged(bench.run(first, None), after, named, f" after {at} tokens at once")
+    whole = bench.bounds(inputs, None)
+    o, step = torch.zeros_like(inputs.v), {"pool": inputs.pool}
+    for start, stop in [*((token, token + 1) for token in range(at)), (at, max(case.lengths))]:
+        if start < stop:
+            part, index = _tokens(case, inputs, start, stop)
+            step = bench.run(part.replaced(pool=step["pool"]), None)
+            o.flatten(0, 1)[index] = step["o"].flatten(0, 1)
+        if stop == at:
+            yield from _judged(step, after, named, f" after {at} tokens one at a time")
+    yield from _judged({"o": o, "pool": step["pool"]}, whole, meant, f" going on after {at} tokens")
+    if bench.domain.accepts:  # type: ignore[attr-defined]
+        kept = torch.tensor([min(at, length) for length in case.lengths], dtype=inputs.slots.dtype)
+        draft = inputs.replaced(accepted=kept)
+        yield from _judged(bench.run(draft, None), bench.bounds(draft, None), meant, f" of a draft of which {at} tokens are kept")
+
+
+def _moved(bench: Bench, example: Example) -> Iterator[Pair]:
+    case = example.case
+    inputs, meant = case.inputs(), _meant(case)
+    first = int(case.padding_slot == "0")
+    goes = torch.cat([torch.arange(first), torch.arange(first, case.slots).roll(1)])  # where the state of each slot goes
+    slots = inputs.slots.long()
+    there = inputs.replaced(
+        pool=torch.empty_like(inputs.pool).index_copy(0, goes, inputs.pool),
+        slots=torch.where(slots == inputs.padding, slots, goes[slots.clamp(min=0)]).to(inputs.slots.dtype),
+    )
+    got = bench.run(there, None)
+    if bench.domain.rule.position_independent:  # type: ignore[attr-defined]
+        back = {"o": got["o"], "pool": got["pool"].index_select(0, goes)}
+        yield from _equal(back, bench.run(inputs, None), meant, "in other slots")
+    else:
+        meant["pool"] = torch.zeros_like(meant["pool"]).index_copy(0, goes, meant["pool"])
+        yield from _judged(got, bench.bounds(there, None), meant, " in other slots")
+
+
+def _requests(bench: Bench, example: Example) -> Iterator[Pair]:
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, other, meant = case.inputs(), _other(case).inputs(), _meant(case)
+    one = torch.arange(len(case.lengths)) == at
+    rows = _rows(case, one)
+    mixed = {
+        name: torch.where(spread(rows, inputs[name], 0), other[name], inputs[name]) for name in present(case.spec, inputs, "B", "T")
+    }
+    mixed["pool"] = inputs.pool.clone()
+    own = torch.zeros_like(meant["pool"])
+    if case.real[at]:
+        own[case.slot_of[at]] = True
+        mixed["pool"][own] = 2 * case.filled("random")[own]
+    once, twice = bench.run(inputs, None), bench.run(inputs.replaced(**mixed), None)
+    yield from _equal(twice, once, {"o": meant["o"] & ~rows, "pool": meant["pool"] & ~own}, "of the other requests")
+
+
+def _history(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Between two runs of the same call there is one of the same shapes, with other values and slots."""
+    case, between = example.case, _other(example.case)
+    inputs, others, meant = case.inputs(), between.inputs(), _meant(case)
+    once, other = bench.run(inputs, None), bench.run(others, None)
+    yield from _judged(other, bench.bounds(others, None), _meant(between), " after another call")
+    again = bench.run(inputs, None)
+    if bench.domain.rule.deterministic:  # type: ignore[attr-defined]
+        yield from _equal(again, once, meant, "of a call as an earlier one")
+    else:
+        yield from _judged(again, bench.bounds(inputs, None), meant, " of a call as an earlier one")
+
+
+def _memory(bench: Bench, example: Example) -> Iterator[Pair]:
+    inputs, meant = example.case.inputs(), _meant(example.case)
+    once, twice = (bench.run(inputs, None, poison=poison) for poison in (float("nan"), -3.0e4))
+    if bench.domain.rule.deterministic:  # type: ignore[attr-defined]
+        yield from _equal(twice, once, meant, "of a second run")
+    else:
+        bounds = bench.bounds(inputs, None)
+        for results in (once, twice):
+            yield from _judged(results, bounds, meant)
+
+
+def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
+    """The slots of the pool lie apart from each other, as where the states of many layers share one allocation."""
+    case = example.case
+    inputs, meant = case.inputs(), _meant(case)
+    memory = torch.full((case.slots, 3, *inputs.pool.shape[1:]), torch.nan)
+    memory[:, 1] = inputs.pool
+    between = _bits(memory[:, ::2]).clone()
+    names = present(case.spec, inputs, "B", "T")
+    there = inputs.replaced(pool=memory[:, 1], **{name: view(inputs[name], example.variant or "") for name in names})
+    bounds = bench.bounds(there, None)
+    yield from _judged(bench.run(there, None), bounds, meant, f" from {example.variant} inputs")
+    yield "memory between slots", _bits(memory[:, ::2]), between
+
+
+def _pure(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Bit for bit, the memory around the inputs included, which is NaN and must stay so; of the pool, the memory around it."""
+    inputs = example.case.inputs()
+    views = {name: view(inputs[name], "offset") for name in present(example.case.spec, inputs)}
+    indices = {name: inputs[name] for name in ("slots", "has_initial_state", "accepted", "cu_seqlens")}
+    memory = {**views, **{name: x for name, x in indices.items() if x is not None}}
+    copies = {name: bytes_of(x).clone() for name, x in memory.items()}
+    bench.run(inputs.replaced(**views), None)  # which gives back the pool as it was, where it may be changed
+    for name, x in memory.items():
+        yield f"bytes of input {name}", bytes_of(x), copies[name]
+
+
+# The book
+
+
+def _promises(name: str) -> Callable[[PoolDomain], str | None]:
+    def needs(domain: PoolDomain) -> str | None:
+        return None if getattr(domain, name) else f"{name.replace('_', ' ')} is not supported"
+
+    return needs
+
+
+def _drafts(case: PoolCase) -> range:
+    """The tokens after which a draft may be left; every request has one, and none says itself how many it keeps."""
+    longest = max(case.lengths)
+    return range(1, longest + 1) if longest > 1 and min(case.lengths) and case.accepted == "all" else range(0)
+
+
+def _several(case: PoolCase) -> range:
+    return range(len(case.lengths)) if len(case.lengths) > 1 else range(0)
+
+
+def _remember(domain: PoolDomain, **more: Any) -> st.SearchStrategy[PoolCase]:
+    options: dict[str, Any] = {"gate": REMEMBERING, "beta": ("ordinary", "edges"), "values": ("ordinary", "correlated", "scaled")}
+    return pool_cases(domain, **{**options, **more})
+
+
+def _lacks(word: str, *values: str) -> Callable[[PoolCase, str | None], str | None]:
+    def lacks(case: PoolCase, _: str | None) -> str | None:
+        return None if case.words()[word] in values else f"{word}={'|'.join(values)}"
+
+    return lacks
+
+
+POOL_LAWS: dict[str, Law] = {
+    law.name: law
+    for law in (
+        Law(
+            "oracle",
+            "truth",
+            "every output and every named slot's state equals the float64 definition",
+            lambda domain: examples_of(pool_cases(domain)),
+            _oracle,
+        ),
+        Law(
+            "untouched",
+            "exact",
+            "slots that no request names keep every bit, NaN too, and so does the memory before and behind the pool",
+            lambda domain: examples_of(pool_cases(domain, padded=("none", "some", "all"), most=8)),
+            _untouched,
+        ),
+        Law(
+            "padding",
+            "exact",
+            "what padding requests carry changes nothing, bit for bit",
+            lambda domain: examples_of(pool_cases(domain, padded=("some", "all"), most=8), None, CARRIED),
+            _padding,
+            _promises("padding_slots"),
+            variants=CARRIED,
+            lacks=_lacks("padded", "some", "all"),
+        ),
+        Law(
+            "poison",
+            "exact",
+            "what slots hold that no request names does not matter, bit for bit",
+            lambda domain: examples_of(pool_cases(domain, spare=(1, 2, 5), most=8), None, POISON),
+            _poison,
+            variants=POISON,
+        ),
+        Law(
+            "fresh",
+            "exact",
+            "a request that begins does not notice who had its slot before: it starts from zeros",
+            lambda domain: examples_of(
+                _remember(domain, fresh=("some", "all"), most=8).filter(lambda case: any(_begins(case))), None, POISON
+            ),
+            _fresh,
+            _promises("fresh"),
+            variants=POISON,
+            lacks=_lacks("fresh", "some", "all"),
+        ),
+        Law(
+            "accept",
+            "truth",
+            "k tokens at once leave the state that k single steps leave, for every k, and a draft's k accepted ones too",
+            lambda domain: _left(_remember(domain, kinds=("drafts",), most=8, accepted="all")),
+            _accept,
+            lambda domain: None if domain.most_tokens > 1 else "drafts are not supported",
+            place=_drafts,
+        ),
+        Law(
+            "slots",
+            "truth",
+            "which slot a request has does not matter: other slots, same states, to the bit where that is promised",
+            lambda domain: examples_of(pool_cases(domain, spare=(1, 2, 5), most=8)),
+            _moved,
+        ),
+        Law(
+            "requests",
+            "exact",
+            "requests do not interfere: changing one and its state changes nothing of the others, bit for bit",
+            lambda domain: examples_of(pool_cases(domain, most=8), _several),
+            _requests,
+            place=_several,
+        ),
+        Law(
+            "history",
+            "truth",
+            "calls leave nothing behind but states: the same call after another gives the same bits",
+            lambda domain: examples_of(pool_cases(domain, most=8)),
+            _history,
+        ),
+        Law(
+            "memory",
+            "exact",
+            "a second run over other uninitialised memory gives the same bits, where runs are deterministic",
+            lambda domain: examples_of(pool_cases(domain, most=8)),
+            _memory,
+        ),
+        Law(
+            "strides",
+            "truth",
+            "tokens may lie in memory in any strides, and slots apart from each other",
+            lambda domain: examples_of(pool_cases(domain, most=8), None, VIEWS),
+            _strides,
+            lambda domain: None if domain.rule.views else "views is not supported",
+            variants=VIEWS,
+        ),
+        Law(
+            "pure",
+            "exact",
+            "a call changes neither its inputs nor the memory around them, but for the pool where that is said to be in place",
+            lambda domain: examples_of(pool_cases(domain, most=8)),
+            _pure,
+        ),
+    )
+}

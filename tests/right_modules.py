@@ -1,0 +1,145 @@
+"""Right modules in plain torch that round elsewhere than those of the zoo: other orders of sums, steps that are stored or fused."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name
+from torch import Tensor
+
+from oracles.operation import Inputs
+from properties.modules import ModuleDomain
+from verify.adapter import Adapter
+from verify.zoo.modules import Conv, Gate, GatedNorm, KdaGate, L2Norm
+
+
+class ConvLastFirst(Conv):
+    """Taps summed last to first from the bias on, silu as a product."""
+
+    def windows(self, line: Tensor, x: Inputs, count: int) -> Tensor:
+        y = line.new_zeros(count, line.shape[-1]) + (0.0 if x.bias is None else x.bias)
+        for tap in reversed(range(x.weight.shape[-1])):
+            y = torch.addcmul(y, x.weight[:, tap], line[tap : tap + count])
+        return y
+
+    def biased(self, y: Tensor, x: Inputs) -> Tensor:
+        return y
+
+    def activated(self, y: Tensor, x: Inputs) -> Tensor:
+        return y * y.sigmoid() if x.activation == "silu" else y
+
+
+class ConvInSteps(Conv):
+    """torch's convolution in float32, its result stored in the inputs' dtype, and silu a step of its own."""
+
+    def windows(self, line: Tensor, x: Inputs, count: int) -> Tensor:
+        if not count:
+            return line.new_zeros(0, line.shape[-1]) + 0 * (x.weight.sum() + (0.0 if x.bias is None else x.bias.sum()))
+        return F.conv1d(line.mT.unsqueeze(0), x.weight.unsqueeze(1), x.bias, groups=line.shape[-1])[0].mT.to(x.x.dtype)
+
+    def biased(self, y: Tensor, x: Inputs) -> Tensor:
+        return y
+
+
+class ConvTogether(Adapter):
+    """All sequences of a batch at once, padded on the left, products summed by one contraction."""
+
+    algorithm = "pointwise"
+    domain = ModuleDomain("causal_conv1d", packed=False, empty=False)
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        taps = x.weight.shape[-1]
+        state = x.x.new_zeros(x.x.shape[0], *x.weight.shape) if x.state is None else x.state
+        line = torch.cat([state.mT, x.x], 1)
+        y = (line[:, 1:].float().unfold(1, taps, 1) * x.weight.float()).sum(-1)
+        y = y if x.bias is None else y + x.bias.float()
+        y = F.silu(y) if x.activation == "silu" else y
+        return y.to(x.x.dtype), line[:, -taps:].mT if x.output_final_state else None
+
+
+class GateNaive(Gate):
+    """softplus by the logarithm up to 20, the sigmoid by its logarithm."""
+
+    def softplus(self, raw: Tensor) -> Tensor:
+        return torch.where(raw <= 20, (1 + raw.clamp(max=20).exp()).log(), raw)
+
+    def strength(self, x: Inputs) -> Tensor:
+        beta = F.logsigmoid(x.b.float()).exp()
+        return (2 * beta if x.allow_neg_eigval else beta).to(x.b.dtype)
+
+
+class GateInSteps(Gate):
+    """The sigmoid in the inputs' dtype, doubled there; the speed negated before its exponential is multiplied."""
+
+    def decay(self, x: Inputs) -> Tensor:
+        return self.softplus(self.raw(x)) * (-self.speed(x))
+
+    def strength(self, x: Inputs) -> Tensor:
+        beta: Tensor = x.b.sigmoid()
+        return beta * 2 if x.allow_neg_eigval else beta
+
+
+class KdaGateNaive(GateNaive):
+    """The same by channels."""
+
+    domain = KdaGate.domain
+
+
+class KdaGateInSteps(GateInSteps):
+    """The same by channels."""
+
+    domain = KdaGate.domain
+
+
+class L2NormDivides(L2Norm):
+    """Summed from the last channel on, one after another; a root and a division."""
+
+    def squares(self, wide: Tensor, x: Inputs) -> Tensor:
+        return wide.flip(-1).square().cumsum(-1)[..., -1:]
+
+    def divided(self, wide: Tensor, squares: Tensor, eps: float) -> Tensor:
+        return wide / (squares + eps).sqrt()
+
+
+class L2NormOfStored(L2Norm):
+    """Backward reads the result as it was stored."""
+
+    def run(self, x: Inputs) -> Tensor:
+        return _Stored.apply(x.x, self.eps(x))  # type: ignore[no-any-return]
+
+
+class _Stored(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        rstd = 1 / (x.float().square().sum(-1, keepdim=True) + eps).sqrt()
+        y = (x.float() * rstd).to(x.dtype)
+        ctx.save_for_backward(y, rstd)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None]:
+        y, rstd = ctx.saved_tensors
+        y, dy = y.float(), cotangents[0].float()
+        return (rstd * (dy - y * (y * dy).sum(-1, keepdim=True))).to(cotangents[0].dtype), None
+
+
+class GatedNormInSteps(GatedNorm):
+    """What was normalised is stored in the inputs' dtype, weighed in it, and gated in float32."""
+
+    def weighed(self, y: Tensor, x: Inputs) -> Tensor:
+        y = y.to(x.x.dtype)
+        return y if x.weight is None else x.weight * y
+
+
+class GatedNormFused(GatedNorm):
+    """Float32 throughout, the weight times the gate first, squares summed from the last channel on."""
+
+    def squares(self, wide: Tensor, x: Inputs) -> Tensor:
+        return wide.flip(-1).square().cumsum(-1)[..., -1:] / wide.shape[-1]
+
+    def weighed(self, y: Tensor, x: Inputs) -> Tensor:
+        return y
+
+    def gate(self, x: Inputs) -> Tensor:
+        z: Tensor = x.z.float()  # once: of two casts each would store its part of dz in the inputs' dtype
+        gate = z * z.sigmoid()
+        return gate if x.weight is None else gate * x.weight.float()

@@ -1,0 +1,69 @@
+"""Coverage counts what was drawn, and says what was not though it could have been."""
+
+import pytest
+
+from oracles.case import GATES, Case
+from properties.books import BOOKS
+from properties.domain import Domain
+from verify import coverage
+from verify.adapter import BOOKS_OF_BUILT_IN
+from verify.check import PROFILES, Check, seeded
+from verify.store import Store
+
+CASES = [Case((5,), gate=gate, dtype="bf16") for gate in GATES if gate != "saturated"] + [Case((7,), gate="64", state="random")]
+
+
+def test_cases_are_counted_by_word() -> None:
+    seen = coverage.counted(CASES)
+    assert seen["dtype"] == {"bf16": len(GATES) - 1, "fp32": 1}
+    assert seen["gate"] == {gate: 1 + (gate == "64") for gate in GATES if gate != "saturated"}
+    assert sum(seen["state"].values()) == len(CASES)
+    assert coverage.counted([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("domain", "gaps", "none"),
+    [
+        (Domain(), {"gate=saturated", "dtype=fp16", "state=zero", "beta=two"}, {"in_kernel=both", "gate=64", "values=one_hot"}),
+        (Domain(dtypes=("bf16", "fp32"), negative_eigenvalues=False), {"gate=saturated"}, {"dtype=fp16", "beta=two"}),
+        (Domain(initial_state=False), {"gate=saturated"}, {"state=zero"}),
+        (Domain(in_kernel=("none", "both")), {"in_kernel=both"}, {"in_kernel=gate"}),
+    ],
+)
+def test_what_the_domain_allows_and_no_case_had_is_missed(domain: Domain, gaps: set[str], none: set[str]) -> None:
+    got = set(coverage.missed(coverage.counted(CASES), domain, CASES))
+    assert got >= gaps
+    assert not got & none
+
+
+def test_lines_say_so() -> None:
+    seen = coverage.counted(CASES)
+    told = "\n".join(coverage.lines(seen, ["gate=saturated"]))
+    assert "dtype: bf16 " in told
+    assert "missed, though the domain allows it: gate=saturated" in told
+    assert "none missed" in "\n".join(coverage.lines(seen, []))
+
+
+@pytest.mark.parametrize("book", BOOKS, ids=[book.name for book in BOOKS])
+def test_every_kind_of_case_is_counted(book: object) -> None:
+    adapters = BOOKS_OF_BUILT_IN[book.name]  # type: ignore[attr-defined]
+    assert adapters
+    assert book.case.REGIMES  # type: ignore[attr-defined]
+    assert book.case.CHOICES  # type: ignore[attr-defined]
+
+
+def test_the_default_profile_of_everything_misses_nothing() -> None:
+    cases: list[Case] = []
+    from properties.laws import LAWS
+
+    domain = Domain(in_kernel=("none", "gate", "beta", "both"))
+    for law in LAWS.values():
+        seeded(law.draw(domain), 0, PROFILES["quick"].examples_of(law.name) // 2, lambda example: cases.append(example.case))
+    assert coverage.missed(coverage.counted(cases), domain, cases[:200]) == []
+
+
+def test_a_check_keeps_its_cases(tmp_path_factory: pytest.TempPathFactory) -> None:
+    store = Store(tmp_path_factory.mktemp("findings"))
+    with Check("tests/right.py:RoundsElsewhere", ["pure"], PROFILES["few"], store=store) as check:
+        check.run()
+    assert len(check.cases) == PROFILES["few"].examples_of("pure")

@@ -1,0 +1,445 @@
+"""Serving: cases of pools rebuild a call from a line, the contract's options mean what they say, and each law has killed."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from oracles.bound import bounds, truth
+from oracles.decode import DECODE
+from oracles.operation import Inputs
+from oracles.pool_case import PoolCase
+from properties.books import book_for, book_of
+from properties.domain import Domain
+from properties.laws import Blind
+from properties.pools import POOL_LAWS, PoolDomain
+from properties.strategies import Example
+from tests import right
+from verify.bench import AdapterBench, AdapterFault
+from verify.check import PROFILES, Check, Profile, seeded
+from verify.judge import Verdict
+from verify.run import Run
+from verify.shrink import shrink
+from verify.store import Store
+from verify.worker import Worker
+from verify.zoo import base, pools
+
+FULL = PoolCase(
+    (3, 1, 4, 0, 2, 5), packed=True, heads=2, value_heads=4, key_dim=8, value_dim=12, dtype="bf16", gate="mixed", state="random",
+    spare=3, free="nan", padding_slot="0", padded="some", fresh="some", accepted="some", indices="int32", qk_norm=True, seed=8,
+)  # fmt: skip
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.int32)
+
+
+# Cases
+
+
+def test_line_rebuilds_the_call_to_the_bit() -> None:
+    again = PoolCase.parse(str(FULL))
+    assert again == FULL
+    assert str(PoolCase((1,))) == "op=decode lengths=1"
+    one, two = FULL.inputs(), again.inputs()
+    assert one.keys() == two.keys()
+    tensors = [name for name, value in one.items() if isinstance(value, Tensor)]
+    assert {"pool", "slots", "has_initial_state", "accepted", "cu_seqlens"} <= set(tensors)
+    for name in tensors:
+        assert torch.equal(one[name].contiguous().view(torch.uint8), two[name].contiguous().view(torch.uint8)), name
+    other = dataclasses.replace(FULL, seed=9).inputs()
+    assert not torch.equal(one.slots, other.slots)
+    assert not torch.equal(bits(one.pool), bits(other.pool))
+
+
+def test_drawn_calls_are_legal_and_slots_are_each_somebodys() -> None:
+    count = 0
+
+    def look(example: Example) -> None:
+        nonlocal count
+        case: PoolCase = example.case
+        inputs = case.inputs()
+        DECODE.check(inputs)
+        assert len(inputs.pool) == case.slots == len(case.lengths) + case.spare + (case.padding_slot == "0")
+        assert [slot != inputs.padding for slot in case.slot_of] == list(case.real)
+        assert inputs.slots.tolist() == list(case.slot_of)
+        named = [slot for slot, real in zip(case.slot_of, case.real, strict=True) if real]
+        assert len(set(named)) == len(named)
+        assert min(named, default=1) >= (case.padding_slot == "0")
+        assert all(1 <= kept <= length or kept == length == 0 for kept, length in zip(case.kept, case.lengths, strict=True))
+        assert bool(inputs.pool[named].isfinite().all())
+        free = [slot for slot in range(case.slots) if slot not in named]
+        assert bool(inputs.pool[free].isnan().all()) == (case.free == "nan" or not free)
+        for some, which in ((case.padded, [not real for real in case.real]), (case.fresh, case.beginning)):
+            assert sum(which) == {"none": 0, "all": len(which)}.get(some, sum(which))
+            assert (0 < sum(which) < len(which)) == (some == "some")
+        count += 1
+
+    seeded(POOL_LAWS["oracle"].draw(PoolDomain()), 5, 80, look)
+    assert count == 80
+
+
+def test_poison_has_many_bit_patterns_of_nan() -> None:
+    pool = FULL.filled("nan")
+    assert bool(pool.isnan().all())
+    assert len(set(bits(pool).flatten().tolist())) > pool.numel() // 2
+    assert {True, False} == set((bits(pool) < 0).flatten().tolist())
+    assert float(FULL.filled("random").abs().max()) <= 0.25
+    assert torch.equal(FULL.filled("zero"), torch.zeros(pool.shape))
+
+
+REFUSED = {
+    "op=gated_delta_rule lengths=1": "operation must be one of decode, got 'gated_delta_rule'",
+    "lengths=1 state=none": "state must be one of zero, random, got 'none'",
+    "lengths=1 spare=70000": r"spare must be in 0\.\.65536, got 70000",
+    "lengths=1 padded=some": "padded=some needs two requests or more, got 1",
+    "lengths=1 fresh=some": "fresh=some needs two requests or more, got 1",
+    "lengths=1+1 accepted=some": "accepted=some needs a request of two tokens or more, got 1",
+    "lengths=1+2": "lengths must all be equal unless packed=yes, got 1\\+2",
+    "lengths=1 heads=2": "value_heads must be a multiple of heads 2, got 1",
+    "lengths=1 padding_slot=1": "padding_slot must be one of -1, 0, got '1'",
+    "lengths=1 values=one_hot": "values must be one of ordinary, correlated, repeated, zero_rows, small, scaled, got 'one_hot'",
+    "lengths=1 free=inf": "free must be one of zero, random, nan, got 'inf'",
+    "lengths=1 backward=yes": "unknown word 'backward'",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_illegal_case_is_refused(line: str) -> None:
+    with pytest.raises(ValueError, match=REFUSED[line]):
+        PoolCase.parse(line)
+
+
+def test_lines_find_the_book_by_their_operation() -> None:
+    run = Run("oracle", "fla/decode", Example(FULL))
+    assert Run.parse(str(run)) == run
+    assert book_for("oracle", "decode").name == "pools"
+    assert book_of(FULL) is book_of(PoolDomain()) is book_for("accept", None)
+
+
+# The contract's options
+
+
+def options() -> Inputs:
+    """Drafts of which the second, third and fifth begin, without padding; in float64."""
+    case = dataclasses.replace(FULL, padded="none", fresh="none", accepted="all", dtype="fp32")
+    inputs = case.inputs()
+    wide = {name: inputs[name].double() for name in ("q", "k", "v", "g", "beta", "pool")}
+    return inputs.replaced(**wide, has_initial_state=torch.tensor([1, 0, 0, 1, 0, 1]), accepted=torch.tensor([2, 1, 0, 0, 1, 5]))
+
+
+def test_request_that_begins_is_one_on_a_slot_of_zeros() -> None:
+    inputs = options().replaced(accepted=None)
+    zeroed = inputs.pool.clone()
+    zeroed[inputs.slots[inputs.has_initial_state == 0].long()] = 0
+    left = inputs.pool.clone()
+    left[inputs.slots[inputs.has_initial_state == 0].long()] = torch.nan
+    want = truth(DECODE, inputs.replaced(pool=zeroed, has_initial_state=None))
+    for pool in (zeroed, inputs.pool, left):
+        got = truth(DECODE, inputs.replaced(pool=pool))
+        assert torch.equal(got["o"], want["o"])
+        assert torch.equal(got["pool"].nan_to_num(7.0), want["pool"].nan_to_num(7.0))
+    assert not torch.equal(want["o"], truth(DECODE, inputs.replaced(has_initial_state=None))["o"])
+
+
+def test_draft_answers_every_token_and_keeps_the_state_after_those_accepted() -> None:
+    inputs = options()
+    got, whole = truth(DECODE, inputs), truth(DECODE, inputs.replaced(accepted=None))
+    assert torch.equal(got["o"], whole["o"])
+    starts, kept = inputs.cu_seqlens.tolist(), inputs.accepted.tolist()
+    index = torch.tensor([start + at for start, count in zip(starts, kept, strict=False) for at in range(count)])
+    first = inputs.replaced(
+        **{name: inputs[name][:, index] for name in ("q", "k", "v", "g", "beta")},
+        accepted=None,
+        cu_seqlens=torch.tensor([0, *kept]).cumsum(0),
+    )
+    want = truth(DECODE, first)["pool"]
+    named = inputs.slots.long()
+    torch.testing.assert_close(got["pool"][named], want[named], rtol=1e-13, atol=0.0)
+    for request, (count, length) in enumerate(zip(kept, (3, 1, 4, 0, 2, 5), strict=True)):
+        same = torch.equal(got["pool"][named[request]], whole["pool"][named[request]])
+        assert same == (count == length), request
+    assert not torch.equal(got["pool"][named[2]], inputs.pool[named[2]]), "it begins and keeps nothing: zeros"
+    assert float(got["pool"][named[2]].abs().max()) == 0.0
+
+
+def test_bounds_of_a_pool_with_nan_are_finite_where_requests_are() -> None:
+    limit = bounds(DECODE, FULL.inputs(), None, "recurrent")["pool"]
+    named = torch.zeros(FULL.slots, dtype=torch.bool)
+    named[[slot for slot, real in zip(FULL.slot_of, FULL.real, strict=True) if real]] = True
+    for x in (limit.value, limit.allowed):
+        assert bool(x[named].isfinite().all())
+        assert bool(x[~named].isnan().all())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"has_initial_state": torch.tensor([1, 0, 0, 1, 0, 2])}, "has_initial_state must be 0 or 1 for each of N = 6 requests"),
+        ({"has_initial_state": torch.tensor([1, 0])}, "has_initial_state must be 0 or 1 for each of N = 6 requests, got"),
+        ({"has_initial_state": torch.ones(6)}, "has_initial_state must be int32 or int64, got torch.float32"),
+        ({"accepted": torch.tensor([4, 1, 4, 0, 2, 5])}, r"accepted must be in 0\.\.its tokens for each request, of \[3, 1, 4, 0"),
+        ({"accepted": torch.tensor([3, -1, 4, 0, 2, 5])}, r"accepted must be in 0\.\.its tokens for each request"),
+        ({"accepted": torch.tensor([3])}, r"accepted must be in 0\.\.its tokens for each request, .* got \[3\]"),
+    ],
+)
+def test_illegal_option_is_refused(wrong: dict[str, Any], message: str) -> None:
+    DECODE.check(options())
+    with pytest.raises(ValueError, match=f"^{message}"):
+        DECODE.check(options().replaced(**wrong))
+
+
+# Domains
+
+STEPS = PoolDomain(
+    rule=Domain(dtypes=("bf16",), key_dims=(128, 128), value_dims=(128, 128), packed=False, scale=False, backward=False),
+    most_tokens=1,
+    padding_slots=("0",),
+    indices=("int32",),
+    fresh=False,
+    accepts=False,
+)
+ALONE = PoolDomain(rule=Domain(batched=False, empty=False, grouped_heads=False), padding_slots=(), fresh=False)
+
+
+@pytest.mark.parametrize("domain", [PoolDomain(), STEPS, ALONE])
+def test_laws_draw_what_the_domain_promises(domain: PoolDomain) -> None:
+    asked = [law for law in POOL_LAWS.values() if law.needs(domain) is None]
+    missing = {law.name: law.needs(domain) for law in POOL_LAWS.values() if law.needs(domain)}
+    assert (
+        missing
+        == {
+            PoolDomain(): {},
+            STEPS: {"fresh": "fresh is not supported", "accept": "drafts are not supported"},
+            ALONE: {"padding": "padding slots is not supported", "fresh": "fresh is not supported"},
+        }[domain]
+    )
+
+    for law in asked:
+        seen: list[Example] = []
+        seeded(law.draw(domain), 3, 12, seen.append)
+        assert len(seen) == 12
+        for example in seen:
+            assert domain.outside(example.case) is None, law.name
+            law.accept(example)
+            assert PoolCase.parse(str(example.case)) == example.case
+    assert PoolDomain.from_json(json.loads(json.dumps(domain.to_json()))) == domain
+
+
+@pytest.mark.parametrize(
+    ("domain", "line", "said"),
+    [
+        (STEPS, "lengths=2", "lengths=2: more than 1 tokens a request are not supported"),
+        (STEPS, "lengths=1+1 padded=some", "padding_slot=-1 is not among 0"),
+        (ALONE, "lengths=1+1 padded=some", "padding_slot=-1 is not among any"),
+        (STEPS, "lengths=1", "indices=int64 is not among int32"),
+        (STEPS, "lengths=1 indices=int32 fresh=all", "fresh=all: starting from zeros is not supported"),
+        (PoolDomain(accepts=False), "lengths=2 accepted=some", "accepted=some: keeping part of a draft is not supported"),
+        (STEPS, "lengths=1 indices=int32", "dtype=fp32 is not among bf16"),
+        (ALONE, "lengths=1", "packed=no is not supported"),
+    ],
+)
+def test_domain_says_why_a_case_is_outside(domain: PoolDomain, line: str, said: str) -> None:
+    assert domain.outside(PoolCase.parse(line)) == said
+    assert PoolDomain().outside(PoolCase.parse(line)) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"operation": "conv"}, "operation must be decode, got 'conv'"),
+        ({"rule": Domain(initial_state=False)}, "rule must be a Domain of gated_delta_rule with an initial state"),
+        ({"rule": Domain(operation="kda")}, "rule must be a Domain of gated_delta_rule with an initial state"),
+        ({"most_tokens": 0}, "most_tokens must be at least 1, got 0"),
+        ({"padding_slots": ("1",)}, r"padding_slots must be a tuple of some of -1, 0, got \('1',\)"),
+        ({"indices": ()}, r"indices must be a tuple of some of int64, int32, got \(\)"),
+    ],
+)
+def test_domain_refuses_what_it_cannot_be(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PoolDomain(**wrong)
+
+
+# The bench, where a pool may be changed in place
+
+
+def bench_of(adapter: Any, case: PoolCase = FULL) -> AdapterBench:
+    return AdapterBench(adapter, None, case)
+
+
+def test_pool_in_place_is_no_impurity_and_comes_back_for_the_next_run() -> None:
+    inputs = FULL.inputs()
+    before = bits(inputs.pool).clone()
+    bench = bench_of(base.Serving())
+    once = bench.run(inputs, None)
+    assert bench.impure == []
+    assert torch.equal(bits(inputs.pool), before)
+    assert not torch.equal(bits(once["pool"]), before)
+    twice = bench.run(inputs, None)
+    assert torch.equal(bits(twice["pool"]), bits(once["pool"]))
+
+
+def test_pool_of_an_adapter_that_is_not_in_place_must_not_change() -> None:
+    class Says(base.Serving):
+        domain = PoolDomain(in_place=False)
+
+    bench = bench_of(Says())
+    bench.run(FULL.inputs(), None)
+    assert [(finding.output, finding.what) for finding in bench.impure] == [("input pool", "was changed by the call")]
+    other = bench_of(right.Gathered())
+    other.run(FULL.inputs(), None)
+    assert other.impure == []
+
+
+def test_pool_in_place_must_be_the_one_that_was_given() -> None:
+    with pytest.raises(AdapterFault) as fault:
+        bench_of(pools.ReturnsACopy()).run(FULL.inputs(), None)
+    assert fault.value.finding.output == "pool"
+    assert "in place" in fault.value.finding.what
+
+
+def test_every_request_padding_is_blind_but_for_the_laws_of_padding() -> None:
+    case = PoolCase((1, 1), padded="all", spare=1, free="random")
+    for name, law in POOL_LAWS.items():
+        example = Example(case, 0 if name == "requests" else None, law.variants[0] if law.variants else None)
+        if name in ("fresh", "accept"):
+            continue
+        check = law.check(bench_of(base.Serving(), case), example)
+        if name in ("untouched", "padding", "pure"):
+            assert list(check), name
+        else:
+            with pytest.raises(Blind, match="every request is padding"):
+                list(check)
+
+
+# Every law has been seen to fail
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """The law that kills an animal when run alone, and how small its case must get: tokens of the longest request, requests."""
+
+    law: str
+    tokens: int
+    requests: int = 2
+
+
+KILLED_BY = {
+    pools.PromptForgetsPrefix: Kill("oracle", 2, 1),
+    pools.IgnoresBeginnings: Kill("fresh", 0, 1),
+    pools.BeginsByZeroTimes: Kill("fresh", 0, 1),
+    pools.SkipsWriteOfFour: Kill("accept", 4, 1),
+    pools.KeepsTheWholeDraft: Kill("accept", 2, 1),
+    pools.KeepsOneLess: Kill("accept", 3, 1),
+    pools.RejectedDraftsStay: Kill("history", 4, 2),
+    pools.CheckpointHalved: Kill("oracle", 64, 1),
+    pools.PaddingIsLast: Kill("untouched", 1),
+    pools.PaddingIsBefore: Kill("untouched", 0),
+    pools.PaddingIsFirst: Kill("padding", 1),
+    pools.ReadsVFirst: Kill("oracle", 1, 1),
+    pools.WritesBf16: Kill("oracle", 1, 1),
+    pools.StrideOfTwoBytes: Kill("oracle", 2, 1),
+    pools.SlotInSevenBits: Kill("oracle", 1, 4),
+    pools.WritesNeighbour: Kill("untouched", 0, 13),
+    pools.OneHeadOfOneRequest: Kill("oracle", 1, 3),
+    pools.OverEight: Kill("oracle", 1, 9),
+    pools.NeverWritesOne: Kill("oracle", 1, 1),
+    pools.SumsPadding: Kill("padding", 1),
+    pools.PicksByProduct: Kill("poison", 1, 13),
+    pools.NanChangesThePath: Kill("poison", 1),
+    pools.SlotsOfTheFirstCall: Kill("history", 8, 13),
+    pools.LargeValuesChangeThePath: Kill("requests", 2),
+    pools.SlotsSideBySide: Kill("strides", 1),
+    pools.ClampsSlots: Kill("pure", 1),
+    pools.WritesBeforeG: Kill("pure", 0, 1),
+    pools.OddSlots: Kill("slots", 0),
+    pools.UnwrittenScratch: Kill("memory", 1, 1),
+    pools.ReturnsACopy: Kill("pure", 0, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    with Worker() as one:
+        yield one
+
+
+@pytest.mark.parametrize("animal", KILLED_BY, ids=lambda animal: animal.__name__)
+def test_law_alone_kills_animal_and_shows_a_small_case(
+    animal: type, worker: Worker, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    kill, store = KILLED_BY[animal], Store(tmp_path_factory.mktemp("findings"))
+    with Check(f"zoo/{animal.__name__}", [kill.law], PROFILES["quick"], workers=[worker], store=store, defects=[]) as check:
+        (report,) = check.run()
+    assert report.verdict is Verdict.BROKEN, f"{kill.law} lets {animal.__name__} live: {report.counts}"
+    case = Run.parse(report.run).example.case
+    assert len(case.lengths) <= kill.requests, report.run
+    assert max(case.lengths) <= kill.tokens, report.run
+
+
+def test_every_law_has_an_animal_that_it_kills_alone_and_every_animal_its_law() -> None:
+    assert {kill.law for kill in KILLED_BY.values()} == set(POOL_LAWS)
+    assert set(KILLED_BY) == {kind for kind in vars(pools).values() if isinstance(kind, type) and hasattr(kind, "letter")}
+
+
+SEEN_BY_ONE_LAW = {
+    pools.BeginsByZeroTimes: "fresh",
+    pools.SumsPadding: "padding",
+    pools.NanChangesThePath: "poison",
+    pools.OddSlots: "slots",
+    pools.UnwrittenScratch: "memory",
+    pools.WritesBeforeG: "pure",
+    pools.CheckpointHalved: "oracle",
+}
+
+
+@pytest.mark.parametrize("animal", SEEN_BY_ONE_LAW, ids=lambda animal: animal.__name__)
+def test_what_one_law_alone_sees_the_oracle_does_not(
+    animal: type, worker: Worker, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    store = Store(tmp_path_factory.mktemp("findings"))
+    others = [name for name in ("oracle", "requests") if name != SEEN_BY_ONE_LAW[animal]]
+    with Check(f"zoo/{animal.__name__}", others, Profile("p", 8), workers=[worker], store=store, defects=[]) as check:
+        assert {report.verdict for report in check.run()} == {Verdict.HOLDS}
+
+
+@pytest.mark.parametrize("spec", ["verify/zoo/base.py:Serving", "tests/right.py:Gathered", "tests/right.py:GatheredChunkwise"])
+def test_right_implementation_holds_under_every_law(spec: str, worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with Check(
+        spec, profile=Profile("few", 5), seed=7, workers=[worker], store=Store(tmp_path_factory.mktemp("findings"))
+    ) as check:
+        reports = check.run()
+    assert {report.law: report.run or report.reason for report in reports if report.verdict is not Verdict.HOLDS} == {}
+    assert len(reports) == len(POOL_LAWS)
+
+
+def test_serving_loop_of_flas_kernel_holds(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
+    store, asked = Store(tmp_path_factory.mktemp("findings")), ["oracle", "untouched", "fresh", "accept", "padding"]
+    with Check("fla/decode", asked, Profile("few", 2), seed=7, workers=[worker], store=store) as check:
+        reports = check.run()
+    assert {report.law: report.run or report.reason for report in reports if report.verdict is not Verdict.HOLDS} == {}
+
+
+# Shrinking
+
+
+def test_shrunk_case_is_simple_but_for_what_fails() -> None:
+    law = POOL_LAWS["oracle"]
+
+    def small(fails: Any) -> str:
+        shrunk = shrink(Example(FULL), law, lambda example: fails(example.case), lambda runs: runs < 200)
+        assert shrunk.finished
+        return str(shrunk.example.case)
+
+    assert small(lambda case: True) == "op=decode lengths=0 key_dim=1 value_dim=1"
+    assert small(lambda case: case.spare > 1) == "op=decode lengths=0 key_dim=1 value_dim=1 spare=2"
+    assert small(lambda case: case.free == "nan" and case.padding_slot == "0") == (
+        "op=decode lengths=0 key_dim=1 value_dim=1 free=nan padding_slot=0"
+    )
+    assert small(lambda case: case.accepted == "some") == "op=decode lengths=2 key_dim=1 value_dim=1 accepted=some"
+    assert small(lambda case: case.padded == "some") == "op=decode lengths=0+0 key_dim=1 value_dim=1 padded=some"
+    assert small(lambda case: any(case.beginning)) == "op=decode lengths=0 key_dim=1 value_dim=1 fresh=all"

@@ -1,0 +1,544 @@
+"""The zoo: every animal is found, hunted as `check` would ask, and reported; what survives, laws or a suite, is said."""
+
+import argparse
+import ast
+import contextlib
+import json
+import pathlib
+import re
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from oracles.operation import Inputs
+from properties.laws import LAWS
+from verify import cli, worker
+from verify.adapter import AdapterError, check_spec, load
+from verify.check import Profile, seeded
+from verify.judge import Finding, Verdict
+from verify.run import Outcome, Run, execute
+from verify.shrink import Shrunk
+from verify.zoo import animals as registry
+from verify.zoo import base, command, hunt, page, rules, suite, table
+from verify.zoo.animals import animals, chosen, labelled, of_module, right_of, rights
+from verify.zoo.hunt import Hunt, summary
+from verify.zoo.suites import SUITES
+
+FOLDER = pathlib.Path(registry.__file__).parent
+OWN = '''
+import os
+import torch
+from verify.zoo.base import Chunkwise
+from verify.zoo.rules import DropsState as _DropsState
+
+class Harmless(Chunkwise):
+    """It is right, and called an animal."""
+    letter = "-"
+
+class LeavesADoorOpen(Chunkwise):
+    """It makes every other implementation of the process wrong."""
+    letter = "K"
+    def run(self, x):
+        Chunkwise.between = _DropsState.between
+        Chunkwise.last = lambda self, total: total[..., :1]
+        return super().run(x)
+
+class Nameless(Chunkwise):
+    letter = "-"
+
+class Lost(Chunkwise):
+    """Its class is none."""
+    letter = "?"
+'''
+
+
+@pytest.fixture(autouse=True)
+def few_cases(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setattr(hunt, "PROFILE", Profile("quick", 8))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def own(tmp_path: pathlib.Path) -> str:
+    (tmp_path / "own.py").write_text(OWN)
+    return "own.py"
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: worker.Worker) -> None:
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(worker.Worker, "launch", refuse)
+
+
+def run(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    try:
+        code = cli.main(["zoo", *words])
+    except SystemExit as left:
+        code = int(left.code or 0)
+    return code, *capfd.readouterr()
+
+
+# Who is there
+
+
+def test_every_class_with_a_letter_in_the_package_is_found_and_no_other() -> None:
+    written = {}
+    for path in FOLDER.glob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                names = [target.id for each in node.body if isinstance(each, ast.Assign) for target in each.targets]  # type: ignore[attr-defined]
+                written[node.name] = ("letter" in names, {getattr(each, "id", getattr(each, "attr", "")) for each in node.bases})
+
+    def lettered(name: str) -> bool:
+        own, bases = written.get(name, (False, set()))
+        return own or any(lettered(each) for each in bases)
+
+    assert set(animals()) == {name for name in written if lettered(name)}
+    assert len(animals()) >= 66
+
+
+def test_every_animal_is_made_of_a_right_implementation_and_both_are_adapters_by_name() -> None:
+    for animal in animals().values():
+        right = right_of(animal.kind)
+        assert right is not None, animal.name
+        assert f"zoo/{right.__name__}" in rights()
+        assert type(load(animal.spec)) is animal.kind
+    assert type(load("zoo/Chunkwise")) is base.Chunkwise
+
+
+def test_rows_of_incidents_are_those_of_the_record() -> None:
+    assert list(registry.INCIDENTS) == list(range(1, 37))
+    assert {letter for animal in animals().values() for letter in animal.letter} <= set(registry.LETTERS)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"letter": "?", "__doc__": "x"}, "letter of Wrong must be one of S C V X N I T L R E Q G K F D -, got '?'"),
+        ({"letter": "S", "incident": (37,), "__doc__": "x"}, r"incident of Wrong must be a tuple of rows in 1..36, got \(37,\)"),
+        ({"letter": "S", "incident": 3, "__doc__": "x"}, "incident of Wrong must be a tuple of rows in 1..36, got 3"),
+        ({"letter": "S"}, "Wrong must tell its story in a docstring"),
+    ],
+)
+def test_what_is_not_labelled_is_refused(attributes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        labelled(type("Wrong", (base.Chunkwise,), attributes))
+
+
+def test_two_animals_of_one_name_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text("    letter = 'S'\n")
+        module = types.ModuleType(f"verify.zoo.{name}")
+        module.Twice = type("Twice", (base.Chunkwise,), {"letter": "S", "__doc__": "x", "__module__": module.__name__})  # type: ignore[attr-defined]
+        monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
+    monkeypatch.setattr(registry, "__file__", str(tmp_path / "animals.py"))
+    with pytest.raises(ValueError, match=r"two animals are called Twice, in verify.zoo.one and verify.zoo.two"):
+        animals.__wrapped__()
+
+
+def test_helpers_and_bases_of_a_module_are_no_animals() -> None:
+    names = [animal.name for animal in of_module(rules)]
+    assert "LeaksState" in names
+    assert not {"Chunkwise", "Domain", "_Clipped"} & set(names)
+
+
+def test_unknown_animal_is_refused_by_name_as_an_adapter_and_in_a_run_line() -> None:
+    with pytest.raises(AdapterError, match=r"unknown animal 'zoo/LeaksStates': of the zoo's \d+ the nearest are .*zoo/LeaksState"):
+        check_spec("zoo/LeaksStates")
+    with pytest.raises(AdapterError, match="unknown animal"):
+        Run.parse("law=oracle adapter=zoo/Unicorn lengths=3")
+
+
+def test_a_zoo_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ImportError("no module named unicorn")
+
+    monkeypatch.setattr(registry, "animals", broken)
+    with pytest.raises(
+        AdapterError, match=r"^adapter zoo/LeaksState: the zoo cannot be had: ImportError: no module named unicorn$"
+    ):
+        check_spec("zoo/LeaksState")
+
+
+def test_animals_are_chosen_by_name_letter_and_file(own: str) -> None:
+    assert [animal.name for animal in chosen(["zoo/EvenRows", "LeaksState", "EvenRows"])] == ["EvenRows", "LeaksState"]
+    assert {animal.letter for animal in chosen(letters=["E", "G"])} == {"E", "G"}
+    (mine,) = chosen([f"{own}:Harmless"])
+    assert (mine.name, mine.spec, mine.story) == ("Harmless", "own.py:Harmless", "It is right, and called an animal.")
+    assert chosen() == list(animals().values())
+
+
+# What is asked
+
+
+def stub(monkeypatch: pytest.MonkeyPatch, says: Callable[[Run, int], Verdict]) -> dict[tuple[str, str], list[Run]]:
+    """No worker: what a run comes to is said by law, animal and how often that pair was asked before."""
+    asked: dict[tuple[str, str], list[Run]] = {}
+
+    def ask(run: Run, *_: object) -> Outcome:
+        done = asked.setdefault((run.law, run.adapter), [])
+        done.append(run)
+        verdict = says(run, len(done))
+        return Outcome(verdict, [Finding("o", "differs")] if verdict is Verdict.BROKEN else [], oracle_s=0.0)
+
+    monkeypatch.setattr(hunt, "ask", ask)
+    monkeypatch.setattr(hunt, "explain", lambda law, run, outcome, *rest: (Shrunk(run.example, (), 0, True), outcome))
+    return asked
+
+
+def hunted(names: list[str], **options: Any) -> Hunt:
+    with Hunt(chosen(names), workers=1, **options) as hunting:
+        hunting.run()
+    return hunting
+
+
+@pytest.mark.usefixtures("no_work")
+def test_every_law_is_asked_a_quarter_and_whoever_three_kill_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def says(run: Run, times: int) -> Verdict:
+        weak = run.adapter == "zoo/LeaksState" and run.law in ("packed", "cut", "recall")
+        late = run.adapter == "zoo/PeeksAhead" and run.law == "future" and times == 6
+        return Verdict.BROKEN if (weak and times == 2) or late else Verdict.HOLDS
+
+    asked = stub(monkeypatch, says)
+    leaks, peeks = hunted(["LeaksState", "PeeksAhead"], laws=[*LAWS]).fates
+    assert {cell.law: cell.killed_at for cell in leaks.killers} == {"packed": 2, "cut": 2, "recall": 2}
+    assert {leaks.cells[law].asked for law in LAWS if leaks.cells[law].asked} == {2, 8}  # a quarter of 8; the oracle has 32
+    assert [(cell.law, cell.killed_at) for cell in peeks.killers] == [("future", 6)]
+    assert {peeks.cells[law].asked for law in LAWS if peeks.cells[law].asked} == {6, 8, 32}
+    drawn: list[Any] = []
+    law = LAWS["strides"]
+    seeded(law.draw(peeks.domain), hunt.mix_words(0, "strides"), 8, drawn.append)
+    assert [run.example for run in asked["strides", "zoo/PeeksAhead"]] == drawn, "the cases are those of check"
+    assert [run.example for run in asked["strides", "zoo/LeaksState"]] == drawn[:2]
+
+
+@pytest.mark.usefixtures("no_work")
+def test_who_takes_its_process_along_under_three_laws_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def says(run: Run, times: int) -> Verdict:
+        return Verdict.BROKEN if run.adapter == "zoo/Exits" else Verdict.HOLDS
+
+    stub(monkeypatch, says)
+    monkeypatch.setattr(Outcome, "lost", property(lambda outcome: outcome.verdict is Verdict.BROKEN))
+    (fate,) = hunted(["Exits"]).fates
+    assert len(fate.killers) == hunt.LOST
+    assert fate.smallest == fate.killers[0].run, "its case is not shrunk"
+
+
+@pytest.mark.usefixtures("no_work")
+def test_cells_say_blind_undecided_and_why_nothing_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts = {"packed": Verdict.BLIND, "cut": Verdict.UNKNOWN}
+    stub(monkeypatch, lambda run, times: verdicts.get(run.law, Verdict.HOLDS))
+    hunting = hunted(["LeaksState", "Exits"])
+    leaks, exits = hunting.fates
+    states = {law: cell.state for law, cell in leaks.cells.items()}
+    assert (states["packed"], states["cut"], states["oracle"]) == ("blind", "undecided", "alive")
+    assert exits.cells["linear"].state == "alive"
+    assert leaks.verdict == "SURVIVES"
+    assert "    cut: undecided: " in "\n".join(table.fate_lines(leaks))
+    nobody = Hunt([], workers=1)
+    assert (summary(nobody).animals, summary(nobody).median_cases) == (0, None)
+
+
+@pytest.mark.usefixtures("no_work")
+def test_a_kill_of_right_code_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(monkeypatch, lambda run, times: Verdict.BROKEN if run.law == "pure" else Verdict.HOLDS)
+    hunting = hunted(["LeaksState", "EvenRows"])
+    assert [fate.verdict for fate in hunting.fates] == ["SURVIVES", "SURVIVES"]
+    assert hunting.alarms
+    assert all("law=pure adapter=zoo/Chunkwise " in alarm for alarm in hunting.alarms)
+    assert hunting.fates[0].cells["pure"].state == "undecided"
+    assert "right code is rejected too" in hunting.fates[0].cells["pure"].reason
+    assert any(line.startswith("RIGHT CODE REJECTED  python -m verify repeat") for line in table.lines(hunting))
+
+
+# The verb
+
+
+def test_a_few_animals_are_killed_and_shown_as_text_json_and_page(
+    capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    names = ["LeaksState", "zoo/FirstStateForAll", "EvenRows", "Exits"]
+    laws = [word for law in ("samples", "permuted", "reshard", "recall") for word in ("--law", law)]
+    code, out, err = run(capfd, *names, *laws, "--workers", "2", "--json", "table.json", "--html", "page.html")
+    assert code == command.KILLED, err
+    assert "4 animals: 4 killed, 0 alive; median " in out
+    assert "kills of paths: reshard 1\n" in out
+    assert re.search(r"^LeaksState +V  1 2 3 +case +\d+ +[\d.]+ s  .*samples 1", out, re.MULTILINE), out
+    assert "    The state of one packed sequence flows into the next (slime 1686)." in out
+    data = json.loads((tmp_path / "table.json").read_text())
+    assert [animal["name"] for animal in data["animals"]] == ["LeaksState", "FirstStateForAll", "EvenRows", "Exits"]
+    leaks, _, rows, exits = data["animals"]
+    assert (leaks["verdict"], rows["book"], rows["killed_by"]) == ("killed", "paths", ["reshard"])
+    assert {cell["law"]: cell["what"] for cell in exits["laws"]}["recall"].startswith("call: crashed: exited with code 7")
+    assert data["summary"]["twins"] == [1, 2, 3, 14, 16]
+    for animal in (leaks, rows):
+        assert f"    {animal['smallest']}" in out
+        outcome = execute(Run.parse(animal["smallest"]))
+        assert outcome.verdict is Verdict.BROKEN
+    assert Run.parse(leaks["smallest"]).example.case.tokens <= 4
+    html = (tmp_path / "page.html").read_text()
+    for animal in data["animals"]:
+        assert animal["name"] in html
+        assert animal["smallest"] in html
+    assert html.count("<svg") == 3
+    for outside in ("http", "//", "<script", "<link", "<img", "src=", "@import"):
+        assert outside not in html, outside
+    assert not re.search(r"url\((?!#)", html)
+
+
+def test_who_survives_is_told_loudly_and_costs_the_exit_code(capfd: pytest.CaptureFixture[str], own: str) -> None:
+    code, out, _ = run(capfd, f"{own}:Harmless", "ChangesBeta", "--law", "pure", "--workers", "1")
+    assert code == command.SURVIVES
+    assert "2 animals: 1 killed, 1 alive" in out
+    assert "SURVIVES             8 cases of 1 laws" in out
+    assert out.endswith("SURVIVES  own.py:Harmless: It is right, and called an animal.\n")
+
+
+def test_an_animal_that_spoils_its_process_kills_no_other(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own: str
+) -> None:
+    monkeypatch.setattr(hunt, "PROFILE", Profile("quick", 1))
+    code, out, _ = run(capfd, f"{own}:LeavesADoorOpen", "--law", "cut", "--workers", "1")
+    assert code == command.SURVIVES
+    assert re.search(r'^RIGHT CODE REJECTED  python -m verify repeat "law=cut at=\d+ adapter=zoo/Chunkwise ', out, re.MULTILINE), (
+        out
+    )
+
+
+def test_interrupted_it_prints_what_is_known(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(
+        monkeypatch, lambda run, times: Verdict.BROKEN if run.law == "oracle" and "Chunkwise" not in run.adapter else Verdict.HOLDS
+    )
+    parser = argparse.ArgumentParser()
+    command.arguments(parser, int, int)
+
+    @contextlib.contextmanager
+    def progress() -> Iterator[Callable[[str, int, int], None]]:
+        def told(what: str, done: int, of: int) -> None:
+            if what != "oracle":
+                raise KeyboardInterrupt
+
+        yield told
+
+    options = parser.parse_args(["LeaksState", "--workers", "1", "--json", "table.json"])
+    assert command.act(options, progress) == command.INTERRUPTED
+    out = capfd.readouterr().out
+    assert "LeaksState" in out
+    assert "oracle 1" in out
+    assert out.endswith("interrupted: not all was asked\n")
+    assert json.loads(pathlib.Path("table.json").read_text())["interrupted"] is True
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["Unicorn"], "unknown animal 'Unicorn'; of "),
+        (["LeaksState", "--letter", "C"], "no animal is both of these names and of these letters"),
+        (["LeaksState", "--law", "gravity"], "unknown law 'gravity'; there are "),
+        (["LeaksState", "--law", "reshard"], "law reshard is about none of the animals asked for"),
+        (["--letter", "Z"], "argument --letter: invalid choice: 'Z'"),
+        (["own.py:Nameless"], "Nameless must tell its story in a docstring"),
+        (["own.py:Lost"], "letter of Lost must be one of"),
+        (["LeaksState", "--json", "no/such/folder.json"], "cannot write to no/such/folder.json: No such file or directory"),
+        (["LeaksState", "--rule", "fla"], "--rule must be all, one of fla-local, fla-ci, "),
+        (["LeaksState", "--rule", "none.py:Mine"], "--rule none.py:Mine: there is no file none.py"),
+        (["LeaksState", "--rule", "own.py:Mine"], "--rule own.py:Mine: own.py has no Suite called Mine; it has none"),
+        (["EvenRows", "--rule", "te"], "no animal is both of these names and of these letters, and what suites are about"),
+    ],
+)
+def test_bad_usage_is_one_line_before_any_work(capfd: pytest.CaptureFixture[str], own: str, words: list[str], message: str) -> None:
+    code, out, err = run(capfd, *words)
+    assert (code, out) == (cli.USAGE, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.usefixtures("no_work")
+def test_a_page_that_cannot_be_made_here_is_said_before_any_work(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    code, _, err = run(capfd, "LeaksState", "--html", "page.html")
+    assert code == cli.USAGE
+    assert "pip install 'gdn-verify[zoo]'" in err
+
+
+def test_list_says_how_many_there_are_in_one_line_and_help_says_the_exit_codes(capfd: pytest.CaptureFixture[str]) -> None:
+    assert command.listed().startswith(f"zoo/NAME             {len(animals())} wrong implementations")
+    code, out, _ = run(capfd, "--help")
+    words = " ".join(out.split())
+    assert code == 0
+    for text in ("0 every animal asked is killed", "1 one survives", "2 bad usage", "130 interrupted", "fla-local"):
+        assert text in words
+
+
+def test_the_page_shows_survivors_alarms_and_what_was_not_asked() -> None:
+    animal = chosen(["LeaksState"])[0]
+    hunting = Hunt([animal], ["oracle", "linear"], workers=1)
+    hunting.alarms.append("law=oracle adapter=zoo/Chunkwise lengths=3")
+    fate = hunting.fates[0]
+    fate.cells["oracle"].asked = fate.cells["oracle"].held = 4
+    html = page.page(table.to_json(hunting))
+    assert "Survives: " in html
+    assert "Right code was rejected" in html
+    assert 'class="cell alive"' in html
+    assert 'class="cell not-asked"' in html
+    assert "<svg" not in html, "nothing was killed, there is nothing to plot"
+
+
+def test_a_kill_is_shaded_the_darker_the_sooner() -> None:
+    shades = [page.shade(number) for number in (1, 2, 8, 32, 128, 10_000)]
+    assert shades == sorted(shades, reverse=True)
+    assert (shades[0], shades[-1]) == (1.0, 0.2)
+
+
+# Suites
+
+
+def asked(name: str, animal: str) -> list[bool]:
+    """Whether a suite accepts an animal, case by case."""
+    count = suite.answer({"suite": name})["cases"]
+    said = [suite.answer({"suite": name, "animal": animal, "case": index}) for index in range(count)]
+    assert not any("error" in each for each in said), said
+    return [each["accepted"] for each in said]
+
+
+@pytest.mark.parametrize("name", [name for name in SUITES if name != "assert-close"])
+def test_published_suites_accept_right_code_and_reject_gross_but_not_subtle_errors(name: str) -> None:
+    right, gross = asked(name, suite.RIGHT), asked(name, "zoo/DropsState")
+    assert all(right), f"{name} rejects right code"
+    assert not all(gross), f"{name} does not notice that the state is dropped"
+    assert all(asked(name, "zoo/EpsTenTimes")), f"{name} notices an eps that is ten times as large"
+
+
+def test_suites_are_about_the_rule_of_an_explicit_gate_alone() -> None:
+    asked_for = {name for name, animal in animals().items() if suite.is_asked(animal)}
+    assert {"LeaksState", "Hangs"} <= asked_for
+    assert not asked_for & {"EvenRows", "ForgetsDtBias", "NeverErases", "ConvLeaks", "WritesBf16"}
+
+
+def test_assert_close_by_its_defaults_rejects_right_code_in_half_precision() -> None:
+    right = asked("assert-close", suite.RIGHT)
+    assert right[:2] == [True, True], "float32"
+    assert not any(right[2:])
+
+
+def test_suites_are_the_same_every_time_and_legal() -> None:
+    for name, kind in SUITES.items():
+        first, second = ([suite.call(case)[0] for case in kind().cases()] for _ in range(2))
+        for a, b in zip(first, second, strict=True):
+            assert all(torch.equal(a[key], b[key]) for key in a if isinstance(a[key], torch.Tensor)), name
+        assert kind.__doc__
+
+
+def test_fla_ci_lets_pass_what_fla_locally_rejects() -> None:
+    inputs, reference = Inputs(), {"o": torch.full((8,), 0.2, dtype=torch.float64)}
+    zeros = {"o": torch.zeros(8)}
+    assert not SUITES["fla-local"]().accepts(zeros, reference, inputs)
+    assert SUITES["fla-ci"]().accepts(zeros, reference, inputs), "an output of zeros is a warning where values are under 0.3"
+    assert not SUITES["fla-ci"]().accepts({"o": torch.full((8,), torch.nan)}, reference, inputs)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": 1}, "a case must have q, k, v, g, beta, state, cu_seqlens, .* or cotangents, got 'query'"),
+        ({"q": None}, "q of a case must be a tensor, got NoneType"),
+        ({"beta": torch.zeros(1, 3, 9)}, "beta"),
+        ({"cotangents": {"o": torch.zeros(1)}}, "cotangents of a case must be of o, final_state, got o"),
+    ],
+)
+def test_an_illegal_case_is_refused(change: dict[str, object], message: str) -> None:
+    case = next(iter(SUITES["transformers"]().cases()))
+    with pytest.raises(ValueError, match=message):
+        suite.call({**case, **change})
+
+
+def test_chunks_of_the_suites_length_are_asked_for_and_no_longer() -> None:
+    seen: list[int] = []
+
+    class Looks(base.Chunkwise):
+        def run(self, x: Inputs) -> Any:
+            seen.append(self.size)
+            return super().run(x)
+
+    one = Looks()
+    inputs, cotangents = suite.call(next(iter(SUITES["transformers"]().cases())))
+    suite.called(one, inputs, cotangents, 4)
+    suite.called(one, inputs, cotangents, None)
+    assert seen == [4, 64]
+
+
+MINE = '''
+import torch
+from verify.zoo.suite import Suite
+
+def case(**more):
+    x = torch.arange(1.0, 9.0).reshape(1, 4, 1, 2) / 8
+    return {"q": x, "k": x, "v": x, "g": -torch.ones(1, 4, 1), "beta": torch.ones(1, 4, 1), **more}
+
+class Mine(Suite):
+    """Ours."""
+    def cases(self):
+        yield case()
+        yield case(state=torch.ones(1, 1, 2, 2))
+    def accepts(self, got, reference, inputs):
+        assert torch.allclose(got["o"].double(), reference["o"], rtol=1e-3), "o is off"
+        return True
+
+class Strict(Mine):
+    """Too strict."""
+    def accepts(self, got, reference, inputs):
+        return bool((got["o"].double() == reference["o"]).all())
+
+class Falls(Mine):
+    """It falls over."""
+    def accepts(self, got, reference, inputs):
+        return got["nothing"]
+
+class Empty(Mine):
+    """It has none."""
+    def cases(self):
+        return []
+'''
+
+
+def test_your_own_suite_is_tried_on_the_animals(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    rules_ = [word for name in ("Mine", "Strict", "Falls", "Empty") for word in ("--rule", f"mine.py:{name}")]
+    words = ["ForgetsBetaInErase", "AddsStateTwice", "PeeksAhead", "EvenRows", "TailWithoutGate"]
+    code, out, _ = run(capfd, *words, *rules_, "--workers", "2", "--json", "table.json", "--html", "page.html")
+    assert code == command.SURVIVES
+    assert re.search(r"^AddsStateTwice +dead +1 ", out, re.MULTILINE), out
+    assert re.search(r"^PeeksAhead +dead +lives ", out, re.MULTILINE), out
+    assert "EvenRows" not in out, "suites are about kernels of the rule"
+    assert re.search(r"^mine.py:Mine: kills \d of 4 in 2 cases, \d s · Ours\.$", out, re.MULTILINE), out
+    assert re.search(r"^mine.py:Strict: .*REJECTS RIGHT CODE in case \d, so its kills say nothing", out, re.MULTILINE), out
+    assert "mine.py:Falls: FAILED (case 1: KeyError: 'nothing')" in out
+    assert "mine.py:Empty: FAILED (it has no cases)" in out
+    mine = json.loads((tmp_path / "table.json").read_text())["suites"][0]
+    assert (mine["killed_at"]["PeeksAhead"], mine["killed_at"]["AddsStateTwice"], mine["rejects_right"]) == (None, 1, "")
+    assert mine["what"]["AddsStateTwice"] == "o is off"
+    html = (tmp_path / "page.html").read_text()
+    assert "Would these suites notice?" in html
+    assert "rejects right code" in html
+
+
+def test_an_animal_that_crashes_is_rejected_by_a_suite_and_the_others_go_on(
+    capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path
+) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "wild.py").write_text(
+        "import os\nfrom verify.zoo.base import Chunkwise\nclass Bolts(Chunkwise):\n    '''Gone.'''\n    letter = 'R'\n"
+        "    def run(self, x):\n        os._exit(9)\n"
+    )
+    code, out, _ = run(capfd, "wild.py:Bolts", "AddsStateTwice", "--rule", "mine.py:Mine", "--law", "absent", "--workers", "1")
+    assert code == command.KILLED, out
+    assert re.search(r"^Bolts +dead +1$", out, re.MULTILINE), out
+    assert "mine.py:Mine: kills 2 of 2 in 2 cases" in out

@@ -1,0 +1,94 @@
+"""flash-linear-attention's GatedDeltaNet layer: signatures and layout only."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oracles.layer import Layer as Widths
+from oracles.operation import Inputs
+from verify.adapter import Adapter, LayerDomain
+from verify.adapters.fla import REQUIRES
+
+Answer = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+class Layer(Adapter):
+    """`fla.layers.GatedDeltaNet` as it trains: the chunkwise rule, forward and backward, and states that come out of it.
+
+    Backward of a call without any tokens, its norm divides by their number: ZeroDivisionError.
+    """
+
+    algorithm = "chunkwise"
+    chunk = 64
+    domain = LayerDomain(nothing=False)
+    counterpart: str | None = "fla/layer_recurrent"
+    requires = REQUIRES
+
+    def run(self, x: Inputs) -> Answer:
+        module, cache = _module(x.layer, x), _cache(x)
+        parameters = _parameters(x.layer, x)
+        mask = None
+        if x.pads is not None:
+            mask = (torch.arange(x.hidden.shape[1]) >= torch.tensor(x.pads).unsqueeze(-1)).long()
+        options: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": x.output_final_state}
+        y = torch.func.functional_call(module, parameters, (x.hidden,), {**options, "cu_seqlens": x.cu_seqlens})[0]
+        if cache is None:
+            return y, None, None
+        left = cache[0]
+        return y, left["recurrent_state"].mT, torch.cat(left["conv_state"], 1)
+
+
+class LayerRecurrent(Layer):
+    """The same as it serves, without gradients: up to 64 tokens by the rule token by token, more by the chunkwise one."""
+
+    domain = LayerDomain(backward=False)
+    counterpart = None
+
+    def run(self, x: Inputs) -> Answer:
+        with torch.no_grad():
+            return super().run(x)
+
+
+def _module(layer: Widths, x: Inputs) -> torch.nn.Module:
+    from fla.layers import GatedDeltaNet
+
+    module: torch.nn.Module = GatedDeltaNet(
+        hidden_size=layer.hidden,
+        expand_v=layer.value_dim / layer.key_dim,
+        head_dim=layer.key_dim,
+        num_heads=layer.heads,
+        num_v_heads=layer.value_heads,
+        allow_neg_eigval=x.allow_neg_eigval,
+        conv_size=layer.conv_width,
+        conv_bias=x.conv_bias is not None,
+        layer_idx=0,
+        norm_eps=x.eps,
+    )
+    return module.eval()
+
+
+def _parameters(layer: Widths, x: Inputs) -> dict[str, Tensor]:
+    """The layer's parameters by FLA's names: each section of in_proj a projection, and q, k, v a convolution each."""
+    sections = dict(zip(layer.sections, x.in_proj.split([*layer.sections.values()]), strict=True))
+    filters = [layer.sections[name] for name in "qkv"]
+    parameters = {f"{'g' if name == 'z' else name}_proj.weight": weight for name, weight in sections.items()}
+    parameters |= {f"{name}_conv1d.weight": each.unsqueeze(1) for name, each in zip("qkv", x.conv.split(filters), strict=True)}
+    if x.conv_bias is not None:
+        parameters |= {f"{name}_conv1d.bias": each for name, each in zip("qkv", x.conv_bias.split(filters), strict=True)}
+    return {**parameters, "A_log": x.A_log, "dt_bias": x.dt_bias, "o_norm.weight": x.norm, "o_proj.weight": x.out_proj}
+
+
+def _cache(x: Inputs) -> Any:
+    """A cache with the call's states, V first; empty where there are none, None where none come out."""
+    from fla.models.utils import Cache
+
+    if not x.output_final_state:
+        return None
+    cache = Cache()
+    if x.state is not None:
+        filters = [x.layer.sections[name] for name in "qkv"]
+        # Copies: the convolutions' single-token updates write to their caches in place.
+        conv = tuple(each.clone() for each in x.conv_state.split(filters, 1))
+        cache.update(recurrent_state=x.state.mT.contiguous(), conv_state=conv, layer_idx=0, offset=1)
+    return cache

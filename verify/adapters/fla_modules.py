@@ -1,0 +1,142 @@
+"""flash-linear-attention's modules: signatures and layout only."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oracles.operation import Inputs
+from properties.modules import ModuleDomain
+from verify.adapter import Adapter
+from verify.adapters.fla import REQUIRES
+
+
+class Conv(Adapter):
+    """`fla.modules.causal_conv1d.causal_conv1d`, its Triton backend: forward and backward."""
+
+    algorithm = "pointwise"
+    domain = ModuleDomain("causal_conv1d")
+    counterpart = "fla/conv_update"
+    requires = REQUIRES
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        from fla.modules.causal_conv1d import causal_conv1d
+
+        y, state = causal_conv1d(
+            x=x.x,
+            weight=x.weight,
+            bias=x.bias,
+            initial_state=x.state,
+            output_final_state=x.output_final_state,
+            activation=x.activation,
+            cu_seqlens=x.cu_seqlens,
+        )
+        return y, state
+
+
+class ConvUpdate(Adapter):
+    """`fla.modules.causal_conv1d.causal_conv1d_update`, one token at a time through a cache that it updates in place."""
+
+    algorithm = "pointwise"
+    domain = ModuleDomain("causal_conv1d", packed=False, longest=9, backward=False)
+    requires = REQUIRES
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        from fla.modules.causal_conv1d import causal_conv1d_update
+
+        cache = x.x.new_zeros(x.x.shape[0], *x.weight.shape) if x.state is None else x.state.clone()
+        rows = []
+        for token in x.x.split(1, 1) if x.x.shape[1] else ():
+            y, cache = causal_conv1d_update(token, cache, weight=x.weight, bias=x.bias, activation=x.activation)
+            rows.append(y)
+        return torch.cat(rows, 1) if rows else torch.zeros_like(x.x), cache
+
+
+class ShortConvolution(Adapter):
+    """`fla.modules.ShortConvolution`: without a gradient to come, single tokens go through its cache, which it updates in place."""
+
+    algorithm = "pointwise"
+    domain = ModuleDomain("causal_conv1d")
+    requires = REQUIRES
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        from fla.modules import ShortConvolution as Module
+
+        channels, taps = x.weight.shape
+        module = Module(channels, taps, bias=x.bias is not None, activation=x.activation, dtype=x.x.dtype)
+        parameters = {"weight": x.weight.unsqueeze(1)} | ({} if x.bias is None else {"bias": x.bias})
+        options = {
+            "cache": None if x.state is None else x.state.clone(),
+            "output_final_state": x.output_final_state,
+            "cu_seqlens": x.cu_seqlens,
+        }
+        with torch.set_grad_enabled(x.x.requires_grad):
+            y, state = torch.func.functional_call(module, parameters, (x.x,), options)
+        return y, state
+
+
+class GdnGate(Adapter):
+    """`fla.ops.gated_delta_rule.gate.fused_gdn_gate`: the gate alone, forward and backward."""
+
+    algorithm = "pointwise"
+    domain = ModuleDomain("gdn_gate", beta=False)
+    requires = REQUIRES
+
+    def run(self, x: Inputs) -> Tensor:
+        from fla.ops.gated_delta_rule.gate import fused_gdn_gate
+
+        g: Tensor = fused_gdn_gate(x.a, x.A_log, x.dt_bias)
+        return g
+
+
+class KdaGate(Adapter):
+    """`fla.ops.kda.gate.fused_kda_gate`: the gate alone, forward and backward."""
+
+    algorithm = "pointwise"
+    domain = ModuleDomain("kda_gate", beta=False)
+    requires = REQUIRES
+
+    def run(self, x: Inputs) -> Tensor:
+        from fla.ops.kda.gate import fused_kda_gate
+
+        g: Tensor = fused_kda_gate(x.a, x.A_log, None if x.dt_bias is None else x.dt_bias.flatten())
+        return g
+
+
+class L2Norm(Adapter):
+    """`fla.modules.l2norm.l2norm`: forward and backward."""
+
+    algorithm = "pointwise"
+    domain = ModuleDomain("l2norm")
+    requires = REQUIRES
+
+    def run(self, x: Inputs) -> Tensor:
+        from fla.modules.l2norm import l2norm
+
+        y: Tensor = l2norm(x.x, **_eps(x))
+        return y
+
+
+class GatedNorm(Adapter):
+    """`fla.modules.FusedRMSNormGated` with its gate silu, in float32 throughout; its own default of eps is 1e-5.
+
+    Backward of a call without tokens divides by their number: ZeroDivisionError.
+    """
+
+    algorithm = "pointwise"
+    domain = ModuleDomain("gated_rms_norm", eps=("1e-6", "1e-5"), empty=False)
+    requires = REQUIRES
+
+    def run(self, x: Inputs) -> Tensor:
+        from fla.modules import FusedRMSNormGated
+
+        weighs = x.weight is not None
+        module = FusedRMSNormGated(x.x.shape[-1], elementwise_affine=weighs, activation="silu", dtype=x.x.dtype, **_eps(x))
+        parameters: dict[str, Any] = {} if x.weight is None else {"weight": x.weight}
+        y: Tensor = torch.func.functional_call(module, parameters, (x.x, x.z))
+        return y
+
+
+def _eps(x: Inputs) -> dict[str, float]:
+    """eps, or nothing where the implementation's own default is meant."""
+    return {} if x.eps is None else {"eps": x.eps}

@@ -1,0 +1,56 @@
+"""Hugging Face transformers' gated delta rule in plain torch: signatures and layout only.
+
+The public names call flash-linear-attention where that is installed, even on a CPU; unwrapped, they are the functions of torch.
+"""
+
+import inspect
+from typing import Any
+
+from torch import Tensor
+
+from oracles.operation import Inputs
+from verify.adapter import Adapter, Domain
+
+REQUIRES = {"transformers": "5.23.0"}
+_DOMAIN: dict[str, Any] = {"packed": False, "scale": False}
+
+
+class Chunk(Adapter):
+    """`torch_chunk_gated_delta_rule` of modeling_qwen3_next: chunkwise in float32, whatever the inputs' dtype."""
+
+    algorithm = "chunkwise"
+    chunk = 64
+    domain = Domain(**_DOMAIN)
+    counterpart = "transformers/recurrent"
+    requires = REQUIRES
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        return _call("torch_chunk_gated_delta_rule", x)
+
+
+class Recurrent(Adapter):
+    """`torch_recurrent_gated_delta_rule` of modeling_qwen3_next: token by token in float32, forward and backward."""
+
+    algorithm = "recurrent"
+    domain = Domain(**_DOMAIN)
+    requires = REQUIRES
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        return _call("torch_recurrent_gated_delta_rule", x)
+
+
+def _call(name: str, x: Inputs) -> tuple[Tensor, Tensor | None]:
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    rule = inspect.unwrap(getattr(modeling_qwen3_next, name))
+    o, state = rule(
+        x.q,
+        x.k,
+        x.v,
+        g=x.g,
+        beta=x.beta,
+        initial_state=x.state,
+        output_final_state=x.output_final_state,
+        use_qk_l2norm_in_kernel=x.qk_norm,
+    )
+    return o, state

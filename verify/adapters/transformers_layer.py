@@ -1,0 +1,150 @@
+"""Hugging Face transformers' GDN layers in plain torch: signatures and layout only.
+
+The modules call flash-linear-attention's kernels where those are installed; here their names lead to the functions behind them.
+"""
+
+import contextlib
+import functools
+import importlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from oracles.layer import Layer
+from oracles.operation import Inputs
+from verify.adapter import Adapter, LayerDomain
+from verify.adapters.transformers import REQUIRES
+
+KERNELS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update")
+Answer = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+class Qwen3NextLayer(Adapter):
+    """`Qwen3NextGatedDeltaNet`: q, k, v and z of each key head beside each other in one projection, b and a in another."""
+
+    algorithm = "chunkwise"
+    chunk = 64
+    # No boundaries of sequences, no bias, no doubling of beta; its cache is written in place, where no gradient passes.
+    domain = LayerDomain(
+        packed=False, conv_bias=False, negative_eigenvalues=False, empty=False, nothing=False, state_gradients=False
+    )
+    requires = REQUIRES
+    model = "qwen3_next"
+
+    def run(self, x: Inputs) -> Answer:
+        module, cache = self.module(x.layer, x.eps), _cache(self.config(x.layer, x.eps), x)
+        mask = None
+        if x.pads is not None:
+            mask = (torch.arange(x.hidden.shape[1]) >= torch.tensor(x.pads).unsqueeze(-1)).long()
+        with _torch_only(self.model):
+            parameters = {**self.projections(x.layer, x.in_proj), **_shared(x)}
+            options = {"cache_params": cache, "attention_mask": mask}
+            y: Tensor = torch.func.functional_call(module, parameters, (x.hidden,), options)
+        if cache is None:
+            return y, None, None
+        return y, cache.get_recurrent_state(0), cache.get_conv_state(0)
+
+    def config(self, layer: Layer, eps: float) -> Any:
+        from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
+
+        return Qwen3NextConfig(**_widths(layer, eps))
+
+    def module(self, layer: Layer, eps: float) -> torch.nn.Module:
+        from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+        module: torch.nn.Module = Qwen3NextGatedDeltaNet(self.config(layer, eps), 0)
+        return module
+
+    def projections(self, layer: Layer, in_proj: Tensor) -> dict[str, Tensor]:
+        """in_proj's sections, those of each key head's group side by side."""
+        sections = _sections(layer, in_proj)
+        heads = {name: section.unflatten(0, (layer.heads, -1)) for name, section in sections.items()}
+        return {
+            "in_proj_qkvz.weight": torch.cat([heads[name] for name in "qkvz"], 1).flatten(0, 1),
+            "in_proj_ba.weight": torch.cat([heads[name] for name in "ba"], 1).flatten(0, 1),
+        }
+
+
+class Qwen35Layer(Qwen3NextLayer):
+    """`Qwen3_5GatedDeltaNet`: q, k and v in one projection, z, b and a in their own."""
+
+    model = "qwen3_5"
+
+    def config(self, layer: Layer, eps: float) -> Any:
+        from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+
+        return Qwen3_5TextConfig(**_widths(layer, eps))
+
+    def module(self, layer: Layer, eps: float) -> torch.nn.Module:
+        from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+
+        module: torch.nn.Module = Qwen3_5GatedDeltaNet(self.config(layer, eps), 0)
+        return module
+
+    def projections(self, layer: Layer, in_proj: Tensor) -> dict[str, Tensor]:
+        """in_proj's sections, q, k and v as they stand together."""
+        sections = _sections(layer, in_proj)
+        return {
+            "in_proj_qkv.weight": torch.cat([sections[name] for name in "qkv"]),
+            **{f"in_proj_{name}.weight": sections[name] for name in "zba"},
+        }
+
+
+def _sections(layer: Layer, in_proj: Tensor) -> dict[str, Tensor]:
+    return dict(zip(layer.sections, in_proj.split([*layer.sections.values()]), strict=True))
+
+
+def _shared(x: Inputs) -> dict[str, Tensor]:
+    """The parameters that are laid out alike in both."""
+    return {
+        "conv1d.weight": x.conv.unsqueeze(1),
+        "A_log": x.A_log,
+        "dt_bias": x.dt_bias,
+        "norm.weight": x.norm,
+        "out_proj.weight": x.out_proj,
+    }
+
+
+def _widths(layer: Layer, eps: float) -> dict[str, Any]:
+    """A model of two layers, the first of which is the one."""
+    return {
+        "hidden_size": layer.hidden,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": layer.value_heads,
+        "linear_num_key_heads": layer.heads,
+        "linear_key_head_dim": layer.key_dim,
+        "linear_value_head_dim": layer.value_dim,
+        "linear_conv_kernel_dim": layer.conv_width,
+        "rms_norm_eps": eps,
+    }
+
+
+def _cache(config: Any, x: Inputs) -> Any:
+    """A cache with the call's states; empty where there are none, None where none come out."""
+    if not x.output_final_state:
+        return None
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=config)
+    if x.state is not None:
+        cache.update_conv_state(x.conv_state.clone(), 0)
+        cache.update_recurrent_state(x.state, 0)
+    return cache
+
+
+@contextlib.contextmanager
+def _torch_only(model: str) -> Iterator[None]:
+    """The module's kernels are transformers' own functions of torch."""
+    module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    with mock.patch.multiple(module, **{name: _unwrapped(getattr(module, name)) for name in KERNELS}):
+        yield
+
+
+@functools.cache
+def _unwrapped(function: Any) -> Any:
+    return inspect.unwrap(function)

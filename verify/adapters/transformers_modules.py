@@ -1,0 +1,79 @@
+"""Hugging Face transformers' modules of Qwen3-Next in plain torch: signatures and layout only.
+
+The public names call other packages where those are installed, even on a CPU; behind them, unwrapped, are the functions of torch.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oracles.operation import Inputs
+from properties.modules import ModuleDomain
+from verify.adapter import Adapter
+from verify.adapters.transformers import REQUIRES
+
+
+class Conv(Adapter):
+    """`causal_conv1d_fn` on what the cache's `update_conv_state` gives, as the layer's prefill calls them."""
+
+    algorithm = "pointwise"
+    domain = ModuleDomain("causal_conv1d", packed=False)
+    counterpart = "transformers/conv_update"
+    requires = REQUIRES
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        from transformers.cache_utils import LinearAttentionLayer
+
+        cache, (taps, tokens) = LinearAttentionLayer(), (x.weight.shape[-1], x.x.shape[1])
+        if x.state is not None:
+            cache.update_conv_state(x.state, conv_kernel_size=taps)
+        seen = cache.update_conv_state(x.x.mT, conv_kernel_size=taps)
+        y = _function("causal_conv1d_fn")(seen, x.weight, x.bias, activation=x.activation)
+        return y[..., seen.shape[-1] - tokens :].mT, cache.conv_states[0] if x.output_final_state else None
+
+
+class ConvUpdate(Adapter):
+    """`causal_conv1d_update`: tokens through a cache that it updates in place; of no tokens it returns a row."""
+
+    algorithm = "pointwise"
+    domain = ModuleDomain("causal_conv1d", packed=False, empty=False)
+    requires = REQUIRES
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        cache = x.x.new_zeros(x.x.shape[0], *x.weight.shape) if x.state is None else x.state.clone()
+        y = _function("causal_conv1d_update")(x.x.mT, cache, x.weight, x.bias, x.activation)
+        return y.mT, cache
+
+
+class L2Norm(Adapter):
+    """`l2norm`, which squares in the inputs' dtype."""
+
+    algorithm = "pointwise"
+    domain = ModuleDomain("l2norm")
+    requires = REQUIRES
+
+    def run(self, x: Inputs) -> Tensor:
+        y: Tensor = _function("l2norm")(x.x, **({} if x.eps is None else {"eps": x.eps}))
+        return y
+
+
+class GatedNorm(Adapter):
+    """`Qwen3NextRMSNormGated`: what was normalised is stored in the inputs' dtype, weighed in it and gated in float32."""
+
+    algorithm = "pointwise"
+    domain = ModuleDomain("gated_rms_norm", without_weight=False)
+    requires = REQUIRES
+
+    def run(self, x: Inputs) -> Tensor:
+        module = _function("Qwen3NextRMSNormGated")(x.x.shape[-1], **({} if x.eps is None else {"eps": x.eps}))
+        y: Tensor = torch.func.functional_call(module, {"weight": x.weight}, (x.x, x.z))
+        return y
+
+
+def _function(name: str) -> Any:
+    from transformers.models.qwen3_next import modeling_qwen3_next
+
+    found = getattr(modeling_qwen3_next, name)
+    return found if inspect.isclass(found) else inspect.unwrap(found)

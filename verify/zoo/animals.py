@@ -1,0 +1,152 @@
+"""The animals: every class of this package that has a letter, found without a list of names."""
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import pathlib
+import re
+from collections.abc import Iterable, Mapping
+
+from verify.adapter import ZOO, Adapter, PathAdapter, load
+
+# Classes of defects, as in the record of incidents; "-" is a mistake that no incident on record made.
+LETTERS = {
+    "S": "serving state",
+    "C": "context-parallel layout and state",
+    "V": "packing, tails and padding",
+    "X": "compiler and autotune per GPU",
+    "N": "gates, NaN and causality",
+    "I": "int32, out of bounds, grid limits",
+    "T": "tensor parallel, fused in_proj, resharding",
+    "L": "state layout and dtype",
+    "R": "races and hangs",
+    "E": "L2-norm eps",
+    "Q": "non-contiguous inputs",
+    "G": "head mapping",
+    "K": "stale host caches",
+    "F": "autodiff plumbing",
+    "D": "decay index",
+    "-": "nobody's yet",
+}
+# Rows of the record of incidents, with what they are about.
+INCIDENTS = {
+    1: "recurrent state leaks between packed samples",
+    2: "layer called without cu_seqlens",
+    3: "packing with the state visible across samples",
+    4: "context parallel built from a made-up cu_seqlens",
+    5: "final state without the gate in a partial chunk",
+    6: "left padding not masked before conv and recurrence",
+    7: "varlen call reads out of bounds",
+    8: "context parallel leaves the GDN layers out",
+    9: "zigzag without relaying the state between shards",
+    10: "contiguous layout, zigzag undone by the all-to-all",
+    11: "context parallel with tail padding: real rows zero",
+    12: "context parallel cannot be built by the public path",
+    13: "sequence parallel: wrong lengths with padding",
+    14: "fused in_proj cut evenly over tensor-parallel ranks",
+    15: "tensor-parallel gradients too large",
+    16: "fused in_proj not split per component to reshard",
+    17: "weights converted raw in a sync",
+    18: "state not passed on where a prefix is cached",
+    19: "freed slots not zeroed, has_initial_state ignored",
+    20: "state write skipped by a decode graph replayed for prefill",
+    21: "speculation reads the wrong state after acceptance",
+    22: "speculation and prefix cache poison later requests",
+    23: "checkpoint of the state taken at the wrong index",
+    24: "padding slot -1 used as an address",
+    25: "state read and written transposed where K = V",
+    26: "state written back in bf16",
+    27: "fp32 state walked with a 2-byte stride",
+    28: "backward wrong on one GPU with one compiler",
+    29: "identical inputs, different outputs",
+    30: "lengths of 1 sent to the chunk kernel",
+    31: "state decayed by another token's gate",
+    32: "deadlock with an initial state and a long tail",
+    33: "a prefix depends on future gates",
+    34: "l2norm eps inside the mean, or as a floor",
+    35: "non-contiguous inputs read as contiguous",
+    36: "cached offsets served for a recycled address",
+}
+_LETTER = re.compile(r"^    letter\b", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Animal:
+    """A wrong implementation: what it is called as an adapter, where it is from and what it does, in one line."""
+
+    name: str
+    spec: str
+    kind: type[Adapter] | type[PathAdapter]
+    letter: str
+    incident: tuple[int, ...]
+    story: str
+
+
+@functools.cache
+def animals() -> Mapping[str, Animal]:
+    """Every animal of this package by its name. ValueError if two share one, or one is not labelled."""
+    found: dict[str, Animal] = {}
+    for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
+        if _LETTER.search(path.read_text(encoding="utf-8")):
+            for animal in of_module(importlib.import_module(f"{__package__}.{path.stem}")):
+                if animal.name in found:
+                    modules = f"{found[animal.name].kind.__module__} and {animal.kind.__module__}"
+                    raise ValueError(f"two animals are called {animal.name}, in {modules}")
+                found[animal.name] = animal
+    return found
+
+
+def rights() -> Mapping[str, type[Adapter] | type[PathAdapter]]:
+    """The right implementations that animals are made of, by their names as adapters: what kills these too is no kill."""
+    found = (right_of(animal.kind) for animal in animals().values())
+    return {ZOO + kind.__name__: kind for kind in found if kind is not None}
+
+
+def right_of(kind: type[Adapter] | type[PathAdapter]) -> type[Adapter] | type[PathAdapter] | None:
+    """The nearest class of this package that an animal is derived from and that is none itself; None if it has none."""
+    for base in kind.__mro__[1:]:
+        inside = base.__module__.startswith(f"{__package__}.")
+        if inside and issubclass(base, Adapter | PathAdapter) and not hasattr(base, "letter") and not base.__abstractmethods__:
+            return base
+    return None
+
+
+def of_module(module: object) -> list[Animal]:
+    """The animals that a module of this package defines, in its order."""
+    name = getattr(module, "__name__", "")
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == name]
+    return [labelled(kind) for kind in kinds if issubclass(kind, Adapter | PathAdapter) and hasattr(kind, "letter")]
+
+
+def labelled(kind: type[Adapter] | type[PathAdapter], spec: str | None = None) -> Animal:
+    """The animal that a class is. ValueError if its letter, its incidents or its story cannot be."""
+    letter, incident = getattr(kind, "letter", None), getattr(kind, "incident", ())
+    if letter not in LETTERS:
+        raise ValueError(f"letter of {kind.__name__} must be one of {' '.join(LETTERS)}, got {letter!r}")
+    if not (isinstance(incident, tuple) and set(incident) <= set(INCIDENTS)):
+        raise ValueError(f"incident of {kind.__name__} must be a tuple of rows in 1..{len(INCIDENTS)}, got {incident!r}")
+    story = " ".join((vars(kind).get("__doc__") or "").split())
+    if not story:
+        raise ValueError(f"{kind.__name__} must tell its story in a docstring")
+    return Animal(kind.__name__, spec or ZOO + kind.__name__, kind, letter, incident, story)
+
+
+def chosen(names: Iterable[str] = (), letters: Iterable[str] = ()) -> list[Animal]:
+    """The animals of these names and letters; all where none is given. ValueError lists the choices.
+
+    A name is one of the zoo's, with or without zoo/, or FILE.py:CLASS: a class with a letter in a file of your own.
+    """
+    every, found = animals(), dict[str, Animal]()
+    for name in names:
+        if ".py:" in name:
+            found[name] = labelled(type(load(name)), name)
+        elif name.removeprefix(ZOO) in every:
+            animal = every[name.removeprefix(ZOO)]
+            found[animal.spec] = animal
+        else:
+            near = ", ".join(difflib.get_close_matches(name, every, 3, 0.3)) or "none"
+            raise ValueError(f"unknown animal {name!r}; of {len(every)} the nearest are {near}, or your own as FILE.py:CLASS")
+    wanted = set(letters)
+    picked = list(found.values()) or list(every.values())
+    return [animal for animal in picked if not wanted or animal.letter in wanted]

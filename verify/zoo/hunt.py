@@ -1,0 +1,359 @@
+"""The hunt: every animal against every law of its kind, and how many cases it took each law to kill it.
+
+A law's cases are those that `check` draws in the default profile, drawn once for all animals of one domain. The first quarter of
+them goes to every animal; an animal that fewer than three laws have killed by then is asked about the rest of them as well. So
+whoever survives was asked all that `check` would ask, and one that every law kills costs little.
+"""
+
+import concurrent.futures
+import dataclasses
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from oracles.counter import mix_words
+from properties.books import Book, book_of
+from properties.strategies import Example
+from verify.adapter import ZOO
+from verify.check import PROFILES, ask, explain, seeded
+from verify.judge import Verdict
+from verify.run import Outcome, Run
+from verify.store import Store
+from verify.worker import Worker
+from verify.zoo.animals import INCIDENTS, Animal, right_of
+
+PROFILE = PROFILES["quick"]
+QUARTER = 4
+IN_FULL = 3  # laws that have to kill an animal before the others may ask it less
+LOST = 3  # laws under which an animal may take its process along: a new one costs seconds
+SHRINK_S = 20.0
+
+
+@dataclasses.dataclass
+class Cell:
+    """What one law knows of one animal: the cases asked, and the number of the one that killed it."""
+
+    law: str
+    asked: int = 0
+    held: int = 0
+    blind: int = 0
+    killed_at: int | None = None
+    seconds: float = 0.0
+    run: str = ""
+    what: str = ""
+    reason: str = ""
+    broken: tuple[Run, Outcome] | None = None
+
+    @property
+    def state(self) -> str:
+        """killed, alive, blind, undecided, or not asked, and if so `reason` says why not."""
+        if self.killed_at is not None:
+            return "killed"
+        if not self.asked:
+            return "not asked"
+        if self.asked > self.held + self.blind:
+            return "undecided"
+        return "alive" if self.held else "blind"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "broken"}
+        return data | {"state": self.state, "seconds": round(self.seconds, 3)}
+
+
+@dataclasses.dataclass
+class Fate:
+    """What became of an animal: a cell a law of its book, in the book's order."""
+
+    animal: Animal
+    book: Book
+    domain: Any
+    cells: dict[str, Cell]
+    smallest: str = ""
+    lost: int = 0
+
+    @property
+    def killers(self) -> list[Cell]:
+        """The cells of the laws that killed it, the fewest cases first, the book's order where they are equal."""
+        return sorted((cell for cell in self.cells.values() if cell.killed_at is not None), key=lambda cell: cell.killed_at or 0)
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether any law asked it anything."""
+        return any(cell.asked for cell in self.cells.values())
+
+    @property
+    def verdict(self) -> str:
+        """killed, SURVIVES, or not asked."""
+        return "killed" if self.killers else "SURVIVES" if self.was_asked else "not asked"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "name": self.animal.name,
+            "spec": self.animal.spec,
+            "letter": self.animal.letter,
+            "incident": list(self.animal.incident),
+            "story": self.animal.story,
+            "book": self.book.name,
+            "verdict": self.verdict,
+            "killed_by": [cell.law for cell in self.killers],
+            "smallest": self.smallest or (self.killers[0].run if self.killers else ""),
+            "laws": [cell.to_json() for cell in self.cells.values()],
+        }
+
+
+@dataclasses.dataclass
+class Herd:
+    """Animals of one domain under one law of their book, and the cases that they share."""
+
+    law: str
+    fates: list[Fate]
+    examples: list[Example] = dataclasses.field(default_factory=list)
+
+    @property
+    def book(self) -> Book:
+        """The book that the law is in."""
+        return self.fates[0].book
+
+
+class Hunt:
+    """A hunt of some animals, by some laws (all of their books where none is named). `fates` is what is known so far, `alarms` the
+    lines on which right code was rejected: no kill of theirs counts. An animal that `until` laws have killed is left alone, and
+    its case as it is.
+
+    `on_case(what, done, of)` is told as it goes, from any thread.
+    """
+
+    def __init__(
+        self,
+        animals: Sequence[Animal],
+        laws: Iterable[str] | None = None,
+        seed: int = 0,
+        workers: int = 2,
+        *,
+        deadline_s: float = 10.0,
+        until: int | None = None,
+        on_case: Callable[[str, int, int], None] = lambda what, done, of: None,
+    ) -> None:
+        self.seed, self.on_case, self.until, self.runs = seed, on_case, until, 0
+        self.alarms: list[str] = []
+        self.workers = [Worker(deadline_s) for _ in range(max(1, workers))]
+        self.started, self.ended = time.monotonic(), 0.0
+        self.fates = [self._fate(animal, set(laws) if laws is not None else None) for animal in animals]
+        self._free = list(self.workers)
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+
+    @staticmethod
+    def _fate(animal: Animal, laws: set[str] | None) -> Fate:
+        domain = animal.kind.domain
+        book = book_of(domain)
+        fate = Fate(animal, book, domain, {name: Cell(name) for name in book.laws if laws is None or name in laws})
+        for name, cell in fate.cells.items():
+            cell.reason = book.laws[name].needs(domain) or ""
+        return fate
+
+    def __enter__(self) -> "Hunt":
+        self._folder = tempfile.TemporaryDirectory(prefix="gdn-verify-zoo-")
+        self._store = Store(self._folder.name)  # what kills an animal is no finding of anybody's kernel
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._folder.cleanup()
+
+    def stop(self) -> None:
+        """End every worker and let nothing new begin; safe from any thread."""
+        self._stopped.set()
+        for worker in self.workers:
+            worker.close()
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds since the hunt was made, or that it took."""
+        return (self.ended or time.monotonic()) - self.started
+
+    def run(self) -> list[Fate]:
+        """The fates, in the animals' order."""
+        herds = list(self._herds())
+        self._each(herds, lambda herd, worker: self._ask(herd, worker, "", slice(0, self._share(herd)), herd.fates))
+        hardy = {id(fate) for fate in self.fates if len(fate.killers) < IN_FULL}
+        rest = [(herd, [fate for fate in herd.fates if id(fate) in hardy and self._lives(fate, herd)]) for herd in herds]
+        rest = [(herd, fates) for herd, fates in rest if fates]
+        self._each(rest, lambda item, worker: self._ask(item[0], worker, "+", slice(self._share(item[0]), None), item[1]))
+        killed, done = [fate for fate in self.fates if fate.killers and self.until is None], 0
+
+        def smallest(fate: Fate, worker: Worker) -> None:
+            nonlocal done
+            self._shrink(fate, worker)
+            done += 1
+            self.on_case("smallest", done, len(killed))
+
+        self._each(killed, smallest)
+        self.ended = time.monotonic()
+        return self.fates
+
+    def _herds(self) -> Iterator[Herd]:
+        """The largest first, so that no worker is left with one at the end."""
+        groups: dict[tuple[str, str, Any], Herd] = {}
+        for fate in self.fates:
+            for law, cell in fate.cells.items():
+                if not cell.reason:
+                    groups.setdefault((fate.book.name, law, fate.domain), Herd(law, [])).fates.append(fate)
+        return iter(sorted(groups.values(), key=lambda herd: -len(herd.fates) * PROFILE.examples_of(herd.law)))
+
+    @staticmethod
+    def _share(herd: Herd) -> int:
+        return PROFILE.examples_of(herd.law) // QUARTER
+
+    def _lives(self, fate: Fate, herd: Herd) -> bool:
+        if fate.cells[herd.law].killed_at is not None or fate.lost >= LOST:
+            return False
+        return self.until is None or len(fate.killers) < self.until
+
+    def _each(self, items: Sequence[Any], work: Callable[[Any, Worker], None]) -> None:
+        """Do the work on every item, in their order, as many at a time as there are workers."""
+
+        def one(item: Any) -> None:
+            with self._lock:
+                worker = self._free.pop()
+            try:
+                if not self._stopped.is_set():
+                    work(item, worker)
+            finally:
+                with self._lock:
+                    self._free.append(worker)
+
+        pool = concurrent.futures.ThreadPoolExecutor(len(self.workers))
+        futures = [pool.submit(one, item) for item in items]
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                future.result()
+        finally:
+            if not all(future.done() for future in futures):
+                self.stop()
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _ask(self, herd: Herd, worker: Worker, more: str, share: slice, fates: Sequence[Fate]) -> None:
+        """Ask a law about a share of its cases, each case of every animal that still lives: they share the case's bounds."""
+        law = herd.book.laws[herd.law]
+        if not herd.examples:
+            seeded(
+                law.draw(herd.fates[0].domain), mix_words(self.seed, law.name), PROFILE.examples_of(law.name), herd.examples.append
+            )
+        cases = list(enumerate(herd.examples, 1))[share]
+        for done, (number, example) in enumerate(cases, 1):
+            bounds_s, broken = 0.0, list[tuple[Fate, Run, Outcome]]()
+            for fate in fates:
+                if not self._lives(fate, herd):
+                    continue
+                run = Run(law.name, fate.animal.spec, example)
+                outcome, bounds_s = self._one(run, fate, bounds_s, worker)
+                if self._stopped.is_set():
+                    return
+                if outcome.verdict is Verdict.BROKEN:
+                    broken.append((fate, run, outcome))
+            self._kill(broken, number, worker)
+            self.on_case(law.name + more, done, len(cases))
+
+    def _one(self, run: Run, fate: Fate, bounds_s: float, worker: Worker) -> tuple[Outcome, float]:
+        """What an animal comes to on a case, and the seconds of the case's bounds: who asks first pays, and it is told of all."""
+        cell, start = fate.cells[run.law], time.monotonic()
+        outcome = ask(run, worker, self._store)
+        if outcome.lost:  # by this animal, and not by what an earlier one wrote out of bounds
+            fate.lost += 1
+            if fate.lost == 1:
+                outcome = ask(run, worker, self._store)
+        if self._stopped.is_set():
+            return outcome, bounds_s
+        bounds_s = max(bounds_s, outcome.oracle_s)
+        self.runs += 1
+        cell.asked += 1
+        cell.seconds += time.monotonic() - start - outcome.oracle_s + bounds_s
+        cell.held += outcome.verdict is Verdict.HOLDS
+        cell.blind += outcome.verdict is Verdict.BLIND
+        if outcome.verdict in (Verdict.UNKNOWN, Verdict.UNSUPPORTED):
+            cell.reason = outcome.reason
+        return outcome, bounds_s
+
+    def _kill(self, broken: Sequence[tuple[Fate, Run, Outcome]], number: int, worker: Worker) -> None:
+        """Count the kills of a case, unless it kills the right implementation that the animal was made of as well."""
+        controls: dict[type[Any] | None, str] = {None: ""}
+        for fate, run, outcome in broken:
+            cell, right = fate.cells[run.law], right_of(fate.animal.kind)
+            if right not in controls:
+                assert right is not None
+                control = dataclasses.replace(run, adapter=ZOO + right.__name__)
+                rejected = ask(control, worker, self._store).verdict is Verdict.BROKEN
+                controls[right] = str(control) if rejected else ""
+                if rejected:
+                    self.alarms.append(str(control))
+                    worker.end()  # an animal may have left something behind in the process
+            if controls[right]:
+                cell.reason = f"right code is rejected too: {controls[right]}"
+                continue
+            finding = outcome.findings[0]
+            cell.killed_at, cell.run, cell.broken = number, str(run), (run, outcome)
+            cell.what = f"{finding.output}: {finding.what}"
+
+    def _shrink(self, fate: Fate, worker: Worker) -> None:
+        """The smallest case of the law that needed fewest."""
+        broken = fate.killers[0].broken
+        assert broken is not None
+        run, outcome = broken
+        fate.smallest = str(run)
+        if outcome.lost:
+            return  # every smaller case would cost a process or the deadline
+        law = fate.book.laws[run.law]
+        small, _ = explain(law, run, outcome, worker, self._store, lambda candidate: False, self._stopped, SHRINK_S)
+        if not self._stopped.is_set():
+            fate.smallest = str(dataclasses.replace(run, example=small.example))
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """A hunt in numbers. `twins` are the rows of the record of incidents that an asked animal is a twin of."""
+
+    animals: int
+    killed: int
+    alive: int
+    not_asked: int
+    median_cases: float | None
+    runs: int
+    wall_s: float
+    twins: tuple[int, ...]
+    without: tuple[int, ...]
+    kills_of_law: dict[str, int]
+
+
+def summary(hunt: Hunt) -> Summary:
+    """The hunt in numbers."""
+    verdicts = [fate.verdict for fate in hunt.fates]
+    first = [fate.killers[0].killed_at or 0 for fate in hunt.fates if fate.killers]
+    twins = {row for fate in hunt.fates for row in fate.animal.incident}
+    kills: dict[str, int] = {}
+    for fate in hunt.fates:
+        for name, cell in fate.cells.items():
+            key = law_key(fate.book, name)
+            kills[key] = kills.get(key, 0) + (cell.killed_at is not None)
+    return Summary(
+        len(verdicts),
+        verdicts.count("killed"),
+        verdicts.count("SURVIVES"),
+        verdicts.count("not asked"),
+        statistics.median(first) if first else None,
+        hunt.runs,
+        hunt.wall_s,
+        tuple(sorted(twins)),
+        tuple(row for row in INCIDENTS if row not in twins),
+        kills,
+    )
+
+
+def law_key(book: Book, law: str) -> str:
+    """A law's name among the laws of all books, of which two may share one."""
+    return f"{book.name}/{law}"

@@ -1,0 +1,304 @@
+"""Wrong layers: each is verify/zoo/base.py's GDN layer with one step made wrong, the way real ones were.
+
+tests/test_layers.py names the laws that kill each alone.
+"""
+
+import torch
+from torch import Tensor
+
+from oracles.operation import Inputs
+from verify.zoo.base import Chunkwise, Layered
+
+Answer = tuple[Tensor, Tensor | None, Tensor | None]
+
+
+class OffsetsForConvOnly(Layered):
+    """cu_seqlens reach the convolution, but not the rule: its state flows from each packed sample into the next (slime 1686)."""
+
+    letter = "V"
+    incident = (1,)
+
+    def rule(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        if x.cu_seqlens is None:
+            return super().rule(x)
+        state = None if x.state is None else x.state[:1]
+        o, last = super().rule(x.replaced(cu_seqlens=None, state=state))
+        return o, None if last is None else last.expand(len(x.cu_seqlens) - 1, *last.shape[1:])
+
+
+class OffsetsForNobody(OffsetsForConvOnly):
+    """The layer is called without cu_seqlens: convolution and state run through all packed samples (Automodel 2147)."""
+
+    letter = "V"
+    incident = (2,)
+
+    def boundaries(self, x: Inputs) -> list[tuple[int, int]]:
+        return [(0, x.hidden.shape[1])] if x.cu_seqlens is not None else super().boundaries(x)
+
+    def convolve(self, x: Inputs, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        y, last = super().convolve(x, mixed)
+        return y, last if x.cu_seqlens is None else last.expand(len(x.cu_seqlens) - 1, *last.shape[1:])
+
+
+class ConvAcrossBoundaries(Layered):
+    """Boundaries reach the rule, but not the convolution, which sees the end of the sample before (ms-swift 9565)."""
+
+    letter = "V"
+    incident = (3,)
+
+    def before(self, x: Inputs, row: int) -> Tensor:
+        width, start = x.conv.shape[-1], super().boundaries(x)[row][0]
+        if x.cu_seqlens is None or not row or start < width:
+            return super().before(x, row)
+        return self.mixed[start - width : start]
+
+    def convolve(self, x: Inputs, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        self.mixed = mixed.flatten(0, 1)
+        return super().convolve(x, mixed)
+
+
+class PadsNotMasked(Layered):
+    """Padding at the start of rows is computed like any token: convolution and state begin with it (maxtext 5295)."""
+
+    letter = "V"
+    incident = (6,)
+
+    def run(self, x: Inputs) -> Answer:
+        return self.unpadded(x.replaced(pads=None))
+
+
+class PadsMaskedAfterConv(Layered):
+    """Padding is masked before the recurrence only: the convolution has seen it (maxtext 5295)."""
+
+    letter = "V"
+    incident = (6,)
+
+    def run(self, x: Inputs) -> Answer:
+        self.real = None
+        if x.pads is not None:
+            self.real = torch.arange(x.hidden.shape[1]) >= torch.tensor(x.pads).unsqueeze(-1)
+        return self.unpadded(x.replaced(pads=None))
+
+    def rule(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        if self.real is not None:
+            x = x.replaced(beta=x.beta * self.real.unsqueeze(-1))
+        return super().rule(x)
+
+
+class PadsTwentyBitsDown(Layered):
+    """Padding is left out, but for a trace of its hidden states, 20 bits down."""
+
+    letter = "V"
+
+    def run(self, x: Inputs) -> Answer:
+        y, state, conv_state = super().run(x)
+        if x.pads is None:
+            return y, state, conv_state
+        padding = torch.arange(x.hidden.shape[1]) < torch.tensor(x.pads).unsqueeze(-1)
+        return y * (1 + 2.0**-22 * bool((x.hidden[padding].abs() > 1).any())), state, conv_state
+
+
+class SectionsSwapped(Layered):
+    """in_proj's output is cut as if b and a came before z: right widths, wrong places (Megatron-LM 1989)."""
+
+    letter = "T"
+    incident = (14,)
+
+    def sections(self, x: Inputs, projected: Tensor) -> dict[str, Tensor]:
+        widths = x.layer.sections
+        order = ("q", "k", "v", "b", "a", "z")
+        return dict(zip(order, projected.split([widths[name] for name in order], -1), strict=True))
+
+
+class SectionsOfOneHead(Layered):
+    """in_proj's rows are taken to be grouped by key head, as in Qwen3-Next, where they are sections (miles 1578)."""
+
+    letter = "T"
+    incident = (17,)
+
+    def sections(self, x: Inputs, projected: Tensor) -> dict[str, Tensor]:
+        layer, widths = x.layer, x.layer.sections
+        grouped = projected.unflatten(-1, (layer.heads, -1)).split([width // layer.heads for width in widths.values()], -1)
+        return {name: each.flatten(-2) for name, each in zip(widths, grouped, strict=True)}
+
+
+class DropsConvBias(Layered):
+    """The convolution's bias is left out where a sequence has fewer tokens than its filter."""
+
+    letter = "-"
+
+    def convolve(self, x: Inputs, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        if x.conv_bias is not None and mixed.shape[1] < x.conv.shape[-1]:
+            x = x.replaced(conv_bias=0 * x.conv_bias)
+        return super().convolve(x, mixed)
+
+
+class FreezesALog(Layered):
+    """A_log gets half its gradient: one of its two uses is detached."""
+
+    letter = "F"
+
+    def decay(self, x: Inputs, a: Tensor) -> Tensor:
+        return super().decay(x.replaced(A_log=(x.A_log + x.A_log.detach()) / 2), a)
+
+
+class GateBeforeNorm(Layered):
+    """The output is gated first and then normalised."""
+
+    letter = "-"
+
+    def gate(self, x: Inputs, o: Tensor, z: Tensor) -> Tensor:
+        return self.normed(x, o.float() * torch.nn.functional.silu(z.float())).to(o.dtype)
+
+
+class RmsOfAllHeads(Layered):
+    """The RMS is taken over all heads' channels together."""
+
+    letter = "-"
+
+    def normed(self, x: Inputs, o: Tensor) -> Tensor:
+        return o * (o.square().mean((-1, -2), keepdim=True) + x.eps).rsqrt() * x.norm.float()
+
+
+class NormWeightPerHead(Layered):
+    """The norm's weight is a head's, not a channel's: head h has the h-th."""
+
+    letter = "-"
+
+    def normed(self, x: Inputs, o: Tensor) -> Tensor:
+        heads = torch.arange(o.shape[-2]) % len(x.norm)
+        return super().normed(x.replaced(norm=torch.ones_like(x.norm)), o) * x.norm.float()[heads].unsqueeze(-1)
+
+
+class NeverNormed(Layered):
+    """out_proj gets what was gated but never normalised."""
+
+    letter = "-"
+
+    def normed(self, x: Inputs, o: Tensor) -> Tensor:
+        return o * x.norm.float()
+
+
+class GateIsASigmoid(Layered):
+    """The gate is sigmoid(z)."""
+
+    letter = "-"
+
+    def gate(self, x: Inputs, o: Tensor, z: Tensor) -> Tensor:
+        return (self.normed(x, o.float()) * torch.sigmoid(z.float())).to(o.dtype)
+
+
+class EpsOfTheOtherLibrary(Layered):
+    """The norm's eps is 1e-5, whatever it was given."""
+
+    letter = "E"
+
+    def normed(self, x: Inputs, o: Tensor) -> Tensor:
+        return super().normed(x.replaced(eps=1e-5), o)
+
+
+class BiasInTheInputsDtype(Layered):
+    """a + dt_bias is rounded to the inputs' dtype before its softplus."""
+
+    letter = "L"
+
+    def decay(self, x: Inputs, a: Tensor) -> Tensor:
+        return super().decay(x.replaced(dt_bias=torch.zeros_like(x.dt_bias)), a + x.dt_bias.to(a.dtype))
+
+
+class ForgetsConvState(Layered):
+    """A call goes on from the recurrent state alone: the convolution begins with zeros."""
+
+    letter = "S"
+    incident = (18,)
+
+    def before(self, x: Inputs, row: int) -> Tensor:
+        return super().before(x.replaced(conv_state=None), row)
+
+
+class ShortPromptsAlignLeft(Layered):
+    """The convolution's state of a prompt shorter than its filter stands at the wrong end, and zeros follow it."""
+
+    letter = "S"
+    incident = (20,)
+
+    def convolve(self, x: Inputs, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        y, states = super().convolve(x, mixed)
+        spans = [end - start for start, end in self.boundaries(x)]
+        width = x.conv.shape[-1]
+        turned = [
+            state.roll(span, -1) if x.conv_state is None and span < width else state
+            for state, span in zip(states, spans, strict=True)
+        ]
+        return y, torch.stack(turned)
+
+
+class DecodesWithAnotherGate(Layered):
+    """The prompt is right; the tokens after it are served by a layer that gates before it normalises."""
+
+    letter = "S"
+    counterpart = "zoo/GateBeforeNorm"
+
+
+class LargeTokensChangeThePath(Layered):
+    """Where any token, also a later one or another sample's, is large, all take a path that is right to a rounding."""
+
+    letter = "N"
+
+    def unpadded(self, x: Inputs) -> Answer:
+        y, state, conv_state = super().unpadded(x)
+        large = bool((x.hidden.abs() > 1).any())
+        return y * (1 + 2.0**-22 * large), state, conv_state
+
+
+class FlattensMemory(Layered):
+    """Hidden states are read as if they were contiguous (sglang 21836)."""
+
+    letter = "Q"
+    incident = (35,)
+
+    def unpadded(self, x: Inputs) -> Answer:
+        hidden = x.hidden
+        if not hidden.is_contiguous() and hidden.numel():
+            dense = torch.empty(0, dtype=hidden.dtype).set_(hidden.untyped_storage())
+            again = dense.nan_to_num(0.0).repeat(2 + hidden.numel() // max(1, dense.numel()))[: hidden.numel()]
+            hidden = hidden + (again.reshape(hidden.shape) - hidden).detach()
+        return super().unpadded(x.replaced(hidden=hidden))
+
+
+class ReadsUnwrittenScratch(Layered):
+    """The gate's scratch memory is added, times almost nothing, before it is written."""
+
+    letter = "I"
+
+    def gate(self, x: Inputs, o: Tensor, z: Tensor) -> Tensor:
+        memory = torch.empty(1).nan_to_num(0.0).clamp(-1, 1)
+        normed = super().gate(x, o, z)
+        return normed + (memory * 2.0**-9).to(normed.dtype) * normed
+
+
+class WritesBeforeConv(Layered):
+    """The number just before the convolution's filters in memory is overwritten."""
+
+    letter = "I"
+
+    def convolve(self, x: Inputs, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        if x.conv.storage_offset():
+            with torch.no_grad():
+                x.conv.detach().as_strided((1,), (1,), x.conv.storage_offset() - 1).zero_()
+        return super().convolve(x, mixed)
+
+
+class SharesOneSample(Layered):
+    """Of three samples or more the last starts from the state of the first where no states are given."""
+
+    letter = "-"
+
+    def rule(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        count = len(Chunkwise().boundaries(x))
+        if x.state is not None or count < 3:
+            return super().rule(x)
+        _, last = super().rule(x)
+        assert last is not None
+        leaked = torch.cat([torch.zeros_like(last[1:]), last[:1]])
+        return super().rule(x.replaced(state=leaked))

@@ -1,0 +1,320 @@
+"""Mutants: kernels with one edit each, and the hunt in which the laws are asked about them.
+
+Each case runs once on the right kernels, watched (verify/zoo/launches.py). A mutant is then a forked child in which one kernel is
+exchanged. It first repeats the launches of a case that execute the edited statement: where all write the same bits, so does
+everything after them, and the law need not be asked. Where one differs, the law is asked as `check` asks it, and the first that is
+broken has killed the mutant. A child that dies or hangs is killed by the law that it was asked about.
+"""
+
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import resource
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from verify.judge import Verdict
+from verify.run import Run, execute
+from verify.zoo.edits import Edit
+from verify.zoo.launches import Kernel, Launch, Place, Watch, exchange
+
+AT_ONCE = 32  # cases watched before mutants are asked about them
+HELD = 1 << 30  # bytes of watched launches that are held at most
+MORE = 4 << 30  # bytes that a mutant may take beyond what its parent holds
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+SLOWER = 20.0  # a mutant hangs that takes so many times what the right kernels take, and longer than the deadline
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """An edit of a kernel. Its id is its number among all mutants of the adapter and a digest, which another source changes."""
+
+    number: int
+    kernel: Kernel
+    edit: Edit
+
+    @functools.cached_property
+    def diff(self) -> str:
+        """The edit as a unified diff."""
+        return self.kernel.diff(self.edit)
+
+    @property
+    def id(self) -> str:
+        """What `--id` takes."""
+        return f"{self.number:04d}.{hashlib.sha256(self.diff.encode()).hexdigest()[:4]}"
+
+    @property
+    def place(self) -> Place:
+        """The statement that it changes."""
+        return self.kernel.place(self.edit)
+
+    @property
+    def changed(self) -> tuple[str, str]:
+        """The lines before and after in one line each, whatever their indentation."""
+        _, old, new = self.edit.lines(self.kernel.source)
+        return " ".join(" ".join(old).split()), " ".join(" ".join(new).split())
+
+    def __str__(self) -> str:
+        return f"{self.kernel.file}:{self.place[1]} {self.kernel.name} {self.edit.operator}: {' -> '.join(self.changed)}"
+
+
+@dataclasses.dataclass
+class Fate:
+    """What became of a mutant: "killed" by a law, "survived", "undecided" where we failed, or "not asked".
+
+    `how` is what the law saw; `cases` and `seconds` are what `check` goes through until it sees it, all laws in their order on one
+    worker; `differed` of the `ran` cases that execute the statement have a launch that writes other bits, and `unknown` of them
+    could not be judged. An edit may be `argued` to be no defect: the class of the argument and its `reason`.
+    """
+
+    mutant: Mutant
+    state: str = "not asked"
+    law: str = ""
+    how: str = ""
+    run: str = ""
+    cases: int = 0
+    seconds: float = 0.0
+    ran: int = 0
+    differed: int = 0
+    unknown: int = 0
+    argued: str = ""
+    reason: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        mutant = self.mutant
+        data = {"id": mutant.id, "kernel": mutant.kernel.key, "line": mutant.place[1], "operator": mutant.edit.operator}
+        data |= {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "mutant"}
+        return data | {"diff": mutant.diff}
+
+
+@dataclasses.dataclass
+class Item:
+    """A case that was watched on the right kernels: its number among all, its run, its launches, and seconds."""
+
+    number: int
+    run: Run
+    launches: list[Launch]
+    took_s: float
+    until_s: float
+
+    def executing(self, place: Place) -> list[Launch]:
+        """The launches that execute a statement."""
+        return [launch for launch in self.launches if place in launch.executed]
+
+
+class Hunt:
+    """Asks about mutants, as many at a time as there are `workers`. `say` is told how it goes.
+
+    `left_out` are runs that do not hold on the right kernels, and could tell nothing.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        runs: Sequence[Run],
+        workers: int = 2,
+        deadline_s: float = 30.0,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.watch, self.runs, self.workers, self.deadline_s, self.say = watch, runs, workers, deadline_s, say
+        self.left_out: list[str] = []
+        self._running: dict[int, _Child] = {}
+        self._next, self._until_s = 0, 0.0
+
+    def __call__(self, fates: Sequence[Fate]) -> None:
+        """Fill in the fates, once. Whatever ends it, no child is left."""
+        size, alive = 1, list(fates)
+        try:
+            while alive and self._next < len(self.runs):
+                items = self._watched(size, {fate.mutant.place for fate in alive})
+                self._ask(alive, items)
+                alive = [fate for fate in alive if fate.state == "not asked"]
+                size = min(2 * size, AT_ONCE)
+            for fate in alive:
+                fate.state = "survived"
+        finally:
+            for child in self._running.values():
+                child.kill()
+                child.end()
+
+    def _watched(self, size: int, wanted: set[Place]) -> list[Item]:
+        items: list[Item] = []
+        while self._next < len(self.runs) and len(items) < size and sum(map(_held, items)) < HELD:
+            run, start = self.runs[self._next], time.monotonic()
+            with self.watch.watching(wanted):
+                outcome = execute(run)
+            self._next += 1
+            took_s = time.monotonic() - start
+            self._until_s += took_s
+            if outcome.verdict in (Verdict.BROKEN, Verdict.UNKNOWN):
+                self.left_out.append(str(run))
+            else:
+                items.append(Item(self._next, run, self.watch.launches, took_s, self._until_s))
+            self.say(f"{self._next} of {len(self.runs)} cases watched")
+        return items
+
+    def _ask(self, fates: Sequence[Fate], items: list[Item]) -> None:
+        waiting: collections.deque[_Child] = collections.deque()
+        for fate in fates:
+            those = [item for item in items if item.executing(fate.mutant.place)]
+            fate.ran += len(those)
+            if those:
+                waiting.append(_Child(fate, those))
+        while waiting or self._running:
+            while waiting and len(self._running) < self.workers:
+                child = waiting.popleft()
+                child.start()
+                self._running[child.pipe] = child
+            ready, _, _ = select.select(list(self._running), [], [], 0.5)
+            for child in [self._running[pipe] for pipe in ready]:
+                if not child.hear():
+                    del self._running[child.pipe]
+                    if child.end():
+                        waiting.appendleft(child)
+                    left = len(waiting) + len(self._running)
+                    self.say(
+                        f"{self._next} of {len(self.runs)} cases watched, {left} mutants still to be asked about the last of them"
+                    )
+            for child in self._running.values():
+                if child.silent_s > max(self.deadline_s, SLOWER * child.item.took_s):
+                    child.hung = True
+                    child.kill()
+
+
+def _held(item: Item) -> int:
+    return sum(launch.bytes for launch in item.launches)
+
+
+class _Child:
+    """A forked process in which one mutant is asked about some cases. It writes a line before each step, and one at the end."""
+
+    def __init__(self, fate: Fate, items: list[Item]) -> None:
+        self.fate, self.items = fate, items
+        self.at, self.step = 0, ""  # the case under way, and what is done with it
+        self.lost = False  # whether a process was lost on this case, so that the law is asked at once
+        self.pid, self.pipe, self.hung = 0, -1, False
+        self._heard, self._buffer = 0.0, b""
+        self._answer: dict[str, Any] | None = None
+
+    @property
+    def item(self) -> Item:
+        """The case under way."""
+        return self.items[self.at]
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since it said something."""
+        return time.monotonic() - self._heard
+
+    def start(self) -> None:
+        """Fork, to begin with the case under way."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pipe, theirs = os.pipe()
+        self._heard, self._buffer, self.hung = time.monotonic(), b"", False
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self.pipe)
+            _serve(theirs, self)
+        os.close(theirs)
+
+    def kill(self) -> None:
+        """Kill it, whatever it does."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+    def hear(self) -> bool:
+        """Read what it wrote; False at its end."""
+        data = os.read(self.pipe, 1 << 16)
+        self._heard = time.monotonic()
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            said = json.loads(line)
+            if "step" not in said:
+                self._answer = said
+                continue
+            self.lost = self.lost and said["at"] == self.at
+            self.fate.differed += said["step"] == "law" and not self.lost
+            self.at, self.step = said["at"], said["step"]
+        return bool(data)
+
+    def end(self) -> bool:
+        """Enter what became of the mutant in its fate; True if it is to be started again, with the case under way."""
+        os.close(self.pipe)
+        _, status = os.waitpid(self.pid, 0)
+        if self._answer is not None:
+            self.fate.unknown += self._answer["unknown"]
+            if self._answer["failed"]:
+                self.fate.state, self.fate.how = "undecided", self._answer["failed"]
+            elif self._answer["killed"]:
+                self._killed(self._answer["killed"])
+            return False
+        # What a launch does between bands of NaN decides nothing; and a crash is one if it comes again, as for `check`.
+        if self.step == "repeat" or (self.step == "law" and not self.hung and not self.lost):
+            self.fate.differed += self.step == "repeat"
+            self.lost = True
+            return True
+        if self.hung:
+            self._killed("hung")
+        elif os.WIFSIGNALED(status):
+            self._killed(f"crashed: {signal.Signals(os.WTERMSIG(status)).name}")
+        else:
+            self._killed(f"crashed: exit code {os.WEXITSTATUS(status)}")
+        return False
+
+    def _killed(self, how: str) -> None:
+        fate, item = self.fate, self.item
+        fate.state, fate.law, fate.how, fate.run = "killed", item.run.law, how, str(item.run)
+        fate.cases, fate.seconds = item.number, item.until_s
+
+
+def _serve(pipe: int, child: _Child) -> None:
+    """The life of a child: it never returns."""
+
+    def say(said: dict[str, Any]) -> None:
+        os.write(pipe, (json.dumps(said) + "\n").encode())
+
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
+        ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        size = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + MORE, size + MORE))
+        say(_asked(child, say))
+    except BaseException:  # ours, and no verdict
+        say({"killed": "", "unknown": 0, "failed": traceback.format_exc()[-2000:]})
+    finally:
+        os._exit(0)
+
+
+def _asked(child: _Child, say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """The answer: what the law that kills the mutant saw, if one does, and how many cases could not be judged."""
+    mutant, unknown = child.fate.mutant, 0
+    exchange(mutant.kernel, mutant.edit)
+    for at in range(child.at, len(child.items)):
+        item = child.items[at]
+        if at > child.at or not child.lost:
+            say({"at": at, "step": "repeat"})
+            if all(launch.repeats() for launch in item.executing(mutant.place)):
+                continue
+        say({"at": at, "step": "law"})
+        outcome = execute(item.run)
+        if outcome.verdict is Verdict.BROKEN:
+            return {"killed": outcome.kind, "unknown": unknown, "failed": ""}
+        unknown += outcome.verdict is Verdict.UNKNOWN
+    return {"killed": "", "unknown": unknown, "failed": ""}

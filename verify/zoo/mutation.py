@@ -1,0 +1,355 @@
+"""Mutation of real kernel source: every edit at a single point of an adapter's Triton kernels, and which law sees it.
+
+    python -m verify zoo --mutate fla/chunk --sample 60
+
+Which kernels a forward and backward call launches is seen, and which of their statements run; only those are edited
+(verify/zoo/edits.py). The cases are those that `check` draws, law by law; verify/zoo/mutants.py asks about them.
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import re
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from oracles.case import Case
+from oracles.counter import mix_words
+from properties.books import book_of
+from properties.domain import Domain
+from properties.strategies import Example
+from verify import bench
+from verify.adapter import Adapter, AdapterError, installed, versions
+from verify.check import PROFILES, Profile, seeded
+from verify.run import Run, adapter_of, execute
+from verify.zoo.edits import OPERATORS, edits
+from verify.zoo.launches import Watch, watch
+from verify.zoo.mutants import Fate, Hunt, Mutant
+
+ARGUED = pathlib.Path(__file__).with_name("equivalent.json")
+# Cases of rules that between them take every branch that depends on the call,
+WIDE = (
+    "lengths=130 heads=2 value_heads=4 key_dim=24 value_dim=40 gate=64 state=random qk_norm=yes in_kernel=both",
+    "lengths=66+0+17+128 packed=yes key_dim=100 value_dim=100 dtype=bf16 gate=64 state=random in_kernel=gate dt_bias=no",
+    "lengths=66 key_dim=160 value_dim=160 dtype=fp16 gate=64 state=random in_kernel=beta",
+    "lengths=66+66 key_dim=256 value_dim=16 gate=64 gate_dtype=input",
+)
+DRAWN = 8  # and so many that the first law draws, of any book
+MEMO = 256  # the oracle's answers that are kept: those of the cases that mutants are asked about at once
+COLUMNS = ("made", "uncovered", "asked", "killed", "argued", "survived", "undecided")
+
+
+def discovered(spec: str, adapter: Adapter, seen: Watch) -> list[Mutant]:
+    """Every mutant of the kernels that calls of the adapter launch; `seen` then knows which statements they execute."""
+    seen.executed.clear()
+    for run in _wide(spec, adapter.domain):
+        with seen.watching():
+            execute(run)
+    kernels = [seen.kernels[key] for key in {key for key, _ in seen.executed}]
+    if not kernels:
+        raise AdapterError(f"adapter {spec} launches no kernel in Triton's language")
+    pairs = [
+        (kernel, edit) for kernel in sorted(kernels, key=lambda each: (each.file, each.first)) for edit in edits(kernel.source)
+    ]
+    return [Mutant(number, kernel, edit) for number, (kernel, edit) in enumerate(pairs)]
+
+
+def _wide(spec: str, domain: Any) -> Iterator[Run]:
+    book = book_of(domain)
+    first, *_ = book.about(domain.operation)
+    if isinstance(domain, Domain):
+        for line in WIDE:
+            case = dataclasses.replace(Case.parse(line), operation=domain.operation, backward=domain.backward)
+            if domain.outside(case):
+                case = dataclasses.replace(case, in_kernel="none", dt_bias=True)
+            if domain.outside(case) is None:
+                yield Run(first, spec, Example(case))
+    drawn: list[Example] = []
+    seeded(book.laws[first].draw(domain), 0, DRAWN, drawn.append)
+    yield from (Run(first, spec, example) for example in drawn)
+
+
+def sampled(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
+    """`count` of the mutants, as large a share of each kernel and operator as of all, in their order."""
+    if count >= len(mutants):
+        return list(mutants)
+    chance = random.Random(seed)  # noqa: S311 - no secret
+    strata: dict[tuple[str, str], list[Mutant]] = {}
+    for mutant in mutants:
+        strata.setdefault((mutant.kernel.key, mutant.edit.operator), []).append(mutant)
+    ordered = [mutant for _, stratum in sorted(strata.items()) for mutant in chance.sample(stratum, len(stratum))]
+    step = len(ordered) / count
+    start = chance.random() * step
+    return sorted((ordered[int(start + turn * step)] for turn in range(count)), key=lambda mutant: mutant.number)
+
+
+def agenda(spec: str, domain: Any, profile: Profile, seed: int = 0) -> list[Run]:
+    """The runs of a check in a profile, law by law; of the first law the cases of least work come first."""
+    runs: list[Run] = []
+    book = book_of(domain)
+    for name in book.about(domain.operation):
+        law = book.laws[name]
+        if law.needs(domain) is None:
+            drawn: list[Example] = []
+            seeded(law.draw(domain), mix_words(seed, name), profile.examples_of(name), drawn.append)
+            if not runs:
+                drawn.sort(key=lambda example: _work(example.case))
+            runs += [Run(name, spec, example) for example in drawn]
+    return runs
+
+
+def _work(case: Any) -> int:
+    """Instances of a kernel that a rule's case takes, about, times blocks of its state; for other cases, their bytes."""
+    if not isinstance(case, Case):
+        return int(case.bytes)
+    chunks = sum(max(1, -(-length // 64)) for length in case.lengths)
+    return chunks * case.value_heads * -(-case.key_dim // 64) * -(-case.value_dim // 64)
+
+
+def argue(fates: Sequence[Fate], file: pathlib.Path = ARGUED) -> None:
+    """Enter the arguments on file, for these versions, that an edit is no defect. A law that kills it refutes its argument."""
+    known: dict[tuple[str, ...], tuple[str, str]] = {}
+    for group in json.loads(file.read_text(encoding="utf-8")):
+        if all(installed(name) in listed for name, listed in group["versions"].items()):
+            known |= {tuple(edit): (group["class"], group["reason"]) for edit in group["edits"]}
+    for fate in fates:
+        fate.argued, fate.reason = known.get((fate.mutant.kernel.name, *fate.mutant.changed), ("", ""))
+
+
+def _column(fate: Fate) -> str:
+    return "argued" if fate.state == "survived" and fate.argued else fate.state
+
+
+def table(fates: Sequence[Fate], made: Sequence[Mutant], uncovered: Sequence[Mutant]) -> str:
+    """What became of mutants, by kernel and by operator."""
+    lines: list[str] = []
+    kernels = list(dict.fromkeys(mutant.kernel.name for mutant in made))
+    for title, names, name_of in (
+        ("kernel", kernels, lambda mutant: mutant.kernel.name),
+        ("operator", list(OPERATORS), lambda mutant: mutant.edit.operator),
+    ):
+        counts = {name: collections.Counter[str]() for name in names}
+        for what, mutants in (("made", made), ("uncovered", uncovered)):
+            for mutant in mutants:
+                counts[name_of(mutant)][what] += 1
+        for fate in fates:
+            counts[name_of(fate.mutant)].update({"asked": 1, _column(fate): 1})
+        width = max(map(len, names))
+        lines.append(f"{title:<{width}}" + "".join(f"{column:>11}" for column in COLUMNS))
+        lines += [f"{name:<{width}}" + "".join(f"{counts[name][column] or '-':>11}" for column in COLUMNS) for name in names]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def summary(fates: Sequence[Fate]) -> str:
+    """How many were killed, by what, and how soon."""
+    killed = [fate for fate in fates if fate.state == "killed"]
+    argued = [fate for fate in fates if _column(fate) == "argued"]
+    real = [fate for fate in fates if _column(fate) in ("killed", "survived", "undecided")]
+    lines = []
+    if killed:
+        for title, counts in (
+            ("killed by", collections.Counter(fate.law for fate in killed)),
+            ("seen as", collections.Counter(fate.how for fate in killed)),
+        ):
+            lines.append(f"{title:<10} " + ", ".join(f"{name} {count}" for name, count in counts.most_common()))
+        cases, seconds = sorted(fate.cases for fate in killed), [fate.seconds for fate in killed]
+        soon = f"median case {statistics.median(cases):g}, {statistics.median(seconds):.1f} s into a check on one worker"
+        lines.append(f"killed at  {soon}; 9 of 10 by case {cases[(9 * len(cases) - 1) // 10]}, the last at case {cases[-1]}")
+    share = f" ({len(killed) / len(real):.1%})" if real else ""
+    quiet = [fate for fate in real if not fate.how.startswith(("crashed", "hung", "raised"))]
+    seen = sum(fate.state == "killed" for fate in quiet)
+    lines.append(f"{len(killed)} of {len(real)} mutants killed{share}, and {len(argued)} survivors argued to be no defects")
+    lines.append(f"without those that crash, hang or raise, {seen} of {len(quiet)}")
+    return "\n".join(lines)
+
+
+def shown(fate: Fate) -> str:
+    """A mutant that asks for a reader: a survivor, one that we failed on, or one killed though it is argued to be no defect."""
+    lines = [f"{'REFUTED' if fate.state == 'killed' else fate.state.upper():<12}{fate.mutant.id}  {fate.mutant.edit.operator}"]
+    lines += [f"  {line}" for line in fate.mutant.diff.split("\n")]
+    if fate.state == "undecided":
+        lines += [f"  {line}" for line in fate.how.splitlines()[-1:]]
+    else:
+        unknown = f", {fate.unknown} of them not judged" if fate.unknown else ""
+        lines.append(f"  {fate.ran} cases run it, {fate.differed} of them with other bits{unknown}")
+    if fate.argued:
+        lines.append(f"  argued: {fate.argued}: {fate.reason}")
+    if fate.state == "killed":
+        lines.append(f"  {fate.how}: {fate.run}")
+    return "\n".join(lines)
+
+
+def mutate(
+    spec: str,
+    *,
+    sample: int | None = None,
+    seed: int = 0,
+    ids: Sequence[str] = (),
+    grep: str | None = None,
+    profile: Profile = PROFILES["quick"],
+    workers: int = 2,
+    deadline_s: float = 30.0,
+    json_to: str | None = None,
+    listing: bool = False,
+) -> int:
+    """Mutate an adapter's kernels and print what became of the mutants: 0 if all are killed or argued to be no defects, else 1.
+
+    All that a call runs are asked about, or those of `ids`, or those whose lines of the list match the expression `grep`; of them a
+    `sample`, drawn by `seed`. `listing` prints them and asks nothing. Kernels are interpreted in this process from here on.
+    AdapterError or ValueError say what cannot be had.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # kernels are interpreted on the CPU
+    from verify import interpreter
+
+    start = time.monotonic()
+    torch.set_num_threads(1)  # a forked child has one thread
+    interpreter.install()
+    bench._MEMO.most = MEMO
+    adapter = adapter_of(spec)
+    if not isinstance(adapter, Adapter):
+        raise AdapterError(f"adapter {spec} is a path that ranks share: mutants are of kernels on one process")
+    if adapter.counterpart:
+        adapter_of(adapter.counterpart)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a kernel's warnings are its authors' affair
+        seen = watch()
+        made = discovered(spec, adapter, seen)
+        uncovered = [mutant for mutant in made if mutant.place not in seen.executed]
+        if listing:
+            for mutant in made:
+                _print(f"{mutant.id} {mutant}" + ("" if mutant.place in seen.executed else "  (no call runs it)"))
+            return 0
+        covered = [mutant for mutant in made if mutant.place in seen.executed]
+        chosen = _chosen(made, ids) if ids else [mutant for mutant in covered if grep is None or re.search(grep, str(mutant))]
+        if not chosen:
+            raise ValueError(f"grep must match what --list prints of a mutant, got {grep!r}")
+        chosen = chosen if sample is None else sampled(chosen, sample, seed)
+        runs = agenda(spec, adapter.domain, profile)
+        _print(f"{spec}  {versions(adapter)}  profile {profile.name}, {len(runs)} cases")
+        kernels = len({mutant.kernel.key for mutant in made})
+        _print(
+            f"{len(made)} mutants of {kernels} kernels, {len(uncovered)} of them where no call comes; {len(chosen)} are asked about"
+        )
+        fates = [Fate(mutant) for mutant in chosen]
+        hunt, interrupted = Hunt(seen, runs, workers, deadline_s, _progress()), False
+        try:
+            hunt(fates)
+        except KeyboardInterrupt:
+            interrupted = True
+    argue(fates)
+    _print(f"\n{table(fates, made, uncovered)}")
+    for fate in fates:
+        if fate.state in ("survived", "undecided") or (fate.state == "killed" and fate.argued):
+            _print(shown(fate))
+    for line in hunt.left_out:
+        _print(f"left out, it does not hold on the kernels as they are: {line}")
+    _print(f"{'interrupted: ' if interrupted else ''}{summary(fates)}; {time.monotonic() - start:.0f} s")
+    if json_to:
+        data = [fate.to_json() for fate in (*fates, *(Fate(mutant, "uncovered") for mutant in uncovered))]
+        pathlib.Path(json_to).write_text("".join(json.dumps(each) + "\n" for each in data), encoding="utf-8")
+    if interrupted:
+        return 130
+    return int(any(_column(fate) not in ("killed", "argued") or (fate.state == "killed" and fate.argued) for fate in fates))
+
+
+def _chosen(made: Sequence[Mutant], ids: Sequence[str]) -> list[Mutant]:
+    known = {mutant.id: mutant for mutant in made}
+    for each in ids:
+        if each not in known:
+            raise ValueError(
+                f"id must be one that --list prints for the installed source, such as {next(iter(known))}, got {each!r}"
+            )
+    return [known[each] for each in dict.fromkeys(ids)]
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _progress() -> Callable[[str], None]:
+    """A line on stderr, every ten seconds at most."""
+    last = time.monotonic()
+
+    def say(line: str) -> None:
+        nonlocal last
+        if time.monotonic() - last > 10:
+            last = time.monotonic()
+            sys.stderr.write(line + "\n")
+
+    return say
+
+
+def arguments(parser: argparse._ActionsContainer, positive: Callable[[str], int]) -> None:
+    """The options of mutation alone, of which `positive` reads numbers."""
+    parser.add_argument(
+        "--sample", type=positive, metavar="N", help="ask about so many mutants, of all kernels and operators alike"
+    )
+    parser.add_argument("--id", action="append", metavar="ID", help="ask about this mutant (may be repeated)")
+    parser.add_argument("--grep", type=_expression, metavar="RE", help="ask about mutants whose lines of the list match")
+    parser.add_argument(
+        "--profile", default="quick", choices=PROFILES, help="ask with the cases of this profile of check (default quick)"
+    )
+    parser.add_argument("--list", action="store_true", help="print every mutant and ask nothing")
+
+
+def act(options: argparse.Namespace, spec: str) -> int:
+    """Mutate as the options say; the exit code."""
+    return mutate(
+        spec,
+        sample=options.sample,
+        seed=options.seed,
+        ids=options.id or (),
+        grep=options.grep,
+        profile=PROFILES[options.profile],
+        workers=options.workers,
+        deadline_s=float(options.deadline),
+        json_to=options.json,
+        listing=options.list,
+    )
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """The command line of this module alone; the exit code."""
+    parser = argparse.ArgumentParser("verify.zoo.mutation", description="Which mutants of a kernel's source do the laws kill?")
+    parser.add_argument("adapter", help="an adapter whose kernels are in Triton's language")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="what the sample is drawn from (default 0)")
+    parser.add_argument("--workers", type=_positive, default=min(os.cpu_count() or 1, 2), metavar="N", help="so many at a time")
+    parser.add_argument("--deadline", type=_positive, default=30, metavar="S", help="seconds in a case after which a mutant hangs")
+    parser.add_argument("--json", metavar="FILE", help="also write a JSON line a mutant to FILE")
+    arguments(parser, _positive)
+    options = parser.parse_args(words)
+    try:
+        return act(options, options.adapter)
+    except (AdapterError, ValueError) as error:
+        sys.stderr.write(f"gdn-verify: {error}\n")
+        return 2
+
+
+def _expression(word: str) -> str:
+    try:
+        re.compile(word)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"must be a regular expression, got {word!r}: {error}") from None
+    return word
+
+
+def _positive(word: str) -> int:
+    if not (word.isdecimal() and int(word)):
+        raise argparse.ArgumentTypeError(f"must be a whole number over 0, got {word!r}")
+    return int(word)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
