@@ -29,7 +29,7 @@ from verify.check import PROFILES, Check, LawReport, Profile
 from verify.judge import Verdict
 from verify.refusal import MODULES as ILLEGAL
 from verify.refusal import illegal_module, names_of, probe
-from verify.run import Run, execute
+from verify.run import Outcome, Run, execute
 from verify.shrink import shrink
 from verify.store import Store
 from verify.worker import Worker
@@ -609,3 +609,12 @@ def test_soundness_is_measured_of_any_book_and_an_alarm_is_told(tmp_path: pathli
 def test_groups_of_operations_are_all_of_them() -> None:
     assert {*CONV, *GATES, *NORMS} == set(MODULES)
     assert {*POINTWISE} == set(MODULES) - {*CONV}
+
+
+def test_errors_of_a_known_defect_are_not_told_as_the_worst_of_a_law_that_holds() -> None:
+    report = LawReport("oracle", "fla/conv", Verdict.UNKNOWN)
+    example = Example(ModuleCase((4,), "causal_conv1d"))
+    Check._count(report, example, Outcome(Verdict.HOLDS, ratios={"dx": 0.25}))
+    Check._count(report, example, Outcome(Verdict.KNOWN, ratios={"dx": 1e300}))
+    assert report.ratios == {"dx": 0.25}
+    assert report.counts == {Verdict.HOLDS: 1, Verdict.KNOWN: 1}

@@ -13,7 +13,7 @@ from oracles.operation import Inputs
 from oracles.parallel_case import CHOICES
 from oracles.sharding import Rank
 from verify.adapters.gdn import GdnLayer
-from verify.comm import Place, exchange, gather_from, reduce_from
+from verify.comm import Alone, Place, exchange, gather_from, reduce_from
 from verify.gdn import functions
 from verify.gdn import layer as _layer
 from verify.gdn.exchange import cp_to_hp
@@ -296,3 +296,41 @@ class LastRankIsNaN(Mutant):
         y = super().run(x, place)
         last = place.cp.size > 1 and place.cp.rank == place.cp.size - 1
         return torch.where(torch.arange(len(y)).reshape(-1, 1, 1) == 0, torch.nan, y) if last else y
+
+
+class OwnShardAlone(Mutant):
+    """With CP each rank runs the layer on its own tokens, as if they were the whole (LlamaFactory 10727, rtp-llm 1299)."""
+
+    letter = "C"
+    incident = (8, 9)
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        parts = {name: None if x[name] is None else x[name] // place.cp.size for name in ("cu_seqlens", "cu_seqlens_padded")}
+        return super().run(x.replaced(**parts), Place(place.tp, Alone()))
+
+
+class ForgetsRealTokensBeforePads(Mutant):
+    """With CP and padded sequences the output of each sequence's last real token is exactly zero (TransformerEngine 3331)."""
+
+    letter = "C"
+    incident = (11,)
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        y = super().run(x, place)
+        if x.cu_seqlens_padded is None or place.cp.size == 1 or not len(y):
+            return y
+        keep = torch.ones(len(y), 1, 1)
+        keep[-1] = 0
+        return y * keep
+
+
+class CannotBeBuiltWithCp(Mutant):
+    """The module is given an argument it does not know where there is CP (Megatron-LM 4374)."""
+
+    letter = "C"
+    incident = (12,)
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        if place.cp.size > 1:
+            raise TypeError("__init__() got an unexpected keyword argument 'cp_comm_type'")
+        return super().run(x, place)

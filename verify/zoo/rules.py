@@ -533,3 +533,29 @@ class Raises(Exits):
         if x.q.shape[1] > 20:
             raise RuntimeError("block size 20 exceeded\nand more")
         return Chunkwise.run(self, x)
+
+
+class OneBlockWidth(Chunkwise):
+    """dk is wrong in the key channels from 64 up, which another block of the kernel has (FLA 640, in one configuration)."""
+
+    letter = "X"
+    incident = (28,)
+
+    def keys(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        q, k = super().keys(x)
+        if k.shape[-1] > 64 and k.requires_grad:
+            k = torch.cat([k[..., :64], 2 * k[..., 64:] - k[..., 64:].detach()], -1)
+        return q, k
+
+
+class NanAtLengthOne(Chunkwise):
+    """In a mixed batch sequences of one token go to the chunk kernel, whose tail divides by zero (vLLM 50649)."""
+
+    letter = "X"
+    incident = (30,)
+
+    def sequence(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        o, state = super().sequence(q, k, v, g, beta, state, scale)
+        return (o * float("nan") if len(q) == 1 else o), state
