@@ -42,7 +42,7 @@ WIDE = (
     "lengths=130 heads=2 value_heads=4 key_dim=24 value_dim=40 gate=64 state=random qk_norm=yes in_kernel=both",
     "lengths=66+0+17+128 packed=yes key_dim=100 value_dim=100 dtype=bf16 gate=64 state=random in_kernel=gate dt_bias=no",
     "lengths=66 key_dim=160 value_dim=160 dtype=fp16 gate=64 state=random in_kernel=beta",
-    "lengths=66+66 key_dim=256 value_dim=16 gate=64 gate_dtype=input",
+    "lengths=66+66 key_dim=256 value_dim=16 gate=64 gate_dtype=input state=random",
 )
 DRAWN = 8  # and so many that the first law draws, of any book
 MEMO = 256  # the oracle's answers that are kept: those of the cases that mutants are asked about at once
@@ -169,7 +169,9 @@ def summary(fates: Sequence[Fate]) -> str:
     share = f" ({len(killed) / len(real):.1%})" if real else ""
     quiet = [fate for fate in real if not fate.how.startswith(("crashed", "hung", "raised"))]
     seen = sum(fate.state == "killed" for fate in quiet)
-    lines.append(f"{len(killed)} of {len(real)} mutants killed{share}, and {len(argued)} survivors argued to be no defects")
+    classes = collections.Counter(fate.argued for fate in argued)
+    why = f": {', '.join(f'{name} {count}' for name, count in classes.most_common())}" if argued else ""
+    lines.append(f"{len(killed)} of {len(real)} mutants killed{share}, and {len(argued)} survivors argued to be no defects{why}")
     lines.append(f"without those that crash, hang or raise, {seen} of {len(quiet)}")
     return "\n".join(lines)
 
