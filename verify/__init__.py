@@ -5,11 +5,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from verify.adapter import Adapter as Adapter
     from verify.adapter import Domain as Domain
+    from verify.adapter import LayerDomain as LayerDomain
+    from verify.adapter import ModuleDomain as ModuleDomain
     from verify.adapter import PathAdapter as PathAdapter
     from verify.adapter import PathDomain as PathDomain
+    from verify.adapter import PoolDomain as PoolDomain
 
 __version__ = "0.1.0"
-__all__ = ["Adapter", "Domain", "PathAdapter", "PathDomain"]
+__all__ = ["Adapter", "Domain", "LayerDomain", "ModuleDomain", "PathAdapter", "PathDomain", "PoolDomain"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,6 +19,7 @@ from oracles.sharding import Rank, Shard
 from properties.books import BOOKS
 from properties.domain import Domain as Domain
 from properties.layers import LayerDomain as LayerDomain
+from properties.modules import ModuleDomain as ModuleDomain
 from properties.paths import PathDomain as PathDomain
 from properties.pools import PoolDomain as PoolDomain
 from verify.comm import Place

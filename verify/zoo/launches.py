@@ -72,20 +72,61 @@ class Launch:
         """What it holds."""
         return sum(x.numel() for x in self.before) + sum(x.numel() for x in {id(x): x for x in self.after}.values())
 
-    def repeats(self) -> bool:
-        """Whether it writes the same bits again, and nothing else, on copies between bands, with the functions as they are now."""
+    def again(self) -> str:
+        """What it does again on copies between bands, with the functions as they are now.
+
+        "same": it writes the same bits and nothing else. "strays": the same, but it reads what is outside of its tensors' memory.
+        "differs": other bits, or it raises, or reaches beyond the bands.
+        """
         from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
         memories = [_banded(given, number) for number, given in enumerate(self.before)]
         arguments = {name: _rebuilt(value, memories) for name, value in self.arguments.items()}
         function = InterpretedFunction.rewritten_fn[self.function]
         try:
-            with np.errstate(all="ignore"):
+            with np.errstate(all="ignore"), _guarded(memories) as strays:
                 GridExecutor(function, self.names, self.grid)(**arguments)
         except Exception:  # whatever it raises, the launch that was watched did not
-            return False
+            return "differs"
         wanted = [_banded(given, number) for number, given in enumerate(self.after)]
-        return all(torch.equal(got, want) for got, want in zip(memories, wanted, strict=True))
+        if not all(torch.equal(got, want) for got, want in zip(memories, wanted, strict=True)):
+            return "differs"
+        return "strays" if strays else "same"
+
+
+@contextlib.contextmanager
+def _guarded(memories: list[Tensor]) -> Iterator[list[int]]:
+    """Loads and stores outside of the memories between the bands are told; beyond the bands they raise and are not done."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    strays: list[int] = []
+    spans = sorted((memory.data_ptr(), memory.data_ptr() + memory.numel()) for memory in memories)
+    starts, ends = (
+        (np.array(each, dtype=np.uint64) for each in zip(*spans, strict=True)) if spans else (np.zeros(0, np.uint64),) * 2
+    )
+    plain = {name: getattr(InterpreterBuilder, name) for name in ("create_masked_load", "create_masked_store")}
+
+    def checked(access: Any, mask_at: int) -> Any:
+        def call(builder: Any, pointers: Any, *others: Any) -> Any:
+            at = np.asarray(pointers.data)[np.asarray(others[mask_at].data, dtype=bool)].astype(np.uint64)
+            if at.size:
+                near = np.maximum(np.searchsorted(starts, at, side="right").astype(np.int64) - 1, 0)
+                into, left = at - starts[near], ends[near] - at
+                if (into > ends[near] - starts[near]).any():
+                    raise IndexError("an address beyond the bands")
+                if ((into < BAND) | (left <= BAND)).any():
+                    strays.append(int(at.size))
+            return access(builder, pointers, *others)
+
+        return call
+
+    InterpreterBuilder.create_masked_load = checked(plain["create_masked_load"], 0)
+    InterpreterBuilder.create_masked_store = checked(plain["create_masked_store"], 1)
+    try:
+        yield strays
+    finally:
+        for name, access in plain.items():
+            setattr(InterpreterBuilder, name, access)
 
 
 def _banded(given: Tensor, number: int) -> Tensor:

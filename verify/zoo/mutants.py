@@ -74,8 +74,8 @@ class Fate:
     """What became of a mutant: "killed" by a law, "survived", "undecided" where we failed, or "not asked".
 
     `how` is what the law saw; `cases` and `seconds` are what `check` goes through until it sees it, all laws in their order on one
-    worker; `differed` of the `ran` cases that execute the statement have a launch that writes other bits, and `unknown` of them
-    could not be judged. An edit may be `argued` to be no defect: the class of the argument and its `reason`.
+    worker; `differed` of the `ran` cases that execute the statement have a launch that writes other bits, `strayed` others one that
+    reads outside of its tensors, and `unknown` could not be judged. An edit may be `argued` to be no defect: the class of the argument and its `reason`.
     """
 
     mutant: Mutant
@@ -87,6 +87,7 @@ class Fate:
     seconds: float = 0.0
     ran: int = 0
     differed: int = 0
+    strayed: int = 0
     unknown: int = 0
     argued: str = ""
     reason: str = ""
@@ -256,6 +257,7 @@ class _Child:
         _, status = os.waitpid(self.pid, 0)
         if self._answer is not None:
             self.fate.unknown += self._answer["unknown"]
+            self.fate.strayed += self._answer["strayed"]
             if self._answer["failed"]:
                 self.fate.state, self.fate.how = "undecided", self._answer["failed"]
             elif self._answer["killed"]:
@@ -297,24 +299,27 @@ def _serve(pipe: int, child: _Child) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (size + MORE, size + MORE))
         say(_asked(child, say))
     except BaseException:  # ours, and no verdict
-        say({"killed": "", "unknown": 0, "failed": traceback.format_exc()[-2000:]})
+        say({"killed": "", "unknown": 0, "strayed": 0, "failed": traceback.format_exc()[-2000:]})
     finally:
         os._exit(0)
 
 
 def _asked(child: _Child, say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """The answer: what the law that kills the mutant saw, if one does, and how many cases could not be judged."""
-    mutant, unknown = child.fate.mutant, 0
+    """The answer: what the law that kills the mutant saw, if one does, and how many cases strayed or could not be judged."""
+    mutant = child.fate.mutant
+    answer: dict[str, Any] = {"killed": "", "unknown": 0, "strayed": 0, "failed": ""}
     exchange(mutant.kernel, mutant.edit)
     for at in range(child.at, len(child.items)):
         item = child.items[at]
         if at > child.at or not child.lost:
             say({"at": at, "step": "repeat"})
-            if all(launch.repeats() for launch in item.executing(mutant.place)):
+            did = {launch.again() for launch in item.executing(mutant.place)}
+            if "differs" not in did:
+                answer["strayed"] += "strays" in did
                 continue
         say({"at": at, "step": "law"})
         outcome = execute(item.run)
         if outcome.verdict is Verdict.BROKEN:
-            return {"killed": outcome.kind, "unknown": unknown, "failed": ""}
-        unknown += outcome.verdict is Verdict.UNKNOWN
-    return {"killed": "", "unknown": unknown, "failed": ""}
+            return {**answer, "killed": outcome.kind}
+        answer["unknown"] += outcome.verdict is Verdict.UNKNOWN
+    return answer

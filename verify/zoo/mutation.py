@@ -183,8 +183,9 @@ def shown(fate: Fate) -> str:
     if fate.state == "undecided":
         lines += [f"  {line}" for line in fate.how.splitlines()[-1:]]
     else:
-        unknown = f", {fate.unknown} of them not judged" if fate.unknown else ""
-        lines.append(f"  {fate.ran} cases run it, {fate.differed} of them with other bits{unknown}")
+        strayed = f", {fate.strayed} reading outside of its tensors" if fate.strayed else ""
+        unknown = f", {fate.unknown} not judged" if fate.unknown else ""
+        lines.append(f"  {fate.ran} cases run it, {fate.differed} of them with other bits{strayed}{unknown}")
     if fate.argued:
         lines.append(f"  argued: {fate.argued}: {fate.reason}")
     if fate.state == "killed":
