@@ -85,9 +85,7 @@ def cases(
         sizes = lengths(chance, (1, 1), max(1, min(longest, total // rows)), total // rows, empty=none, many=False) * rows
     size = sum(sizes) * value_heads  # interpreted kernels take time in proportion to this and to the widths
     wide = 256 if size <= 100 else 128 if size <= 200 else 64
-    broad = (
-        max(sizes, default=0) > 64 and size <= 600 and chance.random() < 1 / 6
-    )  # keys of three blocks or four, and of several chunks
+    broad = max(sizes, default=0) > 64 and size <= 600 and chance.random() < 1 / 6  # wide keys of several chunks
     keys = widths(domain.key_dims, domain.width_step, 256 if broad else wide)
     key_dim = field("key_dim", tuple(width for width in keys if width > 128) or keys if broad else keys)
     value_dim = field("value_dim", widths(domain.value_dims, domain.width_step, wide))

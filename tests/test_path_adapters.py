@@ -58,7 +58,7 @@ def _forgets(of: type[PathAdapter]) -> Any:
     def run(self: PathAdapter, x: Inputs, place: Place) -> Tensor:
         if place.cp.size == 1:
             return of.run(self, x, place)
-        held = (x.x if self.operation == "causal_conv1d" else x.v).shape[1]
+        held = (x.x if self.domain.operation == "causal_conv1d" else x.v).shape[1]
         return of.run(self, x.replaced(cu_seqlens=torch.tensor([0, held])), Place(Alone(), Alone()))
 
     return run

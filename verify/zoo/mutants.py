@@ -75,7 +75,8 @@ class Fate:
 
     `how` is what the law saw; `cases` and `seconds` are what `check` goes through until it sees it, all laws in their order on one
     worker; `differed` of the `ran` cases that execute the statement have a launch that writes other bits, `strayed` others one that
-    reads outside of its tensors, and `unknown` could not be judged. An edit may be `argued` to be no defect: the class of the argument and its `reason`.
+    reads outside of its tensors, and `unknown` could not be judged. An edit may be `argued` to be no defect: the class of the
+    argument and its `reason`.
     """
 
     mutant: Mutant
