@@ -367,6 +367,12 @@ def test_write_past_the_end_is_seen_in_the_bits(toys: Toys) -> None:
     assert fate["differed"] > 0
 
 
+def test_read_outside_of_a_tensor_is_told_though_no_law_sees_it(toys: Toys) -> None:
+    fate = toys.fate("b = tl.load(x + (at * WIDE) // WIDE)")
+    assert (fate["state"], fate["differed"]) == ("survived", 0) and fate["strayed"] > 20
+    assert f"0 of them with other bits, {fate['strayed']} reading outside of its tensors" in toys.outputs[0]
+
+
 def test_statement_that_no_call_runs_is_not_asked_about(toys: Toys) -> None:
     never = [fate for fate in toys.fates if "b * 3.0" in fate["diff"]]
     assert never and all(fate["state"] == "uncovered" for fate in never)

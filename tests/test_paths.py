@@ -47,6 +47,9 @@ KILLED_BY: dict[type[PathAdapter], tuple[str, ...]] = {
     paths.EvenRows: ("reshard",),
     paths.SumsInAnyOrder: ("repeats",),
     paths.WrongWhenDeterministic: ("parallel",),
+    paths.OwnShardAlone: ("parallel",),
+    paths.ForgetsRealTokensBeforePads: ("parallel",),
+    paths.CannotBeBuiltWithCp: ("parallel",),
 }
 # How small a case gets: ranks and tokens.
 SMALLEST = {
