@@ -353,7 +353,7 @@ KILLED_BY: dict[str, tuple[Kill, ...]] = {
     "KdaGateFlatBias": (Kill("channels"), Kill("oracle")),
     "KdaGateMixesChannels": (Kill("channels", 8),),
     "NormEpsInsideMean": (Kill("oracle"),),
-    "NormEpsAsFloor": (Kill("scaled", 2), Kill("oracle")),
+    "NormEpsAsFloor": (Kill("scaled", 8), Kill("oracle")),
     "NormEpsAfterTheRoot": (Kill("oracle"),),
     "NormEpsTenTimes": (Kill("absent"),),
     "NormIgnoresEps": (Kill("oracle"), Kill("scaled")),
