@@ -321,6 +321,7 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Toys:
         ["kernels.py:Passes", *few, "--grep", "at < n .*at <= n|store: "],
         [f"{ROOT}/tests/right.py:Recurrent", *few],
         ["gdn/layer", *few],
+        ["kernels.py:Passes", *few, "--json", "no/such/folder"],
         folder=folder,
     )
     lines = (folder / "all.jsonl").read_text(encoding="utf-8").splitlines()
@@ -386,7 +387,8 @@ def test_ids_are_the_same_in_every_run(toys: Toys) -> None:
 
 
 def test_usage_that_cannot_be_is_refused(toys: Toys) -> None:
-    assert toys.codes[1:] == [0, 2, 2, toys.codes[4], 2, 2]
+    assert toys.codes[1:] == [0, 2, 2, toys.codes[4], 2, 2, 2]
+    assert "--json must name a file that can be written, got 'no/such/folder'" in toys.errors
     assert "grep must match what --list prints of a mutant, got 'b = b'" in toys.errors
     assert "id must be one that --list prints for the installed source, such as 0000." in toys.errors
     assert "right.py:Recurrent launches no kernel in Triton's language" in toys.errors

@@ -224,6 +224,8 @@ def mutate(
         raise AdapterError(f"adapter {spec} is a path that ranks share: mutants are of kernels on one process")
     if adapter.counterpart:
         adapter_of(adapter.counterpart)
+    if json_to:
+        _write(json_to, "")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a kernel's warnings are its authors' affair
         seen = watch()
@@ -260,7 +262,7 @@ def mutate(
     _print(f"{'interrupted: ' if interrupted else ''}{summary(fates)}; {time.monotonic() - start:.0f} s")
     if json_to:
         data = [fate.to_json() for fate in (*fates, *(Fate(mutant, "uncovered") for mutant in uncovered))]
-        pathlib.Path(json_to).write_text("".join(json.dumps(each) + "\n" for each in data), encoding="utf-8")
+        _write(json_to, "".join(json.dumps(each) + "\n" for each in data))
     if interrupted:
         return 130
     return int(any(_column(fate) not in ("killed", "argued") or (fate.state == "killed" and fate.argued) for fate in fates))
@@ -274,6 +276,13 @@ def _chosen(made: Sequence[Mutant], ids: Sequence[str]) -> list[Mutant]:
                 f"id must be one that --list prints for the installed source, such as {next(iter(known))}, got {each!r}"
             )
     return [known[each] for each in dict.fromkeys(ids)]
+
+
+def _write(place: str, text: str) -> None:
+    try:
+        pathlib.Path(place).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--json must name a file that can be written, got {place!r}: {error.strerror}") from None
 
 
 def _print(line: str) -> None:
