@@ -148,7 +148,7 @@ class Case(Line):
         """The first token of each sequence, and the end of the last."""
         return [0, *itertools.accumulate(self.lengths)]
 
-    def inputs(self, device: str = "cpu") -> Inputs:
+    def inputs(self, device: str | None = None) -> Inputs:
         """The inputs, contiguous: q, k [B, T, H, K], v [B, T, HV, V], g, beta [B, T, HV], state [N, HV, K, V], ...
 
         g is [B, T, HV, K] for KDA and None for the delta rule. Where the kernel computes its gate, g is None and there are a, as
@@ -189,7 +189,7 @@ class Case(Line):
             **({"allow_neg_eigval": self.beta == "two"} if self.beta_inside else {}),
         )
 
-    def cotangents(self, device: str = "cpu") -> dict[str, Tensor]:
+    def cotangents(self, device: str | None = None) -> dict[str, Tensor]:
         """A random cotangent for every output, the final state included, in the output's shape and dtype."""
         build = _Builder(self, device)
         batch = (1, self.tokens) if self.packed else (len(self.lengths), self.lengths[0])
@@ -205,7 +205,7 @@ _STREAMS = {name: index for index, name in enumerate(_NAMES)}
 class _Builder:
     """The tensors of a case in float64, exact, tokens flattened along axis 0."""
 
-    def __init__(self, case: Case, device: str) -> None:
+    def __init__(self, case: Case, device: str | None) -> None:
         self.case, self.device = case, device
         self.bits = BITS[case.dtype]
         token = torch.arange(case.tokens, dtype=torch.int64, device=device)

@@ -126,7 +126,7 @@ class LayerCase(Line):
         values = "scaled" if self.values == "scaled" else "ordinary"
         return ParallelCase(**{**fields, "lengths": (self.tokens + self.tokens % 2,), "packed": False, "values": values})
 
-    def inputs(self, device: str = "cpu") -> Inputs:
+    def inputs(self, device: str | None = None) -> Inputs:
         """The inputs, contiguous: hidden [B, T, D], every parameter by the contract's name, states or None, and options.
 
         `pads` is None, or how many tokens at the start of each row of a batch are padding: an option that the contract lacks, since
@@ -147,7 +147,7 @@ class LayerCase(Line):
         own = {"hidden": hidden, "eps": float(self.eps), "cu_seqlens": offsets, "state": state, "conv_state": conv_state}
         return Inputs(**{**inputs, **own, "output_final_state": self.cached, "pads": None})
 
-    def cotangents(self, device: str = "cpu") -> dict[str, Tensor]:
+    def cotangents(self, device: str | None = None) -> dict[str, Tensor]:
         """A random cotangent for every output, in its shape and dtype: of states only where they come out.
 
         That of the convolution's state is zero in column 0, which no call reads (oracles/conv.py); cases of the convolution alone
@@ -173,13 +173,13 @@ class LayerCase(Line):
         """The tokens [B, T, D] of those of the whole case [1, T, D]."""
         return x[:, : self.tokens].reshape(*self.batch, x.shape[-1]).contiguous()
 
-    def _uniform(self, name: str, shape: tuple[int, ...], device: str, dtype: str | None = None) -> Tensor:
+    def _uniform(self, name: str, shape: tuple[int, ...], device: str | None, dtype: str | None = None) -> Tensor:
         """Uniform in [-1, 1), on a grid of as many bits as the dtype holds."""
         dtype = dtype or self.dtype
         whole = self._integers(name, shape, BITS[dtype], device)
         return (whole.to(torch.float64) * 2.0 ** (1 - BITS[dtype])).to(DTYPES[dtype])
 
-    def _integers(self, name: str, shape: tuple[int, ...], bits: int, device: str) -> Tensor:
+    def _integers(self, name: str, shape: tuple[int, ...], bits: int, device: str | None) -> Tensor:
         """Integers uniform in [-2^(bits-1), 2^(bits-1))."""
         key = mix(torch.tensor(self.seed * 64 + _STREAMS[name], dtype=torch.int64)).to(device)
         return (mix(torch.arange(math.prod(shape), dtype=torch.int64, device=device) + key) >> (64 - bits)).reshape(shape)

@@ -188,7 +188,7 @@ class ModuleCase(Line):
         """The first token of each sequence, and the end of the last."""
         return [0, *itertools.accumulate(self.lengths)]
 
-    def inputs(self, device: str = "cpu") -> Inputs:
+    def inputs(self, device: str | None = None) -> Inputs:
         """The inputs, contiguous, as the operation's contract has them; cu_seqlens is None unless packed."""
         build = _Builder(self, device)
         work, single = DTYPES[self.dtype], DTYPES["fp32"]
@@ -227,7 +227,7 @@ class ModuleCase(Line):
             }
         return Inputs(x=x, eps=EPS[self.eps], cu_seqlens=None, **gated)
 
-    def cotangents(self, device: str = "cpu") -> dict[str, Tensor]:
+    def cotangents(self, device: str | None = None) -> dict[str, Tensor]:
         """A random cotangent for every output, a final state that is asked for included, in the output's shape and dtype."""
         build, work = _Builder(self, device), DTYPES[self.dtype]
         if self.operation == "causal_conv1d":
@@ -249,7 +249,7 @@ class ModuleCase(Line):
 class _Builder:
     """The tensors of a case in float64, exact, tokens flattened along axis 0."""
 
-    def __init__(self, case: ModuleCase, device: str) -> None:
+    def __init__(self, case: ModuleCase, device: str | None) -> None:
         self.case, self.device = case, device
         self.bits = BITS[case.dtype]
         token = torch.arange(case.tokens, dtype=torch.int64, device=device)

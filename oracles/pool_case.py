@@ -150,7 +150,7 @@ class PoolCase(Line):
             1 + number % length if some and length else length for number, length in zip(numbers, self.lengths, strict=True)
         )
 
-    def inputs(self, device: str = "cpu") -> Inputs:
+    def inputs(self, device: str | None = None) -> Inputs:
         """The inputs, contiguous: as a rule's, but for pool [P, HV, K, V] and slots, has_initial_state, accepted [N]."""
         call = self.call().inputs(device)
         index = getattr(torch, self.indices)
@@ -170,7 +170,7 @@ class PoolCase(Line):
             qk_norm=call.qk_norm,
         )
 
-    def filled(self, how: str, device: str = "cpu") -> Tensor:
+    def filled(self, how: str, device: str | None = None) -> Tensor:
         """A pool that holds zeros, random states, or NaN of many bit patterns."""
         shape = (self.slots, self.value_heads, self.key_dim, self.value_dim)
         if how == "zero":
@@ -189,7 +189,7 @@ class PoolCase(Line):
         chosen = set(self._numbers(what, count).argsort()[: max(1, count // 3)].tolist())
         return tuple(request in chosen for request in range(count))
 
-    def _numbers(self, name: str, count: int, device: str = "cpu") -> Tensor:
+    def _numbers(self, name: str, count: int, device: str | None = None) -> Tensor:
         """As many different 64-bit integers."""
         key = mix(torch.tensor(self.seed * 64 + _STREAMS[name], dtype=torch.int64)).to(device)
         return mix(torch.arange(count, dtype=torch.int64, device=device) + key)

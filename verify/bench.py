@@ -21,6 +21,7 @@ from oracles.bound import Bound
 from oracles.case import Case
 from oracles.operation import Inputs, Operation, gradient_name, sequences
 from properties.laws import Cotangents, Results
+from verify import device as devices
 from verify.adapter import Adapter
 from verify.judge import Finding
 
@@ -58,12 +59,15 @@ class Timed:
 class AdapterBench(Timed):
     """A Bench (properties/laws.py) for one adapter and one case."""
 
-    def __init__(self, adapter: Adapter, counterpart: Adapter | None, case: Case, products: str = "ieee") -> None:
+    def __init__(
+        self, adapter: Adapter, counterpart: Adapter | None, case: Case, products: str = "ieee", device: str = "cpu"
+    ) -> None:
         super().__init__()
-        self.adapter, self.case, self.products = adapter, case, products
+        self.adapter, self.case, self.products, self.device = adapter, case, products, device
         self.counterpart = counterpart or adapter
         self.domain, self.algorithm = adapter.domain, adapter.algorithm
         self.impure: list[Finding] = []
+        self.lost = ""  # why the device is gone, once it is
 
     def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:
         """The truth and bounds for the adapter's class, or for `algorithm`."""
@@ -74,7 +78,7 @@ class AdapterBench(Timed):
             asked = (name, self.products, chunk)
             return _MEMO.get(spec, inputs, cotangents, asked, lambda: bound.bounds(spec, inputs, cotangents, *asked))
 
-        with self.timed("oracle_s"):
+        with self.timed("oracle_s"), devices.default("cpu"):
             made = bounds(own)
             if self.adapter.stores and own == "recurrent":
                 other = bounds("chunkwise")  # which stores normalised keys and corrected values
@@ -83,7 +87,7 @@ class AdapterBench(Timed):
 
     def _finer(self, one: Bound) -> Callable[[], Bound]:
         def finer() -> Bound:
-            with self.timed("oracle_s"):
+            with self.timed("oracle_s"), devices.default("cpu"):
                 assert one.finer is not None
                 return one.finer()
 
@@ -92,7 +96,7 @@ class AdapterBench(Timed):
     def truth(self, inputs: Inputs, cotangents: Cotangents) -> Results:
         """The truth alone."""
         spec = self._contract(inputs)
-        with self.timed("oracle_s"):
+        with self.timed("oracle_s"), devices.default("cpu"):
             return _MEMO.get(spec, inputs, cotangents, ("truth",), lambda: bound.truth(spec, inputs, cotangents))
 
     def _contract(self, inputs: Inputs) -> Operation:
@@ -109,8 +113,9 @@ class AdapterBench(Timed):
         copies = {name: value.clone() for name, value in tensors.items()}
         updated = {port.name for port in spec.outputs} & tensors.keys() if getattr(self.domain, "in_place", False) else set()
         try:
-            with self.timed("kernel_s"), poisoned(poison):
+            with self.timed("kernel_s"), devices.default("cpu"), poisoned(poison):
                 results = self.call_implementation(adapter, spec, inputs, cotangents)
+                devices.settle(self.device)
             for name in updated:
                 if (results[name].data_ptr(), results[name].stride()) != (tensors[name].data_ptr(), tensors[name].stride()):
                     raise AdapterFault(Finding(name, "is not the tensor that was given, though the domain says in place"))
@@ -122,9 +127,12 @@ class AdapterBench(Timed):
         except Exception as error:
             if "can't allocate memory" in str(error):
                 raise OutOfMemory(str(error)) from error
+            self.lost = devices.lost(self.device) or ""
+            if self.lost:
+                raise AdapterFault(Finding("call", f"crashed: {self.lost}", frame(error))) from error
             raise AdapterFault(Finding("call", f"raised {type(error).__name__}: {short(error)}", frame(error))) from error
         finally:
-            for name, before in copies.items():
+            for name, before in copies.items() if not self.lost else ():
                 if name in updated:
                     tensors[name].copy_(before)  # its results are kept; laws give the same inputs again
                 elif not torch.equal(torch.nan_to_num(tensors[name]), torch.nan_to_num(before)):
@@ -200,8 +208,8 @@ class _Memo:
     def get(self, spec: Operation, inputs: Inputs, cotangents: Cotangents, asked: tuple[Any, ...], make: Callable[[], T]) -> T:
         """What `make` makes of these inputs, made once."""
         tensors = [x for x in (*inputs.values(), *(cotangents or {}).values()) if isinstance(x, Tensor)]
-        if sum(x.numel() for x in tensors) > self.numbers:
-            return make()
+        if sum(x.numel() for x in tensors) > self.numbers or any(x.is_cuda for x in tensors):
+            return make()  # the key would take longer than the answer
         digest = hashlib.sha256(repr((spec.name, asked)).encode())
         for kind, given in (("input", inputs), ("cotangent", cotangents or {})):
             for name, value in given.items():

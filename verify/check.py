@@ -16,6 +16,7 @@ from properties.books import book_named, book_of
 from properties.laws import Law
 from properties.paths import PathDomain
 from properties.strategies import Example
+from verify import device as devices
 from verify import known as known_defects
 from verify.adapter import AdapterError
 from verify.judge import Finding, Verdict
@@ -89,6 +90,7 @@ class Described:
     domain: Any  # of the book's kind
     algorithm: str
     versions: str
+    device: str = ""
 
 
 def describe(spec: str, worker: Asked) -> Described:
@@ -104,7 +106,7 @@ def describe(spec: str, worker: Asked) -> Described:
     domain = book_named(said["book"]).domain.from_json(said["domain"])
     if isinstance(domain, PathDomain) and not isinstance(worker, Worker):
         domain = dataclasses.replace(domain, ranks=worker.size, exchange_ranks=worker.size)
-    return Described(spec, domain, said["algorithm"], said["versions"])
+    return Described(spec, domain, said["algorithm"], said["versions"], said["device"])
 
 
 def _last_line(text: str) -> str:
@@ -194,17 +196,19 @@ class Check:
         stop_at_first: bool = False,
         deadline_s: float = 120.0,
         products: str = "ieee",
+        device: str = "cpu",
         on_case: Callable[[str, int, int], None] = lambda law, done, of: None,
         on_report: Callable[[LawReport], None] = lambda report: None,
         defects: list[known_defects.Known] | None = None,
     ) -> None:
-        self.spec, self.profile, self.seed, self.products = spec, profile, seed, products
+        self.spec, self.profile, self.seed = spec, profile, seed
+        self.products, self.device = products, device
         self.laws = None if laws is None else list(laws)
         self.store, self.stop_at_first = store or Store(), stop_at_first
         self.on_case, self.on_report = on_case, on_report
         self._own = isinstance(workers, int)
         self.workers: list[Asked] = []
-        self.workers += [Worker(deadline_s) for _ in range(max(1, workers))] if isinstance(workers, int) else workers
+        self.workers += self._started(workers, deadline_s) if isinstance(workers, int) else workers
         self.reports: list[LawReport] = []
         self.cases: list[Any] = []
         self.defects = known_defects.load() if defects is None else defects
@@ -228,10 +232,21 @@ class Check:
         for worker in self.workers:
             worker.close()
 
+    def _started(self, workers: int, deadline_s: float) -> list[Worker]:
+        return [Worker(deadline_s, environment=devices.environment(self.device, each)) for each in range(max(1, workers))]
+
     def describe(self) -> Described:
         """The adapter's declarations. AdapterError if it cannot be had."""
         if self.described is None:
             self.described = describe(self.spec, self.workers[0])
+            if isinstance(self.described.domain, PathDomain) and self.device != "cpu":
+                # Simulated ranks are on the CPU; on GPUs ranks are processes, which were given.
+                self.device = "cpu"
+                if self._own:
+                    for worker in self.workers:
+                        worker.close()
+                    self.workers[:] = self._started(len(self.workers), self.workers[0].deadline_s)
+                    self._free[:] = self.workers
         return self.described
 
     def run(self) -> list[LawReport]:
@@ -316,7 +331,7 @@ class Check:
         # Exchanges take ranks a few milliseconds: several are put in one question. A kernel's case is long, and may kill it.
         most = 1 if isinstance(worker, Worker) else BATCH if law.kind == "exact" else TRUTHS
         for batch in batches(law.draw(self.described.domain), mix_words(self.seed, law.name), examples, most):
-            runs = [Run(law.name, self.spec, example, self.products) for example in batch]
+            runs = [Run(law.name, self.spec, example, self.products, self.device) for example in batch]
             for run, outcome in zip(runs, ask_all(runs, worker, self.store), strict=True):
                 if self._stopped.is_set() and outcome.verdict is not Verdict.BROKEN:
                     return None

@@ -19,8 +19,9 @@ from oracles.rounding import PRODUCTS
 from properties.books import BOOKS, book_for, every_law
 from properties.paths import PathDomain
 from verify import coverage
+from verify import device as devices
 from verify import report as text
-from verify.adapter import BUILT_IN, AdapterError, check_requirements, check_spec
+from verify.adapter import BUILT_IN, PATHS, AdapterError, check_requirements, check_spec
 from verify.check import PROFILES, Asked, Check, LawReport, ask, describe
 from verify.judge import Verdict
 from verify.ranks import BACKENDS, Launch, RankGroup, TorchrunGroup, follow, launched
@@ -45,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (AdapterError, ValueError) as error:
         print(f"gdn-verify: {error}", file=sys.stderr)
         return USAGE
+    except NoGpu as error:
+        print(f"gdn-verify: {error}", file=sys.stderr)
+        return UNDECIDED
     except KeyboardInterrupt:
         print("gdn-verify: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -55,6 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gdn-verify: {type(error).__name__} in the toolkit, nothing is decided", file=sys.stderr)
         return UNDECIDED
     return code
+
+
+class NoGpu(Exception):
+    """What was asked for needs a GPU, and there is none."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -92,12 +100,14 @@ def _parser() -> _Parser:
     check.add_argument(
         "--workers",
         type=_positive,
-        default=min(os.cpu_count() or 1, 4),
-        help="processes that run kernels (default: the cores, at most 4)",
+        help="processes that run kernels (default: one a GPU, or as many as cores, at most 4)",
     )
     _ranks(check)
     check.add_argument(
         "--products", default="ieee", choices=PRODUCTS, help="how the implementation multiplies float32 matrices (default ieee)"
+    )
+    check.add_argument(
+        "--device", choices=devices.DEVICES, help="where kernels run (default: cuda if there is a GPU, else cpu, interpreted)"
     )
     check.add_argument("--json", metavar="FILE", help="also write a JSON line a law to FILE (- for stdout, and nothing else there)")
     _common(check)
@@ -237,7 +247,8 @@ def _check(options: argparse.Namespace) -> int:
     store = Store(options.findings)
     for line in store.left_behind():
         print(f'an earlier check died during: python -m verify repeat "{line}"', file=out)
-    start, reports, interrupted, workers = time.monotonic(), list[LawReport](), False, _workers(options, launch)
+    device = _device(options.device, spec)
+    start, reports, interrupted, workers = time.monotonic(), list[LawReport](), False, _workers(options, launch, device)
     checking = Check(
         spec,
         asked,
@@ -248,6 +259,7 @@ def _check(options: argparse.Namespace) -> int:
         stop_at_first=options.stop,
         deadline_s=options.deadline,
         products=options.products,
+        device=device,
     )
     with _ended(workers), _json_lines(options.json) as lines, _progress() as on_case, checking as check:
         check.on_case = on_case
@@ -266,8 +278,8 @@ def _check(options: argparse.Namespace) -> int:
             shared = isinstance(described.domain, PathDomain)
             if options.ranks and not shared:
                 raise ValueError(f"--ranks is for parallel paths, {spec} is a kernel on one process")
-            ranks = f", {_place(check.workers[0])}" if shared else ""
-            _print(f"{spec}  {described.versions}  profile {profile.name}, seed {seed}{ranks}", out)
+            where = f", {_place(check.workers[0])}" if shared else f", on {described.device}" if described.device else ""
+            _print(f"{spec}  {described.versions}  profile {profile.name}, seed {seed}{where}", out)
             try:
                 check.run()
             except ValueError as error:
@@ -306,7 +318,15 @@ def _backend(options: argparse.Namespace, ranks: int) -> str:
     return "nccl" if torch.cuda.device_count() >= ranks else "gloo"
 
 
-def _workers(options: argparse.Namespace, launch: Launch | None) -> int | list[Asked]:
+def _device(asked: str | None, spec: str) -> str:
+    """Where kernels run: as asked, or on a GPU if there is one. NoGpu where one is asked for in vain."""
+    if asked == "cuda" and not devices.gpus():
+        raise NoGpu("--device cuda needs a GPU, and torch sees none")
+    shared = spec in PATHS  # paths choose by their backend
+    return asked or ("cuda" if not shared and devices.gpus() else "cpu")
+
+
+def _workers(options: argparse.Namespace, launch: Launch | None, device: str) -> int | list[Asked]:
     """How many processes to start, or the ranks that answer as one."""
     if launch is not None:
         if options.ranks not in (None, launch.size):
@@ -314,7 +334,7 @@ def _workers(options: argparse.Namespace, launch: Launch | None) -> int | list[A
         return [TorchrunGroup(launch, _backend(options, launch.local_size), options.deadline)]
     if options.ranks:
         return [RankGroup(options.ranks, _backend(options, options.ranks), options.deadline)]
-    return int(getattr(options, "workers", 1))
+    return int(getattr(options, "workers", 1) or (devices.gpus() if device == "cuda" else min(os.cpu_count() or 1, 4)))
 
 
 @contextlib.contextmanager
@@ -374,8 +394,11 @@ def _repeat(options: argparse.Namespace) -> int:
     launch = launched()
     if launch is not None and launch.rank:
         return follow(launch, _backend(options, launch.local_size))
-    store, workers = Store(options.findings), _workers(options, launch)
-    with Worker(options.deadline) if isinstance(workers, int) else workers[0] as worker:
+    if run.device == "cuda" and not devices.gpus():
+        raise NoGpu("the line says device=cuda, and torch sees no GPU (without that word it runs interpreted)")
+    store, workers = Store(options.findings), _workers(options, launch, run.device)
+    alone = Worker(options.deadline, environment=devices.environment(run.device))
+    with alone if isinstance(workers, int) else workers[0] as worker:
         versions = describe(run.adapter, worker).versions
         outcome = ask(run, worker, store)
     store.close()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 from typing import Any
 
 from oracles.line import split_line
@@ -10,6 +9,7 @@ from oracles.rounding import PRODUCTS
 from properties.books import book_for, book_of
 from properties.laws import Blind, Breach, Law
 from properties.strategies import Example
+from verify import device as devices
 from verify.adapter import Adapter, PathAdapter, check_spec, load
 from verify.bench import AdapterBench, AdapterFault, OutOfMemory
 from verify.comm import Abandoned
@@ -24,6 +24,7 @@ class Run:
     adapter: str
     example: Example
     products: str = "ieee"
+    device: str = "cpu"
 
     def __str__(self) -> str:
         example = self.example
@@ -32,6 +33,7 @@ class Run:
         words += [f"variant={example.variant}"] if example.variant else []
         words += [f"adapter={self.adapter}"]
         words += [f"products={self.products}"] if self.products != "ieee" else []
+        words += [f"device={self.device}"] if self.device != "cpu" else []
         return " ".join([*words, str(example.case)])
 
     @classmethod
@@ -48,6 +50,9 @@ class Run:
         products = words.pop("products", "ieee")
         if products not in PRODUCTS:
             raise ValueError(f"products must be one of {', '.join(PRODUCTS)}, got {products!r}")
+        device = words.pop("device", "cpu")
+        if device not in devices.DEVICES:
+            raise ValueError(f"device must be one of {', '.join(devices.DEVICES)}, got {device!r}")
         at = words.pop("at", None)
         if at is not None and not at.isdecimal():
             raise ValueError(f"at must be a whole number, got {at!r}")
@@ -55,7 +60,7 @@ class Run:
         case = book.case.parse(" ".join(f"{word}={value}" for word, value in words.items()))
         example = Example(case, None if at is None else int(at), variant)
         book.laws[name].accept(example)
-        return cls(name, adapter, example, products)
+        return cls(name, adapter, example, products, device)
 
     @property
     def the_law(self) -> Law:
@@ -74,6 +79,7 @@ class Outcome:
     ratios: dict[str, float] = dataclasses.field(default_factory=dict)
     kernel_s: float = 0.0
     oracle_s: float = 0.0
+    spent: bool = False  # the process that ran it can run nothing more on its device
 
     @property
     def lost(self) -> bool:
@@ -129,8 +135,12 @@ def execute(run: Run) -> Outcome:
         reason = counterpart.domain.outside(case)
     if reason is not None:
         return Outcome(Verdict.UNSUPPORTED, reason=reason)
-    bench = AdapterBench(adapter, counterpart, case, run.products)
-    outcome = judged(law, bench, run.example, functools.partial(where, case), case.bytes)
+    if run.device == "cuda" and not devices.gpus():
+        return Outcome(Verdict.UNKNOWN, reason="device=cuda needs a GPU, and torch sees none")
+    bench = AdapterBench(adapter, counterpart, case, run.products, run.device)
+    with devices.default(run.device):
+        outcome = judged(law, bench, run.example, functools.partial(where, case), case.bytes)
+    outcome.spent = bool(bench.lost)
     if outcome.rows == 0 and outcome.verdict is Verdict.HOLDS:
         outcome.verdict, outcome.reason = Verdict.BLIND, "nothing to compare: the case has no rows"
     return outcome
@@ -151,7 +161,7 @@ def judged(law: Law, bench: Any, example: Example, where: Where, need: int) -> O
     except Blind as blind:
         outcome.verdict, outcome.reason = Verdict.BLIND, str(blind)
     except OutOfMemory as error:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = devices.free_bytes(bench.device)
         if need < free / 16:
             outcome.findings = [Finding("call", f"ran out of memory, with {free >> 20} MiB free for a case of {need >> 20} MiB")]
         else:

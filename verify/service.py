@@ -5,6 +5,7 @@ from typing import Any
 
 from properties.books import book_of
 from verify import ahead
+from verify import device as devices
 from verify.adapter import Adapter, AdapterError, PathAdapter, versions
 from verify.judge import Verdict
 from verify.ranks import join, left
@@ -37,6 +38,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
                     "algorithm": adapter.algorithm,
                     "counterpart": counterpart,
                     "versions": versions(adapter),
+                    "device": devices.name(),
                 }
             if "refuse" in question:
                 adapter = adapter_of(question["refuse"][0])

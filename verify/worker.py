@@ -82,7 +82,10 @@ class Worker:
                     self.launch()
                     self._answer(START_S)  # it says that it is ready
                 self.send(question, deadline_s)
-                return self._answer(deadline_s)
+                answer = self._answer(deadline_s)
+                if answer.get("spent"):  # its GPU's context is gone
+                    self.end()
+                return answer
             except BaseException:  # an answer that comes too late must not be taken for the next one
                 self.end()
                 raise
