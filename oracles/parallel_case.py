@@ -166,7 +166,7 @@ class ParallelCase(Line):
         lengths = list(self.padded) if self.packed else [self.lengths[0]]
         return _layout(self.layout, tuple(lengths), self.cp)
 
-    def cu_seqlens(self, device: str = "cpu", *, padded: bool = True) -> Tensor | None:
+    def cu_seqlens(self, device: str | None = None, *, padded: bool = True) -> Tensor | None:
         """The offsets [N + 1], of padded or of real sequences; None for a batch."""
         if not self.packed:
             return None
@@ -192,7 +192,7 @@ class ParallelCase(Line):
             seed=self.seed,
         )
 
-    def inputs(self, device: str = "cpu") -> Inputs:
+    def inputs(self, device: str | None = None) -> Inputs:
         """The whole call, as the operation's contract has it: of a layer hidden [B, T, D] and every parameter."""
         if self.operation == "causal_conv1d":
             channels, taps = self.value_heads * self.value_dim, self.conv_width
@@ -229,7 +229,7 @@ class ParallelCase(Line):
             allow_neg_eigval=self.allow_neg_eigval,
         )
 
-    def cotangents(self, device: str = "cpu") -> dict[str, Tensor]:
+    def cotangents(self, device: str | None = None) -> dict[str, Tensor]:
         """A random cotangent of what the ranks share out of the outputs, in its shape and dtype."""
         if self.operation == "gdn_layer":
             return {"y": self._uniform("dy", (*self.batch, self.hidden), device)}
@@ -237,20 +237,20 @@ class ParallelCase(Line):
             return {"y": self._uniform("dy", (*self.batch, self.value_heads * self.value_dim), device)}
         return {"o": self.call().cotangents(device)["o"]}
 
-    def tagged(self, shape: tuple[int, ...], device: str = "cpu") -> Tensor:
+    def tagged(self, shape: tuple[int, ...], device: str | None = None) -> Tensor:
         """Distinct whole numbers in float32, exact up to 2^24 of them; ValueError for more."""
         count = math.prod(shape)
         if count > 2**24:
             raise ValueError(f"tagged numbers must be at most 2^24, got {count}")
         return (torch.arange(count, device=device) - count // 2).float().reshape(shape)
 
-    def _uniform(self, name: str, shape: tuple[int, ...], device: str, dtype: str | None = None) -> Tensor:
+    def _uniform(self, name: str, shape: tuple[int, ...], device: str | None, dtype: str | None = None) -> Tensor:
         """Uniform in [-1, 1), on a grid of as many bits as the dtype holds."""
         dtype = dtype or self.dtype
         whole = self._integers(name, shape, BITS[dtype], device)
         return (whole.to(torch.float64) * 2.0 ** (1 - BITS[dtype])).to(DTYPES[dtype])
 
-    def _integers(self, name: str, shape: tuple[int, ...], bits: int, device: str) -> Tensor:
+    def _integers(self, name: str, shape: tuple[int, ...], bits: int, device: str | None) -> Tensor:
         """Integers uniform in [-2^(bits-1), 2^(bits-1))."""
         key = mix(torch.tensor(self.seed * 64 + 32 + _STREAMS.index(name), dtype=torch.int64)).to(device)
         return (mix(torch.arange(math.prod(shape), dtype=torch.int64, device=device) + key) >> (64 - bits)).reshape(shape)

@@ -1,11 +1,22 @@
-"""The laws bound to the adapters: released kernels, interpreted. One item a law and adapter."""
+"""The laws bound to the adapters: released kernels, interpreted. One item a law and adapter.
+
+Modules, pools and layers are checked so in tests of their own (test_modules.py, test_pools.py, test_layers.py).
+"""
 
 import pytest
 
 from verify.adapter import KERNELS
 from verify.pytest_plugin import LawItem
 
+MAIN = ("fla/chunk", "fla/fused_recurrent", "transformers/chunk", "transformers/recurrent")
 
-@pytest.mark.gdn_adapter(*KERNELS, "gdn/layer")
+
+@pytest.mark.gdn_adapter(*MAIN, "gdn/layer")
 def test_law_holds(gdn_law: LawItem) -> None:
+    gdn_law.assert_holds()
+
+
+@pytest.mark.gdn_adapter(*(name for name in KERNELS if name not in MAIN), profile="least")
+def test_law_holds_of_a_variant(gdn_law: LawItem) -> None:
+    """On few cases: interpreted, each is a second or two."""
     gdn_law.assert_holds()

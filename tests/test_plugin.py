@@ -98,18 +98,19 @@ SAID = (
     (("--gdn-law", "orcale"), "unknown law 'orcale'; there are oracle"),
     (("--gdn-adapter", "fla/chonk"), "unknown adapter 'fla/chonk'; there are fla/chunk"),
     (("--gdn-adapter", "gone.py:Kernel"), "there is no file gone.py"),
-    (("--gdn-profile", "fast"), "--gdn-profile must be one of few, quick, ci, soak, got 'fast'"),
+    (("--gdn-profile", "fast"), "--gdn-profile must be one of least, few, quick, ci, soak, got 'fast'"),
     (("--gdn-seed", "-1"), "--gdn-seed must be in 0.."),
     (("--gdn-seed", "x"), "argument --gdn-seed: invalid int value: 'x'"),
+    (("--bad-mark",), "gdn_adapter takes profile=least|few|quick|ci|soak, got {'profile': 'tiny'}"),
     (("--no-mark",), "test_unmarked asks for gdn_law: mark it gdn_adapter(...) or give --gdn-adapter"),
 )
 EACH = """
 import contextlib, io, json, pytest
 for options in json.loads(OPTIONS):
     said = io.StringIO()
-    file = "unmarked.py" if options == ["--no-mark"] else "test_kernel.py"
+    file = {"--no-mark": "unmarked.py", "--bad-mark": "marked.py"}.get(options[0], "test_kernel.py")
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = pytest.main([file, "-p", "no:cacheprovider", *(word for word in options if word != "--no-mark")])
+        code = pytest.main([file, "-p", "no:cacheprovider", *(word for word in options if "-mark" not in word)])
     print(json.dumps([int(code), said.getvalue()]))
 """
 
@@ -118,6 +119,7 @@ def test_bad_option_is_a_usage_error_before_anything_runs(tmp_path: pathlib.Path
     """One process asks for them all: each would import torch again."""
     (tmp_path / "unmarked.py").write_text("def test_unmarked(gdn_law):\n    gdn_law.assert_holds()\n")
     (tmp_path / "test_kernel.py").write_text(ASKS.format(adapters=repr(RIGHT)))
+    (tmp_path / "marked.py").write_text(ASKS.format(adapters=f"{RIGHT!r}, profile='tiny'"))
     (tmp_path / "pytest.ini").write_text("[pytest]\n" + ("" if INSTALLED else "addopts = -p verify.pytest_plugin\n"))
     program = EACH.replace("OPTIONS", repr(json.dumps([options for options, _ in SAID])))
     done = subprocess.run(
@@ -136,3 +138,21 @@ def test_items_run_in_two_processes(tmp_path: pathlib.Path) -> None:
     done = suite(tmp_path, *options, conftest=FEW, test_kernel=ASKS.format(adapters=repr(RIGHT)))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 passed" in done.stdout
+
+
+def test_a_mark_may_ask_for_fewer_cases(tmp_path: pathlib.Path) -> None:
+    asks = ASKS.format(adapters=f"{RIGHT!r}, profile='least'").replace(
+        "gdn_law.assert", "assert gdn_law.profile == 'least'; gdn_law.assert"
+    )
+    done = suite(tmp_path, "-q", "--gdn-law", "pure", "--gdn-profile", "few", test_kernel=asks)
+    assert done.returncode == 0, done.stdout
+    more = suite(
+        tmp_path,
+        "-q",
+        "--gdn-law",
+        "pure",
+        "--gdn-profile",
+        "least",
+        test_kernel=asks.replace("profile='least')", "profile='soak')"),
+    )
+    assert more.returncode == 0, more.stdout

@@ -45,7 +45,8 @@ class Profile:
 
 
 PROFILES = {
-    profile.name: profile for profile in (Profile("few", 8), Profile("quick", 32), Profile("ci", 200), Profile("soak", 3000, False))
+    profile.name: profile
+    for profile in (Profile("least", 3), Profile("few", 8), Profile("quick", 32), Profile("ci", 200), Profile("soak", 3000, False))
 }
 ENOUGH = 5  # cases that could see, or all that were drawn if fewer: under it a law is unknown
 
@@ -328,8 +329,9 @@ class Check:
         """Draw and run cases until one is broken; None if none is."""
         assert self.described is not None
         examples, done = self.profile.examples_of(law.name), 0
-        # Exchanges take ranks a few milliseconds: several are put in one question. A kernel's case is long, and may kill it.
-        most = 1 if isinstance(worker, Worker) else BATCH if law.kind == "exact" else TRUTHS
+        # Exchanges take ranks a few milliseconds, as kernels do a GPU: several are put in one question. Interpreted ones are long.
+        alone = isinstance(worker, Worker)
+        most = 1 if alone and self.device == "cpu" else BATCH if alone or law.kind == "exact" else TRUTHS
         for batch in batches(law.draw(self.described.domain), mix_words(self.seed, law.name), examples, most):
             runs = [Run(law.name, self.spec, example, self.products, self.device) for example in batch]
             for run, outcome in zip(runs, ask_all(runs, worker, self.store), strict=True):

@@ -57,13 +57,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--gdn-adapter", action="append", default=[], metavar="ADAPTER", help="check this adapter instead of the marked ones"
     )
     group.addoption("--gdn-law", action="append", default=[], metavar="LAW", help="only this law (may be repeated)")
-    group.addoption("--gdn-profile", default="quick", metavar="PROFILE", help="cases a law: few, quick, ci or soak")
+    group.addoption("--gdn-profile", default="quick", metavar="PROFILE", help="cases a law: least, few, quick, ci or soak")
     group.addoption("--gdn-seed", default=0, type=int, metavar="SEED", help="what the cases are drawn from (default 0)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker."""
-    config.addinivalue_line("markers", "gdn_adapter(*names): the adapters that a test's gdn_law items check")
+    config.addinivalue_line(
+        "markers", "gdn_adapter(*names, profile=...): the adapters that a test's gdn_law items check, and how many cases at most"
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -85,6 +87,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             check_spec(adapter)
         if config.getoption("--gdn-profile") not in PROFILES:
             raise ValueError(f"--gdn-profile must be one of {', '.join(PROFILES)}, got {config.getoption('--gdn-profile')!r}")
+        for said in (mark.kwargs for mark in metafunc.definition.iter_markers("gdn_adapter")):
+            if said.keys() - {"profile"} or said.get("profile", "quick") not in PROFILES:
+                raise ValueError(f"gdn_adapter takes profile={'|'.join(PROFILES)}, got {said}")
         if not 0 <= config.getoption("--gdn-seed") < 2**32:
             raise ValueError(f"--gdn-seed must be in 0..{2**32 - 1}, got {config.getoption('--gdn-seed')}")
     except (AdapterError, ValueError) as error:
@@ -121,8 +126,11 @@ def gdn_worker() -> "Iterator[Worker]":
 @pytest.fixture
 def gdn_law(request: pytest.FixtureRequest, gdn_worker: "Worker") -> LawItem:
     """A law asked of an adapter."""
+    from verify.check import PROFILES
     from verify.store import FOLDER
 
     adapter, law = request.param
     option = request.config.getoption
-    return LawItem(adapter, law, option("--gdn-profile"), option("--gdn-seed"), gdn_worker, str(request.config.rootpath / FOLDER))
+    asked = [option("--gdn-profile"), *(mark.kwargs["profile"] for mark in request.node.iter_markers("gdn_adapter") if mark.kwargs)]
+    profile = min(asked, key=lambda name: PROFILES[name].examples)
+    return LawItem(adapter, law, profile, option("--gdn-seed"), gdn_worker, str(request.config.rootpath / FOLDER))

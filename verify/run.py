@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
+from oracles.bound import Bound
 from oracles.line import split_line
 from oracles.rounding import PRODUCTS
 from properties.books import book_for, book_of
@@ -14,6 +16,8 @@ from verify.adapter import Adapter, PathAdapter, check_spec, load
 from verify.bench import AdapterBench, AdapterFault, OutOfMemory
 from verify.comm import Abandoned
 from verify.judge import Finding, Verdict, Where, judge, where
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +122,11 @@ def adapter_of(spec: str) -> Adapter | PathAdapter:
     return _LOADED[spec]
 
 
-def execute(run: Run) -> Outcome:
-    """The outcome of a run, here in this process: the adapter is called, its answers are judged, nothing is printed."""
+def execute(run: Run, ready: Callable[[str], dict[str, Bound]] | None = None) -> Outcome:
+    """The outcome of a run, here in this process: the adapter is called, its answers are judged, nothing is printed.
+
+    `ready` has the bounds of a case that is asked about as it stands, by class of algorithm (verify/together.py).
+    """
     adapter, law = adapter_of(run.adapter), run.the_law
     if book_of(adapter.domain) is not book_of(run.example.case):
         return Outcome(Verdict.UNSUPPORTED, reason=f"{run.adapter} is no implementation that law {run.law} is about")
@@ -138,19 +145,30 @@ def execute(run: Run) -> Outcome:
     if run.device == "cuda" and not devices.gpus():
         return Outcome(Verdict.UNKNOWN, reason="device=cuda needs a GPU, and torch sees none")
     bench = AdapterBench(adapter, counterpart, case, run.products, run.device)
-    with devices.default(run.device):
-        outcome = judged(law, bench, run.example, functools.partial(where, case), case.bytes)
+    bench.ready = ready
+    outcome = judged(law, bench, run.example, functools.partial(where, case), case.bytes)
     outcome.spent = bool(bench.lost)
     if outcome.rows == 0 and outcome.verdict is Verdict.HOLDS:
         outcome.verdict, outcome.reason = Verdict.BLIND, "nothing to compare: the case has no rows"
     return outcome
 
 
+def _there(device: str, pairs: Iterator[T]) -> Iterator[T]:
+    """The same, where what a law makes without saying where is made on the device."""
+    while True:
+        with devices.default(device):
+            try:
+                pair = next(pairs)
+            except StopIteration:
+                return
+        yield pair
+
+
 def judged(law: Law, bench: Any, example: Example, where: Where, need: int) -> Outcome:
     """What a law's comparisons come to, and what the bench noticed besides; `need` are the bytes of the case's tensors."""
     outcome = Outcome(Verdict.HOLDS)
     try:
-        result = judge(law.check(bench, example), where)
+        result = judge(_there(bench.device, law.check(bench, example)), where)
         outcome.findings, outcome.rows, outcome.ratios = result.findings, result.rows, result.ratios
     except Abandoned:
         raise  # another rank's outcome counts

@@ -11,6 +11,7 @@ from verify.judge import Verdict
 from verify.ranks import join, left
 from verify.refusal import probe
 from verify.run import Outcome, Run, adapter_of, execute
+from verify.together import together
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
@@ -45,11 +46,14 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
                 assert isinstance(adapter, Adapter), question
                 return {"did": probe(adapter, question["refuse"][1])}
             if "runs" in question:
-                _begin(question["runs"])
+                runs = [Run.parse(line) for line in question["runs"]]
+                _begin(runs)
                 outcomes: list[dict[str, Any]] = []
-                while len(outcomes) < len(question["runs"]) and not (outcomes and _ends(outcomes[-1])):
-                    outcomes.append(answer({"run": question["runs"][len(outcomes)]}))
-                return {"outcomes": outcomes}
+                for run, ready in zip(runs, together(runs), strict=True):
+                    outcomes.append(execute(run, ready).to_json())
+                    if _ends(outcomes[-1]):
+                        break
+                return {"outcomes": outcomes, "spent": any(each["spent"] for each in outcomes)}
             return execute(Run.parse(question["run"])).to_json()
     except AdapterError as error:
         return {"error": str(error)}
@@ -57,12 +61,12 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         return Outcome(Verdict.UNKNOWN, reason=str(error)).to_json()
 
 
-def _begin(lines: list[str]) -> None:
+def _begin(runs: list[Run]) -> None:
     """Have the bounds of runs that need some made beside this rank, from the first on."""
     from verify.parallel import work_of
 
     works = []
-    for run in map(Run.parse, lines):
+    for run in runs:
         adapter = adapter_of(run.adapter)
         if isinstance(adapter, PathAdapter) and run.the_law.kind == "truth":
             works.append(work_of(run, adapter))
@@ -70,5 +74,5 @@ def _begin(lines: list[str]) -> None:
 
 
 def _ends(outcome: dict[str, Any]) -> bool:
-    """Whether ranks may be at different places after it; what they decide by the example, they decide alike."""
-    return left(outcome) and outcome.get("verdict") not in (Verdict.BLIND, Verdict.UNSUPPORTED)
+    """Whether its device is gone, or ranks may be at different places; what they decide by the example, they decide alike."""
+    return outcome["spent"] or (left(outcome) and outcome.get("verdict") not in (Verdict.BLIND, Verdict.UNSUPPORTED))
