@@ -62,6 +62,11 @@ class Case(Line):
     LONG: ClassVar[dict[str, str]] = {"operation": "op"}
     REGIMES: ClassVar[tuple[str, ...]] = ("dtype", "gate", "beta", "values", "state", "in_kernel")
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _CHOICES
+    # The words that a compiled kernel depends on: of state and beta only whether it is none, and two (properties/palette.py).
+    KEYS: ClassVar[tuple[str, ...]] = (
+        *("packed", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "state", "scale", "qk_norm"),
+        *("in_kernel", "dt_bias", "beta", "offsets"),
+    )
 
     lengths: tuple[int, ...]
     operation: str = "gated_delta_rule"

@@ -47,6 +47,11 @@ class LayerCase(Line):
     LONG: ClassVar[dict[str, str]] = {"operation": "op"}
     REGIMES: ClassVar[tuple[str, ...]] = ("dtype", "gate", "values", "cached", "state", "packed")
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
+    # The words that a compiled kernel depends on: of state only whether it is none (properties/palette.py).
+    KEYS: ClassVar[tuple[str, ...]] = (
+        *("packed", "heads", "value_heads", "key_dim", "value_dim", "conv_width", "conv_bias", "dtype", "cached", "state"),
+        *("allow_neg_eigval", "offsets"),
+    )
 
     lengths: tuple[int, ...]
     operation: str = "gdn_layer"

@@ -101,6 +101,11 @@ class ModuleCase(Line):
     LONG: ClassVar[dict[str, str]] = {"operation": "op"}
     REGIMES: ClassVar[tuple[str, ...]] = ("dtype", "values", "state", "activation", "eps")
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _CHOICES
+    # The words that a compiled kernel depends on: of state only whether it is none (properties/palette.py).
+    KEYS: ClassVar[tuple[str, ...]] = (
+        *("packed", "heads", "width", "conv_width", "dtype", "bias", "weight", "activation", "state", "final_state"),
+        *("dt_bias", "beta", "allow_neg_eigval", "offsets"),
+    )
 
     lengths: tuple[int, ...]
     operation: str

@@ -22,6 +22,7 @@ from oracles.operation import Inputs, Operation
 PADDING_SLOTS = ("-1", "0")
 SOME = ("none", "some", "all")
 FREE = ("zero", "random", "nan")
+BLOCK_SIZES = (8, 16, 32, 64)
 _FIELDS: dict[str, Sequence[str]] = {
     "operation": ("decode",),
     **{name: Case.CHOICES[name] for name in ("dtype", "gate", "beta")},
@@ -33,6 +34,7 @@ _FIELDS: dict[str, Sequence[str]] = {
     "fresh": SOME,
     "accepted": ("all", "some"),
     "indices": ("int64", "int32"),
+    "block_v": ("default", *map(str, BLOCK_SIZES)),
 }
 _STREAMS = {name: 48 + index for index, name in enumerate(("slot", "padded", "fresh", "accepted", "free", "nan"))}
 _QUIET_NAN, _PAYLOAD = 0x7FC00000, 2**22 - 1
@@ -45,12 +47,18 @@ class PoolCase(Line):
     `lengths` are the new tokens of each request: one, a draft of several, or a prompt; a batch, or packed. The pool has a slot a
     request and `spare` more, and slot 0, which is nobody's, where that is the `padding_slot`; who has which is drawn from the seed.
     `state` is what the slots of requests hold, `free` what the others do. `padded`, `fresh` and `accepted` say which requests are
-    none, begin anew, and keep fewer tokens than they have. The other fields are those of oracles/case.py.
+    none, begin anew, and keep fewer tokens than they have. `block_v` is how many value channels an implementation is asked to take
+    at a time, and changes no result. The other fields are those of oracles/case.py.
     """
 
     LONG: ClassVar[dict[str, str]] = {"operation": "op"}
-    REGIMES: ClassVar[tuple[str, ...]] = ("dtype", "gate", "beta", "values", "state", "free", "padded", "fresh", "accepted")
+    REGIMES = ("dtype", "gate", "beta", "values", "state", "free", "padded", "fresh", "accepted", "block_v")
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
+    # The words that a compiled kernel depends on: of fresh and accepted only whether there is any (properties/palette.py).
+    KEYS: ClassVar[tuple[str, ...]] = (
+        *("packed", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "scale", "qk_norm", "offsets"),
+        *("padding_slot", "fresh", "accepted", "indices", "block_v"),
+    )
 
     lengths: tuple[int, ...]
     operation: str = "decode"
@@ -75,6 +83,7 @@ class PoolCase(Line):
     fresh: str = "none"
     accepted: str = "all"
     indices: str = "int64"
+    block_v: str = "default"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -151,7 +160,10 @@ class PoolCase(Line):
         )
 
     def inputs(self, device: str | None = None) -> Inputs:
-        """The inputs, contiguous: as a rule's, but for pool [P, HV, K, V] and slots, has_initial_state, accepted [N]."""
+        """The inputs, contiguous: as a rule's, but for pool [P, HV, K, V] and slots, has_initial_state, accepted [N].
+
+        And `block_v`, None where the implementation may choose.
+        """
         call = self.call().inputs(device)
         index = getattr(torch, self.indices)
         slots = torch.tensor(self.slot_of, dtype=index, device=device)
@@ -168,6 +180,7 @@ class PoolCase(Line):
             cu_seqlens=call.cu_seqlens,
             scale=call.scale,
             qk_norm=call.qk_norm,
+            block_v=None if self.block_v == "default" else int(self.block_v),
         )
 
     def filled(self, how: str, device: str | None = None) -> Tensor:

@@ -7,6 +7,7 @@ from oracles.case import IN_KERNEL, Case
 from oracles.operations import RULES
 
 VIEWS = ("sliced", "transposed", "offset", "expanded", "strided")
+MOST_REACH = 256  # 70,000 tokens; real sizes are checked one by one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +18,8 @@ class Domain:
     `deterministic` whether a second call gives the same bits, `position_independent` whether a sequence or head gets the same
     bits wherever it stands in the batch: a promise that few need and a vector unit that treats the end of a row apart breaks.
     `in_kernel` names what of gate and beta it can compute itself ("none", "gate", "beta", "both"), and `dt_bias` whether it does
-    without one.
+    without one. `reach` is no promise of the adapter but how many times more tokens a check draws than where kernels are
+    interpreted, and wider heads with them: 1 there, set by a check on a GPU.
     """
 
     operation: str = "gated_delta_rule"
@@ -41,6 +43,7 @@ class Domain:
     deterministic: bool = True
     position_independent: bool = False
     backward: bool = True
+    reach: int = 1
 
     def __post_init__(self) -> None:
         if self.operation not in RULES:
@@ -62,6 +65,8 @@ class Domain:
             raise ValueError(f"in_kernel must be none or beta for delta_rule, which has no gate, got {', '.join(self.in_kernel)}")
         if not (self.packed or self.batched):
             raise ValueError("packed or batched must be True, got neither")
+        if not isinstance(self.reach, int) or not 1 <= self.reach <= MOST_REACH:
+            raise ValueError(f"reach must be in 1..{MOST_REACH}, got {self.reach!r}")
 
     def outside(self, case: Case) -> str | None:
         """Why `case` is outside the domain, or None."""

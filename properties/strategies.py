@@ -17,10 +17,13 @@ from hypothesis import strategies as st
 from oracles.case import BETAS, GATES, VALUES, Case
 from properties.domain import Domain
 
-BLOCKS = (64, 16, 32, 128, 192, 256)
-EDGES = (1, 2, 15, 17, 31, 33, 63, 65, 66, 80, 127, 129, 130, 191, 193, 257)
+# Those over 300 are within no law's reach where kernels are interpreted.
+BLOCKS = (64, 16, 32, 128, 192, 256, 320, 384, 512)
+EDGES = (1, 2, 15, 17, 31, 33, 63, 65, 66, 80, 127, 129, 130, 191, 193, 257, 319, 321, 383, 385, 449, 511)
 WIDTHS = (16, 8, 32, 24, 40, 64, 12, 128, 1, 7, 65, 256, 160, 192)
 HEADS = ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 8), (2, 8))
+# With a reach: the longest sequence, heads beside those above, and the width under which few are drawn.
+FAR, FAR_HEADS, FAR_NARROW = 512, ((4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32)), 16
 REMEMBERING = ("forever", "1000", "64", "10")
 
 
@@ -64,18 +67,24 @@ def cases(
     value_heads: int = 4,
     **fixed: Any,
 ) -> Case:
-    """Any case of the domain; `fixed` names fields that are given, as a value or as a tuple of values to choose from."""
+    """Any case of the domain; `fixed` names fields that are given, as a value or as a tuple of values to choose from.
+
+    `longest`, `total` and `value_heads` are for kernels that are interpreted. With a domain's reach there are as many times more
+    tokens, in sequences of up to 512 and four times as many of them where they may be many, up to 32 value heads, and widths up
+    to 256 whatever the length, few of them narrower than a matrix unit's 16.
+    """
     chance = draw(st.randoms(use_true_random=True))
+    far = domain.reach > 1
 
     def field(name: str, choices: Sequence[Any]) -> Any:
         given = fixed.get(name, choices)
         return chance.choice(given) if isinstance(given, tuple) else given
 
-    heads, value_heads = field(
-        "groups", tuple(pair for pair in HEADS if pair[1] <= value_heads and (domain.grouped_heads or pair[0] == pair[1]))
-    )
-    total = total * 4 // max(4, value_heads)  # many heads are many instances of a kernel: fewer tokens
-    longest = min(longest, total)
+    groups = (*HEADS, *FAR_HEADS) if far else tuple(pair for pair in HEADS if pair[1] <= value_heads)
+    heads, value_heads = field("groups", tuple(pair for pair in groups if domain.grouped_heads or pair[0] == pair[1]))
+    total = domain.reach * total * 4 // max(4, value_heads)  # many heads are many instances of a kernel: fewer tokens
+    longest = min(domain.reach * longest, max(longest, FAR), total)
+    sequences = (sequences[0], 4 * sequences[1]) if far and sequences[1] >= 4 else sequences
     packed = field("packed", tuple(choice for choice, can in ((False, domain.batched), (True, domain.packed)) if can))
     if packed:
         sizes = lengths(chance, sequences, longest, total, empty=domain.empty, many=sequences[1] >= 4)
@@ -84,11 +93,14 @@ def cases(
         none = domain.empty and chance.random() < 1 / 5  # with one in ten below: a batch of nothing is one in fifty
         sizes = lengths(chance, (1, 1), max(1, min(longest, total // rows)), total // rows, empty=none, many=False) * rows
     size = sum(sizes) * value_heads  # interpreted kernels take time in proportion to this and to the widths
-    wide = 256 if size <= 100 else 128 if size <= 200 else 64
-    broad = max(sizes, default=0) > 64 and size <= 600 and chance.random() < 1 / 6  # wide keys of several chunks
+    wide = 256 if far or size <= 100 else 128 if size <= 200 else 64
+    broad = not far and max(sizes, default=0) > 64 and size <= 600 and chance.random() < 1 / 6  # wide keys of several chunks
     keys = widths(domain.key_dims, domain.width_step, 256 if broad else wide)
+    values = widths(domain.value_dims, domain.width_step, wide)
+    if far:
+        keys, values = _seldom_narrow(chance, keys), _seldom_narrow(chance, values)
     key_dim = field("key_dim", tuple(width for width in keys if width > 128) or keys if broad else keys)
-    value_dim = field("value_dim", widths(domain.value_dims, domain.width_step, wide))
+    value_dim = field("value_dim", values)
     same = domain.value_dims[0] <= key_dim <= domain.value_dims[1] and "value_dim" not in fixed
     if domain.equal_widths or (same and chance.random() < 1 / 3):  # a transposed state shows where it still fits
         value_dim = key_dim
@@ -121,3 +133,9 @@ def widths(span: tuple[int, int], step: int, wide: int) -> tuple[int, ...]:
     """The widths that a domain allows, none over `wide` if there is a narrower one."""
     allowed = [width for width in WIDTHS if span[0] <= width <= span[1] and width % step == 0] or [-(-span[0] // step) * step]
     return tuple(width for width in allowed if width <= wide) or (min(allowed),)
+
+
+def _seldom_narrow(chance: random.Random, allowed: tuple[int, ...]) -> tuple[int, ...]:
+    """The widths, those under 16 among them one time in six."""
+    broad = tuple(width for width in allowed if width >= FAR_NARROW)
+    return broad if broad and chance.random() < 5 / 6 else allowed

@@ -1,5 +1,6 @@
 """Devices: what a host without a GPU says, and what becomes of a worker whose GPU a kernel took away."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -110,3 +111,27 @@ def test_a_gpu_is_not_seen_by_a_worker_of_the_cpu() -> None:
         check=True,
     )
     assert done.stdout == "False\n"
+
+
+def test_tune_is_a_word_of_the_line() -> None:
+    line = f"law=oracle adapter={RIGHT} tune=17,chunk_fwd_kernel_o:BK=64:num_warps=4 lengths=3"
+    assert Run.parse(line).tune == "17,chunk_fwd_kernel_o:BK=64:num_warps=4"
+    assert Run.parse(str(Run.parse(line))) == Run.parse(line)
+    with pytest.raises(ValueError, match="tune must be native or a number"):
+        Run.parse(line.replace("17,", "seventeen,"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tune", "fastest"], "tune must be native or a number that draws"),
+        (["--deny", "gone.jsonl"], "--deny must name a file that can be read, got 'gone.jsonl'"),
+        (["--deny", __file__], "line 1 of the deny-list"),
+    ],
+)
+def test_bad_words_about_tuning_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        assert cli.main(["check", RIGHT, *words]) == cli.USAGE
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) == 1

@@ -9,12 +9,16 @@ import sys
 
 import pytest
 
+from verify import device as devices
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
 INSTALLED = any(entry.name == "gdn_verify" for entry in importlib.metadata.entry_points(group="pytest11"))
 RIGHT = f"{ROOT}/tests/right.py:Chunkwise"
 ASKS = """
 import pytest
+
+from verify import device as devices
 @pytest.mark.gdn_adapter({adapters})
 def test_kernel(gdn_law):
     gdn_law.assert_holds()
@@ -98,10 +102,10 @@ SAID = (
     (("--gdn-law", "orcale"), "unknown law 'orcale'; there are oracle"),
     (("--gdn-adapter", "fla/chonk"), "unknown adapter 'fla/chonk'; there are fla/chunk"),
     (("--gdn-adapter", "gone.py:Kernel"), "there is no file gone.py"),
-    (("--gdn-profile", "fast"), "--gdn-profile must be one of least, few, quick, ci, soak, got 'fast'"),
+    (("--gdn-profile", "fast"), "--gdn-profile must be one of least, few, quick, ci, gpu, soak, got 'fast'"),
     (("--gdn-seed", "-1"), "--gdn-seed must be in 0.."),
     (("--gdn-seed", "x"), "argument --gdn-seed: invalid int value: 'x'"),
-    (("--bad-mark",), "gdn_adapter takes profile=least|few|quick|ci|soak, got {'profile': 'tiny'}"),
+    (("--bad-mark",), "gdn_adapter takes profile=least|few|quick|ci|gpu|soak, got {'profile': 'tiny'}"),
     (("--no-mark",), "test_unmarked asks for gdn_law: mark it gdn_adapter(...) or give --gdn-adapter"),
 )
 EACH = """
@@ -156,3 +160,11 @@ def test_a_mark_may_ask_for_fewer_cases(tmp_path: pathlib.Path) -> None:
         test_kernel=asks.replace("profile='least')", "profile='soak')"),
     )
     assert more.returncode == 0, more.stdout
+
+
+def test_a_gpu_that_is_not_there_ends_the_session_with_one_line(tmp_path: pathlib.Path) -> None:
+    if devices.gpus():
+        pytest.skip("is about hosts without a GPU")
+    done = suite(tmp_path, "--gdn-device", "cuda", test_kernel=ASKS.format(adapters=repr(RIGHT)))
+    assert done.returncode == 3
+    assert "--gdn-device cuda needs a GPU, and torch sees none" in done.stdout

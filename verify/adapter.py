@@ -15,6 +15,7 @@ from torch import Tensor
 from oracles.layer import Layer
 from oracles.operation import Inputs
 from oracles.operations import OPERATIONS
+from oracles.rounding import PRODUCTS
 from oracles.sharding import Rank, Shard
 from properties.books import BOOKS
 from properties.domain import Domain as Domain
@@ -60,7 +61,7 @@ PATHS = {
     "megatron/deterministic": "verify.adapters.megatron:MegatronDeterministic",
     "megatron/exchange": "verify.adapters.megatron:MegatronExchange",
 }
-POOLS = {"fla/decode": "verify.adapters.fla_decode:Decode"}
+POOLS = {"fla/decode": "verify.adapters.fla_decode:Decode", "fla/decode_blocks": "verify.adapters.fla_decode:DecodeBlocks"}
 LAYERS = {
     "fla/layer": "verify.adapters.fla_layer:Layer",
     "fla/layer_recurrent": "verify.adapters.fla_layer:LayerRecurrent",
@@ -74,10 +75,14 @@ ZOO = "zoo/"  # and then the name of a wrong implementation of verify/zoo
 
 
 class Implementation(abc.ABC):
-    """What every adapter declares. `requires` are the distributions it needs, with the least version of each."""
+    """What every adapter declares. `requires` are the distributions it needs, with the least version of each.
+
+    `products` is how float32 matrices are multiplied on a GPU, "ieee" or "tf32"; on the CPU, interpreted or not, it is ieee.
+    """
 
     domain: Any
     algorithm: str = "chunkwise"
+    products: str = "ieee"
     requires: ClassVar[dict[str, str]] = {}
 
 
@@ -212,6 +217,8 @@ def make(kind: type[Adapter] | type[PathAdapter], spec: str) -> Adapter | PathAd
     if adapter.algorithm not in OPERATIONS[does].classes:
         choices = ", ".join(OPERATIONS[does].classes)
         raise AdapterError(f"adapter {spec}: algorithm must be one of {choices} for {does}, got {adapter.algorithm!r}")
+    if adapter.products not in PRODUCTS:
+        raise AdapterError(f"adapter {spec}: products must be one of {', '.join(PRODUCTS)}, got {adapter.products!r}")
     if not all(isinstance(word, str) for item in adapter.requires.items() for word in item):
         raise AdapterError(f"adapter {spec}: requires must map distributions to least versions, as text, got {adapter.requires!r}")
     check_requirements(spec, adapter.requires)

@@ -20,6 +20,7 @@ from verify import device as devices
 from verify import known as known_defects
 from verify.adapter import AdapterError
 from verify.judge import Finding, Verdict
+from verify.plan import COMPILE_S, Compilers, Plan, in_order
 from verify.ranks import RankGroup, TorchrunGroup
 from verify.run import Outcome, Run
 from verify.shrink import Shrunk, shrink
@@ -46,7 +47,14 @@ class Profile:
 
 PROFILES = {
     profile.name: profile
-    for profile in (Profile("least", 3), Profile("few", 8), Profile("quick", 32), Profile("ci", 200), Profile("soak", 3000, False))
+    for profile in (
+        Profile("least", 3),
+        Profile("few", 8),
+        Profile("quick", 32),
+        Profile("ci", 200),
+        Profile("gpu", 200),
+        Profile("soak", 3000, False),
+    )
 }
 ENOUGH = 5  # cases that could see, or all that were drawn if fewer: under it a law is unknown
 
@@ -92,6 +100,7 @@ class Described:
     algorithm: str
     versions: str
     device: str = ""
+    products: str = "ieee"
 
 
 def describe(spec: str, worker: Asked) -> Described:
@@ -107,7 +116,7 @@ def describe(spec: str, worker: Asked) -> Described:
     domain = book_named(said["book"]).domain.from_json(said["domain"])
     if isinstance(domain, PathDomain) and not isinstance(worker, Worker):
         domain = dataclasses.replace(domain, ranks=worker.size, exchange_ranks=worker.size)
-    return Described(spec, domain, said["algorithm"], said["versions"], said["device"])
+    return Described(spec, domain, said["algorithm"], said["versions"], said["device"], said["products"])
 
 
 def _last_line(text: str) -> str:
@@ -196,14 +205,19 @@ class Check:
         *,
         stop_at_first: bool = False,
         deadline_s: float = 120.0,
-        products: str = "ieee",
+        products: str | None = None,
         device: str = "cpu",
+        tune: str = "",
+        compilers: int = 0,
         on_case: Callable[[str, int, int], None] = lambda law, done, of: None,
         on_report: Callable[[LawReport], None] = lambda report: None,
         defects: list[known_defects.Known] | None = None,
     ) -> None:
         self.spec, self.profile, self.seed = spec, profile, seed
-        self.products, self.device = products, device
+        self.products, self.device, self.tune = products, device, tune
+        ahead = [Worker(COMPILE_S, environment=devices.environment(device, each)) for each in range(compilers)]
+        self._compilers = Compilers(ahead, {"describe": spec})
+        self._plan: Plan | None = None
         self.laws = None if laws is None else list(laws)
         self.store, self.stop_at_first = store or Store(), stop_at_first
         self.on_case, self.on_report = on_case, on_report
@@ -223,6 +237,9 @@ class Check:
 
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
+        self._compilers.close()
+        if self._plan is not None:
+            self._plan.close()
         if self._own:
             self.stop()
         self.store.close()
@@ -230,6 +247,9 @@ class Check:
     def stop(self) -> None:
         """End every worker and let nothing new begin; safe from any thread."""
         self._stopped.set()
+        self._compilers.close()
+        if self._plan is not None:
+            self._plan.close()
         for worker in self.workers:
             worker.close()
 
@@ -255,6 +275,9 @@ class Check:
         domain = self.describe().domain
         if self.laws is None:
             self.laws = book_of(domain).about(domain.operation)
+        if self.device != "cpu":
+            self.laws = in_order(self.laws)
+            self._plan = self._planned(domain)
         pool = concurrent.futures.ThreadPoolExecutor(len(self.workers))
         futures = [pool.submit(self._one, law) for law in self.laws]
         told: set[concurrent.futures.Future[LawReport | None]] = set()
@@ -279,6 +302,15 @@ class Check:
                 if future not in told and not future.cancelled() and future.exception() is None:
                     tell(future)
         return self.reports
+
+    def _planned(self, domain: Any) -> Plan:
+        """What is drawn for a GPU, whose kernels are compiled meanwhile."""
+        laws = [law for law in self.laws or () if law in book_of(domain).laws]
+        return Plan(domain, laws, self.seed, self.profile.examples_of, seeded, self._run, self._compilers)
+
+    def _run(self, law: str, example: Example) -> Run:
+        products = self.products or ("ieee" if self.device == "cpu" else self.describe().products)
+        return Run(law, self.spec, example, products, self.device, self.tune)
 
     def _one(self, law: str) -> LawReport | None:
         with self._lock:
@@ -332,8 +364,8 @@ class Check:
         # Exchanges take ranks a few milliseconds, as kernels do a GPU: several are put in one question. Interpreted ones are long.
         alone = isinstance(worker, Worker)
         most = 1 if alone and self.device == "cpu" else BATCH if alone or law.kind == "exact" else TRUTHS
-        for batch in batches(law.draw(self.described.domain), mix_words(self.seed, law.name), examples, most):
-            runs = [Run(law.name, self.spec, example, self.products, self.device) for example in batch]
+        for batch in self._batches(law, examples, most):
+            runs = [self._run(law.name, example) for example in batch]
             for run, outcome in zip(runs, ask_all(runs, worker, self.store), strict=True):
                 if self._stopped.is_set() and outcome.verdict is not Verdict.BROKEN:
                     return None
@@ -346,6 +378,19 @@ class Check:
                     self._keep(report, run, verdict, "found")
                     return run, verdict
         return None
+
+    def _batches(self, law: Law, examples: int, most: int) -> Iterator[list[Example]]:
+        """The law's examples in lists of at most `most`; of a plan, once their kernels are compiled."""
+        assert self.described is not None
+        if self._plan is None:
+            yield from batches(law.draw(self.described.domain), mix_words(self.seed, law.name), examples, most)
+            return
+        planned = self._plan.of(law.name)
+        for start in range(0, len(planned.examples), most):
+            batch = planned.examples[start : start + most]
+            for example in batch:
+                planned.wait(example)
+            yield batch
 
     def _confirmed(self, run: Run, outcome: Outcome, worker: Asked, report: LawReport) -> Outcome:
         """The outcome, or what it comes to: unknown if a lost worker is not lost again, known if it is on file."""

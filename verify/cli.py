@@ -1,4 +1,4 @@
-"""The command line: list, check, repeat, zoo. Results go to stdout, progress to stderr; exit codes mean something."""
+"""The command line: list, check, repeat, zoo, claims. Results go to stdout, progress to stderr; exit codes mean something."""
 
 import argparse
 import contextlib
@@ -18,20 +18,22 @@ from oracles.operations import OPERATIONS
 from oracles.rounding import PRODUCTS
 from properties.books import BOOKS, book_for, every_law
 from properties.paths import PathDomain
-from verify import coverage
+from verify import coverage, tuning
 from verify import device as devices
 from verify import report as text
 from verify.adapter import BUILT_IN, PATHS, AdapterError, check_requirements, check_spec
 from verify.check import PROFILES, Asked, Check, LawReport, ask, describe
+from verify.claims import command as claims
 from verify.judge import Verdict
 from verify.ranks import BACKENDS, Launch, RankGroup, TorchrunGroup, follow, launched
 from verify.refusal import names_of
-from verify.run import Run
+from verify.run import DENIED, Run
 from verify.store import FOLDER, Store
 from verify.worker import Worker, WorkerLost
 from verify.zoo import command
 
 HOLDS, BROKEN, USAGE, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 130
+COMPILERS = 14  # each holds half a gigabyte of the GPU's memory
 EXITS = "exit: 0 every law holds   1 a law is broken   2 bad usage   3 undecided, or nothing was compared   130 interrupted"
 
 
@@ -80,7 +82,7 @@ def _parser() -> _Parser:
         "and if not, what is the smallest case that shows it?",
         epilog=EXITS,
     )
-    verbs = parser.add_subparsers(required=True, metavar="{list,check,repeat,zoo}")
+    verbs = parser.add_subparsers(required=True, metavar="{list,check,repeat,zoo,claims}")
     listing = verbs.add_parser("list", help="operations, laws, adapters, and what this host can run", epilog=EXITS)
     listing.add_argument("--json", action="store_true", help="one JSON object on stdout")
     listing.set_defaults(act=_list)
@@ -91,9 +93,8 @@ def _parser() -> _Parser:
     check.add_argument("--law", action="append", metavar="LAW", help=f"only this law (may be repeated): {', '.join(every_law())}")
     check.add_argument(
         "--profile",
-        default="quick",
         choices=PROFILES,
-        help="cases a law: " + ", ".join(f"{p.name} {p.examples}" for p in PROFILES.values()),
+        help="cases a law: " + ", ".join(f"{p.name} {p.examples}" for p in PROFILES.values()) + " (default quick; gpu on a GPU)",
     )
     check.add_argument("--seed", type=_seed, help="what the cases are drawn from (default 0; soak: random, and printed)")
     check.add_argument("-x", "--stop", action="store_true", help="stop at the first broken law")
@@ -104,11 +105,20 @@ def _parser() -> _Parser:
     )
     _ranks(check)
     check.add_argument(
-        "--products", default="ieee", choices=PRODUCTS, help="how the implementation multiplies float32 matrices (default ieee)"
+        "--products",
+        choices=PRODUCTS,
+        help="how the implementation multiplies float32 matrices (default: on a GPU what its adapter says, else ieee)",
     )
     check.add_argument(
         "--device", choices=devices.DEVICES, help="where kernels run (default: cuda if there is a GPU, else cpu, interpreted)"
     )
+    check.add_argument(
+        "--tune",
+        type=_tune,
+        metavar="NUMBER|native",
+        help="the configuration of autotuned kernels: drawn from a number (default on a GPU: the seed), or native, timed by Triton",
+    )
+    check.add_argument("--deny", metavar="FILE", help="a deny-list: configurations that are not to be used")
     check.add_argument("--json", metavar="FILE", help="also write a JSON line a law to FILE (- for stdout, and nothing else there)")
     _common(check)
     check.set_defaults(act=_check)
@@ -123,6 +133,10 @@ def _parser() -> _Parser:
     zoo = verbs.add_parser("zoo", help="wrong implementations, and which laws kill them", epilog=command.EXITS)
     command.arguments(zoo, _seed, _positive)
     zoo.set_defaults(act=lambda options: command.act(options, _progress))
+
+    measured = verbs.add_parser("claims", help="what published changes claim, measured on this host's GPUs", epilog=claims.EXITS)
+    claims.arguments(measured)
+    measured.set_defaults(act=claims.act)
     return parser
 
 
@@ -155,6 +169,31 @@ def _ranks(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", choices=BACKENDS, help="what they talk over (default: nccl if there is a GPU a rank, else gloo)"
     )
+
+
+def _tune(word: str) -> str:
+    try:
+        return str(tuning.Policy.parse(word))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _deny(path: str | None) -> None:
+    """Workers are told of the deny-list by their environment. ValueError names the file and what is wrong with it."""
+    if path is None:
+        return
+    try:
+        tuning.read_denied(path)
+    except OSError as error:
+        raise ValueError(f"--deny must name a file that can be read, got {path!r}: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"--deny {path}: {error}") from None
+    os.environ[DENIED] = os.path.abspath(path)
+
+
+def _compilers(device: str) -> int:
+    """How many processes compile ahead: as many as cores, less the supervisor's and the worker's."""
+    return 0 if device == "cpu" else max(0, min(COMPILERS, (os.cpu_count() or 1) - 2))
 
 
 def _seed(word: str) -> int:
@@ -241,13 +280,14 @@ def _check(options: argparse.Namespace) -> int:
     launch = launched()
     if launch is not None and launch.rank:
         return follow(launch, _backend(options, launch.local_size))
-    profile = PROFILES[options.profile]
+    device = _device(options.device, spec)
+    profile = PROFILES[options.profile or ("gpu" if device == "cuda" else "quick")]
+    _deny(options.deny)
     seed = options.seed if options.seed is not None else 0 if profile.fixed_seed else random.SystemRandom().randrange(2**32)
     out = sys.stderr if options.json == "-" else sys.stdout
     store = Store(options.findings)
     for line in store.left_behind():
         print(f'an earlier check died during: python -m verify repeat "{line}"', file=out)
-    device = _device(options.device, spec)
     start, reports, interrupted, workers = time.monotonic(), list[LawReport](), False, _workers(options, launch, device)
     checking = Check(
         spec,
@@ -260,6 +300,8 @@ def _check(options: argparse.Namespace) -> int:
         deadline_s=options.deadline,
         products=options.products,
         device=device,
+        tune=options.tune or (str(seed) if device == "cuda" else ""),
+        compilers=_compilers(device),
     )
     with _ended(workers), _json_lines(options.json) as lines, _progress() as on_case, checking as check:
         check.on_case = on_case

@@ -9,6 +9,7 @@ gives one item a law and adapter, under `pytest` and `pytest -n auto` alike.
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ class LawItem:
     seed: int
     worker: "Worker"
     findings: str
+    device: str = "cpu"
 
     def assert_holds(self) -> None:
         """Fail with the report if the law is broken or undecided; skip with the reason if it is unsupported."""
@@ -38,7 +40,10 @@ class LawItem:
         from verify.store import Store
 
         store = Store(self.findings)
-        with Check(self.adapter, [self.law], PROFILES[self.profile], self.seed, [self.worker], store) as check:
+        tune = str(self.seed) if self.device == "cuda" else ""
+        with Check(
+            self.adapter, [self.law], PROFILES[self.profile], self.seed, [self.worker], store, device=self.device, tune=tune
+        ) as check:
             (report,) = check.run()
         for line in (*report.known, *([store.trouble] if store.trouble else [])):
             print(line)  # noqa: T201 - pytest captures it into the item's report
@@ -57,7 +62,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--gdn-adapter", action="append", default=[], metavar="ADAPTER", help="check this adapter instead of the marked ones"
     )
     group.addoption("--gdn-law", action="append", default=[], metavar="LAW", help="only this law (may be repeated)")
-    group.addoption("--gdn-profile", default="quick", metavar="PROFILE", help="cases a law: least, few, quick, ci or soak")
+    group.addoption("--gdn-profile", default="quick", metavar="PROFILE", help="cases a law: least, few, quick, ci, gpu or soak")
+    group.addoption(
+        "--gdn-device", choices=("cpu", "cuda"), help="where kernels run (default: cuda if there is a GPU, else cpu, interpreted)"
+    )
     group.addoption("--gdn-seed", default=0, type=int, metavar="SEED", help="what the cases are drawn from (default 0)")
 
 
@@ -115,16 +123,29 @@ def _laws(adapter: str) -> "Iterable[str]":
 
 
 @pytest.fixture(scope="session")
-def gdn_worker() -> "Iterator[Worker]":
-    """One isolated worker for all items of this process."""
+def gdn_device(request: pytest.FixtureRequest) -> str:
+    """Where kernels run: as asked, or on a GPU if there is one."""
+    from verify.device import gpus
+
+    asked: str | None = request.config.getoption("--gdn-device")
+    if asked == "cuda" and not gpus():
+        pytest.exit("--gdn-device cuda needs a GPU, and torch sees none", 3)
+    return asked or ("cuda" if gpus() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def gdn_worker(gdn_device: str) -> "Iterator[Worker]":
+    """One isolated worker for all items of this process; the processes of pytest-xdist take GPUs in turn."""
+    from verify.device import environment
     from verify.worker import Worker
 
-    with Worker() as worker:
+    place = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    with Worker(environment=environment(gdn_device, int(place) if place.isdecimal() else 0)) as worker:
         yield worker
 
 
 @pytest.fixture
-def gdn_law(request: pytest.FixtureRequest, gdn_worker: "Worker") -> LawItem:
+def gdn_law(request: pytest.FixtureRequest, gdn_worker: "Worker", gdn_device: str) -> LawItem:
     """A law asked of an adapter."""
     from verify.check import PROFILES
     from verify.store import FOLDER
@@ -133,4 +154,5 @@ def gdn_law(request: pytest.FixtureRequest, gdn_worker: "Worker") -> LawItem:
     option = request.config.getoption
     asked = [option("--gdn-profile"), *(mark.kwargs["profile"] for mark in request.node.iter_markers("gdn_adapter") if mark.kwargs)]
     profile = min(asked, key=lambda name: PROFILES[name].examples)
-    return LawItem(adapter, law, profile, option("--gdn-seed"), gdn_worker, str(request.config.rootpath / FOLDER))
+    findings = str(request.config.rootpath / FOLDER)
+    return LawItem(adapter, law, profile, option("--gdn-seed"), gdn_worker, findings, gdn_device)

@@ -1,7 +1,9 @@
 """Runs: law, adapter, case and configuration as one line, and what one run came to."""
 
+import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -12,6 +14,7 @@ from properties.books import book_for, book_of
 from properties.laws import Blind, Breach, Law
 from properties.strategies import Example
 from verify import device as devices
+from verify import tuning
 from verify.adapter import Adapter, PathAdapter, check_spec, load
 from verify.bench import AdapterBench, AdapterFault, OutOfMemory
 from verify.comm import Abandoned
@@ -29,6 +32,7 @@ class Run:
     example: Example
     products: str = "ieee"
     device: str = "cpu"
+    tune: str = ""  # a Policy of verify/tuning.py; as kernels come without
 
     def __str__(self) -> str:
         example = self.example
@@ -38,6 +42,7 @@ class Run:
         words += [f"adapter={self.adapter}"]
         words += [f"products={self.products}"] if self.products != "ieee" else []
         words += [f"device={self.device}"] if self.device != "cpu" else []
+        words += [f"tune={self.tune}"] if self.tune else []
         return " ".join([*words, str(example.case)])
 
     @classmethod
@@ -57,6 +62,9 @@ class Run:
         device = words.pop("device", "cpu")
         if device not in devices.DEVICES:
             raise ValueError(f"device must be one of {', '.join(devices.DEVICES)}, got {device!r}")
+        tune = words.pop("tune", "")
+        if tune:
+            tuning.Policy.parse(tune)
         at = words.pop("at", None)
         if at is not None and not at.isdecimal():
             raise ValueError(f"at must be a whole number, got {at!r}")
@@ -64,7 +72,7 @@ class Run:
         case = book.case.parse(" ".join(f"{word}={value}" for word, value in words.items()))
         example = Example(case, None if at is None else int(at), variant)
         book.laws[name].accept(example)
-        return cls(name, adapter, example, products, device)
+        return cls(name, adapter, example, products, device, tune)
 
     @property
     def the_law(self) -> Law:
@@ -84,6 +92,7 @@ class Outcome:
     kernel_s: float = 0.0
     oracle_s: float = 0.0
     spent: bool = False  # the process that ran it can run nothing more on its device
+    tuned: tuning.Used = dataclasses.field(default_factory=dict)
 
     @property
     def lost(self) -> bool:
@@ -109,7 +118,8 @@ class Outcome:
     def from_json(cls, data: dict[str, Any]) -> "Outcome":
         """The outcome of `to_json`'s data."""
         findings = [Finding.from_json(each) for each in data["findings"]]
-        return cls(**{**data, "verdict": Verdict(data["verdict"]), "findings": findings})
+        tuned = {kernel: tuple(texts) for kernel, texts in data["tuned"].items()}
+        return cls(**{**data, "verdict": Verdict(data["verdict"]), "findings": findings, "tuned": tuned})
 
 
 _LOADED: dict[str, Adapter | PathAdapter] = {}
@@ -146,11 +156,31 @@ def execute(run: Run, ready: Callable[[str], dict[str, Bound]] | None = None) ->
         return Outcome(Verdict.UNKNOWN, reason="device=cuda needs a GPU, and torch sees none")
     bench = AdapterBench(adapter, counterpart, case, run.products, run.device)
     bench.ready = ready
-    outcome = judged(law, bench, run.example, functools.partial(where, case), case.bytes)
-    outcome.spent = bool(bench.lost)
+    with _following(run.tune) as used:
+        outcome = judged(law, bench, run.example, functools.partial(where, case), case.bytes)
+    outcome.spent, outcome.tuned = bool(bench.lost), dict(used)
     if outcome.rows == 0 and outcome.verdict is Verdict.HOLDS:
         outcome.verdict, outcome.reason = Verdict.BLIND, "nothing to compare: the case has no rows"
     return outcome
+
+
+DENIED = "GDN_VERIFY_DENIED"  # in a worker's environment: the file of a deny-list
+
+
+@contextlib.contextmanager
+def _following(tune: str) -> Iterator[tuning.Used]:
+    """Autotuned kernels run with the configurations that `tune` says; those that did are gathered."""
+    if not tune:
+        yield {}
+        return
+    tuning.install()
+    with tuning.using(tuning.Policy.parse(tune), _denied()) as used:
+        yield used
+
+
+@functools.cache
+def _denied() -> tuple[tuning.Denied, ...]:
+    return tuple(tuning.read_denied(os.environ[DENIED])) if os.environ.get(DENIED) else ()
 
 
 def _there(device: str, pairs: Iterator[T]) -> Iterator[T]:

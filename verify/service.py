@@ -37,6 +37,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
                     "operation": adapter.domain.operation,
                     "domain": adapter.domain.to_json(),
                     "algorithm": adapter.algorithm,
+                    "products": adapter.products,
                     "counterpart": counterpart,
                     "versions": versions(adapter),
                     "device": devices.name(),

@@ -15,6 +15,7 @@ class Chunk(Adapter):
     """`fla.ops.gated_delta_rule.chunk_gated_delta_rule`: chunkwise, forward and backward."""
 
     algorithm = "chunkwise"
+    products = "tf32"
     chunk = 64
     # Not position independent: torch sums dg over blocks of key channels, and on a CPU its sum depends on the place in memory.
     domain = Domain(key_dims=(1, 256), in_kernel=INSIDE)
@@ -43,6 +44,7 @@ class ChunkVFirst(Adapter):
     """The same with states stored [V, K]."""
 
     algorithm = "chunkwise"
+    products = "tf32"
     chunk = 64
     domain = Domain(key_dims=(1, 256), in_kernel=INSIDE)
     counterpart = "fla/fused_recurrent_v_first"
@@ -84,6 +86,7 @@ class ChunkKda(Adapter):
     """`fla.ops.kda.chunk_kda`: chunkwise, forward and backward."""
 
     algorithm = "chunkwise"
+    products = "tf32"
     chunk = 64
     domain = Domain(operation="kda", key_dims=(1, 256), in_kernel=INSIDE)
     counterpart = "fla/fused_recurrent_kda"
@@ -112,6 +115,7 @@ class ChunkDeltaRule(Adapter):
     """`fla.ops.delta_rule.chunk_delta_rule`: chunkwise; asserts that nothing is float32, and as many value heads as key heads."""
 
     algorithm = "chunkwise"
+    products = "tf32"
     chunk = 64
     domain = Domain(operation="delta_rule", dtypes=("bf16", "fp16"), key_dims=(1, 256), grouped_heads=False)
     counterpart = "fla/fused_recurrent_delta_rule"

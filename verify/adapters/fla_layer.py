@@ -20,6 +20,7 @@ class Layer(Adapter):
     """
 
     algorithm = "chunkwise"
+    products = "tf32"
     chunk = 64
     domain = LayerDomain(nothing=False)
     counterpart: str | None = "fla/layer_recurrent"

@@ -1,0 +1,78 @@
+"""What a kernel can do to a GPU, planted in an implementation that is right otherwise: each only where a case has 33 tokens or more.
+
+They need a GPU; without one they are right.
+"""
+
+import os
+import signal
+
+import torch
+from torch import Tensor
+
+from oracles.operation import Inputs
+from tests.right import Chunkwise
+
+try:
+    import triton
+    import triton.language as tl
+except ModuleNotFoundError:
+    triton = None
+
+if triton is not None and torch.cuda.is_available():
+
+    @triton.jit
+    def astray(x):  # type: ignore[no-untyped-def]
+        tl.store(x + (1 << 46), 1.0)
+
+    @triton.jit
+    def waits(x):  # type: ignore[no-untyped-def]
+        while tl.load(x, volatile=True) == 0.0:
+            pass
+
+
+class Fault(Chunkwise):
+    """The right answer, after what `harm` does."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        if x.q.is_cuda and x.q.shape[1] > 32:
+            self.harm(x)
+        with x.q.device:  # what it makes besides is made there too
+            return super().run(x)
+
+    def harm(self, x: Inputs) -> None:
+        raise NotImplementedError
+
+
+class IllegalAccess(Fault):
+    """A store far from any tensor: the context is gone."""
+
+    def harm(self, x: Inputs) -> None:
+        astray[(1,)](torch.zeros(1, device=x.q.device))
+
+
+class DeviceAssert(Fault):
+    """An index out of range, seen on the device alone."""
+
+    def harm(self, x: Inputs) -> None:
+        torch.zeros(4, device=x.q.device)[torch.tensor([7], device=x.q.device)]
+
+
+class Hang(Fault):
+    """A kernel that waits for what nobody writes."""
+
+    def harm(self, x: Inputs) -> None:
+        waits[(1,)](torch.zeros(1, device=x.q.device))
+
+
+class OutOfMemory(Fault):
+    """More memory than there is."""
+
+    def harm(self, x: Inputs) -> None:
+        torch.empty(2**45, dtype=torch.uint8, device=x.q.device)
+
+
+class Killed(Fault):
+    """The process is killed, as by the host when it is out of memory."""
+
+    def harm(self, x: Inputs) -> None:  # noqa: ARG002
+        os.kill(os.getpid(), signal.SIGKILL)

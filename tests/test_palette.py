@@ -1,0 +1,713 @@
+"""Palettes: the keys a check is drawn from are few, legal, spread and the same again; kernels compile for nothing else."""
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from oracles.case import IN_KERNEL, Case
+from oracles.layer_case import LayerCase
+from oracles.module_case import ModuleCase
+from oracles.parallel_case import ParallelCase
+from oracles.pool_case import PoolCase
+from properties import palette, pools, strategies
+from properties.books import book_of
+from properties.domain import Domain
+from properties.laws import LAWS, Law
+from properties.layers import LayerDomain
+from properties.modules import ModuleDomain
+from properties.palette import Palette, draw_palette, key_of, number_of, real_case, sample, with_key
+from properties.paths import PathDomain
+from properties.pools import PoolDomain
+from properties.strategies import FAR_HEADS, HEADS, WIDTHS, Example
+
+ROOT = pathlib.Path(__file__).parent.parent
+EVERY = Domain(in_kernel=IN_KERNEL, reach=16)
+NARROW = Domain(dtypes=("bf16",), key_dims=(64, 256), value_dims=(128, 128), grouped_heads=False, batched=False, backward=False)
+DOMAINS: dict[str, Any] = {
+    "everything": EVERY,
+    "a narrow kernel": dataclasses.replace(NARROW, reach=16),
+    "K = V = 128": Domain(dtypes=("bf16",), key_dims=(128, 128), value_dims=(128, 128), packed=False, empty=False),
+    "KDA, without scale": Domain(operation="kda", in_kernel=IN_KERNEL, scale=False, equal_widths=True, reach=4),
+    "the delta rule": Domain(operation="delta_rule", in_kernel=("none", "beta"), initial_state=False, reach=4),
+    "convolutions": ModuleDomain(),
+    "gates": ModuleDomain("kda_gate"),
+    "pools": PoolDomain(blocks=(8, 32)),
+    "steps": PoolDomain(most_tokens=1, padding_slots=(), fresh=False),
+    "layers": LayerDomain(),
+    "layers whose states have no gradients": LayerDomain(state_gradients=False, packed=False),
+}
+SMALLEST = ("everything", "convolutions", "layers")  # also asked with a palette of one key, and what laws need beside it
+PALETTES: dict[tuple[str, int, int], Palette] = {}
+
+
+def palette_of(name: str, size: int = palette.SIZE, seed: int = 5) -> Palette:
+    """The palette of a domain, drawn once."""
+    if (name, size, seed) not in PALETTES:
+        PALETTES[name, size, seed] = draw_palette(DOMAINS[name], seed, size)
+    return PALETTES[name, size, seed]
+
+
+def laws_of(domain: Any) -> list[Law]:
+    return [law for law in book_of(domain).laws.values() if law.needs(domain) is None]
+
+
+# What is drawn where kernels are interpreted is what was drawn before there was a reach
+
+
+def plainly(strategy: st.SearchStrategy[Example], first: int, count: int) -> list[Example]:
+    """Examples drawn with generators of known seeds in place of Hypothesis's, of which a later release may draw others."""
+    kept: list[Example] = []
+    while len(kept) < count:
+        numbers = itertools.count(first)
+        first += 10
+
+        @settings(max_examples=1, phases=[Phase.generate], database=None, print_blob=False)
+        @given(data=st.data())
+        def look(data: st.DataObject, numbers: Iterator[int]) -> None:
+            kept.append(data.draw(strategy))
+
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(hypothesis.errors.Unsatisfiable):
+            patch.setattr(st, "randoms", lambda numbers=numbers, **_: st.just(random.Random(next(numbers))))
+            look(numbers=numbers)
+    return kept
+
+
+def text(examples: list[Example]) -> str:
+    return "".join(f"at={example.at} variant={example.variant} {example.case}\n" for example in examples)
+
+
+# Drawn by the code as it was before `reach`: these are no answers, but what must not move.
+BEFORE = {
+    (
+        "oracle",
+        0,
+    ): "at=None variant=None lengths=3+2+3+2+4+1+4+1+2+1+0+4 packed=yes value_heads=8 key_dim=40 value_dim=7 dtype=fp16 "
+    "gate=1000 values=scaled scale=one qk_norm=yes seed=56907",
+    ("oracle", 1): "at=None variant=None lengths=32+32 value_heads=8 key_dim=12 value_dim=12 gate=64 gate_dtype=input beta=one "
+    "values=scaled state=random qk_norm=yes seed=5337",
+    (
+        "cut",
+        0,
+    ): "at=64 variant=None lengths=66 packed=yes value_heads=2 key_dim=40 value_dim=128 gate=1000 state=random qk_norm=yes "
+    "seed=43279",
+    (
+        "packed",
+        0,
+    ): "at=1 variant=None lengths=16+63+31 packed=yes value_heads=2 key_dim=24 value_dim=24 values=zero_rows qk_norm=yes "
+    "offsets=int32 seed=46372",
+    (
+        "recall",
+        2,
+    ): "at=None variant=None lengths=24+24 heads=2 value_heads=4 key_dim=7 value_dim=7 dtype=bf16 beta=one values=one_hot "
+    "state=zero scale=one backward=no seed=44122",
+    ("heads", 0): "at=1 variant=None lengths=66 packed=yes value_heads=2 key_dim=40 value_dim=128 gate=tenth beta=zero "
+    "values=correlated scale=one offsets=int32 seed=9665",
+}
+BEFORE_ALL = {
+    "everything": (Domain(), "69c30d69c8b1b6ab5b67daa90d99ed1cce4f96391af6026ccfd90899aae894da"),
+    "KDA": (Domain(operation="kda", in_kernel=IN_KERNEL), "773ff4aae1ec25ee36d5429b6b1e14c0aa80d0c39a515fa5c37e197fc3c2dc8e"),
+    "the delta rule": (
+        Domain(operation="delta_rule", width_step=16, empty=False),
+        "29d1f47b516a9bbcf50b94fe2fab1175e471332f5efabb9ef782f97436fc38fa",
+    ),
+    "narrow": (NARROW, "3f316d5b8171e68c649a31164c2d559820744dadf114812e08e021b3af1fbba0"),
+}
+OLD_LAWS = ("oracle", "recurrent", "packed", "cut", "absent", "norm", "linear", "recall", "future", "heads", "strides")
+
+
+@pytest.mark.parametrize(("law", "seed"), BEFORE)
+def test_without_reach_examples_are_those_drawn_before_it_was_there(law: str, seed: int) -> None:
+    assert text(plainly(LAWS[law].draw(Domain()), 1000 * seed, 1)) == BEFORE[law, seed] + "\n"
+
+
+@pytest.mark.parametrize("name", BEFORE_ALL)
+def test_without_reach_no_bit_of_any_draw_has_moved(name: str) -> None:
+    domain, digest = BEFORE_ALL[name]
+    laws = [LAWS[law] for law in OLD_LAWS if LAWS[law].needs(domain) is None]
+    drawn = "".join(text(plainly(law.draw(domain), 100_000, 5)) for law in laws)
+    assert hashlib.sha256(drawn.encode()).hexdigest() == digest
+
+
+def test_lengths_that_only_a_reach_can_draw_move_no_draw_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    domains = [ModuleDomain(), PoolDomain(), LayerDomain(), Domain()]
+
+    def drawn() -> str:
+        return "".join(text(sample(law.draw(domain), 3, 8)) for domain in domains for law in laws_of(domain)[:6])
+
+    now = drawn()
+    for name in ("BLOCKS", "EDGES"):
+        monkeypatch.setattr(strategies, name, tuple(length for length in getattr(strategies, name) if length < 300))
+    monkeypatch.setattr(pools, "EDGES", strategies.EDGES)
+    assert drawn() == now
+    monkeypatch.setattr(strategies, "EDGES", strategies.EDGES[1:])
+    assert drawn() != now
+
+
+# Reach
+
+
+@pytest.fixture(scope="module")
+def far() -> list[Example]:
+    """Examples of the widest law with a reach."""
+    return sample(LAWS["oracle"].draw(EVERY), 1, 300)
+
+
+def test_reach_draws_long_wide_and_many(far: list[Example]) -> None:
+    drawn = [example.case for example in far]
+    assert all(EVERY.outside(case) is None for case in drawn)
+    lengths = {length for case in drawn for length in case.lengths}
+    assert {511, 512, 319, 320, 321, 383, 384, 385, 449, 63, 64, 65, 257, 0, 1} <= lengths
+    assert max(lengths) == 512
+    assert max(case.tokens for case in drawn) > 2500
+    assert sum(case.tokens > 1000 for case in drawn) > 20
+    assert {(16, 32), (8, 16), (1, 1), (2, 4)} <= {(case.heads, case.value_heads) for case in drawn}
+    long = [case for case in drawn if case.tokens > 500]
+    assert {256, 192, 128, 65, 64, 40} <= {case.key_dim for case in long}
+    assert {256, 192, 128, 65, 64, 40} <= {case.value_dim for case in long}
+    narrow = sum(case.key_dim < 16 for case in drawn)
+    assert 0 < narrow < len(drawn) / 6
+
+
+def test_reach_is_shared_among_heads_and_kept_by_every_law() -> None:
+    for law in laws_of(EVERY):
+        for example in sample(law.draw(EVERY), 2, 10):
+            case = example.case
+            assert EVERY.outside(case) is None
+            law.accept(example)
+            assert case.tokens <= 16 * 280 * 4 // max(4, case.value_heads) + len(case.lengths)
+
+
+@settings(max_examples=30)
+@given(case=strategies.cases(EVERY, packed=False, key_dim=(8, 16), groups=((2, 4),), sequences=(1, 1), longest=16, total=16))
+def test_what_is_given_stays_as_given_with_a_reach(case: Case) -> None:
+    assert (case.packed, case.heads, case.value_heads, len(case.lengths)) == (False, 2, 4, 1)
+    assert case.key_dim in (8, 16)
+    assert case.tokens <= 256
+
+
+@pytest.mark.parametrize("reach", [0, -1, 257, 2.0, "16"])
+def test_reach_that_is_none_is_refused(reach: Any) -> None:
+    with pytest.raises(ValueError, match=f"^reach must be in 1..256, got {reach!r}$"):
+        Domain(reach=reach)
+    assert Domain.from_json(json.loads(json.dumps(EVERY.to_json()))) == EVERY
+
+
+# Keys
+
+
+@pytest.mark.parametrize("kind", [Case, ModuleCase, PoolCase, LayerCase])
+def test_keys_are_words_of_the_case(kind: Any) -> None:
+    fields = {field.name for field in dataclasses.fields(kind)}
+    assert set(kind.KEYS) <= fields
+    assert len(set(kind.KEYS)) == len(kind.KEYS)
+    assert not {"lengths", "seed", "gate", "values", "backward", "eps", "free", "spare"} & set(kind.KEYS)
+
+
+FULL = Case((65, 3), packed=True, heads=2, value_heads=4, key_dim=32, in_kernel="both", state="random", seed=3)
+CONV = ModuleCase((48, 17), "causal_conv1d", packed=True, width=24, state="random")
+
+
+@pytest.mark.parametrize(
+    ("case", "same"),
+    [
+        (FULL, {"lengths": (1, 700, 0)}),
+        (FULL, {"gate": "mixed", "values": "scaled", "seed": 4, "beta": "edges"}),
+        (FULL, {"state": "zero"}),
+        (FULL, {"backward": False}),
+        (FULL, {"gate_dtype": "input"}),
+        (dataclasses.replace(FULL, in_kernel="none"), {"dt_bias": False, "beta": "two"}),
+        (dataclasses.replace(FULL, lengths=(9,), packed=False), {"offsets": "int32", "lengths": (10,)}),
+        (Case((9, 9), operation="delta_rule"), {"gate_dtype": "input", "lengths": (64, 64)}),
+        (PoolCase((1, 1)), {"lengths": (1, 1, 1), "state": "random", "spare": 9, "free": "nan", "padded": "some"}),
+        (PoolCase((2, 1), packed=True, fresh="some"), {"fresh": "all", "lengths": (3, 3, 1)}),
+        (LayerCase((5, 5)), {"lengths": (7, 7), "eps": "1e-5", "hidden": 12, "gate": "mixed"}),
+        (CONV, {"lengths": (15, 0, 18), "values": "large", "oldest": False}),
+        (ModuleCase((5, 5), "l2norm"), {"lengths": (64,), "eps": "1e-5"}),
+    ],
+)
+def test_what_no_kernel_is_compiled_for_is_in_no_key(case: Any, same: dict[str, Any]) -> None:
+    assert key_of(dataclasses.replace(case, **same)) == key_of(case)
+
+
+@pytest.mark.parametrize(
+    ("case", "other"),
+    [
+        *((FULL, other) for other in ({"heads": 4}, {"value_heads": 8}, {"key_dim": 33}, {"value_dim": 17}, {"dtype": "bf16"})),
+        *((FULL, other) for other in ({"state": "none"}, {"qk_norm": True}, {"dt_bias": False}, {"beta": "two"}, {"scale": "one"})),
+        *((FULL, other) for other in ({"in_kernel": "none"}, {"offsets": "int32"}, {"packed": False, "lengths": (9,)})),
+        (dataclasses.replace(FULL, in_kernel="beta"), {"gate_dtype": "input"}),
+        (Case((9,)), {"lengths": (9, 9)}),
+        (PoolCase((2, 1), packed=True), {"fresh": "all"}),
+        (PoolCase((2, 1), packed=True), {"accepted": "some"}),
+        (PoolCase((1,)), {"block_v": "8"}),
+        (LayerCase((9,)), {"cached": True}),
+        (LayerCase((9,)), {"lengths": (9, 9)}),
+        (CONV, {"lengths": (64,)}),
+        (CONV, {"lengths": (1,)}),
+        (dataclasses.replace(CONV, width=8), {"lengths": (66,)}),
+        (CONV, {"final_state": False}),
+    ],
+)
+def test_what_a_kernel_is_compiled_for_is_in_the_key(case: Any, other: dict[str, Any]) -> None:
+    assert key_of(dataclasses.replace(case, **other)) != key_of(case)
+
+
+# Palettes
+
+
+@pytest.mark.parametrize("name", DOMAINS)
+def test_palette_is_of_different_keys_inside_the_domain_and_as_few_as_it_says(name: str) -> None:
+    domain, drawn = DOMAINS[name], palette_of(name)
+    assert all(domain.outside(entry) is None for entry in drawn.entries)
+    assert len(set(drawn.keys)) == len(drawn.entries)
+    variants = sum(len(law.variants or (None,)) for law in laws_of(domain))
+    assert 2 <= len(drawn.entries) <= palette.SIZE + palette.LEAST * variants
+    if name in SMALLEST:
+        assert len(palette_of(name, 1).entries) < len(drawn.entries)
+
+
+def test_palettes_of_every_domain_are_close_to_their_size() -> None:
+    assert max(len(palette_of(name).entries) for name in DOMAINS) <= 2 * palette.SIZE
+
+
+def again(draw: Callable[[int], Palette]) -> bool:
+    """Whether a palette is the same whatever the state of generators that it does not own."""
+    drawn = []
+    for state in (1, 2):
+        random.seed(state)
+        torch.manual_seed(state)
+        drawn.append(draw(9))
+    return drawn[0] == drawn[1]
+
+
+def test_palette_depends_on_nothing_but_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(seed: int) -> Palette:
+        return draw_palette(EVERY, seed, laws=("oracle", "cut"))
+
+    assert again(draw)
+    assert draw(9) != draw(10)
+    monkeypatch.setattr(palette, "_spread", lambda cases, size: random.sample(cases, size))
+    assert not again(draw), "a palette from a global random state must be seen"
+
+
+def drawn_lines() -> list[str]:
+    """A palette, and examples with its keys."""
+    drawn = draw_palette(EVERY, 5, 12, ("oracle", "cut"))
+    return [*map(str, drawn.entries), *map(str, sample(drawn.examples(LAWS["cut"], EVERY), 3, 20))]
+
+
+def test_palette_and_its_examples_are_the_same_in_another_process(elsewhere: dict[str, Any]) -> None:
+    assert elsewhere["lines"] == drawn_lines()
+    assert len(set(drawn_lines())) >= 30
+
+
+@pytest.fixture(scope="module")
+def fifty() -> list[Palette]:
+    """The palettes of fifty seeds."""
+    return [draw_palette(EVERY, seed, laws=()) for seed in range(50)]
+
+
+def test_fifty_seeds_draw_all_there_is(fifty: list[Palette]) -> None:
+    entries = [entry for each in fifty for entry in each.entries]
+    for name, choices in {
+        "key_dim": WIDTHS,
+        "value_dim": WIDTHS,
+        "dtype": EVERY.dtypes,
+        "state": ("none", "zero", "random"),
+        "scale": ("default", "one", "half"),
+        "qk_norm": (False, True),
+        "packed": (False, True),
+        "in_kernel": IN_KERNEL,
+        "gate_dtype": ("fp32", "input"),
+        "dt_bias": (False, True),
+        "offsets": ("int32", "int64"),
+    }.items():
+        assert {getattr(entry, name) for entry in entries} == set(choices), name
+    assert {(entry.heads, entry.value_heads) for entry in entries} == {*HEADS, *FAR_HEADS}
+    assert {len(entry.lengths) for entry in entries if not entry.packed} == {1, 2}
+    assert any(entry.beta == "two" and entry.beta_inside for entry in entries)
+    assert len({each.keys for each in fifty}) == 50
+
+
+def test_each_palette_is_spread(fifty: list[Palette]) -> None:
+    for each in fifty:
+        entries = each.entries
+
+        def share(true: Callable[[Case], bool], entries: tuple[Any, ...] = entries) -> int:
+            return sum(map(true, entries))
+
+        assert len(entries) == palette.SIZE
+        for dtype in EVERY.dtypes:
+            assert share(lambda entry, dtype=dtype: entry.dtype == dtype) >= 2
+        assert 4 <= share(lambda entry: entry.packed) <= 8
+        assert 4 <= share(lambda entry: entry.state != "none") <= 10
+        assert share(lambda entry: not entry.packed and len(entry.lengths) == 1) >= 1
+        assert share(lambda entry: not entry.packed and len(entry.lengths) == 2) >= 1
+        assert 4 <= share(lambda entry: entry.key_dim != entry.value_dim) <= 9
+        assert share(lambda entry: 16 <= entry.key_dim <= 256 and 16 <= entry.value_dim <= 256) >= 7
+        for name in ("key_dim", "value_dim"):
+            powers = share(lambda entry, name=name: getattr(entry, name).bit_count() == 1)
+            assert 3 <= powers <= 9
+            assert share(lambda entry, name=name: getattr(entry, name) >= 64) >= 3
+        assert share(lambda entry: entry.value_heads >= 8) >= 2
+        assert {entry.in_kernel for entry in entries} == set(IN_KERNEL)
+
+
+# Fitting
+
+STAYS = {"lengths", "gate", "values", "seed", "backward", "eps", "hidden", "spare", "free", "padded", "oldest", "operation"}
+
+
+def wrongs(drawn: Palette, domain: Any, law: Law, count: int) -> Iterator[str]:
+    """What is wrong with the examples that a palette's fit makes of a law's, in words."""
+    keys = set(drawn.keys)
+    for example in sample(law.draw(domain), 17, count):
+        if (fitted := drawn.fit(law, domain, example)) is None:
+            continue
+        case = fitted.case
+        if key_of(case) not in keys:
+            yield "a key of its own"
+        if domain.outside(case) is not None:
+            yield "outside the domain"
+        try:
+            law.accept(fitted)
+        except ValueError:
+            yield "not what the law is about"
+        if any(getattr(case, name, None) != getattr(example.case, name, None) for name in STAYS):
+            yield "another example"
+        if fitted.variant != example.variant:
+            yield "another variant"
+        if type(case).parse(str(case)) != case:
+            yield "no line"
+        if (law.place is None or law.place(case) == law.place(example.case)) and fitted.at != example.at:
+            yield "another place"
+        if case.packed != example.case.packed:
+            yield "another layout"
+        if getattr(example.case, "value_heads", 1) > 1 == case.value_heads:
+            yield "one head of several"
+
+
+@pytest.mark.parametrize("name", DOMAINS)
+def test_fitted_examples_are_legal_inside_the_domain_and_what_the_law_is_about(name: str) -> None:
+    domain = DOMAINS[name]
+    for size in (palette.SIZE, 1) if name in SMALLEST else (palette.SIZE,):
+        drawn = palette_of(name, size)
+        for law in laws_of(domain):
+            assert set(wrongs(drawn, domain, law, 6)) == set(), law.name
+
+
+@pytest.mark.parametrize("name", DOMAINS)
+def test_no_law_starves_and_a_check_has_no_more_keys_than_the_palette(name: str) -> None:
+    domain = DOMAINS[name]
+    for size in (palette.SIZE, 1) if name in SMALLEST else (palette.SIZE,):
+        drawn = palette_of(name, size)
+        seen = set()
+        for law in laws_of(domain):
+            examples = sample(drawn.examples(law, domain), 23, 10)
+            assert len(examples) >= 10, law.name
+            seen |= {key_of(example.case) for example in examples}
+        assert seen <= set(drawn.keys)
+        assert len(seen) > len(drawn.entries) / 2
+
+
+def test_without_keys_of_its_own_a_law_would_starve() -> None:
+    drawn = palette_of("everything", 1)
+    assert len(sample(drawn.examples(LAWS["recall"], EVERY), 1, 5)) >= 5
+    unlike = Palette(drawn.seed, tuple(entry for entry in drawn.entries if entry.qk_norm or entry.in_kernel != "none"))
+    assert unlike.entries
+    with pytest.raises(hypothesis.errors.Unsatisfiable):
+        sample(unlike.examples(LAWS["recall"], EVERY), 1, 5)
+
+
+def legal(domain: Any, example: Example) -> bool:
+    return domain.outside(example.case) is None
+
+
+def accepted(law: Law, example: Example) -> bool:
+    try:
+        law.accept(example)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said", "drawn_for", "asked_of", "law"),
+    [
+        (lambda law, domain, example: legal(domain, example), "not what the law is about", EVERY, EVERY, "recall"),
+        (lambda law, domain, example: legal(domain, example), "not what the law is about", EVERY, EVERY, "absent"),
+        (lambda law, domain, example: accepted(law, example), "outside the domain", EVERY, DOMAINS["a narrow kernel"], "oracle"),
+        (
+            lambda law, domain, example: accepted(law, example),
+            "outside the domain",
+            LayerDomain(),
+            DOMAINS["layers whose states have no gradients"],
+            "oracle",
+        ),
+    ],
+)
+def test_fit_that_ignores_the_law_or_the_domain_is_seen(
+    monkeypatch: pytest.MonkeyPatch, wrong: Any, said: str, drawn_for: Any, asked_of: Any, law: str
+) -> None:
+    drawn, the_law = draw_palette(drawn_for, 5, laws=("oracle",)), book_of(asked_of).laws[law]
+    assert set(wrongs(drawn, asked_of, the_law, 40)) == set()
+    monkeypatch.setattr(palette, "suits", wrong)
+    assert said in set(wrongs(drawn, asked_of, the_law, 40))
+
+
+def test_place_follows_the_heads_that_an_entry_has() -> None:
+    wide = Palette(3, (Case((5, 5), heads=16, value_heads=32),))
+    examples = [Example(Case((5, 5), heads=1, value_heads=4, seed=seed), seed % 4) for seed in range(64)]
+    places = {wide.fit(LAWS["heads"], EVERY, example).at for example in examples}  # type: ignore[union-attr]
+    assert max(places) >= 16
+    assert len(places) > 16
+    few = Palette(3, (Case((5, 5), heads=1, value_heads=2),))
+    assert {few.fit(LAWS["heads"], EVERY, example).at for example in examples} == {0, 1}  # type: ignore[union-attr]
+    cut = Example(Case((40, 40), heads=1, value_heads=4), 17)
+    assert wide.fit(LAWS["cut"], EVERY, cut).at == 17  # type: ignore[union-attr]
+
+
+def test_entry_goes_by_seed_and_example_alone_and_all_are_used() -> None:
+    drawn, law = palette_of("everything"), LAWS["oracle"]
+    examples = sample(law.draw(EVERY), 4, 400)
+    fitted = [drawn.fit(law, EVERY, example) for example in examples]
+    assert [drawn.fit(law, EVERY, example) for example in reversed(examples)] == fitted[::-1]
+    other = Palette(drawn.seed + 1, drawn.entries)
+    assert [other.fit(law, EVERY, example) for example in examples] != fitted
+    assert {key_of(example.case) for example in fitted if example} >= set(drawn.keys[: palette.SIZE])
+
+
+def test_example_that_no_entry_suits_is_none() -> None:
+    law, one = LAWS["oracle"], Example(Case((5,), heads=2, value_heads=2))
+    assert Palette(0, (Case((9,), heads=4, value_heads=8),)).fit(law, EVERY, one) is not None
+    for entry in (
+        Case((5,), packed=True, heads=2, value_heads=2),
+        Case((5, 5), heads=2, value_heads=2),
+        Case((5,), heads=1, value_heads=2),
+    ):
+        assert Palette(0, (entry,)).fit(law, EVERY, one) is None
+    assert Palette(0, ()).fit(law, EVERY, one) is None
+
+
+def test_example_grows_no_larger_than_the_oracle_can_take() -> None:
+    law, wide = LAWS["oracle"], Case((5,), heads=16, value_heads=32, key_dim=256, value_dim=256)
+    assert with_key(law, EVERY, Example(Case((400,))), wide, 0) is not None
+    assert with_key(law, EVERY, Example(Case((4000,))), wide, 0) is None
+    assert with_key(law, EVERY, Example(dataclasses.replace(wide, lengths=(4000,))), wide, 0) is not None, "no larger than it was"
+
+
+def test_regimes_of_an_example_stay_where_the_key_has_them() -> None:
+    law = LAWS["oracle"]
+    entry = Case((5,), state="random", in_kernel="both", beta="two", key_dim=64)
+    for state, beta, wanted in (("zero", "edges", ("zero", "two")), ("none", "two", ("random", "two"))):
+        fitted = with_key(law, EVERY, Example(Case((7,), state=state, beta=beta)), entry, 0)
+        assert fitted is not None
+        assert (fitted.case.state, fitted.case.beta) == wanted
+        assert key_of(fitted.case) == key_of(entry)
+    plain = with_key(law, EVERY, Example(Case((7,), beta="edges", in_kernel="gate", dt_bias=False)), Case((5,)), 0)
+    assert plain == Example(Case((7,), beta="edges")), "words that say nothing go"
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: draw_palette(EVERY, 0, 0), "size must be at least 1, got 0"),
+        (lambda: draw_palette(EVERY, 0, "12"), "size must be at least 1, got '12'"),
+        (lambda: draw_palette(EVERY, 0, laws=("cut", "recal")), "laws must be some of oracle, recurrent, .*, got 'recal'"),
+        (lambda: draw_palette(PathDomain(), 0), "a palette needs a book whose cases have KEYS, got paths"),
+        (lambda: key_of(ParallelCase((8,))), "a palette needs a case whose class has KEYS, got ParallelCase"),
+    ],
+)
+def test_wrong_argument_is_refused(call: Callable[[], Any], said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        call()
+
+
+def test_numbers_are_of_every_word_and_the_same_everywhere() -> None:
+    assert number_of(5, "cut") == int(hashlib.sha256(b"5 cut").hexdigest()[:16], 16)
+    assert len({number_of(seed, word) for seed in range(20) for word in ("cut", "cu t")}) == 40
+
+
+def test_real_case_is_one_of_real_widths_and_ragged() -> None:
+    cases = [real_case(seed) for seed in range(20)]
+    assert cases == [real_case(seed) for seed in range(20)]
+    assert len({case.lengths for case in cases}) == 20
+    for case in cases:
+        assert Case.parse(str(case)) == case
+        assert (case.heads, case.value_heads, case.key_dim, case.value_dim, case.dtype) == (16, 32, 128, 128, "bf16")
+        assert (case.packed, case.gate, case.tokens) == (True, "mixed", 32768)
+        assert len(set(case.lengths)) > 5
+        assert min(case.lengths) >= 1
+        assert max(case.lengths) > 512
+        assert len(case.lengths) < 200
+
+
+# Compiled kernels: what flash-linear-attention would compile, counted without a GPU
+
+
+def compiled(adapter: str, cases: list[Any]) -> list[list[str]]:
+    """For each case the kernels that a call would compile: their names and Triton's key. Nothing is compiled or launched.
+
+    Run in a process of its own: it replaces Triton's launch by a record, so outputs hold nothing.
+    """
+    import triton  # noqa: F401 - not for the process of the tests
+    from triton.backends import backends
+    from triton.runtime import autotuner, jit
+
+    launched: set[str] = set()
+    binders: dict[int, Any] = {}
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+        if id(self) not in binders:
+            binders[id(self)] = jit.create_function_from_signature(self.signature, self.params, backends["nvidia"].compiler)
+        _, key, options = binders[id(self)](*args, **kwargs, debug=False)
+        launched.add(f"{self.__name__} {key} {sorted(map(str, options.items()))}")
+
+    def tune(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.fn.run(*args, **kwargs, **self.configs[0].all_kwargs())
+
+    jit.JITFunction.run = launch
+    autotuner.Autotuner.run = tune
+    if not hasattr(torch.cpu, "device"):
+        torch.cpu.device = contextlib.nullcontext  # type: ignore[attr-defined]
+    from verify.bench import AdapterBench
+    from verify.run import adapter_of
+
+    made, result = adapter_of(adapter), []
+    for case in cases:
+        assert made.domain.outside(case) is None, case
+        launched.clear()
+        inputs = case.inputs()
+        cotangents = case.cotangents() if getattr(case, "backward", False) else None
+        AdapterBench(made, None, case).call_implementation(made, case.spec_of(inputs), inputs, cotangents)
+        result.append(sorted(launched))
+    return result
+
+
+# Of kernels that take the number of elements, or a norm's rows, as an integer that Triton looks at: they are small.
+BY_SIZE = ("fused_beta_sigmoid_fwd_kernel", "fused_beta_sigmoid_bwd_kernel", "layer_norm_gated_bwd_kernel")
+RULE = "lengths=3+66 packed=yes heads=2 value_heads=4 key_dim=32 value_dim=24 dtype=bf16 state=random"
+# For each adapter a line, changes of it that have the same key, and those that have another, of the words in KEYS.
+COMPILED: dict[str, tuple[str, list[str], list[str]]] = {
+    "fla/chunk": (
+        f"{RULE} in_kernel=both",
+        ["lengths=70+0+512", "state=zero gate=mixed", "values=scaled seed=4 beta=edges", "gate_dtype=input"],
+        [
+            *("heads=4", "value_heads=8", "key_dim=64", "value_dim=32", "dtype=fp16", "state=none", "qk_norm=yes"),
+            *("in_kernel=gate", "dt_bias=no", "offsets=int32", "packed=no lengths=9", "packed=no lengths=9+9"),
+        ],
+    ),
+    "fla/chunk_delta_rule": (
+        "op=delta_rule lengths=9+9 dtype=bf16",
+        ["lengths=70+70", "gate_dtype=input seed=1"],
+        ["lengths=9", "packed=yes", "qk_norm=yes"],
+    ),
+    "fla/fused_recurrent": (
+        f"{RULE} backward=no",
+        ["lengths=70+0+512", "state=zero gate=mixed"],
+        ["gate_dtype=input", "in_kernel=beta", "in_kernel=gate", "state=none", "qk_norm=yes"],
+    ),
+    "fla/fused_recurrent_kda": (
+        f"op=kda {RULE} in_kernel=both backward=no",
+        ["lengths=70+0+512", "state=zero gate=mixed"],
+        ["scale=one", "beta=two", "dt_bias=no"],
+    ),
+    "fla/conv": (
+        "op=causal_conv1d lengths=9+9 packed=yes width=24 state=random",
+        ["lengths=3+17", "values=large oldest=no seed=3"],
+        [
+            *("lengths=16", "lengths=1", "lengths=11", "width=32", "conv_width=3", "bias=yes", "activation=silu", "state=none"),
+            *("final_state=no", "packed=no", "packed=no lengths=18", "dtype=bf16", "offsets=int32"),
+        ],
+    ),
+    "fla/kda_gate": (
+        "op=kda_gate lengths=9 heads=2 width=16 beta=no",
+        ["lengths=16+16"],
+        ["heads=3", "width=32", "dt_bias=no", "dtype=bf16"],
+    ),
+    "fla/gated_norm": ("op=gated_rms_norm lengths=9 width=16", ["lengths=16+16", "eps=1e-5"], ["width=32", "weight=no"]),
+    "fla/decode": (
+        "op=decode lengths=1+1 packed=yes state=random",
+        ["lengths=1+1+1", "spare=5 free=nan", "indices=int64"],
+        ["packed=no", "offsets=int32", "key_dim=32", "scale=one qk_norm=yes"],
+    ),
+}
+
+
+def changed(line: str, words: str) -> str:
+    """The line with other words."""
+    pairs = dict(word.split("=") for word in f"{line} {words}".split())
+    return " ".join(f"{name}={value}" for name, value in pairs.items())
+
+
+def lines_of(adapter: str) -> list[str]:
+    line, same, other = COMPILED[adapter]
+    return [line, *(changed(line, words) for words in (*same, *other))]
+
+
+def parsed(line: str) -> Any:
+    kind = {"op=causal": ModuleCase, "op=kda_ga": ModuleCase, "op=gated_": ModuleCase, "op=decode": PoolCase}.get(line[:9], Case)
+    return kind.parse(line)
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> dict[str, Any]:
+    """What another process draws, and for each adapter what each of its lines would compile there: it interprets nothing."""
+    code = (
+        "import json; from tests import test_palette as t\n"
+        "kernels = {each: t.compiled(each, [*map(t.parsed, t.lines_of(each))]) for each in t.COMPILED}\n"
+        "print(json.dumps({'lines': t.drawn_lines(), 'kernels': kernels}))"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONHASHSEED": "77",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TRITON_INTERPRET": "0",
+    }
+    got = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, timeout=240)
+    assert got.returncode == 0, got.stderr[-2000:]
+    found: dict[str, Any] = json.loads(got.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def kernels(elsewhere: dict[str, Any]) -> dict[str, list[list[str]]]:
+    """For each adapter what each of its lines would compile."""
+    found: dict[str, list[list[str]]] = elsewhere["kernels"]
+    return found
+
+
+@pytest.mark.parametrize("adapter", COMPILED)
+def test_cases_of_one_key_compile_the_same_kernels(kernels: dict[str, list[list[str]]], adapter: str) -> None:
+    line, same, _ = COMPILED[adapter]
+    lines, sets = lines_of(adapter), [{each for each in found if each.split()[0] not in BY_SIZE} for found in kernels[adapter]]
+    assert len(sets[0]) >= 1
+    key = key_of(parsed(line))
+    for index, each in enumerate(lines[1 : 1 + len(same)], 1):
+        assert key_of(parsed(each)) == key, each
+        assert sets[index] == sets[0], f"{each} compiles {sorted(sets[index] ^ sets[0])}"
+
+
+@pytest.mark.parametrize("adapter", COMPILED)
+def test_words_of_the_key_are_those_that_compile_other_kernels(kernels: dict[str, list[list[str]]], adapter: str) -> None:
+    line, same, _ = COMPILED[adapter]
+    lines, sets = lines_of(adapter), kernels[adapter]
+    for index, each in enumerate(lines[1 + len(same) :], 1 + len(same)):
+        assert key_of(parsed(each)) != key_of(parsed(line)), each
+        assert set(sets[index]) - set(sets[0]), f"{each} compiles nothing new"

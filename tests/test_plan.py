@@ -1,0 +1,146 @@
+"""Plans: examples from a palette, in an order that lets compiling keep ahead of checking."""
+
+import contextlib
+import dataclasses
+import time
+from typing import Any
+
+import pytest
+
+from oracles.case import Case
+from properties.domain import Domain
+from properties.laws import LAWS
+from properties.modules import ModuleDomain
+from properties.palette import key_of
+from properties.strategies import Example
+from verify.check import seeded
+from verify.plan import COMPILE_S, FORWARD, REACH, Compilers, Plan, in_order
+from verify.run import Run
+from verify.worker import Worker, WorkerLost
+
+
+class Recorder(Worker):
+    """A worker that runs nothing and remembers what it was asked."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__()
+        self.asked: list[dict[str, Any]] = []
+        self.fails = fails
+
+    def ask(self, question: dict[str, Any], deadline_s: float | None = None) -> dict[str, Any]:
+        assert deadline_s == COMPILE_S
+        self.asked.append(question)
+        if self.fails:
+            raise WorkerLost("crashed", "on purpose", "")
+        time.sleep(0.001)
+        return {}
+
+
+def run_of(law: str, example: Example) -> Run:
+    return Run(law, "fla/chunk", example, "tf32", "cuda", "5")
+
+
+def plan_of(compilers: Compilers, domain: Any = None, laws: tuple[str, ...] = ("oracle", "cut"), seed: int = 5) -> Plan:
+    return Plan(domain or Domain(), laws, seed, lambda _: 40, seeded, run_of, compilers)
+
+
+def test_each_key_of_each_law_is_compiled_once_in_the_order_in_which_it_is_needed() -> None:
+    worker = Recorder()
+    compilers = Compilers([worker], {"describe": "fla/chunk"})
+    plan = plan_of(compilers)
+    planned = {law: plan.of(law) for law in ("oracle", "cut")}
+    for law, each in planned.items():
+        assert len(each.examples) == 40, law
+        for example in each.examples:
+            each.wait(example)
+    lines = [question["run"] for question in worker.asked[1:]]
+    firsts = [Run.parse(line) for line in lines]
+    assert worker.asked[0] == {"describe": "fla/chunk"}
+    assert len(set(lines)) == len(lines)
+    for law, each in planned.items():
+        needed = list(dict.fromkeys((key_of(one.case), one.variant) for one in each.examples))
+        assert [(key_of(run.example.case), run.example.variant) for run in firsts if run.law == law] == needed
+        costs = [case.key_dim * case.value_dim * (2 if case.dtype == "fp32" else 1) for case in (one.case for one in each.examples)]
+        assert costs == sorted(costs)
+    plan.close()
+    compilers.close()
+
+
+def test_a_plan_is_the_same_for_the_same_seed_and_goes_far() -> None:
+    none = Compilers([], {})
+    drawn = [plan_of(none, laws=("oracle",), seed=seed).of("oracle").examples for seed in (5, 5, 6)]
+    assert drawn[0] == drawn[1]
+    keys = [{key_of(each.case) for each in examples} for examples in drawn]
+    assert keys[0] != keys[2]
+    assert max(max(each.case.lengths) for each in drawn[0]) > 300
+    assert REACH > 1
+    for each in drawn[0]:
+        assert LAWS["oracle"].accept(each) is None
+        assert Domain().outside(each.case) is None
+
+
+def test_a_law_that_a_domain_does_not_have_is_not_planned() -> None:
+    domain = dataclasses.replace(Domain(), packed=False)
+    planned = plan_of(Compilers([], {}), domain, ("packed",)).of("packed")
+    assert (planned.examples, planned.compiled) == ([], {})
+
+
+def test_modules_have_plans_too() -> None:
+    planned = plan_of(Compilers([], {}), ModuleDomain("l2norm"), ("oracle",)).of("oracle")
+    assert len(planned.examples) == 40
+
+
+def test_what_cannot_be_compiled_holds_up_nobody() -> None:
+    compilers = Compilers([Recorder(fails=True)], {"describe": "x"})
+    planned = plan_of(compilers, laws=("cut",)).of("cut")
+    for example in planned.examples:
+        planned.wait(example)
+    compilers.close()
+
+
+def test_after_the_end_nothing_is_compiled_and_nobody_waits() -> None:
+    worker = Recorder()
+    compilers = Compilers([worker], {"describe": "x"})
+    compilers.close()
+    assert compilers.prepare(run_of("oracle", Example(Case(lengths=(3,))))) is None
+    planned = plan_of(compilers, laws=("cut",)).of("cut")
+    planned.wait(planned.examples[0])
+    assert worker.asked in ([], [{"describe": "x"}])
+
+
+def test_laws_that_run_forward_alone_come_first() -> None:
+    assert in_order(["oracle", "recall", "cut", "recurrent"]) == ["recall", "recurrent", "oracle", "cut"]
+    for name in FORWARD:
+        assert name in LAWS
+
+
+@pytest.mark.parametrize("law", FORWARD)
+def test_those_laws_do_run_forward_alone(law: str) -> None:
+    """Their checks never ask for a gradient, whatever the case says."""
+
+    class Bench:
+        domain, algorithm, asked = Domain(), "chunkwise", list[Any]()
+
+        def run(self, inputs: Any, cotangents: Any, **_: Any) -> Any:
+            self.asked.append(cotangents)
+            raise StopIteration
+
+        def bounds(self, inputs: Any, cotangents: Any, *_: Any) -> Any:
+            from oracles.bound import bounds
+
+            self.asked.append(cotangents)
+            return bounds(example.case.spec, inputs, None, "chunkwise")
+
+        def truth(self, inputs: Any, cotangents: Any) -> Any:
+            from oracles.bound import truth
+
+            return truth(example.case.spec, inputs, None)
+
+    examples: list[Example] = []
+    seeded(LAWS[law].draw(Domain()), 1, 6, examples.append)
+    for example in examples:
+        bench = Bench()
+        with contextlib.suppress(Exception):  # it is no bench to finish with
+            list(LAWS[law].check(bench, example))
+        assert bench.asked
+        assert all(each is None for each in bench.asked)

@@ -1,0 +1,204 @@
+"""A contest: forms of one computation, timed forward and backward by turns, and judged against the float64 truth."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oracles.bound import Bound, bounds
+from oracles.operation import Inputs, Operation, gradient_name
+from verify.bench import poisoned
+from verify.claims.timing import Call, Clock, Effort, measured
+from verify.judge import Finding, judge, where
+
+Tensors = tuple[Tensor, ...]
+Form = Callable[[Inputs], Tensors]
+
+
+@dataclasses.dataclass(frozen=True)
+class Contest:
+    """Forms of one operation by name. `timed` and `judged` are the cases (as oracles/case.py) that they are run on.
+
+    A form returns tensors from which `join` makes the operation's `outputs`; `split` makes their cotangents of the outputs'.
+    `prepare` lays the inputs out as they come in a model. `algorithm` and `chunk` name the bound's class, see oracles/bound.py.
+    """
+
+    forms: Mapping[str, Form]
+    timed: Any
+    judged: Any
+    algorithm: str
+    chunk: int | None = None
+    outputs: tuple[str, ...] = ("y",)
+    split: Callable[[Tensors], Tensors] = tuple
+    join: Callable[[Tensors], Tensors] = tuple
+    prepare: Callable[[Inputs], Inputs] = lambda inputs: inputs
+    backward: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """The inputs of a case, leaves where they are differentiable, which are `given` too; and the outputs' cotangents."""
+
+    inputs: Inputs
+    given: dict[str, Tensor]
+    cotangents: Tensors
+
+
+def ready(contest: Contest, case: Any, device: torch.device) -> Ready:
+    """A case's tensors on a device, laid out as the contest says."""
+    inputs, spec = contest.prepare(case.inputs(str(device))), contest.judged.spec
+    names = [port.name for port in spec.inputs if port.dtype != "index" and inputs.get(port.name) is not None]
+    # Parameters, since a module takes nothing else in their place.
+    given: dict[str, Tensor] = {name: nn.Parameter(inputs[name], requires_grad=contest.backward) for name in names}
+    every = case.cotangents(str(device)) if contest.backward else {}
+    return Ready(inputs.replaced(**given), given, tuple(every[name] for name in contest.outputs if every))
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Of each form, the milliseconds forward and backward, and the seconds of each way's first call, what it compiled included."""
+
+    ahead: dict[str, list[float]]
+    back: dict[str, list[float]]
+    first_ahead_s: dict[str, float]
+    first_back_s: dict[str, float]
+
+
+def time_forms(contest: Contest, clock: Clock, effort: Effort, device: torch.device) -> Times:
+    """The times of the forms on the case that is timed; forward keeps what backward needs, as in training, if there is one."""
+    x = ready(contest, contest.timed, device)
+    with torch.set_grad_enabled(contest.backward):
+        calls: dict[str, Call] = {name: functools.partial(form, x.inputs) for name, form in contest.forms.items()}
+        first_ahead = {name: clock.first(call) for name, call in calls.items()}
+        ahead = measured(calls, clock, effort)
+        if not contest.backward:
+            return Times(ahead, {}, first_ahead, {})
+        graphs = {name: form(x.inputs) for name, form in contest.forms.items()}
+    leaves, directions = [*x.given.values()], contest.split(x.cotangents)
+
+    def back(graph: Tensors) -> Tensors:
+        return torch.autograd.grad(graph, leaves, directions, retain_graph=True)
+
+    backs: dict[str, Call] = {name: functools.partial(back, graph) for name, graph in graphs.items()}
+    first_back = {name: clock.first(call) for name, call in backs.items()}
+    return Times(ahead, measured(backs, clock, effort), first_ahead, first_back)
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """What the forms' answers came to: of each the greatest error over its allowance, and what was found wrong.
+
+    `apart` is by how much two forms differ at most, over the allowance.
+    """
+
+    size: str
+    worst: dict[str, float]
+    findings: dict[str, list[Finding]]
+    apart: dict[tuple[str, str], float]
+
+    def broken(self, *forms: str) -> list[str]:
+        """Those of some forms that are wrong."""
+        return [name for name in forms if self.findings[name]]
+
+    def about(self, *forms: str) -> str:
+        """What is known of some forms, in words."""
+        if wrong := self.broken(*forms):
+            return f"BROKEN at {self.size}: " + "; ".join(f"{name}: {_said(self.findings[name][0])}" for name in wrong)
+        said = f"hold at {self.size}: {', '.join(f'{self.worst[name]:.2f}' for name in forms)} of what rounding allows"
+        if len(forms) != 2:
+            return said
+        apart = self.apart[forms[0], forms[1]]
+        return f"{said}, {apart:.2f} apart" if apart else f"{said}, equal to the bit"
+
+
+def _said(finding: Finding) -> str:
+    rows = f", {finding.rows_over} of {finding.rows} rows, the worst {finding.worst}" if finding.rows else ""
+    return f"{finding.output} {finding.what}{rows}"
+
+
+def agreement(contest: Contest, device: torch.device) -> Agreement:
+    """Every form judged row by row against the truth of the case that is judged, in memory that is NaN until it is written."""
+    case = contest.judged
+    x = ready(contest, case, device)
+    directions = dict(zip(contest.outputs, x.cotangents, strict=True)) if contest.backward else None
+    limits = bounds(case.spec, x.inputs, directions, contest.algorithm, chunk=contest.chunk)
+    answers: dict[str, dict[str, Tensor]] = {}
+    worst, findings = {}, {}
+    for name, form in contest.forms.items():
+        with poisoned(math.nan):
+            answers[name] = _evaluated(contest, form, x)
+        pairs = [(key, value, limits[key]) for key, value in answers[name].items()]
+        judgement = judge(pairs, lambda key, flat, shape: where(case, key, flat, shape))
+        if not judgement.rows:
+            raise ValueError(f"judged must be a case with rows to compare, got {case}")
+        worst[name], findings[name] = max(judgement.ratios.values()), judgement.findings
+    apart = {(a, b): _apart(case.spec, limits, answers[a], answers[b]) for a, b in itertools.permutations(answers, 2)}
+    return Agreement(size_of(case), worst, findings, apart)
+
+
+def _evaluated(contest: Contest, form: Form, x: Ready) -> dict[str, Tensor]:
+    """The operation's outputs by a form, and with backward the gradients of all inputs."""
+    with torch.set_grad_enabled(contest.backward):
+        parts = form(x.inputs)
+        outputs = contest.join(parts)
+    result = {name: value.detach() for name, value in zip(contest.outputs, outputs, strict=True)}
+    if contest.backward:
+        gradients = torch.autograd.grad(parts, [*x.given.values()], contest.split(x.cotangents))
+        result |= {gradient_name(name): gradient for name, gradient in zip(x.given, gradients, strict=True)}
+    return result
+
+
+def _apart(spec: Operation, limits: Mapping[str, Bound], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    """The greatest difference of a row of two answers over what is allowed to it; what is not a number is infinitely far."""
+    greatest = 0.0
+    for name, value in one.items():
+        error = (value.double() - other[name].double()).abs()
+        rows = error if spec.port(name).scalar_rows else error.norm(dim=-1)
+        if rows.numel():
+            greatest = max(greatest, float((rows / limits[name].allowed).nan_to_num(nan=math.inf).max()))
+    return greatest
+
+
+def saved_bytes(call: Call, given: Sequence[Tensor]) -> int:
+    """The bytes of the distinct memory that a call's graph keeps for backward, that of the tensors given to it left out."""
+    own = {x.untyped_storage().data_ptr() for x in given}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(x: Tensor) -> int:
+        storage = x.untyped_storage()
+        kept[storage.data_ptr()] = storage  # held, or its place could be another's before the call ends
+        return storage.data_ptr()
+
+    def unpack(place: int) -> Tensor:
+        raise AssertionError(f"backward of what was only counted, at {place:#x}")
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        call()
+    return sum(storage.nbytes() for place, storage in kept.items() if place not in own)
+
+
+def allocated_bytes(call: Call, device: torch.device) -> int | None:
+    """The bytes that stay allocated on a GPU after a call while its results live; None on a CPU, where nobody counts."""
+    if device.type != "cuda":
+        return None
+    with torch.enable_grad():
+        before = torch.cuda.memory_allocated(device)
+        kept = call()
+        held = torch.cuda.memory_allocated(device) - before
+        del kept
+    return held
+
+
+def size_of(case: Any) -> str:
+    """How many tokens a case has, in words."""
+    count, lengths = len(case.lengths), case.lengths
+    if count == 1:
+        return f"{lengths[0]:,} tokens"
+    if case.packed:
+        return f"{sum(lengths):,} tokens in {count} sequences"
+    return f"{count} x {lengths[0]:,} token{'s' * (lengths[0] > 1)}"

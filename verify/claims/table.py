@@ -1,0 +1,98 @@
+"""The table of what was measured: a row a claim and direction, as text for people, as markdown for pages, and as plain data."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from verify.claims.timing import Spread
+
+HEAD = ("claim", "what", "size", "before", "after", "before / after", "claimed", "answers", "first call, s")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line: what a change was, and is, in `unit`.
+
+    `answers` are what the law came to, `broken` whether a form is wrong, `first_s` the seconds of the first calls, `case` what was
+    timed. `reason` says why nothing was measured, which is no failure where the host has too few GPUs (`lacking`).
+    """
+
+    claim: int
+    what: str
+    size: str = ""
+    unit: str = "ms"
+    before: Spread | None = None
+    after: Spread | None = None
+    ratio: Spread | None = None
+    claimed: str = ""
+    answers: str = ""
+    broken: bool = False
+    first_s: tuple[float, ...] = ()
+    note: str = ""
+    reason: str = ""
+    lacking: bool = False
+    case: str = ""
+
+    @property
+    def measured(self) -> bool:
+        """Whether there is a number."""
+        return not self.reason
+
+    def cells(self) -> tuple[str, ...]:
+        """The row's cells, in the order of HEAD."""
+        if self.reason:
+            return (str(self.claim), self.what, self.size, "", "", "", self.claimed, f"not measured: {self.reason}", "")
+        before, after = (spread_text(each, self.unit) for each in (self.before, self.after))
+        first = " + ".join(number(each) for each in self.first_s)
+        answers = "; ".join(each for each in (self.answers, self.note) if each)
+        return (str(self.claim), self.what, self.size, before, after, spread_text(self.ratio), self.claimed, answers, first)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return dataclasses.asdict(self) | {"measured": self.measured}
+
+
+def number(x: float) -> str:
+    """Three digits or more, never an exponent."""
+    if not math.isfinite(x):
+        return str(x)
+    digits = 0 if abs(x) >= 100 else 1 if abs(x) >= 10 else 2 if abs(x) >= 1 else 3 if abs(x) >= 0.1 or x == 0 else 4
+    return f"{x:,.{digits}f}"
+
+
+def spread_text(spread: Spread | None, unit: str = "") -> str:
+    """The median, the deciles around it where there are any, and the unit."""
+    if spread is None:
+        return ""
+    middle = number(spread.median) + (f" {unit}" if unit else "")
+    return middle if spread.low == spread.high else f"{middle} ({number(spread.low)} to {number(spread.high)})"
+
+
+def rounds_of(rows: Sequence[Row]) -> str:
+    """How often was measured, in words; empty where nothing was."""
+    spreads = [spread for row in rows for spread in (row.before, row.after) if spread is not None]
+    counts = [spread.count for spread in spreads if spread.low != spread.high]
+    if not counts:
+        return ""
+    times = f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)} to {max(counts)}"
+    return f"median (first to last decile) of {times} rounds, forms by turns; first calls include what is compiled and tuned"
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """The table for a terminal."""
+    result = Table(*HEAD, box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        cells = [Text(cell) for cell in row.cells()]  # what is in brackets is no markup
+        result.add_row(*cells, style="red" if row.broken else "dim" if row.reason else "")
+    return result
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table for a page."""
+    lines = [HEAD, tuple("---" for _ in HEAD), *(row.cells() for row in rows)]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

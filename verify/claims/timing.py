@@ -1,0 +1,146 @@
+"""How long calls take: several calls by turns, the median of each and where the middle 80% of its times lie."""
+
+import abc
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+Call = Callable[[], object]
+FIRST_LEAD_MS, MOST_LEAD_MS, CYCLES_PER_MS = 3.0, 8.0, 2e6  # no GPU's clock is much over 2 GHz
+FLUSH_BYTES = 2**28  # more than any GPU's L2 cache holds: what a call reads comes from memory, as in a model
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """The median of measurements, the first and the last decile of them, and how many there are."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """That of `values`, of which there must be one: ValueError."""
+        if not values:
+            raise ValueError("values must hold at least one measurement, got none")
+        deciles = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]] * 9
+        return cls(statistics.median(values), deciles[0], deciles[-1], len(values))
+
+
+def ratios(before: Sequence[float], after: Sequence[float]) -> Spread:
+    """How many times as long it took before, turn by turn: what slows both down in a turn does not show."""
+    return Spread.of([one / other for one, other in zip(before, after, strict=True)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How long to measure: rounds of calls for about `budget_s` seconds but `least` to `most`, after `warm` that do not count."""
+
+    budget_s: float
+    least: int
+    most: int
+    warm: int
+
+    def rounds(self, round_ms: float) -> int:
+        """How many rounds that take so long each."""
+        return max(self.least, min(self.most, int(1e3 * self.budget_s / max(round_ms, 1e-6))))
+
+
+class Clock(abc.ABC):
+    """Milliseconds of calls, one after the other; `ahead` is called before each and does not count."""
+
+    def __init__(self, ahead: Call = lambda: None) -> None:
+        self.ahead = ahead
+
+    @abc.abstractmethod
+    def times(self, calls: Sequence[Call]) -> list[float]:
+        """Those of each of the calls."""
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """Wait until the device has done what it was asked to."""
+
+    def first(self, call: Call) -> float:
+        """Seconds that pass from the start of a call until all of it is done: what is compiled and tuned on the way counts."""
+        self.settle()
+        start = time.perf_counter()
+        call()
+        self.settle()
+        return time.perf_counter() - start
+
+
+class HostClock(Clock):
+    """The time that passes on the CPU, which does all the work itself."""
+
+    def times(self, calls: Sequence[Call]) -> list[float]:
+        result = []
+        for call in calls:
+            self.ahead()
+            start = time.perf_counter()
+            call()
+            result.append(1e3 * (time.perf_counter() - start))
+        return result
+
+    def settle(self) -> None:
+        return
+
+
+class DeviceClock(Clock):
+    """The time between two events on the GPU's stream, its L2 cache flushed before each call.
+
+    The GPU is held until the CPU has launched all of a call, if that takes no more than MOST_LEAD_MS: kernels are timed, not their
+    launches, which in a model run ahead.
+    """
+
+    def __init__(self, device: torch.device, ahead: Call = lambda: None) -> None:
+        super().__init__(ahead)
+        self.flushed = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+
+    def times(self, calls: Sequence[Call]) -> list[float]:
+        result: list[float] = []
+        leads_ms: dict[Call, float] = {}
+        for call in calls:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.flushed.zero_()
+            torch.cuda._sleep(int(CYCLES_PER_MS * min(leads_ms.get(call, FIRST_LEAD_MS), MOST_LEAD_MS)))
+            self.ahead()
+            start.record()
+            began = time.perf_counter()
+            call()
+            leads_ms[call] = 1.5e3 * (time.perf_counter() - began)  # half as long again as last time
+            end.record()
+            self.settle()
+            result.append(float(start.elapsed_time(end)))
+        return result
+
+    def settle(self) -> None:
+        torch.cuda.synchronize()
+
+
+def clock_of(device: torch.device, ahead: Call = lambda: None) -> Clock:
+    """The clock of a device."""
+    return DeviceClock(device, ahead) if device.type == "cuda" else HostClock(ahead)
+
+
+def by_turns(calls: Mapping[str, Call], rounds: int, clock: Clock) -> dict[str, list[float]]:
+    """The milliseconds of each call in each round. Every other round goes backwards, so that none always comes first."""
+    order = [name for turn in range(rounds) for name in (calls if turn % 2 == 0 else reversed([*calls]))]
+    result: dict[str, list[float]] = {name: [] for name in calls}
+    for name, took in zip(order, clock.times([calls[name] for name in order]), strict=True):
+        result[name].append(took)
+    return result
+
+
+def measured(
+    calls: Mapping[str, Call], clock: Clock, effort: Effort, agree: Callable[[float], float] = lambda ms: ms
+) -> dict[str, list[float]]:
+    """The milliseconds of each call, by turns. `agree` makes one number of the ranks' times of a round: they must do as many."""
+    by_turns(calls, effort.warm, clock)
+    if effort.least == effort.most:
+        return by_turns(calls, effort.most, clock)
+    round_ms = 1e3 * clock.first(lambda: by_turns(calls, 2, clock)) / 2  # with what is between calls
+    return by_turns(calls, effort.rounds(agree(round_ms)), clock)

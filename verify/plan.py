@@ -1,0 +1,154 @@
+"""Plans: what a check on a GPU will run, drawn from a palette of compile keys, and compiled ahead by processes beside it.
+
+A new compile key takes 6 s and more, a case of one that is there 20 ms. So the keys are few, drawn from the check's seed, and other
+processes run the first case of each law and key before the worker that checks comes to it; what they compile lies in Triton's
+cache, where the worker finds it. What they answer is not looked at.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import math
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from oracles.counter import mix_words
+from properties.books import book_of
+from properties.domain import Domain
+from properties.laws import Law
+from properties.palette import draw_palette, key_of
+from properties.strategies import Example
+from verify.run import Run
+from verify.worker import Worker, WorkerLost
+
+SIZE = 8
+REACH = 4  # lengths up to 512, about a thousand tokens in a case
+FORWARD = ("recurrent", "recall")
+COMPILE_S = 300.0  # how long the first case of a key may take
+Draw = Callable[[Any, int, int, Callable[[Any], None]], None]
+
+
+@dataclasses.dataclass
+class Planned:
+    """A law's examples, in order, and for each key and variant the compilation that is under way."""
+
+    examples: list[Example]
+    compiled: dict[Any, concurrent.futures.Future[None]]
+
+    def wait(self, example: Example) -> None:
+        """Until the kernels of the example are compiled, if somebody does."""
+        if (under_way := self.compiled.get(_key(example))) is not None:
+            with contextlib.suppress(concurrent.futures.CancelledError):
+                under_way.result()
+
+
+class Compilers:
+    """Processes that compile ahead: each runs what it is given and nobody looks at what it answers."""
+
+    def __init__(self, workers: list[Worker], first: dict[str, Any]) -> None:
+        """`first` is asked of all at once, so that they have imported what they need when there is something to compile."""
+        self._workers, self._idle, self._lock = workers, list(workers), threading.Lock()
+        self._closed = threading.Event()
+        self._pool = concurrent.futures.ThreadPoolExecutor(max(1, len(workers)))
+        for _ in workers:
+            self._pool.submit(self._ask, first)
+
+    def prepare(self, run: Run) -> concurrent.futures.Future[None] | None:
+        """What ends when the kernels of a run are compiled; None if nobody compiles."""
+        with contextlib.suppress(RuntimeError):  # it was closed
+            return self._pool.submit(self._ask, {"run": str(run)}) if self._workers else None
+        return None
+
+    def close(self) -> None:
+        """End them; whoever waits goes on."""
+        self._closed.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
+
+    def _ask(self, question: dict[str, Any]) -> None:
+        with self._lock:
+            worker = self._idle.pop()
+        try:
+            if not self._closed.is_set():
+                worker.ask(question, COMPILE_S)
+        except WorkerLost:
+            pass  # the worker that checks will see it too
+        finally:
+            with self._lock:
+                self._idle.append(worker)
+
+
+class Plan:
+    """The examples of a check's laws, drawn in the order of the laws in a thread of its own, while the first are being run."""
+
+    def __init__(
+        self,
+        domain: Any,
+        laws: Iterable[str],
+        seed: int,
+        examples_of: Callable[[str], int],
+        draw: Draw,
+        run_of: Callable[[str, Example], Run],
+        compilers: Compilers,
+    ) -> None:
+        self.domain, laws = far(domain), list(laws)
+        self.palette = draw_palette(self.domain, seed, SIZE, laws) if has_keys(domain) else None
+        self._seed, self._examples_of, self._draw, self._run_of = seed, examples_of, draw, run_of
+        self._compilers = compilers
+        self._thread = concurrent.futures.ThreadPoolExecutor(1)
+        self._planned = {law: self._thread.submit(self._plan, law) for law in laws}
+
+    def of(self, law: str) -> Planned:
+        """The examples of a law: waits until they are drawn."""
+        return self._planned[law].result()
+
+    def close(self) -> None:
+        """Draw no more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _plan(self, name: str) -> Planned:
+        law = book_of(self.domain).laws[name]
+        planned = Planned([], {})
+        if law.needs(self.domain) is not None:
+            return planned
+        self._draw(self._strategy(law), mix_words(self._seed, name), self._examples_of(name), planned.examples.append)
+        if self.palette is None:
+            return planned
+        # Key after key, the cheapest to compile first: it is being run while others are compiled. Those that share bounds stand
+        # together.
+        planned.examples.sort(key=lambda each: (_cost(each.case), str(key_of(each.case)), getattr(each.case, "scale", "")))
+        for example in planned.examples:
+            if _key(example) not in planned.compiled:
+                under_way = self._compilers.prepare(self._run_of(name, example))
+                planned.compiled |= {} if under_way is None else {_key(example): under_way}
+        return planned
+
+    def _strategy(self, law: Law) -> Any:
+        return law.draw(self.domain) if self.palette is None else self.palette.examples(law, self.domain)
+
+
+def has_keys(domain: Any) -> bool:
+    """Whether the cases of a domain's book say what a compiled kernel depends on."""
+    return hasattr(book_of(domain).case, "KEYS")
+
+
+def far(domain: Any) -> Any:
+    """The domain with draws as long as a GPU takes in its stride."""
+    return dataclasses.replace(domain, reach=REACH) if isinstance(domain, Domain) else domain
+
+
+def in_order(laws: Iterable[str]) -> list[str]:
+    """The laws, those first that have few kernels to compile: forward only, so that something is known soon."""
+    return sorted(laws, key=lambda law: law not in FORWARD)
+
+
+def _cost(case: Any) -> int:
+    """How long kernels of a case's key take to compile, as their widths go: which comes before which."""
+    widths = [getattr(case, name, 1) for name in ("key_dim", "value_dim", "width")]
+    return math.prod(widths) * (2 if case.dtype == "fp32" else 1)
+
+
+def _key(example: Example) -> Any:
+    return key_of(example.case), example.variant
