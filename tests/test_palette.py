@@ -398,7 +398,7 @@ def wrongs(drawn: Palette, domain: Any, law: Law, count: int) -> Iterator[str]:
             yield "another place"
         if case.packed != example.case.packed:
             yield "another layout"
-        if getattr(example.case, "value_heads", 1) > 1 == case.value_heads:
+        if law.name in palette.OF_HEADS and getattr(example.case, "heads", 1) > 1 == case.heads:
             yield "one head of several"
 
 
@@ -492,15 +492,25 @@ def test_entry_goes_by_seed_and_example_alone_and_all_are_used() -> None:
     assert {key_of(example.case) for example in fitted if example} >= set(drawn.keys[: palette.SIZE])
 
 
+def test_law_uses_three_of_the_entries_that_suit_and_another_law_other_ones() -> None:
+    drawn = Palette(8, tuple(Case((5,), key_dim=width) for width in range(20, 40)))
+    used = {}
+    for name in ("oracle", "pure", "memory", "strides"):
+        examples = [Example(Case((9,), seed=seed), variant=(LAWS[name].variants or (None,))[0]) for seed in range(200)]
+        used[name] = {drawn.fit(LAWS[name], EVERY, example).case.key_dim for example in examples}  # type: ignore[union-attr]
+    assert used["oracle"] == {*range(20, 40)}
+    assert {len(used[name]) for name in ("pure", "memory", "strides")} == {palette.FEW}
+    assert len(used["pure"] | used["memory"] | used["strides"]) > palette.FEW
+
+
 def test_example_that_no_entry_suits_is_none() -> None:
     law, one = LAWS["oracle"], Example(Case((5,), heads=2, value_heads=2))
     assert Palette(0, (Case((9,), heads=4, value_heads=8),)).fit(law, EVERY, one) is not None
-    for entry in (
-        Case((5,), packed=True, heads=2, value_heads=2),
-        Case((5, 5), heads=2, value_heads=2),
-        Case((5,), heads=1, value_heads=2),
-    ):
+    for entry in (Case((5,), packed=True, heads=2, value_heads=2), Case((5, 5), heads=2, value_heads=2)):
         assert Palette(0, (entry,)).fit(law, EVERY, one) is None
+    single = Palette(0, (Case((5,), heads=1, value_heads=2),))
+    assert single.fit(law, EVERY, one) is not None
+    assert single.fit(LAWS["permuted"], EVERY, one) is None
     assert Palette(0, ()).fit(law, EVERY, one) is None
 
 

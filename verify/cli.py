@@ -21,7 +21,7 @@ from properties.paths import PathDomain
 from verify import coverage, tuning
 from verify import device as devices
 from verify import report as text
-from verify.adapter import BUILT_IN, PATHS, AdapterError, check_requirements, check_spec
+from verify.adapter import BUILT_IN, PATHS, AdapterError, check_requirements, check_spec, installed
 from verify.check import PROFILES, Asked, Check, LawReport, ask, describe
 from verify.claims import command as claims
 from verify.judge import Verdict
@@ -29,10 +29,12 @@ from verify.ranks import BACKENDS, Launch, RankGroup, TorchrunGroup, follow, lau
 from verify.refusal import names_of
 from verify.run import DENIED, Run
 from verify.store import FOLDER, Store
+from verify.sweep import Sweep
 from verify.worker import Worker, WorkerLost
 from verify.zoo import command
 
 HOLDS, BROKEN, USAGE, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 130
+SWEEP = "sweep"
 COMPILERS = 14  # each holds half a gigabyte of the GPU's memory
 EXITS = "exit: 0 every law holds   1 a law is broken   2 bad usage   3 undecided, or nothing was compared   130 interrupted"
 
@@ -115,10 +117,10 @@ def _parser() -> _Parser:
     check.add_argument(
         "--tune",
         type=_tune,
-        metavar="NUMBER|native",
-        help="the configuration of autotuned kernels: drawn from a number (default on a GPU: the seed), or native, timed by Triton",
+        metavar="NUMBER|native|sweep",
+        help="the configuration of autotuned kernels: drawn from a number (default on a GPU: the seed); native, timed by Triton; "
+        "or sweep, all of them, one after the other",
     )
-    check.add_argument("--deny", metavar="FILE", help="a deny-list: configurations that are not to be used")
     check.add_argument("--json", metavar="FILE", help="also write a JSON line a law to FILE (- for stdout, and nothing else there)")
     _common(check)
     check.set_defaults(act=_check)
@@ -141,6 +143,9 @@ def _parser() -> _Parser:
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--deny", metavar="FILE", help="a deny-list: configurations that are not to be used; a sweep adds those that it finds"
+    )
     parser.add_argument(
         "--deadline", type=_seconds, default=120.0, metavar="S", help="seconds after which a run is a hang (default 120)"
     )
@@ -172,15 +177,18 @@ def _ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def _tune(word: str) -> str:
+    if word == SWEEP:
+        return word
     try:
         return str(tuning.Policy.parse(word))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _deny(path: str | None) -> None:
+def _deny(path: str | None, *, new: bool = False) -> None:
     """Workers are told of the deny-list by their environment. ValueError names the file and what is wrong with it."""
-    if path is None:
+    os.environ.pop(DENIED, None)
+    if path is None or (new and not os.path.exists(path)):
         return
     try:
         tuning.read_denied(path)
@@ -282,12 +290,14 @@ def _check(options: argparse.Namespace) -> int:
         return follow(launch, _backend(options, launch.local_size))
     device = _device(options.device, spec)
     profile = PROFILES[options.profile or ("gpu" if device == "cuda" else "quick")]
-    _deny(options.deny)
+    _deny(options.deny, new=options.tune == SWEEP)
     seed = options.seed if options.seed is not None else 0 if profile.fixed_seed else random.SystemRandom().randrange(2**32)
     out = sys.stderr if options.json == "-" else sys.stdout
     store = Store(options.findings)
     for line in store.left_behind():
         print(f'an earlier check died during: python -m verify repeat "{line}"', file=out)
+    if options.tune == SWEEP:
+        return _sweep(options, spec, device, seed, store, out)
     start, reports, interrupted, workers = time.monotonic(), list[LawReport](), False, _workers(options, launch, device)
     checking = Check(
         spec,
@@ -341,6 +351,48 @@ def _check(options: argparse.Namespace) -> int:
         print(f"gdn-verify: {store.trouble}", file=sys.stderr)
     _print(("interrupted: " if interrupted else "") + _summary(reports, laws, time.monotonic() - start, store), out)
     return INTERRUPTED if interrupted else exit_code(reports)
+
+
+def _sweep(options: argparse.Namespace, spec: str, device: str, seed: int, store: Store, out: Any) -> int:
+    """Every configuration of every kernel, and the deny-list."""
+    count = options.workers or max(1, _compilers(device))
+    workers = [Worker(options.deadline, environment=devices.environment(device, each)) for each in range(count)]
+    with contextlib.ExitStack() as undo, _json_lines(options.json) as lines, _progress() as on_case:
+        for worker in workers:
+            undo.callback(worker.close)
+        described = describe(spec, workers[0])
+        products = options.products or ("ieee" if device == "cpu" else described.products)
+        where = f", on {described.device}" if described.device else ""
+        _print(f"{spec}  {described.versions}  sweep, seed {seed}{where}", out)
+        start = time.monotonic()
+        sweep = Sweep(
+            described,
+            workers,
+            store,
+            seed=seed,
+            device=device,
+            products=products,
+            on_run=lambda done, of: on_case("sweep", done, of),
+        )
+        swept = sweep.run()
+        for line in swept.lines():
+            _print(line, out)
+        place = described.device or "interpreter", installed("triton") or "none"
+        wrong = [denied for fault in swept.faults for denied in fault.denied(*place)]
+        total = sum(map(len, swept.ran.values()))
+        line = f"{len(swept.faults)} wrong of {total} configurations of {len(swept.known)} kernels"
+        line += f"; {swept.runs} runs in {time.monotonic() - start:.0f} s"
+        if options.deny and wrong:
+            tuning.write_denied(options.deny, [*_listed(options.deny), *wrong])
+            line += f"; deny-list in {options.deny}"
+        _print(line, out)
+        lines(swept.to_json())
+    store.close()
+    return BROKEN if swept.faults else UNDECIDED if swept.undecided else HOLDS
+
+
+def _listed(path: str) -> list[tuning.Denied]:
+    return tuning.read_denied(path) if os.path.exists(path) else []
 
 
 def exit_code(reports: Sequence[LawReport]) -> int:
@@ -432,6 +484,7 @@ def _summary(reports: Sequence[LawReport], laws: Sequence[str], wall_s: float, s
 
 def _repeat(options: argparse.Namespace) -> int:
     run = Run.parse(options.line)
+    _deny(options.deny)
     _installed(run.adapter)
     launch = launched()
     if launch is not None and launch.rank:

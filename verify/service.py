@@ -4,7 +4,7 @@ import warnings
 from typing import Any
 
 from properties.books import book_of
-from verify import ahead
+from verify import ahead, tuning
 from verify import device as devices
 from verify.adapter import Adapter, AdapterError, PathAdapter, versions
 from verify.judge import Verdict
@@ -15,7 +15,7 @@ from verify.together import together
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """The answer, plain data, to {"describe": adapter}, {"run": line} or {"refuse": [adapter, illegal input]}.
+    """The answer, plain data, to {"describe": adapter}, {"run": line}, {"refuse": [adapter, illegal input]} or {"tuned": True}.
 
     {"join": ...} makes this process a rank, see verify/ranks.py; the answer is {}. {"runs": lines} is many questions in one: the
     outcomes up to the first after which ranks may have parted.
@@ -42,6 +42,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
                     "versions": versions(adapter),
                     "device": devices.name(),
                 }
+            if "tuned" in question:
+                return {"known": tuning.known(), "infeasible": tuning.infeasible()}
             if "refuse" in question:
                 adapter = adapter_of(question["refuse"][0])
                 assert isinstance(adapter, Adapter), question

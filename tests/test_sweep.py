@@ -1,0 +1,85 @@
+"""Sweeps: a configuration that is wrong is found, alone, with its smallest case; where none is, nothing is said."""
+
+import json
+import pathlib
+
+import pytest
+
+from oracles.case import Case
+from properties.domain import Domain
+from properties.strategies import Example
+from verify import cli
+from verify.check import describe
+from verify.store import Store
+from verify.sweep import CASES, KEYS, LAWS, Sweep, Swept, examples_of
+from verify.tuning import read_denied
+from verify.worker import Worker
+
+CASE = Case(lengths=(40,), key_dim=8, value_dim=8, backward=False)
+
+
+def swept(name: str, tmp_path: pathlib.Path, workers: int = 1) -> Swept:
+    several = [Worker(60.0) for _ in range(workers)]
+    try:
+        described = describe(f"tests/autotuned.py:{name}", several[0])
+        examples = [("oracle", Example(CASE)), ("memory", Example(CASE))]
+        return Sweep(described, several, Store(str(tmp_path)), seed=1, device="cpu", examples=examples).run()
+    finally:
+        for worker in several:
+            worker.close()
+
+
+def test_a_wrong_configuration_is_found_with_its_smallest_case(tmp_path: pathlib.Path) -> None:
+    result = swept("WrongAt64", tmp_path)
+    assert {kernel.rpartition(".")[2]: len(configs) for kernel, configs in result.known.items()} == {
+        "copy_kernel": 6,
+        "again_kernel": 2,
+    }
+    assert result.ran == {kernel: set(configs) for kernel, configs in result.known.items()}
+    picks = [pick for fault in result.faults for pick in fault.policy.picks]
+    assert len(result.faults) == len(picks) == 2  # both with blocks of 64
+    assert all(kernel.endswith("copy_kernel") and config.startswith("BLOCK=64:") for kernel, config in picks)
+    for fault in result.faults:
+        assert sum(fault.run.example.case.lengths) * fault.run.example.case.value_dim in range(66, 80)
+        (denied,) = fault.denied("interpreter", "3.7.1")
+        assert (denied.law, denied.run) == ("oracle", str(fault.run))
+    text = "\n".join(result.lines())
+    assert "copy_kernel: 6 of 6 configurations ran" in text
+    assert "python -m verify repeat" in text
+
+
+def test_right_configurations_are_all_run_and_none_is_blamed(tmp_path: pathlib.Path) -> None:
+    result = swept("Copied", tmp_path, 2)
+    assert (result.faults, result.undecided) == ([], [])
+    assert sum(map(len, result.ran.values())) == 8
+
+
+def test_what_is_not_autotuned_cannot_be_swept(tmp_path: pathlib.Path) -> None:
+    with Worker(60.0) as worker:
+        described = describe("tests/right.py:Chunkwise", worker)
+        sweep = Sweep(described, [worker], Store(str(tmp_path)), device="cpu", examples=[("oracle", Example(CASE))])
+        with pytest.raises(ValueError, match="a sweep needs autotuned kernels"):
+            sweep.run()
+
+
+def test_the_command_prints_the_sweep_and_keeps_a_deny_list(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deny = tmp_path / "deny.jsonl"
+    words = ["check", "tests/autotuned.py:WrongAt64", "--tune", "sweep", "--device", "cpu", "--workers", "1", "--seed", "1"]
+    assert cli.main([*words, "--deny", str(deny), "--findings", str(tmp_path / "f"), "--json", str(tmp_path / "out")]) == cli.BROKEN
+    out = capsys.readouterr().out
+    assert "WRONG    " in out
+    assert "2 wrong of " in out
+    assert {each.config.split(":")[0] for each in read_denied(deny)} == {"BLOCK=64"}
+    assert json.loads((tmp_path / "out").read_text())["faults"]
+    # With the list nothing wrong is drawn, whatever the number.
+    line = "law=oracle adapter=tests/autotuned.py:WrongAt64 lengths=40 key_dim=8 value_dim=8 backward=no tune="
+    for tune in range(6):
+        assert cli.main(["repeat", f"{line}{tune}", "--deny", str(deny), "--findings", str(tmp_path / "f")]) == cli.HOLDS
+
+
+def test_a_sweep_draws_few_keys_with_several_chunks_and_a_backward() -> None:
+    drawn = list(examples_of(Domain(), 3))
+    assert {law for law, _ in drawn} == set(LAWS)
+    assert 2 * KEYS <= len(drawn) <= 2 * KEYS * CASES
+    assert all(example.case.backward and max(example.case.lengths) > 64 for _, example in drawn)
+    assert drawn == list(examples_of(Domain(), 3)) != list(examples_of(Domain(), 4))
