@@ -15,7 +15,7 @@ from torch import Tensor
 from oracles.bound import Bound
 from oracles.case import BETAS, GATES
 from oracles.operation import Inputs
-from oracles.pool_case import FREE, PADDING_SLOTS, PoolCase
+from oracles.pool_case import BLOCK_SIZES, FREE, PADDING_SLOTS, PoolCase
 from properties.domain import VIEWS, Domain
 from properties.laws import Bench, Blind, Law, Pair, Results, bytes_of, examples_of, present, spread, view, visible
 from properties.strategies import EDGES, HEADS, REMEMBERING, Example, widths
@@ -27,12 +27,12 @@ EVERY_RULE = Domain(backward=False)
 
 @dataclasses.dataclass(frozen=True)
 class PoolDomain:
-    """The calls that a serving kernel promises to answer rightly; the defaults promise everything.
+    """The calls that a serving kernel promises to answer rightly; the defaults promise everything but blocks.
 
     `rule` says what tokens it takes, and which bits it promises. `most_tokens` are the most that a request may bring: 1 for a
     kernel of single tokens. `padding_slots` are those it knows, none if its callers must leave padding out; `indices` are its
     indices' dtypes. `fresh`: it can start a request from zeros; `accepts`: it can keep the state after a part of a draft.
-    `in_place`: the pool it returns is the one it was given.
+    `in_place`: the pool it returns is the one it was given. `blocks` are how many value channels it can be told to take at a time.
     """
 
     operation: str = "decode"
@@ -43,6 +43,7 @@ class PoolDomain:
     fresh: bool = True
     accepts: bool = True
     in_place: bool = True
+    blocks: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.operation != "decode":
@@ -51,10 +52,15 @@ class PoolDomain:
             raise ValueError(f"rule must be a Domain of gated_delta_rule with an initial state, got {self.rule!r}")
         if not isinstance(self.most_tokens, int) or self.most_tokens < 1:
             raise ValueError(f"most_tokens must be at least 1, got {self.most_tokens!r}")
-        for name, choices, least in (("padding_slots", PADDING_SLOTS, 0), ("indices", ("int64", "int32"), 1)):
+        tuples: tuple[tuple[str, tuple[Any, ...], int], ...] = (
+            ("padding_slots", PADDING_SLOTS, 0),
+            ("indices", ("int64", "int32"), 1),
+            ("blocks", BLOCK_SIZES, 0),
+        )
+        for name, choices, least in tuples:
             given = getattr(self, name)
             if not isinstance(given, tuple) or len(given) < least or not set(given) <= set(choices):
-                raise ValueError(f"{name} must be a tuple of some of {', '.join(choices)}, got {given!r}")
+                raise ValueError(f"{name} must be a tuple of some of {', '.join(map(str, choices))}, got {given!r}")
 
     def outside(self, case: PoolCase) -> str | None:
         """Why `case` is outside the domain, or None."""
@@ -68,8 +74,14 @@ class PoolDomain:
             (case.indices in self.indices, f"indices={case.indices} is not among {', '.join(self.indices)}"),
             (self.fresh or case.fresh == "none", f"fresh={case.fresh}: starting from zeros is not supported"),
             (self.accepts or case.accepted == "all", f"accepted={case.accepted}: keeping part of a draft is not supported"),
+            (case.block_v in self.block_choices, f"block_v={case.block_v} is not among {', '.join(self.block_choices)}"),
         )
         return next((reason for inside, reason in checks if not inside), None) or self.rule.outside(case.call())
+
+    @property
+    def block_choices(self) -> tuple[str, ...]:
+        """What a case's block_v may be."""
+        return ("default", *map(str, self.blocks))
 
     def to_json(self) -> dict[str, Any]:
         """The domain as plain data."""
@@ -170,6 +182,7 @@ def pool_cases(
         accepted=field("accepted", ("all", "some")) if domain.accepts and max(lengths) > 1 else "all",
         indices=field("indices", domain.indices),
         seed=chance.randrange(2**16),
+        block_v=field("block_v", domain.block_choices),  # last: all else is drawn as for whom has no choice
     )
 
 
@@ -421,6 +434,25 @@ def _memory(bench: Bench, example: Example) -> Iterator[Pair]:
             yield from _judged(results, bounds, meant)
 
 
+def _blocks(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Each by half its bound, so that no two differ by more than a whole one; not to the bit, as a sum's order may go by the block.
+
+    The largest blocks come first: what is kept of a launch, as its grid, is too little for the smaller blocks after it.
+    """
+    inputs, meant = example.case.inputs(), _meant(example.case)
+    halves = {name: _half(bound) for name, bound in bench.bounds(inputs, None).items()}
+    for size in sorted(bench.domain.blocks, reverse=True):  # type: ignore[attr-defined]
+        yield from _judged(bench.run(inputs.replaced(block_v=size), None), halves, meant, f" in blocks of {size}")
+    yield from _judged(bench.run(inputs, None), halves, meant, " in blocks of its own choice")
+
+
+def _half(bound: Bound) -> Bound:
+    """Half the allowance of each row."""
+    finer = bound.finer
+    later = None if finer is None else lambda: _half(finer())
+    return Bound(bound.value, bound.allowed / 2, f"half of {bound.origin}", later)
+
+
 def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
     """The slots of the pool lie apart from each other, as where the states of many layers share one allocation."""
     case = example.case
@@ -470,6 +502,14 @@ def _several(case: PoolCase) -> range:
 def _remember(domain: PoolDomain, **more: Any) -> st.SearchStrategy[PoolCase]:
     options: dict[str, Any] = {"gate": REMEMBERING, "beta": ("ordinary", "edges"), "values": ("ordinary", "correlated", "scaled")}
     return pool_cases(domain, **{**options, **more})
+
+
+def _value_dims(domain: PoolDomain) -> tuple[int, ...]:
+    """Widths of values that are several blocks of some size and a part of one; where the domain has none, all."""
+    rule = domain.rule
+    least, most = rule.value_dims
+    several = tuple(width for width in (24, 40, 65, 12) if least <= width <= most and width % rule.width_step == 0)
+    return several or widths(rule.value_dims, rule.width_step, 128)
 
 
 def _lacks(word: str, *values: str) -> Callable[[PoolCase, str | None], str | None]:
@@ -563,6 +603,15 @@ POOL_LAWS: dict[str, Law] = {
             "a second run over other uninitialised memory gives the same bits, where runs are deterministic",
             lambda domain: examples_of(pool_cases(domain, most=8)),
             _memory,
+        ),
+        Law(
+            "blocks",
+            "truth",
+            "how many value channels are taken at a time does not matter: every size of block gives what one gives",
+            lambda domain: examples_of(pool_cases(domain, most=8, block_v="default", value_dim=_value_dims(domain))),
+            _blocks,
+            _promises("blocks"),
+            lacks=_lacks("block_v", "default"),
         ),
         Law(
             "strides",

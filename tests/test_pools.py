@@ -1,7 +1,10 @@
 """Serving: cases of pools rebuild a call from a line, the contract's options mean what they say, and each law has killed."""
 
 import dataclasses
+import itertools
 import json
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,17 +15,18 @@ from torch import Tensor
 from oracles.bound import bounds, truth
 from oracles.decode import DECODE
 from oracles.operation import Inputs
-from oracles.pool_case import PoolCase
+from oracles.pool_case import BLOCK_SIZES, PoolCase
 from properties.books import book_for, book_of
 from properties.domain import Domain
 from properties.laws import Blind
 from properties.pools import POOL_LAWS, PoolDomain
 from properties.strategies import Example
 from tests import right
+from verify.adapters import fla_decode
 from verify.bench import AdapterBench, AdapterFault
 from verify.check import PROFILES, Check, Profile, seeded
-from verify.judge import Verdict
-from verify.run import Run
+from verify.judge import Verdict, judge
+from verify.run import Outcome, Run
 from verify.shrink import shrink
 from verify.store import Store
 from verify.worker import Worker
@@ -104,6 +108,7 @@ REFUSED = {
     "lengths=1 padding_slot=1": "padding_slot must be one of -1, 0, got '1'",
     "lengths=1 values=one_hot": "values must be one of ordinary, correlated, repeated, zero_rows, small, scaled, got 'one_hot'",
     "lengths=1 free=inf": "free must be one of zero, random, nan, got 'inf'",
+    "lengths=1 block_v=4": "block_v must be one of default, 8, 16, 32, 64, got '4'",
     "lengths=1 backward=yes": "unknown word 'backward'",
 }
 
@@ -112,6 +117,37 @@ REFUSED = {
 def test_illegal_case_is_refused(line: str) -> None:
     with pytest.raises(ValueError, match=REFUSED[line]):
         PoolCase.parse(line)
+
+
+def test_block_reaches_the_inputs_and_changes_nothing_else() -> None:
+    whole = FULL.inputs()
+    assert whole.block_v is None
+    for size in BLOCK_SIZES:
+        case = PoolCase.parse(f"{FULL} block_v={size}")
+        assert str(case) == f"{str(FULL).removesuffix(' seed=8')} block_v={size} seed=8"
+        inputs = case.inputs()
+        assert inputs.block_v == size
+        DECODE.check(inputs)
+        for name in whole.keys() - {"block_v"}:
+            assert name in inputs
+            if isinstance(whole[name], Tensor):
+                assert torch.equal(inputs[name].contiguous().view(torch.uint8), whole[name].contiguous().view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("law", POOL_LAWS)
+def test_who_can_be_told_its_block_is_asked_the_same_but_for_the_block(law: str) -> None:
+    told, untold = PoolDomain(blocks=BLOCK_SIZES), PoolDomain()
+
+    def drawn(domain: PoolDomain) -> list[Example]:
+        examples: list[Example] = []
+        seeded(POOL_LAWS[law].draw(domain), 11, 40, examples.append)
+        return examples
+
+    with_blocks, without = drawn(told), drawn(untold)
+    assert {example.case.block_v for example in without} == {"default"}
+    assert {example.case.block_v for example in with_blocks} == ({"default"} if law == "blocks" else {*told.block_choices})
+    plain = [dataclasses.replace(example, case=dataclasses.replace(example.case, block_v="default")) for example in with_blocks]
+    assert plain == without
 
 
 def test_lines_find_the_book_by_their_operation() -> None:
@@ -204,18 +240,21 @@ STEPS = PoolDomain(
     accepts=False,
 )
 ALONE = PoolDomain(rule=Domain(batched=False, empty=False, grouped_heads=False), padding_slots=(), fresh=False)
+BLOCKS = PoolDomain(rule=Domain(value_dims=(33, 300), width_step=3), blocks=(16, 64))
+UNTOLD = {"blocks": "blocks is not supported"}
 
 
-@pytest.mark.parametrize("domain", [PoolDomain(), STEPS, ALONE])
+@pytest.mark.parametrize("domain", [PoolDomain(), STEPS, ALONE, BLOCKS])
 def test_laws_draw_what_the_domain_promises(domain: PoolDomain) -> None:
     asked = [law for law in POOL_LAWS.values() if law.needs(domain) is None]
     missing = {law.name: law.needs(domain) for law in POOL_LAWS.values() if law.needs(domain)}
     assert (
         missing
         == {
-            PoolDomain(): {},
-            STEPS: {"fresh": "fresh is not supported", "accept": "drafts are not supported"},
-            ALONE: {"padding": "padding slots is not supported", "fresh": "fresh is not supported"},
+            PoolDomain(): UNTOLD,
+            STEPS: {"fresh": "fresh is not supported", "accept": "drafts are not supported", **UNTOLD},
+            ALONE: {"padding": "padding slots is not supported", "fresh": "fresh is not supported", **UNTOLD},
+            BLOCKS: {},
         }[domain]
     )
 
@@ -241,11 +280,13 @@ def test_laws_draw_what_the_domain_promises(domain: PoolDomain) -> None:
         (PoolDomain(accepts=False), "lengths=2 accepted=some", "accepted=some: keeping part of a draft is not supported"),
         (STEPS, "lengths=1 indices=int32", "dtype=fp32 is not among bf16"),
         (ALONE, "lengths=1", "packed=no is not supported"),
+        (STEPS, "lengths=1 indices=int32 block_v=8", "block_v=8 is not among default"),
+        (BLOCKS, "lengths=1 block_v=8", "block_v=8 is not among default, 16, 64"),
     ],
 )
 def test_domain_says_why_a_case_is_outside(domain: PoolDomain, line: str, said: str) -> None:
     assert domain.outside(PoolCase.parse(line)) == said
-    assert PoolDomain().outside(PoolCase.parse(line)) is None
+    assert PoolDomain(blocks=BLOCK_SIZES).outside(PoolCase.parse(line)) is None
 
 
 @pytest.mark.parametrize(
@@ -257,6 +298,8 @@ def test_domain_says_why_a_case_is_outside(domain: PoolDomain, line: str, said: 
         ({"most_tokens": 0}, "most_tokens must be at least 1, got 0"),
         ({"padding_slots": ("1",)}, r"padding_slots must be a tuple of some of -1, 0, got \('1',\)"),
         ({"indices": ()}, r"indices must be a tuple of some of int64, int32, got \(\)"),
+        ({"blocks": (8, 24)}, r"blocks must be a tuple of some of 8, 16, 32, 64, got \(8, 24\)"),
+        ({"blocks": 8}, r"blocks must be a tuple of some of 8, 16, 32, 64, got 8"),
     ],
 )
 def test_domain_refuses_what_it_cannot_be(wrong: dict[str, Any], message: str) -> None:
@@ -359,6 +402,8 @@ KILLED_BY = {
     pools.OddSlots: Kill("slots", 0),
     pools.UnwrittenScratch: Kill("memory", 1, 1),
     pools.ReturnsACopy: Kill("pure", 0, 1),
+    pools.WholeBlocksOf32: Kill("blocks", 1, 1),
+    pools.GridOfTheFirstLaunch: Kill("blocks", 1, 1),
 }
 
 
@@ -394,6 +439,7 @@ SEEN_BY_ONE_LAW = {
     pools.UnwrittenScratch: "memory",
     pools.WritesBeforeG: "pure",
     pools.CheckpointHalved: "oracle",
+    pools.GridOfTheFirstLaunch: "blocks",
 }
 
 
@@ -407,13 +453,23 @@ def test_what_one_law_alone_sees_the_oracle_does_not(
         assert {report.verdict for report in check.run()} == {Verdict.HOLDS}
 
 
-@pytest.mark.parametrize("spec", ["verify/zoo/base.py:Serving", "tests/right.py:Gathered", "tests/right.py:GatheredChunkwise"])
-def test_right_implementation_holds_under_every_law(spec: str, worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize(
+    ("spec", "lacking"),
+    [
+        ("verify/zoo/base.py:Serving", UNTOLD),
+        ("tests/right.py:Gathered", UNTOLD),
+        ("tests/right.py:GatheredChunkwise", UNTOLD),
+        ("zoo/InBlocks", {}),
+    ],
+)
+def test_right_implementation_holds_under_every_law(
+    spec: str, lacking: dict[str, str], worker: Worker, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     with Check(
         spec, profile=Profile("few", 5), seed=7, workers=[worker], store=Store(tmp_path_factory.mktemp("findings"))
     ) as check:
         reports = check.run()
-    assert {report.law: report.run or report.reason for report in reports if report.verdict is not Verdict.HOLDS} == {}
+    assert {report.law: report.run or report.reason for report in reports if report.verdict is not Verdict.HOLDS} == lacking
     assert len(reports) == len(POOL_LAWS)
 
 
@@ -422,6 +478,158 @@ def test_serving_loop_of_flas_kernel_holds(worker: Worker, tmp_path_factory: pyt
     with Check("fla/decode", asked, Profile("few", 2), seed=7, workers=[worker], store=store) as check:
         reports = check.run()
     assert {report.law: report.run or report.reason for report in reports if report.verdict is not Verdict.HOLDS} == {}
+
+
+# Blocks of value channels
+
+
+class Told(base.Serving):
+    """In blocks of 64 above the truth, in others below it, by a share of what a row may err; its states are true."""
+
+    domain = PoolDomain(blocks=(8, 64))
+    share = 0.0
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        limit = bounds(DECODE, x, None, self.algorithm)
+        away = torch.nn.functional.normalize(torch.ones_like(limit["o"].value), dim=-1) * limit["o"].allowed.unsqueeze(-1)
+        x.pool.copy_(limit["pool"].value)
+        return (limit["o"].value + self.share * (1 if x.block_v == 64 else -1) * away).float(), x.pool
+
+
+@pytest.mark.parametrize(("share", "seen"), [(0.45, set()), (0.55, {"blocks"}), (0.95, {"blocks"}), (1.05, {"blocks", "oracle"})])
+def test_two_sizes_of_blocks_differ_by_a_bound_at_most(share: float, seen: set[str]) -> None:
+    case = PoolCase((2, 1), packed=True, value_dim=24, state="random", gate="10", values="correlated")
+    adapter = Told()
+    adapter.share = share
+
+    def broken(law: str) -> bool:
+        pairs = POOL_LAWS[law].check(bench_of(adapter, case), Example(case))
+        return bool(judge(pairs, lambda *place: str(place)).findings)
+
+    assert {law for law in ("blocks", "oracle") if broken(law)} == seen
+
+
+class Kernel:
+    """A kernel that notes its launches."""
+
+    def __init__(self) -> None:
+        self.grids: list[tuple[int, ...]] = []
+        self.given: list[dict[str, Any]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        self.grids.append(grid)
+        return lambda **given: self.given.append(given)
+
+
+@pytest.mark.parametrize("size", BLOCK_SIZES)
+@pytest.mark.parametrize("width", [1, 7, 8, 31, 32, 33, 64, 65, 200])
+def test_launcher_changes_the_block_and_covers_every_channel_once(size: int, width: int) -> None:
+    kernel, wrappers = Kernel(), min(8, 1 << (width - 1).bit_length())
+    launcher = fla_decode.Launcher(kernel, size)
+    launcher[(-(-width // wrappers) * 6,)](V=width, BV=wrappers, K=3, num_warps=1, num_stages=3)
+    ((programs,),) = kernel.grids
+    assert kernel.given == [{"V": width, "BV": size, "K": 3, "num_warps": 1, "num_stages": 3}]
+    channels = [[program % (programs // 6) * size + lane for lane in range(size)] for program in range(programs)]
+    assert sorted(channel for block in channels for channel in block if channel < width) == sorted([*range(width)] * 6)
+    assert all(min(block) < width for block in channels)
+    assert launcher.launches == 1
+
+
+@pytest.mark.parametrize("grid", [(5,), (4, 6)])
+def test_launcher_refuses_a_grid_that_is_not_one_of_blocks(grid: tuple[int, ...]) -> None:
+    with pytest.raises(RuntimeError, match=r"the grid must be every head's blocks of 8 of 30 channels, got \("):
+        fla_decode.Launcher(Kernel(), 32)[grid](V=30, BV=8)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A module in the place of FLA's, which is not to be imported where it would compile."""
+    module = types.ModuleType("fla.ops.gated_delta_rule.fused_recurrent")
+    module.fused_recurrent_gated_delta_rule_fwd_kernel = Kernel()  # type: ignore[attr-defined]
+    package = types.ModuleType("fla.ops.gated_delta_rule")
+    package.fused_recurrent = module  # type: ignore[attr-defined]
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    for each in (package, module):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    return module
+
+
+def test_wrapper_has_its_own_kernel_again_after_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = stand_in(monkeypatch)
+    kernel = module.fused_recurrent_gated_delta_rule_fwd_kernel
+    with fla_decode.in_blocks(None):
+        assert module.fused_recurrent_gated_delta_rule_fwd_kernel is kernel
+    with fla_decode.in_blocks(32):
+        module.fused_recurrent_gated_delta_rule_fwd_kernel[8,](V=32, BV=8)
+    assert kernel.grids == [(2,)]
+    with pytest.raises(ZeroDivisionError), fla_decode.in_blocks(32):
+        raise ZeroDivisionError
+    assert module.fused_recurrent_gated_delta_rule_fwd_kernel is kernel
+
+
+def test_a_path_that_launches_nothing_in_blocks_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    with pytest.raises(RuntimeError, match="nothing was launched in blocks of 16"), fla_decode.in_blocks(16):
+        pass
+
+
+def test_first_tokens_makes_nothing_on_the_default_device() -> None:
+    case = dataclasses.replace(FULL, padded="none", fresh="none")
+    inputs = case.inputs()
+    with torch.device("meta"):
+        first = fla_decode.first_tokens(inputs, inputs.accepted)
+    kept = [row for start, count in zip(case.starts(), case.kept, strict=False) for row in range(start, start + count)]
+    assert first.cu_seqlens.tolist() == [0, *itertools.accumulate(case.kept)]
+    assert first.cu_seqlens.dtype == inputs.accepted.dtype
+    for name in fla_decode.TOKENS:
+        assert torch.equal(first[name], inputs[name][:, kept])
+
+
+def test_serving_loop_gathers_and_scatters_on_the_device_of_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def rule(**given: Any) -> tuple[Tensor, Tensor]:
+        calls.append(given)
+        return given["v"], given["initial_state"] + len(calls)
+
+    stand_in(monkeypatch)
+    sys.modules["fla.ops.gated_delta_rule"].fused_recurrent_gated_delta_rule = rule  # type: ignore[attr-defined]
+    inputs = FULL.inputs()
+    want = inputs.pool.clone()
+    for slot, real, begins in zip(FULL.slot_of, FULL.real, FULL.beginning, strict=True):
+        if real:
+            want[slot] = (0 if begins else want[slot]) + 2  # the second call is of what is kept
+    with torch.device("meta"):
+        o, pool = fla_decode.Decode().run(inputs)
+    assert pool is inputs.pool
+    assert torch.equal(bits(pool), bits(want))
+    assert o is calls[0]["v"]
+    assert [given["v"].shape[1] for given in calls] == [FULL.tokens, sum(FULL.kept)]
+
+
+class GridRoundedDown(fla_decode.DecodeBlocks):
+    """FLA's kernel in the grid of V // 32 blocks where it is launched in those."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        counted = fla_decode._blocks
+        fla_decode._blocks = lambda width, size: width // 32 if size == 32 else counted(width, size)
+        try:
+            return super().run(x)
+        finally:
+            fla_decode._blocks = counted
+
+
+@pytest.mark.parametrize(
+    ("spec", "broken"),
+    [("fla/decode_blocks", set()), ("tests/test_pools.py:GridRoundedDown", {"o in blocks of 32", "pool in blocks of 32"})],
+)
+def test_kernel_is_right_in_every_block_and_is_launched_in_it(spec: str, broken: set[str], worker: Worker) -> None:
+    line = "op=decode lengths=2+1+3 packed=yes value_heads=2 key_dim=8 value_dim=40 dtype=bf16 state=random gate=64"
+    answer = worker.ask({"run": f"law=blocks adapter={spec} {line}"})
+    outcome = Outcome.from_json(answer)
+    assert outcome.verdict is (Verdict.BROKEN if broken else Verdict.HOLDS), outcome
+    assert {finding.output for finding in outcome.findings} == broken
+    assert outcome.rows == 5 * (6 * 2 + 3 * 2 * 8)
 
 
 # Shrinking

@@ -1,20 +1,28 @@
 """flash-linear-attention's rule on states that live in a pool, as a serving loop calls it: gathering and scattering only."""
 
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from oracles.operation import Inputs, sequences
+from oracles.pool_case import BLOCK_SIZES
 from verify.adapter import Adapter, Domain, PoolDomain
 from verify.adapters.fla import REQUIRES, call
 
 TOKENS = ("q", "k", "v", "g", "beta")
+RULE = Domain(key_dims=(1, 256), position_independent=True, backward=False)
 
 
 class Decode(Adapter):
     """`fused_recurrent_gated_delta_rule` on the states that the slots name, written back into them; FLA has no pool of its own."""
 
     algorithm = "recurrent"
-    domain = PoolDomain(rule=Domain(key_dims=(1, 256), position_independent=True, backward=False))
+    domain = PoolDomain(rule=RULE)
     requires = REQUIRES
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -26,17 +34,70 @@ class Decode(Adapter):
         given = Inputs(
             **{name: x[name] for name in (*TOKENS, "cu_seqlens", "scale", "qk_norm")}, state=states, output_final_state=True
         )
-        o, final = call(rule, given)
-        if x.accepted is not None:
-            _, final = call(rule, first_tokens(given, x.accepted))
+        with in_blocks(x.block_v):
+            o, final = call(rule, given)
+            if x.accepted is not None:
+                _, final = call(rule, first_tokens(given, x.accepted))
         assert final is not None
         x.pool[x.slots[named].long()] = final[named]
         return o, x.pool
 
 
+class DecodeBlocks(Decode):
+    """The same, its kernel launched in blocks of as many value channels as are asked for; FLA takes at most 8 at a time.
+
+    Each channel's numbers are a program's own whatever the block, but a compiler may sum over K in another order in a wider one.
+    """
+
+    domain = PoolDomain(rule=RULE, blocks=BLOCK_SIZES)
+
+
 def first_tokens(x: Inputs, counts: Tensor) -> Inputs:
     """The packed call of the first tokens of each request, as many as `counts` says."""
-    starts = torch.tensor([0, *sequences(x, "v")]).cumsum(0).tolist()
-    kept = torch.cat([torch.arange(start, start + count) for start, count in zip(starts, counts.tolist(), strict=False)])
-    tokens = {name: x[name].flatten(0, 1).index_select(0, kept).unsqueeze(0) for name in TOKENS}
+    starts = [0, *itertools.accumulate(sequences(x, "v"))]
+    kept = [start + token for start, count in zip(starts, counts.tolist(), strict=False) for token in range(count)]
+    index = torch.tensor(kept, dtype=torch.int64, device=x.v.device)
+    tokens = {name: x[name].flatten(0, 1).index_select(0, index).unsqueeze(0) for name in TOKENS}
     return x.replaced(**tokens, cu_seqlens=torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(counts.dtype))
+
+
+@contextlib.contextmanager
+def in_blocks(size: int | None) -> Iterator[None]:
+    """FLA's wrapper launches its kernel in blocks of `size` value channels here; in those of its choice where that is None."""
+    if size is None:
+        yield
+        return
+    from fla.ops.gated_delta_rule import fused_recurrent as module
+
+    kernel = module.fused_recurrent_gated_delta_rule_fwd_kernel
+    launcher = Launcher(kernel, size)
+    module.fused_recurrent_gated_delta_rule_fwd_kernel = launcher
+    try:
+        yield
+    finally:
+        module.fused_recurrent_gated_delta_rule_fwd_kernel = kernel
+    if not launcher.launches:
+        raise RuntimeError(f"nothing was launched in blocks of {size}: the wrapper took another path")
+
+
+@dataclasses.dataclass
+class Launcher:
+    """A kernel, launched with all that its wrapper passes but for the block of value channels, and as many blocks as it takes."""
+
+    kernel: Any
+    size: int
+    launches: int = 0
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., Any]:
+        def launch(**given: Any) -> Any:
+            heads, left = divmod(grid[0], _blocks(given["V"], given["BV"]))  # of all sequences
+            if len(grid) > 1 or left:
+                raise RuntimeError(f"the grid must be every head's blocks of {given['BV']} of {given['V']} channels, got {grid}")
+            self.launches += 1
+            return self.kernel[heads * _blocks(given["V"], self.size),](**{**given, "BV": self.size})
+
+        return launch
+
+
+def _blocks(width: int, size: int) -> int:
+    return -(-width // size)

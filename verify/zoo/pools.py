@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
+from oracles.pool_case import BLOCK_SIZES
 from verify.adapter import Domain, PoolDomain
 from verify.zoo.base import Chunkwise, Serving
 
@@ -355,6 +356,50 @@ class ReturnsACopy(Serving):
 
     def run(self, x: Inputs) -> Answer:
         return super().run(x.replaced(pool=x.pool.clone()))
+
+
+class InBlocks(Serving):
+    """Serving that takes value channels in blocks, as many at a time as it is told: one program a block. It is right."""
+
+    domain = PoolDomain(blocks=BLOCK_SIZES)
+
+    def run(self, x: Inputs) -> Answer:
+        self.block = x.block_v or 8
+        return super().run(x)
+
+    def programs(self, width: int) -> int:
+        """How many blocks are launched for so many channels."""
+        return -(-width // self.block)
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Answer:
+        o, after = torch.zeros_like(v), state.clone()
+        for program in range(self.programs(v.shape[-1])):
+            at = slice(program * self.block, (program + 1) * self.block)
+            o[:, at], after[..., at] = super().step(q, k, v[:, at], g, beta, state[..., at])
+        return o, after
+
+
+class WholeBlocksOf32(InBlocks):
+    """In blocks of 32 the grid is rounded down: what is left of the channels is not written."""
+
+    letter = "I"
+
+    def programs(self, width: int) -> int:
+        return width // 32 if self.block == 32 else super().programs(width)
+
+
+class GridOfTheFirstLaunch(InBlocks):
+    """The grid of a launch is kept by its shapes and serves later ones in smaller blocks: channels behind it are not written."""
+
+    letter = "K"
+    seen: ClassVar[dict[tuple[object, ...], int]] = {}
+
+    def run(self, x: Inputs) -> Answer:
+        self.key = (x.q.shape, x.v.shape, x.pool.shape, x.v.dtype)
+        return super().run(x)
+
+    def programs(self, width: int) -> int:
+        return self.seen.setdefault(self.key, super().programs(width))
 
 
 def _spans(x: Inputs) -> list[tuple[int, int]]:
