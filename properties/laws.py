@@ -25,6 +25,10 @@ Cotangents = dict[str, Tensor] | None
 Pair = tuple[str, Tensor, Tensor | Bound]
 
 
+CALLS = 3
+CROWD = 9  # sequences of a large batch: more than any unrolling or vector of a small one
+
+
 class Blind(Exception):
     """The case could not have seen what the law is about; the message says why."""
 
@@ -528,6 +532,74 @@ def memory(bench: Bench, example: Example) -> Iterator[Pair]:
             yield from pairs_of(results, bounds)
 
 
+def again(bench: Bench, example: Example) -> Iterator[Pair]:
+    """CALLS of them: what the first sets up, and the second records or tunes, serves from the third on.
+
+    Memory holds the same poison in each, so a difference is the implementation's own. Each is judged by its bounds where runs
+    differ by right.
+    """
+    inputs, cotangents = call_of(example.case)
+    runs = [bench.run(inputs, cotangents) for _ in range(CALLS)]
+    if bench.domain.deterministic:
+        for number, results in enumerate(runs[1:], 2):
+            for name, got in results.items():
+                yield f"{name} of call {number}, as of the first", got, runs[0][name]
+    else:
+        bounds = bench.bounds(inputs, cotangents)
+        for number, results in enumerate(runs, 1):
+            for name, got in results.items():
+                yield f"{name} of call {number}", got, bounds[name]
+
+
+def batch(bench: Bench, example: Example) -> Iterator[Pair]:
+    """All calls are of the case's form, packed or not: of two forms a compiler makes two programs, and bits may differ by right.
+
+    A parameter's gradient is a sum over all sequences, and is not compared.
+    """
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, cotangents = call_of(case)
+    few = [*range(len(case.lengths))]
+    batches, alone = [few, few * -(-CROWD // len(few))], _sequences_of(case, inputs, cotangents, [at])
+    want: Results | dict[str, Bound]
+    if bench.domain.position_independent:
+        want = bench.run(*alone)
+    else:
+        want, batches = bench.bounds(*alone), [[at], *batches]
+    for rows in batches:
+        last = len(rows) - 1 - rows[::-1].index(at)
+        end = sum(case.lengths[row] for row in rows[: last + 1])
+        for name, x in bench.run(*_sequences_of(case, inputs, cotangents, rows)).items():
+            axes = axes_of(case.spec, name)
+            if axes[:2] == ["B", "T"]:
+                x = x.flatten(0, 1)[end - case.lengths[at] : end].unsqueeze(0)
+            elif axes[0] == "N":
+                x = x[last : last + 1]
+            else:
+                continue
+            yield f"{name} of sequence {at}, one of {len(rows)}", x, want[name]
+
+
+def _sequences_of(case: Any, inputs: Inputs, cotangents: Cotangents, rows: list[int]) -> tuple[Inputs, Cotangents]:
+    """The call of some of the case's sequences, in that order; one may come several times."""
+    starts = case.starts()
+    index = torch.tensor(rows)
+    tokens = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows])
+    shape = (1, len(tokens)) if case.packed else (len(rows), case.lengths[0])
+
+    def part(name: str, x: Tensor) -> Tensor:
+        axes = axes_of(case.spec, name)
+        if axes[:2] == ["B", "T"]:
+            return x.flatten(0, 1)[tokens].reshape(*shape, *x.shape[2:])
+        return x[index] if axes[0] == "N" else x
+
+    there = inputs.replaced(**{name: part(name, inputs[name]) for name in present(case.spec, inputs)})
+    if inputs.cu_seqlens is not None:
+        ends = torch.tensor([0, *(case.lengths[row] for row in rows)]).cumsum(0)
+        there = there.replaced(cu_seqlens=ends.to(inputs.cu_seqlens.dtype))
+    return there, None if cotangents is None else {name: part(name, x) for name, x in cotangents.items()}
+
+
 def strides(bench: Bench, example: Example) -> Iterator[Pair]:
     """Not to the bit: copying strided inputs first and computing on them as they lie are both right."""
     inputs, cotangents = call_of(example.case)
@@ -872,6 +944,21 @@ LAWS: dict[str, Law] = {
             "a second run over other uninitialised memory gives the same bits, where runs are deterministic",
             lambda domain: examples_of(_small(domain)),
             memory,
+        ),
+        Law(
+            "again",
+            "exact",
+            "the same call gives the same bits, the third time too, where runs are deterministic",
+            lambda domain: examples_of(_small(domain)),
+            again,
+        ),
+        Law(
+            "batch",
+            "truth",
+            "a sequence alone gives what it gives in a batch of few or many, to the bit where that is promised",
+            lambda domain: examples_of(_small(domain, sequences=(2, 3), longest=66, total=70, value_heads=2), several),
+            batch,
+            place=several,
         ),
         Law(
             "strides",

@@ -1,4 +1,4 @@
-"""What a kernel can do to a GPU, planted in an implementation that is right otherwise: each only where a case has 33 tokens or more.
+"""What a kernel can do to a GPU, planted in an implementation that is right otherwise: where a case has 33 tokens or more.
 
 They need a GPU; without one they are right.
 """
@@ -74,5 +74,5 @@ class OutOfMemory(Fault):
 class Killed(Fault):
     """The process is killed, as by the host when it is out of memory."""
 
-    def harm(self, x: Inputs) -> None:  # noqa: ARG002
+    def harm(self, x: Inputs) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

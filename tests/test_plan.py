@@ -3,20 +3,23 @@
 import contextlib
 import dataclasses
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from oracles.case import Case
+from oracles.operation import Inputs
 from properties.domain import Domain
 from properties.laws import LAWS
 from properties.modules import ModuleDomain
 from properties.palette import key_of
 from properties.strategies import Example
 from verify.check import seeded
+from verify.judge import Verdict
 from verify.plan import COMPILE_S, FORWARD, REACH, Compilers, Plan, in_order
-from verify.run import Run
+from verify.run import Run, compiled, execute
 from verify.worker import Worker, WorkerLost
+from verify.zoo.base import Chunkwise
 
 
 class Recorder(Worker):
@@ -53,7 +56,7 @@ def test_each_key_of_each_law_is_compiled_once_in_the_order_in_which_it_is_neede
         assert len(each.examples) == 40, law
         for example in each.examples:
             each.wait(example)
-    lines = [question["run"] for question in worker.asked[1:]]
+    lines = [question["compile"] for question in worker.asked[1:]]
     firsts = [Run.parse(line) for line in lines]
     assert worker.asked[0] == {"describe": "fla/chunk"}
     assert len(set(lines)) == len(lines)
@@ -109,7 +112,7 @@ def test_after_the_end_nothing_is_compiled_and_nobody_waits() -> None:
 
 
 def test_laws_that_run_forward_alone_come_first() -> None:
-    assert in_order(["oracle", "recall", "cut", "recurrent"]) == ["recall", "recurrent", "oracle", "cut"]
+    assert in_order(["oracle", "recall", "cut", "recurrent"]) == ["recall", "oracle", "cut", "recurrent"]
     for name in FORWARD:
         assert name in LAWS
 
@@ -144,3 +147,35 @@ def test_those_laws_do_run_forward_alone(law: str) -> None:
             list(LAWS[law].check(bench, example))
         assert bench.asked
         assert all(each is None for each in bench.asked)
+
+
+class Counted(Chunkwise):
+    """Right, and it counts its calls."""
+
+    calls: ClassVar[list[Any]] = []
+
+    def run(self, x: Inputs) -> Any:
+        self.calls.append((x.q.shape, x.state is None, x.qk_norm, x.q.requires_grad))
+        return super().run(x)
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_what_compiles_makes_the_calls_that_the_check_makes(law: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for cases that are blind, which the check leaves sooner."""
+    adapter = Counted()
+    monkeypatch.setattr("verify.run._LOADED", {"mine.py:Counted": adapter})
+    domain, compared = adapter.domain, 0
+    if LAWS[law].needs(domain) is not None:
+        pytest.skip("not of this adapter")
+    examples: list[Example] = []
+    seeded(LAWS[law].draw(domain), 3, 4, examples.append)
+    for example in examples:
+        run = Run(law, "mine.py:Counted", example)
+        adapter.calls.clear()
+        compiled(run)
+        ahead = list(adapter.calls)
+        adapter.calls.clear()
+        if execute(run).verdict is Verdict.HOLDS:
+            assert ahead == adapter.calls, run
+            compared += 1
+    assert compared

@@ -117,8 +117,7 @@ class AdapterBench(Timed):
         updated = {port.name for port in spec.outputs} & tensors.keys() if getattr(self.domain, "in_place", False) else set()
         try:
             with self.timed("kernel_s"), devices.default("cpu"), poisoned(poison):
-                results = self.call_implementation(adapter, spec, inputs, cotangents)
-                devices.settle(self.device)
+                results = self._call(adapter, spec, inputs, cotangents)
             for name in updated:
                 if (results[name].data_ptr(), results[name].stride()) != (tensors[name].data_ptr(), tensors[name].stride()):
                     raise AdapterFault(Finding(name, "is not the tensor that was given, though the domain says in place"))
@@ -128,7 +127,7 @@ class AdapterBench(Timed):
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise OutOfMemory(str(error)) from error
         except Exception as error:
-            if "can't allocate memory" in str(error):
+            if _no_memory(error):
                 raise OutOfMemory(str(error)) from error
             self.lost = devices.lost(self.device) or ""
             if self.lost:
@@ -140,6 +139,18 @@ class AdapterBench(Timed):
                     tensors[name].copy_(before)  # its results are kept; laws give the same inputs again
                 elif not torch.equal(torch.nan_to_num(tensors[name]), torch.nan_to_num(before)):
                     self.impure.append(Finding(f"input {name}", "was changed by the call"))
+        return results
+
+    def _call(self, adapter: Adapter, spec: Operation, inputs: Inputs, cotangents: Cotangents) -> Results:
+        """The results, once the device has them; a second try where the oracle's memory, which torch keeps, was in the way."""
+        try:
+            results = self.call_implementation(adapter, spec, inputs, cotangents)
+        except RuntimeError as error:
+            if self.device == "cpu" or not _no_memory(error):
+                raise
+            devices.free_bytes(self.device)
+            results = self.call_implementation(adapter, spec, inputs, cotangents)
+        devices.settle(self.device)
         return results
 
     def call_implementation(self, adapter: Adapter, spec: Operation, inputs: Inputs, cotangents: Cotangents) -> Results:
@@ -180,11 +191,8 @@ class AdapterBench(Timed):
         if not (isinstance(answer, tuple) and len(answer) == len(ports)):
             names = ", ".join(port.name for port in ports)
             raise AdapterFault(Finding("call", f"returned {type(answer).__name__}, must return a tuple ({names})"))
-        sizes = spec.sizes(inputs)
+        sizes = _sizes(spec, inputs)
         tokens = next(port.name for port in spec.inputs if port.axes.startswith("B T"))
-        sizes["N"] = len(sequences(inputs, tokens))
-        if (layer := inputs.get("layer")) is not None:
-            sizes["K"] = layer.key_dim  # an axis of no input, where no state goes in
         outputs: Results = {}
         for port, output in zip(ports, answer, strict=True):
             if port.axes.startswith("N ") and not inputs.get("output_final_state", True):
@@ -199,6 +207,39 @@ class AdapterBench(Timed):
                 raise AdapterFault(Finding(port.name, f"has dtype {output.dtype}, must have {dtype}"))
             outputs[port.name] = output
         return outputs
+
+
+class Compiling(AdapterBench):
+    """A bench that only calls: bounds and truths are there in name, and everything can be seen."""
+
+    def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:  # noqa: ARG002
+        """Zeros, and less than nothing allowed."""
+        ports = {port.name: port for port in (*self._contract(inputs).outputs, *self._contract(inputs).gradients())}
+        return {
+            name: Bound(value, torch.full(value.shape if ports[name].scalar_rows else value.shape[:-1], -1.0, device=value.device))
+            for name, value in self.truth(inputs, cotangents).items()
+        }
+
+    def truth(self, inputs: Inputs, cotangents: Cotangents) -> Results:
+        """Zeros, in the shape of each output and gradient."""
+        spec = self._contract(inputs)
+        sizes = _sizes(spec, inputs)
+        ports = [*spec.outputs, *(spec.gradients() if cotangents is not None else ())]
+        device = next(x.device for x in inputs.values() if isinstance(x, Tensor))
+        shapes = {
+            port.name: [sizes[axis] for axis in port.axes.split()] for port in ports if set(port.axes.split()) <= sizes.keys()
+        }
+        return {name: torch.zeros(shape, dtype=torch.float64, device=device) for name, shape in shapes.items()}
+
+
+def _sizes(spec: Operation, inputs: Inputs) -> dict[str, int]:
+    """The length of every axis of a call's outputs."""
+    sizes = spec.sizes(inputs)
+    tokens = next(port.name for port in spec.inputs if port.axes.startswith("B T"))
+    sizes["N"] = len(sequences(inputs, tokens))
+    if (layer := inputs.get("layer")) is not None:
+        sizes["K"] = layer.key_dim  # an axis of no input, where no state goes in
+    return sizes
 
 
 class _Memo:
@@ -267,6 +308,13 @@ def poisoned(value: float) -> Iterator[None]:
         for name, make in originals.items():
             setattr(torch, name, make)
         torch.Tensor.new_empty = new_empty  # type: ignore[method-assign]
+
+
+def _no_memory(error: BaseException) -> bool:
+    """Whether that is what it says: torch's own errors, the operating system's, a launch's."""
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        words in str(error) for words in ("can't allocate memory", "[CUDA]: out of memory", "CUDA error: out of memory")
+    )
 
 
 def short(error: BaseException) -> str:

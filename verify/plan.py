@@ -24,7 +24,7 @@ from verify.worker import Worker, WorkerLost
 
 SIZE = 8
 REACH = 4  # lengths up to 512, about a thousand tokens in a case
-FORWARD = ("recurrent", "recall")
+FORWARD = ("recall",)
 COMPILE_S = 300.0  # how long the first case of a key may take
 Draw = Callable[[Any, int, int, Callable[[Any], None]], None]
 
@@ -57,7 +57,7 @@ class Compilers:
     def prepare(self, run: Run) -> concurrent.futures.Future[None] | None:
         """What ends when the kernels of a run are compiled; None if nobody compiles."""
         with contextlib.suppress(RuntimeError):  # it was closed
-            return self._pool.submit(self._ask, {"run": str(run)}) if self._workers else None
+            return self._pool.submit(self._ask, {"compile": str(run)}) if self._workers else None
         return None
 
     def close(self) -> None:

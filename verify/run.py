@@ -1,5 +1,6 @@
 """Runs: law, adapter, case and configuration as one line, and what one run came to."""
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -16,7 +17,7 @@ from properties.strategies import Example
 from verify import device as devices
 from verify import tuning
 from verify.adapter import Adapter, PathAdapter, check_spec, load
-from verify.bench import AdapterBench, AdapterFault, OutOfMemory
+from verify.bench import AdapterBench, AdapterFault, Compiling, OutOfMemory
 from verify.comm import Abandoned
 from verify.judge import Finding, Verdict, Where, judge, where
 
@@ -181,6 +182,17 @@ def _following(tune: str) -> Iterator[tuning.Used]:
 @functools.cache
 def _denied() -> tuple[tuning.Denied, ...]:
     return tuple(tuning.read_denied(os.environ[DENIED])) if os.environ.get(DENIED) else ()
+
+
+def compiled(run: Run) -> None:
+    """Launch every kernel that the run will, and look at nothing: what is compiled lies in a cache for all processes."""
+    adapter, law, case = adapter_of(run.adapter), run.the_law, run.example.case
+    assert isinstance(adapter, Adapter), run
+    counterpart = adapter_of(adapter.counterpart) if adapter.counterpart and run.law in ("recurrent", "cache") else None
+    assert counterpart is None or isinstance(counterpart, Adapter)
+    bench = Compiling(adapter, counterpart, case, run.products, run.device)
+    with contextlib.suppress(Exception), _following(run.tune):  # whatever goes wrong, the check will meet it too
+        collections.deque(_there(run.device, law.check(bench, run.example)), maxlen=0)
 
 
 def _there(device: str, pairs: Iterator[T]) -> Iterator[T]:

@@ -10,7 +10,7 @@ from verify.adapter import Adapter, AdapterError, PathAdapter, versions
 from verify.judge import Verdict
 from verify.ranks import join, left
 from verify.refusal import probe
-from verify.run import Outcome, Run, adapter_of, execute
+from verify.run import Outcome, Run, adapter_of, compiled, execute
 from verify.together import together
 
 
@@ -42,6 +42,9 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
                     "versions": versions(adapter),
                     "device": devices.name(),
                 }
+            if "compile" in question:
+                compiled(Run.parse(question["compile"]))
+                return {"spent": bool(devices.lost("cuda") if devices.gpus() else None)}
             if "tuned" in question:
                 return {"known": tuning.known(), "infeasible": tuning.infeasible()}
             if "refuse" in question:

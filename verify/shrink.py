@@ -52,6 +52,7 @@ SIMPLEST_POOL: dict[str, tuple[Any, ...]] = {
     "padded": ("none", "all"),
     "fresh": ("none", "all"),
     "accepted": ("all",),
+    "block_v": ("default",),
     "padding_slot": ("-1",),
     "free": ("zero", "random"),
     "indices": ("int64",),
