@@ -22,14 +22,14 @@ docs/MEASUREMENTS.md derives KAPPA and holds the distribution of error / allowed
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from oracles.operation import NAMES, Inputs, Operation, Port, gradient_name, sequences
-from oracles.rounding import BITS, Arithmetic
+from oracles.rounding import BITS, EXACT, Arithmetic
 
 RUNS = 4
 FINER = 16
@@ -39,6 +39,8 @@ KAPPA = 12.0
 FLOOR_ULP = 2.0
 ORIGIN = f"{KAPPA:g} sigma of the disturbed runs"
 _AT_ONCE = 8  # runs evaluated together where there are many
+_NEAR = 2_500_000  # bytes of some runs' inputs: with more, a CPU waits for memory; measured
+_BYTES = {"half": 4, "single": 8, "recurrent": 20}  # an input's: float32, float64, and that for two halves and more
 _BATCH = 2**25  # float64 numbers of all runs' inputs: what is evaluated at once
 _TINY = 2.0**-100  # products of what is flushed to zero below 2^-126 with anything up to 6e7, the norm's 1 / 1e-4 included
 
@@ -99,8 +101,10 @@ def bounds(
     if algorithm not in operation.classes:
         raise ValueError(f"algorithm must be one of {', '.join(operation.classes)} for {operation.name}, got {algorithm!r}")
     operation.check(inputs)
-    exact = truth(operation, inputs, cotangents)
-    make = functools.partial(_bounds, operation, inputs, cotangents, exact, algorithm, products, chunk)
+    dtypes = _dtype(operation, inputs), _dtype(operation, inputs, "gate")
+    inputs, cotangents = _wide(operation, inputs), cotangents and {name: each.double() for name, each in cotangents.items()}
+    exact = {name: runs[0] for name, runs in _evaluate(operation, inputs, cotangents, Arithmetic.exact()).items()}
+    make = functools.partial(_bounds, operation, inputs, cotangents, exact, dtypes, algorithm, products, chunk)
     finer = functools.cache(lambda: make(FINER * RUNS))
     return {
         name: dataclasses.replace(bound, finer=functools.partial(lambda name: finer()[name], name))
@@ -113,30 +117,38 @@ def _bounds(
     inputs: Inputs,
     cotangents: dict[str, Tensor] | None,
     exact: dict[str, Tensor],
+    dtypes: tuple[str, str],
     algorithm: str,
     products: str,
     chunk: int | None,
     runs: int,
 ) -> dict[str, Bound]:
-    dtype = _dtype(operation, inputs)
+    dtype, gate = dtypes
     chunks = CHUNKS if algorithm == "chunkwise" and chunk is None else (chunk,)
     runs = runs if len(chunks) == 1 else runs // 2
     plain = Arithmetic.of(algorithm, dtype, products, min(runs, _AT_ONCE))
-    plain = dataclasses.replace(plain, gate=BITS[_dtype(operation, inputs, "gate")], first=1)
+    plain = dataclasses.replace(plain, gate=BITS[gate], first=1)
+    once = _at_once(inputs, plain)
     pieces = _pieces(operation, inputs, plain.runs)
     cut = functools.partial(_slices, operation, pieces=pieces)
     given = list(zip(cut(inputs), cut(cotangents), cut(exact), strict=True))
+    ports = {port.name: port for port in (*operation.outputs, *operation.gradients())}
     result: dict[str, Bound] = {}
     for size in chunks:
-        arithmetics = [dataclasses.replace(plain, chunk=size, batch=batch) for batch in range(runs // plain.runs)]
-        parts = [_spread(operation, *part, arithmetics) for part in given]
+        arithmetics = [
+            dataclasses.replace(plain, chunk=size, batch=batch, runs=once, first=first, last=plain.runs)
+            for batch in range(runs // plain.runs)
+            for first in range(1, plain.runs + 1, once)
+        ]
+        parts = [_spread(ports, operation, *part, arithmetics) for part in given]
+        rows = []
         for name, value in exact.items():
-            port = operation.port(name)
-            squares = _joined(operation, port, [part[name] for part in parts])
+            port = ports[name]
             step = plain.step if port.dtype == "input" or plain.stored == plain.output else 0.0
             ulp = 2.0 ** (1 - BITS[dtype if port.dtype == "input" else "fp32"])
-            lengths = sequences(inputs, operation.inputs[0].name) if port.axes.startswith("B T") else []
-            allowed = allowance(value, squares, port, lengths, ulp, step)
+            rows.append(Rows(port, value, _joined(operation, port, [part[name] for part in parts]), ulp, step))
+        lengths = sequences(inputs, operation.inputs[0].name) if any(each.along_tokens for each in rows) else []
+        for (name, value), allowed in zip(exact.items(), allowances(rows, lengths), strict=True):
             result[name] = Bound(value, torch.maximum(allowed, result[name].allowed) if name in result else allowed)
     return result
 
@@ -147,19 +159,40 @@ def _dtype(operation: Operation, inputs: Inputs, kind: str = "input") -> str:
     return NAMES.get(inputs[names[0]].dtype, "fp32") if names else "fp32"
 
 
+def _wide(operation: Operation, inputs: Inputs) -> Inputs:
+    """The inputs in float64."""
+    names = [port.name for port in operation.inputs if inputs.get(port.name) is not None]
+    return inputs.replaced(**{name: inputs[name].double() for name in names if inputs[name].is_floating_point()})
+
+
 def _spread(
+    ports: dict[str, Port],
     operation: Operation,
     inputs: Inputs,
     cotangents: dict[str, Tensor] | None,
     exact: dict[str, Tensor],
     arithmetics: list[Arithmetic],
 ) -> dict[str, Tensor]:
-    """The mean square by which the runs of some arithmetics differ from the truth."""
-    squares = {name: torch.zeros_like(value) for name, value in exact.items()}
+    """The mean over the runs of some arithmetics of each row's squared distance from the truth."""
+    own: list[Tensor] = []
     for arithmetic in arithmetics:
-        for name, runs in _evaluate(operation, inputs, cotangents, arithmetic).items():
-            squares[name] += (runs - exact[name]).square_().mean(0) / len(arithmetics)
-    return squares
+        runs = _evaluate(operation, inputs, cotangents, arithmetic)
+        off = [runs[name] - value for name, value in exact.items()]
+        torch._foreach_mul_(off, off)
+        each = [x.sum((0,) if ports[name].scalar_rows else (0, -1)) for name, x in zip(exact, off, strict=True)]
+        own = list(torch._foreach_add(own, each)) if own else each
+    torch._foreach_div_(own, float(sum(arithmetic.runs for arithmetic in arithmetics)))
+    return dict(zip(exact, own, strict=True))
+
+
+def _at_once(inputs: Inputs, plain: Arithmetic) -> int:
+    """How many of the runs are evaluated together: on a CPU no more than keep what they work on near."""
+    tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
+    if any(x.device.type != "cpu" for x in tensors):
+        return plain.runs
+    each = _BYTES["recurrent" if plain.algorithm == "recurrent" else "half" if plain.product == EXACT else "single"]
+    near = min(plain.runs, _NEAR // max(1, each * sum(x.numel() for x in tensors)))
+    return max((count for count in range(1, near + 1) if plain.runs % count == 0), default=1)
 
 
 def _pieces(operation: Operation, inputs: Inputs, runs: int) -> int:
@@ -194,34 +227,59 @@ def _joined(operation: Operation, port: Port, parts: list[Tensor]) -> Tensor:
     return parts[0] if axis is None or len(parts) == 1 else torch.cat(parts, axis)
 
 
-def allowance(value: Tensor, squares: Tensor, port: Port, lengths: list[int], ulp: float, step: float) -> Tensor:
-    """The error allowed to each row, from a tensor's truth and the mean squared disturbance of its elements."""
-    own = squares if port.scalar_rows else squares.sum(-1)
-    magnitude = value.abs() if port.scalar_rows else value.norm(dim=-1)
-    width = 1 if port.scalar_rows else value.shape[-1]
-    floor = FLOOR_ULP * ulp * magnitude + (step + _TINY) * width**0.5
-    return torch.maximum(KAPPA * (0.5 * own + 0.5 * _around(own, port, lengths)).sqrt(), floor)
+class Rows(NamedTuple):
+    """The rows of a tensor: its truth, each row's mean squared disturbance (`own`), a unit in the last place, a subnormal step."""
+
+    port: Port
+    value: Tensor
+    own: Tensor
+    ulp: float
+    step: float
+
+    @property
+    def along_tokens(self) -> bool:
+        """Whether the neighbours of a row are those of its sequence and head."""
+        return self.port.axes.startswith("B T")
 
 
-def _around(own: Tensor, port: Port, lengths: list[int]) -> Tensor:
-    """The mean of the WINDOW rows around each: along tokens [B, T, ...] within a sequence, else along the last axis of rows."""
-    if not own.numel():
-        return own
-    if not port.axes.startswith("B T"):
-        return _moving_mean(own) if own.ndim else own
-    flat = own.flatten(0, 1).flatten(1) if own.ndim > 2 else own.flatten().unsqueeze(-1)
-    return torch.cat([_moving_mean(piece.mT).mT for piece in flat.split(lengths)]).reshape(own.shape)
+def allowances(given: Sequence[Rows], lengths: list[int]) -> list[Tensor]:
+    """The error allowed to each row of some tensors; `lengths` are those of the sequences, for tensors with tokens."""
+    floors = [rows.value.abs() if rows.port.scalar_rows else torch.linalg.vector_norm(rows.value, dim=-1) for rows in given]
+    widths = [1 if rows.port.scalar_rows else rows.value.shape[-1] for rows in given]
+    torch._foreach_mul_(floors, [FLOOR_ULP * rows.ulp for rows in given])
+    torch._foreach_add_(floors, [(rows.step + _TINY) * width**0.5 for rows, width in zip(given, widths, strict=True)])
+    along = iter(_along_tokens([rows.own for rows in given if rows.along_tokens], lengths))
+    spread = [next(along) if rows.along_tokens else _allowed(rows.own, _moving_mean(rows.own)) for rows in given]
+    return [torch.maximum(each, floor) for each, floor in zip(spread, floors, strict=True)]
+
+
+def _allowed(own: Tensor, around: Tensor) -> Tensor:
+    return (own + around).mul_(0.5 * KAPPA**2).sqrt_()
+
+
+def _along_tokens(given: list[Tensor], lengths: list[int]) -> list[Tensor]:
+    """What is allowed where the neighbours of a row are those of its sequence and head: all tensors [B, T, ...] at once."""
+    tokens = sum(lengths)
+    if not given or not tokens:
+        return given
+    parts = [own.flatten(0, 1).reshape(tokens, -1) for own in given]
+    # Between two sequences stand so many zeros that no window sees both; a column of ones counts what each window sees.
+    gap = WINDOW // 2
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    places = (torch.arange(tokens) + gap * numbers).to(given[0].device)
+    columns = torch.cat([*parts, parts[0].new_ones(tokens, 1)], -1)
+    apart = columns.new_zeros(tokens + gap * len(lengths), columns.shape[-1]).index_copy_(0, places, columns)
+    means = torch.nn.functional.avg_pool1d(apart.mT, WINDOW, 1, gap).mT.index_select(0, places)
+    each = _allowed(columns, means / means[:, -1:]).split([*(part.shape[-1] for part in parts), 1], -1)
+    return [part.reshape(own.shape) for part, own in zip(each, given, strict=False)]
 
 
 def _moving_mean(rows: Tensor) -> Tensor:
     """The mean over up to WINDOW entries around each along the last axis; fewer at the ends."""
-    size = rows.shape[-1]
-    if rows.numel() == 0:
+    if not rows.ndim or not rows.numel():
         return rows
-    total = torch.nn.functional.pad(rows.cumsum(-1), (1, 0))
-    place = torch.arange(size, device=rows.device)
-    first, last = (place - WINDOW // 2).clamp(min=0), (place + WINDOW // 2 + 1).clamp(max=size)
-    return ((total[..., last] - total[..., first]) / (last - first)).clamp(min=0.0)
+    each = rows.reshape(-1, rows.shape[-1])
+    return torch.nn.functional.avg_pool1d(each, WINDOW, 1, WINDOW // 2, count_include_pad=False).reshape(rows.shape)
 
 
 def _evaluate(
@@ -229,9 +287,8 @@ def _evaluate(
 ) -> dict[str, Tensor]:
     """Every output and gradient with the runs along axis 0, shaped as the call's tensors."""
     names = [port.name for port in operation.inputs if inputs.get(port.name) is not None]
-    given = {name: inputs[name].detach() for name in names}
-    given = {name: x if not x.is_floating_point() else x.double() for name, x in given.items()}
-    leaves = {name: x.unsqueeze(0).repeat(arithmetic.runs, *[1] * x.ndim) for name, x in given.items()}
+    given = {name: x.detach() for name, x in _wide(operation, inputs).items() if name in names}
+    leaves = {name: x.unsqueeze(0).expand(arithmetic.runs, *x.shape) for name, x in given.items()}
     wanted = {name: leaf for name, leaf in leaves.items() if cotangents is not None and leaf.is_floating_point()}
     for leaf in wanted.values():
         leaf.requires_grad_()

@@ -1,20 +1,30 @@
 """The delta rules in the arithmetic of the two classes of algorithm that kernels use, many runs at once.
 
-`recurrent` and `chunkwise` round where such algorithms round (oracles/rounding.py); without rounding, tests/test_oracles.py
-proves both equal to the definition. tests/test_rounding.py proves of `recurrent` that its runs spread as those of the definition
-do that rounds every element at every step, which takes as many steps as there are tokens.
+`recurrent` and `chunkwise` round where such algorithms round (oracles/rounding.py), forward and in a backward of their own; without
+rounding, tests/test_oracles.py proves both equal to the definition. tests/test_rounding.py proves of `recurrent` that its runs
+spread as those of the definition do that rounds every element at every step, which takes as many steps as there are tokens.
+
+What rounds alike is rounded at once, at two places or three: at the sizes of a case, time is the number of calls. Such tensors are
+stacked along axis -3, or lie side by side along the last.
 """
 
+import functools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from oracles.decay import decayed, decays, halves, sizes, squares
+from oracles.chunkwise import inverted, substituted
+from oracles.decay import decays, halves, sizes, squares
 from oracles.rounding import EXACT, SINGLE, Arithmetic, summed
 
 STEPS = 64  # tokens of the recurrence computed at once
 FLOAT64 = EXACT - 5  # bits of a float64 sum over a chunk
+_KEPT = 2**16  # numbers of a run: what calls of a shape share is kept up to that
+NARROW = torch.float32  # for chunkwise runs of half precision
+PLAIN = Arithmetic.exact()
 
 
 def recurrent(
@@ -33,67 +43,9 @@ def recurrent(
     implementation's do not. Values' channels never meet in a state: in every other pair of runs, half of them, others in each, are
     computed with errors of other sign.
     """
-    tokens, depth, values = q.shape[-2], q.shape[-1], v.shape[-1]
-    if tokens == 0:
+    if q.shape[-2] == 0:
         return torch.zeros_like(v), state
-    recalls, writes, reads = (
-        arithmetic.single(x, place, terms)
-        for x, place, terms in ((k, "recalled", depth), (k, "written", 1), (scale * q, "read", depth))
-    )
-    g, drift = arithmetic.single(g, "g"), torch.zeros_like(k)
-    if arithmetic.rounds:
-        g = g + (arithmetic.dither(torch.ones_like(g), "decay", SINGLE) - 1.0)
-        drift = arithmetic.drift(k, "decayed") + arithmetic.drift(k, "state")
-        recalls, writes, reads, drift = (
-            _apart(rounded, x, arithmetic) for rounded, x in ((recalls, k), (writes, k), (reads, scale * q), (drift, 0.0 * drift))
-        )
-        g, beta = g.unsqueeze(-3), beta.unsqueeze(-3)
-        order = arithmetic.drift(v[..., :1, :], "halves").argsort(-1)
-        v, state = (_halves(x.gather(-1, order.expand_as(x))) for x in (v, state))
-    width = v.shape[-1]
-    chunk = min(STEPS, 1 << (tokens - 1).bit_length())
-    recalls, writes, reads, v, g, beta, drift = (_chunks(x, chunk) for x in (recalls, writes, reads, v, g, beta, drift))
-    total, drift = g.cumsum(-2), drift.cumsum(-2).exp()
-    recalls, writes, reads, drifted = drift * recalls, writes / drift, drift * reads, drift[..., -1:, :]
-    writes, total = _Remaining.apply(writes, total, arithmetic)
-    end = total[..., -1:, :]
-
-    scored: type[_Scores] | type[_ChannelScores] = _Scores if g.shape[-1] == 1 else _ChannelScores
-    plain, grown = Arithmetic.exact(), total.exp()
-    corrections = (beta * scored.apply(recalls, writes, total, plain, "A")).tril(-1)
-    weighed = [
-        _Times.apply(x, beta.expand(*x.shape[:-1], 1), None, arithmetic, f"beta {name}")
-        for x, name in ((v, "v"), (grown * recalls, "k"))
-    ]
-    start = torch.cat(weighed, -1)
-    solved = torch.linalg.solve_triangular(corrections, start, upper=False, unitriangular=True)
-    written, erased = solved.split((width, depth), -1)
-    keeps, whole = (end - total).exp() * drifted * writes, (end.exp() * drifted).mT
-    scores = scored.apply(reads, writes, total, plain, "q k")
-    o, final = _Scan.apply(keeps, grown * reads, scores, written, erased, whole, None, None, state, arithmetic)
-    o = o.flatten(-3, -2)[..., :tokens, :]
-    if arithmetic.rounds:
-        o, final = (torch.cat(x.unbind(-3), -1)[..., :values] for x in (o, final))
-        o, final = (x.gather(-1, order.argsort(-1).expand_as(x)) for x in (o, final))
-    return o, final
-
-
-def _halves(x: Tensor) -> Tensor:
-    """The two halves of the last axis [..., rows, V] as [..., 2, rows, V / 2], a zero at the end where V is odd."""
-    return torch.stack(torch.nn.functional.pad(x, (0, x.shape[-1] % 2)).chunk(2, -1), -3)
-
-
-def _apart(rounded: Tensor, x: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """x as rounded, for each half of the values' channels: in some runs the errors of the second have the other sign."""
-    error = rounded - x
-    return torch.stack([rounded, x + (1.0 - 2.0 * arithmetic.choice(x)) * error], -3)
-
-
-def _chunks(x: Tensor, chunk: int) -> Tensor:
-    """Tokens [..., T, width] in chunks [..., chunks, chunk, width], zeros after the last."""
-    padded = torch.nn.functional.pad(x, (0, 0, 0, -x.shape[-2] % chunk))
-    chunked: Tensor = padded.unflatten(-2, (-1, chunk))
-    return chunked
+    return _Recurrent.apply(q, k, v, g, beta, state, scale, arithmetic)  # type: ignore[no-any-return]
 
 
 def chunkwise(
@@ -114,296 +66,496 @@ def chunkwise(
     `channels` says that an implementation decays each channel of the key on its own, be there only one.
     Padding tokens have k = v = g = beta = 0: they decay nothing and write nothing, so the final state is the right one.
     """
-    tokens, depth, dtype, channels = q.shape[-2], q.shape[-1], q.dtype, channels or g.shape[-1] > 1
+    tokens, dtype, channels = q.shape[-2], q.dtype, channels or g.shape[-1] > 1
     if tokens == 0:
         return torch.zeros_like(v), state
-    if arithmetic.first and arithmetic.product == EXACT:
-        # Operands are coarser than float32, in which an implementation computes all else: its own roundings are such too.
-        q, k, v, g, beta, state = (x.float() for x in (q, k, v, g, beta, state))
+    # Where operands are coarser than float32, in which an implementation computes all else, its own roundings are such too.
+    kind = NARROW if arithmetic.first and arithmetic.product == EXACT else dtype
+    q, k, v, g, beta, state = (x.to(kind, memory_format=torch.contiguous_format).contiguous() for x in (q, k, v, g, beta, state))
     q, k, v, g, beta = (_chunks(x, chunk) for x in (q, k, v, g, beta))
-    betas = [arithmetic.sums(beta, f"dbeta {part}", max(v.shape[-1], depth)) for part in ("A", "U", "W")]
-
-    # The cumulative gate is a float32 sum, forward and (reversed) backward.
-    total = arithmetic.single(arithmetic.sums(g, "dg", chunk).cumsum(-2), "G", chunk)
-    grown, end = total.exp(), total[..., -1:, :]
-    whole = end.exp().mT
-    # An implementation decays k or V' before it stores them for the state: some runs do one, some the other.
-    share = torch.ones_like(total) if channels else arithmetic.choice(total)
-    ahead, behind = (_left(total, end, each) for each in (share, 1.0 - share))
-
-    operand, use, multiply = arithmetic.operand, arithmetic.use, arithmetic.multiply
-    scored: type[_Scores] | type[_ChannelScores] = _ChannelScores if channels else _Scores
-    corrections: Tensor = scored.apply(operand(betas[0] * k, "beta k"), use(k, "k in A"), total, arithmetic, "A").tril(-1)
-    solved: Tensor = _Inverse.apply(corrections, arithmetic)
-    written = operand(multiply(use(solved, "T in U"), operand(betas[1] * v, "beta v"), "U = "), "U")
-    k_grown = _Times.apply(k, grown, None, arithmetic, "exp(G) k")
-    erased = operand(multiply(use(solved, "T in W"), operand(betas[2] * k_grown, "beta exp(G) k"), "W = "), "W")
-    q = operand(scale * q, "scale q")  # stored, where an implementation scales q and not what it reads
-    scores = operand(scored.apply(use(q, "q in scores"), use(k, "k in scores"), total, arithmetic, "q k"), "scores")
-    reads = operand(_Times.apply(q, grown, None, arithmetic, "q exp(G)"), "exp(G) q")
-    keeps = operand(_Times.apply(use(k, "k in S"), *ahead, arithmetic, "k exp(G_C - G)"), "exp(G_C - G) k")
-
-    decays = (None, None) if channels else behind  # a decay of each channel of the key can only be k's
-    o, final = _Scan.apply(keeps, reads, scores, written, erased, whole, *decays, state, arithmetic)
+    o, final = _Chunkwise.apply(q, k, v, g, beta, state, scale, arithmetic, channels)
     return o.flatten(-3, -2)[..., :tokens, :].to(dtype), final.to(dtype)
 
 
-def _left(total: Tensor, end: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(share (G_C - G)), twice: one for the gradient of G, one for that of G_C."""
-    return (share * (end.detach() - total)).exp(), (share * (end - total.detach())).exp()
-
-
-class _Remaining(torch.autograd.Function):
-    """k and G as they are; of k.dk, whose terms cancel in dG, a run in chunks knows what is left only to a float64 rounding.
-
-    Nor does the truth where each channel decays on its own. The recurrence never forms such sums: its gradients of gates may be far
-    smaller, and right.
-    """
+class _Chunkwise(torch.autograd.Function):
+    """The chunkwise form of q, k, v, g, beta [..., chunks, C, width]. Every use of an operand stores its own cotangent."""
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, k: Tensor, total: Tensor, arithmetic: Arithmetic
+        ctx: torch.autograd.function.FunctionCtx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        state: Tensor,
+        scale: float,
+        arithmetic: Arithmetic,
+        channels: bool,  # noqa: FBT001 - `apply` takes positions only
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(k)
-        ctx.arithmetic = arithmetic  # type: ignore[attr-defined]
-        return k.view_as(k), total.view_as(total)
+        dither, chunk, widths = arithmetic.dither, k.shape[-2], (v.shape[-1], k.shape[-1])
+        total = dither(g.cumsum(-2), "G", summed(chunk))  # the cumulative gate is a float32 sum
+        grown, left = total.exp(), total[..., -1:, :] - total
+        ahead, behind = left.exp(), None
+        if not channels:
+            # An implementation decays k or V' before it stores them for the state: some runs do one, some the other. Only k can
+            # have a decay of each channel.
+            share = arithmetic.choice(total)
+            ahead, behind = (share * left).exp(), ((1.0 - share) * left).exp()
+
+        # The scaled query is stored, where an implementation scales q and not what it reads.
+        pair = arithmetic.stacked(torch.stack([beta * k, scale * q], -3), ("beta k", "scale q"))
+        products, decay = _scores(pair, k, total, arithmetic, channels=channels)
+        corrections, scores = products.unbind(-3)
+        solved, inverse = _inverse(corrections, arithmetic)
+        right = torch.cat([v, grown * k], -1)
+        start = arithmetic.beside(beta * right, ("beta v", "beta exp(G) k"), widths)
+        if arithmetic.product == EXACT:
+            both = inverse @ start
+        else:
+            each = arithmetic.stacked(inverse.unsqueeze(-3), ("U = ", "W = "), arithmetic.kept(chunk)).expand(*products.shape)
+            both = torch.cat([a @ b for a, b in zip(each.unbind(-3), start.split(widths, -1), strict=True)], -1)
+        written, erased = arithmetic.beside(both, ("U", "W"), widths).split(widths, -1)
+        reads, keeps = dither(pair[..., 1, :, :] * grown, "exp(G) q"), dither(k * ahead, "exp(G_C - G) k")
+        whole = grown[..., -1:, :].mT
+        scan = keeps, reads, dither(scores, "scores"), erased, whole, behind
+        o, final, states = _scan(scan, written, state, arithmetic)
+        local = k, beta, total, grown, ahead, pair, products, decay, solved, inverse, right, start
+        ctx.save_for_backward(*local, *scan, *states)  # type: ignore[arg-type]
+        ctx.back = scale, arithmetic, channels  # type: ignore[attr-defined]
+        return o, final
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor, Tensor, None]:
-        (k,), (dk, dtotal) = ctx.saved_tensors, cotangents  # type: ignore[attr-defined]
-        terms = k * dk
-        left = ctx.arithmetic.dither(terms, "k.dk", FLOAT64) - terms  # type: ignore[attr-defined]
-        return dk, dtotal + left.sum_to_size(dtotal.shape), None
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # type: ignore[attr-defined]
+        k, beta, total, grown, ahead, pair, products, decay, solved, inverse, right, start = saved[:12]
+        scan, states = saved[12:18], saved[18:]
+        scale, arithmetic, channels = ctx.back  # type: ignore[attr-defined]
+        dither, (chunk, depth) = arithmetic.dither, k.shape[-2:]
+        widths = right.shape[-1] - depth, depth
+        written, (dkeeps, dreads, dscores, derased, dwhole, dbehind), dstate = _scan_back(scan, states, cotangents, arithmetic)
+
+        # U = T (beta v), W = T (beta exp(G) k)
+        given = arithmetic.beside(torch.cat([written, derased], -1), ("U'", "W'"), widths)
+        of_u, of_w = (
+            dither(arithmetic.terms(each, f"{name} =  da", each.shape[-1]) @ other.mT, f"T in {name}'")
+            for name, each, other in zip("UW", given.split(widths, -1), start.split(widths, -1), strict=True)
+        )
+        if arithmetic.product != EXACT:
+            given = arithmetic.beside(given, ("U =  db", "W =  db"), widths, arithmetic.kept(chunk))
+        dstart = arithmetic.beside(inverse.mT @ given, ("beta v'", "beta exp(G) k'"), widths)
+        dv, dgrown = (beta * dstart).split(widths, -1)
+
+        # A and q k^T, decayed
+        dcorrections = _inverse_back(solved, of_u + of_w, arithmetic)
+        dproducts = torch.stack([dcorrections, dither(dscores, "scores'")], -3)
+        dpair, dkeys, dtotal = _scores_back(dproducts, pair, k, total, products, decay, arithmetic, channels=channels)
+        dpair = arithmetic.stacked(dpair, ("beta k'", "q in scores'"))
+        dkeys = arithmetic.stacked(dkeys, ("k in A'", "k in scores'")).sum(-3)
+        sums = [(dpair[..., 0, :, :] * k).sum(-1), *((each.sum(-1)) for each in (dstart * right).split(widths, -1))]
+        dbeta = arithmetic.stacked(torch.stack(sums, -2).unsqueeze(-1), DBETA, summed(max(widths))).sum(-3)
+
+        # exp(G) q, exp(G_C - G) k, exp(G) k
+        ends = arithmetic.stacked(torch.stack([dreads, dkeeps], -3), ("exp(G) q'", "exp(G_C - G) k'"))
+        ends = torch.cat([ends, dgrown.unsqueeze(-3)], -3)
+        once, again = _factors_back(torch.stack([pair[..., 1, :, :], k, k], -3), ends, total, FACTORS, arithmetic)
+        dq, dkept, dk = (ends * torch.stack([grown, ahead, grown], -3)).unbind(-3)
+        dq = scale * dither(dq + dpair[..., 1, :, :], "scale q'")
+        dk = dk + dither(dkept, "k in S'") + dkeys + beta * dpair[..., 0, :, :]
+
+        # exp(G_C - G) passes a gradient to its token's gate and another, summed otherwise, to the chunk's last.
+        share = None if channels else arithmetic.choice(total)
+        passed = ahead if share is None else share * ahead
+        dtotal = dtotal + (once[..., 0, :, :] + once[..., 2, :, :]) * grown - once[..., 1, :, :] * passed
+        end = (again * passed).sum(-2, keepdim=True) + (dwhole * scan[4]).mT
+        if share is not None:
+            passed = (1.0 - share) * scan[5]
+            dtotal = dtotal - dbehind[0] * passed
+            end = end + (dbehind[1] * passed).sum(-2, keepdim=True)
+        dtotal[..., -1:, :] += end
+        dg = dither(_later(dither(dtotal, "G'", summed(chunk))), "dg'", summed(chunk))
+        return dq, dk, dv, dg, dbeta, dstate, None, None, None
 
 
-class _Times(torch.autograd.Function):
-    """x times a factor a token (or a token and channel), which may be given twice, for two ways its gradient is summed.
+DBETA = ("dbeta A'", "dbeta U'", "dbeta W'")
+FACTORS = ("q exp(G)", "k exp(G_C - G)", "exp(G) k")
+
+
+def _factors_back(
+    x: Tensor, cotangents: Tensor, total: Tensor, places: tuple[str, ...], arithmetic: Arithmetic
+) -> tuple[Tensor, Tensor]:
+    """The gradients of stacked x's factors, one a token or one a token and channel; of the second, to sum over the chunk as well.
 
     The gradients are sums of x dy, over a token's channels for the one, and over all tokens of the chunk for the other; their
     terms may cancel, and in sums of another order round otherwise: so the terms' roundings are added, not the sums'.
     """
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        x: Tensor,
-        factor: Tensor,
-        again: Tensor | None,
-        arithmetic: Arithmetic,
-        place: str,
-    ) -> Tensor:
-        ctx.save_for_backward(x, factor)
-        ctx.back = arithmetic, place, again is not None  # type: ignore[attr-defined]
-        return x * factor
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        x, factor = ctx.saved_tensors  # type: ignore[attr-defined]
-        arithmetic, place, twice = ctx.back  # type: ignore[attr-defined]
-        once, again = _factor_gradients(x, cotangents[0], factor, arithmetic, place, twice=twice)
-        return cotangents[0] * factor, once, again, None, None
+    chunk, shared = x.shape[-2], total.shape[-1] == 1
+    width = x.shape[-1] if shared else 1
+    terms = x * cotangents
+    once = arithmetic.stacked(terms, tuple(f"{place} summed" for place in places), summed(width))
+    again = arithmetic.dither(
+        terms[..., 1 % len(places), :, :], f"{places[1 % len(places)]} summed at the end", summed(chunk * width)
+    )
+    return (once.sum(-1, keepdim=True), again.sum(-1, keepdim=True)) if shared else (once, again)
 
 
-def _factor_gradients(
-    x: Tensor, cotangent: Tensor, factor: Tensor, arithmetic: Arithmetic, place: str, *, twice: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The gradient of a factor of x summed over the channels that share it and, `twice`, for a sum over all of the chunk."""
-    chunk, width = x.shape[-2], x.shape[-1] // factor.shape[-1]
-    terms = x * cotangent
-    once = arithmetic.dither(terms, f"{place} summed", summed(width)).sum_to_size(factor.shape)
-    if not twice:
-        return once, None
-    return once, arithmetic.dither(terms, f"{place} summed at the end", summed(chunk * width)).sum_to_size(factor.shape)
+def _scores(pair: Tensor, k: Tensor, total: Tensor, arithmetic: Arithmetic, *, channels: bool) -> tuple[Tensor, Tensor | None]:
+    """sum_c x_ic k_jc exp(G_ic - G_jc) at and below the diagonal, else 0, of two stacked x; and exp(G_i - G_j), if a factor.
+
+    Where channels decay on their own, an implementation decays q and k towards some token between them, stores them and multiplies
+    (oracles/decay.py); near the diagonal it may multiply first.
+    """
+    x = arithmetic.stacked(pair, PRODUCTS, arithmetic.kept(k.shape[-1]))
+    if not channels:
+        decay = torch.exp((total - total.mT).masked_fill(_upper(k.shape[-2], k.device), -torch.inf))
+        products = (x.flatten(-3, -2) @ k.mT).unflatten(-2, (2, -1))
+        return products * decay.unsqueeze(-3), decay
+    k, total = k.unsqueeze(-3), total.unsqueeze(-3)
+    products = x.new_zeros(*x.shape[:-1], x.shape[-2])
+    products.diagonal(dim1=-2, dim2=-1).copy_((x * k).sum(-1))
+    for size in sizes(x.shape[-2]):
+        later, earlier = decays(total, size)
+        high = arithmetic.stacked(halves(x, size)[1] * later, _named(f"later {size}"), axis=-4)
+        low = arithmetic.stacked(halves(k, size)[0] * earlier, _named(f"earlier {size}"), axis=-4)
+        squares(products, size).copy_(high @ low.mT)
+    return products, None
 
 
-class _Scores(torch.autograd.Function):
-    """(x k^T) decay, where decay_ij = exp(G_i - G_j) at and below the diagonal, else 0.
+def _scores_back(
+    cotangents: Tensor,
+    pair: Tensor,
+    k: Tensor,
+    total: Tensor,
+    products: Tensor,
+    decay: Tensor | None,
+    arithmetic: Arithmetic,
+    *,
+    channels: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The cotangents of both x, of k for each, and of G for both together.
 
     With D the product of scores and cotangents, dG_i = sum_j D_ij - sum_j D_ji, to which the diagonal adds nothing. Kernels take
-    it as x_i.dx_i - k_i.dk_i, whose terms are as large as ever where decays are strong and D small: their rounding is added.
+    it as x_i.dx_i - k_i.dk_i, whose terms are as large as ever where decays are strong and D small: their rounding is added, and
+    that of the products dx and dk come from, which differ.
     """
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, x: Tensor, k: Tensor, total: Tensor, arithmetic: Arithmetic, place: str
-    ) -> Tensor:
-        bits = min(arithmetic.product, summed(x.shape[-1]))
-        products, decay = decayed(arithmetic.dither(x, place, bits), k, total)
-        assert decay is not None
-        ctx.save_for_backward(x, k, products, decay)
-        ctx.back = arithmetic, place  # type: ignore[attr-defined]
-        return products
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        x, k, products, decay = ctx.saved_tensors  # type: ignore[attr-defined]
-        arithmetic, place = ctx.back  # type: ignore[attr-defined]
-        chunk, width = x.shape[-2:]
-        bits = min(arithmetic.product, summed(chunk))
-        ds = cotangents[0] * decay
-        dx = arithmetic.dither(ds, f"{place} dx", bits) @ k
-        dk = arithmetic.dither(ds, f"{place} dk", bits).mT @ x
-        off = (cotangents[0] * products).tril(-1)
-        dg = off.sum(-1) - off.sum(-2)
-        if arithmetic.rounds:
-            for sign, name, a, da in ((1, "x.dx", x, dx), (-1, "k.dk", k, dk)):
-                terms = a * da
-                dg = dg + sign * (arithmetic.dither(terms, f"{place} {name}", summed(chunk * width)) - terms).sum(-1)
-        return dx, dk, dg.unsqueeze(-1), None, None
-
-
-class _ChannelScores(torch.autograd.Function):
-    """sum_c x_ic k_jc exp(G_ic - G_jc) at and below the diagonal (oracles/decay.py), decayed operands stored.
-
-    An implementation decays q and k towards some token between them and multiplies: near the diagonal it may multiply first.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, x: Tensor, k: Tensor, total: Tensor, arithmetic: Arithmetic, place: str
-    ) -> Tensor:
-        ctx.save_for_backward(x, k, total)
-        ctx.back = arithmetic, place  # type: ignore[attr-defined]
-        bits = min(arithmetic.product, summed(x.shape[-1]))
-        x = arithmetic.dither(x, place, bits)
-        product = torch.zeros(*x.shape[:-1], x.shape[-2], dtype=x.dtype, device=x.device)
-        product.diagonal(dim1=-2, dim2=-1).copy_((x * k).sum(-1))
-        for size in sizes(x.shape[-2]):
-            later, earlier = decays(total, size)
-            high = arithmetic.dither(halves(x, size)[1] * later, f"{place} later {size}")
-            low = arithmetic.dither(halves(k, size)[0] * earlier, f"{place} earlier {size}")
-            squares(product, size).copy_(high @ low.mT)
-        return product
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        x, k, total = ctx.saved_tensors  # type: ignore[attr-defined]
-        arithmetic, place = ctx.back  # type: ignore[attr-defined]
-        chunk = x.shape[-2]
-        bits = min(arithmetic.product, summed(chunk))
-        dp = arithmetic.dither(cotangents[0], f"{place} dP")
+    chunk, depth = k.shape[-2:]
+    bits, keys = arithmetic.kept(chunk), k.unsqueeze(-3)
+    if decay is not None:
+        ds = cotangents * decay.unsqueeze(-3)
+        dx = (arithmetic.stacked(ds, _named("dx"), bits).flatten(-3, -2) @ k).unflatten(-2, (2, -1))
+        dk = arithmetic.stacked(ds, _named("dk"), bits).mT @ pair
+        off = (cotangents * products).tril_(-1)
+        dtotal = (off.sum(-1) - off.sum(-2)).unsqueeze(-1)
+    else:
+        dp, total = arithmetic.stacked(cotangents, _named("dP")), total.unsqueeze(-3)
         diagonal = dp.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-        dx, dk, dtotal = diagonal * k, diagonal * x, torch.zeros_like(x)
+        dx, dk, dtotal = diagonal * keys, diagonal * pair, torch.zeros_like(pair)
         for size in sizes(chunk):
-            (_, high), (low, _), (dlow, dhigh) = halves(x, size), halves(k, size), halves(dtotal, size)
+            (_, high), (low, _), (dlow, dhigh) = halves(pair, size), halves(keys, size), halves(dtotal, size)
             later, earlier = decays(total, size)
             block = squares(dp, size)
             near, far = (
-                arithmetic.dither(each, f"{place} {name} {size}", bits) for name, each in (("dx", block), ("dk", block.mT))
+                arithmetic.stacked(each, _named(f"{name} {size}"), bits, -4) for name, each in (("dx", block), ("dk", block.mT))
             )
-            of_high = (near @ arithmetic.dither(low * earlier, f"{place} earlier {size} dx")) * later
-            of_low = (far @ arithmetic.dither(high * later, f"{place} later {size} dk")) * earlier
+            of_high = (near @ arithmetic.stacked(low * earlier, _named(f"earlier {size} dx"), axis=-4)) * later
+            of_low = (far @ arithmetic.stacked(high * later, _named(f"later {size} dk"), axis=-4)) * earlier
             halves(dx, size)[1].add_(of_high)
             halves(dk, size)[0].add_(of_low)
             dhigh.add_(high * of_high)
             dlow.sub_(low * of_low)
-        if arithmetic.rounds:
-            for sign, name, a, da in ((1, "x.dx", x, dx), (-1, "k.dk", k, dk)):
-                terms = a * da
-                dtotal = dtotal + sign * (arithmetic.dither(terms, f"{place} {name}", summed(chunk)) - terms)
-        return dx, dk, dtotal, None, None
+    if arithmetic.rounds:
+        shared = total.shape[-1] == 1 and not channels
+        terms = torch.cat([pair * dx, keys * dk], -3)
+        depth = chunk * depth if shared else chunk
+        errors = arithmetic.stacked(terms, _named("x.dx") + _named("k.dk"), arithmetic.kept(depth)).sub_(terms)
+        errors = errors.sum(-1, keepdim=True) if shared else errors
+        dtotal = dtotal + errors[..., :2, :, :] - errors[..., 2:, :, :]
+    return dx, dk, dtotal.sum(-3)
 
 
-class _Inverse(torch.autograd.Function):
-    """T = (I + A)^-1 as stored. With dT the cotangent of T, that of A is -T^T dT T^T below the diagonal.
+PRODUCTS = ("A", "q k")
 
-    Backward, an implementation may take T as it was stored or solve again, so its rounding there is another one; and it may
-    begin with either product, which may be far larger than the other: half of each rounds like both.
+
+def _named(name: str) -> tuple[str, ...]:
+    return tuple(f"{place} {name}" for place in PRODUCTS)
+
+
+@functools.lru_cache(64)
+def _upper(tokens: int, device: torch.device) -> Tensor:
+    """True above the diagonal."""
+    return torch.ones(tokens, tokens, dtype=torch.bool, device=device).triu(1)
+
+
+def _inverse(a: Tensor, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
+    """T = (I + A)^-1, and as stored; of A what is below the diagonal is used."""
+    # A may be stored too; and substitution solves a system that is off by up to n roundings an entry (Higham 2002, theorem
+    # 8.5). Blocks of 16 merged by products reach that: with the root of n in its place, dk was once off by 19 sigma.
+    a = arithmetic.dither(a, "A", min(arithmetic.stored, SINGLE - math.ceil(math.log2(a.shape[-1]))))
+    identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    solved = torch.linalg.solve_triangular(a, identity, upper=False, unitriangular=True)
+    return solved, arithmetic.dither(solved, "T")
+
+
+def _inverse_back(solved: Tensor, cotangent: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """With dT the cotangent of T, that of A is -T^T dT T^T below the diagonal.
+
+    An implementation may take T as it was stored or solve again, so its rounding here is another one; and it may begin with either
+    product, which may be far larger than the other: half of each rounds like both.
     """
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, a: Tensor, arithmetic: Arithmetic) -> Tensor:
-        identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-        # A may be stored too; and substitution solves a system that is off by up to n roundings an entry (Higham 2002, theorem
-        # 8.5). Blocks of 16 merged by products reach that: with the root of n in its place, dk was once off by 19 sigma.
-        a = arithmetic.dither(a, "A", min(arithmetic.stored, SINGLE - math.ceil(math.log2(a.shape[-1]))))
-        solved = torch.linalg.solve_triangular(identity + a, identity, upper=False, unitriangular=True)
-        ctx.save_for_backward(solved)
-        ctx.arithmetic = arithmetic  # type: ignore[attr-defined]
-        return arithmetic.dither(solved, "T")
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor, None]:
-        (solved,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        arithmetic = ctx.arithmetic  # type: ignore[attr-defined]
-        stored = min(arithmetic.stored, arithmetic.product, summed(solved.shape[-1]))
-        left, right = (arithmetic.dither(solved, place, stored).mT for place in ("T^T dT", "dT T^T"))
-        given = arithmetic.dither(cotangents[0].tril(), "dT", stored)
-        first = arithmetic.dither(left @ given, "(T^T dT)", stored) @ right
-        second = left @ arithmetic.dither(given @ right, "(dT T^T)", stored)
-        return arithmetic.dither(-0.5 * (first + second).tril(-1), "dA", stored), None
+    stored = min(arithmetic.stored, arithmetic.kept(solved.shape[-1]))
+    left, right = (
+        arithmetic.stacked(solved.unsqueeze(-3), ("T^T dT", "dT T^T"), stored)
+        .mT.expand(*solved.shape[:-2], 2, *solved.shape[-2:])
+        .unbind(-3)
+    )
+    given = arithmetic.dither(cotangent.tril(), "dT", stored)
+    first = arithmetic.dither(left @ given, "(T^T dT)", stored) @ right
+    second = left @ arithmetic.dither(given @ right, "(dT T^T)", stored)
+    return arithmetic.dither((first + second).tril_(-1).mul_(-0.5), "dA", stored)
 
 
-class _Scan(torch.autograd.Function):
-    """The states from chunk to chunk, and what comes of them: o and the final state.
+def _scan(
+    given: Sequence[Any], written: Tensor, state: Tensor, arithmetic: Arithmetic
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """The states from chunk to chunk, and what comes of them: o, the final state, and what `_scan_back` needs.
 
         S stored, V' = U - W S, V' and decayed V' stored       S <- exp(G_C) S + keeps^T V'       o = reads S + scores V'
 
     Decayed V' is V' where only k can decay (`behind` None). Only S, and backward its cotangent, go from chunk to chunk; all else is
-    computed for all chunks at once. Every use's cotangent is stored on its own before they are added; a kernel takes the gradient
-    of exp(G_C), sum(S dS), from S and dS as it stored them.
+    computed for all chunks at once.
     """
+    keeps, reads, scores, erased, whole, behind = given
+    dither, terms, chunk, depth = arithmetic.dither, arithmetic.terms, _summed_tokens(keeps, arithmetic), keeps.shape[-1]
+    erases, writes = terms(erased, "W S", depth).unbind(-3), terms(keeps.mT, "k V'", chunk).unbind(-3)
+    behinds = [None] * len(writes) if behind is None else behind.unbind(-3)
+    every = []
+    for news, erase, write, later, all_of in zip(written.unbind(-3), erases, writes, behinds, whole.unbind(-3), strict=True):
+        held = dither(state, "S")
+        fresh = dither(news - erase @ held, "V'")
+        kept = fresh if later is None else dither(fresh * later, "exp(G_C - G) V'")
+        every.append((state, held, fresh, kept))
+        state = dither(torch.addcmul(write @ kept, all_of, state), "S'", SINGLE)
+    states = tuple(_joined(each) for each in zip(*every, strict=True))
+    _, held, fresh, _ = states
+    return terms(reads, "q S", depth) @ held + terms(scores, "scores V'", chunk) @ fresh, state, states
 
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        keeps: Tensor,
-        reads: Tensor,
-        scores: Tensor,
-        written: Tensor,
-        erased: Tensor,
-        whole: Tensor,
-        behind: Tensor | None,
-        again: Tensor | None,  # noqa: ARG004 - `behind`, once more: the other way its gradient is summed
-        state: Tensor,
-        arithmetic: Arithmetic,
-    ) -> tuple[Tensor, Tensor]:
-        dither, terms, chunk, depth = arithmetic.dither, arithmetic.terms, _summed_tokens(keeps, arithmetic), keeps.shape[-1]
-        erases, writes = terms(erased, "W S", depth), terms(keeps.mT, "k V'", chunk)
-        every = []
-        for at in range(keeps.shape[-3]):
-            held = dither(state, "S")
-            fresh = dither(written[..., at, :, :] - erases[..., at, :, :] @ held, "V'")
-            given = fresh if behind is None else dither(fresh * behind[..., at, :, :], "exp(G_C - G) V'")
-            every.append((state, held, fresh, given))
-            state = dither(torch.addcmul(writes[..., at, :, :] @ given, whole[..., at, :, :], state), "S'", SINGLE)
-        states, held, fresh, given = (torch.stack(each, -3) for each in zip(*every, strict=True))
-        saved = keeps, reads, scores, erased, whole, behind, states, held, fresh, given
-        ctx.save_for_backward(*saved)  # type: ignore[arg-type]
-        ctx.arithmetic = arithmetic  # type: ignore[attr-defined]
-        return terms(reads, "q S", depth) @ held + terms(scores, "scores V'", chunk) @ fresh, state
 
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        keeps, reads, scores, erased, whole, behind, states, held, fresh, given = ctx.saved_tensors  # type: ignore[attr-defined]
-        arithmetic = ctx.arithmetic  # type: ignore[attr-defined]
-        (do, ds), dither, terms = cotangents, arithmetic.dither, arithmetic.terms
-        chunk, depth, width = _summed_tokens(keeps, arithmetic), keeps.shape[-1], fresh.shape[-1]
-        read = dither(reads.mT @ terms(do, "q S db", chunk), "S in o'")
-        scored = dither(scores.mT @ terms(do, "scores V' db", chunk), "V' in o'")
-        every = []
-        for at in reversed(range(keeps.shape[-3])):
-            ds = dither(ds, "S''", SINGLE)
-            dgiven = keeps[..., at, :, :] @ terms(ds, "k V' db", depth)
-            dkept = dgiven
-            if behind is not None:
-                dgiven = dither(dgiven, "exp(G_C - G) V''")
-                dkept = dgiven * behind[..., at, :, :]
-            dfresh = dither(scored[..., at, :, :] + dither(dkept, "V' in S'"), "V''")
-            dheld = dither(erased[..., at, :, :].mT @ terms(dfresh, "W S db", chunk), "S in V''")
-            every.append((ds, dgiven, dfresh))
-            ds = torch.addcmul(dither(read[..., at, :, :] - dheld, "S'"), whole[..., at, :, :], ds)
-        dstates, dgiven, dfresh = (torch.stack(each[::-1], -3) for each in zip(*every, strict=True))
-        dkeeps = given @ terms(dstates, "k V' da", width).mT
-        dreads, dscores = (terms(do, f"{place} da", width) @ x.mT for place, x in (("q S", held), ("scores V'", fresh)))
-        derased = -terms(dfresh, "W S da", width) @ held.mT
-        dwhole = (dither(states, "S stored") * dither(dstates, "dS stored")).sum_to_size(whole.shape)
-        dbehind: tuple[Tensor | None, Tensor | None] = (None, None)
-        if behind is not None:
-            dbehind = _factor_gradients(fresh, dgiven, behind, arithmetic, "V' exp(G_C - G)", twice=True)
-        return dkeeps, dreads, dscores, dfresh, derased, dwhole, *dbehind, ds, None
+def _scan_back(
+    given: Sequence[Any], states: Sequence[Tensor], cotangents: Sequence[Tensor], arithmetic: Arithmetic
+) -> tuple[Tensor, tuple[Any, ...], Tensor]:
+    """The cotangents of what was written, of `given` and of the state.
+
+    Every use's cotangent is stored on its own before they are added; a kernel takes the gradient of exp(G_C), sum(S dS), from S and
+    dS as it stored them.
+    """
+    (keeps, reads, scores, erased, whole, behind), (before, held, fresh, kept), (do, ds) = given, states, cotangents
+    do, dither, terms = do.contiguous(), arithmetic.dither, arithmetic.terms
+    chunk, depth, width = _summed_tokens(keeps, arithmetic), keeps.shape[-1], fresh.shape[-1]
+    read = dither(reads.mT @ terms(do, "q S db", chunk), "S in o'").unbind(-3)
+    scored = dither(scores.mT @ terms(do, "scores V' db", chunk), "V' in o'").unbind(-3)
+    behinds = [None] * len(read) if behind is None else behind.unbind(-3)
+    every = []
+    for at in reversed(range(len(read))):
+        ds = dither(ds, "S''", SINGLE)
+        dgiven = keeps[..., at, :, :] @ terms(ds, "k V' db", depth)
+        dkept = dgiven
+        if (later := behinds[at]) is not None:
+            dgiven = dither(dgiven, "exp(G_C - G) V''")
+            dkept = dgiven * later
+        dfresh = dither(scored[at] + dither(dkept, "V' in S'"), "V''")
+        dheld = dither(erased[..., at, :, :].mT @ terms(dfresh, "W S db", chunk), "S in V''")
+        every.append((ds, dgiven, dfresh))
+        ds = torch.addcmul(dither(read[at] - dheld, "S'"), whole[..., at, :, :], ds)
+    after, dgiven, dfresh = (_joined(each[::-1]) for each in zip(*every, strict=True))
+    dkeeps = kept @ terms(after, "k V' da", width).mT
+    dreads, dscores = (terms(do, f"{place} da", width) @ x.mT for place, x in (("q S", held), ("scores V'", fresh)))
+    derased = torch.neg(terms(dfresh, "W S da", width) @ held.mT)
+    dwhole = dither(before, "S stored", arithmetic.memory) * dither(after, "dS stored", arithmetic.memory)
+    dwhole = dwhole.sum_to_size(whole.shape)
+    dbehind = None
+    if behind is not None:
+        parts = _factors_back(fresh.unsqueeze(-3), dgiven.unsqueeze(-3), behind, ("V' exp(G_C - G)",), arithmetic)
+        dbehind = parts[0].squeeze(-3), parts[1]
+    return dfresh, (dkeeps, dreads, dscores, derased, dwhole, dbehind), ds
+
+
+def _joined(each: Sequence[Tensor]) -> Tensor:
+    return each[0].unsqueeze(-3) if len(each) == 1 else torch.stack(tuple(each), -3)
 
 
 def _summed_tokens(x: Tensor, arithmetic: Arithmetic) -> int:
     """How many tokens an implementation sums at once: a recurrence carries them in its state, which drifts."""
     return 1 if arithmetic.algorithm == "recurrent" else x.shape[-2]
+
+
+def _chunks(x: Tensor, chunk: int) -> Tensor:
+    """Tokens [..., T, width] in chunks [..., chunks, chunk, width], zeros after the last."""
+    short = -x.shape[-2] % chunk
+    padded = torch.nn.functional.pad(x, (0, 0, 0, short)) if short else x
+    chunked: Tensor = padded.unflatten(-2, (-1, chunk))
+    return chunked
+
+
+def _gathered(x: Tensor, total: Tensor) -> Tensor:
+    """x of each channel summed over those that share a gate."""
+    return x.sum(-1, keepdim=True) if total.shape[-1] < x.shape[-1] else x
+
+
+def _later(x: Tensor) -> Tensor:
+    """The sum over each token and those after it in its chunk."""
+    return x.flip(-2).cumsum(-2).flip(-2)
+
+
+class _Recurrent(torch.autograd.Function):
+    """The recurrence in chunks: keys and queries [runs, ..., halves, chunks, C, K], one or two halves of the values' channels."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        state: Tensor,
+        scale: float,
+        arithmetic: Arithmetic,
+    ) -> tuple[Tensor, Tensor]:
+        (tokens, depth), channels = k.shape[-2:], g.shape[-1] > 1
+        chunk = min(STEPS, 1 << (tokens - 1).bit_length())
+        # Queries as read, keys as they recall and as they are written.
+        x = torch.stack([scale * q, k, k], -3)
+        x = _apart(_rounded(x, ("read", "recalled", "written"), arithmetic), x, arithmetic)
+        g = arithmetic.dither(g, "g", SINGLE)
+        drift, order, back = q.new_ones(1, 1), None, None
+        if arithmetic.rounds:
+            make = _drifts if tokens * depth <= _KEPT else _drifts.__wrapped__
+            shared = make(arithmetic, tokens, depth, g.shape[-1], v.shape[-1], chunk, v.device)
+            slips, drift, order, back = (x.reshape(arithmetic.runs, *[1] * (k.ndim - 3), *x.shape[1:]) for x in shared)
+            g = g + slips
+        v, state = (_halves(each, order) for each in (v, state))
+        x, v, g, beta = (_chunks(each, chunk) for each in (x, v, g.unsqueeze(-3), beta.unsqueeze(-3)))
+        reads, recalls, writes = x.unbind(-4)
+        recalls, writes, drifted = recalls * drift, writes / drift, drift[..., -1:, :]
+        pair, total = torch.stack([recalls, reads * drift], -3), g.cumsum(-2)
+        grown, last = total.exp(), total[..., -1:, :]
+        left, whole = (last - total).exp() * drifted, grown[..., -1:, :] * drifted
+        products, decay = _scores(pair, writes, total, PLAIN, channels=channels)
+        right = torch.cat([v, grown * recalls], -1)
+        corrections = beta * products[..., 0, :, :]
+        inverses = inverted(corrections)
+        solved = substituted(corrections, inverses, beta * right)
+        written, erased = solved.split((v.shape[-1], depth), -1)
+        scan = left * writes, grown * pair[..., 1, :, :], products[..., 1, :, :], erased, whole.mT, None
+        o, final, states = _scan(scan, written, state, arithmetic)
+        local = beta, writes, total, grown, left, pair, products, decay, right, solved, drift, order, back
+        ctx.save_for_backward(*local, *scan, *states, *inverses)  # type: ignore[arg-type]
+        ctx.back = scale, arithmetic, channels, tokens  # type: ignore[attr-defined]
+        o = o.flatten(-3, -2)[..., :tokens, :]
+        return _whole(o, back), _whole(final, back)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # type: ignore[attr-defined]
+        beta, writes, total, grown, left, pair, products, decay, right, solved, drift, order, back = saved[:13]
+        scan, states, inverses = saved[13:19], saved[19:23], list(saved[23:])
+        scale, arithmetic, channels, tokens = ctx.back  # type: ignore[attr-defined]
+        chunk, depth = writes.shape[-2:]
+        width = right.shape[-1] - depth
+        do, dfinal = (_halves(each, order) for each in cotangents)
+        written, dscan, dstate = _scan_back(scan, states, (_chunks(do, chunk), dfinal), arithmetic)
+        dkeeps, dreads, dscores, derased, dwhole, _ = dscan
+
+        corrections = beta * products[..., 0, :, :]
+        dstart = substituted(corrections, inverses, torch.cat([written, derased], -1), transposed=True)
+        dcorrections = torch.neg(dstart @ solved.mT).tril_(-1)
+        terms = right * dstart
+        sums = [
+            arithmetic.dither(each, f"beta {name} summed", summed(each.shape[-1])).sum(-1, keepdim=True)
+            for name, each in zip("vk", terms.split((width, depth), -1), strict=True)
+        ]
+        dbeta = (dcorrections * products[..., 0, :, :]).sum(-1, keepdim=True) + sums[0] + sums[1]
+        dv, dgrown = (beta * dstart).split((width, depth), -1)
+        dproducts = torch.stack([beta * dcorrections, dscores], -3)
+        dpair, dwrites, dtotal = _scores_back(dproducts, pair, writes, total, products, decay, PLAIN, channels=channels)
+        dpair = dpair + torch.stack([dgrown, dreads], -3) * grown.unsqueeze(-3)
+        dwrites = dwrites.sum(-3) + dkeeps * left
+
+        kept, all_of = dkeeps * scan[0], (dwhole * scan[4]).mT
+        # Of k.dk, whose terms cancel in dG, a run in chunks knows what is left only to a float64 rounding. Nor does the truth where
+        # each channel decays on its own. The recurrence never forms such sums: its gradients of gates may be smaller, and right.
+        known = writes * dwrites
+        parts = dgrown * right[..., width:] + dreads * scan[1] - kept
+        if arithmetic.rounds:
+            parts = parts + (arithmetic.dither(known, "k.dk", FLOAT64) - known)
+        dtotal = dtotal + _gathered(parts, total)
+        dtotal[..., -1:, :] += _gathered(kept.sum(-2, keepdim=True), total) + _gathered(all_of, total)
+        dtotal, dbeta = dtotal.sum(-4), dbeta.sum(-4)
+        dg = arithmetic.dither(_later(dtotal).flatten(-3, -2)[..., :tokens, :], "g'", SINGLE)
+
+        dx = torch.stack([dpair[..., 1, :, :] * drift, dpair[..., 0, :, :] * drift, dwrites / drift], -4)
+        dx = _apart_back(dx.flatten(-3, -2)[..., :tokens, :], arithmetic)
+        dv, dstate = (_whole(each, back) for each in (dv.flatten(-3, -2)[..., :tokens, :], dstate))
+        dq, dk = scale * dx[..., 0, :, :], dx[..., 1:, :, :].sum(-3)
+        return dq, dk, dv, dg, dbeta.flatten(-3, -2)[..., :tokens, :], dstate, None, None
+
+
+def _rounded(x: Tensor, places: tuple[str, str, str], arithmetic: Arithmetic) -> Tensor:
+    """Queries, keys that recall, which give sums over the channels, and keys that are written, each in its own place."""
+    summing = arithmetic.stacked(x[..., :2, :, :], places[:2], summed(x.shape[-1]))
+    return torch.cat([summing, arithmetic.dither(x[..., 2:, :, :], places[2], SINGLE)], -3) if arithmetic.rounds else x
+
+
+def _apart(rounded: Tensor, x: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """x as rounded, for each half of the values' channels: in some runs the errors of the second have the other sign."""
+    if not arithmetic.rounds:
+        return x.unsqueeze(-4)
+    return torch.stack([rounded, torch.addcmul(x, 1.0 - 2.0 * arithmetic.choice(x), rounded - x)], -4)
+
+
+def _apart_back(dx: Tensor, arithmetic: Arithmetic) -> Tensor:
+    if not arithmetic.rounds:
+        return dx.squeeze(-4)
+    one, other = dx.unbind(-4)
+    sign = 1.0 - 2.0 * arithmetic.choice(one)
+    rounded = _rounded(torch.addcmul(one, sign, other), ("read'", "recalled'", "written'"), arithmetic)
+    return torch.addcmul(rounded, 1.0 - sign, other)
+
+
+def _halves(x: Tensor, order: Tensor | None) -> Tensor:
+    """The two halves of the last axis [..., rows, V], in some order, as [..., 2, rows, V / 2], a zero at the end where V is odd."""
+    x = x.unsqueeze(-3)
+    if order is None:
+        return x
+    x = torch.nn.functional.pad(x, (0, 1)) if x.shape[-1] % 2 else x
+    shape = *x.shape[:-3], 2, x.shape[-2]
+    return x.expand(*shape, -1).gather(-1, order.expand(*shape, -1))
+
+
+def _whole(x: Tensor, back: Tensor | None) -> Tensor:
+    """What `_halves` took apart."""
+    if back is None:
+        return x.squeeze(-3)
+    x = torch.cat(x.unbind(-3), -1)
+    return x.gather(-1, back.expand(*x.shape[:-1], -1))
+
+
+@functools.lru_cache(8)
+def _drifts(
+    arithmetic: Arithmetic, tokens: int, depth: int, gates: int, width: int, chunk: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What all calls of a shape share: what decays err by [runs, T, gates], exp(E) of each half [runs, 2, chunks, C, K], and
+    each run's order of the values' channels [runs, 2, 1, V / 2] and its inverse [runs, 1, V].
+    """
+
+    def like(*shape: int) -> Tensor:
+        return torch.ones(arithmetic.runs, *shape, dtype=torch.float64, device=device)
+
+    slips = arithmetic.dither(like(1, tokens, gates), "decay", SINGLE) - 1.0
+    once = arithmetic.drift(like(1, tokens, depth), "decayed") + arithmetic.drift(like(1, tokens, depth), "state")
+    drift = _chunks(_apart(once, 0.0 * once, arithmetic), chunk).cumsum(-2).exp()
+    order = arithmetic.drift(like(1, 1, width), "halves").squeeze(1).argsort(-1)
+    back, last = order.argsort(-1), order.new_full((arithmetic.runs, 1, width % 2), width)
+    return slips.squeeze(1), drift.squeeze(2), torch.cat([order, last], -1).unflatten(-1, (2, -1)).movedim(-2, 1), back

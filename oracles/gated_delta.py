@@ -134,7 +134,7 @@ def _by_class(
     rows, finals, groups = [], [], _groups(lengths, size, q.device)
     for group in groups:
         tokens = [group.gather(x).transpose(2, 3) for x in (q, k, v, g, beta.unsqueeze(-1))]  # [runs, n, HV, L, width]
-        carry = state.index_select(1, group.members)
+        carry = state if group.alone else state.index_select(1, group.members)
         rule: Callable[..., tuple[Tensor, Tensor]]
         if arithmetic.algorithm == "recurrent":
             step, rule = CHUNK, disturbed.recurrent
@@ -151,9 +151,11 @@ def _by_class(
             part: tuple[Any, ...] = (*(x[..., at : at + stretch, :] for x in tokens), carry, scale, arithmetic)
             o, carry = checkpoint(rule, *part, use_reentrant=False) if group.longest > stretch else rule(*part)
             outputs.append(o)
-        o = torch.cat(outputs, -2) if outputs else tokens[2]
+        o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -2) if outputs else tokens[2]
         rows.append(group.scatter(o.transpose(2, 3)))
         finals.append(carry)
+    if groups[0].alone:
+        return rows[0], finals[0]
     order = torch.cat([group.tokens for group in groups]).argsort()
     members = torch.cat([group.members for group in groups]).argsort()
     return torch.cat(rows, 1).index_select(1, order), torch.cat(finals, 1).index_select(1, members)
@@ -173,6 +175,11 @@ class _Padded:
 
     def __init__(self, lengths: list[int], members: list[int], longest: int, device: torch.device) -> None:
         self.longest = longest
+        self.alone = len(set(lengths)) == 1  # all sequences, as long as each other: rows as they stand
+        self.count = len(lengths)
+        if self.alone:
+            self.members = torch.arange(len(members))
+            return
         self.members = torch.tensor(members, device=device)
         sizes = torch.tensor(lengths, device=device)
         starts = (sizes.cumsum(0) - sizes)[self.members]
@@ -185,13 +192,15 @@ class _Padded:
 
     def gather(self, x: Tensor) -> Tensor:
         """Tokens [runs, tokens, ...] to rows [runs, n, L, ...], zeros after a sequence's end."""
+        if self.alone:
+            return x.unflatten(1, (self.count, -1))
         x = torch.cat([x, x.new_zeros(x.shape[0], 1, *x.shape[2:])], 1)
         rows: Tensor = x.index_select(1, self.index.flatten()).unflatten(1, tuple(self.index.shape))
         return rows
 
     def scatter(self, rows: Tensor) -> Tensor:
         """Rows [runs, n, L, ...] to the tokens that `tokens` names [runs, ..., ...]."""
-        return rows.flatten(1, 2).index_select(1, self.back)
+        return rows.flatten(1, 2) if self.alone else rows.flatten(1, 2).index_select(1, self.back)
 
 
 def _operation(name: str, gate: tuple[Port, ...], beta: Port, forward: Forward, *rules: Rule) -> Operation:

@@ -13,9 +13,9 @@ however few the runs, they do not all happen to round a value well. In the even 
 own s: errors of sums depend on all their terms, so equal results need not have equal errors, and terms that ought to cancel do
 not. Monte Carlo arithmetic (Parker 1997; Verificarlo, CADNA) is the same idea with random errors.
 
-fl_p(x) = t - (t - x) with t = (2^(53-p) + 1) x is Veltkamp's splitting (Dekker 1971); it is exact round-to-nearest in
-float64, and p = 53, that is t = 2 x, returns x itself, which is how run 0 stays exact without a branch. In float32, with 24 for 53,
-it is so too; what has 24 bits there needs no rounding, since float32 does it.
+A float64's bits, read as a whole number, count units in its last place, from one binade into the next. So fl_p adds 2^(53-p) / 2
+to them and clears the lowest 53 - p: round to nearest, ties away from zero. In float32, with 24 for 53, it is so too; what has 24
+bits there needs no rounding, since float32 does it. Where a dtype has p bits and the range, fl_p is its cast: ties go to even.
 """
 
 import array
@@ -42,7 +42,8 @@ PRODUCTS = ("ieee", "tf32")
 class Arithmetic:
     """The precisions an algorithm of one class works in; tensors given to its methods have the runs on axis 0.
 
-    Axis 0 has the runs from `first` on: run 0, which is exact, and others, or only runs that round.
+    Axis 0 has the runs from `first` on: run 0, which is exact, and others, or only runs that round; `last` is the last run of all,
+    where these are not all.
 
     In significand bits: `stored` for intermediates that are stored and operands that are computed, `product` for what float32
     products and sums of them keep (53: operands are coarser, so that the sums' own errors drown), `output` for the inputs' dtype.
@@ -60,6 +61,7 @@ class Arithmetic:
     algorithm: str = "exact"
     chunk: int | None = None
     first: int = 0
+    last: int | None = None
 
     @classmethod
     def of(cls, algorithm: str, dtype: str, products: str = "ieee", runs: int = 9) -> "Arithmetic":
@@ -74,8 +76,11 @@ class Arithmetic:
         output, step = BITS[dtype], FP16_STEP if dtype == "fp16" else 0.0
         if algorithm == "chunkwise" and dtype != "fp32":
             return cls(runs, output, EXACT, output, step, algorithm=algorithm)
-        tf32 = algorithm == "chunkwise" and products == "tf32"
-        return cls(runs, SINGLE, TF32_BITS if tf32 else SINGLE, output, step, algorithm=algorithm)
+        if algorithm == "chunkwise" and products == "tf32":
+            # Both operands of a product are rounded as it reads them, also those that are stored in float32: terms of a sum that
+            # cancel err each on its own, whichever operand they differ in.
+            return cls(runs, TF32_BITS, TF32_BITS, output, step, algorithm=algorithm)
+        return cls(runs, SINGLE, SINGLE, output, step, algorithm=algorithm)
 
     @classmethod
     def exact(cls) -> "Arithmetic":
@@ -86,6 +91,15 @@ class Arithmetic:
     def rounds(self) -> bool:
         """Whether any run rounds."""
         return self.runs > 1 or self.first > 0
+
+    @property
+    def end(self) -> int:
+        """The number of the last run of all."""
+        return self.first + self.runs - 1 if self.last is None else self.last
+
+    @functools.cached_property
+    def _numbered(self) -> "Runs":
+        return self.batch, self.first, self.first + self.runs, (self.end + 1) // 2
 
     def operand(self, x: Tensor, place: str) -> Tensor:
         """x as stored, or as computed operand of a product; its cotangent is stored alike."""
@@ -103,7 +117,16 @@ class Arithmetic:
 
     def terms(self, x: Tensor, place: str, depth: int) -> Tensor:
         """x as an operand that gives a product, a sum of `depth` terms, its errors; outside automatic differentiation."""
-        return x if self.product == EXACT else self._dither(x, place, min(self.product, summed(depth)), 0.0)
+        return x if self.product == EXACT else self._dither(x, (place,), self.kept(depth), 0.0)
+
+    @property
+    def memory(self) -> int:
+        """The bits of what is stored and read as it is: where products are TF32 it is float32, and rounded as an operand only."""
+        return SINGLE if self.product == TF32_BITS else self.stored
+
+    def kept(self, depth: int) -> int:
+        """The bits that a product keeps, a sum of `depth` terms."""
+        return min(self.product, summed(depth))
 
     def input(self, x: Tensor, place: str) -> Tensor:
         """x, an input; its gradient is an output in the inputs' precision."""
@@ -138,7 +161,7 @@ class Arithmetic:
     def _round(self, x: Tensor, place: str, forward: int, backward: int, step: float) -> Tensor:
         if not self.rounds or min(forward, backward) >= _MANTISSA[x.dtype]:
             return x
-        ahead = self._dither(x, place, forward, step)
+        ahead = self._dither(x, (place,), forward, step)
         return _Round.apply(x, ahead, self, place + "'", backward, step)  # type: ignore[no-any-return]
 
     def choice(self, x: Tensor) -> Tensor:
@@ -146,32 +169,57 @@ class Arithmetic:
 
         Where there are two runs only, batches and chunk sizes take turns.
         """
-        run = torch.arange(self.first, self.first + self.runs, device=x.device)
-        turn = self.batch + (self.chunk or 0) // 16 if self.runs == 2 else 0
-        return (((run + 1) // 2 + turn) % 2).to(x.dtype).reshape(-1, *[1] * (x.ndim - 1))
+        turn = self.batch + (self.chunk or 0) // 16 if self.end == 2 else 0
+        ways = tuple(((run + 1) // 2 + turn) % 2 for run in range(self.first, self.first + self.runs))
+        return _choice(ways, x.device, x.dtype).reshape(-1, *[1] * (x.ndim - 1))
 
     def dither(self, x: Tensor, place: str, bits: int | None = None) -> Tensor:
         """x rounded to `bits` (default: as stored) on each run's own grid, outside automatic differentiation."""
+        return self._at(x, (place,), bits)
+
+    def stacked(self, x: Tensor, places: tuple[str, ...], bits: int | None = None, axis: int = -3) -> Tensor:
+        """`dither` of several tensors at once, each in its own place: x has one of them, or the same for all, at each of `axis`."""
+        return self._at(x, places, bits, axis)
+
+    def beside(self, x: Tensor, places: tuple[str, ...], widths: tuple[int, ...], bits: int | None = None) -> Tensor:
+        """`dither` of several tensors of some widths, each in its own place, that lie side by side along x's last axis."""
+        return self._at(x, places, bits, widths=widths)
+
+    def _at(
+        self, x: Tensor, places: tuple[str, ...], bits: int | None, axis: int | None = None, widths: tuple[int, ...] = ()
+    ) -> Tensor:
+        bits = self.stored if bits is None else bits
+        return self._dither(x, places, bits, self.step if bits == self.output else 0.0, axis, widths)
+
+    def _dither(
+        self,
+        x: Tensor,
+        places: tuple[str, ...],
+        bits: int,
+        step: float,
+        axis: int | None = None,
+        widths: tuple[int, ...] = (),
+    ) -> Tensor:
+        digits = _MANTISSA[x.dtype]
         if not self.rounds:
             return x
-        bits = self.stored if bits is None else bits
-        return self._dither(x, place, bits, self.step if bits == self.output else 0.0)
-
-    def _dither(self, x: Tensor, place: str, bits: int, step: float) -> Tensor:
-        if bits >= _MANTISSA[x.dtype] or not self.rounds:
+        if bits >= digits:
             return x.detach()
         with torch.no_grad():
-            grid = _grid(f"{place}#{self.batch}", self.runs, self.first, bits, x)
-            if self.first and (bits, x.dtype) in _CASTS:
-                return torch.mul(x, grid, out=torch.empty_like(x, dtype=_CASTS[bits, x.dtype])) / grid
-            rest = x * grid
-            split = 2.0 ** (_MANTISSA[x.dtype] - bits) + 1.0
-            rounded = rest * (split if self.first else _splits(split, self.runs, rest))
-            rounded.sub_(torch.sub(rounded, rest, out=rest))
-            if step:
-                snap = 1.5 * 2.0 ** (_MANTISSA[x.dtype] - 1) * step  # adding that rounds to a multiple of the step
-                rounded[0 if self.first else 1 :].add_(snap).sub_(snap)
-            return rounded.div_(grid)
+            grid, back = _grid(places, self._numbered, bits, step, x.shape, x.device, x.dtype, axis, widths)
+            kind = _CASTS.get((bits, x.dtype)) if self.first else None
+            if kind and x.device.type in _LAUNCHING:
+                return torch.mul(x, grid, out=x.new_empty(0, dtype=kind)) * back
+            rounded = x * grid
+            if kind:
+                rounded.copy_(rounded.to(kind))
+            else:
+                half = 1 << (digits - bits - 1)
+                rounded.view(_WORDS[x.dtype]).add_(half).bitwise_and_(-2 * half)
+            rounded.mul_(back)
+            if not self.first:
+                rounded[0] = x[0]
+            return rounded
 
 
 def summed(depth: int) -> int:
@@ -198,35 +246,76 @@ def _known() -> "array.array[float]":
 
 _TABLE = 2**20
 _MANTISSA = {torch.float64: 53, torch.float32: 24}
-_CASTS = {(8, torch.float32): torch.bfloat16, (24, torch.float64): torch.float32}  # a cast rounds so, and has the range
+_CASTS = {  # a cast rounds so, and has the range
+    (8, torch.float32): torch.bfloat16,
+    (8, torch.float64): torch.bfloat16,
+    (24, torch.float64): torch.float32,
+}
+_LAUNCHING = ("cuda",)  # where two operations that convert what they read or write take less than four in place
+_WORDS = {torch.float64: torch.int64, torch.float32: torch.int32}
 _SMALL, _LARGE = 2**12, 2**16
 
 
-def _splits(split: float, runs: int, like: Tensor) -> Tensor:
-    """2^(53-p) + 1 a run, and 2 for run 0."""
-    splits = torch.full((runs, *[1] * (like.ndim - 1)), split, dtype=like.dtype, device=like.device)
-    splits[0] = 2.0
-    return splits
+@functools.cache
+def _choice(ways: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(ways, device=device, dtype=dtype)
 
 
-def _grid(place: str, runs: int, first: int, bits: int, x: Tensor) -> Tensor:
-    """The grids s of a place, one a run and position of x's last two axes; 1 for run 0."""
-    last = x.shape[-2:] if x.ndim > 2 else x.shape[1:]
-    size = math.prod(last)
-    room = max(_SMALL // 8, 1 << (size - 1).bit_length()) if size <= _LARGE else size  # calls of many shapes share one
+Runs = tuple[int, int, int, int]  # the batch, the first run, the one after the last, and how many odd ones there are in all
+
+
+@functools.lru_cache(2048)
+def _grid(
+    places: tuple[str, ...],
+    runs: Runs,
+    bits: int,
+    step: float,
+    shape: torch.Size,
+    device: torch.device,
+    dtype: torch.dtype,
+    axis: int | None,
+    widths: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:
+    """The grids s of places, one a run and position of the last two axes, and 1 / s, for tensors of a shape; 1 for run 0.
+
+    Several places' are stacked along `axis`, or lie side by side along the last where `widths` are given. A dtype's numbers below
+    its smallest normal one have a fixed step: the grids are scaled so that where there is a `step`, theirs is that.
+    """
+    last = tuple(shape[-2:] if len(shape) > 2 else shape[1:])
+    sizes = [last[0] * width for width in widths] or [math.prod(last)] * len(places)
+    scale = torch.finfo(dtype).tiny / (step * 2.0 ** (bits - 1)) if step else 1.0
+    parts = [
+        [numbers[:, :size] for numbers in _shared(place, runs, bits, size, scale, device, dtype)]
+        for place, size in zip(places, sizes, strict=True)
+    ]
+    if widths:
+        parts = [[numbers.unflatten(1, (last[0], -1)) for numbers in part] for part in parts]
+    join = torch.cat if widths else torch.stack
+    grid, back = parts[0] if len(parts) == 1 else (join(each, -1 if widths else 1) for each in zip(*parts, strict=True))
+    view = [len(grid), *[1] * (len(shape) - 1 - len(last)), *last]
+    if axis is not None:
+        view[axis] = len(places)
+    return grid.view(view), back.view(view)
+
+
+def _shared(
+    place: str, runs: Runs, bits: int, size: int, scale: float, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Grids of a place and their reciprocals, `size` of each run's or more: calls of many shapes share one."""
+    room = max(_SMALL // 8, 1 << (size - 1).bit_length()) if size <= _LARGE else size
     make = _small if room <= _SMALL else _large if room <= _LARGE else _numbers
-    numbers = make(place, runs, first, bits, room, x.device, x.dtype)
-    return numbers[:, :size].view(runs, *(1,) * (x.ndim - 1 - len(last)), *last)
+    return make(place, runs, bits, room, scale, device, dtype)
 
 
-def _numbers(place: str, runs: int, first: int, bits: int, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Numbers in [1, 2) [runs, size] for the grids of a place."""
-    table, known = _table(device), _known()
-    word = zlib.crc32(place.encode())
-    count = (first + runs) // 2  # odd runs
+def _numbers(
+    place: str, runs: Runs, bits: int, size: int, scale: float, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Numbers in [1, 2) [runs, size] for the grids of a place, times a scale, and their reciprocals."""
+    table, known, (batch, first, after, count) = _table(device), _known(), runs
+    word = zlib.crc32(f"{place}#{batch}".encode())
     strata = sorted(range(count), key=lambda run: known[(word + 104729 * run) % _TABLE])
-    numbers = torch.empty(runs, size, dtype=dtype, device=device)
-    for row, run in zip(numbers, range(first, first + runs), strict=True):
+    numbers = torch.empty(after - first, size, dtype=dtype, device=device)
+    for row, run in zip(numbers, range(first, after), strict=True):
         start = (word + 7919 * run * (run + 12)) % _TABLE
         if run == 0:
             row.fill_(1.0)
@@ -237,11 +326,12 @@ def _numbers(place: str, runs: int, first: int, bits: int, size: int, device: to
             row.copy_(table[start : start + size])
         else:
             row.copy_(table[torch.arange(start, start + size, device=device) % _TABLE])
-    return numbers
+    numbers.mul_(scale)
+    return numbers, 1.0 / numbers
 
 
-_small = functools.lru_cache(4096)(_numbers)  # 128 KiB each at most, of four runs in float64
-_large = functools.lru_cache(128)(_numbers)
+_small = functools.lru_cache(1024)(_numbers)  # 256 KiB each at most, of four runs in float64
+_large = functools.lru_cache(64)(_numbers)
 
 
 @functools.lru_cache(64)
@@ -272,7 +362,7 @@ class _Round(torch.autograd.Function):
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         arithmetic, place, bits, step = ctx.back  # type: ignore[attr-defined]
-        return arithmetic._dither(cotangents[0], place, bits, step), None, None, None, None, None
+        return arithmetic._dither(cotangents[0], (place,), bits, step), None, None, None, None, None
 
 
 class _Product(torch.autograd.Function):

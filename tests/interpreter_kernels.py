@@ -3,6 +3,7 @@
 With `--plain` the interpreter is Triton's own, unpatched.
 """
 
+import itertools
 import json
 import os
 import sys
@@ -184,6 +185,57 @@ def argument_kernel(y, yes, none, number):
 def atomic_kernel(x, y, n, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.atomic_add(y + i % 4, tl.load(x + i), mask=i < n)
+
+
+@triton.jit
+def moved(x, i):
+    return tl.load(x + i)
+
+
+@triton.jit
+def reach_kernel(x, y, n, by, WHAT: tl.constexpr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    here = i < n
+    if WHAT == "load":
+        tl.store(y + i, tl.load(x + i + by, mask=here, other=0.0), mask=here)
+    elif WHAT == "function":
+        tl.store(y + i, moved(x, i + by), mask=here)
+    elif WHAT == "scalar":
+        tl.store(y, tl.load(x + by))
+    elif WHAT == "store":
+        tl.store(x + i + by, tl.load(y + i, mask=here, other=0.0), mask=here)
+    elif WHAT == "add":
+        tl.atomic_add(x + i + by, tl.load(y + i, mask=here, other=0.0), mask=here)
+    elif WHAT == "exchange":
+        tl.atomic_cas(x + by, 0.0, 1.0)
+    elif WHAT == "flags":
+        tl.store(y + i, tl.load(x + i + by, mask=here, other=0).to(tl.float32), mask=here)
+    elif WHAT == "either":
+        tl.store(y + i, tl.load(tl.where(n > 2, x, y) + i + by, mask=here, other=0.0), mask=here)
+    elif WHAT == "joined":
+        both = tl.join(x + i, y + i)
+        tl.store(both + by, tl.full((N, 2), 5.0, tl.float32), mask=here[:, None])
+    elif WHAT == "integer":
+        at = (x.to(tl.int64) + (i + by) * 4).to(tl.pointer_type(tl.float32))
+        tl.store(y + i, tl.load(at, mask=here, other=0.0), mask=here)
+
+
+@triton.jit
+def block_kernel(x, y, n, by, CHECKED: tl.constexpr, DESCRIBED: tl.constexpr):
+    i, j = tl.arange(0, 4)[:, None], tl.arange(0, 4)[None, :]
+    if DESCRIBED:
+        b = tl.make_tensor_descriptor(x, (n, 4), (4, 1), (4, 4)).load((by, 0))
+    else:
+        p = tl.make_block_ptr(x, (n, 4), (4, 1), (0, 0), (4, 4), (1, 0))
+        p = tl.advance(p, (by, 0))
+        b = tl.load(p, boundary_check=(0,)) if CHECKED else tl.load(p)
+    tl.store(y + i * 4 + j, b)
+
+
+@triton.jit
+def pair_kernel(pair, y, by, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(y + i, tl.load(pair[0] + i) + tl.load(pair[1] + i + by))
 
 
 @triton.autotune([triton.Config({"N": 4}), triton.Config({"N": 8})], key=["n"])
@@ -534,6 +586,144 @@ def check_atomic_add() -> None:
     x, y = torch.arange(16, dtype=F32), torch.ones(4)
     atomic_kernel[(1,)](x, y, 14, N=16)
     same(y, torch.tensor([25.0, 29, 19, 22]))
+
+
+def memories(*sizes: int) -> list[torch.Tensor]:
+    """Tensors of 1, 2, ... that lie side by side, each with a storage of its own, in the middle of memory that nobody else has."""
+    ends = [256 + sum(sizes[:count]) for count in range(len(sizes) + 1)]
+    held = np.arange(-255, 257 + sum(sizes), dtype=np.float32)
+    return [torch.from_numpy(held[start:end]) for start, end in itertools.pairwise(ends)]
+
+
+def strays(kernel: Any, *args: Any, **options: Any) -> str:
+    """What is said of a launch that must not be let pass."""
+    try:
+        kernel[(1,)](*args, **options)
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{type(error).__name__} in {frame.name}: {error}"
+    return "nothing"
+
+
+def said(got: str, want: str) -> None:
+    assert got == f"OutOfBounds in {want}", got
+
+
+def check_load_outside_of_a_tensor_raises() -> None:
+    x, y = memories(8, 8)
+    for what, by, n, told in (
+        ("load", 1, 8, "loads 1 element up to 1 after the memory of x"),
+        ("load", 5, 4, "loads 1 element up to 1 after the memory of x"),
+        ("load", -3, 2, "loads 2 elements up to 3 before the memory of x"),
+        ("load", 100, 8, "loads 8 elements up to 100 after the memory of x"),
+        ("scalar", 8, 8, "loads 1 element up to 1 after the memory of x"),
+        ("scalar", -1, 8, "loads 1 element up to 1 before the memory of x"),
+    ):
+        said(strays(reach_kernel, x, y, n, by, WHAT=what, N=8), f"reach_kernel: reach_kernel {told}")
+    reach_kernel[(1,)](x, y, 7, 1, WHAT="load", N=8)
+    same(y[:7], x[1:])
+    reach_kernel[(1,)](x, y, 0, 10**6, WHAT="load", N=8)
+
+
+def check_stray_is_told_where_a_function_strays() -> None:
+    x, y = memories(8, 8)
+    said(
+        strays(reach_kernel, x, y, 8, 2, WHAT="function", N=8), "moved: reach_kernel loads 2 elements up to 2 after the memory of x"
+    )
+
+
+def check_write_outside_of_a_tensor_raises_and_writes_nothing() -> None:
+    x, y, z = memories(8, 8, 8)
+    before = [t.clone() for t in (x, y, z)]
+    for what, told in (("store", "stores 3 elements up to 3"), ("add", "updates 3 elements up to 3")):
+        said(strays(reach_kernel, y, x, 8, 3, WHAT=what, N=8), f"reach_kernel: reach_kernel {told} after the memory of x")
+    said(
+        strays(reach_kernel, y, x, 8, -1, WHAT="exchange", N=8),
+        "reach_kernel: reach_kernel updates 1 element up to 1 before the memory of x",
+    )
+    for t, was in zip((x, y, z), before, strict=True):
+        same(t, was)
+    reach_kernel[(1,)](y, x, 5, 3, WHAT="add", N=8)
+    same(y, before[1] + torch.cat([torch.zeros(3), before[0][:5]]))
+
+
+def check_neighbour_is_no_part_of_a_tensor() -> None:
+    x, y = memories(8, 8)
+    assert y.data_ptr() == x.data_ptr() + 32
+    said(
+        strays(reach_kernel, x, y, 8, 8, WHAT="load", N=8),
+        "reach_kernel: reach_kernel loads 8 elements up to 8 after the memory of x",
+    )
+    view = memories(16)[0][4:12]  # what it is a view of is
+    reach_kernel[(1,)](view, y, 8, 4, WHAT="load", N=8)
+    reach_kernel[(1,)](view, y, 8, -4, WHAT="load", N=8)
+    said(
+        strays(reach_kernel, view, y, 8, 5, WHAT="load", N=8),
+        "reach_kernel: reach_kernel loads 1 element up to 1 after the memory of x",
+    )
+    told = "reach_kernel: reach_kernel loads 1 element up to 1 before the memory of x or y"
+    said(strays(reach_kernel, view, view[2:], 8, -5, WHAT="load", N=8), told)
+    empty = "reach_kernel: reach_kernel loads 1 element up to 1 after the memory of x"
+    said(strays(reach_kernel, torch.empty(0), y, 8, 0, WHAT="scalar", N=8), empty)
+
+
+def check_pointers_of_two_tensors_are_held_to_both() -> None:
+    x, y = memories(8, 8)
+    for n, first, told in ((8, 1.0, "8 elements up to 12"), (2, 9.0, "2 elements up to 14")):
+        x, y = memories(8, 8)
+        reach_kernel[(1,)](x, y, n, 0, WHAT="either", N=8)
+        same(y[:n], torch.arange(first, first + n))
+        got = strays(reach_kernel, x, y, n, 20, WHAT="either", N=8)
+        said(got, f"reach_kernel: reach_kernel loads {told} after the memory of y")
+    x, y = memories(8, 8)
+    reach_kernel[(1,)](x, y, 8, 0, WHAT="joined", N=8)
+    same(torch.cat([x, y]), torch.full((16,), 5.0))
+    assert "stores 2 elements up to 2 after" in strays(reach_kernel, x, y, 8, 2, WHAT="joined", N=8)
+
+
+def check_flags_outside_of_a_tensor_raise() -> None:
+    x, y = torch.from_numpy(np.zeros(64, dtype=np.bool_)[16:24]), torch.zeros(8)
+    said(
+        strays(reach_kernel, x, y, 8, 2, WHAT="flags", N=8),
+        "reach_kernel: reach_kernel loads 2 elements up to 2 after the memory of x",
+    )
+    reach_kernel[(1,)](x, y, 8, 0, WHAT="flags", N=8)
+
+
+def check_pointers_made_from_integers_are_let_go() -> None:
+    x, y = memories(8, 8)
+    reach_kernel[(1,)](x, y, 8, -4, WHAT="integer", N=8)
+    same(y, torch.arange(-3.0, 5.0))
+    assert strays(reach_kernel, x, y, 8, 1, WHAT="load", N=8) != "nothing"
+
+
+def check_blocks_outside_of_a_tensor_raise() -> None:
+    for described in (False, True):
+        x, y = memories(24, 16)
+        want = torch.cat([x[16:], torch.zeros(8)])
+        block_kernel[(1,)](x, y, 6, 4, CHECKED=True, DESCRIBED=described)
+        same(y, want)
+        got = strays(block_kernel, x, y, 8, 4, CHECKED=described, DESCRIBED=described)
+        said(got, "block_kernel: block_kernel loads 8 elements up to 8 after the memory of x")
+        block_kernel[(1,)](x, y, 6, 2, CHECKED=False, DESCRIBED=described)
+        same(y, x[8:])
+
+
+def check_tensors_in_a_tuple_are_told() -> None:
+    x, y, z = memories(8, 8, 8)
+    pair_kernel[(1,)]((x, y), z, 0, N=8)
+    same(z, x + y)
+    said(strays(pair_kernel, (x, y), z, 1, N=8), "pair_kernel: pair_kernel loads 1 element up to 1 after the memory of pair")
+
+
+def check_wrappers_split_work() -> None:
+    properties = triton.runtime.driver.active.utils.get_device_properties(0)
+    assert properties["multiprocessor_count"] > 1, properties
+    try:
+        target = triton.runtime.driver.active.get_current_target()
+    except RuntimeError:
+        return
+    raise AssertionError(f"there is no device, and {target} is its target")
 
 
 def check_cpu_device_guard() -> None:

@@ -2,24 +2,42 @@
 
 import ast
 import contextlib
+import copy
 import dataclasses
 import inspect
+import itertools
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
+# Wrappers split work among the multiprocessors that the driver counts, and count one where no driver answers: what a kernel
+# does in its second part would never run. Four give parts that begin within a block of another, as a device's do.
+MULTIPROCESSORS = 4
+
+
+class OutOfBounds(Exception):
+    """A kernel reads or writes outside of the memory of the tensor that its pointer was made from.
+
+    Memory is the tensor's whole storage: a view may reach what it is a view of. `span` is its first byte's address and the
+    one after its last. On a device such an access is an illegal address, or other numbers, on other days.
+    """
+
+    def __init__(self, what: str, span: tuple[int, int] = (0, 0)) -> None:
+        super().__init__(what)
+        self.span = span
+
 
 def install() -> None:
     """The process interprets every Triton kernel, with the arithmetic of the device.
 
     Call it in a worker process before anything imports triton. Raises RuntimeError where triton is already
-    imported for compilation. A second call changes nothing.
+    imported for compilation. A second call changes nothing. From then on a launch that leaves its tensors raises OutOfBounds.
     """
     if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
@@ -34,8 +52,10 @@ def install() -> None:
     _patch_language(interpreter, tl)
     _patch_types(interpreter, tl)
     _patch_launch(interpreter, tl)
+    _patch_access(interpreter)
     _patch_arithmetic(interpreter, tl)
     _patch_reductions(interpreter, tl)
+    _patch_driver()
     # torch has no device guard for the CPU, and kernels' wrappers enter one around each launch.
     if not hasattr(torch.cpu, "device"):
         torch.cpu.device = contextlib.nullcontext  # type: ignore[attr-defined]
@@ -154,11 +174,151 @@ def _patch_launch(interpreter: Any, tl: Any) -> None:
             # The compiler's launcher hands the caller's own tensors and numbers to the grid.
             known = {name: value for name, value in kwargs.items() if name in self.arg_names}
             grid = grid(inspect.getcallargs(self.fn, *args, **known))
-        # Lanes that a mask drops overflow and divide by zero, as they do on a device.
-        with np.errstate(all="ignore"):
-            run(self, *args, grid=grid if warmup else tuple(grid), warmup=warmup, **kwargs)
+        try:
+            # Lanes that a mask drops overflow and divide by zero, as they do on a device.
+            with np.errstate(all="ignore"):
+                run(self, *args, grid=grid if warmup else tuple(grid), warmup=warmup, **kwargs)
+        except (interpreter.InterpreterError, OutOfBounds) as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OutOfBounds):
+                cause = cause.__cause__
+            if cause is None:
+                raise
+            given = inspect.getcallargs(self.fn, *args, **{name: kwargs[name] for name in self.arg_names if name in kwargs})
+            raise _told(cause, self.fn.__name__, given) from None
 
     interpreter.InterpretedFunction.run = launch
+
+
+def _told(stray: OutOfBounds, kernel: str, given: dict[str, Any]) -> OutOfBounds:
+    """The same with the kernel and the argument named, as if it were raised by the kernel's own line."""
+    names = [name for name, value in given.items() if stray.span in map(_span, _tensors(value))]
+    told = OutOfBounds(f"{kernel} {stray} the memory of {' or '.join(names) or 'a tensor'}", stray.span)
+    ours = (__file__, os.path.dirname(inspect.getfile(sys.modules["triton"])))
+    at = kernels = stray.__traceback__
+    while at is not None:
+        if not at.tb_frame.f_code.co_filename.startswith(ours):
+            kernels = at
+        at = at.tb_next
+    if kernels is not None:
+        kernels.tb_next = None
+    return told.with_traceback(stray.__traceback__)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in an argument: itself, what a wrapper or descriptor stands on, or the parts of a tuple."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _tensors(part)
+    elif hasattr(value, "base"):
+        yield from _tensors(value.base)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's memory: of its first byte, and after its last."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def _patch_access(interpreter: Any) -> None:
+    """The type of a pointer knows the memory it was made from, wherever arithmetic takes it; accesses are held to that.
+
+    What lies between two tensors is chance, and so is what lies behind the last: a stray is told by the tensor that it left,
+    and not by where it came to. Pointers made from integers are let go wherever they point.
+    """
+    builder, convert = interpreter.InterpreterBuilder, interpreter._implicit_cvt
+    accesses = ("masked_load", "masked_store", "atomic_rmw", "atomic_cas")
+    plain = {name: getattr(builder, f"create_{name}") for name in (*accesses, "bitcast", "select", "cat", "join")}
+
+    def implicit_cvt(arg: Any) -> Any:
+        made = convert(arg)
+        if hasattr(arg, "data_ptr"):
+            made.handle.dtype.spans = tuple(map(_span, _tensors(arg)))
+        return made
+
+    def held(pointers: Any, mask: Any, verb: str) -> None:
+        spans, data = getattr(pointers.dtype, "spans", ()), pointers.data
+        if not spans or not data.size:
+            return
+        width = max(1, pointers.dtype.element_ty.primitive_bitwidth // 8)
+        start, end = spans[0]
+        if data.size == 1:
+            low = high = data.item()
+        else:
+            low, high = np.minimum.reduce(data, axis=None), np.maximum.reduce(data, axis=None)
+        if start <= low and high <= end - width:
+            return
+        if mask is not None:
+            data = data[np.broadcast_to(np.asarray(mask.data, dtype=bool), data.shape)]
+        # Bytes from the first of a memory; before it they are negative.
+        into = {span: (data - np.uint64(span[0])).view(np.int64) for span in spans}
+        left = {span: np.maximum(-at, at - (span[1] - span[0] - width)) for span, at in into.items()}
+        astray = np.minimum.reduce(list(left.values())) > 0
+        if not astray.any():
+            return
+        span = min(spans, key=lambda each: left[each][astray].max())
+        far = left[span][astray].argmax()
+        side = "before" if into[span][astray][far] < 0 else "after"
+        count, distance = int(astray.sum()), -(-int(left[span][astray][far]) // width)
+        raise OutOfBounds(f"{verb} {count} element{'s' * (count > 1)} up to {distance} {side}", span)
+
+    def create_masked_load(self: Any, pointers: Any, mask: Any, *others: Any, **options: Any) -> Any:
+        held(pointers, mask, "loads")
+        return plain["masked_load"](self, pointers, mask, *others, **options)
+
+    def create_masked_store(self: Any, pointers: Any, value: Any, mask: Any, *options: Any) -> Any:
+        held(pointers, mask, "stores")
+        return plain["masked_store"](self, pointers, value, mask, *options)
+
+    def create_atomic_rmw(self: Any, op: Any, pointers: Any, value: Any, mask: Any, *options: Any) -> Any:
+        held(pointers, mask, "updates")
+        return plain["atomic_rmw"](self, op, pointers, value, mask, *options)
+
+    def create_atomic_cas(self: Any, pointers: Any, *others: Any) -> Any:
+        held(pointers, None, "updates")
+        return plain["atomic_cas"](self, pointers, *others)
+
+    def retyped(made: Any, *sources: Any) -> Any:
+        """A handle whose pointers may come from any of some others."""
+        if made.dtype.is_ptr():
+            known = [getattr(source.dtype, "spans", ()) for source in sources]
+            made.dtype = copy.copy(made.dtype)
+            made.dtype.spans = tuple(dict.fromkeys(itertools.chain(*known))) if all(known) else ()
+        return made
+
+    def create_bitcast(self: Any, source: Any, dst_type: Any) -> Any:
+        return retyped(plain["bitcast"](self, source, dst_type), source)
+
+    def create_select(self: Any, cond: Any, lhs: Any, rhs: Any) -> Any:
+        return retyped(plain["select"](self, cond, lhs, rhs), lhs, rhs)
+
+    def create_cat(self: Any, lhs: Any, rhs: Any) -> Any:
+        return retyped(plain["cat"](self, lhs, rhs), lhs, rhs)
+
+    def create_join(self: Any, lhs: Any, rhs: Any) -> Any:
+        return retyped(plain["join"](self, lhs, rhs), lhs, rhs)
+
+    interpreter._implicit_cvt = implicit_cvt
+    patches: list[Any] = [create_masked_load, create_masked_store, create_atomic_rmw, create_atomic_cas]
+    for patch in (*patches, create_bitcast, create_select, create_cat, create_join):
+        setattr(builder, patch.__name__, patch)
+
+
+class _NoDevice:
+    """A driver of Triton's that can tell how many multiprocessors there are, and nothing else."""
+
+    utils = SimpleNamespace(get_device_properties=lambda device: {"multiprocessor_count": MULTIPROCESSORS})
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"kernels are interpreted, and there is no device that has {name}")
+
+
+def _patch_driver() -> None:
+    import triton
+
+    triton.runtime.driver.set_active(_NoDevice())
 
 
 def _patch_arithmetic(interpreter: Any, tl: Any) -> None:

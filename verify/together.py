@@ -69,29 +69,33 @@ class _Call:
     """One packed call of all sequences of several cases."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
-        self.run, self.cases = runs[0], [run.example.case for run in runs]
+        self.run, self.runs, self.cases = runs[0], runs, [run.example.case for run in runs]
         self.tokens = [0, *itertools.accumulate(case.tokens for case in self.cases)]
         self.rows = [0, *itertools.accumulate(len(case.lengths) for case in self.cases)]
         self.made: dict[str, Bounds] = {}
 
     def bounds_of(self, row: int, algorithm: str) -> Bounds:
-        """The bounds of one of the cases, for a class of algorithm."""
+        """The bounds of one of the cases, for a class of algorithm; finer ones are of the case alone, whom few of a call ask for."""
         if algorithm not in self.made:
-            self.made[algorithm] = self._all(algorithm)
+            self.made[algorithm] = self._made(algorithm, self.cases)
         spec, case = self.cases[row].spec, self.cases[row]
         tokens = slice(self.tokens[row], self.tokens[row + 1])
         rows = slice(self.rows[row], self.rows[row + 1])
         batch = (1, case.tokens) if case.packed else (len(case.lengths), case.lengths[0])
-        return {name: _part(spec.port(name), each, rows, tokens, batch) for name, each in self.made[algorithm].items()}
+        alone = functools.cache(lambda: _Call([self.runs[row]]).bounds_of(0, algorithm))
+        parts = {name: _part(spec.port(name), each, rows, tokens, batch) for name, each in self.made[algorithm].items()}
+        if len(self.cases) == 1:
+            return parts
+        return {name: dataclasses.replace(part, finer=functools.partial(_finer, alone, name)) for name, part in parts.items()}
 
-    def _all(self, algorithm: str) -> Bounds:
-        case, device = self.cases[0], self.run.device
+    def _made(self, algorithm: str, cases: Sequence[Case]) -> Bounds:
+        case, device = cases[0], self.run.device
         adapter = adapter_of(self.run.adapter)
         assert isinstance(adapter, Adapter), self.run
         chunk = adapter.chunk if algorithm == adapter.algorithm else None
         with devices.default("cpu"):
-            inputs = self._joined([each.inputs(device) for each in self.cases])
-            each = [one.cotangents(device) for one in self.cases] if case.backward else []
+            inputs = self._joined([each.inputs(device) for each in cases])
+            each = [one.cotangents(device) for one in cases] if case.backward else []
             cotangents = {name: self._side_by_side(name, [one[name] for one in each]) for name in (each[0] if each else ())}
             return bound.bounds(case.spec, inputs, cotangents or None, algorithm, self.run.products, chunk)
 
@@ -109,6 +113,12 @@ class _Call:
         if port.axes.startswith("B T"):
             return torch.cat([part.flatten(0, 1) for part in parts]).unsqueeze(0)
         return torch.cat(list(parts))
+
+
+def _finer(alone: Callable[[], Bounds], name: str) -> Bound:
+    finer = alone()[name].finer
+    assert finer is not None
+    return finer()
 
 
 def _part(port: Port, whole: Bound, rows: slice, tokens: slice, batch: tuple[int, int]) -> Bound:

@@ -1,7 +1,8 @@
 """Edits: every change of a kernel's source at a single point, such as hands make by mistake.
 
 The source is parsed, and the text itself is cut where a node stands, so that what is shown of an edit is the line as its author
-wrote it. An edit belongs to the statement that it changes: where no call executes the statement, no test can see the edit.
+wrote it. An edit belongs to the statement that it changes, or to the branch of a conditional expression in it: where no call runs
+that, no test can see the edit.
 
 What no run could show is left alone: shapes and ranges of blocks, which the compiler refuses; precisions of products and barriers,
 which the interpreter does not have; the cast of what is stored, which a store makes by itself; and pointers without their base.
@@ -59,13 +60,17 @@ _UNSEEN = ("input_precision", "allow_tf32", "dtype", "fp_downcast_rounding", "ax
 
 @dataclasses.dataclass(frozen=True)
 class Edit:
-    """`text` in place of source[start:end]; `line` is that of the statement, the first of the source being 1."""
+    """`text` in place of source[start:end]; `line` is that of the statement, the first of the source being 1.
+
+    In a branch of a conditional expression `line` and `column` are those of the branch; else `column` is 0.
+    """
 
     operator: str
     start: int
     end: int
     text: str
     line: int
+    column: int = 0
 
     def of(self, source: str) -> str:
         """The edited source."""
@@ -104,7 +109,7 @@ class _Finder:
         self._starts = [0]
         for line in source.split("\n"):
             self._starts.append(self._starts[-1] + len(line) + 1)
-        self._line = 0
+        self._place = (0, 0)  # the line and column of what an edit belongs to
         self._stored: list[ast.expr] = []
         self._widths = self._exchanged([each.arg for each in function.args.args])
         self._known = [each.arg for each in function.args.args]  # the names that have a value so far, in order
@@ -126,7 +131,7 @@ class _Finder:
             yield from self._statement(statement)
 
     def _statement(self, node: ast.stmt) -> Iterator[Edit]:
-        self._line = node.lineno
+        self._place = (node.lineno, 0)
         if isinstance(node, ast.If | ast.While):
             if isinstance(node, ast.If) and isinstance(node.test, ast.Name):
                 yield self._edit("flag", node.test, f"not {node.test.id}")
@@ -163,6 +168,14 @@ class _Finder:
         if make is not None:
             yield from make(node)
         if _called(node) in _UNMOVED:
+            return
+        if isinstance(node, ast.IfExp):
+            yield from self._expression(node.test)
+            place = self._place
+            for branch in (node.body, node.orelse):
+                self._place = (branch.lineno, branch.col_offset)
+                yield from self._expression(branch)
+            self._place = place
             return
         for field, value in ast.iter_fields(node):
             if isinstance(node, ast.Attribute) or field in ("func", "ctx"):
@@ -259,16 +272,16 @@ class _Finder:
                 yield self._edit("cast", node.args[0], "tl.bfloat16")
         if called == "dot" and len(given) >= 2:
             start, end = self._span(node.args[0])[0], self._span(node.args[1])[1]
-            yield Edit("operands", start, end, f"{given[1]}, {given[0]}", self._line)
+            yield Edit("operands", start, end, f"{given[1]}, {given[0]}", *self._place)
             if len(given) == 3:
-                yield Edit("accumulator", end, self._span(node.args[2])[1], "", self._line)
+                yield Edit("accumulator", end, self._span(node.args[2])[1], "", *self._place)
         if called == "trans" and len(given) == 1:
             yield self._edit("transpose", node, self._kept(node.args[0]))
         if called in ("exp", "exp2") and len(given) == 1:
             yield self._edit("exponential", node.func, "tl.exp2" if called == "exp" else "tl.exp")
         if called == "where" and len(given) == 3:
             start, end = self._span(node.args[1])[0], self._span(node.args[2])[1]
-            yield Edit("where", start, end, f"{given[2]}, {given[1]}", self._line)
+            yield Edit("where", start, end, f"{given[2]}, {given[1]}", *self._place)
             yield self._edit("where", node, self._kept(node.args[1]))
         if called in ("cumsum", "cumprod"):
             if "reverse" in named:
@@ -311,14 +324,14 @@ class _Finder:
         return text if isinstance(part, ast.Name | ast.Call | ast.Subscript | ast.Attribute | ast.Constant) else f"({text})"
 
     def _edit(self, operator: str, node: ast.AST, text: str) -> Edit:
-        return Edit(operator, *self._span(node), text, self._line)
+        return Edit(operator, *self._span(node), text, *self._place)
 
     def _operator(self, operator: str, left: ast.AST, right: ast.AST, old: str, new: str) -> Edit:
         """The sign between two parts exchanged."""
         start, end = self._span(left)[1], self._span(right)[0]
         between = re.sub(r"#[^\n]*", lambda comment: " " * len(comment[0]), self.source[start:end])
         at = start + between.index(old)
-        return Edit(operator, at, at + len(old), new, self._line)
+        return Edit(operator, at, at + len(old), new, *self._place)
 
     def _without(self, operator: str, node: ast.Call, names: tuple[str, ...]) -> Edit:
         """A call without some of its named arguments."""

@@ -1,8 +1,8 @@
 """Launches: what interpreted Triton kernels are given and what they write, which statements run, and how one is exchanged.
 
 Nothing is written to any file: a mutated kernel is compiled as Triton's interpreter compiles every kernel, from text, and stands in
-its table of functions in place of the right one. A launch that was watched runs again on copies of what it was given, between bands
-of NaN, and whatever it reads or writes outside of its tensors shows.
+its table of functions in place of the right one. A launch that was watched runs again on copies of what it was given; the
+interpreter (verify/interpreter.py) lets none of its accesses leave them.
 """
 
 import ast
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from verify.zoo.edits import Edit, dedented, until_def
 
-BAND = 1 << 18  # bytes before and after each tensor's memory: NaN of every width, or negative, and other bits around each
-Place = tuple[str, int]  # a kernel and a line of its file
+# A kernel and a line of its file: a statement. With a column besides 0, a branch of a conditional expression that begins there.
+Place = tuple[str, int, int]
 _MARKER = "_gdn_verify_executed"
 
 
@@ -40,12 +40,12 @@ class Kernel:
         return f"{self.file}:{self.name}"
 
     def line(self, edit: Edit) -> int:
-        """The line of the file of an edited statement."""
+        """The line of the file where what is edited begins."""
         return self.first + edit.line - 1
 
     def place(self, edit: Edit) -> Place:
-        """The statement that an edit changes."""
-        return self.key, self.line(edit)
+        """The statement that an edit changes, or the branch in it."""
+        return self.key, self.line(edit), edit.column
 
     def diff(self, edit: Edit) -> str:
         """The edit as a unified diff without context."""
@@ -72,68 +72,19 @@ class Launch:
         """What it holds."""
         return sum(x.numel() for x in self.before) + sum(x.numel() for x in {id(x): x for x in self.after}.values())
 
-    def again(self) -> str:
-        """What it does again on copies between bands, with the functions as they are now.
-
-        "same": it writes the same bits and nothing else. "strays": the same, but it reads what is outside of its tensors' memory.
-        "differs": other bits, or it raises, or reaches beyond the bands.
-        """
+    def differs(self) -> bool:
+        """Whether it writes other bits on copies of what it was given, with the functions as they are now, or raises."""
         from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
-        memories = [_banded(given, number) for number, given in enumerate(self.before)]
+        memories = [given.clone() for given in self.before]
         arguments = {name: _rebuilt(value, memories) for name, value in self.arguments.items()}
         function = InterpretedFunction.rewritten_fn[self.function]
         try:
-            with np.errstate(all="ignore"), _guarded(memories) as strays:
+            with np.errstate(all="ignore"):
                 GridExecutor(function, self.names, self.grid)(**arguments)
         except Exception:  # whatever it raises, the launch that was watched did not
-            return "differs"
-        wanted = [_banded(given, number) for number, given in enumerate(self.after)]
-        if not all(torch.equal(got, want) for got, want in zip(memories, wanted, strict=True)):
-            return "differs"
-        return "strays" if strays else "same"
-
-
-@contextlib.contextmanager
-def _guarded(memories: list[Tensor]) -> Iterator[list[int]]:
-    """Loads and stores outside of the memories between the bands are told; beyond the bands they raise and are not done."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    strays: list[int] = []
-    spans = sorted((memory.data_ptr(), memory.data_ptr() + memory.numel()) for memory in memories)
-    starts, ends = (
-        (np.array(each, dtype=np.uint64) for each in zip(*spans, strict=True)) if spans else (np.zeros(0, np.uint64),) * 2
-    )
-    plain = {name: getattr(InterpreterBuilder, name) for name in ("create_masked_load", "create_masked_store")}
-
-    def checked(access: Any, mask_at: int) -> Any:
-        def call(builder: Any, pointers: Any, *others: Any) -> Any:
-            at = np.asarray(pointers.data)[np.asarray(others[mask_at].data, dtype=bool)].astype(np.uint64)
-            if at.size:
-                near = np.maximum(np.searchsorted(starts, at, side="right").astype(np.int64) - 1, 0)
-                into, left = at - starts[near], ends[near] - at
-                if (into > ends[near] - starts[near]).any():
-                    raise IndexError("an address beyond the bands")
-                if ((into < BAND) | (left <= BAND)).any():
-                    strays.append(int(at.size))
-            return access(builder, pointers, *others)
-
-        return call
-
-    InterpreterBuilder.create_masked_load = checked(plain["create_masked_load"], 0)
-    InterpreterBuilder.create_masked_store = checked(plain["create_masked_store"], 1)
-    try:
-        yield strays
-    finally:
-        for name, access in plain.items():
-            setattr(InterpreterBuilder, name, access)
-
-
-def _banded(given: Tensor, number: int) -> Tensor:
-    """A copy of bytes between two bands."""
-    memory = torch.full((BAND // 2 + -(-given.numel() // 2) + BAND // 2,), -1 - number, dtype=torch.int16).view(torch.uint8)
-    memory[BAND : BAND + given.numel()] = given
-    return memory
+            return True
+        return not all(torch.equal(got, want) for got, want in zip(memories, self.after, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,8 +100,7 @@ def _rebuilt(value: Any, memories: list[Tensor]) -> Any:
     if not isinstance(value, _Tensor):
         return value
     storage = memories[value.memory].untyped_storage()
-    start = BAND // value.dtype.itemsize + value.offset
-    return torch.empty(0, dtype=value.dtype).set_(storage, start, value.shape, value.strides)
+    return torch.empty(0, dtype=value.dtype).set_(storage, value.offset, value.shape, value.strides)
 
 
 @functools.cache
@@ -267,7 +217,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 class _Marked(ast.NodeVisitor):
-    """Says before each statement that it is executed."""
+    """Says before each statement, and each branch of a conditional expression, that it is executed."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -279,9 +229,12 @@ class _Marked(ast.NodeVisitor):
         for field in ("body", "orelse"):
             statements = getattr(node, field, None)
             if isinstance(statements, list) and statements and isinstance(statements[0], ast.stmt):
-                setattr(node, field, [each for statement in statements for each in (self._mark(statement), statement)])
+                marked = [(ast.copy_location(ast.Expr(self._mark(each)), each), each) for each in statements]
+                setattr(node, field, [part for pair in marked for part in pair])
+            elif isinstance(node, ast.IfExp) and isinstance(statements, ast.expr):
+                told = self._mark(statements, statements.col_offset)  # it returns None
+                setattr(node, field, ast.copy_location(ast.BoolOp(ast.Or(), [told, statements]), statements))
 
-    def _mark(self, statement: ast.stmt) -> ast.stmt:
-        place = ast.Tuple([ast.Constant(self.key), ast.Constant(statement.lineno)], ast.Load())
-        call = ast.Call(ast.Name(_MARKER, ast.Load()), [place], [])
-        return ast.copy_location(ast.Expr(call), statement)
+    def _mark(self, node: ast.stmt | ast.expr, column: int = 0) -> ast.Call:
+        place = ast.Tuple([ast.Constant(self.key), ast.Constant(node.lineno), ast.Constant(column)], ast.Load())
+        return ast.Call(ast.Name(_MARKER, ast.Load()), [place], [])

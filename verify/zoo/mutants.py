@@ -2,8 +2,8 @@
 
 Each case runs once on the right kernels, watched (verify/zoo/launches.py). A mutant is then a forked child in which one kernel is
 exchanged. It first repeats the launches of a case that execute the edited statement: where all write the same bits, so does
-everything after them, and the law need not be asked. Where one differs, the law is asked as `check` asks it, and the first that is
-broken has killed the mutant. A child that dies or hangs is killed by the law that it was asked about.
+everything after them, and the law need not be asked. Where one differs, or leaves its tensors, the law is asked as `check` asks it,
+and the first that is broken has killed the mutant. A child that dies or hangs is killed by the law that it was asked about.
 """
 
 import collections
@@ -56,7 +56,7 @@ class Mutant:
 
     @property
     def place(self) -> Place:
-        """The statement that it changes."""
+        """The statement that it changes, or the branch in it."""
         return self.kernel.place(self.edit)
 
     @property
@@ -74,9 +74,8 @@ class Fate:
     """What became of a mutant: "killed" by a law, "survived", "undecided" where we failed, or "not asked".
 
     `how` is what the law saw; `cases` and `seconds` are what `check` goes through until it sees it, all laws in their order on one
-    worker; `differed` of the `ran` cases that execute the statement have a launch that writes other bits, `strayed` others one that
-    reads outside of its tensors, and `unknown` could not be judged. An edit may be `argued` to be no defect: the class of the
-    argument and its `reason`.
+    worker; `differed` of the `ran` cases that execute the statement have a launch that writes other bits or raises, and `unknown`
+    could not be judged. An edit may be `argued` to be no defect: the class of the argument and its `reason`.
     """
 
     mutant: Mutant
@@ -88,7 +87,6 @@ class Fate:
     seconds: float = 0.0
     ran: int = 0
     differed: int = 0
-    strayed: int = 0
     unknown: int = 0
     argued: str = ""
     reason: str = ""
@@ -258,13 +256,12 @@ class _Child:
         _, status = os.waitpid(self.pid, 0)
         if self._answer is not None:
             self.fate.unknown += self._answer["unknown"]
-            self.fate.strayed += self._answer["strayed"]
             if self._answer["failed"]:
                 self.fate.state, self.fate.how = "undecided", self._answer["failed"]
             elif self._answer["killed"]:
                 self._killed(self._answer["killed"])
             return False
-        # What a launch does between bands of NaN decides nothing; and a crash is one if it comes again, as for `check`.
+        # What a repeated launch does decides nothing; and a crash is one if it comes again, as for `check`.
         if self.step == "repeat" or (self.step == "law" and not self.hung and not self.lost):
             self.fate.differed += self.step == "repeat"
             self.lost = True
@@ -300,23 +297,21 @@ def _serve(pipe: int, child: _Child) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (size + MORE, size + MORE))
         say(_asked(child, say))
     except BaseException:  # ours, and no verdict
-        say({"killed": "", "unknown": 0, "strayed": 0, "failed": traceback.format_exc()[-2000:]})
+        say({"killed": "", "unknown": 0, "failed": traceback.format_exc()[-2000:]})
     finally:
         os._exit(0)
 
 
 def _asked(child: _Child, say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """The answer: what the law that kills the mutant saw, if one does, and how many cases strayed or could not be judged."""
+    """The answer: what the law that kills the mutant saw, if one does, and how many cases could not be judged."""
     mutant = child.fate.mutant
-    answer: dict[str, Any] = {"killed": "", "unknown": 0, "strayed": 0, "failed": ""}
+    answer: dict[str, Any] = {"killed": "", "unknown": 0, "failed": ""}
     exchange(mutant.kernel, mutant.edit)
     for at in range(child.at, len(child.items)):
         item = child.items[at]
         if at > child.at or not child.lost:
             say({"at": at, "step": "repeat"})
-            did = {launch.again() for launch in item.executing(mutant.place)}
-            if "differs" not in did:
-                answer["strayed"] += "strays" in did
+            if not any(launch.differs() for launch in item.executing(mutant.place)):
                 continue
         say({"at": at, "step": "law"})
         outcome = execute(item.run)

@@ -29,6 +29,7 @@ from properties.books import book_of
 from properties.domain import Domain
 from properties.strategies import Example
 from verify import bench
+from verify import known as known_defects
 from verify.adapter import Adapter, AdapterError, installed, versions
 from verify.check import PROFILES, Profile, seeded
 from verify.run import Run, adapter_of, execute
@@ -55,7 +56,7 @@ def discovered(spec: str, adapter: Adapter, seen: Watch) -> list[Mutant]:
     for run in _wide(spec, adapter.domain):
         with seen.watching():
             execute(run)
-    kernels = [seen.kernels[key] for key in {key for key, _ in seen.executed}]
+    kernels = [seen.kernels[key] for key in {place[0] for place in seen.executed}]
     if not kernels:
         raise AdapterError(f"adapter {spec} launches no kernel in Triton's language")
     pairs = [
@@ -183,14 +184,26 @@ def shown(fate: Fate) -> str:
     if fate.state == "undecided":
         lines += [f"  {line}" for line in fate.how.splitlines()[-1:]]
     else:
-        strayed = f", {fate.strayed} reading outside of its tensors" if fate.strayed else ""
         unknown = f", {fate.unknown} not judged" if fate.unknown else ""
-        lines.append(f"  {fate.ran} cases run it, {fate.differed} of them with other bits{strayed}{unknown}")
+        lines.append(f"  {fate.ran} cases run it, {fate.differed} of them with other bits{unknown}")
     if fate.argued:
         lines.append(f"  argued: {fate.argued}: {fate.reason}")
     if fate.state == "killed":
         lines.append(f"  {fate.how}: {fate.run}")
     return "\n".join(lines)
+
+
+def left_out(lines: Sequence[str]) -> list[str]:
+    """What is said of runs that do not hold on the right kernels: how many a known defect explains, and the others by name."""
+    defects, explained = known_defects.load(), collections.Counter[str]()
+    said = []
+    for line in lines:
+        reason = next((defect.reason for defect in defects if defect.explains(Run.parse(line))), None)
+        if reason is None:
+            said.append(f"left out, it does not hold on the kernels as they are: {line}")
+        else:
+            explained[reason] += 1
+    return said + [f"left out, {count} cases of a known defect: {reason}" for reason, count in explained.items()]
 
 
 def mutate(
@@ -257,8 +270,8 @@ def mutate(
     for fate in fates:
         if fate.state in ("survived", "undecided") or (fate.state == "killed" and fate.argued):
             _print(shown(fate))
-    for line in hunt.left_out:
-        _print(f"left out, it does not hold on the kernels as they are: {line}")
+    for line in left_out(hunt.left_out):
+        _print(line)
     _print(f"{'interrupted: ' if interrupted else ''}{summary(fates)}; {time.monotonic() - start:.0f} s")
     if json_to:
         data = [fate.to_json() for fate in (*fates, *(Fate(mutant, "uncovered") for mutant in uncovered))]
