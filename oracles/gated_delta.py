@@ -192,15 +192,18 @@ class _Padded:
 
     def gather(self, x: Tensor) -> Tensor:
         """Tokens [runs, tokens, ...] to rows [runs, n, L, ...], zeros after a sequence's end."""
+        rows: Tensor
         if self.alone:
-            return x.unflatten(1, (self.count, -1))
+            rows = x.unflatten(1, (self.count, -1))
+            return rows
         x = torch.cat([x, x.new_zeros(x.shape[0], 1, *x.shape[2:])], 1)
-        rows: Tensor = x.index_select(1, self.index.flatten()).unflatten(1, tuple(self.index.shape))
+        rows = x.index_select(1, self.index.flatten()).unflatten(1, tuple(self.index.shape))
         return rows
 
     def scatter(self, rows: Tensor) -> Tensor:
         """Rows [runs, n, L, ...] to the tokens that `tokens` names [runs, ..., ...]."""
-        return rows.flatten(1, 2) if self.alone else rows.flatten(1, 2).index_select(1, self.back)
+        flat: Tensor = rows.flatten(1, 2)
+        return flat if self.alone else flat.index_select(1, self.back)
 
 
 def _operation(name: str, gate: tuple[Port, ...], beta: Port, forward: Forward, *rules: Rule) -> Operation:

@@ -50,7 +50,12 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
             if "refuse" in question:
                 adapter = adapter_of(question["refuse"][0])
                 assert isinstance(adapter, Adapter), question
-                return {"did": probe(adapter, question["refuse"][1])}
+                there = "cuda" if devices.gpus() else "cpu"  # of a worker that is to use it
+                with devices.default(there):
+                    did = probe(adapter, question["refuse"][1])
+                if reason := devices.lost(there):
+                    return {"did": f"crashed ({reason})", "spent": True}
+                return {"did": did}
             if "runs" in question:
                 runs = [Run.parse(line) for line in question["runs"]]
                 _begin(runs)

@@ -75,7 +75,7 @@ class _Call:
         self.made: dict[str, Bounds] = {}
 
     def bounds_of(self, row: int, algorithm: str) -> Bounds:
-        """The bounds of one of the cases, for a class of algorithm; finer ones are of the case alone, whom few of a call ask for."""
+        """The bounds of one of the cases, for a class of algorithm; finer ones, which few cases ask for, are of the case alone."""
         if algorithm not in self.made:
             self.made[algorithm] = self._made(algorithm, self.cases)
         spec, case = self.cases[row].spec, self.cases[row]
