@@ -73,7 +73,7 @@ def test_the_command_prints_the_sweep_and_keeps_a_deny_list(tmp_path: pathlib.Pa
     assert json.loads((tmp_path / "out").read_text())["faults"]
     # With the list nothing wrong is drawn, whatever the number.
     line = "law=oracle adapter=tests/autotuned.py:WrongAt64 lengths=40 key_dim=8 value_dim=8 backward=no tune="
-    for tune in range(6):
+    for tune in (1, 2):  # 1 drew a wrong one
         assert cli.main(["repeat", f"{line}{tune}", "--deny", str(deny), "--findings", str(tmp_path / "f")]) == cli.HOLDS
 
 

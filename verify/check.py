@@ -48,7 +48,7 @@ class Profile:
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile("least", 3),
+        Profile("least", 2),
         Profile("few", 8),
         Profile("quick", 32),
         Profile("ci", 200),
