@@ -49,7 +49,7 @@ PROFILES = {
     profile.name: profile
     for profile in (
         Profile("least", 2),
-        Profile("few", 8),
+        Profile("few", 5),
         Profile("quick", 32),
         Profile("ci", 200),
         Profile("gpu", 200),

@@ -131,7 +131,7 @@ class GatedNorm(Adapter):
         from fla.modules import FusedRMSNormGated
 
         weighs = x.weight is not None
-        name = "swish" if x.x.shape[1] % 2 else "silu"  # two names of one function, which kernels tell apart
+        name = "swish" if x.x.shape[-1] % 2 else "silu"  # two names of one function, which kernels tell apart
         module = FusedRMSNormGated(x.x.shape[-1], elementwise_affine=weighs, activation=name, dtype=x.x.dtype, **_eps(x))
         parameters: dict[str, Any] = {} if x.weight is None else {"weight": x.weight}
         y: Tensor = torch.func.functional_call(module, parameters, (x.x, x.z))
