@@ -94,10 +94,13 @@ def test_modules_have_plans_too() -> None:
 
 
 def test_what_cannot_be_compiled_holds_up_nobody() -> None:
-    compilers = Compilers([Recorder(fails=True)], {"describe": "x"})
+    worker = Recorder(fails=True)
+    compilers = Compilers([worker], {"describe": "x"})
     planned = plan_of(compilers, laws=("cut",)).of("cut")
     for example in planned.examples:
         planned.wait(example)
+    assert {*worker.asked[1]} == {"compile"}
+    assert len(worker.asked) == 1 + len(planned.compiled) > 1
     compilers.close()
 
 

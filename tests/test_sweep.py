@@ -43,6 +43,8 @@ def test_a_wrong_configuration_is_found_with_its_smallest_case(tmp_path: pathlib
         assert sum(fault.run.example.case.lengths) * fault.run.example.case.value_dim in range(66, 80)
         (denied,) = fault.denied("interpreter", "3.7.1")
         assert (denied.law, denied.run) == ("oracle", str(fault.run))
+    kept = [json.loads(line) for line in (tmp_path / "findings.jsonl").read_text().splitlines()]
+    assert {"swept"} <= {each["stage"] for each in kept}
     text = "\n".join(result.lines())
     assert "copy_kernel: 6 of 6 configurations ran" in text
     assert "python -m verify repeat" in text
@@ -83,3 +85,13 @@ def test_a_sweep_draws_few_keys_with_several_chunks_and_a_backward() -> None:
     assert 2 * KEYS <= len(drawn) <= 2 * KEYS * CASES
     assert all(example.case.backward and max(example.case.lengths) > 64 for _, example in drawn)
     assert drawn == list(examples_of(Domain(), 3)) != list(examples_of(Domain(), 4))
+
+
+def test_a_failure_that_does_not_come_again_is_undecided_and_not_forgotten(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sweep, "_fails", lambda *_: False)
+    result = swept("WrongAt64", tmp_path)
+    assert result.faults == []
+    assert result.undecided
+    assert all(reason.startswith("failed once and not again: law=") for reason in result.undecided)

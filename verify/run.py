@@ -145,9 +145,7 @@ def execute(run: Run, ready: Callable[[str], dict[str, Bound]] | None = None) ->
         from verify.parallel import execute_path
 
         return execute_path(run, adapter)
-    counterpart = adapter_of(adapter.counterpart) if adapter.counterpart and run.law in ("recurrent", "cache") else None
-    assert counterpart is None or isinstance(counterpart, Adapter)
-    case = run.example.case
+    counterpart, case = _counterpart(run, adapter), run.example.case
     reason = law.needs(adapter.domain) or adapter.domain.outside(case)
     if reason is None and counterpart is not None:
         reason = counterpart.domain.outside(case)
@@ -163,6 +161,13 @@ def execute(run: Run, ready: Callable[[str], dict[str, Bound]] | None = None) ->
     if outcome.rows == 0 and outcome.verdict is Verdict.HOLDS:
         outcome.verdict, outcome.reason = Verdict.BLIND, "nothing to compare: the case has no rows"
     return outcome
+
+
+def _counterpart(run: Run, adapter: Adapter) -> Adapter | None:
+    """The one-token form of an adapter, where the law is about it."""
+    counterpart = adapter_of(adapter.counterpart) if adapter.counterpart and run.law in ("recurrent", "cache") else None
+    assert counterpart is None or isinstance(counterpart, Adapter)
+    return counterpart
 
 
 DENIED = "GDN_VERIFY_DENIED"  # in a worker's environment: the file of a deny-list
@@ -188,9 +193,7 @@ def compiled(run: Run) -> None:
     """Launch every kernel that the run will, and look at nothing: what is compiled lies in a cache for all processes."""
     adapter, law, case = adapter_of(run.adapter), run.the_law, run.example.case
     assert isinstance(adapter, Adapter), run
-    counterpart = adapter_of(adapter.counterpart) if adapter.counterpart and run.law in ("recurrent", "cache") else None
-    assert counterpart is None or isinstance(counterpart, Adapter)
-    bench = Compiling(adapter, counterpart, case, run.products, run.device)
+    bench = Compiling(adapter, _counterpart(run, adapter), case, run.products, run.device)
     with contextlib.suppress(Exception), _following(run.tune):  # whatever goes wrong, the check will meet it too
         collections.deque(_there(run.device, law.check(bench, run.example)), maxlen=0)
 

@@ -144,8 +144,14 @@ class Sweep:
                 failing.setdefault(run.tune, (run, outcome))
         found: dict[str, tuple[Run, Outcome]] = {}
         for tune, (run, outcome) in failing.items():
-            for policy in narrow(Policy.parse(tune), functools.partial(self._fails, run)):
+            try:
+                smallest = narrow(Policy.parse(tune), functools.partial(self._fails, run))
+                reason = "" if smallest else "failed once and not again"
+            except ValueError as error:  # its configurations hold no longer without the picks
+                smallest, reason = [], str(error)
+            for policy in smallest:
                 found.setdefault(str(policy), (dataclasses.replace(run, tune=str(policy)), outcome))
+            self.swept.undecided += [f"{reason}: {run}"] if reason else []
         self.swept.faults = [self._smallest(Policy.parse(tune), run, outcome) for tune, (run, outcome) in found.items()]
         return self.swept
 
@@ -189,6 +195,16 @@ class Sweep:
             said = {}
         finally:
             self._idle.put(worker)
+        if outcome.verdict is Verdict.BROKEN:  # on disk before it is taken apart
+            self.store.keep(
+                {
+                    "stage": "swept",
+                    "run": str(run),
+                    "law": run.law,
+                    "versions": self.described.versions,
+                    "findings": [each.to_json() for each in outcome.findings],
+                }
+            )
         with self._lock:
             self.swept.runs += 1
             for kernel, texts in said.get("known", {}).items():
