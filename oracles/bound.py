@@ -14,7 +14,8 @@ runs is a poor estimate. A row is broken when its error exceeds
 
 never less than FLOOR_ULP units in the last place of the row, nor than the subnormal step of what is stored on the way to it.
 So few runs, where equal values err alike and pooling rows does not help, may all happen to err little: the judge asks for FINER
-times as many before it calls a row broken that is over by less than thirtyfold.
+times as many before it calls a row broken that is over by less than thirtyfold. On a CPU, where a run is what costs, it may look at
+one of the RUNS first, at two, and at all only if an error is over what these are sure of (`Bound.sure`): it finds the same broken.
 
 docs/MEASUREMENTS.md derives KAPPA and holds the distribution of error / allowed on right implementations.
 """
@@ -33,15 +34,18 @@ from oracles.rounding import BITS, EXACT, Arithmetic
 
 RUNS = 4
 FINER = 16
+LOOKS = (1, 2)  # runs of RUNS that one may look at before the others
 CHUNKS = (64, 16, 32, 128, 48)  # 48, since the others all begin a chunk at every 128th token
 WINDOW = 9
 KAPPA = 12.0
 FLOOR_ULP = 2.0
 ORIGIN = f"{KAPPA:g} sigma of the disturbed runs"
-_AT_ONCE = 8  # runs evaluated together where there are many
 _NEAR = 2_500_000  # bytes of some runs' inputs: with more, a CPU waits for memory; measured
+_WIDE = 9_000_000  # float64 numbers of some runs' inputs that a GPU takes at once: with more, a rule's graph is computed twice
+_FEW, _FEWEST = 8, 4  # runs that a GPU takes at once whatever their size: as many as there are room for
+_ROOM = 160_000_000  # float64 numbers of some runs' inputs: 155 million took 22.2 GiB
 _BYTES = {"half": 4, "single": 8, "recurrent": 20}  # an input's: float32, float64, and that for two halves and more
-_BATCH = 2**25  # float64 numbers of all runs' inputs: what is evaluated at once
+_BATCH = 2**25  # float64 numbers of few runs' inputs: a call that has more is cut into several
 _TINY = 2.0**-100  # products of what is flushed to zero below 2^-126 with anything up to 6e7, the norm's 1 / 1e-4 included
 
 
@@ -50,30 +54,41 @@ class Bound:
     """The truth of one tensor, in float64, and the error allowed to each of its rows (its shape less the row's axis).
 
     `finer` makes the same bound from FINER times as many runs: a judge asks for it before it calls a row broken on a near thing.
+
+    A bound of fewer runs than RUNS, some of those, is `sure` of less than 1: what RUNS allow is at least so much of what it allows.
+    Where no error is over that much, RUNS would find none over theirs; else its `finer` is to be asked, which has more of the runs.
     """
 
     value: Tensor
     allowed: Tensor
     origin: str = ORIGIN
     finer: Callable[[], "Bound"] | None = None
+    sure: float = 1.0
+
+    def settled(self) -> "Bound":
+        """This bound, or the finer one that has all RUNS."""
+        return self if self.sure == 1 or self.finer is None else self.finer().settled()
 
     def at(self, *index: Any) -> "Bound":
         """The bound of some rows: the value and the allowance indexed alike."""
         finer = self.finer
         later = None if finer is None else lambda: finer().at(*index)
-        return Bound(self.value[index], self.allowed[index], self.origin, later)
+        return Bound(self.value[index], self.allowed[index], self.origin, later, self.sure)
 
     def beside(self, other: "Bound") -> "Bound":
         """The bound of the same tensor where both err, one after the other: the allowances add up."""
-        one, two = self.finer, other.finer
-        later = None if one is None or two is None else lambda: one().beside(two())
-        return Bound(self.value, self.allowed + other.allowed, self.origin, later)
+        return self._and(other, self.value, Bound.beside)
 
     def plus(self, other: "Bound") -> "Bound":
         """The bound of a sum of two tensors that err on their own."""
-        one, two = self.finer, other.finer
-        later = None if one is None or two is None else lambda: one().plus(two())
-        return Bound(self.value + other.value, self.allowed + other.allowed, self.origin, later)
+        return self._and(other, self.value + other.value, Bound.plus)
+
+    def _and(self, other: "Bound", value: Tensor, join: Callable[["Bound", "Bound"], "Bound"]) -> "Bound":
+        """The sum of two allowances; of the two, a look further is taken of that which is less sure, or of both."""
+        sure = min(self.sure, other.sure)
+        one, two = (each.finer if each.sure == sure else lambda each=each: each for each in (self, other))
+        later = None if one is None or two is None else lambda: join(one(), two())
+        return Bound(value, self.allowed + other.allowed, self.origin, later, sure)
 
 
 def truth(operation: Operation, inputs: Inputs, cotangents: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -92,65 +107,97 @@ def bounds(
     algorithm: str,
     products: str = "ieee",
     chunk: int | None = None,
+    first: int | None = None,
 ) -> dict[str, Bound]:
     """The truth and the bound of each output, and with cotangents of each gradient.
 
     `algorithm` is the class of the implementation ("chunkwise", "recurrent", "pointwise"), `products` how it multiplies float32
     matrices ("ieee", "tf32"), `chunk` the tokens in its chunks if known; cotangents are those of the outputs, in their dtypes.
+    `first` are the runs, of RUNS, that a first look takes on a CPU: with fewer, who judges by it must heed what it is `sure` of.
     """
     if algorithm not in operation.classes:
         raise ValueError(f"algorithm must be one of {', '.join(operation.classes)} for {operation.name}, got {algorithm!r}")
+    if first is not None and (isinstance(first, bool) or first not in (*LOOKS, RUNS)):
+        raise ValueError(f"first must be None or one of {', '.join(map(str, (*LOOKS, RUNS)))}, got {first!r}")
     operation.check(inputs)
     dtypes = _dtype(operation, inputs), _dtype(operation, inputs, "gate")
     inputs, cotangents = _wide(operation, inputs), cotangents and {name: each.double() for name, each in cotangents.items()}
     exact = {name: runs[0] for name, runs in _evaluate(operation, inputs, cotangents, Arithmetic.exact()).items()}
-    make = functools.partial(_bounds, operation, inputs, cotangents, exact, dtypes, algorithm, products, chunk)
-    finer = functools.cache(lambda: make(FINER * RUNS))
+    chunks = CHUNKS if algorithm == "chunkwise" and chunk is None else (chunk,)
+    plain = Arithmetic.of(algorithm, dtypes[0], products)
+    make = functools.partial(_Disturbed, operation, inputs, cotangents, exact, dtypes, chunks, plain)
+    few, counts = make(RUNS), [] if first is None or _on_a_gpu(inputs) else [count for count in LOOKS if count >= first]
+    return _looks([*(functools.partial(few.bounds, count) for count in counts), few.bounds, lambda: make(FINER * RUNS).bounds()])
+
+
+def _looks(make: Sequence[Callable[[], dict[str, Bound]]]) -> dict[str, Bound]:
+    """The bounds that the first makes, with those of the next, once they are asked for, as finer ones."""
+    made, later = make[0](), make[1:]
+    if not later:
+        return made
+    finer = functools.cache(lambda: _looks(later))
     return {
-        name: dataclasses.replace(bound, finer=functools.partial(lambda name: finer()[name], name))
-        for name, bound in make(RUNS).items()
+        name: dataclasses.replace(bound, finer=functools.partial(lambda name: finer()[name], name)) for name, bound in made.items()
     }
 
 
-def _bounds(
-    operation: Operation,
-    inputs: Inputs,
-    cotangents: dict[str, Tensor] | None,
-    exact: dict[str, Tensor],
-    dtypes: tuple[str, str],
-    algorithm: str,
-    products: str,
-    chunk: int | None,
-    runs: int,
-) -> dict[str, Bound]:
-    dtype, gate = dtypes
-    chunks = CHUNKS if algorithm == "chunkwise" and chunk is None else (chunk,)
-    runs = runs if len(chunks) == 1 else runs // 2
-    plain = Arithmetic.of(algorithm, dtype, products, min(runs, _AT_ONCE))
-    plain = dataclasses.replace(plain, gate=BITS[gate], first=1)
-    once = _at_once(inputs, plain)
-    pieces = _pieces(operation, inputs, plain.runs)
-    cut = functools.partial(_slices, operation, pieces=pieces)
-    given = list(zip(cut(inputs), cut(cotangents), cut(exact), strict=True))
-    ports = {port.name: port for port in (*operation.outputs, *operation.gradients())}
-    result: dict[str, Bound] = {}
-    for size in chunks:
+class _Disturbed:
+    """The disturbed runs of a call, made as they are asked for: `total`, or half as many for each of several sizes of chunks."""
+
+    def __init__(
+        self,
+        operation: Operation,
+        inputs: Inputs,
+        cotangents: dict[str, Tensor] | None,
+        exact: dict[str, Tensor],
+        dtypes: tuple[str, str],
+        chunks: Sequence[int | None],
+        plain: Arithmetic,
+        total: int,
+    ) -> None:
+        self.operation, self.inputs, self.exact, self.dtype, self.chunks = operation, inputs, exact, dtypes[0], chunks
+        self.runs = total if len(chunks) == 1 else total // 2
+        self.plain = dataclasses.replace(plain, gate=BITS[dtypes[1]], first=1, runs=self.runs)
+        pieces = _pieces(operation, inputs, self.runs)
+        self.once = _at_once(inputs, self.plain, pieces)
+        cut = functools.partial(_slices, operation, pieces=pieces)
+        self.given = list(zip(cut(inputs), cut(cotangents), cut(exact), strict=True))
+        self.ports = {port.name: port for port in (*operation.outputs, *operation.gradients())}
+        self.made: dict[int | None, tuple[int, list[list[Tensor]]]] = {}  # by size of chunk: how many runs, and sums of squares
+
+    def bounds(self, count: int | None = None) -> dict[str, Bound]:
+        """The bounds of the first `count` runs of RUNS, one of LOOKS, or of all; of half of them where chunks have several sizes.
+
+        The N runs of a later look have these n among them: the mean of their squares is at least n / N of the mean of these, and
+        what they allow at least the root of n / N of what these allow. Of several sizes the greatest counts: no less than one's.
+        """
+        sizes, runs = self.chunks, self.runs
+        if count is not None:
+            sizes, runs = (sizes, count) if len(sizes) == 1 else (sizes[: None if count > 1 else 1], max(1, count // 2))
+        result: dict[str, Tensor] = {}
+        for size in sizes:
+            for name, allowed in self.allowed(size, runs).items():
+                result[name] = torch.maximum(allowed, result[name]) if name in result else allowed
+        sure = (runs / self.runs) ** 0.5
+        return {name: Bound(value, result[name], sure=sure) for name, value in self.exact.items()}
+
+    def allowed(self, size: int | None, runs: int) -> dict[str, Tensor]:
+        """What is allowed by the first so many runs in chunks of a size."""
+        before, sums = self.made.get(size, (0, [[]] * len(self.given)))
         arithmetics = [
-            dataclasses.replace(plain, chunk=size, batch=batch, runs=once, first=first, last=plain.runs)
-            for batch in range(runs // plain.runs)
-            for first in range(1, plain.runs + 1, once)
+            dataclasses.replace(self.plain, chunk=size, runs=min(self.once, runs - done), first=done + 1, last=self.runs)
+            for done in range(before, runs, self.once)
         ]
-        parts = [_spread(ports, operation, *part, arithmetics) for part in given]
-        rows = []
-        for name, value in exact.items():
-            port = ports[name]
+        sums = [_spread(self.ports, self.operation, *part, arithmetics, own) for part, own in zip(self.given, sums, strict=True)]
+        self.made[size] = runs, sums
+        rows, plain, scale = [], self.plain, 1.0 / runs
+        for index, (name, value) in enumerate(self.exact.items()):
+            port = self.ports[name]
             step = plain.step if port.dtype == "input" or plain.stored == plain.output else 0.0
-            ulp = 2.0 ** (1 - BITS[dtype if port.dtype == "input" else "fp32"])
-            rows.append(Rows(port, value, _joined(operation, port, [part[name] for part in parts]), ulp, step))
-        lengths = sequences(inputs, operation.inputs[0].name) if any(each.along_tokens for each in rows) else []
-        for (name, value), allowed in zip(exact.items(), allowances(rows, lengths), strict=True):
-            result[name] = Bound(value, torch.maximum(allowed, result[name].allowed) if name in result else allowed)
-    return result
+            ulp = 2.0 ** (1 - BITS[self.dtype if port.dtype == "input" else "fp32"])
+            rows.append(Rows(port, value, scale * _joined(self.operation, port, [own[index] for own in sums]), ulp, step))
+        lengths = sequences(self.inputs, self.operation.inputs[0].name) if any(each.along_tokens for each in rows) else []
+        return dict(zip(self.exact, allowances(rows, lengths), strict=True))
 
 
 def _dtype(operation: Operation, inputs: Inputs, kind: str = "input") -> str:
@@ -171,35 +218,41 @@ def _spread(
     inputs: Inputs,
     cotangents: dict[str, Tensor] | None,
     exact: dict[str, Tensor],
-    arithmetics: list[Arithmetic],
-) -> dict[str, Tensor]:
-    """The mean over the runs of some arithmetics of each row's squared distance from the truth."""
-    own: list[Tensor] = []
+    arithmetics: Sequence[Arithmetic],
+    own: list[Tensor],
+) -> list[Tensor]:
+    """The sum over the runs of some arithmetics of each row's squared distance from the truth, added to `own`, that of others."""
     for arithmetic in arithmetics:
         runs = _evaluate(operation, inputs, cotangents, arithmetic)
         off = [runs[name] - value for name, value in exact.items()]
         torch._foreach_mul_(off, off)
         each = [x.sum((0,) if ports[name].scalar_rows else (0, -1)) for name, x in zip(exact, off, strict=True)]
         own = list(torch._foreach_add(own, each)) if own else each
-    torch._foreach_div_(own, float(sum(arithmetic.runs for arithmetic in arithmetics)))
-    return dict(zip(exact, own, strict=True))
+    return own
 
 
-def _at_once(inputs: Inputs, plain: Arithmetic) -> int:
-    """How many of the runs are evaluated together: on a CPU no more than keep what they work on near."""
+def _on_a_gpu(inputs: Inputs) -> bool:
+    return any(isinstance(x, Tensor) and x.device.type != "cpu" for x in inputs.values())
+
+
+def _at_once(inputs: Inputs, plain: Arithmetic, pieces: int) -> int:
+    """How many of the runs are evaluated together: on a CPU what keeps near what they work on, on a GPU what it has room for."""
     tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
-    if any(x.device.type != "cpu" for x in tensors):
-        return plain.runs
-    each = _BYTES["recurrent" if plain.algorithm == "recurrent" else "half" if plain.product == EXACT else "single"]
-    near = min(plain.runs, _NEAR // max(1, each * sum(x.numel() for x in tensors)))
-    return max((count for count in range(1, near + 1) if plain.runs % count == 0), default=1)
+    numbers = max(1, sum(x.numel() for x in tensors) // pieces)
+    if _on_a_gpu(inputs):
+        most = max(_WIDE // numbers, _FEW if _FEW * numbers <= _ROOM else _FEWEST)
+    else:
+        each = _BYTES["recurrent" if plain.algorithm == "recurrent" else "half" if plain.product == EXACT else "single"]
+        most = _NEAR // (each * numbers)
+    return max((count for count in range(1, min(plain.runs, most) + 1) if plain.runs % count == 0), default=1)
 
 
 def _pieces(operation: Operation, inputs: Inputs, runs: int) -> int:
-    """Into how few calls a call is cut along the operation's parallel axes to keep the runs' inputs within _BATCH numbers each."""
+    """Into how few calls a call is cut along the operation's parallel axes to keep few runs' inputs within _BATCH numbers each."""
     sizes = operation.sizes(inputs)
     most = math.gcd(*(sizes[axis] for axis in operation.parallel)) if operation.parallel else 1
-    wanted = runs * sum(inputs[port.name].numel() for port in operation.inputs if inputs.get(port.name) is not None) / _BATCH
+    numbers = sum(inputs[port.name].numel() for port in operation.inputs if inputs.get(port.name) is not None)
+    wanted = min(runs, _FEW) * numbers / _BATCH
     return next(count for count in range(1, most + 1) if most % count == 0 and (count >= wanted or count == most))
 
 
@@ -250,7 +303,7 @@ def allowances(given: Sequence[Rows], lengths: list[int]) -> list[Tensor]:
     torch._foreach_add_(floors, [(rows.step + _TINY) * width**0.5 for rows, width in zip(given, widths, strict=True)])
     along = iter(_along_tokens([rows.own for rows in given if rows.along_tokens], lengths))
     spread = [next(along) if rows.along_tokens else _allowed(rows.own, _moving_mean(rows.own)) for rows in given]
-    return [torch.maximum(each, floor) for each, floor in zip(spread, floors, strict=True)]
+    return list(torch._foreach_maximum(spread, floors))
 
 
 def _allowed(own: Tensor, around: Tensor) -> Tensor:
@@ -263,15 +316,20 @@ def _along_tokens(given: list[Tensor], lengths: list[int]) -> list[Tensor]:
     if not given or not tokens:
         return given
     parts = [own.flatten(0, 1).reshape(tokens, -1) for own in given]
-    # Between two sequences stand so many zeros that no window sees both; a column of ones counts what each window sees.
-    gap = WINDOW // 2
-    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    places = (torch.arange(tokens) + gap * numbers).to(given[0].device)
+    # A column of ones counts what each window sees.
+    gap, places = WINDOW // 2, _apart(tuple(lengths), given[0].device)
     columns = torch.cat([*parts, parts[0].new_ones(tokens, 1)], -1)
     apart = columns.new_zeros(tokens + gap * len(lengths), columns.shape[-1]).index_copy_(0, places, columns)
     means = torch.nn.functional.avg_pool1d(apart.mT, WINDOW, 1, gap).mT.index_select(0, places)
     each = _allowed(columns, means / means[:, -1:]).split([*(part.shape[-1] for part in parts), 1], -1)
     return [part.reshape(own.shape) for part, own in zip(each, given, strict=False)]
+
+
+@functools.lru_cache(64)
+def _apart(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """The place of each token where so many zeros stand between two sequences that no window sees both."""
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return (torch.arange(sum(lengths)) + WINDOW // 2 * numbers).to(device)
 
 
 def _moving_mean(rows: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from oracles.rounding import EXACT, SINGLE, Arithmetic, summed
 
 STEPS = 64  # tokens of the recurrence computed at once
 FLOAT64 = EXACT - 5  # bits of a float64 sum over a chunk
-_KEPT = 2**16  # numbers of a run: what calls of a shape share is kept up to that
+_KEPT = 2**20  # numbers of all runs: what calls of a shape share is kept up to that
 NARROW = torch.float32  # for chunkwise runs of half precision
 PLAIN = Arithmetic.exact()
 
@@ -138,46 +138,50 @@ class _Chunkwise(torch.autograd.Function):
 
         # U = T (beta v), W = T (beta exp(G) k)
         given = arithmetic.beside(torch.cat([written, derased], -1), ("U'", "W'"), widths)
-        of_u, of_w = (
-            dither(arithmetic.terms(each, f"{name} =  da", each.shape[-1]) @ other.mT, f"T in {name}'")
+        uses = [
+            arithmetic.terms(each, f"{name} =  da", each.shape[-1]) @ other.mT
             for name, each, other in zip("UW", given.split(widths, -1), start.split(widths, -1), strict=True)
-        )
+        ]
+        dinverse = arithmetic.stacked(torch.stack(uses, -3), ("T in U'", "T in W'")).sum(-3)
         if arithmetic.product != EXACT:
             given = arithmetic.beside(given, ("U =  db", "W =  db"), widths, arithmetic.kept(chunk))
         dstart = arithmetic.beside(inverse.mT @ given, ("beta v'", "beta exp(G) k'"), widths)
         dv, dgrown = (beta * dstart).split(widths, -1)
 
         # A and q k^T, decayed
-        dcorrections = _inverse_back(solved, of_u + of_w, arithmetic)
+        dcorrections = _inverse_back(solved, dinverse, arithmetic)
         dproducts = torch.stack([dcorrections, dither(dscores, "scores'")], -3)
         dpair, dkeys, dtotal = _scores_back(dproducts, pair, k, total, products, decay, arithmetic, channels=channels)
-        dpair = arithmetic.stacked(dpair, ("beta k'", "q in scores'"))
-        dkeys = arithmetic.stacked(dkeys, ("k in A'", "k in scores'")).sum(-3)
+        stored = torch.cat([dpair, dkeys, dreads.unsqueeze(-3), dkeeps.unsqueeze(-3)], -3)
+        dpair, dkeys, ends = arithmetic.stacked(stored, STORED).split(2, -3)
         sums = [(dpair[..., 0, :, :] * k).sum(-1), *((each.sum(-1)) for each in (dstart * right).split(widths, -1))]
         dbeta = arithmetic.stacked(torch.stack(sums, -2).unsqueeze(-1), DBETA, summed(max(widths))).sum(-3)
 
         # exp(G) q, exp(G_C - G) k, exp(G) k
-        ends = arithmetic.stacked(torch.stack([dreads, dkeeps], -3), ("exp(G) q'", "exp(G_C - G) k'"))
         ends = torch.cat([ends, dgrown.unsqueeze(-3)], -3)
         once, again = _factors_back(torch.stack([pair[..., 1, :, :], k, k], -3), ends, total, FACTORS, arithmetic)
-        dq, dkept, dk = (ends * torch.stack([grown, ahead, grown], -3)).unbind(-3)
-        dq = scale * dither(dq + dpair[..., 1, :, :], "scale q'")
-        dk = dk + dither(dkept, "k in S'") + dkeys + beta * dpair[..., 0, :, :]
+        ends = ends * torch.stack([grown, ahead, grown], -3)
+        ends[..., 0, :, :].add_(dpair[..., 1, :, :])
+        dq, dkept = arithmetic.stacked(ends[..., :2, :, :], ("scale q'", "k in S'")).unbind(-3)
+        dq = scale * dq
+        dk = torch.addcmul(ends[..., 2, :, :] + dkept + dkeys.sum(-3), beta, dpair[..., 0, :, :])
 
         # exp(G_C - G) passes a gradient to its token's gate and another, summed otherwise, to the chunk's last.
         share = None if channels else arithmetic.choice(total)
         passed = ahead if share is None else share * ahead
-        dtotal = dtotal + (once[..., 0, :, :] + once[..., 2, :, :]) * grown - once[..., 1, :, :] * passed
-        end = (again * passed).sum(-2, keepdim=True) + (dwhole * scan[4]).mT
+        dtotal = torch.addcmul(dtotal, once[..., 0, :, :] + once[..., 2, :, :], grown)
+        dtotal.addcmul_(once[..., 1, :, :], passed, value=-1)
+        end = (again * passed).sum(-2, keepdim=True).addcmul_(dwhole.mT, scan[4].mT)
         if share is not None:
             passed = (1.0 - share) * scan[5]
-            dtotal = dtotal - dbehind[0] * passed
-            end = end + (dbehind[1] * passed).sum(-2, keepdim=True)
-        dtotal[..., -1:, :] += end
+            dtotal.addcmul_(dbehind[0], passed, value=-1)
+            end.add_((dbehind[1] * passed).sum(-2, keepdim=True))
+        dtotal[..., -1:, :].add_(end)
         dg = dither(_later(dither(dtotal, "G'", summed(chunk))), "dg'", summed(chunk))
         return dq, dk, dv, dg, dbeta, dstate, None, None, None
 
 
+STORED = ("beta k'", "q in scores'", "k in A'", "k in scores'", "exp(G) q'", "exp(G_C - G) k'")
 DBETA = ("dbeta A'", "dbeta U'", "dbeta W'")
 FACTORS = ("q exp(G)", "k exp(G_C - G)", "exp(G) k")
 
@@ -192,12 +196,13 @@ def _factors_back(
     """
     chunk, shared = x.shape[-2], total.shape[-1] == 1
     width = x.shape[-1] if shared else 1
-    terms = x * cotangents
-    once = arithmetic.stacked(terms, tuple(f"{place} summed" for place in places), summed(width))
-    again = arithmetic.dither(
-        terms[..., 1 % len(places), :, :], f"{places[1 % len(places)]} summed at the end", summed(chunk * width)
-    )
-    return (once.sum(-1, keepdim=True), again.sum(-1, keepdim=True)) if shared else (once, again)
+    terms, second = x * cotangents, 1 % len(places)
+    if arithmetic.rounds:
+        named = *(f"{place} summed" for place in places), f"{places[second]} summed at the end"
+        bits = (summed(width),) * len(places) + (summed(chunk * width),)
+        terms = arithmetic.stacked(torch.cat([terms, terms[..., second : second + 1, :, :]], -3), named, bits)
+    sums = terms.sum(-1, keepdim=True) if shared else terms
+    return sums[..., : len(places), :, :], sums[..., -1 if arithmetic.rounds else second, :, :]
 
 
 def _scores(pair: Tensor, k: Tensor, total: Tensor, arithmetic: Arithmetic, *, channels: bool) -> tuple[Tensor, Tensor | None]:
@@ -243,8 +248,12 @@ def _scores_back(
     bits, keys = arithmetic.kept(chunk), k.unsqueeze(-3)
     if decay is not None:
         ds = cotangents * decay.unsqueeze(-3)
-        dx = (arithmetic.stacked(ds, _named("dx"), bits).flatten(-3, -2) @ k).unflatten(-2, (2, -1))
-        dk = arithmetic.stacked(ds, _named("dk"), bits).mT @ pair
+        of_x = of_k = ds
+        if arithmetic.rounds:
+            both = torch.cat([ds, ds], -3)
+            of_x, of_k = arithmetic.stacked(both, _named("dx") + _named("dk"), bits).split(2, -3)
+        dx = (of_x.flatten(-3, -2) @ k).unflatten(-2, (2, -1))
+        dk = of_k.mT @ pair
         off = (cotangents * products).tril_(-1)
         dtotal = (off.sum(-1) - off.sum(-2)).unsqueeze(-1)
     else:
@@ -287,13 +296,18 @@ def _upper(tokens: int, device: torch.device) -> Tensor:
     return torch.ones(tokens, tokens, dtype=torch.bool, device=device).triu(1)
 
 
+@functools.lru_cache(64)
+def _identity(tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.eye(tokens, dtype=dtype, device=device)
+
+
 def _inverse(a: Tensor, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
     """T = (I + A)^-1, and as stored; of A what is below the diagonal is used."""
     # A may be stored too; and substitution solves a system that is off by up to n roundings an entry (Higham 2002, theorem
     # 8.5). Blocks of 16 merged by products reach that: with the root of n in its place, dk was once off by 19 sigma.
-    a = arithmetic.dither(a, "A", min(arithmetic.stored, SINGLE - math.ceil(math.log2(a.shape[-1]))))
-    identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    solved = torch.linalg.solve_triangular(a, identity, upper=False, unitriangular=True)
+    # Products of TF32, also of what half precision stores later, truncate both operands: an error of one sign, merge after merge.
+    a = arithmetic.dither(a, "A", min(arithmetic.stored, arithmetic.inverse, SINGLE - math.ceil(math.log2(a.shape[-1]))))
+    solved = torch.linalg.solve_triangular(a, _identity(a.shape[-1], a.dtype, a.device), upper=False, unitriangular=True)
     return solved, arithmetic.dither(solved, "T")
 
 
@@ -326,19 +340,32 @@ def _scan(
     computed for all chunks at once.
     """
     keeps, reads, scores, erased, whole, behind = given
-    dither, terms, chunk, depth = arithmetic.dither, arithmetic.terms, _summed_tokens(keeps, arithmetic), keeps.shape[-1]
+    dither, rough, chunk, depth = arithmetic.dither, arithmetic.rough, _summed_tokens(keeps, arithmetic), keeps.shape[-1]
+    terms, like = arithmetic.terms, written[..., 0, :, :]
     erases, writes = terms(erased, "W S", depth).unbind(-3), terms(keeps.mT, "k V'", chunk).unbind(-3)
-    behinds = [None] * len(writes) if behind is None else behind.unbind(-3)
+    # What goes on to another grid is not divided by its own first: one product instead of three.
+    grid, back = arithmetic.grid(like, "V'")
+    apart = back
+    onwards: list[Any] = [None] * len(writes)
+    if behind is not None:
+        then, apart = arithmetic.grid(like, "exp(G_C - G) V'")
+        onwards = _onward(back, behind, then)
     every = []
-    for news, erase, write, later, all_of in zip(written.unbind(-3), erases, writes, behinds, whole.unbind(-3), strict=True):
+    for news, erase, write, onward, all_of in zip(written.unbind(-3), erases, writes, onwards, whole.unbind(-3), strict=True):
         held = dither(state, "S")
-        fresh = dither(news - erase @ held, "V'")
-        kept = fresh if later is None else dither(fresh * later, "exp(G_C - G) V'")
+        fresh = rough(news - erase @ held, grid)
+        kept = (fresh if onward is None else rough(fresh, onward)) * apart
         every.append((state, held, fresh, kept))
         state = dither(torch.addcmul(write @ kept, all_of, state), "S'", SINGLE)
-    states = tuple(_joined(each) for each in zip(*every, strict=True))
-    _, held, fresh, _ = states
-    return terms(reads, "q S", depth) @ held + terms(scores, "scores V'", chunk) @ fresh, state, states
+    before, held, fresh, kept = (_joined(each) for each in zip(*every, strict=True))
+    fresh = kept if behind is None else fresh * back.unsqueeze(-3)
+    o = terms(reads, "q S", depth) @ held + terms(scores, "scores V'", chunk) @ fresh
+    return o, state, (before, held, fresh, kept)
+
+
+def _onward(back: Tensor, behind: Tensor, grid: Tensor) -> list[Any]:
+    """Of each chunk what takes numbers on one grid, not yet divided by it, to what they decay to, on another."""
+    return list(((back * grid).unsqueeze(-3) * behind).unbind(-3))
 
 
 def _scan_back(
@@ -350,23 +377,25 @@ def _scan_back(
     dS as it stored them.
     """
     (keeps, reads, scores, erased, whole, behind), (before, held, fresh, kept), (do, ds) = given, states, cotangents
-    do, dither, terms = do.contiguous(), arithmetic.dither, arithmetic.terms
+    do, dither, rough, terms = do.contiguous(), arithmetic.dither, arithmetic.rough, arithmetic.terms
     chunk, depth, width = _summed_tokens(keeps, arithmetic), keeps.shape[-1], fresh.shape[-1]
     read = dither(reads.mT @ terms(do, "q S db", chunk), "S in o'").unbind(-3)
     scored = dither(scores.mT @ terms(do, "scores V' db", chunk), "V' in o'").unbind(-3)
-    behinds = [None] * len(read) if behind is None else behind.unbind(-3)
+    grid, back = then, apart = arithmetic.grid(scored[0], "V' in S'")
+    onwards: list[Any] = [None] * len(read)
+    if behind is not None:
+        grid, back = arithmetic.grid(scored[0], "exp(G_C - G) V''")
+        onwards = _onward(back, behind, then)
+    into, out_of = arithmetic.grid(read[0], "S in V''")
     every = []
     for at in reversed(range(len(read))):
         ds = dither(ds, "S''", SINGLE)
-        dgiven = keeps[..., at, :, :] @ terms(ds, "k V' db", depth)
-        dkept = dgiven
-        if (later := behinds[at]) is not None:
-            dgiven = dither(dgiven, "exp(G_C - G) V''")
-            dkept = dgiven * later
-        dfresh = dither(scored[at] + dither(dkept, "V' in S'"), "V''")
-        dheld = dither(erased[..., at, :, :].mT @ terms(dfresh, "W S db", chunk), "S in V''")
+        dgiven = rough(keeps[..., at, :, :] @ terms(ds, "k V' db", depth), grid)
+        dkept = dgiven if onwards[at] is None else rough(dgiven, onwards[at])
+        dfresh = dither(torch.addcmul(scored[at], dkept, apart), "V''")
+        dheld = rough(erased[..., at, :, :].mT @ terms(dfresh, "W S db", chunk), into)
         every.append((ds, dgiven, dfresh))
-        ds = torch.addcmul(dither(read[at] - dheld, "S'"), whole[..., at, :, :], ds)
+        ds = torch.addcmul(dither(torch.addcmul(read[at], dheld, out_of, value=-1), "S'"), whole[..., at, :, :], ds)
     after, dgiven, dfresh = (_joined(each[::-1]) for each in zip(*every, strict=True))
     dkeeps = kept @ terms(after, "k V' da", width).mT
     dreads, dscores = (terms(do, f"{place} da", width) @ x.mT for place, x in (("q S", held), ("scores V'", fresh)))
@@ -375,6 +404,7 @@ def _scan_back(
     dwhole = dwhole.sum_to_size(whole.shape)
     dbehind = None
     if behind is not None:
+        dgiven = dgiven * back.unsqueeze(-3)
         parts = _factors_back(fresh.unsqueeze(-3), dgiven.unsqueeze(-3), behind, ("V' exp(G_C - G)",), arithmetic)
         dbehind = parts[0].squeeze(-3), parts[1]
     return dfresh, (dkeeps, dreads, dscores, derased, dwhole, dbehind), ds
@@ -430,7 +460,7 @@ class _Recurrent(torch.autograd.Function):
         g = arithmetic.dither(g, "g", SINGLE)
         drift, order, back = q.new_ones(1, 1), None, None
         if arithmetic.rounds:
-            make = _drifts if tokens * depth <= _KEPT else _drifts.__wrapped__
+            make = _drifts if arithmetic.runs * tokens * depth <= _KEPT else _drifts.__wrapped__
             shared = make(arithmetic, tokens, depth, g.shape[-1], v.shape[-1], chunk, v.device)
             slips, drift, order, back = (x.reshape(arithmetic.runs, *[1] * (k.ndim - 3), *x.shape[1:]) for x in shared)
             g = g + slips
@@ -472,11 +502,8 @@ class _Recurrent(torch.autograd.Function):
         dstart = substituted(corrections, inverses, torch.cat([written, derased], -1), transposed=True)
         dcorrections = torch.neg(dstart @ solved.mT).tril_(-1)
         terms = right * dstart
-        sums = [
-            arithmetic.dither(each, f"beta {name} summed", summed(each.shape[-1])).sum(-1, keepdim=True)
-            for name, each in zip("vk", terms.split((width, depth), -1), strict=True)
-        ]
-        dbeta = (dcorrections * products[..., 0, :, :]).sum(-1, keepdim=True) + sums[0] + sums[1]
+        terms = arithmetic.beside(terms, ("beta v summed", "beta k summed"), (width, depth), (summed(width), summed(depth)))
+        dbeta = (dcorrections * products[..., 0, :, :]).sum(-1, keepdim=True) + terms.sum(-1, keepdim=True)
         dv, dgrown = (beta * dstart).split((width, depth), -1)
         dproducts = torch.stack([beta * dcorrections, dscores], -3)
         dpair, dwrites, dtotal = _scores_back(dproducts, pair, writes, total, products, decay, PLAIN, channels=channels)
@@ -491,7 +518,7 @@ class _Recurrent(torch.autograd.Function):
         if arithmetic.rounds:
             parts = parts + (arithmetic.dither(known, "k.dk", FLOAT64) - known)
         dtotal = dtotal + _gathered(parts, total)
-        dtotal[..., -1:, :] += _gathered(kept.sum(-2, keepdim=True), total) + _gathered(all_of, total)
+        dtotal[..., -1:, :].add_(_gathered(kept.sum(-2, keepdim=True), total) + _gathered(all_of, total))
         dtotal, dbeta = dtotal.sum(-4), dbeta.sum(-4)
         dg = arithmetic.dither(_later(dtotal).flatten(-3, -2)[..., :tokens, :], "g'", SINGLE)
 
@@ -504,8 +531,8 @@ class _Recurrent(torch.autograd.Function):
 
 def _rounded(x: Tensor, places: tuple[str, str, str], arithmetic: Arithmetic) -> Tensor:
     """Queries, keys that recall, which give sums over the channels, and keys that are written, each in its own place."""
-    summing = arithmetic.stacked(x[..., :2, :, :], places[:2], summed(x.shape[-1]))
-    return torch.cat([summing, arithmetic.dither(x[..., 2:, :, :], places[2], SINGLE)], -3) if arithmetic.rounds else x
+    sums = summed(x.shape[-1])
+    return arithmetic.stacked(x, places, (sums, sums, SINGLE))
 
 
 def _apart(rounded: Tensor, x: Tensor, arithmetic: Arithmetic) -> Tensor:

@@ -8,10 +8,10 @@ rounded to the precision held there, on a grid that is shifted for each run and 
 
 so each run commits rounding errors of the true size, at the true places, and differently. In the odd runs a place has one s, so
 equal values get equal errors, as on real hardware: constant gates and repeated tokens accumulate coherently, which independent
-noise would miss. There the s of a place's runs are stratified over one unit in the last place (Latin hypercube sampling):
-however few the runs, they do not all happen to round a value well. In the even runs every position of the last two axes has its
-own s: errors of sums depend on all their terms, so equal results need not have equal errors, and terms that ought to cancel do
-not. Monte Carlo arithmetic (Parker 1997; Verificarlo, CADNA) is the same idea with random errors.
+noise would miss. There the s of a place's runs are stratified over one unit in the last place, SET runs by SET runs (Latin
+hypercube sampling): however few the runs, they do not all happen to round a value well. In the even runs every position of the
+last two axes has its own s: errors of sums depend on all their terms, so equal results need not have equal errors, and terms that
+ought to cancel do not. Monte Carlo arithmetic (Parker 1997; Verificarlo, CADNA) is the same idea with random errors.
 
 A float64's bits, read as a whole number, count units in its last place, from one binade into the next. So fl_p adds 2^(53-p) / 2
 to them and clears the lowest 53 - p: round to nearest, ties away from zero. In float32, with 24 for 53, it is so too; what has 24
@@ -23,6 +23,8 @@ import dataclasses
 import functools
 import math
 import zlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +36,7 @@ TF32_BITS = 10  # 11 bits rounded to nearest; matrix units may truncate, which e
 SINGLE = 24
 EXACT = 53
 FP16_STEP = 2.0**-24  # the subnormal step: an absolute error where fp16 values are stored
+SET = 8  # runs that take their grids of a place from one word: of the odd ones each has a stratum
 CLASSES = ("chunkwise", "recurrent", "pointwise")
 PRODUCTS = ("ieee", "tf32")
 
@@ -43,12 +46,13 @@ class Arithmetic:
     """The precisions an algorithm of one class works in; tensors given to its methods have the runs on axis 0.
 
     Axis 0 has the runs from `first` on: run 0, which is exact, and others, or only runs that round; `last` is the last run of all,
-    where these are not all.
+    where these are not all. A run's numbers do not depend on which others are evaluated with it.
 
     In significand bits: `stored` for intermediates that are stored and operands that are computed, `product` for what float32
     products and sums of them keep (53: operands are coarser, so that the sums' own errors drown), `output` for the inputs' dtype.
-    `step` is the subnormal step of that dtype where it matters; runs of another `batch` take other grids. `gate` are the bits of
-    the gate's dtype, `algorithm` the class and `chunk` the tokens in its chunks, if known.
+    `step` is the subnormal step of that dtype where it matters. `gate` are the bits of the gate's dtype, `algorithm` the class and
+    `chunk` the tokens in its chunks, if known. `inverse` are the bits of products by which (I + A)^-1 is made, where those are few:
+    TF32 is used for it whatever the inputs are.
     """
 
     runs: int
@@ -56,12 +60,12 @@ class Arithmetic:
     product: int
     output: int
     step: float = 0.0
-    batch: int = 0
     gate: int = EXACT
     algorithm: str = "exact"
     chunk: int | None = None
     first: int = 0
     last: int | None = None
+    inverse: int = EXACT
 
     @classmethod
     def of(cls, algorithm: str, dtype: str, products: str = "ieee", runs: int = 9) -> "Arithmetic":
@@ -74,12 +78,13 @@ class Arithmetic:
             if value not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
         output, step = BITS[dtype], FP16_STEP if dtype == "fp16" else 0.0
+        inverse = TF32_BITS - 1 if algorithm == "chunkwise" and products == "tf32" else EXACT
         if algorithm == "chunkwise" and dtype != "fp32":
-            return cls(runs, output, EXACT, output, step, algorithm=algorithm)
+            return cls(runs, output, EXACT, output, step, algorithm=algorithm, inverse=inverse)
         if algorithm == "chunkwise" and products == "tf32":
             # Both operands of a product are rounded as it reads them, also those that are stored in float32: terms of a sum that
             # cancel err each on its own, whichever operand they differ in.
-            return cls(runs, TF32_BITS, TF32_BITS, output, step, algorithm=algorithm)
+            return cls(runs, TF32_BITS, TF32_BITS, output, step, algorithm=algorithm, inverse=inverse)
         return cls(runs, SINGLE, SINGLE, output, step, algorithm=algorithm)
 
     @classmethod
@@ -99,7 +104,7 @@ class Arithmetic:
 
     @functools.cached_property
     def _numbered(self) -> "Runs":
-        return self.batch, self.first, self.first + self.runs, (self.end + 1) // 2
+        return self.first, self.first + self.runs, self.end
 
     def operand(self, x: Tensor, place: str) -> Tensor:
         """x as stored, or as computed operand of a product; its cotangent is stored alike."""
@@ -143,7 +148,7 @@ class Arithmetic:
         Rounded again and again on one grid, a state soon stays where it is, while a kernel's may drift: with repeated tokens each
         step can err the same way. So in the odd runs a channel errs by the same fraction of itself at every step.
         """
-        fraction = _fractions(f"{place}#{self.batch}", self.runs, self.first, (x.shape[-2], x.shape[-1]), x.device)
+        fraction = _fractions(place, self.first, self.runs, (x.shape[-2], x.shape[-1]), x.device)
         return fraction.reshape(self.runs, *[1] * (x.ndim - 3), *fraction.shape[1:])
 
     def sums(self, x: Tensor, place: str, depth: int) -> Tensor:
@@ -167,9 +172,9 @@ class Arithmetic:
     def choice(self, x: Tensor) -> Tensor:
         """0 or 1 a run, to multiply x: which of two ways to compute the same a run takes; odd and even runs do both.
 
-        Where there are two runs only, batches and chunk sizes take turns.
+        Where there are two runs only, chunk sizes take turns.
         """
-        turn = self.batch + (self.chunk or 0) // 16 if self.end == 2 else 0
+        turn = (self.chunk or 0) // 16 if self.end == 2 else 0
         ways = tuple(((run + 1) // 2 + turn) % 2 for run in range(self.first, self.first + self.runs))
         return _choice(ways, x.device, x.dtype).reshape(-1, *[1] * (x.ndim - 1))
 
@@ -177,16 +182,19 @@ class Arithmetic:
         """x rounded to `bits` (default: as stored) on each run's own grid, outside automatic differentiation."""
         return self._at(x, (place,), bits)
 
-    def stacked(self, x: Tensor, places: tuple[str, ...], bits: int | None = None, axis: int = -3) -> Tensor:
-        """`dither` of several tensors at once, each in its own place: x has one of them, or the same for all, at each of `axis`."""
+    def stacked(self, x: Tensor, places: tuple[str, ...], bits: "Bits | None" = None, axis: int = -3) -> Tensor:
+        """`dither` of several tensors at once, each in its own place: x has one of them, or the same for all, at each of `axis`.
+
+        `bits` are the same for all, or one for each.
+        """
         return self._at(x, places, bits, axis)
 
-    def beside(self, x: Tensor, places: tuple[str, ...], widths: tuple[int, ...], bits: int | None = None) -> Tensor:
+    def beside(self, x: Tensor, places: tuple[str, ...], widths: tuple[int, ...], bits: "Bits | None" = None) -> Tensor:
         """`dither` of several tensors of some widths, each in its own place, that lie side by side along x's last axis."""
         return self._at(x, places, bits, widths=widths)
 
     def _at(
-        self, x: Tensor, places: tuple[str, ...], bits: int | None, axis: int | None = None, widths: tuple[int, ...] = ()
+        self, x: Tensor, places: tuple[str, ...], bits: "Bits | None", axis: int | None = None, widths: tuple[int, ...] = ()
     ) -> Tensor:
         bits = self.stored if bits is None else bits
         return self._dither(x, places, bits, self.step if bits == self.output else 0.0, axis, widths)
@@ -195,31 +203,46 @@ class Arithmetic:
         self,
         x: Tensor,
         places: tuple[str, ...],
-        bits: int,
+        bits: "Bits",
         step: float,
         axis: int | None = None,
         widths: tuple[int, ...] = (),
     ) -> Tensor:
-        digits = _MANTISSA[x.dtype]
         if not self.rounds:
             return x
-        if bits >= digits:
-            return x.detach()
-        with torch.no_grad():
-            grid, back = _grid(places, self._numbered, bits, step, x.shape, x.device, x.dtype, axis, widths)
-            kind = _CASTS.get((bits, x.dtype)) if self.first else None
-            if kind and x.device.type in _LAUNCHING:
-                return torch.mul(x, grid, out=x.new_empty(0, dtype=kind)) * back
-            rounded = x * grid
-            if kind:
-                rounded.copy_(rounded.to(kind))
-            else:
-                half = 1 << (digits - bits - 1)
-                rounded.view(_WORDS[x.dtype]).add_(half).bitwise_and_(-2 * half)
-            rounded.mul_(back)
-            if not self.first:
-                rounded[0] = x[0]
-            return rounded
+        x = x.detach() if x.requires_grad else x
+        if (bits if isinstance(bits, int) else min(bits)) >= _MANTISSA[x.dtype]:
+            return x
+        grid, back = _grid(places, self._numbered, bits, step, x.shape, x.device, x.dtype, axis, widths)
+        rough = self._rough(x, grid, bits, axis, widths)
+        return rough * back if rough.dtype != x.dtype else rough.mul_(back)
+
+    def grid(self, like: Tensor, place: str) -> "Grid":
+        """The grid s of each run at a place that stores numbers shaped as `like`, and 1 / s: dither(x) is rough(x, s) / s."""
+        bits, step = self.stored, self.step if self.stored == self.output else 0.0
+        if not self.rounds or bits >= _MANTISSA[like.dtype]:
+            one = like.new_ones([1] * like.ndim)
+            return one, one
+        return _grid((place,), self._numbered, bits, step, like.shape, like.device, like.dtype, None, ())
+
+    def rough(self, x: Tensor, by: Tensor) -> Tensor:
+        """x times `by`, whose dtype counts, rounded as what is stored; perhaps in a dtype that holds no more."""
+        return self._rough(x, by, self.stored) if self.rounds and self.stored < _MANTISSA[by.dtype] else x * by
+
+    def _rough(self, x: Tensor, by: Tensor, bits: "Bits", axis: int | None = None, widths: tuple[int, ...] = ()) -> Tensor:
+        kind = _CASTS.get((bits, by.dtype)) if self.first and isinstance(bits, int) else None
+        if kind and x.device.type in _LAUNCHING:
+            return torch.mul(x, by, out=x.new_empty(0, dtype=kind))
+        rounded = x * by
+        exact = None if self.first else rounded[0].clone()
+        if kind:
+            rounded.copy_(rounded.to(kind))
+        else:
+            half, high = _words(bits, _MANTISSA[by.dtype], axis, widths, x.device)
+            rounded.view(_WORDS[by.dtype]).add_(half).bitwise_and_(high)
+        if exact is not None:
+            rounded[0] = exact
+        return rounded
 
 
 def summed(depth: int) -> int:
@@ -253,7 +276,8 @@ _CASTS = {  # a cast rounds so, and has the range
 }
 _LAUNCHING = ("cuda",)  # where two operations that convert what they read or write take less than four in place
 _WORDS = {torch.float64: torch.int64, torch.float32: torch.int32}
-_SMALL, _LARGE = 2**12, 2**16
+_SHARED = 2**16  # numbers of a run: calls of several shapes share their grids up to that
+_KEPT_BYTES = {"cpu": 2**27, "cuda": 2**29}  # of grids of a kind, for later calls
 
 
 @functools.cache
@@ -261,21 +285,71 @@ def _choice(ways: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
     return torch.tensor(ways, device=device, dtype=dtype)
 
 
-Runs = tuple[int, int, int, int]  # the batch, the first run, the one after the last, and how many odd ones there are in all
+def _words(bits: "Bits", digits: int, axis: int | None, widths: tuple[int, ...], device: torch.device) -> tuple[Any, Any]:
+    """What is added to a number's word to round it, and what is kept of the sum: tensors where places have bits of their own."""
+    if isinstance(bits, int):
+        half = 1 << (digits - bits - 1)
+        return half, -2 * half
+    return _words_each(bits, digits, axis, widths, device)
 
 
-@functools.lru_cache(2048)
+@functools.lru_cache(256)
+def _words_each(
+    bits: tuple[int, ...], digits: int, axis: int | None, widths: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    each = torch.tensor([(1 << (digits - own)) >> 1 if own < digits else 0 for own in bits], device=device)
+    if widths:
+        each = each.repeat_interleave(torch.tensor(widths, device=device))
+    elif axis is not None:
+        each = each.reshape(-1, *[1] * (-1 - axis))
+    dtype = torch.int64 if digits > SINGLE else torch.int32
+    return each.to(dtype), torch.where(each > 0, -2 * each, -1).to(dtype)
+
+
+Bits = int | tuple[int, ...]  # of all places, or of each
+Runs = tuple[int, int, int]  # the first run, the one after the last, and the last of all
+Grid = tuple[Tensor, Tensor]  # the numbers s, and 1 / s
+
+
+def _kept(make: Callable[..., Grid]) -> Callable[..., Grid]:
+    """`make`, whose results are kept for the same arguments while they fit; the first made are the first forgotten."""
+    made: dict[Any, Grid] = {}
+    held = 0
+
+    @functools.wraps(make)
+    def get(*given: Any) -> Grid:
+        nonlocal held
+        if (found := made.get(given)) is not None:
+            return found
+        found = make(*given)
+        size, most = 2 * found[0].nbytes, _KEPT_BYTES.get(found[0].device.type, _KEPT_BYTES["cuda"])
+        if 8 * size <= most:
+            made[given], held = found, held + size
+            while held > most:
+                held -= 2 * made.pop(next(iter(made)))[0].nbytes
+        return found
+
+    def clear() -> None:
+        nonlocal held
+        made.clear()
+        held = 0
+
+    get.clear = clear  # type: ignore[attr-defined]
+    return get
+
+
+@_kept
 def _grid(
     places: tuple[str, ...],
     runs: Runs,
-    bits: int,
+    bits: Bits,
     step: float,
     shape: torch.Size,
     device: torch.device,
     dtype: torch.dtype,
     axis: int | None,
     widths: tuple[int, ...],
-) -> tuple[Tensor, Tensor]:
+) -> Grid:
     """The grids s of places, one a run and position of the last two axes, and 1 / s, for tensors of a shape; 1 for run 0.
 
     Several places' are stacked along `axis`, or lie side by side along the last where `widths` are given. A dtype's numbers below
@@ -283,64 +357,64 @@ def _grid(
     """
     last = tuple(shape[-2:] if len(shape) > 2 else shape[1:])
     sizes = [last[0] * width for width in widths] or [math.prod(last)] * len(places)
-    scale = torch.finfo(dtype).tiny / (step * 2.0 ** (bits - 1)) if step else 1.0
+    each = (bits,) * len(places) if isinstance(bits, int) else bits
+    scale = torch.finfo(dtype).tiny / (step * 2.0 ** (each[0] - 1)) if step else 1.0
+    # Calls of many shapes share the numbers of a place.
+    rooms = [max(_SHARED >> 7, 1 << (size - 1).bit_length()) if size <= _SHARED else size for size in sizes]
     parts = [
-        [numbers[:, :size] for numbers in _shared(place, runs, bits, size, scale, device, dtype)]
-        for place, size in zip(places, sizes, strict=True)
+        [numbers[:, :size] for numbers in _numbers(place, runs, own, room, scale, device, dtype)]
+        for place, own, size, room in zip(places, each, sizes, rooms, strict=True)
     ]
     if widths:
         parts = [[numbers.unflatten(1, (last[0], -1)) for numbers in part] for part in parts]
     join = torch.cat if widths else torch.stack
-    grid, back = parts[0] if len(parts) == 1 else (join(each, -1 if widths else 1) for each in zip(*parts, strict=True))
+    grid, back = parts[0] if len(parts) == 1 else (join(part, -1 if widths else 1) for part in zip(*parts, strict=True))
     view = [len(grid), *[1] * (len(shape) - 1 - len(last)), *last]
     if axis is not None:
         view[axis] = len(places)
     return grid.view(view), back.view(view)
 
 
-def _shared(
-    place: str, runs: Runs, bits: int, size: int, scale: float, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Grids of a place and their reciprocals, `size` of each run's or more: calls of many shapes share one."""
-    room = max(_SMALL // 8, 1 << (size - 1).bit_length()) if size <= _LARGE else size
-    make = _small if room <= _SMALL else _large if room <= _LARGE else _numbers
-    return make(place, runs, bits, room, scale, device, dtype)
-
-
-def _numbers(
-    place: str, runs: Runs, bits: int, size: int, scale: float, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+@_kept
+def _numbers(place: str, runs: Runs, bits: int, size: int, scale: float, device: torch.device, dtype: torch.dtype) -> Grid:
     """Numbers in [1, 2) [runs, size] for the grids of a place, times a scale, and their reciprocals."""
-    table, known, (batch, first, after, count) = _table(device), _known(), runs
-    word = zlib.crc32(f"{place}#{batch}".encode())
-    strata = sorted(range(count), key=lambda run: known[(word + 104729 * run) % _TABLE])
-    numbers = torch.empty(after - first, size, dtype=dtype, device=device)
-    for row, run in zip(numbers, range(first, after), strict=True):
-        start = (word + 7919 * run * (run + 12)) % _TABLE
-        if run == 0:
-            row.fill_(1.0)
-        elif run % 2:
-            phase = (strata[run // 2] + known[start] - 1.0) / count
-            row.fill_(known[word % _TABLE] * (1.0 + phase * 2.0 ** (1 - bits)))
-        elif start + size <= _TABLE:
-            row.copy_(table[start : start + size])
-        else:
-            row.copy_(table[torch.arange(start, start + size, device=device) % _TABLE])
+    known, (first, after, last) = _known(), runs
+    starts, same = [], {}
+    for row, run in enumerate(range(first, after)):
+        word, own = _word(place, run)
+        starts.append(_start(word, own))
+        if run and own % 2:
+            count = (min(last - run + own, SET) + 1) // 2
+            strata = sorted(range(count), key=lambda run: known[(word + 104729 * run) % _TABLE])
+            phase = (strata[own // 2] + known[starts[row]] - 1.0) / count
+            same[row] = known[word % _TABLE] * (1.0 + phase * 2.0 ** (1 - bits))
+    at = (torch.tensor(starts, device=device).unsqueeze(-1) + torch.arange(size, device=device)) % _TABLE
+    numbers = _table(device)[at].to(dtype)
+    if same:
+        numbers[list(same)] = torch.tensor(list(same.values()), dtype=dtype, device=device).unsqueeze(-1)
     numbers.mul_(scale)
+    if first == 0:
+        numbers[0] = 1.0
     return numbers, 1.0 / numbers
 
 
-_small = functools.lru_cache(1024)(_numbers)  # 256 KiB each at most, of four runs in float64
-_large = functools.lru_cache(64)(_numbers)
+def _word(place: str, run: int) -> tuple[int, int]:
+    """The word that a run takes its numbers of a place from, and its own number among the runs that share it, from 1 on."""
+    sets, own = divmod(run - 1, SET)
+    return (zlib.crc32(f"{place}#{sets}".encode()), own + 1) if run else (0, 0)
 
 
-@functools.lru_cache(64)
-def _fractions(place: str, runs: int, first: int, shape: tuple[int, int], device: torch.device) -> Tensor:
+def _start(word: int, own: int) -> int:
+    """Where a run begins in the table."""
+    return (word + 7919 * own * (own + 12)) % _TABLE
+
+
+def _fractions(place: str, first: int, runs: int, shape: tuple[int, int], device: torch.device) -> Tensor:
     """Numbers in (-u, u), [runs, *shape], u = 2^-24; in the odd runs all rows are the same, and run 0's are 0."""
-    table, (rows, size) = _table(device), shape
-    number = torch.arange(first, first + runs, device=device).reshape(-1, 1, 1)
+    table, (rows, size), numbers = _table(device), shape, range(first, first + runs)
+    number = torch.tensor(numbers, device=device).reshape(-1, 1, 1)
+    start = torch.tensor([_start(*_word(place, run)) for run in numbers], device=device).reshape(-1, 1, 1)
     row = torch.arange(rows, device=device).unsqueeze(-1) * (number % 2 == 0)
-    start = zlib.crc32(place.encode()) + 7919 * number * (number + 12)
     fraction = (2.0 * table[(start + row * size + torch.arange(size, device=device)) % _TABLE] - 3.0) * 2.0**-SINGLE
     return fraction * (number > 0)
 

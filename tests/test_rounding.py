@@ -54,8 +54,8 @@ def plain_grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _forget_grids() -> None:
-    for made in (rounding._small, rounding._large, rounding._grid):
-        made.cache_clear()
+    for made in (rounding._numbers, rounding._grid):
+        made.clear()
 
 
 @pytest.mark.usefixtures("plain_grid")
@@ -249,12 +249,53 @@ def test_several_places_at_once_round_as_each_by_itself(dtype: torch.dtype, bits
     assert exact.beside(x, ("one", "other"), (10, 2)) is x
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_several_places_may_each_have_bits_of_their_own(dtype: torch.dtype) -> None:
+    for rule in (arithmetic("fp16", 5), dataclasses.replace(arithmetic("bf16", 4), first=1)):
+        x, bits = numbers(rule.runs, 3, 3, 8, 12).to(dtype), (11, 21, 10)
+        want = [rule.dither(x[:, :, at], name, own) for at, (name, own) in enumerate(zip("abc", bits, strict=True))]
+        got = rule.stacked(x, ("a", "b", "c"), bits)
+        assert torch.equal(got, torch.stack(want, -3))
+        assert not torch.equal(got, rule.stacked(x, ("a", "b", "c"), 21))
+        assert torch.equal(rule.stacked(x.movedim(-3, 1).contiguous(), ("a", "b", "c"), bits, -4), torch.stack(want, 1))
+        side = torch.cat([x[:, :, 0], x[:, :, 1, :, :5]], -1)
+        other = rule.dither(x[:, :, 1, :, :5], "b", 21)
+        assert torch.equal(rule.beside(side, ("a", "b"), (12, 5), (11, 21)), torch.cat([want[0], other], -1))
+        finest = rule.stacked(x, ("a", "b", "c"), (53, 53, 11))
+        assert ((finest - x)[:, :, :2].abs() <= 2.0 ** (3 - (53 if dtype == torch.float64 else 24)) * x[:, :, :2].abs()).all()
+        assert rule.stacked(x, ("a", "b", "c"), (53, 53, 53)).equal(x)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("launching", [False, True])
+def test_what_is_rounded_on_a_grid_and_divided_by_it_later_is_the_dither(
+    dtype: str, monkeypatch: pytest.MonkeyPatch, *, launching: bool
+) -> None:
+    monkeypatch.setattr(rounding, "_LAUNCHING", ("cpu",) if launching else ())
+    kind = torch.float64 if dtype == "fp32" else torch.float32
+    for rule in (arithmetic(dtype, 5), dataclasses.replace(arithmetic(dtype, 4), first=1)):
+        x = numbers(rule.runs, 3, 8, 12, low=-20).to(kind)
+        grid, back = rule.grid(x, "place")
+        rough = rule.rough(x, grid)
+        assert torch.equal(rough * back, rule.dither(x, "place"))
+        assert not torch.equal(rough.to(kind), x * grid)
+        later = numbers(1, 3, 8, 1).to(kind)
+        twice = rule.rough(rough, back * rule.grid(x, "another")[0] * later) * rule.grid(x, "another")[1]
+        want = rule.dither(rule.dither(x, "place") * later, "another")
+        off = (twice - want).abs() > 1e-6 * want.abs()
+        assert off.double().mean() < 0.01, "but for numbers half way between two, which another order of products may turn"
+        assert not torch.equal(twice, rule.dither(x * later, "another"))
+    exact = Arithmetic.exact()
+    assert all((each == 1).all() for each in exact.grid(x, "place"))
+    assert torch.equal(exact.rough(x, x), x * x)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_runs_evaluated_in_parts_are_those_evaluated_together(dtype: str) -> None:
     x = numbers(8, 3, 8, 8)
-    for runs in (2, 4, 8):
-        rule, given = dataclasses.replace(arithmetic(dtype, runs), first=1, chunk=64), x[:runs]
-        for size in (1, 2):
+    for runs in (2, 4, 8, 24):
+        rule, given = dataclasses.replace(arithmetic(dtype, runs), first=1, chunk=64), x[:1].expand(runs, *x.shape[1:])
+        for size in (1, 2, runs // 2):
             parts = [dataclasses.replace(rule, runs=size, first=first, last=runs) for first in range(1, runs + 1, size)]
             for each in (
                 lambda part, x: part.dither(x, "place", 8),
@@ -263,6 +304,61 @@ def test_runs_evaluated_in_parts_are_those_evaluated_together(dtype: str) -> Non
             ):
                 together = torch.cat([each(part, given[part.first - 1 :][:size]) for part in parts])
                 assert torch.equal(together, each(rule, given))
+
+
+def test_odd_runs_of_each_set_are_stratified() -> None:
+    """However many runs: of eight, each quarter of a unit in the last place has the grid of one."""
+    rule, values = dataclasses.replace(arithmetic("bf16", 64), first=1), torch.ones(64, 1, 1, dtype=torch.float64)
+    for place in ("place", "another place"):
+        grid, _ = rounding._grid((place,), rule._numbered, 8, 0.0, values.shape, values.device, values.dtype, None, ())
+        for word, odd in enumerate(grid.flatten()[::2].reshape(8, 4)):
+            base = rounding._known()[zlib.crc32(f"{place}#{word}".encode()) % 2**20]
+            assert sorted(((odd / base - 1.0) * 2.0**7 * 4).floor().tolist()) == [0, 1, 2, 3]
+        assert len(grid.unique()) == 64, "sets differ"
+
+
+def test_as_many_runs_are_evaluated_at_once_as_there_is_room_for() -> None:
+    def at_once(tokens: int, heads: int, width: int, runs: int, device: str) -> tuple[int, int]:
+        case = Case(lengths=(tokens,), heads=heads, value_heads=2 * heads, key_dim=width, value_dim=width)
+        shapes = {"q": (heads, width), "k": (heads, width), "v": (2 * heads, width), "g": (2 * heads,), "beta": (2 * heads,)}
+        given = {name: torch.empty(1, tokens, *shape, device=device) for name, shape in shapes.items()}
+        inputs = Inputs(**given, state=None, cu_seqlens=None)
+        pieces = bound._pieces(case.spec, inputs, runs)
+        return pieces, bound._at_once(inputs, dataclasses.replace(arithmetic("bf16", runs), first=1), pieces)
+
+    for runs in (2, 4):
+        assert [at_once(tokens, 2, 64, runs, "meta") for tokens in (1, 130, 4096)] == [(1, runs)] * 3
+    assert [at_once(tokens, 2, 64, 64, "meta") for tokens in (1, 130, 512, 1024)] == [(1, 64), (1, 64), (1, 32), (1, 16)]
+    assert at_once(130, 2, 32, 32, "meta") == (1, 32)
+    assert [at_once(tokens, 16, 128, 64, "meta") for tokens in (32768, 65536)] == [(16, 8), (16, 4)]
+    assert [at_once(tokens, 16, 128, 4, "meta") for tokens in (32768, 65536)] == [(16, 4), (16, 4)]
+    assert [at_once(tokens, 2, 64, 64, "cpu") for tokens in (1, 64, 130, 512, 1024)] == [(1, 64), (1, 16), (1, 8), (1, 2), (1, 1)]
+
+
+def test_grids_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def make(name: str, size: int) -> tuple[Tensor, Tensor]:
+        asked.append(name)
+        return torch.ones(size, dtype=torch.float64), torch.ones(size, dtype=torch.float64)
+
+    monkeypatch.setattr(rounding, "_KEPT_BYTES", dict.fromkeys(("cpu", "cuda"), 2 * 8 * 100))
+    get = rounding._kept(make)
+    for name, size in (("small", 10), ("large", 13), ("small", 10), ("large", 13)):
+        assert len(get(name, size)[0]) == size
+    assert asked == ["small", "large", "large"], "what takes over an eighth is not kept"
+    for name in "abcdefgh":
+        get(name, 12)
+    get("h", 12)
+    get("b", 12)
+    assert asked[3:] == list("abcdefgh"), "a hundred numbers are two small ones and eight of twelve: all but the first are there"
+    get("small", 10)
+    assert asked[-1] == "small", "the first made is the first forgotten"
+    get("a", 12)
+    assert asked[-1] == "a"
+    get.clear()
+    get("a", 12)
+    assert asked[-2:] == ["a", "a"]
 
 
 @pytest.mark.parametrize("operation", RULES)
@@ -278,6 +374,27 @@ def test_bounds_do_not_depend_on_how_many_runs_are_evaluated_at_once(
     for name, limit in make().items():
         torch.testing.assert_close(limit.allowed, whole[name].allowed, rtol=1e-4, atol=0)
     assert seen == {1}
+
+
+@pytest.mark.parametrize("more", ["dtype=bf16", "dtype=fp32", "op=kda dtype=fp16"])
+@pytest.mark.parametrize("algorithm", ["chunkwise", "recurrent"])
+def test_a_finer_bound_is_the_same_from_one_evaluation_and_from_several(
+    more: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case.parse(f"lengths=20+7 packed=yes key_dim=4 value_dim=5 state=random gate=10 {more}")
+    evaluate, made = bound._evaluate, {}
+    for count in (64, 8):
+        seen: list[int] = []
+        monkeypatch.setattr(bound, "_at_once", lambda _, plain, __, count=count: min(plain.runs, count))
+        monkeypatch.setattr(bound, "_evaluate", lambda *given, seen=seen: seen.append(given[-1].runs) or evaluate(*given))
+        limits = bounds(case.spec, case.inputs(), case.cotangents(), algorithm, chunk=16)
+        made[count] = {name: limit.finer().allowed for name, limit in limits.items() if limit.finer is not None}
+        assert seen == [1, 4, *[count] * (64 // count)]
+        first = {name: limit.allowed for name, limit in limits.items()}
+    assert made[64].keys() == made[8].keys() == first.keys()
+    for name, allowed in made[64].items():
+        torch.testing.assert_close(allowed, made[8][name], rtol=1e-4, atol=0)
+        assert not torch.allclose(allowed, first[name], rtol=1e-3, atol=0), name
 
 
 def _start(place: str, run: int) -> int:
@@ -412,8 +529,8 @@ def test_precisions_of_each_class() -> None:
         assert arithmetic("bf16", **each) == Arithmetic(9, 24, 24, 8, **each)
         assert arithmetic("fp16", **each) == Arithmetic(9, 24, 24, 11, FP16_STEP, **each)
         assert arithmetic("fp32", **each, products="tf32") == Arithmetic(9, 24, 24, 24, **each)
-    assert Arithmetic.exact() == Arithmetic(1, EXACT, EXACT, EXACT, 0.0, 0, EXACT, "exact", None, 0)
-    assert (arithmetic().gate, arithmetic().chunk, arithmetic().batch) == (EXACT, None, 0), "what only a call can tell"
+    assert Arithmetic.exact() == Arithmetic(1, EXACT, EXACT, EXACT, 0.0, EXACT, "exact", None, 0)
+    assert (arithmetic().gate, arithmetic().chunk) == (EXACT, None), "what only a call can tell"
 
 
 @pytest.mark.parametrize("runs", [5, 9])
@@ -434,8 +551,8 @@ def test_choice_of_two_runs_is_made_by_turns() -> None:
     pair, x = dataclasses.replace(arithmetic(runs=2), first=1), torch.ones(2, 1, 1)
     by_chunk = {chunk: dataclasses.replace(pair, chunk=chunk).choice(x).flatten().tolist() for chunk in bound.CHUNKS}
     assert sorted(map(tuple, by_chunk.values())) == [(0.0, 0.0)] * 2 + [(1.0, 1.0)] * 3
-    by_batch = [dataclasses.replace(pair, chunk=64, batch=batch).choice(x).sum() for batch in range(4)]
-    assert by_batch == [2, 0, 2, 0]
+    by_part = [dataclasses.replace(pair, chunk=64, runs=1, first=run, last=2).choice(x[:1]).item() for run in (1, 2)]
+    assert by_part == list(by_chunk[64])
 
 
 @pytest.mark.parametrize(

@@ -107,10 +107,10 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where) -> tuple[Fin
         return None, 0, None
     if not bool(want.isfinite().all() and bound.allowed.isfinite().all()):
         raise ArithmeticError(f"the truth of {name}, or its bound, is not finite")  # our failure, and no verdict on got
-    ratio = (error / bound.allowed).nan_to_num(nan=math.inf, posinf=math.inf)
-    if 1 < float(ratio.max()) < CLEAR and bound.finer is not None:
+    ratio = _over(error, bound)
+    while bound.finer is not None and (most := float(ratio.max())) > bound.sure and (most < CLEAR or bound.sure < 1):
         bound = bound.finer()
-        ratio = (error / bound.allowed).nan_to_num(nan=math.inf, posinf=math.inf)
+        ratio = _over(error, bound)
     over = ratio > 1
     worst = int(ratio.argmax())
     if not bool(over.any()):
@@ -131,6 +131,11 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where) -> tuple[Fin
         _some(want, worst, error.ndim),
     )
     return finding, error.numel(), float(ratio.flatten()[worst])
+
+
+def _over(error: Tensor, bound: Bound) -> Tensor:
+    """Errors over what is allowed; what is not a number is infinitely far."""
+    return (error / bound.allowed).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def _bit_by_bit(name: str, got: Tensor, want: Tensor, where: Where) -> tuple[Finding | None, int, float | None]:

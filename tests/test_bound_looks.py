@@ -1,0 +1,210 @@
+"""A bound of fewer runs is sure of what all of them allow at least, so that a judge who heeds it finds the same broken."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oracles import bound
+from oracles.bound import RUNS, Bound, bounds
+from oracles.case import Case
+from oracles.operations import RULES
+from properties.domain import Domain
+from properties.strategies import cases
+from tests import right
+from tests.test_rounding import TokenByToken, answered
+from verify.judge import CLEAR, Judgement, judge, where
+from verify.zoo.base import Chunkwise
+
+MODES = st.sampled_from(
+    (("chunkwise", "ieee", 64), ("chunkwise", "tf32", 16), ("chunkwise", "ieee", None), ("recurrent", "ieee", None))
+)
+
+
+def looks(case: Case, algorithm: str, products: str, chunk: int | None, first: int) -> list[dict[str, Bound]]:
+    """The bounds that are asked for one after the other, but for the finest."""
+    made = [bounds(case.spec, case.inputs(), case.cotangents(), algorithm, products, chunk, first)]
+    while any(each.sure < 1 for each in made[-1].values()):
+        made.append({name: each.finer() for name, each in made[-1].items() if each.finer is not None})
+    return made
+
+
+def less_than_sure(fewer: dict[str, Bound], all_of: dict[str, Bound], sure: float | None = None) -> list[str]:
+    """The tensors of which all runs allow some row less than fewer runs are sure of."""
+    return [
+        name
+        for name, each in fewer.items()
+        if not (all_of[name].allowed >= (each.sure if sure is None else sure) * (1 - 1e-6) * each.allowed).all()
+    ]
+
+
+@pytest.mark.parametrize("operation", RULES)
+@settings(max_examples=12)
+@given(case=cases(Domain(), longest=40, total=60, value_heads=2), mode=MODES, first=st.sampled_from((1, 2)))
+def test_all_runs_allow_at_least_what_fewer_are_sure_of(
+    operation: str, case: Case, mode: tuple[str, str, int | None], first: int
+) -> None:
+    case = dataclasses.replace(case, operation=operation, **({"in_kernel": "none"} if operation == "delta_rule" else {}))
+    plain = bounds(case.spec, case.inputs(), case.cotangents(), *mode)
+    *fewer, last = looks(case, *mode, first)
+    assert len(fewer) == (2 if first == 1 else 1)
+    for each in fewer:
+        assert {limit.sure < 1 for limit in each.values()} == {True}
+        assert less_than_sure(each, last) == []
+    for name, limit in plain.items():
+        assert (limit.sure, last[name].sure) == (1.0, 1.0)
+        assert torch.equal(last[name].value, limit.value)
+        torch.testing.assert_close(last[name].allowed, limit.allowed, rtol=1e-4, atol=0, msg="those of one look")
+
+
+def test_one_run_or_two_are_sure_of_no_more() -> None:
+    """The planted fault: one who takes what fewer runs allow for what all do, or is sure of a tenth more."""
+    lengths = "+".join("1" * 16)  # with no neighbours to pool
+    case = Case.parse(f"lengths={lengths} packed=yes key_dim=1 value_dim=1 dtype=bf16 gate=64 state=random seed=2")
+    one, two, last = looks(case, "chunkwise", "ieee", 64, 1)
+    assert ({each.sure for each in one.values()}, {each.sure for each in two.values()}) == ({0.5}, {0.5**0.5})
+    for fewer in (one, two):
+        assert less_than_sure(fewer, last) == []
+        assert less_than_sure(fewer, last, 1.0) != []
+    assert less_than_sure(one, last, 0.55) != []
+    assert less_than_sure(two, last, 0.75) != []
+
+
+def test_of_undeclared_chunks_one_size_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.parse("lengths=40 key_dim=4 value_dim=4 dtype=bf16 gate=64")
+    evaluate, seen = bound._evaluate, []
+    monkeypatch.setattr(bound, "_evaluate", lambda *given: seen.append((given[-1].chunk, given[-1].runs)) or evaluate(*given))
+    one = bounds(case.spec, case.inputs(), None, "chunkwise", first=1)["o"]
+    assert seen[1:] == [(64, 1)]
+    assert one.finer is not None
+    several = one.finer()
+    assert seen[2:] == [(size, 1) for size in bound.CHUNKS[1:]]
+    assert several.finer is not None
+    every = several.finer()
+    assert seen[6:] == [(size, 1) for size in bound.CHUNKS]
+    assert [one.sure, several.sure, every.sure] == [0.5**0.5, 0.5**0.5, 1.0]
+    assert (several.allowed >= one.allowed).all()
+    assert every.finer is not None
+    assert every.finer().finer is None
+
+
+@pytest.mark.parametrize("first", [0, 3, 8, True, 1.5, "1"])
+def test_a_first_look_of_other_runs_is_refused(first: object) -> None:
+    case = Case.parse("lengths=4")
+    with pytest.raises(ValueError, match=rf"^first must be None or one of 1, 2, 4, got {first!r}$"):
+        bounds(case.spec, case.inputs(), None, "chunkwise", first=first)  # type: ignore[arg-type]
+
+
+def test_a_first_look_of_all_runs_is_the_plain_one() -> None:
+    case = Case.parse("lengths=20 dtype=bf16")
+    one, other = (bounds(case.spec, case.inputs(), None, "chunkwise", first=first)["o"] for first in (None, RUNS))
+    assert torch.equal(one.allowed, other.allowed)
+    assert (one.sure, other.sure) == (1.0, 1.0)
+
+
+# The judge
+
+
+def chain(*given: tuple[float, float]) -> tuple[Bound, list[float]]:
+    """A bound of one row of zeros that allows so much and is so sure, whose finer ones are the next; and what was asked for."""
+    asked: list[float] = []
+
+    def make(rest: tuple[tuple[float, float], ...]) -> Bound:
+        (allowed, sure), later = rest[0], rest[1:]
+
+        def finer() -> Bound:
+            asked.append(later[0][0])
+            return make(later)
+
+        return Bound(torch.zeros(1, 1), torch.tensor([allowed]), "", finer if later else None, sure)
+
+    return make(given), asked
+
+
+def test_a_settled_bound_has_all_runs() -> None:
+    one, asked = chain((1.0, 0.5), (1.5, 0.7), (0.9, 1.0), (1.1, 1.0))
+    all_of = one.settled()
+    assert (float(all_of.allowed), asked) == (pytest.approx(0.9), [1.5, 0.9])
+    assert all_of.settled() is all_of
+
+
+def judged(limit: Bound, error: float) -> Judgement:
+    return judge([("o", torch.tensor([[error]]), limit)], lambda *_: "")
+
+
+@pytest.mark.parametrize(
+    ("error", "asked", "broken"),
+    [
+        (0.4, [], False),  # one run is sure
+        (0.6, [1.5], False),  # two are
+        (1.2, [1.5, 0.9, 1.1], True),  # though over nothing that one or two allow
+        (1.08, [1.5, 0.9, 1.1], False),  # 64 allow it
+        (2.0 * CLEAR, [1.5, 0.9], True),  # clearly broken, of all runs only
+        (math.nan, [1.5, 0.9], True),
+    ],
+)
+def test_the_judge_looks_further_where_fewer_runs_are_not_sure(error: float, asked: list[float], *, broken: bool) -> None:
+    limit, seen = chain((1.0, 0.5), (1.5, 0.7), (0.9, 1.0), (1.1, 1.0))
+    judgement = judged(limit, error)
+    assert seen == asked
+    assert bool(judgement.findings) == broken
+
+
+def test_sums_of_bounds_look_further_where_they_are_least_sure() -> None:
+    for join in (Bound.beside, Bound.plus):
+        (one, of_one), (other, of_other) = chain((1.0, 0.5), (2.0, 1.0), (3.0, 1.0)), chain((10.0, 1.0), (20.0, 1.0))
+        both = join(one, other)
+        seen = [(both.sure, float(both.allowed))]
+        while both.finer is not None:
+            both = both.finer()
+            seen.append((both.sure, float(both.allowed)))
+        assert seen == [(0.5, 11.0), (1.0, 12.0), (1.0, 23.0)]
+        assert (of_one, of_other) == ([2.0, 3.0], [20.0])
+    row = one.at(slice(0, 1))
+    assert row.sure == 0.5
+
+
+class RoundsTheStateOnce(Chunkwise):
+    """The state is rounded to bfloat16 between chunks, whatever the dtype."""
+
+    def piece(self, *given: Tensor) -> tuple[Tensor, Tensor]:
+        o, state = super().piece(*given)
+        return o, state.bfloat16().float()
+
+
+@pytest.mark.parametrize(
+    ("implementation", "seeds"),
+    [(Chunkwise(), 12), (right.RoundsElsewhere(), 12), (TokenByToken(), 12), (RoundsTheStateOnce(), 12)],
+    ids=lambda each: type(each).__name__,
+)
+def test_the_same_is_broken_however_few_runs_are_looked_at_first(implementation: Chunkwise, seeds: int) -> None:
+    """And mostly no more is looked at than that: the same finding of the same row, since what is broken is broken for all runs."""
+    make: Callable[..., dict[str, Bound]] = functools.partial(
+        bounds, algorithm=implementation.algorithm, chunk=implementation.chunk
+    )
+    found = []
+    for seed in range(seeds):
+        dtype, gate = ("bf16", "fp16", "fp32")[seed % 3], ("64", "forever", "tenth", "mixed")[seed % 4]
+        case = Case.parse(f"lengths=70+3 packed=yes key_dim=8 value_dim=8 state=random dtype={dtype} gate={gate} seed={seed}")
+        results = answered(implementation, case)
+        by_look = [
+            judge(
+                (
+                    (name, results[name], each)
+                    for name, each in make(case.spec, case.inputs(), case.cotangents(), first=first).items()
+                ),
+                functools.partial(where, case),
+            ).findings
+            for first in (1, 2, None)
+        ]
+        assert [[dataclasses.replace(each, allowed=0.0) for each in those] for those in by_look[:2]] == [
+            [dataclasses.replace(each, allowed=0.0) for each in by_look[2]]
+        ] * 2
+        found += by_look[2]
+    assert bool(found) == isinstance(implementation, RoundsTheStateOnce)
