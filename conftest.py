@@ -1,12 +1,21 @@
 """Hypothesis settings for the toolkit's own tests; everything else lives in the plugin (verify/pytest_plugin.py)."""
 
+import gc
 import signal
 
 import hypothesis
 import torch
+from hypothesis import strategies as st
 
 hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("suite")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite in the background ignores Ctrl-C, and what it starts would too
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 torch.set_num_threads(1)  # bits are compared with those of workers, which have one; and the suite has a process a core
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test is no garbage: Hypothesis looks through it in each thread that draws, 0.2 s a law."""
+    hypothesis.given(st.none())(lambda nothing: None)()  # what Hypothesis sets up once must be there before, or it warns
+    gc.collect()
+    gc.freeze()

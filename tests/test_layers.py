@@ -5,7 +5,6 @@ import functools
 import importlib
 import inspect
 import json
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -280,12 +279,6 @@ def test_transformers_layer_is_its_own_functions_of_torch_and_the_layer_of_the_o
     torch.testing.assert_close(y.double(), want["y"], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(state.double(), want["final_state"], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(conv_state.double(), want["conv_state"], rtol=1e-4, atol=1e-5)
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
-    with Worker() as one:
-        yield one
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -375,12 +374,6 @@ KILLED_BY: dict[str, tuple[Kill, ...]] = {
     "GatedNormAbsentWeight": (Kill("absent"),),
     "GatedNormClipsWeight": (Kill("linear"),),
 }
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
-    with Worker() as one:
-        yield one
 
 
 @pytest.fixture(scope="module")

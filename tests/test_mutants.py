@@ -1,7 +1,6 @@
 """Every law has been seen to fail: wrong implementations, each found in the default profile by the law named, and shrunk small."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 
@@ -31,6 +30,7 @@ KILLED_BY = {
     rules.TiledHeads: (Kill("oracle", 1), Kill("heads", 1)),
     rules.ForgetsBetaInErase: (Kill("oracle", 2),),
     rules.DecayOneTokenEarly: (Kill("oracle", 64), Kill("cut", 66)),
+    rules.DecayTokenByThread: (Kill("oracle", 123), Kill("cut", 60)),
     rules.TailWithoutGate: (Kill("oracle", 2),),
     rules.EpsInsideMean: (Kill("norm", 1),),
     rules.EpsAsFloor: (Kill("norm", 1),),
@@ -71,12 +71,6 @@ KILLED_BY = {
     rules.HalfSum: (Kill("oracle", 1),),
     gates.ForgetsDtBias: (Kill("gates", 1),),
 }
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
-    with Worker() as one:
-        yield one
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import itertools
 import json
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -405,12 +404,6 @@ KILLED_BY = {
     pools.WholeBlocksOf32: Kill("blocks", 1, 1),
     pools.GridOfTheFirstLaunch: Kill("blocks", 1, 1),
 }
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
-    with Worker() as one:
-        yield one
 
 
 @pytest.mark.parametrize("animal", KILLED_BY, ids=lambda animal: animal.__name__)

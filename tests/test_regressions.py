@@ -2,7 +2,6 @@
 
 import itertools
 import pathlib
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,12 +13,6 @@ from verify.worker import Worker
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "tests" / "regressions.txt").read_text().splitlines()
 LINES = [line for line in TEXT if line and not line.startswith("#")]
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
-    with Worker() as one:
-        yield one
 
 
 @pytest.fixture(autouse=True)

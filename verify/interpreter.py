@@ -51,6 +51,7 @@ def install() -> None:
         return
     _patch_language(interpreter, tl)
     _patch_types(interpreter, tl)
+    _patch_operands(interpreter, tl)
     _patch_launch(interpreter, tl)
     _patch_access(interpreter)
     _patch_arithmetic(interpreter, tl)
@@ -77,6 +78,9 @@ def _narrow(values: Any) -> Any:
 def _patch_language(interpreter: Any, tl: Any) -> None:
     # The interpreter rebinds every builtin of the language at each launch and at each call of a device function.
     # Nothing compiles in this process, so one permanent rebinding serves them all.
+    interpreter._patch_attr = lambda owner, name, member, builder, scope: scope.set_attr(
+        owner, name, _bind(inspect.unwrap(member), interpreter.interpreter_semantic)
+    )
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     bound: dict[int, dict[str, Any]] = {}
 
@@ -105,10 +109,12 @@ def _patch_language(interpreter: Any, tl: Any) -> None:
 def _patch_types(interpreter: Any, tl: Any) -> None:
     """Every value builds its block type, and its shape as a tuple of constants; a kernel uses a few dozen of them."""
     constexpr, np_dtype, block_init = tl.constexpr, interpreter._get_np_dtype, tl.block_type.__init__
-    plain_broadcast = interpreter.TritonSemantic.broadcast_impl_value
+    dtype, block_type, tensor, semantic = tl.dtype, tl.block_type, tl.tensor, interpreter.TritonSemantic
+    plain_broadcast, plain_handle = semantic.broadcast_impl_value, interpreter.TensorHandle.__post_init__
     np_dtypes: dict[str, Any] = {}
     blocks: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    scalar = constexpr(1), tl.tuple([])
+    common: dict[tuple[int, int], tuple[Any, ...]] = {}
 
     def get_np_dtype(tl_type: Any) -> Any:
         name = tl_type.scalar.name
@@ -120,26 +126,138 @@ def _patch_types(interpreter: Any, tl: Any) -> None:
         key = tuple([dim.value if isinstance(dim, constexpr) else dim for dim in shape])
         if key not in blocks:
             block_init(self, element_ty, shape)
-            blocks[key] = self.shape, self.numel, str(self.shape)
+            constants = constexpr(math.prod(key)), tl.tuple([constexpr(dim) for dim in key])
+            blocks[key] = self.shape, self.numel, str(self.shape), constants
         self.element_ty = element_ty
-        self.shape, self.numel, text = blocks[key]
+        self.shape, self.numel, text, self.constants = blocks[key]
         self.name = f"<{text}, {element_ty}>"
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002 - Triton's name
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        key = tuple(type.shape) if type.is_block() else ()
-        if key not in shapes:
-            shapes[key] = constexpr(math.prod(key)), tl.tuple([constexpr(dim) for dim in key])
-        self.numel, self.shape = shapes[key]
+        self.numel, self.shape = type.constants if isinstance(type, block_type) else scalar
+
+    def init_handle(self: Any) -> None:
+        if self.data.itemsize * 8 != getattr(self.dtype, "primitive_bitwidth", 0):  # else the data fit their type
+            plain_handle(self)
 
     def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
-        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:
+        left, right = lhs.type, rhs.type
+        if type(left) is block_type and type(right) is block_type:
+            if left.shape is right.shape:
+                return lhs, rhs
+            key = id(left.shape), id(right.shape)  # of objects that are kept
+            if key not in common:
+                wide, other = plain_broadcast(self, lhs, rhs)
+                if len(left.shape) == len(right.shape):
+                    common[key] = wide.type.shape, wide is not lhs, other is not rhs, left.shape, right.shape
+                return wide, other
+            shape, widens, others = common[key][:3]
+            if widens:
+                lhs = tensor(self.builder.create_broadcast(lhs.handle, shape), block_type(left.element_ty, shape))
+            if others:
+                rhs = tensor(self.builder.create_broadcast(rhs.handle, shape), block_type(right.element_ty, shape))
             return lhs, rhs
+        if type(left) is block_type and type(right) is dtype:
+            wide = block_type(right, left.shape)
+            return lhs, tensor(self.builder.create_splat(wide, rhs.handle), wide)
+        if type(left) is dtype and type(right) is block_type:
+            wide = block_type(left, right.shape)
+            return tensor(self.builder.create_splat(wide, lhs.handle), wide), rhs
         return plain_broadcast(self, lhs, rhs)
 
+    broadcast.__wrapped__ = plain_broadcast  # type: ignore[attr-defined]
     interpreter._get_np_dtype = get_np_dtype
-    interpreter.TritonSemantic.broadcast_impl_value = broadcast
+    semantic.broadcast_impl_value = broadcast
+    interpreter.TensorHandle.__post_init__ = init_handle
     tl.block_type.__init__, tl.tensor.__init__ = init_block, init_tensor
+
+
+def _patch_operands(interpreter: Any, tl: Any) -> None:
+    """Operands of one type meet as they are, and a number becomes the same constant every time. Nearly all that meet do so, and
+    Triton derives it anew in dozens of steps; whatever else meets goes Triton's way. `__wrapped__` is Triton's.
+    """
+    semantic, own = interpreter.TritonSemantic, interpreter.interpreter_semantic
+    tensor, dtype, pointer, constexpr = tl.tensor, tl.dtype, tl.pointer_type, tl.constexpr
+    plain_operands, plain_tensor = semantic.binary_op_type_checking_impl, semantic.to_tensor
+    halves = (tl.float16, tl.bfloat16)
+    numbers: dict[int, Any] = {}
+    constants: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+    def constant(self: Any, beside: Any, number: Any, div_or_mod: Any, first: Any) -> Any:
+        """What Triton makes of a number beside a tensor that keeps its type; None if the tensor does not."""
+        shape = beside.type.shape if beside.type.is_block() else None
+        key = beside.dtype.name, type(number), number, div_or_mod, first, id(shape)
+        if key not in constants:
+            like = self.scalar_constant(0, beside.dtype)
+            pair = plain_operands(self, *((number, like) if first else (like, number)), False, False, True, div_or_mod)
+            made, kept = pair if first else pair[::-1]
+            if kept is like and shape is not None:
+                made = self.broadcast_impl_value(beside, made)[1]
+                made.handle.data.flags.writeable = False
+            constants[key] = made if kept is like else None, shape
+        return constants[key][0]
+
+    def operands(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: Any = False,  # noqa: FBT002 - Triton's
+        allow_rhs_ptr: Any = False,  # noqa: FBT002 - Triton's
+        arithmetic_check: Any = True,  # noqa: FBT002 - Triton's
+        div_or_mod: Any = False,  # noqa: FBT002 - Triton's
+    ) -> Any:
+        left, right = type(lhs), type(rhs)
+        if left is tensor and right is tensor:
+            kind, other = lhs.dtype, rhs.dtype
+            same = kind is other and type(kind) is dtype and not (div_or_mod and kind in halves)
+            if same or (allow_lhs_ptr and type(kind) is pointer and other.is_int()):
+                return self.broadcast_impl_value(lhs, rhs)
+        elif left is tensor and (right is int or right is float) and arithmetic_check and type(lhs.dtype) is dtype and rhs == rhs:
+            made = constant(self, lhs, rhs, div_or_mod, False)
+            if made is not None:
+                return lhs, made
+        elif right is tensor and (left is int or left is float) and arithmetic_check and type(rhs.dtype) is dtype and lhs == lhs:
+            made = constant(self, rhs, lhs, div_or_mod, True)
+            if made is not None:
+                return made, rhs
+        return plain_operands(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    def to_tensor(self: Any, x: Any, check_type: Any = True) -> Any:  # noqa: FBT002 - Triton's
+        if type(x) is tensor:
+            return x
+        x = x.value if type(x) is constexpr else x
+        if type(x) is not int:
+            return plain_tensor(self, x, check_type)
+        if x not in numbers:
+            numbers[x] = plain_tensor(self, x)
+        return numbers[x]
+
+    operands.__wrapped__, to_tensor.__wrapped__ = plain_operands, plain_tensor  # type: ignore[attr-defined]
+    semantic.binary_op_type_checking_impl, semantic.to_tensor = operands, to_tensor
+
+    def operator(name: str, *options: Any) -> None:
+        meet = getattr(own, name)
+
+        def forward(self: Any, other: Any) -> Any:
+            return meet(self, other.value if type(other) is constexpr else other, *options)
+
+        def backward(self: Any, other: Any) -> Any:
+            return meet(other.value if type(other) is constexpr else other, self, *options)
+
+        setattr(tensor, f"__{name}__", forward)
+        setattr(tensor, f"__r{name}__", backward)
+
+    def comparison(name: str, called: str) -> None:
+        meet = getattr(own, called)
+        setattr(tensor, f"__{name}__", lambda self, other: meet(self, own.to_tensor(other)))
+
+    for name in ("add", "sub", "mul"):
+        operator(name, False)  # without a look for overflow, which nobody reads
+    for name in ("truediv", "floordiv", "mod"):
+        operator(name)
+    called = {"lt": "less_than", "le": "less_equal", "gt": "greater_than", "ge": "greater_equal", "eq": "equal", "ne": "not_equal"}
+    for name, each in called.items():
+        comparison(name, each)
 
 
 def _bind(builtin: Callable[..., Any], semantic: Any) -> Callable[..., Any]:

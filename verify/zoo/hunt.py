@@ -309,7 +309,7 @@ class Hunt:
         if outcome.lost:
             return  # every smaller case would cost a process or the deadline
         law = fate.book.laws[run.law]
-        small, _ = explain(law, run, outcome, worker, self._store, lambda candidate: False, self._stopped, SHRINK_S)
+        small, _ = explain(law, run, outcome, worker, self._store, lambda *_: False, self._stopped, SHRINK_S)
         if not self._stopped.is_set():
             fate.smallest = str(dataclasses.replace(run, example=small.example))
 

@@ -95,13 +95,30 @@ class ForgetsBetaInErase(Chunkwise):
 
 
 class DecayOneTokenEarly(Chunkwise):
-    """The state decays by the gate of the last token but one of its chunk (flashinfer 4311)."""
+    """The state, and what a full chunk adds to it, decay up to the last token but one (flashinfer 4311, in every channel)."""
 
     letter = "D"
     incident = (31,)
 
     def last(self, total: Tensor) -> Tensor:
         return total[..., -2:-1] if total.shape[-1] == self.size else total[..., -1:]
+
+
+class DecayTokenByThread(Chunkwise):
+    """Value channel c of a state decays up to token 57 + 2 (c % 4) of its chunk and not up to the last (flashinfer 4311)."""
+
+    letter = "D"
+    incident = (31,)
+    domain = Domain(backward=False)
+
+    def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        o, after = super().piece(q, k, v, g, beta, state, scale)
+        total = self.cumulative(g)
+        # A thread holds one value channel of the state, and took the token from its part of another matrix: of four threads each
+        # another, the fourth the right one. Only the state that comes in is multiplied so; past a chunk's end gates are neutral.
+        token = (57 + 2 * (torch.arange(v.shape[-1]) % 4)).clamp(max=g.shape[-1] - 1)
+        wrong = (total[..., token].exp() - self.last(total).exp()).unsqueeze(-2) * state
+        return o, after + wrong.detach()  # the kernel had no backward, and a suite's own shall not be what notices
 
 
 class TailWithoutGate(Chunkwise):
