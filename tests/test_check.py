@@ -395,6 +395,26 @@ def test_batches_are_what_is_drawn_in_its_order_and_no_longer_than_asked() -> No
     assert 0 < min(map(len, got)) <= max(map(len, got)) <= 7
 
 
+def test_nothing_is_drawn_for_who_has_left() -> None:
+    count, more = [0], threading.Event()
+
+    def draw(number: int) -> int:
+        count[0] += 1
+        if count[0] > 5:
+            more.wait(10)
+        return number
+
+    wanted = batches(st.integers(0, 10**6).map(draw), 0, 10**5, 2)
+    next(wanted)
+    wanted.close()
+    more.set()
+    before = -1
+    while before != count[0]:
+        before = count[0]
+        time.sleep(0.1)
+    assert count[0] < 20
+
+
 def test_a_drawing_that_fails_fails_its_caller() -> None:
     def refuse(number: int) -> int:
         raise ArithmeticError(f"not {number}")

@@ -15,6 +15,7 @@ import pytest
 from properties.books import BOOKS
 from properties.laws import LAWS
 from properties.paths import PATH_LAWS
+from tests.answering import Answering
 from verify import adapter, cli, worker
 from verify.check import PROFILES, LawReport, Profile
 from verify.cli import exit_code, main
@@ -114,6 +115,8 @@ def strict(text: str) -> Any:
         (("repeat", f"law=oracle products=fp8 adapter={RIGHT} lengths=3"), ("products", "ieee, tf32", "'fp8'")),
         (("repeat",), ("line",)),
         (("reapeat", "x"), ("invalid choice", "repeat")),
+        (("check", RIGHT, "--sanitize", "leakcheck"), ("--sanitize", "'leakcheck'", "memcheck", "racecheck")),
+        (("check", RIGHT, "--deadline", "0"), ("--deadline", "must be a number of seconds over 0")),
         ((), ("list,check,repeat",)),
     ],
 )  # fmt: skip
@@ -168,7 +171,7 @@ def test_list_says_what_this_host_lacks(
     assert said.code == (cli.HOLDS if have is None else cli.USAGE)
 
 
-@pytest.mark.parametrize("verb", ["list", "check", "repeat"])
+@pytest.mark.parametrize("verb", ["list", "check", "soak", "repeat"])
 def test_help_of_every_verb_says_the_exit_codes(capfd: pytest.CaptureFixture[str], verb: str) -> None:
     said = run(capfd, verb, "--help")
     assert said.code == 0
@@ -196,6 +199,19 @@ def test_right_implementation_exits_0_and_says_what_it_compared(capfd: pytest.Ca
     assert "1 holds of 1 laws; 6 cases" in said.out
     assert said.err == ""
     assert not (pathlib.Path(".gdn-verify") / "findings.jsonl").exists()
+
+
+def test_half_of_the_cases_climb_if_they_are_to(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PROFILES, "quick", Profile("quick", 16))
+    asked = []
+    for words in ((), ("--climb",)):
+        worker = Answering()
+        monkeypatch.setattr(cli, "_workers", lambda *_, worker=worker: [worker])
+        assert run(capfd, "check", RIGHT, "--law", "strides", *words).code == cli.HOLDS
+        asked.append(worker.asked)
+    plain, climbing = asked
+    assert len(plain) == len(climbing) == 16
+    assert plain != climbing
 
 
 def test_broken_implementation_exits_1_with_a_finished_report(capfd: pytest.CaptureFixture[str]) -> None:
@@ -378,7 +394,7 @@ def test_interrupt_prints_what_was_done_keeps_findings_and_leaves_no_process(tmp
     assert "Traceback" not in err
     assert "interrupted: 1 broken, 1 not finished of 2 laws" in out
     assert "findings kept in .gdn-verify/findings.jsonl" in out
-    assert [path.name for path in (tmp_path / ".gdn-verify").iterdir()] == ["findings.jsonl"]
+    assert sorted(path.name for path in (tmp_path / ".gdn-verify").iterdir()) == ["examples.txt", "findings.jsonl"]
     assert pids
     assert all_gone(pids)
 

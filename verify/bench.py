@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import dataclasses
 import hashlib
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from verify.adapter import Adapter
 from verify.judge import Finding
 
 T = TypeVar("T")
+UNPOISONED = "GDN_VERIFY_UNPOISONED"  # in a worker's environment: uninitialised memory stays so, for a sanitizer to see
 
 
 class AdapterFault(Exception):
@@ -78,7 +80,8 @@ class AdapterBench(Timed):
         def bounds(name: str) -> dict[str, Bound]:
             if self.ready is not None:
                 return self.ready(name)
-            asked = (name, self.products, chunk)
+            # A rule's laws judge by what fewer runs are sure of, and ask for more where that is not enough.
+            asked = (name, self.products, chunk, 1 if isinstance(self.case, Case) else None)
             return _MEMO.get(spec, inputs, cotangents, asked, lambda: bound.bounds(spec, inputs, cotangents, *asked))
 
         with self.timed("oracle_s"), devices.default("cpu"):
@@ -92,7 +95,8 @@ class AdapterBench(Timed):
         def finer() -> Bound:
             with self.timed("oracle_s"), devices.default("cpu"):
                 assert one.finer is not None
-                return one.finer()
+                found = one.finer()
+            return found if found.finer is None else dataclasses.replace(found, finer=self._finer(found))
 
         return finer
 
@@ -285,6 +289,9 @@ _MEMO = _Memo(64, 2**17)
 def poisoned(value: float) -> Iterator[None]:
     """Uninitialised tensors made from Python hold `value` (large integers where it cannot be held): what is read before it is
     written shows."""
+    if os.environ.get(UNPOISONED):
+        yield
+        return
     names = ("empty", "empty_like", "empty_strided")
     originals = {name: getattr(torch, name) for name in names}
     new_empty = torch.Tensor.new_empty

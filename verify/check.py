@@ -1,11 +1,13 @@
 """Checking: Hypothesis draws cases, workers run them, a broken one is kept, shrunk and explained."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import hypothesis
@@ -17,28 +19,38 @@ from properties.laws import Law
 from properties.paths import PathDomain
 from properties.strategies import Example
 from verify import device as devices
+from verify import early
 from verify import known as known_defects
-from verify.adapter import AdapterError
+from verify.adapter import BUILT_IN, AdapterError
+from verify.climb import Enough, climb, climbed
+from verify.examples import Examples
 from verify.judge import Finding, Verdict
+from verify.notes import Notes
 from verify.plan import COMPILE_S, Compilers, Plan, in_order
 from verify.ranks import RankGroup, TorchrunGroup
 from verify.run import Outcome, Run
+from verify.sanitize import SANITIZER
 from verify.shrink import Shrunk, shrink
 from verify.store import Store
 from verify.worker import Worker, WorkerLost
 
 SHRINK_RUNS, SHRINK_S = 120, 60.0
+AHEAD = 64  # examples that are drawn before they are asked: a thread that draws takes time from those that ask
 BATCH, TRUTHS = 16, 4  # runs in one question to ranks: where they are short, and where their oracles take a while
 Asked = Worker | RankGroup | TorchrunGroup  # what runs a case: one process, or ranks that answer as one
 
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """How much to check: `examples` a law (`weights` times as many for some), and whether the default seed is fixed."""
+    """How much to check: `examples` a law (four times as many of the oracle's), and whether the default seed is fixed.
+
+    `climbs`: half of the examples of laws that are judged by bounds are those that a climb of error over bound comes to.
+    """
 
     name: str
     examples: int
     fixed_seed: bool = True
+    climbs: bool = False
 
     def examples_of(self, law: str) -> int:
         """How many cases a law is asked about: the oracle law covers the widest space and has most."""
@@ -53,7 +65,7 @@ PROFILES = {
         Profile("quick", 32),
         Profile("ci", 200),
         Profile("gpu", 200),
-        Profile("soak", 3000, False),
+        Profile("soak", 3000, fixed_seed=False, climbs=True),
     )
 }
 ENOUGH = 5  # cases that could see, or all that were drawn if fewer: under it a law is unknown
@@ -79,6 +91,8 @@ class LawReport:
     ratios: dict[str, float] = dataclasses.field(default_factory=dict)
     regimes: dict[str, int] = dataclasses.field(default_factory=dict)
     seed: int = 0
+    remembered: bool = False  # broken by a run that broke it in an earlier check
+    under: str = ""  # what `repeat` needs besides the line to see it
     versions: str = ""
     kernel_s: float = 0.0
     oracle_s: float = 0.0
@@ -161,26 +175,37 @@ def ask_all(runs: Sequence[Run], worker: Asked, store: Store) -> Iterator[Outcom
 
 
 def batches(strategy: Any, seed: int, examples: int, most: int) -> Iterator[list[Any]]:
-    """The examples that `seeded` gives, drawn ahead in a thread: lists of those at hand, of at most `most`."""
-    drawn: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    """The examples that `seeded` gives, drawn AHEAD in a thread while wanted: lists of those at hand, of at most `most`."""
+    drawn: queue.Queue[Any] = queue.Queue(AHEAD)
     failed: list[BaseException] = []
-    end = object()
+    end, left = object(), threading.Event()
+
+    def put(example: Any) -> None:
+        while not left.is_set():
+            with contextlib.suppress(queue.Full):
+                drawn.put(example, timeout=0.5)
+                return
+        raise Enough
 
     def draw() -> None:
         try:
-            seeded(strategy, seed, examples, drawn.put)
+            seeded(strategy, seed, examples, put)
         except BaseException as error:  # the caller's, as if it had drawn
             failed.append(error)
         finally:
-            drawn.put(end)
+            with contextlib.suppress(Enough):
+                put(end)
 
     threading.Thread(target=draw, daemon=True).start()
     batch: list[Any] = []
-    while (example := drawn.get()) is not end:
-        batch.append(example)
-        if len(batch) == most or drawn.empty():
-            yield batch
-            batch = []
+    try:
+        while (example := drawn.get()) is not end:
+            batch.append(example)
+            if len(batch) == most or drawn.empty():
+                yield batch
+                batch = []
+    finally:
+        left.set()
     if batch:
         yield batch
     if failed:
@@ -191,7 +216,8 @@ class Check:
     """A check of some laws of one adapter. `on_case(law, done, of)` and `on_report` are told as it goes, from any thread.
 
     `workers` is how many to start, or workers that are there already, which are left alive. Without `laws`, all that can be asked
-    about what the adapter does.
+    about what the adapter does, less those to `skip`. `examples` are asked first, and told what breaks. After `until`, a time of
+    time.monotonic(), no case begins; what was under way then, or when it was stopped, is in `unfinished`.
     """
 
     def __init__(
@@ -212,11 +238,18 @@ class Check:
         on_case: Callable[[str, int, int], None] = lambda law, done, of: None,
         on_report: Callable[[LawReport], None] = lambda report: None,
         defects: list[known_defects.Known] | None = None,
+        climbs: bool | None = None,
+        examples: Examples | None = None,
+        skip: Collection[str] = (),
+        until: float = math.inf,
+        under: str = "",
     ) -> None:
         self.spec, self.profile, self.seed = spec, profile, seed
+        self.climbs = profile.climbs if climbs is None else climbs
+        self.examples, self.skip, self.until, self.under = examples, skip, until, under
         self.products, self.device, self.tune = products, device, tune
         ahead = [Worker(COMPILE_S, environment=devices.environment(device, each)) for each in range(compilers)]
-        self._compilers = Compilers(ahead, {"describe": spec})
+        self._compilers = Compilers(ahead, {"describe": spec}, Notes(spec if spec in BUILT_IN else "", tune))
         self._plan: Plan | None = None
         self.laws = None if laws is None else list(laws)
         self.store, self.stop_at_first = store or Store(), stop_at_first
@@ -225,6 +258,7 @@ class Check:
         self.workers: list[Asked] = []
         self.workers += self._started(workers, deadline_s) if isinstance(workers, int) else workers
         self.reports: list[LawReport] = []
+        self.unfinished: list[LawReport] = []
         self.cases: list[Any] = []
         self.defects = known_defects.load() if defects is None else defects
         self._stopped = threading.Event()
@@ -254,12 +288,14 @@ class Check:
             worker.close()
 
     def _started(self, workers: int, deadline_s: float) -> list[Worker]:
-        return [Worker(deadline_s, environment=devices.environment(self.device, each)) for each in range(max(1, workers))]
+        environments = [devices.environment(self.device, each) for each in range(max(1, workers))]
+        return [early.take(each, deadline_s) or Worker(deadline_s, environment=each) for each in environments]
 
     def describe(self) -> Described:
         """The adapter's declarations. AdapterError if it cannot be had."""
         if self.described is None:
             self.described = describe(self.spec, self.workers[0])
+            self._compilers.notes.versions = f"{self.described.versions}, {self.described.device}"
             if isinstance(self.described.domain, PathDomain) and self.device != "cpu":
                 # Simulated ranks are on the CPU; on GPUs ranks are processes, which were given.
                 self.device = "cpu"
@@ -279,7 +315,7 @@ class Check:
             self.laws = in_order(self.laws)
             self._plan = self._planned(domain)
         pool = concurrent.futures.ThreadPoolExecutor(len(self.workers))
-        futures = [pool.submit(self._one, law) for law in self.laws]
+        futures = [pool.submit(self._one, law) for law in self.laws if law not in self.skip]
         told: set[concurrent.futures.Future[LawReport | None]] = set()
 
         def tell(future: concurrent.futures.Future[LawReport | None]) -> LawReport | None:
@@ -305,8 +341,18 @@ class Check:
 
     def _planned(self, domain: Any) -> Plan:
         """What is drawn for a GPU, whose kernels are compiled meanwhile."""
-        laws = [law for law in self.laws or () if law in book_of(domain).laws]
-        return Plan(domain, laws, self.seed, self.profile.examples_of, seeded, self._run, self._compilers)
+        laws_of = book_of(domain).laws
+        laws = [law for law in self.laws or () if law in laws_of]  # those to skip too: keys are chosen for all
+
+        def examples_of(law: str) -> int:
+            return 0 if law in self.skip else self._drawn(laws_of[law])
+
+        return Plan(domain, laws, self.seed, examples_of, seeded, self._run, self._compilers)
+
+    def _drawn(self, law: Law) -> int:
+        """How many of a law's examples are drawn, not climbed for."""
+        examples = self.profile.examples_of(law.name)
+        return examples - (climbed(examples, law.kind) if self.climbs else 0)
 
     def _run(self, law: str, example: Example) -> Run:
         products = self.products or ("ieee" if self.device == "cpu" else self.describe().products)
@@ -316,10 +362,13 @@ class Check:
         with self._lock:
             worker = self._free.pop()
         try:
-            if self._stopped.is_set():
+            if self._over:
                 return None
             report = self.check_law(law, worker)
-            return None if self._stopped.is_set() and report.verdict is not Verdict.BROKEN else report
+            if self._over and report.verdict is not Verdict.BROKEN:
+                self.unfinished.append(report)
+                return None
+            return report
         except WorkerLost:
             if self._stopped.is_set():
                 return None
@@ -331,7 +380,7 @@ class Check:
     def check_law(self, name: str, worker: Asked) -> LawReport:
         """The report of one law, cases run by `worker`."""
         described, start = self.describe(), time.monotonic()
-        report = LawReport(name, self.spec, Verdict.UNKNOWN, seed=self.seed, versions=described.versions)
+        report = LawReport(name, self.spec, Verdict.UNKNOWN, seed=self.seed, versions=described.versions, under=self.under)
         law = book_of(described.domain).laws.get(name)
         if law is None:
             report.verdict, report.reason = Verdict.UNSUPPORTED, "it is about other things than this adapter's operation"
@@ -341,7 +390,7 @@ class Check:
             report.verdict, report.reason = Verdict.UNSUPPORTED, reason
             return report
         self._known(law, worker, report)
-        broken = self._draw(law, worker, report)
+        broken = self._remembered(law, worker, report) or self._draw(law, worker, report)
         if broken is not None:
             self._explain(law, worker, report, *broken)
         else:
@@ -352,32 +401,71 @@ class Check:
     def _known(self, law: Law, worker: Asked, report: LawReport) -> None:
         """Run the lines on file for this law, and say whether each still fails."""
         for defect in self.defects:
-            if (defect.run.law, defect.run.adapter) == (law.name, self.spec) and defect.applies():
+            if (defect.run.law, defect.run.adapter) == (law.name, self.spec) and defect.applies(self.device):
                 still = ask(defect.run, worker, self.store).verdict is Verdict.BROKEN
                 state = "known defect, still there" if still else "known defect NO LONGER FAILS, take it off the file"
                 report.known.append(f"{state}: {defect.reason} ({defect.run})")
 
+    def _remembered(self, law: Law, worker: Asked, report: LawReport) -> tuple[Run, Outcome] | None:
+        """Ask what broke the law in earlier checks; None if nothing of it does any more. They are not counted as drawn."""
+        for run in self.examples.of(self.spec, law.name, self.device) if self.examples is not None else ():
+            if self._over:
+                return None
+            outcome = self._confirmed(run, ask(run, worker, self.store), worker, report)
+            if outcome.verdict is Verdict.BROKEN:
+                report.remembered = True
+                self._count(report, run.example, outcome)
+                self._keep(report, run, outcome, "found")
+                return run, outcome
+            if outcome.verdict is Verdict.HOLDS and self.examples is not None:
+                self.examples.drop(run)
+        return None
+
+    @property
+    def _over(self) -> bool:
+        """Whether no case may begin any more."""
+        return self._stopped.is_set() or time.monotonic() >= self.until
+
     def _draw(self, law: Law, worker: Asked, report: LawReport) -> tuple[Run, Outcome] | None:
-        """Draw and run cases until one is broken; None if none is."""
+        """Draw and run cases until one is broken, and climb from the best of them; None if none is."""
         assert self.described is not None
-        examples, done = self.profile.examples_of(law.name), 0
+        examples, drawn, done = self.profile.examples_of(law.name), self._drawn(law), 0
+        scores: dict[Example, float] = {}
+        broken: list[tuple[Run, Outcome]] = []
+
+        def settled(run: Run, outcome: Outcome) -> bool:
+            """What became of a run is counted; whether it was the last."""
+            nonlocal done
+            if self._stopped.is_set() and outcome.verdict is not Verdict.BROKEN:
+                return True
+            outcome = self._confirmed(run, outcome, worker, report)
+            done += 1
+            scores[run.example] = max(outcome.ratios.values(), default=0.0) if outcome.verdict is Verdict.HOLDS else 0.0
+            self.cases.append(run.example.case)
+            self._count(report, run.example, outcome)
+            self.on_case(law.name, done, examples)
+            if outcome.verdict is Verdict.BROKEN:
+                self._keep(report, run, outcome, "found")
+                broken.append((run, outcome))
+            return bool(broken) or self._over
+
         # Exchanges take ranks a few milliseconds, as kernels do a GPU: several are put in one question. Interpreted ones are long.
         alone = isinstance(worker, Worker)
         most = 1 if alone and self.device == "cpu" else BATCH if alone or law.kind == "exact" else TRUTHS
-        for batch in self._batches(law, examples, most):
+        for batch in self._batches(law, drawn, most):
             runs = [self._run(law.name, example) for example in batch]
-            for run, outcome in zip(runs, ask_all(runs, worker, self.store), strict=True):
-                if self._stopped.is_set() and outcome.verdict is not Verdict.BROKEN:
-                    return None
-                verdict = self._confirmed(run, outcome, worker, report)
-                done += 1
-                self.cases.append(run.example.case)
-                self._count(report, run.example, verdict)
-                self.on_case(law.name, done, examples)
-                if verdict.verdict is Verdict.BROKEN:
-                    self._keep(report, run, verdict, "found")
-                    return run, verdict
-        return None
+            if any(settled(*each) for each in zip(runs, ask_all(runs, worker, self.store), strict=True)):
+                return broken[0] if broken else None
+
+        def score(example: Example) -> float | None:
+            run = self._run(law.name, example)
+            return None if settled(run, ask(run, worker, self.store)) else scores[example]
+
+        if drawn < examples:
+            same_key = self._plan is not None and self._plan.palette is not None
+            domain, seed = self.described.domain if self._plan is None else self._plan.domain, mix_words(self.seed, law.name)
+            climb(law, domain, dict(scores), seed, examples - drawn, score, same_key=same_key)
+        return broken[0] if broken else None
 
     def _batches(self, law: Law, examples: int, most: int) -> Iterator[list[Example]]:
         """The law's examples in lists of at most `most`; of a plan, once their kernels are compiled."""
@@ -393,13 +481,18 @@ class Check:
             yield batch
 
     def _confirmed(self, run: Run, outcome: Outcome, worker: Asked, report: LawReport) -> Outcome:
-        """The outcome, or what it comes to: unknown if a lost worker is not lost again, known if it is on file."""
-        if outcome.lost and ask(run, worker, self.store).verdict is not Verdict.BROKEN:
+        """The outcome, or what it comes to: unknown if a lost worker is not lost again, known if it is on file.
+
+        So too what a sanitizer said, which may have been late and about the case before.
+        """
+        said = bool(outcome.findings) and outcome.findings[0].output == SANITIZER
+        if (outcome.lost or said) and ask(run, worker, self.store).verdict is not Verdict.BROKEN:
             # An earlier case may have written out of bounds, or the host killed it: this case is not shown to be at fault.
             self._keep(report, run, outcome, "found once")
-            reason = f"{outcome.findings[0].what}, but not again in a fresh worker: {run}"
+            where = "in a fresh worker" if outcome.lost else "when it was asked again"
+            reason = f"{outcome.findings[0].what}, but not again {where}: {run}"
             return Outcome(Verdict.UNKNOWN, reason=reason)
-        if outcome.verdict is Verdict.BROKEN and any(defect.explains(run) for defect in self.defects):
+        if outcome.verdict is Verdict.BROKEN and any(defect.explains(run, outcome.findings) for defect in self.defects):
             outcome.verdict = Verdict.KNOWN
         return outcome
 
@@ -420,8 +513,8 @@ class Check:
     def _explain(self, law: Law, worker: Asked, report: LawReport, run: Run, outcome: Outcome) -> None:
         report.verdict, report.first_run = Verdict.BROKEN, str(run)
 
-        def excused(candidate: Run) -> bool:
-            return any(defect.explains(candidate) for defect in self.defects)
+        def excused(candidate: Run, findings: Sequence[Finding]) -> bool:
+            return any(defect.explains(candidate, findings) for defect in self.defects)
 
         small, best = explain(law, run, outcome, worker, self.store, excused, self._stopped)
         smallest = dataclasses.replace(run, example=small.example)
@@ -441,6 +534,8 @@ class Check:
                 "findings": findings,
             }
         )
+        if self.examples is not None and stage != "found once":
+            self.examples.add(run)
 
 
 def explain(
@@ -449,19 +544,24 @@ def explain(
     outcome: Outcome,
     worker: Asked,
     store: Store,
-    excused: Callable[[Run], bool],
+    excused: Callable[[Run, Sequence[Finding]], bool],
     stopped: threading.Event,
     limit_s: float = SHRINK_S,
 ) -> tuple[Shrunk, Outcome]:
-    """The smallest example found that fails as the broken run does, and what it came to; none that is excused is run."""
+    """The smallest example found that fails as the broken run does, and what it came to.
+
+    None that is `excused` is run, and none that is for what was found counts.
+    """
     start, best = time.monotonic(), outcome
 
     def fails(example: Example) -> bool | None:
         nonlocal best
         candidate = dataclasses.replace(run, example=example)
-        if excused(candidate):
+        if excused(candidate, ()):
             return None
         got = ask(candidate, worker, store)
+        if excused(candidate, got.findings):
+            return None
         if got.verdict is Verdict.BROKEN and got.kind == outcome.kind:
             best = got
             return True
@@ -493,6 +593,8 @@ def overall(counts: dict[str, int], reason: str = "") -> tuple[Verdict, str]:
 def seeded(strategy: Any, seed: int, examples: int, look: Callable[[Any], None]) -> None:
     """Give `look` that many different examples of a strategy (fewer if it has no more), the same ones for the same seed."""
     seen: set[Any] = set()
+    if examples == 0:
+        return
 
     @hypothesis.seed(seed)
     @hypothesis.settings(

@@ -1,4 +1,4 @@
-"""The command line: list, check, repeat, zoo, claims. Results go to stdout, progress to stderr; exit codes mean something."""
+"""The command line: list, check, soak, repeat, zoo, claims. Results go to stdout, progress to stderr; exit codes mean something."""
 
 import argparse
 import contextlib
@@ -18,12 +18,13 @@ from oracles.operations import OPERATIONS
 from oracles.rounding import PRODUCTS
 from properties.books import BOOKS, book_for, every_law
 from properties.paths import PathDomain
-from verify import coverage, tuning
+from verify import coverage, sanitize, soak, tuning
 from verify import device as devices
 from verify import report as text
 from verify.adapter import BUILT_IN, PATHS, AdapterError, check_requirements, check_spec, installed
 from verify.check import PROFILES, Asked, Check, LawReport, ask, describe
 from verify.claims import command as claims
+from verify.examples import Examples
 from verify.judge import Verdict
 from verify.ranks import BACKENDS, Launch, RankGroup, TorchrunGroup, follow, launched
 from verify.refusal import names_of
@@ -35,6 +36,7 @@ from verify.zoo import command
 
 HOLDS, BROKEN, USAGE, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 130
 SWEEP = "sweep"
+DEADLINE_S, SLOW_S = 120.0, 1200.0  # kernels take ten times as long under a sanitizer, or a hundred times
 COMPILERS = 14  # each holds half a gigabyte of the GPU's memory
 EXITS = "exit: 0 every law holds   1 a law is broken   2 bad usage   3 undecided, or nothing was compared   130 interrupted"
 
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (AdapterError, ValueError) as error:
         print(f"gdn-verify: {error}", file=sys.stderr)
         return USAGE
-    except NoGpu as error:
+    except (NoGpu, sanitize.NoSanitizer) as error:
         print(f"gdn-verify: {error}", file=sys.stderr)
         return UNDECIDED
     except KeyboardInterrupt:
@@ -84,7 +86,7 @@ def _parser() -> _Parser:
         "and if not, what is the smallest case that shows it?",
         epilog=EXITS,
     )
-    verbs = parser.add_subparsers(required=True, metavar="{list,check,repeat,zoo,claims}")
+    verbs = parser.add_subparsers(required=True, metavar="{list,check,repeat,soak,zoo,claims}")
     listing = verbs.add_parser("list", help="operations, laws, adapters, and what this host can run", epilog=EXITS)
     listing.add_argument("--json", action="store_true", help="one JSON object on stdout")
     listing.set_defaults(act=_list)
@@ -92,44 +94,28 @@ def _parser() -> _Parser:
     check = verbs.add_parser("check", help="check an adapter against the laws", epilog=EXITS)
     check.add_argument("adapter", nargs="?", help=f"{', '.join(BUILT_IN)}, or your own as my_kernel.py:MyKernel")
     check.add_argument("--adapter", dest="own", metavar="FILE.py:CLASS", help="the same, as an option")
-    check.add_argument("--law", action="append", metavar="LAW", help=f"only this law (may be repeated): {', '.join(every_law())}")
-    check.add_argument(
-        "--profile",
-        choices=PROFILES,
-        help="cases a law: " + ", ".join(f"{p.name} {p.examples}" for p in PROFILES.values()) + " (default quick; gpu on a GPU)",
-    )
+    _asking(check, "default quick; gpu on a GPU")
     check.add_argument("--seed", type=_seed, help="what the cases are drawn from (default 0; soak: random, and printed)")
-    check.add_argument("-x", "--stop", action="store_true", help="stop at the first broken law")
-    check.add_argument(
-        "--workers",
-        type=_positive,
-        help="processes that run kernels (default: one a GPU, or as many as cores, at most 4)",
-    )
+    check.add_argument("--climb", action="store_true", help="half of the cases climb error over bound, as those of soak do")
     _ranks(check)
-    check.add_argument(
-        "--products",
-        choices=PRODUCTS,
-        help="how the implementation multiplies float32 matrices (default: on a GPU what its adapter says, else ieee)",
-    )
-    check.add_argument(
-        "--device", choices=devices.DEVICES, help="where kernels run (default: cuda if there is a GPU, else cpu, interpreted)"
-    )
-    check.add_argument(
-        "--tune",
-        type=_tune,
-        metavar="NUMBER|native|sweep",
-        help="the configuration of autotuned kernels: drawn from a number (default on a GPU: the seed); native, timed by Triton; "
-        "or sweep, all of them, one after the other",
-    )
-    check.add_argument("--json", metavar="FILE", help="also write a JSON line a law to FILE (- for stdout, and nothing else there)")
+    _sanitize(check)
     _common(check)
     check.set_defaults(act=_check)
+
+    soaking = verbs.add_parser("soak", help="check adapters round after round, with other cases each, for a time", epilog=EXITS)
+    soaking.add_argument("adapter", nargs="+", help="as check has it")
+    soaking.add_argument("--minutes", type=_minutes, default=30.0, metavar="M", help="how long (default 30)")
+    _asking(soaking, "default: more from round to round")
+    soaking.add_argument("--seed", type=_seed, help="what the rounds' seeds are drawn from (default: random, and printed)")
+    _common(soaking)
+    soaking.set_defaults(act=_soak)
 
     repeat = verbs.add_parser("repeat", help="run one printed line again", epilog=EXITS)
     repeat.add_argument("line", help='the line after "repeat" in a failure: "law=... adapter=... lengths=..."')
     repeat.add_argument("--json", action="store_true", help="one JSON object on stdout")
     _ranks(repeat)
-    _common(repeat)
+    _sanitize(repeat)
+    _common(repeat, examples=False)
     repeat.set_defaults(act=_repeat)
 
     zoo = verbs.add_parser("zoo", help="wrong implementations, and which laws kill them", epilog=command.EXITS)
@@ -142,17 +128,67 @@ def _parser() -> _Parser:
     return parser
 
 
-def _common(parser: argparse.ArgumentParser) -> None:
+def _asking(parser: argparse.ArgumentParser, profile: str) -> None:
+    """What is asked, and where kernels run."""
+    parser.add_argument("--law", action="append", metavar="LAW", help=f"only this law (may be repeated): {', '.join(every_law())}")
+    parser.add_argument(
+        "--profile",
+        choices=PROFILES,
+        help="cases a law: " + ", ".join(f"{p.name} {p.examples}" for p in PROFILES.values()) + f" ({profile})",
+    )
+    parser.add_argument("-x", "--stop", "--stop-at-first", action="store_true", help="stop at the first broken law")
+    parser.add_argument(
+        "--workers",
+        type=_positive,
+        help="processes that run kernels (default: one a GPU, or as many as cores, at most 4)",
+    )
+    parser.add_argument(
+        "--products",
+        choices=PRODUCTS,
+        help="how the implementation multiplies float32 matrices (default: on a GPU what its adapter says, else ieee)",
+    )
+    parser.add_argument(
+        "--device", choices=devices.DEVICES, help="where kernels run (default: cuda if there is a GPU, else cpu, interpreted)"
+    )
+    parser.add_argument(
+        "--tune",
+        type=_tune,
+        metavar="NUMBER|native|sweep",
+        help="the configuration of autotuned kernels: drawn from a number (default on a GPU: the seed); native, timed by Triton; "
+        "or, of check, sweep: all of them, one after the other",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="also write a JSON line a law to FILE (- for stdout, and nothing else there)"
+    )
+
+
+def _sanitize(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sanitize",
+        nargs="?",
+        const=sanitize.TOOLS[0],
+        choices=sanitize.TOOLS,
+        help="run the worker under a tool of NVIDIA's compute-sanitizer: what it reports breaks the law (default memcheck)",
+    )
+
+
+def _common(parser: argparse.ArgumentParser, *, examples: bool = True) -> None:
     parser.add_argument(
         "--deny", metavar="FILE", help="a deny-list: configurations that are not to be used; a sweep adds those that it finds"
     )
     parser.add_argument(
-        "--deadline", type=_seconds, default=120.0, metavar="S", help="seconds after which a run is a hang (default 120)"
+        "--deadline", type=_seconds, metavar="S", help="seconds after which a run is a hang (default 120; under a sanitizer 1200)"
     )
     parser.add_argument(
         "--path", metavar="DIR", help="a checkout in which modules are looked for first, such as Megatron-LM's for megatron/layer"
     )
     parser.add_argument("--findings", default=FOLDER, metavar="FOLDER", help=f"where findings are kept (default {FOLDER})")
+    if examples:
+        parser.add_argument(
+            "--no-examples",
+            action="store_true",
+            help="do not ask first what broke in earlier checks, nor keep what breaks in this one",
+        )
 
 
 def _find_in(folder: str | None) -> None:
@@ -214,6 +250,13 @@ def _positive(word: str) -> int:
     if not (word.isdecimal() and 1 <= int(word) <= 256):
         raise argparse.ArgumentTypeError(f"must be a whole number in 1..256, got {word!r}")
     return int(word)
+
+
+def _minutes(word: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(word)) < 1e6:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a number of minutes over 0, got {word!r}")
 
 
 def _seconds(word: str) -> float:
@@ -283,22 +326,25 @@ def _check(options: argparse.Namespace) -> int:
         raise ValueError(f"check needs one adapter: {', '.join(BUILT_IN)}, or your own as my_kernel.py:MyKernel")
     spec = options.adapter or options.own
     check_spec(spec)
-    asked = [name for name in dict.fromkeys(options.law or ()) if book_for(name, None)] or None
+    asked = _laws(options)
     _installed(spec)
     launch = launched()
+    if options.sanitize and (spec in PATHS or options.ranks or launch or options.tune == SWEEP or options.device == "cpu"):
+        raise ValueError(
+            "--sanitize is for one process on a GPU: it goes with no parallel path, --ranks, torchrun, --tune sweep or --device cpu"
+        )
     if launch is not None and launch.rank:
         return follow(launch, _backend(options, launch.local_size))
-    device = _device(options.device, spec)
-    profile = PROFILES[options.profile or ("gpu" if device == "cuda" else "quick")]
+    sanitizer = _sanitizer(options)
+    device = _device("cuda" if sanitizer else options.device, spec)
+    profile = PROFILES[options.profile or ("gpu" if device == "cuda" and not sanitizer else "quick")]
     _deny(options.deny, new=options.tune == SWEEP)
     seed = options.seed if options.seed is not None else 0 if profile.fixed_seed else random.SystemRandom().randrange(2**32)
     out = sys.stderr if options.json == "-" else sys.stdout
-    store = Store(options.findings)
-    for line in store.left_behind():
-        print(f'an earlier check died during: python -m verify repeat "{line}"', file=out)
+    store, examples = _stored(options, out)
     if options.tune == SWEEP:
         return _sweep(options, spec, device, seed, store, out)
-    start, reports, interrupted, workers = time.monotonic(), list[LawReport](), False, _workers(options, launch, device)
+    start, reports, interrupted, workers = time.monotonic(), list[LawReport](), False, _workers(options, launch, device, sanitizer)
     checking = Check(
         spec,
         asked,
@@ -307,13 +353,22 @@ def _check(options: argparse.Namespace) -> int:
         workers,
         store,
         stop_at_first=options.stop,
-        deadline_s=options.deadline,
+        deadline_s=_deadline(options),
         products=options.products,
         device=device,
         tune=options.tune or (str(seed) if device == "cuda" else ""),
         compilers=_compilers(device),
+        climbs=options.climb or None,
+        examples=None if sanitizer else examples,  # whether it is right to the bit does not show what it reads
+        under=f"--sanitize {sanitizer.tool}" if sanitizer else "",
     )
-    with _ended(workers), _json_lines(options.json) as lines, _progress() as on_case, checking as check:
+    with (
+        sanitizer or contextlib.nullcontext(),
+        _ended(workers),
+        _json_lines(options.json) as lines,
+        _progress() as on_case,
+        checking as check,
+    ):
         check.on_case = on_case
 
         def say(report: LawReport) -> None:
@@ -326,11 +381,16 @@ def _check(options: argparse.Namespace) -> int:
 
         check.on_report = say
         try:
+            if sanitizer is not None:
+                sanitizer.prove(check.workers[0])
             described = check.describe()
             shared = isinstance(described.domain, PathDomain)
+            if sanitizer is not None and shared:
+                raise ValueError(f"--sanitize is for kernels on one process, {spec} is a parallel path")
             if options.ranks and not shared:
                 raise ValueError(f"--ranks is for parallel paths, {spec} is a kernel on one process")
             where = f", {_place(check.workers[0])}" if shared else f", on {described.device}" if described.device else ""
+            where += f", under {sanitize.PROGRAM} --tool {sanitizer.tool}" if sanitizer else ""
             _print(f"{spec}  {described.versions}  profile {profile.name}, seed {seed}{where}", out)
             try:
                 check.run()
@@ -347,16 +407,108 @@ def _check(options: argparse.Namespace) -> int:
             interrupted = True
             check.stop()
     laws = checking.laws or []
-    if store.trouble:
-        print(f"gdn-verify: {store.trouble}", file=sys.stderr)
+    _troubles(store, examples)
     _print(("interrupted: " if interrupted else "") + _summary(reports, laws, time.monotonic() - start, store), out)
     return INTERRUPTED if interrupted else exit_code(reports)
+
+
+def _soak(options: argparse.Namespace) -> int:
+    """Rounds of checks of several adapters, and a table."""
+    if options.tune == SWEEP:
+        raise ValueError("--tune must be a number or native for soak, got sweep")
+    if launched() is not None:
+        raise ValueError("soak runs on one host without torchrun, check runs under it")
+    for spec in options.adapter:
+        check_spec(spec)
+        _installed(spec)
+    asked, place = _laws(options), {spec: _device(options.device, spec) for spec in options.adapter}
+    _deny(options.deny)
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(2**32)
+    out = sys.stderr if options.json == "-" else sys.stdout
+    store, examples = _stored(options, out)
+    start, interrupted = time.monotonic(), False
+
+    def begun(this: soak.Round) -> None:
+        words = [f"--{name} {getattr(options, name)}" for name in ("products", "device", "tune") if getattr(options, name)]
+        words += [f"--law {law}" for law in asked or ()]
+        _print(" ".join([f"round {this.number}: python -m verify {this}", *words]), sys.stderr)
+
+    with _json_lines(options.json) as lines, _progress() as on_case:
+        soaking = soak.Soak(
+            options.adapter,
+            asked,
+            seed=seed,
+            place=lambda spec: place[spec],
+            workers=lambda device: _count(options, device),
+            compilers=_compilers,
+            store=store,
+            examples=examples,
+            profile=PROFILES[options.profile] if options.profile else None,
+            stop_at_first=options.stop,
+            deadline_s=_deadline(options),
+            products=options.products,
+            tune=options.tune or "",
+            on_round=begun,
+            on_case=on_case,
+            on_report=lambda report: _print(text.failure(report), out),
+        )
+        with soaking:
+            try:
+                for spec, said in soaking.describe().items():
+                    where = f", on {said.device}" if said.device else ""
+                    _print(f"{spec}  {said.versions}  soak of {options.minutes:g} minutes, seed {seed}{where}", out)
+                try:
+                    soaking.run(60 * options.minutes)
+                except ValueError as error:
+                    raise RuntimeError(str(error)) from error  # the usage was right
+            except KeyboardInterrupt:
+                interrupted = True
+        for report in soaking.reports:
+            lines(report.to_json())
+    _troubles(store, examples)
+    _print("\n".join(text.table(soaking.reports)), out)
+    told = soak.summary(soaking.reports, soaking.rounds, time.monotonic() - start)
+    _print(("interrupted: " if interrupted else "") + told, out)
+    return INTERRUPTED if interrupted else exit_code(soaking.reports)
+
+
+def _laws(options: argparse.Namespace) -> list[str] | None:
+    """The laws that are asked for, None for all. ValueError names an unknown one."""
+    return [name for name in dict.fromkeys(options.law or ()) if book_for(name, None)] or None
+
+
+def _stored(options: argparse.Namespace, out: Any) -> tuple[Store, Examples | None]:
+    """Where findings and examples are kept; what an earlier check died of is told."""
+    store = Store(options.findings)
+    for line in store.left_behind():
+        print(f'an earlier check died during: python -m verify repeat "{line}"', file=out)
+    return store, None if options.no_examples else Examples(options.findings)
+
+
+def _troubles(store: Store, examples: Examples | None) -> None:
+    for trouble in (store.trouble, examples.trouble if examples else ""):
+        if trouble:
+            print(f"gdn-verify: {trouble}", file=sys.stderr)
+
+
+def _deadline(options: argparse.Namespace) -> float:
+    return float(options.deadline or (SLOW_S if getattr(options, "sanitize", None) else DEADLINE_S))
+
+
+def _sanitizer(options: argparse.Namespace) -> sanitize.Sanitizer | None:
+    """The sanitizer that is asked for. NoSanitizer or NoGpu where there is none, or nothing to watch."""
+    if not options.sanitize:
+        return None
+    program = sanitize.find()
+    if not devices.gpus():
+        raise NoGpu("--sanitize needs a GPU, and torch sees none")
+    return sanitize.Sanitizer(options.sanitize, program)
 
 
 def _sweep(options: argparse.Namespace, spec: str, device: str, seed: int, store: Store, out: Any) -> int:
     """Every configuration of every kernel, and the deny-list."""
     count = options.workers or max(1, _compilers(device))
-    workers = [Worker(options.deadline, environment=devices.environment(device, each)) for each in range(count)]
+    workers = [Worker(_deadline(options), environment=devices.environment(device, each)) for each in range(count)]
     with contextlib.ExitStack() as undo, _json_lines(options.json) as lines, _progress() as on_case:
         for worker in workers:
             undo.callback(worker.close)
@@ -420,14 +572,21 @@ def _device(asked: str | None, spec: str) -> str:
     return asked or ("cuda" if not shared and devices.gpus() else "cpu")
 
 
-def _workers(options: argparse.Namespace, launch: Launch | None, device: str) -> int | list[Asked]:
-    """How many processes to start, or the ranks that answer as one."""
+def _workers(
+    options: argparse.Namespace, launch: Launch | None, device: str, sanitizer: sanitize.Sanitizer | None = None
+) -> int | list[Asked]:
+    """How many processes to start, or those under a sanitizer, or the ranks that answer as one."""
     if launch is not None:
         if options.ranks not in (None, launch.size):
             raise ValueError(f"--ranks must be the {launch.size} that torchrun started, got {options.ranks}")
-        return [TorchrunGroup(launch, _backend(options, launch.local_size), options.deadline)]
-    if options.ranks:
-        return [RankGroup(options.ranks, _backend(options, options.ranks), options.deadline)]
+        return [TorchrunGroup(launch, _backend(options, launch.local_size), _deadline(options))]
+    if getattr(options, "ranks", None):
+        return [RankGroup(options.ranks, _backend(options, options.ranks), _deadline(options))]
+    count = _count(options, device)
+    return count if sanitizer is None else [sanitizer.worker(_deadline(options), device, each) for each in range(count)]
+
+
+def _count(options: argparse.Namespace, device: str) -> int:
     return int(getattr(options, "workers", 1) or (devices.gpus() if device == "cuda" else min(os.cpu_count() or 1, 4)))
 
 
@@ -489,11 +648,16 @@ def _repeat(options: argparse.Namespace) -> int:
     launch = launched()
     if launch is not None and launch.rank:
         return follow(launch, _backend(options, launch.local_size))
+    if options.sanitize and (options.ranks or launch or run.device == "cpu"):
+        raise ValueError("--sanitize is for one process on a GPU: the line must say device=cuda, and there may be no ranks")
+    sanitizer = _sanitizer(options)
     if run.device == "cuda" and not devices.gpus():
         raise NoGpu("the line says device=cuda, and torch sees no GPU (without that word it runs interpreted)")
-    store, workers = Store(options.findings), _workers(options, launch, run.device)
-    alone = Worker(options.deadline, environment=devices.environment(run.device))
-    with alone if isinstance(workers, int) else workers[0] as worker:
+    store, workers = Store(options.findings), _workers(options, launch, run.device, sanitizer)
+    alone = Worker(_deadline(options), environment=devices.environment(run.device))
+    with sanitizer or contextlib.nullcontext(), alone if isinstance(workers, int) else workers[0] as worker:
+        if sanitizer is not None:
+            sanitizer.prove(worker)
         versions = describe(run.adapter, worker).versions
         outcome = ask(run, worker, store)
     store.close()
@@ -563,6 +727,6 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         def live(law: str, done: int, of: int) -> None:
             if law not in tasks:
                 tasks[law] = bar.add_task(law, total=of)
-            bar.update(tasks[law], completed=done, visible=done < of)
+            bar.update(tasks[law], completed=done, total=of, visible=done < of)
 
         yield live

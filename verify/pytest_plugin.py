@@ -30,22 +30,32 @@ class LawItem:
     worker: "Worker"
     findings: str
     device: str = "cpu"
+    remembers: bool = False
 
     def assert_holds(self) -> None:
         """Fail with the report if the law is broken or undecided; skip with the reason if it is unsupported."""
         __tracebackhide__ = True
         from verify import report as text
         from verify.check import PROFILES, Check
+        from verify.examples import Examples
         from verify.judge import Verdict
         from verify.store import Store
 
-        store = Store(self.findings)
-        tune = str(self.seed) if self.device == "cuda" else ""
-        with Check(
-            self.adapter, [self.law], PROFILES[self.profile], self.seed, [self.worker], store, device=self.device, tune=tune
-        ) as check:
+        store, examples = Store(self.findings), Examples(self.findings, asked=self.remembers)
+        checking = Check(
+            self.adapter,
+            [self.law],
+            PROFILES[self.profile],
+            self.seed,
+            [self.worker],
+            store,
+            device=self.device,
+            tune=str(self.seed) if self.device == "cuda" else "",
+            examples=examples,
+        )
+        with checking as check:
             (report,) = check.run()
-        for line in (*report.known, *([store.trouble] if store.trouble else [])):
+        for line in (*report.known, *filter(None, (store.trouble, examples.trouble))):
             print(line)  # noqa: T201 - pytest captures it into the item's report
         if report.verdict is Verdict.BROKEN:
             pytest.fail(text.failure(report), pytrace=False)
@@ -67,6 +77,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--gdn-device", choices=("cpu", "cuda"), help="where kernels run (default: cuda if there is a GPU, else cpu, interpreted)"
     )
     group.addoption("--gdn-seed", default=0, type=int, metavar="SEED", help="what the cases are drawn from (default 0)")
+    group.addoption(
+        "--gdn-examples",
+        action="store_true",
+        help="ask first what broke in earlier checks (without it a result does not depend on what a machine remembers)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -155,4 +170,4 @@ def gdn_law(request: pytest.FixtureRequest, gdn_worker: "Worker", gdn_device: st
     asked = [option("--gdn-profile"), *(mark.kwargs["profile"] for mark in request.node.iter_markers("gdn_adapter") if mark.kwargs)]
     profile = min(asked, key=lambda name: PROFILES[name].examples)
     findings = str(request.config.rootpath / FOLDER)
-    return LawItem(adapter, law, profile, option("--gdn-seed"), gdn_worker, findings, gdn_device)
+    return LawItem(adapter, law, profile, option("--gdn-seed"), gdn_worker, findings, gdn_device, option("--gdn-examples"))

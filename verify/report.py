@@ -1,11 +1,13 @@
 """Reports: what a person reads, as lines of text. Nothing here decides anything, and nothing prints."""
 
 import textwrap
+from collections.abc import Sequence
 
 from verify.check import LawReport
 from verify.judge import Finding, Verdict
 from verify.run import Outcome, Run
 
+ENDLESS = 1e6  # of an error over its allowance no more is told
 WORDS = {
     Verdict.HOLDS: "HOLDS",
     Verdict.BROKEN: "BROKEN",
@@ -49,10 +51,32 @@ def failure(report: LawReport) -> str:
     if not report.shrunk:
         lines.append("  shrinking    stopped at its limit; a smaller case may exist")
     lines.append(f"  versions     {report.versions}")
-    found = f", as {report.first_run}" if report.first_run != report.run else ""
-    lines.append(f"  found        in case {sum(report.counts.values())}{found}")
-    lines.append(f'  repeat       python -m verify repeat "{report.run}"')
+    found = "in an earlier check, and asked first" if report.remembered else f"in case {sum(report.counts.values())}"
+    found += f", as {report.first_run}" if report.first_run != report.run else ""
+    lines.append(f"  found        {found}")
+    lines.append(f'  repeat       python -m verify repeat {report.under + " " if report.under else ""}"{report.run}"')
     return "\n".join(lines)
+
+
+COLUMNS = ("cases", "holds", "blind", "broken", "unknown")
+
+
+def table(reports: Sequence[LawReport]) -> list[str]:
+    """A line an adapter and law: how many cases came to what, and each output's greatest error over what it may be, or why not."""
+    rows: list[tuple[str, ...]] = [("adapter", "law", "verdict", *COLUMNS, "greatest error / allowed")]
+    for report in reports:
+        counts = {str(verdict): count for verdict, count in report.counts.items()}
+        numbers = (sum(counts.values()), *(counts.get(name, 0) for name in COLUMNS[1:]))
+        worst = sorted(report.ratios.items(), key=lambda each: (-each[1], each[0])) if report.kind == "truth" else []
+        ratios = "  ".join(f"{name} {ratio:.2f}" if ratio < ENDLESS else f"{name} over {ENDLESS:g}" for name, ratio in worst)
+        last = report.reason if report.verdict in (Verdict.UNKNOWN, Verdict.UNSUPPORTED) else ratios
+        rows.append((report.adapter, report.law, str(report.verdict), *map(str, numbers), last))
+    sizes = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    places = range(len(sizes))
+    aligned = (
+        [f"{row[place]:>{sizes[place]}}" if 3 <= place < 8 else f"{row[place]:<{sizes[place]}}" for place in places] for row in rows
+    )
+    return ["  ".join(words).rstrip() for words in aligned]
 
 
 def outcome_text(run: Run, outcome: Outcome, versions: str) -> str:

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 START_S = 300.0
@@ -61,17 +61,25 @@ class Asked(Protocol):
 class Worker:
     """The supervisor of one worker process. It owns no GPU, imports no kernel and holds the clock.
 
-    `environment` is added to this process's own; `serves` is the module:function that answers questions in the worker.
+    `environment` is added to this process's own; `serves` is the module:function that answers questions in the worker. `under`
+    gives, each time that a process is started, the words before its command: a program that runs it and hands on its pipes.
     `ask` is all that a single worker needs; who supervises several at a time uses its parts, from `launch` to `end`.
     """
 
-    def __init__(self, deadline_s: float = 120.0, *, environment: Mapping[str, str] = NO_GPU, serves: str = SERVICE) -> None:
-        self.deadline_s = deadline_s
+    def __init__(
+        self,
+        deadline_s: float = 120.0,
+        *,
+        environment: Mapping[str, str] = NO_GPU,
+        serves: str = SERVICE,
+        under: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        self.deadline_s, self._under = deadline_s, under
         self._environment, self._serves = dict(environment), serves
         self._process: subprocess.Popen[bytes] | None = None
         self._asking = threading.RLock()  # held by who uses the pipes: nobody else may close them
         self._starting = threading.Lock()
-        self._closed = False
+        self._closed = self._starts = False
 
     def ask(self, question: dict[str, Any], deadline_s: float | None = None) -> dict[str, Any]:
         """The worker's answer. WorkerLost if it died or was silent for `deadline_s` seconds, its start-up not counted."""
@@ -80,7 +88,9 @@ class Worker:
             try:
                 if not self.alive:
                     self.launch()
+                if self._starts:
                     self._answer(START_S)  # it says that it is ready
+                    self._starts = False
                 self.send(question, deadline_s)
                 answer = self._answer(deadline_s)
                 if answer.get("spent"):  # its GPU's context is gone
@@ -123,7 +133,7 @@ class Worker:
                 # Modules are found where this process finds them, in the same order, or another kernel would be checked.
                 paths = dict.fromkeys([*(path or os.getcwd() for path in sys.path), _ROOT])
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "verify.worker", str(theirs_in), str(theirs_out), self._serves],
+                    [*self._under(), sys.executable, "-P", "-m", "verify.worker", str(theirs_in), str(theirs_out), self._serves],
                     stdin=subprocess.DEVNULL,
                     stdout=errors,
                     stderr=errors,
@@ -141,7 +151,7 @@ class Worker:
             os.close(theirs_in)
             os.close(theirs_out)
             self._to, self._from, self._errors, self._buffer, self._mark = to, from_, errors, b"", -1
-            self._process = process
+            self._process, self._starts = process, True
 
     def send(self, question: dict[str, Any], deadline_s: float) -> None:
         """Put a question to a worker that is ready. WorkerLost if it is gone."""

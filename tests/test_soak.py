@@ -1,0 +1,358 @@
+"""A soak goes on, each round with other cases, each of which can be run again; it ends in time, and says all it saw."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.answering import Answering
+from verify import cli, report, soak
+from verify.check import PROFILES, Check, LawReport, Profile
+from verify.examples import Examples
+from verify.judge import Verdict
+from verify.run import Run
+from verify.soak import PACE, Round, Soak, merged, round_seed, summary
+from verify.store import Store
+from verify.worker import Worker
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RIGHT = f"{ROOT}/tests/right.py:Chunkwise"
+OTHER = f"{ROOT}/tests/right.py:Recurrent"
+LAWS = ["cut", "pure"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> list[Answering]:
+    """Those that soaks start: one, with the ratio 0.5 for all that is asked."""
+    made: list[Answering] = []
+
+    def start(deadline_s: float, environment: dict[str, str]) -> Answering:
+        made.append(Answering())
+        return made[-1]
+
+    monkeypatch.setattr(soak, "Worker", start)
+    for name, examples in (("few", 4), ("quick", 8), ("ci", 12)):
+        monkeypatch.setitem(PROFILES, name, Profile(name, examples))
+    return made
+
+
+def rounds_of(worker: Answering, begun: list[tuple[Round, int]]) -> list[list[str]]:
+    """The lines that were asked in each round."""
+    starts = [place for _, place in begun]
+    return [worker.asked[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True)]
+
+
+def test_every_round_has_its_own_cases_and_can_be_run_again(workers: list[Answering], tmp_path: pathlib.Path) -> None:
+    begun: list[tuple[Round, int]] = []
+
+    def on_round(this: Round) -> None:
+        begun.append((this, len(workers[0].asked)))
+        if len(begun) > len(PACE["cpu"]) + 2:
+            raise KeyboardInterrupt
+
+    with Soak([RIGHT], LAWS, seed=7, store=Store(tmp_path), on_round=on_round) as soaking, pytest.raises(KeyboardInterrupt):
+        soaking.run(60)
+    begun.pop()
+    assert [this.profile.name for this, _ in begun] == ["few", "quick", "ci", "ci", "ci"]
+    assert [this.seed for this, _ in begun] == [round_seed(7, number) for number in range(1, 6)]
+    assert len({this.seed for this, _ in begun}) == len(begun)
+    seen = set[str]()
+    for (this, _), lines in zip(begun, rounds_of(workers[0], begun), strict=True):
+        assert len(set(lines) & seen) <= len(LAWS), "but for the simplest example, which every seed begins with"
+        seen |= set(lines)
+        again = Answering()
+        with Check(RIGHT, LAWS, this.profile, this.seed, [again], Store(tmp_path), climbs=True) as check:
+            check.run()
+        assert again.asked == lines
+    (cut, pure) = soaking.reports
+    assert sum(cut.counts.values()) == sum(pure.counts.values()) == 4 + 8 + 3 * 12
+    assert workers[0].closed
+
+
+def test_a_round_is_printed_as_the_command_that_runs_it_again() -> None:
+    command = str(Round(3, "fla/chunk", PROFILES["quick"], 5))
+    assert command == "check fla/chunk --profile quick --seed 5 --climb"
+    options = cli._parser().parse_args(command.split())
+    assert (options.adapter, options.profile, options.seed, options.climb) == ("fla/chunk", "quick", 5, True)
+
+
+def test_rounds_have_seeds_that_the_command_line_takes() -> None:
+    seeds = {round_seed(seed, number) for seed in range(50) for number in range(50)}
+    assert len(seeds) == 2500
+    assert all(0 <= seed < 2**32 for seed in seeds)
+
+
+def test_a_law_that_broke_is_told_once_and_not_asked_again(workers: list[Answering], tmp_path: pathlib.Path) -> None:
+    told: list[LawReport] = []
+    rounds: list[Round] = []
+    with Soak([RIGHT, OTHER], LAWS, store=Store(tmp_path), on_report=told.append, on_round=rounds.append) as soaking:
+        soaking.describe()
+        workers[0].ratio = lambda run: 2.0 if (run.law, run.adapter) == ("cut", OTHER) else 0.5
+        soaking.run(1.0)
+    assert [(each.adapter, each.law, each.verdict) for each in told] == [(OTHER, "cut", Verdict.BROKEN)]
+    assert told[0].run
+    assert soaking.rounds > 2
+    known = {(each.adapter, each.law): each for each in soaking.reports}
+    assert {key for key, each in known.items() if each.verdict is Verdict.BROKEN} == {(OTHER, "cut")}
+    assert sum(known[OTHER, "cut"].counts.values()) == 1
+    assert known[OTHER, "cut"].run == told[0].run
+    assert sum(known[OTHER, "pure"].counts.values()) > 20
+    seeds = {(this.number, this.seed) for this in rounds}
+    assert len(seeds) == soaking.rounds, "all adapters of a round have its seed"
+
+
+def test_a_soak_ends_when_nothing_is_left_to_ask(workers: list[Answering], tmp_path: pathlib.Path) -> None:
+    with Soak([RIGHT], LAWS, store=Store(tmp_path)) as soaking:
+        soaking.describe()
+        workers[0].ratio = lambda run: 2.0
+        soaking.run(600)
+    assert soaking.rounds == 1
+    assert all(each.verdict is Verdict.BROKEN for each in soaking.reports)
+
+
+def test_a_soak_stops_at_the_first_broken_law_if_it_is_to(workers: list[Answering], tmp_path: pathlib.Path) -> None:
+    with Soak([RIGHT, OTHER], LAWS, store=Store(tmp_path), stop_at_first=True) as soaking:
+        soaking.describe()
+        workers[0].ratio = lambda run: 2.0 if run.adapter == RIGHT else 0.5
+        reports = {(each.adapter, each.law): each.verdict for each in soaking.run(600)}
+    assert Verdict.BROKEN in (reports[RIGHT, "cut"], reports[RIGHT, "pure"])
+    assert {reports[OTHER, law] for law in LAWS} == {Verdict.UNKNOWN}, "nothing else was asked"
+
+
+def test_a_soak_ends_in_time_and_counts_what_it_did_not_finish(workers: list[Answering], tmp_path: pathlib.Path) -> None:
+    specs = [RIGHT, OTHER]
+    with Soak(specs, LAWS, store=Store(tmp_path), profile=Profile("endless", 10**4)) as soaking:
+        soaking.describe()
+
+        def slowly(run: Run) -> float:
+            time.sleep(0.01)
+            return 0.5
+
+        workers[0].ratio = slowly
+        start = time.monotonic()
+        soaking.run(2.0)
+        assert 1.9 < time.monotonic() - start < 5.0
+    cases = {spec: sum(sum(each.counts.values()) for each in soaking.reports if each.adapter == spec) for spec in specs}
+    assert sum(cases.values()) == len(workers[0].asked) > 20
+    assert min(cases.values()) > max(cases.values()) / 4, "each adapter has its share of the time"
+    verdicts = {(each.adapter, each.law): each.verdict for each in soaking.reports}
+    assert verdicts[RIGHT, "cut"] is Verdict.HOLDS
+    assert verdicts[RIGHT, "pure"] is Verdict.UNKNOWN
+    assert cli.exit_code(soaking.reports) == cli.UNDECIDED, "a law that was never asked is not green"
+
+
+def test_what_broke_in_an_earlier_check_is_asked_first(workers: list[Answering], tmp_path: pathlib.Path) -> None:
+    examples = Examples(tmp_path)
+    kept = Run.parse(f"law=pure adapter={RIGHT} lengths=3")
+    examples.add(kept)
+
+    def on_round(this: Round) -> None:
+        if this.number > 2:
+            raise KeyboardInterrupt
+
+    soaking = Soak([RIGHT], ["pure"], store=Store(tmp_path), examples=examples, on_round=on_round)
+    with soaking, pytest.raises(KeyboardInterrupt):
+        soaking.run(60)
+    assert workers[0].asked[0] == str(kept)
+    assert workers[0].asked.count(str(kept)) == 1, "it holds, and is forgotten"
+
+
+def reported(verdict: Verdict, counts: dict[Verdict, int], **more: object) -> LawReport:
+    return LawReport("cut", "a", verdict, "truth", counts={str(name): count for name, count in counts.items()}, **more)  # type: ignore[arg-type]
+
+
+HOLDS, BLIND, BROKEN, UNKNOWN = Verdict.HOLDS, Verdict.BLIND, Verdict.BROKEN, Verdict.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("before", "more", "verdict", "reason"),
+    [
+        (reported(UNKNOWN, {}, reason="no case was run"), reported(HOLDS, {HOLDS: 9}), HOLDS, ""),
+        (reported(HOLDS, {HOLDS: 9}), reported(UNKNOWN, {}, reason="no case was run"), HOLDS, ""),
+        (reported(HOLDS, {HOLDS: 9}), reported(BROKEN, {HOLDS: 3, BROKEN: 1}), BROKEN, ""),
+        (reported(BROKEN, {BROKEN: 1}), reported(UNKNOWN, {}, reason="no case was run"), BROKEN, ""),
+        (reported(UNKNOWN, {BLIND: 9}), reported(UNKNOWN, {BLIND: 8}), UNKNOWN, "only 0 of 17 cases could see"),
+        (reported(UNKNOWN, {HOLDS: 2, BLIND: 9}, reason="only 2 of 11"), reported(UNKNOWN, {HOLDS: 3}, reason="only"), HOLDS, ""),
+        (
+            reported(UNKNOWN, {HOLDS: 9, UNKNOWN: 1}, reason="1 undecided: no memory"),
+            reported(UNKNOWN, {UNKNOWN: 2}, reason="2 undecided: it hung"),
+            UNKNOWN,
+            "3 undecided: no memory",
+        ),
+        (
+            reported(UNKNOWN, {UNKNOWN: 1}, reason="1 undecided: memory"),
+            reported(HOLDS, {HOLDS: 9}),
+            UNKNOWN,
+            "1 undecided: memory",
+        ),
+        (
+            reported(UNKNOWN, {}, reason="no case was run"),
+            reported(Verdict.UNSUPPORTED, {}, reason="packed is not supported"),
+            Verdict.UNSUPPORTED,
+            "packed is not supported",
+        ),
+    ],
+)
+def test_what_rounds_come_to_together(before: LawReport, more: LawReport, verdict: Verdict, reason: str) -> None:
+    got = merged(before, more)
+    assert got.verdict is verdict
+    assert got.reason.startswith(reason)
+    assert sum(got.counts.values()) == sum(before.counts.values()) + sum(more.counts.values())
+
+
+def test_rounds_keep_the_greatest_ratio_and_the_broken_run() -> None:
+    before = reported(HOLDS, {HOLDS: 9}, ratios={"o": 0.5, "dg": 0.9}, regimes={"gate=64": 3}, kernel_s=1.0, seed=1)
+    more = reported(BROKEN, {BROKEN: 1}, ratios={"o": 3.0}, regimes={"gate=64": 1, "gate=10": 1}, kernel_s=0.5, run="x", seed=2)
+    got = merged(before, more)
+    assert got.ratios == {"dg": 0.9, "o": 3.0}
+    assert got.regimes == {"gate=64": 4, "gate=10": 1}
+    assert (got.kernel_s, got.run, got.seed) == (1.5, "x", 2)
+    later = merged(got, reported(UNKNOWN, {}, ratios={}))
+    assert (later.verdict, later.run, later.seed) == (BROKEN, "x", 2)
+
+
+def test_the_table_has_a_line_a_law_and_the_greatest_ratios() -> None:
+    rows = report.table(
+        [
+            reported(HOLDS, {HOLDS: 123, BLIND: 4}, ratios={"o": 0.5, "dg": 0.987}),
+            LawReport("a-long-name", "fla/chunk", BROKEN, "exact", counts={"broken": 1}, ratios={"o": 1e300}),
+            reported(BROKEN, {BROKEN: 1}, ratios={"o": 1e300}),
+            reported(UNKNOWN, {UNKNOWN: 1}, ratios={"o": 0.5}, reason="1 undecided: it hung"),
+        ]
+    )
+    words = [row.split() for row in rows]
+    assert " ".join(words[0]) == "adapter law verdict cases holds blind broken unknown greatest error / allowed"
+    assert words[1] == ["a", "cut", "holds", "127", "123", "4", "0", "0", "dg", "0.99", "o", "0.50"]
+    assert words[2] == ["fla/chunk", "a-long-name", "broken", "1", "0", "0", "1", "0"], "of laws to the bit there is no ratio"
+    assert words[3][-3:] == ["o", "over", "1e+06"]
+    assert rows[4].endswith("   1  1 undecided: it hung")
+    ends = [re.match(r"\S+ +\S+ +\S+ +\d+ +\d+ +\d+ +\d+ +\d+", row) for row in rows[1:]]
+    assert len({end.end() for end in ends if end is not None}) == 1, "numbers stand under each other"
+
+
+def test_the_summary_counts_laws_rounds_cases_and_their_rate() -> None:
+    line = summary([reported(HOLDS, {HOLDS: 30}, kernel_s=4.0, oracle_s=1.0), reported(BROKEN, {BROKEN: 1})], 3, 10.0)
+    laws, cases = line.split("; ")
+    assert laws == "1 holds, 1 broken of 2 laws of 1 adapter"
+    assert cases == "3 rounds, 31 cases in 10 s, 3.1 a second (kernels 4 s, oracle and bounds 1 s)"
+
+
+def said(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    try:
+        code = cli.main(words)
+    except SystemExit as left:
+        code = int(left.code or 0)
+    return (code, *capfd.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ((), "adapter"),
+        ((RIGHT, "fla/chonk"), "'fla/chonk'"),
+        ((RIGHT, "--minutes", "0"), "--minutes: must be a number of minutes over 0, got '0'"),
+        ((RIGHT, "--minutes", "long"), "--minutes: must be a number of minutes over 0, got 'long'"),
+        ((RIGHT, "--minutes", "nan"), "got 'nan'"),
+        ((RIGHT, "--tune", "sweep"), "--tune must be a number or native for soak, got sweep"),
+        ((RIGHT, "--law", "orcale"), "unknown law 'orcale'"),
+        ((RIGHT, "--json", "no/such/folder/out"), "--json must name a file that can be written"),
+    ],
+)
+def test_bad_usage_is_refused_before_any_work(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, words: tuple[str, ...], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Worker, "launch", lambda self: pytest.fail("a worker was started"))
+    code, out, err = said(capfd, "soak", *words)
+    assert (code, out, err.count("\n")) == (cli.USAGE, "", 1)
+    assert name in err
+
+
+def test_torchrun_is_for_check(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setattr(cli, "launched", object)
+    assert said(capfd, "soak", RIGHT)[0] == cli.USAGE
+
+
+def test_the_command_line_prints_a_table_and_json_lines(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("--law", "pure", "--minutes", "0.08", "--seed", "3", "--workers", "1", "--json", "out")
+    code, out, err = said(capfd, "soak", RIGHT, "zoo/ChangesBeta", *words)
+    assert code == cli.BROKEN, err
+    lines = out.splitlines()
+    assert lines[0].startswith(f"{RIGHT}  torch ")
+    assert lines[0].endswith("soak of 0.08 minutes, seed 3")
+    assert out.count("BROKEN   pure · zoo/ChangesBeta") == 1
+    assert [line.split()[:3] for line in lines[-4:-1]] == [
+        ["adapter", "law", "verdict"],
+        [RIGHT, "pure", "holds"],
+        ["zoo/ChangesBeta", "pure", "broken"],
+    ]
+    assert re.search(r"^1 holds, 1 broken of 2 laws of 2 adapters; \d+ rounds, \d+ cases in \d+ s, [\d.e+]+ a second", lines[-1])
+    want = f"round 1: python -m verify check {RIGHT} --profile few --seed {round_seed(3, 1)} --climb --law pure"
+    assert want in err.splitlines()
+    data = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert [(each["adapter"], each["verdict"]) for each in data] == [(RIGHT, "holds"), ("zoo/ChangesBeta", "broken")]
+    assert (tmp_path / ".gdn-verify" / "examples.txt").read_text().count("\n") == 2
+
+
+SLOW = """
+import time
+from verify.zoo.rules import AddsStateTwice
+class Kernel(AddsStateTwice):
+    def run(self, x):
+        while x.qk_norm:
+            time.sleep(0.05)
+        return super().run(x)
+"""
+
+
+def test_an_interrupt_prints_what_is_known_and_leaves_no_process(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "kernel.py").write_text(SLOW)
+    words = ["kernel.py:Kernel", "--workers", "2", "--law", "recall", "--law", "norm", "--profile", "quick", "--seed", "0"]
+    soaking = subprocess.Popen(
+        [sys.executable, "-m", "verify", "soak", *words],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert soaking.stdout is not None
+    late = threading.Timer(40, soaking.kill)
+    late.start()
+    for line in soaking.stdout:
+        if "repeat       python" in line:
+            break
+    time.sleep(0.5)
+    tasks = pathlib.Path(f"/proc/{soaking.pid}/task").iterdir()
+    pids = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    soaking.send_signal(signal.SIGINT)
+    out, err = soaking.communicate(timeout=30)
+    late.cancel()
+    assert soaking.returncode == cli.INTERRUPTED, err
+    assert "Traceback" not in err
+    rows = [line.split() for line in out.splitlines() if line.startswith("kernel.py:Kernel")]
+    assert [row[1:3] for row in rows] == [["recall", "broken"], ["norm", "unknown"]]
+    assert "interrupted: 1 broken, 1 unknown of 2 laws of 1 adapter; 1 rounds" in out
+    end = time.monotonic() + 5
+    while (left := [pid for pid in pids if lives(pid)]) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert (len(pids), left) == (2, [])
+
+
+def lives(pid: int) -> bool:
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
