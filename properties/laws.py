@@ -167,7 +167,7 @@ def _with(bench: Bench, inputs: Inputs, cotangents: Cotangents, algorithm: str) 
 def visible(moved: Results, bounds: dict[str, Bound]) -> bool:
     """Whether any row of the outputs moved by more than it may err, twice over."""
     for name, value in moved.items():
-        error, allowed = value - bounds[name].value, bounds[name].allowed
+        error, allowed = value - bounds[name].value, bounds[name].settled().allowed
         if bool(((error.abs() if allowed.ndim == error.ndim else error.norm(dim=-1)) > 2 * allowed).any()):
             return True
     return False

@@ -58,3 +58,11 @@ class WrongAt64(Copied):
     """Wrong where the first kernel's block is 64."""
 
     wrong = 64
+
+
+class WrongWhateverFrom41(WrongAt64):
+    """Wrong from 41 tokens on, whatever the configurations, and before that where the first kernel's block is 64."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        o, state = super().run(x)
+        return (o.neg() if o.shape[1] > 40 else o), state

@@ -6,6 +6,7 @@ import pytest
 
 from verify import known
 from verify.adapter import AdapterError, installed
+from verify.judge import Finding
 from verify.known import FILE, load
 from verify.run import Run
 
@@ -92,3 +93,50 @@ def test_bad_run_line_is_refused(tmp_path: pathlib.Path, line: str) -> None:
 def test_versions_are_those_of_distributions_on_this_host() -> None:
     assert installed("pytest") == pytest.__version__
     assert installed("no-such-distribution") is None
+
+
+def test_a_defect_of_gpus_up_to_a_width_explains_nothing_else(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
+    line = f"{LINE} device=cuda value_dim=16"
+    (defect,) = load(written(tmp_path, {"run": f'"{line}"', "most": "{ value_dim = 16 }"}))
+    assert defect.applies("cuda")
+    assert not defect.applies()
+    assert defect.explains(Run.parse(line))
+    assert defect.explains(Run.parse(line.replace("value_dim=16", "value_dim=3")))
+    assert not defect.explains(Run.parse(line.replace("value_dim=16", "value_dim=17")))
+    assert not defect.explains(Run.parse(line.replace(" device=cuda", "")))
+
+
+def test_a_defect_told_by_its_outputs_explains_no_other_and_no_more(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
+    (defect,) = load(written(tmp_path, {"outputs": '["dg", "da"]', "times": "4"}))
+    run = Run.parse(LINE)
+
+    def explains(*found: tuple[str, float]) -> bool:
+        return defect.explains(run, [Finding(output, "is off", error=error, allowed=1.0) for output, error in found])
+
+    assert explains(("dg", 3.9))
+    assert explains(("dg", 2.0), ("da", 4.0))
+    assert not explains(("dg", 4.1))
+    assert not explains(("dg", 2.0), ("dk", 1.1))
+    assert not explains(("dg", float("nan")))
+    assert not explains()
+    assert not defect.explains(run)  # before it is run nobody knows
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"most": "{ value_dim = 15 }"}, "most must hold for its own run, got value_dim=15 and 16"),
+        ({"most": '{ value_dim = "16" }'}, "most must give words their greatest whole numbers"),
+        ({"outputs": '["dz"]'}, "outputs must be a list of some of"),
+        ({"times": "0.5"}, "times must be a number from 1 up, got 0.5"),
+    ],
+)
+def test_bounds_of_an_entry_that_make_no_sense_are_refused(
+    tmp_path: pathlib.Path, entry: dict[str, str | None], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(written(tmp_path, {"run": f'"{LINE} value_dim=16"', **entry}))

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import pathlib
+import shutil
 import time
 from typing import Any, ClassVar
 
@@ -16,6 +18,7 @@ from properties.palette import key_of
 from properties.strategies import Example
 from verify.check import seeded
 from verify.judge import Verdict
+from verify.notes import Notes
 from verify.plan import COMPILE_S, FORWARD, REACH, Compilers, Plan, in_order
 from verify.run import Run, compiled, execute
 from verify.worker import Worker, WorkerLost
@@ -108,10 +111,43 @@ def test_after_the_end_nothing_is_compiled_and_nobody_waits() -> None:
     worker = Recorder()
     compilers = Compilers([worker], {"describe": "x"})
     compilers.close()
-    assert compilers.prepare(run_of("oracle", Example(Case(lengths=(3,))))) is None
+    assert compilers.prepare(run_of("oracle", Example(Case(lengths=(3,)))), "key") is None
     planned = plan_of(compilers, laws=("cut",)).of("cut")
     planned.wait(planned.examples[0])
     assert worker.asked in ([], [{"describe": "x"}])
+
+
+def test_what_was_compiled_before_is_not_waited_for(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+
+    def asked(notes: Notes, *, fails: bool = False) -> list[dict[str, Any]]:
+        worker = Recorder(fails=fails)
+        compilers = Compilers([worker], {"describe": "fla/chunk"}, notes)
+        planned = plan_of(compilers, laws=("cut",)).of("cut")
+        for example in planned.examples:
+            planned.wait(example)
+        compilers.close()
+        return worker.asked
+
+    lost = asked(Notes("fla/chunk", "5", "one"), fails=True)  # nothing was compiled: nothing is noted
+    assert asked(Notes("fla/chunk", "5", "one")) == lost
+    assert len(lost) > 1
+    assert asked(Notes("fla/chunk", "5", "one")) == []  # nobody even starts
+    assert asked(Notes("fla/chunk", "5", "another")) == lost  # another version's kernels are others
+    assert asked(Notes("fla/chunk", "6", "one")) == lost
+    assert asked(Notes("fla/fused_recurrent", "5", "one")) == lost
+    assert asked(Notes()) == asked(Notes()) == lost  # of somebody's own file nothing is noted
+    shutil.rmtree(tmp_path / "cache")
+    assert asked(Notes("fla/chunk", "5", "one")) == lost
+
+
+def test_notes_that_cannot_be_written_are_none(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
+    notes = Notes("fla/chunk", "5", "one")
+    notes.add("words")
+    assert not notes.has("words")
+    assert not notes.any
 
 
 def test_laws_that_run_forward_alone_come_first() -> None:

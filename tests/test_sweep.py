@@ -1,5 +1,6 @@
 """Sweeps: a configuration that is wrong is found, alone, with its smallest case; where none is, nothing is said."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -18,11 +19,11 @@ from verify.worker import Worker
 CASE = Case(lengths=(40,), key_dim=8, value_dim=8, backward=False)
 
 
-def swept(name: str, tmp_path: pathlib.Path, workers: int = 1) -> Swept:
+def swept(name: str, tmp_path: pathlib.Path, workers: int = 1, *more: Case) -> Swept:
     several = [Worker(60.0) for _ in range(workers)]
     try:
         described = describe(f"tests/autotuned.py:{name}", several[0])
-        examples = [("oracle", Example(CASE)), ("memory", Example(CASE))]
+        examples = [("oracle", Example(CASE)), ("memory", Example(CASE)), *(("oracle", Example(case)) for case in more)]
         return Sweep(described, several, Store(str(tmp_path)), seed=1, device="cpu", examples=examples).run()
     finally:
         for worker in several:
@@ -56,6 +57,17 @@ def test_right_configurations_are_all_run_and_none_is_blamed(tmp_path: pathlib.P
     assert sum(map(len, result.ran.values())) == 8
 
 
+def test_a_case_that_fails_whatever_the_configurations_is_told_apart_and_hides_none(tmp_path: pathlib.Path) -> None:
+    result = swept("WrongWhateverFrom41", tmp_path, 2, dataclasses.replace(CASE, lengths=(50,)))
+    assert result.ran == {kernel: set(configs) for kernel, configs in result.known.items()}
+    named = [fault for fault in result.faults if fault.policy.picks]
+    assert {config.split(":")[0] for fault in named for _, config in fault.policy.picks} == {"BLOCK=64"}
+    (other,) = [fault for fault in result.faults if not fault.policy.picks]
+    assert other.run.example.case.lengths == (41,)
+    assert other.denied("interpreter", "3.7.1") == []
+    assert "WRONG    whatever the configurations (6 numbers" in "\n".join(result.lines())
+
+
 def test_what_is_not_autotuned_cannot_be_swept(tmp_path: pathlib.Path) -> None:
     with Worker(60.0) as worker:
         described = describe("tests/right.py:Chunkwise", worker)
@@ -82,8 +94,9 @@ def test_the_command_prints_the_sweep_and_keeps_a_deny_list(tmp_path: pathlib.Pa
 def test_a_sweep_draws_few_keys_with_several_chunks_and_a_backward() -> None:
     drawn = list(examples_of(Domain(), 3))
     assert {law for law, _ in drawn} == set(LAWS)
-    assert 2 * KEYS <= len(drawn) <= 2 * KEYS * CASES
+    assert 2 * (KEYS + 2) <= len(drawn) <= 2 * (KEYS * CASES + 2)
     assert all(example.case.backward and max(example.case.lengths) > 64 for _, example in drawn)
+    assert (drawn[0][1].case.key_dim, drawn[0][1].case.value_dim) == (128, 128)
     assert drawn == list(examples_of(Domain(), 3)) != list(examples_of(Domain(), 4))
 
 

@@ -2,7 +2,10 @@
 
 import sys
 
-from verify.cli import main
+from verify import early
 
 if __name__ == "__main__":
+    early.begin(sys.argv[1:])
+    from verify.cli import main
+
     sys.exit(main())

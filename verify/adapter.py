@@ -100,6 +100,9 @@ class Adapter(Implementation):
     domain: Any = Domain()  # of the kind that the operation's book has (properties/books.py)
     counterpart: str | None = None
 
+    def bring(self) -> None:
+        """Import what `run` needs, where that takes seconds: it is done while the first cases are drawn. Here nothing."""
+
     @abc.abstractmethod
     def run(self, x: Inputs) -> Any:
         """The operation's outputs in their order, a tuple where there are several, differentiable where the domain says so.

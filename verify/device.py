@@ -9,6 +9,7 @@ import torch
 from verify.worker import NO_GPU
 
 DEVICES = ("cpu", "cuda")
+KEPT = 2**32  # bytes
 
 
 def gpus() -> int:
@@ -62,6 +63,12 @@ def lost(device: str) -> str | None:
     except RuntimeError as error:
         return str(error).strip().splitlines()[0]
     return None
+
+
+def tidy() -> None:
+    """Give back what torch keeps of memory beyond KEPT, for processes that share the device."""
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > KEPT:
+        torch.cuda.empty_cache()
 
 
 def free_bytes(device: str) -> int:

@@ -1,12 +1,17 @@
 """Known defects of released code: reported, and no failure; one that no longer fails is reported too."""
 
 import dataclasses
+import math
 import pathlib
 import tomllib
+from collections.abc import Sequence
+from typing import Any
 
+from oracles.case import Case
 from oracles.line import split_line
 from properties.books import book_of
 from verify.adapter import BUILT_IN, installed
+from verify.judge import Finding
 from verify.run import Run
 
 FILE = pathlib.Path(__file__).with_name("known_defects.toml")
@@ -16,8 +21,9 @@ FILE = pathlib.Path(__file__).with_name("known_defects.toml")
 class Known:
     """A defect on file: the run line that shows it, the versions that have it, and which other cases of the law it explains.
 
-    `where` is words of a case line; a finding of the same adapter and law, or one of the laws in `also`, on a case that has all of
-    them is this defect.
+    `where` is words of a case line; a finding of the same adapter and law, or one of the laws in `also`, on the same device and a
+    case that has all of them is this defect. `most` are words whose numbers go no further; where `outputs` are named, no other one
+    may be wrong, and by no more than `times` its bound.
     """
 
     run: Run
@@ -25,17 +31,36 @@ class Known:
     where: dict[str, str]
     reason: str
     also: tuple[str, ...] = ()
+    most: dict[str, int] = dataclasses.field(default_factory=dict)
+    outputs: tuple[str, ...] = ()
+    times: float = math.inf
 
-    def applies(self) -> bool:
-        """Whether the installed versions are among those that have it."""
-        return all(installed(name) in listed for name, listed in self.versions.items())
+    def applies(self, device: str = "cpu") -> bool:
+        """Whether the installed versions are among those that have it; one shown on a GPU is one of GPUs only."""
+        return self.run.device in ("cpu", device) and all(installed(name) in listed for name, listed in self.versions.items())
 
-    def explains(self, run: Run) -> bool:
-        """Whether a finding of `run` is this defect."""
-        if run.adapter != self.run.adapter or run.law not in (self.run.law, *self.also) or not self.applies():
+    def explains(self, run: Run, findings: Sequence[Finding] = ()) -> bool:
+        """Whether what was found in `run` is this defect; before it is run, whether it would be whatever is found."""
+        if run.adapter != self.run.adapter or run.law not in (self.run.law, *self.also) or not self.applies(run.device):
             return False
         words = run.example.case.words()
-        return all(words[name] == value for name, value in self.where.items())
+        if any(words[name] != value for name, value in self.where.items()) or any(
+            int(words[name]) > number for name, number in self.most.items()
+        ):
+            return False
+        return not self.outputs or (bool(findings) and all(self._explains(finding) for finding in findings))
+
+    def _explains(self, finding: Finding) -> bool:
+        output = finding.output.split()[0].rstrip(",")
+        return output in self.outputs and finding.error <= self.times * finding.allowed
+
+
+def _outputs(case: Any) -> set[str]:
+    """Every output and gradient of a case, also where its gate and beta are computed by the operation or given to it."""
+    forms = [case]
+    if isinstance(case, Case) and case.operation != "delta_rule":
+        forms += [dataclasses.replace(case, values="ordinary", in_kernel=form) for form in ("none", "both")]
+    return {port.name for form in forms for port in (*form.spec.outputs, *form.spec.gradients())}
 
 
 def load(path: pathlib.Path = FILE) -> list[Known]:
@@ -58,10 +83,22 @@ def _known(index: int, entry: dict[str, object]) -> Known:
     also, laws = entry.get("also", []), book_of(run.example.case).laws
     if not isinstance(also, list) or not set(also) <= laws.keys():
         raise ValueError(f"known defect {index}: also must be a list of laws among {', '.join(laws)}, got {also!r}")
-    known = Known(run, listed, split_line(str(entry["where"])), str(entry["reason"]), tuple(also))
+    most, outputs, times = entry.get("most", {}), entry.get("outputs", []), entry.get("times", math.inf)
+    if not isinstance(most, dict) or not all(isinstance(number, int) for number in most.values()):
+        raise ValueError(f"known defect {index}: most must give words their greatest whole numbers, got {most!r}")
+    names = _outputs(run.example.case) if outputs else set()
+    if not isinstance(outputs, list) or not set(outputs) <= names:
+        raise ValueError(f"known defect {index}: outputs must be a list of some of {', '.join(sorted(names))}, got {outputs!r}")
+    if not isinstance(times, int | float) or times < 1:
+        raise ValueError(f"known defect {index}: times must be a number from 1 up, got {times!r}")
+    words_of = split_line(str(entry["where"]))
+    known = Known(run, listed, words_of, str(entry["reason"]), tuple(also), most, tuple(outputs), float(times))
     if not known.where:
         raise ValueError(f"known defect {index}: where must have at least one word, or the defect would hide everything")
     words = run.example.case.words()
+    for name, number in known.most.items():
+        if not words.get(name, "").isdecimal() or int(words[name]) > number:
+            raise ValueError(f"known defect {index}: most must hold for its own run, got {name}={number} and {words.get(name)}")
     for name, value in known.where.items():
         if words.get(name) != value:
             raise ValueError(f"known defect {index}: where must hold for its own run, got {name}={value} and {words.get(name)}")

@@ -19,6 +19,7 @@ from properties.domain import Domain
 from properties.laws import Law
 from properties.palette import draw_palette, key_of
 from properties.strategies import Example
+from verify.notes import Notes
 from verify.run import Run
 from verify.worker import Worker, WorkerLost
 
@@ -46,18 +47,30 @@ class Planned:
 class Compilers:
     """Processes that compile ahead: each runs what it is given and nobody looks at what it answers."""
 
-    def __init__(self, workers: list[Worker], first: dict[str, Any]) -> None:
-        """`first` is asked of all at once, so that they have imported what they need when there is something to compile."""
+    def __init__(self, workers: list[Worker], first: dict[str, Any], notes: Notes | None = None) -> None:
+        """`first` is asked of all at once, so that they have imported what they need when there is something to compile.
+
+        With `notes` of an earlier check, not before something is: processes that only start keep the worker waiting.
+        """
         self._workers, self._idle, self._lock = workers, list(workers), threading.Lock()
-        self._closed = threading.Event()
+        self._closed, self._first, self.notes = threading.Event(), first, notes or Notes()
         self._pool = concurrent.futures.ThreadPoolExecutor(max(1, len(workers)))
-        for _ in workers:
+        if not self.notes.any:
+            self._start()
+
+    def _start(self) -> None:
+        first, self._first = self._first, {}
+        for _ in self._workers if first else ():
             self._pool.submit(self._ask, first)
 
-    def prepare(self, run: Run) -> concurrent.futures.Future[None] | None:
-        """What ends when the kernels of a run are compiled; None if nobody compiles."""
+    def prepare(self, run: Run, key: Any) -> concurrent.futures.Future[None] | None:
+        """What ends when the kernels of a run, which go by `key`, are compiled; None if they were before, or nobody compiles."""
+        words = (run.law, run.products, run.tune, key)
+        if not self._workers or self.notes.has(*words):
+            return None
         with contextlib.suppress(RuntimeError):  # it was closed
-            return self._pool.submit(self._ask, {"compile": str(run)}) if self._workers else None
+            self._start()
+            return self._pool.submit(self._compile, str(run), words)
         return None
 
     def close(self) -> None:
@@ -67,17 +80,24 @@ class Compilers:
         for worker in self._workers:
             worker.close()
 
-    def _ask(self, question: dict[str, Any]) -> None:
+    def _compile(self, line: str, words: tuple[Any, ...]) -> None:
+        if self._ask({"compile": line}):
+            self.notes.add(*words)
+
+    def _ask(self, question: dict[str, Any]) -> bool:
+        """Whether there was an answer."""
         with self._lock:
             worker = self._idle.pop()
         try:
             if not self._closed.is_set():
                 worker.ask(question, COMPILE_S)
+                return True
         except WorkerLost:
             pass  # the worker that checks will see it too
         finally:
             with self._lock:
                 self._idle.append(worker)
+        return False
 
 
 class Plan:
@@ -121,7 +141,7 @@ class Plan:
         planned.examples.sort(key=lambda each: (_cost(each.case), str(key_of(each.case)), getattr(each.case, "scale", "")))
         for example in planned.examples:
             if _key(example) not in planned.compiled:
-                under_way = self._compilers.prepare(self._run_of(name, example))
+                under_way = self._compilers.prepare(self._run_of(name, example), _key(example))
                 planned.compiled |= {} if under_way is None else {_key(example): under_way}
         return planned
 

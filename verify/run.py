@@ -22,6 +22,7 @@ from verify.comm import Abandoned
 from verify.judge import Finding, Verdict, Where, judge, where
 
 T = TypeVar("T")
+STARVED = "ran out of memory"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +100,11 @@ class Outcome:
     def lost(self) -> bool:
         """Whether the finding is that the worker crashed or hung."""
         return bool(self.findings) and self.kind in ("crashed", "hung")
+
+    @property
+    def starved(self) -> bool:
+        """Whether the finding is that memory ran out."""
+        return bool(self.findings) and self.kind.startswith(STARVED)
 
     @property
     def kind(self) -> str:
@@ -226,7 +232,7 @@ def judged(law: Law, bench: Any, example: Example, where: Where, need: int) -> O
     except OutOfMemory as error:
         free = devices.free_bytes(bench.device)
         if need < free / 16:
-            outcome.findings = [Finding("call", f"ran out of memory, with {free >> 20} MiB free for a case of {need >> 20} MiB")]
+            outcome.findings = [Finding("call", f"{STARVED}, with {free >> 20} MiB free for a case of {need >> 20} MiB")]
         else:
             outcome.verdict, outcome.reason = Verdict.UNKNOWN, f"out of memory: {error}"
     except Exception as error:  # ours: the law, the oracle or the judge failed, which says nothing of the adapter

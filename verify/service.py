@@ -1,7 +1,11 @@
 """What a worker answers: who an adapter is, and what a run came to."""
 
+import contextlib
+import threading
 import warnings
 from typing import Any
+
+import torch
 
 from properties.books import book_of
 from verify import ahead, tuning
@@ -32,6 +36,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
                 counterpart = adapter.counterpart if isinstance(adapter, Adapter) else None
                 if counterpart:
                     adapter_of(counterpart)
+                if isinstance(adapter, Adapter):
+                    _bring(adapter)
                 return {
                     "book": book_of(adapter.domain).name,
                     "operation": adapter.domain.operation,
@@ -64,12 +70,27 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
                     outcomes.append(execute(run, ready).to_json())
                     if _ends(outcomes[-1]):
                         break
+                devices.tidy()
                 return {"outcomes": outcomes, "spent": any(each["spent"] for each in outcomes)}
-            return execute(Run.parse(question["run"])).to_json()
+            outcome = execute(Run.parse(question["run"])).to_json()
+            devices.tidy()
+            return outcome
     except AdapterError as error:
         return {"error": str(error)}
     except ValueError as error:
         return Outcome(Verdict.UNKNOWN, reason=str(error)).to_json()
+
+
+def _bring(adapter: Adapter) -> None:
+    """Have the adapter import what it needs, and its GPU begin, while the check draws its first cases: all take seconds."""
+
+    def bring() -> None:
+        with contextlib.suppress(Exception):  # whatever it is, the first call meets it too
+            if devices.gpus():
+                torch.zeros(1, device="cuda")
+            adapter.bring()
+
+    threading.Thread(target=bring, daemon=True).start()
 
 
 def _begin(runs: list[Run]) -> None:

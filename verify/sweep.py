@@ -8,13 +8,16 @@ has show them all; a run that fails is taken apart kernel by kernel.
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from oracles.case import Case
 from oracles.counter import mix_words
 from properties.books import book_of
+from properties.domain import Domain
 from properties.palette import draw_palette, key_of
 from properties.strategies import Example
 from verify.check import Described, ask, explain, seeded
@@ -29,6 +32,7 @@ from verify.worker import Worker, WorkerLost
 KEYS, CASES = 2, 2  # compile keys, and cases of each: a configuration is compiled anew for every key
 LAWS = ("oracle", "memory")  # by bound; and bit for bit, a second run over other memory
 TRIES = 6
+ALL = f"whatever the configurations ({TRIES} numbers that draw them were tried): no one of them is told apart by this case"
 SHRINK_S = 120.0
 
 
@@ -81,7 +85,7 @@ class Swept:
             more += f", {len(missing)} did not run" if missing else ""
             text.append(f"  {kernel}: {len(self.ran.get(kernel, ()))} of {len(configs)} configurations ran{more}")
         for fault in self.faults:
-            text.append(f"WRONG    {' with '.join(f'{kernel} {config}' for kernel, config in fault.policy.picks)}")
+            text.append(f"WRONG    {' with '.join(f'{kernel} {config}' for kernel, config in fault.policy.picks) or ALL}")
             text += finding_lines(fault.findings)
             text.append(f'  repeat       python -m verify repeat "{fault.run}"')
         return text + [f"UNDECIDED  {reason}" for reason in self.undecided]
@@ -91,6 +95,8 @@ def examples_of(domain: Any, seed: int, device: str = "cuda") -> Iterator[tuple[
     """Few cases of few keys, each of which compiles every kernel: (law, example). On the CPU, interpreted, fewer and short ones."""
     domain, keys = (domain, 1) if device == "cpu" else (far(domain), KEYS)
     book = book_of(domain)
+    if device != "cpu" and isinstance(domain, Domain):
+        yield from ((law, Example(case)) for case in _usual(domain, seed) for law in LAWS)
     palette = draw_palette(domain, seed, keys, ["oracle"])
     for law in LAWS:
         drawn: list[Example] = []
@@ -102,6 +108,28 @@ def examples_of(domain: Any, seed: int, device: str = "cuda") -> Iterator[tuple[
             if enough and counts.get(key_of(case), 0) < CASES and len(counts) <= keys:
                 counts[key_of(case)] = counts.get(key_of(case), 0) + 1
                 yield law, example
+
+
+def _usual(domain: Domain, seed: int) -> Iterator[Case]:
+    """Short cases at the widths that models have, which is where wrong configurations were met; those that are promised."""
+    for dtype, width in (("bf16", 128), ("fp16", 64)):
+        cases = (
+            Case(
+                (200, 130) if domain.packed else (200,),
+                operation=domain.operation,
+                packed=domain.packed,
+                heads=2,
+                value_heads=heads,
+                key_dim=width,
+                value_dim=width,
+                dtype=dtype,
+                gate="mixed",
+                backward=domain.backward,
+                seed=seed % 2**16,
+            )
+            for heads in (4, 2)
+        )
+        yield from itertools.islice((case for case in cases if domain.outside(case) is None), 1)
 
 
 class Sweep:
@@ -129,42 +157,63 @@ class Sweep:
             self._idle.put(worker)
 
     def run(self) -> Swept:
-        """Every configuration, judged. ValueError if nothing is autotuned, or no number draws configurations that hold."""
-        base, runs = self._base()
+        """Every configuration, judged. ValueError if nothing is autotuned.
+
+        An example that fails with the configurations of every number tried is a fault without any, and no other is told by it.
+        """
+        bases, broken = self._bases()
         known = {kernel: texts for kernel, texts in self.swept.known.items() if texts}
         if not known:
             raise ValueError(f"a sweep needs autotuned kernels, and {self.described.spec} ran none")
-        policies = list(plan(known, base))
-        asked = [dataclasses.replace(run, tune=str(policy)) for policy in policies for run in runs]
+        asked = [
+            dataclasses.replace(run, tune=str(policy))
+            for number, runs in bases.items()
+            for policy in plan(known, number)
+            for run in runs
+        ]
         outcomes = self._asked(asked)
         self._undecided(asked, outcomes)
         failing: dict[str, tuple[Run, Outcome]] = {}
         for run, outcome in zip(asked, outcomes, strict=True):
             if outcome.verdict is Verdict.BROKEN:
                 failing.setdefault(run.tune, (run, outcome))
-        found: dict[str, tuple[Run, Outcome]] = {}
+        found: dict[tuple[str, ...], tuple[Policy, Run, Outcome]] = {}
         for tune, (run, outcome) in failing.items():
+            policy = Policy.parse(tune)
+            if any(set(seen.picks) <= set(policy.picks) and first.law == run.law for seen, first, _ in found.values()):
+                continue  # it has what is known to fail; what else is wrong in it stands beside other configurations too
             try:
-                smallest = narrow(Policy.parse(tune), functools.partial(self._fails, run))
+                smallest = narrow(policy, functools.partial(self._fails, run))
                 reason = "" if smallest else "failed once and not again"
             except ValueError as error:  # its configurations hold no longer without the picks
                 smallest, reason = [], str(error)
-            for policy in smallest:
-                found.setdefault(str(policy), (dataclasses.replace(run, tune=str(policy)), outcome))
+            for each in smallest:
+                picks = tuple(f"{kernel}:{config}" for kernel, config in each.picks)
+                found.setdefault(picks, (each, dataclasses.replace(run, tune=str(each)), outcome))
             self.swept.undecided += [f"{reason}: {run}"] if reason else []
-        self.swept.faults = [self._smallest(Policy.parse(tune), run, outcome) for tune, (run, outcome) in found.items()]
+        for run, outcome in broken:
+            found.setdefault((run.law, str(key_of(run.example.case))), (Policy.parse(run.tune), run, outcome))
+        self.swept.faults = [self._smallest(policy, run, outcome) for policy, run, outcome in found.values()]
         return self.swept
 
-    def _base(self) -> tuple[int, list[Run]]:
-        """The first number from the seed on whose configurations hold, from which a wrong one can be told; and its runs."""
+    def _bases(self) -> tuple[dict[int, list[Run]], list[tuple[Run, Outcome]]]:
+        """By numbers from the seed on, the runs that hold with its configurations, from which a wrong one can be told.
+
+        And those that failed with the configurations of TRIES numbers.
+        """
+        bases: dict[int, list[Run]] = {}
+        left, broken = self.examples, list[tuple[Run, Outcome]]()
         for number in range(self.seed, self.seed + TRIES):
-            runs = [self._run(law, example, Policy(number)) for law, example in self.examples]
+            runs = [self._run(law, example, Policy(number)) for law, example in left]
             outcomes = self._asked(runs)
-            if all(outcome.verdict is not Verdict.BROKEN for outcome in outcomes):
-                self._undecided(runs, outcomes)
-                return number, runs
-        last = self.seed + TRIES - 1
-        raise ValueError(f"a sweep needs a number whose configurations hold, but those of tune={self.seed} to {last} do not")
+            answers = list(zip(runs, left, outcomes, strict=True))
+            bases[number] = [run for run, _, outcome in answers if outcome.verdict is not Verdict.BROKEN]
+            self._undecided(runs, outcomes)
+            left = [example for _, example, outcome in answers if outcome.verdict is Verdict.BROKEN]
+            broken = [(run, outcome) for run, _, outcome in answers if outcome.verdict is Verdict.BROKEN]
+            if not left:
+                break
+        return bases, broken
 
     def _run(self, law: str, example: Example, policy: Policy) -> Run:
         return Run(law, self.described.spec, example, self.products, self.device, str(policy))
@@ -186,8 +235,10 @@ class Sweep:
         worker = self._idle.get()
         try:
             outcome = ask(run, worker, self.store)
-            if outcome.lost:  # a configuration may take the device away; or something else did
+            if outcome.lost or outcome.starved:  # by this configuration, or by others that share the device
                 outcome = ask(run, worker, self.store)
+            if outcome.starved and len(self.workers) > 1:
+                outcome = Outcome(Verdict.UNKNOWN, reason=f"{outcome.findings[0].what}, which other workers share")
             said: Mapping[str, Any] = {}
             if not outcome.lost:
                 said = worker.ask({"tuned": True})
@@ -228,7 +279,7 @@ class Sweep:
         outcome = again if again.verdict is Verdict.BROKEN else outcome
         worker = self._idle.get()
         try:
-            small, best = explain(run.the_law, run, outcome, worker, self.store, lambda _: False, threading.Event(), SHRINK_S)
+            small, best = explain(run.the_law, run, outcome, worker, self.store, lambda *_: False, threading.Event(), SHRINK_S)
         finally:
             self._idle.put(worker)
         return Fault(policy, dataclasses.replace(run, example=small.example), best.findings)

@@ -97,7 +97,7 @@ class _Call:
             inputs = self._joined([each.inputs(device) for each in cases])
             each = [one.cotangents(device) for one in cases] if case.backward else []
             cotangents = {name: self._side_by_side(name, [one[name] for one in each]) for name in (each[0] if each else ())}
-            return bound.bounds(case.spec, inputs, cotangents or None, algorithm, self.run.products, chunk)
+            return bound.bounds(case.spec, inputs, cotangents or None, algorithm, self.run.products, chunk, first=1)
 
     def _joined(self, several: Sequence[Inputs]) -> Inputs:
         first = several[0]
@@ -133,4 +133,6 @@ def _part(port: Port, whole: Bound, rows: slice, tokens: slice, batch: tuple[int
 
 
 def _back(part: Bound) -> Bound:
-    return dataclasses.replace(part, value=part.value.unsqueeze(0), allowed=part.allowed.unsqueeze(0))
+    finer = part.finer
+    later = None if finer is None else lambda: _back(finer())
+    return dataclasses.replace(part, value=part.value.unsqueeze(0), allowed=part.allowed.unsqueeze(0), finer=later)

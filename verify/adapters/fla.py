@@ -1,5 +1,8 @@
 """flash-linear-attention's rules: signatures and layout only."""
 
+import importlib
+import importlib.abc
+import sys
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +14,16 @@ REQUIRES = {"fla-core": "0.6.0", "triton": "3.7.1"}
 INSIDE = ("none", "gate", "beta", "both")
 
 
-class Chunk(Adapter):
+class FlaAdapter(Adapter):
+    """A rule, module or serving kernel of flash-linear-attention's core."""
+
+    requires = REQUIRES
+
+    def bring(self) -> None:
+        core()
+
+
+class Chunk(FlaAdapter):
     """`fla.ops.gated_delta_rule.chunk_gated_delta_rule`: chunkwise, forward and backward."""
 
     algorithm = "chunkwise"
@@ -20,7 +32,6 @@ class Chunk(Adapter):
     # Not position independent: torch sums dg over blocks of key channels, and on a CPU its sum depends on the place in memory.
     domain = Domain(key_dims=(1, 256), in_kernel=INSIDE)
     counterpart = "fla/fused_recurrent"
-    requires = REQUIRES
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
@@ -40,7 +51,7 @@ class Chunk32(Chunk):
     chunk = 32
 
 
-class ChunkVFirst(Adapter):
+class ChunkVFirst(FlaAdapter):
     """The same with states stored [V, K]."""
 
     algorithm = "chunkwise"
@@ -48,7 +59,6 @@ class ChunkVFirst(Adapter):
     chunk = 64
     domain = Domain(key_dims=(1, 256), in_kernel=INSIDE)
     counterpart = "fla/fused_recurrent_v_first"
-    requires = REQUIRES
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
@@ -56,12 +66,11 @@ class ChunkVFirst(Adapter):
         return v_first(rule, x)
 
 
-class FusedRecurrent(Adapter):
+class FusedRecurrent(FlaAdapter):
     """`fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule`: token by token in float32; its backward is not implemented."""
 
     algorithm = "recurrent"
     domain = Domain(key_dims=(1, 256), position_independent=True, backward=False, in_kernel=INSIDE)
-    requires = REQUIRES
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as rule
@@ -69,12 +78,11 @@ class FusedRecurrent(Adapter):
         return call(rule, x)
 
 
-class FusedRecurrentVFirst(Adapter):
+class FusedRecurrentVFirst(FlaAdapter):
     """The same with states stored [V, K]."""
 
     algorithm = "recurrent"
     domain = Domain(key_dims=(1, 256), position_independent=True, backward=False, in_kernel=INSIDE)
-    requires = REQUIRES
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as rule
@@ -82,7 +90,7 @@ class FusedRecurrentVFirst(Adapter):
         return v_first(rule, x)
 
 
-class ChunkKda(Adapter):
+class ChunkKda(FlaAdapter):
     """`fla.ops.kda.chunk_kda`: chunkwise, forward and backward."""
 
     algorithm = "chunkwise"
@@ -90,7 +98,6 @@ class ChunkKda(Adapter):
     chunk = 64
     domain = Domain(operation="kda", key_dims=(1, 256), in_kernel=INSIDE)
     counterpart = "fla/fused_recurrent_kda"
-    requires = REQUIRES
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.kda import chunk_kda as rule
@@ -98,12 +105,11 @@ class ChunkKda(Adapter):
         return call(rule, x)
 
 
-class FusedRecurrentKda(Adapter):
+class FusedRecurrentKda(FlaAdapter):
     """`fla.ops.kda.fused_recurrent_kda`: token by token in float32; forward only."""
 
     algorithm = "recurrent"
     domain = Domain(operation="kda", key_dims=(1, 256), position_independent=True, backward=False, in_kernel=INSIDE)
-    requires = REQUIRES
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.kda import fused_recurrent_kda as rule
@@ -111,7 +117,7 @@ class FusedRecurrentKda(Adapter):
         return call(rule, x)
 
 
-class ChunkDeltaRule(Adapter):
+class ChunkDeltaRule(FlaAdapter):
     """`fla.ops.delta_rule.chunk_delta_rule`: chunkwise; asserts that nothing is float32, and as many value heads as key heads."""
 
     algorithm = "chunkwise"
@@ -119,7 +125,6 @@ class ChunkDeltaRule(Adapter):
     chunk = 64
     domain = Domain(operation="delta_rule", dtypes=("bf16", "fp16"), key_dims=(1, 256), grouped_heads=False)
     counterpart = "fla/fused_recurrent_delta_rule"
-    requires = REQUIRES
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.delta_rule import chunk_delta_rule as rule
@@ -127,18 +132,36 @@ class ChunkDeltaRule(Adapter):
         return call(rule, x)
 
 
-class FusedRecurrentDeltaRule(Adapter):
+class FusedRecurrentDeltaRule(FlaAdapter):
     """`fla.ops.delta_rule.fused_recurrent_delta_rule`: token by token in float32, forward and backward."""
 
     algorithm = "recurrent"
     stores = True
     domain = Domain(operation="delta_rule", key_dims=(1, 256), grouped_heads=False)
-    requires = REQUIRES
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.delta_rule import fused_recurrent_delta_rule as rule
 
         return call(rule, x)
+
+
+class _CoreOnly(importlib.abc.MetaPathFinder):
+    """Finds no layers and no models, as where flash-linear-attention's core alone is installed."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:  # noqa: ARG002 - as finders are called
+        if name in ("fla.layers", "fla.models"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def core() -> None:
+    """Import `fla` without its layers and models, which take most of the time; they can be imported by their names as ever."""
+    if "fla" not in sys.modules:
+        finder = _CoreOnly()
+        sys.meta_path.insert(0, finder)
+        try:
+            importlib.import_module("fla.ops")
+        finally:
+            sys.meta_path.remove(finder)
 
 
 def call(rule: Any, x: Inputs, **more: Any) -> tuple[Tensor, Tensor | None]:

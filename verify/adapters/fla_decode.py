@@ -11,19 +11,18 @@ from torch import Tensor
 
 from oracles.operation import Inputs, sequences
 from oracles.pool_case import BLOCK_SIZES
-from verify.adapter import Adapter, Domain, PoolDomain
-from verify.adapters.fla import REQUIRES, call
+from verify.adapter import Domain, PoolDomain
+from verify.adapters.fla import FlaAdapter, call
 
 TOKENS = ("q", "k", "v", "g", "beta")
 RULE = Domain(key_dims=(1, 256), position_independent=True, backward=False)
 
 
-class Decode(Adapter):
+class Decode(FlaAdapter):
     """`fused_recurrent_gated_delta_rule` on the states that the slots name, written back into them; FLA has no pool of its own."""
 
     algorithm = "recurrent"
     domain = PoolDomain(rule=RULE)
-    requires = REQUIRES
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as rule

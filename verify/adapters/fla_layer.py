@@ -1,5 +1,6 @@
 """flash-linear-attention's GatedDeltaNet layer: signatures and layout only."""
 
+import importlib
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ class Layer(Adapter):
     domain = LayerDomain(nothing=False)
     counterpart: str | None = "fla/layer_recurrent"
     requires = REQUIRES
+
+    def bring(self) -> None:
+        importlib.import_module("fla.layers")
 
     def run(self, x: Inputs) -> Answer:
         module, cache = _module(x.layer, x), _cache(x)

@@ -7,17 +7,15 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.modules import ModuleDomain
-from verify.adapter import Adapter
-from verify.adapters.fla import REQUIRES
+from verify.adapters.fla import FlaAdapter
 
 
-class Conv(Adapter):
+class Conv(FlaAdapter):
     """`fla.modules.causal_conv1d.causal_conv1d`, its Triton backend: forward and backward."""
 
     algorithm = "pointwise"
     domain = ModuleDomain("causal_conv1d")
     counterpart = "fla/conv_update"
-    requires = REQUIRES
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.modules.causal_conv1d import causal_conv1d
@@ -34,12 +32,11 @@ class Conv(Adapter):
         return y, state
 
 
-class ConvUpdate(Adapter):
+class ConvUpdate(FlaAdapter):
     """`fla.modules.causal_conv1d.causal_conv1d_update`, one token at a time through a cache that it updates in place."""
 
     algorithm = "pointwise"
     domain = ModuleDomain("causal_conv1d", packed=False, longest=9, backward=False)
-    requires = REQUIRES
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         from fla.modules.causal_conv1d import causal_conv1d_update
@@ -52,12 +49,11 @@ class ConvUpdate(Adapter):
         return torch.cat(rows, 1) if rows else torch.zeros_like(x.x), cache
 
 
-class ShortConvolution(Adapter):
+class ShortConvolution(FlaAdapter):
     """`fla.modules.ShortConvolution`: without a gradient to come, single tokens go through its cache, which it updates in place."""
 
     algorithm = "pointwise"
     domain = ModuleDomain("causal_conv1d")
-    requires = REQUIRES
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.modules import ShortConvolution as Module
@@ -75,12 +71,11 @@ class ShortConvolution(Adapter):
         return y, state
 
 
-class GdnGate(Adapter):
+class GdnGate(FlaAdapter):
     """`fla.ops.gated_delta_rule.gate.fused_gdn_gate`: the gate alone, forward and backward."""
 
     algorithm = "pointwise"
     domain = ModuleDomain("gdn_gate", beta=False)
-    requires = REQUIRES
 
     def run(self, x: Inputs) -> Tensor:
         from fla.ops.gated_delta_rule.gate import fused_gdn_gate
@@ -89,12 +84,11 @@ class GdnGate(Adapter):
         return g
 
 
-class KdaGate(Adapter):
+class KdaGate(FlaAdapter):
     """`fla.ops.kda.gate.fused_kda_gate`: the gate alone, forward and backward."""
 
     algorithm = "pointwise"
     domain = ModuleDomain("kda_gate", beta=False)
-    requires = REQUIRES
 
     def run(self, x: Inputs) -> Tensor:
         from fla.ops.kda.gate import fused_kda_gate
@@ -103,12 +97,11 @@ class KdaGate(Adapter):
         return g
 
 
-class L2Norm(Adapter):
+class L2Norm(FlaAdapter):
     """`fla.modules.l2norm.l2norm`: forward and backward."""
 
     algorithm = "pointwise"
     domain = ModuleDomain("l2norm")
-    requires = REQUIRES
 
     def run(self, x: Inputs) -> Tensor:
         from fla.modules.l2norm import l2norm
@@ -117,7 +110,7 @@ class L2Norm(Adapter):
         return y
 
 
-class GatedNorm(Adapter):
+class GatedNorm(FlaAdapter):
     """`fla.modules.FusedRMSNormGated` with its gate silu, in float32 throughout; its own default of eps is 1e-5.
 
     Backward of a call without tokens divides by their number: ZeroDivisionError.
@@ -125,7 +118,6 @@ class GatedNorm(Adapter):
 
     algorithm = "pointwise"
     domain = ModuleDomain("gated_rms_norm", eps=("1e-6", "1e-5"), empty=False)
-    requires = REQUIRES
 
     def run(self, x: Inputs) -> Tensor:
         from fla.modules import FusedRMSNormGated

@@ -1,0 +1,68 @@
+"""The worker that begins with the command: of the right environment, given away once, and gone when nobody takes it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from verify import early
+from verify.worker import NO_GPU
+
+
+@pytest.fixture(autouse=True)
+def none_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "_begun", [])
+    monkeypatch.delenv("RANK", raising=False)
+
+
+@pytest.mark.parametrize("words", [["check", "fla/chunk", "--device", "cpu"], ["check", "fla/chunk", "--device=cpu"]])
+def test_it_answers_as_any_worker_and_is_taken_once(words: list[str]) -> None:
+    early.begin(words)
+    assert early.take({"CUDA_VISIBLE_DEVICES": "7"}, 60.0) is None  # it sees other devices
+    worker = early.take(NO_GPU, 60.0)
+    assert worker is not None
+    with worker:
+        assert worker.alive
+        assert worker.deadline_s == 60.0
+        process = worker._process
+        assert worker.ask({"tuned": True}) == {"known": {}, "infeasible": {}}
+        assert worker._process is process
+    assert early.take(NO_GPU, 60.0) is None
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["repeat", "law=oracle"], ["check", "--help"], ["check", "x", "--ranks=2"], ["check", "x", "--deny", "list"]]
+)
+def test_nothing_begins_for_commands_that_need_none_or_another(words: list[str]) -> None:
+    early.begin(words)
+    assert early.take(NO_GPU, 60.0) is None
+
+
+def test_ranks_of_torchrun_begin_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    early.begin(["check", "fla/chunk", "--device", "cpu"])
+    assert early.take(NO_GPU, 60.0) is None
+
+
+def test_a_command_that_ends_at_once_leaves_no_process() -> None:
+    program = "from verify import early; early.begin(['check', 'x', '--device=cpu']); print(early._begun[0][1]._process.pid)"
+    pid = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.strip()
+    assert subprocess.run(["ps", "-p", pid], check=False, capture_output=True).returncode == 1
+
+
+def test_torch_is_not_imported_before_the_worker_starts() -> None:
+    program = "import sys; from verify import early; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_an_adapter_brings_the_core_alone_and_layers_can_be_imported_after() -> None:
+    program = """
+import sys
+from verify.adapter import load
+load("fla/chunk").bring()
+assert "fla.ops.gated_delta_rule" in sys.modules
+assert not {"fla.layers", "fla.models"} & set(sys.modules)
+load("fla/layer").bring()
+assert "fla.layers" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
