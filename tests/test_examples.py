@@ -14,6 +14,7 @@ import pytest
 from oracles.case import Case
 from properties.strategies import Example
 from tests.answering import Answering
+from tests.test_plugin import INSTALLED
 from verify import cli
 from verify.check import Check, Profile
 from verify.examples import FILE, MOST, Examples
@@ -314,6 +315,7 @@ def test_a_suite_asks_what_was_kept_if_it_is_told_to(tmp_path: pathlib.Path) -> 
     )
     (tmp_path / ".gdn-verify").mkdir()
     (tmp_path / ".gdn-verify" / FILE).write_text(f"{LINE_77}\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "verify.pytest_plugin", "--gdn-law", "recall"]
+    plugin = [] if INSTALLED else ["-p", "verify.pytest_plugin"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, "--gdn-law", "recall"]
     done = subprocess.run([*command, "--gdn-examples"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert (done.returncode, "in an earlier check" in done.stdout) == (1, True), done.stdout

@@ -524,7 +524,8 @@ def test_precisions_of_each_class() -> None:
     assert arithmetic("bf16") == Arithmetic(9, 8, EXACT, 8, **blocks)
     assert arithmetic("fp16") == Arithmetic(9, 11, EXACT, 11, FP16_STEP, **blocks)
     assert arithmetic("fp32") == Arithmetic(9, 24, 24, 24, **blocks)
-    assert arithmetic("fp32", products="tf32") == Arithmetic(9, 10, 10, 24, **blocks)
+    assert arithmetic("fp32", products="tf32") == Arithmetic(9, 10, 10, 24, **blocks, inverse=9)
+    assert arithmetic("fp16", products="tf32") == Arithmetic(9, 11, EXACT, 11, FP16_STEP, **blocks, inverse=9)
     for each in (steps, points):  # which keep float32 throughout
         assert arithmetic("bf16", **each) == Arithmetic(9, 24, 24, 8, **each)
         assert arithmetic("fp16", **each) == Arithmetic(9, 24, 24, 11, FP16_STEP, **each)

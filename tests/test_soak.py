@@ -96,7 +96,7 @@ def test_a_law_that_broke_is_told_once_and_not_asked_again(workers: list[Answeri
     with Soak([RIGHT, OTHER], LAWS, store=Store(tmp_path), on_report=told.append, on_round=rounds.append) as soaking:
         soaking.describe()
         workers[0].ratio = lambda run: 2.0 if (run.law, run.adapter) == ("cut", OTHER) else 0.5
-        soaking.run(1.0)
+        soaking.run(2.0)
     assert [(each.adapter, each.law, each.verdict) for each in told] == [(OTHER, "cut", Verdict.BROKEN)]
     assert told[0].run
     assert soaking.rounds > 2
@@ -104,7 +104,7 @@ def test_a_law_that_broke_is_told_once_and_not_asked_again(workers: list[Answeri
     assert {key for key, each in known.items() if each.verdict is Verdict.BROKEN} == {(OTHER, "cut")}
     assert sum(known[OTHER, "cut"].counts.values()) == 1
     assert known[OTHER, "cut"].run == told[0].run
-    assert sum(known[OTHER, "pure"].counts.values()) > 20
+    assert sum(known[OTHER, "pure"].counts.values()) > 5, "as many as a round of five and more"
     seeds = {(this.number, this.seed) for this in rounds}
     assert len(seeds) == soaking.rounds, "all adapters of a round have its seed"
 

@@ -27,6 +27,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a kernel's warnings are its authors' affair
+            _brought()
             if "join" in question:
                 ahead.start()  # it forks, and a group has threads and perhaps a GPU
                 join(question["join"])
@@ -81,6 +82,15 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         return Outcome(Verdict.UNKNOWN, reason=str(error)).to_json()
 
 
+_bringing: list[threading.Thread] = []
+
+
+def _brought() -> None:
+    """Wait for what is being imported: who imports the same at the same time may see a part of it."""
+    while _bringing:
+        _bringing.pop().join()
+
+
 def _bring(adapter: Adapter) -> None:
     """Have the adapter import what it needs, and its GPU begin, while the check draws its first cases: all take seconds."""
 
@@ -90,7 +100,9 @@ def _bring(adapter: Adapter) -> None:
                 torch.zeros(1, device="cuda")
             adapter.bring()
 
-    threading.Thread(target=bring, daemon=True).start()
+    thread = threading.Thread(target=bring, daemon=True)
+    thread.start()
+    _bringing.append(thread)
 
 
 def _begin(runs: list[Run]) -> None:
