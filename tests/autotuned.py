@@ -66,3 +66,13 @@ class WrongWhateverFrom41(WrongAt64):
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         o, state = super().run(x)
         return (o.neg() if o.shape[1] > 40 else o), state
+
+
+class StarvedAt64(Copied):
+    """Runs out of memory where the first kernel's block is 64."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        answer = super().run(x)
+        if copy_kernel.best_config.kwargs["BLOCK"] == 64:
+            raise MemoryError("no room")
+        return answer

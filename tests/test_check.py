@@ -14,6 +14,7 @@ from oracles.case import Case
 from properties.laws import LAWS, Blind
 from properties.strategies import Example
 from verify import check as check_module
+from verify import device as devices
 from verify.adapter import AdapterError, installed
 from verify.check import ENOUGH, PROFILES, Check, LawReport, Profile, ask, batches, describe, overall, seeded
 from verify.judge import Finding, Verdict
@@ -247,6 +248,9 @@ def test_memory_that_runs_out_is_broken_only_where_the_plain_size_fits(monkeypat
     small = execute(Run("oracle", RIGHT, Example(Case((3,)))))
     assert small.verdict is Verdict.BROKEN
     assert small.findings[0].what.startswith("ran out of memory, with ")
+    with monkeypatch.context() as shared:
+        shared.setattr(devices, "crowded", lambda device: True)
+        assert execute(Run("oracle", RIGHT, Example(Case((3,))))).verdict is Verdict.UNKNOWN
     monkeypatch.setattr(Case, "bytes", 1 << 60)
     large = execute(Run("oracle", RIGHT, Example(Case((3,)))))
     assert (large.verdict, large.findings) == (Verdict.UNKNOWN, [])

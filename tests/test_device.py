@@ -135,3 +135,11 @@ def test_bad_words_about_tuning_are_one_line(words: list[str], said: str, capsys
     err = capsys.readouterr().err
     assert said in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_gpu_is_crowded_where_less_than_half_of_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not devices.crowded("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for free, crowded in ((49, True), (51, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 100))
+        assert devices.crowded("cuda") is crowded

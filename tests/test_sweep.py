@@ -108,3 +108,11 @@ def test_a_failure_that_does_not_come_again_is_undecided_and_not_forgotten(
     assert result.faults == []
     assert result.undecided
     assert all(reason.startswith("failed once and not again: law=") for reason in result.undecided)
+
+
+def test_memory_that_workers_share_is_not_a_configuration_s_to_run_out_of(tmp_path: pathlib.Path) -> None:
+    shared = swept("StarvedAt64", tmp_path, 2)
+    assert shared.faults == []
+    assert any("which other workers share" in reason for reason in shared.undecided)
+    alone = swept("StarvedAt64", tmp_path)
+    assert {config.split(":")[0] for fault in alone.faults for _, config in fault.policy.picks} == {"BLOCK=64"}

@@ -71,6 +71,17 @@ def tidy() -> None:
         torch.cuda.empty_cache()
 
 
+def crowded(device: str) -> bool:
+    """Whether less than half of a GPU's memory is free, though torch gave back what it only kept: other processes have it.
+
+    Or this one's kernels, for the registers that they spill: the driver keeps room for all threads that the device can have.
+    """
+    if device == "cpu":
+        return False
+    free, whole = torch.cuda.mem_get_info() if torch.cuda.is_available() else (1, 1)
+    return free < whole / 2
+
+
 def free_bytes(device: str) -> int:
     """Bytes of memory that are free on the device, after torch gave back what it only kept."""
     if device == "cpu":

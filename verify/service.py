@@ -51,7 +51,9 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
                 }
             if "compile" in question:
                 compiled(Run.parse(question["compile"]))
-                return {"spent": bool(devices.lost("cuda") if devices.gpus() else None)}
+                devices.tidy()
+                there = "cuda" if devices.gpus() else "cpu"
+                return {"spent": bool(devices.lost(there)) or devices.crowded(there)}  # a new process has the memory of none
             if "tuned" in question:
                 return {"known": tuning.known(), "infeasible": tuning.infeasible()}
             if "refuse" in question:
