@@ -76,3 +76,30 @@ class StarvedAt64(Copied):
         if copy_kernel.best_config.kwargs["BLOCK"] == 64:
             raise MemoryError("no room")
         return answer
+
+
+@triton.autotune([triton.Config({"BLOCK": block}) for block in (16, 64)], key=["n"])
+@triton.jit
+def first_kernel(x, y, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + i, tl.load(x + i, mask=i < n) + (BLOCK // 64), mask=i < n)
+
+
+@triton.autotune([triton.Config({"BLOCK": block}) for block in (16, 32, 64, 128)], key=["n"])
+@triton.jit
+def second_kernel(x, y, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + i, tl.load(x + i, mask=i < n) + (BLOCK // 64), mask=i < n)
+
+
+class WrongInBoth(Chunkwise):
+    """Wrong from blocks of 64 on: one configuration of the first kernel, two of the second, whose list is twice as long."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        with x.q.device:
+            o, state = super().run(x)
+        once, twice, n = torch.empty_like(o), torch.empty_like(o), o.numel()
+        if n:
+            first_kernel[lambda meta: (triton.cdiv(n, meta["BLOCK"]),)](o.contiguous(), once, n)
+            second_kernel[lambda meta: (triton.cdiv(n, meta["BLOCK"]),)](once, twice, n)
+        return twice, state

@@ -38,6 +38,18 @@ def test_nothing_begins_for_commands_that_need_none_or_another(words: list[str])
     assert early.take(NO_GPU, 60.0) is None
 
 
+def test_it_is_not_taken_where_modules_would_be_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    for change in (
+        lambda: monkeypatch.setattr(sys, "path", ["somewhere", *sys.path]),
+        lambda: monkeypatch.setenv("GDN_VERIFY_DENIED", "list"),
+    ):
+        early.begin(["check", "megatron/layer", "--device", "cpu"])
+        (*_, begun) = early._begun[-1]
+        change()
+        assert early.take(NO_GPU, 60.0) is None
+        begun.close()
+
+
 def test_ranks_of_torchrun_begin_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     early.begin(["check", "fla/chunk", "--device", "cpu"])
@@ -45,7 +57,7 @@ def test_ranks_of_torchrun_begin_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_command_that_ends_at_once_leaves_no_process() -> None:
-    program = "from verify import early; early.begin(['check', 'x', '--device=cpu']); print(early._begun[0][1]._process.pid)"
+    program = "from verify import early; early.begin(['check', 'x', '--device=cpu']); print(early._begun[0][-1]._process.pid)"
     pid = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.strip()
     assert subprocess.run(["ps", "-p", pid], check=False, capture_output=True).returncode == 1
 
@@ -62,7 +74,13 @@ from verify.adapter import load
 load("fla/chunk").bring()
 assert "fla.ops.gated_delta_rule" in sys.modules
 assert not {"fla.layers", "fla.models"} & set(sys.modules)
-load("fla/layer").bring()
+from fla import GatedDeltaNet
 assert "fla.layers" in sys.modules
+try:
+    from fla import Nothing
+except ImportError:
+    pass
+else:
+    raise AssertionError
 """
     subprocess.run([sys.executable, "-c", program], check=True)

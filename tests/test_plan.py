@@ -148,6 +148,10 @@ def test_notes_that_cannot_be_written_are_none(tmp_path: pathlib.Path, monkeypat
     notes.add("words")
     assert not notes.has("words")
     assert not notes.any
+    monkeypatch.setattr(pathlib.Path, "exists", None)  # which raises where a folder above may not be entered
+    monkeypatch.setattr(pathlib.Path, "is_dir", None)
+    assert not Notes("fla/chunk", "5", "one").any
+    assert not Notes("fla/chunk", "5", "one").has("words")
 
 
 def test_laws_that_run_forward_alone_come_first() -> None:

@@ -19,12 +19,12 @@ from verify.worker import Worker
 CASE = Case(lengths=(40,), key_dim=8, value_dim=8, backward=False)
 
 
-def swept(name: str, tmp_path: pathlib.Path, workers: int = 1, *more: Case) -> Swept:
+def swept(name: str, tmp_path: pathlib.Path, workers: int = 1, *more: Case, seed: int = 1) -> Swept:
     several = [Worker(60.0) for _ in range(workers)]
     try:
         described = describe(f"tests/autotuned.py:{name}", several[0])
         examples = [("oracle", Example(CASE)), ("memory", Example(CASE)), *(("oracle", Example(case)) for case in more)]
-        return Sweep(described, several, Store(str(tmp_path)), seed=1, device="cpu", examples=examples).run()
+        return Sweep(described, several, Store(str(tmp_path)), seed=seed, device="cpu", examples=examples).run()
     finally:
         for worker in several:
             worker.close()
@@ -116,3 +116,11 @@ def test_memory_that_workers_share_is_not_a_configuration_s_to_run_out_of(tmp_pa
     assert any("which other workers share" in reason for reason in shared.undecided)
     alone = swept("StarvedAt64", tmp_path)
     assert {config.split(":")[0] for fault in alone.faults for _, config in fault.policy.picks} == {"BLOCK=64"}
+
+
+def test_a_wrong_configuration_that_always_stands_beside_another_is_found_too(tmp_path: pathlib.Path) -> None:
+    for seed in (1, 2, 3, 4):
+        result = swept("WrongInBoth", tmp_path, seed=seed)
+        wrong = {(kernel.rpartition(".")[2], config) for fault in result.faults for kernel, config in fault.policy.picks}
+        assert {kernel for kernel, _ in wrong} == {"first_kernel", "second_kernel"}, seed
+        assert len(wrong) == 3, seed

@@ -68,7 +68,8 @@ def lost(device: str) -> str | None:
 def tidy() -> None:
     """Give back what torch keeps of memory beyond KEPT, for processes that share the device."""
     if torch.cuda.is_available() and torch.cuda.memory_reserved() > KEPT:
-        torch.cuda.empty_cache()
+        with contextlib.suppress(RuntimeError):  # its context is gone: whoever asks for it is told so
+            torch.cuda.empty_cache()
 
 
 def crowded(device: str) -> bool:

@@ -6,13 +6,15 @@ Only the standard library is imported here.
 import atexit
 import itertools
 import os
+import sys
 from collections.abc import Mapping, Sequence
 
 from verify.worker import NO_GPU, Worker
 
 COMMANDS = ("check", "soak")
-ELSEWHERE = ("-h", "--help", "--ranks", "--deny", "--sanitize")  # other workers, or another environment of them
-_begun: list[tuple[dict[str, str], Worker]] = []
+ELSEWHERE = ("-h", "--help", "--ranks", "--deny", "--sanitize", "--path")  # other workers, or another environment of them
+Inherited = tuple[list[str], str | None]
+_begun: list[tuple[dict[str, str], Inherited, Worker]] = []
 
 
 def begin(words: Sequence[str]) -> None:
@@ -22,18 +24,23 @@ def begin(words: Sequence[str]) -> None:
         environment = dict(NO_GPU) if "cpu" in _device(words) or not os.path.exists("/dev/nvidiactl") else _first_gpu()
         worker = Worker(environment=environment)
         worker.launch()
-        _begun.append((environment, worker))
+        _begun.append((environment, _inherited(), worker))
         atexit.register(worker.close)
 
 
 def take(environment: Mapping[str, str], deadline_s: float) -> Worker | None:
-    """The worker that was begun, if it has this environment; it is given away once."""
-    for index, (own, worker) in enumerate(_begun):
-        if own == dict(environment):
+    """The worker that was begun, if it has this environment and what one has that begins now; it is given away once."""
+    for index, (own, had, worker) in enumerate(_begun):
+        if own == dict(environment) and had == _inherited():
             del _begun[index]
             worker.deadline_s = deadline_s
             return worker
     return None
+
+
+def _inherited() -> Inherited:
+    """What the command line may change of what a worker has from the process that starts it."""
+    return list(sys.path), os.environ.get("GDN_VERIFY_DENIED")
 
 
 def _device(words: Sequence[str]) -> set[str]:

@@ -186,7 +186,7 @@ def _patch_operands(interpreter: Any, tl: Any) -> None:
     def constant(self: Any, beside: Any, number: Any, div_or_mod: Any, first: Any) -> Any:
         """What Triton makes of a number beside a tensor that keeps its type; None if the tensor does not."""
         shape = beside.type.shape if beside.type.is_block() else None
-        key = beside.dtype.name, type(number), number, div_or_mod, first, id(shape)
+        key = beside.dtype.name, type(number), repr(number), div_or_mod, first, id(shape)  # 0.0 and -0.0 are two
         if key not in constants:
             like = self.scalar_constant(0, beside.dtype)
             pair = plain_operands(self, *((number, like) if first else (like, number)), False, False, True, div_or_mod)

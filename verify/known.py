@@ -21,9 +21,9 @@ FILE = pathlib.Path(__file__).with_name("known_defects.toml")
 class Known:
     """A defect on file: the run line that shows it, the versions that have it, and which other cases of the law it explains.
 
-    `where` is words of a case line; a finding of the same adapter and law, or one of the laws in `also`, on the same device and a
-    case that has all of them is this defect. `most` are words whose numbers go no further; where `outputs` are named, no other one
-    may be wrong, and by no more than `times` its bound.
+    `where` is words of a case line; a finding of the same adapter and law, or one of the laws in `also`, on a case that has all of
+    them is this defect; one shown on a GPU is one of GPUs only. `most` are words whose numbers go no further; where `outputs` are
+    named, no other one may be wrong, and by no more than `times` its bound.
     """
 
     run: Run
@@ -52,7 +52,7 @@ class Known:
 
     def _explains(self, finding: Finding) -> bool:
         output = finding.output.split()[0].rstrip(",")
-        return output in self.outputs and finding.error <= self.times * finding.allowed
+        return output in self.outputs and (self.times == math.inf or finding.error <= self.times * finding.allowed)
 
 
 def _outputs(case: Any) -> set[str]:
@@ -86,7 +86,7 @@ def _known(index: int, entry: dict[str, object]) -> Known:
     most, outputs, times = entry.get("most", {}), entry.get("outputs", []), entry.get("times", math.inf)
     if not isinstance(most, dict) or not all(isinstance(number, int) for number in most.values()):
         raise ValueError(f"known defect {index}: most must give words their greatest whole numbers, got {most!r}")
-    names = _outputs(run.example.case) if outputs else set()
+    names = {"call", *_outputs(run.example.case)} if outputs else set()
     if not isinstance(outputs, list) or not set(outputs) <= names:
         raise ValueError(f"known defect {index}: outputs must be a list of some of {', '.join(sorted(names))}, got {outputs!r}")
     if not isinstance(times, int | float) or times < 1:

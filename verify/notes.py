@@ -25,11 +25,11 @@ class Notes:
     @property
     def any(self) -> bool:
         """Whether there are notes, of whatever versions."""
-        return self._folder is not None and self._folder.is_dir()
+        return self._folder is not None and os.path.isdir(self._folder)
 
     def has(self, *words: Any) -> bool:
         """Whether what `words` say was launched before."""
-        return self._folder is not None and self._file(self._folder, words).exists()
+        return self._folder is not None and os.path.exists(self._file(self._folder, words))
 
     def add(self, *words: Any) -> None:
         """Note that what `words` say was launched. A cache that cannot be written has no notes."""

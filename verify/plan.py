@@ -55,7 +55,7 @@ class Compilers:
         self._workers, self._idle, self._lock = workers, list(workers), threading.Lock()
         self._closed, self._first, self.notes = threading.Event(), first, notes or Notes()
         self._pool = concurrent.futures.ThreadPoolExecutor(max(1, len(workers)))
-        if not self.notes.any:
+        if workers and not self.notes.any:
             self._start()
 
     def _start(self) -> None:

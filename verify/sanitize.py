@@ -246,7 +246,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     if not question.keys() & {"run", "runs", "refuse"}:
         return reply
     if "refuse" in question:
-        return {**reply, "did": f"{reply['did']}, and the sanitizer reports {found[0]}"} if found else reply
+        return {**reply, "did": f"{reply['did']}, and the sanitizer reports {found[0]}"} if found and "did" in reply else reply
     if trouble:
         undecided = Outcome(Verdict.UNKNOWN, reason=f"the sanitizer failed: {trouble}").to_json()
         return {**undecided, "spent": True} if "run" in question else {"outcomes": []}

@@ -53,7 +53,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
                 compiled(Run.parse(question["compile"]))
                 devices.tidy()
                 there = "cuda" if devices.gpus() else "cpu"
-                return {"spent": bool(devices.lost(there)) or devices.crowded(there)}  # a new process has the memory of none
+                return {"spent": bool(devices.lost(there)) or (devices.crowded(there) and not _CROWDED)}
             if "tuned" in question:
                 return {"known": tuning.known(), "infeasible": tuning.infeasible()}
             if "refuse" in question:
@@ -84,6 +84,9 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         return Outcome(Verdict.UNKNOWN, reason=str(error)).to_json()
 
 
+_CROWDED: list[bool] = []  # that the GPU was crowded when this process began: another one would have no more room
+
+
 _bringing: list[threading.Thread] = []
 
 
@@ -100,6 +103,8 @@ def _bring(adapter: Adapter) -> None:
         with contextlib.suppress(Exception):  # whatever it is, the first call meets it too
             if devices.gpus():
                 torch.zeros(1, device="cuda")
+                if devices.crowded("cuda"):
+                    _CROWDED.append(True)
             adapter.bring()
 
     thread = threading.Thread(target=bring, daemon=True)

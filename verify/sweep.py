@@ -180,8 +180,13 @@ class Sweep:
         found: dict[tuple[str, ...], tuple[Policy, Run, Outcome]] = {}
         for tune, (run, outcome) in failing.items():
             policy = Policy.parse(tune)
-            if any(set(seen.picks) <= set(policy.picks) and first.law == run.law for seen, first, _ in found.values()):
-                continue  # it has what is known to fail; what else is wrong in it stands beside other configurations too
+            if seen := {pick for each, *_ in found.values() if set(each.picks) <= set(policy.picks) for pick in each.picks}:
+                # What is known to fail is taken out: lists step side by side, and what else is wrong may stand beside nothing else.
+                policy = Policy(policy.tune, tuple(pick for pick in policy.picks if pick not in seen))
+                left = next((each for each in bases[policy.tune or 0] if self._fails(each, policy)), None)
+                if left is None:
+                    continue
+                run = left
             try:
                 smallest = narrow(policy, functools.partial(self._fails, run))
                 reason = "" if smallest else "failed once and not again"

@@ -153,6 +153,16 @@ class _CoreOnly(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
+def _public(name: str) -> Any:
+    """What `fla` exports of its layers and models, for whoever imports it from there after all."""
+    if name[:1].isupper():
+        for part in ("fla.layers", "fla.models"):
+            module = importlib.import_module(part)
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module 'fla' has no attribute {name!r}")
+
+
 def core() -> None:
     """Import `fla` without its layers and models, which take most of the time; they can be imported by their names as ever."""
     if "fla" not in sys.modules:
@@ -162,6 +172,7 @@ def core() -> None:
             importlib.import_module("fla.ops")
         finally:
             sys.meta_path.remove(finder)
+        vars(sys.modules["fla"])["__getattr__"] = _public
 
 
 def call(rule: Any, x: Inputs, **more: Any) -> tuple[Tensor, Tensor | None]:
