@@ -281,11 +281,11 @@ def _held(bench: PathBench, bounds: dict[str, Bound], name: str) -> Bound:
         return bound
     axis, rows = part
     finer = bound.finer
-    return Bound(
-        bound.value.index_select(axis, rows),
-        bound.allowed.index_select(axis, rows) if axis < bound.allowed.ndim else bound.allowed,
-        bound.origin,
-        None if finer is None else lambda: _held(bench, {name: finer()}, name),
+    return dataclasses.replace(
+        bound,
+        value=bound.value.index_select(axis, rows),
+        allowed=bound.allowed.index_select(axis, rows) if axis < bound.allowed.ndim else bound.allowed,
+        finer=None if finer is None else lambda: _held(bench, {name: finer()}, name),
     )
 
 

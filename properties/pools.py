@@ -224,11 +224,11 @@ def _at(x: Tensor, mask: Tensor) -> Tensor:
 def _limited(bound: Bound, mask: Tensor) -> Bound:
     """The bound of `_at`'s rows."""
     finer = bound.finer
-    return Bound(
-        _at(bound.value, mask),
-        torch.where(spread(mask, bound.allowed, 0), bound.allowed, 1.0),
-        bound.origin,
-        None if finer is None else lambda: _limited(finer(), mask),
+    return dataclasses.replace(
+        bound,
+        value=_at(bound.value, mask),
+        allowed=torch.where(spread(mask, bound.allowed, 0), bound.allowed, 1.0),
+        finer=None if finer is None else lambda: _limited(finer(), mask),
     )
 
 
@@ -450,7 +450,7 @@ def _half(bound: Bound) -> Bound:
     """Half the allowance of each row."""
     finer = bound.finer
     later = None if finer is None else lambda: _half(finer())
-    return Bound(bound.value, bound.allowed / 2, f"half of {bound.origin}", later)
+    return dataclasses.replace(bound, allowed=bound.allowed / 2, origin=f"half of {bound.origin}", finer=later)
 
 
 def _strides(bench: Bench, example: Example) -> Iterator[Pair]:

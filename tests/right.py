@@ -106,6 +106,30 @@ class Tf32(Chunkwise):
         return torch.linalg.solve_triangular(identity + a, identity.expand_as(a), upper=False)
 
 
+class Tf32Inverse(Chunkwise):
+    """Half precision whose I + A is inverted in float32 by blocks of 16 tokens, merged by products in TF32, as on GPUs."""
+
+    domain = Domain(dtypes=("fp16",))
+
+    def solve(self, a: Tensor, like: Tensor) -> Tensor:
+        identity = torch.eye(a.shape[-1])
+        cuts = range(0, a.shape[-1], 16)
+        rows: list[Tensor] = []
+        for cut in cuts:
+            end = min(cut + 16, a.shape[-1])
+            block, own = a[..., cut:end, cut:end], identity[: end - cut, : end - cut]
+            inverse = torch.linalg.solve_triangular(own + block, own.expand_as(block), upper=False)
+            before = torch.zeros_like(a[..., cut:end, :cut])
+            if cut:
+                before = -self.product(inverse, self.product(a[..., cut:end, :cut], torch.cat(rows, -2)[..., :cut]))
+            rows.append(torch.cat([before, inverse, torch.zeros_like(a[..., cut:end, end:])], -1))
+        return self.low(torch.cat(rows, -2), like).float()
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b of truncated operands."""
+        return _Truncated.apply(a) @ _Truncated.apply(b)  # type: ignore[no-any-return]
+
+
 class _Truncated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:  # type: ignore[override]

@@ -1260,3 +1260,34 @@ def test_wrong_implementation_is_rejected_where_it_is_wrong(
     assert broken(wrong.__base__(), case) == set()
     if wrong.__name__.startswith("Gradient"):
         assert over == seen, "all else is right"
+
+
+class Bf16Inverse(right.Tf32Inverse):
+    """The same by products in bf16: three bits too few."""
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        return a.bfloat16().float() @ b.bfloat16().float()
+
+
+def test_an_inverse_by_tf32_products_errs_as_its_bound_says_and_one_by_bf16_products_by_more() -> None:
+    """The case, of a kernel on a GPU, had dk over the bound of float32 products and is right."""
+    case = Case.parse(
+        "lengths=2+451+107 packed=yes heads=4 value_heads=8 key_dim=24 value_dim=32 dtype=fp16 gate=1000 beta=one values=repeated "
+        "state=random scale=one seed=12644"
+    )
+    x, cotangents = case.inputs(), case.cotangents()
+    finer = {products: bounds(case.spec, x, cotangents, "chunkwise", products, 64)["dk"].finer for products in ("ieee", "tf32")}
+    assert all(finer.values())
+    allowed = {products: make() for products, make in finer.items() if make is not None}
+
+    def worst(kind: type[right.Chunkwise], products: str) -> float:
+        k = x.k.detach().requires_grad_()
+        o, state = kind().run(x.replaced(k=k))
+        assert state is not None
+        (dk,) = torch.autograd.grad([o, state], [k], [cotangents["o"], cotangents["final_state"]])
+        return float(((dk.double() - allowed[products].value).norm(dim=-1) / allowed[products].allowed).max())
+
+    assert worst(right.Tf32Inverse, "ieee") > 1.5 * worst(right.Tf32Inverse, "tf32")
+    assert 0.1 < worst(right.Tf32Inverse, "tf32") < 0.8
+    assert worst(right.Chunkwise, "tf32") < 0.5
+    assert worst(Bf16Inverse, "tf32") > 1

@@ -34,11 +34,11 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> list[Answering]:
     """Those that soaks start: one, with the ratio 0.5 for all that is asked."""
     made: list[Answering] = []
 
-    def start(deadline_s: float, environment: dict[str, str]) -> Answering:
+    def start(device: str, count: int, deadline_s: float) -> list[Answering]:
         made.append(Answering())
-        return made[-1]
+        return made[-1:]
 
-    monkeypatch.setattr(soak, "Worker", start)
+    monkeypatch.setattr(soak, "started", start)
     for name, examples in (("few", 4), ("quick", 8), ("ci", 12)):
         monkeypatch.setitem(PROFILES, name, Profile(name, examples))
     return made

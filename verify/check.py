@@ -117,6 +117,12 @@ class Described:
     products: str = "ieee"
 
 
+def started(device: str, count: int, deadline_s: float) -> list[Worker]:
+    """That many workers of a device, one at least; the first is that which began with the command, if it has it."""
+    environments = [devices.environment(device, each) for each in range(max(1, count))]
+    return [early.take(each, deadline_s) or Worker(deadline_s, environment=each) for each in environments]
+
+
 def describe(spec: str, worker: Asked) -> Described:
     """The adapter's declarations, asked in a worker. AdapterError if it cannot be had, even if importing it kills the worker."""
     try:
@@ -288,8 +294,7 @@ class Check:
             worker.close()
 
     def _started(self, workers: int, deadline_s: float) -> list[Worker]:
-        environments = [devices.environment(self.device, each) for each in range(max(1, workers))]
-        return [early.take(each, deadline_s) or Worker(deadline_s, environment=each) for each in environments]
+        return started(self.device, workers, deadline_s)
 
     def describe(self) -> Described:
         """The adapter's declarations. AdapterError if it cannot be had."""

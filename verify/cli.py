@@ -22,7 +22,7 @@ from verify import coverage, sanitize, soak, tuning
 from verify import device as devices
 from verify import report as text
 from verify.adapter import BUILT_IN, PATHS, AdapterError, check_requirements, check_spec, installed
-from verify.check import PROFILES, Asked, Check, LawReport, ask, describe
+from verify.check import PROFILES, Asked, Check, LawReport, ask, describe, started
 from verify.claims import command as claims
 from verify.examples import Examples
 from verify.judge import Verdict
@@ -508,7 +508,7 @@ def _sanitizer(options: argparse.Namespace) -> sanitize.Sanitizer | None:
 def _sweep(options: argparse.Namespace, spec: str, device: str, seed: int, store: Store, out: Any) -> int:
     """Every configuration of every kernel, and the deny-list."""
     count = options.workers or max(1, _compilers(device))
-    workers = [Worker(_deadline(options), environment=devices.environment(device, each)) for each in range(count)]
+    workers = started(device, count, _deadline(options))
     with contextlib.ExitStack() as undo, _json_lines(options.json) as lines, _progress() as on_case:
         for worker in workers:
             undo.callback(worker.close)

@@ -40,7 +40,7 @@ def take(environment: Mapping[str, str], deadline_s: float) -> Worker | None:
 
 def _inherited() -> Inherited:
     """What the command line may change of what a worker has from the process that starts it."""
-    return list(sys.path), os.environ.get("GDN_VERIFY_DENIED")
+    return list(sys.path), os.environ.get("GDN_VERIFY_DENIED")  # DENIED of verify/run.py, which imports torch
 
 
 def _device(words: Sequence[str]) -> set[str]:

@@ -13,9 +13,7 @@ from typing import Any
 from oracles.counter import mix_words
 from properties.books import book_of
 from properties.paths import PathDomain
-from verify import device as devices
-from verify import early
-from verify.check import PROFILES, Check, Described, LawReport, Profile, describe, overall
+from verify.check import PROFILES, Check, Described, LawReport, Profile, describe, overall, started
 from verify.examples import Examples
 from verify.judge import Verdict
 from verify.store import Store
@@ -163,11 +161,7 @@ class Soak:
 
     def _started(self, device: str) -> list[Worker]:
         if device not in self._workers:
-            count = max(1, self._count(device))
-            environments = [devices.environment(device, each) for each in range(count)]
-            self._workers[device] = [
-                early.take(each, self.deadline_s) or Worker(self.deadline_s, environment=each) for each in environments
-            ]
+            self._workers[device] = started(device, self._count(device), self.deadline_s)
         return self._workers[device]
 
     def _closed(self, spec: str) -> set[str]:
