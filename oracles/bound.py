@@ -13,9 +13,10 @@ runs is a poor estimate. A row is broken when its error exceeds
     allowed = KAPPA sigma
 
 never less than FLOOR_ULP units in the last place of the row, nor than the subnormal step of what is stored on the way to it.
-So few runs, where equal values err alike and pooling rows does not help, may all happen to err little: the judge asks for FINER
-times as many before it calls a row broken that is over by less than thirtyfold. On a CPU, where a run is what costs, it may look at
-one of the RUNS first, at two, and at all only if an error is over what these are sure of (`Bound.sure`): it finds the same broken.
+So few runs, where equal values err alike and pooling rows does not help, may all happen to err little: before it calls a row
+broken that is over by less than thirtyfold, the judge asks what MORE of them allow, those of each number in turn. On a CPU,
+where a run is what costs, it may look at one of the RUNS first, at two, and at all only if an error is over what these are sure of
+(`Bound.sure`): it finds the same broken.
 
 docs/MEASUREMENTS.md derives KAPPA and holds the distribution of error / allowed on right implementations.
 """
@@ -33,7 +34,7 @@ from oracles.operation import NAMES, Inputs, Operation, Port, gradient_name, seq
 from oracles.rounding import BITS, EXACT, Arithmetic
 
 RUNS = 4
-FINER = 16
+MORE = (4 * RUNS, 16 * RUNS)
 LOOKS = (1, 2)  # runs of RUNS that one may look at before the others
 CHUNKS = (64, 16, 32, 128, 48)  # 48, since the others all begin a chunk at every 128th token
 WINDOW = 9
@@ -53,7 +54,7 @@ _TINY = 2.0**-100  # products of what is flushed to zero below 2^-126 with anyth
 class Bound:
     """The truth of one tensor, in float64, and the error allowed to each of its rows (its shape less the row's axis).
 
-    `finer` makes the same bound from FINER times as many runs: a judge asks for it before it calls a row broken on a near thing.
+    `finer` makes the same bound from more runs: a judge asks for it before it calls a row broken on a near thing.
 
     A bound of fewer runs than RUNS, some of those, is `sure` of less than 1: what RUNS allow is at least so much of what it allows.
     Where no error is over that much, RUNS would find none over theirs; else its `finer` is to be asked, which has more of the runs.
@@ -113,12 +114,13 @@ def bounds(
 
     `algorithm` is the class of the implementation ("chunkwise", "recurrent", "pointwise"), `products` how it multiplies float32
     matrices ("ieee", "tf32"), `chunk` the tokens in its chunks if known; cotangents are those of the outputs, in their dtypes.
-    `first` are the runs, of RUNS, that a first look takes on a CPU: with fewer, who judges by it must heed what it is `sure` of.
+    `first` are the runs that the first bound is of: of MORE, or of LOOKS, which a CPU takes before RUNS; who judges by the latter
+    must heed what it is `sure` of.
     """
     if algorithm not in operation.classes:
         raise ValueError(f"algorithm must be one of {', '.join(operation.classes)} for {operation.name}, got {algorithm!r}")
-    if first is not None and (isinstance(first, bool) or first not in (*LOOKS, RUNS)):
-        raise ValueError(f"first must be None or one of {', '.join(map(str, (*LOOKS, RUNS)))}, got {first!r}")
+    if first is not None and (isinstance(first, bool) or first not in (*LOOKS, RUNS, *MORE)):
+        raise ValueError(f"first must be None or one of {', '.join(map(str, (*LOOKS, RUNS, *MORE)))}, got {first!r}")
     operation.check(inputs)
     dtypes = _dtype(operation, inputs), _dtype(operation, inputs, "gate")
     inputs, cotangents = _wide(operation, inputs), cotangents and {name: each.double() for name, each in cotangents.items()}
@@ -126,8 +128,10 @@ def bounds(
     chunks = CHUNKS if algorithm == "chunkwise" and chunk is None else (chunk,)
     plain = Arithmetic.of(algorithm, dtypes[0], products)
     make = functools.partial(_Disturbed, operation, inputs, cotangents, exact, dtypes, chunks, plain)
-    few, counts = make(RUNS), [] if first is None or _on_a_gpu(inputs) else [count for count in LOOKS if count >= first]
-    return _looks([*(functools.partial(few.bounds, count) for count in counts), few.bounds, lambda: make(FINER * RUNS).bounds()])
+    few, many = make(RUNS), make(MORE[-1])
+    counts = [] if first is None or _on_a_gpu(inputs) else [count for count in LOOKS if count >= first]
+    looks = [*((few, count) for count in (*counts, RUNS)), *((many, count) for count in MORE)]
+    return _looks([functools.partial(runs.bounds, count) for runs, count in looks if count >= (first or 1)])
 
 
 def _looks(make: Sequence[Callable[[], dict[str, Bound]]]) -> dict[str, Bound]:
@@ -165,20 +169,20 @@ class _Disturbed:
         self.ports = {port.name: port for port in (*operation.outputs, *operation.gradients())}
         self.made: dict[int | None, tuple[int, list[list[Tensor]]]] = {}  # by size of chunk: how many runs, and sums of squares
 
-    def bounds(self, count: int | None = None) -> dict[str, Bound]:
-        """The bounds of the first `count` runs of RUNS, one of LOOKS, or of all; of half of them where chunks have several sizes.
+    def bounds(self, count: int) -> dict[str, Bound]:
+        """The bounds of the first `count` runs, of half of them where chunks have several sizes.
 
-        The N runs of a later look have these n among them: the mean of their squares is at least n / N of the mean of these, and
+        The N runs of RUNS have the n of LOOKS among them: the mean of their squares is at least n / N of the mean of these, and
         what they allow at least the root of n / N of what these allow. Of several sizes the greatest counts: no less than one's.
         """
-        sizes, runs = self.chunks, self.runs
-        if count is not None:
-            sizes, runs = (sizes, count) if len(sizes) == 1 else (sizes[: None if count > 1 else 1], max(1, count // 2))
+        sizes, runs = self.chunks, count
+        if len(sizes) > 1:
+            sizes, runs = sizes[: None if count > 1 else 1], max(1, count // 2)
         result: dict[str, Tensor] = {}
         for size in sizes:
             for name, allowed in self.allowed(size, runs).items():
                 result[name] = torch.maximum(allowed, result[name]) if name in result else allowed
-        sure = (runs / self.runs) ** 0.5
+        sure = (runs / self.runs) ** 0.5 if count in LOOKS else 1.0
         return {name: Bound(value, result[name], sure=sure) for name, value in self.exact.items()}
 
     def allowed(self, size: int | None, runs: int) -> dict[str, Tensor]:

@@ -14,19 +14,18 @@ cotangent of the state after the chunk, that line runs in reverse,
 
     dV' = P^T do + L dS        dS <- M^T dS + (scale exp(G) q)^T do - W^T P^T do
 
-and the rest is again computed at once. A segment is as many chunks as fit into _SEGMENT bytes; only the states between
-segments are kept, and backward computes a segment again. tests/test_oracles.py proves all of it equal to the definition.
+and the rest is again computed at once. A segment (oracles/segments.py) is as many chunks as fit into _SEGMENT bytes.
+tests/test_oracles.py proves all of it equal to the definition.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from oracles.decay import decayed, decayed_backward
+from oracles.segments import Segment, rule
 
 _BLOCK = 32  # tokens
 _SEGMENT = {
@@ -50,8 +49,10 @@ def delta_rule(
     size = chunk or best_chunk(lengths, k.shape[-1], v.shape[-1])
     if g.shape[-1] > 1:  # products that decay by channel are taken in halves of halves
         size = 1 << (size - 1).bit_length()
-    o, final = _Rule.apply(q, k, v, g, beta, state, scale, tuple(lengths), size)
-    return o, final
+    heads = k.shape[1]
+    tokens = q.unsqueeze(2), k.unsqueeze(2), *(x.unflatten(1, (heads, -1)) for x in (v, g, beta.unsqueeze(-1)))
+    o, final = rule(_Call(scale), tokens, state.unflatten(1, (heads, -1)), tuple(lengths), (size,) * len(lengths))
+    return o.flatten(1, 2), final.flatten(1, 2)
 
 
 def best_chunk(lengths: list[int], width: int, value_width: int) -> int:
@@ -63,79 +64,6 @@ def best_chunk(lengths: list[int], width: int, value_width: int) -> int:
         return sum(-(-length // size) for length in lengths) * (within + across + width**2 * value_width)
 
     return min((size for size in (16, 32, 64, 128, longest) if size <= min(128, max(16, longest))), key=work)
-
-
-class _Segment(NamedTuple):
-    """Chunks computed at once, those of a step side by side, and the states around them.
-
-    `tokens` are the chunks' tokens in order (a range where they follow each other), `places` where they stand in the chunks' rows
-    (None where every row has one). `steps` are the chunks of each step: the first and how many, which are those of the first
-    sequences of the block. A row of states is for each sequence that before the first step, then for each chunk that after it;
-    `before` are the rows of the states before each chunk, `last` those after each sequence's last chunk in the segment.
-    """
-
-    tokens: Tensor | range
-    places: Tensor | None
-    steps: tuple[tuple[int, int], ...]
-    before: Tensor | slice
-    last: Tensor | slice
-
-    @property
-    def chunks(self) -> int:
-        return sum(self.steps[-1])
-
-    def states(self) -> Iterator[tuple[slice, slice, slice]]:
-        """Step by step: its chunks, the rows of the states before them, and those of the states after them."""
-        rows = 0
-        for first, count in self.steps:
-            after = self.steps[0][1] + first
-            yield slice(first, first + count), slice(rows, rows + count), slice(after, after + count)
-            rows = after
-
-
-def _segments(lengths: tuple[int, ...], size: int, most: int, device: torch.device) -> Iterator[tuple[Tensor, list[_Segment]]]:
-    """Blocks of sequences: which ones, and their segments in order.
-
-    The sequences of a block are sorted by their number of chunks, so that those still running at a step are the first ones.
-    """
-    starts = [0, *itertools.accumulate(lengths)]
-    order = sorted((row for row, length in enumerate(lengths) if length), key=lambda row: -lengths[row])
-    for first in range(0, len(order), most):
-        members = order[first : first + most]
-        counts = torch.tensor([-(-lengths[row] // size) for row in members])
-        begin = torch.tensor([starts[row] for row in members])
-        end = torch.tensor([starts[row + 1] for row in members])
-        running = torch.arange(int(counts[0])).unsqueeze(-1) < counts  # [step, member]
-        widths = running.sum(-1).tolist()
-        step, member = running.nonzero(as_tuple=True)
-        index = (begin[member] + step * size).unsqueeze(-1) + torch.arange(size)
-        inside = index < end[member].unsqueeze(-1)
-        block, at, row = [], 0, 0
-        while at < len(widths):
-            steps = [(0, widths[at])]
-            while at + len(steps) < len(widths) and sum(steps[-1]) + widths[at + len(steps)] <= most:
-                steps.append((sum(steps[-1]), widths[at + len(steps)]))
-            at, count = at + len(steps), sum(steps[-1])
-            block.append(_segment(index[row : row + count], inside[row : row + count], tuple(steps), device))
-            row += count
-        yield torch.tensor(members, device=device), block
-
-
-def _segment(index: Tensor, inside: Tensor, steps: tuple[tuple[int, int], ...], device: torch.device) -> _Segment:
-    tokens, places = index[inside], None if inside.all() else inside.flatten().nonzero().squeeze(-1).to(device)
-    follow = int(tokens[-1] - tokens[0]) == len(tokens) - 1 and bool((tokens.diff() == 1).all())
-    kept = range(int(tokens[0]), int(tokens[-1]) + 1) if follow else tokens.to(device)
-    before: Tensor | slice = slice(0, sum(steps[-1]))
-    last: Tensor | slice = slice(sum(steps[-1]), None)
-    whole = _Segment(kept, places, steps, before, last)
-    if steps[0][1] != steps[-1][1]:  # some sequences end within the segment
-        rows = list(whole.states())
-        before = torch.cat([torch.arange(each.start, each.stop) for _, each, _ in rows]).to(device)
-        ends = torch.zeros(steps[0][1], dtype=torch.int64)
-        for _, _, each in rows:
-            ends[: each.stop - each.start] = torch.arange(each.start, each.stop)
-        whole = whole._replace(before=before, last=ends.to(device))
-    return whole
 
 
 @dataclasses.dataclass
@@ -167,116 +95,33 @@ class _Local:
         return self.k * self.left
 
 
-class _Rule(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        state: Tensor,
-        scale: float,
-        lengths: tuple[int, ...],
-        size: int,
-    ) -> tuple[Tensor, Tensor]:
-        heads, groups = k.shape[1], v.shape[1] // k.shape[1]
-        call = _Call(heads, groups, scale, size)
-        o, final = torch.zeros_like(v), state.clone()
-        plan = [
-            (members, [_Kept(segment) for segment in block])
-            for members, block in _segments(lengths, size, call.most(k, v), k.device)
-        ]
-        for members, block in plan:
-            carry = state.index_select(0, members)
-            for kept in block:
-                kept.before = carry.clone()
-                kept.local, kept.held, kept.fresh = call.forward(kept.segment, q, k, v, g, beta, carry)
-                call.put(o, kept.segment, call.outputs(kept))
-                if kept is not plan[-1][1][-1]:  # backward begins with the last segment: it is not computed again
-                    kept.local = kept.held = kept.fresh = None
-            final.index_copy_(0, members, carry)
-        if not any(ctx.needs_input_grad):  # type: ignore[attr-defined]
-            return o, final
-        ctx.save_for_backward(q, k, v, g, beta)
-        ctx.call, ctx.plan = call, plan  # type: ignore[attr-defined]
-        return o, final
+class _Kept(NamedTuple):
+    """What a segment keeps for backward: its chunks' own, and each chunk's state before and what it writes."""
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta = ctx.saved_tensors  # type: ignore[attr-defined]
-        call, plan = ctx.call, ctx.plan  # type: ignore[attr-defined]
-        do, dfinal = cotangents
-        results = [torch.zeros_like(x) for x in (q, k, v, g, beta)]
-        dstate = dfinal.clone()
-        for members, block in reversed(plan):
-            carry = dfinal.index_select(0, members)
-            for kept in reversed(block):
-                if kept.local is None:
-                    kept.local, kept.held, kept.fresh = call.forward(kept.segment, q, k, v, g, beta, kept.before.clone())
-                parts = call.backward(kept, call.take(kept.segment, do), carry)
-                kept.local = kept.held = kept.fresh = None
-                for whole, part in zip(results, parts, strict=True):
-                    call.put(whole, kept.segment, part)
-            dstate.index_copy_(0, members, carry)
-        return *results, dstate, None, None, None
-
-
-@dataclasses.dataclass
-class _Kept:
-    """A segment and the state before it; what was computed of it, where that is at hand."""
-
-    segment: _Segment
-    before: Tensor | None = None
-    local: _Local | None = None
-    held: Tensor | None = None
-    fresh: Tensor | None = None
+    local: _Local
+    held: Tensor
+    fresh: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """The shapes of one call, and its computations a segment."""
+    """The computations of a segment (oracles/segments.py), scaled by `scale`; axes between chunk and token are H and HV / H."""
 
-    heads: int
-    groups: int
     scale: float
-    size: int
 
-    def most(self, k: Tensor, v: Tensor) -> int:
+    def most(self, size: int, k: Tensor, v: Tensor) -> int:
         """The chunks of a segment: as many as fit into _SEGMENT bytes, by the float64 numbers that each takes backward."""
-        width, value_width = k.shape[-1], v.shape[-1]
-        each = 8 * self.size * (width + value_width) + 8 * self.size**2 + 4 * width * value_width + width**2
-        return max(1, _SEGMENT.get(k.device.type, _SEGMENT["cuda"]) // (8 * each * v.shape[1]))
+        (heads, groups, value_width), width = v.shape[1:], k.shape[-1]
+        each = 8 * size * (width + value_width) + 8 * size**2 + 4 * width * value_width + width**2
+        return max(1, _SEGMENT.get(k.device.type, _SEGMENT["cuda"]) // (8 * each * heads * groups))
 
-    def take(self, segment: _Segment, x: Tensor) -> Tensor:
-        """Tokens [T, heads, ...] to chunks [chunk, H, heads / H, token, ...], zeros where a chunk is padded."""
-        tokens = segment.tokens
-        rows = x[tokens.start : tokens.stop] if isinstance(tokens, range) else x.index_select(0, tokens)
-        if segment.places is not None:
-            rows = x.new_zeros(segment.chunks * self.size, *x.shape[1:]).index_copy_(0, segment.places, rows)
-        chunks: Tensor = rows.unflatten(0, (-1, self.size)).unflatten(2, (self.heads, -1)).movedim(1, 3)
-        return chunks.contiguous()
+    def dtype(self, x: Tensor) -> torch.dtype:
+        """That of x."""
+        return x.dtype
 
-    def put(self, x: Tensor, segment: _Segment, chunks: Tensor) -> None:
-        """The reverse of `take`, into x."""
-        tokens, rows = segment.tokens, chunks.movedim(3, 1).reshape(-1, self.size, *x.shape[1:])
-        if segment.places is None and isinstance(tokens, range):
-            x[tokens.start : tokens.stop].unflatten(0, (-1, self.size)).copy_(rows)
-            return
-        rows = rows.flatten(0, 1)
-        rows = rows if segment.places is None else rows.index_select(0, segment.places)
-        if isinstance(tokens, range):
-            x[tokens.start : tokens.stop] = rows
-        else:
-            x.index_copy_(0, tokens, rows)
-
-    def forward(
-        self, segment: _Segment, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, carry: Tensor
-    ) -> tuple[_Local, Tensor, Tensor]:
-        """What needs no state, the states before the chunks, and what they write; `carry` becomes the state after the segment."""
-        q, k, v, g, beta = (self.take(segment, x) for x in (q, k, v, g, beta.unsqueeze(-1)))
+    def forward(self, segment: Segment, tokens: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor, _Kept]:
+        """o, the states after the segment, and what backward needs."""
+        q, k, v, g, beta = tokens
         q = q * self.scale
         total = g.cumsum(-2)
         grown, left = total.exp(), (total[..., -1:, :] - total).exp()
@@ -290,36 +135,28 @@ class _Call:
         whole, keeps = grown[..., -1, :].unsqueeze(-1), k * left
         transition = -(keeps.mT @ erased)
         transition.diagonal(dim1=-2, dim2=-1).add_(whole.squeeze(-1))
-        states = torch.cat([carry[: segment.steps[0][1]], (keeps.mT @ written).flatten(1, 2)])
+        states = torch.cat([state, keeps.mT @ written])
         for chunks, before, after in segment.states():
-            states[after].flatten(0, 1).baddbmm_(transition[chunks].flatten(0, 2), states[before].flatten(0, 1))
-        carry[: segment.steps[0][1]] = states[segment.last]
-        held = states[segment.before].unflatten(1, (self.heads, self.groups))
+            states[after].flatten(0, 2).baddbmm_(transition[chunks].flatten(0, 2), states[before].flatten(0, 2))
+        held = states[segment.before]
         fresh = written - erased @ held
         local = _Local(
             q, k, beta, start, left, grown, whole, products, corrections, inverses, solved, scores, total, factor, transition
         )
-        return local, held, fresh
+        return local.reads @ held + scores @ fresh, states[segment.last], _Kept(local, held, fresh)
 
-    def outputs(self, kept: _Kept) -> Tensor:
-        """o of the chunks."""
-        assert kept.local is not None and kept.held is not None and kept.fresh is not None
-        return kept.local.reads @ kept.held + kept.local.scores @ kept.fresh
-
-    def backward(self, kept: _Kept, do: Tensor, carry: Tensor) -> tuple[Tensor, ...]:
-        """The cotangents of q, k, v, g, beta; `carry`, that of the state after the segment, becomes that of the one before."""
-        x, held, fresh, segment = kept.local, kept.held, kept.fresh, kept.segment
-        assert x is not None and held is not None and fresh is not None
+    def backward(self, segment: Segment, made: _Kept, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The cotangents of q, k, v, g, beta, and of the states before the segment."""
+        x, held, fresh = made
         value_width, width = fresh.shape[-1], x.k.shape[-1]
-        erased, members = x.solved[..., value_width:], segment.steps[0][1]
+        erased, members = x.solved[..., value_width:], len(dstate)
         dfresh = x.scores.mT @ do
-        directions = held.new_empty(members + segment.chunks, *carry.shape[1:])
-        directions[segment.before] = (x.reads.mT @ do - erased.mT @ dfresh).flatten(1, 2)
-        directions[segment.last] = carry[:members]
+        directions = held.new_empty(members + segment.chunks, *dstate.shape[1:])
+        directions[segment.before] = x.reads.mT @ do - erased.mT @ dfresh
+        directions[segment.last] = dstate
         for chunks, before, after in reversed(list(segment.states())):
-            directions[before].flatten(0, 1).baddbmm_(x.transition[chunks].flatten(0, 2).mT, directions[after].flatten(0, 1))
-        carry[:members] = directions[:members]
-        after = directions[members:].unflatten(1, (self.heads, self.groups))
+            directions[before].flatten(0, 2).baddbmm_(x.transition[chunks].flatten(0, 2).mT, directions[after].flatten(0, 2))
+        after = directions[members:]
         dfresh += x.keeps @ after
         dscores = do @ fresh.mT  # read at and below the diagonal only
         dreads, dkeeps = do @ held.mT, fresh @ after.mT
@@ -341,7 +178,7 @@ class _Call:
         # exp(G_i) has the gates up to i, exp(G_C - G_i) those after i, exp(G_C) all.
         dg = dg.sum(0) + later.flip(-2).cumsum(-2).flip(-2) + every
         dg[..., 1:, :] += earlier[..., :-1, :].cumsum(-2)
-        return dq, dk, dv, dg, dbeta.unsqueeze(-1)
+        return (dq, dk, dv, dg, dbeta.unsqueeze(-1)), directions[:members]
 
     def shared(self, x: Tensor) -> Tensor:
         """The sum over the value heads of a key head."""

@@ -8,6 +8,7 @@ What rounds alike is rounded at once, at two places or three: at the sizes of a 
 stacked along axis -3, or lie side by side along the last.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -19,8 +20,11 @@ from torch import Tensor
 from oracles.chunkwise import inverted, substituted
 from oracles.decay import decays, halves, sizes, squares
 from oracles.rounding import EXACT, SINGLE, Arithmetic, summed
+from oracles.segments import Form, Segment, rule
 
 STEPS = 64  # tokens of the recurrence computed at once
+SHORTEST = 16  # tokens of the shortest chunk, as of implementations' matrix units
+_GRAPH = 2**29  # numbers of a segment: what has more is computed again backward instead of kept
 FLOAT64 = EXACT - 5  # bits of a float64 sum over a chunk
 _KEPT = 2**20  # numbers of all runs: what calls of a shape share is kept up to that
 NARROW = torch.float32  # for chunkwise runs of half precision
@@ -28,9 +32,19 @@ PLAIN = Arithmetic.exact()
 
 
 def recurrent(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float, arithmetic: Arithmetic
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    scale: float,
+    arithmetic: Arithmetic,
+    lengths: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """The definition, batched: q, k [runs, ..., T, K], v [..., T, V], g [..., T, 1 or K], beta [..., T, 1], state [..., K, V].
+    """The definition, for many runs: o [runs, T, HV, V] and final states [runs, N, HV, K, V] of sequences that follow each other.
+
+    q, k [runs, T, HV, K], v [runs, T, HV, V], g [runs, T, HV, 1 or K], beta [runs, T, HV, 1], state [runs, N, HV, K, V].
 
     Recurrent and decode kernels keep float32 throughout: the decay, the state after its decay and after its update, what is
     written to it, and the two sums over K round, every step. Where tokens repeat, the same errors are written again and again.
@@ -43,9 +57,8 @@ def recurrent(
     implementation's do not. Values' channels never meet in a state: in every other pair of runs, half of them, others in each, are
     computed with errors of other sign.
     """
-    if q.shape[-2] == 0:
-        return torch.zeros_like(v), state
-    return _Recurrent.apply(q, k, v, g, beta, state, scale, arithmetic)  # type: ignore[no-any-return]
+    form = _Recurrent(scale, dataclasses.replace(arithmetic, axis=1))
+    return _rule(form, (q, k, v, g, beta), state, lengths, [_short(length, STEPS) for length in lengths])
 
 
 def chunkwise(
@@ -57,42 +70,64 @@ def chunkwise(
     state: Tensor,
     scale: float,
     arithmetic: Arithmetic,
+    lengths: Sequence[int],
     chunk: int = 64,
     *,
     channels: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The chunkwise form, batched; shapes as `recurrent`, T any number of tokens (a last short chunk is padded).
+    """The chunkwise form, for many runs; shapes as `recurrent`. Sequences shorter than a chunk have one of fewer tokens.
 
     `channels` says that an implementation decays each channel of the key on its own, be there only one.
     Padding tokens have k = v = g = beta = 0: they decay nothing and write nothing, so the final state is the right one.
     """
-    tokens, dtype, channels = q.shape[-2], q.dtype, channels or g.shape[-1] > 1
-    if tokens == 0:
-        return torch.zeros_like(v), state
-    # Where operands are coarser than float32, in which an implementation computes all else, its own roundings are such too.
-    kind = NARROW if arithmetic.first and arithmetic.product == EXACT else dtype
-    q, k, v, g, beta, state = (x.to(kind, memory_format=torch.contiguous_format).contiguous() for x in (q, k, v, g, beta, state))
-    q, k, v, g, beta = (_chunks(x, chunk) for x in (q, k, v, g, beta))
-    o, final = _Chunkwise.apply(q, k, v, g, beta, state, scale, arithmetic, channels)
-    return o.flatten(-3, -2)[..., :tokens, :].to(dtype), final.to(dtype)
+    channels = channels or g.shape[-1] > 1
+    sizes = [_short(length, chunk) for length in lengths]
+    if channels:  # products that decay by channel are taken in halves of halves
+        sizes = [1 << (size - 1).bit_length() for size in sizes]
+    form = _Chunkwise(scale, dataclasses.replace(arithmetic, axis=1), channels)
+    return _rule(form, (q, k, v, g, beta), state, lengths, sizes)
 
 
-class _Chunkwise(torch.autograd.Function):
-    """The chunkwise form of q, k, v, g, beta [..., chunks, C, width]. Every use of an operand stores its own cotangent."""
+def _short(length: int, chunk: int) -> int:
+    """The tokens in the chunks of a sequence: no more than a power of two that has them all, so that little is padded."""
+    return min(chunk, max(SHORTEST, 1 << max(length - 1, 0).bit_length()))
 
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        state: Tensor,
-        scale: float,
-        arithmetic: Arithmetic,
-        channels: bool,  # noqa: FBT001 - `apply` takes positions only
-    ) -> tuple[Tensor, Tensor]:
+
+def _rule(
+    form: Form, tokens: tuple[Tensor, ...], state: Tensor, lengths: Sequence[int], sizes: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """The rule of tokens and states that have the runs first: for the form they come after chunks and sequences."""
+    first = tuple(x.transpose(0, 1) for x in (*tokens, state))
+    o, final = rule(form, first[:-1], first[-1], tuple(lengths), tuple(sizes))
+    return o.transpose(0, 1), final.transpose(0, 1)
+
+
+def _most(size: int, k: Tensor, v: Tensor) -> int:
+    """The chunks of a segment: those whose graphs have _GRAPH numbers, of which a token has at its peak, at widths 64 and 128,
+    51 to 67 a channel, in either class.
+    """
+    return max(1, _GRAPH // (60 * size * math.prod(v.shape[1:-1]) * (k.shape[-1] + v.shape[-1])))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunkwise:
+    """The chunkwise form of q, k, v, g, beta [chunk, runs, HV, C, width]. Every use of an operand stores its own cotangent."""
+
+    scale: float
+    arithmetic: Arithmetic
+    channels: bool
+
+    def most(self, size: int, k: Tensor, v: Tensor) -> int:
+        """As many chunks as there is room for."""
+        return _most(size, k, v)
+
+    def dtype(self, x: Tensor) -> torch.dtype:
+        """NARROW where operands are coarser: an implementation computes all else in it, and its own roundings are such too."""
+        return NARROW if self.arithmetic.first and self.arithmetic.product == EXACT else x.dtype
+
+    def forward(self, segment: Segment, tokens: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """o, the states after the segment, and what backward needs."""
+        (q, k, v, g, beta), scale, arithmetic, channels = tokens, self.scale, self.arithmetic, self.channels
         dither, chunk, widths = arithmetic.dither, k.shape[-2], (v.shape[-1], k.shape[-1])
         total = dither(g.cumsum(-2), "G", summed(chunk))  # the cumulative gate is a float32 sum
         grown, left = total.exp(), total[..., -1:, :] - total
@@ -119,22 +154,19 @@ class _Chunkwise(torch.autograd.Function):
         reads, keeps = dither(pair[..., 1, :, :] * grown, "exp(G) q"), dither(k * ahead, "exp(G_C - G) k")
         whole = grown[..., -1:, :].mT
         scan = keeps, reads, dither(scores, "scores"), erased, whole, behind
-        o, final, states = _scan(scan, written, state, arithmetic)
+        o, final, states = _scan(scan, written, state, segment.counts, arithmetic)
         local = k, beta, total, grown, ahead, pair, products, decay, solved, inverse, right, start
-        ctx.save_for_backward(*local, *scan, *states)  # type: ignore[arg-type]
-        ctx.back = scale, arithmetic, channels  # type: ignore[attr-defined]
-        return o, final
+        return o, final, (local, scan, states)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # type: ignore[attr-defined]
-        k, beta, total, grown, ahead, pair, products, decay, solved, inverse, right, start = saved[:12]
-        scan, states = saved[12:18], saved[18:]
-        scale, arithmetic, channels = ctx.back  # type: ignore[attr-defined]
+    def backward(self, segment: Segment, made: Any, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The cotangents of the tokens, and of the states before the segment."""
+        (k, beta, total, grown, ahead, pair, products, decay, solved, inverse, right, start), scan, states = made
+        scale, arithmetic, channels = self.scale, self.arithmetic, self.channels
         dither, (chunk, depth) = arithmetic.dither, k.shape[-2:]
         widths = right.shape[-1] - depth, depth
-        written, (dkeeps, dreads, dscores, derased, dwhole, dbehind), dstate = _scan_back(scan, states, cotangents, arithmetic)
+        counts = segment.counts
+        written, dscan, dstate = _scan_back(scan, states, do, dstate, counts, arithmetic)
+        dkeeps, dreads, dscores, derased, dwhole, dbehind = dscan
 
         # U = T (beta v), W = T (beta exp(G) k)
         given = arithmetic.beside(torch.cat([written, derased], -1), ("U'", "W'"), widths)
@@ -178,7 +210,7 @@ class _Chunkwise(torch.autograd.Function):
             end.add_((dbehind[1] * passed).sum(-2, keepdim=True))
         dtotal[..., -1:, :].add_(end)
         dg = dither(_later(dither(dtotal, "G'", summed(chunk))), "dg'", summed(chunk))
-        return dq, dk, dv, dg, dbeta, dstate, None, None, None
+        return (dq, dk, dv, dg, dbeta), dstate
 
 
 STORED = ("beta k'", "q in scores'", "k in A'", "k in scores'", "exp(G) q'", "exp(G_C - G) k'")
@@ -330,72 +362,82 @@ def _inverse_back(solved: Tensor, cotangent: Tensor, arithmetic: Arithmetic) -> 
 
 
 def _scan(
-    given: Sequence[Any], written: Tensor, state: Tensor, arithmetic: Arithmetic
+    given: Sequence[Any], written: Tensor, state: Tensor, counts: list[int], arithmetic: Arithmetic
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """The states from chunk to chunk, and what comes of them: o, the final state, and what `_scan_back` needs.
+    """The states from chunk to chunk, and what comes of them: o, the states after, and what `_scan_back` needs.
 
         S stored, V' = U - W S, V' and decayed V' stored       S <- exp(G_C) S + keeps^T V'       o = reads S + scores V'
 
-    Decayed V' is V' where only k can decay (`behind` None). Only S, and backward its cotangent, go from chunk to chunk; all else is
-    computed for all chunks at once.
+    Decayed V' is V' where only k can decay (`behind` None). Only S, and backward its cotangent, go from chunk to chunk, in steps of
+    `counts` sequences; all else is computed for all chunks at once.
     """
     keeps, reads, scores, erased, whole, behind = given
     dither, rough, chunk, depth = arithmetic.dither, arithmetic.rough, _summed_tokens(keeps, arithmetic), keeps.shape[-1]
-    terms, like = arithmetic.terms, written[..., 0, :, :]
-    erases, writes = terms(erased, "W S", depth).unbind(-3), terms(keeps.mT, "k V'", chunk).unbind(-3)
+    terms = arithmetic.terms
+    erases, writes = terms(erased, "W S", depth).split(counts), terms(keeps.mT, "k V'", chunk).split(counts)
     # What goes on to another grid is not divided by its own first: one product instead of three.
-    grid, back = arithmetic.grid(like, "V'")
+    grid, back = arithmetic.grid(written, "V'")
     apart = back
-    onwards: list[Any] = [None] * len(writes)
+    onwards: Sequence[Any] = [None] * len(counts)
     if behind is not None:
-        then, apart = arithmetic.grid(like, "exp(G_C - G) V'")
-        onwards = _onward(back, behind, then)
-    every = []
-    for news, erase, write, onward, all_of in zip(written.unbind(-3), erases, writes, onwards, whole.unbind(-3), strict=True):
+        then, apart = arithmetic.grid(written, "exp(G_C - G) V'")
+        onwards = _onward(back, behind, then).split(counts)
+    every, ended = [], []
+    for news, erase, write, onward, all_of in zip(written.split(counts), erases, writes, onwards, whole.split(counts), strict=True):
+        ended.append(state[len(news) :])
+        state = state[: len(news)]
         held = dither(state, "S")
         fresh = rough(news - erase @ held, grid)
         kept = (fresh if onward is None else rough(fresh, onward)) * apart
         every.append((state, held, fresh, kept))
         state = dither(torch.addcmul(write @ kept, all_of, state), "S'", SINGLE)
     before, held, fresh, kept = (_joined(each) for each in zip(*every, strict=True))
-    fresh = kept if behind is None else fresh * back.unsqueeze(-3)
+    fresh = kept if behind is None else fresh * back
     o = terms(reads, "q S", depth) @ held + terms(scores, "scores V'", chunk) @ fresh
-    return o, state, (before, held, fresh, kept)
+    return o, _joined([state, *(each for each in reversed(ended) if len(each))]), (before, held, fresh, kept)
 
 
-def _onward(back: Tensor, behind: Tensor, grid: Tensor) -> list[Any]:
-    """Of each chunk what takes numbers on one grid, not yet divided by it, to what they decay to, on another."""
-    return list(((back * grid).unsqueeze(-3) * behind).unbind(-3))
+def _onward(back: Tensor, behind: Tensor, grid: Tensor) -> Tensor:
+    """What takes numbers on one grid, not yet divided by it, to what they decay to, on another."""
+    return back * grid * behind
 
 
 def _scan_back(
-    given: Sequence[Any], states: Sequence[Tensor], cotangents: Sequence[Tensor], arithmetic: Arithmetic
+    given: Sequence[Any],
+    states: Sequence[Tensor],
+    do: Tensor,
+    ds: Tensor,
+    counts: list[int],
+    arithmetic: Arithmetic,
 ) -> tuple[Tensor, tuple[Any, ...], Tensor]:
-    """The cotangents of what was written, of `given` and of the state.
+    """The cotangents of what was written, of `given` and of the states, given those of o and of the states after.
 
     Every use's cotangent is stored on its own before they are added; a kernel takes the gradient of exp(G_C), sum(S dS), from S and
     dS as it stored them.
     """
-    (keeps, reads, scores, erased, whole, behind), (before, held, fresh, kept), (do, ds) = given, states, cotangents
-    do, dither, rough, terms = do.contiguous(), arithmetic.dither, arithmetic.rough, arithmetic.terms
+    (keeps, reads, scores, erased, whole, behind), (before, held, fresh, kept) = given, states
+    dither, rough, terms = arithmetic.dither, arithmetic.rough, arithmetic.terms
     chunk, depth, width = _summed_tokens(keeps, arithmetic), keeps.shape[-1], fresh.shape[-1]
-    read = dither(reads.mT @ terms(do, "q S db", chunk), "S in o'").unbind(-3)
-    scored = dither(scores.mT @ terms(do, "scores V' db", chunk), "V' in o'").unbind(-3)
-    grid, back = then, apart = arithmetic.grid(scored[0], "V' in S'")
-    onwards: list[Any] = [None] * len(read)
+    read = dither(reads.mT @ terms(do, "q S db", chunk), "S in o'")
+    scored = dither(scores.mT @ terms(do, "scores V' db", chunk), "V' in o'")
+    grid, back = then, apart = arithmetic.grid(scored, "V' in S'")
+    onwards: Sequence[Any] = [None] * len(counts)
     if behind is not None:
-        grid, back = arithmetic.grid(scored[0], "exp(G_C - G) V''")
-        onwards = _onward(back, behind, then)
-    into, out_of = arithmetic.grid(read[0], "S in V''")
+        grid, back = arithmetic.grid(scored, "exp(G_C - G) V''")
+        onwards = _onward(back, behind, then).split(counts)
+    into, out_of = arithmetic.grid(read, "S in V''")
     every = []
-    for at in reversed(range(len(read))):
+    dfinal, ds = ds, ds[:0]
+    steps = *(x.split(counts) for x in (keeps, erased, whole, read, scored)), onwards
+    for keep, erase, all_of, read_of, scored_of, onward in reversed(list(zip(*steps, strict=True))):
+        ds = _joined([each for each in (ds, dfinal[len(ds) : len(keep)]) if len(each)])
         ds = dither(ds, "S''", SINGLE)
-        dgiven = rough(keeps[..., at, :, :] @ terms(ds, "k V' db", depth), grid)
-        dkept = dgiven if onwards[at] is None else rough(dgiven, onwards[at])
-        dfresh = dither(torch.addcmul(scored[at], dkept, apart), "V''")
-        dheld = rough(erased[..., at, :, :].mT @ terms(dfresh, "W S db", chunk), into)
+        dgiven = rough(keep @ terms(ds, "k V' db", depth), grid)
+        dkept = dgiven if onward is None else rough(dgiven, onward)
+        dfresh = dither(torch.addcmul(scored_of, dkept, apart), "V''")
+        dheld = rough(erase.mT @ terms(dfresh, "W S db", chunk), into)
         every.append((ds, dgiven, dfresh))
-        ds = torch.addcmul(dither(torch.addcmul(read[at], dheld, out_of, value=-1), "S'"), whole[..., at, :, :], ds)
+        ds = torch.addcmul(dither(torch.addcmul(read_of, dheld, out_of, value=-1), "S'"), all_of, ds)
     after, dgiven, dfresh = (_joined(each[::-1]) for each in zip(*every, strict=True))
     dkeeps = kept @ terms(after, "k V' da", width).mT
     dreads, dscores = (terms(do, f"{place} da", width) @ x.mT for place, x in (("q S", held), ("scores V'", fresh)))
@@ -404,27 +446,19 @@ def _scan_back(
     dwhole = dwhole.sum_to_size(whole.shape)
     dbehind = None
     if behind is not None:
-        dgiven = dgiven * back.unsqueeze(-3)
+        dgiven = dgiven * back
         parts = _factors_back(fresh.unsqueeze(-3), dgiven.unsqueeze(-3), behind, ("V' exp(G_C - G)",), arithmetic)
         dbehind = parts[0].squeeze(-3), parts[1]
     return dfresh, (dkeeps, dreads, dscores, derased, dwhole, dbehind), ds
 
 
 def _joined(each: Sequence[Tensor]) -> Tensor:
-    return each[0].unsqueeze(-3) if len(each) == 1 else torch.stack(tuple(each), -3)
+    return each[0] if len(each) == 1 else torch.cat(tuple(each))
 
 
 def _summed_tokens(x: Tensor, arithmetic: Arithmetic) -> int:
     """How many tokens an implementation sums at once: a recurrence carries them in its state, which drifts."""
     return 1 if arithmetic.algorithm == "recurrent" else x.shape[-2]
-
-
-def _chunks(x: Tensor, chunk: int) -> Tensor:
-    """Tokens [..., T, width] in chunks [..., chunks, chunk, width], zeros after the last."""
-    short = -x.shape[-2] % chunk
-    padded = torch.nn.functional.pad(x, (0, 0, 0, short)) if short else x
-    chunked: Tensor = padded.unflatten(-2, (-1, chunk))
-    return chunked
 
 
 def _gathered(x: Tensor, total: Tensor) -> Tensor:
@@ -437,36 +471,39 @@ def _later(x: Tensor) -> Tensor:
     return x.flip(-2).cumsum(-2).flip(-2)
 
 
-class _Recurrent(torch.autograd.Function):
-    """The recurrence in chunks: keys and queries [runs, ..., halves, chunks, C, K], one or two halves of the values' channels."""
+@dataclasses.dataclass(frozen=True)
+class _Recurrent:
+    """The recurrence in chunks: keys and queries [chunk, runs, HV, halves, C, K], one or two halves of the values' channels."""
 
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        state: Tensor,
-        scale: float,
-        arithmetic: Arithmetic,
-    ) -> tuple[Tensor, Tensor]:
-        (tokens, depth), channels = k.shape[-2:], g.shape[-1] > 1
-        chunk = min(STEPS, 1 << (tokens - 1).bit_length())
+    scale: float
+    arithmetic: Arithmetic
+
+    def most(self, size: int, k: Tensor, v: Tensor) -> int:
+        """As many chunks as there is room for."""
+        return _most(size, k, v)
+
+    def dtype(self, x: Tensor) -> torch.dtype:
+        """That of x."""
+        return x.dtype
+
+    def forward(self, segment: Segment, tokens: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """o, the states after the segment, and what backward needs."""
+        (q, k, v, g, beta), scale, arithmetic = tokens, self.scale, self.arithmetic
+        (chunk, depth), channels = k.shape[-2:], g.shape[-1] > 1
         # Queries as read, keys as they recall and as they are written.
         x = torch.stack([scale * q, k, k], -3)
         x = _apart(_rounded(x, ("read", "recalled", "written"), arithmetic), x, arithmetic)
         g = arithmetic.dither(g, "g", SINGLE)
         drift, order, back = q.new_ones(1, 1), None, None
         if arithmetic.rounds:
-            make = _drifts if arithmetic.runs * tokens * depth <= _KEPT else _drifts.__wrapped__
-            shared = make(arithmetic, tokens, depth, g.shape[-1], v.shape[-1], chunk, v.device)
-            slips, drift, order, back = (x.reshape(arithmetic.runs, *[1] * (k.ndim - 3), *x.shape[1:]) for x in shared)
-            g = g + slips
+            make = _drifts if arithmetic.runs * chunk * depth <= _KEPT else _drifts.__wrapped__
+            slips, lost, order, back = make(arithmetic, chunk, depth, g.shape[-1], v.shape[-1], v.device)
+            if (inside := segment.inside(g.ndim)) is not None:
+                slips, lost = slips * inside, lost * inside.unsqueeze(-3)
+            g, drift = g + slips, lost.cumsum(-2).exp()
         v, state = (_halves(each, order) for each in (v, state))
-        x, v, g, beta = (_chunks(each, chunk) for each in (x, v, g.unsqueeze(-3), beta.unsqueeze(-3)))
-        reads, recalls, writes = x.unbind(-4)
+        g, beta = g.unsqueeze(-3), beta.unsqueeze(-3)
+        reads, recalls, writes = x.unbind(-3)
         recalls, writes, drifted = recalls * drift, writes / drift, drift[..., -1:, :]
         pair, total = torch.stack([recalls, reads * drift], -3), g.cumsum(-2)
         grown, last = total.exp(), total[..., -1:, :]
@@ -478,24 +515,19 @@ class _Recurrent(torch.autograd.Function):
         solved = substituted(corrections, inverses, beta * right)
         written, erased = solved.split((v.shape[-1], depth), -1)
         scan = left * writes, grown * pair[..., 1, :, :], products[..., 1, :, :], erased, whole.mT, None
-        o, final, states = _scan(scan, written, state, arithmetic)
-        local = beta, writes, total, grown, left, pair, products, decay, right, solved, drift, order, back
-        ctx.save_for_backward(*local, *scan, *states, *inverses)  # type: ignore[arg-type]
-        ctx.back = scale, arithmetic, channels, tokens  # type: ignore[attr-defined]
-        o = o.flatten(-3, -2)[..., :tokens, :]
-        return _whole(o, back), _whole(final, back)
+        o, final, states = _scan(scan, written, state, segment.counts, arithmetic)
+        local = beta, writes, total, grown, left, pair, products, decay, right, solved, inverses, drift, order, back
+        return _whole(o, back), _whole(final, back), (local, scan, states)
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # type: ignore[attr-defined]
-        beta, writes, total, grown, left, pair, products, decay, right, solved, drift, order, back = saved[:13]
-        scan, states, inverses = saved[13:19], saved[19:23], list(saved[23:])
-        scale, arithmetic, channels, tokens = ctx.back  # type: ignore[attr-defined]
-        chunk, depth = writes.shape[-2:]
+    def backward(self, segment: Segment, made: Any, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The cotangents of the tokens, and of the states before the segment."""
+        local, scan, states = made
+        beta, writes, total, grown, left, pair, products, decay, right, solved, inverses, drift, order, back = local
+        scale, arithmetic, channels = self.scale, self.arithmetic, total.shape[-1] > 1
+        depth = writes.shape[-1]
         width = right.shape[-1] - depth
-        do, dfinal = (_halves(each, order) for each in cotangents)
-        written, dscan, dstate = _scan_back(scan, states, (_chunks(do, chunk), dfinal), arithmetic)
+        do, dstate = (_halves(each, order) for each in (do, dstate))
+        written, dscan, dstate = _scan_back(scan, states, do, dstate, segment.counts, arithmetic)
         dkeeps, dreads, dscores, derased, dwhole, _ = dscan
 
         corrections = beta * products[..., 0, :, :]
@@ -519,14 +551,11 @@ class _Recurrent(torch.autograd.Function):
             parts = parts + (arithmetic.dither(known, "k.dk", FLOAT64) - known)
         dtotal = dtotal + _gathered(parts, total)
         dtotal[..., -1:, :].add_(_gathered(kept.sum(-2, keepdim=True), total) + _gathered(all_of, total))
-        dtotal, dbeta = dtotal.sum(-4), dbeta.sum(-4)
-        dg = arithmetic.dither(_later(dtotal).flatten(-3, -2)[..., :tokens, :], "g'", SINGLE)
-
-        dx = torch.stack([dpair[..., 1, :, :] * drift, dpair[..., 0, :, :] * drift, dwrites / drift], -4)
-        dx = _apart_back(dx.flatten(-3, -2)[..., :tokens, :], arithmetic)
-        dv, dstate = (_whole(each, back) for each in (dv.flatten(-3, -2)[..., :tokens, :], dstate))
+        dg = arithmetic.dither(_later(dtotal.sum(-3)), "g'", SINGLE)
+        dx = torch.stack([dpair[..., 1, :, :] * drift, dpair[..., 0, :, :] * drift, dwrites / drift], -3)
+        dx = _apart_back(dx, arithmetic)
         dq, dk = scale * dx[..., 0, :, :], dx[..., 1:, :, :].sum(-3)
-        return dq, dk, dv, dg, dbeta.flatten(-3, -2)[..., :tokens, :], dstate, None, None
+        return (dq, dk, _whole(dv, back), dg, dbeta.sum(-3)), _whole(dstate, back)
 
 
 def _rounded(x: Tensor, places: tuple[str, str, str], arithmetic: Arithmetic) -> Tensor:
@@ -571,18 +600,18 @@ def _whole(x: Tensor, back: Tensor | None) -> Tensor:
 
 @functools.lru_cache(8)
 def _drifts(
-    arithmetic: Arithmetic, tokens: int, depth: int, gates: int, width: int, chunk: int, device: torch.device
+    arithmetic: Arithmetic, chunk: int, depth: int, gates: int, width: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What all calls of a shape share: what decays err by [runs, T, gates], exp(E) of each half [runs, 2, chunks, C, K], and
-    each run's order of the values' channels [runs, 2, 1, V / 2] and its inverse [runs, 1, V].
+    """What all chunks share: what decays err by [1, runs, 1, C, gates], each half's e [1, runs, 1, 2, C, K], and each run's order
+    of the values' channels [1, runs, 1, 2, 1, V / 2] and its inverse [1, runs, 1, 1, V].
     """
 
     def like(*shape: int) -> Tensor:
-        return torch.ones(arithmetic.runs, *shape, dtype=torch.float64, device=device)
+        return torch.ones(1, arithmetic.runs, *shape, dtype=torch.float64, device=device)
 
-    slips = arithmetic.dither(like(1, tokens, gates), "decay", SINGLE) - 1.0
-    once = arithmetic.drift(like(1, tokens, depth), "decayed") + arithmetic.drift(like(1, tokens, depth), "state")
-    drift = _chunks(_apart(once, 0.0 * once, arithmetic), chunk).cumsum(-2).exp()
-    order = arithmetic.drift(like(1, 1, width), "halves").squeeze(1).argsort(-1)
-    back, last = order.argsort(-1), order.new_full((arithmetic.runs, 1, width % 2), width)
-    return slips.squeeze(1), drift.squeeze(2), torch.cat([order, last], -1).unflatten(-1, (2, -1)).movedim(-2, 1), back
+    slips = arithmetic.dither(like(1, chunk, gates), "decay", SINGLE) - 1.0
+    once = arithmetic.drift(like(1, 1, chunk, depth), "decayed") + arithmetic.drift(like(1, 1, chunk, depth), "state")
+    lost = _apart(once, 0.0 * once, arithmetic).squeeze(-3)
+    order = arithmetic.drift(like(1, 1, width), "halves").argsort(-1)
+    back, last = order.argsort(-1), order.new_full((1, arithmetic.runs, 1, 1, width % 2), width)
+    return slips, lost, torch.cat([order, last], -1).unflatten(-1, (2, -1)).movedim(-2, -3), back

@@ -16,11 +16,9 @@ is what ranks exchange that hold contiguous shards of a sequence.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from oracles import chunkwise, disturbed, gates
 from oracles.gates import GDN_GATE, KDA_GATE
@@ -41,7 +39,6 @@ from oracles.rounding import Arithmetic
 
 Forward = Callable[[Inputs, Arithmetic], dict[str, Tensor]]
 CHUNK = 64
-_GRAPH = 2**29  # float64 numbers: a stretch of tokens whose graph has more is computed again backward instead of kept
 
 
 def definition(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -128,82 +125,10 @@ def _by_class(
     channels: bool,
 ) -> tuple[Tensor, Tensor]:
     """The rule by the algorithm of the arithmetic's class: tokens [runs, T, HV, ...], state [runs, N, HV, K, V]."""
-    size = arithmetic.chunk or CHUNK
-    if not lengths:
-        return torch.zeros_like(v), state
-    rows, finals, groups = [], [], _groups(lengths, size, q.device)
-    for group in groups:
-        tokens = [group.gather(x).transpose(2, 3) for x in (q, k, v, g, beta.unsqueeze(-1))]  # [runs, n, HV, L, width]
-        carry = state if group.alone else state.index_select(1, group.members)
-        rule: Callable[..., tuple[Tensor, Tensor]]
-        if arithmetic.algorithm == "recurrent":
-            step, rule = CHUNK, disturbed.recurrent
-        else:
-            short = max(1, min(size, group.longest))
-            if channels:  # products that decay by channel are taken in halves of halves
-                short = 1 << (short - 1).bit_length()
-            step, rule = short, functools.partial(disturbed.chunkwise, chunk=short, channels=channels)
-        # Numbers that a token's graph takes at its peak, measured at widths 64 and 128: 51 to 67 a channel, in either class.
-        each = arithmetic.runs * len(group.members) * v.shape[2] * 60 * (k.shape[-1] + v.shape[-1])
-        stretch = max(1, _GRAPH // (each * step)) * step
-        outputs = []
-        for at in range(0, group.longest, stretch):
-            part: tuple[Any, ...] = (*(x[..., at : at + stretch, :] for x in tokens), carry, scale, arithmetic)
-            o, carry = checkpoint(rule, *part, use_reentrant=False) if group.longest > stretch else rule(*part)
-            outputs.append(o)
-        o = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -2) if outputs else tokens[2]
-        rows.append(group.scatter(o.transpose(2, 3)))
-        finals.append(carry)
-    if groups[0].alone:
-        return rows[0], finals[0]
-    order = torch.cat([group.tokens for group in groups]).argsort()
-    members = torch.cat([group.members for group in groups]).argsort()
-    return torch.cat(rows, 1).index_select(1, order), torch.cat(finals, 1).index_select(1, members)
-
-
-def _groups(lengths: list[int], chunk: int, device: torch.device) -> list["_Padded"]:
-    """The sequences in groups of the same padded length (a power of two, or a number of chunks), so that none pads much."""
-    groups: dict[int, list[int]] = {}
-    for member, length in enumerate(lengths):
-        short = max(16, 1 << max(length - 1, 0).bit_length())
-        groups.setdefault(min(short, -(-length // chunk) * chunk) if length else 0, []).append(member)
-    return [_Padded(lengths, members, longest, device) for longest, members in groups.items()]
-
-
-class _Padded:
-    """Some sequences as rows of one padded tensor [runs, n, L, ...], and back to tokens [runs, tokens, ...]."""
-
-    def __init__(self, lengths: list[int], members: list[int], longest: int, device: torch.device) -> None:
-        self.longest = longest
-        self.alone = len(set(lengths)) == 1  # all sequences, as long as each other: rows as they stand
-        self.count = len(lengths)
-        if self.alone:
-            self.members = torch.arange(len(members))
-            return
-        self.members = torch.tensor(members, device=device)
-        sizes = torch.tensor(lengths, device=device)
-        starts = (sizes.cumsum(0) - sizes)[self.members]
-        place = torch.arange(longest, device=device)
-        inside = place < sizes[self.members].unsqueeze(-1)
-        index = starts.unsqueeze(-1) + place
-        self.index = torch.where(inside, index, sum(lengths))
-        self.back = torch.nonzero(inside.flatten()).squeeze(-1)
-        self.tokens = index.flatten()[self.back]
-
-    def gather(self, x: Tensor) -> Tensor:
-        """Tokens [runs, tokens, ...] to rows [runs, n, L, ...], zeros after a sequence's end."""
-        rows: Tensor
-        if self.alone:
-            rows = x.unflatten(1, (self.count, -1))
-            return rows
-        x = torch.cat([x, x.new_zeros(x.shape[0], 1, *x.shape[2:])], 1)
-        rows = x.index_select(1, self.index.flatten()).unflatten(1, tuple(self.index.shape))
-        return rows
-
-    def scatter(self, rows: Tensor) -> Tensor:
-        """Rows [runs, n, L, ...] to the tokens that `tokens` names [runs, ..., ...]."""
-        flat: Tensor = rows.flatten(1, 2)
-        return flat if self.alone else flat.index_select(1, self.back)
+    given = q, k, v, g, beta.unsqueeze(-1), state, scale, arithmetic, lengths
+    if arithmetic.algorithm == "recurrent":
+        return disturbed.recurrent(*given)
+    return disturbed.chunkwise(*given, arithmetic.chunk or CHUNK, channels=channels)
 
 
 def _operation(name: str, gate: tuple[Port, ...], beta: Port, forward: Forward, *rules: Rule) -> Operation:

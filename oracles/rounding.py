@@ -43,10 +43,10 @@ PRODUCTS = ("ieee", "tf32")
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """The precisions an algorithm of one class works in; tensors given to its methods have the runs on axis 0.
+    """The precisions an algorithm of one class works in; tensors given to its methods have the runs on one `axis`, by default 0.
 
-    Axis 0 has the runs from `first` on: run 0, which is exact, and others, or only runs that round; `last` is the last run of all,
-    where these are not all. A run's numbers do not depend on which others are evaluated with it.
+    That axis has the runs from `first` on: run 0, which is exact, and others, or only runs that round; `last` is the last run of
+    all, where these are not all. A run's numbers do not depend on which others are evaluated with it.
 
     In significand bits: `stored` for intermediates that are stored and operands that are computed, `product` for what float32
     products and sums of them keep (53: operands are coarser, so that the sums' own errors drown), `output` for the inputs' dtype.
@@ -66,6 +66,7 @@ class Arithmetic:
     first: int = 0
     last: int | None = None
     inverse: int = EXACT
+    axis: int = 0
 
     @classmethod
     def of(cls, algorithm: str, dtype: str, products: str = "ieee", runs: int = 9) -> "Arithmetic":
@@ -143,13 +144,13 @@ class Arithmetic:
         return self._round(x, place, bits, bits, 0.0)
 
     def drift(self, x: Tensor, place: str) -> Tensor:
-        """Errors of float32 numbers carried through T steps, fractions of them: [runs, 1, ..., T, K] for x [runs, ..., T, K].
+        """Errors of float32 numbers x [..., T, K] carried through T steps, fractions of them, for each run.
 
         Rounded again and again on one grid, a state soon stays where it is, while a kernel's may drift: with repeated tokens each
         step can err the same way. So in the odd runs a channel errs by the same fraction of itself at every step.
         """
         fraction = _fractions(place, self.first, self.runs, (x.shape[-2], x.shape[-1]), x.device)
-        return fraction.reshape(self.runs, *[1] * (x.ndim - 3), *fraction.shape[1:])
+        return fraction.view(self._along(x.ndim, *fraction.shape[1:]))
 
     def sums(self, x: Tensor, place: str, depth: int) -> Tensor:
         """x unchanged; its cotangent is a float32 sum of `depth` terms."""
@@ -176,7 +177,13 @@ class Arithmetic:
         """
         turn = (self.chunk or 0) // 16 if self.end == 2 else 0
         ways = tuple(((run + 1) // 2 + turn) % 2 for run in range(self.first, self.first + self.runs))
-        return _choice(ways, x.device, x.dtype).reshape(-1, *[1] * (x.ndim - 1))
+        return _choice(ways, x.device, x.dtype).view(self._along(x.ndim))
+
+    def _along(self, axes: int, *last: int) -> list[int]:
+        """A shape of so many axes that has the runs on their axis, `last` at the end, and ones."""
+        shape = [1] * (axes - len(last)) + list(last)
+        shape[self.axis] = self.runs
+        return shape
 
     def dither(self, x: Tensor, place: str, bits: int | None = None) -> Tensor:
         """x rounded to `bits` (default: as stored) on each run's own grid, outside automatic differentiation."""
@@ -213,7 +220,7 @@ class Arithmetic:
         x = x.detach() if x.requires_grad else x
         if (bits if isinstance(bits, int) else min(bits)) >= _MANTISSA[x.dtype]:
             return x
-        grid, back = _grid(places, self._numbered, bits, step, x.shape, x.device, x.dtype, axis, widths)
+        grid, back = self._grids(x, places, bits, step, axis, widths)
         rough = self._rough(x, grid, bits, axis, widths)
         return rough * back if rough.dtype != x.dtype else rough.mul_(back)
 
@@ -223,7 +230,13 @@ class Arithmetic:
         if not self.rounds or bits >= _MANTISSA[like.dtype]:
             one = like.new_ones([1] * like.ndim)
             return one, one
-        return _grid((place,), self._numbered, bits, step, like.shape, like.device, like.dtype, None, ())
+        return self._grids(like, (place,), bits, step, None, ())
+
+    def _grids(
+        self, like: Tensor, places: tuple[str, ...], bits: "Bits", step: float, axis: int | None, widths: tuple[int, ...]
+    ) -> "Grid":
+        last = tuple(like.shape[-2:] if like.ndim > 2 else like.shape[1:])
+        return _grid(places, self._numbered, bits, step, last, like.ndim, self.axis, like.device, like.dtype, axis, widths)
 
     def rough(self, x: Tensor, by: Tensor) -> Tensor:
         """x times `by`, whose dtype counts, rounded as what is stored; perhaps in a dtype that holds no more."""
@@ -234,14 +247,14 @@ class Arithmetic:
         if kind and x.device.type in _LAUNCHING:
             return torch.mul(x, by, out=x.new_empty(0, dtype=kind))
         rounded = x * by
-        exact = None if self.first else rounded[0].clone()
+        exact = None if self.first else rounded.select(self.axis, 0).clone()
         if kind:
             rounded.copy_(rounded.to(kind))
         else:
             half, high = _words(bits, _MANTISSA[by.dtype], axis, widths, x.device)
             rounded.view(_WORDS[by.dtype]).add_(half).bitwise_and_(high)
         if exact is not None:
-            rounded[0] = exact
+            rounded.select(self.axis, 0).copy_(exact)
         return rounded
 
 
@@ -277,7 +290,8 @@ _CASTS = {  # a cast rounds so, and has the range
 _LAUNCHING = ("cuda",)  # where two operations that convert what they read or write take less than four in place
 _WORDS = {torch.float64: torch.int64, torch.float32: torch.int32}
 _SHARED = 2**16  # numbers of a run: calls of several shapes share their grids up to that
-_KEPT_BYTES = {"cpu": 2**27, "cuda": 2**29}  # of grids of a kind, for later calls
+_KEPT_BYTES = 2**27  # of grids of a kind on a CPU, for later calls
+_KEPT_SHARE = 1 / 32  # of a GPU's memory, likewise
 
 
 @functools.cache
@@ -311,6 +325,13 @@ Runs = tuple[int, int, int]  # the first run, the one after the last, and the la
 Grid = tuple[Tensor, Tensor]  # the numbers s, and 1 / s
 
 
+@functools.cache
+def _most_kept(device: torch.device) -> int:
+    if device.type == "cpu":
+        return _KEPT_BYTES
+    return int(_KEPT_SHARE * torch.cuda.get_device_properties(device).total_memory)
+
+
 def _kept(make: Callable[..., Grid]) -> Callable[..., Grid]:
     """`make`, whose results are kept for the same arguments while they fit; the first made are the first forgotten."""
     made: dict[Any, Grid] = {}
@@ -322,7 +343,7 @@ def _kept(make: Callable[..., Grid]) -> Callable[..., Grid]:
         if (found := made.get(given)) is not None:
             return found
         found = make(*given)
-        size, most = 2 * found[0].nbytes, _KEPT_BYTES.get(found[0].device.type, _KEPT_BYTES["cuda"])
+        size, most = 2 * found[0].nbytes, _most_kept(found[0].device)
         if 8 * size <= most:
             made[given], held = found, held + size
             while held > most:
@@ -344,18 +365,19 @@ def _grid(
     runs: Runs,
     bits: Bits,
     step: float,
-    shape: torch.Size,
+    last: tuple[int, ...],
+    axes: int,
+    runs_axis: int,
     device: torch.device,
     dtype: torch.dtype,
     axis: int | None,
     widths: tuple[int, ...],
 ) -> Grid:
-    """The grids s of places, one a run and position of the last two axes, and 1 / s, for tensors of a shape; 1 for run 0.
+    """The grids s of places, one a run and position of the last two axes, and 1 / s, for tensors of so many axes; 1 for run 0.
 
     Several places' are stacked along `axis`, or lie side by side along the last where `widths` are given. A dtype's numbers below
     its smallest normal one have a fixed step: the grids are scaled so that where there is a `step`, theirs is that.
     """
-    last = tuple(shape[-2:] if len(shape) > 2 else shape[1:])
     sizes = [last[0] * width for width in widths] or [math.prod(last)] * len(places)
     each = (bits,) * len(places) if isinstance(bits, int) else bits
     scale = torch.finfo(dtype).tiny / (step * 2.0 ** (each[0] - 1)) if step else 1.0
@@ -369,7 +391,8 @@ def _grid(
         parts = [[numbers.unflatten(1, (last[0], -1)) for numbers in part] for part in parts]
     join = torch.cat if widths else torch.stack
     grid, back = parts[0] if len(parts) == 1 else (join(part, -1 if widths else 1) for part in zip(*parts, strict=True))
-    view = [len(grid), *[1] * (len(shape) - 1 - len(last)), *last]
+    view = [1] * (axes - len(last)) + list(last)
+    view[runs_axis] = len(grid)
     if axis is not None:
         view[axis] = len(places)
     return grid.view(view), back.view(view)

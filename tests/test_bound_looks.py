@@ -91,13 +91,31 @@ def test_of_undeclared_chunks_one_size_is_looked_at_first(monkeypatch: pytest.Mo
     assert [one.sure, several.sure, every.sure] == [0.5**0.5, 0.5**0.5, 1.0]
     assert (several.allowed >= one.allowed).all()
     assert every.finer is not None
-    assert every.finer().finer is None
+    assert every.finer().sure == 1
+    assert seen[11:] == [(size, 8) for size in bound.CHUNKS]
+    assert (finest := every.finer().finer) is not None
+    assert finest().finer is None
+    assert {size: sum(runs for each, runs in seen[11:] if each == size) for size in bound.CHUNKS} == dict.fromkeys(bound.CHUNKS, 32)
+
+
+@pytest.mark.parametrize("first", [4, 16, 64])
+def test_a_first_look_of_more_runs_is_the_one_that_fewer_lead_to(first: int) -> None:
+    case = Case.parse("lengths=40+3 packed=yes key_dim=4 value_dim=4 dtype=bf16 gate=64")
+    given = case.spec, case.inputs(), case.cotangents(), "chunkwise", "ieee", 16
+    for name, limit in bounds(*given).items():
+        for _ in range((4, 16, 64).index(first)):
+            assert limit.finer is not None
+            limit = limit.finer()
+        own = bounds(*given, first)[name]
+        assert torch.equal(own.value, limit.value)
+        torch.testing.assert_close(own.allowed, limit.allowed, rtol=1e-12, atol=0)
+        assert (own.sure, own.finer is None) == (1.0, first == 64)
 
 
 @pytest.mark.parametrize("first", [0, 3, 8, True, 1.5, "1"])
 def test_a_first_look_of_other_runs_is_refused(first: object) -> None:
     case = Case.parse("lengths=4")
-    with pytest.raises(ValueError, match=rf"^first must be None or one of 1, 2, 4, got {first!r}$"):
+    with pytest.raises(ValueError, match=rf"^first must be None or one of 1, 2, 4, 16, 64, got {first!r}$"):
         bounds(case.spec, case.inputs(), None, "chunkwise", first=first)  # type: ignore[arg-type]
 
 

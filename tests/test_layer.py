@@ -604,13 +604,10 @@ def drawn(seed: int) -> tuple[str, Call]:
 
 
 def judged(limits: dict[str, Bound], got: Results) -> tuple[float, str]:
-    """`worst`, but of the finer bounds where it is over by less than CLEAR, as a judge does."""
+    """`worst`, but of finer and finer bounds while it is over by less than CLEAR, as a judge does."""
     ratio, name = worst(limits, got)
-    if not 1.0 < ratio < CLEAR:
-        return ratio, name
-    finer = {each: limit.finer() for each, limit in limits.items() if limit.finer is not None}
-    assert finer.keys() == limits.keys()
-    return worst(finer, got)
+    finer = {each: limit.finer() for each, limit in limits.items() if limit.finer is not None and 1.0 < ratio < CLEAR}
+    return judged(finer, got) if finer else (ratio, name)
 
 
 def test_bounds_hold_for_right_implementations(record_property: Callable[[str, object], None]) -> None:

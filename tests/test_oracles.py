@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from oracles import bound, chunkwise, decay, disturbed, gated_delta
+from oracles import bound, chunkwise, decay, disturbed, segments
 from oracles.bound import _evaluate, bounds, truth
 from oracles.case import Case
 from oracles.gated_delta import definition, merge, repeat_heads, transition
@@ -1189,10 +1189,9 @@ def test_gradcheck_accepts_the_truth(lengths: tuple[int, ...], gates: int, chunk
 def test_gradcheck_rejects_a_truth_whose_states_carry_no_gradient(gates: int, monkeypatch: pytest.MonkeyPatch) -> None:
     right = chunkwise._Call.backward
 
-    def drops_the_state(call: chunkwise._Call, kept: chunkwise._Kept, do: Tensor, carry: Tensor) -> tuple[Tensor, ...]:
-        result = right(call, kept, do, carry)
-        carry.zero_()
-        return result
+    def drops_the_state(*given: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+        tokens, dstate = right(*given)
+        return tokens, torch.zeros_like(dstate)
 
     monkeypatch.setattr(chunkwise._Call, "backward", drops_the_state)
     monkeypatch.setattr(chunkwise, "_SEGMENT", SMALLEST)  # one chunk a segment: the state's gradient is carried between them
@@ -1206,10 +1205,10 @@ def test_gradcheck_rejects_a_truth_whose_states_carry_no_gradient(gates: int, mo
 @pytest.mark.parametrize("tokens", [1, 2, 5])
 def test_gradcheck_accepts_both_classes(tokens: int, gates: int) -> None:
     exact = Arithmetic.exact()
-    shapes = [(1, 2, tokens, 2), (1, 2, tokens, 2), (1, 2, tokens, 3), (1, 2, tokens, gates), (1, 2, tokens, 1), (1, 2, 2, 3)]
-    x = small_tensors(shapes, tokens)
-    assert torch.autograd.gradcheck(lambda *x: disturbed.recurrent(*x, 0.7, exact), x)
-    assert torch.autograd.gradcheck(lambda *x: disturbed.chunkwise(*x, 0.7, exact, 2), x)
+    lengths = [tokens, 0, 2]
+    x = small_tensors([*((1, tokens + 2, 2, width) for width in (2, 2, 3, gates, 1)), (1, 3, 2, 2, 3)], tokens)
+    assert torch.autograd.gradcheck(lambda *x: disturbed.recurrent(*x, 0.7, exact, lengths), x)
+    assert torch.autograd.gradcheck(lambda *x: disturbed.chunkwise(*x, 0.7, exact, lengths, 2), x)
 
 
 def test_gradients_asked_for_alone_are_those_of_all_and_none_asked_for_is_no_graph() -> None:
@@ -1317,19 +1316,24 @@ def test_heads_that_do_not_divide_are_refused(heads: int, value_heads: int) -> N
 # Segments, chunks and boundaries
 
 
-def segments(lengths: Sequence[int], size: int, most: int) -> list[tuple[list[int], list[chunkwise._Segment]]]:
-    blocks = chunkwise._segments(tuple(lengths), size, most, torch.device("cpu"))
+def blocks_of(lengths: Sequence[int], sizes: Sequence[int], most: int) -> list[tuple[list[int], list[segments.Segment]]]:
+    blocks = segments.segments(tuple(lengths), tuple(sizes), (most,) * len(lengths), torch.device("cpu"))
     return [(members.tolist(), block) for members, block in blocks]
 
 
-def tagged(segment: chunkwise._Segment, size: int, padding: int) -> list[list[int]]:
-    """The tokens of each chunk's rows, as `take` places them."""
-    rows = torch.full((segment.chunks * size,), padding)
-    rows[slice(None) if segment.places is None else segment.places] = torch.tensor(list(segment.tokens))
-    return rows.view(-1, size).tolist()
+def tagged(segment: segments.Segment, tokens: int) -> list[list[int]]:
+    """The tokens of each chunk's rows, as `take` places them, -1 for padding; `put` takes them back."""
+    tags = torch.arange(1.0, tokens + 1).unsqueeze(-1)
+    chunks = segment.take(tags, torch.float64)
+    back = torch.zeros_like(tags)
+    segment.put(back, chunks)
+    assert back.flatten().tolist() == [tag if tag - 1 in segment.tokens else 0 for tag in tags.flatten().tolist()]
+    real = segment.inside(chunks.ndim)
+    assert torch.equal(chunks > 0, torch.ones_like(chunks, dtype=torch.bool) if real is None else real == 1)
+    return (chunks.squeeze(-1).long() - 1).tolist()
 
 
-def held_before(segment: chunkwise._Segment, members: Sequence[int]) -> list[tuple[int, int]]:
+def held_before(segment: segments.Segment, members: Sequence[int]) -> list[tuple[int, int]]:
     """Chunk by chunk, its sequence and how many chunks of that sequence the segment has from it on."""
     left = {row: sum(count > place for _, count in segment.steps) for place, row in enumerate(members)}
     return [(row, left[row] - step) for step, (_, count) in enumerate(segment.steps) for row in members[:count]]
@@ -1339,19 +1343,23 @@ def held_before(segment: chunkwise._Segment, members: Sequence[int]) -> list[tup
 @given(
     lengths=st.lists(st.one_of(st.integers(0, 5), st.integers(0, 40)), max_size=7),
     size=st.integers(1, 9),
+    short=st.integers(1, 9),
     most=st.integers(1, 12),
 )
-@example(lengths=[0, 0], size=4, most=1)
-@example(lengths=[40, 1, 1, 1, 1, 1, 1, 1, 1], size=4, most=3)
-def test_segments_hold_every_token_once_in_order(lengths: list[int], size: int, most: int) -> None:
+@example(lengths=[0, 0], size=4, short=4, most=1)
+@example(lengths=[40, 1, 1, 1, 1, 1, 1, 1, 1], size=4, short=4, most=3)
+@example(lengths=[40, 3, 20, 2, 0, 4], size=8, short=4, most=9)
+def test_segments_hold_every_token_once_in_order(lengths: list[int], size: int, short: int, most: int) -> None:
     ends, seen = [0, *itertools.accumulate(lengths)], {row: [] for row, length in enumerate(lengths) if length}
-    for members, block in segments(lengths, size, most):
+    sizes = [short if length <= short else size for length in lengths]
+    for members, block in blocks_of(lengths, sizes, most):
         assert len(members) <= most
+        assert {sizes[row] for row in members} == {segment.size for segment in block}
         running = len(members)
         for segment in block:
             assert segment.chunks == sum(count for _, count in segment.steps) <= max(most, segment.steps[0][1])
             assert [first for first, _ in segment.steps] == [0, *itertools.accumulate(count for _, count in segment.steps)][:-1]
-            rows = tagged(segment, size, ends[-1])
+            rows = tagged(segment, ends[-1])
             states = [(row, len(seen[row])) for row in members[: segment.steps[0][1]]] + [None] * segment.chunks
             for chunks, before, after in segment.states():
                 assert chunks.stop - chunks.start <= running, "those that still run are the first members"
@@ -1367,10 +1375,10 @@ def test_segments_hold_every_token_once_in_order(lengths: list[int], size: int, 
             assert [states[row] for row in at[segment.last]] == [(row, len(seen[row])) for row in members[: segment.steps[0][1]]]
     for row, chunks in seen.items():
         tokens = list(range(ends[row], ends[row + 1]))
-        padding = [ends[-1]] * (-len(tokens) % size)
+        padding = [-1] * (-len(tokens) % sizes[row])
         assert [token for chunk in chunks for token in chunk] == tokens + padding
-        assert all(len(chunk) == size for chunk in chunks)
-        assert len(chunks) == -(-len(tokens) // size)
+        assert all(len(chunk) == sizes[row] for chunk in chunks)
+        assert len(chunks) == -(-len(tokens) // sizes[row])
 
 
 @pytest.mark.parametrize("operation", RULES)
@@ -1393,21 +1401,21 @@ def test_segments_however_small_give_the_results_of_one(operation: str, case: Ca
 def test_segments_in_the_wrong_order_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case.parse("lengths=130+0+3+70 packed=yes gate=64 state=random seed=1")
     inputs, cotangents = case.inputs(), case.cotangents()
-    whole, right = truth(case.spec, inputs, cotangents), chunkwise._segments
+    whole, right = truth(case.spec, inputs, cotangents), segments.segments
     monkeypatch.setattr(chunkwise, "_SEGMENT", SMALLEST)
     assert max(relative(truth(case.spec, inputs, cotangents), whole).values()) <= 1e-14
-    monkeypatch.setattr(chunkwise, "_segments", lambda *given: ((members, block[::-1]) for members, block in right(*given)))
+    monkeypatch.setattr(segments, "segments", lambda *given: [(members, block[::-1]) for members, block in right(*given)])
     assert min(relative(truth(case.spec, inputs, cotangents), whole).values()) > 1e-3
 
 
 def test_a_segment_is_as_many_chunks_as_fit_and_one_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    call, k, v = chunkwise._Call(1, 2, 1.0, 64), torch.zeros(1, 1, 32), torch.zeros(1, 2, 48)
-    plenty = call.most(k, v)
+    call, given = chunkwise._Call(1.0), (64, torch.zeros(1, 1, 1, 32), torch.zeros(1, 1, 2, 48))
+    plenty = call.most(*given)
     assert plenty > 1
     monkeypatch.setattr(chunkwise, "_SEGMENT", {name: 10 * size for name, size in chunkwise._SEGMENT.items()})
-    assert 10 * plenty <= call.most(k, v) < 10 * (plenty + 1)
+    assert 10 * plenty <= call.most(*given) < 10 * (plenty + 1)
     monkeypatch.setattr(chunkwise, "_SEGMENT", SMALLEST)
-    assert call.most(k, v) == 1
+    assert call.most(*given) == 1
 
 
 @pytest.mark.parametrize("operation", RULES)
@@ -1475,17 +1483,17 @@ def test_bounds_do_not_depend_on_what_is_computed_at_once(operation: str, algori
     line = "lengths=100+3+0+70 packed=yes heads=2 value_heads=4 key_dim=8 value_dim=12 gate=64 state=random dtype=bf16 qk_norm=yes"
     case = Case.parse(f"op={operation} {line} seed=9")
     make = functools.partial(bounds, case.spec, case.inputs(), case.cotangents(), algorithm, chunk=64)
-    whole, kept, evaluated = make(), [], []
-    checkpoint, evaluate = gated_delta.checkpoint, bound._evaluate
+    whole, counts, evaluated = make(), [], []
+    plan, evaluate = segments.segments, bound._evaluate
     with monkeypatch.context() as patch:
-        patch.setattr(gated_delta, "_GRAPH", 1)
-        patch.setattr(gated_delta, "checkpoint", lambda *given, **options: kept.append(1) or checkpoint(*given, **options))
+        patch.setattr(disturbed, "_GRAPH", 1)
+        patch.setattr(segments, "segments", lambda *given: counts.append(given) or plan(*given))
         stretches = make()
     with monkeypatch.context() as patch:
         patch.setattr(bound, "_BATCH", 1)
         patch.setattr(bound, "_evaluate", lambda *given: evaluated.append(given[1].v.shape[2]) or evaluate(*given))
         heads = make()
-    assert len(kept) == 2, "the two sequences over a chunk are of one group"
+    assert sum(len(block) for _, block in plan(*counts[-1])) == 5, "each chunk of each sequence is a segment of its own"
     assert evaluated == [4, 2, 2], "the truth at once, the runs in two slices of the heads"
     for name, limit in whole.items():
         for other in (stretches[name], heads[name]):

@@ -1,0 +1,238 @@
+"""Packed sequences in chunks, many chunks at once, a segment after the other: what the chunkwise forms of the delta rules share.
+
+Only the state goes from chunk to chunk; all else is computed for the chunks of many sequences at once. A segment is as many chunks
+as a form takes at once; only the states between segments are kept, and backward computes a segment again.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Segment(NamedTuple):
+    """Chunks of `size` tokens computed at once, those of a step side by side, and the states around them.
+
+    `tokens` are the chunks' tokens in order (a range where they follow each other). Where chunks are padded, `places` are the rows
+    of the chunks that have tokens, `rows` each row's token, any for padding, and `real` [chunk, token] 1 for tokens and 0 for
+    padding; else they are None. `steps` are the chunks of each step: the first and how many, which are those of the first
+    sequences of the block. A row of states is for each sequence that before the first step, then for each chunk that after it;
+    `before` are the rows of the states before each chunk, `last` those after each sequence's last chunk in the segment.
+    """
+
+    size: int
+    tokens: Tensor | range
+    places: Tensor | None
+    rows: Tensor | None
+    real: Tensor | None
+    steps: tuple[tuple[int, int], ...]
+    before: Tensor | slice
+    last: Tensor | slice
+
+    @property
+    def chunks(self) -> int:
+        """How many there are."""
+        return sum(self.steps[-1])
+
+    @property
+    def counts(self) -> list[int]:
+        """How many chunks each step has: never more than the step before."""
+        return [count for _, count in self.steps]
+
+    def states(self) -> Iterator[tuple[slice, slice, slice]]:
+        """Step by step: its chunks, the rows of the states before them, and those of the states after them."""
+        rows = 0
+        for first, count in self.steps:
+            after = self.steps[0][1] + first
+            yield slice(first, first + count), slice(rows, rows + count), slice(after, after + count)
+            rows = after
+
+    def take(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """Tokens [T, ..., width] as chunks [chunk, ..., token, width], contiguous, zeros where a chunk is padded."""
+        tokens = self.tokens
+        if self.rows is not None:
+            rows = x.index_select(0, self.rows)
+        else:
+            rows = x[tokens.start : tokens.stop] if isinstance(tokens, range) else x.index_select(0, tokens)
+        chunks = rows.unflatten(0, (-1, self.size)).movedim(1, -2)
+        made = torch.empty(chunks.shape, dtype=dtype, device=x.device)
+        inside = self.inside(chunks.ndim)
+        return made.copy_(chunks) if inside is None else torch.mul(chunks, inside, out=made)
+
+    def inside(self, axes: int) -> Tensor | None:
+        """1 for tokens and 0 for padding, [chunk, 1, ..., token, 1] of so many axes; None if nothing is padded."""
+        return None if self.real is None else self.real.view(self.chunks, *[1] * (axes - 3), self.size, 1)
+
+    def put(self, x: Tensor, chunks: Tensor) -> None:
+        """The reverse of `take`, into x, whose dtype it may not have."""
+        tokens, rows = self.tokens, chunks.movedim(-2, 1)
+        if self.places is None and isinstance(tokens, range):
+            x[tokens.start : tokens.stop].unflatten(0, (-1, self.size)).copy_(rows)
+            return
+        rows = rows.flatten(0, 1)
+        rows = rows if self.places is None else rows.index_select(0, self.places)
+        if isinstance(tokens, range):
+            x[tokens.start : tokens.stop] = rows
+        else:
+            x.index_copy_(0, tokens, rows.to(x.dtype))
+
+
+Block = tuple[Tensor, list[Segment]]  # which sequences, and their segments in order
+
+
+class Form(Protocol):
+    """How the chunks of a segment are computed; tokens are q, k, v, g, beta [chunk, ..., token, width] of any axes between."""
+
+    def most(self, size: int, k: Tensor, v: Tensor) -> int:
+        """How many chunks of a size a segment may have; k and v have all tokens."""
+
+    def dtype(self, x: Tensor) -> torch.dtype:
+        """In which the chunks of x are computed."""
+
+    def forward(self, segment: Segment, tokens: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """o of the chunks, the states after the segment, given those before it, and what `backward` needs."""
+
+    def backward(self, segment: Segment, made: Any, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The cotangents of the tokens, and of the states before the segment, given those of the ones after it."""
+
+
+def rule(
+    form: Form, tokens: tuple[Tensor, ...], state: Tensor, lengths: tuple[int, ...], sizes: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """o [T, ..., V] and the final states [N, ..., K, V] of sequences of `lengths` tokens, each in chunks of its own of `sizes`.
+
+    `tokens` are q, k [T, ..., K], v [T, ..., V], g and beta [T, ..., any], `state` [N, ..., K, V].
+    """
+    o, final = _Rule.apply(form, lengths, sizes, state, *tokens)
+    return o, final
+
+
+class _Rule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        form: Form,
+        lengths: tuple[int, ...],
+        sizes: tuple[int, ...],
+        initial: Tensor,
+        *tokens: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        _, k, v, *_ = tokens
+        dtype = form.dtype(k)
+        o, final = torch.zeros_like(v, memory_format=torch.contiguous_format), initial.clone(memory_format=torch.contiguous_format)
+        most = tuple(form.most(size, k, v) for size in sizes)
+        plan = [(members, [_Kept(segment) for segment in block]) for members, block in segments(lengths, sizes, most, k.device)]
+        for members, block in plan:
+            carry = initial.index_select(0, members).to(dtype)
+            for kept in block:
+                segment, kept.before = kept.segment, carry
+                running = segment.counts[0]
+                part, state, kept.made = form.forward(segment, _taken(segment, tokens, dtype), carry[:running])
+                carry = _joined(state, carry[running:])
+                segment.put(o, part)
+                if kept is not plan[-1][1][-1]:  # backward begins with the last segment: it is not computed again
+                    kept.made = None
+            final.index_copy_(0, members, carry.to(final.dtype))
+        if not any(ctx.needs_input_grad):  # type: ignore[attr-defined]
+            return o, final
+        ctx.save_for_backward(*tokens)
+        ctx.back = form, plan, dtype  # type: ignore[attr-defined]
+        return o, final
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        tokens = ctx.saved_tensors  # type: ignore[attr-defined]
+        form, plan, dtype = ctx.back  # type: ignore[attr-defined]
+        do, dfinal = cotangents
+        results = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tokens]
+        dstate = dfinal.clone(memory_format=torch.contiguous_format)
+        for members, block in reversed(plan):
+            carry = dfinal.index_select(0, members).to(dtype)
+            for kept in reversed(block):
+                segment, made, running = kept.segment, kept.made, kept.segment.counts[0]
+                if made is None:
+                    assert kept.before is not None
+                    made = form.forward(segment, _taken(segment, tokens, dtype), kept.before[:running])[2]
+                parts, before = form.backward(segment, made, segment.take(do, dtype), carry[:running])
+                carry, made, kept.made = _joined(before, carry[running:]), None, None
+                for whole, part in zip(results, parts, strict=True):
+                    segment.put(whole, part)
+            dstate.index_copy_(0, members, carry.to(dstate.dtype))
+        return None, None, None, dstate, *results
+
+
+@dataclasses.dataclass
+class _Kept:
+    """A segment and the states before it; what was computed of it, where that is at hand."""
+
+    segment: Segment
+    before: Tensor | None = None
+    made: Any = None
+
+
+def _taken(segment: Segment, tokens: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return tuple(segment.take(x, dtype) for x in tokens)
+
+
+def _joined(running: Tensor, ended: Tensor) -> Tensor:
+    """The states of all sequences of a block, those that ended before last."""
+    return torch.cat([running, ended]) if len(ended) else running
+
+
+@functools.lru_cache(64)
+def segments(lengths: tuple[int, ...], sizes: tuple[int, ...], most: tuple[int, ...], device: torch.device) -> list[Block]:
+    """Blocks of sequences that have chunks of one size, and their segments in order; `most` chunks a segment, by sequence.
+
+    The sequences of a block are sorted by their number of chunks, so that those still running at a step are the first ones.
+    """
+    starts, blocks = [0, *itertools.accumulate(lengths)], list[Block]()
+    for size, limit in sorted(set(zip(sizes, most, strict=True))):
+        order = sorted((row for row, length in enumerate(lengths) if length and sizes[row] == size), key=lambda row: -lengths[row])
+        parts = [order[first : first + limit] for first in range(0, len(order), limit)]
+        blocks += [_block(members, lengths, starts, size, limit, device) for members in parts]
+    return blocks
+
+
+def _block(members: list[int], lengths: tuple[int, ...], starts: list[int], size: int, most: int, device: torch.device) -> Block:
+    counts = torch.tensor([-(-lengths[row] // size) for row in members])
+    begin = torch.tensor([starts[row] for row in members])
+    end = torch.tensor([starts[row + 1] for row in members])
+    running = torch.arange(int(counts[0])).unsqueeze(-1) < counts  # [step, member]
+    widths = running.sum(-1).tolist()
+    step, member = running.nonzero(as_tuple=True)
+    index = (begin[member] + step * size).unsqueeze(-1) + torch.arange(size)
+    inside = index < end[member].unsqueeze(-1)
+    block, at, row = [], 0, 0
+    while at < len(widths):
+        steps = [(0, widths[at])]
+        while at + len(steps) < len(widths) and sum(steps[-1]) + widths[at + len(steps)] <= most:
+            steps.append((sum(steps[-1]), widths[at + len(steps)]))
+        at, count = at + len(steps), sum(steps[-1])
+        block.append(_segment(size, index[row : row + count], inside[row : row + count], tuple(steps), device))
+        row += count
+    return torch.tensor(members, device=device), block
+
+
+def _segment(size: int, index: Tensor, inside: Tensor, steps: tuple[tuple[int, int], ...], device: torch.device) -> Segment:
+    tokens, places, rows, real = index[inside], None, None, None
+    if not inside.all():
+        padded = inside.flatten().nonzero().squeeze(-1), torch.where(inside, index, tokens[0]).flatten(), inside.double()
+        places, rows, real = (x.to(device) for x in padded)
+    follow = int(tokens[-1] - tokens[0]) == len(tokens) - 1 and bool((tokens.diff() == 1).all())
+    kept = range(int(tokens[0]), int(tokens[-1]) + 1) if follow else tokens.to(device)
+    before: Tensor | slice = slice(0, sum(steps[-1]))
+    last: Tensor | slice = slice(sum(steps[-1]), None)
+    whole = Segment(size, kept, places, rows, real, steps, before, last)
+    if steps[0][1] != steps[-1][1]:  # some sequences end within the segment
+        states = list(whole.states())
+        before = torch.cat([torch.arange(each.start, each.stop) for _, each, _ in states]).to(device)
+        ends = torch.zeros(steps[0][1], dtype=torch.int64)
+        for _, _, each in states:
+            ends[: each.stop - each.start] = torch.arange(each.start, each.stop)
+        whole = whole._replace(before=before, last=ends.to(device))
+    return whole
