@@ -8,6 +8,7 @@ gradients. The others compute in float32; they are given the case's lengths only
 """
 
 import argparse
+import functools
 import json
 import statistics
 import sys
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oracles.bound import FINER, RUNS, Bound, bounds, truth
+from oracles.bound import MORE, RUNS, Bound, bounds, truth
 from oracles.case import Case
 from oracles.chunkwise import delta_rule
 from oracles.operation import Inputs
@@ -190,21 +191,19 @@ def bound_cost(device: str, runs: int, rows: list[dict[str, object]]) -> None:
         for algorithm in ("chunkwise", "recurrent"):
             for name, call in looks(case, x, cotangents, algorithm, device).items():
                 figures = timed(call, device, runs)
-                what = f"{name}, {algorithm}: {figures[0] / exact[0]:.1f} times the truth{launches(call, device)}"
+                times = figures[0] / exact[0]
+                what = f"{name}, {algorithm}: {times:.1f} times the truth, its runs {times - 1:.1f}{launches(call, device)}"
                 report(rows, what, case.tokens, figures)
 
 
 def looks(case: Case, x: Inputs, cotangents: dict[str, Tensor], algorithm: str, device: str) -> dict[str, Call]:
-    """The bound, and what else a judge asks for: a first look of one run on a CPU, the finer bound, with this one, on a GPU."""
+    """The bound, and what else a judge may ask for: a first look of one run on a CPU, those of more on a GPU."""
 
-    def make(first: int | None = None) -> dict[str, Bound]:
+    def make(first: int | None) -> dict[str, Bound]:
         return bounds(case.spec, x, cotangents, algorithm, chunk=64, first=first)
 
-    def finer() -> object:
-        later = make()["o"].finer
-        return later and later()
-
-    return {"bound": make, **({"look of one run": lambda: make(1)} if device == "cpu" else {f"and of {FINER * RUNS} runs": finer})}
+    counts = (1,) if device == "cpu" else MORE
+    return {"bound": lambda: make(None), **{f"of {count} runs": functools.partial(make, count) for count in counts}}
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ _WIDE = 9_000_000  # float64 numbers of some runs' inputs that a GPU takes at on
 _FEW, _FEWEST = 8, 4  # runs that a GPU takes at once whatever their size: as many as there are room for
 _ROOM = 160_000_000  # float64 numbers of some runs' inputs: 155 million took 22.2 GiB
 _BYTES = {"half": 4, "single": 8, "recurrent": 20}  # an input's: float32, float64, and that for two halves and more
-_BATCH = 2**25  # float64 numbers of few runs' inputs: a call that has more is cut into several
+_BATCH = {"cpu": 2**25, "cuda": 2**26}  # float64 numbers of few runs' inputs: a call that has more is cut into several
 _TINY = 2.0**-100  # products of what is flushed to zero below 2^-126 with anything up to 6e7, the norm's 1 / 1e-4 included
 
 
@@ -256,7 +256,7 @@ def _pieces(operation: Operation, inputs: Inputs, runs: int) -> int:
     sizes = operation.sizes(inputs)
     most = math.gcd(*(sizes[axis] for axis in operation.parallel)) if operation.parallel else 1
     numbers = sum(inputs[port.name].numel() for port in operation.inputs if inputs.get(port.name) is not None)
-    wanted = min(runs, _FEW) * numbers / _BATCH
+    wanted = min(runs, _FEW) * numbers / _BATCH["cuda" if _on_a_gpu(inputs) else "cpu"]
     return next(count for count in range(1, most + 1) if most % count == 0 and (count >= wanted or count == most))
 
 

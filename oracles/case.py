@@ -6,15 +6,16 @@ GPU, today and after an upgrade (tests/test_case.py holds known ones).
 """
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from oracles.counter import mix
+from oracles.counter import integers, mix_number
 from oracles.gated_delta import in_kernel
 from oracles.line import Line, check_choices, text_of
 from oracles.operation import DTYPES, Inputs, Operation
@@ -160,177 +161,260 @@ class Case(Line):
         g would be, A_log [HV] and dt_bias [HV] or [HV, K]; where it computes beta, beta is None and there is b [B, T, HV].
         """
         build = _Builder(self, device)
-        rows, single = len(self.lengths), DTYPES["fp32"]
-        batch = (1, self.tokens) if self.packed else (rows, self.lengths[0])
-        work, gates = DTYPES[self.dtype], single if self.gate_dtype == "fp32" else DTYPES[self.dtype]
-        q, k = build.vectors("q", self.heads, self.key_dim), build.vectors("k", self.heads, self.key_dim)
-        state: Tensor | None = None
-        if self.state != "none":
-            state = build.state() if self.state == "random" else torch.zeros_like(build.state())
-            state = state.to(single)
-        g, decays = None, (self.value_heads, self.key_dim) if self.operation == "kda" else (self.value_heads,)
-        inside: dict[str, Tensor | None] = {}
+        recipes = {"q": build.vectors("q"), "k": build.vectors("k"), "v": build.values()}
+        axes = (self.value_heads, self.key_dim) if self.operation == "kda" else (self.value_heads,)
         if self.gate_inside:
-            a, A_log, dt_bias = build.raw_gates(decays)
-            inside |= {"a": a.to(work).unflatten(0, batch), "A_log": A_log.to(single), "dt_bias": None}
-            inside |= {"dt_bias": dt_bias.to(single)} if self.dt_bias else {}
+            recipes |= {"a": build.raw_gates(axes), "A_log": build.speeds(axes[0])}
+            recipes |= {"dt_bias": build.uniform("dt_bias", axes, 8)} if self.dt_bias else {}
         elif self.operation != "delta_rule":
-            g = build.gates(decays).to(gates).unflatten(0, batch)
-        if self.beta_inside:
-            inside["b"] = build.raw_betas().to(work).unflatten(0, batch)
-        offsets = torch.tensor(self.starts(), dtype=getattr(torch, self.offsets), device=device) if self.packed else None
+            recipes["g"] = build.gates(axes)
+        recipes |= {"b": build.raw_betas()} if self.beta_inside else {"beta": build.betas()}
+        recipes |= {"state": build.state()} if self.state != "none" else {}
+        made = build.made(recipes, single=("state", "A_log", "dt_bias", *("g",) * (self.gate_dtype == "fp32")))
+        inside = ("a", "A_log", "dt_bias") * self.gate_inside + ("b",) * self.beta_inside
+        offsets = torch.tensor(self.starts(), dtype=getattr(torch, self.offsets), device="cpu")
         return Inputs(
-            q=q.to(work).unflatten(0, batch),
-            k=k.to(work).unflatten(0, batch),
-            v=build.values().to(work).unflatten(0, batch),
-            g=g,
-            beta=None if self.beta_inside else build.betas().to(work).unflatten(0, batch),
-            state=state,
-            cu_seqlens=offsets,
+            **{name: made.get(name) for name in ("q", "k", "v", "g", "beta", "state")},
+            cu_seqlens=build.sent(offsets) if self.packed else None,
             scale=SCALES[self.scale],
             qk_norm=self.qk_norm,
             output_final_state=True,
-            **inside,
+            **{name: made.get(name) for name in inside},
             **({"allow_neg_eigval": self.beta == "two"} if self.beta_inside else {}),
         )
 
     def cotangents(self, device: str | None = None) -> dict[str, Tensor]:
         """A random cotangent for every output, the final state included, in the output's shape and dtype."""
         build = _Builder(self, device)
-        batch = (1, self.tokens) if self.packed else (len(self.lengths), self.lengths[0])
-        o = build.uniform("do", (self.tokens, self.value_heads, self.value_dim)).to(DTYPES[self.dtype])
-        state = build.uniform("dht", (len(self.lengths), self.value_heads, self.key_dim, self.value_dim))
-        return {"o": o.unflatten(0, batch), "final_state": state.to(DTYPES["fp32"])}
+        o = build.uniform("do", (*build.batch, self.value_heads, self.value_dim), build.bits)
+        state = build.uniform("dht", (len(self.lengths), self.value_heads, self.key_dim, self.value_dim), build.bits)
+        return build.made({"o": o, "final_state": state}, single=("final_state",))
 
 
 _NAMES = ("q", "k", "v", "g", "beta", "state", "do", "dht", "base", "choice", "index", "sign", "a", "A_log", "dt_bias", "b")
 _STREAMS = {name: index for index, name in enumerate(_NAMES)}
+_CHOOSING = {"gate": 1, "beta": 2, "q": 3, "k": 4, "v": 5}  # the salts of their choices
+SINGLE_BITS = BITS["fp32"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Draw:
+    """Integers uniform in [-2^(bits-1), 2^(bits-1)), one a position of a stream.
+
+    `of_tokens` are those of an input's tokens [B, T, ...], which may repeat each other.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    bits: int
+    of_tokens: bool = False
+    salt: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recipe:
+    """A tensor: what is made, in float64 and exactly, of the integers of its draws, one argument a draw."""
+
+    draws: tuple[_Draw, ...]
+    tensor: Callable[..., Tensor]
 
 
 class _Builder:
-    """The tensors of a case in float64, exact, tokens flattened along axis 0."""
+    """The tensors of a case, by their recipes.
+
+    On a GPU an operation costs its launch, whatever its size, and a copy from the host a wait: so all integers are drawn together,
+    and constants are Python numbers. No table stays there for the next case, since a wrong kernel might write into it.
+    """
 
     def __init__(self, case: Case, device: str | None) -> None:
-        self.case, self.device = case, device
+        self.case = case
+        self.device = torch.get_default_device() if device is None else torch.device(device)
         self.bits = BITS[case.dtype]
-        token = torch.arange(case.tokens, dtype=torch.int64, device=device)
-        if case.values == "repeated":  # each token repeats the first of its sequence
-            starts = torch.tensor(case.starts()[:-1], dtype=torch.int64, device=device)
-            token = starts.repeat_interleave(torch.tensor(case.lengths, device=device))
-        self.token = token
+        self.batch = (1, case.tokens) if case.packed else (len(case.lengths), case.lengths[0])
 
-    def vectors(self, name: str, heads: int, width: int) -> Tensor:
-        """Rows of squared norm in (1/4, 1], so that beta |k|^2 <= 2: integers over the power of two that makes it so."""
+    def made(self, recipes: Mapping[str, _Recipe], single: Collection[str] = ()) -> dict[str, Tensor]:
+        """The tensors, contiguous, in the case's dtype, or in float32 those that `single` names."""
+        whole, result = iter(self.integers([draw for recipe in recipes.values() for draw in recipe.draws])), {}
+        for name, recipe in recipes.items():
+            dtype = DTYPES["fp32" if name in single else self.case.dtype]
+            result[name] = recipe.tensor(*itertools.islice(whole, len(recipe.draws))).to(dtype)
+        return result
+
+    def vectors(self, name: str) -> _Recipe:
+        """q or k [B, T, H, K], so short that beta |k|^2 <= 2."""
         case = self.case
+        shape, ones = (*self.batch, case.heads, case.key_dim), (*self.batch, case.heads, 1)
+        draw = _Draw(name, shape, self.bits, of_tokens=True)
         if case.values == "one_hot":
-            hot = self.integers("index", (case.tokens, heads, 1), 31, salt=_STREAMS[name]) % width
-            return (torch.arange(width, device=self.device) == hot.abs()).to(torch.float64)
-        whole = self.integers(name, (case.tokens, heads, width), self.bits, rows=self.token)
+            channels, draw = torch.arange(case.key_dim, device=self.device), _Draw("index", ones, 31, salt=_STREAMS[name])
+            return _Recipe((draw,), lambda index: (channels == index % case.key_dim).to(torch.float64))
         if case.values == "correlated":
-            base = self.integers("base", (1, heads, width), self.bits)
-            whole = (3 * base + whole) >> 2
-        squared = whole.square().sum(-1, keepdim=True)
-        bounds = torch.tensor([4**power for power in range(31)], dtype=torch.int64, device=self.device)
-        exponent = torch.bucketize(squared, bounds)  # the least e with sum n^2 <= 4^e
-        rows = whole * self.powers(-exponent)
+            base = _Draw("base", shape[2:], self.bits)
+            return _Recipe((draw, base), lambda whole, base: _within_one((3 * base + whole) >> 2))
         if case.values == "small":
-            rows = rows * SMALL
-        return self.regime(rows, name)
+            return _Recipe((draw,), lambda whole: _within_one(whole) * SMALL)
+        if case.values == "zero_rows":
+            return _Recipe((draw, _choice(name, ones, 2)), lambda whole, choice: _within_one(whole) * (choice != 0))
+        return _Recipe((draw,), _within_one)
 
-    def values(self) -> Tensor:
-        case = self.case
-        shape = (case.tokens, case.value_heads, case.value_dim)
+    def values(self) -> _Recipe:
+        """v [B, T, HV, V]."""
+        case, bits = self.case, self.bits
+        shape, ones = (*self.batch, case.value_heads, case.value_dim), (*self.batch, case.value_heads, 1)
+        draw = _Draw("v", shape, bits, of_tokens=True)
         if case.values == "one_hot":
-            return self.integers("v", shape, 4).to(torch.float64)
-        return self.regime(self.uniform("v", shape, rows=self.token), "v")
+            return _Recipe((_Draw("v", shape, 4),), lambda whole: whole.to(torch.float64))
+        if case.values == "zero_rows":
+            return _Recipe((draw, _choice("v", ones, 2)), lambda whole, choice: _fraction(whole, bits) * (choice != 0))
+        if case.values == "scaled":  # over 2^-6..2^5, per token and head
+            draws = draw, _choice("v", ones, 16)
+            return _Recipe(draws, lambda whole, choice: _fraction(whole, bits) * _powers(choice % 12 - 6))
+        return self.uniform("v", shape, bits, of_tokens=True)
 
-    def state(self) -> Tensor:
+    def state(self) -> _Recipe:
+        """The initial states [N, HV, K, V]."""
         case = self.case
         shape = (len(case.lengths), case.value_heads, case.key_dim, case.value_dim)
+        if case.state == "zero":
+            return self.full(shape, 0.0)
         if case.values == "one_hot":
-            return self.integers("state", shape, 4).to(torch.float64)
-        rows = self.uniform("state", shape, bits=SINGLE_BITS) / 4
-        return rows * self.powers(self.integers("sign", (*shape[:2], 1, 1), 3)) if case.values == "scaled" else rows
+            return _Recipe((_Draw("state", shape, 4),), lambda whole: whole.to(torch.float64))
+        if case.values == "scaled":
+            draws = _Draw("state", shape, SINGLE_BITS), _Draw("sign", (*shape[:2], 1, 1), 3)
+            return _Recipe(draws, lambda whole, exponent: _fraction(whole, SINGLE_BITS, most=0.25) * _powers(exponent))
+        return self.uniform("state", shape, SINGLE_BITS, most=0.25)
 
-    def gates(self, axes: tuple[int, ...]) -> Tensor:
-        """Log-decays [tokens, HV], or [tokens, HV, K] where each channel has its own."""
-        case = self.case
-        shape = (case.tokens, *axes)
-        whole = self.integers("g", shape, SINGLE_BITS, rows=self.token)
-        fraction = (whole + 2 ** (SINGLE_BITS - 1)).to(torch.float64) * 2.0**-SINGLE_BITS  # [0, 1)
-        if case.gate == "mixed":
-            widths = [*MEMORIES.values(), 0.0][:: -1 if case.seed % 2 else 1]
-            width = torch.tensor(widths, dtype=torch.float64, device=self.device)
-            kinds = torch.arange(math.prod(axes), device=self.device).reshape(axes) % len(widths)
-            return torch.mul(-fraction, width[kinds])
+    def gates(self, axes: tuple[int, ...]) -> _Recipe:
+        """Log-decays [B, T, HV], or [B, T, HV, K] where each channel has its own."""
+        case, shape = self.case, (*self.batch, *axes)
+        draw = _Draw("g", shape, SINGLE_BITS, of_tokens=True)
+        widths = [*MEMORIES.values(), 0.0][:: -1 if case.seed % 2 else 1]
+
+        def saturated(whole: Tensor, choice: Tensor) -> Tensor:
+            return torch.where(choice == 0, SATURATED, _decay(whole, MEMORIES["1000"]))
+
+        def mixed(whole: Tensor) -> Tensor:
+            g = _decay(whole, 1.0)
+            for kind, width in enumerate(widths[: math.prod(axes)]):
+                g.flatten(2)[..., kind :: len(widths)].mul_(width)
+            return g
+
+        if case.gate == "forever":
+            return self.full(shape, 0.0)
         if case.gate == "saturated":
-            gone = self.integers("choice", shape, 2, rows=self.token, salt=1) == 0
-            return torch.where(gone, SATURATED, -fraction * MEMORIES["1000"])
-        return -fraction * MEMORIES[case.gate] if MEMORIES[case.gate] else torch.zeros_like(fraction)
+            return _Recipe((draw, _choice("gate", shape, 2)), saturated)
+        return _Recipe((draw,), mixed if case.gate == "mixed" else lambda whole: _decay(whole, MEMORIES[case.gate]))
 
-    def betas(self) -> Tensor:
+    def betas(self) -> _Recipe:
+        """beta [B, T, HV]."""
+        case, bits, shape = self.case, self.bits, (*self.batch, self.case.value_heads)
+        draw = _Draw("beta", shape, bits + 1, of_tokens=True)
+
+        def inner(whole: Tensor) -> Tensor:
+            return _fraction(whole.abs().clamp(max=2**bits - 1), bits + 1, most=2.0 if case.beta == "two" else 1.0)
+
+        def edges(whole: Tensor, edge: Tensor) -> Tensor:  # 0, 1 or in between
+            return torch.where(edge < 0, (edge == -1).to(torch.float64), inner(whole))
+
+        if case.beta in ("one", "zero"):
+            return self.full(shape, float(case.beta == "one"))
+        return _Recipe((draw, _choice("beta", shape, 2)), edges) if case.beta == "edges" else _Recipe((draw,), inner)
+
+    def raw_gates(self, axes: tuple[int, ...]) -> _Recipe:
+        """a [B, T, HV] or [B, T, HV, K]."""
+        shape = (*self.batch, *axes)
+        if self.case.gate == "saturated":  # nothing decays, or all does
+            return _Recipe((_choice("gate", shape, 2),), lambda choice: torch.where(choice == 0, OPEN, -OPEN))
+        return self.uniform("a", shape, self.bits, most=2.0, of_tokens=True)
+
+    def speeds(self, heads: int) -> _Recipe:
+        """A_log [HV]: the memories of all heads, or (mixed) of each."""
         case = self.case
-        shape = (case.tokens, case.value_heads)
-        if case.beta in ("one", "zero"):
-            return torch.full(shape, float(case.beta == "one"), dtype=torch.float64, device=self.device)
-        whole = self.integers("beta", shape, self.bits + 1, rows=self.token)
-        fraction = whole.abs().clamp(max=2**self.bits - 1).to(torch.float64) * 2.0**-self.bits
-        if case.beta == "two":
-            return 2 * fraction
-        if case.beta == "edges":  # 0, 1 or in between
-            edge = self.integers("choice", shape, 2, rows=self.token, salt=2)
-            return torch.where(edge < 0, (edge == -1).to(torch.float64), fraction)
-        return fraction
+        names = [*MEMORIES][:: -1 if case.seed % 2 else 1] if case.gate == "mixed" else [case.gate]
 
-    def raw_gates(self, axes: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """a [tokens, HV] or [tokens, HV, K], A_log [HV] and dt_bias [HV] or [HV, K]: memories by A_log, a head (mixed) or all."""
-        case, heads = self.case, axes[0]
-        a = 2 * self.uniform("a", (case.tokens, *axes), rows=self.token)
-        if case.gate == "saturated":  # nothing decays, or all does
-            gone = self.integers("choice", (case.tokens, *axes), 2, rows=self.token, salt=1) == 0
-            a = torch.where(gone, OPEN, -OPEN)
-        names = [*MEMORIES] if case.gate == "mixed" else [case.gate]
-        names = names[:: -1 if case.seed % 2 else 1]
-        centres = torch.tensor([A_LOGS[names[head % len(names)]] for head in range(heads)], dtype=torch.float64, device=self.device)
-        return a, centres + self.uniform("A_log", (heads,), bits=8) / 2, self.uniform("dt_bias", axes, bits=8)
+        def tensor(whole: Tensor) -> Tensor:
+            A_log = _fraction(whole, 8, most=0.5)
+            for kind, name in enumerate(names[:heads]):
+                A_log[kind :: len(names)].add_(A_LOGS[name])
+            return A_log
 
-    def raw_betas(self) -> Tensor:
-        """b [tokens, HV]: beta is its sigmoid, twice that where beta may be over 1."""
-        case, shape = self.case, (self.case.tokens, self.case.value_heads)
-        b = 4 * self.uniform("b", shape, rows=self.token)
+        return _Recipe((_Draw("A_log", (heads,), 8),), tensor)
+
+    def raw_betas(self) -> _Recipe:
+        """b [B, T, HV]: beta is its sigmoid, twice that where beta may be over 1."""
+        case, bits, shape = self.case, self.bits, (*self.batch, self.case.value_heads)
+
+        def edges(whole: Tensor, edge: Tensor) -> Tensor:
+            return torch.where(edge < 0, torch.where(edge == -1, OPEN, -OPEN), _fraction(whole, bits, most=4.0))
+
         if case.beta in ("one", "zero"):
-            return torch.full_like(b, OPEN if case.beta == "one" else -OPEN)
+            return self.full(shape, OPEN if case.beta == "one" else -OPEN)
         if case.beta == "edges":
-            edge = self.integers("choice", shape, 2, rows=self.token, salt=2)
-            return torch.where(edge < 0, torch.where(edge == -1, OPEN, -OPEN), b)
-        return b
+            return _Recipe((_Draw("b", shape, bits, of_tokens=True), _choice("beta", shape, 2)), edges)
+        return self.uniform("b", shape, bits, most=4.0, of_tokens=True)
 
-    def regime(self, rows: Tensor, name: str) -> Tensor:
-        salt = 3 + _STREAMS[name]
-        if self.case.values == "zero_rows":
-            return rows * (self.integers("choice", rows.shape[:2], 2, rows=self.token, salt=salt) != 0).unsqueeze(-1)
-        if self.case.values == "scaled" and name == "v":  # over 2^-6..2^5, per token and head
-            exponent = self.integers("choice", rows.shape[:2], 16, rows=self.token, salt=salt) % 12 - 6
-            return rows * self.powers(exponent).unsqueeze(-1)
-        return rows
+    def uniform(self, name: str, shape: tuple[int, ...], bits: int, *, most: float = 1.0, of_tokens: bool = False) -> _Recipe:
+        """Uniform in [-most, most), on a grid of `bits` bits."""
+        return _Recipe((_Draw(name, shape, bits, of_tokens),), lambda whole: _fraction(whole, bits, most))
 
-    def uniform(self, name: str, shape: tuple[int, ...], bits: int | None = None, rows: Tensor | None = None) -> Tensor:
-        """Uniform in [-1, 1), on a grid of `bits` bits (default: as many as the dtype holds)."""
-        bits = self.bits if bits is None else bits
-        return self.integers(name, shape, bits, rows=rows).to(torch.float64) * 2.0 ** (1 - bits)
+    def full(self, shape: tuple[int, ...], value: float) -> _Recipe:
+        """The same number everywhere."""
+        return _Recipe((), lambda: torch.full(shape, value, dtype=torch.float64, device=self.device))
 
-    def integers(self, name: str, shape: tuple[int, ...], bits: int, rows: Tensor | None = None, salt: int = 0) -> Tensor:
-        """Integers uniform in [-2^(bits-1), 2^(bits-1)), one a position; `rows` renumbers axis 0."""
-        width = math.prod(shape[1:])
-        first = torch.arange(shape[0], dtype=torch.int64, device=self.device) if rows is None else rows
-        counter = first.unsqueeze(-1) * width + torch.arange(width, dtype=torch.int64, device=self.device)
-        key = mix(torch.tensor(self.case.seed * 64 + _STREAMS[name] + (salt << 40), dtype=torch.int64))
-        return (mix(counter + key.to(self.device)) >> (64 - bits)).reshape(shape)
+    def integers(self, draws: Sequence[_Draw]) -> list[Tensor]:
+        """The integers of each draw, in its shape."""
+        positions = torch.arange(max(math.prod(draw.shape) for draw in draws), dtype=torch.int64, device=self.device)
 
-    def powers(self, exponent: Tensor) -> Tensor:
-        """2^exponent in float64, exactly, by table: |exponent| < 64."""
-        table = torch.tensor([2.0**power for power in range(-64, 65)], dtype=torch.float64, device=self.device)
-        return table[exponent + 64]
+        def drawn(draw: _Draw) -> tuple[Tensor, int, int]:
+            own = self.case.values != "repeated" or not draw.of_tokens
+            counter = positions[: math.prod(draw.shape)] if own else self.repeated(math.prod(draw.shape[2:]))
+            return counter, mix_number(self.case.seed * 64 + _STREAMS[draw.name] + (draw.salt << 40)), draw.bits
+
+        whole = integers(*map(drawn, draws))
+        return [each.view(draw.shape) for each, draw in zip(whole, draws, strict=True)]
+
+    def repeated(self, width: int) -> Tensor:
+        """The positions of each token's `width` numbers where it repeats the first of its sequence."""
+        return (self.first.unsqueeze(-1) * width + torch.arange(width, dtype=torch.int64, device=self.device)).flatten()
+
+    @functools.cached_property
+    def first(self) -> Tensor:
+        """The first token of each token's sequence."""
+        starts, lengths = (torch.tensor(each, device="cpu") for each in (self.case.starts()[:-1], self.case.lengths))
+        return self.sent(starts.repeat_interleave(lengths))
+
+    def sent(self, x: Tensor) -> Tensor:
+        """A tensor of the host on the device; without a wait for CUDA, which has read pageable memory when it returns."""
+        return x.to(self.device, non_blocking=self.device.type == "cuda")
 
 
-SINGLE_BITS = BITS["fp32"]
+def _choice(name: str, shape: tuple[int, ...], bits: int) -> _Draw:
+    """What chooses, in a regime of gate, beta, or the rows of q, k or v."""
+    return _Draw("choice", shape, bits, of_tokens=True, salt=_CHOOSING[name])
+
+
+def _within_one(whole: Tensor) -> Tensor:
+    """Rows over the power of two that brings their squared norms into (1/4, 1]; rows of zeros stay."""
+    bounds = 1 << torch.arange(0, 62, 2, dtype=torch.int64, device=whole.device)
+    exponent = torch.bucketize(whole.square().sum(-1, keepdim=True), bounds)  # the least e with sum n^2 <= 4^e
+    return torch.div(whole, _powers(exponent))
+
+
+def _fraction(whole: Tensor, bits: int, most: float = 1.0) -> Tensor:
+    """Integers of as many bits on [-most, most), exactly: `most` is a power of two."""
+    return whole * _number(most * 2.0 ** (1 - bits))
+
+
+def _decay(whole: Tensor, width: float) -> Tensor:
+    """Integers of SINGLE_BITS bits on (-width, 0], exactly: the width is a power of two."""
+    return torch.mul(whole + 2 ** (SINGLE_BITS - 1), _number(-width * 2.0**-SINGLE_BITS))
+
+
+def _number(value: float) -> Tensor:
+    """A float64 of the host: times a Python number, integers would get the default dtype."""
+    return torch.scalar_tensor(value, dtype=torch.float64, device="cpu")
+
+
+def _powers(exponent: Tensor) -> Tensor:
+    """2^exponent in float64, by its bits: |exponent| < 1023."""
+    return ((exponent + 1023) << 52).view(torch.float64)

@@ -3,25 +3,64 @@
 import torch
 from torch import Tensor
 
+_STEP = 0x9E3779B97F4A7C15
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_LAST = 31
+
 
 def mix(x: Tensor) -> Tensor:
     """splitmix64 (Steele, Lea, Flood 2014): a bijection on 64-bit integers that scrambles them; int64, wrapping."""
-    x = x + _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shifted(x, 31)
+    return _fold(_rounds(x + _signed(_STEP)), _LAST)
+
+
+def mix_number(number: int) -> int:
+    """The same of one number, modulo 2^64: int(mix(torch.tensor(number))), with no tensor."""
+    word = (number + _STEP) % 2**64
+    for by, factor in _ROUNDS:
+        word = (word ^ (word >> by)) * factor % 2**64
+    return _signed(word ^ (word >> _LAST))
 
 
 def mix_words(number: int, text: str) -> int:
-    """A 63-bit number that depends on every bit of a number and a text: the seed of a law within a run."""
-    state = torch.tensor(number, dtype=torch.int64)
+    """A 63-bit number that depends on every bit of a number and a text: the seed of a law within a run.
+
+    ValueError for a number outside 64 bits, of which some would not count.
+    """
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"number must be in -2^63..2^63 - 1, got {number}")
     for byte in text.encode():
-        state = mix(state + byte)
-    return int(state) & (2**63 - 1)
+        number = mix_number(number + byte)
+    return number & (2**63 - 1)
 
 
-def _shifted(x: Tensor, by: int) -> Tensor:
-    return (x >> by) & ((1 << (64 - by)) - 1)  # a logical shift: int64's own keeps the sign
+def integers(*draws: tuple[Tensor, int, int]) -> list[Tensor]:
+    """Of each counter [n] in int64, key and bits: the first `bits` bits of mix(counter + key), signed.
+
+    Uniform in [-2^(bits-1), 2^(bits-1)). They are mixed together, since on a GPU each operation costs its launch. ValueError for
+    no draw or for bits outside 1..64.
+    """
+    if not draws:
+        raise ValueError("draws must be at least one, got none")
+    for _, _, bits in draws:
+        if not 1 <= bits <= 64:
+            raise ValueError(f"bits must be in 1..64, got {bits}")
+    words = _rounds(torch.cat([counter + _signed((key + _STEP) % 2**64) for counter, key, _ in draws]))
+    if max(bits for _, _, bits in draws) > _LAST:  # the last step changes the last 64 - 31 bits, and no other
+        _fold(words, _LAST)
+    parts = words.split([len(counter) for counter, _, _ in draws])
+    return [part >> (64 - bits) for part, (_, _, bits) in zip(parts, draws, strict=True)]
+
+
+def _rounds(x: Tensor) -> Tensor:
+    """All of splitmix64 between its first addition and its last step, in place."""
+    for by, factor in _ROUNDS:
+        _fold(x, by).mul_(_signed(factor))
+    return x
+
+
+def _fold(x: Tensor, by: int) -> Tensor:
+    """x ^ (x >> by) with a logical shift, in place."""
+    return x.bitwise_xor_((x >> by).bitwise_and_((1 << (64 - by)) - 1))  # int64's own shift keeps the sign
 
 
 def _signed(word: int) -> int:

@@ -24,7 +24,7 @@ from oracles.segments import Form, Segment, rule
 
 STEPS = 64  # tokens of the recurrence computed at once
 SHORTEST = 16  # tokens of the shortest chunk, as of implementations' matrix units
-_GRAPH = 2**29  # numbers of a segment: what has more is computed again backward instead of kept
+_GRAPH = {"cpu": 2**29, "cuda": 2**30}  # numbers of a segment: what has more is computed again backward instead of kept
 FLOAT64 = EXACT - 5  # bits of a float64 sum over a chunk
 _KEPT = 2**20  # numbers of all runs: what calls of a shape share is kept up to that
 NARROW = torch.float32  # for chunkwise runs of half precision
@@ -106,7 +106,7 @@ def _most(size: int, k: Tensor, v: Tensor) -> int:
     """The chunks of a segment: those whose graphs have _GRAPH numbers, of which a token has at its peak, at widths 64 and 128,
     51 to 67 a channel, in either class.
     """
-    return max(1, _GRAPH // (60 * size * math.prod(v.shape[1:-1]) * (k.shape[-1] + v.shape[-1])))
+    return max(1, _GRAPH.get(k.device.type, _GRAPH["cuda"]) // (60 * size * math.prod(v.shape[1:-1]) * (k.shape[-1] + v.shape[-1])))
 
 
 @dataclasses.dataclass(frozen=True)

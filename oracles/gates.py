@@ -7,6 +7,8 @@ Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464; Kimi Team 2025, arXiv 2510.2669
 2411.12537. `gdn_gate` has one a, g and dt_bias a head, `kda_gate` one a channel of the key; A_log and b are one a head in both.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -49,21 +51,33 @@ def rounded_silu(x: Tensor, arithmetic: Arithmetic, place: str) -> Tensor:
     return arithmetic.single(x * rounded_sigmoid(x, arithmetic, f"{place} sigmoid", SINGLE), place)
 
 
+def of_calls(parameter: Tensor, like: Tensor, calls: Sequence[int] | None, arithmetic: Arithmetic, place: str) -> Tensor:
+    """The parameter [runs, ...] `shared` by the tokens of `like` [runs, B, T, ...], or each of its rows by those of one call.
+
+    With `calls`, the tokens of several calls that lie side by side along T, it is [runs, calls, ...]: a row's gradient is the sum
+    over its own call's tokens, which rounds as often as that call's alone.
+    """
+    if calls is None:
+        return shared(parameter[:, None, None], like.shape, arithmetic, place)
+    each = zip(parameter.unbind(1), like.split(list(calls), 2), strict=True)
+    return torch.cat([shared(row[:, None, None], part.shape, arithmetic, place) for row, part in each], 2)
+
+
 def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     """g [runs, B, T, HV] or [runs, B, T, HV, K], as x.a, and beta [runs, B, T, HV]; x has the runs of `arithmetic` along axis 0."""
     return {"g": log_decay(x, arithmetic), "beta": write_strength(x, arithmetic)}
 
 
 def log_decay(x: Inputs, arithmetic: Arithmetic) -> Tensor:
-    """g, as x.a; x has also A_log and perhaps dt_bias."""
-    a, channels = arithmetic.input(x.a, "a"), x.a.ndim == 5
+    """g, as x.a; x has also A_log and perhaps dt_bias, each with a row a call if x has `calls` (see `of_calls`)."""
+    a, channels, calls = arithmetic.input(x.a, "a"), x.a.ndim == 5, x.get("calls")
     if (dt_bias := x.get("dt_bias")) is not None:
         dt_bias = arithmetic.gradient(dt_bias, "ddt_bias", SINGLE)
-        a = a + shared(dt_bias[:, None, None], a.shape, arithmetic, "dt_bias")
+        a = a + of_calls(dt_bias, a, calls, arithmetic, "dt_bias")
     a = arithmetic.single(a, "a + dt_bias")
     A_log = arithmetic.single(arithmetic.gradient(x.A_log, "dA_log", SINGLE), "A_log")
     speed = arithmetic.single(A_log.exp(), "exp(A_log)", FUNCTION_TERMS)
-    speed = shared(speed[:, None, None, :, None] if channels else speed[:, None, None], a.shape, arithmetic, "d exp(A_log)")
+    speed = of_calls(speed.unsqueeze(-1) if channels else speed, a, calls, arithmetic, "d exp(A_log)")
     soft = softplus(a)
     # Released kernels take log(1 + exp(a)) in float32, which errs by 2^-24 or more however small the logarithm is.
     above = 1.0 + soft.detach()

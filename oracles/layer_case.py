@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from oracles.counter import mix
+from oracles.counter import integers, mix_number
 from oracles.layer import GDN_LAYER, Layer
 from oracles.line import Line, check_choices, text_of
 from oracles.operation import DTYPES, Inputs, Operation
@@ -186,8 +186,8 @@ class LayerCase(Line):
 
     def _integers(self, name: str, shape: tuple[int, ...], bits: int, device: str | None) -> Tensor:
         """Integers uniform in [-2^(bits-1), 2^(bits-1))."""
-        key = mix(torch.tensor(self.seed * 64 + _STREAMS[name], dtype=torch.int64)).to(device)
-        return (mix(torch.arange(math.prod(shape), dtype=torch.int64, device=device) + key) >> (64 - bits)).reshape(shape)
+        counter = torch.arange(math.prod(shape), dtype=torch.int64, device=device)
+        return integers((counter, mix_number(self.seed * 64 + _STREAMS[name]), bits))[0].view(shape)
 
 
 _SHARED = {field.name for field in dataclasses.fields(LayerCase)}

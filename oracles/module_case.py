@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from oracles.conv import CAUSAL_CONV1D
-from oracles.counter import mix
+from oracles.counter import integers, mix_number
 from oracles.gates import GDN_GATE, KDA_GATE, log_decay
 from oracles.line import Line, check_choices, text_of
 from oracles.norm import GATED_RMS_NORM, L2NORM
@@ -321,5 +321,5 @@ class _Builder:
         width = math.prod(shape[1:])
         first = torch.arange(shape[0], dtype=torch.int64, device=self.device) if rows is None else rows
         counter = first.unsqueeze(-1) * width + torch.arange(width, dtype=torch.int64, device=self.device)
-        key = mix(torch.tensor(self.case.seed * 64 + _STREAMS[name] + (salt << 40), dtype=torch.int64))
-        return (mix(counter + key.to(self.device)) >> (64 - bits)).reshape(shape)
+        key = mix_number(self.case.seed * 64 + _STREAMS[name] + (salt << 40))
+        return integers((counter.flatten(), key, bits))[0].view(shape)

@@ -16,7 +16,7 @@ from torch import Tensor
 from oracles import parallel
 from oracles.case import Case
 from oracles.conv import CAUSAL_CONV1D
-from oracles.counter import mix
+from oracles.counter import integers, mix_number
 from oracles.layer import GDN_LAYER, Layer
 from oracles.line import Line, check_choices, text_of
 from oracles.operation import DTYPES, Inputs, Operation
@@ -252,8 +252,8 @@ class ParallelCase(Line):
 
     def _integers(self, name: str, shape: tuple[int, ...], bits: int, device: str | None) -> Tensor:
         """Integers uniform in [-2^(bits-1), 2^(bits-1))."""
-        key = mix(torch.tensor(self.seed * 64 + 32 + _STREAMS.index(name), dtype=torch.int64)).to(device)
-        return (mix(torch.arange(math.prod(shape), dtype=torch.int64, device=device) + key) >> (64 - bits)).reshape(shape)
+        counter = torch.arange(math.prod(shape), dtype=torch.int64, device=device)
+        return integers((counter, mix_number(self.seed * 64 + 32 + _STREAMS.index(name)), bits))[0].view(shape)
 
 
 LAYOUT_OF = {"zigzag": parallel.zigzag, "zigzag_batch": parallel.zigzag_batch, "contiguous": parallel.contiguous}

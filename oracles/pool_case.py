@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from oracles.case import MAX_SEQUENCES, Case
-from oracles.counter import mix
+from oracles.counter import integers, mix_number
 from oracles.decode import DECODE
 from oracles.line import Line, check_choices
 from oracles.operation import Inputs, Operation
@@ -204,8 +204,8 @@ class PoolCase(Line):
 
     def _numbers(self, name: str, count: int, device: str | None = None) -> Tensor:
         """As many different 64-bit integers."""
-        key = mix(torch.tensor(self.seed * 64 + _STREAMS[name], dtype=torch.int64)).to(device)
-        return mix(torch.arange(count, dtype=torch.int64, device=device) + key)
+        counter = torch.arange(count, dtype=torch.int64, device=device)
+        return integers((counter, mix_number(self.seed * 64 + _STREAMS[name]), 64))[0]
 
 
 _SHARED = {field.name for field in dataclasses.fields(PoolCase)} - {"operation"}

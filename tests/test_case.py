@@ -2,19 +2,23 @@
 
 import dataclasses
 import hashlib
+import itertools
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from oracles.case import (
     BETAS,
     GATES,
+    IN_KERNEL,
     MAX_HEADS,
     MAX_SEQUENCES,
     MAX_TOKENS,
@@ -25,14 +29,16 @@ from oracles.case import (
     VALUES,
     Case,
     _Builder,
+    _Recipe,
 )
-from oracles.counter import mix, mix_words
+from oracles.counter import integers, mix, mix_number, mix_words
 from oracles.operation import DTYPES
 from oracles.operations import RULES
 from oracles.rounding import BITS
 from properties.domain import Domain
 from properties.laws import LAWS
 from properties.strategies import cases
+from verify import device as devices
 
 KNOWN = (
     (
@@ -86,18 +92,18 @@ KNOWN = (
 )
 
 
-def tensors(case: Case) -> dict[str, Tensor]:
+def tensors(case: Case, device: str | None = None) -> dict[str, Tensor]:
     """Every tensor of the case by name, in a fixed order."""
-    given = case.inputs()
+    given = case.inputs(device)
     named = {name: given[name] for name in ("q", "k", "v", "g", "beta", "state", "cu_seqlens") if given[name] is not None}
-    return named | {f"cotangent of {name}": each for name, each in case.cotangents().items()}
+    return named | {f"cotangent of {name}": each for name, each in case.cotangents(device).items()}
 
 
-def fingerprint(case: Case) -> str:
+def fingerprint(case: Case, device: str | None = None) -> str:
     digest = hashlib.sha256()
-    for name, each in tensors(case).items():
+    for name, each in tensors(case, device).items():
         digest.update(f"{name} {each.dtype} {tuple(each.shape)}\n".encode())
-        digest.update(each.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(each.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -146,7 +152,45 @@ def test_splitmix64_gives_its_published_numbers() -> None:
 @example(word=2**63 - 1)
 @example(word=-(2**63))
 def test_mix_is_splitmix64_in_wrapping_integers(word: int) -> None:
-    assert int(mix(torch.tensor(word))) == signed(mixed(word))
+    assert int(mix(torch.tensor(word))) == mix_number(word) == signed(mixed(word))
+
+
+@given(number=st.integers())
+def test_number_is_mixed_modulo_two_to_the_64(number: int) -> None:
+    assert mix_number(number) == signed(mixed(number))
+
+
+COUNTERS = torch.tensor([0, 1, 2**62, -1, -(2**63), 2**63 - 1]), torch.arange(7), torch.arange(0)
+
+
+@pytest.mark.parametrize("keys", [(0, 0, 0), (mix_number(5), -(2**63), 2**63 - 1)])
+@pytest.mark.parametrize("bits", [*range(1, 65), None])
+def test_integers_drawn_together_are_the_first_bits_of_mix(bits: int | None, keys: tuple[int, ...]) -> None:
+    draws = [(each, key, bits or some) for each, key, some in zip(COUNTERS, keys, (3, 24, 40), strict=True)]
+    before = [each.clone() for each in COUNTERS]
+    drawn = integers(*draws)
+    for (each, key, some), got in zip(draws, drawn, strict=True):
+        assert got.tolist() == [signed(mixed(position + key)) >> (64 - some) for position in each.tolist()]
+        assert torch.equal(got, mix(each + key) >> (64 - some))
+        assert torch.equal(got, integers((each, key, some))[0])
+    assert all(torch.equal(*pair) for pair in zip(COUNTERS, before, strict=True)), "which other draws may share"
+    assert len({each.untyped_storage().data_ptr() for each in drawn if len(each)}) == 2
+
+
+def test_the_last_step_of_mix_left_out_would_be_seen_from_32_bits_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = torch.arange(2**10)
+    monkeypatch.setattr("oracles.counter._LAST", 64)  # no draw has more bits than that
+    for bits in (31, 32, 64):
+        same = torch.equal(integers((counter, 0, bits))[0], torch.tensor([signed(mixed(n)) >> (64 - bits) for n in range(2**10)]))
+        assert same == (bits == 31)
+
+
+@pytest.mark.parametrize("bits", [0, 65, -1])
+def test_integers_of_no_draw_or_of_no_such_width_are_refused(bits: int) -> None:
+    with pytest.raises(ValueError, match=f"^bits must be in 1..64, got {bits}$"):
+        integers((torch.arange(3), 0, 8), (torch.arange(3), 0, bits))
+    with pytest.raises(ValueError, match=r"^draws must be at least one, got none$"):
+        integers()
 
 
 def test_seed_of_a_law_depends_on_every_byte() -> None:
@@ -156,6 +200,13 @@ def test_seed_of_a_law_depends_on_every_byte() -> None:
     assert len(seen) == len(numbers) * len(set(texts))
     assert all(0 <= number < 2**63 for number in seen)
     assert mix_words(7, "cut") == 6824011867687354106
+
+
+@pytest.mark.parametrize("number", [2**63, -(2**63) - 1])
+def test_seed_outside_64_bits_is_refused(number: int) -> None:
+    with pytest.raises(ValueError, match=rf"^number must be in -2\^63..2\^63 - 1, got {number}$"):
+        mix_words(number, "cut")
+    assert mix_words(2**63 - 1, "cut") != mix_words(-(2**63), "cut")
 
 
 def test_entries_equal_their_definition_in_python_integers() -> None:
@@ -201,6 +252,37 @@ def test_gates_of_heads_and_of_channels_equal_their_definition_in_python_integer
     assert g.flatten().tolist() == [log_decay(position) for position in range(5 * 2 * channels)]
 
 
+@pytest.mark.parametrize("operation", ["gated_delta_rule", "kda"])
+@pytest.mark.parametrize(("gate", "beta"), [*((gate, "ordinary") for gate in GATES), *(("64", beta) for beta in BETAS)])
+@pytest.mark.parametrize("seed", [11, 12])
+def test_what_kernels_make_gates_and_betas_of_equals_its_definition(operation: str, gate: str, beta: str, seed: int) -> None:
+    words = f"heads=2 value_heads=2 key_dim=5 dtype=bf16 gate={gate} beta={beta} in_kernel=both seed={seed}"
+    case, channels = Case.parse(f"op={operation} lengths=3+2 packed=yes {words}"), 5 if operation == "kda" else 1
+    streams = {"choice": 9, "a": 12, "A_log": 13, "dt_bias": 14, "b": 15}
+    logs = {"forever": -80.0, "1000": -6.75, "64": -4.0, "10": -2.125, "tenth": 2.5, "saturated": 5.0}
+    order = ["forever", "1000", "64", "10", "tenth"][:: 1 - 2 * (seed % 2)] if gate == "mixed" else [gate, gate]
+
+    def integer(name: str, position: int, bits: int = 8, salt: int = 0) -> int:
+        return signed(mixed(position + mixed(seed * 64 + streams[name] + (salt << 40)))) >> (64 - bits)
+
+    def a(position: int) -> float:
+        return (-30.0, 30.0)[integer("choice", position, 2, 1) == 0] if gate == "saturated" else integer("a", position) / 2**6
+
+    def b(position: int) -> float:
+        edge = {"one": -1, "zero": -2, "edges": integer("choice", position, 2, 2)}.get(beta, 0)
+        return {-1: 30.0, -2: -30.0}.get(edge, integer("b", position) / 2**5)
+
+    given = case.inputs()
+    assert given.a.flatten().tolist() == [a(position) for position in range(5 * 2 * channels)]
+    assert given.b.flatten().tolist() == [b(position) for position in range(5 * 2)]
+    assert given.A_log.tolist() == [logs[order[head]] + integer("A_log", head) / 2**8 for head in range(2)]
+    assert given.dt_bias.flatten().tolist() == [integer("dt_bias", position) / 2**7 for position in range(2 * channels)]
+    assert {name: given[name].dtype for name in ("a", "b", "A_log", "dt_bias")} == {
+        **dict.fromkeys(("a", "b"), torch.bfloat16),
+        **dict.fromkeys(("A_log", "dt_bias"), torch.float32),
+    }
+
+
 @settings(max_examples=25)
 @given(case=cases(Domain(), longest=60, total=100), operation=st.sampled_from(tuple(RULES)))
 def test_operations_of_a_line_differ_in_their_gates_only(case: Case, operation: str) -> None:
@@ -241,6 +323,64 @@ def test_two_calls_share_no_memory(operation: str) -> None:
     assert all(bool(case.inputs()[name].ne(0).any()) for name in names)
 
 
+# Devices
+
+
+class Launches(TorchFunctionMode):
+    """Counts what a device is sent from the host, but for scalar arguments, and the rounds of splitmix64 that run there."""
+
+    sent = 0
+    rounds = 0
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.device.type == "meta":
+            self.sent += func is torch.tensor or any(isinstance(x, Tensor) and x.device.type == "cpu" and x.ndim for x in args)
+            self.rounds += func is Tensor.mul_ and isinstance(args[1], int)
+        return out
+
+
+@pytest.mark.parametrize("packed", ["yes", "no"])
+@pytest.mark.parametrize("values", VALUES)
+def test_device_mixes_once_a_call_and_is_sent_offsets_and_repeated_tokens_only(values: str, packed: str) -> None:
+    one_hot = values == "one_hot"
+    regimes = [("forever", "one", "none")] if one_hot else itertools.product(GATES, BETAS, IN_KERNEL)
+    for (gate, beta, inside), state in zip(regimes, itertools.cycle(STATES), strict=False):
+        words = f"packed={packed} heads=2 value_heads=6 gate={gate} beta={beta} in_kernel={inside} state={state} values={values}"
+        case = Case.parse(f"lengths=4+4 {words}")
+        with Launches() as inputs:
+            case.inputs("meta")
+        with Launches() as cotangents:
+            case.cotangents("meta")
+        assert (inputs.sent, inputs.rounds) == ((packed == "yes") + (values == "repeated"), 2)
+        assert (cotangents.sent, cotangents.rounds) == (0, 2)
+
+
+def test_another_round_and_another_copy_would_be_seen() -> None:
+    with Launches() as seen:
+        torch.tensor([0.5], device="meta")
+        torch.tensor([0.5]).to("meta", non_blocking=True)
+        integers((torch.arange(3, device="meta"), 0, 8))
+    assert (seen.sent, seen.rounds) == (2, 2)
+
+
+@pytest.mark.skipif(not devices.gpus(), reason="torch sees no GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize(("line", "known"), KNOWN)
+def test_gpu_makes_the_known_bits_and_nobody_waits_for_it(line: str, known: str) -> None:
+    case, mode = Case.parse(line), torch.cuda.get_sync_debug_mode()
+    case.inputs("cuda")  # a first use of the device may wait
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            torch.tensor([0.5], device="cuda")
+        case.inputs("cuda")
+        case.cotangents("cuda")
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    assert fingerprint(case, "cuda") == known
+
+
 # Values
 
 
@@ -248,17 +388,25 @@ def builder(case: Case) -> _Builder:
     return _Builder(case, "cpu")
 
 
+def exact(build: _Builder, recipe: _Recipe) -> Tensor:
+    """The tensor of a recipe before it is rounded."""
+    return recipe.tensor(*build.integers(recipe.draws))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("values", [each for each in VALUES if each != "one_hot"])
 def test_every_number_is_exact_in_its_dtype(dtype: str, values: str) -> None:
     case = Case.parse(f"lengths=80 heads=2 value_heads=4 key_dim=40 dtype={dtype} values={values} gate=10 state=random seed=3")
     build, made = builder(case), case.inputs()
-    wide = {"v": build.values(), "beta": build.betas(), "g": build.gates((4,)), "state": build.state()}
-    wide |= {name: build.vectors(name, 2, 40) for name in ("q", "k")}
+    recipes = {"v": build.values(), "beta": build.betas(), "g": build.gates((4,)), "state": build.state()}
+    recipes |= {name: build.vectors(name) for name in ("q", "k")}
+    wide = {name: exact(build, recipe) for name, recipe in recipes.items()}
     channels = dataclasses.replace(case, operation="kda").inputs().g
-    assert torch.equal(channels.double()[0], build.gates((4, 40)))
+    assert torch.equal(channels.double(), exact(build, build.gates((4, 40))))
     for name, each in wide.items():
-        same = made[name].double().reshape(each.shape) == each
+        same = made[name].double() == each
+        assert each.dtype == torch.float64
+        assert each.shape == made[name].shape
         assert made[name].dtype == (torch.float32 if name in ("g", "state") else DTYPES[dtype])
         assert bool(same.all()) or (dtype, values) == ("fp16", "small"), "only fp16 has subnormals there"
     assert all(bool(each.isfinite().all()) for each in tensors(case).values() if each.is_floating_point())
@@ -274,7 +422,7 @@ def test_a_mantissa_too_long_for_the_dtype_would_be_seen() -> None:
 @given(case=cases(Domain(key_dims=(2, 256)), longest=60, total=100, values=("ordinary", "correlated", "repeated", "scaled")))
 def test_keys_have_a_squared_norm_in_a_quarter_to_one(case: Case) -> None:
     for name in ("q", "k"):
-        rows = builder(case).vectors(name, case.heads, case.key_dim)
+        rows = exact(builder(case), builder(case).vectors(name))
         squares = rows.square().sum(-1)
         assert ((squares > 0.25) & (squares <= 1 + 1e-12)).all()
 

@@ -1486,11 +1486,11 @@ def test_bounds_do_not_depend_on_what_is_computed_at_once(operation: str, algori
     whole, counts, evaluated = make(), [], []
     plan, evaluate = segments.segments, bound._evaluate
     with monkeypatch.context() as patch:
-        patch.setattr(disturbed, "_GRAPH", 1)
+        patch.setattr(disturbed, "_GRAPH", SMALLEST)
         patch.setattr(segments, "segments", lambda *given: counts.append(given) or plan(*given))
         stretches = make()
     with monkeypatch.context() as patch:
-        patch.setattr(bound, "_BATCH", 1)
+        patch.setattr(bound, "_BATCH", SMALLEST)
         patch.setattr(bound, "_evaluate", lambda *given: evaluated.append(given[1].v.shape[2]) or evaluate(*given))
         heads = make()
     assert sum(len(block) for _, block in plan(*counts[-1])) == 5, "each chunk of each sequence is a segment of its own"

@@ -847,7 +847,7 @@ def test_bound_rejects_zeros_one_zeroed_row_and_a_shift_by_a_token(name: str, dt
 def test_call_may_be_cut_along_its_parallel_axes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, directions = telling(name, torch.float32)
     whole = bounds(OPERATIONS[name], inputs, directions, "pointwise")
-    monkeypatch.setattr(bound, "_BATCH", 1)
+    monkeypatch.setattr(bound, "_BATCH", {"cpu": 1})
     cut = bounds(OPERATIONS[name], inputs, directions, "pointwise")
     assert agree({key: each.value for key, each in cut.items()}, {key: each.value for key, each in whole.items()}, exactly=False)
 

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import math
 import queue
 import threading
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, Phase
 from oracles.counter import mix_words
 from properties.books import book_named, book_of
 from properties.laws import Law
+from properties.palette import key_of
 from properties.paths import PathDomain
 from properties.strategies import Example
 from verify import device as devices
@@ -32,11 +34,13 @@ from verify.run import Outcome, Run
 from verify.sanitize import SANITIZER
 from verify.shrink import Shrunk, shrink
 from verify.store import Store
+from verify.together import LAW as POOLS
 from verify.worker import Worker, WorkerLost
 
 SHRINK_RUNS, SHRINK_S = 120, 60.0
 AHEAD = 64  # examples that are drawn before they are asked: a thread that draws takes time from those that ask
 BATCH, TRUTHS = 16, 4  # runs in one question to ranks: where they are short, and where their oracles take a while
+POOLED = 64  # runs in one question to a GPU's worker where their bounds are made together; if it is lost, all are asked alone
 Asked = Worker | RankGroup | TorchrunGroup  # what runs a case: one process, or ranks that answer as one
 
 
@@ -216,6 +220,25 @@ def batches(strategy: Any, seed: int, examples: int, most: int) -> Iterator[list
         yield batch
     if failed:
         raise failed[0]
+
+
+def most_at_once(law: Law, worker: Asked, device: str) -> int:
+    """How many runs of a law are put in one question.
+
+    Exchanges take ranks a few milliseconds, as kernels do a GPU. Interpreted ones are long.
+    """
+    if not isinstance(worker, Worker):
+        return BATCH if law.kind == "exact" else TRUTHS
+    if device == "cpu":
+        return 1
+    return POOLED if law.name == POOLS else BATCH
+
+
+def of_one_key(examples: Iterable[Example], most: int) -> Iterator[list[Example]]:
+    """The examples in their order, in lists of at most `most`, each of one compile key: none waits for another key's kernels."""
+    for _, same in itertools.groupby(examples, lambda example: key_of(example.case)):
+        while batch := list(itertools.islice(same, most)):
+            yield batch
 
 
 class Check:
@@ -460,10 +483,7 @@ class Check:
                 broken.append((run, outcome))
             return bool(broken) or self._over
 
-        # Exchanges take ranks a few milliseconds, as kernels do a GPU: several are put in one question. Interpreted ones are long.
-        alone = isinstance(worker, Worker)
-        most = 1 if alone and self.device == "cpu" else BATCH if alone or law.kind == "exact" else TRUTHS
-        for batch in self._batches(law, drawn, most):
+        for batch in self._batches(law, drawn, most_at_once(law, worker, self.device)):
             runs = [self._run(law.name, example) for example in batch]
             if any(settled(*each) for each in zip(runs, ask_all(runs, worker, self.store), strict=True)):
                 return broken[0] if broken else None
@@ -485,8 +505,7 @@ class Check:
             yield from batches(law.draw(self.described.domain), mix_words(self.seed, law.name), examples, most)
             return
         planned = self._plan.of(law.name)
-        for start in range(0, len(planned.examples), most):
-            batch = planned.examples[start : start + most]
+        for batch in of_one_key(planned.examples, most):
             for example in batch:
                 planned.wait(example)
             yield batch

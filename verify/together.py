@@ -2,14 +2,16 @@
 them all.
 
 Sequences of a rule know nothing of each other, and rows are pooled within theirs (oracles/bound.py): a case has the truth that
-it has alone, and its allowance differs only by the grids on which the disturbed runs round. What is over it is asked alone again
-(verify/check.py), so a printed line comes to the same wherever it stood.
+it has alone, and its allowance differs only by the grids on which the disturbed runs round. What tokens of all sequences share,
+A_log and dt_bias of a gate in the kernel, has a row a case, whose gradient is a sum over the case's own tokens (oracles/gates.py).
+A case without a state, or dt_bias, has zeros there, and one without backward has a backward: nobody looks at those gradients.
+What is over its bound is asked alone again (verify/check.py), so a printed line comes to the same wherever it stood.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,51 +20,85 @@ from torch import Tensor
 from oracles import bound
 from oracles.bound import Bound
 from oracles.case import Case
-from oracles.operation import Inputs, Port
+from oracles.operation import Inputs, Operation, Port, gradient_name
 from verify import device as devices
 from verify.adapter import Adapter
 from verify.run import Run, adapter_of
 
-MOST, TOKENS = 16, 2**14  # cases and tokens in one call
+LAW = "oracle"  # the only law that asks for the bounds of a case as it stands
+MOST = 32  # cases in one call
+# Of one call, as `numbers` counts them. The largest cases of a palette have about so many: with more, launching is not what takes
+# long, and four runs keep at most 60 float64 numbers for each, 15 GiB.
+NUMBERS = 2**23
+CHUNK = 64  # tokens in a chunk of the oracle's: how wide its matrices are, however narrow the channels
 ALIKE = ("operation", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "scale", "qk_norm", "in_kernel")
 Bounds = dict[str, Bound]
 Ready = Callable[[str], Bounds]  # by class of algorithm
 
 
-def together(runs: Sequence[Run]) -> list[Ready | None]:
-    """For each run what makes its bounds, at once with those of others like it, when the first of them is asked for.
+def together(runs: Sequence[Run]) -> Iterator[Ready | None]:
+    """For each run, in their order, what makes its bounds, at once with those of others like it; None for those that are alone.
 
-    None for those that are alone: only the oracle law asks for the bounds of a rule's case as it stands, and only without a gate
-    in the kernel, whose parameters' gradients are sums over all sequences.
+    A run is through when the next is asked for: bounds are made when the first of their call asks, and let go after the last.
     """
     groups: dict[Any, list[int]] = {}
-    ready: list[Ready | None] = [None] * len(runs)
     for index, run in enumerate(runs):
         case = run.example.case
-        if run.law == "oracle" and isinstance(case, Case) and case.tokens and not case.gate_inside:
+        if run.law == LAW and isinstance(case, Case):
             alike = tuple(getattr(case, name) for name in ALIKE)
-            key = (run.adapter, run.products, run.device, alike, case.state != "none", case.backward)
-            groups.setdefault((*key, case.beta == "two" and case.beta_inside), []).append(index)
+            doubled = case.beta_inside and case.beta == "two"  # allow_neg_eigval
+            groups.setdefault((run.adapter, run.products, run.device, alike, doubled), []).append(index)
+    places: dict[int, tuple[_Call, int]] = {}
     for members in groups.values():
         for several in _shared([runs[index].example.case for index in members]):
             if len(several) > 1:
                 call = _Call([runs[members[place]] for place in several])
-                for row, place in enumerate(several):
-                    ready[members[place]] = functools.partial(call.bounds_of, row)
-    return ready
+                places |= {members[place]: (call, row) for row, place in enumerate(several)}
+    for index in range(len(runs)):
+        if index not in places:
+            yield None
+            continue
+        call, row = places[index]
+        yield functools.partial(call.bounds_of, row)
+        call.leave()
+
+
+def numbers(case: Case) -> int:
+    """How large a case is: the numbers of its channels and states, tokens counted as no narrower than a chunk's matrices are."""
+    tokens = case.tokens * max(case.key_dim + case.value_dim, CHUNK)
+    return case.value_heads * (tokens + len(case.lengths) * case.key_dim * case.value_dim)
 
 
 def _shared(cases: Sequence[Case]) -> list[list[int]]:
-    """Which cases share a call: in their order, MOST of them and TOKENS tokens at most."""
+    """Which cases share a call: in their order, about as many in each, MOST and NUMBERS numbers at most."""
+    even = -(-len(cases) // -(-len(cases) // MOST))
     calls: list[list[int]] = []
-    tokens = TOKENS
+    held = NUMBERS
     for place, case in enumerate(cases):
-        if not calls or len(calls[-1]) == MOST or tokens + case.tokens > TOKENS:
+        if not calls or len(calls[-1]) == even or held + numbers(case) > NUMBERS:
             calls.append([])
-            tokens = 0
+            held = 0
         calls[-1].append(place)
-        tokens += case.tokens
+        held += numbers(case)
     return calls
+
+
+def of_calls(spec: Operation) -> Operation:
+    """The operation of C calls side by side: what has neither tokens nor sequences has a row a call, of `calls` tokens."""
+    ports = [port if _along(port) else dataclasses.replace(port, axes=f"C {port.axes}") for port in spec.inputs]
+    return dataclasses.replace(spec, inputs=tuple(ports), rules=(*spec.rules, _tokens_of_calls))
+
+
+def _tokens_of_calls(inputs: Inputs, sizes: dict[str, int]) -> None:
+    """The rule of `calls`, the tokens of each call."""
+    calls, rows = inputs.calls, sizes.get("C", len(inputs.calls))
+    if len(calls) != rows or sum(calls) != sizes["T"]:
+        raise ValueError(f"calls must be of C = {rows} calls and add up to T = {sizes['T']} tokens, got {calls}")
+
+
+def _along(port: Port) -> str:
+    """What a port is joined along: "tokens", "sequences", or "" where all of these share it."""
+    return "tokens" if port.axes.startswith("B T") else "sequences" if port.axes.startswith("N ") else ""
 
 
 class _Call:
@@ -73,66 +109,88 @@ class _Call:
         self.tokens = [0, *itertools.accumulate(case.tokens for case in self.cases)]
         self.rows = [0, *itertools.accumulate(len(case.lengths) for case in self.cases)]
         self.made: dict[str, Bounds] = {}
+        self.staying = len(runs)
+
+    def leave(self) -> None:
+        """One of the cases is through; after the last the bounds are let go."""
+        self.staying -= 1
+        if not self.staying:
+            self.made.clear()
 
     def bounds_of(self, row: int, algorithm: str) -> Bounds:
         """The bounds of one of the cases, for a class of algorithm; finer ones, which few cases ask for, are of the case alone."""
         if algorithm not in self.made:
-            self.made[algorithm] = self._made(algorithm, self.cases)
-        spec, case = self.cases[row].spec, self.cases[row]
-        tokens = slice(self.tokens[row], self.tokens[row + 1])
-        rows = slice(self.rows[row], self.rows[row + 1])
-        batch = (1, case.tokens) if case.packed else (len(case.lengths), case.lengths[0])
-        alone = functools.cache(lambda: _Call([self.runs[row]]).bounds_of(0, algorithm))
-        parts = {name: _part(spec.port(name), each, rows, tokens, batch) for name, each in self.made[algorithm].items()}
-        if len(self.cases) == 1:
-            return parts
-        return {name: dataclasses.replace(part, finer=functools.partial(_finer, alone, name)) for name, part in parts.items()}
+            self.made[algorithm] = self._made(algorithm)
+        case = self.cases[row]
+        alone = functools.cache(lambda: _alone(self.runs[row], algorithm))
+        parts = {name: self._part(row, name, whole) for name, whole in self.made[algorithm].items() if name not in _unasked(case)}
+        later = {name: functools.partial(lambda name: alone()[name], name) for name in parts}
+        return {name: dataclasses.replace(part, finer=later[name]) for name, part in parts.items()}
 
-    def _made(self, algorithm: str, cases: Sequence[Case]) -> Bounds:
-        case, device = cases[0], self.run.device
-        adapter = adapter_of(self.run.adapter)
-        assert isinstance(adapter, Adapter), self.run
-        chunk = adapter.chunk if algorithm == adapter.algorithm else None
+    def _made(self, algorithm: str) -> Bounds:
+        spec, device = self.cases[0].spec, self.run.device
         with devices.default("cpu"):
-            inputs = self._joined([each.inputs(device) for each in cases])
-            each = [one.cotangents(device) for one in cases] if case.backward else []
-            cotangents = {name: self._side_by_side(name, [one[name] for one in each]) for name in (each[0] if each else ())}
-            return bound.bounds(case.spec, inputs, cotangents or None, algorithm, self.run.products, chunk, first=1)
+            inputs = self._joined([each.inputs(device) for each in self.cases])
+            cotangents = None
+            if any(case.backward for case in self.cases):
+                each = [case.cotangents(device) for case in self.cases]
+                cotangents = {port.name: _side_by_side(port, [one[port.name] for one in each]) for port in spec.outputs}
+            made = bound.bounds(of_calls(spec), inputs, cotangents, algorithm, self.run.products, _chunk(self.run, algorithm))
+        return {name: dataclasses.replace(whole, finer=None) for name, whole in made.items()}
 
     def _joined(self, several: Sequence[Inputs]) -> Inputs:
-        first = several[0]
-        names = [port.name for port in self.cases[0].spec.inputs if port.dtype != "index" and first.get(port.name) is not None]
-        tensors = {name: self._side_by_side(name, [one[name] for one in several]) for name in names}
+        tensors: dict[str, Tensor] = {}
+        for port in self.cases[0].spec.inputs:
+            parts = [each.get(port.name) for each in several]
+            if (like := next((part for part in parts if part is not None), None)) is not None:
+                given = [self._zeros(row, port, like) if part is None else part for row, part in enumerate(parts)]
+                tensors[port.name] = _side_by_side(port, given)
         lengths = [length for case in self.cases for length in case.lengths]
-        offsets = torch.tensor([0, *itertools.accumulate(lengths)], device=first.q.device)
-        return first.replaced(**tensors, cu_seqlens=offsets)
+        offsets = torch.tensor([0, *itertools.accumulate(lengths)], device=several[0].q.device)
+        calls = tuple(case.tokens for case in self.cases)
+        return Inputs(**{**several[0], **tensors, "cu_seqlens": offsets, "calls": calls})
 
-    def _side_by_side(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        spec = self.cases[0].spec
-        port = next(port for port in (*spec.inputs, *spec.outputs) if port.name == name)
-        if port.axes.startswith("B T"):
-            return torch.cat([part.flatten(0, 1) for part in parts]).unsqueeze(0)
-        return torch.cat(list(parts))
+    def _zeros(self, row: int, port: Port, like: Tensor) -> Tensor:
+        """What a case that lacks an input has in its place, as that of another."""
+        assert port.optional and _along(port) != "tokens", port
+        return like.new_zeros((len(self.cases[row].lengths), *like.shape[1:]) if _along(port) else like.shape)
 
-
-def _finer(alone: Callable[[], Bounds], name: str) -> Bound:
-    finer = alone()[name].finer
-    assert finer is not None
-    return finer()
-
-
-def _part(port: Port, whole: Bound, rows: slice, tokens: slice, batch: tuple[int, int]) -> Bound:
-    """A case's part of a bound, in the case's own shape."""
-    if not port.axes.startswith("B T"):
-        return whole.at(rows)
-    part = whole.at(0, tokens)
-    value, allowed = (x.unflatten(0, batch) for x in (part.value, part.allowed))
-    finer = part.finer
-    later = None if finer is None else lambda: _part(port, _back(finer()), slice(0), slice(None), batch)
-    return dataclasses.replace(part, value=value, allowed=allowed, finer=later)
+    def _part(self, row: int, name: str, whole: Bound) -> Bound:
+        """A case's part of a bound, in the case's own shape."""
+        case = self.cases[row]
+        along = _along(case.spec.port(name))
+        if along == "sequences":
+            return whole.at(slice(self.rows[row], self.rows[row + 1]))
+        if not along:
+            return whole.at(row)
+        part = whole.at(0, slice(self.tokens[row], self.tokens[row + 1]))
+        batch = (1, case.tokens) if case.packed else (len(case.lengths), case.lengths[0])
+        return dataclasses.replace(part, value=part.value.unflatten(0, batch), allowed=part.allowed.unflatten(0, batch))
 
 
-def _back(part: Bound) -> Bound:
-    finer = part.finer
-    later = None if finer is None else lambda: _back(finer())
-    return dataclasses.replace(part, value=part.value.unsqueeze(0), allowed=part.allowed.unsqueeze(0), finer=later)
+def _unasked(case: Case) -> set[str]:
+    """The gradients that a case alone has not: without backward all, else those of inputs that it lacks."""
+    there = {"state": case.state != "none", "dt_bias": case.dt_bias}
+    return {gradient_name(port.name) for port in case.spec.inputs if not (case.backward and there.get(port.name, True))}
+
+
+def _side_by_side(port: Port, parts: Sequence[Tensor]) -> Tensor:
+    if _along(port) == "tokens":
+        return torch.cat([part.flatten(0, 1) for part in parts]).unsqueeze(0)
+    return torch.cat(list(parts)) if _along(port) else torch.stack(list(parts))
+
+
+def _chunk(run: Run, algorithm: str) -> int | None:
+    """The tokens in an implementation's chunks, where it is asked about by its own class."""
+    adapter = adapter_of(run.adapter)
+    assert isinstance(adapter, Adapter), run
+    return adapter.chunk if algorithm == adapter.algorithm else None
+
+
+def _alone(run: Run, algorithm: str) -> Bounds:
+    """The bounds of one case, from more runs than those of a call have."""
+    case = run.example.case
+    with devices.default("cpu"):
+        cotangents = case.cotangents(run.device) if case.backward else None
+        chunk = _chunk(run, algorithm)
+        return bound.bounds(case.spec, case.inputs(run.device), cotangents, algorithm, run.products, chunk, first=bound.MORE[0])
