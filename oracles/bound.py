@@ -14,7 +14,9 @@ runs is a poor estimate. A row is broken when its error exceeds
 
 never less than FLOOR_ULP units in the last place of the row, nor than the subnormal step of what is stored on the way to it.
 So few runs, where equal values err alike and pooling rows does not help, may all happen to err little: before it calls a row
-broken that is over by less than thirtyfold, the judge asks what MORE of them allow, those of each number in turn. On a CPU,
+broken that is over by less than thirtyfold, the judge asks what MORE of them allow, those of each number in turn. So many also show
+how errors are distributed: where they are amplified, from chunk to chunk or in half of the runs only, large ones are less rare than
+sigma says. There own is no less than the root of a third of the mean fourth power, as which it is where they are normal. On a CPU,
 where a run is what costs, it may look at one of the RUNS first, at two, and at all only if an error is over what these are sure of
 (`Bound.sure`): it finds the same broken.
 
@@ -109,13 +111,16 @@ def bounds(
     products: str = "ieee",
     chunk: int | None = None,
     first: int | None = None,
+    *,
+    stores: bool = False,
 ) -> dict[str, Bound]:
     """The truth and the bound of each output, and with cotangents of each gradient.
 
     `algorithm` is the class of the implementation ("chunkwise", "recurrent", "pointwise"), `products` how it multiplies float32
     matrices ("ieee", "tf32"), `chunk` the tokens in its chunks if known; cotangents are those of the outputs, in their dtypes.
     `first` are the runs that the first bound is of: of MORE, or of LOOKS, which a CPU takes before RUNS; who judges by the latter
-    must heed what it is `sure` of.
+    must heed what it is `sure` of. `stores` says that a recurrent implementation's backward sums its states again, from corrected
+    values that are stored in the inputs' dtype.
     """
     if algorithm not in operation.classes:
         raise ValueError(f"algorithm must be one of {', '.join(operation.classes)} for {operation.name}, got {algorithm!r}")
@@ -127,6 +132,8 @@ def bounds(
     exact = {name: runs[0] for name, runs in _evaluate(operation, inputs, cotangents, Arithmetic.exact()).items()}
     chunks = CHUNKS if algorithm == "chunkwise" and chunk is None else (chunk,)
     plain = Arithmetic.of(algorithm, dtypes[0], products)
+    if stores and algorithm == "recurrent":
+        plain = dataclasses.replace(plain, summed_again=plain.output)
     make = functools.partial(_Disturbed, operation, inputs, cotangents, exact, dtypes, chunks, plain)
     few, many = make(RUNS), make(MORE[-1])
     counts = [] if first is None or _on_a_gpu(inputs) else [count for count in LOOKS if count >= first]
@@ -166,6 +173,7 @@ class _Disturbed:
         self.once = _at_once(inputs, self.plain, pieces)
         cut = functools.partial(_slices, operation, pieces=pieces)
         self.given = list(zip(cut(inputs), cut(cotangents), cut(exact), strict=True))
+        self.tails = total in MORE
         self.ports = {port.name: port for port in (*operation.outputs, *operation.gradients())}
         self.made: dict[int | None, tuple[int, list[list[Tensor]]]] = {}  # by size of chunk: how many runs, and sums of squares
 
@@ -192,14 +200,19 @@ class _Disturbed:
             dataclasses.replace(self.plain, chunk=size, runs=min(self.once, runs - done), first=done + 1, last=self.runs)
             for done in range(before, runs, self.once)
         ]
-        sums = [_spread(self.ports, self.operation, *part, arithmetics, own) for part, own in zip(self.given, sums, strict=True)]
+        spread = functools.partial(_spread, self.ports, self.operation, tails=self.tails)
+        sums = [spread(*part, arithmetics, own) for part, own in zip(self.given, sums, strict=True)]
         self.made[size] = runs, sums
         rows, plain, scale = [], self.plain, 1.0 / runs
         for index, (name, value) in enumerate(self.exact.items()):
             port = self.ports[name]
             step = plain.step if port.dtype == "input" or plain.stored == plain.output else 0.0
             ulp = 2.0 ** (1 - BITS[self.dtype if port.dtype == "input" else "fp32"])
-            rows.append(Rows(port, value, scale * _joined(self.operation, port, [own[index] for own in sums]), ulp, step))
+            own = scale * _joined(self.operation, port, [own[index] for own in sums])
+            if self.tails:
+                fourth = _joined(self.operation, port, [own[len(self.exact) + index] for own in sums])
+                own = torch.maximum(own, (scale / 3.0 * fourth).sqrt_())
+            rows.append(Rows(port, value, own, ulp, step))
         lengths = sequences(self.inputs, self.operation.inputs[0].name) if any(each.along_tokens for each in rows) else []
         return dict(zip(self.exact, allowances(rows, lengths), strict=True))
 
@@ -224,13 +237,22 @@ def _spread(
     exact: dict[str, Tensor],
     arithmetics: Sequence[Arithmetic],
     own: list[Tensor],
+    *,
+    tails: bool,
 ) -> list[Tensor]:
-    """The sum over the runs of some arithmetics of each row's squared distance from the truth, added to `own`, that of others."""
+    """The sum over the runs of some arithmetics of each row's squared distance from the truth, added to `own`, that of others.
+
+    With `tails` those of its fourth power follow.
+    """
     for arithmetic in arithmetics:
         runs = _evaluate(operation, inputs, cotangents, arithmetic)
         off = [runs[name] - value for name, value in exact.items()]
         torch._foreach_mul_(off, off)
-        each = [x.sum((0,) if ports[name].scalar_rows else (0, -1)) for name, x in zip(exact, off, strict=True)]
+        if tails:
+            rows = [x if ports[name].scalar_rows else x.sum(-1) for name, x in zip(exact, off, strict=True)]
+            each = [x.sum(0) for x in (*rows, *torch._foreach_mul(rows, rows))]
+        else:
+            each = [x.sum((0,) if ports[name].scalar_rows else (0, -1)) for name, x in zip(exact, off, strict=True)]
         own = list(torch._foreach_add(own, each)) if own else each
     return own
 

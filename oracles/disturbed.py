@@ -56,6 +56,9 @@ def recurrent(
     Such errors are those of a whole row of the state, shared by the values' channels, and might cancel in sums over them where an
     implementation's do not. Values' channels never meet in a state: in every other pair of runs, half of them, others in each, are
     computed with errors of other sign.
+
+    A backward that sums its states again from stored corrected values (`summed_again`) never corrects what these err by: its
+    states S + D drift from those of forward, where D decays like S and takes up each value's error with its key.
     """
     form = _Recurrent(scale, dataclasses.replace(arithmetic, axis=1))
     return _rule(form, (q, k, v, g, beta), state, lengths, [_short(length, STEPS) for length in lengths])
@@ -181,7 +184,7 @@ class _Chunkwise:
         dv, dgrown = (beta * dstart).split(widths, -1)
 
         # A and q k^T, decayed
-        dcorrections = _inverse_back(solved, dinverse, arithmetic)
+        dcorrections = _inverse_back(solved, inverse, dinverse, arithmetic)
         dproducts = torch.stack([dcorrections, dither(dscores, "scores'")], -3)
         dpair, dkeys, dtotal = _scores_back(dproducts, pair, k, total, products, decay, arithmetic, channels=channels)
         stored = torch.cat([dpair, dkeys, dreads.unsqueeze(-3), dkeeps.unsqueeze(-3)], -3)
@@ -343,22 +346,27 @@ def _inverse(a: Tensor, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
     return solved, arithmetic.dither(solved, "T")
 
 
-def _inverse_back(solved: Tensor, cotangent: Tensor, arithmetic: Arithmetic) -> Tensor:
+def _inverse_back(solved: Tensor, inverse: Tensor, cotangent: Tensor, arithmetic: Arithmetic) -> Tensor:
     """With dT the cotangent of T, that of A is -T^T dT T^T below the diagonal.
 
-    An implementation may take T as it was stored or solve again, so its rounding here is another one; and it may begin with either
-    product, which may be far larger than the other: half of each rounds like both.
+    An implementation may take T as it was stored, with the errors that it had on the way there, or solve again; and it may begin
+    with either product, which may be far larger than the other. Some runs take what was stored and begin with the second product,
+    the others solve again and begin with the first.
     """
     stored = min(arithmetic.stored, arithmetic.kept(solved.shape[-1]))
+    again = arithmetic.choice(solved)
     left, right = (
-        arithmetic.stacked(solved.unsqueeze(-3), ("T^T dT", "dT T^T"), stored)
+        torch.lerp(
+            inverse.unsqueeze(-3), arithmetic.stacked(solved.unsqueeze(-3), ("T^T dT", "dT T^T"), stored), again.unsqueeze(-3)
+        )
         .mT.expand(*solved.shape[:-2], 2, *solved.shape[-2:])
         .unbind(-3)
     )
     given = arithmetic.dither(cotangent.tril(), "dT", stored)
     first = arithmetic.dither(left @ given, "(T^T dT)", stored) @ right
     second = left @ arithmetic.dither(given @ right, "(dT T^T)", stored)
-    return arithmetic.dither((first + second).tril_(-1).mul_(-0.5), "dA", stored)
+    either = torch.lerp(second, first, again)
+    return arithmetic.dither(either.tril_(-1).neg_(), "dA", stored)
 
 
 def _scan(
@@ -395,6 +403,17 @@ def _scan(
     fresh = kept if behind is None else fresh * back
     o = terms(reads, "q S", depth) @ held + terms(scores, "scores V'", chunk) @ fresh
     return o, _joined([state, *(each for each in reversed(ended) if len(each))]), (before, held, fresh, kept)
+
+
+def _taken_up(given: Sequence[Any], missed: Tensor, counts: list[int]) -> Tensor:
+    """D before each chunk: D <- exp(G_C) D + keeps^T missed, nothing at first."""
+    keeps, whole = given[0], given[4]
+    each, drift = list[Tensor](), None
+    for new, all_of in zip((keeps.mT @ missed).split(counts), whole.split(counts), strict=True):
+        drift = torch.zeros_like(new) if drift is None else drift[: len(new)]
+        each.append(drift)
+        drift = torch.addcmul(new, all_of, drift)
+    return _joined(each)
 
 
 def _onward(back: Tensor, behind: Tensor, grid: Tensor) -> Tensor:
@@ -479,8 +498,8 @@ class _Recurrent:
     arithmetic: Arithmetic
 
     def most(self, size: int, k: Tensor, v: Tensor) -> int:
-        """As many chunks as there is room for."""
-        return _most(size, k, v)
+        """As many chunks as there is room for; all, where states that are summed again drift from the first chunk to the last."""
+        return len(k) + 1 if self.arithmetic.summed_again < EXACT else _most(size, k, v)
 
     def dtype(self, x: Tensor) -> torch.dtype:
         """That of x."""
@@ -516,13 +535,19 @@ class _Recurrent:
         written, erased = solved.split((v.shape[-1], depth), -1)
         scan = left * writes, grown * pair[..., 1, :, :], products[..., 1, :, :], erased, whole.mT, None
         o, final, states = _scan(scan, written, state, segment.counts, arithmetic)
-        local = beta, writes, total, grown, left, pair, products, decay, right, solved, inverses, drift, order, back
+        missed = None
+        if arithmetic.summed_again < EXACT:
+            before, held, fresh, _ = states
+            stored = arithmetic.dither(fresh, "corrected values", arithmetic.summed_again)
+            missed = stored - fresh
+            states = before, held + _taken_up(scan, missed, segment.counts), stored, stored
+        local = beta, writes, total, grown, left, pair, products, decay, right, solved, inverses, drift, order, back, missed
         return _whole(o, back), _whole(final, back), (local, scan, states)
 
     def backward(self, segment: Segment, made: Any, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """The cotangents of the tokens, and of the states before the segment."""
         local, scan, states = made
-        beta, writes, total, grown, left, pair, products, decay, right, solved, inverses, drift, order, back = local
+        beta, writes, total, grown, left, pair, products, decay, right, solved, inverses, drift, order, back, missed = local
         scale, arithmetic, channels = self.scale, self.arithmetic, total.shape[-1] > 1
         depth = writes.shape[-1]
         width = right.shape[-1] - depth
@@ -532,7 +557,10 @@ class _Recurrent:
 
         corrections = beta * products[..., 0, :, :]
         dstart = substituted(corrections, inverses, torch.cat([written, derased], -1), transposed=True)
-        dcorrections = torch.neg(dstart @ solved.mT).tril_(-1)
+        dcorrections = dstart @ solved.mT
+        if missed is not None:
+            dcorrections.add_(dstart[..., :width] @ missed.mT)
+        dcorrections = dcorrections.neg_().tril_(-1)
         terms = right * dstart
         terms = arithmetic.beside(terms, ("beta v summed", "beta k summed"), (width, depth), (summed(width), summed(depth)))
         dbeta = (dcorrections * products[..., 0, :, :]).sum(-1, keepdim=True) + terms.sum(-1, keepdim=True)

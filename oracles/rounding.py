@@ -52,7 +52,8 @@ class Arithmetic:
     products and sums of them keep (53: operands are coarser, so that the sums' own errors drown), `output` for the inputs' dtype.
     `step` is the subnormal step of that dtype where it matters. `gate` are the bits of the gate's dtype, `algorithm` the class and
     `chunk` the tokens in its chunks, if known. `inverse` are the bits of products by which (I + A)^-1 is made, where those are few:
-    TF32 is used for it whatever the inputs are.
+    TF32 is used for it whatever the inputs are. `summed_again` are the bits of corrected values from which a backward sums its
+    states again, where it does.
     """
 
     runs: int
@@ -66,6 +67,7 @@ class Arithmetic:
     first: int = 0
     last: int | None = None
     inverse: int = EXACT
+    summed_again: int = EXACT
     axis: int = 0
 
     @classmethod

@@ -3,7 +3,7 @@
 `Chunkwise` stands in verify/zoo/base.py: the zoo makes it wrong one step at a time.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -168,6 +168,57 @@ class Recurrent(Adapter):
 
     def sum(self, terms: Tensor) -> Tensor:
         return terms.cumsum(-2)[..., -1, :]
+
+
+class SumsAgain(Recurrent):
+    """The delta rule token by token, whose backward sums its states again, from corrected values stored in the inputs' dtype."""
+
+    stores = True
+    domain = Domain(operation="delta_rule")
+    reads_after = False
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        assert x.cu_seqlens is None and not x.qk_norm
+        rows, heads, width = x.q.shape[0], *x.v.shape[2:]
+        state = x.state if x.state is not None else torch.zeros(rows, heads, x.k.shape[-1], width)
+        q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (x.q, x.k))
+        scale = x.k.shape[-1] ** -0.5 if x.scale is None else x.scale
+        o, final = _SumsAgain.apply(q, k, x.v, x.beta, state.float(), float(scale), self.reads_after)
+        return o, final
+
+
+class _SumsAgain(torch.autograd.Function):
+    """Of q, k, v [B, T, H, ...], beta [B, T, H] and states [B, H, K, V]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor, scale: float, after: bool) -> Any:  # noqa: FBT001
+        stored, o, first = torch.empty_like(v), torch.empty_like(v), state
+        for t in range(q.shape[1]):
+            key = k[:, t].float().unsqueeze(-1)
+            stored[:, t] = corrected = v[:, t].float() - (key.mT @ state).squeeze(-2)
+            state = state + key * (beta[:, t].float().unsqueeze(-1) * corrected).unsqueeze(-2)
+            o[:, t] = (scale * q[:, t].float().unsqueeze(-2) @ state).squeeze(-2)
+        ctx.save_for_backward(q, k, stored, beta, first)
+        ctx.back = scale, after
+        return o, state
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor, direction: Tensor) -> Any:  # type: ignore[override]
+        (q, k, stored, beta, state), (scale, after) = ctx.saved_tensors, ctx.back
+        dq, dk, dv, dbeta = (torch.empty(x.shape) for x in (q, k, stored, beta))
+        for t in reversed(range(q.shape[1])):
+            direction = direction + scale * q[:, t].float().unsqueeze(-1) * do[:, t].float().unsqueeze(-2)
+            values, strength = stored[:, t].float(), beta[:, t].float().unsqueeze(-1)
+            dk[:, t] = (direction @ (strength * values).unsqueeze(-1)).squeeze(-1)
+            written = (k[:, t].float().unsqueeze(-2) @ direction).squeeze(-2)
+            dbeta[:, t], dv[:, t] = (written * values).sum(-1), strength * written
+            direction = direction - k[:, t].float().unsqueeze(-1) * dv[:, t].unsqueeze(-2)
+        for t in range(q.shape[1]):
+            written = k[:, t].float().unsqueeze(-1) * (beta[:, t].float().unsqueeze(-1) * stored[:, t].float()).unsqueeze(-2)
+            dk[:, t] -= ((state + written if after else state) @ dv[:, t].unsqueeze(-1)).squeeze(-1)
+            state = state + written
+            dq[:, t] = scale * (state @ do[:, t].float().unsqueeze(-1)).squeeze(-1)
+        return *(each.to(q.dtype) for each in (dq, dk, dv, dbeta)), direction, None, None
 
 
 class Gathered(Adapter):

@@ -1047,6 +1047,31 @@ def test_a_packed_sequence_has_the_bounds_that_it_has_alone(
         assert off()["final_state"] > 1, "padding that drifts is seen"
 
 
+def test_states_that_a_backward_sums_again_drift() -> None:
+    """Of a kernel on a GPU dq was over what the recurrence that knows its states allows, and the kernel is right."""
+    line = "lengths=462 op=delta_rule heads=3 value_heads=3 key_dim=1 value_dim=1 dtype=bf16 values=scaled seed=63636"
+    case = Case.parse(line)
+    inputs, cotangents = case.inputs(), case.cotangents()
+
+    def worst(kind: type[right.SumsAgain], *, stores: bool) -> float:
+        """The greatest error of dq and dk, over their bounds."""
+        q, k = (x.detach().requires_grad_() for x in (inputs.q, inputs.k))
+        o, state = kind().run(inputs.replaced(q=q, k=k))
+        assert state is not None
+        got = torch.autograd.grad([o, state], [q, k], [cotangents["o"], cotangents["final_state"]])
+        limits = bounds(case.spec, inputs, cotangents, "recurrent", first=64, stores=stores)
+        off = {name: (x.double() - limits[name].value).norm(dim=-1) for name, x in zip(("dq", "dk"), got, strict=True)}
+        return max(float((error / limits[name].allowed).max()) for name, error in off.items())
+
+    class ReadsAfter(right.SumsAgain):
+        reads_after = True
+
+    found = [worst(right.SumsAgain, stores=False), worst(right.SumsAgain, stores=True), worst(ReadsAfter, stores=True)]
+    assert found[0] > 1
+    assert found[1] < 0.6
+    assert found[2] > 3
+
+
 def test_errors_of_the_recurrence_do_not_cancel_over_the_values_channels() -> None:
     case = Case.parse("lengths=32+92 packed=yes value_heads=8 key_dim=8 gate=tenth values=scaled state=zero seed=38169")
     assert broken(right.Recurrent(), case) == set()

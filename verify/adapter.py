@@ -91,8 +91,8 @@ class Adapter(Implementation):
 
     `algorithm` names the class whose rounding it may show: "chunkwise" (matrix products of operands in the inputs' dtype) or
     "recurrent" (float32 throughout); `chunk` is the tokens in its chunks, where they are always as many; `stores` says that a
-    recurrent one has several kernels, which hand on normalised keys or corrected values in the inputs' dtype. `domain` is what it
-    promises. `counterpart` is the adapter of its one-token form.
+    recurrent one has several kernels, which hand on normalised keys or corrected values in the inputs' dtype, and that its backward
+    sums its states again from those. `domain` is what it promises. `counterpart` is the adapter of its one-token form.
     """
 
     chunk: int | None = None

@@ -7,6 +7,7 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import hashlib
 import os
 import time
@@ -82,12 +83,14 @@ class AdapterBench(Timed):
                 return self.ready(name)
             # A rule's laws judge by what fewer runs are sure of, and ask for more where that is not enough.
             asked = (name, self.products, chunk, 1 if isinstance(self.case, Case) else None)
-            return _MEMO.get(spec, inputs, cotangents, asked, lambda: bound.bounds(spec, inputs, cotangents, *asked))
+            stores = self.adapter.stores and algorithm is None
+            make = functools.partial(bound.bounds, spec, inputs, cotangents, *asked, stores=stores)
+            return _MEMO.get(spec, inputs, cotangents, (*asked, stores), make)
 
         with self.timed("oracle_s"), devices.default("cpu"):
             made = bounds(own)
             if self.adapter.stores and own == "recurrent":
-                other = bounds("chunkwise")  # which stores normalised keys and corrected values
+                other = bounds("chunkwise")  # which stores normalised keys, and corrected values forward
                 made = {name: each.beside(other[name]) for name, each in made.items()}
         return {name: dataclasses.replace(each, finer=self._finer(each)) for name, each in made.items()}
 

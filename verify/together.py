@@ -135,7 +135,7 @@ class _Call:
             if any(case.backward for case in self.cases):
                 each = [case.cotangents(device) for case in self.cases]
                 cotangents = {port.name: _side_by_side(port, [one[port.name] for one in each]) for port in spec.outputs}
-            made = bound.bounds(of_calls(spec), inputs, cotangents, algorithm, self.run.products, _chunk(self.run, algorithm))
+            made = bound.bounds(of_calls(spec), inputs, cotangents, algorithm, self.run.products, **_options(self.run, algorithm))
         return {name: dataclasses.replace(whole, finer=None) for name, whole in made.items()}
 
     def _joined(self, several: Sequence[Inputs]) -> Inputs:
@@ -180,11 +180,11 @@ def _side_by_side(port: Port, parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)) if _along(port) else torch.stack(list(parts))
 
 
-def _chunk(run: Run, algorithm: str) -> int | None:
-    """The tokens in an implementation's chunks, where it is asked about by its own class."""
+def _options(run: Run, algorithm: str) -> dict[str, Any]:
+    """What bounds depend on besides where an implementation is asked about by its own class: the tokens in its chunks, ..."""
     adapter = adapter_of(run.adapter)
     assert isinstance(adapter, Adapter), run
-    return adapter.chunk if algorithm == adapter.algorithm else None
+    return {"chunk": adapter.chunk, "stores": adapter.stores} if algorithm == adapter.algorithm else {}
 
 
 def _alone(run: Run, algorithm: str) -> Bounds:
@@ -192,5 +192,5 @@ def _alone(run: Run, algorithm: str) -> Bounds:
     case = run.example.case
     with devices.default("cpu"):
         cotangents = case.cotangents(run.device) if case.backward else None
-        chunk = _chunk(run, algorithm)
-        return bound.bounds(case.spec, case.inputs(run.device), cotangents, algorithm, run.products, chunk, first=bound.MORE[0])
+        options = {**_options(run, algorithm), "first": bound.MORE[0]}
+        return bound.bounds(case.spec, case.inputs(run.device), cotangents, algorithm, run.products, **options)

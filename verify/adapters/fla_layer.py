@@ -35,7 +35,8 @@ class Layer(Adapter):
         parameters = _parameters(x.layer, x)
         mask = None
         if x.pads is not None:
-            mask = (torch.arange(x.hidden.shape[1]) >= torch.tensor(x.pads).unsqueeze(-1)).long()
+            start = torch.tensor(x.pads, device=x.hidden.device).unsqueeze(-1)
+            mask = (torch.arange(x.hidden.shape[1], device=x.hidden.device) >= start).long()
         options: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": x.output_final_state}
         y = torch.func.functional_call(module, parameters, (x.hidden,), {**options, "cu_seqlens": x.cu_seqlens})[0]
         if cache is None:

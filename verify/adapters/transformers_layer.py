@@ -39,7 +39,8 @@ class Qwen3NextLayer(Adapter):
         module, cache = self.module(x.layer, x.eps), _cache(self.config(x.layer, x.eps), x)
         mask = None
         if x.pads is not None:
-            mask = (torch.arange(x.hidden.shape[1]) >= torch.tensor(x.pads).unsqueeze(-1)).long()
+            start = torch.tensor(x.pads, device=x.hidden.device).unsqueeze(-1)
+            mask = (torch.arange(x.hidden.shape[1], device=x.hidden.device) >= start).long()
         with _torch_only(self.model):
             parameters = {**self.projections(x.layer, x.in_proj), **_shared(x)}
             options = {"cache_params": cache, "attention_mask": mask}
