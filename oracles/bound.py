@@ -14,11 +14,12 @@ runs is a poor estimate. A row is broken when its error exceeds
 
 never less than FLOOR_ULP units in the last place of the row, nor than the subnormal step of what is stored on the way to it.
 So few runs, where equal values err alike and pooling rows does not help, may all happen to err little: before it calls a row
-broken that is over by less than thirtyfold, the judge asks what MORE of them allow, those of each number in turn. So many also show
-how errors are distributed: where they are amplified, from chunk to chunk or in half of the runs only, large ones are less rare than
-sigma says. There own is no less than the root of a third of the mean fourth power, as which it is where they are normal. On a CPU,
-where a run is what costs, it may look at one of the RUNS first, at two, and at all only if an error is over what these are sure of
-(`Bound.sure`): it finds the same broken.
+broken that is over by less than thirtyfold, the judge asks what MORE of them allow, those of each number in turn. Beside these,
+one for each COARSE of them rounds to a bit less. What errs in proportion errs twice as much there, and half of that is sigma again;
+but where errors amplify each other, as those of a chunk's transition do from chunk to chunk, twice the error comes to four times as
+much or more. The distribution then has tails that sigma knows nothing of, and own is the greater of both. On a CPU, where a run is
+what costs, it may look at one of the RUNS first, at two, and at all only if an error is over what these are sure of (`Bound.sure`):
+it finds the same broken.
 
 docs/MEASUREMENTS.md derives KAPPA and holds the distribution of error / allowed on right implementations.
 """
@@ -37,6 +38,7 @@ from oracles.rounding import BITS, EXACT, Arithmetic
 
 RUNS = 4
 MORE = (4 * RUNS, 16 * RUNS)
+COARSE = 4
 LOOKS = (1, 2)  # runs of RUNS that one may look at before the others
 CHUNKS = (64, 16, 32, 128, 48)  # 48, since the others all begin a chunk at every 128th token
 WINDOW = 9
@@ -173,9 +175,10 @@ class _Disturbed:
         self.once = _at_once(inputs, self.plain, pieces)
         cut = functools.partial(_slices, operation, pieces=pieces)
         self.given = list(zip(cut(inputs), cut(cotangents), cut(exact), strict=True))
-        self.tails = total in MORE
+        self.many = total in MORE
         self.ports = {port.name: port for port in (*operation.outputs, *operation.gradients())}
-        self.made: dict[int | None, tuple[int, list[list[Tensor]]]] = {}  # by size of chunk: how many runs, and sums of squares
+        # By size of chunk and whether they are the coarse ones: how many runs, and sums of squares.
+        self.made: dict[tuple[int | None, bool], tuple[int, list[list[Tensor]]]] = {}
 
     def bounds(self, count: int) -> dict[str, Bound]:
         """The bounds of the first `count` runs, of half of them where chunks have several sizes.
@@ -195,26 +198,36 @@ class _Disturbed:
 
     def allowed(self, size: int | None, runs: int) -> dict[str, Tensor]:
         """What is allowed by the first so many runs in chunks of a size."""
-        before, sums = self.made.get(size, (0, [[]] * len(self.given)))
-        arithmetics = [
-            dataclasses.replace(self.plain, chunk=size, runs=min(self.once, runs - done), first=done + 1, last=self.runs)
-            for done in range(before, runs, self.once)
-        ]
-        spread = functools.partial(_spread, self.ports, self.operation, tails=self.tails)
-        sums = [spread(*part, arithmetics, own) for part, own in zip(self.given, sums, strict=True)]
-        self.made[size] = runs, sums
-        rows, plain, scale = [], self.plain, 1.0 / runs
-        for index, (name, value) in enumerate(self.exact.items()):
+        squares, rows, plain = self.squares(size, runs), [], self.plain
+        if self.many:
+            coarse = self.squares(size, max(1, runs // COARSE), coarse=True)
+            squares = list(torch._foreach_maximum(squares, torch._foreach_mul(coarse, 0.25)))
+        for (name, value), own in zip(self.exact.items(), squares, strict=True):
             port = self.ports[name]
             step = plain.step if port.dtype == "input" or plain.stored == plain.output else 0.0
             ulp = 2.0 ** (1 - BITS[self.dtype if port.dtype == "input" else "fp32"])
-            own = scale * _joined(self.operation, port, [own[index] for own in sums])
-            if self.tails:
-                fourth = _joined(self.operation, port, [own[len(self.exact) + index] for own in sums])
-                own = torch.maximum(own, (scale / 3.0 * fourth).sqrt_())
             rows.append(Rows(port, value, own, ulp, step))
         lengths = sequences(self.inputs, self.operation.inputs[0].name) if any(each.along_tokens for each in rows) else []
         return dict(zip(self.exact, allowances(rows, lengths), strict=True))
+
+    def squares(self, size: int | None, runs: int, *, coarse: bool = False) -> list[Tensor]:
+        """Each row's squared distance from the truth, its mean over the first so many runs in chunks of a size."""
+        before, sums = self.made.get((size, coarse), (0, [[]] * len(self.given)))
+        plain = _coarser(self.plain) if coarse else self.plain
+        arithmetics = [
+            dataclasses.replace(plain, chunk=size, runs=min(self.once, runs - done), first=done + 1, last=self.runs)
+            for done in range(before, runs, self.once)
+        ]
+        sums = [_spread(self.ports, self.operation, *part, arithmetics, own) for part, own in zip(self.given, sums, strict=True)]
+        self.made[size, coarse] = runs, sums
+        whole = [_joined(self.operation, self.ports[name], list(parts)) for name, *parts in zip(self.exact, *sums, strict=True)]
+        return list(torch._foreach_mul(whole, 1.0 / runs))
+
+
+def _coarser(plain: Arithmetic) -> Arithmetic:
+    """The arithmetic with a bit less in what it stores, multiplies and hands out: there it errs twice as much."""
+    names = ("stored", "product", "output", "inverse")
+    return dataclasses.replace(plain, **{name: getattr(plain, name) - 1 for name in names if getattr(plain, name) < EXACT})
 
 
 def _dtype(operation: Operation, inputs: Inputs, kind: str = "input") -> str:
@@ -237,22 +250,13 @@ def _spread(
     exact: dict[str, Tensor],
     arithmetics: Sequence[Arithmetic],
     own: list[Tensor],
-    *,
-    tails: bool,
 ) -> list[Tensor]:
-    """The sum over the runs of some arithmetics of each row's squared distance from the truth, added to `own`, that of others.
-
-    With `tails` those of its fourth power follow.
-    """
+    """The sum over the runs of some arithmetics of each row's squared distance from the truth, added to `own`, that of others."""
     for arithmetic in arithmetics:
         runs = _evaluate(operation, inputs, cotangents, arithmetic)
         off = [runs[name] - value for name, value in exact.items()]
         torch._foreach_mul_(off, off)
-        if tails:
-            rows = [x if ports[name].scalar_rows else x.sum(-1) for name, x in zip(exact, off, strict=True)]
-            each = [x.sum(0) for x in (*rows, *torch._foreach_mul(rows, rows))]
-        else:
-            each = [x.sum((0,) if ports[name].scalar_rows else (0, -1)) for name, x in zip(exact, off, strict=True)]
+        each = [x.sum((0,) if ports[name].scalar_rows else (0, -1)) for name, x in zip(exact, off, strict=True)]
         own = list(torch._foreach_add(own, each)) if own else each
     return own
 

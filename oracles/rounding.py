@@ -130,7 +130,7 @@ class Arithmetic:
     @property
     def memory(self) -> int:
         """The bits of what is stored and read as it is: where products are TF32 it is float32, and rounded as an operand only."""
-        return SINGLE if self.product == TF32_BITS else self.stored
+        return SINGLE if self.product <= TF32_BITS else self.stored
 
     def kept(self, depth: int) -> int:
         """The bits that a product keeps, a sum of `depth` terms."""
