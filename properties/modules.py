@@ -523,6 +523,11 @@ def _stateful(domain: ModuleDomain, **more: Any) -> st.SearchStrategy[ModuleCase
     return _small(domain, **options)
 
 
+def _one_row_and_its_state(case: ModuleCase, variant: str | None) -> str | None:
+    """What a case lacks to be one sequence that is not packed, and to return its state."""
+    return laws.one_batch_row(case, variant) or laws.has_words(final_state="yes")(case, variant)
+
+
 MODULE_LAWS: dict[str, Law] = {
     law.name: law
     for law in (
@@ -541,7 +546,7 @@ MODULE_LAWS: dict[str, Law] = {
             laws.recurrent,
             CONV,
             laws.require(initial_state=True, final_state=True, batched=True),
-            laws.one_batch_row,
+            _one_row_and_its_state,
             place=laws.steps,
         ),
         _law(
