@@ -19,7 +19,7 @@ from torch import Tensor
 
 from oracles.chunkwise import inverted, substituted
 from oracles.decay import decays, halves, sizes, squares
-from oracles.rounding import EXACT, SINGLE, Arithmetic, summed
+from oracles.rounding import EXACT, FUNCTION_BITS, SINGLE, Arithmetic, summed
 from oracles.segments import Form, Segment, rule
 
 STEPS = 64  # tokens of the recurrence computed at once
@@ -156,6 +156,8 @@ class _Chunkwise:
         written, erased = arithmetic.beside(both, ("U", "W"), widths).split(widths, -1)
         reads, keeps = dither(pair[..., 1, :, :] * grown, "exp(G) q"), dither(k * ahead, "exp(G_C - G) k")
         whole = grown[..., -1:, :].mT
+        if arithmetic.product != EXACT:  # the function's own errors add up from chunk to chunk where nothing coarser drowns them
+            whole = dither(whole, "exp(G_C)", FUNCTION_BITS)
         scan = keeps, reads, dither(scores, "scores"), erased, whole, behind
         o, final, states = _scan(scan, written, state, segment.counts, arithmetic)
         local = k, beta, total, grown, ahead, pair, products, decay, solved, inverse, right, start

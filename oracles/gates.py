@@ -13,12 +13,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs, Operation, Port, at_least_one, flag
-from oracles.rounding import SINGLE, Arithmetic, summed
-
-# A GPU takes exp(x) as 2^(x log2 e): the product rounds as x would, and 2^y and log2(y) err by up to 2^-22 (PTX ISA, ex2.approx and
-# lg2.approx), like a float32 sum of 16 terms.
-FUNCTION_TERMS = 16
-FUNCTION_BITS = summed(FUNCTION_TERMS)
+from oracles.rounding import FUNCTION_BITS, FUNCTION_TERMS, SINGLE, Arithmetic, summed
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -269,6 +269,12 @@ def summed(depth: int) -> int:
     return SINGLE - math.ceil(math.log2(max(depth, 1)) / 2)
 
 
+# A GPU takes exp(x) as 2^(x log2 e): the product rounds as x would, and 2^y and log2(y) err by up to 2^-22 (PTX ISA, ex2.approx and
+# lg2.approx), like a float32 sum of 16 terms.
+FUNCTION_TERMS = 16
+FUNCTION_BITS = summed(FUNCTION_TERMS)
+
+
 @functools.cache
 def _table(device: torch.device) -> Tensor:
     """2^20 numbers in [1, 2), from which every place takes its grids."""

@@ -1047,6 +1047,23 @@ def test_a_packed_sequence_has_the_bounds_that_it_has_alone(
         assert off()["final_state"] > 1, "padding that drifts is seen"
 
 
+def test_exponentials_of_a_gpu_add_up_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is written, a state decays by the same factor chunk after chunk, which may err by 2^-22 of itself."""
+    case = Case.parse("lengths=304 key_dim=8 gate=1000 beta=zero values=repeated state=random backward=no seed=4472")
+    inputs = case.inputs()
+    state = inputs.state.double()
+    for row in inputs.g.double().reshape(-1, 16).sum(1):
+        state = state * row.exp() * (1.0 + 2.0**-22)
+
+    def over() -> bool:
+        limit = bounds(case.spec, inputs, None, "chunkwise", "tf32", 16, 64)["final_state"]
+        return bool(((state - limit.value).norm(dim=-1) > limit.allowed).any())
+
+    assert not over()
+    monkeypatch.setattr(disturbed, "FUNCTION_BITS", EXACT)
+    assert over()
+
+
 def test_states_that_a_backward_sums_again_drift() -> None:
     """Of a kernel on a GPU dq was over what the recurrence that knows its states allows, and the kernel is right."""
     line = "lengths=462 op=delta_rule heads=3 value_heads=3 key_dim=1 value_dim=1 dtype=bf16 values=scaled seed=63636"
