@@ -15,11 +15,11 @@ runs is a poor estimate. A row is broken when its error exceeds
 never less than FLOOR_ULP units in the last place of the row, nor than the subnormal step of what is stored on the way to it.
 So few runs, where equal values err alike and pooling rows does not help, may all happen to err little: before it calls a row
 broken that is over by less than thirtyfold, the judge asks what MORE of them allow, those of each number in turn. Beside these,
-one for each COARSE of them rounds to a bit less. What errs in proportion errs twice as much there, and half of that is sigma again;
-but where errors amplify each other, as those of a chunk's transition do from chunk to chunk, twice the error comes to four times as
-much or more. The distribution then has tails that sigma knows nothing of, and own is the greater of both. On a CPU, where a run is
-what costs, it may look at one of the RUNS first, at two, and at all only if an error is over what these are sure of (`Bound.sure`):
-it finds the same broken.
+where operands are coarser than float32, one for each COARSE of them rounds to a bit less. What errs in proportion errs twice as
+much there, and half of that is sigma again; but where errors amplify each other, as those of a chunk's transition do from chunk to
+chunk, twice the error comes to four times as much or more. The distribution then has tails that sigma knows nothing of, and own is
+the greater of both. On a CPU, where a run is what costs, it may look at one of the RUNS first, at two, and at all only if an error
+is over what these are sure of (`Bound.sure`): it finds the same broken.
 
 docs/MEASUREMENTS.md derives KAPPA and holds the distribution of error / allowed on right implementations.
 """
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import NAMES, Inputs, Operation, Port, gradient_name, sequences
-from oracles.rounding import BITS, EXACT, Arithmetic
+from oracles.rounding import BITS, EXACT, SINGLE, Arithmetic
 
 RUNS = 4
 MORE = (4 * RUNS, 16 * RUNS)
@@ -175,7 +175,7 @@ class _Disturbed:
         self.once = _at_once(inputs, self.plain, pieces)
         cut = functools.partial(_slices, operation, pieces=pieces)
         self.given = list(zip(cut(inputs), cut(cotangents), cut(exact), strict=True))
-        self.many = total in MORE
+        self.amplifies = total in MORE and plain.stored < SINGLE
         self.ports = {port.name: port for port in (*operation.outputs, *operation.gradients())}
         # By size of chunk and whether they are the coarse ones: how many runs, and sums of squares.
         self.made: dict[tuple[int | None, bool], tuple[int, list[list[Tensor]]]] = {}
@@ -199,7 +199,7 @@ class _Disturbed:
     def allowed(self, size: int | None, runs: int) -> dict[str, Tensor]:
         """What is allowed by the first so many runs in chunks of a size."""
         squares, rows, plain = self.squares(size, runs), [], self.plain
-        if self.many:
+        if self.amplifies:
             coarse = self.squares(size, max(1, runs // COARSE), coarse=True)
             squares = list(torch._foreach_maximum(squares, torch._foreach_mul(coarse, 0.25)))
         for (name, value), own in zip(self.exact.items(), squares, strict=True):

@@ -223,7 +223,7 @@ class _Builder:
     """The tensors of a case, by their recipes.
 
     On a GPU an operation costs its launch, whatever its size, and a copy from the host a wait: so all integers are drawn together,
-    and constants are Python numbers. No table stays there for the next case, since a wrong kernel might write into it.
+    and constants are Python numbers. No table of inputs stays there for the next case, since a wrong kernel might write into it.
     """
 
     def __init__(self, case: Case, device: str | None) -> None:

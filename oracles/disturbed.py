@@ -58,7 +58,8 @@ def recurrent(
     computed with errors of other sign.
 
     A backward that sums its states again from stored corrected values (`summed_again`) never corrects what these err by: its
-    states S + D drift from those of forward, where D decays like S and takes up each value's error with its key.
+    states S + D drift from those of forward, where D decays like S and takes up each value's error with its key. In calls so
+    large that they have several segments, D begins anew in each.
     """
     form = _Recurrent(scale, dataclasses.replace(arithmetic, axis=1))
     return _rule(form, (q, k, v, g, beta), state, lengths, [_short(length, STEPS) for length in lengths])
@@ -285,13 +286,18 @@ def _scores_back(
     bits, keys = arithmetic.kept(chunk), k.unsqueeze(-3)
     if decay is not None:
         ds = cotangents * decay.unsqueeze(-3)
+        off = (cotangents * products).tril_(-1)
+        if arithmetic.step:  # stored once decayed, as it may be, a subnormal step is not decayed with it
+            stored = arithmetic.stacked(ds, _named("decayed"))
+            plain = (pair.flatten(-3, -2) @ k.mT).unflatten(-2, (2, -1))
+            off.add_(((stored - ds) * plain).tril_(-1))
+            ds = stored
         of_x = of_k = ds
         if arithmetic.rounds:
             both = torch.cat([ds, ds], -3)
             of_x, of_k = arithmetic.stacked(both, _named("dx") + _named("dk"), bits).split(2, -3)
         dx = (of_x.flatten(-3, -2) @ k).unflatten(-2, (2, -1))
         dk = of_k.mT @ pair
-        off = (cotangents * products).tril_(-1)
         dtotal = (off.sum(-1) - off.sum(-2)).unsqueeze(-1)
     else:
         dp, total = arithmetic.stacked(cotangents, _named("dP")), total.unsqueeze(-3)
@@ -500,8 +506,8 @@ class _Recurrent:
     arithmetic: Arithmetic
 
     def most(self, size: int, k: Tensor, v: Tensor) -> int:
-        """As many chunks as there is room for; all, where states that are summed again drift from the first chunk to the last."""
-        return len(k) + 1 if self.arithmetic.summed_again < EXACT else _most(size, k, v)
+        """As many chunks as there is room for."""
+        return _most(size, k, v)
 
     def dtype(self, x: Tensor) -> torch.dtype:
         """That of x."""

@@ -46,7 +46,7 @@ class Arithmetic:
     """The precisions an algorithm of one class works in; tensors given to its methods have the runs on one `axis`, by default 0.
 
     That axis has the runs from `first` on: run 0, which is exact, and others, or only runs that round; `last` is the last run of
-    all, where these are not all. A run's numbers do not depend on which others are evaluated with it.
+    all, where these are not all. A run's numbers do not depend on which others that round are evaluated with it.
 
     In significand bits: `stored` for intermediates that are stored and operands that are computed, `product` for what float32
     products and sums of them keep (53: operands are coarser, so that the sums' own errors drown), `output` for the inputs' dtype.
@@ -164,7 +164,7 @@ class Arithmetic:
 
     def gradient(self, x: Tensor, place: str, bits: int) -> Tensor:
         """x unchanged; its gradient is an output of `bits` bits."""
-        return self._round(x, place, EXACT, bits, self.step if bits == BITS["fp16"] else 0.0)
+        return self._round(x, place, EXACT, bits, self.step if bits <= BITS["fp16"] else 0.0)
 
     def _round(self, x: Tensor, place: str, forward: int, backward: int, step: float) -> Tensor:
         if not self.rounds or min(forward, backward) >= _MANTISSA[x.dtype]:
@@ -340,6 +340,11 @@ def _most_kept(device: torch.device) -> int:
     return int(_KEPT_SHARE * torch.cuda.get_device_properties(device).total_memory)
 
 
+def _held(grid: Grid) -> int:
+    """The bytes that a grid keeps, of which it may be a part."""
+    return 2 * grid[0].untyped_storage().nbytes()
+
+
 def _kept(make: Callable[..., Grid]) -> Callable[..., Grid]:
     """`make`, whose results are kept for the same arguments while they fit; the first made are the first forgotten."""
     made: dict[Any, Grid] = {}
@@ -351,11 +356,11 @@ def _kept(make: Callable[..., Grid]) -> Callable[..., Grid]:
         if (found := made.get(given)) is not None:
             return found
         found = make(*given)
-        size, most = 2 * found[0].nbytes, _most_kept(found[0].device)
+        size, most = _held(found), _most_kept(found[0].device)
         if 8 * size <= most:
             made[given], held = found, held + size
             while held > most:
-                held -= 2 * made.pop(next(iter(made)))[0].nbytes
+                held -= _held(made.pop(next(iter(made))))
         return found
 
     def clear() -> None:

@@ -18,10 +18,10 @@ class Segment(NamedTuple):
     """Chunks of `size` tokens computed at once, those of a step side by side, and the states around them.
 
     `tokens` are the chunks' tokens in order (a range where they follow each other). Where chunks are padded, `places` are the rows
-    of the chunks that have tokens, `rows` each row's token, any for padding, and `real` [chunk, token] 1 for tokens and 0 for
-    padding; else they are None. `steps` are the chunks of each step: the first and how many, which are those of the first
-    sequences of the block. A row of states is for each sequence that before the first step, then for each chunk that after it;
-    `before` are the rows of the states before each chunk, `last` those after each sequence's last chunk in the segment.
+    of the chunks that have tokens, `rows` each row's token, for padding one of the chunk's own, and `real` [chunk, token] 1 for
+    tokens and 0 for padding; else they are None. `steps` are the chunks of each step: the first and how many, which are those of
+    the first sequences of the block. A row of states is for each sequence that before the first step, then for each chunk that
+    after it; `before` are the rows of the states before each chunk, `last` those after each sequence's last chunk in the segment.
     """
 
     size: int
@@ -221,7 +221,7 @@ def _block(members: list[int], lengths: tuple[int, ...], starts: list[int], size
 def _segment(size: int, index: Tensor, inside: Tensor, steps: tuple[tuple[int, int], ...], device: torch.device) -> Segment:
     tokens, places, rows, real = index[inside], None, None, None
     if not inside.all():
-        padded = inside.flatten().nonzero().squeeze(-1), torch.where(inside, index, tokens[0]).flatten(), inside.double()
+        padded = inside.flatten().nonzero().squeeze(-1), torch.where(inside, index, index[:, :1]).flatten(), inside.double()
         places, rows, real = (x.to(device) for x in padded)
     follow = int(tokens[-1] - tokens[0]) == len(tokens) - 1 and bool((tokens.diff() == 1).all())
     kept = range(int(tokens[0]), int(tokens[-1]) + 1) if follow else tokens.to(device)

@@ -516,7 +516,9 @@ def _linear(bench: Bench, example: Example) -> Iterator[Pair]:
         twice = bench.run(inputs, {name: factor * x for name, x in cotangents.items()})
         for name, got in twice.items():
             if name.startswith("d"):
-                yield f"{name} with cotangents times {factor}", _normal(got), _normal(factor * once[name])
+                due = factor * once[name]
+                pair = (_normal(got), _normal(due)) if factor else (got, due)
+                yield f"{name} with cotangents times {factor}", *pair
 
 
 UNDERFLOW = 2.0**-100  # of which the subnormal step of float32 is 2^-49

@@ -5,6 +5,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -390,7 +391,11 @@ def test_a_finer_bound_is_the_same_from_one_evaluation_and_from_several(
         limits = bounds(case.spec, case.inputs(), case.cotangents(), algorithm, chunk=16)
         finer = {name: limit.finer() for name, limit in limits.items() if limit.finer is not None}
         made[count] = {name: limit.finer().allowed for name, limit in finer.items() if limit.finer is not None}
-        assert seen == [1, 4, *([16, 4, 48, 12] if count == 64 else [8, 8, 4, *[8] * 6, 8, 4])]
+        coarse = algorithm == "chunkwise" and "fp32" not in more
+        if count == 64:
+            assert seen == [1, 4, *([16, 4, 48, 12] if coarse else [16, 48])]
+        else:
+            assert seen == [1, 4, *([8, 8, 4, *[8] * 6, 8, 4] if coarse else [8] * 8)]
         first = {name: limit.allowed for name, limit in limits.items()}
     assert made[64].keys() == made[8].keys() == first.keys()
     for name, allowed in made[64].items():
@@ -1043,8 +1048,53 @@ def test_a_packed_sequence_has_the_bounds_that_it_has_alone(
     placed = {"dg": 1.0, "dbeta": 1.0}
     assert {name: worst for name, worst in off().items() if worst > placed.get(name, 1e-3)} == {}
     if algorithm == "recurrent":
-        monkeypatch.setattr(segments.Segment, "inside", lambda segment, axes: None)
-        assert off()["final_state"] > 1, "padding that drifts is seen"
+        make, forward = functools.partial(bounds, case.spec, inputs, cotangents, algorithm), disturbed._Recurrent.forward
+        limit = make()["final_state"].allowed
+
+        def forgets(*given: Any) -> Any:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(segments.Segment, "inside", lambda segment, axes: None)
+                return forward(*given)
+
+        monkeypatch.setattr(disturbed._Recurrent, "forward", forgets)
+        assert (make()["final_state"].allowed / limit)[0].median() > 1.3, "padding that drifts is seen in the shortest"
+
+
+def test_what_is_stored_once_decayed_errs_by_a_whole_subnormal_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of A, in fp16 as small as 1e-6, decayed and then stored: dA_log of a right kernel was 26 sigma off."""
+    case = Case.parse("lengths=15+15 value_heads=4 key_dim=12 value_dim=12 dtype=fp16 gate=10 in_kernel=gate dt_bias=no seed=7")
+    inputs, gate = case.inputs(), -2.0
+    a_log = torch.full_like(inputs.A_log, math.log(-gate / math.log(2.0)))  # softplus(0) is log 2
+    inputs = inputs.replaced(v=inputs.v / 2048, a=torch.zeros_like(inputs.a), A_log=a_log)
+    cotangents = {"o": case.cotangents()["o"] / 8, "final_state": torch.zeros(2, 4, 12, 12)}
+    off = torch.zeros(4, dtype=torch.float64)  # of dA_log, what dg errs by times g
+    total = torch.full((4, 15, 1), gate, dtype=torch.float64).cumsum(1)
+    decay = (total - total.mT).tril().exp().tril()
+    for row in range(2):
+        q, k, v, do = (x[row].double().transpose(0, 1) for x in (inputs.q, inputs.k, inputs.v, cotangents["o"]))
+        plain = inputs.beta[row].double().mT.unsqueeze(-1) * (k @ k.mT)
+        corrections = (plain * decay).tril(-1).requires_grad_()
+        right_side = inputs.beta[row].double().mT.unsqueeze(-1) * v
+        unit = torch.eye(15, dtype=torch.float64)
+        written = torch.linalg.solve_triangular(unit + corrections, right_side, upper=False, unitriangular=True)
+        o = 12**-0.5 * ((q @ k.mT) * decay) @ written
+        (gradient,) = torch.autograd.grad(o, corrections, do)
+        decayed = gradient.tril(-1) * decay
+        errors = (decayed.half().double() - decayed) * plain
+        off += gate * (errors.sum(-1) - errors.sum(-2)).flip(-1).cumsum(-1).sum(-1)
+
+    def worst() -> float:
+        limit = bounds(case.spec, inputs, cotangents, "chunkwise", "ieee", 64, 64)["dA_log"]
+        return float((off / limit.allowed).abs().max())
+
+    assert worst() < 0.5
+    right_one = Arithmetic.stacked
+
+    def left_out(rule: Arithmetic, x: Tensor, places: tuple[str, ...], *more: Any, **named: Any) -> Tensor:
+        return x if places[0].endswith("decayed") else right_one(rule, x, places, *more, **named)
+
+    monkeypatch.setattr(Arithmetic, "stacked", left_out)
+    assert worst() > 1
 
 
 def test_exponentials_of_a_gpu_add_up_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ Sequences of a rule know nothing of each other, and rows are pooled within their
 it has alone, and its allowance differs only by the grids on which the disturbed runs round. What tokens of all sequences share,
 A_log and dt_bias of a gate in the kernel, has a row a case, whose gradient is a sum over the case's own tokens (oracles/gates.py).
 A case without a state, or dt_bias, has zeros there, and one without backward has a backward: nobody looks at those gradients.
-What is over its bound is asked alone again (verify/check.py), so a printed line comes to the same wherever it stood.
+What is over its bound is asked alone again (verify/check.py), so a line that is printed as broken breaks wherever it stands.
 """
 
 import dataclasses

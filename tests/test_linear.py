@@ -1,0 +1,82 @@
+"""Law `linear` of the rules: a factor of -2 is exact but for subnormal numbers, and zero cotangents give exact zeros."""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from oracles.case import Case
+from oracles.operation import Inputs
+from properties.laws import LAWS
+from properties.modules import MODULE_LAWS
+from properties.strategies import Example
+from tests import right
+from verify.bench import AdapterBench
+from verify.judge import judge, where
+
+
+class Touched(right.Recurrent):
+    """A right implementation, but for what `amount` does to one output, which may round."""
+
+    amount = 0.0
+    factor = 0.0
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        o, state = super().run(x)
+        first = torch.zeros_like(o, dtype=torch.float64)
+        first.flatten()[0] = 1.0
+        step = float(x.v.flatten()[0] > 0)  # an error that does not go with v's sign and size
+        return (o.double() * (1.0 - first) + first * (self.factor * o.double() + self.amount * step)).to(o.dtype), state
+
+
+def broken(variant: str, amount: float, factor: float = 0.0) -> set[str]:
+    case = Case.parse("lengths=6 key_dim=4 value_dim=4 gate=10 seed=3")
+    adapter = Touched()
+    adapter.amount, adapter.factor = amount, factor
+    law = LAWS["linear"]
+    pairs = law.check(AdapterBench(adapter, None, case), Example(case, None, variant))
+    return {finding.output.split()[0] for finding in judge(pairs, functools.partial(where, case)).findings}
+
+
+def test_a_factor_of_two_is_exact_of_a_right_implementation() -> None:
+    assert broken("values", 0.0, 1.0) == set()
+    assert broken("cotangents", 0.0, 1.0) == set()
+
+
+@pytest.mark.parametrize(("amount", "found"), [(1e-40, set()), (2.0**-110, set()), (2.0**-90, {"o"}), (1e-3, {"o"})])
+def test_what_subnormal_numbers_may_have_gone_into_is_left_out(amount: float, found: set[str]) -> None:
+    assert broken("values", amount) == found
+
+
+class Leaks(right.Recurrent):
+    """dq has an offset, which no cotangent explains."""
+
+    offset = 1e-38
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        q = x.q.clone()
+        q.register_hook(lambda gradient: gradient + self.offset)
+        return super().run(x.replaced(q=q))
+
+
+def test_zero_cotangents_give_zeros_however_small_what_else_they_give() -> None:
+    case = Case.parse("lengths=6 key_dim=4 value_dim=4 gate=10 seed=3")
+
+    def findings(adapter: right.Recurrent) -> list[str]:
+        pairs = LAWS["linear"].check(AdapterBench(adapter, None, case), Example(case, None, "zero_cotangents"))
+        return [finding.output.split()[0] for finding in judge(pairs, functools.partial(where, case)).findings]
+
+    assert findings(right.Recurrent()) == []
+    assert findings(Leaks()) == ["dq"]
+
+
+def test_a_convolution_that_returns_no_state_is_not_asked_to_go_on_from_it() -> None:
+    """A palette gives cases the words of others: the law's own draw returns states."""
+    law = MODULE_LAWS["recurrent"]
+    from oracles.module_case import ModuleCase
+
+    line = "lengths=5 op=causal_conv1d width=4 conv_width=3 state=random backward=no"
+    law.accept(Example(ModuleCase.parse(line), 2))
+    with pytest.raises(ValueError, match="final_state=yes"):
+        law.accept(Example(ModuleCase.parse(f"{line} final_state=no"), 2))
