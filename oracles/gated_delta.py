@@ -106,29 +106,14 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
                 repeated = Normalised.apply(repeated, arithmetic, f"{name} normalised")
             keys[name] = arithmetic.gradient(repeated, f"d{name} a value head", arithmetic.output)
         channels = x.get("g") is not None and x.g.ndim == 5
-        o, final = _by_class(keys["q"], keys["k"], v, g, beta, state, scale, arithmetic, lengths, channels=channels)
+        tokens = keys["q"], keys["k"], v, g, beta.unsqueeze(-1)
+        if arithmetic.algorithm == "recurrent":
+            o, final = disturbed.recurrent(*tokens, state, scale, arithmetic, lengths)
+        else:
+            chunk = arithmetic.chunk or CHUNK
+            o, final = disturbed.chunkwise(*tokens, state, scale, arithmetic, lengths, chunk, channels=channels)
     o = arithmetic.result(o, "o").unflatten(1, x.v.shape[1:3])
     return {"o": o, "final_state": arithmetic.single(final, "final state")}
-
-
-def _by_class(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    scale: float,
-    arithmetic: Arithmetic,
-    lengths: list[int],
-    *,
-    channels: bool,
-) -> tuple[Tensor, Tensor]:
-    """The rule by the algorithm of the arithmetic's class: tokens [runs, T, HV, ...], state [runs, N, HV, K, V]."""
-    given = q, k, v, g, beta.unsqueeze(-1), state, scale, arithmetic, lengths
-    if arithmetic.algorithm == "recurrent":
-        return disturbed.recurrent(*given)
-    return disturbed.chunkwise(*given, arithmetic.chunk or CHUNK, channels=channels)
 
 
 def _operation(name: str, gate: tuple[Port, ...], beta: Port, forward: Forward, *rules: Rule) -> Operation:

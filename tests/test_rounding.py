@@ -1067,7 +1067,7 @@ def test_what_is_stored_once_decayed_errs_by_a_whole_subnormal_step(monkeypatch:
     a_log = torch.full_like(inputs.A_log, math.log(-gate / math.log(2.0)))  # softplus(0) is log 2
     inputs = inputs.replaced(v=inputs.v / 2048, a=torch.zeros_like(inputs.a), A_log=a_log)
     cotangents = {"o": case.cotangents()["o"] / 8, "final_state": torch.zeros(2, 4, 12, 12)}
-    off = torch.zeros(4, dtype=torch.float64)  # of dA_log, what dg errs by times g
+    off, wrong = torch.zeros(2, 4, dtype=torch.float64)  # of dA_log, what dg errs by times g, right and where it forgets to decay
     total = torch.full((4, 15, 1), gate, dtype=torch.float64).cumsum(1)
     decay = (total - total.mT).tril().exp().tril()
     for row in range(2):
@@ -1080,14 +1080,16 @@ def test_what_is_stored_once_decayed_errs_by_a_whole_subnormal_step(monkeypatch:
         o = 12**-0.5 * ((q @ k.mT) * decay) @ written
         (gradient,) = torch.autograd.grad(o, corrections, do)
         decayed = gradient.tril(-1) * decay
-        errors = (decayed.half().double() - decayed) * plain
-        off += gate * (errors.sum(-1) - errors.sum(-2)).flip(-1).cumsum(-1).sum(-1)
+        for sums, stored in ((off, decayed.half().double()), (wrong, gradient.tril(-1))):
+            errors = (stored - decayed) * plain
+            sums += gate * (errors.sum(-1) - errors.sum(-2)).flip(-1).cumsum(-1).sum(-1)
 
-    def worst() -> float:
+    def worst(errors: Tensor = off) -> float:
         limit = bounds(case.spec, inputs, cotangents, "chunkwise", "ieee", 64, 64)["dA_log"]
-        return float((off / limit.allowed).abs().max())
+        return float((errors / limit.allowed).abs().max())
 
     assert worst() < 0.5
+    assert worst(wrong) > 3
     right_one = Arithmetic.stacked
 
     def left_out(rule: Arithmetic, x: Tensor, places: tuple[str, ...], *more: Any, **named: Any) -> Tensor:
@@ -1105,13 +1107,15 @@ def test_exponentials_of_a_gpu_add_up_over_chunks(monkeypatch: pytest.MonkeyPatc
     for row in inputs.g.double().reshape(-1, 16).sum(1):
         state = state * row.exp() * (1.0 + 2.0**-22)
 
-    def over() -> bool:
+    def over(got: Tensor) -> bool:
         limit = bounds(case.spec, inputs, None, "chunkwise", "tf32", 16, 64)["final_state"]
-        return bool(((state - limit.value).norm(dim=-1) > limit.allowed).any())
+        return bool(((got - limit.value).norm(dim=-1) > limit.allowed).any())
 
-    assert not over()
+    forgets_a_token = state * (-inputs.g.double()[:, 0, :, None, None]).exp()
+    assert not over(state)
+    assert over(forgets_a_token)
     monkeypatch.setattr(disturbed, "FUNCTION_BITS", EXACT)
-    assert over()
+    assert over(state)
 
 
 def test_states_that_a_backward_sums_again_drift() -> None:

@@ -299,36 +299,40 @@ def test_what_nobody_asks_for_is_not_made() -> None:
         assert make.func.__self__.made == {}  # type: ignore[attr-defined]
 
 
-def seen(adapter: str, broken: bool, **fixed: Any) -> None:  # noqa: FBT001 - a fact of the adapter
-    """Each case comes to what it comes to alone; whether any is broken."""
+def verdicts(adapter: str, **fixed: Any) -> tuple[list[Verdict], list[Verdict]]:
+    """What some cases come to, each alone, and with bounds that all of them share."""
     kind = {**SMALL, "value_dim": 8, "dtype": "fp32", "qk_norm": False, "gate": "64", "values": "ordinary", **fixed}
     examples: list[Example] = []
     in_kernel = (str(fixed.get("in_kernel", "none")),)
     seeded(cases(Domain(in_kernel=in_kernel), **kind).map(Example), 3, 12, examples.append)
     runs = [Run(LAW, adapter, example) for example in examples]
+    assert len(runs) == 12
     assert all(calls_of(runs))
     apart = [execute(run).verdict for run in runs]
-    assert [execute(run, make).verdict for run, make in zip(runs, together(runs), strict=True)] == apart
-    assert (Verdict.BROKEN in apart) == broken
+    return apart, [execute(run, make).verdict for run, make in zip(runs, together(runs), strict=True)]
 
 
 @pytest.mark.parametrize(("adapter", "broken"), [(RIGHT, False), ("zoo/DecayOneTokenEarly", True)])
 def test_a_wrong_implementation_is_seen_whoever_shares_its_call(adapter: str, broken: bool) -> None:  # noqa: FBT001
     """And a right one is not blamed: of the cases only those over their bound are broken, which are asked alone again."""
-    seen(adapter, broken, state="random")
+    apart, shared = verdicts(adapter, state="random")
+    assert shared == apart
+    assert (Verdict.BROKEN in apart) == broken
 
 
 @pytest.mark.parametrize(("adapter", "broken"), [("verify/zoo/gates.py:Stepwise", False), ("zoo/ForgetsDtBias", True)])
 def test_so_is_one_with_its_gate_in_the_kernel(adapter: str, broken: bool) -> None:  # noqa: FBT001
-    seen(adapter, broken, in_kernel="gate", dt_bias=True)
+    apart, shared = verdicts(adapter, in_kernel="gate", dt_bias=True)
+    assert shared == apart
+    assert (Verdict.BROKEN in apart) == broken
 
 
 def test_a_bound_of_another_case_would_be_noticed() -> None:
     """The planted fault: rows of a call handed out one case too far."""
     several = [Case(lengths=(20,), gate="10", seed=seed) for seed in range(3)]
     shifted = [make("chunkwise") for make in together(runs_of(*several)) if make is not None][1:]
-    verdicts = [execute(run, lambda _, made=made: made).verdict for run, made in zip(runs_of(*several), shifted, strict=False)]
-    assert verdicts == [Verdict.BROKEN] * 2
+    found = [execute(run, lambda _, made=made: made).verdict for run, made in zip(runs_of(*several), shifted, strict=False)]
+    assert found == [Verdict.BROKEN] * 2
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,7 @@ from verify.run import Run, adapter_of
 
 LAW = "oracle"  # the only law that asks for the bounds of a case as it stands
 MOST = 32  # cases in one call
-# Of one call, as `numbers` counts them. The largest cases of a palette have about so many: with more, launching is not what takes
-# long, and four runs keep at most 60 float64 numbers for each, 15 GiB.
+# Of one call, as `numbers` counts them: a worker held 14.6 GiB at most in 400 cases of a palette (docs/MEASUREMENTS.md, Steady).
 NUMBERS = 2**23
 CHUNK = 64  # tokens in a chunk of the oracle's: how wide its matrices are, however narrow the channels
 ALIKE = ("operation", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "scale", "qk_norm", "in_kernel")
@@ -181,7 +180,7 @@ def _side_by_side(port: Port, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _options(run: Run, algorithm: str) -> dict[str, Any]:
-    """What bounds depend on besides where an implementation is asked about by its own class: the tokens in its chunks, ..."""
+    """What an implementation says of itself that bounds for its own class depend on; nothing for the other class."""
     adapter = adapter_of(run.adapter)
     assert isinstance(adapter, Adapter), run
     return {"chunk": adapter.chunk, "stores": adapter.stores} if algorithm == adapter.algorithm else {}
