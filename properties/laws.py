@@ -43,6 +43,9 @@ class Bench(Protocol):
     domain: Domain
     algorithm: str
 
+    def call(self, case: Any) -> tuple[Inputs, Cotangents]:
+        """The inputs of a case and, where it has a backward, their cotangents."""
+
     def run(self, inputs: Inputs, cotangents: Cotangents, *, counterpart: bool = False, poison: float = float("nan")) -> Results:
         """Outputs, and with cotangents gradients; uninitialised memory holds `poison`. `counterpart`: its recurrent form."""
 
@@ -113,11 +116,6 @@ def either(draw: st.DrawFn, choices: list[st.SearchStrategy[Example]]) -> Exampl
     return draw(draw(st.randoms(use_true_random=True)).choice(choices))
 
 
-def call_of(case: Any) -> tuple[Inputs, Cotangents]:
-    """The inputs of a case and, where it has a backward, their cotangents."""
-    return case.inputs(), case.cotangents() if case.backward else None
-
-
 def axes_of(spec: Operation, name: str) -> list[str]:
     """The axes of an input, an output or a gradient, as letters."""
     ports = (*spec.inputs, *spec.outputs, *spec.gradients())
@@ -183,7 +181,7 @@ def with_others(case: Any) -> Any:
 
 def oracle(bench: Bench, example: Example) -> Iterator[Pair]:
     """One run, judged by its bounds."""
-    inputs, cotangents = call_of(example.case)
+    inputs, cotangents = bench.call(example.case)
     yield from pairs_of(bench.run(inputs, cotangents), bench.bounds(inputs, cotangents))
 
 
@@ -191,7 +189,7 @@ def packed(bench: Bench, example: Example) -> Iterator[Pair]:
     """Blind where a state that leaked from each sequence into the next would stay inside the bound."""
     case, alone = example.case, example.at
     assert alone is not None
-    inputs, cotangents = call_of(case)
+    inputs, cotangents = bench.call(case)
     spec, bounds = case.spec, bench.bounds(inputs, cotangents)
     leaked = torch.zeros_like(bounds["final_state"].value)
     leaked[1:] = bounds["final_state"].value[:-1]
@@ -249,7 +247,7 @@ def cut(bench: Bench, example: Example) -> Iterator[Pair]:
     """Forward the final state of the head is the initial one of the tail, backward the gradient comes back the same way."""
     case, at = example.case, example.at
     assert at is not None
-    inputs, cotangents = call_of(case)
+    inputs, cotangents = bench.call(case)
     spec, bounds = case.spec, bench.bounds(inputs, cotangents)
     y = token_output(spec)
     (before, after), (head, tail), directions = _pieces(spec, inputs, cotangents, at)
@@ -280,7 +278,7 @@ def recurrent(bench: Bench, example: Example) -> Iterator[Pair]:
     """The tokens after the prompt come one at a time, by the implementation's recurrent counterpart where it has one."""
     case, at = example.case, example.at
     assert at is not None
-    inputs, _ = call_of(case)
+    inputs, _ = bench.call(case)
     bounds = _with(bench, inputs, None, "recurrent")
     spec, y = case.spec, token_output(case.spec)
     tail = _tokens(spec, inputs, slice(at, None))
@@ -299,7 +297,7 @@ def recurrent(bench: Bench, example: Example) -> Iterator[Pair]:
 
 def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
     case = example.case
-    inputs, cotangents = call_of(case)
+    inputs, cotangents = bench.call(case)
     width, lengths = case.key_dim, case.lengths
     neutral = {
         "scale": lambda: inputs.replaced(scale=width**-0.5),
@@ -324,7 +322,7 @@ def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
 def _norm(bench: Bench, example: Example) -> Iterator[Pair]:
     """The explicit norm stores its result in the inputs' dtype, as the chunkwise class does, before the implementation rounds."""
     case = example.case
-    inputs, cotangents = call_of(case)
+    inputs, cotangents = bench.call(case)
     yield from pairs_of(bench.run(inputs, cotangents), bench.bounds(inputs, cotangents))
     bounds = _with(bench, inputs, cotangents, "chunkwise")
     for when, groups in (("before", 1), ("after", case.value_heads // case.heads)):
@@ -341,7 +339,7 @@ def _norm(bench: Bench, example: Example) -> Iterator[Pair]:
 def _gates(bench: Bench, example: Example) -> Iterator[Pair]:
     """Gate and beta are computed in float32 outside, as oracles/gates.py says, and given: so are their gradients taken back."""
     case = example.case
-    inputs, cotangents = call_of(case)
+    inputs, cotangents = bench.call(case)
     bounds = bench.bounds(inputs, cotangents)
     yield from pairs_of(bench.run(inputs, cotangents), bounds)
     names = [*(["a", "A_log", "dt_bias"] if case.gate_inside else []), *(["b"] if case.beta_inside else [])]
@@ -377,7 +375,7 @@ def _normalised(x: Tensor) -> Tensor:
 
 def _recall(bench: Bench, example: Example) -> Iterator[Pair]:
     """Keys are one-hot, beta = 1, g = 0 and v small integers: each write replaces a row of the state, nothing rounds."""
-    inputs, _ = call_of(example.case)
+    inputs, _ = bench.call(example.case)
     got = bench.run(inputs, None)
     for name, want in bench.truth(inputs, None).items():
         yield name, got[name], want
@@ -387,7 +385,7 @@ def future(bench: Bench, example: Example) -> Iterator[Pair]:
     """All that comes from token `at` on changes, of all sequences, parameters aside."""
     case, at = example.case, example.at
     assert at is not None
-    inputs, cotangents = call_of(case)
+    inputs, cotangents = bench.call(case)
     spec, names = case.spec, present(case.spec, inputs, "B", "T")
     place = torch.cat([torch.arange(length) for length in case.lengths]).reshape(inputs[names[0]].shape[:2])
     later = _later(case).inputs()
@@ -412,7 +410,7 @@ def samples(bench: Bench, example: Example) -> Iterator[Pair]:
     """What the changed sequence shares with the others are parameters, whose gradients are not compared."""
     case, at = example.case, example.at
     assert at is not None
-    inputs, cotangents = call_of(case)
+    inputs, cotangents = bench.call(case)
     spec, names = case.spec, present(case.spec, inputs, "B", "T")
     shape = inputs[names[0]].shape[:2]
     sample = torch.cat([torch.full((length,), row) for row, length in enumerate(case.lengths)]).reshape(shape)
@@ -431,7 +429,7 @@ def _heads(bench: Bench, example: Example) -> Iterator[Pair]:
     """With one key head only the value head's own inputs change; with several, its key head's whole group does."""
     case, at = example.case, example.at
     assert at is not None
-    inputs, cotangents = call_of(case)
+    inputs, cotangents = bench.call(case)
     group = case.value_heads // case.heads
     other = with_others(case).inputs()
     values = torch.arange(case.value_heads)
@@ -459,7 +457,7 @@ def _heads(bench: Bench, example: Example) -> Iterator[Pair]:
 
 def _permuted(bench: Bench, example: Example) -> Iterator[Pair]:
     case = example.case
-    inputs, cotangents = call_of(case)
+    inputs, cotangents = bench.call(case)
     group = case.value_heads // case.heads
     keys = torch.arange(case.heads).roll(1)
     values = torch.arange(case.value_heads).reshape(case.heads, group).roll(1, 0).flatten()
@@ -491,7 +489,7 @@ def _permuted(bench: Bench, example: Example) -> Iterator[Pair]:
 
 def _linear(bench: Bench, example: Example) -> Iterator[Pair]:
     """A factor of -2 rounds nothing, so it passes through every product and sum; sums round, so `sum` has a bound."""
-    inputs, cotangents = call_of(example.case)
+    inputs, cotangents = bench.call(example.case)
     if example.variant == "sum":
         odd = torch.arange(inputs.v.shape[1]).reshape(1, -1, 1, 1) % 2 == 1
         parts = [
@@ -531,7 +529,7 @@ def _normal(x: Tensor) -> Tensor:
 
 def memory(bench: Bench, example: Example) -> Iterator[Pair]:
     """Judged twice by its bounds where runs differ by right."""
-    inputs, cotangents = call_of(example.case)
+    inputs, cotangents = bench.call(example.case)
     once, twice = (bench.run(inputs, cotangents, poison=poison) for poison in (float("nan"), -3.0e4))
     if bench.domain.deterministic:
         for name, got in twice.items():
@@ -548,7 +546,7 @@ def again(bench: Bench, example: Example) -> Iterator[Pair]:
     Memory holds the same poison in each, so a difference is the implementation's own. Each is judged by its bounds where runs
     differ by right.
     """
-    inputs, cotangents = call_of(example.case)
+    inputs, cotangents = bench.call(example.case)
     runs = [bench.run(inputs, cotangents) for _ in range(CALLS)]
     if bench.domain.deterministic:
         for number, results in enumerate(runs[1:], 2):
@@ -568,7 +566,7 @@ def batch(bench: Bench, example: Example) -> Iterator[Pair]:
     """
     case, at = example.case, example.at
     assert at is not None
-    inputs, cotangents = call_of(case)
+    inputs, cotangents = bench.call(case)
     few = [*range(len(case.lengths))]
     batches, alone = [few, few * -(-CROWD // len(few))], _sequences_of(case, inputs, cotangents, [at])
     want: Results | dict[str, Bound]
@@ -612,7 +610,7 @@ def _sequences_of(case: Any, inputs: Inputs, cotangents: Cotangents, rows: list[
 
 def strides(bench: Bench, example: Example) -> Iterator[Pair]:
     """Not to the bit: copying strided inputs first and computing on them as they lie are both right."""
-    inputs, cotangents = call_of(example.case)
+    inputs, cotangents = bench.call(example.case)
     views = {name: view(inputs[name], example.variant or "") for name in present(example.case.spec, inputs)}
     turned = None if cotangents is None else {name: view(x, example.variant or "") for name, x in cotangents.items()}
     inputs = inputs.replaced(**views)
@@ -649,7 +647,7 @@ def banded(x: Tensor, width: int) -> Tensor:
 
 def pure(bench: Bench, example: Example) -> Iterator[Pair]:
     """Checked bit for bit, the memory around the inputs included, which is NaN and must stay so."""
-    inputs, cotangents = call_of(example.case)
+    inputs, cotangents = bench.call(example.case)
     views = {name: view(inputs[name], "offset") for name in present(example.case.spec, inputs)}
     turned = None if cotangents is None else {name: view(x, "offset") for name, x in cotangents.items()}
     memory = {f"input {name}": x for name, x in views.items()}

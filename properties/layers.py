@@ -16,7 +16,7 @@ from oracles.operation import Inputs
 from oracles.parallel_case import GATES
 from properties import laws
 from properties.domain import VIEWS
-from properties.laws import Bench, Blind, Law, Pair, call_of, examples_of, view, visible, with_others
+from properties.laws import Bench, Blind, Law, Pair, examples_of, view, visible, with_others
 from properties.strategies import HEADS, Example, lengths
 
 GOING_ON = ("steps", "piece")
@@ -165,7 +165,7 @@ def _future(bench: Bench, example: Example) -> Iterator[Pair]:
     """The convolution, the rule and the norm of a token see none that comes later; nor do states before it, which are kept."""
     case, at = example.case, example.at
     assert at is not None
-    inputs, cotangents = call_of(case)
+    inputs, cotangents = bench.call(case)
     place = torch.cat([torch.arange(length) for length in case.lengths]).reshape(inputs.hidden.shape[:2])
     later = torch.where((place >= at).unsqueeze(-1), with_others(case).inputs().hidden, inputs.hidden)
     once, twice = bench.run(inputs, cotangents), bench.run(inputs.replaced(hidden=later), cotangents)
@@ -178,7 +178,7 @@ def _left_padding(bench: Bench, example: Example) -> Iterator[Pair]:
     pads = case.pads()
     if not any(pads):
         raise Blind("no row has padding")
-    inputs, cotangents = call_of(case)
+    inputs, cotangents = bench.call(case)
     real = torch.arange(case.lengths[0]) >= torch.tensor(pads).unsqueeze(-1)
 
     def tokens(x: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ def _cache(bench: Bench, example: Example) -> Iterator[Pair]:
     """
     case, at = example.case, example.at
     assert at is not None
-    inputs, _ = call_of(case)
+    inputs, _ = bench.call(case)
     bounds = bench.bounds(inputs, None)
     if example.variant == "steps" and bench.algorithm != "recurrent":
         other = bench.bounds(inputs, None, "recurrent")
@@ -234,7 +234,7 @@ def _part(inputs: Inputs, start: int, stop: int | None, after: dict[str, Tensor]
 
 
 def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
-    inputs, cotangents = call_of(example.case)
+    inputs, cotangents = bench.call(example.case)
     inputs = inputs.replaced(hidden=view(inputs.hidden, example.variant or ""))
     turned = None if cotangents is None else {**cotangents, "y": view(cotangents["y"], example.variant or "")}
     bounds: dict[str, Bound] = bench.bounds(inputs, turned)

@@ -17,7 +17,7 @@ from oracles.bound import Bound
 from oracles.module_case import ACTIVATIONS, EPS, MODULES, VALUES, ModuleCase, words_of
 from properties import laws
 from properties.domain import VIEWS
-from properties.laws import Bench, Law, Pair, axes_of, call_of, examples_of, pairs_of, present, spread, with_others
+from properties.laws import Bench, Law, Pair, axes_of, examples_of, pairs_of, present, spread, with_others
 from properties.strategies import Example, lengths
 
 CONV, GATES, NORMS = ("causal_conv1d",), ("gdn_gate", "kda_gate"), ("l2norm", "gated_rms_norm")
@@ -219,7 +219,7 @@ def _widths(domain: ModuleDomain, rows: int) -> tuple[int, ...]:
 
 def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
     case, what = example.case, example.variant or ""
-    inputs, cotangents = call_of(case)
+    inputs, cotangents = bench.call(case)
     if what == "final_state":
         assert cotangents is None or "final_state" in cotangents, case
         cotangents = cotangents and {**cotangents, "final_state": torch.zeros_like(cotangents["final_state"])}
@@ -246,7 +246,7 @@ def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
 
 def _linear(bench: Bench, example: Example) -> Iterator[Pair]:
     """A factor of -2 rounds nothing, so it passes through every product and sum."""
-    inputs, cotangents = call_of(example.case)
+    inputs, cotangents = bench.call(example.case)
     if example.variant in ("cotangents", "zero_cotangents"):
         assert cotangents is not None
         factor = 0 if example.variant == "zero_cotangents" else -2
@@ -268,7 +268,7 @@ def _linear(bench: Bench, example: Example) -> Iterator[Pair]:
 def _scaled(bench: Bench, example: Example) -> Iterator[Pair]:
     """sum((2 x)^2) + 4 eps is four times what it was, its root twice: powers of two round nothing."""
     case = example.case
-    inputs, cotangents = call_of(case)
+    inputs, cotangents = bench.call(case)
     once = bench.run(inputs, cotangents)
     eps = EPS[case.eps] or norm.EPS
     for name, got in bench.run(inputs.replaced(x=2 * inputs.x, eps=4 * eps), cotangents).items():
@@ -278,7 +278,7 @@ def _scaled(bench: Bench, example: Example) -> Iterator[Pair]:
 def _whole(bench: Bench, example: Example) -> Iterator[Pair]:
     """In half precision a sum over all tokens is rounded, and is left to other laws."""
     case = example.case
-    inputs, cotangents = call_of(case)
+    inputs, cotangents = bench.call(case)
     want = bench.truth(inputs, cotangents)
     for name, got in bench.run(inputs, cotangents).items():
         if case.dtype == "fp32" or name not in ("dweight", "dbias"):
@@ -286,14 +286,14 @@ def _whole(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _copied(bench: Bench, example: Example) -> Iterator[Pair]:
-    inputs, _ = call_of(example.case)
+    inputs, _ = bench.call(example.case)
     want = bench.truth(inputs, None)["final_state"]
     yield "final_state", bench.run(inputs, None)["final_state"].double(), want
 
 
 def _tokens(bench: Bench, example: Example) -> Iterator[Pair]:
     case = example.case
-    inputs, cotangents = call_of(case)
+    inputs, cotangents = bench.call(case)
     spec, others = case.spec, with_others(case).inputs()
     assert example.at is not None
     here = torch.arange(case.tokens).eq(example.at).reshape(case.batch)
@@ -313,7 +313,7 @@ def _apart(letters: tuple[str, ...]) -> Callable[[Bench, Example], Iterator[Pair
     def check(bench: Bench, example: Example) -> Iterator[Pair]:
         case, at = example.case, example.at
         assert at is not None
-        inputs, cotangents = call_of(case)
+        inputs, cotangents = bench.call(case)
         spec, others = case.spec, with_others(case).inputs()
 
         def own(name: str) -> int | None:
@@ -337,7 +337,7 @@ def _apart(letters: tuple[str, ...]) -> Callable[[Bench, Example], Iterator[Pair
 def _permuted(bench: Bench, example: Example) -> Iterator[Pair]:
     """Sums over tokens are taken in another order, so the gradients of parameters have their bound even where bits are promised."""
     case = example.case
-    inputs, cotangents = call_of(case)
+    inputs, cotangents = bench.call(case)
     letters = {"causal_conv1d": ("D", "N"), "kda_gate": ("HV", "K")}.get(case.operation, ("H", "HV"))
     if case.operation in CONV:
         rows = torch.arange(len(case.lengths)).roll(1)
@@ -368,7 +368,7 @@ def _permuted(bench: Bench, example: Example) -> Iterator[Pair]:
 
 def _repeated(bench: Bench, example: Example) -> Iterator[Pair]:
     """To the bit where results do not depend on the place: a vector unit treats the end of a row apart."""
-    inputs, cotangents = call_of(example.case)
+    inputs, cotangents = bench.call(example.case)
 
     def repeat(x: Tensor) -> Tensor:
         return x.repeat_interleave(2, dim=2)

@@ -216,6 +216,30 @@ def test_the_judge_looks_further_where_fewer_runs_are_not_sure(error: float, ask
     assert bool(judgement.findings) == broken
 
 
+@pytest.mark.parametrize(
+    ("error", "times", "asked", "broken"),
+    [
+        (0.4, 2.0, [], False),
+        (1.2, 2.0, [1.5, 0.9], True),  # over what all runs allow: no more are made
+        (1.2, 1.3, [1.5, 0.9, 1.1], True),  # by more than is excused: it is looked at whole
+        (1.08, 1.1, [1.5, 0.9, 1.1], False),
+        (2.0 * CLEAR, math.inf, [1.5, 0.9], True),
+        (math.nan, math.inf, [1.5, 0.9], True),
+    ],
+)
+def test_the_judge_looks_no_further_where_an_output_is_excused(
+    error: float, times: float, asked: list[float], *, broken: bool
+) -> None:
+    """What is over is found all the same, and of an output that is not excused everything is asked."""
+    limit, seen = chain((1.0, 0.5), (1.5, 0.7), (0.9, 1.0), (1.1, 1.0))
+    judgement = judge([("o, from head 3 on", torch.tensor([[error]]), limit)], lambda *_: "", {"o": times})
+    assert seen == asked
+    assert bool(judgement.findings) == broken
+    other, all_of = chain((1.0, 0.5), (1.5, 0.7), (0.9, 1.0), (1.1, 1.0))
+    assert bool(judge([("dq", torch.tensor([[1.2]]), other)], lambda *_: "", {"o": times}).findings)
+    assert all_of == [1.5, 0.9, 1.1]
+
+
 def test_sums_of_bounds_look_further_where_they_are_least_sure() -> None:
     for join in (Bound.beside, Bound.plus):
         (one, of_one), (other, of_other) = chain((1.0, 0.5), (2.0, 1.0), (3.0, 1.0)), chain((10.0, 1.0), (20.0, 1.0))

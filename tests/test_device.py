@@ -12,7 +12,7 @@ import torch
 
 from oracles.case import Case
 from properties.strategies import Example
-from verify import cli
+from verify import bench, cli
 from verify import device as devices
 from verify.bench import AdapterBench, AdapterFault
 from verify.run import Outcome, Run, adapter_of, execute
@@ -143,3 +143,29 @@ def test_a_gpu_is_crowded_where_less_than_half_of_it_is_free(monkeypatch: pytest
     for free, crowded in ((49, True), (51, False)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 100))
         assert devices.crowded("cuda") is crowded
+
+
+def test_memory_is_given_back_where_others_may_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(1))
+    for reserved, free, back in ((devices.KEPT + 1, 49, 1), (devices.KEPT + 1, 51, 0), (devices.KEPT, 49, 0)):
+        given.clear()
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda reserved=reserved: reserved)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 100))
+        devices.tidy()
+        assert len(given) == back
+
+
+def test_inputs_that_a_call_changed_are_named() -> None:
+    """A bit, a shape, a number that became none; and nothing that was no number before."""
+    before = {name: torch.arange(6.0) for name in ("kept", "bit", "shape", "lost", "none")}
+    before |= {"whole": torch.arange(6), "flag": torch.zeros(2, dtype=torch.bool)}
+    before["none"][2] = torch.nan
+    now = {name: x.clone() for name, x in before.items()}
+    assert bench._changed({name: (now[name], before[name]) for name in before}) == []
+    now["bit"][5] += 1e-6
+    now["lost"][0] = torch.nan
+    now["shape"].resize_(5)
+    now["flag"][1] = True
+    assert bench._changed({name: (now[name], before[name]) for name in before}) == ["bit", "shape", "lost", "flag"]

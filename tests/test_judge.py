@@ -49,6 +49,37 @@ def test_row_inside_its_bound_is_no_finding_and_its_ratio_is_told() -> None:
     assert judgement.ratios["o"] == pytest.approx(0.6)
 
 
+def test_what_a_law_yields_is_judged_as_it_was_when_all_of_it_is_there() -> None:
+    """Shapes that differ, no rows, bits, rows: findings stand in the order of the pairs, and rows and ratios are of all."""
+    rows, same, none = torch.zeros(1, 5, 2, 3), torch.ones(4), torch.zeros(0, 3)
+    over = rows.clone()
+    over[0, 2, 0, 1] = 0.6
+    pairs = [
+        ("bits", same, same.clone()),
+        ("o", over, bound(rows)),
+        ("shape", same, torch.ones(5)),
+        ("nothing", none, bound(none)),
+        ("nobits", none, none),
+        ("differ", same, 2.0 * same),
+        ("within", rows, bound(rows)),
+    ]
+    judgement = judge(iter(pairs), PACKED)
+    assert [finding.output for finding in judgement.findings] == ["o", "shape", "differ"]
+    assert judgement.rows == 4 + 10 + 4 + 10
+    assert judgement.ratios == {"bits": 0.0, "o": pytest.approx(1.2), "differ": math.inf, "within": 0.0}
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_truth_or_a_bound_that_is_not_finite_is_our_failure(broken: float) -> None:
+    value, allowed = torch.zeros(2, 3), torch.ones(2)
+    value[1, 2] = broken
+    with pytest.raises(ArithmeticError, match="the truth of o"):
+        judge([("o", value.nan_to_num(), Bound(value.double(), allowed.double()))], PACKED)
+    allowed[0] = abs(broken)
+    with pytest.raises(ArithmeticError, match="the truth of o"):
+        judge([("o", torch.zeros(2, 3), Bound(torch.zeros(2, 3).double(), allowed.double()))], PACKED)
+
+
 def test_row_of_small_errors_over_its_bound_is_found_by_its_norm() -> None:
     want = torch.zeros(1, 5, 2, 4)
     got = want.clone()

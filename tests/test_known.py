@@ -1,5 +1,6 @@
 """Known defects: the file says what each explains, and an entry that explains too much or nothing is refused."""
 
+import dataclasses
 import pathlib
 
 import pytest
@@ -124,6 +125,16 @@ def test_a_defect_told_by_its_outputs_explains_no_other_and_no_more(
     assert not explains(("dg", float("nan")))
     assert not explains()
     assert not defect.explains(run)  # before it is run nobody knows
+    assert known.excused([defect], run) == {"dg": 4.0, "da": 4.0}
+    assert known.excused([defect], dataclasses.replace(run, adapter="fla/chunk_kda")) == {}
+
+
+def test_of_defects_that_share_an_output_the_greatest_excuses(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
+    (four,) = load(written(tmp_path, {"outputs": '["dg", "da"]', "times": "4"}))
+    (two,) = load(written(tmp_path, {"outputs": '["da", "dk"]', "times": "2"}))
+    (whatever,) = load(written(tmp_path, {}))  # one that is told by no output excuses none: what is found decides
+    assert known.excused([four, two, whatever], Run.parse(LINE)) == {"dg": 4.0, "da": 4.0, "dk": 2.0}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,10 @@ from properties.domain import Domain
 from properties.laws import LAWS
 from properties.palette import key_of
 from properties.strategies import Example, cases
+from verify import known
 from verify.adapter import Adapter
 from verify.check import BATCH, POOLED, TRUTHS, ask_all, most_at_once, of_one_key, seeded
-from verify.judge import Verdict
+from verify.judge import Finding, Verdict
 from verify.run import Outcome, Run, adapter_of, execute
 from verify.store import Store
 from verify.together import LAW, MOST, NUMBERS, Bounds, numbers, of_calls, together
@@ -38,7 +40,7 @@ def runs_of(*several: Case, law: str = LAW, adapter: str = RIGHT) -> list[Run]:
 
 def calls_of(runs: Sequence[Run]) -> list[Any]:
     """The call that each of the runs shares, or None."""
-    return [None if make is None else make.func.__self__ for make in together(runs)]  # type: ignore[attr-defined]
+    return [None if shared is None else shared.of for shared in together(runs)]
 
 
 def alike(**words: object) -> list[Case]:
@@ -76,9 +78,9 @@ def many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compared(several: Sequence[Case], algorithm: str = "chunkwise") -> Iterator[tuple[Case, str, Bound, Bound]]:
     """Each tensor's bound as the cases have it together, and as each has it alone."""
-    for case, make in zip(several, together(runs_of(*several)), strict=True):
-        assert make is not None, case
-        got, want = make(algorithm), own(case, algorithm)
+    for case, shared in zip(several, together(runs_of(*several)), strict=True):
+        assert shared is not None, case
+        got, want = shared.bounds(algorithm), own(case, algorithm)
         assert list(got) == list(want), case
         for name, one in want.items():
             assert (got[name].value.shape, got[name].allowed.shape) == (one.value.shape, one.allowed.shape), (case, name)
@@ -218,9 +220,9 @@ def test_rows_of_calls_must_fit_their_tokens() -> None:
 
 def test_a_finer_bound_is_the_cases_own() -> None:
     several = alike(dtype="bf16", in_kernel="gate")
-    for case, make in zip(several, together(runs_of(*several)), strict=True):
-        assert make is not None
-        for name, each in make("chunkwise").items():
+    for case, shared in zip(several, together(runs_of(*several)), strict=True):
+        assert shared is not None
+        for name, each in shared.bounds("chunkwise").items():
             assert each.finer is not None
             finer, want = each.finer(), own(case)[name].finer
             assert want is not None
@@ -282,11 +284,11 @@ def test_bounds_are_made_once_and_let_go_after_the_last_of_their_cases(monkeypat
     several += [Case((6,), dtype="fp16", seed=seed) for seed in range(2)]
     held: list[tuple[int, int]] = []
     calls: list[Any] = []
-    for make in together(runs_of(*several)):
-        if make is not None:
-            calls.append(make.func.__self__)  # type: ignore[attr-defined]
-            make("chunkwise")
-            assert make("chunkwise").keys() >= {"o", "final_state", "dq"}
+    for shared in together(runs_of(*several)):
+        if shared is not None:
+            calls.append(shared.of)
+            shared.bounds("chunkwise")
+            assert shared.bounds("chunkwise").keys() >= {"o", "final_state", "dq"}
         held.append((len(made), sum(bool(call.made) for call in dict.fromkeys(calls))))
     assert made == [3, 2]
     assert held == [(1, 1), (1, 1), (1, 1), (1, 1), (2, 1), (2, 1)]
@@ -294,9 +296,28 @@ def test_bounds_are_made_once_and_let_go_after_the_last_of_their_cases(monkeypat
 
 
 def test_what_nobody_asks_for_is_not_made() -> None:
-    for make in together(runs_of(*alike())):
-        assert make is not None
-        assert make.func.__self__.made == {}  # type: ignore[attr-defined]
+    for shared in together(runs_of(*alike())):
+        assert shared is not None
+        assert (shared.of.made, shared.of.waiting) == ({}, {})
+
+
+def test_each_case_is_handed_its_own_inputs_once() -> None:
+    """Those that it has alone, in memory of its own: what a kernel writes there is in no bound."""
+    several = alike()
+    calls = []
+    for case, shared in zip(several, together(runs_of(*several)), strict=True):
+        assert shared is not None
+        calls.append(shared.of)
+        (inputs, cotangents), own_cotangents = shared.call(), case.cotangents()
+        for name, x in case.inputs().items():
+            assert torch.equal(inputs[name], x) if isinstance(x, Tensor) else inputs[name] == x, name
+        assert (cotangents is None) == (not case.backward)
+        assert all(torch.equal(x, own_cotangents[name]) for name, x in (cotangents or {}).items())
+        inputs.v.fill_(torch.nan)
+        assert all(each.value.isfinite().all() for each in shared.bounds("chunkwise").values())
+        with pytest.raises(KeyError):
+            shared.call()
+    assert all("_given" not in vars(call) and not call.waiting for call in calls)
 
 
 def verdicts(adapter: str, **fixed: Any) -> tuple[list[Verdict], list[Verdict]]:
@@ -309,7 +330,7 @@ def verdicts(adapter: str, **fixed: Any) -> tuple[list[Verdict], list[Verdict]]:
     assert len(runs) == 12
     assert all(calls_of(runs))
     apart = [execute(run).verdict for run in runs]
-    return apart, [execute(run, make).verdict for run, make in zip(runs, together(runs), strict=True)]
+    return apart, [execute(run, shared).verdict for run, shared in zip(runs, together(runs), strict=True)]
 
 
 @pytest.mark.parametrize(("adapter", "broken"), [(RIGHT, False), ("zoo/DecayOneTokenEarly", True)])
@@ -330,8 +351,14 @@ def test_so_is_one_with_its_gate_in_the_kernel(adapter: str, broken: bool) -> No
 def test_a_bound_of_another_case_would_be_noticed() -> None:
     """The planted fault: rows of a call handed out one case too far."""
     several = [Case(lengths=(20,), gate="10", seed=seed) for seed in range(3)]
-    shifted = [make("chunkwise") for make in together(runs_of(*several)) if make is not None][1:]
-    found = [execute(run, lambda _, made=made: made).verdict for run, made in zip(runs_of(*several), shifted, strict=False)]
+    runs = runs_of(*several)
+    shifted = [shared.bounds("chunkwise") for shared in together(runs) if shared is not None][1:]
+    given = [shared.call() for shared in together(runs) if shared is not None]
+    ready = [
+        SimpleNamespace(call=lambda own=own: own, bounds=lambda _, made=made: made)
+        for own, made in zip(given, shifted, strict=False)
+    ]
+    found = [execute(run, each).verdict for run, each in zip(runs, ready, strict=False)]
     assert found == [Verdict.BROKEN] * 2
 
 
@@ -362,6 +389,42 @@ def test_of_a_question_without_an_answer_all_are_asked_alone(tmp_path: pathlib.P
     lines, worker = [str(run) for run in runs], Loses()
     assert [outcome.rows for outcome in ask_all(runs, worker, Store(tmp_path))] == list(range(2, POOLED + 2))  # type: ignore[arg-type]
     assert asked == [lines, *lines]
+
+
+def test_what_is_on_file_is_not_asked_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is more, or something else besides."""
+    monkeypatch.setattr(known, "installed", {"fla-core": "0.6.0"}.get)
+    entry = """[[defect]]
+run = "law=oracle adapter=fla/chunk lengths=5 dtype=bf16"
+versions = { fla-core = ["0.6.0"] }
+where = "dtype=bf16"
+outputs = ["dg"]
+times = 4
+reason = "for a test"
+"""
+    (tmp_path / "defects.toml").write_text(entry)
+    defects, asked = known.load(tmp_path / "defects.toml"), list[Any]()
+    came = {3: [("dg", 3.9)], 4: [("dg", 4.1)], 5: [("dg", 2.0), ("dk", 1.1)], 6: []}
+
+    def outcome(line: str) -> dict[str, Any]:
+        found = came[Run.parse(line).example.case.tokens]
+        findings = [Finding(name, "is off", error=error, allowed=1.0) for name, error in found]
+        return Outcome(Verdict.BROKEN if found else Verdict.HOLDS, findings).to_json()
+
+    class Answers:
+        def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+            asked.append(question)
+            return {"outcomes": [outcome(line) for line in question["runs"]]} if "runs" in question else outcome(question["run"])
+
+    cases_ = [Case((tokens,), dtype="bf16") for tokens in came]
+    runs, worker = runs_of(*cases_, Case((6,), dtype="fp32"), adapter="fla/chunk"), Answers()
+    got = [each.verdict for each in ask_all(runs, worker, Store(tmp_path), defects)]  # type: ignore[arg-type]
+    assert got == [Verdict.BROKEN] * 3 + [Verdict.HOLDS] * 2
+    assert asked[0]["excused"] == [{"dg": 4.0}] * 4 + [{}]
+    assert asked[1:] == [{"run": str(runs[1])}, {"run": str(runs[2])}]
+    asked.clear()
+    assert [each.verdict for each in ask_all(runs[:1], worker, Store(tmp_path), defects)] == [Verdict.BROKEN]  # type: ignore[arg-type]
+    assert asked == [{"runs": [str(runs[0])], "excused": [{"dg": 4.0}]}]
 
 
 def test_a_question_is_of_one_compile_key() -> None:

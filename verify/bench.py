@@ -13,7 +13,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,6 +59,16 @@ class Timed:
             setattr(self, account, getattr(self, account) + time.perf_counter() - start)
 
 
+class Ready(Protocol):
+    """The inputs and bounds of a case as it stands, made with those of others (verify/together.py)."""
+
+    def call(self) -> tuple[Inputs, Cotangents]:
+        """The case's inputs, and its cotangents if it has a backward."""
+
+    def bounds(self, algorithm: str) -> dict[str, Bound]:
+        """Its bounds for a class of algorithm."""
+
+
 class AdapterBench(Timed):
     """A Bench (properties/laws.py) for one adapter and one case."""
 
@@ -71,7 +81,14 @@ class AdapterBench(Timed):
         self.domain, self.algorithm = adapter.domain, adapter.algorithm
         self.impure: list[Finding] = []
         self.lost = ""  # why the device is gone, once it is
-        self.ready: Callable[[str], dict[str, Bound]] | None = None  # the bounds of the case as it stands, by class of algorithm
+        self.ready: Ready | None = None
+
+    def call(self, case: Any) -> tuple[Inputs, Cotangents]:
+        """The inputs of a case, on the device, and its cotangents if it has a backward."""
+        with self.timed("oracle_s"), devices.default("cpu"):
+            if self.ready is not None and case is self.case:
+                return self.ready.call()
+            return case.inputs(self.device), case.cotangents(self.device) if case.backward else None
 
     def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:
         """The truth and bounds for the adapter's class, or for `algorithm`."""
@@ -80,7 +97,7 @@ class AdapterBench(Timed):
 
         def bounds(name: str) -> dict[str, Bound]:
             if self.ready is not None:
-                return self.ready(name)
+                return self.ready.bounds(name)
             # A rule's laws judge by what fewer runs are sure of, and ask for more where that is not enough.
             asked = (name, self.products, chunk, 1 if isinstance(self.case, Case) else None)
             stores = self.adapter.stores and algorithm is None
@@ -141,10 +158,10 @@ class AdapterBench(Timed):
                 raise AdapterFault(Finding("call", f"crashed: {self.lost}", frame(error))) from error
             raise AdapterFault(Finding("call", f"raised {type(error).__name__}: {short(error)}", frame(error))) from error
         finally:
-            for name, before in copies.items() if not self.lost else ():
-                if name in updated:
-                    tensors[name].copy_(before)  # its results are kept; laws give the same inputs again
-                elif not torch.equal(torch.nan_to_num(tensors[name]), torch.nan_to_num(before)):
+            if not self.lost:
+                for name in updated:
+                    tensors[name].copy_(copies[name])  # its results are kept; laws give the same inputs again
+                for name in _changed({name: (tensors[name], before) for name, before in copies.items() if name not in updated}):
                     self.impure.append(Finding(f"input {name}", "was changed by the call"))
         return results
 
@@ -318,6 +335,20 @@ def poisoned(value: float) -> Iterator[None]:
         for name, make in originals.items():
             setattr(torch, name, make)
         torch.Tensor.new_empty = new_empty  # type: ignore[method-assign]
+
+
+def _changed(pairs: dict[str, tuple[Tensor, Tensor]]) -> list[str]:
+    """The names of tensors that are not what they were, or not of its shape; what was and is no number is as it was."""
+    same = {name: now.shape == before.shape for name, (now, before) in pairs.items()}
+    differ = [(now != before).any() for name, (now, before) in pairs.items() if same[name]]
+    places = {each.device for each in differ}  # waited for once each
+    if all(same.values()) and not any(bool(torch.stack([each for each in differ if each.device == at]).any()) for at in places):
+        return []
+    return [
+        name
+        for name, (now, before) in pairs.items()
+        if not same[name] or bool(((now != before) & ~(now.isnan() & before.isnan())).any())
+    ]
 
 
 def _no_memory(error: BaseException) -> bool:

@@ -166,22 +166,32 @@ def ask(run: Run, worker: Asked, store: Store) -> Outcome:
         store.end()
 
 
-def ask_all(runs: Sequence[Run], worker: Asked, store: Store) -> Iterator[Outcome]:
-    """The outcomes of runs, put as one question. What has no outcome then, or may be broken, is asked alone."""
+def ask_all(runs: Sequence[Run], worker: Asked, store: Store, defects: Sequence[known_defects.Known] = ()) -> Iterator[Outcome]:
+    """The outcomes of runs, put as one question. What has no outcome then, or may be broken, is asked alone.
+
+    What `defects` explain is not, and nobody looks closer at how much it is over its bound: that takes longer than all else.
+    """
     outcomes: list[dict[str, Any]] = []
-    if len(runs) > 1:
+    excused = [known_defects.excused(defects, run) for run in runs]
+    if len(runs) > 1 or any(excused):
         store.begin("\n".join(map(str, runs)))
         try:
-            outcomes = worker.ask({"runs": [str(run) for run in runs]}).get("outcomes", [])
+            question = {"runs": [str(run) for run in runs], **({"excused": excused} if any(excused) else {})}
+            outcomes = worker.ask(question).get("outcomes", [])
         except WorkerLost:
             outcomes = []  # by which run is seen when they are asked alone
         finally:
             store.end()
     for index, run in enumerate(runs):
         outcome = Outcome.from_json(outcomes[index]) if index < len(outcomes) and "verdict" in outcomes[index] else None
-        if outcome is None or outcome.verdict in (Verdict.BROKEN, Verdict.UNKNOWN):
+        if outcome is None or (outcome.verdict in (Verdict.BROKEN, Verdict.UNKNOWN) and not explained(defects, run, outcome)):
             outcome = ask(run, worker, store)
         yield outcome
+
+
+def explained(defects: Sequence[known_defects.Known], run: Run, outcome: Outcome) -> bool:
+    """Whether what a run came to is a defect on file."""
+    return outcome.verdict is Verdict.BROKEN and any(defect.explains(run, outcome.findings) for defect in defects)
 
 
 def batches(strategy: Any, seed: int, examples: int, most: int) -> Iterator[list[Any]]:
@@ -485,7 +495,7 @@ class Check:
 
         for batch in self._batches(law, drawn, most_at_once(law, worker, self.device)):
             runs = [self._run(law.name, example) for example in batch]
-            if any(settled(*each) for each in zip(runs, ask_all(runs, worker, self.store), strict=True)):
+            if any(settled(*each) for each in zip(runs, ask_all(runs, worker, self.store, self.defects), strict=True)):
                 return broken[0] if broken else None
 
         def score(example: Example) -> float | None:
@@ -522,7 +532,7 @@ class Check:
             where = "in a fresh worker" if outcome.lost else "when it was asked again"
             reason = f"{outcome.findings[0].what}, but not again {where}: {run}"
             return Outcome(Verdict.UNKNOWN, reason=reason)
-        if outcome.verdict is Verdict.BROKEN and any(defect.explains(run, outcome.findings) for defect in self.defects):
+        if explained(self.defects, run, outcome):
             outcome.verdict = Verdict.KNOWN
         return outcome
 

@@ -66,10 +66,14 @@ def lost(device: str) -> str | None:
 
 
 def tidy() -> None:
-    """Give back what torch keeps of memory beyond KEPT, for processes that share the device."""
+    """Give back what torch keeps of memory beyond KEPT, for processes that share the device, where it is crowded.
+
+    To ask the driver for it again takes longer than most that is done with it.
+    """
     if torch.cuda.is_available() and torch.cuda.memory_reserved() > KEPT:
         with contextlib.suppress(RuntimeError):  # its context is gone: whoever asks for it is told so
-            torch.cuda.empty_cache()
+            if crowded("cuda"):
+                torch.cuda.empty_cache()
 
 
 def crowded(device: str) -> bool:

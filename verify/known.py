@@ -41,18 +41,29 @@ class Known:
 
     def explains(self, run: Run, findings: Sequence[Finding] = ()) -> bool:
         """Whether what was found in `run` is this defect; before it is run, whether it would be whatever is found."""
+        return self.covers(run) and (not self.outputs or (bool(findings) and all(self._explains(finding) for finding in findings)))
+
+    def covers(self, run: Run) -> bool:
+        """Whether `run` is one that this defect may show in."""
         if run.adapter != self.run.adapter or run.law not in (self.run.law, *self.also) or not self.applies(run.device):
             return False
         words = run.example.case.words()
-        if any(words[name] != value for name, value in self.where.items()) or any(
-            int(words[name]) > number for name, number in self.most.items()
-        ):
-            return False
-        return not self.outputs or (bool(findings) and all(self._explains(finding) for finding in findings))
+        return all(words[name] == value for name, value in self.where.items()) and all(
+            int(words[name]) <= number for name, number in self.most.items()
+        )
 
     def _explains(self, finding: Finding) -> bool:
         output = finding.output.split()[0].rstrip(",")
         return output in self.outputs and (self.times == math.inf or finding.error <= self.times * finding.allowed)
+
+
+def excused(defects: Sequence[Known], run: Run) -> dict[str, float]:
+    """The outputs that defects on file make wrong in `run`, and by how many times their bound."""
+    times: dict[str, float] = {}
+    for defect in defects:
+        if defect.outputs and defect.covers(run):
+            times |= {output: max(defect.times, times.get(output, 0.0)) for output in defect.outputs}
+    return times
 
 
 def _outputs(case: Any) -> set[str]:

@@ -5,10 +5,9 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
-from oracles.bound import Bound
 from oracles.line import split_line
 from oracles.rounding import PRODUCTS
 from properties.books import book_for, book_of
@@ -17,9 +16,9 @@ from properties.strategies import Example
 from verify import device as devices
 from verify import tuning
 from verify.adapter import Adapter, PathAdapter, check_spec, load
-from verify.bench import AdapterBench, AdapterFault, Compiling, OutOfMemory
+from verify.bench import AdapterBench, AdapterFault, Compiling, OutOfMemory, Ready
 from verify.comm import Abandoned
-from verify.judge import Finding, Verdict, Where, judge, where
+from verify.judge import NOTHING, Finding, Verdict, Where, judge, where
 
 T = TypeVar("T")
 STARVED = "ran out of memory"
@@ -139,10 +138,11 @@ def adapter_of(spec: str) -> Adapter | PathAdapter:
     return _LOADED[spec]
 
 
-def execute(run: Run, ready: Callable[[str], dict[str, Bound]] | None = None) -> Outcome:
+def execute(run: Run, ready: Ready | None = None, excused: Mapping[str, float] = NOTHING) -> Outcome:
     """The outcome of a run, here in this process: the adapter is called, its answers are judged, nothing is printed.
 
-    `ready` has the bounds of a case that is asked about as it stands, by class of algorithm (verify/together.py).
+    `ready` has the inputs and bounds of a case that is asked about as it stands (verify/together.py); for `excused` see
+    verify/judge.py.
     """
     adapter, law = adapter_of(run.adapter), run.the_law
     if book_of(adapter.domain) is not book_of(run.example.case):
@@ -161,8 +161,8 @@ def execute(run: Run, ready: Callable[[str], dict[str, Bound]] | None = None) ->
         return Outcome(Verdict.UNKNOWN, reason="device=cuda needs a GPU, and torch sees none")
     bench = AdapterBench(adapter, counterpart, case, run.products, run.device)
     bench.ready = ready
-    with _following(run.tune) as used:
-        outcome = judged(law, bench, run.example, functools.partial(where, case), case.bytes)
+    with following(run.tune) as used:
+        outcome = judged(law, bench, run.example, functools.partial(where, case), case.bytes, excused)
     outcome.spent, outcome.tuned = bool(bench.lost), dict(used)
     if outcome.rows == 0 and outcome.verdict is Verdict.HOLDS:
         outcome.verdict, outcome.reason = Verdict.BLIND, "nothing to compare: the case has no rows"
@@ -180,7 +180,7 @@ DENIED = "GDN_VERIFY_DENIED"  # in a worker's environment: the file of a deny-li
 
 
 @contextlib.contextmanager
-def _following(tune: str) -> Iterator[tuning.Used]:
+def following(tune: str) -> Iterator[tuning.Used]:
     """Autotuned kernels run with the configurations that `tune` says; those that did are gathered."""
     if not tune:
         yield {}
@@ -200,7 +200,7 @@ def compiled(run: Run) -> None:
     adapter, law, case = adapter_of(run.adapter), run.the_law, run.example.case
     assert isinstance(adapter, Adapter), run
     bench = Compiling(adapter, _counterpart(run, adapter), case, run.products, run.device)
-    with contextlib.suppress(Exception), _following(run.tune):  # whatever goes wrong, the check will meet it too
+    with contextlib.suppress(Exception), following(run.tune):  # whatever goes wrong, the check will meet it too
         collections.deque(_there(run.device, law.check(bench, run.example)), maxlen=0)
 
 
@@ -215,11 +215,11 @@ def _there(device: str, pairs: Iterator[T]) -> Iterator[T]:
         yield pair
 
 
-def judged(law: Law, bench: Any, example: Example, where: Where, need: int) -> Outcome:
+def judged(law: Law, bench: Any, example: Example, where: Where, need: int, excused: Mapping[str, float] = NOTHING) -> Outcome:
     """What a law's comparisons come to, and what the bench noticed besides; `need` are the bytes of the case's tensors."""
     outcome = Outcome(Verdict.HOLDS)
     try:
-        result = judge(_there(bench.device, law.check(bench, example)), where)
+        result = judge(_there(bench.device, law.check(bench, example)), where, excused)
         outcome.findings, outcome.rows, outcome.ratios = result.findings, result.rows, result.ratios
     except Abandoned:
         raise  # another rank's outcome counts

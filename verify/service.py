@@ -22,7 +22,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     """The answer, plain data, to {"describe": adapter}, {"run": line}, {"refuse": [adapter, illegal input]} or {"tuned": True}.
 
     {"join": ...} makes this process a rank, see verify/ranks.py; the answer is {}. {"runs": lines} is many questions in one: the
-    outcomes up to the first after which ranks may have parted.
+    outcomes up to the first after which ranks may have parted. There may be {"excused": ...} for each, see verify/judge.py.
     """
     try:
         with warnings.catch_warnings():
@@ -69,8 +69,9 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
                 runs = [Run.parse(line) for line in question["runs"]]
                 _begin(runs)
                 outcomes: list[dict[str, Any]] = []
-                for run, ready in zip(runs, together(runs), strict=True):
-                    outcomes.append(execute(run, ready).to_json())
+                excused = question.get("excused") or [{}] * len(runs)
+                for run, ready, each in zip(runs, together(runs), excused, strict=True):
+                    outcomes.append(execute(run, ready, each).to_json())
                     if _ends(outcomes[-1]):
                         break
                 devices.tidy()

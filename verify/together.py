@@ -11,7 +11,7 @@ What is over its bound is asked alone again (verify/check.py), so a line that is
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from oracles import bound
 from oracles.bound import Bound
 from oracles.case import Case
 from oracles.operation import Inputs, Operation, Port, gradient_name
+from properties.laws import Cotangents
 from verify import device as devices
 from verify.adapter import Adapter
 from verify.run import Run, adapter_of
@@ -32,13 +33,13 @@ NUMBERS = 2**23
 CHUNK = 64  # tokens in a chunk of the oracle's: how wide its matrices are, however narrow the channels
 ALIKE = ("operation", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "scale", "qk_norm", "in_kernel")
 Bounds = dict[str, Bound]
-Ready = Callable[[str], Bounds]  # by class of algorithm
 
 
-def together(runs: Sequence[Run]) -> Iterator[Ready | None]:
-    """For each run, in their order, what makes its bounds, at once with those of others like it; None for those that are alone.
+def together(runs: Sequence[Run]) -> Iterator["Shared | None"]:
+    """For each run, in their order, its part of a call that it shares with others like it; None for those that are alone.
 
-    A run is through when the next is asked for: bounds are made when the first of their call asks, and let go after the last.
+    A run is through when the next is asked for: inputs and bounds are made when the first of their call asks, and bounds let go
+    after the last.
     """
     groups: dict[Any, list[int]] = {}
     for index, run in enumerate(runs):
@@ -58,7 +59,7 @@ def together(runs: Sequence[Run]) -> Iterator[Ready | None]:
             yield None
             continue
         call, row = places[index]
-        yield functools.partial(call.bounds_of, row)
+        yield Shared(call, row)
         call.leave()
 
 
@@ -100,6 +101,22 @@ def _along(port: Port) -> str:
     return "tokens" if port.axes.startswith("B T") else "sequences" if port.axes.startswith("N ") else ""
 
 
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """A case of a call that several share (verify/bench.py:Ready)."""
+
+    of: "_Call"
+    row: int
+
+    def call(self) -> tuple[Inputs, Cotangents]:
+        """The case's inputs, and its cotangents if it has a backward; they are handed out once."""
+        return self.of.handed(self.row)
+
+    def bounds(self, algorithm: str) -> Bounds:
+        """Its bounds for a class of algorithm; finer ones, which few cases ask for, are of the case alone."""
+        return self.of.bounds_of(self.row, algorithm)
+
+
 class _Call:
     """One packed call of all sequences of several cases."""
 
@@ -108,13 +125,22 @@ class _Call:
         self.tokens = [0, *itertools.accumulate(case.tokens for case in self.cases)]
         self.rows = [0, *itertools.accumulate(len(case.lengths) for case in self.cases)]
         self.made: dict[str, Bounds] = {}
+        self.waiting: dict[int, tuple[Inputs, Cotangents]] = {}  # what was not handed out yet
         self.staying = len(runs)
 
     def leave(self) -> None:
-        """One of the cases is through; after the last the bounds are let go."""
+        """One of the cases is through; after the last all is let go."""
         self.staying -= 1
         if not self.staying:
             self.made.clear()
+            self.waiting.clear()
+            self.__dict__.pop("_given", None)
+
+    def handed(self, row: int) -> tuple[Inputs, Cotangents]:
+        """The inputs of one of the cases, and its cotangents if it has a backward: nobody else holds them."""
+        _ = self._given
+        inputs, cotangents = self.waiting.pop(row)
+        return inputs, cotangents if self.cases[row].backward else None
 
     def bounds_of(self, row: int, algorithm: str) -> Bounds:
         """The bounds of one of the cases, for a class of algorithm; finer ones, which few cases ask for, are of the case alone."""
@@ -127,15 +153,23 @@ class _Call:
         return {name: dataclasses.replace(part, finer=later[name]) for name, part in parts.items()}
 
     def _made(self, algorithm: str) -> Bounds:
-        spec, device = self.cases[0].spec, self.run.device
+        spec, (inputs, cotangents) = of_calls(self.cases[0].spec), self._given
         with devices.default("cpu"):
-            inputs = self._joined([each.inputs(device) for each in self.cases])
-            cotangents = None
-            if any(case.backward for case in self.cases):
-                each = [case.cotangents(device) for case in self.cases]
-                cotangents = {port.name: _side_by_side(port, [one[port.name] for one in each]) for port in spec.outputs}
-            made = bound.bounds(of_calls(spec), inputs, cotangents, algorithm, self.run.products, **_options(self.run, algorithm))
+            made = bound.bounds(spec, inputs, cotangents, algorithm, self.run.products, **_options(self.run, algorithm))
         return {name: dataclasses.replace(whole, finer=None) for name, whole in made.items()}
+
+    @functools.cached_property
+    def _given(self) -> tuple[Inputs, Cotangents]:
+        """The inputs and cotangents of all cases, side by side. Each one's own wait to be handed out, since they take as long."""
+        device, backward = self.run.device, any(case.backward for case in self.cases)
+        with devices.default("cpu"):
+            for row, case in enumerate(self.cases):
+                self.waiting[row] = case.inputs(device), case.cotangents(device) if backward else None
+            joined = self._joined([inputs for inputs, _ in self.waiting.values()])
+            each = [cotangents for _, cotangents in self.waiting.values() if cotangents is not None]
+            ports = self.cases[0].spec.outputs if each else ()
+            cotangents = {port.name: _side_by_side(port, [one[port.name] for one in each]) for port in ports}
+        return joined, cotangents or None
 
     def _joined(self, several: Sequence[Inputs]) -> Inputs:
         tensors: dict[str, Tensor] = {}
