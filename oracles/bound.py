@@ -14,18 +14,21 @@ runs is a poor estimate. A row is broken when its error exceeds
 
 never less than FLOOR_ULP units in the last place of the row, nor than the subnormal step of what is stored on the way to it.
 So few runs, where equal values err alike and pooling rows does not help, may all happen to err little: before it calls a row
-broken that is over by less than thirtyfold, the judge asks what MORE of them allow, those of each number in turn. Beside these,
-where operands are coarser than float32, one for each COARSE of them rounds to a bit less. What errs in proportion errs twice as
-much there, and half of that is sigma again; but where errors amplify each other, as those of a chunk's transition do from chunk to
+broken that is over by less than CLEAR, the judge asks what MORE of them allow, those of each number in turn. Beside these, where
+operands are coarser than float32, one for each COARSE of them rounds to a bit less. What errs in proportion errs twice as much
+there, and half of that is sigma again; but where errors amplify each other, as those of a chunk's transition do from chunk to
 chunk, twice the error comes to four times as much or more. The distribution then has tails that sigma knows nothing of, and own is
-the greater of both. On a CPU, where a run is what costs, it may look at one of the RUNS first, at two, and at all only if an error
-is over what these are sure of (`Bound.sure`): it finds the same broken.
+the greater of both. After several chunks the tails may be all there is: a transition that rounding makes 1.5 where it is 0 takes
+errors to its power, and few runs may all have small ones. There nothing is clear from RUNS alone (`Bound.clear`). On a CPU, where a
+run is what costs, the judge may look at one of the RUNS first, at two, and at all only if an error is over what these are sure of
+(`Bound.sure`): it finds the same broken.
 
 docs/MEASUREMENTS.md derives KAPPA and holds the distribution of error / allowed on right implementations.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -39,6 +42,8 @@ from oracles.rounding import BITS, EXACT, SINGLE, Arithmetic
 RUNS = 4
 MORE = (4 * RUNS, 16 * RUNS)
 COARSE = 4
+CLEAR = 30.0
+AMPLIFIED, CLEARLY = 128, 1000.0  # in sequences of more tokens errors may be amplified: it takes MORE to be clear, and so much
 LOOKS = (1, 2)  # runs of RUNS that one may look at before the others
 CHUNKS = (64, 16, 32, 128, 48)  # 48, since the others all begin a chunk at every 128th token
 WINDOW = 9
@@ -62,6 +67,7 @@ class Bound:
 
     A bound of fewer runs than RUNS, some of those, is `sure` of less than 1: what RUNS allow is at least so much of what it allows.
     Where no error is over that much, RUNS would find none over theirs; else its `finer` is to be asked, which has more of the runs.
+    Errors over what is allowed by more than `clear` are broken whatever more runs allow.
     """
 
     value: Tensor
@@ -69,6 +75,7 @@ class Bound:
     origin: str = ORIGIN
     finer: Callable[[], "Bound"] | None = None
     sure: float = 1.0
+    clear: float = CLEAR
 
     def settled(self) -> "Bound":
         """This bound, or the finer one that has all RUNS."""
@@ -78,7 +85,7 @@ class Bound:
         """The bound of some rows: the value and the allowance indexed alike."""
         finer = self.finer
         later = None if finer is None else lambda: finer().at(*index)
-        return Bound(self.value[index], self.allowed[index], self.origin, later, self.sure)
+        return Bound(self.value[index], self.allowed[index], self.origin, later, self.sure, self.clear)
 
     def beside(self, other: "Bound") -> "Bound":
         """The bound of the same tensor where both err, one after the other: the allowances add up."""
@@ -93,7 +100,7 @@ class Bound:
         sure = min(self.sure, other.sure)
         one, two = (each.finer if each.sure == sure else lambda each=each: each for each in (self, other))
         later = None if one is None or two is None else lambda: join(one(), two())
-        return Bound(value, self.allowed + other.allowed, self.origin, later, sure)
+        return Bound(value, self.allowed + other.allowed, self.origin, later, sure, max(self.clear, other.clear))
 
 
 def truth(operation: Operation, inputs: Inputs, cotangents: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -170,12 +177,14 @@ class _Disturbed:
     ) -> None:
         self.operation, self.inputs, self.exact, self.dtype, self.chunks = operation, inputs, exact, dtypes[0], chunks
         self.runs = total if len(chunks) == 1 else total // 2
-        self.plain = dataclasses.replace(plain, gate=BITS[dtypes[1]], first=1, runs=self.runs)
+        # fp16 overflows on a GPU where that is faster, and what came of it is computed again (`_spread`).
+        ranged = plain.step > 0 and _on_a_gpu(inputs)
+        self.plain = dataclasses.replace(plain, gate=BITS[dtypes[1]], first=1, runs=self.runs, ranged=ranged)
         pieces = _pieces(operation, inputs, self.runs)
         self.once = _at_once(inputs, self.plain, pieces)
         cut = functools.partial(_slices, operation, pieces=pieces)
         self.given = list(zip(cut(inputs), cut(cotangents), cut(exact), strict=True))
-        self.amplifies = total in MORE and plain.stored < SINGLE
+        self.coarse = total in MORE and plain.stored < SINGLE
         self.ports = {port.name: port for port in (*operation.outputs, *operation.gradients())}
         # By size of chunk and whether they are the coarse ones: how many runs, and sums of squares.
         self.made: dict[tuple[int | None, bool], tuple[int, list[list[Tensor]]]] = {}
@@ -194,12 +203,19 @@ class _Disturbed:
             for name, allowed in self.allowed(size, runs).items():
                 result[name] = torch.maximum(allowed, result[name]) if name in result else allowed
         sure = (runs / self.runs) ** 0.5 if count in LOOKS else 1.0
-        return {name: Bound(value, result[name], sure=sure) for name, value in self.exact.items()}
+        clear = CLEAR if not self.amplifies else CLEARLY if count in MORE else math.inf
+        return {name: Bound(value, result[name], sure=sure, clear=clear) for name, value in self.exact.items()}
+
+    @property
+    def amplifies(self) -> bool:
+        """Whether errors may be amplified from chunk to chunk: in float32 they are too small for that."""
+        tokens = self.operation.inputs[0].name
+        return self.plain.stored < SINGLE and max(sequences(self.inputs, tokens), default=0) > AMPLIFIED
 
     def allowed(self, size: int | None, runs: int) -> dict[str, Tensor]:
         """What is allowed by the first so many runs in chunks of a size."""
         squares, rows, plain = self.squares(size, runs), [], self.plain
-        if self.amplifies:
+        if self.coarse:
             coarse = self.squares(size, max(1, runs // COARSE), coarse=True)
             squares = list(torch._foreach_maximum(squares, torch._foreach_mul(coarse, 0.25)))
         for (name, value), own in zip(self.exact.items(), squares, strict=True):
@@ -253,12 +269,51 @@ def _spread(
 ) -> list[Tensor]:
     """The sum over the runs of some arithmetics of each row's squared distance from the truth, added to `own`, that of others."""
     for arithmetic in arithmetics:
-        runs = _evaluate(operation, inputs, cotangents, arithmetic)
-        off = [runs[name] - value for name, value in exact.items()]
-        torch._foreach_mul_(off, off)
-        each = [x.sum((0,) if ports[name].scalar_rows else (0, -1)) for name, x in zip(exact, off, strict=True)]
+        each = _squares(ports, operation, inputs, cotangents, exact, arithmetic)
+        if arithmetic.ranged and not torch.cat([rows.reshape(-1) for rows in each]).isfinite().all():
+            each = _squares(ports, operation, inputs, cotangents, exact, dataclasses.replace(arithmetic, ranged=False))
         own = list(torch._foreach_add(own, each)) if own else each
     return own
+
+
+def _squares(
+    ports: dict[str, Port],
+    operation: Operation,
+    inputs: Inputs,
+    cotangents: dict[str, Tensor] | None,
+    exact: dict[str, Tensor],
+    arithmetic: Arithmetic,
+) -> list[Tensor]:
+    """The sum over the runs of an arithmetic of each row's squared distance from the truth."""
+    runs = _evaluate(operation, inputs, cotangents, arithmetic)
+    given, names = [(ports[name], value) for name, value in exact.items()], list(exact)
+    alike = _alike(given)
+    sizes = [given[at][1].numel() for members in alike.values() for at in members]
+    off = given[0][1].new_empty(arithmetic.runs, sum(sizes))
+    for at, part in zip(itertools.chain(*alike.values()), off.split_with_sizes(sizes, -1), strict=True):
+        value = runs[names[at]]
+        torch.sub(value, given[at][1], out=part.view(value.shape))
+    groups = off.mul_(off).split_with_sizes([sum(given[at][1].numel() for at in members) for members in alike.values()], -1)
+    sums = [each.view(arithmetic.runs, -1, width).sum((0, -1)) for each, width in zip(groups, alike, strict=True)]
+    return _apart_by_rows(given, alike, sums)
+
+
+def _alike(given: Sequence[tuple[Port, Tensor]]) -> dict[int, list[int]]:
+    """Which of some tensors have rows of so many numbers: what is computed of rows is of all these at once."""
+    alike: dict[int, list[int]] = {}
+    for at, (port, value) in enumerate(given):
+        alike.setdefault(1 if port.scalar_rows else value.shape[-1], []).append(at)
+    return alike
+
+
+def _apart_by_rows(given: Sequence[tuple[Port, Tensor]], alike: dict[int, list[int]], made: list[Tensor]) -> list[Tensor]:
+    """A number for each row of some tensors, given those of all that are alike one after the other."""
+    apart: dict[int, Tensor] = {}
+    for members, whole in zip(alike.values(), made, strict=True):
+        shapes = [value.shape if port.scalar_rows else value.shape[:-1] for port, value in (given[at] for at in members)]
+        parts = whole.split_with_sizes([math.prod(shape) for shape in shapes])
+        apart |= {at: part.view(shape) for at, part, shape in zip(members, parts, shapes, strict=True)}
+    return [apart[at] for at in range(len(given))]
 
 
 def _on_a_gpu(inputs: Inputs) -> bool:
@@ -327,39 +382,53 @@ class Rows(NamedTuple):
 
 def allowances(given: Sequence[Rows], lengths: list[int]) -> list[Tensor]:
     """The error allowed to each row of some tensors; `lengths` are those of the sequences, for tensors with tokens."""
-    floors = [rows.value.abs() if rows.port.scalar_rows else torch.linalg.vector_norm(rows.value, dim=-1) for rows in given]
+    values = [(rows.port, rows.value) for rows in given]
+    alike = _alike(values)
+    floors = _apart_by_rows(values, alike, [_norms([given[at].value for at in alike[width]], width) for width in alike])
     widths = [1 if rows.port.scalar_rows else rows.value.shape[-1] for rows in given]
     torch._foreach_mul_(floors, [FLOOR_ULP * rows.ulp for rows in given])
     torch._foreach_add_(floors, [(rows.step + _TINY) * width**0.5 for rows, width in zip(given, widths, strict=True)])
-    along = iter(_along_tokens([rows.own for rows in given if rows.along_tokens], lengths))
-    spread = [next(along) if rows.along_tokens else _allowed(rows.own, _moving_mean(rows.own)) for rows in given]
-    return list(torch._foreach_maximum(spread, floors))
+    # Tensors with tokens are columns of one.
+    count = sum(lengths)
+    tokens = [rows.own for rows in given if rows.along_tokens and count]
+    others = [rows.own for rows in given if not (rows.along_tokens and count)]
+    columns = [each.flatten(0, 1).reshape(count, -1) for each in tokens]
+    own = [torch.cat(columns, -1)] if tokens else []
+    around = [_along_tokens(each, lengths) for each in own]
+    spread = torch._foreach_add([*own, *others], [*around, *(_moving_mean(each) for each in others)])
+    torch._foreach_mul_(spread, 0.5 * KAPPA**2)
+    torch._foreach_sqrt_(spread)
+    parts = iter(spread[0].split([part.shape[-1] for part in columns], -1) if tokens else ())
+    rest = iter(spread[len(own) :])
+    each = [next(parts).reshape(rows.own.shape) if rows.along_tokens and tokens else next(rest) for rows in given]
+    return list(torch._foreach_maximum(each, floors))
 
 
-def _allowed(own: Tensor, around: Tensor) -> Tensor:
-    return (own + around).mul_(0.5 * KAPPA**2).sqrt_()
+def _norms(values: list[Tensor], width: int) -> Tensor:
+    """The norm of each row of some tensors, one after the other."""
+    whole = torch.cat([value.reshape(-1) for value in values])
+    return whole.abs_() if width == 1 else torch.linalg.vector_norm(whole.view(-1, width), dim=-1)
 
 
-def _along_tokens(given: list[Tensor], lengths: list[int]) -> list[Tensor]:
-    """What is allowed where the neighbours of a row are those of its sequence and head: all tensors [B, T, ...] at once."""
-    tokens = sum(lengths)
-    if not given or not tokens:
-        return given
-    parts = [own.flatten(0, 1).reshape(tokens, -1) for own in given]
-    # A column of ones counts what each window sees.
-    gap, places = WINDOW // 2, _apart(tuple(lengths), given[0].device)
-    columns = torch.cat([*parts, parts[0].new_ones(tokens, 1)], -1)
-    apart = columns.new_zeros(tokens + gap * len(lengths), columns.shape[-1]).index_copy_(0, places, columns)
+def _along_tokens(columns: Tensor, lengths: list[int]) -> Tensor:
+    """The mean over the rows [T, any] around each that are of its sequence."""
+    places, share = _apart(tuple(lengths), columns.device)
+    gap = WINDOW // 2
+    apart = columns.new_zeros(len(columns) + gap * len(lengths), columns.shape[-1]).index_copy_(0, places, columns)
     means = torch.nn.functional.avg_pool1d(apart.mT, WINDOW, 1, gap).mT.index_select(0, places)
-    each = _allowed(columns, means / means[:, -1:]).split([*(part.shape[-1] for part in parts), 1], -1)
-    return [part.reshape(own.shape) for part, own in zip(each, given, strict=False)]
+    return means.mul_(share)
 
 
 @functools.lru_cache(64)
-def _apart(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """The place of each token where so many zeros stand between two sequences that no window sees both."""
-    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    return (torch.arange(sum(lengths)) + WINDOW // 2 * numbers).to(device)
+def _apart(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The place of each token where so many zeros stand between two sequences that no window sees both; and [T, 1] how many times
+    as many places as tokens its window sees.
+    """
+    numbers, gap = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)), WINDOW // 2
+    token = torch.cat([torch.arange(length) for length in lengths])
+    later = torch.tensor(lengths)[numbers] - 1 - token
+    seen = token.clamp(max=gap) + later.clamp(max=gap) + 1
+    return (torch.arange(sum(lengths)) + gap * numbers).to(device), (WINDOW / seen.double()).unsqueeze(-1).to(device)
 
 
 def _moving_mean(rows: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from properties.domain import Domain
 from properties.strategies import cases
 from tests import right
 from tests.test_rounding import TokenByToken, answered
-from verify.judge import CLEAR, Judgement, judge, where
+from verify.judge import Judgement, judge, where
 from verify.zoo.base import Chunkwise
 
 MODES = st.sampled_from(
@@ -154,6 +154,49 @@ def test_where_errors_are_amplified_a_right_implementation_is_within_what_many_r
     assert worst(inputs) > 1, "sigma alone knows nothing of it"
 
 
+AMPLIFYING = (
+    "lengths=500 heads=8 value_heads=8 key_dim=32 value_dim=4 dtype=bf16 beta=two values=repeated qk_norm=yes backward=no seed=24"
+)
+
+
+def test_after_several_chunks_nothing_is_clear_from_few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same again and again for 500 tokens: of four runs none takes the errors as far as a right implementation does."""
+    case = Case.parse(AMPLIFYING)
+    inputs = case.inputs()
+
+    def judged_as(given: Inputs) -> tuple[list[str], float]:
+        o, state = Chunkwise().run(given)
+        assert state is not None
+        limits = bounds(case.spec, inputs, None, "chunkwise", chunk=64)
+        judgement = judge(((name, x, limits[name]) for name, x in (("o", o), ("final_state", state))), lambda *_: "")
+        return [finding.output for finding in judgement.findings], max(judgement.ratios.values())
+
+    found, ratio = judged_as(inputs)
+    assert (found, ratio < 0.5) == ([], True)
+    unwritten = inputs.beta.clone()
+    unwritten[0, 3] = 0
+    assert judged_as(inputs.replaced(beta=unwritten))[0] == ["o"], "a token that is not written"
+    monkeypatch.setattr(bound, "AMPLIFIED", case.tokens)
+    found, ratio = judged_as(inputs)
+    assert (found, ratio > 1000) == (["o", "final_state"], True), "four runs alone"
+
+
+@pytest.mark.parametrize(
+    ("words", "counts"),
+    [
+        ("lengths=129 dtype=bf16", {4: math.inf, 16: bound.CLEARLY, 64: bound.CLEARLY}),
+        ("lengths=3+0+130 packed=yes dtype=fp16", {4: math.inf, 16: bound.CLEARLY}),
+        ("lengths=128 dtype=bf16", {4: bound.CLEAR, 16: bound.CLEAR}),
+        ("lengths=200 dtype=fp32", {4: bound.CLEAR, 16: bound.CLEAR}),
+    ],
+)
+def test_how_far_over_is_clear(words: str, counts: dict[int, float]) -> None:
+    case = Case.parse(f"{words} key_dim=2 value_dim=2")
+    for count, clear in counts.items():
+        one = bounds(case.spec, case.inputs(), None, "chunkwise", first=count)["o"]
+        assert (one.clear, one.at(0).clear, one.plus(Bound(one.value, one.allowed)).clear) == (clear, clear, clear)
+
+
 @pytest.mark.parametrize("first", [0, 3, 8, True, 1.5, "1"])
 def test_a_first_look_of_other_runs_is_refused(first: object) -> None:
     case = Case.parse("lengths=4")
@@ -205,7 +248,7 @@ def judged(limit: Bound, error: float) -> Judgement:
         (0.6, [1.5], False),  # two are
         (1.2, [1.5, 0.9, 1.1], True),  # though over nothing that one or two allow
         (1.08, [1.5, 0.9, 1.1], False),  # 64 allow it
-        (2.0 * CLEAR, [1.5, 0.9], True),  # clearly broken, of all runs only
+        (2.0 * bound.CLEAR, [1.5, 0.9], True),  # clearly broken, of all runs only
         (math.nan, [1.5, 0.9], True),
     ],
 )
@@ -223,7 +266,7 @@ def test_the_judge_looks_further_where_fewer_runs_are_not_sure(error: float, ask
         (1.2, 2.0, [1.5, 0.9], True),  # over what all runs allow: no more are made
         (1.2, 1.3, [1.5, 0.9, 1.1], True),  # by more than is excused: it is looked at whole
         (1.08, 1.1, [1.5, 0.9, 1.1], False),
-        (2.0 * CLEAR, math.inf, [1.5, 0.9], True),
+        (2.0 * bound.CLEAR, math.inf, [1.5, 0.9], True),
         (math.nan, math.inf, [1.5, 0.9], True),
     ],
 )

@@ -25,7 +25,6 @@ from oracles.operation import Inputs, gradient_name, sequences
 from oracles.rounding import Arithmetic
 from tests import judging, right
 from tests.judging import Implementation, Results, relative
-from verify.judge import CLEAR
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 evaluate, worst = (functools.partial(each, GDN_LAYER) for each in (judging.evaluate, judging.worst))
@@ -604,9 +603,9 @@ def drawn(seed: int) -> tuple[str, Call]:
 
 
 def judged(limits: dict[str, Bound], got: Results) -> tuple[float, str]:
-    """`worst`, but of finer and finer bounds while it is over by less than CLEAR, as a judge does."""
+    """`worst`, but of finer and finer bounds while it is not clearly over, as a judge does."""
     ratio, name = worst(limits, got)
-    finer = {each: limit.finer() for each, limit in limits.items() if limit.finer is not None and 1.0 < ratio < CLEAR}
+    finer = {each: limit.finer() for each, limit in limits.items() if limit.finer is not None and 1.0 < ratio < limit.clear}
     return judged(finer, got) if finer else (ratio, name)
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from oracles.bound import Bound
 
-CLEAR = 30.0  # errors over their allowance by more than this need no finer bound
-
 
 class Verdict(enum.StrEnum):
     """What is known of a law: it holds, it is broken, we could not decide, or the adapter does not promise it.
@@ -155,7 +153,7 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: floa
     if not bool(want.isfinite().all() and bound.allowed.isfinite().all()):
         raise ArithmeticError(f"the truth of {name}, or its bound, is not finite")  # our failure, and no verdict on got
     ratio = _over(error, bound)
-    while bound.finer is not None and (most := float(ratio.max())) > bound.sure and (spared < most < CLEAR or bound.sure < 1):
+    while bound.finer is not None and (most := float(ratio.max())) > bound.sure and (spared < most < bound.clear or bound.sure < 1):
         bound = bound.finer()
         ratio = _over(error, bound)
     over = ratio > 1
