@@ -106,6 +106,9 @@ def test_a_defect_of_gpus_up_to_a_width_explains_nothing_else(tmp_path: pathlib.
     assert defect.explains(Run.parse(line.replace("value_dim=16", "value_dim=3")))
     assert not defect.explains(Run.parse(line.replace("value_dim=16", "value_dim=17")))
     assert not defect.explains(Run.parse(line.replace(" device=cuda", "")))
+    (defect,) = load(written(tmp_path, {"run": f'"{line}"', "least": "{ value_dim = 16 }"}))
+    assert defect.explains(Run.parse(line.replace("value_dim=16", "value_dim=17")))
+    assert not defect.explains(Run.parse(line.replace("value_dim=16", "value_dim=15")))
 
 
 def test_a_defect_told_by_its_outputs_explains_no_other_and_no_more(
@@ -142,6 +145,8 @@ def test_of_defects_that_share_an_output_the_greatest_excuses(tmp_path: pathlib.
     [
         ({"most": "{ value_dim = 15 }"}, "most must hold for its own run, got value_dim=15 and 16"),
         ({"most": '{ value_dim = "16" }'}, "most must give words their greatest whole numbers"),
+        ({"least": "{ value_dim = 17 }"}, "least must hold for its own run, got value_dim=17 and 16"),
+        ({"least": "{ value_dim = 1.5 }"}, "least must give words their least whole numbers"),
         ({"outputs": '["dz"]'}, "outputs must be a list of some of"),
         ({"times": "0.5"}, "times must be a number from 1 up, got 0.5"),
     ],

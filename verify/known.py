@@ -22,8 +22,8 @@ class Known:
     """A defect on file: the run line that shows it, the versions that have it, and which other cases of the law it explains.
 
     `where` is words of a case line; a finding of the same adapter and law, or one of the laws in `also`, on a case that has all of
-    them is this defect; one shown on a GPU is one of GPUs only. `most` are words whose numbers go no further; where `outputs` are
-    named, no other one may be wrong, and by no more than `times` its bound.
+    them is this defect; one shown on a GPU is one of GPUs only. `least` and `most` are words whose numbers go no further down and
+    up; where `outputs` are named, no other one may be wrong, and by no more than `times` its bound.
     """
 
     run: Run
@@ -31,6 +31,7 @@ class Known:
     where: dict[str, str]
     reason: str
     also: tuple[str, ...] = ()
+    least: dict[str, int] = dataclasses.field(default_factory=dict)
     most: dict[str, int] = dataclasses.field(default_factory=dict)
     outputs: tuple[str, ...] = ()
     times: float = math.inf
@@ -48,8 +49,10 @@ class Known:
         if run.adapter != self.run.adapter or run.law not in (self.run.law, *self.also) or not self.applies(run.device):
             return False
         words = run.example.case.words()
-        return all(words[name] == value for name, value in self.where.items()) and all(
-            int(words[name]) <= number for name, number in self.most.items()
+        return (
+            all(words[name] == value for name, value in self.where.items())
+            and all(int(words[name]) >= number for name, number in self.least.items())
+            and all(int(words[name]) <= number for name, number in self.most.items())
         )
 
     def _explains(self, finding: Finding) -> bool:
@@ -94,23 +97,33 @@ def _known(index: int, entry: dict[str, object]) -> Known:
     also, laws = entry.get("also", []), book_of(run.example.case).laws
     if not isinstance(also, list) or not set(also) <= laws.keys():
         raise ValueError(f"known defect {index}: also must be a list of laws among {', '.join(laws)}, got {also!r}")
-    most, outputs, times = entry.get("most", {}), entry.get("outputs", []), entry.get("times", math.inf)
-    if not isinstance(most, dict) or not all(isinstance(number, int) for number in most.values()):
-        raise ValueError(f"known defect {index}: most must give words their greatest whole numbers, got {most!r}")
+    least, most = (_numbers(index, entry, *each) for each in (("least", "least"), ("most", "greatest")))
+    outputs, times = entry.get("outputs", []), entry.get("times", math.inf)
     names = {"call", *_outputs(run.example.case)} if outputs else set()
     if not isinstance(outputs, list) or not set(outputs) <= names:
         raise ValueError(f"known defect {index}: outputs must be a list of some of {', '.join(sorted(names))}, got {outputs!r}")
     if not isinstance(times, int | float) or times < 1:
         raise ValueError(f"known defect {index}: times must be a number from 1 up, got {times!r}")
     words_of = split_line(str(entry["where"]))
-    known = Known(run, listed, words_of, str(entry["reason"]), tuple(also), most, tuple(outputs), float(times))
+    known = Known(run, listed, words_of, str(entry["reason"]), tuple(also), least, most, tuple(outputs), float(times))
     if not known.where:
         raise ValueError(f"known defect {index}: where must have at least one word, or the defect would hide everything")
     words = run.example.case.words()
-    for name, number in known.most.items():
-        if not words.get(name, "").isdecimal() or int(words[name]) > number:
-            raise ValueError(f"known defect {index}: most must hold for its own run, got {name}={number} and {words.get(name)}")
+    for what, numbers, sign in (("least", known.least, -1), ("most", known.most, 1)):
+        for name, number in numbers.items():
+            if not words.get(name, "").isdecimal() or sign * int(words[name]) > sign * number:
+                raise ValueError(
+                    f"known defect {index}: {what} must hold for its own run, got {name}={number} and {words.get(name)}"
+                )
     for name, value in known.where.items():
         if words.get(name) != value:
             raise ValueError(f"known defect {index}: where must hold for its own run, got {name}={value} and {words.get(name)}")
     return known
+
+
+def _numbers(index: int, entry: dict[str, object], name: str, which: str) -> dict[str, int]:
+    """The words of an entry's `least` or `most`, and their numbers."""
+    numbers = entry.get(name, {})
+    if not isinstance(numbers, dict) or not all(isinstance(number, int) for number in numbers.values()):
+        raise ValueError(f"known defect {index}: {name} must give words their {which} whole numbers, got {numbers!r}")
+    return numbers
