@@ -125,10 +125,9 @@ class _Rule(torch.autograd.Function):
         dtype = form.dtype(k)
         o, final = torch.zeros_like(v, memory_format=torch.contiguous_format), initial.clone(memory_format=torch.contiguous_format)
         most = tuple(form.most(size, k, v) for size in sizes)
-        blocks = segments(lengths, sizes, most, k.device)
-        plan = [(_rows(members, lengths), [_Kept(segment) for segment in block]) for members, block in blocks]
+        plan = [(members, [_Kept(segment) for segment in block]) for members, block in segments(lengths, sizes, most, k.device)]
         for members, block in plan:
-            carry = initial[members].to(dtype)
+            carry = initial.index_select(0, members).to(dtype)
             for kept in block:
                 segment, kept.before = kept.segment, carry
                 running = segment.counts[0]
@@ -137,7 +136,7 @@ class _Rule(torch.autograd.Function):
                 segment.put(o, part)
                 if kept is not plan[-1][1][-1]:  # backward begins with the last segment: it is not computed again
                     kept.made = None
-            _put(final, members, carry)
+            final.index_copy_(0, members, carry.to(final.dtype))
         if not any(ctx.needs_input_grad):  # type: ignore[attr-defined]
             return o, final
         ctx.save_for_backward(*tokens)
@@ -153,7 +152,7 @@ class _Rule(torch.autograd.Function):
         results = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tokens]
         dstate = dfinal.clone(memory_format=torch.contiguous_format)
         for members, block in reversed(plan):
-            carry = dfinal[members].to(dtype)
+            carry = dfinal.index_select(0, members).to(dtype)
             for kept in reversed(block):
                 segment, made, running = kept.segment, kept.made, kept.segment.counts[0]
                 if made is None:
@@ -163,7 +162,7 @@ class _Rule(torch.autograd.Function):
                 carry, made, kept.made = _joined(before, carry[running:]), None, None
                 for whole, part in zip(results, parts, strict=True):
                     segment.put(whole, part)
-            _put(dstate, members, carry)
+            dstate.index_copy_(0, members, carry.to(dstate.dtype))
         return None, None, None, dstate, *results
 
 
@@ -174,18 +173,6 @@ class _Kept:
     segment: Segment
     before: Tensor | None = None
     made: Any = None
-
-
-def _rows(members: Tensor, lengths: tuple[int, ...]) -> Tensor | slice:
-    """The sequences of a block, which are sorted, as an index: where they are all in order, a view's."""
-    return slice(None) if len(members) == len(lengths) and sorted(lengths, reverse=True) == list(lengths) else members
-
-
-def _put(states: Tensor, members: Tensor | slice, part: Tensor) -> None:
-    if isinstance(members, slice):
-        states[members] = part
-    else:
-        states.index_copy_(0, members, part.to(states.dtype))
 
 
 def _taken(segment: Segment, tokens: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:

@@ -365,6 +365,35 @@ def test_runs_evaluated_in_parts_are_those_evaluated_together(dtype: str) -> Non
                 assert torch.equal(together, each(rule, given))
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("axes", [(0, 2, 1, 3), (3, 2, 1, 0), (1, 0, 2, 3), (0, 1, 3, 2)])
+def test_a_bound_does_not_depend_on_how_a_state_lies_in_memory(dtype: str, axes: tuple[int, ...]) -> None:
+    words = f"lengths=40+40 heads=2 value_heads=2 key_dim=8 value_dim=4 state=random dtype={dtype} gate=64"
+    case = Case.parse(words)
+    inputs, cotangents = case.inputs(), case.cotangents()
+    assert inputs.state is not None
+    order = [axes.index(axis) for axis in range(4)]
+    given = {"state": inputs.state.permute(axes).contiguous().permute(order)}
+    assert given["state"].stride() != inputs.state.stride()
+    assert torch.equal(given["state"], inputs.state)
+    for algorithm in ("chunkwise", "recurrent"):
+        want, got = (bounds(case.spec, each, cotangents, algorithm, chunk=16) for each in (inputs, inputs.replaced(**given)))
+        for name, limit in want.items():
+            torch.testing.assert_close(got[name].allowed, limit.allowed, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("words", ["op=gated_delta_rule", "op=kda"])
+@pytest.mark.parametrize("kind", [("chunkwise", "fp32", "ieee"), ("chunkwise", "fp32", "tf32"), ("chunkwise", "bf16", "ieee")])
+def test_a_single_run_that_does_not_round_is_the_truth(words: str, kind: tuple[str, str, str]) -> None:
+    case = Case.parse(f"{words} lengths=40 key_dim=8 value_dim=4 state=random dtype=fp32")
+    cotangents = {name: each.double() for name, each in case.cotangents().items()}
+    for algorithm in (kind[0], "recurrent"):
+        plain = Arithmetic.of(algorithm, *kind[1:], runs=1)
+        runs = bound._evaluate(case.spec, case.inputs(), cotangents, plain)
+        for name, value in truth(case.spec, case.inputs(), cotangents).items():
+            torch.testing.assert_close(runs[name][0], value, rtol=1e-11, atol=1e-12)
+
+
 def test_odd_runs_of_each_set_are_stratified() -> None:
     """However many runs: of eight, each quarter of a unit in the last place has the grid of one."""
     rule, values = dataclasses.replace(arithmetic("bf16", 64), first=1), torch.ones(64, 1, 1, dtype=torch.float64)
