@@ -28,7 +28,6 @@ docs/MEASUREMENTS.md derives KAPPA and holds the distribution of error / allowed
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -177,9 +176,7 @@ class _Disturbed:
     ) -> None:
         self.operation, self.inputs, self.exact, self.dtype, self.chunks = operation, inputs, exact, dtypes[0], chunks
         self.runs = total if len(chunks) == 1 else total // 2
-        # fp16 overflows on a GPU where that is faster, and what came of it is computed again (`_spread`).
-        ranged = plain.step > 0 and _on_a_gpu(inputs)
-        self.plain = dataclasses.replace(plain, gate=BITS[dtypes[1]], first=1, runs=self.runs, ranged=ranged)
+        self.plain = dataclasses.replace(plain, gate=BITS[dtypes[1]], first=1, runs=self.runs)
         pieces = _pieces(operation, inputs, self.runs)
         self.once = _at_once(inputs, self.plain, pieces)
         cut = functools.partial(_slices, operation, pieces=pieces)
@@ -269,51 +266,12 @@ def _spread(
 ) -> list[Tensor]:
     """The sum over the runs of some arithmetics of each row's squared distance from the truth, added to `own`, that of others."""
     for arithmetic in arithmetics:
-        each = _squares(ports, operation, inputs, cotangents, exact, arithmetic)
-        if arithmetic.ranged and not torch.cat([rows.reshape(-1) for rows in each]).isfinite().all():
-            each = _squares(ports, operation, inputs, cotangents, exact, dataclasses.replace(arithmetic, ranged=False))
+        runs = _evaluate(operation, inputs, cotangents, arithmetic)
+        off = [runs[name] - value for name, value in exact.items()]
+        torch._foreach_mul_(off, off)
+        each = [x.sum((0,) if ports[name].scalar_rows else (0, -1)) for name, x in zip(exact, off, strict=True)]
         own = list(torch._foreach_add(own, each)) if own else each
     return own
-
-
-def _squares(
-    ports: dict[str, Port],
-    operation: Operation,
-    inputs: Inputs,
-    cotangents: dict[str, Tensor] | None,
-    exact: dict[str, Tensor],
-    arithmetic: Arithmetic,
-) -> list[Tensor]:
-    """The sum over the runs of an arithmetic of each row's squared distance from the truth."""
-    runs = _evaluate(operation, inputs, cotangents, arithmetic)
-    given, names = [(ports[name], value) for name, value in exact.items()], list(exact)
-    alike = _alike(given)
-    sizes = [given[at][1].numel() for members in alike.values() for at in members]
-    off = given[0][1].new_empty(arithmetic.runs, sum(sizes))
-    for at, part in zip(itertools.chain(*alike.values()), off.split_with_sizes(sizes, -1), strict=True):
-        value = runs[names[at]]
-        torch.sub(value, given[at][1], out=part.view(value.shape))
-    groups = off.mul_(off).split_with_sizes([sum(given[at][1].numel() for at in members) for members in alike.values()], -1)
-    sums = [each.view(arithmetic.runs, -1, width).sum((0, -1)) for each, width in zip(groups, alike, strict=True)]
-    return _apart_by_rows(given, alike, sums)
-
-
-def _alike(given: Sequence[tuple[Port, Tensor]]) -> dict[int, list[int]]:
-    """Which of some tensors have rows of so many numbers: what is computed of rows is of all these at once."""
-    alike: dict[int, list[int]] = {}
-    for at, (port, value) in enumerate(given):
-        alike.setdefault(1 if port.scalar_rows else value.shape[-1], []).append(at)
-    return alike
-
-
-def _apart_by_rows(given: Sequence[tuple[Port, Tensor]], alike: dict[int, list[int]], made: list[Tensor]) -> list[Tensor]:
-    """A number for each row of some tensors, given those of all that are alike one after the other."""
-    apart: dict[int, Tensor] = {}
-    for members, whole in zip(alike.values(), made, strict=True):
-        shapes = [value.shape if port.scalar_rows else value.shape[:-1] for port, value in (given[at] for at in members)]
-        parts = whole.split_with_sizes([math.prod(shape) for shape in shapes])
-        apart |= {at: part.view(shape) for at, part, shape in zip(members, parts, shapes, strict=True)}
-    return [apart[at] for at in range(len(given))]
 
 
 def _on_a_gpu(inputs: Inputs) -> bool:
@@ -382,53 +340,39 @@ class Rows(NamedTuple):
 
 def allowances(given: Sequence[Rows], lengths: list[int]) -> list[Tensor]:
     """The error allowed to each row of some tensors; `lengths` are those of the sequences, for tensors with tokens."""
-    values = [(rows.port, rows.value) for rows in given]
-    alike = _alike(values)
-    floors = _apart_by_rows(values, alike, [_norms([given[at].value for at in alike[width]], width) for width in alike])
+    floors = [rows.value.abs() if rows.port.scalar_rows else torch.linalg.vector_norm(rows.value, dim=-1) for rows in given]
     widths = [1 if rows.port.scalar_rows else rows.value.shape[-1] for rows in given]
     torch._foreach_mul_(floors, [FLOOR_ULP * rows.ulp for rows in given])
     torch._foreach_add_(floors, [(rows.step + _TINY) * width**0.5 for rows, width in zip(given, widths, strict=True)])
-    # Tensors with tokens are columns of one.
-    count = sum(lengths)
-    tokens = [rows.own for rows in given if rows.along_tokens and count]
-    others = [rows.own for rows in given if not (rows.along_tokens and count)]
-    columns = [each.flatten(0, 1).reshape(count, -1) for each in tokens]
-    own = [torch.cat(columns, -1)] if tokens else []
-    around = [_along_tokens(each, lengths) for each in own]
-    spread = torch._foreach_add([*own, *others], [*around, *(_moving_mean(each) for each in others)])
-    torch._foreach_mul_(spread, 0.5 * KAPPA**2)
-    torch._foreach_sqrt_(spread)
-    parts = iter(spread[0].split([part.shape[-1] for part in columns], -1) if tokens else ())
-    rest = iter(spread[len(own) :])
-    each = [next(parts).reshape(rows.own.shape) if rows.along_tokens and tokens else next(rest) for rows in given]
-    return list(torch._foreach_maximum(each, floors))
+    along = iter(_along_tokens([rows.own for rows in given if rows.along_tokens], lengths))
+    spread = [next(along) if rows.along_tokens else _allowed(rows.own, _moving_mean(rows.own)) for rows in given]
+    return list(torch._foreach_maximum(spread, floors))
 
 
-def _norms(values: list[Tensor], width: int) -> Tensor:
-    """The norm of each row of some tensors, one after the other."""
-    whole = torch.cat([value.reshape(-1) for value in values])
-    return whole.abs_() if width == 1 else torch.linalg.vector_norm(whole.view(-1, width), dim=-1)
+def _allowed(own: Tensor, around: Tensor) -> Tensor:
+    return (own + around).mul_(0.5 * KAPPA**2).sqrt_()
 
 
-def _along_tokens(columns: Tensor, lengths: list[int]) -> Tensor:
-    """The mean over the rows [T, any] around each that are of its sequence."""
-    places, share = _apart(tuple(lengths), columns.device)
-    gap = WINDOW // 2
-    apart = columns.new_zeros(len(columns) + gap * len(lengths), columns.shape[-1]).index_copy_(0, places, columns)
+def _along_tokens(given: list[Tensor], lengths: list[int]) -> list[Tensor]:
+    """What is allowed where the neighbours of a row are those of its sequence and head: all tensors [B, T, ...] at once."""
+    tokens = sum(lengths)
+    if not given or not tokens:
+        return given
+    parts = [own.flatten(0, 1).reshape(tokens, -1) for own in given]
+    # A column of ones counts what each window sees.
+    gap, places = WINDOW // 2, _apart(tuple(lengths), given[0].device)
+    columns = torch.cat([*parts, parts[0].new_ones(tokens, 1)], -1)
+    apart = columns.new_zeros(tokens + gap * len(lengths), columns.shape[-1]).index_copy_(0, places, columns)
     means = torch.nn.functional.avg_pool1d(apart.mT, WINDOW, 1, gap).mT.index_select(0, places)
-    return means.mul_(share)
+    each = _allowed(columns, means / means[:, -1:]).split([*(part.shape[-1] for part in parts), 1], -1)
+    return [part.reshape(own.shape) for part, own in zip(each, given, strict=False)]
 
 
 @functools.lru_cache(64)
-def _apart(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The place of each token where so many zeros stand between two sequences that no window sees both; and [T, 1] how many times
-    as many places as tokens its window sees.
-    """
-    numbers, gap = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)), WINDOW // 2
-    token = torch.cat([torch.arange(length) for length in lengths])
-    later = torch.tensor(lengths)[numbers] - 1 - token
-    seen = token.clamp(max=gap) + later.clamp(max=gap) + 1
-    return (torch.arange(sum(lengths)) + gap * numbers).to(device), (WINDOW / seen.double()).unsqueeze(-1).to(device)
+def _apart(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """The place of each token where so many zeros stand between two sequences that no window sees both."""
+    numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return (torch.arange(sum(lengths)) + WINDOW // 2 * numbers).to(device)
 
 
 def _moving_mean(rows: Tensor) -> Tensor:

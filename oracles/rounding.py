@@ -24,7 +24,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,8 +53,7 @@ class Arithmetic:
     `step` is the subnormal step of that dtype where it matters. `gate` are the bits of the gate's dtype, `algorithm` the class and
     `chunk` the tokens in its chunks, if known. `inverse` are the bits of products by which (I + A)^-1 is made, where those are few:
     TF32 is used for it whatever the inputs are. `summed_again` are the bits of corrected values from which a backward sums its
-    states again, where it does. `ranged` says that what is stored in fp16 may overflow on a GPU, where its cast spares work; else
-    the range of no dtype matters.
+    states again, where it does.
     """
 
     runs: int
@@ -70,7 +69,6 @@ class Arithmetic:
     inverse: int = EXACT
     summed_again: int = EXACT
     axis: int = 0
-    ranged: bool = False
 
     @classmethod
     def of(cls, algorithm: str, dtype: str, products: str = "ieee", runs: int = 9) -> "Arithmetic":
@@ -179,16 +177,9 @@ class Arithmetic:
 
         Where there are two runs only, chunk sizes take turns.
         """
-        return _choice(self._ways, x.device, x.dtype)[:, 0].view(self._along(x.ndim))
-
-    def choices(self, x: Tensor) -> Tensor:
-        """`choice` and 1 less it, stacked along axis -3, to multiply x with such an axis."""
-        return _choice(self._ways, x.device, x.dtype).view(self._along(x.ndim, 2, 1, 1))
-
-    @functools.cached_property
-    def _ways(self) -> tuple[int, ...]:
         turn = (self.chunk or 0) // 16 if self.end == 2 else 0
-        return tuple(((run + 1) // 2 + turn) % 2 for run in range(self.first, self.first + self.runs))
+        ways = tuple(((run + 1) // 2 + turn) % 2 for run in range(self.first, self.first + self.runs))
+        return _choice(ways, x.device, x.dtype).view(self._along(x.ndim))
 
     def _along(self, axes: int, *last: int) -> list[int]:
         """A shape of so many axes that has the runs on their axis, `last` at the end, and ones."""
@@ -198,164 +189,75 @@ class Arithmetic:
 
     def dither(self, x: Tensor, place: str, bits: int | None = None) -> Tensor:
         """x rounded to `bits` (default: as stored) on each run's own grid, outside automatic differentiation."""
-        return self._dither(x, (place,), bits)
+        return self._at(x, (place,), bits)
 
     def stacked(self, x: Tensor, places: tuple[str, ...], bits: "Bits | None" = None, axis: int = -3) -> Tensor:
         """`dither` of several tensors at once, each in its own place: x has one of them, or the same for all, at each of `axis`.
 
         `bits` are the same for all, or one for each.
         """
-        return self._dither(x, places, bits, None, axis)
+        return self._at(x, places, bits, axis)
 
-    def beside(
-        self, x: Tensor, places: tuple[str, ...], widths: tuple[int, ...], bits: "Bits | None" = None, axis: int = -1
+    def beside(self, x: Tensor, places: tuple[str, ...], widths: tuple[int, ...], bits: "Bits | None" = None) -> Tensor:
+        """`dither` of several tensors of some widths, each in its own place, that lie side by side along x's last axis."""
+        return self._at(x, places, bits, widths=widths)
+
+    def _at(
+        self, x: Tensor, places: tuple[str, ...], bits: "Bits | None", axis: int | None = None, widths: tuple[int, ...] = ()
     ) -> Tensor:
-        """`dither` of several tensors of some widths, each in its own place, that lie side by side along x's last axis or -2."""
-        return self._dither(x, places, bits, None, axis, widths)
-
-    def off(self, x: Tensor, places: tuple[str, ...], bits: "Bits", axis: int = -3) -> Tensor:
-        """x less what `stacked` makes of it."""
-        how = self._how(bits, None, x.device, x.dtype)
-        if how.lossless:
-            return torch.zeros_like(x)
-        grid, back = _grid(*self._grid_key(x, places, how, axis, ()))
-        return torch.addcmul(x, self._rough(x, grid, how, axis), back, value=-1)
+        bits = self.stored if bits is None else bits
+        return self._dither(x, places, bits, self.step if bits == self.output else 0.0, axis, widths)
 
     def _dither(
         self,
         x: Tensor,
         places: tuple[str, ...],
-        bits: "Bits | None",
-        step: float | None = None,
+        bits: "Bits",
+        step: float,
         axis: int | None = None,
         widths: tuple[int, ...] = (),
     ) -> Tensor:
         if not self.rounds:
             return x
         x = x.detach() if x.requires_grad else x
-        how = self._how(bits, step, x.device, x.dtype)
-        if how.lossless:
+        if (bits if isinstance(bits, int) else min(bits)) >= _MANTISSA[x.dtype]:
             return x
-        grid, back = _grid(*self._grid_key(x, places, how, axis, widths))
-        rough = self._rough(x, grid, how, axis, widths)
+        grid, back = self._grids(x, places, bits, step, axis, widths)
+        rough = self._rough(x, grid, bits, axis, widths)
         return rough * back if rough.dtype != x.dtype else rough.mul_(back)
 
-    def lossless(self, bits: int, dtype: torch.dtype) -> bool:
-        """Whether numbers of a dtype that are rounded to `bits` stay what they are."""
-        return not self.rounds or bits >= _MANTISSA[dtype]
-
-    def _how(self, bits: "Bits | None", step: float | None, device: torch.device, dtype: torch.dtype) -> "_How":
-        """How a dtype's numbers are rounded to `bits` (default: as stored), where the subnormal step is that (default: by bits)."""
-        key = bits, step, device, dtype
-        if (found := self._hows.get(key)) is None:
-            self._hows[key] = found = self._found(*key)
-        return found
-
-    @functools.cached_property
-    def _hows(self) -> "dict[Any, _How]":
-        return {}
-
-    def _found(self, bits: "Bits | None", step: float | None, device: torch.device, dtype: torch.dtype) -> "_How":
-        bits = self.stored if bits is None else bits
-        if not isinstance(bits, int) and len(set(bits)) == 1:
-            bits = bits[0]
-        step = (self.step if bits == self.output else 0.0) if step is None else step
-        launching, cast = device.type in _LAUNCHING, None
-        if self.first and isinstance(bits, int):
-            if not step:
-                cast = _CASTS.get((bits, dtype))
-            elif self.ranged and launching and (bits, step) == _HALF:
-                cast, step = torch.float16, 0.0  # which has the step itself
-        return _How(bits, step, self.lossless(bits if isinstance(bits, int) else min(bits), dtype), cast, launching)
-
-    def grid(
-        self, like: Tensor, places: tuple[str, ...], widths: tuple[int, ...] = (), axis: int = -1, bits: int | None = None
-    ) -> "Grid":
-        """The grid s of each run in a place of numbers shaped as `like`, and 1 / s: dither(x) is rough(x, s) / s.
-
-        Of several places, as of `beside`.
-        """
-        key = self._key(like, places, bits, widths, axis)
-        if key is None:
+    def grid(self, like: Tensor, place: str) -> "Grid":
+        """The grid s of each run at a place that stores numbers shaped as `like`, and 1 / s: dither(x) is rough(x, s) / s."""
+        bits, step = self.stored, self.step if self.stored == self.output else 0.0
+        if not self.rounds or bits >= _MANTISSA[like.dtype]:
             one = like.new_ones([1] * like.ndim)
             return one, one
-        return _grid(*key)
+        return self._grids(like, (place,), bits, step, None, ())
 
-    def onward(
-        self,
-        like: Tensor,
-        places: tuple[str, ...],
-        others: tuple[str, ...],
-        widths: tuple[int, ...] = (),
-        axis: int = -1,
-        bits: tuple[int | None, int | None] = (None, None),
+    def _grids(
+        self, like: Tensor, places: tuple[str, ...], bits: "Bits", step: float, axis: int | None, widths: tuple[int, ...]
     ) -> "Grid":
-        """What takes numbers rounded in some places, not yet divided by their grids, to the grids s of others, and 1 / s of these.
+        last = tuple(like.shape[-2:] if like.ndim > 2 else like.shape[1:])
+        return _grid(places, self._numbered, bits, step, last, like.ndim, self.axis, like.device, like.dtype, axis, widths)
 
-        One product instead of three: x, then rough(x, s), then rough(that, onward) is what two dithers give, times the second s.
-        """
-        one, other = (self._key(like, names, own, widths, axis) for names, own in ((places, bits[0]), (others, bits[1])))
-        if one is not None and other is not None:
-            return _onward(one, other)
-        by, back = self.grid(like, others, widths, axis, bits[1])
-        return (by, back) if one is None else (_grid(*one)[1], back)
+    def rough(self, x: Tensor, by: Tensor) -> Tensor:
+        """x times `by`, whose dtype counts, rounded as what is stored; perhaps in a dtype that holds no more."""
+        return self._rough(x, by, self.stored) if self.rounds and self.stored < _MANTISSA[by.dtype] else x * by
 
-    def _key(
-        self, like: Tensor, places: tuple[str, ...], bits: int | None, widths: tuple[int, ...], axis: int
-    ) -> tuple[Any, ...] | None:
-        how = self._how(bits, None, like.device, like.dtype)
-        return None if how.lossless else self._grid_key(like, places, how, axis if widths else None, widths)
-
-    def _grid_key(
-        self, like: Tensor, places: tuple[str, ...], how: "_How", axis: int | None, widths: tuple[int, ...]
-    ) -> tuple[Any, ...]:
-        shape = like.shape
-        last, axes = tuple(shape[-2:] if len(shape) > 2 else shape[1:]), len(shape)
-        return places, self._numbered, how.bits, how.step, last, axes, self.axis, like.device, like.dtype, axis, widths
-
-    def rough(self, x: Tensor, by: Tensor, bits: int | None = None, plus: Tensor | None = None, sign: int = 1) -> Tensor:
-        """x times `by`, whose dtype counts, rounded as what is stored or to `bits`; perhaps in a dtype that holds no more.
-
-        With `plus`, that plus or minus the product is rounded, by `sign`.
-        """
-        how = self._how(bits, None, x.device, by.dtype)
-        if how.lossless:
-            return x * by if plus is None else torch.addcmul(plus, x, by, value=sign)
-        return self._rough(x, by, how, plus=plus, sign=sign)
-
-    def _rough(
-        self,
-        x: Tensor,
-        by: Tensor,
-        how: "_How",
-        axis: int | None = None,
-        widths: tuple[int, ...] = (),
-        plus: Tensor | None = None,
-        sign: int = 1,
-    ) -> Tensor:
-        if how.cast and how.launching:
-            rounded = x.new_empty(0, dtype=how.cast)
-            return torch.mul(x, by, out=rounded) if plus is None else torch.addcmul(plus, x, by, value=sign, out=rounded)
-        rounded = x * by if plus is None else torch.addcmul(plus, x, by, value=sign)
+    def _rough(self, x: Tensor, by: Tensor, bits: "Bits", axis: int | None = None, widths: tuple[int, ...] = ()) -> Tensor:
+        kind = _CASTS.get((bits, by.dtype)) if self.first and isinstance(bits, int) else None
+        if kind and x.device.type in _LAUNCHING:
+            return torch.mul(x, by, out=x.new_empty(0, dtype=kind))
+        rounded = x * by
         exact = None if self.first else rounded.select(self.axis, 0).clone()
-        if how.cast:
-            rounded.copy_(rounded.to(how.cast))
+        if kind:
+            rounded.copy_(rounded.to(kind))
         else:
-            half, high = _words(how.bits, _MANTISSA[by.dtype], axis, widths, x.device)
+            half, high = _words(bits, _MANTISSA[by.dtype], axis, widths, x.device)
             rounded.view(_WORDS[by.dtype]).add_(half).bitwise_and_(high)
         if exact is not None:
             rounded.select(self.axis, 0).copy_(exact)
         return rounded
-
-
-class _How(NamedTuple):
-    """Bits, the subnormal step that grids are scaled for, whether nothing is rounded, and the dtype whose cast does, if one."""
-
-    bits: "Bits"
-    step: float
-    lossless: bool
-    cast: torch.dtype | None
-    launching: bool
 
 
 def summed(depth: int) -> int:
@@ -393,7 +295,6 @@ _CASTS = {  # a cast rounds so, and has the range
     (8, torch.float64): torch.bfloat16,
     (24, torch.float64): torch.float32,
 }
-_HALF = 11, FP16_STEP  # fp16's, whose range is not float32's
 _LAUNCHING = ("cuda",)  # where two operations that convert what they read or write take less than four in place
 _WORDS = {torch.float64: torch.int64, torch.float32: torch.int32}
 _SHARED = 2**16  # numbers of a run: calls of several shapes share their grids up to that
@@ -403,7 +304,7 @@ _KEPT_SHARE = 1 / 32  # of a GPU's memory, likewise
 
 @functools.cache
 def _choice(ways: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.tensor([(way, 1 - way) for way in ways], device=device, dtype=dtype)
+    return torch.tensor(ways, device=device, dtype=dtype)
 
 
 def _words(bits: "Bits", digits: int, axis: int | None, widths: tuple[int, ...], device: torch.device) -> tuple[Any, Any]:
@@ -421,7 +322,7 @@ def _words_each(
     each = torch.tensor([(1 << (digits - own)) >> 1 if own < digits else 0 for own in bits], device=device)
     if widths:
         each = each.repeat_interleave(torch.tensor(widths, device=device))
-    if axis is not None:
+    elif axis is not None:
         each = each.reshape(-1, *[1] * (-1 - axis))
     dtype = torch.int64 if digits > SINGLE else torch.int32
     return each.to(dtype), torch.where(each > 0, -2 * each, -1).to(dtype)
@@ -487,12 +388,10 @@ def _grid(
 ) -> Grid:
     """The grids s of places, one a run and position of the last two axes, and 1 / s, for tensors of so many axes; 1 for run 0.
 
-    Several places' are stacked along `axis`, or lie side by side along it, the last or the one before, where `widths` are given. A
-    dtype's numbers below its smallest normal one have a fixed step: the grids are scaled so that where there is a `step`, theirs
-    is that.
+    Several places' are stacked along `axis`, or lie side by side along the last where `widths` are given. A dtype's numbers below
+    its smallest normal one have a fixed step: the grids are scaled so that where there is a `step`, theirs is that.
     """
-    across = axis == -2  # of what lies side by side, a place has some rows instead of some columns
-    sizes = [math.prod(last) // last[axis or 0] * width for width in widths] or [math.prod(last)] * len(places)
+    sizes = [last[0] * width for width in widths] or [math.prod(last)] * len(places)
     each = (bits,) * len(places) if isinstance(bits, int) else bits
     scale = torch.finfo(dtype).tiny / (step * 2.0 ** (each[0] - 1)) if step else 1.0
     # Calls of many shapes share the numbers of a place.
@@ -502,23 +401,14 @@ def _grid(
         for place, own, size, room in zip(places, each, sizes, rooms, strict=True)
     ]
     if widths:
-        shapes = [(width, last[1]) if across else (last[0], width) for width in widths]
-        parts = [[numbers.unflatten(1, shape) for numbers in part] for part, shape in zip(parts, shapes, strict=True)]
+        parts = [[numbers.unflatten(1, (last[0], -1)) for numbers in part] for part in parts]
     join = torch.cat if widths else torch.stack
-    along = (1 if across else 2) if widths else 1
-    grid, back = parts[0] if len(parts) == 1 else (join(part, along) for part in zip(*parts, strict=True))
+    grid, back = parts[0] if len(parts) == 1 else (join(part, -1 if widths else 1) for part in zip(*parts, strict=True))
     view = [1] * (axes - len(last)) + list(last)
     view[runs_axis] = len(grid)
-    if axis is not None and not widths:
+    if axis is not None:
         view[axis] = len(places)
-    return grid.reshape(view), back.reshape(view)
-
-
-@_kept
-def _onward(one: tuple[Any, ...], other: tuple[Any, ...]) -> Grid:
-    """What takes numbers from one grid to another, 1 / s of `one` times s of `other`, and 1 / s of that."""
-    grid, back = _grid(*other)
-    return _grid(*one)[1] * grid, back
+    return grid.view(view), back.view(view)
 
 
 @_kept
