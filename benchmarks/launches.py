@@ -119,10 +119,13 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=4)
     parser.add_argument("--beside", default="", help="other numbers that draw configurations; the line's picks stay")
     options = parser.parse_args()
+    run = Run.parse(options.line)
+    if run.device != "cuda":
+        parser.error(f"line must say device=cuda, got device={run.device}")
     if not devices.gpus():
         print("torch sees no GPU", file=sys.stderr)
         return 3
-    run, recorder = Run.parse(options.line), Recorder()
+    recorder = Recorder()
     first, found = recorder.of(run), 0
     print(f"{len(first)} launches of {len({launch.kernel for launch in first})} kernels", flush=True)
     others = [("called again", run, 0.0)] * (options.calls - 1)

@@ -14,7 +14,8 @@ import time
 
 from properties.books import book_of
 from verify import device as devices
-from verify.check import ask_all, describe, most_at_once, of_one_key, seeded
+from verify import known
+from verify.check import ask_all, describe, explained, most_at_once, of_one_key, seeded
 from verify.plan import COMPILE_S, Compilers, Plan
 from verify.run import Run
 from verify.store import Store
@@ -34,14 +35,14 @@ def main() -> int:
         print("torch sees no GPU", file=sys.stderr)
         return 3
     with Worker(COMPILE_S, environment=devices.environment("cuda")) as worker:
-        questions = drawn(options, worker)
+        questions, store, defects = drawn(options, worker), Store(), known.load()
         for number in range(options.passes + 1):
             counts: collections.Counter[str] = collections.Counter()
             kernel = oracle = 0.0
             start = time.perf_counter()
             for runs in questions:
-                for outcome in ask_all(runs, worker, Store()):
-                    counts[outcome.verdict] += 1
+                for run, outcome in zip(runs, ask_all(runs, worker, store, defects), strict=True):
+                    counts["known" if explained(defects, run, outcome) else outcome.verdict] += 1
                     kernel, oracle = kernel + outcome.kernel_s, oracle + outcome.oracle_s
             took, count = time.perf_counter() - start, sum(counts.values())
             said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())

@@ -203,7 +203,7 @@ class _Disturbed:
         clear = CLEAR if not self.amplifies else CLEARLY if count in MORE else math.inf
         return {name: Bound(value, result[name], sure=sure, clear=clear) for name, value in self.exact.items()}
 
-    @property
+    @functools.cached_property
     def amplifies(self) -> bool:
         """Whether errors may be amplified from chunk to chunk: in float32 they are too small for that."""
         tokens = self.operation.inputs[0].name
