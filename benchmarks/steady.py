@@ -1,6 +1,7 @@
 """Cases a second on one GPU, once kernels are compiled: what a check's worker does with the cases of the oracle's law.
 
     python -m benchmarks.steady fla/chunk --cases 400 --passes 4
+    python -m benchmarks.steady fla/chunk --real 1,2,3          one case of 32,768 tokens at the widths of Qwen3-Next, by seed
 
 The cases are those that a check draws, in its order and its questions; the first pass compiles and is not counted. Prints, for each
 pass, cases a second, the seconds that the implementation and the oracle took, and what the cases came to. Exit 3 without a GPU.
@@ -13,6 +14,8 @@ import sys
 import time
 
 from properties.books import book_of
+from properties.palette import real_case
+from properties.strategies import Example
 from verify import device as devices
 from verify import known
 from verify.check import ask_all, describe, explained, most_at_once, of_one_key, seeded
@@ -30,25 +33,42 @@ def main() -> int:
     parser.add_argument("--passes", type=int, default=4)
     parser.add_argument("--seed", type=int, default=5)
     parser.add_argument("--tune", default="5")
+    parser.add_argument("--real", help="seeds of cases at real widths, each a pass of its own")
     options = parser.parse_args()
     if not devices.gpus():
         print("torch sees no GPU", file=sys.stderr)
         return 3
     with Worker(COMPILE_S, environment=devices.environment("cuda")) as worker:
-        questions, store, defects = drawn(options, worker), Store(), known.load()
-        for number in range(options.passes + 1):
-            counts: collections.Counter[str] = collections.Counter()
-            kernel = oracle = 0.0
-            start = time.perf_counter()
-            for runs in questions:
-                for run, outcome in zip(runs, ask_all(runs, worker, store, defects), strict=True):
-                    counts["known" if explained(defects, run, outcome) else outcome.verdict] += 1
-                    kernel, oracle = kernel + outcome.kernel_s, oracle + outcome.oracle_s
-            took, count = time.perf_counter() - start, sum(counts.values())
-            said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
-            what = f"{count / took:.1f} cases a second" if number else "compiled"
-            print(f"{what}: {took:.1f} s, kernels {kernel:.1f}, oracle {oracle:.1f}; {said}", flush=True)
+        if options.real:
+            seeds = [int(seed) for seed in options.real.split(",")]
+            for number, seed in enumerate([seeds[0], *seeds]):
+                told(number, [[real(options, worker, seed)]], worker)
+        else:
+            questions = drawn(options, worker)
+            for number in range(options.passes + 1):
+                told(number, questions, worker)
     return 0
+
+
+def told(number: int, questions: list[list[Run]], worker: Worker) -> None:
+    """One pass over the questions, and what it came to; the first is that which compiles."""
+    counts: collections.Counter[str] = collections.Counter()
+    kernel = oracle = 0.0
+    store, defects, start = Store(), known.load(), time.perf_counter()
+    for runs in questions:
+        for run, outcome in zip(runs, ask_all(runs, worker, store, defects), strict=True):
+            counts["known" if explained(defects, run, outcome) else outcome.verdict] += 1
+            kernel, oracle = kernel + outcome.kernel_s, oracle + outcome.oracle_s
+    took = time.perf_counter() - start
+    said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    what = f"{sum(counts.values()) / took:.1f} cases a second" if number else "compiled"
+    print(f"{what}: {took:.2f} s, kernels {kernel:.2f}, oracle {oracle:.2f}; {said}", flush=True)
+
+
+def real(options: argparse.Namespace, worker: Worker, seed: int) -> Run:
+    """The oracle law on one case at real widths."""
+    described = describe(options.adapter, worker)
+    return Run("oracle", options.adapter, Example(real_case(seed)), described.products, "cuda", options.tune)
 
 
 def drawn(options: argparse.Namespace, worker: Worker) -> list[list[Run]]:
