@@ -294,6 +294,10 @@ def test_known_defect_that_no_longer_fails_is_said(workers: list[Worker], store:
     assert report.verdict is Verdict.HOLDS
     (line,) = report.known
     assert line.startswith("known defect NO LONGER FAILS, take it off the file: ")
+    elsewhere = dataclasses.replace(defect, somewhere=True)
+    (report,) = checked(RIGHT, ["oracle"], workers, store, defects=[elsewhere], profile=Profile("three", 3))
+    (line,) = report.known
+    assert line.startswith("known defect, not on this processor: ")
 
 
 @pytest.mark.parametrize(

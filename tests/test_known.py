@@ -149,6 +149,7 @@ def test_of_defects_that_share_an_output_the_greatest_excuses(tmp_path: pathlib.
         ({"least": "{ value_dim = 1.5 }"}, "least must give words their least whole numbers"),
         ({"outputs": '["dz"]'}, "outputs must be a list of some of"),
         ({"times": "0.5"}, "times must be a number from 1 up, got 0.5"),
+        ({"somewhere": '"yes"'}, "somewhere must be true or false, got 'yes'"),
     ],
 )
 def test_bounds_of_an_entry_that_make_no_sense_are_refused(

@@ -445,7 +445,12 @@ class Check:
         for defect in self.defects:
             if (defect.run.law, defect.run.adapter) == (law.name, self.spec) and defect.applies(self.device):
                 still = ask(defect.run, worker, self.store).verdict is Verdict.BROKEN
-                state = "known defect, still there" if still else "known defect NO LONGER FAILS, take it off the file"
+                gone = (
+                    "known defect, not on this processor"
+                    if defect.somewhere
+                    else "known defect NO LONGER FAILS, take it off the file"
+                )
+                state = "known defect, still there" if still else gone
                 report.known.append(f"{state}: {defect.reason} ({defect.run})")
 
     def _remembered(self, law: Law, worker: Asked, report: LawReport) -> tuple[Run, Outcome] | None:

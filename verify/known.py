@@ -23,7 +23,8 @@ class Known:
 
     `where` is words of a case line; a finding of the same adapter and law, or one of the laws in `also`, on a case that has all of
     them is this defect; one shown on a GPU is one of GPUs only. `least` and `most` are words whose numbers go no further down and
-    up; where `outputs` are named, no other one may be wrong, and by no more than `times` its bound.
+    up; where `outputs` are named, no other one may be wrong, and by no more than `times` its bound. `somewhere`: processors differ,
+    and on some it does not show.
     """
 
     run: Run
@@ -35,6 +36,7 @@ class Known:
     most: dict[str, int] = dataclasses.field(default_factory=dict)
     outputs: tuple[str, ...] = ()
     times: float = math.inf
+    somewhere: bool = False
 
     def applies(self, device: str = "cpu") -> bool:
         """Whether the installed versions are among those that have it; one shown on a GPU is one of GPUs only."""
@@ -105,7 +107,10 @@ def _known(index: int, entry: dict[str, object]) -> Known:
     if not isinstance(times, int | float) or times < 1:
         raise ValueError(f"known defect {index}: times must be a number from 1 up, got {times!r}")
     words_of = split_line(str(entry["where"]))
-    known = Known(run, listed, words_of, str(entry["reason"]), tuple(also), least, most, tuple(outputs), float(times))
+    somewhere = entry.get("somewhere", False)
+    if not isinstance(somewhere, bool):
+        raise ValueError(f"known defect {index}: somewhere must be true or false, got {somewhere!r}")  # noqa: TRY004
+    known = Known(run, listed, words_of, str(entry["reason"]), tuple(also), least, most, tuple(outputs), float(times), somewhere)
     if not known.where:
         raise ValueError(f"known defect {index}: where must have at least one word, or the defect would hide everything")
     words = run.example.case.words()
