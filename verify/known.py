@@ -63,10 +63,13 @@ class Known:
 
 
 def excused(defects: Sequence[Known], run: Run) -> dict[str, float]:
-    """The outputs that defects on file make wrong in `run`, and by how many times their bound."""
+    """The outputs that defects on file take over their bound in `run`, by so many times at most.
+
+    Those that a defect may make wrong by any amount are not among them: an error near the bound is not it.
+    """
     times: dict[str, float] = {}
     for defect in defects:
-        if defect.outputs and defect.covers(run):
+        if defect.outputs and math.isfinite(defect.times) and defect.covers(run):
             times |= {output: max(defect.times, times.get(output, 0.0)) for output in defect.outputs}
     return times
 
