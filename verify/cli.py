@@ -1,4 +1,4 @@
-"""The command line: list, check, soak, repeat, zoo, claims. Results go to stdout, progress to stderr; exit codes mean something."""
+"""The command line. Results go to stdout, progress to stderr; exit codes mean something."""
 
 import argparse
 import contextlib
@@ -39,6 +39,7 @@ SWEEP = "sweep"
 DEADLINE_S, SLOW_S = 120.0, 1200.0  # kernels take ten times as long under a sanitizer, or a hundred times
 COMPILERS = 14  # each holds half a gigabyte of the GPU's memory
 EXITS = "exit: 0 every law holds   1 a law is broken   2 bad usage   3 undecided, or nothing was compared   130 interrupted"
+TOLD = "exit: 0 all launches agree   1 one stands out   2 bad usage   3 undecided, or no GPU   130 interrupted"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +87,7 @@ def _parser() -> _Parser:
         "and if not, what is the smallest case that shows it?",
         epilog=EXITS,
     )
-    verbs = parser.add_subparsers(required=True, metavar="{list,check,repeat,soak,zoo,claims}")
+    verbs = parser.add_subparsers(required=True, metavar="{list,check,repeat,launches,soak,zoo,claims}")
     listing = verbs.add_parser("list", help="operations, laws, adapters, and what this host can run", epilog=EXITS)
     listing.add_argument("--json", action="store_true", help="one JSON object on stdout")
     listing.set_defaults(act=_list)
@@ -117,6 +118,20 @@ def _parser() -> _Parser:
     _sanitize(repeat)
     _common(repeat, examples=False)
     repeat.set_defaults(act=_repeat)
+
+    narrowing = verbs.add_parser("launches", help="which kernel launch of a GPU's line gives other numbers, and when", epilog=TOLD)
+    narrowing.add_argument("line", help="a line with device=cuda, as repeat takes it")
+    narrowing.add_argument("--calls", type=_positive, default=4, metavar="N", help="calls with the same inputs (default 4)")
+    narrowing.add_argument(
+        "--beside",
+        type=_tune,
+        action="append",
+        metavar="NUMBER|native",
+        help="also a call with the configurations that this draws (may be repeated); what the line picks stays",
+    )
+    narrowing.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    _common(narrowing, keeps=False, examples=False)
+    narrowing.set_defaults(act=_launches)
 
     zoo = verbs.add_parser("zoo", help="wrong implementations, and which laws kill them", epilog=command.EXITS)
     command.arguments(zoo, _seed, _positive)
@@ -172,7 +187,7 @@ def _sanitize(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _common(parser: argparse.ArgumentParser, *, examples: bool = True) -> None:
+def _common(parser: argparse.ArgumentParser, *, keeps: bool = True, examples: bool = True) -> None:
     parser.add_argument(
         "--deny", metavar="FILE", help="a deny-list: configurations that are not to be used; a sweep adds those that it finds"
     )
@@ -182,7 +197,8 @@ def _common(parser: argparse.ArgumentParser, *, examples: bool = True) -> None:
     parser.add_argument(
         "--path", metavar="DIR", help="a checkout in which modules are looked for first, such as Megatron-LM's for megatron/layer"
     )
-    parser.add_argument("--findings", default=FOLDER, metavar="FOLDER", help=f"where findings are kept (default {FOLDER})")
+    if keeps:
+        parser.add_argument("--findings", default=FOLDER, metavar="FOLDER", help=f"where findings are kept (default {FOLDER})")
     if examples:
         parser.add_argument(
             "--no-examples",
@@ -679,6 +695,34 @@ def _repeat(options: argparse.Namespace) -> int:
         else text.outcome_text(run, outcome, versions)
     )
     return {Verdict.HOLDS: HOLDS, Verdict.BROKEN: BROKEN}.get(outcome.verdict, UNDECIDED)
+
+
+def _launches(options: argparse.Namespace) -> int:
+    """The launches that stand out among several calls."""
+    run, beside = Run.parse(options.line), options.beside or []
+    if run.device != "cuda":
+        raise ValueError(f"launches needs a line that says device=cuda, got device={run.device}")
+    if SWEEP in beside:
+        raise ValueError(f"--beside must be a number or native, got {SWEEP}")
+    _deny(options.deny)
+    _installed(run.adapter)
+    if not devices.gpus():
+        raise NoGpu("the line says device=cuda, and torch sees no GPU")
+    with Worker(_deadline(options), environment=devices.environment(run.device)) as worker:
+        try:
+            said = worker.ask({"launches": str(run), "calls": options.calls, "beside": beside})
+        except WorkerLost as lost:
+            said = {"reason": f"{lost}, and which launch it was is not known"}
+    if "error" in said:
+        raise AdapterError(said["error"])
+    if options.json:
+        print(json.dumps({"run": str(run), **said}))
+    elif "found" in said:
+        print("\n  ".join([f"{said['launches']} launches of {said['kernels']} kernels", *said["found"]]))
+    if "found" not in said:
+        print(f"gdn-verify: {said['reason']}", file=sys.stderr)
+        return UNDECIDED
+    return BROKEN if said["found"] else HOLDS if said["launches"] else UNDECIDED
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from properties.books import book_of
-from verify import ahead, tuning
+from verify import ahead, launches, tuning
 from verify import device as devices
 from verify.adapter import Adapter, AdapterError, PathAdapter, versions
 from verify.judge import Verdict
@@ -23,6 +23,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
     {"join": ...} makes this process a rank, see verify/ranks.py; the answer is {}. {"runs": lines} is many questions in one: the
     outcomes up to the first after which ranks may have parted. There may be {"excused": ...} for each, see verify/judge.py.
+    {"launches": line, "calls": number, "beside": words} is answered as verify/launches.py:told says.
     """
     try:
         with warnings.catch_warnings():
@@ -56,6 +57,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
                 return {"spent": bool(devices.lost(there)) or (devices.crowded(there) and not _CROWDED)}
             if "tuned" in question:
                 return {"known": tuning.known(), "infeasible": tuning.infeasible()}
+            if "launches" in question:
+                return launches.told(Run.parse(question["launches"]), question["calls"], question["beside"])
             if "refuse" in question:
                 adapter = adapter_of(question["refuse"][0])
                 assert isinstance(adapter, Adapter), question
