@@ -30,12 +30,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from oracles.operation import NAMES, Inputs, Operation, Port, gradient_name, sequences
+from oracles.parts import Cut, Part
 from oracles.rounding import BITS, EXACT, SINGLE, Arithmetic
 
 RUNS = 4
@@ -55,6 +56,7 @@ _FEW, _FEWEST = 8, 4  # runs that a GPU takes at once whatever their size: as ma
 _ROOM = 160_000_000  # float64 numbers of some runs' inputs: 155 million took 22.2 GiB
 _BYTES = {"half": 4, "single": 8, "recurrent": 20}  # an input's: float32, float64, and that for two halves and more
 _BATCH = {"cpu": 2**25, "cuda": 2**26}  # float64 numbers of few runs' inputs: a call that has more is cut into several
+_LARGE = {"cpu": 2**17, "cuda": 2**24}  # numbers of a call's inputs: of more, parts are looked at alone, on a GPU after LOOKS
 _TINY = 2.0**-100  # products of what is flushed to zero below 2^-126 with anything up to 6e7, the norm's 1 / 1e-4 included
 
 
@@ -62,7 +64,8 @@ _TINY = 2.0**-100  # products of what is flushed to zero below 2^-126 with anyth
 class Bound:
     """The truth of one tensor, in float64, and the error allowed to each of its rows (its shape less the row's axis).
 
-    `finer` makes the same bound from more runs: a judge asks for it before it calls a row broken on a near thing.
+    `finer` makes the same bound from more runs: a judge asks for it before it calls a row broken on a near thing, and may say which
+    rows those are (`Finer`).
 
     A bound of fewer runs than RUNS, some of those, is `sure` of less than 1: what RUNS allow is at least so much of what it allows.
     Where no error is over that much, RUNS would find none over theirs; else its `finer` is to be asked, which has more of the runs.
@@ -72,7 +75,7 @@ class Bound:
     value: Tensor
     allowed: Tensor
     origin: str = ORIGIN
-    finer: Callable[[], "Bound"] | None = None
+    finer: "Finer | None" = None
     sure: float = 1.0
     clear: float = CLEAR
 
@@ -82,9 +85,18 @@ class Bound:
 
     def at(self, *index: Any) -> "Bound":
         """The bound of some rows: the value and the allowance indexed alike."""
-        finer = self.finer
-        later = None if finer is None else lambda: finer().at(*index)
-        return Bound(self.value[index], self.allowed[index], self.origin, later, self.sure, self.clear)
+        finer, allowed = self.finer, self.allowed
+
+        def later(over: Tensor | None = None) -> Bound:
+            assert finer is not None
+            if over is not None:
+                rows = torch.zeros_like(allowed, dtype=torch.bool)
+                rows[index] = over
+                over = rows
+            return finer(over).at(*index)
+
+        made = None if finer is None else later
+        return Bound(self.value[index], allowed[index], self.origin, made, self.sure, self.clear)
 
     def beside(self, other: "Bound") -> "Bound":
         """The bound of the same tensor where both err, one after the other: the allowances add up."""
@@ -97,9 +109,19 @@ class Bound:
     def _and(self, other: "Bound", value: Tensor, join: Callable[["Bound", "Bound"], "Bound"]) -> "Bound":
         """The sum of two allowances; of the two, a look further is taken of that which is less sure, or of both."""
         sure = min(self.sure, other.sure)
-        one, two = (each.finer if each.sure == sure else lambda each=each: each for each in (self, other))
-        later = None if one is None or two is None else lambda: join(one(), two())
+        one, two = (each.finer if each.sure == sure else lambda _=None, each=each: each for each in (self, other))
+        later = None if one is None or two is None else lambda over=None: join(one(over), two(over))
         return Bound(value, self.allowed + other.allowed, self.origin, later, sure, max(self.clear, other.clear))
+
+
+class Finer(Protocol):
+    """A bound from more runs, for the rows that are `over` at least (shaped as what is allowed); for all, if none are named.
+
+    Rows that nobody asked about may keep what fewer runs allow: who asks must have found them within that.
+    """
+
+    def __call__(self, over: Tensor | None = None) -> Bound:
+        """The bound."""
 
 
 def truth(operation: Operation, inputs: Inputs, cotangents: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -142,22 +164,76 @@ def bounds(
     plain = Arithmetic.of(algorithm, dtypes[0], products)
     if stores and algorithm == "recurrent":
         plain = dataclasses.replace(plain, summed_again=plain.output)
-    make = functools.partial(_Disturbed, operation, inputs, cotangents, exact, dtypes, chunks, plain)
-    few, many = make(RUNS), make(MORE[-1])
-    counts = [] if first is None or _on_a_gpu(inputs) else [count for count in LOOKS if count >= first]
-    looks = [*((few, count) for count in (*counts, RUNS)), *((many, count) for count in MORE)]
-    return _looks([functools.partial(runs.bounds, count) for runs, count in looks if count >= (first or 1)])
+    make = functools.partial(_Disturbed, operation, dtypes=dtypes, chunks=chunks, plain=plain)
+    large = _numbers(operation, inputs) > _LARGE["cuda" if _on_a_gpu(inputs) else "cpu"]
+    sparing = first is not None and (large or not _on_a_gpu(inputs))
+    counts = [count for count in (*(LOOKS if sparing else ()), RUNS, *MORE) if count >= (first or RUNS)]
+    return _Looks(Cut.of(operation, inputs), (inputs, cotangents, exact), make, counts, parts=large).bounds()
 
 
-def _looks(make: Sequence[Callable[[], dict[str, Bound]]]) -> dict[str, Bound]:
-    """The bounds that the first makes, with those of the next, once they are asked for, as finer ones."""
-    made, later = make[0](), make[1:]
-    if not later:
-        return made
-    finer = functools.cache(lambda: _looks(later))
-    return {
-        name: dataclasses.replace(bound, finer=functools.partial(lambda name: finer()[name], name)) for name, bound in made.items()
-    }
+Given = tuple[Inputs, dict[str, Tensor] | None, dict[str, Tensor]]  # inputs, cotangents, and all that comes of them
+
+
+class _Looks:
+    """What one look after the other allows: the first at the whole call, a later one at the part of it that is asked about.
+
+    `counts` are the runs of each look. Without `parts`, every look is at all of it, once: where a call is so small that a part of
+    it takes as long.
+    """
+
+    def __init__(self, cut: Cut, given: Given, make: Callable[..., "_Disturbed"], counts: Sequence[int], *, parts: bool) -> None:
+        self.cut, self.given, self.make, self.counts, self.parts = cut, given, make, counts, parts and bool(cut.operation.parallel)
+        self.runs: dict[tuple[Part, int], _Disturbed] = {}
+        self.made: list[dict[Part, dict[str, Bound]]] = [{} for _ in counts]
+
+    def bounds(self) -> dict[str, Bound]:
+        """Those of the first look, with later ones as finer."""
+        return {name: self._with_finer(name, bound, 1) for name, bound in self._look(0, self.cut.whole)[1].items()}
+
+    def _with_finer(self, name: str, bound: Bound, look: int) -> Bound:
+        """A bound of the look before this one."""
+        if look == len(self.counts):
+            return bound
+
+        def finer(over: Tensor | None = None) -> Bound:
+            port, part = self.cut.operation.port(name), self.cut.whole
+            if self.parts and over is not None:
+                part = self.cut.having(port, over)
+            where, made = self._look(look, part)
+            found = made[name]
+            if where != self.cut.whole:
+                allowed = self.cut.put(bound.allowed, port, part, self.cut.within(where, found.allowed, port, part))
+                found = dataclasses.replace(found, value=bound.value, allowed=allowed)
+            return self._with_finer(name, found, look + 1)
+
+        return dataclasses.replace(bound, finer=finer)
+
+    def _look(self, look: int, part: Part) -> tuple[Part, dict[str, Bound]]:
+        """What a look came to of some part that has this one: which, and its bounds."""
+        made, count = self.made[look], self.counts[look]
+        if (there := next((each for each in made if each.has(part)), None)) is None:
+            total = RUNS if count <= RUNS else MORE[-1]
+            there = self._cheapest(part, total, count)
+            made[there] = self._disturbed(there, total).bounds(count)
+        return there, made[there]
+
+    def _cheapest(self, part: Part, total: int, count: int) -> Part:
+        """That part, or a larger one of which so many runs cost less, since an earlier look made some of them."""
+        costs = {part: self.cut.size(part) * count}
+        for (each, of), runs in self.runs.items():
+            if of == total and each.has(part):
+                costs[each] = self.cut.size(each) * (count - runs.done)
+        return min(costs, key=lambda each: costs[each])
+
+    def _disturbed(self, part: Part, total: int) -> "_Disturbed":
+        """The disturbed runs of a part, of which a later look makes more."""
+        if (part, total) not in self.runs:
+            inputs, cotangents, exact = self.given
+            if part != self.cut.whole:
+                inputs, exact = self.cut.inputs(inputs, part), self.cut.named(exact, part)
+                cotangents = cotangents and self.cut.named(cotangents, part)
+            self.runs[part, total] = self.make(inputs, cotangents, exact, total=total)
+        return self.runs[part, total]
 
 
 class _Disturbed:
@@ -169,6 +245,7 @@ class _Disturbed:
         inputs: Inputs,
         cotangents: dict[str, Tensor] | None,
         exact: dict[str, Tensor],
+        *,
         dtypes: tuple[str, str],
         chunks: Sequence[int | None],
         plain: Arithmetic,
@@ -177,14 +254,12 @@ class _Disturbed:
         self.operation, self.inputs, self.exact, self.dtype, self.chunks = operation, inputs, exact, dtypes[0], chunks
         self.runs = total if len(chunks) == 1 else total // 2
         self.plain = dataclasses.replace(plain, gate=BITS[dtypes[1]], first=1, runs=self.runs)
-        pieces = _pieces(operation, inputs, self.runs)
-        self.once = _at_once(inputs, self.plain, pieces)
-        cut = functools.partial(_slices, operation, pieces=pieces)
-        self.given = list(zip(cut(inputs), cut(cotangents), cut(exact), strict=True))
+        self.given = inputs, cotangents, exact
         self.coarse = total in MORE and plain.stored < SINGLE
         self.ports = {port.name: port for port in (*operation.outputs, *operation.gradients())}
+        self.done = 0  # runs of the last bounds
         # By size of chunk and whether they are the coarse ones: how many runs, and sums of squares.
-        self.made: dict[tuple[int | None, bool], tuple[int, list[list[Tensor]]]] = {}
+        self.made: dict[tuple[int | None, bool], tuple[int, list[Tensor]]] = {}
 
     def bounds(self, count: int) -> dict[str, Bound]:
         """The bounds of the first `count` runs, of half of them where chunks have several sizes.
@@ -192,7 +267,7 @@ class _Disturbed:
         The N runs of RUNS have the n of LOOKS among them: the mean of their squares is at least n / N of the mean of these, and
         what they allow at least the root of n / N of what these allow. Of several sizes the greatest counts: no less than one's.
         """
-        sizes, runs = self.chunks, count
+        sizes, runs, self.done = self.chunks, count, count
         if len(sizes) > 1:
             sizes, runs = sizes[: None if count > 1 else 1], max(1, count // 2)
         result: dict[str, Tensor] = {}
@@ -225,16 +300,21 @@ class _Disturbed:
 
     def squares(self, size: int | None, runs: int, *, coarse: bool = False) -> list[Tensor]:
         """Each row's squared distance from the truth, its mean over the first so many runs in chunks of a size."""
-        before, sums = self.made.get((size, coarse), (0, [[]] * len(self.given)))
-        plain = _coarser(self.plain) if coarse else self.plain
-        arithmetics = [
-            dataclasses.replace(plain, chunk=size, runs=min(self.once, runs - done), first=done + 1, last=self.runs)
-            for done in range(before, runs, self.once)
-        ]
-        sums = [_spread(self.ports, self.operation, *part, arithmetics, own) for part, own in zip(self.given, sums, strict=True)]
-        self.made[size, coarse] = runs, sums
-        whole = [_joined(self.operation, self.ports[name], list(parts)) for name, *parts in zip(self.exact, *sums, strict=True)]
-        return list(torch._foreach_mul(whole, 1.0 / runs))
+        before, sums = self.made.get((size, coarse), (0, []))
+        if before < runs:
+            plain = dataclasses.replace(_coarser(self.plain) if coarse else self.plain, chunk=size, last=self.runs)
+            pieces = _pieces(self.operation, self.inputs, runs - before)
+            once = _at_once(self.inputs, dataclasses.replace(plain, runs=runs - before), pieces)
+            arithmetics = [
+                dataclasses.replace(plain, runs=min(once, runs - done), first=done + 1) for done in range(before, runs, once)
+            ]
+            given = zip(*(_slices(self.operation, each, pieces) for each in self.given), strict=True)
+            parts = [_spread(self.ports, self.operation, x, ct, exact, arithmetics) for x, ct, exact in given]
+            named = zip(self.exact, *parts, strict=True)
+            more = [_joined(self.operation, self.ports[name], list(each)) for name, *each in named]
+            sums = list(torch._foreach_add(sums, more)) if sums else more
+            self.made[size, coarse] = runs, sums
+        return list(torch._foreach_mul(sums, 1.0 / runs))
 
 
 def _coarser(plain: Arithmetic) -> Arithmetic:
@@ -262,9 +342,9 @@ def _spread(
     cotangents: dict[str, Tensor] | None,
     exact: dict[str, Tensor],
     arithmetics: Sequence[Arithmetic],
-    own: list[Tensor],
 ) -> list[Tensor]:
-    """The sum over the runs of some arithmetics of each row's squared distance from the truth, added to `own`, that of others."""
+    """The sum over the runs of some arithmetics of each row's squared distance from the truth."""
+    own: list[Tensor] = []
     for arithmetic in arithmetics:
         runs = _evaluate(operation, inputs, cotangents, arithmetic)
         off = [runs[name] - value for name, value in exact.items()]
@@ -290,12 +370,16 @@ def _at_once(inputs: Inputs, plain: Arithmetic, pieces: int) -> int:
     return max((count for count in range(1, min(plain.runs, most) + 1) if plain.runs % count == 0), default=1)
 
 
+def _numbers(operation: Operation, inputs: Inputs) -> int:
+    """How many numbers a call's inputs have."""
+    return sum(inputs[port.name].numel() for port in operation.inputs if inputs.get(port.name) is not None)
+
+
 def _pieces(operation: Operation, inputs: Inputs, runs: int) -> int:
     """Into how few calls a call is cut along the operation's parallel axes to keep few runs' inputs within _BATCH numbers each."""
     sizes = operation.sizes(inputs)
     most = math.gcd(*(sizes[axis] for axis in operation.parallel)) if operation.parallel else 1
-    numbers = sum(inputs[port.name].numel() for port in operation.inputs if inputs.get(port.name) is not None)
-    wanted = min(runs, _FEW) * numbers / _BATCH["cuda" if _on_a_gpu(inputs) else "cpu"]
+    wanted = min(runs, _FEW) * _numbers(operation, inputs) / _BATCH["cuda" if _on_a_gpu(inputs) else "cpu"]
     return next(count for count in range(1, most + 1) if most % count == 0 and (count >= wanted or count == most))
 
 

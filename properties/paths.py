@@ -285,7 +285,7 @@ def _held(bench: PathBench, bounds: dict[str, Bound], name: str) -> Bound:
         bound,
         value=bound.value.index_select(axis, rows),
         allowed=bound.allowed.index_select(axis, rows) if axis < bound.allowed.ndim else bound.allowed,
-        finer=None if finer is None else lambda: _held(bench, {name: finer()}, name),
+        finer=None if finer is None else lambda over=None: _held(bench, {name: finer()}, name),
     )
 
 

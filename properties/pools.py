@@ -228,7 +228,7 @@ def _limited(bound: Bound, mask: Tensor) -> Bound:
         bound,
         value=_at(bound.value, mask),
         allowed=torch.where(spread(mask, bound.allowed, 0), bound.allowed, 1.0),
-        finer=None if finer is None else lambda: _limited(finer(), mask),
+        finer=None if finer is None else lambda over=None: _limited(finer(over), mask),
     )
 
 
@@ -449,7 +449,7 @@ def _blocks(bench: Bench, example: Example) -> Iterator[Pair]:
 def _half(bound: Bound) -> Bound:
     """Half the allowance of each row."""
     finer = bound.finer
-    later = None if finer is None else lambda: _half(finer())
+    later = None if finer is None else lambda over=None: _half(finer(over))
     return dataclasses.replace(bound, allowed=bound.allowed / 2, origin=f"half of {bound.origin}", finer=later)
 
 

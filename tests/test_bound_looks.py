@@ -221,7 +221,7 @@ def chain(*given: tuple[float, float]) -> tuple[Bound, list[float]]:
     def make(rest: tuple[tuple[float, float], ...]) -> Bound:
         (allowed, sure), later = rest[0], rest[1:]
 
-        def finer() -> Bound:
+        def finer(over: Tensor | None = None) -> Bound:
             asked.append(later[0][0])
             return make(later)
 

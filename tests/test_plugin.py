@@ -105,14 +105,15 @@ SAID = (
     (("--gdn-profile", "fast"), "--gdn-profile must be one of least, few, quick, ci, gpu, soak, got 'fast'"),
     (("--gdn-seed", "-1"), "--gdn-seed must be in 0.."),
     (("--gdn-seed", "x"), "argument --gdn-seed: invalid int value: 'x'"),
-    (("--bad-mark",), "gdn_adapter takes profile=least|few|quick|ci|gpu|soak, got {'profile': 'tiny'}"),
+    (("--bad-mark",), "gdn_adapter takes profile=least|few|quick|ci|gpu|soak and laws=names, got {'profile': 'tiny'}"),
+    (("--bad-law-mark",), "unknown law 'orcale'; there are oracle"),
     (("--no-mark",), "test_unmarked asks for gdn_law: mark it gdn_adapter(...) or give --gdn-adapter"),
 )
 EACH = """
 import contextlib, io, json, pytest
 for options in json.loads(OPTIONS):
     said = io.StringIO()
-    file = {"--no-mark": "unmarked.py", "--bad-mark": "marked.py"}.get(options[0], "test_kernel.py")
+    file = {"--no-mark": "unmarked.py", "--bad-mark": "marked.py", "--bad-law-mark": "lawful.py"}.get(options[0], "test_kernel.py")
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = pytest.main([file, "-p", "no:cacheprovider", *(word for word in options if "-mark" not in word)])
     print(json.dumps([int(code), said.getvalue()]))
@@ -124,6 +125,7 @@ def test_bad_option_is_a_usage_error_before_anything_runs(tmp_path: pathlib.Path
     (tmp_path / "unmarked.py").write_text("def test_unmarked(gdn_law):\n    gdn_law.assert_holds()\n")
     (tmp_path / "test_kernel.py").write_text(ASKS.format(adapters=repr(RIGHT)))
     (tmp_path / "marked.py").write_text(ASKS.format(adapters=f"{RIGHT!r}, profile='tiny'"))
+    (tmp_path / "lawful.py").write_text(ASKS.format(adapters=f"{RIGHT!r}, laws=('cut', 'orcale')"))
     (tmp_path / "pytest.ini").write_text("[pytest]\n" + ("" if INSTALLED else "addopts = -p verify.pytest_plugin\n"))
     program = EACH.replace("OPTIONS", repr(json.dumps([options for options, _ in SAID])))
     done = subprocess.run(
@@ -160,6 +162,13 @@ def test_a_mark_may_ask_for_fewer_cases(tmp_path: pathlib.Path) -> None:
         test_kernel=asks.replace("profile='least')", "profile='soak')"),
     )
     assert more.returncode == 0, more.stdout
+
+
+def test_a_mark_may_ask_for_some_laws(tmp_path: pathlib.Path) -> None:
+    """Of these the option's, where there are both; without it see test_adapters.py."""
+    asks = ASKS.format(adapters=f"{RIGHT!r}, laws=('cut', 'oracle')")
+    done = suite(tmp_path, "--collect-only", "-q", "--gdn-law", "cut", "--gdn-law", "pure", test_kernel=asks)
+    assert [line.rpartition("-")[2] for line in done.stdout.splitlines() if "::" in line] == ["cut]"]
 
 
 def test_a_gpu_that_is_not_there_ends_the_session_with_one_line(tmp_path: pathlib.Path) -> None:

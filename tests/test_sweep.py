@@ -3,13 +3,15 @@
 import dataclasses
 import json
 import pathlib
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from oracles.case import Case
 from properties.domain import Domain
 from properties.strategies import Example
-from verify import cli
+from verify import cli, sweep
 from verify.check import describe
 from verify.store import Store
 from verify.sweep import CASES, KEYS, LAWS, Sweep, Swept, examples_of
@@ -76,7 +78,17 @@ def test_what_is_not_autotuned_cannot_be_swept(tmp_path: pathlib.Path) -> None:
             sweep.run()
 
 
-def test_the_command_prints_the_sweep_and_keeps_a_deny_list(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_sweep_and_keeps_a_deny_list(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the cases that it draws without a GPU, but for their lengths: interpreted, those take most of a minute."""
+    drawn = sweep.examples_of
+
+    def shorter(*given: Any) -> Iterator[tuple[str, Example]]:
+        for law, example in drawn(*given):
+            yield law, dataclasses.replace(example, case=dataclasses.replace(example.case, lengths=(70,), packed=False))
+
+    monkeypatch.setattr(sweep, "examples_of", shorter)
     deny = tmp_path / "deny.jsonl"
     words = ["check", "tests/autotuned.py:WrongAt64", "--tune", "sweep", "--device", "cpu", "--workers", "1", "--seed", "1"]
     assert cli.main([*words, "--deny", str(deny), "--findings", str(tmp_path / "f"), "--json", str(tmp_path / "out")]) == cli.BROKEN

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from oracles import bound
 from oracles.bound import Bound
@@ -116,10 +117,10 @@ class Beside:
             self._from.close()
 
 
-def _finer(make: Callable[[], Bounds], name: str) -> Bound:
+def _finer(make: Callable[[], Bounds], name: str, over: Tensor | None = None) -> Bound:
     finer = make()[name].finer
     assert finer is not None, name
-    return finer()
+    return finer(over)
 
 
 def _live(requests: int, answers: int) -> NoReturn:

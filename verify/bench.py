@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from oracles import bound
-from oracles.bound import Bound
+from oracles.bound import Bound, Finer
 from oracles.case import Case
 from oracles.operation import Inputs, Operation, gradient_name, sequences
 from properties.laws import Cotangents, Results
@@ -111,11 +111,11 @@ class AdapterBench(Timed):
                 made = {name: each.beside(other[name]) for name, each in made.items()}
         return {name: dataclasses.replace(each, finer=self._finer(each)) for name, each in made.items()}
 
-    def _finer(self, one: Bound) -> Callable[[], Bound]:
-        def finer() -> Bound:
+    def _finer(self, one: Bound) -> Finer:
+        def finer(over: Tensor | None = None) -> Bound:
             with self.timed("oracle_s"), devices.default("cpu"):
                 assert one.finer is not None
-                found = one.finer()
+                found = one.finer(over)
             return found if found.finer is None else dataclasses.replace(found, finer=self._finer(found))
 
         return finer

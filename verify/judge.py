@@ -154,7 +154,7 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: floa
         raise ArithmeticError(f"the truth of {name}, or its bound, is not finite")  # our failure, and no verdict on got
     ratio = _over(error, bound)
     while bound.finer is not None and (most := float(ratio.max())) > bound.sure and (spared < most < bound.clear or bound.sure < 1):
-        bound = bound.finer()
+        bound = bound.finer(ratio > bound.sure)
         ratio = _over(error, bound)
     over = ratio > 1
     worst = int(ratio.argmax())

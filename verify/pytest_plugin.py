@@ -87,7 +87,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker."""
     config.addinivalue_line(
-        "markers", "gdn_adapter(*names, profile=...): the adapters that a test's gdn_law items check, and how many cases at most"
+        "markers",
+        "gdn_adapter(*names, profile=..., laws=...): the adapters that a test's gdn_law items check, how many cases at most, "
+        "and the names of laws, if not all that --gdn-law has",
     )
 
 
@@ -100,8 +102,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     from verify.check import PROFILES
 
     config = metafunc.config
-    marked = [name for mark in metafunc.definition.iter_markers("gdn_adapter") for name in mark.args]
-    adapters = config.getoption("--gdn-adapter") or marked
+    marks = list(metafunc.definition.iter_markers("gdn_adapter"))
+    adapters = config.getoption("--gdn-adapter") or [name for mark in marks for name in mark.args]
     if not adapters:
         raise pytest.UsageError(f"{metafunc.function.__name__} asks for gdn_law: mark it gdn_adapter(...) or give --gdn-adapter")
     try:
@@ -110,14 +112,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             check_spec(adapter)
         if config.getoption("--gdn-profile") not in PROFILES:
             raise ValueError(f"--gdn-profile must be one of {', '.join(PROFILES)}, got {config.getoption('--gdn-profile')!r}")
-        for said in (mark.kwargs for mark in metafunc.definition.iter_markers("gdn_adapter")):
-            if said.keys() - {"profile"} or said.get("profile", "quick") not in PROFILES:
-                raise ValueError(f"gdn_adapter takes profile={'|'.join(PROFILES)}, got {said}")
+        for said in (mark.kwargs for mark in marks):
+            if said.keys() - {"profile", "laws"} or said.get("profile", "quick") not in PROFILES:
+                raise ValueError(f"gdn_adapter takes profile={'|'.join(PROFILES)} and laws=names, got {said}")
+        few = [[name for name in mark.kwargs["laws"] if book_for(name, None)] for mark in marks if "laws" in mark.kwargs]
         if not 0 <= config.getoption("--gdn-seed") < 2**32:
             raise ValueError(f"--gdn-seed must be in 0..{2**32 - 1}, got {config.getoption('--gdn-seed')}")
     except (AdapterError, ValueError) as error:
         raise pytest.UsageError(str(error)) from None
-    pairs = [(adapter, law) for adapter in adapters for law in laws or _laws(adapter)]
+    pairs = [(adapter, law) for adapter in adapters for law in laws or _laws(adapter) if all(law in each for each in few)]
     metafunc.parametrize("gdn_law", pairs, indirect=True, ids=[f"{adapter}-{law}" for adapter, law in pairs])
 
 
@@ -167,7 +170,8 @@ def gdn_law(request: pytest.FixtureRequest, gdn_worker: "Worker", gdn_device: st
 
     adapter, law = request.param
     option = request.config.getoption
-    asked = [option("--gdn-profile"), *(mark.kwargs["profile"] for mark in request.node.iter_markers("gdn_adapter") if mark.kwargs)]
+    marks = [mark.kwargs for mark in request.node.iter_markers("gdn_adapter")]
+    asked = [option("--gdn-profile"), *(said["profile"] for said in marks if "profile" in said)]
     profile = min(asked, key=lambda name: PROFILES[name].examples)
     findings = str(request.config.rootpath / FOLDER)
     return LawItem(adapter, law, profile, option("--gdn-seed"), gdn_worker, findings, gdn_device, option("--gdn-examples"))

@@ -149,7 +149,7 @@ class _Call:
         case = self.cases[row]
         alone = functools.cache(lambda: _alone(self.runs[row], algorithm))
         parts = {name: self._part(row, name, whole) for name, whole in self.made[algorithm].items() if name not in _unasked(case)}
-        later = {name: functools.partial(lambda name: alone()[name], name) for name in parts}
+        later = {name: functools.partial(lambda name, over=None: alone()[name], name) for name in parts}
         return {name: dataclasses.replace(part, finer=later[name]) for name, part in parts.items()}
 
     def _made(self, algorithm: str) -> Bounds:

@@ -1,0 +1,143 @@
+"""Parts of a call: some of its sequences, and some of the heads that share nothing with others; each part is a call of its own.
+
+Sequences know nothing of each other, and along an operation's `parallel` axes nothing is shared either. So the rows of some
+sequences and heads are, in the part that has these, what they are in the whole call: a token's vector, a row of a final state. What
+is a sum over all sequences, as the gradient of A_log is, has its rows in parts with every sequence.
+"""
+
+import dataclasses
+import itertools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from oracles.operation import Inputs, Operation, Port, sequences
+
+
+class Part(NamedTuple):
+    """Which sequences, and which groups along the parallel axes."""
+
+    sequences: tuple[int, ...]
+    groups: tuple[int, ...]
+
+    def has(self, other: "Part") -> bool:
+        """Whether all of the other is in this one."""
+        return {*other.sequences} <= {*self.sequences} and {*other.groups} <= {*self.groups}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a legal call of an operation may be cut: into as many `groups` along its parallel axes, and sequences of `lengths`.
+
+    Sequences whose states lie in a pool stay together, as do those of several calls (verify/together.py): `apart` is False.
+    """
+
+    operation: Operation
+    lengths: tuple[int, ...]
+    packed: bool
+    groups: int
+    apart: bool
+
+    @classmethod
+    def of(cls, operation: Operation, inputs: Inputs) -> "Cut":
+        """That of a call."""
+        sizes = operation.sizes(inputs)
+        groups = math.gcd(*(sizes[axis] for axis in operation.parallel)) if operation.parallel else 1
+        lengths = sequences(inputs, operation.inputs[0].name)
+        apart = bool(operation.parallel) and "P" not in sizes and inputs.get("calls") is None
+        return cls(operation, tuple(lengths), inputs.get("cu_seqlens") is not None, groups, apart)
+
+    @property
+    def whole(self) -> Part:
+        """All of the call."""
+        return Part(tuple(range(len(self.lengths))), tuple(range(self.groups)))
+
+    def size(self, part: Part) -> int:
+        """How large a part is: its tokens, and a state a sequence, of each group."""
+        return len(part.groups) * sum(1 + self.lengths[row] for row in part.sequences)
+
+    def having(self, port: Port, rows: Tensor) -> Part:
+        """The smallest part that has all the rows of a tensor that are true, the whole if none is; `rows` has one for each row."""
+        axes, (some, groups) = port.axes.split()[: rows.ndim], self.whole
+        if not bool(rows.any()):
+            return self.whole
+        if (along := [place for place, axis in enumerate(axes) if axis in self.operation.parallel]) and self.groups > 1:
+            groups = _true(rows.movedim(along[0], 0).reshape(self.groups, -1).any(-1))
+        if not self.apart:
+            return Part(some, groups)
+        if axes[0] == "N":
+            some = _true(rows.flatten(1).any(-1) if rows.ndim > 1 else rows)
+        elif axes[:2] == ["B", "T"]:
+            tokens = rows.flatten(2).any(-1) if rows.ndim > 2 else rows
+            some = _true(self._any_of_each(tokens[0]) if self.packed else tokens.any(-1))
+        return Part(some, groups)
+
+    def _any_of_each(self, tokens: Tensor) -> Tensor:
+        """Whether any token of each sequence is true."""
+        numbers = torch.arange(len(self.lengths), device=tokens.device).repeat_interleave(
+            torch.tensor(self.lengths, device=tokens.device)
+        )
+        return torch.zeros(len(self.lengths), dtype=torch.bool, device=tokens.device).index_fill_(0, numbers[tokens], True)
+
+    def inputs(self, inputs: Inputs, part: Part) -> Inputs:
+        """The inputs of a part."""
+        taken = {
+            port.name: self.taken(inputs[port.name], port, part)
+            for port in self.operation.inputs
+            if inputs.get(port.name) is not None
+        }
+        if self.packed:
+            offsets = [0, *itertools.accumulate(self.lengths[row] for row in part.sequences)]
+            taken["cu_seqlens"] = inputs.cu_seqlens.new_tensor(offsets)
+        return inputs.replaced(**taken)
+
+    def named(self, tensors: dict[str, Tensor], part: Part) -> dict[str, Tensor]:
+        """Those rows of outputs, cotangents of outputs, or gradients, by their names."""
+        return {name: self.taken(x, self.operation.port(name), part) for name, x in tensors.items()}
+
+    def taken(self, x: Tensor, port: Port, part: Part) -> Tensor:
+        """What a part has of a tensor, or of numbers for each of its rows."""
+        for place, axis in enumerate(port.axes.split()[: x.ndim]):
+            if (at := self._at(axis, x.shape[place], part, x.device)) is not None:
+                x = x.index_select(place, at)
+        return x
+
+    def within(self, larger: Part, x: Tensor, port: Port, part: Part) -> Tensor:
+        """What a part has of a larger part's tensor."""
+        if larger == part:
+            return x
+        lengths = tuple(self.lengths[row] for row in larger.sequences)
+        cut = dataclasses.replace(self, lengths=lengths, groups=len(larger.groups))
+        some = tuple(larger.sequences.index(row) for row in part.sequences)
+        return cut.taken(x, port, Part(some, tuple(larger.groups.index(group) for group in part.groups)))
+
+    def put(self, x: Tensor, port: Port, part: Part, given: Tensor) -> Tensor:
+        """x with what a part has of it replaced; x has a number for each row."""
+        index = []
+        for place, (axis, size) in enumerate(zip(port.axes.split(), x.shape, strict=False)):
+            at = self._at(axis, size, part, x.device)
+            at = torch.arange(size, device=x.device) if at is None else at
+            index.append(at.view(-1, *[1] * (x.ndim - place - 1)))
+        return x.index_put(tuple(index), given) if index else given
+
+    def _at(self, axis: str, size: int, part: Part, device: torch.device) -> Tensor | None:
+        """The places along an axis that a part has, None where it has all."""
+        some: torch.Tensor | None = None
+        if axis in self.operation.parallel and len(part.groups) < self.groups:
+            some = torch.arange(size).view(self.groups, -1)[list(part.groups)].flatten()
+        elif axis == ("T" if self.packed else "B") and len(part.sequences) < len(self.lengths):
+            if self.packed:
+                starts = [0, *itertools.accumulate(self.lengths)]
+                some = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in part.sequences])
+            else:
+                some = torch.tensor(part.sequences)
+        elif axis == "N" and len(part.sequences) < len(self.lengths):
+            some = torch.tensor(part.sequences)
+        return None if some is None else some.to(device)
+
+
+def _true(each: Tensor) -> tuple[int, ...]:
+    """The places that are true."""
+    return tuple(each.nonzero().flatten().tolist())

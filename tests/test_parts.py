@@ -1,0 +1,262 @@
+"""Parts of a call are calls of their own, with the rows that the whole has; what is over a bound is looked at in its part only."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oracles import bound
+from oracles.bound import Bound, bounds, truth
+from oracles.case import Case
+from oracles.operation import Inputs
+from oracles.operations import OPERATIONS, RULES
+from oracles.parts import Cut, Part
+from properties.domain import Domain
+from properties.strategies import cases
+from tests.test_rounding import answered
+from verify.judge import judge, where
+from verify.zoo.base import Chunkwise
+
+CASES = cases(Domain(in_kernel=("none", "gate", "beta", "both")), longest=12, total=40, value_heads=6)
+
+
+def parts_of(cut: Cut) -> st.SearchStrategy[Part]:
+    """Any part but an empty one."""
+    sequences = st.sets(st.sampled_from(cut.whole.sequences), min_size=1)
+    groups = st.sets(st.sampled_from(cut.whole.groups), min_size=1)
+    return st.tuples(sequences, groups).map(lambda each: Part(*(tuple(sorted(some)) for some in each)))
+
+
+def summed_over_sequences(cut: Cut, name: str) -> bool:
+    return cut.operation.port(name).axes.split()[0] not in ("B", "N")
+
+
+def apart(cut: Cut, inputs: Inputs, cotangents: dict[str, Tensor] | None, part: Part) -> list[str]:
+    """The tensors of which a part has other rows than the whole."""
+    cut.operation.check(cut.inputs(inputs, part))
+    whole = truth(cut.operation, inputs, cotangents)
+    mine = truth(cut.operation, cut.inputs(inputs, part), cotangents and cut.named(cotangents, part))
+    wanted = cut.named(whole, part)
+    size = {name: 1.0 + float(x.abs().max()) if x.numel() else 1.0 for name, x in whole.items()}
+    return [
+        name
+        for name, x in mine.items()
+        if not (part.sequences != cut.whole.sequences and summed_over_sequences(cut, name))
+        and not (x.shape == wanted[name].shape and bool(((x - wanted[name]).abs() <= 1e-12 * size[name]).all()))
+    ]
+
+
+@pytest.mark.parametrize("operation", RULES)
+@settings(max_examples=15)
+@given(case=CASES, data=st.data())
+def test_the_rows_of_a_part_are_those_of_the_whole(operation: str, case: Case, data: st.DataObject) -> None:
+    ways = {"delta_rule": {"in_kernel": "none"}, "kda": {}, "gated_delta_rule": {}}[operation]
+    case = dataclasses.replace(case, operation=operation, **ways)
+    inputs = case.inputs()
+    cut = Cut.of(case.spec, inputs)
+    assert (len(cut.whole.sequences), len(cut.whole.groups)) == (len(case.lengths), case.heads)
+    assert apart(cut, inputs, case.cotangents() if case.backward else None, data.draw(parts_of(cut))) == []
+
+
+class TakesTheNext(Cut):
+    """The planted fault: of all inputs but the values the next head is taken, or of a packed batch's tokens the next sequence."""
+
+    def inputs(self, inputs: Inputs, part: Part) -> Inputs:
+        return super().inputs(inputs, part).replaced(v=super().inputs(inputs, self.next(part)).v)
+
+    def next(self, part: Part) -> Part:
+        return Part(part.sequences, tuple((group + 1) % self.groups for group in part.groups))
+
+
+class TakesTheNextSequence(TakesTheNext):
+    def next(self, part: Part) -> Part:
+        return Part(tuple((row + 1) % len(self.lengths) for row in part.sequences), part.groups)
+
+
+@pytest.mark.parametrize("wrong", [TakesTheNext, TakesTheNextSequence])
+@pytest.mark.parametrize("words", ["lengths=4+4+4 packed=yes", "lengths=4+4"])
+def test_a_part_with_anothers_rows_is_seen(wrong: type[Cut], words: str) -> None:
+    case = Case.parse(f"{words} heads=3 value_heads=6 key_dim=4 value_dim=4 state=random")
+    inputs = case.inputs()
+    for kind, faults in ((Cut, False), (wrong, True)):
+        assert bool(apart(kind.of(case.spec, inputs), inputs, case.cotangents(), Part((1,), (0, 2)))) == faults
+
+
+@pytest.mark.parametrize("operation", RULES)
+@settings(max_examples=25)
+@given(case=CASES, data=st.data())
+def test_a_part_that_has_rows_is_the_smallest(operation: str, case: Case, data: st.DataObject) -> None:
+    """Of single rows, each named by its place: what is taken has them all, and nothing less has."""
+    case = dataclasses.replace(case, operation=operation, **({"in_kernel": "none"} if operation == "delta_rule" else {}))
+    inputs = case.inputs()
+    cut = Cut.of(case.spec, inputs)
+    port = data.draw(st.sampled_from((*case.spec.outputs, *case.spec.gradients())))
+    like = truth(case.spec, inputs, case.cotangents()).get(port.name)
+    if like is None:
+        return
+    shape = like.shape if port.scalar_rows else like.shape[:-1]
+    numbers = torch.arange(shape.numel()).view(shape)
+    some = data.draw(st.sets(st.integers(0, max(0, shape.numel() - 1)), max_size=4)) if shape.numel() else set()
+    rows = torch.isin(numbers, torch.tensor(sorted(some), dtype=torch.int64))
+    part = cut.having(port, rows)
+    if not rows.any():
+        assert part == cut.whole
+        return
+    assert int(cut.taken(rows, port, part).sum()) == len(some)
+    fewer = [Part(tuple(row for row in part.sequences if row != gone), part.groups) for gone in part.sequences]
+    fewer = [] if summed_over_sequences(cut, port.name) else fewer
+    fewer += [Part(part.sequences, tuple(group for group in part.groups if group != gone)) for gone in part.groups]
+    for each in fewer:
+        if each.sequences and each.groups:
+            assert int(cut.taken(rows, port, each).sum()) < len(some)
+    # What is put back lies where it came from, and nothing else is touched.
+    put = cut.put(torch.full(shape, -1), port, part, cut.taken(numbers, port, part))
+    assert torch.equal(put[put >= 0], cut.taken(numbers, port, part).flatten().sort().values)
+    assert ((put == -1) | (put == numbers)).all()
+    larger = cut.having(port, rows | (numbers == data.draw(st.integers(0, shape.numel() - 1))))
+    assert larger.has(part)
+    assert torch.equal(cut.within(larger, cut.taken(numbers, port, larger), port, part), cut.taken(numbers, port, part))
+
+
+def test_sequences_of_a_pool_and_of_several_calls_stay_together() -> None:
+    case = Case.parse("lengths=4+4 packed=yes heads=2 value_heads=2 key_dim=2 value_dim=2")
+    inputs = case.inputs()
+    cut = Cut.of(case.spec, inputs)
+    over = torch.zeros(1, 8, 2, dtype=torch.bool)
+    over[0, 5, 1] = True
+    assert cut.having(case.spec.port("o"), over) == Part((1,), (1,))
+    together = Cut.of(case.spec, Inputs(**inputs, calls=(4, 4)))
+    assert together.having(case.spec.port("o"), over) == Part((0, 1), (1,))
+    assert not Cut(OPERATIONS["decode"], (1,), False, 1, apart=False).apart
+
+
+# Bounds
+
+
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """How many numbers and runs are evaluated, of disturbed runs, as they come."""
+    evaluate, seen = bound._evaluate, list[tuple[int, int]]()
+
+    def noted(operation: Any, inputs: Inputs, cotangents: Any, arithmetic: Any) -> dict[str, Tensor]:
+        if arithmetic.rounds:
+            seen.append((sum(x.numel() for x in inputs.values() if isinstance(x, Tensor)), arithmetic.runs))
+        return evaluate(operation, inputs, cotangents, arithmetic)
+
+    monkeypatch.setattr(bound, "_evaluate", noted)
+    return seen
+
+
+WIDE = Case.parse("lengths=70+3+33+50 packed=yes heads=4 value_heads=8 key_dim=8 value_dim=8 dtype=bf16 state=random gate=64")
+
+
+def wide_bounds(first: int | None = 1) -> dict[str, Bound]:
+    return bounds(WIDE.spec, WIDE.inputs(), WIDE.cotangents(), "chunkwise", "ieee", 64, first)
+
+
+def test_only_the_part_that_is_asked_about_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bound._LARGE, "cpu", 0)
+    seen = evaluated(monkeypatch)
+    one, all_of = wide_bounds()["o"], wide_bounds(4)["o"]
+    seen.clear()
+    over = torch.zeros_like(one.allowed, dtype=torch.bool)
+    over[0, 71, 5] = True  # of the second sequence, and the third key head
+    assert one.finer is not None
+    sizes, each = [], one
+    while each.finer is not None:
+        each, before = each.finer(over), each
+        rows = torch.zeros_like(over)
+        rows[0, 70:73, 4:6] = True
+        assert torch.equal(each.allowed[~rows], before.allowed[~rows])
+        assert not torch.equal(each.allowed[rows], before.allowed[rows])
+        assert each.value is one.value
+        sizes.append(each.sure)
+    assert sizes == [0.5**0.5, 1.0, 1.0, 1.0]
+    # 3 of 156 tokens and one of four key heads; 63 runs more, and a quarter as many coarse ones.
+    largest = sum(x.numel() for x in WIDE.inputs().values() if isinstance(x, Tensor))
+    assert all(numbers < largest / 16 for numbers, _ in seen)
+    assert sum(runs for _, runs in seen) == 4 + 64 + 16
+    few = one.finer(over).finer
+    assert few is not None
+    ratio = few(over).allowed[0, 70:73, 4:6] / all_of.allowed[0, 70:73, 4:6]
+    assert float(ratio.min()) > 0.25 and float(ratio.max()) < 4.0, "other grids, and no other errors"
+
+
+def test_what_was_looked_at_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bound._LARGE, "cpu", 0)
+    seen, limits = evaluated(monkeypatch), wide_bounds()
+    finer = {name: each.finer for name, each in limits.items() if each.finer is not None}
+    seen.clear()
+    over = torch.zeros_like(limits["o"].allowed, dtype=torch.bool)
+    over[0, 0, 0] = over[0, 71, 5] = True
+    finer["o"](over)
+    assert len(seen) > 0
+    seen.clear()
+    over[0, 0, 0] = False
+    finer["dv"](over)
+    finer["o"](over)
+    assert seen == [], "a part of that"
+    finer["o"]()
+    assert [numbers for numbers, _ in seen] == [sum(x.numel() for x in WIDE.inputs().values() if isinstance(x, Tensor))]
+    seen.clear()
+    finer["dbeta"](over)
+    finer["final_state"]()
+    assert seen == []
+
+
+def test_a_sum_over_sequences_is_looked_at_with_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bound._LARGE, "cpu", 0)
+    case = dataclasses.replace(WIDE, in_kernel="gate")
+    seen = evaluated(monkeypatch)
+    one = bounds(case.spec, case.inputs(), case.cotangents(), "chunkwise", "ieee", 64, 1)["dA_log"]
+    whole = seen[-1][0]
+    seen.clear()
+    over = torch.zeros_like(one.allowed, dtype=torch.bool)
+    over[6] = True
+    assert one.finer is not None
+    found = one.finer(over)
+    assert {round(4 * numbers / whole, 1) for numbers, _ in seen} == {1.0}
+    assert torch.equal(found.allowed[:6], one.allowed[:6])
+    assert (found.allowed[6:] != one.allowed[6:]).all()
+
+
+def test_of_a_small_call_all_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = evaluated(monkeypatch)
+    one = wide_bounds()["o"]
+    seen.clear()
+    over = torch.zeros_like(one.allowed, dtype=torch.bool)
+    over[0, 0, 0] = True
+    assert one.finer is not None
+    assert (one.finer(over).allowed != one.allowed).any(-1).all()
+    assert [runs for _, runs in seen] == [1]
+
+
+class OneWrongToken(Chunkwise):
+    """The corrected values of one token of one head of one sequence are lost."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        beta = x.beta.clone()
+        if len(x.cu_seqlens) > 3:
+            beta[0, int(x.cu_seqlens[3]) + 7, 6] = 0
+        return super().run(x.replaced(beta=beta))
+
+
+@pytest.mark.parametrize(("implementation", "broken"), [(Chunkwise(), False), (OneWrongToken(), True)])
+def test_the_same_is_broken_whether_the_whole_is_looked_at_or_parts(
+    implementation: Chunkwise, monkeypatch: pytest.MonkeyPatch, *, broken: bool
+) -> None:
+    for dtype in ("bf16", "fp32"):
+        case = dataclasses.replace(WIDE, dtype=dtype)
+        results, found = answered(implementation, case), []
+        for large in (0, 2**62):
+            monkeypatch.setitem(bound._LARGE, "cpu", large)
+            limits = bounds(case.spec, case.inputs(), case.cotangents(), "chunkwise", "ieee", 64, 1)
+            pairs = [(name, results[name], each) for name, each in limits.items()]
+            found.append({(each.output, each.worst) for each in judge(pairs, functools.partial(where, case)).findings})
+        assert found[0] == found[1]
+        assert bool(found[0]) == broken
+        assert all("sequence 3" in worst for _, worst in found[0])
