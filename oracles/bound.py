@@ -19,9 +19,10 @@ operands are coarser than float32, one for each COARSE of them rounds to a bit l
 there, and half of that is sigma again; but where errors amplify each other, as those of a chunk's transition do from chunk to
 chunk, twice the error comes to four times as much or more. The distribution then has tails that sigma knows nothing of, and own is
 the greater of both. After several chunks the tails may be all there is: a transition that rounding makes 1.5 where it is 0 takes
-errors to its power, and few runs may all have small ones. There nothing is clear from RUNS alone (`Bound.clear`). On a CPU, where a
-run is what costs, the judge may look at one of the RUNS first, at two, and at all only if an error is over what these are sure of
-(`Bound.sure`): it finds the same broken.
+errors to its power, and few runs may all have small ones. There nothing is clear from RUNS alone (`Bound.clear`). On a CPU, and
+where a call is large, a run is what costs. There the judge may look at one of the RUNS first, at two, and at all only if an error
+is over what these are sure of (`Bound.sure`): of the same runs it finds the same broken. What is over in a large call is looked at
+again in its own part of it (oracles/parts.py), whose runs round on other grids.
 
 docs/MEASUREMENTS.md derives KAPPA and holds the distribution of error / allowed on right implementations.
 """
@@ -148,9 +149,9 @@ def bounds(
 
     `algorithm` is the class of the implementation ("chunkwise", "recurrent", "pointwise"), `products` how it multiplies float32
     matrices ("ieee", "tf32"), `chunk` the tokens in its chunks if known; cotangents are those of the outputs, in their dtypes.
-    `first` are the runs that the first bound is of: of MORE, or of LOOKS, which a CPU takes before RUNS; who judges by the latter
-    must heed what it is `sure` of. `stores` says that a recurrent implementation's backward sums its states again, from corrected
-    values that are stored in the inputs' dtype.
+    `first` are the runs that the first bound is of: of MORE, or of LOOKS, which a CPU takes before RUNS, and a GPU of a large call;
+    who judges by the latter must heed what it is `sure` of. `stores` says that a recurrent implementation's backward sums its
+    states again, from corrected values that are stored in the inputs' dtype.
     """
     if algorithm not in operation.classes:
         raise ValueError(f"algorithm must be one of {', '.join(operation.classes)} for {operation.name}, got {algorithm!r}")
@@ -202,7 +203,7 @@ class _Looks:
             where, made = self._look(look, part)
             found = made[name]
             if where != self.cut.whole:
-                allowed = self.cut.put(bound.allowed, port, part, self.cut.within(where, found.allowed, port, part))
+                allowed = self.cut.put(bound.allowed, port, where, found.allowed)
                 found = dataclasses.replace(found, value=bound.value, allowed=allowed)
             return self._with_finer(name, found, look + 1)
 
@@ -215,6 +216,8 @@ class _Looks:
             total = RUNS if count <= RUNS else MORE[-1]
             there = self._cheapest(part, total, count)
             made[there] = self._disturbed(there, total).bounds(count)
+            if count == total:  # no later look makes more of them
+                del self.runs[there, total]
         return there, made[there]
 
     def _cheapest(self, part: Part, total: int, count: int) -> Part:
@@ -222,7 +225,7 @@ class _Looks:
         costs = {part: self.cut.size(part) * count}
         for (each, of), runs in self.runs.items():
             if of == total and each.has(part):
-                costs[each] = self.cut.size(each) * (count - runs.done)
+                costs[each] = self.cut.size(each) * max(0, count - runs.done)
         return min(costs, key=lambda each: costs[each])
 
     def _disturbed(self, part: Part, total: int) -> "_Disturbed":
@@ -257,7 +260,7 @@ class _Disturbed:
         self.given = inputs, cotangents, exact
         self.coarse = total in MORE and plain.stored < SINGLE
         self.ports = {port.name: port for port in (*operation.outputs, *operation.gradients())}
-        self.done = 0  # runs of the last bounds
+        self.done = 0  # the most runs of any bounds
         # By size of chunk and whether they are the coarse ones: how many runs, and sums of squares.
         self.made: dict[tuple[int | None, bool], tuple[int, list[Tensor]]] = {}
 
@@ -267,7 +270,7 @@ class _Disturbed:
         The N runs of RUNS have the n of LOOKS among them: the mean of their squares is at least n / N of the mean of these, and
         what they allow at least the root of n / N of what these allow. Of several sizes the greatest counts: no less than one's.
         """
-        sizes, runs, self.done = self.chunks, count, count
+        sizes, runs = self.chunks, count
         if len(sizes) > 1:
             sizes, runs = sizes[: None if count > 1 else 1], max(1, count // 2)
         result: dict[str, Tensor] = {}
@@ -275,6 +278,7 @@ class _Disturbed:
             for name, allowed in self.allowed(size, runs).items():
                 result[name] = torch.maximum(allowed, result[name]) if name in result else allowed
         sure = (runs / self.runs) ** 0.5 if count in LOOKS else 1.0
+        self.done = max(count, self.done)
         clear = CLEAR if not self.amplifies else CLEARLY if count in MORE else math.inf
         return {name: Bound(value, result[name], sure=sure, clear=clear) for name, value in self.exact.items()}
 
@@ -314,7 +318,7 @@ class _Disturbed:
             more = [_joined(self.operation, self.ports[name], list(each)) for name, *each in named]
             sums = list(torch._foreach_add(sums, more)) if sums else more
             self.made[size, coarse] = runs, sums
-        return list(torch._foreach_mul(sums, 1.0 / runs))
+        return list(torch._foreach_mul(sums, 1.0 / max(before, runs)))
 
 
 def _coarser(plain: Arithmetic) -> Arithmetic:

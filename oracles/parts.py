@@ -2,7 +2,8 @@
 
 Sequences know nothing of each other, and along an operation's `parallel` axes nothing is shared either. So the rows of some
 sequences and heads are, in the part that has these, what they are in the whole call: a token's vector, a row of a final state. What
-is a sum over all sequences, as the gradient of A_log is, has its rows in parts with every sequence.
+is a sum over all sequences, as the gradient of A_log is, has its rows in parts with every sequence; and these, which are those of
+heads, are pooled (oracles/bound.py), so that such parts have every head too.
 """
 
 import dataclasses
@@ -63,7 +64,7 @@ class Cut:
         axes, (some, groups) = port.axes.split()[: rows.ndim], self.whole
         if not bool(rows.any()):
             return self.whole
-        if (along := [place for place, axis in enumerate(axes) if axis in self.operation.parallel]) and self.groups > 1:
+        if (along := [place for place, axis in enumerate(axes) if axis in self.operation.parallel]) and not self._pooled(axes):
             groups = _true(rows.movedim(along[0], 0).reshape(self.groups, -1).any(-1))
         if not self.apart:
             return Part(some, groups)
@@ -73,6 +74,10 @@ class Cut:
             tokens = rows.flatten(2).any(-1) if rows.ndim > 2 else rows
             some = _true(self._any_of_each(tokens[0]) if self.packed else tokens.any(-1))
         return Part(some, groups)
+
+    def _pooled(self, axes: list[str]) -> bool:
+        """Whether what rows may err by is pooled along a parallel axis (oracles/bound.py): their last, but for tokens' rows."""
+        return axes[:2] != ["B", "T"] and axes[-1] in self.operation.parallel
 
     def _any_of_each(self, tokens: Tensor) -> Tensor:
         """Whether any token of each sequence is true."""
@@ -103,15 +108,6 @@ class Cut:
             if (at := self._at(axis, x.shape[place], part, x.device)) is not None:
                 x = x.index_select(place, at)
         return x
-
-    def within(self, larger: Part, x: Tensor, port: Port, part: Part) -> Tensor:
-        """What a part has of a larger part's tensor."""
-        if larger == part:
-            return x
-        lengths = tuple(self.lengths[row] for row in larger.sequences)
-        cut = dataclasses.replace(self, lengths=lengths, groups=len(larger.groups))
-        some = tuple(larger.sequences.index(row) for row in part.sequences)
-        return cut.taken(x, port, Part(some, tuple(larger.groups.index(group) for group in part.groups)))
 
     def put(self, x: Tensor, port: Port, part: Part, given: Tensor) -> Tensor:
         """x with what a part has of it replaced; x has a number for each row."""

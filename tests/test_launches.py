@@ -1,16 +1,25 @@
 """Launches: the first kernel that makes other numbers of the same ones is told, and those that only pass them on are not."""
 
+import itertools
+import json
 import math
-import pathlib
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from triton.runtime.jit import JITFunction
 
+from oracles.operation import Inputs
+from properties.domain import Domain
 from verify import cli, launches
 from verify import device as devices
-from verify.launches import APART, Launch, Stopped, distance, others, parted
+from verify.launches import APART, Launch, distance, others, parted
 from verify.run import Run
 from verify.service import answer
+from verify.worker import Worker, WorkerLost
+from verify.zoo.base import Chunkwise
 
 LINE = "law=oracle adapter=tests/right.py:Chunkwise device=cuda tune=1,solve:num_warps=2 lengths=3"
 
@@ -48,14 +57,28 @@ def test_another_kernel_ends_the_comparison() -> None:
     assert list(parted(one, other, 0.0)) == ["launch 1: scores here, merged there"]
 
 
-def test_numbers_that_are_none_lie_apart() -> None:
+def test_numbers_that_are_none_lie_apart_from_numbers_and_not_from_each_other() -> None:
     one, other = call(), call()
     one[2].wrote["y"][0] = torch.nan
     (told,) = parted(one, other, APART)
-    assert told.endswith("y by nan of its norm")
+    assert told.endswith("y by inf of its norm")
+    assert [distance(torch.tensor([1.0, x]), torch.tensor([1.0, x])) for x in (torch.nan, torch.inf)] == [0.0, 0.0]
+    assert distance(torch.tensor([torch.inf]), torch.tensor([-torch.inf])) == math.inf
+    assert math.isclose(distance(torch.tensor([3.0, torch.nan]), torch.tensor([2.0, torch.nan])), 0.5)
     assert distance(torch.zeros(3), torch.zeros(2)) == 0.0
     assert math.isclose(distance(torch.full((3,), 3.0), torch.full((3,), 2.0)), 0.5)
     assert distance(torch.ones(1), torch.zeros(1)) == 1.0
+    assert distance(torch.tensor([2**53 + 1]), torch.tensor([2**53])) == 0.0, "as far as float64 tells"
+
+
+def test_who_reads_what_is_none_is_not_at_fault() -> None:
+    one, other = call(), call("output")
+    one[2].read["x"] = torch.full((4,), torch.nan)
+    assert list(parted(one, other, APART)) == []
+
+
+def test_more_launches_than_the_other_has_are_told() -> None:
+    assert list(parted(call(), call()[:2], 0.0)) == ["3 launches here, 2 there"]
 
 
 def test_who_is_compared() -> None:
@@ -71,35 +94,118 @@ def test_who_is_compared() -> None:
     ]
 
 
-def test_calls_are_compared_with_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, but for the calls: the second gives other bits in one launch, and that with other configurations never ends."""
-    made = iter([call(), call("scores"), call(), call(), Stopped("launch 1, scores num_warps=8: an illegal memory access")])
+class Kernel:
+    """A kernel in Triton's place: x doubled; `configured` may change what it does, or raise."""
 
-    def called(*_: object) -> list[Launch]:
-        if isinstance(each := next(made), Stopped):
-            raise each
-        return each
+    __name__ = "doubles"
+    arg_names = ("x", "y", "BLOCK")
 
-    monkeypatch.setattr(launches, "_called", called)
-    line = LINE.replace(" device=cuda", "")
-    said = answer({"launches": line, "calls": 4, "beside": ["2"]})
-    assert (said["launches"], said["kernels"], said["spent"]) == (3, 3, False)
-    again, gone = said["found"]
-    assert again.startswith("called again: launch 1, scores num_warps=4 beside scores num_warps=4: y by 0.09")
-    assert gone == "launch 1, scores num_warps=8: an illegal memory access"
+    def __init__(self, configured: Callable[[int], float] = lambda warps: 2.0) -> None:
+        self.configured = configured
+
+    def __call__(self, x: Tensor, num_warps: int) -> Tensor:
+        y = torch.full_like(x, torch.nan)
+        JITFunction.run(self, x, y, num_warps=num_warps, grid=(1,), warmup=False)
+        return y
 
 
-def test_a_call_that_raises_is_told(tmp_path: pathlib.Path) -> None:
-    kernel = tmp_path / "raising.py"
-    kernel.write_text(
-        "from verify import Adapter, Domain\n"
-        "class Raises(Adapter):\n"
-        "    domain = Domain()\n"
-        "    def run(self, x):\n"
-        "        raise IndexError('block 7')\n"
-    )
-    said = answer({"launches": f"law=oracle adapter={kernel}:Raises lengths=3", "calls": 2, "beside": []})
-    assert (said["launches"], said["found"]) == (0, ["before any launch: raised IndexError: block 7"])
+class Calls(Chunkwise):
+    """A right implementation that launches a kernel besides, each time with the next number of warps."""
+
+    domain = Domain(backward=False)
+
+    def __init__(self, kernel: Kernel, warps: Iterable[int]) -> None:
+        self.kernel, self.warps = kernel, iter(warps)
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        warps = next(self.warps)
+        try:
+            self.kernel(x.v[0, :, 0, 0].float(), warps)
+        except Unfit:
+            self.kernel(x.v[0, :, 0, 0].float(), 1)
+        return super().run(x)
+
+
+class Unfit(Exception):
+    """A configuration needs more shared memory than there is."""
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """What is told of calls of an adapter in a process whose kernels are called as above."""
+
+    def plain(kernel: Kernel, x: Tensor, y: Tensor, **named: Any) -> None:
+        y.copy_(x * kernel.configured(named["num_warps"]))
+
+    monkeypatch.setattr(JITFunction, "run", plain)
+
+    line = LINE.replace(" device=cuda tune=1,solve:num_warps=2", "")
+
+    def told(kernel: Kernel, warps: Iterable[int], calls: int = 2) -> dict[str, Any]:
+        monkeypatch.setattr(launches, "adapter_of", lambda spec: Calls(kernel, warps))
+        said = answer({"launches": line, "calls": calls, "beside": []})
+        assert JITFunction.run is plain, "nothing is recorded after"
+        return said
+
+    return told
+
+
+def test_launches_are_compared_with_those_of_the_first_call(launched: Callable[..., dict[str, Any]]) -> None:
+    """Each call is made twice, and compared once it is compiled."""
+    assert launched(Kernel(), itertools.repeat(4)) == {"launches": 1, "kernels": 1, "found": [], "left": [], "spent": False}
+    said = launched(Kernel(lambda warps: 2.0 + (warps == 8)), [8, 4, 8, 8, 4, 4], calls=3)
+    (told,) = said["found"]
+    assert told == "called again: launch 0, doubles num_warps=4 beside doubles num_warps=8: y by 0.333 of its norm"
+
+
+def test_a_configuration_that_does_not_fit_is_not_one_that_stands_out(launched: Callable[..., dict[str, Any]]) -> None:
+    """Whoever tunes skips it, as Triton does."""
+
+    def fits(warps: int) -> float:
+        if warps == 8:
+            raise Unfit
+        return 2.0
+
+    assert launched(Kernel(fits), itertools.repeat(8)) == {"launches": 1, "kernels": 1, "found": [], "left": [], "spent": False}
+
+
+def test_the_launch_that_takes_the_device_away_is_named(
+    launched: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[str] = []
+
+    def strays(warps: int) -> float:
+        if warps == 8:
+            lost.append("an illegal memory access")
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore words")
+        return 2.0
+
+    monkeypatch.setattr(devices, "lost", lambda device: lost[0] if lost else None)
+    said = launched(Kernel(strays), [4, 4, 8], calls=3)
+    assert said["found"] == ["called again: launch 0, doubles num_warps=8: CUDA error: an illegal memory access was encountered"]
+    assert (said["left"], said["spent"], said["launches"]) == (["called again"], True, 1)
+    said = launched(Kernel(strays), [8], calls=2)
+    assert said["found"] == ["launch 0, doubles num_warps=8: CUDA error: an illegal memory access was encountered"]
+    assert said["left"] == ["called again"]
+
+
+def test_a_call_that_raises_is_told_and_the_others_are_made(launched: Callable[..., dict[str, Any]]) -> None:
+    def raises(warps: int) -> float:
+        if warps == 8:
+            raise IndexError("block 7")
+        return 2.0
+
+    said = launched(Kernel(raises), [4, 4, 8, 4, 4], calls=3)
+    assert said["found"] == ["called again: raised IndexError: block 7, after launch 0, doubles num_warps=8"]
+    assert said["left"] == []
+
+
+def test_lack_of_memory_decides_nothing(launched: Callable[..., dict[str, Any]]) -> None:
+    def starves(warps: int) -> float:
+        raise torch.OutOfMemoryError(f"CUDA out of memory with {warps} warps")
+
+    said = launched(Kernel(starves), itertools.repeat(4))
+    assert said == {"reason": "out of memory, with the tensors of every launch kept: CUDA out of memory with 4 warps"}
 
 
 @pytest.mark.parametrize(
@@ -108,6 +214,7 @@ def test_a_call_that_raises_is_told(tmp_path: pathlib.Path) -> None:
         ([LINE.replace(" device=cuda", "")], cli.USAGE, "launches needs a line that says device=cuda, got device=cpu"),
         ([LINE, "--beside", "sweep"], cli.USAGE, "--beside must be a number or native, got sweep"),
         (["law=oracle"], cli.USAGE, ""),
+        ([LINE, "--calls", "1"], cli.USAGE, "--calls must be 2 or more where there is no --beside, got 1"),
         ([LINE], cli.UNDECIDED, "the line says device=cuda, and torch sees no GPU"),
     ],
 )
@@ -126,3 +233,45 @@ def test_a_path_has_no_launches_to_tell() -> None:
         {"launches": "law=parallel adapter=gdn/layer lengths=8 cp=2 heads=2 value_heads=2 backward=no", "calls": 2, "beside": []}
     )
     assert "launches are of kernels on one process" in said["error"]
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "out", "err"),
+    [
+        ({"launches": 3, "kernels": 2, "found": [], "left": []}, cli.HOLDS, "3 launches of 2 kernels\n", ""),
+        (
+            {"launches": 3, "kernels": 2, "found": ["called again: launch 0"], "left": ["beside tune=2"]},
+            cli.BROKEN,
+            "3 launches of 2 kernels\n  called again: launch 0\n  not called: beside tune=2\n",
+            "",
+        ),
+        ({"launches": 0, "kernels": 0, "found": ["launch 0"], "left": []}, cli.BROKEN, "0 launches of 0 kernels\n  launch 0\n", ""),
+        (
+            {"launches": 0, "kernels": 0, "found": [], "left": []},
+            cli.UNDECIDED,
+            "0 launches of 0 kernels\n",
+            "gdn-verify: no Triton kernel was launched\n",
+        ),
+        ({"reason": "out of memory"}, cli.UNDECIDED, "", "gdn-verify: out of memory\n"),
+        ({"error": "adapter x: gone"}, cli.USAGE, "", "gdn-verify: adapter x: gone\n"),
+        (None, cli.UNDECIDED, "", "gdn-verify: crashed: killed by SIGKILL, and which launch it was is not known\n"),
+    ],
+)
+def test_what_the_command_says(
+    said: dict[str, Any] | None, code: int, out: str, err: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ask(self: Worker, question: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+        assert question == {"launches": str(Run.parse(LINE)), "calls": 4, "beside": ["2"]}
+        assert deadline_s == 5 * 120
+        assert self._environment["CUDA_LAUNCH_BLOCKING"] == "1"
+        if said is None:
+            raise WorkerLost("crashed", "killed by SIGKILL", "")
+        return said
+
+    monkeypatch.setattr(devices, "gpus", lambda: 1)
+    monkeypatch.setattr(Worker, "ask", ask)
+    assert cli.main(["launches", LINE, "--beside", "2"]) == code
+    assert capsys.readouterr() == (out, err)
+    assert cli.main(["launches", LINE, "--beside", "2", "--json"]) == code
+    if said is not None and "error" not in said:
+        assert json.loads(capsys.readouterr().out) == {"run": str(Run.parse(LINE)), **said}

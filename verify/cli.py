@@ -39,7 +39,7 @@ SWEEP = "sweep"
 DEADLINE_S, SLOW_S = 120.0, 1200.0  # kernels take ten times as long under a sanitizer, or a hundred times
 COMPILERS = 14  # each holds half a gigabyte of the GPU's memory
 EXITS = "exit: 0 every law holds   1 a law is broken   2 bad usage   3 undecided, or nothing was compared   130 interrupted"
-TOLD = "exit: 0 all launches agree   1 one stands out   2 bad usage   3 undecided, or no GPU   130 interrupted"
+TOLD = "exit: 0 all launches agree   1 one stands out, or a call fails   2 bad usage   3 undecided, or no GPU   130 interrupted"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -704,13 +704,17 @@ def _launches(options: argparse.Namespace) -> int:
         raise ValueError(f"launches needs a line that says device=cuda, got device={run.device}")
     if SWEEP in beside:
         raise ValueError(f"--beside must be a number or native, got {SWEEP}")
+    if options.calls == 1 and not beside:
+        raise ValueError("--calls must be 2 or more where there is no --beside, got 1: one call is compared with nothing")
     _deny(options.deny)
     _installed(run.adapter)
     if not devices.gpus():
         raise NoGpu("the line says device=cuda, and torch sees no GPU")
-    with Worker(_deadline(options), environment=devices.environment(run.device)) as worker:
+    blocking = {**devices.environment(run.device), "CUDA_LAUNCH_BLOCKING": "1"}  # what a launch does wrong is its own
+    with Worker(_deadline(options), environment=blocking) as worker:
         try:
-            said = worker.ask({"launches": str(run), "calls": options.calls, "beside": beside})
+            question = {"launches": str(run), "calls": options.calls, "beside": beside}
+            said = worker.ask(question, worker.deadline_s * (options.calls + len(beside)))
         except WorkerLost as lost:
             said = {"reason": f"{lost}, and which launch it was is not known"}
     if "error" in said:
@@ -718,11 +722,12 @@ def _launches(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"run": str(run), **said}))
     elif "found" in said:
-        print("\n  ".join([f"{said['launches']} launches of {said['kernels']} kernels", *said["found"]]))
-    if "found" not in said:
-        print(f"gdn-verify: {said['reason']}", file=sys.stderr)
+        left = [f"not called: {words}" for words in said["left"]]
+        print("\n  ".join([f"{said['launches']} launches of {said['kernels']} kernels", *said["found"], *left]))
+    if not said.get("found") and not said.get("launches"):
+        print(f"gdn-verify: {said.get('reason', 'no Triton kernel was launched')}", file=sys.stderr)
         return UNDECIDED
-    return BROKEN if said["found"] else HOLDS if said["launches"] else UNDECIDED
+    return BROKEN if said["found"] else HOLDS
 
 
 @contextlib.contextmanager

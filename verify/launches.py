@@ -8,6 +8,7 @@ gone reads or writes what it must not.
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -37,28 +38,108 @@ class Launch:
 
 
 class Stopped(Exception):
-    """A call did not come to its end; the words say after which launch, and why."""
+    """A call took its device away; the words say by which launch."""
+
+
+class Recorder:
+    """The launches of Triton kernels inside `recording`: which is the last, and while it is `on` what each read and wrote.
+
+    What Triton raises of a configuration that does not fit passes through: whoever tunes skips it. The process must launch
+    blocking, or a launch is blamed for one before it.
+    """
+
+    def __init__(self, device: str) -> None:
+        self.device, self.on, self.count, self.last = device, False, 0, ""
+        self.launches: list[Launch] = []
+
+    def begin(self, *, on: bool) -> None:
+        """A call begins, perhaps again."""
+        self.on, self.count, self.last, self.launches = on, 0, "", []
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """See what is launched inside."""
+        from triton.runtime.jit import JITFunction
+
+        plain: Callable[..., Any] = JITFunction.run
+        recorder = self
+
+        def run(kernel: Any, *given: Any, **named: Any) -> Any:
+            return plain(kernel, *given, **named) if named.get("warmup") else recorder._launched(plain, kernel, given, named)
+
+        JITFunction.run = run
+        try:
+            yield
+        finally:
+            JITFunction.run = plain
+
+    def _launched(self, plain: Callable[..., Any], kernel: Any, given: Sequence[Any], named: dict[str, Any]) -> Any:
+        launch = Launch(kernel.__name__, {name: named[name] for name in SHOWN if name in named}, {}, {})
+        self.last = f"launch {self.count}, {launch}"
+        tensors = dict[str, Tensor]()
+        if self.on:
+            arguments = [*zip(kernel.arg_names, given, strict=False), *named.items()]
+            tensors = {name: x for name, x in arguments if isinstance(x, Tensor)}
+        before = {name: x.clone() for name, x in tensors.items()}
+        try:
+            result = plain(kernel, *given, **named)
+        except Exception as error:
+            if devices.lost(self.device):
+                raise Stopped(f"{self.last}: {short(error)}") from error
+            raise
+        self.count += 1
+        if self.on:
+            changed = {name for name, x in tensors.items() if not _same(x, before[name])}
+            launch.read = {name: x for name, x in before.items() if name not in changed}
+            launch.wrote = {name: tensors[name].clone() for name in changed}
+            self.launches.append(launch)
+        return result
+
+
+class _Bench(AdapterBench):
+    """A bench whose every call, also a second try for lack of memory, is recorded from its first launch."""
+
+    recorder: Recorder
+    recorded = False
+
+    def call_implementation(self, *given: Any) -> Any:
+        """As the bench's."""
+        self.recorder.begin(on=self.recorded)
+        return super().call_implementation(*given)
 
 
 def told(run: Run, calls: int, beside: Sequence[str]) -> dict[str, Any]:
     """How many launches of how many kernels a call of a run has, and in words those that are `found` to stand out; plain data.
 
     The run's implementation is called `calls` times as the line says, and once with each word of tuning in `beside`; picks of the
-    line stay. AdapterError if it is none on one process.
+    line stay. Calls that were not made, since the device was gone, are `left`. Without memory for them there is a `reason` and
+    nothing else. AdapterError if the implementation is none on one process.
     """
     adapter = adapter_of(run.adapter)
     if not isinstance(adapter, Adapter):
         raise AdapterError(f"adapter {run.adapter}: launches are of kernels on one process, it is a parallel path")
-    with _recording() as launched:
-        first, found = list[Launch](), list[str]()
-        try:
-            first = _called(adapter, run, launched)
-            for words, other, apart in others(run, calls, beside):
-                found += [f"{words}: {each}" for each in parted(first, _called(adapter, other, launched), apart)]
-        except Stopped as stopped:
-            found.append(str(stopped))
-    kernels = {launch.kernel for launch in first}
-    return {"launches": len(first), "kernels": len(kernels), "found": found, "spent": bool(devices.lost(run.device))}
+    recorder, found, first = Recorder(run.device), list[str](), list[Launch]()
+    asked = [("", run, 0.0), *others(run, calls, beside)]
+    try:
+        with recorder.recording():
+            while asked:
+                words, other, apart = asked.pop(0)
+                try:
+                    launches = _called(adapter, other, recorder)
+                except AdapterFault as fault:
+                    stopped = fault.__cause__
+                    what = str(stopped) if isinstance(stopped, Stopped) else f"{fault}, after {recorder.last or 'no launch'}"
+                    found.append(f"{words}: {what}" if words else what)
+                    if not words or devices.lost(run.device):
+                        break
+                else:
+                    found += [f"{words}: {each}" for each in parted(first, launches, apart)] if words else []
+                    first = first or launches
+    except OutOfMemory as error:
+        return {"reason": f"out of memory, with the tensors of every launch kept: {error}"}
+    kernels, lost = {launch.kernel for launch in first}, bool(devices.lost(run.device))
+    left = [words for words, _, _ in asked]
+    return {"launches": len(first), "kernels": len(kernels), "found": found, "left": left, "spent": lost}
 
 
 def others(run: Run, calls: int, beside: Sequence[str]) -> Iterator[tuple[str, Run, float]]:
@@ -70,58 +151,25 @@ def others(run: Run, calls: int, beside: Sequence[str]) -> Iterator[tuple[str, R
         yield f"beside tune={tune}", dataclasses.replace(run, tune=tune + picks), APART
 
 
-@contextlib.contextmanager
-def _recording() -> Iterator[list[Launch]]:
-    """The launches of Triton kernels inside, as they come."""
-    from triton.runtime.jit import JITFunction
-
-    launches: list[Launch] = []
-    plain: Callable[..., Any] = JITFunction.run
-
-    def run(kernel: Any, *given: Any, **named: Any) -> Any:
-        if named.get("warmup"):
-            return plain(kernel, *given, **named)
-        tensors = {name: x for name, x in [*zip(kernel.arg_names, given, strict=False), *named.items()] if isinstance(x, Tensor)}
-        before = {name: x.clone() for name, x in tensors.items()}
-        launch = Launch(kernel.__name__, {name: named[name] for name in SHOWN if name in named}, {}, {})
-        try:
-            result = plain(kernel, *given, **named)
-            torch.cuda.synchronize()
-        except Exception as error:
-            raise Stopped(f"launch {len(launches)}, {launch}: {short(error)}") from error
-        changed = {name for name, x in tensors.items() if not _same(x, before[name])}
-        launch.read = {name: x for name, x in before.items() if name not in changed}
-        launch.wrote = {name: tensors[name].clone() for name in changed}
-        launches.append(launch)
-        return result
-
-    JITFunction.run = run
-    try:
-        yield launches
-    finally:
-        JITFunction.run = plain
-
-
-def _called(adapter: Adapter, run: Run, launches: list[Launch]) -> list[Launch]:
-    """The launches of one call of a run's implementation, after one that compiles. Stopped if it does not come to its end."""
+def _called(adapter: Adapter, run: Run, recorder: Recorder) -> list[Launch]:
+    """The launches of one call of a run's implementation, after one that compiles and tunes."""
     case = run.example.case
-    bench = AdapterBench(adapter, None, case, run.products, run.device)
+    bench = _Bench(adapter, None, case, run.products, run.device)
+    bench.recorder = recorder
     inputs, cotangents = bench.call(case)
     with following(run.tune):
-        for _ in range(2):
-            launches.clear()
-            try:
-                bench.run(inputs, cotangents)
-            except (AdapterFault, OutOfMemory) as fault:
-                if isinstance(fault.__cause__, Stopped):
-                    raise fault.__cause__ from None
-                raise Stopped(f"{f'after launch {len(launches) - 1}' if launches else 'before any launch'}: {fault}") from fault
-    return list(launches)
+        for bench.recorded in (False, True):
+            bench.run(inputs, cotangents)
+    return recorder.launches
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit, as far as numbers tell: what is none is alike."""
-    return torch.equal(torch.nan_to_num(one.float()), torch.nan_to_num(other.float()))
+    """Whether all numbers are equal, where what is none is alike."""
+    return bool(_alike(one, other).all())
+
+
+def _alike(one: Tensor, other: Tensor) -> Tensor:
+    return (one == other) | (one.isnan() & other.isnan())
 
 
 def parted(one: list[Launch], other: list[Launch], apart: float) -> Iterator[str]:
@@ -135,11 +183,19 @@ def parted(one: list[Launch], other: list[Launch], apart: float) -> Iterator[str
         off = {name: distance(a.wrote[name], b.wrote[name]) for name in sorted(a.wrote.keys() & b.wrote.keys())}
         if words := ", ".join(f"{name} by {value:.3g} of its norm" for name, value in off.items() if not value <= apart):
             yield f"launch {index}, {a} beside {b}: {words}"
+    if len(one) != len(other):
+        yield f"{len(one)} launches here, {len(other)} there"
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """How far two tensors lie apart, in parts of the second's norm; what no longer has the same shape tells nothing."""
+    """How far two tensors lie apart, in parts of the second's norm; what no longer has the same shape tells nothing.
+
+    Numbers beside what is none lie infinitely far apart, and what is none alike nowhere.
+    """
     if one.shape != other.shape:
         return 0.0
-    off, whole = (one.double() - other.double()).norm(), other.double().norm()
-    return float(off / whole) if float(whole) else float(off)
+    off = (one.double() - other.double()).masked_fill(_alike(one, other), 0.0)
+    if not bool(off.isfinite().all()):
+        return math.inf
+    whole = float(torch.where(other.isfinite(), other, 0).double().norm())
+    return float(off.norm()) / (whole or 1.0)
