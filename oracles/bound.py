@@ -144,6 +144,7 @@ def bounds(
     first: int | None = None,
     *,
     stores: bool = False,
+    folds: bool = False,
 ) -> dict[str, Bound]:
     """The truth and the bound of each output, and with cotangents of each gradient.
 
@@ -151,7 +152,8 @@ def bounds(
     matrices ("ieee", "tf32"), `chunk` the tokens in its chunks if known; cotangents are those of the outputs, in their dtypes.
     `first` are the runs that the first bound is of: of MORE, or of LOOKS, which a CPU takes before RUNS, and a GPU of a large call;
     who judges by the latter must heed what it is `sure` of. `stores` says that a recurrent implementation's backward sums its
-    states again, from corrected values that are stored in the inputs' dtype.
+    states again, from corrected values that are stored in the inputs' dtype; `folds` that a chunkwise one multiplies a decay which
+    all channels share into queries and keys, and stores these.
     """
     if algorithm not in operation.classes:
         raise ValueError(f"algorithm must be one of {', '.join(operation.classes)} for {operation.name}, got {algorithm!r}")
@@ -165,6 +167,8 @@ def bounds(
     plain = Arithmetic.of(algorithm, dtypes[0], products)
     if stores and algorithm == "recurrent":
         plain = dataclasses.replace(plain, summed_again=plain.output)
+    if folds and algorithm == "chunkwise":
+        plain = dataclasses.replace(plain, folds=True)
     make = functools.partial(_Disturbed, operation, dtypes=dtypes, chunks=chunks, plain=plain)
     large = _numbers(operation, inputs) > _LARGE["cuda" if _on_a_gpu(inputs) else "cpu"]
     sparing = first is not None and (large or not _on_a_gpu(inputs))

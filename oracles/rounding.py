@@ -53,7 +53,7 @@ class Arithmetic:
     `step` is the subnormal step of that dtype where it matters. `gate` are the bits of the gate's dtype, `algorithm` the class and
     `chunk` the tokens in its chunks, if known. `inverse` are the bits of products by which (I + A)^-1 is made, where those are few:
     TF32 is used for it whatever the inputs are. `summed_again` are the bits of corrected values from which a backward sums its
-    states again, where it does.
+    states again, where it does. `folds` says that a decay which all channels share is multiplied into operands all the same.
     """
 
     runs: int
@@ -68,6 +68,7 @@ class Arithmetic:
     last: int | None = None
     inverse: int = EXACT
     summed_again: int = EXACT
+    folds: bool = False
     axis: int = 0
 
     @classmethod

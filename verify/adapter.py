@@ -92,11 +92,14 @@ class Adapter(Implementation):
     `algorithm` names the class whose rounding it may show: "chunkwise" (matrix products of operands in the inputs' dtype) or
     "recurrent" (float32 throughout); `chunk` is the tokens in its chunks, where they are always as many; `stores` says that a
     recurrent one has several kernels, which hand on normalised keys or corrected values in the inputs' dtype, and that its backward
-    sums its states again from those. `domain` is what it promises. `counterpart` is the adapter of its one-token form.
+    sums its states again from those; `folds` says that a chunkwise one multiplies a decay that all channels share into queries and
+    keys, and stores these, as with KDA's decays it must, where others multiply their products. `domain` is what it promises.
+    `counterpart` is the adapter of its one-token form.
     """
 
     chunk: int | None = None
     stores: bool = False
+    folds: bool = False
     domain: Any = Domain()  # of the kind that the operation's book has (properties/books.py)
     counterpart: str | None = None
 

@@ -100,9 +100,9 @@ class AdapterBench(Timed):
                 return self.ready.bounds(name)
             # A rule's laws judge by what fewer runs are sure of, and ask for more where that is not enough.
             asked = (name, self.products, chunk, 1 if isinstance(self.case, Case) else None)
-            stores = self.adapter.stores and algorithm is None
-            make = functools.partial(bound.bounds, spec, inputs, cotangents, *asked, stores=stores)
-            return _MEMO.get(spec, inputs, cotangents, (*asked, stores), make)
+            stores, folds = (each and algorithm is None for each in (self.adapter.stores, self.adapter.folds))
+            make = functools.partial(bound.bounds, spec, inputs, cotangents, *asked, stores=stores, folds=folds)
+            return _MEMO.get(spec, inputs, cotangents, (*asked, stores, folds), make)
 
         with self.timed("oracle_s"), devices.default("cpu"):
             made = bounds(own)

@@ -26,7 +26,7 @@ from verify import known as known_defects
 from verify.adapter import BUILT_IN, AdapterError
 from verify.climb import Enough, climb, climbed
 from verify.examples import Examples
-from verify.judge import Finding, Verdict
+from verify.judge import OFF, Finding, Verdict
 from verify.notes import Notes
 from verify.plan import COMPILE_S, Compilers, Plan, in_order
 from verify.ranks import RankGroup, TorchrunGroup
@@ -90,6 +90,7 @@ class LawReport:
     first_run: str = ""
     findings: list[Finding] = dataclasses.field(default_factory=list)
     neighbours: list[str] = dataclasses.field(default_factory=list)
+    otherwise: list[str] = dataclasses.field(default_factory=list)  # what the adapter might say of itself, and it would hold
     shrunk: bool = True
     known: list[str] = dataclasses.field(default_factory=list)
     ratios: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -148,11 +149,11 @@ def _last_line(text: str) -> str:
     return lines[-1].strip()[:200] if lines else "it wrote nothing"
 
 
-def ask(run: Run, worker: Asked, store: Store) -> Outcome:
+def ask(run: Run, worker: Asked, store: Store, declared: dict[str, Any] | None = None) -> Outcome:
     """The outcome of a run in a worker: a crash or a hang is a finding like any other. The run is on disk while it lasts."""
     store.begin(str(run))
     try:
-        answer = worker.ask({"run": str(run)})
+        answer = worker.ask({"run": str(run), **({"declared": declared} if declared else {})})
         return Outcome(Verdict.UNKNOWN, reason=answer["error"]) if "error" in answer else Outcome.from_json(answer)
     except WorkerLost as lost:
         if lost.how == "closed":
@@ -566,6 +567,8 @@ class Check:
         report.run, report.findings, report.shrunk = str(smallest), best.findings, small.finished
         report.neighbours = [what for what, _ in small.neighbours]
         self._keep(report, smallest, best, "shrunk")
+        if self.described is not None and best.kind == OFF and isinstance(worker, Worker):
+            report.otherwise = otherwise(self.described.algorithm, (smallest, run), worker, self.store)
 
     def _keep(self, report: LawReport, run: Run, outcome: Outcome, stage: str) -> None:
         findings = [finding.to_json() for finding in outcome.findings]
@@ -581,6 +584,28 @@ class Check:
         )
         if self.examples is not None and stage != "found once":
             self.examples.add(run)
+
+
+OTHERWISE: dict[str, tuple[dict[str, Any], ...]] = {
+    "chunkwise": ({"folds": True}, {"chunk": None}),
+    "recurrent": ({"stores": True}, {"algorithm": "chunkwise"}),
+}
+
+
+def otherwise(algorithm: str, runs: Sequence[Run], worker: Asked, store: Store) -> list[str]:
+    """What an adapter of a class might say of itself so that none of these runs is over its bound: one thing each, in words.
+
+    Whether it is so, its author knows: who forgets to say it gets alarms of a right implementation.
+    """
+    ways: list[tuple[str, Sequence[Run], dict[str, Any]]] = [
+        (", ".join(f"{name} = {value!r}" for name, value in declared.items()), runs, declared)
+        for declared in OTHERWISE.get(algorithm, ())
+    ]
+    if all(run.device != "cpu" and run.products == "ieee" for run in runs):
+        ways.append(("products = 'tf32'", [dataclasses.replace(run, products="tf32") for run in runs], {}))
+    return [
+        words for words, asked, declared in ways if all(ask(run, worker, store, declared).verdict is Verdict.HOLDS for run in asked)
+    ]
 
 
 def explain(

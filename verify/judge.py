@@ -76,6 +76,7 @@ class Judgement:
     ratios: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
+OFF = "is off by more than rounding explains"
 NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
@@ -164,7 +165,7 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: floa
     bad = not math.isfinite(float(error.flatten()[worst]))
     finding = Finding(
         name,
-        "is not finite" if bad else "is off by more than rounding explains",
+        "is not finite" if bad else OFF,
         where(name, worst, error.shape),
         where(name, first, error.shape),
         error.numel(),

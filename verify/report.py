@@ -48,6 +48,8 @@ def failure(report: LawReport) -> str:
             subsequent_indent="               ",
             break_on_hyphens=False,
         )
+    if report.otherwise:
+        lines.append(f"  would hold   if the adapter said {'; or '.join(report.otherwise)}, which is for its author to know")
     if not report.shrunk:
         lines.append("  shrinking    stopped at its limit; a smaller case may exist")
     lines.append(f"  versions     {report.versions}")

@@ -2,10 +2,12 @@
 
 import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import os
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from oracles.line import split_line
@@ -138,13 +140,21 @@ def adapter_of(spec: str) -> Adapter | PathAdapter:
     return _LOADED[spec]
 
 
-def execute(run: Run, ready: Ready | None = None, excused: Mapping[str, float] = NOTHING) -> Outcome:
+def execute(
+    run: Run,
+    ready: Ready | None = None,
+    excused: Mapping[str, float] = NOTHING,
+    declared: Mapping[str, Any] = MappingProxyType({}),
+) -> Outcome:
     """The outcome of a run, here in this process: the adapter is called, its answers are judged, nothing is printed.
 
     `ready` has the inputs and bounds of a case that is asked about as it stands (verify/together.py); for `excused` see
-    verify/judge.py.
+    verify/judge.py. What is `declared` is judged by instead of what the adapter says of itself.
     """
     adapter, law = adapter_of(run.adapter), run.the_law
+    if declared:
+        adapter = copy.copy(adapter)
+        adapter.__dict__.update(declared)
     if book_of(adapter.domain) is not book_of(run.example.case):
         return Outcome(Verdict.UNSUPPORTED, reason=f"{run.adapter} is no implementation that law {run.law} is about")
     if isinstance(adapter, PathAdapter):

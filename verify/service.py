@@ -22,7 +22,8 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     """The answer, plain data, to {"describe": adapter}, {"run": line}, {"refuse": [adapter, illegal input]} or {"tuned": True}.
 
     {"join": ...} makes this process a rank, see verify/ranks.py; the answer is {}. {"runs": lines} is many questions in one: the
-    outcomes up to the first after which ranks may have parted. There may be {"excused": ...} for each, see verify/judge.py.
+    outcomes up to the first after which ranks may have parted. There may be {"excused": ...} for each, see verify/judge.py, and
+    beside a single line {"declared": ...}, see verify/run.py:execute.
     {"launches": line, "calls": number, "beside": words} is answered as verify/launches.py:told says.
     """
     try:
@@ -79,7 +80,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
                         break
                 devices.tidy()
                 return {"outcomes": outcomes, "spent": any(each["spent"] for each in outcomes)}
-            outcome = execute(Run.parse(question["run"])).to_json()
+            outcome = execute(Run.parse(question["run"]), declared=question.get("declared", {})).to_json()
             devices.tidy()
             return outcome
     except AdapterError as error:

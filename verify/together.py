@@ -217,7 +217,8 @@ def _options(run: Run, algorithm: str) -> dict[str, Any]:
     """What an implementation says of itself that bounds for its own class depend on; nothing for the other class."""
     adapter = adapter_of(run.adapter)
     assert isinstance(adapter, Adapter), run
-    return {"chunk": adapter.chunk, "stores": adapter.stores} if algorithm == adapter.algorithm else {}
+    own = {"chunk": adapter.chunk, "stores": adapter.stores, "folds": adapter.folds}
+    return own if algorithm == adapter.algorithm else {}
 
 
 def _alone(run: Run, algorithm: str) -> Bounds:
