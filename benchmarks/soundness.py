@@ -129,7 +129,10 @@ def measure(adapter: str, options: argparse.Namespace) -> int:
     for (dtype, name), values in sorted(ratios.items()):
         values.sort()
         at = [values[min(len(values) - 1, int(share * len(values)))] for share in (0.5, 0.99, 0.999, 1.0)]
-        print(f"  {dtype:<6}{name:<12}{len(values):>6}" + "".join(f"{value:>8.2f}" for value in at))
+        print(
+            f"  {dtype:<6}{name:<12}{len(values):>6}"
+            + "".join(f"{value:>8.2f}" if value < 1e4 else f"{value:>8.0e}" for value in at)
+        )
     print("".join(f"  {alarm}\n" for alarm in alarms[:10]), end="", flush=True)
     return len(alarms)
 
