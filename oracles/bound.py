@@ -229,7 +229,7 @@ class _Looks:
         costs = {part: self.cut.size(part) * count}
         for (each, of), runs in self.runs.items():
             if of == total and each.has(part):
-                costs[each] = self.cut.size(each) * max(0, count - runs.done)
+                costs[each] = self.cut.size(each) * (count - runs.done)
         return min(costs, key=lambda each: costs[each])
 
     def _disturbed(self, part: Part, total: int) -> "_Disturbed":
@@ -264,7 +264,7 @@ class _Disturbed:
         self.given = inputs, cotangents, exact
         self.coarse = total in MORE and plain.stored < SINGLE
         self.ports = {port.name: port for port in (*operation.outputs, *operation.gradients())}
-        self.done = 0  # the most runs of any bounds
+        self.done = 0  # runs of the last bounds
         # By size of chunk and whether they are the coarse ones: how many runs, and sums of squares.
         self.made: dict[tuple[int | None, bool], tuple[int, list[Tensor]]] = {}
 
@@ -282,7 +282,7 @@ class _Disturbed:
             for name, allowed in self.allowed(size, runs).items():
                 result[name] = torch.maximum(allowed, result[name]) if name in result else allowed
         sure = (runs / self.runs) ** 0.5 if count in LOOKS else 1.0
-        self.done = max(count, self.done)
+        self.done = count
         clear = CLEAR if not self.amplifies else CLEARLY if count in MORE else math.inf
         return {name: Bound(value, result[name], sure=sure, clear=clear) for name, value in self.exact.items()}
 
@@ -322,7 +322,7 @@ class _Disturbed:
             more = [_joined(self.operation, self.ports[name], list(each)) for name, *each in named]
             sums = list(torch._foreach_add(sums, more)) if sums else more
             self.made[size, coarse] = runs, sums
-        return list(torch._foreach_mul(sums, 1.0 / max(before, runs)))
+        return list(torch._foreach_mul(sums, 1.0 / runs))
 
 
 def _coarser(plain: Arithmetic) -> Arithmetic:

@@ -105,8 +105,9 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
             if x.get("qk_norm"):  # after the repetition, where an implementation that normalises each value head's copy rounds
                 repeated = Normalised.apply(repeated, arithmetic, f"{name} normalised")
             keys[name] = arithmetic.gradient(repeated, f"d{name} a value head", arithmetic.output)
-        channels = arithmetic.folds or (x.get("g") is not None and x.g.ndim == 5)
-        g = g.expand(*g.shape[:-1], width) if arithmetic.folds else g
+        channels = x.get("g") is not None and x.g.ndim == 5
+        if arithmetic.folds and x.get("g") is not None and not channels:
+            g, channels = g.expand(*g.shape[:-1], width), True
         tokens = keys["q"], keys["k"], v, g, beta.unsqueeze(-1)
         if arithmetic.algorithm == "recurrent":
             o, final = disturbed.recurrent(*tokens, state, scale, arithmetic, lengths)

@@ -8,7 +8,7 @@ import pytest
 from verify.adapter import KERNELS
 from verify.pytest_plugin import LawItem
 
-WAYS = ("fla/chunk_16", "fla/chunk_32", "fla/chunk_v_first", "fla/fused_recurrent_v_first")  # to call the kernels of MAIN
+CHUNKS = ("fla/chunk_16", "fla/chunk_32")  # fla/chunk in other chunks
 MAIN = ("fla/chunk", "fla/fused_recurrent", "transformers/chunk", "transformers/recurrent")
 
 
@@ -17,13 +17,13 @@ def test_law_holds(gdn_law: LawItem) -> None:
     gdn_law.assert_holds()
 
 
-@pytest.mark.gdn_adapter(*(name for name in KERNELS if name not in (*MAIN, *WAYS)), profile="least")
+@pytest.mark.gdn_adapter(*(name for name in KERNELS if name not in (*MAIN, *CHUNKS)), profile="least")
 def test_law_holds_of_a_variant(gdn_law: LawItem) -> None:
     """On few cases: interpreted, each is a second or two."""
     gdn_law.assert_holds()
 
 
-@pytest.mark.gdn_adapter(*WAYS, profile="least", laws=("oracle", "cut", "packed", "absent", "norm", "gates", "recurrent"))
-def test_law_holds_of_a_way_to_call(gdn_law: LawItem) -> None:
-    """The laws that judge by the truth: what must hold to the bit is asked of the same kernels above."""
+@pytest.mark.gdn_adapter(*CHUNKS, profile="least", laws=("oracle", "cut", "packed", "absent", "norm", "gates", "recurrent"))
+def test_law_holds_of_other_chunks(gdn_law: LawItem) -> None:
+    """Of sequences whole, cut and side by side, and what they are given; the rest is asked of the same kernels above."""
     gdn_law.assert_holds()

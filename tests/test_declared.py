@@ -1,16 +1,26 @@
 """What an adapter says of itself decides what rounding explains; who forgets to say it is told what would explain it."""
 
 import dataclasses
+import pathlib
 
 import pytest
+import torch
+from torch import Tensor
 
+from oracles.bound import bounds
+from oracles.case import Case
+from oracles.operation import Inputs
+from properties.domain import Domain
 from tests.answering import Answering
 from verify import report as text
-from verify.check import LawReport, otherwise
+from verify import run as run_module
+from verify.adapter import AdapterError, load
+from verify.check import Described, LawReport, otherwise
 from verify.judge import OFF, Finding, Verdict
-from verify.run import Run
+from verify.run import Run, execute
 from verify.store import Store
 from verify.worker import Worker
+from verify.zoo.base import Chunkwise
 
 # dg is 4.8 times its bound; of seeds 0 to 59 of this case ten are over. A check of 128 cases found the first in case 17.
 LINE = "value_heads=2 key_dim=16 value_dim=8 dtype=bf16 gate=64 beta=edges values=scaled scale=half qk_norm=yes seed=36"
@@ -32,37 +42,99 @@ def test_decays_that_are_folded_into_operands_explain_a_gates_gradient(worker: W
 
 def test_who_does_not_say_so_is_told(worker: Worker, tmp_path: object) -> None:
     store = Store(str(tmp_path))
-    assert otherwise("chunkwise", [line_of("Unsaid")], worker, store) == ["folds = True"]
-    assert otherwise("chunkwise", [line_of("LosesAGradient")], worker, store) == []
+    assert otherwise(described(), [line_of("Unsaid")], worker, store) == ["folds = True"]
+    assert otherwise(described(), [line_of("LosesAGradient")], worker, store) == []
+
+
+def described(algorithm: str = "chunkwise", products: str = "ieee", operation: str = "gated_delta_rule") -> Described:
+    return Described("my.py:Kernel", Domain(operation=operation), algorithm, "none 1.0", products=products)
+
+
+class Declaring(Answering):
+    """What holds once something is declared; `said` are what was, or how products were said to be."""
+
+    def __init__(self, *worked: object) -> None:
+        super().__init__()
+        self.worked, self.said = worked, list[object]()
+
+    def ask(self, question: dict[str, object], deadline_s: float | None = None) -> dict[str, object]:
+        run = Run.parse(str(question["run"]))
+        self.said.append(question.get("declared", run.products))
+        self.ratio = lambda run: 0.5 if self.said[-1] in self.worked else 2.0
+        return super().ask(question)
+
+
+FOLDS, ANY, STORES, CHUNKWISE = {"folds": True}, {"chunk": None}, {"stores": True}, {"algorithm": "chunkwise"}
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "device", "products", "ways"),
+    ("of", "device", "ways"),
     [
-        ("chunkwise", "cpu", "ieee", [{"folds": True}, {"chunk": None}]),
-        ("chunkwise", "cuda", "ieee", [{"folds": True}, {"chunk": None}, "tf32"]),
-        ("chunkwise", "cuda", "tf32", [{"folds": True}, {"chunk": None}]),
-        ("recurrent", "cpu", "ieee", [{"stores": True}, {"algorithm": "chunkwise"}]),
-        ("pointwise", "cpu", "ieee", []),
+        (described(), "cpu", [FOLDS, ANY]),
+        (described(), "cuda", [FOLDS, ANY, "tf32"]),
+        (described(products="tf32"), "cuda", [FOLDS, ANY]),
+        (described(operation="kda"), "cpu", [ANY]),
+        (described(operation="delta_rule"), "cpu", [ANY]),
+        (described("recurrent"), "cpu", [STORES, CHUNKWISE]),
+        (described("pointwise"), "cuda", []),
     ],
 )
 def test_each_thing_that_it_might_say_is_tried_on_every_run(
-    algorithm: str, device: str, products: str, ways: list[object], tmp_path: object
+    of: Described, device: str, ways: list[object], tmp_path: object
 ) -> None:
-    """It is told where all of the runs hold, and not where one does."""
-    runs = [dataclasses.replace(line_of("Unsaid"), device=device, products=products, tune=tune) for tune in ("", "1")]
-    asked: list[object] = []
-
-    class Declaring(Answering):
-        def ask(self, question: dict[str, object], deadline_s: float | None = None) -> dict[str, object]:
-            run = Run.parse(str(question["run"]))
-            asked.append(question.get("declared", run.products))
-            return super().ask(question)
-
+    """Told are those by which all runs hold, if all are broken without: twice, since what is broken now and then is neither."""
     store = Store(str(tmp_path))
-    assert len(otherwise(algorithm, runs, Declaring(), store)) == len(ways)  # type: ignore[arg-type]
-    assert asked == [way for way in ways for _ in runs]
-    assert otherwise(algorithm, runs, Declaring(lambda run: 2.0 if run.tune else 0.5), store) == []  # type: ignore[arg-type]
+    runs = [dataclasses.replace(line_of("Unsaid"), device=device, tune=tune) for tune in ("", "1")]
+    worker = Declaring(*ways)
+    assert len(otherwise(of, runs, worker, store)) == len(ways)  # type: ignore[arg-type]
+    assert worker.said == [way for way in ways for _ in runs] + ["ieee"] * (4 if ways else 0)
+    assert otherwise(of, runs, Declaring(*ways, "ieee"), store) == []  # type: ignore[arg-type]
+    assert len(otherwise(of, runs, Declaring(*ways[:1]), store)) == len(ways[:1])  # type: ignore[arg-type]
+    assert otherwise(of, runs, Declaring(*ways), store, lambda: False) == []  # type: ignore[arg-type]
+
+
+class ReadsItsChunk(Chunkwise):
+    """Its values are half as large again in chunks of 16, which it is told by what it says of itself."""
+
+    chunk = 16
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        o, state = super().run(x)
+        return (1.5 * o if self.chunk == 16 else o), state
+
+
+def test_what_is_declared_is_judged_by_and_the_adapter_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_module, "adapter_of", lambda spec: ReadsItsChunk())
+    run = Run.parse("law=oracle adapter=tests/right.py:Chunkwise lengths=5")
+    for declared in ({}, {"chunk": None}, {"algorithm": "recurrent"}):
+        assert [each.output for each in execute(run, declared=declared).findings][:1] == ["o"]
+    monkeypatch.setattr(run_module, "adapter_of", lambda spec: Chunkwise())
+    half = Run.parse("law=oracle adapter=tests/right.py:Chunkwise lengths=20 dtype=bf16 state=random")
+    assert execute(half).findings == []
+    assert execute(half, declared={"algorithm": "recurrent"}).findings != []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("algorithm = 'recurrent'\n    folds = True", "folds must be False unless algorithm is chunkwise, which is 'recurrent'"),
+        ("algorithm = 'chunkwise'\n    stores = True", "stores must be False unless algorithm is recurrent, which is 'chunkwise'"),
+    ],
+)
+def test_what_is_not_of_its_class_is_refused(words: str, said: str, tmp_path: pathlib.Path) -> None:
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text(f"from tests.right import Recurrent\nclass Says(Recurrent):\n    {words}\n")
+    with pytest.raises(AdapterError, match=said):
+        load(f"{kernel}:Says")
+
+
+def test_of_rules_without_a_shared_decay_nothing_is_folded() -> None:
+    for operation in ("kda", "delta_rule"):
+        case = Case.parse(f"op={operation} lengths=20 key_dim=8 value_dim=8 dtype=bf16 state=random")
+        one, other = (
+            bounds(case.spec, case.inputs(), case.cotangents(), "chunkwise", chunk=64, folds=folds) for folds in (False, True)
+        )
+        assert all(torch.equal(one[name].allowed, other[name].allowed) for name in one)
 
 
 def test_the_report_says_what_would_hold() -> None:

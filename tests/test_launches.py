@@ -81,6 +81,25 @@ def test_more_launches_than_the_other_has_are_told() -> None:
     assert list(parted(call(), call()[:2], 0.0)) == ["3 launches here, 2 there"]
 
 
+def test_a_launch_that_leaves_alone_what_it_should_write_is_told() -> None:
+    one, other = call(), call()
+    left = torch.full((4,), torch.nan)
+    for each, wrote in ((one, True), (other, False)):
+        each[1].read["y"] = left
+        each[1].wrote = {"y": each[1].wrote["y"]} if wrote else {}
+    (told,) = parted(one, other, 0.0)
+    assert told.startswith("launch 1, scores")
+
+
+def test_a_launch_that_adds_to_what_it_was_given_only_passes_it_on() -> None:
+    one, other = call("scores"), call()
+    for each in (one, other):
+        before = each[1].wrote["y"]
+        each[2] = Launch("output", {}, {"y": before}, {"y": before + 1.0})
+    (told,) = parted(one, other, 0.0)
+    assert told.startswith("launch 1, scores")
+
+
 def test_who_is_compared() -> None:
     """Numbers that draw keep the line's picks; what is called again must have the same bits."""
     run = Run.parse(LINE)
@@ -198,6 +217,26 @@ def test_a_call_that_raises_is_told_and_the_others_are_made(launched: Callable[.
     said = launched(Kernel(raises), [4, 4, 8, 4, 4], calls=3)
     assert said["found"] == ["called again: raised IndexError: block 7, after launch 0, doubles num_warps=8"]
     assert said["left"] == []
+
+
+def test_lack_of_memory_hides_nothing_that_was_found(
+    launched: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Comparing takes memory too."""
+    far, seen = launches.distance, list[int]()
+
+    def starves(one: Tensor, other: Tensor) -> float:
+        seen.append(1)
+        if len(seen) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return far(one, other)
+
+    monkeypatch.setattr(launches, "distance", starves)
+    said = launched(Kernel(lambda warps: 2.0 + (warps == 8)), [4, 4, 8, 8, 4, 4, 4, 4], calls=4)
+    first, second = said["found"]
+    assert first.startswith("called again: launch 0, doubles")
+    assert second == "called again: out of memory, with the tensors of every launch kept: CUDA out of memory"
+    assert said["left"] == ["called again"]
 
 
 def test_lack_of_memory_decides_nothing(launched: Callable[..., dict[str, Any]]) -> None:

@@ -107,13 +107,16 @@ SAID = (
     (("--gdn-seed", "x"), "argument --gdn-seed: invalid int value: 'x'"),
     (("--bad-mark",), "gdn_adapter takes profile=least|few|quick|ci|gpu|soak and laws=names, got {'profile': 'tiny'}"),
     (("--bad-law-mark",), "unknown law 'orcale'; there are oracle"),
+    (("--no-law-mark",), "and laws=names, got {'laws': ()}"),
+    (("--one-law-mark",), "and laws=names, got {'laws': 'cut'}"),
+    (("--other-law-mark",), "laws of gdn_adapter must be those of fla/chunk, got 'parallel'"),
     (("--no-mark",), "test_unmarked asks for gdn_law: mark it gdn_adapter(...) or give --gdn-adapter"),
 )
 EACH = """
 import contextlib, io, json, pytest
 for options in json.loads(OPTIONS):
     said = io.StringIO()
-    file = {"--no-mark": "unmarked.py", "--bad-mark": "marked.py", "--bad-law-mark": "lawful.py"}.get(options[0], "test_kernel.py")
+    file = options[0].strip("-").replace("-", "_") + ".py" if "-mark" in options[0] else "test_kernel.py"
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = pytest.main([file, "-p", "no:cacheprovider", *(word for word in options if "-mark" not in word)])
     print(json.dumps([int(code), said.getvalue()]))
@@ -122,10 +125,16 @@ for options in json.loads(OPTIONS):
 
 def test_bad_option_is_a_usage_error_before_anything_runs(tmp_path: pathlib.Path) -> None:
     """One process asks for them all: each would import torch again."""
-    (tmp_path / "unmarked.py").write_text("def test_unmarked(gdn_law):\n    gdn_law.assert_holds()\n")
+    (tmp_path / "no_mark.py").write_text("def test_unmarked(gdn_law):\n    gdn_law.assert_holds()\n")
     (tmp_path / "test_kernel.py").write_text(ASKS.format(adapters=repr(RIGHT)))
-    (tmp_path / "marked.py").write_text(ASKS.format(adapters=f"{RIGHT!r}, profile='tiny'"))
-    (tmp_path / "lawful.py").write_text(ASKS.format(adapters=f"{RIGHT!r}, laws=('cut', 'orcale')"))
+    for name, said in {
+        "bad_mark": "profile='tiny'",
+        "bad_law_mark": "laws=('cut', 'orcale')",
+        "no_law_mark": "laws=()",
+        "one_law_mark": "laws='cut'",
+        "other_law_mark": "laws=('parallel',)",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(ASKS.format(adapters=f"'fla/chunk', {said}"))
     (tmp_path / "pytest.ini").write_text("[pytest]\n" + ("" if INSTALLED else "addopts = -p verify.pytest_plugin\n"))
     program = EACH.replace("OPTIONS", repr(json.dumps([options for options, _ in SAID])))
     done = subprocess.run(

@@ -225,6 +225,9 @@ def make(kind: type[Adapter] | type[PathAdapter], spec: str) -> Adapter | PathAd
         raise AdapterError(f"adapter {spec}: algorithm must be one of {choices} for {does}, got {adapter.algorithm!r}")
     if adapter.products not in PRODUCTS:
         raise AdapterError(f"adapter {spec}: products must be one of {', '.join(PRODUCTS)}, got {adapter.products!r}")
+    for name, wanted in {"folds": "chunkwise", "stores": "recurrent"}.items():
+        if getattr(adapter, name, False) and adapter.algorithm != wanted:
+            raise AdapterError(f"adapter {spec}: {name} must be False unless algorithm is {wanted}, which is {adapter.algorithm!r}")
     if not all(isinstance(word, str) for item in adapter.requires.items() for word in item):
         raise AdapterError(f"adapter {spec}: requires must map distributions to least versions, as text, got {adapter.requires!r}")
     check_requirements(spec, adapter.requires)

@@ -78,10 +78,16 @@ class AdapterBench(Timed):
         super().__init__()
         self.adapter, self.case, self.products, self.device = adapter, case, products, device
         self.counterpart = counterpart or adapter
-        self.domain, self.algorithm = adapter.domain, adapter.algorithm
+        self.domain = adapter.domain
+        self.says = adapter  # by what this one says of itself a run is judged
         self.impure: list[Finding] = []
         self.lost = ""  # why the device is gone, once it is
         self.ready: Ready | None = None
+
+    @property
+    def algorithm(self) -> str:
+        """The class that a run is judged by."""
+        return self.says.algorithm
 
     def call(self, case: Any) -> tuple[Inputs, Cotangents]:
         """The inputs of a case, on the device, and its cotangents if it has a backward."""
@@ -92,21 +98,21 @@ class AdapterBench(Timed):
 
     def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:
         """The truth and bounds for the adapter's class, or for `algorithm`."""
-        spec, chunk = self._contract(inputs), self.adapter.chunk if algorithm is None else None
-        own = algorithm or self.adapter.algorithm
+        spec, says = self._contract(inputs), self.says
+        chunk, own = says.chunk if algorithm is None else None, algorithm or says.algorithm
 
         def bounds(name: str) -> dict[str, Bound]:
             if self.ready is not None:
                 return self.ready.bounds(name)
             # A rule's laws judge by what fewer runs are sure of, and ask for more where that is not enough.
             asked = (name, self.products, chunk, 1 if isinstance(self.case, Case) else None)
-            stores, folds = (each and algorithm is None for each in (self.adapter.stores, self.adapter.folds))
+            stores, folds = (each and algorithm is None for each in (says.stores, says.folds))
             make = functools.partial(bound.bounds, spec, inputs, cotangents, *asked, stores=stores, folds=folds)
             return _MEMO.get(spec, inputs, cotangents, (*asked, stores, folds), make)
 
         with self.timed("oracle_s"), devices.default("cpu"):
             made = bounds(own)
-            if self.adapter.stores and own == "recurrent":
+            if says.stores and own == "recurrent":
                 other = bounds("chunkwise")  # which stores normalised keys, and corrected values forward
                 made = {name: each.beside(other[name]) for name, each in made.items()}
         return {name: dataclasses.replace(each, finer=self._finer(each)) for name, each in made.items()}

@@ -568,7 +568,9 @@ class Check:
         report.neighbours = [what for what, _ in small.neighbours]
         self._keep(report, smallest, best, "shrunk")
         if self.described is not None and best.kind == OFF and isinstance(worker, Worker):
-            report.otherwise = otherwise(self.described.algorithm, (smallest, run), worker, self.store)
+            end = time.monotonic() + SHRINK_S
+            more = lambda: not self._over and time.monotonic() < end  # noqa: E731
+            report.otherwise = otherwise(self.described, (smallest, run), worker, self.store, more)
 
     def _keep(self, report: LawReport, run: Run, outcome: Outcome, stage: str) -> None:
         findings = [finding.to_json() for finding in outcome.findings]
@@ -586,26 +588,29 @@ class Check:
             self.examples.add(run)
 
 
-OTHERWISE: dict[str, tuple[dict[str, Any], ...]] = {
-    "chunkwise": ({"folds": True}, {"chunk": None}),
-    "recurrent": ({"stores": True}, {"algorithm": "chunkwise"}),
-}
+def otherwise(
+    described: Described, runs: Sequence[Run], worker: Asked, store: Store, more: Callable[[], bool] = lambda: True
+) -> list[str]:
+    """What an adapter might say of itself so that none of these broken runs is over its bound: one thing each, in words.
 
-
-def otherwise(algorithm: str, runs: Sequence[Run], worker: Asked, store: Store) -> list[str]:
-    """What an adapter of a class might say of itself so that none of these runs is over its bound: one thing each, in words.
-
-    Whether it is so, its author knows: who forgets to say it gets alarms of a right implementation.
+    Whether it is so, its author knows: who forgets to say it gets alarms of a right implementation. Nothing else may change: where
+    a run holds with another word, it must be broken without it, twice. While there is `more` time, that is.
     """
-    ways: list[tuple[str, Sequence[Run], dict[str, Any]]] = [
-        (", ".join(f"{name} = {value!r}" for name, value in declared.items()), runs, declared)
-        for declared in OTHERWISE.get(algorithm, ())
-    ]
-    if all(run.device != "cpu" and run.products == "ieee" for run in runs):
-        ways.append(("products = 'tf32'", [dataclasses.replace(run, products="tf32") for run in runs], {}))
-    return [
-        words for words, asked, declared in ways if all(ask(run, worker, store, declared).verdict is Verdict.HOLDS for run in asked)
-    ]
+    shared_decay = described.domain.operation not in ("kda", "delta_rule")
+    ways: list[tuple[str, Sequence[Run], dict[str, Any]]] = []
+    if described.algorithm == "chunkwise":
+        ways += [("folds = True", runs, {"folds": True})] if shared_decay else []
+        ways.append(("chunk = None", runs, {"chunk": None}))
+        if described.products == "ieee" and all(run.device != "cpu" for run in runs):
+            ways.append(("products = 'tf32'", [dataclasses.replace(run, products="tf32") for run in runs], {}))
+    elif described.algorithm == "recurrent":
+        ways += [("stores = True", runs, {"stores": True}), ("algorithm = 'chunkwise'", runs, {"algorithm": "chunkwise"})]
+
+    def come_to(verdict: Verdict, asked: Sequence[Run], declared: dict[str, Any]) -> bool:
+        return all(more() and ask(run, worker, store, declared).verdict is verdict for run in asked)
+
+    hold = [words for words, asked, declared in ways if come_to(Verdict.HOLDS, asked, declared)]
+    return hold if hold and come_to(Verdict.BROKEN, (*runs, *runs), {}) else []
 
 
 def explain(

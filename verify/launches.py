@@ -26,7 +26,7 @@ SHOWN = ("num_warps", "num_stages", "BT", "BK", "BV", "BC")
 
 @dataclasses.dataclass
 class Launch:
-    """One launch: the kernel, its configuration, what it read and what it changed, by the names of its arguments."""
+    """One launch: the kernel, its configuration, its tensors as they were and those it changed, by the names of its arguments."""
 
     kernel: str
     config: dict[str, Any]
@@ -90,7 +90,7 @@ class Recorder:
         self.count += 1
         if self.on:
             changed = {name for name, x in tensors.items() if not _same(x, before[name])}
-            launch.read = {name: x for name, x in before.items() if name not in changed}
+            launch.read = before
             launch.wrote = {name: tensors[name].clone() for name in changed}
             self.launches.append(launch)
         return result
@@ -112,8 +112,8 @@ def told(run: Run, calls: int, beside: Sequence[str]) -> dict[str, Any]:
     """How many launches of how many kernels a call of a run has, and in words those that are `found` to stand out; plain data.
 
     The run's implementation is called `calls` times as the line says, and once with each word of tuning in `beside`; picks of the
-    line stay. Calls that were not made, since the device was gone, are `left`. Without memory for them there is a `reason` and
-    nothing else. AdapterError if the implementation is none on one process.
+    line stay. Calls that were not made, since the first failed or the device or its memory was gone, are `left`. Where memory ran
+    out before anything was found there is a `reason` and nothing else. AdapterError if the implementation is none on one process.
     """
     adapter = adapter_of(run.adapter)
     if not isinstance(adapter, Adapter):
@@ -135,8 +135,11 @@ def told(run: Run, calls: int, beside: Sequence[str]) -> dict[str, Any]:
                 else:
                     found += [f"{words}: {each}" for each in parted(first, launches, apart)] if words else []
                     first = first or launches
-    except OutOfMemory as error:
-        return {"reason": f"out of memory, with the tensors of every launch kept: {error}"}
+    except (OutOfMemory, torch.OutOfMemoryError) as error:
+        reason = f"out of memory, with the tensors of every launch kept: {error}"
+        if not found:
+            return {"reason": reason}
+        found.append(f"{words}: {reason}")
     kernels, lost = {launch.kernel for launch in first}, bool(devices.lost(run.device))
     left = [words for words, _, _ in asked]
     return {"launches": len(first), "kernels": len(kernels), "found": found, "left": left, "spent": lost}
@@ -180,7 +183,10 @@ def parted(one: list[Launch], other: list[Launch], apart: float) -> Iterator[str
             return
         if any(distance(a.read[name], b.read[name]) > apart for name in a.read.keys() & b.read.keys()):
             continue
-        off = {name: distance(a.wrote[name], b.wrote[name]) for name in sorted(a.wrote.keys() & b.wrote.keys())}
+        # What only one of them changed is in the other what it was.
+        one_after, other_after = ({**each.read, **each.wrote} for each in (a, b))
+        names = (a.wrote.keys() | b.wrote.keys()) & one_after.keys() & other_after.keys()
+        off = {name: distance(one_after[name], other_after[name]) for name in sorted(names)}
         if words := ", ".join(f"{name} by {value:.3g} of its norm" for name, value in off.items() if not value <= apart):
             yield f"launch {index}, {a} beside {b}: {words}"
     if len(one) != len(other):

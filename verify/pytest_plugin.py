@@ -9,6 +9,7 @@ gives one item a law and adapter, under `pytest` and `pytest -n auto` alike.
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -103,27 +104,38 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     config = metafunc.config
     marks = list(metafunc.definition.iter_markers("gdn_adapter"))
-    adapters = config.getoption("--gdn-adapter") or [name for mark in marks for name in mark.args]
-    if not adapters:
+    # Each mark's laws are asked of its own adapters; of those that an option names, what all marks have.
+    asked: list[tuple[str, list[pytest.Mark]]] = [(name, [mark]) for mark in marks for name in mark.args]
+    asked = [(name, marks) for name in config.getoption("--gdn-adapter")] or asked
+    if not asked:
         raise pytest.UsageError(f"{metafunc.function.__name__} asks for gdn_law: mark it gdn_adapter(...) or give --gdn-adapter")
     try:
         laws = [name for name in config.getoption("--gdn-law") if book_for(name, None)]
-        for adapter in adapters:
+        for adapter, _ in asked:
             check_spec(adapter)
         if config.getoption("--gdn-profile") not in PROFILES:
             raise ValueError(f"--gdn-profile must be one of {', '.join(PROFILES)}, got {config.getoption('--gdn-profile')!r}")
         for said in (mark.kwargs for mark in marks):
-            if said.keys() - {"profile", "laws"} or said.get("profile", "quick") not in PROFILES:
+            named = said.get("laws", ("oracle",))
+            right = isinstance(named, tuple | list) and named and all(isinstance(name, str) for name in named)
+            if said.keys() - {"profile", "laws"} or said.get("profile", "quick") not in PROFILES or not right:
                 raise ValueError(f"gdn_adapter takes profile={'|'.join(PROFILES)} and laws=names, got {said}")
-        few = [[name for name in mark.kwargs["laws"] if book_for(name, None)] for mark in marks if "laws" in mark.kwargs]
+            for name in named:
+                book_for(name, None)
         if not 0 <= config.getoption("--gdn-seed") < 2**32:
             raise ValueError(f"--gdn-seed must be in 0..{2**32 - 1}, got {config.getoption('--gdn-seed')}")
+        pairs = []
+        for adapter, own in asked:
+            few = [mark.kwargs["laws"] for mark in own if "laws" in mark.kwargs]
+            if strange := [name for each in few for name in each if name not in _laws(adapter)]:
+                raise ValueError(f"laws of gdn_adapter must be those of {adapter}, got {strange[0]!r}")
+            pairs += [(adapter, law) for law in laws or _laws(adapter) if all(law in each for each in few)]
     except (AdapterError, ValueError) as error:
         raise pytest.UsageError(str(error)) from None
-    pairs = [(adapter, law) for adapter in adapters for law in laws or _laws(adapter) if all(law in each for each in few)]
     metafunc.parametrize("gdn_law", pairs, indirect=True, ids=[f"{adapter}-{law}" for adapter, law in pairs])
 
 
+@functools.cache
 def _laws(adapter: str) -> "Iterable[str]":
     """The laws that can be asked about an adapter; of one that cannot be had, those of kernels, so that it fails when asked."""
     from properties.books import book_named, book_of

@@ -149,12 +149,9 @@ def execute(
     """The outcome of a run, here in this process: the adapter is called, its answers are judged, nothing is printed.
 
     `ready` has the inputs and bounds of a case that is asked about as it stands (verify/together.py); for `excused` see
-    verify/judge.py. What is `declared` is judged by instead of what the adapter says of itself.
+    verify/judge.py. What is `declared` is judged by instead of what the adapter says of itself; it is called as it is.
     """
     adapter, law = adapter_of(run.adapter), run.the_law
-    if declared:
-        adapter = copy.copy(adapter)
-        adapter.__dict__.update(declared)
     if book_of(adapter.domain) is not book_of(run.example.case):
         return Outcome(Verdict.UNSUPPORTED, reason=f"{run.adapter} is no implementation that law {run.law} is about")
     if isinstance(adapter, PathAdapter):
@@ -171,6 +168,9 @@ def execute(
         return Outcome(Verdict.UNKNOWN, reason="device=cuda needs a GPU, and torch sees none")
     bench = AdapterBench(adapter, counterpart, case, run.products, run.device)
     bench.ready = ready
+    if declared:
+        bench.says = copy.copy(adapter)
+        bench.says.__dict__.update(declared)
     with following(run.tune) as used:
         outcome = judged(law, bench, run.example, functools.partial(where, case), case.bytes, excused)
     outcome.spent, outcome.tuned = bool(bench.lost), dict(used)
