@@ -5,11 +5,13 @@ Modules, pools and layers are checked so in tests of their own (test_modules.py,
 
 import pytest
 
+from properties.laws import LAWS
 from verify.adapter import KERNELS
 from verify.pytest_plugin import LawItem
 
+MAIN = ("fla/chunk", "transformers/chunk", "transformers/recurrent")
 CHUNKS = ("fla/chunk_16", "fla/chunk_32")  # fla/chunk in other chunks
-MAIN = ("fla/chunk", "fla/fused_recurrent", "transformers/chunk", "transformers/recurrent")
+OFTEN = ("again", "batch", "linear", "strides")  # laws of two calls a case and more
 
 
 @pytest.mark.gdn_adapter(*MAIN, "gdn/layer")
@@ -17,9 +19,18 @@ def test_law_holds(gdn_law: LawItem) -> None:
     gdn_law.assert_holds()
 
 
-@pytest.mark.gdn_adapter(*(name for name in KERNELS if name not in (*MAIN, *CHUNKS)), profile="least")
+@pytest.mark.gdn_adapter("fla/fused_recurrent", profile="least")
+def test_law_holds_of_the_recurrence(gdn_law: LawItem) -> None:
+    """On few cases, as those below: interpreted, each is a second or two."""
+    gdn_law.assert_holds()
+
+
+@pytest.mark.gdn_adapter(
+    *(name for name in KERNELS if name not in (*MAIN, *CHUNKS, "fla/fused_recurrent")),
+    profile="least",
+    laws=[name for name in LAWS if name not in OFTEN],
+)
 def test_law_holds_of_a_variant(gdn_law: LawItem) -> None:
-    """On few cases: interpreted, each is a second or two."""
     gdn_law.assert_holds()
 
 
