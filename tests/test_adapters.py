@@ -11,7 +11,7 @@ from verify.pytest_plugin import LawItem
 
 MAIN = ("fla/chunk", "transformers/chunk", "transformers/recurrent")
 CHUNKS = ("fla/chunk_16", "fla/chunk_32")  # fla/chunk in other chunks
-OFTEN = ("again", "batch", "linear", "strides")  # laws of two calls a case and more
+OFTEN = ("again", "batch")  # laws of three calls a case
 
 
 @pytest.mark.gdn_adapter(*MAIN, "gdn/layer")
