@@ -252,7 +252,7 @@ def test_lack_of_memory_decides_nothing(launched: Callable[..., dict[str, Any]])
     [
         ([LINE.replace(" device=cuda", "")], cli.USAGE, "launches needs a line that says device=cuda, got device=cpu"),
         ([LINE, "--beside", "sweep"], cli.USAGE, "--beside must be a number or native, got sweep"),
-        (["law=oracle"], cli.USAGE, ""),
+        (["law=oracle adapter=fla/chunk device=cuda"], cli.USAGE, "a case line must say lengths"),
         ([LINE, "--calls", "1"], cli.USAGE, "--calls must be 2 or more where there is no --beside, got 1"),
         ([LINE], cli.UNDECIDED, "the line says device=cuda, and torch sees no GPU"),
     ],
