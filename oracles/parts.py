@@ -120,7 +120,7 @@ class Cut:
 
     def _at(self, axis: str, size: int, part: Part, device: torch.device) -> Tensor | None:
         """The places along an axis that a part has, None where it has all."""
-        some: torch.Tensor | None = None
+        some: Tensor | None = None
         if axis in self.operation.parallel and len(part.groups) < self.groups:
             some = torch.arange(size).view(self.groups, -1)[list(part.groups)].flatten()
         elif axis == ("T" if self.packed else "B") and len(part.sequences) < len(self.lengths):

@@ -569,7 +569,10 @@ class Check:
         self._keep(report, smallest, best, "shrunk")
         if self.described is not None and best.kind == OFF and isinstance(worker, Worker):
             end = time.monotonic() + SHRINK_S
-            more = lambda: not self._over and time.monotonic() < end  # noqa: E731
+
+            def more() -> bool:
+                return not self._over and time.monotonic() < end
+
             report.otherwise = otherwise(self.described, (smallest, run), worker, self.store, more)
 
     def _keep(self, report: LawReport, run: Run, outcome: Outcome, stage: str) -> None:
