@@ -1,6 +1,7 @@
 """Operations: the contract of one mathematical operation, its inputs, and what legal input is."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -92,12 +93,16 @@ class Operation:
 
     def gradients(self) -> tuple[Port, ...]:
         """The ports of the gradients, one an input: dq for q, and dh0 for the initial state."""
+        return self._gradients
+
+    @functools.cached_property
+    def _gradients(self) -> tuple[Port, ...]:
         differentiable = (port for port in self.inputs if port.dtype != "index")
         return tuple(dataclasses.replace(port, name=gradient_name(port.name)) for port in differentiable)
 
     def port(self, name: str) -> Port:
         """The output or gradient called `name`."""
-        return next(port for port in (*self.outputs, *self.gradients()) if port.name == name)
+        return next(port for port in (*self.outputs, *self._gradients) if port.name == name)
 
     def check(self, inputs: Inputs) -> None:
         """Refuse illegal input: ValueError names the argument, its value and the rule (DESIGN section 2)."""

@@ -2,6 +2,7 @@
 
 import abc
 import difflib
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -267,6 +268,7 @@ def check_requirements(spec: str, requires: dict[str, str]) -> None:
             raise AdapterError(f"adapter {spec} needs {name} >= {least}, got {got}: pip install '{name}>={least}'")
 
 
+@functools.cache  # a distribution's metadata is read and parsed every time that it is asked for
 def installed(name: str) -> str | None:
     """The installed version of a distribution, or None."""
     try:
