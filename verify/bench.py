@@ -325,10 +325,12 @@ def poisoned(value: float) -> Iterator[None]:
     def filled(make: Any) -> Any:
         def wrapper(*args: Any, **kwargs: Any) -> Tensor:
             made: Tensor = make(*args, **kwargs)
-            with torch.no_grad():
-                if made.is_floating_point():
-                    return made.fill_(value)
-                return made.fill_(99 if made.dtype in (torch.int8, torch.uint8, torch.bool) else 29999)
+            held = made.detach()
+            if held.is_floating_point():
+                held.fill_(value)
+            else:
+                held.fill_(99 if held.dtype in (torch.int8, torch.uint8, torch.bool) else 29999)
+            return made
 
         return wrapper
 

@@ -119,13 +119,13 @@ def _output(name: str) -> str:
 def _glance(got: Tensor, want: Tensor | Bound) -> Tensor | None:
     """Two numbers that tell whether two tensors part, which nobody waits for yet: on a GPU each wait costs a case's launches.
 
-    They are the worst error over its allowance, or whether any number differs; and a sum that is not finite if the truth or its
-    bound is not. None where there is nothing to compare.
+    They are the worst error over its allowance, no number if one of these is none, or whether any number differs; and a sum that is
+    not finite if an allowance is not, under which every error is none. None where there is nothing to compare.
     """
     if isinstance(want, Bound):
         if got.shape != want.value.shape or not want.allowed.numel():
             return None
-        return torch.stack([_over(_errors(got, want), want).max(), want.value.sum() + want.allowed.sum()])
+        return torch.stack([(_errors(got, want) / want.allowed).max(), want.allowed.sum()])
     if got.shape != want.shape or not got.numel():
         return None
     return (got != want).any().double().expand(2)
@@ -141,8 +141,8 @@ def _read(glances: list[Tensor]) -> list[list[float]]:
 
 def _errors(got: Tensor, bound: Bound) -> Tensor:
     """The error of each row, in the 2-norm."""
-    off = got.detach().double() - bound.value
-    return off.abs() if bound.allowed.ndim == got.ndim else off.norm(dim=-1)
+    off = bound.value - got.detach()  # in float64, as the truth is
+    return off.abs_() if bound.allowed.ndim == got.ndim else torch.linalg.vector_norm(off, dim=-1)
 
 
 def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: float) -> tuple[Finding | None, int, float | None]:
