@@ -9,8 +9,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -160,35 +160,18 @@ class Case(Line):
         g is [B, T, HV, K] for KDA and None for the delta rule. Where the kernel computes its gate, g is None and there are a, as
         g would be, A_log [HV] and dt_bias [HV] or [HV, K]; where it computes beta, beta is None and there is b [B, T, HV].
         """
-        build = _Builder(self, device)
-        recipes = {"q": build.vectors("q"), "k": build.vectors("k"), "v": build.values()}
-        axes = (self.value_heads, self.key_dim) if self.operation == "kda" else (self.value_heads,)
-        if self.gate_inside:
-            recipes |= {"a": build.raw_gates(axes), "A_log": build.speeds(axes[0])}
-            recipes |= {"dt_bias": build.uniform("dt_bias", axes, 8)} if self.dt_bias else {}
-        elif self.operation != "delta_rule":
-            recipes["g"] = build.gates(axes)
-        recipes |= {"b": build.raw_betas()} if self.beta_inside else {"beta": build.betas()}
-        recipes |= {"state": build.state()} if self.state != "none" else {}
-        made = build.made(recipes, single=("state", "A_log", "dt_bias", *("g",) * (self.gate_dtype == "fp32")))
-        inside = ("a", "A_log", "dt_bias") * self.gate_inside + ("b",) * self.beta_inside
-        offsets = torch.tensor(self.starts(), dtype=getattr(torch, self.offsets), device="cpu")
-        return Inputs(
-            **{name: made.get(name) for name in ("q", "k", "v", "g", "beta", "state")},
-            cu_seqlens=build.sent(offsets) if self.packed else None,
-            scale=SCALES[self.scale],
-            qk_norm=self.qk_norm,
-            output_final_state=True,
-            **{name: made.get(name) for name in inside},
-            **({"allow_neg_eigval": self.beta == "two"} if self.beta_inside else {}),
-        )
+        return drawn([self], device, backward=False)[0][0]
 
     def cotangents(self, device: str | None = None) -> dict[str, Tensor]:
         """A random cotangent for every output, the final state included, in the output's shape and dtype."""
-        build = _Builder(self, device)
-        o = build.uniform("do", (*build.batch, self.value_heads, self.value_dim), build.bits)
-        state = build.uniform("dht", (len(self.lengths), self.value_heads, self.key_dim, self.value_dim), build.bits)
-        return build.made({"o": o, "final_state": state}, single=("final_state",))
+        return _made([_Builder(self, device).cotangents()])[0]
+
+
+def drawn(cases: Sequence[Case], device: str | None = None, *, backward: bool) -> list[tuple[Inputs, dict[str, Tensor] | None]]:
+    """The inputs of each case and, of calls with a backward, its cotangents: as it makes them alone, with fewer operations."""
+    builders = [_Builder(case, device) for case in cases]
+    made = iter(_made([each for build in builders for each in (build.call(), *([build.cotangents()] if backward else []))]))
+    return [(build.inputs(next(made)), next(made) if backward else None) for build in builders]
 
 
 _NAMES = ("q", "k", "v", "g", "beta", "state", "do", "dht", "base", "choice", "index", "sign", "a", "A_log", "dt_bias", "b")
@@ -219,12 +202,41 @@ class _Recipe:
     tensor: Callable[..., Tensor]
 
 
-class _Builder:
-    """The tensors of a case, by their recipes.
+class _Recipes(NamedTuple):
+    """The recipes of a case's tensors by name, made in its dtype, or in float32 those that `single` names."""
+
+    build: "_Builder"
+    tensors: dict[str, _Recipe]
+    single: tuple[str, ...]
+
+
+def _made(asked: Sequence[_Recipes]) -> list[dict[str, Tensor]]:
+    """The tensors of each, contiguous.
 
     On a GPU an operation costs its launch, whatever its size, and a copy from the host a wait: so all integers are drawn together,
     and constants are Python numbers. No table of inputs stays there for the next case, since a wrong kernel might write into it.
     """
+    draws = [(each.build, draw) for each in asked for recipe in each.tensors.values() for draw in recipe.draws]
+    whole, result = iter(_integers(draws)), []
+    for build, tensors, single in asked:
+        made = {}
+        for name, recipe in tensors.items():
+            dtype = DTYPES["fp32" if name in single else build.case.dtype]
+            made[name] = recipe.tensor(*itertools.islice(whole, len(recipe.draws))).to(dtype)
+        result.append(made)
+    return result
+
+
+def _integers(draws: Sequence[tuple["_Builder", _Draw]]) -> list[Tensor]:
+    """The integers of each draw, in its shape."""
+    most, device = max(math.prod(draw.shape) for _, draw in draws), draws[0][0].device
+    positions = torch.arange(most, dtype=torch.int64, device=device)
+    whole = integers(*(build.counted(draw, positions) for build, draw in draws))
+    return [each.view(draw.shape) for each, (_, draw) in zip(whole, draws, strict=True)]
+
+
+class _Builder:
+    """The recipes of a case's tensors."""
 
     def __init__(self, case: Case, device: str | None) -> None:
         self.case = case
@@ -232,13 +244,40 @@ class _Builder:
         self.bits = BITS[case.dtype]
         self.batch = (1, case.tokens) if case.packed else (len(case.lengths), case.lengths[0])
 
-    def made(self, recipes: Mapping[str, _Recipe], single: Collection[str] = ()) -> dict[str, Tensor]:
-        """The tensors, contiguous, in the case's dtype, or in float32 those that `single` names."""
-        whole, result = iter(self.integers([draw for recipe in recipes.values() for draw in recipe.draws])), {}
-        for name, recipe in recipes.items():
-            dtype = DTYPES["fp32" if name in single else self.case.dtype]
-            result[name] = recipe.tensor(*itertools.islice(whole, len(recipe.draws))).to(dtype)
-        return result
+    def call(self) -> _Recipes:
+        """Those of its inputs."""
+        case, axes = self.case, (self.case.value_heads, *((self.case.key_dim,) if self.case.operation == "kda" else ()))
+        recipes = {"q": self.vectors("q"), "k": self.vectors("k"), "v": self.values()}
+        if case.gate_inside:
+            recipes |= {"a": self.raw_gates(axes), "A_log": self.speeds(axes[0])}
+            recipes |= {"dt_bias": self.uniform("dt_bias", axes, 8)} if case.dt_bias else {}
+        elif case.operation != "delta_rule":
+            recipes["g"] = self.gates(axes)
+        recipes |= {"b": self.raw_betas()} if case.beta_inside else {"beta": self.betas()}
+        recipes |= {"state": self.state()} if case.state != "none" else {}
+        return _Recipes(self, recipes, ("state", "A_log", "dt_bias", *("g",) * (case.gate_dtype == "fp32")))
+
+    def inputs(self, made: Mapping[str, Tensor]) -> Inputs:
+        """The arguments of a call that has these tensors."""
+        case = self.case
+        inside = ("a", "A_log", "dt_bias") * case.gate_inside + ("b",) * case.beta_inside
+        offsets = torch.tensor(case.starts(), dtype=getattr(torch, case.offsets), device="cpu")
+        return Inputs(
+            **{name: made.get(name) for name in ("q", "k", "v", "g", "beta", "state")},
+            cu_seqlens=self.sent(offsets) if case.packed else None,
+            scale=SCALES[case.scale],
+            qk_norm=case.qk_norm,
+            output_final_state=True,
+            **{name: made.get(name) for name in inside},
+            **({"allow_neg_eigval": case.beta == "two"} if case.beta_inside else {}),
+        )
+
+    def cotangents(self) -> _Recipes:
+        """Those of a cotangent for every output."""
+        case = self.case
+        o = self.uniform("do", (*self.batch, case.value_heads, case.value_dim), self.bits)
+        state = self.uniform("dht", (len(case.lengths), case.value_heads, case.key_dim, case.value_dim), self.bits)
+        return _Recipes(self, {"o": o, "final_state": state}, ("final_state",))
 
     def vectors(self, name: str) -> _Recipe:
         """q or k [B, T, H, K], so short that beta |k|^2 <= 2."""
@@ -361,17 +400,11 @@ class _Builder:
         """The same number everywhere."""
         return _Recipe((), lambda: torch.full(shape, value, dtype=torch.float64, device=self.device))
 
-    def integers(self, draws: Sequence[_Draw]) -> list[Tensor]:
-        """The integers of each draw, in its shape."""
-        positions = torch.arange(max(math.prod(draw.shape) for draw in draws), dtype=torch.int64, device=self.device)
-
-        def drawn(draw: _Draw) -> tuple[Tensor, int, int]:
-            own = self.case.values != "repeated" or not draw.of_tokens
-            counter = positions[: math.prod(draw.shape)] if own else self.repeated(math.prod(draw.shape[2:]))
-            return counter, mix_number(self.case.seed * 64 + _STREAMS[draw.name] + (draw.salt << 40)), draw.bits
-
-        whole = integers(*map(drawn, draws))
-        return [each.view(draw.shape) for each, draw in zip(whole, draws, strict=True)]
+    def counted(self, draw: _Draw, positions: Tensor) -> tuple[Tensor, int, int]:
+        """A draw as a counter, a key and bits; `positions` are 0, 1, ... for it to count with."""
+        own = self.case.values != "repeated" or not draw.of_tokens
+        counter = positions[: math.prod(draw.shape)] if own else self.repeated(math.prod(draw.shape[2:]))
+        return counter, mix_number(self.case.seed * 64 + _STREAMS[draw.name] + (draw.salt << 40)), draw.bits
 
     def repeated(self, width: int) -> Tensor:
         """The positions of each token's `width` numbers where it repeats the first of its sequence."""

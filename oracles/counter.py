@@ -1,5 +1,7 @@
 """Numbers from a counter: splitmix64 in wrapping 64-bit integers, the same bits on every device and in every version."""
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -44,11 +46,18 @@ def integers(*draws: tuple[Tensor, int, int]) -> list[Tensor]:
     for _, _, bits in draws:
         if not 1 <= bits <= 64:
             raise ValueError(f"bits must be in 1..64, got {bits}")
-    words = _rounds(torch.cat([counter + _signed((key + _STEP) % 2**64) for counter, key, _ in draws]))
+    order = sorted(range(len(draws)), key=lambda index: draws[index][2])  # those of as many bits side by side
+    counters, keys = [draws[index][0] for index in order], [_signed((draws[index][1] + _STEP) % 2**64) for index in order]
+    words = _rounds(torch.cat(torch._foreach_add(counters, keys)))
     if max(bits for _, _, bits in draws) > _LAST:  # the last step changes the last 64 - 31 bits, and no other
         _fold(words, _LAST)
-    parts = words.split([len(counter) for counter, _, _ in draws])
-    return [part >> (64 - bits) for part, (_, _, bits) in zip(parts, draws, strict=True)]
+    parts = dict(zip(order, words.split([len(counter) for counter in counters]), strict=True))
+    start = 0
+    for bits, alike in itertools.groupby(order, key=lambda index: draws[index][2]):
+        end = start + sum(len(parts[index]) for index in alike)
+        words[start:end].bitwise_right_shift_(64 - bits)
+        start = end
+    return [parts[index] for index in range(len(draws))]
 
 
 def _rounds(x: Tensor) -> Tensor:

@@ -29,7 +29,9 @@ from oracles.case import (
     VALUES,
     Case,
     _Builder,
+    _integers,
     _Recipe,
+    drawn,
 )
 from oracles.counter import integers, mix, mix_number, mix_words
 from oracles.operation import DTYPES
@@ -174,7 +176,9 @@ def test_integers_drawn_together_are_the_first_bits_of_mix(bits: int | None, key
         assert torch.equal(got, mix(each + key) >> (64 - some))
         assert torch.equal(got, integers((each, key, some))[0])
     assert all(torch.equal(*pair) for pair in zip(COUNTERS, before, strict=True)), "which other draws may share"
-    assert len({each.untyped_storage().data_ptr() for each in drawn if len(each)}) == 2
+    last = drawn[1].clone()
+    drawn[0].zero_()
+    assert torch.equal(drawn[1], last), "they lie beside each other, and nowhere do two"
 
 
 def test_the_last_step_of_mix_left_out_would_be_seen_from_32_bits_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,6 +389,24 @@ def test_gpu_makes_the_known_bits_and_nobody_waits_for_it(line: str, known: str)
     assert fingerprint(case, "cuda") == known
 
 
+@given(several=st.lists(cases(Domain(), longest=40, total=60), min_size=1, max_size=4), backward=st.booleans())
+def test_cases_drawn_together_have_what_each_has_alone(several: list[Case], *, backward: bool) -> None:
+    """And memory of their own, since a kernel may write into it."""
+    memory: list[int] = []
+    for case, (inputs, cotangents) in zip(several, drawn(several, "cpu", backward=backward), strict=True):
+        alone = case.inputs("cpu"), case.cotangents("cpu") if backward else {}
+        for got, want in zip((inputs, cotangents or {}), alone, strict=True):
+            assert list(got) == list(want)
+            for name, each in got.items():
+                if not isinstance(each, Tensor):
+                    assert each == want[name], (case, name)
+                    continue
+                assert torch.equal(each, want[name]), (case, name)
+                assert each.dtype == want[name].dtype
+                memory += [each.untyped_storage().data_ptr()] * (each.numel() > 0)
+    assert len(memory) == len(set(memory))
+
+
 # Values
 
 
@@ -394,7 +416,7 @@ def builder(case: Case) -> _Builder:
 
 def exact(build: _Builder, recipe: _Recipe) -> Tensor:
     """The tensor of a recipe before it is rounded."""
-    return recipe.tensor(*build.integers(recipe.draws))
+    return recipe.tensor(*_integers([(build, draw) for draw in recipe.draws]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from oracles import bound
 from oracles.bound import Bound
-from oracles.case import Case
+from oracles.case import Case, drawn
 from oracles.operation import Inputs, Operation, Port, gradient_name
 from properties.laws import Cotangents
 from verify import device as devices
@@ -27,9 +27,9 @@ from verify.adapter import Adapter
 from verify.run import Run, adapter_of
 
 LAW = "oracle"  # the only law that asks for the bounds of a case as it stands
-MOST = 32  # cases in one call
-# Of one call, as `numbers` counts them: a worker held 14.6 GiB at most in 400 cases of a palette (docs/MEASUREMENTS.md, Steady).
-NUMBERS = 2**23
+MOST = 64  # cases in one call
+# Of one call, as `numbers` counts them: a worker held 12.3 GiB at most in 400 cases of a palette (docs/MEASUREMENTS.md, Steady).
+NUMBERS = 2**25
 CHUNK = 64  # tokens in a chunk of the oracle's: how wide its matrices are, however narrow the channels
 ALIKE = ("operation", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "scale", "qk_norm", "in_kernel")
 Bounds = dict[str, Bound]
@@ -163,8 +163,7 @@ class _Call:
         """The inputs and cotangents of all cases, side by side. Each one's own wait to be handed out, since they take as long."""
         device, backward = self.run.device, any(case.backward for case in self.cases)
         with devices.default("cpu"):
-            for row, case in enumerate(self.cases):
-                self.waiting[row] = case.inputs(device), case.cotangents(device) if backward else None
+            self.waiting = dict(enumerate(drawn(self.cases, device, backward=backward)))
             joined = self._joined([inputs for inputs, _ in self.waiting.values()])
             each = [cotangents for _, cotangents in self.waiting.values() if cotangents is not None]
             ports = self.cases[0].spec.outputs if each else ()
@@ -225,6 +224,6 @@ def _alone(run: Run, algorithm: str) -> Bounds:
     """The bounds of one case, from more runs than those of a call have."""
     case = run.example.case
     with devices.default("cpu"):
-        cotangents = case.cotangents(run.device) if case.backward else None
+        ((inputs, cotangents),) = drawn([case], run.device, backward=case.backward)
         options = {**_options(run, algorithm), "first": bound.MORE[0]}
-        return bound.bounds(case.spec, case.inputs(run.device), cotangents, algorithm, run.products, **options)
+        return bound.bounds(case.spec, inputs, cotangents, algorithm, run.products, **options)
