@@ -56,7 +56,7 @@ _WIDE = 9_000_000  # float64 numbers of some runs' inputs that a GPU takes at on
 _FEW, _FEWEST = 8, 4  # runs that a GPU takes at once whatever their size: as many as there are room for
 _ROOM = 160_000_000  # float64 numbers of some runs' inputs: 155 million took 22.2 GiB
 _BYTES = {"half": 4, "single": 8, "recurrent": 20}  # an input's: float32, float64, and that for two halves and more
-_BATCH = {"cpu": 2**25, "cuda": 2**26}  # float64 numbers of few runs' inputs: a call that has more is cut into several
+_BATCH = {"cpu": 2**25, "cuda": 2**28}  # float64 numbers of few runs' inputs: a call that has more is cut into several
 _LARGE = {"cpu": 2**17, "cuda": 2**24}  # numbers of a call's inputs: of more, parts are looked at alone, on a GPU after LOOKS
 _TINY = 2.0**-100  # products of what is flushed to zero below 2^-126 with anything up to 6e7, the norm's 1 / 1e-4 included
 

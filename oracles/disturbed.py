@@ -24,7 +24,7 @@ from oracles.segments import Form, Segment, rule
 
 STEPS = 64  # tokens of the recurrence computed at once
 SHORTEST = 16  # tokens of the shortest chunk, as of implementations' matrix units
-_GRAPH = {"cpu": 2**29, "cuda": 2**30}  # numbers of a segment: what has more is computed again backward instead of kept
+_GRAPH = {"cpu": 2**32, "cuda": 2**34}  # bytes of a segment: what has more is computed again backward instead of kept
 FLOAT64 = EXACT - 5  # bits of a float64 sum over a chunk
 _KEPT = 2**20  # numbers of all runs: what calls of a shape share is kept up to that
 NARROW = torch.float32  # for chunkwise runs of half precision
@@ -93,8 +93,13 @@ def chunkwise(
 
 
 def _short(length: int, chunk: int) -> int:
-    """The tokens in the chunks of a sequence: no more than a power of two that has them all, so that little is padded."""
-    return min(chunk, max(SHORTEST, 1 << max(length - 1, 0).bit_length()))
+    """The tokens in the chunks of a sequence: no more than a power of four that has them all.
+
+    Sequences of other sizes are computed after each other, which takes longer than padding; and `summed`, what a float32 sum over a
+    chunk keeps, is the same from one power of four to the next.
+    """
+    bits = max(length - 1, 0).bit_length()
+    return min(chunk, max(SHORTEST, 1 << (bits + bits % 2)))
 
 
 def _rule(
@@ -106,11 +111,12 @@ def _rule(
     return o.transpose(0, 1), final.transpose(0, 1)
 
 
-def _most(size: int, k: Tensor, v: Tensor) -> int:
-    """The chunks of a segment: those whose graphs have _GRAPH numbers, of which a token has at its peak, at widths 64 and 128,
-    51 to 67 a channel, in either class.
+def _most(size: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> int:
+    """The chunks of a segment: those whose graphs have _GRAPH bytes in a dtype, of whose numbers a token has at its peak, at widths
+    64 and 128, 51 to 67 a channel, in either class.
     """
-    return max(1, _GRAPH.get(k.device.type, _GRAPH["cuda"]) // (60 * size * math.prod(v.shape[1:-1]) * (k.shape[-1] + v.shape[-1])))
+    each = 60 * dtype.itemsize * size * math.prod(v.shape[1:-1]) * (k.shape[-1] + v.shape[-1])
+    return max(1, _GRAPH.get(k.device.type, _GRAPH["cuda"]) // each)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +129,7 @@ class _Chunkwise:
 
     def most(self, size: int, k: Tensor, v: Tensor) -> int:
         """As many chunks as there is room for."""
-        return _most(size, k, v)
+        return _most(size, k, v, self.dtype(k))
 
     def dtype(self, x: Tensor) -> torch.dtype:
         """NARROW where operands are coarser: an implementation computes all else in it, and its own roundings are such too."""
@@ -507,7 +513,7 @@ class _Recurrent:
 
     def most(self, size: int, k: Tensor, v: Tensor) -> int:
         """As many chunks as there is room for."""
-        return _most(size, k, v)
+        return _most(size, k, v, self.dtype(k))
 
     def dtype(self, x: Tensor) -> torch.dtype:
         """That of x."""
