@@ -224,8 +224,7 @@ class Arithmetic:
         if (bits if isinstance(bits, int) else min(bits)) >= _MANTISSA[x.dtype]:
             return x
         grid, back = self._grids(x, places, bits, step, axis, widths)
-        rough = self._rough(x, grid, bits, axis, widths)
-        return rough * back if rough.dtype != x.dtype else rough.mul_(back)
+        return self._rough(x, grid, bits, axis, widths, back)
 
     def grid(self, like: Tensor, place: str) -> "Grid":
         """The grid s of each run at a place that stores numbers shaped as `like`, and 1 / s: dither(x) is rough(x, s) / s."""
@@ -242,13 +241,23 @@ class Arithmetic:
         return _grid(places, self._numbered, bits, step, last, like.ndim, self.axis, like.device, like.dtype, axis, widths)
 
     def rough(self, x: Tensor, by: Tensor) -> Tensor:
-        """x times `by`, whose dtype counts, rounded as what is stored; perhaps in a dtype that holds no more."""
+        """x times `by`, rounded as what is stored."""
         return self._rough(x, by, self.stored) if self.rounds and self.stored < _MANTISSA[by.dtype] else x * by
 
-    def _rough(self, x: Tensor, by: Tensor, bits: "Bits", axis: int | None = None, widths: tuple[int, ...] = ()) -> Tensor:
+    def _rough(
+        self,
+        x: Tensor,
+        by: Tensor,
+        bits: "Bits",
+        axis: int | None = None,
+        widths: tuple[int, ...] = (),
+        back: Tensor | None = None,
+    ) -> Tensor:
+        """x times `by`, rounded, and times `back`."""
         kind = _CASTS.get((bits, by.dtype)) if self.first and isinstance(bits, int) else None
-        if kind and x.device.type in _LAUNCHING:
-            return torch.mul(x, by, out=x.new_empty(0, dtype=kind))
+        if self.first and x.device.type == "cuda" and (launch := fused(x.device)) is not None:
+            low = _lowest(bits, kind, axis, widths, x.device, by.dtype)
+            return launch(x, by, _one(x.device, by.dtype) if back is None else back, low)
         rounded = x * by
         exact = None if self.first else rounded.select(self.axis, 0).clone()
         if kind:
@@ -258,7 +267,7 @@ class Arithmetic:
             rounded.view(_WORDS[by.dtype]).add_(half).bitwise_and_(high)
         if exact is not None:
             rounded.select(self.axis, 0).copy_(exact)
-        return rounded
+        return rounded if back is None else rounded.mul_(back)
 
 
 def summed(depth: int) -> int:
@@ -296,7 +305,6 @@ _CASTS = {  # a cast rounds so, and has the range
     (8, torch.float64): torch.bfloat16,
     (24, torch.float64): torch.float32,
 }
-_LAUNCHING = ("cuda",)  # where two operations that convert what they read or write take less than four in place
 _WORDS = {torch.float64: torch.int64, torch.float32: torch.int32}
 _SHARED = 2**16  # numbers of a run: calls of several shapes share their grids up to that
 _KEPT_BYTES = 2**27  # of grids of a kind on a CPU, for later calls
@@ -320,13 +328,72 @@ def _words(bits: "Bits", digits: int, axis: int | None, widths: tuple[int, ...],
 def _words_each(
     bits: tuple[int, ...], digits: int, axis: int | None, widths: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    each = torch.tensor([(1 << (digits - own)) >> 1 if own < digits else 0 for own in bits], device=device)
-    if widths:
-        each = each.repeat_interleave(torch.tensor(widths, device=device))
-    elif axis is not None:
-        each = each.reshape(-1, *[1] * (-1 - axis))
+    each = _placed([(1 << (digits - own)) >> 1 if own < digits else 0 for own in bits], axis, widths, device)
     dtype = torch.int64 if digits > SINGLE else torch.int32
     return each.to(dtype), torch.where(each > 0, -2 * each, -1).to(dtype)
+
+
+# `_rough` in one launch, where four cost a GPU four times as much whatever their size; `low` is what `_lowest` says. To the bit the
+# same as the operations that it stands for (tests/test_rounding.py, on a GPU).
+_FUSED = """
+template <typename T> T rounded(T x, T by, T back, T low) {
+  T y = x * by;
+  if (low < 0) {
+    union { float number; int word; } narrow;
+    narrow.number = (float) y;
+    if (low < -1 && y == y) narrow.word = (narrow.word + 0x7fff + ((narrow.word >> 16) & 1)) & -65536;
+    y = (T) narrow.number;
+  } else if (low > 0 && sizeof(T) == 8) {
+    union { double number; long long word; } wide;
+    wide.number = y;
+    wide.word = (wide.word + (1ll << ((int) low - 1))) & -(1ll << (int) low);
+    y = (T) wide.number;
+  } else if (low > 0) {
+    union { float number; int word; } single;
+    single.number = y;
+    single.word = (single.word + (1 << ((int) low - 1))) & -(1 << (int) low);
+    y = (T) single.number;
+  }
+  return y * back;
+}
+"""
+
+
+@functools.cache
+def fused(device: torch.device) -> "Callable[..., Tensor] | None":
+    """_FUSED on a GPU, as torch's jiterator compiles it; None where that lacks or cannot compile, and operations do it."""
+    try:
+        made: Callable[..., Tensor] = torch.cuda.jiterator._create_jit_fn(_FUSED)
+        for dtype in _MANTISSA:
+            one = _one(device, dtype)
+            made(one, one, one, one)
+    except (AttributeError, RuntimeError):
+        return None
+    return made
+
+
+@functools.lru_cache(256)
+def _lowest(
+    bits: "Bits", kind: torch.dtype | None, axis: int | None, widths: tuple[int, ...], device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """How many of a number's lowest bits are cleared, of all places or of each: 0 for none, -1 as a cast to float32, -2 to bf16."""
+    digits = _MANTISSA[dtype]
+    if isinstance(bits, int):
+        return torch.tensor({None: digits - bits, torch.float32: -1, torch.bfloat16: -2}[kind], device=device, dtype=dtype)
+    return _placed([max(0, digits - own) for own in bits], axis, widths, device).to(dtype)
+
+
+@functools.cache
+def _one(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.ones((), device=device, dtype=dtype)
+
+
+def _placed(each: list[int], axis: int | None, widths: tuple[int, ...], device: torch.device) -> Tensor:
+    """A number of each place, where the places are: along `axis`, or side by side along the last one."""
+    made = torch.tensor(each, device=device)
+    if widths:
+        return made.repeat_interleave(torch.tensor(widths, device=device))
+    return made if axis is None else made.reshape(-1, *[1] * (-1 - axis))
 
 
 Bits = int | tuple[int, ...]  # of all places, or of each

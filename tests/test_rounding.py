@@ -23,6 +23,7 @@ from oracles.rounding import BITS, EXACT, FP16_STEP, Arithmetic, summed
 from properties.domain import Domain
 from properties.strategies import cases
 from tests import right
+from verify import device as devices
 from verify.judge import judge, where
 
 ROWS = 4096
@@ -202,16 +203,54 @@ def test_grids_do_not_depend_on_the_shapes_that_share_them() -> None:
 
 @pytest.mark.parametrize(("bits", "dtype"), [(24, torch.float64), (8, torch.float64), (8, torch.float32)])
 def test_a_cast_rounds_as_clearing_bits_does(bits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the grid's rounding is a dtype's own, the runs that round take its cast; a GPU's in two launches."""
+    """Where the grid's rounding is a dtype's own, the runs that round take its cast."""
     rule, x = dataclasses.replace(arithmetic("fp32", 4), first=1), numbers(4, 3, 32, 32).to(dtype)
     cast = rule.dither(x, "place", bits)
     with monkeypatch.context() as patch:
         patch.setattr(rounding, "_CASTS", {})
         assert torch.equal(rule.dither(x, "place", bits), cast)
-    monkeypatch.setattr(rounding, "_LAUNCHING", ("cpu",))
-    monkeypatch.setattr(Tensor, "mul_", None)
-    assert torch.equal(rule.dither(x, "place", bits), cast)
     assert not torch.equal(x, cast)
+
+
+@pytest.mark.skipif(not devices.gpus(), reason="torch sees no GPU")
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_gpu_rounds_in_one_launch_to_the_same_bits(
+    dtype: torch.dtype, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, *, plain: bool
+) -> None:
+    """On the plain grid half of the numbers lie half way between two; and the words of the kernel's that say so are seen."""
+    if plain:
+        request.getfixturevalue("plain_grid")
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert rounding.fused(device) is not None
+    digits = rounding._MANTISSA[dtype]
+
+    def parted() -> set[Any]:
+        found = set()
+        for bits in (8, 10, 11, 20, 24):
+            for rule in (dataclasses.replace(arithmetic(name, 4), first=1) for name in ("fp16", "bf16", "fp32")):
+                x = numbers(4, 3, 2, 8, 12, low=-40, high=10)
+                grain = torch.ldexp(torch.ones_like(x), torch.frexp(x).exponent - bits - 1)
+                x = ((x / grain).round() * grain).to(dtype)
+                there = x.to(device)
+                pairs = {"dither": (rule.dither(x, "place", bits), rule.dither(there, "place", bits))}
+                for places in (("a", "b"), ("c", "d")):
+                    each = (bits, digits if bits == 24 else 21)
+                    pairs[f"stacked {places}"] = (rule.stacked(x, places, each), rule.stacked(there, places, each))
+                wide = x[:, :, 0], there[:, :, 0]
+                pairs["beside"] = tuple(rule.beside(each, ("e", "f"), (7, 5), (bits, 11)) for each in wide)
+                pairs["rough"] = tuple(rule.rough(each, rule.grid(each, "g")[0]) for each in (x, there))
+                found |= {(name, bits, rule.stored) for name, (here, far) in pairs.items() if not torch.equal(here, far.cpu())}
+        return found
+
+    assert parted() == set()
+    if plain:
+        for right, wrong in (("0x7fff + ((narrow.word >> 16) & 1)", "0x8000"), ("(int) low - 1", "(int) low - 2")):
+            rounding.fused.cache_clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(rounding, "_FUSED", rounding._FUSED.replace(right, wrong))
+                assert parted()
+        rounding.fused.cache_clear()
 
 
 @pytest.mark.usefixtures("plain_grid")
@@ -268,18 +307,14 @@ def test_several_places_may_each_have_bits_of_their_own(dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("launching", [False, True])
-def test_what_is_rounded_on_a_grid_and_divided_by_it_later_is_the_dither(
-    dtype: str, monkeypatch: pytest.MonkeyPatch, *, launching: bool
-) -> None:
-    monkeypatch.setattr(rounding, "_LAUNCHING", ("cpu",) if launching else ())
+def test_what_is_rounded_on_a_grid_and_divided_by_it_later_is_the_dither(dtype: str) -> None:
     kind = torch.float64 if dtype == "fp32" else torch.float32
     for rule in (arithmetic(dtype, 5), dataclasses.replace(arithmetic(dtype, 4), first=1)):
         x = numbers(rule.runs, 3, 8, 12, low=-20).to(kind)
         grid, back = rule.grid(x, "place")
         rough = rule.rough(x, grid)
         assert torch.equal(rough * back, rule.dither(x, "place"))
-        assert not torch.equal(rough.to(kind), x * grid)
+        assert not torch.equal(rough, x * grid)
         later = numbers(1, 3, 8, 1).to(kind)
         twice = rule.rough(rough, back * rule.grid(x, "another")[0] * later) * rule.grid(x, "another")[1]
         want = rule.dither(rule.dither(x, "place") * later, "another")
