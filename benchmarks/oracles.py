@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,22 +50,29 @@ def main() -> int:
 
 def timed(call: Call, device: str, runs: int) -> tuple[float, float, float]:
     """Median and spread of the seconds of a call, and the greatest GiB that it held beyond what was held before."""
-    seconds, held = [], 0.0
-    for run in range(runs + 1):
-        if device == "cuda":
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-        start = time.perf_counter()
-        kept = call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-            own = sum(x.nbytes for x in kept) if isinstance(kept, tuple) else 0
-            held = max(held, (torch.cuda.max_memory_allocated() - before - own) / 2**30)
-        if run:
-            seconds.append(time.perf_counter() - start)
-        del kept
-    return statistics.median(seconds), max(seconds) - min(seconds), held
+    return figures_of([once(call, device) for _ in range(runs + 1)])
+
+
+def figures_of(rounds: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Median and spread of the seconds of all rounds but the first, and the greatest GiB of all."""
+    seconds = [each for each, _ in rounds[1:]]
+    return statistics.median(seconds), max(seconds) - min(seconds), max(held for _, held in rounds)
+
+
+def once(call: Call, device: str) -> tuple[float, float]:
+    """The seconds of a call, and the GiB that it held beyond what was held before."""
+    held = 0.0
+    if device == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    kept = call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        own = sum(x.nbytes for x in kept) if isinstance(kept, tuple) else 0
+        held = (torch.cuda.max_memory_allocated() - before - own) / 2**30
+    return time.perf_counter() - start, held
 
 
 def report(rows: list[dict[str, object]], what: str, tokens: int, figures: tuple[float, float, float]) -> None:
@@ -176,8 +183,11 @@ def launches(call: Call, device: str) -> str:
 
 
 def bound_cost(device: str, runs: int, rows: list[dict[str, object]]) -> None:
-    """The bound beside the truth alone, on cases as they are drawn; on a CPU a first look of one run, on a GPU the finer bound."""
-    print(f"cost of a bound ({RUNS} disturbed runs and the exact one) beside the truth alone")
+    """The bound beside the truth alone, on cases as they are drawn; on a CPU a first look of one run, on a GPU the finer bound.
+
+    They take turns, and how many times the truth a look took is the median over its turns: a host's speed changes as one waits.
+    """
+    print(f"cost of a bound ({RUNS} disturbed runs and the exact one) beside the truth alone, in turn")
     for line in (
         "lengths=130 heads=2 value_heads=4 key_dim=32 value_dim=32 dtype=bf16 gate=64",
         "lengths=512 heads=2 value_heads=4 key_dim=64 value_dim=64 dtype=bf16 gate=64",
@@ -185,15 +195,17 @@ def bound_cost(device: str, runs: int, rows: list[dict[str, object]]) -> None:
     ):
         case = Case.parse(line)
         x, cotangents = case.inputs(device), case.cotangents(device)
-        exact = timed(lambda: truth(case.spec, x, cotangents), device, runs)  # noqa: B023
-        said = launches(lambda: truth(case.spec, x, cotangents), device)  # noqa: B023
-        report(rows, f"truth, K = V = {case.key_dim} {case.dtype}{said}", case.tokens, exact)
+        calls = {"truth": functools.partial(truth, case.spec, x, cotangents)}
         for algorithm in ("chunkwise", "recurrent"):
-            for name, call in looks(case, x, cotangents, algorithm, device).items():
-                figures = timed(call, device, runs)
-                times = figures[0] / exact[0]
-                what = f"{name}, {algorithm}: {times:.1f} times the truth, its runs {times - 1:.1f}{launches(call, device)}"
-                report(rows, what, case.tokens, figures)
+            calls |= {f"{name}, {algorithm}": call for name, call in looks(case, x, cotangents, algorithm, device).items()}
+        rounds = [{name: once(call, device) for name, call in calls.items()} for _ in range(runs + 1)]
+        for name, call in calls.items():
+            figures, said = figures_of([each[name] for each in rounds]), launches(call, device)
+            times = statistics.median(each[name][0] / each["truth"][0] for each in rounds[1:])
+            what = f"{name}, K = V = {case.key_dim} {case.dtype}"
+            if name != "truth":
+                what = f"{name}: {times:.1f} times the truth, its runs {times - 1:.1f}"
+            report(rows, what + said, case.tokens, figures)
 
 
 def looks(case: Case, x: Inputs, cotangents: dict[str, Tensor], algorithm: str, device: str) -> dict[str, Call]:
