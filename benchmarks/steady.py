@@ -9,10 +9,12 @@ pass, cases a second, the seconds that the implementation and the oracle took, a
 
 import argparse
 import collections
+import dataclasses
 import os
 import sys
 import time
 
+from oracles.operation import DTYPES
 from properties.books import book_of
 from properties.palette import real_case
 from properties.strategies import Example
@@ -34,6 +36,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=5)
     parser.add_argument("--tune", default="5")
     parser.add_argument("--real", help="seeds of cases at real widths, each a pass of its own")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of cases at real widths")
     options = parser.parse_args()
     if not devices.gpus():
         print("torch sees no GPU", file=sys.stderr)
@@ -68,7 +71,8 @@ def told(number: int, questions: list[list[Run]], worker: Worker) -> None:
 def real(options: argparse.Namespace, worker: Worker, seed: int) -> Run:
     """The oracle law on one case at real widths."""
     described = describe(options.adapter, worker)
-    return Run("oracle", options.adapter, Example(real_case(seed)), described.products, "cuda", options.tune)
+    case = dataclasses.replace(real_case(seed), dtype=options.dtype)
+    return Run("oracle", options.adapter, Example(case), described.products, "cuda", options.tune)
 
 
 def drawn(options: argparse.Namespace, worker: Worker) -> list[list[Run]]:
