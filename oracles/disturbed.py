@@ -93,13 +93,8 @@ def chunkwise(
 
 
 def _short(length: int, chunk: int) -> int:
-    """The tokens in the chunks of a sequence: no more than a power of four that has them all.
-
-    Sequences of other sizes are computed after each other, which takes longer than padding; and `summed`, what a float32 sum over a
-    chunk keeps, is the same from one power of four to the next.
-    """
-    bits = max(length - 1, 0).bit_length()
-    return min(chunk, max(SHORTEST, 1 << (bits + bits % 2)))
+    """The tokens in the chunks of a sequence: no more than a power of two that has them all, so that little is padded."""
+    return min(chunk, max(SHORTEST, 1 << max(length - 1, 0).bit_length()))
 
 
 def _rule(

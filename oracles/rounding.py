@@ -367,6 +367,9 @@ def fused(device: torch.device) -> "Callable[..., Tensor] | None":
         for dtype in _MANTISSA:
             one = _one(device, dtype)
             made(one, one, one, one)
+            made(one.new_ones(2, 2), one.new_ones(2, 1), one, one)  # what is broadcast is compiled on its own
+    except torch.OutOfMemoryError:
+        raise  # which says nothing of the compiler
     except (AttributeError, RuntimeError):
         return None
     return made

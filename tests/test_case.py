@@ -170,15 +170,15 @@ COUNTERS = torch.tensor([0, 1, 2**62, -1, -(2**63), 2**63 - 1]), torch.arange(7)
 def test_integers_drawn_together_are_the_first_bits_of_mix(bits: int | None, keys: tuple[int, ...]) -> None:
     draws = [(each, key, bits or some) for each, key, some in zip(COUNTERS, keys, (3, 24, 40), strict=True)]
     before = [each.clone() for each in COUNTERS]
-    drawn = integers(*draws)
-    for (each, key, some), got in zip(draws, drawn, strict=True):
+    made = integers(*draws)
+    for (each, key, some), got in zip(draws, made, strict=True):
         assert got.tolist() == [signed(mixed(position + key)) >> (64 - some) for position in each.tolist()]
         assert torch.equal(got, mix(each + key) >> (64 - some))
         assert torch.equal(got, integers((each, key, some))[0])
     assert all(torch.equal(*pair) for pair in zip(COUNTERS, before, strict=True)), "which other draws may share"
-    last = drawn[1].clone()
-    drawn[0].zero_()
-    assert torch.equal(drawn[1], last), "they lie beside each other, and nowhere do two"
+    last = made[1].clone()
+    made[0].zero_()
+    assert torch.equal(made[1], last), "they lie beside each other, and nowhere do two"
 
 
 def test_the_last_step_of_mix_left_out_would_be_seen_from_32_bits_on(monkeypatch: pytest.MonkeyPatch) -> None:
