@@ -123,7 +123,8 @@ class _Rule(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         _, k, v, *_ = tokens
         dtype = form.dtype(k)
-        o, final = torch.zeros_like(v, memory_format=torch.contiguous_format), initial.clone(memory_format=torch.contiguous_format)
+        # Every token is in some segment, and is written.
+        o, final = torch.empty_like(v, memory_format=torch.contiguous_format), initial.clone(memory_format=torch.contiguous_format)
         most = tuple(form.most(size, k, v) for size in sizes)
         plan = [(members, [_Kept(segment) for segment in block]) for members, block in segments(lengths, sizes, most, k.device)]
         for members, block in plan:
@@ -149,7 +150,7 @@ class _Rule(torch.autograd.Function):
         tokens = ctx.saved_tensors  # type: ignore[attr-defined]
         form, plan, dtype = ctx.back  # type: ignore[attr-defined]
         do, dfinal = cotangents
-        results = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in tokens]
+        results = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tokens]
         dstate = dfinal.clone(memory_format=torch.contiguous_format)
         for members, block in reversed(plan):
             carry = dfinal.index_select(0, members).to(dtype)
