@@ -41,7 +41,7 @@ def test_the_launch_that_parts_is_told(wrong: tuple[str, ...], told: list[str]) 
     for apart in (0.0, APART):
         found = list(parted(call(*wrong), call(), apart))
         assert [line.partition(" num_warps")[0] for line in found] == told
-    assert all("y by 0.1 of its norm" in line for line in found)
+    assert all(line.endswith(" num_warps=4 beside the same: y by 0.1 of its norm") for line in found)
 
 
 def test_what_rounding_makes_is_no_launch_at_fault() -> None:

@@ -395,7 +395,8 @@ def test_as_many_runs_are_evaluated_at_once_as_there_is_room_for() -> None:
     assert [at_once(tokens, 2, 64, 64, "meta") for tokens in (1, 130, 512, 1024)] == [(1, 64), (1, 64), (1, 32), (1, 16)]
     assert at_once(130, 2, 32, 32, "meta") == (1, 32)
     assert [at_once(tokens, 16, 128, 64, "meta") for tokens in (32768, 65536)] == [(16, 8), (16, 4)]
-    assert [at_once(tokens, 16, 128, 4, "meta") for tokens in (32768, 65536)] == [(16, 4), (16, 4)]
+    assert [at_once(tokens, 16, 128, 4, "meta") for tokens in (32768, 65536)] == [(8, 4), (16, 4)]
+    assert [at_once(tokens, 16, 128, 1, "meta") for tokens in (32768, 65536)] == [(2, 1), (4, 1)]
     assert [at_once(tokens, 2, 64, 64, "cpu") for tokens in (1, 64, 130, 512, 1024)] == [(1, 64), (1, 16), (1, 8), (1, 2), (1, 1)]
 
 

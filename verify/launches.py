@@ -188,7 +188,7 @@ def parted(one: list[Launch], other: list[Launch], apart: float) -> Iterator[str
         names = (a.wrote.keys() | b.wrote.keys()) & one_after.keys() & other_after.keys()
         off = {name: distance(one_after[name], other_after[name]) for name in sorted(names)}
         if words := ", ".join(f"{name} by {value:.3g} of its norm" for name, value in off.items() if not value <= apart):
-            yield f"launch {index}, {a} beside {b}: {words}"
+            yield f"launch {index}, {a} beside {'the same' if str(a) == str(b) else b}: {words}"
     if len(one) != len(other):
         yield f"{len(one)} launches here, {len(other)} there"
 
