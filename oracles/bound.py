@@ -38,6 +38,7 @@ from torch import Tensor
 
 from oracles.operation import NAMES, Inputs, Operation, Port, gradient_name, sequences
 from oracles.parts import Cut, Part
+from oracles.room import fitting
 from oracles.rounding import BITS, EXACT, SINGLE, Arithmetic
 
 RUNS = 4
@@ -371,7 +372,7 @@ def _at_once(inputs: Inputs, plain: Arithmetic, pieces: int) -> int:
     tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
     numbers = max(1, sum(x.numel() for x in tensors) // pieces)
     if _on_a_gpu(inputs):
-        most = max(_WIDE // numbers, _FEW if _FEW * numbers <= _ROOM else _FEWEST)
+        most = max(_WIDE // numbers, _FEW if _FEW * numbers <= fitting(_ROOM, tensors[0].device) else _FEWEST)
     else:
         each = _BYTES["recurrent" if plain.algorithm == "recurrent" else "half" if plain.product == EXACT else "single"]
         most = _NEAR // (each * numbers)
@@ -387,7 +388,8 @@ def _pieces(operation: Operation, inputs: Inputs, runs: int) -> int:
     """Into how few calls a call is cut along the operation's parallel axes to keep few runs' inputs within _BATCH numbers each."""
     sizes = operation.sizes(inputs)
     most = math.gcd(*(sizes[axis] for axis in operation.parallel)) if operation.parallel else 1
-    wanted = min(runs, _FEW) * _numbers(operation, inputs) / _BATCH["cuda" if _on_a_gpu(inputs) else "cpu"]
+    device = next(x.device for x in inputs.values() if isinstance(x, Tensor))
+    wanted = min(runs, _FEW) * _numbers(operation, inputs) / fitting(_BATCH["cpu" if device.type == "cpu" else "cuda"], device)
     return next(count for count in range(1, most + 1) if most % count == 0 and (count >= wanted or count == most))
 
 

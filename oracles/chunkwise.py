@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from oracles.decay import decayed, decayed_backward
+from oracles.room import fitting
 from oracles.segments import Segment, rule
 
 _BLOCK = 32  # tokens
@@ -113,7 +114,7 @@ class _Call:
         """The chunks of a segment: as many as fit into _SEGMENT bytes, by the float64 numbers that each takes backward."""
         (heads, groups, value_width), width = v.shape[1:], k.shape[-1]
         each = 8 * size * (width + value_width) + 8 * size**2 + 4 * width * value_width + width**2
-        return max(1, _SEGMENT.get(k.device.type, _SEGMENT["cuda"]) // (8 * each * heads * groups))
+        return max(1, fitting(_SEGMENT.get(k.device.type, _SEGMENT["cuda"]), k.device) // (8 * each * heads * groups))
 
     def dtype(self, x: Tensor) -> torch.dtype:
         """That of x."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from oracles.chunkwise import inverted, substituted
 from oracles.decay import decays, halves, sizes, squares
+from oracles.room import fitting
 from oracles.rounding import EXACT, FUNCTION_BITS, SINGLE, Arithmetic, summed
 from oracles.segments import Form, Segment, rule
 
@@ -111,7 +112,7 @@ def _most(size: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> int:
     64 and 128, 51 to 67 a channel, in either class.
     """
     each = 60 * dtype.itemsize * size * math.prod(v.shape[1:-1]) * (k.shape[-1] + v.shape[-1])
-    return max(1, _GRAPH.get(k.device.type, _GRAPH["cuda"]) // each)
+    return max(1, fitting(_GRAPH.get(k.device.type, _GRAPH["cuda"]), k.device) // each)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from oracles.counter import mix
+from oracles.room import memory
 
 BITS = {"bf16": 8, "fp16": 11, "fp32": 24}
 TF32_BITS = 10  # 11 bits rounded to nearest; matrix units may truncate, which errs like 10
@@ -408,7 +409,7 @@ Grid = tuple[Tensor, Tensor]  # the numbers s, and 1 / s
 def _most_kept(device: torch.device) -> int:
     if device.type == "cpu":
         return _KEPT_BYTES
-    return int(_KEPT_SHARE * torch.cuda.get_device_properties(device).total_memory)
+    return int(_KEPT_SHARE * memory(device))
 
 
 def _held(grid: Grid) -> int:

@@ -21,6 +21,7 @@ from oracles import bound
 from oracles.bound import Bound
 from oracles.case import Case, drawn
 from oracles.operation import Inputs, Operation, Port, gradient_name
+from oracles.room import fitting
 from properties.laws import Cotangents
 from verify import device as devices
 from verify.adapter import Adapter
@@ -50,7 +51,7 @@ def together(runs: Sequence[Run]) -> Iterator["Shared | None"]:
             groups.setdefault((run.adapter, run.products, run.device, alike, doubled), []).append(index)
     places: dict[int, tuple[_Call, int]] = {}
     for members in groups.values():
-        for several in _shared([runs[index].example.case for index in members]):
+        for several in _shared([runs[index].example.case for index in members], runs[members[0]].device):
             if len(several) > 1:
                 call = _Call([runs[members[place]] for place in several])
                 places |= {members[place]: (call, row) for row, place in enumerate(several)}
@@ -69,13 +70,13 @@ def numbers(case: Case) -> int:
     return case.value_heads * (tokens + len(case.lengths) * case.key_dim * case.value_dim)
 
 
-def _shared(cases: Sequence[Case]) -> list[list[int]]:
-    """Which cases share a call: in their order, about as many in each, MOST and NUMBERS numbers at most."""
+def _shared(cases: Sequence[Case], device: str) -> list[list[int]]:
+    """Which cases share a call: in their order, about as many in each, MOST and what fits of NUMBERS numbers at most."""
     even = -(-len(cases) // -(-len(cases) // MOST))
-    calls: list[list[int]] = []
-    held = NUMBERS
+    calls, most = list[list[int]](), fitting(NUMBERS, torch.device(device))
+    held = most
     for place, case in enumerate(cases):
-        if not calls or len(calls[-1]) == even or held + numbers(case) > NUMBERS:
+        if not calls or len(calls[-1]) == even or held + numbers(case) > most:
             calls.append([])
             held = 0
         calls[-1].append(place)
