@@ -283,6 +283,32 @@ def test_the_judge_looks_no_further_where_an_output_is_excused(
     assert all_of == [1.5, 0.9, 1.1]
 
 
+@pytest.mark.parametrize(
+    ("sure", "excused", "asked"),
+    [
+        (1.0, {}, [[False, True, True, True]]),
+        (1.0, {"o": 2.0}, [[False, False, True, True]]),  # the second is excused, whatever more runs allow it
+        (0.5, {"o": 2.0}, [[True, True, True, True], [False, False, True, True]]),  # until all runs are made nobody is
+    ],
+)
+def test_of_an_excused_output_rows_beyond_that_are_asked_about(
+    sure: float, excused: dict[str, float], asked: list[list[bool]]
+) -> None:
+    seen: list[list[bool]] = []
+    errors = torch.tensor([0.6, 1.5, 2.5, 40.0])
+
+    def finer(over: Tensor | None = None) -> Bound:
+        assert over is not None
+        seen.append(over.tolist())
+        last = Bound(torch.zeros(4, 1), torch.tensor([1.0, 1.0, 3.0, 1.0]))
+        return last if len(seen) == len(asked) else Bound(torch.zeros(4, 1), torch.ones(4), finer=finer, clear=100.0)
+
+    limit = Bound(torch.zeros(4, 1), torch.ones(4), finer=finer, sure=sure, clear=100.0)
+    (finding,) = judge([("o", errors.unsqueeze(-1), limit)], lambda *_: "", excused).findings
+    assert seen == asked
+    assert (finding.rows_over, round(finding.error)) == (2, 40)
+
+
 def test_sums_of_bounds_look_further_where_they_are_least_sure() -> None:
     for join in (Bound.beside, Bound.plus):
         (one, of_one), (other, of_other) = chain((1.0, 0.5), (2.0, 1.0), (3.0, 1.0)), chain((10.0, 1.0), (20.0, 1.0))

@@ -83,7 +83,8 @@ NOTHING: Mapping[str, float] = MappingProxyType({})
 def judge(pairs: Iterable[tuple[str, Tensor, Tensor | Bound]], where: Where, excused: Mapping[str, float] = NOTHING) -> Judgement:
     """The judgement of a law's pairs (name, got, want); `where` says the place of a flat index of a name's rows in words.
 
-    `excused` are outputs that nobody needs to be sure of, up to so many times their bound: no finer one is asked for.
+    `excused` are outputs that nobody needs to be sure of, up to so many times their bound: no finer one is asked for, nor of rows
+    within that where another is beyond it.
     """
     kept = [(name, got, want, _glance(got, want)) for name, got, want in pairs]
     glances = iter(_read([glance for *_, glance in kept if glance is not None]))
@@ -155,7 +156,7 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: floa
         raise ArithmeticError(f"the truth of {name}, or its bound, is not finite")  # our failure, and no verdict on got
     ratio = _over(error, bound)
     while bound.finer is not None and (most := float(ratio.max())) > bound.sure and (spared < most < bound.clear or bound.sure < 1):
-        bound = bound.finer(ratio > bound.sure)
+        bound = bound.finer(ratio > max(bound.sure, spared if bound.sure == 1 else 0.0))
         ratio = _over(error, bound)
     over = ratio > 1
     worst = int(ratio.argmax())
