@@ -55,7 +55,7 @@ ORIGIN = f"{KAPPA:g} sigma of the disturbed runs"
 _NEAR = 2_500_000  # bytes of some runs' inputs: with more, a CPU waits for memory; measured
 _WIDE = 9_000_000  # float64 numbers of some runs' inputs that a GPU takes at once, however many runs those are
 _FEW, _FEWEST = 8, 4  # runs that a GPU takes at once: so many where there is room, fewer whatever their size
-_ROOM = 160_000_000  # float64 numbers of _FEW runs' inputs, for which there is room
+_ROOM = 160_000_000  # float64 numbers of _FEW runs' inputs: 155 million took 22.2 GiB, 8 of it a segment's
 _BYTES = {"half": 4, "single": 8, "recurrent": 20}  # an input's: float32, float64, and that for two halves and more
 _BATCH = {"cpu": 2**25, "cuda": 2**28}  # float64 numbers of few runs' inputs: a call that has more is cut into several
 _LARGE = {"cpu": 2**17, "cuda": 2**24}  # numbers of a call's inputs: of more, parts are looked at alone, on a GPU after LOOKS
@@ -363,8 +363,12 @@ def _spread(
     return own
 
 
+def _device(inputs: Inputs) -> torch.device:
+    return next(x.device for x in inputs.values() if isinstance(x, Tensor))
+
+
 def _on_a_gpu(inputs: Inputs) -> bool:
-    return any(isinstance(x, Tensor) and x.device.type != "cpu" for x in inputs.values())
+    return _device(inputs).type != "cpu"
 
 
 def _at_once(inputs: Inputs, plain: Arithmetic, pieces: int) -> int:
@@ -372,7 +376,7 @@ def _at_once(inputs: Inputs, plain: Arithmetic, pieces: int) -> int:
     tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
     numbers = max(1, sum(x.numel() for x in tensors) // pieces)
     if _on_a_gpu(inputs):
-        most = max(_WIDE // numbers, _FEW if _FEW * numbers <= fitting(_ROOM, tensors[0].device) else _FEWEST)
+        most = max(_WIDE // numbers, _FEW if _FEW * numbers <= fitting(_ROOM, _device(inputs)) else _FEWEST)
     else:
         each = _BYTES["recurrent" if plain.algorithm == "recurrent" else "half" if plain.product == EXACT else "single"]
         most = _NEAR // (each * numbers)
@@ -388,8 +392,8 @@ def _pieces(operation: Operation, inputs: Inputs, runs: int) -> int:
     """Into how few calls a call is cut along the operation's parallel axes to keep few runs' inputs within _BATCH numbers each."""
     sizes = operation.sizes(inputs)
     most = math.gcd(*(sizes[axis] for axis in operation.parallel)) if operation.parallel else 1
-    device = next(x.device for x in inputs.values() if isinstance(x, Tensor))
-    wanted = min(runs, _FEW) * _numbers(operation, inputs) / fitting(_BATCH["cpu" if device.type == "cpu" else "cuda"], device)
+    held = fitting(_BATCH["cuda" if _on_a_gpu(inputs) else "cpu"], _device(inputs))
+    wanted = min(runs, _FEW) * _numbers(operation, inputs) / held
     return next(count for count in range(1, most + 1) if most % count == 0 and (count >= wanted or count == most))
 
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from oracles import bound, chunkwise, decay, disturbed, room, segments
+from oracles import bound, chunkwise, decay, disturbed, segments
 from oracles.bound import _evaluate, bounds, truth
 from oracles.case import Case
 from oracles.gated_delta import definition, merge, repeat_heads, transition
@@ -1475,25 +1475,6 @@ def test_default_chunk_has_few_products_padding_included(lengths: list[int], wid
 def test_default_chunk_of_no_tokens_is_one() -> None:
     assert chunkwise.best_chunk([], 8, 8) >= 1
     assert chunkwise.best_chunk([0, 0], 8, 8) >= 1
-
-
-def test_a_gpu_with_less_memory_takes_less_of_a_call_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In proportion; one with more takes no more than was measured, and what is no GPU has no such limit."""
-    sizes = {"cuda:0": room.H200, "cuda:1": room.H200 // 4, "cuda:2": 2 * room.H200, "cuda:3": 1}
-    monkeypatch.setattr(room, "memory", lambda device: sizes[str(device)])
-    assert [room.fitting(1000, torch.device(name)) for name in (*sizes, "cpu", "meta")] == [1000, 250, 1000, 1, 1000, 1000]
-    k, v = (torch.empty(8, 4, 2, 64, device="meta") for _ in range(2))
-    forms = disturbed._Recurrent(1.0, Arithmetic.of("recurrent", "fp32")), chunkwise._Call(1.0)
-    given = {"q": (16, 128), "k": (16, 128), "v": (32, 128), "g": (32,), "beta": (32,)}
-    large = Inputs(**{name: torch.empty(1, 2**13, *shape, device="meta") for name, shape in given.items()})
-
-    def taken() -> list[int]:
-        return [*(form.most(64, k, v) for form in forms), 16 // bound._pieces(RULES["gated_delta_rule"], large, 4)]
-
-    whole = taken()
-    for module in (disturbed, chunkwise, bound):
-        monkeypatch.setattr(module, "fitting", lambda most, device: most // 4)
-    assert [round(one / other) for one, other in zip(whole, taken(), strict=True)] == [4, 4, 4]
 
 
 @pytest.mark.parametrize("operation", RULES)

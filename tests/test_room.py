@@ -1,0 +1,35 @@
+"""What the oracle takes of a GPU's memory, on GPUs of several sizes that are not there."""
+
+import pytest
+import torch
+
+from oracles import bound, chunkwise, disturbed, room
+from oracles.operation import Inputs
+from oracles.operations import RULES
+from oracles.rounding import Arithmetic
+
+
+def test_what_fits_is_in_proportion_to_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU with more takes no more than was measured, and what is no GPU has no such limit."""
+    sizes = {"cuda:0": room.H200, "cuda:1": room.H200 // 4, "cuda:2": 2 * room.H200, "cuda:3": 1}
+    monkeypatch.setattr(room, "memory", lambda device: sizes[str(device)])
+    assert [room.fitting(1000, torch.device(name)) for name in (*sizes, "cpu", "meta")] == [1000, 250, 1000, 1, 1000, 1000]
+
+
+def test_segments_pieces_and_runs_at_once_are_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    k, v = (torch.empty(8, 4, 2, 64, device="meta") for _ in range(2))
+    recurrent, halves = Arithmetic.of("recurrent", "fp32", runs=16), Arithmetic.of("chunkwise", "bf16", runs=16)
+    forms = disturbed._Recurrent(1.0, recurrent), disturbed._Chunkwise(1.0, halves, channels=False), chunkwise._Call(1.0)
+    given = {"q": (16, 128), "k": (16, 128), "v": (32, 128), "g": (32,), "beta": (32,)}
+    large = Inputs(**{name: torch.empty(1, 2**13, *shape, device="meta") for name, shape in given.items()})
+
+    def taken() -> tuple[list[int], int]:
+        pieces = bound._pieces(RULES["gated_delta_rule"], large, 4)
+        return [*(form.most(64, k, v) for form in forms), 16 // pieces], bound._at_once(large, recurrent, 4)
+
+    whole, runs = taken()
+    for module in (disturbed, chunkwise, bound):
+        monkeypatch.setattr(module, "fitting", lambda most, _: most // 4)
+    part, fewer = taken()
+    assert [round(one / other) for one, other in zip(whole, part, strict=True)] == [4, 4, 4, 4]
+    assert (runs, fewer) == (bound._FEW, bound._FEWEST)
