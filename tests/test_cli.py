@@ -1,6 +1,5 @@
 """The command line: every situation has its exit code, bad usage is one line before any work, and stdout is results only."""
 
-import contextlib
 import json
 import os
 import pathlib
@@ -16,6 +15,7 @@ from properties.books import BOOKS
 from properties.laws import LAWS
 from properties.paths import PATH_LAWS
 from tests.answering import Answering
+from tests.processes import children, gone
 from verify import adapter, cli, worker
 from verify.check import PROFILES, LawReport, Profile
 from verify.cli import exit_code, main
@@ -344,25 +344,6 @@ def test_exit_code_is_that_of_the_worst_verdict() -> None:
     assert exit_code(reports(Verdict.HOLDS, Verdict.UNKNOWN, Verdict.BROKEN)) == cli.BROKEN
 
 
-def workers_of(pid: int) -> list[int]:
-    tasks = pathlib.Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
-
-
-def all_gone(pids: list[int], within_s: float = 5.0) -> bool:
-    end = time.monotonic() + within_s
-    while time.monotonic() < end:
-        left = []
-        for pid in pids:
-            with contextlib.suppress(OSError):
-                if pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                    left.append(pid)
-        if not left:
-            return True
-        time.sleep(0.05)
-    return False
-
-
 BROKEN_AND_SLOW = """
 import time
 from verify.zoo.rules import AddsStateTwice
@@ -387,7 +368,7 @@ def test_interrupt_prints_what_was_done_keeps_findings_and_leaves_no_process(tmp
         if "repeat       python" in line:
             break
     time.sleep(1.0)
-    pids = workers_of(check.pid)
+    pids = children(check.pid)
     check.send_signal(signal.SIGINT)
     out, err = check.communicate(timeout=30)
     assert check.returncode == cli.INTERRUPTED, err
@@ -396,7 +377,7 @@ def test_interrupt_prints_what_was_done_keeps_findings_and_leaves_no_process(tmp
     assert "findings kept in .gdn-verify/findings.jsonl" in out
     assert sorted(path.name for path in (tmp_path / ".gdn-verify").iterdir()) == ["examples.txt", "findings.jsonl"]
     assert pids
-    assert all_gone(pids)
+    assert gone(pids, 5.0)
 
 
 @pytest.mark.parametrize(

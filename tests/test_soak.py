@@ -13,6 +13,7 @@ import time
 import pytest
 
 from tests.answering import Answering
+from tests.processes import children, gone
 from verify import cli, report, soak
 from verify.check import PROFILES, Check, LawReport, Profile
 from verify.examples import Examples
@@ -335,8 +336,7 @@ def test_an_interrupt_prints_what_is_known_and_leaves_no_process(tmp_path: pathl
         if "repeat       python" in line:
             break
     time.sleep(0.5)
-    tasks = pathlib.Path(f"/proc/{soaking.pid}/task").iterdir()
-    pids = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    pids = children(soaking.pid)
     soaking.send_signal(signal.SIGINT)
     out, err = soaking.communicate(timeout=30)
     late.cancel()
@@ -345,14 +345,5 @@ def test_an_interrupt_prints_what_is_known_and_leaves_no_process(tmp_path: pathl
     rows = [line.split() for line in out.splitlines() if line.startswith("kernel.py:Kernel")]
     assert [row[1:3] for row in rows] == [["recall", "broken"], ["norm", "unknown"]]
     assert "interrupted: 1 broken, 1 unknown of 2 laws of 1 adapter; 1 rounds" in out
-    end = time.monotonic() + 5
-    while (left := [pid for pid in pids if lives(pid)]) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert (len(pids), left) == (2, [])
-
-
-def lives(pid: int) -> bool:
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    assert len(pids) == 2
+    assert gone(pids, 5.0)

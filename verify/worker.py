@@ -32,6 +32,7 @@ STACK_BYTES = 1 << 16
 NOISE_BYTES = 1 << 26  # more than this of what a kernel prints is forgotten while it runs
 SERVICE = "verify.service:answer"
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # kernels are interpreted on the CPU; an implementation that saw a GPU would launch there
+_LAST = " in _run_module_as_main\n"  # the outermost frame of the main thread, whose stack faulthandler writes last
 _CALL = " in call_implementation\n"  # the frame of verify/bench.py under which an implementation runs
 
 
@@ -262,12 +263,15 @@ class Interrogated(Protocol):
 
 
 def interrogate(several: Sequence[Interrogated]) -> list[str]:
-    """What each wrote when asked for its stacks, all at once; one that is stopped writes nothing and costs DUMP_S seconds."""
+    """What each wrote when asked for its stacks, all at once.
+
+    They are waited for until the last is whole; one that never is (its process is stopped, it is deeper than faulthandler shows,
+    or noise goes through it) costs DUMP_S seconds.
+    """
     for each in several:
         each.interrogate()
     end = time.monotonic() + DUMP_S
-    time.sleep(0.3)
-    while any(not frames(each.words()) for each in several) and time.monotonic() < end:
+    while not all(_LAST in each.words() for each in several) and time.monotonic() < end:
         time.sleep(0.05)
     return [each.words() for each in several]
 
