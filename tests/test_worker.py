@@ -64,6 +64,13 @@ class FloodsForLong(Base):
             os.write(1, b"x" * 1_000_000)
             time.sleep(0.05)
 
+class Compiles(Base):
+    def go_wrong(self):
+        compiler = subprocess.Popen(["sleep", "100"])
+        with open(os.environ["SIGN"], "w") as sign:
+            sign.write(str(compiler.pid))
+        compiler.wait()
+
 class ClosesEverything(Base):
     def go_wrong(self):
         os.closerange(3, 256)
@@ -219,6 +226,22 @@ def test_stack_is_found_under_what_a_kernel_prints_after_it(worker: Worker) -> N
     assert innermost(worker.words()) == str(frames(worker.words())[0])
     assert holds(worker)
     assert not frames(worker.words())
+
+
+def test_what_the_worker_started_outlives_the_question_where_it_is(
+    kernels: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default of the signal that asks is to end a process, such as a compiler that the kernel waits for."""
+    monkeypatch.setenv("SIGN", str(tmp_path / "sign"))
+    with Worker() as worker:
+        asked = threading.Thread(target=lambda: lose(worker, f"{kernels}:Compiles", 60.0))
+        asked.start()
+        compiler = int(written(tmp_path / "sign"))
+        assert "go_wrong" in {frame.function for frame in frames(interrogate([worker])[0])}
+        assert not gone([compiler], 0.5)
+        worker.close()
+        asked.join()
+    assert gone([compiler], 5.0)
 
 
 class Writes:

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import fcntl
+import functools
 import importlib
 import importlib.util
 import json
@@ -133,8 +134,9 @@ class Worker:
                 fcntl.fcntl(errors, fcntl.F_SETFL, os.O_APPEND)  # what is cut off is not grown again
                 # Modules are found where this process finds them, in the same order, or another kernel would be checked.
                 paths = dict.fromkeys([*(path or os.getcwd() for path in sys.path), _ROOT])
+                before = self._under()
                 process = subprocess.Popen(
-                    [*self._under(), sys.executable, "-P", "-m", "verify.worker", str(theirs_in), str(theirs_out), self._serves],
+                    [*before, sys.executable, "-P", "-m", "verify.worker", str(theirs_in), str(theirs_out), self._serves],
                     stdin=subprocess.DEVNULL,
                     stdout=errors,
                     stderr=errors,
@@ -153,6 +155,8 @@ class Worker:
             os.close(theirs_out)
             self._to, self._from, self._errors, self._buffer, self._mark = to, from_, errors, b"", -1
             self._process, self._starts = process, True
+            # A compiler that the worker started would die of the signal; a program that runs the worker need not hand it on.
+            self._signal = functools.partial(os.killpg if before else os.kill, process.pid, signal.SIGUSR1)
 
     def send(self, question: dict[str, Any], deadline_s: float) -> None:
         """Put a question to a worker that is ready. WorkerLost if it is gone."""
@@ -194,7 +198,7 @@ class Worker:
         self._mark = os.fstat(self._errors.fileno()).st_size
         if self._process is not None and self.alive:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGUSR1)
+                self._signal()
 
     def words(self) -> str:
         """The end of what it wrote; after `interrogate`, what it wrote since."""
