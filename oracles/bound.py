@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from oracles.operation import NAMES, Inputs, Operation, Port, gradient_name, sequences
+from oracles.operation import FLOATS, NAMES, Inputs, Operation, Port, checked_tensor, gradient_name, sequences
 from oracles.parts import Cut, Part
 from oracles.room import fitting
 from oracles.rounding import BITS, EXACT, SINGLE, Arithmetic
@@ -132,6 +132,7 @@ def truth(operation: Operation, inputs: Inputs, cotangents: dict[str, Tensor] | 
     ValueError, as from `bounds`, if the inputs break the operation's contract or a cotangent is not shaped as its output.
     """
     operation.check(inputs)
+    _check_cotangents(cotangents)
     return {name: runs[0] for name, runs in _evaluate(operation, inputs, cotangents, Arithmetic.exact()).items()}
 
 
@@ -160,7 +161,10 @@ def bounds(
         raise ValueError(f"algorithm must be one of {', '.join(operation.classes)} for {operation.name}, got {algorithm!r}")
     if first is not None and (isinstance(first, bool) or first not in (*LOOKS, RUNS, *MORE)):
         raise ValueError(f"first must be None or one of {', '.join(map(str, (*LOOKS, RUNS, *MORE)))}, got {first!r}")
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"chunk must be None or a whole number from 1 up, got {chunk!r}")
     operation.check(inputs)
+    _check_cotangents(cotangents)
     dtypes = _dtype(operation, inputs), _dtype(operation, inputs, "gate")
     inputs, cotangents = _wide(operation, inputs), cotangents and {name: each.double() for name, each in cotangents.items()}
     exact = {name: runs[0] for name, runs in _evaluate(operation, inputs, cotangents, Arithmetic.exact()).items()}
@@ -332,10 +336,19 @@ def _coarser(plain: Arithmetic) -> Arithmetic:
     return dataclasses.replace(plain, **{name: getattr(plain, name) - 1 for name in names if getattr(plain, name) < EXACT})
 
 
+def _check_cotangents(cotangents: object) -> None:
+    """Refuse cotangents that are no floating-point tensors by name; `_evaluate` knows their shapes."""
+    if cotangents is not None and not isinstance(cotangents, dict):
+        raise ValueError(f"cotangents must be None or tensors by name, got {type(cotangents).__name__}")
+    for name, each in (cotangents or {}).items():
+        if (dtype := checked_tensor(f"cotangent of {name}", each).dtype) not in FLOATS:
+            raise ValueError(f"cotangent of {name} must be floating point of 16, 32 or 64 bits, got {dtype}")
+
+
 def _dtype(operation: Operation, inputs: Inputs, kind: str = "input") -> str:
-    """The name of the dtype that the inputs of a kind have; of float64, which only the truth is asked for, fp32."""
-    names = [port.name for port in operation.inputs if port.dtype == kind and inputs.get(port.name) is not None]
-    return NAMES.get(inputs[names[0]].dtype, "fp32") if names else "fp32"
+    """The name of the coarsest dtype that the inputs of a kind have; of float64, which only the truth is asked for, fp32."""
+    given = [inputs[port.name] for port in operation.inputs if port.dtype == kind and inputs.get(port.name) is not None]
+    return min((NAMES.get(each.dtype, "fp32") for each in given), key=lambda name: BITS[name], default="fp32")
 
 
 def _wide(operation: Operation, inputs: Inputs) -> Inputs:

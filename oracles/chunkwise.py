@@ -19,6 +19,7 @@ tests/test_oracles.py proves all of it equal to the definition.
 """
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import torch
@@ -41,12 +42,10 @@ def delta_rule(
     """o [T, HV, V] and the final states [N, HV, K, V]; sequences of `lengths` tokens, that add up to T, follow each other.
 
     q, k [T, H, K], v [T, HV, V], g [T, HV, 1] or, a channel each, [T, HV, K], beta [T, HV], state [N, HV, K, V], all float64.
-    `chunk` is a number of tokens, by default (0) that of least work. ValueError if the lengths do not add up.
+    `chunk` is a number of tokens, by default (0) that of least work. ValueError for shapes or dtypes that are not those, or lengths
+    that do not add up.
     """
-    if not isinstance(chunk, int) or chunk < 0:
-        raise ValueError(f"chunk must be a whole number from 0 up, got {chunk!r}")
-    if min(lengths, default=0) < 0 or sum(lengths) != len(q):
-        raise ValueError(f"lengths must be at least 0 and add up to the {len(q)} tokens of q, got {lengths}")
+    _check(q, k, v, g, beta, state, scale, lengths, chunk)
     size = chunk or best_chunk(lengths, k.shape[-1], v.shape[-1])
     if g.shape[-1] > 1:  # products that decay by channel are taken in halves of halves
         size = 1 << (size - 1).bit_length()
@@ -54,6 +53,33 @@ def delta_rule(
     tokens = q.unsqueeze(2), k.unsqueeze(2), *(x.unflatten(1, (heads, -1)) for x in (v, g, beta.unsqueeze(-1)))
     o, final = rule(_Call(scale), tokens, state.unflatten(1, (heads, -1)), tuple(lengths), (size,) * len(lengths))
     return o.flatten(1, 2), final.flatten(1, 2)
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float, lengths: list[int], chunk: int
+) -> None:
+    if k.ndim != 3 or v.ndim != 3:
+        raise ValueError(f"k must be [T, H, K] and v [T, HV, V], got shapes {tuple(k.shape)} and {tuple(v.shape)}")
+    if any(isinstance(each, bool) or not isinstance(each, int) or each < 0 for each in lengths) or sum(lengths) != len(k):
+        raise ValueError(f"lengths must be whole numbers from 0 up that add up to the {len(k)} tokens of k, got {lengths}")
+    (tokens, heads, width), (value_heads, value_width) = k.shape, v.shape[1:]
+    gates = g.shape[-1] if g.ndim and g.shape[-1] in (1, width) else 1
+    for name, x, shape in (
+        ("q", q, (tokens, heads, width)),
+        ("k", k, (tokens, heads, width)),
+        ("v", v, (tokens, value_heads, value_width)),
+        ("g", g, (tokens, value_heads, gates)),
+        ("beta", beta, (tokens, value_heads)),
+        ("state", state, (len(lengths), value_heads, width, value_width)),
+    ):
+        if x.shape != shape or x.dtype != torch.float64:
+            raise ValueError(f"{name} must have shape {shape} and be float64, got {tuple(x.shape)} and {x.dtype}")
+    if heads == 0 or value_heads % heads:
+        raise ValueError(f"HV must be a multiple of H = {heads}, got {value_heads}")
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number, got {scale!r}")
+    if isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 0:
+        raise ValueError(f"chunk must be a whole number from 0 up, got {chunk!r}")
 
 
 def best_chunk(lengths: list[int], width: int, value_width: int) -> int:

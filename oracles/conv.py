@@ -28,15 +28,9 @@ ACTIVATIONS = (None, "silu")
 def update(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> tuple[Tensor, Tensor]:
     """y [..., D] of the next token x [..., D], and the state [..., D, W] after it; state [..., D, W], weight [D, W], bias [D].
 
-    ValueError for shapes that are not those.
+    ValueError for shapes that are not those, or another activation.
     """
-    for name, got, want in (
-        ("state", state.shape, (*x.shape, weight.shape[-1])),
-        ("weight", weight.shape, (x.shape[-1], weight.shape[-1])),
-        ("bias", weight.shape[:1] if bias is None else bias.shape, (x.shape[-1],)),
-    ):
-        if got != want:
-            raise ValueError(f"{name} must have shape {tuple(want)} for x of {tuple(x.shape)}, got {tuple(got)}")
+    _check_token(x, state, weight, bias, activation)
     state = torch.cat([state[..., 1:], x.unsqueeze(-1)], -1)
     y = (weight * state).sum(-1)
     y = y if bias is None else bias + y
@@ -46,12 +40,31 @@ def update(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activa
 def definition(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """y [T, D] and the final state [D, W] of one sequence: x [T, D], state [D, W], weight [D, W], bias [D] or None."""
+    """y [T, D] and the final state [D, W] of one sequence: x [T, D], state [D, W], weight [D, W], bias [D] or None.
+
+    ValueError as `update`.
+    """
+    if x.ndim != 2:
+        raise ValueError(f"x must be [T, D], got shape {tuple(x.shape)}")
+    _check_token(x.new_zeros(x.shape[1:]), state, weight, bias, activation)
     rows = []
     for x_t in x:
         y, state = update(x_t, state, weight, bias, activation)
         rows.append(y)
     return torch.stack(rows) if rows else torch.zeros_like(x), state
+
+
+def _check_token(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> None:
+    if x.ndim < 1 or weight.ndim != 2:
+        raise ValueError(f"x must be [..., D] and weight [D, W], got shapes {tuple(x.shape)} and {tuple(weight.shape)}")
+    for name, got, want in (
+        ("state", state.shape, (*x.shape, weight.shape[-1])),
+        ("weight", weight.shape, (x.shape[-1], weight.shape[-1])),
+        ("bias", weight.shape[:1] if bias is None else bias.shape, (x.shape[-1],)),
+    ):
+        if got != want:
+            raise ValueError(f"{name} must have shape {tuple(want)} for x of {tuple(x.shape)}, got {tuple(got)}")
+    _check_activation(activation)
 
 
 def without_oldest(state: Tensor) -> Tensor:
@@ -131,7 +144,11 @@ class _Windows(torch.autograd.Function):
 
 def known_activation(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
     """The rule of the activation; absent is None."""
-    if (activation := inputs.get("activation")) not in ACTIVATIONS:
+    _check_activation(inputs.get("activation"))
+
+
+def _check_activation(activation: object) -> None:
+    if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be None or 'silu', got {activation!r}")
 
 
@@ -146,5 +163,6 @@ CAUSAL_CONV1D = Operation(
     (Port("y", "B T D", scalar_rows=True), Port("final_state", "N D W")),
     forward,
     (at_least_one("D", "W"), one_a_sequence("state"), known_activation, flag("output_final_state")),
+    ("activation", "output_final_state"),
     parallel=("D",),
 )

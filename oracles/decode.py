@@ -109,6 +109,7 @@ DECODE = Operation(
         known_beginnings,
         no_more_than_drafted,
     ),
+    ("scale", "qk_norm", "padding", "block_v"),
     parallel=("H", "HV"),
     classes=("chunkwise", "recurrent"),
 )

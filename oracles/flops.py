@@ -53,6 +53,8 @@ def forward_flops(layer: Layer, tokens: int) -> Flops:
 
     ValueError for a token count that is not a whole number from 0 up.
     """
+    if not isinstance(layer, Layer):
+        raise ValueError(f"layer must be a Layer, got {type(layer).__name__}")  # noqa: TRY004 - one kind of error
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
         raise ValueError(f"tokens must be a whole number from 0 up, got {tokens!r}")
     widths = layer.sections

@@ -42,7 +42,11 @@ CHUNK = 64
 
 
 def definition(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Outputs [T, V] and the final state [K, V] of one head of one sequence: q, k [T, K], v [T, V], g [T] or [T, K], beta [T]."""
+    """Outputs [T, V] and the final state [K, V] of one head of one sequence: q, k [T, K], v [T, V], g [T] or [T, K], beta [T].
+
+    ValueError for shapes that are not those.
+    """
+    _check_shapes(k, q=(q, k.shape), state=(state, (*k.shape[1:], *v.shape[1:])), **_of_tokens(k, v, g, beta))
     rows = []
     for q_t, k_t, v_t, g_t, beta_t in zip(q, k, v, g, beta, strict=True):
         state = g_t.exp().unsqueeze(-1) * state
@@ -52,7 +56,8 @@ def definition(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
 
 
 def transition(k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """M [K, K] and E [K, V] of a stretch of tokens: it takes the state S to M S + E. Shapes as `definition`."""
+    """M [K, K] and E [K, V] of a stretch of tokens: it takes the state S to M S + E. Shapes and ValueError as `definition`."""
+    _check_shapes(k, **_of_tokens(k, v, g, beta))
     width = k.shape[-1]
     keep, write = torch.eye(width, dtype=k.dtype, device=k.device), v.new_zeros(width, v.shape[-1])
     for k_t, v_t, g_t, beta_t in zip(k, v, g, beta, strict=True):
@@ -64,14 +69,35 @@ def transition(k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, T
 
 
 def merge(earlier: tuple[Tensor, Tensor], later: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The transition of two stretches, one after the other."""
+    """The transition of two stretches, one after the other. ValueError where their shapes are not those of `transition`."""
     (keep, write), (keep_later, write_later) = earlier, later
+    square, tall = (*keep.shape[:1], *keep.shape[:1]), (*keep.shape[:1], *write.shape[1:])
+    named = ("M", keep, square), ("E", write, tall), ("later M", keep_later, square), ("later E", write_later, tall)
+    for name, x, shape in named:
+        if x.shape != shape or x.ndim != 2:
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
     return keep_later @ keep, keep_later @ write + write_later
+
+
+def _of_tokens(k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+    """What one head of one sequence has of each token, and its shape."""
+    gate = k.shape if g.ndim > 1 else k.shape[:1]
+    return {"v": (v, (*k.shape[:1], *v.shape[1:2])), "g": (g, gate), "beta": (beta, k.shape[:1])}
+
+
+def _check_shapes(k: Tensor, **given: tuple[Tensor, tuple[int, ...]]) -> None:
+    if k.ndim != 2:
+        raise ValueError(f"k must be [T, K], got shape {tuple(k.shape)}")
+    for name, (x, shape) in given.items():
+        if x.shape != shape:
+            raise ValueError(f"{name} must have shape {tuple(shape)} for k of {tuple(k.shape)}, got {tuple(x.shape)}")
 
 
 def repeat_heads(x: Tensor, value_heads: int, axis: int = -2) -> Tensor:
     """Value head h reads key head h // (value_heads // heads): grouped value attention (GVA), repeat_interleave."""
     heads = x.shape[axis]
+    if isinstance(value_heads, bool) or not isinstance(value_heads, int) or value_heads < 0:
+        raise ValueError(f"value_heads must be a whole number from 0 up, got {value_heads!r}")
     if heads == 0 or value_heads % heads:
         raise ValueError(f"value_heads must be a multiple of heads {heads}, got {value_heads}")
     return x.repeat_interleave(value_heads // heads, dim=axis)
@@ -118,7 +144,9 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     return {"o": o, "final_state": arithmetic.single(final, "final state")}
 
 
-def _operation(name: str, gate: tuple[Port, ...], beta: Port, forward: Forward, *rules: Rule) -> Operation:
+def _operation(
+    name: str, gate: tuple[Port, ...], beta: Port, forward: Forward, rules: tuple[Rule, ...] = (), options: tuple[str, ...] = ()
+) -> Operation:
     return Operation(
         name,
         (
@@ -128,6 +156,7 @@ def _operation(name: str, gate: tuple[Port, ...], beta: Port, forward: Forward, 
         (Port("o", "B T HV V"), Port("final_state", "N HV K V", "fp32")),
         forward,
         (at_least_one("H", "HV", "K", "V"), grouped_heads, finite_scale, flag("qk_norm"), one_a_sequence("state"), *rules),
+        ("scale", "qk_norm", "output_final_state", "calls", *options),
         parallel=("H", "HV"),
         classes=("chunkwise", "recurrent"),
     )
@@ -166,5 +195,6 @@ def in_kernel(rule: str, *, gate: bool, beta: bool) -> Operation:
         (ports["a"], ports["A_log"], ports["dt_bias"]) if gate else _GATES[rule],
         ports["b"] if beta else _BETA,
         inside,
-        *[flag("allow_neg_eigval")] * beta,
+        (flag("allow_neg_eigval"),) * beta,
+        ("allow_neg_eigval",) * beta,
     )

@@ -143,6 +143,7 @@ def _operation(name: str, channels: str) -> Operation:
         (Port("g", f"B T HV{channels}", "fp32", scalar_rows=scalar), Port("beta", "B T HV", scalar_rows=True)),
         forward,
         (at_least_one("HV", *channels.split()), flag("allow_neg_eigval")),
+        ("allow_neg_eigval", "calls"),
         parallel=("HV",),
     )
 

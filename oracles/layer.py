@@ -150,4 +150,5 @@ GDN_LAYER = Operation(
         flag("allow_neg_eigval"),
         norm.positive_eps,
     ),
+    ("layer", "allow_neg_eigval", "eps", "output_final_state", "pads"),
 )

@@ -21,15 +21,20 @@ RSTD_BITS = SINGLE - 1  # a sum, a root and a division, or two products: more th
 
 
 def l2norm(x: Tensor, eps: float = EPS) -> Tensor:
-    """x * rsqrt(sum(x^2) + eps) over the last axis: each head's vector has norm 1, or less where eps matters."""
+    """x * rsqrt(sum(x^2) + eps) over the last axis: each head's vector has norm 1, or less where eps matters.
+
+    ValueError for an eps that is no finite number above 0.
+    """
+    _check_eps(eps)
     return x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor | None, eps: float = EPS) -> Tensor:
     """weight * x * rsqrt(mean(x^2) + eps) * silu(z), shaped as x and z [..., V]; weight [V], or None for ones.
 
-    ValueError for shapes that are not those.
+    ValueError for shapes that are not those, or an eps that is no finite number above 0.
     """
+    _check_eps(eps)
     if z.shape != x.shape:
         raise ValueError(f"z must have the shape of x, {tuple(x.shape)}, got {tuple(z.shape)}")
     if weight is not None and weight.shape != x.shape[-1:]:
@@ -97,8 +102,12 @@ def _eps(x: Inputs) -> float:
 
 def positive_eps(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
     """The rule of eps; absent or None is EPS."""
-    eps = inputs.get("eps")
-    if eps is not None and (isinstance(eps, bool) or not isinstance(eps, int | float) or not 0.0 < eps < math.inf):
+    if (eps := inputs.get("eps")) is not None:
+        _check_eps(eps)
+
+
+def _check_eps(eps: object) -> None:
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0.0 < eps < math.inf:
         raise ValueError(f"eps must be a finite number above 0, got {eps!r}")
 
 
@@ -108,6 +117,7 @@ L2NORM = Operation(
     (Port("y", "B T H K"),),
     forward_l2norm,
     (at_least_one("H", "K"), positive_eps),
+    ("eps",),
     parallel=("H",),
 )
 GATED_RMS_NORM = Operation(
@@ -116,4 +126,5 @@ GATED_RMS_NORM = Operation(
     (Port("y", "B T HV V"),),
     forward_gated_rms_norm,
     (at_least_one("HV", "V"), positive_eps),
+    ("eps",),
 )

@@ -14,6 +14,7 @@ from oracles.rounding import CLASSES, Arithmetic
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FLOATS = (*NAMES, torch.float64)
 
 
 class Inputs(Mapping[str, Any]):
@@ -71,7 +72,9 @@ class Operation:
     """One mathematical operation: its contract and its oracle.
 
     `inputs` and `outputs` are its ports; every input that is not an index is differentiable. Axes are letters; equal letters are
-    equal sizes, but N, the number of sequences, is whatever `cu_seqlens` or B says. `rules` are what legal input obeys besides.
+    equal sizes, but N, the number of sequences, is whatever `cu_seqlens` or B says; where no port has it, there is no `cu_seqlens`.
+    `options` are the arguments that are no tensors, those that only implementations heed included, and `rules` are what legal input
+    obeys besides.
 
     `forward` maps inputs, float64 and with the runs of an arithmetic along a new axis 0, to outputs of the same kind, rounding
     where an algorithm of the arithmetic's class rounds. It is differentiable: gradients come out of it. Along `parallel` axes,
@@ -83,6 +86,7 @@ class Operation:
     outputs: tuple[Port, ...]
     forward: Callable[[Inputs, Arithmetic], dict[str, Tensor]]
     rules: tuple[Rule, ...] = ()
+    options: tuple[str, ...] = ()
     parallel: tuple[str, ...] = ()
     classes: tuple[str, ...] = CLASSES
 
@@ -106,33 +110,56 @@ class Operation:
 
     def check(self, inputs: Inputs) -> None:
         """Refuse illegal input: ValueError names the argument, its value and the rule (DESIGN section 2)."""
-        named = {port.name for port in self.inputs} | {"cu_seqlens"}
-        if strange := [name for name, value in inputs.items() if isinstance(value, Tensor) and name not in named]:
-            raise ValueError(f"{strange[0]} is no input of {self.name}, must be None or absent, got a tensor")
+        if not isinstance(inputs, Inputs):
+            raise ValueError(f"inputs must be Inputs, got {type(inputs).__name__}")  # noqa: TRY004 - one kind of error
+        for name, value in inputs.items():
+            if value is not None and name not in self._named:
+                what = "a tensor" if isinstance(value, Tensor) else repr(value)
+                raise ValueError(f"{name} is no input of {self.name}, must be None or absent, got {what}")
+            if name in self.options and isinstance(value, Tensor):
+                raise ValueError(f"{name} must be no tensor, an option of {self.name}, got a tensor")
         sizes: dict[str, int] = {}
+        owner: dict[str, str] = {}
+        first: tuple[str, torch.device] | None = None
         for port in self.inputs:
-            tensor = inputs.get(port.name)
-            if tensor is None and port.optional:
+            if (given := inputs.get(port.name)) is None and port.optional:
                 continue
-            if not isinstance(tensor, Tensor):
-                raise ValueError(  # noqa: TRY004 - one kind of error for every illegal argument
-                    f"{port.name} must be a tensor, got {type(tensor).__name__}"
-                )
+            tensor = checked_tensor(port.name, given)
             axes = port.axes.split()
             if tensor.ndim != len(axes):
                 raise ValueError(f"{port.name} must have axes [{', '.join(axes)}], got shape {tuple(tensor.shape)}")
             if port.dtype == "index" and tensor.dtype not in (torch.int32, torch.int64):
                 raise ValueError(f"{port.name} must be int32 or int64, got {tensor.dtype}")
-            if port.dtype != "index" and not tensor.is_floating_point():
-                raise ValueError(f"{port.name} must be floating point, got {tensor.dtype}")
+            if port.dtype != "index" and tensor.dtype not in FLOATS:
+                raise ValueError(f"{port.name} must be floating point of 16, 32 or 64 bits, got {tensor.dtype}")
+            first = first or (port.name, tensor.device)
+            if tensor.device != first[1]:
+                raise ValueError(f"{port.name} must be on {first[1]} like {first[0]}, got {tensor.device}")
             for axis, size in zip(axes, tensor.shape, strict=True):
                 if axis != "N" and sizes.setdefault(axis, size) != size:
                     raise ValueError(
-                        f"{port.name} must have {axis} = {sizes[axis]} like the arguments before it, "
+                        f"{port.name} must have {axis} = {sizes[axis]} like {owner[axis]}, "
                         f"got shape {tuple(tensor.shape)} for [{', '.join(axes)}]"
                     )
+                owner.setdefault(axis, port.name)
         for rule in self.rules:
             rule(inputs, sizes)
+
+    @functools.cached_property
+    def _named(self) -> set[str]:
+        """The names that an input may have."""
+        packs = any("N" in port.axes.split() for port in self.inputs)
+        return {*(port.name for port in self.inputs), *self.options, *["cu_seqlens"] * packs}
+
+
+def checked_tensor(name: str, value: object) -> Tensor:
+    """The value. ValueError names it if it is no tensor, or one whose numbers do not lie in strides."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")  # noqa: TRY004 - one kind of error
+    if value.layout != torch.strided or value.is_nested or value.is_meta:
+        kind = "nested" if value.is_nested else "without numbers" if value.is_meta else str(value.layout)
+        raise ValueError(f"{name} must be a strided tensor, got one that is {kind}")
+    return value
 
 
 def gradient_name(name: str) -> str:

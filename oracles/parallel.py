@@ -121,6 +121,8 @@ def local_cu_seqlens(pieces: Sequence[Piece], dtype: torch.dtype = torch.int32) 
 
 def lengths_of(cu_seqlens: Tensor, tokens: int) -> list[int]:
     """Tokens per sequence of int32 or int64 `cu_seqlens` [N + 1] over `tokens` packed tokens; ValueError if it is illegal."""
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+        raise ValueError(f"tokens must be a whole number from 0 up, got {tokens!r}")
     check_offsets(cu_seqlens, 1, tokens)
     return [later - earlier for earlier, later in itertools.pairwise(cu_seqlens.tolist())]
 
@@ -212,9 +214,10 @@ class Network:
         ranks = len(blocks)
         if any(len(row) != ranks for row in blocks):
             raise ValueError(f"blocks must be one a rank on each of {ranks} ranks, got {[len(row) for row in blocks]}")
-        shapes = {tuple(block.shape) for row in blocks for block in row}
-        if len(shapes) > 1:
-            raise ValueError(f"blocks must all have one shape, got {sorted(shapes)}")
+        every = [block for row in blocks for block in row]
+        for what, kinds in (("shape", {tuple(x.shape) for x in every}), ("dtype", {x.dtype for x in every})):
+            if len(kinds) > 1:
+                raise ValueError(f"blocks must all have one {what}, got {sorted(kinds, key=str)}")
         self.collectives += 1
         for sender, receiver in itertools.permutations(range(ranks), 2):
             self.elements += blocks[sender][receiver].numel()
@@ -230,6 +233,7 @@ def cp_to_hp_per_sequence(
     `sections` are the global widths. With lengths [T] it takes the shards of `zigzag_batch`, one all-to-all a section.
     ValueError for shards that disagree with lengths, sections or each other.
     """
+    _check_network(network)
     cp, lengths, sections = _check_packing(shards, lengths, sections, "CP")
 
     def move(section: tuple[Tensor, ...]) -> list[Tensor]:
@@ -247,6 +251,7 @@ def hp_to_cp_per_sequence(
 
     `sections` are the global widths; a layer brings back one section, its output. ValueError as in `cp_to_hp_per_sequence`.
     """
+    _check_network(network)
     cp, lengths, sections = _check_packing(shards, lengths, sections, "HP")
 
     def move(section: tuple[Tensor, ...]) -> list[Tensor]:
@@ -263,6 +268,7 @@ def cp_to_hp_fused(shards: Sequence[Tensor], layout: Layout, sections: Sequence[
     Features are permuted first, so that what goes to one rank lies side by side. `sections` are the global widths. ValueError
     for a wrong number of ranks, or shards that disagree with the layout, the sections or each other.
     """
+    _check_network(network)
     cp = _check_ranks_of(shards, layout)
     features, tokens = torch.cat(head_parallel(sections, cp)), _inverse(layout)
     _check_shapes(shards, len(tokens) // cp, len(features), "CP")
@@ -276,6 +282,7 @@ def hp_to_cp_fused(shards: Sequence[Tensor], layout: Layout, sections: Sequence[
 
     `sections` are the global widths. ValueError as in `cp_to_hp_fused`.
     """
+    _check_network(network)
     cp = _check_ranks_of(shards, layout)
     features, tokens = _inverse(head_parallel(sections, cp)), torch.cat(layout)
     _check_shapes(shards, len(tokens), len(features) // cp, "HP")
@@ -318,6 +325,11 @@ def _inverse(layout: Layout) -> Tensor:
     return torch.cat(layout).argsort()
 
 
+def _check_network(network: object) -> None:
+    if not isinstance(network, Network):
+        raise ValueError(f"network must be a Network, got {type(network).__name__}")  # noqa: TRY004 - one kind of error
+
+
 def _check_ranks(cp: int) -> None:
     if not isinstance(cp, int) or isinstance(cp, bool) or cp < 1:
         raise ValueError(f"cp must be a whole number from 1 up, got {cp!r}")
@@ -325,8 +337,7 @@ def _check_ranks(cp: int) -> None:
 
 def _whole(name: str, values: Sequence[int], least: int = 0) -> list[int]:
     if not isinstance(values, Sequence) or not values:
-        got = "none" if isinstance(values, Sequence) else type(values).__name__
-        raise ValueError(f"{name} must be a list of at least one whole number, got {got}")
+        raise ValueError(f"{name} must be a list of at least one whole number, got {_kind(values)}")
     for index, value in enumerate(values):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(f"{name} must be whole numbers from {least} up, got {value!r} in place {index}")
@@ -356,14 +367,18 @@ def _check_tokens(x: Tensor, tokens: int, name: str) -> None:
 
 
 def _check_axis(x: Tensor, axis: int) -> None:
-    if not isinstance(x, Tensor) or not -x.ndim <= axis < x.ndim:
-        raise ValueError(f"axis must be one of x's, got {axis} for x {_shape(x)}")
+    if not isinstance(x, Tensor) or not _is_axis(axis, x):
+        raise ValueError(f"axis must be one of x's, got {axis!r} for x {_shape(x)}")
+
+
+def _is_axis(axis: object, x: Tensor) -> bool:
+    return isinstance(axis, int) and not isinstance(axis, bool) and -x.ndim <= axis < x.ndim
 
 
 def _check_layout(layout: Layout, size: int | None = None) -> None:
     """Refuse a layout that does not name each of `size` indices (default: as many as it names) once."""
-    if len(layout) == 0:
-        raise ValueError("layout must have at least one rank, got none")
+    if not isinstance(layout, Sequence) or not layout:
+        raise ValueError(f"layout must have at least one rank, got {_kind(layout)}")
     for rank, held in enumerate(layout):
         if not isinstance(held, Tensor) or held.dtype != torch.int64 or held.ndim != 1:
             raise ValueError(f"layout must be int64 vectors, one a rank, got {_shape(held)} for rank {rank}")
@@ -378,6 +393,7 @@ def _check_layout(layout: Layout, size: int | None = None) -> None:
 
 def _check_ranks_of(shards: Sequence[Tensor], layout: Layout) -> int:
     _check_layout(layout)
+    _check_alike(shards, 0)
     if len(shards) != len(layout):
         raise ValueError(f"shards must be one a rank of the layout, {len(layout)}, got {len(shards)}")
     if len({len(held) for held in layout}) > 1:
@@ -387,10 +403,10 @@ def _check_ranks_of(shards: Sequence[Tensor], layout: Layout) -> int:
 
 def _check_alike(shards: Sequence[Tensor], axis: int) -> None:
     """Refuse shards that differ in dtype, or in shape beside `axis`: torch.cat would promote them, or drop an empty one."""
-    if len(shards) == 0:
-        raise ValueError("shards must be one tensor a rank, got none")
+    if not isinstance(shards, Sequence) or not shards:
+        raise ValueError(f"shards must be one tensor a rank, got {_kind(shards)}")
     for rank, x in enumerate(shards):
-        if not isinstance(x, Tensor) or not -x.ndim <= axis < x.ndim:
+        if not isinstance(x, Tensor) or not _is_axis(axis, x):
             raise ValueError(f"shards must be tensors with axis {axis}, got {_shape(x)} on rank {rank}")
         one, first = list(x.shape), list(shards[0].shape)
         one[axis] = first[axis]
@@ -415,6 +431,10 @@ def _check_shapes(shards: Sequence[Tensor], tokens: int, features: int, layout: 
     if any(x.ndim < 2 or (x.shape[0], x.shape[-1]) != (tokens, features) for x in shards):
         shapes = [tuple(x.shape) for x in shards]
         raise ValueError(f"shards must be [{tokens}, ..., {features}] on each of {len(shards)} {layout} ranks, got {shapes}")
+
+
+def _kind(given: object) -> str:
+    return "none" if isinstance(given, Sequence) else type(given).__name__
 
 
 def _shape(x: object) -> str:

@@ -65,6 +65,7 @@ class Rank:
     cp: int = 0
 
     def __post_init__(self) -> None:
+        _check_is("mesh", self.mesh, Mesh)
         for name, rank, size in (("tp", self.tp, self.mesh.tp), ("cp", self.cp, self.mesh.cp)):
             if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < size:
                 raise ValueError(f"{name} rank must be a whole number from 0 up to {size - 1}, got {rank!r}")
@@ -109,6 +110,9 @@ class Shard:
     value: Tensor
 
     def __post_init__(self) -> None:
+        _check_is("rank", self.rank, Rank)
+        _check_is(f"rows of {self.name}", self.rows, Tensor)
+        _check_is(self.name, self.value, Tensor)
         if not 0 <= self.axis < len(self.shape):
             raise ValueError(f"axis of {self.name} must be one of its {len(self.shape)}, got {self.axis}")
         if self.rows.dtype != torch.int64 or self.rows.ndim != 1:
@@ -124,6 +128,7 @@ class Shard:
 
 def parameters(layer: Layer) -> dict[str, Parameter]:
     """The layer's parameters by name; conv.bias is one that not every model has."""
+    _check_is("layer", layer, Layer)
     widths, heads = layer.sections, (layer.value_heads,)
     convolved = (widths["q"], widths["k"], widths["v"])
     kernel = ("tp", "cp")
@@ -144,6 +149,7 @@ def heads(layer: Layer, rank: Rank, stage: str) -> tuple[range, range]:
 
     ValueError for an unknown stage, or for key heads that do not divide; value heads, a multiple of them, then divide too.
     """
+    _check_is("rank", rank, Rank)
     index, parts = rank.part(_axes(stage, ("tp",), ("tp", "cp")))
     _check_heads(layer, parts)
     keys, values = (range(index * n // parts, (index + 1) * n // parts) for n in (layer.heads, layer.value_heads))
@@ -170,6 +176,7 @@ def rows(layer: Layer, name: str, rank: Rank, stage: str) -> Tensor:
 def shard(layer: Layer, name: str, whole: Tensor, rank: Rank, stage: str) -> Shard:
     """What `rank` holds of the parameter `whole`. ValueError as `rows`, or for another shape than the parameter's."""
     parameter = _parameter(layer, name)
+    _check_is(name, whole, Tensor)
     if _shape(whole) != parameter.shape:
         raise ValueError(f"{name} must have shape {parameter.shape}, got {_shape(whole)}")
     return _taken(name, whole, parameter.axis, rank, rows(layer, name, rank, stage))
@@ -190,6 +197,7 @@ def reshard(layer: Layer, shards: Sequence[Shard], mesh: Mesh, stage: str = AT_R
     The sources may be at rest or in use, or cut in any other way that their rows tell. ValueError as `assemble`, for a source that
     is no parameter of the layer, or for key heads that `mesh` does not divide.
     """
+    _check_is("mesh", mesh, Mesh)
     held = _held(shards)
     parameter = _parameter_of(layer, held[0])
     result = []
@@ -230,6 +238,7 @@ def interleaved(layer: Layer) -> tuple[Tensor, Tensor]:
     in_proj_qkvz has, key head by key head, its q, its k, its value heads' v and their z; in_proj_ba their b and their a. So
     in_proj.weight[interleaved(layer)[0]] is in_proj_qkvz.weight, as in transformers.
     """
+    _check_is("layer", layer, Layer)
     starts, widths = layer.offsets(), layer.sections
     by_head = {name: torch.arange(widths[name]).view(layer.heads, -1) + starts[name] for name in widths}
     qkvz, ba = (torch.cat([by_head[name] for name in names], 1).flatten() for names in ("qkvz", "ba"))
@@ -239,6 +248,7 @@ def interleaved(layer: Layer) -> tuple[Tensor, Tensor]:
 def interleave(layer: Layer, weight: Tensor) -> tuple[Tensor, Tensor]:
     """in_proj_qkvz.weight and in_proj_ba.weight of Qwen3-Next from in_proj.weight. ValueError for another shape."""
     shape = _parameter(layer, "in_proj.weight").shape
+    _check_is("in_proj.weight", weight, Tensor)
     if _shape(weight) != shape:
         raise ValueError(f"in_proj.weight must have shape {shape}, got {_shape(weight)}")
     qkvz, ba = (weight.index_select(0, order.to(weight.device)) for order in interleaved(layer))
@@ -248,6 +258,10 @@ def interleave(layer: Layer, weight: Tensor) -> tuple[Tensor, Tensor]:
 def concatenate(layer: Layer, qkvz: Tensor, ba: Tensor) -> Tensor:
     """in_proj.weight from in_proj_qkvz.weight and in_proj_ba.weight of Qwen3-Next. ValueError for other shapes."""
     orders = interleaved(layer)
+    for name, value in (("qkvz", qkvz), ("ba", ba)):
+        _check_is(f"in_proj_{name}.weight", value, Tensor)
+    if qkvz.dtype != ba.dtype:
+        raise ValueError(f"in_proj_ba.weight must have the dtype of in_proj_qkvz.weight, {qkvz.dtype}, got {ba.dtype}")
     for name, value, order in zip(("qkvz", "ba"), (qkvz, ba), orders, strict=True):
         if _shape(value) != (len(order), layer.hidden):
             raise ValueError(f"in_proj_{name}.weight must have shape {(len(order), layer.hidden)}, got {_shape(value)}")
@@ -260,9 +274,13 @@ def tokens(layout: Sequence[Tensor], rank: Rank, *, sequence_parallel: bool) -> 
     ValueError for a layout that has not one vector a CP rank, or not every token once, and with `sequence_parallel` for a CP
     rank's tokens that tp does not divide.
     """
+    _check_is("rank", rank, Rank)
+    _check_is("sequence_parallel", sequence_parallel, bool)
+    _check_is("layout", layout, Sequence)
     if len(layout) != rank.mesh.cp:
         raise ValueError(f"layout must have the tokens of each of cp = {rank.mesh.cp} ranks, got {len(layout)}")
     for each in layout:
+        _check_is("each of layout", each, Tensor)
         if each.dtype != torch.int64 or each.ndim != 1:
             raise ValueError(f"layout must have vectors of int64, got {each.dtype}, shape {_shape(each)}")
     every = torch.cat(list(layout)).sort().values
@@ -281,8 +299,9 @@ def shard_hidden(hidden: Tensor, layout: Sequence[Tensor], rank: Rank, *, sequen
 
     `assemble` is the inverse. ValueError as `tokens`, or for a layout of another number of tokens.
     """
-    total = sum(len(each) for each in layout)
     mine = tokens(layout, rank, sequence_parallel=sequence_parallel)
+    total = sum(len(each) for each in layout)
+    _check_is("hidden", hidden, Tensor)
     if hidden.ndim < 2 or len(hidden) != total:
         raise ValueError(f"hidden must be [{total} tokens, ..., hidden] as the layout has, got shape {_shape(hidden)}")
     return _taken("hidden", hidden, 0, rank, mine)
@@ -310,13 +329,20 @@ def _parameter_of(layer: Layer, shard: Shard) -> Parameter:
     return parameter
 
 
+def _check_is(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")  # noqa: TRY004 - one kind of error
+
+
 def _check_heads(layer: Layer, parts: int) -> None:
+    _check_is("layer", layer, Layer)
     if layer.heads % parts:
         raise ValueError(f"heads must be a multiple of the {parts} ranks that share them, got {layer.heads}")
 
 
 def _slices(layer: Layer, sections: Sequence[int], rank: Rank, axes: Sequence[str]) -> Tensor:
     """A rank's contiguous slice of each section."""
+    _check_is("rank", rank, Rank)
     index, parts = rank.part(axes)
     _check_heads(layer, parts)
     starts = itertools.accumulate(sections, initial=0)
@@ -334,8 +360,10 @@ def _taken(name: str, whole: Tensor, axis: int, rank: Rank, wanted: Tensor) -> S
 
 def _check_ranks(shards: Sequence[Shard]) -> Mesh:
     """The mesh of shards that are one of every rank's, of one tensor."""
-    if not shards:
-        raise ValueError("shards must be those of every rank, got none")
+    if not isinstance(shards, Sequence) or not shards:
+        raise ValueError(f"shards must be those of every rank, got {'none' if shards is None or not shards else 'no list'}")
+    for each in shards:
+        _check_is("each of shards", each, Shard)
     first = shards[0]
     for each in shards:
         for what in ("name", "shape", "axis"):

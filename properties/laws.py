@@ -353,7 +353,8 @@ def _gates(bench: Bench, example: Example) -> Iterator[Pair]:
         beta = leaves["b"].float().sigmoid() * (2 if inputs.allow_neg_eigval else 1)
         outside["beta"] = beta.to(inputs.q.dtype)
     # What rounds outside may round inside, and the other way round: the explicit call has the errors of both.
-    given = Inputs(**{**inputs, **dict.fromkeys(names), **{name: x.detach() for name, x in outside.items()}})
+    none = dict.fromkeys((*names, "allow_neg_eigval"))
+    given = Inputs(**{**inputs, **none, **{name: x.detach() for name, x in outside.items()}})
     got = bench.run(given, cotangents)
     if cotangents is not None and leaves:
         back = [got.pop(f"d{name}") for name in outside]

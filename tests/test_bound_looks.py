@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oracles import bound
-from oracles.bound import RUNS, Bound, bounds
+from oracles.bound import RUNS, Bound, bounds, truth
 from oracles.case import Case
 from oracles.operation import Inputs
 from oracles.operations import RULES
@@ -202,6 +203,43 @@ def test_a_first_look_of_other_runs_is_refused(first: object) -> None:
     case = Case.parse("lengths=4")
     with pytest.raises(ValueError, match=rf"^first must be None or one of 1, 2, 4, 16, 64, got {first!r}$"):
         bounds(case.spec, case.inputs(), None, "chunkwise", first=first)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("chunk", [0, -1, True, 2.5, "64"])
+def test_chunks_that_are_no_number_of_tokens_are_refused(chunk: object) -> None:
+    case = Case.parse("lengths=4")
+    with pytest.raises(ValueError, match=rf"^chunk must be None or a whole number from 1 up, got {chunk!r}$"):
+        bounds(case.spec, case.inputs(), None, "chunkwise", chunk=chunk)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("cotangents", "said"),
+    [
+        ([], "cotangents must be None or tensors by name, got list"),
+        ({"o": None}, "cotangent of o must be a tensor, got NoneType"),
+        ({"o": [1.0]}, "cotangent of o must be a tensor, got list"),
+        (
+            {"o": torch.ones(1, 4, 1, 16, dtype=torch.int64)},
+            "cotangent of o must be floating point of 16, 32 or 64 bits, got torch.int64",
+        ),
+        ({"o": torch.ones(1, 4, 1, 16).to_sparse()}, "cotangent of o must be a strided tensor, got one that is torch.sparse_coo"),
+    ],
+)
+def test_cotangents_that_are_no_numbers_are_refused(cotangents: Any, said: str) -> None:
+    case = Case.parse("lengths=4")
+    for ask in (truth, functools.partial(bounds, algorithm="chunkwise")):
+        with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+            ask(case.spec, case.inputs(), cotangents)
+
+
+def test_inputs_of_two_dtypes_are_judged_by_the_coarser_whichever_is_first() -> None:
+    case = Case.parse("lengths=20 key_dim=8 value_dim=8")
+    given, coarse = case.inputs(), Case.parse("lengths=20 key_dim=8 value_dim=8 dtype=bf16")
+    want = bounds(case.spec, coarse.inputs(), None, "chunkwise")["o"].allowed.median()
+    for name in ("q", "v"):
+        mixed = given.replaced(**{name: given[name].bfloat16()})
+        assert 0.3 < bounds(case.spec, mixed, None, "chunkwise")["o"].allowed.median() / want < 3
+    assert bounds(case.spec, given, None, "chunkwise")["o"].allowed.median() < want / 100
 
 
 def test_a_first_look_of_all_runs_is_the_plain_one() -> None:

@@ -519,7 +519,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"pool": torch.zeros(6, 2, 4, 4)}, r"pool must have HV = 4 like .*, got shape \(6, 2, 4, 4\)"),
     ({"pool": torch.zeros(6, 4, 5, 4)}, r"pool must have K = 4 like .*, got shape \(6, 4, 5, 4\)"),
     ({"pool": torch.zeros(6, 4, 4, 1)}, r"pool must have V = 4 like .*, got shape \(6, 4, 4, 1\)"),
-    ({"pool": torch.zeros(6, 4, 4, 4, dtype=torch.int64)}, r"pool must be floating point, got torch.int64$"),
+    ({"pool": torch.zeros(6, 4, 4, 4, dtype=torch.int64)}, r"pool must be floating point of 16, 32 or 64 bits, got torch.int64$"),
     ({"q": torch.zeros(1, 10, 3, 4), "k": torch.zeros(1, 10, 3, 4)}, r"HV must be a multiple of H = 3, got 4$"),
     ({"g": torch.zeros(1, 10, 2)}, r"g must have HV = 4 like .*, got shape \(1, 10, 2\)"),
     ({"cu_seqlens": torch.tensor([0, 3, 4, 6, 6, 9])}, r"cu_seqlens must end at the token count 10, got 9"),

@@ -344,6 +344,12 @@ def test_illegal_token_counts_are_refused(formula: Callable[[Layer, object], Flo
         formula(TELLING, tokens)
 
 
+@pytest.mark.parametrize("formula", [forward_flops, backward_flops, training_flops])
+def test_what_is_no_layer_is_refused(formula: Callable[[object, int], Flops]) -> None:
+    with pytest.raises(ValueError, match=r"^layer must be a Layer, got NoneType$"):
+        formula(None, 7)
+
+
 # What is counted is the layer
 
 

@@ -822,7 +822,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"in_proj": torch.zeros(51, 10)}, r"E must be 52 for Layer\(.*\), got 51"),
     ({"in_proj": torch.zeros(52, 1)}, r"in_proj must have D = 10 like .*, got shape \(52, 1\) for \[E, D\]"),
     ({"hidden": torch.zeros(21, 10)}, r"hidden must have axes \[B, T, D\], got shape \(21, 10\)"),
-    ({"hidden": torch.zeros(1, 21, 10, dtype=torch.int64)}, r"hidden must be floating point, got torch.int64"),
+    ({"hidden": torch.zeros(1, 21, 10, dtype=torch.int64)}, r"hidden must be floating point of 16, 32 or 64 bits, got torch.int64"),
     ({"hidden": None}, r"hidden must be a tensor, got NoneType"),
     ({"conv": torch.zeros(32, 1, 4)}, r"conv must have axes \[C, W\], got shape \(32, 1, 4\)"),
     ({"conv": torch.zeros(44, 4), "conv_bias": None, "conv_state": None}, r"C must be 32 for Layer\(.*\), got 44"),

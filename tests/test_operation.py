@@ -5,6 +5,7 @@ import dataclasses
 import math
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oracles.case import Case
+from oracles.conv import CAUSAL_CONV1D
+from oracles.decode import DECODE
 from oracles.gated_delta import DELTA_RULE, GATED_DELTA_RULE, KDA
+from oracles.gates import GDN_GATE
+from oracles.norm import L2NORM
 from oracles.operation import (
     DTYPES,
     NAMES,
@@ -64,7 +69,7 @@ def test_any_floating_point_is_legal_and_each_tensor_may_have_its_own(dtype: tor
     for name in TENSORS:
         given = BATCH.inputs()
         GATED_DELTA_RULE.check(given.replaced(**{name: given[name].to(dtype)}))
-    with pytest.raises(ValueError, match=r"^q must be floating point"):
+    with pytest.raises(ValueError, match=r"^q must be floating point of 16, 32 or 64 bits"):
         GATED_DELTA_RULE.check(BATCH.inputs().replaced(q=BATCH.inputs().q.to(torch.int8)))
 
 
@@ -155,7 +160,21 @@ ILLEGAL: dict[str, tuple[Case, Change, tuple[str, ...]]] = {
     "scale a truth value": (BATCH, lambda given: given.replaced(scale=True), ("scale", "finite number", "True")),
     "scale infinite": (BATCH, lambda given: given.replaced(scale=math.inf), ("scale", "finite number", "inf")),
     "scale not a number": (BATCH, lambda given: given.replaced(scale=math.nan), ("scale", "finite number", "nan")),
-    "scale a tensor": (BATCH, lambda given: given.replaced(scale=torch.ones(())), ("scale", "got a tensor")),
+    "scale a tensor": (BATCH, lambda given: given.replaced(scale=torch.ones(())), ("scale", "no tensor", "got a tensor")),
+    "an option misspelt": (BATCH, lambda given: Inputs(**given, qknorm=True), ("qknorm", "no input of", "None or absent", "True")),
+    "q sparse": (BATCH, turned("q", lambda x: x.to_sparse()), ("q", "strided", "sparse_coo")),
+    "k nested": (
+        BATCH,
+        turned("k", lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged)),
+        ("k", "strided", "nested"),
+    ),
+    "v without numbers": (BATCH, turned("v", lambda x: x.to("meta")), ("v", "strided", "without numbers")),
+    "q of 8 bits": (
+        BATCH,
+        turned("q", lambda x: x.to(torch.float8_e4m3fn)),
+        ("q", "16, 32 or 64", "float8_e4m3fn"),
+    ),
+    "q of one channel": (BATCH, turned("q", lambda x: x[..., :1]), ("k", "K = 1 like q", "(2, 5, 2, 8)")),
     "a mask": (BATCH, lambda given: Inputs(**given, mask=given.beta), ("mask", "no input of", "None or absent", "a tensor")),
     "norm a number": (BATCH, lambda given: given.replaced(qk_norm=1), ("qk_norm", "True or False", "1")),
     "norm none": (BATCH, lambda given: given.replaced(qk_norm=None), ("qk_norm", "True or False", "None")),
@@ -212,9 +231,33 @@ def test_illegal_call_is_refused_in_one_line_with_argument_rule_and_value(operat
     assert all(each in message for each in said), message
 
 
-def test_what_is_no_tensor_is_nobodys_input() -> None:
-    DELTA_RULE.check(Inputs(**of("delta_rule", BATCH).inputs(), mask=None, block=64))
+def test_what_is_none_is_nobodys_input() -> None:
+    DELTA_RULE.check(Inputs(**of("delta_rule", BATCH).inputs(), mask=None))
     DELTA_RULE.check(without("g")(of("delta_rule", BATCH).inputs()))
+
+
+@pytest.mark.parametrize(
+    ("operation", "given", "said"),
+    [
+        (L2NORM, {"x": torch.ones(1, 2, 1, 3), "cu_seqlens": torch.tensor([0, 2])}, "cu_seqlens is no input of l2norm"),
+        (
+            L2NORM,
+            {"x": torch.ones(1, 2, 1, 3), "epsilon": 1e-3},
+            "epsilon is no input of l2norm, must be None or absent, got 0.001",
+        ),
+        (GDN_GATE, {"a": torch.ones(1, 2, 3), "allow_neg_eigvals": True}, "allow_neg_eigvals is no input of gdn_gate"),
+        (CAUSAL_CONV1D, {"x": torch.ones(1, 2, 3), "activations": "silu"}, "activations is no input of causal_conv1d"),
+        (DECODE, {"q": torch.ones(1, 2, 3, 4), "pad": -1}, "pad is no input of decode"),
+    ],
+)
+def test_an_option_that_is_misspelt_is_refused(operation: Operation, given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}"):
+        operation.check(Inputs(**given))
+
+
+def test_what_is_no_inputs_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^inputs must be Inputs, got dict$"):
+        GATED_DELTA_RULE.check(dict(BATCH.inputs()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("scale", [None, 0, -2, 0.5, 1e-30])
@@ -329,6 +372,7 @@ TOY = Operation(
     (Port("y", "B T D"),),
     lambda inputs, arithmetic: {"y": inputs.x * inputs.weight},
     (at_least_one("T", "D"), flag("even"), one_a_sequence("state")),
+    ("even",),
 )
 
 
@@ -358,9 +402,9 @@ def test_an_index_has_a_size_and_no_gradient() -> None:
         ({"slots": torch.tensor([5, 6], dtype=torch.int16)}, "slots must be int32 or int64, got torch.int16"),
         ({"slots": torch.tensor([[5, 6]])}, "slots must have axes [N], got shape (1, 2)"),
         ({"slots": [5, 6]}, "slots must be a tensor, got list"),
-        ({"x": torch.ones(2, 3, 4).long()}, "x must be floating point, got torch.int64"),
+        ({"x": torch.ones(2, 3, 4).long()}, "x must be floating point of 16, 32 or 64 bits, got torch.int64"),
         ({"x": torch.ones(2, 0, 4)}, "T must be at least 1, got 0"),
-        ({"weight": torch.ones(3)}, "weight must have D = 4 like the arguments before it, got shape (3,) for [D]"),
+        ({"weight": torch.ones(3)}, "weight must have D = 4 like x, got shape (3,) for [D]"),
         ({"state": torch.ones(3, 4)}, "state must have N = 2, one per sequence, got shape (3, 4)"),
         ({"even": 2}, "even must be True or False, got 2"),
     ],

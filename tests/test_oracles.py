@@ -1437,12 +1437,82 @@ def test_many_short_sequences_and_one_long_among_short_equal_the_definition(oper
 
 @pytest.mark.parametrize(("lengths", "said"), [([3, 3], "[3, 3]"), ([8], "[8]"), ([8, -1], "[8, -1]"), ([], "[]")])
 def test_lengths_that_do_not_add_up_are_refused(lengths: list[int], said: str) -> None:
-    rule = f"lengths must be at least 0 and add up to the 7 tokens of q, got {said}"
+    rule = f"lengths must be whole numbers from 0 up that add up to the 7 tokens of k, got {said}"
     with pytest.raises(ValueError, match=f"^{re.escape(rule)}$"):
         chunkwise.delta_rule(*packed(7, len(lengths), 1), 0.7, lengths)
 
 
-@pytest.mark.parametrize("chunk", [-1, 2.5, "64", None])
+HEAD = {"q": (3, 2), "k": (3, 2), "v": (3, 4), "g": (3,), "beta": (3,), "state": (2, 4)}
+OF_HEADS = {"q": (3, 1, 2), "k": (3, 1, 2), "v": (3, 2, 4), "g": (3, 2, 1), "beta": (3, 2), "state": (1, 2, 2, 4)}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("state", (2, 1), "state must have shape (2, 4) for k of (3, 2), got (2, 1)"),
+        ("beta", (3, 4), "beta must have shape (3,) for k of (3, 2), got (3, 4)"),
+        ("g", (3, 1), "g must have shape (3, 2) for k of (3, 2), got (3, 1)"),
+        ("q", (3, 1), "q must have shape (3, 2) for k of (3, 2), got (3, 1)"),
+        ("v", (2, 4), "v must have shape (3, 4) for k of (3, 2), got (2, 4)"),
+        ("k", (3, 2, 1), "k must be [T, K], got shape (3, 2, 1)"),
+    ],
+)
+def test_the_definition_broadcasts_nothing(name: str, shape: tuple[int, ...], said: str) -> None:
+    given = {each: torch.ones(size, dtype=torch.float64) for each, size in (HEAD | {name: shape}).items()}
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        definition(**given, scale=1.0)
+    if name in ("beta", "g", "v", "k"):
+        with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+            transition(*(given[each] for each in ("k", "v", "g", "beta")))
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later", "said"),
+    [
+        (((3, 3), (3, 2)), ((3, 3), (1, 2)), "later E must have shape (3, 2), got (1, 2)"),
+        (((3, 3), (3, 2)), ((1, 3), (3, 2)), "later M must have shape (3, 3), got (1, 3)"),
+        (((3, 1), (3, 2)), ((3, 3), (3, 2)), "M must have shape (3, 3), got (3, 1)"),
+        (((3, 3), (3,)), ((3, 3), (3,)), "E must have shape (3,), got (3,)"),
+    ],
+)
+def test_a_merge_broadcasts_nothing(earlier: Any, later: Any, said: str) -> None:
+    one, other = (tuple(map(torch.ones, shapes)) for shapes in (earlier, later))
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        merge(one, other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"state": (2, 2, 2, 4)}, "state must have shape (1, 2, 2, 4) and be float64, got (2, 2, 2, 4) and torch.float64"),
+        (
+            {"v": (3, 3, 4), "g": (3, 3, 1), "beta": (3, 3), "k": (3, 2, 2), "q": (3, 2, 2), "state": (1, 3, 2, 4)},
+            "HV must be a multiple of H = 2, got 3",
+        ),
+        ({"g": (3, 2, 3)}, "g must have shape (3, 2, 1) and be float64, got (3, 2, 3) and torch.float64"),
+        ({"k": (3, 2)}, "k must be [T, H, K] and v [T, HV, V], got shapes (3, 2) and (3, 2, 4)"),
+    ],
+)
+def test_chunks_broadcast_nothing(changed: dict[str, tuple[int, ...]], said: str) -> None:
+    given = [torch.ones(size, dtype=torch.float64) for size in (OF_HEADS | changed).values()]
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        chunkwise.delta_rule(*given, 1.0, [3])  # type: ignore[arg-type]
+
+
+def test_chunks_are_of_float64_scaled_by_a_number_and_of_whole_lengths() -> None:
+    given = [torch.ones(size, dtype=torch.float64) for size in OF_HEADS.values()]
+    chunkwise.delta_rule(*given, 1.0, [3])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^q must have shape \(3, 1, 2\) and be float64, got \(3, 1, 2\) and torch.float32$"):
+        chunkwise.delta_rule(given[0].float(), *given[1:], 1.0, [3])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^scale must be a finite number, got nan$"):
+        chunkwise.delta_rule(*given, math.nan, [3])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^lengths must be whole numbers from 0 up .*, got \[3.0\]$"):
+        chunkwise.delta_rule(*given, 1.0, [3.0])  # type: ignore[arg-type, list-item]
+    with pytest.raises(ValueError, match=r"^value_heads must be a whole number from 0 up, got 4.0$"):
+        repeat_heads(given[0], 4.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("chunk", [-1, 2.5, "64", None, True])
 def test_a_chunk_that_is_no_number_of_tokens_is_refused(chunk: object) -> None:
     with pytest.raises(ValueError, match=f"^chunk must be a whole number from 0 up, got {re.escape(repr(chunk))}$"):
         chunkwise.delta_rule(*packed(7, 1, 1), 0.7, [7], chunk)  # type: ignore[arg-type]

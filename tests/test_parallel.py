@@ -946,6 +946,32 @@ REFUSED: dict[str, Refusal] = {
         "layout must name each of 2 indices once, got 2 where 1 is due",
     ),
     "layout of nobody": (lambda: shard(torch.zeros(2), ()), "layout must have at least one rank, got none"),
+    "layout None": (lambda: shard(torch.zeros(2), None), "layout must have at least one rank, got NoneType"),  # type: ignore[arg-type]
+    "axis a fraction": (
+        lambda: shard(torch.zeros(2), (torch.arange(2),), 0.0),
+        "axis must be one of x's, got 0.0 for x torch.float32 of shape (2,)",
+    ),  # type: ignore[arg-type]
+    "axis a truth value": (
+        lambda: shard(torch.zeros(1, 2), TWO, True),
+        "axis must be one of x's, got True for x torch.float32 of shape (1, 2)",
+    ),
+    "join of None": (lambda: join(None, TWO), "shards must be one tensor a rank, got NoneType"),  # type: ignore[arg-type]
+    "tokens a fraction": (
+        lambda: parallel.lengths_of(torch.tensor([0, 2]), 2.0),
+        "tokens must be a whole number from 0 up, got 2.0",
+    ),  # type: ignore[arg-type]
+    "network of nobody": (
+        lambda: parallel.cp_to_hp_fused(zeros((1, 2), (1, 2)), TWO, [2], None),  # type: ignore[arg-type]
+        "network must be a Network, got NoneType",
+    ),
+    "network of nobody, by sequence": (
+        lambda: parallel.hp_to_cp_per_sequence(zeros((2, 2)), [2], [2], None),  # type: ignore[arg-type]
+        "network must be a Network, got NoneType",
+    ),
+    "blocks of two dtypes": (
+        lambda: Network().all_to_all([[torch.zeros(1), torch.zeros(1)], [torch.zeros(1), torch.zeros(1).double()]]),
+        "blocks must all have one dtype, got [torch.float32, torch.float64]",
+    ),
     "layout of int32": (
         lambda: shard(torch.zeros(1), (torch.tensor([0], dtype=torch.int32),)),
         "layout must be int64 vectors, one a rank, got torch.int32 of shape (1,) for rank 0",
@@ -1070,7 +1096,10 @@ def test_a_wrong_number_of_ranks_is_refused(move: str, ranks: int) -> None:
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         call((legal * 2)[:ranks], TWO if fused else [8], [4, 2], Network())
     if fused:
-        assert str(refusal.value) == f"shards must be one a rank of the layout, 2, got {ranks}"
+        wanted = (
+            f"shards must be one a rank of the layout, 2, got {ranks}" if ranks else "shards must be one tensor a rank, got none"
+        )
+        assert str(refusal.value) == wanted
     else:
         rules = {0: "shards must be one tensor a rank, got none", 1: "shards must be [8, ..., 6] on each of 1 "}
         assert str(refusal.value).startswith(rules.get(ranks, "lengths must be multiples of 2 * cp = 6, got 8 in place 0"))

@@ -7,6 +7,7 @@ implementations that can be read wrong in the ways that `WRONG` lists.
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -863,7 +864,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("causal_conv1d", {"state": torch.zeros(2, 5, 4)}, r"state must have N = 3, one per sequence, got shape \(2, 5, 4\)"),
     ("causal_conv1d", {"cu_seqlens": torch.tensor([0, 8, 20])}, r"cu_seqlens must end at the token count 21, got 20"),
     ("causal_conv1d", {"x": torch.zeros(2, 21, 5)}, r"cu_seqlens needs B = 1, .* got B = 2"),
-    ("causal_conv1d", {"x": torch.zeros(1, 21, 5, dtype=torch.int64)}, r"x must be floating point, got torch.int64"),
+    (
+        "causal_conv1d",
+        {"x": torch.zeros(1, 21, 5, dtype=torch.int64)},
+        r"x must be floating point of 16, 32 or 64 bits, got torch.int64",
+    ),
     ("causal_conv1d", {"x": None}, r"x must be a tensor, got NoneType"),
     ("causal_conv1d", {"activation": "swish"}, r"activation must be None or 'silu', got 'swish'"),
     ("causal_conv1d", {"output_final_state": 1}, r"output_final_state must be True or False, got 1"),
@@ -901,6 +906,27 @@ def test_plain_functions_refuse_shapes_that_would_broadcast() -> None:
         gated_rms_norm(x, x[:, :1], bias)
     with pytest.raises(ValueError, match=r"^weight must have shape \(3,\), got \(1,\)$"):
         gated_rms_norm(x, x, bias[:1])
+
+
+DEFINITIONS: list[tuple[Callable[[], object], str]] = [
+    (lambda: update(*COLUMNS, None, "relu"), "activation must be None or 'silu', got 'relu'"),
+    (
+        lambda: definition(torch.ones(0, 2), torch.ones(2, 3), torch.ones(2, 4), None),
+        "state must have shape (2, 4) for x of (2,)",
+    ),
+    (lambda: definition(torch.ones(2), *COLUMNS[1:], None), "x must be [T, D], got shape (2,)"),
+    (lambda: update(*COLUMNS[:2], torch.ones(4), None), "x must be [..., D] and weight [D, W], got shapes (2,) and (4,)"),
+    (lambda: l2norm(torch.ones(2), math.nan), "eps must be a finite number above 0, got nan"),
+    (lambda: l2norm(torch.ones(2), torch.ones(2)), "eps must be a finite number above 0, got tensor([1., 1.])"),  # type: ignore[arg-type]
+    (lambda: gated_rms_norm(torch.ones(2), torch.ones(2), None, -1e-6), "eps must be a finite number above 0, got -1e-06"),
+]
+COLUMNS = torch.ones(2), torch.ones(2, 4), torch.ones(2, 4)
+
+
+@pytest.mark.parametrize(("call", "said"), DEFINITIONS)
+def test_definitions_refuse_what_they_would_broadcast_or_ignore(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        call()
 
 
 @pytest.mark.parametrize(("name", "wrong", "message"), REFUSED, ids=named)
