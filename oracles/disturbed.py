@@ -58,6 +58,10 @@ def recurrent(
     implementation's do not. Values' channels never meet in a state: in every other pair of runs, half of them, others in each, are
     computed with errors of other sign.
 
+    An implementation may write beta k v^T and beta k (k^T S)^T apart. Then the cotangents of beta k, dS v and -dS (S^T k), and
+    their sums with k, round apart, as large as ever where what is written, v - S^T k, is small. Where that is not small, such
+    errors are those of dS (v - S^T k), there anyhow; where it is, both are as large as those of dS v: so these are added.
+
     A backward that sums its states again from stored corrected values (`summed_again`) never corrects what these err by: its
     states S + D drift from those of forward, where D decays like S and takes up each value's error with its key. In calls so
     large that they have several segments, D begins anew in each.
@@ -562,6 +566,11 @@ class _Recurrent:
         depth = writes.shape[-1]
         width = right.shape[-1] - depth
         do, dstate = (_halves(each, order) for each in (do, dstate))
+        values = right[..., :width]
+        if arithmetic.rounds:  # beside the corrected values, so that dS v comes with the gradient of the keys that write these
+            before, held, fresh, _ = states
+            beside = torch.cat([fresh, values], -2)
+            states = before, held, beside, beside
         written, dscan, dstate = _scan_back(scan, states, do, dstate, segment.counts, arithmetic)
         dkeeps, dreads, dscores, derased, dwhole, _ = dscan
 
@@ -575,6 +584,14 @@ class _Recurrent:
         terms = arithmetic.beside(terms, ("beta v summed", "beta k summed"), (width, depth), (summed(width), summed(depth)))
         dbeta = (dcorrections * products[..., 0, :, :]).sum(-1, keepdim=True) + terms.sum(-1, keepdim=True)
         dv, dgrown = (beta * dstart).split((width, depth), -1)
+        apart = None
+        if arithmetic.rounds:
+            (dkeeps, of_states), (dscores, of_scores) = dkeeps.chunk(2, -2), dscores.chunk(2, -1)
+            of_products = torch.stack([(dv @ values.mT).neg_().tril_(-1), of_scores], -3)
+            of_keys = torch.addcmul(_written(of_products, pair, writes, total, products, decay), of_states, left)  # dS v
+            apart = arithmetic.dither(of_keys, "dS v", summed(2 * width)).sub_(of_keys)
+            terms = arithmetic.dither(writes * (of_keys + apart), "k dS v summed", summed(depth))
+            dbeta = dbeta + terms.addcmul_(writes, of_keys, value=-1).sum(-1, keepdim=True)
         dproducts = torch.stack([beta * dcorrections, dscores], -3)
         dpair, dwrites, dtotal = _scores_back(dproducts, pair, writes, total, products, decay, PLAIN, channels=channels)
         dpair = dpair + torch.stack([dgrown, dreads], -3) * grown.unsqueeze(-3)
@@ -590,10 +607,19 @@ class _Recurrent:
         dtotal = dtotal + _gathered(parts, total)
         dtotal[..., -1:, :].add_(_gathered(kept.sum(-2, keepdim=True), total) + _gathered(all_of, total))
         dg = arithmetic.dither(_later(dtotal.sum(-3)), "g'", SINGLE)
+        if apart is not None:  # after dG, which has no such errors: k.dk stands there for what the recurrence never forms
+            dwrites = torch.addcmul(dwrites, beta, apart)
         dx = torch.stack([dpair[..., 1, :, :] * drift, dpair[..., 0, :, :] * drift, dwrites / drift], -3)
         dx = _apart_back(dx, arithmetic)
         dq, dk = scale * dx[..., 0, :, :], dx[..., 1:, :, :].sum(-3)
         return (dq, dk, _whole(dv, back), dg, dbeta.sum(-3)), _whole(dstate, back)
+
+
+def _written(cotangents: Tensor, pair: Tensor, writes: Tensor, total: Tensor, products: Tensor, decay: Tensor | None) -> Tensor:
+    """Of what `_scores_back` gives without rounding, the gradient of keys, for both x together."""
+    if decay is None:
+        return _scores_back(cotangents, pair, writes, total, products, decay, PLAIN, channels=True)[1].sum(-3)
+    return ((cotangents * decay.unsqueeze(-3)).mT @ pair).sum(-3)
 
 
 def _rounded(x: Tensor, places: tuple[str, str, str], arithmetic: Arithmetic) -> Tensor:

@@ -159,15 +159,25 @@ class Recurrent(Adapter):
             state = steps.initial(x, row)
             for t in range(start, end):
                 state = state * g[t].exp()[:, None, None]
-                fresh = beta[t, :, None] * (v[t] - self.sum(k[t].unsqueeze(-1) * state))
-                state = state + k[t].unsqueeze(-1) * fresh.unsqueeze(-2)
+                state = self.write(k[t].unsqueeze(-1), v[t].unsqueeze(-2), beta[t, :, None, None], state)
                 rows.append(scale * self.sum(q[t].unsqueeze(-1) * state))
             states.append(state)
         o = torch.stack(rows) if rows else v * 0
         return o.to(x.v.dtype).reshape(x.v.shape), torch.stack(states) if x.output_final_state else None
 
+    def write(self, k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+        """The state [HV, K, V] after k [HV, K, 1] writes v [HV, 1, V]."""
+        return state + k * (beta * (v - self.sum(k * state).unsqueeze(-2)))
+
     def sum(self, terms: Tensor) -> Tensor:
         return terms.cumsum(-2)[..., -1, :]
+
+
+class Expanded(Recurrent):
+    """The update as the paper expands it, S - beta k (k^T S) + beta k v^T: what is erased and what is written round apart."""
+
+    def write(self, k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+        return state - (beta * k) * (k.mT @ state) + (beta * k) * v
 
 
 class SumsAgain(Recurrent):

@@ -1022,14 +1022,20 @@ def step_by_step(
 def steps(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float, rule: Arithmetic
 ) -> tuple[Tensor, Tensor]:
-    """disturbed.recurrent as its docstring has it: the decay, the state twice, what is written and both sums round, every step."""
-    depth, rows = q.shape[-1], []
+    """disturbed.recurrent as its docstring has it: the decay, the state twice, what is written and both sums round, every step.
+
+    What is written is written apart: beta k v^T, and beta k (k^T S)^T taken off.
+    """
+    depth, width, rows = q.shape[-1], max(q.shape[-1], v.shape[-1]), []
     decay = rule.single(rule.single(g, "g").exp(), "decay")
     for q_t, k_t, v_t, decay_t, beta_t in zip(*(x.unbind(-2) for x in (q, k, v, decay, beta)), strict=True):
         state = Carried.apply(decay_t.unsqueeze(-1) * state, rule, "decayed")
         recalled = torch.einsum("...k,...kv->...v", k_t, rule.single(state, "recalled", depth))
-        update = rule.single(beta_t * (v_t - recalled), "update")
-        state = Carried.apply(state + rule.single(k_t.unsqueeze(-1) * update.unsqueeze(-2), "written"), rule, "state")
+        new, old = (
+            rule.single(rule.sums(beta_t * k_t, f"keys of {place}", width).unsqueeze(-1) * each.unsqueeze(-2), place)
+            for place, each in (("written", v_t), ("erased", recalled))
+        )
+        state = Carried.apply(state - old + new, rule, "state")
         rows.append(torch.einsum("...k,...kv->...v", q_t, rule.single(state, "read", depth)))
     return scale * torch.stack(rows, -2), state
 
@@ -1073,6 +1079,37 @@ def test_recurrence_in_chunks_spreads_as_one_that_rounds_step_by_step(
     got = ratios(Case.parse(f"op={operation} {STEPPED} {more}"), monkeypatch)
     assert set(got) == set(names(operation))
     assert {name: ratio for name, ratio in got.items() if not 0.6 < ratio < 2.2} == {}
+
+
+@pytest.mark.parametrize("operation", RULES)
+@pytest.mark.parametrize("stores", [False, True])
+def test_what_the_values_alone_would_give_the_keys_that_write_them_is_that(
+    operation: str,
+    stores: bool,  # noqa: FBT001
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """dS v of run 0 in chunks, of which the errors of an update that is written apart are taken, beside dS v token by token."""
+    case = Case.parse(f"op={operation} lengths=150 key_dim=8 value_dim=5 gate=64 dtype=fp32 state=random seed=3")
+    seen, dither = [], Arithmetic.dither
+
+    def watched(rule: Arithmetic, x: Tensor, place: str, bits: int | None = None) -> Tensor:
+        seen.extend([x[:, 0].sum(2)] if place == "dS v" else [])
+        return dither(rule, x, place, bits)
+
+    monkeypatch.setattr(Arithmetic, "dither", watched)
+    arithmetic = dataclasses.replace(Arithmetic.of("recurrent", "fp32", runs=3), summed_again=11 if stores else 53)
+    cotangents = {name: each.double() for name, each in case.cotangents().items()}
+    bound._evaluate(case.spec, case.inputs(), cotangents, arithmetic)
+    (got,) = seen
+    x = bound._wide(case.spec, case.inputs())
+    q, k, v, beta, do = (each[0] for each in (x.q, x.k, x.v, x.beta, cotangents["o"]))
+    decay = torch.ones(150, 1, 1) if x.get("g") is None else x.g[0].reshape(150, 1, -1).exp()
+    want, direction = torch.empty(150, 8, dtype=torch.float64), cotangents["final_state"][0, 0]
+    for t in reversed(range(150)):
+        direction = direction + 8**-0.5 * q[t].mT @ do[t]
+        want[t] = direction @ v[t, 0]
+        direction = decay[t].mT * (direction - k[t].mT @ (beta[t] * (k[t] @ direction)))
+    torch.testing.assert_close(got.flatten(0, 2)[:150], want, rtol=1e-9, atol=1e-12)
 
 
 def test_a_recurrence_that_does_not_drift_spreads_less(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ FEW = Profile("few", 5)
 RIGHT = {
     "chunks of 64": (right.Chunkwise, right.BackwardSums),
     "chunks not told": (right.Chunk16, right.Chunk48, right.Chunk128, right.RoundsElsewhere),
-    "token by token": (right.Recurrent,),
+    "token by token": (right.Recurrent, right.Expanded),
     "another's": (right.TransformersChunk,),
 }
 
