@@ -26,7 +26,7 @@ from oracles.rounding import BITS
 MEMORIES = {"forever": 0.0, "1000": 2.0**-9, "64": 2.0**-5, "10": 2.0**-2, "tenth": 2.0**4}
 GATES = (*MEMORIES, "saturated", "mixed")
 BETAS = ("ordinary", "one", "zero", "two", "edges")
-VALUES = ("ordinary", "correlated", "repeated", "zero_rows", "small", "scaled", "one_hot")
+VALUES = ("ordinary", "correlated", "repeated", "zero_rows", "small", "scaled", "large", "one_hot")
 STATES = ("none", "zero", "random")
 SCALES = {"default": None, "one": 1.0, "half": 0.5}
 IN_KERNEL = ("none", "gate", "beta", "both")
@@ -34,7 +34,9 @@ SATURATED = -1000.0
 # For a gate in the kernel: softplus is 0.85 or so, and exp(A_log) times that one over the memory.
 A_LOGS = {"forever": -80.0, "1000": -6.75, "64": -4.0, "10": -2.125, "tenth": 2.5, "saturated": 5.0}
 OPEN = 30.0  # sigmoid(30) is 1 in float32; softplus(30) is 30, softplus(-30) as good as 0
+LOG_BITS = 16  # of A_log's fraction: more than half precision keeps, and exact in float32 beside any of these
 SMALL = 2.0**-13  # about 1e-4: there the L2 norm's eps of 1e-6 is no longer negligible
+LARGE = 2.0**9  # of a q and k that are normalised: their squares are beyond fp16
 MAX_TOKENS, MAX_SEQUENCES, MAX_WIDTH, MAX_HEADS = 2**20, 2**16, 1024, 1024
 
 _CHOICES: dict[str, Sequence[str]] = {
@@ -250,7 +252,7 @@ class _Builder:
         recipes = {"q": self.vectors("q"), "k": self.vectors("k"), "v": self.values()}
         if case.gate_inside:
             recipes |= {"a": self.raw_gates(axes), "A_log": self.speeds(axes[0])}
-            recipes |= {"dt_bias": self.uniform("dt_bias", axes, 8)} if case.dt_bias else {}
+            recipes |= {"dt_bias": self.uniform("dt_bias", axes, SINGLE_BITS)} if case.dt_bias else {}
         elif case.operation != "delta_rule":
             recipes["g"] = self.gates(axes)
         recipes |= {"b": self.raw_betas()} if case.beta_inside else {"beta": self.betas()}
@@ -280,7 +282,7 @@ class _Builder:
         return _Recipes(self, {"o": o, "final_state": state}, ("final_state",))
 
     def vectors(self, name: str) -> _Recipe:
-        """q or k [B, T, H, K], so short that beta |k|^2 <= 2."""
+        """q or k [B, T, H, K], so short that beta |k|^2 <= 2; or long, where they are normalised."""
         case = self.case
         shape, ones = (*self.batch, case.heads, case.key_dim), (*self.batch, case.heads, 1)
         draw = _Draw(name, shape, self.bits, of_tokens=True)
@@ -292,6 +294,8 @@ class _Builder:
             return _Recipe((draw, base), lambda whole, base: _within_one((3 * base + whole) >> 2))
         if case.values == "small":
             return _Recipe((draw,), lambda whole: _within_one(whole) * SMALL)
+        if case.values == "large" and case.qk_norm:
+            return _Recipe((draw,), lambda whole: _within_one(whole) * LARGE)
         if case.values == "zero_rows":
             return _Recipe((draw, _choice(name, ones, 2)), lambda whole, choice: _within_one(whole) * (choice != 0))
         return _Recipe((draw,), _within_one)
@@ -372,12 +376,12 @@ class _Builder:
         names = [*MEMORIES][:: -1 if case.seed % 2 else 1] if case.gate == "mixed" else [case.gate]
 
         def tensor(whole: Tensor) -> Tensor:
-            A_log = _fraction(whole, 8, most=0.5)
+            A_log = _fraction(whole, LOG_BITS, most=0.5)
             for kind, name in enumerate(names[:heads]):
                 A_log[kind :: len(names)].add_(A_LOGS[name])
             return A_log
 
-        return _Recipe((_Draw("A_log", (heads,), 8),), tensor)
+        return _Recipe((_Draw("A_log", (heads,), LOG_BITS),), tensor)
 
     def raw_betas(self) -> _Recipe:
         """b [B, T, HV]: beta is its sigmoid, twice that where beta may be over 1."""

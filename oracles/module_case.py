@@ -283,15 +283,15 @@ class _Builder:
         return LARGE["x"] * x if case.values == "large" else SMALL * x if case.values == "small" else self.regime(x, "state")
 
     def parameter(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Uniform in [-1, 1); dt_bias, which is float32, on a coarse grid, and in [-16, 16) where values are large."""
+        """Uniform in [-1, 1); dt_bias, which is float32 whatever the inputs are, and in [-16, 16) where values are large."""
         if self.case.values == "whole":
             return self.integers(name, shape, 3).to(torch.float64)
-        x = self.uniform(name, shape, bits=8 if name == "dt_bias" else None)
+        x = self.uniform(name, shape, bits=BITS["fp32"] if name == "dt_bias" else None)
         return 16 * x if name == "dt_bias" and self.case.values == "large" else x
 
     def speeds(self) -> Tensor:
         """A_log [HV]: in [-5, 3), and in [-8, 8) where values are large."""
-        x = self.uniform("A_log", (self.case.heads,), bits=8)
+        x = self.uniform("A_log", (self.case.heads,), bits=16)  # more than half precision keeps, and exact in float32
         return 8 * x if self.case.values == "large" else 4 * x - 1
 
     def cotangent(self, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -299,6 +299,13 @@ def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
     case = example.case
     inputs, cotangents = bench.call(case)
     width, lengths = case.key_dim, case.lengths
+    if example.variant == "gradients":
+        bounds = bench.bounds(inputs, None)
+        with torch.no_grad():
+            outputs = bench.run(inputs, None)
+        for name, output in outputs.items():
+            yield f"{name} under no_grad", output, bounds[name]
+        return
     neutral = {
         "scale": lambda: inputs.replaced(scale=width**-0.5),
         "state": lambda: inputs.replaced(state=torch.zeros(len(lengths), case.value_heads, width, case.value_dim)),
@@ -759,6 +766,8 @@ def require(**flags: bool) -> Callable[[Any], str | None]:
 def _absent_examples(domain: Domain) -> st.SearchStrategy[Example]:
     small: dict[str, Any] = {"longest": 80, "total": 160, "value_heads": 2}
     choices = [examples_of(cases(domain, **small), None, ("final_state",))]
+    if domain.backward:
+        choices.append(examples_of(cases(domain, **small), None, ("gradients",)))
     if domain.scale:
         choices.append(examples_of(cases(domain, scale="default", **small), None, ("scale",)))
     if domain.initial_state:
@@ -850,7 +859,7 @@ LAWS: dict[str, Law] = {
             "an optional argument left out means its neutral value",
             _absent_examples,
             _absent,
-            variants=("scale", "state", "offsets", "final_state", "dt_bias"),
+            variants=("scale", "state", "offsets", "final_state", "dt_bias", "gradients"),
             lacks=_absent_lacks,
         ),
         Law(
@@ -864,7 +873,7 @@ LAWS: dict[str, Law] = {
                     longest=80,
                     total=100,
                     sequences=(1, 2),
-                    values=("ordinary", "small", "zero_rows"),
+                    values=("ordinary", "small", "zero_rows", "large"),
                 )
             ),
             _norm,

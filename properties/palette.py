@@ -226,7 +226,7 @@ def _layout(case: Any) -> Key:
         rows, tokens = case.batch
         of_tokens = "one" if tokens == 1 else _of_16(tokens)
         return (("rows", min(rows, 2)), ("tokens", of_tokens), ("row", _of_16(max(tokens, 1) * case.width)))
-    return (("rows", 0 if case.packed else len(case.lengths)),)
+    return (("rows", 0 if case.packed else min(len(case.lengths), 2)),)
 
 
 def _of_16(number: int) -> str:

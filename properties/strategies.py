@@ -21,9 +21,12 @@ from properties.domain import Domain
 BLOCKS = (64, 16, 32, 128, 192, 256, 320, 384, 512)
 EDGES = (1, 2, 15, 17, 31, 33, 63, 65, 66, 80, 127, 129, 130, 191, 193, 257, 319, 321, 383, 385, 449, 511)
 WIDTHS = (16, 8, 32, 24, 40, 64, 12, 128, 1, 7, 65, 256, 160, 192)
-HEADS = ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 8), (2, 8))
+WIDER = 512  # of values alone, where tokens are few
+HEADS = ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 3), (1, 8), (2, 8), (2, 6))
 # With a reach: the longest sequence, heads beside those above, and the width under which few are drawn.
 FAR, FAR_HEADS, FAR_NARROW = 512, ((4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32)), 16
+CROWDED = 130  # tokens that have room for so many sequences
+ROWS = (1, 1, 2, 2, 3, 5)  # of a batch
 REMEMBERING = ("forever", "1000", "64", "10")
 
 
@@ -41,10 +44,11 @@ def lengths(
 ) -> tuple[int, ...]:
     """Lengths of sequences: edges of blocks, anything up to `longest`, `total` tokens at most.
 
-    `empty`: one in ten has no tokens; `many`: one batch in eight is a dozen short sequences.
+    `empty`: one in ten has no tokens; `many`: one batch in six is a dozen short sequences, or more of them than a warp has threads.
     """
-    if many and chance.random() < 1 / 8:
-        drawn = [chance.randint(0 if empty else 1, 5) for _ in range(chance.randint(5, 12))]
+    if many and chance.random() < 1 / 6:
+        short, count = (3, chance.randint(33, 70)) if total >= CROWDED and chance.random() < 1 / 2 else (5, chance.randint(5, 12))
+        drawn = [chance.randint(0 if empty else 1, short) for _ in range(count)]
     else:
         sizes = [[n for n in BLOCKS if n <= longest], [n for n in EDGES if n <= longest], range(1, longest + 1)]
         drawn = [chance.choice(chance.choice([each for each in sizes if each])) for _ in range(chance.randint(*sequences))]
@@ -89,7 +93,7 @@ def cases(
     if packed:
         sizes = lengths(chance, sequences, longest, total, empty=domain.empty, many=sequences[1] >= 4)
     else:
-        rows = chance.randint(sequences[0], max(sequences[0], min(2, sequences[1])))
+        rows = chance.choice([count for count in ROWS if sequences[0] <= count <= sequences[1]] or [sequences[0]])
         none = domain.empty and chance.random() < 1 / 5  # with one in ten below: a batch of nothing is one in fifty
         sizes = lengths(chance, (1, 1), max(1, min(longest, total // rows)), total // rows, empty=none, many=False) * rows
     size = sum(sizes) * value_heads  # interpreted kernels take time in proportion to this and to the widths
@@ -97,6 +101,8 @@ def cases(
     broad = not far and max(sizes, default=0) > 64 and size <= 600 and chance.random() < 1 / 6  # wide keys of several chunks
     keys = widths(domain.key_dims, domain.width_step, 256 if broad else wide)
     values = widths(domain.value_dims, domain.width_step, wide)
+    if not far and size <= 60 and domain.value_dims[1] >= WIDER and WIDER % domain.width_step == 0:
+        values = (*values, WIDER)
     if far:
         keys, values = _seldom_narrow(chance, keys), _seldom_narrow(chance, values)
     key_dim = field("key_dim", tuple(width for width in keys if width > 128) or keys if broad else keys)

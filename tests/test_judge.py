@@ -150,7 +150,8 @@ def test_bits_must_be_equal_though_zero_has_two_signs() -> None:
 
 def test_nan_differs_from_nan_bit_for_bit() -> None:
     nan = torch.full((1, 2, 1, 1), math.nan)
-    assert only(judge([("o", nan, nan)], Case((2,)))).rows_over == 2
+    finding = only(judge([("o", nan, nan)], Case((2,))))
+    assert (finding.rows_over, finding.what) == (2, "is no number, where equality to the bit is due")
 
 
 def test_equal_infinities_are_equal_and_are_never_the_worst() -> None:

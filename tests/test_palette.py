@@ -91,15 +91,15 @@ def text(examples: list[Example]) -> str:
     return "".join(f"at={example.at} variant={example.variant} {example.case}\n" for example in examples)
 
 
-# Drawn by the code as it was before `reach`: these are no answers, but what must not move.
+# As drawn since batches of 3 and 5, three value heads a key head and crowds are: these are no answers, but what must not move.
 BEFORE = {
     (
         "oracle",
         0,
-    ): "at=None variant=None lengths=3+2+3+2+4+1+4+1+2+1+0+4 packed=yes value_heads=8 key_dim=40 value_dim=7 dtype=fp16 "
-    "gate=1000 values=scaled scale=one qk_norm=yes seed=56907",
-    ("oracle", 1): "at=None variant=None lengths=32+32 value_heads=8 key_dim=12 value_dim=12 gate=64 gate_dtype=input beta=one "
-    "values=scaled state=random qk_norm=yes seed=5337",
+    ): "at=None variant=None lengths=3+2+3+2+4+1+4+1+2+1+0+4 packed=yes value_heads=3 key_dim=160 value_dim=40 dtype=fp16 "
+    "gate=saturated beta=zero scale=one qk_norm=yes seed=56907",
+    ("oracle", 1): "at=None variant=None lengths=128+128 value_heads=3 key_dim=32 value_dim=24 dtype=bf16 gate=saturated "
+    "gate_dtype=input beta=one values=scaled state=random qk_norm=yes seed=5337",
     (
         "cut",
         0,
@@ -119,13 +119,13 @@ BEFORE = {
     "values=correlated scale=one offsets=int32 seed=9665",
 }
 BEFORE_ALL = {
-    "everything": (Domain(), "69c30d69c8b1b6ab5b67daa90d99ed1cce4f96391af6026ccfd90899aae894da"),
-    "KDA": (Domain(operation="kda", in_kernel=IN_KERNEL), "773ff4aae1ec25ee36d5429b6b1e14c0aa80d0c39a515fa5c37e197fc3c2dc8e"),
+    "everything": (Domain(), "4d049f227bef039b1bcf3149996e13331cd977320a73d2c35862278e2d81e4b7"),
+    "KDA": (Domain(operation="kda", in_kernel=IN_KERNEL), "6bf2c6e9d58dc1bdbf1884c4bac788bcf16ed97337a829151884ae8286e96799"),
     "the delta rule": (
         Domain(operation="delta_rule", width_step=16, empty=False),
-        "29d1f47b516a9bbcf50b94fe2fab1175e471332f5efabb9ef782f97436fc38fa",
+        "da20f029063d2071692972726b459095cd1abcd2ec29f992bf1ad6c99960b367",
     ),
-    "narrow": (NARROW, "3f316d5b8171e68c649a31164c2d559820744dadf114812e08e021b3af1fbba0"),
+    "narrow": (NARROW, "3859320e535528b6ac4b7f3fd74066c4511402f6d660375ab7148ec6719eb0d7"),
 }
 OLD_LAWS = ("oracle", "recurrent", "packed", "cut", "absent", "norm", "linear", "recall", "future", "heads", "strides")
 
@@ -342,7 +342,7 @@ def test_fifty_seeds_draw_all_there_is(fifty: list[Palette]) -> None:
     }.items():
         assert {getattr(entry, name) for entry in entries} == set(choices), name
     assert {(entry.heads, entry.value_heads) for entry in entries} == {*HEADS, *FAR_HEADS}
-    assert {len(entry.lengths) for entry in entries if not entry.packed} == {1, 2}
+    assert {len(entry.lengths) for entry in entries if not entry.packed} == {1, 2, 3, 5}
     assert any(entry.beta == "two" and entry.beta_inside for entry in entries)
     assert len({each.keys for each in fifty}) == 50
 
@@ -360,7 +360,7 @@ def test_each_palette_is_spread(fifty: list[Palette]) -> None:
         assert 4 <= share(lambda entry: entry.packed) <= 8
         assert 4 <= share(lambda entry: entry.state != "none") <= 10
         assert share(lambda entry: not entry.packed and len(entry.lengths) == 1) >= 1
-        assert share(lambda entry: not entry.packed and len(entry.lengths) == 2) >= 1
+        assert share(lambda entry: not entry.packed and len(entry.lengths) > 1) >= 1
         assert 4 <= share(lambda entry: entry.key_dim != entry.value_dim) <= 9
         assert share(lambda entry: 16 <= entry.key_dim <= 256 and 16 <= entry.value_dim <= 256) >= 7
         for name in ("key_dim", "value_dim"):
@@ -467,10 +467,10 @@ def accepted(law: Law, example: Example) -> bool:
 def test_fit_that_ignores_the_law_or_the_domain_is_seen(
     monkeypatch: pytest.MonkeyPatch, wrong: Any, said: str, drawn_for: Any, asked_of: Any, law: str
 ) -> None:
-    drawn, the_law = draw_palette(drawn_for, 5, laws=("oracle",)), book_of(asked_of).laws[law]
-    assert set(wrongs(drawn, asked_of, the_law, 40)) == set()
+    drawn, the_law = draw_palette(drawn_for, 8, laws=("oracle",)), book_of(asked_of).laws[law]
+    assert set(wrongs(drawn, asked_of, the_law, 80)) == set()
     monkeypatch.setattr(palette, "suits", wrong)
-    assert said in set(wrongs(drawn, asked_of, the_law, 40))
+    assert said in set(wrongs(drawn, asked_of, the_law, 80))
 
 
 def test_place_follows_the_heads_that_an_entry_has() -> None:

@@ -77,6 +77,7 @@ class Judgement:
 
 
 OFF = "is off by more than rounding explains"
+DIFFERS = "differs, where equality to the bit is due"
 NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
@@ -195,7 +196,7 @@ def _bit_by_bit(name: str, got: Tensor, want: Tensor, where: Where) -> tuple[Fin
     worst = int(error.argmax())
     finding = Finding(
         name,
-        "differs, where equality to the bit is due",
+        "is no number, where equality to the bit is due" if wide_got[worst].isnan() else DIFFERS,
         where(name, worst, got.shape),
         where(name, first, got.shape),
         got.numel(),

@@ -126,7 +126,8 @@ def agreement(contest: Contest, device: torch.device) -> Agreement:
     case = contest.judged
     x = ready(contest, case, device)
     directions = dict(zip(contest.outputs, x.cotangents, strict=True)) if contest.backward else None
-    limits = bounds(case.spec, x.inputs, directions, contest.algorithm, chunk=contest.chunk)
+    inputs = Inputs(**{name: value for name, value in x.inputs.items() if name != "lengths"})  # what is read once, for the forms
+    limits = bounds(case.spec, inputs, directions, contest.algorithm, chunk=contest.chunk)
     answers: dict[str, dict[str, Tensor]] = {}
     worst, findings = {}, {}
     for name, form in contest.forms.items():

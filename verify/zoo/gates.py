@@ -257,3 +257,25 @@ class NeverErases(StepwiseDelta):
 
     def correct(self, k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> Tensor:
         return state + k.unsqueeze(-1) * (beta.unsqueeze(-1) * v).unsqueeze(-2)
+
+
+class BiasInHalf(Stepwise):
+    """dt_bias went to bf16 with the model."""
+
+    letter = "G"
+
+    def bias(self, x: Inputs) -> Tensor:
+        return super().bias(x).bfloat16().float()
+
+
+class SpeedOfTwoRows(Stepwise):
+    """Each of two programs adds a row's part of dA_log: of a batch of more, the others' is left out."""
+
+    letter = "G"
+
+    def speed(self, x: Inputs) -> Tensor:
+        speed = super().speed(x)
+        if x.cu_seqlens is not None or x.a.shape[0] <= 2:
+            return speed
+        counted = (torch.arange(x.a.shape[0]) < 2).reshape(-1, *[1] * (x.a.ndim - 1))
+        return torch.where(counted, speed, speed.detach())

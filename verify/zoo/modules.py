@@ -537,6 +537,15 @@ class ConvSecondSlotIsOff(Conv):
 # Wrong gates
 
 
+class GateBiasInHalf(Gate):
+    """dt_bias went to bf16 with the model."""
+
+    letter = "N"
+
+    def raw(self, x: Inputs) -> Tensor:
+        return super().raw(x if x.dt_bias is None else x.replaced(dt_bias=x.dt_bias.bfloat16().float()))
+
+
 class GateLinearAt2(Gate):
     """softplus is linear from 2 on: the threshold of 20 lost its nought."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from verify.adapter import Domain
-from verify.zoo.base import Chunkwise
+from verify.zoo.base import EPS, Chunkwise
 
 Answer = tuple[Tensor, Tensor | None]
 
@@ -654,3 +654,57 @@ class NanAtLengthOne(Chunkwise):
     ) -> tuple[Tensor, Tensor]:
         o, state = super().sequence(q, k, v, g, beta, state, scale)
         return (o * float("nan") if len(q) == 1 else o), state
+
+
+class GroupsByShift(Chunkwise):
+    """A value head's key head is found by a shift: right where a key head has a power of two of them."""
+
+    letter = "G"
+
+    def repeat(self, x: Tensor, value_heads: int) -> Tensor:
+        bits = (value_heads // x.shape[2] - 1).bit_length()
+        return x[:, :, torch.arange(value_heads) >> bits]
+
+
+class ThirtyTwoSequences(Chunkwise):
+    """One warp holds the table of sequences: from the 33rd on states are read from its beginning again."""
+
+    letter = "V"
+
+    def initial(self, x: Inputs, row: int) -> Tensor:
+        return super().initial(x, row % 32)
+
+
+class WideValuesDoNotDecay(Chunkwise):
+    """Value channels from 256 on are another block's, which was never given the gate."""
+
+    letter = "C"
+
+    def sequence(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        if v.shape[-1] <= 256:
+            return super().sequence(q, k, v, g, beta, state, scale)
+        o, final = super().sequence(q, k, v[..., :256], g, beta, state[..., :256], scale)
+        more_o, more_final = super().sequence(q, k, v[..., 256:], 0 * g, beta, state[..., 256:], scale)
+        return torch.cat([o, more_o], -1), torch.cat([final, more_final], -1)
+
+
+class InferenceForgetsTheTail(Chunkwise):
+    """Under torch.no_grad() another path is taken, in which a chunk that is not full does not decay."""
+
+    letter = "V"
+
+    def last(self, total: Tensor) -> Tensor:
+        return super().last(total) * (torch.is_grad_enabled() or total.shape[-1] == self.size)
+
+
+class SquaresInHalf(Chunkwise):
+    """The norm inside squares in the inputs' dtype: in fp16 a query of norm 256 and more becomes zero."""
+
+    letter = "L"
+
+    def normalise(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        total = wide.square().sum(-1, keepdim=True)
+        return (wide / (torch.where(total > torch.finfo(x.dtype).max, torch.inf, total) + EPS).sqrt()).to(x.dtype)
