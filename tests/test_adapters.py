@@ -11,7 +11,7 @@ from verify.pytest_plugin import LawItem
 
 MAIN = ("fla/chunk", "transformers/chunk", "transformers/recurrent")
 CHUNKS = ("fla/chunk_16", "fla/chunk_32")  # fla/chunk in other chunks
-OFTEN = ("again", "batch")  # laws of three calls a case
+OFTEN = ("again", "batch", "memory", "samples")  # laws of several calls a case, asked of the kernels above
 
 
 @pytest.mark.gdn_adapter(*MAIN, "gdn/layer")

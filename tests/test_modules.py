@@ -334,6 +334,7 @@ KILLED_BY: dict[str, tuple[Kill, ...]] = {
     "ConvShiftsItsState": (Kill("pure"),),
     "ConvReadsUnwritten": (Kill("memory"),),
     "ConvSecondSlotIsOff": (Kill("permuted", 1, 2),),
+    "GateBiasInHalf": (Kill("oracle", 2),),
     "GateLinearAt2": (Kill("oracle", 2),),
     "GateOverflows": (Kill("oracle", 8),),
     "GateBiasAfterSoftplus": (Kill("oracle"),),

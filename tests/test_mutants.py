@@ -69,7 +69,10 @@ KILLED_BY = {
     rules.AddsStateTwice: (Kill("absent", 1),),
     rules.WrongWithoutFinalState: (Kill("absent", 2),),
     rules.HalfSum: (Kill("oracle", 1),),
-    gates.ForgetsDtBias: (Kill("gates", 1),),
+    rules.InferenceForgetsTheTail: (Kill("absent", 1),),
+    rules.SquaresInHalf: (Kill("norm", 1),),
+    gates.ForgetsDtBias: (Kill("gates", 2),),
+    gates.BiasInHalf: (Kill("gates", 2),),
 }
 
 

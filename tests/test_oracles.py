@@ -209,6 +209,9 @@ def allowed_in_single(case: Case) -> Results:
 # 1, no correlated or repeated tokens, no single channels. With 16 tokens and heads or more 4.0e-15, the classes at runs = 1
 # 5.8e-15. Of fewer, the largest entry of dg or dbeta may itself be what is left of a sum whose terms cancel: 5.4e-14.
 RELATIVE_LIMIT, FEW_SCALARS_LIMIT = 1e-14, 1e-13
+# Chunks of one token, which nobody asks for, multiply the state by a K x K product a token: of 8 cases of 150 tokens, with a memory
+# of 1000 or more, the worst is off by 1.3e-14 (K = 64), 1.7e-14 (128) and 2.8e-14 (256).
+ONE_TOKEN_LIMIT = 5e-14
 # Rows against 2^-29 of float32's allowance; 700 cases of the whole domain an operation measured: 3.0, and 4.4 where tokens repeat.
 ROW_LIMIT = 8.0
 
@@ -255,8 +258,9 @@ def test_each_form_equals_the_definition_to_few_roundings_where_the_case_is_well
     for algorithm, chunk in forms(operation):
         errors = relative(form(operation, inputs, cotangents, algorithm, chunk), want)
         few = ("dg", "dbeta") if case.tokens * case.value_heads < 16 else ()
+        limit = ONE_TOKEN_LIMIT if chunk == 1 else RELATIVE_LIMIT
         for name, error in errors.items():
-            assert error <= (FEW_SCALARS_LIMIT if name in few else RELATIVE_LIMIT), (algorithm, chunk, name)
+            assert error <= (FEW_SCALARS_LIMIT if name in few else limit), (algorithm, chunk, name)
 
 
 # Two regimes that are worse conditioned; 30 cases an operation and chunk of 16, 64 and 128 measured. Where every write reflects the

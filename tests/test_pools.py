@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from oracles.bound import bounds, truth
+from oracles.case import VALUES
 from oracles.decode import DECODE
 from oracles.operation import Inputs
 from oracles.pool_case import BLOCK_SIZES, PoolCase
@@ -105,7 +106,7 @@ REFUSED = {
     "lengths=1+2": "lengths must all be equal unless packed=yes, got 1\\+2",
     "lengths=1 heads=2": "value_heads must be a multiple of heads 2, got 1",
     "lengths=1 padding_slot=1": "padding_slot must be one of -1, 0, got '1'",
-    "lengths=1 values=one_hot": "values must be one of ordinary, correlated, repeated, zero_rows, small, scaled, got 'one_hot'",
+    "lengths=1 values=one_hot": f"values must be one of {', '.join(each for each in VALUES if each != 'one_hot')}, got 'one_hot'",
     "lengths=1 free=inf": "free must be one of zero, random, nan, got 'inf'",
     "lengths=1 block_v=4": "block_v must be one of default, 8, 16, 32, 64, got '4'",
     "lengths=1 backward=yes": "unknown word 'backward'",
