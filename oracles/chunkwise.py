@@ -60,7 +60,8 @@ def _check(
 ) -> None:
     if k.ndim != 3 or v.ndim != 3:
         raise ValueError(f"k must be [T, H, K] and v [T, HV, V], got shapes {tuple(k.shape)} and {tuple(v.shape)}")
-    if any(isinstance(each, bool) or not isinstance(each, int) or each < 0 for each in lengths) or sum(lengths) != len(k):
+    wrong = not isinstance(lengths, list | tuple) or any(type(each) is not int or each < 0 for each in lengths)
+    if wrong or sum(lengths) != len(k):
         raise ValueError(f"lengths must be whole numbers from 0 up that add up to the {len(k)} tokens of k, got {lengths}")
     (tokens, heads, width), (value_heads, value_width) = k.shape, v.shape[1:]
     gates = g.shape[-1] if g.ndim and g.shape[-1] in (1, width) else 1

@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from oracles.case import LOG_BITS
 from oracles.conv import CAUSAL_CONV1D
 from oracles.counter import integers, mix_number
 from oracles.gates import GDN_GATE, KDA_GATE, log_decay
@@ -291,7 +292,7 @@ class _Builder:
 
     def speeds(self) -> Tensor:
         """A_log [HV]: in [-5, 3), and in [-8, 8) where values are large."""
-        x = self.uniform("A_log", (self.case.heads,), bits=16)  # more than half precision keeps, and exact in float32
+        x = self.uniform("A_log", (self.case.heads,), bits=LOG_BITS)
         return 8 * x if self.case.values == "large" else 4 * x - 1
 
     def cotangent(self, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -360,8 +360,9 @@ def _taken(name: str, whole: Tensor, axis: int, rank: Rank, wanted: Tensor) -> S
 
 def _check_ranks(shards: Sequence[Shard]) -> Mesh:
     """The mesh of shards that are one of every rank's, of one tensor."""
-    if not isinstance(shards, Sequence) or not shards:
-        raise ValueError(f"shards must be those of every rank, got {'none' if shards is None or not shards else 'no list'}")
+    _check_is("shards", shards, Sequence)
+    if not shards:
+        raise ValueError("shards must be those of every rank, got none")
     for each in shards:
         _check_is("each of shards", each, Shard)
     first = shards[0]

@@ -856,7 +856,7 @@ LAWS: dict[str, Law] = {
         Law(
             "absent",
             "truth",
-            "an optional argument left out means its neutral value",
+            "an optional argument left out means its neutral value, and gradients not asked for change no output",
             _absent_examples,
             _absent,
             variants=("scale", "state", "offsets", "final_state", "dt_bias", "gradients"),

@@ -26,7 +26,7 @@ HEADS = ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 3), (1, 8), (2, 8),
 # With a reach: the longest sequence, heads beside those above, and the width under which few are drawn.
 FAR, FAR_HEADS, FAR_NARROW = 512, ((4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32)), 16
 CROWDED = 130  # tokens that have room for so many sequences
-ROWS = (1, 1, 2, 2, 3, 5)  # of a batch
+ROWS = (1, 1, 2, 2, 3, 5)  # of a batch; 5 of those with a reach, which may be so many
 REMEMBERING = ("forever", "1000", "64", "10")
 
 

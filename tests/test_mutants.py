@@ -69,10 +69,13 @@ KILLED_BY = {
     rules.AddsStateTwice: (Kill("absent", 1),),
     rules.WrongWithoutFinalState: (Kill("absent", 2),),
     rules.HalfSum: (Kill("oracle", 1),),
+    rules.GroupsByShift: (Kill("oracle", 1),),
+    rules.WideValuesDoNotDecay: (Kill("absent", 1),),
     rules.InferenceForgetsTheTail: (Kill("absent", 1),),
     rules.SquaresInHalf: (Kill("norm", 1),),
     gates.ForgetsDtBias: (Kill("gates", 2),),
     gates.BiasInHalf: (Kill("gates", 2),),
+    gates.SpeedOfTwoRows: (Kill("oracle", 1, 3),),
 }
 
 

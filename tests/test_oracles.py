@@ -1439,11 +1439,11 @@ def test_many_short_sequences_and_one_long_among_short_equal_the_definition(oper
         assert max(errors.values()) <= RELATIVE_LIMIT, (chunk, errors)
 
 
-@pytest.mark.parametrize(("lengths", "said"), [([3, 3], "[3, 3]"), ([8], "[8]"), ([8, -1], "[8, -1]"), ([], "[]")])
-def test_lengths_that_do_not_add_up_are_refused(lengths: list[int], said: str) -> None:
+@pytest.mark.parametrize(("lengths", "said"), [([3, 3], "[3, 3]"), ([8], "[8]"), ([8, -1], "[8, -1]"), ([], "[]"), (7, "7")])
+def test_lengths_that_do_not_add_up_are_refused(lengths: Any, said: str) -> None:
     rule = f"lengths must be whole numbers from 0 up that add up to the 7 tokens of k, got {said}"
     with pytest.raises(ValueError, match=f"^{re.escape(rule)}$"):
-        chunkwise.delta_rule(*packed(7, len(lengths), 1), 0.7, lengths)
+        chunkwise.delta_rule(*packed(7, len(lengths) if isinstance(lengths, list) else 1, 1), 0.7, lengths)
 
 
 HEAD = {"q": (3, 2), "k": (3, 2), "v": (3, 4), "g": (3,), "beta": (3,), "state": (2, 4)}

@@ -91,7 +91,7 @@ def text(examples: list[Example]) -> str:
     return "".join(f"at={example.at} variant={example.variant} {example.case}\n" for example in examples)
 
 
-# As drawn since batches of 3 and 5, three value heads a key head and crowds are: these are no answers, but what must not move.
+# As drawn since batches of 3, three value heads a key head and crowds are: these are no answers, but what must not move.
 BEFORE = {
     (
         "oracle",

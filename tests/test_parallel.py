@@ -950,7 +950,7 @@ REFUSED: dict[str, Refusal] = {
     "axis a fraction": (
         lambda: shard(torch.zeros(2), (torch.arange(2),), 0.0),
         "axis must be one of x's, got 0.0 for x torch.float32 of shape (2,)",
-    ),  # type: ignore[arg-type]
+    ),
     "axis a truth value": (
         lambda: shard(torch.zeros(1, 2), TWO, True),
         "axis must be one of x's, got True for x torch.float32 of shape (1, 2)",
@@ -959,7 +959,7 @@ REFUSED: dict[str, Refusal] = {
     "tokens a fraction": (
         lambda: parallel.lengths_of(torch.tensor([0, 2]), 2.0),
         "tokens must be a whole number from 0 up, got 2.0",
-    ),  # type: ignore[arg-type]
+    ),
     "network of nobody": (
         lambda: parallel.cp_to_hp_fused(zeros((1, 2), (1, 2)), TWO, [2], None),  # type: ignore[arg-type]
         "network must be a Network, got NoneType",

@@ -815,7 +815,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "x must be a Tensor, got list",
     ),
     "rows that are none": (lambda: Shard("x", (2,), 0, Rank(MESH), [0, 1], torch.zeros(2)), "rows of x must be a Tensor, got list"),
-    "shards of nothing": (lambda: assemble(None), "shards must be those of every rank, got none"),
+    "shards of nothing": (lambda: assemble(None), "shards must be a Sequence, got NoneType"),
     "shards that are tensors": (lambda: assemble([torch.zeros(2)]), "each of shards must be a Shard, got Tensor"),
     "in_proj that is none": (lambda: interleave(LAYER, None), "in_proj.weight must be a Tensor, got NoneType"),
     "in_proj of two dtypes": (

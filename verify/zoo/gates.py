@@ -262,7 +262,7 @@ class NeverErases(StepwiseDelta):
 class BiasInHalf(Stepwise):
     """dt_bias went to bf16 with the model."""
 
-    letter = "G"
+    letter = "N"
 
     def bias(self, x: Inputs) -> Tensor:
         return super().bias(x).bfloat16().float()
@@ -271,7 +271,7 @@ class BiasInHalf(Stepwise):
 class SpeedOfTwoRows(Stepwise):
     """Each of two programs adds a row's part of dA_log: of a batch of more, the others' is left out."""
 
-    letter = "G"
+    letter = "F"
 
     def speed(self, x: Inputs) -> Tensor:
         speed = super().speed(x)

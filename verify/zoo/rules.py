@@ -678,7 +678,7 @@ class ThirtyTwoSequences(Chunkwise):
 class WideValuesDoNotDecay(Chunkwise):
     """Value channels from 256 on are another block's, which was never given the gate."""
 
-    letter = "C"
+    letter = "I"
 
     def sequence(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
