@@ -6,17 +6,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from oracles.bound import Bound
+from oracles.bound import Bound, truth
 from oracles.operation import Inputs, Operation, gradient_name
+from oracles.rounding import Arithmetic
 
 Results = dict[str, Tensor]
 Implementation = Callable[[Inputs], Results]
+STEPS = (2.0**-13, 2.0**-14)
+
+
+def differentiable(operation: Operation, inputs: Inputs) -> list[str]:
+    """The inputs of a call that have gradients."""
+    return [port.name for port in operation.inputs if port.dtype != "index" and inputs.get(port.name) is not None]
 
 
 def evaluate(operation: Operation, implementation: Implementation, inputs: Inputs, directions: Results) -> Results:
     """Outputs and gradients of an implementation, in its dtypes, by automatic differentiation."""
-    names = [port.name for port in operation.inputs if port.dtype != "index" and inputs.get(port.name) is not None]
-    leaves = {name: inputs[name].detach().clone().requires_grad_() for name in names}
+    leaves = {name: inputs[name].detach().clone().requires_grad_() for name in differentiable(operation, inputs)}
     outputs = implementation(inputs.replaced(**leaves))
     targets = [name for name in directions if outputs[name].requires_grad]
     gradients = torch.autograd.grad(
@@ -51,3 +57,48 @@ def worst(operation: Operation, limits: dict[str, Bound], got: Results) -> tuple
             ratios[name] = float((size / limit.allowed).nan_to_num(nan=math.inf).max())
     name = max(ratios, key=ratios.__getitem__)
     return ratios[name], name
+
+
+def gradcheck(operation: Operation, inputs: Inputs) -> bool:
+    """True: differences of the oracle's outputs agree with its gradients in all inputs. GradcheckError where they do not."""
+    indices = {
+        port.name: inputs[port.name].unsqueeze(0)
+        for port in operation.inputs
+        if port.dtype == "index" and inputs.get(port.name) is not None
+    }
+    names = differentiable(operation, inputs)
+
+    def outputs(*tensors: Tensor) -> tuple[Tensor, ...]:
+        given = {name: each.unsqueeze(0) for name, each in zip(names, tensors, strict=True)}
+        return tuple(operation.forward(inputs.replaced(**indices, **given), Arithmetic.exact()).values())
+
+    leaves = [inputs[name].detach().double().clone().requires_grad_() for name in names]
+    return torch.autograd.gradcheck(outputs, leaves, fast_mode=True)
+
+
+def remainders(operation: Operation, inputs: Inputs, directions: Results) -> list[tuple[Results, list[float]]]:
+    """For some directions d, d and J(x + hd) - J(x) for h and h / 2: the given tensors move by a fraction of themselves."""
+
+    def objective(x: Inputs) -> float:
+        outputs = truth(operation, x)
+        return float(sum((outputs[name] * each).sum() for name, each in directions.items()))
+
+    generator, start, result = torch.Generator().manual_seed(1), objective(inputs), []
+    for _ in range(3):
+        toward = {}
+        for name in differentiable(operation, inputs):
+            x = inputs[name].double()
+            toward[name] = (torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1) * x.abs().clamp(max=1.0)
+        moved = [inputs.replaced(**{name: inputs[name] + h * each for name, each in toward.items()}) for h in STEPS]
+        result.append((toward, [objective(there) - start for there in moved]))
+    return result
+
+
+def taylor_order(found: list[tuple[Results, list[float]]], gradients: Results) -> float:
+    """How fast J(x + hd) - J(x) - h <dJ, d> falls with h, summed over the directions: 2 if dJ is the gradient."""
+    totals = [0.0, 0.0]
+    for toward, differences in found:
+        slope = float(sum((gradients[gradient_name(name)] * each).sum() for name, each in toward.items()))
+        for index, h in enumerate(STEPS):
+            totals[index] += abs(differences[index] - h * slope)
+    return math.log2(totals[0] / totals[1])

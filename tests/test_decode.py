@@ -15,6 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
 
 from oracles.bound import Bound, _evaluate, bounds, truth
 from oracles.decode import DECODE
@@ -22,8 +23,8 @@ from oracles.gated_delta import GATED_DELTA_RULE, definition
 from oracles.norm import l2norm
 from oracles.operation import Inputs, gradient_name, sequences
 from oracles.rounding import Arithmetic
-from tests import judging
-from tests.judging import Results, relative
+from tests import judging, wrong_backward
+from tests.judging import Results, gradcheck, relative, remainders, taylor_order
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 evaluate, worst = (functools.partial(each, DECODE) for each in (judging.evaluate, judging.worst))
@@ -399,6 +400,36 @@ def test_drafts_show_a_pool_that_is_not_carried(dropped: str, shown: set[str]) -
     inputs, directions = call.inputs(), call.cotangents()
     wrong = drafted(inputs, directions, drafts, **{dropped: False})
     assert shown <= {name for name, error in over(wrong, prefilled(inputs, directions)).items() if error > 1e-2}
+
+
+# Gradients
+
+
+STARTS = {"has_initial_state": torch.tensor([1, 0, 1, 1, 0]), "accepted": torch.tensor([2, 1, 1, 0, 3])}
+
+
+@pytest.mark.parametrize("more", [{}, STARTS], ids=["all tokens kept", "some begin and drafts are cut"])
+def test_taylor_remainders_of_the_truth_are_of_second_order(more: dict[str, Tensor]) -> None:
+    inputs, directions = Inputs(**TELLING.inputs(), **more), TELLING.cotangents()
+    DECODE.check(inputs)
+    right, found = truth(DECODE, inputs, directions), remainders(DECODE, inputs, directions)
+    assert taylor_order(found, right) > 1.9
+    for gradient in (gradient_name(name) for name in TENSORS):
+        assert taylor_order(found, {**right, gradient: right[gradient] * 1.01}) < 1.5, gradient
+
+
+@pytest.mark.parametrize("more", [{}, STARTS], ids=["all tokens kept", "some begin and drafts are cut"])
+def test_gradcheck_accepts_every_input(more: dict[str, Tensor]) -> None:
+    assert gradcheck(DECODE, Inputs(**TELLING.inputs(), **more))
+
+
+@pytest.mark.parametrize("wrong", ["norm", "state"])
+def test_gradcheck_rejects_a_wrong_backward(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = Call((1, 2, 1), (2, 0, -1), 3, packed=True, key_dim=2, value_dim=2, seed=1).inputs()
+    assert gradcheck(DECODE, inputs)
+    monkeypatch.setattr(*wrong_backward.WRONG[wrong])
+    with pytest.raises(GradcheckError, match="Jacobian"):
+        gradcheck(DECODE, inputs)
 
 
 # The bounds

@@ -5,12 +5,15 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
 
 from oracles import bound
 from oracles.case import IN_KERNEL, Case
 from oracles.gated_delta import definition, in_kernel
 from oracles.operation import Inputs
 from oracles.operations import RULES
+from tests import wrong_backward
+from tests.judging import gradcheck, remainders, taylor_order
 from verify.zoo import gates as zoo
 
 torch.set_num_threads(1)
@@ -94,6 +97,53 @@ def test_a_wrong_gate_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = far(case, bound.truth(case.spec, case.inputs(), case.cotangents()))
     assert errors["o"] > 1e-6
     in_kernel.cache_clear()
+
+
+# Gradients
+
+
+def raw(rule: str, inside: str, lengths: str = "5+0+3", value_heads: int = 4) -> Case:
+    """A call whose queries and keys are normalised inside, with what else is computed there."""
+    shape = f"lengths={lengths} packed=yes heads={value_heads // 2} value_heads={value_heads} key_dim=2 value_dim=2"
+    return Case.parse(f"op={rule} {shape} gate=10 beta=ordinary state=random qk_norm=yes in_kernel={inside} seed=3")
+
+
+INSIDE = [
+    (rule, inside) for rule, inside in itertools.product(RULES, IN_KERNEL) if rule != "delta_rule" or inside in ("none", "beta")
+]
+BACKWARD = [
+    (rule, inside, wrong)
+    for rule, inside in (("delta_rule", "beta"), ("gated_delta_rule", "both"), ("kda", "both"))
+    for wrong in ("norm", "state", "sigmoid", *(("softplus", "parameter") if inside == "both" else ()))
+]
+
+
+@pytest.mark.parametrize(("rule", "inside"), INSIDE)
+def test_taylor_remainders_of_the_truth_are_of_second_order(rule: str, inside: str) -> None:
+    case = raw(rule, inside)
+    inputs, cotangents = case.inputs(), case.cotangents()
+    right, found = bound.truth(case.spec, inputs, cotangents), remainders(case.spec, inputs, cotangents)
+    assert taylor_order(found, right) > 1.9
+    for gradient in (port.name for port in case.spec.gradients() if port.name in right):
+        assert taylor_order(found, {**right, gradient: right[gradient] * 1.1}) < 1.5, gradient
+
+
+@pytest.mark.parametrize(("rule", "inside"), INSIDE)
+def test_gradcheck_accepts_every_input(rule: str, inside: str) -> None:
+    case = raw(rule, inside)
+    assert gradcheck(case.spec, case.inputs())
+
+
+@pytest.mark.parametrize(("rule", "inside", "wrong"), BACKWARD)
+def test_gradcheck_rejects_a_wrong_backward(rule: str, inside: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = raw(rule, inside, "2", 2)
+    assert gradcheck(case.spec, case.inputs())
+    monkeypatch.setattr(*wrong_backward.WRONG[wrong])
+    with pytest.raises(GradcheckError, match="Jacobian"):
+        gradcheck(case.spec, case.inputs())
+
+
+# Cases
 
 
 def test_contract_refuses_what_the_call_does_not_take() -> None:

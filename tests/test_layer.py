@@ -6,7 +6,6 @@ The definition here is one token of one sequence at a time, head by head, in pla
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
 
 from oracles import sharding
 from oracles.bound import Bound, _evaluate, bounds, truth
@@ -23,8 +23,8 @@ from oracles.layer import GDN_LAYER, Layer
 from oracles.norm import EPS
 from oracles.operation import Inputs, gradient_name, sequences
 from oracles.rounding import Arithmetic
-from tests import judging, right
-from tests.judging import Implementation, Results, relative
+from tests import judging, right, wrong_backward
+from tests.judging import Implementation, Results, gradcheck, relative, remainders, taylor_order
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 evaluate, worst = (functools.partial(each, GDN_LAYER) for each in (judging.evaluate, judging.worst))
@@ -462,38 +462,10 @@ def test_absent_argument_is_the_neutral_one_to_the_bit(call: Call) -> None:
 # Gradients
 
 
-def objective(inputs: Inputs, directions: Results) -> float:
-    outputs = truth(GDN_LAYER, inputs)
-    return float(sum((outputs[name] * each).sum() for name, each in directions.items()))
-
-
-def remainders(inputs: Inputs, directions: Results) -> list[tuple[Results, list[float]]]:
-    """For some directions d, d and J(x + hd) - J(x) for h and h / 2: the given tensors move by a fraction of themselves."""
-    generator, start, result = torch.Generator().manual_seed(1), objective(inputs, directions), []
-    for _ in range(3):
-        toward = {name: rand(generator, *inputs[name].shape) * inputs[name].abs() for name in TENSORS}
-        moved = [inputs.replaced(**{name: inputs[name] + h * each for name, each in toward.items()}) for h in STEPS]
-        result.append((toward, [objective(there, directions) - start for there in moved]))
-    return result
-
-
-STEPS = (2.0**-13, 2.0**-14)
-
-
-def taylor_order(found: list[tuple[Results, list[float]]], gradients: Results) -> float:
-    """How fast J(x + hd) - J(x) - h <dJ, d> falls with h, summed over the directions: 2 if dJ is the gradient."""
-    totals = [0.0, 0.0]
-    for toward, differences in found:
-        slope = float(sum((gradients[gradient_name(name)] * each).sum() for name, each in toward.items()))
-        for index, h in enumerate(STEPS):
-            totals[index] += abs(differences[index] - h * slope)
-    return math.log2(totals[0] / totals[1])
-
-
 def test_taylor_remainders_of_the_truth_are_of_second_order() -> None:
     call = dataclasses.replace(TELLING, small=1.0)
     inputs, directions = call.inputs(), call.cotangents()
-    gradients, found = truth(GDN_LAYER, inputs, directions), remainders(inputs, directions)
+    gradients, found = truth(GDN_LAYER, inputs, directions), remainders(GDN_LAYER, inputs, directions)
     assert taylor_order(found, gradients) > 1.9
     for gradient in (gradient_name(name) for name in TENSORS):
         wrong = {**gradients, gradient: gradients[gradient] * 1.01}
@@ -502,14 +474,16 @@ def test_taylor_remainders_of_the_truth_are_of_second_order() -> None:
 
 def test_gradcheck_accepts_every_input() -> None:
     call = Call(Layer(3, 1, 2, 2, 3, 2), (2, 0, 3), packed=True, eps=1e-5, allow_neg_eigval=True, seed=2)
-    inputs = call.inputs()
+    assert gradcheck(GDN_LAYER, call.inputs())
 
-    def outputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-        given = {name: each.unsqueeze(0) for name, each in zip(TENSORS, tensors, strict=True)}
-        return tuple(GDN_LAYER.forward(inputs.replaced(**given), Arithmetic.exact()).values())
 
-    leaves = [inputs[name].detach().clone().requires_grad_() for name in TENSORS]
-    assert torch.autograd.gradcheck(outputs, leaves, fast_mode=True)
+@pytest.mark.parametrize("wrong", wrong_backward.WRONG)
+def test_gradcheck_rejects_a_wrong_backward(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = Call(Layer(2, 1, 1, 2, 2, 2), (2,), bias=False, conv_state=False, seed=2).inputs()
+    assert gradcheck(GDN_LAYER, inputs)
+    monkeypatch.setattr(*wrong_backward.WRONG[wrong])
+    with pytest.raises(GradcheckError, match="Jacobian"):
+        gradcheck(GDN_LAYER, inputs)
 
 
 # The bounds

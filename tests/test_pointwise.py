@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
 
 from oracles import bound
 from oracles.bound import _evaluate, bounds, truth
@@ -25,7 +26,8 @@ from oracles.gates import GDN_GATE, KDA_GATE, shared, sigmoid, softplus
 from oracles.norm import EPS, GATED_RMS_NORM, L2NORM, Normalised, gated_rms_norm, l2norm
 from oracles.operation import Inputs, Operation, gradient_name, sequences
 from oracles.rounding import Arithmetic
-from tests.judging import Implementation, Results, evaluate, worst
+from tests import wrong_backward
+from tests.judging import Implementation, Results, evaluate, gradcheck, remainders, taylor_order, worst
 
 OPERATIONS = {each.name: each for each in (CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -668,53 +670,31 @@ def test_absent_option_is_its_default(name: str, options: dict[str, Any]) -> Non
 # Gradients
 
 
-def objective(operation: Operation, inputs: Inputs, directions: Results) -> float:
-    outputs = truth(operation, inputs)
-    return float(sum((outputs[name] * each).sum() for name, each in directions.items()))
-
-
-def taylor_order(operation: Operation, inputs: Inputs, directions: Results, gradients: Results) -> float:
-    """How fast J(x + hd) - J(x) - h <dJ, d> falls with h, summed over three random directions: 2 if dJ is the gradient."""
-    names = [port.name for port in operation.inputs if inputs.get(port.name) is not None]
-    generator, start, remainders = torch.Generator().manual_seed(1), objective(operation, inputs, directions), [0.0, 0.0]
-    for _ in range(3):
-        toward = {name: rand(generator, *inputs[name].shape) * inputs[name].abs().clamp(max=1.0) for name in names}
-        slope = float(sum((gradients[gradient_name(name)] * each).sum() for name, each in toward.items()))
-        for index, h in enumerate((2.0**-12, 2.0**-13)):
-            there = inputs.replaced(**{name: inputs[name] + h * each for name, each in toward.items()})
-            remainders[index] += abs(objective(operation, there, directions) - start - h * slope)
-    return math.log2(remainders[0] / remainders[1])
-
-
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_taylor_remainders_of_the_truth_are_of_second_order(name: str) -> None:
     inputs, directions = telling(name, torch.float64)
-    right = truth(OPERATIONS[name], inputs, directions)
-    assert taylor_order(OPERATIONS[name], inputs, directions, right) > 1.9
+    right, found = truth(OPERATIONS[name], inputs, directions), remainders(OPERATIONS[name], inputs, directions)
+    assert taylor_order(found, right) > 1.9
     for gradient in (gradient_name(port.name) for port in OPERATIONS[name].inputs):
         wrong = {**right, gradient: right[gradient] * 1.01}
-        assert taylor_order(OPERATIONS[name], inputs, directions, wrong) < 1.5, gradient
+        assert taylor_order(found, wrong) < 1.5, gradient
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_gradcheck_accepts_every_input(name: str) -> None:
-    operation = OPERATIONS[name]
     inputs, _ = drawn(name, 1 if name == "causal_conv1d" else 0, torch.float64)
-    names = [port.name for port in operation.inputs if inputs.get(port.name) is not None]
-
-    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        given = {key: each.unsqueeze(0) for key, each in zip(names, tensors, strict=True)}
-        return tuple(operation.forward(inputs.replaced(**given), EXACT).values())
-
-    leaves = [inputs[key].detach().clone().requires_grad_() for key in names]
-    assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
+    assert gradcheck(OPERATIONS[name], inputs)
 
 
-def test_gradcheck_rejects_a_norm_without_projection() -> None:
-    inputs, _ = drawn("l2norm", 0, torch.float64)
-    leaf = inputs.x.detach().clone().requires_grad_()
-    wrong = lambda x: stored_norm(inputs.replaced(x=x), projected=False)["y"]  # noqa: E731
-    assert not torch.autograd.gradcheck(wrong, leaf, raise_exception=False, fast_mode=True)
+@pytest.mark.parametrize(("name", "wrong"), [(name, wrong) for name in OPERATIONS for wrong in wrong_backward.OF[name]])
+def test_gradcheck_rejects_a_wrong_backward(name: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    operation, (inputs, _) = OPERATIONS[name], telling(name, torch.float64)
+    few: dict[str, Any] = {port.name: inputs[port.name][:, :2] for port in operation.inputs if port.axes.startswith("B T")}
+    few |= {"state": inputs.state[:1], "cu_seqlens": None} if name == "causal_conv1d" else {}
+    assert gradcheck(operation, inputs.replaced(**few))
+    monkeypatch.setattr(*wrong_backward.WRONG[wrong])
+    with pytest.raises(GradcheckError, match="Jacobian"):
+        gradcheck(operation, inputs.replaced(**few))
 
 
 def test_slopes_of_sigmoid_and_softplus_are_right_where_one_minus_sigmoid_cancels() -> None:
