@@ -424,6 +424,14 @@ def test_gradcheck_accepts_every_input(more: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["norm", "state"])
+def test_taylor_remainders_reject_a_wrong_backward(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, directions = TELLING.inputs(), TELLING.cotangents()
+    found = remainders(DECODE, inputs, directions)
+    monkeypatch.setattr(*wrong_backward.WRONG[wrong])
+    assert taylor_order(found, truth(DECODE, inputs, directions)) < 1.5
+
+
+@pytest.mark.parametrize("wrong", ["norm", "state"])
 def test_gradcheck_rejects_a_wrong_backward(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = Call((1, 2, 1), (2, 0, -1), 3, packed=True, key_dim=2, value_dim=2, seed=1).inputs()
     assert gradcheck(DECODE, inputs)

@@ -128,6 +128,15 @@ def test_taylor_remainders_of_the_truth_are_of_second_order(rule: str, inside: s
         assert taylor_order(found, {**right, gradient: right[gradient] * 1.1}) < 1.5, gradient
 
 
+@pytest.mark.parametrize(("rule", "inside", "wrong"), BACKWARD)
+def test_taylor_remainders_reject_a_wrong_backward(rule: str, inside: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = raw(rule, inside)
+    inputs, cotangents = case.inputs(), case.cotangents()
+    found = remainders(case.spec, inputs, cotangents)
+    monkeypatch.setattr(*wrong_backward.WRONG[wrong])
+    assert taylor_order(found, bound.truth(case.spec, inputs, cotangents)) < 1.5
+
+
 @pytest.mark.parametrize(("rule", "inside"), INSIDE)
 def test_gradcheck_accepts_every_input(rule: str, inside: str) -> None:
     case = raw(rule, inside)

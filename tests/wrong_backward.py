@@ -1,4 +1,4 @@
-"""Oracles whose outputs are right and whose gradients lack a term: what proves gradients must reject each when run alone."""
+"""Oracles whose outputs are right and whose gradients are not: what proves gradients must reject each when run alone."""
 
 from typing import Any
 
