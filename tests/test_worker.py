@@ -1,5 +1,7 @@
 """A worker answers, and whatever a kernel does to its process costs one question, not the run."""
 
+import gc
+import importlib
 import json
 import math
 import os
@@ -15,7 +17,7 @@ import pytest
 
 from tests.processes import alive, children, gone, opened
 from verify.run import Outcome
-from verify.worker import DUMP_S, Frame, Worker, WorkerLost, frames, innermost, interrogate
+from verify.worker import DUMP_S, Frame, Worker, WorkerLost, frames, importing, innermost, interrogate
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOKENS_OVER_20 = "gate=forever beta=one values=one_hot scale=one backward=no lengths=25"
@@ -498,3 +500,13 @@ def test_worker_finds_modules_where_its_supervisor_does_and_in_the_same_order(tm
         check=False,
     )
     assert "RuntimeError: first" in said.stdout, said.stdout + said.stderr
+
+
+def test_garbage_is_not_looked_for_while_modules_are_imported_and_is_afterwards() -> None:
+    kept = gc.get_freeze_count()
+    with importing():
+        assert not gc.isenabled()
+    with pytest.raises(ModuleNotFoundError), importing():
+        importlib.import_module("no_such_module")
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > kept

@@ -3,9 +3,11 @@
 import sys
 
 from verify import early
+from verify.worker import importing
 
 if __name__ == "__main__":
     early.begin(sys.argv[1:])
-    from verify.cli import main
+    with importing():
+        from verify.cli import main
 
     sys.exit(main())

@@ -16,6 +16,7 @@ from verify.ranks import join, left
 from verify.refusal import probe
 from verify.run import Outcome, Run, adapter_of, compiled, execute
 from verify.together import together
+from verify.worker import importing
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def _bring(adapter: Adapter) -> None:
     """Have the adapter import what it needs, and its GPU begin, while the check draws its first cases: all take seconds."""
 
     def bring() -> None:
-        with contextlib.suppress(Exception):  # whatever it is, the first call meets it too
+        with importing(), contextlib.suppress(Exception):  # whatever it is, the first call meets it too
             if devices.gpus():
                 torch.zeros(1, device="cuda")
                 if devices.crowded("cuda"):

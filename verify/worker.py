@@ -9,6 +9,7 @@ import dataclasses
 import faulthandler
 import fcntl
 import functools
+import gc
 import importlib
 import importlib.util
 import json
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 START_S = 300.0
@@ -335,6 +336,17 @@ def in_implementation(wrote: str) -> bool:
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """No garbage is looked for while modules are imported: what they make stays, and is not looked at afterwards either."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def serve(requests: int, answers: int, serves: str) -> None:
     """The worker's life: make kernels runnable here, then answer one question at a time until the supervisor is gone."""
     faulthandler.enable(sys.stderr)
@@ -348,15 +360,16 @@ def serve(requests: int, answers: int, serves: str) -> None:
         os._exit(0)  # the supervisor is gone: whatever a kernel is doing, nobody waits for it
 
     threading.Thread(target=read, daemon=True).start()
-    import torch
+    with importing():
+        import torch
 
-    torch.set_num_threads(1)
-    if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
-        from verify import interpreter
+        torch.set_num_threads(1)
+        if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
+            from verify import interpreter
 
-        interpreter.install()
-    module, _, function = serves.partition(":")
-    answer = getattr(importlib.import_module(module), function)
+            interpreter.install()
+        module, _, function = serves.partition(":")
+        answer = getattr(importlib.import_module(module), function)
 
     os.write(answers, b"{}\n")
     while True:
