@@ -9,8 +9,9 @@ the key: KDA), E_ij = exp(G_i - G_j) for i >= j and products of keys taken chann
     o  = scale exp(G) q S + P V'
     S <- exp(G_C) S + L^T V' = M S + L^T U,            L = exp(G_C - G) k,   M = exp(G_C) - L^T W
 
-Only S goes from chunk to chunk, by one product a chunk; all else is computed for many chunks at once. Backward, with dS the
-cotangent of the state after the chunk, that line runs in reverse,
+Only S goes from chunk to chunk, by one product a chunk; all else is computed for many chunks at once. (Where no chunk of a segment
+follows another, as of short sequences, V' is all that S needs, and there is no M.) Backward, with dS the cotangent of the state
+after the chunk, that line runs in reverse,
 
     dV' = P^T do + L dS        dS <- M^T dS + (scale exp(G) q)^T do - W^T P^T do
 
@@ -112,7 +113,7 @@ class _Local:
     scores: Tensor
     total: Tensor
     factor: Tensor | None
-    transition: Tensor
+    transition: Tensor | None
 
     @property
     def reads(self) -> Tensor:
@@ -161,17 +162,23 @@ class _Call:
         solved = substituted(corrections, inverses, beta * start)
         written, erased = solved.split((v.shape[-1], k.shape[-1]), -1)
         whole, keeps = grown[..., -1, :].unsqueeze(-1), k * left
-        transition = -(keeps.mT @ erased)
-        transition.diagonal(dim1=-2, dim2=-1).add_(whole.squeeze(-1))
-        states = torch.cat([state, keeps.mT @ written])
-        for chunks, before, after in segment.states():
-            states[after].flatten(0, 2).baddbmm_(transition[chunks].flatten(0, 2), states[before].flatten(0, 2))
-        held = states[segment.before]
-        fresh = written - erased @ held
+        if len(segment.steps) == 1:  # a transition is as large as a state
+            transition, held = None, state
+            fresh = written - erased @ held
+            final = whole * held
+            final.flatten(0, 2).baddbmm_(keeps.mT.flatten(0, 2), fresh.flatten(0, 2))
+        else:
+            transition = -(keeps.mT @ erased)
+            transition.diagonal(dim1=-2, dim2=-1).add_(whole.squeeze(-1))
+            states = torch.cat([state, keeps.mT @ written])
+            for chunks, before, after in segment.states():
+                states[after].flatten(0, 2).baddbmm_(transition[chunks].flatten(0, 2), states[before].flatten(0, 2))
+            held, final = states[segment.before], states[segment.last]
+            fresh = written - erased @ held
         local = _Local(
             q, k, beta, start, left, grown, whole, products, corrections, inverses, solved, scores, total, factor, transition
         )
-        return local.reads @ held + scores @ fresh, states[segment.last], _Kept(local, held, fresh)
+        return local.reads @ held + scores @ fresh, final, _Kept(local, held, fresh)
 
     def backward(self, segment: Segment, made: _Kept, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """The cotangents of q, k, v, g, beta, and of the states before the segment."""
@@ -179,13 +186,20 @@ class _Call:
         value_width, width = fresh.shape[-1], x.k.shape[-1]
         erased, members = x.solved[..., value_width:], len(dstate)
         dfresh = x.scores.mT @ do
-        directions = held.new_empty(members + segment.chunks, *dstate.shape[1:])
-        directions[segment.before] = x.reads.mT @ do - erased.mT @ dfresh
-        directions[segment.last] = dstate
-        for chunks, before, after in reversed(list(segment.states())):
-            directions[before].flatten(0, 2).baddbmm_(x.transition[chunks].flatten(0, 2).mT, directions[after].flatten(0, 2))
-        after = directions[members:]
-        dfresh += x.keeps @ after
+        if x.transition is None:
+            after = dstate
+            dfresh += x.keeps @ after
+            dbefore = x.whole * after
+            dbefore.flatten(0, 2).baddbmm_(x.reads.mT.flatten(0, 2), do.flatten(0, 2))
+            dbefore.flatten(0, 2).baddbmm_(erased.mT.flatten(0, 2), dfresh.flatten(0, 2), alpha=-1)
+        else:
+            directions = held.new_empty(members + segment.chunks, *dstate.shape[1:])
+            directions[segment.before] = x.reads.mT @ do - erased.mT @ dfresh
+            directions[segment.last] = dstate
+            for chunks, before, after in reversed(list(segment.states())):
+                directions[before].flatten(0, 2).baddbmm_(x.transition[chunks].flatten(0, 2).mT, directions[after].flatten(0, 2))
+            dbefore, after = directions[:members], directions[members:]
+            dfresh += x.keeps @ after
         dscores = do @ fresh.mT  # read at and below the diagonal only
         dreads, dkeeps = do @ held.mT, fresh @ after.mT
         dwhole = (held * after).sum(-1).unsqueeze(-2)
@@ -206,7 +220,7 @@ class _Call:
         # exp(G_i) has the gates up to i, exp(G_C - G_i) those after i, exp(G_C) all.
         dg = dg.sum(0) + later.flip(-2).cumsum(-2).flip(-2) + every
         dg[..., 1:, :] += earlier[..., :-1, :].cumsum(-2)
-        return (dq, dk, dv, dg, dbeta.unsqueeze(-1)), directions[:members]
+        return (dq, dk, dv, dg, dbeta.unsqueeze(-1)), dbefore
 
     def shared(self, x: Tensor) -> Tensor:
         """The sum over the value heads of a key head."""
