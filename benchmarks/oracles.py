@@ -112,7 +112,7 @@ def peers(device: str, runs: int, rows: list[dict[str, object]]) -> None:
     cuda = device == "cuda"
     heads, value_heads = (16, 32) if cuda else (4, 4)
     print("forward and backward, K = V = 128, float64 oracle against float32 references")
-    for tokens in (4096, 65536, 131072) if cuda else (4096,):
+    for tokens in (512, 4096, 65536, 131072) if cuda else (512, 4096):
         x = inputs(tokens, heads, value_heads, 128, device)
         report(rows, "gdn-verify oracle", tokens, timed(lambda x=x, n=tokens: both(x, [n]), device, runs))
         del x
@@ -149,7 +149,8 @@ def packed(device: str, runs: int, rows: list[dict[str, object]]) -> None:
     generator = torch.Generator().manual_seed(2)
     ragged = torch.randint(1, 131, (1000,), generator=generator).tolist()
     print(f"packed against whole, Hk = {heads}, Hv = {value_heads}, K = V = {width}")
-    for name, sizes in (("1,000 sequences of 65", [65] * 1000), ("1,000 sequences of 1 to 130", ragged)):
+    even = [(f"1,000 sequences of {length}", [length] * 1000) for length in (8, 16, 65)]
+    for name, sizes in (*even, ("1,000 sequences of 1 to 130", ragged)):
         total = sum(sizes)
         many, one = inputs(total, heads, value_heads, width, device, rows=1000), inputs(total, heads, value_heads, width, device)
         report(rows, "one sequence", total, whole := timed(lambda: both(one, [total]), device, runs))  # noqa: B023

@@ -81,7 +81,7 @@ class Segment(NamedTuple):
             x.index_copy_(0, tokens, rows.to(x.dtype))
 
 
-Block = tuple[Tensor, list[Segment]]  # which sequences, and their segments in order
+Block = tuple[Tensor | slice, list[Segment]]  # which sequences, and their segments in order
 
 
 class Form(Protocol):
@@ -124,11 +124,11 @@ class _Rule(torch.autograd.Function):
         _, k, v, *_ = tokens
         dtype = form.dtype(k)
         # Every token is in some segment, and is written.
-        o, final = torch.empty_like(v, memory_format=torch.contiguous_format), initial.clone(memory_format=torch.contiguous_format)
+        o, final = torch.empty_like(v, memory_format=torch.contiguous_format), _states(initial, lengths)
         most = tuple(form.most(size, k, v) for size in sizes)
         plan = [(members, [_Kept(segment) for segment in block]) for members, block in segments(lengths, sizes, most, k.device)]
         for members, block in plan:
-            carry = initial.index_select(0, members).to(dtype)
+            carry = initial[members].contiguous().to(dtype)
             for kept in block:
                 segment, kept.before = kept.segment, carry
                 running = segment.counts[0]
@@ -137,23 +137,23 @@ class _Rule(torch.autograd.Function):
                 segment.put(o, part)
                 if kept is not plan[-1][1][-1]:  # backward begins with the last segment: it is not computed again
                     kept.made = None
-            final.index_copy_(0, members, carry.to(final.dtype))
+            final[members] = carry.to(final.dtype)
         if not any(ctx.needs_input_grad):  # type: ignore[attr-defined]
             return o, final
-        ctx.save_for_backward(*tokens)
-        ctx.back = form, plan, dtype  # type: ignore[attr-defined]
+        ctx.save_for_backward(*tokens, initial)  # the plan may have views of the last: it must not have changed
+        ctx.back = form, plan, dtype, lengths  # type: ignore[attr-defined]
         return o, final
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        tokens = ctx.saved_tensors  # type: ignore[attr-defined]
-        form, plan, dtype = ctx.back  # type: ignore[attr-defined]
+        *tokens, _ = ctx.saved_tensors  # type: ignore[attr-defined]
+        form, plan, dtype, lengths = ctx.back  # type: ignore[attr-defined]
         do, dfinal = cotangents
         results = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tokens]
-        dstate = dfinal.clone(memory_format=torch.contiguous_format)
+        dstate = _states(dfinal, lengths)
         for members, block in reversed(plan):
-            carry = dfinal.index_select(0, members).to(dtype)
+            carry = dfinal[members].contiguous().to(dtype)
             for kept in reversed(block):
                 segment, made, running = kept.segment, kept.made, kept.segment.counts[0]
                 if made is None:
@@ -163,7 +163,7 @@ class _Rule(torch.autograd.Function):
                 carry, made, kept.made = _joined(before, carry[running:]), None, None
                 for whole, part in zip(results, parts, strict=True):
                     segment.put(whole, part)
-            dstate.index_copy_(0, members, carry.to(dstate.dtype))
+            dstate[members] = carry.to(dstate.dtype)
         return None, None, None, dstate, *results
 
 
@@ -180,6 +180,13 @@ def _taken(segment: Segment, tokens: tuple[Tensor, ...], dtype: torch.dtype) -> 
     return tuple(segment.take(x, dtype) for x in tokens)
 
 
+def _states(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Room for states such as x, which those of sequences without tokens are."""
+    if 0 in lengths:
+        return x.clone(memory_format=torch.contiguous_format)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 def _joined(running: Tensor, ended: Tensor) -> Tensor:
     """The states of all sequences of a block, those that ended before last."""
     return torch.cat([running, ended]) if len(ended) else running
@@ -193,7 +200,8 @@ def segments(lengths: tuple[int, ...], sizes: tuple[int, ...], most: tuple[int, 
     """
     starts, blocks = [0, *itertools.accumulate(lengths)], list[Block]()
     for size, limit in sorted(set(zip(sizes, most, strict=True))):
-        order = sorted((row for row, length in enumerate(lengths) if length and sizes[row] == size), key=lambda row: -lengths[row])
+        rows = (row for row, length in enumerate(lengths) if length and sizes[row] == size)
+        order = sorted(rows, key=lambda row: -lengths[row] // size)
         parts = [order[first : first + limit] for first in range(0, len(order), limit)]
         blocks += [_block(members, lengths, starts, size, limit, device) for members in parts]
     return blocks
@@ -216,7 +224,8 @@ def _block(members: list[int], lengths: tuple[int, ...], starts: list[int], size
         at, count = at + len(steps), sum(steps[-1])
         block.append(_segment(size, index[row : row + count], inside[row : row + count], tuple(steps), device))
         row += count
-    return torch.tensor(members, device=device), block
+    follow = members == list(range(members[0], members[0] + len(members)))
+    return slice(members[0], members[-1] + 1) if follow else torch.tensor(members, device=device), block
 
 
 def _segment(size: int, index: Tensor, inside: Tensor, steps: tuple[tuple[int, int], ...], device: torch.device) -> Segment:

@@ -1322,7 +1322,7 @@ def test_heads_that_do_not_divide_are_refused(heads: int, value_heads: int) -> N
 
 def blocks_of(lengths: Sequence[int], sizes: Sequence[int], most: int) -> list[tuple[list[int], list[segments.Segment]]]:
     blocks = segments.segments(tuple(lengths), tuple(sizes), (most,) * len(lengths), torch.device("cpu"))
-    return [(members.tolist(), block) for members, block in blocks]
+    return [(torch.arange(len(lengths))[members].tolist(), block) for members, block in blocks]
 
 
 def tagged(segment: segments.Segment, tokens: int) -> list[list[int]]:
