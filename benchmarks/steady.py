@@ -33,7 +33,8 @@ def main() -> int:
     parser.add_argument("adapter", nargs="?", default="fla/chunk")
     parser.add_argument("--cases", type=int, default=400)
     parser.add_argument("--passes", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=5)
+    # Its keys have no blocks of 16 columns, on which kernels of FLA with four warps end the process (docs/FINDINGS.md).
+    parser.add_argument("--seed", type=int, default=6)
     parser.add_argument("--tune", default="5")
     parser.add_argument("--real", help="seeds of cases at real widths, each a pass of its own")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of cases at real widths")
