@@ -6,7 +6,7 @@ finds that its case could not have seen the defect it is about says so by raisin
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -46,8 +46,19 @@ class Bench(Protocol):
     def call(self, case: Any) -> tuple[Inputs, Cotangents]:
         """The inputs of a case and, where it has a backward, their cotangents."""
 
-    def run(self, inputs: Inputs, cotangents: Cotangents, *, counterpart: bool = False, poison: float = float("nan")) -> Results:
-        """Outputs, and with cotangents gradients; uninitialised memory holds `poison`. `counterpart`: its recurrent form."""
+    def run(
+        self,
+        inputs: Inputs,
+        cotangents: Cotangents,
+        *,
+        counterpart: bool = False,
+        poison: float = float("nan"),
+        frozen: Collection[str] = (),
+    ) -> Results:
+        """Outputs, and with cotangents gradients; uninitialised memory holds `poison`. `counterpart`: its recurrent form.
+
+        No gradients are asked for of what is `frozen`.
+        """
 
     def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:
         """The truth with the error allowed to each row, for the implementation's class of algorithm or `algorithm`."""
@@ -295,16 +306,26 @@ def recurrent(bench: Bench, example: Example) -> Iterator[Pair]:
     yield "final_state", got["final_state"], bounds["final_state"]
 
 
+def _halves(names: Sequence[str], number: int) -> tuple[list[str], list[str]]:
+    """Some of the names and the others, neither of them none: another choice for another number."""
+    chosen = 1 + number % (2 ** len(names) - 2)
+    some = [name for place, name in enumerate(names) if chosen >> place & 1]
+    return some, [name for name in names if name not in some]
+
+
 def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
     case = example.case
     inputs, cotangents = bench.call(case)
     width, lengths = case.key_dim, case.lengths
     if example.variant == "gradients":
-        bounds = bench.bounds(inputs, None)
+        bounds = bench.bounds(inputs, cotangents)
         with torch.no_grad():
             outputs = bench.run(inputs, None)
         for name, output in outputs.items():
             yield f"{name} under no_grad", output, bounds[name]
+        for frozen in _halves(present(case.spec, inputs), case.seed) if cotangents is not None else ():
+            for name, value in bench.run(inputs, cotangents, frozen=frozen).items():
+                yield f"{name} with {', '.join(frozen)} frozen", value, bounds[name]
         return
     neutral = {
         "scale": lambda: inputs.replaced(scale=width**-0.5),
@@ -856,7 +877,7 @@ LAWS: dict[str, Law] = {
         Law(
             "absent",
             "truth",
-            "an optional argument left out means its neutral value, and gradients not asked for change no output",
+            "an optional argument left out means its neutral value, and gradients not asked for change nothing else",
             _absent_examples,
             _absent,
             variants=("scale", "state", "offsets", "final_state", "dt_bias", "gradients"),

@@ -72,6 +72,7 @@ KILLED_BY = {
     rules.GroupsByShift: (Kill("oracle", 1),),
     rules.WideValuesDoNotDecay: (Kill("absent", 1),),
     rules.InferenceForgetsTheTail: (Kill("absent", 1),),
+    rules.FrozenQueriesTakeTheGate: (Kill("absent", 2),),
     rules.SquaresInHalf: (Kill("norm", 1),),
     gates.ForgetsDtBias: (Kill("gates", 2),),
     gates.BiasInHalf: (Kill("gates", 2),),

@@ -12,7 +12,7 @@ import hashlib
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -138,7 +138,15 @@ class AdapterBench(Timed):
         spec.check(inputs)
         return spec
 
-    def run(self, inputs: Inputs, cotangents: Cotangents, *, counterpart: bool = False, poison: float = float("nan")) -> Results:
+    def run(
+        self,
+        inputs: Inputs,
+        cotangents: Cotangents,
+        *,
+        counterpart: bool = False,
+        poison: float = float("nan"),
+        frozen: Collection[str] = (),
+    ) -> Results:
         """One call of the adapter, and with cotangents its backward. AdapterFault if it raises or breaks the contract."""
         spec = self._contract(inputs)
         adapter = self.counterpart if counterpart else self.adapter
@@ -147,7 +155,7 @@ class AdapterBench(Timed):
         updated = {port.name for port in spec.outputs} & tensors.keys() if getattr(self.domain, "in_place", False) else set()
         try:
             with self.timed("kernel_s"), devices.default("cpu"), poisoned(poison):
-                results = self._call(adapter, spec, inputs, cotangents)
+                results = self._call(adapter, spec, inputs, cotangents, frozen)
             for name in updated:
                 if (results[name].data_ptr(), results[name].stride()) != (tensors[name].data_ptr(), tensors[name].stride()):
                     raise AdapterFault(Finding(name, "is not the tensor that was given, though the domain says in place"))
@@ -171,29 +179,32 @@ class AdapterBench(Timed):
                     self.impure.append(Finding(f"input {name}", "was changed by the call"))
         return results
 
-    def _call(self, adapter: Adapter, spec: Operation, inputs: Inputs, cotangents: Cotangents) -> Results:
+    def _call(self, adapter: Adapter, spec: Operation, inputs: Inputs, cotangents: Cotangents, frozen: Collection[str]) -> Results:
         """The results, once the device has them; a second try where the oracle's memory, which torch keeps, was in the way."""
         try:
-            results = self.call_implementation(adapter, spec, inputs, cotangents)
+            results = self.call_implementation(adapter, spec, inputs, cotangents, frozen)
         except RuntimeError as error:
             if self.device == "cpu" or not _no_memory(error):
                 raise
             devices.free_bytes(self.device)
-            results = self.call_implementation(adapter, spec, inputs, cotangents)
+            results = self.call_implementation(adapter, spec, inputs, cotangents, frozen)
         devices.settle(self.device)
         return results
 
-    def call_implementation(self, adapter: Adapter, spec: Operation, inputs: Inputs, cotangents: Cotangents) -> Results:
+    def call_implementation(
+        self, adapter: Adapter, spec: Operation, inputs: Inputs, cotangents: Cotangents, frozen: Collection[str] = ()
+    ) -> Results:
         """Outputs and gradients. A worker that hangs is blamed on the implementation if this frame is on its stack."""
         names = [port.name for port in spec.inputs if inputs.get(port.name) is not None and port.dtype != "index"]
-        leaves = {name: inputs[name].detach().requires_grad_(cotangents is not None) for name in names}
+        leaves = {name: inputs[name].detach().requires_grad_(cotangents is not None and name not in frozen) for name in names}
         answer = adapter.run(inputs.replaced(**leaves))
         outputs = self._outputs(answer, spec, inputs)
         results = {name: value.detach() for name, value in outputs.items()}
         if cotangents is None:
             return results
+        leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         tokens = inputs[names[0]].numel() > 0
-        depends = tokens or inputs.get("state") is not None
+        depends = not frozen and (tokens or inputs.get("state") is not None)
         for name, output in outputs.items():
             if depends and output.numel() and not output.requires_grad:
                 raise AdapterFault(Finding(name, "carries no gradient, though the domain says backward"))

@@ -699,6 +699,20 @@ class InferenceForgetsTheTail(Chunkwise):
         return super().last(total) * (torch.is_grad_enabled() or total.shape[-1] == self.size)
 
 
+class FrozenQueriesTakeTheGate(Chunkwise):
+    """The gate's gradient is taken from that of the queries, which is not computed where these are frozen."""
+
+    letter = "F"
+    frozen = False
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        self.frozen = torch.is_grad_enabled() and not x.q.requires_grad
+        return super().run(x)
+
+    def decays(self, total: Tensor) -> Tensor:
+        return super().decays(total.detach() if self.frozen else total)
+
+
 class SquaresInHalf(Chunkwise):
     """The norm inside squares in the inputs' dtype: in fp16 a query of norm 256 and more becomes zero."""
 
