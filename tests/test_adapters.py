@@ -9,24 +9,25 @@ from properties.laws import LAWS
 from verify.adapter import KERNELS
 from verify.pytest_plugin import LawItem
 
-MAIN = ("fla/chunk", "transformers/chunk", "transformers/recurrent")
-CHUNKS = ("fla/chunk_16", "fla/chunk_32")  # fla/chunk in other chunks
+MAIN = ("transformers/chunk", "transformers/recurrent", "gdn/layer")
+LONG = ("fla/chunk", "fla/fused_recurrent")  # interpreted, each case is a second or two
+OTHERWISE = ("fla/chunk_16", "fla/chunk_32", "fla/chunk_v_first", "fla/fused_recurrent_v_first")  # other chunks, layouts
 OFTEN = ("again", "batch", "memory", "samples")  # laws of several calls a case, asked of the kernels above
 
 
-@pytest.mark.gdn_adapter(*MAIN, "gdn/layer")
+@pytest.mark.gdn_adapter(*MAIN)
 def test_law_holds(gdn_law: LawItem) -> None:
     gdn_law.assert_holds()
 
 
-@pytest.mark.gdn_adapter("fla/fused_recurrent", profile="least")
-def test_law_holds_of_the_recurrence(gdn_law: LawItem) -> None:
-    """On few cases, as those below: interpreted, each is a second or two."""
+@pytest.mark.gdn_adapter(*LONG, profile="least")
+def test_law_holds_of_a_long_one(gdn_law: LawItem) -> None:
+    """On few cases, as those below: `tox -e verify` asks more."""
     gdn_law.assert_holds()
 
 
 @pytest.mark.gdn_adapter(
-    *(name for name in KERNELS if name not in (*MAIN, *CHUNKS, "fla/fused_recurrent")),
+    *(name for name in KERNELS if name not in (*MAIN, *LONG, *OTHERWISE)),
     profile="least",
     laws=[name for name in LAWS if name not in OFTEN],
 )
@@ -34,7 +35,7 @@ def test_law_holds_of_a_variant(gdn_law: LawItem) -> None:
     gdn_law.assert_holds()
 
 
-@pytest.mark.gdn_adapter(*CHUNKS, profile="least", laws=("oracle", "cut", "packed", "absent", "norm", "gates", "recurrent"))
-def test_law_holds_of_other_chunks(gdn_law: LawItem) -> None:
+@pytest.mark.gdn_adapter(*OTHERWISE, profile="least", laws=("oracle", "cut", "packed", "absent", "norm"))
+def test_law_holds_of_other_chunks_and_layouts(gdn_law: LawItem) -> None:
     """Of sequences whole, cut and side by side, and what they are given; the rest is asked of the same kernels above."""
     gdn_law.assert_holds()
