@@ -1439,6 +1439,17 @@ def test_many_short_sequences_and_one_long_among_short_equal_the_definition(oper
         assert max(errors.values()) <= RELATIVE_LIMIT, (chunk, errors)
 
 
+def test_a_state_changed_before_backward_is_refused() -> None:
+    q, k, v, g, beta, state = packed(7, 2, 1)
+    state.requires_grad_()
+    given = state * 1.0
+    o, _ = chunkwise.delta_rule(q, k, v, g, beta, given, 0.7, [3, 4])
+    with torch.no_grad():
+        given.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
 @pytest.mark.parametrize(("lengths", "said"), [([3, 3], "[3, 3]"), ([8], "[8]"), ([8, -1], "[8, -1]"), ([], "[]"), (7, "7")])
 def test_lengths_that_do_not_add_up_are_refused(lengths: Any, said: str) -> None:
     rule = f"lengths must be whole numbers from 0 up that add up to the 7 tokens of k, got {said}"
