@@ -39,7 +39,7 @@ from torch import Tensor
 from oracles.operation import FLOATS, NAMES, Inputs, Operation, Port, checked_tensor, gradient_name, sequences
 from oracles.parts import Cut, Part
 from oracles.room import fitting
-from oracles.rounding import BITS, EXACT, SINGLE, Arithmetic
+from oracles.rounding import BITS, EXACT, Arithmetic
 
 RUNS = 4
 MORE = (4 * RUNS, 16 * RUNS)
@@ -52,11 +52,12 @@ WINDOW = 9
 KAPPA = 12.0
 FLOOR_ULP = 2.0
 ORIGIN = f"{KAPPA:g} sigma of the disturbed runs"
-_NEAR = 2_500_000  # bytes of some runs' inputs: with more, a CPU waits for memory; measured
+_NEAR = 1_500_000  # bytes of some runs' inputs: with more, a CPU waits for memory; measured
+_QUICK = 40_000  # bytes of one run's inputs, up to which RUNS take a CPU little longer than one; measured
 _WIDE = 9_000_000  # float64 numbers of some runs' inputs that a GPU takes at once, however many runs those are
 _FEW, _FEWEST = 8, 4  # runs that a GPU takes at once: so many where there is room, fewer whatever their size
 _ROOM = 160_000_000  # float64 numbers of _FEW runs' inputs: 155 million took 22.2 GiB, 8 of it a segment's
-_BYTES = {"half": 4, "single": 8, "recurrent": 20}  # an input's: float32, float64, and that for two halves and more
+_BYTES = {"half": 8, "single": 12, "recurrent": 20}  # an input's, with what comes of it: float32, float64, that for two halves
 _BATCH = {"cpu": 2**25, "cuda": 2**28}  # float64 numbers of few runs' inputs: a call that has more is cut into several
 _LARGE = {"cpu": 2**17, "cuda": 2**24}  # numbers of a call's inputs: of more, parts are looked at alone, on a GPU after LOOKS
 _TINY = 2.0**-100  # products of what is flushed to zero below 2^-126 with anything up to 6e7, the norm's 1 / 1e-4 included
@@ -152,10 +153,10 @@ def bounds(
 
     `algorithm` is the class of the implementation ("chunkwise", "recurrent", "pointwise"), `products` how it multiplies float32
     matrices ("ieee", "tf32"), `chunk` the tokens in its chunks if known; cotangents are those of the outputs, in their dtypes.
-    `first` are the runs that the first bound is of: of MORE, or of LOOKS, which a CPU takes before RUNS, and a GPU of a large call;
-    who judges by the latter must heed what it is `sure` of. `stores` says that a recurrent implementation's backward sums its
-    states again, from corrected values that are stored in the inputs' dtype; `folds` that a chunkwise one multiplies a decay which
-    all channels share into queries and keys, and stores these.
+    `first` are the runs that the first bound is of: of MORE, or of LOOKS, which are taken before RUNS of a large call, and on a CPU
+    of all but small ones; who judges by them must heed what they are `sure` of. `stores` says that a recurrent implementation's
+    backward sums its states again, from corrected values that are stored in the inputs' dtype; `folds` that a chunkwise one
+    multiplies a decay which all channels share into queries and keys, and stores these.
     """
     if algorithm not in operation.classes:
         raise ValueError(f"algorithm must be one of {', '.join(operation.classes)} for {operation.name}, got {algorithm!r}")
@@ -165,9 +166,49 @@ def bounds(
         raise ValueError(f"chunk must be None or a whole number from 1 up, got {chunk!r}")
     operation.check(inputs)
     _check_cotangents(cotangents)
+    exact = {name: runs[0] for name, runs in _evaluate(operation, inputs, cotangents, Arithmetic.exact()).items()}
+    looks = _looks(operation, inputs, cotangents, exact, algorithm, products, chunk, first, stores=stores, folds=folds)
+    return looks.bounds()
+
+
+def further(
+    operation: Operation,
+    inputs: Inputs,
+    cotangents: dict[str, Tensor] | None,
+    made: dict[str, Bound],
+    algorithm: str,
+    products: str = "ieee",
+    chunk: int | None = None,
+    *,
+    stores: bool = False,
+    folds: bool = False,
+) -> dict[str, Bound]:
+    """`made`, a legal call's bounds of RUNS that came with those of others, with finer ones, of the part that is asked about.
+
+    The rest is as for `bounds`.
+    """
+    exact = {name: each.value for name, each in made.items()}
+    looks = _looks(operation, inputs, cotangents, exact, algorithm, products, chunk, stores=stores, folds=folds, parts=True)
+    return {name: looks.with_finer(name, each, 1) for name, each in made.items()}
+
+
+def _looks(
+    operation: Operation,
+    inputs: Inputs,
+    cotangents: dict[str, Tensor] | None,
+    exact: dict[str, Tensor],
+    algorithm: str,
+    products: str = "ieee",
+    chunk: int | None = None,
+    first: int | None = None,
+    *,
+    stores: bool = False,
+    folds: bool = False,
+    parts: bool = False,
+) -> "_Looks":
+    """The looks at a call of which all that comes is known; at `parts` of it later, as of a large one."""
     dtypes = _dtype(operation, inputs), _dtype(operation, inputs, "gate")
     inputs, cotangents = _wide(operation, inputs), cotangents and {name: each.double() for name, each in cotangents.items()}
-    exact = {name: runs[0] for name, runs in _evaluate(operation, inputs, cotangents, Arithmetic.exact()).items()}
     chunks = CHUNKS if algorithm == "chunkwise" and chunk is None else (chunk,)
     plain = Arithmetic.of(algorithm, dtypes[0], products)
     if stores and algorithm == "recurrent":
@@ -176,9 +217,10 @@ def bounds(
         plain = dataclasses.replace(plain, folds=True)
     make = functools.partial(_Disturbed, operation, dtypes=dtypes, chunks=chunks, plain=plain)
     large = _numbers(operation, inputs) > _LARGE["cuda" if _on_a_gpu(inputs) else "cpu"]
-    sparing = first is not None and (large or not _on_a_gpu(inputs))
+    quick = len(chunks) == 1 and _numbers(operation, inputs) * (4 if _kind(plain) == "half" else 8) <= _QUICK
+    sparing = first is not None and (large or not (_on_a_gpu(inputs) or quick))
     counts = [count for count in (*(LOOKS if sparing else ()), RUNS, *MORE) if count >= (first or RUNS)]
-    return _Looks(Cut.of(operation, inputs), (inputs, cotangents, exact), make, counts, parts=large).bounds()
+    return _Looks(Cut.of(operation, inputs), (inputs, cotangents, exact), make, counts, parts=large or parts)
 
 
 Given = tuple[Inputs, dict[str, Tensor] | None, dict[str, Tensor]]  # inputs, cotangents, and all that comes of them
@@ -198,9 +240,9 @@ class _Looks:
 
     def bounds(self) -> dict[str, Bound]:
         """Those of the first look, with later ones as finer."""
-        return {name: self._with_finer(name, bound, 1) for name, bound in self._look(0, self.cut.whole)[1].items()}
+        return {name: self.with_finer(name, bound, 1) for name, bound in self._look(0, self.cut.whole)[1].items()}
 
-    def _with_finer(self, name: str, bound: Bound, look: int) -> Bound:
+    def with_finer(self, name: str, bound: Bound, look: int) -> Bound:
         """A bound of the look before this one."""
         if look == len(self.counts):
             return bound
@@ -214,7 +256,7 @@ class _Looks:
             if where != self.cut.whole:
                 allowed = self.cut.put(bound.allowed, port, where, found.allowed)
                 found = dataclasses.replace(found, value=bound.value, allowed=allowed)
-            return self._with_finer(name, found, look + 1)
+            return self.with_finer(name, found, look + 1)
 
         return dataclasses.replace(bound, finer=finer)
 
@@ -267,7 +309,7 @@ class _Disturbed:
         self.runs = total if len(chunks) == 1 else total // 2
         self.plain = dataclasses.replace(plain, gate=BITS[dtypes[1]], first=1, runs=self.runs)
         self.given = inputs, cotangents, exact
-        self.coarse = total in MORE and plain.stored < SINGLE
+        self.coarse = total in MORE and plain.narrow
         self.ports = {port.name: port for port in (*operation.outputs, *operation.gradients())}
         self.done = 0  # runs of the last bounds
         # By size of chunk and whether they are the coarse ones: how many runs, and sums of squares.
@@ -278,15 +320,16 @@ class _Disturbed:
 
         The N runs of RUNS have the n of LOOKS among them: the mean of their squares is at least n / N of the mean of these, and
         what they allow at least the root of n / N of what these allow. Of several sizes the greatest counts: no less than one's.
+        The floor, which all have, is as much larger here as fewer are less sure: an error within it is within what is sure.
         """
         sizes, runs = self.chunks, count
         if len(sizes) > 1:
             sizes, runs = sizes[: None if count > 1 else 1], max(1, count // 2)
         result: dict[str, Tensor] = {}
-        for size in sizes:
-            for name, allowed in self.allowed(size, runs).items():
-                result[name] = torch.maximum(allowed, result[name]) if name in result else allowed
         sure = (runs / self.runs) ** 0.5 if count in LOOKS else 1.0
+        for size in sizes:
+            for name, allowed in self.allowed(size, runs, sure).items():
+                result[name] = torch.maximum(allowed, result[name]) if name in result else allowed
         self.done = count
         clear = CLEAR if not self.amplifies else CLEARLY if count in MORE else math.inf
         return {name: Bound(value, result[name], sure=sure, clear=clear) for name, value in self.exact.items()}
@@ -295,10 +338,10 @@ class _Disturbed:
     def amplifies(self) -> bool:
         """Whether errors may be amplified from chunk to chunk: in float32 they are too small for that."""
         tokens = self.operation.inputs[0].name
-        return self.plain.stored < SINGLE and max(sequences(self.inputs, tokens), default=0) > AMPLIFIED
+        return self.plain.narrow and max(sequences(self.inputs, tokens), default=0) > AMPLIFIED
 
-    def allowed(self, size: int | None, runs: int) -> dict[str, Tensor]:
-        """What is allowed by the first so many runs in chunks of a size."""
+    def allowed(self, size: int | None, runs: int, sure: float = 1.0) -> dict[str, Tensor]:
+        """What is allowed by the first so many runs in chunks of a size, which are `sure` of that part of it and of the floor."""
         squares, rows, plain = self.squares(size, runs), [], self.plain
         if self.coarse:
             coarse = self.squares(size, max(1, runs // COARSE), coarse=True)
@@ -307,7 +350,7 @@ class _Disturbed:
             port = self.ports[name]
             step = plain.step if port.dtype == "input" or plain.stored == plain.output else 0.0
             ulp = 2.0 ** (1 - BITS[self.dtype if port.dtype == "input" else "fp32"])
-            rows.append(Rows(port, value, own, ulp, step))
+            rows.append(Rows(port, value, own, ulp / sure, step / sure))
         lengths = sequences(self.inputs, self.operation.inputs[0].name) if any(each.along_tokens for each in rows) else []
         return dict(zip(self.exact, allowances(rows, lengths), strict=True))
 
@@ -352,9 +395,12 @@ def _dtype(operation: Operation, inputs: Inputs, kind: str = "input") -> str:
 
 
 def _wide(operation: Operation, inputs: Inputs) -> Inputs:
-    """The inputs in float64."""
+    """The inputs in float64; offsets on the CPU, where reading them waits for nothing that a GPU still has to do."""
     names = [port.name for port in operation.inputs if inputs.get(port.name) is not None]
-    return inputs.replaced(**{name: inputs[name].double() for name in names if inputs[name].is_floating_point()})
+    wide = {name: inputs[name].double() for name in names if inputs[name].is_floating_point()}
+    if (offsets := inputs.get("cu_seqlens")) is not None:
+        wide["cu_seqlens"] = offsets.cpu()
+    return inputs.replaced(**wide)
 
 
 def _spread(
@@ -391,9 +437,13 @@ def _at_once(inputs: Inputs, plain: Arithmetic, pieces: int) -> int:
     if _on_a_gpu(inputs):
         most = max(_WIDE // numbers, _FEW if _FEW * numbers <= fitting(_ROOM, _device(inputs)) else _FEWEST)
     else:
-        each = _BYTES["recurrent" if plain.algorithm == "recurrent" else "half" if plain.product == EXACT else "single"]
-        most = _NEAR // (each * numbers)
+        most = _NEAR // (_BYTES[_kind(plain)] * numbers)
     return max((count for count in range(1, min(plain.runs, most) + 1) if plain.runs % count == 0), default=1)
+
+
+def _kind(plain: Arithmetic) -> str:
+    """What runs are computed as: chunkwise ones in float32 where operands are coarser, else in float64."""
+    return "recurrent" if plain.algorithm == "recurrent" else "half" if plain.narrow else "single"
 
 
 def _numbers(operation: Operation, inputs: Inputs) -> int:

@@ -24,11 +24,12 @@ from oracles.rounding import EXACT, FUNCTION_BITS, SINGLE, Arithmetic, summed
 from oracles.segments import Form, Segment, rule
 
 STEPS = 64  # tokens of the recurrence computed at once
+_PADDED = 96  # tokens: to pad so many, or a quarter more, costs less than to compute chunks of another size on their own
 SHORTEST = 16  # tokens of the shortest chunk, as of implementations' matrix units
 _GRAPH = {"cpu": 2**32, "cuda": 2**34}  # bytes of a segment: what has more is computed again backward instead of kept
 FLOAT64 = EXACT - 5  # bits of a float64 sum over a chunk
 _KEPT = 2**20  # numbers of all runs: what calls of a shape share is kept up to that
-NARROW = torch.float32  # for chunkwise runs of half precision
+NARROW = torch.float32  # for chunkwise runs of half precision, and of TF32
 PLAIN = Arithmetic.exact()
 
 
@@ -67,7 +68,7 @@ def recurrent(
     large that they have several segments, D begins anew in each.
     """
     form = _Recurrent(scale, dataclasses.replace(arithmetic, axis=1))
-    return _rule(form, (q, k, v, g, beta), state, lengths, [_short(length, STEPS) for length in lengths])
+    return _rule(form, (q, k, v, g, beta), state, lengths, alike(lengths, [_short(length, STEPS) for length in lengths]))
 
 
 def chunkwise(
@@ -93,6 +94,8 @@ def chunkwise(
     sizes = [_short(length, chunk) for length in lengths]
     if channels:  # products that decay by channel are taken in halves of halves
         sizes = [1 << (size - 1).bit_length() for size in sizes]
+    if arithmetic.narrow:  # else what sums over a chunk keep depends on its size
+        sizes = alike(lengths, sizes)
     form = _Chunkwise(scale, dataclasses.replace(arithmetic, axis=1), channels)
     return _rule(form, (q, k, v, g, beta), state, lengths, sizes)
 
@@ -100,6 +103,21 @@ def chunkwise(
 def _short(length: int, chunk: int) -> int:
     """The tokens in the chunks of a sequence: no more than a power of two that has them all, so that little is padded."""
     return min(chunk, max(SHORTEST, 1 << max(length - 1, 0).bit_length()))
+
+
+def alike(lengths: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """The same sizes of chunks, or larger ones among them where little more is padded: chunks of a size are computed at once."""
+    of_size = {size: [length for length, own in zip(lengths, sizes, strict=True) if own == size] for size in sizes}
+
+    def padded(size: int, taken: int) -> int:
+        return sum(-(-length // taken) * taken for length in of_size[size])
+
+    most, taken, larger = max(_PADDED, sum(padded(size, size) for size in of_size) // 4), dict[int, int](), max(sizes, default=1)
+    for size in sorted(of_size, reverse=True):
+        more = padded(size, larger) - padded(size, size)
+        larger, most = (larger, most - more) if more <= most else (size, most)
+        taken[size] = larger
+    return [taken[size] for size in sizes]
 
 
 def _rule(
@@ -133,7 +151,7 @@ class _Chunkwise:
 
     def dtype(self, x: Tensor) -> torch.dtype:
         """NARROW where operands are coarser: an implementation computes all else in it, and its own roundings are such too."""
-        return NARROW if self.arithmetic.first and self.arithmetic.product == EXACT else x.dtype
+        return NARROW if self.arithmetic.first and self.arithmetic.narrow else x.dtype
 
     def forward(self, segment: Segment, tokens: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor, Any]:
         """o, the states after the segment, and what backward needs."""
@@ -149,11 +167,11 @@ class _Chunkwise:
             ahead, behind = (share * left).exp(), ((1.0 - share) * left).exp()
 
         # The scaled query is stored, where an implementation scales q and not what it reads.
-        pair = arithmetic.stacked(torch.stack([beta * k, scale * q], -3), ("beta k", "scale q"))
+        pair = arithmetic.stacked(_products((k, beta), (q, scale)), ("beta k", "scale q"))
         products, decay = _scores(pair, k, total, arithmetic, channels=channels)
         corrections, scores = products.unbind(-3)
         solved, inverse = _inverse(corrections, arithmetic)
-        right = torch.cat([v, grown * k], -1)
+        right = _beside(v, grown, k)
         start = arithmetic.beside(beta * right, ("beta v", "beta exp(G) k"), widths)
         if arithmetic.product == EXACT:
             both = inverse @ start
@@ -177,7 +195,7 @@ class _Chunkwise:
         dither, (chunk, depth) = arithmetic.dither, k.shape[-2:]
         widths = right.shape[-1] - depth, depth
         counts = segment.counts
-        written, dscan, dstate = _scan_back(scan, states, do, dstate, counts, arithmetic)
+        written, dscan, dstate = _scan_back(scan, states, do, dstate, counts, arithmetic, widths[0])
         dkeeps, dreads, dscores, derased, dwhole, dbehind = dscan
 
         # U = T (beta v), W = T (beta exp(G) k)
@@ -202,13 +220,13 @@ class _Chunkwise:
         dbeta = arithmetic.stacked(torch.stack(sums, -2).unsqueeze(-1), DBETA, summed(max(widths))).sum(-3)
 
         # exp(G) q, exp(G_C - G) k, exp(G) k
-        ends = torch.cat([ends, dgrown.unsqueeze(-3)], -3)
-        once, again = _factors_back(torch.stack([pair[..., 1, :, :], k, k], -3), ends, total, FACTORS, arithmetic)
-        ends = ends * torch.stack([grown, ahead, grown], -3)
+        dread, dkeep = ends.unbind(-3)
+        once, again = _factors_back(((pair[..., 1, :, :], dread), (k, dkeep), (k, dgrown)), total, FACTORS, arithmetic)
+        ends = _products((dread, grown), (dkeep, ahead))
         ends[..., 0, :, :].add_(dpair[..., 1, :, :])
-        dq, dkept = arithmetic.stacked(ends[..., :2, :, :], ("scale q'", "k in S'")).unbind(-3)
+        dq, dkept = arithmetic.stacked(ends, ("scale q'", "k in S'")).unbind(-3)
         dq = scale * dq
-        dk = torch.addcmul(ends[..., 2, :, :] + dkept + dkeys.sum(-3), beta, dpair[..., 0, :, :])
+        dk = torch.addcmul(torch.addcmul(dkept + dkeys.sum(-3), dgrown, grown), beta, dpair[..., 0, :, :])
 
         # exp(G_C - G) passes a gradient to its token's gate and another, summed otherwise, to the chunk's last.
         share = None if channels else arithmetic.choice(total)
@@ -230,21 +248,41 @@ DBETA = ("dbeta A'", "dbeta U'", "dbeta W'")
 FACTORS = ("q exp(G)", "k exp(G_C - G)", "exp(G) k")
 
 
+def _products(*pairs: tuple[Tensor, Tensor | float]) -> Tensor:
+    """The products of the pairs, stacked along axis -3: each is made where it is kept."""
+    shapes = (other.shape for _, other in pairs if isinstance(other, Tensor))
+    shape = torch.broadcast_shapes(pairs[0][0].shape, *shapes)
+    made = pairs[0][0].new_empty(*shape[:-2], len(pairs), *shape[-2:])
+    for place, (x, other) in zip(made.unbind(-3), pairs, strict=True):
+        torch.mul(x, other, out=place)
+    return made
+
+
+def _beside(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """x and a * b, side by side along the last axis."""
+    width, shape = x.shape[-1], torch.broadcast_shapes(x.shape[:-1], a.shape[:-1], b.shape[:-1])
+    made = x.new_empty(*shape, width + b.shape[-1])
+    made[..., :width] = x
+    torch.mul(a, b, out=made[..., width:])
+    return made
+
+
 def _factors_back(
-    x: Tensor, cotangents: Tensor, total: Tensor, places: tuple[str, ...], arithmetic: Arithmetic
+    pairs: Sequence[tuple[Tensor, Tensor]], total: Tensor, places: tuple[str, ...], arithmetic: Arithmetic
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of stacked x's factors, one a token or one a token and channel; of the second, to sum over the chunk as well.
+    """The gradients of the factors of each x, of pairs (x, dy), stacked, one a token or one a token and channel; of the second, or
+    the only one, to sum over the chunk as well.
 
     The gradients are sums of x dy, over a token's channels for the one, and over all tokens of the chunk for the other; their
     terms may cancel, and in sums of another order round otherwise: so the terms' roundings are added, not the sums'.
     """
-    chunk, shared = x.shape[-2], total.shape[-1] == 1
-    width = x.shape[-1] if shared else 1
-    terms, second = x * cotangents, 1 % len(places)
+    (chunk, width), shared, second = pairs[0][0].shape[-2:], total.shape[-1] == 1, 1 % len(places)
+    width = width if shared else 1
+    terms = _products(*pairs, *([pairs[second]] if arithmetic.rounds else []))
     if arithmetic.rounds:
         named = *(f"{place} summed" for place in places), f"{places[second]} summed at the end"
         bits = (summed(width),) * len(places) + (summed(chunk * width),)
-        terms = arithmetic.stacked(torch.cat([terms, terms[..., second : second + 1, :, :]], -3), named, bits)
+        terms = arithmetic.stacked(terms, named, bits)
     sums = terms.sum(-1, keepdim=True) if shared else terms
     return sums[..., : len(places), :, :], sums[..., -1 if arithmetic.rounds else second, :, :]
 
@@ -324,7 +362,9 @@ def _scores_back(
             dlow.sub_(low * of_low)
     if arithmetic.rounds:
         shared = total.shape[-1] == 1 and not channels
-        terms = torch.cat([pair * dx, keys * dk], -3)
+        terms = dx.new_empty(*dx.shape[:-3], 4, *dx.shape[-2:])
+        torch.mul(pair, dx, out=terms[..., :2, :, :])
+        torch.mul(keys, dk, out=terms[..., 2:, :, :])
         depth = chunk * depth if shared else chunk
         errors = arithmetic.stacked(terms, _named("x.dx") + _named("k.dk"), arithmetic.kept(depth)).sub_(terms)
         errors = errors.sum(-1, keepdim=True) if shared else errors
@@ -442,15 +482,18 @@ def _scan_back(
     ds: Tensor,
     counts: list[int],
     arithmetic: Arithmetic,
+    width: int,
 ) -> tuple[Tensor, tuple[Any, ...], Tensor]:
     """The cotangents of what was written, of `given` and of the states, given those of o and of the states after.
+
+    Sums over values' channels have `width` terms.
 
     Every use's cotangent is stored on its own before they are added; a kernel takes the gradient of exp(G_C), sum(S dS), from S and
     dS as it stored them.
     """
     (keeps, reads, scores, erased, whole, behind), (before, held, fresh, kept) = given, states
     dither, rough, terms = arithmetic.dither, arithmetic.rough, arithmetic.terms
-    chunk, depth, width = _summed_tokens(keeps, arithmetic), keeps.shape[-1], fresh.shape[-1]
+    chunk, depth = _summed_tokens(keeps, arithmetic), keeps.shape[-1]
     read = dither(reads.mT @ terms(do, "q S db", chunk), "S in o'")
     scored = dither(scores.mT @ terms(do, "scores V' db", chunk), "V' in o'")
     grid, back = then, apart = arithmetic.grid(scored, "V' in S'")
@@ -480,7 +523,7 @@ def _scan_back(
     dbehind = None
     if behind is not None:
         dgiven = dgiven * back
-        parts = _factors_back(fresh.unsqueeze(-3), dgiven.unsqueeze(-3), behind, ("V' exp(G_C - G)",), arithmetic)
+        parts = _factors_back(((fresh, dgiven),), behind, ("V' exp(G_C - G)",), arithmetic)
         dbehind = parts[0].squeeze(-3), parts[1]
     return dfresh, (dkeeps, dreads, dscores, derased, dwhole, dbehind), ds
 
@@ -537,12 +580,12 @@ class _Recurrent:
         v, state = (_halves(each, order) for each in (v, state))
         g, beta = g.unsqueeze(-3), beta.unsqueeze(-3)
         reads, recalls, writes = x.unbind(-3)
-        recalls, writes, drifted = recalls * drift, writes / drift, drift[..., -1:, :]
-        pair, total = torch.stack([recalls, reads * drift], -3), g.cumsum(-2)
+        writes, drifted = writes / drift, drift[..., -1:, :]
+        pair, total = _products((recalls, drift), (reads, drift)), g.cumsum(-2)
         grown, last = total.exp(), total[..., -1:, :]
         left, whole = (last - total).exp() * drifted, grown[..., -1:, :] * drifted
         products, decay = _scores(pair, writes, total, PLAIN, channels=channels)
-        right = torch.cat([v, grown * recalls], -1)
+        right = _beside(v, grown, pair[..., 0, :, :])
         corrections = beta * products[..., 0, :, :]
         inverses = inverted(corrections)
         solved = substituted(corrections, inverses, beta * right)
@@ -565,13 +608,14 @@ class _Recurrent:
         scale, arithmetic, channels = self.scale, self.arithmetic, total.shape[-1] > 1
         depth = writes.shape[-1]
         width = right.shape[-1] - depth
+        half = width if back is not None else (width + 1) // 2  # what sums are rounded as, with halves and without
         do, dstate = (_halves(each, order) for each in (do, dstate))
         values = right[..., :width]
         if arithmetic.rounds:  # beside the corrected values, so that dS v comes with the gradient of the keys that write these
             before, held, fresh, _ = states
             beside = torch.cat([fresh, values], -2)
             states = before, held, beside, beside
-        written, dscan, dstate = _scan_back(scan, states, do, dstate, segment.counts, arithmetic)
+        written, dscan, dstate = _scan_back(scan, states, do, dstate, segment.counts, arithmetic, half)
         dkeeps, dreads, dscores, derased, dwhole, _ = dscan
 
         corrections = beta * products[..., 0, :, :]
@@ -581,7 +625,7 @@ class _Recurrent:
             dcorrections.add_(dstart[..., :width] @ missed.mT)
         dcorrections = dcorrections.neg_().tril_(-1)
         terms = right * dstart
-        terms = arithmetic.beside(terms, ("beta v summed", "beta k summed"), (width, depth), (summed(width), summed(depth)))
+        terms = arithmetic.beside(terms, ("beta v summed", "beta k summed"), (width, depth), (summed(half), summed(depth)))
         dbeta = (dcorrections * products[..., 0, :, :]).sum(-1, keepdim=True) + terms.sum(-1, keepdim=True)
         dv, dgrown = (beta * dstart).split((width, depth), -1)
         apart = None
@@ -589,12 +633,13 @@ class _Recurrent:
             (dkeeps, of_states), (dscores, of_scores) = dkeeps.chunk(2, -2), dscores.chunk(2, -1)
             of_products = torch.stack([(dv @ values.mT).neg_().tril_(-1), of_scores], -3)
             of_keys = torch.addcmul(_written(of_products, pair, writes, total, products, decay), of_states, left)  # dS v
-            apart = arithmetic.dither(of_keys, "dS v", summed(2 * width)).sub_(of_keys)
+            apart = arithmetic.dither(of_keys, "dS v", summed(2 * half)).sub_(of_keys)
             terms = arithmetic.dither(writes * (of_keys + apart), "k dS v summed", summed(depth))
             dbeta = dbeta + terms.addcmul_(writes, of_keys, value=-1).sum(-1, keepdim=True)
         dproducts = torch.stack([beta * dcorrections, dscores], -3)
         dpair, dwrites, dtotal = _scores_back(dproducts, pair, writes, total, products, decay, PLAIN, channels=channels)
-        dpair = dpair + torch.stack([dgrown, dreads], -3) * grown.unsqueeze(-3)
+        for each, reached in zip(dpair.unbind(-3), (dgrown, dreads), strict=True):
+            each.addcmul_(reached, grown)
         dwrites = dwrites.sum(-3) + dkeeps * left
 
         kept, all_of = dkeeps * scan[0], (dwhole * scan[4]).mT
@@ -630,18 +675,24 @@ def _rounded(x: Tensor, places: tuple[str, str, str], arithmetic: Arithmetic) ->
 
 def _apart(rounded: Tensor, x: Tensor, arithmetic: Arithmetic) -> Tensor:
     """x as rounded, for each half of the values' channels: in some runs the errors of the second have the other sign."""
-    if not arithmetic.rounds:
-        return x.unsqueeze(-4)
-    return torch.stack([rounded, torch.addcmul(x, 1.0 - 2.0 * arithmetic.choice(x), rounded - x)], -4)
+    if not _parts(arithmetic):
+        return rounded.unsqueeze(-4)
+    return torch.stack([rounded, torch.addcmul(x, 2.0 * arithmetic.choice(x) - 1.0, rounded - x)], -4)
 
 
 def _apart_back(dx: Tensor, arithmetic: Arithmetic) -> Tensor:
-    if not arithmetic.rounds:
-        return dx.squeeze(-4)
+    places = ("read'", "recalled'", "written'")
+    if not _parts(arithmetic):
+        return _rounded(dx.squeeze(-4), places, arithmetic)
     one, other = dx.unbind(-4)
-    sign = 1.0 - 2.0 * arithmetic.choice(one)
-    rounded = _rounded(torch.addcmul(one, sign, other), ("read'", "recalled'", "written'"), arithmetic)
+    sign = 2.0 * arithmetic.choice(one) - 1.0
+    rounded = _rounded(torch.addcmul(one, sign, other), places, arithmetic)
     return torch.addcmul(rounded, 1.0 - sign, other)
+
+
+def _parts(arithmetic: Arithmetic) -> bool:
+    """Whether values' channels are in halves. An odd run alone, whose grids have one number for all channels, can do without."""
+    return arithmetic.rounds and not (arithmetic.alike and all(arithmetic.ways))
 
 
 def _halves(x: Tensor, order: Tensor | None) -> Tensor:
@@ -665,9 +716,9 @@ def _whole(x: Tensor, back: Tensor | None) -> Tensor:
 @functools.lru_cache(8)
 def _drifts(
     arithmetic: Arithmetic, chunk: int, depth: int, gates: int, width: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """What all chunks share: what decays err by [1, runs, 1, C, gates], each half's e [1, runs, 1, 2, C, K], and each run's order
-    of the values' channels [1, runs, 1, 2, 1, V / 2] and its inverse [1, runs, 1, 1, V].
+    of the values' channels [1, runs, 1, 2, 1, V / 2] and its inverse [1, runs, 1, 1, V], where there are halves.
     """
 
     def like(*shape: int) -> Tensor:
@@ -676,6 +727,8 @@ def _drifts(
     slips = arithmetic.dither(like(1, chunk, gates), "decay", SINGLE) - 1.0
     once = arithmetic.drift(like(1, 1, chunk, depth), "decayed") + arithmetic.drift(like(1, 1, chunk, depth), "state")
     lost = _apart(once, 0.0 * once, arithmetic).squeeze(-3)
+    if not _parts(arithmetic):
+        return slips, lost, None, None
     order = arithmetic.drift(like(1, 1, width), "halves").argsort(-1)
     back, last = order.argsort(-1), order.new_full((1, arithmetic.runs, 1, 1, width % 2), width)
     return slips, lost, torch.cat([order, last], -1).unflatten(-1, (2, -1)).movedim(-2, -3), back

@@ -107,6 +107,16 @@ class Arithmetic:
         """The number of the last run of all."""
         return self.first + self.runs - 1 if self.last is None else self.last
 
+    @property
+    def narrow(self) -> bool:
+        """Whether operands are coarser than float32, so that all else may be computed in it."""
+        return self.stored < SINGLE
+
+    @property
+    def alike(self) -> bool:
+        """Whether these are one odd run, which has one number for all positions of a place."""
+        return self.runs == 1 and self.first % 2 == 1
+
     @functools.cached_property
     def _numbered(self) -> "Runs":
         return self.first, self.first + self.runs, self.end
@@ -179,9 +189,13 @@ class Arithmetic:
 
         Where there are two runs only, chunk sizes take turns.
         """
+        return _choice(self.ways, x.device, x.dtype).view(self._along(x.ndim))
+
+    @functools.cached_property
+    def ways(self) -> tuple[int, ...]:
+        """The choice of each run."""
         turn = (self.chunk or 0) // 16 if self.end == 2 else 0
-        ways = tuple(((run + 1) // 2 + turn) % 2 for run in range(self.first, self.first + self.runs))
-        return _choice(ways, x.device, x.dtype).view(self._along(x.ndim))
+        return tuple(((run + 1) // 2 + turn) % 2 for run in range(self.first, self.first + self.runs))
 
     def _along(self, axes: int, *last: int) -> list[int]:
         """A shape of so many axes that has the runs on their axis, `last` at the end, and ones."""
@@ -257,8 +271,7 @@ class Arithmetic:
         """x times `by`, rounded, and times `back`."""
         kind = _CASTS.get((bits, by.dtype)) if self.first and isinstance(bits, int) else None
         if self.first and x.device.type == "cuda" and (launch := fused(x.device)) is not None:
-            low = _lowest(bits, kind, axis, widths, x.device, by.dtype)
-            return launch(x, by, _one(x.device, by.dtype) if back is None else back, low)
+            return launch(x, by, _lowest(bits, kind, axis, widths, x.device, by.dtype), undo=back is not None)
         rounded = x * by
         exact = None if self.first else rounded.select(self.axis, 0).clone()
         if kind:
@@ -334,10 +347,11 @@ def _words_each(
     return each.to(dtype), torch.where(each > 0, -2 * each, -1).to(dtype)
 
 
-# `_rough` in one launch, where four cost a GPU four times as much whatever their size; `low` is what `_lowest` says. To the bit the
-# same as the operations that it stands for (tests/test_rounding.py, on a GPU).
+# `_rough` in one launch, where four cost a GPU four times as much whatever their size; `low` is what `_lowest` says, and `undo`
+# whether the result is divided by what it was multiplied by. To the bit the same as the operations that it stands for
+# (tests/test_rounding.py, on a GPU).
 _FUSED = """
-template <typename T> T rounded(T x, T by, T back, T low) {
+template <typename T> T rounded(T x, T by, T low, T undo) {
   T y = x * by;
   if (low < 0) {
     union { float number; int word; } narrow;
@@ -355,7 +369,7 @@ template <typename T> T rounded(T x, T by, T back, T low) {
     single.word = (single.word + (1 << ((int) low - 1))) & -(1 << (int) low);
     y = (T) single.number;
   }
-  return y * back;
+  return undo > 0 ? y * ((T) 1 / by) : y;
 }
 """
 
@@ -364,32 +378,40 @@ template <typename T> T rounded(T x, T by, T back, T low) {
 def fused(device: torch.device) -> "Callable[..., Tensor] | None":
     """_FUSED on a GPU, as torch's jiterator compiles it; None where that lacks or cannot compile, and operations do it."""
     try:
-        made: Callable[..., Tensor] = torch.cuda.jiterator._create_jit_fn(_FUSED)
+        create = torch.cuda.jiterator._create_jit_fn
+        alike, placed = create(_FUSED, low=0.0, undo=0.0), create(_FUSED, undo=0.0)
+
+        def launch(x: Tensor, by: Tensor, low: float | Tensor, *, undo: bool) -> Any:
+            if isinstance(low, Tensor):
+                return placed(x, by, low, undo=float(undo))
+            return alike(x, by, low=low, undo=float(undo))
+
         for dtype in _MANTISSA:
-            one = _one(device, dtype)
-            made(one, one, one, one)
-            made(one.new_ones(2, 2), one.new_ones(2, 1), one, one)  # what is broadcast is compiled on its own
+            one = torch.ones((), device=device, dtype=dtype)
+            for low in (1.0, one):
+                launch(one, one, low, undo=True)
+                launch(one.new_ones(2, 2), one.new_ones(2, 1), low, undo=True)  # what is broadcast is compiled on its own
     except torch.OutOfMemoryError:
         raise  # which says nothing of the compiler
     except (AttributeError, RuntimeError):
         return None
-    return made
+    return launch
+
+
+def _lowest(
+    bits: "Bits", kind: torch.dtype | None, axis: int | None, widths: tuple[int, ...], device: torch.device, dtype: torch.dtype
+) -> float | Tensor:
+    """How many of a number's lowest bits are cleared, of all places or of each: 0 for none, -1 as a cast to float32, -2 to bf16."""
+    if isinstance(bits, int):
+        return {None: float(_MANTISSA[dtype] - bits), torch.float32: -1.0, torch.bfloat16: -2.0}[kind]
+    return _lowest_each(bits, axis, widths, device, dtype)
 
 
 @functools.lru_cache(256)
-def _lowest(
-    bits: "Bits", kind: torch.dtype | None, axis: int | None, widths: tuple[int, ...], device: torch.device, dtype: torch.dtype
+def _lowest_each(
+    bits: tuple[int, ...], axis: int | None, widths: tuple[int, ...], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """How many of a number's lowest bits are cleared, of all places or of each: 0 for none, -1 as a cast to float32, -2 to bf16."""
-    digits = _MANTISSA[dtype]
-    if isinstance(bits, int):
-        return torch.tensor({None: digits - bits, torch.float32: -1, torch.bfloat16: -2}[kind], device=device, dtype=dtype)
-    return _placed([max(0, digits - own) for own in bits], axis, widths, device).to(dtype)
-
-
-@functools.cache
-def _one(device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.ones((), device=device, dtype=dtype)
+    return _placed([max(0, _MANTISSA[dtype] - own) for own in bits], axis, widths, device).to(dtype)
 
 
 def _placed(each: list[int], axis: int | None, widths: tuple[int, ...], device: torch.device) -> Tensor:
@@ -463,6 +485,8 @@ def _grid(
     Several places' are stacked along `axis`, or lie side by side along the last where `widths` are given. A dtype's numbers below
     its smallest normal one have a fixed step: the grids are scaled so that where there is a `step`, theirs is that.
     """
+    if runs[0] % 2 and runs[1] == runs[0] + 1:  # an odd run has one number for all positions of a place
+        last = (1,) * len(last)
     sizes = [last[0] * width for width in widths] or [math.prod(last)] * len(places)
     each = (bits,) * len(places) if isinstance(bits, int) else bits
     scale = torch.finfo(dtype).tiny / (step * 2.0 ** (each[0] - 1)) if step else 1.0
@@ -476,7 +500,7 @@ def _grid(
         parts = [[numbers.unflatten(1, (last[0], -1)) for numbers in part] for part in parts]
     join = torch.cat if widths else torch.stack
     grid, back = parts[0] if len(parts) == 1 else (join(part, -1 if widths else 1) for part in zip(*parts, strict=True))
-    view = [1] * (axes - len(last)) + list(last)
+    view = [1] * (axes - len(last)) + list(last[:-1]) + [sum(widths) or last[-1]]
     view[runs_axis] = len(grid)
     if axis is not None:
         view[axis] = len(places)

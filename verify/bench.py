@@ -98,12 +98,13 @@ class AdapterBench(Timed):
 
     def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:
         """The truth and bounds for the adapter's class, or for `algorithm`."""
-        spec, says = self._contract(inputs), self.says
+        says = self.says
         chunk, own = says.chunk if algorithm is None else None, algorithm or says.algorithm
 
         def bounds(name: str) -> dict[str, Bound]:
             if self.ready is not None:
                 return self.ready.bounds(name)
+            spec = self._contract(inputs)
             # A rule's laws judge by what fewer runs are sure of, and ask for more where that is not enough.
             asked = (name, self.products, chunk, 1 if isinstance(self.case, Case) else None)
             stores, folds = (each and algorithm is None for each in (says.stores, says.folds))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -118,7 +119,7 @@ def _output(name: str) -> str:
     return name.split()[0].rstrip(",")
 
 
-def _glance(got: Tensor, want: Tensor | Bound) -> Tensor | None:
+def _glance(got: Tensor, want: Tensor | Bound) -> tuple[Tensor, Tensor] | None:
     """Two numbers that tell whether two tensors part, which nobody waits for yet: on a GPU each wait costs a case's launches.
 
     They are the worst error over its allowance, no number if one of these is none, or whether any number differs; and a sum that is
@@ -127,18 +128,18 @@ def _glance(got: Tensor, want: Tensor | Bound) -> Tensor | None:
     if isinstance(want, Bound):
         if got.shape != want.value.shape or not want.allowed.numel():
             return None
-        return torch.stack([(_errors(got, want) / want.allowed).max(), want.allowed.sum()])
+        return (_errors(got, want) / want.allowed).max(), want.allowed.sum()
     if got.shape != want.shape or not got.numel():
         return None
-    return (got != want).any().double().expand(2)
+    differs = (got != want).any().double()
+    return differs, differs
 
 
-def _read(glances: list[Tensor]) -> list[list[float]]:
+def _read(glances: list[tuple[Tensor, Tensor]]) -> list[tuple[float, ...]]:
     """The numbers of all, in one wait where they lie on one device."""
-    if len({glance.device for glance in glances}) == 1:
-        read: list[list[float]] = torch.stack(glances).tolist()
-        return read
-    return [glance.tolist() for glance in glances]
+    numbers = list(itertools.chain(*glances))
+    read = torch.stack(numbers).tolist() if len({each.device for each in numbers}) == 1 else [each.item() for each in numbers]
+    return list(zip(read[::2], read[1::2], strict=True))
 
 
 def _errors(got: Tensor, bound: Bound) -> Tensor:

@@ -148,10 +148,15 @@ class _Call:
         if algorithm not in self.made:
             self.made[algorithm] = self._made(algorithm)
         case = self.cases[row]
-        alone = functools.cache(lambda: _alone(self.runs[row], algorithm))
         parts = {name: self._part(row, name, whole) for name, whole in self.made[algorithm].items() if name not in _unasked(case)}
-        later = {name: functools.partial(lambda name, over=None: alone()[name], name) for name in parts}
-        return {name: dataclasses.replace(part, finer=later[name]) for name, part in parts.items()}
+        alone = functools.cache(lambda: _alone(self.runs[row], algorithm, parts))
+
+        def later(name: str, over: Tensor | None = None) -> Bound:
+            finer = alone()[name].finer
+            assert finer is not None
+            return finer(over)
+
+        return {name: dataclasses.replace(part, finer=functools.partial(later, name)) for name, part in parts.items()}
 
     def _made(self, algorithm: str) -> Bounds:
         spec, (inputs, cotangents) = of_calls(self.cases[0].spec), self._given
@@ -221,10 +226,9 @@ def _options(run: Run, algorithm: str) -> dict[str, Any]:
     return own if algorithm == adapter.algorithm else {}
 
 
-def _alone(run: Run, algorithm: str) -> Bounds:
-    """The bounds of one case, from more runs than those of a call have."""
+def _alone(run: Run, algorithm: str, made: Bounds) -> Bounds:
+    """The bounds of one case, with those of more runs, which are of the case alone."""
     case = run.example.case
     with devices.default("cpu"):
         ((inputs, cotangents),) = drawn([case], run.device, backward=case.backward)
-        options = {**_options(run, algorithm), "first": bound.MORE[0]}
-        return bound.bounds(case.spec, inputs, cotangents, algorithm, run.products, **options)
+        return bound.further(case.spec, inputs, cotangents, made, algorithm, run.products, **_options(run, algorithm))
