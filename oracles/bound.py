@@ -19,10 +19,12 @@ operands are coarser than float32, one for each COARSE of them rounds to a bit l
 there, and half of that is sigma again; but where errors amplify each other, as those of a chunk's transition do from chunk to
 chunk, twice the error comes to four times as much or more. The distribution then has tails that sigma knows nothing of, and own is
 the greater of both. After several chunks the tails may be all there is: a transition that rounding makes 1.5 where it is 0 takes
-errors to its power, and few runs may all have small ones. There nothing is clear from RUNS alone (`Bound.clear`). On a CPU, and
-where a call is large, a run is what costs. There the judge may look at one of the RUNS first, at two, and at all only if an error
-is over what these are sure of (`Bound.sure`): of the same runs it finds the same broken. What is over in a large call is looked at
-again in its own part of it (oracles/parts.py), whose runs round on other grids.
+errors to its power, and few runs may all have small ones. There nothing is clear from RUNS alone (`Bound.clear`).
+
+On a CPU, and where a call is large, a run is what costs. There the judge may look at one of the RUNS first, at two, and at all only
+if an error is over what these are sure of (`Bound.sure`): of the same runs it finds the same broken. (Of a small call all take a
+CPU little longer than one.) What is over in a large call is looked at again in its own part of it (oracles/parts.py), whose runs
+round on other grids.
 
 docs/MEASUREMENTS.md derives KAPPA and holds the distribution of error / allowed on right implementations.
 """
@@ -320,16 +322,15 @@ class _Disturbed:
 
         The N runs of RUNS have the n of LOOKS among them: the mean of their squares is at least n / N of the mean of these, and
         what they allow at least the root of n / N of what these allow. Of several sizes the greatest counts: no less than one's.
-        The floor, which all have, is as much larger here as fewer are less sure: an error within it is within what is sure.
         """
         sizes, runs = self.chunks, count
         if len(sizes) > 1:
             sizes, runs = sizes[: None if count > 1 else 1], max(1, count // 2)
         result: dict[str, Tensor] = {}
-        sure = (runs / self.runs) ** 0.5 if count in LOOKS else 1.0
         for size in sizes:
-            for name, allowed in self.allowed(size, runs, sure).items():
+            for name, allowed in self.allowed(size, runs).items():
                 result[name] = torch.maximum(allowed, result[name]) if name in result else allowed
+        sure = (runs / self.runs) ** 0.5 if count in LOOKS else 1.0
         self.done = count
         clear = CLEAR if not self.amplifies else CLEARLY if count in MORE else math.inf
         return {name: Bound(value, result[name], sure=sure, clear=clear) for name, value in self.exact.items()}
@@ -340,8 +341,8 @@ class _Disturbed:
         tokens = self.operation.inputs[0].name
         return self.plain.narrow and max(sequences(self.inputs, tokens), default=0) > AMPLIFIED
 
-    def allowed(self, size: int | None, runs: int, sure: float = 1.0) -> dict[str, Tensor]:
-        """What is allowed by the first so many runs in chunks of a size, which are `sure` of that part of it and of the floor."""
+    def allowed(self, size: int | None, runs: int) -> dict[str, Tensor]:
+        """What is allowed by the first so many runs in chunks of a size."""
         squares, rows, plain = self.squares(size, runs), [], self.plain
         if self.coarse:
             coarse = self.squares(size, max(1, runs // COARSE), coarse=True)
@@ -350,7 +351,7 @@ class _Disturbed:
             port = self.ports[name]
             step = plain.step if port.dtype == "input" or plain.stored == plain.output else 0.0
             ulp = 2.0 ** (1 - BITS[self.dtype if port.dtype == "input" else "fp32"])
-            rows.append(Rows(port, value, own, ulp / sure, step / sure))
+            rows.append(Rows(port, value, own, ulp, step))
         lengths = sequences(self.inputs, self.operation.inputs[0].name) if any(each.along_tokens for each in rows) else []
         return dict(zip(self.exact, allowances(rows, lengths), strict=True))
 

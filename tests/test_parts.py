@@ -231,6 +231,27 @@ def test_a_sum_over_sequences_is_looked_at_with_all_of_them_and_all_heads(monkey
     assert (found.allowed != one.allowed).all()
 
 
+def test_a_bound_that_came_with_others_has_finer_ones_of_the_part_that_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small the call; they are those that all of it leads to, on other grids where they are of a part."""
+    given, made = (WIDE.spec, WIDE.inputs(), WIDE.cotangents()), wide_bounds(4)
+    seen = evaluated(monkeypatch)
+    several = bound.further(*given, made, "chunkwise", "ieee", 64)
+    assert seen == [], "nothing is computed before it is asked for"
+    over = torch.zeros_like(made["o"].allowed, dtype=torch.bool)
+    over[0, 71, 5] = True
+    each, own = several["o"].finer, made["o"].finer
+    assert each is not None and own is not None
+    found = each(over)
+    largest = sum(x.numel() for x in WIDE.inputs().values() if isinstance(x, Tensor))
+    assert sum(runs for _, runs in seen) == 16 + 4
+    assert all(numbers < largest / 16 for numbers, _ in seen)
+    assert torch.equal(found.value, made["o"].value)
+    whole, want = each(), own()
+    torch.testing.assert_close(whole.allowed, want.allowed, rtol=1e-6, atol=0.0)
+    assert (whole.sure, whole.clear) == (1.0, want.clear)
+    assert not torch.allclose(want.allowed, made["o"].allowed, rtol=1e-3, atol=0.0)
+
+
 def test_of_a_small_call_all_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = evaluated(monkeypatch)
     one = wide_bounds()["o"]
