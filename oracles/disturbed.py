@@ -692,7 +692,7 @@ def _apart_back(dx: Tensor, arithmetic: Arithmetic) -> Tensor:
 
 def _parts(arithmetic: Arithmetic) -> bool:
     """Whether values' channels are in halves. An odd run alone, whose grids have one number for all channels, can do without."""
-    return arithmetic.rounds and not (arithmetic.alike and all(arithmetic.ways))
+    return arithmetic.rounds and not (arithmetic.uniform and all(arithmetic.ways))
 
 
 def _halves(x: Tensor, order: Tensor | None) -> Tensor:

@@ -113,7 +113,7 @@ class Arithmetic:
         return self.stored < SINGLE
 
     @property
-    def alike(self) -> bool:
+    def uniform(self) -> bool:
         """Whether these are one odd run, which has one number for all positions of a place."""
         return self.runs == 1 and self.first % 2 == 1
 
