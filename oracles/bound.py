@@ -150,6 +150,7 @@ def bounds(
     *,
     stores: bool = False,
     folds: bool = False,
+    made: dict[str, Bound] | None = None,
 ) -> dict[str, Bound]:
     """The truth and the bound of each output, and with cotangents of each gradient.
 
@@ -158,7 +159,8 @@ def bounds(
     `first` are the runs that the first bound is of: of MORE, or of LOOKS, which are taken before RUNS of a large call, and on a CPU
     of all but small ones; who judges by them must heed what they are `sure` of. `stores` says that a recurrent implementation's
     backward sums its states again, from corrected values that are stored in the inputs' dtype; `folds` that a chunkwise one
-    multiplies a decay which all channels share into queries and keys, and stores these.
+    multiplies a decay which all channels share into queries and keys, and stores these. `made` are bounds of RUNS that were made
+    with those of other calls: they are given back with finer ones, which are of the part of this call that is asked about.
     """
     if algorithm not in operation.classes:
         raise ValueError(f"algorithm must be one of {', '.join(operation.classes)} for {operation.name}, got {algorithm!r}")
@@ -168,49 +170,12 @@ def bounds(
         raise ValueError(f"chunk must be None or a whole number from 1 up, got {chunk!r}")
     operation.check(inputs)
     _check_cotangents(cotangents)
-    exact = {name: runs[0] for name, runs in _evaluate(operation, inputs, cotangents, Arithmetic.exact()).items()}
-    looks = _looks(operation, inputs, cotangents, exact, algorithm, products, chunk, first, stores=stores, folds=folds)
-    return looks.bounds()
-
-
-def further(
-    operation: Operation,
-    inputs: Inputs,
-    cotangents: dict[str, Tensor] | None,
-    made: dict[str, Bound],
-    algorithm: str,
-    products: str = "ieee",
-    chunk: int | None = None,
-    *,
-    stores: bool = False,
-    folds: bool = False,
-) -> dict[str, Bound]:
-    """`made`, a legal call's bounds of RUNS that came with those of others, with finer ones, of the part that is asked about.
-
-    The rest is as for `bounds`.
-    """
-    exact = {name: each.value for name, each in made.items()}
-    looks = _looks(operation, inputs, cotangents, exact, algorithm, products, chunk, stores=stores, folds=folds, parts=True)
-    return {name: looks.with_finer(name, each, 1) for name, each in made.items()}
-
-
-def _looks(
-    operation: Operation,
-    inputs: Inputs,
-    cotangents: dict[str, Tensor] | None,
-    exact: dict[str, Tensor],
-    algorithm: str,
-    products: str = "ieee",
-    chunk: int | None = None,
-    first: int | None = None,
-    *,
-    stores: bool = False,
-    folds: bool = False,
-    parts: bool = False,
-) -> "_Looks":
-    """The looks at a call of which all that comes is known; at `parts` of it later, as of a large one."""
     dtypes = _dtype(operation, inputs), _dtype(operation, inputs, "gate")
     inputs, cotangents = _wide(operation, inputs), cotangents and {name: each.double() for name, each in cotangents.items()}
+    if made is None:
+        exact = {name: runs[0] for name, runs in _evaluate(operation, inputs, cotangents, Arithmetic.exact()).items()}
+    else:
+        exact = {name: each.value for name, each in made.items()}
     chunks = CHUNKS if algorithm == "chunkwise" and chunk is None else (chunk,)
     plain = Arithmetic.of(algorithm, dtypes[0], products)
     if stores and algorithm == "recurrent":
@@ -222,7 +187,8 @@ def _looks(
     quick = len(chunks) == 1 and _numbers(operation, inputs) * (4 if _kind(plain) == "half" else 8) <= _QUICK
     sparing = first is not None and (large or not (_on_a_gpu(inputs) or quick))
     counts = [count for count in (*(LOOKS if sparing else ()), RUNS, *MORE) if count >= (first or RUNS)]
-    return _Looks(Cut.of(operation, inputs), (inputs, cotangents, exact), make, counts, parts=large or parts)
+    looks = _Looks(Cut.of(operation, inputs), (inputs, cotangents, exact), make, counts, parts=large or made is not None)
+    return looks.bounds() if made is None else {name: looks.with_finer(name, each, 1) for name, each in made.items()}
 
 
 Given = tuple[Inputs, dict[str, Tensor] | None, dict[str, Tensor]]  # inputs, cotangents, and all that comes of them

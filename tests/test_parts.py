@@ -235,7 +235,7 @@ def test_a_bound_that_came_with_others_has_finer_ones_of_the_part_that_is_asked_
     """However small the call; they are those that all of it leads to, on other grids where they are of a part."""
     given, made = (WIDE.spec, WIDE.inputs(), WIDE.cotangents()), wide_bounds(4)
     seen = evaluated(monkeypatch)
-    several = bound.further(*given, made, "chunkwise", "ieee", 64)
+    several = bounds(*given, "chunkwise", "ieee", 64, made=made)
     assert seen == [], "nothing is computed before it is asked for"
     over = torch.zeros_like(made["o"].allowed, dtype=torch.bool)
     over[0, 71, 5] = True

@@ -1273,15 +1273,15 @@ def test_what_float64_loses_of_a_gates_gradient_is_no_error_of_a_recurrence() ->
 
 
 def test_float32_runs_spread_as_float64_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    for products, more in (
-        ("ieee", "dtype=bf16 gate=64"),
-        ("ieee", "dtype=fp16 gate=mixed beta=two"),
-        ("ieee", "dtype=bf16 gate=1000 beta=two values=correlated"),
-        ("tf32", "dtype=fp32 gate=64"),
-        ("tf32", "dtype=fp32 gate=1000 beta=two values=correlated"),
+    for products, first, more in (
+        ("ieee", None, "dtype=bf16 gate=64"),
+        ("ieee", None, "dtype=fp16 gate=mixed beta=two"),
+        ("ieee", None, "dtype=bf16 gate=1000 beta=two values=correlated"),
+        ("tf32", 16, "dtype=fp32 gate=64"),
+        ("tf32", 16, "dtype=fp32 gate=1000 beta=two values=correlated"),
     ):
         case = Case.parse(f"lengths=130 value_heads=2 state=random qk_norm=yes seed=11 {more}")
-        make = functools.partial(bounds, case.spec, case.inputs(), case.cotangents(), "chunkwise", products, 64, 16)
+        make = functools.partial(bounds, case.spec, case.inputs(), case.cotangents(), "chunkwise", products, 64, first)
         narrow = make()
         with monkeypatch.context() as patch:
             patch.setattr(disturbed, "NARROW", torch.float64)

@@ -227,8 +227,9 @@ def test_a_finer_bound_is_the_cases_own() -> None:
             finer, want = each.finer(), own(case)[name].finer
             assert want is not None
             # Of the same runs, around the truth that all share.
+            assert torch.equal(finer.value, each.value), (case, name)
             torch.testing.assert_close(finer.value, want().value, rtol=1e-12, atol=1e-14, msg=f"{name} of {case}")
-            torch.testing.assert_close(finer.allowed, want().allowed, rtol=1e-6, atol=0.0, msg=f"{name} of {case}")
+            torch.testing.assert_close(finer.allowed, want().allowed, rtol=1e-9, atol=0.0, msg=f"{name} of {case}")
             assert (each.sure, finer.sure) == (1.0, 1.0)
 
 

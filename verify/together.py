@@ -231,4 +231,4 @@ def _alone(run: Run, algorithm: str, made: Bounds) -> Bounds:
     case = run.example.case
     with devices.default("cpu"):
         ((inputs, cotangents),) = drawn([case], run.device, backward=case.backward)
-        return bound.further(case.spec, inputs, cotangents, made, algorithm, run.products, **_options(run, algorithm))
+        return bound.bounds(case.spec, inputs, cotangents, algorithm, run.products, made=made, **_options(run, algorithm))
