@@ -1,9 +1,11 @@
 """Plans: examples from a palette, in an order that lets compiling keep ahead of checking."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import pathlib
 import shutil
+import threading
 import time
 from typing import Any, ClassVar
 
@@ -115,6 +117,27 @@ def test_after_the_end_nothing_is_compiled_and_nobody_waits() -> None:
     planned = plan_of(compilers, laws=("cut",)).of("cut")
     planned.wait(planned.examples[0])
     assert worker.asked in ([], [{"describe": "x"}])
+
+
+def test_a_plan_that_is_closed_draws_no_more() -> None:
+    drawn: list[Example] = []
+    begun = threading.Event()
+
+    def draw(strategy: Any, seed: int, examples: int, look: Any) -> None:
+        def each(example: Example) -> None:
+            begun.set()
+            look(example)
+            drawn.append(example)
+
+        seeded(strategy, seed, examples, each)
+
+    plan = Plan(Domain(), ("oracle", "cut"), 5, lambda _: 200_000, draw, run_of, Compilers([], {}))
+    assert begun.wait(60)
+    plan.close()
+    for law in ("oracle", "cut"):
+        with pytest.raises(concurrent.futures.CancelledError):
+            plan.of(law)
+    assert len(drawn) < 100_000
 
 
 def test_what_was_compiled_before_is_not_waited_for(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from properties.domain import Domain
 from properties.laws import Law
 from properties.palette import draw_palette, key_of
 from properties.strategies import Example
+from verify.climb import Enough
 from verify.notes import Notes
 from verify.run import Run
 from verify.worker import Worker, WorkerLost
@@ -117,15 +118,16 @@ class Plan:
         self.palette = draw_palette(self.domain, seed, SIZE, laws) if has_keys(domain) else None
         self._seed, self._examples_of, self._draw, self._run_of = seed, examples_of, draw, run_of
         self._compilers = compilers
-        self._thread = concurrent.futures.ThreadPoolExecutor(1)
+        self._thread, self._closed = concurrent.futures.ThreadPoolExecutor(1), threading.Event()
         self._planned = {law: self._thread.submit(self._plan, law) for law in laws}
 
     def of(self, law: str) -> Planned:
-        """The examples of a law: waits until they are drawn."""
+        """The examples of a law: waits until they are drawn. CancelledError if it is closed before."""
         return self._planned[law].result()
 
     def close(self) -> None:
         """Draw no more."""
+        self._closed.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _plan(self, name: str) -> Planned:
@@ -133,7 +135,16 @@ class Plan:
         planned = Planned([], {})
         if law.needs(self.domain) is not None:
             return planned
-        self._draw(self._strategy(law), mix_words(self._seed, name), self._examples_of(name), planned.examples.append)
+
+        def look(example: Example) -> None:
+            if self._closed.is_set():
+                raise Enough
+            planned.examples.append(example)
+
+        try:
+            self._draw(self._strategy(law), mix_words(self._seed, name), self._examples_of(name), look)
+        except Enough:
+            raise concurrent.futures.CancelledError from None
         if self.palette is None:
             return planned
         # Key after key, the cheapest to compile first: it is being run while others are compiled. Those that share bounds stand
