@@ -55,13 +55,12 @@ KAPPA = 12.0
 FLOOR_ULP = 2.0
 ORIGIN = f"{KAPPA:g} sigma of the disturbed runs"
 _NEAR = 1_500_000  # bytes of some runs' inputs: with more, a CPU waits for memory; measured
-_QUICK = 40_000  # bytes of one run's inputs, up to which RUNS take a CPU little longer than one; measured
 _WIDE = 9_000_000  # float64 numbers of some runs' inputs that a GPU takes at once, however many runs those are
 _FEW, _FEWEST = 8, 4  # runs that a GPU takes at once: so many where there is room, fewer whatever their size
 _ROOM = 160_000_000  # float64 numbers of _FEW runs' inputs: 155 million took 22.2 GiB, 8 of it a segment's
 _BYTES = {"half": 8, "single": 12, "recurrent": 20}  # an input's, with what comes of it: float32, float64, that for two halves
 _BATCH = {"cpu": 2**25, "cuda": 2**28}  # float64 numbers of few runs' inputs: a call that has more is cut into several
-_LARGE = {"cpu": 2**17, "cuda": 2**24}  # numbers of a call's inputs: of more, parts are looked at alone, on a GPU after LOOKS
+_LARGE = 2**24  # numbers of a call's inputs, above which a GPU takes LOOKS too, and looks at parts alone
 _TINY = 2.0**-100  # products of what is flushed to zero below 2^-126 with anything up to 6e7, the norm's 1 / 1e-4 included
 
 
@@ -183,11 +182,9 @@ def bounds(
     if folds and algorithm == "chunkwise":
         plain = dataclasses.replace(plain, folds=True)
     make = functools.partial(_Disturbed, operation, dtypes=dtypes, chunks=chunks, plain=plain)
-    large = _numbers(operation, inputs) > _LARGE["cuda" if _on_a_gpu(inputs) else "cpu"]
-    quick = len(chunks) == 1 and _numbers(operation, inputs) * (4 if _kind(plain) == "half" else 8) <= _QUICK
-    sparing = first is not None and (large or not (_on_a_gpu(inputs) or quick))
-    counts = [count for count in (*(LOOKS if sparing else ()), RUNS, *MORE) if count >= (first or RUNS)]
-    looks = _Looks(Cut.of(operation, inputs), (inputs, cotangents, exact), make, counts, parts=large or made is not None)
+    sparing = not _on_a_gpu(inputs) or _numbers(operation, inputs) > _LARGE
+    counts = [count for count in (*(LOOKS if sparing and first is not None else ()), RUNS, *MORE) if count >= (first or RUNS)]
+    looks = _Looks(Cut.of(operation, inputs), (inputs, cotangents, exact), make, counts, parts=sparing or made is not None)
     return looks.bounds() if made is None else {name: looks.with_finer(name, each, 1) for name, each in made.items()}
 
 
@@ -241,7 +238,8 @@ class _Looks:
 
     def _cheapest(self, part: Part, total: int, count: int) -> Part:
         """That part, or a larger one of which so many runs cost less, since an earlier look made some of them."""
-        costs = {part: self.cut.size(part) * count}
+        begun = self.runs.get((self.cut.whole, total))
+        costs = {part: self.cut.size(part) * (count - (begun.done if begun else 0))}
         for (each, of), runs in self.runs.items():
             if of == total and each.has(part):
                 costs[each] = self.cut.size(each) * (count - runs.done)
@@ -254,7 +252,9 @@ class _Looks:
             if part != self.cut.whole:
                 inputs, exact = self.cut.inputs(inputs, part), self.cut.named(exact, part)
                 cotangents = cotangents and self.cut.named(cotangents, part)
-            self.runs[part, total] = self.make(inputs, cotangents, exact, total=total)
+            runs = self.runs[part, total] = self.make(inputs, cotangents, exact, total=total)
+            if (begun := self.runs.get((self.cut.whole, total))) is not None:
+                runs.go_on(begun, lambda name, rows: self.cut.taken(rows, self.cut.operation.port(name), part))
         return self.runs[part, total]
 
 
@@ -282,6 +282,11 @@ class _Disturbed:
         self.done = 0  # runs of the last bounds
         # By size of chunk and whether they are the coarse ones: how many runs, and sums of squares.
         self.made: dict[tuple[int | None, bool], tuple[int, list[Tensor]]] = {}
+
+    def go_on(self, begun: "_Disturbed", taken: Callable[[str, Tensor], Tensor]) -> None:
+        """Have the runs that were made of the whole call, of which this is a part, of whose rows it has what is `taken`."""
+        for key, (runs, sums) in begun.made.items():
+            self.made[key] = runs, [taken(name, own) for name, own in zip(self.exact, sums, strict=True)]
 
     def bounds(self, count: int) -> dict[str, Bound]:
         """The bounds of the first `count` runs, of half of them where chunks have several sizes.

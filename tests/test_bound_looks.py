@@ -31,12 +31,6 @@ MODES = st.sampled_from(
 )
 
 
-@pytest.fixture(autouse=True)
-def looks_at_small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the tests, of which one would look at all runs at once."""
-    monkeypatch.setattr(bound, "_QUICK", 0)
-
-
 def looks(case: Case, algorithm: str, products: str, chunk: int | None, first: int) -> list[dict[str, Bound]]:
     """The bounds that are asked for one after the other, but for the finest."""
     made = [bounds(case.spec, case.inputs(), case.cotangents(), algorithm, products, chunk, first)]
@@ -86,32 +80,6 @@ def test_one_run_or_two_are_sure_of_no_more() -> None:
         assert less_than_sure(fewer, last, 1.0) != []
     assert less_than_sure(one, last, 0.55) != []
     assert less_than_sure(two, last, 0.75) != []
-
-
-@pytest.mark.parametrize(
-    ("line", "mode", "quick"),
-    [
-        ("lengths=20 dtype=bf16", ("chunkwise", "ieee", 64), True),
-        ("lengths=20 dtype=bf16", ("chunkwise", "ieee", None), False),  # several sizes are several calls
-        ("lengths=90 key_dim=24 value_dim=32 dtype=bf16", ("chunkwise", "ieee", 64), True),
-        ("lengths=90 key_dim=24 value_dim=32 dtype=fp32", ("chunkwise", "ieee", 64), False),
-        ("lengths=90 key_dim=24 value_dim=32 dtype=bf16", ("recurrent", "ieee", None), False),
-        ("lengths=20 dtype=fp16", ("recurrent", "ieee", None), True),
-        ("lengths=300 key_dim=24 value_dim=32 dtype=bf16", ("chunkwise", "ieee", 64), False),
-    ],
-)
-def test_of_a_small_call_all_runs_are_looked_at_at_once(
-    line: str, mode: tuple[str, str, int | None], monkeypatch: pytest.MonkeyPatch, *, quick: bool
-) -> None:
-    monkeypatch.undo()
-    case, evaluate, seen = Case.parse(line), bound._evaluate, list[int]()
-    monkeypatch.setattr(bound, "_evaluate", lambda *given: seen.append(given[-1].runs) or evaluate(*given))
-    limits = bounds(case.spec, case.inputs(), None, *mode, first=1)
-    assert {each.sure for each in limits.values()} == ({1.0} if quick else {0.5 if mode[2] or mode[0] == "recurrent" else 0.5**0.5})
-    assert seen[1:] == ([RUNS] if quick else [1])
-    if quick:
-        for name, each in bounds(case.spec, case.inputs(), None, *mode).items():
-            assert torch.equal(each.allowed, limits[name].allowed), "and these are what all allow"
 
 
 def test_of_undeclared_chunks_one_size_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
