@@ -22,9 +22,8 @@ the greater of both. After several chunks the tails may be all there is: a trans
 errors to its power, and few runs may all have small ones. There nothing is clear from RUNS alone (`Bound.clear`).
 
 On a CPU, and where a call is large, a run is what costs. There the judge may look at one of the RUNS first, at two, and at all only
-if an error is over what these are sure of (`Bound.sure`): of the same runs it finds the same broken. (Of a small call all take a
-CPU little longer than one.) What is over in a large call is looked at again in its own part of it (oracles/parts.py), whose runs
-round on other grids.
+if an error is over what these are sure of (`Bound.sure`): of the same runs it finds the same broken. What is over is looked at again
+in its own part of the call (oracles/parts.py), which goes on with the runs of all of it; later ones round on other grids there.
 
 docs/MEASUREMENTS.md derives KAPPA and holds the distribution of error / allowed on right implementations.
 """
@@ -155,8 +154,8 @@ def bounds(
 
     `algorithm` is the class of the implementation ("chunkwise", "recurrent", "pointwise"), `products` how it multiplies float32
     matrices ("ieee", "tf32"), `chunk` the tokens in its chunks if known; cotangents are those of the outputs, in their dtypes.
-    `first` are the runs that the first bound is of: of MORE, or of LOOKS, which are taken before RUNS of a large call, and on a CPU
-    of all but small ones; who judges by them must heed what they are `sure` of. `stores` says that a recurrent implementation's
+    `first` are the runs that the first bound is of: of MORE, or of LOOKS, which are taken before RUNS on a CPU, and on a GPU of a
+    large call; who judges by them must heed what they are `sure` of. `stores` says that a recurrent implementation's
     backward sums its states again, from corrected values that are stored in the inputs' dtype; `folds` that a chunkwise one
     multiplies a decay which all channels share into queries and keys, and stores these. `made` are bounds of RUNS that were made
     with those of other calls: they are given back with finer ones, which are of the part of this call that is asked about.
@@ -194,8 +193,7 @@ Given = tuple[Inputs, dict[str, Tensor] | None, dict[str, Tensor]]  # inputs, co
 class _Looks:
     """What one look after the other allows: the first at the whole call, a later one at the part of it that is asked about.
 
-    `counts` are the runs of each look. Without `parts`, every look is at all of it, once: where a call is so small that a part of
-    it takes as long.
+    `counts` are the runs of each look. Without `parts`, every look is at all of it, once: where a GPU takes as long for a part.
     """
 
     def __init__(self, cut: Cut, given: Given, make: Callable[..., "_Disturbed"], counts: Sequence[int], *, parts: bool) -> None:
