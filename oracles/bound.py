@@ -22,8 +22,8 @@ the greater of both. After several chunks the tails may be all there is: a trans
 errors to its power, and few runs may all have small ones. There nothing is clear from RUNS alone (`Bound.clear`).
 
 On a CPU, and where a call is large, a run is what costs. There the judge may look at one of the RUNS first, at two, and at all only
-if an error is over what these are sure of (`Bound.sure`): of the same runs it finds the same broken. What is over is looked at again
-in its own part of the call (oracles/parts.py), which goes on with the runs of all of it; later ones round on other grids there.
+if an error is over what these are sure of (`Bound.sure`): of the same runs it finds the same broken. What is over is looked at
+again in its own part of the call (oracles/parts.py), which goes on with the runs of all of it; later ones round on other grids.
 
 docs/MEASUREMENTS.md derives KAPPA and holds the distribution of error / allowed on right implementations.
 """
