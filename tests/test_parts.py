@@ -279,6 +279,19 @@ def test_a_part_goes_on_with_the_runs_of_the_whole_call(monkeypatch: pytest.Monk
     assert all(not torch.allclose(allowed, anew[name], rtol=1e-3, atol=0.0) for name, allowed in of_two_runs().items())
 
 
+def test_of_a_small_call_a_gpu_looks_at_all_of_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bound, "_on_a_gpu", lambda inputs: True)
+    seen = evaluated(monkeypatch)
+    one = wide_bounds()["o"]
+    assert one.sure == 1.0, "four runs at once"
+    seen.clear()
+    over = torch.zeros_like(one.allowed, dtype=torch.bool)
+    over[0, 0, 0] = True
+    assert one.finer is not None
+    assert (one.finer(over).allowed != one.allowed).any(-1).all()
+    assert {numbers for numbers, _ in seen} == {sum(x.numel() for x in WIDE.inputs().values() if isinstance(x, Tensor))}
+
+
 LINES = (
     "lengths=70+0+33 packed=yes heads=4 value_heads=8 key_dim=4 value_dim=6 dtype=bf16 state=random in_kernel=both",
     "lengths=40+40 heads=4 value_heads=8 key_dim=4 value_dim=6 values=scaled gate=mixed in_kernel=gate",
@@ -343,11 +356,12 @@ def test_the_same_is_broken_whether_the_whole_is_looked_at_or_parts(
         case = dataclasses.replace(WIDE, dtype=dtype)
         results, found = answered(implementation, case), []
         for parts in (True, False):
-            if not parts:
-                monkeypatch.setattr(Cut, "having", lambda self, port, rows: self.whole)
-            limits = bounds(case.spec, case.inputs(), case.cotangents(), "chunkwise", "ieee", 64, 1)
-            pairs = [(name, results[name], each) for name, each in limits.items()]
-            found.append({(each.output, each.worst) for each in judge(pairs, functools.partial(where, case)).findings})
+            with monkeypatch.context() as patch:
+                if not parts:
+                    patch.setattr(Cut, "having", lambda self, port, rows: self.whole)
+                limits = bounds(case.spec, case.inputs(), case.cotangents(), "chunkwise", "ieee", 64, 1)
+                pairs = [(name, results[name], each) for name, each in limits.items()]
+                found.append({(each.output, each.worst) for each in judge(pairs, functools.partial(where, case)).findings})
         assert found[0] == found[1]
         assert bool(found[0]) == broken
         assert all("sequence 3" in worst for _, worst in found[0])
