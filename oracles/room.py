@@ -9,10 +9,10 @@ H200 = 139 * 2**30  # bytes of the GPU that the numbers of oracles/ and of verif
 
 def fitting(most: int, device: torch.device) -> int:
     """`most`, of bytes or numbers, which an H200 has room for; on a GPU with less memory that part of it, 1 at least."""
-    return most if device.type != "cuda" else max(1, int(most * min(1.0, memory(device) / H200)))
+    return most if device.type in ("cpu", "meta") else max(1, int(most * min(1.0, memory(device) / H200)))
 
 
 @functools.cache
 def memory(device: torch.device) -> int:
     """The bytes of a GPU's memory, whoever holds them."""
-    return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)

@@ -9,7 +9,7 @@ import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from hypothesis import strategies as st
@@ -17,16 +17,34 @@ from torch import Tensor
 
 from oracles import parallel, sharding
 from oracles.bound import Bound
+from oracles.counter import mix_words
 from oracles.operation import Inputs
 from oracles.parallel_case import CHOICES, ParallelCase
 from oracles.sharding import AT_REST, Mesh, Rank
 from properties.laws import Breach, Cotangents, Law, Pair, Results
 from properties.strategies import Example
 
+COMPILED = 1 / 3  # how many of a layer's cases, on a GPU, have a choice whose kernels are compiled
+FORMS = 4  # forms that such cases are drawn from
 SHORT = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33, 64, 65, 66)
 MESHES = ("1x1", "2x1", "1x2", "2x2", "4x1", "1x4")
 WAYS = ("heads", "tokens")
 ILLEGAL = ("length", "total", "order", "heads")
+
+
+class Form(NamedTuple):
+    """What the kernels of a path are compiled for, `ranks` being tp * cp: on a GPU a new form costs seconds of compilation."""
+
+    ranks: int
+    packed: bool
+    heads_a_rank: int
+    group: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    conv_bias: bool
+    dtype: str
+    offsets: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +56,9 @@ class PathDomain:
     choice, by name; those in `slow` are drawn seldom and small. `exchanges`: its CP -> HP and HP -> CP can be called alone;
     `computes`: so can the rest. `counts`: its collectives are counted; `refuses`: it promises to refuse illegal layouts;
     `checkpoints`: it says what its shards are of. `least_piece` are the fewest tokens in each piece that a CP rank holds.
+
+    `tf32` are values of choices, as name=value, whose kernels multiply float32 matrices in TF32 on a GPU. `forms` is set by a check
+    on a GPU (see `with_forms`): cases whose kernels are compiled have one of these, with widths out of `compiled_widths`.
     """
 
     operation: str = "gdn_layer"
@@ -70,6 +91,9 @@ class PathDomain:
     backward: bool = True
     computes: bool = True
     least_piece: int = 0
+    tf32: tuple[str, ...] = ()
+    compiled_widths: tuple[int, ...] = (64, 128, 96)
+    forms: tuple[Form, ...] = ()
 
     def outside(self, case: ParallelCase) -> str | None:
         """Why `case` is outside the domain, or None."""
@@ -98,6 +122,10 @@ class PathDomain:
             (self.negative_eigenvalues or not case.allow_neg_eigval, "allow_neg_eigval=yes is not supported"),
             (self.backward or not case.backward, "backward=yes is not supported"),
             (self.deterministic or not case.deterministic, "deterministic=yes is not supported"),
+            (
+                not self.forms or not _compiles(case) or form_of(case) in self.forms,
+                "its kernels are compiled for another form than those that this check draws",
+            ),
             (_piece(case) >= self.least_piece, f"pieces of {_piece(case)} tokens, under {self.least_piece}, are not supported"),
             *((getattr(case, name) in values, f"{name}={getattr(case, name)} is not supported") for name, values in self.choices),
         )
@@ -115,6 +143,42 @@ class PathDomain:
             return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
 
         return cls(**{name: frozen(value) for name, value in data.items()})
+
+
+def form_of(case: ParallelCase) -> Form:
+    """What the kernels of a case are compiled for."""
+    share = case_ranks(case) if case.operation == "gdn_layer" else 1
+    heads, group = case.heads // share, case.value_heads // case.heads
+    widths = (case.key_dim, case.value_dim, case.conv_width, case.conv_bias)
+    return Form(case_ranks(case), case.packed, heads, group, *widths, case.dtype, case.offsets)
+
+
+def with_forms(domain: PathDomain, seed: int) -> PathDomain:
+    """The domain with FORMS forms drawn from a seed, of every dtype in turn, for cases whose kernels are compiled."""
+    chance = random.Random(mix_words(seed, "forms"))  # noqa: S311 - seeded, and not for secrets
+    forms = []
+    for number in range(FORMS):
+        packed = chance.choice([choice for choice, can in ((True, domain.packed), (False, domain.batched)) if can])
+        forms.append(
+            Form(
+                chance.randint(min(2, domain.ranks), domain.ranks),
+                packed,
+                chance.choice((1, 2)),
+                chance.choice((1, 2)) if domain.grouped_heads else 1,
+                key_dim := chance.choice(domain.compiled_widths),
+                key_dim if domain.equal_widths else chance.choice(domain.compiled_widths),
+                chance.choice(domain.conv_widths),
+                domain.conv_bias and chance.choice((False, True)),
+                domain.dtypes[number % len(domain.dtypes)],
+                chance.choice(domain.offsets) if packed else "int64",
+            )
+        )
+    return dataclasses.replace(domain, forms=tuple(forms))
+
+
+def _compiles(case: ParallelCase) -> bool:
+    """Whether kernels of a case are compiled: of a layer those of flash-linear-attention alone."""
+    return case.operation != "gdn_layer" or "fla" in (case.conv, case.rule)
 
 
 def _piece(case: ParallelCase) -> int:
@@ -187,6 +251,8 @@ def _drawn(chance: random.Random, domain: PathDomain, tokens: int, fixed: dict[s
         for tp, cp in itertools.product(range(1, domain.ranks + 1), repeat=2)
         if tp * cp <= domain.ranks and (tp == 1 or (layer and domain.tensor_parallel))
     ]
+    if domain.forms:
+        fixed = _of_a_form(chance, domain, meshes, fixed)
     large = [mesh for mesh in meshes if mesh[0] * mesh[1] > domain.ranks // 2]
     tp, cp = field("mesh", large if chance.random() < 1 / 2 else meshes)
     layout = field("layout", domain.layouts)
@@ -232,6 +298,23 @@ def _drawn(chance: random.Random, domain: PathDomain, tokens: int, fixed: dict[s
         seed=chance.randrange(2**16),
         **values,
     )
+
+
+def _of_a_form(chance: random.Random, domain: PathDomain, meshes: list[tuple[int, int]], fixed: dict[str, Any]) -> dict[str, Any]:
+    """What is fixed of a case on a GPU: a form where kernels are compiled, else choices for which none are."""
+    values: dict[str, tuple[str, ...]] = {}
+    if domain.operation == "gdn_layer":
+        for name, choices in domain.choices:
+            given = fixed.get(name, choices)
+            values[name] = given if isinstance(given, tuple) else (given,)
+        plain = {name: tuple(value for value in several if value != "fla") for name, several in values.items()}
+        compiled = plain != values and (not all(plain.values()) or chance.random() < COMPILED)
+        values = values if compiled else plain
+        if not compiled:
+            return {**fixed, **values}
+    form = chance.choice(domain.forms)
+    shared = tuple(mesh for mesh in meshes if mesh[0] * mesh[1] == form.ranks)
+    return {**form._asdict(), "mesh": shared, **fixed, **values}
 
 
 def _weighted(chance: random.Random, name: str, choices: Sequence[str], domain: PathDomain) -> tuple[str, ...]:
@@ -483,10 +566,18 @@ def _others(domain: PathDomain) -> Callable[[ParallelCase], Sequence[str]]:
     def others(case: ParallelCase) -> Sequence[str]:
         words = case.words()
         every = [each for each in _alternatives(domain) if words[each.partition("=")[0]] != each.partition("=")[2]]
+        if domain.forms:  # whose kernels are compiled is as quick as others
+            return [each for each in every if domain.outside(_with_choice(case, each)) is None]
         quick = [each for each in every if each not in domain.slow]
         return quick + [each for each in every if each in domain.slow][: 1 if case.tokens <= 40 else 0]
 
     return others
+
+
+def _with_choice(case: ParallelCase, choice: str) -> ParallelCase:
+    name, _, value = choice.partition("=")
+    changed: dict[str, Any] = {name: value}
+    return dataclasses.replace(case, **changed)
 
 
 def _changes(case: ParallelCase, variant: str | None) -> str | None:

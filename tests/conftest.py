@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from verify import device as devices
 from verify.worker import Worker
 
 
@@ -12,3 +13,10 @@ def worker() -> Iterator[Worker]:
     """One isolated worker for all tests of this process: it imports torch and each released kernel once, which takes seconds."""
     with Worker() as one:
         yield one
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs more GPUs than there are: `gpu` needs one, `gpu(2)` two."""
+    needed = max((mark.args[0] if mark.args else 1 for mark in item.iter_markers("gpu")), default=0)
+    if devices.gpus() < needed:
+        pytest.skip(f"needs {needed} GPU{'s' if needed > 1 else ''}, torch sees {devices.gpus() or 'none'}")

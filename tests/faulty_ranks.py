@@ -1,4 +1,4 @@
-"""What the ranks of tests serve: in {"fault": name, "of": [1]} those ranks misbehave and the others wait in an all-reduce."""
+"""What the ranks of tests serve: in {"planted": name, "of": [1]} those ranks misbehave and the others wait in an all-reduce."""
 
 import ctypes
 import os
@@ -16,12 +16,12 @@ from verify.run import Outcome
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    if "fault" not in question:
+    if "planted" not in question:
         told = service.answer(question)
         if "join" in question and "PIDS" in os.environ:
             pathlib.Path(os.environ["PIDS"], str(os.getpid())).touch()
         return told
-    return call_implementation(question["fault"] if distributed.get_rank() in question["of"] else "none").to_json()
+    return call_implementation(question["planted"] if distributed.get_rank() in question["of"] else "none").to_json()
 
 
 def call_implementation(fault: str) -> Outcome:

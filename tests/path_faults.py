@@ -18,41 +18,49 @@ class Fault(GdnLayer):
 
     def run(self, x: Inputs, place: Place) -> Tensor:
         if place.cp.rank == 1:
-            self.fault(place)
+            self.fault(x, place)
         return super().run(x, place)
 
-    def fault(self, place: Place) -> None:
+    def fault(self, x: Inputs, place: Place) -> None:
         """What it does."""
 
 
 class Raises(Fault):
-    def fault(self, place: Place) -> None:
+    def fault(self, x: Inputs, place: Place) -> None:
         raise RuntimeError("no such tile")
 
 
 class Exits(Fault):
-    def fault(self, place: Place) -> None:
+    def fault(self, x: Inputs, place: Place) -> None:
         sys.exit(7)
 
 
 class IsKilled(Fault):
-    def fault(self, place: Place) -> None:
+    def fault(self, x: Inputs, place: Place) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class HangsOnTheCPU(Fault):
-    def fault(self, place: Place) -> None:
+    def fault(self, x: Inputs, place: Place) -> None:
         time.sleep(1000)
 
 
 class HangsInACollective(Fault):
-    def fault(self, place: Place) -> None:
-        place.cp.all_reduce(torch.ones(3))
-        place.cp.all_reduce(torch.ones(3))
-        place.cp.all_reduce(torch.ones(3))
+    def fault(self, x: Inputs, place: Place) -> None:
+        place.cp.all_reduce(torch.ones(3, device=x.hidden.device))
+        place.cp.all_reduce(torch.ones(3, device=x.hidden.device))
+        place.cp.all_reduce(torch.ones(3, device=x.hidden.device))
+
+
+class LosesItsGpu(Fault):
+    """An index out of range, seen on the device alone: no call works on that GPU any more in this process."""
+
+    def fault(self, x: Inputs, place: Place) -> None:
+        if x.hidden.is_cuda:
+            torch.zeros(4, device=x.hidden.device)[torch.tensor([7], device=x.hidden.device)]
 
 
 class PrintsMuch(Fault):
-    def fault(self, place: Place) -> None:
+    def fault(self, x: Inputs, place: Place) -> None:
         for _ in range(1000):
             print("x" * 100_000)

@@ -40,7 +40,6 @@ from oracles.rounding import BITS
 from properties.domain import Domain
 from properties.laws import LAWS
 from properties.strategies import cases
-from verify import device as devices
 
 KNOWN = (
     (
@@ -376,7 +375,7 @@ def test_another_round_and_another_copy_would_be_seen() -> None:
     assert (seen.sent, seen.rounds) == (2, 2)
 
 
-@pytest.mark.skipif(not devices.gpus(), reason="torch sees no GPU")
+@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize(("line", "known"), KNOWN)
 def test_gpu_makes_the_known_bits_and_nobody_waits_for_it(line: str, known: str) -> None:

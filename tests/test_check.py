@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -222,7 +223,8 @@ def test_oracle_that_raises_is_unknown_and_not_the_kernels_fault(monkeypatch: py
     monkeypatch.setattr(bound, "bounds", fail)
     outcome = execute(Run("oracle", RIGHT, Example(Case((3,)))))
     assert outcome.verdict is Verdict.UNKNOWN
-    assert f"{type(error).__name__} in the toolkit" in outcome.reason
+    assert outcome.reason.startswith(f"gdn-verify failed: {type(error).__name__}: ")
+    assert re.fullmatch(rf"{type(error).__name__} at verify/bench.py:\d+ in \w+", outcome.fault)
     assert outcome.findings == []
 
 

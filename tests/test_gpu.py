@@ -1,17 +1,24 @@
-"""On a GPU: whatever a kernel does to it costs one worker and one verdict, and the next case runs. Skipped where there is none."""
+"""What only a GPU can show: faults that cost a worker or a rank, oracles on CPU and GPU, ranks on a GPU, kernel configurations."""
 
+import json
 import pathlib
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
+from oracles.bound import Bound, bounds
+from verify import cli
 from verify import device as devices
 from verify.check import ask
 from verify.judge import Verdict
-from verify.run import Run
+from verify.ranks import RankGroup
+from verify.run import Outcome, Run, execute
 from verify.store import Store
 from verify.worker import Worker
 
-pytestmark = pytest.mark.skipif(not devices.gpus(), reason="torch sees no GPU")
+pytestmark = pytest.mark.gpu
 
 HARM = (
     ("IllegalAccess", "crashed: CUDA error: an illegal memory access was encountered"),
@@ -33,3 +40,134 @@ def test_what_a_kernel_does_to_the_device_is_one_verdict(name: str, said: str, t
     assert (before.verdict, harmed.verdict, after.verdict) == (Verdict.HOLDS, Verdict.BROKEN, Verdict.HOLDS)
     assert harmed.findings[0].what.startswith(said)
     assert before.ratios == after.ratios
+
+
+# Oracles and bounds
+
+CALLS = (
+    "law=oracle adapter=tests/right.py:Chunkwise lengths=130 key_dim=24 value_dim=40 dtype=bf16 state=random qk_norm=yes",
+    "law=oracle adapter=tests/right.py:Chunkwise lengths=3+0+70 packed=yes heads=2 value_heads=4 dtype=fp16 in_kernel=both",
+    "law=oracle adapter=tests/right.py:Recurrent lengths=33 dtype=fp32 gate=saturated state=random",
+    "law=oracle adapter=tests/right.py:Chunkwise op=kda lengths=65 dtype=bf16 gate=10 state=random",
+    "law=oracle adapter=fla/conv op=causal_conv1d lengths=5+12 packed=yes width=20 dtype=bf16",
+    "law=oracle adapter=fla/gated_norm op=gated_rms_norm lengths=17 width=24 dtype=fp16",
+    "law=oracle adapter=fla/decode op=decode lengths=1+1+1 dtype=bf16",
+    "law=oracle adapter=fla/layer op=gdn_layer lengths=34 heads=2 value_heads=2 dtype=bf16",
+)
+
+
+def computed(line: str, device: str) -> dict[str, Bound]:
+    """The truth and the bounds of a line's case, computed on a device."""
+    case: Any = Run.parse(line).example.case
+    inputs, cotangents = case.inputs(device), case.cotangents(device) if case.backward else None
+    algorithms = {"causal_conv1d": "pointwise", "gated_rms_norm": "pointwise", "decode": "recurrent"}
+    made = bounds(case.spec_of(inputs), inputs, cotangents, algorithms.get(case.operation, "chunkwise"))
+    assert {x.device.type for each in made.values() for x in (each.value, each.allowed)} == {device}
+    return made
+
+
+def apart(one: dict[str, Bound], other: dict[str, Bound]) -> tuple[float, float]:
+    """The greatest difference of two truths, over what an implementation may err; and the greatest ratio of two allowances."""
+    assert one.keys() == other.keys()
+    filled = {name: (each, other[name]) for name, each in one.items() if each.allowed.numel()}
+    errors = [float((a.value - b.value.cpu()).abs().max() / a.allowed.min()) for a, b in filled.values()]
+    ratios = [a.allowed / b.allowed.cpu() for a, b in filled.values()]
+    return max(errors), max(float(torch.maximum(ratio, 1 / ratio).max()) for ratio in ratios)
+
+
+@pytest.mark.parametrize("line", CALLS)
+def test_oracle_and_bounds_are_the_same_on_a_cpu_and_on_a_gpu(line: str) -> None:
+    error, ratio = apart(computed(line, "cpu"), computed(line, "cuda"))
+    assert error < 1e-3
+    assert ratio < 1.5
+
+
+def test_another_seed_and_another_dtype_would_be_seen_to_differ() -> None:
+    one, seed, dtype = (computed(line, "cpu") for line in (CALLS[0], f"{CALLS[0]} seed=1", CALLS[0].replace("bf16", "fp16")))
+    assert apart(one, seed)[0] > 1
+    assert apart(one, dtype)[1] > 1.5
+
+
+# Ranks
+
+PATH = "law=parallel adapter=tests/path_faults.py:{} device=cuda lengths=8 cp=2 heads=2 value_heads=2"
+RANK_FAULTS = (
+    ("Raises", ("rank 1: call", "raised RuntimeError: no such tile")),
+    ("IsKilled", ("rank 1", "killed by SIGKILL")),
+    ("HangsOnTheCPU", ("rank 1 hung: no answer within 20 s", "in fault (path_faults.py")),
+    ("LosesItsGpu", ("rank 1: call", "crashed: CUDA error: device-side assert triggered")),
+)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankGroup]:
+    with RankGroup(2, "nccl", deadline_s=20.0) as group:
+        yield group
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(("name", "said"), RANK_FAULTS)
+def test_a_rank_that_fails_over_nccl_is_named_and_the_next_case_runs(
+    two: RankGroup, name: str, said: tuple[str, ...], tmp_path: pathlib.Path
+) -> None:
+    store = Store(tmp_path)
+    outcome = ask(Run.parse(PATH.format(name)), two, store)
+    words = " ".join(f"{finding.output}: {finding.what} {finding.worst}" for finding in outcome.findings)
+    assert outcome.verdict is Verdict.BROKEN, outcome
+    assert [each for each in said if each not in words] == [], words
+    assert ask(Run.parse(PATH.format("Fault")), two, store).verdict is Verdict.HOLDS
+
+
+ON_ONE = "adapter=gdn/layer device=cuda tp=2 cp=2 sp=yes heads=4 value_heads=8 packed=yes padding=least lengths=3+0+17"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"law=parallel {ON_ONE}",
+        f"law=parallel {ON_ONE} dtype=bf16 tune=1 products=tf32 key_dim=64 value_dim=64 conv=fla rule=fla qk_norm=in_kernel",
+        f"law=exchange variant=heads {ON_ONE} thd_all_to_all=fused",
+        f"law=refused variant=length {ON_ONE}",
+    ],
+)
+def test_simulated_ranks_compute_on_the_gpu(line: str) -> None:
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    outcome = execute(Run.parse(line))
+    assert outcome.verdict is Verdict.HOLDS, (outcome.reason, outcome.fault, outcome.findings)
+    assert torch.cuda.max_memory_allocated() > before
+
+
+def test_a_wrong_path_is_found_on_simulated_ranks_of_a_gpu() -> None:
+    line = "law=parallel adapter=zoo/NoSumOverTp device=cuda tp=2 heads=2 value_heads=2 lengths=4"
+    here, there = execute(Run.parse(line.replace(" device=cuda", ""))), execute(Run.parse(line))
+    assert (here.verdict, there.verdict) == (Verdict.BROKEN, Verdict.BROKEN)
+    assert [finding.output for finding in here.findings] == [finding.output for finding in there.findings]
+
+
+@pytest.mark.gpu(2)
+def test_a_line_of_a_gpu_is_repeated_over_nccl(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = "law=parallel adapter=gdn/layer device=cuda lengths=8 cp=2 heads=2 value_heads=2"
+    assert cli.main(["repeat", line, "--ranks", "2", "--json", "--findings", str(tmp_path)]) == cli.HOLDS
+    said = json.loads(capsys.readouterr().out)
+    assert (said["run"], said["verdict"]) == (line, "holds")
+    assert said["rows"] > 0
+
+
+# Configurations
+
+
+def test_a_pinned_configuration_is_the_one_that_runs() -> None:
+    line = "law=oracle adapter=tests/autotuned.py:WrongAt64 device=cuda lengths=40 key_dim=8 value_dim=8 backward=no tune=1,"
+    lines = [f"{line}copy_kernel:BLOCK={block}:num_warps=4:num_stages=3" for block in (16, 64, 256)]
+    with Worker(60.0, environment=devices.environment("cuda")) as worker:
+        verdicts = [Outcome.from_json(worker.ask({"run": line})).verdict for line in lines]
+    assert verdicts == [Verdict.HOLDS, Verdict.BROKEN, Verdict.HOLDS]
+
+
+def test_a_sweep_finds_the_wrong_configurations_and_no_other(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", "tests/autotuned.py:WrongAt64", "--tune", "sweep", "--device", "cuda", "--workers", "2", "--seed", "1"]
+    deny, findings = tmp_path / "deny.jsonl", tmp_path / "findings"
+    assert cli.main([*words, "--deny", str(deny), "--findings", str(findings)]) == cli.BROKEN
+    assert "2 wrong of 8 configurations of 2 kernels" in capsys.readouterr().out
+    assert {json.loads(each)["config"].split(":")[0] for each in deny.read_text().splitlines()} == {"BLOCK=64"}

@@ -27,7 +27,7 @@ from verify.worker import Worker, WorkerLost
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FAULTY = "tests.faulty_ranks:answer"
-FINE = {"fault": "none", "of": []}
+FINE = {"planted": "none", "of": []}
 DEADLINE_S = 1.0
 SLACK_S = 3.5  # what finding out may take beyond a deadline, on a busy machine
 
@@ -61,7 +61,7 @@ def put(
     assert group.ask(FINE)["verdict"] == "holds"
     before, start = pids(group), time.monotonic()
     try:
-        got: Outcome | WorkerLost = Outcome.from_json(group.ask({"fault": fault, "of": [of]}, deadline_s))
+        got: Outcome | WorkerLost = Outcome.from_json(group.ask({"planted": fault, "of": [of]}, deadline_s))
     except WorkerLost as lost:
         got = lost
     took = time.monotonic() - start
@@ -230,7 +230,7 @@ def test_closing_from_another_thread_ends_a_busy_group_at_once() -> None:
         timer = threading.Timer(0.3, group.close)
         timer.start()
         with pytest.raises(WorkerLost, match="closed"):
-            group.ask({"fault": "spins", "of": [0]}, 60.0)
+            group.ask({"planted": "spins", "of": [0]}, 60.0)
         timer.join()
         assert gone(before, 0.0)
 
@@ -239,9 +239,9 @@ HOLDER = """
 import sys
 from verify.ranks import RankGroup
 with RankGroup(int(sys.argv[2]), serves=sys.argv[1]) as group:
-    group.ask({"fault": "none", "of": []})
+    group.ask({"planted": "none", "of": []})
     print("ready", flush=True)
-    group.ask({"fault": "spins", "of": [0]}, 60.0)
+    group.ask({"planted": "spins", "of": [0]}, 60.0)
 """
 
 
@@ -275,12 +275,12 @@ if launch.rank:
     sys.exit(follow(launch, serves=serves))
 with TorchrunGroup(launch, serves=serves) as group:
     for fault in sys.argv[1:]:
-        group.ask({"fault": "none", "of": []})
+        group.ask({"planted": "none", "of": []})
         try:
-            said = group.ask({"fault": fault, "of": [1]}, 1.0 if fault == "spins" else 60.0)
+            said = group.ask({"planted": fault, "of": [1]}, 1.0 if fault == "spins" else 60.0)
         except WorkerLost as lost:
             said = {"how": lost.how, "detail": lost.detail}
-        print(json.dumps({"fault": fault, **said}), flush=True)
+        print(json.dumps({"planted": fault, **said}), flush=True)
 """
 
 
@@ -307,7 +307,7 @@ def test_torchrun_survives_what_a_rank_does(tmp_path: pathlib.Path) -> None:
         out, err = job.communicate(timeout=240)
     assert job.returncode == 0, err
     said = [json.loads(line) for line in out.splitlines()]
-    assert [each.pop("fault") for each in said] == faults
+    assert [each.pop("planted") for each in said] == faults
     fine, not_finite, noise, raised, died, spun, again = said
     assert [each["verdict"] for each in (fine, noise, again)] == ["holds"] * 3
     assert [finding["output"] for finding in not_finite["findings"]] == ["rank 1: o"]
@@ -356,7 +356,7 @@ def test_supervisors_without_a_pulse_are_missed_by_those_who_need_them(
         threading.Timer(1.5, follower.send_signal, [signal.SIGSTOP]).start()  # it has shown a pulse by then
         start = time.monotonic()
         with pytest.raises(WorkerLost) as lost:
-            group.ask({"fault": "spins", "of": [1]}, 60.0)
+            group.ask({"planted": "spins", "of": [1]}, 60.0)
         assert time.monotonic() - start < 1.5 + 3 + SLACK_S
         assert (lost.value.how, lost.value.detail) == ("crashed", "rank 1 lost its supervisor: no sign of it for 3 s")
         assert not lost.value.in_kernel

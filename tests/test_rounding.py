@@ -23,7 +23,6 @@ from oracles.rounding import BITS, EXACT, FP16_STEP, Arithmetic, summed
 from properties.domain import Domain
 from properties.strategies import cases
 from tests import right
-from verify import device as devices
 from verify.judge import judge, where
 
 ROWS = 4096
@@ -212,7 +211,7 @@ def test_a_cast_rounds_as_clearing_bits_does(bits: int, dtype: torch.dtype, monk
     assert not torch.equal(x, cast)
 
 
-@pytest.mark.skipif(not devices.gpus(), reason="torch sees no GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_gpu_rounds_in_one_launch_to_the_same_bits(

@@ -449,6 +449,7 @@ def there() -> bool:
     return False
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not there(), reason="there is no GPU, or no compute-sanitizer")
 def test_a_real_read_past_the_end_is_seen_by_the_real_program(tmp_path: pathlib.Path) -> None:
     (tmp_path / "kernel.py").write_text(PAST_THE_END)

@@ -77,6 +77,7 @@ class AdapterBench(Timed):
     ) -> None:
         super().__init__()
         self.adapter, self.case, self.products, self.device = adapter, case, products, device
+        self.law_device = device  # where a law makes its tensors: with the results
         self.counterpart = counterpart or adapter
         self.domain = adapter.domain
         self.says = adapter  # by what this one says of itself a run is judged
@@ -163,15 +164,9 @@ class AdapterBench(Timed):
                 results[name] = results[name].clone()
         except AdapterFault:
             raise
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            raise OutOfMemory(str(error)) from error
         except Exception as error:
-            if _no_memory(error):
-                raise OutOfMemory(str(error)) from error
-            self.lost = devices.lost(self.device) or ""
-            if self.lost:
-                raise AdapterFault(Finding("call", f"crashed: {self.lost}", frame(error))) from error
-            raise AdapterFault(Finding("call", f"raised {type(error).__name__}: {short(error)}", frame(error))) from error
+            raised, self.lost = blamed(error, self.device)
+            raise raised from error
         finally:
             if not self.lost:
                 for name in updated:
@@ -294,7 +289,7 @@ class _Memo:
     def get(self, spec: Operation, inputs: Inputs, cotangents: Cotangents, asked: tuple[Any, ...], make: Callable[[], T]) -> T:
         """What `make` makes of these inputs, made once."""
         tensors = [x for x in (*inputs.values(), *(cotangents or {}).values()) if isinstance(x, Tensor)]
-        if sum(x.numel() for x in tensors) > self.numbers or any(x.is_cuda for x in tensors):
+        if sum(x.numel() for x in tensors) > self.numbers or any(x.device.type != "cpu" for x in tensors):
             return make()  # the key would take longer than the answer
         digest = hashlib.sha256(repr((spec.name, asked)).encode())
         for kind, given in (("input", inputs), ("cotangent", cotangents or {})):
@@ -373,9 +368,18 @@ def _changed(pairs: dict[str, tuple[Tensor, Tensor]]) -> list[str]:
 
 def _no_memory(error: BaseException) -> bool:
     """Whether that is what it says: torch's own errors, the operating system's, a launch's."""
-    return isinstance(error, torch.OutOfMemoryError) or any(
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         words in str(error) for words in ("can't allocate memory", "[CUDA]: out of memory", "CUDA error: out of memory")
     )
+
+
+def blamed(error: Exception, device: str) -> tuple[Exception, str]:
+    """What an exception of the implementation comes to, AdapterFault or OutOfMemory; and why the device is lost, if it is."""
+    if _no_memory(error):
+        return OutOfMemory(str(error)), ""
+    lost = devices.lost(device) or ""
+    what = f"crashed: {lost}" if lost else f"raised {type(error).__name__}: {short(error)}"
+    return AdapterFault(Finding("call", what, frame(error))), lost
 
 
 def short(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from oracles.counter import mix_words
 from properties.books import book_named, book_of
 from properties.laws import Law
 from properties.palette import key_of
-from properties.paths import PathDomain
+from properties.paths import PATH_LAWS, PathDomain
 from properties.strategies import Example
 from verify import device as devices
 from verify import early
@@ -28,7 +28,7 @@ from verify.climb import Enough, climb, climbed
 from verify.examples import Examples
 from verify.judge import OFF, Finding, Verdict
 from verify.notes import Notes
-from verify.plan import COMPILE_S, Compilers, Plan, in_order
+from verify.plan import COMPILE_S, Compilers, Plan, has_keys, in_order
 from verify.ranks import RankGroup, TorchrunGroup
 from verify.run import Outcome, Run
 from verify.sanitize import SANITIZER
@@ -72,6 +72,7 @@ PROFILES = {
         Profile("soak", 3000, fixed_seed=False, climbs=True),
     )
 }
+FAULTS = 3  # cases in a row in which gdn-verify fails in the same way: asking about more decides nothing
 ENOUGH = 5  # cases that could see, or all that were drawn if fewer: under it a law is unknown
 
 
@@ -98,6 +99,8 @@ class LawReport:
     seed: int = 0
     remembered: bool = False  # broken by a run that broke it in an earlier check
     under: str = ""  # what `repeat` needs besides the line to see it
+    fault: str = ""  # where gdn-verify itself failed: the exception, file, line and function
+    fault_run: str = ""  # the first run in which it did
     versions: str = ""
     kernel_s: float = 0.0
     oracle_s: float = 0.0
@@ -120,6 +123,14 @@ class Described:
     versions: str
     device: str = ""
     products: str = "ieee"
+
+    def products_of(self, example: Example, device: str) -> str:
+        """How the implementation multiplies float32 matrices in a run on a device, which of a path may depend on its choices."""
+        if device == "cpu" or not getattr(self.domain, "tf32", ()):
+            return "ieee" if device == "cpu" else self.products
+        words = example.case.words()
+        chosen = {f"{name}={words[name]}" for name, _ in self.domain.choices} | {example.variant}
+        return "tf32" if chosen & {*self.domain.tf32} else self.products
 
 
 def started(device: str, count: int, deadline_s: float) -> list[Worker]:
@@ -236,18 +247,21 @@ def batches(strategy: Any, seed: int, examples: int, most: int) -> Iterator[list
 def most_at_once(law: Law, worker: Asked, device: str) -> int:
     """How many runs of a law are put in one question.
 
-    Exchanges take ranks a few milliseconds, as kernels do a GPU. Interpreted ones are long.
+    Exchanges take ranks a few milliseconds, as kernels do a GPU. Interpreted kernels and simulated ranks take longer.
     """
     if not isinstance(worker, Worker):
         return BATCH if law.kind == "exact" else TRUTHS
-    if device == "cpu":
+    if device == "cpu" or PATH_LAWS.get(law.name) is law:
         return 1
     return POOLED if law.name == POOLS else BATCH
 
 
 def of_one_key(examples: Iterable[Example], most: int) -> Iterator[list[Example]]:
-    """The examples in their order, in lists of at most `most`, each of one compile key: none waits for another key's kernels."""
-    for _, same in itertools.groupby(examples, lambda example: key_of(example.case)):
+    """The examples in their order, in lists of at most `most`, each of one compile key: none waits for another key's kernels.
+
+    Cases of paths have no keys, and all count as one.
+    """
+    for _, same in itertools.groupby(examples, lambda example: key_of(example.case) if has_keys(example.case) else None):
         while batch := list(itertools.islice(same, most)):
             yield batch
 
@@ -335,14 +349,6 @@ class Check:
         if self.described is None:
             self.described = describe(self.spec, self.workers[0])
             self._compilers.notes.versions = f"{self.described.versions}, {self.described.device}"
-            if isinstance(self.described.domain, PathDomain) and self.device != "cpu":
-                # Simulated ranks are on the CPU; on GPUs ranks are processes, which were given.
-                self.device = "cpu"
-                if self._own:
-                    for worker in self.workers:
-                        worker.close()
-                    self.workers[:] = self._started(len(self.workers), self.workers[0].deadline_s)
-                    self._free[:] = self.workers
         return self.described
 
     def run(self) -> list[LawReport]:
@@ -394,12 +400,10 @@ class Check:
         return examples - (climbed(examples, law.kind) if self.climbs else 0)
 
     def _run(self, law: str, example: Example) -> Run:
-        return Run(law, self.spec, example, self._products, self.device, self.tune)
+        return Run(law, self.spec, example, self._products_of(example), self.device, self.tune)
 
-    @property
-    def _products(self) -> str:
-        """How the implementation multiplies float32 matrices, as cases are asked."""
-        return self.products or ("ieee" if self.device == "cpu" else self.describe().products)
+    def _products_of(self, example: Example) -> str:
+        return self.products or self.describe().products_of(example, self.device)
 
     def _one(self, law: str) -> LawReport | None:
         with self._lock:
@@ -459,12 +463,12 @@ class Check:
         for run in self.examples.of(self.spec, law.name, self.device) if self.examples is not None else ():
             if self._over:
                 return None
-            if run.products != self._products:  # it was said otherwise of the implementation then
+            if run.products != self._products_of(run.example):  # it was said otherwise of the implementation then
                 continue
             outcome = self._confirmed(run, ask(run, worker, self.store), worker, report)
             if outcome.verdict is Verdict.BROKEN:
                 report.remembered = True
-                self._count(report, run.example, outcome)
+                self._count(report, run, outcome)
                 self._keep(report, run, outcome, "found")
                 return run, outcome
             if outcome.verdict is Verdict.HOLDS and self.examples is not None:
@@ -482,6 +486,7 @@ class Check:
         examples, drawn, done = self.profile.examples_of(law.name), self._drawn(law), 0
         scores: dict[Example, float] = {}
         broken: list[tuple[Run, Outcome]] = []
+        faults: list[str] = []  # one after the other, all the same
 
         def settled(run: Run, outcome: Outcome) -> bool:
             """What became of a run is counted; whether it was the last."""
@@ -492,12 +497,15 @@ class Check:
             done += 1
             scores[run.example] = max(outcome.ratios.values(), default=0.0) if outcome.verdict is Verdict.HOLDS else 0.0
             self.cases.append(run.example.case)
-            self._count(report, run.example, outcome)
+            self._count(report, run, outcome)
             self.on_case(law.name, done, examples)
             if outcome.verdict is Verdict.BROKEN:
                 self._keep(report, run, outcome, "found")
                 broken.append((run, outcome))
-            return bool(broken) or self._over
+            faults[:] = [*(fault for fault in faults if fault == outcome.fault), outcome.fault] if outcome.fault else []
+            if len(faults) == FAULTS and done < examples:
+                report.reason += f"; the law ended after {FAULTS} such cases in a row"
+            return bool(broken) or self._over or len(faults) == FAULTS
 
         for batch in self._batches(law, drawn, most_at_once(law, worker, self.device)):
             runs = [self._run(law.name, example) for example in batch]
@@ -543,14 +551,16 @@ class Check:
         return outcome
 
     @staticmethod
-    def _count(report: LawReport, example: Example, outcome: Outcome) -> None:
+    def _count(report: LawReport, run: Run, outcome: Outcome) -> None:
         report.counts[outcome.verdict] = report.counts.get(outcome.verdict, 0) + 1
         if outcome.verdict in (Verdict.UNKNOWN, Verdict.UNSUPPORTED) and not report.reason:
             report.reason = outcome.reason
+        if outcome.fault and not report.fault:
+            report.fault, report.fault_run = outcome.fault, str(run)
         for name, ratio in outcome.ratios.items() if outcome.verdict is not Verdict.KNOWN else ():
             report.ratios[name] = max(ratio, report.ratios.get(name, 0.0))
-        words = example.case.words()
-        for name in example.case.REGIMES:
+        case, words = run.example.case, run.example.case.words()
+        for name in case.REGIMES:
             key = f"{name}={words[name]}"
             report.regimes[key] = report.regimes.get(key, 0) + 1
         report.kernel_s += outcome.kernel_s

@@ -349,10 +349,12 @@ def _check(options: argparse.Namespace) -> int:
         raise ValueError(
             "--sanitize is for one process on a GPU: it goes with no parallel path, --ranks, torchrun, --tune sweep or --device cpu"
         )
+    ranks = launch.local_size if launch else options.ranks
+    backend = _backend(options, ranks, options.device) if ranks else ""
     if launch is not None and launch.rank:
-        return follow(launch, _backend(options, launch.local_size))
+        return follow(launch, backend)
     sanitizer = _sanitizer(options)
-    device = _device("cuda" if sanitizer else options.device, spec)
+    device = {"nccl": "cuda", "gloo": "cpu"}[backend] if backend else _device("cuda" if sanitizer else options.device)
     profile = PROFILES[options.profile or ("gpu" if device == "cuda" and not sanitizer else "quick")]
     _deny(options.deny, new=options.tune == SWEEP)
     seed = options.seed if options.seed is not None else 0 if profile.fixed_seed else random.SystemRandom().randrange(2**32)
@@ -373,10 +375,10 @@ def _check(options: argparse.Namespace) -> int:
         products=options.products,
         device=device,
         tune=options.tune or (str(seed) if device == "cuda" else ""),
-        compilers=_compilers(device),
+        compilers=0 if ranks or spec in PATHS else _compilers(device),
         climbs=options.climb or None,
         examples=None if sanitizer else examples,  # whether it is right to the bit does not show what it reads
-        under=f"--sanitize {sanitizer.tool}" if sanitizer else "",
+        under=f"--sanitize {sanitizer.tool}" if sanitizer else f"--ranks {launch.size if launch else ranks}" if ranks else "",
     )
     with (
         sanitizer or contextlib.nullcontext(),
@@ -405,7 +407,10 @@ def _check(options: argparse.Namespace) -> int:
                 raise ValueError(f"--sanitize is for kernels on one process, {spec} is a parallel path")
             if options.ranks and not shared:
                 raise ValueError(f"--ranks is for parallel paths, {spec} is a kernel on one process")
-            where = f", {_place(check.workers[0])}" if shared else f", on {described.device}" if described.device else ""
+            if shared and not options.profile:  # a case takes as long on a GPU as on a CPU: most of it is the oracle
+                check.profile = profile = PROFILES["quick"]
+            where = f", {_place(check.workers[0])}" if shared else ""
+            where += f", on {described.device}" if described.device else ""
             where += f", under {sanitize.PROGRAM} --tool {sanitizer.tool}" if sanitizer else ""
             _print(f"{spec}  {described.versions}  profile {profile.name}, seed {seed}{where}", out)
             try:
@@ -425,6 +430,8 @@ def _check(options: argparse.Namespace) -> int:
     laws = checking.laws or []
     _troubles(store, examples)
     _print(("interrupted: " if interrupted else "") + _summary(reports, laws, time.monotonic() - start, store), out)
+    if notice := text.fault_notice(reports):
+        _print(notice, out)
     return INTERRUPTED if interrupted else exit_code(reports)
 
 
@@ -437,7 +444,7 @@ def _soak(options: argparse.Namespace) -> int:
     for spec in options.adapter:
         check_spec(spec)
         _installed(spec)
-    asked, place = _laws(options), {spec: _device(options.device, spec) for spec in options.adapter}
+    asked, place = _laws(options), {spec: _device(options.device) for spec in options.adapter}
     _deny(options.deny)
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(2**32)
     out = sys.stderr if options.json == "-" else sys.stdout
@@ -485,6 +492,8 @@ def _soak(options: argparse.Namespace) -> int:
     _print("\n".join(text.table(soaking.reports)), out)
     told = soak.summary(soaking.reports, soaking.rounds, time.monotonic() - start)
     _print(("interrupted: " if interrupted else "") + told, out)
+    if notice := text.fault_notice(soaking.reports):
+        _print(notice, out)
     return INTERRUPTED if interrupted else exit_code(soaking.reports)
 
 
@@ -571,33 +580,38 @@ def exit_code(reports: Sequence[LawReport]) -> int:
     return HOLDS if Verdict.UNKNOWN not in verdicts and Verdict.HOLDS in verdicts else UNDECIDED
 
 
-def _backend(options: argparse.Namespace, ranks: int) -> str:
-    """What ranks talk over: what was asked for, or NCCL where this host has a GPU for each."""
+def _backend(options: argparse.Namespace, ranks: int, device: str | None) -> str:
+    """What ranks of this host communicate over: as asked, else NCCL where `device` allows it and there is a GPU for each rank.
+
+    ValueError for a backend that does not go with the device, NoGpu for GPUs that are not there.
+    """
+    if options.backend and device and (options.backend == "nccl") is not (device == "cuda"):
+        raise ValueError(f"--backend must be {'nccl' if device == 'cuda' else 'gloo'} for ranks on {device}, got {options.backend}")
+    if device == "cuda" and devices.gpus() < ranks:
+        raise NoGpu(f"{ranks} ranks on cuda need a GPU each, and torch sees {devices.gpus() or 'none'}")
     if options.backend:
         return str(options.backend)
-    import torch
-
-    return "nccl" if torch.cuda.device_count() >= ranks else "gloo"
+    return "nccl" if device != "cpu" and devices.gpus() >= ranks else "gloo"
 
 
-def _device(asked: str | None, spec: str) -> str:
+def _device(asked: str | None) -> str:
     """Where kernels run: as asked, or on a GPU if there is one. NoGpu where one is asked for in vain."""
     if asked == "cuda" and not devices.gpus():
         raise NoGpu("--device cuda needs a GPU, and torch sees none")
-    shared = spec in PATHS  # paths choose by their backend
-    return asked or ("cuda" if not shared and devices.gpus() else "cpu")
+    return asked or ("cuda" if devices.gpus() else "cpu")
 
 
 def _workers(
     options: argparse.Namespace, launch: Launch | None, device: str, sanitizer: sanitize.Sanitizer | None = None
 ) -> int | list[Asked]:
     """How many processes to start, or those under a sanitizer, or the ranks that answer as one."""
+    backend = "nccl" if device == "cuda" else "gloo"
     if launch is not None:
         if options.ranks not in (None, launch.size):
             raise ValueError(f"--ranks must be the {launch.size} that torchrun started, got {options.ranks}")
-        return [TorchrunGroup(launch, _backend(options, launch.local_size), _deadline(options))]
+        return [TorchrunGroup(launch, backend, _deadline(options))]
     if getattr(options, "ranks", None):
-        return [RankGroup(options.ranks, _backend(options, options.ranks), _deadline(options))]
+        return [RankGroup(options.ranks, backend, _deadline(options))]
     count = _count(options, device)
     return count if sanitizer is None else [sanitizer.worker(_deadline(options), device, each) for each in range(count)]
 
@@ -662,9 +676,11 @@ def _repeat(options: argparse.Namespace) -> int:
     _deny(options.deny)
     _installed(run.adapter)
     launch = launched()
-    if launch is not None and launch.rank:
-        return follow(launch, _backend(options, launch.local_size))
-    if options.sanitize and (options.ranks or launch or run.device == "cpu"):
+    if ranks := launch.local_size if launch else options.ranks:
+        backend = _backend(options, ranks, run.device)
+        if launch is not None and launch.rank:
+            return follow(launch, backend)
+    if options.sanitize and (ranks or run.device == "cpu"):
         raise ValueError("--sanitize is for one process on a GPU: the line must say device=cuda, and there may be no ranks")
     sanitizer = _sanitizer(options)
     if run.device == "cuda" and not devices.gpus():

@@ -195,7 +195,8 @@ def simulate(tp: int, cp: int, work: Callable[[Place], T]) -> list[T | BaseExcep
     """What `work` returns or raises on each rank of a tp x cp mesh, in the order of Mesh.ranks(), all in this process.
 
     Each rank is a thread, and only one runs at a time: until it waits in a collective or ends, then the next that can go on. So a
-    simulation is as repeatable as `work`. CPU only: there autograd runs backward on the thread that asks, elsewhere on one for all.
+    simulation is as repeatable as `work`. Tensors may lie on any one device: autograd would run every rank's backward on the one
+    thread that it has for a GPU, where the first collective would wait for ever, and is told to run it on the rank's own thread.
 
     A rank that waits for one that raised gets Abandoned at once. Ranks that call different collectives together, or with different
     shapes or dtypes, and those that wait for one that returned, or for each other, get Mismatch. Grad mode is the caller's.
@@ -208,7 +209,7 @@ def simulate(tp: int, cp: int, work: Callable[[Place], T]) -> list[T | BaseExcep
         simulation.turns[number].acquire()
         raised: BaseException | None = None
         try:
-            with torch.set_grad_enabled(grad):
+            with torch.set_grad_enabled(grad), torch.autograd.set_multithreading_enabled(False):
                 results[number] = work(place)
         except BaseException as error:  # a rank's exit is its result, as in a process of its own
             results[number] = raised = error

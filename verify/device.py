@@ -48,7 +48,7 @@ def default(device: str) -> Iterator[None]:
 def settle(device: str) -> None:
     """Wait for all that was launched, so that what it did wrong is raised here."""
     if device != "cpu":
-        torch.cuda.synchronize()
+        torch.get_device_module(device).synchronize()
 
 
 def lost(device: str) -> str | None:
@@ -56,7 +56,7 @@ def lost(device: str) -> str | None:
     if device == "cpu":
         return None
     try:
-        torch.cuda.synchronize()
+        settle(device)
         torch.zeros(1, device=device).add_(1).cpu()
     except torch.OutOfMemoryError:
         return None
@@ -83,13 +83,15 @@ def crowded(device: str) -> bool:
     """
     if device == "cpu":
         return False
-    free, whole = torch.cuda.mem_get_info() if torch.cuda.is_available() else (1, 1)
-    return free < whole / 2
+    module = torch.get_device_module(device)
+    free, whole = module.mem_get_info() if module.is_available() else (1, 1)
+    return bool(free < whole / 2)
 
 
 def free_bytes(device: str) -> int:
     """Bytes of memory that are free on the device, after torch gave back what it only kept."""
     if device == "cpu":
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
+    module = torch.get_device_module(device)
+    module.empty_cache()
+    return int(module.mem_get_info()[0])

@@ -20,12 +20,13 @@ from oracles.parallel_case import CHOICES, ParallelCase
 from oracles.sharding import AT_REST, Mesh, Rank
 from properties.laws import Breach, Cotangents, Results
 from verify import ahead
+from verify import device as devices
 from verify.adapter import PathAdapter
-from verify.bench import AdapterFault, OutOfMemory, Timed, frame, poisoned, short
+from verify.bench import AdapterFault, Timed, blamed, poisoned
 from verify.comm import Abandoned, Alone, Comm, Distributed, Mismatch, Place, simulate
 from verify.judge import Finding, Verdict, indices
 from verify.ranks import IDLE, left, merge
-from verify.run import Outcome, Run, judged
+from verify.run import Outcome, Run, faulted, following, judged
 
 # The oracle's name of each of the layer's parameters.
 PARAMETERS = {
@@ -52,6 +53,9 @@ class RankBench(Timed):
         self.domain, self.rank = adapter.domain, place.rank
         self.impure: list[Finding] = []
         self._bounds, self.device = bounds, device
+        # The whole call, its bounds and all comparisons are on the CPU: of what a rank computes only its own part is on the device.
+        self.law_device = "cpu"
+        self.lost = ""  # why the device is gone, once it is
 
     def bounds(self) -> Mapping[str, Bound]:
         """The bounds of the case: at hand once one of them is looked at, so that the path may run before."""
@@ -139,15 +143,16 @@ class RankBench(Timed):
         """
         try:
             with self.timed("kernel_s"):
-                return call()
+                result = call()
+                devices.settle(self.device)
+                return result
         except (AdapterFault, Abandoned):
             raise
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            raise OutOfMemory(str(error)) from error
         except Mismatch as error:
             raise AdapterFault(Finding("call", f"parts from the other ranks: {error}")) from error
         except Exception as error:
-            raise AdapterFault(Finding("call", f"raised {type(error).__name__}: {short(error)}", frame(error))) from error
+            raised, self.lost = blamed(error, self.device)
+            raise raised from error
 
     def _checked(self, y: Tensor, case: ParallelCase, like: Tensor, name: str) -> Tensor:
         """The output, of the contract's shape and dtype."""
@@ -245,9 +250,7 @@ class RankBench(Timed):
         return ""
 
     def everyone(self, word: str) -> list[str]:
-        codes = torch.zeros(1, 256, dtype=torch.int64, device=self.device)
-        for index, byte in enumerate(word.encode()[:256]):
-            codes[0, index] = byte
+        codes = torch.tensor([list(word.encode()[:256].ljust(256, b"\0"))], device=self.device)
         said = self.place.tp.all_gather(self.place.cp.all_gather(codes))
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in said.tolist()]
 
@@ -293,6 +296,9 @@ def execute_path(run: Run, adapter: PathAdapter) -> Outcome:
         reason = f"{run.adapter} needs ranks that are processes: --ranks N, or torchrun"
     if reason is not None:
         return Outcome(Verdict.UNSUPPORTED, reason=reason)
+    device = _device(run.device)
+    if device == "cuda" and not devices.gpus():
+        return Outcome(Verdict.UNKNOWN, reason="device=cuda needs a GPU, one for each rank that is a process, and torch sees none")
 
     work = work_of(run, adapter)
     computed: Callable[[], dict[str, Bound]] = functools.cache(work.bounds)
@@ -301,8 +307,7 @@ def execute_path(run: Run, adapter: PathAdapter) -> Outcome:
         bench = RankBench(adapter, case, place, computed, device)
         return judged(law, bench, run.example, bench.where, _bytes(case))
 
-    device = "cuda" if here and torch.distributed.get_backend() == "nccl" else "cpu"
-    with poisoned(float("nan")):
+    with poisoned(float("nan")), following(run.tune) as used:
         if not here:
             outcome = _simulated(case, on_rank)
         else:
@@ -310,7 +315,14 @@ def execute_path(run: Run, adapter: PathAdapter) -> Outcome:
             if place is not None and law.kind == "truth":
                 computed = ahead.ask(work)
             outcome = Outcome(Verdict.HOLDS, reason=IDLE) if place is None else on_rank(place)
+    outcome.tuned = dict(used)
     return outcome
+
+
+def _device(asked: str) -> str:
+    """Where ranks compute: simulated ones where the run says, processes over NCCL on their GPUs, over gloo where the run says."""
+    nccl = torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl"
+    return "cuda" if nccl else asked
 
 
 def work_of(run: Run, adapter: PathAdapter) -> ahead.Work:
@@ -343,7 +355,7 @@ def _simulated(case: ParallelCase, on_rank: Callable[[Place], Outcome]) -> Outco
         if isinstance(result, _Failed):
             result = result.outcome
         elif isinstance(result, BaseException):
-            result = Outcome(Verdict.UNKNOWN, reason=f"{type(result).__name__} in the toolkit: {result}")
+            result = faulted(result)
         answers[rank] = result.to_json()
     return Outcome.from_json(merge(answers, "; ".join(waits)))
 

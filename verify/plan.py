@@ -18,6 +18,7 @@ from properties.books import book_of
 from properties.domain import Domain
 from properties.laws import Law
 from properties.palette import draw_palette, key_of
+from properties.paths import PathDomain, with_forms
 from properties.strategies import Example
 from verify.climb import Enough
 from verify.notes import Notes
@@ -40,7 +41,7 @@ class Planned:
 
     def wait(self, example: Example) -> None:
         """Until the kernels of the example are compiled, if somebody does."""
-        if (under_way := self.compiled.get(_key(example))) is not None:
+        if self.compiled and (under_way := self.compiled.get(_key(example))) is not None:
             with contextlib.suppress(concurrent.futures.CancelledError):
                 under_way.result()
 
@@ -114,7 +115,7 @@ class Plan:
         run_of: Callable[[str, Example], Run],
         compilers: Compilers,
     ) -> None:
-        self.domain, laws = far(domain), list(laws)
+        self.domain, laws = on_gpu(domain, seed), list(laws)
         self.palette = draw_palette(self.domain, seed, SIZE, laws) if has_keys(domain) else None
         self._seed, self._examples_of, self._draw, self._run_of = seed, examples_of, draw, run_of
         self._compilers = compilers
@@ -160,13 +161,15 @@ class Plan:
         return law.draw(self.domain) if self.palette is None else self.palette.examples(law, self.domain)
 
 
-def has_keys(domain: Any) -> bool:
-    """Whether the cases of a domain's book say what a compiled kernel depends on."""
-    return hasattr(book_of(domain).case, "KEYS")
+def has_keys(thing: Any) -> bool:
+    """Whether the cases of a case's or a domain's book say what a compiled kernel depends on."""
+    return hasattr(book_of(thing).case, "KEYS")
 
 
-def far(domain: Any) -> Any:
-    """The domain with draws as long as a GPU takes in its stride."""
+def on_gpu(domain: Any, seed: int) -> Any:
+    """The domain as a GPU is asked about it: longer sequences of a kernel; of a path, few forms that kernels are compiled for."""
+    if isinstance(domain, PathDomain):
+        return with_forms(domain, seed)
     return dataclasses.replace(domain, reach=REACH) if isinstance(domain, Domain) else domain
 
 

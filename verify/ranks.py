@@ -182,9 +182,10 @@ class _Group:
                 if not all(seat.alive for seat in self._seats):
                     self._start()
                 answers, waited = self._put([question] * self.size, deadline_s)
-                if waited or _parted(list(_busy(answers).values())):
+                merged = merge(answers, waited)
+                if waited or merged.get("spent") or _parted(list(_busy(answers).values())):
                     self._end()
-                return merge(answers, waited)
+                return merged
             except BaseException:
                 self._end()
                 raise
@@ -672,8 +673,10 @@ def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:
     if any("outcomes" in answer for answer in answers.values()):
         lists = [answer.get("outcomes", []) for answer in answers.values()]
         whole = 0 if waited else min(map(len, lists))
+        runs = zip(*(one[:whole] for one in lists), strict=True)
         return {
-            "outcomes": [merge(dict(zip(answers, each, strict=True))) for each in zip(*(one[:whole] for one in lists), strict=True)]
+            "outcomes": [merge(dict(zip(answers, each, strict=True))) for each in runs],
+            "spent": any(answer.get("spent") for answer in answers.values()),
         }
     if not any("verdict" in answer for answer in answers.values()):
         if all(answer == first for answer in answers.values()) and not waited:
@@ -715,6 +718,9 @@ def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:
         {name: max(outcome.ratios.get(name, 0.0) for outcome in outcomes.values()) for name in sorted(names)},
         max(outcome.kernel_s for outcome in outcomes.values()),
         max(outcome.oracle_s for outcome in outcomes.values()),
+        spent=any(outcome.spent for outcome in outcomes.values()),
+        tuned=next((outcome.tuned for outcome in outcomes.values() if outcome.tuned), {}),
+        fault=next((outcome.fault for outcome in outcomes.values() if outcome.fault), ""),
     ).to_json()
 
 

@@ -33,7 +33,29 @@ def law_line(report: LawReport) -> str:
         worst = f"{report.ratios[name]:.2f} {name}"
     says = report.reason if report.verdict in (Verdict.UNSUPPORTED, Verdict.UNKNOWN) else report.says
     line = f"{WORDS[report.verdict]:<11} {report.law:<10}{cases}  {worst:<16} {says}"
-    return line + (f" ({', '.join(extra)})" if extra else "")
+    line += f" ({', '.join(extra)})" if extra else ""
+    return "\n".join([line, *_fault_lines(report)])
+
+
+def _fault_lines(report: LawReport) -> list[str]:
+    """Where gdn-verify itself failed, and in which run, if it did."""
+    return [f"  failed       {report.fault}", f"  repeat       {_command(report, report.fault_run)}"] if report.fault else []
+
+
+def fault_notice(reports: Sequence[LawReport]) -> str:
+    """The last line of a check in which gdn-verify itself failed: whose fault that is, and what to send; else nothing."""
+    failed = [report for report in reports if report.fault]
+    if not failed:
+        return ""
+    first = failed[0]
+    return (
+        f"This is a fault of gdn-verify and says nothing about {first.adapter}: please report {first.fault}, with the versions "
+        f"({first.versions}) and this command: {_command(first, first.fault_run)}"
+    )
+
+
+def _command(report: LawReport, run: str) -> str:
+    return f'python -m verify repeat {report.under + " " if report.under else ""}"{run}"'
 
 
 def failure(report: LawReport) -> str:
@@ -56,7 +78,8 @@ def failure(report: LawReport) -> str:
     found = "in an earlier check, and asked first" if report.remembered else f"in case {sum(report.counts.values())}"
     found += f", as {report.first_run}" if report.first_run != report.run else ""
     lines.append(f"  found        {found}")
-    lines.append(f'  repeat       python -m verify repeat {report.under + " " if report.under else ""}"{report.run}"')
+    lines.append(f"  repeat       {_command(report, report.run)}")
+    lines += _fault_lines(report)
     return "\n".join(lines)
 
 
@@ -87,6 +110,8 @@ def outcome_text(run: Run, outcome: Outcome, versions: str) -> str:
     lines = [f"{WORDS[outcome.verdict]:<8} {run.law} · {run.adapter} · {law.says}"]
     if outcome.reason:
         lines.append(f"  because      {outcome.reason}")
+    if outcome.fault:
+        lines.append(f"  failed       {outcome.fault}")
     lines += finding_lines(outcome.findings)
     if outcome.verdict is Verdict.HOLDS:
         worst = ", ".join(f"{name} {ratio:.2f}" for name, ratio in outcome.ratios.items())

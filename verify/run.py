@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import os
+import traceback
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ from properties.strategies import Example
 from verify import device as devices
 from verify import tuning
 from verify.adapter import Adapter, PathAdapter, check_spec, load
-from verify.bench import AdapterBench, AdapterFault, Compiling, OutOfMemory, Ready
+from verify.bench import AdapterBench, AdapterFault, Compiling, OutOfMemory, Ready, short
 from verify.comm import Abandoned
 from verify.judge import NOTHING, Finding, Verdict, Where, judge, where
 
@@ -96,6 +97,7 @@ class Outcome:
     oracle_s: float = 0.0
     spent: bool = False  # the process that ran it can run nothing more on its device
     tuned: tuning.Used = dataclasses.field(default_factory=dict)
+    fault: str = ""  # where gdn-verify itself failed: the exception, file, line and function
 
     @property
     def lost(self) -> bool:
@@ -173,7 +175,7 @@ def execute(
         bench.says.__dict__.update(declared)
     with following(run.tune) as used:
         outcome = judged(law, bench, run.example, functools.partial(where, case), case.bytes, excused)
-    outcome.spent, outcome.tuned = bool(bench.lost), dict(used)
+    outcome.tuned = dict(used)
     if outcome.rows == 0 and outcome.verdict is Verdict.HOLDS:
         outcome.verdict, outcome.reason = Verdict.BLIND, "nothing to compare: the case has no rows"
     return outcome
@@ -225,11 +227,24 @@ def _there(device: str, pairs: Iterator[T]) -> Iterator[T]:
         yield pair
 
 
+def faulted(error: BaseException) -> Outcome:
+    """The outcome of a run in which gdn-verify itself failed: undecided, with the innermost of its own frames."""
+    name, place = type(error).__name__, ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        folder, file = os.path.split(os.path.relpath(frame.filename, _ROOT))
+        if folder.split(os.sep)[0] in ("oracles", "properties", "verify"):
+            place = f" at {folder}/{file}:{frame.lineno} in {frame.name}"
+    return Outcome(Verdict.UNKNOWN, reason=f"gdn-verify failed: {name}: {short(error)}", fault=f"{name}{place}")
+
+
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
 def judged(law: Law, bench: Any, example: Example, where: Where, need: int, excused: Mapping[str, float] = NOTHING) -> Outcome:
     """What a law's comparisons come to, and what the bench noticed besides; `need` are the bytes of the case's tensors."""
     outcome = Outcome(Verdict.HOLDS)
     try:
-        result = judge(_there(bench.device, law.check(bench, example)), where, excused)
+        result = judge(_there(bench.law_device, law.check(bench, example)), where, excused)
         outcome.findings, outcome.rows, outcome.ratios = result.findings, result.rows, result.ratios
     except Abandoned:
         raise  # another rank's outcome counts
@@ -245,10 +260,10 @@ def judged(law: Law, bench: Any, example: Example, where: Where, need: int, excu
             outcome.findings = [Finding("call", f"{STARVED}, with {free >> 20} MiB free for a case of {need >> 20} MiB")]
         else:
             outcome.verdict, outcome.reason = Verdict.UNKNOWN, f"out of memory: {error}"
-    except Exception as error:  # ours: the law, the oracle or the judge failed, which says nothing of the adapter
-        outcome.verdict, outcome.reason = Verdict.UNKNOWN, f"{type(error).__name__} in the toolkit: {error}"
+    except Exception as error:  # the law, the oracle or the judge failed, which says nothing of the adapter
+        outcome = faulted(error)
     outcome.findings = outcome.findings + bench.impure
     if outcome.findings:
         outcome.verdict = Verdict.BROKEN
-    outcome.kernel_s, outcome.oracle_s = bench.kernel_s, bench.oracle_s
+    outcome.kernel_s, outcome.oracle_s, outcome.spent = bench.kernel_s, bench.oracle_s, bool(bench.lost)
     return outcome

@@ -12,7 +12,6 @@ from typing import Any
 
 from oracles.counter import mix_words
 from properties.books import book_of
-from properties.paths import PathDomain
 from verify.check import PROFILES, Check, Described, LawReport, Profile, describe, overall, started
 from verify.examples import Examples
 from verify.judge import Verdict
@@ -98,8 +97,7 @@ class Soak:
                 continue
             device = self._place(spec)
             described = describe(spec, self._started(device)[0])
-            # Simulated ranks are on the CPU.
-            self._devices[spec] = "cpu" if isinstance(described.domain, PathDomain) else device
+            self._devices[spec] = device
             self.described[spec] = described
             for law in self.laws or book_of(described.domain).about(described.domain.operation):
                 self._reports[spec, law] = LawReport(law, spec, Verdict.UNKNOWN, reason="no case was run")

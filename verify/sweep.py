@@ -22,7 +22,7 @@ from properties.palette import draw_palette, key_of
 from properties.strategies import Example
 from verify.check import Described, ask, explain, seeded
 from verify.judge import Finding, Verdict
-from verify.plan import far
+from verify.plan import on_gpu
 from verify.report import finding_lines
 from verify.run import Outcome, Run
 from verify.store import Store
@@ -93,7 +93,7 @@ class Swept:
 
 def examples_of(domain: Any, seed: int, device: str = "cuda") -> Iterator[tuple[str, Example]]:
     """Few cases of few keys, each of which compiles every kernel: (law, example). On the CPU, interpreted, fewer and short ones."""
-    domain, keys = (domain, 1) if device == "cpu" else (far(domain), KEYS)
+    domain, keys = (domain, 1) if device == "cpu" else (on_gpu(domain, seed), KEYS)
     book = book_of(domain)
     if device != "cpu" and isinstance(domain, Domain):
         yield from ((law, Example(case)) for case in _usual(domain, seed) for law in LAWS)

@@ -40,6 +40,7 @@ class ChunkCP(PathAdapter):
     """`fla.ops.gated_delta_rule.chunk_gated_delta_rule` with `cp_context`: ranks pass on states and decays. CPU: see above."""
 
     algorithm = "chunkwise"
+    products = "tf32"
     domain = PathDomain(operation="gated_delta_rule", **_RULES)
     requires = REQUIRES
 
@@ -53,6 +54,7 @@ class KdaCP(PathAdapter):
     """`fla.ops.kda.chunk_kda` with `cp_context`: as ChunkCP, with a decay for each key channel. CPU: see above."""
 
     algorithm = "chunkwise"
+    products = "tf32"
     domain = PathDomain(operation="kda", **_RULES)
     requires = REQUIRES
 

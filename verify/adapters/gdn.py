@@ -25,7 +25,7 @@ class GdnLayer(PathAdapter):
 
     algorithm = "chunkwise"
     chunk = 64
-    domain = PathDomain(choices=_CHOICES, slow=("conv=fla", "rule=fla"))
+    domain = PathDomain(choices=_CHOICES, slow=("conv=fla", "rule=fla"), tf32=("rule=fla",))
     module: type[GatedDeltaNet] = GatedDeltaNet
 
     def run(self, x: Inputs, place: Place) -> Tensor:

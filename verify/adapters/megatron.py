@@ -54,6 +54,7 @@ class MegatronLayer(_Megatron):
         least_piece=1,  # it cannot reshape no tokens at all
         exchanges=False,
         deterministic=False,
+        tf32=("rule=fla",),
         choices=(("conv", ("fla",)), ("qk_norm", ("combined",)), ("thd_all_to_all", ("fused",)), ("rule", ("fla",))),
     )
     deterministic = False
