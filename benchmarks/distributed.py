@@ -13,11 +13,13 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 START = time.perf_counter()
 
-from properties.paths import LAYOUT_ONLY, PATH_LAWS, PathDomain  # noqa: E402 - the clock starts before
+from oracles.parallel_case import ParallelCase  # noqa: E402 - the clock starts before
+from properties.paths import LAYOUT_ONLY, PATH_LAWS, PathDomain, with_forms  # noqa: E402
 from properties.strategies import Example  # noqa: E402
 from verify.check import BATCH, TRUTHS, Asked, ask, ask_all, batches, describe, seeded  # noqa: E402
 from verify.judge import Verdict  # noqa: E402
@@ -27,6 +29,7 @@ from verify.store import Store  # noqa: E402
 from verify.worker import Worker  # noqa: E402
 
 WARM = 10
+RunOf = Callable[[str, Example], Run]
 
 
 def main() -> int:
@@ -54,25 +57,33 @@ def main() -> int:
     store = Store()
     alarms = 0
     with group:
-        domain = describe(options.adapter, group).domain
+        described = describe(options.adapter, group)
+        domain = described.domain
         assert isinstance(domain, PathDomain), options.adapter
+
+        def run_of(law: str, example: Example) -> Run:
+            device = "cuda" if backend == "nccl" else "cpu"
+            return Run(
+                law, options.adapter, example, described.products_of(example, device), device, "1" if device == "cuda" else ""
+            )
+
+        domain = with_forms(domain, options.seed) if backend == "nccl" else domain
         size = options.ranks or options.simulate
         whole = dataclasses.replace(domain, ranks=size, exchange_ranks=size)
         mesh: dict[str, Any] = {"mesh": ((1, size),)}
-        first = Run.parse(
-            f"law=exchange variant=heads adapter={options.adapter} lengths={2 * size} cp={size} heads={size} value_heads={size}"
-        )
-        assert ask(first, group, store).verdict is Verdict.HOLDS
+        first = ParallelCase((2 * size,), cp=size, heads=size, value_heads=size)
+        outcome = ask(run_of("exchange", Example(first, None, "heads")), group, store)
+        assert outcome.verdict is Verdict.HOLDS, outcome
         said["first_verdict_s"] = time.perf_counter() - START
         print(f"  first verdict {said['first_verdict_s']:.1f} s after the command")
         fused = {**LAYOUT_ONLY, **mesh, "dtype": "fp32", "packed": True, "thd_all_to_all": "fused"}
-        said["exchange"] = rate("exchange", whole, {"tokens": 400, **fused}, options, group, store)
+        said["exchange"] = rate("exchange", whole, {"tokens": 400, **fused}, run_of, options, group, store)
         few = dataclasses.replace(whole, ranks=min(size, 8), slow=domain.slow)
         quick = {name: tuple(v for v in values if f"{name}={v}" not in domain.slow) for name, values in domain.choices}
         on_few = {"mesh": ((1, few.ranks), (few.ranks, 1)), **quick}
-        said["parallel"] = rate("parallel", few, {"tokens": 100, **on_few}, options, group, store)
+        said["parallel"] = rate("parallel", few, {"tokens": 100, **on_few}, run_of, options, group, store)
         if options.soundness:
-            alarms = soundness(domain, options, group, store, said)
+            alarms = soundness(domain, run_of, options, group, store, said)
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(said, file)
@@ -80,7 +91,7 @@ def main() -> int:
 
 
 def rate(
-    law: str, domain: PathDomain, fixed: dict[str, Any], options: argparse.Namespace, group: Asked, store: Store
+    law: str, domain: PathDomain, fixed: dict[str, Any], run_of: RunOf, options: argparse.Namespace, group: Asked, store: Store
 ) -> dict[str, float]:
     """Cases a second of one law, all of which must hold."""
     from properties.paths import path_cases
@@ -89,7 +100,7 @@ def rate(
     done, start, warm = 0, 0.0, 0
     for batch in batches(path_cases(domain, **fixed), options.seed, options.cases + WARM, most):
         ways = PATH_LAWS[law].variants or (None,)
-        runs = [Run(law, options.adapter, Example(case, None, ways[at % len(ways)])) for at, case in enumerate(batch, done)]
+        runs = [run_of(law, Example(case, None, ways[at % len(ways)])) for at, case in enumerate(batch, done)]
         for run, outcome in zip(runs, ask_all(runs, group, store), strict=True):
             assert outcome.verdict in (Verdict.HOLDS, Verdict.BLIND), (str(run), outcome)
         done += len(runs)
@@ -101,7 +112,9 @@ def rate(
     return result
 
 
-def soundness(domain: PathDomain, options: argparse.Namespace, group: Asked, store: Store, said: dict[str, Any]) -> int:
+def soundness(
+    domain: PathDomain, run_of: RunOf, options: argparse.Namespace, group: Asked, store: Store, said: dict[str, Any]
+) -> int:
     """Ask every law that the adapter promises; the alarms."""
     laws = [law for law in options.law or PATH_LAWS if PATH_LAWS[law].needs(domain) is None]
     alarms, counts, start = [], dict[str, int](), time.perf_counter()
@@ -109,7 +122,7 @@ def soundness(domain: PathDomain, options: argparse.Namespace, group: Asked, sto
     for law in laws:
 
         def look(example: Example, law: str = law) -> None:
-            run = Run(law, options.adapter, example)
+            run = run_of(law, example)
             outcome: Outcome = ask(run, group, store)
             counts[outcome.verdict] = counts.get(outcome.verdict, 0) + 1
             for name, ratio in outcome.ratios.items():

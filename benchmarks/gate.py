@@ -1,0 +1,351 @@
+"""The GPU gate: everything that only a GPU can show, run and judged in one go, with a record of what passed.
+
+    tox -e gpu                                  or, in an environment that has all packages: python -m benchmarks.gate
+
+It wants two GPUs. On one, steps that need two are not run. Steps of one GPU run in two lanes, one on each GPU; then come those of
+all GPUs. Progress goes to stderr, a table to stdout; logs stay in .gdn-verify/gate. Where nothing failed, docs/gpu.json is written:
+`gdn-verify list` and the README say from it which sources passed last. Exit: 0 passed, 1 a step failed, 3 there is no GPU.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from verify import device as devices
+from verify import gpu_record
+
+LOGS = gpu_record.ROOT / ".gdn-verify" / "gate"
+RECORD = gpu_record.PLACES[0]
+PYTHON = sys.executable
+# Targets of ours. Those of single GPUs are half as good as what an H200 on an idle host does: a slow host passes, rot does not.
+COLD_S, WARM_S, STEADY = 60.0, 25.0, 35.0
+LAYERS, LAYOUTS, DISTRIBUTED = 10.0, 250.0, 2000  # a second, a second, cases in all
+DEADLINE_S = 400.0
+GPU_TESTS = tuple(f"tests/test_{name}.py" for name in ("gpu", "case", "rounding", "sanitize"))  # those with tests marked gpu
+PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A line of the table: what was asked for, its verdict, the figure and what it must be."""
+
+    what: str
+    verdict: str
+    figure: str = ""
+    must: str = ""
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """A step's process after its end: exit code, seconds, and each line of its stdout with the seconds after which it came."""
+
+    step: "Step"
+    code: int
+    seconds: float
+    lines: list[tuple[float, str]]
+
+    @property
+    def file(self) -> pathlib.Path:
+        """What the step wrote for machines: the file that stood for {file} in its command."""
+        return LOGS / f"{self.step.name}.out"
+
+    @property
+    def cases(self) -> int:
+        """How many cases the laws of a check held in, by its JSON."""
+        return sum(report["counts"].get("holds", 0) for report in self.reports)
+
+    @property
+    def reports(self) -> list[dict[str, Any]]:
+        """The laws' reports of a check, by its JSON."""
+        return [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.is_file() else []
+
+    def row(self, *, good: bool, figure: str, must: str, what: str = "") -> Row:
+        """A row about this step."""
+        return Row(what or self.step.what, PASSED if good else FAILED, figure, must, self.seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A process of the gate: what it shows, its command, whether it needs all GPUs, and how its end is judged."""
+
+    name: str
+    what: str
+    command: tuple[str, ...]
+    judge: Callable[[Done], list[Row]]
+    cold: bool = False  # with a cache of kernels of its own, empty before
+    after: str = ""  # the step whose cache it has
+
+
+def check(done: Done) -> list[Row]:
+    """A check: every law that it was asked holds, and none is undecided."""
+    counts: dict[str, int] = {}
+    for report in done.reports:
+        for verdict, count in report["counts"].items():
+            counts[verdict] = counts.get(verdict, 0) + count
+    figure = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
+    laws = [report["law"] for report in done.reports if report["verdict"] != "unsupported"]
+    good = done.code == 0 and bool(laws)
+    return [done.row(good=good, figure=f"{len(laws)} laws: {figure}", must="all hold")]
+
+
+def first_verdict(most_s: float) -> Callable[[Done], list[Row]]:
+    """A check's first verdict comes in time."""
+
+    def judge(done: Done) -> list[Row]:
+        first = next((at for at, line in done.lines if line.startswith("HOLDS")), None)
+        figure = "none" if first is None else f"{first:.1f} s"
+        return [done.row(good=done.code == 0 and first is not None and first <= most_s, figure=figure, must=f"{most_s:.0f} s")]
+
+    return judge
+
+
+def steady(done: Done) -> list[Row]:
+    """Cases a second once all is compiled, the median of the passes, and no case broken or undecided."""
+    rates = [float(found[1]) for _, line in done.lines if (found := re.match(r"([\d.]+) cases a second", line))]
+    wrong = [line for _, line in done.lines if "broken" in line or "unknown" in line]
+    rate = statistics.median(rates) if rates else 0.0
+    return [done.row(good=done.code == 0 and not wrong and rate >= STEADY, figure=f"{rate:.1f} a second", must=f"{STEADY:.0f}")]
+
+
+def rates(done: Done) -> list[Row]:
+    """Exchanges and whole layers a second, over NCCL."""
+    said = json.loads(done.file.read_text()) if done.file.is_file() else {}
+    rows = []
+    for law, what, least in (("exchange", "layout cases a second", LAYOUTS), ("parallel", "layer cases a second", LAYERS)):
+        rate = said.get(law, {}).get("a_second", 0.0)
+        rows.append(done.row(good=done.code == 0 and rate >= least, figure=f"{rate:.1f}", must=f"{least:.0f}", what=what))
+    return rows
+
+
+def tests(done: Done) -> list[Row]:
+    """Tests, a row a function: how many of its items passed. One that was skipped is not run."""
+    if not done.file.is_file():
+        return [done.row(good=False, figure="no report", must="all pass")]
+    found: dict[str, list[bool]] = {}
+    for item in ElementTree.parse(done.file).iter("testcase"):
+        if item.find("skipped") is None:
+            good = item.find("failure") is None and item.find("error") is None
+            found.setdefault(item.attrib["name"].partition("[")[0], []).append(good)
+    rows = []
+    for name, each in found.items():
+        what = name.removeprefix("test_").replace("_", " ")
+        rows.append(done.row(good=all(each), figure=f"{sum(each)} of {len(each)}", must="all pass", what=what))
+    return (
+        rows if done.code == 0 or any(row.verdict == FAILED for row in rows) else [*rows, done.row(good=False, figure="", must="")]
+    )
+
+
+def verify(*words: str) -> tuple[str, ...]:
+    """A command of gdn-verify that keeps no examples and writes its JSON."""
+    return (PYTHON, "-m", "verify", *words, "--no-examples", "--findings", "{findings}", "--json", "{file}")
+
+
+def pytest(*words: str) -> tuple[str, ...]:
+    """The tests that need a GPU."""
+    return (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *words, "--junitxml", "{file}")
+
+
+FIRST = ("check", "fla/chunk", "--law", "recall", "--seed", "5", "--device", "cuda")
+LANES = (
+    (
+        Step("cold", "first verdict, no kernel compiled", verify(*FIRST), first_verdict(COLD_S), cold=True),
+        Step("warm", "first verdict, kernels compiled", verify(*FIRST), first_verdict(WARM_S), after="cold"),
+        Step(
+            "steady",
+            "steady rate of one GPU",
+            (PYTHON, "-m", "benchmarks.steady", "fla/chunk", "--cases", "200", "--passes", "3"),
+            steady,
+        ),
+    ),
+    (
+        Step("tests", "tests on one GPU", pytest("-n", "6", *GPU_TESTS), tests),
+        Step(
+            "decode",
+            "decode in every size of block",
+            verify("check", "fla/decode_blocks", "--profile", "few", "--device", "cuda", "--law", "blocks", "--law", "oracle"),
+            check,
+        ),
+        Step(
+            "simulated",
+            "simulated ranks on one GPU",
+            verify("check", "gdn/layer", "--profile", "few", "--device", "cuda"),
+            check,
+        ),
+    ),
+)
+
+
+def of_ranks(ranks: int) -> tuple[tuple[Step, ...], ...]:
+    """The lanes of steps that have all GPUs; the first one is alone, since it is timed."""
+    count, slow = ("--ranks", str(ranks)), ("--deadline", str(DEADLINE_S - 50))
+    torchrun = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "verify")
+    measured = (PYTHON, "-m", "benchmarks.distributed", *count, "--cases", "300", "--json", "{file}")
+    alone = Step("rates", "rates over NCCL", measured, rates)
+    layer = Step("layer", "gdn/layer over NCCL", verify("check", "gdn/layer", *count, "--profile", "ci", *slow), check)
+    under = Step("torchrun", "gdn/layer under torchrun", (*torchrun, *verify("check", "gdn/layer", *slow)[3:]), check)
+    faults = Step("ranks", "tests on all GPUs", pytest("-k", "nccl", "tests/test_gpu.py"), tests)
+    shared = tuple(
+        Step(name, f"fla/{name} over NCCL", verify("check", f"fla/{name}", *count, "--profile", "quick", *slow), check)
+        for name in ("chunk_cp", "kda_cp", "conv_cp")
+    )
+    return (alone,), (layer, under), (*shared, faults)
+
+
+class Gate:
+    """Runs steps, in lanes side by side, and keeps their rows."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder, self.rows, self.done = folder, list[Row](), dict[str, Done]()
+        self.start = time.monotonic()
+        self._lock = threading.Lock()
+
+    def lanes(self, lanes: Sequence[Sequence[Step]], cards: Sequence[str]) -> None:
+        """Run lanes side by side, each on its cards, a lane's steps one after the other."""
+        with concurrent.futures.ThreadPoolExecutor(len(lanes)) as pool:
+            for future in [pool.submit(self._lane, *each) for each in zip(lanes, cards, strict=True)]:
+                future.result()
+
+    def _lane(self, steps: Sequence[Step], cards: str) -> None:
+        for step in steps:
+            done = self._run(step, cards)
+            rows = step.judge(done)
+            with self._lock:
+                self.done[step.name] = done
+                self.rows += rows
+            for row in rows:
+                self.tell(f"{row.verdict}: {row.what}: {row.figure}")
+            if any(row.verdict == FAILED for row in rows):
+                tail = (LOGS / f"{step.name}.log").read_text(errors="replace")[-3000:]
+                self.tell(f"{step.name} ended with code {done.code}; the end of its log:\n{tail}")
+
+    def _run(self, step: Step, cards: str) -> Done:
+        out, log = LOGS / f"{step.name}.out", LOGS / f"{step.name}.log"
+        words = [word.format(file=out, findings=self.folder / f"findings-{step.name}") for word in step.command]
+        cache = self.folder / (step.name if step.cold else step.after or "kernels")
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": cards, "TRITON_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1"}
+        self.tell(f"begins: {step.what} ({' '.join(words[1:])})")
+        start, lines = time.monotonic(), list[tuple[float, str]]()
+        with log.open("wb") as errors:
+            process = subprocess.Popen(
+                words, cwd=gpu_record.ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+            )
+            clock = threading.Timer(DEADLINE_S, os.killpg, (process.pid, signal.SIGKILL))
+            clock.start()
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.append((time.monotonic() - start, line.decode(errors="replace").rstrip("\n")))
+            code = process.wait()
+            clock.cancel()
+            errors.write("\n".join(["", "stdout:", *(f"{at:7.1f} {line}" for at, line in lines)]).encode())
+        return Done(step, code, time.monotonic() - start, lines)
+
+    def tell(self, words: str) -> None:
+        """Progress."""
+        print(f"[{time.monotonic() - self.start:5.0f} s] {words}", file=sys.stderr, flush=True)
+
+
+def host() -> dict[str, Any]:
+    """The cards and versions of this host, asked in a process of its own: this one opens no GPU."""
+    program = (
+        "import json, platform, torch; from verify.adapter import installed; "
+        "names = ('triton', 'fla-core', 'hypothesis'); "
+        "cards = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]; "
+        "print(json.dumps({'cards': cards, 'versions': {'python': platform.python_version(), 'torch': torch.__version__, "
+        "'cuda': torch.version.cuda, **{name: installed(name) for name in names}}}))"
+    )
+    done = subprocess.run([PYTHON, "-c", program], cwd=gpu_record.ROOT, capture_output=True, text=True, check=True)
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
+def main() -> int:
+    """Run the gate; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--record", type=pathlib.Path, default=RECORD, help="where the record is written (default docs/gpu.json)")
+    options = parser.parse_args()
+    count = devices.gpus()
+    if not count:
+        print("gdn-verify: the GPU gate needs a GPU, and torch sees none", file=sys.stderr)
+        return 3
+    about, digest = host(), gpu_record.sources()
+    shutil.rmtree(LOGS, ignore_errors=True)
+    LOGS.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as folder:
+        gate = Gate(pathlib.Path(folder))
+        if count > 1:
+            gate.lanes(LANES, ("0", "1"))
+            every = ",".join(map(str, range(count)))
+            first, *others = of_ranks(count)
+            gate.lanes([first], [every])
+            gate.lanes(others, [every] * len(others))
+        else:
+            gate.lanes([(*LANES[0], *LANES[1])], ["0"])
+            gate.rows += [Row(step.what, NOT_RUN, "needs two GPUs") for lane in of_ranks(2) for step in lane]
+    seconds = time.monotonic() - gate.start
+    cases = sum(gate.done[name].cases for name in ("layer", "torchrun", "chunk_cp", "kda_cp", "conv_cp") if name in gate.done)
+    if count > 1:
+        gate.rows.append(
+            Row("distributed cases, no false alarm", PASSED if cases >= DISTRIBUTED else FAILED, str(cases), str(DISTRIBUTED))
+        )
+    shown(gate.rows, seconds, about)
+    if any(row.verdict == FAILED for row in gate.rows):
+        return 1
+    complete = not any(row.verdict == NOT_RUN for row in gate.rows)
+    record = {
+        "sources": digest,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "complete": complete,
+        **about,
+        "seconds": round(seconds, 1),
+        "counts": {"distributed cases": cases, "rows": len(gate.rows)} if count > 1 else {"rows": len(gate.rows)},
+        "verdicts": [{**dataclasses.asdict(row), "seconds": round(row.seconds, 1)} for row in gate.rows],
+    }
+    written(record, options.record)
+    return 0
+
+
+def shown(rows: Sequence[Row], seconds: float, about: dict[str, Any]) -> None:
+    """The table."""
+    table = Table("what", "verdict", "figure", "must", "seconds", title=f"GPU gate on {', '.join(about['cards'])}: {seconds:.0f} s")
+    for row in rows:
+        table.add_row(row.what, row.verdict, row.figure, row.must, f"{row.seconds:.0f}")
+    Console(width=140).print(table)
+
+
+def written(record: dict[str, Any], path: pathlib.Path) -> None:
+    """The record in its file, beside those of the same sources on other cards; one of everything is not replaced by a part."""
+    try:
+        before = gpu_record.read(path)
+    except ValueError:
+        before = {}
+    if before.get("sources") == record["sources"]:
+        if before["complete"] and not record["complete"]:
+            print(f"{path} keeps the record of a gate with all steps, of the same sources", file=sys.stderr)
+            return
+        earlier = [each for each in (before, *before.pop("earlier", [])) if each["cards"] != record["cards"]]
+        record = {**record, "earlier": earlier} if earlier else record
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
