@@ -4,7 +4,7 @@
     python -m benchmarks.distributed --ranks 4              processes of this host: NCCL where each has a GPU, else gloo
     python -m benchmarks.distributed --ranks 2 --soundness 5000 gdn/layer
 
-Rates are of cases drawn, put to all ranks, judged on each and merged, as `check` does it, after ten that are not counted. The
+Rates are of cases drawn, put to all ranks, judged on each and merged, as `check` does it, after 32 that are not counted. The
 first verdict counts from the start of this program: its imports, the ranks' start and join included.
 """
 
@@ -28,7 +28,8 @@ from verify.run import Outcome, Run  # noqa: E402
 from verify.store import Store  # noqa: E402
 from verify.worker import Worker  # noqa: E402
 
-WARM = 10
+WARM = 32
+EXCHANGES = 3  # times as many cases of exchanges as of layers: a second is too short to tell hosts apart
 RunOf = Callable[[str, Example], Run]
 
 
@@ -77,11 +78,13 @@ def main() -> int:
         said["first_verdict_s"] = time.perf_counter() - START
         print(f"  first verdict {said['first_verdict_s']:.1f} s after the command")
         fused = {**LAYOUT_ONLY, **mesh, "dtype": "fp32", "packed": True, "thd_all_to_all": "fused"}
-        said["exchange"] = rate("exchange", whole, {"tokens": 400, **fused}, run_of, options, group, store)
+        said["exchange"] = rate(
+            "exchange", whole, {"tokens": 400, **fused}, run_of, EXCHANGES * options.cases, options, group, store
+        )
         few = dataclasses.replace(whole, ranks=min(size, 8), slow=domain.slow)
         quick = {name: tuple(v for v in values if f"{name}={v}" not in domain.slow) for name, values in domain.choices}
         on_few = {"mesh": ((1, few.ranks), (few.ranks, 1)), **quick}
-        said["parallel"] = rate("parallel", few, {"tokens": 100, **on_few}, run_of, options, group, store)
+        said["parallel"] = rate("parallel", few, {"tokens": 100, **on_few}, run_of, options.cases, options, group, store)
         if options.soundness:
             alarms = soundness(domain, run_of, options, group, store, said)
     if options.json:
@@ -91,14 +94,21 @@ def main() -> int:
 
 
 def rate(
-    law: str, domain: PathDomain, fixed: dict[str, Any], run_of: RunOf, options: argparse.Namespace, group: Asked, store: Store
+    law: str,
+    domain: PathDomain,
+    fixed: dict[str, Any],
+    run_of: RunOf,
+    cases: int,
+    options: argparse.Namespace,
+    group: Asked,
+    store: Store,
 ) -> dict[str, float]:
     """Cases a second of one law, all of which must hold."""
     from properties.paths import path_cases
 
     most = 1 if not options.ranks else BATCH if PATH_LAWS[law].kind == "exact" else TRUTHS
     done, start, warm = 0, 0.0, 0
-    for batch in batches(path_cases(domain, **fixed), options.seed, options.cases + WARM, most):
+    for batch in batches(path_cases(domain, **fixed), options.seed, cases + WARM, most):
         ways = PATH_LAWS[law].variants or (None,)
         runs = [run_of(law, Example(case, None, ways[at % len(ways)])) for at, case in enumerate(batch, done)]
         for run, outcome in zip(runs, ask_all(runs, group, store), strict=True):

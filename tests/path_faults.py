@@ -25,6 +25,15 @@ class Fault(GdnLayer):
         """What it does."""
 
 
+class NeedsAGpu(GdnLayer):
+    """Not a fault: the layer, which refuses to compute elsewhere than on a GPU."""
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        if not (x.hidden.is_cuda and all(each.is_cuda for each in x.parameters.values())):
+            raise RuntimeError(f"hidden is on {x.hidden.device}")
+        return super().run(x, place)
+
+
 class Raises(Fault):
     def fault(self, x: Inputs, place: Place) -> None:
         raise RuntimeError("no such tile")

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from oracles.bound import Bound, bounds
 from verify import cli
@@ -118,31 +117,37 @@ def test_a_rank_that_fails_over_nccl_is_named_and_the_next_case_runs(
     assert ask(Run.parse(PATH.format("Fault")), two, store).verdict is Verdict.HOLDS
 
 
-ON_ONE = "adapter=gdn/layer device=cuda tp=2 cp=2 sp=yes heads=4 value_heads=8 packed=yes padding=least lengths=3+0+17"
+ON_ONE = "adapter=tests/path_faults.py:NeedsAGpu device=cuda cp=2 packed=yes padding=least lengths=3+0+17"
+SHARED, COMPILED = "tp=2 sp=yes heads=4 value_heads=8", "dtype=bf16 tune=1 products=tf32 key_dim=64 value_dim=64 conv=fla rule=fla"
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[Worker]:
+    with Worker(120.0, environment=devices.environment("cuda")) as worker:
+        yield worker
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        f"law=parallel {ON_ONE}",
-        f"law=parallel {ON_ONE} dtype=bf16 tune=1 products=tf32 key_dim=64 value_dim=64 conv=fla rule=fla qk_norm=in_kernel",
-        f"law=exchange variant=heads {ON_ONE} thd_all_to_all=fused",
-        f"law=refused variant=length {ON_ONE}",
+        f"law=parallel {ON_ONE} {SHARED}",
+        f"law=parallel {ON_ONE} {SHARED} {COMPILED} qk_norm=in_kernel",
+        f"law=same variant=thd_all_to_all=fused {ON_ONE} {SHARED}",
+        f"law=repeats {ON_ONE} {SHARED} deterministic=yes",
+        "law=exchange variant=heads adapter=gdn/layer device=cuda cp=4 heads=4 value_heads=4 lengths=16 thd_all_to_all=fused",
+        f"law=refused variant=length {ON_ONE} heads=2 value_heads=2".replace("padding=least ", "").replace("3+0+17", "4+0+8"),
     ],
 )
-def test_simulated_ranks_compute_on_the_gpu(line: str) -> None:
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    outcome = execute(Run.parse(line))
+def test_simulated_ranks_compute_on_the_gpu(gpu: Worker, line: str) -> None:
+    outcome = Outcome.from_json(gpu.ask({"run": line}))
     assert outcome.verdict is Verdict.HOLDS, (outcome.reason, outcome.fault, outcome.findings)
-    assert torch.cuda.max_memory_allocated() > before
 
 
-def test_a_wrong_path_is_found_on_simulated_ranks_of_a_gpu() -> None:
+def test_a_wrong_path_is_found_on_simulated_ranks_of_a_gpu(gpu: Worker) -> None:
     line = "law=parallel adapter=zoo/NoSumOverTp device=cuda tp=2 heads=2 value_heads=2 lengths=4"
-    here, there = execute(Run.parse(line.replace(" device=cuda", ""))), execute(Run.parse(line))
+    here, there = execute(Run.parse(line.replace(" device=cuda", ""))), Outcome.from_json(gpu.ask({"run": line}))
     assert (here.verdict, there.verdict) == (Verdict.BROKEN, Verdict.BROKEN)
-    assert [finding.output for finding in here.findings] == [finding.output for finding in there.findings]
+    assert {finding.output for finding in here.findings} == {finding.output for finding in there.findings}
 
 
 @pytest.mark.gpu(2)
