@@ -59,7 +59,7 @@ CALLS = (
 def computed(line: str, device: str) -> dict[str, Bound]:
     """The truth and the bounds of a line's case, computed on a device."""
     case: Any = Run.parse(line).example.case
-    inputs, cotangents = case.inputs(device), case.cotangents(device) if case.backward else None
+    inputs, cotangents = case.inputs(device), case.cotangents(device) if getattr(case, "backward", False) else None
     algorithms = {"causal_conv1d": "pointwise", "gated_rms_norm": "pointwise", "decode": "recurrent"}
     made = bounds(case.spec_of(inputs), inputs, cotangents, algorithms.get(case.operation, "chunkwise"))
     assert {x.device.type for each in made.values() for x in (each.value, each.allowed)} == {device}
