@@ -27,6 +27,7 @@ from properties.strategies import Example
 COMPILED = 1 / 3  # how many of a layer's cases, on a GPU, have a choice whose kernels are compiled
 FORMS = {"gdn_layer": 4}  # forms that such cases are drawn from: few where every case's kernels are compiled
 FEW_FORMS = 2
+MODEL_WIDTHS = (64, 128, 96)  # of keys and values, as models have them, and one that is no power of two
 SHORT = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33, 64, 65, 66)
 MESHES = ("1x1", "2x1", "1x2", "2x2", "4x1", "1x4")
 WAYS = ("heads", "tokens")
@@ -59,7 +60,8 @@ class PathDomain:
     `checkpoints`: it says what its shards are of. `least_piece` are the fewest tokens in each piece that a CP rank holds.
 
     `tf32` are values of choices, as name=value, whose kernels multiply float32 matrices in TF32 on a GPU. `forms` is set by a check
-    on a GPU (see `with_forms`): cases whose kernels are compiled have one of these, with widths out of `compiled_widths`.
+    on a GPU (see `with_forms`): cases whose kernels are compiled have one of these, with widths out of `compiled_widths`, or of
+    `widths` where that is empty.
     """
 
     operation: str = "gdn_layer"
@@ -93,7 +95,7 @@ class PathDomain:
     computes: bool = True
     least_piece: int = 0
     tf32: tuple[str, ...] = ()
-    compiled_widths: tuple[int, ...] = (64, 128, 96)
+    compiled_widths: tuple[int, ...] = ()
     forms: tuple[Form, ...] = ()
 
     def outside(self, case: ParallelCase) -> str | None:
@@ -157,7 +159,7 @@ def form_of(case: ParallelCase) -> Form:
 def with_forms(domain: PathDomain, seed: int) -> PathDomain:
     """The domain with a few forms drawn from a seed, of one dtype after the other, for cases whose kernels are compiled."""
     chance = random.Random(mix_words(seed, "forms"))  # noqa: S311 - seeded, and not for secrets
-    forms = []
+    widths, forms = domain.compiled_widths or domain.widths, []
     for number in range(FORMS.get(domain.operation, FEW_FORMS)):
         packed = chance.choice([choice for choice, can in ((True, domain.packed), (False, domain.batched)) if can])
         forms.append(
@@ -166,8 +168,8 @@ def with_forms(domain: PathDomain, seed: int) -> PathDomain:
                 packed,
                 chance.choice((1, 2)),
                 chance.choice((1, 2)) if domain.grouped_heads else 1,
-                key_dim := chance.choice(domain.compiled_widths),
-                key_dim if domain.equal_widths else chance.choice(domain.compiled_widths),
+                key_dim := chance.choice(widths),
+                key_dim if domain.equal_widths else chance.choice(widths),
                 chance.choice(domain.conv_widths),
                 domain.conv_bias and chance.choice((False, True)),
                 domain.dtypes[(seed + number) % len(domain.dtypes)],

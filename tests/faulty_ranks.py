@@ -1,6 +1,7 @@
 """What the ranks of tests serve: in {"planted": name, "of": [1]} those ranks misbehave and the others wait in an all-reduce."""
 
 import ctypes
+import dataclasses
 import os
 import pathlib
 import signal
@@ -44,6 +45,11 @@ def reduced() -> float:
     rank = torch.tensor(float(distributed.get_rank()))
     distributed.all_reduce(rank)
     return float(rank)
+
+
+def spends() -> Outcome:
+    """As if the GPU were lost."""
+    return dataclasses.replace(fine(), spent=True)
 
 
 def raises() -> Outcome:
@@ -98,6 +104,7 @@ FAULTS: dict[str, Callable[[], Outcome]] = {
     function.__name__: function
     for function in (
         raises,
+        spends,
         leaves,
         dies,
         spins,

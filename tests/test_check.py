@@ -5,7 +5,8 @@ import pathlib
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -14,8 +15,10 @@ from oracles import bound
 from oracles.case import Case
 from properties.laws import LAWS, Blind
 from properties.strategies import Example
+from tests.answering import Answering
 from verify import check as check_module
 from verify import device as devices
+from verify import report as text
 from verify.adapter import AdapterError, installed
 from verify.check import ENOUGH, PROFILES, Check, LawReport, Profile, ask, batches, describe, overall, seeded
 from verify.judge import Finding, Verdict
@@ -226,6 +229,58 @@ def test_oracle_that_raises_is_unknown_and_not_the_kernels_fault(monkeypatch: py
     assert outcome.reason.startswith(f"gdn-verify failed: {type(error).__name__}: ")
     assert re.fullmatch(rf"{type(error).__name__} at verify/bench.py:\d+ in \w+", outcome.fault)
     assert outcome.findings == []
+
+
+class Failing(Answering):
+    """gdn-verify fails in every case of its runs that `wrong` says."""
+
+    def __init__(self, wrong: Callable[[int], str]) -> None:
+        super().__init__()
+        self.wrong = wrong
+
+    def ask(self, question: dict[str, Any], deadline_s: float | None = None) -> dict[str, Any]:
+        answer = super().ask(question, deadline_s)
+        if "run" in question and (fault := self.wrong(len(self.asked))):
+            return Outcome(Verdict.UNKNOWN, reason="gdn-verify failed: RuntimeError: mixed", fault=fault).to_json()
+        return answer
+
+
+HERE, THERE = "RuntimeError at verify/parallel.py:7 in f", "RuntimeError at verify/parallel.py:9 in f"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "asked"),
+    [
+        (lambda number: HERE, 3),
+        (lambda number: HERE if number > 4 else "", 7),
+        (lambda number: HERE if number % 3 else "", 5 * 4),
+        (lambda number: (HERE, THERE)[number % 2], 5 * 4),
+    ],
+    ids=["always", "from the fifth on", "two in a row", "two by turns"],
+)
+def test_the_same_failure_of_ours_three_times_in_a_row_ends_the_law(wrong: Callable[[int], str], asked: int, store: Store) -> None:
+    worker: Any = Failing(wrong)
+    (report,) = checked("fla/chunk", ["oracle"], [worker], store, profile=PROFILES["few"])
+    assert report.verdict is Verdict.UNKNOWN
+    assert len(worker.asked) == asked
+    assert report.fault == wrong(next(number for number in range(1, 9) if wrong(number)))
+    assert report.fault_run in worker.asked
+    assert ("the law ended after 3 such cases in a row" in report.reason) is (asked < 20)
+    notice = text.fault_notice([report])
+    assert notice.startswith(
+        "This is a fault of gdn-verify and says nothing about fla/chunk: please report RuntimeError at verify/"
+    )
+    assert notice.endswith(f'python -m verify repeat "{report.fault_run}"')
+    said = text.law_line(report)
+    assert said.count(report.fault) == 1
+    assert f'"{report.fault_run}"' in said
+
+
+def test_without_a_failure_of_ours_nothing_is_said_of_one(store: Store) -> None:
+    worker: Any = Failing(lambda number: "")
+    reports = checked("fla/chunk", ["oracle"], [worker], store)
+    assert (reports[0].fault, text.fault_notice(reports)) == ("", "")
+    assert "\n" not in text.law_line(reports[0])
 
 
 def test_blind_law_is_blind_and_an_empty_case_has_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:

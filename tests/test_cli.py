@@ -71,6 +71,9 @@ def strict(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
+PATH_LINE = "law=parallel adapter=gdn/layer lengths=4 cp=2 heads=2 value_heads=2"
+
+
 @pytest.mark.usefixtures("no_work")
 @pytest.mark.parametrize(
     ("words", "names"),
@@ -116,6 +119,8 @@ def strict(text: str) -> Any:
         (("repeat",), ("line",)),
         (("reapeat", "x"), ("invalid choice", "repeat")),
         (("check", RIGHT, "--sanitize", "leakcheck"), ("--sanitize", "'leakcheck'", "memcheck", "racecheck")),
+        (("check", "gdn/layer", "--ranks", "2", "--device", "cpu", "--backend", "nccl"), ("--backend must be gloo",)),
+        (("repeat", f"{PATH_LINE} device=cuda", "--ranks", "2", "--backend", "gloo"), ("--backend must be nccl",)),
         (("check", RIGHT, "--deadline", "0"), ("--deadline", "must be a number of seconds over 0")),
         ((), ("list,check,repeat",)),
     ],
@@ -436,6 +441,37 @@ def test_ranks_of_torchrun_end_with_the_command(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert "2 ranks over gloo" in done.stdout
     assert done.stdout.count("HOLDS       exchange") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "backend"),
+    [
+        ((), 0, "gloo"),
+        ((), 1, "gloo"),
+        ((), 2, "nccl"),
+        (("--device", "cpu"), 2, "gloo"),
+        (("--device", "cuda"), 2, "nccl"),
+        (("--backend", "gloo"), 2, "gloo"),
+    ],
+)
+def test_ranks_have_a_gpu_each_or_none(words: tuple[str, ...], gpus: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.devices, "gpus", lambda: gpus)
+    options = cli._parser().parse_args(["check", "gdn/layer", "--ranks", "2", *words])
+    assert cli._backend(options, 2, options.device) == backend
+
+
+@pytest.mark.parametrize(("gpus", "said"), [(0, "torch sees none"), (1, "torch sees 1")])
+def test_ranks_on_gpus_that_are_not_there_are_one_line(
+    gpus: int, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli.devices, "gpus", lambda: gpus)
+    for words in (
+        ("check", "gdn/layer", "--ranks", "2", "--device", "cuda"),
+        ("repeat", f"{PATH_LINE} device=cuda", "--ranks", "2"),
+    ):
+        done = run(capfd, *words)
+        assert (done.code, done.out) == (cli.UNDECIDED, "")
+        assert done.err == f"gdn-verify: 2 ranks on cuda need a GPU each, and {said}\n"
 
 
 def test_ranks_are_for_parallel_paths(capfd: pytest.CaptureFixture[str]) -> None:

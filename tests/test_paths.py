@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oracles.parallel_case import ParallelCase
-from properties.paths import PATH_LAWS, PathDomain, path_cases
+from properties.paths import PATH_LAWS, PathDomain, form_of, path_cases, with_forms
 from properties.strategies import Example
 from verify.adapter import PathAdapter
-from verify.check import seeded
+from verify.check import Described, seeded
 from verify.comm import Alone, Place, simulate
 from verify.judge import Verdict
 from verify.parallel import RankBench
@@ -251,3 +251,76 @@ def test_alone_is_a_place_too() -> None:
     results = run().run(case.inputs(), case.cotangents())
     assert results["y"].shape == (1, 4, 8)
     assert {"dhidden", "din_proj", "dconv", "dA_log", "ddt_bias", "dnorm", "dout_proj"} <= results.keys()
+
+
+# Forms: what kernels are compiled for on a GPU
+
+
+@pytest.mark.parametrize(
+    "domain",
+    [
+        PathDomain(ranks=2),
+        PathDomain(ranks=8, slow=("conv=fla", "rule=fla")),
+        PathDomain("kda", ranks=2, tensor_parallel=False, batched=False, padded=False, choices=(("qk_norm", ("separate",)),)),
+        PathDomain(
+            ranks=4, choices=(("conv", ("fla",)), ("qk_norm", ("combined",)), ("thd_all_to_all", ("fused",)), ("rule", ("fla",)))
+        ),
+    ],
+    ids=["two ranks", "eight ranks", "a rule", "kernels only"],
+)
+def test_on_a_gpu_kernels_are_compiled_for_few_forms_and_the_rest_is_drawn_as_ever(domain: PathDomain) -> None:
+    formed = with_forms(domain, 5)
+    assert formed.forms == with_forms(domain, 5).forms != with_forms(domain, 6).forms
+    cases: list[ParallelCase] = []
+    seeded(path_cases(formed, tokens=60), 3, 80, cases.append)
+    compiled = [case for case in cases if case.operation != "gdn_layer" or "fla" in (case.conv, case.rule)]
+    assert {form_of(case) for case in compiled} == set(formed.forms)
+    assert len({form_of(case) for case in cases if case not in compiled}) > 20 or len(compiled) == len(cases)
+    assert {case.key_dim for case in compiled} <= set(domain.widths)
+    other = dataclasses.replace(compiled[0], conv_width=next(width for width in (2, 3, 4) if width != compiled[0].conv_width))
+    assert domain.outside(other) is None
+    assert (formed.outside(other) is None) is (form_of(other) in formed.forms)
+
+
+def test_compiled_widths_are_those_that_the_domain_says() -> None:
+    assert {form.key_dim for form in with_forms(PathDomain(widths=(128,)), 1).forms} == {128}
+    narrow = PathDomain(widths=(8,), compiled_widths=(64, 96))
+    assert {form.value_dim for seed in range(9) for form in with_forms(narrow, seed).forms} == {64, 96}
+
+
+def test_on_a_gpu_another_choice_needs_no_other_form() -> None:
+    formed, found = with_forms(PathDomain(ranks=2), 5), set[str]()
+
+    def look(example: Example) -> None:
+        name, _, value = str(example.variant).partition("=")
+        assert formed.outside(dataclasses.replace(example.case, **{name: value})) is None
+        found.add(str(example.variant))
+
+    seeded(PATH_LAWS["same"].draw(formed), 3, 60, look)
+    assert {"rule=fla", "rule=torch", "thd_all_to_all=fused"} <= found
+
+
+def test_products_are_those_of_the_choice_on_a_gpu_and_exact_on_a_cpu() -> None:
+    described = Described("gdn/layer", PathDomain(tf32=("rule=fla",)), "chunkwise", "none")
+    plain, fla = ParallelCase((4,)), ParallelCase((4,), rule="fla")
+    for case, variant, products in (
+        (plain, None, "ieee"),
+        (fla, None, "tf32"),
+        (plain, "rule=fla", "tf32"),
+        (plain, "conv=fla", "ieee"),
+    ):
+        assert described.products_of(Example(case, None, variant), "cuda") == products
+        assert described.products_of(Example(case, None, variant), "cpu") == "ieee"
+
+
+def test_simulated_ranks_on_a_gpu_that_is_not_there_are_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verify.device.gpus", lambda: 0)
+    outcome = execute(Run.parse("law=parallel adapter=gdn/layer device=cuda lengths=4 cp=2 heads=2 value_heads=2"))
+    assert (outcome.verdict, outcome.reason.partition(",")[0]) == (Verdict.UNKNOWN, "device=cuda needs a GPU")
+
+
+def test_a_rank_whose_device_is_lost_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verify.device.lost", lambda device: "CUDA error: an illegal memory access was encountered")
+    outcome = execute(Run.parse("law=parallel adapter=tests/path_faults.py:Raises lengths=4 cp=2 heads=2 value_heads=2"))
+    assert (outcome.verdict, outcome.spent) == (Verdict.BROKEN, True)
+    assert outcome.findings[0].what.startswith("crashed: CUDA error: an illegal memory access")

@@ -658,5 +658,34 @@ def test_lists_of_outcomes_are_merged_as_far_as_every_rank_came() -> None:
     merged = merge({0: one, 1: other})["outcomes"]
     assert [outcome["verdict"] for outcome in merged] == ["holds", "broken"]
     assert merged[1]["findings"][0]["output"] == "rank 0: y"
-    assert merge({0: one, 1: other}, "rank 1 waits in all_reduce") == {"outcomes": []}
-    assert merge({0: one, 1: {"error": "gone"}}) == {"outcomes": []}
+    assert merge({0: one, 1: other}, "rank 1 waits in all_reduce") == {"outcomes": [], "spent": False}
+    assert merge({0: one, 1: {"error": "gone"}}) == {"outcomes": [], "spent": False}
+
+
+def test_where_one_rank_lost_its_gpu_the_ranks_are_replaced() -> None:
+    """Though both say the same, and have not parted."""
+    lost = Outcome(Verdict.BROKEN, [Finding("call", "crashed: CUDA error: an illegal memory access")], spent=True)
+    for both in ((lost, lost), (Outcome(Verdict.HOLDS, rows=1), lost)):
+        assert merge({rank: each.to_json() for rank, each in enumerate(both)})["spent"]
+        lists = {rank: {"outcomes": [each.to_json()], "spent": each.spent} for rank, each in enumerate(both)}
+        assert merge(lists)["spent"]
+
+
+def test_ranks_that_are_spent_do_not_answer_again(group: RankGroup) -> None:
+    def ranks_after(kind: str) -> list[int]:
+        group.ask({"planted": kind, "of": [0, 1]})
+        return pids(group)
+
+    before = ranks_after("none")
+    assert len(before) == 2
+    assert ranks_after("none") == before
+    assert ranks_after("spends") == []
+    assert not {*before} & {*ranks_after("none")}
+
+
+def test_where_gdn_verify_failed_is_told_of_all_ranks() -> None:
+    failed = Outcome(
+        Verdict.UNKNOWN, reason="gdn-verify failed: RuntimeError: mixed", fault="RuntimeError at verify/parallel.py:7 in f"
+    )
+    merged = Outcome.from_json(merge({0: failed.to_json(), 1: failed.to_json()}))
+    assert (merged.verdict, merged.reason, merged.fault) == (Verdict.UNKNOWN, failed.reason, failed.fault)

@@ -18,7 +18,7 @@ from oracles.operations import OPERATIONS
 from oracles.rounding import PRODUCTS
 from properties.books import BOOKS, book_for, every_law
 from properties.paths import PathDomain
-from verify import coverage, sanitize, soak, tuning
+from verify import coverage, gpu_record, sanitize, soak, tuning
 from verify import device as devices
 from verify import report as text
 from verify.adapter import BUILT_IN, PATHS, AdapterError, check_requirements, check_spec, installed
@@ -308,6 +308,7 @@ def _list(options: argparse.Namespace) -> int:
                     "books": books,
                     "adapters": adapters,
                     "profiles": {p.name: p.examples for p in PROFILES.values()},
+                    "gpu_gate": gpu_record.status(),
                 }
             )
         )
@@ -334,6 +335,7 @@ def _list(options: argparse.Namespace) -> int:
             print(f"  {name:<20} cannot run: {said['reason']}")
     print(f"  {command.listed()}")
     print("  my_kernel.py:MyKernel  your own, in any file")
+    print(f"\n{gpu_record.status()}")
     return HOLDS
 
 

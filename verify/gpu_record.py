@@ -56,14 +56,18 @@ def read(path: pathlib.Path) -> dict[str, Any]:
 
 def passed(record: Mapping[str, Any]) -> str:
     """What passed, on what and when, in one sentence: the README has the same one."""
-    cards = " and ".join(f"{len(record['cards'])} x {name}" for name in dict.fromkeys(record["cards"]))
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     part = "" if record["complete"] else " in part (it needs two GPUs)"
-    counts = f"{record['counts']['distributed cases']:,} distributed cases" if "distributed cases" in record["counts"] else ""
-    return (
-        f"The GPU gate (`{COMMAND}`) passed{part} on {record['date']} on {cards} in {record['seconds']:.0f} s"
-        f"{f', with {counts} and no false alarm' if counts else ''} ({versions}); sources {record['sources'][:12]}."
-    )
+    places = " and ".join(f"on {_cards(each)} in {each['seconds']:.0f} s" for each in (record, *record.get("earlier", ())))
+    cases = record["counts"].get("distributed cases")
+    counts = f", with {cases:,} distributed cases and no false alarm" if cases else ""
+    which = f"({versions}); sources {record['sources'][:12]}."
+    return f"The GPU gate (`{COMMAND}`) passed{part} on {record['date']} {places}{counts} {which}"
+
+
+def _cards(record: Mapping[str, Any]) -> str:
+    names: list[str] = record["cards"]
+    return " and ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
 
 
 def status() -> str:
@@ -75,6 +79,10 @@ def status() -> str:
         record = read(path)
     except ValueError as error:
         return str(error)
+    try:
+        said = passed(record)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return f"{path.name} must be the record of a GPU gate: its counts or earlier records are not what the gate writes"
     same = record["sources"] == sources()
     now = "They have not changed since." if same else f"They have CHANGED since: run {COMMAND} before you rely on a GPU."
-    return f"{passed(record)} {now}"
+    return f"{said} {now}"

@@ -61,7 +61,7 @@ class LawItem:
         if report.verdict is Verdict.BROKEN:
             pytest.fail(text.failure(report), pytrace=False)
         if report.verdict is Verdict.UNKNOWN:
-            pytest.fail(text.law_line(report), pytrace=False)
+            pytest.fail("\n".join([text.law_line(report), text.fault_notice([report])]).rstrip(), pytrace=False)
         if report.verdict is Verdict.UNSUPPORTED:
             pytest.skip(f"{self.law}: {report.reason}")
 

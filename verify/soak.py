@@ -194,6 +194,8 @@ def merged(before: LawReport, more: LawReport) -> LawReport:
         ratios={name: max(before.ratios.get(name, 0.0), more.ratios.get(name, 0.0)) for name in sorted(names)},
         regimes=_added(before.regimes, more.regimes),
         known=before.known or more.known,
+        fault=before.fault or more.fault,
+        fault_run=before.fault_run or more.fault_run,
         **data,
     )
 

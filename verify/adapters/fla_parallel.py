@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oracles.operation import Inputs
+from properties.paths import MODEL_WIDTHS
 from verify.adapter import PathAdapter, PathDomain
 from verify.adapters.fla import REQUIRES, call
 from verify.comm import Distributed, Place
@@ -32,6 +33,7 @@ _DOMAIN: dict[str, Any] = {
     "checkpoints": False,
     "deterministic": False,
     "least_piece": 1,
+    "compiled_widths": MODEL_WIDTHS,
 }
 _RULES: dict[str, Any] = {**_DOMAIN, "conv_bias": False, "choices": (("qk_norm", ("separate", "in_kernel")),)}
 

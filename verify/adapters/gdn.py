@@ -9,6 +9,7 @@ from oracles.layer import Layer
 from oracles.operation import Inputs
 from oracles.parallel_case import CHOICES
 from oracles.sharding import Mesh, Rank, Shard
+from properties.paths import MODEL_WIDTHS
 from verify.adapter import PathAdapter, PathDomain, installed
 from verify.comm import Comm, Place
 from verify.gdn import sharding
@@ -25,7 +26,7 @@ class GdnLayer(PathAdapter):
 
     algorithm = "chunkwise"
     chunk = 64
-    domain = PathDomain(choices=_CHOICES, slow=("conv=fla", "rule=fla"), tf32=("rule=fla",))
+    domain = PathDomain(choices=_CHOICES, slow=("conv=fla", "rule=fla"), tf32=("rule=fla",), compiled_widths=MODEL_WIDTHS)
     module: type[GatedDeltaNet] = GatedDeltaNet
 
     def run(self, x: Inputs, place: Place) -> Tensor:

@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name
 from torch import Tensor, nn
 
 from oracles.operation import Inputs
+from properties.paths import MODEL_WIDTHS
 from verify.adapter import PathAdapter, PathDomain
 from verify.adapters.fla import REQUIRES
 from verify.comm import Comm, Distributed, Place, copy_to, exchange, gather_from, reduce_from, scatter_to
@@ -55,6 +56,7 @@ class MegatronLayer(_Megatron):
         exchanges=False,
         deterministic=False,
         tf32=("rule=fla",),
+        compiled_widths=MODEL_WIDTHS,
         choices=(("conv", ("fla",)), ("qk_norm", ("combined",)), ("thd_all_to_all", ("fused",)), ("rule", ("fla",))),
     )
     deterministic = False
