@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gate
-from benchmarks.gate import FAILED, NOT_RUN, PASSED, Done, Row, Step
+from tests import gate
+from tests.gate import FAILED, NOT_RUN, PASSED, Done, Row, Step
 from verify import cli, gpu_record
 
 HERE = pathlib.Path(__file__).resolve().parent

@@ -1,4 +1,4 @@
-"""The record of the last GPU gate, docs/gpu.json, which benchmarks/gate.py writes: which sources passed, on which cards and when.
+"""The record of the last GPU gate, docs/gpu.json, which tests/gate.py writes: which sources passed, on which cards and when.
 
 CI has no GPU. So the record names the sources that it is about by a digest, and whoever reads it sees whether they changed since.
 """

@@ -1,6 +1,6 @@
 """The GPU gate: everything that only a GPU can show, run and judged in one go, with a record of what passed.
 
-    tox -e gpu                                  or, in an environment that has all packages: python -m benchmarks.gate
+    tox -e gpu                                  or, in an environment that has all packages: python -m tests.gate
 
 It wants two GPUs. On one, steps that need two are not run. Steps of one GPU run in two lanes, one on each GPU; then come those of
 all GPUs. Progress goes to stderr, a table to stdout; logs stay in .gdn-verify/gate. Where nothing failed, docs/gpu.json is written:
