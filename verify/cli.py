@@ -224,7 +224,7 @@ def _ranks(parser: argparse.ArgumentParser) -> None:
         help="for a parallel path: processes of this host that share each case (default: simulated ranks; under torchrun: its own)",
     )
     parser.add_argument(
-        "--backend", choices=BACKENDS, help="what they talk over (default: nccl if there is a GPU a rank, else gloo)"
+        "--backend", choices=BACKENDS, help="what ranks communicate over (default: nccl if each rank has a GPU, else gloo)"
     )
 
 
