@@ -21,7 +21,7 @@ from properties.strategies import Example
 from verify import device as devices
 from verify import known
 from verify.check import ask_all, describe, explained, most_at_once, of_one_key, seeded
-from verify.plan import COMPILE_S, SIZE, Compilers, Plan
+from verify.plan import COMPILE_S, Compilers, Plan
 from verify.run import Run
 from verify.store import Store
 from verify.worker import Worker
@@ -33,7 +33,6 @@ def main() -> int:
     parser.add_argument("adapter", nargs="?", default="fla/chunk")
     parser.add_argument("--cases", type=int, default=400)
     parser.add_argument("--passes", type=int, default=4)
-    parser.add_argument("--keys", type=int, default=SIZE, help=f"compile keys that the cases have (default {SIZE}, as in a check)")
     # Its keys have no blocks of 16 columns, on which kernels of FLA with four warps end the process (docs/FINDINGS.md).
     parser.add_argument("--seed", type=int, default=6)
     parser.add_argument("--tune", default="5")
@@ -88,7 +87,7 @@ def drawn(options: argparse.Namespace, worker: Worker) -> list[list[Run]]:
     def run_of(name: str, example: object) -> Run:
         return Run(name, options.adapter, example, described.products, "cuda", options.tune)  # type: ignore[arg-type]
 
-    plan = Plan(described.domain, ["oracle"], options.seed, lambda _: options.cases, seeded, run_of, compilers, options.keys)
+    plan = Plan(described.domain, ["oracle"], options.seed, lambda _: options.cases, seeded, run_of, compilers)
     planned = plan.of("oracle")
     for example in planned.examples:
         planned.wait(example)

@@ -114,10 +114,9 @@ class Plan:
         draw: Draw,
         run_of: Callable[[str, Example], Run],
         compilers: Compilers,
-        size: int = SIZE,
     ) -> None:
         self.domain, laws = on_gpu(domain, seed), list(laws)
-        self.palette = draw_palette(self.domain, seed, size, laws) if has_keys(domain) else None
+        self.palette = draw_palette(self.domain, seed, SIZE, laws) if has_keys(domain) else None
         self._seed, self._examples_of, self._draw, self._run_of = seed, examples_of, draw, run_of
         self._compilers = compilers
         self._thread, self._closed = concurrent.futures.ThreadPoolExecutor(1), threading.Event()
