@@ -12,6 +12,7 @@ from typing import Any
 
 from oracles.counter import mix_words
 from properties.books import book_of
+from properties.paths import PathDomain
 from verify.check import PROFILES, Check, Described, LawReport, Profile, describe, overall, started
 from verify.examples import Examples
 from verify.judge import Verdict
@@ -138,7 +139,7 @@ class Soak:
             products=self.products,
             device=device,
             tune=self.tune or (str(this.seed) if device == "cuda" else ""),
-            compilers=self._compilers(device),
+            compilers=0 if isinstance(self.described[spec].domain, PathDomain) else self._compilers(device),
             climbs=True,
             examples=self.examples,
             skip=self._closed(spec),
