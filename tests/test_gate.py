@@ -171,8 +171,8 @@ def test_records_of_the_same_sources_on_other_cards_stay(tmp_path: pathlib.Path)
 
 
 def test_the_readme_says_what_the_record_says() -> None:
-    record = gpu_record.PLACES[0]
-    assert gpu_record.passed(gpu_record.read(record)) in (HERE.parent / "README.md").read_text()
+    words = " ".join((HERE.parent / "README.md").read_text().split())
+    assert gpu_record.passed(gpu_record.read(gpu_record.PLACES[0])) in words
 
 
 def test_without_a_gpu_the_gate_is_one_line_and_undecided(
