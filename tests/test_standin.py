@@ -39,6 +39,19 @@ def near(*shape: int) -> Tensor:
 
 # What CUDA refuses, and what it takes
 
+
+class _Forgets(torch.autograd.Function):
+    """The identity, whose gradient is made on the CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.ones(gradients[0].shape)
+
+
 INDEX, MASK = torch.tensor([0]), torch.tensor([[True, False]])
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "elementwise": (lambda: far(2, 2) + near(2, 2), RuntimeError, MIXED),
@@ -62,6 +75,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: torch.rand(2, device=DEVICE, generator=torch.Generator()),
         RuntimeError,
         f"Expected a '{DEVICE}' device type for generator",
+    ),
+    "a gradient of the CPU": (
+        lambda: torch.autograd.grad(torch.nn.Parameter(far(2)) * 2, [torch.nn.Parameter(far(2))], near(2)),
+        RuntimeError,
+        f"expected device {DEVICE}:0 but got cpu",
+    ),
+    "a backward that returns a gradient of the CPU": (
+        lambda: _Forgets.apply(far(2).requires_grad_()).sum().backward(),
+        RuntimeError,
+        "invalid gradient",
     ),
     "integers in a matrix product": (lambda: far(2, 2).long() @ far(2, 2).long(), NotImplementedError, "not implemented for"),
 }
