@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -243,6 +244,20 @@ def test_who_waits_for_a_rank_that_raised_is_told_at_once() -> None:
         error = results[number]
         assert isinstance(error, Abandoned) and error.rank == 1
         assert str(error) == f"rank 1 raised KeyError ('lost') where rank {number} called all_reduce(float32 [2]) over cp"
+
+
+def test_a_collective_that_cannot_be_computed_is_raised_in_one_rank_and_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where memory runs out, or devices are mixed. It must not wait for ever, so it runs beside a clock."""
+    monkeypatch.setattr(comm, "_results", lambda kind, xs: (_ for _ in ()).throw(MemoryError(kind)))
+    found: list[Any] = []
+
+    def work(place: Place) -> Tensor:
+        return place.tp.all_reduce(place.cp.all_reduce(torch.ones(2)))
+
+    thread = threading.Thread(target=lambda: found.extend(simulate(2, 2, work)), daemon=True)
+    thread.start()
+    thread.join(20.0)
+    assert [type(each) for each in found] == [Abandoned, MemoryError, Abandoned, MemoryError]
 
 
 def test_abandonment_goes_on_over_the_other_axis_and_names_the_first() -> None:

@@ -607,8 +607,8 @@ def test_groups_of_operations_are_all_of_them() -> None:
 
 def test_errors_of_a_known_defect_are_not_told_as_the_worst_of_a_law_that_holds() -> None:
     report = LawReport("oracle", "fla/conv", Verdict.UNKNOWN)
-    example = Example(ModuleCase((4,), "causal_conv1d"))
-    Check._count(report, example, Outcome(Verdict.HOLDS, ratios={"dx": 0.25}))
-    Check._count(report, example, Outcome(Verdict.KNOWN, ratios={"dx": 1e300}))
+    run = Run("oracle", "fla/conv", Example(ModuleCase((4,), "causal_conv1d")))
+    Check._count(report, run, Outcome(Verdict.HOLDS, ratios={"dx": 0.25}))
+    Check._count(report, run, Outcome(Verdict.KNOWN, ratios={"dx": 1e300}))
     assert report.ratios == {"dx": 0.25}
     assert report.counts == {Verdict.HOLDS: 1, Verdict.KNOWN: 1}

@@ -412,7 +412,7 @@ def test_the_command_line_runs_workers_under_it(
     program = fake(tmp_path)
     monkeypatch.setattr(sanitize, "find", lambda: program)
     monkeypatch.setattr(devices, "gpus", lambda: 1)
-    monkeypatch.setattr(cli, "_device", lambda asked, spec: "cpu")
+    monkeypatch.setattr(cli, "_device", lambda asked: "cpu")
     monkeypatch.setattr(check_module, "SHRINK_RUNS", 4)
     kernel(tmp_path)
     words = ("check", "kernel.py:Kernel", "--law", "pure", "--sanitize", "--workers", "1", "--profile", "few")

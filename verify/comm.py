@@ -271,7 +271,11 @@ class _Simulation:
         if absent := [member for member in group.members if member in self.gone]:
             self._release(group, absent[0])
         elif len(group.calls) == len(group.members):
-            self._complete(group)
+            try:
+                self._complete(group)
+            except BaseException:  # no memory, say: this rank goes on with the error, and waits for no answer
+                group.calls.pop(number, None)
+                raise
         self.switch()
         self.turns[number].acquire()
         answer = self.answers.pop(number)
