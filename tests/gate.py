@@ -37,7 +37,7 @@ from verify import gpu_record
 LOGS = gpu_record.ROOT / ".gdn-verify" / "gate"
 RECORD = gpu_record.PLACES[0]
 PYTHON = sys.executable
-# Targets of ours. Those of single GPUs are half as good as what an H200 on an idle host does: a slow host passes, rot does not.
+# Targets of ours. One H200 took 18.9 s, 10.2 s and 66 cases a second. A slow host passes; twice as slow again fails.
 COLD_S, WARM_S, STEADY = 60.0, 25.0, 35.0
 LAYERS, LAYOUTS, DISTRIBUTED = 10.0, 250.0, 2000  # a second, a second, cases in all
 DEADLINE_S = 240.0  # of a step
@@ -155,9 +155,9 @@ def tests(done: Done) -> list[Row]:
     for name, each in found.items():
         what = name.removeprefix("test_").replace("_", " ")
         rows.append(done.row(good=all(each), figure=f"{sum(each)} of {len(each)}", must="all pass", what=what))
-    return (
-        rows if done.code == 0 or any(row.verdict == FAILED for row in rows) else [*rows, done.row(good=False, figure="", must="")]
-    )
+    if not rows or (done.code and all(row.verdict == PASSED for row in rows)):
+        rows.append(done.row(good=False, figure=f"{len(rows)} rows, code {done.code}", must="all pass"))
+    return rows
 
 
 def verify(*words: str) -> tuple[str, ...]:

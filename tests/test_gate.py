@@ -16,6 +16,7 @@ from verify import cli, gpu_record
 HERE = pathlib.Path(__file__).resolve().parent
 LAW = {"law": "oracle", "verdict": "holds", "counts": {"holds": 5}}
 PASSES = "<testcase name='test_one[a]'/><testcase name='test_one[b]'/><testcase name='test_two'><skipped/></testcase>"
+SKIPPED = "<testcase name='test_two'><skipped/></testcase>"
 FAILS = "<testcase name='test_one[a]'/><testcase name='test_one[b]'><failure/></testcase>"
 
 
@@ -64,7 +65,7 @@ def xml(cases: str) -> str:
                 (1, "", (1.0, f"{gate.STEADY + 1} cases a second: 4 s; 9 holds")),
             ],
         ),
-        (gate.tests, (0, xml(PASSES)), [(1, xml(FAILS)), (0, xml(FAILS)), (3, ""), (2, xml(PASSES))]),
+        (gate.tests, (0, xml(PASSES)), [(1, xml(FAILS)), (0, xml(FAILS)), (3, ""), (2, xml(PASSES)), (0, xml(SKIPPED))]),
         (
             gate.rates,
             (0, json.dumps({"exchange": {"a_second": gate.LAYOUTS}, "parallel": {"a_second": gate.LAYERS}})),

@@ -409,7 +409,7 @@ def _check(options: argparse.Namespace) -> int:
                 raise ValueError(f"--sanitize is for kernels on one process, {spec} is a parallel path")
             if options.ranks and not shared:
                 raise ValueError(f"--ranks is for parallel paths, {spec} is a kernel on one process")
-            if shared and not options.profile:  # a case takes as long on a GPU as on a CPU: most of it is the oracle
+            if shared and not options.profile:  # a path's oracle is on the CPU, whatever its ranks compute on
                 check.profile = profile = PROFILES["quick"]
             where = f", {_place(check.workers[0])}" if shared else ""
             where += f", on {described.device}" if described.device else ""
