@@ -82,9 +82,11 @@ def test_imports_go_down_the_house_only(path: pathlib.Path) -> None:
 @pytest.mark.parametrize("path", [path for path in FILES if path.parts[0] in LIBRARIES], ids=str)
 def test_data_are_never_run_as_code(path: pathlib.Path) -> None:
     source = (ROOT / path).read_text(encoding="utf-8")
-    if path == pathlib.Path("verify/interpreter.py"):  # it compiles the kernels' own source, with names rebound
-        source = source.replace("exec(compile(", "run(make(")
-    assert forbidden_calls(source, path) == []
+    forbidden = forbidden_calls(source, path)
+    if path == pathlib.Path("verify/interpreter/grid.py"):  # it runs the kernels' own source, as importing them does
+        assert forbidden, "the exception in this test is not needed any more"
+        forbidden = [each for each in forbidden if each.split()[-1] not in ("compile", "exec", "eval")]
+    assert forbidden == []
 
 
 def test_every_floor_has_files() -> None:

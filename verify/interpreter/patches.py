@@ -2,10 +2,8 @@
 
 import ast
 import contextlib
-import copy
 import dataclasses
 import inspect
-import itertools
 import math
 import os
 import sys
@@ -16,21 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from verify.interpreter.memory import OutOfBounds, pointing
+
 # Wrappers split work among the multiprocessors that the driver counts, and count one where no driver answers: what a kernel
 # does in its second part would never run. Four give parts that begin within a block of another, as a device's do.
 MULTIPROCESSORS = 4
-
-
-class OutOfBounds(Exception):
-    """A kernel reads or writes outside of the memory of the tensor that its pointer was made from.
-
-    Memory is the tensor's whole storage: a view may reach what it is a view of. `span` is its first byte's address and the
-    one after its last. On a device such an access is an illegal address, or other numbers, on other days.
-    """
-
-    def __init__(self, what: str, span: tuple[int, int] = (0, 0)) -> None:
-        super().__init__(what)
-        self.span = span
 
 
 def install() -> None:
@@ -57,6 +45,9 @@ def install() -> None:
     _patch_arithmetic(interpreter, tl)
     _patch_reductions(interpreter, tl)
     _patch_driver()
+    from verify.interpreter import launch
+
+    launch.patch()
     # torch has no device guard for the CPU, and kernels' wrappers enter one around each launch.
     if not hasattr(torch.cpu, "device"):
         torch.cpu.device = contextlib.nullcontext  # type: ignore[attr-defined]
@@ -186,7 +177,8 @@ def _patch_operands(interpreter: Any, tl: Any) -> None:
     def constant(self: Any, beside: Any, number: Any, div_or_mod: Any, first: Any) -> Any:
         """What Triton makes of a number beside a tensor that keeps its type; None if the tensor does not."""
         shape = beside.type.shape if beside.type.is_block() else None
-        key = beside.dtype.name, type(number), repr(number), div_or_mod, first, id(shape)  # 0.0 and -0.0 are two
+        # 0.0 and -0.0 are two; a block of both interpreters has other axes
+        key = beside.dtype.name, type(number), repr(number), div_or_mod, first, id(shape), type(self.builder)
         if key not in constants:
             like = self.scalar_constant(0, beside.dtype)
             pair = plain_operands(self, *((number, like) if first else (like, number)), False, False, True, div_or_mod)
@@ -401,9 +393,7 @@ def _patch_access(interpreter: Any) -> None:
     def retyped(made: Any, *sources: Any) -> Any:
         """A handle whose pointers may come from any of some others."""
         if made.dtype.is_ptr():
-            known = [getattr(source.dtype, "spans", ()) for source in sources]
-            made.dtype = copy.copy(made.dtype)
-            made.dtype.spans = tuple(dict.fromkeys(itertools.chain(*known))) if all(known) else ()
+            made.dtype = pointing(made.dtype, *sources)
         return made
 
     def create_bitcast(self: Any, source: Any, dst_type: Any) -> Any:
@@ -500,6 +490,7 @@ def _patch_reductions(interpreter: Any, tl: Any) -> None:
     plain_sum, plain_min_max = reduce.sum, reduce.min_max
     # A device combines pairs in the type of the tensor, so that each level of the tree rounds.
     levels: dict[Any, Any] = {tl.bfloat16: (_widen, _narrow), tl.float16: (np.asarray, np.asarray)}
+    reduce.levels = levels
 
     def tree_sum(self: Any, value: Any) -> Any:
         if value.dtype not in levels:

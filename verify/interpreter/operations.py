@@ -1,0 +1,396 @@
+"""Triton's operations on all programs of a grid at once.
+
+A value of a kernel is one numpy array whose first axis is the programs: `data[i]` is the value of program i. Where all programs
+have the same value this axis has length 1 (a *uniform* value). The other axes are the block's. An axis along which a block was
+broadcast keeps length 1 until an operation needs its elements, and `handle.shape` has the block's shape (None: it is that of the data).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+from verify.interpreter import memory
+
+Handle = interpreter.TensorHandle
+Handle.shape = None  # of a handle that nobody says otherwise of
+np_dtype = interpreter._get_np_dtype
+
+
+class Unbatchable(Exception):
+    """This launch cannot run all programs at once; the message says which operation. The programs run one after another instead."""
+
+
+class Diverges(Exception):
+    """Programs disagree about a value that decides what runs next; `groups` are the positions of those that agree."""
+
+    def __init__(self, groups: list[Any]) -> None:
+        super().__init__(f"{len(groups)} groups of programs")
+        self.groups = groups
+
+
+def agreed(data: Any) -> Any:
+    """The one value that all programs have, as a numpy scalar. Diverges where they disagree."""
+    flat = data.reshape(-1)
+    if flat.size == 1 or (flat == flat[0]).all():
+        return flat[0]
+    raise Diverges([np.flatnonzero(flat == value) for value in np.unique(flat)])
+
+
+def block_shape(handle: Any) -> tuple[int, ...]:
+    """The shape of the block, without the axis of programs."""
+    return handle.data.shape[1:] if handle.shape is None else handle.shape
+
+
+def full(handle: Any) -> Any:
+    """The data with every element of the block; the axis of programs stays as it is."""
+    data = handle.data
+    if handle.shape is None or data.shape[1:] == handle.shape:
+        return data
+    return np.ascontiguousarray(np.broadcast_to(data, (data.shape[0], *handle.shape)))
+
+
+def made(data: Any, dtype: Any, shape: tuple[int, ...] | None = None) -> Any:
+    """A handle; `shape` is the block's where the data has axes of length 1 in its place."""
+    handle = Handle(data, dtype)
+    if shape is not None and data.shape[1:] != shape:
+        handle.shape = shape
+    return handle
+
+
+class GridBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
+    """What Triton's frontend calls for each operation of the language, for all programs that are running.
+
+    `coordinates` are the program ids along the three axes of the grid, of the programs that are running now. `effects` counts the
+    stores and atomics so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = interpreter.interpreter_builder.options
+        self.coordinates: Sequence[Any] = ()
+        self.effects = 0
+        self.memory = memory.Memory()
+
+    # programs
+
+    def create_get_program_id(self, axis: int) -> Any:
+        return Handle(self.coordinates[axis], tl.int32)
+
+    # shapes
+
+    def create_splat(self, ret_ty: Any, arg: Any) -> Any:
+        shape = tuple(ret_ty.shape)
+        data = arg.data.reshape(arg.data.shape[0], *[1] * len(shape)).astype(np_dtype(arg.dtype), copy=False)
+        return made(data, arg.dtype.scalar, shape)
+
+    def create_unsplat(self, arg: Any) -> Any:
+        return made(arg.data.reshape(arg.data.shape[0], -1)[:, 0].astype(np_dtype(arg.dtype), copy=False), arg.dtype.scalar)
+
+    def create_broadcast(self, arg: Any, shape: Any) -> Any:
+        return made(arg.data, arg.dtype.scalar, tuple(shape))
+
+    def create_expand_dims(self, arg: Any, axis: int) -> Any:
+        shape = block_shape(arg)
+        return made(np.expand_dims(arg.data, axis + 1), arg.dtype.scalar, (*shape[:axis], 1, *shape[axis:]))
+
+    def create_reshape(self, arg: Any, shape: Any, allow_reorder: bool) -> Any:  # noqa: FBT001 - Triton's
+        return made(full(arg).reshape(arg.data.shape[0], *shape), arg.dtype.scalar)
+
+    def create_trans(self, arg: Any, perm: Any) -> Any:
+        shape = block_shape(arg)
+        data = np.transpose(arg.data, (0, *[axis + 1 for axis in perm]))
+        return made(data, arg.dtype.scalar, tuple(shape[axis] for axis in perm))
+
+    def create_make_range(self, ret_ty: Any, start: int, stop: int) -> Any:
+        return Handle(np.arange(start, stop, dtype=np.int32)[None], tl.int32)
+
+    def create_cat(self, lhs: Any, rhs: Any) -> Any:
+        return self._joined(lhs, rhs, lambda parts: np.concatenate(parts, axis=1))
+
+    def create_join(self, lhs: Any, rhs: Any) -> Any:
+        return self._joined(lhs, rhs, lambda parts: np.stack(parts, axis=-1))
+
+    def _joined(self, lhs: Any, rhs: Any, join: Callable[[list[Any]], Any]) -> Any:
+        return Handle(join(_together(full(lhs), full(rhs))), _pointing(lhs.dtype.scalar, lhs, rhs))
+
+    def create_split(self, val: Any) -> Any:
+        data = full(val)
+        return tuple(Handle(data[..., part], val.dtype.scalar) for part in (0, 1))
+
+    def create_gather(self, src: Any, indices: Any, axis: int) -> Any:
+        values, places = _together(full(src), full(indices))
+        axis = axis % (values.ndim - 1) + 1
+        return Handle(np.take_along_axis(values, places, axis=axis), src.dtype.scalar)
+
+    def create_histogram(self, *_: Any) -> Any:
+        raise Unbatchable("tl.histogram")
+
+    # products
+
+    def create_dot(self, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        left, right = Handle(full(a), a.dtype), Handle(full(b), b.dtype)
+        return super().create_dot(left, right, d, *options)
+
+    # memory
+
+    def create_load(self, ptr: Any, cache: Any, eviction: Any, is_volatile: Any) -> Any:
+        return self._load(ptr, None, None)
+
+    def create_store(self, ptr: Any, val: Any, cache: Any, eviction: Any) -> None:
+        self._store(ptr, val, None)
+
+    def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *options: Any) -> Any:
+        return self._load(ptrs, mask.data, None if other is None else other.data)
+
+    def create_masked_store(self, ptrs: Any, value: Any, mask: Any, *options: Any) -> None:
+        self._store(ptrs, value, mask.data)
+
+    def _load(self, pointers: Any, mask: Any, other: Any) -> Any:
+        element = pointers.get_element_ty()
+        return made(self.memory.load(pointers, mask, other, np_dtype(element)), element, block_shape(pointers))
+
+    def _store(self, pointers: Any, value: Any, mask: Any) -> None:
+        self.effects += 1
+        self.memory.store(pointers, value.data, mask, block_shape(pointers))
+
+    def create_atomic_rmw(self, rmw: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
+        self.effects += 1
+        count = max(len(part.data) for part in (ptr, val, mask, _Count(self.coordinates)))
+        shape = (count, *block_shape(ptr))
+        parts = [made(np.ascontiguousarray(np.broadcast_to(part.data, shape)), part.dtype) for part in (ptr, val, mask)]
+        self.memory.before_atomic(parts[0], parts[2].data)
+        old = super().create_atomic_rmw(rmw, *parts, sem, scope)
+        return old if count == 1 else _Ordered(old.dtype)
+
+    def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
+        raise Unbatchable("tl.atomic_cas")
+
+    # block pointers
+
+    def create_make_block_ptr(self, base: Any, shape: Any, strides: Any, offsets: Any, block: Any, order: Any) -> Any:
+        return BlockPointer(base, shape, strides, list(offsets), block, order)
+
+    def create_advance(self, ptr: Any, offsets: Any) -> Any:
+        moved = [
+            Handle((old.data + by.data).astype(old.data.dtype, copy=False), old.dtype)
+            for old, by in zip(ptr.offsets, offsets, strict=True)
+        ]
+        return BlockPointer(ptr.base, ptr.shape, ptr.strides, moved, ptr.block_shape, ptr.order)
+
+    def create_tensor_pointer_load(self, ptr: Any, boundary_check: Any, padding: Any, *options: Any) -> Any:
+        pointers, mask = ptr.materialize_pointers(boundary_check)
+        element = pointers.get_element_ty()
+        other = None
+        if padding == interpreter._ir.PADDING_OPTION.PAD_NAN:
+            other = np.full((1, *[1] * len(ptr.block_shape)), float("nan"), dtype=np_dtype(element))
+        elif padding not in (None, interpreter._ir.PADDING_OPTION.PAD_ZERO):
+            raise Unbatchable(f"padding option {padding}")
+        return self._load(pointers, mask, other)
+
+    def create_tensor_pointer_store(self, ptr: Any, value: Any, boundary_check: Any, *options: Any) -> None:
+        pointers, mask = ptr.materialize_pointers(boundary_check)
+        self._store(pointers, value, mask)
+
+    def create_make_tensor_descriptor(self, *_: Any) -> Any:
+        raise Unbatchable("tl.make_tensor_descriptor")
+
+    def create_print(self, *_: Any) -> None:
+        raise Unbatchable("tl.device_print")
+
+    def create_descriptor_load(self, *_: Any, **__: Any) -> Any:
+        raise Unbatchable("a tensor descriptor")
+
+    create_descriptor_store = create_descriptor_gather = create_descriptor_scatter = create_descriptor_load
+
+
+class BlockPointer(interpreter.BlockPointerHandle):  # type: ignore[misc]
+    """A block pointer of each program: base, shape, strides and offsets are scalars of theirs."""
+
+    def materialize_pointers(self, boundary_check: Any) -> tuple[Any, Any]:
+        """The pointers [programs, block], and the mask of those inside of the checked dimensions, or None."""
+        count = len(self.block_shape)
+        size = max(1, self.base.get_element_ty().primitive_bitwidth // 8)
+        along = [[1] * axis + [-1] + [1] * (count - 1 - axis) for axis in range(count)]
+        scalar = [1] * count
+        pointers, mask = self.base.data.reshape(-1, *scalar), None
+        for axis, length in enumerate(self.block_shape):
+            steps = np.arange(length).reshape(1, *along[axis])
+            offset = self.offsets[axis].data.reshape(-1, *scalar) + steps
+            pointers = pointers + (size * offset * self.strides[axis].data.reshape(-1, *scalar)).astype(np.uint64)
+            if axis in boundary_check:
+                inside = (offset < self.shape[axis].data.reshape(-1, *scalar)) & (offset >= 0)
+                mask = inside if mask is None else mask & inside
+        return made(pointers, self.base.dtype.scalar, tuple(self.block_shape)), mask
+
+
+class _Count:
+    """Stands for a value that every running program has of its own."""
+
+    def __init__(self, coordinates: Sequence[Any]) -> None:
+        self.data = np.empty(max(len(each) for each in coordinates))
+
+
+class _Ordered:
+    """What atomics found in memory, which depends on the order of programs: whoever reads it runs one after another."""
+
+    shape = None
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = dtype
+
+    @property
+    def data(self) -> Any:
+        raise Unbatchable("the value that an atomic returns")
+
+
+def _together(*parts: Any) -> list[Any]:
+    """The same arrays with one length of the axis of programs."""
+    count = max(len(part) for part in parts)
+    return [np.broadcast_to(part, (count, *part.shape[1:])) for part in parts]
+
+
+def _pointing(dtype: Any, *sources: Any) -> Any:
+    """The type of pointers that may come from any of some others."""
+    return memory.pointing(dtype, *sources) if dtype.is_ptr() else dtype
+
+
+def _elementwise(name: str) -> Callable[..., Any]:
+    plain = getattr(interpreter.InterpreterBuilder, name)
+
+    def call(self: Any, *arguments: Any) -> Any:
+        result = plain(self, *arguments)
+        shape = block_shape(arguments[0])
+        if result.data.shape[1:] != shape:
+            result.shape = shape
+        return result
+
+    return call
+
+
+# The operations that treat each element alone. What numpy broadcasts stays as it is; only the block's shape is kept.
+for _name in (
+    "binary_op unary_op ternary_op cast_impl create_fp_to_fp create_bitcast create_idiv create_ashr create_umulhi create_select create_fma "
+    "create_fabs create_erf create_rsqrt create_addptr create_ptr_to_int create_int_to_ptr"
+).split():
+    setattr(GridBuilder, _name, _elementwise(_name))
+
+
+# reductions
+
+
+def reduced(values: tuple[Any, ...], axis: int | None, combine: Any, *, keep_dims: bool) -> tuple[Any, ...]:
+    """`tl.reduce` of tensors along an axis of the block, or of all elements."""
+    shape = block_shape(values[0].handle)
+    if axis is None:
+        arrays = [full(value.handle).reshape(len(value.handle.data), -1) for value in values]
+        at, left = 1, (1,) * len(shape) if keep_dims else ()
+    else:
+        arrays = [full(value.handle) for value in values]
+        at = axis % len(shape) + 1
+        left = (*shape[: at - 1], *([1] if keep_dims else []), *shape[at:])
+    standard, kinds = tl.standard, [value.dtype for value in values]
+    if combine == standard._sum_combine:
+        results = [_sum(arrays[0], at, kinds[0])]
+    elif combine == standard._elementwise_max:
+        results = [np.fmax.reduce(arrays[0], axis=at)]
+    elif combine == standard._elementwise_min:
+        results = [np.fmin.reduce(arrays[0], axis=at)]
+    elif combine in (standard._argmax_combine_tie_break_left, standard._argmin_combine_tie_break_left):
+        largest = combine == standard._argmax_combine_tie_break_left
+        best, where = (np.max, np.argmax) if largest else (np.min, np.argmin)
+        results, kinds = [best(arrays[0], axis=at), where(arrays[0], axis=at)], [kinds[0], tl.int32]
+    else:
+        results = _folded(arrays, at, kinds, combine)
+    return tuple(_tensor(data.reshape(len(data), *left), kind) for data, kind in zip(results, kinds, strict=False))
+
+
+def _sum(data: Any, at: int, kind: Any) -> Any:
+    widening = interpreter.ReduceOps.levels.get(kind)
+    if widening is None:
+        return np.sum(data, axis=at)
+    widen, narrow = widening
+    data = np.moveaxis(data, at, 0)
+    while (half := len(data) // 2) > 0:
+        pairs = narrow(widen(data[:half]) + widen(data[half : 2 * half]))
+        data = np.concatenate([pairs, data[2 * half :]])
+    return data[0]
+
+
+def _folded(arrays: list[Any], at: int, kinds: list[Any], combine: Any) -> list[Any]:
+    """Element after element along an axis, by any function."""
+    slices = [np.moveaxis(data, at, 0) for data in arrays]
+    so_far = [part[0] for part in slices]
+    for i in range(1, len(slices[0])):
+        so_far = _combined(combine, so_far, [part[i] for part in slices], kinds)
+    return so_far
+
+
+def _combined(combine: Any, left: list[Any], right: list[Any], kinds: list[Any]) -> list[Any]:
+    given = [_tensor(data, kind) for data, kind in zip((*left, *right), (*kinds, *kinds), strict=True)]
+    results = combine.fn(*given)
+    results = results if isinstance(results, (tuple, tl.tuple)) else (results,)
+    wide = [np.broadcast_to(result.handle.data, first.shape) for result, first in zip(results, left, strict=True)]
+    return [data.astype(np_dtype(kind), copy=False) for data, kind in zip(wide, kinds, strict=True)]
+
+
+def scanned(values: tuple[Any, ...], axis: int, combine: Any, *, reverse: bool) -> tuple[Any, ...]:
+    """`tl.associative_scan` of tensors along an axis of the block."""
+    arrays = [full(value.handle) for value in values]
+    at = axis % (arrays[0].ndim - 1) + 1
+    arrays = [np.flip(data, axis=at) for data in arrays] if reverse else arrays
+    kinds = [value.dtype for value in values]
+    op = {tl.standard._sum_combine: np.add, tl.standard._prod_combine: np.multiply}.get(combine)
+    if op is None:
+        slices, so_far = [np.moveaxis(data, at, 0) for data in arrays], []
+        for i in range(len(slices[0])):
+            here = [part[i] for part in slices]
+            so_far.append(_combined(combine, so_far[-1], here, kinds) if so_far else here)
+        results = [np.stack(parts, axis=at) for parts in zip(*so_far, strict=True)]
+    else:
+        results = [_prefixes(op, arrays[0], at, kinds[0])]
+    results = [np.flip(data, axis=at) for data in results] if reverse else results
+    return tuple(_tensor(data, kind) for data, kind in zip(results, kinds, strict=False))
+
+
+def _prefixes(op: Any, data: Any, at: int, kind: Any) -> Any:
+    widening = interpreter.ReduceOps.levels.get(kind)
+    if widening is None:
+        return (np.cumsum if op is np.add else np.cumprod)(data, axis=at)
+    widen, narrow = widening
+    data = np.moveaxis(data, at, 0).copy()
+    step = 1
+    while step < len(data):
+        data[step:] = narrow(op(widen(data[:-step]), widen(data[step:])))
+        step *= 2
+    return np.moveaxis(data, 0, at)
+
+
+def _tensor(data: Any, kind: Any) -> Any:
+    shape = data.shape[1:]
+    data = data.astype(np_dtype(kind), copy=False)
+    return tl.tensor(Handle(data, kind.scalar), tl.block_type(kind, list(shape)) if shape else kind)
+
+
+def transposed(tensor: Any) -> Any:
+    """`tensor.T`."""
+    shape = list(tensor.type.shape)
+    if len(shape) != 2:
+        raise Unbatchable(f".T of a block of {len(shape)} axes")
+    handle = made(tensor.handle.data.swapaxes(1, 2), tensor.handle.dtype, (shape[1], shape[0]))
+    return tl.tensor(handle, tl.block_type(tensor.dtype, shape[::-1]))
+
+
+def truth(tensor: Any) -> bool:
+    """`bool(tensor)`: only scalars decide anything."""
+    if tensor.type.is_block() and math.prod(tensor.type.shape) != 1:
+        return True
+    return bool(agreed(tensor.handle.data))
+
+
+def number(tensor: Any) -> int:
+    """`int(tensor)` and `range(tensor)`."""
+    return int(agreed(tensor.handle.data))
