@@ -68,7 +68,9 @@ def chosen(value: Any, positions: Any) -> Any:
     """A variable's value for some of the programs that have it."""
     if isinstance(value, Parted):
         found = [(np.isin(positions, at), at, each) for at, each in value.parts]
-        kept = [(np.flatnonzero(here), chosen(each, np.searchsorted(at, positions[here]))) for here, at, each in found if here.any()]
+        kept = [
+            (np.flatnonzero(here), chosen(each, np.searchsorted(at, positions[here]))) for here, at, each in found if here.any()
+        ]
         return kept[0][1] if len(kept) == 1 and len(kept[0][0]) == len(positions) else Parted(kept)
     if isinstance(value, tl.tensor):
         handle = _chosen_handle(value.handle, positions)
@@ -110,7 +112,9 @@ def merged(parts: list[tuple[Any, Any]], count: int) -> Any:
     first = values[0]
     if all(value is first for value in values):
         return first
-    if any(isinstance(value, tl.tensor) for value in values) and all(isinstance(value, (tl.tensor, int, float)) for value in values):
+    if any(isinstance(value, tl.tensor) for value in values) and all(
+        isinstance(value, (tl.tensor, int, float)) for value in values
+    ):
         values = [interpreter.interpreter_semantic.to_tensor(value) for value in values]
         if any(str(value.type) != str(values[0].type) for value in values):
             values = _of_one_type(values)
@@ -118,7 +122,9 @@ def merged(parts: list[tuple[Any, Any]], count: int) -> Any:
         return tl.tensor(_merged_handle(handles, count), values[0].type)
     if all(isinstance(value, (tuple, tl.tuple)) and len(value) == len(first) for value in values):
         columns = zip(*values, strict=True)
-        return _like(first, [merged([(at, value) for (at, _), value in zip(parts, column, strict=True)], count) for column in columns])
+        return _like(
+            first, [merged([(at, value) for (at, _), value in zip(parts, column, strict=True)], count) for column in columns]
+        )
     plain = [getattr(value, "value", value) for value in values]
     if all(type(value) is type(plain[0]) and value == plain[0] for value in plain):
         return first
@@ -193,7 +199,9 @@ class _Extremes(ast.NodeTransformer):
 
 def _extreme(plain: Callable[..., Any], language: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
-        if len(arguments) != 2 or not any(isinstance(argument, tl.tensor) and len(argument.handle.data) > 1 for argument in arguments):
+        if len(arguments) != 2 or not any(
+            isinstance(argument, tl.tensor) and len(argument.handle.data) > 1 for argument in arguments
+        ):
             return plain(*arguments)
         return language(*arguments)
 
@@ -211,7 +219,9 @@ class Function:
         names.update(_EXTREMES)
         tree = _Extremes().visit(copy.deepcopy(tree))
         self.signature = signature
-        self.unbatchable = next((type(node).__name__ for node in ast.walk(tree) if node is not tree and isinstance(node, _FOREIGN)), "")
+        self.unbatchable = next(
+            (type(node).__name__ for node in ast.walk(tree) if node is not tree and isinstance(node, _FOREIGN)), ""
+        )
         self.branches = any(isinstance(node, (ast.If, ast.For, ast.While)) for node in ast.walk(tree))
         self.steps: list[Step] = [] if self.unbatchable else self._steps(tree.body)
 
@@ -467,7 +477,7 @@ class Machine:
         self.builder = builder
         x, rest = np.divmod(numbers, grid[1] * grid[2])
         y, z = np.divmod(rest, grid[2])
-        self._coordinates = [each.astype(np.int32) for each in (x, y, z)]
+        self._coordinates, self._numbers = [each.astype(np.int32) for each in (x, y, z)], numbers
         self.programs = np.arange(len(numbers))
         self._running: Any = None
 
@@ -476,6 +486,7 @@ class Machine:
         if programs is self._running:
             return
         self.programs = self._running = programs
+        self.builder.memory.programs = self._numbers[programs]
         parts = [each[programs] for each in self._coordinates]
         self.builder.coordinates = [each[:1] if (each == each[0]).all() else each for each in parts]
 

@@ -5,7 +5,7 @@ import contextlib
 import inspect
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,17 @@ from triton.runtime.jit import _normalize_ty
 
 from verify.interpreter import operations
 from verify.interpreter.grid import SLICE, Function, Machine
-from verify.interpreter.memory import Untracked
+from verify.interpreter.memory import Alone, Memory, Rewatch, Span, Untracked, span_of
+from verify.interpreter.memory import tensors as tensors_in
 from verify.interpreter.operations import Diverges, GridBuilder, Unbatchable
+from verify.interpreter.races import Race, Suspect, conflict
 
 SEQUENTIAL = "GDN_VERIFY_INTERPRETER"  # in a process's environment, "sequential": programs run one after another
 
 fallbacks: collections.Counter[tuple[str, str]] = collections.Counter()  # launches that ran one after another: kernel, why
 _machine: Machine | None = None
+# The arguments of each kernel that it was seen to store to after it had loaded from them: loads of these are looked at.
+_stored_after_loads: dict[Any, set[str]] = {}
 
 
 def patch() -> None:
@@ -95,12 +99,16 @@ def _launch(self: Any, *given: Any, **named: Any) -> None:
     for hook in self.pre_run_hooks:
         hook(*hosted, **hosted_named)
     interpreter._patch_lang(self.fn)
-    arguments = inspect.getcallargs(self.fn, *hosted, **hosted_named)
-    arguments = {name: value if name in self.constexprs else interpreter._implicit_cvt(value) for name, value in arguments.items()}
+    raw = inspect.getcallargs(self.fn, *hosted, **hosted_named)
+    arguments = {name: value if name in self.constexprs else interpreter._implicit_cvt(value) for name, value in raw.items()}
     grid = self.grid(arguments) if callable(self.grid) else self.grid
     assert len(grid) <= 3, "grid must have at most 3 dimensions"
     x, y, z = (int(size) for size in (*grid, 1, 1, 1)[:3])
-    if not _together(self.fn, arguments, (x, y, z)):
+    tensors: dict[Span, list[str]] = {}
+    for name, value in raw.items():
+        for tensor in tensors_in(value):
+            tensors.setdefault(span_of(tensor), []).append(name)
+    if not _together(self.fn, arguments, (x, y, z), tensors):
         _one_by_one(self.fn, arguments, (x, y, z))
     self._restore_args_dev(given, hosted, named, hosted_named)
 
@@ -118,28 +126,79 @@ def _one_by_one(function: Any, arguments: dict[str, Any], grid: tuple[int, int, 
         raise interpreter.InterpreterError(repr(error)) from error
 
 
-def _together(function: Any, arguments: dict[str, Any], grid: tuple[int, int, int]) -> bool:
-    """Whether all programs ran at once. If not, memory is as it was before the launch."""
+def _together(function: Any, arguments: dict[str, Any], grid: tuple[int, int, int], tensors: dict[Span, list[str]]) -> bool:
+    """Whether all programs ran at once. If not, memory is as it was before the launch. Race if two of them race."""
     made = getattr(function, "gdn_function", None)
     if made is None or os.environ.get(SEQUENTIAL) == "sequential":
         return False
-    builder = GridBuilder()
+    while True:
+        watched = _stored_after_loads.setdefault(function, set())
+        memory = Memory(span for span, names in tensors.items() if watched.intersection(names))
+        try:
+            _run(made, arguments, grid, range(math.prod(grid)), memory)
+            if not memory.suspects:
+                return True
+            memory.rollback()
+            reason = "programs that may race"
+        except Rewatch as surprise:
+            memory.rollback()
+            watched.update(tensors.get(surprise.span, ()))
+            if surprise.span in tensors:
+                continue
+            reason = "a store to memory that is no argument's"
+        except Exception as error:
+            # Whatever it was, the reference decides: it raises what the kernel does wrong, in the words and at the place that it has.
+            if os.environ.get("GDN_DEBUG"):
+                raise
+            memory.rollback()
+            reason = str(error) if isinstance(error, (Unbatchable, Untracked)) else type(error).__name__
+        break
+    for suspect in memory.suspects:
+        _settle(suspect, function, made, arguments, grid, tensors)
+    fallbacks[function.__name__, reason] += 1
+    return False
+
+
+def _run(made: Function, arguments: dict[str, Any], grid: tuple[int, int, int], programs: Sequence[int], memory: Memory) -> None:
+    builder = GridBuilder(memory)
     builder.set_grid_dim(*grid)
-    count = math.prod(grid)
-    try:
-        for first in range(0, count, SLICE):
-            machine = Machine(builder, grid, np.arange(first, min(count, first + SLICE)))
-            with _running(machine):
-                machine.call(made, arguments)
-    except Exception as error:
-        # Whatever it was, the reference decides: it raises what the kernel does wrong, in the words and at the place that it has.
-        if os.environ.get("GDN_DEBUG"):
-            raise
-        builder.memory.rollback()
-        reason = str(error) if isinstance(error, (Unbatchable, Untracked)) else type(error).__name__
-        fallbacks[function.__name__, reason] += 1
-        return False
-    return True
+    for first in range(0, len(programs), SLICE):
+        machine = Machine(builder, grid, np.array(programs[first : first + SLICE]))
+        with _running(machine):
+            machine.call(made, arguments)
+
+
+def _settle(
+    suspect: Suspect,
+    function: Any,
+    made: Function,
+    arguments: dict[str, Any],
+    grid: tuple[int, int, int],
+    tensors: dict[Span, list[str]],
+) -> None:
+    """Race if two programs, each run alone, are found to be in conflict; memory is left as it was."""
+    traces = []
+    for program in suspect.programs:
+        memory = Alone()
+        try:
+            _run(made, arguments, grid, [program], memory)
+        except Exception:  # the reference will raise it
+            memory.rollback()
+            return
+        traces.append(memory.finish())
+    one, other = traces
+    for span in one.keys() & other.keys():
+        found = conflict(one[span], other[span])
+        if found is not None:
+            did, does, byte = found
+            names = [f"program {tuple(int(each) for each in np.unravel_index(program, grid))}" for program in suspect.programs]
+            both = (
+                f"{names[0]} and {names[1]} both {did.removesuffix('s')}"
+                if did == does
+                else f"{names[0]} {did} and {names[1]} {does}"
+            )
+            where = f"byte {byte} of {' or '.join(tensors.get(span, ['a tensor']))}"
+            raise Race(f"{function.__name__}: {both} {where} ({suspect.place})")
 
 
 @contextlib.contextmanager

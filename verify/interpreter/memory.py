@@ -3,10 +3,18 @@
 import copy
 import ctypes
 import itertools
+import os
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 
+from verify.interpreter.races import AGAINST, ATOMIC, LOAD, STORE, Shadow, Suspect, Trace
+
+SUSPECTS = 4  # places of one launch that are looked at again
+_BYTE = np.dtype(np.uint8)
 Span = tuple[int, int]  # the addresses of a tensor's memory: of its first byte, and after its last
 
 
@@ -34,23 +42,58 @@ def pointing(dtype: Any, *sources: Any) -> Any:
     return dtype
 
 
-class Memory:
-    """The memory of one launch: typed views of the tensors' storages, and what they held before the launch."""
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in an argument: itself, what a wrapper or descriptor stands on, or the parts of a tuple."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from tensors(part)
+    elif hasattr(value, "base"):
+        yield from tensors(value.base)
 
-    def __init__(self) -> None:
+
+def span_of(tensor: torch.Tensor) -> Span:
+    """The addresses of a tensor's memory: of its first byte, and after its last."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+class Rewatch(Exception):
+    """A launch stores to memory that it has loaded from, which was not expected: it is run again, and looks at those loads too."""
+
+    def __init__(self, span: Span) -> None:
+        super().__init__("stores to what it has loaded")
+        self.span = span
+
+
+class Memory:
+    """The memory of one launch: typed views of the tensors' storages, what they held before, and who touched what is stored to.
+
+    `programs` are the numbers of those that run now. Loads are looked at where a launch also stores: in the memories of `watched`
+    from the start, in others from the first store on, which must come before the first load. `suspects` are what may be races.
+    """
+
+    def __init__(self, watched: Iterable[Span] = ()) -> None:
+        self.programs: Any = np.zeros(1, dtype=np.int64)
+        self.suspects: list[Suspect] = []
+        self.before: dict[Span, Any] = {}
         self._views: dict[tuple[Span, Any], Any] = {}
-        self._before: dict[Span, Any] = {}
+        self._shadows: dict[Span, Shadow] = {}
+        self._watched, self._loaded = set(watched), set[Span]()
 
     def rollback(self) -> None:
         """Put back what the stored-to storages held before the launch."""
-        for span, before in self._before.items():
-            self._view(span, np.dtype(np.uint8))[:] = before
-        self._before.clear()
+        for span, before in self.before.items():
+            self.view(span, _BYTE)[:] = before
 
     def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
         """What the pointers point to; `other`, or zero, where the mask is False."""
         span, index, mask = self._places(pointers, mask, dtype)
-        data = self._view(span, dtype).take(index)
+        self._loaded.add(span)
+        if span in self._watched:
+            self.loading(span, dtype, *self._chosen(mask, index))
+        data = self.view(span, dtype).take(index)
         if mask is None:
             return data
         return np.where(mask, data, dtype.type(0) if other is None else other).astype(dtype, copy=False)
@@ -58,30 +101,105 @@ class Memory:
     def store(self, pointers: Any, value: Any, mask: Any, shape: tuple[int, ...]) -> None:
         """Write the value where the mask is True; of equal places the last program's stays."""
         span, index, mask = self._places(pointers, mask, value.dtype)
-        self._keep(span)
+        self._writes(span)
         count = max(len(index), len(value), 1 if mask is None else len(mask))
         index, value = (np.broadcast_to(part, (count, *shape)) for part in (index, value))
-        if mask is not None:
-            mask = np.broadcast_to(mask, (count, *shape))
-            index, value = index[mask], value[mask]
-        self._view(span, value.dtype)[index] = value
+        index, programs, value = self._chosen(mask, index, value)
+        self.storing(span, value.dtype, index, programs, value)
 
-    def before_atomic(self, pointers: Any, mask: Any) -> None:
+    def update(self, pointers: Any, mask: Any, dtype: Any) -> None:
         """An atomic is about to change what the pointers point to."""
-        for span in self._spans(pointers):
-            self._keep(span)
+        span, index, mask = self._places(pointers, mask, dtype)
+        self._writes(span)
+        self.updating(span, dtype, *self._chosen(mask, index))
 
-    def _spans(self, pointers: Any) -> tuple[Span, ...]:
-        spans: tuple[Span, ...] = getattr(pointers.dtype, "spans", ())
-        if not spans:
-            raise Untracked("a pointer that no tensor is known of")
-        return spans
+    def view(self, span: Span, dtype: Any) -> Any:
+        """The memory as numbers of a type."""
+        key = span, dtype
+        if key not in self._views:
+            start, end = span
+            raw = (ctypes.c_uint8 * (end - start)).from_address(start)
+            self._views[key] = np.frombuffer(raw, dtype=dtype, count=(end - start) // dtype.itemsize)
+        return self._views[key]
+
+    # what is noted of accesses of elements, each by a program
+
+    def loading(self, span: Span, dtype: Any, index: Any, programs: Any) -> None:
+        """Elements are loaded."""
+        shadow, width = self._shadow(span, dtype), dtype.itemsize
+        for kind in AGAINST[LOAD]:
+            others = shadow.touched_by_others(kind, index, width, programs)
+            if others.any():
+                bits = _bits(width)
+                changed = self.view(span, bits)[index] != self.before[span].view(bits)[index]
+                self._suspect(others, programs, (others != 0) & changed)
+        shadow.touch(LOAD, index, width, programs)
+
+    def storing(self, span: Span, dtype: Any, index: Any, programs: Any, value: Any) -> None:
+        """Elements are written."""
+        shadow, width = self._shadow(span, dtype), dtype.itemsize
+        now, bits = self.view(span, _bits(width)), value.view(_bits(width))
+        for kind in AGAINST[STORE]:
+            others = shadow.touched_by_others(kind, index, width, programs)
+            if others.any():
+                self._suspect(others, programs, (others != 0) & (now[index] != bits))
+        now[index] = bits
+        shadow.touch(STORE, index, width, programs)
+        lost = now[index] != bits
+        if lost.any():
+            others = shadow.touched_by_others(STORE, index, width, programs)
+            self._suspect(others, programs, (others != 0) & lost)
+
+    def updating(self, span: Span, dtype: Any, index: Any, programs: Any) -> None:
+        """Elements are updated atomically."""
+        shadow, width = self._shadow(span, dtype), dtype.itemsize
+        for kind in AGAINST[ATOMIC]:
+            others = shadow.touched_by_others(kind, index, width, programs)
+            self._suspect(others, programs, others != 0)
+        shadow.touch(ATOMIC, index, width, programs)
+
+    def _suspect(self, others: Any, programs: Any, where: Any) -> None:
+        if len(self.suspects) < SUSPECTS and where.any():
+            where, others, programs = np.broadcast_arrays(where, others, programs)
+            self.suspects.append(Suspect((int(others[where][0]) - 1, int(programs[where][0])), place()))
+
+    def _shadow(self, span: Span, dtype: Any) -> Shadow:
+        if span not in self._shadows:
+            self._shadows[span] = Shadow(span[1] - span[0], dtype.itemsize)
+        return self._shadows[span]
+
+    def _writes(self, span: Span) -> None:
+        if span not in self._watched:
+            if span in self._loaded:
+                raise Rewatch(span)
+            self._watched.add(span)
+        if span not in self.before:
+            self.before[span] = self.view(span, _BYTE).copy()
+
+    def _chosen(self, mask: Any, index: Any, *values: Any) -> tuple[Any, ...]:
+        """The indices where the mask is True, whose each is, and the values there, in the order of programs."""
+        running = len(self.programs)
+        count = max(len(index), 1 if mask is None else len(mask))
+        if count == 1 and running > 1:  # all programs touch the same: the first and the last of them tell
+            parts = [np.repeat(part, 2, axis=0) for part in (index, *values)]
+            owners = self.programs[[0, -1]]
+            mask = mask if mask is None else np.repeat(mask, 2, axis=0)
+        else:
+            parts, owners = [index, *values], self.programs
+        index = parts[0]
+        if mask is not None:
+            mask = np.broadcast_to(mask, np.broadcast_shapes(mask.shape, index.shape))
+            parts = [np.broadcast_to(part, mask.shape) for part in parts]
+            index = parts[0]
+        owners = np.broadcast_to(owners.reshape(-1, *[1] * (index.ndim - 1)), index.shape)
+        chosen = [parts[0], owners, *parts[1:]]
+        return tuple(chosen if mask is None else [part[mask] for part in chosen])
 
     def _places(self, pointers: Any, mask: Any, dtype: Any) -> tuple[Span, Any, Any]:
         """The memory, the indices into its view (0 where the mask is False), and the mask, None if it is True everywhere."""
-        spans = self._spans(pointers)
-        if len(spans) > 1:
-            raise Untracked("a pointer that may be one of two tensors'")
+        spans: tuple[Span, ...] = getattr(pointers.dtype, "spans", ())
+        if len(spans) != 1:
+            raise Untracked("a pointer that may be one of two tensors'" if spans else "a pointer that no tensor is known of")
         (start, end), size = spans[0], dtype.itemsize
         if start % size:
             raise Untracked("memory that begins between two elements")
@@ -92,25 +210,57 @@ class Memory:
             mask = None
         last = (end - start) // size - 1
         if not _inside(index, last):
-            if mask is None:
-                raise OutOfBounds("accesses memory outside of a tensor", spans[0])
-            index = np.where(mask, index, 0)
-            if not _inside(index, last):
+            index = index if mask is None else np.where(mask, index, 0)
+            if mask is None or not _inside(index, last):
                 raise OutOfBounds("accesses memory outside of a tensor", spans[0])
         return spans[0], index, mask
 
-    def _view(self, span: Span, dtype: Any) -> Any:
-        key = span, dtype
-        if key not in self._views:
-            start, end = span
-            size = dtype.itemsize
-            raw = (ctypes.c_uint8 * (end - start)).from_address(start)
-            self._views[key] = np.frombuffer(raw, dtype=dtype, count=(end - start) // size)
-        return self._views[key]
 
-    def _keep(self, span: Span) -> None:
-        if span not in self._before:
-            self._before[span] = self._view(span, np.dtype(np.uint8)).copy()
+class Alone(Memory):
+    """The memory of a launch of which one program runs alone: what it does, byte by byte."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traces: dict[Span, Trace] = {}
+
+    def loading(self, span: Span, dtype: Any, index: Any, programs: Any) -> None:
+        self._trace(span).note(LOAD, index, dtype.itemsize)
+
+    def storing(self, span: Span, dtype: Any, index: Any, programs: Any, value: Any) -> None:
+        self._trace(span).note(STORE, index, dtype.itemsize)
+        self.view(span, dtype)[index] = value
+
+    def updating(self, span: Span, dtype: Any, index: Any, programs: Any) -> None:
+        self._trace(span).note(ATOMIC, index, dtype.itemsize)
+
+    def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        self._watched.update(getattr(pointers.dtype, "spans", ()))
+        return super().load(pointers, mask, other, dtype)
+
+    def finish(self) -> dict[Span, Trace]:
+        """What the program did, with memory put back."""
+        for span, trace in self.traces.items():
+            trace.after = self.view(span, _BYTE).copy()
+        self.rollback()
+        return self.traces
+
+    def _trace(self, span: Span) -> Trace:
+        if span not in self.traces:
+            self.traces[span] = Trace.of(self.view(span, _BYTE).copy())
+        return self.traces[span]
+
+
+def place() -> str:
+    """The file and line of the kernel that runs."""
+    frame = sys._getframe()
+    ours = os.path.dirname(__file__), os.path.dirname(sys.modules["triton"].__file__ or ""), os.path.dirname(np.__file__)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _bits(width: int) -> Any:
+    return np.dtype(f"u{width}")
 
 
 def _inside(index: Any, last: int) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-from verify.interpreter import memory
+from verify.interpreter.memory import Memory, pointing
 
 Handle = interpreter.TensorHandle
 Handle.shape = None  # of a handle that nobody says otherwise of
@@ -68,12 +68,12 @@ class GridBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
     stores and atomics so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory) -> None:
         super().__init__()
         self.options = interpreter.interpreter_builder.options
         self.coordinates: Sequence[Any] = ()
         self.effects = 0
-        self.memory = memory.Memory()
+        self.memory = memory
 
     # programs
 
@@ -95,7 +95,8 @@ class GridBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
 
     def create_expand_dims(self, arg: Any, axis: int) -> Any:
         shape = block_shape(arg)
-        return made(np.expand_dims(arg.data, axis + 1), arg.dtype.scalar, (*shape[:axis], 1, *shape[axis:]))
+        data = arg.data[(slice(None),) * (axis + 1) + (None,)]
+        return made(data, arg.dtype.scalar, (*shape[:axis], 1, *shape[axis:]))
 
     def create_reshape(self, arg: Any, shape: Any, allow_reorder: bool) -> Any:  # noqa: FBT001 - Triton's
         return made(full(arg).reshape(arg.data.shape[0], *shape), arg.dtype.scalar)
@@ -162,12 +163,17 @@ class GridBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
         count = max(len(part.data) for part in (ptr, val, mask, _Count(self.coordinates)))
         shape = (count, *block_shape(ptr))
         parts = [made(np.ascontiguousarray(np.broadcast_to(part.data, shape)), part.dtype) for part in (ptr, val, mask)]
-        self.memory.before_atomic(parts[0], parts[2].data)
+        self.memory.update(parts[0], parts[2].data, np_dtype(ptr.get_element_ty()))
         old = super().create_atomic_rmw(rmw, *parts, sem, scope)
         return old if count == 1 else _Ordered(old.dtype)
 
     def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
         raise Unbatchable("tl.atomic_cas")
+
+    def create_addptr(self, ptr: Any, offset: Any) -> Any:
+        width = max(1, ptr.get_element_ty().primitive_bitwidth // 8)
+        steps = offset.data.astype(np.int64, copy=False) * width
+        return made(ptr.data + steps.view(np.uint64), ptr.dtype, block_shape(ptr))
 
     # block pointers
 
@@ -255,7 +261,7 @@ def _together(*parts: Any) -> list[Any]:
 
 def _pointing(dtype: Any, *sources: Any) -> Any:
     """The type of pointers that may come from any of some others."""
-    return memory.pointing(dtype, *sources) if dtype.is_ptr() else dtype
+    return pointing(dtype, *sources) if dtype.is_ptr() else dtype
 
 
 def _elementwise(name: str) -> Callable[..., Any]:
@@ -274,7 +280,7 @@ def _elementwise(name: str) -> Callable[..., Any]:
 # The operations that treat each element alone. What numpy broadcasts stays as it is; only the block's shape is kept.
 for _name in (
     "binary_op unary_op ternary_op cast_impl create_fp_to_fp create_bitcast create_idiv create_ashr create_umulhi create_select create_fma "
-    "create_fabs create_erf create_rsqrt create_addptr create_ptr_to_int create_int_to_ptr"
+    "create_fabs create_erf create_rsqrt create_ptr_to_int create_int_to_ptr"
 ).split():
     setattr(GridBuilder, _name, _elementwise(_name))
 

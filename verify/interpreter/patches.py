@@ -7,14 +7,14 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from verify.interpreter.memory import OutOfBounds, pointing
+from verify.interpreter.memory import OutOfBounds, pointing, span_of, tensors
 
 # Wrappers split work among the multiprocessors that the driver counts, and count one where no driver answers: what a kernel
 # does in its second part would never run. Four give parts that begin within a block of another, as a device's do.
@@ -157,6 +157,30 @@ def _patch_types(interpreter: Any, tl: Any) -> None:
         return plain_broadcast(self, lhs, rhs)
 
     broadcast.__wrapped__ = plain_broadcast  # type: ignore[attr-defined]
+    constexprs = tl.core._unwrap_if_constexpr
+    plain_values = frozenset({int, float, bool, str, type(None), tensor, block_type, dtype, slice})
+
+    def unwrap_if_constexpr(value: Any) -> Any:
+        kind = type(value)
+        if kind is constexpr:
+            return value.value
+        return value if kind in plain_values else constexprs(value)
+
+    # Truncations to and extensions from float32, and integers of 32 and 64 bits: nearly all casts, without Triton's twenty questions.
+    direct = {(one.name, other.name) for one, other in ((tl.float32, tl.float16), (tl.float32, tl.bfloat16), (tl.int32, tl.int64))}
+    direct |= {(other, one) for one, other in direct}
+    plain_cast = semantic.cast
+
+    def cast(self: Any, value: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
+        source, target = value.dtype, dst_ty.scalar
+        if fp_downcast_rounding is not None or (source.name, target.name) not in direct:
+            return plain_cast(self, value, dst_ty, fp_downcast_rounding)
+        kind = block_type(target, value.type.shape) if type(value.type) is block_type else target
+        return tensor(self.builder.cast_impl(value.handle, kind), kind)
+
+    cast.__wrapped__ = plain_cast  # type: ignore[attr-defined]
+    semantic.cast = cast
+    tl.core._unwrap_if_constexpr = unwrap_if_constexpr
     interpreter._get_np_dtype = get_np_dtype
     semantic.broadcast_impl_value = broadcast
     interpreter.TensorHandle.__post_init__ = init_handle
@@ -171,6 +195,7 @@ def _patch_operands(interpreter: Any, tl: Any) -> None:
     tensor, dtype, pointer, constexpr = tl.tensor, tl.dtype, tl.pointer_type, tl.constexpr
     plain_operands, plain_tensor = semantic.binary_op_type_checking_impl, semantic.to_tensor
     halves = (tl.float16, tl.bfloat16)
+    narrow, wide = tl.int32, tl.int64
     numbers: dict[int, Any] = {}
     constants: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
@@ -201,6 +226,8 @@ def _patch_operands(interpreter: Any, tl: Any) -> None:
         left, right = type(lhs), type(rhs)
         if left is tensor and right is tensor:
             kind, other = lhs.dtype, rhs.dtype
+            if arithmetic_check and (kind is narrow or kind is wide) and (other is narrow or other is wide) and kind is not other:
+                return self.broadcast_impl_value(self.cast(lhs, wide), self.cast(rhs, wide))
             same = kind is other and type(kind) is dtype and not (div_or_mod and kind in halves)
             if same or (allow_lhs_ptr and type(kind) is pointer and other.is_int()):
                 return self.broadcast_impl_value(lhs, rhs)
@@ -302,7 +329,7 @@ def _patch_launch(interpreter: Any, tl: Any) -> None:
 
 def _told(stray: OutOfBounds, kernel: str, given: dict[str, Any]) -> OutOfBounds:
     """The same with the kernel and the argument named, as if it were raised by the kernel's own line."""
-    names = [name for name, value in given.items() if stray.span in map(_span, _tensors(value))]
+    names = [name for name, value in given.items() if stray.span in map(span_of, tensors(value))]
     told = OutOfBounds(f"{kernel} {stray} the memory of {' or '.join(names) or 'a tensor'}", stray.span)
     ours = (__file__, os.path.dirname(inspect.getfile(sys.modules["triton"])))
     at = kernels = stray.__traceback__
@@ -313,23 +340,6 @@ def _told(stray: OutOfBounds, kernel: str, given: dict[str, Any]) -> OutOfBounds
     if kernels is not None:
         kernels.tb_next = None
     return told.with_traceback(stray.__traceback__)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an argument: itself, what a wrapper or descriptor stands on, or the parts of a tuple."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from _tensors(part)
-    elif hasattr(value, "base"):
-        yield from _tensors(value.base)
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's memory: of its first byte, and after its last."""
-    storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 def _patch_access(interpreter: Any) -> None:
@@ -345,7 +355,7 @@ def _patch_access(interpreter: Any) -> None:
     def implicit_cvt(arg: Any) -> Any:
         made = convert(arg)
         if hasattr(arg, "data_ptr"):
-            made.handle.dtype.spans = tuple(map(_span, _tensors(arg)))
+            made.handle.dtype.spans = tuple(map(span_of, tensors(arg)))
         return made
 
     def held(pointers: Any, mask: Any, verb: str) -> None:
