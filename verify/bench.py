@@ -25,6 +25,7 @@ from oracles.operation import Inputs, Operation, gradient_name, sequences
 from properties.laws import Cotangents, Results
 from verify import device as devices
 from verify.adapter import Adapter
+from verify.interpreter import Race, UnknownTriton
 from verify.judge import Finding
 
 T = TypeVar("T")
@@ -377,6 +378,10 @@ def blamed(error: Exception, device: str) -> tuple[Exception, str]:
     """What an exception of the implementation comes to, AdapterFault or OutOfMemory; and why the device is lost, if it is."""
     if _no_memory(error):
         return OutOfMemory(str(error)), ""
+    if isinstance(error, Race):
+        return AdapterFault(Finding("call", f"race: {error}", error.place)), ""
+    if isinstance(error, UnknownTriton):
+        return error, ""
     lost = devices.lost(device) or ""
     what = f"crashed: {lost}" if lost else f"raised {type(error).__name__}: {short(error)}"
     return AdapterFault(Finding("call", what, frame(error))), lost

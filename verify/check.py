@@ -102,6 +102,7 @@ class LawReport:
     fault: str = ""  # where gdn-verify itself failed: the exception, file, line and function
     fault_run: str = ""  # the first run in which it did
     versions: str = ""
+    one_by_one: dict[str, int] = dataclasses.field(default_factory=dict)  # interpreted launches: "kernel: why", how many
     kernel_s: float = 0.0
     oracle_s: float = 0.0
     wall_s: float = 0.0
@@ -563,6 +564,8 @@ class Check:
         for name in case.REGIMES:
             key = f"{name}={words[name]}"
             report.regimes[key] = report.regimes.get(key, 0) + 1
+        for kernel, launches in outcome.one_by_one.items():
+            report.one_by_one[kernel] = report.one_by_one.get(kernel, 0) + launches
         report.kernel_s += outcome.kernel_s
         report.oracle_s += outcome.oracle_s
 

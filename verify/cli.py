@@ -25,6 +25,7 @@ from verify.adapter import BUILT_IN, PATHS, AdapterError, check_requirements, ch
 from verify.check import PROFILES, Asked, Check, LawReport, ask, describe, started
 from verify.claims import command as claims
 from verify.examples import Examples
+from verify.interpreter import SEQUENTIAL
 from verify.judge import Verdict
 from verify.ranks import BACKENDS, Launch, RankGroup, TorchrunGroup, follow, launched
 from verify.refusal import names_of
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(arguments)
         _find_in(getattr(options, "path", None))
+        os.environ[SEQUENTIAL] = getattr(options, "interpreter", "grid")
         code = int(options.act(options))
         sys.stdout.flush()
     except (AdapterError, ValueError) as error:
@@ -196,6 +198,12 @@ def _common(parser: argparse.ArgumentParser, *, keeps: bool = True, examples: bo
     )
     parser.add_argument(
         "--path", metavar="DIR", help="a checkout in which modules are looked for first, such as Megatron-LM's for megatron/layer"
+    )
+    parser.add_argument(
+        "--interpreter",
+        choices=("grid", "sequential"),
+        default="grid",
+        help="without a GPU, Triton's programs run all together (grid, the default), or one after another, which is the reference",
     )
     if keeps:
         parser.add_argument("--findings", default=FOLDER, metavar="FOLDER", help=f"where findings are kept (default {FOLDER})")
@@ -432,6 +440,8 @@ def _check(options: argparse.Namespace) -> int:
     laws = checking.laws or []
     _troubles(store, examples)
     _print(("interrupted: " if interrupted else "") + _summary(reports, laws, time.monotonic() - start, store), out)
+    if slow := text.one_by_one(reports):
+        _print("\n".join(slow), out)
     if notice := text.fault_notice(reports):
         _print(notice, out)
     return INTERRUPTED if interrupted else exit_code(reports)

@@ -1,5 +1,6 @@
 """Reports: what a person reads, as lines of text. Nothing here decides anything, and nothing prints."""
 
+import collections
 import textwrap
 from collections.abc import Sequence
 
@@ -52,6 +53,15 @@ def fault_notice(reports: Sequence[LawReport]) -> str:
         f"This is a fault of gdn-verify and says nothing about {first.adapter}: please report {first.fault}, with the versions "
         f"({first.versions}) and this command: {_command(first, first.fault_run)}"
     )
+
+
+def one_by_one(reports: Sequence[LawReport]) -> list[str]:
+    """Lines of the kernels whose programs could not be interpreted together, and why; none where all were."""
+    launches: collections.Counter[str] = collections.Counter()
+    for report in reports:
+        launches.update(report.one_by_one)
+    lines = [f"  {kernel} ({count} launches)" for kernel, count in sorted(launches.items())]
+    return ["interpreted one program after another, without a look for races:", *lines] if lines else []
 
 
 def _command(report: LawReport, run: str) -> str:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import os
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -21,6 +22,7 @@ from verify import tuning
 from verify.adapter import Adapter, PathAdapter, check_spec, load
 from verify.bench import AdapterBench, AdapterFault, Compiling, OutOfMemory, Ready, short
 from verify.comm import Abandoned
+from verify.interpreter import UnknownTriton
 from verify.judge import NOTHING, Finding, Verdict, Where, judge, where
 
 T = TypeVar("T")
@@ -98,6 +100,7 @@ class Outcome:
     spent: bool = False  # the process that ran it can run nothing more on its device
     tuned: tuning.Used = dataclasses.field(default_factory=dict)
     fault: str = ""  # where gdn-verify itself failed: the exception, file, line and function
+    one_by_one: dict[str, int] = dataclasses.field(default_factory=dict)  # interpreted launches: "kernel: why", how many
 
     @property
     def lost(self) -> bool:
@@ -242,7 +245,7 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 def judged(law: Law, bench: Any, example: Example, where: Where, need: int, excused: Mapping[str, float] = NOTHING) -> Outcome:
     """What a law's comparisons come to, and what the bench noticed besides; `need` are the bytes of the case's tensors."""
-    outcome = Outcome(Verdict.HOLDS)
+    outcome, before = Outcome(Verdict.HOLDS), _one_by_one()
     try:
         result = judge(_there(bench.law_device, law.check(bench, example)), where, excused)
         outcome.findings, outcome.rows, outcome.ratios = result.findings, result.rows, result.ratios
@@ -254,6 +257,8 @@ def judged(law: Law, bench: Any, example: Example, where: Where, need: int, excu
         outcome.findings = [Finding("call", str(breach))]
     except Blind as blind:
         outcome.verdict, outcome.reason = Verdict.BLIND, str(blind)
+    except UnknownTriton as error:
+        outcome.verdict, outcome.reason = Verdict.UNKNOWN, str(error)
     except OutOfMemory as error:
         free = devices.free_bytes(bench.device)
         if need < free / 16 and not devices.crowded(bench.device):
@@ -265,5 +270,12 @@ def judged(law: Law, bench: Any, example: Example, where: Where, need: int, excu
     outcome.findings = outcome.findings + bench.impure
     if outcome.findings:
         outcome.verdict = Verdict.BROKEN
+    outcome.one_by_one = dict(_one_by_one() - before)
     outcome.kernel_s, outcome.oracle_s, outcome.spent = bench.kernel_s, bench.oracle_s, bool(bench.lost)
     return outcome
+
+
+def _one_by_one() -> collections.Counter[str]:
+    """The launches of this process so far whose programs could not be interpreted together."""
+    launch = sys.modules.get("verify.interpreter.launch")  # where kernels are interpreted, and only there
+    return collections.Counter(launch.one_by_one) if launch else collections.Counter()

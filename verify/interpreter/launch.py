@@ -18,14 +18,16 @@ from verify.interpreter.grid import SLICE, Function, Machine
 from verify.interpreter.memory import Alone, Memory, Rewatch, Span, Untracked, span_of
 from verify.interpreter.memory import tensors as tensors_in
 from verify.interpreter.operations import Diverges, GridBuilder, Unbatchable
+from verify.interpreter.patches import SEQUENTIAL
 from verify.interpreter.races import Race, Suspect, conflict
 
-SEQUENTIAL = "GDN_VERIFY_INTERPRETER"  # in a process's environment, "sequential": programs run one after another
-
-fallbacks: collections.Counter[tuple[str, str]] = collections.Counter()  # launches that ran one after another: kernel, why
+# Launches whose programs ran one after another though they were to run together: "kernel: why".
+one_by_one: collections.Counter[str] = collections.Counter()
+Grid = tuple[int, int, int]
+Tensors = dict[Span, dict[str, Any]]  # a launch's tensors, by their memory and the names of its arguments
 _machine: Machine | None = None
 # The arguments of each kernel that it was seen to store to after it had loaded from them: loads of these are looked at.
-_stored_after_loads: dict[Any, set[str]] = {}
+_stored_after_loads: dict[Function, set[str]] = {}
 
 
 def patch() -> None:
@@ -101,19 +103,23 @@ def _launch(self: Any, *given: Any, **named: Any) -> None:
     interpreter._patch_lang(self.fn)
     raw = inspect.getcallargs(self.fn, *hosted, **hosted_named)
     arguments = {name: value if name in self.constexprs else interpreter._implicit_cvt(value) for name, value in raw.items()}
-    grid = self.grid(arguments) if callable(self.grid) else self.grid
-    assert len(grid) <= 3, "grid must have at most 3 dimensions"
-    x, y, z = (int(size) for size in (*grid, 1, 1, 1)[:3])
-    tensors: dict[Span, list[str]] = {}
+    sizes = self.grid(arguments) if callable(self.grid) else self.grid
+    assert len(sizes) <= 3, "grid must have at most 3 dimensions"
+    x, y, z = (int(size) for size in (*sizes, 1, 1, 1)[:3])
+    tensors: Tensors = {}
     for name, value in raw.items():
         for tensor in tensors_in(value):
-            tensors.setdefault(span_of(tensor), []).append(name)
-    if not _together(self.fn, arguments, (x, y, z), tensors):
-        _one_by_one(self.fn, arguments, (x, y, z))
+            tensors.setdefault(span_of(tensor), {})[name] = tensor
+    grid = (x, y, z)
+    reason = "sequential" if os.environ.get(SEQUENTIAL) == "sequential" else _together(self.fn, arguments, grid, tensors)
+    if reason:
+        _one_by_one(self.fn, arguments, grid)
+    if reason not in ("", "sequential"):
+        one_by_one[f"{self.fn.__name__}: {reason}"] += 1
     self._restore_args_dev(given, hosted, named, hosted_named)
 
 
-def _one_by_one(function: Any, arguments: dict[str, Any], grid: tuple[int, int, int]) -> None:
+def _one_by_one(function: Any, arguments: dict[str, Any], grid: Grid) -> None:
     builder = interpreter.interpreter_builder
     builder.set_grid_dim(*grid)
     try:
@@ -126,40 +132,36 @@ def _one_by_one(function: Any, arguments: dict[str, Any], grid: tuple[int, int, 
         raise interpreter.InterpreterError(repr(error)) from error
 
 
-def _together(function: Any, arguments: dict[str, Any], grid: tuple[int, int, int], tensors: dict[Span, list[str]]) -> bool:
-    """Whether all programs ran at once. If not, memory is as it was before the launch. Race if two of them race."""
-    made = getattr(function, "gdn_function", None)
-    if made is None or os.environ.get(SEQUENTIAL) == "sequential":
-        return False
-    while True:
-        watched = _stored_after_loads.setdefault(function, set())
-        memory = Memory(span for span, names in tensors.items() if watched.intersection(names))
-        try:
-            _run(made, arguments, grid, range(math.prod(grid)), memory)
-            if not memory.suspects:
-                return True
-            memory.rollback()
-            reason = "programs that may race"
-        except Rewatch as surprise:
-            memory.rollback()
-            watched.update(tensors.get(surprise.span, ()))
-            if surprise.span in tensors:
-                continue
-            reason = "a store to memory that is no argument's"
-        except Exception as error:
-            # Whatever it was, the reference decides: it raises what the kernel does wrong, in the words and at the place that it has.
-            if os.environ.get("GDN_DEBUG"):
-                raise
-            memory.rollback()
-            reason = str(error) if isinstance(error, (Unbatchable, Untracked)) else type(error).__name__
-        break
+def _together(function: Any, arguments: dict[str, Any], grid: Grid, tensors: Tensors) -> str:
+    """Run all programs at once; why they could not, with memory as it was before the launch, else "". Race if two of them race."""
+    made: Function | None = getattr(function, "gdn_function", None)
+    if made is None:
+        return "no source"
+    watched = _stored_after_loads.setdefault(made, set())
+    memory = Memory(span for span, named in tensors.items() if watched & named.keys())
+    try:
+        _run(made, arguments, grid, range(math.prod(grid)), memory)
+    except Rewatch as surprise:
+        memory.rollback()
+        if surprise.span not in tensors:
+            return "a store to memory that is no argument's"
+        watched.update(tensors[surprise.span])
+        return _together(function, arguments, grid, tensors)
+    except Exception as error:
+        # Whatever it was, the reference decides: it raises what the kernel does wrong, in the words and at the place that it has.
+        memory.rollback()
+        if os.environ.get("GDN_DEBUG"):
+            raise
+        return str(error) if isinstance(error, (Unbatchable, Untracked)) else type(error).__name__
+    if not memory.suspects:
+        return ""
+    memory.rollback()
     for suspect in memory.suspects:
-        _settle(suspect, function, made, arguments, grid, tensors)
-    fallbacks[function.__name__, reason] += 1
-    return False
+        _settle(suspect, made, arguments, grid, tensors)
+    return "programs that touch the same memory"
 
 
-def _run(made: Function, arguments: dict[str, Any], grid: tuple[int, int, int], programs: Sequence[int], memory: Memory) -> None:
+def _run(made: Function, arguments: dict[str, Any], grid: Grid, programs: Sequence[int], memory: Memory) -> None:
     builder = GridBuilder(memory)
     builder.set_grid_dim(*grid)
     for first in range(0, len(programs), SLICE):
@@ -168,17 +170,11 @@ def _run(made: Function, arguments: dict[str, Any], grid: tuple[int, int, int], 
             machine.call(made, arguments)
 
 
-def _settle(
-    suspect: Suspect,
-    function: Any,
-    made: Function,
-    arguments: dict[str, Any],
-    grid: tuple[int, int, int],
-    tensors: dict[Span, list[str]],
-) -> None:
+def _settle(suspect: Suspect, made: Function, arguments: dict[str, Any], grid: Grid, tensors: Tensors) -> None:
     """Race if two programs, each run alone, are found to be in conflict; memory is left as it was."""
     traces = []
-    for program in suspect.programs:
+    programs = sorted(suspect.programs)
+    for program in programs:
         memory = Alone()
         try:
             _run(made, arguments, grid, [program], memory)
@@ -190,15 +186,27 @@ def _settle(
     for span in one.keys() & other.keys():
         found = conflict(one[span], other[span])
         if found is not None:
-            did, does, byte = found
-            names = [f"program {tuple(int(each) for each in np.unravel_index(program, grid))}" for program in suspect.programs]
-            both = (
-                f"{names[0]} and {names[1]} both {did.removesuffix('s')}"
-                if did == does
-                else f"{names[0]} {did} and {names[1]} {does}"
-            )
-            where = f"byte {byte} of {' or '.join(tensors.get(span, ['a tensor']))}"
-            raise Race(f"{function.__name__}: {both} {where} ({suspect.place})")
+            axes = max(1, len(grid) - next((at for at, size in enumerate(reversed(grid)) if size > 1), len(grid)))
+            names = [tuple(int(each) for each in np.unravel_index(program, grid))[:axes] for program in programs]
+            did, does = found[:2]
+            verbs = f"program {names[0]} and {names[1]} both {did}" if did == does else f"program {names[0]} {did}s and {names[1]} {does}s"
+            raise Race(f"{verbs} {_element(tensors[span], found[2])}", suspect.place)
+
+
+def _element(named: dict[str, Any], byte: int) -> str:
+    """What lies at a byte of a memory, as an element of the first argument that has it."""
+    for name, tensor in named.items():
+        rest, index = byte // tensor.element_size() - tensor.storage_offset(), []
+        for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda axis: -axis[1]):
+            index.append(rest // stride if stride else 0)
+            rest -= index[-1] * stride
+            if not 0 <= index[-1] < size:
+                break
+        else:
+            strides = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))
+            places = [index[strides.index(axis)] for axis in range(tensor.dim())]
+            return f"{name}[{', '.join(map(str, places))}]"
+    return f"byte {byte} of the memory of {' or '.join(named)}"
 
 
 @contextlib.contextmanager

@@ -328,7 +328,7 @@ def _sum(data: Any, at: int, kind: Any) -> Any:
 
 def _folded(arrays: list[Any], at: int, kinds: list[Any], combine: Any) -> list[Any]:
     """Element after element along an axis, by any function."""
-    slices = [np.moveaxis(data, at, 0) for data in arrays]
+    slices = [np.moveaxis(data, at, 0) for data in _together(*arrays)]
     so_far = [part[0] for part in slices]
     for i in range(1, len(slices[0])):
         so_far = _combined(combine, so_far, [part[i] for part in slices], kinds)
@@ -351,7 +351,7 @@ def scanned(values: tuple[Any, ...], axis: int, combine: Any, *, reverse: bool) 
     kinds = [value.dtype for value in values]
     op = {tl.standard._sum_combine: np.add, tl.standard._prod_combine: np.multiply}.get(combine)
     if op is None:
-        slices, so_far = [np.moveaxis(data, at, 0) for data in arrays], []
+        slices, so_far = [np.moveaxis(data, at, 0) for data in _together(*arrays)], []
         for i in range(len(slices[0])):
             here = [part[i] for part in slices]
             so_far.append(_combined(combine, so_far[-1], here, kinds) if so_far else here)

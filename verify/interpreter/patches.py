@@ -21,14 +21,19 @@ from verify.interpreter.memory import OutOfBounds, pointing, span_of, tensors
 MULTIPROCESSORS = 4
 
 
-def install() -> None:
-    """The process interprets every Triton kernel, with the arithmetic of the device.
+SEQUENTIAL = "GDN_VERIFY_INTERPRETER"  # in a process's environment, "sequential": programs run one after another
+TRITONS = ("3.7.1", "3.9.0")  # with which every test of the interpreter has passed
 
-    Call it in a worker process before anything imports triton. Raises RuntimeError where triton is already
-    imported for compilation. A second call changes nothing. From then on a launch that leaves its tensors raises OutOfBounds.
-    """
+
+class UnknownTriton(Exception):
+    """Kernels cannot be interpreted with the installed version of Triton."""
+
+
+def patch() -> bool:
+    """Triton's interpreter computes as a device does; whether it did not before. RuntimeError where Triton compiles already."""
     if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
+    import triton
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -36,7 +41,14 @@ def install() -> None:
         raise RuntimeError("install() must run before the first import of triton, which already compiles here")  # noqa: TRY004
     os.environ["TRITON_INTERPRET"] = "1"
     if interpreter._patch_lang.__module__ == __name__:
-        return
+        return False
+    # torch has no device guard for the CPU, and kernels' wrappers enter one around each launch.
+    if not hasattr(torch.cpu, "device"):
+        torch.cpu.device = contextlib.nullcontext  # type: ignore[attr-defined]
+    if triton.__version__ not in TRITONS:
+        interpreter.InterpretedFunction.run = _refuse
+        triton.runtime.driver.set_active(_RefusingDriver())
+        return False
     _patch_language(interpreter, tl)
     _patch_types(interpreter, tl)
     _patch_operands(interpreter, tl)
@@ -45,12 +57,19 @@ def install() -> None:
     _patch_arithmetic(interpreter, tl)
     _patch_reductions(interpreter, tl)
     _patch_driver()
-    from verify.interpreter import launch
+    return True
 
-    launch.patch()
-    # torch has no device guard for the CPU, and kernels' wrappers enter one around each launch.
-    if not hasattr(torch.cpu, "device"):
-        torch.cpu.device = contextlib.nullcontext  # type: ignore[attr-defined]
+
+def _refuse(*_: Any, **__: Any) -> None:
+    installed = sys.modules["triton"].__version__
+    raise UnknownTriton(f"Triton {installed} is installed, and kernels are interpreted with {' or '.join(TRITONS)} only")
+
+
+class _RefusingDriver:
+    """A driver of Triton's for a version that is not known: wrappers look at the device before they launch."""
+
+    def __getattr__(self, name: str) -> Any:
+        _refuse()
 
 
 def _widen(bits: Any) -> Any:

@@ -11,13 +11,17 @@ from typing import Any
 
 import numpy as np
 
-LOAD, STORE, ATOMIC = "loads", "stores", "updates"
+LOAD, STORE, ATOMIC = "read", "write", "update"
 # With which earlier accesses of another program an access races.
 AGAINST = {LOAD: (STORE, ATOMIC), STORE: (LOAD, STORE, ATOMIC), ATOMIC: (LOAD, STORE)}
 
 
 class Race(Exception):
-    """Two programs of a launch touch the same bytes, one of them writes, and nothing orders them."""
+    """Two programs of a launch touch the same bytes, one of them writes, and nothing orders them. `place` is the kernel's line."""
+
+    def __init__(self, what: str, place: str) -> None:
+        super().__init__(what)
+        self.place = place
 
 
 @dataclasses.dataclass(frozen=True)

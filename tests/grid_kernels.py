@@ -1,0 +1,540 @@
+"""Runs Triton kernels with all programs together and prints, as one JSON object, each check's failure ("" where it holds).
+
+A check compares with the same kernel's programs run one after another, bit for bit. Then every check runs again with each of some
+faults planted in the interpreter: under "faults" stand the checks that fail with it.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from verify.interpreter import SEQUENTIAL, OutOfBounds, Race, install
+
+install()
+from verify.interpreter import grid, launch, memory, operations, races
+
+N = 16
+
+
+@triton.jit
+def _clipped(x, limit):
+    if x > limit:
+        return limit
+    return x
+
+
+@triton.jit
+def _steps(n):
+    count = 0
+    while n > 1:
+        n = n // 2
+        count += 1
+    return count
+
+
+@triton.jit
+def branch_kernel(x, y, n):
+    i = tl.program_id(0)
+    value = tl.load(x + i)
+    if value > 0:
+        scaled = value * 2
+        if i % 2 == 0:
+            scaled += 100
+    elif value < -1:
+        scaled = value - 1
+    else:
+        scaled = value * 0
+    tl.store(y + i, scaled)
+
+
+@triton.jit
+def masked_kernel(x, y, n):
+    at = tl.program_id(0) * 4 + tl.arange(0, 4)
+    value = tl.load(x + at - 2, mask=at >= 2, other=-3.0)
+    tl.store(y + at, value, mask=(at < n) & (value > -1))
+
+
+@triton.jit
+def early_kernel(x, y, n):
+    i = tl.program_id(0)
+    if i >= n:
+        return
+    value = tl.load(x + i)
+    if value < 0:
+        tl.store(y + i, -1.0)
+        return
+    tl.store(y + i, value + 1)
+
+
+@triton.jit
+def loop_kernel(x, y, n, LEAVES: tl.constexpr):
+    """Programs take different numbers of turns; some leave, and some skip a turn."""
+    i = tl.program_id(0)
+    total = tl.zeros([4], dtype=tl.float32)
+    last = 0
+    for j in range(i % 3, i + 1):
+        if LEAVES:
+            if j == 5:
+                break
+            if (i + j) % 4 == 0:
+                continue
+        total += tl.load(x + j) * tl.arange(0, 4)
+        last = j
+    tl.store(y + i * 8 + tl.arange(0, 4), total)
+    tl.store(y + i * 8 + 4, last)
+
+
+@triton.jit
+def stepping_kernel(x, y, n):
+    i = tl.program_id(0)
+    total = 0.0
+    for j in tl.range(0, n - i, 3, num_stages=2):
+        total += tl.load(x + j)
+    for j in tl.static_range(2):
+        if j + i > 3:
+            total += j
+    tl.store(y + i, total)
+
+
+@triton.jit
+def while_kernel(x, y, n):
+    i = tl.program_id(0)
+    tl.store(y + i, _steps(i * i + 1) + _clipped(i, 7))
+
+
+@triton.jit
+def choice_kernel(x, y, n):
+    i = tl.program_id(0)
+    value = tl.load(x + i)
+    picked = 1.0 if value > 0 and i % 3 > 0 else 2.0
+    if value > 0 or not i % 2 == 0:
+        picked = picked + min(i, 5) + max(n - i, 2)
+    tl.store(y + i, picked)
+
+
+@triton.jit
+def widths_kernel(x, y, n):
+    """A variable of other types in other programs, and one that only some have."""
+    i = tl.program_id(0)
+    if i > 3:
+        part = tl.arange(0, 4)
+        wide = i.to(tl.int64)
+    else:
+        part = tl.arange(0, 8)
+        wide = i
+    if i > 3:
+        only = tl.load(x + i)
+    tl.store(y + i, wide + 1)
+    if i > 3:
+        tl.store(y + i, only + tl.sum(part, 0) + wide)
+
+
+@triton.jit
+def blocks_kernel(x, y, n, ROWS: tl.constexpr):
+    i = tl.program_id(0)
+    p = tl.make_block_ptr(x, (n, 4), (4, 1), (0, 0), (ROWS, 4), (1, 0))
+    if i % 2 == 1:
+        p = tl.advance(p, (i, 0))
+    b = tl.load(p, boundary_check=(0, 1))
+    q = tl.make_block_ptr(y, (N * ROWS, 4), (4, 1), (i * ROWS, 0), (ROWS, 4), (1, 0))
+    tl.store(q, b + i)
+
+
+@triton.jit
+def _larger(a, i, b, j):
+    keep = a > b
+    return tl.where(keep, a, b), tl.where(keep, i, j)
+
+
+@triton.jit
+def operations_kernel(x, y, n, SHAPE: tl.constexpr):
+    """One result of each kind of operation, at addresses of the program's own."""
+    i = tl.program_id(0)
+    r = tl.arange(0, SHAPE)
+    a = tl.load(x + i + r[:, None] * 3 + r[None, :])
+    y += i * 64 * SHAPE * SHAPE
+    at = r[:, None] * SHAPE + r[None, :]
+    tl.store(y + at, a + i)
+    y += SHAPE * SHAPE
+    tl.store(y + at, tl.dot(a, tl.trans(a), allow_tf32=False) + tl.dot(tl.full([SHAPE, SHAPE], 0.5, tl.float32), a.T))
+    y += SHAPE * SHAPE
+    tl.store(y + r, tl.sum(a, 0) + tl.max(a, 1) - tl.min(a, 0))
+    y += SHAPE
+    tl.store(y, tl.sum(a) + tl.max(a) + tl.sum(tl.sum(a.to(tl.float16), 1), 0))
+    y += 1
+    tl.store(y + at, tl.cumsum(a, 0) + tl.cumsum(a, 1, reverse=True) + tl.cumprod(a, 1))
+    y += SHAPE * SHAPE
+    value, index = tl.max(a, 1, return_indices=True)
+    tl.store(y + r, value + index + tl.argmin(a, 0))
+    y += SHAPE
+    best, where = tl.reduce((a, at), 1, _larger)
+    tl.store(y + r, best + where)
+    y += SHAPE
+    b = tl.reshape(a, [SHAPE * SHAPE])
+    tl.store(y + tl.arange(0, SHAPE * SHAPE), b)
+    y += SHAPE * SHAPE
+    joined = tl.join(a, -a)
+    left, right = tl.split(joined)
+    tl.store(y + at, left - 2 * right)
+    y += SHAPE * SHAPE
+    tl.store(y + at, tl.exp(a.to(tl.bfloat16)).to(tl.float32) * tl.sigmoid(a) + tl.sqrt(tl.abs(a)) + tl.gather(a, at % SHAPE, 1))
+    y += SHAPE * SHAPE
+    tl.store(y + r, tl.where(r[:, None] > r[None, :], 1.0, 2.0).sum(1) + i + tl.broadcast_to(tl.load(x + i), [SHAPE]))
+    y += SHAPE
+    tl.store(y + tl.arange(0, 2 * SHAPE), tl.cat(r + i, r * i, can_reorder=True))
+
+
+@triton.jit
+def adding_kernel(x, y, n):
+    i = tl.program_id(0)
+    tl.atomic_add(y + i % 3, tl.load(x + i))
+
+
+@triton.jit
+def ticket_kernel(x, y, n):
+    i = tl.program_id(0)
+    ticket = tl.atomic_add(y, 1.0)
+    tl.store(y + 1 + i, ticket)
+
+
+@triton.jit
+def swap_kernel(x, y, n):
+    tl.atomic_cas(y, 0.0, tl.program_id(0) + 1.0)
+
+
+@triton.jit
+def described_kernel(x, y, n):
+    i = tl.program_id(0)
+    d = tl.make_tensor_descriptor(x, shape=[N, 4], strides=[4, 1], block_shape=[1, 4])
+    tl.store(y + i * 4 + tl.arange(0, 4)[None, :], d.load([i, 0]))
+
+
+@triton.jit
+def parting_kernel(x, y, n):
+    """It stores, and then fails in some programs: what it stored must not stay in the way of the reference."""
+    i = tl.program_id(0)
+    old = tl.load(y + i)
+    tl.store(y + i, old + 1)
+    tl.atomic_add(y + N + i, 1.0)
+    tl.atomic_cas(y + 2 * N, 0.0, 1.0)
+
+
+@triton.jit
+def astray_kernel(x, y, n):
+    i = tl.program_id(0)
+    tl.store(y + i, 1.0)
+    tl.store(y + i + (i == n) * 1000, 2.0)
+
+
+# races
+
+
+@triton.jit
+def overlapping_kernel(x, y, n):
+    at = tl.program_id(0) * 2 + tl.arange(0, 4)
+    tl.store(y + at, tl.load(x + at) + tl.program_id(0))
+
+
+@triton.jit
+def equal_kernel(x, y, n):
+    at = tl.program_id(0) * 2 + tl.arange(0, 4)
+    tl.store(y + at, 0.0)
+    tl.store(y + at, tl.load(x + at))
+
+
+@triton.jit
+def neighbour_kernel(x, y, n, BACK: tl.constexpr):
+    """In place, from the element beside; lockstep hides what one after another would show, and the other way round."""
+    i = tl.program_id(0)
+    value = tl.load(y + i + 1) if not BACK else tl.load(y + tl.maximum(i - 1, 0))
+    tl.store(y + i, value)
+
+
+@triton.jit
+def own_kernel(x, y, n):
+    i = tl.program_id(0)
+    tl.store(y + i, tl.load(y + i) * 2)
+    tl.store(y + i, tl.load(y + i) + 1)
+
+
+@triton.jit
+def mixed_kernel(x, y, n, READS: tl.constexpr):
+    """An atomic beside a plain access of the same bytes."""
+    i = tl.program_id(0)
+    tl.atomic_add(y, 1.0)
+    if i == 5:
+        if READS:
+            tl.store(y + 1, tl.load(y))
+        else:
+            tl.store(y, 7.0)
+
+
+@triton.jit
+def every_kernel(x, y, n):
+    """Every program stores at the same place: the same, but for one."""
+    i = tl.program_id(0)
+    tl.store(y, 3.0)
+    if i == 9:
+        tl.store(y, 4.0)
+
+
+@triton.jit
+def halves_kernel(x, y, n):
+    """Two programs share bytes, which they know by other types."""
+    i = tl.program_id(0)
+    if i == 1:
+        tl.store(y.to(tl.pointer_type(tl.int16)) + 1, 7)
+    if i == 2:
+        tl.store(y, 1.0)
+
+
+def numbers(count: int = 4096) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(3))
+
+
+def ran(kernel: Any, x: torch.Tensor, y: torch.Tensor, n: int, how: str, **options: Any) -> tuple[torch.Tensor, str]:
+    """What a launch leaves in y, and what it raises."""
+    os.environ[SEQUENTIAL] = how
+    y = y.clone()
+    try:
+        kernel[(N,)](x, y, n, **options)
+    except (OutOfBounds, Race, triton.runtime.errors.InterpreterError) as error:
+        return y, f"{type(error).__name__}: {error}"
+    return y, ""
+
+
+def same(kernel: Any, n: int = 11, *, together: bool = True, width: int = 1 << 16, **options: Any) -> None:
+    x, y = numbers(), numbers(width)
+    before = sum(launch.one_by_one.values())
+    got, raised = ran(kernel, x, y, n, "grid", **options)
+    alone = sum(launch.one_by_one.values()) - before
+    want, reference = ran(kernel, x, y, n, "sequential", **options)
+    assert raised == reference, (raised, reference)
+    assert torch.equal(got.view(torch.int32), want.view(torch.int32)), f"{(got != want).sum()} of {len(want)} differ"
+    assert together == (alone == 0), dict(launch.one_by_one)
+
+
+def check_branches() -> None:
+    same(branch_kernel)
+
+
+def check_masks() -> None:
+    same(masked_kernel)
+    same(masked_kernel, 64)
+
+
+def check_early_returns() -> None:
+    same(early_kernel)
+
+
+def check_loops() -> None:
+    same(loop_kernel, LEAVES=False)
+
+
+def check_loops_that_are_left() -> None:
+    same(loop_kernel, LEAVES=True)
+
+
+def check_ranges() -> None:
+    same(stepping_kernel, 40)
+
+
+def check_whiles_and_calls() -> None:
+    same(while_kernel)
+
+
+def check_choices() -> None:
+    same(choice_kernel)
+
+
+def check_types_that_part() -> None:
+    same(widths_kernel)
+
+
+def check_block_pointers() -> None:
+    same(blocks_kernel, ROWS=2)
+
+
+def check_operations() -> None:
+    same(operations_kernel, SHAPE=4)
+    same(operations_kernel, SHAPE=8)
+
+
+def check_atomics() -> None:
+    same(adding_kernel)
+
+
+def check_what_cannot_run_together() -> None:
+    for kernel, why in ((ticket_kernel, "value that an atomic returns"), (swap_kernel, "atomic_cas"), (described_kernel, "descriptor")):
+        launch.one_by_one.clear()
+        same(kernel, together=False)
+        assert any(why in each for each in launch.one_by_one), dict(launch.one_by_one)
+
+
+def check_memory_is_put_back() -> None:
+    same(parting_kernel, together=False)
+
+
+def check_strays_are_told_as_before() -> None:
+    x, y = numbers(), numbers(N)
+    got, reference = ran(astray_kernel, x, y, 3, "grid"), ran(astray_kernel, x, y, 3, "sequential")
+    assert got[1] == reference[1], (got[1], reference[1])
+    assert got[1].startswith("OutOfBounds: astray_kernel stores 1 element"), got[1]
+    assert torch.equal(got[0], reference[0])
+
+
+def check_slices() -> None:
+    slice_, grid_slice = launch.SLICE, launch.SLICE
+    try:
+        for launch.SLICE in (1, 3, 7):
+            for kernel in (branch_kernel, early_kernel, stepping_kernel, choice_kernel, adding_kernel):
+                same(kernel)
+            raced(overlapping_kernel, "both write")
+    finally:
+        launch.SLICE = slice_
+    assert launch.SLICE == grid_slice
+
+
+def raced(kernel: Any, *words: str, **options: Any) -> str:
+    """A launch in which programs race leaves memory as it was, and says which programs, where."""
+    x, y = numbers(), numbers()
+    got, raised = ran(kernel, x, y, 11, "grid", **options)
+    assert raised.startswith("Race: program ("), raised or "no race"
+    assert all(word in raised for word in words), (raised, words)
+    assert torch.equal(got, y), "a race leaves memory changed"
+    return raised
+
+
+def calm(kernel: Any, **options: Any) -> None:
+    _, raised = ran(kernel, numbers(), numbers(), 11, "grid", **options)
+    assert not raised, raised
+
+
+def check_overlapping_stores_race() -> None:
+    raised = raced(overlapping_kernel, "both write y[")
+    assert raised == "Race: program (0,) and (1,) both write y[2]", raised
+
+
+def check_stores_beside_loads_race() -> None:
+    raced(neighbour_kernel, "reads", "writes", "y[", BACK=False)
+    raced(neighbour_kernel, "reads", "writes", "y[", BACK=True)
+
+
+def check_atomics_beside_plain_accesses_race() -> None:
+    raced(mixed_kernel, "update", "read", "y[0]", READS=True)
+    raced(mixed_kernel, "update", "write", "y[0]", READS=False)
+
+
+def check_one_store_that_differs_races() -> None:
+    raced(every_kernel, "both write y[0]")
+
+
+def check_bytes_of_other_types_race() -> None:
+    raced(halves_kernel, "program (1,) and (2,) both write y[0]")
+
+
+def check_equal_stores_are_no_race() -> None:
+    calm(equal_kernel)
+    same(equal_kernel, together=False)  # side by side it looks like a race, and each program alone shows that it is none
+
+
+def check_a_programs_own_memory_is_no_race() -> None:
+    calm(own_kernel)
+    same(own_kernel)
+    calm(adding_kernel)
+
+
+def check_a_view_is_named_by_its_element() -> None:
+    os.environ[SEQUENTIAL] = "grid"
+    whole = torch.zeros(4, 100)
+    y = whole[1:, 10:60].T  # element (i, j) of y lies at 110 + i + 100 j of the memory
+    try:
+        overlapping_kernel[(N,)](numbers(), y, 11)
+    except Race as race:
+        assert str(race) == "program (0,) and (1,) both write y[2, 0]", race
+        assert race.place.startswith("grid_kernels.py:"), race.place
+    else:
+        raise AssertionError("no race")
+
+
+# faults of the interpreter, each of which some check must see
+
+
+def _first_group_for_all(data: Any) -> Any:
+    return data.reshape(-1)[0]
+
+
+def _last_wins(parts: list[tuple[Any, Any]], count: int) -> Any:
+    return parts[-1][1]
+
+
+def _shortest_loop(given: list[Any], step: Any) -> Any:
+    turns, counts = ranges(given, step)
+    return (turns, counts) if counts is None else (turns, np.full_like(counts, counts.min()))
+
+
+def _nobody(self: Any, *_: Any) -> Any:
+    return np.zeros(1, dtype=np.int32)
+
+
+def _names_of_all(self: Any, name: str) -> Any:
+    if self.outer is None:
+        raise KeyError(name)
+    return self.outer[name]
+
+
+def _unmasked(self: Any, pointers: Any, value: Any, mask: Any, *options: Any) -> None:
+    self._store(pointers, value, None)
+
+
+ranges = grid._ranges
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "decides for all by the first": (operations, "agreed", _first_group_for_all),
+    "keeps the last group's values": (grid, "merged", _last_wins),
+    "ends loops with the shortest": (grid, "_ranges", _shortest_loop),
+    "forgets who touched what": (races.Shadow, "touched_by_others", _nobody),
+    "does not put memory back": (memory.Memory, "rollback", lambda self: None),
+    "believes every suspicion": (launch, "conflict", lambda one, other: ("write", "write", 0)),
+    "believes no suspicion": (launch, "conflict", lambda one, other: None),
+    "does not look at loads": (memory.Memory, "loading", lambda self, *_: None),
+    "stores under no mask": (operations.GridBuilder, "create_masked_store", _unmasked),
+    "gives each program the variables of all": (grid.Names, "__missing__", _names_of_all),
+    "broadcasts nothing": (operations, "full", lambda handle: handle.data),
+}
+
+
+def failing(checks: dict[str, Callable[[], None]]) -> dict[str, str]:
+    report = {}
+    for name, check in checks.items():
+        try:
+            check()
+            report[name] = ""
+        except Exception:
+            report[name] = traceback.format_exc(limit=-3)
+    return report
+
+
+def main() -> None:
+    checks = {name.removeprefix("check_"): value for name, value in globals().items() if name.startswith("check_")}
+    report: dict[str, Any] = failing(checks)
+    report["faults"] = {}
+    for fault, (owner, name, wrong) in FAULTS.items():
+        with mock.patch.object(owner, name, wrong):
+            report["faults"][fault] = [name for name, trouble in failing(checks).items() if trouble]
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,177 @@
+"""Plants races in flash-linear-attention's kernels and prints, as one JSON object, what a run of each comes to: verdict and finding.
+
+Under "right" stand the same runs with the kernels as they are; under "same" what differs between both interpreters, for a few
+cases of every adapter.
+"""
+
+import contextlib
+import importlib
+import inspect
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from verify.interpreter import SEQUENTIAL, install
+
+install()
+from triton.runtime.interpreter import GridExecutor, InterpretedFunction
+
+from properties.books import book_of
+from verify.adapter import Adapter, load
+from verify.check import seeded
+from verify.interpreter import launch
+from verify.run import Run, execute
+
+CHUNK = "law=oracle adapter=fla/chunk lengths=3+70 packed=yes heads=2 value_heads=4 key_dim={key} value_dim=80 gate=64 state=random seed=5"
+RULE, LARGE = CHUNK.format(key=40), CHUNK.format(key=136)
+GATED = RULE + " in_kernel=gate"
+NORMED = RULE + " qk_norm=yes"
+CONV = "law=oracle adapter=fla/conv lengths=150 op=causal_conv1d width=40 conv_width=4 oldest=no seed=5"
+UPDATE = "law=oracle adapter=fla/conv_update lengths=1+1+1 op=causal_conv1d width=40 conv_width=4 state=random backward=no seed=5"
+NORM = "law=oracle adapter=fla/gated_norm lengths=90 op=gated_rms_norm heads=4 width=40 seed=5"
+O, H, W = "fla.ops.common.chunk_o", "fla.ops.common.chunk_delta_h", "fla.ops.gated_delta_rule.wy_fast"
+
+# A run, the module and the kernel, what stands there and what is put in its place, and the argument whose bytes are then shared.
+RACES: dict[str, tuple[str, str, str, str, str, str]] = {
+    "heads share their outputs": (RULE, O, "chunk_fwd_kernel_o", "o += (bos * HV + i_h) * V", "o += bos * HV * V", "o"),
+    "key blocks share their gate gradients": (LARGE, O, "chunk_bwd_kernel_dqkwg", "dg += i_k * all * HV", "dg += 0", "dg"),
+    "value blocks share their states": (
+        RULE, H, "chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "p_h1 = h + i_t_int64 * HV*K*V + o_k1[:, None] * V + o_v[None, :]",
+        "p_h1 = h + i_t_int64 * HV*K*V + o_k1[:, None] * V + (o_v - i_v * BV)[None, :]", "h",
+    ),
+    "heads share their states": (
+        RULE, H, "chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "h += (boh * HV + i_h)", "h += (boh * HV)", "h",
+    ),
+    "key heads share what value heads own": (
+        RULE, W, "recompute_w_u_fwd_kernel", "p_w = w + (bos*HV + i_h) * K", "p_w = w + (bos*HV + i_h // (HV // H)) * K", "w",
+    ),
+    "a chunk reads what the one before writes": (
+        RULE, W, "prepare_wy_repr_bwd_kernel", "b_dk += tl.load(p_dk, mask=m_k, other=0.0)",
+        "b_dk += tl.load(p_dk - BT * HV * K, mask=m_k & (i_t > 0), other=0.0)", "dk",
+    ),
+    "a sum over blocks without its axis": (
+        GATED, "fla.ops.gated_delta_rule.gate", "gdn_gate_bwd_kernel", "tl.store(dA + i_t * H + i_h, b_dA)", "tl.store(dA + i_h, b_dA)", "dA",
+    ),
+    "blocks of tokens that overlap": (
+        NORMED, "fla.modules.norm.l2norm", "l2norm_fwd_kernel", "p_y = y + o_t[:, None] * D",
+        "p_y = y + (o_t - i_t * (BT // 2))[:, None] * D", "y",
+    ),
+    "a cumulative sum that every chunk writes": (
+        RULE, "fla.ops.utils.cumsum", "chunk_local_cumsum_scalar_kernel", "p_o = o + bos*H + i_h + o_t * H", "p_o = o + bos*H + i_h + (o_t - i_t * BT) * H", "o",
+    ),
+    "a weight's gradient that every block writes": (
+        CONV, "fla.modules.causal_conv1d.ops", "causal_conv1d_bwd_kernel", "dw + i_tg * D*W", "dw + 0 * D*W", "dw",
+    ),
+    "a norm's weight gradient that every block writes": (
+        NORM, "fla.modules.norm.fused_norm_gate", "layer_norm_gated_bwd_kernel", "tl.store(dw + i_s * D + o_d", "tl.store(dw + o_d", "dw",
+    ),
+    "a grid with an axis too many": (UPDATE, "", "causal_conv1d_update_kernel", "", "", "cache"),
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def edited(module: str, name: str, old: str, new: str) -> Iterator[None]:
+    """A kernel with another source."""
+    function = getattr(importlib.import_module(module), name)
+    while not isinstance(function, InterpretedFunction):
+        function = function.fn
+    right, rewriter = function.rewrite(), function.rewriter
+    source = rewriter._prepare_source(inspect.getsourcelines(function.fn)[0])
+    assert old in source, (name, old)
+    wrong = rewriter._compile_and_exec(rewriter._transform_ast(source.replace(old, new)))
+    InterpretedFunction.rewritten_fn[function.fn] = wrong
+    try:
+        yield
+    finally:
+        InterpretedFunction.rewritten_fn[function.fn] = right
+
+
+@contextlib.contextmanager
+def with_an_axis_more(name: str) -> Iterator[None]:
+    """A kernel launched on a grid that does everything twice."""
+    plain = GridExecutor.__call__
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.fn.__name__ == name:
+            sizes = self.grid(kwargs) if callable(self.grid) else self.grid
+            self.grid = (*sizes, *[1] * (2 - len(sizes)), 2)
+        plain(self, *args, **kwargs)
+
+    GridExecutor.__call__ = call
+    try:
+        yield
+    finally:
+        GridExecutor.__call__ = plain
+
+
+def outcome(line: str) -> tuple[str, str]:
+    """The verdict, and the first finding."""
+    found = execute(Run.parse(line))
+    return str(found.verdict), " ".join(f"{each.what} ({each.worst})" for each in found.findings[:1]) or found.reason
+
+
+def differences(spec: str, count: int) -> list[str]:
+    """The cases of an adapter in which its results are not the same bits in both interpreters, or programs ran one after another."""
+    adapter, runs, different = load(spec), [], []
+    assert isinstance(adapter, Adapter)
+    law = book_of(adapter.domain).laws["oracle"]
+    seeded(law.draw(adapter.domain), 7, count, lambda example: runs.append(Run("oracle", spec, example)))
+    for run in runs:
+        ratios = []
+        for how in ("grid", "sequential"):
+            os.environ[SEQUENTIAL] = how
+            launch.one_by_one.clear()
+            results: list[Any] = []
+            with seeing(results):
+                ratios.append((execute(run).one_by_one, results))
+        together, apart = ratios
+        same = len(together[1]) == len(apart[1]) and all(torch.equal(*each) for each in zip(together[1], apart[1], strict=True))
+        if not same or not together[1] or together[0]:
+            different.append(f"{run} {together[0]}")
+    return different
+
+
+@contextlib.contextmanager
+def seeing(results: list[Any]) -> Iterator[None]:
+    """The bits of everything that implementations return meanwhile."""
+    from verify.bench import AdapterBench
+
+    plain = AdapterBench.call_implementation
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = plain(self, *args, **kwargs)
+        results.extend(value.detach().contiguous().flatten().view(torch.uint8).clone() for value in answer.values() if value.numel())
+        return answer
+
+    AdapterBench.call_implementation = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AdapterBench.call_implementation = plain  # type: ignore[method-assign]
+
+
+ADAPTERS = (
+    "chunk chunk_v_first chunk_16 fused_recurrent chunk_kda fused_recurrent_kda chunk_delta_rule fused_recurrent_delta_rule conv "
+    "conv_update gdn_gate kda_gate l2norm gated_norm decode layer"
+).split()
+
+
+def main() -> None:
+    report: dict[str, Any] = {"right": {}, "races": {}, "same": {}}
+    for name, (line, module, kernel, old, new, _) in RACES.items():
+        report["right"][line] = report["right"].get(line) or outcome(line)
+        with edited(module, kernel, old, new) if module else with_an_axis_more(kernel):
+            report["races"][name] = outcome(line)
+    for name in ADAPTERS:
+        report["same"][name] = differences(f"fla/{name}", 1)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,109 @@
+"""The interpreter runs all programs of a grid together, to the bit as one after another, and sees what two of them do to each other."""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verify.interpreter.patches import TRITONS
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = ROOT / "tests" / "grid_kernels.py"
+RACES = ROOT / "tests" / "planted_races.py"
+SOURCE = KERNELS.read_text(encoding="utf-8")
+CHECKS = re.findall(r"^def check_(\w+)", SOURCE, re.MULTILINE)
+PLANTED = dict(re.findall(r'^    "([\w\' ]+)": \(.*?, "(\w+)",?\s*\),$', RACES.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL))
+FAULTS = re.findall(r'^    "([\w\' ]+)": \(', SOURCE, re.MULTILINE)
+
+
+def report(script: Path, *options: str) -> dict[str, Any]:
+    """What a script prints, in a process of its own: interpreting is decided once, when triton is imported."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), *options], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    pytest.importorskip("triton")
+    return report(KERNELS)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_programs_together_do_what_they_do_one_after_another(found: dict[str, Any], name: str) -> None:
+    assert not found[name], found[name]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_of_the_interpreter_is_seen(found: dict[str, Any], fault: str) -> None:
+    assert found["faults"][fault], f"no check fails though the interpreter {fault}"
+
+
+@pytest.fixture(scope="module")
+def planted() -> dict[str, Any]:
+    pytest.importorskip("fla")
+    return report(RACES)
+
+
+@pytest.mark.parametrize(("name", "argument"), PLANTED.items())
+def test_a_race_planted_in_a_released_kernel_is_a_finding(planted: dict[str, Any], name: str, argument: str) -> None:
+    verdict, what = planted["races"][name]
+    assert verdict == "broken", what
+    assert re.fullmatch(rf"race: program \(.*\) (both \w+|\w+s) {argument}\[[\d, ]+\] \(\w+\.py:\d+\)", what), what
+
+
+def test_released_kernels_do_not_race(planted: dict[str, Any]) -> None:
+    assert planted["right"], "no run"
+    assert {line: found for line, found in planted["right"].items() if found != ["holds", ""]} == {}
+
+
+def test_results_of_every_adapter_are_the_same_bits(planted: dict[str, Any]) -> None:
+    assert len(planted["same"]) >= 16
+    assert {name: different for name, different in planted["same"].items() if different} == {}
+
+
+# What the patches stand on: Triton's interpreter as it is in the versions with which these tests have passed.
+INTERPRETERS = {
+    "3.7.1": "cdeca087f97ed6aa",
+    "3.9.0": "5af8debc8c2a858e",
+}
+
+
+def test_triton_is_one_that_the_interpreter_was_tested_with() -> None:
+    triton = pytest.importorskip("triton")
+    assert tuple(INTERPRETERS) == TRITONS
+    source = Path(triton.__file__).parent / "runtime" / "interpreter.py"
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    assert INTERPRETERS.get(triton.__version__) == digest, f"Triton {triton.__version__} has another interpreter: {digest}"
+
+
+UNKNOWN = """
+import json, sys
+import triton
+triton.__version__ = "9.9.9"
+from verify.interpreter import install
+install()
+from verify.run import Run, execute
+outcome = execute(Run.parse("law=oracle adapter=fla/l2norm lengths=3 op=l2norm width=8"))
+print(json.dumps({"verdict": str(outcome.verdict), "reason": outcome.reason}))
+"""
+
+
+def test_with_another_triton_nothing_is_decided(tmp_path: Path) -> None:
+    pytest.importorskip("fla")
+    script = tmp_path / "unknown.py"
+    script.write_text("import os\nos.environ['TRITON_INTERPRET'] = '1'" + UNKNOWN)
+    assert report(script) == {
+        "verdict": "unknown",
+        "reason": f"Triton 9.9.9 is installed, and kernels are interpreted with {' or '.join(TRITONS)} only",
+    }
