@@ -698,7 +698,8 @@ def check_pointers_made_from_integers_are_let_go() -> None:
 
 
 def check_blocks_outside_of_a_tensor_raise() -> None:
-    for described in (False, True):
+    # Triton 3.9 has no block pointers any more, and descriptors instead.
+    for described in (False, True) if hasattr(triton.runtime.interpreter, "BlockPointerHandle") else (True,):
         x, y = memories(24, 16)
         want = torch.cat([x[16:], torch.zeros(8)])
         block_kernel[(1,)](x, y, 6, 4, CHECKED=True, DESCRIBED=described)

@@ -82,7 +82,7 @@ def chosen(value: Any, positions: Any) -> Any:
 
 
 def _chosen_handle(handle: Any, positions: Any) -> Any:
-    if isinstance(handle, interpreter.BlockPointerHandle):
+    if isinstance(handle, BlockPointer):
         return _rebuilt(handle, [[_chosen_handle(part, positions) for part in group] for group in _groups(handle)])
     if not isinstance(handle, Handle):
         raise Unbatchable(f"a branch with a {type(handle).__name__}")
@@ -141,7 +141,7 @@ def _of_one_type(values: list[Any]) -> list[Any]:
 
 def _merged_handle(parts: list[tuple[Any, Any]], count: int) -> Any:
     first = parts[0][1]
-    if isinstance(first, interpreter.BlockPointerHandle):
+    if isinstance(first, BlockPointer):
         groups = [_groups(handle) for _, handle in parts]
         positions = [at for at, _ in parts]
         return _rebuilt(
@@ -220,7 +220,7 @@ class Function:
         tree = _Extremes().visit(copy.deepcopy(tree))
         self.signature = signature
         self.unbatchable = next(
-            (type(node).__name__ for node in ast.walk(tree) if node is not tree and isinstance(node, _FOREIGN)), ""
+            (type(node).__name__ for node in ast.walk(tree) if node is not tree and _foreign(node)), ""
         )
         self.branches = any(isinstance(node, (ast.If, ast.For, ast.While)) for node in ast.walk(tree))
         self.steps: list[Step] = [] if self.unbatchable else self._steps(tree.body)
@@ -356,9 +356,17 @@ class Function:
 
 
 _FOREIGN = (
-    ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.FunctionDef, ast.ClassDef, ast.With, ast.Try,
+    ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.FunctionDef, ast.ClassDef, ast.With, ast.Try,
     ast.Delete, ast.Global, ast.Nonlocal, ast.Yield, ast.NamedExpr,
 )  # fmt: skip
+
+
+def _foreign(node: ast.AST) -> bool:
+    """Whether a statement or expression has variables of its own, and would not find the program's."""
+    if isinstance(node, ast.Lambda):
+        names = {each.id for each in ast.walk(node.body) if isinstance(each, ast.Name)}
+        return not names <= {argument.arg for argument in node.args.args}
+    return isinstance(node, _FOREIGN)
 
 
 def _assigned(node: ast.stmt) -> frozenset[str]:

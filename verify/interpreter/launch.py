@@ -95,7 +95,7 @@ def _plain(value: Any) -> Any:
 
 def _launch(self: Any, *given: Any, **named: Any) -> None:
     """`GridExecutor.__call__`."""
-    known = inspect.getfullargspec(self.fn).args
+    known = inspect.signature(self.fn).parameters
     named = {name: value for name, value in named.items() if name in known}
     hosted, hosted_named = self._init_args_hst(given, named)
     for hook in self.pre_run_hooks:

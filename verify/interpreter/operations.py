@@ -138,10 +138,10 @@ class GridBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
 
     # memory
 
-    def create_load(self, ptr: Any, cache: Any, eviction: Any, is_volatile: Any) -> Any:
+    def create_load(self, ptr: Any, *options: Any) -> Any:
         return self._load(ptr, None, None)
 
-    def create_store(self, ptr: Any, val: Any, cache: Any, eviction: Any) -> None:
+    def create_store(self, ptr: Any, val: Any, *options: Any) -> None:
         self._store(ptr, val, None)
 
     def create_masked_load(self, ptrs: Any, mask: Any, other: Any, *options: Any) -> Any:
@@ -204,17 +204,27 @@ class GridBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
     def create_make_tensor_descriptor(self, *_: Any) -> Any:
         raise Unbatchable("tl.make_tensor_descriptor")
 
-    def create_print(self, *_: Any) -> None:
-        raise Unbatchable("tl.device_print")
-
     def create_descriptor_load(self, *_: Any, **__: Any) -> Any:
         raise Unbatchable("a tensor descriptor")
 
     create_descriptor_store = create_descriptor_gather = create_descriptor_scatter = create_descriptor_load
 
+    def create_print(self, *_: Any) -> None:
+        raise Unbatchable("tl.device_print")
 
-class BlockPointer(interpreter.BlockPointerHandle):  # type: ignore[misc]
+    def create_dot_scaled(self, *_: Any) -> Any:
+        raise Unbatchable("tl.dot_scaled")
+
+    def create_atomic_poll(self, *_: Any) -> Any:
+        raise Unbatchable("an atomic that waits for another program")
+
+
+class BlockPointer:
     """A block pointer of each program: base, shape, strides and offsets are scalars of theirs."""
+
+    def __init__(self, base: Any, shape: Any, strides: Any, offsets: list[Any], block_shape: Any, order: Any) -> None:
+        self.base, self.shape, self.strides, self.offsets = base, shape, strides, offsets
+        self.block_shape, self.order = block_shape, order
 
     def materialize_pointers(self, boundary_check: Any) -> tuple[Any, Any]:
         """The pointers [programs, block], and the mask of those inside of the checked dimensions, or None."""
@@ -287,6 +297,20 @@ for _name in (
 
 # reductions
 
+# Types of which numpy has no arithmetic that rounds as a device's does: how to widen and narrow their data.
+_WIDENED: dict[Any, Any] = interpreter.ReduceOps.levels
+# Where several elements are the greatest, its place is the first's. Triton 3.9 skips NaN.
+_EXTREMES: dict[Any, tuple[Any, Any]] = {
+    tl.standard._elementwise_max: (np.fmax.reduce, None),
+    tl.standard._elementwise_min: (np.fmin.reduce, None),
+    tl.standard._argmax_combine_tie_break_left: (np.max, np.argmax),
+    tl.standard._argmin_combine_tie_break_left: (np.min, np.argmin),
+}
+if not hasattr(interpreter, "BlockPointerHandle"):
+    for _largest, _best in ((True, (np.fmax.reduce, np.nanargmax)), (False, (np.fmin.reduce, np.nanargmin))):
+        for _ties in ("left", "fast"):
+            _EXTREMES[getattr(tl.standard, f"_arg{'max' if _largest else 'min'}_combine_tie_break_{_ties}")] = _best
+
 
 def reduced(values: tuple[Any, ...], axis: int | None, combine: Any, *, keep_dims: bool) -> tuple[Any, ...]:
     """`tl.reduce` of tensors along an axis of the block, or of all elements."""
@@ -298,24 +322,23 @@ def reduced(values: tuple[Any, ...], axis: int | None, combine: Any, *, keep_dim
         arrays = [full(value.handle) for value in values]
         at = axis % len(shape) + 1
         left = (*shape[: at - 1], *([1] if keep_dims else []), *shape[at:])
-    standard, kinds = tl.standard, [value.dtype for value in values]
-    if combine == standard._sum_combine:
+    kinds = [value.dtype for value in values]
+    if combine == tl.standard._sum_combine:
         results = [_sum(arrays[0], at, kinds[0])]
-    elif combine == standard._elementwise_max:
-        results = [np.fmax.reduce(arrays[0], axis=at)]
-    elif combine == standard._elementwise_min:
-        results = [np.fmin.reduce(arrays[0], axis=at)]
-    elif combine in (standard._argmax_combine_tie_break_left, standard._argmin_combine_tie_break_left):
-        largest = combine == standard._argmax_combine_tie_break_left
-        best, where = (np.max, np.argmax) if largest else (np.min, np.argmin)
-        results, kinds = [best(arrays[0], axis=at), where(arrays[0], axis=at)], [kinds[0], tl.int32]
+    elif combine in _EXTREMES:
+        best, where = _EXTREMES[combine]
+        widen, narrow = _WIDENED.get(kinds[0], (np.asarray, np.asarray))
+        data = widen(arrays[0])
+        results = [narrow(best(data, axis=at))]
+        if where is not None:
+            results, kinds = [*results, where(data, axis=at)], [kinds[0], tl.int32]
     else:
         results = _folded(arrays, at, kinds, combine)
     return tuple(_tensor(data.reshape(len(data), *left), kind) for data, kind in zip(results, kinds, strict=False))
 
 
 def _sum(data: Any, at: int, kind: Any) -> Any:
-    widening = interpreter.ReduceOps.levels.get(kind)
+    widening = _WIDENED.get(kind)
     if widening is None:
         return np.sum(data, axis=at)
     widen, narrow = widening
@@ -363,7 +386,7 @@ def scanned(values: tuple[Any, ...], axis: int, combine: Any, *, reverse: bool) 
 
 
 def _prefixes(op: Any, data: Any, at: int, kind: Any) -> Any:
-    widening = interpreter.ReduceOps.levels.get(kind)
+    widening = _WIDENED.get(kind)
     if widening is None:
         return (np.cumsum if op is np.add else np.cumprod)(data, axis=at)
     widen, narrow = widening

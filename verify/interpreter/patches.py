@@ -550,7 +550,19 @@ def _patch_reductions(interpreter: Any, tl: Any) -> None:
     def min_max(self: Any, value: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
         # The same numbers without a warning for a row of NaN, which a device does not give.
         quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
-        return plain_min_max(self, value, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
+        found = plain_min_max(self, ordered(value), quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
+        if value.dtype != tl.bfloat16 or not val_reduce_op:
+            return found
+        best = found[0] if isinstance(found, tuple) else found
+        narrowed = self.to_tensor(_narrow(best.handle.data).reshape([int(dim) for dim in best.shape]), tl.bfloat16)
+        return (narrowed, *found[1:]) if isinstance(found, tuple) else narrowed
+
+    def ordered(value: Any) -> Any:
+        """The same in an order that numpy knows: bfloat16 is kept as bit patterns."""
+        if value.dtype != tl.bfloat16:
+            return value
+        kind = tl.block_type(tl.float32, value.type.shape) if value.type.is_block() else tl.float32
+        return tl.tensor(interpreter.TensorHandle(_widen(value.handle.data), tl.float32), kind)
 
     reduce.sum, reduce.min_max = tree_sum, min_max
     scan.cumsum, scan.cumprod = tree_scan(scan.cumsum, np.add), tree_scan(scan.cumprod, np.multiply)
