@@ -376,7 +376,11 @@ def check_atomics() -> None:
 
 
 def check_what_cannot_run_together() -> None:
-    for kernel, why in ((ticket_kernel, "value that an atomic returns"), (swap_kernel, "atomic_cas"), (described_kernel, "descriptor")):
+    for kernel, why in (
+        (ticket_kernel, "value that an atomic returns"),
+        (swap_kernel, "atomic_cas"),
+        (described_kernel, "descriptor"),
+    ):
         launch.one_by_one.clear()
         same(kernel, together=False)
         assert any(why in each for each in launch.one_by_one), dict(launch.one_by_one)
@@ -395,15 +399,15 @@ def check_strays_are_told_as_before() -> None:
 
 
 def check_slices() -> None:
-    slice_, grid_slice = launch.SLICE, launch.SLICE
-    try:
-        for launch.SLICE in (1, 3, 7):
-            for kernel in (branch_kernel, early_kernel, stepping_kernel, choice_kernel, adding_kernel):
+    """A grid is cut into slices: of one program, of a few, and of what fits once the kernel's blocks are known."""
+    for count in (1, 3, 7):
+        with mock.patch.object(launch, "PROGRAMS", count), mock.patch.object(launch, "ELEMENTS", 12):
+            for kernel in (branch_kernel, early_kernel, stepping_kernel, choice_kernel, masked_kernel, adding_kernel):
+                launch._blocks.clear()
                 same(kernel)
+            launch._blocks.clear()
             raced(overlapping_kernel, "both write")
-    finally:
-        launch.SLICE = slice_
-    assert launch.SLICE == grid_slice
+    assert launch._blocks
 
 
 def raced(kernel: Any, *words: str, **options: Any) -> str:
@@ -498,12 +502,12 @@ def _unmasked(self: Any, pointers: Any, value: Any, mask: Any, *options: Any) ->
     self._store(pointers, value, None)
 
 
-ranges = grid._ranges
+ranges = grid.ranges
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "decides for all by the first": (operations, "agreed", _first_group_for_all),
     "keeps the last group's values": (grid, "merged", _last_wins),
-    "ends loops with the shortest": (grid, "_ranges", _shortest_loop),
-    "forgets who touched what": (races.Shadow, "touched_by_others", _nobody),
+    "ends loops with the shortest": (grid, "ranges", _shortest_loop),
+    "forgets who touched what": (races.Shadow, "others", _nobody),
     "does not put memory back": (memory.Memory, "rollback", lambda self: None),
     "believes every suspicion": (launch, "conflict", lambda one, other: ("write", "write", 0)),
     "believes no suspicion": (launch, "conflict", lambda one, other: None),

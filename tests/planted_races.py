@@ -145,7 +145,9 @@ def seeing(results: list[Any]) -> Iterator[None]:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         answer = plain(self, *args, **kwargs)
-        results.extend(value.detach().contiguous().flatten().view(torch.uint8).clone() for value in answer.values() if value.numel())
+        results.extend(
+            value.detach().contiguous().flatten().view(torch.uint8).clone() for value in answer.values() if value.numel()
+        )
         return answer
 
     AdapterBench.call_implementation = call  # type: ignore[method-assign]

@@ -18,7 +18,9 @@ KERNELS = ROOT / "tests" / "grid_kernels.py"
 RACES = ROOT / "tests" / "planted_races.py"
 SOURCE = KERNELS.read_text(encoding="utf-8")
 CHECKS = re.findall(r"^def check_(\w+)", SOURCE, re.MULTILINE)
-PLANTED = dict(re.findall(r'^    "([\w\' ]+)": \(.*?, "(\w+)",?\s*\),$', RACES.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL))
+PLANTED = dict(
+    re.findall(r'^    "([\w\' ]+)": \(.*?, "(\w+)",?\s*\),$', RACES.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+)
 FAULTS = re.findall(r'^    "([\w\' ]+)": \(', SOURCE, re.MULTILINE)
 
 

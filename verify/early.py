@@ -12,7 +12,15 @@ from collections.abc import Mapping, Sequence
 from verify.worker import NO_GPU, Worker
 
 COMMANDS = ("check", "soak")
-ELSEWHERE = ("-h", "--help", "--ranks", "--deny", "--sanitize", "--path", "--interpreter")  # other workers, or another environment of them
+ELSEWHERE = (
+    "-h",
+    "--help",
+    "--ranks",
+    "--deny",
+    "--sanitize",
+    "--path",
+    "--interpreter",
+)  # other workers, or another environment of them
 Inherited = tuple[list[str], str | None]
 _begun: list[tuple[dict[str, str], Inherited, Worker]] = []
 

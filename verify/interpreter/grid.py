@@ -1,9 +1,9 @@
-"""A kernel runs for all programs of its grid together: statement by statement, each once for those programs that reach it.
+"""A kernel runs for all programs of its grid together, statement by statement.
 
-Expressions are run by Python, on values whose first axis is the programs (operations.py). Statements are run here. A statement
-that programs disagree about, because it asks for a truth or a number that they have different values of, is run once for each
-group of those that agree; after it the groups go on together. Loops over different ranges run to the longest, for fewer and fewer
-programs. Assigned values are put together again; nothing else is copied.
+Python evaluates the expressions, on values whose first axis is the programs (operations.py). This module runs the statements. Where
+programs have different values of a condition or of a number that decides what runs next, `Diverges` names the groups of programs
+that agree. The statement then runs once for each group, and afterwards the groups go on together. A loop over ranges of different
+lengths runs to the longest range, for fewer and fewer programs. Only variables that a group assigns are copied.
 """
 
 import ast
@@ -20,11 +20,9 @@ from triton.runtime import interpreter
 
 from verify.interpreter.operations import BlockPointer, Diverges, GridBuilder, Handle, Unbatchable, agreed
 
-SLICE = 64  # programs that run together, before anything is known of their blocks
-
 
 class Names(dict[str, Any]):
-    """The variables of some programs: of all that have run so far together with others, those of `positions`."""
+    """The variables of some programs. A name that is not here is looked up in `outer`, at these programs' `positions` there."""
 
     def __init__(self, outer: "Names | None" = None, positions: Any = None) -> None:
         super().__init__()
@@ -33,7 +31,7 @@ class Names(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if self.outer is None:
             raise KeyError(name)
-        value = self[name] = chosen(self.outer[name], self.positions)
+        value = self[name] = selected(self.outer[name], self.positions)
         return value
 
     def __contains__(self, name: object) -> bool:
@@ -41,69 +39,68 @@ class Names(dict[str, Any]):
 
 
 class Frame:
-    """Programs that run together, by their numbers in the slice, and their variables."""
+    """Programs that run together and their variables. `programs` are their positions in the launch's slice, in ascending order."""
 
     def __init__(self, programs: Any, names: Names) -> None:
         self.programs, self.names = programs, names
 
     def part(self, positions: Any) -> "Frame":
-        """Some of the programs."""
+        """The frame of some of the programs."""
         return Frame(self.programs[positions], Names(self.names, positions))
 
+    def positions(self, other: "Frame") -> Any:
+        """Where another frame's programs stand in this one."""
+        return np.searchsorted(self.programs, other.programs)
 
-# values of some programs, and of several groups together
+
+# Values of some of the programs, and of several groups of programs together.
 
 
 class Parted:
-    """A variable that groups of programs have with values of different types, or that only some of them have."""
+    """A variable whose values have several types in several groups of programs, or that only some of the programs have."""
 
     def __init__(self, parts: list[tuple[Any, Any]]) -> None:
-        self.parts = parts
+        self.parts = parts  # positions and value of each group
 
     def __getattr__(self, name: str) -> Any:
         raise Unbatchable("a variable that has several types, or that only some programs have")
 
 
-def chosen(value: Any, positions: Any) -> Any:
+def selected(value: Any, positions: Any) -> Any:
     """A variable's value for some of the programs that have it."""
     if isinstance(value, Parted):
-        found = [(np.isin(positions, at), at, each) for at, each in value.parts]
-        kept = [
-            (np.flatnonzero(here), chosen(each, np.searchsorted(at, positions[here]))) for here, at, each in found if here.any()
+        found = [(np.isin(positions, group), group, part) for group, part in value.parts]
+        parts = [
+            (np.flatnonzero(here), selected(part, np.searchsorted(group, positions[here])))
+            for here, group, part in found
+            if here.any()
         ]
-        return kept[0][1] if len(kept) == 1 and len(kept[0][0]) == len(positions) else Parted(kept)
+        return parts[0][1] if len(parts) == 1 and len(parts[0][0]) == len(positions) else Parted(parts)
     if isinstance(value, tl.tensor):
-        handle = _chosen_handle(value.handle, positions)
+        handle = _selected_handle(value.handle, positions)
         return value if handle is value.handle else tl.tensor(handle, value.type)
     if isinstance(value, (tuple, tl.tuple)):
-        parts = [chosen(part, positions) for part in value]
-        return value if all(new is old for new, old in zip(parts, value, strict=True)) else _like(value, parts)
+        items = [selected(item, positions) for item in value]
+        return value if all(new is old for new, old in zip(items, value, strict=True)) else _like(value, items)
     return value
 
 
-def _chosen_handle(handle: Any, positions: Any) -> Any:
+def _selected_handle(handle: Any, positions: Any) -> Any:
     if isinstance(handle, BlockPointer):
-        return _rebuilt(handle, [[_chosen_handle(part, positions) for part in group] for group in _groups(handle)])
+        return handle.replaced([_selected_handle(scalar, positions) for scalar in handle.scalars()])
     if not isinstance(handle, Handle):
         raise Unbatchable(f"a branch with a {type(handle).__name__}")
     if len(handle.data) == 1:
         return handle
-    made = Handle(handle.data[positions], handle.dtype)
-    made.shape = handle.shape
-    return made
+    result = Handle(handle.data[positions], handle.dtype)
+    result.shape = handle.shape
+    return result
 
 
-def _like(value: Any, parts: list[Any]) -> Any:
-    return tl.tuple(parts) if isinstance(value, tl.tuple) else type(value)(parts) if type(value) is tuple else type(value)(*parts)
-
-
-def _groups(pointer: Any) -> list[list[Any]]:
-    return [[pointer.base], list(pointer.shape), list(pointer.strides), list(pointer.offsets)]
-
-
-def _rebuilt(pointer: Any, groups: Sequence[Sequence[Any]]) -> Any:
-    (base,), shape, strides, offsets = groups
-    return BlockPointer(base, shape, strides, list(offsets), pointer.block_shape, pointer.order)
+def _like(value: Any, items: list[Any]) -> Any:
+    if isinstance(value, tl.tuple):
+        return tl.tuple(items)
+    return tuple(items) if type(value) is tuple else type(value)(*items)
 
 
 def merged(parts: list[tuple[Any, Any]], count: int) -> Any:
@@ -118,23 +115,22 @@ def merged(parts: list[tuple[Any, Any]], count: int) -> Any:
         values = [interpreter.interpreter_semantic.to_tensor(value) for value in values]
         if any(str(value.type) != str(values[0].type) for value in values):
             values = _of_one_type(values)
-        handles = [(at, value.handle) for (at, _), value in zip(parts, values, strict=True)]
+        handles = [(positions, value.handle) for (positions, _), value in zip(parts, values, strict=True)]
         return tl.tensor(_merged_handle(handles, count), values[0].type)
     if all(isinstance(value, (tuple, tl.tuple)) and len(value) == len(first) for value in values):
+        groups = [positions for positions, _ in parts]
         columns = zip(*values, strict=True)
-        return _like(
-            first, [merged([(at, value) for (at, _), value in zip(parts, column, strict=True)], count) for column in columns]
-        )
-    plain = [getattr(value, "value", value) for value in values]
+        return _like(first, [merged(list(zip(groups, column, strict=True)), count) for column in columns])
+    plain = [value.value if isinstance(value, tl.constexpr) else value for value in values]
     if all(type(value) is type(plain[0]) and value == plain[0] for value in plain):
         return first
-    raise Unbatchable(f"a variable that is {plain[0]!r} in some programs and {plain[1]!r} in others")
+    raise Unbatchable("a variable that has several types")
 
 
 def _of_one_type(values: list[Any]) -> list[Any]:
-    """Integers of several widths as the widest, as a compiled kernel has them."""
+    """Integers of several widths as the widest: compiled kernels promote them so."""
     if not all(value.dtype.is_int() and list(value.shape) == list(values[0].shape) for value in values):
-        raise Unbatchable(f"a variable that is {' and '.join(sorted({str(value.type) for value in values}))}")
+        raise Unbatchable("a variable that has several types")
     widest = max((value.dtype for value in values), key=lambda dtype: dtype.int_bitwidth)
     return [value.to(widest) for value in values]
 
@@ -142,34 +138,47 @@ def _of_one_type(values: list[Any]) -> list[Any]:
 def _merged_handle(parts: list[tuple[Any, Any]], count: int) -> Any:
     first = parts[0][1]
     if isinstance(first, BlockPointer):
-        groups = [_groups(handle) for _, handle in parts]
-        positions = [at for at, _ in parts]
-        return _rebuilt(
-            first,
-            [
-                [_merged_handle(list(zip(positions, column, strict=True)), count) for column in zip(*same, strict=True)]
-                for same in zip(*groups, strict=True)
-            ],
-        )
+        groups = [positions for positions, _ in parts]
+        columns = zip(*[handle.scalars() for _, handle in parts], strict=True)
+        return first.replaced([_merged_handle(list(zip(groups, column, strict=True)), count) for column in columns])
+    if first.dtype.is_ptr() and len({getattr(handle.dtype, "spans", ()) for _, handle in parts}) > 1:
+        raise Unbatchable("a pointer to one tensor in some programs and to another in others")
     arrays = [handle.data for _, handle in parts]
-    if all(len(data) == 1 and data.size == 1 for data in arrays) and all(data.item() == arrays[0].item() for data in arrays):
+    if all(data.size == 1 and data.item() == arrays[0].item() for data in arrays):
         return first
-    shape = np.broadcast_shapes(*[data.shape[1:] for data in arrays])
-    together = np.empty((count, *shape), dtype=arrays[0].dtype)
-    for (at, _), data in zip(parts, arrays, strict=True):
-        together[at] = data
-    made = Handle(together, first.dtype)
-    made.shape = first.shape if first.shape is not None else first.data.shape[1:]
-    if first.dtype.is_ptr() and any(getattr(handle.dtype, "spans", ()) != getattr(first.dtype, "spans", ()) for _, handle in parts):
-        raise Unbatchable("a pointer that is one tensor's in some programs and another's in others")
-    return made
+    data = np.empty((count, *np.broadcast_shapes(*[data.shape[1:] for data in arrays])), dtype=arrays[0].dtype)
+    for (positions, _), part in zip(parts, arrays, strict=True):
+        data[positions] = part
+    result = Handle(data, first.dtype)
+    result.shape = first.shape if first.shape is not None else first.data.shape[1:]
+    return result
 
 
-# functions, as statements that can be run one at a time
+def joined(frame: Frame, parts: Sequence[Frame], assigned: frozenset[str]) -> Frame | None:
+    """The frame after its groups of programs have run apart, with what each of them assigned. None if no program is left."""
+    if not parts:
+        return None
+    if len(parts) == 1 and (parts[0] is frame or len(parts[0].programs) < len(frame.programs)):
+        return parts[0]
+    programs = np.sort(np.concatenate([part.programs for part in parts]))
+    whole = frame if len(programs) == len(frame.programs) else frame.part(np.searchsorted(frame.programs, programs))
+    for name in assigned:
+        values = [(whole.positions(part), part.names[name]) for part in parts if name in part.names]
+        if not values:
+            continue
+        try:
+            value = merged(values, len(programs)) if len(values) == len(parts) else Parted(values)
+        except Unbatchable:
+            value = Parted(values)
+        whole.names[name] = value
+    return whole
+
+
+# Functions of the language, as steps: one for each statement.
 
 
 class Loop:
-    """What leaves the body of a loop before its end: programs that break, and those that continue."""
+    """The programs that have left the body of a loop before its end."""
 
     def __init__(self) -> None:
         self.broken: list[Frame] = []
@@ -177,18 +186,162 @@ class Loop:
 
 
 class Call:
-    """One call of a function in Triton's language: what its programs return."""
+    """One call of a function: what the programs that have returned so far return."""
 
-    def __init__(self, function: "Function", machine: "Machine") -> None:
-        self.function, self.machine = function, machine
+    def __init__(self, machine: "Machine") -> None:
+        self.machine = machine
         self.returned: list[tuple[Frame, Any]] = []
 
 
+# A step runs one statement for the programs of a frame. Its result is the frame of the programs that go on to the next statement.
 Step = Callable[[Call, Frame, Loop | None], Frame | None]
 
 
+class Function:
+    """A function in Triton's language: a kernel, or one that kernels call.
+
+    `tree` is its source as Triton's interpreter rewrites it, `names` are the globals, and `signature` has the parameters.
+    """
+
+    def __init__(self, tree: ast.FunctionDef, filename: str, names: dict[str, Any], signature: inspect.Signature) -> None:
+        self.signature, self._names, self._filename = signature, names, filename
+        names.update(_EXTREMES)
+        tree = _Extremes().visit(copy.deepcopy(tree))
+        nodes = [node for node in ast.walk(tree) if node is not tree]
+        self.branches = any(isinstance(node, (ast.If, ast.For, ast.While)) for node in nodes)
+        self._foreign = next((type(node).__name__ for node in nodes if _has_own_names(node)), "")
+        self._steps = [] if self._foreign else self._steps_of(tree.body)
+
+    def run(self, machine: "Machine", names: Names, programs: Any) -> Any:
+        """The value that it returns to the programs that call it together."""
+        if self._foreign:
+            raise Unbatchable(f"{self._foreign} in {self.signature}")
+        call, frame = Call(machine), Frame(programs, names)
+        rest = _run(self._steps, call, frame, None)
+        if rest is not None:
+            call.returned.append((rest, None))
+        machine.enter(programs)
+        return merged([(frame.positions(part), value) for part, value in call.returned], len(programs))
+
+    def _steps_of(self, body: Sequence[ast.stmt]) -> list[Step]:
+        return [_splitting(self._step(node), _assigned(node)) for node in body]
+
+    def _step(self, node: ast.stmt) -> Step:
+        if isinstance(node, ast.If):
+            return self._if(node)
+        if isinstance(node, ast.For):
+            return self._for(node)
+        if isinstance(node, ast.While):
+            return self._while(node)
+        if isinstance(node, ast.Return):
+            return self._return(node)
+        if isinstance(node, (ast.Break, ast.Continue)):
+            return _leave(broken=isinstance(node, ast.Break))
+        return self._plain(node)
+
+    def _compiled(self, node: ast.AST, mode: str) -> CodeType:
+        return compile(ast.fix_missing_locations(node), self._filename, mode)  # type: ignore[arg-type, no-any-return]
+
+    def _expression(self, node: ast.expr) -> Callable[[Frame], Any]:
+        """Evaluates an expression with the variables of a frame."""
+        code, names = self._compiled(ast.Expression(node), "eval"), self._names
+        return lambda frame: eval(code, names, frame.names)
+
+    def _plain(self, node: ast.stmt) -> Step:
+        code, names = self._compiled(ast.Module([node], []), "exec"), self._names
+
+        def step(_: Call, frame: Frame, __: Loop | None) -> Frame:
+            exec(code, names, frame.names)
+            return frame
+
+        return step
+
+    def _return(self, node: ast.Return) -> Step:
+        value = self._expression(node.value or ast.copy_location(ast.Constant(None), node))
+
+        def step(call: Call, frame: Frame, _: Loop | None) -> None:
+            call.returned.append((frame, value(frame)))
+
+        return step
+
+    def _if(self, node: ast.If) -> Step:
+        test, body, orelse = self._expression(node.test), self._steps_of(node.body), self._steps_of(node.orelse)
+
+        def step(call: Call, frame: Frame, loop: Loop | None) -> Frame | None:
+            return _run(body if test(frame) else orelse, call, frame, loop)
+
+        return step
+
+    def _while(self, node: ast.While) -> Step:
+        test, body, assigned = self._expression(node.test), self._steps_of(node.body), _assigned(node)
+
+        def going(call: Call, frame: Frame, done: list[Frame]) -> Frame | None:
+            """The programs for which the condition is true; the others are done."""
+            call.machine.enter(frame.programs)
+            try:
+                if test(frame):
+                    return frame
+            except Diverges as diverging:
+                parts = [going(call, frame.part(group), done) for group in diverging.groups]
+                return joined(frame, [part for part in parts if part is not None], assigned)
+            done.append(frame)
+            return None
+
+        def step(call: Call, frame: Frame, _: Loop | None) -> Frame | None:
+            loop, done = Loop(), list[Frame]()
+            current: Frame | None = frame
+            while current is not None and (current := going(call, current, done)) is not None:
+                current = _turn(body, call, current, loop, assigned)
+            return joined(frame, done + loop.broken, assigned)
+
+        return step
+
+    def _for(self, node: ast.For) -> Step:
+        assert isinstance(node.target, ast.Name), "loops of Triton's language have one variable"
+        target, body, assigned = node.target.id, self._steps_of(node.body), _assigned(node)
+        iterator, bounds = self._expression(node.iter), self._bounds(node.iter)
+
+        def step(call: Call, frame: Frame, _: Loop | None) -> Frame | None:
+            given = bounds(frame)
+            values, counts = (iterator(frame), None) if given is None else ranges(*given)
+            loop, done = Loop(), list[Frame]()
+            current: Frame | None = frame
+            for turn, value in enumerate(values):
+                if counts is not None:
+                    left = counts[frame.positions(current)] - turn
+                    if (left <= 0).any():
+                        done.append(current.part(np.flatnonzero(left <= 0)))
+                        going = np.flatnonzero(left > 0)
+                        current = current.part(going) if len(going) else None
+                if current is None:
+                    break
+                current.names[target] = value(frame.positions(current)) if callable(value) else value
+                current = _turn(body, call, current, loop, assigned)
+                if current is None:
+                    break
+            if current is not None:
+                done.append(current)
+            return joined(frame, done + loop.broken, assigned)
+
+        return step
+
+    def _bounds(self, node: ast.expr) -> Callable[[Frame], tuple[list[Any], Any] | None]:
+        """Evaluates the arguments and the keyword `step` of a `range`; None if a loop is over something else."""
+        if not isinstance(node, ast.Call) or any(isinstance(argument, ast.Starred) for argument in node.args):
+            return lambda _: None
+        function, arguments = self._expression(node.func), [self._expression(argument) for argument in node.args]
+        steps = [self._expression(keyword.value) for keyword in node.keywords if keyword.arg == "step"]
+
+        def bounds(frame: Frame) -> tuple[list[Any], Any] | None:
+            if function(frame) not in (range, tl.range, tl.static_range):
+                return None
+            return [argument(frame) for argument in arguments], steps[0](frame) if steps else 1
+
+        return bounds
+
+
 class _Extremes(ast.NodeTransformer):
-    """Python's min and max, which Triton's compiler takes for tl.minimum and tl.maximum, without a question to every program."""
+    """Calls of Python's min and max, which Triton compiles as tl.minimum and tl.maximum, become calls that compare program by program."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -199,182 +352,34 @@ class _Extremes(ast.NodeTransformer):
 
 def _extreme(plain: Callable[..., Any], language: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
-        if len(arguments) != 2 or not any(
-            isinstance(argument, tl.tensor) and len(argument.handle.data) > 1 for argument in arguments
-        ):
-            return plain(*arguments)
-        return language(*arguments)
+        varies = any(isinstance(argument, tl.tensor) and len(argument.handle.data) > 1 for argument in arguments)
+        return language(*arguments) if varies and len(arguments) == 2 else plain(*arguments)
 
     return call
 
 
 _EXTREMES = {"_gdn_min": _extreme(min, tl.minimum), "_gdn_max": _extreme(max, tl.maximum)}
-
-
-class Function:
-    """A kernel, or a function that kernels call: its source, rewritten by Triton, statement by statement."""
-
-    def __init__(self, tree: ast.FunctionDef, filename: str, names: dict[str, Any], signature: inspect.Signature) -> None:
-        self.names, self._filename = names, filename
-        names.update(_EXTREMES)
-        tree = _Extremes().visit(copy.deepcopy(tree))
-        self.signature = signature
-        self.unbatchable = next(
-            (type(node).__name__ for node in ast.walk(tree) if node is not tree and _foreign(node)), ""
-        )
-        self.branches = any(isinstance(node, (ast.If, ast.For, ast.While)) for node in ast.walk(tree))
-        self.steps: list[Step] = [] if self.unbatchable else self._steps(tree.body)
-
-    def run(self, machine: "Machine", names: Names, programs: Any) -> Any:
-        """The value that it returns to all the programs that call it together."""
-        if self.unbatchable:
-            raise Unbatchable(f"a {self.unbatchable} statement")
-        call = Call(self, machine)
-        rest = _run(self.steps, call, Frame(programs, names), None)
-        if rest is not None:
-            call.returned.append((rest, None))
-        machine.enter(programs)
-        return merged([(np.searchsorted(programs, frame.programs), value) for frame, value in call.returned], len(programs))
-
-    def _steps(self, body: Sequence[ast.stmt]) -> list[Step]:
-        return [self._step(node) for node in body]
-
-    def _step(self, node: ast.stmt) -> Step:
-        assigned = _assigned(node)
-        if isinstance(node, ast.If):
-            step = self._if(node)
-        elif isinstance(node, ast.For):
-            step = self._for(node, assigned)
-        elif isinstance(node, ast.While):
-            step = self._while(node, assigned)
-        elif isinstance(node, ast.Return):
-            step = self._return(node)
-        elif isinstance(node, (ast.Break, ast.Continue)):
-            step = _leave(broken=isinstance(node, ast.Break))
-        else:
-            step = self._plain(node)
-        return _splitting(step, assigned)
-
-    def _code(self, node: ast.expr | ast.stmt) -> CodeType:
-        if isinstance(node, ast.expr):
-            return compile(ast.fix_missing_locations(ast.Expression(node)), self._filename, "eval")
-        return compile(ast.fix_missing_locations(ast.Module([node], [])), self._filename, "exec")
-
-    def _plain(self, node: ast.stmt) -> Step:
-        code, names = self._code(node), self.names
-
-        def step(call: Call, frame: Frame, loop: Loop | None) -> Frame:
-            exec(code, names, frame.names)
-            return frame
-
-        return step
-
-    def _return(self, node: ast.Return) -> Step:
-        code, names = self._code(node.value or ast.copy_location(ast.Constant(None), node)), self.names
-
-        def step(call: Call, frame: Frame, loop: Loop | None) -> None:
-            call.returned.append((frame, eval(code, names, frame.names)))
-
-        return step
-
-    def _if(self, node: ast.If) -> Step:
-        test, names = self._code(node.test), self.names
-        body, orelse = self._steps(node.body), self._steps(node.orelse)
-
-        def step(call: Call, frame: Frame, loop: Loop | None) -> Frame | None:
-            return _run(body if eval(test, names, frame.names) else orelse, call, frame, loop)
-
-        return step
-
-    def _while(self, node: ast.While, assigned: frozenset[str]) -> Step:
-        test, names, body = self._code(node.test), self.names, self._steps(node.body)
-
-        def step(call: Call, frame: Frame, loop: Loop | None) -> Frame | None:
-            inner, done, current = Loop(), [], frame
-            while current is not None:
-                call.machine.enter(current.programs)
-                try:
-                    goes_on = bool(eval(test, names, current.names))
-                except Diverges as diverging:
-                    stays = [current.part(group) for group in diverging.groups]
-                    truths = []
-                    for part in stays:
-                        call.machine.enter(part.programs)
-                        truths.append(bool(eval(test, names, part.names)))
-                    done += [part for part, goes in zip(stays, truths, strict=True) if not goes]
-                    going = [part for part, goes in zip(stays, truths, strict=True) if goes]
-                    current = _joined(current, going, assigned)
-                    goes_on = True
-                if not goes_on:
-                    done.append(current)
-                    break
-                current = _body(body, call, current, inner, assigned)
-            return _joined(frame, done + inner.broken, assigned)
-
-        return step
-
-    def _for(self, node: ast.For, assigned: frozenset[str]) -> Step:
-        assert isinstance(node.target, ast.Name), "Triton's loops have one variable"
-        target, body, names = node.target.id, self._steps(node.body), self.names
-        whole = self._code(node.iter)
-        parts: list[CodeType] = []
-        if isinstance(node.iter, ast.Call) and not any(isinstance(argument, ast.Starred) for argument in node.iter.args):
-            parts = [self._code(part) for part in (node.iter.func, *node.iter.args)]
-            keywords = {each.arg: self._code(each.value) for each in node.iter.keywords if each.arg is not None}
-
-        def values(frame: Frame) -> tuple[Any, Any]:
-            """What the loop's variable is in turn, and how many turns each program takes (None: all of them the same)."""
-            if parts:
-                function = eval(parts[0], names, frame.names)
-                if function in (range, tl.range, tl.static_range):
-                    given = [eval(code, names, frame.names) for code in parts[1:]]
-                    named = {name: eval(code, names, frame.names) for name, code in keywords.items() if name == "step"}
-                    return _ranges(given, named.get("step"))
-            return eval(whole, names, frame.names), None
-
-        def step(call: Call, frame: Frame, loop: Loop | None) -> Frame | None:
-            turns, counts = values(frame)
-            inner, done, current = Loop(), [], frame
-            for turn, value in enumerate(turns):
-                if counts is not None:
-                    left = counts[np.searchsorted(frame.programs, current.programs)]
-                    if (left <= turn).any():
-                        done.append(current.part(np.flatnonzero(left <= turn)))
-                        if (left <= turn).all():
-                            current = None
-                            break
-                        current = current.part(np.flatnonzero(left > turn))
-                if callable(value):
-                    value = value(np.searchsorted(frame.programs, current.programs))
-                current.names[target] = value
-                current = _body(body, call, current, inner, assigned)
-                if current is None:
-                    break
-            return _joined(frame, [*done, *([] if current is None else [current]), *inner.broken], assigned)
-
-        return step
-
-
 _FOREIGN = (
-    ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.FunctionDef, ast.ClassDef, ast.With, ast.Try,
-    ast.Delete, ast.Global, ast.Nonlocal, ast.Yield, ast.NamedExpr,
+    ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.FunctionDef, ast.ClassDef, ast.With, ast.Try, ast.Delete,
+    ast.Global, ast.Nonlocal, ast.Yield, ast.NamedExpr,
 )  # fmt: skip
 
 
-def _foreign(node: ast.AST) -> bool:
-    """Whether a statement or expression has variables of its own, and would not find the program's."""
+def _has_own_names(node: ast.AST) -> bool:
+    """Whether a statement or expression has variables of its own, so that it would not find the variables of a frame."""
     if isinstance(node, ast.Lambda):
-        names = {each.id for each in ast.walk(node.body) if isinstance(each, ast.Name)}
+        names = {name.id for name in ast.walk(node.body) if isinstance(name, ast.Name)}
         return not names <= {argument.arg for argument in node.args.args}
     return isinstance(node, _FOREIGN)
 
 
 def _assigned(node: ast.stmt) -> frozenset[str]:
-    return frozenset(each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+    """The names that a statement may assign."""
+    return frozenset(name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store))
 
 
 def _leave(*, broken: bool) -> Step:
-    def step(call: Call, frame: Frame, loop: Loop | None) -> None:
+    def step(_: Call, frame: Frame, loop: Loop | None) -> None:
         assert loop is not None
         (loop.broken if broken else loop.continued).append(frame)
 
@@ -382,7 +387,7 @@ def _leave(*, broken: bool) -> Step:
 
 
 def _splitting(step: Step, assigned: frozenset[str]) -> Step:
-    """The same, run for each group of programs that agree where they do not all."""
+    """The step, run once for each group of programs that agree where not all do."""
 
     def run(call: Call, frame: Frame, loop: Loop | None) -> Frame | None:
         effects = call.machine.builder.effects
@@ -394,7 +399,7 @@ def _splitting(step: Step, assigned: frozenset[str]) -> Step:
                 raise Unbatchable("a store before programs part within one statement") from None
             groups = diverging.groups
         results = [run(call, frame.part(group), loop) for group in groups]
-        return _joined(frame, [result for result in results if result is not None], assigned)
+        return joined(frame, [result for result in results if result is not None], assigned)
 
     return run
 
@@ -408,84 +413,53 @@ def _run(steps: Sequence[Step], call: Call, frame: Frame, loop: Loop | None) -> 
     return current
 
 
-def _body(steps: Sequence[Step], call: Call, frame: Frame, loop: Loop, assigned: frozenset[str]) -> Frame | None:
-    """One turn of a loop; programs that continue come back."""
+def _turn(steps: Sequence[Step], call: Call, frame: Frame, loop: Loop, assigned: frozenset[str]) -> Frame | None:
+    """One turn of a loop: the frame of the programs that have not left the loop."""
     after = _run(steps, call, frame, loop)
     if loop.continued:
-        after = _joined(frame, [*loop.continued, *([] if after is None else [after])], assigned)
+        after = joined(frame, [*loop.continued, *([] if after is None else [after])], assigned)
         loop.continued = []
     return after
 
 
-def _joined(frame: Frame, parts: Sequence[Frame], assigned: frozenset[str]) -> Frame | None:
-    """The groups of a frame's programs that are left, as one, with what each has assigned. None if no program is left."""
-    if not parts:
-        return None
-    if len(parts) == 1:
-        part = parts[0]
-        if part is frame or len(part.programs) < len(frame.programs):
-            return part
-    programs = np.sort(np.concatenate([part.programs for part in parts]))
-    if len(programs) == len(frame.programs):
-        whole = frame
-    else:
-        whole = frame.part(np.searchsorted(frame.programs, programs))
-    places = [np.searchsorted(programs, part.programs) for part in parts]
-    for name in assigned:
-        values = [(at, part.names[name]) for at, part in zip(places, parts, strict=True) if name in part.names]
-        if not values:
-            continue
-        try:
-            together = merged(values, len(programs)) if len(values) == len(parts) else Parted(values)
-        except Unbatchable:
-            together = Parted(values)
-        whole.names[name] = together
-    return whole
+def ranges(arguments: list[Any], step: Any) -> tuple[Any, Any]:
+    """What a loop's variable is in each turn, and how many turns each program takes (None if all take the same).
 
-
-def _ranges(given: list[Any], step: Any) -> tuple[Any, Any]:
-    """What `range` of some bounds gives in turn, and how many turns each program takes, where they do not take the same."""
-    if len(given) == 1:
-        bounds = [0, given[0], 1 if step is None else step]
-    else:
-        bounds = [*given, 1 if step is None else step][:3]
-    arrays = [_numbers(bound) for bound in bounds]
-    if all(len(array) == 1 or (array == array[0]).all() for array in arrays):
-        return range(*[int(array[0]) for array in arrays]), None
-    starts, stops, steps = arrays
+    A variable that programs do not agree about is a function of the programs' positions.
+    """
+    bounds = ([0, *arguments] if len(arguments) == 1 else arguments)[:3]
+    starts, stops, steps = [_integers(bound) for bound in (*bounds, step)[:3]]
+    if all((bound == bound[0]).all() for bound in (starts, stops, steps)):
+        return range(int(starts[0]), int(stops[0]), int(steps[0])), None
     by = int(agreed(steps))
-    counts = np.maximum(0, -((starts - stops) // by))
-    starts, counts = np.broadcast_arrays(starts, counts)
+    starts, counts = np.broadcast_arrays(starts, np.maximum(0, -((starts - stops) // by)))
     if (starts == starts[0]).all():
         return itertools.count(int(starts[0]), by), counts
-
-    def varying() -> Iterator[Callable[[Any], Any]]:
-        for turn in itertools.count():
-            now = starts + turn * by
-            kind, width = (tl.int32, np.int32) if abs(now).max() < 2**31 else (tl.int64, np.int64)
-            yield lambda positions, now=now, kind=kind, width=width: tl.tensor(Handle(now[positions].astype(width), kind), kind)
-
-    return varying(), counts
+    return _varying(starts, by), counts
 
 
-def _numbers(bound: Any) -> Any:
-    bound = getattr(bound, "value", bound) if isinstance(bound, tl.constexpr) else bound
-    if isinstance(bound, tl.tensor):
-        return bound.handle.data.reshape(-1).astype(np.int64)
-    return np.array([int(bound)], dtype=np.int64)
+def _varying(starts: Any, by: int) -> Iterator[Callable[[Any], Any]]:
+    for turn in itertools.count():
+        now = starts + turn * by
+        kind, width = (tl.int32, np.int32) if abs(now).max() < 2**31 else (tl.int64, np.int64)
+        handle = Handle(now.astype(width), kind)
+        yield lambda positions, value=tl.tensor(handle, kind): selected(value, positions)  # type: ignore[misc]
 
 
-# a launch
+def _integers(bound: Any) -> Any:
+    value = bound.value if isinstance(bound, tl.constexpr) else bound
+    return value.handle.data.reshape(-1).astype(np.int64) if isinstance(value, tl.tensor) else np.array([int(value)])
 
 
 class Machine:
-    """One launch on its way: the builder that its operations go to, and the programs that are running."""
+    """A launch's slice of programs on its way: the builder of its operations, and the programs that run now.
+
+    `numbers` are the programs' numbers in the grid; the last axis of the grid counts fastest.
+    """
 
     def __init__(self, builder: GridBuilder, grid: tuple[int, int, int], numbers: Any) -> None:
-        self.builder = builder
-        x, rest = np.divmod(numbers, grid[1] * grid[2])
-        y, z = np.divmod(rest, grid[2])
-        self._coordinates, self._numbers = [each.astype(np.int32) for each in (x, y, z)], numbers
+        self.builder, self._numbers = builder, numbers
+        self._coordinates = [axis.astype(np.int32) for axis in np.unravel_index(numbers, grid)]
         self.programs = np.arange(len(numbers))
         self._running: Any = None
 
@@ -495,11 +469,11 @@ class Machine:
             return
         self.programs = self._running = programs
         self.builder.memory.programs = self._numbers[programs]
-        parts = [each[programs] for each in self._coordinates]
-        self.builder.coordinates = [each[:1] if (each == each[0]).all() else each for each in parts]
+        coordinates = [axis[programs] for axis in self._coordinates]
+        self.builder.coordinates = [axis[:1] if (axis == axis[0]).all() else axis for axis in coordinates]
 
     def call(self, function: Function, arguments: dict[str, Any]) -> Any:
-        """Call a function of the language for the programs that are running."""
+        """Call a function for the programs that run now."""
         names = Names()
         names.update(arguments)
         return function.run(self, names, self.programs)

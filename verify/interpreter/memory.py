@@ -42,15 +42,15 @@ def pointing(dtype: Any, *sources: Any) -> Any:
     return dtype
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """The tensors in an argument: itself, what a wrapper or descriptor stands on, or the parts of a tuple."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple):
         for part in value:
-            yield from tensors(part)
+            yield from tensors_of(part)
     elif hasattr(value, "base"):
-        yield from tensors(value.base)
+        yield from tensors_of(value.base)
 
 
 def span_of(tensor: torch.Tensor) -> Span:
@@ -80,6 +80,7 @@ class Memory:
         self.before: dict[Span, Any] = {}
         self._views: dict[tuple[Span, Any], Any] = {}
         self._shadows: dict[Span, Shadow] = {}
+        self.largest_block = 1  # in elements
         self._watched, self._loaded = set(watched), set[Span]()
 
     def rollback(self) -> None:
@@ -128,7 +129,7 @@ class Memory:
         """Elements are loaded."""
         shadow, width = self._shadow(span, dtype), dtype.itemsize
         for kind in AGAINST[LOAD]:
-            others = shadow.touched_by_others(kind, index, width, programs)
+            others = shadow.others(kind, index, width, programs)
             if others.any():
                 bits = _bits(width)
                 changed = self.view(span, bits)[index] != self.before[span].view(bits)[index]
@@ -140,21 +141,21 @@ class Memory:
         shadow, width = self._shadow(span, dtype), dtype.itemsize
         now, bits = self.view(span, _bits(width)), value.view(_bits(width))
         for kind in AGAINST[STORE]:
-            others = shadow.touched_by_others(kind, index, width, programs)
+            others = shadow.others(kind, index, width, programs)
             if others.any():
                 self._suspect(others, programs, (others != 0) & (now[index] != bits))
         now[index] = bits
         shadow.touch(STORE, index, width, programs)
         lost = now[index] != bits
         if lost.any():
-            others = shadow.touched_by_others(STORE, index, width, programs)
+            others = shadow.others(STORE, index, width, programs)
             self._suspect(others, programs, (others != 0) & lost)
 
     def updating(self, span: Span, dtype: Any, index: Any, programs: Any) -> None:
         """Elements are updated atomically."""
         shadow, width = self._shadow(span, dtype), dtype.itemsize
         for kind in AGAINST[ATOMIC]:
-            others = shadow.touched_by_others(kind, index, width, programs)
+            others = shadow.others(kind, index, width, programs)
             self._suspect(others, programs, others != 0)
         shadow.touch(ATOMIC, index, width, programs)
 
@@ -208,6 +209,7 @@ class Memory:
             index >>= size.bit_length() - 1
         if mask is not None and mask.all():
             mask = None
+        self.largest_block = max(self.largest_block, index.size // len(index))
         last = (end - start) // size - 1
         if not _inside(index, last):
             index = index if mask is None else np.where(mask, index, 0)

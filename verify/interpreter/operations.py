@@ -226,6 +226,16 @@ class BlockPointer:
         self.base, self.shape, self.strides, self.offsets = base, shape, strides, offsets
         self.block_shape, self.order = block_shape, order
 
+    def scalars(self) -> list[Any]:
+        """Base, shape, strides and offsets in one list."""
+        return [self.base, *self.shape, *self.strides, *self.offsets]
+
+    def replaced(self, scalars: Sequence[Any]) -> "BlockPointer":
+        """The same block of another base, shape, strides and offsets, given in one list."""
+        axes = len(self.block_shape)
+        parts = [list(scalars[1 + axes * part : 1 + axes * (part + 1)]) for part in range(3)]
+        return BlockPointer(scalars[0], *parts, self.block_shape, self.order)
+
     def materialize_pointers(self, boundary_check: Any) -> tuple[Any, Any]:
         """The pointers [programs, block], and the mask of those inside of the checked dimensions, or None."""
         count = len(self.block_shape)

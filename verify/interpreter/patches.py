@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verify.interpreter.memory import OutOfBounds, pointing, span_of, tensors
+from verify.interpreter.memory import OutOfBounds, pointing, span_of, tensors_of
 
 # Wrappers split work among the multiprocessors that the driver counts, and count one where no driver answers: what a kernel
 # does in its second part would never run. Four give parts that begin within a block of another, as a device's do.
@@ -348,7 +348,7 @@ def _patch_launch(interpreter: Any, tl: Any) -> None:
 
 def _told(stray: OutOfBounds, kernel: str, given: dict[str, Any]) -> OutOfBounds:
     """The same with the kernel and the argument named, as if it were raised by the kernel's own line."""
-    names = [name for name, value in given.items() if stray.span in map(span_of, tensors(value))]
+    names = [name for name, value in given.items() if stray.span in map(span_of, tensors_of(value))]
     told = OutOfBounds(f"{kernel} {stray} the memory of {' or '.join(names) or 'a tensor'}", stray.span)
     ours = (__file__, os.path.dirname(inspect.getfile(sys.modules["triton"])))
     at = kernels = stray.__traceback__
@@ -374,7 +374,7 @@ def _patch_access(interpreter: Any) -> None:
     def implicit_cvt(arg: Any) -> Any:
         made = convert(arg)
         if hasattr(arg, "data_ptr"):
-            made.handle.dtype.spans = tuple(map(span_of, tensors(arg)))
+            made.handle.dtype.spans = tuple(map(span_of, tensors_of(arg)))
         return made
 
     def held(pointers: Any, mask: Any, verb: str) -> None:

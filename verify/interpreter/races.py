@@ -1,9 +1,12 @@
 """Data races between the programs of one launch.
 
-Programs of a grid run in no order. Where two of them touch the same bytes, one writes, and no atomic stands between, what the launch
-leaves depends on which came first. Running one program after another hides that. Here all programs run together, and `Shadow`
-knows for each element which programs loaded, stored and atomically updated it. What it suspects is looked at again with each of two
-programs alone (`conflict`), so that equal writes and values that nobody changed are no race.
+The programs of a grid run in no order. A launch has a data race where two of its programs touch the same bytes, at least one of
+them writes, and no atomic operation stands between: its result depends on which program came first. Running one program after
+another hides that.
+
+A `Shadow` notes which programs touch each element while all programs run together. What it finds is only suspected, since
+two programs may write the same value, or write over what neither reads. Therefore each of the two programs runs once more alone, and
+`conflict` compares what they do to each byte.
 """
 
 import dataclasses
@@ -12,12 +15,12 @@ from typing import Any
 import numpy as np
 
 LOAD, STORE, ATOMIC = "read", "write", "update"
-# With which earlier accesses of another program an access races.
+# An access conflicts with these earlier accesses of another program.
 AGAINST = {LOAD: (STORE, ATOMIC), STORE: (LOAD, STORE, ATOMIC), ATOMIC: (LOAD, STORE)}
 
 
 class Race(Exception):
-    """Two programs of a launch touch the same bytes, one of them writes, and nothing orders them. `place` is the kernel's line."""
+    """Two programs of a launch touch the same bytes, at least one writes, and nothing orders them. `place` is the kernel's line."""
 
     def __init__(self, what: str, place: str) -> None:
         super().__init__(what)
@@ -26,57 +29,68 @@ class Race(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Suspect:
-    """Two programs that may race, by their numbers, and the kernel's line that touched what the other had touched."""
+    """Two programs, by their numbers in the grid, and the kernel's line that touched what the other program had touched."""
 
     programs: tuple[int, int]
     place: str
 
 
 class Shadow:
-    """Which programs touched each element of a memory: for each kind of access two of them, as 1 + their number, or 0."""
+    """Which programs touched each element of a memory of `size` bytes.
+
+    For each kind of access two different programs are kept, as 1 + their number, or 0: with two of them there is always one that is
+    not the program that asks. An element is `granule` bytes, the smallest width of an access so far.
+    """
 
     def __init__(self, size: int, granule: int) -> None:
-        self.size, self.granule = size, granule  # in bytes
+        self._size, self._granule = size, granule
         self._marks: dict[str, tuple[Any, Any]] = {}
 
-    def elements(self, index: Any, width: int) -> tuple[Any, int]:
-        """Where elements of `width` bytes lie in the shadow, and how many of its granules each has."""
-        if width < self.granule:
-            ratio = self.granule // width
-            self._marks = {kind: (np.repeat(one, ratio), np.repeat(two, ratio)) for kind, (one, two) in self._marks.items()}
-            self.granule = width
-        return index * (width // self.granule), width // self.granule
+    def others(self, kind: str, index: Any, width: int, programs: Any) -> Any:
+        """For each access a program other than its own that touched its bytes before, as 1 + the number, or 0 if there is none.
 
-    def touched_by_others(self, kind: str, index: Any, width: int, program: Any) -> Any:
-        """For each access a program besides its own that touched its bytes in that way before, as 1 + its number, or 0."""
+        `index` counts elements of `width` bytes; `programs` are the numbers of the programs that touch them now.
+        """
         if kind not in self._marks:
             return np.zeros(1, dtype=np.int32)
-        first, ratio = self.elements(index, width)
         found: Any = 0
-        for step in range(ratio):
-            one, two = (marks[first + step] for marks in self._marks[kind])
-            found = np.maximum(found, np.where(one == program + 1, two, one))
+        for place in self._places(index, width):
+            first, second = (marks[place] for marks in self._marks[kind])
+            found = np.maximum(found, np.where(first == programs + 1, second, first))
         return found
 
-    def touch(self, kind: str, index: Any, width: int, program: Any) -> None:
-        """Note an access of each index by its program."""
-        first, ratio = self.elements(index, width)
+    def touch(self, kind: str, index: Any, width: int, programs: Any) -> None:
+        """Note that programs touch elements."""
+        places = self._places(index, width)
         if kind not in self._marks:
-            count = -(-self.size // self.granule)
+            count = -(-self._size // self._granule)
             self._marks[kind] = np.zeros(count, dtype=np.int32), np.zeros(count, dtype=np.int32)
-        one, two = self._marks[kind]
-        mine = np.broadcast_to(program + 1, index.shape).astype(np.int32)
-        for step in range(ratio):
-            at = first + step
-            held = one[at]
-            one[at] = np.where(held == 0, mine, held)  # of several programs at one place one stays
-            other = (one[at] != mine) & (two[at] == 0)
-            two[at[other]] = mine[other]
+        first, second = self._marks[kind]
+        marks = np.broadcast_to(programs + 1, index.shape).astype(np.int32)
+        for place in places:
+            first[place] = np.where(
+                first[place] == 0, marks, first[place]
+            )  # where several programs touch a place, one of them stays
+            others = (first[place] != marks) & (second[place] == 0)
+            second[place[others]] = marks[others]
+
+    def _places(self, index: Any, width: int) -> list[Any]:
+        """Where the granules of elements stand in the marks: an array for the first granule of each element, one for the second, ..."""
+        if width < self._granule:
+            ratio = self._granule // width
+            self._marks = {kind: (np.repeat(one, ratio), np.repeat(two, ratio)) for kind, (one, two) in self._marks.items()}
+            self._granule = width
+        ratio = width // self._granule
+        return [index * ratio + step for step in range(ratio)]
 
 
 @dataclasses.dataclass
 class Trace:
-    """What one program alone does to a memory, byte by byte: what it reads of what was there, writes, and updates atomically."""
+    """What one program alone does to a memory, byte by byte.
+
+    `reads` are bytes that it reads before it writes them, `writes` and `updates` are bytes that it writes and updates atomically.
+    `before` and `after` are the memory's contents.
+    """
 
     before: Any
     reads: Any
@@ -86,30 +100,36 @@ class Trace:
 
     @classmethod
     def of(cls, before: Any) -> "Trace":
-        """Of a memory that nobody has touched yet."""
-        return cls(before, *(np.zeros(len(before), dtype=bool) for _ in range(3)), before)
+        """The trace of a program that has not touched the memory yet."""
+        nothing = np.zeros(len(before), dtype=bool)
+        return cls(before, nothing, nothing.copy(), nothing.copy(), before)
 
     def note(self, kind: str, index: Any, width: int) -> None:
-        """An access to elements of `width` bytes."""
+        """Note an access to elements of `width` bytes."""
         places = (index.reshape(-1, 1) * width + np.arange(width)).reshape(-1)
         if kind == LOAD:
             self.reads[places] |= ~self.writes[places]
+        elif kind == STORE:
+            self.writes[places] = True
         else:
-            (self.writes if kind == STORE else self.updates)[places] = True
+            self.updates[places] = True
 
 
 def conflict(one: Trace, other: Trace) -> tuple[str, str, int] | None:
-    """What two programs alone do to the same byte that cannot both be right, and the byte; None if all is one in any order."""
-    changes = [each.writes & (each.after != each.before) for each in (one, other)]
-    for did, does, bytes_ in (
+    """What two programs do to the same byte so that their order matters, and the byte; None if their order never matters.
+
+    Writes of equal values do not conflict, and a write of the value that was there conflicts with no read.
+    """
+    changed, others_changed = one.writes & (one.after != one.before), other.writes & (other.after != other.before)
+    for did, does, both in (
         (STORE, STORE, one.writes & other.writes & (one.after != other.after)),
-        (LOAD, STORE, one.reads & changes[1]),
-        (STORE, LOAD, changes[0] & other.reads),
-        (ATOMIC, STORE, one.updates & changes[1]),
-        (STORE, ATOMIC, changes[0] & other.updates),
+        (LOAD, STORE, one.reads & others_changed),
+        (STORE, LOAD, changed & other.reads),
+        (ATOMIC, STORE, one.updates & others_changed),
+        (STORE, ATOMIC, changed & other.updates),
         (ATOMIC, LOAD, one.updates & other.reads),
         (LOAD, ATOMIC, one.reads & other.updates),
     ):
-        if bytes_.any():
-            return did, does, int(np.flatnonzero(bytes_)[0])
+        if both.any():
+            return did, does, int(np.flatnonzero(both)[0])
     return None
