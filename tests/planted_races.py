@@ -1,4 +1,4 @@
-"""Plants races in flash-linear-attention's kernels and prints, as one JSON object, what a run of each comes to: verdict and finding.
+"""Plants races in flash-linear-attention's kernels and prints, as one JSON object, the verdict and first finding of a run of each.
 
 Under "right" stand the same runs with the kernels as they are; under "same" what differs between both interpreters, for a few
 cases of every adapter.
@@ -15,62 +15,76 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-
-from verify.interpreter import SEQUENTIAL, install
-
-install()
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
 from properties.books import book_of
 from verify.adapter import Adapter, load
+from verify.bench import AdapterBench
 from verify.check import seeded
-from verify.interpreter import launch
+from verify.interpreter import SEQUENTIAL, install
 from verify.run import Run, execute
 
-CHUNK = "law=oracle adapter=fla/chunk lengths=3+70 packed=yes heads=2 value_heads=4 key_dim={key} value_dim=80 gate=64 state=random seed=5"
-RULE, LARGE = CHUNK.format(key=40), CHUNK.format(key=136)
-GATED = RULE + " in_kernel=gate"
-NORMED = RULE + " qk_norm=yes"
+install()
+
+RULE = (
+    "law=oracle adapter=fla/chunk lengths=3+70 packed=yes heads=2 value_heads=4 key_dim=40 value_dim=80 gate=64 state=random seed=5"
+)
+LARGE = RULE.replace("key_dim=40", "key_dim=136")
 CONV = "law=oracle adapter=fla/conv lengths=150 op=causal_conv1d width=40 conv_width=4 oldest=no seed=5"
 UPDATE = "law=oracle adapter=fla/conv_update lengths=1+1+1 op=causal_conv1d width=40 conv_width=4 state=random backward=no seed=5"
 NORM = "law=oracle adapter=fla/gated_norm lengths=90 op=gated_rms_norm heads=4 width=40 seed=5"
-O, H, W = "fla.ops.common.chunk_o", "fla.ops.common.chunk_delta_h", "fla.ops.gated_delta_rule.wy_fast"
+OUTPUT, STATE, WY = "fla.ops.common.chunk_o", "fla.ops.common.chunk_delta_h", "fla.ops.gated_delta_rule.wy_fast"
 
-# A run, the module and the kernel, what stands there and what is put in its place, and the argument whose bytes are then shared.
-RACES: dict[str, tuple[str, str, str, str, str, str]] = {
-    "heads share their outputs": (RULE, O, "chunk_fwd_kernel_o", "o += (bos * HV + i_h) * V", "o += bos * HV * V", "o"),
-    "key blocks share their gate gradients": (LARGE, O, "chunk_bwd_kernel_dqkwg", "dg += i_k * all * HV", "dg += 0", "dg"),
+# A run, the module and name of a kernel, what stands there, what is put in its place, and the argument whose bytes are then shared.
+RACES = {
+    "heads share their outputs": (
+        RULE, OUTPUT, "chunk_fwd_kernel_o",
+        "o += (bos * HV + i_h) * V",
+        "o += bos * HV * V", "o"),
+    "key blocks share their gate gradients": (
+        LARGE, OUTPUT, "chunk_bwd_kernel_dqkwg",
+        "dg += i_k * all * HV",
+        "dg += 0", "dg"),
     "value blocks share their states": (
-        RULE, H, "chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "p_h1 = h + i_t_int64 * HV*K*V + o_k1[:, None] * V + o_v[None, :]",
-        "p_h1 = h + i_t_int64 * HV*K*V + o_k1[:, None] * V + (o_v - i_v * BV)[None, :]", "h",
-    ),
+        RULE, STATE, "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
+        "p_h1 = h + i_t_int64 * HV*K*V + o_k1[:, None] * V + o_v[None, :]",
+        "p_h1 = h + i_t_int64 * HV*K*V + o_k1[:, None] * V + (o_v - i_v * BV)[None, :]", "h"),
     "heads share their states": (
-        RULE, H, "chunk_gated_delta_rule_fwd_kernel_h_blockdim64", "h += (boh * HV + i_h)", "h += (boh * HV)", "h",
-    ),
+        RULE, STATE, "chunk_gated_delta_rule_fwd_kernel_h_blockdim64",
+        "h += (boh * HV + i_h)",
+        "h += (boh * HV)", "h"),
     "key heads share what value heads own": (
-        RULE, W, "recompute_w_u_fwd_kernel", "p_w = w + (bos*HV + i_h) * K", "p_w = w + (bos*HV + i_h // (HV // H)) * K", "w",
-    ),
+        RULE, WY, "recompute_w_u_fwd_kernel",
+        "p_w = w + (bos*HV + i_h) * K",
+        "p_w = w + (bos*HV + i_h // (HV // H)) * K", "w"),
     "a chunk reads what the one before writes": (
-        RULE, W, "prepare_wy_repr_bwd_kernel", "b_dk += tl.load(p_dk, mask=m_k, other=0.0)",
-        "b_dk += tl.load(p_dk - BT * HV * K, mask=m_k & (i_t > 0), other=0.0)", "dk",
-    ),
+        RULE, WY, "prepare_wy_repr_bwd_kernel",
+        "b_dk += tl.load(p_dk, mask=m_k, other=0.0)",
+        "b_dk += tl.load(p_dk - BT * HV * K, mask=m_k & (i_t > 0), other=0.0)", "dk"),
     "a sum over blocks without its axis": (
-        GATED, "fla.ops.gated_delta_rule.gate", "gdn_gate_bwd_kernel", "tl.store(dA + i_t * H + i_h, b_dA)", "tl.store(dA + i_h, b_dA)", "dA",
-    ),
+        RULE + " in_kernel=gate", "fla.ops.gated_delta_rule.gate", "gdn_gate_bwd_kernel",
+        "tl.store(dA + i_t * H + i_h, b_dA)",
+        "tl.store(dA + i_h, b_dA)", "dA"),
     "blocks of tokens that overlap": (
-        NORMED, "fla.modules.norm.l2norm", "l2norm_fwd_kernel", "p_y = y + o_t[:, None] * D",
-        "p_y = y + (o_t - i_t * (BT // 2))[:, None] * D", "y",
-    ),
+        RULE + " qk_norm=yes", "fla.modules.norm.l2norm", "l2norm_fwd_kernel",
+        "p_y = y + o_t[:, None] * D",
+        "p_y = y + (o_t - i_t * (BT // 2))[:, None] * D", "y"),
     "a cumulative sum that every chunk writes": (
-        RULE, "fla.ops.utils.cumsum", "chunk_local_cumsum_scalar_kernel", "p_o = o + bos*H + i_h + o_t * H", "p_o = o + bos*H + i_h + (o_t - i_t * BT) * H", "o",
-    ),
-    "a weight's gradient that every block writes": (
-        CONV, "fla.modules.causal_conv1d.ops", "causal_conv1d_bwd_kernel", "dw + i_tg * D*W", "dw + 0 * D*W", "dw",
-    ),
-    "a norm's weight gradient that every block writes": (
-        NORM, "fla.modules.norm.fused_norm_gate", "layer_norm_gated_bwd_kernel", "tl.store(dw + i_s * D + o_d", "tl.store(dw + o_d", "dw",
-    ),
-    "a grid with an axis too many": (UPDATE, "", "causal_conv1d_update_kernel", "", "", "cache"),
+        RULE, "fla.ops.utils.cumsum", "chunk_local_cumsum_scalar_kernel",
+        "p_o = o + bos*H + i_h + o_t * H",
+        "p_o = o + bos*H + i_h + (o_t - i_t * BT) * H", "o"),
+    "a gradient of weights that every block writes": (
+        CONV, "fla.modules.causal_conv1d.ops", "causal_conv1d_bwd_kernel",
+        "dw + i_tg * D*W",
+        "dw + 0 * D*W", "dw"),
+    "a gradient of a norm that every block writes": (
+        NORM, "fla.modules.norm.fused_norm_gate", "layer_norm_gated_bwd_kernel",
+        "tl.store(dw + i_s * D + o_d",
+        "tl.store(dw + o_d", "dw"),
+    "a grid with an axis too many": (
+        UPDATE, "", "causal_conv1d_update_kernel",
+        "",
+        "", "cache"),
 }  # fmt: skip
 
 
@@ -116,7 +130,7 @@ def outcome(line: str) -> tuple[str, str]:
 
 
 def differences(spec: str, count: int) -> list[str]:
-    """The cases of an adapter in which its results are not the same bits in both interpreters, or programs ran one after another."""
+    """The cases of an adapter with other results in the other interpreter, or whose programs could not run together."""
     adapter, runs, different = load(spec), [], []
     assert isinstance(adapter, Adapter)
     law = book_of(adapter.domain).laws["oracle"]
@@ -125,7 +139,6 @@ def differences(spec: str, count: int) -> list[str]:
         ratios = []
         for how in ("grid", "sequential"):
             os.environ[SEQUENTIAL] = how
-            launch.one_by_one.clear()
             results: list[Any] = []
             with seeing(results):
                 ratios.append((execute(run).one_by_one, results))
@@ -139,8 +152,6 @@ def differences(spec: str, count: int) -> list[str]:
 @contextlib.contextmanager
 def seeing(results: list[Any]) -> Iterator[None]:
     """The bits of everything that implementations return meanwhile."""
-    from verify.bench import AdapterBench
-
     plain = AdapterBench.call_implementation
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -158,9 +169,9 @@ def seeing(results: list[Any]) -> Iterator[None]:
 
 
 ADAPTERS = (
-    "chunk chunk_v_first chunk_16 fused_recurrent chunk_kda fused_recurrent_kda chunk_delta_rule fused_recurrent_delta_rule conv "
-    "conv_update gdn_gate kda_gate l2norm gated_norm decode layer"
-).split()
+    "chunk", "chunk_v_first", "chunk_16", "fused_recurrent", "chunk_kda", "fused_recurrent_kda", "chunk_delta_rule",
+    "fused_recurrent_delta_rule", "conv", "conv_update", "gdn_gate", "kda_gate", "l2norm", "gated_norm", "decode", "layer",
+)  # fmt: skip
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The interpreter runs all programs of a grid together, to the bit as one after another, and sees what two of them do to each other."""
+"""The interpreter runs all programs of a grid together with the same bits as one after another, and sees races between them."""
 
 import hashlib
 import json
@@ -18,9 +18,7 @@ KERNELS = ROOT / "tests" / "grid_kernels.py"
 RACES = ROOT / "tests" / "planted_races.py"
 SOURCE = KERNELS.read_text(encoding="utf-8")
 CHECKS = re.findall(r"^def check_(\w+)", SOURCE, re.MULTILINE)
-PLANTED = dict(
-    re.findall(r'^    "([\w\' ]+)": \(.*?, "(\w+)",?\s*\),$', RACES.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-)
+PLANTED = dict(re.findall(r'^    "([\w ]+)": \(.*?, "(\w+)"\),$', RACES.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL))
 FAULTS = re.findall(r'^    "([\w\' ]+)": \(', SOURCE, re.MULTILINE)
 
 

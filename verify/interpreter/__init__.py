@@ -16,8 +16,9 @@ def install() -> None:
     """The process interprets every Triton kernel, with the arithmetic of the device.
 
     Call it in a worker process before anything imports triton. Raises RuntimeError where triton is already
-    imported for compilation. A second call changes nothing. From then on a launch that leaves its tensors raises OutOfBounds, one
-    whose programs race raises Race, and with a version of Triton that is not in `patches.TRITONS` every launch raises UnknownTriton.
+    imported for compilation. A second call changes nothing. From then on a launch that leaves its tensors raises OutOfBounds,
+    one whose programs race raises Race, and with a version of Triton that is not in `patches.TRITONS` every launch raises
+    UnknownTriton.
     """
     if patch():
         from verify.interpreter import launch

@@ -8,6 +8,7 @@ lengths runs to the longest range, for fewer and fewer programs. Only variables 
 
 import ast
 import copy
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -239,16 +240,17 @@ class Function:
             return _leave(broken=isinstance(node, ast.Break))
         return self._plain(node)
 
-    def _compiled(self, node: ast.AST, mode: str) -> CodeType:
-        return compile(ast.fix_missing_locations(node), self._filename, mode)  # type: ignore[arg-type, no-any-return]
+    def _compiled(self, node: ast.Module | ast.Expression) -> CodeType:
+        mode = "exec" if isinstance(node, ast.Module) else "eval"
+        return compile(ast.fix_missing_locations(node), self._filename, mode)
 
     def _expression(self, node: ast.expr) -> Callable[[Frame], Any]:
         """Evaluates an expression with the variables of a frame."""
-        code, names = self._compiled(ast.Expression(node), "eval"), self._names
+        code, names = self._compiled(ast.Expression(node)), self._names
         return lambda frame: eval(code, names, frame.names)
 
     def _plain(self, node: ast.stmt) -> Step:
-        code, names = self._compiled(ast.Module([node], []), "exec"), self._names
+        code, names = self._compiled(ast.Module([node], [])), self._names
 
         def step(_: Call, frame: Frame, __: Loop | None) -> Frame:
             exec(code, names, frame.names)
@@ -304,24 +306,21 @@ class Function:
         def step(call: Call, frame: Frame, _: Loop | None) -> Frame | None:
             given = bounds(frame)
             values, counts = (iterator(frame), None) if given is None else ranges(*given)
-            loop, done = Loop(), list[Frame]()
-            current: Frame | None = frame
+            loop, done, current = Loop(), list[Frame](), frame
             for turn, value in enumerate(values):
                 if counts is not None:
                     left = counts[frame.positions(current)] - turn
                     if (left <= 0).any():
                         done.append(current.part(np.flatnonzero(left <= 0)))
-                        going = np.flatnonzero(left > 0)
-                        current = current.part(going) if len(going) else None
-                if current is None:
-                    break
+                        current = current.part(np.flatnonzero(left > 0))
+                        if not len(current.programs):
+                            return joined(frame, done + loop.broken, assigned)
                 current.names[target] = value(frame.positions(current)) if callable(value) else value
-                current = _turn(body, call, current, loop, assigned)
-                if current is None:
-                    break
-            if current is not None:
-                done.append(current)
-            return joined(frame, done + loop.broken, assigned)
+                after = _turn(body, call, current, loop, assigned)
+                if after is None:
+                    return joined(frame, done + loop.broken, assigned)
+                current = after
+            return joined(frame, [*done, current, *loop.broken], assigned)
 
         return step
 
@@ -341,7 +340,7 @@ class Function:
 
 
 class _Extremes(ast.NodeTransformer):
-    """Calls of Python's min and max, which Triton compiles as tl.minimum and tl.maximum, become calls that compare program by program."""
+    """Makes Python's min and max compare program by program. Triton compiles them as tl.minimum and tl.maximum."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -443,7 +442,7 @@ def _varying(starts: Any, by: int) -> Iterator[Callable[[Any], Any]]:
         now = starts + turn * by
         kind, width = (tl.int32, np.int32) if abs(now).max() < 2**31 else (tl.int64, np.int64)
         handle = Handle(now.astype(width), kind)
-        yield lambda positions, value=tl.tensor(handle, kind): selected(value, positions)  # type: ignore[misc]
+        yield functools.partial(selected, tl.tensor(handle, kind))
 
 
 def _integers(bound: Any) -> Any:

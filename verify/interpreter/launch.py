@@ -1,7 +1,7 @@
 """Launches of kernels: all programs of a grid run together where that is possible, and otherwise one after another.
 
-One after another is the reference. Whatever goes wrong while programs run together, memory is put back and the launch runs again one
-program after another, which then raises what the kernel does wrong, as Triton's own interpreter would.
+One after another is the reference. Whatever goes wrong while programs run together, memory is put back and the launch runs
+again, one program after another, which then raises what the kernel does wrong, as Triton's own interpreter would.
 """
 
 import collections
@@ -26,8 +26,8 @@ from verify.interpreter.races import Race, Suspect, conflict
 
 Grid = tuple[int, int, int]
 Tensors = dict[Span, dict[str, Tensor]]  # a launch's tensors, by their memory and by the names of the arguments
-# Programs that run together: as many as have blocks of this many elements in all. Of blocks of 64 x 64 these are 256 programs, whose
-# addresses take 8 MiB. More programs together were no faster (docs/MEASUREMENTS.md).
+# As many programs run together as have blocks of this many elements in all: 256 programs with blocks of 64 x 64, whose addresses
+# take 8 MiB. More of them were no faster (docs/MEASUREMENTS.md).
 ELEMENTS = 1 << 20
 PROGRAMS = 128  # before anything is known of a kernel's blocks
 
@@ -219,7 +219,7 @@ def _element(named: dict[str, Tensor], byte: int) -> str:
     """What lies at a byte of a memory, as an element of the first argument that has it."""
     for name, tensor in named.items():
         rest, places = byte // tensor.element_size() - int(tensor.storage_offset()), [0] * tensor.dim()
-        for axis in sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis)):
+        for axis in sorted(range(tensor.dim()), key=lambda axis: -tensor.stride()[axis]):
             stride = tensor.stride(axis)
             places[axis] = rest // stride if stride else 0
             rest -= places[axis] * stride

@@ -119,7 +119,7 @@ class Memory:
         key = span, dtype
         if key not in self._views:
             start, end = span
-            raw = (ctypes.c_uint8 * (end - start)).from_address(start)
+            raw = memoryview((ctypes.c_uint8 * (end - start)).from_address(start)).cast("B")
             self._views[key] = np.frombuffer(raw, dtype=dtype, count=(end - start) // dtype.itemsize)
         return self._views[key]
 
@@ -225,14 +225,14 @@ class Alone(Memory):
         super().__init__()
         self.traces: dict[Span, Trace] = {}
 
-    def loading(self, span: Span, dtype: Any, index: Any, programs: Any) -> None:
+    def loading(self, span: Span, dtype: Any, index: Any, programs: Any) -> None:  # noqa: ARG002 - it is the one program's
         self._trace(span).note(LOAD, index, dtype.itemsize)
 
-    def storing(self, span: Span, dtype: Any, index: Any, programs: Any, value: Any) -> None:
+    def storing(self, span: Span, dtype: Any, index: Any, programs: Any, value: Any) -> None:  # noqa: ARG002 - as above
         self._trace(span).note(STORE, index, dtype.itemsize)
         self.view(span, dtype)[index] = value
 
-    def updating(self, span: Span, dtype: Any, index: Any, programs: Any) -> None:
+    def updating(self, span: Span, dtype: Any, index: Any, programs: Any) -> None:  # noqa: ARG002 - as above
         self._trace(span).note(ATOMIC, index, dtype.itemsize)
 
     def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:

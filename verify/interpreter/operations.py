@@ -1,8 +1,8 @@
 """Triton's operations on all programs of a grid at once.
 
-A value of a kernel is one numpy array whose first axis is the programs: `data[i]` is the value of program i. Where all programs
-have the same value this axis has length 1 (a *uniform* value). The other axes are the block's. An axis along which a block was
-broadcast keeps length 1 until an operation needs its elements, and `handle.shape` has the block's shape (None: it is that of the data).
+A value of a kernel is one numpy array whose first axis is the programs: `data[i]` is the value of program i. This axis has
+length 1 where all programs have the same value. The other axes are the block's. An axis along which a block was broadcast keeps
+length 1 until an operation needs its elements; `handle.shape` is then the shape of the block, and otherwise None.
 """
 
 import math
@@ -42,7 +42,8 @@ def agreed(data: Any) -> Any:
 
 def block_shape(handle: Any) -> tuple[int, ...]:
     """The shape of the block, without the axis of programs."""
-    return handle.data.shape[1:] if handle.shape is None else handle.shape
+    shape: tuple[int, ...] = handle.data.shape[1:] if handle.shape is None else handle.shape
+    return shape
 
 
 def full(handle: Any) -> Any:
@@ -233,8 +234,8 @@ class BlockPointer:
     def replaced(self, scalars: Sequence[Any]) -> "BlockPointer":
         """The same block of another base, shape, strides and offsets, given in one list."""
         axes = len(self.block_shape)
-        parts = [list(scalars[1 + axes * part : 1 + axes * (part + 1)]) for part in range(3)]
-        return BlockPointer(scalars[0], *parts, self.block_shape, self.order)
+        shape, strides, offsets = (list(scalars[1 + axes * part : 1 + axes * (part + 1)]) for part in range(3))
+        return BlockPointer(scalars[0], shape, strides, offsets, self.block_shape, self.order)
 
     def materialize_pointers(self, boundary_check: Any) -> tuple[Any, Any]:
         """The pointers [programs, block], and the mask of those inside of the checked dimensions, or None."""
@@ -298,10 +299,12 @@ def _elementwise(name: str) -> Callable[..., Any]:
 
 
 # The operations that treat each element alone. What numpy broadcasts stays as it is; only the block's shape is kept.
-for _name in (
-    "binary_op unary_op ternary_op cast_impl create_fp_to_fp create_bitcast create_idiv create_ashr create_umulhi create_select create_fma "
-    "create_fabs create_erf create_rsqrt create_ptr_to_int create_int_to_ptr"
-).split():
+_ELEMENTWISE = (
+    "binary_op", "unary_op", "ternary_op", "cast_impl", "create_fp_to_fp", "create_bitcast", "create_idiv", "create_ashr",
+    "create_umulhi", "create_select", "create_fma", "create_fabs", "create_erf", "create_rsqrt", "create_ptr_to_int",
+    "create_int_to_ptr",
+)  # fmt: skip
+for _name in _ELEMENTWISE:
     setattr(GridBuilder, _name, _elementwise(_name))
 
 
@@ -384,7 +387,8 @@ def scanned(values: tuple[Any, ...], axis: int, combine: Any, *, reverse: bool) 
     kinds = [value.dtype for value in values]
     op = {tl.standard._sum_combine: np.add, tl.standard._prod_combine: np.multiply}.get(combine)
     if op is None:
-        slices, so_far = [np.moveaxis(data, at, 0) for data in _together(*arrays)], []
+        slices = [np.moveaxis(data, at, 0) for data in _together(*arrays)]
+        so_far: list[list[Any]] = []
         for i in range(len(slices[0])):
             here = [part[i] for part in slices]
             so_far.append(_combined(combine, so_far[-1], here, kinds) if so_far else here)

@@ -185,7 +185,7 @@ def _patch_types(interpreter: Any, tl: Any) -> None:
             return value.value
         return value if kind in plain_values else constexprs(value)
 
-    # Truncations to and extensions from float32, and integers of 32 and 64 bits: nearly all casts, without Triton's twenty questions.
+    # Truncations from and extensions to float32, and integers of 32 and 64 bits: nearly all casts.
     direct = {(one.name, other.name) for one, other in ((tl.float32, tl.float16), (tl.float32, tl.bfloat16), (tl.int32, tl.int64))}
     direct |= {(other, one) for one, other in direct}
     plain_cast = semantic.cast

@@ -1,12 +1,12 @@
 """Data races between the programs of one launch.
 
-The programs of a grid run in no order. A launch has a data race where two of its programs touch the same bytes, at least one of
-them writes, and no atomic operation stands between: its result depends on which program came first. Running one program after
-another hides that.
+The programs of a grid run in no order. A launch has a data race where two of its programs touch the same bytes, at least one
+of them writes, and no atomic operation stands between: its result depends on which program came first. Running one program
+after another hides that.
 
 A `Shadow` notes which programs touch each element while all programs run together. What it finds is only suspected, since
-two programs may write the same value, or write over what neither reads. Therefore each of the two programs runs once more alone, and
-`conflict` compares what they do to each byte.
+two programs may write the same value, or write over what neither reads. Therefore each of the two programs runs once more
+alone, and `conflict` compares what they do to each byte.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ class Shadow:
             second[place[others]] = marks[others]
 
     def _places(self, index: Any, width: int) -> list[Any]:
-        """Where the granules of elements stand in the marks: an array for the first granule of each element, one for the second, ..."""
+        """Where the granules of elements stand in the marks: one array for the first granule of each element, and so on."""
         if width < self._granule:
             ratio = self._granule // width
             self._marks = {kind: (np.repeat(one, ratio), np.repeat(two, ratio)) for kind, (one, two) in self._marks.items()}
