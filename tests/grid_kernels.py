@@ -214,6 +214,30 @@ def swap_kernel(x, y, n):
 
 
 @triton.jit
+def waiting_kernel(x, y, n):
+    """Each program waits for the one before."""
+    i = tl.program_id(0)
+    while tl.load(y + i) < 0:
+        n += 0
+    tl.store(y + i + 1, 1.0)
+
+
+@triton.jit
+def odd_kernel(x, y, n):
+    """It reads between two elements, by way of pointers to narrower ones."""
+    i = tl.program_id(0)
+    p = (x.to(tl.pointer_type(tl.int16)) + 1 + i).to(tl.pointer_type(tl.int32))
+    tl.store(y.to(tl.pointer_type(tl.int32)) + i, tl.load(p))
+
+
+@triton.jit
+def nothing_kernel(x, y, n):
+    i = tl.program_id(0)
+    tl.store(y + i, tl.load(x + i + 100000, mask=i > 100, other=2.0), mask=i < 5)
+    tl.store(x + i + 100000, 1.0, mask=i > 100)
+
+
+@triton.jit
 def described_kernel(x, y, n):
     i = tl.program_id(0)
     d = tl.make_tensor_descriptor(x, shape=[N, 4], strides=[4, 1], block_shape=[1, 4])
@@ -380,10 +404,23 @@ def check_what_cannot_run_together() -> None:
         (ticket_kernel, "value that an atomic returns"),
         (swap_kernel, "atomic_cas"),
         (described_kernel, "descriptor"),
+        (odd_kernel, "between two elements"),
     ):
         launch.one_by_one.clear()
         same(kernel, together=False)
         assert any(why in each for each in launch.one_by_one), dict(launch.one_by_one)
+
+
+def check_programs_that_wait_for_others_run_one_after_another() -> None:
+    os.environ[SEQUENTIAL] = "grid"
+    y = torch.full((N + 1,), -1.0)
+    y[0] = 1
+    waiting_kernel[(N,)](numbers(), y, 11)
+    assert y.tolist() == [1.0] * (N + 1)
+
+
+def check_masks_that_are_false_everywhere() -> None:
+    same(nothing_kernel)
 
 
 def check_memory_is_put_back() -> None:

@@ -280,8 +280,13 @@ class Function:
         def going(call: Call, frame: Frame, done: list[Frame]) -> Frame | None:
             """The programs for which the condition is true; the others are done."""
             call.machine.enter(frame.programs)
+            memory = call.machine.builder.memory
+            loads = memory.loads
             try:
-                if test(frame):
+                goes = test(frame)
+                if memory.loads != loads:  # it may wait for what another program stores, which would never run on
+                    raise Unbatchable("a loop whose condition reads memory")
+                if goes:
                     return frame
             except Diverges as diverging:
                 parts = [going(call, frame.part(group), done) for group in diverging.groups]

@@ -39,6 +39,7 @@ def pointing(dtype: Any, *sources: Any) -> Any:
     known = [getattr(source.dtype, "spans", ()) for source in sources]
     dtype = copy.copy(dtype)
     dtype.spans = tuple(dict.fromkeys(itertools.chain(*known))) if all(known) else ()
+    dtype.recast = True  # it may point between two elements
     return dtype
 
 
@@ -68,10 +69,11 @@ class Rewatch(Exception):
 
 
 class Memory:
-    """The memory of one launch: typed views of the tensors' storages, what they held before, and who touched what is stored to.
+    """The memory of one launch: what its programs load and store, and which of them touched what is stored to.
 
-    `programs` are the numbers of those that run now. Loads are looked at where a launch also stores: in the memories of `watched`
-    from the start, in others from the first store on, which must come before the first load. `suspects` are what may be races.
+    `programs` are the numbers of the programs that run now, and `suspects` are what may be races. Loads can be part of a race only
+    where the launch also stores. They are noted in the memories of `watched` from the start, and in others from the first store
+    on; Rewatch is raised where that store comes after a load.
     """
 
     def __init__(self, watched: Iterable[Span] = ()) -> None:
@@ -80,7 +82,8 @@ class Memory:
         self.before: dict[Span, Any] = {}
         self._views: dict[tuple[Span, Any], Any] = {}
         self._shadows: dict[Span, Shadow] = {}
-        self.largest_block = 1  # in elements
+        self.largest_block = 1  # of a load or store, in elements
+        self.loads = 0
         self._watched, self._loaded = set(watched), set[Span]()
 
     def rollback(self) -> None:
@@ -90,7 +93,14 @@ class Memory:
 
     def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
         """What the pointers point to; `other`, or zero, where the mask is False."""
+        self.loads += 1
         span, index, mask = self._places(pointers, mask, dtype)
+        if index is None:
+            return (
+                np.zeros_like(mask, dtype)
+                if other is None
+                else np.broadcast_to(other, np.broadcast_shapes(other.shape, mask.shape))
+            )
         self._loaded.add(span)
         if span in self._watched:
             self.loading(span, dtype, *self._chosen(mask, index))
@@ -102,6 +112,8 @@ class Memory:
     def store(self, pointers: Any, value: Any, mask: Any, shape: tuple[int, ...]) -> None:
         """Write the value where the mask is True; of equal places the last program's stays."""
         span, index, mask = self._places(pointers, mask, value.dtype)
+        if index is None:
+            return
         self._writes(span)
         count = max(len(index), len(value), 1 if mask is None else len(mask))
         index, value = (np.broadcast_to(part, (count, *shape)) for part in (index, value))
@@ -111,6 +123,8 @@ class Memory:
     def update(self, pointers: Any, mask: Any, dtype: Any) -> None:
         """An atomic is about to change what the pointers point to."""
         span, index, mask = self._places(pointers, mask, dtype)
+        if index is None:
+            return
         self._writes(span)
         self.updating(span, dtype, *self._chosen(mask, index))
 
@@ -197,13 +211,16 @@ class Memory:
         return tuple(chosen if mask is None else [part[mask] for part in chosen])
 
     def _places(self, pointers: Any, mask: Any, dtype: Any) -> tuple[Span, Any, Any]:
-        """The memory, the indices into its view (0 where the mask is False), and the mask, None if it is True everywhere."""
+        """The memory, the indices into its view, and the mask, None if it is True everywhere.
+
+        Indices are 0 where the mask is False, and None if it is False everywhere. OutOfBounds if one leaves the memory.
+        """
         spans: tuple[Span, ...] = getattr(pointers.dtype, "spans", ())
         if len(spans) != 1:
             raise Untracked("a pointer that may be one of two tensors'" if spans else "a pointer that no tensor is known of")
         (start, end), size = spans[0], dtype.itemsize
-        if start % size:
-            raise Untracked("memory that begins between two elements")
+        if start % size or (getattr(pointers.dtype, "recast", False) and (pointers.data % np.uint64(size)).any()):
+            raise Untracked("an address between two elements")
         index = (pointers.data - np.uint64(start)).view(np.int64)
         if size > 1:
             index >>= size.bit_length() - 1
@@ -212,6 +229,8 @@ class Memory:
         self.largest_block = max(self.largest_block, index.size // len(index))
         last = (end - start) // size - 1
         if not _inside(index, last):
+            if mask is not None and not mask.any():
+                return spans[0], None, mask
             index = index if mask is None else np.where(mask, index, 0)
             if mask is None or not _inside(index, last):
                 raise OutOfBounds("accesses memory outside of a tensor", spans[0])
