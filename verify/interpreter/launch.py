@@ -196,8 +196,8 @@ def _run(function: Function, arguments: dict[str, Any], grid: Grid, programs: Se
 
 def _settle(suspect: Suspect, function: Function, arguments: dict[str, Any], grid: Grid, tensors: Tensors) -> None:
     """Race if the two programs, each run alone, do what conflicts. Memory is left as it was."""
-    programs, traces = sorted(suspect.programs), []
-    for program in programs:
+    traces = []
+    for program in suspect.programs:
         memory = Alone()
         try:
             _run(function, arguments, grid, [program], memory)
@@ -209,7 +209,7 @@ def _settle(suspect: Suspect, function: Function, arguments: dict[str, Any], gri
         found = conflict(traces[0][span], traces[1][span])
         if found is not None:
             axes = max([axis for axis, size in enumerate(grid, 1) if size > 1], default=1)
-            first, second = (tuple(int(part) for part in np.unravel_index(program, grid))[:axes] for program in programs)
+            first, second = (tuple(int(part) for part in np.unravel_index(program, grid))[:axes] for program in suspect.programs)
             did, does, byte = found
             verbs = f"and {second} both {did}" if did == does else f"{did}s and {second} {does}s"
             raise Race(f"program {first} {verbs} {_element(tensors[span], byte)}", suspect.place)

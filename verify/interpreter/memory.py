@@ -13,7 +13,7 @@ import torch
 
 from verify.interpreter.races import AGAINST, ATOMIC, LOAD, STORE, Shadow, Suspect, Trace
 
-SUSPECTS = 4  # places of one launch that are looked at again
+SUSPECTS = 16  # of one launch; the programs of each of them run again, alone
 _BYTE = np.dtype(np.uint8)
 Span = tuple[int, int]  # the addresses of a tensor's memory: of its first byte, and after its last
 
@@ -137,21 +137,21 @@ class Memory:
             self._views[key] = np.frombuffer(raw, dtype=dtype, count=(end - start) // dtype.itemsize)
         return self._views[key]
 
-    # what is noted of accesses of elements, each by a program
+    # Accesses to elements, by their index, each of the program whose number stands at the same place in `programs`.
 
     def loading(self, span: Span, dtype: Any, index: Any, programs: Any) -> None:
-        """Elements are loaded."""
+        """Note that elements are loaded."""
         shadow, width = self._shadow(span, dtype), dtype.itemsize
         for kind in AGAINST[LOAD]:
             others = shadow.others(kind, index, width, programs)
             if others.any():
-                bits = _bits(width)
-                changed = self.view(span, bits)[index] != self.before[span].view(bits)[index]
-                self._suspect(others, programs, (others != 0) & changed)
+                bits, before = _bits(width), self.before[span]
+                before = before[: len(before) // width * width].view(bits)
+                self._suspect(others, programs, (others != 0) & (self.view(span, bits)[index] != before[index]))
         shadow.touch(LOAD, index, width, programs)
 
     def storing(self, span: Span, dtype: Any, index: Any, programs: Any, value: Any) -> None:
-        """Elements are written."""
+        """Write elements, and note it."""
         shadow, width = self._shadow(span, dtype), dtype.itemsize
         now, bits = self.view(span, _bits(width)), value.view(_bits(width))
         for kind in AGAINST[STORE]:
@@ -166,7 +166,7 @@ class Memory:
             self._suspect(others, programs, (others != 0) & lost)
 
     def updating(self, span: Span, dtype: Any, index: Any, programs: Any) -> None:
-        """Elements are updated atomically."""
+        """Note that elements are updated atomically."""
         shadow, width = self._shadow(span, dtype), dtype.itemsize
         for kind in AGAINST[ATOMIC]:
             others = shadow.others(kind, index, width, programs)
@@ -174,9 +174,13 @@ class Memory:
         shadow.touch(ATOMIC, index, width, programs)
 
     def _suspect(self, others: Any, programs: Any, where: Any) -> None:
+        """Suspect the first and the last pair of programs of an access that touch the same elements."""
         if len(self.suspects) < SUSPECTS and where.any():
             where, others, programs = np.broadcast_arrays(where, others, programs)
-            self.suspects.append(Suspect((int(others[where][0]) - 1, int(programs[where][0])), place()))
+            for pair in {(int(others[where][at]) - 1, int(programs[where][at])) for at in (0, -1)}:
+                suspect = Suspect((min(pair), max(pair)), place())
+                if suspect not in self.suspects:
+                    self.suspects.append(suspect)
 
     def _shadow(self, span: Span, dtype: Any) -> Shadow:
         if span not in self._shadows:
@@ -192,10 +196,10 @@ class Memory:
             self.before[span] = self.view(span, _BYTE).copy()
 
     def _chosen(self, mask: Any, index: Any, *values: Any) -> tuple[Any, ...]:
-        """The indices where the mask is True, whose each is, and the values there, in the order of programs."""
+        """The indices where the mask is True, the number of the program of each, and the values there, in the order of programs."""
         running = len(self.programs)
         count = max(len(index), 1 if mask is None else len(mask))
-        if count == 1 and running > 1:  # all programs touch the same: the first and the last of them tell
+        if count == 1 and running > 1:  # all programs touch the same elements: two of them stand for all
             parts = [np.repeat(part, 2, axis=0) for part in (index, *values)]
             owners = self.programs[[0, -1]]
             mask = mask if mask is None else np.repeat(mask, 2, axis=0)

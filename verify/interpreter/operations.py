@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 from verify.interpreter.memory import Memory, pointing
 
 Handle = interpreter.TensorHandle
-Handle.shape = None  # of a handle that nobody says otherwise of
+Handle.shape = None  # the data has the shape of the block, unless an operation sets this
 np_dtype = interpreter._get_np_dtype
 
 

@@ -29,7 +29,7 @@ class Race(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Suspect:
-    """Two programs, by their numbers in the grid, and the kernel's line that touched what the other program had touched."""
+    """Two programs that may race, by their numbers in the grid in ascending order, and the kernel's line where this was seen."""
 
     programs: tuple[int, int]
     place: str
