@@ -7,7 +7,7 @@ lengths runs to the longest range, for fewer and fewer programs. Only variables 
 """
 
 import ast
-import copy
+import contextlib
 import functools
 import inspect
 import itertools
@@ -19,6 +19,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+from verify.interpreter.memory import pointing
 from verify.interpreter.operations import BlockPointer, Diverges, GridBuilder, Handle, Unbatchable, agreed
 
 
@@ -30,13 +31,23 @@ class Names(dict[str, Any]):
         self.outer, self.positions = outer, positions
 
     def __missing__(self, name: str) -> Any:
-        if self.outer is None:
+        outer, between = self.outer, [self]  # a loop has an outer scope for each turn in which programs left it: no recursion
+        while outer is not None and not dict.__contains__(outer, name):
+            between.append(outer)
+            outer = outer.outer
+        if outer is None:
             raise KeyError(name)
-        value = self[name] = selected(self.outer[name], self.positions)
+        positions = between[-1].positions
+        for names in between[-2::-1]:
+            positions = positions[names.positions]
+        value = self[name] = selected(dict.__getitem__(outer, name), positions)
         return value
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or (self.outer is not None and name in self.outer)
+        names: Names | None = self
+        while names is not None and not dict.__contains__(names, name):
+            names = names.outer
+        return names is not None
 
 
 class Frame:
@@ -63,8 +74,10 @@ class Parted:
     def __init__(self, parts: list[tuple[Any, Any]]) -> None:
         self.parts = parts  # positions and value of each group
 
-    def __getattr__(self, name: str) -> Any:
+    def _used(self, *_: Any) -> Any:
         raise Unbatchable("a variable that has several types, or that only some programs have")
+
+    __getattr__ = __bool__ = __index__ = __iter__ = __len__ = _used
 
 
 def selected(value: Any, positions: Any) -> Any:
@@ -76,7 +89,7 @@ def selected(value: Any, positions: Any) -> Any:
             for here, group, part in found
             if here.any()
         ]
-        return parts[0][1] if len(parts) == 1 and len(parts[0][0]) == len(positions) else Parted(parts)
+        return _together(parts, len(positions))
     if isinstance(value, tl.tensor):
         handle = _selected_handle(value.handle, positions)
         return value if handle is value.handle else tl.tensor(handle, value.type)
@@ -110,10 +123,11 @@ def merged(parts: list[tuple[Any, Any]], count: int) -> Any:
     first = values[0]
     if all(value is first for value in values):
         return first
-    if any(isinstance(value, tl.tensor) for value in values) and all(
-        isinstance(value, (tl.tensor, int, float)) for value in values
-    ):
-        values = [interpreter.interpreter_semantic.to_tensor(value) for value in values]
+    plain = [value.value if isinstance(value, tl.constexpr) else value for value in values]
+    if not any(isinstance(value, tl.tensor) for value in plain) and all(_equal(value, plain[0]) for value in plain):
+        return first
+    if all(isinstance(value, (tl.tensor, int, float)) for value in plain):
+        values = [interpreter.interpreter_semantic.to_tensor(value) for value in plain]
         if any(str(value.type) != str(values[0].type) for value in values):
             values = _of_one_type(values)
         handles = [(positions, value.handle) for (positions, _), value in zip(parts, values, strict=True)]
@@ -122,10 +136,11 @@ def merged(parts: list[tuple[Any, Any]], count: int) -> Any:
         groups = [positions for positions, _ in parts]
         columns = zip(*values, strict=True)
         return _like(first, [merged(list(zip(groups, column, strict=True)), count) for column in columns])
-    plain = [value.value if isinstance(value, tl.constexpr) else value for value in values]
-    if all(type(value) is type(plain[0]) and value == plain[0] for value in plain):
-        return first
     raise Unbatchable("a variable that has several types")
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and not isinstance(one, (tuple, tl.tuple)) and bool(one == other)
 
 
 def _of_one_type(values: list[Any]) -> list[Any]:
@@ -142,15 +157,16 @@ def _merged_handle(parts: list[tuple[Any, Any]], count: int) -> Any:
         groups = [positions for positions, _ in parts]
         columns = zip(*[handle.scalars() for _, handle in parts], strict=True)
         return first.replaced([_merged_handle(list(zip(groups, column, strict=True)), count) for column in columns])
-    if first.dtype.is_ptr() and len({getattr(handle.dtype, "spans", ()) for _, handle in parts}) > 1:
-        raise Unbatchable("a pointer to one tensor in some programs and to another in others")
+    dtype = first.dtype
+    if dtype.is_ptr() and any(getattr(handle.dtype, "spans", ()) != getattr(dtype, "spans", ()) for _, handle in parts):
+        dtype = pointing(dtype, *[handle for _, handle in parts])
     arrays = [handle.data for _, handle in parts]
     if all(data.size == 1 and data.item() == arrays[0].item() for data in arrays):
         return first
     data = np.empty((count, *np.broadcast_shapes(*[data.shape[1:] for data in arrays])), dtype=arrays[0].dtype)
     for (positions, _), part in zip(parts, arrays, strict=True):
         data[positions] = part
-    result = Handle(data, first.dtype)
+    result = Handle(data, dtype)
     result.shape = first.shape if first.shape is not None else first.data.shape[1:]
     return result
 
@@ -165,14 +181,17 @@ def joined(frame: Frame, parts: Sequence[Frame], assigned: frozenset[str]) -> Fr
     whole = frame if len(programs) == len(frame.programs) else frame.part(np.searchsorted(frame.programs, programs))
     for name in assigned:
         values = [(whole.positions(part), part.names[name]) for part in parts if name in part.names]
-        if not values:
-            continue
-        try:
-            value = merged(values, len(programs)) if len(values) == len(parts) else Parted(values)
-        except Unbatchable:
-            value = Parted(values)
-        whole.names[name] = value
+        if values:
+            whole.names[name] = _together(values, len(programs))
     return whole
+
+
+def _together(parts: list[tuple[Any, Any]], count: int) -> Any:
+    """One value for `count` programs, or, if there is none, the value of each group of them."""
+    if sum(len(positions) for positions, _ in parts) == count and not any(isinstance(value, Parted) for _, value in parts):
+        with contextlib.suppress(Unbatchable):
+            return merged(parts, count)
+    return Parted(parts)
 
 
 # Functions of the language, as steps: one for each statement.
@@ -194,6 +213,7 @@ class Call:
         self.returned: list[tuple[Frame, Any]] = []
 
 
+TURNS = 100_000  # of a while loop in a kernel that reads memory; a loop with more is taken to wait
 # A step runs one statement for the programs of a frame. Its result is the frame of the programs that go on to the next statement.
 Step = Callable[[Call, Frame, Loop | None], Frame | None]
 
@@ -206,17 +226,11 @@ class Function:
 
     def __init__(self, tree: ast.FunctionDef, filename: str, names: dict[str, Any], signature: inspect.Signature) -> None:
         self.signature, self._names, self._filename = signature, names, filename
-        names.update(_EXTREMES)
-        tree = _Extremes().visit(copy.deepcopy(tree))
-        nodes = [node for node in ast.walk(tree) if node is not tree]
-        self.branches = any(isinstance(node, (ast.If, ast.For, ast.While)) for node in nodes)
-        self._foreign = next((type(node).__name__ for node in nodes if _has_own_names(node)), "")
-        self._steps = [] if self._foreign else self._steps_of(tree.body)
+        self.branches = any(isinstance(node, (ast.If, ast.For, ast.While)) for node in ast.walk(tree))
+        self._steps = self._steps_of(tree.body)
 
     def run(self, machine: "Machine", names: Names, programs: Any) -> Any:
         """The value that it returns to the programs that call it together."""
-        if self._foreign:
-            raise Unbatchable(f"{self._foreign} in {self.signature}")
         call, frame = Call(machine), Frame(programs, names)
         rest = _run(self._steps, call, frame, None)
         if rest is not None:
@@ -228,6 +242,8 @@ class Function:
         return [_splitting(self._step(node), _assigned(node)) for node in body]
 
     def _step(self, node: ast.stmt) -> Step:
+        if isinstance(node, (ast.For, ast.While)) and node.orelse:
+            return _refusing("a loop with else")
         if isinstance(node, ast.If):
             return self._if(node)
         if isinstance(node, ast.For):
@@ -246,10 +262,14 @@ class Function:
 
     def _expression(self, node: ast.expr) -> Callable[[Frame], Any]:
         """Evaluates an expression with the variables of a frame."""
+        if foreign := _with_own_names(node):
+            return _refusing(foreign)
         code, names = self._compiled(ast.Expression(node)), self._names
         return lambda frame: eval(code, names, frame.names)
 
     def _plain(self, node: ast.stmt) -> Step:
+        if foreign := _with_own_names(node):
+            return _refusing(foreign)
         code, names = self._compiled(ast.Module([node], [])), self._names
 
         def step(_: Call, frame: Frame, __: Loop | None) -> Frame:
@@ -280,13 +300,8 @@ class Function:
         def going(call: Call, frame: Frame, done: list[Frame]) -> Frame | None:
             """The programs for which the condition is true; the others are done."""
             call.machine.enter(frame.programs)
-            memory = call.machine.builder.memory
-            loads = memory.loads
             try:
-                goes = test(frame)
-                if memory.loads != loads:  # it may wait for what another program stores, which would never run on
-                    raise Unbatchable("a loop whose condition reads memory")
-                if goes:
+                if test(frame):
                     return frame
             except Diverges as diverging:
                 parts = [going(call, frame.part(group), done) for group in diverging.groups]
@@ -295,10 +310,18 @@ class Function:
             return None
 
         def step(call: Call, frame: Frame, _: Loop | None) -> Frame | None:
-            loop, done = Loop(), list[Frame]()
+            loop, done, memory = Loop(), list[Frame](), call.machine.builder.memory
             current: Frame | None = frame
-            while current is not None and (current := going(call, current, done)) is not None:
-                current = _turn(body, call, current, loop, assigned)
+            turns = 0
+            while current is not None:
+                turns, loads, before = turns + 1, memory.loads, _bits_of(current, assigned)
+                current = going(call, current, done)
+                if current is not None:
+                    current = _turn(body, call, current, loop, assigned)
+                # A loop that reads memory and changes nothing waits for another program, which here would never run on.
+                waits = current is not None and memory.loads != loads and _bits_of(current, assigned) == before
+                if waits or (turns > TURNS and memory.loads):
+                    raise Unbatchable("a loop that waits for another program")
             return joined(frame, done + loop.broken, assigned)
 
         return step
@@ -344,42 +367,40 @@ class Function:
         return bounds
 
 
-class _Extremes(ast.NodeTransformer):
-    """Makes Python's min and max compare program by program. Triton compiles them as tl.minimum and tl.maximum."""
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and node.func.id in ("min", "max"):
-            node.func = ast.copy_location(ast.Name(f"_gdn_{node.func.id}", ast.Load()), node.func)
-        return node
-
-
-def _extreme(plain: Callable[..., Any], language: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*arguments: Any) -> Any:
-        varies = any(isinstance(argument, tl.tensor) and len(argument.handle.data) > 1 for argument in arguments)
-        return language(*arguments) if varies and len(arguments) == 2 else plain(*arguments)
-
-    return call
-
-
-_EXTREMES = {"_gdn_min": _extreme(min, tl.minimum), "_gdn_max": _extreme(max, tl.maximum)}
 _FOREIGN = (
     ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.FunctionDef, ast.ClassDef, ast.With, ast.Try, ast.Delete,
     ast.Global, ast.Nonlocal, ast.Yield, ast.NamedExpr,
 )  # fmt: skip
 
 
-def _has_own_names(node: ast.AST) -> bool:
-    """Whether a statement or expression has variables of its own, so that it would not find the variables of a frame."""
-    if isinstance(node, ast.Lambda):
-        names = {name.id for name in ast.walk(node.body) if isinstance(name, ast.Name)}
-        return not names <= {argument.arg for argument in node.args.args}
-    return isinstance(node, _FOREIGN)
+def _with_own_names(node: ast.AST) -> str:
+    """What in a statement or expression has variables of its own, and would not find those of a frame; "" if nothing has."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Lambda):
+            names = {name.id for name in ast.walk(part.body) if isinstance(name, ast.Name)}
+            if not names <= {argument.arg for argument in part.args.args}:
+                return "a lambda"
+        elif isinstance(part, _FOREIGN):
+            return f"a statement of Python's: {type(part).__name__}"
+    return ""
+
+
+def _refusing(what: str) -> Callable[..., Any]:
+    def refuse(*_: Any) -> Any:
+        raise Unbatchable(what)
+
+    return refuse
 
 
 def _assigned(node: ast.stmt) -> frozenset[str]:
     """The names that a statement may assign."""
     return frozenset(name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store))
+
+
+def _bits_of(frame: Frame, names: frozenset[str]) -> list[Any]:
+    """The bits of a frame's variables."""
+    values = [frame.names[name] for name in sorted(names) if name in frame.names]
+    return [value.handle.data.tobytes() if isinstance(getattr(value, "handle", None), Handle) else value for value in values]
 
 
 def _leave(*, broken: bool) -> Step:

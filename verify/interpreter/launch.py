@@ -9,7 +9,8 @@ import contextlib
 import inspect
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,10 @@ from triton.runtime import interpreter
 
 from verify.interpreter import operations
 from verify.interpreter.grid import Function, Machine
-from verify.interpreter.memory import Alone, Memory, Rewatch, Span, Untracked, span_of, tensors_of
+from verify.interpreter.memory import Alone, Memory, Rewatch, Span, Unordered, Untracked, span_of, tensors_of
 from verify.interpreter.operations import Diverges, GridBuilder, Unbatchable
 from verify.interpreter.patches import SEQUENTIAL
-from verify.interpreter.races import Race, Suspect, conflict
+from verify.interpreter.races import LOAD, STORE, Race, Suspect, Trace, conflicts, writes_the_same
 
 Grid = tuple[int, int, int]
 Tensors = dict[Span, dict[str, Tensor]]  # a launch's tensors, by their memory and by the names of the arguments
@@ -36,6 +37,7 @@ one_by_one: collections.Counter[str] = collections.Counter()
 _blocks: dict[Function, int] = {}  # the elements of the largest block that a kernel has loaded or stored
 # The arguments that a kernel was seen to store to after it had loaded from them: loads of these are looked at.
 _stored_after_loads: dict[Function, set[str]] = {}
+NOTHING: Mapping[Span, Trace] = MappingProxyType({})
 _machine: Machine | None = None  # of the launch that runs now
 
 
@@ -171,14 +173,16 @@ def _together(python: Any, arguments: dict[str, Any], grid: Grid, tensors: Tenso
         watched.update(tensors[surprise.span])
         return _together(python, arguments, grid, tensors)
     except Exception as error:
+        reason = str(error) if isinstance(error, (Unbatchable, Untracked, Unordered)) else type(error).__name__
         memory.rollback()
-        return str(error) if isinstance(error, (Unbatchable, Untracked)) else type(error).__name__
-    if not memory.suspects:
-        return ""
-    memory.rollback()
+    else:
+        if not memory.suspects:
+            return ""
+        reason = "programs that touch the same memory"
+        memory.rollback()
     for suspect in memory.suspects:
         _settle(suspect, function, arguments, grid, tensors)
-    return "programs that touch the same memory"
+    return reason
 
 
 def _run(function: Function, arguments: dict[str, Any], grid: Grid, programs: Sequence[int], memory: Memory) -> None:
@@ -187,32 +191,60 @@ def _run(function: Function, arguments: dict[str, Any], grid: Grid, programs: Se
     first = 0
     while first < len(programs):
         count = max(1, ELEMENTS // _blocks[function]) if function in _blocks else PROGRAMS
-        machine = Machine(builder, grid, np.array(programs[first : first + count]))
+        numbers = np.array(programs[first : first + count])
+        machine, memory.together = Machine(builder, grid, numbers), len(numbers)
         with _running(machine):
             machine.call(function, arguments)
+        memory.finish_slice()
         _blocks[function] = max(memory.largest_block, _blocks.get(function, 1))
         first += count
 
 
 def _settle(suspect: Suspect, function: Function, arguments: dict[str, Any], grid: Grid, tensors: Tensors) -> None:
-    """Race if the two programs, each run alone, do what conflicts. Memory is left as it was."""
-    traces = []
-    for program in suspect.programs:
+    """Race if the two programs, each run alone, conflict. Memory is left as it was."""
+
+    def alone(program: int, after: Mapping[Span, Trace] = NOTHING) -> dict[Span, Trace]:
+        """What a program does, on memory as another program leaves it."""
         memory = Alone()
+        for span, trace in after.items():
+            memory.view(span, np.dtype(np.uint8))[:] = trace.after
         try:
             _run(function, arguments, grid, [program], memory)
-        except Exception:  # the reference will raise it
+            return memory.traced()
+        finally:
             memory.rollback()
-            return
-        traces.append(memory.finish())
-    for span in traces[0].keys() & traces[1].keys():
-        found = conflict(traces[0][span], traces[1][span])
-        if found is not None:
-            axes = max([axis for axis, size in enumerate(grid, 1) if size > 1], default=1)
-            first, second = (tuple(int(part) for part in np.unravel_index(program, grid))[:axes] for program in suspect.programs)
-            did, does, byte = found
-            verbs = f"and {second} both {did}" if did == does else f"{did}s and {second} {does}s"
-            raise Race(f"program {first} {verbs} {_element(tensors[span], byte)}", suspect.place)
+            for span, trace in after.items():
+                memory.view(span, np.dtype(np.uint8))[:] = trace.before
+
+    try:
+        traces = [alone(program) for program in suspect.programs]
+        for span in traces[0].keys() & traces[1].keys():
+            for did, does, byte in conflicts(traces[0][span], traces[1][span]):
+                if {did, does} == {LOAD, STORE}:
+                    reader = (did, does).index(LOAD)
+                    written = traces[1 - reader][span]
+                    again = alone(suspect.programs[reader], traces[1 - reader])
+                    # A value that its writer puts back is not there any more when the reader runs after it.
+                    stays = written.after[byte] != written.before[byte]
+                    if stays and all(
+                        writes_the_same(trace, again[span]) for span, trace in traces[reader].items() if span in again
+                    ):
+                        continue
+                raise Race(_told(suspect, grid, did, does, _element(tensors[span], byte)), suspect.place)
+    except Race:
+        raise
+    except Exception:  # the reference will raise it
+        return
+
+
+def _told(suspect: Suspect, grid: Grid, did: str, does: str, element: str) -> str:
+    axes = max([axis for axis, size in enumerate(grid, 1) if size > 1], default=1)
+    first, second = (tuple(int(part) for part in np.unravel_index(program, grid))[:axes] for program in suspect.programs)
+    return (
+        f"program {first} and {second} both {did} {element}"
+        if did == does
+        else f"program {first} {did}s and {second} {does}s {element}"
+    )
 
 
 def _element(named: dict[str, Tensor], byte: int) -> str:

@@ -5,7 +5,8 @@ import ctypes
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 
 from verify.interpreter.races import AGAINST, ATOMIC, LOAD, STORE, Shadow, Suspect, Trace
 
-SUSPECTS = 16  # of one launch; the programs of each of them run again, alone
+SUSPECTS, PAIRS = 64, 8  # of one launch and of one access in it; the programs of each of them run again, alone
 _BYTE = np.dtype(np.uint8)
 Span = tuple[int, int]  # the addresses of a tensor's memory: of its first byte, and after its last
 
@@ -31,7 +32,11 @@ class OutOfBounds(Exception):
 
 
 class Untracked(Exception):
-    """A pointer whose tensor is not known: made from an integer, or from two tensors."""
+    """A pointer whose tensor is not known, such as one that was made from an integer."""
+
+
+class Unordered(Exception):
+    """An access whose result depends on the order of programs."""
 
 
 def pointing(dtype: Any, *sources: Any) -> Any:
@@ -82,9 +87,12 @@ class Memory:
         self.before: dict[Span, Any] = {}
         self._views: dict[tuple[Span, Any], Any] = {}
         self._shadows: dict[Span, Shadow] = {}
-        self.largest_block = 1  # of a load or store, in elements
+        self.together = 1  # programs in the slice that runs
+        self.largest_block = 1  # in elements
         self.loads = 0
         self._watched, self._loaded = set(watched), set[Span]()
+        self._updates: list[tuple[Any, ...]] = []  # atomics of this slice, which are not applied yet
+        self._updated: set[Span] = set()
 
     def rollback(self) -> None:
         """Put back what the stored-to storages held before the launch."""
@@ -94,6 +102,11 @@ class Memory:
     def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
         """What the pointers point to; `other`, or zero, where the mask is False."""
         self.loads += 1
+        if len(_spans(pointers)) > 1:
+            data = np.zeros(1, dtype) if other is None else other
+            for part, inside in _by_memory(pointers, mask):
+                data = np.where(inside, self.load(part, inside, None, dtype), data)
+            return data.astype(dtype, copy=False)
         span, index, mask = self._places(pointers, mask, dtype)
         if index is None:
             return (
@@ -104,6 +117,7 @@ class Memory:
         self._loaded.add(span)
         if span in self._watched:
             self.loading(span, dtype, *self._chosen(mask, index))
+        self._in_order(span)
         data = self.view(span, dtype).take(index)
         if mask is None:
             return data
@@ -111,6 +125,10 @@ class Memory:
 
     def store(self, pointers: Any, value: Any, mask: Any, shape: tuple[int, ...]) -> None:
         """Write the value where the mask is True; of equal places the last program's stays."""
+        if len(_spans(pointers)) > 1:
+            for part, inside in _by_memory(pointers, mask):
+                self.store(part, value, inside, shape)
+            return
         span, index, mask = self._places(pointers, mask, value.dtype)
         if index is None:
             return
@@ -119,14 +137,46 @@ class Memory:
         index, value = (np.broadcast_to(part, (count, *shape)) for part in (index, value))
         index, programs, value = self._chosen(mask, index, value)
         self.storing(span, value.dtype, index, programs, value)
+        self._in_order(span)
 
     def update(self, pointers: Any, mask: Any, dtype: Any) -> None:
         """An atomic is about to change what the pointers point to."""
+        if len(_spans(pointers)) > 1:
+            for part, inside in _by_memory(pointers, mask):
+                self.update(part, inside, dtype)
+            return
         span, index, mask = self._places(pointers, mask, dtype)
         if index is None:
             return
         self._writes(span)
         self.updating(span, dtype, *self._chosen(mask, index))
+        if self.together > 1:
+            self._updated.add(span)
+
+    def queue(self, kind: Any, apply: Callable[[Any, Any], Any], places: Any, values: Any, programs: Any) -> None:
+        """Apply an atomic at the end of the slice: `apply(places, values)`, for each place with the number of its program."""
+        self._updates.append((kind, apply, places, values, programs))
+
+    def finish_slice(self) -> None:
+        """Apply the atomics of this slice program after program, each program's in its own order, as the reference does."""
+        updates, self._updates = self._updates, []
+        if len({(kind, values.dtype) for kind, _, _, values, _ in updates}) == 1:
+            places, values, programs = (np.concatenate(parts) for parts in list(zip(*updates, strict=True))[2:])
+            order = np.argsort(programs, kind="stable")
+            updates[0][1](places[order], values[order])
+            return
+        for program in np.unique(np.concatenate([programs for *_, programs in updates])) if updates else ():
+            for _, apply, places, values, programs in updates:
+                apply(places[programs == program], values[programs == program])
+
+    def holds(self, data: Any) -> None:
+        """Note the size of a block."""
+        self.largest_block = max(self.largest_block, data.size // max(1, len(data)))
+
+    def _in_order(self, span: Span) -> None:
+        """Unordered if a plain access comes after an atomic, which another program may have to do first."""
+        if span in self._updated:
+            raise Unordered("a plain access after an atomic to the same memory")
 
     def view(self, span: Span, dtype: Any) -> Any:
         """The memory as numbers of a type."""
@@ -147,7 +197,9 @@ class Memory:
             if others.any():
                 bits, before = _bits(width), self.before[span]
                 before = before[: len(before) // width * width].view(bits)
-                self._suspect(others, programs, (others != 0) & (self.view(span, bits)[index] != before[index]))
+                # What an atomic does here is not there yet.
+                changed = kind == ATOMIC or self.view(span, bits)[index] != before[index]
+                self._suspect(others, programs, (others != 0) & changed)
         shadow.touch(LOAD, index, width, programs)
 
     def storing(self, span: Span, dtype: Any, index: Any, programs: Any, value: Any) -> None:
@@ -157,7 +209,7 @@ class Memory:
         for kind in AGAINST[STORE]:
             others = shadow.others(kind, index, width, programs)
             if others.any():
-                self._suspect(others, programs, (others != 0) & (now[index] != bits))
+                self._suspect(others, programs, (others != 0) & (kind == ATOMIC or now[index] != bits))
         now[index] = bits
         shadow.touch(STORE, index, width, programs)
         lost = now[index] != bits
@@ -174,13 +226,12 @@ class Memory:
         shadow.touch(ATOMIC, index, width, programs)
 
     def _suspect(self, others: Any, programs: Any, where: Any) -> None:
-        """Suspect the first and the last pair of programs of an access that touch the same elements."""
+        """Suspect pairs of programs that touch the same elements: a few of each access, since not all pairs may conflict."""
         if len(self.suspects) < SUSPECTS and where.any():
             where, others, programs = np.broadcast_arrays(where, others, programs)
-            for pair in {(int(others[where][at]) - 1, int(programs[where][at])) for at in (0, -1)}:
-                suspect = Suspect((min(pair), max(pair)), place())
-                if suspect not in self.suspects:
-                    self.suspects.append(suspect)
+            pairs = np.sort(np.stack([others[where] - 1, programs[where]], axis=1), axis=1)
+            suspects = [Suspect((int(one), int(other)), place()) for one, other in np.unique(pairs, axis=0)[:PAIRS]]
+            self.suspects += [suspect for suspect in suspects if suspect not in self.suspects]
 
     def _shadow(self, span: Span, dtype: Any) -> Shadow:
         if span not in self._shadows:
@@ -219,9 +270,7 @@ class Memory:
 
         Indices are 0 where the mask is False, and None if it is False everywhere. OutOfBounds if one leaves the memory.
         """
-        spans: tuple[Span, ...] = getattr(pointers.dtype, "spans", ())
-        if len(spans) != 1:
-            raise Untracked("a pointer that may be one of two tensors'" if spans else "a pointer that no tensor is known of")
+        spans = _spans(pointers)
         (start, end), size = spans[0], dtype.itemsize
         if start % size or (getattr(pointers.dtype, "recast", False) and (pointers.data % np.uint64(size)).any()):
             raise Untracked("an address between two elements")
@@ -230,7 +279,7 @@ class Memory:
             index >>= size.bit_length() - 1
         if mask is not None and mask.all():
             mask = None
-        self.largest_block = max(self.largest_block, index.size // len(index))
+        self.holds(index)
         last = (end - start) // size - 1
         if not _inside(index, last):
             if mask is not None and not mask.any():
@@ -252,8 +301,10 @@ class Alone(Memory):
         self._trace(span).note(LOAD, index, dtype.itemsize)
 
     def storing(self, span: Span, dtype: Any, index: Any, programs: Any, value: Any) -> None:  # noqa: ARG002 - as above
-        self._trace(span).note(STORE, index, dtype.itemsize)
+        trace = self._trace(span)
         self.view(span, dtype)[index] = value
+        trace.note(STORE, index, dtype.itemsize)
+        trace.changes |= trace.before != self.view(span, _BYTE)
 
     def updating(self, span: Span, dtype: Any, index: Any, programs: Any) -> None:  # noqa: ARG002 - as above
         self._trace(span).note(ATOMIC, index, dtype.itemsize)
@@ -262,17 +313,38 @@ class Alone(Memory):
         self._watched.update(getattr(pointers.dtype, "spans", ()))
         return super().load(pointers, mask, other, dtype)
 
-    def finish(self) -> dict[Span, Trace]:
-        """What the program did, with memory put back."""
+    def traced(self) -> dict[Span, Trace]:
+        """What the program did to each memory."""
         for span, trace in self.traces.items():
             trace.after = self.view(span, _BYTE).copy()
-        self.rollback()
         return self.traces
 
     def _trace(self, span: Span) -> Trace:
         if span not in self.traces:
             self.traces[span] = Trace.of(self.view(span, _BYTE).copy())
         return self.traces[span]
+
+
+def _spans(pointers: Any) -> tuple[Span, ...]:
+    spans: tuple[Span, ...] = getattr(pointers.dtype, "spans", ())
+    if not spans:
+        raise Untracked("a pointer that no tensor is known of")
+    return spans
+
+
+def _by_memory(pointers: Any, mask: Any) -> Iterator[tuple[Any, Any]]:
+    """Pointers that may point into several memories, once for each memory, with the mask of those that do."""
+    rest = (
+        np.ones(pointers.data.shape, dtype=bool)
+        if mask is None
+        else np.broadcast_to(mask, np.broadcast_shapes(mask.shape, pointers.data.shape))
+    )
+    for span in _spans(pointers):
+        inside = rest & (pointers.data >= np.uint64(span[0])) & (pointers.data < np.uint64(span[1]))
+        rest = rest & ~inside
+        yield SimpleNamespace(data=pointers.data, dtype=SimpleNamespace(spans=(span,), recast=True)), inside
+    if rest.any():
+        raise OutOfBounds("accesses memory outside of its tensors")
 
 
 def place() -> str:

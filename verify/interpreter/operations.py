@@ -37,7 +37,10 @@ def agreed(data: Any) -> Any:
     flat = data.reshape(-1)
     if flat.size == 1 or (flat == flat[0]).all():
         return flat[0]
-    raise Diverges([np.flatnonzero(flat == value) for value in np.unique(flat)])
+    values, groups = np.unique(flat, return_inverse=True)
+    if len(values) == 1:  # NaN
+        return flat[0]
+    raise Diverges([np.flatnonzero(groups == group) for group in range(len(values))])
 
 
 def block_shape(handle: Any) -> tuple[int, ...]:
@@ -135,7 +138,9 @@ class GridBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
 
     def create_dot(self, a: Any, b: Any, d: Any, *options: Any) -> Any:
         left, right = Handle(full(a), a.dtype), Handle(full(b), b.dtype)
-        return super().create_dot(left, right, d, *options)
+        result = super().create_dot(left, right, d, *options)
+        self.memory.holds(result.data)
+        return result
 
     # memory
 
@@ -161,12 +166,23 @@ class GridBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
 
     def create_atomic_rmw(self, rmw: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
         self.effects += 1
-        count = max(len(part.data) for part in (ptr, val, mask, _Count(self.coordinates)))
-        shape = (count, *block_shape(ptr))
+        programs = len(self.memory.programs)
+        shape = (programs, *block_shape(ptr))
         parts = [made(np.ascontiguousarray(np.broadcast_to(part.data, shape)), part.dtype) for part in (ptr, val, mask)]
         self.memory.update(parts[0], parts[2].data, np_dtype(ptr.get_element_ty()))
-        old = super().create_atomic_rmw(rmw, *parts, sem, scope)
-        return old if count == 1 else _Ordered(old.dtype)
+
+        def apply(places: Any, values: Any) -> Any:
+            """Update places one after another."""
+            every = Handle(np.ones(places.shape, dtype=bool), tl.int1)
+            pointers = Handle(places, ptr.dtype)
+            return super(GridBuilder, self).create_atomic_rmw(rmw, pointers, Handle(values, val.dtype), every, sem, scope)
+
+        if self.memory.together == 1:
+            return super().create_atomic_rmw(rmw, *parts, sem, scope)
+        pointers, values, mask = (part.data for part in parts)
+        owners = np.broadcast_to(self.memory.programs.reshape(-1, *[1] * (mask.ndim - 1)), shape)
+        self.memory.queue(rmw, apply, pointers[mask], values[mask], owners[mask])
+        return Ordered(val.dtype.scalar)
 
     def create_atomic_cas(self, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
         raise Unbatchable("tl.atomic_cas")
@@ -254,15 +270,8 @@ class BlockPointer:
         return made(pointers, self.base.dtype.scalar, tuple(self.block_shape)), mask
 
 
-class _Count:
-    """Stands for a value that every running program has of its own."""
-
-    def __init__(self, coordinates: Sequence[Any]) -> None:
-        self.data = np.empty(max(len(each) for each in coordinates))
-
-
-class _Ordered:
-    """What atomics found in memory, which depends on the order of programs: whoever reads it runs one after another."""
+class Ordered:
+    """What an atomic found in memory, which depends on the order of programs, and what is computed from it. Nobody can read it."""
 
     shape = None
 
@@ -289,7 +298,10 @@ def _elementwise(name: str) -> Callable[..., Any]:
     plain = getattr(interpreter.InterpreterBuilder, name)
 
     def call(self: Any, *arguments: Any) -> Any:
+        if any(isinstance(argument, Ordered) for argument in arguments):
+            return Ordered(arguments[-1].dtype if hasattr(arguments[-1], "dtype") else arguments[-1].scalar)
         result = plain(self, *arguments)
+        self.memory.holds(result.data)
         shape = block_shape(arguments[0])
         if result.data.shape[1:] != shape:
             result.shape = shape
@@ -353,7 +365,7 @@ def reduced(values: tuple[Any, ...], axis: int | None, combine: Any, *, keep_dim
 def _sum(data: Any, at: int, kind: Any) -> Any:
     widening = _WIDENED.get(kind)
     if widening is None:
-        return np.sum(data, axis=at)
+        return np.sum(np.ascontiguousarray(data), axis=at)  # as the reference does
     widen, narrow = widening
     data = np.moveaxis(data, at, 0)
     while (half := len(data) // 2) > 0:
@@ -372,11 +384,18 @@ def _folded(arrays: list[Any], at: int, kinds: list[Any], combine: Any) -> list[
 
 
 def _combined(combine: Any, left: list[Any], right: list[Any], kinds: list[Any]) -> list[Any]:
-    given = [_tensor(data, kind) for data, kind in zip((*left, *right), (*kinds, *kinds), strict=True)]
-    results = combine.fn(*given)
+    # The function combines scalars: every element stands for a program.
+    scalars = [_tensor(data.reshape(-1), kind) for data, kind in zip((*left, *right), (*kinds, *kinds), strict=True)]
+    try:
+        results = combine.fn(*scalars)
+    except Diverges:
+        raise Unbatchable("a reduction whose function decides") from None
     results = results if isinstance(results, (tuple, tl.tuple)) else (results,)
-    wide = [np.broadcast_to(result.handle.data, first.shape) for result, first in zip(results, left, strict=True)]
-    return [data.astype(np_dtype(kind), copy=False) for data, kind in zip(wide, kinds, strict=True)]
+    combined = []
+    for result, first, kind in zip(results, left, kinds, strict=True):
+        value = interpreter.interpreter_semantic.to_tensor(result).handle.data
+        combined.append(np.broadcast_to(value, first.size).reshape(first.shape).astype(np_dtype(kind), copy=False))
+    return combined
 
 
 def scanned(values: tuple[Any, ...], axis: int, combine: Any, *, reverse: bool) -> tuple[Any, ...]:
@@ -431,7 +450,7 @@ def truth(tensor: Any) -> bool:
     """`bool(tensor)`: only scalars decide anything."""
     if tensor.type.is_block() and math.prod(tensor.type.shape) != 1:
         return True
-    return bool(agreed(tensor.handle.data))
+    return bool(agreed(tensor.handle.data != 0))
 
 
 def number(tensor: Any) -> int:

@@ -115,6 +115,21 @@ def _patch_language(interpreter: Any, tl: Any) -> None:
     # Compiled loop variables are tensors, and kernels call `.to` on them; those of static_range are constants.
     interpreter.ASTTransformer.visit_For = visit_for
 
+    def visit_call(self: Any, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Name) and node.func.id in ("min", "max") and len(node.args) == 2:
+            node.args = [node.func, *node.args]
+            node.func = ast.copy_location(ast.Name("_gdn_extreme", ast.Load()), node.func)
+        return node
+
+    def extreme(function: Any, *arguments: Any) -> Any:
+        """What Triton compiles Python's min and max to, if they are Python's and meet a tensor."""
+        plain = {min: tl.minimum, max: tl.maximum}.get(function, function)
+        return (plain if any(isinstance(argument, tl.tensor) for argument in arguments) else function)(*arguments)
+
+    interpreter.ASTTransformer.visit_Call = visit_call
+    interpreter._gdn_extreme = extreme  # the globals of this module are those of every interpreted function
+
 
 def _patch_types(interpreter: Any, tl: Any) -> None:
     """Every value builds its block type, and its shape as a tuple of constants; a kernel uses a few dozen of them."""
@@ -375,6 +390,8 @@ def _patch_access(interpreter: Any) -> None:
         made = convert(arg)
         if hasattr(arg, "data_ptr"):
             made.handle.dtype.spans = tuple(map(span_of, tensors_of(arg)))
+            width = max(1, made.handle.dtype.element_ty.primitive_bitwidth // 8)
+            made.handle.dtype.recast = arg.data_ptr() % width != 0  # as a view of narrower elements may begin
         return made
 
     def held(pointers: Any, mask: Any, verb: str) -> None:
@@ -487,6 +504,8 @@ def _patch_arithmetic(interpreter: Any, tl: Any) -> None:
         return handle(_narrow(data) if z.dtype.scalar == bf16 else data.astype(np.float16), z.dtype.scalar)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if np.may_share_memory(a.data, b.data):  # numpy multiplies a block with its own transpose in another way: other last bits
+            b = handle(b.data.copy(), b.dtype)
         if a.dtype.scalar not in (bf16, tl.float16):
             return plain["create_dot"](self, a, b, d, *options)
         # Products of 16-bit floats are exact in float32, where the tensor cores add them.
@@ -523,6 +542,8 @@ def _patch_reductions(interpreter: Any, tl: Any) -> None:
 
     def tree_sum(self: Any, value: Any) -> Any:
         if value.dtype not in levels:
+            # numpy adds in the order of memory; transposed blocks have another one.
+            value.handle.data = np.ascontiguousarray(value.handle.data)
             return plain_sum(self, value)
         widen, narrow = levels[value.dtype]
         data, axis = value.handle.data, self.axis

@@ -6,10 +6,12 @@ after another hides that.
 
 A `Shadow` notes which programs touch each element while all programs run together. What it finds is only suspected, since
 two programs may write the same value, or write over what neither reads. Therefore each of the two programs runs once more
-alone, and `conflict` compares what they do to each byte.
+alone, and `conflicts` compares what they do to each byte. A program that reads what the other writes then runs a third time,
+after the other. If it writes what it wrote before, it did not use what it read, and there is no race.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -89,20 +91,21 @@ class Trace:
     """What one program alone does to a memory, byte by byte.
 
     `reads` are bytes that it reads before it writes them, `writes` and `updates` are bytes that it writes and updates atomically.
-    `before` and `after` are the memory's contents.
+    `changes` are bytes that had another value than before at some time. `before` and `after` are the memory's contents.
     """
 
     before: Any
     reads: Any
     writes: Any
     updates: Any
+    changes: Any
     after: Any
 
     @classmethod
     def of(cls, before: Any) -> "Trace":
         """The trace of a program that has not touched the memory yet."""
         nothing = np.zeros(len(before), dtype=bool)
-        return cls(before, nothing, nothing.copy(), nothing.copy(), before)
+        return cls(before, nothing, nothing.copy(), nothing.copy(), nothing.copy(), before)
 
     def note(self, kind: str, index: Any, width: int) -> None:
         """Note an access to elements of `width` bytes."""
@@ -115,21 +118,25 @@ class Trace:
             self.updates[places] = True
 
 
-def conflict(one: Trace, other: Trace) -> tuple[str, str, int] | None:
-    """What two programs do to the same byte so that their order matters, and the byte; None if their order never matters.
+def conflicts(one: Trace, other: Trace) -> Iterator[tuple[str, str, int]]:
+    """What two programs do to the same byte so that their order may matter, and the byte: what one does, and what the other does.
 
     Writes of equal values do not conflict, and a write of the value that was there conflicts with no read.
     """
-    changed, others_changed = one.writes & (one.after != one.before), other.writes & (other.after != other.before)
     for did, does, both in (
         (STORE, STORE, one.writes & other.writes & (one.after != other.after)),
-        (LOAD, STORE, one.reads & others_changed),
-        (STORE, LOAD, changed & other.reads),
-        (ATOMIC, STORE, one.updates & others_changed),
-        (STORE, ATOMIC, changed & other.updates),
+        (ATOMIC, STORE, one.updates & other.writes),
+        (STORE, ATOMIC, one.writes & other.updates),
         (ATOMIC, LOAD, one.updates & other.reads),
         (LOAD, ATOMIC, one.reads & other.updates),
+        (LOAD, STORE, one.reads & other.changes),
+        (STORE, LOAD, one.changes & other.reads),
     ):
         if both.any():
-            return did, does, int(np.flatnonzero(both)[0])
-    return None
+            yield did, does, int(np.flatnonzero(both)[0])
+
+
+def writes_the_same(one: Trace, other: Trace) -> bool:
+    """Whether two runs of a program write the same bytes with the same values, and update the same bytes."""
+    same = np.array_equal(one.writes, other.writes) and np.array_equal(one.updates, other.updates)
+    return same and np.array_equal(one.after[one.writes], other.after[other.writes])
