@@ -107,3 +107,37 @@ def test_with_another_triton_nothing_is_decided(tmp_path: Path) -> None:
         "verdict": "unknown",
         "reason": f"Triton 9.9.9 is installed, and kernels are interpreted with {' or '.join(TRITONS)} only",
     }
+
+
+RACY = """
+import torch, triton, triton.language as tl
+from verify import Adapter, ModuleDomain
+
+@triton.jit
+def norm_kernel(x, y, D, BD: tl.constexpr):
+    d = tl.arange(0, BD)
+    b = tl.load(x + tl.program_id(0) * D + d, mask=d < D, other=0.0).to(tl.float32)
+    b = b / tl.sqrt(tl.sum(b * b, 0) + 1e-6) * tl.program_id(1)  # first zeros, then what is right
+    tl.store(y + tl.program_id(0) * D + d, b.to(y.dtype.element_ty), mask=d < D)
+
+class Racy(Adapter):
+    domain = ModuleDomain(operation="l2norm", backward=False)
+
+    def run(self, x):
+        y = torch.empty_like(x.x)
+        norm_kernel[(x.x.numel() // x.x.shape[-1], 2)](x.x, y, x.x.shape[-1], triton.next_power_of_2(x.x.shape[-1]))
+        return y
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("grid", 1), ("sequential", 0)])
+def test_the_command_tells_a_race_that_one_program_after_another_hides(tmp_path: Path, how: str, code: int) -> None:
+    pytest.importorskip("triton")
+    (tmp_path / "racy.py").write_text(RACY)
+    line = "law=oracle adapter=racy.py:Racy lengths=2 op=l2norm width=3 backward=no"
+    command = [sys.executable, "-m", "verify", "repeat", line, "--interpreter", how]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    told = "call: race: program (0, 0) and (0, 1) both write y[0, 0, 0, 0] (racy.py:10)"
+    assert (told in done.stdout) == (how == "grid"), done.stdout

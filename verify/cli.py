@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(arguments)
         _find_in(getattr(options, "path", None))
-        os.environ[SEQUENTIAL] = getattr(options, "interpreter", "grid")
+        if chosen := getattr(options, "interpreter", None):
+            os.environ[SEQUENTIAL] = chosen
         code = int(options.act(options))
         sys.stdout.flush()
     except (AdapterError, ValueError) as error:
@@ -202,8 +203,7 @@ def _common(parser: argparse.ArgumentParser, *, keeps: bool = True, examples: bo
     parser.add_argument(
         "--interpreter",
         choices=("grid", "sequential"),
-        default="grid",
-        help="without a GPU, Triton's programs run all together (grid, the default), or one after another, which is the reference",
+        help="without a GPU: run all programs of a Triton kernel together (grid, the default), or one after another (sequential)",
     )
     if keeps:
         parser.add_argument("--findings", default=FOLDER, metavar="FOLDER", help=f"where findings are kept (default {FOLDER})")
