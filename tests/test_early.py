@@ -73,7 +73,7 @@ import sys
 from verify.adapter import load
 load("fla/chunk").bring()
 assert "fla.ops.gated_delta_rule" in sys.modules
-assert not {"fla.layers", "fla.models"} & set(sys.modules)
+assert not {"fla.layers", "fla.models", "torch._dynamo"} & set(sys.modules)
 from fla import GatedDeltaNet
 assert "fla.layers" in sys.modules
 try:
@@ -82,5 +82,30 @@ except ImportError:
     pass
 else:
     raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_what_is_decorated_for_the_compiler_is_decorated_when_it_is_called() -> None:
+    """`disable` changes nothing while there is no compiler, and what is compiled is compiled at its first call."""
+    program = """
+import sys
+import torch
+from verify.adapters.fla import decorating_later
+compile_now, disable_now, decorated = torch.compile, torch.compiler.disable, []
+torch.compile = lambda function, **options: decorated.append((function.__name__, options)) or (lambda x: x + 10)
+torch.compiler.disable = lambda function, recursive=True: decorated.append((function.__name__, recursive)) or (lambda x: x + 20)
+with decorating_later():
+    @torch.compile(fullgraph=True)
+    def one(x):
+        return x + 1
+    @torch.compiler.disable
+    def two(x):
+        return x + 2
+assert decorated == [] and two.__name__ == "two"
+assert two(0) == 2 and decorated == []
+assert one(0) == 10 and one(1) == 11 and decorated == [("one", {"fullgraph": True})]
+sys.modules["torch._dynamo"] = sys
+assert two(0) == 20 and decorated[1:] == [("two", True)]
 """
     subprocess.run([sys.executable, "-c", program], check=True)

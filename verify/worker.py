@@ -367,7 +367,7 @@ def serve(requests: int, answers: int, serves: str) -> None:
         if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
             from verify import interpreter
 
-            interpreter.install()
+            interpreter.install_with_triton()
         module, _, function = serves.partition(":")
         answer = getattr(importlib.import_module(module), function)
 

@@ -1,10 +1,14 @@
 """flash-linear-attention's rules: signatures and layout only."""
 
+import contextlib
+import functools
 import importlib
 import importlib.abc
 import sys
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
@@ -164,15 +168,55 @@ def _public(name: str) -> Any:
 
 
 def core() -> None:
-    """Import `fla` without its layers and models, which take most of the time; they can be imported by their names as ever."""
+    """Import `fla` without its layers and models, and without torch's compiler: these take most of the time.
+
+    Layers and models can be imported by their names as ever, and the compiler is imported when something is compiled.
+    """
     if "fla" not in sys.modules:
         finder = _CoreOnly()
         sys.meta_path.insert(0, finder)
         try:
-            importlib.import_module("fla.ops")
+            with decorating_later():
+                importlib.import_module("fla.ops")
         finally:
             sys.meta_path.remove(finder)
         vars(sys.modules["fla"])["__getattr__"] = _public
+
+
+@contextlib.contextmanager
+def decorating_later() -> Iterator[None]:
+    """What is decorated inside by torch.compile and torch.compiler.disable is decorated at its first call that needs it.
+
+    Both import torch's compiler, which takes a second, wherever a module is imported that has them. Without the compiler nothing is
+    being compiled, and a function that is not to be compiled is called as it is.
+    """
+    decorators = torch.compile, torch.compiler.disable
+    torch.compile = _later(torch.compile, always=True)
+    torch.compiler.disable = _later(torch.compiler.disable, always=False)
+    try:
+        yield
+    finally:
+        torch.compile, torch.compiler.disable = decorators
+
+
+def _later(decorator: Any, *, always: bool) -> Any:
+    """A decorator that decorates at the first call, or, unless `always`, at the first one with torch's compiler there."""
+
+    def decorate(function: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if function is None:
+            return lambda given: decorate(given, *args, **kwargs)
+
+        @functools.cache
+        def decorated() -> Any:
+            return decorator(function, *args, **kwargs)
+
+        @functools.wraps(function)
+        def call(*given: Any, **named: Any) -> Any:
+            return (decorated() if always or "torch._dynamo" in sys.modules else function)(*given, **named)
+
+        return call
+
+    return decorate
 
 
 def call(rule: Any, x: Inputs, **more: Any) -> tuple[Tensor, Tensor | None]:

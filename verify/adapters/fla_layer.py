@@ -9,7 +9,7 @@ from torch import Tensor
 from oracles.layer import Layer as Widths
 from oracles.operation import Inputs
 from verify.adapter import Adapter, LayerDomain
-from verify.adapters.fla import REQUIRES
+from verify.adapters.fla import REQUIRES, decorating_later
 
 Answer = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -28,7 +28,8 @@ class Layer(Adapter):
     requires = REQUIRES
 
     def bring(self) -> None:
-        importlib.import_module("fla.layers")
+        with decorating_later():
+            importlib.import_module("fla.layers")
 
     def run(self, x: Inputs) -> Answer:
         module, cache = _module(x.layer, x), _cache(x)

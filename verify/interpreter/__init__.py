@@ -5,11 +5,18 @@
 write, `races` what two of them do to the same bytes. Only `memory` and `races` may be imported before Triton.
 """
 
+import importlib.abc
+import importlib.util
+import os
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
 from verify.interpreter.memory import OutOfBounds
 from verify.interpreter.patches import SEQUENTIAL, UnknownTriton, patch
 from verify.interpreter.races import Race
 
-__all__ = ["SEQUENTIAL", "OutOfBounds", "Race", "UnknownTriton", "install"]
+__all__ = ["SEQUENTIAL", "OutOfBounds", "Race", "UnknownTriton", "install", "install_with_triton"]
 
 
 def install() -> None:
@@ -24,3 +31,31 @@ def install() -> None:
         from verify.interpreter import launch
 
         launch.patch()
+
+
+def install_with_triton() -> None:
+    """The same once anything imports triton: an implementation in plain torch does without both, which take 0.2 s to import."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    if "triton" in sys.modules:
+        install()
+    else:
+        sys.meta_path.insert(0, _Installing())
+
+
+class _Installing(importlib.abc.MetaPathFinder):
+    """Finds triton once, and installs the interpreter when it is imported."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002 - as finders are called
+        if name != "triton":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                install()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
