@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
+from properties.books import book_of
+from verify.check import ask, describe, seeded
 from verify.interpreter.patches import TRITONS
+from verify.judge import Verdict
+from verify.run import Run
+from verify.store import Store
+from verify.worker import Worker
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "tests" / "grid_kernels.py"
@@ -141,3 +147,41 @@ def test_the_command_tells_a_race_that_one_program_after_another_hides(tmp_path:
     assert done.returncode == code, done.stdout + done.stderr
     told = "call: race: program (0, 0) and (0, 1) both write y[0, 0, 0, 0] (racy.py:10)"
     assert (told in done.stdout) == (how == "grid"), done.stdout
+
+
+PADDED = """
+import torch, triton, triton.language as tl
+from verify.zoo.base import Serving
+
+@triton.jit
+def padding_kernel(pool, slots, padding, N, BLOCK: tl.constexpr):
+    i = tl.program_id(0)
+    slot = tl.load(slots + i)
+    if slot == padding:  # what the slot of padding holds means nothing, and every padding request writes there
+        at = tl.arange(0, BLOCK)
+        tl.store(pool + slot * N + at, i + at, mask=at < N)
+
+class WritesPadding(Serving):
+    def run(self, x):
+        o, pool = super().run(x)
+        if x.padding >= 0:
+            size = pool[0].numel()
+            padding_kernel[(len(x.slots),)](pool, x.slots, x.padding, size, triton.next_power_of_2(max(1, size)))
+        return o, pool
+"""
+
+
+def test_programs_may_all_write_to_the_slot_of_padding(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    (tmp_path / "padded.py").write_text(PADDED)
+    adapter = f"{tmp_path / 'padded.py'}:WritesPadding"
+    with Worker() as worker:
+        domain, runs = describe(adapter, worker).domain, list[Run]()
+        law = book_of(domain).laws["padding"]
+        seeded(law.draw(domain), 0, 40, lambda example: runs.append(Run("padding", adapter, example)))
+        shared = [run for run in runs if run.example.case.padding_slot == "0" and run.example.case.real.count(False) > 1]
+        outcomes = [ask(run, worker, Store(tmp_path)) for run in shared]
+    assert len(outcomes) >= 3
+    assert {outcome.verdict for outcome in outcomes} <= {Verdict.HOLDS, Verdict.BLIND}, [outcome.findings for outcome in outcomes]
+    assert sum(outcome.verdict is Verdict.HOLDS for outcome in outcomes) >= 3
+    assert all("programs that touch the same memory" in " ".join(outcome.one_by_one) for outcome in outcomes if outcome.rows)

@@ -10,6 +10,7 @@ alone, and `conflicts` compares what they do to each byte. A program that reads 
 after the other. If it writes what it wrote before, it did not use what it read, and there is no race.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,25 @@ import numpy as np
 LOAD, STORE, ATOMIC = "read", "write", "update"
 # An access conflicts with these earlier accesses of another program.
 AGAINST = {LOAD: (STORE, ATOMIC), STORE: (LOAD, STORE, ATOMIC), ATOMIC: (LOAD, STORE)}
+
+
+_accepted = False  # whether races are no fault of what runs now
+
+
+@contextlib.contextmanager
+def accepted(*, if_: bool = True) -> Iterator[None]:
+    """Inside, a race is no fault: programs share bytes that may hold anything, such as the pool's slot of padding requests."""
+    global _accepted
+    before, _accepted = _accepted, if_
+    try:
+        yield
+    finally:
+        _accepted = before
+
+
+def are_accepted() -> bool:
+    """Whether a launch with a race goes on, one program after another."""
+    return _accepted
 
 
 class Race(Exception):
