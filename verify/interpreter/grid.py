@@ -239,7 +239,7 @@ class Function:
         return merged([(frame.positions(part), value) for part, value in call.returned], len(programs))
 
     def _steps_of(self, body: Sequence[ast.stmt]) -> list[Step]:
-        return [_splitting(self._step(node), _assigned(node)) for node in body]
+        return [_splitting(self._step(node), node) for node in body]
 
     def _step(self, node: ast.stmt) -> Step:
         if isinstance(node, (ast.For, ast.While)) and node.orelse:
@@ -295,7 +295,7 @@ class Function:
         return step
 
     def _while(self, node: ast.While) -> Step:
-        test, body, assigned = self._expression(node.test), self._steps_of(node.body), _assigned(node)
+        test, body = self._expression(node.test), self._steps_of(node.body)
 
         def going(call: Call, frame: Frame, done: list[Frame]) -> Frame | None:
             """The programs for which the condition is true; the others are done."""
@@ -305,12 +305,13 @@ class Function:
                     return frame
             except Diverges as diverging:
                 parts = [going(call, frame.part(group), done) for group in diverging.groups]
-                return joined(frame, [part for part in parts if part is not None], assigned)
+                return joined(frame, [part for part in parts if part is not None], assigned_in(node))
             done.append(frame)
             return None
 
         def step(call: Call, frame: Frame, _: Loop | None) -> Frame | None:
             loop, done, memory = Loop(), list[Frame](), call.machine.builder.memory
+            assigned = assigned_in(node)
             current: Frame | None = frame
             turns = 0
             while current is not None:
@@ -328,13 +329,13 @@ class Function:
 
     def _for(self, node: ast.For) -> Step:
         assert isinstance(node.target, ast.Name), "loops of Triton's language have one variable"
-        target, body, assigned = node.target.id, self._steps_of(node.body), _assigned(node)
+        target, body = node.target.id, self._steps_of(node.body)
         iterator, bounds = self._expression(node.iter), self._bounds(node.iter)
 
         def step(call: Call, frame: Frame, _: Loop | None) -> Frame | None:
             given = bounds(frame)
             values, counts = (iterator(frame), None) if given is None else ranges(*given)
-            loop, done, current = Loop(), list[Frame](), frame
+            loop, done, current, assigned = Loop(), list[Frame](), frame, assigned_in(node)
             for turn, value in enumerate(values):
                 if counts is not None:
                     left = counts[frame.positions(current)] - turn
@@ -392,7 +393,8 @@ def _refusing(what: str) -> Callable[..., Any]:
     return refuse
 
 
-def _assigned(node: ast.stmt) -> frozenset[str]:
+@functools.cache
+def assigned_in(node: ast.stmt) -> frozenset[str]:
     """The names that a statement may assign."""
     return frozenset(name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store))
 
@@ -411,7 +413,7 @@ def _leave(*, broken: bool) -> Step:
     return step
 
 
-def _splitting(step: Step, assigned: frozenset[str]) -> Step:
+def _splitting(step: Step, node: ast.stmt) -> Step:
     """The step, run once for each group of programs that agree where not all do."""
 
     def run(call: Call, frame: Frame, loop: Loop | None) -> Frame | None:
@@ -424,7 +426,7 @@ def _splitting(step: Step, assigned: frozenset[str]) -> Step:
                 raise Unbatchable("a store before programs part within one statement") from None
             groups = diverging.groups
         results = [run(call, frame.part(group), loop) for group in groups]
-        return joined(frame, [result for result in results if result is not None], assigned)
+        return joined(frame, [result for result in results if result is not None], assigned_in(node))
 
     return run
 
