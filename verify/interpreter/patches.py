@@ -165,6 +165,8 @@ def _patch_types(interpreter: Any, tl: Any) -> None:
         if self.data.itemsize * 8 != getattr(self.dtype, "primitive_bitwidth", 0):  # else the data fit their type
             plain_handle(self)
 
+    scalars = (dtype, tl.pointer_type)
+
     def broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
         left, right = lhs.type, rhs.type
         if type(left) is block_type and type(right) is block_type:
@@ -182,10 +184,12 @@ def _patch_types(interpreter: Any, tl: Any) -> None:
             if others:
                 rhs = tensor(self.builder.create_broadcast(rhs.handle, shape), block_type(right.element_ty, shape))
             return lhs, rhs
-        if type(left) is block_type and type(right) is dtype:
+        if type(left) is not block_type and type(right) is not block_type:
+            return lhs, rhs
+        if type(left) is block_type and type(right) in scalars:
             wide = block_type(right, left.shape)
             return lhs, tensor(self.builder.create_splat(wide, rhs.handle), wide)
-        if type(left) is dtype and type(right) is block_type:
+        if type(left) in scalars and type(right) is block_type:
             wide = block_type(left, right.shape)
             return tensor(self.builder.create_splat(wide, lhs.handle), wide), rhs
         return plain_broadcast(self, lhs, rhs)
