@@ -203,7 +203,8 @@ def _common(parser: argparse.ArgumentParser, *, keeps: bool = True, examples: bo
     parser.add_argument(
         "--interpreter",
         choices=("grid", "sequential"),
-        help="without a GPU: run all programs of a Triton kernel together (grid, the default), or one after another (sequential)",
+        help="how Triton kernels run without a GPU: grid (default) runs all programs together and detects races; "
+        "sequential runs one program after another and detects none",
     )
     if keeps:
         parser.add_argument("--findings", default=FOLDER, metavar="FOLDER", help=f"where findings are kept (default {FOLDER})")

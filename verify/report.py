@@ -61,7 +61,7 @@ def one_by_one(reports: Sequence[LawReport]) -> list[str]:
     for report in reports:
         launches.update(report.one_by_one)
     lines = [f"  {kernel} ({count} launches)" for kernel, count in sorted(launches.items())]
-    return ["interpreted one program after another, without a look for races:", *lines] if lines else []
+    return ["kernels whose programs could not run together, so that races in them may be missed:", *lines] if lines else []
 
 
 def _command(report: LawReport, run: str) -> str:

@@ -1,8 +1,8 @@
 """Triton's CPU interpreter, made right enough to run Gated DeltaNet kernels without a GPU, and fast enough to check them.
 
-`patches` corrects what Triton's own interpreter computes otherwise than a device, for programs that run one after another.
-`launch` runs all programs of a grid together: `grid` their statements, `operations` their operations, `memory` what they read and
-write, `races` what two of them do to the same bytes. Only `memory` and `races` may be imported before Triton.
+`patches` corrects operations that Triton's interpreter computes differently from a GPU; both ways of running use it. `launch`
+runs all programs of a grid together: `grid` their statements, `operations` their operations, `memory` what they read and write,
+`races` what two of them do to the same bytes. `launch`, `grid` and `operations` import Triton; import them after `install()`.
 """
 
 import importlib.abc
@@ -20,12 +20,12 @@ __all__ = ["SEQUENTIAL", "OutOfBounds", "Race", "UnknownTriton", "install", "ins
 
 
 def install() -> None:
-    """The process interprets every Triton kernel, with the arithmetic of the device.
+    """Make this process interpret every Triton kernel, with the rounding of a GPU.
 
     Call it in a worker process before anything imports triton. Raises RuntimeError where triton is already
-    imported for compilation. A second call changes nothing. From then on a launch that leaves its tensors raises OutOfBounds,
-    one whose programs race raises Race, and with a version of Triton that is not in `patches.TRITONS` every launch raises
-    UnknownTriton.
+    imported for compilation. A second call changes nothing. From then on a launch that accesses memory outside its tensors
+    raises OutOfBounds. A race raises Race, unless programs run one after another or inside `races.accepted()`. With a version of
+    Triton that is not in `patches.TRITONS`, every launch raises UnknownTriton.
     """
     if patch():
         from verify.interpreter import launch
@@ -34,7 +34,7 @@ def install() -> None:
 
 
 def install_with_triton() -> None:
-    """The same once anything imports triton: an implementation in plain torch does without both, which take 0.2 s to import."""
+    """Call `install()` when something first imports triton, which an implementation in plain torch never does."""
     os.environ["TRITON_INTERPRET"] = "1"
     if "triton" in sys.modules:
         install()

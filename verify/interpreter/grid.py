@@ -3,7 +3,8 @@
 Python evaluates the expressions, on values whose first axis is the programs (operations.py). This module runs the statements. Where
 programs have different values of a condition or of a number that decides what runs next, `Diverges` names the groups of programs
 that agree. The statement then runs once for each group, and afterwards the groups go on together. A loop over ranges of different
-lengths runs to the longest range, for fewer and fewer programs. Only variables that a group assigns are copied.
+lengths runs to the longest range, for fewer and fewer programs. A group copies its part of each variable that it reads. Afterwards
+only the variables that the statement assigns are merged.
 """
 
 import ast
@@ -230,7 +231,7 @@ class Function:
         self._steps = self._steps_of(tree.body)
 
     def run(self, machine: "Machine", names: Names, programs: Any) -> Any:
-        """The value that it returns to the programs that call it together."""
+        """Run the function for `programs`; the value that it returns to all of them."""
         call, frame = Call(machine), Frame(programs, names)
         rest = _run(self._steps, call, frame, None)
         if rest is not None:
@@ -479,7 +480,7 @@ def _integers(bound: Any) -> Any:
 
 
 class Machine:
-    """A launch's slice of programs on its way: the builder of its operations, and the programs that run now.
+    """The state of one slice of a launch: the builder of its operations, and the programs that run now.
 
     `numbers` are the programs' numbers in the grid; the last axis of the grid counts fastest.
     """
@@ -491,7 +492,7 @@ class Machine:
         self._running: Any = None
 
     def enter(self, programs: Any) -> None:
-        """From now on operations are of these programs."""
+        """Make these programs the ones that operations act on."""
         if programs is self._running:
             return
         self.programs = self._running = programs

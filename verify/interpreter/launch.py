@@ -1,7 +1,7 @@
 """Launches of kernels: all programs of a grid run together where that is possible, and otherwise one after another.
 
-One after another is the reference. Whatever goes wrong while programs run together, memory is put back and the launch runs
-again, one program after another, which then raises what the kernel does wrong, as Triton's own interpreter would.
+Programs that run one after another are the reference. If the run of all programs together raises an error, memory is restored,
+and the launch runs again in the reference, which raises the error that the user sees.
 """
 
 import collections
@@ -34,7 +34,7 @@ PROGRAMS = 128  # before anything is known of a kernel's blocks
 
 # Launches that ran one program after another though they were to run together: "kernel: why".
 one_by_one: collections.Counter[str] = collections.Counter()
-_blocks: dict[Function, int] = {}  # the elements of the largest block that a kernel has loaded or stored
+_blocks: dict[Function, int] = {}  # the elements of the largest block that a kernel has had
 # The arguments that a kernel was seen to store to after it had loaded from them: loads of these are looked at.
 _stored_after_loads: dict[Function, set[str]] = {}
 NOTHING: Mapping[Span, Trace] = MappingProxyType({})

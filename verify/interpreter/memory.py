@@ -23,7 +23,7 @@ class OutOfBounds(Exception):
     """A kernel reads or writes outside of the memory of the tensor that its pointer was made from.
 
     Memory is the tensor's whole storage: a view may reach what it is a view of. `span` is its first byte's address and the
-    one after its last. On a device such an access is an illegal address, or other numbers, on other days.
+    one after its last. On a GPU such an access may fail, or may return arbitrary values.
     """
 
     def __init__(self, what: str, span: Span = (0, 0)) -> None:
@@ -76,9 +76,9 @@ class Rewatch(Exception):
 class Memory:
     """The memory of one launch: what its programs load and store, and which of them touched what is stored to.
 
-    `programs` are the numbers of the programs that run now, and `suspects` are what may be races. Loads can be part of a race only
-    where the launch also stores. They are noted in the memories of `watched` from the start, and in others from the first store
-    on; Rewatch is raised where that store comes after a load.
+    `programs` are the numbers of the programs that run now, and `suspects` are pairs of programs that may race. Loads from the
+    spans in `watched` are recorded from the start. Loads from other spans are recorded after the first store to them; Rewatch is
+    raised if that store follows a load.
     """
 
     def __init__(self, watched: Iterable[Span] = ()) -> None:
@@ -124,7 +124,7 @@ class Memory:
         return np.where(mask, data, dtype.type(0) if other is None else other).astype(dtype, copy=False)
 
     def store(self, pointers: Any, value: Any, mask: Any, shape: tuple[int, ...]) -> None:
-        """Write the value where the mask is True; of equal places the last program's stays."""
+        """Write the value where the mask is True. If several programs write one element, the last program's value stays."""
         if len(_spans(pointers)) > 1:
             for part, inside in _by_memory(pointers, mask):
                 self.store(part, value, inside, shape)
@@ -140,7 +140,7 @@ class Memory:
         self._in_order(span)
 
     def update(self, pointers: Any, mask: Any, dtype: Any) -> None:
-        """An atomic is about to change what the pointers point to."""
+        """Check the addresses of an atomic, and record the update, before the atomic is applied."""
         if len(_spans(pointers)) > 1:
             for part, inside in _by_memory(pointers, mask):
                 self.update(part, inside, dtype)
@@ -154,7 +154,10 @@ class Memory:
             self._updated.add(span)
 
     def queue(self, kind: Any, apply: Callable[[Any, Any], Any], places: Any, values: Any, programs: Any) -> None:
-        """Apply an atomic at the end of the slice: `apply(places, values)`, for each place with the number of its program."""
+        """Keep an atomic until the end of the slice, when `apply(places, values)` is called.
+
+        `programs` has the number of the program of each place.
+        """
         self._updates.append((kind, apply, places, values, programs))
 
     def finish_slice(self) -> None:

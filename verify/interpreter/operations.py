@@ -237,7 +237,7 @@ class GridBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
 
 
 class BlockPointer:
-    """A block pointer of each program: base, shape, strides and offsets are scalars of theirs."""
+    """A block pointer for each program. Base, shape, strides and offsets are handles of scalars."""
 
     def __init__(self, base: Any, shape: Any, strides: Any, offsets: list[Any], block_shape: Any, order: Any) -> None:
         self.base, self.shape, self.strides, self.offsets = base, shape, strides, offsets
@@ -271,7 +271,7 @@ class BlockPointer:
 
 
 class Ordered:
-    """What an atomic found in memory, which depends on the order of programs, and what is computed from it. Nobody can read it."""
+    """The result of an atomic, or a value computed from one. It depends on the order of programs, and reading it raises Unbatchable."""
 
     shape = None
 
@@ -447,7 +447,7 @@ def transposed(tensor: Any) -> Any:
 
 
 def truth(tensor: Any) -> bool:
-    """`bool(tensor)`: only scalars decide anything."""
+    """`bool(tensor)`. A block with several elements is always True, as in Triton's interpreter. Diverges if programs disagree."""
     if tensor.type.is_block() and math.prod(tensor.type.shape) != 1:
         return True
     return bool(agreed(tensor.handle.data != 0))

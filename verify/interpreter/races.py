@@ -1,8 +1,7 @@
 """Data races between the programs of one launch.
 
-The programs of a grid run in no order. A launch has a data race where two of its programs touch the same bytes, at least one
-of them writes, and no atomic operation stands between: its result depends on which program came first. Running one program
-after another hides that.
+The programs of a grid run in no order. Two programs of one launch race if both access the same bytes, at least one changes them,
+and the result depends on which program runs first. Running one program after another hides that.
 
 A `Shadow` notes which programs touch each element while all programs run together. What it finds is only suspected, since
 two programs may write the same value, or write over what neither reads. Therefore each of the two programs runs once more
@@ -42,7 +41,10 @@ def are_accepted() -> bool:
 
 
 class Race(Exception):
-    """Two programs of a launch touch the same bytes, at least one writes, and nothing orders them. `place` is the kernel's line."""
+    """Two programs of a launch access the same bytes, and the result depends on their order.
+
+    `place` is the file and line of one of the accesses.
+    """
 
     def __init__(self, what: str, place: str) -> None:
         super().__init__(what)
