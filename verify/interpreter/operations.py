@@ -271,7 +271,7 @@ class BlockPointer:
 
 
 class Ordered:
-    """The result of an atomic, or a value computed from one. It depends on the order of programs, and reading it raises Unbatchable."""
+    """The result of an atomic, or a value computed from one. It depends on the order of programs: reading it raises Unbatchable."""
 
     shape = None
 
