@@ -21,7 +21,8 @@ START = time.perf_counter()
 from oracles.parallel_case import ParallelCase  # noqa: E402 - the clock starts before
 from properties.paths import LAYOUT_ONLY, PATH_LAWS, PathDomain, with_forms  # noqa: E402
 from properties.strategies import Example  # noqa: E402
-from verify.check import BATCH, TRUTHS, Asked, ask, ask_all, batches, describe, seeded  # noqa: E402
+from verify.check import BATCH, TRUTHS, Asked, ask, ask_all, describe  # noqa: E402
+from verify.drawing import batches, seeded  # noqa: E402
 from verify.judge import Verdict  # noqa: E402
 from verify.ranks import BACKENDS, RankGroup  # noqa: E402
 from verify.run import Outcome, Run  # noqa: E402

@@ -25,7 +25,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from properties.books import book_of
 from verify.adapter import load
-from verify.check import seeded
+from verify.drawing import seeded
 from verify.interpreter import SEQUENTIAL, install
 from verify.run import Run, execute
 

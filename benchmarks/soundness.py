@@ -22,7 +22,8 @@ from typing import Any
 from oracles.bound import KAPPA
 from properties.books import book_of, every_law
 from verify import known
-from verify.check import ask, describe, seeded
+from verify.check import ask, describe
+from verify.drawing import seeded
 from verify.judge import Verdict
 from verify.run import Outcome, Run
 from verify.store import Store

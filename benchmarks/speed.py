@@ -14,7 +14,8 @@ import time
 
 from properties.laws import LAWS
 from properties.strategies import Example
-from verify.check import PROFILES, ask, describe, seeded
+from verify.check import PROFILES, ask, describe
+from verify.drawing import seeded
 from verify.run import Run
 from verify.store import Store
 from verify.worker import Worker

@@ -20,7 +20,8 @@ from properties.palette import real_case
 from properties.strategies import Example
 from verify import device as devices
 from verify import known
-from verify.check import ask_all, describe, explained, most_at_once, of_one_key, seeded
+from verify.check import ask_all, describe, explained, most_at_once, of_one_key
+from verify.drawing import seeded
 from verify.plan import COMPILE_S, Compilers, Plan
 from verify.run import Run
 from verify.store import Store

@@ -20,7 +20,7 @@ from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 from properties.books import book_of
 from verify.adapter import Adapter, load
 from verify.bench import AdapterBench
-from verify.check import seeded
+from verify.drawing import seeded
 from verify.interpreter import SEQUENTIAL, install
 from verify.run import Run, execute
 

@@ -20,7 +20,8 @@ from verify import check as check_module
 from verify import device as devices
 from verify import report as text
 from verify.adapter import AdapterError, installed
-from verify.check import ENOUGH, PROFILES, Check, LawReport, Profile, ask, batches, describe, overall, seeded
+from verify.check import ENOUGH, PROFILES, Check, LawReport, Profile, ask, describe, overall
+from verify.drawing import batches, seeded
 from verify.judge import Finding, Verdict
 from verify.known import Known
 from verify.run import Outcome, Run, execute
@@ -458,6 +459,19 @@ def test_batches_are_what_is_drawn_in_its_order_and_no_longer_than_asked() -> No
     got = list(batches(st.integers(0, 10**6), 3, 40, 7))
     assert [each for batch in got for each in batch] == want
     assert 0 < min(map(len, got)) <= max(map(len, got)) <= 7
+
+
+def test_a_thread_that_has_drawn_draws_again() -> None:
+    drew: set[threading.Thread] = set()  # a first drawing in a thread takes long
+
+    def draw(number: int) -> int:
+        drew.add(threading.current_thread())
+        return number
+
+    for seed in range(10):
+        assert list(batches(st.integers(0, 10**6).map(draw), seed, 3, 2))
+    assert threading.current_thread() not in drew
+    assert len(drew) < 10
 
 
 def test_nothing_is_drawn_for_who_has_left() -> None:

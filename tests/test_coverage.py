@@ -7,7 +7,8 @@ from properties.books import BOOKS
 from properties.domain import Domain
 from verify import coverage
 from verify.adapter import BOOKS_OF_BUILT_IN
-from verify.check import PROFILES, Check, seeded
+from verify.check import PROFILES, Check
+from verify.drawing import seeded
 from verify.store import Store
 
 CASES = [Case((5,), gate=gate, dtype="bf16") for gate in GATES if gate != "saturated"] + [Case((7,), gate="64", state="random")]

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from properties.books import book_of
-from verify.check import ask, describe, seeded
+from verify.check import ask, describe
+from verify.drawing import seeded
 from verify.interpreter.patches import TRITONS
 from verify.judge import Verdict
 from verify.run import Run

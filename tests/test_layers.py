@@ -23,7 +23,8 @@ from properties.strategies import Example
 from verify.adapter import Adapter, load
 from verify.adapters.transformers_layer import KERNELS
 from verify.bench import AdapterBench
-from verify.check import PROFILES, Check, Profile, seeded
+from verify.check import PROFILES, Check, Profile
+from verify.drawing import seeded
 from verify.judge import Verdict
 from verify.run import Run
 from verify.shrink import shrink

@@ -13,8 +13,9 @@ from oracles.parallel_case import ParallelCase
 from properties.paths import PATH_LAWS, PathDomain, form_of, path_cases, with_forms
 from properties.strategies import Example
 from verify.adapter import PathAdapter
-from verify.check import Described, seeded
+from verify.check import Described
 from verify.comm import Alone, Place, simulate
+from verify.drawing import seeded
 from verify.judge import Verdict
 from verify.parallel import RankBench
 from verify.run import Outcome, Run, execute

@@ -18,7 +18,7 @@ from properties.laws import LAWS
 from properties.modules import ModuleDomain
 from properties.palette import key_of
 from properties.strategies import Example
-from verify.check import seeded
+from verify.drawing import seeded
 from verify.judge import Verdict
 from verify.notes import Notes
 from verify.plan import COMPILE_S, FORWARD, REACH, Compilers, Plan, in_order

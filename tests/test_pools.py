@@ -24,7 +24,8 @@ from properties.strategies import Example
 from tests import right
 from verify.adapters import fla_decode
 from verify.bench import AdapterBench, AdapterFault
-from verify.check import PROFILES, Check, Profile, seeded
+from verify.check import PROFILES, Check, Profile
+from verify.drawing import seeded
 from verify.judge import Verdict, judge
 from verify.run import Outcome, Run
 from verify.shrink import shrink

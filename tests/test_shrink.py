@@ -10,7 +10,8 @@ from oracles.case import IN_KERNEL, Case
 from properties.domain import Domain
 from properties.laws import LAWS, Law
 from properties.strategies import Example
-from verify.check import SHRINK_RUNS, seeded
+from verify.check import SHRINK_RUNS
+from verify.drawing import seeded
 from verify.run import Run
 from verify.shrink import Shrunk, shrink
 

@@ -23,7 +23,7 @@ from verify import comm
 from verify import device as devices
 from verify import run as run_module
 from verify.bench import AdapterBench
-from verify.check import seeded
+from verify.drawing import seeded
 from verify.judge import Verdict
 from verify.parallel import RankBench
 from verify.run import Outcome, Run, adapter_of, execute

@@ -21,8 +21,9 @@ from properties.pools import PoolDomain
 from properties.strategies import Example
 from tests.answering import Answering
 from verify import climb as climb_module
-from verify.check import PROFILES, Check, Profile, seeded
+from verify.check import PROFILES, Check, Profile
 from verify.climb import LEAST, climb, climbed
+from verify.drawing import seeded
 from verify.judge import Verdict
 from verify.run import Run
 from verify.store import Store

@@ -22,7 +22,8 @@ from properties.palette import key_of
 from properties.strategies import Example, cases
 from verify import known
 from verify.adapter import Adapter
-from verify.check import BATCH, POOLED, TRUTHS, ask_all, most_at_once, of_one_key, seeded
+from verify.check import BATCH, POOLED, TRUTHS, ask_all, most_at_once, of_one_key
+from verify.drawing import seeded
 from verify.judge import Finding, Verdict
 from verify.run import Outcome, Run, adapter_of, execute
 from verify.store import Store

@@ -18,7 +18,8 @@ from oracles.operation import Inputs
 from properties.laws import LAWS
 from verify import cli, worker
 from verify.adapter import AdapterError, check_spec, load
-from verify.check import Profile, seeded
+from verify.check import Profile
+from verify.drawing import seeded
 from verify.judge import Finding, Verdict
 from verify.run import Outcome, Run, execute
 from verify.shrink import Shrunk

@@ -1,18 +1,13 @@
 """Checking: Hypothesis draws cases, workers run them, a broken one is kept, shrunk and explained."""
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import itertools
 import math
-import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
-
-import hypothesis
-from hypothesis import HealthCheck, Phase
 
 from oracles.counter import mix_words
 from properties.books import book_named, book_of
@@ -24,7 +19,8 @@ from verify import device as devices
 from verify import early
 from verify import known as known_defects
 from verify.adapter import BUILT_IN, AdapterError
-from verify.climb import Enough, climb, climbed
+from verify.climb import climb, climbed
+from verify.drawing import batches, seeded
 from verify.examples import Examples
 from verify.judge import OFF, Finding, Verdict
 from verify.notes import Notes
@@ -38,7 +34,6 @@ from verify.together import LAW as POOLS
 from verify.worker import Worker, WorkerLost
 
 SHRINK_RUNS, SHRINK_S = 120, 60.0
-AHEAD = 64  # examples that are drawn before they are asked: a thread that draws takes time from those that ask
 BATCH, TRUTHS = 16, 4  # runs in one question to ranks: where they are short, and where their oracles take a while
 POOLED = 64  # runs in one question to a GPU's worker where their bounds are made together; if it is lost, all are asked alone
 Asked = Worker | RankGroup | TorchrunGroup  # what runs a case: one process, or ranks that answer as one
@@ -205,44 +200,6 @@ def ask_all(runs: Sequence[Run], worker: Asked, store: Store, defects: Sequence[
 def explained(defects: Sequence[known_defects.Known], run: Run, outcome: Outcome) -> bool:
     """Whether what a run came to is a defect on file."""
     return outcome.verdict is Verdict.BROKEN and any(defect.explains(run, outcome.findings) for defect in defects)
-
-
-def batches(strategy: Any, seed: int, examples: int, most: int) -> Iterator[list[Any]]:
-    """The examples that `seeded` gives, drawn AHEAD in a thread while wanted: lists of those at hand, of at most `most`."""
-    drawn: queue.Queue[Any] = queue.Queue(AHEAD)
-    failed: list[BaseException] = []
-    end, left = object(), threading.Event()
-
-    def put(example: Any) -> None:
-        while not left.is_set():
-            with contextlib.suppress(queue.Full):
-                drawn.put(example, timeout=0.5)
-                return
-        raise Enough
-
-    def draw() -> None:
-        try:
-            seeded(strategy, seed, examples, put)
-        except BaseException as error:  # the caller's, as if it had drawn
-            failed.append(error)
-        finally:
-            with contextlib.suppress(Enough):
-                put(end)
-
-    threading.Thread(target=draw, daemon=True).start()
-    batch: list[Any] = []
-    try:
-        while (example := drawn.get()) is not end:
-            batch.append(example)
-            if len(batch) == most or drawn.empty():
-                yield batch
-                batch = []
-    finally:
-        left.set()
-    if batch:
-        yield batch
-    if failed:
-        raise failed[0]
 
 
 def most_at_once(law: Law, worker: Asked, device: str) -> int:
@@ -679,26 +636,3 @@ def overall(counts: dict[str, int], reason: str = "") -> tuple[Verdict, str]:
     if counts.get(Verdict.UNSUPPORTED) == drawn:
         return Verdict.UNKNOWN, f"no case of the domain was supported: {reason}"
     return Verdict.UNKNOWN, f"only {could} of {drawn} cases could see what the law is about, {min(ENOUGH, drawn)} are needed"
-
-
-def seeded(strategy: Any, seed: int, examples: int, look: Callable[[Any], None]) -> None:
-    """Give `look` that many different examples of a strategy (fewer if it has no more), the same ones for the same seed."""
-    seen: set[Any] = set()
-    if examples == 0:
-        return
-
-    @hypothesis.seed(seed)
-    @hypothesis.settings(
-        max_examples=2 * examples,  # a quarter of the seeds that Hypothesis draws are repetitions
-        phases=(Phase.generate,),
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    @hypothesis.given(strategy)
-    def drive(example: Any) -> None:
-        if len(seen) < examples and example not in seen:
-            seen.add(example)
-            look(example)
-
-    drive()

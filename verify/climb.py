@@ -17,6 +17,7 @@ from oracles.counter import mix_words
 from properties.laws import Law
 from properties.palette import key_of, suits
 from properties.strategies import Example
+from verify.drawing import Enough
 
 LEAST = 8  # examples that a climb is worth: half of them are spent on finding where to begin
 BEST = 8  # so many of the best examples so far are edited
@@ -28,10 +29,6 @@ SAME = 1e-9  # a score that is less by so much is as good, and no step up
 
 Edit = tuple[int, int]  # of which word, and by how many places its value moves
 Moves = list[tuple[tuple[str, ...], Sequence[tuple[Any, ...]]]]
-
-
-class Enough(BaseException):
-    """There is nothing more to ask. Hypothesis takes an Exception for a failure, and would shrink it."""
 
 
 def climbed(examples: int, kind: str) -> int:

@@ -20,7 +20,7 @@ from properties.laws import Law
 from properties.palette import draw_palette, key_of
 from properties.paths import PathDomain, with_forms
 from properties.strategies import Example
-from verify.climb import Enough
+from verify.drawing import Enough
 from verify.notes import Notes
 from verify.run import Run
 from verify.worker import Worker, WorkerLost

@@ -20,7 +20,8 @@ from properties.books import book_of
 from properties.domain import Domain
 from properties.palette import draw_palette, key_of
 from properties.strategies import Example
-from verify.check import Described, ask, explain, seeded
+from verify.check import Described, ask, explain
+from verify.drawing import seeded
 from verify.judge import Finding, Verdict
 from verify.plan import on_gpu
 from verify.report import finding_lines

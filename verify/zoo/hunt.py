@@ -18,7 +18,8 @@ from oracles.counter import mix_words
 from properties.books import Book, book_of
 from properties.strategies import Example
 from verify.adapter import ZOO
-from verify.check import PROFILES, ask, explain, seeded
+from verify.check import PROFILES, ask, explain
+from verify.drawing import seeded
 from verify.judge import Verdict
 from verify.run import Outcome, Run
 from verify.store import Store

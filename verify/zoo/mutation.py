@@ -31,7 +31,8 @@ from properties.strategies import Example
 from verify import bench
 from verify import known as known_defects
 from verify.adapter import Adapter, AdapterError, installed, versions
-from verify.check import PROFILES, Profile, seeded
+from verify.check import PROFILES, Profile
+from verify.drawing import seeded
 from verify.run import Run, adapter_of, execute
 from verify.zoo.edits import OPERATORS, edits
 from verify.zoo.launches import Watch, watch
