@@ -16,8 +16,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.processes import alive, children, gone, opened
+from verify import forks
+from verify.forks import importing
 from verify.run import Outcome
-from verify.worker import DUMP_S, Frame, Worker, WorkerLost, frames, importing, innermost, interrogate
+from verify.worker import DUMP_S, Frame, Worker, WorkerLost, frames, innermost, interrogate
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOKENS_OVER_20 = "gate=forever beta=one values=one_hot scale=one backward=no lengths=25"
@@ -373,8 +375,8 @@ def test_answer_larger_than_a_pipe_arrives_whole(worker: Worker) -> None:
 
 
 STUB = """#!/bin/bash
-echo '{}' >&$5
-read question <&$4
+echo '{}' >&$6
+read question <&$5
 echo noise
 kill -$SIGNAL $$
 """
@@ -390,13 +392,18 @@ def stub(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("number", "named"), [(signal.SIGBUS, "SIGBUS"), (signal.SIGRTMIN + 3, f"signal {signal.SIGRTMIN + 3}")])
+@pytest.mark.parametrize("forked", [True, False])
 @pytest.mark.usefixtures("stub")
-def test_twenty_losses_leave_no_process_and_no_descriptor(monkeypatch: pytest.MonkeyPatch, number: int, named: str) -> None:
+def test_twenty_losses_leave_no_process_and_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch, number: int, named: str, worker: Worker, *, forked: bool
+) -> None:
+    assert worker.alive  # so there is a process that forks
+    monkeypatch.setattr(forks, "HERE", forked)
     monkeypatch.setenv("SIGNAL", str(int(number)))
     before, family = opened(), children()
-    with Worker(5.0) as worker:
+    with Worker(5.0) as fresh:
         for _ in range(20):
-            lost = lose(worker, "tests/right.py:Chunkwise")
+            lost = lose(fresh, "tests/right.py:Chunkwise")
             assert (lost.how, lost.detail, lost.tail) == ("crashed", f"killed by {named}", "noise\n")
     assert opened() <= before
     assert children() <= family
@@ -421,13 +428,27 @@ def test_closing_from_another_thread_ends_a_busy_worker_at_once() -> None:
         worker.ask(question("tests/right.py:Chunkwise"))
 
 
-def test_closing_while_the_worker_starts_ends_it() -> None:
+@pytest.fixture
+def no_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No process that forks is there yet, and none is left."""
+    monkeypatch.setattr(forks, "_server", None)
+    yield
+    if forks._server is not None:
+        forks._server.end()
+
+
+@pytest.mark.usefixtures("no_server")
+@pytest.mark.parametrize("forked", [True, False])
+def test_closing_while_the_worker_starts_ends_it(monkeypatch: pytest.MonkeyPatch, *, forked: bool) -> None:
+    monkeypatch.setattr(forks, "HERE", forked)
     before, worker = opened(), Worker()
     timer = threading.Timer(0.2, worker.close)
     timer.start()
     with pytest.raises(WorkerLost, match="closed"):
         worker.ask(question("tests/right.py:Chunkwise"))
     timer.join()
+    if forks._server is not None:
+        forks._server.end()
     assert opened() <= before
 
 

@@ -3,7 +3,7 @@
 import sys
 
 from verify import early
-from verify.worker import importing
+from verify.forks import importing
 
 if __name__ == "__main__":
     early.begin(sys.argv[1:])

@@ -98,7 +98,7 @@ def environment(backend: str, rank: int, size: int, local_rank: int, *, one_host
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    words = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    words = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
     if one_host:
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         words |= {name: os.environ.get(name, loopback) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}

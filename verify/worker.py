@@ -8,8 +8,6 @@ import contextlib
 import dataclasses
 import faulthandler
 import fcntl
-import functools
-import gc
 import importlib
 import importlib.util
 import json
@@ -23,8 +21,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
+
+from verify import forks
+from verify.forks import Forked, importing
 
 START_S = 300.0
 ALONE_S = 5.0  # how long after its deadline a worker that nobody ended ends itself
@@ -47,6 +48,9 @@ class WorkerLost(Exception):
     def __init__(self, how: str, detail: str, tail: str, *, in_kernel: bool = True) -> None:
         super().__init__(f"{how}: {detail}")
         self.how, self.detail, self.tail, self.in_kernel = how, detail, tail, in_kernel
+
+
+Process = subprocess.Popen[bytes] | Forked
 
 
 class Asked(Protocol):
@@ -79,7 +83,8 @@ class Worker:
     ) -> None:
         self.deadline_s, self._under = deadline_s, under
         self._environment, self._serves = dict(environment), serves
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
+        self._before = False  # another program runs it
         self._asking = threading.RLock()  # held by who uses the pipes: nobody else may close them
         self._starting = threading.Lock()
         self._closed = self._starts = False
@@ -135,29 +140,36 @@ class Worker:
                 fcntl.fcntl(errors, fcntl.F_SETFL, os.O_APPEND)  # what is cut off is not grown again
                 # Modules are found where this process finds them, in the same order, or another kernel would be checked.
                 paths = dict.fromkeys([*(path or os.getcwd() for path in sys.path), _ROOT])
-                before = self._under()
-                process = subprocess.Popen(
-                    [*before, sys.executable, "-P", "-m", "verify.worker", str(theirs_in), str(theirs_out), self._serves],
-                    stdin=subprocess.DEVNULL,
-                    stdout=errors,
-                    stderr=errors,
-                    pass_fds=(theirs_in, theirs_out),
-                    start_new_session=True,  # Ctrl-C is for the supervisor; and the whole group can be killed
-                    env={
-                        **os.environ,
-                        "OMP_NUM_THREADS": "1",
-                        "PYTHONUNBUFFERED": "1",
-                        "PYTHONPATH": os.pathsep.join(paths),
-                        **self._environment,
-                    },
-                )
+                process, self._before = self._begun(os.pathsep.join(paths), [theirs_in, theirs_out], errors.fileno())
                 undo.pop_all()
             os.close(theirs_in)
             os.close(theirs_out)
             self._to, self._from, self._errors, self._buffer, self._mark = to, from_, errors, b"", -1
             self._process, self._starts = process, True
-            # A compiler that the worker started would die of the signal; a program that runs the worker need not hand it on.
-            self._signal = functools.partial(os.killpg if before else os.kill, process.pid, signal.SIGUSR1)
+
+    def _begun(self, path: str, pipes: Sequence[int], output: int) -> tuple[Process, bool]:
+        """A new process, and whether another program runs it."""
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # what torch's libraries print would bury a kernel's last words
+            "PYTHONPATH": path,
+            **self._environment,
+        }
+        before = self._under()
+        if forks.HERE and not before and environment.get("CUDA_VISIBLE_DEVICES") == "":
+            return forks.start("verify.worker", [self._serves], pipes, environment, output, [SERVICE.partition(":")[0]]), False
+        process = subprocess.Popen(
+            [*before, sys.executable, "-P", "-m", "verify.worker", self._serves, *map(str, pipes)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=pipes,
+            start_new_session=True,  # Ctrl-C is for the supervisor; and the whole group can be killed
+            env=environment,
+        )
+        return process, bool(before)
 
     def send(self, question: dict[str, Any], deadline_s: float) -> None:
         """Put a question to a worker that is ready. WorkerLost if it is gone."""
@@ -198,8 +210,10 @@ class Worker:
         """Ask for the stacks of all its threads: `words` has them soon, see serve()."""
         self._mark = os.fstat(self._errors.fileno()).st_size
         if self._process is not None and self.alive:
+            # A compiler that the worker started would die of the signal; a program that runs the worker need not hand it on.
+            tell = os.killpg if self._before else os.kill
             with contextlib.suppress(ProcessLookupError):
-                self._signal()
+                tell(self._process.pid, signal.SIGUSR1)
 
     def words(self) -> str:
         """The end of what it wrote; after `interrogate`, what it wrote since."""
@@ -336,17 +350,6 @@ def in_implementation(wrote: str) -> bool:
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
-@contextlib.contextmanager
-def importing() -> Iterator[None]:
-    """No garbage is looked for while modules are imported: what they make stays, and is not looked at afterwards either."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
 def serve(requests: int, answers: int, serves: str) -> None:
     """The worker's life: make kernels runnable here, then answer one question at a time until the supervisor is gone."""
     faulthandler.enable(sys.stderr)
@@ -382,5 +385,10 @@ def serve(requests: int, answers: int, serves: str) -> None:
             reply = reply[os.write(answers, reply) :]
 
 
+def main(words: Sequence[str]) -> None:
+    """A worker of these words: what serves, and its two pipes."""
+    serve(int(words[1]), int(words[2]), words[0])
+
+
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1:])

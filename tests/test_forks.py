@@ -1,0 +1,269 @@
+"""A forked process is as one of its own: what differs, how it ends, and who ends with whom."""
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.processes import alive, children, gone, opened
+from verify import forks
+from verify.forks import Forked
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+TELLS = """
+import json, os, signal, sys
+def main(words):
+    how = words[0]
+    if how == "tells":
+        with open(int(words[-1]), "w") as told:
+            import colorsys
+            json.dump({
+                "words": words[:-1], "argv": sys.argv[1:-1], "path": sys.path, "where": os.getcwd(),
+                "began": sys.modules["__main__"].__spec__.name, "group": os.getpgrp() == os.getpid(),
+                "environment": dict(os.environ), "colorsys": colorsys.__file__, "open": os.listdir("/proc/self/fd"),
+                "buries": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
+            }, told)
+    elif how == "prints":
+        print("said")
+        print("told", file=sys.stderr)
+    elif how == "exits":
+        sys.exit(int(words[1]))
+    elif how == "raises":
+        raise ArithmeticError("as it is")
+    else:
+        signal.pause()
+if __name__ == "__main__":
+    main(sys.argv[1:])
+"""
+
+
+@pytest.fixture(scope="module")
+def _server() -> Iterator[None]:
+    """A process that forks, of this module's own: it imports next to nothing."""
+    before, forks._server = forks._server, None
+    try:
+        yield
+    finally:
+        if forks._server is not None:
+            forks._server.end()
+        forks._server = before
+
+
+@pytest.fixture
+def another(_server: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """No process that forks is there yet. The environment for one."""
+    (tmp_path / "tells.py").write_text(TELLS)
+    monkeypatch.setattr(forks, "_server", None)
+    yield {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    assert forks._server is not None
+    forks._server.end()
+
+
+Begin = Callable[..., Forked]
+
+
+@pytest.fixture
+def begin(_server: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
+    (tmp_path / "tells.py").write_text(TELLS)
+    monkeypatch.chdir(tmp_path)
+    with contextlib.ExitStack() as ends:
+
+        def started(*words: str, path: str = "", output: int = 2, descriptors: tuple[int, ...] = (), **more: str) -> Forked:
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path or str(tmp_path), str(ROOT)]), **more}
+            one = forks.start("tells", words, descriptors, environment, output, ["colorsys"])
+
+            def end() -> None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(one.pid, signal.SIGKILL)
+                one.wait()
+
+            ends.callback(end)
+            return one
+
+        yield started
+
+
+def told(begin: Begin, **more: Any) -> dict[str, Any]:
+    source, target = os.pipe()
+    one = begin("tells", "a word", descriptors=(target,), **more)
+    os.close(target)
+    with open(source) as pipe:
+        said: dict[str, Any] = json.load(pipe)
+    assert one.wait(10) == 0
+    return said
+
+
+def test_a_child_has_its_words_its_environment_its_folder_and_nothing_else_open(begin: Begin, tmp_path: pathlib.Path) -> None:
+    said = told(begin, GDN_VERIFY_WORD="\udcff here")
+    assert said["began"] == "verify.forks"
+    assert said["words"] == said["argv"] == ["tells", "a word"]
+    assert said["where"] == str(tmp_path)
+    assert said["group"]
+    assert said["environment"]["GDN_VERIFY_WORD"] == "\udcff here"
+    assert len(said["open"]) == 5, "the three of every process, the pipe, and the list's own"
+    assert said["buries"], "its own children are its own affair"
+    assert "GDN_VERIFY_WORD" not in told(begin)["environment"]
+
+
+def test_a_child_finds_modules_where_a_process_of_its_own_does(begin: Begin, tmp_path: pathlib.Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "tells.py").write_text(TELLS.replace('"words": words[:-1]', '"words": ["other"]'))
+    command = "import json, sys; print(json.dumps(sys.path))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(other), str(ROOT)])}
+    want = json.loads(
+        subprocess.run([sys.executable, "-P", "-c", command], env=environment, capture_output=True, check=True).stdout
+    )
+    said = told(begin, path=str(other))
+    assert said["began"] == "verify.forks"
+    assert said["words"] == ["other"]
+    assert said["path"] == want
+
+
+@pytest.mark.parametrize("what", ["a variable", "a module", "a program"])
+def test_a_child_in_which_something_would_differ_is_a_process_of_its_own(
+    begin: Begin, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    assert told(begin)["began"] == "verify.forks"
+    if what == "a variable":
+        said = told(begin, PYTHONHASHSEED="7")
+        assert said["environment"]["PYTHONHASHSEED"] == "7"
+    elif what == "a module":
+        (tmp_path / "colorsys.py").write_text("")
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        (elsewhere / "tells.py").write_text(TELLS)
+        (elsewhere / "colorsys.py").write_text("")
+        said = told(begin, path=str(elsewhere))
+        assert said["colorsys"] == str(elsewhere / "colorsys.py")
+    else:
+        program = tmp_path / "python"
+        program.symlink_to(sys.executable)
+        monkeypatch.setattr(sys, "executable", str(program))
+        said = told(begin)
+    assert said["began"] == "tells"
+    assert said["words"] == said["argv"] == ["tells", "a word"]
+    assert len(said["open"]) == 5
+
+
+@pytest.mark.parametrize("more", [{}, {"PYTHONHASHSEED": "7"}], ids=["forked", "its own"])
+def test_it_ends_as_a_process_of_its_own_does(begin: Begin, more: dict[str, str]) -> None:
+    with tempfile.TemporaryFile() as output:
+        ends = {how: begin(*how.split(), output=output.fileno(), **more).wait(10) for how in ("prints", "exits 3", "raises")}
+        output.seek(0)
+        said = output.read().decode()
+    assert ends == {"prints": 0, "exits 3": 3, "raises": 1}
+    assert "said\n" in said
+    assert "told\n" in said
+    assert "ArithmeticError: as it is" in said
+
+
+def test_it_is_polled_waited_for_and_killed_as_another_process_is(begin: Begin) -> None:
+    one, other = begin("waits"), begin("waits")
+    assert one.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        one.wait(0.05)
+    assert alive(one.pid)
+    assert one.pid != other.pid
+    os.killpg(one.pid, signal.SIGTERM)
+    assert one.wait(5) == one.poll() == one.wait() == -signal.SIGTERM
+    assert other.poll() is None
+    assert not alive(one.pid)
+
+
+def test_twenty_at_once_end_and_leave_nothing_open(begin: Begin) -> None:
+    begin("prints").wait()
+    before, family = opened(), children()
+    several = [begin("exits", str(code)) for code in range(20)]
+    assert [one.wait(20) for one in several] == list(range(20))
+    assert opened() <= before
+    assert children() <= family
+
+
+def test_a_child_whose_server_dies_is_lost_and_the_next_has_another(begin: Begin) -> None:
+    one = begin("waits")
+    pid = one.pid
+    assert forks._server is not None
+    server = forks._server.process
+    server.kill()
+    assert one.wait(5) == -signal.SIGKILL
+    assert gone([pid], 5)
+    assert begin("exits", "4").wait(10) == 4
+    assert forks._server.process is not server
+
+
+def test_a_server_that_dies_while_it_imports_says_how(another: dict[str, str], tmp_path: pathlib.Path) -> None:
+    (tmp_path / "dies.py").write_text("import os; os._exit(9)")
+    one = forks.start("tells", ["prints"], [], another, 2, ["dies"])
+    assert one.wait(10) == 9
+    with pytest.raises(ProcessLookupError):
+        _ = one.pid
+
+
+def test_what_cannot_be_imported_ahead_is_the_childs_to_report(another: dict[str, str]) -> None:
+    assert forks.start("tells", ["exits", "5"], [], another, 2, ["no_such_module"]).wait(10) == 5
+    with tempfile.TemporaryFile() as output:
+        assert forks.start("no_such_module", [], [], another, output.fileno(), []).wait(10) == 1
+        output.seek(0)
+        assert b"no_such_module" in output.read()
+
+
+HOLDER = """
+import os, sys, time
+from verify import forks
+one = forks.start("tells", ["waits"], [], dict(os.environ), 2, [])
+print(one.pid, forks._server.process.pid, flush=True)
+if sys.argv[1] == "waits":
+    time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "waits"])
+def test_the_server_ends_with_its_supervisor(tmp_path: pathlib.Path, how: str) -> None:
+    (tmp_path / "tells.py").write_text(TELLS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    with subprocess.Popen([sys.executable, "-c", HOLDER, how], env=environment, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        child, server = map(int, holder.stdout.readline().split())
+        try:
+            if how == "waits":
+                holder.kill()
+            holder.wait(10)
+            assert gone([server], 5 if how == "waits" else 0)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+
+
+def test_a_fork_of_the_supervisor_has_a_server_of_its_own(begin: Begin) -> None:
+    begin("prints").wait()
+    source, target = os.pipe()
+    if not os.fork():
+        os.write(target, str(forks._server).encode())
+        os._exit(0)
+    os.wait()
+    assert os.read(source, 100) == b"None"
+    for descriptor in (source, target):
+        os.close(descriptor)
+
+
+def test_several_threads_may_ask(begin: Begin) -> None:
+    ends: list[int] = []
+    threads = [threading.Thread(target=lambda code=code: ends.append(begin("exits", str(code)).wait(20))) for code in range(8)]
+    start = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(ends) == list(range(8))
+    assert time.monotonic() - start < 20
