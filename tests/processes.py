@@ -37,3 +37,8 @@ def opened() -> set[str]:
 def children(of: int | str = "self") -> set[int]:
     """The processes that this one, or another, started and has not buried."""
     return {int(pid) for task in pathlib.Path(f"/proc/{of}/task").iterdir() for pid in (task / "children").read_text().split()}
+
+
+def family(of: int) -> set[int]:
+    """The processes that another started, and those that they started."""
+    return children(of).union(*map(family, children(of)))

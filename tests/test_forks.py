@@ -202,6 +202,23 @@ def test_a_child_whose_server_dies_is_lost_and_the_next_has_another(begin: Begin
     assert forks._server.process is not server
 
 
+def test_another_environment_that_stays_gets_a_server_of_its_own(begin: Begin, another: dict[str, str]) -> None:
+    first = begin("waits")
+    assert first.poll() is None
+    assert forks._server is not None
+    server = forks._server
+    assert told(begin, PYTHONHASHSEED="7")["began"] == "tells"
+    assert told(begin)["began"] == "verify.forks", "one alone is no reason"
+    assert told(begin, PYTHONHASHSEED="7")["began"] == "tells"
+    assert told(begin, PYTHONHASHSEED="7")["began"] == "verify.forks"
+    assert forks._server is not server
+    assert first.poll() is None, "what the other forked goes on"
+    assert server.process.poll() is None
+    os.killpg(first.pid, signal.SIGTERM)
+    assert first.wait(5) == -signal.SIGTERM
+    assert server.process.wait(5) == 0
+
+
 def test_a_server_that_dies_while_it_imports_says_how(another: dict[str, str], tmp_path: pathlib.Path) -> None:
     (tmp_path / "dies.py").write_text("import os; os._exit(9)")
     one = forks.start("tells", ["prints"], [], another, 2, ["dies"])

@@ -39,7 +39,7 @@ class Right(Chunkwise):
 class Deaf(Base):
     '''It hangs in C and holds the interpreter's lock.'''
     def go_wrong(self):
-        with open(os.environ["SIGN"], "w") as sign:
+        with open(os.environ["GDN_VERIFY_SIGN"], "w") as sign:
             sign.write(str(os.getpid()))
         lock, pause = ctypes.PyDLL(None), 1000
         while True:
@@ -47,7 +47,7 @@ class Deaf(Base):
 
 class Slow(Base):
     def go_wrong(self):
-        with open(os.environ["SIGN"], "w") as sign:
+        with open(os.environ["GDN_VERIFY_SIGN"], "w") as sign:
             sign.write(str(os.getpid()))
         time.sleep(1000)
 
@@ -71,7 +71,7 @@ class FloodsForLong(Base):
 class Compiles(Base):
     def go_wrong(self):
         compiler = subprocess.Popen(["sleep", "100"])
-        with open(os.environ["SIGN"], "w") as sign:
+        with open(os.environ["GDN_VERIFY_SIGN"], "w") as sign:
             sign.write(str(compiler.pid))
         compiler.wait()
 
@@ -236,7 +236,7 @@ def test_what_the_worker_started_outlives_the_question_where_it_is(
     kernels: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The default of the signal that asks is to end a process, such as a compiler that the kernel waits for."""
-    monkeypatch.setenv("SIGN", str(tmp_path / "sign"))
+    monkeypatch.setenv("GDN_VERIFY_SIGN", str(tmp_path / "sign"))
     with Worker() as worker:
         asked = threading.Thread(target=lambda: lose(worker, f"{kernels}:Compiles", 60.0))
         asked.start()
@@ -378,13 +378,13 @@ STUB = """#!/bin/bash
 echo '{}' >&$6
 read question <&$5
 echo noise
-kill -$SIGNAL $$
+kill -$GDN_VERIFY_SIGNAL $$
 """
 
 
 @pytest.fixture
 def stub(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that start in a millisecond and die by $SIGNAL of their first question."""
+    """Workers that start in a millisecond and die by $GDN_VERIFY_SIGNAL of their first question."""
     path = tmp_path / "stub"
     path.write_text(STUB)
     path.chmod(0o755)
@@ -399,7 +399,7 @@ def test_twenty_losses_leave_no_process_and_no_descriptor(
 ) -> None:
     assert worker.alive  # so there is a process that forks
     monkeypatch.setattr(forks, "HERE", forked)
-    monkeypatch.setenv("SIGNAL", str(int(number)))
+    monkeypatch.setenv("GDN_VERIFY_SIGNAL", str(int(number)))
     before, family = opened(), children()
     with Worker(5.0) as fresh:
         for _ in range(20):
@@ -485,7 +485,7 @@ def test_worker_ends_when_its_supervisor_is_killed(
     kernels: pathlib.Path, tmp_path: pathlib.Path, adapter: str, within_s: float
 ) -> None:
     sign = tmp_path / "sign"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SIGN": str(sign)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GDN_VERIFY_SIGN": str(sign)}
     line = question(f"{kernels}:{adapter}")["run"]
     holder = subprocess.Popen([sys.executable, "-c", HOLDER.format(deadline_s=2), line], env=environment, cwd=tmp_path)
     pid = int(written(sign))

@@ -24,7 +24,21 @@ from typing import Any, NoReturn
 
 HERE = sys.platform == "linux"
 # What may differ: Python and torch do not read these when they start, nor does anything else before the fork.
-LATE = ("FLA_", "GDN_VERIFY_", "GLOO_SOCKET_", "LOCAL_", "MASTER_", "NCCL_SOCKET_", "PYTEST_", "RANK", "TRITON_", "WORLD_SIZE")
+_LATE = (
+    "FLA_",
+    "GDN_VERIFY_",
+    "GLOO_SOCKET_",
+    "LOCAL_",
+    "MASTER_",
+    "NCCL_SOCKET_",
+    "PYTEST_",
+    "RANK",
+    "TORCHINDUCTOR_",
+    "TRITON_",
+    "WORLD_SIZE",
+)
+_FORK, _RETIRE = b"f", b"r"  # what a supervisor says
+_HANDLED = ("PYTHONPATH", "PWD", "OLDPWD", "_")
 
 
 @contextlib.contextmanager
@@ -36,6 +50,11 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def _early(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of an environment may be read before a fork."""
+    return {name: word for name, word in environment.items() if not name.startswith(_LATE) and name not in _HANDLED}
 
 
 # The supervisor's side
@@ -111,7 +130,7 @@ class _Server:
                 start_new_session=True,  # Ctrl-C is for the supervisor
                 env=dict(environment),
             )
-        self._socket = ours
+        self._socket, self.early = ours, _early(environment)
 
     def fork(self, asked: Mapping[str, Any], output: int, descriptors: Sequence[int]) -> Forked:
         """Ask for a child. OSError if the server is gone."""
@@ -128,14 +147,23 @@ class _Server:
             status, theirs = os.pipe()
             mine(theirs)
             try:
-                socket.send_fds(self._socket, [b"."], [request, output, directory, theirs, *descriptors])
+                socket.send_fds(self._socket, [_FORK], [request, output, directory, theirs, *descriptors])
             except OSError:
                 os.close(status)
                 raise
         return Forked(self.process, status)
 
+    def retire(self) -> None:
+        """Have it end once its children did."""
+        with contextlib.suppress(OSError):
+            self._socket.send(_RETIRE)
+        _retired.append(self)
+        for each in [each for each in _retired if each.process.poll() is not None]:
+            _retired.remove(each)
+            each.end()
+
     def end(self) -> None:
-        """End it; its children go on."""
+        """End it; its children go on, and nobody hears of them."""
         self.process.kill()
         self.process.wait()
         self._socket.close()
@@ -143,6 +171,8 @@ class _Server:
 
 _lock = threading.Lock()
 _server: _Server | None = None
+_retired: list[_Server] = []
+_odd: dict[str, str] = {}  # the environment of the last child that had to be a process of its own
 
 
 def start(
@@ -156,31 +186,35 @@ def start(
     """Do as `python -P -m module arguments... descriptors...` does, in a process group of its own, with this environment.
 
     `module` has a function `main` that takes these words. It writes to `output`, and has nothing open besides but `descriptors`,
-    whose numbers there are its last arguments. `imports` are the modules to be there already; the first call decides.
+    whose numbers there are its last arguments. `imports` are the modules to be there already; the first call decides. A child that
+    has to be a process of its own because of its environment is one; the next with that environment gets a server that has it.
     """
-    global _server
+    global _server, _odd
     asked = {"executable": sys.executable, "module": module, "arguments": list(arguments), "environment": dict(environment)}
     with _lock:
-        if _server is not None and _server.process.poll() is None:
+        early = _early(environment)
+        if _server is not None and _server.process.poll() is None and (_server.early == early or _odd != early):
+            _odd = {} if _server.early == early else early
             with contextlib.suppress(OSError):  # it died this moment
                 return _server.fork(asked, output, descriptors)
         if _server is None:
             atexit.register(_end)
         else:
-            _server.end()
+            _server.retire()
         _server = _Server(imports, environment, output)
         return _server.fork(asked, output, descriptors)
 
 
 def _end() -> None:
-    if _server is not None:
-        _server.end()
+    for each in (_server, *_retired):
+        if each is not None:
+            each.end()
 
 
 def _forget() -> None:
     """A child of the supervisor's own has its own server, or none."""
     global _lock, _server
-    _lock, _server = threading.Lock(), None
+    _lock, _server, _retired[:] = threading.Lock(), None, []
     atexit.unregister(_end)
 
 
@@ -192,7 +226,7 @@ os.register_at_fork(after_in_child=_forget)
 
 def main(control: int, imports: Sequence[str]) -> None:
     """The server's life; and, where this returns from `_asked`, that of a child."""
-    began, whole = dict(os.environ), False
+    began, whole = _early(os.environ), False
     default = [each for each in sys.path if each not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     with importing(), contextlib.suppress(Exception):  # who asks for it meets the same, and says so
         for each in imports:
@@ -204,8 +238,7 @@ def main(control: int, imports: Sequence[str]) -> None:
     request, descriptors = _asked(control)
     environment: dict[str, str] = request["environment"]
     words = [*request["arguments"], *map(str, descriptors)]
-    changed = {name for name, _ in began.items() ^ environment.items()} - {"PYTHONPATH", "PWD", "OLDPWD", "_"}
-    if not whole or request["executable"] != sys.executable or any(not name.startswith(LATE) for name in changed):
+    if not whole or request["executable"] != sys.executable or began != _early(environment):
         _replace(request, words)
     os.environ.clear()
     os.environ.update(environment)
@@ -220,7 +253,7 @@ def main(control: int, imports: Sequence[str]) -> None:
 
 
 def _asked(control: int) -> tuple[dict[str, Any], list[int]]:
-    """Fork for whoever asks, and bury who died, until the supervisor is gone. Returns in a child alone: what it is to be."""
+    """Fork for whoever asks, and bury who died, until nobody asks any more. Returns in a child alone: what it is to be."""
     running: dict[int, int] = {}  # the pipe on which its supervisor hears of each child
     woken, wake = os.pipe()
     for descriptor in (woken, wake):
@@ -228,7 +261,8 @@ def _asked(control: int) -> tuple[dict[str, Any], list[int]]:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     with socket.socket(fileno=control) as asking:
-        while True:
+        retired = False
+        while running or not retired:
             ready, _, _ = select.select([control, woken], [], [])
             if woken in ready:
                 with contextlib.suppress(BlockingIOError):
@@ -239,6 +273,9 @@ def _asked(control: int) -> tuple[dict[str, Any], list[int]]:
             message, given, _, _ = socket.recv_fds(asking, 1, 16)
             if not message:
                 os._exit(0)
+            if message == _RETIRE:
+                retired = True
+                continue
             request, output, directory, status, *descriptors = given
             if child := os.fork():
                 with contextlib.suppress(OSError):  # the child did it
@@ -264,6 +301,7 @@ def _asked(control: int) -> tuple[dict[str, Any], list[int]]:
                     with contextlib.suppress(OSError):  # the list's own is gone
                         os.close(descriptor)
             return asked, descriptors
+    os._exit(0)
 
 
 def _bury(running: dict[int, int]) -> None:
