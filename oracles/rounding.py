@@ -273,14 +273,12 @@ class Arithmetic:
         if self.first and x.device.type == "cuda" and (launch := fused(x.device)) is not None:
             return launch(x, by, _lowest(bits, kind, axis, widths, x.device, by.dtype), undo=back is not None)
         rounded = x * by
-        exact = None if self.first else rounded.select(self.axis, 0).clone()
+        rounds = rounded if self.first else rounded.narrow(self.axis, 1, self.runs - 1)  # run 0 is exact
         if kind:
-            rounded.copy_(rounded.to(kind))
+            rounds.copy_(rounds.to(kind))
         else:
             half, high = _words(bits, _MANTISSA[by.dtype], axis, widths, x.device)
-            rounded.view(_WORDS[by.dtype]).add_(half).bitwise_and_(high)
-        if exact is not None:
-            rounded.select(self.axis, 0).copy_(exact)
+            rounds.view(_WORDS[by.dtype]).add_(half).bitwise_and_(high)
         return rounded if back is None else rounded.mul_(back)
 
 
@@ -300,8 +298,10 @@ FUNCTION_BITS = summed(FUNCTION_TERMS)
 
 
 @functools.cache
-def _table(device: torch.device) -> Tensor:
-    """2^20 numbers in [1, 2), from which every place takes its grids."""
+def _table(device: torch.device, turns: int = 1) -> Tensor:
+    """2^20 numbers in [1, 2), from which every place takes its grids; the same again for each further turn."""
+    if turns > 1:
+        return _table(device).repeat(turns)
     scrambled = mix(torch.arange(_TABLE, dtype=torch.int64, device=device)) & (2**52 - 1)
     return 1.0 + scrambled.to(torch.float64) / 2.0**52
 
@@ -309,7 +309,7 @@ def _table(device: torch.device) -> Tensor:
 @functools.cache
 def _known() -> "array.array[float]":
     """The same numbers where single ones are looked up, which a tensor takes long for."""
-    return array.array("d", _table(torch.device("cpu")).tolist())
+    return array.array("d", _table(torch.device("cpu")).numpy().tobytes())
 
 
 _TABLE = 2**20
@@ -520,14 +520,14 @@ def _numbers(place: str, runs: Runs, bits: int, size: int, scale: float, device:
             strata = sorted(range(count), key=lambda run: known[(word + 104729 * run) % _TABLE])
             phase = (strata[own // 2] + known[starts[row]] - 1.0) / count
             same[row] = known[word % _TABLE] * (1.0 + phase * 2.0 ** (1 - bits))
-    at = (torch.tensor(starts, device=device).unsqueeze(-1) + torch.arange(size, device=device)) % _TABLE
-    numbers = _table(device)[at].to(dtype)
+    table = _table(device, 1 + -(-size // _TABLE))
+    numbers = torch.stack([table[start : start + size] for start in starts]).to(dtype)
     if same:
         numbers[list(same)] = torch.tensor(list(same.values()), dtype=dtype, device=device).unsqueeze(-1)
     numbers.mul_(scale)
     if first == 0:
         numbers[0] = 1.0
-    return numbers, 1.0 / numbers
+    return numbers, numbers.reciprocal()
 
 
 def _word(place: str, run: int) -> tuple[int, int]:

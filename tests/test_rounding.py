@@ -48,7 +48,7 @@ def arithmetic(dtype: str = "bf16", runs: int = 9, algorithm: str = "chunkwise",
 def plain_grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every grid s of the even runs is 1: what is left is round-to-nearest."""
     _forget_grids()
-    monkeypatch.setattr(rounding, "_table", lambda device: torch.ones(2**20, dtype=torch.float64, device=device))
+    monkeypatch.setattr(rounding, "_table", lambda device, turns=1: torch.ones(turns * 2**20, dtype=torch.float64, device=device))
     monkeypatch.setattr(rounding, "_known", lambda: [1.0] * 2**20)
     yield
     _forget_grids()

@@ -34,6 +34,7 @@ TAIL_CHARACTERS = 2000
 STACK_BYTES = 1 << 16
 NOISE_BYTES = 1 << 26  # more than this of what a kernel prints is forgotten while it runs
 SERVICE = "verify.service:answer"
+IMPORTS = ("verify.service", "torch.fx.experimental.symbolic_shapes")  # the second is imported by torch's first backward pass
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # kernels are interpreted on the CPU; an implementation that saw a GPU would launch there
 _LAST = " in _run_module_as_main\n"  # the outermost frame of the main thread, whose stack faulthandler writes last
 _CALL = " in call_implementation\n"  # the frame of verify/bench.py under which an implementation runs
@@ -159,7 +160,7 @@ class Worker:
         }
         before = self._under()
         if forks.HERE and not before and environment.get("CUDA_VISIBLE_DEVICES") == "":
-            return forks.start("verify.worker", [self._serves], pipes, environment, output, [SERVICE.partition(":")[0]]), False
+            return forks.start("verify.worker", [self._serves], pipes, environment, output, IMPORTS), False
         process = subprocess.Popen(
             [*before, sys.executable, "-P", "-m", "verify.worker", self._serves, *map(str, pipes)],
             stdin=subprocess.DEVNULL,
