@@ -1,8 +1,10 @@
 """A check counts what it saw, repeats itself, survives what kernels do, and says of itself when it could not decide."""
 
 import dataclasses
+import os
 import pathlib
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -472,6 +474,20 @@ def test_a_thread_that_has_drawn_draws_again() -> None:
         assert list(batches(st.integers(0, 10**6).map(draw), seed, 3, 2))
     assert threading.current_thread() not in drew
     assert len(drew) < 10
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12: a fork beside threads
+def test_a_fork_of_this_process_draws_in_threads_of_its_own() -> None:
+    assert list(batches(st.integers(0, 10**6), 0, 3, 2))
+    source, target = os.pipe()
+    if not os.fork():
+        signal.alarm(20)
+        os.write(target, str(sum(map(len, batches(st.integers(0, 10**6), 1, 3, 2)))).encode())
+        os._exit(0)
+    os.close(target)
+    os.wait()
+    with open(source) as pipe:
+        assert pipe.read() == "3"
 
 
 def test_nothing_is_drawn_for_who_has_left() -> None:

@@ -1,6 +1,7 @@
 """A forked process is as one of its own: what differs, how it ends, and who ends with whom."""
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
@@ -31,7 +32,7 @@ def main(words):
                 "words": words[:-1], "argv": sys.argv[1:-1], "path": sys.path, "where": os.getcwd(),
                 "began": sys.modules["__main__"].__spec__.name, "group": os.getpgrp() == os.getpid(),
                 "environment": dict(os.environ), "colorsys": colorsys.__file__, "open": os.listdir("/proc/self/fd"),
-                "buries": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
+                "hash": hash("a word"), "buries": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
             }, told)
     elif how == "prints":
         print("said")
@@ -50,23 +51,24 @@ if __name__ == "__main__":
 @pytest.fixture(scope="module")
 def _server() -> Iterator[None]:
     """A process that forks, of this module's own: it imports next to nothing."""
-    before, forks._server = forks._server, None
+    before = dict(forks._servers)
+    forks._servers.clear()
     try:
         yield
     finally:
-        if forks._server is not None:
-            forks._server.end()
-        forks._server = before
+        forks._end()
+        forks._retired.clear()
+        forks._servers.clear()
+        forks._servers.update(before)
 
 
 @pytest.fixture
 def another(_server: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """No process that forks is there yet. The environment for one."""
     (tmp_path / "tells.py").write_text(TELLS)
-    monkeypatch.setattr(forks, "_server", None)
+    monkeypatch.setattr(forks, "_servers", {})
     yield {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    assert forks._server is not None
-    forks._server.end()
+    forks._servers[0].end()
 
 
 Begin = Callable[..., Forked]
@@ -78,9 +80,11 @@ def begin(_server: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     with contextlib.ExitStack() as ends:
 
-        def started(*words: str, path: str = "", output: int = 2, descriptors: tuple[int, ...] = (), **more: str) -> Forked:
+        def started(
+            *words: str, path: str = "", output: int = 2, descriptors: tuple[int, ...] = (), place: int = 0, **more: str
+        ) -> Forked:
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path or str(tmp_path), str(ROOT)]), **more}
-            one = forks.start("tells", words, descriptors, environment, output, ["colorsys"])
+            one = forks.start("tells", words, descriptors, environment, output, ["colorsys"], place)
 
             def end() -> None:
                 with contextlib.suppress(ProcessLookupError):
@@ -190,33 +194,125 @@ def test_twenty_at_once_end_and_leave_nothing_open(begin: Begin) -> None:
     assert children() <= family
 
 
-def test_a_child_whose_server_dies_is_lost_and_the_next_has_another(begin: Begin) -> None:
-    one = begin("waits")
-    pid = one.pid
-    assert forks._server is not None
-    server = forks._server.process
+def test_a_child_whose_server_dies_goes_on_and_the_next_has_another(begin: Begin) -> None:
+    one, other = begin("waits"), begin("waits")
+    assert alive(one.pid)
+    assert alive(other.pid)
+    server = forks._servers[0].process
     server.kill()
+    server.wait()
+    assert one.poll() is None
+    assert one.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        one.wait(0.2)
+    one.kill()
     assert one.wait(5) == -signal.SIGKILL
-    assert gone([pid], 5)
+    other.signal(signal.SIGTERM)
+    assert other.wait(5) == -signal.SIGKILL, "nobody can say how it ended"
     assert begin("exits", "4").wait(10) == 4
-    assert forks._server.process is not server
+    assert forks._servers[0].process is not server
 
 
 def test_another_environment_that_stays_gets_a_server_of_its_own(begin: Begin, another: dict[str, str]) -> None:
     first = begin("waits")
     assert first.poll() is None
-    assert forks._server is not None
-    server = forks._server
+    server = forks._servers[0]
     assert told(begin, PYTHONHASHSEED="7")["began"] == "tells"
     assert told(begin)["began"] == "verify.forks", "one alone is no reason"
     assert told(begin, PYTHONHASHSEED="7")["began"] == "tells"
     assert told(begin, PYTHONHASHSEED="7")["began"] == "verify.forks"
-    assert forks._server is not server
+    assert forks._servers[0] is not server
     assert first.poll() is None, "what the other forked goes on"
     assert server.process.poll() is None
     os.killpg(first.pid, signal.SIGTERM)
     assert first.wait(5) == -signal.SIGTERM
     assert server.process.wait(5) == 0
+
+
+def test_a_child_that_is_killed_before_it_began_never_runs(another: dict[str, str], tmp_path: pathlib.Path) -> None:
+    (tmp_path / "slow.py").write_text("import time; time.sleep(1.0)")
+    source, target = os.pipe()
+    one = forks.start("tells", ["tells"], [target], another, 2, ["slow"])
+    os.close(target)
+    began = time.monotonic()
+    one.kill()
+    assert one.poll() == one.wait() == -signal.SIGKILL
+    assert time.monotonic() - began < 0.5, "it does not wait for what the server imports"
+    with open(source) as pipe:
+        assert not pipe.read(), "the server kills what nobody listens for"
+    assert forks.start("tells", ["exits", "6"], [], another, 2, []).wait(10) == 6
+
+
+FAILS = """
+import errno, os
+fork, left = os.fork, [False, True]
+def failing():
+    if left and left.pop():
+        raise OSError(errno.EAGAIN, "no process is left")
+    return fork()
+os.fork = failing
+"""
+
+
+def test_a_fork_that_fails_is_an_error_and_costs_no_other_child(another: dict[str, str], tmp_path: pathlib.Path) -> None:
+    (tmp_path / "fails.py").write_text(FAILS)
+    none = forks.start("tells", ["waits"], [], another, 2, ["fails"])
+    with pytest.raises(OSError, match="no process could be forked"):
+        none.wait(10)
+    assert none.wait() == none.poll() == os.EX_OSERR
+    none.kill()
+    one = forks.start("tells", ["exits", "7"], [], another, 2, [])
+    assert one.wait(10) == 7
+
+
+def test_an_interrupt_in_the_middle_loses_no_number(another: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = forks.start("tells", ["exits", "1"], [], another, 2, [])
+    read = os.read
+
+    def interrupted(descriptor: int, count: int) -> bytes:
+        read(descriptor, count)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            _ = one.pid
+    assert one.wait(10) in (1, -signal.SIGKILL)
+    assert one._number is None or one._number > 1, "an exit code is no process"
+    one.kill()
+
+
+def test_places_have_servers_and_hash_seeds_of_their_own(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    hashes = [told(begin, place=place)["hash"] for place in (0, 1, 0, 1)]
+    assert hashes[:2] == hashes[2:]
+    assert hashes[0] != hashes[1]
+
+
+def test_what_was_missing_when_the_server_began_is_found_by_a_child(another: dict[str, str], tmp_path: pathlib.Path) -> None:
+    (tmp_path / "optional.py").write_text("try:\n    import extra\nexcept ImportError:\n    extra = None\n")
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "extra.py").write_text("")
+    says = "import sys, optional\ndef main(words):\n    sys.exit(4 if optional.extra else 5)\nif __name__ == '__main__': main([])\n"
+    (tmp_path / "says.py").write_text(says)
+    assert forks.start("says", [], [], another, 2, ["optional"]).wait(10) == 5
+    more = {**another, "PYTHONPATH": f"{tmp_path}/more{os.pathsep}{another['PYTHONPATH']}"}
+    assert forks.start("says", [], [], more, 2, ["optional"]).wait(10) == 4
+
+
+def test_a_descriptor_too_many_costs_a_call_and_not_the_server(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert begin("exits", "3").wait(10) == 3
+    server = forks._servers[0]
+
+    def none_left() -> tuple[int, int]:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pipe", none_left)
+        with pytest.raises(OSError, match="too many open files"):
+            begin("exits", "3")
+    assert forks._servers[0] is server
+    assert begin("exits", "4").wait(10) == 4
 
 
 def test_a_server_that_dies_while_it_imports_says_how(another: dict[str, str], tmp_path: pathlib.Path) -> None:
@@ -239,7 +335,7 @@ HOLDER = """
 import os, sys, time
 from verify import forks
 one = forks.start("tells", ["waits"], [], dict(os.environ), 2, [])
-print(one.pid, forks._server.process.pid, flush=True)
+print(one.pid, forks._servers[0].process.pid, flush=True)
 if sys.argv[1] == "waits":
     time.sleep(100)
 """
@@ -262,14 +358,15 @@ def test_the_server_ends_with_its_supervisor(tmp_path: pathlib.Path, how: str) -
                 os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12: a fork beside threads
 def test_a_fork_of_the_supervisor_has_a_server_of_its_own(begin: Begin) -> None:
     begin("prints").wait()
     source, target = os.pipe()
     if not os.fork():
-        os.write(target, str(forks._server).encode())
+        os.write(target, str(forks._servers).encode())
         os._exit(0)
     os.wait()
-    assert os.read(source, 100) == b"None"
+    assert os.read(source, 100) == b"{}"
     for descriptor in (source, target):
         os.close(descriptor)
 

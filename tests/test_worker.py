@@ -431,10 +431,9 @@ def test_closing_from_another_thread_ends_a_busy_worker_at_once() -> None:
 @pytest.fixture
 def no_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No process that forks is there yet, and none is left."""
-    monkeypatch.setattr(forks, "_server", None)
+    monkeypatch.setattr(forks, "_servers", {})
     yield
-    if forks._server is not None:
-        forks._server.end()
+    forks._end()
 
 
 @pytest.mark.usefixtures("no_server")
@@ -447,8 +446,7 @@ def test_closing_while_the_worker_starts_ends_it(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(WorkerLost, match="closed"):
         worker.ask(question("tests/right.py:Chunkwise"))
     timer.join()
-    if forks._server is not None:
-        forks._server.end()
+    forks._end()
     assert opened() <= before
 
 

@@ -1,6 +1,7 @@
 """Drawing: Hypothesis gives examples of a strategy, in the thread that asks for them or ahead of it in another."""
 
 import contextlib
+import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -61,9 +62,9 @@ def batches(strategy: Any, seed: int, examples: int, most: int) -> Iterator[list
             with contextlib.suppress(Enough):
                 put(end)
 
-    _in_a_thread(draw)
     batch: list[Any] = []
     try:
+        _in_a_thread(draw)
         while (example := drawn.get()) is not end:
             batch.append(example)
             if len(batch) == most or drawn.empty():
@@ -81,7 +82,7 @@ class _Drawer(threading.Thread):
     """A thread that draws for whoever asks, one after another.
 
     Hypothesis looks through all objects of the process when it first draws in a thread, which takes 0.2 s of a large one: a new
-    thread for each law would pay that each time. Daemons, since a law that is left may draw for a while yet.
+    thread for each law would pay that each time. Daemons, since what is left early goes on drawing until its next example.
     """
 
     def __init__(self) -> None:
@@ -96,6 +97,7 @@ class _Drawer(threading.Thread):
 
 
 _IDLE: list[_Drawer] = []
+os.register_at_fork(after_in_child=_IDLE.clear)  # a child has none of its parent's threads
 
 
 def _in_a_thread(draw: Callable[[], None]) -> None:

@@ -1,9 +1,10 @@
-"""Processes that begin at once: one that has imported what they all import forks them.
+"""A server process imports what all workers need, and forks them: each begins in milliseconds.
 
-Importing torch takes longer than most questions to a worker. So `python -m verify.forks SOCKET MODULE...` imports for its
-supervisor, and then only waits and forks. A child in which anything would differ from a process of its own (a variable that is
-read when Python or a library starts, a module that would be found in another place) becomes such a process, by exec. So how a
-process began shows in nothing but the time that it takes. Linux alone: the libraries of macOS do not survive a fork.
+Importing torch takes longer than most questions to a worker. `python -m verify.forks SOCKET MODULE...` imports for its supervisor,
+and then only waits and forks. A child in which anything would differ from a process of its own (a variable that is read when Python
+or a library starts, a module that would be found in another place) is replaced by one, by exec. A forked process differs from one
+of its own in three ways only: it begins sooner; it has the hash seed of its server; and its limits, umask, priority, affinity and
+signal mask are those that the supervisor had when the server began. Linux alone: the libraries of macOS do not survive a fork.
 """
 
 import atexit
@@ -11,6 +12,7 @@ import contextlib
 import gc
 import importlib
 import json
+import math
 import os
 import select
 import signal
@@ -18,12 +20,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
 HERE = sys.platform == "linux"
-# What may differ: Python and torch do not read these when they start, nor does anything else before the fork.
+# Variables that nothing reads before the fork: a child may have other values of them.
 _LATE = (
     "FLA_",
     "GDN_VERIFY_",
@@ -33,17 +36,18 @@ _LATE = (
     "NCCL_SOCKET_",
     "PYTEST_",
     "RANK",
-    "TORCHINDUCTOR_",
+    "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_",
     "WORLD_SIZE",
 )
+_HANDLED = ("PYTHONPATH", "PWD", "OLDPWD", "_")  # set in the child, or of no effect
 _FORK, _RETIRE = b"f", b"r"  # what a supervisor says
-_HANDLED = ("PYTHONPATH", "PWD", "OLDPWD", "_")
+_BEGAN, _ENDED, _FAILED = b"b", b"e", b"f"  # what a server says of a child: its number, its exit code, why there is none
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """No garbage is looked for while modules are imported: what they make stays, and is not looked at afterwards either."""
+    """The collector is off while modules are imported: what they make stays, and it need never look at it."""
     gc.disable()
     try:
         yield
@@ -61,57 +65,118 @@ def _early(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Forked:
-    """A process that the server forked: what a supervisor needs of subprocess.Popen. Its methods are safe from any thread."""
+    """A process that a server forks: what a supervisor needs of subprocess.Popen. Its methods are safe from any thread.
+
+    OSError, once, from whichever method hears that the server could not fork.
+    """
 
     def __init__(self, server: "subprocess.Popen[bytes]", status: int) -> None:
         self._server, self._status, self._said = server, status, b""
         self._lock = threading.Lock()
+        self._number: int | None = None
+        self._deserted = False  # its server is gone
         self.returncode: int | None = None
 
     @property
     def pid(self) -> int:
         """Its number, and that of its process group; waits while the server imports. ProcessLookupError if it never began."""
         with self._lock:
-            while self.returncode is None and b"\n" not in self._said:
-                self._hear(None)
-        if b"\n" not in self._said:
+            while self._number is None and self._hear(None):
+                pass
+        if self._number is None:
             raise ProcessLookupError("it never began")
-        return int(self._said.split(b"\n")[0])
+        return self._number
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal, or None while it runs."""
-        with self._lock:
-            self._hear(0.0)
+        """Its exit code, negative for a signal, or None while it runs or another thread waits for it."""
+        if self._lock.acquire(blocking=False):
+            try:
+                while self._hear(0.0):
+                    pass
+            finally:
+                self._lock.release()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code once it ended. subprocess.TimeoutExpired if it does not in time."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
         with self._lock:
-            while self.returncode is None and self._hear(timeout):
-                pass
+            while self.returncode is None and time.monotonic() <= end:
+                self._hear(min(0.05 if self._deserted else 3600.0, max(0.0, end - time.monotonic())))
+            if self.returncode is None:
+                self._hear(0.0)
         if self.returncode is None:
             raise subprocess.TimeoutExpired("verify.forks", timeout or 0.0)
         return self.returncode
 
+    def signal(self, number: int) -> None:
+        """Send it a signal, if it has begun."""
+        self.poll()
+        if self._number is not None and self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._number, number)
+
+    def kill(self) -> None:
+        """Kill it and what it started, which may outlive it; if it has not begun, it never will. Waits for nothing."""
+        with contextlib.suppress(OSError):
+            self.poll()
+        if self._number is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._number, signal.SIGKILL)
+        elif self._lock.acquire(blocking=False):  # who holds it waits for the server, and sees to it
+            try:
+                if self.returncode is None:
+                    self._end(-signal.SIGKILL)  # the server kills a child that nobody listens for
+            finally:
+                self._lock.release()
+
     def _hear(self, wait_s: float | None) -> bool:
-        """Whether the server has said something in time, or is gone; see `_Server.bury` for what it says."""
-        if self.returncode is not None or not select.select([self._status], [], [], wait_s)[0]:
+        """Whether there was something to hear in time; what it is, is noted."""
+        if self.returncode is not None:
+            return False
+        if self._deserted:
+            time.sleep(wait_s or 0.0)
+            if not _runs(self._number):
+                self._end(-signal.SIGKILL)  # nobody can say how it ended
+            return False
+        if not _ready([self._status], wait_s):
             return False
         data = os.read(self._status, 64)
         self._said += data
-        lines = self._said.split(b"\n")
-        if len(lines) == 3:
-            self.returncode = int(lines[1])
-        elif not data:  # nobody can say how it ends: it ends now
-            self.returncode = -signal.SIGKILL
-            if len(lines) == 2:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(int(lines[0]), signal.SIGKILL)
+        for line in self._said.split(b"\n")[:-1]:
+            word, number = line[:1], int(line[1:])
+            if word == _BEGAN:
+                self._number = number
+            elif word == _ENDED:
+                self._end(number)
             else:
-                self.returncode = self._server.wait()
-        if self.returncode is not None:
-            os.close(self._status)
+                self._end(os.EX_OSERR)
+                raise OSError(number, f"no process could be forked: {os.strerror(number)}")
+            if self.returncode is not None:
+                return True
+        if not data and self._number is not None:
+            self._deserted = True  # it goes on: all that it needs of its server is how it ended
+        elif not data:
+            self._end(self._server.wait())
         return True
+
+    def _end(self, code: int) -> None:
+        self.returncode = code
+        os.close(self._status)
+
+
+def _ready(descriptors: Sequence[int], wait_s: float | None) -> list[int]:
+    """Those that can be read from, in so many seconds. As select.select, for descriptors of any number."""
+    poller = select.poll()
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poller.poll(None if wait_s is None else 1000 * wait_s)]
+
+
+def _runs(process: int | None) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{process}/stat", "rb") as stat:
+        return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    return False
 
 
 class _Server:
@@ -148,19 +213,16 @@ class _Server:
             mine(theirs)
             try:
                 socket.send_fds(self._socket, [_FORK], [request, output, directory, theirs, *descriptors])
-            except OSError:
+                return Forked(self.process, status)
+            except BaseException:
                 os.close(status)
                 raise
-        return Forked(self.process, status)
 
     def retire(self) -> None:
         """Have it end once its children did."""
+        _retired.append(self)
         with contextlib.suppress(OSError):
             self._socket.send(_RETIRE)
-        _retired.append(self)
-        for each in [each for each in _retired if each.process.poll() is not None]:
-            _retired.remove(each)
-            each.end()
 
     def end(self) -> None:
         """End it; its children go on, and nobody hears of them."""
@@ -168,9 +230,13 @@ class _Server:
         self.process.wait()
         self._socket.close()
 
+    def forget(self) -> None:
+        """Close this process's way to it: it is another's."""
+        self._socket.close()
+
 
 _lock = threading.Lock()
-_server: _Server | None = None
+_servers: dict[int, _Server] = {}
 _retired: list[_Server] = []
 _odd: dict[str, str] = {}  # the environment of the last child that had to be a process of its own
 
@@ -182,39 +248,47 @@ def start(
     environment: Mapping[str, str],
     output: int,
     imports: Sequence[str],
+    place: int = 0,
 ) -> Forked:
     """Do as `python -P -m module arguments... descriptors...` does, in a process group of its own, with this environment.
 
     `module` has a function `main` that takes these words. It writes to `output`, and has nothing open besides but `descriptors`,
-    whose numbers there are its last arguments. `imports` are the modules to be there already; the first call decides. A child that
-    has to be a process of its own because of its environment is one; the next with that environment gets a server that has it.
+    whose numbers there are its last arguments. `imports` are what a server imports when it begins. Each `place` has its own server.
+    A child whose environment differs from the server's is replaced by exec; if the next call has that same environment, a new
+    server is started with it.
     """
-    global _server, _odd
+    global _odd
     asked = {"executable": sys.executable, "module": module, "arguments": list(arguments), "environment": dict(environment)}
     with _lock:
-        early = _early(environment)
-        if _server is not None and _server.process.poll() is None and (_server.early == early or _odd != early):
-            _odd = {} if _server.early == early else early
-            with contextlib.suppress(OSError):  # it died this moment
-                return _server.fork(asked, output, descriptors)
-        if _server is None:
-            atexit.register(_end)
-        else:
-            _server.retire()
-        _server = _Server(imports, environment, output)
-        return _server.fork(asked, output, descriptors)
+        for each in [each for each in _retired if each.process.poll() is not None]:
+            _retired.remove(each)
+            each.end()
+        early, server = _early(environment), _servers.get(place)
+        if server is not None and server.process.poll() is None and (server.early == early or _odd != early):
+            _odd = {} if server.early == early else early
+            with contextlib.suppress(BrokenPipeError, ConnectionError):  # it died this moment
+                return server.fork(asked, output, descriptors)
+        if (replaced := _servers.pop(place, None)) is not None:
+            replaced.retire()
+        atexit.unregister(_end)
+        atexit.register(_end)
+        _servers[place] = server = _Server(imports, environment, output)
+        return server.fork(asked, output, descriptors)
 
 
 def _end() -> None:
-    for each in (_server, *_retired):
-        if each is not None:
-            each.end()
+    for each in (*_servers.values(), *_retired):
+        each.end()
 
 
 def _forget() -> None:
-    """A child of the supervisor's own has its own server, or none."""
-    global _lock, _server
-    _lock, _server, _retired[:] = threading.Lock(), None, []
+    """After a fork of the supervisor, the child starts servers of its own when it needs them."""
+    global _lock
+    for each in (*_servers.values(), *_retired):
+        each.forget()
+    _lock = threading.Lock()
+    _servers.clear()
+    _retired.clear()
     atexit.unregister(_end)
 
 
@@ -224,16 +298,29 @@ os.register_at_fork(after_in_child=_forget)
 # The server's side
 
 
+class _Missed:
+    """A finder that comes last and finds nothing: it notes what nobody found."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:  # noqa: ARG002 - as finders are called
+        self.names.add(name)
+
+
 def main(control: int, imports: Sequence[str]) -> None:
-    """The server's life; and, where this returns from `_asked`, that of a child."""
-    began, whole = _early(os.environ), False
-    default = [each for each in sys.path if each not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    with importing(), contextlib.suppress(Exception):  # who asks for it meets the same, and says so
+    """Run the server. `_asked` returns only in a forked child, which runs the rest."""
+    began, whole, missed = _early(os.environ), False, _Missed()
+    default = [each for each in sys.path if each not in _given(os.environ)]
+    sys.meta_path.append(missed)
+    with importing(), contextlib.suppress(Exception):  # the child imports it again, and reports the error
         for each in imports:
             importlib.import_module(each)
         whole = True
+    sys.meta_path.remove(missed)
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for standard in (1, 2):
+    for standard, file in ((1, sys.stdout), (2, sys.stderr)):
+        file.flush()
         os.dup2(nowhere, standard)
     request, descriptors = _asked(control)
     environment: dict[str, str] = request["environment"]
@@ -242,18 +329,20 @@ def main(control: int, imports: Sequence[str]) -> None:
         _replace(request, words)
     os.environ.clear()
     os.environ.update(environment)
-    path = list(dict.fromkeys([*map(os.path.abspath, environment.get("PYTHONPATH", "").split(os.pathsep)), *default]))
+    path = list(dict.fromkeys([*_given(environment), *default]))
     importlib.invalidate_caches()
     if path != sys.path:
+        names = {name for name in (*sys.modules, *missed.names, "sitecustomize", "usercustomize") if "." not in name}
+        before = _places(names)
         sys.path[:] = path
-        if _elsewhere():
+        if _places(names) != before:
             _replace(request, words)
     sys.argv[1:] = words
     importlib.import_module(request["module"]).main(words)
 
 
 def _asked(control: int) -> tuple[dict[str, Any], list[int]]:
-    """Fork for whoever asks, and bury who died, until nobody asks any more. Returns in a child alone: what it is to be."""
+    """Fork for whoever asks, and reap children that ended, until nobody asks any more. Returns in a child: what it is to be."""
     running: dict[int, int] = {}  # the pipe on which its supervisor hears of each child
     woken, wake = os.pipe()
     for descriptor in (woken, wake):
@@ -263,11 +352,11 @@ def _asked(control: int) -> tuple[dict[str, Any], list[int]]:
     with socket.socket(fileno=control) as asking:
         retired = False
         while running or not retired:
-            ready, _, _ = select.select([control, woken], [], [])
+            ready = _ready([control, woken], None)
             if woken in ready:
                 with contextlib.suppress(BlockingIOError):
                     os.read(woken, 4096)
-                _bury(running)
+                _reap(running)
             if control not in ready:
                 continue
             message, given, _, _ = socket.recv_fds(asking, 1, 16)
@@ -276,12 +365,24 @@ def _asked(control: int) -> tuple[dict[str, Any], list[int]]:
             if message == _RETIRE:
                 retired = True
                 continue
+            if len(given) < 4:  # there was no room for all
+                for descriptor in given:
+                    os.close(descriptor)
+                continue
             request, output, directory, status, *descriptors = given
-            if child := os.fork():
+            try:
+                child = os.fork()
+            except OSError as error:
+                _say(status, _FAILED, error.errno or 0)
+                for descriptor in given:
+                    os.close(descriptor)
+                continue
+            if child:
                 with contextlib.suppress(OSError):  # the child did it
                     os.setpgid(child, child)  # before its supervisor can want to kill the group
                 running[child] = status
-                _say(status, child)
+                if not _say(status, _BEGAN, child):
+                    os.killpg(child, signal.SIGKILL)
                 for descriptor in (request, output, directory, *descriptors):
                     os.close(descriptor)
                 continue
@@ -304,30 +405,35 @@ def _asked(control: int) -> tuple[dict[str, Any], list[int]]:
     os._exit(0)
 
 
-def _bury(running: dict[int, int]) -> None:
+def _reap(running: dict[int, int]) -> None:
     while running:
         child, status = os.waitpid(-1, os.WNOHANG)
         if not child:
             return
-        pipe = running.pop(child)
-        _say(pipe, os.waitstatus_to_exitcode(status))
-        os.close(pipe)
+        if (pipe := running.pop(child, None)) is not None:
+            _say(pipe, _ENDED, os.waitstatus_to_exitcode(status))
+            os.close(pipe)
 
 
-def _say(pipe: int, number: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # its supervisor does not listen any more
-        os.write(pipe, f"{number}\n".encode())
+def _say(pipe: int, word: bytes, number: int) -> bool:
+    """Whether its supervisor still listens."""
+    try:
+        os.write(pipe, b"%b%d\n" % (word, number))
+    except BrokenPipeError:
+        return False
+    return True
 
 
-def _elsewhere() -> bool:
-    """Whether a fresh process would find any module that is here in another place."""
-    for name, module in list(sys.modules.items()):
-        here = getattr(getattr(module, "__spec__", None), "origin", None)
-        if "." not in name and here and os.path.isabs(here):  # not "built-in", not "frozen"
-            found = PathFinder.find_spec(name)
-            if found is not None and found.origin and found.origin != here:
-                return True
-    return False
+def _given(environment: Mapping[str, str]) -> list[str]:
+    """The folders of PYTHONPATH, absolute, as Python puts them on sys.path."""
+    folders = environment.get("PYTHONPATH", "")
+    return [os.path.abspath(each) for each in folders.split(os.pathsep)] if folders else []
+
+
+def _places(names: Collection[str]) -> dict[str, str | None]:
+    """Where modules are found on sys.path by now, of those that are."""
+    found = {name: PathFinder.find_spec(name) for name in names}
+    return {name: spec.origin for name, spec in found.items() if spec is not None}
 
 
 def _replace(request: Mapping[str, Any], words: Sequence[str]) -> NoReturn:

@@ -142,11 +142,11 @@ class Worker:
                 # Modules are found where this process finds them, in the same order, or another kernel would be checked.
                 paths = dict.fromkeys([*(path or os.getcwd() for path in sys.path), _ROOT])
                 process, self._before = self._begun(os.pathsep.join(paths), [theirs_in, theirs_out], errors.fileno())
+                self._to, self._from, self._errors, self._buffer, self._mark = to, from_, errors, b"", -1
+                self._process, self._starts = process, True
                 undo.pop_all()
             os.close(theirs_in)
             os.close(theirs_out)
-            self._to, self._from, self._errors, self._buffer, self._mark = to, from_, errors, b"", -1
-            self._process, self._starts = process, True
 
     def _begun(self, path: str, pipes: Sequence[int], output: int) -> tuple[Process, bool]:
         """A new process, and whether another program runs it."""
@@ -160,7 +160,8 @@ class Worker:
         }
         before = self._under()
         if forks.HERE and not before and environment.get("CUDA_VISIBLE_DEVICES") == "":
-            return forks.start("verify.worker", [self._serves], pipes, environment, output, IMPORTS), False
+            place = int(environment.get("RANK", "0")) % 2  # ranks have two hash seeds, as they would have of their own
+            return forks.start("verify.worker", [self._serves], pipes, environment, output, IMPORTS, place), False
         process = subprocess.Popen(
             [*before, sys.executable, "-P", "-m", "verify.worker", self._serves, *map(str, pipes)],
             stdin=subprocess.DEVNULL,
@@ -211,6 +212,9 @@ class Worker:
         """Ask for the stacks of all its threads: `words` has them soon, see serve()."""
         self._mark = os.fstat(self._errors.fileno()).st_size
         if self._process is not None and self.alive:
+            if isinstance(self._process, Forked):
+                self._process.signal(signal.SIGUSR1)
+                return
             # A compiler that the worker started would die of the signal; a program that runs the worker need not hand it on.
             tell = os.killpg if self._before else os.kill
             with contextlib.suppress(ProcessLookupError):
@@ -232,7 +236,9 @@ class Worker:
 
     def kill(self) -> None:
         """Kill the process and what it started, which may outlive it, if there is one."""
-        if self._process is not None:
+        if isinstance(self._process, Forked):
+            self._process.kill()
+        elif self._process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
