@@ -68,7 +68,8 @@ def another(_server: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "tells.py").write_text(TELLS)
     monkeypatch.setattr(forks, "_servers", {})
     yield {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    forks._servers[0].end()
+    for server in forks._servers.values():
+        server.end()
 
 
 Begin = Callable[..., Forked]
@@ -80,11 +81,9 @@ def begin(_server: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     with contextlib.ExitStack() as ends:
 
-        def started(
-            *words: str, path: str = "", output: int = 2, descriptors: tuple[int, ...] = (), place: int = 0, **more: str
-        ) -> Forked:
+        def started(*words: str, path: str = "", output: int = 2, descriptors: tuple[int, ...] = (), **more: str) -> Forked:
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path or str(tmp_path), str(ROOT)]), **more}
-            one = forks.start("tells", words, descriptors, environment, output, ["colorsys"], place)
+            one = forks.start("tells", words, descriptors, environment, output, ["colorsys"])
 
             def end() -> None:
                 with contextlib.suppress(ProcessLookupError):
@@ -282,9 +281,18 @@ def test_an_interrupt_in_the_middle_loses_no_number(another: dict[str, str], mon
     one.kill()
 
 
-def test_places_have_servers_and_hash_seeds_of_their_own(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    hashes = [told(begin, place=place)["hash"] for place in (0, 1, 0, 1)]
+def test_places_have_servers_and_hash_seeds_of_their_own(another: dict[str, str]) -> None:
+    another.pop("PYTHONHASHSEED", None)  # tox sets it
+    hashes = []
+    for place in (0, 1, 0, 1):
+        source, target = os.pipe()
+        one = forks.start("tells", ["tells"], [target], another, 2, ["colorsys"], place)
+        os.close(target)
+        with open(source) as pipe:
+            said = json.load(pipe)
+        assert one.wait(10) == 0
+        assert said["began"] == "verify.forks"
+        hashes.append(said["hash"])
     assert hashes[:2] == hashes[2:]
     assert hashes[0] != hashes[1]
 
@@ -300,8 +308,8 @@ def test_what_was_missing_when_the_server_began_is_found_by_a_child(another: dic
     assert forks.start("says", [], [], more, 2, ["optional"]).wait(10) == 4
 
 
-def test_a_descriptor_too_many_costs_a_call_and_not_the_server(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert begin("exits", "3").wait(10) == 3
+def test_a_descriptor_too_many_costs_a_call_and_not_the_server(another: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert forks.start("tells", ["exits", "3"], [], another, 2, []).wait(10) == 3
     server = forks._servers[0]
 
     def none_left() -> tuple[int, int]:
@@ -310,9 +318,9 @@ def test_a_descriptor_too_many_costs_a_call_and_not_the_server(begin: Begin, mon
     with monkeypatch.context() as patched:
         patched.setattr(os, "pipe", none_left)
         with pytest.raises(OSError, match="too many open files"):
-            begin("exits", "3")
+            forks.start("tells", ["exits", "3"], [], another, 2, [])
     assert forks._servers[0] is server
-    assert begin("exits", "4").wait(10) == 4
+    assert forks.start("tells", ["exits", "4"], [], another, 2, []).wait(10) == 4
 
 
 def test_a_server_that_dies_while_it_imports_says_how(another: dict[str, str], tmp_path: pathlib.Path) -> None:

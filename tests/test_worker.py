@@ -397,7 +397,7 @@ def stub(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_twenty_losses_leave_no_process_and_no_descriptor(
     monkeypatch: pytest.MonkeyPatch, number: int, named: str, worker: Worker, *, forked: bool
 ) -> None:
-    assert worker.alive  # so there is a process that forks
+    assert holds(worker)  # so there is a process that forks
     monkeypatch.setattr(forks, "HERE", forked)
     monkeypatch.setenv("GDN_VERIFY_SIGNAL", str(int(number)))
     before, family = opened(), children()
