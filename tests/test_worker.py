@@ -383,8 +383,9 @@ kill -$GDN_VERIFY_SIGNAL $$
 
 
 @pytest.fixture
-def stub(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def stub(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, worker: Worker) -> None:
     """Workers that start in a millisecond and die by $GDN_VERIFY_SIGNAL of their first question."""
+    assert holds(worker), "a server of true Python is there"
     path = tmp_path / "stub"
     path.write_text(STUB)
     path.chmod(0o755)
@@ -395,9 +396,8 @@ def stub(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("forked", [True, False])
 @pytest.mark.usefixtures("stub")
 def test_twenty_losses_leave_no_process_and_no_descriptor(
-    monkeypatch: pytest.MonkeyPatch, number: int, named: str, worker: Worker, *, forked: bool
+    monkeypatch: pytest.MonkeyPatch, number: int, named: str, *, forked: bool
 ) -> None:
-    assert holds(worker)  # so there is a process that forks
     monkeypatch.setattr(forks, "HERE", forked)
     monkeypatch.setenv("GDN_VERIFY_SIGNAL", str(int(number)))
     before, family = opened(), children()
