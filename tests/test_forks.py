@@ -244,7 +244,7 @@ def test_a_child_that_is_killed_before_it_began_never_runs(another: dict[str, st
 
 FAILS = """
 import errno, os
-fork, left = os.fork, [False, True]
+fork, left = os.fork, [True, False]
 def failing():
     if left and left.pop():
         raise OSError(errno.EAGAIN, "no process is left")
@@ -255,13 +255,48 @@ os.fork = failing
 
 def test_a_fork_that_fails_is_an_error_and_costs_no_other_child(another: dict[str, str], tmp_path: pathlib.Path) -> None:
     (tmp_path / "fails.py").write_text(FAILS)
+    first = forks.start("tells", ["waits"], [], another, 2, ["fails"])
     none = forks.start("tells", ["waits"], [], another, 2, ["fails"])
     with pytest.raises(OSError, match="no process could be forked"):
         none.wait(10)
     assert none.wait() == none.poll() == os.EX_OSERR
     none.kill()
+    assert first.poll() is None
+    first.kill()
+    assert first.wait(5) == -signal.SIGKILL
     one = forks.start("tells", ["exits", "7"], [], another, 2, [])
     assert one.wait(10) == 7
+
+
+NARROW = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (MOST, 1024))
+"""
+
+
+@pytest.mark.parametrize("limit", [6, 8])
+def test_a_server_without_room_for_descriptors_says_so(another: dict[str, str], tmp_path: pathlib.Path, limit: int) -> None:
+    """Its own are below 6, but for the socket, which has any number: nothing fits, or two of the four that a child needs."""
+    (tmp_path / "narrow.py").write_text(NARROW.replace("MOST", str(limit)))
+    for _ in range(2):
+        one = forks.start("tells", ["exits", "3"], [], another, 2, ["narrow"])
+        with pytest.raises(OSError, match="no process could be forked: Too many open files"):
+            one.wait(10)
+        assert one.wait() == os.EX_OSERR
+    assert forks._servers[0].process.poll() is None
+
+
+def test_it_is_killed_while_another_thread_waits_for_it(another: dict[str, str], tmp_path: pathlib.Path) -> None:
+    (tmp_path / "slow.py").write_text("import time; time.sleep(3.0)")
+    for imports in ([], ["slow"]):
+        one = forks.start("tells", ["waits"], [], another, 2, imports, len(imports))
+        ends: list[int] = []
+        waiting = threading.Thread(target=lambda one=one, ends=ends: ends.append(one.wait()))
+        waiting.start()
+        time.sleep(0.2)
+        one.kill()
+        waiting.join(1.0)
+        assert ends == [-signal.SIGKILL]
 
 
 def test_an_interrupt_in_the_middle_loses_no_number(another: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,9 +352,10 @@ def test_a_descriptor_too_many_costs_a_call_and_not_the_server(another: dict[str
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "pipe", none_left)
-        with pytest.raises(OSError, match="too many open files"):
-            forks.start("tells", ["exits", "3"], [], another, 2, [])
-    assert forks._servers[0] is server
+        for place in (0, 1):  # a server that is there, and one that cannot be started: no socket of it is left open
+            with pytest.raises(OSError, match="too many open files"):
+                forks.start("tells", ["exits", "3"], [], another, 2, [], place)
+    assert forks._servers == {0: server}
     assert forks.start("tells", ["exits", "4"], [], another, 2, []).wait(10) == 4
 
 

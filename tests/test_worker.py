@@ -450,6 +450,19 @@ def test_closing_while_the_worker_starts_ends_it(monkeypatch: pytest.MonkeyPatch
     assert opened() <= before
 
 
+@pytest.mark.usefixtures("no_server")
+def test_neighbouring_ranks_walk_a_set_in_different_orders(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hashes.py").write_text("def say(question):\n    return {'hash': hash('a word')}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)  # tox sets it
+    said = []
+    for rank in ("0", "1", "2"):
+        with Worker(environment={"RANK": rank, "CUDA_VISIBLE_DEVICES": ""}, serves="hashes:say") as worker:
+            said.append(worker.ask({})["hash"])
+    assert said[0] == said[2], "these are forked by one server"
+    assert said[0] != said[1]
+
+
 def test_close_twice_and_close_unused_do_nothing() -> None:
     worker = Worker()
     worker.close()

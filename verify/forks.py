@@ -1,6 +1,6 @@
 """A server process imports what all workers need, and forks them: each begins in milliseconds.
 
-Importing torch takes longer than most questions to a worker. `python -m verify.forks SOCKET MODULE...` imports for its supervisor,
+A worker that imports torch needs about a second to begin. `python -m verify.forks SOCKET MODULE...` imports for its supervisor,
 and then only waits and forks. A child in which anything would differ from a process of its own (a variable that is read when Python
 or a library starts, a module that would be found in another place) is replaced by one, by exec. A forked process differs from one
 of its own in three ways only: it begins sooner; it has the hash seed of its server; and its limits, umask, priority, affinity and
@@ -9,6 +9,7 @@ signal mask are those that the supervisor had when the server began. Linux alone
 
 import atexit
 import contextlib
+import errno
 import gc
 import importlib
 import json
@@ -26,6 +27,8 @@ from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
 HERE = sys.platform == "linux"
+GONE_S = 2.0  # how long after its pipes a server's end may be seen
+_MOMENT_S = 0.05
 # Variables that nothing reads before the fork: a child may have other values of them.
 _LATE = (
     "FLA_",
@@ -72,7 +75,7 @@ class Forked:
 
     def __init__(self, server: "subprocess.Popen[bytes]", status: int) -> None:
         self._server, self._status, self._said = server, status, b""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # held briefly; and a signal's handler may ask in the middle
         self._number: int | None = None
         self._deserted = False  # its server is gone
         self.returncode: int | None = None
@@ -80,62 +83,56 @@ class Forked:
     @property
     def pid(self) -> int:
         """Its number, and that of its process group; waits while the server imports. ProcessLookupError if it never began."""
-        with self._lock:
-            while self._number is None and self._hear(None):
-                pass
+        while self._number is None and self.returncode is None:
+            self._listen(_MOMENT_S)
         if self._number is None:
             raise ProcessLookupError("it never began")
         return self._number
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal, or None while it runs or another thread waits for it."""
-        if self._lock.acquire(blocking=False):
-            try:
-                while self._hear(0.0):
-                    pass
-            finally:
-                self._lock.release()
+        """Its exit code, negative for a signal, or None while it runs."""
+        self._listen(0.0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code once it ended. subprocess.TimeoutExpired if it does not in time."""
         end = math.inf if timeout is None else time.monotonic() + timeout
-        with self._lock:
-            while self.returncode is None and time.monotonic() <= end:
-                self._hear(min(0.05 if self._deserted else 3600.0, max(0.0, end - time.monotonic())))
-            if self.returncode is None:
-                self._hear(0.0)
-        if self.returncode is None:
-            raise subprocess.TimeoutExpired("verify.forks", timeout or 0.0)
+        while self.poll() is None:
+            if time.monotonic() >= end:
+                raise subprocess.TimeoutExpired("verify.forks", timeout or 0.0)
+            self._listen(min(_MOMENT_S, max(0.0, end - time.monotonic())))
+        assert self.returncode is not None
         return self.returncode
 
     def signal(self, number: int) -> None:
         """Send it a signal, if it has begun."""
-        self.poll()
-        if self._number is not None and self.returncode is None:
+        if self.poll() is None and self._number is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._number, number)
 
     def kill(self) -> None:
-        """Kill it and what it started, which may outlive it; if it has not begun, it never will. Waits for nothing."""
+        """Kill it and what it started, which may outlive it; if it has not begun, it never will."""
         with contextlib.suppress(OSError):
             self.poll()
-        if self._number is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._number, signal.SIGKILL)
-        elif self._lock.acquire(blocking=False):  # who holds it waits for the server, and sees to it
-            try:
-                if self.returncode is None:
-                    self._end(-signal.SIGKILL)  # the server kills a child that nobody listens for
-            finally:
-                self._lock.release()
+        with self._lock:
+            if self._number is not None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._number, signal.SIGKILL)
+            elif self.returncode is None:
+                self._end(-signal.SIGKILL)  # the server kills a child that nobody listens for
 
-    def _hear(self, wait_s: float | None) -> bool:
+    def _listen(self, wait_s: float) -> None:
+        """Note all that there is to hear, and wait so long for the first of it."""
+        with self._lock:
+            while self._hear(wait_s):
+                wait_s = 0.0
+
+    def _hear(self, wait_s: float) -> bool:
         """Whether there was something to hear in time; what it is, is noted."""
         if self.returncode is not None:
             return False
         if self._deserted:
-            time.sleep(wait_s or 0.0)
+            time.sleep(wait_s)
             if not _runs(self._number):
                 self._end(-signal.SIGKILL)  # nobody can say how it ended
             return False
@@ -150,15 +147,21 @@ class Forked:
             elif word == _ENDED:
                 self._end(number)
             else:
-                self._end(os.EX_OSERR)
-                raise OSError(number, f"no process could be forked: {os.strerror(number)}")
+                self._fail(number)
             if self.returncode is not None:
                 return True
         if not data and self._number is not None:
             self._deserted = True  # it goes on: all that it needs of its server is how it ended
         elif not data:
-            self._end(self._server.wait())
+            try:
+                self._end(self._server.wait(GONE_S))
+            except subprocess.TimeoutExpired:  # the server lives, and had no room for what it was sent
+                self._fail(errno.EMFILE)
         return True
+
+    def _fail(self, number: int) -> NoReturn:
+        self._end(os.EX_OSERR)
+        raise OSError(number, f"no process could be forked: {os.strerror(number)}")
 
     def _end(self, code: int) -> None:
         self.returncode = code
@@ -183,11 +186,12 @@ class _Server:
     """The process that forks. Its words while it imports go to `output`."""
 
     def __init__(self, imports: Sequence[str], environment: Mapping[str, str], output: int) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            command = [sys.executable, "-P", "-m", "verify.forks", str(theirs.fileno()), *imports]
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.early = _early(environment)
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(self._socket.close)
             self.process = subprocess.Popen(
-                command,
+                [sys.executable, "-P", "-m", "verify.forks", str(theirs.fileno()), *imports],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -195,7 +199,7 @@ class _Server:
                 start_new_session=True,  # Ctrl-C is for the supervisor
                 env=dict(environment),
             )
-        self._socket, self.early = ours, _early(environment)
+            undo.pop_all()
 
     def fork(self, asked: Mapping[str, Any], output: int, descriptors: Sequence[int]) -> Forked:
         """Ask for a child. OSError if the server is gone."""
@@ -212,7 +216,7 @@ class _Server:
             status, theirs = os.pipe()
             mine(theirs)
             try:
-                socket.send_fds(self._socket, [_FORK], [request, output, directory, theirs, *descriptors])
+                socket.send_fds(self._socket, [_FORK], [theirs, request, output, directory, *descriptors])
                 return Forked(self.process, status)
             except BaseException:
                 os.close(status)
@@ -359,24 +363,23 @@ def _asked(control: int) -> tuple[dict[str, Any], list[int]]:
                 _reap(running)
             if control not in ready:
                 continue
-            message, given, _, _ = socket.recv_fds(asking, 1, 16)
+            message, given, flags, _ = socket.recv_fds(asking, 1, 16)
             if not message:
                 os._exit(0)
             if message == _RETIRE:
                 retired = True
                 continue
-            if len(given) < 4:  # there was no room for all
-                for descriptor in given:
-                    os.close(descriptor)
-                continue
-            request, output, directory, status, *descriptors = given
             try:
+                if flags & socket.MSG_CTRUNC:
+                    raise OSError(errno.EMFILE, "there is no room for all descriptors")
                 child = os.fork()
             except OSError as error:
-                _say(status, _FAILED, error.errno or 0)
+                if given:
+                    _say(given[0], _FAILED, error.errno or 0)
                 for descriptor in given:
                     os.close(descriptor)
                 continue
+            status, request, output, directory, *descriptors = given
             if child:
                 with contextlib.suppress(OSError):  # the child did it
                     os.setpgid(child, child)  # before its supervisor can want to kill the group

@@ -51,7 +51,22 @@ class WorkerLost(Exception):
         self.how, self.detail, self.tail, self.in_kernel = how, detail, tail, in_kernel
 
 
-Process = subprocess.Popen[bytes] | Forked
+class Started(subprocess.Popen[bytes]):
+    """A process that is the first of its session; another program may run the worker in it."""
+
+    run_by_another = False
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the worker."""
+        # A compiler that the worker started would die of the signal; a program that runs the worker need not hand it on.
+        tell = os.killpg if self.run_by_another else os.kill
+        with contextlib.suppress(ProcessLookupError):
+            tell(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill it and what it started, which may outlive it."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 class Asked(Protocol):
@@ -84,8 +99,7 @@ class Worker:
     ) -> None:
         self.deadline_s, self._under = deadline_s, under
         self._environment, self._serves = dict(environment), serves
-        self._process: Process | None = None
-        self._before = False  # another program runs it
+        self._process: Started | Forked | None = None
         self._asking = threading.RLock()  # held by who uses the pipes: nobody else may close them
         self._starting = threading.Lock()
         self._closed = self._starts = False
@@ -141,15 +155,14 @@ class Worker:
                 fcntl.fcntl(errors, fcntl.F_SETFL, os.O_APPEND)  # what is cut off is not grown again
                 # Modules are found where this process finds them, in the same order, or another kernel would be checked.
                 paths = dict.fromkeys([*(path or os.getcwd() for path in sys.path), _ROOT])
-                process, self._before = self._begun(os.pathsep.join(paths), [theirs_in, theirs_out], errors.fileno())
+                process = self._begun(os.pathsep.join(paths), [theirs_in, theirs_out], errors.fileno())
                 self._to, self._from, self._errors, self._buffer, self._mark = to, from_, errors, b"", -1
                 self._process, self._starts = process, True
                 undo.pop_all()
             os.close(theirs_in)
             os.close(theirs_out)
 
-    def _begun(self, path: str, pipes: Sequence[int], output: int) -> tuple[Process, bool]:
-        """A new process, and whether another program runs it."""
+    def _begun(self, path: str, pipes: Sequence[int], output: int) -> Started | Forked:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -160,9 +173,9 @@ class Worker:
         }
         before = self._under()
         if forks.HERE and not before and environment.get("CUDA_VISIBLE_DEVICES") == "":
-            place = int(environment.get("RANK", "0")) % 2  # ranks have two hash seeds, as they would have of their own
-            return forks.start("verify.worker", [self._serves], pipes, environment, output, IMPORTS, place), False
-        process = subprocess.Popen(
+            place = int(self._environment.get("RANK", "0")) % 2  # neighbouring ranks have different hash seeds
+            return forks.start("verify.worker", [self._serves], pipes, environment, output, IMPORTS, place)
+        process = Started(
             [*before, sys.executable, "-P", "-m", "verify.worker", self._serves, *map(str, pipes)],
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -171,7 +184,8 @@ class Worker:
             start_new_session=True,  # Ctrl-C is for the supervisor; and the whole group can be killed
             env=environment,
         )
-        return process, bool(before)
+        process.run_by_another = bool(before)
+        return process
 
     def send(self, question: dict[str, Any], deadline_s: float) -> None:
         """Put a question to a worker that is ready. WorkerLost if it is gone."""
@@ -212,13 +226,7 @@ class Worker:
         """Ask for the stacks of all its threads: `words` has them soon, see serve()."""
         self._mark = os.fstat(self._errors.fileno()).st_size
         if self._process is not None and self.alive:
-            if isinstance(self._process, Forked):
-                self._process.signal(signal.SIGUSR1)
-                return
-            # A compiler that the worker started would die of the signal; a program that runs the worker need not hand it on.
-            tell = os.killpg if self._before else os.kill
-            with contextlib.suppress(ProcessLookupError):
-                tell(self._process.pid, signal.SIGUSR1)
+            self._process.signal(signal.SIGUSR1)
 
     def words(self) -> str:
         """The end of what it wrote; after `interrogate`, what it wrote since."""
@@ -236,11 +244,8 @@ class Worker:
 
     def kill(self) -> None:
         """Kill the process and what it started, which may outlive it, if there is one."""
-        if isinstance(self._process, Forked):
+        if self._process is not None:
             self._process.kill()
-        elif self._process is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> None:
         """Kill it, wait for its end and close its pipes."""
