@@ -23,9 +23,9 @@ from properties.paths import LAYOUT_ONLY, PATH_LAWS, PathDomain, with_forms  # n
 from properties.strategies import Example  # noqa: E402
 from verify.check import BATCH, TRUTHS, Asked, ask, ask_all, describe  # noqa: E402
 from verify.drawing import batches, seeded  # noqa: E402
-from verify.judge import Verdict  # noqa: E402
+from verify.outcome import Outcome, Verdict  # noqa: E402
 from verify.ranks import BACKENDS, RankGroup  # noqa: E402
-from verify.run import Outcome, Run  # noqa: E402
+from verify.run import Run  # noqa: E402
 from verify.store import Store  # noqa: E402
 from verify.worker import Worker  # noqa: E402
 

@@ -24,8 +24,8 @@ from properties.books import book_of, every_law
 from verify import known
 from verify.check import ask, describe
 from verify.drawing import seeded
-from verify.judge import Verdict
-from verify.run import Outcome, Run
+from verify.outcome import Outcome, Verdict
+from verify.run import Run
 from verify.store import Store
 from verify.worker import Worker
 
@@ -99,7 +99,7 @@ def measure(adapter: str, options: argparse.Namespace) -> int:
     verdicts: collections.Counter[str] = collections.Counter()
     alarms, kernel, oracle, share = [], 0.0, 0.0, []
     for done, (run, outcome) in enumerate(outcomes(runs, workers, store), 1):
-        if outcome.verdict is Verdict.BROKEN and any(defect.explains(run) for defect in defects):
+        if defects.explain(run, outcome):
             outcome.verdict = Verdict.KNOWN
         verdicts[outcome.verdict] += 1
         kernel, oracle = kernel + outcome.kernel_s, oracle + outcome.oracle_s
@@ -111,7 +111,7 @@ def measure(adapter: str, options: argparse.Namespace) -> int:
             with open(options.json, "a") as file:
                 file.write(json.dumps({"run": str(run), "ratios": outcome.ratios}) + "\n")
         if outcome.verdict in (Verdict.BROKEN, Verdict.UNKNOWN):
-            said = "; ".join(f"{f.output} {f.what} ({f.error:.3g} of {f.allowed:.3g})" for f in outcome.findings)
+            said = "; ".join(f"{f.place} {f.what} ({f.error:.3g} of {f.allowed:.3g})" for f in outcome.findings)
             alarms.append(f"{outcome.verdict}: {said or outcome.reason}: {run}")
             print(alarms[-1], file=sys.stderr, flush=True)
         if done % 500 == 0:

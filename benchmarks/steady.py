@@ -20,7 +20,7 @@ from properties.palette import real_case
 from properties.strategies import Example
 from verify import device as devices
 from verify import known
-from verify.check import ask_all, describe, explained, most_at_once, of_one_key
+from verify.check import ask_all, describe, most_at_once, of_one_key
 from verify.drawing import seeded
 from verify.plan import COMPILE_S, Compilers, Plan
 from verify.run import Run
@@ -62,7 +62,7 @@ def told(number: int, questions: list[list[Run]], worker: Worker) -> None:
     store, defects, start = Store(), known.load(), time.perf_counter()
     for runs in questions:
         for run, outcome in zip(runs, ask_all(runs, worker, store, defects), strict=True):
-            counts["known" if explained(defects, run, outcome) else outcome.verdict] += 1
+            counts["known" if defects.explain(run, outcome) else outcome.verdict] += 1
             kernel, oracle = kernel + outcome.kernel_s, oracle + outcome.oracle_s
     took = time.perf_counter() - start
     said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from properties.domain import Domain
-from verify.judge import Finding, Verdict
-from verify.run import Outcome, Run
+from verify.outcome import FailureKind, Finding, Outcome, Verdict
+from verify.run import Run
 
 
 class Answering:
@@ -34,7 +34,10 @@ class Answering:
         ratio = self.ratio(Run.parse(question["run"]))
         outcome = Outcome(Verdict.HOLDS, rows=1, ratios={"o": ratio, "dg": ratio / 2})
         if ratio > 1:
-            outcome.verdict, outcome.findings = Verdict.BROKEN, [Finding("o", "is off by more than rounding explains")]
+            outcome.verdict, outcome.findings = (
+                Verdict.BROKEN,
+                [Finding("o", FailureKind.OFF, "is off by more than rounding explains")],
+            )
         return outcome.to_json()
 
     def close(self) -> None:

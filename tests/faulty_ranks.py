@@ -12,8 +12,8 @@ import torch
 from torch import distributed
 
 from verify import service
-from verify.judge import Finding, Verdict
-from verify.run import Outcome
+from verify.outcome import FailureKind, Finding, Outcome, Verdict
+from verify.stacks import Mark, marked
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
@@ -25,11 +25,15 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     return call_implementation(question["planted"] if distributed.get_rank() in question["of"] else "none").to_json()
 
 
+@marked(Mark.IMPLEMENTATION)
 def call_implementation(fault: str) -> Outcome:
     try:
         return FAULTS.get(fault, fine)()
     except Exception as error:  # as the bench does
-        return Outcome(Verdict.BROKEN, [Finding("call", f"raised {type(error).__name__}: {error}")])
+        return Outcome(
+            Verdict.BROKEN,
+            [Finding("call", FailureKind.RAISED, f"raised {type(error).__name__}: {error}", detail=type(error).__name__)],
+        )
 
 
 def fine() -> Outcome:
@@ -37,7 +41,7 @@ def fine() -> Outcome:
     for _ in range(2):
         total = reduced()
     right = total == sum(range(distributed.get_world_size()))
-    finding = Finding("o", "is off", rows=1, rows_over=1, error=1.0, allowed=0.0, origin="exact")
+    finding = Finding("o", FailureKind.OFF, "is off", rows=1, rows_over=1, error=1.0, allowed=0.0, origin="exact")
     return Outcome(Verdict.HOLDS if right else Verdict.BROKEN, [] if right else [finding], rows=1, ratios={"o": 0.25})
 
 
@@ -86,7 +90,17 @@ def gathers() -> Outcome:
 
 def is_not_finite() -> Outcome:
     fine()
-    finding = Finding("o", "is not finite", "token 3, head 0", rows=4, rows_over=1, error=float("nan"), allowed=0.1, origin="kappa")
+    finding = Finding(
+        "o",
+        FailureKind.NOT_FINITE,
+        "is not finite",
+        "token 3, head 0",
+        rows=4,
+        rows_over=1,
+        error=float("nan"),
+        allowed=0.1,
+        origin="kappa",
+    )
     return Outcome(Verdict.BROKEN, [finding], rows=4, ratios={"o": float("inf")})
 
 

@@ -28,9 +28,9 @@ from verify.adapters.gdn import GdnLayer
 from verify.ahead import Beside, Work
 from verify.check import ask
 from verify.comm import Place
-from verify.judge import Verdict
+from verify.outcome import Outcome, Verdict
 from verify.ranks import RankGroup, environment
-from verify.run import Outcome, Run
+from verify.run import Run
 from verify.store import Store
 from verify.worker import interrogate
 
@@ -288,7 +288,7 @@ def test_broken_path_is_found_as_without_it(monkeypatch: pytest.MonkeyPatch) -> 
         right, wrong = outcome(two, "Right"), outcome(two, "LeavesTheLastOut")
         assert right.verdict is Verdict.HOLDS
         assert wrong.verdict is Verdict.BROKEN
-        assert {finding.output for finding in wrong.findings} == {"rank 1: y", "rank 0: y with tp=1 cp=1"}
+        assert {finding.place for finding in wrong.findings} == {"rank 1: y", "rank 0: y with tp=1 cp=1"}
         assert without_times(outcome(two, "LeavesTheLastOut", beside=False)) == without_times(wrong)
 
 
@@ -296,10 +296,10 @@ def test_rank_that_waits_for_its_oracle_is_not_cut_short(monkeypatch: pytest.Mon
     """Unlike one that stands still elsewhere."""
     monkeypatch.setattr(ranks, "GRACE_S", 0.2)
     monkeypatch.setattr(ranks, "LOOK_S", 0.2)
-    waits = dump([("/opt/verify/ahead.py", "_answer"), ("/opt/verify/parallel.py", "wait")])
+    waits = dump([("/opt/any.py", ahead.Beside._answer.__code__.co_name), ("/opt/bench.py", "wait")])
     groups = [of(Rank((0.0, RAISED)), Rank((1.8, OFF), wrote=wrote)) for wrote in (waits, SPINS)]
     found = [Outcome.from_json(group.ask({}, 20.0)).findings for group in groups]
-    assert [[finding.output for finding in each] for each in found] == [["rank 0: call", "rank 1: o"], ["rank 0: call"]]
+    assert [[finding.place for finding in each] for each in found] == [["rank 0: call", "rank 1: o"], ["rank 0: call"]]
 
 
 # Processes

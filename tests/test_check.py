@@ -24,9 +24,9 @@ from verify import report as text
 from verify.adapter import AdapterError, installed
 from verify.check import ENOUGH, PROFILES, Check, LawReport, Profile, ask, describe, overall
 from verify.drawing import batches, seeded
-from verify.judge import Finding, Verdict
 from verify.known import Known
-from verify.run import Outcome, Run, execute
+from verify.outcome import FailureKind, Finding, Outcome, Verdict
+from verify.run import Run, execute
 from verify.store import Store
 from verify.worker import Worker
 from verify.zoo import base
@@ -445,7 +445,7 @@ def test_adapter_that_cannot_be_loaded_again_is_unknown(store: Store, tmp_path: 
 
 
 def test_crash_that_does_not_repeat_is_undecided_and_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    crashed = Outcome(Verdict.BROKEN, [Finding("call", "crashed: killed by SIGSEGV")])
+    crashed = Outcome(Verdict.BROKEN, [Finding("call", FailureKind.CRASHED, "crashed: killed by SIGSEGV")])
     answers = iter([crashed, *[Outcome(Verdict.HOLDS, rows=1)] * 100])
     monkeypatch.setattr("verify.check.ask", lambda *_: next(answers))
     with Worker() as worker, Check(RIGHT, ["pure"], Profile("few", 6), workers=[worker], store=store) as check:

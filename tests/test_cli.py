@@ -19,7 +19,7 @@ from tests.processes import family, gone
 from verify import adapter, cli, worker
 from verify.check import PROFILES, LawReport, Profile
 from verify.cli import exit_code, main
-from verify.judge import Verdict
+from verify.outcome import Verdict
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RIGHT = f"{ROOT}/tests/right.py:Chunkwise"

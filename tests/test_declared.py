@@ -16,7 +16,8 @@ from verify import report as text
 from verify import run as run_module
 from verify.adapter import AdapterError, load
 from verify.check import Described, LawReport, otherwise
-from verify.judge import OFF, Finding, Verdict
+from verify.judge import OFF
+from verify.outcome import FailureKind, Finding, Verdict
 from verify.run import Run, execute
 from verify.store import Store
 from verify.worker import Worker
@@ -138,7 +139,7 @@ def test_of_rules_without_a_shared_decay_nothing_is_folded() -> None:
 
 
 def test_the_report_says_what_would_hold() -> None:
-    broken = LawReport("oracle", "my.py:Kernel", Verdict.BROKEN, run="law=oracle", findings=[Finding("dg", OFF)])
+    broken = LawReport("oracle", "my.py:Kernel", Verdict.BROKEN, run="law=oracle", findings=[Finding("dg", FailureKind.OFF, OFF)])
     assert "would hold" not in text.failure(broken)
     broken.otherwise = ["folds = True", "chunk = None"]
     told = "  would hold   if the adapter said folds = True; or chunk = None, which is for its author to know"

@@ -15,7 +15,8 @@ from properties.strategies import Example
 from verify import bench, cli
 from verify import device as devices
 from verify.bench import AdapterBench, AdapterFault
-from verify.run import Outcome, Run, adapter_of, execute
+from verify.outcome import Outcome
+from verify.run import Run, adapter_of, execute
 from verify.worker import Worker
 
 RIGHT = "tests/right.py:Chunkwise"

@@ -18,7 +18,7 @@ from tests.test_plugin import INSTALLED
 from verify import cli
 from verify.check import Check, Profile
 from verify.examples import FILE, MOST, Examples
-from verify.judge import Verdict
+from verify.outcome import Verdict
 from verify.pytest_plugin import LawItem
 from verify.run import Run
 from verify.store import Store

@@ -12,9 +12,9 @@ from oracles.bound import Bound, bounds
 from verify import cli
 from verify import device as devices
 from verify.check import ask
-from verify.judge import Verdict
+from verify.outcome import Outcome, Verdict
 from verify.ranks import RankGroup
-from verify.run import Outcome, Run, execute
+from verify.run import Run, execute
 from verify.store import Store
 from verify.worker import Worker
 
@@ -112,7 +112,7 @@ def test_a_rank_that_fails_over_nccl_is_named_and_the_next_case_runs(
 ) -> None:
     store = Store(tmp_path)
     outcome = ask(Run.parse(PATH.format(name)), two, store)
-    words = " ".join(f"{finding.output}: {finding.what} {finding.worst}" for finding in outcome.findings)
+    words = " ".join(f"{finding.place}: {finding.what} {finding.worst}" for finding in outcome.findings)
     assert outcome.verdict is Verdict.BROKEN, outcome
     assert [each for each in said if each not in words] == [], words
     assert ask(Run.parse(PATH.format("Fault")), two, store).verdict is Verdict.HOLDS

@@ -15,7 +15,7 @@ from properties.books import book_of
 from verify.check import ask, describe
 from verify.drawing import seeded
 from verify.interpreter.patches import TRITONS
-from verify.judge import Verdict
+from verify.outcome import Verdict
 from verify.run import Run
 from verify.store import Store
 from verify.worker import Worker

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from oracles.bound import Bound
 from oracles.case import Case
-from verify.judge import Finding, Judgement
+from verify.judge import Judgement
 from verify.judge import judge as judge_where
 from verify.judge import where as where_of
+from verify.outcome import FailureKind, Finding
 
 PACKED = Case((0, 3, 0, 2, 0), packed=True, heads=1, value_heads=2)
 BATCH = Case((4, 4), heads=2, value_heads=2)
@@ -214,7 +215,9 @@ def test_place_of_a_single_sequence_names_no_sequence() -> None:
     st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=4),
 )
 def test_finding_survives_strict_json(error: float, numbers: list[float]) -> None:
-    finding = Finding("o", "is off", "token 1", "token 0", 7, 2, error, 0.25, "origin", tuple(numbers), tuple(numbers[::-1]))
+    finding = Finding(
+        "o", FailureKind.OFF, "is off", "token 1", "token 0", 7, 2, error, 0.25, "origin", tuple(numbers), tuple(numbers[::-1])
+    )
     text = json.dumps(finding.to_json(), allow_nan=False)
     back = Finding.from_json(json.loads(text))
     assert repr(back) == repr(finding)  # NaN is not equal to itself, its name is

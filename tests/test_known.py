@@ -7,8 +7,8 @@ import pytest
 
 from verify import known
 from verify.adapter import AdapterError, installed
-from verify.judge import Finding
 from verify.known import FILE, load
+from verify.outcome import FailureKind, Finding
 from verify.run import Run
 
 LINE = "law=oracle adapter=fla/chunk lengths=3 gate=saturated dtype=fp16"
@@ -119,7 +119,9 @@ def test_a_defect_told_by_its_outputs_explains_no_other_and_no_more(
     run = Run.parse(LINE)
 
     def explains(*found: tuple[str, float]) -> bool:
-        return defect.explains(run, [Finding(output, "is off", error=error, allowed=1.0) for output, error in found])
+        return defect.explains(
+            run, [Finding(output, FailureKind.OFF, "is off", error=error, allowed=1.0) for output, error in found]
+        )
 
     assert explains(("dg", 3.9))
     assert explains(("dg", 2.0), ("da", 4.0))
@@ -128,8 +130,8 @@ def test_a_defect_told_by_its_outputs_explains_no_other_and_no_more(
     assert not explains(("dg", float("nan")))
     assert not explains()
     assert not defect.explains(run)  # before it is run nobody knows
-    assert known.excused([defect], run) == {"dg": 4.0, "da": 4.0}
-    assert known.excused([defect], dataclasses.replace(run, adapter="fla/chunk_kda")) == {}
+    assert known.KnownDefects([defect]).excused(run) == {"dg": 4.0, "da": 4.0}
+    assert known.KnownDefects([defect]).excused(dataclasses.replace(run, adapter="fla/chunk_kda")) == {}
 
 
 def test_of_defects_that_share_an_output_the_greatest_excuses(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +141,7 @@ def test_of_defects_that_share_an_output_the_greatest_excuses(tmp_path: pathlib.
     (whatever,) = load(written(tmp_path, {}))  # one that is told by no output excuses none: what is found decides
     (any_,) = load(written(tmp_path, {"outputs": '["dq", "dg"]'}))  # nor one that may be off by any amount
     assert any_.covers(Run.parse(LINE))
-    assert known.excused([four, two, whatever, any_], Run.parse(LINE)) == {"dg": 4.0, "da": 4.0, "dk": 2.0}
+    assert known.KnownDefects([four, two, whatever, any_]).excused(Run.parse(LINE)) == {"dg": 4.0, "da": 4.0, "dk": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -159,3 +161,10 @@ def test_bounds_of_an_entry_that_make_no_sense_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         load(written(tmp_path, {"run": f'"{LINE} value_dim=16"', **entry}))
+
+
+def test_a_finding_of_one_rank_is_explained_by_the_output_that_is_wrong(tmp_path: pathlib.Path) -> None:
+    (defect,) = load(written(tmp_path, {"outputs": '["dg"]'}))
+    finding = Finding("dg with tp=1 cp=1", FailureKind.OFF, "is off", error=2.0, allowed=1.0, ranks=(1,))
+    assert defect.explains(defect.run, [finding])
+    assert not defect.explains(defect.run, [dataclasses.replace(finding, output="dk")])

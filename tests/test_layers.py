@@ -25,7 +25,7 @@ from verify.adapters.transformers_layer import KERNELS
 from verify.bench import AdapterBench
 from verify.check import PROFILES, Check, Profile
 from verify.drawing import seeded
-from verify.judge import Verdict
+from verify.outcome import Verdict
 from verify.run import Run
 from verify.shrink import shrink
 from verify.store import Store

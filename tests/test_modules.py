@@ -25,10 +25,10 @@ from tests import right_modules
 from verify import known
 from verify.adapter import BOOKS_OF_BUILT_IN, load
 from verify.check import PROFILES, Check, LawReport, Profile
-from verify.judge import Verdict
+from verify.outcome import Outcome, Verdict
 from verify.refusal import MODULES as ILLEGAL
 from verify.refusal import illegal_module, names_of, probe
-from verify.run import Outcome, Run, execute
+from verify.run import Run, execute
 from verify.shrink import shrink
 from verify.store import Store
 from verify.worker import Worker

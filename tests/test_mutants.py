@@ -6,7 +6,7 @@ import pytest
 
 from properties.laws import LAWS
 from verify.check import PROFILES, Check
-from verify.judge import Verdict
+from verify.outcome import Verdict
 from verify.run import Run
 from verify.store import Store
 from verify.worker import Worker

@@ -224,7 +224,7 @@ def test_arguments_on_file_are_complete() -> None:
 def test_cases_of_a_known_defect_are_left_out_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.parse("law=oracle adapter=fla/conv lengths=1 op=causal_conv1d width=1 conv_width=1")
     defect = known.Known(run, {}, {"oldest": "yes"}, "the oldest column is lost")
-    monkeypatch.setattr(known, "load", lambda: [defect])
+    monkeypatch.setattr(known, "load", lambda: known.KnownDefects([defect]))
     other = "law=oracle adapter=fla/conv lengths=1 op=causal_conv1d width=1 conv_width=1 oldest=no"
     said = left_out([str(defect.run), other, str(defect.run)])
     assert said == [

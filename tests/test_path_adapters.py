@@ -22,9 +22,9 @@ from verify.adapter import AdapterError, PathAdapter, load
 from verify.adapters import fla_parallel, megatron
 from verify.cli import main
 from verify.comm import Alone, Place
-from verify.judge import Verdict
+from verify.outcome import Outcome, Verdict
 from verify.ranks import RankGroup
-from verify.run import Outcome, Run, execute
+from verify.run import Run, execute
 
 HERE = pathlib.Path(__file__).resolve()
 PACKAGE = pathlib.Path("core", "ssm", "gated_delta_net", "common.py")
@@ -134,7 +134,7 @@ def broken(two: RankGroup, line: str, output: str) -> None:
     """Its values are wrong, those of `output` among them, and on one rank alone they are not."""
     outcome = asked(two, line)
     assert outcome.verdict is Verdict.BROKEN, outcome.reason
-    wrong = {finding.output.partition(": ")[2] for finding in outcome.findings if finding.rows}
+    wrong = {finding.output for finding in outcome.findings if finding.rows}
     assert output in wrong, outcome.findings
     assert not any("with tp=1" in each for each in wrong), wrong
 

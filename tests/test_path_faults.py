@@ -7,9 +7,9 @@ import pytest
 
 from verify import ranks
 from verify.check import ask, ask_all
-from verify.judge import Verdict
+from verify.outcome import Outcome, Verdict
 from verify.ranks import RankGroup
-from verify.run import Outcome, Run
+from verify.run import Run
 from verify.store import Store
 
 CASE = "law=parallel adapter={adapter} lengths=8 cp=2 heads=2 value_heads=2 backward=no"
@@ -46,7 +46,7 @@ def test_a_rank_that_fails_is_named_and_the_next_case_runs(
 ) -> None:
     outcome = asked(two, tmp_path, kind)
     assert outcome.verdict is Verdict.BROKEN, outcome
-    words = " ".join(f"{finding.output}: {finding.what} {finding.worst}" for finding in outcome.findings)
+    words = " ".join(f"{finding.place}: {finding.what} {finding.worst}" for finding in outcome.findings)
     for each in said:
         assert each in words
     assert asked(two, tmp_path, "Fault").verdict is Verdict.HOLDS
@@ -61,4 +61,4 @@ def test_runs_put_as_one_question_have_each_its_own_outcome(two: RankGroup, tmp_
     runs = [Run.parse(CASE.format(adapter=f"tests/path_faults.py:{kind}")) for kind in kinds]
     outcomes = list(ask_all(runs, two, Store(tmp_path)))
     assert [outcome.verdict for outcome in outcomes] == [Verdict.HOLDS, Verdict.BROKEN, Verdict.HOLDS, Verdict.HOLDS]
-    assert outcomes[1].findings[0].output == "rank 1: call"
+    assert outcomes[1].findings[0].place == "rank 1: call"

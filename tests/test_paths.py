@@ -16,9 +16,9 @@ from verify.adapter import PathAdapter
 from verify.check import Described
 from verify.comm import Alone, Place, simulate
 from verify.drawing import seeded
-from verify.judge import Verdict
+from verify.outcome import Outcome, Verdict
 from verify.parallel import RankBench
-from verify.run import Outcome, Run, execute
+from verify.run import Run, execute
 from verify.shrink import shrink
 from verify.zoo import paths
 
@@ -95,7 +95,7 @@ def test_a_killing_case_is_shrunk_small(mutant: type[PathAdapter], law: str) -> 
 
     def fails(example: Example) -> bool:
         again = execute(dataclasses.replace(run, example=example))
-        return again.verdict is Verdict.BROKEN and again.kind == outcome.kind
+        return again.verdict is Verdict.BROKEN and again.way == outcome.way
 
     small = shrink(run.example, PATH_LAWS[law], fails, lambda runs: runs < 120)
     line = str(dataclasses.replace(run, example=small.example))
@@ -228,7 +228,7 @@ def test_a_rank_that_raises_is_the_finding_and_the_others_are_said_to_wait() -> 
     outcome = execute(Run.parse("law=parallel adapter=tests/path_faults.py:Raises lengths=8 cp=2 heads=2 value_heads=2"))
     assert outcome.verdict is Verdict.BROKEN
     (finding,) = outcome.findings
-    assert finding.output == "rank 1: call"
+    assert finding.place == "rank 1: call"
     assert finding.what == "raised RuntimeError: no such tile; while rank 0 waits for rank 1"
 
 

@@ -19,8 +19,8 @@ from properties.modules import ModuleDomain
 from properties.palette import key_of
 from properties.strategies import Example
 from verify.drawing import seeded
-from verify.judge import Verdict
 from verify.notes import Notes
+from verify.outcome import Verdict
 from verify.plan import COMPILE_S, FORWARD, REACH, Compilers, Plan, in_order
 from verify.run import Run, compiled, execute
 from verify.worker import Worker, WorkerLost

@@ -26,8 +26,9 @@ from verify.adapters import fla_decode
 from verify.bench import AdapterBench, AdapterFault
 from verify.check import PROFILES, Check, Profile
 from verify.drawing import seeded
-from verify.judge import Verdict, judge
-from verify.run import Outcome, Run
+from verify.judge import judge
+from verify.outcome import Outcome, Verdict
+from verify.run import Run
 from verify.shrink import shrink
 from verify.store import Store
 from verify.worker import Worker

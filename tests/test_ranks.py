@@ -18,10 +18,9 @@ import torch
 from torch.distributed import TCPStore
 
 from tests.processes import gone, opened
-from verify import ranks
-from verify.judge import Finding, Verdict
+from verify import comm, ranks
+from verify.outcome import FailureKind, Finding, Outcome, Verdict
 from verify.ranks import Launch, Place, RankGroup, TorchrunGroup, environment, launched, merge
-from verify.run import Outcome
 from verify.service import answer
 from verify.worker import Worker, WorkerLost
 
@@ -125,9 +124,9 @@ def test_exception_of_one_rank_is_the_finding_long_before_the_deadline(group: Ra
     assert isinstance(outcome, Outcome)
     assert outcome.verdict is Verdict.BROKEN
     (finding,) = outcome.findings
-    assert finding.output == "rank 1: call"
+    assert (finding.place, finding.output, finding.ranks) == ("rank 1: call", "call", (1,))
     assert finding.what == "raised ZeroDivisionError: head 0 / 0; while rank 0 waits in all_reduce"
-    assert outcome.kind == "raised ZeroDivisionError"
+    assert outcome.way == "raised ZeroDivisionError"
     assert took < ranks.GRACE_S + SLACK_S
     assert not pids(group)
 
@@ -145,8 +144,8 @@ def test_row_that_is_not_finite_on_one_rank_breaks_the_law_and_costs_no_process(
     before = pids(group)
     outcome, _ = put(group, "is_not_finite", 1)
     assert isinstance(outcome, Outcome)
-    assert (outcome.verdict, outcome.kind) == (Verdict.BROKEN, "is not finite")
-    assert [finding.output for finding in outcome.findings] == ["rank 1: o"]
+    assert (outcome.verdict, outcome.kind) == (Verdict.BROKEN, FailureKind.NOT_FINITE)
+    assert [finding.place for finding in outcome.findings] == ["rank 1: o"]
     assert outcome.rows == 5
     assert group.ask(FINE)["verdict"] == "holds"
     assert pids(group) == before
@@ -266,7 +265,7 @@ def test_no_rank_outlives_its_supervisor(tmp_path: pathlib.Path, how: signal.Sig
 
 PROGRAM = """
 import json, sys
-from verify import ranks
+from verify import comm, ranks
 from verify.ranks import TorchrunGroup, follow, launched
 from verify.worker import WorkerLost
 ranks.GRACE_S, ranks.SILENT_S = 0.5, 3.0
@@ -398,12 +397,13 @@ def outcome(verdict: Verdict, reason: str = "", *findings: Finding, rows: int = 
 
 
 HOLDS = outcome(Verdict.HOLDS)
-RAISED = outcome(Verdict.BROKEN, "", Finding("call", "raised ValueError: no"), rows=0)
-OFF = outcome(Verdict.BROKEN, "", Finding("o", "is off", "token 3", rows=4))
+RAISED = outcome(Verdict.BROKEN, "", Finding("call", FailureKind.RAISED, "raised ValueError: no", detail="ValueError"), rows=0)
+OFF = outcome(Verdict.BROKEN, "", Finding("o", FailureKind.OFF, "is off", "token 3", rows=4))
 
 
 TORCH = os.path.dirname(torch.__file__)
-KERNEL, RUN = "/home/me/kernel.py", "/opt/verify/run.py"
+KERNEL, RUN = "/home/me/kernel.py", "/opt/run.py"
+EXCHANGE = comm.exchange.__code__.co_name  # with its mark
 
 
 def dump(*threads: list[tuple[str, str]]) -> str:
@@ -417,7 +417,7 @@ def dump(*threads: list[tuple[str, str]]) -> str:
 
 
 READER = [
-    ("/opt/verify/worker.py", "read"),
+    ("/opt/worker.py", "read"),
     ("/usr/lib/python3/threading.py", "run"),
     ("/usr/lib/python3/threading.py", "_bootstrap"),
 ]
@@ -498,7 +498,7 @@ def test_rank_in_a_collective_that_the_others_have_left_is_named() -> None:
 def test_failed_rank_does_not_cut_short_one_that_works() -> None:
     seats = Rank((0.0, RAISED)), Rank((2.6, OFF), wrote=WORKS)
     got = Outcome.from_json(of(*seats).ask({}, 20.0))
-    assert [finding.output for finding in got.findings] == ["rank 0: call", "rank 1: o"]
+    assert [finding.place for finding in got.findings] == ["rank 0: call", "rank 1: o"]
     assert not any(seat.alive for seat in seats)
 
 
@@ -566,18 +566,18 @@ def test_what_ranks_decide_differently_is_unknown(verdict: Verdict) -> None:
 def test_finding_of_one_rank_breaks_the_law_whatever_the_others_say(other: dict[str, Any]) -> None:
     got = merged(other, OFF)
     assert got.verdict is Verdict.BROKEN
-    assert [(each.output, each.what, each.worst) for each in got.findings] == [("rank 1: o", "is off", "token 3")]
+    assert [(each.place, each.what, each.worst) for each in got.findings] == [("rank 1: o", "is off", "token 3")]
 
 
 def test_same_finding_of_several_ranks_is_one_and_different_ones_stay_apart() -> None:
     got = merged(RAISED, OFF, RAISED)
-    assert [finding.output for finding in got.findings] == ["ranks 0, 2: call", "rank 1: o"]
+    assert [finding.place for finding in got.findings] == ["ranks 0, 2: call", "rank 1: o"]
 
 
 def test_finding_says_what_waiting_ranks_did_and_keeps_its_kind() -> None:
     alone = Outcome.from_json(merge({1: OFF}, "ranks 0, 2 wait in all_reduce"))
-    assert (alone.findings[0].what, alone.kind) == ("is off: while ranks 0, 2 wait in all_reduce", "is off")
-    assert Outcome.from_json(merge({1: RAISED}, "rank 0 waits in f")).kind == "raised ValueError"
+    assert (alone.findings[0].what, alone.way) == ("is off; while ranks 0, 2 wait in all_reduce", "is off")
+    assert Outcome.from_json(merge({1: RAISED}, "rank 0 waits in f")).way == "raised ValueError"
 
 
 def test_errors_and_descriptions_are_those_of_all_ranks() -> None:
@@ -611,9 +611,9 @@ def test_group_goes_on_where_every_rank_came_to_the_same_place(answers: list[dic
         ("no stack", "nobody knows where"),
         (dump(READER, [(KERNEL, "run"), (RUN, "execute")]), "in run (kernel.py:1)"),
         (dump(READER, [*REDUCE, (KERNEL, "run")]), "in all_reduce, called by run (kernel.py:3)"),
-        (dump([("/opt/verify/comm.py", "exchange"), (KERNEL, "run")]), "in exchange, called by run (kernel.py:2)"),
+        (dump([("/opt/any.py", EXCHANGE), (KERNEL, "run")]), "in exchange, called by run (kernel.py:2)"),
         (
-            dump([(f"{TORCH}/cuda/streams.py", "synchronize"), ("/opt/verify/comm.py", "exchange"), (KERNEL, "run")]),
+            dump([(f"{TORCH}/cuda/streams.py", "synchronize"), ("/opt/any.py", EXCHANGE), (KERNEL, "run")]),
             "in exchange, called by run (kernel.py:3)",
         ),
         (dump([(f"{TORCH}/cuda/streams.py", "synchronize"), (KERNEL, "run")]), "in synchronize (streams.py:1)"),
@@ -652,19 +652,21 @@ def test_deaths_of_the_same_moment_are_all_named() -> None:
 
 
 def test_lists_of_outcomes_are_merged_as_far_as_every_rank_came() -> None:
-    holds, broken = Outcome(Verdict.HOLDS, rows=1), Outcome(Verdict.BROKEN, [Finding("y", "is off", rows=3)])
+    holds, broken = Outcome(Verdict.HOLDS, rows=1), Outcome(Verdict.BROKEN, [Finding("y", FailureKind.OFF, "is off", rows=3)])
     one = {"outcomes": [holds.to_json(), broken.to_json(), holds.to_json()]}
     other = {"outcomes": [holds.to_json(), holds.to_json()]}
     merged = merge({0: one, 1: other})["outcomes"]
     assert [outcome["verdict"] for outcome in merged] == ["holds", "broken"]
-    assert merged[1]["findings"][0]["output"] == "rank 0: y"
+    assert (merged[1]["findings"][0]["output"], merged[1]["findings"][0]["ranks"]) == ("y", (0,))
     assert merge({0: one, 1: other}, "rank 1 waits in all_reduce") == {"outcomes": [], "spent": False}
     assert merge({0: one, 1: {"error": "gone"}}) == {"outcomes": [], "spent": False}
 
 
 def test_where_one_rank_lost_its_gpu_the_ranks_are_replaced() -> None:
     """Though both say the same, and have not parted."""
-    lost = Outcome(Verdict.BROKEN, [Finding("call", "crashed: CUDA error: an illegal memory access")], spent=True)
+    lost = Outcome(
+        Verdict.BROKEN, [Finding("call", FailureKind.CRASHED, "crashed: CUDA error: an illegal memory access")], spent=True
+    )
     for both in ((lost, lost), (Outcome(Verdict.HOLDS, rows=1), lost)):
         assert merge({rank: each.to_json() for rank, each in enumerate(both)})["spent"]
         lists = {rank: {"outcomes": [each.to_json()], "spent": each.spent} for rank, each in enumerate(both)}

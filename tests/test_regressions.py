@@ -6,8 +6,8 @@ import pathlib
 import pytest
 
 from verify.adapter import installed, load
-from verify.judge import Verdict
-from verify.run import Outcome, Run
+from verify.outcome import Outcome, Verdict
+from verify.run import Run
 from verify.worker import Worker
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -14,7 +14,7 @@ from verify import bench, cli, sanitize, service
 from verify import check as check_module
 from verify import device as devices
 from verify.check import Check, LawReport, Profile, ask_all
-from verify.judge import Verdict
+from verify.outcome import Verdict
 from verify.run import Run
 from verify.sanitize import MOST, NoSanitizer, Report, Sanitizer, Watch, find, findings, reports
 from verify.store import Store

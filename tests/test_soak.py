@@ -17,7 +17,7 @@ from tests.processes import family, gone
 from verify import cli, report, soak
 from verify.check import PROFILES, Check, LawReport, Profile
 from verify.examples import Examples
-from verify.judge import Verdict
+from verify.outcome import Verdict
 from verify.run import Run
 from verify.soak import PACE, Round, Soak, merged, round_seed, summary
 from verify.store import Store

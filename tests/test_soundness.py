@@ -11,7 +11,7 @@ import pytest
 from properties.laws import LAWS
 from tests import right
 from verify.check import Check, Profile
-from verify.judge import Verdict
+from verify.outcome import Verdict
 from verify.store import Store
 from verify.worker import Worker
 

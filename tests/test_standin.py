@@ -25,9 +25,9 @@ from verify import run as run_module
 from verify.adapter import AdapterError
 from verify.bench import AdapterBench
 from verify.drawing import seeded
-from verify.judge import Verdict
+from verify.outcome import Outcome, Verdict
 from verify.parallel import RankBench
-from verify.run import Outcome, Run, adapter_of, execute
+from verify.run import Run, adapter_of, execute
 from verify.zoo import base, gates, modules, pools
 
 if torch.__version__ < (2, 13):  # a TorchVersion compares as a version

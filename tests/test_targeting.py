@@ -24,7 +24,7 @@ from verify import climb as climb_module
 from verify.check import PROFILES, Check, Profile
 from verify.climb import LEAST, climb, climbed
 from verify.drawing import seeded
-from verify.judge import Verdict
+from verify.outcome import Verdict
 from verify.run import Run
 from verify.store import Store
 

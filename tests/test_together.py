@@ -24,8 +24,8 @@ from verify import known
 from verify.adapter import Adapter
 from verify.check import BATCH, POOLED, TRUTHS, ask_all, most_at_once, of_one_key
 from verify.drawing import seeded
-from verify.judge import Finding, Verdict
-from verify.run import Outcome, Run, adapter_of, execute
+from verify.outcome import FailureKind, Finding, Outcome, Verdict
+from verify.run import Run, adapter_of, execute
 from verify.store import Store
 from verify.together import LAW, MOST, NUMBERS, Bounds, numbers, of_calls, together
 from verify.worker import Worker, WorkerLost
@@ -413,7 +413,7 @@ reason = "for a test"
 
     def outcome(line: str) -> dict[str, Any]:
         found = came[Run.parse(line).example.case.tokens]
-        findings = [Finding(name, "is off", error=error, allowed=1.0) for name, error in found]
+        findings = [Finding(name, FailureKind.OFF, "is off", error=error, allowed=1.0) for name, error in found]
         return Outcome(Verdict.BROKEN if found else Verdict.HOLDS, findings).to_json()
 
     class Answers:

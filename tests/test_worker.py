@@ -1,5 +1,6 @@
 """A worker answers, and whatever a kernel does to its process costs one question, not the run."""
 
+import faulthandler
 import gc
 import importlib
 import json
@@ -9,17 +10,22 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.processes import alive, children, gone, opened
-from verify import forks
+from verify import ahead, comm, forks
+from verify.bench import AdapterBench
 from verify.forks import importing
-from verify.run import Outcome
-from verify.worker import DUMP_S, Frame, Worker, WorkerLost, frames, innermost, interrogate
+from verify.outcome import Outcome
+from verify.parallel import RankBench
+from verify.stacks import Frame, Mark, frames, in_implementation, innermost, marked
+from verify.worker import DUMP_S, Worker, WorkerLost, interrogate
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOKENS_OVER_20 = "gate=forever beta=one values=one_hot scale=one backward=no lengths=25"
@@ -273,6 +279,33 @@ def test_stacks_are_waited_for_until_they_are_whole() -> None:
     assert time.monotonic() - start < DUMP_S
     assert innermost(interrogate([Writes(math.inf)])[0]) == "read (reader.py:1)"
     assert DUMP_S <= time.monotonic() - start < 2 * DUMP_S
+
+
+def test_mark_of_a_function_arrives_with_its_stack() -> None:
+    """Wherever its file lies: faulthandler writes the name of the function, which has the mark."""
+
+    @marked(Mark.IMPLEMENTATION)
+    def dumps(place: int) -> None:
+        faulthandler.dump_traceback(place, all_threads=True)
+
+    with tempfile.TemporaryFile() as file:
+        dumps(file.fileno())
+        file.seek(0)
+        wrote = file.read().decode()
+    assert in_implementation(wrote)
+    assert [(frame.function, frame.mark) for frame in frames(wrote)][:1] == [("dumps", Mark.IMPLEMENTATION)]
+    assert not in_implementation(wrote.replace(f" <{Mark.IMPLEMENTATION}>", ""))
+    assert frames(wrote.replace("<implementation>", "<lambda>"))[0].mark is None
+
+
+def test_functions_that_decide_whose_fault_a_hang_is_are_marked() -> None:
+    marks: dict[Mark, tuple[Any, ...]] = {
+        Mark.IMPLEMENTATION: (AdapterBench.call_implementation, RankBench.call_implementation),
+        Mark.COLLECTIVE: (comm.exchange, comm.Comm.all_to_all, comm.Distributed._collective, comm._Collective.backward),
+        Mark.ORACLE: (ahead.Beside._answer,),
+    }
+    for mark, functions in marks.items():
+        assert [each.__code__.co_name.partition(" ")[2] for each in functions] == [f"<{mark}>"] * len(functions)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from verify import cli, worker
 from verify.adapter import AdapterError, check_spec, load
 from verify.check import Profile
 from verify.drawing import seeded
-from verify.judge import Finding, Verdict
-from verify.run import Outcome, Run, execute
+from verify.outcome import FailureKind, Finding, Outcome, Verdict
+from verify.run import Run, execute
 from verify.shrink import Shrunk
 from verify.zoo import animals as registry
 from verify.zoo import base, command, hunt, page, rules, suite, table
@@ -186,7 +186,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, says: Callable[[Run, int], Verdict]) -
         done = asked.setdefault((run.law, run.adapter), [])
         done.append(run)
         verdict = says(run, len(done))
-        return Outcome(verdict, [Finding("o", "differs")] if verdict is Verdict.BROKEN else [], oracle_s=0.0)
+        return Outcome(verdict, [Finding("o", FailureKind.DIFFERS, "differs")] if verdict is Verdict.BROKEN else [], oracle_s=0.0)
 
     monkeypatch.setattr(hunt, "ask", ask)
     monkeypatch.setattr(hunt, "explain", lambda law, run, outcome, *rest: (Shrunk(run.example, (), 0, True), outcome))

@@ -525,7 +525,7 @@ def fla_checks() -> Iterator[tuple[str, Callable[[], None]]]:
         yield "configurations_on_file", check_configurations_on_file
 
         def check_chunk_kernels() -> None:
-            from verify.judge import Verdict
+            from verify.outcome import Verdict
             from verify.run import Run, execute
 
             line = "law=oracle adapter=fla/chunk lengths=65 heads=1 value_heads=1 key_dim=24 value_dim=40 dtype=fp16 state=random"

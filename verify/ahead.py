@@ -23,6 +23,7 @@ from torch import Tensor
 from oracles import bound
 from oracles.bound import Bound
 from oracles.parallel_case import ParallelCase
+from verify.stacks import Mark, mark_module
 
 SWITCH = "GDN_VERIFY_AHEAD"  # in the environment: how many such processes a rank has; else as there are cores
 MOST = 2  # on a GPU host the oracle of a layer's case takes about twice as long as the path
@@ -195,3 +196,6 @@ def ask(work: Work) -> Callable[[], Bounds]:
     if work in _BEGUN:
         return _BEGUN[work]
     return _BESIDE[0].ask(work) if _BESIDE else functools.cache(work.bounds)
+
+
+mark_module(globals(), Mark.ORACLE)

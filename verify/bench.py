@@ -26,7 +26,8 @@ from properties.laws import Cotangents, Results
 from verify import device as devices
 from verify.adapter import Adapter
 from verify.interpreter import Race, UnknownTriton, races
-from verify.judge import Finding
+from verify.outcome import FailureKind, Finding
+from verify.stacks import Mark, marked
 
 T = TypeVar("T")
 UNPOISONED = "GDN_VERIFY_UNPOISONED"  # in a worker's environment: uninitialised memory stays so, for a sanitizer to see
@@ -35,9 +36,9 @@ UNPOISONED = "GDN_VERIFY_UNPOISONED"  # in a worker's environment: uninitialised
 class AdapterFault(Exception):
     """The implementation raised, or returned what is no answer. `finding` says which."""
 
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(finding.what)
-        self.finding = finding
+    def __init__(self, output: str, kind: FailureKind, what: str, worst: str = "", *, detail: str = "") -> None:
+        super().__init__(what)
+        self.finding = Finding(output, kind, what, worst, detail=detail)
 
 
 class OutOfMemory(Exception):
@@ -161,7 +162,9 @@ class AdapterBench(Timed):
                 results = self._call(adapter, spec, inputs, cotangents, frozen)
             for name in updated:
                 if (results[name].data_ptr(), results[name].stride()) != (tensors[name].data_ptr(), tensors[name].stride()):
-                    raise AdapterFault(Finding(name, "is not the tensor that was given, though the domain says in place"))
+                    raise AdapterFault(
+                        name, FailureKind.NOT_IN_PLACE, "is not the tensor that was given, though the domain says in place"
+                    )
                 results[name] = results[name].clone()
         except AdapterFault:
             raise
@@ -173,7 +176,7 @@ class AdapterBench(Timed):
                 for name in updated:
                     tensors[name].copy_(copies[name])  # its results are kept; laws give the same inputs again
                 for name in _changed({name: (tensors[name], before) for name, before in copies.items() if name not in updated}):
-                    self.impure.append(Finding(f"input {name}", "was changed by the call"))
+                    self.impure.append(Finding(f"input {name}", FailureKind.INPUT_CHANGED, "was changed by the call"))
         return results
 
     def _call(self, adapter: Adapter, spec: Operation, inputs: Inputs, cotangents: Cotangents, frozen: Collection[str]) -> Results:
@@ -188,10 +191,11 @@ class AdapterBench(Timed):
         devices.settle(self.device)
         return results
 
+    @marked(Mark.IMPLEMENTATION)
     def call_implementation(
         self, adapter: Adapter, spec: Operation, inputs: Inputs, cotangents: Cotangents, frozen: Collection[str] = ()
     ) -> Results:
-        """Outputs and gradients. A worker that hangs is blamed on the implementation if this frame is on its stack."""
+        """Outputs and gradients. If a worker hangs with this frame on its stack, the implementation hangs."""
         names = [port.name for port in spec.inputs if inputs.get(port.name) is not None and port.dtype != "index"]
         leaves = {name: inputs[name].detach().requires_grad_(cotangents is not None and name not in frozen) for name in names}
         answer = adapter.run(inputs.replaced(**leaves))
@@ -204,7 +208,7 @@ class AdapterBench(Timed):
         depends = not frozen and (tokens or inputs.get("state") is not None)
         for name, output in outputs.items():
             if depends and output.numel() and not output.requires_grad:
-                raise AdapterFault(Finding(name, "carries no gradient, though the domain says backward"))
+                raise AdapterFault(name, FailureKind.NO_GRADIENT, "carries no gradient, though the domain says backward")
         targets = [name for name in outputs if outputs[name].requires_grad]
         if targets:
             gradients = torch.autograd.grad(
@@ -217,7 +221,7 @@ class AdapterBench(Timed):
             gradients = tuple(torch.zeros_like(leaf) for leaf in leaves.values())
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
             if gradient is None and leaf.numel() and tokens:  # without tokens, zeros may be left unsaid
-                raise AdapterFault(Finding(gradient_name(name), "is absent: no gradient reached this input"))
+                raise AdapterFault(gradient_name(name), FailureKind.NO_GRADIENT, "is absent: no gradient reached this input")
             results[gradient_name(name)] = torch.zeros_like(leaf) if gradient is None else gradient.detach()
         return results
 
@@ -228,7 +232,7 @@ class AdapterBench(Timed):
             answer = (answer,)
         if not (isinstance(answer, tuple) and len(answer) == len(ports)):
             names = ", ".join(port.name for port in ports)
-            raise AdapterFault(Finding("call", f"returned {type(answer).__name__}, must return a tuple ({names})"))
+            raise AdapterFault("call", FailureKind.TYPE, f"returned {type(answer).__name__}, must return a tuple ({names})")
         sizes = _sizes(spec, inputs)
         tokens = next(port.name for port in spec.inputs if port.axes.startswith("B T"))
         outputs: Results = {}
@@ -238,11 +242,11 @@ class AdapterBench(Timed):
             shape = tuple(sizes[axis] for axis in port.axes.split())
             dtype = inputs[tokens].dtype if port.dtype == "input" else torch.float32
             if not isinstance(output, Tensor):
-                raise AdapterFault(Finding(port.name, f"is {type(output).__name__}, must be a tensor"))
+                raise AdapterFault(port.name, FailureKind.TYPE, f"is {type(output).__name__}, must be a tensor")
             if tuple(output.shape) != shape:
-                raise AdapterFault(Finding(port.name, f"has shape {tuple(output.shape)}, must have {shape}"))
+                raise AdapterFault(port.name, FailureKind.SHAPE, f"has shape {tuple(output.shape)}, must have {shape}")
             if output.dtype != dtype:
-                raise AdapterFault(Finding(port.name, f"has dtype {output.dtype}, must have {dtype}"))
+                raise AdapterFault(port.name, FailureKind.DTYPE, f"has dtype {output.dtype}, must have {dtype}")
             outputs[port.name] = output
         return outputs
 
@@ -385,12 +389,14 @@ def blamed(error: Exception, device: str) -> tuple[Exception, str]:
     if _no_memory(error):
         return OutOfMemory(str(error)), ""
     if isinstance(error, Race):
-        return AdapterFault(Finding("call", f"race: {error}", error.place)), ""
+        return AdapterFault("call", FailureKind.RACE, f"race: {error}", error.place), ""
     if isinstance(error, UnknownTriton):
         return error, ""
     lost = devices.lost(device) or ""
-    what = f"crashed: {lost}" if lost else f"raised {type(error).__name__}: {short(error)}"
-    return AdapterFault(Finding("call", what, frame(error))), lost
+    if lost:
+        return AdapterFault("call", FailureKind.CRASHED, f"crashed: {lost}", frame(error)), lost
+    name = type(error).__name__
+    return AdapterFault("call", FailureKind.RAISED, f"raised {name}: {short(error)}", frame(error), detail=name), lost
 
 
 def short(error: BaseException) -> str:

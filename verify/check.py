@@ -16,18 +16,17 @@ from properties.palette import key_of
 from properties.paths import PATH_LAWS, PathDomain
 from properties.strategies import Example
 from verify import device as devices
-from verify import early
-from verify import known as known_defects
+from verify import early, known
 from verify.adapter import BUILT_IN, AdapterError
 from verify.climb import climb, climbed
 from verify.drawing import batches, seeded
 from verify.examples import Examples
-from verify.judge import OFF, Finding, Verdict
+from verify.known import NO_DEFECTS, Known, KnownDefects
 from verify.notes import Notes
+from verify.outcome import FailureKind, Finding, Outcome, Verdict
 from verify.plan import COMPILE_S, Compilers, Plan, has_keys, in_order
 from verify.ranks import RankGroup, TorchrunGroup
-from verify.run import Outcome, Run
-from verify.sanitize import SANITIZER
+from verify.run import Run
 from verify.shrink import Shrunk, shrink
 from verify.store import Store
 from verify.together import LAW as POOLS
@@ -169,18 +168,18 @@ def ask(run: Run, worker: Asked, store: Store, declared: dict[str, Any] | None =
             what = "the oracle did not finish" if lost.how == "hung" else f"the ranks {lost.how}"
             return Outcome(Verdict.UNKNOWN, reason=f"{what}: {lost.detail}")
         last = _last_line(lost.tail) if lost.how == "crashed" else ""
-        return Outcome(Verdict.BROKEN, [Finding("call", f"{lost.how}: {lost.detail}", last)])
+        return Outcome(Verdict.BROKEN, [Finding("call", FailureKind(lost.how), f"{lost.how}: {lost.detail}", last)])
     finally:
         store.end()
 
 
-def ask_all(runs: Sequence[Run], worker: Asked, store: Store, defects: Sequence[known_defects.Known] = ()) -> Iterator[Outcome]:
+def ask_all(runs: Sequence[Run], worker: Asked, store: Store, defects: KnownDefects = NO_DEFECTS) -> Iterator[Outcome]:
     """The outcomes of runs, put as one question. What has no outcome then, or may be broken, is asked alone.
 
     What `defects` explain is not, and nobody looks closer at how much it is over its bound: that takes longer than all else.
     """
     outcomes: list[dict[str, Any]] = []
-    excused = [known_defects.excused(defects, run) for run in runs]
+    excused = [defects.excused(run) for run in runs]
     if len(runs) > 1 or any(excused):
         store.begin("\n".join(map(str, runs)))
         try:
@@ -192,14 +191,9 @@ def ask_all(runs: Sequence[Run], worker: Asked, store: Store, defects: Sequence[
             store.end()
     for index, run in enumerate(runs):
         outcome = Outcome.from_json(outcomes[index]) if index < len(outcomes) and "verdict" in outcomes[index] else None
-        if outcome is None or (outcome.verdict in (Verdict.BROKEN, Verdict.UNKNOWN) and not explained(defects, run, outcome)):
+        if outcome is None or (outcome.verdict in (Verdict.BROKEN, Verdict.UNKNOWN) and not defects.explain(run, outcome)):
             outcome = ask(run, worker, store)
         yield outcome
-
-
-def explained(defects: Sequence[known_defects.Known], run: Run, outcome: Outcome) -> bool:
-    """Whether what a run came to is a defect on file."""
-    return outcome.verdict is Verdict.BROKEN and any(defect.explains(run, outcome.findings) for defect in defects)
 
 
 def most_at_once(law: Law, worker: Asked, device: str) -> int:
@@ -249,7 +243,7 @@ class Check:
         compilers: int = 0,
         on_case: Callable[[str, int, int], None] = lambda law, done, of: None,
         on_report: Callable[[LawReport], None] = lambda report: None,
-        defects: list[known_defects.Known] | None = None,
+        defects: Iterable[Known] | None = None,
         climbs: bool | None = None,
         examples: Examples | None = None,
         skip: Collection[str] = (),
@@ -272,7 +266,7 @@ class Check:
         self.reports: list[LawReport] = []
         self.unfinished: list[LawReport] = []
         self.cases: list[Any] = []
-        self.defects = known_defects.load() if defects is None else defects
+        self.defects = known.load() if defects is None else KnownDefects(defects)
         self._stopped = threading.Event()
         self._free = list(self.workers)
         self._lock = threading.Lock()
@@ -405,16 +399,12 @@ class Check:
 
     def _known(self, law: Law, worker: Asked, report: LawReport) -> None:
         """Run the lines on file for this law, and say whether each still fails."""
-        for defect in self.defects:
-            if (defect.run.law, defect.run.adapter) == (law.name, self.spec) and defect.applies(self.device):
-                still = ask(defect.run, worker, self.store).verdict is Verdict.BROKEN
-                gone = (
-                    "known defect, not on this processor"
-                    if defect.somewhere
-                    else "known defect NO LONGER FAILS, take it off the file"
-                )
-                state = "known defect, still there" if still else gone
-                report.known.append(f"{state}: {defect.reason} ({defect.run})")
+        for defect in self.defects.shown_by(self.spec, law.name, self.device):
+            still = ask(defect.run, worker, self.store).verdict is Verdict.BROKEN
+            gone = (
+                "known defect, not on this processor" if defect.somewhere else "known defect NO LONGER FAILS, take it off the file"
+            )
+            report.known.append(f"{'known defect, still there' if still else gone}: {defect.reason} ({defect.run})")
 
     def _remembered(self, law: Law, worker: Asked, report: LawReport) -> tuple[Run, Outcome] | None:
         """Ask what broke the law in earlier checks; None if nothing of it does any more. They are not counted as drawn."""
@@ -497,14 +487,14 @@ class Check:
 
         So too what a sanitizer said, which may have been late and about the case before.
         """
-        said = bool(outcome.findings) and outcome.findings[0].output == SANITIZER
+        said = outcome.kind is FailureKind.SANITIZER
         if (outcome.lost or said) and ask(run, worker, self.store).verdict is not Verdict.BROKEN:
             # An earlier case may have written out of bounds, or the host killed it: this case is not shown to be at fault.
             self._keep(report, run, outcome, "found once")
             where = "in a fresh worker" if outcome.lost else "when it was asked again"
             reason = f"{outcome.findings[0].what}, but not again {where}: {run}"
             return Outcome(Verdict.UNKNOWN, reason=reason)
-        if explained(self.defects, run, outcome):
+        if self.defects.explain(run, outcome):
             outcome.verdict = Verdict.KNOWN
         return outcome
 
@@ -528,16 +518,12 @@ class Check:
 
     def _explain(self, law: Law, worker: Asked, report: LawReport, run: Run, outcome: Outcome) -> None:
         report.verdict, report.first_run = Verdict.BROKEN, str(run)
-
-        def excused(candidate: Run, findings: Sequence[Finding]) -> bool:
-            return any(defect.explains(candidate, findings) for defect in self.defects)
-
-        small, best = explain(law, run, outcome, worker, self.store, excused, self._stopped)
+        small, best = explain(law, run, outcome, worker, self.store, self.defects, self._stopped)
         smallest = dataclasses.replace(run, example=small.example)
         report.run, report.findings, report.shrunk = str(smallest), best.findings, small.finished
         report.neighbours = [what for what, _ in small.neighbours]
         self._keep(report, smallest, best, "shrunk")
-        if self.described is not None and best.kind == OFF and isinstance(worker, Worker):
+        if self.described is not None and best.kind is FailureKind.OFF and isinstance(worker, Worker):
             end = time.monotonic() + SHRINK_S
 
             def more() -> bool:
@@ -592,25 +578,25 @@ def explain(
     outcome: Outcome,
     worker: Asked,
     store: Store,
-    excused: Callable[[Run, Sequence[Finding]], bool],
+    defects: KnownDefects,
     stopped: threading.Event,
     limit_s: float = SHRINK_S,
 ) -> tuple[Shrunk, Outcome]:
     """The smallest example found that fails as the broken run does, and what it came to.
 
-    None that is `excused` is run, and none that is for what was found counts.
+    What is a known defect whatever is found is not run, and what turns out to be one does not count.
     """
     start, best = time.monotonic(), outcome
 
     def fails(example: Example) -> bool | None:
         nonlocal best
         candidate = dataclasses.replace(run, example=example)
-        if excused(candidate, ()):
+        if defects.whatever(candidate):
             return None
         got = ask(candidate, worker, store)
-        if excused(candidate, got.findings):
+        if defects.explain(candidate, got):
             return None
-        if got.verdict is Verdict.BROKEN and got.kind == outcome.kind:
+        if got.verdict is Verdict.BROKEN and got.way == outcome.way:
             best = got
             return True
         return False if got.verdict is Verdict.HOLDS else None

@@ -26,7 +26,7 @@ from verify.check import PROFILES, Asked, Check, LawReport, ask, describe, start
 from verify.claims import command as claims
 from verify.examples import Examples
 from verify.interpreter import SEQUENTIAL
-from verify.judge import Verdict
+from verify.outcome import Verdict
 from verify.ranks import BACKENDS, Launch, RankGroup, TorchrunGroup, follow, launched
 from verify.refusal import names_of
 from verify.run import DENIED, Run

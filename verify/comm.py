@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oracles.sharding import Mesh, Rank
+from verify.stacks import Mark, mark_module
 
 T = TypeVar("T")
 
@@ -357,3 +358,6 @@ def _results(kind: str, xs: Sequence[Tensor]) -> list[Tensor]:
 def _added(xs: Tensor) -> Tensor:
     """The sum along axis 0, rounded to the dtype once."""
     return xs.sum(0, dtype=xs.dtype)
+
+
+mark_module(globals(), Mark.COLLECTIVE)

@@ -1,7 +1,6 @@
 """The judge: compares what a law yields, row by row or bit for bit, and says where two tensors part."""
 
 import dataclasses
-import enum
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -12,58 +11,7 @@ import torch
 from torch import Tensor
 
 from oracles.bound import Bound
-
-
-class Verdict(enum.StrEnum):
-    """What is known of a law: it holds, it is broken, we could not decide, or the adapter does not promise it.
-
-    A single case has two more: BLIND, it could not have seen what the law is about, and KNOWN, broken in a way on file.
-    """
-
-    HOLDS = "holds"
-    BROKEN = "broken"
-    UNKNOWN = "unknown"
-    UNSUPPORTED = "unsupported"
-    BLIND = "blind"
-    KNOWN = "known"
-
-
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """Where one output parts from what it must be. `what` is a sentence; the places are in words; errors are 2-norms of rows."""
-
-    output: str
-    what: str
-    worst: str = ""
-    first: str = ""
-    rows: int = 0
-    rows_over: int = 0
-    error: float = math.nan
-    allowed: float = math.nan
-    origin: str = ""
-    got: tuple[float, ...] = ()
-    want: tuple[float, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data; numbers that JSON lacks are strings."""
-        data = dataclasses.asdict(self)
-        for name in ("error", "allowed"):
-            data[name] = _plain(data[name])
-        for name in ("got", "want"):
-            data[name] = [_plain(value) for value in data[name]]
-        return data
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Finding":
-        """The finding of `to_json`'s data."""
-        numbers = {name: float(data[name]) for name in ("error", "allowed")}
-        rows = {name: tuple(float(value) for value in data[name]) for name in ("got", "want")}
-        return cls(**{**data, **numbers, **rows})
-
-
-def _plain(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
-
+from verify.outcome import FailureKind, Finding, port_of
 
 Where = Callable[[str, int, torch.Size], str]
 
@@ -96,19 +44,20 @@ def judge(pairs: Iterable[tuple[str, Tensor, Tensor | Bound]], where: Where, exc
         value = want.value if isinstance(want, Bound) else want
         finding, rows, ratio = None, 0, None
         if got.shape != value.shape:
-            finding = Finding(name, f"has shape {tuple(got.shape)}, must have {tuple(value.shape)}")
+            what = f"has shape {tuple(got.shape)}, must have {tuple(value.shape)}"
+            finding = Finding(name, FailureKind.SHAPE, what)
         elif isinstance(want, Bound):
             if glance is not None and worst <= want.sure and math.isfinite(whole):
                 rows, ratio = want.allowed.numel(), worst
             else:
-                finding, rows, ratio = _row_by_row(name, got, want, where, excused.get(_output(name), 0.0))
+                finding, rows, ratio = _row_by_row(name, got, want, where, excused.get(port_of(name), 0.0))
         elif worst:
             finding, rows, ratio = _bit_by_bit(name, got, want, where)
         elif glance is not None:
             rows, ratio = got.numel(), 0.0
         result.rows += rows
         if ratio is not None:
-            result.ratios[_output(name)] = max(ratio, result.ratios.get(_output(name), 0.0))
+            result.ratios[port_of(name)] = max(ratio, result.ratios.get(port_of(name), 0.0))
         if finding is not None:
             result.findings.append(finding)
     return result
@@ -168,6 +117,7 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: floa
     bad = not math.isfinite(float(error.flatten()[worst]))
     finding = Finding(
         name,
+        FailureKind.NOT_FINITE if bad else FailureKind.OFF,
         "is not finite" if bad else OFF,
         where(name, worst, error.shape),
         where(name, first, error.shape),
@@ -195,9 +145,11 @@ def _bit_by_bit(name: str, got: Tensor, want: Tensor, where: Where) -> tuple[Fin
     wide_got, wide_want = got.detach().double().flatten(), want.detach().double().flatten()
     error = (wide_got - wide_want).abs().nan_to_num(nan=math.inf, posinf=math.inf).where(different.flatten(), 0.0)
     worst = int(error.argmax())
+    nan = bool(wide_got[worst].isnan())
     finding = Finding(
         name,
-        "is no number, where equality to the bit is due" if wide_got[worst].isnan() else DIFFERS,
+        FailureKind.NOT_A_NUMBER if nan else FailureKind.DIFFERS,
+        "is no number, where equality to the bit is due" if nan else DIFFERS,
         where(name, worst, got.shape),
         where(name, first, got.shape),
         got.numel(),
@@ -232,7 +184,7 @@ def where(case: Any, name: str, flat: int, shape: torch.Size) -> str:
     """The place of a flat index in words: sequence, token, head. Shapes that are not the case's whole are given as indices."""
     index, plain = indices(flat, shape), "index " + ", ".join(map(str, indices(flat, shape)))
     ports = (*case.spec.outputs, *case.spec.gradients())
-    own = name.split()[0].rstrip(",")
+    own = port_of(name)
     axes: list[str] = next((port.axes.split() for port in ports if port.name == own), [])[: len(index)]
     if not axes or len(axes) < len(index):
         return plain

@@ -4,14 +4,14 @@ import dataclasses
 import math
 import pathlib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from oracles.case import Case
 from oracles.line import split_line
 from properties.books import book_of
 from verify.adapter import BUILT_IN, installed
-from verify.judge import Finding
+from verify.outcome import Finding, Outcome, Verdict, port_of
 from verify.run import Run
 
 FILE = pathlib.Path(__file__).with_name("known_defects.toml")
@@ -58,20 +58,45 @@ class Known:
         )
 
     def _explains(self, finding: Finding) -> bool:
-        output = finding.output.split()[0].rstrip(",")
-        return output in self.outputs and (self.times == math.inf or finding.error <= self.times * finding.allowed)
+        return port_of(finding.output) in self.outputs and (self.times == math.inf or finding.error <= self.times * finding.allowed)
 
 
-def excused(defects: Sequence[Known], run: Run) -> dict[str, float]:
-    """The outputs that defects on file take over their bound in `run`, by so many times at most.
+class KnownDefects:
+    """The defects on file. Here alone it is decided whether what a run came to is one of them."""
 
-    Those that a defect may make wrong by any amount are not among them: an error near the bound is not it.
-    """
-    times: dict[str, float] = {}
-    for defect in defects:
-        if defect.outputs and math.isfinite(defect.times) and defect.covers(run):
-            times |= {output: max(defect.times, times.get(output, 0.0)) for output in defect.outputs}
-    return times
+    def __init__(self, defects: Iterable[Known] = ()) -> None:
+        self._defects = tuple(defects)
+
+    def __iter__(self) -> Iterator[Known]:
+        return iter(self._defects)
+
+    def explain(self, run: Run, outcome: Outcome) -> Known | None:
+        """The defect that a broken run shows, or None."""
+        if outcome.verdict is not Verdict.BROKEN:
+            return None
+        return next((defect for defect in self if defect.explains(run, outcome.findings)), None)
+
+    def whatever(self, run: Run) -> Known | None:
+        """The defect that anything found in a run would be, before the run; None where it depends on what is found."""
+        return next((defect for defect in self if defect.explains(run)), None)
+
+    def excused(self, run: Run) -> dict[str, float]:
+        """The outputs that defects take over their tolerance in `run`, by so many times at most.
+
+        Those that a defect may make wrong by any amount are not among them: an error near the tolerance is not it.
+        """
+        times: dict[str, float] = {}
+        for defect in self:
+            if defect.outputs and math.isfinite(defect.times) and defect.covers(run):
+                times |= {output: max(defect.times, times.get(output, 0.0)) for output in defect.outputs}
+        return times
+
+    def shown_by(self, adapter: str, law: str, device: str) -> list[Known]:
+        """The defects that a check of this law of an adapter runs again, to see whether they are still there."""
+        return [each for each in self if (each.run.adapter, each.run.law) == (adapter, law) and each.applies(device)]
+
+
+NO_DEFECTS = KnownDefects()
 
 
 def _outputs(case: Any) -> set[str]:
@@ -82,10 +107,10 @@ def _outputs(case: Any) -> set[str]:
     return {port.name for form in forms for port in (*form.spec.outputs, *form.spec.gradients())}
 
 
-def load(path: pathlib.Path = FILE) -> list[Known]:
+def load(path: pathlib.Path = FILE) -> KnownDefects:
     """The defects of a TOML file. ValueError names the entry and the rule it breaks."""
     entries = tomllib.loads(path.read_text()).get("defect", [])
-    return [_known(index, entry) for index, entry in enumerate(entries)]
+    return KnownDefects(_known(index, entry) for index, entry in enumerate(entries))
 
 
 def _known(index: int, entry: dict[str, object]) -> Known:

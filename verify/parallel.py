@@ -24,9 +24,11 @@ from verify import device as devices
 from verify.adapter import PathAdapter
 from verify.bench import AdapterFault, Timed, blamed, poisoned
 from verify.comm import Abandoned, Alone, Comm, Distributed, Mismatch, Place, simulate
-from verify.judge import Finding, Verdict, indices
+from verify.judge import indices
+from verify.outcome import FailureKind, Finding, Outcome, Verdict, port_of
 from verify.ranks import IDLE, left, merge
-from verify.run import Outcome, Run, faulted, following, judged
+from verify.run import Run, faulted, following, judged
+from verify.stacks import Mark, marked
 
 # The oracle's name of each of the layer's parameters.
 PARAMETERS = {
@@ -97,7 +99,7 @@ class RankBench(Timed):
         results = {output: y}
         for name, leaf in leaves.items():
             if not torch.equal(leaf.detach(), copies[name]):
-                self.impure.append(Finding(name, "was changed by the call"))
+                self.impure.append(Finding(name, FailureKind.INPUT_CHANGED, "was changed by the call"))
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=False):
             whole = torch.zeros_like(leaf) if gradient is None else gradient.detach()
             results[gradient_name(name)] = self._added(name, whole, place, case)
@@ -136,11 +138,9 @@ class RankBench(Timed):
             given["parameters"] = {PARAMETERS[name]: leaf for name, leaf in leaves.items() if name in PARAMETERS}
         return Inputs(**given)
 
+    @marked(Mark.IMPLEMENTATION)
     def call_implementation(self, call: Callable[[], T]) -> T:
-        """What the path returns; what it raises is a finding, unless it does so because another rank left.
-
-        A stack that has this frame is in the implementation (verify/worker.py).
-        """
+        """What the path returns; what it raises is a finding, unless it does so because another rank left."""
         try:
             with self.timed("kernel_s"):
                 result = call()
@@ -149,7 +149,7 @@ class RankBench(Timed):
         except (AdapterFault, Abandoned):
             raise
         except Mismatch as error:
-            raise AdapterFault(Finding("call", f"parts from the other ranks: {error}")) from error
+            raise AdapterFault("call", FailureKind.RANKS_PART, f"parts from the other ranks: {error}") from error
         except Exception as error:
             raised, self.lost = blamed(error, self.device)
             raise raised from error
@@ -160,17 +160,17 @@ class RankBench(Timed):
         if case.operation in ("kda", "gated_delta_rule"):
             shape = (*like.shape[:2], case.value_heads, case.value_dim)
         if not isinstance(y, Tensor):
-            raise AdapterFault(Finding(name, f"is {type(y).__name__}, must be a tensor"))
+            raise AdapterFault(name, FailureKind.TYPE, f"is {type(y).__name__}, must be a tensor")
         if tuple(y.shape) != shape:
-            raise AdapterFault(Finding(name, f"has shape {tuple(y.shape)}, must have {shape}"))
+            raise AdapterFault(name, FailureKind.SHAPE, f"has shape {tuple(y.shape)}, must have {shape}")
         if y.dtype != DTYPES[case.dtype]:
-            raise AdapterFault(Finding(name, f"has dtype {y.dtype}, must have {DTYPES[case.dtype]}"))
+            raise AdapterFault(name, FailureKind.DTYPE, f"has dtype {y.dtype}, must have {DTYPES[case.dtype]}")
         return y.detach()
 
     def _backward(self, y: Tensor, direction: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
         if not y.requires_grad:
             if y.numel():
-                raise AdapterFault(Finding("output", "carries no gradient, though the domain says backward"))
+                raise AdapterFault("output", FailureKind.NO_GRADIENT, "carries no gradient, though the domain says backward")
             return [None] * len(leaves)
         return list(torch.autograd.grad(y, leaves, direction, allow_unused=True))
 
@@ -262,7 +262,7 @@ class RankBench(Timed):
 
     def where(self, name: str, flat: int, shape: torch.Size) -> str:
         """The place of a row in words: the token of its sequence, as the whole has it."""
-        own = name.split()[0].rstrip(",")
+        own = port_of(name)
         index, case = indices(flat, shape), self.case
         part = self.part(own) if name == own and own in (*map(gradient_name, self._names()), *self._names()) else None
         if part is None:
@@ -334,7 +334,7 @@ class _Failed(Exception):
     """A rank has left its case with this outcome before its end: those who wait for it must not any longer."""
 
     def __init__(self, outcome: Outcome) -> None:
-        super().__init__(outcome.kind)
+        super().__init__(outcome.way)
         self.outcome = outcome
 
 

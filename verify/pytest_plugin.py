@@ -39,7 +39,7 @@ class LawItem:
         from verify import report as text
         from verify.check import PROFILES, Check
         from verify.examples import Examples
-        from verify.judge import Verdict
+        from verify.outcome import Verdict
         from verify.store import Store
 
         store, examples = Store(self.findings), Examples(self.findings, asked=self.remembers)

@@ -24,9 +24,9 @@ from typing import Any, Protocol
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from verify.judge import Finding, Verdict
-from verify.run import Outcome
-from verify.worker import SERVICE, START_S, TAIL_CHARACTERS, Frame, Worker, WorkerLost, frames, in_implementation, interrogate
+from verify.outcome import Finding, Outcome, Verdict, rank_names
+from verify.stacks import Frame, Mark, frames, in_implementation
+from verify.worker import SERVICE, START_S, TAIL_CHARACTERS, Worker, WorkerLost, interrogate
 
 BACKENDS = ("gloo", "nccl")
 GRACE_S = 3.0  # how long after a rank failed the others may take to answer, if they wait for it
@@ -577,7 +577,7 @@ class Place:
     @property
     def oracle(self) -> bool:
         """Whether it has bounds made: a process beside it may be at work while it stands still."""
-        return any(frame.file.endswith("/verify/ahead.py") for frame in self.stack)
+        return any(frame.mark is Mark.ORACLE for frame in self.stack)
 
     def __str__(self) -> str:
         if self.collective:
@@ -590,13 +590,7 @@ def _in_torch(frame: Frame) -> bool:
 
 
 def _communicates(frame: Frame) -> bool:
-    return (_in_torch(frame) and "/torch/distributed/" in frame.file) or frame.file.endswith("/verify/comm.py")
-
-
-def _names(ranks: Iterable[int]) -> str:
-    """The ranks in words: "rank 2", "ranks 0, 2, 3"."""
-    names = sorted(ranks)
-    return f"rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}"
+    return frame.mark is Mark.COLLECTIVE or (_in_torch(frame) and "/torch/distributed/" in frame.file)
 
 
 def _waiting(places: Mapping[int, Place]) -> str:
@@ -605,14 +599,14 @@ def _waiting(places: Mapping[int, Place]) -> str:
     for rank, place in places.items():
         if place.collective:
             waits.setdefault(place.collective, []).append(rank)
-    words = [f"{_names(ranks)} {'wait' if len(ranks) > 1 else 'waits'} in {name}" for name, ranks in waits.items()]
+    words = [f"{rank_names(ranks)} {'wait' if len(ranks) > 1 else 'waits'} in {name}" for name, ranks in waits.items()]
     return "; ".join([*words, *(f"rank {rank} is {place}" for rank, place in places.items() if not place.collective)])
 
 
 def _hung(places: Mapping[int, Place], answered: Sequence[int], deadline_s: float) -> WorkerLost:
     """The loss of ranks without an answer: those outside any collective are to blame, or all if there are none."""
     culprits = {rank: place for rank, place in places.items() if not place.collective} or places
-    late = f"{_names(culprits)} hung: no answer within {deadline_s:g} s"
+    late = f"{rank_names(culprits)} hung: no answer within {deadline_s:g} s"
     if len(culprits) == 1:
         words = [f"{late}, {next(iter(culprits.values()))}"]
     else:
@@ -620,7 +614,7 @@ def _hung(places: Mapping[int, Place], answered: Sequence[int], deadline_s: floa
     if victims := {rank: place for rank, place in places.items() if rank not in culprits}:
         words.append(_waiting(victims))
     if answered:
-        words.append(f"{_names(answered)} {'have' if len(answered) > 1 else 'has'} answered")
+        words.append(f"{rank_names(answered)} {'have' if len(answered) > 1 else 'has'} answered")
     tail = "\n".join(f"rank {rank}:\n{place.wrote[-TAIL_CHARACTERS:]}" for rank, place in {**culprits, **places}.items())
     in_kernel = any(place.frame is None or in_implementation(place.wrote) for place in culprits.values())
     return WorkerLost("hung", "; ".join(words), tail, in_kernel=in_kernel)
@@ -684,17 +678,14 @@ def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:
         said = _each({rank: str(answer.get("error", answer)) for rank, answer in answers.items()})
         return {"error": "; ".join([f"ranks disagree: {said}" if len(answers) > 1 else said, *([waited] if waited else [])])}
     outcomes = {rank: _outcome(answer) for rank, answer in _busy(answers).items()}
-    found: dict[str, list[int]] = {}
+    found: dict[str, tuple[Finding, list[int]]] = {}
     for rank, outcome in outcomes.items():
-        for finding in outcome.findings:
-            found.setdefault(json.dumps(finding.to_json()), []).append(rank)
-    findings = []
-    for line, ranks in found.items():
-        finding = Finding.from_json(json.loads(line))
-        what = finding.what
-        if waited:  # what stands before the first colon is what shrinking keeps
-            what += f"{'; while' if ':' in what else ': while'} {waited}"
-        findings.append(dataclasses.replace(finding, output=f"{_names(ranks)}: {finding.output}", what=what))
+        for finding in outcome.findings:  # by its text: no two NaN are equal
+            found.setdefault(json.dumps(finding.to_json()), (finding, []))[1].append(rank)
+    while_waiting = f"; while {waited}" if waited else ""
+    findings = [
+        dataclasses.replace(finding, ranks=tuple(ranks), what=finding.what + while_waiting) for finding, ranks in found.values()
+    ]
     verdicts = {outcome.verdict for outcome in outcomes.values()}
     reasons = {rank: outcome.reason for rank, outcome in outcomes.items()}
     if Verdict.BROKEN in verdicts:
@@ -738,4 +729,4 @@ def _each(said: Mapping[int, str], between: str = ": ") -> str:
     ranks: dict[str, list[int]] = {}
     for rank, words in said.items():
         ranks.setdefault(words, []).append(rank)
-    return "; ".join(f"{_names(who)}{between}{words}" for words, who in ranks.items())
+    return "; ".join(f"{rank_names(who)}{between}{words}" for words, who in ranks.items())

@@ -5,8 +5,8 @@ import textwrap
 from collections.abc import Sequence
 
 from verify.check import LawReport
-from verify.judge import Finding, Verdict
-from verify.run import Outcome, Run
+from verify.outcome import Finding, Outcome, Verdict
+from verify.run import Run
 
 ENDLESS = 1e6  # of an error over its allowance no more is told
 WORDS = {
@@ -133,7 +133,7 @@ def finding_lines(findings: list[Finding], most: int = 4) -> list[str]:
     """The findings of one case, each with its worst and its first row."""
     lines: list[str] = []
     for finding in findings[:most]:
-        lines.append(f"  {finding.output}: {finding.what}" + (f" ({finding.worst})" if finding.worst and not finding.rows else ""))
+        lines.append(f"  {finding.place}: {finding.what}" + (f" ({finding.worst})" if finding.worst and not finding.rows else ""))
         if finding.rows:
             lines.append(
                 f"    worst row  {finding.worst}: error {finding.error:.3g}, allowed {finding.allowed:.3g} ({finding.origin})"
@@ -142,7 +142,7 @@ def finding_lines(findings: list[Finding], most: int = 4) -> list[str]:
             lines.append("    got        " + _numbers(finding.got))
             lines.append("    want       " + _numbers(finding.want))
     if len(findings) > most:
-        lines.append(f"  and {len(findings) - most} more: {', '.join(finding.output for finding in findings[most:])}")
+        lines.append(f"  and {len(findings) - most} more: {', '.join(finding.place for finding in findings[most:])}")
     return lines
 
 

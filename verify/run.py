@@ -23,10 +23,10 @@ from verify.adapter import Adapter, PathAdapter, check_spec, load
 from verify.bench import AdapterBench, AdapterFault, Compiling, OutOfMemory, Ready, short
 from verify.comm import Abandoned
 from verify.interpreter import UnknownTriton
-from verify.judge import NOTHING, Finding, Verdict, Where, judge, where
+from verify.judge import NOTHING, Where, judge, where
+from verify.outcome import FailureKind, Finding, Outcome, Used, Verdict
 
 T = TypeVar("T")
-STARVED = "ran out of memory"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,55 +84,6 @@ class Run:
     def the_law(self) -> Law:
         """The law, as it is in the book of the run's case."""
         return book_of(self.example.case).laws[self.law]
-
-
-@dataclasses.dataclass
-class Outcome:
-    """What one run came to."""
-
-    verdict: Verdict
-    findings: list[Finding] = dataclasses.field(default_factory=list)
-    reason: str = ""
-    rows: int = 0
-    ratios: dict[str, float] = dataclasses.field(default_factory=dict)
-    kernel_s: float = 0.0
-    oracle_s: float = 0.0
-    spent: bool = False  # the process that ran it can run nothing more on its device
-    tuned: tuning.Used = dataclasses.field(default_factory=dict)
-    fault: str = ""  # where gdn-verify itself failed: the exception, file, line and function
-    one_by_one: dict[str, int] = dataclasses.field(default_factory=dict)  # interpreted launches: "kernel: why", how many
-
-    @property
-    def lost(self) -> bool:
-        """Whether the finding is that the worker crashed or hung."""
-        return bool(self.findings) and self.kind in ("crashed", "hung")
-
-    @property
-    def starved(self) -> bool:
-        """Whether the finding is that memory ran out."""
-        return bool(self.findings) and self.kind.startswith(STARVED)
-
-    @property
-    def kind(self) -> str:
-        """How the first finding fails, without its numbers: what shrinking must keep."""
-        if not self.findings:
-            return str(self.verdict)
-        what = self.findings[0].what
-        return what.partition(":")[0]
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        data = dataclasses.asdict(self)
-        data["findings"] = [finding.to_json() for finding in self.findings]
-        data["ratios"] = {name: ratio if ratio < 1e300 else 1e300 for name, ratio in self.ratios.items()}
-        return data
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> "Outcome":
-        """The outcome of `to_json`'s data."""
-        findings = [Finding.from_json(each) for each in data["findings"]]
-        tuned = {kernel: tuple(texts) for kernel, texts in data["tuned"].items()}
-        return cls(**{**data, "verdict": Verdict(data["verdict"]), "findings": findings, "tuned": tuned})
 
 
 _LOADED: dict[str, Adapter | PathAdapter] = {}
@@ -195,7 +146,7 @@ DENIED = "GDN_VERIFY_DENIED"  # in a worker's environment: the file of a deny-li
 
 
 @contextlib.contextmanager
-def following(tune: str) -> Iterator[tuning.Used]:
+def following(tune: str) -> Iterator[Used]:
     """Autotuned kernels run with the configurations that `tune` says; those that did are gathered."""
     if not tune:
         yield {}
@@ -254,7 +205,7 @@ def judged(law: Law, bench: Any, example: Example, where: Where, need: int, excu
     except AdapterFault as fault:
         outcome.findings = [fault.finding]
     except Breach as breach:
-        outcome.findings = [Finding("call", str(breach))]
+        outcome.findings = [Finding("call", FailureKind.BREACH, str(breach), detail=str(breach).partition(":")[0])]
     except Blind as blind:
         outcome.verdict, outcome.reason = Verdict.BLIND, str(blind)
     except UnknownTriton as error:
@@ -262,7 +213,8 @@ def judged(law: Law, bench: Any, example: Example, where: Where, need: int, excu
     except OutOfMemory as error:
         free = devices.free_bytes(bench.device)
         if need < free / 16 and not devices.crowded(bench.device):
-            outcome.findings = [Finding("call", f"{STARVED}, with {free >> 20} MiB free for a case of {need >> 20} MiB")]
+            what = f"ran out of memory, with {free >> 20} MiB free for a case of {need >> 20} MiB"
+            outcome.findings = [Finding("call", FailureKind.OUT_OF_MEMORY, what)]
         else:
             outcome.verdict, outcome.reason = Verdict.UNKNOWN, f"out of memory: {error}"
     except Exception as error:  # the law, the oracle or the judge failed, which says nothing of the adapter

@@ -25,8 +25,7 @@ import torch
 
 from verify import device as devices
 from verify.bench import UNPOISONED
-from verify.judge import Finding, Verdict
-from verify.run import Outcome
+from verify.outcome import FailureKind, Finding, Outcome, Verdict
 from verify.worker import Asked, Worker, WorkerLost
 
 SANITIZER = "sanitizer"  # where other findings name an output
@@ -180,14 +179,15 @@ def _report(title: str, under: Sequence[str]) -> Report:
 
 
 def findings(several: Sequence[Report]) -> list[Finding]:
-    """The reports as findings, those that are alike as one. What they say before the colon stays the same in a smaller case."""
+    """The reports as findings, those that are alike as one."""
     alike: dict[str, list[Report]] = {}
     for report in several:
         alike.setdefault(str(report), []).append(report)
     made = []
     for text, same in list(alike.items())[:MOST]:
         others = f" ({len(same)} times)" if len(same) > 1 else ""
-        made.append(Finding(SANITIZER, f"{text}: {same[0].size}{others}" if same[0].size else f"{text}{others}", same[0].more))
+        what = f"{text}: {same[0].size}{others}" if same[0].size else f"{text}{others}"
+        made.append(Finding(SANITIZER, FailureKind.SANITIZER, what, same[0].more, detail=text))
     return made
 
 

@@ -12,10 +12,10 @@ from verify import ahead, launches, tuning
 from verify import device as devices
 from verify.adapter import Adapter, AdapterError, PathAdapter, versions
 from verify.forks import importing
-from verify.judge import Verdict
+from verify.outcome import Outcome, Verdict
 from verify.ranks import join, left
 from verify.refusal import probe
-from verify.run import Outcome, Run, adapter_of, compiled, execute
+from verify.run import Run, adapter_of, compiled, execute
 from verify.together import together
 
 

@@ -15,7 +15,7 @@ from properties.books import book_of
 from properties.paths import PathDomain
 from verify.check import PROFILES, Check, Described, LawReport, Profile, describe, overall, started
 from verify.examples import Examples
-from verify.judge import Verdict
+from verify.outcome import Verdict
 from verify.store import Store
 from verify.worker import Worker
 

@@ -22,10 +22,11 @@ from properties.palette import draw_palette, key_of
 from properties.strategies import Example
 from verify.check import Described, ask, explain
 from verify.drawing import seeded
-from verify.judge import Finding, Verdict
+from verify.known import NO_DEFECTS
+from verify.outcome import Finding, Outcome, Verdict
 from verify.plan import on_gpu
 from verify.report import finding_lines
-from verify.run import Outcome, Run
+from verify.run import Run
 from verify.store import Store
 from verify.tuning import Denied, Policy, narrow, plan
 from verify.worker import Worker, WorkerLost
@@ -48,7 +49,7 @@ class Fault:
     def denied(self, gpu: str, triton: str) -> list[Denied]:
         """Its entries of a deny-list."""
         finding = self.findings[0]
-        error = f"{finding.output}: {finding.what}"
+        error = f"{finding.place}: {finding.what}"
         return [Denied(gpu, triton, kernel, config, self.run.law, str(self.run), error) for kernel, config in self.policy.picks]
 
 
@@ -285,7 +286,7 @@ class Sweep:
         outcome = again if again.verdict is Verdict.BROKEN else outcome
         worker = self._idle.get()
         try:
-            small, best = explain(run.the_law, run, outcome, worker, self.store, lambda *_: False, threading.Event(), SHRINK_S)
+            small, best = explain(run.the_law, run, outcome, worker, self.store, NO_DEFECTS, threading.Event(), SHRINK_S)
         finally:
             self._idle.put(worker)
         return Fault(policy, dataclasses.replace(run, example=small.example), best.findings)

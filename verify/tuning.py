@@ -32,8 +32,7 @@ import torch
 from oracles.counter import mix_words
 from oracles.line import split_line
 from verify.adapter import installed
-
-Used = dict[str, tuple[str, ...]]  # kernel: the configurations it ran with, in the order of their first runs
+from verify.outcome import Used
 
 _KERNEL = re.compile(r"[\w.%~-]+", re.ASCII)
 _CONFIG = re.compile(r"[A-Za-z_]\w*=[\w.%~+-]+(:[A-Za-z_]\w*=[\w.%~+-]+)*", re.ASCII)

@@ -5,7 +5,6 @@ answers are lines of JSON on two pipes of their own, so what a kernel prints dis
 """
 
 import contextlib
-import dataclasses
 import faulthandler
 import fcntl
 import importlib
@@ -13,7 +12,6 @@ import importlib.util
 import json
 import os
 import queue
-import re
 import select
 import signal
 import subprocess
@@ -26,6 +24,7 @@ from typing import Any, Protocol
 
 from verify import forks
 from verify.forks import Forked, importing
+from verify.stacks import in_implementation, innermost
 
 START_S = 300.0
 ALONE_S = 5.0  # how long after its deadline a worker that nobody ended ends itself
@@ -37,7 +36,6 @@ SERVICE = "verify.service:answer"
 IMPORTS = ("verify.service", "torch.fx.experimental.symbolic_shapes")  # the second is imported by torch's first backward pass
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # kernels are interpreted on the CPU; an implementation that saw a GPU would launch there
 _LAST = " in _run_module_as_main\n"  # the outermost frame of the main thread, whose stack faulthandler writes last
-_CALL = " in call_implementation\n"  # the frame of verify/bench.py under which an implementation runs
 
 
 class WorkerLost(Exception):
@@ -316,47 +314,6 @@ def _ended(code: int | None) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Frame:
-    """A line of a stack."""
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{self.function} ({os.path.basename(self.file)}:{self.line})"
-
-
-def frames(wrote: str) -> list[Frame]:
-    """The stack, innermost first, of the thread that works, if faulthandler wrote the stacks: the last that it wrote.
-
-    That is the main thread; where it waits for a backward pass on a thread of autograd's own, it is that one.
-    """
-    threads = []
-    for title, lines in re.findall(r"^(Current thread|Thread) 0x.*\n((?:  File .*\n?)+)", wrote, re.MULTILINE):
-        stack = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', lines, re.MULTILINE)
-        threads.append((title, [Frame(file, int(line), function) for file, line, function in stack]))
-    threads = [(title, stack) for title, stack in threads if stack]
-    current = [stack for title, stack in threads if title == "Current thread"]
-    at_work = (current or [stack for _, stack in threads] or [[]])[-1]
-    if at_work and at_work[0].file.endswith("torch/autograd/graph.py"):
-        own = [stack for title, stack in threads if title == "Thread" and not stack[-1].file.endswith("threading.py")]
-        at_work = own[-1] if own else at_work
-    return at_work
-
-
-def innermost(wrote: str) -> str:
-    """Where it was, in words, if faulthandler wrote its stack: "run (kernel.py:12)"."""
-    stack = frames(wrote)
-    return str(stack[0]) if stack else ""
-
-
-def in_implementation(wrote: str) -> bool:
-    """Whether a stack shows a call of the implementation, of which `verify/bench.py` and `verify/parallel.py` have the frame."""
-    return _CALL in wrote
 
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

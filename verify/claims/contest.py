@@ -14,7 +14,8 @@ from oracles.bound import Bound, bounds
 from oracles.operation import Inputs, Operation, gradient_name
 from verify.bench import poisoned
 from verify.claims.timing import Call, Clock, Effort, measured
-from verify.judge import Finding, judge, where
+from verify.judge import judge, where
+from verify.outcome import Finding
 
 Tensors = tuple[Tensor, ...]
 Form = Callable[[Inputs], Tensors]
@@ -118,7 +119,7 @@ class Agreement:
 
 def _said(finding: Finding) -> str:
     rows = f", {finding.rows_over} of {finding.rows} rows, the worst {finding.worst}" if finding.rows else ""
-    return f"{finding.output} {finding.what}{rows}"
+    return f"{finding.place} {finding.what}{rows}"
 
 
 def agreement(contest: Contest, device: torch.device) -> Agreement:

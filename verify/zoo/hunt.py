@@ -20,8 +20,9 @@ from properties.strategies import Example
 from verify.adapter import ZOO
 from verify.check import PROFILES, ask, explain
 from verify.drawing import seeded
-from verify.judge import Verdict
-from verify.run import Outcome, Run
+from verify.known import NO_DEFECTS
+from verify.outcome import Outcome, Verdict
+from verify.run import Run
 from verify.store import Store
 from verify.worker import Worker
 from verify.zoo.animals import INCIDENTS, Animal, right_of
@@ -299,7 +300,7 @@ class Hunt:
                 continue
             finding = outcome.findings[0]
             cell.killed_at, cell.run, cell.broken = number, str(run), (run, outcome)
-            cell.what = f"{finding.output}: {finding.what}"
+            cell.what = f"{finding.place}: {finding.what}"
 
     def _shrink(self, fate: Fate, worker: Worker) -> None:
         """The smallest case of the law that needed fewest."""
@@ -310,7 +311,7 @@ class Hunt:
         if outcome.lost:
             return  # every smaller case would cost a process or the deadline
         law = fate.book.laws[run.law]
-        small, _ = explain(law, run, outcome, worker, self._store, lambda *_: False, self._stopped, SHRINK_S)
+        small, _ = explain(law, run, outcome, worker, self._store, NO_DEFECTS, self._stopped, SHRINK_S)
         if not self._stopped.is_set():
             fate.smallest = str(dataclasses.replace(run, example=small.example))
 

@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verify.judge import Verdict
+from verify.outcome import Verdict
 from verify.run import Run, execute
 from verify.zoo.edits import Edit
 from verify.zoo.launches import Kernel, Launch, Place, Watch, exchange
@@ -316,6 +316,6 @@ def _asked(child: _Child, say: Callable[[dict[str, Any]], None]) -> dict[str, An
         say({"at": at, "step": "law"})
         outcome = execute(item.run)
         if outcome.verdict is Verdict.BROKEN:
-            return {**answer, "killed": outcome.kind}
+            return {**answer, "killed": outcome.way}
         answer["unknown"] += outcome.verdict is Verdict.UNKNOWN
     return answer

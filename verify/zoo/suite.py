@@ -166,7 +166,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         try:
             got = called(adapter, inputs, cotangents, suite.chunk)
         except AdapterFault as fault:
-            return {"accepted": False, "what": f"{fault.finding.output}: {fault.finding.what}"}
+            return {"accepted": False, "what": f"{fault.finding.place}: {fault.finding.what}"}
         except Exception as error:
             return {"accepted": False, "what": f"call: raised {type(error).__name__}: {error}"}
         try:
