@@ -1,4 +1,4 @@
-"""Hypothesis settings for the toolkit's own tests; everything else lives in the plugin (verify/pytest_plugin.py)."""
+"""Hypothesis settings for the toolkit's own tests; everything else lives in the plugin (verify/cli/pytest_plugin.py)."""
 
 import gc
 import signal

@@ -18,16 +18,17 @@ from typing import Any
 
 START = time.perf_counter()
 
-from oracles.parallel_case import ParallelCase  # noqa: E402 - the clock starts before
-from properties.paths import LAYOUT_ONLY, PATH_LAWS, PathDomain, with_forms  # noqa: E402
+from properties.cases.path_case import ParallelCase  # noqa: E402 - the clock starts before
+from properties.path_domain import PathDomain, with_forms  # noqa: E402
+from properties.path_laws import LAYOUT_ONLY, PATH_LAWS  # noqa: E402
 from properties.strategies import Example  # noqa: E402
-from verify.check import BATCH, TRUTHS, Asked, ask, ask_all, describe  # noqa: E402
-from verify.drawing import batches, seeded  # noqa: E402
-from verify.outcome import Outcome, Verdict  # noqa: E402
-from verify.ranks import BACKENDS, RankGroup  # noqa: E402
-from verify.run import Run  # noqa: E402
-from verify.store import Store  # noqa: E402
-from verify.worker import Worker  # noqa: E402
+from verify.engine.asking import BATCH, TRUTHS, Asked, ask, ask_all, describe  # noqa: E402
+from verify.engine.drawing import batches, seeded  # noqa: E402
+from verify.execution.run import Run  # noqa: E402
+from verify.findings.store import Store  # noqa: E402
+from verify.process.outcome import Outcome, Verdict  # noqa: E402
+from verify.process.worker import Worker  # noqa: E402
+from verify.ranks.group import BACKENDS, RankGroup  # noqa: E402
 
 WARM = 32
 EXCHANGES = 3  # times as many cases of exchanges as of layers: a second is too short to tell hosts apart
@@ -105,7 +106,7 @@ def rate(
     store: Store,
 ) -> dict[str, float]:
     """Cases a second of one law, all of which must hold."""
-    from properties.paths import path_cases
+    from properties.path_domain import path_cases
 
     most = 1 if not options.ranks else BATCH if PATH_LAWS[law].kind == "exact" else TRUTHS
     done, start, warm = 0, 0.0, 0

@@ -24,10 +24,11 @@ from rich.table import Table
 from triton.runtime.interpreter import GridExecutor
 
 from properties.books import book_of
-from verify.adapter import load
-from verify.drawing import seeded
+from verify.adapters.loader import load
+from verify.engine.drawing import seeded
+from verify.execution.execute import execute
+from verify.execution.run import Run
 from verify.interpreter import SEQUENTIAL, install
-from verify.run import Run, execute
 
 
 @dataclasses.dataclass

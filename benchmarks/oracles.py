@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oracles.bound import MORE, RUNS, Bound, bounds, truth
-from oracles.case import Case
 from oracles.chunkwise import delta_rule
 from oracles.operation import Inputs
+from properties.cases.rule_case import Case
 
 Call = Callable[[], object]
 

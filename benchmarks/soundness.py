@@ -21,13 +21,13 @@ from typing import Any
 
 from oracles.bound import KAPPA
 from properties.books import book_of, every_law
-from verify import known
-from verify.check import ask, describe
-from verify.drawing import seeded
-from verify.outcome import Outcome, Verdict
-from verify.run import Run
-from verify.store import Store
-from verify.worker import Worker
+from verify.engine.asking import ask, describe
+from verify.engine.drawing import seeded
+from verify.execution.run import Run
+from verify.findings import known
+from verify.findings.store import Store
+from verify.process.outcome import Outcome, Verdict
+from verify.process.worker import Worker
 
 
 def main() -> int:

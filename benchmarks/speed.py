@@ -12,13 +12,14 @@ import subprocess
 import sys
 import time
 
-from properties.laws import LAWS
+from properties.rule_laws import LAWS
 from properties.strategies import Example
-from verify.check import PROFILES, ask, describe
-from verify.drawing import seeded
-from verify.run import Run
-from verify.store import Store
-from verify.worker import Worker
+from verify.engine.asking import ask, describe
+from verify.engine.drawing import seeded
+from verify.engine.profiles import PROFILES
+from verify.execution.run import Run
+from verify.findings.store import Store
+from verify.process.worker import Worker
 
 
 def main() -> int:

@@ -18,14 +18,15 @@ from oracles.operation import DTYPES
 from properties.books import book_of
 from properties.palette import real_case
 from properties.strategies import Example
-from verify import device as devices
-from verify import known
-from verify.check import ask_all, describe, most_at_once, of_one_key
-from verify.drawing import seeded
-from verify.plan import COMPILE_S, Compilers, Plan
-from verify.run import Run
-from verify.store import Store
-from verify.worker import Worker
+from verify.engine.asking import ask_all, describe, most_at_once, of_one_key
+from verify.engine.compile_plan import COMPILE_S, Compilers, Plan
+from verify.engine.drawing import seeded
+from verify.execution.run import Run
+from verify.findings import known
+from verify.findings.store import Store
+from verify.gpu import device as devices
+from verify.process.messages import Describe
+from verify.process.worker import Worker
 
 
 def main() -> int:
@@ -83,7 +84,7 @@ def drawn(options: argparse.Namespace, worker: Worker) -> list[list[Run]]:
     law = book_of(described.domain).laws["oracle"]
     processes = max(1, (os.cpu_count() or 1) - 2)
     ahead = [Worker(COMPILE_S, environment=devices.environment("cuda")) for _ in range(processes)]
-    compilers = Compilers(ahead, {"describe": options.adapter})
+    compilers = Compilers(ahead, Describe(options.adapter))
 
     def run_of(name: str, example: object) -> Run:
         return Run(name, options.adapter, example, described.products, "cuda", options.tune)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -137,6 +137,63 @@ def _most(size: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> int:
     return max(1, fitting(_GRAPH.get(k.device.type, _GRAPH["cuda"]), k.device) // each)
 
 
+class _Scan(NamedTuple):
+    """What the states go through from chunk to chunk, or its cotangents; `behind` is None where only k decays."""
+
+    keeps: Tensor
+    reads: Tensor
+    scores: Tensor
+    erased: Tensor
+    whole: Tensor
+    behind: Any
+
+
+class _States(NamedTuple):
+    """Of each chunk: the state before it, as computed and as stored; V' as it is read, and as it is kept for the state."""
+
+    before: Tensor
+    held: Tensor
+    fresh: Tensor
+    kept: Tensor
+
+
+class _OfChunkwise(NamedTuple):
+    """What the chunkwise backward needs of its forward besides the scan."""
+
+    k: Tensor
+    beta: Tensor
+    total: Tensor
+    grown: Tensor
+    ahead: Tensor
+    pair: Tensor
+    products: Tensor
+    decay: Tensor | None
+    solved: Tensor
+    inverse: Tensor
+    right: Tensor
+    start: Tensor
+
+
+class _OfRecurrent(NamedTuple):
+    """What the recurrence's backward needs of its forward besides the scan."""
+
+    beta: Tensor
+    writes: Tensor
+    total: Tensor
+    grown: Tensor
+    left: Tensor
+    pair: Tensor
+    products: Tensor
+    decay: Tensor | None
+    right: Tensor
+    solved: Tensor
+    inverses: list[Tensor]
+    drift: Tensor
+    order: Tensor | None
+    back: Tensor | None
+    missed: Tensor | None
+
+
 @dataclasses.dataclass(frozen=True)
 class _Chunkwise:
     """The chunkwise form of q, k, v, g, beta [chunk, runs, HV, C, width]. Every use of an operand stores its own cotangent."""
@@ -183,61 +240,62 @@ class _Chunkwise:
         whole = grown[..., -1:, :].mT
         if arithmetic.product != EXACT:  # the function's own errors add up from chunk to chunk where nothing coarser drowns them
             whole = dither(whole, "exp(G_C)", FUNCTION_BITS)
-        scan = keeps, reads, dither(scores, "scores"), erased, whole, behind
+        scan = _Scan(keeps, reads, dither(scores, "scores"), erased, whole, behind)
         o, final, states = _scan(scan, written, state, segment.counts, arithmetic)
-        local = k, beta, total, grown, ahead, pair, products, decay, solved, inverse, right, start
-        return o, final, (local, scan, states)
+        of = _OfChunkwise(k, beta, total, grown, ahead, pair, products, decay, solved, inverse, right, start)
+        return o, final, (of, scan, states)
 
     def backward(self, segment: Segment, made: Any, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """The cotangents of the tokens, and of the states before the segment."""
-        (k, beta, total, grown, ahead, pair, products, decay, solved, inverse, right, start), scan, states = made
+        of, scan, states = made
         scale, arithmetic, channels = self.scale, self.arithmetic, self.channels
-        dither, (chunk, depth) = arithmetic.dither, k.shape[-2:]
-        widths = right.shape[-1] - depth, depth
+        dither, (chunk, depth) = arithmetic.dither, of.k.shape[-2:]
+        widths = of.right.shape[-1] - depth, depth
         counts = segment.counts
         written, dscan, dstate = _scan_back(scan, states, do, dstate, counts, arithmetic, widths[0])
-        dkeeps, dreads, dscores, derased, dwhole, dbehind = dscan
 
         # U = T (beta v), W = T (beta exp(G) k)
-        given = arithmetic.beside(torch.cat([written, derased], -1), ("U'", "W'"), widths)
+        given = arithmetic.beside(torch.cat([written, dscan.erased], -1), ("U'", "W'"), widths)
         uses = [
             arithmetic.terms(each, f"{name} =  da", each.shape[-1]) @ other.mT
-            for name, each, other in zip("UW", given.split(widths, -1), start.split(widths, -1), strict=True)
+            for name, each, other in zip("UW", given.split(widths, -1), of.start.split(widths, -1), strict=True)
         ]
         dinverse = arithmetic.stacked(torch.stack(uses, -3), ("T in U'", "T in W'")).sum(-3)
         if arithmetic.product != EXACT:
             given = arithmetic.beside(given, ("U =  db", "W =  db"), widths, arithmetic.kept(chunk))
-        dstart = arithmetic.beside(inverse.mT @ given, ("beta v'", "beta exp(G) k'"), widths)
-        dv, dgrown = (beta * dstart).split(widths, -1)
+        dstart = arithmetic.beside(of.inverse.mT @ given, ("beta v'", "beta exp(G) k'"), widths)
+        dv, dgrown = (of.beta * dstart).split(widths, -1)
 
         # A and q k^T, decayed
-        dcorrections = _inverse_back(solved, inverse, dinverse, arithmetic)
-        dproducts = torch.stack([dcorrections, dither(dscores, "scores'")], -3)
-        dpair, dkeys, dtotal = _scores_back(dproducts, pair, k, total, products, decay, arithmetic, channels=channels)
-        stored = torch.cat([dpair, dkeys, dreads.unsqueeze(-3), dkeeps.unsqueeze(-3)], -3)
+        dcorrections = _inverse_back(of.solved, of.inverse, dinverse, arithmetic)
+        dproducts = torch.stack([dcorrections, dither(dscan.scores, "scores'")], -3)
+        dpair, dkeys, dtotal = _scores_back(
+            dproducts, of.pair, of.k, of.total, of.products, of.decay, arithmetic, channels=channels
+        )
+        stored = torch.cat([dpair, dkeys, dscan.reads.unsqueeze(-3), dscan.keeps.unsqueeze(-3)], -3)
         dpair, dkeys, ends = arithmetic.stacked(stored, STORED).split(2, -3)
-        sums = [(dpair[..., 0, :, :] * k).sum(-1), *((each.sum(-1)) for each in (dstart * right).split(widths, -1))]
+        sums = [(dpair[..., 0, :, :] * of.k).sum(-1), *((each.sum(-1)) for each in (dstart * of.right).split(widths, -1))]
         dbeta = arithmetic.stacked(torch.stack(sums, -2).unsqueeze(-1), DBETA, summed(max(widths))).sum(-3)
 
         # exp(G) q, exp(G_C - G) k, exp(G) k
         dread, dkeep = ends.unbind(-3)
-        once, again = _factors_back(((pair[..., 1, :, :], dread), (k, dkeep), (k, dgrown)), total, FACTORS, arithmetic)
-        ends = _products((dread, grown), (dkeep, ahead))
+        once, again = _factors_back(((of.pair[..., 1, :, :], dread), (of.k, dkeep), (of.k, dgrown)), of.total, FACTORS, arithmetic)
+        ends = _products((dread, of.grown), (dkeep, of.ahead))
         ends[..., 0, :, :].add_(dpair[..., 1, :, :])
         dq, dkept = arithmetic.stacked(ends, ("scale q'", "k in S'")).unbind(-3)
         dq = scale * dq
-        dk = torch.addcmul(torch.addcmul(dkept + dkeys.sum(-3), dgrown, grown), beta, dpair[..., 0, :, :])
+        dk = torch.addcmul(torch.addcmul(dkept + dkeys.sum(-3), dgrown, of.grown), of.beta, dpair[..., 0, :, :])
 
         # exp(G_C - G) passes a gradient to its token's gate and another, summed otherwise, to the chunk's last.
-        share = None if channels else arithmetic.choice(total)
-        passed = ahead if share is None else share * ahead
-        dtotal = torch.addcmul(dtotal, once[..., 0, :, :] + once[..., 2, :, :], grown)
+        share = None if channels else arithmetic.choice(of.total)
+        passed = of.ahead if share is None else share * of.ahead
+        dtotal = torch.addcmul(dtotal, once[..., 0, :, :] + once[..., 2, :, :], of.grown)
         dtotal.addcmul_(once[..., 1, :, :], passed, value=-1)
-        end = (again * passed).sum(-2, keepdim=True).addcmul_(dwhole.mT, scan[4].mT)
+        end = (again * passed).sum(-2, keepdim=True).addcmul_(dscan.whole.mT, scan.whole.mT)
         if share is not None:
-            passed = (1.0 - share) * scan[5]
-            dtotal.addcmul_(dbehind[0], passed, value=-1)
-            end.add_((dbehind[1] * passed).sum(-2, keepdim=True))
+            passed = (1.0 - share) * scan.behind
+            dtotal.addcmul_(dscan.behind[0], passed, value=-1)
+            end.add_((dscan.behind[1] * passed).sum(-2, keepdim=True))
         dtotal[..., -1:, :].add_(end)
         dg = dither(_later(dither(dtotal, "G'", summed(chunk))), "dg'", summed(chunk))
         return (dq, dk, dv, dg, dbeta), dstate
@@ -424,8 +482,8 @@ def _inverse_back(solved: Tensor, inverse: Tensor, cotangent: Tensor, arithmetic
 
 
 def _scan(
-    given: Sequence[Any], written: Tensor, state: Tensor, counts: list[int], arithmetic: Arithmetic
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    given: _Scan, written: Tensor, state: Tensor, counts: list[int], arithmetic: Arithmetic
+) -> tuple[Tensor, Tensor, _States]:
     """The states from chunk to chunk, and what comes of them: o, the states after, and what `_scan_back` needs.
 
         S stored, V' = U - W S, V' and decayed V' stored       S <- exp(G_C) S + keeps^T V'       o = reads S + scores V'
@@ -433,10 +491,10 @@ def _scan(
     Decayed V' is V' where only k can decay (`behind` None). Only S, and backward its cotangent, go from chunk to chunk, in steps of
     `counts` sequences; all else is computed for all chunks at once.
     """
-    keeps, reads, scores, erased, whole, behind = given
+    keeps, behind = given.keeps, given.behind
     dither, rough, chunk, depth = arithmetic.dither, arithmetic.rough, _summed_tokens(keeps, arithmetic), keeps.shape[-1]
     terms = arithmetic.terms
-    erases, writes = terms(erased, "W S", depth).split(counts), terms(keeps.mT, "k V'", chunk).split(counts)
+    erases, writes = terms(given.erased, "W S", depth).split(counts), terms(keeps.mT, "k V'", chunk).split(counts)
     # What goes on to another grid is not divided by its own first: one product instead of three.
     grid, back = arithmetic.grid(written, "V'")
     apart = back
@@ -445,7 +503,9 @@ def _scan(
         then, apart = arithmetic.grid(written, "exp(G_C - G) V'")
         onwards = _onward(back, behind, then).split(counts)
     every, ended = [], []
-    for news, erase, write, onward, all_of in zip(written.split(counts), erases, writes, onwards, whole.split(counts), strict=True):
+    for news, erase, write, onward, all_of in zip(
+        written.split(counts), erases, writes, onwards, given.whole.split(counts), strict=True
+    ):
         ended.append(state[len(news) :])
         state = state[: len(news)]
         held = dither(state, "S")
@@ -455,15 +515,14 @@ def _scan(
         state = dither(torch.addcmul(write @ kept, all_of, state), "S'", SINGLE)
     before, held, fresh, kept = (_joined(each) for each in zip(*every, strict=True))
     fresh = kept if behind is None else fresh * back
-    o = terms(reads, "q S", depth) @ held + terms(scores, "scores V'", chunk) @ fresh
-    return o, _joined([state, *(each for each in reversed(ended) if len(each))]), (before, held, fresh, kept)
+    o = terms(given.reads, "q S", depth) @ held + terms(given.scores, "scores V'", chunk) @ fresh
+    return o, _joined([state, *(each for each in reversed(ended) if len(each))]), _States(before, held, fresh, kept)
 
 
-def _taken_up(given: Sequence[Any], missed: Tensor, counts: list[int]) -> Tensor:
+def _taken_up(given: _Scan, missed: Tensor, counts: list[int]) -> Tensor:
     """D before each chunk: D <- exp(G_C) D + keeps^T missed, nothing at first."""
-    keeps, whole = given[0], given[4]
     each, drift = list[Tensor](), None
-    for new, all_of in zip((keeps.mT @ missed).split(counts), whole.split(counts), strict=True):
+    for new, all_of in zip((given.keeps.mT @ missed).split(counts), given.whole.split(counts), strict=True):
         drift = torch.zeros_like(new) if drift is None else drift[: len(new)]
         each.append(drift)
         drift = torch.addcmul(new, all_of, drift)
@@ -476,14 +535,14 @@ def _onward(back: Tensor, behind: Tensor, grid: Tensor) -> Tensor:
 
 
 def _scan_back(
-    given: Sequence[Any],
-    states: Sequence[Tensor],
+    given: _Scan,
+    states: _States,
     do: Tensor,
     ds: Tensor,
     counts: list[int],
     arithmetic: Arithmetic,
     width: int,
-) -> tuple[Tensor, tuple[Any, ...], Tensor]:
+) -> tuple[Tensor, _Scan, Tensor]:
     """The cotangents of what was written, of `given` and of the states, given those of o and of the states after.
 
     Sums over values' channels have `width` terms.
@@ -491,11 +550,11 @@ def _scan_back(
     Every use's cotangent is stored on its own before they are added; a kernel takes the gradient of exp(G_C), sum(S dS), from S and
     dS as it stored them.
     """
-    (keeps, reads, scores, erased, whole, behind), (before, held, fresh, kept) = given, states
+    keeps, behind = given.keeps, given.behind
     dither, rough, terms = arithmetic.dither, arithmetic.rough, arithmetic.terms
     chunk, depth = _summed_tokens(keeps, arithmetic), keeps.shape[-1]
-    read = dither(reads.mT @ terms(do, "q S db", chunk), "S in o'")
-    scored = dither(scores.mT @ terms(do, "scores V' db", chunk), "V' in o'")
+    read = dither(given.reads.mT @ terms(do, "q S db", chunk), "S in o'")
+    scored = dither(given.scores.mT @ terms(do, "scores V' db", chunk), "V' in o'")
     grid, back = then, apart = arithmetic.grid(scored, "V' in S'")
     onwards: Sequence[Any] = [None] * len(counts)
     if behind is not None:
@@ -504,7 +563,7 @@ def _scan_back(
     into, out_of = arithmetic.grid(read, "S in V''")
     every = []
     dfinal, ds = ds, ds[:0]
-    steps = *(x.split(counts) for x in (keeps, erased, whole, read, scored)), onwards
+    steps = *(x.split(counts) for x in (keeps, given.erased, given.whole, read, scored)), onwards
     for keep, erase, all_of, read_of, scored_of, onward in reversed(list(zip(*steps, strict=True))):
         ds = _joined([each for each in (ds, dfinal[len(ds) : len(keep)]) if len(each)])
         ds = dither(ds, "S''", SINGLE)
@@ -515,17 +574,17 @@ def _scan_back(
         every.append((ds, dgiven, dfresh))
         ds = torch.addcmul(dither(torch.addcmul(read_of, dheld, out_of, value=-1), "S'"), all_of, ds)
     after, dgiven, dfresh = (_joined(each[::-1]) for each in zip(*every, strict=True))
-    dkeeps = kept @ terms(after, "k V' da", width).mT
-    dreads, dscores = (terms(do, f"{place} da", width) @ x.mT for place, x in (("q S", held), ("scores V'", fresh)))
-    derased = torch.neg(terms(dfresh, "W S da", width) @ held.mT)
-    dwhole = dither(before, "S stored", arithmetic.memory) * dither(after, "dS stored", arithmetic.memory)
-    dwhole = dwhole.sum_to_size(whole.shape)
+    dkeeps = states.kept @ terms(after, "k V' da", width).mT
+    dreads, dscores = (terms(do, f"{place} da", width) @ x.mT for place, x in (("q S", states.held), ("scores V'", states.fresh)))
+    derased = torch.neg(terms(dfresh, "W S da", width) @ states.held.mT)
+    dwhole = dither(states.before, "S stored", arithmetic.memory) * dither(after, "dS stored", arithmetic.memory)
+    dwhole = dwhole.sum_to_size(given.whole.shape)
     dbehind = None
     if behind is not None:
         dgiven = dgiven * back
-        parts = _factors_back(((fresh, dgiven),), behind, ("V' exp(G_C - G)",), arithmetic)
+        parts = _factors_back(((states.fresh, dgiven),), behind, ("V' exp(G_C - G)",), arithmetic)
         dbehind = parts[0].squeeze(-3), parts[1]
-    return dfresh, (dkeeps, dreads, dscores, derased, dwhole, dbehind), ds
+    return dfresh, _Scan(dkeeps, dreads, dscores, derased, dwhole, dbehind), ds
 
 
 def _joined(each: Sequence[Tensor]) -> Tensor:
@@ -590,74 +649,79 @@ class _Recurrent:
         inverses = inverted(corrections)
         solved = substituted(corrections, inverses, beta * right)
         written, erased = solved.split((v.shape[-1], depth), -1)
-        scan = left * writes, grown * pair[..., 1, :, :], products[..., 1, :, :], erased, whole.mT, None
+        scan = _Scan(left * writes, grown * pair[..., 1, :, :], products[..., 1, :, :], erased, whole.mT, None)
         o, final, states = _scan(scan, written, state, segment.counts, arithmetic)
         missed = None
         if arithmetic.summed_again < EXACT:
             before, held, fresh, _ = states
             stored = arithmetic.dither(fresh, "corrected values", arithmetic.summed_again)
             missed = stored - fresh
-            states = before, held + _taken_up(scan, missed, segment.counts), stored, stored
-        local = beta, writes, total, grown, left, pair, products, decay, right, solved, inverses, drift, order, back, missed
-        return _whole(o, back), _whole(final, back), (local, scan, states)
+            states = _States(before, held + _taken_up(scan, missed, segment.counts), stored, stored)
+        of = _OfRecurrent(
+            beta, writes, total, grown, left, pair, products, decay, right, solved, inverses, drift, order, back, missed
+        )
+        return _whole(o, back), _whole(final, back), (of, scan, states)
 
     def backward(self, segment: Segment, made: Any, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """The cotangents of the tokens, and of the states before the segment."""
-        local, scan, states = made
-        beta, writes, total, grown, left, pair, products, decay, right, solved, inverses, drift, order, back, missed = local
-        scale, arithmetic, channels = self.scale, self.arithmetic, total.shape[-1] > 1
-        depth = writes.shape[-1]
-        width = right.shape[-1] - depth
-        half = width if back is not None else (width + 1) // 2  # what sums are rounded as, with halves and without
-        do, dstate = (_halves(each, order) for each in (do, dstate))
-        values = right[..., :width]
+        of, scan, states = made
+        scale, arithmetic, channels = self.scale, self.arithmetic, of.total.shape[-1] > 1
+        depth = of.writes.shape[-1]
+        width = of.right.shape[-1] - depth
+        half = width if of.back is not None else (width + 1) // 2  # what sums are rounded as, with halves and without
+        do, dstate = (_halves(each, of.order) for each in (do, dstate))
+        values = of.right[..., :width]
         if arithmetic.rounds:  # beside the corrected values, so that dS v comes with the gradient of the keys that write these
             before, held, fresh, _ = states
             beside = torch.cat([fresh, values], -2)
-            states = before, held, beside, beside
+            states = _States(before, held, beside, beside)
         written, dscan, dstate = _scan_back(scan, states, do, dstate, segment.counts, arithmetic, half)
-        dkeeps, dreads, dscores, derased, dwhole, _ = dscan
+        dkeeps, dscores = dscan.keeps, dscan.scores
 
-        corrections = beta * products[..., 0, :, :]
-        dstart = substituted(corrections, inverses, torch.cat([written, derased], -1), transposed=True)
-        dcorrections = dstart @ solved.mT
-        if missed is not None:
-            dcorrections.add_(dstart[..., :width] @ missed.mT)
+        corrections = of.beta * of.products[..., 0, :, :]
+        dstart = substituted(corrections, of.inverses, torch.cat([written, dscan.erased], -1), transposed=True)
+        dcorrections = dstart @ of.solved.mT
+        if of.missed is not None:
+            dcorrections.add_(dstart[..., :width] @ of.missed.mT)
         dcorrections = dcorrections.neg_().tril_(-1)
-        terms = right * dstart
+        terms = of.right * dstart
         terms = arithmetic.beside(terms, ("beta v summed", "beta k summed"), (width, depth), (summed(half), summed(depth)))
-        dbeta = (dcorrections * products[..., 0, :, :]).sum(-1, keepdim=True) + terms.sum(-1, keepdim=True)
-        dv, dgrown = (beta * dstart).split((width, depth), -1)
+        dbeta = (dcorrections * of.products[..., 0, :, :]).sum(-1, keepdim=True) + terms.sum(-1, keepdim=True)
+        dv, dgrown = (of.beta * dstart).split((width, depth), -1)
         apart = None
         if arithmetic.rounds:
             (dkeeps, of_states), (dscores, of_scores) = dkeeps.chunk(2, -2), dscores.chunk(2, -1)
             of_products = torch.stack([(dv @ values.mT).neg_().tril_(-1), of_scores], -3)
-            of_keys = torch.addcmul(_written(of_products, pair, writes, total, products, decay), of_states, left)  # dS v
+            of_keys = torch.addcmul(
+                _written(of_products, of.pair, of.writes, of.total, of.products, of.decay), of_states, of.left
+            )  # dS v
             apart = arithmetic.dither(of_keys, "dS v", summed(2 * half)).sub_(of_keys)
-            terms = arithmetic.dither(writes * (of_keys + apart), "k dS v summed", summed(depth))
-            dbeta = dbeta + terms.addcmul_(writes, of_keys, value=-1).sum(-1, keepdim=True)
-        dproducts = torch.stack([beta * dcorrections, dscores], -3)
-        dpair, dwrites, dtotal = _scores_back(dproducts, pair, writes, total, products, decay, PLAIN, channels=channels)
-        for each, reached in zip(dpair.unbind(-3), (dgrown, dreads), strict=True):
-            each.addcmul_(reached, grown)
-        dwrites = dwrites.sum(-3) + dkeeps * left
+            terms = arithmetic.dither(of.writes * (of_keys + apart), "k dS v summed", summed(depth))
+            dbeta = dbeta + terms.addcmul_(of.writes, of_keys, value=-1).sum(-1, keepdim=True)
+        dproducts = torch.stack([of.beta * dcorrections, dscores], -3)
+        dpair, dwrites, dtotal = _scores_back(
+            dproducts, of.pair, of.writes, of.total, of.products, of.decay, PLAIN, channels=channels
+        )
+        for each, reached in zip(dpair.unbind(-3), (dgrown, dscan.reads), strict=True):
+            each.addcmul_(reached, of.grown)
+        dwrites = dwrites.sum(-3) + dkeeps * of.left
 
-        kept, all_of = dkeeps * scan[0], (dwhole * scan[4]).mT
+        kept, all_of = dkeeps * scan.keeps, (dscan.whole * scan.whole).mT
         # Of k.dk, whose terms cancel in dG, a run in chunks knows what is left only to a float64 rounding. Nor does the truth where
         # each channel decays on its own. The recurrence never forms such sums: its gradients of gates may be smaller, and right.
-        known = writes * dwrites
-        parts = dgrown * right[..., width:] + dreads * scan[1] - kept
+        known = of.writes * dwrites
+        parts = dgrown * of.right[..., width:] + dscan.reads * scan.reads - kept
         if arithmetic.rounds:
             parts = parts + (arithmetic.dither(known, "k.dk", FLOAT64) - known)
-        dtotal = dtotal + _gathered(parts, total)
-        dtotal[..., -1:, :].add_(_gathered(kept.sum(-2, keepdim=True), total) + _gathered(all_of, total))
+        dtotal = dtotal + _gathered(parts, of.total)
+        dtotal[..., -1:, :].add_(_gathered(kept.sum(-2, keepdim=True), of.total) + _gathered(all_of, of.total))
         dg = arithmetic.dither(_later(dtotal.sum(-3)), "g'", SINGLE)
         if apart is not None:  # after dG, which has no such errors: k.dk stands there for what the recurrence never forms
-            dwrites = torch.addcmul(dwrites, beta, apart)
-        dx = torch.stack([dpair[..., 1, :, :] * drift, dpair[..., 0, :, :] * drift, dwrites / drift], -3)
+            dwrites = torch.addcmul(dwrites, of.beta, apart)
+        dx = torch.stack([dpair[..., 1, :, :] * of.drift, dpair[..., 0, :, :] * of.drift, dwrites / of.drift], -3)
         dx = _apart_back(dx, arithmetic)
         dq, dk = scale * dx[..., 0, :, :], dx[..., 1:, :, :].sum(-3)
-        return (dq, dk, _whole(dv, back), dg, dbeta.sum(-3)), _whole(dstate, back)
+        return (dq, dk, _whole(dv, of.back), dg, dbeta.sum(-3)), _whole(dstate, of.back)
 
 
 def _written(cotangents: Tensor, pair: Tensor, writes: Tensor, total: Tensor, products: Tensor, decay: Tensor | None) -> Tensor:

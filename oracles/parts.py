@@ -32,7 +32,8 @@ class Part(NamedTuple):
 class Cut:
     """How a legal call of an operation may be cut: into as many `groups` along its parallel axes, and sequences of `lengths`.
 
-    Sequences whose states lie in a pool stay together, as do those of several calls (verify/together.py): `apart` is False.
+    Sequences whose states lie in a pool stay together, as do those of several calls (verify/execution/shared_bounds.py): `apart`
+    is False.
     """
 
     operation: Operation

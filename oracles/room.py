@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-H200 = 139 * 2**30  # bytes of the GPU that the numbers of oracles/ and of verify/together.py were measured on
+H200 = 139 * 2**30  # bytes of the GPU that the numbers of oracles/ and of verify/execution/shared_bounds.py were measured on
 
 
 def fitting(most: int, device: torch.device) -> int:

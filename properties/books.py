@@ -3,29 +3,41 @@
 import dataclasses
 from typing import Any
 
-from oracles.case import Case
-from oracles.layer_case import LayerCase
-from oracles.module_case import MODULES, ModuleCase
 from oracles.operations import RULES
-from oracles.parallel_case import ParallelCase
-from oracles.pool_case import PoolCase
+from properties.cases.layer_case import LayerCase
+from properties.cases.module_case import MODULES, ModuleCase
+from properties.cases.path_case import ParallelCase
+from properties.cases.pool_case import PoolCase
+from properties.cases.rule_case import Case
 from properties.domain import Domain
-from properties.laws import LAWS, Law
-from properties.layers import LAYER_LAWS, LayerDomain
-from properties.modules import MODULE_LAWS, ModuleDomain
-from properties.paths import PATH_LAWS, PathDomain
-from properties.pools import POOL_LAWS, PoolDomain
+from properties.illegal_inputs import MODULE_INPUTS, NO_INPUTS, RULE_INPUTS, IllegalInputs
+from properties.laws import Law
+from properties.layer_domain import LayerDomain
+from properties.layer_laws import LAYER_LAWS
+from properties.module_domain import ModuleDomain
+from properties.module_laws import MODULE_LAWS
+from properties.path_domain import PathDomain
+from properties.path_laws import PATH_LAWS
+from properties.pool_domain import PoolDomain
+from properties.pool_laws import POOL_LAWS
+from properties.rule_laws import LAWS
+from properties.smaller import SMALLER_LAYERS, SMALLER_MODULES, SMALLER_PATHS, SMALLER_POOLS, SMALLER_RULES, Smaller
 
 
 @dataclasses.dataclass(frozen=True)
 class Book:
-    """The laws of one kind of implementation: what its cases and domains are, and which operations they can be of."""
+    """All that belongs to one kind of implementation: its cases, domains and laws, and the operations that they can be of.
+
+    `smaller` says how a case shrinks, `illegal` which inputs are illegal; the compile keys of a case are its class's KEYS.
+    """
 
     name: str
     case: type[Any]
     domain: type[Any]
     laws: dict[str, Law]
     operations: tuple[str, ...]
+    smaller: Smaller
+    illegal: IllegalInputs = NO_INPUTS
 
     def about(self, operation: str) -> list[str]:
         """The laws that say something of an operation."""
@@ -33,11 +45,18 @@ class Book:
 
 
 BOOKS = (
-    Book("rules", Case, Domain, LAWS, tuple(RULES)),
-    Book("modules", ModuleCase, ModuleDomain, MODULE_LAWS, tuple(MODULES)),
-    Book("paths", ParallelCase, PathDomain, PATH_LAWS, ("gdn_layer", "gated_delta_rule", "kda", "causal_conv1d")),
-    Book("pools", PoolCase, PoolDomain, POOL_LAWS, ("decode",)),
-    Book("layers", LayerCase, LayerDomain, LAYER_LAWS, ("gdn_layer",)),
+    Book("rules", Case, Domain, LAWS, tuple(RULES), SMALLER_RULES, RULE_INPUTS),
+    Book("modules", ModuleCase, ModuleDomain, MODULE_LAWS, tuple(MODULES), SMALLER_MODULES, MODULE_INPUTS),
+    Book(
+        "paths",
+        ParallelCase,
+        PathDomain,
+        PATH_LAWS,
+        ("gdn_layer", "gated_delta_rule", "kda", "causal_conv1d"),
+        SMALLER_PATHS,
+    ),
+    Book("pools", PoolCase, PoolDomain, POOL_LAWS, ("decode",), SMALLER_POOLS),
+    Book("layers", LayerCase, LayerDomain, LAYER_LAWS, ("gdn_layer",), SMALLER_LAYERS),
 )
 
 

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Any
 
-from oracles.case import IN_KERNEL, Case
 from oracles.operations import RULES
+from properties.cases.rule_case import IN_KERNEL, Case
 
 VIEWS = ("sliced", "transposed", "offset", "expanded", "strided")
 MOST_REACH = 256  # 70,000 tokens; real sizes are checked one by one

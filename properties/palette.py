@@ -29,10 +29,10 @@ import hypothesis
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 
-from oracles.case import Case
-from oracles.module_case import ModuleCase
-from oracles.pool_case import PoolCase
 from properties.books import book_of
+from properties.cases.module_case import ModuleCase
+from properties.cases.pool_case import PoolCase
+from properties.cases.rule_case import Case
 from properties.laws import Law
 from properties.strategies import BLOCKS, EDGES, Example
 

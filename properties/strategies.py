@@ -2,7 +2,7 @@
 
 Hypothesis draws the seed of each case and a plain generator makes the choices from it. Left to draw every choice, Hypothesis looks
 for small and repetitive examples, to shrink well: of 120 draws of the `memory` law 52 had no token at all. Cases shrink on
-their lines (verify/shrink.py), so diversity is all that is asked of the drawing.
+their lines (verify/engine/shrink.py), so diversity is all that is asked of the drawing.
 
 Lengths stand on both sides of the block sizes of kernels; gates are drawn by memory.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from oracles.case import BETAS, GATES, VALUES, Case
+from properties.cases.rule_case import BETAS, GATES, VALUES, Case
 from properties.domain import Domain
 
 # Those over 300 are within no law's reach where kernels are interpreted.

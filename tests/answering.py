@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from properties.domain import Domain
-from verify.outcome import FailureKind, Finding, Outcome, Verdict
-from verify.run import Run
+from verify.execution.run import Run
+from verify.process.messages import Describe, Description, Question, RunMany, RunOne
+from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 
 
 class Answering:
@@ -18,20 +19,16 @@ class Answering:
         self.asked: list[str] = []
         self.closed = False
 
-    def ask(self, question: dict[str, Any], deadline_s: float | None = None) -> dict[str, Any]:
-        if "describe" in question:
-            return {
-                "book": "rules",
-                "domain": self.domain.to_json(),
-                "algorithm": "chunkwise",
-                "versions": "none 1.0",
-                "device": "",
-                "products": "ieee",
-            }
-        if "runs" in question:
+    def ask(self, question: Question, deadline_s: float | None = None) -> dict[str, Any]:
+        if isinstance(question, Describe):
+            domain = self.domain
+            said = Description("rules", domain.operation, domain.to_json(), "chunkwise", "ieee", None, "none 1.0", "")
+            return said.to_json()
+        if isinstance(question, RunMany):
             return {"outcomes": []}  # each is to be asked alone
-        self.asked.append(question["run"])
-        ratio = self.ratio(Run.parse(question["run"]))
+        assert isinstance(question, RunOne)
+        self.asked.append(question.line)
+        ratio = self.ratio(Run.parse(question.line))
         outcome = Outcome(Verdict.HOLDS, rows=1, ratios={"o": ratio, "dg": ratio / 2})
         if ratio > 1:
             outcome.verdict, outcome.findings = (

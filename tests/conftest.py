@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from verify import device as devices
-from verify.worker import Worker
+from verify.gpu import device as devices
+from verify.process.worker import Worker
 
 
 @pytest.fixture(scope="session")

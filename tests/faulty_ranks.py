@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import distributed
 
-from verify import service
-from verify.outcome import FailureKind, Finding, Outcome, Verdict
-from verify.stacks import Mark, marked
+from verify.execution import service
+from verify.process.messages import Join
+from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
+from verify.process.stacks import Mark, marked
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     if "planted" not in question:
         told = service.answer(question)
-        if "join" in question and "PIDS" in os.environ:
+        if question["question"] == Join.__name__ and "PIDS" in os.environ:
             pathlib.Path(os.environ["PIDS"], str(os.getpid())).touch()
         return told
     return call_implementation(question["planted"] if distributed.get_rank() in question["of"] else "none").to_json()

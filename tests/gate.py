@@ -31,8 +31,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from verify import device as devices
-from verify import gpu_record
+from verify.gpu import device as devices
+from verify.gpu import record as gpu_record
 
 LOGS = gpu_record.ROOT / ".gdn-verify" / "gate"
 RECORD = gpu_record.PLACES[0]
@@ -326,7 +326,7 @@ def kill(process: int) -> None:
 def host() -> dict[str, Any]:
     """The cards and versions of this host, asked in a process of its own: this one opens no GPU."""
     program = (
-        "import json, platform, torch; from verify.adapter import installed; "
+        "import json, platform, torch; from verify.adapters.loader import installed; "
         "names = ('triton', 'fla-core', 'hypothesis'); "
         "cards = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]; "
         "print(json.dumps({'cards': cards, 'versions': {'python': platform.python_version(), 'torch': torch.__version__, "

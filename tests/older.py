@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.domain import Domain
-from verify.adapter import Adapter
+from verify.adapters.base import Adapter
 from verify.adapters.fla import call
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from verify.adapters.gdn import GdnLayer
-from verify.comm import Place
+from verify.adapters.gdn.adapter import GdnLayer
+from verify.ranks.collectives import Place
 
 
 class Fault(GdnLayer):

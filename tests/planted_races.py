@@ -18,11 +18,13 @@ import torch
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
 from properties.books import book_of
-from verify.adapter import Adapter, load
-from verify.bench import AdapterBench
-from verify.drawing import seeded
+from verify.adapters.base import Adapter
+from verify.adapters.loader import load
+from verify.engine.drawing import seeded
+from verify.execution.bench import AdapterBench
+from verify.execution.execute import execute
+from verify.execution.run import Run
 from verify.interpreter import SEQUENTIAL, install
-from verify.run import Run, execute
 
 install()
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from verify.adapter import Adapter, Domain, PoolDomain
+from properties.domain import Domain
+from properties.pool_domain import PoolDomain
+from verify.adapters.base import Adapter
 from verify.zoo.base import Chunkwise
 
 

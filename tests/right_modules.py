@@ -7,9 +7,9 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.modules import ModuleDomain
-from verify.adapter import Adapter
-from verify.zoo.modules import Conv, Gate, GatedNorm, KdaGate, L2Norm
+from properties.module_domain import ModuleDomain
+from verify.adapters.base import Adapter
+from verify.zoo.wrong_modules import Conv, Gate, GatedNorm, KdaGate, L2Norm
 
 
 class ConvLastFirst(Conv):

@@ -5,9 +5,9 @@ Modules, pools and layers are checked so in tests of their own (test_modules.py,
 
 import pytest
 
-from properties.laws import LAWS
-from verify.adapter import KERNELS
-from verify.pytest_plugin import LawItem
+from properties.rule_laws import LAWS
+from verify.adapters.registry import KERNELS
+from verify.cli.pytest_plugin import LawItem
 
 MAIN = ("transformers/chunk", "transformers/recurrent", "gdn/layer")
 LONG = ("fla/chunk",)  # interpreted, each case is a second or two

@@ -20,19 +20,22 @@ from torch import Tensor
 
 from oracles.bound import Bound
 from oracles.operation import Inputs
-from oracles.parallel_case import ParallelCase
+from properties.cases.path_case import ParallelCase
 from tests.processes import gone
 from tests.test_ranks import OFF, RAISED, SPINS, Rank, dump, of
-from verify import ahead, ranks, service
-from verify.adapters.gdn import GdnLayer
-from verify.ahead import Beside, Work
-from verify.check import ask
-from verify.comm import Place
-from verify.outcome import Outcome, Verdict
-from verify.ranks import RankGroup, environment
-from verify.run import Run
-from verify.store import Store
-from verify.worker import interrogate
+from verify.adapters.gdn.adapter import GdnLayer
+from verify.engine.asking import ask
+from verify.execution import oracle_process as ahead
+from verify.execution import service
+from verify.execution.oracle_process import Beside, Work
+from verify.execution.run import Run
+from verify.findings.store import Store
+from verify.process.messages import RunOne
+from verify.process.outcome import Outcome, Verdict
+from verify.process.worker import interrogate
+from verify.ranks import group as ranks
+from verify.ranks.collectives import Place
+from verify.ranks.group import RankGroup, environment
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HERE = "tests/test_ahead.py"
@@ -59,6 +62,7 @@ def work(name: str) -> Work:
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     if "do" in question:
         return DOES[question["do"]](*question["with"], **question.get("how", {}))
+    question = dict(question)
     if not question.pop("beside", True):
         process, ahead._BESIDE[:] = list(ahead._BESIDE), []
         try:
@@ -188,7 +192,7 @@ def do(group: RankGroup, what: str, *given: str) -> dict[str, Any]:
 
 def outcome(group: RankGroup, adapter: str, deadline_s: float | None = None, *, beside: bool = True) -> Outcome:
     run = LINE.format(adapter=f"{HERE}:{adapter}", ranks=group.size)
-    return Outcome.from_json(group.ask({"run": run, "beside": beside}, deadline_s))
+    return Outcome.from_json(group.ask({**RunOne(run).to_json(), "beside": beside}, deadline_s))
 
 
 def without_times(outcome: Outcome) -> dict[str, Any]:
@@ -264,7 +268,7 @@ def test_hang_of_the_oracle_is_none_of_the_implementation(one: RankGroup, tmp_pa
     finally:
         one.deadline_s = before
     assert got.verdict is Verdict.UNKNOWN
-    assert "the oracle did not finish: rank 0 hung: no answer within 1.5 s, in _answer (ahead.py:" in got.reason
+    assert "the oracle did not finish: rank 0 hung: no answer within 1.5 s, in _answer (oracle_process.py:" in got.reason
     assert gone([pid], 1.0)
 
 

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from oracles import bound
 from oracles.bound import RUNS, Bound, bounds, truth
-from oracles.case import Case
 from oracles.operation import Inputs
 from oracles.operations import RULES
 from oracles.rounding import Arithmetic
+from properties.cases.rule_case import Case
 from properties.domain import Domain
 from properties.strategies import cases
 from tests import right
 from tests.test_rounding import TokenByToken, answered
-from verify.judge import Judgement, judge, where
+from verify.execution.judge import Judgement, judge, where
 from verify.zoo.base import Chunkwise
 
 MODES = st.sampled_from(

@@ -15,7 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from oracles.case import (
+from oracles.counter import integers, mix, mix_number, mix_words
+from oracles.operation import DTYPES
+from oracles.operations import RULES
+from oracles.rounding import BITS
+from properties.cases.rule_case import (
     BETAS,
     GATES,
     IN_KERNEL,
@@ -33,12 +37,8 @@ from oracles.case import (
     _Recipe,
     drawn,
 )
-from oracles.counter import integers, mix, mix_number, mix_words
-from oracles.operation import DTYPES
-from oracles.operations import RULES
-from oracles.rounding import BITS
 from properties.domain import Domain
-from properties.laws import LAWS
+from properties.rule_laws import LAWS
 from properties.strategies import cases
 
 KNOWN = (

@@ -14,21 +14,29 @@ import pytest
 from hypothesis import strategies as st
 
 from oracles import bound
-from oracles.case import Case
-from properties.laws import LAWS, Blind
+from properties.cases.rule_case import Case
+from properties.laws import Blind
+from properties.rule_laws import LAWS
 from properties.strategies import Example
 from tests.answering import Answering
-from verify import check as check_module
-from verify import device as devices
-from verify import report as text
-from verify.adapter import AdapterError, installed
-from verify.check import ENOUGH, PROFILES, Check, LawReport, Profile, ask, describe, overall
-from verify.drawing import batches, seeded
-from verify.known import Known
-from verify.outcome import FailureKind, Finding, Outcome, Verdict
-from verify.run import Run, execute
-from verify.store import Store
-from verify.worker import Worker
+from verify.adapters.loader import AdapterError
+from verify.adapters.packages import installed
+from verify.engine import asking, explaining, law_check
+from verify.engine.asking import ask, describe
+from verify.engine.check import Check
+from verify.engine.drawing import batches, seeded
+from verify.engine.law_check import ENOUGH, Settings, overall
+from verify.engine.profiles import PROFILES, Profile
+from verify.execution.execute import execute
+from verify.execution.run import Run
+from verify.findings import report as text
+from verify.findings.known import Known
+from verify.findings.law_report import LawReport
+from verify.findings.store import Store
+from verify.gpu import device as devices
+from verify.process.messages import Question, RunOne
+from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
+from verify.process.worker import Worker
 from verify.zoo import base
 
 RIGHT = "tests/right.py:Chunkwise"
@@ -50,8 +58,9 @@ def store(tmp_path: pathlib.Path) -> Store:
 
 
 def checked(spec: str, laws: list[str], workers: list[Worker], store: Store, **options: object) -> list[LawReport]:
+    others = {name: options.pop(name) for name in ("on_case", "on_report", "defects", "examples") if name in options}
     options.setdefault("profile", FEW)
-    with Check(spec, laws, workers=workers, store=store, **options) as check:  # type: ignore[arg-type]
+    with Check(Settings(spec, laws, **options), workers, store, **others) as check:  # type: ignore[arg-type]
         return check.run()
 
 
@@ -130,8 +139,8 @@ def test_progress_counts_to_the_number_of_cases(workers: list[Worker], store: St
 
 def test_stop_at_first_leaves_the_other_laws(workers: list[Worker], store: Store) -> None:
     told: list[LawReport] = []
-    with Check("zoo/ChangesBeta", ["pure", *[law for law in LAWS if law != "pure"]], FEW, 0, 1, store,
-               stop_at_first=True, on_report=told.append) as check:  # fmt: skip
+    settings = Settings("zoo/ChangesBeta", ["pure", *[law for law in LAWS if law != "pure"]], FEW, stop_at_first=True)
+    with Check(settings, 1, store, on_report=told.append) as check:
         reports = check.run()
     assert [report.law for report in reports] == ["pure"]
     assert reports[0].verdict is Verdict.BROKEN
@@ -141,7 +150,7 @@ def test_stop_at_first_leaves_the_other_laws(workers: list[Worker], store: Store
 def test_lost_process_is_a_broken_law_with_a_small_case_and_the_rest_runs(
     workers: list[Worker], store: Store, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(check_module, "SHRINK_RUNS", 10)  # a lost worker costs a second
+    monkeypatch.setattr(explaining, "SHRINK_RUNS", 10)  # a lost worker costs a second
     file = tmp_path / "fatal.py"
     file.write_text(
         "import os\nfrom tests.right import Chunkwise\nfrom verify import Domain\n"
@@ -173,11 +182,11 @@ def test_exception_is_a_broken_law_shrunk_to_its_boundary(workers: list[Worker],
 
 
 def test_hang_is_a_broken_law(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_module, "SHRINK_RUNS", 2)
-    with Check("zoo/Hangs", ["recall"], FEW, 0, 1, store, deadline_s=0.5) as check:
+    monkeypatch.setattr(explaining, "SHRINK_RUNS", 2)
+    with Check(Settings("zoo/Hangs", ["recall"], FEW, 0, deadline_s=0.5), 1, store) as check:
         (report,) = check.run()
     assert report.verdict is Verdict.BROKEN
-    assert report.findings[0].what.startswith("hung: no answer within 0.5 s, in run (rules.py:")
+    assert report.findings[0].what.startswith("hung: no answer within 0.5 s, in run (wrong_rules.py:")
     assert not report.shrunk
 
 
@@ -185,7 +194,7 @@ def test_finding_is_on_disk_before_it_is_shrunk(workers: list[Worker], store: St
     def killed(*_: object) -> None:
         raise SystemError("the machine went away")
 
-    monkeypatch.setattr(check_module, "shrink", killed)
+    monkeypatch.setattr(explaining, "shrink", killed)
     with pytest.raises(SystemError):
         checked("zoo/ChangesBeta", ["pure"], workers, store)
     (line,) = (store.folder / "findings.jsonl").read_text().splitlines()
@@ -230,7 +239,7 @@ def test_oracle_that_raises_is_unknown_and_not_the_kernels_fault(monkeypatch: py
     outcome = execute(Run("oracle", RIGHT, Example(Case((3,)))))
     assert outcome.verdict is Verdict.UNKNOWN
     assert outcome.reason.startswith(f"gdn-verify failed: {type(error).__name__}: ")
-    assert re.fullmatch(rf"{type(error).__name__} at verify/bench.py:\d+ in \w+", outcome.fault)
+    assert re.fullmatch(rf"{type(error).__name__} at verify/execution/bench.py:\d+ in \w+", outcome.fault)
     assert outcome.findings == []
 
 
@@ -241,14 +250,14 @@ class Failing(Answering):
         super().__init__()
         self.wrong = wrong
 
-    def ask(self, question: dict[str, Any], deadline_s: float | None = None) -> dict[str, Any]:
+    def ask(self, question: Question, deadline_s: float | None = None) -> dict[str, Any]:
         answer = super().ask(question, deadline_s)
-        if "run" in question and (fault := self.wrong(len(self.asked))):
+        if isinstance(question, RunOne) and (fault := self.wrong(len(self.asked))):
             return Outcome(Verdict.UNKNOWN, reason="gdn-verify failed: RuntimeError: mixed", fault=fault).to_json()
         return answer
 
 
-HERE, THERE = "RuntimeError at verify/parallel.py:7 in f", "RuntimeError at verify/parallel.py:9 in f"
+HERE, THERE = "RuntimeError at verify/execution/path_bench.py:7 in f", "RuntimeError at verify/execution/path_bench.py:9 in f"
 
 
 @pytest.mark.parametrize(
@@ -302,7 +311,7 @@ def test_memory_that_runs_out_is_broken_only_where_the_plain_size_fits(monkeypat
         raise MemoryError("16 GiB")
 
     monkeypatch.setattr(base.Chunkwise, "run", greedy)
-    from verify.run import adapter_of
+    from verify.execution.judging import adapter_of
 
     monkeypatch.setattr(type(adapter_of(RIGHT)), "run", greedy)
     small = execute(Run("oracle", RIGHT, Example(Case((3,)))))
@@ -405,7 +414,7 @@ def test_ask_leaves_no_run_under_way_whatever_happens(workers: list[Worker], sto
 def test_stopped_check_blames_nobody(store: Store) -> None:
     begun = threading.Event()
     reports: list[LawReport] = []
-    with Check("zoo/Hangs", ["recall"], Profile("many", 100), 0, 1, store, on_report=reports.append) as check:
+    with Check(Settings("zoo/Hangs", ["recall"], Profile("many", 100), 0), 1, store, on_report=reports.append) as check:
         begin = store.begin
 
         def slowly(line: str) -> None:
@@ -425,7 +434,7 @@ def test_stopped_check_blames_nobody(store: Store) -> None:
 
 def test_oracle_that_is_slow_is_unknown_and_not_a_hang(store: Store) -> None:
     with Worker() as worker:
-        worker.ask({"run": f"law=oracle adapter={RIGHT} lengths=1"})
+        worker.ask(RunOne(f"law=oracle adapter={RIGHT} lengths=1"))
         worker.deadline_s = 1.0
         # The law that asks the oracle before the kernel.
         slow = Case((30000, 30000), packed=True, key_dim=4, value_dim=4, gate="1000")
@@ -447,8 +456,9 @@ def test_adapter_that_cannot_be_loaded_again_is_unknown(store: Store, tmp_path: 
 def test_crash_that_does_not_repeat_is_undecided_and_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     crashed = Outcome(Verdict.BROKEN, [Finding("call", FailureKind.CRASHED, "crashed: killed by SIGSEGV")])
     answers = iter([crashed, *[Outcome(Verdict.HOLDS, rows=1)] * 100])
-    monkeypatch.setattr("verify.check.ask", lambda *_: next(answers))
-    with Worker() as worker, Check(RIGHT, ["pure"], Profile("few", 6), workers=[worker], store=store) as check:
+    for module in (asking, law_check):
+        monkeypatch.setattr(module, "ask", lambda *_: next(answers))
+    with Worker() as worker, Check(Settings(RIGHT, ["pure"], Profile("few", 6)), [worker], store) as check:
         (report,) = check.run()
     assert report.verdict is Verdict.UNKNOWN
     assert "SIGSEGV, but not again in a fresh worker" in report.reason

@@ -20,17 +20,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles.module_case import ModuleCase
 from oracles.operation import Inputs, sequences
-from verify.claims import command, decode, exchange, kernels, layers, timing
+from properties.cases.module_case import ModuleCase
+from verify.adapters.gdn import functions
+from verify.adapters.gdn.exchange import feature_map, permuted
+from verify.claims import (
+    decode_claims as decode,
+)
+from verify.claims import (
+    exchange_claims as exchange,
+)
+from verify.claims import (
+    kernel_claims as kernels,
+)
+from verify.claims import (
+    layer_claims as layers,
+)
+from verify.claims import (
+    timing,
+)
 from verify.claims.contest import Contest, Tensors, agreement, allocated_bytes, ready, saved_bytes, size_of, time_forms
 from verify.claims.setting import LEAST_EFFORT, QWEN3_NEXT, TINY, Setting
 from verify.claims.table import HEAD, Row, markdown, number, rounds_of, spread_text, table
 from verify.claims.timing import Call, Clock, Effort, HostClock, Spread, by_turns, measured, ratios
-from verify.comm import Comm, Place, simulate
-from verify.gdn import functions
-from verify.gdn.exchange import feature_map, permuted
-from verify.worker import WorkerLost
+from verify.cli import claims_command as command
+from verify.process.worker import WorkerLost
+from verify.ranks.collectives import Comm, Place, simulate
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEADLINE_S = 300.0

@@ -12,14 +12,19 @@ from typing import Any
 import pytest
 
 from properties.books import BOOKS
-from properties.laws import LAWS
-from properties.paths import PATH_LAWS
+from properties.path_laws import PATH_LAWS
+from properties.rule_laws import LAWS
 from tests.answering import Answering
 from tests.processes import family, gone
-from verify import adapter, cli, worker
-from verify.check import PROFILES, LawReport, Profile
-from verify.cli import exit_code, main
-from verify.outcome import Verdict
+from verify.adapters import loader as adapter
+from verify.cli import check_command, exits, hosts
+from verify.cli import main as cli
+from verify.cli.exits import exit_code
+from verify.cli.main import main
+from verify.engine.profiles import PROFILES, Profile
+from verify.findings.law_report import LawReport
+from verify.process import worker
+from verify.process.outcome import Verdict
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RIGHT = f"{ROOT}/tests/right.py:Chunkwise"
@@ -129,7 +134,7 @@ def test_bad_usage_is_refused_before_any_work(
     capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path, words: tuple[str, ...], names: tuple[str, ...]
 ) -> None:
     said = run(capfd, *words)
-    assert said.code == cli.USAGE
+    assert said.code == exits.USAGE
     assert said.out == ""
     last = said.err.splitlines()[-1]
     for name in names:
@@ -154,7 +159,7 @@ def test_missing_or_old_fla_says_what_to_install(
 ) -> None:
     monkeypatch.setattr(adapter, "installed", lambda name: version if name == "fla-core" else "99.0")
     got = run(capfd, verb, "fla/chunk" if verb == "check" else "law=oracle adapter=fla/chunk lengths=3")
-    assert (got.code, got.out, got.err) == (cli.USAGE, "", f"gdn-verify: {said}\n")
+    assert (got.code, got.out, got.err) == (exits.USAGE, "", f"gdn-verify: {said}\n")
 
 
 @pytest.mark.parametrize("have", [None, "3.6.0"])
@@ -173,7 +178,7 @@ def test_list_says_what_this_host_lacks(
         done = process("check", "fla/chunk", cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
         said = Said(done.returncode, done.stdout, done.stderr)
         assert said.err == f"gdn-verify: adapter fla/chunk needs triton >= 3.7.1, got {have}: pip install 'triton>=3.7.1'\n"
-    assert said.code == (cli.HOLDS if have is None else cli.USAGE)
+    assert said.code == (exits.HOLDS if have is None else exits.USAGE)
 
 
 @pytest.mark.parametrize("verb", ["list", "check", "soak", "repeat"])
@@ -188,7 +193,7 @@ def test_help_of_every_verb_says_the_exit_codes(capfd: pytest.CaptureFixture[str
 def test_list_names_laws_and_adapters_and_its_json_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     said = run(capfd, "list", "--json")
     data = strict(said.out)
-    assert said.code == cli.HOLDS
+    assert said.code == exits.HOLDS
     assert set(data["laws"]) == {name for book in BOOKS for name in book.laws}
     assert set(data["laws"]) > {*LAWS, *PATH_LAWS}
     assert set(data["adapters"]) == set(adapter.BUILT_IN)
@@ -197,7 +202,7 @@ def test_list_names_laws_and_adapters_and_its_json_is_one_line(capfd: pytest.Cap
 
 def test_right_implementation_exits_0_and_says_what_it_compared(capfd: pytest.CaptureFixture[str]) -> None:
     said = run(capfd, "check", RIGHT, "--law", "recall", "--workers", "1")
-    assert said.code == cli.HOLDS
+    assert said.code == exits.HOLDS
     assert said.out.startswith(f"{RIGHT}  torch ")
     assert "profile quick, seed 0" in said.out
     assert "HOLDS       recall" in said.out
@@ -211,8 +216,8 @@ def test_half_of_the_cases_climb_if_they_are_to(capfd: pytest.CaptureFixture[str
     asked = []
     for words in ((), ("--climb",)):
         worker = Answering()
-        monkeypatch.setattr(cli, "_workers", lambda *_, worker=worker: [worker])
-        assert run(capfd, "check", RIGHT, "--law", "strides", *words).code == cli.HOLDS
+        monkeypatch.setattr(check_command, "workers_of", lambda *_, worker=worker: [worker])
+        assert run(capfd, "check", RIGHT, "--law", "strides", *words).code == exits.HOLDS
         asked.append(worker.asked)
     plain, climbing = asked
     assert len(plain) == len(climbing) == 16
@@ -221,7 +226,7 @@ def test_half_of_the_cases_climb_if_they_are_to(capfd: pytest.CaptureFixture[str
 
 def test_broken_implementation_exits_1_with_a_finished_report(capfd: pytest.CaptureFixture[str]) -> None:
     said = run(capfd, "check", "--adapter", BROKEN, "--law", "pure", "--workers", "1", "--seed", "7", "--json", "-")
-    assert said.code == cli.BROKEN
+    assert said.code == exits.BROKEN
     assert "seed 7" in said.err
     assert "BROKEN   pure" in said.err
     assert "versions" in said.err
@@ -232,7 +237,7 @@ def test_broken_implementation_exits_1_with_a_finished_report(capfd: pytest.Capt
     kept = [strict(line) for line in pathlib.Path(".gdn-verify/findings.jsonl").read_text().splitlines()]
     assert [each["stage"] for each in kept] == ["found", "shrunk"]
     again = run(capfd, "repeat", data["run"])
-    assert again.code == cli.BROKEN
+    assert again.code == exits.BROKEN
     assert again.out.startswith("BROKEN   pure")
     plain = run(capfd, "repeat", "--json", data["run"])
     assert strict(plain.out)["verdict"] == "broken"
@@ -241,7 +246,7 @@ def test_broken_implementation_exits_1_with_a_finished_report(capfd: pytest.Capt
 
 def test_json_file_has_a_line_a_law(tmp_path: pathlib.Path) -> None:
     done = process("check", BROKEN, "--law", "pure", "--law", "recall", "--workers", "1", "--json", "out.jsonl", cwd=tmp_path)
-    assert done.returncode == cli.BROKEN
+    assert done.returncode == exits.BROKEN
     lines = [strict(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert {data["law"] for data in lines} == {"pure", "recall"}
     assert all(f'repeat "{data["run"]}"' in done.stdout for data in lines)
@@ -249,24 +254,24 @@ def test_json_file_has_a_line_a_law(tmp_path: pathlib.Path) -> None:
 
 def test_json_on_stdout_leaves_only_json_there(capfd: pytest.CaptureFixture[str]) -> None:
     said = run(capfd, "check", BROKEN, "--law", "pure", "--law", "recall", "--workers", "1", "--json", "-")
-    assert said.code == cli.BROKEN
+    assert said.code == exits.BROKEN
     assert {data["law"]: data["verdict"] for data in map(strict, said.out.splitlines())} == {"pure": "broken", "recall": "broken"}
     assert "BROKEN   pure" in said.err
 
 
 def test_stop_runs_nothing_after_the_first_broken_law(capfd: pytest.CaptureFixture[str]) -> None:
     said = run(capfd, "check", BROKEN, "-x", "--law", "pure", "--law", "recall", "--workers", "1")
-    assert said.code == cli.BROKEN
+    assert said.code == exits.BROKEN
     assert "1 broken, 1 not finished of 2 laws" in said.out
 
 
 def test_right_line_repeats_with_0_and_a_blind_one_with_3(capfd: pytest.CaptureFixture[str]) -> None:
     said = run(capfd, "repeat", f"law=oracle adapter={RIGHT} lengths=0")
-    assert (said.code, said.out.split()[0]) == (cli.HOLDS, "HOLDS"), said.out
+    assert (said.code, said.out.split()[0]) == (exits.HOLDS, "HOLDS"), said.out
     said = run(capfd, "repeat", f"law=cut at=2 adapter={RIGHT} lengths=3 beta=zero gate=tenth backward=no seed=1")
-    assert (said.code, said.out.split()[0]) == (cli.UNDECIDED, "blind"), said.out
+    assert (said.code, said.out.split()[0]) == (exits.UNDECIDED, "blind"), said.out
     said = run(capfd, "repeat", f"law=future at=1 adapter={RIGHT} lengths=2 backward=no")
-    assert said.code == cli.HOLDS
+    assert said.code == exits.HOLDS
     assert "compared" in said.out
 
 
@@ -276,10 +281,10 @@ def test_unsupported_law_alone_exits_3(capfd: pytest.CaptureFixture[str], tmp_pa
         "class Kernel(Chunkwise):\n    domain = Domain(packed=False)\n"
     )
     said = run(capfd, "check", "kernel.py:Kernel", "--law", "packed")
-    assert said.code == cli.UNDECIDED
+    assert said.code == exits.UNDECIDED
     assert "packed is not supported" in said.out
     said = run(capfd, "repeat", "law=oracle adapter=kernel.py:Kernel lengths=3 packed=yes")
-    assert said.code == cli.UNDECIDED
+    assert said.code == exits.UNDECIDED
     assert "packed=yes is not supported" in said.out
 
 
@@ -297,7 +302,7 @@ def test_own_adapter_that_cannot_be_had_is_bad_usage_in_one_line(
 ) -> None:
     (tmp_path / "kernel.py").write_text(text)
     said = run(capfd, "check", "kernel.py:Kernel", "--workers", "1")
-    assert (said.code, said.out) == (cli.USAGE, "")
+    assert (said.code, said.out) == (exits.USAGE, "")
     assert said.err.count("\n") == 1, said.err
     assert said.err.startswith("gdn-verify: adapter kernel.py:Kernel")
     for name in names:
@@ -309,7 +314,7 @@ def test_adapter_that_prints_spoils_no_output(capfd: pytest.CaptureFixture[str],
         "import sys\nfrom tests.right import Prints\nprint('{}' * 9)\nprint('oops', file=sys.stderr)\nclass Kernel(Prints): pass\n"
     )
     said = run(capfd, "check", "kernel.py:Kernel", "--law", "recall", "--json", "-", "--workers", "1")
-    assert said.code == cli.HOLDS
+    assert said.code == exits.HOLDS
     assert [strict(line)["verdict"] for line in said.out.splitlines()] == ["holds"]
     assert "oops" not in said.err
     assert "noise" not in said.err
@@ -322,7 +327,7 @@ def test_bad_disk_is_said_and_the_finding_printed(capfd: pytest.CaptureFixture[s
     (tmp_path / "findings" / "findings.jsonl").symlink_to("/dev/full")
     folder = "findings" if where == "/dev/full" else "file"
     said = run(capfd, "check", BROKEN, "--law", "pure", "--workers", "1", "--findings", folder)
-    assert said.code == cli.BROKEN
+    assert said.code == exits.BROKEN
     assert f"gdn-verify: cannot write to {folder}: " in said.err
     assert said.err.count("cannot write") == 1
     assert 'repeat       python -m verify repeat "law=pure' in said.out
@@ -342,16 +347,16 @@ def test_exit_code_is_that_of_the_worst_verdict() -> None:
     def reports(*verdicts: Verdict) -> list[LawReport]:
         return [LawReport("oracle", RIGHT, verdict) for verdict in verdicts]
 
-    assert exit_code(reports(Verdict.HOLDS, Verdict.UNSUPPORTED)) == cli.HOLDS
-    assert exit_code(reports(Verdict.HOLDS, Verdict.UNKNOWN)) == cli.UNDECIDED
-    assert exit_code(reports(Verdict.UNSUPPORTED)) == cli.UNDECIDED
-    assert exit_code(reports()) == cli.UNDECIDED
-    assert exit_code(reports(Verdict.HOLDS, Verdict.UNKNOWN, Verdict.BROKEN)) == cli.BROKEN
+    assert exit_code(reports(Verdict.HOLDS, Verdict.UNSUPPORTED)) == exits.HOLDS
+    assert exit_code(reports(Verdict.HOLDS, Verdict.UNKNOWN)) == exits.UNDECIDED
+    assert exit_code(reports(Verdict.UNSUPPORTED)) == exits.UNDECIDED
+    assert exit_code(reports()) == exits.UNDECIDED
+    assert exit_code(reports(Verdict.HOLDS, Verdict.UNKNOWN, Verdict.BROKEN)) == exits.BROKEN
 
 
 BROKEN_AND_SLOW = """
 import time
-from verify.zoo.rules import AddsStateTwice
+from verify.zoo.wrong_rules import AddsStateTwice
 class Kernel(AddsStateTwice):
     def run(self, x):
         while x.qk_norm:
@@ -376,7 +381,7 @@ def test_interrupt_prints_what_was_done_keeps_findings_and_leaves_no_process(tmp
     pids = family(check.pid)
     check.send_signal(signal.SIGINT)
     out, err = check.communicate(timeout=30)
-    assert check.returncode == cli.INTERRUPTED, err
+    assert check.returncode == exits.INTERRUPTED, err
     assert "Traceback" not in err
     assert "interrupted: 1 broken, 1 not finished of 2 laws" in out
     assert "findings kept in .gdn-verify/findings.jsonl" in out
@@ -403,7 +408,7 @@ def test_reader_that_goes_away_is_no_traceback(tmp_path: pathlib.Path, words: tu
     os.close(write)
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
-    assert done.returncode in (cli.HOLDS, cli.UNDECIDED)
+    assert done.returncode in (exits.HOLDS, exits.UNDECIDED)
 
 
 def test_module_runs_from_any_directory_with_an_adapter_beside_it(tmp_path: pathlib.Path) -> None:
@@ -412,7 +417,7 @@ def test_module_runs_from_any_directory_with_an_adapter_beside_it(tmp_path: path
     (folder / "neighbour.py").write_text("from tests.right import Chunkwise\n")
     (folder / "kernel.py").write_text("from neighbour import Chunkwise\nclass Kernel(Chunkwise):\n    pass\n")
     done = process("repeat", "law=oracle adapter=elsewhere/kernel.py:Kernel lengths=3", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (cli.HOLDS, "")
+    assert (done.returncode, done.stderr) == (exits.HOLDS, "")
     assert done.stdout.startswith("HOLDS")
 
 
@@ -420,9 +425,9 @@ def test_toolkit_that_fails_is_undecided_and_not_broken(capfd: pytest.CaptureFix
     def fail(*_: object) -> None:
         raise RuntimeError("our own mistake")
 
-    monkeypatch.setattr("verify.check.Check.run", fail)
+    monkeypatch.setattr("verify.engine.check.Check.run", fail)
     said = run(capfd, "check", RIGHT, "--law", "recall", "--workers", "1")
-    assert said.code == cli.UNDECIDED
+    assert said.code == exits.UNDECIDED
     assert "our own mistake" in said.err
 
 
@@ -455,22 +460,22 @@ def test_ranks_of_torchrun_end_with_the_command(tmp_path: pathlib.Path) -> None:
     ],
 )
 def test_ranks_have_a_gpu_each_or_none(words: tuple[str, ...], gpus: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli.devices, "gpus", lambda: gpus)
-    options = cli._parser().parse_args(["check", "gdn/layer", "--ranks", "2", *words])
-    assert cli._backend(options, 2, options.device) == backend
+    monkeypatch.setattr(hosts.devices, "gpus", lambda: gpus)
+    options = cli.parser().parse_args(["check", "gdn/layer", "--ranks", "2", *words])
+    assert hosts.backend_of(options, 2, options.device) == backend
 
 
 @pytest.mark.parametrize(("gpus", "said"), [(0, "torch sees none"), (1, "torch sees 1")])
 def test_ranks_on_gpus_that_are_not_there_are_one_line(
     gpus: int, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli.devices, "gpus", lambda: gpus)
+    monkeypatch.setattr(hosts.devices, "gpus", lambda: gpus)
     for words in (
         ("check", "gdn/layer", "--ranks", "2", "--device", "cuda"),
         ("repeat", f"{PATH_LINE} device=cuda", "--ranks", "2"),
     ):
         done = run(capfd, *words)
-        assert (done.code, done.out) == (cli.UNDECIDED, "")
+        assert (done.code, done.out) == (exits.UNDECIDED, "")
         assert done.err == f"gdn-verify: 2 ranks on cuda need a GPU each, and {said}\n"
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from oracles.parallel import Network
 from oracles.sharding import Mesh, Rank
-from verify import comm
-from verify.comm import Abandoned, Alone, Comm, Distributed, Mismatch, Place, simulate
+from verify.ranks import collectives as comm
+from verify.ranks.collectives import Abandoned, Alone, Comm, Distributed, Mismatch, Place, simulate
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEADLINE_S = 300.0

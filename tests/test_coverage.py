@@ -2,14 +2,16 @@
 
 import pytest
 
-from oracles.case import GATES, Case
 from properties.books import BOOKS
+from properties.cases.rule_case import GATES, Case
 from properties.domain import Domain
-from verify import coverage
-from verify.adapter import BOOKS_OF_BUILT_IN
-from verify.check import PROFILES, Check
-from verify.drawing import seeded
-from verify.store import Store
+from verify.adapters.registry import BOOKS_OF_BUILT_IN
+from verify.engine.check import Check
+from verify.engine.drawing import seeded
+from verify.engine.law_check import Settings
+from verify.engine.profiles import PROFILES
+from verify.findings import coverage
+from verify.findings.store import Store
 
 CASES = [Case((5,), gate=gate, dtype="bf16") for gate in GATES if gate != "saturated"] + [Case((7,), gate="64", state="random")]
 
@@ -55,7 +57,7 @@ def test_every_kind_of_case_is_counted(book: object) -> None:
 
 def test_the_default_profile_of_everything_misses_nothing() -> None:
     cases: list[Case] = []
-    from properties.laws import LAWS
+    from properties.rule_laws import LAWS
 
     domain = Domain(in_kernel=("none", "gate", "beta", "both"))
     for law in LAWS.values():
@@ -65,6 +67,6 @@ def test_the_default_profile_of_everything_misses_nothing() -> None:
 
 def test_a_check_keeps_its_cases(tmp_path_factory: pytest.TempPathFactory) -> None:
     store = Store(tmp_path_factory.mktemp("findings"))
-    with Check("tests/right.py:RoundsElsewhere", ["pure"], PROFILES["few"], store=store) as check:
+    with Check(Settings("tests/right.py:RoundsElsewhere", ["pure"], PROFILES["few"]), store=store) as check:
         check.run()
     assert len(check.cases) == PROFILES["few"].examples_of("pure")

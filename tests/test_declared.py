@@ -8,19 +8,23 @@ import torch
 from torch import Tensor
 
 from oracles.bound import bounds
-from oracles.case import Case
 from oracles.operation import Inputs
+from properties.cases.rule_case import Case
 from properties.domain import Domain
 from tests.answering import Answering
-from verify import report as text
-from verify import run as run_module
-from verify.adapter import AdapterError, load
-from verify.check import Described, LawReport, otherwise
-from verify.judge import OFF
-from verify.outcome import FailureKind, Finding, Verdict
-from verify.run import Run, execute
-from verify.store import Store
-from verify.worker import Worker
+from verify.adapters.loader import AdapterError, load
+from verify.engine.asking import Described
+from verify.engine.explaining import otherwise
+from verify.execution import execute as execute_module
+from verify.execution.execute import execute
+from verify.execution.judge import OFF
+from verify.execution.run import Run
+from verify.findings import report as text
+from verify.findings.law_report import LawReport
+from verify.findings.store import Store
+from verify.process.messages import Question, RunOne
+from verify.process.outcome import FailureKind, Finding, Verdict
+from verify.process.worker import Worker
 from verify.zoo.base import Chunkwise
 
 # dg is 4.8 times its bound; of seeds 0 to 59 of this case nine are over. A check of 128 cases found the first in case 17.
@@ -32,7 +36,7 @@ def line_of(name: str) -> Run:
 
 
 def findings(worker: Worker, name: str) -> list[str]:
-    return [each["output"] for each in worker.ask({"run": str(line_of(name))})["findings"]]
+    return [each["output"] for each in worker.ask(RunOne(str(line_of(name))))["findings"]]
 
 
 def test_decays_that_are_folded_into_operands_explain_a_gates_gradient(worker: Worker) -> None:
@@ -58,9 +62,10 @@ class Declaring(Answering):
         super().__init__()
         self.worked, self.said = worked, list[object]()
 
-    def ask(self, question: dict[str, object], deadline_s: float | None = None) -> dict[str, object]:
-        run = Run.parse(str(question["run"]))
-        self.said.append(question.get("declared", run.products))
+    def ask(self, question: Question, deadline_s: float | None = None) -> dict[str, object]:
+        assert isinstance(question, RunOne)
+        run = Run.parse(question.line)
+        self.said.append(question.declared or run.products)
         self.ratio = lambda run: 0.5 if self.said[-1] in self.worked else 2.0
         return super().ask(question)
 
@@ -105,11 +110,11 @@ class ReadsItsChunk(Chunkwise):
 
 
 def test_what_is_declared_is_judged_by_and_the_adapter_is_called_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "adapter_of", lambda spec: ReadsItsChunk())
+    monkeypatch.setattr(execute_module, "adapter_of", lambda spec: ReadsItsChunk())
     run = Run.parse("law=oracle adapter=tests/right.py:Chunkwise lengths=5")
     for declared in ({}, {"chunk": None}, {"algorithm": "recurrent"}):
         assert [each.output for each in execute(run, declared=declared).findings][:1] == ["o"]
-    monkeypatch.setattr(run_module, "adapter_of", lambda spec: Chunkwise())
+    monkeypatch.setattr(execute_module, "adapter_of", lambda spec: Chunkwise())
     half = Run.parse("law=oracle adapter=tests/right.py:Chunkwise lengths=20 dtype=bf16 state=random")
     assert execute(half).findings == []
     assert execute(half, declared={"algorithm": "recurrent"}).findings != []

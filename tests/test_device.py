@@ -10,14 +10,18 @@ import sys
 import pytest
 import torch
 
-from oracles.case import Case
+from properties.cases.rule_case import Case
 from properties.strategies import Example
-from verify import bench, cli
-from verify import device as devices
-from verify.bench import AdapterBench, AdapterFault
-from verify.outcome import Outcome
-from verify.run import Run, adapter_of, execute
-from verify.worker import Worker
+from verify.cli import exits
+from verify.cli import main as cli
+from verify.execution import bench
+from verify.execution.bench import AdapterBench, AdapterFault
+from verify.execution.execute import execute
+from verify.execution.judging import adapter_of
+from verify.execution.run import Run
+from verify.gpu import device as devices
+from verify.process.outcome import Outcome
+from verify.process.worker import Worker
 
 RIGHT = "tests/right.py:Chunkwise"
 LINE = f"law=oracle adapter={RIGHT} device=cuda lengths=3"
@@ -43,7 +47,7 @@ def test_a_line_names_its_device_unless_it_is_the_cpu() -> None:
     ],
 )
 def test_without_a_gpu_one_line_says_so(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(words) == cli.UNDECIDED
+    assert cli.main(words) == exits.UNDECIDED
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"gdn-verify: {said}")
@@ -132,7 +136,7 @@ def test_tune_is_a_word_of_the_line() -> None:
 )
 def test_bad_words_about_tuning_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.suppress(SystemExit):
-        assert cli.main(["check", RIGHT, *words]) == cli.USAGE
+        assert cli.main(["check", RIGHT, *words]) == exits.USAGE
     err = capsys.readouterr().err
     assert said in err
     assert len(err.splitlines()) == 1

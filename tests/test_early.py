@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from verify import early
-from verify.worker import NO_GPU
+from verify.process import prestart as early
+from verify.process.messages import Tunings
+from verify.process.worker import NO_GPU
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +26,7 @@ def test_it_answers_as_any_worker_and_is_taken_once(words: list[str]) -> None:
         assert worker.alive
         assert worker.deadline_s == 60.0
         process = worker._process
-        assert worker.ask({"tuned": True}) == {"known": {}, "infeasible": {}}
+        assert worker.ask(Tunings()) == {"known": {}, "infeasible": {}}
         assert worker._process is process
     assert early.take(NO_GPU, 60.0) is None
 
@@ -57,20 +58,23 @@ def test_ranks_of_torchrun_begin_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_command_that_ends_at_once_leaves_no_process() -> None:
-    program = "from verify import early; early.begin(['check', 'x', '--device=cpu']); print(early._begun[0][-1]._process.pid)"
+    program = (
+        "from verify.process import prestart; prestart.begin(['check', 'x', '--device=cpu']);"
+        "print(prestart._begun[0][-1]._process.pid)"
+    )
     pid = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.strip()
     assert subprocess.run(["ps", "-p", pid], check=False, capture_output=True).returncode == 1
 
 
 def test_torch_is_not_imported_before_the_worker_starts() -> None:
-    program = "import sys; from verify import early; assert 'torch' not in sys.modules"
+    program = "import sys; from verify.process import prestart as early; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_an_adapter_brings_the_core_alone_and_layers_can_be_imported_after() -> None:
     program = """
 import sys
-from verify.adapter import load
+from verify.adapters.loader import load
 load("fla/chunk").bring()
 assert "fla.ops.gated_delta_rule" in sys.modules
 assert not {"fla.layers", "fla.models", "torch._dynamo"} & set(sys.modules)

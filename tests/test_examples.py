@@ -11,17 +11,20 @@ import time
 
 import pytest
 
-from oracles.case import Case
+from properties.cases.rule_case import Case
 from properties.strategies import Example
 from tests.answering import Answering
 from tests.test_plugin import INSTALLED
-from verify import cli
-from verify.check import Check, Profile
-from verify.examples import FILE, MOST, Examples
-from verify.outcome import Verdict
-from verify.pytest_plugin import LawItem
-from verify.run import Run
-from verify.store import Store
+from verify.cli import exits
+from verify.cli import main as cli
+from verify.cli.pytest_plugin import LawItem
+from verify.engine.check import Check
+from verify.engine.law_check import Settings
+from verify.engine.profiles import Profile
+from verify.execution.run import Run
+from verify.findings.regressions import FILE, MOST, Examples
+from verify.findings.store import Store
+from verify.process.outcome import Verdict
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RIGHT = f"{ROOT}/tests/right.py:Chunkwise"
@@ -204,7 +207,7 @@ def test_writers_that_do_not_wait_would_lose_a_line(tmp_path: pathlib.Path, monk
 
 def test_processes_that_write_together_lose_and_tear_no_line(tmp_path: pathlib.Path) -> None:
     program = (
-        "import sys; from verify.examples import Examples; from verify.run import Run\n"
+        "import sys; from verify.findings.regressions import Examples; from verify.execution.run import Run\n"
         "examples, laws = Examples(sys.argv[1]), ('oracle', 'pure', 'again', 'memory')\n"
         "for i in range(24):\n"
         "    law, words = laws[i % 4], f'adapter=zoo/{sys.argv[2]} lengths={i + 1}'\n"
@@ -226,7 +229,7 @@ def test_processes_that_write_together_lose_and_tear_no_line(tmp_path: pathlib.P
 
 
 def checked(worker: Answering, folder: pathlib.Path, examples: Examples | None, seed: int = 0) -> Verdict:
-    with Check(RIGHT, ["cut"], Profile("some", 12), seed, [worker], Store(folder), examples=examples) as check:
+    with Check(Settings(RIGHT, ["cut"], Profile("some", 12), seed), [worker], Store(folder), examples=examples) as check:
         (report,) = check.run()
     return report.verdict
 
@@ -244,7 +247,7 @@ def test_what_broke_is_asked_first_and_forgotten_when_it_holds(tmp_path: pathlib
     assert kept[0].example.case.tokens == 101, "as shrunk, and before it as found"
 
     again = Answering(broken_when_long)
-    with Check(RIGHT, ["cut"], Profile("some", 12), 5, [again], Store(tmp_path), examples=Examples(tmp_path)) as check:
+    with Check(Settings(RIGHT, ["cut"], Profile("some", 12), 5), [again], Store(tmp_path), examples=Examples(tmp_path)) as check:
         (report,) = check.run()
     assert (report.verdict, report.remembered, sum(report.counts.values())) == (Verdict.BROKEN, True, 1)
     assert again.asked[0] == str(kept[0]) == report.first_run
@@ -271,8 +274,8 @@ def test_nobody_asks_who_is_told_not_to(tmp_path: pathlib.Path) -> None:
 def test_a_check_that_is_over_drops_nothing(tmp_path: pathlib.Path) -> None:
     checked(Answering(broken_when_long), tmp_path, Examples(tmp_path))
     mended = Answering()
-    with Check(RIGHT, ["cut"], Profile("some", 12), 0, [mended], Store(tmp_path), examples=Examples(tmp_path)) as check:
-        check.until = time.monotonic()
+    settings = Settings(RIGHT, ["cut"], Profile("some", 12), until=time.monotonic())
+    with Check(settings, [mended], Store(tmp_path), examples=Examples(tmp_path)) as check:
         assert check.run() == []
     assert mended.asked == []
     assert len(Examples(tmp_path).of(RIGHT, "cut")) == 2
@@ -288,12 +291,12 @@ def test_the_command_line_asks_what_it_kept_and_warns_in_one_line(
     words = ("check", "kernel.py:Kernel", "--law", "recall", "--profile", "few", "--workers", "1")
     code = cli.main(words)
     out, err = capfd.readouterr()
-    assert code == cli.BROKEN
+    assert code == exits.BROKEN
     assert "found        in an earlier check, and asked first" in out
     assert "repeat       python -m verify repeat" in out
     rule = "a case line is made of name=value words, got 'nothing'"
     assert err == f"gdn-verify: 1 line of .gdn-verify/{FILE} is no run and is not asked, line 2: {rule}\n"
-    assert cli.main((*words, "--no-examples")) == cli.HOLDS
+    assert cli.main((*words, "--no-examples")) == exits.HOLDS
     assert capfd.readouterr().err == ""
 
 
@@ -315,7 +318,7 @@ def test_a_suite_asks_what_was_kept_if_it_is_told_to(tmp_path: pathlib.Path) -> 
     )
     (tmp_path / ".gdn-verify").mkdir()
     (tmp_path / ".gdn-verify" / FILE).write_text(f"{LINE_77}\n")
-    plugin = [] if INSTALLED else ["-p", "verify.pytest_plugin"]
+    plugin = [] if INSTALLED else ["-p", "verify.cli.pytest_plugin"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, "--gdn-law", "recall"]
     done = subprocess.run([*command, "--gdn-examples"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert (done.returncode, "in an earlier check" in done.stdout) == (1, True), done.stdout

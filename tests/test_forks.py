@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tests.processes import alive, children, gone, opened
-from verify import forks
-from verify.forks import Forked
+from verify.process import fork_server as forks
+from verify.process.fork_server import Forked
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TELLS = """
@@ -108,7 +108,7 @@ def told(begin: Begin, **more: Any) -> dict[str, Any]:
 
 def test_a_child_has_its_words_its_environment_its_folder_and_nothing_else_open(begin: Begin, tmp_path: pathlib.Path) -> None:
     said = told(begin, GDN_VERIFY_WORD="\udcff here")
-    assert said["began"] == "verify.forks"
+    assert said["began"] == "verify.process.fork_server"
     assert said["words"] == said["argv"] == ["tells", "a word"]
     assert said["where"] == str(tmp_path)
     assert said["group"]
@@ -128,7 +128,7 @@ def test_a_child_finds_modules_where_a_process_of_its_own_does(begin: Begin, tmp
         subprocess.run([sys.executable, "-P", "-c", command], env=environment, capture_output=True, check=True).stdout
     )
     said = told(begin, path=str(other))
-    assert said["began"] == "verify.forks"
+    assert said["began"] == "verify.process.fork_server"
     assert said["words"] == ["other"]
     assert said["path"] == want
 
@@ -137,7 +137,7 @@ def test_a_child_finds_modules_where_a_process_of_its_own_does(begin: Begin, tmp
 def test_a_child_in_which_something_would_differ_is_a_process_of_its_own(
     begin: Begin, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    assert told(begin)["began"] == "verify.forks"
+    assert told(begin)["began"] == "verify.process.fork_server"
     if what == "a variable":
         said = told(begin, PYTHONHASHSEED="7")
         assert said["environment"]["PYTHONHASHSEED"] == "7"
@@ -217,9 +217,9 @@ def test_another_environment_that_stays_gets_a_server_of_its_own(begin: Begin, a
     assert first.poll() is None
     server = forks._servers[0]
     assert told(begin, PYTHONHASHSEED="7")["began"] == "tells"
-    assert told(begin)["began"] == "verify.forks", "one alone is no reason"
+    assert told(begin)["began"] == "verify.process.fork_server", "one alone is no reason"
     assert told(begin, PYTHONHASHSEED="7")["began"] == "tells"
-    assert told(begin, PYTHONHASHSEED="7")["began"] == "verify.forks"
+    assert told(begin, PYTHONHASHSEED="7")["began"] == "verify.process.fork_server"
     assert forks._servers[0] is not server
     assert first.poll() is None, "what the other forked goes on"
     assert server.process.poll() is None
@@ -326,7 +326,7 @@ def test_places_have_servers_and_hash_seeds_of_their_own(another: dict[str, str]
         with open(source) as pipe:
             said = json.load(pipe)
         assert one.wait(10) == 0
-        assert said["began"] == "verify.forks"
+        assert said["began"] == "verify.process.fork_server"
         hashes.append(said["hash"])
     assert hashes[:2] == hashes[2:]
     assert hashes[0] != hashes[1]
@@ -377,7 +377,7 @@ def test_what_cannot_be_imported_ahead_is_the_childs_to_report(another: dict[str
 
 HOLDER = """
 import os, sys, time
-from verify import forks
+from verify.process import fork_server as forks
 one = forks.start("tells", ["waits"], [], dict(os.environ), 2, [])
 print(one.pid, forks._servers[0].process.pid, flush=True)
 if sys.argv[1] == "waits":

@@ -11,7 +11,8 @@ import pytest
 
 from tests import gate
 from tests.gate import FAILED, NOT_RUN, PASSED, Done, Row, Step
-from verify import cli, gpu_record
+from verify.cli import exits
+from verify.gpu import record as gpu_record
 
 HERE = pathlib.Path(__file__).resolve().parent
 LAW = {"law": "oracle", "verdict": "holds", "counts": {"holds": 5}}
@@ -181,7 +182,7 @@ def test_without_a_gpu_the_gate_is_one_line_and_undecided(
 ) -> None:
     monkeypatch.setattr(gate.devices, "gpus", lambda: 0)
     monkeypatch.setattr("sys.argv", ["gate"])
-    assert gate.main() == cli.UNDECIDED
+    assert gate.main() == exits.UNDECIDED
     assert capsys.readouterr().err == "gdn-verify: the GPU gate needs a GPU, and torch sees none\n"
 
 

@@ -30,12 +30,12 @@ from oracles.layer import GDN_LAYER, Layer
 from oracles.operation import Inputs
 from oracles.sharding import AT_REST, Mesh, Shard
 from tests.judging import worst
-from verify import comm
-from verify.comm import Alone, Distributed, Place, simulate
-from verify.gdn import exchange, functions
-from verify.gdn import layer as layers
-from verify.gdn import sharding as held
-from verify.gdn.layer import CHOICES, Choices, GatedDeltaNet
+from verify.adapters.gdn import exchange, functions
+from verify.adapters.gdn import layer as layers
+from verify.adapters.gdn import weights as held
+from verify.adapters.gdn.layer import CHOICES, Choices, GatedDeltaNet
+from verify.ranks import collectives as comm
+from verify.ranks.collectives import Alone, Distributed, Place, simulate
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEADLINE_S = 300.0

@@ -9,14 +9,17 @@ import pytest
 import torch
 
 from oracles.bound import Bound, bounds
-from verify import cli
-from verify import device as devices
-from verify.check import ask
-from verify.outcome import Outcome, Verdict
-from verify.ranks import RankGroup
-from verify.run import Run, execute
-from verify.store import Store
-from verify.worker import Worker
+from verify.cli import exits
+from verify.cli import main as cli
+from verify.engine.asking import ask
+from verify.execution.execute import execute
+from verify.execution.run import Run
+from verify.findings.store import Store
+from verify.gpu import device as devices
+from verify.process.messages import RunOne
+from verify.process.outcome import Outcome, Verdict
+from verify.process.worker import Worker
+from verify.ranks.group import RankGroup
 
 pytestmark = pytest.mark.gpu
 
@@ -140,13 +143,13 @@ def gpu() -> Iterator[Worker]:
     ],
 )
 def test_simulated_ranks_compute_on_the_gpu(gpu: Worker, line: str) -> None:
-    outcome = Outcome.from_json(gpu.ask({"run": line}))
+    outcome = Outcome.from_json(gpu.ask(RunOne(line)))
     assert outcome.verdict is Verdict.HOLDS, (outcome.reason, outcome.fault, outcome.findings)
 
 
 def test_a_wrong_path_is_found_on_simulated_ranks_of_a_gpu(gpu: Worker) -> None:
     line = "law=parallel adapter=zoo/NoSumOverTp device=cuda tp=2 heads=2 value_heads=2 lengths=4"
-    here, there = execute(Run.parse(line.replace(" device=cuda", ""))), Outcome.from_json(gpu.ask({"run": line}))
+    here, there = execute(Run.parse(line.replace(" device=cuda", ""))), Outcome.from_json(gpu.ask(RunOne(line)))
     assert (here.verdict, there.verdict) == (Verdict.BROKEN, Verdict.BROKEN)
     assert {finding.output for finding in here.findings} == {finding.output for finding in there.findings}
 
@@ -154,7 +157,7 @@ def test_a_wrong_path_is_found_on_simulated_ranks_of_a_gpu(gpu: Worker) -> None:
 @pytest.mark.gpu(2)
 def test_a_line_of_a_gpu_is_repeated_over_nccl(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = "law=parallel adapter=gdn/layer device=cuda lengths=8 cp=2 heads=2 value_heads=2"
-    assert cli.main(["repeat", line, "--ranks", "2", "--json", "--findings", str(tmp_path)]) == cli.HOLDS
+    assert cli.main(["repeat", line, "--ranks", "2", "--json", "--findings", str(tmp_path)]) == exits.HOLDS
     said = json.loads(capsys.readouterr().out)
     assert (said["run"], said["verdict"]) == (line, "holds")
     assert said["rows"] > 0
@@ -167,13 +170,13 @@ def test_a_pinned_configuration_is_the_one_that_runs() -> None:
     line = "law=oracle adapter=tests/autotuned.py:WrongAt64 device=cuda lengths=40 key_dim=8 value_dim=8 backward=no tune=1,"
     lines = [f"{line}copy_kernel:BLOCK={block}:num_warps=4:num_stages=3" for block in (16, 64, 256)]
     with Worker(60.0, environment=devices.environment("cuda")) as worker:
-        verdicts = [Outcome.from_json(worker.ask({"run": line})).verdict for line in lines]
+        verdicts = [Outcome.from_json(worker.ask(RunOne(line))).verdict for line in lines]
     assert verdicts == [Verdict.HOLDS, Verdict.BROKEN, Verdict.HOLDS]
 
 
 def test_a_sweep_finds_the_wrong_configurations_and_no_other(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["check", "tests/autotuned.py:WrongAt64", "--tune", "sweep", "--device", "cuda", "--workers", "2", "--seed", "1"]
     deny, findings = tmp_path / "deny.jsonl", tmp_path / "findings"
-    assert cli.main([*words, "--deny", str(deny), "--findings", str(findings)]) == cli.BROKEN
+    assert cli.main([*words, "--deny", str(deny), "--findings", str(findings)]) == exits.BROKEN
     assert "2 wrong of 8 configurations of 2 kernels" in capsys.readouterr().out
     assert {json.loads(each)["config"].split(":")[0] for each in deny.read_text().splitlines()} == {"BLOCK=64"}

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from properties.books import book_of
-from verify.check import ask, describe
-from verify.drawing import seeded
+from verify.engine.asking import ask, describe
+from verify.engine.drawing import seeded
+from verify.execution.run import Run
+from verify.findings.store import Store
 from verify.interpreter.patches import TRITONS
-from verify.outcome import Verdict
-from verify.run import Run
-from verify.store import Store
-from verify.worker import Worker
+from verify.process.outcome import Verdict
+from verify.process.worker import Worker
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "tests" / "grid_kernels.py"
@@ -100,7 +100,8 @@ import triton
 triton.__version__ = "9.9.9"
 from verify.interpreter import install
 install()
-from verify.run import Run, execute
+from verify.execution.execute import execute
+from verify.execution.run import Run
 outcome = execute(Run.parse("law=oracle adapter=fla/l2norm lengths=3 op=l2norm width=8"))
 print(json.dumps({"verdict": str(outcome.verdict), "reason": outcome.reason}))
 """

@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 from oracles import bound
-from oracles.case import IN_KERNEL, Case
 from oracles.gated_delta import definition, in_kernel
 from oracles.operation import Inputs
 from oracles.operations import RULES
+from properties.cases.rule_case import IN_KERNEL, Case
 from tests import wrong_backward
 from tests.judging import gradcheck, remainders, taylor_order
-from verify.zoo import gates as zoo
+from verify.zoo import wrong_gates as zoo
 
 torch.set_num_threads(1)
 LINES = [

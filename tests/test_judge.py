@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oracles.bound import Bound
-from oracles.case import Case
-from verify.judge import Judgement
-from verify.judge import judge as judge_where
-from verify.judge import where as where_of
-from verify.outcome import FailureKind, Finding
+from properties.cases.rule_case import Case
+from verify.execution.judge import Judgement
+from verify.execution.judge import judge as judge_where
+from verify.execution.judge import where as where_of
+from verify.process.outcome import FailureKind, Finding
 
 PACKED = Case((0, 3, 0, 2, 0), packed=True, heads=1, value_heads=2)
 BATCH = Case((4, 4), heads=2, value_heads=2)

@@ -5,11 +5,12 @@ import pathlib
 
 import pytest
 
-from verify import known
-from verify.adapter import AdapterError, installed
-from verify.known import FILE, load
-from verify.outcome import FailureKind, Finding
-from verify.run import Run
+from verify.adapters.loader import AdapterError
+from verify.adapters.packages import installed
+from verify.execution.run import Run
+from verify.findings import known
+from verify.findings.known import FILE, load
+from verify.process.outcome import FailureKind, Finding
 
 LINE = "law=oracle adapter=fla/chunk lengths=3 gate=saturated dtype=fp16"
 ENTRY = {

@@ -13,12 +13,15 @@ from triton.runtime.jit import JITFunction
 
 from oracles.operation import Inputs
 from properties.domain import Domain
-from verify import cli, launches
-from verify import device as devices
-from verify.launches import APART, Launch, distance, others, parted
-from verify.run import Run
-from verify.service import answer
-from verify.worker import Worker, WorkerLost
+from verify.cli import exits
+from verify.cli import main as cli
+from verify.execution import launches
+from verify.execution.launches import APART, Launch, distance, others, parted
+from verify.execution.run import Run
+from verify.execution.service import answer
+from verify.gpu import device as devices
+from verify.process.messages import Launches
+from verify.process.worker import Worker, WorkerLost
 from verify.zoo.base import Chunkwise
 
 LINE = "law=oracle adapter=tests/right.py:Chunkwise device=cuda tune=1,solve:num_warps=2 lengths=3"
@@ -162,7 +165,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
 
     def told(kernel: Kernel, warps: Iterable[int], calls: int = 2) -> dict[str, Any]:
         monkeypatch.setattr(launches, "adapter_of", lambda spec: Calls(kernel, warps))
-        said = answer({"launches": line, "calls": calls, "beside": []})
+        said = answer(Launches(line, calls, []).to_json())
         assert JITFunction.run is plain, "nothing is recorded after"
         return said
 
@@ -250,15 +253,15 @@ def test_lack_of_memory_decides_nothing(launched: Callable[..., dict[str, Any]])
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        ([LINE.replace(" device=cuda", "")], cli.USAGE, "launches needs a line that says device=cuda, got device=cpu"),
-        ([LINE, "--beside", "sweep"], cli.USAGE, "--beside must be a number or native, got sweep"),
-        (["law=oracle adapter=fla/chunk device=cuda"], cli.USAGE, "a case line must say lengths"),
-        ([LINE, "--calls", "1"], cli.USAGE, "--calls must be 2 or more where there is no --beside, got 1"),
-        ([LINE], cli.UNDECIDED, "the line says device=cuda, and torch sees no GPU"),
+        ([LINE.replace(" device=cuda", "")], exits.USAGE, "launches needs a line that says device=cuda, got device=cpu"),
+        ([LINE, "--beside", "sweep"], exits.USAGE, "--beside must be a number or native, got sweep"),
+        (["law=oracle adapter=fla/chunk device=cuda"], exits.USAGE, "a case line must say lengths"),
+        ([LINE, "--calls", "1"], exits.USAGE, "--calls must be 2 or more where there is no --beside, got 1"),
+        ([LINE], exits.UNDECIDED, "the line says device=cuda, and torch sees no GPU"),
     ],
 )
 def test_what_it_needs(words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if code == cli.UNDECIDED and devices.gpus():
+    if code == exits.UNDECIDED and devices.gpus():
         pytest.skip("is about hosts without a GPU")
     assert cli.main(["launches", *words]) == code
     out, err = capsys.readouterr()
@@ -268,39 +271,43 @@ def test_what_it_needs(words: list[str], code: int, said: str, capsys: pytest.Ca
 
 
 def test_a_path_has_no_launches_to_tell() -> None:
-    said = answer(
-        {"launches": "law=parallel adapter=gdn/layer lengths=8 cp=2 heads=2 value_heads=2 backward=no", "calls": 2, "beside": []}
-    )
+    line = "law=parallel adapter=gdn/layer lengths=8 cp=2 heads=2 value_heads=2 backward=no"
+    said = answer(Launches(line, 2, []).to_json())
     assert "launches are of kernels on one process" in said["error"]
 
 
 @pytest.mark.parametrize(
     ("said", "code", "out", "err"),
     [
-        ({"launches": 3, "kernels": 2, "found": [], "left": []}, cli.HOLDS, "3 launches of 2 kernels\n", ""),
+        ({"launches": 3, "kernels": 2, "found": [], "left": []}, exits.HOLDS, "3 launches of 2 kernels\n", ""),
         (
             {"launches": 3, "kernels": 2, "found": ["called again: launch 0"], "left": ["beside tune=2"]},
-            cli.BROKEN,
+            exits.BROKEN,
             "3 launches of 2 kernels\n  called again: launch 0\n  not called: beside tune=2\n",
             "",
         ),
-        ({"launches": 0, "kernels": 0, "found": ["launch 0"], "left": []}, cli.BROKEN, "0 launches of 0 kernels\n  launch 0\n", ""),
+        (
+            {"launches": 0, "kernels": 0, "found": ["launch 0"], "left": []},
+            exits.BROKEN,
+            "0 launches of 0 kernels\n  launch 0\n",
+            "",
+        ),
         (
             {"launches": 0, "kernels": 0, "found": [], "left": []},
-            cli.UNDECIDED,
+            exits.UNDECIDED,
             "0 launches of 0 kernels\n",
             "gdn-verify: no Triton kernel was launched\n",
         ),
-        ({"reason": "out of memory"}, cli.UNDECIDED, "", "gdn-verify: out of memory\n"),
-        ({"error": "adapter x: gone"}, cli.USAGE, "", "gdn-verify: adapter x: gone\n"),
-        (None, cli.UNDECIDED, "", "gdn-verify: crashed: killed by SIGKILL, and which launch it was is not known\n"),
+        ({"reason": "out of memory"}, exits.UNDECIDED, "", "gdn-verify: out of memory\n"),
+        ({"error": "adapter x: gone"}, exits.USAGE, "", "gdn-verify: adapter x: gone\n"),
+        (None, exits.UNDECIDED, "", "gdn-verify: crashed: killed by SIGKILL, and which launch it was is not known\n"),
     ],
 )
 def test_what_the_command_says(
     said: dict[str, Any] | None, code: int, out: str, err: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def ask(self: Worker, question: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        assert question == {"launches": str(Run.parse(LINE)), "calls": 4, "beside": ["2"]}
+    def ask(self: Worker, question: Launches, deadline_s: float) -> dict[str, Any]:
+        assert question == Launches(str(Run.parse(LINE)), 4, ["2"])
         assert deadline_s == 5 * 120
         assert self._environment["CUDA_LAUNCH_BLOCKING"] == "1"
         if said is None:

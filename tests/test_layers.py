@@ -14,23 +14,28 @@ from torch import Tensor
 
 from oracles.bound import truth
 from oracles.layer import GDN_LAYER
-from oracles.layer_case import LayerCase
 from oracles.operation import DTYPES
 from properties.books import book_for, book_of
+from properties.cases.layer_case import LayerCase
 from properties.laws import Blind
-from properties.layers import LAYER_LAWS, LayerDomain
+from properties.layer_domain import LayerDomain
+from properties.layer_laws import LAYER_LAWS
 from properties.strategies import Example
-from verify.adapter import Adapter, load
+from verify.adapters.base import Adapter
+from verify.adapters.loader import load
 from verify.adapters.transformers_layer import KERNELS
-from verify.bench import AdapterBench
-from verify.check import PROFILES, Check, Profile
-from verify.drawing import seeded
-from verify.outcome import Verdict
-from verify.run import Run
-from verify.shrink import shrink
-from verify.store import Store
-from verify.worker import Worker
-from verify.zoo import base, layers
+from verify.engine.check import Check
+from verify.engine.drawing import seeded
+from verify.engine.law_check import Settings
+from verify.engine.profiles import PROFILES, Profile
+from verify.engine.shrink import shrink
+from verify.execution.bench import AdapterBench
+from verify.execution.run import Run
+from verify.findings.store import Store
+from verify.process.outcome import Verdict
+from verify.process.worker import Worker
+from verify.zoo import base
+from verify.zoo import wrong_layers as layers
 
 FULL = LayerCase(
     (3, 1, 9, 0, 2), packed=True, heads=2, value_heads=4, key_dim=8, value_dim=12, hidden=16, conv_width=3, conv_bias=True,
@@ -294,7 +299,7 @@ def test_right_layer_holds_under_every_law_that_it_can_be_asked(
     spec: str, cases: int, worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     store = Store(tmp_path_factory.mktemp("findings"))
-    with Check(spec, profile=Profile("few", cases), seed=7, workers=[worker], store=store) as check:
+    with Check(Settings(spec, profile=Profile("few", cases), seed=7), [worker], store) as check:
         reports = check.run()
     assert {report.law: report.run or report.reason for report in reports if report.verdict is Verdict.BROKEN} == {}
     unasked = {report.law for report in reports if report.verdict is Verdict.UNSUPPORTED}
@@ -305,7 +310,7 @@ def test_right_layer_holds_under_every_law_that_it_can_be_asked(
 @pytest.mark.parametrize("spec", ["fla/layer", "fla/layer_recurrent"])
 def test_flas_layer_holds(spec: str, worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
     store, asked = Store(tmp_path_factory.mktemp("findings")), ["oracle", "left_padding", "cache"]
-    with Check(spec, asked, Profile("few", 1), seed=7, workers=[worker], store=store) as check:
+    with Check(Settings(spec, asked, Profile("few", 1), 7), [worker], store) as check:
         reports = check.run()
     assert {report.law: report.run for report in reports if report.verdict is Verdict.BROKEN} == {}
 
@@ -356,7 +361,7 @@ def test_law_alone_kills_animal_and_shows_a_small_case(
     animal: type, worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     kill, store = KILLED_BY[animal], Store(tmp_path_factory.mktemp("findings"))
-    with Check(f"zoo/{animal.__name__}", [kill.law], PROFILES["quick"], workers=[worker], store=store, defects=[]) as check:
+    with Check(Settings(f"zoo/{animal.__name__}", [kill.law], PROFILES["quick"]), [worker], store, defects=[]) as check:
         (report,) = check.run()
     assert report.verdict is Verdict.BROKEN, f"{kill.law} lets {animal.__name__} live: {report.counts}"
     case = Run.parse(report.run).example.case

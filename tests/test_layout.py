@@ -1,8 +1,11 @@
 """The floors of the house: who may import whom, and what nobody may do. Read off the `ast` of every file."""
 
 import ast
+import graphlib
 import pathlib
+import re
 import sys
+from collections.abc import Collection, Mapping, Sequence
 
 import pytest
 
@@ -18,9 +21,10 @@ FLOORS = set(ALLOWED)
 LIBRARIES = {
     "oracles": {"torch"},
     "properties": {"torch", "hypothesis"},
-    "verify": {"torch", "hypothesis", "numpy", "pytest", "rich", "triton", "fla", "jinja2", "matplotlib"},
+    "verify": {"torch", "hypothesis", "numpy", "pytest", "packaging", "rich", "triton", "fla", "jinja2", "matplotlib"},
 }
 ADAPTED = {"transformers"}  # besides, what adapters alone may import
+MAP = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
 FILES = sorted(path.relative_to(ROOT) for folder in ALLOWED for path in (ROOT / folder).rglob("*.py"))
 
 
@@ -89,6 +93,77 @@ def test_data_are_never_run_as_code(path: pathlib.Path) -> None:
     assert forbidden == []
 
 
+def names_of_modules() -> dict[str, pathlib.Path]:
+    """The modules of the project's own packages, by their dotted names."""
+    ours = (path for path in FILES if path.parts[0] in LIBRARIES)
+    return {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in ours}
+
+
+def arrows(source: str, path: pathlib.Path, names: Collection[str]) -> set[str]:
+    """The modules of ours that a file imports when it runs; what is imported for types alone is none."""
+    tree, found = ast.parse(source), set[str]()
+    typing = [node for node in ast.walk(tree) if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"]
+    skipped = {id(inner) for node in typing for inner in ast.walk(node)}
+    for node in ast.walk(tree):
+        if id(node) in skipped or not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        members = [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
+        bases = [name for _, name in imports(ast.Module([node], []), path)]
+        whole = [name for name in (*members, *bases) if name in names]
+        found.update(name for name in whole if not any(other.startswith(f"{name}.") for other in whole))
+    return found
+
+
+def circle(graph: Mapping[str, Collection[str]]) -> list[str]:
+    """Names that lead from one to the next and back to the first; none if there is no circle."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def upwards(graph: Mapping[str, Collection[str]], order: Sequence[str]) -> list[str]:
+    """The imports between packages of verify that go up the order, which begins at the top."""
+    place = {name: number for number, name in enumerate(order)}
+    pairs = ((name, other) for name, others in graph.items() for other in others)
+    packages = ((name, other, ".".join(name.split(".")[:2]), ".".join(other.split(".")[:2])) for name, other in pairs)
+    return [f"{name} imports {other}" for name, other, one, two in packages if place.get(one, -1) > place.get(two, 99)]
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    names = names_of_modules()
+    return {name: arrows((ROOT / path).read_text(encoding="utf-8"), path, names) - {name} for name, path in names.items()}
+
+
+def test_no_import_goes_in_a_circle(graph: dict[str, set[str]]) -> None:
+    assert circle(graph) == []
+    assert circle({**graph, "oracles.layer": {*graph["oracles.layer"], "oracles.operations"}}) != []
+
+
+def test_packages_of_verify_import_downwards_as_the_map_says(graph: dict[str, set[str]]) -> None:
+    order = [name.rstrip("/").replace("/", ".") for name in re.findall(r"^\| `(verify/\w+/)` \|", MAP, re.MULTILINE)]
+    assert {*order} == {f"verify.{path.name}" for path in (ROOT / "verify").iterdir() if (path / "__init__.py").exists()}
+    assert upwards(graph, order) == []
+    assert upwards({"verify.process.worker": {"verify.cli.main"}}, order) == ["verify.process.worker imports verify.cli.main"]
+
+
+def test_a_newcomer_sees_at_most_twelve_things_in_verify() -> None:
+    held = [path.name for path in (ROOT / "verify").iterdir() if path.name not in ("__pycache__", "__init__.py")]
+    assert len(held) <= 12, held
+
+
+def test_the_map_names_every_module_and_no_other() -> None:
+    lists, folder, named = MAP.split("## Every module")[1], "", set[str]()
+    for line in lists.splitlines():
+        if heading := re.fullmatch(r"`(\w+/(?:\w+/)?)`", line):
+            folder = heading[1]
+        elif line.startswith("| `"):
+            named |= {folder + name for name in re.findall(r"`([\w/]+\.py)`", line.split("|")[1])}
+    assert named == {path.as_posix() for path in names_of_modules().values() if path.name not in ("__init__.py", "__main__.py")}
+
+
 def test_every_floor_has_files() -> None:
     assert {path.parts[0] for path in FILES} >= {"oracles", "properties", "verify", "tests"}
 
@@ -97,12 +172,12 @@ def test_every_floor_has_files() -> None:
     ("path", "source"),
     [
         ("oracles/x.py", "import properties.laws"),
-        ("oracles/x.py", "from verify.judge import Finding"),
+        ("oracles/x.py", "from verify.execution.judge import Finding"),
         ("oracles/x.py", "def f():\n    from tests import right"),
         ("oracles/x.py", "if True:\n    import verify as v"),
         ("oracles/x.py", "import hypothesis"),
         ("properties/x.py", "from verify import worker"),
-        ("properties/x.py", "import importlib\nimportlib.import_module('verify.cli')"),
+        ("properties/x.py", "import importlib\nimportlib.import_module('verify.cli.main')"),
         ("properties/x.py", "import fla"),
         ("verify/x.py", "from tests.right import Chunkwise"),
         ("verify/adapters/x.py", "from ...tests import right"),
@@ -117,7 +192,10 @@ def test_planted_wrong_import_is_seen(path: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("verify/x.py", "from oracles.case import Case\nfrom properties import laws\nfrom . import judge\nimport os, torch"),
+        (
+            "verify/x.py",
+            "from properties.cases.rule_case import Case\nfrom properties import laws\nfrom . import judge\nimport os, torch",
+        ),
         ("verify/adapters/x.py", "from ..adapter import Adapter\nimport fla, transformers"),
         ("tests/x.py", "import verify, tests.right, transformers"),
     ],
@@ -135,7 +213,7 @@ def test_planted_way_to_run_data_is_seen(source: str) -> None:
 
 
 def test_plugin_imports_nothing_heavy_until_asked() -> None:
-    path = ROOT / "verify" / "pytest_plugin.py"
+    path = ROOT / "verify" / "cli" / "pytest_plugin.py"
     tree = ast.parse(path.read_text(encoding="utf-8"))
     top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {name.partition(".")[0] for node in top for _, name in imports(node, path)}

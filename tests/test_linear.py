@@ -5,15 +5,15 @@ import functools
 import pytest
 from torch import Tensor
 
-from oracles.case import Case
-from oracles.module_case import ModuleCase
 from oracles.operation import Inputs
-from properties.laws import LAWS
-from properties.modules import MODULE_LAWS
+from properties.cases.module_case import ModuleCase
+from properties.cases.rule_case import Case
+from properties.module_laws import MODULE_LAWS
+from properties.rule_laws import LAWS
 from properties.strategies import Example
 from tests import right
-from verify.bench import AdapterBench
-from verify.judge import judge, where
+from verify.execution.bench import AdapterBench
+from verify.execution.judge import judge, where
 
 
 class Touched(right.Recurrent):

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oracles.bound import truth
-from oracles.module_case import _OF, _STREAMS, ACTIVATIONS, EPS, MODULES, STATES, VALUES, ModuleCase, words_of
 from oracles.operation import DTYPES, Inputs
 from oracles.rounding import BITS
-from properties.modules import ModuleDomain, module_cases
+from properties.cases.module_case import _OF, _STREAMS, ACTIVATIONS, EPS, MODULES, STATES, VALUES, ModuleCase, words_of
+from properties.module_domain import ModuleDomain, module_cases
 
 KNOWN = (
     (

@@ -15,24 +15,30 @@ from hypothesis import Phase, given, settings
 from torch import Tensor
 
 from oracles.bound import bounds
-from oracles.module_case import MODULES, ModuleCase
 from oracles.operation import Inputs
 from properties.books import book_for, book_named, book_of
+from properties.cases.module_case import MODULES, ModuleCase
 from properties.domain import VIEWS
-from properties.modules import CONV, GATES, MODULE_LAWS, NORMS, POINTWISE, ModuleDomain
+from properties.illegal_inputs import MODULE_INPUTS, OF_MODULES
+from properties.module_domain import CONV, GATES, NORMS, ModuleDomain
+from properties.module_laws import MODULE_LAWS, POINTWISE
 from properties.strategies import Example
 from tests import right_modules
-from verify import known
-from verify.adapter import BOOKS_OF_BUILT_IN, load
-from verify.check import PROFILES, Check, LawReport, Profile
-from verify.outcome import Outcome, Verdict
-from verify.refusal import MODULES as ILLEGAL
-from verify.refusal import illegal_module, names_of, probe
-from verify.run import Run, execute
-from verify.shrink import shrink
-from verify.store import Store
-from verify.worker import Worker
-from verify.zoo import modules
+from verify.adapters.loader import load
+from verify.adapters.registry import BOOKS_OF_BUILT_IN
+from verify.engine.check import Check
+from verify.engine.law_check import Settings
+from verify.engine.profiles import PROFILES, Profile
+from verify.engine.shrink import shrink
+from verify.execution.execute import execute
+from verify.execution.refusals import probe
+from verify.execution.run import Run
+from verify.findings import known
+from verify.findings.law_report import LawReport
+from verify.findings.store import Store
+from verify.process.outcome import Outcome, Verdict
+from verify.process.worker import Worker
+from verify.zoo import wrong_modules as modules
 from verify.zoo.animals import animals
 
 FEW = Profile("few", 4)
@@ -383,7 +389,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def checked(spec: str, laws: list[str] | None, profile: Profile, worker: Worker, store: Store, seed: int = 0) -> list[LawReport]:
-    with Check(spec, laws, profile, seed, workers=[worker], store=store) as check:
+    with Check(Settings(spec, laws, profile, seed), [worker], store) as check:
         return check.run()
 
 
@@ -518,9 +524,9 @@ def test_implementation_that_returns_no_final_state_is_broken_where_it_is_asked_
         def answer(self, x: Inputs, y: Tensor, state: Tensor) -> Any:
             return y, None
 
-    from verify import run as running
+    from verify.execution import judging
 
-    running._LOADED["forgets"] = Forgets()
+    judging._LOADED["forgets"] = Forgets()
     case = ModuleCase((8,), "causal_conv1d")
     for wanted, verdict in ((True, Verdict.BROKEN), (False, Verdict.HOLDS)):
         example = Example(dataclasses.replace(case, final_state=wanted))
@@ -556,10 +562,12 @@ def test_heads_of_a_norm_shrink_and_its_eps() -> None:
     assert str(shrunk.example.case) == "lengths=0 op=gated_rms_norm heads=3 width=1 weight=no backward=no"
 
 
-@pytest.mark.parametrize(("operation", "name"), [(operation, name) for operation in ILLEGAL for name in ILLEGAL[operation]])
+@pytest.mark.parametrize(("operation", "name"), [(operation, name) for operation in OF_MODULES for name in OF_MODULES[operation]])
 def test_our_contract_refuses_what_implementations_are_asked_about(operation: str, name: str) -> None:
     domain = ModuleDomain(operation)
-    case, inputs = illegal_module(name, domain)
+    call = MODULE_INPUTS.call(name, domain)
+    assert not isinstance(call, str), call
+    case, inputs = call
     assert domain.outside(case) is None
     case.spec.check(case.inputs())
     with pytest.raises(ValueError, match=r"must|needs"):
@@ -577,9 +585,10 @@ def test_probe_tells_refusing_from_silent_and_from_not_asked() -> None:
         def run(self, x: Inputs) -> Any:
             return x.x, None
 
-    assert names_of("causal_conv1d") == list(ILLEGAL["causal_conv1d"])
-    assert names_of("l2norm") == [] == names_of("gdn_layer")
-    for name in names_of("causal_conv1d"):
+    names = book_named("modules").illegal.names
+    assert names("causal_conv1d") == list(OF_MODULES["causal_conv1d"])
+    assert names("l2norm") == [] == book_named("layers").illegal.names("gdn_layer")
+    for name in names("causal_conv1d"):
         assert probe(Refuses(), name) == "refuses (TypeError)"
         asked = name == "a weight of fewer channels"
         assert probe(Silent(), name).startswith("answers silently" if asked else "not asked: "), name
@@ -608,7 +617,7 @@ def test_groups_of_operations_are_all_of_them() -> None:
 def test_errors_of_a_known_defect_are_not_told_as_the_worst_of_a_law_that_holds() -> None:
     report = LawReport("oracle", "fla/conv", Verdict.UNKNOWN)
     run = Run("oracle", "fla/conv", Example(ModuleCase((4,), "causal_conv1d")))
-    Check._count(report, run, Outcome(Verdict.HOLDS, ratios={"dx": 0.25}))
-    Check._count(report, run, Outcome(Verdict.KNOWN, ratios={"dx": 1e300}))
+    report.count(run, Outcome(Verdict.HOLDS, ratios={"dx": 0.25}))
+    report.count(run, Outcome(Verdict.KNOWN, ratios={"dx": 1e300}))
     assert report.ratios == {"dx": 0.25}
     assert report.counts == {Verdict.HOLDS: 1, Verdict.KNOWN: 1}

@@ -4,13 +4,16 @@ import dataclasses
 
 import pytest
 
-from properties.laws import LAWS
-from verify.check import PROFILES, Check
-from verify.outcome import Verdict
-from verify.run import Run
-from verify.store import Store
-from verify.worker import Worker
-from verify.zoo import gates, rules
+from properties.rule_laws import LAWS
+from verify.engine.check import Check
+from verify.engine.law_check import Settings
+from verify.engine.profiles import PROFILES
+from verify.execution.run import Run
+from verify.findings.store import Store
+from verify.process.outcome import Verdict
+from verify.process.worker import Worker
+from verify.zoo import wrong_gates as gates
+from verify.zoo import wrong_rules as rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +92,7 @@ def test_law_alone_kills_mutant_and_shows_a_small_case(
 ) -> None:
     spec = f"zoo/{mutant.__name__}"
     store = Store(tmp_path_factory.mktemp("findings"))
-    with Check(spec, [kill.law], PROFILES["quick"], workers=[worker], store=store) as check:
+    with Check(Settings(spec, [kill.law], PROFILES["quick"]), [worker], store) as check:
         (report,) = check.run()
     assert report.verdict is Verdict.BROKEN, f"{kill.law} lets {mutant.__name__} live: {report.counts}"
     case = Run.parse(report.run).example.case

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from verify import known
-from verify.run import Run
+from verify.execution.run import Run
+from verify.findings import known
 from verify.zoo.edits import OPERATORS, dedented, edits
-from verify.zoo.launches import Kernel
+from verify.zoo.launch_edits import Kernel
 from verify.zoo.mutants import Fate, Mutant
 from verify.zoo.mutation import argue, left_out, sampled, shown, summary, table
 

@@ -13,7 +13,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles.case import Case
 from oracles.conv import CAUSAL_CONV1D
 from oracles.decode import DECODE
 from oracles.gated_delta import DELTA_RULE, GATED_DELTA_RULE, KDA
@@ -33,8 +32,9 @@ from oracles.operation import (
     sequences,
 )
 from oracles.operations import OPERATIONS, RULES
+from properties.cases.rule_case import Case
+from properties.common_laws import view
 from properties.domain import VIEWS, Domain
-from properties.laws import view
 from properties.strategies import cases
 
 TENSORS = ("q", "k", "v", "g", "beta", "state")

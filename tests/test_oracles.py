@@ -26,14 +26,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from oracles import bound, chunkwise, decay, disturbed, segments
 from oracles.bound import _evaluate, bounds, truth
-from oracles.case import Case
 from oracles.gated_delta import definition, merge, repeat_heads, transition
 from oracles.norm import EPS, Normalised, l2norm
 from oracles.operation import Inputs, gradient_name, sequences
 from oracles.operations import RULES
 from oracles.rounding import Arithmetic
+from properties.cases.rule_case import Case
+from properties.common_laws import view
 from properties.domain import VIEWS, Domain
-from properties.laws import view
 from properties.strategies import REMEMBERING, cases
 from tests.judging import relative
 

@@ -19,20 +19,22 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from oracles.case import IN_KERNEL, Case
-from oracles.layer_case import LayerCase
-from oracles.module_case import ModuleCase
-from oracles.parallel_case import ParallelCase
-from oracles.pool_case import PoolCase
-from properties import palette, pools, strategies
+from properties import palette, strategies
+from properties import pool_domain as pools
 from properties.books import book_of
+from properties.cases.layer_case import LayerCase
+from properties.cases.module_case import ModuleCase
+from properties.cases.path_case import ParallelCase
+from properties.cases.pool_case import PoolCase
+from properties.cases.rule_case import IN_KERNEL, Case
 from properties.domain import Domain
-from properties.laws import LAWS, Law
-from properties.layers import LayerDomain
-from properties.modules import ModuleDomain
+from properties.laws import Law
+from properties.layer_domain import LayerDomain
+from properties.module_domain import ModuleDomain
 from properties.palette import Palette, draw_palette, key_of, number_of, real_case, sample, with_key
-from properties.paths import PathDomain
-from properties.pools import PoolDomain
+from properties.path_domain import PathDomain
+from properties.pool_domain import PoolDomain
+from properties.rule_laws import LAWS
 from properties.strategies import FAR_HEADS, HEADS, WIDTHS, Example
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -598,8 +600,8 @@ def compiled(adapter: str, cases: list[Any]) -> list[list[str]]:
     autotuner.Autotuner.run = tune
     if not hasattr(torch.cpu, "device"):
         torch.cpu.device = contextlib.nullcontext  # type: ignore[attr-defined]
-    from verify.bench import AdapterBench
-    from verify.run import adapter_of
+    from verify.execution.bench import AdapterBench
+    from verify.execution.judging import adapter_of
 
     made, result = adapter_of(adapter), []
     for case in cases:

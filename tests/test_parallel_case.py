@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from oracles.operation import DTYPES
-from oracles.parallel_case import ParallelCase
 from oracles.rounding import BITS
+from properties.cases.path_case import ParallelCase
 from tests.test_case import mixed
 
 STREAM = {"hidden": 0, "in_proj": 1, "conv": 2, "A_log": 4, "dy": 8}  # part of the lines' format, as the defaults are

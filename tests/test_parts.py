@@ -13,16 +13,16 @@ from torch import Tensor
 
 from oracles import bound
 from oracles.bound import Bound, bounds, truth
-from oracles.case import Case
-from oracles.module_case import ModuleCase
 from oracles.operation import Inputs
 from oracles.operations import RULES
 from oracles.parts import Cut, Part
-from oracles.pool_case import PoolCase
+from properties.cases.module_case import ModuleCase
+from properties.cases.pool_case import PoolCase
+from properties.cases.rule_case import Case
 from properties.domain import Domain
 from properties.strategies import cases
 from tests.test_rounding import answered
-from verify.judge import judge, where
+from verify.execution.judge import judge, where
 from verify.zoo.base import Chunkwise
 
 MODULES = ("causal_conv1d", "gdn_gate", "kda_gate", "l2norm")

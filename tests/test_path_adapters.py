@@ -16,15 +16,18 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from oracles.parallel_case import ParallelCase
-from properties.paths import PATH_LAWS
-from verify.adapter import AdapterError, PathAdapter, load
+from properties.cases.path_case import ParallelCase
+from properties.path_laws import PATH_LAWS
 from verify.adapters import fla_parallel, megatron
-from verify.cli import main
-from verify.comm import Alone, Place
-from verify.outcome import Outcome, Verdict
-from verify.ranks import RankGroup
-from verify.run import Run, execute
+from verify.adapters.base import PathAdapter
+from verify.adapters.loader import AdapterError, load
+from verify.cli.main import main
+from verify.execution.execute import execute
+from verify.execution.run import Run
+from verify.process.messages import RunOne
+from verify.process.outcome import Outcome, Verdict
+from verify.ranks.collectives import Alone, Place
+from verify.ranks.group import RankGroup
 
 HERE = pathlib.Path(__file__).resolve()
 PACKAGE = pathlib.Path("core", "ssm", "gated_delta_net", "common.py")
@@ -121,7 +124,7 @@ def two() -> Iterator[RankGroup]:
 
 
 def asked(two: RankGroup, line: str) -> Outcome:
-    return Outcome.from_json(two.ask({"run": str(Run.parse(line))}))
+    return Outcome.from_json(two.ask(RunOne(str(Run.parse(line)))))
 
 
 def holds(two: RankGroup, line: str) -> None:

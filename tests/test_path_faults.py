@@ -5,12 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from verify import ranks
-from verify.check import ask, ask_all
-from verify.outcome import Outcome, Verdict
-from verify.ranks import RankGroup
-from verify.run import Run
-from verify.store import Store
+from verify.engine.asking import ask, ask_all
+from verify.execution.run import Run
+from verify.findings.store import Store
+from verify.process.outcome import Outcome, Verdict
+from verify.ranks import group as ranks
+from verify.ranks.group import RankGroup
 
 CASE = "law=parallel adapter={adapter} lengths=8 cp=2 heads=2 value_heads=2 backward=no"
 DEADLINE_S = 5.0  # a case takes less than one, and whoever hangs takes all of it

@@ -9,18 +9,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oracles.parallel_case import ParallelCase
-from properties.paths import PATH_LAWS, PathDomain, form_of, path_cases, with_forms
+from properties.cases.path_case import ParallelCase
+from properties.path_domain import PathDomain, form_of, path_cases, with_forms
+from properties.path_laws import PATH_LAWS
 from properties.strategies import Example
-from verify.adapter import PathAdapter
-from verify.check import Described
-from verify.comm import Alone, Place, simulate
-from verify.drawing import seeded
-from verify.outcome import Outcome, Verdict
-from verify.parallel import RankBench
-from verify.run import Run, execute
-from verify.shrink import shrink
-from verify.zoo import paths
+from verify.adapters.base import PathAdapter
+from verify.engine.asking import Described
+from verify.engine.drawing import seeded
+from verify.engine.shrink import shrink
+from verify.execution.execute import execute
+from verify.execution.path_bench import RankBench
+from verify.execution.run import Run
+from verify.process.outcome import Outcome, Verdict
+from verify.ranks.collectives import Alone, Place, simulate
+from verify.zoo import wrong_paths as paths
 
 DOMAIN = paths.Mutant.domain
 CASES = 32
@@ -315,13 +317,13 @@ def test_products_are_those_of_the_choice_on_a_gpu_and_exact_on_a_cpu() -> None:
 
 
 def test_simulated_ranks_on_a_gpu_that_is_not_there_are_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.device.gpus", lambda: 0)
+    monkeypatch.setattr("verify.gpu.device.gpus", lambda: 0)
     outcome = execute(Run.parse("law=parallel adapter=gdn/layer device=cuda lengths=4 cp=2 heads=2 value_heads=2"))
     assert (outcome.verdict, outcome.reason.partition(",")[0]) == (Verdict.UNKNOWN, "device=cuda needs a GPU")
 
 
 def test_a_rank_whose_device_is_lost_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.device.lost", lambda device: "CUDA error: an illegal memory access was encountered")
+    monkeypatch.setattr("verify.gpu.device.lost", lambda device: "CUDA error: an illegal memory access was encountered")
     outcome = execute(Run.parse("law=parallel adapter=tests/path_faults.py:Raises lengths=4 cp=2 heads=2 value_heads=2"))
     assert (outcome.verdict, outcome.spent) == (Verdict.BROKEN, True)
     assert outcome.findings[0].what.startswith("crashed: CUDA error: an illegal memory access")

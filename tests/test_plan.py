@@ -11,19 +11,21 @@ from typing import Any, ClassVar
 
 import pytest
 
-from oracles.case import Case
 from oracles.operation import Inputs
+from properties.cases.rule_case import Case
 from properties.domain import Domain
-from properties.laws import LAWS
-from properties.modules import ModuleDomain
+from properties.module_domain import ModuleDomain
 from properties.palette import key_of
+from properties.rule_laws import LAWS
 from properties.strategies import Example
-from verify.drawing import seeded
-from verify.notes import Notes
-from verify.outcome import Verdict
-from verify.plan import COMPILE_S, FORWARD, REACH, Compilers, Plan, in_order
-from verify.run import Run, compiled, execute
-from verify.worker import Worker, WorkerLost
+from verify.engine.compile_plan import COMPILE_S, FORWARD, REACH, Compilers, Plan, in_order
+from verify.engine.drawing import seeded
+from verify.execution.execute import compiled, execute
+from verify.execution.run import Run
+from verify.gpu.compiled_keys import Notes
+from verify.process.messages import Compile, Describe
+from verify.process.outcome import Verdict
+from verify.process.worker import Worker, WorkerLost
 from verify.zoo.base import Chunkwise
 
 
@@ -54,16 +56,16 @@ def plan_of(compilers: Compilers, domain: Any = None, laws: tuple[str, ...] = ("
 
 def test_each_key_of_each_law_is_compiled_once_in_the_order_in_which_it_is_needed() -> None:
     worker = Recorder()
-    compilers = Compilers([worker], {"describe": "fla/chunk"})
+    compilers = Compilers([worker], Describe("fla/chunk"))
     plan = plan_of(compilers)
     planned = {law: plan.of(law) for law in ("oracle", "cut")}
     for law, each in planned.items():
         assert len(each.examples) == 40, law
         for example in each.examples:
             each.wait(example)
-    lines = [question["compile"] for question in worker.asked[1:]]
+    lines = [question.line for question in worker.asked[1:]]
     firsts = [Run.parse(line) for line in lines]
-    assert worker.asked[0] == {"describe": "fla/chunk"}
+    assert worker.asked[0] == Describe("fla/chunk")
     assert len(set(lines)) == len(lines)
     for law, each in planned.items():
         needed = list(dict.fromkeys((key_of(one.case), one.variant) for one in each.examples))
@@ -75,7 +77,7 @@ def test_each_key_of_each_law_is_compiled_once_in_the_order_in_which_it_is_neede
 
 
 def test_a_plan_is_the_same_for_the_same_seed_and_goes_far() -> None:
-    none = Compilers([], {})
+    none = Compilers([], None)
     drawn = [plan_of(none, laws=("oracle",), seed=seed).of("oracle").examples for seed in (5, 5, 6)]
     assert drawn[0] == drawn[1]
     keys = [{key_of(each.case) for each in examples} for examples in drawn]
@@ -89,34 +91,34 @@ def test_a_plan_is_the_same_for_the_same_seed_and_goes_far() -> None:
 
 def test_a_law_that_a_domain_does_not_have_is_not_planned() -> None:
     domain = dataclasses.replace(Domain(), packed=False)
-    planned = plan_of(Compilers([], {}), domain, ("packed",)).of("packed")
+    planned = plan_of(Compilers([], None), domain, ("packed",)).of("packed")
     assert (planned.examples, planned.compiled) == ([], {})
 
 
 def test_modules_have_plans_too() -> None:
-    planned = plan_of(Compilers([], {}), ModuleDomain("l2norm"), ("oracle",)).of("oracle")
+    planned = plan_of(Compilers([], None), ModuleDomain("l2norm"), ("oracle",)).of("oracle")
     assert len(planned.examples) == 40
 
 
 def test_what_cannot_be_compiled_holds_up_nobody() -> None:
     worker = Recorder(fails=True)
-    compilers = Compilers([worker], {"describe": "x"})
+    compilers = Compilers([worker], Describe("x"))
     planned = plan_of(compilers, laws=("cut",)).of("cut")
     for example in planned.examples:
         planned.wait(example)
-    assert {*worker.asked[1]} == {"compile"}
+    assert isinstance(worker.asked[1], Compile)
     assert len(worker.asked) == 1 + len(planned.compiled) > 1
     compilers.close()
 
 
 def test_after_the_end_nothing_is_compiled_and_nobody_waits() -> None:
     worker = Recorder()
-    compilers = Compilers([worker], {"describe": "x"})
+    compilers = Compilers([worker], Describe("x"))
     compilers.close()
     assert compilers.prepare(run_of("oracle", Example(Case(lengths=(3,)))), "key") is None
     planned = plan_of(compilers, laws=("cut",)).of("cut")
     planned.wait(planned.examples[0])
-    assert worker.asked in ([], [{"describe": "x"}])
+    assert worker.asked in ([], [Describe("x")])
 
 
 def test_a_plan_that_is_closed_draws_no_more() -> None:
@@ -131,7 +133,7 @@ def test_a_plan_that_is_closed_draws_no_more() -> None:
 
         seeded(strategy, seed, examples, each)
 
-    plan = Plan(Domain(), ("oracle", "cut"), 5, lambda _: 5000, draw, run_of, Compilers([], {}))
+    plan = Plan(Domain(), ("oracle", "cut"), 5, lambda _: 5000, draw, run_of, Compilers([], None))
     assert begun.wait(60)
     plan.close()
     for law in ("oracle", "cut"):
@@ -145,7 +147,7 @@ def test_what_was_compiled_before_is_not_waited_for(tmp_path: pathlib.Path, monk
 
     def asked(notes: Notes, *, fails: bool = False) -> list[dict[str, Any]]:
         worker = Recorder(fails=fails)
-        compilers = Compilers([worker], {"describe": "fla/chunk"}, notes)
+        compilers = Compilers([worker], Describe("fla/chunk"), notes)
         planned = plan_of(compilers, laws=("cut",)).of("cut")
         for example in planned.examples:
             planned.wait(example)
@@ -232,7 +234,7 @@ class Counted(Chunkwise):
 def test_what_compiles_makes_the_calls_that_the_check_makes(law: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for cases that are blind, which the check leaves sooner."""
     adapter = Counted()
-    monkeypatch.setattr("verify.run._LOADED", {"mine.py:Counted": adapter})
+    monkeypatch.setattr("verify.execution.judging._LOADED", {"mine.py:Counted": adapter})
     domain, compared = adapter.domain, 0
     if LAWS[law].needs(domain) is not None:
         pytest.skip("not of this adapter")

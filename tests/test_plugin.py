@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from verify import check
-from verify import device as devices
-from verify.check import PROFILES, Profile
+from verify.engine import law_check
+from verify.engine.profiles import PROFILES, Profile
+from verify.gpu import device as devices
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
@@ -19,7 +19,7 @@ RIGHT = f"{ROOT}/tests/right.py:Chunkwise"
 ASKS = """
 import pytest
 
-from verify import device as devices
+from verify.gpu import device as devices
 @pytest.mark.gdn_adapter({adapters})
 def test_kernel(gdn_law):
     gdn_law.assert_holds()
@@ -31,7 +31,7 @@ filterwarnings =
     error
     ignore:Module already imported:pytest.PytestAssertRewriteWarning
 """
-PLUGIN = [] if INSTALLED else ["-p", "verify.pytest_plugin"]
+PLUGIN = [] if INSTALLED else ["-p", "verify.cli.pytest_plugin"]
 
 
 @pytest.fixture
@@ -74,8 +74,8 @@ def test_foreign_suite_is_untouched_and_imports_nothing(suite: Suite) -> None:
     text = """
 import sys
 def test_light():
-    heavy = {"torch", "triton", "fla", "hypothesis.strategies", "numpy", "rich", "verify.worker", "properties", "oracles"}
-    assert "verify.pytest_plugin" in sys.modules
+    heavy = {"torch", "triton", "fla", "hypothesis.strategies", "numpy", "rich", "verify.process.worker", "properties", "oracles"}
+    assert "verify.cli.pytest_plugin" in sys.modules
     assert not heavy & set(sys.modules)
 """
     code, said = suite.run_alone("-p", "no:hypothesispytest", test_foreign=text)
@@ -99,7 +99,7 @@ def test_one_item_a_law_and_adapter(suite: Suite) -> None:
 @pytest.mark.usefixtures("few_cases")
 def test_verdicts_become_passed_failed_and_skipped(suite: Suite) -> None:
     (suite.folder / "kernel.py").write_text(
-        "from verify.zoo.rules import ChangesBeta\nfrom tests.right import Chunkwise\nfrom verify import Domain\n"
+        "from verify.zoo.wrong_rules import ChangesBeta\nfrom tests.right import Chunkwise\nfrom verify import Domain\n"
         "class Unpacked(Chunkwise):\n    domain = Domain(packed=False)\nclass Wrong(ChangesBeta): pass\n"
     )
     asks = ASKS.format(adapters="'kernel.py:Unpacked', 'kernel.py:Wrong'")
@@ -118,8 +118,8 @@ def test_verdicts_become_passed_failed_and_skipped(suite: Suite) -> None:
 
 def test_undecided_law_fails(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PROFILES, "quick", Profile("quick", 10))
-    monkeypatch.setattr(check, "ENOUGH", 10**6)
-    monkeypatch.setattr(check, "overall", lambda counts, reason="": (check.Verdict.UNKNOWN, "nothing was seen"))
+    monkeypatch.setattr(law_check, "ENOUGH", 10**6)
+    monkeypatch.setattr(law_check, "overall", lambda counts, reason="": (law_check.Verdict.UNKNOWN, "nothing was seen"))
     code, said = suite.run("--gdn-law", "pure", test_kernel=ASKS.format(adapters=repr(RIGHT)))
     assert code == 1
     assert "UNKNOWN     pure" in said

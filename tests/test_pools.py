@@ -12,27 +12,32 @@ import torch
 from torch import Tensor
 
 from oracles.bound import bounds, truth
-from oracles.case import VALUES
 from oracles.decode import DECODE
 from oracles.operation import Inputs
-from oracles.pool_case import BLOCK_SIZES, PoolCase
 from properties.books import book_for, book_of
+from properties.cases.pool_case import BLOCK_SIZES, PoolCase
+from properties.cases.rule_case import VALUES
 from properties.domain import Domain
 from properties.laws import Blind
-from properties.pools import POOL_LAWS, PoolDomain
+from properties.pool_domain import PoolDomain
+from properties.pool_laws import POOL_LAWS
 from properties.strategies import Example
 from tests import right
 from verify.adapters import fla_decode
-from verify.bench import AdapterBench, AdapterFault
-from verify.check import PROFILES, Check, Profile
-from verify.drawing import seeded
-from verify.judge import judge
-from verify.outcome import Outcome, Verdict
-from verify.run import Run
-from verify.shrink import shrink
-from verify.store import Store
-from verify.worker import Worker
-from verify.zoo import base, pools
+from verify.engine.check import Check
+from verify.engine.drawing import seeded
+from verify.engine.law_check import Settings
+from verify.engine.profiles import PROFILES, Profile
+from verify.engine.shrink import shrink
+from verify.execution.bench import AdapterBench, AdapterFault
+from verify.execution.judge import judge
+from verify.execution.run import Run
+from verify.findings.store import Store
+from verify.process.messages import RunOne
+from verify.process.outcome import Outcome, Verdict
+from verify.process.worker import Worker
+from verify.zoo import base
+from verify.zoo import wrong_pools as pools
 
 FULL = PoolCase(
     (3, 1, 4, 0, 2, 5), packed=True, heads=2, value_heads=4, key_dim=8, value_dim=12, dtype="bf16", gate="mixed", state="random",
@@ -414,7 +419,7 @@ def test_law_alone_kills_animal_and_shows_a_small_case(
     animal: type, worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     kill, store = KILLED_BY[animal], Store(tmp_path_factory.mktemp("findings"))
-    with Check(f"zoo/{animal.__name__}", [kill.law], PROFILES["quick"], workers=[worker], store=store, defects=[]) as check:
+    with Check(Settings(f"zoo/{animal.__name__}", [kill.law], PROFILES["quick"]), [worker], store, defects=[]) as check:
         (report,) = check.run()
     assert report.verdict is Verdict.BROKEN, f"{kill.law} lets {animal.__name__} live: {report.counts}"
     case = Run.parse(report.run).example.case
@@ -445,7 +450,7 @@ def test_what_one_law_alone_sees_the_oracle_does_not(
 ) -> None:
     store = Store(tmp_path_factory.mktemp("findings"))
     others = [name for name in ("oracle", "requests") if name != SEEN_BY_ONE_LAW[animal]]
-    with Check(f"zoo/{animal.__name__}", others, Profile("p", 8), workers=[worker], store=store, defects=[]) as check:
+    with Check(Settings(f"zoo/{animal.__name__}", others, Profile("p", 8)), [worker], store, defects=[]) as check:
         assert {report.verdict for report in check.run()} == {Verdict.HOLDS}
 
 
@@ -461,9 +466,7 @@ def test_what_one_law_alone_sees_the_oracle_does_not(
 def test_right_implementation_holds_under_every_law(
     spec: str, lacking: dict[str, str], worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    with Check(
-        spec, profile=Profile("few", 5), seed=7, workers=[worker], store=Store(tmp_path_factory.mktemp("findings"))
-    ) as check:
+    with Check(Settings(spec, profile=Profile("few", 5), seed=7), [worker], Store(tmp_path_factory.mktemp("findings"))) as check:
         reports = check.run()
     assert {report.law: report.run or report.reason for report in reports if report.verdict is not Verdict.HOLDS} == lacking
     assert len(reports) == len(POOL_LAWS)
@@ -471,7 +474,7 @@ def test_right_implementation_holds_under_every_law(
 
 def test_serving_loop_of_flas_kernel_holds(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
     store, asked = Store(tmp_path_factory.mktemp("findings")), ["oracle", "untouched", "fresh", "accept", "padding"]
-    with Check("fla/decode", asked, Profile("few", 2), seed=7, workers=[worker], store=store) as check:
+    with Check(Settings("fla/decode", asked, Profile("few", 2), 7), [worker], store) as check:
         reports = check.run()
     assert {report.law: report.run or report.reason for report in reports if report.verdict is not Verdict.HOLDS} == {}
 
@@ -621,7 +624,7 @@ class GridRoundedDown(fla_decode.DecodeBlocks):
 )
 def test_kernel_is_right_in_every_block_and_is_launched_in_it(spec: str, broken: set[str], worker: Worker) -> None:
     line = "op=decode lengths=2+1+3 packed=yes value_heads=2 key_dim=8 value_dim=40 dtype=bf16 state=random gate=64"
-    answer = worker.ask({"run": f"law=blocks adapter={spec} {line}"})
+    answer = worker.ask(RunOne(f"law=blocks adapter={spec} {line}"))
     outcome = Outcome.from_json(answer)
     assert outcome.verdict is (Verdict.BROKEN if broken else Verdict.HOLDS), outcome
     assert {finding.output for finding in outcome.findings} == broken

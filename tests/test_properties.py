@@ -12,10 +12,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles.case import BETAS, GATES, IN_KERNEL, STATES, VALUES, Case
 from oracles.operation import DTYPES
+from properties.cases.rule_case import BETAS, GATES, IN_KERNEL, STATES, VALUES, Case
+from properties.common_laws import banded, view
 from properties.domain import VIEWS, Domain
-from properties.laws import LAWS, banded, view
+from properties.rule_laws import LAWS
 from properties.strategies import BLOCKS, EDGES, Example, cases, lengths
 
 DOMAINS = {

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -18,11 +18,18 @@ import torch
 from torch.distributed import TCPStore
 
 from tests.processes import gone, opened
-from verify import comm, ranks
-from verify.outcome import FailureKind, Finding, Outcome, Verdict
-from verify.ranks import Launch, Place, RankGroup, TorchrunGroup, environment, launched, merge
-from verify.service import answer
-from verify.worker import Worker, WorkerLost
+from verify.execution.service import answer
+from verify.process.messages import Describe, Join, Question
+from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
+from verify.process.worker import Worker, WorkerLost
+from verify.ranks import collectives as comm
+from verify.ranks import group as ranks
+from verify.ranks import torchrun
+from verify.ranks.group import RankGroup, environment
+from verify.ranks.hangs import Standing, crashed, hung
+from verify.ranks.merge import merge
+from verify.ranks.merge import parted as have_parted
+from verify.ranks.torchrun import Launch, TorchrunGroup, launched
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FAULTY = "tests.faulty_ranks:answer"
@@ -164,8 +171,8 @@ def test_hundred_megabytes_of_noise_are_answered_and_forgotten(group: RankGroup)
 
 def test_group_of_one_answers_what_a_worker_answers() -> None:
     with RankGroup(1) as one:
-        assert one.ask({"describe": "tests/right.py:Chunkwise"})["algorithm"] == "chunkwise"
-        assert one.ask({"describe": "tests/right.py:Nothing"})["error"].startswith("adapter tests/right.py:Nothing")
+        assert one.ask(Describe("tests/right.py:Chunkwise"))["algorithm"] == "chunkwise"
+        assert one.ask(Describe("tests/right.py:Nothing"))["error"].startswith("adapter tests/right.py:Nothing")
 
 
 def test_rank_that_cannot_start_is_named_and_blames_no_kernel() -> None:
@@ -180,7 +187,7 @@ def test_rank_that_cannot_start_is_named_and_blames_no_kernel() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_without_a_gpu_is_refused() -> None:
-    said = answer({"join": {"backend": "nccl"}})
+    said = answer(Join("localhost", 0, "", 1, 0, "nccl").to_json())
     assert said["verdict"] == "unknown"
     assert said["reason"].startswith("there is no GPU for it: CUDA_VISIBLE_DEVICES=")
 
@@ -236,7 +243,7 @@ def test_closing_from_another_thread_ends_a_busy_group_at_once() -> None:
 
 HOLDER = """
 import sys
-from verify.ranks import RankGroup
+from verify.ranks.group import RankGroup
 with RankGroup(int(sys.argv[2]), serves=sys.argv[1]) as group:
     group.ask({"planted": "none", "of": []})
     print("ready", flush=True)
@@ -265,10 +272,10 @@ def test_no_rank_outlives_its_supervisor(tmp_path: pathlib.Path, how: signal.Sig
 
 PROGRAM = """
 import json, sys
-from verify import comm, ranks
-from verify.ranks import TorchrunGroup, follow, launched
-from verify.worker import WorkerLost
-ranks.GRACE_S, ranks.SILENT_S = 0.5, 3.0
+from verify.ranks import collectives as comm, group as ranks, torchrun
+from verify.ranks.torchrun import TorchrunGroup, follow, launched
+from verify.process.worker import WorkerLost
+ranks.GRACE_S, torchrun.SILENT_S = 0.5, 3.0
 launch, serves = launched(), "tests.faulty_ranks:answer"
 if launch.rank:
     sys.exit(follow(launch, serves=serves))
@@ -283,7 +290,7 @@ with TorchrunGroup(launch, serves=serves) as group:
 """
 
 
-def torchrun(tmp_path: pathlib.Path, *faults: str) -> "subprocess.Popen[str]":
+def under_torchrun(tmp_path: pathlib.Path, *faults: str) -> "subprocess.Popen[str]":
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     (tmp_path / "pids").mkdir()
@@ -302,14 +309,14 @@ def started(tmp_path: pathlib.Path) -> list[int]:
 
 def test_torchrun_survives_what_a_rank_does(tmp_path: pathlib.Path) -> None:
     faults = ["none", "is_not_finite", "floods", "raises", "dies", "spins", "none"]
-    with torchrun(tmp_path, *faults) as job:
+    with under_torchrun(tmp_path, *faults) as job:
         out, err = job.communicate(timeout=240)
     assert job.returncode == 0, err
     said = [json.loads(line) for line in out.splitlines()]
     assert [each.pop("planted") for each in said] == faults
     fine, not_finite, noise, raised, died, spun, again = said
     assert [each["verdict"] for each in (fine, noise, again)] == ["holds"] * 3
-    assert [finding["output"] for finding in not_finite["findings"]] == ["rank 1: o"]
+    assert [(finding["output"], finding["ranks"]) for finding in not_finite["findings"]] == [("o", [1])]
     assert raised["findings"][0]["what"] == "raised ZeroDivisionError: head 0 / 0; while rank 0 waits in all_reduce"
     assert died == {"how": "crashed", "detail": "rank 1 killed by SIGKILL"}
     assert spun["detail"].startswith("rank 1 hung: no answer within 1 s, in spins (faulty_ranks.py:")
@@ -319,7 +326,7 @@ def test_torchrun_survives_what_a_rank_does(tmp_path: pathlib.Path) -> None:
 
 
 def test_torchrun_that_is_ended_leaves_no_worker_though_one_holds_the_lock(tmp_path: pathlib.Path) -> None:
-    with torchrun(tmp_path, "none", "holds_the_lock") as job:
+    with under_torchrun(tmp_path, "none", "holds_the_lock") as job:
         assert job.stdout is not None
         assert json.loads(job.stdout.readline())["verdict"] == "holds"
         time.sleep(0.2)
@@ -341,7 +348,7 @@ def test_supervisors_without_a_pulse_are_missed_by_those_who_need_them(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A follower that is stopped is a loss that names its rank; without a leader it ends itself and its worker."""
-    monkeypatch.setattr(ranks, "SILENT_S", 3.0)
+    monkeypatch.setattr(torchrun, "SILENT_S", 3.0)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     words = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     words |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -362,7 +369,7 @@ def test_supervisors_without_a_pulse_are_missed_by_those_who_need_them(
         group._pulse.stop()
         follower.send_signal(signal.SIGCONT)
         _, said = follower.communicate(timeout=3 + 3 + SLACK_S)
-        assert follower.returncode == ranks.UNDECIDED
+        assert follower.returncode == torchrun.UNDECIDED
         assert "rank 1: lost the supervisor of rank 0: no sign of it for 3 s" in said
         assert not group._seats[1].alive
         assert gone(started(tmp_path), 1.0)
@@ -440,9 +447,9 @@ class Rank:
     def launch(self) -> None:
         self.alive, self.starts, self.due = True, self.starts + 1, [(0.0, {})]
 
-    def send(self, question: dict[str, Any], deadline_s: float) -> None:
+    def send(self, question: Question | Mapping[str, Any], deadline_s: float) -> None:
         now = time.monotonic()
-        self.due = [(0.0, self.join)] if "join" in question else [(now + after, what) for after, what in self.does]
+        self.due = [(0.0, self.join)] if isinstance(question, Join) else [(now + after, what) for after, what in self.does]
 
     def receive(self) -> dict[str, Any] | None:
         if self.due and time.monotonic() >= self.due[0][0]:
@@ -475,8 +482,8 @@ class Interrupted(Rank):
         raise KeyboardInterrupt
 
 
-def of(*seats: Rank) -> ranks._Group:
-    return ranks._Group(seats, ranks.Meeting("nowhere", 0, "test"), "gloo", 1.0)
+def of(*seats: Rank) -> ranks.Group:
+    return ranks.Group(seats, ranks.Meeting("nowhere", 0, "test"), "gloo", 1.0)
 
 
 def test_loss_beats_the_finding_that_it_caused() -> None:
@@ -602,7 +609,7 @@ def test_errors_and_descriptions_are_those_of_all_ranks() -> None:
     ],
 )
 def test_group_goes_on_where_every_rank_came_to_the_same_place(answers: list[dict[str, Any]], *, parted: bool) -> None:
-    assert ranks._parted(answers) is parted
+    assert have_parted(answers) is parted
 
 
 @pytest.mark.parametrize(
@@ -629,25 +636,25 @@ def test_group_goes_on_where_every_rank_came_to_the_same_place(answers: list[dic
     ],
 )
 def test_place_of_a_rank_is_read_off_its_stack(wrote: str, said: str) -> None:
-    place = Place.of(wrote)
+    place = Standing.of(wrote)
     assert str(place) == said
     assert bool(place.collective) == ("called by" in said)
 
 
 def test_several_culprits_and_victims_are_named_together() -> None:
-    spins, waits = Place.of(SPINS), Place.of(WAITS)
-    lost = ranks._hung({0: waits, 1: spins, 2: waits, 4: spins}, [3, 5], 5.0)
+    spins, waits = Standing.of(SPINS), Standing.of(WAITS)
+    lost = hung({0: waits, 1: spins, 2: waits, 4: spins}, [3, 5], 5.0)
     assert lost.detail == (
         "ranks 1, 4 hung: no answer within 5 s; ranks 1, 4 in spin (kernel.py:1); ranks 0, 2 wait in all_reduce; "
         "ranks 3, 5 have answered"
     )
     assert not lost.in_kernel
-    assert ranks._hung({0: Place.of(""), 1: waits}, [], 5.0).in_kernel
+    assert hung({0: Standing.of(""), 1: waits}, [], 5.0).in_kernel
 
 
 def test_deaths_of_the_same_moment_are_all_named() -> None:
     first, second = WorkerLost("crashed", "killed by SIGABRT", "one"), WorkerLost("crashed", "exited with code 1", "two")
-    lost = ranks._crashed({0: first, 2: second})
+    lost = crashed({0: first, 2: second})
     assert (lost.how, lost.detail, lost.tail) == ("crashed", "rank 0 killed by SIGABRT; rank 2 exited with code 1", "one")
 
 
@@ -687,7 +694,9 @@ def test_ranks_that_are_spent_do_not_answer_again(group: RankGroup) -> None:
 
 def test_where_gdn_verify_failed_is_told_of_all_ranks() -> None:
     failed = Outcome(
-        Verdict.UNKNOWN, reason="gdn-verify failed: RuntimeError: mixed", fault="RuntimeError at verify/parallel.py:7 in f"
+        Verdict.UNKNOWN,
+        reason="gdn-verify failed: RuntimeError: mixed",
+        fault="RuntimeError at verify/execution/path_bench.py:7 in f",
     )
     merged = Outcome.from_json(merge({0: failed.to_json(), 1: failed.to_json()}))
     assert (merged.verdict, merged.reason, merged.fault) == (Verdict.UNKNOWN, failed.reason, failed.fault)

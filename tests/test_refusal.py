@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
+from properties.domain import Domain
+from properties.illegal_inputs import OF_RULES, PACKED
 from tests.right import Chunkwise
-from verify.adapter import Domain
-from verify.refusal import _PACKED, ILLEGAL, illegal, probe
-from verify.worker import Worker, WorkerLost
+from verify.execution.refusals import probe
+from verify.process.messages import Refuse
+from verify.process.worker import Worker, WorkerLost
 
 SAID = {
     "cu_seqlens that decrease": r"must not decrease, got \[0, 12, 5, 17\]",
@@ -50,20 +52,20 @@ def worker() -> Iterator[Worker]:
 
 
 def test_the_call_that_is_made_wrong_is_right_before() -> None:
-    _PACKED.spec.check(_PACKED.inputs())
+    PACKED.spec.check(PACKED.inputs())
 
 
 def test_every_illegal_input_has_its_message_here() -> None:
-    assert set(SAID) == set(ILLEGAL)
+    assert set(SAID) == set(OF_RULES)
 
 
-@pytest.mark.parametrize("name", ILLEGAL)
+@pytest.mark.parametrize("name", OF_RULES)
 def test_our_contract_refuses_and_names_value_and_rule(name: str) -> None:
     with pytest.raises(ValueError, match=SAID[name]):
-        _PACKED.spec.check(illegal(name))
+        PACKED.spec.check(OF_RULES[name](PACKED.inputs()))
 
 
-@pytest.mark.parametrize("name", ILLEGAL)
+@pytest.mark.parametrize("name", OF_RULES)
 def test_probe_tells_refusing_from_silent(name: str) -> None:
     assert probe(Refuses(), name) == "refuses (TypeError)"
     assert probe(Silent(), name) == "answers silently"
@@ -72,5 +74,5 @@ def test_probe_tells_refusing_from_silent(name: str) -> None:
 
 def test_probe_that_kills_its_process_costs_a_worker(worker: Worker) -> None:
     with pytest.raises(WorkerLost, match="exited with code 11"):
-        worker.ask({"refuse": [f"{__file__}:Crashes", "cu_seqlens that decrease"]})
-    assert worker.ask({"refuse": [f"{__file__}:Refuses", "cu_seqlens that decrease"]}) == {"did": "refuses (TypeError)"}
+        worker.ask(Refuse(f"{__file__}:Crashes", "cu_seqlens that decrease"))
+    assert worker.ask(Refuse(f"{__file__}:Refuses", "cu_seqlens that decrease")) == {"did": "refuses (TypeError)"}

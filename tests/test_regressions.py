@@ -5,10 +5,12 @@ import pathlib
 
 import pytest
 
-from verify.adapter import installed, load
-from verify.outcome import Outcome, Verdict
-from verify.run import Run
-from verify.worker import Worker
+from verify.adapters.loader import load
+from verify.adapters.packages import installed
+from verify.execution.run import Run
+from verify.process.messages import RunOne
+from verify.process.outcome import Outcome, Verdict
+from verify.process.worker import Worker
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TEXT = (ROOT / "tests" / "regressions.txt").read_text().splitlines()
@@ -26,7 +28,7 @@ def test_line_holds(worker: Worker, line: str) -> None:
     needs = {"fla-core": "fla/"} if run.adapter.startswith("fla/") else load(run.adapter).requires
     if missing := [name for name in needs if installed(name) is None]:
         pytest.skip(f"{run.adapter} needs {missing[0]}: pip install {missing[0]}")
-    outcome = Outcome.from_json(worker.ask({"run": line}))
+    outcome = Outcome.from_json(worker.ask(RunOne(line)))
     assert outcome.verdict is Verdict.HOLDS, outcome
     assert outcome.rows > 0
 

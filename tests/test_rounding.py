@@ -15,15 +15,15 @@ from torch import Tensor
 
 from oracles import bound, disturbed, rounding, segments
 from oracles.bound import KAPPA, Bound, Rows, allowances, bounds, truth
-from oracles.case import Case
 from oracles.norm import Normalised
 from oracles.operation import DTYPES, Inputs, Port, gradient_name
 from oracles.operations import RULES
 from oracles.rounding import BITS, EXACT, FP16_STEP, Arithmetic, summed
+from properties.cases.rule_case import Case
 from properties.domain import Domain
 from properties.strategies import cases
 from tests import right
-from verify.judge import judge, where
+from verify.execution.judge import judge, where
 
 ROWS = 4096
 

@@ -10,14 +10,22 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from verify import bench, cli, sanitize, service
-from verify import check as check_module
-from verify import device as devices
-from verify.check import Check, LawReport, Profile, ask_all
-from verify.outcome import Verdict
-from verify.run import Run
-from verify.sanitize import MOST, NoSanitizer, Report, Sanitizer, Watch, find, findings, reports
-from verify.store import Store
+from verify.cli import check_command, exits
+from verify.cli import main as cli
+from verify.engine import asking, explaining
+from verify.engine.asking import ask_all
+from verify.engine.check import Check
+from verify.engine.law_check import Settings
+from verify.engine.profiles import Profile
+from verify.execution import bench, service
+from verify.execution import sanitizer as sanitize
+from verify.execution.run import Run
+from verify.execution.sanitizer import MOST, NoSanitizer, Report, Sanitizer, Watch, find, findings, reports
+from verify.findings.law_report import LawReport
+from verify.findings.store import Store
+from verify.gpu import device as devices
+from verify.process.messages import Question, Refuse, RunMany, RunOne, Watched
+from verify.process.outcome import Verdict
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RIGHT = f"{ROOT}/tests/right.py:Chunkwise"
@@ -82,7 +90,7 @@ def sanitized(folder: pathlib.Path, spec: str, law: str, *, late_s: float = 0.0)
     with Sanitizer("memcheck", fake(folder, late_s=late_s)) as sanitizer, sanitizer.worker(20.0, "cpu") as worker:
         sanitizer.prove(worker)
         store = Store(folder / "findings")
-        with Check(spec, [law], Profile("some", 12), 0, [worker], store, under="--sanitize memcheck") as check:
+        with Check(Settings(spec, [law], Profile("some", 12), 0, under="--sanitize memcheck"), [worker], store) as check:
             (report,) = check.run()
         yield report
 
@@ -93,7 +101,7 @@ def kernel(folder: pathlib.Path, *, often: bool = True) -> str:
 
 
 def test_what_it_reports_breaks_the_law_and_is_shrunk(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_module, "SHRINK_RUNS", 10)  # each waits for the log
+    monkeypatch.setattr(explaining, "SHRINK_RUNS", 10)  # each waits for the log
     with sanitized(tmp_path, kernel(tmp_path), "pure") as report:
         assert report.verdict is Verdict.BROKEN
         finding = report.findings[0]
@@ -102,7 +110,7 @@ def test_what_it_reports_breaks_the_law_and_is_shrunk(tmp_path: pathlib.Path, mo
         assert "at reads_on+0xb0 in kernels.py:12" in finding.worst
         assert "1 bytes after the nearest allocation" in finding.worst
         assert 21 <= max(Run.parse(report.run).example.case.lengths) < max(Run.parse(report.first_run).example.case.lengths)
-        from verify.report import failure
+        from verify.findings.report import failure
 
         said = failure(report)
         assert "  sanitizer: read out of bounds in kernel reads_on: 4 bytes of global memory" in said
@@ -113,15 +121,15 @@ def test_what_it_reports_breaks_the_law_and_is_shrunk(tmp_path: pathlib.Path, mo
 def test_a_right_kernel_holds_under_it_and_several_at_once_are_told_apart(tmp_path: pathlib.Path) -> None:
     with Sanitizer("memcheck", fake(tmp_path)) as sanitizer, sanitizer.worker(20.0, "cpu") as worker:
         sanitizer.prove(worker)
-        with Check(RIGHT, ["recall"], Profile("few", 6), 0, [worker], Store(tmp_path / "a")) as check:
+        with Check(Settings(RIGHT, ["recall"], Profile("few", 6), 0), [worker], Store(tmp_path / "a")) as check:
             (report,) = check.run()
         assert report.verdict is Verdict.HOLDS
         spec = kernel(tmp_path)
         runs = [Run.parse(f"law=pure adapter={spec} lengths={length} backward=no") for length in (9, 30, 12)]
         outcomes = list(ask_all(runs, worker, Store(tmp_path / "b")))
         assert [outcome.verdict for outcome in outcomes] == [Verdict.HOLDS, Verdict.BROKEN, Verdict.HOLDS]
-        assert worker.ask({"run": f"law=oracle adapter={spec} lengths=3 state=nonsense"})["verdict"] == "unknown"
-        assert worker.ask({"run": "law=oracle adapter=gone.py:Kernel lengths=3"}).keys() == {"error"}
+        assert worker.ask(RunOne(f"law=oracle adapter={spec} lengths=3 state=nonsense"))["verdict"] == "unknown"
+        assert worker.ask(RunOne("law=oracle adapter=gone.py:Kernel lengths=3")).keys() == {"error"}
 
 
 def test_a_report_that_is_not_given_again_blames_no_case(tmp_path: pathlib.Path) -> None:
@@ -165,8 +173,8 @@ def test_a_sanitizer_that_is_not_there_or_failed_is_no_clean_kernel(
     class Here:
         deadline_s = 1.0
 
-        def ask(self, question: dict[str, object], deadline_s: float | None = None) -> dict[str, object]:
-            return sanitize.answer(question)
+        def ask(self, question: Question, deadline_s: float | None = None) -> dict[str, object]:
+            return sanitize.answer(question.to_json())
 
         def close(self) -> None:
             pass
@@ -187,16 +195,16 @@ def test_a_sanitizer_that_stops_working_decides_nothing(tmp_path: pathlib.Path, 
     monkeypatch.setenv(sanitize.LOG, str(log))
     sanitize._watch.cache_clear()
     line = f"law=oracle adapter={RIGHT} lengths=3"
-    assert sanitize.answer({"watched": True}) == {"trouble": ""}
-    assert sanitize.answer({"run": line})["verdict"] == "holds"
+    assert sanitize.answer(Watched().to_json()) == {"trouble": ""}
+    assert sanitize.answer(RunOne(line).to_json())["verdict"] == "holds"
     with open(log, "a") as file:
         file.write("========= Internal Sanitizer Error: The Sanitizer is out of memory\n")
-    got = sanitize.answer({"run": line})
+    got = sanitize.answer(RunOne(line).to_json())
     assert (got["verdict"], got["spent"]) == ("unknown", True)
     assert got["reason"] == "the sanitizer failed: Internal Sanitizer Error: The Sanitizer is out of memory"
     with open(log, "a") as file:
         file.write("========= Internal Sanitizer Error: The Sanitizer is out of memory\n")
-    assert sanitize.answer({"runs": [line, line]}) == {"outcomes": []}
+    assert sanitize.answer(RunMany([line, line]).to_json()) == {"outcomes": []}
     sanitize._watch.cache_clear()
 
 
@@ -205,7 +213,7 @@ def test_what_it_reports_of_illegal_input_is_told_and_not_judged(tmp_path: pathl
     log.write_text("========= COMPUTE-SANITIZER\n")
     monkeypatch.setenv(sanitize.LOG, str(log))
     sanitize._watch.cache_clear()
-    assert sanitize.answer({"watched": True}) == {"trouble": ""}
+    assert sanitize.answer(Watched().to_json()) == {"trouble": ""}
     for text, did in (
         ("", "answers silently"),
         (OLD_READ, "answers silently, and the sanitizer reports read out of bounds in kernel k"),
@@ -217,7 +225,7 @@ def test_what_it_reports_of_illegal_input_is_told_and_not_judged(tmp_path: pathl
             return {"did": "answers silently"}
 
         monkeypatch.setattr(service, "answer", probed)
-        assert sanitize.answer({"refuse": [RIGHT, "g of another length"]}) == {"did": did}
+        assert sanitize.answer(Refuse(RIGHT, "g of another length").to_json()) == {"did": did}
     sanitize._watch.cache_clear()
 
 
@@ -380,10 +388,10 @@ def test_without_the_program_or_a_gpu_it_is_one_line_and_undecided(
 
     monkeypatch.setattr(sanitize, "find", missing)
     for words in (("check", RIGHT, "--sanitize"), ("repeat", f"law=oracle adapter={RIGHT} device=cuda lengths=3", "--sanitize")):
-        assert said(capfd, *words) == (cli.UNDECIDED, "", "gdn-verify: --sanitize needs compute-sanitizer\n")
+        assert said(capfd, *words) == (exits.UNDECIDED, "", "gdn-verify: --sanitize needs compute-sanitizer\n")
     monkeypatch.setattr(sanitize, "find", lambda: "compute-sanitizer")
     monkeypatch.setattr(devices, "gpus", lambda: 0)
-    want = (cli.UNDECIDED, "", "gdn-verify: --sanitize needs a GPU, and torch sees none\n")
+    want = (exits.UNDECIDED, "", "gdn-verify: --sanitize needs a GPU, and torch sees none\n")
     assert said(capfd, "check", RIGHT, "--sanitize", "racecheck") == want
 
 
@@ -399,7 +407,7 @@ def test_without_the_program_or_a_gpu_it_is_one_line_and_undecided(
 )
 def test_it_is_for_one_process_on_a_gpu(capfd: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
     code, out, err = said(capfd, *words)
-    assert (code, out) == (cli.USAGE, "")
+    assert (code, out) == (exits.USAGE, "")
     assert "--sanitize is for one process on a GPU" in err
     assert err.count("\n") == 1
 
@@ -412,12 +420,12 @@ def test_the_command_line_runs_workers_under_it(
     program = fake(tmp_path)
     monkeypatch.setattr(sanitize, "find", lambda: program)
     monkeypatch.setattr(devices, "gpus", lambda: 1)
-    monkeypatch.setattr(cli, "_device", lambda asked: "cpu")
-    monkeypatch.setattr(check_module, "SHRINK_RUNS", 4)
+    monkeypatch.setattr(check_command, "device_of", lambda asked: "cpu")
+    monkeypatch.setattr(explaining, "SHRINK_RUNS", 4)
     kernel(tmp_path)
     words = ("check", "kernel.py:Kernel", "--law", "pure", "--sanitize", "--workers", "1", "--profile", "few")
     code, out, err = said(capfd, *words)
-    assert code == cli.BROKEN, err
+    assert code == exits.BROKEN, err
     assert "under compute-sanitizer --tool memcheck" in out
     assert "sanitizer: read out of bounds in kernel reads_on: 4 bytes of global memory" in out
     assert 'python -m verify repeat --sanitize memcheck "law=pure adapter=kernel.py:Kernel' in out
@@ -457,6 +465,6 @@ def test_a_real_read_past_the_end_is_seen_by_the_real_program(tmp_path: pathlib.
     with Sanitizer() as sanitizer, sanitizer.worker(600.0) as worker:
         sanitizer.prove(worker)
         line = f"law=oracle adapter={spec} device=cuda key_dim=16 value_dim=16 dtype=bf16 backward=no lengths="
-        before, harmed, after = (check_module.ask(Run.parse(f"{line}{each}"), worker, Store(tmp_path)) for each in (32, 33, 32))
+        before, harmed, after = (asking.ask(Run.parse(f"{line}{each}"), worker, Store(tmp_path)) for each in (32, 33, 32))
     assert (before.verdict, harmed.verdict, after.verdict) == (Verdict.HOLDS, Verdict.BROKEN, Verdict.HOLDS)
     assert harmed.findings[0].what.startswith("read out of bounds in kernel past_the_end: 4 bytes of global memory")

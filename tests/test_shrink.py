@@ -6,14 +6,15 @@ from collections.abc import Callable
 
 import pytest
 
-from oracles.case import IN_KERNEL, Case
+from properties.cases.rule_case import IN_KERNEL, Case
 from properties.domain import Domain
-from properties.laws import LAWS, Law
+from properties.laws import Law
+from properties.rule_laws import LAWS
 from properties.strategies import Example
-from verify.check import SHRINK_RUNS
-from verify.drawing import seeded
-from verify.run import Run
-from verify.shrink import Shrunk, shrink
+from verify.engine.drawing import seeded
+from verify.engine.explaining import SHRINK_RUNS
+from verify.engine.shrink import Shrunk, shrink
+from verify.execution.run import Run
 
 BIG = Case(
     (130, 0, 65, 17), packed=True, heads=2, value_heads=8, key_dim=64, value_dim=128, dtype="bf16", gate="saturated",

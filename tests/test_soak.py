@@ -14,14 +14,20 @@ import pytest
 
 from tests.answering import Answering
 from tests.processes import family, gone
-from verify import cli, report, soak
-from verify.check import PROFILES, Check, LawReport, Profile
-from verify.examples import Examples
-from verify.outcome import Verdict
-from verify.run import Run
-from verify.soak import PACE, Round, Soak, merged, round_seed, summary
-from verify.store import Store
-from verify.worker import Worker
+from verify.cli import exits, soak_command
+from verify.cli import main as cli
+from verify.engine import soak
+from verify.engine.check import Check
+from verify.engine.law_check import Settings
+from verify.engine.profiles import PROFILES, Profile
+from verify.engine.soak import PACE, Round, Soak, merged, round_seed, summary
+from verify.execution.run import Run
+from verify.findings import report
+from verify.findings.law_report import LawReport
+from verify.findings.regressions import Examples
+from verify.findings.store import Store
+from verify.process.outcome import Verdict
+from verify.process.worker import Worker
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RIGHT = f"{ROOT}/tests/right.py:Chunkwise"
@@ -70,7 +76,7 @@ def test_every_round_has_its_own_cases_and_can_be_run_again(workers: list[Answer
         assert len(set(lines) & seen) <= len(LAWS), "but for the simplest example, which every seed begins with"
         seen |= set(lines)
         again = Answering()
-        with Check(RIGHT, LAWS, this.profile, this.seed, [again], Store(tmp_path), climbs=True) as check:
+        with Check(Settings(RIGHT, LAWS, this.profile, this.seed, climbs=True), [again], Store(tmp_path)) as check:
             check.run()
         assert again.asked == lines
     (cut, pure) = soaking.reports
@@ -81,7 +87,7 @@ def test_every_round_has_its_own_cases_and_can_be_run_again(workers: list[Answer
 def test_a_round_is_printed_as_the_command_that_runs_it_again() -> None:
     command = str(Round(3, "fla/chunk", PROFILES["quick"], 5))
     assert command == "check fla/chunk --profile quick --seed 5 --climb"
-    options = cli._parser().parse_args(command.split())
+    options = cli.parser().parse_args(command.split())
     assert (options.adapter, options.profile, options.seed, options.climb) == ("fla/chunk", "quick", 5, True)
 
 
@@ -153,7 +159,7 @@ def test_a_soak_ends_in_time_and_counts_what_it_did_not_finish(workers: list[Ans
     verdicts = {(each.adapter, each.law): each.verdict for each in soaking.reports}
     assert verdicts[RIGHT, "cut"] is Verdict.HOLDS
     assert verdicts[RIGHT, "pure"] is Verdict.UNKNOWN
-    assert cli.exit_code(soaking.reports) == cli.UNDECIDED, "a law that was never asked is not green"
+    assert exits.exit_code(soaking.reports) == exits.UNDECIDED, "a law that was never asked is not green"
 
 
 def test_what_broke_in_an_earlier_check_is_asked_first(workers: list[Answering], tmp_path: pathlib.Path) -> None:
@@ -279,13 +285,13 @@ def test_bad_usage_is_refused_before_any_work(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Worker, "launch", lambda self: pytest.fail("a worker was started"))
     code, out, err = said(capfd, "soak", *words)
-    assert (code, out, err.count("\n")) == (cli.USAGE, "", 1)
+    assert (code, out, err.count("\n")) == (exits.USAGE, "", 1)
     assert name in err
 
 
 def test_torchrun_is_for_check(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    monkeypatch.setattr(cli, "launched", object)
-    assert said(capfd, "soak", RIGHT)[0] == cli.USAGE
+    monkeypatch.setattr(soak_command, "launched", object)
+    assert said(capfd, "soak", RIGHT)[0] == exits.USAGE
 
 
 def test_the_command_line_prints_a_table_and_json_lines(
@@ -294,7 +300,7 @@ def test_the_command_line_prints_a_table_and_json_lines(
     monkeypatch.chdir(tmp_path)
     words = ("--law", "pure", "--minutes", "0.08", "--seed", "3", "--workers", "1", "--json", "out")
     code, out, err = said(capfd, "soak", RIGHT, "zoo/ChangesBeta", *words)
-    assert code == cli.BROKEN, err
+    assert code == exits.BROKEN, err
     lines = out.splitlines()
     assert lines[0].startswith(f"{RIGHT}  torch ")
     assert lines[0].endswith("soak of 0.08 minutes, seed 3")
@@ -314,7 +320,7 @@ def test_the_command_line_prints_a_table_and_json_lines(
 
 SLOW = """
 import time
-from verify.zoo.rules import AddsStateTwice
+from verify.zoo.wrong_rules import AddsStateTwice
 class Kernel(AddsStateTwice):
     def run(self, x):
         while x.qk_norm:
@@ -346,7 +352,7 @@ def test_an_interrupt_prints_what_is_known_and_leaves_no_process(tmp_path: pathl
     soaking.send_signal(signal.SIGINT)
     out, err = soaking.communicate(timeout=30)
     late.cancel()
-    assert soaking.returncode == cli.INTERRUPTED, err
+    assert soaking.returncode == exits.INTERRUPTED, err
     assert "Traceback" not in err
     rows = [line.split() for line in out.splitlines() if line.startswith("kernel.py:Kernel")]
     assert [row[1:3] for row in rows] == [["recall", "broken"], ["norm", "unknown"]]

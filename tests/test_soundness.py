@@ -8,12 +8,14 @@ import itertools
 
 import pytest
 
-from properties.laws import LAWS
+from properties.rule_laws import LAWS
 from tests import right
-from verify.check import Check, Profile
-from verify.outcome import Verdict
-from verify.store import Store
-from verify.worker import Worker
+from verify.engine.check import Check
+from verify.engine.law_check import Settings
+from verify.engine.profiles import Profile
+from verify.findings.store import Store
+from verify.process.outcome import Verdict
+from verify.process.worker import Worker
 
 FEW = Profile("few", 3)  # tests/test_standin.py asks right code about every law too, and benchmarks/soundness.py thousands of cases
 # Those that have the same bounds are asked a law at a time, so that the bounds of a case are made once for them all.
@@ -31,7 +33,7 @@ def test_right_implementations_hold_under_every_law(
 ) -> None:
     store, held, broken = Store(tmp_path_factory.mktemp("findings")), collections.Counter[str](), []
     for law, each in itertools.product(LAWS, alike):
-        with Check(f"tests/right.py:{each.__name__}", [law], FEW, seed=7, workers=[worker], store=store) as check:
+        with Check(Settings(f"tests/right.py:{each.__name__}", [law], FEW, 7), [worker], store) as check:
             (report,) = check.run()
         held[each.__name__] += report.verdict is Verdict.HOLDS
         broken += [report.run or report.reason] if report.verdict is Verdict.BROKEN else []
@@ -44,6 +46,6 @@ def test_tf32_products_are_within_their_own_bound_and_over_the_float32_one(
     products: str, verdict: Verdict, worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     store = Store(tmp_path_factory.mktemp("findings"))
-    with Check("tests/right.py:Tf32", ["oracle"], FEW, seed=7, workers=[worker], store=store, products=products) as check:
+    with Check(Settings("tests/right.py:Tf32", ["oracle"], FEW, 7, products=products), [worker], store) as check:
         (report,) = check.run()
     assert report.verdict is verdict, report.run

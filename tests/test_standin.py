@@ -16,19 +16,25 @@ from torch.utils.checkpoint import checkpoint
 
 from oracles import disturbed
 from properties.books import book_of
-from properties.paths import PATH_LAWS, PathDomain
+from properties.path_domain import PathDomain
+from properties.path_laws import PATH_LAWS
 from properties.strategies import Example
 from tests import right, standin
-from verify import comm
-from verify import device as devices
-from verify import run as run_module
-from verify.adapter import AdapterError
-from verify.bench import AdapterBench
-from verify.drawing import seeded
-from verify.outcome import Outcome, Verdict
-from verify.parallel import RankBench
-from verify.run import Run, adapter_of, execute
-from verify.zoo import base, gates, modules, pools
+from verify.adapters.loader import AdapterError
+from verify.engine.drawing import seeded
+from verify.execution import judging
+from verify.execution.bench import AdapterBench
+from verify.execution.execute import execute
+from verify.execution.judging import adapter_of
+from verify.execution.path_bench import RankBench
+from verify.execution.run import Run
+from verify.gpu import device as devices
+from verify.process.outcome import Outcome, Verdict
+from verify.ranks import collectives as comm
+from verify.zoo import base
+from verify.zoo import wrong_gates as gates
+from verify.zoo import wrong_modules as modules
+from verify.zoo import wrong_pools as pools
 
 if torch.__version__ < (2, 13):  # a TorchVersion compares as a version
     pytest.skip("the stand-in is made of what torch 2.13 has; with 2.11 its operations call themselves", allow_module_level=True)
@@ -436,7 +442,7 @@ PAIRS = [
 def outcomes(name: str, law: str, count: int, monkeypatch: pytest.MonkeyPatch, device: str = DEVICE) -> list[tuple[Run, Outcome]]:
     """What a few cases of a law come to, more where all were blind, on the stand-in unless another device is named."""
     adapter = RIGHT[name]
-    monkeypatch.setitem(run_module._LOADED, name, adapter)
+    monkeypatch.setitem(judging._LOADED, name, adapter)
     domain: Any = adapter.domain
     domain = dataclasses.replace(domain, **FIELDS) if isinstance(domain, PathDomain) else domain
     found: list[tuple[Run, Outcome]] = []

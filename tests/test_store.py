@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from verify.store import Store
+from verify.findings.store import Store
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FINDING = {"stage": "found", "run": "law=oracle adapter=a.py:B lengths=1", "findings": []}
@@ -65,7 +65,9 @@ def test_runs_of_several_threads_are_under_way_together(tmp_path: pathlib.Path) 
 
 
 def test_run_of_a_killed_check_is_told_once(tmp_path: pathlib.Path) -> None:
-    program = "import os, sys; from verify.store import Store; Store(sys.argv[1]).begin('law=cut at=3'); os.kill(os.getpid(), 9)"
+    program = (
+        "import os, sys; from verify.findings.store import Store; Store(sys.argv[1]).begin('law=cut at=3'); os.kill(os.getpid(), 9)"
+    )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
     assert done.returncode == -9
     assert Store(tmp_path).left_behind() == ["law=cut at=3"]
@@ -146,7 +148,7 @@ def test_disk_that_fills_up_between_two_findings_keeps_the_first(tmp_path: pathl
 
 def test_two_checks_at_once_mix_no_lines(tmp_path: pathlib.Path) -> None:
     program = (
-        "import sys; from verify.store import Store; store = Store(sys.argv[1])\n"
+        "import sys; from verify.findings.store import Store; store = Store(sys.argv[1])\n"
         "for i in range(50): store.begin(str(i)); store.keep({'who': sys.argv[2], 'text': 'x' * 20000}); store.end()\n"
         "store.close()"
     )

@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 
-from oracles.case import Case
+from properties.cases.rule_case import Case
 from properties.domain import Domain
 from properties.strategies import Example
-from verify import cli, sweep
-from verify.check import describe
-from verify.store import Store
-from verify.sweep import CASES, KEYS, LAWS, Sweep, Swept, examples_of
-from verify.tuning import read_denied
-from verify.worker import Worker
+from verify.cli import exits
+from verify.cli import main as cli
+from verify.engine import sweep
+from verify.engine.asking import describe
+from verify.engine.sweep import CASES, KEYS, LAWS, Sweep, Swept, examples_of
+from verify.findings.store import Store
+from verify.gpu.autotune import read_denied
+from verify.process.worker import Worker
 
 CASE = Case(lengths=(40,), key_dim=8, value_dim=8, backward=False)
 
@@ -91,7 +93,8 @@ def test_the_command_prints_the_sweep_and_keeps_a_deny_list(
     monkeypatch.setattr(sweep, "examples_of", shorter)
     deny = tmp_path / "deny.jsonl"
     words = ["check", "tests/autotuned.py:WrongAt64", "--tune", "sweep", "--device", "cpu", "--workers", "1", "--seed", "1"]
-    assert cli.main([*words, "--deny", str(deny), "--findings", str(tmp_path / "f"), "--json", str(tmp_path / "out")]) == cli.BROKEN
+    words += ["--deny", str(deny), "--findings", str(tmp_path / "f"), "--json", str(tmp_path / "out")]
+    assert cli.main(words) == exits.BROKEN
     out = capsys.readouterr().out
     assert "WRONG    " in out
     assert "2 wrong of " in out
@@ -100,7 +103,7 @@ def test_the_command_prints_the_sweep_and_keeps_a_deny_list(
     # With the list nothing wrong is drawn, whatever the number.
     line = "law=oracle adapter=tests/autotuned.py:WrongAt64 lengths=40 key_dim=8 value_dim=8 backward=no tune="
     for tune in (1, 2):  # 1 drew a wrong one
-        assert cli.main(["repeat", f"{line}{tune}", "--deny", str(deny), "--findings", str(tmp_path / "f")]) == cli.HOLDS
+        assert cli.main(["repeat", f"{line}{tune}", "--deny", str(deny), "--findings", str(tmp_path / "f")]) == exits.HOLDS
 
 
 def test_a_sweep_draws_few_keys_with_several_chunks_and_a_backward() -> None:

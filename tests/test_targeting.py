@@ -8,25 +8,28 @@ from typing import Any
 
 import pytest
 
-from oracles.case import BETAS, GATES, VALUES
 from oracles.counter import mix_words
 from properties.books import book_of
+from properties.cases.rule_case import BETAS, GATES, VALUES
 from properties.domain import Domain
-from properties.laws import LAWS, Law
-from properties.layers import LayerDomain
-from properties.modules import ModuleDomain
+from properties.laws import Law
+from properties.layer_domain import LayerDomain
+from properties.module_domain import ModuleDomain
 from properties.palette import draw_palette, key_of, suits
-from properties.paths import PathDomain
-from properties.pools import PoolDomain
+from properties.path_domain import PathDomain
+from properties.pool_domain import PoolDomain
+from properties.rule_laws import LAWS
 from properties.strategies import Example
 from tests.answering import Answering
-from verify import climb as climb_module
-from verify.check import PROFILES, Check, Profile
-from verify.climb import LEAST, climb, climbed
-from verify.drawing import seeded
-from verify.outcome import Verdict
-from verify.run import Run
-from verify.store import Store
+from verify.engine import climb as climb_module
+from verify.engine.check import Check
+from verify.engine.climb import LEAST, climb, climbed
+from verify.engine.drawing import seeded
+from verify.engine.law_check import Settings
+from verify.engine.profiles import PROFILES, Profile
+from verify.execution.run import Run
+from verify.findings.store import Store
+from verify.process.outcome import Verdict
 
 RIGHT = f"{pathlib.Path(__file__).parent}/right.py:Chunkwise"
 SEEDS = range(6)
@@ -60,7 +63,7 @@ def drawn(law: Law, seed: int, count: int, domain: Any = DOMAIN) -> list[Example
 def greatest(seed: int, tmp_path: pathlib.Path, *, climbs: bool, ratio: Callable[[Example], float] = corner) -> float:
     """The greatest error over bound that a check of 160 cases comes to."""
     worker = Answering(lambda run: ratio(run.example))
-    with Check(RIGHT, ["oracle"], Profile("some", 40), seed, [worker], Store(tmp_path), climbs=climbs) as check:
+    with Check(Settings(RIGHT, ["oracle"], Profile("some", 40), seed, climbs=climbs), [worker], Store(tmp_path)) as check:
         (report,) = check.run()
     assert (report.verdict, len(worker.asked), sum(report.counts.values())) == (Verdict.HOLDS, 160, 160)
     assert len(set(worker.asked)) == 160, "no case is asked twice"
@@ -98,7 +101,7 @@ def test_a_climb_that_is_told_nothing_comes_no_nearer(plain: list[float], tmp_pa
 def test_a_law_that_a_climb_breaks_is_reported_as_one_that_drawing_breaks(tmp_path: pathlib.Path) -> None:
     best = max(corner(example) for example in drawn(LAWS["cut"], 0, 60))
     worker = Answering(lambda run: 0.99 * corner(run.example) / best)  # no drawn case is over the bound
-    with Check(RIGHT, ["cut"], Profile("some", 120), 0, [worker], Store(tmp_path), climbs=True) as check:
+    with Check(Settings(RIGHT, ["cut"], Profile("some", 120), 0, climbs=True), [worker], Store(tmp_path)) as check:
         (report,) = check.run()
     assert report.verdict is Verdict.BROKEN
     assert 60 < sum(report.counts.values()) <= 120, "drawn cases come first"
@@ -210,7 +213,7 @@ def test_laws_to_the_bit_and_short_ones_are_drawn_only() -> None:
 
 def test_half_of_a_climbing_check_is_drawn_and_all_of_a_law_to_the_bit(tmp_path: pathlib.Path) -> None:
     worker = Answering(lambda run: corner(run.example))
-    with Check(RIGHT, ["cut", "pure"], Profile("some", 40), 3, [worker], Store(tmp_path), climbs=True) as check:
+    with Check(Settings(RIGHT, ["cut", "pure"], Profile("some", 40), 3, climbs=True), [worker], Store(tmp_path)) as check:
         check.run()
     asked = {law: [Run.parse(line).example for line in worker.asked if line.startswith(f"law={law} ")] for law in ("cut", "pure")}
     assert asked["cut"][:20] == drawn(LAWS["cut"], 3, 20)

@@ -12,23 +12,26 @@ from torch import Tensor
 
 from oracles import bound, gates
 from oracles.bound import Bound
-from oracles.case import Case
 from oracles.gates import GDN_GATE
 from oracles.operation import Inputs
 from oracles.rounding import Arithmetic, summed
+from properties.cases.rule_case import Case
 from properties.domain import Domain
-from properties.laws import LAWS
 from properties.palette import key_of
+from properties.rule_laws import LAWS
 from properties.strategies import Example, cases
-from verify import known
-from verify.adapter import Adapter
-from verify.check import BATCH, POOLED, TRUTHS, ask_all, most_at_once, of_one_key
-from verify.drawing import seeded
-from verify.outcome import FailureKind, Finding, Outcome, Verdict
-from verify.run import Run, adapter_of, execute
-from verify.store import Store
-from verify.together import LAW, MOST, NUMBERS, Bounds, numbers, of_calls, together
-from verify.worker import Worker, WorkerLost
+from verify.adapters.base import Adapter
+from verify.engine.asking import BATCH, POOLED, TRUTHS, ask_all, most_at_once, of_one_key
+from verify.engine.drawing import seeded
+from verify.execution.execute import execute
+from verify.execution.judging import adapter_of
+from verify.execution.run import Run
+from verify.execution.shared_bounds import LAW, MOST, NUMBERS, Bounds, numbers, of_calls, together
+from verify.findings import known
+from verify.findings.store import Store
+from verify.process.messages import RunMany, RunOne
+from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
+from verify.process.worker import Worker, WorkerLost
 
 RIGHT = "tests/right.py:Chunkwise"
 SIZE = 1.6  # of 32 runs each, on other grids: how much more a tensor may be allowed together than alone, or less
@@ -266,7 +269,7 @@ def test_calls_are_no_larger_than_they_may_be(monkeypatch: pytest.MonkeyPatch) -
     assert sizes(*wide) == [3, 3]
     long = [dataclasses.replace(case, lengths=(2 * third,)) for case in wide[:2]]
     assert calls_of(runs_of(*long)) == [None, None]
-    monkeypatch.setattr("verify.together.fitting", lambda most, _: 2 * most // 3)  # of a GPU with less memory
+    monkeypatch.setattr("verify.execution.shared_bounds.fitting", lambda most, _: 2 * most // 3)  # of a GPU with less memory
     assert sizes(*wide) == [2, 2, 2]
 
 
@@ -346,7 +349,7 @@ def test_a_wrong_implementation_is_seen_whoever_shares_its_call(adapter: str, br
     assert (Verdict.BROKEN in apart) == broken
 
 
-@pytest.mark.parametrize(("adapter", "broken"), [("verify/zoo/gates.py:Stepwise", False), ("zoo/ForgetsDtBias", True)])
+@pytest.mark.parametrize(("adapter", "broken"), [("verify/zoo/wrong_gates.py:Stepwise", False), ("zoo/ForgetsDtBias", True)])
 def test_so_is_one_with_its_gate_in_the_kernel(adapter: str, broken: bool) -> None:  # noqa: FBT001
     apart, shared = verdicts(adapter, in_kernel="gate", dt_bias=True)
     assert shared == apart
@@ -417,19 +420,21 @@ reason = "for a test"
         return Outcome(Verdict.BROKEN if found else Verdict.HOLDS, findings).to_json()
 
     class Answers:
-        def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        def ask(self, question: RunOne | RunMany) -> dict[str, Any]:
             asked.append(question)
-            return {"outcomes": [outcome(line) for line in question["runs"]]} if "runs" in question else outcome(question["run"])
+            if isinstance(question, RunMany):
+                return {"outcomes": [outcome(line) for line in question.lines]}
+            return outcome(question.line)
 
     cases_ = [Case((tokens,), dtype="bf16") for tokens in came]
     runs, worker = runs_of(*cases_, Case((6,), dtype="fp32"), adapter="fla/chunk"), Answers()
     got = [each.verdict for each in ask_all(runs, worker, Store(tmp_path), defects)]  # type: ignore[arg-type]
     assert got == [Verdict.BROKEN] * 3 + [Verdict.HOLDS] * 2
-    assert asked[0]["excused"] == [{"dg": 4.0}] * 4 + [{}]
-    assert asked[1:] == [{"run": str(runs[1])}, {"run": str(runs[2])}]
+    assert asked[0].excused == [{"dg": 4.0}] * 4 + [{}]
+    assert asked[1:] == [RunOne(str(runs[1])), RunOne(str(runs[2]))]
     asked.clear()
     assert [each.verdict for each in ask_all(runs[:1], worker, Store(tmp_path), defects)] == [Verdict.BROKEN]  # type: ignore[arg-type]
-    assert asked == [{"runs": [str(runs[0])], "excused": [{"dg": 4.0}]}]
+    assert asked == [RunMany([str(runs[0])], [{"dg": 4.0}])]
 
 
 def test_a_question_is_of_one_compile_key() -> None:

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oracles.line import split_line
-from verify import tuning
-from verify.tuning import (
+from properties.cases.line import split_line
+from verify.gpu import autotune as tuning
+from verify.gpu.autotune import (
     NATIVE,
     Denied,
     Policy,

@@ -19,13 +19,16 @@ from typing import Any
 import pytest
 
 from tests.processes import alive, children, gone, opened
-from verify import ahead, comm, forks
-from verify.bench import AdapterBench
-from verify.forks import importing
-from verify.outcome import Outcome
-from verify.parallel import RankBench
-from verify.stacks import Frame, Mark, frames, in_implementation, innermost, marked
-from verify.worker import DUMP_S, Worker, WorkerLost, interrogate
+from verify.execution import oracle_process as ahead
+from verify.execution.bench import AdapterBench
+from verify.execution.path_bench import RankBench
+from verify.process import fork_server as forks
+from verify.process.fork_server import importing
+from verify.process.messages import RunOne
+from verify.process.outcome import Outcome
+from verify.process.stacks import Frame, Mark, frames, in_implementation, innermost, marked
+from verify.process.worker import DUMP_S, Worker, WorkerLost, interrogate
+from verify.ranks import collectives as comm
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOKENS_OVER_20 = "gate=forever beta=one values=one_hot scale=one backward=no lengths=25"
@@ -137,8 +140,8 @@ def worker() -> Iterator[Worker]:
         yield one
 
 
-def question(adapter: str) -> dict[str, str]:
-    return {"run": f"law=recall adapter={adapter} {TOKENS_OVER_20}"}
+def question(adapter: str) -> RunOne:
+    return RunOne(f"law=recall adapter={adapter} {TOKENS_OVER_20}")
 
 
 def lose(worker: Worker, adapter: str, deadline_s: float = 20.0) -> WorkerLost:
@@ -180,7 +183,7 @@ def test_lost_worker_says_how_and_where_and_the_next_question_is_answered(
 
 def test_stack_of_a_hung_worker_is_in_the_tail(worker: Worker) -> None:
     lost = lose(worker, "zoo/Hangs", 0.5)
-    assert "verify/run.py" in lost.tail
+    assert "verify/execution/run.py" in lost.tail
     assert "in execute" in lost.tail
 
 
@@ -223,7 +226,7 @@ def test_flood_of_noise_is_answered_and_forgotten_at_the_next_question(worker: W
 
 
 def test_flood_that_lasts_is_cut_off_meanwhile(worker: Worker, kernels: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.worker.NOISE_BYTES", 4_000_000)
+    monkeypatch.setattr("verify.process.worker.NOISE_BYTES", 4_000_000)
     assert worker.ask(question(f"{kernels}:FloodsForLong"))["verdict"] == "holds"
     assert os.fstat(worker._errors.fileno()).st_size < 25_000_000
 
@@ -403,7 +406,7 @@ def test_stopped_worker_is_hung(worker: Worker) -> None:
 
 def test_answer_larger_than_a_pipe_arrives_whole(worker: Worker) -> None:
     name = "x" * 300_000
-    answer = worker.ask({"run": f"law=oracle adapter={name} lengths=1"})
+    answer = worker.ask(RunOne(f"law=oracle adapter={name} lengths=1"))
     assert name in json.dumps(answer)
 
 
@@ -518,9 +521,10 @@ def test_interrupted_question_does_not_answer_the_next_one(worker: Worker, monke
 
 HOLDER = """
 import sys
-from verify.worker import Worker
+from verify.process.messages import RunOne
+from verify.process.worker import Worker
 with Worker({deadline_s}) as worker:
-    worker.ask({{"run": sys.argv[1]}})
+    worker.ask(RunOne(sys.argv[1]))
 """
 
 
@@ -530,7 +534,7 @@ def test_worker_ends_when_its_supervisor_is_killed(
 ) -> None:
     sign = tmp_path / "sign"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "GDN_VERIFY_SIGN": str(sign)}
-    line = question(f"{kernels}:{adapter}")["run"]
+    line = question(f"{kernels}:{adapter}").line
     holder = subprocess.Popen([sys.executable, "-c", HOLDER.format(deadline_s=2), line], env=environment, cwd=tmp_path)
     pid = int(written(sign))
     assert alive(pid)
@@ -552,8 +556,9 @@ def test_worker_finds_modules_where_its_supervisor_does_and_in_the_same_order(tm
     )
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from verify.worker import Worker\n"
-        "with Worker() as worker: print(worker.ask({'describe': sys.argv[2]})['error'])\n"
+        "from verify.process.messages import Describe\n"
+        "from verify.process.worker import Worker\n"
+        "with Worker() as worker: print(worker.ask(Describe(sys.argv[2]))['error'])\n"
     )
     path = os.pathsep.join([str(tmp_path / "second"), str(ROOT)])
     said = subprocess.run(

@@ -13,28 +13,34 @@ from typing import Any
 import pytest
 import torch
 
-from oracles.case import Case
 from oracles.operation import Inputs
-from properties.laws import LAWS
-from verify import cli, worker
-from verify.adapter import AdapterError, check_spec, load
-from verify.check import Profile
-from verify.drawing import seeded
-from verify.outcome import FailureKind, Finding, Outcome, Verdict
-from verify.run import Run, execute
-from verify.shrink import Shrunk
+from properties.cases.rule_case import Case
+from properties.rule_laws import LAWS
+from verify.adapters.loader import AdapterError, check_spec, load
+from verify.cli import exits
+from verify.cli import main as cli
+from verify.cli import zoo_command as command
+from verify.engine.drawing import seeded
+from verify.engine.profiles import Profile
+from verify.engine.shrink import Shrunk
+from verify.execution.execute import execute
+from verify.execution.run import Run
+from verify.process import worker
+from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 from verify.zoo import animals as registry
-from verify.zoo import base, command, hunt, page, rules, suite, table
+from verify.zoo import base, hunt, page, suite, trials
+from verify.zoo import kill_table as table
+from verify.zoo import wrong_rules as rules
 from verify.zoo.animals import animals, chosen, labelled, of_module, right_of, rights
 from verify.zoo.hunt import Hunt, summary
-from verify.zoo.suites import SUITES
+from verify.zoo.published_suites import SUITES
 
 FOLDER = pathlib.Path(registry.__file__).parent
 OWN = '''
 import os
 import torch
 from verify.zoo.base import Chunkwise
-from verify.zoo.rules import DropsState as _DropsState
+from verify.zoo.wrong_rules import DropsState as _DropsState
 
 class Harmless(Chunkwise):
     """It is right, and called an animal."""
@@ -356,7 +362,7 @@ def test_interrupted_it_prints_what_is_known(capfd: pytest.CaptureFixture[str], 
 )
 def test_bad_usage_is_one_line_before_any_work(capfd: pytest.CaptureFixture[str], own: str, words: list[str], message: str) -> None:
     code, out, err = run(capfd, *words)
-    assert (code, out) == (cli.USAGE, "")
+    assert (code, out) == (exits.USAGE, "")
     assert message in err
     assert err.count("\n") == 1
 
@@ -367,7 +373,7 @@ def test_a_page_that_cannot_be_made_here_is_said_before_any_work(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     code, _, err = run(capfd, "LeaksState", "--html", "page.html")
-    assert code == cli.USAGE
+    assert code == exits.USAGE
     assert "pip install 'gdn-verify[zoo]'" in err
 
 
@@ -405,15 +411,15 @@ def test_a_kill_is_shaded_the_darker_the_sooner() -> None:
 
 def asked(name: str, *several: str) -> list[list[bool]]:
     """Whether a suite accepts some animals, case by case: all are asked a case at a time, whose reference they share."""
-    count = suite.answer({"suite": name})["cases"]
-    said = [[suite.answer({"suite": name, "animal": each, "case": index}) for each in several] for index in range(count)]
+    count = trials.answer({"suite": name})["cases"]
+    said = [[trials.answer({"suite": name, "animal": each, "case": index}) for each in several] for index in range(count)]
     assert not [each for case in said for each in case if "error" in each]
     return [[case[place]["accepted"] for case in said] for place in range(len(several))]
 
 
 @pytest.mark.parametrize("name", [name for name in SUITES if name != "assert-close"])
 def test_published_suites_accept_right_code_and_reject_gross_but_not_subtle_errors(name: str) -> None:
-    right, gross, subtle = asked(name, suite.RIGHT, "zoo/DropsState", "zoo/EpsTenTimes")
+    right, gross, subtle = asked(name, trials.RIGHT, "zoo/DropsState", "zoo/EpsTenTimes")
     assert all(right), f"{name} rejects right code"
     assert not all(gross), f"{name} does not notice that the state is dropped"
     assert all(subtle), f"{name} notices an eps that is ten times as large"
@@ -428,7 +434,7 @@ def test_twin_of_a_decay_by_the_thread_errs_as_much_as_its_fix_reports() -> None
     fixed = SUITES["flashinfer"]()
     inputs, _ = suite.call([*fixed.cases()][-1])
     want = fixed.reference(inputs, None)["final_state"]
-    error = (suite.called(rules.DecayTokenByThread(), inputs, None, None)["final_state"].double() - want).abs()
+    error = (trials.called(rules.DecayTokenByThread(), inputs, None, None)["final_state"].double() - want).abs()
     assert 0.8e-2 < float(error.max()) < 1.2e-2
     over = error > 1e-3 + 1e-4 * want.abs()
     assert 5500 < int(over.sum()) < 7200
@@ -458,13 +464,13 @@ def test_twin_of_a_decay_by_the_thread_is_wrong_in_the_channels_of_the_wrong_thr
 
 
 def test_suites_are_about_the_rule_of_an_explicit_gate_alone() -> None:
-    asked_for = {name for name, animal in animals().items() if suite.is_asked(animal)}
+    asked_for = {name for name, animal in animals().items() if trials.is_asked(animal)}
     assert {"LeaksState", "Hangs"} <= asked_for
     assert not asked_for & {"EvenRows", "ForgetsDtBias", "NeverErases", "ConvLeaks", "WritesBf16"}
 
 
 def test_assert_close_by_its_defaults_rejects_right_code_in_half_precision() -> None:
-    (right,) = asked("assert-close", suite.RIGHT)
+    (right,) = asked("assert-close", trials.RIGHT)
     assert right[:2] == [True, True], "float32"
     assert not any(right[2:])
 
@@ -510,8 +516,8 @@ def test_chunks_of_the_suites_length_are_asked_for_and_no_longer() -> None:
 
     one = Looks()
     inputs, cotangents = suite.call(next(iter(SUITES["transformers"]().cases())))
-    suite.called(one, inputs, cotangents, 4)
-    suite.called(one, inputs, cotangents, None)
+    trials.called(one, inputs, cotangents, 4)
+    trials.called(one, inputs, cotangents, None)
     assert seen == [4, 64]
 
 

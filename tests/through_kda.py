@@ -3,7 +3,8 @@
 from torch import Tensor
 
 from oracles.operation import Inputs
-from verify.adapter import Adapter, Domain
+from properties.domain import Domain
+from verify.adapters.base import Adapter
 
 
 class Unsaid(Adapter):

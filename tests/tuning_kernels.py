@@ -26,8 +26,9 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import KernelInterface
 
-from verify import interpreter, tuning
-from verify.tuning import NATIVE, Denied, Policy, TuningError, infeasible, known, narrow, plan, preference, using
+from verify import interpreter
+from verify.gpu import autotune as tuning
+from verify.gpu.autotune import NATIVE, Denied, Policy, TuningError, infeasible, known, narrow, plan, preference, using
 
 times_each = Autotuner._bench  # before the interpreter lets all configurations tie
 interpreter.install()
@@ -525,8 +526,9 @@ def fla_checks() -> Iterator[tuple[str, Callable[[], None]]]:
         yield "configurations_on_file", check_configurations_on_file
 
         def check_chunk_kernels() -> None:
-            from verify.outcome import Verdict
-            from verify.run import Run, execute
+            from verify.execution.execute import execute
+            from verify.execution.run import Run
+            from verify.process.outcome import Verdict
 
             line = "law=oracle adapter=fla/chunk lengths=65 heads=1 value_heads=1 key_dim=24 value_dim=40 dtype=fp16 state=random"
             runs = []

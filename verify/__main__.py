@@ -2,12 +2,12 @@
 
 import sys
 
-from verify import early
-from verify.forks import importing
+from verify.process import prestart as early
+from verify.process.fork_server import importing
 
 if __name__ == "__main__":
     early.begin(sys.argv[1:])
     with importing():
-        from verify.cli import main
+        from verify.cli.main import main
 
     sys.exit(main())

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from verify.adapter import Adapter, Domain
+from properties.domain import Domain
+from verify.adapters.base import Adapter
 
 REQUIRES = {"fla-core": "0.6.0", "triton": "3.7.1"}
 INSIDE = ("none", "gate", "beta", "both")

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs, sequences
-from oracles.pool_case import BLOCK_SIZES
-from verify.adapter import Domain, PoolDomain
+from properties.cases.pool_case import BLOCK_SIZES
+from properties.domain import Domain
+from properties.pool_domain import PoolDomain
 from verify.adapters.fla import FlaAdapter, call
 
 TOKENS = ("q", "k", "v", "g", "beta")

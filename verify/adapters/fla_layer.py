@@ -8,7 +8,8 @@ from torch import Tensor
 
 from oracles.layer import Layer as Widths
 from oracles.operation import Inputs
-from verify.adapter import Adapter, LayerDomain
+from properties.layer_domain import LayerDomain
+from verify.adapters.base import Adapter
 from verify.adapters.fla import REQUIRES, decorating_later
 
 Answer = tuple[Tensor, Tensor | None, Tensor | None]

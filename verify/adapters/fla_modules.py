@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.modules import ModuleDomain
+from properties.module_domain import ModuleDomain
 from verify.adapters.fla import FlaAdapter
 
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.paths import MODEL_WIDTHS
-from verify.adapter import PathAdapter, PathDomain
+from properties.path_domain import MODEL_WIDTHS, PathDomain
+from verify.adapters.base import PathAdapter
 from verify.adapters.fla import REQUIRES, call
-from verify.comm import Distributed, Place
+from verify.ranks.collectives import Distributed, Place
 
 LAYOUTS = {"contiguous": "contiguous", "zigzag_batch": "zigzag"}  # FLA's zigzag is of all sequences as one stream
 _DOMAIN: dict[str, Any] = {

@@ -2,8 +2,8 @@
 
 They are those of an installed megatron-core that has them, else of the checkout that --path names. Context parallelism is
 Megatron's own, over the ranks' process group; where ranks are simulated its all-to-all is replaced (`_all_to_all`). Tensor
-parallelism is in the projections, which Megatron leaves to whoever builds the module: here they are plain ones over verify.comm. On
-a CPU its functions are not compiled, and it is told that the current device is the CPU.
+parallelism is in the projections, which Megatron leaves to whoever builds the module: here they are plain ones over
+verify.ranks.collectives. On a CPU its functions are not compiled, and it is told that the current device is the CPU.
 """
 
 import functools
@@ -18,10 +18,10 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name
 from torch import Tensor, nn
 
 from oracles.operation import Inputs
-from properties.paths import MODEL_WIDTHS
-from verify.adapter import PathAdapter, PathDomain
+from properties.path_domain import MODEL_WIDTHS, PathDomain
+from verify.adapters.base import PathAdapter
 from verify.adapters.fla import REQUIRES
-from verify.comm import Comm, Distributed, Place, copy_to, exchange, gather_from, reduce_from, scatter_to
+from verify.ranks.collectives import Comm, Distributed, Place, copy_to, exchange, gather_from, reduce_from, scatter_to
 
 # What is used of it: as it has these, it has the rest.
 WANTED = {

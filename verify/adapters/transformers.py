@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from oracles.operation import Inputs
-from verify.adapter import Adapter, Domain
+from properties.domain import Domain
+from verify.adapters.base import Adapter
 
 REQUIRES = {"transformers": "5.23.0"}
 _DOMAIN: dict[str, Any] = {"packed": False, "scale": False}

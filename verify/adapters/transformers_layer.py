@@ -16,7 +16,8 @@ from torch import Tensor
 
 from oracles.layer import Layer
 from oracles.operation import Inputs
-from verify.adapter import Adapter, LayerDomain
+from properties.layer_domain import LayerDomain
+from verify.adapters.base import Adapter
 from verify.adapters.transformers import REQUIRES
 
 KERNELS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update")

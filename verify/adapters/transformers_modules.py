@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from properties.modules import ModuleDomain
-from verify.adapter import Adapter
+from properties.module_domain import ModuleDomain
+from verify.adapters.base import Adapter
 from verify.adapters.transformers import REQUIRES
 
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from oracles.bound import Bound, bounds
 from oracles.operation import Inputs, Operation, gradient_name
-from verify.bench import poisoned
 from verify.claims.timing import Call, Clock, Effort, measured
-from verify.judge import judge, where
-from verify.outcome import Finding
+from verify.execution.bench import poisoned
+from verify.execution.judge import judge, where
+from verify.process.outcome import Finding
 
 Tensors = tuple[Tensor, ...]
 Form = Callable[[Inputs], Tensors]
@@ -23,7 +23,7 @@ Form = Callable[[Inputs], Tensors]
 
 @dataclasses.dataclass(frozen=True)
 class Contest:
-    """Forms of one operation by name. `timed` and `judged` are the cases (as oracles/case.py) that they are run on.
+    """Forms of one operation by name. `timed` and `judged` are the cases (as properties/cases/rule_case.py) that they are run on.
 
     A form returns tensors from which `join` makes the operation's `outputs`; `split` makes their cotangents of the outputs'.
     `prepare` lays the inputs out as they come in a model. `algorithm` and `chunk` name the bound's class, see oracles/bound.py.

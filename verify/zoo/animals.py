@@ -8,7 +8,9 @@ import pathlib
 import re
 from collections.abc import Iterable, Mapping
 
-from verify.adapter import ZOO, Adapter, PathAdapter, load
+from verify.adapters.base import Adapter, PathAdapter
+from verify.adapters.loader import load
+from verify.adapters.registry import ZOO
 
 # Classes of defects, as in the record of incidents; "-" is a mistake that no incident on record made.
 LETTERS = {
@@ -95,6 +97,11 @@ def animals() -> Mapping[str, Animal]:
                     raise ValueError(f"two animals are called {animal.name}, in {modules}")
                 found[animal.name] = animal
     return found
+
+
+def by_spec() -> Mapping[str, type[Adapter] | type[PathAdapter]]:
+    """Every adapter of the zoo, right and wrong, by its name as an adapter."""
+    return {**rights(), **{animal.spec: animal.kind for animal in animals().values()}}
 
 
 def rights() -> Mapping[str, type[Adapter] | type[PathAdapter]]:

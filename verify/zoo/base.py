@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from verify.adapter import Adapter, Domain, LayerDomain, PoolDomain
+from properties.domain import Domain
+from properties.layer_domain import LayerDomain
+from properties.pool_domain import PoolDomain
+from verify.adapters.base import Adapter
 
 EPS = 1e-6
 

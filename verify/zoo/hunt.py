@@ -17,14 +17,16 @@ from typing import Any
 from oracles.counter import mix_words
 from properties.books import Book, book_of
 from properties.strategies import Example
-from verify.adapter import ZOO
-from verify.check import PROFILES, ask, explain
-from verify.drawing import seeded
-from verify.known import NO_DEFECTS
-from verify.outcome import Outcome, Verdict
-from verify.run import Run
-from verify.store import Store
-from verify.worker import Worker
+from verify.adapters.registry import ZOO
+from verify.engine.asking import ask
+from verify.engine.drawing import seeded
+from verify.engine.explaining import explain
+from verify.engine.profiles import PROFILES
+from verify.execution.run import Run
+from verify.findings.known import NO_DEFECTS
+from verify.findings.store import Store
+from verify.process.outcome import Outcome, Verdict
+from verify.process.worker import Worker
 from verify.zoo.animals import INCIDENTS, Animal, right_of
 
 PROFILE = PROFILES["quick"]

@@ -1,6 +1,7 @@
 """Mutants: kernels with one edit each, and the hunt in which the laws are asked about them.
 
-Each case runs once on the right kernels, watched (verify/zoo/launches.py). A mutant is then a forked child in which one kernel is
+Each case runs once on the right kernels, watched (verify/zoo/launch_edits.py). A mutant is then a forked child in which one
+kernel is
 exchanged. It first repeats the launches of a case that execute the edited statement: where all write the same bits, so does
 everything after them, and the law need not be asked. Where one differs, or leaves its tensors, the law is asked as `check` asks it,
 and the first that is broken has killed the mutant. A child that dies or hangs is killed by the law that it was asked about.
@@ -24,10 +25,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verify.outcome import Verdict
-from verify.run import Run, execute
+from verify.execution.execute import execute
+from verify.execution.run import Run
+from verify.process.outcome import Verdict
 from verify.zoo.edits import Edit
-from verify.zoo.launches import Kernel, Launch, Place, Watch, exchange
+from verify.zoo.launch_edits import Kernel, Launch, Place, Watch, exchange
 
 AT_ONCE = 32  # cases watched before mutants are asked about them
 HELD = 1 << 30  # bytes of watched launches that are held at most

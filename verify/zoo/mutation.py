@@ -23,19 +23,23 @@ from typing import Any
 
 import torch
 
-from oracles.case import Case
 from oracles.counter import mix_words
 from properties.books import book_of
+from properties.cases.rule_case import Case
 from properties.domain import Domain
 from properties.strategies import Example
-from verify import bench
-from verify import known as known_defects
-from verify.adapter import Adapter, AdapterError, installed, versions
-from verify.check import PROFILES, Profile
-from verify.drawing import seeded
-from verify.run import Run, adapter_of, execute
+from verify.adapters.base import Adapter
+from verify.adapters.loader import AdapterError, versions
+from verify.adapters.packages import installed
+from verify.engine.drawing import seeded
+from verify.engine.profiles import PROFILES, Profile
+from verify.execution import bench
+from verify.execution.execute import execute
+from verify.execution.judging import adapter_of
+from verify.execution.run import Run
+from verify.findings import known as known_defects
 from verify.zoo.edits import OPERATORS, edits
-from verify.zoo.launches import Watch, watch
+from verify.zoo.launch_edits import Watch, watch
 from verify.zoo.mutants import Fate, Hunt, Mutant
 
 ARGUED = pathlib.Path(__file__).with_name("equivalent.json")

@@ -22,7 +22,7 @@ def check() -> None:
 
 
 def page(data: dict[str, Any]) -> str:
-    """The page of a table's JSON (verify/zoo/table.py), with nothing in it that must be fetched."""
+    """The page of a table's JSON (verify/zoo/kill_table.py), with nothing in it that must be fetched."""
     import jinja2
 
     folder = pathlib.Path(__file__).parent

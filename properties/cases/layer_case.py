@@ -1,0 +1,194 @@
+"""Cases of the GDN layer on one rank: one printable line that rebuilds a call, with its parameters, states and cotangents.
+
+Parameters and hidden states are those of a case of properties/cases/path_case.py with one rank; all else comes from the same
+counter.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from oracles.counter import integers, mix_number
+from oracles.layer import GDN_LAYER, Layer
+from oracles.operation import DTYPES, Inputs, Operation
+from oracles.rounding import BITS
+from properties.cases.line import Line, check_choices, text_of
+from properties.cases.path_case import GATES, ParallelCase
+
+VALUES = ("ordinary", "scaled", "small", "zero_rows")
+STATES = ("none", "zero", "random")
+EPS = ("1e-6", "1e-5")
+_FIELDS: dict[str, Sequence[str]] = {
+    "operation": ("gdn_layer",),
+    "dtype": tuple(DTYPES),
+    "gate": GATES,
+    "values": VALUES,
+    "state": STATES,
+    "eps": EPS,
+    "offsets": ("int64", "int32"),
+}
+_STREAMS = {name: 56 + index for index, name in enumerate(("state", "conv_state", "dfinal_state", "dconv_state", "zeros", "pads"))}
+SMALL = 2.0**-8  # of hidden states: q and k are then about as small as the root of their norm's eps
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCase(Line):
+    """One call of the layer; fields at their defaults, the simplest values, are left out of the line.
+
+    `lengths` are tokens per sequence; packed (THD, `cu_seqlens`) or, when all are equal, a batch. `gate` is the heads' memory, by
+    A_log and dt_bias; `values` the regime of the hidden states. `cached`: the recurrent and the convolution's state come out, and
+    go in where `state` says so; without, the call is one of training.
+    """
+
+    LONG: ClassVar[dict[str, str]] = {"operation": "op"}
+    REGIMES: ClassVar[tuple[str, ...]] = ("dtype", "gate", "values", "cached", "state", "packed")
+    CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
+    # The words that a compiled kernel depends on: of state only whether it is none (properties/palette.py).
+    KEYS: ClassVar[tuple[str, ...]] = (
+        *("packed", "heads", "value_heads", "key_dim", "value_dim", "conv_width", "conv_bias", "dtype", "cached", "state"),
+        *("allow_neg_eigval", "offsets"),
+    )
+
+    lengths: tuple[int, ...]
+    operation: str = "gdn_layer"
+    packed: bool = False
+    heads: int = 1
+    value_heads: int = 1
+    key_dim: int = 8
+    value_dim: int = 8
+    hidden: int = 8
+    conv_width: int = 4
+    conv_bias: bool = False
+    dtype: str = "fp32"
+    gate: str = "long"
+    values: str = "ordinary"
+    cached: bool = False
+    state: str = "none"
+    eps: str = "1e-6"
+    allow_neg_eigval: bool = False
+    offsets: str = "int64"
+    backward: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choices(self, _FIELDS)
+        if not self.lengths or min(self.lengths) < 0:
+            raise ValueError(f"lengths must name at least one sequence, none negative, got {text_of(self.lengths)}")
+        if not self.packed and len(set(self.lengths)) > 1:
+            raise ValueError(f"lengths must all be equal unless packed=yes, got {text_of(self.lengths)}")
+        self.whole()  # ValueError for what no layer can be
+        if self.state != "none" and not self.cached:
+            raise ValueError(f"state={self.state} needs cached=yes: states that go in come out")
+
+    def __str__(self) -> str:
+        return f"op={self.operation} {super().__str__()}"  # always said: the line finds its book by it
+
+    @property
+    def spec(self) -> Operation:
+        """The operation's contract."""
+        return GDN_LAYER
+
+    def spec_of(self, inputs: Inputs) -> Operation:  # noqa: ARG002 - one signature for all cases
+        """The contract of a call like the case's."""
+        return GDN_LAYER
+
+    @property
+    def layer(self) -> Layer:
+        """The widths of the layer."""
+        return self.whole().layer
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all sequences together."""
+        return sum(self.lengths)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of inputs, outputs and gradients in float32, a plain measure of the case's size."""
+        layer = self.layer
+        wide = sum(layer.sections.values())
+        parameters = self.hidden * (wide + layer.sections["v"]) + layer.offsets()["z"] * self.conv_width
+        states = len(self.lengths) * (self.value_heads * self.key_dim * self.value_dim + layer.offsets()["z"] * self.conv_width)
+        return 8 * (self.tokens * (2 * self.hidden + 2 * wide) + parameters + 2 * states)
+
+    def starts(self) -> list[int]:
+        """The first token of each sequence, and the end of the last."""
+        return [0, *itertools.accumulate(self.lengths)]
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """The two axes of tokens: [1, T] packed, else [B, T]."""
+        return (1, self.tokens) if self.packed else (len(self.lengths), self.lengths[0])
+
+    def whole(self) -> ParallelCase:
+        """The case of one rank that has the same parameters; its only sequence has all tokens, and one more if they are odd."""
+        names = [field.name for field in dataclasses.fields(ParallelCase) if field.name in _SHARED]
+        fields: dict[str, Any] = {name: getattr(self, name) for name in names}
+        values = "scaled" if self.values == "scaled" else "ordinary"
+        return ParallelCase(**{**fields, "lengths": (self.tokens + self.tokens % 2,), "packed": False, "values": values})
+
+    def inputs(self, device: str | None = None) -> Inputs:
+        """The inputs, contiguous: hidden [B, T, D], every parameter by the contract's name, states or None, and options.
+
+        `pads` is None, or how many tokens at the start of each row of a batch are padding: an option that the contract lacks, since
+        what it says is the call without those.
+        """
+        inputs, layer, count = self.whole().inputs(device), self.layer, len(self.lengths)
+        hidden = self._tokens(inputs.hidden)
+        if self.values == "small":
+            hidden = hidden * SMALL
+        if self.values == "zero_rows":
+            hidden = hidden * (self._integers("zeros", self.batch, 2, device) != 0).unsqueeze(-1)
+        state = conv_state = None
+        if self.state != "none":
+            keep = float(self.state == "random")
+            state = keep / 4 * self._uniform("state", (count, layer.value_heads, layer.key_dim, layer.value_dim), device, "fp32")
+            conv_state = keep * self._uniform("conv_state", (count, layer.offsets()["z"], layer.conv_width), device)
+        offsets = torch.tensor(self.starts(), dtype=getattr(torch, self.offsets), device=device) if self.packed else None
+        own = {"hidden": hidden, "eps": float(self.eps), "cu_seqlens": offsets, "state": state, "conv_state": conv_state}
+        return Inputs(**{**inputs, **own, "output_final_state": self.cached, "pads": None})
+
+    def cotangents(self, device: str | None = None) -> dict[str, Tensor]:
+        """A random cotangent for every output, in its shape and dtype: of states only where they come out.
+
+        That of the convolution's state is zero in column 0, which no call reads (oracles/conv.py); cases of the convolution alone
+        (properties/cases/module_case.py) have one there.
+        """
+        layer, count = self.layer, len(self.lengths)
+        result = {"y": self._tokens(self.whole().cotangents(device)["y"])}
+        if self.cached:
+            shape = (count, layer.value_heads, layer.key_dim, layer.value_dim)
+            result["final_state"] = self._uniform("dfinal_state", shape, device, "fp32")
+            result["conv_state"] = self._uniform("dconv_state", (count, layer.offsets()["z"], layer.conv_width), device)
+            result["conv_state"][..., 0] = 0
+        return result
+
+    def pads(self) -> tuple[int, ...]:
+        """How many tokens of each row of a batch the law of left padding makes padding: none of one row, never all."""
+        numbers = self._integers("pads", (len(self.lengths),), 63, "cpu").tolist()
+        pads = [number % max(length, 1) for number, length in zip(numbers, self.lengths, strict=True)]
+        pads[numbers[0] % len(pads)] = 0 if len(pads) > 1 else pads[0]
+        return tuple(pads)
+
+    def _tokens(self, x: Tensor) -> Tensor:
+        """The tokens [B, T, D] of those of the whole case [1, T, D]."""
+        return x[:, : self.tokens].reshape(*self.batch, x.shape[-1]).contiguous()
+
+    def _uniform(self, name: str, shape: tuple[int, ...], device: str | None, dtype: str | None = None) -> Tensor:
+        """Uniform in [-1, 1), on a grid of as many bits as the dtype holds."""
+        dtype = dtype or self.dtype
+        whole = self._integers(name, shape, BITS[dtype], device)
+        return (whole.to(torch.float64) * 2.0 ** (1 - BITS[dtype])).to(DTYPES[dtype])
+
+    def _integers(self, name: str, shape: tuple[int, ...], bits: int, device: str | None) -> Tensor:
+        """Integers uniform in [-2^(bits-1), 2^(bits-1))."""
+        counter = torch.arange(math.prod(shape), dtype=torch.int64, device=device)
+        return integers((counter, mix_number(self.seed * 64 + _STREAMS[name]), bits))[0].view(shape)
+
+
+_SHARED = {field.name for field in dataclasses.fields(LayerCase)}

@@ -1,0 +1,326 @@
+"""Cases of a layer's modules (convolution, gates, norms): one printable line that rebuilds a call, bit for bit, everywhere.
+
+As in properties/cases/rule_case.py every number comes from a counter: splitmix64 of (seed, tensor, position), scaled by powers of
+two and rounded to the tensor's dtype.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from oracles.conv import CAUSAL_CONV1D
+from oracles.counter import integers, mix_number
+from oracles.gates import GDN_GATE, KDA_GATE, log_decay
+from oracles.norm import GATED_RMS_NORM, L2NORM
+from oracles.operation import DTYPES, Inputs, Operation
+from oracles.rounding import BITS, Arithmetic
+from properties.cases.line import Line, check_choices, text_of
+from properties.cases.rule_case import LOG_BITS
+
+MODULES = {each.name: each for each in (CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM)}
+VALUES = ("ordinary", "repeated", "zero_rows", "small", "scaled", "large", "whole")
+STATES = ("none", "zero", "random")
+ACTIVATIONS = ("none", "silu")
+EPS = {"1e-6": 1e-6, "1e-5": 1e-5, "default": None}
+SMALL = 2.0**-13  # about 1e-4: there a norm's eps of 1e-6 is no longer negligible
+# Of tokens' values: sigmoid(-128) is 0 in float32, softplus(128) is 128 and exp(128) overflows. The squares of an x under 64 are
+# numbers of fp16, their sum over many channels is not.
+LARGE = {"x": 64.0, "z": 128.0, "a": 128.0, "b": 128.0}
+MAX_TOKENS, MAX_SEQUENCES, MAX_WIDTH, MAX_HEADS, MAX_CONV_WIDTH = 2**20, 2**16, 8192, 1024, 64
+
+_CHOICES: dict[str, Sequence[str]] = {
+    "operation": tuple(MODULES),
+    "dtype": tuple(DTYPES),
+    "values": VALUES,
+    "state": STATES,
+    "activation": ACTIVATIONS,
+    "eps": tuple(EPS),
+    "offsets": ("int64", "int32"),
+}
+# The words that only some operations have.
+_OF = {
+    "packed": ("causal_conv1d",),
+    "heads": ("gdn_gate", "kda_gate", "l2norm", "gated_rms_norm"),
+    "width": ("causal_conv1d", "kda_gate", "l2norm", "gated_rms_norm"),
+    "conv_width": ("causal_conv1d",),
+    "bias": ("causal_conv1d",),
+    "weight": ("gated_rms_norm",),
+    "activation": ("causal_conv1d",),
+    "state": ("causal_conv1d",),
+    "final_state": ("causal_conv1d",),
+    "oldest": ("causal_conv1d",),
+    "eps": ("l2norm", "gated_rms_norm"),
+    "dt_bias": ("gdn_gate", "kda_gate"),
+    "beta": ("gdn_gate", "kda_gate"),
+    "allow_neg_eigval": ("gdn_gate", "kda_gate"),
+    "offsets": ("causal_conv1d",),
+}
+# Numbers of Case's and ParallelCase's tensors come from streams of their own.
+_STREAMS = {
+    name: 48 + index
+    for index, name in enumerate(
+        ("x", "z", "weight", "bias", "state", "a", "b", "A_log", "dt_bias", "dy", "dht", "dg", "dbeta", "scale", "zero")
+    )
+}
+
+
+def words_of(operation: str) -> tuple[str, ...]:
+    """The words of a line that not all operations have, but this one."""
+    return tuple(name for name, operations in _OF.items() if operation in operations)
+
+
+def _decays(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
+    return {"g": log_decay(x, arithmetic)}
+
+
+def _without_beta(operation: Operation) -> Operation:
+    return dataclasses.replace(
+        operation,
+        inputs=tuple(port for port in operation.inputs if port.name != "b"),
+        outputs=tuple(port for port in operation.outputs if port.name != "beta"),
+        forward=_decays,
+    )
+
+
+_DECAYS = {operation.name: _without_beta(operation) for operation in (GDN_GATE, KDA_GATE)}
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleCase(Line):
+    """One call of a module. Fields at their defaults, the simplest values, are left out of the line; `op` never is.
+
+    `lengths` are tokens per sequence, packed (of the convolution) or a batch. `heads` are H or HV, `width` is D, K or V. `values`
+    is the regime of what tokens carry; in `whole` all are small whole numbers, of which sums are exact. `beta=no` is the gate
+    without the strength of writing. `oldest=no`: no cotangent of the final state's column 0, which no output reads.
+    """
+
+    LONG: ClassVar[dict[str, str]] = {"operation": "op"}
+    REGIMES: ClassVar[tuple[str, ...]] = ("dtype", "values", "state", "activation", "eps")
+    CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _CHOICES
+    # The words that a compiled kernel depends on: of state only whether it is none (properties/palette.py).
+    KEYS: ClassVar[tuple[str, ...]] = (
+        *("packed", "heads", "width", "conv_width", "dtype", "bias", "weight", "activation", "state", "final_state"),
+        *("dt_bias", "beta", "allow_neg_eigval", "offsets"),
+    )
+
+    lengths: tuple[int, ...]
+    operation: str
+    packed: bool = False
+    heads: int = 1
+    width: int = 16
+    conv_width: int = 4
+    dtype: str = "fp32"
+    values: str = "ordinary"
+    bias: bool = False
+    weight: bool = True
+    activation: str = "none"
+    state: str = "none"
+    final_state: bool = True
+    oldest: bool = True
+    eps: str = "1e-6"
+    dt_bias: bool = True
+    beta: bool = True
+    allow_neg_eigval: bool = False
+    offsets: str = "int64"
+    backward: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choices(self, _CHOICES)
+        if not self.lengths or min(self.lengths) < 0:
+            raise ValueError(f"lengths must name at least one sequence, none negative, got {text_of(self.lengths)}")
+        if len(self.lengths) > MAX_SEQUENCES:
+            raise ValueError(f"lengths must name at most {MAX_SEQUENCES} sequences, got {len(self.lengths)}")
+        if sum(self.lengths) > MAX_TOKENS:
+            raise ValueError(f"lengths must add up to at most {MAX_TOKENS} tokens, got {sum(self.lengths)}")
+        for name, most in (("heads", MAX_HEADS), ("width", MAX_WIDTH), ("conv_width", MAX_CONV_WIDTH)):
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"{name} must be in 1..{most}, got {getattr(self, name)}")
+        plain = {field.name: field.default for field in dataclasses.fields(self)}
+        for name, operations in _OF.items():
+            if self.operation not in operations and getattr(self, name) != plain[name]:
+                raise ValueError(f"op={self.operation} has no {name}: it must be left out, got {text_of(getattr(self, name))}")
+        if not self.packed and len(set(self.lengths)) > 1:
+            raise ValueError(f"lengths must all be equal unless packed=yes, got {text_of(self.lengths)}")
+        if self.values == "whole" and (self.operation != "causal_conv1d" or self.activation != "none"):
+            raise ValueError(
+                f"values=whole needs op=causal_conv1d activation=none: only then is the answer exact, "
+                f"got op={self.operation} activation={self.activation}"
+            )
+        if self.allow_neg_eigval and not self.beta:
+            raise ValueError("allow_neg_eigval=yes needs beta=yes, which it doubles, got beta=no")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be in 0..{2**32 - 1}, got {self.seed}")
+
+    @classmethod
+    def fields_of(cls, words: dict[str, str]) -> dict[str, str]:
+        """The words by field name. ValueError for one that is unknown, or if the operation is not said."""
+        fields = super().fields_of(words)
+        if "operation" not in fields:
+            raise ValueError(f"a case line of a module must say op, one of {', '.join(MODULES)}, got {words}")
+        return fields
+
+    @property
+    def spec(self) -> Operation:
+        """The operation's contract."""
+        return MODULES[self.operation] if self.beta else _DECAYS[self.operation]
+
+    def spec_of(self, inputs: Inputs) -> Operation:  # noqa: ARG002
+        """The contract of a call like the case's."""
+        return self.spec
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all sequences together."""
+        return sum(self.lengths)
+
+    @property
+    def batch(self) -> tuple[int, int]:
+        """The two axes of tokens: [1, T] packed, else [B, T]."""
+        return (1, self.tokens) if self.packed else (len(self.lengths), self.lengths[0])
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the inputs, outputs and gradients in float32, a plain measure of the case's size."""
+        states = len(self.lengths) * self.width * self.conv_width if self.operation == "causal_conv1d" else 0
+        return 16 * (2 * self.tokens * self.heads * self.width + states)
+
+    def starts(self) -> list[int]:
+        """The first token of each sequence, and the end of the last."""
+        return [0, *itertools.accumulate(self.lengths)]
+
+    def inputs(self, device: str | None = None) -> Inputs:
+        """The inputs, contiguous, as the operation's contract has them; cu_seqlens is None unless packed."""
+        build = _Builder(self, device)
+        work, single = DTYPES[self.dtype], DTYPES["fp32"]
+        if self.operation == "causal_conv1d":
+            state = None
+            if self.state != "none":
+                state = build.states().to(work)
+                state = torch.zeros_like(state) if self.state == "zero" else state
+            return Inputs(
+                x=build.rows("x", (self.width,)).to(work).unflatten(0, self.batch),
+                weight=build.parameter("weight", (self.width, self.conv_width)).to(work),
+                bias=build.parameter("bias", (self.width,)).to(work) if self.bias else None,
+                state=state,
+                cu_seqlens=torch.tensor(self.starts(), dtype=getattr(torch, self.offsets), device=device) if self.packed else None,
+                activation=None if self.activation == "none" else self.activation,
+                output_final_state=self.final_state,
+            )
+        axes = (self.heads,) if self.operation == "gdn_gate" else (self.heads, self.width)
+        if self.operation in _DECAYS:
+            inside = {"b": build.rows("b", (self.heads,)).to(work).unflatten(0, self.batch)} if self.beta else {}
+            return Inputs(
+                a=build.rows("a", axes).to(work).unflatten(0, self.batch),
+                A_log=build.speeds().to(single),
+                dt_bias=build.parameter("dt_bias", axes).to(single) if self.dt_bias else None,
+                allow_neg_eigval=self.allow_neg_eigval,
+                cu_seqlens=None,
+                **inside,
+            )
+        x = build.rows("x", axes).to(work).unflatten(0, self.batch)
+        gated = {}
+        if self.operation == "gated_rms_norm":
+            weight = 2 * build.parameter("weight", axes[1:]) if self.weight else None
+            gated = {
+                "z": build.rows("z", axes).to(work).unflatten(0, self.batch),
+                "weight": None if weight is None else weight.to(work),
+            }
+        return Inputs(x=x, eps=EPS[self.eps], cu_seqlens=None, **gated)
+
+    def cotangents(self, device: str | None = None) -> dict[str, Tensor]:
+        """A random cotangent for every output, a final state that is asked for included, in the output's shape and dtype."""
+        build, work = _Builder(self, device), DTYPES[self.dtype]
+        if self.operation == "causal_conv1d":
+            result = {"y": build.cotangent("dy", (self.tokens, self.width)).to(work).unflatten(0, self.batch)}
+            if self.final_state:
+                state = build.cotangent("dht", (len(self.lengths), self.width, self.conv_width)).to(work)
+                if not self.oldest:
+                    state[..., 0] = 0.0
+                result["final_state"] = state
+            return result
+        axes = (self.heads,) if self.operation == "gdn_gate" else (self.heads, self.width)
+        if self.operation in _DECAYS:
+            g = build.cotangent("dg", (self.tokens, *axes)).to(DTYPES["fp32"]).unflatten(0, self.batch)
+            beta = build.cotangent("dbeta", (self.tokens, self.heads)).to(work).unflatten(0, self.batch)
+            return {"g": g, "beta": beta} if self.beta else {"g": g}
+        return {"y": build.cotangent("dy", (self.tokens, *axes)).to(work).unflatten(0, self.batch)}
+
+
+class _Builder:
+    """The tensors of a case in float64, exact, tokens flattened along axis 0."""
+
+    def __init__(self, case: ModuleCase, device: str | None) -> None:
+        self.case, self.device = case, device
+        self.bits = BITS[case.dtype]
+        token = torch.arange(case.tokens, dtype=torch.int64, device=device)
+        if case.values == "repeated":  # each token repeats the first of its sequence
+            starts = torch.tensor(case.starts()[:-1], dtype=torch.int64, device=device)
+            token = starts.repeat_interleave(torch.tensor(case.lengths, device=device))
+        self.token = token
+
+    def rows(self, name: str, axes: tuple[int, ...]) -> Tensor:
+        """What tokens carry, [tokens, *axes]: uniform in [-1, 1), or [-2, 2) for gates, times what the regime says."""
+        case, shape = self.case, (self.case.tokens, *axes)
+        if case.values == "whole":
+            return self.integers(name, shape, 3, rows=self.token).to(torch.float64)
+        x = self.uniform(name, shape, rows=self.token)
+        if case.values == "large":
+            return LARGE[name] * x
+        x = 2 * x if name in ("z", "a", "b") else x
+        return SMALL * x if case.values == "small" else self.regime(x, name)
+
+    def states(self) -> Tensor:
+        """Initial states [N, D, W]."""
+        case, shape = self.case, (len(self.case.lengths), self.case.width, self.case.conv_width)
+        if case.values == "whole":
+            return self.integers("state", shape, 3).to(torch.float64)
+        x = self.uniform("state", shape)
+        return LARGE["x"] * x if case.values == "large" else SMALL * x if case.values == "small" else self.regime(x, "state")
+
+    def parameter(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Uniform in [-1, 1); dt_bias, which is float32 whatever the inputs are, and in [-16, 16) where values are large."""
+        if self.case.values == "whole":
+            return self.integers(name, shape, 3).to(torch.float64)
+        x = self.uniform(name, shape, bits=BITS["fp32"] if name == "dt_bias" else None)
+        return 16 * x if name == "dt_bias" and self.case.values == "large" else x
+
+    def speeds(self) -> Tensor:
+        """A_log [HV]: in [-5, 3), and in [-8, 8) where values are large."""
+        x = self.uniform("A_log", (self.case.heads,), bits=LOG_BITS)
+        return 8 * x if self.case.values == "large" else 4 * x - 1
+
+    def cotangent(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Uniform in [-1, 1), or small whole numbers."""
+        return self.integers(name, shape, 3).to(torch.float64) if self.case.values == "whole" else self.uniform(name, shape)
+
+    def regime(self, x: Tensor, name: str) -> Tensor:
+        """Rows, those of a token (and head) or of a state's channel, set to zero or scaled by powers of two over 2^-6..2^5."""
+        of_row = x.shape[:1] if x.ndim < 3 else x.shape[:2]
+        rows = None if name == "state" else self.token
+        if self.case.values == "zero_rows":
+            keep = self.integers("zero", of_row, 2, rows=rows, salt=_STREAMS[name]) != 0
+            return x * keep.reshape(*of_row, *[1] * (x.ndim - len(of_row)))
+        if self.case.values == "scaled":
+            exponent = self.integers("scale", of_row, 16, rows=rows, salt=_STREAMS[name]) % 12 - 6
+            table = torch.tensor([2.0**power for power in range(-6, 6)], dtype=torch.float64, device=self.device)
+            return x * table[exponent + 6].reshape(*of_row, *[1] * (x.ndim - len(of_row)))
+        return x
+
+    def uniform(self, name: str, shape: tuple[int, ...], bits: int | None = None, rows: Tensor | None = None) -> Tensor:
+        """Uniform in [-1, 1), on a grid of `bits` bits (default: as many as the dtype holds)."""
+        bits = self.bits if bits is None else bits
+        return self.integers(name, shape, bits, rows=rows).to(torch.float64) * 2.0 ** (1 - bits)
+
+    def integers(self, name: str, shape: tuple[int, ...], bits: int, rows: Tensor | None = None, salt: int = 0) -> Tensor:
+        """Integers uniform in [-2^(bits-1), 2^(bits-1)), one a position; `rows` renumbers axis 0."""
+        width = math.prod(shape[1:])
+        first = torch.arange(shape[0], dtype=torch.int64, device=self.device) if rows is None else rows
+        counter = first.unsqueeze(-1) * width + torch.arange(width, dtype=torch.int64, device=self.device)
+        key = mix_number(self.case.seed * 64 + _STREAMS[name] + (salt << 40))
+        return integers((counter.flatten(), key, bits))[0].view(shape)

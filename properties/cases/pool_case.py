@@ -1,0 +1,211 @@
+"""Cases of serving: one printable line that rebuilds a decode call, its pool of states and who has which slot.
+
+Tokens and states are those of a case of properties/cases/rule_case.py; slots come from the same counter, so the same line has the
+same bits everywhere.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from oracles.counter import integers, mix_number
+from oracles.decode import DECODE
+from oracles.operation import Inputs, Operation
+from properties.cases.line import Line, check_choices
+from properties.cases.rule_case import MAX_SEQUENCES, Case
+
+PADDING_SLOTS = ("-1", "0")
+SOME = ("none", "some", "all")
+FREE = ("zero", "random", "nan")
+BLOCK_SIZES = (8, 16, 32, 64)
+_FIELDS: dict[str, Sequence[str]] = {
+    "operation": ("decode",),
+    **{name: Case.CHOICES[name] for name in ("dtype", "gate", "beta")},
+    "values": tuple(value for value in Case.CHOICES["values"] if value != "one_hot"),
+    "state": ("zero", "random"),
+    "free": FREE,
+    "padding_slot": PADDING_SLOTS,
+    "padded": SOME,
+    "fresh": SOME,
+    "accepted": ("all", "some"),
+    "indices": ("int64", "int32"),
+    "block_v": ("default", *map(str, BLOCK_SIZES)),
+}
+_STREAMS = {name: 48 + index for index, name in enumerate(("slot", "padded", "fresh", "accepted", "free", "nan"))}
+_QUIET_NAN, _PAYLOAD = 0x7FC00000, 2**22 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolCase(Line):
+    """One call of decode; fields at their defaults, the simplest values, are left out of the line.
+
+    `lengths` are the new tokens of each request: one, a draft of several, or a prompt; a batch, or packed. The pool has a slot a
+    request and `spare` more, and slot 0, which is nobody's, where that is the `padding_slot`; who has which is drawn from the seed.
+    `state` is what the slots of requests hold, `free` what the others do. `padded`, `fresh` and `accepted` say which requests are
+    none, begin anew, and keep fewer tokens than they have. `block_v` is how many value channels an implementation is asked to take
+    at a time, and changes no result. The other fields are those of properties/cases/rule_case.py.
+    """
+
+    LONG: ClassVar[dict[str, str]] = {"operation": "op"}
+    REGIMES = ("dtype", "gate", "beta", "values", "state", "free", "padded", "fresh", "accepted", "block_v")
+    CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
+    # The words that a compiled kernel depends on: of fresh and accepted only whether there is any (properties/palette.py).
+    KEYS: ClassVar[tuple[str, ...]] = (
+        *("packed", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "scale", "qk_norm", "offsets"),
+        *("padding_slot", "fresh", "accepted", "indices", "block_v"),
+    )
+
+    lengths: tuple[int, ...]
+    operation: str = "decode"
+    packed: bool = False
+    heads: int = 1
+    value_heads: int = 1
+    key_dim: int = 16
+    value_dim: int = 16
+    dtype: str = "fp32"
+    gate: str = "forever"
+    gate_dtype: str = "fp32"
+    beta: str = "ordinary"
+    values: str = "ordinary"
+    state: str = "zero"
+    scale: str = "default"
+    qk_norm: bool = False
+    offsets: str = "int64"
+    spare: int = 0
+    free: str = "zero"
+    padding_slot: str = "-1"
+    padded: str = "none"
+    fresh: str = "none"
+    accepted: str = "all"
+    indices: str = "int64"
+    block_v: str = "default"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choices(self, _FIELDS)
+        self.call()  # ValueError for what no call of the rule can be
+        if not 0 <= self.spare <= MAX_SEQUENCES:
+            raise ValueError(f"spare must be in 0..{MAX_SEQUENCES}, got {self.spare}")
+        for name in ("padded", "fresh"):
+            if getattr(self, name) == "some" and len(self.lengths) < 2:
+                raise ValueError(f"{name}=some needs two requests or more, got {len(self.lengths)}")
+        if self.accepted == "some" and max(self.lengths) < 2:
+            raise ValueError(f"accepted=some needs a request of two tokens or more, got {max(self.lengths)}")
+
+    def __str__(self) -> str:
+        return f"op={self.operation} {super().__str__()}"  # always said: the line finds its book by it
+
+    @property
+    def spec(self) -> Operation:
+        """The operation's contract."""
+        return DECODE
+
+    def spec_of(self, inputs: Inputs) -> Operation:  # noqa: ARG002 - one signature for all cases
+        """The contract of a call like the case's."""
+        return DECODE
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all requests together."""
+        return sum(self.lengths)
+
+    @property
+    def slots(self) -> int:
+        """Slots in the pool."""
+        return len(self.lengths) + self.spare + (self.padding_slot == "0")
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the inputs and outputs in float32, a plain measure of the case's size."""
+        return self.call().bytes + 8 * self.slots * self.value_heads * self.key_dim * self.value_dim
+
+    def starts(self) -> list[int]:
+        """The first token of each request, and the end of the last."""
+        return [0, *itertools.accumulate(self.lengths)]
+
+    def call(self) -> Case:
+        """The rule's call that has the same tokens, and the requests' states as initial ones."""
+        names = [field.name for field in dataclasses.fields(Case) if field.name in _SHARED]
+        return Case(backward=False, **{name: getattr(self, name) for name in names})
+
+    @functools.cached_property
+    def real(self) -> tuple[bool, ...]:
+        """Which requests are some: they have a slot."""
+        return tuple(not padded for padded in self._some("padded"))
+
+    @functools.cached_property
+    def slot_of(self) -> tuple[int, ...]:
+        """The slot of each request, or that of padding."""
+        first = int(self.padding_slot == "0")
+        order = (self._numbers("slot", self.slots - first).argsort() + first).tolist()
+        return tuple(slot if real else int(self.padding_slot) for slot, real in zip(order, self.real, strict=False))
+
+    @functools.cached_property
+    def beginning(self) -> tuple[bool, ...]:
+        """Which requests begin anew, from a state of zeros."""
+        return self._some("fresh")
+
+    @functools.cached_property
+    def kept(self) -> tuple[int, ...]:
+        """How many of each request's tokens are accepted: all, or at least one of them."""
+        numbers = self._numbers("accepted", len(self.lengths)).tolist()
+        some = self.accepted == "some"
+        return tuple(
+            1 + number % length if some and length else length for number, length in zip(numbers, self.lengths, strict=True)
+        )
+
+    def inputs(self, device: str | None = None) -> Inputs:
+        """The inputs, contiguous: as a rule's, but for pool [P, HV, K, V] and slots, has_initial_state, accepted [N].
+
+        And `block_v`, None where the implementation may choose.
+        """
+        call = self.call().inputs(device)
+        index = getattr(torch, self.indices)
+        slots = torch.tensor(self.slot_of, dtype=index, device=device)
+        real = torch.tensor(self.real, device=device)
+        pool = self.filled(self.free, device).index_copy(0, slots[real].long(), call.state[real])
+        beginning, kept = ([int(not each) for each in self.beginning], self.kept)
+        return Inputs(
+            **{name: call[name] for name in ("q", "k", "v", "g", "beta")},
+            pool=pool,
+            slots=slots,
+            padding=int(self.padding_slot),
+            has_initial_state=None if self.fresh == "none" else torch.tensor(beginning, dtype=index, device=device),
+            accepted=None if self.accepted == "all" else torch.tensor(kept, dtype=index, device=device),
+            cu_seqlens=call.cu_seqlens,
+            scale=call.scale,
+            qk_norm=call.qk_norm,
+            block_v=None if self.block_v == "default" else int(self.block_v),
+        )
+
+    def filled(self, how: str, device: str | None = None) -> Tensor:
+        """A pool that holds zeros, random states, or NaN of many bit patterns."""
+        shape = (self.slots, self.value_heads, self.key_dim, self.value_dim)
+        if how == "zero":
+            return torch.zeros(shape, device=device)
+        numbers = self._numbers(how if how == "nan" else "free", torch.Size(shape).numel(), device).reshape(shape)
+        if how == "nan":  # quiet ones of either sign: what is copied keeps its bits
+            bits = _QUIET_NAN | (numbers & _PAYLOAD)
+            return torch.where(numbers < 0, bits - 2**31, bits).int().view(torch.float32)
+        return (numbers >> 40).float() * 2.0**-25  # uniform in [-1/4, 1/4), 24 bits
+
+    def _some(self, what: str) -> tuple[bool, ...]:
+        """Of which requests something is true: of none, of all, or of about a third, at least one and not all of them."""
+        count = len(self.lengths)
+        if getattr(self, what) != "some":
+            return (getattr(self, what) == "all",) * count
+        chosen = set(self._numbers(what, count).argsort()[: max(1, count // 3)].tolist())
+        return tuple(request in chosen for request in range(count))
+
+    def _numbers(self, name: str, count: int, device: str | None = None) -> Tensor:
+        """As many different 64-bit integers."""
+        counter = torch.arange(count, dtype=torch.int64, device=device)
+        return integers((counter, mix_number(self.seed * 64 + _STREAMS[name]), 64))[0]
+
+
+_SHARED = {field.name for field in dataclasses.fields(PoolCase)} - {"operation"}

@@ -1,0 +1,457 @@
+"""Cases: one printable line of plain data that rebuilds an example, bit for bit, on every machine.
+
+Every number comes from a counter: splitmix64 of (seed, tensor, position), in wrapping 64-bit integers, then scaled by powers
+of two and rounded to the tensor's dtype. No library random numbers and no transcendental functions: the same bits on CPU and
+GPU, today and after an upgrade (tests/test_case.py holds known ones).
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from oracles.counter import integers, mix_number
+from oracles.gated_delta import in_kernel
+from oracles.operation import DTYPES, Inputs, Operation
+from oracles.operations import RULES
+from oracles.rounding import BITS
+from properties.cases.line import Line, check_choices, text_of
+
+# A memory of m tokens is a mean log-decay of -1/m, uniform in (-2/m, 0]; the widths 2/m below are powers of two.
+MEMORIES = {"forever": 0.0, "1000": 2.0**-9, "64": 2.0**-5, "10": 2.0**-2, "tenth": 2.0**4}
+GATES = (*MEMORIES, "saturated", "mixed")
+BETAS = ("ordinary", "one", "zero", "two", "edges")
+VALUES = ("ordinary", "correlated", "repeated", "zero_rows", "small", "scaled", "large", "one_hot")
+STATES = ("none", "zero", "random")
+SCALES = {"default": None, "one": 1.0, "half": 0.5}
+IN_KERNEL = ("none", "gate", "beta", "both")
+SATURATED = -1000.0
+# For a gate in the kernel: softplus is 0.85 or so, and exp(A_log) times that one over the memory.
+A_LOGS = {"forever": -80.0, "1000": -6.75, "64": -4.0, "10": -2.125, "tenth": 2.5, "saturated": 5.0}
+OPEN = 30.0  # sigmoid(30) is 1 in float32; softplus(30) is 30, softplus(-30) as good as 0
+LOG_BITS = 16  # of A_log's fraction: more than half precision keeps, and exact in float32 beside any of these
+SMALL = 2.0**-13  # about 1e-4: there the L2 norm's eps of 1e-6 is no longer negligible
+LARGE = 2.0**9  # of a q and k that are normalised: their squares are beyond fp16
+MAX_TOKENS, MAX_SEQUENCES, MAX_WIDTH, MAX_HEADS = 2**20, 2**16, 1024, 1024
+
+_CHOICES: dict[str, Sequence[str]] = {
+    "operation": tuple(RULES),
+    "dtype": tuple(DTYPES),
+    "gate": GATES,
+    "beta": BETAS,
+    "values": VALUES,
+    "state": STATES,
+    "scale": tuple(SCALES),
+    "offsets": ("int64", "int32"),
+    "gate_dtype": ("fp32", "input"),
+    "in_kernel": IN_KERNEL,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case(Line):
+    """One mathematical example. Fields at their defaults, the simplest values, are left out of the line.
+
+    `lengths` are tokens per sequence; packed (THD, `cu_seqlens`) or, when all are equal, a batch. `gate` is the memory in
+    tokens, `beta` the strength of writing, `values` the regime of q, k, v, `qk_norm` whether the operation normalises q and k,
+    `in_kernel` which of gate and beta it computes itself, from a, A_log and perhaps `dt_bias`, and from b.
+    """
+
+    LONG: ClassVar[dict[str, str]] = {"operation": "op"}
+    REGIMES: ClassVar[tuple[str, ...]] = ("dtype", "gate", "beta", "values", "state", "in_kernel")
+    CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _CHOICES
+    # The words that a compiled kernel depends on: of state and beta only whether it is none, and two (properties/palette.py).
+    KEYS: ClassVar[tuple[str, ...]] = (
+        *("packed", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "state", "scale", "qk_norm"),
+        *("in_kernel", "dt_bias", "beta", "offsets"),
+    )
+
+    lengths: tuple[int, ...]
+    operation: str = "gated_delta_rule"
+    packed: bool = False
+    heads: int = 1
+    value_heads: int = 1
+    key_dim: int = 16
+    value_dim: int = 16
+    dtype: str = "fp32"
+    gate: str = "forever"
+    gate_dtype: str = "fp32"
+    beta: str = "ordinary"
+    values: str = "ordinary"
+    state: str = "none"
+    scale: str = "default"
+    qk_norm: bool = False
+    in_kernel: str = "none"
+    dt_bias: bool = True
+    offsets: str = "int64"
+    backward: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choices(self, _CHOICES)
+        if not self.lengths or min(self.lengths) < 0:
+            raise ValueError(f"lengths must name at least one sequence, none negative, got {text_of(self.lengths)}")
+        if len(self.lengths) > MAX_SEQUENCES:
+            raise ValueError(f"lengths must name at most {MAX_SEQUENCES} sequences, got {len(self.lengths)}")
+        if sum(self.lengths) > MAX_TOKENS:
+            raise ValueError(f"lengths must add up to at most {MAX_TOKENS} tokens, got {sum(self.lengths)}")
+        for name, most in (
+            ("heads", MAX_HEADS),
+            ("value_heads", MAX_HEADS),
+            ("key_dim", MAX_WIDTH),
+            ("value_dim", MAX_WIDTH),
+        ):
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"{name} must be in 1..{most}, got {getattr(self, name)}")
+        if self.value_heads % self.heads:
+            raise ValueError(f"value_heads must be a multiple of heads {self.heads}, got {self.value_heads}")
+        if not self.packed and len(set(self.lengths)) > 1:
+            raise ValueError(f"lengths must all be equal unless packed=yes, got {text_of(self.lengths)}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be in 0..{2**32 - 1}, got {self.seed}")
+        if self.values == "one_hot" and (self.gate, self.beta, self.qk_norm) != ("forever", "one", False):
+            raise ValueError("values=one_hot needs gate=forever beta=one qk_norm=no: only then is the answer exact")
+        if self.values == "one_hot" and self.in_kernel != "none":
+            raise ValueError(f"values=one_hot needs in_kernel=none: only then is the answer exact, got {self.in_kernel}")
+        if self.operation == "delta_rule" and self.gate_inside:
+            raise ValueError(f"in_kernel must be none or beta for op=delta_rule, which has no gate, got {self.in_kernel}")
+
+    @property
+    def gate_inside(self) -> bool:
+        """Whether the operation computes its gate."""
+        return self.in_kernel in ("gate", "both")
+
+    @property
+    def beta_inside(self) -> bool:
+        """Whether the operation computes its beta."""
+        return self.in_kernel in ("beta", "both")
+
+    @property
+    def spec(self) -> Operation:
+        """The operation's contract."""
+        return in_kernel(self.operation, gate=self.gate_inside, beta=self.beta_inside)
+
+    def spec_of(self, inputs: Inputs) -> Operation:
+        """The contract of a call like the case's, which may be given the gate or beta that the case's own call computes."""
+        inside = {name: inputs.get(raw) is not None for name, raw in (("gate", "a"), ("beta", "b"))}
+        return in_kernel(self.operation, **inside)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all sequences together."""
+        return sum(self.lengths)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the inputs, outputs and gradients in float32, a plain measure of the case's size."""
+        tokens = self.tokens * (2 * self.heads * self.key_dim + self.value_heads * (2 * self.value_dim + 2))
+        return 8 * (tokens + 2 * len(self.lengths) * self.value_heads * self.key_dim * self.value_dim)
+
+    def starts(self) -> list[int]:
+        """The first token of each sequence, and the end of the last."""
+        return [0, *itertools.accumulate(self.lengths)]
+
+    def inputs(self, device: str | None = None) -> Inputs:
+        """The inputs, contiguous: q, k [B, T, H, K], v [B, T, HV, V], g, beta [B, T, HV], state [N, HV, K, V], ...
+
+        g is [B, T, HV, K] for KDA and None for the delta rule. Where the kernel computes its gate, g is None and there are a, as
+        g would be, A_log [HV] and dt_bias [HV] or [HV, K]; where it computes beta, beta is None and there is b [B, T, HV].
+        """
+        return drawn([self], device, backward=False)[0][0]
+
+    def cotangents(self, device: str | None = None) -> dict[str, Tensor]:
+        """A random cotangent for every output, the final state included, in the output's shape and dtype."""
+        return _made([_Builder(self, device).cotangents()])[0]
+
+
+def drawn(cases: Sequence[Case], device: str | None = None, *, backward: bool) -> list[tuple[Inputs, dict[str, Tensor] | None]]:
+    """The inputs of each case and, of calls with a backward, its cotangents: as it makes them alone, with fewer operations."""
+    builders = [_Builder(case, device) for case in cases]
+    made = iter(_made([each for build in builders for each in (build.call(), *([build.cotangents()] if backward else []))]))
+    return [(build.inputs(next(made)), next(made) if backward else None) for build in builders]
+
+
+_NAMES = ("q", "k", "v", "g", "beta", "state", "do", "dht", "base", "choice", "index", "sign", "a", "A_log", "dt_bias", "b")
+_STREAMS = {name: index for index, name in enumerate(_NAMES)}
+_CHOOSING = {"gate": 1, "beta": 2, "q": 3, "k": 4, "v": 5}  # the salts of their choices
+SINGLE_BITS = BITS["fp32"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Draw:
+    """Integers uniform in [-2^(bits-1), 2^(bits-1)), one a position of a stream.
+
+    `of_tokens` are those of an input's tokens [B, T, ...], which may repeat each other.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    bits: int
+    of_tokens: bool = False
+    salt: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recipe:
+    """A tensor: what is made, in float64 and exactly, of the integers of its draws, one argument a draw."""
+
+    draws: tuple[_Draw, ...]
+    tensor: Callable[..., Tensor]
+
+
+class _Recipes(NamedTuple):
+    """The recipes of a case's tensors by name, made in its dtype, or in float32 those that `single` names."""
+
+    build: "_Builder"
+    tensors: dict[str, _Recipe]
+    single: tuple[str, ...]
+
+
+def _made(asked: Sequence[_Recipes]) -> list[dict[str, Tensor]]:
+    """The tensors of each, contiguous.
+
+    On a GPU an operation costs its launch, whatever its size, and a copy from the host a wait: so all integers are drawn together,
+    and constants are Python numbers. No table of inputs stays there for the next case, since a wrong kernel might write into it.
+    """
+    draws = [(each.build, draw) for each in asked for recipe in each.tensors.values() for draw in recipe.draws]
+    whole, result = iter(_integers(draws)), []
+    for build, tensors, single in asked:
+        made = {}
+        for name, recipe in tensors.items():
+            dtype = DTYPES["fp32" if name in single else build.case.dtype]
+            made[name] = recipe.tensor(*itertools.islice(whole, len(recipe.draws))).to(dtype)
+        result.append(made)
+    return result
+
+
+def _integers(draws: Sequence[tuple["_Builder", _Draw]]) -> list[Tensor]:
+    """The integers of each draw, in its shape."""
+    most, device = max(math.prod(draw.shape) for _, draw in draws), draws[0][0].device
+    positions = torch.arange(most, dtype=torch.int64, device=device)
+    whole = integers(*(build.counted(draw, positions) for build, draw in draws))
+    return [each.view(draw.shape) for each, (_, draw) in zip(whole, draws, strict=True)]
+
+
+class _Builder:
+    """The recipes of a case's tensors."""
+
+    def __init__(self, case: Case, device: str | None) -> None:
+        self.case = case
+        self.device = torch.get_default_device() if device is None else torch.device(device)
+        self.bits = BITS[case.dtype]
+        self.batch = (1, case.tokens) if case.packed else (len(case.lengths), case.lengths[0])
+
+    def call(self) -> _Recipes:
+        """Those of its inputs."""
+        case, axes = self.case, (self.case.value_heads, *((self.case.key_dim,) if self.case.operation == "kda" else ()))
+        recipes = {"q": self.vectors("q"), "k": self.vectors("k"), "v": self.values()}
+        if case.gate_inside:
+            recipes |= {"a": self.raw_gates(axes), "A_log": self.speeds(axes[0])}
+            recipes |= {"dt_bias": self.uniform("dt_bias", axes, SINGLE_BITS)} if case.dt_bias else {}
+        elif case.operation != "delta_rule":
+            recipes["g"] = self.gates(axes)
+        recipes |= {"b": self.raw_betas()} if case.beta_inside else {"beta": self.betas()}
+        recipes |= {"state": self.state()} if case.state != "none" else {}
+        return _Recipes(self, recipes, ("state", "A_log", "dt_bias", *("g",) * (case.gate_dtype == "fp32")))
+
+    def inputs(self, made: Mapping[str, Tensor]) -> Inputs:
+        """The arguments of a call that has these tensors."""
+        case = self.case
+        inside = ("a", "A_log", "dt_bias") * case.gate_inside + ("b",) * case.beta_inside
+        offsets = torch.tensor(case.starts(), dtype=getattr(torch, case.offsets), device="cpu")
+        return Inputs(
+            **{name: made.get(name) for name in ("q", "k", "v", "g", "beta", "state")},
+            cu_seqlens=self.sent(offsets) if case.packed else None,
+            scale=SCALES[case.scale],
+            qk_norm=case.qk_norm,
+            output_final_state=True,
+            **{name: made.get(name) for name in inside},
+            **({"allow_neg_eigval": case.beta == "two"} if case.beta_inside else {}),
+        )
+
+    def cotangents(self) -> _Recipes:
+        """Those of a cotangent for every output."""
+        case = self.case
+        o = self.uniform("do", (*self.batch, case.value_heads, case.value_dim), self.bits)
+        state = self.uniform("dht", (len(case.lengths), case.value_heads, case.key_dim, case.value_dim), self.bits)
+        return _Recipes(self, {"o": o, "final_state": state}, ("final_state",))
+
+    def vectors(self, name: str) -> _Recipe:
+        """q or k [B, T, H, K], so short that beta |k|^2 <= 2; or long, where they are normalised."""
+        case = self.case
+        shape, ones = (*self.batch, case.heads, case.key_dim), (*self.batch, case.heads, 1)
+        draw = _Draw(name, shape, self.bits, of_tokens=True)
+        if case.values == "one_hot":
+            channels, draw = torch.arange(case.key_dim, device=self.device), _Draw("index", ones, 31, salt=_STREAMS[name])
+            return _Recipe((draw,), lambda index: (channels == index % case.key_dim).to(torch.float64))
+        if case.values == "correlated":
+            base = _Draw("base", shape[2:], self.bits)
+            return _Recipe((draw, base), lambda whole, base: _within_one((3 * base + whole) >> 2))
+        if case.values == "small":
+            return _Recipe((draw,), lambda whole: _within_one(whole) * SMALL)
+        if case.values == "large" and case.qk_norm:
+            return _Recipe((draw,), lambda whole: _within_one(whole) * LARGE)
+        if case.values == "zero_rows":
+            return _Recipe((draw, _choice(name, ones, 2)), lambda whole, choice: _within_one(whole) * (choice != 0))
+        return _Recipe((draw,), _within_one)
+
+    def values(self) -> _Recipe:
+        """v [B, T, HV, V]."""
+        case, bits = self.case, self.bits
+        shape, ones = (*self.batch, case.value_heads, case.value_dim), (*self.batch, case.value_heads, 1)
+        draw = _Draw("v", shape, bits, of_tokens=True)
+        if case.values == "one_hot":
+            return _Recipe((_Draw("v", shape, 4),), lambda whole: whole.to(torch.float64))
+        if case.values == "zero_rows":
+            return _Recipe((draw, _choice("v", ones, 2)), lambda whole, choice: _fraction(whole, bits) * (choice != 0))
+        if case.values == "scaled":  # over 2^-6..2^5, per token and head
+            draws = draw, _choice("v", ones, 16)
+            return _Recipe(draws, lambda whole, choice: _fraction(whole, bits) * _powers(choice % 12 - 6))
+        return self.uniform("v", shape, bits, of_tokens=True)
+
+    def state(self) -> _Recipe:
+        """The initial states [N, HV, K, V]."""
+        case = self.case
+        shape = (len(case.lengths), case.value_heads, case.key_dim, case.value_dim)
+        if case.state == "zero":
+            return self.full(shape, 0.0)
+        if case.values == "one_hot":
+            return _Recipe((_Draw("state", shape, 4),), lambda whole: whole.to(torch.float64))
+        if case.values == "scaled":
+            draws = _Draw("state", shape, SINGLE_BITS), _Draw("sign", (*shape[:2], 1, 1), 3)
+            return _Recipe(draws, lambda whole, exponent: _fraction(whole, SINGLE_BITS, most=0.25) * _powers(exponent))
+        return self.uniform("state", shape, SINGLE_BITS, most=0.25)
+
+    def gates(self, axes: tuple[int, ...]) -> _Recipe:
+        """Log-decays [B, T, HV], or [B, T, HV, K] where each channel has its own."""
+        case, shape = self.case, (*self.batch, *axes)
+        draw = _Draw("g", shape, SINGLE_BITS, of_tokens=True)
+        widths = [*MEMORIES.values(), 0.0][:: -1 if case.seed % 2 else 1]
+
+        def saturated(whole: Tensor, choice: Tensor) -> Tensor:
+            return torch.where(choice == 0, SATURATED, _decay(whole, MEMORIES["1000"]))
+
+        def mixed(whole: Tensor) -> Tensor:
+            g = _decay(whole, 1.0)
+            for kind, width in enumerate(widths[: math.prod(axes)]):
+                g.flatten(2)[..., kind :: len(widths)].mul_(width)
+            return g
+
+        if case.gate == "forever":
+            return self.full(shape, 0.0)
+        if case.gate == "saturated":
+            return _Recipe((draw, _choice("gate", shape, 2)), saturated)
+        return _Recipe((draw,), mixed if case.gate == "mixed" else lambda whole: _decay(whole, MEMORIES[case.gate]))
+
+    def betas(self) -> _Recipe:
+        """beta [B, T, HV]."""
+        case, bits, shape = self.case, self.bits, (*self.batch, self.case.value_heads)
+        draw = _Draw("beta", shape, bits + 1, of_tokens=True)
+
+        def inner(whole: Tensor) -> Tensor:
+            return _fraction(whole.abs().clamp(max=2**bits - 1), bits + 1, most=2.0 if case.beta == "two" else 1.0)
+
+        def edges(whole: Tensor, edge: Tensor) -> Tensor:  # 0, 1 or in between
+            return torch.where(edge < 0, (edge == -1).to(torch.float64), inner(whole))
+
+        if case.beta in ("one", "zero"):
+            return self.full(shape, float(case.beta == "one"))
+        return _Recipe((draw, _choice("beta", shape, 2)), edges) if case.beta == "edges" else _Recipe((draw,), inner)
+
+    def raw_gates(self, axes: tuple[int, ...]) -> _Recipe:
+        """a [B, T, HV] or [B, T, HV, K]."""
+        shape = (*self.batch, *axes)
+        if self.case.gate == "saturated":  # nothing decays, or all does
+            return _Recipe((_choice("gate", shape, 2),), lambda choice: torch.where(choice == 0, OPEN, -OPEN))
+        return self.uniform("a", shape, self.bits, most=2.0, of_tokens=True)
+
+    def speeds(self, heads: int) -> _Recipe:
+        """A_log [HV]: the memories of all heads, or (mixed) of each."""
+        case = self.case
+        names = [*MEMORIES][:: -1 if case.seed % 2 else 1] if case.gate == "mixed" else [case.gate]
+
+        def tensor(whole: Tensor) -> Tensor:
+            A_log = _fraction(whole, LOG_BITS, most=0.5)
+            for kind, name in enumerate(names[:heads]):
+                A_log[kind :: len(names)].add_(A_LOGS[name])
+            return A_log
+
+        return _Recipe((_Draw("A_log", (heads,), LOG_BITS),), tensor)
+
+    def raw_betas(self) -> _Recipe:
+        """b [B, T, HV]: beta is its sigmoid, twice that where beta may be over 1."""
+        case, bits, shape = self.case, self.bits, (*self.batch, self.case.value_heads)
+
+        def edges(whole: Tensor, edge: Tensor) -> Tensor:
+            return torch.where(edge < 0, torch.where(edge == -1, OPEN, -OPEN), _fraction(whole, bits, most=4.0))
+
+        if case.beta in ("one", "zero"):
+            return self.full(shape, OPEN if case.beta == "one" else -OPEN)
+        if case.beta == "edges":
+            return _Recipe((_Draw("b", shape, bits, of_tokens=True), _choice("beta", shape, 2)), edges)
+        return self.uniform("b", shape, bits, most=4.0, of_tokens=True)
+
+    def uniform(self, name: str, shape: tuple[int, ...], bits: int, *, most: float = 1.0, of_tokens: bool = False) -> _Recipe:
+        """Uniform in [-most, most), on a grid of `bits` bits."""
+        return _Recipe((_Draw(name, shape, bits, of_tokens),), lambda whole: _fraction(whole, bits, most))
+
+    def full(self, shape: tuple[int, ...], value: float) -> _Recipe:
+        """The same number everywhere."""
+        return _Recipe((), lambda: torch.full(shape, value, dtype=torch.float64, device=self.device))
+
+    def counted(self, draw: _Draw, positions: Tensor) -> tuple[Tensor, int, int]:
+        """A draw as a counter, a key and bits; `positions` are 0, 1, ... for it to count with."""
+        own = self.case.values != "repeated" or not draw.of_tokens
+        counter = positions[: math.prod(draw.shape)] if own else self.repeated(math.prod(draw.shape[2:]))
+        return counter, mix_number(self.case.seed * 64 + _STREAMS[draw.name] + (draw.salt << 40)), draw.bits
+
+    def repeated(self, width: int) -> Tensor:
+        """The positions of each token's `width` numbers where it repeats the first of its sequence."""
+        return (self.first.unsqueeze(-1) * width + torch.arange(width, dtype=torch.int64, device=self.device)).flatten()
+
+    @functools.cached_property
+    def first(self) -> Tensor:
+        """The first token of each token's sequence."""
+        starts, lengths = (torch.tensor(each, device="cpu") for each in (self.case.starts()[:-1], self.case.lengths))
+        return self.sent(starts.repeat_interleave(lengths))
+
+    def sent(self, x: Tensor) -> Tensor:
+        """A tensor of the host on the device; without a wait for CUDA, which has read pageable memory when it returns."""
+        return x.to(self.device, non_blocking=self.device.type == "cuda")
+
+
+def _choice(name: str, shape: tuple[int, ...], bits: int) -> _Draw:
+    """What chooses, in a regime of gate, beta, or the rows of q, k or v."""
+    return _Draw("choice", shape, bits, of_tokens=True, salt=_CHOOSING[name])
+
+
+def _within_one(whole: Tensor) -> Tensor:
+    """Rows over the power of two that brings their squared norms into (1/4, 1]; rows of zeros stay."""
+    bounds = 1 << torch.arange(0, 62, 2, dtype=torch.int64, device=whole.device)
+    exponent = torch.bucketize(whole.square().sum(-1, keepdim=True), bounds)  # the least e with sum n^2 <= 4^e
+    return torch.div(whole, _powers(exponent))
+
+
+def _fraction(whole: Tensor, bits: int, most: float = 1.0) -> Tensor:
+    """Integers of as many bits on [-most, most), exactly: `most` is a power of two."""
+    return whole * _number(most * 2.0 ** (1 - bits))
+
+
+def _decay(whole: Tensor, width: float) -> Tensor:
+    """Integers of SINGLE_BITS bits on (-width, 0], exactly: the width is a power of two."""
+    return torch.mul(whole + 2 ** (SINGLE_BITS - 1), _number(-width * 2.0**-SINGLE_BITS))
+
+
+def _number(value: float) -> Tensor:
+    """A float64 of the host: times a Python number, integers would get the default dtype."""
+    return torch.scalar_tensor(value, dtype=torch.float64, device="cpu")
+
+
+def _powers(exponent: Tensor) -> Tensor:
+    """2^exponent in float64, by its bits: |exponent| < 1023."""
+    return ((exponent + 1023) << 52).view(torch.float64)

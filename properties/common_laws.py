@@ -1,0 +1,368 @@
+"""Laws that several books have: of rules, of the other operations of a layer, of whole layers."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oracles.bound import Bound
+from oracles.operation import Inputs, Operation, sequences
+from properties.cases.rule_case import Case
+from properties.laws import (
+    CALLS,
+    CROWD,
+    Bench,
+    Blind,
+    Cotangents,
+    Pair,
+    Results,
+    axes_of,
+    bounds_as,
+    pairs_of,
+    present,
+    spread,
+    token_output,
+    visible,
+    with_others,
+)
+from properties.strategies import Example
+
+
+def oracle(bench: Bench, example: Example) -> Iterator[Pair]:
+    """One run, judged by its bounds."""
+    inputs, cotangents = bench.call(example.case)
+    yield from pairs_of(bench.run(inputs, cotangents), bench.bounds(inputs, cotangents))
+
+
+def packed(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Blind where a state that leaked from each sequence into the next would stay inside the bound."""
+    case, alone = example.case, example.at
+    assert alone is not None
+    inputs, cotangents = bench.call(case)
+    spec, bounds = case.spec, bench.bounds(inputs, cotangents)
+    leaked = torch.zeros_like(bounds["final_state"].value)
+    leaked[1:] = bounds["final_state"].value[:-1]
+    if inputs.state is not None:
+        leaked = leaked + inputs.state
+    if not visible(bench.truth(inputs.replaced(state=leaked), None), bounds):
+        raise Blind("a state leaking into the next sequence would not show")
+    yield from pairs_of(bench.run(inputs, cotangents), bounds)
+    start, end = case.starts()[alone : alone + 2]
+
+    def own(name: str) -> tuple[slice, ...]:
+        axes = axes_of(spec, name)
+        return (slice(alone, alone + 1),) if axes[0] == "N" else (slice(None), slice(start, end)) if axes[:2] == ["B", "T"] else ()
+
+    single = inputs.replaced(cu_seqlens=None, **{name: inputs[name][own(name)] for name in present(spec, inputs)})
+    part = None if cotangents is None else {name: x[own(name)] for name, x in cotangents.items()}
+    for name, got in bench.run(single, part).items():
+        if own(name):  # a parameter's gradient is a sum over all sequences
+            yield f"{name} of sequence {alone} alone", got, bounds[name].at(*own(name))
+
+
+def _tokens(spec: Operation, inputs: Inputs, where: slice) -> Inputs:
+    """The inputs at some tokens."""
+    return inputs.replaced(**{name: inputs[name][:, where] for name in present(spec, inputs, "B", "T")})
+
+
+def _pieces(spec: Operation, inputs: Inputs, cotangents: Cotangents, at: int) -> tuple[list[Tensor], list[Inputs], list[Tensor]]:
+    """Every sequence cut at token `at`: token indices, inputs and, if any, the output's cotangents before and after."""
+    names = present(spec, inputs, "B", "T")
+    lengths = sequences(inputs, names[0])
+    sides: list[list[Tensor]] = [[], []]
+    if inputs.cu_seqlens is None:
+        indices = [torch.arange(at), torch.arange(at, lengths[0])]
+        offsets: list[Tensor | None] = [None, None]
+    else:
+        start, offsets = 0, []
+        for length in lengths:
+            middle = start + min(at, length)
+            sides[0].append(torch.arange(start, middle))
+            sides[1].append(torch.arange(middle, start + length))
+            start += length
+        indices = [torch.cat(side) for side in sides]
+        for side in sides:
+            ends = torch.tensor([0, *(len(piece) for piece in side)]).cumsum(0)
+            offsets.append(ends.to(inputs.cu_seqlens.dtype))
+    parts = [
+        inputs.replaced(cu_seqlens=offset, **{name: inputs[name][:, index] for name in names})
+        for index, offset in zip(indices, offsets, strict=True)
+    ]
+    outputs = [] if cotangents is None else [cotangents[token_output(spec)][:, index] for index in indices]
+    return indices, parts, outputs
+
+
+def cut(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Forward the final state of the head is the initial one of the tail, backward the gradient comes back the same way."""
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, cotangents = bench.call(case)
+    spec, bounds = case.spec, bench.bounds(inputs, cotangents)
+    y = token_output(spec)
+    (before, after), (head, tail), directions = _pieces(spec, inputs, cotangents, at)
+    lost = bench.truth(tail.replaced(state=None), None)
+    kept = {y: bounds[y].at(slice(None), after), "final_state": bounds["final_state"]}
+    if not visible(lost, kept):
+        raise Blind("a state lost at the cut would not show")
+    first = bench.run(head, None)
+    if cotangents is None:
+        second = bench.run(tail.replaced(state=first["final_state"]), None)
+    else:
+        second = bench.run(tail.replaced(state=first["final_state"]), {y: directions[1], "final_state": cotangents["final_state"]})
+        first = bench.run(head, {y: directions[0], "final_state": second["dh0"]})
+    order = torch.cat([before, after]).argsort()
+    whole = {}
+    for name, value in first.items():
+        if axes_of(spec, name)[:2] == ["B", "T"]:
+            whole[name] = torch.cat([value, second[name]], 1)[:, order]
+        elif name == "final_state":
+            whole[name] = second[name]
+        elif name == "dh0":
+            whole[name] = value
+    for name, got in whole.items():  # a parameter's gradient is a sum over the pieces, each stored on its own
+        yield name, got, bounds[name]
+
+
+def recurrent(bench: Bench, example: Example) -> Iterator[Pair]:
+    """The tokens after the prompt come one at a time, by the implementation's recurrent counterpart where it has one."""
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, _ = bench.call(case)
+    bounds = bounds_as(bench, inputs, None, "recurrent")
+    spec, y = case.spec, token_output(case.spec)
+    tail = _tokens(spec, inputs, slice(at, None))
+    ends = {y: bounds[y].at(slice(None), slice(at, None)), "final_state": bounds["final_state"]}
+    if not visible(bench.truth(tail.replaced(state=None), None), ends):
+        raise Blind("a state lost after the prompt would not show")
+    got = bench.run(_tokens(spec, inputs, slice(0, at)), None)
+    rows = [got[y]]
+    for token in range(at, case.lengths[0]):
+        step = _tokens(spec, inputs, slice(token, token + 1)).replaced(state=got["final_state"])
+        got = bench.run(step, None, counterpart=True)
+        rows.append(got[y])
+    yield y, torch.cat(rows, 1), bounds[y]
+    yield "final_state", got["final_state"], bounds["final_state"]
+
+
+def future(bench: Bench, example: Example) -> Iterator[Pair]:
+    """All that comes from token `at` on changes, of all sequences, parameters aside."""
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, cotangents = bench.call(case)
+    spec, names = case.spec, present(case.spec, inputs, "B", "T")
+    place = torch.cat([torch.arange(length) for length in case.lengths]).reshape(inputs[names[0]].shape[:2])
+    later = _later(case).inputs()
+    changed = inputs.replaced(
+        **{name: torch.where(spread(place >= at, inputs[name], 0), later[name], inputs[name]) for name in names}
+    )
+    once, twice = bench.run(inputs, cotangents), bench.run(changed, cotangents)
+    past = place < at
+    for name in (token_output(spec), "dq"):
+        if name in once:
+            yield f"{name} before token {at}", twice[name][past], once[name][past]
+
+
+def _later(case: Any) -> Any:
+    """The same shapes with other values, and other decays where there are any."""
+    if case.operation == "delta_rule" or not hasattr(case, "gate"):
+        return with_others(case)
+    return dataclasses.replace(with_others(case), gate="saturated" if case.gate != "saturated" else "10")
+
+
+def samples(bench: Bench, example: Example) -> Iterator[Pair]:
+    """What the changed sequence shares with the others are parameters, whose gradients are not compared."""
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, cotangents = bench.call(case)
+    spec, names = case.spec, present(case.spec, inputs, "B", "T")
+    shape = inputs[names[0]].shape[:2]
+    sample = torch.cat([torch.full((length,), row) for row, length in enumerate(case.lengths)]).reshape(shape)
+    rows, other = torch.arange(len(case.lengths)) != at, with_others(case).inputs()
+    mixed = {name: torch.where(spread(sample == at, inputs[name], 0), other[name], inputs[name]) for name in names}
+    mixed |= {name: torch.where(spread(rows, inputs[name], 0), inputs[name], other[name]) for name in present(spec, inputs, "N")}
+    once, twice = bench.run(inputs, cotangents), bench.run(inputs.replaced(**mixed), cotangents)
+    for name, got in twice.items():
+        axes = axes_of(spec, name)
+        if axes[0] == "N" or axes[:2] == ["B", "T"]:
+            keep = rows if axes[0] == "N" else sample != at
+            yield f"{name} of the other sequences", got[keep], once[name][keep]
+
+
+def memory(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Judged twice by its bounds where runs differ by right."""
+    inputs, cotangents = bench.call(example.case)
+    once, twice = (bench.run(inputs, cotangents, poison=poison) for poison in (float("nan"), -3.0e4))
+    if bench.domain.deterministic:
+        for name, got in twice.items():
+            yield f"{name} of a second run", got, once[name]
+    else:
+        bounds = bench.bounds(inputs, cotangents)
+        for results in (once, twice):
+            yield from pairs_of(results, bounds)
+
+
+def again(bench: Bench, example: Example) -> Iterator[Pair]:
+    """CALLS of them: what the first sets up, and the second records or tunes, serves from the third on.
+
+    Memory holds the same poison in each, so a difference is the implementation's own. Each is judged by its bounds where runs
+    differ by right.
+    """
+    inputs, cotangents = bench.call(example.case)
+    runs = [bench.run(inputs, cotangents) for _ in range(CALLS)]
+    if bench.domain.deterministic:
+        for number, results in enumerate(runs[1:], 2):
+            for name, got in results.items():
+                yield f"{name} of call {number}, as of the first", got, runs[0][name]
+    else:
+        bounds = bench.bounds(inputs, cotangents)
+        for number, results in enumerate(runs, 1):
+            for name, got in results.items():
+                yield f"{name} of call {number}", got, bounds[name]
+
+
+def batch(bench: Bench, example: Example) -> Iterator[Pair]:
+    """All calls are of the case's form, packed or not: of two forms a compiler makes two programs, and bits may differ by right.
+
+    A parameter's gradient is a sum over all sequences, and is not compared.
+    """
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, cotangents = bench.call(case)
+    few = [*range(len(case.lengths))]
+    batches, alone = [few, few * -(-CROWD // len(few))], _sequences_of(case, inputs, cotangents, [at])
+    want: Results | dict[str, Bound]
+    if bench.domain.position_independent:
+        want = bench.run(*alone)
+    else:
+        want, batches = bench.bounds(*alone), [[at], *batches]
+    for rows in batches:
+        last = len(rows) - 1 - rows[::-1].index(at)
+        end = sum(case.lengths[row] for row in rows[: last + 1])
+        for name, x in bench.run(*_sequences_of(case, inputs, cotangents, rows)).items():
+            axes = axes_of(case.spec, name)
+            if axes[:2] == ["B", "T"]:
+                x = x.flatten(0, 1)[end - case.lengths[at] : end].unsqueeze(0)
+            elif axes[0] == "N":
+                x = x[last : last + 1]
+            else:
+                continue
+            yield f"{name} of sequence {at}, one of {len(rows)}", x, want[name]
+
+
+def _sequences_of(case: Any, inputs: Inputs, cotangents: Cotangents, rows: list[int]) -> tuple[Inputs, Cotangents]:
+    """The call of some of the case's sequences, in that order; one may come several times."""
+    starts = case.starts()
+    index = torch.tensor(rows)
+    tokens = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows])
+    shape = (1, len(tokens)) if case.packed else (len(rows), case.lengths[0])
+
+    def part(name: str, x: Tensor) -> Tensor:
+        axes = axes_of(case.spec, name)
+        if axes[:2] == ["B", "T"]:
+            return x.flatten(0, 1)[tokens].reshape(*shape, *x.shape[2:])
+        return x[index] if axes[0] == "N" else x
+
+    there = inputs.replaced(**{name: part(name, inputs[name]) for name in present(case.spec, inputs)})
+    if inputs.cu_seqlens is not None:
+        ends = torch.tensor([0, *(case.lengths[row] for row in rows)]).cumsum(0)
+        there = there.replaced(cu_seqlens=ends.to(inputs.cu_seqlens.dtype))
+    return there, None if cotangents is None else {name: part(name, x) for name, x in cotangents.items()}
+
+
+def strides(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Not to the bit: copying strided inputs first and computing on them as they lie are both right."""
+    inputs, cotangents = bench.call(example.case)
+    views = {name: view(inputs[name], example.variant or "") for name in present(example.case.spec, inputs)}
+    turned = None if cotangents is None else {name: view(x, example.variant or "") for name, x in cotangents.items()}
+    inputs = inputs.replaced(**views)
+    bounds = bench.bounds(inputs, turned)
+    for name, got in bench.run(inputs, turned).items():
+        yield f"{name} from {example.variant} inputs", got, bounds[name]
+
+
+def view(x: Tensor, how: str) -> Tensor:
+    """x in other strides, NaN all around it in memory; `expanded` repeats its first head (or token) with stride 0."""
+    if how == "transposed":
+        return banded(x.transpose(-1, -2), 1).transpose(-1, -2) if x.ndim > 1 else x
+    if how == "expanded":
+        axis = min(2 if x.ndim < 4 or x.shape[1] == 1 else 1, x.ndim - 1)
+        axis = 0 if x.shape[axis] == 1 else axis
+        return x.narrow(axis, 0, 1).expand_as(x) if x.numel() else x
+    if how == "strided":  # every second element
+        wide = x.new_full((*x.shape[:-1], x.shape[-1] * 2), float("nan"))
+        wide[..., ::2] = x
+        return wide[..., ::2]
+    if how == "offset":  # dense, but not where an allocation starts
+        flat = x.new_full((x.numel() + 3,), float("nan"))
+        flat[3:] = x.flatten()
+        return flat[3:].view(x.shape)
+    return banded(x, 2)
+
+
+def banded(x: Tensor, width: int) -> Tensor:
+    """x as a slice of a larger tensor whose margins, `width` on each side of every axis, are NaN."""
+    wide = x.new_full([size + 2 * width for size in x.shape], float("nan"))
+    inner = wide[tuple(slice(width, width + size) for size in x.shape)]
+    return inner.copy_(x)
+
+
+def pure(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Checked bit for bit, the memory around the inputs included, which is NaN and must stay so."""
+    inputs, cotangents = bench.call(example.case)
+    views = {name: view(inputs[name], "offset") for name in present(example.case.spec, inputs)}
+    turned = None if cotangents is None else {name: view(x, "offset") for name, x in cotangents.items()}
+    memory = {f"input {name}": x for name, x in views.items()}
+    memory |= {f"cotangent of {name}": x for name, x in (turned or {}).items()}
+    if inputs.cu_seqlens is not None:
+        memory["input cu_seqlens"] = inputs.cu_seqlens
+    copies = {name: bytes_of(x).clone() for name, x in memory.items()}
+    bench.run(inputs.replaced(**views), turned)
+    for name, x in memory.items():
+        yield f"bytes of {name}", bytes_of(x), copies[name]
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """The whole allocation behind x."""
+    return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+
+
+def several(case: Any) -> range:
+    """The sequences that have tokens, as a range: those of a case without empty ones, where there are two or more."""
+    return range(len(case.lengths)) if len(case.lengths) > 1 and min(case.lengths) > 0 else range(0)
+
+
+def inner(case: Any) -> range:
+    """The tokens at which a sequence can be cut in two."""
+    return range(1, max(case.lengths))
+
+
+def steps(case: Any) -> range:
+    """Where a prompt may end so that few tokens are left to step through."""
+    return range(max(1, case.lengths[0] - 3), case.lengths[0])
+
+
+def has_words(**wanted: str) -> Callable[[Any, str | None], str | None]:
+    """What a case lacks of the words wanted."""
+
+    def lacks(case: Case, _: str | None) -> str | None:
+        words = case.words()
+        return next((f"{name}={value}" for name, value in wanted.items() if words[name] != value), None)
+
+    return lacks
+
+
+def one_batch_row(case: Any, _: str | None) -> str | None:
+    """What a case lacks to be one sequence that is not packed."""
+    return "one sequence, packed=no" if case.packed or len(case.lengths) > 1 else None
+
+
+def require(**flags: bool) -> Callable[[Any], str | None]:
+    """What a domain lacks of the flags wanted."""
+
+    def needs(domain: Any) -> str | None:
+        lacking = [name for name, value in flags.items() if getattr(domain, name) != value]
+        return f"{lacking[0].replace('_', ' ')} is not supported" if lacking else None
+
+    return needs

@@ -1,0 +1,130 @@
+"""Illegal inputs: legal calls with one argument made wrong. Our own contract refuses each (oracles/operation.py).
+
+A check costs a device synchronisation, so a kernel may leave it to its caller. But its users should know.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from oracles.operation import Inputs
+from oracles.operations import RULES
+from properties.cases.module_case import ModuleCase
+from properties.cases.rule_case import Case
+from properties.domain import Domain
+from properties.module_domain import ModuleDomain
+
+
+@dataclasses.dataclass(frozen=True)
+class IllegalInputs:
+    """The illegal inputs of a book: `names` of an operation's, and the `call` of a name inside a domain, its inputs made wrong.
+
+    `call` returns why there is none where the domain leaves out what it would be about.
+    """
+
+    names: Callable[[str], list[str]] = lambda operation: []
+    call: Callable[[str, Any], tuple[Any, Inputs] | str] = lambda name, domain: f"there are none of {domain.operation}"
+
+
+PACKED = Case((5, 12), packed=True, heads=2, value_heads=4, state="zero", backward=False)
+
+
+def _offsets(*values: int) -> Callable[[Inputs], Inputs]:
+    return lambda x: x.replaced(cu_seqlens=torch.tensor(values))
+
+
+def _decreasing(x: Inputs) -> Inputs:
+    """Three sequences, with a state for each, so that nothing but their order is wrong."""
+    state = x.get("state")
+    states = {} if state is None else {"state": torch.cat([state, state[:1]])}
+    return x.replaced(cu_seqlens=torch.tensor([0, 12, 5, 17]), **states)
+
+
+def _value_heads(x: Inputs) -> Inputs:
+    heads = {name: x[name][:, :, :3] for name in ("v", "g", "beta") if x[name] is not None}
+    return x.replaced(**heads, state=x.state[:, :3])
+
+
+OF_RULES: dict[str, Callable[[Inputs], Inputs]] = {
+    "cu_seqlens that decrease": _decreasing,
+    "cu_seqlens that end before the tokens do": _offsets(0, 5, 16),
+    "cu_seqlens that do not start at 0": _offsets(1, 5, 17),
+    "one initial state for two sequences": lambda x: x.replaced(state=x.state[:1]),
+    "HV not a multiple of H": _value_heads,
+    "g of another length": lambda x: x.replaced(g=x.g[:, :-1]),
+    "q and k of different widths": lambda x: x.replaced(q=x.q[..., :8].contiguous()),
+}
+
+
+# Of a layer's modules: calls with one argument that would have to be broadcast, cut off or read beyond its end.
+OF_MODULES: dict[str, dict[str, Callable[[Inputs], Inputs]]] = {
+    "causal_conv1d": {
+        **{name: change for name, change in OF_RULES.items() if name.startswith("cu_seqlens")},
+        "one initial state for two sequences": lambda x: x.replaced(state=x.state[:1]),
+        "an initial state of W - 1 columns": lambda x: x.replaced(state=x.state[..., 1:].contiguous()),
+        "a weight of fewer channels": lambda x: x.replaced(weight=x.weight[:-1]),
+        "a bias of one channel": lambda x: x.replaced(bias=x.bias[:1]),
+    },
+    **{
+        operation: {
+            "A_log of one head for two": lambda x: x.replaced(A_log=x.A_log[:1]),
+            "dt_bias of one head for two": lambda x: x.replaced(dt_bias=x.dt_bias[:1]),
+        }
+        for operation in ("gdn_gate", "kda_gate")
+    },
+    "gated_rms_norm": {
+        "a weight of one channel": lambda x: x.replaced(weight=x.weight[:1]),
+        "z of one head for two": lambda x: x.replaced(z=x.z[:, :, :1]),
+    },
+}
+
+
+def _module_call(name: str, domain: ModuleDomain) -> tuple[ModuleCase, Inputs] | str:
+    """A legal call inside the domain, and its inputs with one argument made wrong."""
+    if lacking := _lacking(name, domain):
+        return lacking
+    if domain.operation == "causal_conv1d":
+        packed = {"lengths": (5, 12), "packed": True} if domain.packed else {"lengths": (8, 8)}
+        about = {**packed, "bias": domain.bias, "state": "zero" if domain.initial_state else "none"}
+        about |= {"conv_width": domain.conv_widths[0], "final_state": domain.final_state}
+    else:
+        about = {"lengths": (8, 8), "heads": 2}
+    if domain.operation in ("gdn_gate", "kda_gate"):
+        about["beta"] = domain.beta
+    case = ModuleCase(operation=domain.operation, dtype=domain.dtypes[0], backward=False, **about)  # type: ignore[arg-type]
+    return case, OF_MODULES[domain.operation][name](case.inputs())
+
+
+def _lacking(name: str, domain: ModuleDomain) -> str | None:
+    """What the domain leaves out of what the input is about."""
+    lacks = {
+        "cu_seqlens": (domain.packed, "packed input"),
+        "one initial state": (domain.initial_state, "an initial state"),
+        "an initial state": (domain.initial_state, "an initial state"),
+        "a bias": (domain.bias, "a bias"),
+    }
+    found = next((what for start, (has, what) in lacks.items() if name.startswith(start) and not has), None)
+    return None if found is None else f"{found} is unsupported"
+
+
+def _rule_call(name: str, domain: Domain) -> tuple[Case, Inputs] | str:
+    """A packed call with a state, inside the domain, and its inputs with one argument made wrong."""
+    if not domain.packed or not domain.initial_state:
+        return "packed input with a state is unsupported"
+    if "none" not in domain.in_kernel:
+        return "explicit gates are unsupported"
+    if not domain.grouped_heads and OF_RULES[name] is _value_heads:
+        return "grouped heads are unsupported"
+    if domain.operation == "delta_rule" and name.startswith("g "):
+        return "the delta rule has no gate"
+    case = dataclasses.replace(PACKED, operation=domain.operation, dtype=domain.dtypes[0])
+    if not domain.grouped_heads:
+        case = dataclasses.replace(case, value_heads=case.heads)
+    return case, OF_RULES[name](case.inputs())
+
+
+NO_INPUTS = IllegalInputs()
+RULE_INPUTS = IllegalInputs(lambda operation: list(OF_RULES if operation in RULES else ()), _rule_call)
+MODULE_INPUTS = IllegalInputs(lambda operation: list(OF_MODULES.get(operation, ())), _module_call)

@@ -1,0 +1,147 @@
+"""The domain of whole layers, and the cases drawn from it."""
+
+import dataclasses
+import random
+from typing import Any
+
+from hypothesis import strategies as st
+
+from properties.cases.layer_case import EPS, VALUES, LayerCase
+from properties.cases.path_case import GATES
+from properties.strategies import HEADS, lengths
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerDomain:
+    """The calls that a layer promises to answer rightly; the defaults promise everything.
+
+    `widths` are those of keys, values and hidden states, `eps` those of the norm. `empty`: sequences without tokens, and `nothing`:
+    calls without any. `caches`: states go in and come out, and `state_gradients`: gradients go through them. `attention_mask`: it
+    leaves out padding at the start of a batch's rows. `views` says whether hidden states may be anything but contiguous,
+    `deterministic` whether a second call gives the same bits.
+    """
+
+    operation: str = "gdn_layer"
+    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    widths: tuple[int, ...] = (8, 16, 4, 12, 32)
+    equal_widths: bool = False
+    grouped_heads: bool = True
+    packed: bool = True
+    batched: bool = True
+    empty: bool = True
+    nothing: bool = True
+    conv_widths: tuple[int, ...] = (4, 2, 3)
+    conv_bias: bool = True
+    negative_eigenvalues: bool = True
+    eps: tuple[str, ...] = EPS
+    offsets: tuple[str, ...] = ("int64", "int32")
+    caches: bool = True
+    state_gradients: bool = True
+    attention_mask: bool = True
+    views: bool = True
+    deterministic: bool = True
+    backward: bool = True
+
+    def __post_init__(self) -> None:
+        if self.operation != "gdn_layer":
+            raise ValueError(f"operation must be gdn_layer, got {self.operation!r}")
+        given: tuple[tuple[str, tuple[str, ...]], ...]
+        given = (("dtypes", ("fp32", "bf16", "fp16")), ("eps", EPS), ("offsets", ("int64", "int32")))
+        for name, choices in given:
+            values = getattr(self, name)
+            if not isinstance(values, tuple) or not values or not set(values) <= set(choices):
+                raise ValueError(f"{name} must be a tuple of some of {', '.join(choices)}, got {values!r}")
+        for name in ("widths", "conv_widths"):
+            values = getattr(self, name)
+            if not isinstance(values, tuple) or not values or not all(isinstance(each, int) and each > 0 for each in values):
+                raise ValueError(f"{name} must be a tuple of whole numbers from 1 up, got {values!r}")
+        if not (self.packed or self.batched):
+            raise ValueError("packed or batched must be True, got neither")
+
+    def outside(self, case: LayerCase) -> str | None:
+        """Why `case` is outside the domain, or None."""
+        checks = (
+            (case.dtype in self.dtypes, f"dtype={case.dtype} is not among {', '.join(self.dtypes)}"),
+            (not self.equal_widths or case.key_dim == case.value_dim, "key_dim and value_dim must be equal"),
+            (self.grouped_heads or case.heads == case.value_heads, "heads and value_heads must be equal"),
+            (self.packed or not case.packed, "packed=yes is not supported"),
+            (self.batched or case.packed, "packed=no is not supported"),
+            (self.empty or min(case.lengths) > 0, "empty sequences are not supported"),
+            (self.nothing or case.tokens > 0, "a call without tokens is not supported"),
+            (
+                case.conv_width in self.conv_widths,
+                f"conv_width={case.conv_width} is not among {', '.join(map(str, self.conv_widths))}",
+            ),
+            (self.conv_bias or not case.conv_bias, "conv_bias=yes is not supported"),
+            (self.negative_eigenvalues or not case.allow_neg_eigval, "allow_neg_eigval=yes is not supported"),
+            (case.eps in self.eps, f"eps={case.eps} is not among {', '.join(self.eps)}"),
+            (case.offsets in self.offsets, f"offsets={case.offsets} is not among {', '.join(self.offsets)}"),
+            (self.caches or not case.cached, "cached=yes is not supported"),
+            (self.state_gradients or not (case.cached and case.backward), "backward=yes with cached=yes is not supported"),
+            (self.backward or not case.backward, "backward=yes is not supported"),
+        )
+        return next((reason for inside, reason in checks if not inside), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """The domain as plain data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "LayerDomain":
+        """The domain of `to_json`'s data."""
+        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        return cls(**fields)
+
+
+@st.composite
+def layer_cases(
+    draw: st.DrawFn,
+    /,
+    domain: LayerDomain,
+    sequences: tuple[int, int] = (1, 3),
+    longest: int = 70,
+    total: int = 100,
+    **fixed: Any,
+) -> LayerCase:
+    """Any case of the domain; `fixed` names fields that are given, as a value or as a tuple of values to choose from."""
+    chance: random.Random = draw(st.randoms(use_true_random=True))
+
+    def field(name: str, choices: tuple[Any, ...]) -> Any:
+        given = fixed.get(name, choices)
+        return chance.choice(given) if isinstance(given, tuple) else given
+
+    packed = field("packed", tuple(choice for choice, can in ((True, domain.packed), (False, domain.batched)) if can))
+    if packed:
+        sizes = lengths(chance, sequences, longest, total, empty=domain.empty, many=sequences[1] >= 3)
+    else:
+        rows = chance.randint(*sequences)
+        sizes = lengths(chance, (1, 1), min(longest, total // rows), total // rows, empty=False, many=False) * rows
+    if not domain.nothing and not sum(sizes):
+        sizes = (1, *sizes[1:])
+    heads, value_heads = field(
+        "groups", tuple(pair for pair in HEADS if pair[1] <= 4 and (domain.grouped_heads or pair[0] == pair[1]))
+    )
+    key_dim = field("key_dim", domain.widths)
+    same = domain.equal_widths or chance.random() < 1 / 3  # a transposed state shows where it still fits
+    cached = domain.caches and field("cached", (False, False, True))
+    return LayerCase(
+        sizes,
+        packed=packed,
+        heads=heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=key_dim if same else field("value_dim", domain.widths),
+        hidden=field("hidden", domain.widths),
+        conv_width=field("conv_width", domain.conv_widths),
+        conv_bias=domain.conv_bias and field("conv_bias", (False, True)),
+        dtype=field("dtype", domain.dtypes),
+        gate=field("gate", GATES),
+        values=field("values", VALUES),
+        cached=cached,
+        state=field("state", ("none", "none", "zero", "random", "random")) if cached else "none",
+        eps=field("eps", domain.eps),
+        allow_neg_eigval=domain.negative_eigenvalues and field("allow_neg_eigval", (False, False, True)),
+        offsets=field("offsets", domain.offsets) if packed else "int64",
+        backward=domain.backward and (not cached or domain.state_gradients) and field("backward", (True,)),
+        seed=chance.randrange(2**16),
+    )

@@ -1,0 +1,222 @@
+"""What layers on one rank promise, the cases drawn inside that, and the laws of a layer as training and serving call it."""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oracles.bound import Bound
+from oracles.operation import Inputs
+from properties import common_laws
+from properties.cases.layer_case import LayerCase
+from properties.common_laws import view
+from properties.domain import VIEWS
+from properties.laws import Bench, Blind, Law, Pair, examples_of, visible, with_others
+from properties.layer_domain import LayerDomain, layer_cases
+from properties.strategies import Example
+
+GOING_ON = ("steps", "piece")
+
+
+def _future(bench: Bench, example: Example) -> Iterator[Pair]:
+    """The convolution, the rule and the norm of a token see none that comes later; nor do states before it, which are kept."""
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, cotangents = bench.call(case)
+    place = torch.cat([torch.arange(length) for length in case.lengths]).reshape(inputs.hidden.shape[:2])
+    later = torch.where((place >= at).unsqueeze(-1), with_others(case).inputs().hidden, inputs.hidden)
+    once, twice = bench.run(inputs, cotangents), bench.run(inputs.replaced(hidden=later), cotangents)
+    yield f"y before token {at}", twice["y"][place < at], once["y"][place < at]
+
+
+def _left_padding(bench: Bench, example: Example) -> Iterator[Pair]:
+    """The truth is that of the tokens without their padding, packed; what stands in the padding changes not a bit."""
+    case = example.case
+    pads = case.pads()
+    if not any(pads):
+        raise Blind("no row has padding")
+    inputs, cotangents = bench.call(case)
+    real = torch.arange(case.lengths[0]) >= torch.tensor(pads).unsqueeze(-1)
+
+    def tokens(x: Tensor) -> Tensor:
+        return x[real].unsqueeze(0)
+
+    ends = torch.tensor([0, *(case.lengths[0] - pad for pad in pads)]).cumsum(0)
+    alone = inputs.replaced(hidden=tokens(inputs.hidden), cu_seqlens=ends)
+    part = None if cotangents is None else {**cotangents, "y": tokens(cotangents["y"])}
+    bounds = bench.bounds(alone, part)
+    padded = inputs.replaced(pads=pads)
+    turned = None if cotangents is None else {**cotangents, "y": torch.where(real.unsqueeze(-1), cotangents["y"], 0)}
+    other = torch.where(real.unsqueeze(-1), inputs.hidden, with_others(case).inputs().hidden)
+    once, twice = bench.run(padded, turned), bench.run(padded.replaced(hidden=other), turned)
+    for name, got in once.items():
+        meant = tokens if name in ("y", "dhidden") else torch.clone
+        yield f"{name} with left padding", meant(got), bounds[name]
+        yield f"{name} with other left padding", meant(twice[name]), meant(got)
+
+
+def _cache(bench: Bench, example: Example) -> Iterator[Pair]:
+    """The tokens after the prompt come one at a time, by the layer's recurrent counterpart where it has one, or in one piece.
+
+    Blind where losing the states after the prompt would stay inside the bound.
+    """
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, _ = bench.call(case)
+    bounds = bench.bounds(inputs, None)
+    if example.variant == "steps" and bench.algorithm != "recurrent":
+        other = bench.bounds(inputs, None, "recurrent")
+        bounds = {name: each.beside(other[name]) for name, each in bounds.items()}
+    tail = {"y": bounds["y"].at(slice(None), slice(at, None)), "final_state": bounds["final_state"]}
+    lost = bench.truth(_part(inputs, at, None, None), None)
+    if not visible({name: lost[name] for name in tail}, tail):
+        raise Blind("states lost after the prompt would not show")
+    got = bench.run(inputs.replaced(hidden=inputs.hidden[:, :at]), None)
+    rows, ends = [got["y"]], [at, *(range(at + 1, case.lengths[0]) if example.variant == "steps" else ()), case.lengths[0]]
+    for start, stop in itertools.pairwise(ends):
+        part = _part(inputs, start, stop, got)
+        got = bench.run(part, None, counterpart=example.variant == "steps")
+        rows.append(got["y"])
+    yield f"y going on after {at} tokens", torch.cat(rows, 1), bounds["y"]
+    for name in ("final_state", "conv_state"):
+        yield f"{name} going on after {at} tokens", got[name], bounds[name]
+
+
+def _part(inputs: Inputs, start: int, stop: int | None, after: dict[str, Tensor] | None) -> Inputs:
+    """The call of tokens start..stop with the states that came out of the one before."""
+    states = (
+        {"state": None, "conv_state": None} if after is None else {"state": after["final_state"], "conv_state": after["conv_state"]}
+    )
+    return inputs.replaced(hidden=inputs.hidden[:, start:stop], **states)
+
+
+def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
+    inputs, cotangents = bench.call(example.case)
+    inputs = inputs.replaced(hidden=view(inputs.hidden, example.variant or ""))
+    turned = None if cotangents is None else {**cotangents, "y": view(cotangents["y"], example.variant or "")}
+    bounds: dict[str, Bound] = bench.bounds(inputs, turned)
+    for name, got in bench.run(inputs, turned).items():
+        yield f"{name} from {example.variant} hidden states", got, bounds[name]
+
+
+def _promises(name: str) -> Callable[[LayerDomain], str | None]:
+    def needs(domain: LayerDomain) -> str | None:
+        return None if getattr(domain, name) else f"{name.replace('_', ' ')} is not supported"
+
+    return needs
+
+
+def _first(*needs: Callable[[LayerDomain], str | None]) -> Callable[[LayerDomain], str | None]:
+    return lambda domain: next((lacking for need in needs if (lacking := need(domain))), None)
+
+
+def _prompts(case: LayerCase) -> range:
+    """The tokens after which a prompt may end."""
+    return range(1, case.lengths[0]) if not case.packed and case.cached and not case.backward else range(0)
+
+
+@st.composite
+def _going_on(draw: st.DrawFn, domain: LayerDomain) -> Example:
+    """Short ones in both ways, since a convolution's state is not full at first; long ones, of more than a chunk, in a piece."""
+    serving: dict[str, Any] = {"packed": False, "cached": True, "backward": False, "gate": "long"}
+    short, long = layer_cases(domain, longest=12, total=24, **serving), layer_cases(domain, sequences=(1, 1), longest=90, **serving)
+    chance: random.Random = draw(st.randoms(use_true_random=True))
+    brief = chance.random() < 2 / 3
+    case = draw((short if brief else long).filter(lambda case: len(_prompts(case)) > 0))
+    early = [at for at in _prompts(case) if at < case.conv_width]
+    at = chance.choice(early if brief and chance.random() < 1 / 2 else _prompts(case))
+    return Example(case, at, chance.choice(GOING_ON) if brief else "piece")
+
+
+def _padded_lacks(case: LayerCase, _: str | None) -> str | None:
+    return "packed=no state=none" if case.packed or case.state != "none" else None
+
+
+LAYER_LAWS: dict[str, Law] = {
+    law.name: law
+    for law in (
+        Law(
+            "oracle",
+            "truth",
+            "the output, the states and every gradient, of parameters too, equal the float64 definition",
+            lambda domain: examples_of(layer_cases(domain)),
+            common_laws.oracle,
+        ),
+        Law(
+            "packed",
+            "truth",
+            "packed sequences give what each gives alone, through convolution and rule",
+            lambda domain: examples_of(
+                layer_cases(domain, packed=True, sequences=(2, 3), longest=40, gate="long"), common_laws.several
+            ),
+            common_laws.packed,
+            _first(_promises("packed"), _promises("batched")),
+            place=common_laws.several,
+            lacks=common_laws.has_words(packed="yes"),
+        ),
+        Law(
+            "samples",
+            "exact",
+            "sequences do not interfere: changing one changes nothing of the others, bit for bit",
+            lambda domain: examples_of(layer_cases(domain, sequences=(2, 3), longest=40), common_laws.several),
+            common_laws.samples,
+            place=common_laws.several,
+        ),
+        Law(
+            "future",
+            "exact",
+            "the past does not see the future through convolution, rule or norm: later tokens change no earlier output",
+            lambda domain: examples_of(layer_cases(domain), common_laws.inner),
+            _future,
+            place=common_laws.inner,
+        ),
+        Law(
+            "left_padding",
+            "truth",
+            "padding at the start of a batch's rows, left out by an attention mask, changes nothing",
+            lambda domain: examples_of(
+                layer_cases(domain, packed=False, state="none", longest=33, total=80).filter(lambda case: any(case.pads()))
+            ),
+            _left_padding,
+            _first(_promises("attention_mask"), _promises("batched")),
+            lacks=_padded_lacks,
+        ),
+        Law(
+            "cache",
+            "truth",
+            "a prompt, and then the tokens after it one at a time or in one piece, give what one run gives",
+            _going_on,
+            _cache,
+            _first(_promises("caches"), _promises("batched")),
+            variants=GOING_ON,
+            place=_prompts,
+        ),
+        Law(
+            "memory",
+            "exact",
+            "a second run over other uninitialised memory gives the same bits, where runs are deterministic",
+            lambda domain: examples_of(layer_cases(domain)),
+            common_laws.memory,
+        ),
+        Law(
+            "strides",
+            "truth",
+            "hidden states and their cotangents may lie in memory in any strides",
+            lambda domain: examples_of(layer_cases(domain, sequences=(1, 2), longest=40), None, VIEWS),
+            _strides,
+            _promises("views"),
+            variants=VIEWS,
+        ),
+        Law(
+            "pure",
+            "exact",
+            "a call changes neither hidden states, parameters nor states, nor the memory around them",
+            lambda domain: examples_of(layer_cases(domain, longest=40)),
+            common_laws.pure,
+        ),
+    )
+}

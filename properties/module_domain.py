@@ -1,0 +1,199 @@
+"""The domain of modules: what an implementation of a layer's other operations promises, and the cases drawn from it."""
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from properties.cases.module_case import ACTIVATIONS, EPS, MODULES, VALUES, ModuleCase, words_of
+from properties.strategies import lengths
+
+CONV, GATES, NORMS = ("causal_conv1d",), ("gdn_gate", "kda_gate"), ("l2norm", "gated_rms_norm")
+CHANNELS = (16, 1, 3, 8, 33, 64, 20, 100, 130, 257)
+WIDTHS = (16, 8, 1, 32, 7, 24, 64, 100, 128, 256, 520, 1000)
+HEADS = (1, 2, 3, 4, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleDomain:
+    """The calls an implementation promises to answer rightly; the defaults promise everything that its operation can be asked.
+
+    `widths` (D, K or V) are an inclusive range in steps of `width_step`. `without_weight` and `without_dt_bias` say whether it does
+    without one, `bias` whether it takes one, `beta` whether it computes the strength of writing beside the gate, `eps` which of a
+    case's choices it can be given, `final_state` whether it returns one. `longest` is drawn at most, for what is slow on long
+    sequences. `views`, `deterministic` and `position_independent` (tokens, heads, channels and sequences get the same bits wherever
+    they stand) are as those of Domain.
+    """
+
+    operation: str = "causal_conv1d"
+    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    widths: tuple[int, int] = (1, 1024)
+    width_step: int = 1
+    conv_widths: tuple[int, ...] = (4, 2, 3, 1, 5, 8)
+    activations: tuple[str, ...] = ACTIVATIONS
+    bias: bool = True
+    without_weight: bool = True
+    without_dt_bias: bool = True
+    beta: bool = True
+    negative_eigenvalues: bool = True
+    eps: tuple[str, ...] = tuple(EPS)
+    packed: bool = True
+    batched: bool = True
+    empty: bool = True
+    longest: int = 2**20
+    initial_state: bool = True
+    final_state: bool = True
+    views: bool = True
+    deterministic: bool = True
+    position_independent: bool = False
+    backward: bool = True
+
+    def __post_init__(self) -> None:
+        if self.operation not in MODULES:
+            raise ValueError(f"operation must be one of {', '.join(MODULES)}, got {self.operation!r}")
+        for name, choices in (("dtypes", ("fp32", "bf16", "fp16")), ("activations", ACTIVATIONS), ("eps", tuple(EPS))):
+            given = getattr(self, name)
+            if not isinstance(given, tuple) or not given or not set(given) <= set(choices):
+                raise ValueError(f"{name} must be a tuple of some of {', '.join(choices)}, got {given!r}")
+        if not isinstance(self.width_step, int) or self.width_step < 1:
+            raise ValueError(f"width_step must be at least 1, got {self.width_step!r}")
+        span, taps = self.widths, self.conv_widths
+        if not (isinstance(span, tuple) and len(span) == 2 and all(isinstance(end, int) for end in span)):
+            raise ValueError(f"widths must be a tuple (least, most), got {span!r}")
+        if not 1 <= span[0] <= span[1] or span[1] // self.width_step * self.width_step < span[0]:
+            raise ValueError(f"widths must hold a width in steps of {self.width_step}, from 1 up, got {span}")
+        if not (isinstance(taps, tuple) and taps and all(isinstance(each, int) and each >= 1 for each in taps)):
+            raise ValueError(f"conv_widths must be a tuple of whole numbers, at least 1, got {taps!r}")
+        if not isinstance(self.longest, int) or self.longest < 1:
+            raise ValueError(f"longest must be at least 1, got {self.longest!r}")
+        if not (self.packed or self.batched):
+            raise ValueError("packed or batched must be True, got neither")
+
+    def outside(self, case: ModuleCase) -> str | None:
+        """Why `case` is outside the domain, or None."""
+        least, most = self.widths
+        steps = f" in steps of {self.width_step}" if self.width_step > 1 else ""
+        own = words_of(self.operation)
+        checks = (
+            (case.operation == self.operation, f"op={case.operation} is not {self.operation}"),
+            (case.dtype in self.dtypes, f"dtype={case.dtype} is not among {', '.join(self.dtypes)}"),
+            (
+                "width" not in own or (least <= case.width <= most and case.width % self.width_step == 0),
+                f"width={case.width} is not in {least}..{most}{steps}",
+            ),
+            (
+                "conv_width" not in own or case.conv_width in self.conv_widths,
+                f"conv_width={case.conv_width} is not among {', '.join(map(str, self.conv_widths))}",
+            ),
+            (
+                "activation" not in own or case.activation in self.activations,
+                f"activation={case.activation} is not among {', '.join(self.activations)}",
+            ),
+            ("eps" not in own or case.eps in self.eps, f"eps={case.eps} is not among {', '.join(self.eps)}"),
+            (self.bias or not case.bias, "bias=yes is not supported"),
+            (self.without_weight or case.weight, "weight=no is not supported"),
+            (self.without_dt_bias or case.dt_bias, "dt_bias=no is not supported"),
+            ("beta" not in own or self.beta or not case.beta, "beta=yes is not supported"),
+            (self.negative_eigenvalues or not case.allow_neg_eigval, "allow_neg_eigval=yes is not supported"),
+            (self.packed or not case.packed, "packed=yes is not supported"),
+            (self.batched or case.packed, "packed=no is not supported"),
+            (self.empty or min(case.lengths) > 0, "empty sequences are not supported"),
+            (self.initial_state or case.state == "none", f"state={case.state}: an initial state is not supported"),
+            (
+                "final_state" not in own or self.final_state or not case.final_state,
+                "final_state=yes: a final state is not returned",
+            ),
+            (self.backward or not case.backward, "backward=yes is not supported"),
+        )
+        return next((reason for inside, reason in checks if not inside), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """The domain as plain data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "ModuleDomain":
+        """The domain of `to_json`'s data."""
+        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        return cls(**fields)
+
+
+@st.composite
+def module_cases(
+    draw: st.DrawFn,
+    /,
+    domain: ModuleDomain,
+    sequences: tuple[int, int] = (1, 4),
+    longest: int = 150,
+    total: int = 260,
+    **fixed: Any,
+) -> ModuleCase:
+    """Any case of the domain; `fixed` names fields that are given, as a value or as a tuple of values to choose from."""
+    chance = draw(st.randoms(use_true_random=True))
+    own = words_of(domain.operation)
+
+    def field(name: str, choices: Sequence[Any]) -> Any:
+        given = fixed.get(name, tuple(choices))
+        return chance.choice(given) if isinstance(given, tuple) else given
+
+    heads = field("heads", HEADS) if "heads" in own else 1
+    total = max(1, total // max(1, heads // 2))
+    longest = min(longest, total, domain.longest)
+    can = [choice for choice, may in ((True, domain.packed), (False, domain.batched)) if may]
+    packed = "packed" in own and field("packed", can)
+    sizes = _lengths(chance, domain, sequences, longest, total, packed=packed)
+    values: dict[str, Any] = {}
+    for name, choices in (
+        ("width", _widths(domain, sum(sizes) * heads)),
+        ("conv_width", domain.conv_widths),
+        ("activation", domain.activations),
+        ("bias", (False, True) if domain.bias else (False,)),
+        ("weight", (True, True, False) if domain.without_weight else (True,)),
+        ("state", ("none", "zero", "random", "random") if domain.initial_state else ("none",)),
+        ("final_state", (True, True, True, False) if domain.final_state else (False,)),
+        ("oldest", (False,)),
+        ("eps", domain.eps),
+        ("dt_bias", (True, True, False) if domain.without_dt_bias else (True,)),
+        ("beta", (domain.beta,)),
+        ("allow_neg_eigval", (False, True) if domain.negative_eigenvalues and domain.beta else (False,)),
+        ("offsets", ("int64", "int32") if packed else ("int64",)),
+    ):
+        if name in own:
+            values[name] = field(name, choices)
+    dtype = field("dtype", domain.dtypes)
+    regime = field("values", tuple(each for each in VALUES if each != "whole"))
+    return ModuleCase(
+        sizes,
+        domain.operation,
+        packed=packed,
+        heads=heads,
+        dtype=dtype,
+        values=regime,
+        backward=domain.backward and field("backward", (True,)),
+        seed=chance.randrange(2**16),
+        **values,
+    )
+
+
+def _lengths(
+    chance: random.Random, domain: ModuleDomain, sequences: tuple[int, int], longest: int, total: int, *, packed: bool
+) -> tuple[int, ...]:
+    """Lengths on both sides of blocks and, of a convolution one time in three, of its own width."""
+    near = "conv_width" in words_of(domain.operation) and chance.random() < 1 / 3
+    few = min(longest, max(domain.conv_widths) + 1 if near else longest)
+    if packed:
+        return lengths(chance, sequences, few, total, empty=domain.empty, many=sequences[1] >= 4)
+    rows = chance.randint(sequences[0], max(sequences[0], min(3, sequences[1])))
+    none = domain.empty and chance.random() < 1 / 5  # with one in ten in `lengths`: a batch of nothing is one in fifty
+    return lengths(chance, (1, 1), max(1, min(few, total // rows)), max(1, total // rows), empty=none, many=False) * rows
+
+
+def _widths(domain: ModuleDomain, rows: int) -> tuple[int, ...]:
+    """The widths that a domain allows, wide ones where there are few rows."""
+    (least, most), step = domain.widths, domain.width_step
+    wide = 2**14 // max(rows, 1)
+    every = CHANNELS if domain.operation in CONV else WIDTHS
+    allowed = [width for width in every if least <= width <= most and width % step == 0] or [-(-least // step) * step]
+    return tuple(width for width in allowed if width <= wide) or (min(allowed),)

@@ -1,0 +1,530 @@
+"""What a layer's modules promise (convolution, gates, norms), the cases drawn inside that, and their laws.
+
+Most laws are those of the rules (properties/laws.py), asked of other operations.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oracles import norm
+from oracles.bound import Bound
+from properties import common_laws
+from properties.cases.module_case import EPS, MODULES, ModuleCase, words_of
+from properties.domain import VIEWS
+from properties.laws import Bench, Law, Pair, axes_of, either, examples_of, pairs_of, present, spread, with_others
+from properties.module_domain import CONV, GATES, NORMS, ModuleDomain, module_cases
+from properties.strategies import Example
+
+EXACT_WIDTH = 8  # sums of so many products of numbers up to 4 are exact in eight bits
+CALM = ("ordinary", "repeated")  # no number is near underflow
+
+
+def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
+    case, what = example.case, example.variant or ""
+    inputs, cotangents = bench.call(case)
+    if what == "final_state":
+        assert cotangents is None or "final_state" in cotangents, case
+        cotangents = cotangents and {**cotangents, "final_state": torch.zeros_like(cotangents["final_state"])}
+    bounds = bench.bounds(inputs, cotangents)
+    yield from pairs_of(bench.run(inputs, cotangents), bounds)
+    if what == "final_state":
+        unasked = None if cotangents is None else {"y": cotangents["y"]}
+        for name, got in bench.run(inputs.replaced(output_final_state=False), unasked).items():
+            yield f"{name} with the final state not asked for", got, bounds[name]
+        return
+    neutral = {
+        "bias": lambda: torch.zeros(case.width, dtype=inputs.x.dtype),
+        "weight": lambda: torch.ones(case.width, dtype=inputs.x.dtype),
+        "state": lambda: torch.zeros(len(case.lengths), case.width, case.conv_width, dtype=inputs.x.dtype),
+        "dt_bias": lambda: torch.zeros(inputs.a.shape[2:]),
+        "eps": lambda: norm.EPS,
+        "offsets": lambda: torch.tensor([0, case.tokens]),
+    }[what]()
+    given = inputs.replaced(**{{"offsets": "cu_seqlens"}.get(what, what): neutral})
+    for name, got in bench.run(given, cotangents).items():
+        if name in bounds:
+            yield f"{name} with {what} given", got, bounds[name]
+
+
+def _linear(bench: Bench, example: Example) -> Iterator[Pair]:
+    """A factor of -2 rounds nothing, so it passes through every product and sum."""
+    inputs, cotangents = bench.call(example.case)
+    if example.variant in ("cotangents", "zero_cotangents"):
+        assert cotangents is not None
+        factor = 0 if example.variant == "zero_cotangents" else -2
+        once = bench.run(inputs, cotangents)
+        for name, got in bench.run(inputs, {name: factor * x for name, x in cotangents.items()}).items():
+            if name.startswith("d"):
+                yield f"{name} with cotangents times {factor}", got, factor * once[name]
+        return
+    changed = {"inputs": ("x", "state", "bias"), "weight": ("weight", "bias")}[example.variant or ""]
+    same = {"inputs": ("dx", "dh0", "dbias"), "weight": ("final_state", "dweight", "dbias")}[example.variant or ""]
+    if cotangents is not None and "final_state" in cotangents:  # what comes back from the final state knows no weight
+        cotangents = {**cotangents, "final_state": torch.zeros_like(cotangents["final_state"])}
+    once = bench.run(inputs, cotangents)
+    there = inputs.replaced(**{name: -2 * inputs[name] for name in changed if inputs.get(name) is not None})
+    for name, got in bench.run(there, cotangents).items():
+        yield f"{name} with {example.variant} times -2", got, once[name] if name in same else -2 * once[name]
+
+
+def _scaled(bench: Bench, example: Example) -> Iterator[Pair]:
+    """sum((2 x)^2) + 4 eps is four times what it was, its root twice: powers of two round nothing."""
+    case = example.case
+    inputs, cotangents = bench.call(case)
+    once = bench.run(inputs, cotangents)
+    eps = EPS[case.eps] or norm.EPS
+    for name, got in bench.run(inputs.replaced(x=2 * inputs.x, eps=4 * eps), cotangents).items():
+        yield f"{name} of 2 x with 4 eps", 2 * got if name == "dx" else got, once[name]
+
+
+def _whole(bench: Bench, example: Example) -> Iterator[Pair]:
+    """In half precision a sum over all tokens is rounded, and is left to other laws."""
+    case = example.case
+    inputs, cotangents = bench.call(case)
+    want = bench.truth(inputs, cotangents)
+    for name, got in bench.run(inputs, cotangents).items():
+        if case.dtype == "fp32" or name not in ("dweight", "dbias"):
+            yield name, got.double(), want[name]
+
+
+def _copied(bench: Bench, example: Example) -> Iterator[Pair]:
+    inputs, _ = bench.call(example.case)
+    want = bench.truth(inputs, None)["final_state"]
+    yield "final_state", bench.run(inputs, None)["final_state"].double(), want
+
+
+def _tokens(bench: Bench, example: Example) -> Iterator[Pair]:
+    case = example.case
+    inputs, cotangents = bench.call(case)
+    spec, others = case.spec, with_others(case).inputs()
+    assert example.at is not None
+    here = torch.arange(case.tokens).eq(example.at).reshape(case.batch)
+    mixed = {
+        name: torch.where(spread(here, inputs[name], 0), others[name], inputs[name]) for name in present(spec, inputs, "B", "T")
+    }
+    once, twice = bench.run(inputs, cotangents), bench.run(inputs.replaced(**mixed), cotangents)
+    for name, got in twice.items():
+        if axes_of(spec, name)[:2] == ["B", "T"]:
+            yield f"{name} of the other tokens", got[~here], once[name][~here]
+
+
+def _apart(letters: tuple[str, ...]) -> Callable[[Bench, Example], Iterator[Pair]]:
+    """The law that what differs along an axis does not interfere: parameters change too."""
+    what = "heads" if "HV" in letters else "channels"
+
+    def check(bench: Bench, example: Example) -> Iterator[Pair]:
+        case, at = example.case, example.at
+        assert at is not None
+        inputs, cotangents = bench.call(case)
+        spec, others = case.spec, with_others(case).inputs()
+
+        def own(name: str) -> int | None:
+            axes = axes_of(spec, name)
+            return next((axes.index(letter) for letter in letters if letter in axes), None)
+
+        mixed = {}
+        for name in present(spec, inputs):
+            if (axis := own(name)) is not None and others.get(name) is not None:
+                here = torch.arange(inputs[name].shape[axis]).eq(at)
+                mixed[name] = torch.where(spread(here, inputs[name], axis), others[name], inputs[name])
+        once, twice = bench.run(inputs, cotangents), bench.run(inputs.replaced(**mixed), cotangents)
+        for name, got in twice.items():
+            if (axis := own(name)) is not None:
+                kept: tuple[Any, ...] = (*[slice(None)] * axis, torch.arange(got.shape[axis]).ne(at))
+                yield f"{name} of the other {what}", got[kept], once[name][kept]
+
+    return check
+
+
+def _permuted(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Sums over tokens are taken in another order, so the gradients of parameters have their bound even where bits are promised."""
+    case = example.case
+    inputs, cotangents = bench.call(case)
+    letters = {"causal_conv1d": ("D", "N"), "kda_gate": ("HV", "K")}.get(case.operation, ("H", "HV"))
+    if case.operation in CONV:
+        rows = torch.arange(len(case.lengths)).roll(1)
+        starts = case.starts()
+        tokens = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows.tolist()])
+    else:
+        rows, tokens = torch.arange(0), torch.arange(case.tokens).roll(1)
+
+    def moved(name: str, x: Tensor) -> Tensor:
+        axes = axes_of(case.spec, name)
+        for letter in letters:
+            if letter in axes:
+                axis = axes.index(letter)
+                x = x.index_select(axis, rows if letter == "N" else torch.arange(x.shape[axis]).roll(1))
+        return x.flatten(0, 1)[tokens].reshape(x.shape) if axes[:2] == ["B", "T"] else x
+
+    there = inputs.replaced(**{name: moved(name, inputs[name]) for name in present(case.spec, inputs)})
+    if inputs.cu_seqlens is not None:
+        ends = torch.tensor([0, *(case.lengths[row] for row in rows.tolist())]).cumsum(0)
+        there = there.replaced(cu_seqlens=ends.to(inputs.cu_seqlens.dtype))
+    turned = None if cotangents is None else {name: moved(name, x) for name, x in cotangents.items()}
+    bounds = bench.bounds(there, turned)
+    once = bench.run(inputs, cotangents) if bench.domain.position_independent else {}
+    for name, got in bench.run(there, turned).items():
+        of_tokens = axes_of(case.spec, name)[0] in ("B", "N")
+        yield f"{name} permuted", got, moved(name, once[name]) if once and of_tokens else bounds[name]
+
+
+def _repeated(bench: Bench, example: Example) -> Iterator[Pair]:
+    """To the bit where results do not depend on the place: a vector unit treats the end of a row apart."""
+    inputs, cotangents = bench.call(example.case)
+
+    def repeat(x: Tensor) -> Tensor:
+        return x.repeat_interleave(2, dim=2)
+
+    there = inputs.replaced(x=repeat(inputs.x))
+    turned = None if cotangents is None else {name: repeat(x) for name, x in cotangents.items()}
+    bounds = bench.bounds(there, turned)
+    once = bench.run(inputs, cotangents) if bench.domain.position_independent else {}
+    for name, got in bench.run(there, turned).items():
+        want: Tensor | Bound = repeat(once[name]) if once else bounds[name]
+        yield f"{name} of heads repeated", got, want
+
+
+EVERY = tuple(MODULES)
+POINTWISE = (*GATES, *NORMS)
+
+
+def _law(
+    name: str,
+    kind: str,
+    says: str,
+    draw: Callable[[ModuleDomain], st.SearchStrategy[Example]],
+    check: Callable[[Bench, Example], Iterator[Pair]],
+    about: tuple[str, ...] = EVERY,
+    needs: Callable[[ModuleDomain], str | None] = lambda domain: None,
+    lacks: Callable[[ModuleCase, str | None], str | None] = lambda case, variant: None,
+    **more: Any,
+) -> Law:
+    """A law about some operations: it cannot be asked of the others."""
+
+    def domain_lacks(domain: ModuleDomain) -> str | None:
+        return needs(domain) if domain.operation in about else f"it is not about {domain.operation}"
+
+    def case_lacks(case: ModuleCase, variant: str | None) -> str | None:
+        return lacks(case, variant) if case.operation in about else f"op={'|'.join(about)}"
+
+    return Law(name, kind, says, draw, check, domain_lacks, lacks=case_lacks, about=about, **more)
+
+
+def _absent_variants(domain: ModuleDomain) -> dict[str, dict[str, Any]]:
+    """What can be left out by a domain's callers, and the fields of the cases that leave it out."""
+    own = words_of(domain.operation)
+    can: dict[str, tuple[bool, dict[str, Any]]] = {
+        "final_state": ("final_state" in own and domain.final_state, {"final_state": True}),
+        "bias": ("bias" in own and domain.bias, {"bias": False}),
+        "weight": ("weight" in own and domain.without_weight, {"weight": False}),
+        "state": ("state" in own and domain.initial_state, {"state": "none"}),
+        "dt_bias": ("dt_bias" in own and domain.without_dt_bias, {"dt_bias": False}),
+        "eps": ("eps" in own and {"default", "1e-6"} <= {*domain.eps}, {"eps": "default"}),
+        "offsets": ("packed" in own and domain.packed and domain.batched, {"packed": False, "sequences": (1, 1)}),
+    }
+    return {name: fields for name, (may, fields) in can.items() if may}
+
+
+def _absent_examples(domain: ModuleDomain) -> st.SearchStrategy[Example]:
+    return either([examples_of(_small(domain, **fields), None, (name,)) for name, fields in _absent_variants(domain).items()])
+
+
+def _absent_lacks(case: ModuleCase, variant: str | None) -> str | None:
+    word = {"offsets": "packed"}.get(variant or "", variant or "")
+    if word not in words_of(case.operation):
+        return f"an operation that has {word}"
+    if variant == "offsets":
+        return common_laws.one_batch_row(case, variant)
+    wanted = {"final_state": "yes", "state": "none", "eps": "default"}.get(word, "no")
+    return common_laws.has_words(**{word: wanted})(case, variant)
+
+
+def _linear_lacks(case: ModuleCase, variant: str | None) -> str | None:
+    if case.dtype == "fp16" or case.values not in CALM:
+        return f"numbers away from underflow (no fp16, values={'|'.join(CALM)})"
+    if variant in ("cotangents", "zero_cotangents"):
+        return None if case.backward else "backward=yes"
+    if case.operation in CONV:
+        return None if case.activation == "none" else "activation=none"
+    if variant == "weight" and case.operation == "gated_rms_norm":
+        return None if case.weight else "weight=yes"
+    return "op=causal_conv1d" + ("|gated_rms_norm" if variant == "weight" else "")
+
+
+def _linear_examples(domain: ModuleDomain) -> st.SearchStrategy[Example]:
+    exact = tuple(dtype for dtype in domain.dtypes if dtype != "fp16")  # fp16's subnormals, from 6e-5 down, round under a factor
+    small: dict[str, Any] = {"dtype": exact, "values": CALM}
+    choices = []
+    if domain.backward:
+        choices.append(examples_of(_small(domain, **small), None, ("cotangents", "zero_cotangents")))
+    if domain.operation in CONV and "none" in domain.activations:
+        choices.append(examples_of(_small(domain, activation="none", **small), None, ("inputs", "weight")))
+    if domain.operation == "gated_rms_norm":
+        choices.append(examples_of(_small(domain, weight=True, **small), None, ("weight",)))
+    return either(choices)
+
+
+def _linear_needs(domain: ModuleDomain) -> str | None:
+    if set(domain.dtypes) == {"fp16"}:
+        return "only fp16 is supported, whose subnormals round"
+    if domain.backward or domain.operation == "gated_rms_norm" or (domain.operation in CONV and "none" in domain.activations):
+        return None
+    return "nothing that it computes is linear"
+
+
+def _scaled_lacks(case: ModuleCase, _: str | None) -> str | None:
+    rounds = case.dtype == "fp16" or case.values == "large"
+    return "numbers away from underflow (no fp16, no values=large)" if rounds else None
+
+
+def _scaled_needs(domain: ModuleDomain) -> str | None:
+    if not {"1e-6", "1e-5"} <= {*domain.eps}:
+        return "another eps is not supported"
+    return "only fp16 is supported, whose subnormals round" if set(domain.dtypes) == {"fp16"} else None
+
+
+def _whole_needs(domain: ModuleDomain) -> str | None:
+    if "none" not in domain.activations:
+        return "activation=none is not supported"
+    return None if min(domain.conv_widths) <= EXACT_WIDTH else f"conv_width up to {EXACT_WIDTH} is not supported"
+
+
+def _whole_lacks(case: ModuleCase, _: str | None) -> str | None:
+    if case.values != "whole":
+        return "values=whole"
+    narrow = case.dtype == "fp32" or case.conv_width <= EXACT_WIDTH
+    return None if narrow else f"conv_width up to {EXACT_WIDTH}, or dtype=fp32"
+
+
+def _rows(case: ModuleCase) -> range:
+    return range(case.tokens) if case.tokens > 1 else range(0)
+
+
+def _heads(case: ModuleCase) -> range:
+    return range(case.heads) if case.heads > 1 else range(0)
+
+
+def _channels(case: ModuleCase) -> range:
+    return range(case.width) if case.width > 1 else range(0)
+
+
+def _wide(domain: ModuleDomain) -> str | None:
+    return None if domain.widths[1] > 1 else "more than one channel is not supported"
+
+
+def _small(domain: ModuleDomain, **more: Any) -> st.SearchStrategy[ModuleCase]:
+    return module_cases(domain, **{"longest": 130, "total": 180, "sequences": (1, 3), **more})
+
+
+def _stateful(domain: ModuleDomain, **more: Any) -> st.SearchStrategy[ModuleCase]:
+    """Cases in which a lost state would show."""
+    options: dict[str, Any] = {"values": ("ordinary", "scaled", "small", "large"), "final_state": True, **more}
+    return _small(domain, **options)
+
+
+def _one_row_and_its_state(case: ModuleCase, variant: str | None) -> str | None:
+    """What a case lacks to be one sequence that is not packed, and to return its state."""
+    return common_laws.one_batch_row(case, variant) or common_laws.has_words(final_state="yes")(case, variant)
+
+
+MODULE_LAWS: dict[str, Law] = {
+    law.name: law
+    for law in (
+        _law(
+            "oracle",
+            "truth",
+            "every output and every gradient, those of parameters included, equals the float64 definition",
+            lambda domain: examples_of(module_cases(domain, longest=260, total=280, oldest=(False, True))),
+            common_laws.oracle,
+        ),
+        _law(
+            "recurrent",
+            "truth",
+            "a prompt at once and then one token at a time gives what one run gives",
+            lambda domain: examples_of(
+                _stateful(domain, packed=False, sequences=(1, 1), longest=80, backward=False), common_laws.steps
+            ),
+            common_laws.recurrent,
+            CONV,
+            common_laws.require(initial_state=True, final_state=True, batched=True),
+            _one_row_and_its_state,
+            place=common_laws.steps,
+        ),
+        _law(
+            "packed",
+            "truth",
+            "packed sequences give what each gives alone",
+            lambda domain: examples_of(_stateful(domain, packed=True, sequences=(2, 3)), common_laws.several),
+            common_laws.packed,
+            CONV,
+            common_laws.require(packed=True, batched=True, initial_state=True, final_state=True),
+            common_laws.has_words(packed="yes", final_state="yes"),
+            place=common_laws.several,
+        ),
+        _law(
+            "cut",
+            "truth",
+            "a sequence may be cut anywhere if the state is carried over the cut, backward too",
+            lambda domain: examples_of(
+                _stateful(domain, **({} if domain.empty or not domain.batched else {"packed": False}), sequences=(1, 2)),
+                common_laws.inner,
+            ),
+            common_laws.cut,
+            CONV,
+            common_laws.require(initial_state=True, final_state=True),
+            common_laws.has_words(final_state="yes"),
+            place=common_laws.inner,
+        ),
+        _law(
+            "absent",
+            "truth",
+            "an optional argument left out means its neutral value",
+            _absent_examples,
+            _absent,
+            needs=lambda domain: None if _absent_variants(domain) else "nothing can be left out",
+            lacks=_absent_lacks,
+            variants=("final_state", "bias", "weight", "state", "dt_bias", "eps", "offsets"),
+        ),
+        _law(
+            "linear",
+            "exact",
+            "a factor of -2 of the cotangents, the convolution's inputs or the weight passes through to the bit",
+            _linear_examples,
+            _linear,
+            needs=_linear_needs,
+            lacks=_linear_lacks,
+            variants=("inputs", "weight", "cotangents", "zero_cotangents"),
+        ),
+        _law(
+            "scaled",
+            "exact",
+            "a norm of 2 x with 4 eps is that of x, bit for bit: eps is added to the squares",
+            lambda domain: examples_of(
+                _small(
+                    domain,
+                    dtype=tuple(each for each in domain.dtypes if each != "fp16"),
+                    values=("ordinary", "repeated", "zero_rows", "small", "scaled"),
+                )
+            ),
+            _scaled,
+            NORMS,
+            _scaled_needs,
+            _scaled_lacks,
+        ),
+        _law(
+            "whole",
+            "exact",
+            "of small whole numbers the convolution is exact, its gradients too",
+            lambda domain: examples_of(
+                _small(
+                    domain,
+                    values="whole",
+                    activation="none",
+                    conv_width=tuple(each for each in domain.conv_widths if each <= EXACT_WIDTH),
+                )
+            ),
+            _whole,
+            CONV,
+            _whole_needs,
+            _whole_lacks,
+        ),
+        _law(
+            "copied",
+            "exact",
+            "the final state is the last inputs, and before them what is left of the initial state, bit for bit",
+            lambda domain: examples_of(_small(domain, final_state=True, backward=False)),
+            _copied,
+            CONV,
+            common_laws.require(final_state=True),
+            common_laws.has_words(final_state="yes"),
+        ),
+        _law(
+            "future",
+            "exact",
+            "the past does not see the future: later tokens change no earlier output, bit for bit",
+            lambda domain: examples_of(_small(domain), common_laws.inner),
+            common_laws.future,
+            CONV,
+            place=common_laws.inner,
+        ),
+        _law(
+            "samples",
+            "exact",
+            "sequences do not interfere: changing one changes nothing of the others, bit for bit",
+            lambda domain: examples_of(_small(domain, sequences=(2, 3)), common_laws.several),
+            common_laws.samples,
+            CONV,
+            place=common_laws.several,
+        ),
+        _law(
+            "tokens",
+            "exact",
+            "tokens do not interfere: changing one changes nothing of the others, bit for bit",
+            lambda domain: examples_of(_small(domain), _rows),
+            _tokens,
+            POINTWISE,
+            place=_rows,
+        ),
+        _law(
+            "heads",
+            "exact",
+            "heads do not interfere: changing one and its parameters changes nothing of the others, bit for bit",
+            lambda domain: examples_of(_small(domain, heads=(2, 3, 4)), _heads),
+            _apart(("H", "HV")),
+            POINTWISE,
+            place=_heads,
+        ),
+        _law(
+            "channels",
+            "exact",
+            "channels do not interfere: changing one and its parameters changes nothing of the others, bit for bit",
+            lambda domain: examples_of(_small(domain), _channels),
+            _apart(("D", "K")),
+            (*CONV, "kda_gate"),
+            _wide,
+            place=_channels,
+        ),
+        _law(
+            "permuted",
+            "truth",
+            "permuting sequences or tokens, heads and channels permutes the results, to the bit where that is promised",
+            lambda domain: examples_of(_small(domain)),
+            _permuted,
+        ),
+        _law(
+            "repeated",
+            "truth",
+            "the L2 norm of repeated heads is the repeated norm, to the bit where results do not depend on the place",
+            lambda domain: examples_of(_small(domain)),
+            _repeated,
+            ("l2norm",),
+        ),
+        _law(
+            "memory",
+            "exact",
+            "a second run over other uninitialised memory gives the same bits, where runs are deterministic",
+            lambda domain: examples_of(_small(domain)),
+            common_laws.memory,
+        ),
+        _law(
+            "strides",
+            "truth",
+            "inputs and cotangents may lie in memory in any strides",
+            lambda domain: examples_of(_small(domain, sequences=(1, 2)), None, VIEWS),
+            common_laws.strides,
+            needs=common_laws.require(views=True),
+            variants=VIEWS,
+        ),
+        _law(
+            "pure",
+            "exact",
+            "a call changes neither its inputs nor the memory around them",
+            lambda domain: examples_of(_small(domain)),
+            common_laws.pure,
+        ),
+    )
+}

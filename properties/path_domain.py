@@ -1,0 +1,303 @@
+"""The domain of parallel paths: what an implementation that ranks share promises, and the cases drawn from it."""
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+
+from oracles.counter import mix_words
+from properties.cases.path_case import CHOICES, ParallelCase
+
+COMPILED = 1 / 3  # how many of a layer's cases, on a GPU, have a choice whose kernels are compiled
+FORMS = {"gdn_layer": 4}  # forms that such cases are drawn from: few where every case's kernels are compiled
+FEW_FORMS = 2
+MODEL_WIDTHS = (64, 128, 96)  # of keys and values, as models have them, and one that is no power of two
+SHORT = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33, 64, 65, 66)
+MESHES = ("1x1", "2x1", "1x2", "2x2", "4x1", "1x4")
+
+
+class Form(NamedTuple):
+    """What the kernels of a path are compiled for, `ranks` being tp * cp: on a GPU a new form costs seconds of compilation."""
+
+    ranks: int
+    packed: bool
+    heads_a_rank: int
+    group: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    conv_bias: bool
+    dtype: str
+    offsets: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PathDomain:
+    """The calls that a parallel path promises to answer rightly; the defaults promise everything that a layer can be asked.
+
+    `ranks` are those at hand, tp * cp being at most as many, and `exchange_ranks` those for exchanges without a layer: simulated,
+    more of these are affordable. `processes`: it needs ranks that are processes. `choices` are the values that the path has of each
+    choice, by name; those in `slow` are drawn seldom and small. `exchanges`: its CP -> HP and HP -> CP can be called alone;
+    `computes`: so can the rest. `counts`: its collectives are counted; `refuses`: it promises to refuse illegal layouts;
+    `checkpoints`: it says what its shards are of. `least_piece` are the fewest tokens in each piece that a CP rank holds.
+
+    `tf32` are values of choices, as name=value, whose kernels multiply float32 matrices in TF32 on a GPU. `forms` is set by a check
+    on a GPU (see `with_forms`): cases whose kernels are compiled have one of these, with widths out of `compiled_widths`, or of
+    `widths` where that is empty.
+    """
+
+    operation: str = "gdn_layer"
+    ranks: int = 8
+    exchange_ranks: int = 64
+    processes: bool = False
+    tensor_parallel: bool = True
+    sequence_parallel: bool = True
+    layouts: tuple[str, ...] = ("zigzag",)
+    packed: bool = True
+    batched: bool = True
+    padded: bool = True
+    empty: bool = True
+    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    offsets: tuple[str, ...] = ("int64", "int32")
+    grouped_heads: bool = True
+    widths: tuple[int, ...] = (8, 16, 4, 12)
+    equal_widths: bool = False
+    conv_widths: tuple[int, ...] = (4, 2, 3)
+    conv_bias: bool = True
+    negative_eigenvalues: bool = True
+    choices: tuple[tuple[str, tuple[str, ...]], ...] = tuple(CHOICES.items())
+    slow: tuple[str, ...] = ()
+    longest: int = 66
+    exchanges: bool = True
+    counts: bool = True
+    refuses: bool = True
+    checkpoints: bool = True
+    deterministic: bool = True
+    backward: bool = True
+    computes: bool = True
+    least_piece: int = 0
+    tf32: tuple[str, ...] = ()
+    compiled_widths: tuple[int, ...] = ()
+    forms: tuple[Form, ...] = ()
+
+    def outside(self, case: ParallelCase) -> str | None:
+        """Why `case` is outside the domain, or None."""
+        checks = (
+            (case.operation == self.operation, f"op={case.operation} is not {self.operation}"),
+            (
+                case_ranks(case) <= max(self.ranks, self.exchange_ranks),
+                f"tp={case.tp} cp={case.cp} needs {case_ranks(case)} ranks, there are {max(self.ranks, self.exchange_ranks)}",
+            ),
+            (self.tensor_parallel or case.tp == 1, f"tp={case.tp}: tensor parallelism is not supported"),
+            (self.sequence_parallel or not case.sp, "sp=yes is not supported"),
+            (case.layout in self.layouts, f"layout={case.layout} is not among {', '.join(self.layouts)}"),
+            (self.packed or not case.packed, "packed=yes is not supported"),
+            (self.batched or case.packed, "packed=no is not supported"),
+            (self.padded or case.padding == "none", f"padding={case.padding} is not supported"),
+            (self.empty or min(case.lengths) > 0, "empty sequences are not supported"),
+            (case.dtype in self.dtypes, f"dtype={case.dtype} is not among {', '.join(self.dtypes)}"),
+            (case.offsets in self.offsets, f"offsets={case.offsets} is not among {', '.join(self.offsets)}"),
+            (self.grouped_heads or case.heads == case.value_heads, "heads and value_heads must be equal"),
+            (not self.equal_widths or case.key_dim == case.value_dim, "key_dim and value_dim must be equal"),
+            (
+                case.conv_width in self.conv_widths,
+                f"conv_width={case.conv_width} is not among {', '.join(map(str, self.conv_widths))}",
+            ),
+            (self.conv_bias or not case.conv_bias, "conv_bias=yes is not supported"),
+            (self.negative_eigenvalues or not case.allow_neg_eigval, "allow_neg_eigval=yes is not supported"),
+            (self.backward or not case.backward, "backward=yes is not supported"),
+            (self.deterministic or not case.deterministic, "deterministic=yes is not supported"),
+            (
+                not self.forms or not _compiles(case) or form_of(case) in self.forms,
+                "its kernels are compiled for another form than those that this check draws",
+            ),
+            (_piece(case) >= self.least_piece, f"pieces of {_piece(case)} tokens, under {self.least_piece}, are not supported"),
+            *((getattr(case, name) in values, f"{name}={getattr(case, name)} is not supported") for name, values in self.choices),
+        )
+        return next((reason for inside, reason in checks if not inside), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """The domain as plain data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "PathDomain":
+        """The domain of `to_json`'s data."""
+
+        def frozen(value: Any) -> Any:
+            return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
+
+        return cls(**{name: frozen(value) for name, value in data.items()})
+
+
+def case_ranks(case: ParallelCase) -> int:
+    """How many ranks share a case."""
+    return case.tp * case.cp
+
+
+def form_of(case: ParallelCase) -> Form:
+    """What the kernels of a case are compiled for."""
+    share = case_ranks(case) if case.operation == "gdn_layer" else 1
+    heads, group = case.heads // share, case.value_heads // case.heads
+    widths = (case.key_dim, case.value_dim, case.conv_width, case.conv_bias)
+    return Form(case_ranks(case), case.packed, heads, group, *widths, case.dtype, case.offsets)
+
+
+def with_forms(domain: PathDomain, seed: int) -> PathDomain:
+    """The domain with a few forms drawn from a seed, of one dtype after the other, for cases whose kernels are compiled."""
+    chance = random.Random(mix_words(seed, "forms"))  # noqa: S311 - seeded, and not for secrets
+    widths, forms = domain.compiled_widths or domain.widths, []
+    for number in range(FORMS.get(domain.operation, FEW_FORMS)):
+        packed = chance.choice([choice for choice, can in ((True, domain.packed), (False, domain.batched)) if can])
+        forms.append(
+            Form(
+                chance.randint(min(2, domain.ranks), domain.ranks),
+                packed,
+                chance.choice((1, 2)),
+                chance.choice((1, 2)) if domain.grouped_heads else 1,
+                key_dim := chance.choice(widths),
+                key_dim if domain.equal_widths else chance.choice(widths),
+                chance.choice(domain.conv_widths),
+                domain.conv_bias and chance.choice((False, True)),
+                domain.dtypes[(seed + number) % len(domain.dtypes)],
+                chance.choice(domain.offsets) if packed else "int64",
+            )
+        )
+    return dataclasses.replace(domain, forms=tuple(forms))
+
+
+def _compiles(case: ParallelCase) -> bool:
+    """Whether kernels of a case are compiled: of a layer those of flash-linear-attention alone."""
+    return case.operation != "gdn_layer" or "fla" in (case.conv, case.rule)
+
+
+def _piece(case: ParallelCase) -> int:
+    """The tokens of each piece of the whole that a CP rank holds; of zigzag, whose pieces differ, of all of its pieces together."""
+    return len(case.tokens_of_ranks()[0]) // (2 if case.layout == "zigzag_batch" else 1)
+
+
+@st.composite
+def path_cases(draw: st.DrawFn, /, domain: PathDomain, tokens: int = 200, **fixed: Any) -> ParallelCase:
+    """Any case of the domain; `fixed` names fields that are given, as a value or a tuple of values to choose from."""
+    chance = draw(st.randoms(use_true_random=True))
+    for attempt in range(1000):
+        try:
+            case = _drawn(chance, domain, tokens if attempt < 500 else 10 * tokens, fixed)
+        except ValueError:
+            continue  # a layout that does not divide: draw another
+        if domain.outside(case) is None:
+            return case
+    raise ValueError(f"no legal case was drawn in 1000 attempts for {domain} with {fixed}")
+
+
+def _drawn(chance: random.Random, domain: PathDomain, tokens: int, fixed: dict[str, Any]) -> ParallelCase:
+    def field(name: str, choices: Sequence[Any]) -> Any:
+        given = fixed.get(name, tuple(choices))
+        return chance.choice(given) if isinstance(given, tuple) else given
+
+    layer = domain.operation == "gdn_layer"
+    meshes = [
+        (tp, cp)
+        for tp, cp in itertools.product(range(1, domain.ranks + 1), repeat=2)
+        if tp * cp <= domain.ranks and (tp == 1 or (layer and domain.tensor_parallel))
+    ]
+    if domain.forms:
+        fixed = _of_a_form(chance, domain, meshes, fixed)
+    large = [mesh for mesh in meshes if mesh[0] * mesh[1] > domain.ranks // 2]
+    tp, cp = field("mesh", large if chance.random() < 1 / 2 else meshes)
+    layout = field("layout", domain.layouts)
+    packed = field(
+        "packed", [choice for choice, can in ((True, domain.packed), (True, domain.packed), (False, domain.batched)) if can]
+    )
+    padding = field("padding", ("none", "least", "more")) if packed and domain.padded and layer else "none"
+    sp = tp > 1 and domain.sequence_parallel and field("sp", (False, True))
+    unit = (2 * cp if layout.startswith("zigzag") else cp) * (tp if sp else 1)
+    lengths = _lengths(chance, domain, layout, unit, tokens, packed=packed, padded=padding != "none")
+    share = tp * cp if layer else 1
+    heads = share * field("heads_a_rank", (1, 1, 2) if share < 16 else (1,))
+    value_heads = heads * (field("group", (1, 2, 2, 3)) if domain.grouped_heads else 1)
+    key_dim = field("key_dim", domain.widths)
+    values = {}
+    for name, choices in domain.choices:
+        given = fixed.get(name)
+        several = given if isinstance(given, tuple) else _weighted(chance, name, choices, domain)
+        values[name] = given if given in choices else chance.choice(several)
+    return ParallelCase(
+        lengths,
+        domain.operation,
+        tp=tp,
+        cp=cp,
+        sp=sp,
+        layout=layout,
+        packed=packed,
+        padding=padding,
+        heads=heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=key_dim if domain.equal_widths else field("value_dim", domain.widths),
+        hidden=field("hidden", (8, 12, 32)),
+        conv_width=field("conv_width", domain.conv_widths),
+        dtype=field("dtype", ("fp32", *domain.dtypes) if "fp32" in domain.dtypes else domain.dtypes),
+        gate=field("gate", ("long", "ordinary", "mixed")),
+        values=field("values", ("ordinary", "scaled")),
+        conv_bias=domain.conv_bias and field("conv_bias", (False, True)),
+        allow_neg_eigval=layer and domain.negative_eigenvalues and field("allow_neg_eigval", (False, True)),
+        offsets=field("offsets", domain.offsets) if packed else "int64",
+        backward=domain.backward and field("backward", (True,)),
+        deterministic=domain.deterministic and field("deterministic", (False, True)),
+        seed=chance.randrange(2**16),
+        **values,
+    )
+
+
+def _of_a_form(chance: random.Random, domain: PathDomain, meshes: list[tuple[int, int]], fixed: dict[str, Any]) -> dict[str, Any]:
+    """What is fixed of a case on a GPU: a form where kernels are compiled, else choices for which none are."""
+    values: dict[str, tuple[str, ...]] = {}
+    if domain.operation == "gdn_layer":
+        for name, choices in domain.choices:
+            given = fixed.get(name, choices)
+            values[name] = given if isinstance(given, tuple) else (given,)
+        plain = {name: tuple(value for value in several if value != "fla") for name, several in values.items()}
+        compiled = plain != values and (not all(plain.values()) or chance.random() < COMPILED)
+        values = values if compiled else plain
+        if not compiled:
+            return {**fixed, **values}
+    form = chance.choice(domain.forms)
+    shared = tuple(mesh for mesh in meshes if mesh[0] * mesh[1] == form.ranks)
+    return {**form._asdict(), "mesh": shared, **fixed, **values}
+
+
+def _weighted(chance: random.Random, name: str, choices: Sequence[str], domain: PathDomain) -> tuple[str, ...]:
+    """The quick values of a choice; one time in eight the slow ones too."""
+    quick = tuple(value for value in choices if f"{name}={value}" not in domain.slow)
+    return tuple(choices) if not quick or chance.random() < 1 / 8 else quick
+
+
+def _lengths(
+    chance: random.Random, domain: PathDomain, layout: str, unit: int, tokens: int, *, packed: bool, padded: bool
+) -> tuple[int, ...]:
+    """Sequences that the layout cuts: of multiples of `unit` tokens each, or as a whole, or of any length where they are padded."""
+    tokens = max(tokens, 2 * unit)
+    if not packed:
+        rows = chance.choice((1, 1, 2, 3))
+        return (unit * chance.randint(1, max(1, min(domain.longest, tokens // rows) // unit)),) * rows
+    count = chance.choice((1, 2, 3, 4, 4, chance.randint(5, 12)))
+    if padded:
+        drawn = [chance.choice(SHORT) for _ in range(count)]
+    elif layout == "zigzag":
+        drawn = [unit * chance.choice((1, 1, 2, 3, 5, 8)) for _ in range(count)]
+    else:
+        total = unit * chance.randint(1, max(1, tokens // unit))
+        cuts = sorted(chance.randint(0, total) for _ in range(count - 1))
+        drawn = [end - start for start, end in zip([0, *cuts], [*cuts, total], strict=True)]
+        if not domain.empty:
+            drawn = [length for length in drawn if length]
+        return tuple(drawn)
+    if domain.empty:
+        drawn = [0 if chance.random() < 1 / 6 else length for length in drawn]
+    while len(drawn) > 1 and sum(drawn) > tokens:
+        drawn.pop()
+    return tuple(drawn)

@@ -1,0 +1,404 @@
+"""What parallel paths promise, the cases drawn inside that, and the laws of what ranks do together.
+
+Every rank asks the law of the same example and is judged on what it holds itself. A law must take the same way through its
+collectives on every rank: whatever it decides, it decides by the example.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oracles import parallel, sharding
+from oracles.bound import Bound
+from oracles.operation import Inputs
+from oracles.sharding import AT_REST, Mesh, Rank
+from properties.cases.path_case import CHOICES, ParallelCase
+from properties.laws import Breach, Cotangents, Law, Pair, Results
+from properties.path_domain import (
+    MESHES,
+    PathDomain,
+    case_ranks,
+    path_cases,
+)
+from properties.strategies import Example
+
+WAYS = ("heads", "tokens")
+ILLEGAL = ("length", "total", "order", "heads")
+
+
+class PathBench(Protocol):
+    """Runs a path on one rank, together with the others, and knows the truth and its bounds. Tensors are this rank's own."""
+
+    domain: PathDomain
+    rank: Rank
+
+    def run(self, inputs: Inputs, cotangents: Cotangents, *, alone: bool = False, **choices: Any) -> Results:
+        """This rank's part of the outputs and, with cotangents (whole), of every gradient, added over the ranks that share it.
+
+        `alone`: on one rank that has everything. `choices` take the place of the case's.
+        """
+
+    def move(self, x: Tensor, sections: Sequence[int], to: str, dy: Tensor | None = None, **choices: str) -> tuple[Tensor, Tensor]:
+        """x moved "to heads" or "to tokens" by the path's own exchange, and dy moved back by its backward."""
+
+    def part(self, name: str) -> tuple[int, Tensor] | None:
+        """The axis and the indices of the whole that this rank's part of a result is; None for all of it."""
+
+    def bounds(self) -> dict[str, Bound]:
+        """The truth of the whole case, with the error allowed to each row."""
+
+    def exchanged(self, work: Callable[[], object]) -> dict[str, tuple[int, int]]:
+        """How many all-to-alls `work` made over cp, and the bytes it sent in them."""
+
+    def refusal(self, what: str) -> str:
+        """What the path says to an illegal layout; empty where it takes it."""
+
+    def everyone(self, word: str) -> list[str]:
+        """What each rank says."""
+
+    def shards(self, whole: Results, rank: Rank) -> Results:
+        """The parameters that `rank` holds, as the path cuts them."""
+
+    def loaded(self, shards: dict[str, sharding.Shard], rank: Rank) -> Results:
+        """The parameters of `rank`, after it loaded shards."""
+
+
+def _given(case: ParallelCase) -> tuple[Inputs, Cotangents]:
+    return case.inputs(), case.cotangents() if case.backward else None
+
+
+def _held(bench: PathBench, bounds: dict[str, Bound], name: str) -> Bound:
+    """The bound of this rank's part. A row that is cut may err as much as the whole row."""
+    bound, part = bounds[name], bench.part(name)
+    if part is None:
+        return bound
+    axis, rows = part
+    finer = bound.finer
+    return dataclasses.replace(
+        bound,
+        value=bound.value.index_select(axis, rows),
+        allowed=bound.allowed.index_select(axis, rows) if axis < bound.allowed.ndim else bound.allowed,
+        finer=None if finer is None else lambda over=None: _held(bench, {name: finer()}, name),
+    )
+
+
+def _parallel(bench: PathBench, example: Example) -> Iterator[Pair]:
+    """With one rank besides, which has everything: what differs is then shown to come from sharing, or not."""
+    inputs, cotangents = _given(example.case)
+    bounds = bench.bounds()
+    for name, got in bench.run(inputs, cotangents).items():
+        yield name, got, _held(bench, bounds, name)
+    if bench.rank.mesh != Mesh(1, 1) and bench.rank == Rank(bench.rank.mesh):
+        for name, got in bench.run(inputs, cotangents, alone=True).items():
+            yield f"{name} with tp=1 cp=1", got, bounds[name]
+
+
+def _same(bench: PathBench, example: Example) -> Iterator[Pair]:
+    inputs, cotangents = _given(example.case)
+    bounds = bench.bounds()
+    name, _, value = (example.variant or "").partition("=")
+    changed: dict[str, Any] = {name: value}
+    for what, got in bench.run(inputs, cotangents, **changed).items():
+        yield f"{what} with {example.variant}", got, _held(bench, bounds, what)
+    for what, got in bench.run(inputs, cotangents).items():
+        yield what, got, _held(bench, bounds, what)
+
+
+def _sections(case: ParallelCase) -> tuple[list[int], list[int]]:
+    """The features of a TP rank, section by section, into the kernel and out of it."""
+    widths = case.layer.sections
+    return [width // case.tp for width in widths.values()], [widths["v"] // case.tp]
+
+
+@functools.lru_cache(4)  # the same on every rank, and ranks may be many and in one process
+def _tags(case: ParallelCase, features: int) -> tuple[Tensor, Tensor]:
+    """Distinct numbers [T, B, features], and their negatives in reverse, to send the other way."""
+    tags = case.tagged((case.batch[1], case.batch[0], features))
+    return tags, -tags.flatten().flip(0).reshape(tags.shape) - 1
+
+
+def _ways(bench: PathBench, case: ParallelCase, tags: Tensor, sections: list[int]) -> dict[str, Tensor]:
+    """What this rank holds of a whole [T, B, features] by tokens and by heads."""
+    tokens, features = case.tokens_of_ranks()[bench.rank.cp], _features(tuple(sections), case.cp)[bench.rank.cp]
+    return {"tokens": tags.index_select(0, tokens), "heads": tags.index_select(-1, features)}
+
+
+@functools.lru_cache(16)
+def _features(sections: tuple[int, ...], cp: int) -> parallel.Layout:
+    return parallel.head_parallel(sections, cp)
+
+
+def _exchange(bench: PathBench, example: Example) -> Iterator[Pair]:
+    case, there = example.case, example.variant or ""
+    here, sections = ("tokens", _sections(case)[0]) if there == "heads" else ("heads", _sections(case)[1])
+    tags, back = (_ways(bench, case, each, sections) for each in _tags(case, sum(sections)))
+    got, gradient = bench.move(tags[here], sections, there, back[there])
+    yield f"from {here} to {there}", got, tags[there]
+    yield f"gradient from {there} to {here}", gradient, back[here]
+
+
+def _round_trip(bench: PathBench, example: Example) -> Iterator[Pair]:
+    case = example.case
+    for sections in _sections(case):
+        tags, back = (_ways(bench, case, each, sections) for each in _tags(case, sum(sections)))
+        there, _ = bench.move(tags["tokens"], sections, "heads", back["heads"])
+        got, gradient = bench.move(there, sections, "tokens", back["tokens"])
+        _, gradient = bench.move(tags["tokens"], sections, "heads", gradient)
+        yield f"{len(sections)} sections there and back", got, tags["tokens"]
+        yield f"gradient of {len(sections)} sections there and back", gradient, back["tokens"]
+
+
+def _fused(bench: PathBench, example: Example) -> Iterator[Pair]:
+    case = example.case
+    for direction, sections in zip(("heads", "tokens"), _sections(case), strict=True):
+        here, there = ("tokens", "heads") if direction == "heads" else ("heads", "tokens")
+        tags, back = (_ways(bench, case, each, sections) for each in _tags(case, sum(sections)))
+        ways = {
+            form: bench.move(tags[here], sections, direction, back[there], thd_all_to_all=form)
+            for form in ("per_sequence", "fused")
+        }
+        for name, once, twice in zip(("", "gradient of "), ways["per_sequence"], ways["fused"], strict=True):
+            yield f"{name}fused to {there}", twice, once
+
+
+def _traffic(bench: PathBench, example: Example) -> Iterator[Pair]:
+    case = example.case
+    per_sequence = case.packed and case.thd_all_to_all == "per_sequence"
+    sequences = sum(length > 0 for length in case.padded) if per_sequence else 1
+    into, out = _sections(case)
+    calls = sequences * (len(into) if per_sequence else 1) + sequences
+    elements = case.tokens // case.cp * (sum(into) + sum(out)) * (case.cp - 1) // case.cp
+    itemsize = 4 if case.dtype == "fp32" else 2
+    inputs, cotangents = _given(case)
+    ways = 2 if cotangents is not None else 1  # backward mirrors forward
+    counted = bench.exchanged(lambda: bench.run(inputs, cotangents))
+    want = (ways * calls, ways * elements * itemsize) if case.cp > 1 else (0, 0)
+    for name, index in (("all-to-alls", 0), ("bytes sent in them", 1)):
+        yield name, torch.tensor([counted["all_to_all"][index]]), torch.tensor([want[index]])
+
+
+def _refused(bench: PathBench, example: Example) -> Iterator[Pair]:
+    """Refused before any communication: a rank that goes on alone would wait for ever."""
+    said = bench.refusal(example.variant or "")
+    everyone = bench.everyone(said)
+    if not said:
+        raise Breach(f"takes an illegal layout ({example.variant})")
+    if len(set(everyone)) > 1:
+        raise Breach(f"refuses an illegal layout ({example.variant}) in other words on other ranks: {sorted(set(everyone))}"[:300])
+    yield "ranks that refuse", torch.tensor([len(everyone)]), torch.tensor([case_ranks(example.case)])
+
+
+def _reshard(bench: PathBench, example: Example) -> Iterator[Pair]:
+    case = example.case
+    tp, cp = map(int, (example.variant or "").split("x"))
+    layer, mesh = case.layer, Mesh(tp, cp)
+    whole = {
+        name: case.tagged(about.shape)
+        for name, about in sharding.parameters(layer).items()
+        if case.conv_bias or name != "conv.bias"
+    }
+    held = {rank: bench.shards(whole, rank) for rank in bench.rank.mesh.ranks()}
+    for name, x in whole.items():
+        wanted = {rank: sharding.shard(layer, name, x, rank, AT_REST) for rank in held}
+        for rank, each in wanted.items():
+            yield f"{name} of tp rank {rank.tp}, cp rank {rank.cp}", held[rank][name].to(x.dtype), each.value
+    ranks = list(mesh.ranks())
+    moved = {
+        name: sharding.reshard(layer, [sharding.shard(layer, name, x, rank, AT_REST) for rank in held], mesh)
+        for name, x in whole.items()
+    }
+    for index, rank in enumerate(ranks):
+        for name, x in bench.loaded({name: shards[index] for name, shards in moved.items()}, rank).items():
+            want = sharding.shard(layer, name, whole[name], rank, AT_REST).value
+            yield f"{name} loaded by tp rank {rank.tp}, cp rank {rank.cp} of {example.variant}", x.to(want.dtype), want
+
+
+def _repeats(bench: PathBench, example: Example) -> Iterator[Pair]:
+    inputs, cotangents = _given(example.case)
+    once, twice = (bench.run(inputs, cotangents) for _ in range(2))
+    for name, got in twice.items():
+        yield name, got, once[name]
+
+
+def _paths(strategy: st.SearchStrategy[ParallelCase], variants: Callable[[ParallelCase], Sequence[str]] | None = None) -> Any:
+    """Examples of a strategy, each with one of the variants that its case has."""
+
+    @st.composite
+    def draw(draw: st.DrawFn) -> Example:
+        case = draw(strategy if variants is None else strategy.filter(lambda case: bool(variants(case))))
+        chance = draw(st.randoms(use_true_random=True))
+        return Example(case, None, chance.choice(list(variants(case))) if variants else None)
+
+    return draw()
+
+
+def _many(domain: PathDomain) -> PathDomain:
+    """The domain with all the ranks that exchanges without a layer may have."""
+    return dataclasses.replace(domain, ranks=domain.exchange_ranks)
+
+
+def _needs(**wanted: bool) -> Callable[[PathDomain], str | None]:
+    def needs(domain: PathDomain) -> str | None:
+        return next((f"{name} is not promised" for name, value in wanted.items() if getattr(domain, name) is not value), None)
+
+    return needs
+
+
+def _needs_layer(**wanted: bool) -> Callable[[PathDomain], str | None]:
+    def needs(domain: PathDomain) -> str | None:
+        return "it is no layer" if domain.operation != "gdn_layer" else _needs(**wanted)(domain)
+
+    return needs
+
+
+def _has(name: str, *values: str) -> Callable[[PathDomain], str | None]:
+    def needs(domain: PathDomain) -> str | None:
+        had = dict(domain.choices).get(name, ())
+        return None if set(values) <= set(had) else f"{name} has no {' and '.join(sorted(set(values) - set(had)))}"
+
+    return needs
+
+
+def _alternatives(domain: PathDomain) -> tuple[str, ...]:
+    """Every value of every choice that has another, as a variant."""
+    return tuple(f"{name}={value}" for name, values in domain.choices if len(values) > 1 for value in values)
+
+
+def _others(domain: PathDomain) -> Callable[[ParallelCase], Sequence[str]]:
+    def others(case: ParallelCase) -> Sequence[str]:
+        words = case.words()
+        every = [each for each in _alternatives(domain) if words[each.partition("=")[0]] != each.partition("=")[2]]
+        if domain.forms:  # whose kernels are compiled is as quick as others
+            return [each for each in every if domain.outside(_with_choice(case, each)) is None]
+        quick = [each for each in every if each not in domain.slow]
+        return quick + [each for each in every if each in domain.slow][: 1 if case.tokens <= 40 else 0]
+
+    return others
+
+
+def _with_choice(case: ParallelCase, choice: str) -> ParallelCase:
+    name, _, value = choice.partition("=")
+    changed: dict[str, Any] = {name: value}
+    return dataclasses.replace(case, **changed)
+
+
+def _changes(case: ParallelCase, variant: str | None) -> str | None:
+    name, _, value = (variant or "").partition("=")
+    return f"{name} other than {value}" if case.words().get(name) == value else None
+
+
+def _divides(case: ParallelCase, variant: str | None) -> str | None:
+    tp, cp = map(int, (variant or "1x1").split("x"))
+    return None if case.heads % (tp * cp) == 0 else f"heads that {tp} * {cp} ranks can share"
+
+
+def _illegal(case: ParallelCase, variant: str | None) -> str | None:
+    if variant in ("length", "total", "order") and not case.packed:
+        return "packed=yes"
+    if variant == "length" and case.cp == 1:
+        return "cp over 1"
+    if variant == "heads" and case_ranks(case) == 1:
+        return "more than one rank"
+    return None
+
+
+# Where no layer is run, or only counted, one way to compute it serves.
+_QUICK = {"conv": "torch", "qk_norm": "separate", "rule": "torch"}
+LAYOUT_ONLY = {**_QUICK, "hidden": 1, "conv_bias": False, "values": "ordinary", "key_dim": (1, 2, 3), "value_dim": (1, 2, 3)}
+EVERY_CHOICE = tuple(f"{name}={value}" for name, values in CHOICES.items() for value in values)
+PATH_LAWS: dict[str, Law] = {
+    law.name: law
+    for law in (
+        Law(
+            "parallel",
+            "truth",
+            "shared by tp x cp ranks, with sequence parallelism or without: outputs and every gradient as on one, and true",
+            lambda domain: _paths(path_cases(domain, tokens=100)),
+            _parallel,
+            _needs(computes=True),
+        ),
+        Law(
+            "same",
+            "truth",
+            "a choice of how to compute changes nothing but rounding: before equals after",
+            lambda domain: _paths(path_cases(domain, tokens=60), _others(domain)),
+            _same,
+            lambda domain: _needs_layer(computes=True)(domain) or (None if _alternatives(domain) else "it has no choices"),
+            variants=EVERY_CHOICE,
+            lacks=_changes,
+        ),
+        Law(
+            "exchange",
+            "exact",
+            "tagged numbers land where the layout says, from tokens to heads or back, and so do their gradients",
+            lambda domain: _paths(path_cases(_many(domain), tokens=400, dtype="fp32", **LAYOUT_ONLY), lambda case: WAYS),
+            _exchange,
+            _needs_layer(exchanges=True),
+            variants=WAYS,
+        ),
+        Law(
+            "round_trip",
+            "exact",
+            "from tokens to heads and back is the identity, forward and backward, bit for bit",
+            lambda domain: _paths(path_cases(_many(domain), tokens=400, dtype="fp32", **LAYOUT_ONLY)),
+            _round_trip,
+            _needs_layer(exchanges=True),
+        ),
+        Law(
+            "fused",
+            "exact",
+            "the fused exchange equals that of each sequence, forward and backward, bit for bit",
+            lambda domain: _paths(path_cases(_many(domain), tokens=400, dtype="fp32", packed=True, **LAYOUT_ONLY)),
+            _fused,
+            lambda domain: _needs_layer(exchanges=True)(domain) or _has("thd_all_to_all", "fused", "per_sequence")(domain),
+        ),
+        Law(
+            "traffic",
+            "exact",
+            "as many all-to-alls as designed: fused one each way, else one a section of a sequence; and as many bytes",
+            lambda domain: _paths(path_cases(domain, tokens=60, dtype="fp32", **_QUICK)),
+            _traffic,
+            _needs_layer(counts=True),
+        ),
+        Law(
+            "refused",
+            "exact",
+            "an illegal layout is refused on every rank with the same message, before any communication",
+            lambda domain: _paths(
+                path_cases(domain, tokens=60, dtype="fp32", **_QUICK),
+                lambda case: [each for each in ILLEGAL if _illegal(case, each) is None],
+            ),
+            _refused,
+            _needs_layer(refuses=True),
+            variants=ILLEGAL,
+            lacks=_illegal,
+        ),
+        Law(
+            "reshard",
+            "exact",
+            "a checkpoint is cut as the layer's sections say, and loads on any other mesh, bit for bit",
+            lambda domain: _paths(
+                path_cases(domain, tokens=16, dtype="fp32", **_QUICK),
+                lambda case: [mesh for mesh in MESHES if _divides(case, mesh) is None],
+            ),
+            _reshard,
+            _needs_layer(checkpoints=True),
+            variants=MESHES,
+            lacks=_divides,
+        ),
+        Law(
+            "repeats",
+            "exact",
+            "a second run has the same bits, where deterministic=yes asks for it",
+            lambda domain: _paths(path_cases(domain, tokens=60, deterministic=True)),
+            _repeats,
+            _needs(deterministic=True),
+            lacks=lambda case, _: None if case.deterministic else "deterministic=yes",
+        ),
+    )
+}

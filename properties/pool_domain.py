@@ -1,0 +1,173 @@
+"""The domain of decoding on a pool of states, and the cases drawn from it."""
+
+import dataclasses
+import random
+from typing import Any
+
+from hypothesis import strategies as st
+
+from properties.cases.pool_case import BLOCK_SIZES, FREE, PADDING_SLOTS, PoolCase
+from properties.cases.rule_case import BETAS, GATES
+from properties.domain import Domain
+from properties.strategies import EDGES, HEADS, widths
+
+EVERY_RULE = Domain(backward=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolDomain:
+    """The calls that a serving kernel promises to answer rightly; the defaults promise everything but blocks.
+
+    `rule` says what tokens it takes, and which bits it promises. `most_tokens` are the most that a request may bring: 1 for a
+    kernel of single tokens. `padding_slots` are those it knows, none if its callers must leave padding out; `indices` are its
+    indices' dtypes. `fresh`: it can start a request from zeros; `accepts`: it can keep the state after a part of a draft.
+    `in_place`: the pool it returns is the one it was given. `blocks` are how many value channels it can be told to take at a time.
+    """
+
+    operation: str = "decode"
+    rule: Domain = EVERY_RULE
+    most_tokens: int = 130
+    padding_slots: tuple[str, ...] = PADDING_SLOTS
+    indices: tuple[str, ...] = ("int64", "int32")
+    fresh: bool = True
+    accepts: bool = True
+    in_place: bool = True
+    blocks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.operation != "decode":
+            raise ValueError(f"operation must be decode, got {self.operation!r}")
+        if not isinstance(self.rule, Domain) or self.rule.operation != "gated_delta_rule" or not self.rule.initial_state:
+            raise ValueError(f"rule must be a Domain of gated_delta_rule with an initial state, got {self.rule!r}")
+        if not isinstance(self.most_tokens, int) or self.most_tokens < 1:
+            raise ValueError(f"most_tokens must be at least 1, got {self.most_tokens!r}")
+        tuples: tuple[tuple[str, tuple[Any, ...], int], ...] = (
+            ("padding_slots", PADDING_SLOTS, 0),
+            ("indices", ("int64", "int32"), 1),
+            ("blocks", BLOCK_SIZES, 0),
+        )
+        for name, choices, least in tuples:
+            given = getattr(self, name)
+            if not isinstance(given, tuple) or len(given) < least or not set(given) <= set(choices):
+                raise ValueError(f"{name} must be a tuple of some of {', '.join(map(str, choices))}, got {given!r}")
+
+    def outside(self, case: PoolCase) -> str | None:
+        """Why `case` is outside the domain, or None."""
+        longest = max(case.lengths)
+        checks = (
+            (longest <= self.most_tokens, f"lengths={longest}: more than {self.most_tokens} tokens a request are not supported"),
+            (
+                case.padded == "none" or case.padding_slot in self.padding_slots,
+                f"padding_slot={case.padding_slot} is not among {', '.join(self.padding_slots) or 'any'}",
+            ),
+            (case.indices in self.indices, f"indices={case.indices} is not among {', '.join(self.indices)}"),
+            (self.fresh or case.fresh == "none", f"fresh={case.fresh}: starting from zeros is not supported"),
+            (self.accepts or case.accepted == "all", f"accepted={case.accepted}: keeping part of a draft is not supported"),
+            (case.block_v in self.block_choices, f"block_v={case.block_v} is not among {', '.join(self.block_choices)}"),
+        )
+        return next((reason for inside, reason in checks if not inside), None) or self.rule.outside(case.call())
+
+    @property
+    def block_choices(self) -> tuple[str, ...]:
+        """What a case's block_v may be."""
+        return ("default", *map(str, self.blocks))
+
+    def to_json(self) -> dict[str, Any]:
+        """The domain as plain data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "PoolDomain":
+        """The domain of `to_json`'s data."""
+        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        return cls(**{**fields, "rule": Domain.from_json(data["rule"])})
+
+
+_NUMBERS = 2**17  # of a pool
+
+
+def requests(chance: random.Random, domain: PoolDomain, most: int, kinds: tuple[str, ...]) -> tuple[tuple[int, ...], bool]:
+    """Tokens of each request and whether they are packed: steps of one token, drafts of several, or prompts between them."""
+    rule, most = domain.rule, min(most, domain.most_tokens)
+    count = chance.choice((1, 2, 2, 3, 4, 5, 8, 9, chance.randint(6, 13)))
+    packed = rule.packed and (not rule.batched or chance.random() < 1 / 2)
+    kind = chance.choice(kinds)
+    if kind == "steps" or most == 1:
+        drawn = [1] * count
+    elif kind == "drafts" or not packed:
+        longest = chance.randint(2, min(most, 8))
+        drawn = [chance.randint(1, longest) if packed else longest for _ in range(count)]
+        drawn[chance.randrange(count) if packed else 0] = longest
+    else:
+        drawn = [chance.choice((1, 1, 1, 2, 3)) for _ in range(count)]
+        drawn[chance.randrange(count)] = chance.choice([n for n in (*EDGES, 16, 32, 64, 128) if n <= most])
+    if packed and rule.empty and count > 1:
+        drawn = [0 if chance.random() < 1 / 12 else length for length in drawn]
+    return tuple(drawn) if max(drawn) else (1, *drawn[1:]), packed
+
+
+@st.composite
+def pool_cases(
+    draw: st.DrawFn,
+    /,
+    domain: PoolDomain,
+    most: int = 130,
+    kinds: tuple[str, ...] = ("steps", "steps", "drafts", "prompts"),
+    **fixed: Any,
+) -> PoolCase:
+    """Any case of the domain; `fixed` names fields that are given, as a value or a tuple of values to choose from.
+
+    `most` is the most tokens of a request, `kinds` those of properties/cases/pool_case.py's lengths.
+    """
+    chance = draw(st.randoms(use_true_random=True))
+
+    def field(name: str, choices: tuple[Any, ...]) -> Any:
+        given = fixed.get(name, choices)
+        return chance.choice(given) if isinstance(given, tuple) else given
+
+    def which(name: str, choices: tuple[str, ...]) -> str:
+        given = fixed.get(name, choices)
+        allowed = [choice for choice in (given if isinstance(given, tuple) else (given,)) if len(lengths) > 1 or choice != "some"]
+        chosen: str = chance.choice(allowed or ["none"])
+        return chosen
+
+    rule = domain.rule
+    lengths, packed = requests(chance, domain, most, kinds)
+    heads, value_heads = field(
+        "groups", tuple(pair for pair in HEADS if pair[1] <= 4 and (rule.grouped_heads or pair[0] == pair[1]))
+    )
+    # An interpreted kernel takes time in proportion to its requests, heads and width.
+    size = value_heads * len(lengths) * (2 if max(lengths) > 8 else 1)
+    wide = chance.choice((16, 32, 64, 128)) if size <= 8 else chance.choice((16, 64)) if size <= 16 else 16
+    key_dim = field("key_dim", widths(rule.key_dims, rule.width_step, wide))
+    value_dim = field("value_dim", widths(rule.value_dims, rule.width_step, wide))
+    if rule.equal_widths or (rule.value_dims[0] <= key_dim <= rule.value_dims[1] and chance.random() < 1 / 3):
+        value_dim = key_dim
+    spare = field("spare", (0, 1, 1, 2, 5) if chance.random() < 7 / 8 else (chance.randint(120, 260),))
+    room = _NUMBERS // (value_heads * key_dim * value_dim) - len(lengths) - 1
+    return PoolCase(
+        lengths,
+        packed=packed,
+        heads=heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        dtype=field("dtype", rule.dtypes),
+        gate=field("gate", GATES),
+        gate_dtype=field("gate_dtype", tuple(d for d in rule.gate_dtypes for _ in range(3 if d == "fp32" else 1))),
+        beta=field("beta", tuple(b for b in BETAS if rule.negative_eigenvalues or b != "two")),
+        values=field("values", tuple(PoolCase.CHOICES["values"])),
+        state=field("state", ("zero", "random", "random", "random")),
+        scale=field("scale", ("default", "default", "one", "half") if rule.scale else ("default",)),
+        qk_norm=field("qk_norm", (False, True) if rule.qk_norm else (False,)),
+        offsets=field("offsets", ("int64", "int32")) if packed else "int64",
+        spare=min(spare, max(1, room)),
+        free=field("free", FREE),
+        padding_slot=field("padding_slot", domain.padding_slots or ("-1",)),
+        padded=which("padded", ("none", "none", "some")) if domain.padding_slots else "none",
+        fresh=which("fresh", ("none", "none", "some", "all")) if domain.fresh else "none",
+        accepted=field("accepted", ("all", "some")) if domain.accepts and max(lengths) > 1 else "all",
+        indices=field("indices", domain.indices),
+        seed=chance.randrange(2**16),
+        block_v=field("block_v", domain.block_choices),  # last: all else is drawn as for whom has no choice
+    )

@@ -1,0 +1,462 @@
+"""What serving kernels promise, the cases drawn inside that, and the laws of states that live in a pool.
+
+Outputs of padding requests mean nothing and are not judged; of the pool, each law says which slots it is about.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oracles.bound import Bound
+from oracles.operation import Inputs
+from properties.cases.pool_case import PoolCase
+from properties.common_laws import bytes_of, view
+from properties.domain import VIEWS
+from properties.laws import Bench, Blind, Law, Pair, Results, examples_of, present, spread, visible
+from properties.pool_domain import PoolDomain, pool_cases
+from properties.strategies import REMEMBERING, Example, widths
+
+POISON = ("nan", "random")
+CARRIED = ("values", "nan")
+
+
+@st.composite
+def _left(draw: st.DrawFn, strategy: st.SearchStrategy[PoolCase]) -> Example:
+    """Drafts, each left after any of its tokens."""
+    case = draw(strategy.filter(lambda case: len(_drafts(case)) > 0))
+    return Example(case, draw(st.randoms(use_true_random=True)).choice(_drafts(case)))
+
+
+def _slots(case: PoolCase) -> Tensor:
+    """Which slots of the pool are named by requests [P]."""
+    named = torch.zeros(case.slots, dtype=torch.bool)
+    named[[slot for slot, real in zip(case.slot_of, case.real, strict=True) if real]] = True
+    return named
+
+
+def _rows(case: PoolCase, requests: Tensor) -> Tensor:
+    """The tokens [B, T] of some requests [N]."""
+    shape = (1, case.tokens) if case.packed else (len(case.lengths), case.lengths[0])
+    return requests.repeat_interleave(torch.tensor(case.lengths)).reshape(shape)
+
+
+def _meant(case: PoolCase) -> dict[str, Tensor]:
+    """The rows of each output that mean something: of requests that are some, and of their slots. Blind where there is none."""
+    if not any(case.real):
+        raise Blind("every request is padding")
+    return {"o": _rows(case, torch.tensor(case.real)), "pool": _slots(case)}
+
+
+def _at(x: Tensor, mask: Tensor) -> Tensor:
+    """x where the mask, of its first axes, is true, and zeros elsewhere: so places keep their names."""
+    return torch.where(spread(mask, x, 0), x, 0)
+
+
+def _limited(bound: Bound, mask: Tensor) -> Bound:
+    """The bound of `_at`'s rows."""
+    finer = bound.finer
+    return dataclasses.replace(
+        bound,
+        value=_at(bound.value, mask),
+        allowed=torch.where(spread(mask, bound.allowed, 0), bound.allowed, 1.0),
+        finer=None if finer is None else lambda over=None: _limited(finer(over), mask),
+    )
+
+
+def _judged(got: Results, bounds: dict[str, Bound], meant: dict[str, Tensor], what: str = "") -> Iterator[Pair]:
+    for name, mask in meant.items():
+        yield f"{name}{what}", _at(got[name], mask), _limited(bounds[name], mask)
+
+
+def _equal(got: Results, want: Results, meant: dict[str, Tensor], what: str) -> Iterator[Pair]:
+    for name, mask in meant.items():
+        yield f"{name} {what}", _at(got[name], mask), _at(want[name], mask)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The bits of float32 numbers, as whole numbers: those of NaN too."""
+    return x.contiguous().view(torch.int32)
+
+
+def _begins(case: PoolCase) -> list[bool]:
+    """Which requests begin anew, and are some."""
+    return [real and beginning for real, beginning in zip(case.real, case.beginning, strict=True)]
+
+
+def _other(case: PoolCase) -> PoolCase:
+    """The same shapes with other values, of other magnitudes too, and other slots."""
+    return dataclasses.replace(case, seed=case.seed ^ 1, values="scaled" if case.values != "scaled" else "ordinary")
+
+
+def _oracle(bench: Bench, example: Example) -> Iterator[Pair]:
+    inputs, meant = example.case.inputs(), _meant(example.case)
+    yield from _judged(bench.run(inputs, None), bench.bounds(inputs, None), meant)
+
+
+def _untouched(bench: Bench, example: Example) -> Iterator[Pair]:
+    """A slot before the pool in memory and one behind it belong to others: they hold NaN of many bit patterns, and keep them."""
+    case = example.case
+    inputs, free = case.inputs(), ~_slots(case)
+    size, pool = inputs.pool[0].numel(), inputs.pool.flatten()
+    guard = dataclasses.replace(case, spare=case.spare + 2).filled("nan").flatten()[: 2 * size]
+    memory = torch.cat([guard[:size], pool, guard[size:]])
+    before = _bits(memory).clone()
+    got = bench.run(inputs.replaced(pool=memory[size:-size].view(inputs.pool.shape)), None)
+    yield "pool, bits of slots that nobody names", _at(_bits(got["pool"]), free), _at(_bits(inputs.pool), free)
+    for name, where in (("before", slice(size)), ("behind", slice(-size, None))):
+        yield f"memory {name} the pool", _bits(memory)[where], before[where]
+
+
+def _padding(bench: Bench, example: Example) -> Iterator[Pair]:
+    case = example.case
+    inputs, other = case.inputs(), _other(case).inputs()
+    nobody = ~_rows(case, torch.tensor(case.real))
+    names = present(case.spec, inputs, "B", "T")
+    carried = {name: other[name] if example.variant == "values" else torch.full_like(other[name], torch.nan) for name in names}
+    changed = inputs.replaced(**{name: torch.where(spread(nobody, inputs[name], 0), carried[name], inputs[name]) for name in names})
+    once, twice = bench.run(inputs, None), bench.run(changed, None)
+    real = _rows(case, torch.tensor(case.real))
+    yield "o with other padding", _at(twice["o"], real), _at(once["o"], real)
+    yield "pool, bits with other padding", _bits(twice["pool"]), _bits(once["pool"])
+
+
+def _poison(bench: Bench, example: Example) -> Iterator[Pair]:
+    case = example.case
+    inputs, meant = case.inputs(), _meant(case)
+    named = spread(meant["pool"], inputs.pool, 0)
+    runs = [
+        bench.run(inputs.replaced(pool=torch.where(named, inputs.pool, case.filled(how))), None)
+        for how in ("zero", example.variant or "")
+    ]
+    yield from _equal(runs[1], runs[0], meant, f"with {example.variant} in slots that nobody names")
+
+
+def _fresh(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Whatever its slot holds, to the bit; and as a request that goes on from zeros."""
+    case = example.case
+    inputs, meant = case.inputs(), _meant(case)
+    begins = _begins(case)
+    if not any(begins):
+        raise Blind("every request that begins is padding")
+    slots = torch.zeros(case.slots, dtype=torch.bool)
+    slots[[slot for slot, here in zip(case.slot_of, begins, strict=True) if here]] = True
+    at = spread(slots, inputs.pool, 0)
+    clean, dirty = (inputs.replaced(pool=torch.where(at, case.filled(how), inputs.pool)) for how in ("zero", example.variant or ""))
+    once = bench.run(clean, None)
+    yield from _equal(bench.run(dirty, None), once, meant, f"with {example.variant} left in the slot")
+    going_on = clean.replaced(has_initial_state=torch.ones_like(inputs.has_initial_state))
+    bounds = bench.bounds(clean, None)
+    yield from _judged(once, bounds, meant)
+    yield from _judged(bench.run(going_on, None), bounds, meant, " going on from zeros")
+
+
+def _tokens(case: PoolCase, inputs: Inputs, start: int, stop: int) -> tuple[Inputs, Tensor]:
+    """The call of tokens start..stop of the requests that have any, and their places among all tokens, flattened."""
+    spans = [range(min(start, length), min(stop, length)) for length in case.lengths]
+    rows = [row for row, span in enumerate(spans) if len(span)]
+    index = torch.tensor([case.starts()[row] + at for row in rows for at in spans[row]], dtype=torch.int64)
+    shape = (1, len(index)) if case.packed else (len(rows), len(spans[0]))
+    tokens = {
+        name: inputs[name].flatten(0, 1).index_select(0, index).unflatten(0, shape) for name in present(case.spec, inputs, "B", "T")
+    }
+    offsets = None
+    if case.packed:
+        ends = torch.tensor([0, *(len(spans[row]) for row in rows)]).cumsum(0)
+        offsets = ends.to(inputs.cu_seqlens.dtype)
+    begins = inputs.has_initial_state
+    if begins is not None:
+        begins = torch.ones_like(begins[rows]) if start else begins[rows]
+    part = inputs.replaced(**tokens, slots=inputs.slots[rows], has_initial_state=begins, accepted=None, cu_seqlens=offsets)
+    return part, index
+
+
+def _accept(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Its tokens one at a time, at once, and as the part of a draft that is kept; then the others, from where those left off.
+
+    Blind where the state after one token less would stay inside the bound.
+    """
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, meant = case.inputs(), _meant(case)
+    first, _ = _tokens(case, inputs, 0, at)
+    after = {"pool": bench.bounds(first, None)["pool"]}
+    fewer = bench.truth(_tokens(case, inputs, 0, at - 1)[0], None)["pool"] if at > 1 else inputs.pool.double()
+    if not visible({"pool": _at(fewer, meant["pool"])}, {"pool": _limited(after["pool"], meant["pool"])}):
+        raise Blind("the state after one token less would not show")
+    named = {"pool": meant["pool"]}
+    yield from _judged(bench.run(first, None), after, named, f" after {at} tokens at once")
+    whole = bench.bounds(inputs, None)
+    o, step = torch.zeros_like(inputs.v), {"pool": inputs.pool}
+    for start, stop in [*((token, token + 1) for token in range(at)), (at, max(case.lengths))]:
+        if start < stop:
+            part, index = _tokens(case, inputs, start, stop)
+            step = bench.run(part.replaced(pool=step["pool"]), None)
+            o.flatten(0, 1)[index] = step["o"].flatten(0, 1)
+        if stop == at:
+            yield from _judged(step, after, named, f" after {at} tokens one at a time")
+    yield from _judged({"o": o, "pool": step["pool"]}, whole, meant, f" going on after {at} tokens")
+    if bench.domain.accepts:  # type: ignore[attr-defined]
+        kept = torch.tensor([min(at, length) for length in case.lengths], dtype=inputs.slots.dtype)
+        draft = inputs.replaced(accepted=kept)
+        yield from _judged(bench.run(draft, None), bench.bounds(draft, None), meant, f" of a draft of which {at} tokens are kept")
+
+
+def _moved(bench: Bench, example: Example) -> Iterator[Pair]:
+    case = example.case
+    inputs, meant = case.inputs(), _meant(case)
+    first = int(case.padding_slot == "0")
+    goes = torch.cat([torch.arange(first), torch.arange(first, case.slots).roll(1)])  # where the state of each slot goes
+    slots = inputs.slots.long()
+    there = inputs.replaced(
+        pool=torch.empty_like(inputs.pool).index_copy(0, goes, inputs.pool),
+        slots=torch.where(slots == inputs.padding, slots, goes[slots.clamp(min=0)]).to(inputs.slots.dtype),
+    )
+    got = bench.run(there, None)
+    if bench.domain.rule.position_independent:  # type: ignore[attr-defined]
+        back = {"o": got["o"], "pool": got["pool"].index_select(0, goes)}
+        yield from _equal(back, bench.run(inputs, None), meant, "in other slots")
+    else:
+        meant["pool"] = torch.zeros_like(meant["pool"]).index_copy(0, goes, meant["pool"])
+        yield from _judged(got, bench.bounds(there, None), meant, " in other slots")
+
+
+def _requests(bench: Bench, example: Example) -> Iterator[Pair]:
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, other, meant = case.inputs(), _other(case).inputs(), _meant(case)
+    one = torch.arange(len(case.lengths)) == at
+    rows = _rows(case, one)
+    mixed = {
+        name: torch.where(spread(rows, inputs[name], 0), other[name], inputs[name]) for name in present(case.spec, inputs, "B", "T")
+    }
+    mixed["pool"] = inputs.pool.clone()
+    own = torch.zeros_like(meant["pool"])
+    if case.real[at]:
+        own[case.slot_of[at]] = True
+        mixed["pool"][own] = 2 * case.filled("random")[own]
+    once, twice = bench.run(inputs, None), bench.run(inputs.replaced(**mixed), None)
+    yield from _equal(twice, once, {"o": meant["o"] & ~rows, "pool": meant["pool"] & ~own}, "of the other requests")
+
+
+def _history(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Between two runs of the same call there is one of the same shapes, with other values and slots."""
+    case, between = example.case, _other(example.case)
+    inputs, others, meant = case.inputs(), between.inputs(), _meant(case)
+    once, other = bench.run(inputs, None), bench.run(others, None)
+    yield from _judged(other, bench.bounds(others, None), _meant(between), " after another call")
+    again = bench.run(inputs, None)
+    if bench.domain.rule.deterministic:  # type: ignore[attr-defined]
+        yield from _equal(again, once, meant, "of a call as an earlier one")
+    else:
+        yield from _judged(again, bench.bounds(inputs, None), meant, " of a call as an earlier one")
+
+
+def _memory(bench: Bench, example: Example) -> Iterator[Pair]:
+    inputs, meant = example.case.inputs(), _meant(example.case)
+    once, twice = (bench.run(inputs, None, poison=poison) for poison in (float("nan"), -3.0e4))
+    if bench.domain.rule.deterministic:  # type: ignore[attr-defined]
+        yield from _equal(twice, once, meant, "of a second run")
+    else:
+        bounds = bench.bounds(inputs, None)
+        for results in (once, twice):
+            yield from _judged(results, bounds, meant)
+
+
+def _blocks(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Each by half its bound, so that no two differ by more than a whole one; not to the bit, as a sum's order may go by the block.
+
+    The largest blocks come first: what is kept of a launch, as its grid, is too little for the smaller blocks after it.
+    """
+    inputs, meant = example.case.inputs(), _meant(example.case)
+    halves = {name: _half(bound) for name, bound in bench.bounds(inputs, None).items()}
+    for size in sorted(bench.domain.blocks, reverse=True):  # type: ignore[attr-defined]
+        yield from _judged(bench.run(inputs.replaced(block_v=size), None), halves, meant, f" in blocks of {size}")
+    yield from _judged(bench.run(inputs, None), halves, meant, " in blocks of its own choice")
+
+
+def _half(bound: Bound) -> Bound:
+    """Half the allowance of each row."""
+    finer = bound.finer
+    later = None if finer is None else lambda over=None: _half(finer(over))
+    return dataclasses.replace(bound, allowed=bound.allowed / 2, origin=f"half of {bound.origin}", finer=later)
+
+
+def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
+    """The slots of the pool lie apart from each other, as where the states of many layers share one allocation."""
+    case = example.case
+    inputs, meant = case.inputs(), _meant(case)
+    memory = torch.full((case.slots, 3, *inputs.pool.shape[1:]), torch.nan)
+    memory[:, 1] = inputs.pool
+    between = _bits(memory[:, ::2]).clone()
+    names = present(case.spec, inputs, "B", "T")
+    there = inputs.replaced(pool=memory[:, 1], **{name: view(inputs[name], example.variant or "") for name in names})
+    bounds = bench.bounds(there, None)
+    yield from _judged(bench.run(there, None), bounds, meant, f" from {example.variant} inputs")
+    yield "memory between slots", _bits(memory[:, ::2]), between
+
+
+def _pure(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Bit for bit, the memory around the inputs included, which is NaN and must stay so; of the pool, the memory around it."""
+    inputs = example.case.inputs()
+    views = {name: view(inputs[name], "offset") for name in present(example.case.spec, inputs)}
+    indices = {name: inputs[name] for name in ("slots", "has_initial_state", "accepted", "cu_seqlens")}
+    memory = {**views, **{name: x for name, x in indices.items() if x is not None}}
+    copies = {name: bytes_of(x).clone() for name, x in memory.items()}
+    bench.run(inputs.replaced(**views), None)  # which gives back the pool as it was, where it may be changed
+    for name, x in memory.items():
+        yield f"bytes of input {name}", bytes_of(x), copies[name]
+
+
+def _promises(name: str) -> Callable[[PoolDomain], str | None]:
+    def needs(domain: PoolDomain) -> str | None:
+        return None if getattr(domain, name) else f"{name.replace('_', ' ')} is not supported"
+
+    return needs
+
+
+def _drafts(case: PoolCase) -> range:
+    """The tokens after which a draft may be left; every request has one, and none says itself how many it keeps."""
+    longest = max(case.lengths)
+    return range(1, longest + 1) if longest > 1 and min(case.lengths) and case.accepted == "all" else range(0)
+
+
+def _several(case: PoolCase) -> range:
+    return range(len(case.lengths)) if len(case.lengths) > 1 else range(0)
+
+
+def _remember(domain: PoolDomain, **more: Any) -> st.SearchStrategy[PoolCase]:
+    options: dict[str, Any] = {"gate": REMEMBERING, "beta": ("ordinary", "edges"), "values": ("ordinary", "correlated", "scaled")}
+    return pool_cases(domain, **{**options, **more})
+
+
+def _value_dims(domain: PoolDomain) -> tuple[int, ...]:
+    """Widths of values that are several blocks of some size and a part of one; where the domain has none, all."""
+    rule = domain.rule
+    least, most = rule.value_dims
+    several = tuple(width for width in (24, 40, 65, 12) if least <= width <= most and width % rule.width_step == 0)
+    return several or widths(rule.value_dims, rule.width_step, 128)
+
+
+def _lacks(word: str, *values: str) -> Callable[[PoolCase, str | None], str | None]:
+    def lacks(case: PoolCase, _: str | None) -> str | None:
+        return None if case.words()[word] in values else f"{word}={'|'.join(values)}"
+
+    return lacks
+
+
+POOL_LAWS: dict[str, Law] = {
+    law.name: law
+    for law in (
+        Law(
+            "oracle",
+            "truth",
+            "every output and every named slot's state equals the float64 definition",
+            lambda domain: examples_of(pool_cases(domain)),
+            _oracle,
+        ),
+        Law(
+            "untouched",
+            "exact",
+            "slots that no request names keep every bit, NaN too, and so does the memory before and behind the pool",
+            lambda domain: examples_of(pool_cases(domain, padded=("none", "some", "all"), most=8)),
+            _untouched,
+        ),
+        Law(
+            "padding",
+            "exact",
+            "what padding requests carry changes nothing, bit for bit",
+            lambda domain: examples_of(pool_cases(domain, padded=("some", "all"), most=8), None, CARRIED),
+            _padding,
+            _promises("padding_slots"),
+            variants=CARRIED,
+            lacks=_lacks("padded", "some", "all"),
+        ),
+        Law(
+            "poison",
+            "exact",
+            "what slots hold that no request names does not matter, bit for bit",
+            lambda domain: examples_of(pool_cases(domain, spare=(1, 2, 5), most=8), None, POISON),
+            _poison,
+            variants=POISON,
+        ),
+        Law(
+            "fresh",
+            "exact",
+            "a request that begins does not notice who had its slot before: it starts from zeros",
+            lambda domain: examples_of(
+                _remember(domain, fresh=("some", "all"), most=8).filter(lambda case: any(_begins(case))), None, POISON
+            ),
+            _fresh,
+            _promises("fresh"),
+            variants=POISON,
+            lacks=_lacks("fresh", "some", "all"),
+        ),
+        Law(
+            "accept",
+            "truth",
+            "k tokens at once leave the state that k single steps leave, for every k, and a draft's k accepted ones too",
+            lambda domain: _left(_remember(domain, kinds=("drafts",), most=8, accepted="all")),
+            _accept,
+            lambda domain: None if domain.most_tokens > 1 else "drafts are not supported",
+            place=_drafts,
+        ),
+        Law(
+            "slots",
+            "truth",
+            "which slot a request has does not matter: other slots, same states, to the bit where that is promised",
+            lambda domain: examples_of(pool_cases(domain, spare=(1, 2, 5), most=8)),
+            _moved,
+        ),
+        Law(
+            "requests",
+            "exact",
+            "requests do not interfere: changing one and its state changes nothing of the others, bit for bit",
+            lambda domain: examples_of(pool_cases(domain, most=8), _several),
+            _requests,
+            place=_several,
+        ),
+        Law(
+            "history",
+            "truth",
+            "calls leave nothing behind but states: the same call after another gives the same bits",
+            lambda domain: examples_of(pool_cases(domain, most=8)),
+            _history,
+        ),
+        Law(
+            "memory",
+            "exact",
+            "a second run over other uninitialised memory gives the same bits, where runs are deterministic",
+            lambda domain: examples_of(pool_cases(domain, most=8)),
+            _memory,
+        ),
+        Law(
+            "blocks",
+            "truth",
+            "how many value channels are taken at a time does not matter: every size of block gives what one gives",
+            lambda domain: examples_of(pool_cases(domain, most=8, block_v="default", value_dim=_value_dims(domain))),
+            _blocks,
+            _promises("blocks"),
+            lacks=_lacks("block_v", "default"),
+        ),
+        Law(
+            "strides",
+            "truth",
+            "tokens may lie in memory in any strides, and slots apart from each other",
+            lambda domain: examples_of(pool_cases(domain, most=8), None, VIEWS),
+            _strides,
+            lambda domain: None if domain.rule.views else "views is not supported",
+            variants=VIEWS,
+        ),
+        Law(
+            "pure",
+            "exact",
+            "a call changes neither its inputs nor the memory around them, but for the pool where that is said to be in place",
+            lambda domain: examples_of(pool_cases(domain, most=8)),
+            _pure,
+        ),
+    )
+}

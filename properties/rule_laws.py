@@ -1,0 +1,548 @@
+"""The laws of rules: gated delta rule, delta rule and KDA. Several are laws of other operations too."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oracles.norm import EPS
+from oracles.operation import Inputs
+from properties.cases.rule_case import Case
+from properties.common_laws import (
+    again,
+    batch,
+    cut,
+    future,
+    has_words,
+    inner,
+    memory,
+    one_batch_row,
+    oracle,
+    packed,
+    pure,
+    recurrent,
+    require,
+    samples,
+    several,
+    steps,
+    strides,
+)
+from properties.domain import VIEWS, Domain
+from properties.laws import (
+    Bench,
+    Law,
+    Pair,
+    along,
+    axes_of,
+    bounds_as,
+    either,
+    examples_of,
+    pairs_of,
+    present,
+    spread,
+    with_others,
+)
+from properties.strategies import REMEMBERING, Example, cases
+
+
+def _halves(names: Sequence[str], number: int) -> tuple[list[str], list[str]]:
+    """Some of the names and the others, neither of them none: another choice for another number."""
+    chosen = 1 + number % (2 ** len(names) - 2)
+    some = [name for place, name in enumerate(names) if chosen >> place & 1]
+    return some, [name for name in names if name not in some]
+
+
+def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
+    case = example.case
+    inputs, cotangents = bench.call(case)
+    width, lengths = case.key_dim, case.lengths
+    if example.variant == "gradients":
+        bounds = bench.bounds(inputs, cotangents)
+        with torch.no_grad():
+            outputs = bench.run(inputs, None)
+        for name, output in outputs.items():
+            yield f"{name} under no_grad", output, bounds[name]
+        for frozen in _halves(present(case.spec, inputs), case.seed) if cotangents is not None else ():
+            for name, value in bench.run(inputs, cotangents, frozen=frozen).items():
+                yield f"{name} with {', '.join(frozen)} frozen", value, bounds[name]
+        return
+    neutral = {
+        "scale": lambda: inputs.replaced(scale=width**-0.5),
+        "state": lambda: inputs.replaced(state=torch.zeros(len(lengths), case.value_heads, width, case.value_dim)),
+        "offsets": lambda: inputs.replaced(cu_seqlens=torch.tensor([0, lengths[0]])),
+        "final_state": lambda: inputs.replaced(output_final_state=False),
+        "dt_bias": lambda: inputs.replaced(dt_bias=torch.zeros(inputs.a.shape[2:])),
+    }[example.variant or ""]()
+    if example.variant == "final_state" and cotangents is not None:
+        cotangents = {**cotangents, "final_state": torch.zeros_like(cotangents["final_state"])}
+    bounds = bench.bounds(inputs, cotangents)
+    yield from pairs_of(bench.run(inputs, cotangents), bounds)
+    for name, got in bench.run(neutral, cotangents).items():
+        if name in bounds:
+            yield (
+                f"{name} with {example.variant} {'not asked for' if example.variant == 'final_state' else 'given'}",
+                got,
+                bounds[name],
+            )
+
+
+def _norm(bench: Bench, example: Example) -> Iterator[Pair]:
+    """The explicit norm stores its result in the inputs' dtype, as the chunkwise class does, before the implementation rounds."""
+    case = example.case
+    inputs, cotangents = bench.call(case)
+    yield from pairs_of(bench.run(inputs, cotangents), bench.bounds(inputs, cotangents))
+    bounds = bounds_as(bench, inputs, cotangents, "chunkwise")
+    for when, groups in (("before", 1), ("after", case.value_heads // case.heads)):
+        leaves = {name: inputs[name].detach().clone().requires_grad_() for name in ("q", "k")}
+        normed = {name: _normalised(leaf.repeat_interleave(groups, dim=-2)) for name, leaf in leaves.items()}
+        got = bench.run(inputs.replaced(qk_norm=False, **{name: x.detach() for name, x in normed.items()}), cotangents)
+        for name, leaf in leaves.items():
+            if cotangents is not None:
+                (got[f"d{name}"],) = torch.autograd.grad(normed[name], leaf, got[f"d{name}"])
+        for name, value in got.items():
+            yield f"{name}, normalised {when} head repetition", value, bounds[name]
+
+
+def _gates(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Gate and beta are computed in float32 outside, as oracles/gates.py says, and given: so are their gradients taken back."""
+    case = example.case
+    inputs, cotangents = bench.call(case)
+    bounds = bench.bounds(inputs, cotangents)
+    yield from pairs_of(bench.run(inputs, cotangents), bounds)
+    names = [*(["a", "A_log", "dt_bias"] if case.gate_inside else []), *(["b"] if case.beta_inside else [])]
+    leaves = {name: inputs[name].detach().clone().requires_grad_() for name in names if inputs[name] is not None}
+    outside: dict[str, Tensor] = {}
+    if case.gate_inside:
+        raw = leaves["a"].float() + leaves.get("dt_bias", torch.zeros(()))
+        speed = leaves["A_log"].exp().reshape(-1, *[1] * (raw.ndim - 3))
+        outside["g"] = -speed * torch.nn.functional.softplus(raw)
+    if case.beta_inside:
+        beta = leaves["b"].float().sigmoid() * (2 if inputs.allow_neg_eigval else 1)
+        outside["beta"] = beta.to(inputs.q.dtype)
+    # What rounds outside may round inside, and the other way round: the explicit call has the errors of both.
+    none = dict.fromkeys((*names, "allow_neg_eigval"))
+    given = Inputs(**{**inputs, **none, **{name: x.detach() for name, x in outside.items()}})
+    got = bench.run(given, cotangents)
+    if cotangents is not None and leaves:
+        back = [got.pop(f"d{name}") for name in outside]
+        gradients = torch.autograd.grad(list(outside.values()), list(leaves.values()), back)
+        got |= {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    explicit = bench.bounds(given, cotangents)
+    for name, value in got.items():
+        limit = bounds[name].beside(explicit[name]) if name in explicit else bounds[name].beside(bounds[name])
+        yield f"{name} with explicit gates", value, limit
+
+
+def _normalised(x: Tensor) -> Tensor:
+    wide = x.float()
+    return (wide * (wide.square().sum(-1, keepdim=True) + EPS).rsqrt()).to(x.dtype)
+
+
+def _recall(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Keys are one-hot, beta = 1, g = 0 and v small integers: each write replaces a row of the state, nothing rounds."""
+    inputs, _ = bench.call(example.case)
+    got = bench.run(inputs, None)
+    for name, want in bench.truth(inputs, None).items():
+        yield name, got[name], want
+
+
+def _heads(bench: Bench, example: Example) -> Iterator[Pair]:
+    """With one key head only the value head's own inputs change; with several, its key head's whole group does."""
+    case, at = example.case, example.at
+    assert at is not None
+    inputs, cotangents = bench.call(case)
+    group = case.value_heads // case.heads
+    other = with_others(case).inputs()
+    values = torch.arange(case.value_heads)
+    touched = values // group == at // group if case.heads > 1 else values == at
+    keys = torch.arange(case.heads) == (at // group if case.heads > 1 else -1)
+    spec, mixed = case.spec, {}
+
+    def own(name: str) -> tuple[int, Tensor] | None:
+        """The axis of its heads, and which of them change."""
+        for letter, mask in (("H", keys), ("HV", touched)):
+            if (axis := along(spec, name, letter)) is not None:
+                return axis, mask
+        return None
+
+    for name in present(spec, inputs):
+        if (mine := own(name)) is not None:
+            mixed[name] = torch.where(spread(mine[1], inputs[name], mine[0]), other[name], inputs[name])
+    once, twice = bench.run(inputs, cotangents), bench.run(inputs.replaced(**mixed), cotangents)
+    for name, got in twice.items():
+        mine = own(name)
+        if mine is not None and (case.heads > 1 or mine[1] is touched):
+            kept: tuple[Any, ...] = (*[slice(None)] * mine[0], ~mine[1])
+            yield f"{name} of the other heads", got[kept], once[name][kept]
+
+
+def _permuted(bench: Bench, example: Example) -> Iterator[Pair]:
+    case = example.case
+    inputs, cotangents = bench.call(case)
+    group = case.value_heads // case.heads
+    keys = torch.arange(case.heads).roll(1)
+    values = torch.arange(case.value_heads).reshape(case.heads, group).roll(1, 0).flatten()
+    rows = torch.arange(len(case.lengths)).roll(1)
+    starts = case.starts()
+    tokens = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows.tolist()])
+
+    def moved(name: str, x: Tensor) -> Tensor:
+        axes = axes_of(case.spec, name)
+        for letter, order in (("H", keys), ("HV", values), ("N", rows)):
+            if letter in axes:
+                x = x.index_select(axes.index(letter), order)
+        return x.flatten(0, 1)[tokens].reshape(x.shape) if axes[:2] == ["B", "T"] else x
+
+    there = inputs.replaced(**{name: moved(name, inputs[name]) for name in present(case.spec, inputs)})
+    if inputs.cu_seqlens is not None:
+        ends = torch.tensor([0, *(case.lengths[row] for row in rows.tolist())]).cumsum(0)
+        there = there.replaced(cu_seqlens=ends.to(inputs.cu_seqlens.dtype))
+    turned = None if cotangents is None else {name: moved(name, x) for name, x in cotangents.items()}
+    got = bench.run(there, turned)
+    if bench.domain.position_independent:
+        once = bench.run(inputs, cotangents)
+        for name, value in got.items():
+            yield f"{name} permuted", value, moved(name, once[name])
+    else:
+        for name, bound in bench.bounds(there, turned).items():
+            yield f"{name} permuted", got[name], bound
+
+
+def _linear(bench: Bench, example: Example) -> Iterator[Pair]:
+    """A factor of -2 rounds nothing, so it passes through every product and sum; sums round, so `sum` has a bound."""
+    inputs, cotangents = bench.call(example.case)
+    if example.variant == "sum":
+        odd = torch.arange(inputs.v.shape[1]).reshape(1, -1, 1, 1) % 2 == 1
+        parts = [
+            inputs.replaced(v=torch.where(odd, inputs.v, 0)),
+            inputs.replaced(v=torch.where(odd, 0, inputs.v), state=None),
+        ]
+        runs, limits = [bench.run(part, None) for part in parts], [bench.bounds(part, None) for part in parts]
+        for name in runs[0]:
+            got = runs[0][name].double() + runs[1][name].double()
+            yield f"{name}, summed over even and odd tokens' values", got, limits[0][name].plus(limits[1][name])
+        return
+    once = bench.run(inputs, cotangents)
+    if example.variant == "values":
+        state = None if inputs.state is None else -2 * inputs.state
+        twice = bench.run(inputs.replaced(v=-2 * inputs.v, state=state), cotangents)
+        for name, got in twice.items():
+            factor = 1 if name in ("dv", "dh0") else -2
+            yield f"{name} with v and state times -2", _normal(got), _normal(factor * once[name])
+    else:
+        assert cotangents is not None
+        factor = 0 if example.variant == "zero_cotangents" else -2
+        twice = bench.run(inputs, {name: factor * x for name, x in cotangents.items()})
+        for name, got in twice.items():
+            if name.startswith("d"):
+                due = factor * once[name]
+                pair = (_normal(got), _normal(due)) if factor else (got, due)
+                yield f"{name} with cotangents times {factor}", *pair
+
+
+UNDERFLOW = 2.0**-100  # of which the subnormal step of float32 is 2^-49
+
+
+def _normal(x: Tensor) -> Tensor:
+    """x, zeros for what is so small that subnormal numbers, which do round under a factor of two, went into it."""
+    return torch.where(x.abs() < UNDERFLOW, 0.0, x)
+
+
+def _value_heads(case: Case) -> range:
+    return range(case.value_heads) if case.value_heads > 1 else range(0)
+
+
+def _absent_lacks(case: Case, variant: str | None) -> str | None:
+    if variant == "offsets":
+        return one_batch_row(case, variant)
+    if variant == "dt_bias" and not (case.gate_inside and not case.dt_bias):
+        return "in_kernel=gate|both dt_bias=no"
+    wanted = {"scale": {"scale": "default"}, "state": {"state": "none"}}.get(variant or "", {})
+    return has_words(**wanted)(case, variant)
+
+
+def _linear_lacks(case: Case, variant: str | None) -> str | None:
+    if variant != "sum":
+        if case.dtype == "fp16" or case.gate not in REMEMBERING or case.values in ("small", "scaled", "zero_rows"):
+            return "numbers away from underflow (no fp16, gate=" + "|".join(REMEMBERING) + ", ordinary values)"
+        if _vanishes(case):
+            return "numbers away from underflow (gate=forever in the kernel has gradients of 1e-35 and less)"
+        if variant != "values" and not case.backward:
+            return "backward=yes"
+    return None
+
+
+def _vanishes(case: Case) -> bool:
+    """Whether gradients come with a factor of exp(A_log) that is next to nothing."""
+    return case.gate_inside and case.gate == "forever"
+
+
+def _recall_lacks(case: Case, _: str | None) -> str | None:
+    if case.values != "one_hot":
+        return "values=one_hot"
+    exact = case.scale != "default" or case.key_dim in (1, 4, 16, 64, 256, 1024)
+    return None if exact else "a scale that is a power of two: scale=one"
+
+
+def _near(domain: Domain) -> Domain:
+    """The domain with lengths as where kernels are interpreted: tokens one at a time are as slow on a GPU."""
+    return dataclasses.replace(domain, reach=1)
+
+
+def _remember(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
+    options: dict[str, Any] = {"gate": REMEMBERING, "beta": ("ordinary", "edges"), **more}
+    options.setdefault("values", ("ordinary", "correlated", "zero_rows", "scaled"))
+    return cases(domain, **options)
+
+
+def _absent_examples(domain: Domain) -> st.SearchStrategy[Example]:
+    small: dict[str, Any] = {"longest": 80, "total": 160, "value_heads": 2}
+    choices = [examples_of(cases(domain, **small), None, ("final_state",))]
+    if domain.backward:
+        choices.append(examples_of(cases(domain, **small), None, ("gradients",)))
+    if domain.scale:
+        choices.append(examples_of(cases(domain, scale="default", **small), None, ("scale",)))
+    if domain.initial_state:
+        choices.append(examples_of(cases(domain, state="none", **small), None, ("state",)))
+    if domain.packed and domain.batched:
+        choices.append(examples_of(cases(domain, packed=False, sequences=(1, 1), **small), None, ("offsets",)))
+    inside = tuple(name for name in domain.in_kernel if name in ("gate", "both"))
+    if inside and domain.dt_bias:
+        choices.append(examples_of(cases(domain, in_kernel=inside, dt_bias=False, **small), None, ("dt_bias",)))
+    return either(choices)
+
+
+def _linear_examples(domain: Domain) -> st.SearchStrategy[Example]:
+    calm: dict[str, Any] = {
+        "gate": REMEMBERING,
+        "values": ("ordinary", "correlated", "repeated"),
+    }
+    exact = tuple(dtype for dtype in domain.dtypes if dtype != "fp16")
+    small: dict[str, Any] = {"longest": 130, "total": 130, "value_heads": 2}
+    choices = [examples_of(_remember(domain, **small), None, ("sum",))]
+    if exact:  # fp16's subnormals, from 6e-5 down, do round under a factor of two
+        variants = ("values", "cotangents", "zero_cotangents") if domain.backward else ("values",)
+        normal = cases(domain, dtype=exact, **calm, **small).filter(lambda case: not _vanishes(case))
+        choices.append(examples_of(normal, None, variants))
+    return either(choices)
+
+
+def _small(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
+    options: dict[str, Any] = {"longest": 130, "total": 180, "value_heads": 4, "sequences": (1, 3), **more}
+    return cases(domain, **options)
+
+
+LAWS: dict[str, Law] = {
+    law.name: law
+    for law in (
+        Law(
+            "oracle",
+            "truth",
+            "every output and every gradient equals the float64 definition",
+            lambda domain: examples_of(cases(domain, longest=260, total=280, value_heads=8)),
+            oracle,
+        ),
+        Law(
+            "recurrent",
+            "truth",
+            "a prompt at once and then one token at a time gives what one run gives: chunkwise equals recurrent",
+            lambda domain: examples_of(
+                _remember(_near(domain), packed=False, sequences=(1, 1), longest=80, total=80, value_heads=2, backward=False), steps
+            ),
+            recurrent,
+            require(initial_state=True, batched=True),
+            place=steps,
+            lacks=one_batch_row,
+        ),
+        Law(
+            "packed",
+            "truth",
+            "packed sequences give what each gives alone",
+            lambda domain: examples_of(
+                _remember(domain, packed=True, sequences=(2, 3), longest=100, total=170, value_heads=2), several
+            ),
+            packed,
+            require(packed=True, batched=True),
+            place=several,
+            lacks=has_words(packed="yes"),
+        ),
+        Law(
+            "cut",
+            "truth",
+            "a sequence may be cut anywhere if the state is carried over the cut, backward too",
+            lambda domain: examples_of(
+                _remember(
+                    domain,
+                    longest=130,
+                    total=150,
+                    value_heads=2,
+                    sequences=(1, 2 if domain.empty or domain.batched else 1),
+                    **({} if domain.empty or not domain.batched else {"packed": False}),
+                ),
+                inner,
+            ),
+            cut,
+            require(initial_state=True),
+            place=inner,
+        ),
+        Law(
+            "absent",
+            "truth",
+            "an optional argument left out means its neutral value, and gradients not asked for change nothing else",
+            _absent_examples,
+            _absent,
+            variants=("scale", "state", "offsets", "final_state", "dt_bias", "gradients"),
+            lacks=_absent_lacks,
+        ),
+        Law(
+            "norm",
+            "truth",
+            "L2 norm in the kernel equals an explicit one, before or after head repetition, eps included",
+            lambda domain: examples_of(
+                cases(
+                    domain,
+                    qk_norm=True,
+                    longest=80,
+                    total=100,
+                    sequences=(1, 2),
+                    values=("ordinary", "small", "zero_rows", "large"),
+                )
+            ),
+            _norm,
+            require(qk_norm=True),
+            lacks=has_words(qk_norm="yes"),
+        ),
+        Law(
+            "gates",
+            "truth",
+            "gate and beta computed in the kernel equal explicit ones, with the gradients of A_log, dt_bias, a and b",
+            lambda domain: examples_of(cases(domain, in_kernel=_inside(domain), longest=130, total=150, sequences=(1, 2))),
+            _gates,
+            lambda domain: None if _inside(domain) else "computes no gate and no beta",
+            lacks=lambda case, _: None if case.in_kernel != "none" else "in_kernel=gate|beta|both",
+        ),
+        Law(
+            "linear",
+            "exact",
+            "outputs are linear in (v, state) and gradients in the cotangents; a factor of -2 is exact to the bit",
+            _linear_examples,
+            _linear,
+            variants=("values", "cotangents", "zero_cotangents", "sum"),
+            lacks=_linear_lacks,
+        ),
+        Law(
+            "recall",
+            "exact",
+            "with one-hot keys, beta = 1 and no decay the last value written is read back, bit for bit",
+            lambda domain: examples_of(
+                _small(
+                    domain,
+                    values="one_hot",
+                    gate="forever",
+                    beta="one",
+                    in_kernel="none",
+                    qk_norm=False,
+                    scale="one" if domain.scale else "default",
+                    backward=False,
+                    **({} if domain.scale else {"key_dim": _root_widths(domain)}),
+                )
+            ),
+            _recall,
+            lambda domain: (
+                "explicit gates are not supported"
+                if "none" not in domain.in_kernel
+                else None
+                if domain.scale or _root_widths(domain)
+                else "scale is not supported"
+            ),
+            lacks=_recall_lacks,
+        ),
+        Law(
+            "future",
+            "exact",
+            "the past does not see the future: later tokens change no earlier output or query gradient, bit for bit",
+            lambda domain: examples_of(_small(domain), inner),
+            future,
+            place=inner,
+        ),
+        Law(
+            "samples",
+            "exact",
+            "sequences do not interfere: changing one changes nothing of the others, bit for bit",
+            lambda domain: examples_of(_small(domain, sequences=(2, 3)), several),
+            samples,
+            place=several,
+        ),
+        Law(
+            "heads",
+            "exact",
+            "heads do not interfere: changing one changes nothing of the others, bit for bit",
+            lambda domain: examples_of(_small(domain, groups=_many(domain)), _value_heads),
+            _heads,
+            place=_value_heads,
+        ),
+        Law(
+            "permuted",
+            "truth",
+            "permuting sequences and head groups permutes the results, to the bit where that is promised",
+            lambda domain: examples_of(_small(domain, sequences=(1, 3), groups=_many(domain))),
+            _permuted,
+        ),
+        Law(
+            "memory",
+            "exact",
+            "a second run over other uninitialised memory gives the same bits, where runs are deterministic",
+            lambda domain: examples_of(_small(domain)),
+            memory,
+        ),
+        Law(
+            "again",
+            "exact",
+            "the same call gives the same bits, the third time too, where runs are deterministic",
+            lambda domain: examples_of(_small(domain)),
+            again,
+        ),
+        Law(
+            "batch",
+            "truth",
+            "a sequence alone gives what it gives in a batch of few or many, to the bit where that is promised",
+            lambda domain: examples_of(_small(domain, sequences=(2, 3), longest=34, total=48, value_heads=2), several),
+            batch,
+            place=several,
+        ),
+        Law(
+            "strides",
+            "truth",
+            "inputs and cotangents may lie in memory in any strides",
+            lambda domain: examples_of(_small(domain, sequences=(1, 2)), None, VIEWS),
+            strides,
+            require(views=True),
+            variants=VIEWS,
+        ),
+        Law(
+            "pure",
+            "exact",
+            "a call changes neither its inputs nor the memory around them",
+            lambda domain: examples_of(_small(domain)),
+            pure,
+        ),
+    )
+}
+
+
+def _inside(domain: Domain) -> tuple[str, ...]:
+    """What of gate and beta it computes, where it can be given them too."""
+    return tuple(name for name in domain.in_kernel if name != "none") if "none" in domain.in_kernel else ()
+
+
+def _root_widths(domain: Domain) -> tuple[int, ...]:
+    """The key widths of a domain whose default scale, one over their root, is a power of two."""
+    least, most = domain.key_dims
+    return tuple(width for width in (1, 4, 16, 64, 256) if least <= width <= most and width % domain.width_step == 0)
+
+
+def _many(domain: Domain) -> tuple[tuple[int, int], ...]:
+    return ((2, 2), (2, 4), (3, 3), (1, 2)) if domain.grouped_heads else ((2, 2), (3, 3))

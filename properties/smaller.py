@@ -1,0 +1,196 @@
+"""How cases get smaller: of each kind, the steps of its shape, its options at their simplest, and which of its words are widths."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from properties.cases.module_case import ModuleCase
+from properties.cases.path_case import CHOICES, ParallelCase
+from properties.cases.pool_case import PoolCase
+from properties.cases.rule_case import Case
+
+Changes = Iterator[tuple[str, dict[str, Any]]]  # of a step: its words, and the fields that it changes
+
+
+@dataclasses.dataclass(frozen=True)
+class Smaller:
+    """How cases of one kind get smaller. `simplest` has for each option the values to try, the simplest first."""
+
+    shapes: tuple[Callable[[Any], Changes], ...]
+    simplest: Mapping[str, tuple[Any, ...]]
+    widths: tuple[str, ...]
+
+
+SIMPLEST: dict[str, tuple[Any, ...]] = {
+    "in_kernel": ("none", "gate", "beta"),
+    "dt_bias": (True,),
+    "qk_norm": (False,),
+    "gate_dtype": ("fp32",),
+    "offsets": ("int64",),
+    "scale": ("default",),
+    "values": ("ordinary",),
+    "gate": ("forever", "1000"),
+    "beta": ("ordinary",),
+    "state": ("none", "zero"),
+    "backward": (False,),
+    "dtype": ("fp32", "bf16"),
+}
+SIMPLEST_PATH: dict[str, tuple[Any, ...]] = {
+    **{name: values[:1] for name, values in CHOICES.items()},
+    "deterministic": (False,),
+    "sp": (False,),
+    "padding": ("none", "least"),
+    "conv_bias": (False,),
+    "allow_neg_eigval": (False,),
+    "offsets": ("int64",),
+    "values": ("ordinary",),
+    "gate": ("long", "ordinary"),
+    "backward": (False,),
+    "dtype": ("fp32", "bf16"),
+    "conv_width": (1, 2, 3),
+}
+SIMPLEST_POOL: dict[str, tuple[Any, ...]] = {
+    "padded": ("none", "all"),
+    "fresh": ("none", "all"),
+    "accepted": ("all",),
+    "block_v": ("default",),
+    "padding_slot": ("-1",),
+    "free": ("zero", "random"),
+    "indices": ("int64",),
+    **{name: values for name, values in SIMPLEST.items() if name not in ("state", "backward", "in_kernel", "dt_bias")},
+    "state": ("zero",),
+}
+SIMPLEST_MODULE: dict[str, tuple[Any, ...]] = {
+    "offsets": ("int64",),
+    "values": ("ordinary",),
+    "activation": ("none",),
+    "bias": (False,),
+    "weight": (True,),
+    "state": ("none", "zero"),
+    "oldest": (True,),
+    "final_state": (True,),
+    "eps": ("1e-6",),
+    "dt_bias": (True,),
+    "beta": (True,),
+    "allow_neg_eigval": (False,),
+    "backward": (False,),
+    "dtype": ("fp32", "bf16"),
+    "conv_width": (1, 2, 3),
+}
+SIMPLEST_LAYER: dict[str, tuple[Any, ...]] = {
+    "backward": (False,),
+    "state": ("none", "zero"),
+    "cached": (False,),
+    "conv_bias": (False,),
+    "allow_neg_eigval": (False,),
+    "eps": ("1e-6",),
+    "offsets": ("int64",),
+    "values": ("ordinary",),
+    "gate": ("long", "ordinary"),
+    "dtype": ("fp32", "bf16"),
+    "conv_width": (1, 2, 3),
+}
+HEADS = ((1, 1), (1, 2), (2, 2), (2, 4))
+
+
+def _mesh(case: ParallelCase) -> Changes:
+    """Fewer ranks, of those that what is cut for more can be cut for."""
+    for tp, cp in sorted(
+        ((t, c) for t in range(1, case.tp + 1) for c in range(1, case.cp + 1)), key=lambda mesh: mesh[0] * mesh[1]
+    ):
+        if (tp, cp) != (case.tp, case.cp) and case.tp % tp == 0 and case.cp % cp == 0:
+            yield f"tp={tp} cp={cp}", {"tp": tp, "cp": cp, "sp": case.sp and tp > 1}
+
+
+def _pieces(case: ParallelCase) -> Changes:
+    """Whole pieces less: shorter lengths that the layout still cuts."""
+    unit = 2 * case.cp * (case.tp if case.sp else 1)
+    for row, length in enumerate(case.lengths):
+        if length % unit == 0:
+            for count in below(length // unit, 0):
+                lengths = (*case.lengths[:row], count * unit, *case.lengths[row + 1 :])
+                yield _lengths(lengths if case.packed else (count * unit,) * len(case.lengths))
+
+
+def _shared_heads(case: ParallelCase) -> Changes:
+    for heads in (case.tp * case.cp, 1):
+        for value_heads in (heads, 2 * heads):
+            if (value_heads, heads) < (case.value_heads, case.heads):
+                yield f"heads={heads} value_heads={value_heads}", {"heads": heads, "value_heads": value_heads}
+
+
+def _sequences(case: Case) -> Changes:
+    lengths = case.lengths
+    if len(lengths) > 1:
+        yield _lengths((sum(lengths),))
+        for kept in dict.fromkeys(lengths):
+            yield _lengths((kept,))
+        for gone in range(len(lengths)):
+            yield _lengths(lengths[:gone] + lengths[gone + 1 :])
+            if gone:
+                yield _lengths((*lengths[: gone - 1], lengths[gone - 1] + lengths[gone], *lengths[gone + 1 :]))
+
+
+def _unpacked(case: Case) -> Changes:
+    if case.packed:
+        yield "packed=no", {"packed": False, "offsets": "int64"}
+
+
+def _shorter(case: Case) -> Changes:
+    lengths = case.lengths
+    if case.packed:
+        for row, length in enumerate(lengths):
+            for shorter in (*below(length, 0), *_blocks(length)):
+                yield _lengths((*lengths[:row], shorter, *lengths[row + 1 :]))
+    else:
+        for shorter in (*below(lengths[0], 0), *_blocks(lengths[0])):
+            yield _lengths((shorter,) * len(lengths))
+
+
+def _lengths(lengths: tuple[int, ...]) -> tuple[str, dict[str, Any]]:
+    return f"lengths={'+'.join(map(str, lengths))}", {"lengths": lengths}
+
+
+def _heads(case: Case) -> Changes:
+    for heads, value_heads in HEADS:
+        if (value_heads, heads) < (case.value_heads, case.heads):
+            yield f"heads={heads} value_heads={value_heads}", {"heads": heads, "value_heads": value_heads}
+
+
+def _heads_alone(case: ModuleCase) -> Changes:
+    for heads in (1, 2, 3, 4):
+        if heads < case.heads:
+            yield f"heads={heads}", {"heads": heads}
+
+
+def _spare(case: PoolCase) -> Changes:
+    for spare in below(case.spare, 0):
+        yield f"spare={spare}", {"spare": spare}
+
+
+def _blocks(length: int) -> Iterator[int]:
+    """Block sizes below a length: what fails at multiples of 64 only has no threshold."""
+    yield from (block for block in (16, 32, 64, 128) if block < length)
+
+
+def below(number: int, least: int) -> Iterator[int]:
+    """Numbers below `number`: the least ones, then steps that halve, so that a threshold is found in few runs."""
+    if number <= least:
+        return
+    yield least
+    if least + 1 < number:
+        yield least + 1
+    step = (number - least) // 2
+    while step:
+        if least + 1 < number - step < number:
+            yield number - step
+        step //= 2
+
+
+SMALLER_RULES = Smaller((_sequences, _unpacked, _shorter, _heads), SIMPLEST, ("key_dim", "value_dim"))
+SMALLER_PATHS = Smaller(
+    (_mesh, _sequences, _unpacked, _pieces, _shorter, _shared_heads), SIMPLEST_PATH, ("key_dim", "value_dim", "hidden")
+)
+SMALLER_MODULES = Smaller((_sequences, _unpacked, _shorter, _heads_alone), SIMPLEST_MODULE, ("width",))
+SMALLER_LAYERS = Smaller((_sequences, _unpacked, _shorter, _heads), SIMPLEST_LAYER, ("key_dim", "value_dim", "hidden"))
+SMALLER_POOLS = Smaller((_sequences, _unpacked, _shorter, _spare, _heads), SIMPLEST_POOL, ("key_dim", "value_dim"))

@@ -1,0 +1,101 @@
+"""The layer's parameters as ranks hold them: what a shard is of the whole, and moving shards in and out of a module.
+
+    parameter                       cut over tp along               the gradient is the sum over the ranks of
+    in_proj.weight                  outputs, section by section     cp
+    conv.weight, conv.bias          channels, section by section    cp
+    A_log, dt_bias                  heads                           cp
+    norm.weight                     -                               tp and cp
+    out_proj.weight                 inputs                          cp
+
+Ranks that differ only in cp hold the same. Inside the kernel a CP rank uses its heads' slice of conv, A_log and dt_bias, so that
+its own gradient is zero in the others' slices, which the sum over cp fills; `summed_gradients` takes it.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from oracles.layer import Layer
+from oracles.sharding import Rank, Shard
+from verify.ranks.collectives import Place
+
+
+@dataclasses.dataclass(frozen=True)
+class Metadata:
+    """Of one parameter: the whole's shape, the axis and sections that tp cuts (unless `cut` is False), and the gradient's sum."""
+
+    shape: tuple[int, ...]
+    axis: int
+    sections: tuple[int, ...]
+    cut: bool = True
+    gradient_sum: tuple[str, ...] = ("cp",)
+
+    def rows(self, rank: int, tp: int) -> Tensor:
+        """Which indices of the whole along `axis` a TP rank holds, in its order: its slice of each section."""
+        if not self.cut:
+            return torch.arange(self.shape[self.axis])
+        place = torch.arange(sum(self.sections))
+        return torch.cat([each.view(tp, -1)[rank] for each in place.split(self.sections)])
+
+
+def metadata(layer: Layer, *, conv_bias: bool) -> dict[str, Metadata]:
+    """Every parameter's, by name, in the order of the computation."""
+    keys, values, heads = layer.heads * layer.key_dim, layer.value_heads * layer.value_dim, layer.value_heads
+    channels = (keys, keys, values)
+    projected = (*channels, values, heads, heads)
+    every = {
+        "in_proj.weight": Metadata((sum(projected), layer.hidden), 0, projected),
+        "conv.weight": Metadata((sum(channels), layer.conv_width), 0, channels),
+        "conv.bias": Metadata((sum(channels),), 0, channels),
+        "A_log": Metadata((heads,), 0, (heads,)),
+        "dt_bias": Metadata((heads,), 0, (heads,)),
+        "norm.weight": Metadata((layer.value_dim,), 0, (layer.value_dim,), cut=False, gradient_sum=("tp", "cp")),
+        "out_proj.weight": Metadata((layer.hidden, values), 1, (values,)),
+    }
+    return every if conv_bias else {name: each for name, each in every.items() if name != "conv.bias"}
+
+
+def as_shards(values: Mapping[str, Tensor], about: Mapping[str, Metadata], rank: Rank) -> dict[str, Shard]:
+    """Copies of a rank's parameters, or of their gradients, with what each is of the whole."""
+    return {
+        name: Shard(
+            name, about[name].shape, about[name].axis, rank, about[name].rows(rank.tp, rank.mesh.tp), value.detach().clone()
+        )
+        for name, value in values.items()
+    }
+
+
+def load(module: torch.nn.Module, about: Mapping[str, Metadata], shards: Mapping[str, Shard], rank: Rank) -> None:
+    """Copy this rank's shards into its parameters. ValueError for other names, rows or dtypes than theirs."""
+    if about.keys() != shards.keys():
+        raise ValueError(f"shards must be of {', '.join(about)}, got {', '.join(shards)}")
+    parameters = {name: module.get_parameter(name) for name in about}
+    for name, each in shards.items():
+        rows = about[name].rows(rank.tp, rank.mesh.tp)
+        if (each.shape, each.axis) != (about[name].shape, about[name].axis) or not torch.equal(each.rows, rows):
+            raise ValueError(
+                f"shard of {name} must have rows {rows.tolist()} along axis {about[name].axis} of {about[name].shape}, "
+                f"got {each.rows.tolist()} along axis {each.axis} of {each.shape}"
+            )
+        if each.value.dtype != parameters[name].dtype:
+            raise ValueError(f"shard of {name} must be {parameters[name].dtype}, got {each.value.dtype}")
+    with torch.no_grad():
+        for name, each in shards.items():
+            parameters[name].copy_(each.value)
+
+
+def summed_gradients(module: torch.nn.Module, about: Mapping[str, Metadata], place: Place) -> dict[str, Tensor]:
+    """Each parameter's gradient as its rank must hold it: added in float32 over the axes of its `gradient_sum`, then rounded once.
+
+    Every rank of the mesh must call it. A parameter that took no part has a gradient of zeros.
+    """
+    result = {}
+    for name, each in about.items():
+        parameter = module.get_parameter(name)
+        total = torch.zeros_like(parameter).float() if parameter.grad is None else parameter.grad.float()
+        for axis in each.gradient_sum:
+            total = getattr(place, axis).all_reduce(total)
+        result[name] = total.to(parameter.dtype)
+    return result

@@ -1,0 +1,142 @@
+"""Loading an adapter: of a built-in name, of the zoo, or of a class in a file. Its declarations are checked."""
+
+import difflib
+import importlib
+import importlib.util
+import pathlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from oracles.operations import OPERATIONS
+from oracles.rounding import PRODUCTS
+from properties.books import BOOKS
+from properties.path_domain import PathDomain
+from verify.adapters.base import Adapter, Implementation, PathAdapter
+from verify.adapters.packages import installed
+from verify.adapters.registry import BUILT_IN, ZOO, ZOO_PLACE
+
+
+class AdapterError(Exception):
+    """An adapter cannot be had: unknown, not importable, or lacking a package. The message is one line with the choices."""
+
+
+def load(spec: str) -> Adapter | PathAdapter:
+    """The adapter of a built-in name, of an animal or of `file.py:Class`. AdapterError in one line if it cannot be had."""
+    check_spec(spec)
+    if spec.startswith(ZOO):
+        return make(_animals(spec)[spec], spec)
+    place, _, name = BUILT_IN.get(spec, spec).rpartition(":")
+    try:
+        if spec in BUILT_IN:
+            module = importlib.import_module(place)
+        else:
+            path = pathlib.Path(place).resolve()
+            found = importlib.util.spec_from_file_location(path.stem, path)
+            assert found is not None and found.loader is not None, path
+            module = importlib.util.module_from_spec(found)
+            sys.path.insert(0, str(path.parent))  # so that the file may import its neighbours
+            sys.modules.setdefault(path.stem, module)
+            found.loader.exec_module(module)
+    except Exception as error:
+        raise AdapterError(f"adapter {spec}: importing {place} failed: {type(error).__name__}: {_first_line(error)}") from error
+    made: Any = getattr(module, name, None)
+    if not _is_adapter(made):
+        names = [key for key, value in vars(module).items() if _is_adapter(value)]
+        raise AdapterError(f"adapter {spec}: {place} has no Adapter called {name}; it has {', '.join(names) or 'none'}")
+    return make(made, spec)
+
+
+def _animals(spec: str) -> Mapping[str, type[Adapter] | type[PathAdapter]]:
+    module, _, name = ZOO_PLACE.partition(":")
+    try:
+        found: Mapping[str, type[Adapter] | type[PathAdapter]] = getattr(importlib.import_module(module), name)()
+        return found
+    except Exception as error:
+        raise AdapterError(f"adapter {spec}: the zoo cannot be had: {type(error).__name__}: {_first_line(error)}") from error
+
+
+def _is_adapter(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, Adapter | PathAdapter) and value not in (Adapter, PathAdapter)
+
+
+def make(kind: type[Adapter] | type[PathAdapter], spec: str) -> Adapter | PathAdapter:
+    """An instance, its declarations checked. AdapterError names a wrong one and the choices."""
+    try:
+        adapter = kind()
+    except Exception as error:
+        raise AdapterError(f"adapter {spec}: {kind.__name__}() failed: {type(error).__name__}: {_first_line(error)}") from error
+    if (
+        isinstance(adapter, Adapter)
+        and adapter.chunk is not None
+        and not (isinstance(adapter.chunk, int) and 1 <= adapter.chunk <= 1024)
+    ):
+        raise AdapterError(f"adapter {spec}: chunk must be None or in 1..1024, got {adapter.chunk!r}")
+    kinds: list[Any] = [book.domain for book in BOOKS if (book.domain is PathDomain) is isinstance(adapter, PathAdapter)]
+    if not isinstance(adapter.domain, tuple(kinds)):
+        names = " or a ".join(each.__name__ for each in kinds)
+        raise AdapterError(f"adapter {spec}: domain must be a {names}, got {adapter.domain!r}")
+    does: str = getattr(adapter.domain, "operation")  # noqa: B009 - every kind of domain has one
+    if (said := getattr(adapter, "operation", does)) != does:
+        raise AdapterError(f"adapter {spec}: operation is {said!r}, its domain says {does}: say it there alone")
+    if adapter.algorithm not in OPERATIONS[does].classes:
+        choices = ", ".join(OPERATIONS[does].classes)
+        raise AdapterError(f"adapter {spec}: algorithm must be one of {choices} for {does}, got {adapter.algorithm!r}")
+    if adapter.products not in PRODUCTS:
+        raise AdapterError(f"adapter {spec}: products must be one of {', '.join(PRODUCTS)}, got {adapter.products!r}")
+    for name, wanted in {"folds": "chunkwise", "stores": "recurrent"}.items():
+        if getattr(adapter, name, False) and adapter.algorithm != wanted:
+            raise AdapterError(f"adapter {spec}: {name} must be False unless algorithm is {wanted}, which is {adapter.algorithm!r}")
+    if not all(isinstance(word, str) for item in adapter.requires.items() for word in item):
+        raise AdapterError(f"adapter {spec}: requires must map distributions to least versions, as text, got {adapter.requires!r}")
+    check_requirements(spec, adapter.requires)
+    if isinstance(adapter, Adapter) and adapter.counterpart is not None:
+        try:
+            check_spec(adapter.counterpart)
+        except AdapterError as error:
+            raise AdapterError(f"adapter {spec}: its counterpart: {error}") from None
+    return adapter
+
+
+def check_spec(spec: str) -> None:
+    """Refuse a name that is no built-in adapter, no animal and no `file.py:Class`, without importing anything of anyone's."""
+    if spec in BUILT_IN:
+        return
+    if spec.startswith(ZOO):
+        if spec not in _animals(spec):
+            near = ", ".join(difflib.get_close_matches(spec, _animals(spec), 3, 0.3)) or "none"
+            raise AdapterError(f"unknown animal {spec!r}: of the zoo's {len(_animals(spec))} the nearest are {near}")
+        return
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place.endswith(".py") or not name.isidentifier():
+        raise AdapterError(f"unknown adapter {spec!r}; there are {', '.join(BUILT_IN)}, or your own as my_kernel.py:MyKernel")
+    if any(space in spec for space in " \t\n"):
+        raise AdapterError(f"adapter {spec!r} must not contain spaces: it is a word of the line that repeats a run")
+    if not pathlib.Path(place).is_file():
+        raise AdapterError(f"adapter {spec}: there is no file {place}")
+
+
+def check_requirements(spec: str, requires: dict[str, str]) -> None:
+    """Refuse when a distribution is missing or too old, and say what to install."""
+    for name, least in requires.items():
+        got = installed(name)
+        if got is None:
+            raise AdapterError(f"adapter {spec} needs {name} >= {least}, which is not installed: pip install '{name}>={least}'")
+        try:
+            enough = Version(got) >= Version(least)
+        except InvalidVersion as error:
+            raise AdapterError(f"adapter {spec} needs {name} >= {least}, got {got}: {error}") from None
+        if not enough:
+            raise AdapterError(f"adapter {spec} needs {name} >= {least}, got {got}: pip install '{name}>={least}'")
+
+
+def versions(adapter: Implementation) -> str:
+    """The versions a finding depends on, in one line."""
+    names = dict.fromkeys((*adapter.requires, "torch"))
+    return " ".join(f"{name} {version}" for name in names if (version := installed(name)))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or "no message").splitlines()[0][:300]

@@ -1,0 +1,50 @@
+"""The built-in adapters by name, and where each is found: a module and a class, imported when asked for."""
+
+KERNELS = {
+    "fla/chunk": "verify.adapters.fla:Chunk",
+    "fla/fused_recurrent": "verify.adapters.fla:FusedRecurrent",
+    "fla/chunk_16": "verify.adapters.fla:Chunk16",
+    "fla/chunk_32": "verify.adapters.fla:Chunk32",
+    "fla/chunk_v_first": "verify.adapters.fla:ChunkVFirst",
+    "fla/fused_recurrent_v_first": "verify.adapters.fla:FusedRecurrentVFirst",
+    "fla/chunk_kda": "verify.adapters.fla:ChunkKda",
+    "fla/fused_recurrent_kda": "verify.adapters.fla:FusedRecurrentKda",
+    "fla/chunk_delta_rule": "verify.adapters.fla:ChunkDeltaRule",
+    "fla/fused_recurrent_delta_rule": "verify.adapters.fla:FusedRecurrentDeltaRule",
+    "transformers/chunk": "verify.adapters.transformers:Chunk",
+    "transformers/recurrent": "verify.adapters.transformers:Recurrent",
+}
+MODULES = {
+    "fla/conv": "verify.adapters.fla_modules:Conv",
+    "fla/conv_update": "verify.adapters.fla_modules:ConvUpdate",
+    "fla/short_convolution": "verify.adapters.fla_modules:ShortConvolution",
+    "fla/gdn_gate": "verify.adapters.fla_modules:GdnGate",
+    "fla/kda_gate": "verify.adapters.fla_modules:KdaGate",
+    "fla/l2norm": "verify.adapters.fla_modules:L2Norm",
+    "fla/gated_norm": "verify.adapters.fla_modules:GatedNorm",
+    "transformers/conv": "verify.adapters.transformers_modules:Conv",
+    "transformers/conv_update": "verify.adapters.transformers_modules:ConvUpdate",
+    "transformers/l2norm": "verify.adapters.transformers_modules:L2Norm",
+    "transformers/gated_norm": "verify.adapters.transformers_modules:GatedNorm",
+}
+PATHS = {
+    "gdn/layer": "verify.adapters.gdn.adapter:GdnLayer",
+    "fla/chunk_cp": "verify.adapters.fla_parallel:ChunkCP",
+    "fla/kda_cp": "verify.adapters.fla_parallel:KdaCP",
+    "fla/conv_cp": "verify.adapters.fla_parallel:ConvCP",
+    "megatron/layer": "verify.adapters.megatron:MegatronLayer",
+    "megatron/deterministic": "verify.adapters.megatron:MegatronDeterministic",
+    "megatron/exchange": "verify.adapters.megatron:MegatronExchange",
+}
+POOLS = {"fla/decode": "verify.adapters.fla_decode:Decode", "fla/decode_blocks": "verify.adapters.fla_decode:DecodeBlocks"}
+LAYERS = {
+    "fla/layer": "verify.adapters.fla_layer:Layer",
+    "fla/layer_recurrent": "verify.adapters.fla_layer:LayerRecurrent",
+    "transformers/qwen3_next_layer": "verify.adapters.transformers_layer:Qwen3NextLayer",
+    "transformers/qwen3_5_layer": "verify.adapters.transformers_layer:Qwen35Layer",
+}
+# By the name of their book (properties/books.py).
+BOOKS_OF_BUILT_IN = {"rules": KERNELS, "modules": MODULES, "paths": PATHS, "pools": POOLS, "layers": LAYERS}
+BUILT_IN = {spec: place for adapters in BOOKS_OF_BUILT_IN.values() for spec, place in adapters.items()}
+ZOO = "zoo/"  # and then the name of a wrong implementation of verify/zoo
+ZOO_PLACE = "verify.zoo.animals:by_spec"  # gives the zoo's adapters by name

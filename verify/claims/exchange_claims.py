@@ -1,0 +1,238 @@
+"""The claim about packed context parallelism: one all-to-all each way for one a sequence, over 2 and 4 ranks.
+
+Ranks are the workers of verify/ranks/group.py and answer questions here. The forms are those of verify/adapters/gdn/exchange.py;
+"fused" there
+builds its maps along tokens on the CPU at every call, "fused, maps kept" has them on the device. What they move is judged as it is
+timed, in whole numbers: every token and feature must land where the definition says, forward and backward.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oracles.parallel import head_parallel, zigzag
+from verify.adapters.gdn.exchange import cp_to_hp, feature_map, hp_to_cp, permuted, token_map
+from verify.claims.kernel_claims import ragged
+from verify.claims.setting import Setting
+from verify.claims.table import Row
+from verify.claims.timing import Call, Effort, Spread, clock_of, measured, ratios
+from verify.execution.bench import short
+from verify.process.messages import Join
+from verify.process.worker import Asked, WorkerLost
+from verify.ranks.collectives import Comm, Distributed
+from verify.ranks.collectives import exchange as swap
+from verify.ranks.group import RankGroup, join
+
+SERVES = "verify.claims.exchange_claims:answer"
+DEADLINE_S = 120.0
+WAYS = ("to heads", "to tokens", "to heads, backward", "to tokens, backward")
+CLAIMED = "iteration 7 to 10% faster (16K tokens, cp 4)"
+Moved = tuple[Tensor, Tensor]
+Move = Callable[[Tensor, Tensor], Moved]
+
+
+class Unwaited(Distributed):
+    """A process group whose all-to-alls are not waited for on the CPU, as in training."""
+
+    def _collective(self, kind: str, x: Tensor) -> Tensor:
+        assert kind == "all_to_all", kind
+        x = x.contiguous()
+        result = torch.empty_like(x)
+        dist.all_to_all_single(result, x, group=self.group)
+        return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What is moved: of sequences of `lengths` tokens, in_proj's `sections` to heads and then the rule's, `back`, to tokens."""
+
+    lengths: tuple[int, ...]
+    sections: tuple[int, ...]
+    back: tuple[int, ...]
+
+
+def per_sequence(comm: Comm, load: Load) -> Move:
+    """One all-to-all a section of a sequence there, and one a sequence back."""
+    return _of_the_layer(comm, load, fused=False)
+
+
+def fused(comm: Comm, load: Load) -> Move:
+    """One all-to-all each way, its maps along tokens built for each."""
+    return _of_the_layer(comm, load, fused=True)
+
+
+def _of_the_layer(comm: Comm, load: Load, *, fused: bool) -> Move:
+    def move(x: Tensor, y: Tensor) -> Moved:
+        there = cp_to_hp(comm, x, load.lengths, load.sections, fused=fused)
+        return there, hp_to_cp(comm, y, load.lengths, load.back, fused=fused)
+
+    return move
+
+
+def with_maps_kept(comm: Comm, load: Load, device: torch.device) -> Move:
+    """The same with maps that are built once."""
+    tokens, there, back = (
+        tuple(each.to(device) for each in maps)
+        for maps in (token_map(load.lengths, comm.size), feature_map(load.sections, comm.size), feature_map(load.back, comm.size))
+    )
+
+    def move(x: Tensor, y: Tensor) -> Moved:
+        x = permuted(x, (there[0], there[1]), -1)
+        x = swap(comm, x.unflatten(-1, (comm.size, -1)).movedim(-2, 0).flatten(0, 1))
+        y = swap(comm, permuted(y, (tokens[1], tokens[0]), 0)).unflatten(0, (comm.size, -1))
+        return permuted(x, (tokens[0], tokens[1]), 0), permuted(y.movedim(0, -2).flatten(-2), (back[1], back[0]), -1)
+
+    return move
+
+
+def movers(comm: Comm, load: Load, device: torch.device) -> dict[str, Move]:
+    """The forms by name, the one before the change first."""
+    return {
+        "per sequence": per_sequence(comm, load),
+        "fused": fused(comm, load),
+        "fused, maps kept": with_maps_kept(comm, load, device),
+    }
+
+
+def tagged(load: Load, size: int, rank: int, device: torch.device) -> tuple[Moved, Moved]:
+    """What a rank has before and must have after: every token and feature has a whole number of its own, exact in float64."""
+    every = torch.arange(sum(load.lengths))
+    mine = zigzag(load.lengths, size)[rank]
+
+    def numbers(tokens: Tensor, features: Tensor, width: int) -> Tensor:
+        return (tokens.to(device).unsqueeze(-1) * width + features.to(device)).double().unsqueeze(1)
+
+    def both(sections: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """By tokens, and by heads."""
+        width = sum(sections)
+        return numbers(mine, torch.arange(width), width), numbers(every, head_parallel(sections, size)[rank], width)
+
+    (x, there), (back, y) = both(load.sections), both(load.back)
+    return (x, y), (there, back)
+
+
+def misplaced(move: Move, load: Load, size: int, rank: int, device: torch.device) -> list[str]:
+    """What a form brings to the wrong place, or back to the wrong place in its backward, on this rank."""
+    given, wanted = tagged(load, size, rank, device)
+    x, y = (each.requires_grad_() for each in given)
+    there, back = move(x, y)
+    # Backward is the inverse of moving: what must have been there comes back as what was given.
+    gradients = torch.autograd.grad([there, back], [x, y], list(wanted))
+    pairs = dict(zip(WAYS, [(there, wanted[0]), (back, wanted[1]), (gradients[0], x), (gradients[1], y)], strict=True))
+    return [way for way, (got, want) in pairs.items() if not torch.equal(got, want)]
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """A rank's answer, the same on each: {} to a Join, and to a load what it came to, see `measure`."""
+    try:
+        if question.get("question") == Join.__name__:
+            join(Join(**{name: value for name, value in question.items() if name != "question"}))
+            return {}
+        load = Load(*(tuple(question[name]) for name in ("lengths", "sections", "back")))
+        return measure(load, Effort(**question["effort"]))
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {short(error)}"}
+
+
+def measure(load: Load, effort: Effort) -> dict[str, Any]:
+    """By form: milliseconds forward and backward, the slowest rank's of each round; first calls; what is misplaced on any rank."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    comm = Unwaited()
+    forms = movers(comm, load, device)
+    result = _times(forms, comm, load, effort, device)
+    wrong = {name: misplaced(move, load, comm.size, comm.rank, device) for name, move in forms.items()}
+    on_any = {name: _greatest([float(way in mine) for way in WAYS], device) for name, mine in wrong.items()}
+    found = {name: [way for way, bad in zip(WAYS, flags, strict=True) if bad] for name, flags in on_any.items()}
+    return {**result, "misplaced": found}
+
+
+def _times(forms: Mapping[str, Move], comm: Comm, load: Load, effort: Effort, device: torch.device) -> dict[str, Any]:
+    meet = torch.zeros(1, device=device)
+    clock = clock_of(device, lambda: dist.all_reduce(meet))  # ranks begin together
+    tokens, width = sum(load.lengths), sum(load.back) // comm.size
+    x = torch.ones(tokens // comm.size, 1, sum(load.sections), dtype=torch.bfloat16, device=device, requires_grad=True)
+    y = torch.ones(tokens, 1, width, dtype=torch.bfloat16, device=device, requires_grad=True)
+    result: dict[str, Any] = {}
+
+    def timed(way: str, calls: Mapping[str, Call]) -> None:
+        result[f"first_{way}_s"] = {name: _greatest([clock.first(call)], device)[0] for name, call in calls.items()}
+        took = measured(calls, clock, effort, lambda ms: _greatest([ms], device)[0])
+        result[way] = {name: _greatest(times, device) for name, times in took.items()}
+
+    timed("ahead", {name: functools.partial(move, x, y) for name, move in forms.items()})
+    graphs = {name: move(x, y) for name, move in forms.items()}
+    directions = [torch.ones_like(each) for each in next(iter(graphs.values()))]
+
+    def back(graph: Moved) -> object:
+        return torch.autograd.grad(graph, (x, y), directions, retain_graph=True)
+
+    timed("back", {name: functools.partial(back, graph) for name, graph in graphs.items()})
+    return result
+
+
+def _greatest(values: Sequence[float], device: torch.device) -> list[float]:
+    """Number by number the greatest of all ranks."""
+    every = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(every, op=dist.ReduceOp.MAX)
+    result: list[float] = every.tolist()
+    return result
+
+
+def exchanged(setting: Setting) -> Iterator[Row]:
+    """Forward and backward by the number of sequences, over each number of ranks that this host has GPUs for."""
+    cuda = setting.device.type == "cuda"
+    for size in setting.sizes.ranks:
+        there = torch.cuda.device_count() if cuda else size
+        if there < size:
+            what = f"all-to-all over {size} ranks"
+            has = f"there {'is' if there == 1 else 'are'} {there}"
+            yield Row(4, what, claimed=CLAIMED, reason=f"it needs {size} GPUs, {has}", lacking=True)
+            continue
+        with RankGroup(size, "nccl" if cuda else "gloo", DEADLINE_S, serves=SERVES) as group:
+            for count in setting.sizes.packs:
+                yield from packed(setting, group, size, count)
+
+
+def packed(setting: Setting, group: Asked, size: int, count: int) -> Iterator[Row]:
+    """What a group of `size` ranks comes to with so many sequences."""
+    sections, effort = setting.sizes.layer.sections, setting.effort
+    # A call a sequence and section takes a fifth of a second where there are many.
+    effort = dataclasses.replace(effort, budget_s=effort.budget_s / 2, least=min(effort.least, 6), warm=min(effort.warm, 1))
+    load = Load(tuple(ragged(setting.sizes.moved, count, 2 * size)), tuple(sections.values()), (sections["v"],))
+    what, words = f"all-to-all over {size} ranks", f"{sum(load.lengths):,} tokens in {count} sequence{'s' * (count > 1)}"
+    setting.tell(f"{what}, {words}")
+    try:
+        said = group.ask({**dataclasses.asdict(load), "effort": dataclasses.asdict(effort)})
+    except WorkerLost as lost:
+        said = {"error": str(lost)}
+    if "error" in said:
+        yield Row(4, what, words, claimed=CLAIMED, reason=str(said["error"]))
+        return
+    yield from rows_of_ranks(what, words, said)
+
+
+def rows_of_ranks(what: str, words: str, said: Mapping[str, Any]) -> Iterator[Row]:
+    """A row a direction and form of what ranks answered."""
+    before, *afters = said["ahead"]
+    for way, took, first in (("forward", "ahead", "first_ahead_s"), ("backward", "back", "first_back_s")):
+        for after in afters:
+            one, other = said[took][before], said[took][after]
+            wrong = {name: said["misplaced"][name] for name in (before, after) if said["misplaced"][name]}
+            yield Row(
+                4,
+                f"{what}: {after}, {way}",
+                words,
+                "ms",
+                Spread.of(one),
+                Spread.of(other),
+                ratios(one, other),
+                CLAIMED,
+                "; ".join(f"BROKEN: {name} misplaces {', '.join(ways)}" for name, ways in wrong.items()) or "equal to the bit",
+                broken=bool(wrong),
+                first_s=(said[first][before], said[first][after]),
+            )

@@ -1,0 +1,151 @@
+"""Claims about the whole layer on one GPU: what Megatron-LM 3040 changed at once, and FLOPs by formula over measured time."""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from oracles.flops import forward_flops, training_flops
+from oracles.layer import Layer
+from oracles.operation import Inputs
+from properties.cases.layer_case import LayerCase
+from verify.adapters.gdn.layer import Choices, GatedDeltaNet
+from verify.claims.contest import Contest, Form, Tensors, agreement, ready, size_of
+from verify.claims.kernel_claims import compared, each, fla_conv, rule, together, transposed_conv
+from verify.claims.setting import Setting
+from verify.claims.table import Row, number
+from verify.claims.timing import Call, Spread, measured
+from verify.ranks.collectives import Alone, Place
+
+NAMES = {
+    "in_proj.weight": "in_proj",
+    "conv.weight": "conv",
+    "A_log": "A_log",
+    "dt_bias": "dt_bias",
+    "norm.weight": "norm",
+    "out_proj.weight": "out_proj",
+}
+
+
+class Before(GatedDeltaNet):
+    """The layer of verify/gdn around flash-linear-attention's rule, with a transposed convolution and a norm each of q and k."""
+
+    def convolve(self, x: Tensor, cu_seqlens: Tensor | None, lengths: list[int]) -> Tensor:  # noqa: ARG002
+        return transposed_conv(x, self.in_use("conv.weight"), None)
+
+    def rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        cu_seqlens: Tensor | None,  # noqa: ARG002 - one signature
+        lengths: list[int],  # noqa: ARG002
+    ) -> Tensor:
+        return self.normed_rule(q, k, v, g, beta)
+
+    def normed_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """o of query and key as the convolution left them."""
+        return rule(*each(q, k), v, g, beta, norm=False)
+
+
+class Refined(Before):
+    """The same after 3040: no transpose, one norm for both."""
+
+    def convolve(self, x: Tensor, cu_seqlens: Tensor | None, lengths: list[int]) -> Tensor:  # noqa: ARG002
+        return fla_conv(x, self.in_use("conv.weight"), None)
+
+    def normed_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """See Before."""
+        return rule(*together(q, k), v, g, beta, norm=False)
+
+
+class InKernel(Refined):
+    """The same with the norm in the kernel: every change that concerns one GPU."""
+
+    def normed_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """See Before."""
+        return rule(q, k, v, g, beta, norm=True)
+
+
+def layer_form(kind: type[GatedDeltaNet]) -> Form:
+    """The whole layer as a form: y [1, T, hidden]."""
+
+    @functools.cache
+    def module(layer: Layer, dtype: torch.dtype, device: torch.device, eps: float) -> GatedDeltaNet:
+        # "in_kernel" leaves the norms to `rule`, and the kinds above say themselves how they are taken.
+        choices = Choices("fla", "in_kernel", "fused", "fla", deterministic=False)
+        place = Place(Alone(), Alone())
+        return kind(layer, place, choices, sequence_parallel=False, dtype=dtype, conv_bias=False, eps=eps, device=device)
+
+    def form(x: Inputs) -> Tensors:
+        parameters = {name: x[ours] for name, ours in NAMES.items()}
+        given = (x.hidden.transpose(0, 1),)
+        y: Tensor = torch.func.functional_call(module(x.layer, x.hidden.dtype, x.hidden.device, x.eps), parameters, given)
+        return (y.transpose(0, 1),)
+
+    return form
+
+
+def layer_contest(setting: Setting, kinds: Mapping[str, type[GatedDeltaNet]]) -> Contest:
+    """Whole layers, from hidden states to hidden states."""
+    widths = setting.sizes.layer
+
+    def case(tokens: int) -> LayerCase:
+        return LayerCase(
+            (tokens,),
+            heads=widths.heads,
+            value_heads=widths.value_heads,
+            key_dim=widths.key_dim,
+            value_dim=widths.value_dim,
+            hidden=widths.hidden,
+            conv_width=widths.conv_width,
+            dtype=setting.sizes.dtype,
+        )
+
+    forms = {name: layer_form(kind) for name, kind in kinds.items()}
+    return Contest(forms, case(setting.sizes.tokens), case(setting.sizes.judged), "chunkwise", chunk=64)
+
+
+def refined(setting: Setting) -> Iterator[Row]:
+    """The layer before and after all of 3040."""
+    contest = layer_contest(setting, {"before": Before, "after": Refined})
+    claimed = ("1.20: 1.79 to 1.49 ms", "1.08: 3.24 to 3.01 ms")
+    yield from compared(setting, 1, "the layer, convolution and norm changed", contest, claimed)
+
+
+def flops(setting: Setting) -> Iterator[Row]:
+    """FLOPs by formula over the time of the layer with every change."""
+    contest, sizes, clock = layer_contest(setting, {"the layer": InKernel}), setting.sizes, setting.clock
+    x, form = ready(contest, contest.timed, setting.device), contest.forms["the layer"]
+    leaves = [*x.given.values()]
+    calls: dict[str, Call] = {
+        "forward": lambda: form(x.inputs),
+        "forward and backward": lambda: torch.autograd.grad(form(x.inputs), leaves, x.cotangents),
+    }
+    with torch.enable_grad():
+        first = {name: clock.first(call) for name, call in calls.items()}
+        took = measured(calls, clock, setting.effort)
+    agreed = agreement(contest, setting.device)
+    for name, count in (("forward", forward_flops), ("forward and backward", training_flops)):
+        total = count(sizes.layer, sizes.tokens).total
+        yield Row(
+            6,
+            f"the layer with every change, {name}",
+            size_of(contest.timed),
+            "TFLOP/s",
+            after=rate(total, took[name]),
+            claimed=f"{number(total / 1e12)} TFLOP by formula",
+            answers=agreed.about("the layer"),
+            broken=bool(agreed.broken("the layer")),
+            first_s=(first[name],),
+            case=str(contest.timed),
+            note=f"{number(Spread.of(took[name]).median)} ms",
+        )
+
+
+def rate(flops: int, ms: Sequence[float]) -> Spread:
+    """TFLOP/s of so many FLOPs in each of these times."""
+    return Spread.of([flops / each / 1e9 for each in ms])

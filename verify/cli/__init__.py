@@ -1,0 +1,1 @@
+"""The command line, a module a verb, and the pytest plugin."""

@@ -1,0 +1,184 @@
+"""The verb `check`: an adapter against the laws."""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from properties.books import book_of
+from properties.path_domain import PathDomain
+from verify.adapters.loader import check_spec
+from verify.adapters.registry import BUILT_IN, PATHS
+from verify.cli.exits import INTERRUPTED, exit_code
+from verify.cli.hosts import (
+    backend_of,
+    check_installed,
+    compilers_of,
+    deadline_of,
+    device_of,
+    ended,
+    place_of,
+    read_deny_list,
+    sanitizer_of,
+    workers_of,
+)
+from verify.cli.options import SWEEP, chosen_laws
+from verify.cli.output import json_lines, progress, say, stored, tell_troubles
+from verify.cli.sweep_command import sweep
+from verify.engine.check import Check
+from verify.engine.law_check import Settings
+from verify.engine.profiles import PROFILES
+from verify.execution.sanitizer import PROGRAM, Sanitizer
+from verify.findings import coverage
+from verify.findings import report as text
+from verify.findings.law_report import LawReport
+from verify.findings.store import Store
+from verify.process.messages import Refuse
+from verify.process.outcome import Verdict
+from verify.process.worker import WorkerLost
+from verify.ranks.torchrun import follow, launched
+
+
+def check(options: argparse.Namespace) -> int:
+    """Check an adapter and print a line for each law; the exit code."""
+    if (options.adapter is None) == (options.own is None):
+        raise ValueError(f"check needs one adapter: {', '.join(BUILT_IN)}, or your own as my_kernel.py:MyKernel")
+    spec = options.adapter or options.own
+    check_spec(spec)
+    laws = chosen_laws(options)
+    check_installed(spec)
+    launch = launched()
+    if options.sanitize and (spec in PATHS or options.ranks or launch or options.tune == SWEEP or options.device == "cpu"):
+        raise ValueError(
+            "--sanitize is for one process on a GPU: it goes with no parallel path, --ranks, torchrun, --tune sweep or --device cpu"
+        )
+    ranks = launch.local_size if launch else options.ranks
+    backend = backend_of(options, ranks, options.device) if ranks else ""
+    if launch is not None and launch.rank:
+        return follow(launch, backend)
+    sanitizer = sanitizer_of(options)
+    device = {"nccl": "cuda", "gloo": "cpu"}[backend] if backend else device_of("cuda" if sanitizer else options.device)
+    profile = PROFILES[options.profile or ("gpu" if device == "cuda" and not sanitizer else "quick")]
+    read_deny_list(options.deny, new=options.tune == SWEEP)
+    seed = options.seed if options.seed is not None else 0 if profile.fixed_seed else random.SystemRandom().randrange(2**32)
+    out = sys.stderr if options.json == "-" else sys.stdout
+    store, examples = stored(options, out)
+    if options.tune == SWEEP:
+        return sweep(options, spec, device, seed, store, out)
+    settings = Settings(
+        spec,
+        laws,
+        profile,
+        seed,
+        device=device,
+        tune=options.tune or (str(seed) if device == "cuda" else ""),
+        products=options.products,
+        climbs=options.climb or None,
+        stop_at_first=options.stop,
+        deadline_s=deadline_of(options),
+        compilers=0 if ranks or spec in PATHS else compilers_of(device),
+        under=f"--sanitize {sanitizer.tool}" if sanitizer else f"--ranks {launch.size if launch else ranks}" if ranks else "",
+    )
+    # Whether a case is right to the bit does not show what it reads: under a sanitizer nothing is remembered.
+    examples = None if sanitizer else examples
+    start, interrupted, workers = time.monotonic(), False, workers_of(options, launch, device, sanitizer)
+    checking = Check(settings, workers, store, examples=examples)
+    with (
+        sanitizer or contextlib.nullcontext(),
+        ended(workers),
+        json_lines(options.json) as lines,
+        progress() as on_case,
+        checking,
+    ):
+        checking.on_case = on_case
+        checking.on_report = functools.partial(_tell_report, out, lines)
+        try:
+            _run(options, checking, sanitizer, out)
+        except KeyboardInterrupt:
+            interrupted = True
+            checking.stop()
+    tell_troubles(store, examples)
+    _tell_end(checking, time.monotonic() - start, out, interrupted=interrupted)
+    return INTERRUPTED if interrupted else exit_code(checking.reports)
+
+
+def _run(options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | None, out: Any) -> None:
+    """Run the check, its header before and its coverage after it."""
+    if sanitizer is not None:
+        sanitizer.prove(checking.workers[0])
+    spec, described = checking.settings.adapter, checking.describe()
+    shared = isinstance(described.domain, PathDomain)
+    if sanitizer is not None and shared:
+        raise ValueError(f"--sanitize is for kernels on one process, {spec} is a parallel path")
+    if options.ranks and not shared:
+        raise ValueError(f"--ranks is for parallel paths, {spec} is a kernel on one process")
+    if shared and not options.profile:  # a path's oracle is on the CPU, whatever its ranks compute on
+        checking.settings = dataclasses.replace(checking.settings, profile=PROFILES["quick"])
+    where = f", {place_of(checking.workers[0])}" if shared else ""
+    where += f", on {described.device}" if described.device else ""
+    where += f", under {PROGRAM} --tool {sanitizer.tool}" if sanitizer else ""
+    settings = checking.settings
+    say(f"{spec}  {described.versions}  profile {settings.profile.name}, seed {settings.seed}{where}", out)
+    try:
+        checking.run()
+    except ValueError as error:
+        raise RuntimeError(str(error)) from error  # the usage was right
+    if options.law:
+        return
+    seen = coverage.counted(checking.cases)
+    gaps = coverage.missed(seen, described.domain, checking.cases[:200])
+    say("\n".join(["cases by regime:", *coverage.lines(seen, gaps)]), out)
+    stopped = options.stop and any(report.verdict is Verdict.BROKEN for report in checking.reports)
+    if not stopped and not shared:
+        _tell_refusals(spec, checking, out)
+
+
+def _tell_report(out: Any, lines: Callable[[dict[str, Any]], None], report: LawReport) -> None:
+    told = text.failure(report) if report.verdict is Verdict.BROKEN else text.law_line(report)
+    say("\n  ".join([told, *report.known]), out)
+    lines(report.to_json())
+
+
+def _tell_end(checking: Check, wall_s: float, out: Any, *, interrupted: bool) -> None:
+    """The summary, which kernels could not be interpreted at once, and whether gdn-verify itself failed."""
+    reports = checking.reports
+    say(("interrupted: " if interrupted else "") + _summary(reports, checking.laws or [], wall_s, checking.store), out)
+    if slow := text.one_by_one(reports):
+        say("\n".join(slow), out)
+    if notice := text.fault_notice(reports):
+        say(notice, out)
+
+
+def _tell_refusals(spec: str, checking: Check, out: Any) -> None:
+    did: dict[str, list[str]] = {}
+    domain = checking.describe().domain
+    for name in book_of(domain).illegal.names(domain.operation):
+        try:
+            answer = checking.workers[0].ask(Refuse(spec, name), 30.0)["did"]
+        except WorkerLost as lost:
+            answer = f"{lost.how} ({lost.detail})"
+        did.setdefault(answer, []).append(name)
+    if did:
+        say("illegal input, reported and not judged:", out)
+    for answer, names in did.items():
+        say(f"  {answer}: {'; '.join(names)}", out)
+
+
+def _summary(reports: Sequence[LawReport], laws: Sequence[str], wall_s: float, store: Store) -> str:
+    counts = {verdict: sum(report.verdict is verdict for report in reports) for verdict in Verdict}
+    cases = sum(sum(report.counts.values()) for report in reports)
+    parts = [f"{count} {verdict}" for verdict, count in counts.items() if count]
+    missing = len(laws) - len(reports)
+    if missing:
+        parts.append(f"{missing} not finished")
+    kernel, oracle = (sum(getattr(report, name) for report in reports) for name in ("kernel_s", "oracle_s"))
+    line = f"{', '.join(parts)} of {len(laws)} laws; {cases} cases in {wall_s:.0f} s"
+    line += f" (kernels {kernel:.0f} s, oracle and bounds {oracle:.0f} s)"
+    if counts[Verdict.BROKEN] and not store.trouble:
+        line += f"; findings kept in {store.folder}/findings.jsonl"
+    return line

@@ -1,0 +1,178 @@
+"""The verb `claims`: measure, judge, and print the table."""
+
+import argparse
+import contextlib
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from verify.adapters.packages import installed
+from verify.claims import decode_claims as decode
+from verify.claims import exchange_claims as exchange
+from verify.claims import kernel_claims as kernels
+from verify.claims import layer_claims as layers
+from verify.claims.setting import FULL_EFFORT, LEAST_EFFORT, QUICK, QUICK_EFFORT, REAL, TINY, Setting
+from verify.claims.table import Row, markdown, rounds_of, table
+from verify.claims.timing import clock_of
+from verify.execution.bench import short
+
+SETTLED, BROKEN, UNDECIDED, INTERRUPTED = 0, 1, 3, 130
+EXITS = (
+    "exit: 0 all that this host has the GPUs for is measured, and right   1 a form is wrong   2 bad usage   "
+    "3 nothing is measured, or something failed   130 interrupted"
+)
+Part = Callable[[Setting], Iterator[Row]]
+PARTS: dict[int, tuple[tuple[str, Part], ...]] = {
+    1: (
+        ("convolution on [b, s, d]", kernels.conv),
+        ("convolution of packed sequences", kernels.packed_conv),
+        ("the layer, convolution and norm changed", layers.refined),
+    ),
+    2: (("one norm for two", kernels.norms), ("one norm for two, heads repeated", kernels.repeated_norms)),
+    3: (("norm in the kernel", kernels.in_kernel),),
+    4: (("one all-to-all for one a sequence", exchange.exchanged),),
+    5: (("blocks of the decode kernel", decode.decode),),
+    6: (("FLOPs of the layer", layers.flops),),
+}
+CONFIGURATIONS = 3
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's options."""
+    parser.add_argument(
+        "--claim",
+        type=int,
+        choices=PARTS,
+        action="append",
+        help="only this claim (may be repeated): " + ", ".join(f"{claim} {parts[0][0]}" for claim, parts in PARTS.items()),
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"fewer sizes and rounds, and kernels tuned over at most {CONFIGURATIONS} configurations instead of as released",
+    )
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: interpreted and tiny, to look at, its times mean nothing"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write one JSON object to FILE, after each part anew")
+    parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
+
+
+def act(options: argparse.Namespace) -> int:
+    """Measure and report; the exit code."""
+    err = Console(stderr=True, highlight=False, soft_wrap=True)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        err.print("gdn-verify: claims need a GPU: torch sees none", markup=False)
+        return UNDECIDED
+    _writable(options.json)
+    _prepare_kernels(options)
+    rows: list[Row] = []
+    said = host(options.device)
+    start, interrupted = time.monotonic(), False
+
+    def tell(words: str) -> None:
+        err.print(f"{time.monotonic() - start:6.1f} s  {words}", markup=False)
+
+    setting = _setting(options, tell)
+    try:
+        for claim in sorted(set(options.claim or PARTS)):
+            for name, part in PARTS[claim]:
+                tell(f"claim {claim}: {name}")
+                rows += attempted(claim, name, part, setting)
+                _write(options.json, said, rows, interrupted=False)
+    except KeyboardInterrupt:
+        interrupted = True
+        _write(options.json, said, rows, interrupted=True)
+    out = Console(highlight=False, width=None if sys.stdout.isatty() else 220)
+    out.print(f"{said['text']}{', quick' if options.quick else ''}", markup=False, soft_wrap=True)
+    if options.markdown:
+        out.print(markdown(rows), markup=False, soft_wrap=True)
+    else:
+        out.print(table(rows))
+    out.print("\n".join(filter(None, [rounds_of(rows), "interrupted: not all was measured" if interrupted else ""])), markup=False)
+    return INTERRUPTED if interrupted else exit_code(rows)
+
+
+def attempted(claim: int, name: str, part: Part, setting: Setting) -> list[Row]:
+    """The rows of a part; the last one says why, where it failed."""
+    rows: list[Row] = []
+    try:
+        for row in part(setting):
+            rows.append(row)  # noqa: PERF402 - those before a failure are kept
+    except Exception as error:
+        memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+        what = "out of memory" if memory else f"{type(error).__name__}: {short(error)}"
+        rows.append(Row(claim, name, reason=what))
+        setting.tell(f"claim {claim}: {name}: {what}")
+    if setting.device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+    return rows
+
+
+def exit_code(rows: Sequence[Row]) -> int:
+    """1 if a form is wrong; 3 if nothing is measured or a part failed; else 0."""
+    if any(row.broken for row in rows):
+        return BROKEN
+    failed = any(not row.measured and not row.lacking for row in rows)
+    return UNDECIDED if failed or not any(row.measured for row in rows) else SETTLED
+
+
+def host(device: str) -> dict[str, Any]:
+    """What the numbers depend on."""
+    versions = {name: installed(name) for name in ("torch", "triton", "fla-core")}
+    name = torch.cuda.get_device_name() if device == "cuda" else "a CPU, kernels interpreted: these times say nothing of a GPU"
+    text = f"{name}; " + ", ".join(f"{each} {version}" for each, version in versions.items() if version)
+    return {"device": name, "versions": versions, "text": text}
+
+
+def _setting(options: argparse.Namespace, tell: Callable[[str], None]) -> Setting:
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
+    if device.type == "cpu":
+        return Setting(TINY, clock_of(device), LEAST_EFFORT, device, tell)
+    sizes, effort = (QUICK, QUICK_EFFORT) if options.quick else (REAL, FULL_EFFORT)
+    return Setting(sizes, clock_of(device), effort, device, tell)
+
+
+def _prepare_kernels(options: argparse.Namespace) -> None:
+    """On a CPU kernels are interpreted; with `quick` they are tuned over few configurations."""
+    if options.device == "cpu":
+        from verify.interpreter import install
+
+        install()
+    elif options.quick and installed("fla-core"):
+        limit_tuning(CONFIGURATIONS)
+
+
+def limit_tuning(most: int) -> None:
+    """flash-linear-attention's kernels are tuned over at most so many of their configurations, from all over the list."""
+    import fla.modules.causal_conv1d
+    import fla.modules.l2norm
+    import fla.ops.gated_delta_rule  # noqa: F401 - tuners exist once these are imported
+    from triton.runtime.autotuner import Autotuner
+
+    for tuner in [each for each in gc.get_objects() if issubclass(type(each), Autotuner)]:
+        count = len(tuner.configs)
+        tuner.configs = [tuner.configs[place * count // most] for place in range(most)] if count > most else tuner.configs
+
+
+def _writable(place: str | None) -> None:
+    """Refuse a file that cannot be written before any work, and leave it as it is."""
+    if place is not None:
+        try:
+            with open(place, "a", encoding="utf-8"):
+                pass
+        except OSError as error:
+            raise ValueError(f"--json cannot be written to {place}: {error.strerror}") from None
+
+
+def _write(place: str | None, said: dict[str, Any], rows: Sequence[Row], *, interrupted: bool) -> None:
+    if place is not None:
+        with contextlib.suppress(OSError), open(place, "w", encoding="utf-8") as file:
+            json.dump({**said, "interrupted": interrupted, "rows": [row.to_json() for row in rows]}, file, indent=1)

@@ -1,0 +1,47 @@
+"""The verb `launches`: which kernel launch gives other numbers."""
+
+import argparse
+import json
+import sys
+
+from verify.adapters.loader import AdapterError
+from verify.cli.exits import BROKEN, HOLDS, UNDECIDED, NoGpu
+from verify.cli.hosts import check_installed, deadline_of, read_deny_list
+from verify.cli.options import SWEEP
+from verify.execution.run import Run
+from verify.gpu import device as devices
+from verify.process.messages import Launches
+from verify.process.worker import Worker, WorkerLost
+
+
+def launches(options: argparse.Namespace) -> int:
+    """The launches that stand out among several calls."""
+    run, beside = Run.parse(options.line), options.beside or []
+    if run.device != "cuda":
+        raise ValueError(f"launches needs a line that says device=cuda, got device={run.device}")
+    if SWEEP in beside:
+        raise ValueError(f"--beside must be a number or native, got {SWEEP}")
+    if options.calls == 1 and not beside:
+        raise ValueError("--calls must be 2 or more where there is no --beside, got 1: one call is compared with nothing")
+    read_deny_list(options.deny)
+    check_installed(run.adapter)
+    if not devices.gpus():
+        raise NoGpu("the line says device=cuda, and torch sees no GPU")
+    blocking = {**devices.environment(run.device), "CUDA_LAUNCH_BLOCKING": "1"}  # what a launch does wrong is its own
+    with Worker(deadline_of(options), environment=blocking) as worker:
+        try:
+            question = Launches(str(run), options.calls, beside)
+            said = worker.ask(question, worker.deadline_s * (options.calls + len(beside)))
+        except WorkerLost as lost:
+            said = {"reason": f"{lost}, and which launch it was is not known"}
+    if "error" in said:
+        raise AdapterError(said["error"])
+    if options.json:
+        print(json.dumps({"run": str(run), **said}))
+    elif "found" in said:
+        left = [f"not called: {words}" for words in said["left"]]
+        print("\n  ".join([f"{said['launches']} launches of {said['kernels']} kernels", *said["found"], *left]))
+    if not said.get("found") and not said.get("launches"):
+        print(f"gdn-verify: {said.get('reason', 'no Triton kernel was launched')}", file=sys.stderr)
+        return UNDECIDED
+    return BROKEN if said["found"] else HOLDS

@@ -1,0 +1,75 @@
+"""The verb `list`: operations, laws, adapters, and what this host can run."""
+
+import argparse
+import json
+from typing import Any
+
+from oracles.operations import OPERATIONS
+from properties.books import BOOKS, every_law
+from properties.path_domain import PathDomain
+from verify.adapters.loader import AdapterError
+from verify.adapters.registry import BUILT_IN
+from verify.cli import zoo_command as command
+from verify.cli.exits import HOLDS
+from verify.engine.asking import describe
+from verify.engine.profiles import PROFILES
+from verify.gpu import record as gpu_record
+from verify.process.worker import Worker
+
+
+def list_all(options: argparse.Namespace) -> int:
+    """Print what there is; the exit code."""
+    adapters: dict[str, Any] = {}
+    with Worker() as worker:
+        for name in BUILT_IN:
+            try:
+                said = describe(name, worker)
+                adapters[name] = {
+                    "runs": True,
+                    "shared": isinstance(said.domain, PathDomain),
+                    "algorithm": said.algorithm,
+                    "versions": said.versions,
+                    "domain": said.domain.to_json(),
+                }
+            except AdapterError as error:
+                adapters[name] = {"runs": False, "reason": str(error)}
+    if options.json:
+        laws = {law.name: {"kind": law.kind, "says": law.says} for law in every_law().values()}
+        books = {book.name: {"operations": book.operations, "laws": list(book.laws)} for book in BOOKS}
+        print(
+            json.dumps(
+                {
+                    "operations": list(OPERATIONS),
+                    "laws": laws,
+                    "books": books,
+                    "adapters": adapters,
+                    "profiles": {p.name: p.examples for p in PROFILES.values()},
+                    "gpu_gate": gpu_record.status(),
+                }
+            )
+        )
+        return HOLDS
+    print("operations")
+    for operation in OPERATIONS.values():
+        ports = [f"{port.name} [{', '.join(port.axes.split())}]" for port in operation.inputs]
+        oracle_only = "" if any(operation.name in book.operations for book in BOOKS) else "  (oracle and bounds only)"
+        print(f"  {operation.name}: {', '.join(ports)} -> {', '.join(port.name for port in operation.outputs)}{oracle_only}")
+    for book in BOOKS:
+        print(f"\nlaws of {book.name} (truth: row by row against the float64 truth; exact: bit for bit)")
+        print(f"  of {', '.join(book.operations)}")
+        for law in book.laws.values():
+            some = f" ({', '.join(law.about)})" if {*law.about} not in (set(), {*book.operations}) else ""
+            print(f"  {law.name:<10} {law.kind:<6} {law.says}{some}")
+    print("\nadapters on this host")
+    for name, said in adapters.items():
+        if said["runs"]:
+            backward = "forward and backward" if said["domain"].get("backward") else "forward"
+            alone = "--ranks N" if said["domain"].get("processes") else "ranks simulated, or --ranks N"
+            where = alone if said["shared"] else "interpreted on the CPU"
+            print(f"  {name:<20} {said['algorithm']}, {backward}; {said['versions']}; {where}")
+        else:
+            print(f"  {name:<20} cannot run: {said['reason']}")
+    print(f"  {command.listed()}")
+    print("  my_kernel.py:MyKernel  your own, in any file")
+    print(f"\n{gpu_record.status()}")
+    return HOLDS

@@ -1,0 +1,133 @@
+"""The command line. Results go to stdout, progress to stderr; exit codes mean something."""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from verify.adapters.loader import AdapterError
+from verify.adapters.registry import BUILT_IN
+from verify.cli import claims_command as claims
+from verify.cli import zoo_command as command
+from verify.cli.check_command import check as check_adapter
+from verify.cli.exits import EXITS, INTERRUPTED, TOLD, UNDECIDED, USAGE, NoGpu
+from verify.cli.launches_command import launches as tell_launches
+from verify.cli.list_command import list_all
+from verify.cli.options import (
+    add_asking,
+    add_common,
+    add_ranks,
+    add_sanitize,
+    find_in,
+    minutes_word,
+    positive_word,
+    seed_word,
+    tune_word,
+)
+from verify.cli.output import progress
+from verify.cli.repeat_command import repeat as repeat_line
+from verify.cli.soak_command import soak_all
+from verify.execution import sanitizer as sanitize
+from verify.interpreter import SEQUENTIAL
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code."""
+    code = UNDECIDED
+    try:
+        options = parser().parse_args(arguments)
+        find_in(getattr(options, "path", None))
+        if chosen := getattr(options, "interpreter", None):
+            os.environ[SEQUENTIAL] = chosen
+        code = int(options.act(options))
+        sys.stdout.flush()
+    except (AdapterError, ValueError) as error:
+        print(f"gdn-verify: {error}", file=sys.stderr)
+        return USAGE
+    except (NoGpu, sanitize.NoSanitizer) as error:
+        print(f"gdn-verify: {error}", file=sys.stderr)
+        return UNDECIDED
+    except KeyboardInterrupt:
+        print("gdn-verify: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of stdout is gone, as in `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as error:  # ours: it says nothing of the implementation, so it must not look like a broken law
+        traceback.print_exc()
+        print(f"gdn-verify: {type(error).__name__} in the toolkit, nothing is decided", file=sys.stderr)
+        return UNDECIDED
+    return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """Bad usage in one line, without the usage block."""
+
+    def error(self, message: str) -> NoReturn:
+        print(f"gdn-verify: {message} (see {self.prog} --help)", file=sys.stderr)
+        raise SystemExit(USAGE)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    top = _Parser(
+        prog="gdn-verify",
+        description="Is this Gated DeltaNet implementation right on every shape and packing it claims, "
+        "and if not, what is the smallest case that shows it?",
+        epilog=EXITS,
+    )
+    verbs = top.add_subparsers(required=True, metavar="{list,check,repeat,launches,soak,zoo,claims}")
+    listing = verbs.add_parser("list", help="operations, laws, adapters, and what this host can run", epilog=EXITS)
+    listing.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    listing.set_defaults(act=list_all)
+
+    check = verbs.add_parser("check", help="check an adapter against the laws", epilog=EXITS)
+    check.add_argument("adapter", nargs="?", help=f"{', '.join(BUILT_IN)}, or your own as my_kernel.py:MyKernel")
+    check.add_argument("--adapter", dest="own", metavar="FILE.py:CLASS", help="the same, as an option")
+    add_asking(check, "default quick; gpu on a GPU")
+    check.add_argument("--seed", type=seed_word, help="what the cases are drawn from (default 0; soak: random, and printed)")
+    check.add_argument("--climb", action="store_true", help="half of the cases climb error over bound, as those of soak do")
+    add_ranks(check)
+    add_sanitize(check)
+    add_common(check)
+    check.set_defaults(act=check_adapter)
+
+    soaking = verbs.add_parser("soak", help="check adapters round after round, with other cases each, for a time", epilog=EXITS)
+    soaking.add_argument("adapter", nargs="+", help="as check has it")
+    soaking.add_argument("--minutes", type=minutes_word, default=30.0, metavar="M", help="how long (default 30)")
+    add_asking(soaking, "default: more from round to round")
+    soaking.add_argument("--seed", type=seed_word, help="what the rounds' seeds are drawn from (default: random, and printed)")
+    add_common(soaking)
+    soaking.set_defaults(act=soak_all)
+
+    repeat = verbs.add_parser("repeat", help="run one printed line again", epilog=EXITS)
+    repeat.add_argument("line", help='the line after "repeat" in a failure: "law=... adapter=... lengths=..."')
+    repeat.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_ranks(repeat)
+    add_sanitize(repeat)
+    add_common(repeat, examples=False)
+    repeat.set_defaults(act=repeat_line)
+
+    narrowing = verbs.add_parser("launches", help="which kernel launch of a GPU's line gives other numbers, and when", epilog=TOLD)
+    narrowing.add_argument("line", help="a line with device=cuda, as repeat takes it")
+    narrowing.add_argument("--calls", type=positive_word, default=4, metavar="N", help="calls with the same inputs (default 4)")
+    narrowing.add_argument(
+        "--beside",
+        type=tune_word,
+        action="append",
+        metavar="NUMBER|native",
+        help="also a call with the configurations that this draws (may be repeated); what the line picks stays",
+    )
+    narrowing.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    add_common(narrowing, keeps=False, examples=False)
+    narrowing.set_defaults(act=tell_launches)
+
+    zoo = verbs.add_parser("zoo", help="wrong implementations, and which laws kill them", epilog=command.EXITS)
+    command.arguments(zoo, seed_word, positive_word)
+    zoo.set_defaults(act=lambda options: command.act(options, progress))
+
+    measured = verbs.add_parser("claims", help="what published changes claim, measured on this host's GPUs", epilog=claims.EXITS)
+    claims.arguments(measured)
+    measured.set_defaults(act=claims.act)
+    return top

@@ -1,0 +1,159 @@
+"""Options that several verbs share, and how their values are read."""
+
+import argparse
+import contextlib
+import os
+import sys
+
+from oracles.rounding import PRODUCTS
+from properties.books import book_for, every_law
+from verify.engine.profiles import PROFILES
+from verify.execution import sanitizer as sanitize
+from verify.findings.store import FOLDER
+from verify.gpu import autotune as tuning
+from verify.gpu import device as devices
+from verify.ranks.group import BACKENDS
+
+SWEEP = "sweep"
+
+
+def add_asking(parser: argparse.ArgumentParser, profile: str) -> None:
+    """What is asked, and where kernels run."""
+    parser.add_argument("--law", action="append", metavar="LAW", help=f"only this law (may be repeated): {', '.join(every_law())}")
+    parser.add_argument(
+        "--profile",
+        choices=PROFILES,
+        help="cases a law: " + ", ".join(f"{p.name} {p.examples}" for p in PROFILES.values()) + f" ({profile})",
+    )
+    parser.add_argument("-x", "--stop", "--stop-at-first", action="store_true", help="stop at the first broken law")
+    parser.add_argument(
+        "--workers",
+        type=positive_word,
+        help="processes that run kernels (default: one a GPU, or as many as cores, at most 4)",
+    )
+    parser.add_argument(
+        "--products",
+        choices=PRODUCTS,
+        help="how the implementation multiplies float32 matrices (default: on a GPU what its adapter says, else ieee)",
+    )
+    parser.add_argument(
+        "--device", choices=devices.DEVICES, help="where kernels run (default: cuda if there is a GPU, else cpu, interpreted)"
+    )
+    parser.add_argument(
+        "--tune",
+        type=tune_word,
+        metavar="NUMBER|native|sweep",
+        help="the configuration of autotuned kernels: drawn from a number (default on a GPU: the seed); native, timed by Triton; "
+        "or, of check, sweep: all of them, one after the other",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="also write a JSON line a law to FILE (- for stdout, and nothing else there)"
+    )
+
+
+def add_sanitize(parser: argparse.ArgumentParser) -> None:
+    """The option for a sanitizer."""
+    parser.add_argument(
+        "--sanitize",
+        nargs="?",
+        const=sanitize.TOOLS[0],
+        choices=sanitize.TOOLS,
+        help="run the worker under a tool of NVIDIA's compute-sanitizer: what it reports breaks the law (default memcheck)",
+    )
+
+
+def add_common(parser: argparse.ArgumentParser, *, keeps: bool = True, examples: bool = True) -> None:
+    """Options about where a line runs and what is kept of it."""
+    parser.add_argument(
+        "--deny", metavar="FILE", help="a deny-list: configurations that are not to be used; a sweep adds those that it finds"
+    )
+    parser.add_argument(
+        "--deadline",
+        type=seconds_word,
+        metavar="S",
+        help="seconds after which a run is a hang (default 120; under a sanitizer 1200)",
+    )
+    parser.add_argument(
+        "--path", metavar="DIR", help="a checkout in which modules are looked for first, such as Megatron-LM's for megatron/layer"
+    )
+    parser.add_argument(
+        "--interpreter",
+        choices=("grid", "sequential"),
+        help="how Triton kernels run without a GPU: grid (default) runs all programs together and detects races; "
+        "sequential runs one program after another and detects none",
+    )
+    if keeps:
+        parser.add_argument("--findings", default=FOLDER, metavar="FOLDER", help=f"where findings are kept (default {FOLDER})")
+    if examples:
+        parser.add_argument(
+            "--no-examples",
+            action="store_true",
+            help="do not ask first what broke in earlier checks, nor keep what breaks in this one",
+        )
+
+
+def find_in(folder: str | None) -> None:
+    """Modules are found in `folder` first, after this toolkit's own; workers look where this process does."""
+    if folder is None:
+        return
+    if not os.path.isdir(folder):
+        raise ValueError(f"--path must name a folder, got {folder!r}")
+    sys.path.insert(1, os.path.abspath(folder))
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """Options about the processes that share a case."""
+    parser.add_argument(
+        "--ranks",
+        type=positive_word,
+        metavar="N",
+        help="for a parallel path: processes of this host that share each case (default: simulated ranks; under torchrun: its own)",
+    )
+    parser.add_argument(
+        "--backend", choices=BACKENDS, help="what ranks communicate over (default: nccl if each rank has a GPU, else gloo)"
+    )
+
+
+def tune_word(word: str) -> str:
+    """The configuration of autotuned kernels, in the form that lines have."""
+    if word == SWEEP:
+        return word
+    try:
+        return str(tuning.Policy.parse(word))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def seed_word(word: str) -> int:
+    """A seed."""
+    if not (word.isdecimal() and int(word) < 2**32):
+        raise argparse.ArgumentTypeError(f"must be a whole number in 0..{2**32 - 1}, got {word!r}")
+    return int(word)
+
+
+def positive_word(word: str) -> int:
+    """A small number from 1 up."""
+    if not (word.isdecimal() and 1 <= int(word) <= 256):
+        raise argparse.ArgumentTypeError(f"must be a whole number in 1..256, got {word!r}")
+    return int(word)
+
+
+def minutes_word(word: str) -> float:
+    """A time in minutes."""
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(word)) < 1e6:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a number of minutes over 0, got {word!r}")
+
+
+def seconds_word(word: str) -> float:
+    """A time in seconds."""
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(word)) < 1e6:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a number of seconds over 0, got {word!r}")
+
+
+def chosen_laws(options: argparse.Namespace) -> list[str] | None:
+    """The laws that are asked for, None for all. ValueError names an unknown one."""
+    return [name for name in dict.fromkeys(options.law or ()) if book_for(name, None)] or None

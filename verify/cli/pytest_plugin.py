@@ -1,0 +1,183 @@
+"""The pytest plugin: laws as ordinary items. Inert in suites that do not ask for it, and light: it imports nothing until asked.
+
+    @pytest.mark.gdn_adapter("my_kernel.py:MyKernel")
+    def test_my_kernel(gdn_law):
+        gdn_law.assert_holds()
+
+gives one item a law and adapter, under `pytest` and `pytest -n auto` alike.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from verify.process.worker import Worker
+
+
+@dataclasses.dataclass(frozen=True)
+class LawItem:
+    """A law asked of an adapter, as one test."""
+
+    adapter: str
+    law: str
+    profile: str
+    seed: int
+    worker: "Worker"
+    findings: str
+    device: str = "cpu"
+    remembers: bool = False
+
+    def assert_holds(self) -> None:
+        """Fail with the report if the law is broken or undecided; skip with the reason if it is unsupported."""
+        __tracebackhide__ = True
+        from verify.engine.check import Check
+        from verify.engine.law_check import Settings
+        from verify.engine.profiles import PROFILES
+        from verify.findings import report as text
+        from verify.findings.regressions import Examples
+        from verify.findings.store import Store
+        from verify.process.outcome import Verdict
+
+        store, examples = Store(self.findings), Examples(self.findings, asked=self.remembers)
+        tune = str(self.seed) if self.device == "cuda" else ""
+        settings = Settings(self.adapter, [self.law], PROFILES[self.profile], self.seed, self.device, tune)
+        with Check(settings, [self.worker], store, examples=examples) as check:
+            (report,) = check.run()
+        for line in (*report.known, *filter(None, (store.trouble, examples.trouble))):
+            print(line)
+        if report.verdict is Verdict.BROKEN:
+            pytest.fail(text.failure(report), pytrace=False)
+        if report.verdict is Verdict.UNKNOWN:
+            pytest.fail("\n".join([text.law_line(report), text.fault_notice([report])]).rstrip(), pytrace=False)
+        if report.verdict is Verdict.UNSUPPORTED:
+            pytest.skip(f"{self.law}: {report.reason}")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options for the laws' items."""
+    group = parser.getgroup("gdn-verify", "laws of kernels and parallel paths as test items (gdn_law)")
+    group.addoption(
+        "--gdn-adapter", action="append", default=[], metavar="ADAPTER", help="check this adapter instead of the marked ones"
+    )
+    group.addoption("--gdn-law", action="append", default=[], metavar="LAW", help="only this law (may be repeated)")
+    group.addoption("--gdn-profile", default="quick", metavar="PROFILE", help="cases a law: least, few, quick, ci, gpu or soak")
+    group.addoption(
+        "--gdn-device", choices=("cpu", "cuda"), help="where kernels run (default: cuda if there is a GPU, else cpu, interpreted)"
+    )
+    group.addoption("--gdn-seed", default=0, type=int, metavar="SEED", help="what the cases are drawn from (default 0)")
+    group.addoption(
+        "--gdn-examples",
+        action="store_true",
+        help="ask first what broke in earlier checks (without it a result does not depend on what a machine remembers)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker."""
+    config.addinivalue_line(
+        "markers",
+        "gdn_adapter(*names, profile=..., laws=...): the adapters that a test's gdn_law items check, how many cases at most, "
+        "and the names of laws, if not all that --gdn-law has",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One item a law and adapter for tests that ask for gdn_law; bad options are a usage error before anything runs."""
+    if "gdn_law" not in metafunc.fixturenames:
+        return
+    from properties.books import book_for
+    from verify.adapters.loader import AdapterError, check_spec
+    from verify.engine.profiles import PROFILES
+
+    config = metafunc.config
+    marks = list(metafunc.definition.iter_markers("gdn_adapter"))
+    # Each mark's laws are asked of its own adapters; of those that an option names, what all marks have.
+    asked: list[tuple[str, list[pytest.Mark]]] = [(name, [mark]) for mark in marks for name in mark.args]
+    asked = [(name, marks) for name in config.getoption("--gdn-adapter")] or asked
+    if not asked:
+        raise pytest.UsageError(f"{metafunc.function.__name__} asks for gdn_law: mark it gdn_adapter(...) or give --gdn-adapter")
+    try:
+        laws = [name for name in config.getoption("--gdn-law") if book_for(name, None)]
+        for adapter, _ in asked:
+            check_spec(adapter)
+        if config.getoption("--gdn-profile") not in PROFILES:
+            raise ValueError(f"--gdn-profile must be one of {', '.join(PROFILES)}, got {config.getoption('--gdn-profile')!r}")
+        for said in (mark.kwargs for mark in marks):
+            named = said.get("laws", ("oracle",))
+            right = isinstance(named, tuple | list) and named and all(isinstance(name, str) for name in named)
+            if said.keys() - {"profile", "laws"} or said.get("profile", "quick") not in PROFILES or not right:
+                raise ValueError(f"gdn_adapter takes profile={'|'.join(PROFILES)} and laws=names, got {said}")
+            for name in named:
+                book_for(name, None)
+        if not 0 <= config.getoption("--gdn-seed") < 2**32:
+            raise ValueError(f"--gdn-seed must be in 0..{2**32 - 1}, got {config.getoption('--gdn-seed')}")
+        pairs = []
+        for adapter, own in asked:
+            few = [mark.kwargs["laws"] for mark in own if "laws" in mark.kwargs]
+            if strange := [name for each in few for name in each if name not in _laws(adapter)]:
+                raise ValueError(f"laws of gdn_adapter must be those of {adapter}, got {strange[0]!r}")
+            pairs += [(adapter, law) for law in laws or _laws(adapter) if all(law in each for each in few)]
+    except (AdapterError, ValueError) as error:
+        raise pytest.UsageError(str(error)) from None
+    metafunc.parametrize("gdn_law", pairs, indirect=True, ids=[f"{adapter}-{law}" for adapter, law in pairs])
+
+
+@functools.cache
+def _laws(adapter: str) -> "Iterable[str]":
+    """The laws that can be asked about an adapter; of one that cannot be had, those of kernels, so that it fails when asked."""
+    from properties.books import book_named, book_of
+    from properties.rule_laws import LAWS
+    from verify.adapters.loader import AdapterError
+    from verify.adapters.registry import BOOKS_OF_BUILT_IN
+    from verify.engine.asking import describe
+    from verify.process.worker import Worker
+
+    for book, adapters in BOOKS_OF_BUILT_IN.items():
+        if adapter in adapters:
+            return book_named(book).laws
+    with contextlib.suppress(AdapterError), Worker() as worker:
+        return book_of(describe(adapter, worker).domain).laws
+    return LAWS
+
+
+@pytest.fixture(scope="session")
+def gdn_device(request: pytest.FixtureRequest) -> str:
+    """Where kernels run: as asked, or on a GPU if there is one."""
+    from verify.gpu.device import gpus
+
+    asked: str | None = request.config.getoption("--gdn-device")
+    if asked == "cuda" and not gpus():
+        pytest.exit("--gdn-device cuda needs a GPU, and torch sees none", 3)
+    return asked or ("cuda" if gpus() else "cpu")
+
+
+@pytest.fixture(scope="session")
+def gdn_worker(gdn_device: str) -> "Iterator[Worker]":
+    """One isolated worker for all items of this process; the processes of pytest-xdist take GPUs in turn."""
+    from verify.gpu.device import environment
+    from verify.process.worker import Worker
+
+    place = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    with Worker(environment=environment(gdn_device, int(place) if place.isdecimal() else 0)) as worker:
+        yield worker
+
+
+@pytest.fixture
+def gdn_law(request: pytest.FixtureRequest, gdn_worker: "Worker", gdn_device: str) -> LawItem:
+    """A law asked of an adapter."""
+    from verify.engine.profiles import PROFILES
+    from verify.findings.store import FOLDER
+
+    adapter, law = request.param
+    option = request.config.getoption
+    marks = [mark.kwargs for mark in request.node.iter_markers("gdn_adapter")]
+    asked = [option("--gdn-profile"), *(said["profile"] for said in marks if "profile" in said)]
+    profile = min(asked, key=lambda name: PROFILES[name].examples)
+    findings = str(request.config.rootpath / FOLDER)
+    return LawItem(adapter, law, profile, option("--gdn-seed"), gdn_worker, findings, gdn_device, option("--gdn-examples"))

@@ -1,0 +1,60 @@
+"""The verb `repeat`: one printed line again."""
+
+import argparse
+import contextlib
+import json
+import sys
+
+from verify.cli.exits import BROKEN, HOLDS, UNDECIDED, NoGpu
+from verify.cli.hosts import backend_of, check_installed, deadline_of, read_deny_list, sanitizer_of, workers_of
+from verify.engine.asking import ask, describe
+from verify.execution.run import Run
+from verify.findings import report as text
+from verify.findings.store import Store
+from verify.gpu import device as devices
+from verify.process.outcome import Verdict
+from verify.process.worker import Worker
+from verify.ranks.torchrun import follow, launched
+
+
+def repeat(options: argparse.Namespace) -> int:
+    """Run a line again and print what it comes to; the exit code."""
+    run = Run.parse(options.line)
+    read_deny_list(options.deny)
+    check_installed(run.adapter)
+    launch = launched()
+    if ranks := launch.local_size if launch else options.ranks:
+        backend = backend_of(options, ranks, run.device)
+        if launch is not None and launch.rank:
+            return follow(launch, backend)
+    if options.sanitize and (ranks or run.device == "cpu"):
+        raise ValueError("--sanitize is for one process on a GPU: the line must say device=cuda, and there may be no ranks")
+    sanitizer = sanitizer_of(options)
+    if run.device == "cuda" and not devices.gpus():
+        raise NoGpu("the line says device=cuda, and torch sees no GPU (without that word it runs interpreted)")
+    store, workers = Store(options.findings), workers_of(options, launch, run.device, sanitizer)
+    alone = Worker(deadline_of(options), environment=devices.environment(run.device))
+    with sanitizer or contextlib.nullcontext(), alone if isinstance(workers, int) else workers[0] as worker:
+        if sanitizer is not None:
+            sanitizer.prove(worker)
+        versions = describe(run.adapter, worker).versions
+        outcome = ask(run, worker, store)
+    store.close()
+    if outcome.verdict is Verdict.BROKEN:
+        store.keep(
+            {
+                "stage": "repeated",
+                "run": str(run),
+                "law": run.law,
+                "versions": versions,
+                "findings": [f.to_json() for f in outcome.findings],
+            }
+        )
+    if store.trouble:
+        print(f"gdn-verify: {store.trouble}", file=sys.stderr)
+    print(
+        json.dumps({"run": str(run), "versions": versions, **outcome.to_json()})
+        if options.json
+        else text.outcome_text(run, outcome, versions)
+    )
+    return {Verdict.HOLDS: HOLDS, Verdict.BROKEN: BROKEN}.get(outcome.verdict, UNDECIDED)

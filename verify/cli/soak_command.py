@@ -1,0 +1,78 @@
+"""The verb `soak`: checks of several adapters, round after round."""
+
+import argparse
+import random
+import sys
+import time
+
+from verify.adapters.loader import check_spec
+from verify.cli.exits import INTERRUPTED, exit_code
+from verify.cli.hosts import check_installed, compilers_of, count_of, deadline_of, device_of, read_deny_list
+from verify.cli.options import SWEEP, chosen_laws
+from verify.cli.output import json_lines, progress, say, stored, tell_troubles
+from verify.engine import soak
+from verify.engine.profiles import PROFILES
+from verify.findings import report as text
+from verify.ranks.torchrun import launched
+
+
+def soak_all(options: argparse.Namespace) -> int:
+    """Rounds of checks of several adapters, and a table."""
+    if options.tune == SWEEP:
+        raise ValueError("--tune must be a number or native for soak, got sweep")
+    if launched() is not None:
+        raise ValueError("soak runs on one host without torchrun, check runs under it")
+    for spec in options.adapter:
+        check_spec(spec)
+        check_installed(spec)
+    asked, place = chosen_laws(options), {spec: device_of(options.device) for spec in options.adapter}
+    read_deny_list(options.deny)
+    seed = options.seed if options.seed is not None else random.SystemRandom().randrange(2**32)
+    out = sys.stderr if options.json == "-" else sys.stdout
+    store, examples = stored(options, out)
+    start, interrupted = time.monotonic(), False
+
+    def begun(this: soak.Round) -> None:
+        words = [f"--{name} {getattr(options, name)}" for name in ("products", "device", "tune") if getattr(options, name)]
+        words += [f"--law {law}" for law in asked or ()]
+        say(" ".join([f"round {this.number}: python -m verify {this}", *words]), sys.stderr)
+
+    with json_lines(options.json) as lines, progress() as on_case:
+        soaking = soak.Soak(
+            options.adapter,
+            asked,
+            seed=seed,
+            place=lambda spec: place[spec],
+            workers=lambda device: count_of(options, device),
+            compilers=compilers_of,
+            store=store,
+            examples=examples,
+            profile=PROFILES[options.profile] if options.profile else None,
+            stop_at_first=options.stop,
+            deadline_s=deadline_of(options),
+            products=options.products,
+            tune=options.tune or "",
+            on_round=begun,
+            on_case=on_case,
+            on_report=lambda report: say(text.failure(report), out),
+        )
+        with soaking:
+            try:
+                for spec, said in soaking.describe().items():
+                    where = f", on {said.device}" if said.device else ""
+                    say(f"{spec}  {said.versions}  soak of {options.minutes:g} minutes, seed {seed}{where}", out)
+                try:
+                    soaking.run(60 * options.minutes)
+                except ValueError as error:
+                    raise RuntimeError(str(error)) from error  # the usage was right
+            except KeyboardInterrupt:
+                interrupted = True
+        for report in soaking.reports:
+            lines(report.to_json())
+    tell_troubles(store, examples)
+    say("\n".join(text.table(soaking.reports)), out)
+    told = soak.summary(soaking.reports, soaking.rounds, time.monotonic() - start)
+    say(("interrupted: " if interrupted else "") + told, out)
+    if notice := text.fault_notice(soaking.reports):
+        say(notice, out)
+    return INTERRUPTED if interrupted else exit_code(soaking.reports)

@@ -1,0 +1,58 @@
+"""`check --tune sweep`: every configuration of every autotuned kernel, and the deny-list."""
+
+import argparse
+import contextlib
+import os
+import time
+from typing import Any
+
+from verify.adapters.packages import installed
+from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
+from verify.cli.hosts import compilers_of, deadline_of
+from verify.cli.output import json_lines, progress, say
+from verify.engine.asking import describe, started
+from verify.engine.sweep import Sweep
+from verify.findings.store import Store
+from verify.gpu import autotune as tuning
+
+
+def sweep(options: argparse.Namespace, spec: str, device: str, seed: int, store: Store, out: Any) -> int:
+    """Every configuration of every kernel, and the deny-list."""
+    count = options.workers or max(1, compilers_of(device))
+    workers = started(device, count, deadline_of(options))
+    with contextlib.ExitStack() as undo, json_lines(options.json) as lines, progress() as on_case:
+        for worker in workers:
+            undo.callback(worker.close)
+        described = describe(spec, workers[0])
+        products = options.products or ("ieee" if device == "cpu" else described.products)
+        where = f", on {described.device}" if described.device else ""
+        say(f"{spec}  {described.versions}  sweep, seed {seed}{where}", out)
+        start = time.monotonic()
+        sweep = Sweep(
+            described,
+            workers,
+            store,
+            seed=seed,
+            device=device,
+            products=products,
+            on_run=lambda done, of: on_case("sweep", done, of),
+        )
+        swept = sweep.run()
+        for line in swept.lines():
+            say(line, out)
+        place = described.device or "interpreter", installed("triton") or "none"
+        wrong = [denied for fault in swept.faults for denied in fault.denied(*place)]
+        total = sum(map(len, swept.ran.values()))
+        line = f"{len(swept.faults)} wrong of {total} configurations of {len(swept.known)} kernels"
+        line += f"; {swept.runs} runs in {time.monotonic() - start:.0f} s"
+        if options.deny and wrong:
+            tuning.write_denied(options.deny, [*_listed(options.deny), *wrong])
+            line += f"; deny-list in {options.deny}"
+        say(line, out)
+        lines(swept.to_json())
+    store.close()
+    return BROKEN if swept.faults else UNDECIDED if swept.undecided else HOLDS
+
+
+def _listed(path: str) -> list[tuning.Denied]:
+    return tuning.read_denied(path) if os.path.exists(path) else []

@@ -1,0 +1,1 @@
+"""The check: cases are drawn, put to workers, decided, shrunk and explained."""

@@ -1,0 +1,141 @@
+"""Asking workers: what an adapter declares, and what runs come to. A worker that is lost is an outcome like any other."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from properties.books import book_named
+from properties.laws import Law
+from properties.palette import key_of
+from properties.path_domain import PathDomain
+from properties.path_laws import PATH_LAWS
+from properties.strategies import Example
+from verify.adapters.loader import AdapterError
+from verify.engine.compile_plan import has_keys
+from verify.execution.run import Run
+from verify.execution.shared_bounds import LAW as POOLS
+from verify.findings.known import NO_DEFECTS, KnownDefects
+from verify.findings.store import Store
+from verify.gpu import device as devices
+from verify.process import prestart as early
+from verify.process.messages import Describe, Description, RunMany, RunOne
+from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
+from verify.process.worker import Worker, WorkerLost
+from verify.ranks.group import RankGroup
+from verify.ranks.torchrun import TorchrunGroup
+
+BATCH, TRUTHS = 16, 4  # runs in one question to ranks: where they are short, and where their oracles take a while
+POOLED = 64  # runs in one question to a GPU's worker where their bounds are made together; if it is lost, all are asked alone
+Asked = Worker | RankGroup | TorchrunGroup  # what runs a case: one process, or ranks that answer as one
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """What a worker says of an adapter."""
+
+    spec: str
+    domain: Any  # of the book's kind
+    algorithm: str
+    versions: str
+    device: str = ""
+    products: str = "ieee"
+
+    def products_of(self, example: Example, device: str) -> str:
+        """How the implementation multiplies float32 matrices in a run on a device, which of a path may depend on its choices."""
+        if device == "cpu" or not getattr(self.domain, "tf32", ()):
+            return "ieee" if device == "cpu" else self.products
+        words = example.case.words()
+        chosen = {f"{name}={words[name]}" for name, _ in self.domain.choices} | {example.variant}
+        return "tf32" if chosen & {*self.domain.tf32} else self.products
+
+
+def started(device: str, count: int, deadline_s: float) -> list[Worker]:
+    """That many workers of a device, one at least; the first is that which began with the command, if it has it."""
+    environments = [devices.environment(device, each) for each in range(max(1, count))]
+    return [early.take(each, deadline_s) or Worker(deadline_s, environment=each) for each in environments]
+
+
+def describe(spec: str, worker: Asked) -> Described:
+    """The adapter's declarations, asked in a worker. AdapterError if it cannot be had, even if importing it kills the worker."""
+    try:
+        said = worker.ask(Describe(spec))
+    except WorkerLost as lost:
+        if lost.how == "failed to start":
+            raise AdapterError(f"the ranks failed to start: {lost.detail}") from None
+        raise AdapterError(f"adapter {spec}: importing it {lost.how}: {lost.detail}; {_last_line(lost.tail)}") from None
+    if "error" in said:
+        raise AdapterError(said["error"])
+    description = Description(**said)
+    domain = book_named(description.book).domain.from_json(description.domain)
+    if isinstance(domain, PathDomain) and not isinstance(worker, Worker):
+        domain = dataclasses.replace(domain, ranks=worker.size, exchange_ranks=worker.size)
+    return Described(spec, domain, description.algorithm, description.versions, description.device, description.products)
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[-1].strip()[:200] if lines else "it wrote nothing"
+
+
+def ask(run: Run, worker: Asked, store: Store, declared: dict[str, Any] | None = None) -> Outcome:
+    """The outcome of a run in a worker: a crash or a hang is a finding like any other. The run is on disk while it lasts."""
+    store.begin(str(run))
+    try:
+        answer = worker.ask(RunOne(str(run), declared or {}))
+        return Outcome(Verdict.UNKNOWN, reason=answer["error"]) if "error" in answer else Outcome.from_json(answer)
+    except WorkerLost as lost:
+        if lost.how == "closed":
+            return Outcome(Verdict.UNKNOWN, reason="the worker was closed")
+        if not lost.in_kernel:
+            what = "the oracle did not finish" if lost.how == "hung" else f"the ranks {lost.how}"
+            return Outcome(Verdict.UNKNOWN, reason=f"{what}: {lost.detail}")
+        last = _last_line(lost.tail) if lost.how == "crashed" else ""
+        return Outcome(Verdict.BROKEN, [Finding("call", FailureKind(lost.how), f"{lost.how}: {lost.detail}", last)])
+    finally:
+        store.end()
+
+
+def ask_all(runs: Sequence[Run], worker: Asked, store: Store, defects: KnownDefects = NO_DEFECTS) -> Iterator[Outcome]:
+    """The outcomes of runs, put as one question. What has no outcome then, or may be broken, is asked alone.
+
+    What `defects` explain is not, and nobody looks closer at how much it is over its bound: that takes longer than all else.
+    """
+    outcomes: list[dict[str, Any]] = []
+    excused = [defects.excused(run) for run in runs]
+    if len(runs) > 1 or any(excused):
+        store.begin("\n".join(map(str, runs)))
+        try:
+            question = RunMany([str(run) for run in runs], excused if any(excused) else [])
+            outcomes = worker.ask(question).get("outcomes", [])
+        except WorkerLost:
+            outcomes = []  # by which run is seen when they are asked alone
+        finally:
+            store.end()
+    for index, run in enumerate(runs):
+        outcome = Outcome.from_json(outcomes[index]) if index < len(outcomes) and "verdict" in outcomes[index] else None
+        if outcome is None or (outcome.verdict in (Verdict.BROKEN, Verdict.UNKNOWN) and not defects.explain(run, outcome)):
+            outcome = ask(run, worker, store)
+        yield outcome
+
+
+def most_at_once(law: Law, worker: Asked, device: str) -> int:
+    """How many runs of a law are put in one question.
+
+    Exchanges take ranks a few milliseconds, as kernels do a GPU. Interpreted kernels and simulated ranks take longer.
+    """
+    if not isinstance(worker, Worker):
+        return BATCH if law.kind == "exact" else TRUTHS
+    if device == "cpu" or PATH_LAWS.get(law.name) is law:
+        return 1
+    return POOLED if law.name == POOLS else BATCH
+
+
+def of_one_key(examples: Iterable[Example], most: int) -> Iterator[list[Example]]:
+    """The examples in their order, in lists of at most `most`, each of one compile key: none waits for another key's kernels.
+
+    Cases of paths have no keys, and all count as one.
+    """
+    for _, same in itertools.groupby(examples, lambda example: key_of(example.case) if has_keys(example.case) else None):
+        while batch := list(itertools.islice(same, most)):
+            yield batch

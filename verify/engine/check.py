@@ -1,0 +1,168 @@
+"""Checking: the laws of an adapter, shared out over workers."""
+
+import concurrent.futures
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from properties.books import book_of
+from verify.adapters.registry import BUILT_IN
+from verify.engine.asking import Asked, Described, describe, started
+from verify.engine.compile_plan import COMPILE_S, Compilers, Plan, in_order
+from verify.engine.drawing import seeded
+from verify.engine.law_check import Common, LawCheck, Settings
+from verify.findings import known
+from verify.findings.known import Known, KnownDefects
+from verify.findings.law_report import LawReport
+from verify.findings.regressions import Examples
+from verify.findings.store import Store
+from verify.gpu import device as devices
+from verify.gpu.compiled_keys import Notes
+from verify.process.messages import Describe
+from verify.process.outcome import Verdict
+from verify.process.worker import Worker, WorkerLost
+
+
+class Check:
+    """A check of some laws of one adapter. `on_case(law, done, of)` and `on_report` are told as it goes, from any thread.
+
+    `workers` is how many to start, or workers that are there already, which are left alive. `defects` of None are those on file.
+    `examples` are run first, and told what breaks. What was under way when it was stopped, or its time was over, is `unfinished`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        workers: int | Sequence[Asked] = 1,
+        store: Store | None = None,
+        *,
+        defects: Iterable[Known] | None = None,
+        examples: Examples | None = None,
+        on_case: Callable[[str, int, int], None] = lambda law, done, of: None,
+        on_report: Callable[[LawReport], None] = lambda report: None,
+    ) -> None:
+        self.settings, self.store, self.examples = settings, store or Store(), examples
+        self.on_case, self.on_report = on_case, on_report
+        self.laws = None if settings.laws is None else list(settings.laws)
+        self.reports: list[LawReport] = []
+        self.unfinished: list[LawReport] = []
+        self.cases: list[Any] = []
+        self.described: Described | None = None
+        self.defects = known.load() if defects is None else KnownDefects(defects)
+        self._compilers = _compilers(settings)
+        self._own = isinstance(workers, int)
+        self.workers: list[Asked] = []
+        self.workers += started(settings.device, workers, settings.deadline_s) if isinstance(workers, int) else workers
+        self._plan: Plan | None = None
+        self._stopped = threading.Event()
+        self._free = list(self.workers)
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "Check":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+        if self._own:
+            self.stop()
+        self.store.close()
+
+    def stop(self) -> None:
+        """End every worker and let nothing new begin; safe from any thread."""
+        self._close()
+        for worker in self.workers:
+            worker.close()
+
+    def _close(self) -> None:
+        self._stopped.set()
+        self._compilers.close()
+        if self._plan is not None:
+            self._plan.close()
+
+    def describe(self) -> Described:
+        """The adapter's declarations. AdapterError if it cannot be had."""
+        if self.described is None:
+            self.described = describe(self.settings.adapter, self.workers[0])
+            self._compilers.notes.versions = f"{self.described.versions}, {self.described.device}"
+        return self.described
+
+    def run(self) -> list[LawReport]:
+        """A report a law, in the order in which they were decided."""
+        described, settings = self.describe(), self.settings
+        domain = described.domain
+        if self.laws is None:
+            self.laws = book_of(domain).about(domain.operation)
+        common = Common(
+            settings,
+            described,
+            self.store,
+            self.defects,
+            self.examples,
+            self._stopped,
+            self.on_case,
+            cases=self.cases,
+        )
+        if settings.device != "cpu":
+            self.laws = in_order(self.laws)
+            common.plan = self._plan = self._planned(common)
+        pool = concurrent.futures.ThreadPoolExecutor(len(self.workers))
+        futures = [pool.submit(self._one, common, law) for law in self.laws if law not in settings.skip]
+        told: set[concurrent.futures.Future[LawReport | None]] = set()
+
+        def tell(future: concurrent.futures.Future[LawReport | None]) -> LawReport | None:
+            told.add(future)
+            if (report := future.result()) is not None:
+                self.reports.append(report)
+                self.on_report(report)
+            return report
+
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                report = tell(future)
+                if settings.stop_at_first and report is not None and report.verdict is Verdict.BROKEN:
+                    break
+        finally:
+            if not all(future.done() for future in futures):
+                self.stop()
+            pool.shutdown(wait=True, cancel_futures=True)
+            for future in futures:  # what was decided, or broken and not yet shrunk, when the check was stopped
+                if future not in told and not future.cancelled() and future.exception() is None:
+                    tell(future)
+        return self.reports
+
+    def _planned(self, common: Common) -> Plan:
+        """What is drawn for a GPU, whose kernels are compiled meanwhile."""
+        settings, domain = common.settings, common.described.domain
+        laws_of = book_of(domain).laws
+        laws = [law for law in self.laws or () if law in laws_of]  # those to skip too: keys are chosen for all
+
+        def examples_of(law: str) -> int:
+            return 0 if law in settings.skip else settings.drawn(laws_of[law])
+
+        return Plan(domain, laws, settings.seed, examples_of, seeded, common.run_of, self._compilers)
+
+    def _one(self, common: Common, law: str) -> LawReport | None:
+        with self._lock:
+            worker = self._free.pop()
+        try:
+            if common.over:
+                return None
+            report = LawCheck(common, law, worker).run()
+            if common.over and report.verdict is not Verdict.BROKEN:
+                self.unfinished.append(report)
+                return None
+            return report
+        except WorkerLost:
+            if self._stopped.is_set():
+                return None
+            raise
+        finally:
+            with self._lock:
+                self._free.append(worker)
+
+
+def _compilers(settings: Settings) -> Compilers:
+    """Processes that compile what is drawn before it is run; none without a GPU."""
+    workers = [Worker(COMPILE_S, environment=devices.environment(settings.device, place)) for place in range(settings.compilers)]
+    notes = Notes(settings.adapter if settings.adapter in BUILT_IN else "", settings.tune)
+    return Compilers(workers, Describe(settings.adapter), notes)

@@ -1,0 +1,276 @@
+"""The check of one law of an adapter: cases are drawn, put to a worker, counted, and the broken one is explained."""
+
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from oracles.counter import mix_words
+from properties.books import book_of
+from properties.laws import Law
+from properties.strategies import Example
+from verify.engine.asking import Asked, Described, ask, ask_all, most_at_once, of_one_key
+from verify.engine.climb import climb, climbed
+from verify.engine.compile_plan import Plan
+from verify.engine.drawing import batches
+from verify.engine.explaining import SHRINK_S, explain, otherwise
+from verify.engine.profiles import PROFILES, Profile
+from verify.execution.run import Run
+from verify.findings.known import KnownDefects
+from verify.findings.law_report import LawReport
+from verify.findings.regressions import Examples
+from verify.findings.store import Store
+from verify.process.outcome import FailureKind, Outcome, Verdict
+from verify.process.worker import Worker
+
+FAULTS = 3  # cases in a row in which gdn-verify fails in the same way: asking about more decides nothing
+ENOUGH = 5  # cases that could see, or all that were drawn if fewer: under it a law is unknown
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a check is asked to do.
+
+    Without `laws` it checks all that are about what the adapter does, less those to `skip`. `products` of None is what the adapter
+    says; `climbs` of None what the profile says. After `until`, a time of time.monotonic(), no case begins. `under` is what
+    `repeat` needs besides a line to see what this check saw.
+    """
+
+    adapter: str
+    laws: Sequence[str] | None = None
+    profile: Profile = PROFILES["quick"]
+    seed: int = 0
+    device: str = "cpu"
+    tune: str = ""
+    products: str | None = None
+    climbs: bool | None = None
+    stop_at_first: bool = False
+    deadline_s: float = 120.0
+    compilers: int = 0
+    skip: Collection[str] = ()
+    until: float = math.inf
+    under: str = ""
+
+    def drawn(self, law: Law) -> int:
+        """How many of a law's examples are drawn, not climbed for."""
+        examples = self.profile.examples_of(law.name)
+        climbs = self.profile.climbs if self.climbs is None else self.climbs
+        return examples - (climbed(examples, law.kind) if climbs else 0)
+
+
+@dataclasses.dataclass
+class Common:
+    """What the laws of a check share. `on_case(law, done, of)` is told from any thread; `cases` are those that were run."""
+
+    settings: Settings
+    described: Described
+    store: Store
+    defects: KnownDefects
+    examples: Examples | None
+    stopped: threading.Event
+    on_case: Callable[[str, int, int], None]
+    plan: Plan | None = None
+    cases: list[Any] = dataclasses.field(default_factory=list)
+
+    @property
+    def over(self) -> bool:
+        """Whether no case may begin any more."""
+        return self.stopped.is_set() or time.monotonic() >= self.settings.until
+
+    def products_of(self, example: Example) -> str:
+        """How the implementation multiplies float32 matrices in a case."""
+        return self.settings.products or self.described.products_of(example, self.settings.device)
+
+    def run_of(self, law: str, example: Example) -> Run:
+        """The run of a law's case."""
+        settings = self.settings
+        return Run(law, settings.adapter, example, self.products_of(example), settings.device, settings.tune)
+
+
+class LawCheck:
+    """The check of one law, its cases run by one worker."""
+
+    def __init__(self, common: Common, name: str, worker: Asked) -> None:
+        self._common, self._name, self._worker = common, name, worker
+        self._done = 0
+        self._scores: dict[Example, float] = {}
+        self._broken: tuple[Run, Outcome] | None = None
+        self._faults: list[str] = []  # of the last cases, where gdn-verify failed each time in the same way
+        settings = common.settings
+        self.report = LawReport(
+            name,
+            settings.adapter,
+            Verdict.UNKNOWN,
+            seed=settings.seed,
+            versions=common.described.versions,
+            under=settings.under,
+        )
+
+    def run(self) -> LawReport:
+        """The report of the law."""
+        report, domain, start = self.report, self._common.described.domain, time.monotonic()
+        law = book_of(domain).laws.get(self._name)
+        reason = law.needs(domain) if law is not None else "it is about other things than this adapter's operation"
+        if law is not None:
+            report.kind, report.says = law.kind, law.says
+        if law is None or reason:
+            report.verdict, report.reason = Verdict.UNSUPPORTED, reason or ""
+            return report
+        self._run_known()
+        broken = self._remembered(law) or self._drawn(law)
+        if broken is not None:
+            self._explain(law, *broken)
+        else:
+            report.verdict, report.reason = overall(report.counts, report.reason)
+        report.wall_s = time.monotonic() - start
+        return report
+
+    def _ask(self, run: Run) -> Outcome:
+        return ask(run, self._worker, self._common.store)
+
+    def _run_known(self) -> None:
+        """Run the lines on file for this law, and say whether each still fails."""
+        settings = self._common.settings
+        for defect in self._common.defects.shown_by(settings.adapter, self._name, settings.device):
+            still = self._ask(defect.run).verdict is Verdict.BROKEN
+            gone = (
+                "known defect, not on this processor" if defect.somewhere else "known defect NO LONGER FAILS, take it off the file"
+            )
+            self.report.known.append(f"{'known defect, still there' if still else gone}: {defect.reason} ({defect.run})")
+
+    def _remembered(self, law: Law) -> tuple[Run, Outcome] | None:
+        """Run what broke the law in earlier checks; None if nothing of it does any more. They are not counted as drawn."""
+        common, settings = self._common, self._common.settings
+        for run in common.examples.of(settings.adapter, law.name, settings.device) if common.examples is not None else ():
+            if common.over:
+                return None
+            if run.products != common.products_of(run.example):  # it was said otherwise of the implementation then
+                continue
+            outcome = self._confirmed(run, self._ask(run))
+            if outcome.verdict is Verdict.BROKEN:
+                self.report.remembered = True
+                self.report.count(run, outcome)
+                self._keep(run, outcome, "found")
+                return run, outcome
+            if outcome.verdict is Verdict.HOLDS and common.examples is not None:
+                common.examples.drop(run)
+        return None
+
+    def _drawn(self, law: Law) -> tuple[Run, Outcome] | None:
+        """Draw and run cases until one is broken, and climb from the best of them; None if none is."""
+        common, settings = self._common, self._common.settings
+        examples, drawn = settings.profile.examples_of(law.name), settings.drawn(law)
+        for batch in self._batches(law, drawn, most_at_once(law, self._worker, settings.device)):
+            runs = [common.run_of(law.name, example) for example in batch]
+            outcomes = ask_all(runs, self._worker, common.store, common.defects)
+            if any(self._settled(*each) for each in zip(runs, outcomes, strict=True)):
+                return self._broken
+
+        def score(example: Example) -> float | None:
+            run = common.run_of(law.name, example)
+            return None if self._settled(run, self._ask(run)) else self._scores[example]
+
+        if drawn < examples:
+            plan = common.plan
+            same_key = plan is not None and plan.palette is not None
+            domain, seed = common.described.domain if plan is None else plan.domain, mix_words(settings.seed, law.name)
+            climb(law, domain, dict(self._scores), seed, examples - drawn, score, same_key=same_key)
+        return self._broken
+
+    def _batches(self, law: Law, examples: int, most: int) -> Iterator[list[Example]]:
+        """The law's examples in lists of at most `most`; of a plan, once their kernels are compiled."""
+        common = self._common
+        if common.plan is None:
+            yield from batches(law.draw(common.described.domain), mix_words(common.settings.seed, law.name), examples, most)
+            return
+        planned = common.plan.of(law.name)
+        for batch in of_one_key(planned.examples, most):
+            for example in batch:
+                planned.wait(example)
+            yield batch
+
+    def _settled(self, run: Run, outcome: Outcome) -> bool:
+        """Count what became of a run; whether it was the last."""
+        common, examples = self._common, self._common.settings.profile.examples_of(self._name)
+        if common.stopped.is_set() and outcome.verdict is not Verdict.BROKEN:
+            return True
+        outcome = self._confirmed(run, outcome)
+        self._done += 1
+        self._scores[run.example] = max(outcome.ratios.values(), default=0.0) if outcome.verdict is Verdict.HOLDS else 0.0
+        common.cases.append(run.example.case)
+        self.report.count(run, outcome)
+        common.on_case(self._name, self._done, examples)
+        if outcome.verdict is Verdict.BROKEN:
+            self._keep(run, outcome, "found")
+            self._broken = self._broken or (run, outcome)
+        same = [fault for fault in self._faults if fault == outcome.fault]
+        self._faults = [*same, outcome.fault] if outcome.fault else []
+        if len(self._faults) == FAULTS and self._done < examples:
+            self.report.reason += f"; the law ended after {FAULTS} such cases in a row"
+        return self._broken is not None or common.over or len(self._faults) == FAULTS
+
+    def _confirmed(self, run: Run, outcome: Outcome) -> Outcome:
+        """The outcome, or what it comes to: unknown if a lost worker is not lost again, known if it is on file.
+
+        So too what a sanitizer said, which may have been late and about the case before.
+        """
+        said = outcome.kind is FailureKind.SANITIZER
+        if (outcome.lost or said) and self._ask(run).verdict is not Verdict.BROKEN:
+            # An earlier case may have written out of bounds, or the host killed it: this case is not shown to be at fault.
+            self._keep(run, outcome, "found once")
+            where = "in a fresh worker" if outcome.lost else "when it was asked again"
+            reason = f"{outcome.findings[0].what}, but not again {where}: {run}"
+            return Outcome(Verdict.UNKNOWN, reason=reason)
+        if self._common.defects.explain(run, outcome):
+            outcome.verdict = Verdict.KNOWN
+        return outcome
+
+    def _explain(self, law: Law, run: Run, outcome: Outcome) -> None:
+        report, common, worker = self.report, self._common, self._worker
+        report.verdict, report.first_run = Verdict.BROKEN, str(run)
+        small, best = explain(law, run, outcome, worker, common.store, common.defects, common.stopped)
+        smallest = dataclasses.replace(run, example=small.example)
+        report.run, report.findings, report.shrunk = str(smallest), best.findings, small.finished
+        report.neighbours = [what for what, _ in small.neighbours]
+        self._keep(smallest, best, "shrunk")
+        if best.kind is FailureKind.OFF and isinstance(worker, Worker):
+            end = time.monotonic() + SHRINK_S
+
+            def more() -> bool:
+                return not common.over and time.monotonic() < end
+
+            report.otherwise = otherwise(common.described, (smallest, run), worker, common.store, more)
+
+    def _keep(self, run: Run, outcome: Outcome, stage: str) -> None:
+        common = self._common
+        common.store.keep(
+            {
+                "stage": stage,
+                "run": str(run),
+                "law": self._name,
+                "versions": self.report.versions,
+                "seed": common.settings.seed,
+                "findings": [finding.to_json() for finding in outcome.findings],
+            }
+        )
+        if common.examples is not None and stage != "found once":
+            common.examples.add(run)
+
+
+def overall(counts: dict[str, int], reason: str = "") -> tuple[Verdict, str]:
+    """HOLDS if nothing is broken or undecided and enough cases could see; otherwise why not."""
+    if counts.get(Verdict.BROKEN):
+        return Verdict.BROKEN, reason
+    if undecided := counts.get(Verdict.UNKNOWN):
+        return Verdict.UNKNOWN, f"{undecided} undecided: {reason}"
+    holds, drawn = counts.get(Verdict.HOLDS, 0), sum(counts.values())
+    could = holds + counts.get(Verdict.KNOWN, 0)
+    if holds and could >= min(ENOUGH, drawn):
+        return Verdict.HOLDS, ""
+    if not drawn:
+        return Verdict.UNKNOWN, "no case was run"
+    if counts.get(Verdict.UNSUPPORTED) == drawn:
+        return Verdict.UNKNOWN, f"no case of the domain was supported: {reason}"
+    return Verdict.UNKNOWN, f"only {could} of {drawn} cases could see what the law is about, {min(ENOUGH, drawn)} are needed"

@@ -1,0 +1,118 @@
+"""Shrinking: the smallest case that still fails, found on case lines.
+
+Hypothesis draws; its shrinker is not used, for three reasons. A line may come from anywhere (another host, a colleague, a file)
+and must shrink without the engine that drew it. Every candidate costs a kernel's run, so few and well-ordered ones matter: half
+a second interpreted, many seconds where a candidate is a new compile key on a GPU. And the candidates of the last pass, which
+all hold, are the neighbours that make the trigger plain.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from properties.books import book_of
+from properties.cases.line import text_of
+from properties.laws import Law
+from properties.smaller import Changes, below
+from properties.strategies import Example
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shrunk:
+    """The smallest failing example found, and its neighbours, one step simpler, that hold."""
+
+    example: Example
+    neighbours: tuple[tuple[str, str], ...]
+    runs: int
+    finished: bool
+
+
+def shrink(example: Example, law: Law, fails: Callable[[Example], bool | None], more: Callable[[int], bool]) -> Shrunk:
+    """The smallest example for which `fails` is true; None means undecided. `more(runs)` says whether to spend another run.
+
+    One aspect after another is made as simple as it gets, all of them again until none moves: going back to the first after
+    every success would ask about its threshold each time, and cost three times the runs.
+    """
+    seen: dict[Example, bool | None] = {}
+    neighbours: list[tuple[str, str]] = []
+    progress = True
+    while progress:
+        progress, neighbours = False, []
+        for aspect in _aspects(law, example):
+            moved = True
+            while moved:
+                moved, held = False, list[tuple[str, str]]()
+                for what, candidate in aspect(example):
+                    if candidate not in seen:
+                        if not more(len(seen)):
+                            return Shrunk(example, tuple(dict.fromkeys(neighbours + held)), len(seen), False)
+                        seen[candidate] = fails(candidate)
+                    if seen[candidate]:
+                        example, moved, progress = candidate, True, True
+                        break
+                    if seen[candidate] is False:
+                        held.append((what, "holds"))
+            neighbours += held
+    return Shrunk(example, tuple(dict.fromkeys(neighbours)), len(seen), True)
+
+
+Steps = Iterator[tuple[str, Example]]
+
+
+def _aspects(law: Law, example: Example) -> list[Callable[[Example], Steps]]:
+    """What can be made simpler on its own. Each yields candidates, the boldest first, with the words that differ; all are legal."""
+
+    def of_case(changes: Callable[[Any], Changes]) -> Callable[[Example], Steps]:
+        def steps(example: Example) -> Steps:
+            for what, change in changes(example.case):
+                try:
+                    candidate = dataclasses.replace(example, case=dataclasses.replace(example.case, **change))
+                    if law.place is not None and example.at is not None and (places := law.place(candidate.case)):
+                        candidate = dataclasses.replace(candidate, at=min(max(example.at, places[0]), places[-1]))
+                    law.accept(candidate)
+                except ValueError:
+                    continue
+                yield what, candidate
+
+        return steps
+
+    def place(example: Example) -> Steps:
+        if law.place is not None and example.at is not None:
+            for at in below(example.at, law.place(example.case)[0]):
+                yield f"at={at}", dataclasses.replace(example, at=at)
+
+    def variant(example: Example) -> Steps:
+        for name in law.variants[: law.variants.index(example.variant)] if example.variant else ():
+            candidate = dataclasses.replace(example, variant=name)
+            try:
+                law.accept(candidate)
+            except ValueError:
+                continue
+            yield f"variant={name}", candidate
+
+    smaller = book_of(example.case).smaller
+    changes: list[Callable[[Any], Changes]] = [*smaller.shapes]
+    changes += [functools.partial(_option, name, smaller.simplest) for name in smaller.simplest]
+    changes += [functools.partial(_width, name) for name in smaller.widths]
+    return [*(of_case(change) for change in (*changes, _seed)), place, variant]
+
+
+def _option(name: str, simplest: Mapping[str, tuple[Any, ...]], case: Any) -> Changes:
+    for value in simplest[name]:
+        if getattr(case, name) == value:
+            return
+        yield f"{name}={text_of(value)}", {name: value}
+
+
+def _width(name: str, case: Any) -> Changes:
+    for width in WIDTHS:
+        if width < getattr(case, name):
+            yield f"{name}={width}", {name: width}
+
+
+def _seed(case: Any) -> Changes:
+    if case.seed:
+        yield "seed=0", {"seed": 0}

@@ -1,0 +1,228 @@
+"""Soaks: checks of several adapters, round after round, each with another seed, until a time is over.
+
+A round is a check (verify/engine/check.py) and can be run again as one. The first rounds are short, so that every law of every
+adapter is asked soon; later ones have more cases, and climb from the best of them.
+"""
+
+import dataclasses
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from oracles.counter import mix_words
+from properties.books import book_of
+from properties.path_domain import PathDomain
+from verify.engine.asking import Described, describe, started
+from verify.engine.check import Check
+from verify.engine.law_check import Settings, overall
+from verify.engine.profiles import PROFILES, Profile
+from verify.findings.law_report import LawReport
+from verify.findings.regressions import Examples
+from verify.findings.store import Store
+from verify.process.outcome import Verdict
+from verify.process.worker import Worker
+
+# The profiles of the first rounds; those after them are like the last.
+PACE = {"cpu": ("few", "quick", "ci"), "cuda": ("quick", "gpu")}
+SUMMED = ("kernel_s", "oracle_s", "wall_s")
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One check of a soak."""
+
+    number: int
+    spec: str
+    profile: Profile
+    seed: int
+
+    def __str__(self) -> str:
+        """The command that runs it again."""
+        return f"check {self.spec} --profile {self.profile.name} --seed {self.seed} --climb"
+
+
+class Soak:
+    """A soak of some adapters: `place` says on which device each is, `workers` and `compilers` how many processes a device has.
+
+    `laws` are asked, without them all that can be of an adapter; one that broke is not asked again. `profile` is that of every
+    round, without it rounds are as in PACE. `on_round` is told of each round that begins, `on_case(what, done, of)` of cases and
+    `on_report` of broken laws, from any thread.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[str],
+        laws: Sequence[str] | None = None,
+        *,
+        seed: int = 0,
+        place: Callable[[str], str] = lambda spec: "cpu",
+        workers: Callable[[str], int] = lambda device: 1,
+        compilers: Callable[[str], int] = lambda device: 0,
+        store: Store | None = None,
+        examples: Examples | None = None,
+        profile: Profile | None = None,
+        stop_at_first: bool = False,
+        deadline_s: float = 120.0,
+        products: str | None = None,
+        tune: str = "",
+        on_round: Callable[[Round], None] = lambda begun: None,
+        on_case: Callable[[str, int, int], None] = lambda what, done, of: None,
+        on_report: Callable[[LawReport], None] = lambda report: None,
+    ) -> None:
+        self.specs, self.laws, self.seed = list(dict.fromkeys(specs)), laws, seed
+        self.store, self.examples, self.profile = store or Store(), examples, profile
+        self.stop_at_first, self.deadline_s, self.products, self.tune = stop_at_first, deadline_s, products, tune
+        self.on_round, self.on_case, self.on_report = on_round, on_case, on_report
+        self._place, self._count, self._compilers = place, workers, compilers
+        self._workers: dict[str, list[Worker]] = {}
+        self._devices: dict[str, str] = {}
+        self._reports: dict[tuple[str, str], LawReport] = {}
+        self.described: dict[str, Described] = {}
+        self.rounds = 0
+
+    def __enter__(self) -> "Soak":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for workers in self._workers.values():
+            for worker in workers:
+                worker.close()
+        self.store.close()
+
+    @property
+    def reports(self) -> list[LawReport]:
+        """What is known so far, by adapter and law."""
+        return list(self._reports.values())
+
+    def describe(self) -> dict[str, Described]:
+        """The adapters' declarations. AdapterError if one cannot be had."""
+        for spec in self.specs:
+            if spec in self.described:
+                continue
+            device = self._place(spec)
+            described = describe(spec, self._started(device)[0])
+            self._devices[spec] = device
+            self.described[spec] = described
+            for law in self.laws or book_of(described.domain).about(described.domain.operation):
+                self._reports[spec, law] = LawReport(law, spec, Verdict.UNKNOWN, reason="no case was run")
+        return self.described
+
+    def run(self, seconds: float) -> list[LawReport]:
+        """Rounds until the time is over, a law is broken if that is to be the end, or nothing is left to ask.
+
+        What an interrupted round came to is in `reports`. A law that breaks is shrunk, be it that the time is over meanwhile.
+        """
+        self.describe()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and (left := [spec for spec in self.specs if self._open(spec)]):
+            self.rounds += 1
+            for place, spec in enumerate(left):
+                now = time.monotonic()
+                # A round that does not fit leaves the others their share of the time.
+                self._round(spec, now + max(0.0, end - now) / (len(left) - place))
+                if self.stop_at_first and any(report.verdict is Verdict.BROKEN for report in self.reports):
+                    return self.reports
+        return self.reports
+
+    def _round(self, spec: str, until: float) -> None:
+        device = self._devices[spec]
+        pace = PACE[device]
+        profile = self.profile or PROFILES[pace[min(self.rounds, len(pace)) - 1]]
+        this = Round(self.rounds, spec, profile, round_seed(self.seed, self.rounds))
+        self.on_round(this)
+        label = f"{spec} " if len(self.specs) > 1 else ""
+        settings = Settings(
+            spec,
+            self.laws,
+            profile,
+            this.seed,
+            device=device,
+            tune=self.tune or (str(this.seed) if device == "cuda" else ""),
+            products=self.products,
+            climbs=True,
+            stop_at_first=self.stop_at_first,
+            compilers=0 if isinstance(self.described[spec].domain, PathDomain) else self._compilers(device),
+            skip=self._closed(spec),
+            until=until,
+        )
+        checking = Check(
+            settings,
+            self._started(device),
+            self.store,
+            examples=self.examples,
+            on_case=lambda law, done, of: self.on_case(label + law, done, of),
+            on_report=self._told,
+        )
+        with checking as check:
+            try:
+                check.run()
+            finally:
+                for report in (*check.reports, *check.unfinished):
+                    self._reports[spec, report.law] = merged(self._reports[spec, report.law], report)
+
+    def _told(self, report: LawReport) -> None:
+        if report.verdict is Verdict.BROKEN:
+            self.on_report(report)
+
+    def _started(self, device: str) -> list[Worker]:
+        if device not in self._workers:
+            self._workers[device] = started(device, self._count(device), self.deadline_s)
+        return self._workers[device]
+
+    def _closed(self, spec: str) -> set[str]:
+        """The laws that are not asked any more: what broke, and what the adapter does not promise."""
+        done = (Verdict.BROKEN, Verdict.UNSUPPORTED)
+        return {law for (each, law), report in self._reports.items() if each == spec and report.verdict in done}
+
+    def _open(self, spec: str) -> bool:
+        return len(self._closed(spec)) < sum(each == spec for each, _ in self._reports)
+
+
+def round_seed(seed: int, number: int) -> int:
+    """What the cases of a round are drawn from, as `check --seed` takes it: in 0..2**32 - 1."""
+    return mix_words(seed, f"round {number}") % 2**32
+
+
+def merged(before: LawReport, more: LawReport) -> LawReport:
+    """What two reports of one law of one adapter come to together: cases add up, and what is broken stays so."""
+    kept = before if before.verdict is Verdict.BROKEN else more
+    counts = _added(before.counts, more.counts)
+    verdict, reason = kept.verdict, kept.reason
+    if Verdict.BROKEN not in (before.verdict, more.verdict) and counts:
+        undecided = [_undecided(each.reason) for each in (before, more) if each.counts and each.verdict is Verdict.UNKNOWN]
+        verdict, reason = overall(counts, next(filter(None, undecided), ""))
+    names = before.ratios.keys() | more.ratios.keys()
+    data: dict[str, Any] = {name: getattr(before, name) + getattr(more, name) for name in SUMMED}
+    return dataclasses.replace(
+        kept,
+        verdict=verdict,
+        reason=reason,
+        counts=counts,
+        ratios={name: max(before.ratios.get(name, 0.0), more.ratios.get(name, 0.0)) for name in sorted(names)},
+        regimes=_added(before.regimes, more.regimes),
+        known=before.known or more.known,
+        fault=before.fault or more.fault,
+        fault_run=before.fault_run or more.fault_run,
+        **data,
+    )
+
+
+def summary(reports: Sequence[LawReport], rounds: int, wall_s: float) -> str:
+    """One line: how many laws came to what, and how many cases it took."""
+    counts = {verdict: sum(report.verdict is verdict for report in reports) for verdict in Verdict}
+    told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    cases, adapters = sum(sum(report.counts.values()) for report in reports), len({report.adapter for report in reports})
+    kernel, oracle = (sum(getattr(report, name) for report in reports) for name in ("kernel_s", "oracle_s"))
+    line = f"{told or 'nothing'} of {len(reports)} laws of {adapters} adapter{'s' if adapters > 1 else ''}; {rounds} rounds, "
+    line += f"{cases} cases in {wall_s:.0f} s, {cases / max(wall_s, 1e-3):.3g} a second"
+    return line + f" (kernels {kernel:.0f} s, oracle and bounds {oracle:.0f} s)"
+
+
+def _added(before: dict[str, int], more: dict[str, int]) -> dict[str, int]:
+    return {name: before.get(name, 0) + more.get(name, 0) for name in (*before, *(each for each in more if each not in before))}
+
+
+def _undecided(reason: str) -> str:
+    """Why a case was undecided, without how many were."""
+    return re.sub(r"^\d+ undecided: ", "", reason)

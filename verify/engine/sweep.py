@@ -1,0 +1,294 @@
+"""Sweeps: every autotune configuration of every kernel of an implementation, judged, and those at fault put on a deny-list.
+
+Autotuning takes the fastest configuration, right or wrong, and another one on the next card: a defect of one of them is seen by
+whoever's clock chose it. All kernels step through their configurations at the same time, so that as many runs as the longest list
+has show them all; a run that fails is taken apart kernel by kernel.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from oracles.counter import mix_words
+from properties.books import book_of
+from properties.cases.rule_case import Case
+from properties.domain import Domain
+from properties.palette import draw_palette, key_of
+from properties.strategies import Example
+from verify.engine.asking import Described, ask
+from verify.engine.compile_plan import on_gpu
+from verify.engine.drawing import seeded
+from verify.engine.explaining import explain
+from verify.execution.run import Run
+from verify.findings.known import NO_DEFECTS
+from verify.findings.report import finding_lines
+from verify.findings.store import Store
+from verify.gpu.autotune import Denied, Policy, narrow, plan
+from verify.process.messages import Tunings
+from verify.process.outcome import Finding, Outcome, Verdict
+from verify.process.worker import Worker, WorkerLost
+
+KEYS, CASES = 2, 2  # compile keys, and cases of each: a configuration is compiled anew for every key
+LAWS = ("oracle", "memory")  # by bound; and bit for bit, a second run over other memory
+TRIES = 6
+ALL = f"whatever the configurations ({TRIES} numbers that draw them were tried): no one of them is told apart by this case"
+SHRINK_S = 120.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A configuration, or some that fail together only, with the smallest run that shows it and what it came to."""
+
+    policy: Policy
+    run: Run
+    findings: list[Finding]
+
+    def denied(self, gpu: str, triton: str) -> list[Denied]:
+        """Its entries of a deny-list."""
+        finding = self.findings[0]
+        error = f"{finding.place}: {finding.what}"
+        return [Denied(gpu, triton, kernel, config, self.run.law, str(self.run), error) for kernel, config in self.policy.picks]
+
+
+@dataclasses.dataclass
+class Swept:
+    """What a sweep came to: every kernel's configurations, those that do not fit this device, and those at fault."""
+
+    known: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    infeasible: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
+    ran: dict[str, set[str]] = dataclasses.field(default_factory=dict)
+    faults: list[Fault] = dataclasses.field(default_factory=list)
+    undecided: list[str] = dataclasses.field(default_factory=list)
+    runs: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "known": self.known,
+            "infeasible": self.infeasible,
+            "ran": {kernel: sorted(configs) for kernel, configs in self.ran.items()},
+            "faults": [
+                {"tune": str(fault.policy), "run": str(fault.run), "findings": [each.to_json() for each in fault.findings]}
+                for fault in self.faults
+            ],
+            "undecided": self.undecided,
+            "runs": self.runs,
+        }
+
+    def lines(self) -> list[str]:
+        """A line a kernel, and what each fault is."""
+        text = []
+        for kernel, configs in sorted(self.known.items()):
+            missing = set(configs) - self.ran.get(kernel, set()) - set(self.infeasible.get(kernel, {}))
+            more = f", {len(self.infeasible[kernel])} do not fit" if self.infeasible.get(kernel) else ""
+            more += f", {len(missing)} did not run" if missing else ""
+            text.append(f"  {kernel}: {len(self.ran.get(kernel, ()))} of {len(configs)} configurations ran{more}")
+        for fault in self.faults:
+            text.append(f"WRONG    {' with '.join(f'{kernel} {config}' for kernel, config in fault.policy.picks) or ALL}")
+            text += finding_lines(fault.findings)
+            text.append(f'  repeat       python -m verify repeat "{fault.run}"')
+        return text + [f"UNDECIDED  {reason}" for reason in self.undecided]
+
+
+def examples_of(domain: Any, seed: int, device: str = "cuda") -> Iterator[tuple[str, Example]]:
+    """Few cases of few keys, each of which compiles every kernel: (law, example). On the CPU, interpreted, fewer and short ones."""
+    domain, keys = (domain, 1) if device == "cpu" else (on_gpu(domain, seed), KEYS)
+    book = book_of(domain)
+    if device != "cpu" and isinstance(domain, Domain):
+        yield from ((law, Example(case)) for case in _usual(domain, seed) for law in LAWS)
+    palette = draw_palette(domain, seed, keys, ["oracle"])
+    for law in LAWS:
+        drawn: list[Example] = []
+        seeded(palette.examples(book.laws[law], domain), mix_words(seed, law), 40, drawn.append)
+        counts: dict[Any, int] = {}
+        for example in drawn:
+            case = example.case
+            enough = case.backward == getattr(domain, "backward", case.backward) and max(getattr(case, "lengths", (0,))) > 64
+            if enough and counts.get(key_of(case), 0) < CASES and len(counts) <= keys:
+                counts[key_of(case)] = counts.get(key_of(case), 0) + 1
+                yield law, example
+
+
+def _usual(domain: Domain, seed: int) -> Iterator[Case]:
+    """Short cases at the widths that models have, which is where wrong configurations were met; those that are promised."""
+    for dtype, width in (("bf16", 128), ("fp16", 64)):
+        cases = (
+            Case(
+                (200, 130) if domain.packed else (200,),
+                operation=domain.operation,
+                packed=domain.packed,
+                heads=2,
+                value_heads=heads,
+                key_dim=width,
+                value_dim=width,
+                dtype=dtype,
+                gate="mixed",
+                backward=domain.backward,
+                seed=seed % 2**16,
+            )
+            for heads in (4, 2)
+        )
+        yield from itertools.islice((case for case in cases if domain.outside(case) is None), 1)
+
+
+class Sweep:
+    """A sweep of one adapter. `on_run(done, of)` is told as it goes, from any thread."""
+
+    def __init__(
+        self,
+        described: Described,
+        workers: Sequence[Worker],
+        store: Store,
+        *,
+        seed: int = 0,
+        device: str = "cuda",
+        products: str = "ieee",
+        examples: Iterable[tuple[str, Example]] | None = None,
+        on_run: Callable[[int, int], None] = lambda done, of: None,
+    ) -> None:
+        self.described, self.workers, self.store, self.seed = described, list(workers), store, seed
+        self.device, self.products, self.on_run = device, products, on_run
+        self.examples = list(examples_of(described.domain, seed, device) if examples is None else examples)
+        self.swept = Swept()
+        self._idle: queue.Queue[Worker] = queue.Queue()
+        self._lock = threading.Lock()
+        for worker in self.workers:
+            self._idle.put(worker)
+
+    def run(self) -> Swept:
+        """Every configuration, judged. ValueError if nothing is autotuned.
+
+        An example that fails with the configurations of every number tried is a fault without any, and no other is told by it.
+        """
+        bases, broken = self._bases()
+        known = {kernel: texts for kernel, texts in self.swept.known.items() if texts}
+        if not known:
+            raise ValueError(f"a sweep needs autotuned kernels, and {self.described.spec} ran none")
+        asked = [
+            dataclasses.replace(run, tune=str(policy))
+            for number, runs in bases.items()
+            for policy in plan(known, number)
+            for run in runs
+        ]
+        outcomes = self._asked(asked)
+        self._undecided(asked, outcomes)
+        failing: dict[str, tuple[Run, Outcome]] = {}
+        for run, outcome in zip(asked, outcomes, strict=True):
+            if outcome.verdict is Verdict.BROKEN:
+                failing.setdefault(run.tune, (run, outcome))
+        found: dict[tuple[str, ...], tuple[Policy, Run, Outcome]] = {}
+        for tune, (run, outcome) in failing.items():
+            policy = Policy.parse(tune)
+            if seen := {pick for each, *_ in found.values() if set(each.picks) <= set(policy.picks) for pick in each.picks}:
+                # What is known to fail is taken out: lists step side by side, and what else is wrong may stand beside nothing else.
+                policy = Policy(policy.tune, tuple(pick for pick in policy.picks if pick not in seen))
+                left = next((each for each in bases[policy.tune or 0] if self._fails(each, policy)), None)
+                if left is None:
+                    continue
+                run = left
+            try:
+                smallest = narrow(policy, functools.partial(self._fails, run))
+                reason = "" if smallest else "failed once and not again"
+            except ValueError as error:  # its configurations hold no longer without the picks
+                smallest, reason = [], str(error)
+            for each in smallest:
+                picks = tuple(f"{kernel}:{config}" for kernel, config in each.picks)
+                found.setdefault(picks, (each, dataclasses.replace(run, tune=str(each)), outcome))
+            self.swept.undecided += [f"{reason}: {run}"] if reason else []
+        for run, outcome in broken:
+            found.setdefault((run.law, str(key_of(run.example.case))), (Policy.parse(run.tune), run, outcome))
+        self.swept.faults = [self._smallest(policy, run, outcome) for policy, run, outcome in found.values()]
+        return self.swept
+
+    def _bases(self) -> tuple[dict[int, list[Run]], list[tuple[Run, Outcome]]]:
+        """By numbers from the seed on, the runs that hold with its configurations, from which a wrong one can be told.
+
+        And those that failed with the configurations of TRIES numbers.
+        """
+        bases: dict[int, list[Run]] = {}
+        left, broken = self.examples, list[tuple[Run, Outcome]]()
+        for number in range(self.seed, self.seed + TRIES):
+            runs = [self._run(law, example, Policy(number)) for law, example in left]
+            outcomes = self._asked(runs)
+            answers = list(zip(runs, left, outcomes, strict=True))
+            bases[number] = [run for run, _, outcome in answers if outcome.verdict is not Verdict.BROKEN]
+            self._undecided(runs, outcomes)
+            left = [example for _, example, outcome in answers if outcome.verdict is Verdict.BROKEN]
+            broken = [(run, outcome) for run, _, outcome in answers if outcome.verdict is Verdict.BROKEN]
+            if not left:
+                break
+        return bases, broken
+
+    def _run(self, law: str, example: Example, policy: Policy) -> Run:
+        return Run(law, self.described.spec, example, self.products, self.device, str(policy))
+
+    def _asked(self, runs: Sequence[Run]) -> list[Outcome]:
+        done = [0]
+
+        def one(run: Run) -> Outcome:
+            outcome = self._ask(run)
+            with self._lock:
+                done[0] += 1
+                self.on_run(done[0], len(runs))
+            return outcome
+
+        with concurrent.futures.ThreadPoolExecutor(len(self.workers)) as pool:
+            return list(pool.map(one, runs))
+
+    def _ask(self, run: Run) -> Outcome:
+        worker = self._idle.get()
+        try:
+            outcome = ask(run, worker, self.store)
+            if outcome.lost or outcome.starved:  # by this configuration, or by others that share the device
+                outcome = ask(run, worker, self.store)
+            if outcome.starved and len(self.workers) > 1:
+                outcome = Outcome(Verdict.UNKNOWN, reason=f"{outcome.findings[0].what}, which other workers share")
+            said: Mapping[str, Any] = {}
+            if not outcome.lost:
+                said = worker.ask(Tunings())
+        except WorkerLost:
+            said = {}
+        finally:
+            self._idle.put(worker)
+        if outcome.verdict is Verdict.BROKEN:  # on disk before it is taken apart
+            self.store.keep(
+                {
+                    "stage": "swept",
+                    "run": str(run),
+                    "law": run.law,
+                    "versions": self.described.versions,
+                    "findings": [each.to_json() for each in outcome.findings],
+                }
+            )
+        with self._lock:
+            self.swept.runs += 1
+            for kernel, texts in said.get("known", {}).items():
+                self.swept.known[kernel] = tuple(dict.fromkeys([*self.swept.known.get(kernel, ()), *texts]))
+            for kernel, why in said.get("infeasible", {}).items():
+                self.swept.infeasible.setdefault(kernel, {}).update(why)
+            for kernel, ran in outcome.tuned.items():
+                self.swept.ran.setdefault(kernel, set()).update(ran)
+        return outcome
+
+    def _undecided(self, runs: Sequence[Run], outcomes: Sequence[Outcome]) -> None:
+        for run, outcome in zip(runs, outcomes, strict=True):
+            if outcome.verdict is Verdict.UNKNOWN:
+                self.swept.undecided.append(f"{outcome.reason}: {run}")
+
+    def _fails(self, run: Run, policy: Policy) -> bool:
+        return self._ask(dataclasses.replace(run, tune=str(policy))).verdict is Verdict.BROKEN
+
+    def _smallest(self, policy: Policy, run: Run, outcome: Outcome) -> Fault:
+        again = self._ask(run)
+        outcome = again if again.verdict is Verdict.BROKEN else outcome
+        worker = self._idle.get()
+        try:
+            small, best = explain(run.the_law, run, outcome, worker, self.store, NO_DEFECTS, threading.Event(), SHRINK_S)
+        finally:
+            self._idle.put(worker)
+        return Fault(policy, dataclasses.replace(run, example=small.example), best.findings)

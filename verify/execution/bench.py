@@ -1,0 +1,410 @@
+"""The bench: runs an adapter for a law, with probes around every run, and knows the truth and the bounds of its class.
+
+Probes: uninitialised memory is poisoned, inputs must come back unchanged, outputs must have the contract's shape and dtype.
+"""
+
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import os
+import time
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from oracles import bound
+from oracles.bound import Bound, Finer
+from oracles.operation import Inputs, Operation, gradient_name, sequences
+from properties.cases.rule_case import Case
+from properties.laws import Cotangents, Results
+from verify.adapters.base import Adapter
+from verify.gpu import device as devices
+from verify.interpreter import Race, UnknownTriton, races
+from verify.process.outcome import FailureKind, Finding
+from verify.process.stacks import Mark, marked
+
+T = TypeVar("T")
+UNPOISONED = "GDN_VERIFY_UNPOISONED"  # in a worker's environment: uninitialised memory stays so, for a sanitizer to see
+
+
+class AdapterFault(Exception):
+    """The implementation raised, or returned what is no answer. `finding` says which."""
+
+    def __init__(self, output: str, kind: FailureKind, what: str, worst: str = "", *, detail: str = "") -> None:
+        super().__init__(what)
+        self.finding = Finding(output, kind, what, worst, detail=detail)
+
+
+class OutOfMemory(Exception):
+    """The implementation ran out of memory."""
+
+
+class Timed:
+    """Seconds spent in the implementation and in the oracle."""
+
+    def __init__(self) -> None:
+        self.kernel_s = self.oracle_s = 0.0
+
+    @contextlib.contextmanager
+    def timed(self, account: str) -> Iterator[None]:
+        """Count what is done inside on an account: "kernel_s" or "oracle_s"."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, account, getattr(self, account) + time.perf_counter() - start)
+
+
+class Ready(Protocol):
+    """The inputs and bounds of a case as it stands, made with those of others (verify/execution/shared_bounds.py)."""
+
+    def call(self) -> tuple[Inputs, Cotangents]:
+        """The case's inputs, and its cotangents if it has a backward."""
+
+    def bounds(self, algorithm: str) -> dict[str, Bound]:
+        """Its bounds for a class of algorithm."""
+
+
+class AdapterBench(Timed):
+    """A Bench (properties/laws.py) for one adapter and one case."""
+
+    def __init__(
+        self, adapter: Adapter, counterpart: Adapter | None, case: Case, products: str = "ieee", device: str = "cpu"
+    ) -> None:
+        super().__init__()
+        self.adapter, self.case, self.products, self.device = adapter, case, products, device
+        self.law_device = device  # where a law makes its tensors: with the results
+        self.counterpart = counterpart or adapter
+        self.domain = adapter.domain
+        self.says = adapter  # by what this one says of itself a run is judged
+        self.impure: list[Finding] = []
+        self.lost = ""  # why the device is gone, once it is
+        self.ready: Ready | None = None
+
+    @property
+    def algorithm(self) -> str:
+        """The class that a run is judged by."""
+        return self.says.algorithm
+
+    def call(self, case: Any) -> tuple[Inputs, Cotangents]:
+        """The inputs of a case, on the device, and its cotangents if it has a backward."""
+        with self.timed("oracle_s"), devices.default("cpu"):
+            if self.ready is not None and case is self.case:
+                return self.ready.call()
+            return case.inputs(self.device), case.cotangents(self.device) if case.backward else None
+
+    def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:
+        """The truth and bounds for the adapter's class, or for `algorithm`."""
+        says = self.says
+        chunk, own = says.chunk if algorithm is None else None, algorithm or says.algorithm
+
+        def bounds(name: str) -> dict[str, Bound]:
+            if self.ready is not None:
+                return self.ready.bounds(name)
+            spec = self._contract(inputs)
+            # A rule's laws judge by what fewer runs are sure of, and ask for more where that is not enough.
+            asked = (name, self.products, chunk, 1 if isinstance(self.case, Case) else None)
+            stores, folds = (each and algorithm is None for each in (says.stores, says.folds))
+            make = functools.partial(bound.bounds, spec, inputs, cotangents, *asked, stores=stores, folds=folds)
+            return _MEMO.get(spec, inputs, cotangents, (*asked, stores, folds), make)
+
+        with self.timed("oracle_s"), devices.default("cpu"):
+            made = bounds(own)
+            if says.stores and own == "recurrent":
+                other = bounds("chunkwise")  # which stores normalised keys, and corrected values forward
+                made = {name: each.beside(other[name]) for name, each in made.items()}
+        return {name: dataclasses.replace(each, finer=self._finer(each)) for name, each in made.items()}
+
+    def _finer(self, one: Bound) -> Finer:
+        def finer(over: Tensor | None = None) -> Bound:
+            with self.timed("oracle_s"), devices.default("cpu"):
+                assert one.finer is not None
+                found = one.finer(over)
+            return found if found.finer is None else dataclasses.replace(found, finer=self._finer(found))
+
+        return finer
+
+    def truth(self, inputs: Inputs, cotangents: Cotangents) -> Results:
+        """The truth alone."""
+        spec = self._contract(inputs)
+        with self.timed("oracle_s"), devices.default("cpu"):
+            return _MEMO.get(spec, inputs, cotangents, ("truth",), lambda: bound.truth(spec, inputs, cotangents))
+
+    def _contract(self, inputs: Inputs) -> Operation:
+        """The contract of a call, which is refused if illegal: what we feed an implementation is always a legal one."""
+        spec: Operation = self.case.spec_of(inputs)
+        spec.check(inputs)
+        return spec
+
+    def run(
+        self,
+        inputs: Inputs,
+        cotangents: Cotangents,
+        *,
+        counterpart: bool = False,
+        poison: float = float("nan"),
+        frozen: Collection[str] = (),
+    ) -> Results:
+        """One call of the adapter, and with cotangents its backward. AdapterFault if it raises or breaks the contract."""
+        spec = self._contract(inputs)
+        adapter = self.counterpart if counterpart else self.adapter
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        copies = {name: value.clone() for name, value in tensors.items()}
+        updated = {port.name for port in spec.outputs} & tensors.keys() if getattr(self.domain, "in_place", False) else set()
+        try:
+            with self.timed("kernel_s"), devices.default("cpu"), poisoned(poison), races.accepted(if_=_shares_a_slot(inputs)):
+                results = self._call(adapter, spec, inputs, cotangents, frozen)
+            for name in updated:
+                if (results[name].data_ptr(), results[name].stride()) != (tensors[name].data_ptr(), tensors[name].stride()):
+                    raise AdapterFault(
+                        name, FailureKind.NOT_IN_PLACE, "is not the tensor that was given, though the domain says in place"
+                    )
+                results[name] = results[name].clone()
+        except AdapterFault:
+            raise
+        except Exception as error:
+            raised, self.lost = blamed(error, self.device)
+            raise raised from error
+        finally:
+            if not self.lost:
+                for name in updated:
+                    tensors[name].copy_(copies[name])  # its results are kept; laws give the same inputs again
+                for name in _changed({name: (tensors[name], before) for name, before in copies.items() if name not in updated}):
+                    self.impure.append(Finding(f"input {name}", FailureKind.INPUT_CHANGED, "was changed by the call"))
+        return results
+
+    def _call(self, adapter: Adapter, spec: Operation, inputs: Inputs, cotangents: Cotangents, frozen: Collection[str]) -> Results:
+        """The results, once the device has them; a second try where the oracle's memory, which torch keeps, was in the way."""
+        try:
+            results = self.call_implementation(adapter, spec, inputs, cotangents, frozen)
+        except RuntimeError as error:
+            if self.device == "cpu" or not _no_memory(error):
+                raise
+            devices.free_bytes(self.device)
+            results = self.call_implementation(adapter, spec, inputs, cotangents, frozen)
+        devices.settle(self.device)
+        return results
+
+    @marked(Mark.IMPLEMENTATION)
+    def call_implementation(
+        self, adapter: Adapter, spec: Operation, inputs: Inputs, cotangents: Cotangents, frozen: Collection[str] = ()
+    ) -> Results:
+        """Outputs and gradients. If a worker hangs with this frame on its stack, the implementation hangs."""
+        names = [port.name for port in spec.inputs if inputs.get(port.name) is not None and port.dtype != "index"]
+        leaves = {name: inputs[name].detach().requires_grad_(cotangents is not None and name not in frozen) for name in names}
+        answer = adapter.run(inputs.replaced(**leaves))
+        outputs = self._outputs(answer, spec, inputs)
+        results = {name: value.detach() for name, value in outputs.items()}
+        if cotangents is None:
+            return results
+        leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        tokens = inputs[names[0]].numel() > 0
+        depends = not frozen and (tokens or inputs.get("state") is not None)
+        for name, output in outputs.items():
+            if depends and output.numel() and not output.requires_grad:
+                raise AdapterFault(name, FailureKind.NO_GRADIENT, "carries no gradient, though the domain says backward")
+        targets = [name for name in outputs if outputs[name].requires_grad]
+        if targets:
+            gradients = torch.autograd.grad(
+                [outputs[name] for name in targets],
+                list(leaves.values()),
+                [cotangents[name] for name in targets],
+                allow_unused=True,
+            )
+        else:
+            gradients = tuple(torch.zeros_like(leaf) for leaf in leaves.values())
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+            if gradient is None and leaf.numel() and tokens:  # without tokens, zeros may be left unsaid
+                raise AdapterFault(gradient_name(name), FailureKind.NO_GRADIENT, "is absent: no gradient reached this input")
+            results[gradient_name(name)] = torch.zeros_like(leaf) if gradient is None else gradient.detach()
+        return results
+
+    def _outputs(self, answer: Any, spec: Operation, inputs: Inputs) -> Results:
+        """The outputs by name, of the contract's shapes and dtypes."""
+        ports = spec.outputs
+        if len(ports) == 1 and isinstance(answer, Tensor):
+            answer = (answer,)
+        if not (isinstance(answer, tuple) and len(answer) == len(ports)):
+            names = ", ".join(port.name for port in ports)
+            raise AdapterFault("call", FailureKind.TYPE, f"returned {type(answer).__name__}, must return a tuple ({names})")
+        sizes = _sizes(spec, inputs)
+        tokens = next(port.name for port in spec.inputs if port.axes.startswith("B T"))
+        outputs: Results = {}
+        for port, output in zip(ports, answer, strict=True):
+            if port.axes.startswith("N ") and not inputs.get("output_final_state", True):
+                continue
+            shape = tuple(sizes[axis] for axis in port.axes.split())
+            dtype = inputs[tokens].dtype if port.dtype == "input" else torch.float32
+            if not isinstance(output, Tensor):
+                raise AdapterFault(port.name, FailureKind.TYPE, f"is {type(output).__name__}, must be a tensor")
+            if tuple(output.shape) != shape:
+                raise AdapterFault(port.name, FailureKind.SHAPE, f"has shape {tuple(output.shape)}, must have {shape}")
+            if output.dtype != dtype:
+                raise AdapterFault(port.name, FailureKind.DTYPE, f"has dtype {output.dtype}, must have {dtype}")
+            outputs[port.name] = output
+        return outputs
+
+
+class Compiling(AdapterBench):
+    """A bench that only calls: bounds and truths are there in name, and everything can be seen."""
+
+    def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:  # noqa: ARG002
+        """Zeros, and less than nothing allowed."""
+        ports = {port.name: port for port in (*self._contract(inputs).outputs, *self._contract(inputs).gradients())}
+        return {
+            name: Bound(value, torch.full(value.shape if ports[name].scalar_rows else value.shape[:-1], -1.0, device=value.device))
+            for name, value in self.truth(inputs, cotangents).items()
+        }
+
+    def truth(self, inputs: Inputs, cotangents: Cotangents) -> Results:
+        """Zeros, in the shape of each output and gradient."""
+        spec = self._contract(inputs)
+        sizes = _sizes(spec, inputs)
+        ports = [*spec.outputs, *(spec.gradients() if cotangents is not None else ())]
+        device = next(x.device for x in inputs.values() if isinstance(x, Tensor))
+        shapes = {
+            port.name: [sizes[axis] for axis in port.axes.split()] for port in ports if set(port.axes.split()) <= sizes.keys()
+        }
+        return {name: torch.zeros(shape, dtype=torch.float64, device=device) for name, shape in shapes.items()}
+
+
+def _sizes(spec: Operation, inputs: Inputs) -> dict[str, int]:
+    """The length of every axis of a call's outputs."""
+    sizes = spec.sizes(inputs)
+    tokens = next(port.name for port in spec.inputs if port.axes.startswith("B T"))
+    sizes["N"] = len(sequences(inputs, tokens))
+    if (layer := inputs.get("layer")) is not None:
+        sizes["K"] = layer.key_dim  # an axis of no input, where no state goes in
+    return sizes
+
+
+class _Memo:
+    """The oracle's last answers by the bytes of what was asked: laws, shrinking and many animals ask about the same inputs."""
+
+    def __init__(self, most: int, numbers: int) -> None:
+        self.most, self.numbers = most, numbers
+        self.answers: collections.OrderedDict[bytes, Any] = collections.OrderedDict()
+
+    def get(self, spec: Operation, inputs: Inputs, cotangents: Cotangents, asked: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """What `make` makes of these inputs, made once."""
+        tensors = [x for x in (*inputs.values(), *(cotangents or {}).values()) if isinstance(x, Tensor)]
+        if sum(x.numel() for x in tensors) > self.numbers or any(x.device.type != "cpu" for x in tensors):
+            return make()  # the key would take longer than the answer
+        digest = hashlib.sha256(repr((spec.name, asked)).encode())
+        for kind, given in (("input", inputs), ("cotangent", cotangents or {})):
+            for name, value in given.items():
+                what = (kind, name, value.dtype, value.shape, value.device) if isinstance(value, Tensor) else (kind, name, value)
+                digest.update(repr(what).encode())
+                if isinstance(value, Tensor):
+                    digest.update(_bytes(value))
+        key = digest.digest()
+        if key in self.answers:
+            self.answers.move_to_end(key)
+        else:
+            self.answers[key] = make()
+            if len(self.answers) > self.most:
+                self.answers.popitem(last=False)
+        answer: T = self.answers[key]
+        return answer
+
+
+def _bytes(x: Tensor) -> bytes:
+    """The numbers of a tensor as they lie in memory, without numpy, which torch may lack."""
+    held = x.detach().contiguous().cpu()
+    return ctypes.string_at(held.data_ptr(), held.numel() * held.element_size()) if held.numel() else b""
+
+
+_MEMO = _Memo(64, 2**17)
+
+
+def _shares_a_slot(inputs: Inputs) -> bool:
+    """Whether several padding requests have one slot of a pool, into which their programs may all write."""
+    slots, padding = inputs.get("slots"), inputs.get("padding")
+    return isinstance(slots, Tensor) and isinstance(padding, int) and padding >= 0 and int((slots == padding).sum()) > 1
+
+
+@contextlib.contextmanager
+def poisoned(value: float) -> Iterator[None]:
+    """Uninitialised tensors made from Python hold `value` (large integers where it cannot be held): what is read before it is
+    written shows."""
+    if os.environ.get(UNPOISONED):
+        yield
+        return
+    names = ("empty", "empty_like", "empty_strided")
+    originals = {name: getattr(torch, name) for name in names}
+    new_empty = torch.Tensor.new_empty
+
+    def filled(make: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Tensor:
+            made: Tensor = make(*args, **kwargs)
+            held = made.detach()
+            if held.is_floating_point():
+                held.fill_(value)
+            else:
+                held.fill_(99 if held.dtype in (torch.int8, torch.uint8, torch.bool) else 29999)
+            return made
+
+        return wrapper
+
+    try:
+        for name, make in originals.items():
+            setattr(torch, name, filled(make))
+        torch.Tensor.new_empty = filled(new_empty)  # type: ignore[method-assign]
+        yield
+    finally:
+        for name, make in originals.items():
+            setattr(torch, name, make)
+        torch.Tensor.new_empty = new_empty  # type: ignore[method-assign]
+
+
+def _changed(pairs: dict[str, tuple[Tensor, Tensor]]) -> list[str]:
+    """The names of tensors that are not what they were, or not of its shape; what was and is no number is as it was."""
+    same = {name: now.shape == before.shape for name, (now, before) in pairs.items()}
+    differ = [(now != before).any() for name, (now, before) in pairs.items() if same[name]]
+    places = {each.device for each in differ}  # waited for once each
+    if all(same.values()) and not any(bool(torch.stack([each for each in differ if each.device == at]).any()) for at in places):
+        return []
+    return [
+        name
+        for name, (now, before) in pairs.items()
+        if not same[name] or bool(((now != before) & ~(now.isnan() & before.isnan())).any())
+    ]
+
+
+def _no_memory(error: BaseException) -> bool:
+    """Whether that is what it says: torch's own errors, the operating system's, a launch's."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        words in str(error) for words in ("can't allocate memory", "[CUDA]: out of memory", "CUDA error: out of memory")
+    )
+
+
+def blamed(error: Exception, device: str) -> tuple[Exception, str]:
+    """What an exception of the implementation comes to, AdapterFault or OutOfMemory; and why the device is lost, if it is."""
+    if _no_memory(error):
+        return OutOfMemory(str(error)), ""
+    if isinstance(error, Race):
+        return AdapterFault("call", FailureKind.RACE, f"race: {error}", error.place), ""
+    if isinstance(error, UnknownTriton):
+        return error, ""
+    lost = devices.lost(device) or ""
+    if lost:
+        return AdapterFault("call", FailureKind.CRASHED, f"crashed: {lost}", frame(error)), lost
+    name = type(error).__name__
+    return AdapterFault("call", FailureKind.RAISED, f"raised {name}: {short(error)}", frame(error), detail=name), lost
+
+
+def short(error: BaseException) -> str:
+    """The first line of what it says."""
+    return (str(error).strip() or "no message").splitlines()[0][:160]
+
+
+def frame(error: BaseException) -> str:
+    """Where it was raised: the innermost frame, file name only, so that the line reads the same on every machine."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""

@@ -1,0 +1,73 @@
+"""Executing a run in this process: the adapter is called, on this rank or on simulated ones where it is a path."""
+
+import collections
+import contextlib
+import copy
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from properties.books import book_of
+from verify.adapters.base import Adapter, PathAdapter
+from verify.execution.bench import AdapterBench, Compiling, Ready
+from verify.execution.judge import NOTHING, where
+from verify.execution.judging import adapter_of, following, judged, there
+from verify.execution.path_bench import execute_path
+from verify.execution.run import Run
+from verify.gpu import device as devices
+from verify.process.outcome import Outcome, Verdict
+
+
+def execute(
+    run: Run,
+    ready: Ready | None = None,
+    excused: Mapping[str, float] = NOTHING,
+    declared: Mapping[str, Any] = MappingProxyType({}),
+) -> Outcome:
+    """The outcome of a run, here in this process: the adapter is called, its answers are judged, nothing is printed.
+
+    `ready` has the inputs and bounds of a case that is asked about as it stands (verify/execution/shared_bounds.py); for
+    `excused` see
+    verify/execution/judge.py. What is `declared` is judged by instead of what the adapter says of itself; it is called as it is.
+    """
+    adapter, law = adapter_of(run.adapter), run.the_law
+    if book_of(adapter.domain) is not book_of(run.example.case):
+        return Outcome(Verdict.UNSUPPORTED, reason=f"{run.adapter} is no implementation that law {run.law} is about")
+    if isinstance(adapter, PathAdapter):
+        return execute_path(run, adapter)
+    counterpart, case = _counterpart(run, adapter), run.example.case
+    reason = law.needs(adapter.domain) or adapter.domain.outside(case)
+    if reason is None and counterpart is not None:
+        reason = counterpart.domain.outside(case)
+    if reason is not None:
+        return Outcome(Verdict.UNSUPPORTED, reason=reason)
+    if run.device == "cuda" and not devices.gpus():
+        return Outcome(Verdict.UNKNOWN, reason="device=cuda needs a GPU, and torch sees none")
+    bench = AdapterBench(adapter, counterpart, case, run.products, run.device)
+    bench.ready = ready
+    if declared:
+        bench.says = copy.copy(adapter)
+        bench.says.__dict__.update(declared)
+    with following(run.tune) as used:
+        outcome = judged(law, bench, run.example, functools.partial(where, case), case.bytes, excused)
+    outcome.tuned = dict(used)
+    if outcome.rows == 0 and outcome.verdict is Verdict.HOLDS:
+        outcome.verdict, outcome.reason = Verdict.BLIND, "nothing to compare: the case has no rows"
+    return outcome
+
+
+def _counterpart(run: Run, adapter: Adapter) -> Adapter | None:
+    """The one-token form of an adapter, where the law is about it."""
+    counterpart = adapter_of(adapter.counterpart) if adapter.counterpart and run.law in ("recurrent", "cache") else None
+    assert counterpart is None or isinstance(counterpart, Adapter)
+    return counterpart
+
+
+def compiled(run: Run) -> None:
+    """Launch every kernel that the run will, and look at nothing: what is compiled lies in a cache for all processes."""
+    adapter, law, case = adapter_of(run.adapter), run.the_law, run.example.case
+    assert isinstance(adapter, Adapter), run
+    bench = Compiling(adapter, _counterpart(run, adapter), case, run.products, run.device)
+    with contextlib.suppress(Exception), following(run.tune):  # whatever goes wrong, the check will meet it too
+        collections.deque(there(run.device, law.check(bench, run.example)), maxlen=0)

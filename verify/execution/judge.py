@@ -1,0 +1,204 @@
+"""The judge: compares what a law yields, row by row or bit for bit, and says where two tensors part."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oracles.bound import Bound
+from verify.process.outcome import FailureKind, Finding, port_of
+
+Where = Callable[[str, int, torch.Size], str]
+
+
+@dataclasses.dataclass
+class Judgement:
+    """What the pairs of one case came to: findings, rows compared, and per output the worst error over its allowance."""
+
+    findings: list[Finding] = dataclasses.field(default_factory=list)
+    rows: int = 0
+    ratios: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+OFF = "is off by more than rounding explains"
+DIFFERS = "differs, where equality to the bit is due"
+NOTHING: Mapping[str, float] = MappingProxyType({})
+
+
+def judge(pairs: Iterable[tuple[str, Tensor, Tensor | Bound]], where: Where, excused: Mapping[str, float] = NOTHING) -> Judgement:
+    """The judgement of a law's pairs (name, got, want); `where` says the place of a flat index of a name's rows in words.
+
+    `excused` are outputs that nobody needs to be sure of, up to so many times their bound: no finer one is asked for, nor of rows
+    within that where another is beyond it.
+    """
+    kept = [(name, got, want, _glance(got, want)) for name, got, want in pairs]
+    glances = iter(_read([glance for *_, glance in kept if glance is not None]))
+    result = Judgement()
+    for name, got, want, glance in kept:
+        worst, whole = (0.0, 0.0) if glance is None else next(glances)
+        value = want.value if isinstance(want, Bound) else want
+        finding, rows, ratio = None, 0, None
+        if got.shape != value.shape:
+            what = f"has shape {tuple(got.shape)}, must have {tuple(value.shape)}"
+            finding = Finding(name, FailureKind.SHAPE, what)
+        elif isinstance(want, Bound):
+            if glance is not None and worst <= want.sure and math.isfinite(whole):
+                rows, ratio = want.allowed.numel(), worst
+            else:
+                finding, rows, ratio = _row_by_row(name, got, want, where, excused.get(port_of(name), 0.0))
+        elif worst:
+            finding, rows, ratio = _bit_by_bit(name, got, want, where)
+        elif glance is not None:
+            rows, ratio = got.numel(), 0.0
+        result.rows += rows
+        if ratio is not None:
+            result.ratios[port_of(name)] = max(ratio, result.ratios.get(port_of(name), 0.0))
+        if finding is not None:
+            result.findings.append(finding)
+    return result
+
+
+def _output(name: str) -> str:
+    """The output that a pair's name begins with."""
+    return name.split()[0].rstrip(",")
+
+
+def _glance(got: Tensor, want: Tensor | Bound) -> tuple[Tensor, Tensor] | None:
+    """Two numbers that tell whether two tensors part, which nobody waits for yet: on a GPU each wait costs a case's launches.
+
+    They are the worst error over its allowance, no number if one of these is none, or whether any number differs; and a sum that is
+    not finite if an allowance is not, under which every error is none. None where there is nothing to compare.
+    """
+    if isinstance(want, Bound):
+        if got.shape != want.value.shape or not want.allowed.numel():
+            return None
+        return (_errors(got, want) / want.allowed).max(), want.allowed.sum()
+    if got.shape != want.shape or not got.numel():
+        return None
+    differs = (got != want).any().double()
+    return differs, differs
+
+
+def _read(glances: list[tuple[Tensor, Tensor]]) -> list[tuple[float, ...]]:
+    """The numbers of all, in one wait where they lie on one device."""
+    numbers = list(itertools.chain(*glances))
+    read = torch.stack(numbers).tolist() if len({each.device for each in numbers}) == 1 else [each.item() for each in numbers]
+    return list(zip(read[::2], read[1::2], strict=True))
+
+
+def _errors(got: Tensor, bound: Bound) -> Tensor:
+    """The error of each row, in the 2-norm."""
+    off = bound.value - got.detach()  # in float64, as the truth is
+    return off.abs_() if bound.allowed.ndim == got.ndim else torch.linalg.vector_norm(off, dim=-1)
+
+
+def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: float) -> tuple[Finding | None, int, float | None]:
+    """What an output comes to by its bound, and by finer ones unless the error is over it by no more than `spared` times."""
+    wide, want = got.detach().double(), bound.value
+    error = _errors(got, bound)
+    if error.numel() == 0:
+        return None, 0, None
+    if not bool(want.isfinite().all() and bound.allowed.isfinite().all()):
+        raise ArithmeticError(f"the truth of {name}, or its bound, is not finite")  # our failure, and no verdict on got
+    ratio = _over(error, bound)
+    while bound.finer is not None and (most := float(ratio.max())) > bound.sure and (spared < most < bound.clear or bound.sure < 1):
+        bound = bound.finer(ratio > max(bound.sure, spared if bound.sure == 1 else 0.0))
+        ratio = _over(error, bound)
+    over = ratio > 1
+    worst = int(ratio.argmax())
+    if not bool(over.any()):
+        return None, error.numel(), float(ratio.flatten()[worst])
+    first = int(over.flatten().nonzero()[0])
+    bad = not math.isfinite(float(error.flatten()[worst]))
+    finding = Finding(
+        name,
+        FailureKind.NOT_FINITE if bad else FailureKind.OFF,
+        "is not finite" if bad else OFF,
+        where(name, worst, error.shape),
+        where(name, first, error.shape),
+        error.numel(),
+        int(over.sum()),
+        float(error.flatten()[worst]),
+        float(bound.allowed.flatten()[worst]),
+        bound.origin,
+        _some(wide, worst, error.ndim),
+        _some(want, worst, error.ndim),
+    )
+    return finding, error.numel(), float(ratio.flatten()[worst])
+
+
+def _over(error: Tensor, bound: Bound) -> Tensor:
+    """Errors over what is allowed; what is not a number is infinitely far."""
+    return (error / bound.allowed).nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+def _bit_by_bit(name: str, got: Tensor, want: Tensor, where: Where) -> tuple[Finding, int, float]:
+    """What an output comes to that differs."""
+    different = got != want  # NaN differs from everything, 0 equals -0
+    flat = different.flatten().nonzero().squeeze(-1)
+    first = int(flat[0])
+    wide_got, wide_want = got.detach().double().flatten(), want.detach().double().flatten()
+    error = (wide_got - wide_want).abs().nan_to_num(nan=math.inf, posinf=math.inf).where(different.flatten(), 0.0)
+    worst = int(error.argmax())
+    nan = bool(wide_got[worst].isnan())
+    finding = Finding(
+        name,
+        FailureKind.NOT_A_NUMBER if nan else FailureKind.DIFFERS,
+        "is no number, where equality to the bit is due" if nan else DIFFERS,
+        where(name, worst, got.shape),
+        where(name, first, got.shape),
+        got.numel(),
+        len(flat),
+        float(error[worst]),
+        0.0,
+        "equal to the bit",
+        tuple(wide_got[worst : worst + 4].tolist()),
+        tuple(wide_want[worst : worst + 4].tolist()),
+    )
+    return finding, got.numel(), math.inf
+
+
+def _some(x: Tensor, row: int, axes: int) -> tuple[float, ...]:
+    """The first numbers of a row: a single one where rows have as many axes as x."""
+    return tuple((x.flatten()[row : row + 1] if axes == x.ndim else x.flatten(0, -2)[row][:4]).tolist())
+
+
+def indices(flat: int, shape: torch.Size) -> list[int]:
+    """A flat index of a shape, axis by axis."""
+    index = []
+    for size in reversed(shape):
+        flat, place = divmod(flat, size)
+        index.append(place)
+    return index[::-1]
+
+
+WORDS = {"N": "sequence", "H": "head", "HV": "head", "K": "key row", "D": "channel", "V": "channel", "C": "channel", "P": "slot"}
+
+
+def where(case: Any, name: str, flat: int, shape: torch.Size) -> str:
+    """The place of a flat index in words: sequence, token, head. Shapes that are not the case's whole are given as indices."""
+    index, plain = indices(flat, shape), "index " + ", ".join(map(str, indices(flat, shape)))
+    ports = (*case.spec.outputs, *case.spec.gradients())
+    own = port_of(name)
+    axes: list[str] = next((port.axes.split() for port in ports if port.name == own), [])[: len(index)]
+    if not axes or len(axes) < len(index):
+        return plain
+    words = [f"{WORDS[axis]} {at}" for axis, at in zip(axes, index, strict=True) if axis in WORDS]
+    if axes[0] == "N":
+        return ", ".join(words) if shape[0] == len(case.lengths) else plain
+    if axes[:2] != ["B", "T"]:
+        return ", ".join(words) or plain
+    if tuple(shape[:2]) != ((1, case.tokens) if case.packed else (len(case.lengths), case.lengths[0])):
+        return plain
+    sequence, token = index[:2]
+    if case.packed:
+        starts = case.starts()
+        sequence = max(row for row, start in enumerate(starts[:-1]) if start <= token and case.lengths[row])
+        token -= starts[sequence]
+    what = ", ".join([f"token {token}", *words])
+    return f"sequence {sequence}, {what}" if len(case.lengths) > 1 else what

@@ -1,0 +1,117 @@
+"""Judging one case: a law's comparisons are made and judged, and what failed is the outcome of the case."""
+
+import collections
+import contextlib
+import functools
+import os
+import pathlib
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+from properties.laws import Blind, Breach, Law
+from properties.strategies import Example
+from verify.adapters.base import Adapter, PathAdapter
+from verify.adapters.loader import load
+from verify.execution.bench import AdapterFault, OutOfMemory, short
+from verify.execution.judge import NOTHING, Where, judge
+from verify.gpu import autotune as tuning
+from verify.gpu import device as devices
+from verify.interpreter import UnknownTriton
+from verify.process.outcome import FailureKind, Finding, Outcome, Used, Verdict
+from verify.ranks.collectives import Abandoned, Mismatch
+
+T = TypeVar("T")
+_LOADED: dict[str, Adapter | PathAdapter] = {}
+
+
+def adapter_of(spec: str) -> Adapter | PathAdapter:
+    """The adapter, made once a process."""
+    if spec not in _LOADED:
+        _LOADED[spec] = load(spec)
+    return _LOADED[spec]
+
+
+DENIED = "GDN_VERIFY_DENIED"  # in a worker's environment: the file of a deny-list
+
+
+@contextlib.contextmanager
+def following(tune: str) -> Iterator[Used]:
+    """Autotuned kernels run with the configurations that `tune` says; those that did are gathered."""
+    if not tune:
+        yield {}
+        return
+    tuning.install()
+    with tuning.using(tuning.Policy.parse(tune), _denied()) as used:
+        yield used
+
+
+@functools.cache
+def _denied() -> tuple[tuning.Denied, ...]:
+    return tuple(tuning.read_denied(os.environ[DENIED])) if os.environ.get(DENIED) else ()
+
+
+def there(device: str, pairs: Iterator[T]) -> Iterator[T]:
+    """The same, where what a law makes without saying where is made on the device."""
+    while True:
+        with devices.default(device):
+            try:
+                pair = next(pairs)
+            except StopIteration:
+                return
+        yield pair
+
+
+def faulted(error: BaseException) -> Outcome:
+    """The outcome of a run in which gdn-verify itself failed: undecided, with the innermost of its own frames."""
+    name, place = type(error).__name__, ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        folder, file = os.path.split(os.path.relpath(frame.filename, _ROOT))
+        if folder.split(os.sep)[0] in ("oracles", "properties", "verify"):
+            place = f" at {folder}/{file}:{frame.lineno} in {frame.name}"
+    return Outcome(Verdict.UNKNOWN, reason=f"gdn-verify failed: {name}: {short(error)}", fault=f"{name}{place}")
+
+
+_ROOT = str(pathlib.Path(__file__).resolve().parents[2])
+
+
+def judged(law: Law, bench: Any, example: Example, where: Where, need: int, excused: Mapping[str, float] = NOTHING) -> Outcome:
+    """What a law's comparisons come to, and what the bench noticed besides; `need` are the bytes of the case's tensors."""
+    outcome, before = Outcome(Verdict.HOLDS), _one_by_one()
+    try:
+        result = judge(there(bench.law_device, law.check(bench, example)), where, excused)
+        outcome.findings, outcome.rows, outcome.ratios = result.findings, result.rows, result.ratios
+    except Abandoned:
+        raise  # another rank's outcome counts
+    except AdapterFault as fault:
+        outcome.findings = [fault.finding]
+    except Mismatch as error:  # outside the call: a collective of ours met one that a rank had left out
+        outcome.findings = [Finding("call", FailureKind.RANKS_PART, f"parts from the other ranks: {error}")]
+    except Breach as breach:
+        outcome.findings = [Finding("call", FailureKind.BREACH, str(breach), detail=str(breach).partition(":")[0])]
+    except Blind as blind:
+        outcome.verdict, outcome.reason = Verdict.BLIND, str(blind)
+    except UnknownTriton as error:
+        outcome.verdict, outcome.reason = Verdict.UNKNOWN, str(error)
+    except OutOfMemory as error:
+        free = devices.free_bytes(bench.device)
+        if need < free / 16 and not devices.crowded(bench.device):
+            what = f"ran out of memory, with {free >> 20} MiB free for a case of {need >> 20} MiB"
+            outcome.findings = [Finding("call", FailureKind.OUT_OF_MEMORY, what)]
+        else:
+            outcome.verdict, outcome.reason = Verdict.UNKNOWN, f"out of memory: {error}"
+    except Exception as error:  # the law, the oracle or the judge failed, which says nothing of the adapter
+        outcome = faulted(error)
+    outcome.findings = outcome.findings + bench.impure
+    if outcome.findings:
+        outcome.verdict = Verdict.BROKEN
+    outcome.one_by_one = dict(_one_by_one() - before)
+    outcome.kernel_s, outcome.oracle_s, outcome.spent = bench.kernel_s, bench.oracle_s, bool(bench.lost)
+    return outcome
+
+
+def _one_by_one() -> collections.Counter[str]:
+    """The launches of this process so far whose programs could not be interpreted together."""
+    launch = sys.modules.get("verify.interpreter.launch")  # where kernels are interpreted, and only there
+    return collections.Counter(launch.one_by_one) if launch else collections.Counter()

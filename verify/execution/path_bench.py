@@ -1,0 +1,390 @@
+"""Running a parallel path for a law: on this rank of a process group, or on ranks simulated in this process.
+
+The bench cuts the whole call as oracles/parallel.py and oracles/sharding.py say, gives a rank its part, and adds up the gradients
+of parameters over the ranks that share them. Every rank judges what it holds.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from oracles import sharding
+from oracles.bound import Bound
+from oracles.operation import DTYPES, Inputs, gradient_name
+from oracles.sharding import AT_REST, Mesh, Rank
+from properties.cases.path_case import CHOICES, ParallelCase
+from properties.laws import Breach, Cotangents, Results
+from verify.adapters.base import PathAdapter
+from verify.execution import oracle_process as ahead
+from verify.execution.bench import AdapterFault, Timed, blamed, poisoned
+from verify.execution.judge import indices
+from verify.execution.judging import faulted, following, judged
+from verify.execution.run import Run
+from verify.gpu import device as devices
+from verify.process.outcome import FailureKind, Finding, Outcome, Verdict, port_of
+from verify.process.stacks import Mark, marked
+from verify.ranks.collectives import Abandoned, Alone, Comm, Distributed, Mismatch, Place, simulate
+from verify.ranks.merge import IDLE, left, merge
+
+# The oracle's name of each of the layer's parameters.
+PARAMETERS = {
+    "in_proj": "in_proj.weight",
+    "conv": "conv.weight",
+    "conv_bias": "conv.bias",
+    "A_log": "A_log",
+    "dt_bias": "dt_bias",
+    "norm": "norm.weight",
+    "out_proj": "out_proj.weight",
+}
+T = TypeVar("T")
+SHARED_ALIKE = ("weight", "bias")  # of a convolution: every CP rank has all of it, its gradient is the sum
+
+
+class RankBench(Timed):
+    """A PathBench (properties/path_laws.py) for one adapter, one case and one rank."""
+
+    def __init__(
+        self, adapter: PathAdapter, case: ParallelCase, place: Place, bounds: Callable[[], dict[str, Bound]], device: str = "cpu"
+    ) -> None:
+        super().__init__()
+        self.adapter, self.case, self.place = adapter, case, place
+        self.domain, self.rank = adapter.domain, place.rank
+        self.impure: list[Finding] = []
+        self._bounds, self.device = bounds, device
+        # The whole call, its bounds and all comparisons are on the CPU: of what a rank computes only its own part is on the device.
+        self.law_device = "cpu"
+        self.lost = ""  # why the device is gone, once it is
+
+    def bounds(self) -> Mapping[str, Bound]:
+        """The bounds of the case: at hand once one of them is looked at, so that the path may run before."""
+
+        def wait() -> dict[str, Bound]:
+            with self.timed("oracle_s"):
+                return self._bounds()
+
+        return ahead.Later(wait)
+
+    def run(self, inputs: Inputs, cotangents: Cotangents, *, alone: bool = False, **choices: Any) -> Results:
+        case = dataclasses.replace(self.case, **choices)
+        place = self.place
+        if alone:
+            # The same tokens: how many are pads depends on cp.
+            case = dataclasses.replace(case, tp=1, cp=1, sp=False, lengths=case.padded, padding="none")
+            place = Place(Alone(), Alone())
+        tensors, others = self._cut(case, place.rank, inputs)
+        backward = cotangents is not None
+        leaves: Results = {
+            name: torch.nn.Parameter(x.to(self.device), backward)
+            if name in PARAMETERS
+            else x.to(self.device).requires_grad_(backward)
+            for name, x in tensors.items()
+        }
+        copies = {name: leaf.detach().clone() for name, leaf in leaves.items()}
+        given = self._call(case, leaves, others)
+        output = next(port.name for port in case.spec.outputs)
+
+        def forward_and_backward() -> tuple[Tensor, list[Tensor | None]]:
+            y = self.adapter.run(given, place)
+            checked = self._checked(y, case, tensors[self._carrier], output)
+            if cotangents is None:
+                return checked, []
+            direction = self._tokens(case, place.rank, cotangents[output]).to(self.device)
+            return checked, self._backward(y, direction, list(leaves.values()))
+
+        y, gradients = self.call_implementation(forward_and_backward)
+        results = {output: y}
+        for name, leaf in leaves.items():
+            if not torch.equal(leaf.detach(), copies[name]):
+                self.impure.append(Finding(name, FailureKind.INPUT_CHANGED, "was changed by the call"))
+        for (name, leaf), gradient in zip(leaves.items(), gradients, strict=False):
+            whole = torch.zeros_like(leaf) if gradient is None else gradient.detach()
+            results[gradient_name(name)] = self._added(name, whole, place, case)
+        return {name: self._as_oracle(name, x, case).cpu() for name, x in results.items()}
+
+    @property
+    def _carrier(self) -> str:
+        """The input whose tokens are the output's."""
+        return {"gdn_layer": "hidden", "causal_conv1d": "x"}.get(self.case.operation, "v")
+
+    def _cut(self, case: ParallelCase, rank: Rank, inputs: Inputs) -> tuple[Results, dict[str, Any]]:
+        """A rank's tensors that may have a gradient, and everything else."""
+        tensors, others = {}, {}
+        for name, x in inputs.items():
+            if not isinstance(x, Tensor) or not x.is_floating_point():
+                others[name] = x
+            elif name in PARAMETERS and case.operation == "gdn_layer":
+                tensors[name] = sharding.shard(case.layer, PARAMETERS[name], x, rank, AT_REST).value
+            elif name in SHARED_ALIKE and case.operation == "causal_conv1d":
+                tensors[name] = x.clone()
+            else:
+                tensors[name] = self._tokens(case, rank, x)
+        return tensors, others
+
+    def _tokens(self, case: ParallelCase, rank: Rank, x: Tensor) -> Tensor:
+        """A rank's tokens of x [B, T, ...], for a layer as [tokens, B, ...]."""
+        held = x.index_select(1, sharding.tokens(case.tokens_of_ranks(), rank, sequence_parallel=case.sp))
+        return held.transpose(0, 1).contiguous() if case.operation == "gdn_layer" else held
+
+    def _call(self, case: ParallelCase, leaves: Results, others: dict[str, Any]) -> Inputs:
+        given: dict[str, Any] = {**others, **leaves, "layout": case.layout, "sequence_parallel": case.sp}
+        real, padded = case.cu_seqlens(self.device, padded=False), case.cu_seqlens(self.device)
+        given |= {"cu_seqlens": real, "cu_seqlens_padded": padded if case.padding != "none" else None}
+        if case.operation == "gdn_layer":
+            given |= {name: getattr(case, name) for name in (*CHOICES, "deterministic")}
+            given["parameters"] = {PARAMETERS[name]: leaf for name, leaf in leaves.items() if name in PARAMETERS}
+        return Inputs(**given)
+
+    @marked(Mark.IMPLEMENTATION)
+    def call_implementation(self, call: Callable[[], T]) -> T:
+        """What the path returns; what it raises is a finding, unless it does so because another rank left."""
+        try:
+            with self.timed("kernel_s"):
+                result = call()
+                devices.settle(self.device)
+                return result
+        except (AdapterFault, Abandoned):
+            raise
+        except Mismatch as error:
+            raise AdapterFault("call", FailureKind.RANKS_PART, f"parts from the other ranks: {error}") from error
+        except Exception as error:
+            raised, self.lost = blamed(error, self.device)
+            raise raised from error
+
+    def _checked(self, y: Tensor, case: ParallelCase, like: Tensor, name: str) -> Tensor:
+        """The output, of the contract's shape and dtype."""
+        shape = tuple(like.shape)
+        if case.operation in ("kda", "gated_delta_rule"):
+            shape = (*like.shape[:2], case.value_heads, case.value_dim)
+        if not isinstance(y, Tensor):
+            raise AdapterFault(name, FailureKind.TYPE, f"is {type(y).__name__}, must be a tensor")
+        if tuple(y.shape) != shape:
+            raise AdapterFault(name, FailureKind.SHAPE, f"has shape {tuple(y.shape)}, must have {shape}")
+        if y.dtype != DTYPES[case.dtype]:
+            raise AdapterFault(name, FailureKind.DTYPE, f"has dtype {y.dtype}, must have {DTYPES[case.dtype]}")
+        return y.detach()
+
+    def _backward(self, y: Tensor, direction: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
+        if not y.requires_grad:
+            if y.numel():
+                raise AdapterFault("output", FailureKind.NO_GRADIENT, "carries no gradient, though the domain says backward")
+            return [None] * len(leaves)
+        return list(torch.autograd.grad(y, leaves, direction, allow_unused=True))
+
+    def _added(self, name: str, gradient: Tensor, place: Place, case: ParallelCase) -> Tensor:
+        """A parameter's gradient, added in float32 over the ranks that share it."""
+        axes: tuple[str, ...] = ()
+        if case.operation == "gdn_layer" and name in PARAMETERS:
+            axes = sharding.parameters(case.layer)[PARAMETERS[name]].gradient_sum
+        elif case.operation == "causal_conv1d" and name in SHARED_ALIKE:
+            axes = ("cp",)
+        total = gradient.float()
+        for axis in axes:
+            total = getattr(place, axis).all_reduce(total)
+        return total.to(gradient.dtype)
+
+    def _as_oracle(self, name: str, x: Tensor, case: ParallelCase) -> Tensor:
+        """A layer's [tokens, B, D] as [B, tokens, D]."""
+        return x.transpose(0, 1) if case.operation == "gdn_layer" and name in ("y", "dhidden") else x
+
+    def part(self, name: str) -> tuple[int, Tensor] | None:
+        own = name.removeprefix("d") if name not in PARAMETERS else name
+        if self.case.operation == "gdn_layer" and own in PARAMETERS:
+            about = sharding.parameters(self.case.layer)[PARAMETERS[own]]
+            return about.axis, sharding.rows(self.case.layer, about.name, self.rank, AT_REST)
+        if self.case.operation == "causal_conv1d" and own in SHARED_ALIKE:
+            return None
+        return 1, sharding.tokens(self.case.tokens_of_ranks(), self.rank, sequence_parallel=self.case.sp)
+
+    def move(self, x: Tensor, sections: Sequence[int], to: str, dy: Tensor | None = None, **choices: str) -> tuple[Tensor, Tensor]:
+        lengths = list(self.case.padded) if self.case.packed else None
+        taken = {name: getattr(self.case, name) for name in CHOICES} | choices
+        leaf = x.to(self.device).detach().clone().requires_grad_(dy is not None)
+
+        def forward_and_backward() -> tuple[Tensor, Tensor]:
+            y = self.adapter.move(leaf, lengths, sections, to, self.place, taken)
+            if dy is None or not y.requires_grad:
+                return y.detach().cpu(), torch.zeros_like(x)
+            (dx,) = torch.autograd.grad(y, leaf, dy.to(self.device))
+            return y.detach().cpu(), dx.cpu()
+
+        return self.call_implementation(forward_and_backward)
+
+    def exchanged(self, work: Callable[[], object]) -> dict[str, tuple[int, int]]:
+        traffic = self.place.cp.traffic
+        before = traffic.calls["all_to_all"], traffic.sent_bytes["all_to_all"]
+        work()
+        return {"all_to_all": (traffic.calls["all_to_all"] - before[0], traffic.sent_bytes["all_to_all"] - before[1])}
+
+    def refusal(self, what: str) -> str:
+        case, place = dataclasses.replace(self.case, sp=False, padding="none", lengths=self.case.padded), self.place
+        tensors, others = self._cut(case, place.rank, case.inputs())
+        given = self._call(case, {name: x.to(self.device) for name, x in tensors.items()}, others)
+        lengths = list(case.padded)
+        if what == "length":  # cp divides it, 2 cp does not
+            lengths = [case.cp, *lengths]
+        elif what == "total":
+            lengths = [*lengths, 2 * case.cp]
+        elif what == "order":
+            lengths = [*lengths, 2 * case.cp, -2 * case.cp]
+        if what == "heads":
+            layer = dataclasses.replace(case.layer, heads=case.heads + 1, value_heads=2 * (case.heads + 1))
+            given = given.replaced(layer=layer)
+        else:
+            offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=getattr(torch, case.offsets), device=self.device)
+            given = given.replaced(cu_seqlens=offsets)
+        if what == "length":  # its tokens come along, so that nothing but the length is wrong
+            given = given.replaced(hidden=torch.cat([given.hidden[:1], given.hidden]))
+        before = [sum(axis.traffic.calls.values()) for axis in (place.tp, place.cp)]
+        try:
+            self.call_implementation(lambda: self.adapter.run(given, place))
+        except AdapterFault as fault:
+            if isinstance(fault.__cause__, Mismatch):
+                return ""
+            if before != [sum(axis.traffic.calls.values()) for axis in (place.tp, place.cp)]:
+                raise Breach(f"refuses an illegal layout ({what}) only after ranks have communicated") from fault
+            return fault.finding.what
+        return ""
+
+    def everyone(self, word: str) -> list[str]:
+        codes = torch.tensor([list(word.encode()[:256].ljust(256, b"\0"))], device=self.device)
+        said = self.place.tp.all_gather(self.place.cp.all_gather(codes))
+        return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in said.tolist()]
+
+    def shards(self, whole: Results, rank: Rank) -> Results:
+        return self.call_implementation(lambda: self.adapter.shards(whole, self.case.layer, rank))
+
+    def loaded(self, shards: dict[str, sharding.Shard], rank: Rank) -> Results:
+        return self.call_implementation(lambda: self.adapter.loaded(shards, self.case.layer, rank))
+
+    def where(self, name: str, flat: int, shape: torch.Size) -> str:
+        """The place of a row in words: the token of its sequence, as the whole has it."""
+        own = port_of(name)
+        index, case = indices(flat, shape), self.case
+        part = self.part(own) if name == own and own in (*map(gradient_name, self._names()), *self._names()) else None
+        if part is None:
+            return "index " + ", ".join(map(str, index))
+        axis, rows = part
+        if axis >= len(index):
+            return f"index {', '.join(map(str, index))}, in part"
+        index[axis] = int(rows[index[axis]])
+        if axis != 1 or tuple(shape[:1]) != case.batch[:1]:
+            return "index " + ", ".join(map(str, index))
+        sequence, token = index[0], index[1]
+        if case.packed:
+            starts = case.starts()
+            sequence = max(row for row, start in enumerate(starts[:-1]) if start <= token and case.padded[row])
+            token -= starts[sequence]
+        words = f"token {token}" + ("" if not case.packed or token < case.lengths[sequence] else ", a pad")
+        words += f", head {index[2]}" if len(index) > 2 else ""
+        return f"sequence {sequence}, {words}" if len(case.lengths) > 1 else words
+
+    def _names(self) -> list[str]:
+        return [port.name for port in (*self.case.spec.inputs, *self.case.spec.outputs)]
+
+
+def execute_path(run: Run, adapter: PathAdapter) -> Outcome:
+    """The outcome of a run: on this rank, where this process is one of a group, else on simulated ranks."""
+    case, law = run.example.case, run.the_law
+    assert isinstance(case, ParallelCase)
+    here = torch.distributed.is_initialized()
+    reason = law.needs(adapter.domain) or adapter.domain.outside(case)
+    if adapter.domain.processes and not here:
+        reason = f"{run.adapter} needs ranks that are processes: --ranks N, or torchrun"
+    if reason is not None:
+        return Outcome(Verdict.UNSUPPORTED, reason=reason)
+    device = _device(run.device)
+    if device == "cuda" and not devices.gpus():
+        return Outcome(Verdict.UNKNOWN, reason="device=cuda needs a GPU, one for each rank that is a process, and torch sees none")
+
+    work = work_of(run, adapter)
+    computed: Callable[[], dict[str, Bound]] = functools.cache(work.bounds)
+
+    def on_rank(place: Place) -> Outcome:
+        bench = RankBench(adapter, case, place, computed, device)
+        return judged(law, bench, run.example, bench.where, _bytes(case))
+
+    with poisoned(float("nan")), following(run.tune) as used:
+        if not here:
+            outcome = _simulated(case, on_rank)
+        else:
+            place = place_of(case.mesh)
+            if place is not None and law.kind == "truth":
+                computed = ahead.ask(work)
+            outcome = Outcome(Verdict.HOLDS, reason=IDLE) if place is None else on_rank(place)
+    outcome.tuned = dict(used)
+    return outcome
+
+
+def _device(asked: str) -> str:
+    """Where ranks compute: simulated ones where the run says, processes over NCCL on their GPUs, over gloo where the run says."""
+    nccl = torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl"
+    return "cuda" if nccl else asked
+
+
+def work_of(run: Run, adapter: PathAdapter) -> ahead.Work:
+    """What the oracle has to do for a run."""
+    return ahead.Work(run.example.case, adapter.algorithm, run.products, adapter.chunk)
+
+
+class _Failed(Exception):
+    """A rank has left its case with this outcome before its end: those who wait for it must not any longer."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.way)
+        self.outcome = outcome
+
+
+def _simulated(case: ParallelCase, on_rank: Callable[[Place], Outcome]) -> Outcome:
+    """The ranks' outcomes as one. A rank that was left waiting for another has none of its own."""
+
+    def work(place: Place) -> Outcome:
+        outcome = on_rank(place)
+        if left(outcome.to_json()):
+            raise _Failed(outcome)
+        return outcome
+
+    answers, waits = {}, []
+    for rank, result in enumerate(simulate(case.tp, case.cp, work)):
+        if isinstance(result, Abandoned):
+            waits.append(f"rank {rank} waits for rank {result.rank}")
+            continue
+        if isinstance(result, _Failed):
+            result = result.outcome
+        elif isinstance(result, BaseException):
+            result = faulted(result)
+        answers[rank] = result.to_json()
+    return Outcome.from_json(merge(answers, "; ".join(waits)))
+
+
+_PLACES: dict[Mesh, Place | None] = {}
+
+
+def place_of(mesh: Mesh) -> Place | None:
+    """The place of this process in a mesh of the first ranks of its group; None for one that has no part. Groups are made once."""
+    if mesh not in _PLACES:
+        mine, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if mesh.tp * mesh.cp > size:
+            raise ValueError(f"tp * cp must be at most the {size} ranks at hand, got {mesh.tp} * {mesh.cp}")
+        number = torch.arange(mesh.tp * mesh.cp).view(mesh.tp, mesh.cp)
+        # Every process makes every group, in one order: it is told from others by how many its members have made before.
+        axes = [[_axis(ranks, mine) for ranks in lines.tolist()] for lines in (number.T, number)]
+        tp, cp = divmod(mine, mesh.cp)
+        _PLACES[mesh] = Place(axes[0][cp], axes[1][tp]) if mine < mesh.tp * mesh.cp else None
+    return _PLACES[mesh]
+
+
+def _axis(ranks: list[int], mine: int) -> Comm:
+    """The axis that `ranks` share, if this process is one of them; else of one, as somebody must be told."""
+    group = torch.distributed.new_group(ranks) if len(ranks) > 1 else None
+    return Distributed(group) if group is not None and mine in ranks else Alone()
+
+
+def _bytes(case: ParallelCase) -> int:
+    """Bytes of a case's tokens and parameters in float32, a plain measure of its size."""
+    layer = case.layer
+    return 16 * (case.tokens * (layer.hidden + sum(layer.sections.values())) + layer.hidden * sum(layer.sections.values()))

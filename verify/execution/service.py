@@ -1,0 +1,174 @@
+"""What a worker answers: who an adapter is, and what a run came to."""
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from properties.books import book_of
+from verify.adapters.base import Adapter, PathAdapter
+from verify.adapters.loader import AdapterError, versions
+from verify.execution import launches, oracle_process
+from verify.execution.execute import compiled, execute
+from verify.execution.judging import adapter_of
+from verify.execution.path_bench import work_of
+from verify.execution.refusals import probe
+from verify.execution.run import Run
+from verify.execution.shared_bounds import together
+from verify.gpu import autotune
+from verify.gpu import device as devices
+from verify.process import messages
+from verify.process.fork_server import importing
+from verify.process.messages import Answer, Compile, Describe, Description, Join, Launches, Refuse, RunMany, RunOne, Tunings
+from verify.process.outcome import Outcome, Verdict
+from verify.ranks.group import join
+from verify.ranks.merge import left
+
+
+def answer(question: Mapping[str, Any]) -> Answer:
+    """The answer to a question of verify/process/messages.py, both plain data.
+
+    What cannot be asked, such as an adapter that cannot be had, is {"error": why}; an illegal line is an undecided outcome.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a kernel's warnings are its authors' affair
+            _brought()
+            asked = messages.parse(question)
+            return _ANSWERS[type(asked)](asked)
+    except AdapterError as error:
+        return {"error": str(error)}
+    except ValueError as error:
+        return Outcome(Verdict.UNKNOWN, reason=str(error)).to_json()
+
+
+def _join(asked: Join) -> Answer:
+    oracle_process.start()  # it forks, and a group has threads and perhaps a GPU
+    join(asked)
+    return {}
+
+
+def _describe(asked: Describe) -> Answer:
+    adapter = adapter_of(asked.adapter)
+    counterpart = adapter.counterpart if isinstance(adapter, Adapter) else None
+    if counterpart:
+        adapter_of(counterpart)
+    if isinstance(adapter, Adapter):
+        _bring(adapter)
+    return Description(
+        book=book_of(adapter.domain).name,
+        operation=adapter.domain.operation,
+        domain=adapter.domain.to_json(),
+        algorithm=adapter.algorithm,
+        products=adapter.products,
+        counterpart=counterpart,
+        versions=versions(adapter),
+        device=devices.name(),
+    ).to_json()
+
+
+def _compile(asked: Compile) -> Answer:
+    compiled(Run.parse(asked.line))
+    devices.tidy()
+    there = _device()
+    return {"spent": bool(devices.lost(there)) or (devices.crowded(there) and not _CROWDED)}
+
+
+def _tunings(_: Tunings) -> Answer:
+    return {"known": autotune.known(), "infeasible": autotune.infeasible()}
+
+
+def _launches(asked: Launches) -> Answer:
+    return launches.told(Run.parse(asked.line), asked.calls, asked.beside)
+
+
+def _refuse(asked: Refuse) -> Answer:
+    adapter = adapter_of(asked.adapter)
+    assert isinstance(adapter, Adapter), asked
+    there = _device()  # of a worker that is to use it
+    with devices.default(there):
+        did = probe(adapter, asked.illegal)
+    if reason := devices.lost(there):
+        return {"did": f"crashed ({reason})", "spent": True}
+    return {"did": did}
+
+
+def _run_many(asked: RunMany) -> Answer:
+    runs = [Run.parse(line) for line in asked.lines]
+    _begin(runs)
+    outcomes: list[Answer] = []
+    excused = asked.excused or [{}] * len(runs)
+    for run, ready, times in zip(runs, together(runs), excused, strict=True):
+        outcomes.append(execute(run, ready, times).to_json())
+        if _ends(outcomes[-1]):
+            break
+    devices.tidy()
+    return {"outcomes": outcomes, "spent": any(outcome["spent"] for outcome in outcomes)}
+
+
+def _run_one(asked: RunOne) -> Answer:
+    outcome = execute(Run.parse(asked.line), declared=asked.declared).to_json()
+    devices.tidy()
+    return outcome
+
+
+_ANSWERS: dict[type[messages.Question], Callable[[Any], Answer]] = {
+    Compile: _compile,
+    Describe: _describe,
+    Join: _join,
+    Launches: _launches,
+    Refuse: _refuse,
+    RunMany: _run_many,
+    RunOne: _run_one,
+    Tunings: _tunings,
+}
+
+
+def _device() -> str:
+    return "cuda" if devices.gpus() else "cpu"
+
+
+_CROWDED: list[bool] = []  # that the GPU was crowded when this process began: another one would have no more room
+
+
+_bringing: list[threading.Thread] = []
+
+
+def _brought() -> None:
+    """Wait for what is being imported: who imports the same at the same time may see a part of it."""
+    while _bringing:
+        _bringing.pop().join()
+
+
+def _bring(adapter: Adapter) -> None:
+    """Have the adapter import what it needs, and its GPU begin, while the check draws its first cases: all take seconds."""
+
+    def bring() -> None:
+        with importing(), contextlib.suppress(Exception):  # whatever it is, the first call meets it too
+            if devices.gpus():
+                torch.zeros(1, device="cuda")
+                if devices.crowded("cuda"):
+                    _CROWDED.append(True)
+            adapter.bring()
+
+    thread = threading.Thread(target=bring, daemon=True)
+    thread.start()
+    _bringing.append(thread)
+
+
+def _begin(runs: list[Run]) -> None:
+    """Have the bounds of runs that need some made beside this rank, from the first on."""
+    works = []
+    for run in runs:
+        adapter = adapter_of(run.adapter)
+        if isinstance(adapter, PathAdapter) and run.the_law.kind == "truth":
+            works.append(work_of(run, adapter))
+    oracle_process.begin(works)
+
+
+def _ends(outcome: Answer) -> bool:
+    """Whether its device is gone, or ranks may be at different places; what they decide by the example, they decide alike."""
+    return outcome["spent"] or (left(outcome) and outcome.get("verdict") not in (Verdict.BLIND, Verdict.UNSUPPORTED))

@@ -1,0 +1,235 @@
+"""The bounds of several cases at once: their sequences side by side in one packed call, so that its many small operations serve
+them all.
+
+Sequences of a rule know nothing of each other, and rows are pooled within theirs (oracles/bound.py): a case has the truth that
+it has alone, and its allowance differs only by the grids on which the disturbed runs round. What tokens of all sequences share,
+A_log and dt_bias of a gate in the kernel, has a row a case, whose gradient is a sum over the case's own tokens (oracles/gates.py).
+A case without a state, or dt_bias, has zeros there, and one without backward has a backward: nobody looks at those gradients.
+What is over its bound is asked alone again (verify/engine/check.py), so a line that is printed as broken breaks wherever it stands.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oracles import bound
+from oracles.bound import Bound
+from oracles.operation import Inputs, Operation, Port, gradient_name
+from oracles.room import fitting
+from properties.cases.rule_case import Case, drawn
+from properties.laws import Cotangents
+from verify.adapters.base import Adapter
+from verify.execution.judging import adapter_of
+from verify.execution.run import Run
+from verify.gpu import device as devices
+
+LAW = "oracle"  # the only law that asks for the bounds of a case as it stands
+MOST = 64  # cases in one call
+# Of one call, as `numbers` counts them: a worker held 12.3 GiB at most in 400 cases of a palette (docs/MEASUREMENTS.md, Steady).
+NUMBERS = 2**25
+CHUNK = 64  # tokens in a chunk of the oracle's: how wide its matrices are, however narrow the channels
+ALIKE = ("operation", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "scale", "qk_norm", "in_kernel")
+Bounds = dict[str, Bound]
+
+
+def together(runs: Sequence[Run]) -> Iterator["Shared | None"]:
+    """For each run, in their order, its part of a call that it shares with others like it; None for those that are alone.
+
+    A run is through when the next is asked for: inputs and bounds are made when the first of their call asks, and bounds let go
+    after the last.
+    """
+    groups: dict[Any, list[int]] = {}
+    for index, run in enumerate(runs):
+        case = run.example.case
+        if run.law == LAW and isinstance(case, Case):
+            alike = tuple(getattr(case, name) for name in ALIKE)
+            doubled = case.beta_inside and case.beta == "two"  # allow_neg_eigval
+            groups.setdefault((run.adapter, run.products, run.device, alike, doubled), []).append(index)
+    places: dict[int, tuple[_Call, int]] = {}
+    for members in groups.values():
+        for several in _shared([runs[index].example.case for index in members], runs[members[0]].device):
+            if len(several) > 1:
+                call = _Call([runs[members[place]] for place in several])
+                places |= {members[place]: (call, row) for row, place in enumerate(several)}
+    for index in range(len(runs)):
+        if index not in places:
+            yield None
+            continue
+        call, row = places[index]
+        yield Shared(call, row)
+        call.leave()
+
+
+def numbers(case: Case) -> int:
+    """How large a case is: the numbers of its channels and states, tokens counted as no narrower than a chunk's matrices are."""
+    tokens = case.tokens * max(case.key_dim + case.value_dim, CHUNK)
+    return case.value_heads * (tokens + len(case.lengths) * case.key_dim * case.value_dim)
+
+
+def _shared(cases: Sequence[Case], device: str) -> list[list[int]]:
+    """Which cases share a call: in their order, about as many in each, MOST and what fits of NUMBERS numbers at most."""
+    even = -(-len(cases) // -(-len(cases) // MOST))
+    calls, most = list[list[int]](), fitting(NUMBERS, torch.device(device))
+    held = most
+    for place, case in enumerate(cases):
+        if not calls or len(calls[-1]) == even or held + numbers(case) > most:
+            calls.append([])
+            held = 0
+        calls[-1].append(place)
+        held += numbers(case)
+    return calls
+
+
+def of_calls(spec: Operation) -> Operation:
+    """The operation of C calls side by side: what has neither tokens nor sequences has a row a call, of `calls` tokens."""
+    ports = [port if _along(port) else dataclasses.replace(port, axes=f"C {port.axes}") for port in spec.inputs]
+    return dataclasses.replace(spec, inputs=tuple(ports), rules=(*spec.rules, _tokens_of_calls))
+
+
+def _tokens_of_calls(inputs: Inputs, sizes: dict[str, int]) -> None:
+    """The rule of `calls`, the tokens of each call."""
+    calls, rows = inputs.calls, sizes.get("C", len(inputs.calls))
+    if len(calls) != rows or sum(calls) != sizes["T"]:
+        raise ValueError(f"calls must be of C = {rows} calls and add up to T = {sizes['T']} tokens, got {calls}")
+
+
+def _along(port: Port) -> str:
+    """What a port is joined along: "tokens", "sequences", or "" where all of these share it."""
+    return "tokens" if port.axes.startswith("B T") else "sequences" if port.axes.startswith("N ") else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """A case of a call that several share (verify/execution/bench.py:Ready)."""
+
+    of: "_Call"
+    row: int
+
+    def call(self) -> tuple[Inputs, Cotangents]:
+        """The case's inputs, and its cotangents if it has a backward; they are handed out once."""
+        return self.of.handed(self.row)
+
+    def bounds(self, algorithm: str) -> Bounds:
+        """Its bounds for a class of algorithm; finer ones, which few cases ask for, are of the case alone."""
+        return self.of.bounds_of(self.row, algorithm)
+
+
+class _Call:
+    """One packed call of all sequences of several cases."""
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.run, self.runs, self.cases = runs[0], runs, [run.example.case for run in runs]
+        self.tokens = [0, *itertools.accumulate(case.tokens for case in self.cases)]
+        self.rows = [0, *itertools.accumulate(len(case.lengths) for case in self.cases)]
+        self.made: dict[str, Bounds] = {}
+        self.waiting: dict[int, tuple[Inputs, Cotangents]] = {}  # what was not handed out yet
+        self.staying = len(runs)
+
+    def leave(self) -> None:
+        """One of the cases is through; after the last all is let go."""
+        self.staying -= 1
+        if not self.staying:
+            self.made.clear()
+            self.waiting.clear()
+            self.__dict__.pop("_given", None)
+
+    def handed(self, row: int) -> tuple[Inputs, Cotangents]:
+        """The inputs of one of the cases, and its cotangents if it has a backward: nobody else holds them."""
+        _ = self._given
+        inputs, cotangents = self.waiting.pop(row)
+        return inputs, cotangents if self.cases[row].backward else None
+
+    def bounds_of(self, row: int, algorithm: str) -> Bounds:
+        """The bounds of one of the cases, for a class of algorithm; finer ones, which few cases ask for, are of the case alone."""
+        if algorithm not in self.made:
+            self.made[algorithm] = self._made(algorithm)
+        case = self.cases[row]
+        parts = {name: self._part(row, name, whole) for name, whole in self.made[algorithm].items() if name not in _unasked(case)}
+        alone = functools.cache(lambda: _alone(self.runs[row], algorithm, parts))
+
+        def later(name: str, over: Tensor | None = None) -> Bound:
+            finer = alone()[name].finer
+            assert finer is not None
+            return finer(over)
+
+        return {name: dataclasses.replace(part, finer=functools.partial(later, name)) for name, part in parts.items()}
+
+    def _made(self, algorithm: str) -> Bounds:
+        spec, (inputs, cotangents) = of_calls(self.cases[0].spec), self._given
+        with devices.default("cpu"):
+            made = bound.bounds(spec, inputs, cotangents, algorithm, self.run.products, **_options(self.run, algorithm))
+        return {name: dataclasses.replace(whole, finer=None) for name, whole in made.items()}
+
+    @functools.cached_property
+    def _given(self) -> tuple[Inputs, Cotangents]:
+        """The inputs and cotangents of all cases, side by side. Each one's own wait to be handed out, since they take as long."""
+        device, backward = self.run.device, any(case.backward for case in self.cases)
+        with devices.default("cpu"):
+            self.waiting = dict(enumerate(drawn(self.cases, device, backward=backward)))
+            joined = self._joined([inputs for inputs, _ in self.waiting.values()])
+            each = [cotangents for _, cotangents in self.waiting.values() if cotangents is not None]
+            ports = self.cases[0].spec.outputs if each else ()
+            cotangents = {port.name: _side_by_side(port, [one[port.name] for one in each]) for port in ports}
+        return joined, cotangents or None
+
+    def _joined(self, several: Sequence[Inputs]) -> Inputs:
+        tensors: dict[str, Tensor] = {}
+        for port in self.cases[0].spec.inputs:
+            parts = [each.get(port.name) for each in several]
+            if (like := next((part for part in parts if part is not None), None)) is not None:
+                given = [self._zeros(row, port, like) if part is None else part for row, part in enumerate(parts)]
+                tensors[port.name] = _side_by_side(port, given)
+        lengths = [length for case in self.cases for length in case.lengths]
+        offsets = torch.tensor([0, *itertools.accumulate(lengths)], device=several[0].q.device)
+        calls = tuple(case.tokens for case in self.cases)
+        return Inputs(**{**several[0], **tensors, "cu_seqlens": offsets, "calls": calls})
+
+    def _zeros(self, row: int, port: Port, like: Tensor) -> Tensor:
+        """What a case that lacks an input has in its place, as that of another."""
+        assert port.optional and _along(port) != "tokens", port
+        return like.new_zeros((len(self.cases[row].lengths), *like.shape[1:]) if _along(port) else like.shape)
+
+    def _part(self, row: int, name: str, whole: Bound) -> Bound:
+        """A case's part of a bound, in the case's own shape."""
+        case = self.cases[row]
+        along = _along(case.spec.port(name))
+        if along == "sequences":
+            return whole.at(slice(self.rows[row], self.rows[row + 1]))
+        if not along:
+            return whole.at(row)
+        part = whole.at(0, slice(self.tokens[row], self.tokens[row + 1]))
+        batch = (1, case.tokens) if case.packed else (len(case.lengths), case.lengths[0])
+        return dataclasses.replace(part, value=part.value.unflatten(0, batch), allowed=part.allowed.unflatten(0, batch))
+
+
+def _unasked(case: Case) -> set[str]:
+    """The gradients that a case alone has not: without backward all, else those of inputs that it lacks."""
+    there = {"state": case.state != "none", "dt_bias": case.dt_bias}
+    return {gradient_name(port.name) for port in case.spec.inputs if not (case.backward and there.get(port.name, True))}
+
+
+def _side_by_side(port: Port, parts: Sequence[Tensor]) -> Tensor:
+    if _along(port) == "tokens":
+        return torch.cat([part.flatten(0, 1) for part in parts]).unsqueeze(0)
+    return torch.cat(list(parts)) if _along(port) else torch.stack(list(parts))
+
+
+def _options(run: Run, algorithm: str) -> dict[str, Any]:
+    """What an implementation says of itself that bounds for its own class depend on; nothing for the other class."""
+    adapter = adapter_of(run.adapter)
+    assert isinstance(adapter, Adapter), run
+    own = {"chunk": adapter.chunk, "stores": adapter.stores, "folds": adapter.folds}
+    return own if algorithm == adapter.algorithm else {}
+
+
+def _alone(run: Run, algorithm: str, made: Bounds) -> Bounds:
+    """The bounds of one case, with those of more runs, which are of the case alone."""
+    case = run.example.case
+    with devices.default("cpu"):
+        ((inputs, cotangents),) = drawn([case], run.device, backward=case.backward)
+        return bound.bounds(case.spec, inputs, cotangents, algorithm, run.products, made=made, **_options(run, algorithm))

@@ -1,0 +1,1 @@
+"""What was found: where findings are kept, which are known defects, and how they are reported."""

@@ -1,0 +1,63 @@
+"""What is known of one law of an adapter after a check."""
+
+import dataclasses
+from typing import Any
+
+from verify.execution.run import Run
+from verify.process.outcome import Finding, Outcome, Verdict
+
+
+@dataclasses.dataclass
+class LawReport:
+    """What is known of one law: the verdict, how many cases came to what, and the broken run, shrunk."""
+
+    law: str
+    adapter: str
+    verdict: Verdict
+    kind: str = ""
+    says: str = ""
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    reason: str = ""
+    run: str = ""
+    first_run: str = ""
+    findings: list[Finding] = dataclasses.field(default_factory=list)
+    neighbours: list[str] = dataclasses.field(default_factory=list)
+    otherwise: list[str] = dataclasses.field(default_factory=list)  # what the adapter might say of itself, and it would hold
+    shrunk: bool = True
+    known: list[str] = dataclasses.field(default_factory=list)
+    ratios: dict[str, float] = dataclasses.field(default_factory=dict)
+    regimes: dict[str, int] = dataclasses.field(default_factory=dict)
+    seed: int = 0
+    remembered: bool = False  # broken by a run that broke it in an earlier check
+    under: str = ""  # what `repeat` needs besides the line to see it
+    fault: str = ""  # where gdn-verify itself failed: the exception, file, line and function
+    fault_run: str = ""  # the first run in which it did
+    versions: str = ""
+    one_by_one: dict[str, int] = dataclasses.field(default_factory=dict)  # interpreted launches: "kernel: why", how many
+    kernel_s: float = 0.0
+    oracle_s: float = 0.0
+    wall_s: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        data = dataclasses.asdict(self)
+        data["findings"] = [finding.to_json() for finding in self.findings]
+        return data
+
+    def count(self, run: Run, outcome: Outcome) -> None:
+        """Add what a case came to. Errors of a known defect are not among the worst of the law."""
+        self.counts[outcome.verdict] = self.counts.get(outcome.verdict, 0) + 1
+        if outcome.verdict in (Verdict.UNKNOWN, Verdict.UNSUPPORTED) and not self.reason:
+            self.reason = outcome.reason
+        if outcome.fault and not self.fault:
+            self.fault, self.fault_run = outcome.fault, str(run)
+        for name, ratio in outcome.ratios.items() if outcome.verdict is not Verdict.KNOWN else ():
+            self.ratios[name] = max(ratio, self.ratios.get(name, 0.0))
+        case, words = run.example.case, run.example.case.words()
+        for name in case.REGIMES:
+            key = f"{name}={words[name]}"
+            self.regimes[key] = self.regimes.get(key, 0) + 1
+        for kernel, launches in outcome.one_by_one.items():
+            self.one_by_one[kernel] = self.one_by_one.get(kernel, 0) + launches
+        self.kernel_s += outcome.kernel_s
+        self.oracle_s += outcome.oracle_s

@@ -1,0 +1,150 @@
+"""Reports: what a person reads, as lines of text. Nothing here decides anything, and nothing prints."""
+
+import collections
+import textwrap
+from collections.abc import Sequence
+
+from verify.execution.run import Run
+from verify.findings.law_report import LawReport
+from verify.process.outcome import Finding, Outcome, Verdict
+
+ENDLESS = 1e6  # of an error over its allowance no more is told
+WORDS = {
+    Verdict.HOLDS: "HOLDS",
+    Verdict.BROKEN: "BROKEN",
+    Verdict.UNKNOWN: "UNKNOWN",
+    Verdict.UNSUPPORTED: "unsupported",
+    Verdict.BLIND: "blind",
+    Verdict.KNOWN: "known",
+}
+
+
+def law_line(report: LawReport) -> str:
+    """One line: verdict, law, how many cases could see, the worst error over its allowance, the law in words."""
+    counts = report.counts
+    holds = counts.get(Verdict.HOLDS, 0)
+    seen = holds or sum(counts.values())
+    cases = f"{seen:4d} cases" if counts else " " * 10
+    extra = [
+        f"{counts[verdict]} {verdict}" for verdict in (Verdict.BLIND, Verdict.KNOWN, Verdict.UNSUPPORTED) if counts.get(verdict)
+    ]
+    worst = ""
+    if report.kind == "truth" and report.verdict is Verdict.HOLDS and any(report.ratios.values()):
+        name = max(report.ratios, key=lambda each: report.ratios[each])
+        worst = f"{report.ratios[name]:.2f} {name}"
+    says = report.reason if report.verdict in (Verdict.UNSUPPORTED, Verdict.UNKNOWN) else report.says
+    line = f"{WORDS[report.verdict]:<11} {report.law:<10}{cases}  {worst:<16} {says}"
+    line += f" ({', '.join(extra)})" if extra else ""
+    return "\n".join([line, *_fault_lines(report)])
+
+
+def _fault_lines(report: LawReport) -> list[str]:
+    """Where gdn-verify itself failed, and in which run, if it did."""
+    return [f"  failed       {report.fault}", f"  repeat       {_command(report, report.fault_run)}"] if report.fault else []
+
+
+def fault_notice(reports: Sequence[LawReport]) -> str:
+    """The last line of a check in which gdn-verify itself failed: whose fault that is, and what to send; else nothing."""
+    failed = [report for report in reports if report.fault]
+    if not failed:
+        return ""
+    first = failed[0]
+    return (
+        f"This is a fault of gdn-verify and says nothing about {first.adapter}: please report {first.fault}, with the versions "
+        f"({first.versions}) and this command: {_command(first, first.fault_run)}"
+    )
+
+
+def one_by_one(reports: Sequence[LawReport]) -> list[str]:
+    """Lines of the kernels whose programs could not be interpreted together, and why; none where all were."""
+    launches: collections.Counter[str] = collections.Counter()
+    for report in reports:
+        launches.update(report.one_by_one)
+    lines = [f"  {kernel} ({count} launches)" for kernel, count in sorted(launches.items())]
+    return ["kernels whose programs could not run together, so that races in them may be missed:", *lines] if lines else []
+
+
+def _command(report: LawReport, run: str) -> str:
+    return f'python -m verify repeat {report.under + " " if report.under else ""}"{run}"'
+
+
+def failure(report: LawReport) -> str:
+    """A finished bug report of a broken law."""
+    lines = [f"BROKEN   {report.law} · {report.adapter} · {report.says}"]
+    lines += finding_lines(report.findings)
+    if report.neighbours:
+        lines += textwrap.wrap(
+            "; ".join(report.neighbours),
+            116,
+            initial_indent="  holds with   ",
+            subsequent_indent="               ",
+            break_on_hyphens=False,
+        )
+    if report.otherwise:
+        lines.append(f"  would hold   if the adapter said {'; or '.join(report.otherwise)}, which is for its author to know")
+    if not report.shrunk:
+        lines.append("  shrinking    stopped at its limit; a smaller case may exist")
+    lines.append(f"  versions     {report.versions}")
+    found = "in an earlier check, and asked first" if report.remembered else f"in case {sum(report.counts.values())}"
+    found += f", as {report.first_run}" if report.first_run != report.run else ""
+    lines.append(f"  found        {found}")
+    lines.append(f"  repeat       {_command(report, report.run)}")
+    lines += _fault_lines(report)
+    return "\n".join(lines)
+
+
+COLUMNS = ("cases", "holds", "blind", "broken", "unknown")
+
+
+def table(reports: Sequence[LawReport]) -> list[str]:
+    """A line an adapter and law: how many cases came to what, and each output's greatest error over what it may be, or why not."""
+    rows: list[tuple[str, ...]] = [("adapter", "law", "verdict", *COLUMNS, "greatest error / allowed")]
+    for report in reports:
+        counts = {str(verdict): count for verdict, count in report.counts.items()}
+        numbers = (sum(counts.values()), *(counts.get(name, 0) for name in COLUMNS[1:]))
+        worst = sorted(report.ratios.items(), key=lambda each: (-each[1], each[0])) if report.kind == "truth" else []
+        ratios = "  ".join(f"{name} {ratio:.2f}" if ratio < ENDLESS else f"{name} over {ENDLESS:g}" for name, ratio in worst)
+        last = report.reason if report.verdict in (Verdict.UNKNOWN, Verdict.UNSUPPORTED) else ratios
+        rows.append((report.adapter, report.law, str(report.verdict), *map(str, numbers), last))
+    sizes = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    places = range(len(sizes))
+    aligned = (
+        [f"{row[place]:>{sizes[place]}}" if 3 <= place < 8 else f"{row[place]:<{sizes[place]}}" for place in places] for row in rows
+    )
+    return ["  ".join(words).rstrip() for words in aligned]
+
+
+def outcome_text(run: Run, outcome: Outcome, versions: str) -> str:
+    """What a repeated run came to."""
+    law = run.the_law
+    lines = [f"{WORDS[outcome.verdict]:<8} {run.law} · {run.adapter} · {law.says}"]
+    if outcome.reason:
+        lines.append(f"  because      {outcome.reason}")
+    if outcome.fault:
+        lines.append(f"  failed       {outcome.fault}")
+    lines += finding_lines(outcome.findings)
+    if outcome.verdict is Verdict.HOLDS:
+        worst = ", ".join(f"{name} {ratio:.2f}" for name, ratio in outcome.ratios.items())
+        lines.append(f"  compared     {outcome.rows} rows" + (f"; worst error / allowed: {worst}" if law.kind == "truth" else ""))
+    return "\n".join([*lines, f"  versions     {versions}"])
+
+
+def finding_lines(findings: list[Finding], most: int = 4) -> list[str]:
+    """The findings of one case, each with its worst and its first row."""
+    lines: list[str] = []
+    for finding in findings[:most]:
+        lines.append(f"  {finding.place}: {finding.what}" + (f" ({finding.worst})" if finding.worst and not finding.rows else ""))
+        if finding.rows:
+            lines.append(
+                f"    worst row  {finding.worst}: error {finding.error:.3g}, allowed {finding.allowed:.3g} ({finding.origin})"
+            )
+            lines.append(f"    rows over  {finding.rows_over} of {finding.rows}, the first is {finding.first}")
+            lines.append("    got        " + _numbers(finding.got))
+            lines.append("    want       " + _numbers(finding.want))
+    if len(findings) > most:
+        lines.append(f"  and {len(findings) - most} more: {', '.join(finding.place for finding in findings[most:])}")
+    return lines
+
+
+def _numbers(values: tuple[float, ...]) -> str:
+    return "".join(f"{value:<14.7g}" for value in values).rstrip()

@@ -1,0 +1,88 @@
+"""The record of the last GPU gate, docs/gpu.json, which tests/gate.py writes: which sources passed, on which cards and when.
+
+CI has no GPU. So the record names the sources that it is about by a digest, and whoever reads it sees whether they changed since.
+"""
+
+import hashlib
+import json
+import pathlib
+import sysconfig
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+FOLDERS = ("oracles", "properties", "verify")
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+# In a checkout, and where a wheel puts it.
+PLACES = (ROOT / "docs" / "gpu.json", pathlib.Path(sysconfig.get_path("data"), "share", "gdn-verify", "gpu.json"))
+COMMAND = "tox -e gpu"
+KINDS: dict[str, Any] = {
+    "sources": str,
+    "date": str,
+    "complete": bool,
+    "cards": list,
+    "versions": dict,
+    "counts": dict,
+    "seconds": int | float,
+    "verdicts": list,
+}
+
+
+def sources(root: pathlib.Path = ROOT) -> str:
+    """The SHA-256 over every file under FOLDERS but caches, sorted by path: path in UTF-8, a zero byte, contents, a zero byte."""
+    digest = hashlib.sha256()
+    for name, file in sorted(_files(root)):
+        digest.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _files(root: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:
+    for folder in FOLDERS:
+        for file in (root / folder).rglob("*"):
+            if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".pyc":
+                yield file.relative_to(root).as_posix(), file
+
+
+def read(path: pathlib.Path) -> dict[str, Any]:
+    """The record in a file. ValueError in one line names the file and what is wrong with it."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path.name} must be the record of a GPU gate: {type(error).__name__}: {error}") from None
+    missing = [name for name, kind in KINDS.items() if not isinstance(record, dict) or not isinstance(record.get(name), kind)]
+    if missing:
+        raise ValueError(f"{path.name} must be the record of a GPU gate: it has no {missing[0]}")
+    return dict(record)
+
+
+def passed(record: Mapping[str, Any]) -> str:
+    """What passed, on what and when, in one sentence: the README has the same one."""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    part = "" if record["complete"] else " in part (it needs two GPUs)"
+    places = " and ".join(f"on {_cards(each)} in {each['seconds']:.0f} s" for each in (record, *record.get("earlier", ())))
+    cases = record["counts"].get("distributed cases")
+    counts = f", with {cases:,} distributed cases and no false alarm" if cases else ""
+    which = f"({versions}); sources {record['sources'][:12]}."
+    return f"The GPU gate (`{COMMAND}`) passed{part} on {record['date']} {places}{counts} {which}"
+
+
+def _cards(record: Mapping[str, Any]) -> str:
+    names: list[str] = record["cards"]
+    return " and ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def status() -> str:
+    """What is known of the last gate, for `gdn-verify list`: what passed, and whether the sources are still the same."""
+    path = next((place for place in PLACES if place.is_file()), None)
+    if path is None:
+        return f"no record of a GPU gate: run {COMMAND} in a checkout, on a host with two GPUs"
+    try:
+        record = read(path)
+    except ValueError as error:
+        return str(error)
+    try:
+        said = passed(record)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return f"{path.name} must be the record of a GPU gate: its counts or earlier records are not what the gate writes"
+    same = record["sources"] == sources()
+    now = "They have not changed since." if same else f"They have CHANGED since: run {COMMAND} before you rely on a GPU."
+    return f"{said} {now}"

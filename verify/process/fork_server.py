@@ -1,0 +1,449 @@
+"""A server process imports what all workers need, and forks them: each begins in milliseconds.
+
+A worker that imports torch needs about a second to begin. `python -m verify.process.fork_server SOCKET MODULE...` imports for its
+supervisor,
+and then only waits and forks. A child in which anything would differ from a process of its own (a variable that is read when Python
+or a library starts, a module that would be found in another place) is replaced by one, by exec. A forked process differs from one
+of its own in three ways only: it begins sooner; it has the hash seed of its server; and its limits, umask, priority, affinity and
+signal mask are those that the supervisor had when the server began. Linux alone: the libraries of macOS do not survive a fork.
+"""
+
+import atexit
+import contextlib
+import errno
+import gc
+import importlib
+import json
+import math
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
+from typing import Any, NoReturn
+
+HERE = sys.platform == "linux"
+GONE_S = 2.0  # how long after its pipes a server's end may be seen
+_MOMENT_S = 0.05
+# Variables that nothing reads before the fork: a child may have other values of them.
+_LATE = (
+    "FLA_",
+    "GDN_VERIFY_",
+    "GLOO_SOCKET_",
+    "LOCAL_",
+    "MASTER_",
+    "NCCL_SOCKET_",
+    "PYTEST_",
+    "RANK",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_",
+    "WORLD_SIZE",
+)
+_HANDLED = ("PYTHONPATH", "PWD", "OLDPWD", "_")  # set in the child, or of no effect
+_FORK, _RETIRE = b"f", b"r"  # what a supervisor says
+_BEGAN, _ENDED, _FAILED = b"b", b"e", b"f"  # what a server says of a child: its number, its exit code, why there is none
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """The collector is off while modules are imported: what they make stays, and it need never look at it."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def _early(environment: Mapping[str, str]) -> dict[str, str]:
+    """What of an environment may be read before a fork."""
+    return {name: word for name, word in environment.items() if not name.startswith(_LATE) and name not in _HANDLED}
+
+
+# The supervisor's side
+
+
+class Forked:
+    """A process that a server forks: what a supervisor needs of subprocess.Popen. Its methods are safe from any thread.
+
+    OSError, once, from whichever method hears that the server could not fork.
+    """
+
+    def __init__(self, server: "subprocess.Popen[bytes]", status: int) -> None:
+        self._server, self._status, self._said = server, status, b""
+        self._lock = threading.RLock()  # held briefly; and a signal's handler may ask in the middle
+        self._number: int | None = None
+        self._deserted = False  # its server is gone
+        self.returncode: int | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its number, and that of its process group; waits while the server imports. ProcessLookupError if it never began."""
+        while self._number is None and self.returncode is None:
+            self._listen(_MOMENT_S)
+        if self._number is None:
+            raise ProcessLookupError("it never began")
+        return self._number
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal, or None while it runs."""
+        self._listen(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code once it ended. subprocess.TimeoutExpired if it does not in time."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() >= end:
+                raise subprocess.TimeoutExpired("verify.process.fork_server", timeout or 0.0)
+            self._listen(min(_MOMENT_S, max(0.0, end - time.monotonic())))
+        assert self.returncode is not None
+        return self.returncode
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, if it has begun."""
+        if self.poll() is None and self._number is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._number, number)
+
+    def kill(self) -> None:
+        """Kill it and what it started, which may outlive it; if it has not begun, it never will."""
+        with contextlib.suppress(OSError):
+            self.poll()
+        with self._lock:
+            if self._number is not None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._number, signal.SIGKILL)
+            elif self.returncode is None:
+                self._end(-signal.SIGKILL)  # the server kills a child that nobody listens for
+
+    def _listen(self, wait_s: float) -> None:
+        """Note all that there is to hear, and wait so long for the first of it."""
+        with self._lock:
+            while self._hear(wait_s):
+                wait_s = 0.0
+
+    def _hear(self, wait_s: float) -> bool:
+        """Whether there was something to hear in time; what it is, is noted."""
+        if self.returncode is not None:
+            return False
+        if self._deserted:
+            time.sleep(wait_s)
+            if not _runs(self._number):
+                self._end(-signal.SIGKILL)  # nobody can say how it ended
+            return False
+        if not _ready([self._status], wait_s):
+            return False
+        data = os.read(self._status, 64)
+        self._said += data
+        for line in self._said.split(b"\n")[:-1]:
+            word, number = line[:1], int(line[1:])
+            if word == _BEGAN:
+                self._number = number
+            elif word == _ENDED:
+                self._end(number)
+            else:
+                self._fail(number)
+            if self.returncode is not None:
+                return True
+        if not data and self._number is not None:
+            self._deserted = True  # it goes on: all that it needs of its server is how it ended
+        elif not data:
+            try:
+                self._end(self._server.wait(GONE_S))
+            except subprocess.TimeoutExpired:  # the server lives, and had no room for what it was sent
+                self._fail(errno.EMFILE)
+        return True
+
+    def _fail(self, number: int) -> NoReturn:
+        self._end(os.EX_OSERR)
+        raise OSError(number, f"no process could be forked: {os.strerror(number)}")
+
+    def _end(self, code: int) -> None:
+        self.returncode = code
+        os.close(self._status)
+
+
+def _ready(descriptors: Sequence[int], wait_s: float | None) -> list[int]:
+    """Those that can be read from, in so many seconds. As select.select, for descriptors of any number."""
+    poller = select.poll()
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLIN)
+    return [descriptor for descriptor, _ in poller.poll(None if wait_s is None else 1000 * wait_s)]
+
+
+def _runs(process: int | None) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{process}/stat", "rb") as stat:
+        return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    return False
+
+
+class _Server:
+    """The process that forks. Its words while it imports go to `output`."""
+
+    def __init__(self, imports: Sequence[str], environment: Mapping[str, str], output: int) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.early = _early(environment)
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(self._socket.close)
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "verify.process.fork_server", str(theirs.fileno()), *imports],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for the supervisor
+                env=dict(environment),
+            )
+            undo.pop_all()
+
+    def fork(self, asked: Mapping[str, Any], output: int, descriptors: Sequence[int]) -> Forked:
+        """Ask for a child. OSError if the server is gone."""
+        with contextlib.ExitStack() as undo:
+
+            def mine(descriptor: int) -> int:
+                undo.callback(os.close, descriptor)
+                return descriptor
+
+            request = mine(os.memfd_create("asked"))
+            with open(request, "w", closefd=False) as file:
+                json.dump(asked, file)
+            directory = mine(os.open(".", os.O_PATH))
+            status, theirs = os.pipe()
+            mine(theirs)
+            try:
+                socket.send_fds(self._socket, [_FORK], [theirs, request, output, directory, *descriptors])
+                return Forked(self.process, status)
+            except BaseException:
+                os.close(status)
+                raise
+
+    def retire(self) -> None:
+        """Have it end once its children did."""
+        _retired.append(self)
+        with contextlib.suppress(OSError):
+            self._socket.send(_RETIRE)
+
+    def end(self) -> None:
+        """End it; its children go on, and nobody hears of them."""
+        self.process.kill()
+        self.process.wait()
+        self._socket.close()
+
+    def forget(self) -> None:
+        """Close this process's way to it: it is another's."""
+        self._socket.close()
+
+
+_lock = threading.Lock()
+_servers: dict[int, _Server] = {}
+_retired: list[_Server] = []
+_odd: dict[str, str] = {}  # the environment of the last child that had to be a process of its own
+
+
+def start(
+    module: str,
+    arguments: Sequence[str],
+    descriptors: Sequence[int],
+    environment: Mapping[str, str],
+    output: int,
+    imports: Sequence[str],
+    place: int = 0,
+) -> Forked:
+    """Do as `python -P -m module arguments... descriptors...` does, in a process group of its own, with this environment.
+
+    `module` has a function `main` that takes these words. It writes to `output`, and has nothing open besides but `descriptors`,
+    whose numbers there are its last arguments. `imports` are what a server imports when it begins. Each `place` has its own server.
+    A child whose environment differs from the server's is replaced by exec; if the next call has that same environment, a new
+    server is started with it.
+    """
+    global _odd
+    asked = {"executable": sys.executable, "module": module, "arguments": list(arguments), "environment": dict(environment)}
+    with _lock:
+        for each in [each for each in _retired if each.process.poll() is not None]:
+            _retired.remove(each)
+            each.end()
+        early, server = _early(environment), _servers.get(place)
+        if server is not None and server.process.poll() is None and (server.early == early or _odd != early):
+            _odd = {} if server.early == early else early
+            with contextlib.suppress(BrokenPipeError, ConnectionError):  # it died this moment
+                return server.fork(asked, output, descriptors)
+        if (replaced := _servers.pop(place, None)) is not None:
+            replaced.retire()
+        atexit.unregister(_end)
+        atexit.register(_end)
+        _servers[place] = server = _Server(imports, environment, output)
+        return server.fork(asked, output, descriptors)
+
+
+def _end() -> None:
+    for each in (*_servers.values(), *_retired):
+        each.end()
+
+
+def _forget() -> None:
+    """After a fork of the supervisor, the child starts servers of its own when it needs them."""
+    global _lock
+    for each in (*_servers.values(), *_retired):
+        each.forget()
+    _lock = threading.Lock()
+    _servers.clear()
+    _retired.clear()
+    atexit.unregister(_end)
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+# The server's side
+
+
+class _Missed:
+    """A finder that comes last and finds nothing: it notes what nobody found."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:  # noqa: ARG002 - as finders are called
+        self.names.add(name)
+
+
+def main(control: int, imports: Sequence[str]) -> None:
+    """Run the server. `_asked` returns only in a forked child, which runs the rest."""
+    began, whole, missed = _early(os.environ), False, _Missed()
+    default = [each for each in sys.path if each not in _given(os.environ)]
+    sys.meta_path.append(missed)
+    with importing(), contextlib.suppress(Exception):  # the child imports it again, and reports the error
+        for each in imports:
+            importlib.import_module(each)
+        whole = True
+    sys.meta_path.remove(missed)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for standard, file in ((1, sys.stdout), (2, sys.stderr)):
+        file.flush()
+        os.dup2(nowhere, standard)
+    request, descriptors = _asked(control)
+    environment: dict[str, str] = request["environment"]
+    words = [*request["arguments"], *map(str, descriptors)]
+    if not whole or request["executable"] != sys.executable or began != _early(environment):
+        _replace(request, words)
+    os.environ.clear()
+    os.environ.update(environment)
+    path = list(dict.fromkeys([*_given(environment), *default]))
+    importlib.invalidate_caches()
+    if path != sys.path:
+        names = {name for name in (*sys.modules, *missed.names, "sitecustomize", "usercustomize") if "." not in name}
+        before = _places(names)
+        sys.path[:] = path
+        if _places(names) != before:
+            _replace(request, words)
+    sys.argv[1:] = words
+    importlib.import_module(request["module"]).main(words)
+
+
+def _asked(control: int) -> tuple[dict[str, Any], list[int]]:
+    """Fork for whoever asks, and reap children that ended, until nobody asks any more. Returns in a child: what it is to be."""
+    running: dict[int, int] = {}  # the pipe on which its supervisor hears of each child
+    woken, wake = os.pipe()
+    for descriptor in (woken, wake):
+        os.set_blocking(descriptor, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    with socket.socket(fileno=control) as asking:
+        retired = False
+        while running or not retired:
+            ready = _ready([control, woken], None)
+            if woken in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(woken, 4096)
+                _reap(running)
+            if control not in ready:
+                continue
+            message, given, flags, _ = socket.recv_fds(asking, 1, 16)
+            if not message:
+                os._exit(0)
+            if message == _RETIRE:
+                retired = True
+                continue
+            try:
+                if flags & socket.MSG_CTRUNC:
+                    raise OSError(errno.EMFILE, "there is no room for all descriptors")
+                child = os.fork()
+            except OSError as error:
+                if given:
+                    _say(given[0], _FAILED, error.errno or 0)
+                for descriptor in given:
+                    os.close(descriptor)
+                continue
+            status, request, output, directory, *descriptors = given
+            if child:
+                with contextlib.suppress(OSError):  # the child did it
+                    os.setpgid(child, child)  # before its supervisor can want to kill the group
+                running[child] = status
+                if not _say(status, _BEGAN, child):
+                    os.killpg(child, signal.SIGKILL)
+                for descriptor in (request, output, directory, *descriptors):
+                    os.close(descriptor)
+                continue
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            asking.detach()
+            with contextlib.suppress(OSError):
+                os.setpgid(0, 0)
+            os.fchdir(directory)
+            for standard in (1, 2):
+                os.dup2(output, standard)
+            with open(request, closefd=False) as file:
+                file.seek(0)
+                asked = json.load(file)
+            for descriptor in map(int, os.listdir("/proc/self/fd")):
+                if descriptor > 2 and descriptor not in descriptors:
+                    with contextlib.suppress(OSError):  # the list's own is gone
+                        os.close(descriptor)
+            return asked, descriptors
+    os._exit(0)
+
+
+def _reap(running: dict[int, int]) -> None:
+    while running:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if not child:
+            return
+        if (pipe := running.pop(child, None)) is not None:
+            _say(pipe, _ENDED, os.waitstatus_to_exitcode(status))
+            os.close(pipe)
+
+
+def _say(pipe: int, word: bytes, number: int) -> bool:
+    """Whether its supervisor still listens."""
+    try:
+        os.write(pipe, b"%b%d\n" % (word, number))
+    except BrokenPipeError:
+        return False
+    return True
+
+
+def _given(environment: Mapping[str, str]) -> list[str]:
+    """The folders of PYTHONPATH, absolute, as Python puts them on sys.path."""
+    folders = environment.get("PYTHONPATH", "")
+    return [os.path.abspath(each) for each in folders.split(os.pathsep)] if folders else []
+
+
+def _places(names: Collection[str]) -> dict[str, str | None]:
+    """Where modules are found on sys.path by now, of those that are."""
+    found = {name: PathFinder.find_spec(name) for name in names}
+    return {name: spec.origin for name, spec in found.items() if spec is not None}
+
+
+def _replace(request: Mapping[str, Any], words: Sequence[str]) -> NoReturn:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.execve(request["executable"], [request["executable"], "-P", "-m", request["module"], *words], request["environment"])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,368 @@
+"""Workers: one persistent process that runs cases, and the supervisor that holds its clock.
+
+A kernel that crashes, hangs or exits costs a worker and becomes a verdict; the next question starts a new worker. Questions and
+answers are lines of JSON on two pipes of their own, so what a kernel prints disturbs nothing.
+"""
+
+import contextlib
+import faulthandler
+import fcntl
+import importlib
+import importlib.util
+import json
+import os
+import pathlib
+import queue
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from verify.process import fork_server as forks
+from verify.process.fork_server import Forked, importing
+from verify.process.messages import Answer, Question, plain
+from verify.process.stacks import in_implementation, innermost
+
+START_S = 300.0
+ALONE_S = 5.0  # how long after its deadline a worker that nobody ended ends itself
+DUMP_S = 2.0  # how long a worker may take to write its stacks
+TAIL_CHARACTERS = 2000
+STACK_BYTES = 1 << 16
+NOISE_BYTES = 1 << 26  # more than this of what a kernel prints is forgotten while it runs
+SERVICE = "verify.execution.service:answer"
+IMPORTS = (
+    "verify.execution.service",
+    "torch.fx.experimental.symbolic_shapes",
+)  # the second is imported by torch's first backward pass
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # kernels are interpreted on the CPU; an implementation that saw a GPU would launch there
+_LAST = " in _run_module_as_main\n"  # the outermost frame of the main thread, whose stack faulthandler writes last
+
+
+class WorkerLost(Exception):
+    """No answer: the worker "crashed", "hung" or was "closed"; `detail` says how, `tail` is the end of what it wrote.
+
+    `in_kernel` is False where its stack shows that it hung elsewhere than in a call of the implementation.
+    """
+
+    def __init__(self, how: str, detail: str, tail: str, *, in_kernel: bool = True) -> None:
+        super().__init__(f"{how}: {detail}")
+        self.how, self.detail, self.tail, self.in_kernel = how, detail, tail, in_kernel
+
+
+class Started(subprocess.Popen[bytes]):
+    """A process that is the first of its session; another program may run the worker in it."""
+
+    run_by_another = False
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the worker."""
+        # A compiler that the worker started would die of the signal; a program that runs the worker need not hand it on.
+        tell = os.killpg if self.run_by_another else os.kill
+        with contextlib.suppress(ProcessLookupError):
+            tell(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill it and what it started, which may outlive it."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+class Asked(Protocol):
+    """What a check asks: a Worker, or a group of ranks that answer as one."""
+
+    deadline_s: float
+
+    def ask(self, question: Question | Mapping[str, Any], deadline_s: float | None = None) -> Answer:
+        """The answer. WorkerLost if there is none."""
+
+    def close(self) -> None:
+        """End every process, whatever it is doing; safe from any thread."""
+
+
+class Worker:
+    """The supervisor of one worker process. It owns no GPU, imports no kernel and holds the clock.
+
+    `environment` is added to this process's own; `serves` is the module:function that answers questions in the worker. `under`
+    gives, each time that a process is started, the words before its command: a program that runs it and hands on its pipes.
+    `ask` is all that a single worker needs; who supervises several at a time uses its parts, from `launch` to `end`.
+    """
+
+    def __init__(
+        self,
+        deadline_s: float = 120.0,
+        *,
+        environment: Mapping[str, str] = NO_GPU,
+        serves: str = SERVICE,
+        under: Callable[[], Sequence[str]] = tuple,
+    ) -> None:
+        self.deadline_s, self._under = deadline_s, under
+        self._environment, self._serves = dict(environment), serves
+        self._process: Started | Forked | None = None
+        self._asking = threading.RLock()  # held by who uses the pipes: nobody else may close them
+        self._starting = threading.Lock()
+        self._closed = self._starts = False
+
+    def ask(self, question: Question | Mapping[str, Any], deadline_s: float | None = None) -> Answer:
+        """The worker's answer. WorkerLost if it died or was silent for `deadline_s` seconds, its start-up not counted."""
+        deadline_s = self.deadline_s if deadline_s is None else deadline_s
+        with self._asking:
+            try:
+                if not self.alive:
+                    self.launch()
+                if self._starts:
+                    self._answer(START_S)  # it says that it is ready
+                    self._starts = False
+                self.send(question, deadline_s)
+                answer = self._answer(deadline_s)
+                if answer.get("spent"):  # its GPU's context is gone
+                    self.end()
+                return answer
+            except BaseException:  # an answer that comes too late must not be taken for the next one
+                self.end()
+                raise
+
+    def close(self) -> None:
+        """End the worker, whatever it is doing; safe from any thread."""
+        self.stop()
+        with self._asking:
+            self.end()
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is a process, and it runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def launch(self) -> None:
+        """Start a process in place of the last. Its first answer, {}, says that it is ready."""
+        self.end()
+        with self._starting:
+            if self._closed:
+                raise WorkerLost("closed", "by its supervisor", "")
+            with contextlib.ExitStack() as undo:
+                pipes = [*os.pipe(), *os.pipe()]
+                for descriptor in pipes:
+                    undo.callback(os.close, descriptor)
+                theirs_in, to, from_, theirs_out = pipes
+                errors = undo.enter_context(tempfile.TemporaryFile())
+                fcntl.fcntl(errors, fcntl.F_SETFL, os.O_APPEND)  # what is cut off is not grown again
+                # Modules are found where this process finds them, in the same order, or another kernel would be checked.
+                paths = dict.fromkeys([*(path or os.getcwd() for path in sys.path), _ROOT])
+                process = self._begun(os.pathsep.join(paths), [theirs_in, theirs_out], errors.fileno())
+                self._to, self._from, self._errors, self._buffer, self._mark = to, from_, errors, b"", -1
+                self._process, self._starts = process, True
+                undo.pop_all()
+            os.close(theirs_in)
+            os.close(theirs_out)
+
+    def _begun(self, path: str, pipes: Sequence[int], output: int) -> Started | Forked:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # what torch's libraries print would bury a kernel's last words
+            "PYTHONPATH": path,
+            **self._environment,
+        }
+        before = self._under()
+        if forks.HERE and not before and environment.get("CUDA_VISIBLE_DEVICES") == "":
+            place = int(self._environment.get("RANK", "0")) % 2  # neighbouring ranks have different hash seeds
+            return forks.start("verify.process.worker", [self._serves], pipes, environment, output, IMPORTS, place)
+        process = Started(
+            [*before, sys.executable, "-P", "-m", "verify.process.worker", self._serves, *map(str, pipes)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=pipes,
+            start_new_session=True,  # Ctrl-C is for the supervisor; and the whole group can be killed
+            env=environment,
+        )
+        process.run_by_another = bool(before)
+        return process
+
+    def send(self, question: Question | Mapping[str, Any], deadline_s: float) -> None:
+        """Put a question to a worker that is ready. WorkerLost if it is gone."""
+        os.ftruncate(self._errors.fileno(), 0)
+        self._mark = -1
+        try:
+            os.write(self._to, (json.dumps({**plain(question), "deadline_s": deadline_s}) + "\n").encode())
+        except BrokenPipeError:
+            raise self._crashed() from None
+
+    def receive(self, wait_s: float = 0.0) -> dict[str, Any] | None:
+        """The answer once it is whole, None if it is not within `wait_s`. WorkerLost if the worker died or wrote what is none."""
+        if b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._from], [], [], wait_s)
+            if ready:
+                data = os.read(self._from, 1 << 16)
+                if not data:
+                    raise self._crashed()
+                self._buffer += data
+            elif not self.alive:
+                raise self._crashed()  # though a process that it started still holds the pipe
+        if b"\n" not in self._buffer:
+            if os.fstat(self._errors.fileno()).st_size > NOISE_BYTES:
+                os.ftruncate(self._errors.fileno(), 0)
+            return None
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        try:
+            answer: dict[str, Any] = json.loads(line)
+        except ValueError:
+            raise self._lost("crashed", f"wrote {line[:40]!r} where its answer belongs") from None
+        return answer
+
+    def fileno(self) -> int:
+        """The pipe of the answers, to be selected on."""
+        return self._from
+
+    def interrogate(self) -> None:
+        """Ask for the stacks of all its threads: `words` has them soon, see serve()."""
+        self._mark = os.fstat(self._errors.fileno()).st_size
+        if self._process is not None and self.alive:
+            self._process.signal(signal.SIGUSR1)
+
+    def words(self) -> str:
+        """The end of what it wrote; after `interrogate`, what it wrote since."""
+        errors = self._errors.fileno()
+        size = os.fstat(errors).st_size
+        start = self._mark if 0 <= self._mark <= size else max(0, size - STACK_BYTES)
+        return os.pread(errors, STACK_BYTES, start).decode(errors="replace")
+
+    def stop(self) -> None:
+        """Kill it, and let none start again; its pipes stay, so that who waits for an answer sees their end."""
+        with self._starting:
+            self._closed = True
+            if self.alive:  # the number of one that ended may be another's by now
+                self.kill()
+
+    def kill(self) -> None:
+        """Kill the process and what it started, which may outlive it, if there is one."""
+        if self._process is not None:
+            self._process.kill()
+
+    def end(self) -> None:
+        """Kill it, wait for its end and close its pipes."""
+        process = self._process
+        if process is None:
+            return
+        self.kill()
+        process.wait()
+        self._process = None
+        for descriptor in (self._to, self._from):
+            os.close(descriptor)
+        self._errors.close()
+
+    def _answer(self, deadline_s: float) -> dict[str, Any]:
+        end = time.monotonic() + deadline_s
+        while (answer := self.receive(max(0.0, min(0.5, end - time.monotonic())))) is None:
+            if time.monotonic() >= end:
+                interrogate([self])
+                raise self._lost("hung", f"no answer within {deadline_s:g} s")
+        return answer
+
+    def _crashed(self) -> WorkerLost:
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(2)
+        return self._lost("crashed", _ended(self._process.poll()))
+
+    def _lost(self, how: str, detail: str) -> WorkerLost:
+        wrote = self.words()
+        place = innermost(wrote)
+        self.end()
+        if self._closed:
+            return WorkerLost("closed", "by its supervisor", wrote[-TAIL_CHARACTERS:])
+        in_kernel = how != "hung" or not place or in_implementation(wrote)
+        return WorkerLost(how, detail + (f", in {place}" if place else ""), wrote[-TAIL_CHARACTERS:], in_kernel=in_kernel)
+
+
+class Interrogated(Protocol):
+    """Who writes its stacks when asked."""
+
+    def interrogate(self) -> None:
+        """Ask."""
+
+    def words(self) -> str:
+        """What it wrote since."""
+
+
+def interrogate(several: Sequence[Interrogated]) -> list[str]:
+    """What each wrote when asked for its stacks, all at once.
+
+    They are waited for until the last is whole; one that never is (its process is stopped, it is deeper than faulthandler shows,
+    or noise goes through it) costs DUMP_S seconds.
+    """
+    for each in several:
+        each.interrogate()
+    end = time.monotonic() + DUMP_S
+    while not all(_LAST in each.words() for each in several) and time.monotonic() < end:
+        time.sleep(0.05)
+    return [each.words() for each in several]
+
+
+def _ended(code: int | None) -> str:
+    if code is None:
+        return "closed the pipe of its answers"
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+_ROOT = str(pathlib.Path(__file__).resolve().parents[2])  # where the package is imported from
+
+
+def serve(requests: int, answers: int, serves: str) -> None:
+    """The worker's life: make kernels runnable here, then answer one question at a time until the supervisor is gone."""
+    faulthandler.enable(sys.stderr)
+    faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
+    questions: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        with os.fdopen(requests) as lines:
+            for line in lines:
+                questions.put(line)
+        os._exit(0)  # the supervisor is gone: whatever a kernel is doing, nobody waits for it
+
+    threading.Thread(target=read, daemon=True).start()
+    with importing():
+        import torch
+
+        torch.set_num_threads(1)
+        if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
+            from verify import interpreter
+
+            interpreter.install_with_triton()
+        module, _, function = serves.partition(":")
+        answer = getattr(importlib.import_module(module), function)
+
+    os.write(answers, b"{}\n")
+    while True:
+        question = json.loads(questions.get())
+        # A kernel that hangs and holds the interpreter's lock stops the thread above; this clock does not need the lock.
+        faulthandler.dump_traceback_later(question.pop("deadline_s") + ALONE_S, exit=True, file=sys.stderr)
+        reply = (json.dumps(answer(question)) + "\n").encode()
+        faulthandler.cancel_dump_traceback_later()
+        while reply:
+            reply = reply[os.write(answers, reply) :]
+
+
+def main(words: Sequence[str]) -> None:
+    """A worker of these words: what serves, and its two pipes."""
+    serve(int(words[1]), int(words[2]), words[0])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

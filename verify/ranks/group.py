@@ -1,0 +1,264 @@
+"""Groups of ranks: persistent workers joined in a process group that answer a question as one.
+
+On one host RankGroup starts them; under torchrun see verify/ranks/torchrun.py. Reports never travel by collective: a rank that
+failed
+cannot be trusted to reach one. Workers join through a store under a prefix of their own generation, so that nothing of a lost group
+is found by the next.
+"""
+
+import dataclasses
+import datetime
+import math
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from verify.process.messages import Answer, Join, Question
+from verify.process.worker import SERVICE, START_S, Worker, WorkerLost, interrogate
+from verify.ranks.hangs import Standing, crashed, hung, waiting
+from verify.ranks.merge import busy, failed, merge, parted
+
+BACKENDS = ("gloo", "nccl")
+GRACE_S = 3.0  # how long after a rank failed the others may take to answer, if they wait for it
+LOOK_S = 1.0  # one that stands where it stood so long ago waits too: collectives on a GPU do not hold their caller
+PATIENCE_S = 30.0  # how long they may take if they do not wait
+POLLS = ((0.02, 0.0002), (1.0, 0.001))  # so long after a message a store is looked at so often, for it pushes nothing
+IDLE_S = 0.02  # and so often later
+
+
+def environment(backend: str, rank: int, size: int, local_rank: int, *, one_host: bool) -> dict[str, str]:
+    """What the process of a rank finds in its environment. ValueError names the backend and the choices.
+
+    With nccl it sees one GPU, the `local_rank`-th of this process, and calls it device 0; with gloo it sees none. On one host it
+    listens on loopback, unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME say otherwise.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    words = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
+    if one_host:
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+        words |= {name: os.environ.get(name, loopback) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+        words["LOCAL_WORLD_SIZE"] = str(size)
+    if backend == "gloo":
+        return {**words, "CUDA_VISIBLE_DEVICES": ""}
+    seen = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    if seen and local_rank >= len(seen):
+        raise ValueError(f"rank {rank} needs GPU {local_rank} of this host, CUDA_VISIBLE_DEVICES has {len(seen)}")
+    # NCCL's own clocks would end a process with a message of theirs; the supervisor's clock rules.
+    clocks = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    clocks["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+        "1"  # so that looking for a GPU does not open it: verify/execution/oracle_process.py forks
+    )
+    return {**words, **clocks, "CUDA_VISIBLE_DEVICES": seen[local_rank] if seen else str(local_rank)}
+
+
+def join(how: Join) -> None:
+    """This process is a rank of the default process group, and with nccl has connected. ValueError if it has no GPU for that."""
+    device = torch.device("cuda", 0) if how.backend == "nccl" else None
+    if device is not None and not torch.cuda.is_available():
+        raise ValueError(f"there is no GPU for it: CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}")
+    store = TCPStore(how.host, how.port, is_master=False, wait_for_workers=False)
+    torch.distributed.init_process_group(
+        how.backend,
+        store=PrefixStore(how.prefix, store),
+        rank=how.rank,
+        world_size=how.size,
+        timeout=datetime.timedelta(days=1),  # the supervisor holds the clock
+        device_id=device,
+    )
+
+
+class Seat(Protocol):
+    """The worker of one rank, here (Worker) or under another supervisor (_Remote); see Worker."""
+
+    @property
+    def alive(self) -> bool: ...
+    def launch(self) -> None: ...
+    def send(self, question: Question | Mapping[str, Any], deadline_s: float) -> None: ...
+    def receive(self) -> Answer | None: ...
+    def interrogate(self) -> None: ...
+    def words(self) -> str: ...
+    def stop(self) -> None: ...
+    def kill(self) -> None: ...
+    def end(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """Where workers join: a store, and the prefix of what is theirs in it."""
+
+    host: str
+    port: int
+    prefix: str
+
+
+class Group:
+    """Ranks that answer as one: every rank is put the question, and the answers are merged."""
+
+    def __init__(self, seats: Sequence[Seat], meeting: Meeting, backend: str, deadline_s: float) -> None:
+        self.deadline_s, self.backend = deadline_s, backend
+        self._seats, self._meeting = list(seats), meeting
+        self._generation = 0
+        self._asking = threading.RLock()
+        self._closed = False
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return len(self._seats)
+
+    def ask(self, question: Question | Mapping[str, Any], deadline_s: float | None = None) -> Answer:
+        """The answers of all ranks as one, see `merge`. WorkerLost names the rank that died or did not answer.
+
+        The `deadline_s` count from when all ranks are ready. A rank that failed while others wait for it in a collective is the
+        answer: they are ended after GRACE_S seconds. Whenever ranks may have parted within their collectives, the next question
+        has a new group.
+        """
+        deadline_s = self.deadline_s if deadline_s is None else deadline_s
+        with self._asking:
+            try:
+                if not all(seat.alive for seat in self._seats):
+                    self._start()
+                answers, waited = self._put([question] * self.size, deadline_s)
+                merged = merge(answers, waited)
+                if waited or merged.get("spent") or parted(list(busy(answers).values())):
+                    self._end()
+                return merged
+            except BaseException:
+                self._end()
+                raise
+
+    def close(self) -> None:
+        """End every rank, whatever it is doing; safe from any thread."""
+        self._closed = True
+        for seat in self._seats:
+            seat.stop()
+        with self._asking:
+            self._end()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        self._end()
+        self._generation += 1
+        meeting, prefix = self._meeting, f"{self._meeting.prefix}/generation/{self._generation}"
+        joins = [Join(meeting.host, meeting.port, prefix, self.size, rank, self.backend) for rank in range(self.size)]
+        try:
+            for seat in self._seats:
+                seat.launch()
+            answers, _ = self._gather(START_S)
+            if not any(answers.values()):
+                answers, _ = self._put(joins, START_S)
+        except WorkerLost as lost:
+            if lost.how == "closed":
+                raise
+            said = [line for line in lost.tail.splitlines() if line.strip()]
+            raise _not_started(lost.detail + (f": {said[-1].strip()[:200]}" if said and lost.how == "crashed" else "")) from None
+        for rank, answer in answers.items():
+            if answer:
+                raise _not_started(f"rank {rank}: {answer.get('error') or answer.get('reason')}")
+
+    def _end(self) -> None:
+        for seat in self._seats:
+            seat.kill()  # all at once: a process with a GPU takes its time to end
+        for seat in self._seats:
+            seat.end()
+
+    def _put(self, questions: Sequence[Question | Mapping[str, Any]], deadline_s: float) -> tuple[dict[int, Answer], str]:
+        lost = {}
+        for rank, (seat, question) in enumerate(zip(self._seats, questions, strict=True)):
+            try:
+                seat.send(question, deadline_s)
+            except WorkerLost as loss:
+                lost[rank] = loss
+        if lost:
+            raise crashed(lost)
+        return self._gather(deadline_s)
+
+    def _gather(self, deadline_s: float) -> tuple[dict[int, Answer], str]:
+        """The answers of the ranks; and, if some did not answer because one failed, what they did instead."""
+        answers: dict[int, Answer] = {}
+        start = time.monotonic()
+        end, look, patience = start + deadline_s, math.inf, math.inf
+        places: dict[int, Standing] = {}
+        while silent := {rank: seat for rank, seat in enumerate(self._seats) if rank not in answers}:
+            pause(silent.values(), min(end, look) - time.monotonic(), time.monotonic() - start)
+            answers |= self._heard(silent)
+            silent = {rank: seat for rank, seat in silent.items() if rank not in answers}
+            now = time.monotonic()
+            if look == math.inf and any(map(failed, answers.values())):
+                look, patience = now + GRACE_S, now + PATIENCE_S
+            if not silent or now < min(end, look):
+                continue
+            before, wrote = places, interrogate(list(silent.values()))
+            places = {rank: Standing.of(each) for rank, each in zip(silent, wrote, strict=True)}
+            wait = all(place.collective or (place == before.get(rank) and not place.oracle) for rank, place in places.items())
+            if look < math.inf and (wait or now >= min(end, patience)):
+                return answers, waiting(places)
+            if now >= end:
+                raise hung(places, list(answers), deadline_s)
+            look = time.monotonic() + LOOK_S
+        return answers, ""
+
+    def _heard(self, silent: Mapping[int, Seat]) -> dict[int, Answer]:
+        """What ranks say now. WorkerLost names those that are lost."""
+        answers, lost = {}, {}
+        for rank, seat in silent.items():
+            try:
+                if (answer := seat.receive()) is not None:
+                    answers[rank] = answer
+            except WorkerLost as loss:
+                lost[rank] = loss
+        if self._closed:
+            raise WorkerLost("closed", "by its supervisor", "")
+        if lost:
+            raise crashed(lost)
+        return answers
+
+
+class RankGroup(Group):
+    """`size` persistent workers on this host, joined over gloo or NCCL: it fits where a Worker fits.
+
+    They join through a store that this process keeps, on loopback and a port that the system chooses. With nccl rank r has the
+    r-th GPU. `serves` is the module:function that answers questions on each rank.
+    """
+
+    def __init__(self, size: int, backend: str = "gloo", deadline_s: float = 120.0, *, serves: str = SERVICE) -> None:
+        if size < 1:
+            raise ValueError(f"size must be at least 1, got {size}")
+        words = [environment(backend, rank, size, rank, one_host=True) for rank in range(size)]
+        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
+            port = int(listening.getsockname()[1])
+            descriptor = listening.detach()
+        self._store: Store | None = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+        seats = [Worker(deadline_s, environment=each, serves=serves) for each in words]
+        super().__init__(seats, Meeting("127.0.0.1", port, "ranks"), backend, deadline_s)
+
+    def __enter__(self) -> "RankGroup":
+        return self
+
+    def close(self) -> None:
+        """End every rank, whatever it is doing; safe from any thread."""
+        super().close()
+        self._store = None
+
+
+def pause(seats: Iterable[Any], longest_s: float, since_s: float, *, remote: bool = False) -> None:
+    """Return when a worker of this process may have something to say, or it is time to look at those that are elsewhere."""
+    seats = list(seats)
+    here = [seat for seat in seats if isinstance(seat, Worker)]
+    poll_s = next((often_s for until_s, often_s in POLLS if since_s < until_s), IDLE_S)
+    tick = poll_s if remote or len(here) < len(seats) else 0.5
+    select.select(here, [], [], max(0.0, min(tick, longest_s)))
+
+
+def _not_started(detail: str) -> WorkerLost:
+    return WorkerLost("failed to start", detail, "", in_kernel=False)

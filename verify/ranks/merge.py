@@ -1,0 +1,110 @@
+"""The answers of ranks as one."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verify.process.messages import Answer
+from verify.process.outcome import Finding, Outcome, Verdict, rank_names
+
+IDLE = "this rank has no part in the case"  # why a rank holds that was not needed
+
+
+def failed(answer: Answer) -> bool:
+    """Whether a rank that answers so may have left others waiting."""
+    if "outcomes" in answer:
+        return any(map(failed, answer["outcomes"]))
+    return "error" in answer or answer.get("verdict", Verdict.HOLDS) != Verdict.HOLDS
+
+
+def left(answer: Answer) -> bool:
+    """Whether a rank that answers so may have left a case before its end: not where all of its findings are of comparisons."""
+    return failed(answer) and not (answer.get("findings") and all(finding["rows"] for finding in answer["findings"]))
+
+
+def parted(answers: Sequence[Answer]) -> bool:
+    """Whether ranks may have left a case at different places: not where all were compared to the end, or all say the same."""
+    if any("outcomes" in answer for answer in answers):
+        lists = [answer.get("outcomes", []) for answer in answers]
+        return len({len(one) for one in lists}) > 1 or any(parted(each) for each in zip(*lists, strict=True))
+
+    def said(answer: Answer) -> Any:
+        return [answer.get(key) for key in ("error", "verdict", "reason", "findings")]
+
+    return any(map(left, answers)) and any(said(answer) != said(answers[0]) for answer in answers)
+
+
+def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:
+    """The answers of ranks as one, findings with their ranks named; `waited` says what the ranks without an answer did.
+
+    BROKEN if it is so on any rank; any other verdict if it is the same on all; otherwise UNKNOWN, with what each rank says.
+    """
+    answers = dict(sorted(answers.items()))
+    first = next(iter(answers.values()))
+    if any("outcomes" in answer for answer in answers.values()):
+        lists = [answer.get("outcomes", []) for answer in answers.values()]
+        whole = 0 if waited else min(map(len, lists))
+        runs = zip(*(one[:whole] for one in lists), strict=True)
+        return {
+            "outcomes": [merge(dict(zip(answers, each, strict=True))) for each in runs],
+            "spent": any(answer.get("spent") for answer in answers.values()),
+        }
+    if not any("verdict" in answer for answer in answers.values()):
+        if all(answer == first for answer in answers.values()) and not waited:
+            return first
+        said = by_rank({rank: str(answer.get("error", answer)) for rank, answer in answers.items()})
+        return {"error": "; ".join([f"ranks disagree: {said}" if len(answers) > 1 else said, *([waited] if waited else [])])}
+    outcomes = {rank: _outcome(answer) for rank, answer in busy(answers).items()}
+    found: dict[str, tuple[Finding, list[int]]] = {}
+    for rank, outcome in outcomes.items():
+        for finding in outcome.findings:  # by its text: no two NaN are equal
+            found.setdefault(json.dumps(finding.to_json()), (finding, []))[1].append(rank)
+    while_waiting = f"; while {waited}" if waited else ""
+    findings = [
+        dataclasses.replace(finding, ranks=tuple(ranks), what=finding.what + while_waiting) for finding, ranks in found.values()
+    ]
+    verdicts = {outcome.verdict for outcome in outcomes.values()}
+    reasons = {rank: outcome.reason for rank, outcome in outcomes.items()}
+    if Verdict.BROKEN in verdicts:
+        verdict, reason = Verdict.BROKEN, by_rank({rank: reason for rank, reason in reasons.items() if reason})
+    elif len(verdicts) == 1 and not waited:
+        verdict = verdicts.pop()
+        reason = next(iter(reasons.values())) if len(set(reasons.values())) == 1 else by_rank(reasons)
+    else:
+        verdict = Verdict.UNKNOWN
+        said = by_rank({rank: ": ".join(filter(None, [outcome.verdict, outcome.reason])) for rank, outcome in outcomes.items()})
+        reason = f"ranks disagree: {said}" + (f"; {waited}" if waited else "")
+    rows = sum(outcome.rows for outcome in outcomes.values())
+    if verdict is Verdict.HOLDS and rows == 0:
+        verdict, reason = Verdict.BLIND, "nothing to compare: no rank has a row"
+    names = {name for outcome in outcomes.values() for name in outcome.ratios}
+    return Outcome(
+        verdict,
+        findings,
+        reason,
+        rows,
+        {name: max(outcome.ratios.get(name, 0.0) for outcome in outcomes.values()) for name in sorted(names)},
+        max(outcome.kernel_s for outcome in outcomes.values()),
+        max(outcome.oracle_s for outcome in outcomes.values()),
+        spent=any(outcome.spent for outcome in outcomes.values()),
+        tuned=next((outcome.tuned for outcome in outcomes.values() if outcome.tuned), {}),
+        fault=next((outcome.fault for outcome in outcomes.values() if outcome.fault), ""),
+    ).to_json()
+
+
+def busy(answers: Mapping[int, Answer]) -> Mapping[int, Answer]:
+    """The answers of the ranks that had a part in the case, if any had."""
+    return {rank: answer for rank, answer in answers.items() if answer.get("reason") != IDLE} or answers
+
+
+def _outcome(answer: Answer) -> Outcome:
+    return Outcome.from_json(answer) if "verdict" in answer else Outcome(Verdict.UNKNOWN, reason=str(answer.get("error", answer)))
+
+
+def by_rank(said: Mapping[int, str], between: str = ": ") -> str:
+    """What ranks say, those that say the same together: "ranks 0, 2: holds; rank 1: blind: no rows"."""
+    ranks: dict[str, list[int]] = {}
+    for rank, words in said.items():
+        ranks.setdefault(words, []).append(rank)
+    return "; ".join(f"{rank_names(who)}{between}{words}" for words, who in ranks.items())

@@ -1,0 +1,138 @@
+"""The kill table, as lines of text and as plain data. Nothing here decides anything, and nothing prints."""
+
+import statistics
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from verify.adapters.packages import installed
+from verify.zoo.animals import INCIDENTS, LETTERS
+from verify.zoo.hunt import IN_FULL, PROFILE, QUARTER, Fate, Hunt, summary
+from verify.zoo.trials import Trial
+
+WIDTH = 132
+
+
+def fate_lines(fate: Fate) -> list[str]:
+    """An animal: its name, class, incidents and story; the laws that kill it and in which case; the smallest case."""
+    animal, killers = fate.animal, fate.killers
+    rows = " ".join(map(str, animal.incident))
+    head = f"{animal.name:<28} {animal.letter}  {rows:<10}"
+    if not killers:
+        asked = [cell for cell in fate.cells.values() if cell.asked]
+        cases = sum(cell.asked for cell in asked)
+        what = f"{cases} cases of {len(asked)} laws" if asked else "no law asked it anything"
+        lines = [f"{head} {fate.verdict.upper():<20} {what}"]
+        lines += [f"    {cell.law}: {cell.state}: {cell.reason}" for cell in fate.cells.values() if cell.state == "undecided"]
+        return [*lines, *_wrapped(animal.story)]
+    first = killers[0]
+    by = ", ".join(f"{cell.law} {cell.killed_at}" for cell in killers)
+    lines = _wrapped(f"{head} case {first.killed_at:<3} {first.seconds:6.2f} s  {by}", "", " " * 61)
+    return [*lines, *_wrapped(animal.story), f"    {fate.smallest or first.run}"]
+
+
+def _wrapped(text: str, first: str = "    ", rest: str = "    ") -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False, break_long_words=False)
+
+
+def lines(hunt: Hunt) -> list[str]:
+    """The whole table, survivors last and then once more, loudly."""
+    order = {"killed": 0, "not asked": 1, "SURVIVES": 2}
+    said = [f"{'animal':<28} cl rows       first kill           laws that kill it, and in which case"]
+    for fate in sorted(hunt.fates, key=lambda fate: order[fate.verdict]):
+        said += fate_lines(fate)
+    return [*said, "", *summary_lines(hunt)]
+
+
+def summary_lines(hunt: Hunt) -> list[str]:
+    """The hunt in a few lines, with what must not be missed at their end."""
+    told = summary(hunt)
+    median = f"; median {told.median_cases:g} cases to the kill" if told.median_cases is not None else ""
+    said = [f"{told.animals} animals: {told.killed} killed, {told.alive} alive{median}; {told.runs} runs in {told.wall_s:.0f} s"]
+    if told.not_asked:
+        said.append(f"{told.not_asked} not asked")
+    for book in dict.fromkeys(name.partition("/")[0] for name in told.kills_of_law):
+        kills = {name.partition("/")[2]: kills for name, kills in told.kills_of_law.items() if name.startswith(f"{book}/")}
+        words = ", ".join(f"{name} {number}" for name, number in kills.items() if number)
+        idle = ", ".join(name for name, number in kills.items() if not number)
+        said += _wrapped(f"kills of {book}: {words or 'none'}" + (f"; none by {idle}" if idle else ""), "", "  ")
+    twins = " ".join(map(str, told.twins)) or "none"
+    said += _wrapped(f"incidents with a twin, {len(told.twins)} of {len(INCIDENTS)} rows: {twins}", "", "  ")
+    said += _wrapped(f"incidents without: {' '.join(map(str, told.without)) or 'none'}", "", "  ")
+    said += _alarms(hunt)
+    said += [f"SURVIVES  {fate.animal.spec}: {fate.animal.story}" for fate in hunt.fates if fate.verdict == "SURVIVES"]
+    return said
+
+
+def _alarms(hunt: Hunt) -> list[str]:
+    return [f'RIGHT CODE REJECTED  python -m verify repeat "{alarm}"' for alarm in dict.fromkeys(hunt.alarms)]
+
+
+def rule_lines(hunt: Hunt, trials: Sequence[Trial]) -> list[str]:
+    """A row an animal that suites are about: whether ours kills it, and in which of its cases each suite does."""
+    width = [max(8, len(trial.suite)) for trial in trials]
+    said = ["  ".join([f"{'animal':<28} ours", *(f"{trial.suite:>{w}}" for trial, w in zip(trials, width, strict=True))])]
+    named = {name for trial in trials for name in trial.killed_at}
+    for fate in hunt.fates:
+        name = fate.animal.name
+        if name in named:
+            words = [_word(trial, name) for trial in trials]
+            columns = [f"{word:>{w}}" for word, w in zip(words, width, strict=True)]
+            said.append("  ".join([f"{name:<28} {'dead' if fate.killers else 'LIVES'}", *columns]).rstrip())
+    said.append("")
+    for trial in trials:
+        said.append(f"{trial.suite}: {_verdict(trial)} · {trial.story}")
+        for name, number in trial.killed_at.items():
+            if number is None and len(trials) == 1:
+                story = next(fate.animal.story for fate in hunt.fates if fate.animal.name == name)
+                said += _wrapped(f"LIVES  {name}: {story}", "  ", "         ")
+    return said + _alarms(hunt)
+
+
+def _word(trial: Trial, name: str) -> str:
+    if name not in trial.killed_at:
+        return "-"
+    number = trial.killed_at[name]
+    return "lives" if number is None else str(number)
+
+
+def _verdict(trial: Trial) -> str:
+    if trial.error:
+        return f"FAILED ({trial.error})"
+    said = f"kills {trial.killed} of {len(trial.killed_at)} in {trial.cases} cases, {trial.seconds:.0f} s"
+    return said + (f"; REJECTS RIGHT CODE in {trial.rejects_right}, so its kills say nothing" if trial.rejects_right else "")
+
+
+def to_json(hunt: Hunt, trials: Sequence[Trial] = (), *, interrupted: bool = False) -> dict[str, Any]:
+    """All of it as plain data, which the page is made of too."""
+    told = summary(hunt)
+    books = {fate.book.name: fate.book for fate in hunt.fates}
+    return {
+        "seed": hunt.seed,
+        "profile": PROFILE.name,
+        "asked": {"share": f"1/{QUARTER}", "in_full_until": IN_FULL},
+        "versions": {"torch": installed("torch")},
+        "interrupted": interrupted,
+        "letters": LETTERS,
+        "incidents": {str(row): what for row, what in INCIDENTS.items()},
+        "laws": {
+            name: [{"name": law.name, "kind": law.kind, "says": law.says} for law in book.laws.values()]
+            for name, book in books.items()
+        },
+        "animals": [fate.to_json() for fate in hunt.fates],
+        "suites": [trial.to_json() for trial in trials],
+        "alarms": list(dict.fromkeys(hunt.alarms)),
+        "summary": {
+            "animals": told.animals,
+            "killed": told.killed,
+            "alive": told.alive,
+            "not_asked": told.not_asked,
+            "median_cases": told.median_cases,
+            "mean_killers": statistics.fmean(len(fate.killers) for fate in hunt.fates) if hunt.fates else 0.0,
+            "runs": told.runs,
+            "wall_s": round(told.wall_s, 1),
+            "twins": list(told.twins),
+            "without": list(told.without),
+            "kills_of_law": told.kills_of_law,
+        },
+    }

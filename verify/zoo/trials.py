@@ -1,0 +1,237 @@
+"""Trials: which wrong implementations of the zoo a suite lets live."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import pathlib
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from oracles.operation import Inputs
+from properties.cases.rule_case import Case
+from properties.domain import Domain
+from properties.laws import Cotangents, Results
+from verify.adapters.base import Adapter
+from verify.execution.bench import AdapterBench, AdapterFault
+from verify.execution.judging import adapter_of
+from verify.process.worker import Worker, WorkerLost
+from verify.zoo.animals import Animal
+from verify.zoo.base import Chunkwise
+from verify.zoo.published_suites import SUITES
+from verify.zoo.suite import OPERATION, SPEC, Suite, call
+
+RIGHT = "right"  # the animal that is none: every suite must accept it
+
+
+def suites() -> Mapping[str, type[Suite]]:
+    """The suites that come with the zoo, by their names."""
+    return SUITES
+
+
+def load(spec: str) -> Suite:
+    """The suite of a name or of FILE.py:NAME. ValueError in one line if it cannot be had."""
+    known = suites()
+    if spec in known:
+        return known[spec]()
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place.endswith(".py"):
+        raise ValueError(f"--rule must be all, one of {', '.join(known)}, or your own as FILE.py:NAME, got {spec!r}")
+    path = pathlib.Path(place).resolve()
+    if not path.is_file():
+        raise ValueError(f"--rule {spec}: there is no file {place}")
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    assert found is not None and found.loader is not None, path
+    module = importlib.util.module_from_spec(found)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    try:
+        found.loader.exec_module(module)
+        made = getattr(module, name, None)
+        if isinstance(made, type) and issubclass(made, Suite):
+            return made()
+    except Exception as error:
+        raise ValueError(f"--rule {spec}: {type(error).__name__}: {error}") from error
+    names = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Suite)]
+    raise ValueError(
+        f"--rule {spec}: {place} has no Suite called {name}; it has {', '.join(n for n in names if n != 'Suite') or 'none'}"
+    )
+
+
+@functools.lru_cache(1)
+def _cases(spec: str) -> tuple[Suite, list[tuple[Inputs, Cotangents]]]:
+    suite = load(spec)
+    return suite, [call(case) for case in suite.cases()]
+
+
+@functools.lru_cache(1)
+def _reference(spec: str, index: int) -> Results:
+    suite, cases = _cases(spec)
+    inputs, cotangents = cases[index]
+    reference = suite.reference(inputs, cotangents)
+    return {name: each for name, each in reference.items() if name != "final_state" or inputs.output_final_state}
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """The number of cases of {"suite": spec}; whether it accepts {"animal": ..., "case": index} besides. `error` is the suite's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            suite, cases = _cases(question["suite"])
+            if "animal" not in question:
+                return {"cases": len(cases)}
+            inputs, cotangents = cases[question["case"]]
+            reference = _reference(question["suite"], question["case"])
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        adapter = Chunkwise() if question["animal"] == RIGHT else adapter_of(question["animal"])
+        assert isinstance(adapter, Adapter)
+        try:
+            got = called(adapter, inputs, cotangents, suite.chunk)
+        except AdapterFault as fault:
+            return {"accepted": False, "what": f"{fault.finding.place}: {fault.finding.what}"}
+        except Exception as error:
+            return {"accepted": False, "what": f"call: raised {type(error).__name__}: {error}"}
+        try:
+            return {"accepted": bool(suite.accepts(got, reference, inputs)), "what": ""}
+        except AssertionError as error:  # how tests say no
+            return {"accepted": False, "what": (str(error).strip() or "assertion failed").splitlines()[0]}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+
+def called(adapter: Adapter, inputs: Inputs, cotangents: Cotangents, chunk: int | None) -> Results:
+    """What an adapter makes of a call, its inputs copied: outputs, and with cotangents gradients. AdapterFault if nothing."""
+    copied = Inputs(**{name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in inputs.items()})
+    size = getattr(adapter, "size", None)
+    if chunk is not None and size is not None:
+        adapter.size = chunk  # type: ignore[attr-defined]
+    try:
+        return AdapterBench(adapter, None, Case((1,)), "ieee").call_implementation(adapter, SPEC, copied, cotangents)
+    finally:
+        if chunk is not None and size is not None:
+            adapter.size = size  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass
+class Trial:
+    """What a suite said of every animal: the number of the case it rejected it in, None if it let it live."""
+
+    suite: str
+    story: str
+    cases: int = 0
+    killed_at: dict[str, int | None] = dataclasses.field(default_factory=dict)
+    what: dict[str, str] = dataclasses.field(default_factory=dict)
+    rejects_right: str = ""
+    error: str = ""
+    seconds: float = 0.0
+
+    @property
+    def killed(self) -> int:
+        """How many animals it rejected."""
+        return sum(number is not None for number in self.killed_at.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return dataclasses.asdict(self) | {"killed": self.killed, "seconds": round(self.seconds, 3)}
+
+
+class Trials:
+    """Suites tried on animals, a suite in one worker. `trials` is what is known so far; `on_case` as in a Hunt."""
+
+    def __init__(
+        self,
+        specs: Sequence[str],
+        animals: Sequence[Animal],
+        workers: int = 2,
+        *,
+        deadline_s: float = 10.0,
+        on_case: Callable[[str, int, int], None] = lambda what, done, of: None,
+    ) -> None:
+        self.on_case = on_case
+        self.animals = [animal for animal in animals if is_asked(animal)]
+        self.trials = [Trial(spec, " ".join((type(load(spec)).__doc__ or "").split())) for spec in specs]
+        self.workers = [Worker(deadline_s, serves="verify.zoo.trials:answer") for _ in range(max(1, min(workers, len(specs))))]
+        self._free, self._lock, self._stopped = list(self.workers), threading.Lock(), threading.Event()
+
+    def __enter__(self) -> "Trials":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """End every worker and let nothing new begin; safe from any thread."""
+        self._stopped.set()
+        for worker in self.workers:
+            worker.close()
+
+    def run(self) -> list[Trial]:
+        """The trials, in the suites' order."""
+        pool = concurrent.futures.ThreadPoolExecutor(len(self.workers))
+        futures = [pool.submit(self._one, trial) for trial in self.trials]
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                future.result()
+        finally:
+            if not all(future.done() for future in futures):
+                self.stop()
+            pool.shutdown(wait=True, cancel_futures=True)
+        return self.trials
+
+    def _one(self, trial: Trial) -> None:
+        with self._lock:
+            worker = self._free.pop()
+        try:
+            self._try(trial, worker)
+        except WorkerLost as lost:
+            if not self._stopped.is_set():
+                trial.error = f"{lost.how}: {lost.detail}"
+        finally:
+            with self._lock:
+                self._free.append(worker)
+
+    def _try(self, trial: Trial, worker: Worker) -> None:
+        start = time.monotonic()
+        said = worker.ask({"suite": trial.suite})
+        if "error" in said:
+            trial.error = said["error"]
+            return
+        trial.cases = said["cases"]
+        if not trial.cases:
+            trial.error = "it has no cases"
+            return
+        trial.killed_at = {animal.name: None for animal in self.animals}
+        for index in range(trial.cases):
+            for name, spec in [(RIGHT, RIGHT), *((animal.name, animal.spec) for animal in self.animals)]:
+                if self._stopped.is_set():
+                    return
+                if trial.killed_at.get(name) is not None or (name == RIGHT and trial.rejects_right):
+                    continue
+                try:
+                    said = worker.ask({"suite": trial.suite, "animal": spec, "case": index})
+                except WorkerLost as lost:
+                    said = {"accepted": False, "what": f"call: {lost.how}: {lost.detail}"}
+                if "error" in said:
+                    trial.error = f"case {index + 1}: {said['error']}"
+                    return
+                if not said["accepted"]:
+                    if name == RIGHT:
+                        trial.rejects_right = f"case {index + 1}" + (f": {said['what']}" if said["what"] else "")
+                    else:
+                        trial.killed_at[name], trial.what[name] = index + 1, said["what"]
+            trial.seconds = time.monotonic() - start
+            self.on_case(trial.suite, index + 1, trial.cases)
+
+
+def is_asked(animal: Animal) -> bool:
+    """Whether suites are about what it implements: the rule, of an explicit gate and beta."""
+    domain: Any = animal.kind.domain
+    return issubclass(animal.kind, Adapter) and domain.operation == OPERATION and domain.in_kernel == Domain().in_kernel

@@ -1,0 +1,282 @@
+"""Wrong rules whose gate or beta is computed in the kernel, wrong KDA, and wrong delta rules: token by token in float32."""
+
+import torch
+from torch import Tensor
+
+from oracles.operation import Inputs
+from properties.cases.rule_case import IN_KERNEL
+from properties.domain import Domain
+from verify.adapters.base import Adapter
+from verify.zoo.base import Chunkwise
+
+Answer = tuple[Tensor, Tensor | None]
+
+
+class Stepwise(Adapter):
+    """The definition of any of the rules, all heads of a sequence at once, in steps so that an animal can make one wrong."""
+
+    algorithm = "recurrent"
+    domain = Domain(in_kernel=IN_KERNEL)
+    incident: tuple[int, ...] = ()
+
+    def run(self, x: Inputs) -> Answer:
+        helper, outputs, states = Chunkwise(), [], []
+        q, k = (helper.normalise(t.float()) if x.qk_norm else t.float() for t in (x.q, x.k))
+        q, k = (helper.repeat(t, x.v.shape[2]).flatten(0, 1) for t in (q, k))
+        v = x.v.float().flatten(0, 1)
+        g, beta = self.decay(x).flatten(0, 1), self.strength(x).flatten(0, 1)
+        for row, (start, end) in enumerate(helper.boundaries(x)):
+            state, rows = helper.initial(x, row), []
+            for t in range(start, end):
+                state = self.fade(g[t].exp(), state)
+                state = self.correct(k[t], v[t], beta[t], state)
+                rows.append((helper.scale(x) * q[t].unsqueeze(-1) * state).sum(-2))
+            outputs += rows
+            states.append(state)
+        o = torch.stack(outputs) if outputs else v * 0
+        return o.to(x.v.dtype).reshape(x.v.shape), torch.stack(states) if x.output_final_state else None
+
+    def decay(self, x: Inputs) -> Tensor:
+        """Log-decays [B, T, HV, 1 or K]."""
+        if x.get("a") is not None:
+            return self.with_channels(-self.speed(x) * self.soft(self.shifted(x)))
+        if x.g is None:
+            return torch.zeros(*x.v.shape[:3], 1)
+        return self.with_channels(x.g.float())
+
+    def with_channels(self, g: Tensor) -> Tensor:
+        return g if g.ndim == 4 else g.unsqueeze(-1)
+
+    def speed(self, x: Inputs) -> Tensor:
+        """exp(A_log), to multiply something shaped like x.a."""
+        return self.log_speed(x).exp().reshape(-1, *[1] * (x.a.ndim - 3))
+
+    def log_speed(self, x: Inputs) -> Tensor:
+        A_log: Tensor = x.A_log
+        return A_log
+
+    def shifted(self, x: Inputs) -> Tensor:
+        return x.a.float() + self.bias(x)
+
+    def bias(self, x: Inputs) -> Tensor:
+        return x.dt_bias if x.dt_bias is not None else torch.zeros(x.a.shape[2:])
+
+    def soft(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.softplus(x)
+
+    def strength(self, x: Inputs) -> Tensor:
+        """beta [B, T, HV]."""
+        if x.get("b") is None:
+            return x.beta.float()
+        return self.doubled(x, x.b.float().sigmoid())
+
+    def doubled(self, x: Inputs, beta: Tensor) -> Tensor:
+        return 2 * beta if x.allow_neg_eigval else beta
+
+    def fade(self, decay: Tensor, state: Tensor) -> Tensor:
+        """The state [HV, K, V] after a decay [HV, 1 or K]."""
+        return decay.unsqueeze(-1) * state
+
+    def correct(self, k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+        """The state [HV, K, V] after k [HV, K] writes v [HV, V] with beta [HV]."""
+        fresh = beta.unsqueeze(-1) * (v - (k.unsqueeze(-1) * state).sum(-2))
+        return state + k.unsqueeze(-1) * fresh.unsqueeze(-2)
+
+
+class StepwiseKda(Stepwise):
+    """KDA: each channel of the key decays on its own."""
+
+    domain = Domain(operation="kda", in_kernel=IN_KERNEL)
+
+
+class StepwiseDelta(Stepwise):
+    """The delta rule: nothing decays."""
+
+    domain = Domain(operation="delta_rule", in_kernel=("none", "beta"))
+
+
+class ForgetsDtBias(Stepwise):
+    """dt_bias is accepted and never added."""
+
+    letter = "N"
+
+    def bias(self, x: Inputs) -> Tensor:
+        return 0 * super().bias(x)
+
+
+class BiasOutsideSoftplus(Stepwise):
+    """dt_bias is added after softplus."""
+
+    letter = "N"
+
+    def shifted(self, x: Inputs) -> Tensor:
+        return x.a.float()
+
+    def speed(self, x: Inputs) -> Tensor:
+        soft = self.soft(x.a.float())
+        return super().speed(x) * (soft + self.bias(x)) / soft
+
+
+class LinearTooEarly(Stepwise):
+    """softplus(x) is taken for x from 2 up, where 20 would do."""
+
+    letter = "N"
+
+    def soft(self, x: Tensor) -> Tensor:
+        return torch.where(x > 2, x, super().soft(x))
+
+
+class ALogWithoutExp(Stepwise):
+    """A_log is used as if it were A."""
+
+    letter = "N"
+
+    def speed(self, x: Inputs) -> Tensor:
+        return self.log_speed(x).abs().reshape(-1, *[1] * (x.a.ndim - 3))
+
+
+class GateInHalf(Stepwise):
+    """a + dt_bias is rounded to bf16 before softplus, whatever came in."""
+
+    letter = "L"
+
+    def shifted(self, x: Inputs) -> Tensor:
+        return super().shifted(x).bfloat16().float()
+
+
+class BetaNotDoubled(Stepwise):
+    """allow_neg_eigval is accepted and ignored."""
+
+    letter = "N"
+
+    def doubled(self, x: Inputs, beta: Tensor) -> Tensor:
+        return beta
+
+
+class ALogGradientTwice(Stepwise):
+    """Backward, the gradient of A_log is added twice."""
+
+    letter = "F"
+
+    def log_speed(self, x: Inputs) -> Tensor:
+        A_log: Tensor = x.A_log
+        return A_log + (A_log - A_log.detach())
+
+
+class BiasGradientOfOneHead(Stepwise):
+    """Backward, only head 0 of dt_bias gets a gradient."""
+
+    letter = "F"
+
+    def bias(self, x: Inputs) -> Tensor:
+        bias = super().bias(x)
+        return torch.cat([bias[:1], bias[1:].detach()])
+
+
+class SigmoidSlopeOfRounded(Stepwise):
+    """Backward, sigmoid's slope is y (1 - y) of y rounded to eight bits."""
+
+    letter = "F"
+
+    def strength(self, x: Inputs) -> Tensor:
+        if x.get("b") is None:
+            return x.beta.float()
+        y = x.b.float().sigmoid().detach()
+        low = y.bfloat16().float()
+        slope = low * (1 - low)
+        b = x.b.float()
+        return self.doubled(x, y + slope * (b - b.detach()))
+
+
+class OneDecayForAllChannels(StepwiseKda):
+    """KDA with the mean of its channels' decays."""
+
+    letter = "D"
+
+    def with_channels(self, g: Tensor) -> Tensor:
+        return g.mean(-1, keepdim=True)
+
+
+class DecaysValues(StepwiseKda):
+    """KDA decays the value's channels where the widths are equal: the state is transposed."""
+
+    letter = "L"
+    incident = (25,)
+
+    def fade(self, decay: Tensor, state: Tensor) -> Tensor:
+        if decay.shape[-1] == state.shape[-1]:
+            return decay.unsqueeze(-2) * state
+        return super().fade(decay, state)
+
+
+class LastChannelStays(StepwiseKda):
+    """KDA never decays the last channel where the width is no multiple of 8."""
+
+    letter = "V"
+
+    def fade(self, decay: Tensor, state: Tensor) -> Tensor:
+        if state.shape[-2] % 8:
+            decay = torch.cat([decay[:, :-1], torch.ones_like(decay[:, -1:])], -1)
+        return super().fade(decay, state)
+
+
+class GatesClippedByTheFuture(StepwiseKda):
+    """KDA's safe gate clips decays at a floor taken from the whole call, later tokens included (FLA 1240)."""
+
+    letter = "N"
+    incident = (33,)
+
+    def decay(self, x: Inputs) -> Tensor:
+        g = super().decay(x)
+        return g.clamp(min=float(g.detach().mean()) * 2) if g.numel() else g
+
+
+class BiasOfChannelsTransposed(StepwiseKda):
+    """KDA reads dt_bias [HV, K] as [K, HV]."""
+
+    letter = "G"
+
+    def bias(self, x: Inputs) -> Tensor:
+        bias = super().bias(x)
+        return bias.reshape(bias.shape[1], bias.shape[0]).mT
+
+
+class CorrectsWithOldBeta(StepwiseDelta):
+    """The delta rule erases with all of what the key recalls, and writes with beta."""
+
+    letter = "-"
+
+    def correct(self, k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+        fresh = beta.unsqueeze(-1) * v - (k.unsqueeze(-1) * state).sum(-2)
+        return state + k.unsqueeze(-1) * fresh.unsqueeze(-2)
+
+
+class NeverErases(StepwiseDelta):
+    """The delta rule adds to what the key recalls: linear attention without its correction."""
+
+    letter = "-"
+
+    def correct(self, k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+        return state + k.unsqueeze(-1) * (beta.unsqueeze(-1) * v).unsqueeze(-2)
+
+
+class BiasInHalf(Stepwise):
+    """dt_bias went to bf16 with the model."""
+
+    letter = "N"
+
+    def bias(self, x: Inputs) -> Tensor:
+        return super().bias(x).bfloat16().float()
+
+
+class SpeedOfTwoRows(Stepwise):
+    """Each of two programs adds a row's part of dA_log: of a batch of more, the others' is left out."""
+
+    letter = "F"
+
+    def speed(self, x: Inputs) -> Tensor:
+        speed = super().speed(x)
+        if x.cu_seqlens is not None or x.a.shape[0] <= 2:
+            return speed
+        counted = (torch.arange(x.a.shape[0]) < 2).reshape(-1, *[1] * (x.a.ndim - 1))
+        return torch.where(counted, speed, speed.detach())

@@ -1,0 +1,956 @@
+"""Wrong modules: a right convolution, gate or norm in plain torch with one mistake each, which somebody made or could have."""
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oracles.norm import EPS
+from oracles.operation import Inputs
+from properties.module_domain import ModuleDomain
+from verify.adapters.base import Adapter
+
+# Right ones, in steps
+
+
+class Conv(Adapter):
+    """The causal convolution in float32, one sequence at a time, as a sum of shifted products."""
+
+    algorithm = "pointwise"
+    domain = ModuleDomain("causal_conv1d")
+    incident: tuple[int, ...] = ()
+
+    def run(self, x: Inputs) -> Any:
+        # Once for all sequences: their parts of a parameter's gradient are added up in float32.
+        x = x.replaced(weight=self.taps(x), bias=None if x.bias is None else x.bias.float())
+        tokens = x.x.flatten(0, 1)
+        outputs, finals = [], []
+        for row, (start, end) in enumerate(self.boundaries(x)):
+            state = self.initial(x, row)
+            line = torch.cat([self.before(x, state, start), tokens[start:end].float()])
+            y = self.biased(self.windows(line, x, end - start), x)
+            outputs.append(self.activated(y, x))
+            finals.append(self.final(state, tokens[start:end]))
+        y = torch.cat(outputs).to(x.x.dtype).reshape(x.x.shape)
+        return self.answer(x, y, torch.stack(finals).to(x.x.dtype))
+
+    def answer(self, x: Inputs, y: Tensor, state: Tensor) -> Any:
+        return y, state if x.output_final_state else None
+
+    def boundaries(self, x: Inputs) -> list[tuple[int, int]]:
+        if x.cu_seqlens is None:
+            length = x.x.shape[1]
+            return [(row * length, (row + 1) * length) for row in range(x.x.shape[0])]
+        return list(itertools.pairwise(x.cu_seqlens.tolist()))
+
+    def initial(self, x: Inputs, row: int) -> Tensor:
+        """[D, W], oldest first."""
+        if x.state is not None:
+            state: Tensor = x.state[row]
+            return state
+        return x.x.new_zeros(x.weight.shape)
+
+    def before(self, x: Inputs, state: Tensor, start: int) -> Tensor:
+        """The W - 1 columns that come before a sequence's tokens [W - 1, D]."""
+        return state[:, 1:].mT.float()
+
+    def taps(self, x: Inputs) -> Tensor:
+        weight: Tensor = x.weight.float()
+        return weight
+
+    def windows(self, line: Tensor, x: Inputs, count: int) -> Tensor:
+        """[T, D] of a line [W - 1 + T, D]."""
+        y = line.new_zeros(count, line.shape[-1])
+        for tap in range(x.weight.shape[-1]):
+            y = y + x.weight[:, tap] * line[tap : tap + count]
+        return y
+
+    def biased(self, y: Tensor, x: Inputs) -> Tensor:
+        return y if x.bias is None else y + x.bias
+
+    def activated(self, y: Tensor, x: Inputs) -> Tensor:
+        return torch.nn.functional.silu(y) if x.activation == "silu" else y
+
+    def final(self, state: Tensor, tokens: Tensor) -> Tensor:
+        """[D, W]."""
+        return torch.cat([state, tokens.mT], -1)[:, -state.shape[-1] :]
+
+
+class Gate(Adapter):
+    """The gate of the gated delta rule in float32, with the strength of writing."""
+
+    algorithm = "pointwise"
+    domain = ModuleDomain("gdn_gate")
+    incident: tuple[int, ...] = ()
+
+    def run(self, x: Inputs) -> Any:
+        g = self.decay(x)
+        return (g, self.strength(x)) if "b" in x else g
+
+    def decay(self, x: Inputs) -> Tensor:
+        return -self.speed(x) * self.softplus(self.raw(x))
+
+    def speed(self, x: Inputs) -> Tensor:
+        speed: Tensor = x.A_log.float().exp()
+        return speed.unsqueeze(-1) if x.a.ndim == 4 else speed
+
+    def raw(self, x: Inputs) -> Tensor:
+        raw: Tensor = x.a.float()
+        return raw if x.dt_bias is None else raw + x.dt_bias
+
+    def softplus(self, raw: Tensor) -> Tensor:
+        return torch.nn.functional.softplus(raw)
+
+    def strength(self, x: Inputs) -> Tensor:
+        beta: Tensor = x.b.float().sigmoid()
+        return (2 * beta if x.allow_neg_eigval else beta).to(x.b.dtype)
+
+
+class KdaGate(Gate):
+    """The gate of KDA, one a channel of the key."""
+
+    domain = ModuleDomain("kda_gate")
+
+
+class L2Norm(Adapter):
+    """The L2 norm in float32."""
+
+    algorithm = "pointwise"
+    domain = ModuleDomain("l2norm")
+    incident: tuple[int, ...] = ()
+
+    def run(self, x: Inputs) -> Tensor:
+        wide = self.wide(x)
+        return self.divided(wide, self.squares(wide, x), self.eps(x)).to(x.x.dtype)
+
+    def wide(self, x: Inputs) -> Tensor:
+        wide: Tensor = x.x.float()
+        return wide
+
+    def squares(self, wide: Tensor, x: Inputs) -> Tensor:
+        return wide.square().sum(-1, keepdim=True)
+
+    def eps(self, x: Inputs) -> float:
+        return EPS if x.eps is None else float(x.eps)
+
+    def divided(self, wide: Tensor, squares: Tensor, eps: float) -> Tensor:
+        return wide * (squares + eps).rsqrt()
+
+
+class GatedNorm(L2Norm):
+    """The gated RMSNorm in float32: norm, weight, gate."""
+
+    domain = ModuleDomain("gated_rms_norm")
+
+    def run(self, x: Inputs) -> Tensor:
+        wide = self.wide(x)
+        y = self.weighed(self.divided(wide, self.squares(wide, x), self.eps(x)), x)
+        return (y * self.gate(x)).to(x.x.dtype)
+
+    def squares(self, wide: Tensor, x: Inputs) -> Tensor:
+        return wide.square().mean(-1, keepdim=True)
+
+    def weighed(self, y: Tensor, x: Inputs) -> Tensor:
+        return y if x.weight is None else y * x.weight.float()
+
+    def gate(self, x: Inputs) -> Tensor:
+        return torch.nn.functional.silu(x.z.float())
+
+
+# Wrong convolutions
+
+
+class ConvLeaks(Conv):
+    """Packed sequences are taken for one: the first tokens of each read the last of the one before."""
+
+    letter = "V"
+    incident = (1, 2)
+
+    def before(self, x: Inputs, state: Tensor, start: int) -> Tensor:
+        columns = super().before(x, state, start)
+        if x.cu_seqlens is None:
+            return columns
+        return torch.cat([columns, x.x[0, :start].float()])[start:]
+
+
+class ConvInt32Offsets(Conv):
+    """int32 cu_seqlens are read as pairs of int64: the second sequence begins at the third offset."""
+
+    letter = "I"
+
+    def boundaries(self, x: Inputs) -> list[tuple[int, int]]:
+        pairs = super().boundaries(x)
+        if x.cu_seqlens is None or x.cu_seqlens.dtype == torch.int64 or len(pairs) < 2:
+            return pairs
+        end = pairs[1][1]
+        return [(0, end), (end, end), *pairs[2:]]
+
+
+class ConvForgetsRest(Conv):
+    """The final state of a sequence shorter than W begins with zeros, not with what is left of its initial state."""
+
+    letter = "V"
+
+    def final(self, state: Tensor, tokens: Tensor) -> Tensor:
+        return super().final(state * 0, tokens)
+
+
+class ConvStateTooEarly(Conv):
+    """The final state ends one token before the sequence does."""
+
+    letter = "S"
+
+    def final(self, state: Tensor, tokens: Tensor) -> Tensor:
+        return super().final(state, tokens[:-1])
+
+
+class ConvStateRounded(Conv):
+    """A float32 final state loses its last bits on the way to the cache."""
+
+    letter = "L"
+
+    def final(self, state: Tensor, tokens: Tensor) -> Tensor:
+        whole = super().final(state, tokens)
+        if whole.dtype != torch.float32:
+            return whole
+        short = (whole.detach().contiguous().view(torch.int32) & ~3).view(torch.float32)
+        return whole + (short - whole).detach()
+
+
+class ConvStateOfTheFirst(Conv):
+    """Every sequence starts from the second one's initial state, or the only one's."""
+
+    letter = "V"
+
+    def initial(self, x: Inputs, row: int) -> Tensor:
+        return super().initial(x, min(1, len(self.boundaries(x)) - 1))
+
+
+class ConvStateNewestFirst(Conv):
+    """The initial state's columns are read newest first."""
+
+    letter = "L"
+
+    def before(self, x: Inputs, state: Tensor, start: int) -> Tensor:
+        return super().before(x, state, start).flip(0)
+
+
+class ConvStateFromColumn0(Conv):
+    """The initial state is read from its oldest column on, as if it had W - 1."""
+
+    letter = "L"
+
+    def before(self, x: Inputs, state: Tensor, start: int) -> Tensor:
+        return state[:, :-1].mT.float()
+
+
+class ConvRepeatsTheFirst(Conv):
+    """Without a state, copies of the first token come before it instead of zeros."""
+
+    letter = "V"
+
+    def before(self, x: Inputs, state: Tensor, start: int) -> Tensor:
+        zeros = super().before(x, state, start)
+        tokens = x.x.flatten(0, 1)
+        if x.state is not None or start >= len(tokens):
+            return zeros
+        return zeros + tokens[start].float()
+
+
+class ConvDecodesLate(Conv):
+    """A call of one token, the decode path, reads its state one column late."""
+
+    letter = "S"
+
+    def before(self, x: Inputs, state: Tensor, start: int) -> Tensor:
+        columns = super().before(x, state, start)
+        if x.x.shape[1] != 1 or not len(columns):
+            return columns
+        return torch.cat([columns[1:], columns[-1:] * 0])
+
+
+class ConvResetsAtBlocks(Conv):
+    """The first token of each block of 64 does not see the last of the one before: the halo is lost."""
+
+    letter = "C"
+    incident = (4,)
+
+    def windows(self, line: Tensor, x: Inputs, count: int) -> Tensor:
+        y, width = super().windows(line, x, count), x.weight.shape[-1]
+        if width == 1:
+            return y
+        place = torch.arange(count)
+        first = ((place % 64 == 0) & (place > 0)).unsqueeze(-1)
+        return y - first * x.weight[:, width - 2] * line[width - 2 : width - 2 + count]
+
+
+class ConvFlipsWeight(Conv):
+    """The weight is flipped, as in a convolution of signal processing."""
+
+    letter = "-"
+
+    def taps(self, x: Inputs) -> Tensor:
+        return super().taps(x).flip(-1)
+
+
+class ConvBiasAfterSilu(Conv):
+    """The bias is added after silu."""
+
+    letter = "-"
+
+    def biased(self, y: Tensor, x: Inputs) -> Tensor:
+        return y
+
+    def activated(self, y: Tensor, x: Inputs) -> Tensor:
+        return super().biased(super().activated(y, x), x)
+
+
+class ConvAlwaysSilu(Conv):
+    """silu where no activation was asked for."""
+
+    letter = "-"
+
+    def activated(self, y: Tensor, x: Inputs) -> Tensor:
+        return torch.nn.functional.silu(y)
+
+
+class ConvSiluOverflows(Conv):
+    """silu is y / (1 + exp(-y)), whose gradient is infinity times zero below -89."""
+
+    letter = "N"
+
+    def activated(self, y: Tensor, x: Inputs) -> Tensor:
+        return y / (1 + (-y).exp()) if x.activation == "silu" else y
+
+
+class ConvBiasOfOnes(Conv):
+    """An absent bias is memory of 2^-6."""
+
+    letter = "S"
+
+    def biased(self, y: Tensor, x: Inputs) -> Tensor:
+        return y + 2.0**-6 if x.bias is None else super().biased(y, x)
+
+
+class ConvPeeks(Conv):
+    """The last token of each block of 16 reads the next one."""
+
+    letter = "N"
+
+    def windows(self, line: Tensor, x: Inputs, count: int) -> Tensor:
+        y, width = super().windows(line, x, count), x.weight.shape[-1]
+        ahead = torch.cat([line[width:], torch.zeros_like(line[:1])])[:count]
+        return y + (torch.arange(count) % 16 == 15).unsqueeze(-1) * 2.0**-20 * ahead
+
+
+class ConvClips(Conv):
+    """Inputs are clamped to 0.9."""
+
+    letter = "-"
+
+    def run(self, x: Inputs) -> Any:
+        return super().run(x.replaced(x=x.x.clamp(-0.9, 0.9)))
+
+
+class ConvSumsTooLong(Conv):
+    """The sum is a float32 rounding too large, whatever it is of."""
+
+    letter = "X"
+
+    def biased(self, y: Tensor, x: Inputs) -> Tensor:
+        return super().biased(y, x) * (1 + 2.0**-23)
+
+
+class ConvLowChannel(Conv):
+    """Of the last channel every sixteenth token is 1% too small where there are more than 16 channels."""
+
+    letter = "X"
+
+    def windows(self, line: Tensor, x: Inputs, count: int) -> Tensor:
+        y = super().windows(line, x, count)
+        factor = torch.ones(y.shape)
+        if y.shape[-1] > 16:
+            factor[15::16, -1] = 0.99
+        return y * factor
+
+
+class ConvWholeBlocks(Conv):
+    """Where the tokens are a multiple of 64 the last one is computed without its own input."""
+
+    letter = "V"
+
+    def windows(self, line: Tensor, x: Inputs, count: int) -> Tensor:
+        if not count or count % 64:
+            return super().windows(line, x, count)
+        keep = (torch.arange(len(line)) < len(line) - 1).unsqueeze(-1)
+        return super().windows(line * keep, x, count)
+
+
+class ConvDweightWithoutTheLast(Conv):
+    """The weight's gradient misses the last token of each sequence."""
+
+    letter = "F"
+
+    def windows(self, line: Tensor, x: Inputs, count: int) -> Tensor:
+        last, detached = (torch.arange(count) == count - 1).unsqueeze(-1), x.replaced(weight=x.weight.detach())
+        return torch.where(last, super().windows(line, detached, count), super().windows(line, x, count))
+
+
+class ConvDweightOfBlocks(Conv):
+    """The weight's gradient misses the channels after the last whole block of 16."""
+
+    letter = "F"
+
+    def taps(self, x: Inputs) -> Tensor:
+        taps = super().taps(x)
+        whole = max(1, len(taps) // 16 * 16)
+        return torch.cat([taps[:whole], taps[whole:].detach()])
+
+
+class ConvDbiasOfTheFirst(Conv):
+    """The bias's gradient is that of the first sequence."""
+
+    letter = "F"
+
+    def run(self, x: Inputs) -> Any:
+        self.rows = 0
+        return super().run(x)
+
+    def biased(self, y: Tensor, x: Inputs) -> Tensor:
+        self.rows += 1
+        return super().biased(y, x if self.rows == 1 or x.bias is None else x.replaced(bias=x.bias.detach()))
+
+
+class ConvSlopeOfStored(Conv):
+    """silu's slope is taken at the sum as bfloat16 keeps it."""
+
+    letter = "L"
+
+    def activated(self, y: Tensor, x: Inputs) -> Tensor:
+        if x.activation != "silu":
+            return y
+        low = y.detach().bfloat16().float()
+        slope = low.sigmoid() * (1 + low * (1 - low.sigmoid()))
+        return torch.nn.functional.silu(y).detach() + slope * (y - y.detach())
+
+
+class ConvDropsStateGradient(Conv):
+    """The final state's cotangent is dropped."""
+
+    letter = "F"
+
+    def final(self, state: Tensor, tokens: Tensor) -> Tensor:
+        whole = super().final(state, tokens)
+        return whole.detach() + 0 * whole
+
+
+class ConvNoGradientIntoState(Conv):
+    """The initial state's gradient misses its newest column."""
+
+    letter = "F"
+
+    def before(self, x: Inputs, state: Tensor, start: int) -> Tensor:
+        columns = super().before(x, state, start)
+        return torch.cat([columns[:-1], columns[-1:].detach()])
+
+
+class ConvMixesChannels(Conv):
+    """Inputs are rounded to 20 bits of an exponent that all channels of a token share."""
+
+    letter = "L"
+    axes: tuple[int, ...] = (2,)
+
+    def run(self, x: Inputs) -> Any:
+        return super().run(x.replaced(x=block_rounded(x.x, self.axes)))
+
+
+class ConvMixesSequences(ConvMixesChannels):
+    """Inputs are rounded to 20 bits of an exponent that all tokens share, other sequences' included."""
+
+    letter = "L"
+    axes = (0, 1)
+
+
+class ConvAssumesContiguous(Conv):
+    """The weight is read as if it were contiguous."""
+
+    letter = "Q"
+    incident = (35,)
+
+    def taps(self, x: Inputs) -> Tensor:
+        taps = super().taps(x)
+        return taps + (as_dense(x.weight) - taps).detach()
+
+
+class ConvWritesBeforeX(Conv):
+    """The element just before x in memory is overwritten."""
+
+    letter = "I"
+
+    def run(self, x: Inputs) -> Any:
+        if x.x.storage_offset():
+            with torch.no_grad():
+                x.x.detach().as_strided((1,), (1,), x.x.storage_offset() - 1).zero_()
+        return super().run(x)
+
+
+class ConvShiftsItsState(Conv):
+    """The cache that it was given is updated in place, though the call is not a decoding one."""
+
+    letter = "S"
+
+    def run(self, x: Inputs) -> Any:
+        y, state = super().run(x)
+        if x.state is not None:
+            with torch.no_grad():
+                x.state.copy_(x.state.roll(-1, -1))
+        return y, state
+
+
+class ConvReadsUnwritten(Conv):
+    """An uninitialised accumulator is added, times very little."""
+
+    letter = "I"
+
+    def biased(self, y: Tensor, x: Inputs) -> Tensor:
+        memory = torch.empty(1).nan_to_num(0.0).clamp(-1, 1)
+        return super().biased(y, x) + memory * 2.0**-9 * y
+
+
+class ConvSecondSlotIsOff(Conv):
+    """The second sequence is summed in another order, though the same bits are promised."""
+
+    letter = "-"
+    domain = ModuleDomain("causal_conv1d", position_independent=True)
+
+    def run(self, x: Inputs) -> Any:
+        self.rows = 0
+        return super().run(x)
+
+    def windows(self, line: Tensor, x: Inputs, count: int) -> Tensor:
+        self.rows += 1
+        y = super().windows(line, x, count)
+        return y * (1 + 2.0**-22) if self.rows == 2 else y
+
+
+# Wrong gates
+
+
+class GateBiasInHalf(Gate):
+    """dt_bias went to bf16 with the model."""
+
+    letter = "N"
+
+    def raw(self, x: Inputs) -> Tensor:
+        return super().raw(x if x.dt_bias is None else x.replaced(dt_bias=x.dt_bias.bfloat16().float()))
+
+
+class GateLinearAt2(Gate):
+    """softplus is linear from 2 on: the threshold of 20 lost its nought."""
+
+    letter = "N"
+
+    def softplus(self, raw: Tensor) -> Tensor:
+        return torch.nn.functional.softplus(raw, threshold=2)
+
+
+class GateOverflows(Gate):
+    """softplus is log(1 + exp(a)) everywhere: infinite from 89 on."""
+
+    letter = "N"
+
+    def softplus(self, raw: Tensor) -> Tensor:
+        return (1 + raw.exp()).log()
+
+
+class GateBiasAfterSoftplus(Gate):
+    """dt_bias is added after softplus."""
+
+    letter = "-"
+
+    def decay(self, x: Inputs) -> Tensor:
+        soft = self.softplus(x.a.float())
+        return -self.speed(x) * (soft if x.dt_bias is None else soft + x.dt_bias)
+
+
+class GateRawA(Gate):
+    """A_log is taken for A."""
+
+    letter = "-"
+
+    def speed(self, x: Inputs) -> Tensor:
+        speed: Tensor = x.A_log.float()
+        return speed.unsqueeze(-1) if x.a.ndim == 4 else speed
+
+
+class GateHeadsShareA(Gate):
+    """Head h decays at the speed of head h // 2."""
+
+    letter = "G"
+
+    def speed(self, x: Inputs) -> Tensor:
+        return super().speed(x)[torch.arange(len(x.A_log)) // 2]
+
+
+class GateSlopeOfA(Gate):
+    """The gradient of A_log has the wrong sign."""
+
+    letter = "F"
+
+    def speed(self, x: Inputs) -> Tensor:
+        speed = super().speed(x)
+        return 2 * speed.detach() - speed
+
+
+class GateBiasOfOneRow(Gate):
+    """The gradient of dt_bias is that of the first batch row."""
+
+    letter = "F"
+
+    def raw(self, x: Inputs) -> Tensor:
+        if x.dt_bias is None:
+            return super().raw(x)
+        first = (torch.arange(x.a.shape[0]) == 0).reshape(-1, *[1] * (x.a.ndim - 1))
+        return x.a.float() + torch.where(first, x.dt_bias, x.dt_bias.detach())
+
+
+class GateBiasOfOnes(Gate):
+    """An absent dt_bias is one."""
+
+    letter = "-"
+
+    def raw(self, x: Inputs) -> Tensor:
+        return super().raw(x) + (1.0 if x.dt_bias is None else 0.0)
+
+
+class GateNotDoubled(Gate):
+    """beta is not doubled where negative eigenvalues are allowed."""
+
+    letter = "-"
+
+    def strength(self, x: Inputs) -> Tensor:
+        return super().strength(x.replaced(allow_neg_eigval=False))
+
+
+class GateFlatAtZero(Gate):
+    """The sigmoid is made of exp(-|b|), whose slope automatic differentiation takes for nothing where b is 0."""
+
+    letter = "F"
+
+    def strength(self, x: Inputs) -> Tensor:
+        b: Tensor = x.b.float()
+        small = (-b.abs()).exp()
+        beta = torch.where(b >= 0, 1, small) / (1 + small)
+        return (2 * beta if x.allow_neg_eigval else beta).to(x.b.dtype)
+
+
+class GateReadsTheNext(Gate):
+    """A token's gate reads the next token's input."""
+
+    letter = "N"
+    incident = (33,)
+
+    def raw(self, x: Inputs) -> Tensor:
+        raw = super().raw(x)
+        return raw + 2.0**-20 * raw.roll(-1, 1)
+
+
+class GateSkipsARow(Gate):
+    """Of more than 64 tokens the last is not computed, if it begins a block of 32."""
+
+    letter = "V"
+
+    def decay(self, x: Inputs) -> Tensor:
+        g = super().decay(x)
+        tokens = g.shape[1]
+        keep = (torch.arange(tokens) < tokens - 1).reshape(-1, *[1] * (g.ndim - 2))
+        return g * keep if tokens > 64 and tokens % 32 == 1 else g
+
+
+class GateOfRounded(Gate):
+    """The gate is computed in the inputs' dtype."""
+
+    letter = "L"
+
+    def raw(self, x: Inputs) -> Tensor:
+        return super().raw(x).to(x.a.dtype).float()
+
+
+class GateHeadsShareAnExponent(Gate):
+    """Inputs are rounded to 20 bits of an exponent that all heads share."""
+
+    letter = "L"
+
+    def run(self, x: Inputs) -> Any:
+        return super().run(x.replaced(a=block_rounded(x.a, (2,))))
+
+
+class KdaGateLastChannels(KdaGate):
+    """Channels after the last whole block of 16 have the next head's bias."""
+
+    letter = "I"
+
+    def raw(self, x: Inputs) -> Tensor:
+        if x.dt_bias is None or x.a.shape[-1] <= 16:
+            return super().raw(x)
+        whole = x.a.shape[-1] // 16 * 16
+        bias = torch.cat([x.dt_bias[:, :whole], x.dt_bias[:, whole:].roll(-1, 0)], -1)
+        return x.a.float() + bias
+
+
+class KdaGateFlatBias(KdaGate):
+    """dt_bias [HV, K] is read channel by channel, as [K, HV]."""
+
+    letter = "L"
+
+    def raw(self, x: Inputs) -> Tensor:
+        if x.dt_bias is None:
+            return super().raw(x)
+        return x.a.float() + x.dt_bias.mT.reshape(x.dt_bias.shape)
+
+
+class KdaGateMixesChannels(KdaGate):
+    """Inputs are rounded to 20 bits of an exponent that all channels share."""
+
+    letter = "L"
+
+    def run(self, x: Inputs) -> Any:
+        return super().run(x.replaced(a=block_rounded(x.a, (3,))))
+
+
+# Wrong norms
+
+
+class NormEpsInsideMean(L2Norm):
+    """eps is added to the mean of squares, not to their sum."""
+
+    letter = "E"
+    incident = (34,)
+
+    def divided(self, wide: Tensor, squares: Tensor, eps: float) -> Tensor:
+        return super().divided(wide, squares, eps * wide.shape[-1])
+
+
+class NormEpsAsFloor(L2Norm):
+    """The norm is at least eps: max(norm, eps)."""
+
+    letter = "E"
+    incident = (34,)
+
+    def divided(self, wide: Tensor, squares: Tensor, eps: float) -> Tensor:
+        return torch.nn.functional.normalize(wide, dim=-1, eps=eps)
+
+
+class NormEpsAfterTheRoot(L2Norm):
+    """eps is added to the norm, not to its square."""
+
+    letter = "E"
+
+    def divided(self, wide: Tensor, squares: Tensor, eps: float) -> Tensor:
+        return wide / ((squares + 1e-30).sqrt() + eps)
+
+
+class NormEpsTenTimes(L2Norm):
+    """An absent eps means 1e-5."""
+
+    letter = "E"
+
+    def eps(self, x: Inputs) -> float:
+        return 1e-5 if x.eps is None else super().eps(x)
+
+
+class NormIgnoresEps(L2Norm):
+    """eps is 1e-6 whatever is asked for."""
+
+    letter = "E"
+
+    def eps(self, x: Inputs) -> float:
+        return EPS
+
+
+class NormSecondEps(L2Norm):
+    """A second eps of 1e-12 guards the root."""
+
+    letter = "E"
+
+    def divided(self, wide: Tensor, squares: Tensor, eps: float) -> Tensor:
+        return super().divided(wide, squares + 1e-12, eps)
+
+
+class NormOverHeads(L2Norm):
+    """The norm is taken over all heads of a token together."""
+
+    letter = "-"
+
+    def squares(self, wide: Tensor, x: Inputs) -> Tensor:
+        return wide.square().sum((-1, -2), keepdim=True)
+
+
+class NormSquaresInHalf(L2Norm):
+    """Squares are stored in the inputs' dtype, where those of numbers over 256 overflow in fp16 and those under 2^-12 are lost."""
+
+    letter = "L"
+
+    def squares(self, wide: Tensor, x: Inputs) -> Tensor:
+        return (x.x * x.x).sum(-1, keepdim=True).float()
+
+
+class NormWithoutProjection(L2Norm):
+    """The gradient is scaled by the norm and not projected."""
+
+    letter = "F"
+
+    def squares(self, wide: Tensor, x: Inputs) -> Tensor:
+        return super().squares(wide.detach(), x)
+
+
+class NormWithoutTheTail(L2Norm):
+    """Channels beyond the last power of two are left out of the sum."""
+
+    letter = "I"
+
+    def squares(self, wide: Tensor, x: Inputs) -> Tensor:
+        return super().squares(wide[..., : 1 << (wide.shape[-1].bit_length() - 1)], x)
+
+
+class NormLeavesARow(L2Norm):
+    """The last row of a last block of 32 that is not full is never written."""
+
+    letter = "V"
+
+    def run(self, x: Inputs) -> Tensor:
+        y = super().run(x)
+        rows = y.flatten(0, 2)
+        if len(rows) % 32 == 0:
+            return y
+        return torch.cat([rows[:-1], torch.empty(1, rows.shape[-1], dtype=y.dtype) + 0 * rows[-1:]]).reshape(y.shape)
+
+
+class NormTokensShareAnExponent(L2Norm):
+    """Inputs are rounded to 20 bits of an exponent that all tokens share."""
+
+    letter = "L"
+
+    def run(self, x: Inputs) -> Tensor:
+        return super().run(x.replaced(x=block_rounded(x.x, (0, 1))))
+
+
+class NormByHeads(L2Norm):
+    """Of more than four heads the last is summed in another order, though the same bits are promised wherever a head stands."""
+
+    letter = "-"
+    domain = ModuleDomain("l2norm", position_independent=True)
+
+    def squares(self, wide: Tensor, x: Inputs) -> Tensor:
+        squares = super().squares(wide, x)
+        factor = torch.ones(wide.shape[2], 1)
+        if wide.shape[2] > 4:
+            factor[-1] = 1 + 2.0**-22
+        return squares * factor
+
+
+class GatedNormGateFirst(GatedNorm):
+    """The gate comes before the norm."""
+
+    letter = "-"
+
+    def wide(self, x: Inputs) -> Tensor:
+        return super().wide(x) * super().gate(x)
+
+    def gate(self, x: Inputs) -> Tensor:
+        return torch.ones_like(x.z, dtype=torch.float32) + 0 * x.z
+
+
+class GatedNormEpsTenTimes(GatedNorm):
+    """eps is 1e-5 whatever is asked for."""
+
+    letter = "E"
+
+    def eps(self, x: Inputs) -> float:
+        return 1e-5
+
+
+class GatedNormEpsInSum(GatedNorm):
+    """eps is added to the sum of squares, not to their mean."""
+
+    letter = "E"
+    incident = (34,)
+
+    def divided(self, wide: Tensor, squares: Tensor, eps: float) -> Tensor:
+        return super().divided(wide, squares, eps / wide.shape[-1])
+
+
+class GatedNormPlusOne(GatedNorm):
+    """The weight counts from one, as in other RMS norms."""
+
+    letter = "-"
+
+    def weighed(self, y: Tensor, x: Inputs) -> Tensor:
+        return y if x.weight is None else y * (1 + x.weight.float())
+
+
+class GatedNormSigmoid(GatedNorm):
+    """The gate is a sigmoid."""
+
+    letter = "-"
+
+    def gate(self, x: Inputs) -> Tensor:
+        return torch.sigmoid(x.z.float())
+
+
+class GatedNormOfOneHead(GatedNorm):
+    """The weight's gradient is that of the first head."""
+
+    letter = "F"
+
+    def weighed(self, y: Tensor, x: Inputs) -> Tensor:
+        if x.weight is None:
+            return y
+        first = (torch.arange(y.shape[2]) == 0).unsqueeze(-1)
+        return y * torch.where(first, x.weight.float(), x.weight.detach().float())
+
+
+class GatedNormRounds(GatedNorm):
+    """What was normalised is stored in bfloat16 before the weight, in a float32 call too."""
+
+    letter = "L"
+
+    def weighed(self, y: Tensor, x: Inputs) -> Tensor:
+        return super().weighed(y.bfloat16().float(), x)
+
+
+class GatedNormAbsentWeight(GatedNorm):
+    """An absent weight means that of a fresh layer which counts from one: two."""
+
+    letter = "-"
+
+    def weighed(self, y: Tensor, x: Inputs) -> Tensor:
+        return 2 * y if x.weight is None else super().weighed(y, x)
+
+
+class GatedNormClipsWeight(GatedNorm):
+    """The weight is clamped to 1.5."""
+
+    letter = "-"
+
+    def weighed(self, y: Tensor, x: Inputs) -> Tensor:
+        return y if x.weight is None else y * x.weight.float().clamp(-1.5, 1.5)
+
+
+def block_rounded(x: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """x rounded to 20 bits of the largest exponent along some axes; its gradient passes."""
+    if not x.numel():
+        return x
+    wide = x.detach().float()
+    top = 2.0 ** (wide.abs().amax(axes, keepdim=True).clamp(min=2.0**-30).log2().ceil() - 20)
+    return x + ((wide / top).round() * top - wide).to(x.dtype)
+
+
+def as_dense(x: Tensor) -> Tensor:
+    """What is found where x would lie if it were contiguous and began where its memory does."""
+    if x.is_contiguous() or not x.numel():
+        return x.detach().float()
+    memory = torch.empty(0, dtype=x.dtype).set_(x.detach().untyped_storage())
+    dense = memory[: x.numel()].nan_to_num(0.0)
+    return torch.nn.functional.pad(dense, (0, x.numel() - len(dense))).reshape(x.shape).float()

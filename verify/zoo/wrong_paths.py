@@ -1,0 +1,336 @@
+"""Wrong parallel paths: our layer with one mistake each. Every one is what somebody wrote, or could have."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from oracles.layer import Layer
+from oracles.operation import Inputs
+from oracles.sharding import Rank
+from properties.cases.path_case import CHOICES
+from verify.adapters.gdn import functions
+from verify.adapters.gdn import layer as _layer
+from verify.adapters.gdn.adapter import GdnLayer
+from verify.adapters.gdn.exchange import cp_to_hp
+from verify.adapters.gdn.layer import GatedDeltaNet
+from verify.ranks.collectives import Alone, Place, exchange, gather_from, reduce_from
+
+Choices = dict[str, str]
+Lengths = Sequence[int] | None
+layer: Any = _layer  # whose names are rebound
+
+
+class Mutant(GdnLayer):
+    """Our layer, as it is, in plain torch: other kernels are interpreted, which costs seconds a case."""
+
+    incident: tuple[int, ...] = ()
+    domain = dataclasses.replace(
+        GdnLayer.domain,
+        ranks=4,
+        exchange_ranks=8,
+        choices=tuple({**CHOICES, "conv": ("torch",), "rule": ("torch",)}.items()),
+        slow=(),
+    )
+
+
+class RankOrder(Mutant):
+    """Zigzag is not undone: tokens stay in the order of the ranks, there and back, so that a round trip is the identity."""
+
+    letter = "C"
+    incident = (10,)
+
+    def move(self, x: Tensor, lengths: Lengths, sections: Sequence[int], to: str, place: Place, choices: Choices) -> Tensor:
+        cp = place.cp.size
+        if to == "heads":
+            blocks = torch.cat([part for each in x.split(list(sections), -1) for part in each.chunk(cp, -1)], -1)
+            parts = blocks.split([width // cp for width in sections for _ in range(cp)], -1)
+            return exchange(place.cp, torch.cat([torch.cat(parts[rank::cp], -1) for rank in range(cp)]))
+        received = exchange(place.cp, x).chunk(cp)
+        slices = [each.split([width // cp for width in sections], -1) for each in received]
+        return torch.cat([torch.cat(parts, -1) for parts in zip(*slices, strict=True)], -1)
+
+
+class SectionsTogether(Mutant):
+    """The fused projection is cut evenly over the ranks, not section by section."""
+
+    letter = "C"
+
+    def move(self, x: Tensor, lengths: Lengths, sections: Sequence[int], to: str, place: Place, choices: Choices) -> Tensor:
+        return super().move(x, lengths, [sum(sections)], to, place, choices)
+
+
+class FusedSkipsTheLast(Mutant):
+    """The fused form drops the last sequence's tokens if the one before is empty."""
+
+    letter = "C"
+
+    def move(self, x: Tensor, lengths: Lengths, sections: Sequence[int], to: str, place: Place, choices: Choices) -> Tensor:
+        y = super().move(x, lengths, sections, to, place, choices)
+        if choices["thd_all_to_all"] == "fused" and lengths and 0 in lengths[:-1] and len(y):
+            y = torch.cat([y[:-1], 0 * y[-1:]])
+        return y
+
+
+class GradientOfOneWay(Mutant):
+    """Backward of the exchange returns what it is given where the sizes allow it."""
+
+    letter = "F"
+
+    def move(self, x: Tensor, lengths: Lengths, sections: Sequence[int], to: str, place: Place, choices: Choices) -> Tensor:
+        y = super().move(x, lengths, sections, to, place, choices)
+        return y.detach() + 0 * x.sum() if y.numel() else y
+
+
+class NoSumOverTp(Mutant):
+    """The input's gradient is not added over TP ranks."""
+
+    letter = "T"
+    incident = (15,)
+
+    class module(GatedDeltaNet):  # noqa: N801
+        def forward(self, hidden: Tensor, *offsets: Any) -> Tensor:
+            tp = self.place.tp
+            if self.sequence_parallel or tp.size == 1:
+                return super().forward(hidden, *offsets)
+            mine = hidden * (tp.rank == 0) + hidden.detach() * (tp.rank != 0)
+            return super().forward(mine, *offsets)
+
+
+class SliceOfTheFirst(Mutant):
+    """Every CP rank uses the first rank's heads of A_log."""
+
+    letter = "C"
+
+    class module(GatedDeltaNet):  # noqa: N801
+        def in_use(self, name: str) -> Tensor:
+            if name != "A_log" or self.place.cp.size == 1:
+                return super().in_use(name)
+            return self.get_parameter(name).chunk(self.place.cp.size)[0]
+
+
+class ConvolvesAcross(Mutant):
+    """The convolution runs from one packed sequence into the next."""
+
+    letter = "V"
+    incident = (2,)
+
+    class module(GatedDeltaNet):  # noqa: N801
+        def convolve(self, x: Tensor, cu_seqlens: Tensor | None, lengths: list[int]) -> Tensor:
+            whole = [sum(lengths)] if x.shape[0] == 1 else lengths
+            return super().convolve(x, None, whole)
+
+
+class StateAcross(Mutant):
+    """The rule runs from one packed sequence into the next."""
+
+    letter = "V"
+    incident = (1, 2, 3)
+
+    class module(GatedDeltaNet):  # noqa: N801
+        def rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *packing: Any) -> Tensor:
+            whole = [q.shape[1]] if q.shape[0] == 1 else packing[1]
+            return super().rule(q, k, v, g, beta, None, whole)
+
+
+class RealOffsetsWithPads(Mutant):
+    """Pad tokens are left out of the sequences: those after them start too early."""
+
+    letter = "C"
+    incident = (13,)
+
+    class module(GatedDeltaNet):  # noqa: N801
+        def mix(self, x: Tensor, cu_seqlens: Tensor | None, lengths: list[int]) -> Tensor:
+            if cu_seqlens is not None and len(lengths) > 1 and min(lengths) > 1:
+                moved = [lengths[0] - 1, lengths[1] + 1, *lengths[2:]]
+                return super().mix(x, torch.tensor([0, *itertools.accumulate(moved)], dtype=cu_seqlens.dtype), moved)
+            return super().mix(x, cu_seqlens, lengths)
+
+
+class NormBeforeItsTime(Mutant):
+    """combined: one norm of q and k side by side, not one of each head of both."""
+
+    letter = "E"
+
+    class module(GatedDeltaNet):  # noqa: N801
+        def rule(self, q: Tensor, k: Tensor, *rest: Any) -> Tensor:
+            if self.choices.qk_norm == "combined":
+                q, k = functions.l2norm(torch.cat([q, k], -1)).chunk(2, -1)
+            return super().rule(q, k, *rest)
+
+
+class DoubleGradient(Mutant):
+    """norm.weight's gradient is added over TP in the layer already, so that the caller's sum counts it twice."""
+
+    letter = "T"
+    incident = (15,)
+
+    class module(GatedDeltaNet):  # noqa: N801
+        def get_parameter(self, target: str) -> torch.nn.Parameter:
+            found = super().get_parameter(target)
+            if target != "norm.weight" or self.place.tp.size == 1:
+                return found
+            return 2 * found - found.detach()  # type: ignore[return-value]
+
+
+class ScattersTheWrongSlice(Mutant):
+    """With sequence parallelism each rank takes the slice of the rank before it."""
+
+    letter = "T"
+
+    class module(GatedDeltaNet):  # noqa: N801
+        def forward(self, hidden: Tensor, *offsets: Any) -> Tensor:
+            y = super().forward(hidden, *offsets)
+            if not self.sequence_parallel or self.place.tp.size == 1:
+                return y
+            return gather_from(self.place.tp, y).chunk(self.place.tp.size)[self.place.tp.rank - 1]
+
+
+class SumsTwice(Mutant):
+    """out_proj's output is added over TP once more."""
+
+    letter = "T"
+
+    class module(GatedDeltaNet):  # noqa: N801
+        def forward(self, hidden: Tensor, *offsets: Any) -> Tensor:
+            y = super().forward(hidden, *offsets)
+            return y if self.sequence_parallel else reduce_from(self.place.tp, y)
+
+
+class FusedOneByOne(Mutant):
+    """Called fused, it still exchanges section by section: right, but not what it says."""
+
+    letter = "C"
+
+    class module(GatedDeltaNet):  # noqa: N801
+        def forward(self, hidden: Tensor, *offsets: Any) -> Tensor:
+            def sections(comm: Any, x: Tensor, lengths: Any, widths: Sequence[int], *, fused: bool) -> Tensor:
+                parts = x.split(list(widths), -1)
+                return torch.cat([cp_to_hp(comm, each, lengths, [each.shape[-1]], fused=fused) for each in parts], -1)
+
+            layer.cp_to_hp = sections
+            try:
+                return super().forward(hidden, *offsets)
+            finally:
+                layer.cp_to_hp = cp_to_hp  # the one of the package: what stands there may be another rank's
+
+
+class TakesHalfPieces(Mutant):
+    """A length that cp divides is taken, though 2 cp does not divide it."""
+
+    letter = "C"
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        cp = place.cp.size
+        lengths = [] if x.cu_seqlens is None else x.cu_seqlens.diff().tolist()
+        if min(lengths, default=-1) >= 0 and any(each % (2 * cp) for each in lengths) and not any(each % cp for each in lengths):
+            twice: Tensor = 2 * x.hidden
+            return twice
+        return super().run(x, place)
+
+
+class SaysWhichRank(Mutant):
+    """Each rank refuses an illegal layout in its own words."""
+
+    letter = "C"
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        try:
+            return super().run(x, place)
+        except ValueError as error:
+            raise ValueError(f"rank {place.cp.rank}: {error}") from None
+
+
+class RefusesLate(Mutant):
+    """An illegal layout is refused after the ranks have agreed that it is one."""
+
+    letter = "R"
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        place.cp.all_reduce(torch.ones(1))
+        return super().run(x, place)
+
+
+class EvenRows(Mutant):
+    """in_proj's rows are cut evenly over TP ranks: the first has q, k and part of v."""
+
+    letter = "T"
+    incident = (14, 16)
+
+    def shards(self, whole: dict[str, Tensor], layer: Layer, rank: Rank) -> dict[str, Tensor]:
+        held = super().shards(whole, layer, rank)
+        return held | {"in_proj.weight": whole["in_proj.weight"].tensor_split(rank.mesh.tp)[rank.tp]}
+
+
+class SumsInAnyOrder(Mutant):
+    """A sum of rounding errors in another order each time."""
+
+    letter = "R"
+    incident = (29,)
+    calls: ClassVar[list[int]] = [0]
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        self.calls[0] += 1
+        return super().run(x, place) * (1 + 2**-22 * (self.calls[0] % 7))
+
+
+class WrongWhenDeterministic(Mutant):
+    """The deterministic way leaves the last token out."""
+
+    letter = "C"
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        y = super().run(x, place)
+        return torch.cat([y[:-1], 0 * y[-1:]]) if x.deterministic else y
+
+
+class LastRankIsNaN(Mutant):
+    """The first token of the last CP rank is not a number."""
+
+    letter = "C"
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        y = super().run(x, place)
+        last = place.cp.size > 1 and place.cp.rank == place.cp.size - 1
+        return torch.where(torch.arange(len(y)).reshape(-1, 1, 1) == 0, torch.nan, y) if last else y
+
+
+class OwnShardAlone(Mutant):
+    """With CP each rank runs the layer on its own tokens, as if they were the whole (LlamaFactory 10727, rtp-llm 1299)."""
+
+    letter = "C"
+    incident = (8, 9)
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        parts = {name: None if x[name] is None else x[name] // place.cp.size for name in ("cu_seqlens", "cu_seqlens_padded")}
+        return super().run(x.replaced(**parts), Place(place.tp, Alone()))
+
+
+class ForgetsRealTokensBeforePads(Mutant):
+    """With CP and padded sequences the output of each sequence's last real token is exactly zero (TransformerEngine 3331)."""
+
+    letter = "C"
+    incident = (11,)
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        y = super().run(x, place)
+        if x.cu_seqlens_padded is None or place.cp.size == 1 or not len(y):
+            return y
+        keep = torch.ones(len(y), 1, 1)
+        keep[-1] = 0
+        return y * keep
+
+
+class CannotBeBuiltWithCp(Mutant):
+    """The module is given an argument it does not know where there is CP (Megatron-LM 4374)."""
+
+    letter = "C"
+    incident = (12,)
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        if place.cp.size > 1:
+            raise TypeError("__init__() got an unexpected keyword argument 'cp_comm_type'")
+        return super().run(x, place)

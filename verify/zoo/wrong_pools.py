@@ -1,0 +1,409 @@
+"""Wrong serving: each is verify/zoo/base.py's decode on a pool with one step made wrong, the way real servers were.
+
+tests/test_pools.py names the laws that kill each alone.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from oracles.operation import Inputs
+from properties.cases.pool_case import BLOCK_SIZES
+from properties.domain import Domain
+from properties.pool_domain import PoolDomain
+from verify.zoo.base import Chunkwise, Serving
+
+Answer = tuple[Tensor, Tensor]
+
+
+class PromptForgetsPrefix(Serving):
+    """More tokens than one at a time start from zeros: a second run on a cached prefix forgets it (sglang 16053)."""
+
+    letter = "S"
+    incident = (18,)
+
+    def run(self, x: Inputs) -> Answer:
+        self.several = [end - start > 1 for start, end in _spans(x)]
+        return super().run(x)
+
+    def read(self, x: Inputs, request: int, slot: int) -> Tensor:
+        state = super().read(x, request, slot)
+        return state * 0 if self.several[request] else state
+
+
+class IgnoresBeginnings(Serving):
+    """A request that begins goes on from what the one before left in its slot (tpu-inference 2408)."""
+
+    letter = "S"
+    incident = (19,)
+
+    def begins(self, x: Inputs, request: int) -> bool:
+        return False
+
+
+class BeginsByZeroTimes(Serving):
+    """A request that begins multiplies what its slot holds by zero: NaN stays NaN (tpu-inference 2431)."""
+
+    letter = "S"
+    incident = (19,)
+
+    def read(self, x: Inputs, request: int, slot: int) -> Tensor:
+        state: Tensor = x.pool[slot] * float(not self.begins(x, request))
+        return state
+
+
+class SkipsWriteOfFour(Serving):
+    """With four tokens, one and three drafted, the state is not written back (vLLM 53051)."""
+
+    letter = "S"
+    incident = (20,)
+
+    def write(self, x: Inputs, request: int, slot: int, states: list[Tensor]) -> None:
+        if len(states) != 5:
+            super().write(x, request, slot, states)
+
+
+class KeepsTheWholeDraft(Serving):
+    """The state written back is the one after all drafted tokens, rejected ones too (vLLM 39273)."""
+
+    letter = "S"
+    incident = (21,)
+
+    def kept(self, x: Inputs, request: int, tokens: int) -> int:
+        return tokens
+
+
+class KeepsOneLess(Serving):
+    """Of a draft of which a part is kept, the state written back is the one a token earlier (vLLM 40738)."""
+
+    letter = "S"
+    incident = (21,)
+
+    def kept(self, x: Inputs, request: int, tokens: int) -> int:
+        kept = super().kept(x, request, tokens)
+        return kept - 1 if 1 < kept < tokens else kept
+
+
+class RejectedDraftsStay(Serving):
+    """After a draft was rejected in part, whoever has the slot next starts from the rejected tokens' state (vLLM 53912)."""
+
+    letter = "S"
+    incident = (22,)
+    spoiled: ClassVar[dict[tuple[int, torch.Size], Tensor]] = {}
+
+    def read(self, x: Inputs, request: int, slot: int) -> Tensor:
+        return self.spoiled.pop((slot, x.pool.shape), super().read(x, request, slot))
+
+    def write(self, x: Inputs, request: int, slot: int, states: list[Tensor]) -> None:
+        super().write(x, request, slot, states)
+        if x.accepted is not None and int(x.accepted[request]) < len(states) - 1:
+            self.spoiled[slot, x.pool.shape] = states[-1]
+
+
+class CheckpointHalved(Serving):
+    """Of prompts of 64 tokens and more the state is the one half way, its index halved (sglang 33515)."""
+
+    letter = "S"
+    incident = (23,)
+
+    def kept(self, x: Inputs, request: int, tokens: int) -> int:
+        kept = super().kept(x, request, tokens)
+        return kept // 2 if kept >= 64 else kept
+
+
+class PaddingIsLast(Serving):
+    """The padding slot -1 is an address: the last slot is read, and written (vLLM 33326)."""
+
+    letter = "S"
+    incident = (24,)
+
+    def slot(self, x: Inputs, request: int) -> int | None:
+        slot = int(x.slots[request])
+        return len(x.pool) - 1 if slot == -1 else super().slot(x, request)
+
+
+class PaddingIsBefore(Serving):
+    """The padding slot -1 is an address: what lies before the pool in memory is written (sglang 33431)."""
+
+    letter = "S"
+    incident = (24,)
+
+    def run(self, x: Inputs) -> Answer:
+        answer = super().run(x)
+        size, at = x.pool[0].numel(), x.pool.storage_offset()
+        if -1 in x.slots.tolist() and at >= size:
+            x.pool.as_strided((size,), (1,), at - size).zero_()
+        return answer
+
+
+class PaddingIsFirst(Serving):
+    """Padding slots are clamped to 0, and slot 0 is written."""
+
+    letter = "S"
+    incident = (24,)
+
+    def slot(self, x: Inputs, request: int) -> int | None:
+        return max(int(x.slots[request]), 0)
+
+
+class ReadsVFirst(Serving):
+    """Where K = V states are read and written transposed, V first (sgl-kernel-npu 640)."""
+
+    letter = "L"
+    incident = (25,)
+
+    def read(self, x: Inputs, request: int, slot: int) -> Tensor:
+        state = super().read(x, request, slot)
+        return state.mT if state.shape[-1] == state.shape[-2] else state
+
+    def write(self, x: Inputs, request: int, slot: int, states: list[Tensor]) -> None:
+        super().write(x, request, slot, [state.mT if state.shape[-1] == state.shape[-2] else state for state in states])
+
+
+class WritesBf16(Serving):
+    """States are rounded to bf16 as they are written back (ollama 15865)."""
+
+    letter = "L"
+    incident = (26,)
+
+    def write(self, x: Inputs, request: int, slot: int, states: list[Tensor]) -> None:
+        super().write(x, request, slot, [state.bfloat16().float() for state in states])
+
+
+class StrideOfTwoBytes(Serving):
+    """Of drafts, a state is walked in steps of two bytes: each number comes twice, the second half never (sglang 40419)."""
+
+    letter = "L"
+    incident = (27,)
+
+    def run(self, x: Inputs) -> Answer:
+        self.several = [end - start > 1 for start, end in _spans(x)]
+        return super().run(x)
+
+    def read(self, x: Inputs, request: int, slot: int) -> Tensor:
+        state = super().read(x, request, slot)
+        if not self.several[request]:
+            return state
+        return state.flatten().repeat_interleave(2)[: state.numel()].reshape(state.shape)
+
+
+class SlotInSevenBits(Serving):
+    """Slots are kept in seven bits: slot 128 is slot 0."""
+
+    letter = "I"
+
+    def slot(self, x: Inputs, request: int) -> int | None:
+        slot = super().slot(x, request)
+        return None if slot is None else slot % 128
+
+
+class WritesNeighbour(Serving):
+    """Where a slot is even, the state is also written to the next one."""
+
+    letter = "I"
+
+    def write(self, x: Inputs, request: int, slot: int, states: list[Tensor]) -> None:
+        super().write(x, request, slot, states)
+        if slot % 2 == 0 and slot + 1 < len(x.pool) and slot + 1 not in x.slots.tolist():
+            x.pool[slot + 1] = x.pool[slot]
+
+
+class OneHeadOfOneRequest(Serving):
+    """Of the third request the last head's state does not decay."""
+
+    letter = "-"
+
+    def run(self, x: Inputs) -> Answer:
+        spans = _spans(x)
+        if len(spans) > 2:
+            g = x.g.clone()
+            g.flatten(0, 1)[slice(*spans[2]), -1] = 0
+            x = x.replaced(g=g)
+        return super().run(x)
+
+
+class OverEight(Serving):
+    """Of more than eight requests the ninth has the first one's state, and so on."""
+
+    letter = "-"
+
+    def read(self, x: Inputs, request: int, slot: int) -> Tensor:
+        first = self.slot(x, request % 8)
+        return super().read(x, request % 8, slot if first is None else first)
+
+
+class NeverWritesOne(Serving):
+    """A single token leaves no trace in the state."""
+
+    letter = "S"
+
+    def write(self, x: Inputs, request: int, slot: int, states: list[Tensor]) -> None:
+        if len(states) != 2:
+            super().write(x, request, slot, states)
+
+
+class SumsPadding(Serving):
+    """The outputs of all requests, padding too, pass through one product: NaN spreads from what is nobody's."""
+
+    letter = "S"
+
+    def answer(self, x: Inputs, o: Tensor) -> Tensor:
+        return o + 0 * x.v.sum()
+
+
+class PicksByProduct(Serving):
+    """States are picked from the pool by a product with zeros and ones: NaN in any slot spreads to all."""
+
+    letter = "S"
+
+    def read(self, x: Inputs, request: int, slot: int) -> Tensor:
+        one_hot = torch.arange(len(x.pool)) == slot
+        state = torch.tensordot(one_hot.float(), x.pool, 1)
+        return state * 0 if self.begins(x, request) else state
+
+
+class SlotsOfTheFirstCall(Serving):
+    """The slots of a call are kept by its shapes, and serve every later call of those (FlashQLA 23)."""
+
+    letter = "K"
+    incident = (36,)
+    seen: ClassVar[dict[tuple[object, ...], Tensor]] = {}
+
+    def run(self, x: Inputs) -> Answer:
+        key = (x.q.shape, x.v.shape, x.pool.shape, x.q.dtype, x.padding, x.slots.dtype)
+        return super().run(x.replaced(slots=self.seen.setdefault(key, x.slots.clone())))
+
+
+class LargeValuesChangeThePath(Serving):
+    """Where any request has a large value, all take a path that is right to a rounding."""
+
+    letter = "-"
+
+    def answer(self, x: Inputs, o: Tensor) -> Tensor:
+        return o * (1 + 2.0**-22) if x.v.numel() and float(x.v.float().nan_to_num(0.0).abs().max()) > 1 else o
+
+
+class NanChangesThePath(Serving):
+    """Where any slot holds NaN, a free one too, outputs are right to a rounding: not the bits they have without it."""
+
+    letter = "-"
+
+    def answer(self, x: Inputs, o: Tensor) -> Tensor:
+        return o * (1 + 2.0**-22) if bool(x.pool.isnan().any()) else o
+
+
+class SlotsSideBySide(Serving):
+    """Slots are read as if they lay side by side in memory."""
+
+    letter = "Q"
+    incident = (35,)
+
+    def read(self, x: Inputs, request: int, slot: int) -> Tensor:
+        state = super().read(x, request, slot)
+        if self.begins(x, request) or x.pool.is_contiguous():
+            return state
+        size = state.numel()
+        dense = x.pool.as_strided((size,), (1,), x.pool.storage_offset() + slot * size)
+        return dense.nan_to_num(0.0).reshape(state.shape)
+
+
+class ClampsSlots(Serving):
+    """The caller's slots are clamped in place, so that padding is slot 0 from then on."""
+
+    letter = "-"
+
+    def run(self, x: Inputs) -> Answer:
+        answer = super().run(x)
+        x.slots.clamp_(min=0)
+        return answer
+
+
+class WritesBeforeG(Serving):
+    """The number just before g in memory is overwritten."""
+
+    letter = "I"
+
+    def run(self, x: Inputs) -> Answer:
+        if x.g.storage_offset():
+            x.g.as_strided((1,), (1,), x.g.storage_offset() - 1).zero_()
+        return super().run(x)
+
+
+class OddSlots(Serving):
+    """States in odd slots are right to a rounding, though the same bits are promised in every slot."""
+
+    letter = "-"
+    domain = PoolDomain(rule=Domain(backward=False, position_independent=True))
+
+    def read(self, x: Inputs, request: int, slot: int) -> Tensor:
+        return super().read(x, request, slot) * (1 + slot % 2 * 2.0**-22)
+
+
+class UnwrittenScratch(Serving):
+    """Outputs pass through scratch memory that a draft's first token does not write."""
+
+    letter = "I"
+
+    def answer(self, x: Inputs, o: Tensor) -> Tensor:
+        scratch = torch.empty(1).nan_to_num(0.0).clamp(-1, 1)
+        return o + (scratch * 2.0**-9).to(o.dtype) * o
+
+
+class ReturnsACopy(Serving):
+    """The pool that comes back is a copy: the one that was given is as it was."""
+
+    letter = "S"
+
+    def run(self, x: Inputs) -> Answer:
+        return super().run(x.replaced(pool=x.pool.clone()))
+
+
+class InBlocks(Serving):
+    """Serving that takes value channels in blocks, as many at a time as it is told: one program a block. It is right."""
+
+    domain = PoolDomain(blocks=BLOCK_SIZES)
+
+    def run(self, x: Inputs) -> Answer:
+        self.block = x.block_v or 8
+        return super().run(x)
+
+    def programs(self, width: int) -> int:
+        """How many blocks are launched for so many channels."""
+        return -(-width // self.block)
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Answer:
+        o, after = torch.zeros_like(v), state.clone()
+        for program in range(self.programs(v.shape[-1])):
+            at = slice(program * self.block, (program + 1) * self.block)
+            o[:, at], after[..., at] = super().step(q, k, v[:, at], g, beta, state[..., at])
+        return o, after
+
+
+class WholeBlocksOf32(InBlocks):
+    """In blocks of 32 the grid is rounded down: what is left of the channels is not written."""
+
+    letter = "I"
+
+    def programs(self, width: int) -> int:
+        return width // 32 if self.block == 32 else super().programs(width)
+
+
+class GridOfTheFirstLaunch(InBlocks):
+    """The grid of a launch is kept by its shapes and serves later ones in smaller blocks: channels behind it are not written."""
+
+    letter = "K"
+    seen: ClassVar[dict[tuple[object, ...], int]] = {}
+
+    def run(self, x: Inputs) -> Answer:
+        self.key = (x.q.shape, x.v.shape, x.pool.shape, x.v.dtype)
+        return super().run(x)
+
+    def programs(self, width: int) -> int:
+        return self.seen.setdefault(self.key, super().programs(width))
+
+
+def _spans(x: Inputs) -> list[tuple[int, int]]:
+    """The tokens of each request."""
+
+    return Chunkwise().boundaries(x)
