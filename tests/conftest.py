@@ -15,6 +15,17 @@ def worker() -> Iterator[Worker]:
         yield one
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every module keeps tests for `-m "not slow"`: of what is `slow_after_first`, the first case is quick and the others slow."""
+    met = set[str]()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("slow_after_first") and name in met:
+            item.add_marker(pytest.mark.slow)
+        met.add(name)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs more GPUs than there are: `gpu` needs one, `gpu(2)` two."""
     needed = max((mark.args[0] if mark.args else 1 for mark in item.iter_markers("gpu")), default=0)

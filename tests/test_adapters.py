@@ -9,6 +9,8 @@ from properties.rule_laws import LAWS
 from verify.adapters.registry import KERNELS
 from verify.cli.pytest_plugin import LawItem
 
+pytestmark = pytest.mark.interpreted
+
 MAIN = ("transformers/chunk", "transformers/recurrent", "gdn/layer")
 LONG = ("fla/chunk",)  # interpreted, each case is a second or two
 OTHERWISE = ("fla/chunk_16", "fla/chunk_32", "fla/chunk_v_first", "fla/fused_recurrent_v_first")  # other chunks, layouts
@@ -17,11 +19,13 @@ PLAIN = ("future", "heads", "linear", "permuted")  # and of those what no kernel
 
 
 @pytest.mark.gdn_adapter(*MAIN)
+@pytest.mark.slow
 def test_law_holds(gdn_law: LawItem) -> None:
     gdn_law.assert_holds()
 
 
 @pytest.mark.gdn_adapter(*LONG, profile="least")
+@pytest.mark.slow_after_first
 def test_law_holds_of_a_long_one(gdn_law: LawItem) -> None:
     """On few cases, as those below: `tox -e verify` asks more."""
     gdn_law.assert_holds()
@@ -32,11 +36,13 @@ def test_law_holds_of_a_long_one(gdn_law: LawItem) -> None:
     profile="least",
     laws=[name for name in LAWS if name not in (*OFTEN, *PLAIN)],
 )
+@pytest.mark.slow_after_first
 def test_law_holds_of_a_variant(gdn_law: LawItem) -> None:
     gdn_law.assert_holds()
 
 
 @pytest.mark.gdn_adapter(*OTHERWISE, profile="least", laws=("oracle", "cut", "absent"))
+@pytest.mark.slow
 def test_law_holds_of_other_chunks_and_layouts(gdn_law: LawItem) -> None:
     """Of sequences whole and cut, and what they are given; the rest is asked of the same kernels above."""
     gdn_law.assert_holds()

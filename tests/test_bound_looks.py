@@ -51,6 +51,7 @@ def less_than_sure(fewer: dict[str, Bound], all_of: dict[str, Bound], sure: floa
 @pytest.mark.parametrize("operation", RULES)
 @settings(max_examples=12)
 @given(case=cases(Domain(), longest=40, total=60, value_heads=2), mode=MODES, first=st.sampled_from((1, 2)))
+@pytest.mark.slow
 def test_all_runs_allow_at_least_what_fewer_are_sure_of(
     operation: str, case: Case, mode: tuple[str, str, int | None], first: int
 ) -> None:
@@ -105,6 +106,7 @@ def test_of_undeclared_chunks_one_size_is_looked_at_first(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("first", [4, 16, 64])
+@pytest.mark.slow_after_first
 def test_a_first_look_of_more_runs_is_the_one_that_fewer_lead_to(first: int) -> None:
     case = Case.parse("lengths=40+3 packed=yes key_dim=4 value_dim=4 dtype=bf16 gate=64")
     given = case.spec, case.inputs(), case.cotangents(), "chunkwise", "ieee", 16
@@ -134,6 +136,7 @@ def test_what_a_bit_less_amplifies_counts(power: int, own: float, monkeypatch: p
         torch.testing.assert_close(limit.allowed, torch.full_like(limit.allowed, bound.KAPPA * wanted**0.5))
 
 
+@pytest.mark.slow
 def test_where_errors_are_amplified_a_right_implementation_is_within_what_many_runs_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that is written again and again at 1.95 times its strength: (1 - beta)^64 is 0.04, which rounding makes 0.2."""
     case = Case.parse("lengths=197 heads=8 value_heads=8 key_dim=40 value_dim=12 dtype=fp16 values=repeated scale=half seed=460")
@@ -162,6 +165,7 @@ AMPLIFYING = (
 )
 
 
+@pytest.mark.slow
 def test_after_several_chunks_nothing_is_clear_from_few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same again and again for 500 tokens: of four runs none takes the errors as far as a right implementation does."""
     case = Case.parse(AMPLIFYING)
@@ -193,6 +197,7 @@ def test_after_several_chunks_nothing_is_clear_from_few_runs(monkeypatch: pytest
         ("lengths=200 dtype=fp32", {4: bound.CLEAR, 16: bound.CLEAR}),
     ],
 )
+@pytest.mark.slow
 def test_how_far_over_is_clear(words: str, counts: dict[int, float]) -> None:
     case = Case.parse(f"{words} key_dim=2 value_dim=2")
     for count, clear in counts.items():
@@ -376,6 +381,7 @@ class RoundsTheStateOnce(Chunkwise):
     [(Chunkwise(), 12), (right.RoundsElsewhere(), 12), (TokenByToken(), 12), (RoundsTheStateOnce(), 12)],
     ids=lambda each: type(each).__name__,
 )
+@pytest.mark.slow_after_first
 def test_the_same_is_broken_however_few_runs_are_looked_at_first(implementation: Chunkwise, seeds: int) -> None:
     """And mostly no more is looked at than that: the same finding of the same row, since what is broken is broken for all runs."""
     make: Callable[..., dict[str, Bound]] = functools.partial(

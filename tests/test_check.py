@@ -108,6 +108,7 @@ def drawn(seed: int, store: Store, worker: Worker) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_same_seed_draws_the_same_lines_and_another_seed_others(workers: list[Worker], tmp_path: pathlib.Path) -> None:
     first, again, other = (drawn(seed, Store(tmp_path / str(n)), workers[0]) for n, seed in enumerate((3, 3, 4)))
     assert first == again
@@ -115,6 +116,7 @@ def test_same_seed_draws_the_same_lines_and_another_seed_others(workers: list[Wo
     assert len(set(first) & set(other)) <= 1, "but for the simplest example, which every seed begins with"
 
 
+@pytest.mark.slow
 def test_laws_run_in_several_workers_at_once(workers: list[Worker], store: Store) -> None:
     threads = set[int]()
     both = threading.Barrier(2, timeout=30)
@@ -137,6 +139,7 @@ def test_progress_counts_to_the_number_of_cases(workers: list[Worker], store: St
     assert sum(report.counts.values()) == len(told)
 
 
+@pytest.mark.slow
 def test_stop_at_first_leaves_the_other_laws(workers: list[Worker], store: Store) -> None:
     told: list[LawReport] = []
     settings = Settings("zoo/ChangesBeta", ["pure", *[law for law in LAWS if law != "pure"]], FEW, stop_at_first=True)
@@ -147,6 +150,7 @@ def test_stop_at_first_leaves_the_other_laws(workers: list[Worker], store: Store
     assert told == reports
 
 
+@pytest.mark.slow
 def test_lost_process_is_a_broken_law_with_a_small_case_and_the_rest_runs(
     workers: list[Worker], store: Store, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +185,7 @@ def test_exception_is_a_broken_law_shrunk_to_its_boundary(workers: list[Worker],
     assert "lengths=20" in report.neighbours
 
 
+@pytest.mark.slow
 def test_hang_is_a_broken_law(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explaining, "SHRINK_RUNS", 2)
     with Check(Settings("zoo/Hangs", ["recall"], FEW, 0, deadline_s=0.5), 1, store) as check:
@@ -357,6 +362,7 @@ def test_defect_on_file_explains_nothing_beyond_its_words(workers: list[Worker],
         assert not other.explains(Run.parse(report.run))
 
 
+@pytest.mark.slow
 def test_known_defect_that_no_longer_fails_is_said(workers: list[Worker], store: Store) -> None:
     defect = known(f"law=oracle adapter={RIGHT} lengths=3", "seed=0 gate=saturated")
     (report,) = checked(RIGHT, ["oracle"], workers, store, defects=[defect], profile=Profile("three", 3))
@@ -411,6 +417,7 @@ def test_ask_leaves_no_run_under_way_whatever_happens(workers: list[Worker], sto
         assert all(path.read_text() == "" for path in store.folder.iterdir())
 
 
+@pytest.mark.slow
 def test_stopped_check_blames_nobody(store: Store) -> None:
     begun = threading.Event()
     reports: list[LawReport] = []
@@ -432,6 +439,7 @@ def test_stopped_check_blames_nobody(store: Store) -> None:
     assert not (store.folder / "findings.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_oracle_that_is_slow_is_unknown_and_not_a_hang(store: Store) -> None:
     with Worker() as worker:
         worker.ask(RunOne(f"law=oracle adapter={RIGHT} lengths=1"))
@@ -442,6 +450,7 @@ def test_oracle_that_is_slow_is_unknown_and_not_a_hang(store: Store) -> None:
     assert outcome.verdict is Verdict.UNKNOWN
 
 
+@pytest.mark.slow
 def test_adapter_that_cannot_be_loaded_again_is_unknown(store: Store, tmp_path: pathlib.Path) -> None:
     file = tmp_path / "edited.py"
     file.write_text("from tests.right import Chunkwise\nclass Kernel(Chunkwise): pass\n")

@@ -713,6 +713,7 @@ def measurement(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**json.loads(place.read_text()), "said": "\n".join(said), "faults": json.loads(faults)}
 
 
+@pytest.mark.slow
 def test_every_claim_is_measured_and_its_forms_agree(measurement: dict[str, Any]) -> None:
     rows = measurement["rows"]
     assert {row["claim"] for row in rows} == set(command.PARTS)

@@ -163,6 +163,7 @@ def test_missing_or_old_fla_says_what_to_install(
 
 
 @pytest.mark.parametrize("have", [None, "3.6.0"])
+@pytest.mark.slow
 def test_list_says_what_this_host_lacks(
     capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, have: str | None
 ) -> None:
@@ -190,6 +191,7 @@ def test_help_of_every_verb_says_the_exit_codes(capfd: pytest.CaptureFixture[str
         assert text in words
 
 
+@pytest.mark.slow
 def test_list_names_laws_and_adapters_and_its_json_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     said = run(capfd, "list", "--json")
     data = strict(said.out)
@@ -224,6 +226,7 @@ def test_half_of_the_cases_climb_if_they_are_to(capfd: pytest.CaptureFixture[str
     assert plain != climbing
 
 
+@pytest.mark.slow
 def test_broken_implementation_exits_1_with_a_finished_report(capfd: pytest.CaptureFixture[str]) -> None:
     said = run(capfd, "check", "--adapter", BROKEN, "--law", "pure", "--workers", "1", "--seed", "7", "--json", "-")
     assert said.code == exits.BROKEN
@@ -244,6 +247,7 @@ def test_broken_implementation_exits_1_with_a_finished_report(capfd: pytest.Capt
     assert plain.err == ""
 
 
+@pytest.mark.slow
 def test_json_file_has_a_line_a_law(tmp_path: pathlib.Path) -> None:
     done = process("check", BROKEN, "--law", "pure", "--law", "recall", "--workers", "1", "--json", "out.jsonl", cwd=tmp_path)
     assert done.returncode == exits.BROKEN
@@ -252,6 +256,7 @@ def test_json_file_has_a_line_a_law(tmp_path: pathlib.Path) -> None:
     assert all(f'repeat "{data["run"]}"' in done.stdout for data in lines)
 
 
+@pytest.mark.slow
 def test_json_on_stdout_leaves_only_json_there(capfd: pytest.CaptureFixture[str]) -> None:
     said = run(capfd, "check", BROKEN, "--law", "pure", "--law", "recall", "--workers", "1", "--json", "-")
     assert said.code == exits.BROKEN
@@ -259,12 +264,14 @@ def test_json_on_stdout_leaves_only_json_there(capfd: pytest.CaptureFixture[str]
     assert "BROKEN   pure" in said.err
 
 
+@pytest.mark.slow
 def test_stop_runs_nothing_after_the_first_broken_law(capfd: pytest.CaptureFixture[str]) -> None:
     said = run(capfd, "check", BROKEN, "-x", "--law", "pure", "--law", "recall", "--workers", "1")
     assert said.code == exits.BROKEN
     assert "1 broken, 1 not finished of 2 laws" in said.out
 
 
+@pytest.mark.slow
 def test_right_line_repeats_with_0_and_a_blind_one_with_3(capfd: pytest.CaptureFixture[str]) -> None:
     said = run(capfd, "repeat", f"law=oracle adapter={RIGHT} lengths=0")
     assert (said.code, said.out.split()[0]) == (exits.HOLDS, "HOLDS"), said.out
@@ -321,6 +328,7 @@ def test_adapter_that_prints_spoils_no_output(capfd: pytest.CaptureFixture[str],
 
 
 @pytest.mark.parametrize("where", ["/dev/full", "file"])
+@pytest.mark.slow
 def test_bad_disk_is_said_and_the_finding_printed(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path, where: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "findings").mkdir()
@@ -365,6 +373,7 @@ class Kernel(AddsStateTwice):
 """
 
 
+@pytest.mark.slow
 def test_interrupt_prints_what_was_done_keeps_findings_and_leaves_no_process(tmp_path: pathlib.Path) -> None:
     (tmp_path / "kernel.py").write_text(BROKEN_AND_SLOW)
     words = [sys.executable, "-m", "verify", "check", "kernel.py:Kernel", "--workers", "2", "--law", "recall", "--law", "norm"]
@@ -398,6 +407,7 @@ def test_interrupt_prints_what_was_done_keeps_findings_and_leaves_no_process(tmp
         ("repeat", f"law=oracle adapter={RIGHT} lengths=1"),
     ],
 )
+@pytest.mark.slow
 def test_reader_that_goes_away_is_no_traceback(tmp_path: pathlib.Path, words: tuple[str, ...]) -> None:
     read, write = os.pipe()
     os.close(read)
@@ -411,6 +421,7 @@ def test_reader_that_goes_away_is_no_traceback(tmp_path: pathlib.Path, words: tu
     assert done.returncode in (exits.HOLDS, exits.UNDECIDED)
 
 
+@pytest.mark.slow
 def test_module_runs_from_any_directory_with_an_adapter_beside_it(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "elsewhere"
     folder.mkdir()
@@ -431,6 +442,7 @@ def test_toolkit_that_fails_is_undecided_and_not_broken(capfd: pytest.CaptureFix
     assert "our own mistake" in said.err
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_end_with_the_command(tmp_path: pathlib.Path) -> None:
     """Rank 0 draws and prints; the other follows and is let go at the end."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "verify", "check", "gdn/layer"]
@@ -485,6 +497,7 @@ def test_ranks_are_for_parallel_paths(capfd: pytest.CaptureFixture[str]) -> None
     assert "--ranks is for parallel paths" in said.err
 
 
+@pytest.mark.slow
 def test_a_parallel_path_is_checked_on_simulated_ranks_and_repeated_from_its_line(capfd: pytest.CaptureFixture[str]) -> None:
     said = run(capfd, "check", "gdn/layer", "--law", "exchange", "--profile", "few")
     assert (said.code, "ranks simulated" in said.out) == (0, True), said.err

@@ -55,6 +55,7 @@ def test_every_kind_of_case_is_counted(book: object) -> None:
     assert book.case.CHOICES  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_the_default_profile_of_everything_misses_nothing() -> None:
     cases: list[Case] = []
     from properties.rule_laws import LAWS

@@ -39,12 +39,14 @@ def findings(worker: Worker, name: str) -> list[str]:
     return [each["output"] for each in worker.ask(RunOne(str(line_of(name))))["findings"]]
 
 
+@pytest.mark.slow
 def test_decays_that_are_folded_into_operands_explain_a_gates_gradient(worker: Worker) -> None:
     assert findings(worker, "Unsaid") == ["dg"]
     assert findings(worker, "Says") == []
     assert findings(worker, "LosesAGradient") == ["dg"], "what folding explains is no more than that"
 
 
+@pytest.mark.slow
 def test_who_does_not_say_so_is_told(worker: Worker, tmp_path: object) -> None:
     store = Store(str(tmp_path))
     assert otherwise(described(), [line_of("Unsaid")], worker, store) == ["folds = True"]

@@ -224,6 +224,7 @@ def over(got: Results, want: Results) -> dict[str, float]:
 @example(call=Call((2, 2), (-1, -1), 0))
 @example(call=Call((), (), 3))
 @example(call=Call((0,), (1,), 3, packed=True))
+@pytest.mark.slow
 def test_decode_is_the_definition_token_by_token_forward_and_backward(call: Call) -> None:
     inputs, directions = call.inputs(), call.cotangents()
     DECODE.check(inputs)
@@ -484,6 +485,7 @@ SHAPES = (  # few, so that the disturbed runs' grids are made once
 )
 
 
+@pytest.mark.slow
 def test_bounds_hold_for_right_implementations(record_property: Callable[[str, object], None]) -> None:
     found: dict[tuple[str, str], tuple[float, str, int]] = {}
     for seed in range(90):

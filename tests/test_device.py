@@ -106,6 +106,7 @@ def test_an_outcome_says_that_its_process_is_spent() -> None:
     assert not Outcome.from_json(json.loads(json.dumps(execute(run).to_json()))).spent
 
 
+@pytest.mark.slow
 def test_a_gpu_is_not_seen_by_a_worker_of_the_cpu() -> None:
     program = "import torch; print(torch.cuda.is_available())"
     done = subprocess.run(

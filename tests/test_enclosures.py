@@ -144,6 +144,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[arb], arb], flo
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.slow_after_first
 def test_function_is_within_a_few_ulp_of_its_enclosure(name: str, record_property: Record) -> None:
     function, enclosure, limit = FUNCTIONS[name]
     worst = Worst(name, limit)

@@ -234,6 +234,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.slow_after_first
 def test_layer_equals_the_oracle_on_every_mesh(name: str, mesh: tuple[int, bool, int]) -> None:
     (tp, sp, cp), call = mesh, CALLS[name]
     over, where = ratio(call, tp=tp, cp=cp, sp=sp)
@@ -250,6 +251,7 @@ def test_half_precision_layer_equals_the_oracle(dtype: torch.dtype, mesh: tuple[
 
 @settings(max_examples=12)
 @given(data=st.data())
+@pytest.mark.slow
 def test_drawn_calls_equal_the_oracle(data: st.DataObject) -> None:
     tp, cp = data.draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (3, 1)]))
     sp = data.draw(st.booleans())
@@ -317,6 +319,7 @@ def same_bits(one: list[Answer], two: list[Answer]) -> bool:
 
 
 @pytest.mark.parametrize("choices", TORCH, ids=lambda each: " ".join(str(value) for value in dataclasses.astuple(each)))
+@pytest.mark.slow_after_first
 def test_every_choice_is_within_the_oracle_s_bound(choices: Choices) -> None:
     for name in ("packed", "batched"):
         over, where = ratio(CALLS[name], choices, 1, 2)
@@ -325,6 +328,7 @@ def test_every_choice_is_within_the_oracle_s_bound(choices: Choices) -> None:
 
 @pytest.mark.parametrize("name", ["packed", "padded"])
 @pytest.mark.parametrize("mesh", [(1, False, 2), (1, False, 4), (2, True, 2)], ids=str)
+@pytest.mark.slow_after_first
 def test_fused_equals_per_sequence_bit_for_bit(name: str, mesh: tuple[int, bool, int]) -> None:
     tp, sp, cp = mesh
     fused, each = (answers(CALLS[name], Choices(thd_all_to_all=form), tp, cp, sp=sp) for form in ("fused", "per_sequence"))
@@ -373,6 +377,7 @@ FLA = [
 ]
 
 
+@pytest.mark.slow
 def test_fla_s_kernels_equal_the_oracle() -> None:
     pytest.importorskip("fla")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -449,12 +454,14 @@ def moved(x: Tensor, lengths: list[int], sections: list[int], cp: int, *, fused:
     sections=SECTIONS,
     batch=st.integers(1, 2),
 )
+@pytest.mark.slow
 def test_tagged_tokens_land_where_the_oracle_says(form: str, cp: int, lengths: list[int], sections: list[int], batch: int) -> None:
     check_exchange([2 * cp * each for each in lengths], [cp * each for each in sections], cp, batch, form)
 
 
 @pytest.mark.parametrize("cp", [16, 64])
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.slow_after_first
 def test_tagged_tokens_land_at_many_ranks(form: str, cp: int) -> None:
     check_exchange([2 * cp, 0, 4 * cp], [cp, 2 * cp], cp, 1, form)
 
@@ -858,6 +865,7 @@ TELLS_REPLICAS_APART = {
 
 
 @pytest.mark.parametrize("name", WRONG)
+@pytest.mark.slow_after_first
 def test_wrong_layer_is_rejected(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     owner, attribute, wrong, (tp, sp, cp), case = WRONG[name]
     call = CALLS[case]
@@ -880,6 +888,7 @@ def two_ranks(place_of: Callable[[str], Place]) -> Iterator[tuple[str, Answer]]:
         yield f"{axis} {sp}", on_rank(CALLS["padded"], place_of(axis), Choices(), sp=sp)
 
 
+@pytest.mark.slow
 def test_real_processes_give_what_simulated_ranks_give(tmp_path: pathlib.Path) -> None:
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}

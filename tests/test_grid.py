@@ -20,6 +20,8 @@ from verify.interpreter.patches import TRITONS
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker
 
+pytestmark = pytest.mark.interpreted
+
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "tests" / "grid_kernels.py"
 RACES = ROOT / "tests" / "planted_races.py"
@@ -47,6 +49,7 @@ def found() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.slow
 def test_programs_together_do_what_they_do_one_after_another(found: dict[str, Any], name: str) -> None:
     assert not found[name], found[name]
 
@@ -63,6 +66,7 @@ def planted() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "argument"), PLANTED.items())
+@pytest.mark.slow
 def test_a_race_planted_in_a_released_kernel_is_a_finding(planted: dict[str, Any], name: str, argument: str) -> None:
     verdict, what = planted["races"][name]
     assert verdict == "broken", what
@@ -107,6 +111,7 @@ print(json.dumps({"verdict": str(outcome.verdict), "reason": outcome.reason}))
 """
 
 
+@pytest.mark.slow
 def test_with_another_triton_nothing_is_decided(tmp_path: Path) -> None:
     pytest.importorskip("fla")
     script = tmp_path / "unknown.py"
@@ -139,6 +144,7 @@ class Racy(Adapter):
 
 
 @pytest.mark.parametrize(("how", "code"), [("grid", 1), ("sequential", 0)])
+@pytest.mark.slow
 def test_the_command_tells_a_race_that_one_program_after_another_hides(tmp_path: Path, how: str, code: int) -> None:
     pytest.importorskip("triton")
     (tmp_path / "racy.py").write_text(RACY)

@@ -144,6 +144,7 @@ def test_gradcheck_accepts_every_input(rule: str, inside: str) -> None:
 
 
 @pytest.mark.parametrize(("rule", "inside", "wrong"), BACKWARD)
+@pytest.mark.slow_after_first
 def test_gradcheck_rejects_a_wrong_backward(rule: str, inside: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = raw(rule, inside, "2", 2)
     assert gradcheck(case.spec, case.inputs())

@@ -11,6 +11,8 @@ import pytest
 
 from verify.interpreter import install
 
+pytestmark = pytest.mark.interpreted
+
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "tests" / "interpreter_kernels.py"
 CHECKS = re.findall(r"^def check_(\w+)", KERNELS.read_text(encoding="utf-8"), re.MULTILINE)
@@ -59,11 +61,13 @@ def plain() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.slow
 def test_kernel_computes_what_a_device_computes(patched: dict[str, str], name: str) -> None:
     assert not patched[name], patched[name]
 
 
 @pytest.mark.parametrize("name", sorted(set(CHECKS) - RIGHT_WITHOUT_US))
+@pytest.mark.slow
 def test_check_rejects_the_unpatched_interpreter(plain: dict[str, str], name: str) -> None:
     assert plain[name], f"check_{name} holds without the patches, so that it proves nothing about them"
 

@@ -310,6 +310,7 @@ def telling_bounds(dtype: torch.dtype, algorithm: str) -> dict[str, Bound]:
 @example(call=Call(Layer(6, 1, 2, 3, 4), (0, 0)))
 @example(call=Call(Layer(6, 1, 2, 3, 4), ()))
 @example(call=Call(Layer(4, 2, 4, 4, 3, 5), (1, 1, 1), bias=False, state=False, conv_state=False, eps=1e-6))
+@pytest.mark.slow
 def test_layer_is_its_definition_forward_and_backward(call: Call) -> None:
     inputs, directions = call.inputs(), call.cotangents()
     GDN_LAYER.check(inputs)
@@ -323,12 +324,14 @@ def test_layer_is_its_definition_forward_and_backward(call: Call) -> None:
 @example(call=Call(Layer(2, 2, 4, 4, 1, 1), (5, 0), packed=True, eps=1e-5, allow_neg_eigval=True, conv_state=False, seed=62))
 @example(call=Call(Layer(6, 1, 2, 3, 4), ()))
 @example(call=Call(Layer(3, 1, 1, 3, 7), (2, 10, 3), packed=True, state=False, conv_state=False, small=0.02, seed=150))
+@pytest.mark.slow
 def test_every_row_is_that_of_the_definition_as_closely_as_the_call_is_conditioned(call: Call) -> None:
     inputs, directions = call.inputs(), call.cotangents()
     limits = in_single(bounds(GDN_LAYER, inputs, directions, "chunkwise"), truth(GDN_LAYER, inputs, directions))
     assert worst(limits, evaluate(define, inputs, directions))[0] <= 1.0
 
 
+@pytest.mark.slow
 def test_wrong_reading_is_not_the_definition() -> None:
     inputs, directions, got = telling()
     limits = in_single(telling_bounds(torch.float64, "chunkwise"), got)
@@ -478,6 +481,7 @@ def test_gradcheck_accepts_every_input() -> None:
 
 
 @pytest.mark.parametrize("wrong", wrong_backward.WRONG)
+@pytest.mark.slow_after_first
 def test_gradcheck_rejects_a_wrong_backward(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = Call(Layer(2, 1, 1, 2, 2, 2), (2,), bias=False, conv_state=False, seed=2).inputs()
     assert gradcheck(GDN_LAYER, inputs)
@@ -583,6 +587,7 @@ def judged(limits: dict[str, Bound], got: Results) -> tuple[float, str]:
     return judged(finer, got) if finer else (ratio, name)
 
 
+@pytest.mark.slow
 def test_bounds_hold_for_right_implementations(record_property: Callable[[str, object], None]) -> None:
     found: dict[tuple[str, str], tuple[float, str, int]] = {}
     for seed in range(60):
@@ -603,6 +608,7 @@ def test_bounds_hold_for_right_implementations(record_property: Callable[[str, o
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.slow_after_first
 def test_bound_rejects_every_wrong_reading(dtype: str) -> None:
     inputs, directions, _ = telling(DTYPES[dtype])
     limits = [telling_bounds(DTYPES[dtype], algorithm) for algorithm in ("chunkwise", "recurrent")]
@@ -753,6 +759,7 @@ def of_qwen(dtype: torch.dtype, small: float = 1.0) -> tuple[Inputs, Results]:
 
 @pytest.mark.parametrize("small", [1.0, 0.02])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.slow_after_first
 def test_layer_of_transformers_lies_within_the_bounds_forward_and_backward(
     dtype: str, small: float, qwen: Any, record_property: Callable[[str, object], None]
 ) -> None:

@@ -5,6 +5,7 @@ import functools
 import importlib
 import inspect
 import json
+import pathlib
 from typing import Any
 from unittest import mock
 
@@ -21,13 +22,14 @@ from properties.laws import Blind
 from properties.layer_domain import LayerDomain
 from properties.layer_laws import LAYER_LAWS
 from properties.strategies import Example
+from tests.kills import Kill, assert_killed_alone, rows
 from verify.adapters.base import Adapter
 from verify.adapters.loader import load
 from verify.adapters.transformers_layer import KERNELS
 from verify.engine.check import Check
 from verify.engine.drawing import seeded
 from verify.engine.law_check import Settings
-from verify.engine.profiles import PROFILES, Profile
+from verify.engine.profiles import Profile
 from verify.engine.shrink import shrink
 from verify.execution.bench import AdapterBench
 from verify.execution.run import Run
@@ -295,6 +297,7 @@ def test_transformers_layer_is_its_own_functions_of_torch_and_the_layer_of_the_o
         ("transformers/qwen3_5_layer", 4),
     ],
 )
+@pytest.mark.slow
 def test_right_layer_holds_under_every_law_that_it_can_be_asked(
     spec: str, cases: int, worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -308,6 +311,7 @@ def test_right_layer_holds_under_every_law_that_it_can_be_asked(
 
 
 @pytest.mark.parametrize("spec", ["fla/layer", "fla/layer_recurrent"])
+@pytest.mark.slow
 def test_flas_layer_holds(spec: str, worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
     store, asked = Store(tmp_path_factory.mktemp("findings")), ["oracle", "left_padding", "cache"]
     with Check(Settings(spec, asked, Profile("few", 1), 7), [worker], store) as check:
@@ -316,15 +320,6 @@ def test_flas_layer_holds(spec: str, worker: Worker, tmp_path_factory: pytest.Te
 
 
 # Every law has been seen to fail
-
-
-@dataclasses.dataclass(frozen=True)
-class Kill:
-    """The law that kills an animal when run alone, and how small its case must get: tokens of the longest sequence, sequences."""
-
-    law: str
-    tokens: int
-    sequences: int = 1
 
 
 KILLED_BY = {
@@ -356,17 +351,10 @@ KILLED_BY = {
 }
 
 
-@pytest.mark.parametrize("animal", KILLED_BY, ids=lambda animal: animal.__name__)
-def test_law_alone_kills_animal_and_shows_a_small_case(
-    animal: type, worker: Worker, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    kill, store = KILLED_BY[animal], Store(tmp_path_factory.mktemp("findings"))
-    with Check(Settings(f"zoo/{animal.__name__}", [kill.law], PROFILES["quick"]), [worker], store, defects=[]) as check:
-        (report,) = check.run()
-    assert report.verdict is Verdict.BROKEN, f"{kill.law} lets {animal.__name__} live: {report.counts}"
-    case = Run.parse(report.run).example.case
-    assert len(case.lengths) <= kill.sequences, report.run
-    assert max(case.lengths) <= kill.tokens, report.run
+@pytest.mark.parametrize(("name", "kill"), rows({wrong: (kill,) for wrong, kill in KILLED_BY.items()}))
+@pytest.mark.slow_after_first
+def test_law_alone_kills_animal_and_shows_a_small_case(name: str, kill: Kill, worker: Worker, tmp_path: pathlib.Path) -> None:
+    assert_killed_alone(name, kill, worker, tmp_path)
 
 
 def test_every_law_has_an_animal_that_it_kills_alone_and_every_animal_its_law() -> None:

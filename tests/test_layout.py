@@ -79,11 +79,13 @@ def forbidden_calls(source: str, path: pathlib.Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
+@pytest.mark.slow_after_first
 def test_imports_go_down_the_house_only(path: pathlib.Path) -> None:
     assert wrong_imports((ROOT / path).read_text(encoding="utf-8"), path) == []
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.parts[0] in LIBRARIES], ids=str)
+@pytest.mark.slow_after_first
 def test_data_are_never_run_as_code(path: pathlib.Path) -> None:
     source = (ROOT / path).read_text(encoding="utf-8")
     forbidden = forbidden_calls(source, path)

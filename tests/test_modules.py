@@ -24,11 +24,12 @@ from properties.module_domain import CONV, GATES, NORMS, ModuleDomain
 from properties.module_laws import MODULE_LAWS, POINTWISE
 from properties.strategies import Example
 from tests import right_modules
+from tests.kills import Kill, assert_killed_alone, rows
 from verify.adapters.loader import load
 from verify.adapters.registry import BOOKS_OF_BUILT_IN
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
-from verify.engine.profiles import PROFILES, Profile
+from verify.engine.profiles import Profile
 from verify.engine.shrink import shrink
 from verify.execution.execute import execute
 from verify.execution.refusals import probe
@@ -97,6 +98,7 @@ def drawn(domain: ModuleDomain, law: str, count: int) -> list[Example]:
 
 
 @pytest.mark.parametrize("name", DOMAINS)
+@pytest.mark.slow_after_first
 def test_every_law_draws_what_the_domain_promises_and_the_law_accepts(name: str) -> None:
     domain, lacking = DOMAINS[name]
     asked = CAN[domain.operation] - lacking.keys()
@@ -123,6 +125,7 @@ def test_laws_are_named_told_and_of_a_kind() -> None:
 
 
 @pytest.mark.parametrize("operation", MODULES)
+@pytest.mark.slow_after_first
 def test_variants_and_places_are_all_drawn(operation: str) -> None:
     own = {
         "absent": {
@@ -296,15 +299,6 @@ def test_law_refuses_what_it_cannot_be_asked_in_one_line(what: str) -> None:
 # Laws have been seen to fail
 
 
-@dataclasses.dataclass(frozen=True)
-class Kill:
-    """The law that kills an animal when run alone, and how small its case must get: tokens of the longest sequence, sequences."""
-
-    law: str
-    tokens: int = 1
-    sequences: int = 1
-
-
 KILLED_BY: dict[str, tuple[Kill, ...]] = {
     "ConvLeaks": (Kill("packed", 1, 2), Kill("samples", 1, 2), Kill("oracle", 1, 2)),
     "ConvInt32Offsets": (Kill("oracle", 1, 2),),
@@ -393,16 +387,10 @@ def checked(spec: str, laws: list[str] | None, profile: Profile, worker: Worker,
         return check.run()
 
 
-@pytest.mark.parametrize(
-    ("name", "kill"),
-    [pytest.param(name, kill, id=f"{name}-{kill.law}") for name, kills in KILLED_BY.items() for kill in kills],
-)
-def test_law_alone_kills_animal_and_shows_a_small_case(name: str, kill: Kill, worker: Worker, store: Store) -> None:
-    (report,) = checked(f"zoo/{name}", [kill.law], PROFILES["quick"], worker, store)
-    assert report.verdict is Verdict.BROKEN, f"{kill.law} lets {name} live: {report.counts}"
-    case = Run.parse(report.run).example.case
-    assert max(case.lengths) <= kill.tokens, report.run
-    assert len(case.lengths) <= kill.sequences, report.run
+@pytest.mark.parametrize(("name", "kill"), rows(KILLED_BY))
+@pytest.mark.slow_after_first
+def test_law_alone_kills_animal_and_shows_a_small_case(name: str, kill: Kill, worker: Worker, tmp_path: pathlib.Path) -> None:
+    assert_killed_alone(name, kill, worker, tmp_path)
 
 
 def test_every_law_has_an_animal_that_it_kills_alone_and_every_animal_is_killed() -> None:
@@ -451,6 +439,7 @@ def cases(domain: ModuleDomain, law: str) -> list[Example]:
 
 
 @pytest.mark.parametrize("spec", RIGHT, ids=lambda spec: spec.rpartition(":")[2])
+@pytest.mark.slow_after_first
 def test_right_module_holds_under_every_law(spec: str) -> None:
     domain, held = load(spec).domain, set()
     for law in CAN[domain.operation]:
@@ -463,6 +452,7 @@ def test_right_module_holds_under_every_law(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", BOOKS_OF_BUILT_IN["modules"])
+@pytest.mark.slow
 def test_released_module_holds_under_every_law(spec: str, worker: Worker, store: Store) -> None:
     reports = checked(spec, None, FEW, worker, store)
     assert not_held(reports) == {}
@@ -594,6 +584,7 @@ def test_probe_tells_refusing_from_silent_and_from_not_asked() -> None:
         assert probe(Silent(), name).startswith("answers silently" if asked else "not asked: "), name
 
 
+@pytest.mark.slow
 def test_soundness_is_measured_of_any_book_and_an_alarm_is_told(tmp_path: pathlib.Path) -> None:
     right = f"{modules.__file__}:L2Norm"
     command = [sys.executable, "-m", "benchmarks.soundness", right, "zoo/NormEpsAsFloor", "--law", "all", "--cases", "33"]

@@ -1,29 +1,14 @@
 """Every law has been seen to fail: wrong implementations, each found in the default profile by the law named, and shrunk small."""
 
-import dataclasses
+import pathlib
 
 import pytest
 
 from properties.rule_laws import LAWS
-from verify.engine.check import Check
-from verify.engine.law_check import Settings
-from verify.engine.profiles import PROFILES
-from verify.execution.run import Run
-from verify.findings.store import Store
-from verify.process.outcome import Verdict
+from tests.kills import Kill, assert_killed_alone, rows
 from verify.process.worker import Worker
 from verify.zoo import wrong_gates as gates
 from verify.zoo import wrong_rules as rules
-
-
-@dataclasses.dataclass(frozen=True)
-class Kill:
-    """The law that kills a mutant when run alone, and how small its case must get: tokens of the longest sequence, sequences."""
-
-    law: str
-    tokens: int
-    sequences: int = 1
-
 
 KILLED_BY = {
     rules.DropsState: (Kill("oracle", 1), Kill("cut", 66)),
@@ -83,24 +68,10 @@ KILLED_BY = {
 }
 
 
-@pytest.mark.parametrize(
-    ("mutant", "kill"),
-    [pytest.param(mutant, kill, id=f"{mutant.__name__}-{kill.law}") for mutant, kills in KILLED_BY.items() for kill in kills],
-)
-def test_law_alone_kills_mutant_and_shows_a_small_case(
-    mutant: type, kill: Kill, worker: Worker, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    spec = f"zoo/{mutant.__name__}"
-    store = Store(tmp_path_factory.mktemp("findings"))
-    with Check(Settings(spec, [kill.law], PROFILES["quick"]), [worker], store) as check:
-        (report,) = check.run()
-    assert report.verdict is Verdict.BROKEN, f"{kill.law} lets {mutant.__name__} live: {report.counts}"
-    case = Run.parse(report.run).example.case
-    assert len(case.lengths) <= kill.sequences, report.run
-    assert max(case.lengths) <= kill.tokens, report.run
-    kept = (store.folder / "findings.jsonl").read_text()
-    assert report.run in kept
-    assert report.first_run in kept
+@pytest.mark.parametrize(("name", "kill"), rows(KILLED_BY))
+@pytest.mark.slow_after_first
+def test_law_alone_kills_mutant_and_shows_a_small_case(name: str, kill: Kill, worker: Worker, tmp_path: pathlib.Path) -> None:
+    assert_killed_alone(name, kill, worker, tmp_path)
 
 
 def test_every_law_has_a_mutant_that_it_kills_alone() -> None:

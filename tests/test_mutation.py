@@ -20,6 +20,8 @@ from verify.zoo.launch_edits import Kernel
 from verify.zoo.mutants import Fate, Mutant
 from verify.zoo.mutation import argue, left_out, sampled, shown, summary, table
 
+pytestmark = pytest.mark.interpreted
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 SOURCE = '''
@@ -357,6 +359,7 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Toys:
     return Toys(codes, outputs, errors, [json.loads(line) for line in lines], (folder / "kernels.py").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_wrong_kernels_are_killed(toys: Toys) -> None:
     for new in ("pass", "b = b * 5.0 if NEVER else 1.0", "b = tl.load(x, mask=inside, other=0.0)"):
         alike = [fate for fate in toys.fates if fate["diff"].splitlines()[-1].strip("+ ") == new]
@@ -433,6 +436,7 @@ class Small(Chunk):
 """
 
 
+@pytest.mark.slow
 def test_mutants_of_released_kernels_are_killed(tmp_path: pathlib.Path) -> None:
     """A head map, a boundary of tokens and a dropped term of a gradient, each in another kernel."""
     pytest.importorskip("fla")

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.interpreted
+
 ROOT = Path(__file__).resolve().parent.parent
 WHOLE = (0, 1, -1, 3, 127, 128, 255, 2**31 - 1, -(2**31), 2**31, 2**40, -(2**63), 2**63, True, False)
 NUMBERS = (*WHOLE, 0.0, -0.0, 0.5, 1.0, -2.5, 1e-40, 1e300, float("inf"), float("nan"))
@@ -30,6 +32,7 @@ def found() -> dict[str, Any]:
     return told
 
 
+@pytest.mark.slow
 def test_whatever_meets_becomes_what_triton_makes_of_it(found: dict[str, Any]) -> None:
     assert found["meetings"] > 20_000
     assert found["errors"] > 1_000, "what Triton refuses is among them"

@@ -229,6 +229,7 @@ def forms(operation: str) -> list[tuple[str, int | None]]:
 @example(case=Case.parse("lengths=0+0+1+129+0 packed=yes value_heads=2 gate=mixed values=scaled state=random seed=6"))
 @example(case=Case.parse("lengths=0 packed=yes state=random"))
 @example(case=Case.parse("lengths=0+0"))
+@pytest.mark.slow
 def test_each_form_equals_the_definition_row_by_row(operation: str, case: Case) -> None:
     case = of(operation, case)
     inputs, cotangents = case.inputs(), case.cotangents()
@@ -251,6 +252,7 @@ ORDINARY = cases(
 @pytest.mark.parametrize("operation", RULES)
 @settings(max_examples=10)
 @given(case=ORDINARY)
+@pytest.mark.slow
 def test_each_form_equals_the_definition_to_few_roundings_where_the_case_is_well_conditioned(operation: str, case: Case) -> None:
     case = of(operation, case)
     inputs, cotangents = case.inputs(), case.cotangents()
@@ -270,6 +272,7 @@ def test_each_form_equals_the_definition_to_few_roundings_where_the_case_is_well
 
 @pytest.mark.parametrize("operation", RULES)
 @pytest.mark.parametrize("chunk", [16, 64, 128])
+@pytest.mark.slow_after_first
 def test_reflections_in_correlated_keys_keep_to_their_own_limit(operation: str, chunk: int) -> None:
     for seed in range(2):
         case = Case.parse(f"op={operation} lengths=260 key_dim=32 gate=1000 values=correlated state=random seed={seed}")
@@ -281,6 +284,7 @@ def test_reflections_in_correlated_keys_keep_to_their_own_limit(operation: str, 
 
 @pytest.mark.parametrize("operation", ["gated_delta_rule", "kda"])
 @pytest.mark.parametrize("chunk", [16, 64, 128])
+@pytest.mark.slow_after_first
 def test_decays_of_a_thousand_beside_a_hundredth_keep_to_their_own_limit(operation: str, chunk: int) -> None:
     for seed in range(2):
         case = Case.parse(f"op={operation} lengths=260 key_dim=32 gate=saturated state=random seed={seed}")
@@ -293,6 +297,7 @@ def test_decays_of_a_thousand_beside_a_hundredth_keep_to_their_own_limit(operati
 
 
 @pytest.mark.parametrize(("operation", "wrong"), [(operation, wrong) for operation in RULES for wrong in READINGS[operation]])
+@pytest.mark.slow_after_first
 def test_wrong_reading_of_the_definition_is_rejected(operation: str, wrong: str) -> None:
     case = of(operation, Case.parse(TELLING))
     inputs, cotangents = case.inputs(), case.cotangents()
@@ -349,6 +354,7 @@ def passed(inputs: Inputs, sizes: Sequence[int], combine: Callable[..., tuple[Te
 @pytest.mark.parametrize("operation", RULES)
 @settings(max_examples=12)
 @given(case=ORDINARY, shards=st.integers(1, 5), seed=st.integers(0, 2**16))
+@pytest.mark.slow_after_first
 def test_merged_transitions_of_shards_are_the_definition(operation: str, case: Case, shards: int, seed: int) -> None:
     one = dataclasses.replace(of(operation, case), lengths=(case.tokens,), state="random", qk_norm=False, heads=1, value_heads=1)
     cuts = sorted(random.Random(seed).choices(range(one.tokens + 1), k=shards - 1))
@@ -682,6 +688,7 @@ def residues(operation: str, tokens: int, key_dim: int, value_dim: int, seed: in
     value_dim=st.integers(1, 3),
     seed=st.integers(0, 2**32 - 1),
 )
+@pytest.mark.slow_after_first
 def test_chunkwise_algebra_is_the_recurrence_exactly(
     operation: str, evaluation: type[Chunked], sizes: list[int], key_dim: int, value_dim: int, seed: int
 ) -> None:
@@ -928,6 +935,7 @@ INTEGER_FORMS = (
     seed=st.integers(0, 2**32 - 1),
 )
 @example(lengths=[7, 0, 2], groups=(2, 4), widths=(2, 2), seed=5)
+@pytest.mark.slow_after_first
 def test_float64_equals_python_integers_forward_and_backward(
     operation: str, lengths: list[int], groups: tuple[int, int], widths: tuple[int, int], seed: int
 ) -> None:
@@ -957,6 +965,7 @@ def test_integers_reject_tiled_key_heads(operation: str) -> None:
         pytest.param(lambda dx, dy, dtotal: (dx.flip(0), dy, dtotal), id="dq and dk of A exchanged"),
     ],
 )
+@pytest.mark.slow_after_first
 def test_integers_reject_a_wrong_backward(
     operation: str, wrong: Callable[..., tuple[Tensor, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1129,6 +1138,7 @@ SMOOTH = cases(Domain(key_dims=(2, 256)), longest=40, total=60, beta=("ordinary"
 @given(case=SMOOTH)
 @example(case=Case.parse("lengths=70+9 packed=yes heads=2 value_heads=4 gate=64 state=random qk_norm=yes seed=1"))
 @example(case=Case.parse("lengths=66 gate=saturated beta=two values=correlated state=random seed=2"))
+@pytest.mark.slow_after_first
 def test_taylor_remainders_of_the_truth_are_of_second_order(operation: str, case: Case) -> None:
     case = of(operation, case)
     assert taylor_order(case, truth(case.spec, case.inputs(), case.cotangents())) > 1.9
@@ -1184,12 +1194,14 @@ def packed(tokens: int, count: int, gates: int, seed: int = 0) -> tuple[Tensor, 
 
 @pytest.mark.parametrize(("gates", "chunk"), [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (2, 4)])
 @pytest.mark.parametrize("lengths", [(1,), (3, 0, 4)])
+@pytest.mark.slow_after_first
 def test_gradcheck_accepts_the_truth(lengths: tuple[int, ...], gates: int, chunk: int) -> None:
     x = packed(sum(lengths), len(lengths), gates)
     assert torch.autograd.gradcheck(lambda *x: chunkwise.delta_rule(*x, 0.7, list(lengths), chunk), x)
 
 
 @pytest.mark.parametrize("gates", [1, 2])
+@pytest.mark.slow
 def test_gradcheck_rejects_a_truth_whose_states_carry_no_gradient(gates: int, monkeypatch: pytest.MonkeyPatch) -> None:
     right = chunkwise._Call.backward
 
@@ -1207,6 +1219,7 @@ def test_gradcheck_rejects_a_truth_whose_states_carry_no_gradient(gates: int, mo
 
 @pytest.mark.parametrize("gates", [1, 2])
 @pytest.mark.parametrize("tokens", [1, 2, 5])
+@pytest.mark.slow_after_first
 def test_gradcheck_accepts_both_classes(tokens: int, gates: int) -> None:
     exact = Arithmetic.exact()
     lengths = [tokens, 0, 2]
@@ -1390,6 +1403,7 @@ def test_segments_hold_every_token_once_in_order(lengths: list[int], size: int, 
 @given(case=cases(Domain(), longest=150, total=200), most=st.integers(1, 5))
 @example(case=Case.parse("lengths=130+0+3+70 packed=yes heads=2 value_heads=4 gate=64 state=random seed=1"), most=1)
 @example(case=Case.parse("lengths=40+3+3+3+3+3+3+200 packed=yes value_heads=2 gate=mixed state=random seed=2"), most=3)
+@pytest.mark.slow_after_first
 def test_segments_however_small_give_the_results_of_one(operation: str, case: Case, most: int) -> None:
     case = of(operation, case)
     inputs, cotangents = case.inputs(), case.cotangents()
@@ -1430,6 +1444,7 @@ def test_a_segment_is_as_many_chunks_as_fit_and_one_at_least(monkeypatch: pytest
         pytest.param("lengths=3+1+700+0+2+5+1 packed=yes key_dim=8 value_dim=4", id="one long among short"),
     ],
 )
+@pytest.mark.slow_after_first
 def test_many_short_sequences_and_one_long_among_short_equal_the_definition(operation: str, line: str) -> None:
     case = Case.parse(f"op={operation} {line} gate=64 state=random seed=3")
     inputs, cotangents = case.inputs(), case.cotangents()
@@ -1549,6 +1564,7 @@ def flops(lengths: list[int], chunk: int, width: int, value_width: int) -> int:
 
 @pytest.mark.parametrize("widths", [(8, 8), (128, 32), (256, 256)])
 @pytest.mark.parametrize("lengths", [[17] * 12, [3] * 30, [64, 65], [400], [1, 1, 1, 130], [5], [90]])
+@pytest.mark.slow_after_first
 def test_default_chunk_has_few_products_padding_included(lengths: list[int], widths: tuple[int, int]) -> None:
     best = chunkwise.best_chunk(lengths, *widths)
     counts = {size: flops(lengths, size, *widths) for size in {16, 32, 64, 128, max(lengths), best} if size <= 128}
@@ -1564,6 +1580,7 @@ def test_default_chunk_of_no_tokens_is_one() -> None:
 
 @pytest.mark.parametrize("operation", RULES)
 @pytest.mark.parametrize("algorithm", ["chunkwise", "recurrent"])
+@pytest.mark.slow_after_first
 def test_bounds_do_not_depend_on_what_is_computed_at_once(operation: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     line = "lengths=100+3+0+70 packed=yes heads=2 value_heads=4 key_dim=8 value_dim=12 gate=64 state=random dtype=bf16 qk_norm=yes"
     case = Case.parse(f"op={operation} {line} seed=9")

@@ -138,6 +138,7 @@ def test_without_reach_examples_are_those_drawn_before_it_was_there(law: str, se
 
 
 @pytest.mark.parametrize("name", BEFORE_ALL)
+@pytest.mark.slow_after_first
 def test_without_reach_no_bit_of_any_draw_has_moved(name: str) -> None:
     domain, digest = BEFORE_ALL[name]
     laws = [LAWS[law] for law in OLD_LAWS if LAWS[law].needs(domain) is None]
@@ -145,6 +146,7 @@ def test_without_reach_no_bit_of_any_draw_has_moved(name: str) -> None:
     assert hashlib.sha256(drawn.encode()).hexdigest() == digest
 
 
+@pytest.mark.slow
 def test_lengths_that_only_a_reach_can_draw_move_no_draw_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     domains = [ModuleDomain(), PoolDomain(), LayerDomain(), Domain()]
 
@@ -273,6 +275,7 @@ def test_what_a_kernel_is_compiled_for_is_in_the_key(case: Any, other: dict[str,
 
 
 @pytest.mark.parametrize("name", DOMAINS)
+@pytest.mark.slow_after_first
 def test_palette_is_of_different_keys_inside_the_domain_and_as_few_as_it_says(name: str) -> None:
     domain, drawn = DOMAINS[name], palette_of(name)
     assert all(domain.outside(entry) is None for entry in drawn.entries)
@@ -297,6 +300,7 @@ def again(draw: Callable[[int], Palette]) -> bool:
     return drawn[0] == drawn[1]
 
 
+@pytest.mark.slow
 def test_palette_depends_on_nothing_but_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     def draw(seed: int) -> Palette:
         return draw_palette(EVERY, seed, laws=("oracle", "cut"))
@@ -313,6 +317,7 @@ def drawn_lines() -> list[str]:
     return [*map(str, drawn.entries), *map(str, sample(drawn.examples(LAWS["cut"], EVERY), 3, 20))]
 
 
+@pytest.mark.slow
 def test_palette_and_its_examples_are_the_same_in_another_process() -> None:
     """Of the same modules: Hypothesis draws now and then a number that stands in one of those that are imported."""
     code = "import json; from tests import test_palette as t; print(json.dumps(t.drawn_lines()))"
@@ -327,6 +332,7 @@ def fifty() -> list[Palette]:
     return [draw_palette(EVERY, seed, laws=()) for seed in range(50)]
 
 
+@pytest.mark.slow
 def test_fifty_seeds_draw_all_there_is(fifty: list[Palette]) -> None:
     entries = [entry for each in fifty for entry in each.entries]
     for name, choices in {
@@ -408,6 +414,7 @@ def wrongs(drawn: Palette, domain: Any, law: Law, count: int) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", DOMAINS)
+@pytest.mark.slow_after_first
 def test_fitted_examples_are_legal_inside_the_domain_and_what_the_law_is_about(name: str) -> None:
     domain = DOMAINS[name]
     for size in (palette.SIZE, 1) if name in SMALLEST else (palette.SIZE,):
@@ -417,6 +424,7 @@ def test_fitted_examples_are_legal_inside_the_domain_and_what_the_law_is_about(n
 
 
 @pytest.mark.parametrize("name", DOMAINS)
+@pytest.mark.slow_after_first
 def test_no_law_starves_and_a_check_has_no_more_keys_than_the_palette(name: str) -> None:
     domain = DOMAINS[name]
     for size in (palette.SIZE, 1) if name in SMALLEST else (palette.SIZE,):
@@ -430,6 +438,7 @@ def test_no_law_starves_and_a_check_has_no_more_keys_than_the_palette(name: str)
         assert len(seen) > len(drawn.entries) / 2
 
 
+@pytest.mark.slow
 def test_without_keys_of_its_own_a_law_would_starve() -> None:
     drawn = palette_of("everything", 1)
     assert len(sample(drawn.examples(LAWS["recall"], EVERY), 1, 5)) >= 5
@@ -466,6 +475,7 @@ def accepted(law: Law, example: Example) -> bool:
         ),
     ],
 )
+@pytest.mark.slow_after_first
 def test_fit_that_ignores_the_law_or_the_domain_is_seen(
     monkeypatch: pytest.MonkeyPatch, wrong: Any, said: str, drawn_for: Any, asked_of: Any, law: str
 ) -> None:
@@ -487,6 +497,7 @@ def test_place_follows_the_heads_that_an_entry_has() -> None:
     assert wide.fit(LAWS["cut"], EVERY, cut).at == 17  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_entry_goes_by_seed_and_example_alone_and_all_are_used() -> None:
     drawn, law = palette_of("everything"), LAWS["oracle"]
     examples = sample(law.draw(EVERY), 4, 400)
@@ -714,6 +725,7 @@ def kernels(elsewhere: dict[str, Any]) -> dict[str, list[list[str]]]:
 
 
 @pytest.mark.parametrize("adapter", COMPILED)
+@pytest.mark.slow
 def test_cases_of_one_key_compile_the_same_kernels(kernels: dict[str, list[list[str]]], adapter: str) -> None:
     line, same, _ = COMPILED[adapter]
     lines, sets = lines_of(adapter), [{each for each in found if each.split()[0] not in BY_SIZE} for found in kernels[adapter]]

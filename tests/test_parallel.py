@@ -355,11 +355,13 @@ EMPTY = Packing((0, 0), 4, (4, 8))
 @example(packing=EMPTY)
 @example(packing=Packing((128, 0, 256), 64, (64, 128)))
 @example(packing=Packing((6, 0, 2), 1, (3, 1), (1,)))
+@pytest.mark.slow_after_first
 def test_check_holds(check: str, packing: Packing) -> None:
     assert broken(check, RIGHT, packing) == []
 
 
 @pytest.mark.parametrize("cp", range(1, 65))
+@pytest.mark.slow_after_first
 def test_layouts_and_both_forms_are_right_on_every_number_of_ranks(cp: int) -> None:
     packing = Packing((2 * cp, 0, 4 * cp), cp, (cp, 2 * cp))
     for check in ("tokens", "features", "shared out", "refusal", "into", "back"):
@@ -585,6 +587,7 @@ def test_a_shard_on_another_layout_is_not_joined_to_the_whole() -> None:
 @settings(max_examples=40)
 @given(packing=packings())
 @example(packing=TELLING)
+@pytest.mark.slow
 def test_shards_along_tokens_and_features_compose_in_either_order(packing: Packing) -> None:
     x, cp = packing.x(), packing.cp
     tokens, features = parallel.zigzag(packing.lengths, cp), parallel.head_parallel(packing.sections, cp)
@@ -694,6 +697,7 @@ def test_every_layout_of_tokens_goes_through_the_fused_form(stream: tuple[list[i
 
 @settings(max_examples=40)
 @given(stream=streams(2), slices=st.lists(st.integers(1, 2), min_size=1, max_size=3))
+@pytest.mark.slow
 def test_one_long_sequence_in_the_per_sequence_form_is_the_whole_stream(stream: tuple[list[int], int], slices: list[int]) -> None:
     lengths, cp = stream
     packing = Packing(tuple(lengths), cp, tuple(cp * size for size in slices))

@@ -58,6 +58,7 @@ def apart(cut: Cut, inputs: Inputs, cotangents: dict[str, Tensor] | None, part: 
 @pytest.mark.parametrize("operation", RULES)
 @settings(max_examples=15)
 @given(case=CASES, data=st.data())
+@pytest.mark.slow_after_first
 def test_the_rows_of_a_part_are_those_of_the_whole(operation: str, case: Case, data: st.DataObject) -> None:
     ways = {"delta_rule": {"in_kernel": "none"}, "kda": {}, "gated_delta_rule": {}}[operation]
     case = dataclasses.replace(case, operation=operation, **ways)
@@ -94,6 +95,7 @@ def test_a_part_with_anothers_rows_is_seen(wrong: type[Cut], words: str) -> None
 @pytest.mark.parametrize("operation", RULES)
 @settings(max_examples=25)
 @given(case=CASES, data=st.data())
+@pytest.mark.slow_after_first
 def test_a_part_that_has_rows_is_the_smallest(operation: str, case: Case, data: st.DataObject) -> None:
     """Of single rows, each named by its place: what is taken has them all, and nothing less has."""
     case = dataclasses.replace(case, operation=operation, **({"in_kernel": "none"} if operation == "delta_rule" else {}))
@@ -228,6 +230,7 @@ def test_a_sum_over_sequences_is_looked_at_with_all_of_them_and_all_heads(monkey
     assert (found.allowed != one.allowed).all()
 
 
+@pytest.mark.slow
 def test_a_bound_that_came_with_others_has_finer_ones_of_the_part_that_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the call; they are those that all of it leads to, on other grids where they are of a part."""
     given, made = (WIDE.spec, WIDE.inputs(), WIDE.cotangents()), wide_bounds(4)
@@ -279,6 +282,7 @@ def test_a_part_goes_on_with_the_runs_of_the_whole_call(monkeypatch: pytest.Monk
     assert all(not torch.allclose(allowed, anew[name], rtol=1e-3, atol=0.0) for name, allowed in of_two_runs().items())
 
 
+@pytest.mark.slow
 def test_of_a_small_call_a_gpu_looks_at_all_of_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bound, "_on_a_gpu", lambda inputs: True)
     seen = evaluated(monkeypatch)
@@ -328,11 +332,13 @@ def unlike(line: str) -> list[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("line", LINES)
+@pytest.mark.slow
 def test_a_part_allows_what_the_whole_does(line: str) -> None:
     """On other grids, and with the same neighbours: rows of heads or channels that are pooled have all of these in their part."""
     assert unlike(line) == []
 
 
+@pytest.mark.slow
 def test_a_part_without_the_rows_that_are_pooled_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cut, "_pooled", lambda self, axes: False)
     assert {name for line in LINES for name, _ in unlike(line)} >= {"dA_log"}
@@ -349,6 +355,7 @@ class OneWrongToken(Chunkwise):
 
 
 @pytest.mark.parametrize(("implementation", "broken"), [(Chunkwise(), False), (OneWrongToken(), True)])
+@pytest.mark.slow
 def test_the_same_is_broken_whether_the_whole_is_looked_at_or_parts(
     implementation: Chunkwise, monkeypatch: pytest.MonkeyPatch, *, broken: bool
 ) -> None:

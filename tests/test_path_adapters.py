@@ -29,6 +29,8 @@ from verify.process.outcome import Outcome, Verdict
 from verify.ranks.collectives import Alone, Place
 from verify.ranks.group import RankGroup
 
+pytestmark = pytest.mark.ranks
+
 HERE = pathlib.Path(__file__).resolve()
 PACKAGE = pathlib.Path("core", "ssm", "gated_delta_net", "common.py")
 
@@ -157,6 +159,7 @@ def own(kind: type) -> str:
         f"{CONV} layout=zigzag_batch lengths=12 dtype=bf16 conv_width=3",
     ],
 )
+@pytest.mark.slow
 def test_flas_context_parallelism_holds(two: RankGroup, line: str) -> None:
     holds(two, line)
 
@@ -169,6 +172,7 @@ def test_flas_context_parallelism_holds(two: RankGroup, line: str) -> None:
         (ConvForgets, "causal_conv1d", "y"),
     ],
 )
+@pytest.mark.slow
 def test_the_law_sees_what_is_said_wrong_of_fla(two: RankGroup, kind: type, operation: str, output: str) -> None:
     broken(two, f"{SHARED.format(own(kind), operation)} layout=contiguous lengths=12", output)
 
@@ -212,6 +216,7 @@ def test_megatrons_exchange_is_asked_at_more_ranks_than_there_are() -> None:
     assert code == 0
 
 
+@pytest.mark.slow
 def test_ranks_make_groups_that_others_did_not_need_before() -> None:
     with RankGroup(3, deadline_s=30.0) as three:
         for mesh in ("tp=2 heads=2 value_heads=2", "tp=3 heads=3 value_heads=3"):

@@ -12,6 +12,8 @@ from verify.process.outcome import Outcome, Verdict
 from verify.ranks import group as ranks
 from verify.ranks.group import RankGroup
 
+pytestmark = pytest.mark.ranks
+
 CASE = "law=parallel adapter={adapter} lengths=8 cp=2 heads=2 value_heads=2 backward=no"
 DEADLINE_S = 5.0  # a case takes less than one, and whoever hangs takes all of it
 
@@ -41,6 +43,7 @@ def asked(group: RankGroup, tmp_path: pathlib.Path, kind: str) -> Outcome:
         ("HangsInACollective", ("rank", "all_")),
     ],
 )
+@pytest.mark.slow_after_first
 def test_a_rank_that_fails_is_named_and_the_next_case_runs(
     two: RankGroup, tmp_path: pathlib.Path, kind: str, said: tuple[str, ...]
 ) -> None:
@@ -56,6 +59,7 @@ def test_a_rank_that_prints_much_disturbs_nothing(two: RankGroup, tmp_path: path
     assert asked(two, tmp_path, "PrintsMuch").verdict is Verdict.HOLDS
 
 
+@pytest.mark.slow
 def test_runs_put_as_one_question_have_each_its_own_outcome(two: RankGroup, tmp_path: pathlib.Path) -> None:
     kinds = ("Fault", "Raises", "Fault", "Fault")
     runs = [Run.parse(CASE.format(adapter=f"tests/path_faults.py:{kind}")) for kind in kinds]

@@ -687,6 +687,7 @@ def test_gradcheck_accepts_every_input(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "wrong"), [(name, wrong) for name in OPERATIONS for wrong in wrong_backward.OF[name]])
+@pytest.mark.slow_after_first
 def test_gradcheck_rejects_a_wrong_backward(name: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     operation, (inputs, _) = OPERATIONS[name], telling(name, torch.float64)
     few: dict[str, Any] = {port.name: inputs[port.name][:, :2] for port in operation.inputs if port.axes.startswith("B T")}
@@ -763,6 +764,7 @@ def test_gradient_of_a_shared_parameter_errs_by_its_terms_and_not_by_its_sum() -
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.slow_after_first
 def test_bounds_hold_for_right_implementations(name: str, record_property: Callable[[str, object], None]) -> None:
     found: dict[str, tuple[float, str, int]] = {}
     for seed in range(200):
@@ -784,6 +786,7 @@ def test_bounds_hold_for_right_implementations(name: str, record_property: Calla
 @pytest.mark.parametrize(
     ("name", "wrong", "implementation", "reading"), WRONG, ids=lambda each: each if isinstance(each, str) else ""
 )
+@pytest.mark.slow_after_first
 def test_bound_rejects_a_wrong_implementation(
     name: str, wrong: str, implementation: Implementation, reading: dict[str, Any], dtype: str
 ) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import pathlib
 import sys
 import types
 from typing import Any
@@ -23,11 +24,12 @@ from properties.pool_domain import PoolDomain
 from properties.pool_laws import POOL_LAWS
 from properties.strategies import Example
 from tests import right
+from tests.kills import Kill, assert_killed_alone, rows
 from verify.adapters import fla_decode
 from verify.engine.check import Check
 from verify.engine.drawing import seeded
 from verify.engine.law_check import Settings
-from verify.engine.profiles import PROFILES, Profile
+from verify.engine.profiles import Profile
 from verify.engine.shrink import shrink
 from verify.execution.bench import AdapterBench, AdapterFault
 from verify.execution.judge import judge
@@ -142,6 +144,7 @@ def test_block_reaches_the_inputs_and_changes_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("law", POOL_LAWS)
+@pytest.mark.slow_after_first
 def test_who_can_be_told_its_block_is_asked_the_same_but_for_the_block(law: str) -> None:
     told, untold = PoolDomain(blocks=BLOCK_SIZES), PoolDomain()
 
@@ -252,6 +255,7 @@ UNTOLD = {"blocks": "blocks is not supported"}
 
 
 @pytest.mark.parametrize("domain", [PoolDomain(), STEPS, ALONE, BLOCKS])
+@pytest.mark.slow_after_first
 def test_laws_draw_what_the_domain_promises(domain: PoolDomain) -> None:
     asked = [law for law in POOL_LAWS.values() if law.needs(domain) is None]
     missing = {law.name: law.needs(domain) for law in POOL_LAWS.values() if law.needs(domain)}
@@ -369,15 +373,6 @@ def test_every_request_padding_is_blind_but_for_the_laws_of_padding() -> None:
 # Every law has been seen to fail
 
 
-@dataclasses.dataclass(frozen=True)
-class Kill:
-    """The law that kills an animal when run alone, and how small its case must get: tokens of the longest request, requests."""
-
-    law: str
-    tokens: int
-    requests: int = 2
-
-
 KILLED_BY = {
     pools.PromptForgetsPrefix: Kill("oracle", 2, 1),
     pools.IgnoresBeginnings: Kill("fresh", 0, 1),
@@ -387,9 +382,9 @@ KILLED_BY = {
     pools.KeepsOneLess: Kill("accept", 3, 1),
     pools.RejectedDraftsStay: Kill("history", 4, 2),
     pools.CheckpointHalved: Kill("oracle", 64, 1),
-    pools.PaddingIsLast: Kill("untouched", 1),
-    pools.PaddingIsBefore: Kill("untouched", 0),
-    pools.PaddingIsFirst: Kill("padding", 1),
+    pools.PaddingIsLast: Kill("untouched", 1, 2),
+    pools.PaddingIsBefore: Kill("untouched", 0, 2),
+    pools.PaddingIsFirst: Kill("padding", 1, 2),
     pools.ReadsVFirst: Kill("oracle", 1, 1),
     pools.WritesBf16: Kill("oracle", 1, 1),
     pools.StrideOfTwoBytes: Kill("oracle", 2, 1),
@@ -398,15 +393,15 @@ KILLED_BY = {
     pools.OneHeadOfOneRequest: Kill("oracle", 1, 3),
     pools.OverEight: Kill("oracle", 1, 9),
     pools.NeverWritesOne: Kill("oracle", 1, 1),
-    pools.SumsPadding: Kill("padding", 1),
+    pools.SumsPadding: Kill("padding", 1, 2),
     pools.PicksByProduct: Kill("poison", 1, 13),
-    pools.NanChangesThePath: Kill("poison", 1),
+    pools.NanChangesThePath: Kill("poison", 1, 2),
     pools.SlotsOfTheFirstCall: Kill("history", 8, 13),
-    pools.LargeValuesChangeThePath: Kill("requests", 2),
-    pools.SlotsSideBySide: Kill("strides", 1),
-    pools.ClampsSlots: Kill("pure", 1),
+    pools.LargeValuesChangeThePath: Kill("requests", 2, 2),
+    pools.SlotsSideBySide: Kill("strides", 1, 2),
+    pools.ClampsSlots: Kill("pure", 1, 2),
     pools.WritesBeforeG: Kill("pure", 0, 1),
-    pools.OddSlots: Kill("slots", 0),
+    pools.OddSlots: Kill("slots", 0, 2),
     pools.UnwrittenScratch: Kill("memory", 1, 1),
     pools.ReturnsACopy: Kill("pure", 0, 1),
     pools.WholeBlocksOf32: Kill("blocks", 1, 1),
@@ -414,17 +409,10 @@ KILLED_BY = {
 }
 
 
-@pytest.mark.parametrize("animal", KILLED_BY, ids=lambda animal: animal.__name__)
-def test_law_alone_kills_animal_and_shows_a_small_case(
-    animal: type, worker: Worker, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    kill, store = KILLED_BY[animal], Store(tmp_path_factory.mktemp("findings"))
-    with Check(Settings(f"zoo/{animal.__name__}", [kill.law], PROFILES["quick"]), [worker], store, defects=[]) as check:
-        (report,) = check.run()
-    assert report.verdict is Verdict.BROKEN, f"{kill.law} lets {animal.__name__} live: {report.counts}"
-    case = Run.parse(report.run).example.case
-    assert len(case.lengths) <= kill.requests, report.run
-    assert max(case.lengths) <= kill.tokens, report.run
+@pytest.mark.parametrize(("name", "kill"), rows({wrong: (kill,) for wrong, kill in KILLED_BY.items()}))
+@pytest.mark.slow_after_first
+def test_law_alone_kills_animal_and_shows_a_small_case(name: str, kill: Kill, worker: Worker, tmp_path: pathlib.Path) -> None:
+    assert_killed_alone(name, kill, worker, tmp_path)
 
 
 def test_every_law_has_an_animal_that_it_kills_alone_and_every_animal_its_law() -> None:
@@ -445,6 +433,7 @@ SEEN_BY_ONE_LAW = {
 
 
 @pytest.mark.parametrize("animal", SEEN_BY_ONE_LAW, ids=lambda animal: animal.__name__)
+@pytest.mark.slow_after_first
 def test_what_one_law_alone_sees_the_oracle_does_not(
     animal: type, worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -463,6 +452,7 @@ def test_what_one_law_alone_sees_the_oracle_does_not(
         ("zoo/InBlocks", {}),
     ],
 )
+@pytest.mark.slow_after_first
 def test_right_implementation_holds_under_every_law(
     spec: str, lacking: dict[str, str], worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -472,6 +462,7 @@ def test_right_implementation_holds_under_every_law(
     assert len(reports) == len(POOL_LAWS)
 
 
+@pytest.mark.slow
 def test_serving_loop_of_flas_kernel_holds(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
     store, asked = Store(tmp_path_factory.mktemp("findings")), ["oracle", "untouched", "fresh", "accept", "padding"]
     with Check(Settings("fla/decode", asked, Profile("few", 2), 7), [worker], store) as check:

@@ -116,6 +116,7 @@ def drawn(domain: Domain, count: int) -> dict[str, list[Example]]:
 
 
 @pytest.mark.parametrize("name", DOMAINS)
+@pytest.mark.slow_after_first
 def test_every_law_draws_what_the_domain_promises_and_the_law_accepts(name: str) -> None:
     domain = DOMAINS[name]
     examples = drawn(domain, 12)
@@ -174,6 +175,7 @@ def examples() -> dict[str, list[Example]]:
     return drawn(Domain(in_kernel=IN_KERNEL), 70)
 
 
+@pytest.mark.slow
 def test_variants_are_all_drawn_where_the_domain_allows_them(examples: dict[str, list[Example]]) -> None:
     for name, law in LAWS.items():
         assert {example.variant for example in examples[name]} == set(law.variants or (None,))

@@ -31,6 +31,8 @@ from verify.ranks.merge import merge
 from verify.ranks.merge import parted as have_parted
 from verify.ranks.torchrun import Launch, TorchrunGroup, launched
 
+pytestmark = pytest.mark.ranks
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FAULTY = "tests.faulty_ranks:answer"
 FINE = {"planted": "none", "of": []}
@@ -104,6 +106,7 @@ def test_rank_that_is_killed_is_named_at_once_though_two_wait_for_it() -> None:
 
 
 @pytest.mark.parametrize(("fault", "rank"), [("spins", 0), ("holds_the_lock", 1)])
+@pytest.mark.slow
 def test_rank_that_hangs_outside_any_collective_is_to_blame(group: RankGroup, fault: str, rank: int) -> None:
     lost, took = put(group, fault, rank)
     assert isinstance(lost, WorkerLost)
@@ -115,6 +118,7 @@ def test_rank_that_hangs_outside_any_collective_is_to_blame(group: RankGroup, fa
     assert took < DEADLINE_S + SLACK_S
 
 
+@pytest.mark.slow
 def test_different_collectives_are_both_named(group: RankGroup) -> None:
     lost, took = put(group, "gathers", 1)
     assert isinstance(lost, WorkerLost)
@@ -126,6 +130,7 @@ def test_different_collectives_are_both_named(group: RankGroup) -> None:
     assert took < DEADLINE_S + SLACK_S
 
 
+@pytest.mark.slow
 def test_exception_of_one_rank_is_the_finding_long_before_the_deadline(group: RankGroup) -> None:
     outcome, took = put(group, "raises", 1, 20.0)
     assert isinstance(outcome, Outcome)
@@ -138,6 +143,7 @@ def test_exception_of_one_rank_is_the_finding_long_before_the_deadline(group: Ra
     assert not pids(group)
 
 
+@pytest.mark.slow
 def test_refusal_of_one_rank_alone_is_undecided(group: RankGroup) -> None:
     outcome, took = put(group, "refuses", 0, 20.0)
     assert isinstance(outcome, Outcome)
@@ -252,6 +258,7 @@ with RankGroup(int(sys.argv[2]), serves=sys.argv[1]) as group:
 
 
 @pytest.mark.parametrize(("how", "size"), [(signal.SIGINT, 2), (signal.SIGKILL, 1)])
+@pytest.mark.slow
 def test_no_rank_outlives_its_supervisor(tmp_path: pathlib.Path, how: signal.Signals, size: int) -> None:
     """Whether it is interrupted and ends them, or killed and they notice."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PIDS": str(tmp_path)}
@@ -307,6 +314,7 @@ def started(tmp_path: pathlib.Path) -> list[int]:
     return [int(path.name) for path in (tmp_path / "pids").iterdir()]
 
 
+@pytest.mark.slow
 def test_torchrun_survives_what_a_rank_does(tmp_path: pathlib.Path) -> None:
     faults = ["none", "is_not_finite", "floods", "raises", "dies", "spins", "none"]
     with under_torchrun(tmp_path, *faults) as job:
@@ -325,6 +333,7 @@ def test_torchrun_survives_what_a_rank_does(tmp_path: pathlib.Path) -> None:
     assert gone(started(tmp_path), 1.0)
 
 
+@pytest.mark.slow
 def test_torchrun_that_is_ended_leaves_no_worker_though_one_holds_the_lock(tmp_path: pathlib.Path) -> None:
     with under_torchrun(tmp_path, "none", "holds_the_lock") as job:
         assert job.stdout is not None
@@ -344,6 +353,7 @@ def own_sigterm() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_sigterm")
+@pytest.mark.slow
 def test_supervisors_without_a_pulse_are_missed_by_those_who_need_them(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -502,6 +512,7 @@ def test_rank_in_a_collective_that_the_others_have_left_is_named() -> None:
     )
 
 
+@pytest.mark.slow
 def test_failed_rank_does_not_cut_short_one_that_works() -> None:
     seats = Rank((0.0, RAISED)), Rank((2.6, OFF), wrote=WORKS)
     got = Outcome.from_json(of(*seats).ask({}, 20.0))
@@ -509,12 +520,14 @@ def test_failed_rank_does_not_cut_short_one_that_works() -> None:
     assert not any(seat.alive for seat in seats)
 
 
+@pytest.mark.slow
 def test_patience_with_one_that_works_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "PATIENCE_S", 1.0)
     got = Outcome.from_json(of(Rank((0.0, RAISED)), Rank(wrote=WORKS)).ask({}, 20.0))
     assert re.fullmatch(r"raised ValueError: no; while rank 1 is in work \(kernel.py:\d\)", got.findings[0].what)
 
 
+@pytest.mark.slow
 def test_rank_that_stands_still_waits_for_the_one_that_failed() -> None:
     start = time.monotonic()
     got = Outcome.from_json(of(Rank((0.0, RAISED)), Rank(wrote=SPINS)).ask({}, 20.0))

@@ -342,6 +342,7 @@ def test_runs_evaluated_in_parts_are_those_evaluated_together(dtype: str) -> Non
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("axes", [(0, 2, 1, 3), (3, 2, 1, 0), (1, 0, 2, 3), (0, 1, 3, 2)])
+@pytest.mark.slow_after_first
 def test_a_bound_does_not_depend_on_how_a_state_lies_in_memory(dtype: str, axes: tuple[int, ...]) -> None:
     words = f"lengths=40+40 heads=2 value_heads=2 key_dim=8 value_dim=4 state=random dtype={dtype} gate=64"
     case = Case.parse(words)
@@ -440,6 +441,7 @@ def test_chunks_are_as_long_as_others_where_that_pads_little() -> None:
 
 @pytest.mark.parametrize("operation", RULES)
 @pytest.mark.parametrize("algorithm", ["chunkwise", "recurrent"])
+@pytest.mark.slow_after_first
 def test_bounds_do_not_depend_on_how_many_runs_are_evaluated_at_once(
     operation: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -455,6 +457,7 @@ def test_bounds_do_not_depend_on_how_many_runs_are_evaluated_at_once(
 
 @pytest.mark.parametrize("more", ["dtype=bf16", "dtype=fp32", "op=kda dtype=fp16"])
 @pytest.mark.parametrize("algorithm", ["chunkwise", "recurrent"])
+@pytest.mark.slow_after_first
 def test_a_finer_bound_is_the_same_from_one_evaluation_and_from_several(
     more: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -699,6 +702,7 @@ def same_values(inputs: Inputs, dtype: torch.dtype) -> Inputs:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=" ".join)
+@pytest.mark.slow_after_first
 def test_every_output_and_gradient_has_its_truth_and_a_positive_bound(kind: tuple[str, str, str, str]) -> None:
     case, limits = judged(*kind)
     assert tuple(limits) == names(case.operation)
@@ -737,6 +741,7 @@ def test_bound_rejects_zeros_a_zeroed_row_and_a_shifted_token(kind: tuple[str, s
 @pytest.mark.parametrize(
     "more", ["gate=64", "gate=1000 values=small", "gate=saturated values=zero_rows", "gate=10 gate_dtype=input"]
 )
+@pytest.mark.slow_after_first
 def test_bound_accepts_the_truth_rounded_once(kind: tuple[str, str, str, str], more: str) -> None:
     case, limits = judged(*kind, more)
     work, single = DTYPES[case.dtype], torch.float32
@@ -757,6 +762,7 @@ def test_bound_accepts_the_truth_rounded_once(kind: tuple[str, str, str, str], m
 @example(case=Case.parse("lengths=65 dtype=fp16 values=small gate=saturated beta=two state=random"), mode=("chunkwise", "ieee"))
 @example(case=Case.parse("lengths=33 dtype=bf16 values=repeated beta=zero state=zero"), mode=("recurrent", "ieee"))
 @example(case=Case.parse("lengths=16 key_dim=1 value_dim=1 qk_norm=yes values=zero_rows"), mode=("chunkwise", "tf32"))
+@pytest.mark.slow_after_first
 def test_bounds_are_positive_numbers_for_every_drawn_case(operation: str, case: Case, mode: tuple[str, str]) -> None:
     case = dataclasses.replace(case, operation=operation)
     limits = bounds(case.spec, case.inputs(), case.cotangents(), *mode)
@@ -780,6 +786,7 @@ LINEAR = {  # name: whether it doubles with v and state, whether it doubles with
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[1] != "fp16"], ids=" ".join)
+@pytest.mark.slow_after_first
 def test_bound_doubles_exactly_with_v_and_state_and_with_the_cotangents(kind: tuple[str, str, str, str]) -> None:
     case, limits = judged(*kind)
     inputs, cotangents = case.inputs(), case.cotangents()
@@ -1085,6 +1092,7 @@ STEPPED = "lengths=90 value_heads=2 key_dim=24 value_dim=24 dtype=fp32 state=ran
         "gate=64 values=scaled qk_norm=yes",
     ],
 )
+@pytest.mark.slow_after_first
 def test_recurrence_in_chunks_spreads_as_one_that_rounds_step_by_step(
     operation: str, more: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1133,6 +1141,7 @@ def test_a_recurrence_that_does_not_drift_spreads_less(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("operation", RULES)
 @pytest.mark.parametrize("algorithm", ["chunkwise", "recurrent"])
+@pytest.mark.slow_after_first
 def test_a_packed_sequence_has_the_bounds_that_it_has_alone(
     operation: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1234,6 +1243,7 @@ def test_exponentials_of_a_gpu_add_up_over_chunks(monkeypatch: pytest.MonkeyPatc
     assert over(state)
 
 
+@pytest.mark.slow
 def test_states_that_a_backward_sums_again_drift() -> None:
     """Of a kernel on a GPU dq was over what the recurrence that knows its states allows, and the kernel is right."""
     line = "lengths=462 op=delta_rule heads=3 value_heads=3 key_dim=1 value_dim=1 dtype=bf16 values=scaled seed=63636"
@@ -1264,6 +1274,7 @@ def test_errors_of_the_recurrence_do_not_cancel_over_the_values_channels() -> No
     assert broken(right.Recurrent(), case) == set()
 
 
+@pytest.mark.slow
 def test_what_float64_loses_of_a_gates_gradient_is_no_error_of_a_recurrence() -> None:
     """The last token's dg is 1e-17, what is left of terms of 0.01 in the truth: it may well be 0 there."""
     line = "lengths=57+64+16+3 packed=yes heads=2 value_heads=8 key_dim=64 value_dim=64 dtype=fp16 gate=tenth beta=edges"
@@ -1271,6 +1282,7 @@ def test_what_float64_loses_of_a_gates_gradient_is_no_error_of_a_recurrence() ->
     assert broken(right.Recurrent(), case) == set()
 
 
+@pytest.mark.slow
 def test_float32_runs_spread_as_float64_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     for products, first, more in (
         ("ieee", None, "dtype=bf16 gate=64"),
@@ -1484,6 +1496,7 @@ NARROW = Domain(key_dims=(1, 40), value_dims=(1, 40))
 @pytest.mark.parametrize("operation", ["delta_rule", "kda"])
 @settings(max_examples=100)
 @given(case=cases(NARROW, longest=40, total=40, value_heads=2))
+@pytest.mark.slow
 def test_right_recurrence_holds(operation: str, case: Case) -> None:
     assert broken(TokenByToken(), dataclasses.replace(case, operation=operation)) == set()
 
@@ -1491,6 +1504,7 @@ def test_right_recurrence_holds(operation: str, case: Case) -> None:
 @pytest.mark.parametrize(("operation", "implementation"), [("delta_rule", NoGates), ("kda", ChannelChunkwise)])
 @settings(max_examples=100)
 @given(case=cases(NARROW, longest=80, total=80, value_heads=2))
+@pytest.mark.slow
 def test_right_chunks_hold(operation: str, implementation: type[right.Chunkwise], case: Case) -> None:
     assert broken(implementation(), dataclasses.replace(case, operation=operation)) == set()
 
@@ -1513,6 +1527,7 @@ WRONG = (
 
 @pytest.mark.parametrize(("operation", "wrong", "seen"), WRONG, ids=lambda each: getattr(each, "__name__", None))
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.slow_after_first
 def test_wrong_implementation_is_rejected_where_it_is_wrong(
     dtype: str, operation: str, wrong: type[right.Chunkwise], seen: set[str]
 ) -> None:
@@ -1531,6 +1546,7 @@ class Bf16Inverse(right.Tf32Inverse):
         return a.bfloat16().float() @ b.bfloat16().float()
 
 
+@pytest.mark.slow
 def test_an_inverse_by_tf32_products_errs_as_its_bound_says_and_one_by_bf16_products_by_more() -> None:
     """The case, of a kernel on a GPU, had dk over the bound of float32 products and is right."""
     case = Case.parse(

@@ -181,6 +181,7 @@ def test_flaky_failure_ends() -> None:
 
 
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+@pytest.mark.slow_after_first
 def test_every_law_is_asked_only_what_it_accepts(law: Law) -> None:
     seen: list[Example] = []
 

@@ -57,6 +57,7 @@ def rounds_of(worker: Answering, begun: list[tuple[Round, int]]) -> list[list[st
     return [worker.asked[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True)]
 
 
+@pytest.mark.slow
 def test_every_round_has_its_own_cases_and_can_be_run_again(workers: list[Answering], tmp_path: pathlib.Path) -> None:
     begun: list[tuple[Round, int]] = []
 
@@ -140,6 +141,7 @@ def test_a_soak_stops_at_the_first_broken_law_if_it_is_to(workers: list[Answerin
     assert {reports[OTHER, law] for law in LAWS} == {Verdict.UNKNOWN}, "nothing else was asked"
 
 
+@pytest.mark.slow
 def test_a_soak_ends_in_time_and_counts_what_it_did_not_finish(workers: list[Answering], tmp_path: pathlib.Path) -> None:
     specs = [RIGHT, OTHER]
     with Soak(specs, LAWS, store=Store(tmp_path), profile=Profile("endless", 10**4)) as soaking:
@@ -294,6 +296,7 @@ def test_torchrun_is_for_check(capfd: pytest.CaptureFixture[str], monkeypatch: p
     assert said(capfd, "soak", RIGHT)[0] == exits.USAGE
 
 
+@pytest.mark.slow
 def test_the_command_line_prints_a_table_and_json_lines(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
@@ -329,6 +332,7 @@ class Kernel(AddsStateTwice):
 """
 
 
+@pytest.mark.slow
 def test_an_interrupt_prints_what_is_known_and_leaves_no_process(tmp_path: pathlib.Path) -> None:
     (tmp_path / "kernel.py").write_text(SLOW)
     words = ["kernel.py:Kernel", "--workers", "2", "--law", "recall", "--law", "norm", "--profile", "quick", "--seed", "0"]

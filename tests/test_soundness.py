@@ -1,6 +1,6 @@
 """No false alarm: right implementations that were not used to set the bounds hold under every law.
 
-A few cases a law here; thousands in benchmarks/soundness.py, with their figures in docs/MEASUREMENTS.md.
+A few cases a law here; thousands in benchmarks/soundness.py, with their figures in docs/results.md.
 """
 
 import collections
@@ -28,6 +28,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("alike", RIGHT.values(), ids=RIGHT)
+@pytest.mark.slow
 def test_right_implementations_hold_under_every_law(
     alike: tuple[type, ...], worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -42,6 +43,7 @@ def test_right_implementations_hold_under_every_law(
 
 
 @pytest.mark.parametrize(("products", "verdict"), [("tf32", Verdict.HOLDS), ("ieee", Verdict.BROKEN)])
+@pytest.mark.slow
 def test_tf32_products_are_within_their_own_bound_and_over_the_float32_one(
     products: str, verdict: Verdict, worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

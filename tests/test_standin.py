@@ -466,6 +466,7 @@ def failures(found: list[tuple[Run, Outcome]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "law"), PAIRS)
+@pytest.mark.slow_after_first
 def test_right_code_holds_the_law_on_the_device(name: str, law: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = outcomes(name, law, 2, monkeypatch)
     assert failures(found) == []
@@ -546,6 +547,7 @@ PLANTED = (
 
 
 @pytest.mark.parametrize(("plant", "name", "law"), PLANTED, ids=[plant.__name__ for plant, _, _ in PLANTED])
+@pytest.mark.slow_after_first
 def test_a_mistake_that_no_cpu_shows_is_shown(
     plant: Callable[[pytest.MonkeyPatch], None], name: str, law: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

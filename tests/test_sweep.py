@@ -20,6 +20,8 @@ from verify.findings.store import Store
 from verify.gpu.autotune import read_denied
 from verify.process.worker import Worker
 
+pytestmark = pytest.mark.interpreted
+
 CASE = Case(lengths=(40,), key_dim=8, value_dim=8, backward=False)
 
 
@@ -34,6 +36,7 @@ def swept(name: str, tmp_path: pathlib.Path, workers: int = 1, *more: Case, seed
             worker.close()
 
 
+@pytest.mark.slow
 def test_a_wrong_configuration_is_found_with_its_smallest_case(tmp_path: pathlib.Path) -> None:
     result = swept("WrongAt64", tmp_path)
     assert {kernel.rpartition(".")[2]: len(configs) for kernel, configs in result.known.items()} == {
@@ -55,12 +58,14 @@ def test_a_wrong_configuration_is_found_with_its_smallest_case(tmp_path: pathlib
     assert "python -m verify repeat" in text
 
 
+@pytest.mark.slow
 def test_right_configurations_are_all_run_and_none_is_blamed(tmp_path: pathlib.Path) -> None:
     result = swept("Copied", tmp_path, 2)
     assert (result.faults, result.undecided) == ([], [])
     assert sum(map(len, result.ran.values())) == 8
 
 
+@pytest.mark.slow
 def test_a_case_that_fails_whatever_the_configurations_is_told_apart_and_hides_none(tmp_path: pathlib.Path) -> None:
     result = swept("WrongWhateverFrom41", tmp_path, 2, dataclasses.replace(CASE, lengths=(50,)))
     assert result.ran == {kernel: set(configs) for kernel, configs in result.known.items()}
@@ -72,6 +77,7 @@ def test_a_case_that_fails_whatever_the_configurations_is_told_apart_and_hides_n
     assert "WRONG    whatever the configurations (6 numbers" in "\n".join(result.lines())
 
 
+@pytest.mark.slow
 def test_what_is_not_autotuned_cannot_be_swept(tmp_path: pathlib.Path) -> None:
     with Worker(60.0) as worker:
         described = describe("tests/right.py:Chunkwise", worker)
@@ -80,6 +86,7 @@ def test_what_is_not_autotuned_cannot_be_swept(tmp_path: pathlib.Path) -> None:
             sweep.run()
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_sweep_and_keeps_a_deny_list(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +113,7 @@ def test_the_command_prints_the_sweep_and_keeps_a_deny_list(
         assert cli.main(["repeat", f"{line}{tune}", "--deny", str(deny), "--findings", str(tmp_path / "f")]) == exits.HOLDS
 
 
+@pytest.mark.slow
 def test_a_sweep_draws_few_keys_with_several_chunks_and_a_backward() -> None:
     drawn = list(examples_of(Domain(), 3))
     assert {law for law, _ in drawn} == set(LAWS)
@@ -115,6 +123,7 @@ def test_a_sweep_draws_few_keys_with_several_chunks_and_a_backward() -> None:
     assert drawn == list(examples_of(Domain(), 3)) != list(examples_of(Domain(), 4))
 
 
+@pytest.mark.slow
 def test_a_failure_that_does_not_come_again_is_undecided_and_not_forgotten(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +134,7 @@ def test_a_failure_that_does_not_come_again_is_undecided_and_not_forgotten(
     assert all(reason.startswith("failed once and not again: law=") for reason in result.undecided)
 
 
+@pytest.mark.slow
 def test_memory_that_workers_share_is_not_a_configuration_s_to_run_out_of(tmp_path: pathlib.Path) -> None:
     shared = swept("StarvedAt64", tmp_path, 2)
     assert shared.faults == []
@@ -133,6 +143,7 @@ def test_memory_that_workers_share_is_not_a_configuration_s_to_run_out_of(tmp_pa
     assert {config.split(":")[0] for fault in alone.faults for _, config in fault.policy.picks} == {"BLOCK=64"}
 
 
+@pytest.mark.slow
 def test_a_wrong_configuration_that_always_stands_beside_another_is_found_too(tmp_path: pathlib.Path) -> None:
     for seed in (1, 2, 3, 4):
         result = swept("WrongInBoth", tmp_path, seed=seed)

@@ -172,6 +172,7 @@ def written(path: pathlib.Path, within_s: float = 20.0) -> str:
         ("Hangs", "hung", "no answer within 1 s, in run (rules.py:"),
     ],
 )
+@pytest.mark.slow_after_first
 def test_lost_worker_says_how_and_where_and_the_next_question_is_answered(
     worker: Worker, mutant: str, how: str, detail: str
 ) -> None:
@@ -181,6 +182,7 @@ def test_lost_worker_says_how_and_where_and_the_next_question_is_answered(
     assert holds(worker)
 
 
+@pytest.mark.slow
 def test_stack_of_a_hung_worker_is_in_the_tail(worker: Worker) -> None:
     lost = lose(worker, "zoo/Hangs", 0.5)
     assert "verify/execution/run.py" in lost.tail
@@ -225,6 +227,7 @@ def test_flood_of_noise_is_answered_and_forgotten_at_the_next_question(worker: W
     assert os.fstat(worker._errors.fileno()).st_size < 10_000
 
 
+@pytest.mark.slow
 def test_flood_that_lasts_is_cut_off_meanwhile(worker: Worker, kernels: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verify.process.worker.NOISE_BYTES", 4_000_000)
     assert worker.ask(question(f"{kernels}:FloodsForLong"))["verdict"] == "holds"
@@ -241,6 +244,7 @@ def test_stack_is_found_under_what_a_kernel_prints_after_it(worker: Worker) -> N
     assert not frames(worker.words())
 
 
+@pytest.mark.slow
 def test_what_the_worker_started_outlives_the_question_where_it_is(
     kernels: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +279,7 @@ class Writes:
         return self.READER + (self.MAIN + self.OUTERMOST if self.looks > self.late else self.MAIN[:60])
 
 
+@pytest.mark.slow
 def test_stacks_are_waited_for_until_they_are_whole() -> None:
     """A busy host writes them line by line; half of them would name the thread that reads questions."""
     start = time.monotonic()
@@ -337,6 +342,7 @@ def test_frames_are_those_of_the_current_thread_or_of_the_last_one() -> None:
     assert frames(f"Thread 0x2 (most recent call first):\n{other}\nThread 0x1 (most recent call first):\n{main}noise") == ran
 
 
+@pytest.mark.slow
 def test_worker_serves_what_it_is_told_in_the_environment_it_is_told(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,6 +365,7 @@ def test_bytes_that_are_no_text_do_not_hide_the_last_words(worker: Worker, kerne
     json.dumps(lost.tail)
 
 
+@pytest.mark.slow
 def test_kernel_that_closes_every_descriptor_is_a_crash(worker: Worker, kernels: pathlib.Path) -> None:
     assert lose(worker, f"{kernels}:ClosesEverything").detail == "closed the pipe of its answers"
 
@@ -368,6 +375,7 @@ def test_kernel_that_writes_on_every_descriptor_is_a_crash_and_no_answer(worker:
     assert lost.detail == "wrote b'garbage' where its answer belongs"
 
 
+@pytest.mark.slow
 def test_death_is_seen_at_once_though_a_child_keeps_the_pipe_open(worker: Worker, kernels: pathlib.Path) -> None:
     assert holds(worker)
     start = time.monotonic()
@@ -396,6 +404,7 @@ def test_worker_that_died_between_questions_is_replaced(worker: Worker) -> None:
     assert holds(worker)
 
 
+@pytest.mark.slow
 def test_stopped_worker_is_hung(worker: Worker) -> None:
     assert holds(worker)
     process = worker._process
@@ -431,6 +440,7 @@ def stub(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, worker: Worker
 @pytest.mark.parametrize(("number", "named"), [(signal.SIGBUS, "SIGBUS"), (signal.SIGRTMIN + 3, f"signal {signal.SIGRTMIN + 3}")])
 @pytest.mark.parametrize("forked", [True, False])
 @pytest.mark.usefixtures("stub")
+@pytest.mark.slow
 def test_twenty_losses_leave_no_process_and_no_descriptor(
     monkeypatch: pytest.MonkeyPatch, number: int, named: str, *, forked: bool
 ) -> None:
@@ -445,6 +455,7 @@ def test_twenty_losses_leave_no_process_and_no_descriptor(
     assert children() <= family
 
 
+@pytest.mark.slow
 def test_closing_from_another_thread_ends_a_busy_worker_at_once() -> None:
     before = opened()
     worker = Worker(60.0)
@@ -474,6 +485,7 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_server")
 @pytest.mark.parametrize("forked", [True, False])
+@pytest.mark.slow
 def test_closing_while_the_worker_starts_ends_it(monkeypatch: pytest.MonkeyPatch, *, forked: bool) -> None:
     monkeypatch.setattr(forks, "HERE", forked)
     before, worker = opened(), Worker()
@@ -529,6 +541,7 @@ with Worker({deadline_s}) as worker:
 
 
 @pytest.mark.parametrize(("adapter", "within_s"), [("Slow", 5.0), ("Deaf", 11.0)])
+@pytest.mark.slow
 def test_worker_ends_when_its_supervisor_is_killed(
     kernels: pathlib.Path, tmp_path: pathlib.Path, adapter: str, within_s: float
 ) -> None:
@@ -543,6 +556,7 @@ def test_worker_ends_when_its_supervisor_is_killed(
     assert gone([pid], within_s)
 
 
+@pytest.mark.slow
 def test_worker_finds_modules_where_its_supervisor_does_and_in_the_same_order(tmp_path: pathlib.Path) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "second").mkdir()

@@ -206,6 +206,7 @@ def hunted(names: list[str], **options: Any) -> Hunt:
 
 
 @pytest.mark.usefixtures("no_work")
+@pytest.mark.slow
 def test_every_law_is_asked_a_quarter_and_whoever_three_kill_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     def says(run: Run, times: int) -> Verdict:
         weak = run.adapter == "zoo/LeaksState" and run.law in ("packed", "cut", "recall")
@@ -226,6 +227,7 @@ def test_every_law_is_asked_a_quarter_and_whoever_three_kill_no_more(monkeypatch
 
 
 @pytest.mark.usefixtures("no_work")
+@pytest.mark.slow
 def test_who_takes_its_process_along_under_three_laws_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     def says(run: Run, times: int) -> Verdict:
         return Verdict.BROKEN if run.adapter == "zoo/Exits" else Verdict.HOLDS
@@ -238,6 +240,7 @@ def test_who_takes_its_process_along_under_three_laws_is_asked_no_more(monkeypat
 
 
 @pytest.mark.usefixtures("no_work")
+@pytest.mark.slow
 def test_cells_say_blind_undecided_and_why_nothing_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     verdicts = {"packed": Verdict.BLIND, "cut": Verdict.UNKNOWN}
     stub(monkeypatch, lambda run, times: verdicts.get(run.law, Verdict.HOLDS))
@@ -253,6 +256,7 @@ def test_cells_say_blind_undecided_and_why_nothing_was_asked(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("no_work")
+@pytest.mark.slow
 def test_a_kill_of_right_code_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     stub(monkeypatch, lambda run, times: Verdict.BROKEN if run.law == "pure" else Verdict.HOLDS)
     hunting = hunted(["LeaksState", "EvenRows"])
@@ -267,6 +271,7 @@ def test_a_kill_of_right_code_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 # The verb
 
 
+@pytest.mark.slow
 def test_a_few_animals_are_killed_and_shown_as_text_json_and_page(
     capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:
@@ -299,6 +304,7 @@ def test_a_few_animals_are_killed_and_shown_as_text_json_and_page(
     assert not re.search(r"url\((?!#)", html)
 
 
+@pytest.mark.slow
 def test_who_survives_is_told_loudly_and_costs_the_exit_code(capfd: pytest.CaptureFixture[str], own: str) -> None:
     code, out, _ = run(capfd, f"{own}:Harmless", "ChangesBeta", "--law", "pure", "--workers", "1")
     assert code == command.SURVIVES
@@ -307,6 +313,7 @@ def test_who_survives_is_told_loudly_and_costs_the_exit_code(capfd: pytest.Captu
     assert out.endswith("SURVIVES  own.py:Harmless: It is right, and called an animal.\n")
 
 
+@pytest.mark.slow
 def test_an_animal_that_spoils_its_process_kills_no_other(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own: str
 ) -> None:
@@ -318,6 +325,7 @@ def test_an_animal_that_spoils_its_process_kills_no_other(
     )
 
 
+@pytest.mark.slow
 def test_interrupted_it_prints_what_is_known(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     stub(
         monkeypatch, lambda run, times: Verdict.BROKEN if run.law == "oracle" and "Chunkwise" not in run.adapter else Verdict.HOLDS
@@ -418,6 +426,7 @@ def asked(name: str, *several: str) -> list[list[bool]]:
 
 
 @pytest.mark.parametrize("name", [name for name in SUITES if name != "assert-close"])
+@pytest.mark.slow
 def test_published_suites_accept_right_code_and_reject_gross_but_not_subtle_errors(name: str) -> None:
     right, gross, subtle = asked(name, trials.RIGHT, "zoo/DropsState", "zoo/EpsTenTimes")
     assert all(right), f"{name} rejects right code"
@@ -555,6 +564,7 @@ class Empty(Mine):
 '''
 
 
+@pytest.mark.slow
 def test_your_own_suite_is_tried_on_the_animals(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     rules_ = [word for name in ("Mine", "Strict", "Falls", "Empty") for word in ("--rule", f"mine.py:{name}")]
@@ -576,6 +586,7 @@ def test_your_own_suite_is_tried_on_the_animals(capfd: pytest.CaptureFixture[str
     assert "rejects right code" in html
 
 
+@pytest.mark.slow
 def test_an_animal_that_crashes_is_rejected_by_a_suite_and_the_others_go_on(
     capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path
 ) -> None:

@@ -1,0 +1,259 @@
+"""Plans: examples from a palette, in an order that lets compiling keep ahead of checking."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import pathlib
+import shutil
+import threading
+import time
+from typing import Any, ClassVar
+
+import pytest
+
+from oracles.operation import Inputs
+from properties.cases.rule_case import Case
+from properties.domain import Domain
+from properties.module_domain import ModuleDomain
+from properties.palette import key_of
+from properties.rule_laws import LAWS
+from properties.strategies import Example
+from verify.engine.compile_plan import COMPILE_S, FORWARD, REACH, Compilers, Plan, in_order
+from verify.engine.drawing import seeded
+from verify.execution.execute import compiled, execute
+from verify.execution.run import Run
+from verify.gpu.compiled_keys import Notes
+from verify.process.messages import Compile, Describe
+from verify.process.outcome import Verdict
+from verify.process.worker import Worker, WorkerLost
+from verify.zoo.base import Chunkwise
+
+
+class Recorder(Worker):
+    """A worker that runs nothing and remembers what it was asked."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        super().__init__()
+        self.asked: list[dict[str, Any]] = []
+        self.fails = fails
+
+    def ask(self, question: dict[str, Any], deadline_s: float | None = None) -> dict[str, Any]:
+        assert deadline_s == COMPILE_S
+        self.asked.append(question)
+        if self.fails:
+            raise WorkerLost("crashed", "on purpose", "")
+        time.sleep(0.001)
+        return {}
+
+
+def run_of(law: str, example: Example) -> Run:
+    return Run(law, "fla/chunk", example, "tf32", "cuda", "5")
+
+
+def plan_of(compilers: Compilers, domain: Any = None, laws: tuple[str, ...] = ("oracle", "cut"), seed: int = 5) -> Plan:
+    return Plan(domain or Domain(), laws, seed, lambda _: 40, seeded, run_of, compilers)
+
+
+@pytest.mark.slow
+def test_each_key_of_each_law_is_compiled_once_in_the_order_in_which_it_is_needed() -> None:
+    worker = Recorder()
+    compilers = Compilers([worker], Describe("fla/chunk"))
+    plan = plan_of(compilers)
+    planned = {law: plan.of(law) for law in ("oracle", "cut")}
+    for law, each in planned.items():
+        assert len(each.examples) == 40, law
+        for example in each.examples:
+            each.wait(example)
+    lines = [question.line for question in worker.asked[1:]]
+    firsts = [Run.parse(line) for line in lines]
+    assert worker.asked[0] == Describe("fla/chunk")
+    assert len(set(lines)) == len(lines)
+    for law, each in planned.items():
+        needed = list(dict.fromkeys((key_of(one.case), one.variant) for one in each.examples))
+        assert [(key_of(run.example.case), run.example.variant) for run in firsts if run.law == law] == needed
+        costs = [case.key_dim * case.value_dim * (2 if case.dtype == "fp32" else 1) for case in (one.case for one in each.examples)]
+        assert costs == sorted(costs)
+    plan.close()
+    compilers.close()
+
+
+@pytest.mark.slow
+def test_a_plan_is_the_same_for_the_same_seed_and_goes_far() -> None:
+    none = Compilers([], None)
+    drawn = [plan_of(none, laws=("oracle",), seed=seed).of("oracle").examples for seed in (5, 5, 6)]
+    assert drawn[0] == drawn[1]
+    keys = [{key_of(each.case) for each in examples} for examples in drawn]
+    assert keys[0] != keys[2]
+    assert max(max(each.case.lengths) for each in drawn[0]) > 300
+    assert REACH > 1
+    for each in drawn[0]:
+        assert LAWS["oracle"].accept(each) is None
+        assert Domain().outside(each.case) is None
+
+
+def test_a_law_that_a_domain_does_not_have_is_not_planned() -> None:
+    domain = dataclasses.replace(Domain(), packed=False)
+    planned = plan_of(Compilers([], None), domain, ("packed",)).of("packed")
+    assert (planned.examples, planned.compiled) == ([], {})
+
+
+@pytest.mark.slow
+def test_modules_have_plans_too() -> None:
+    planned = plan_of(Compilers([], None), ModuleDomain("l2norm"), ("oracle",)).of("oracle")
+    assert len(planned.examples) == 40
+
+
+@pytest.mark.slow
+def test_what_cannot_be_compiled_holds_up_nobody() -> None:
+    worker = Recorder(fails=True)
+    compilers = Compilers([worker], Describe("x"))
+    planned = plan_of(compilers, laws=("cut",)).of("cut")
+    for example in planned.examples:
+        planned.wait(example)
+    assert isinstance(worker.asked[1], Compile)
+    assert len(worker.asked) == 1 + len(planned.compiled) > 1
+    compilers.close()
+
+
+@pytest.mark.slow
+def test_after_the_end_nothing_is_compiled_and_nobody_waits() -> None:
+    worker = Recorder()
+    compilers = Compilers([worker], Describe("x"))
+    compilers.close()
+    assert compilers.prepare(run_of("oracle", Example(Case(lengths=(3,)))), "key") is None
+    planned = plan_of(compilers, laws=("cut",)).of("cut")
+    planned.wait(planned.examples[0])
+    assert worker.asked in ([], [Describe("x")])
+
+
+def test_a_plan_that_is_closed_draws_no_more() -> None:
+    drawn: list[Example] = []
+    begun = threading.Event()
+
+    def draw(strategy: Any, seed: int, examples: int, look: Any) -> None:
+        def each(example: Example) -> None:
+            begun.set()
+            look(example)
+            drawn.append(example)
+
+        seeded(strategy, seed, examples, each)
+
+    plan = Plan(Domain(), ("oracle", "cut"), 5, lambda _: 5000, draw, run_of, Compilers([], None))
+    assert begun.wait(60)
+    plan.close()
+    for law in ("oracle", "cut"):
+        with pytest.raises(concurrent.futures.CancelledError):
+            plan.of(law)
+    assert len(drawn) < 5000
+
+
+@pytest.mark.slow
+def test_what_was_compiled_before_is_not_waited_for(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+
+    def asked(notes: Notes, *, fails: bool = False) -> list[dict[str, Any]]:
+        worker = Recorder(fails=fails)
+        compilers = Compilers([worker], Describe("fla/chunk"), notes)
+        planned = plan_of(compilers, laws=("cut",)).of("cut")
+        for example in planned.examples:
+            planned.wait(example)
+        compilers.close()
+        return worker.asked
+
+    lost = asked(Notes("fla/chunk", "5", "one"), fails=True)  # nothing was compiled: nothing is noted
+    assert asked(Notes("fla/chunk", "5", "one")) == lost
+    assert len(lost) > 1
+    assert asked(Notes("fla/chunk", "5", "one")) == []  # nobody even starts
+    assert asked(Notes("fla/chunk", "5", "another")) == lost  # another version's kernels are others
+    assert asked(Notes("fla/chunk", "6", "one")) == lost
+    assert asked(Notes("fla/fused_recurrent", "5", "one")) == lost
+    assert asked(Notes()) == asked(Notes()) == lost  # of somebody's own file nothing is noted
+    shutil.rmtree(tmp_path / "cache")
+    assert asked(Notes("fla/chunk", "5", "one")) == lost
+
+
+def test_notes_that_cannot_be_written_are_none(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
+    notes = Notes("fla/chunk", "5", "one")
+    notes.add("words")
+    assert not notes.has("words")
+    assert not notes.any
+    monkeypatch.setattr(pathlib.Path, "exists", None)  # which raises where a folder above may not be entered
+    monkeypatch.setattr(pathlib.Path, "is_dir", None)
+    assert not Notes("fla/chunk", "5", "one").any
+    assert not Notes("fla/chunk", "5", "one").has("words")
+
+
+def test_laws_that_run_forward_alone_come_first() -> None:
+    assert in_order(["oracle", "recall", "cut", "recurrent"]) == ["recall", "oracle", "cut", "recurrent"]
+    for name in FORWARD:
+        assert name in LAWS
+
+
+@pytest.mark.parametrize("law", FORWARD)
+def test_those_laws_do_run_forward_alone(law: str) -> None:
+    """Their checks never ask for a gradient, whatever the case says."""
+
+    class Bench:
+        domain, algorithm, asked = Domain(), "chunkwise", list[Any]()
+
+        def call(self, case: Any) -> Any:
+            return case.inputs(), case.cotangents() if case.backward else None
+
+        def run(self, inputs: Any, cotangents: Any, **_: Any) -> Any:
+            self.asked.append(cotangents)
+            raise StopIteration
+
+        def bounds(self, inputs: Any, cotangents: Any, *_: Any) -> Any:
+            from oracles.bound import bounds
+
+            self.asked.append(cotangents)
+            return bounds(example.case.spec, inputs, None, "chunkwise")
+
+        def truth(self, inputs: Any, cotangents: Any) -> Any:
+            from oracles.bound import truth
+
+            return truth(example.case.spec, inputs, None)
+
+    examples: list[Example] = []
+    seeded(LAWS[law].draw(Domain()), 1, 6, examples.append)
+    for example in examples:
+        bench = Bench()
+        with contextlib.suppress(Exception):  # it is no bench to finish with
+            list(LAWS[law].check(bench, example))
+        assert bench.asked
+        assert all(each is None for each in bench.asked)
+
+
+class Counted(Chunkwise):
+    """Right, and it counts its calls."""
+
+    calls: ClassVar[list[Any]] = []
+
+    def run(self, x: Inputs) -> Any:
+        self.calls.append((x.q.shape, x.state is None, x.qk_norm, x.q.requires_grad))
+        return super().run(x)
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.slow_after_first
+def test_what_compiles_makes_the_calls_that_the_check_makes(law: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for cases that are blind, which the check leaves sooner."""
+    adapter = Counted()
+    monkeypatch.setattr("verify.execution.judging._LOADED", {"mine.py:Counted": adapter})
+    domain, compared = adapter.domain, 0
+    if LAWS[law].needs(domain) is not None:
+        pytest.skip("not of this adapter")
+    examples: list[Example] = []
+    seeded(LAWS[law].draw(domain), 3, 4, examples.append)
+    for example in examples:
+        run = Run(law, "mine.py:Counted", example)
+        adapter.calls.clear()
+        compiled(run)
+        ahead = list(adapter.calls)
+        adapter.calls.clear()
+        if execute(run).verdict is Verdict.HOLDS:
+            assert ahead == adapter.calls, run
+            compared += 1
+    assert compared

@@ -1,0 +1,445 @@
+"""A process beside a rank has the bounds ready, the same bit for bit; whatever becomes of it changes no verdict and leaves nobody.
+
+This file is also what the ranks of its tests serve, and has the paths that they run.
+"""
+
+import contextlib
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from oracles.bound import Bound
+from oracles.operation import Inputs
+from properties.cases.path_case import ParallelCase
+from tests.processes import gone
+from tests.test_ranks import OFF, RAISED, SPINS, Rank, dump, of
+from verify.adapters.gdn.adapter import GdnLayer
+from verify.engine.asking import ask
+from verify.execution import oracle_process as ahead
+from verify.execution import service
+from verify.execution.oracle_process import Beside, Work
+from verify.execution.run import Run
+from verify.findings.store import Store
+from verify.process.messages import RunOne
+from verify.process.outcome import Outcome, Verdict
+from verify.process.worker import interrogate
+from verify.ranks import group as ranks
+from verify.ranks.collectives import Place
+from verify.ranks.group import RankGroup, environment
+
+pytestmark = pytest.mark.ranks
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+HERE = "tests/test_oracle_process.py"
+LINE = "law=parallel adapter={adapter} lengths=8 cp={ranks} heads=2 value_heads=2 backward=no"
+WORKS: dict[str, tuple[str, str, str, int | None]] = {
+    "layer": ("lengths=6+0+8 packed=yes heads=2 value_heads=4 conv_bias=yes dtype=bf16 seed=3", "chunkwise", "ieee", None),
+    "batch": ("lengths=10+10 packed=no heads=1 value_heads=1 allow_neg_eigval=yes seed=5", "recurrent", "ieee", None),
+    "tf32": ("lengths=34 dtype=fp32 backward=no seed=7", "chunkwise", "tf32", 16),
+    "convolution": ("lengths=40 operation=causal_conv1d conv_bias=yes seed=9", "pointwise", "ieee", None),
+    "kda": ("lengths=5+70 packed=yes operation=kda layout=contiguous seed=11", "chunkwise", "ieee", 64),
+    "long": ("lengths=600 hidden=32 backward=no seed=13", "chunkwise", "ieee", 64),  # over a pipe's 64 KiB
+    "hopeless": ("lengths=8", "guesswork", "ieee", None),
+}
+
+
+def work(name: str) -> Work:
+    line, *rest = WORKS[name]
+    return Work(ParallelCase.parse(line), *rest)
+
+
+# What ranks do for these tests
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    if "do" in question:
+        return DOES[question["do"]](*question["with"], **question.get("how", {}))
+    question = dict(question)
+    if not question.pop("beside", True):
+        process, ahead._BESIDE[:] = list(ahead._BESIDE), []
+        try:
+            return service.answer(question)
+        finally:
+            ahead._BESIDE[:] = process
+    return service.answer(question)
+
+
+def told() -> dict[str, Any]:
+    """The process beside this one, if it is there, and what it has open."""
+    pid = ahead._BESIDE[0].pid if ahead._BESIDE and ahead._BESIDE[0]._to >= 0 else 0
+    return {"pid": pid, "open": sorted(map(int, os.listdir(f"/proc/{pid}/fd"))) if pid else []}
+
+
+def stopped() -> dict[str, Any]:
+    """The process beside this one, which is stopped: it does not answer before a path has run."""
+    os.kill(ahead._BESIDE[0].pid, signal.SIGSTOP)
+    return told()
+
+
+def bits(x: Tensor) -> tuple[Any, ...]:
+    return x.dtype, tuple(x.shape), x.contiguous().view(torch.int64).flatten().tolist()
+
+
+def same(one: dict[str, Bound], other: dict[str, Bound]) -> bool:
+    def plain(bounds: dict[str, Bound]) -> list[Any]:
+        return [(name, bits(each.value), bits(each.allowed), each.origin) for name, each in bounds.items()]
+
+    return plain(one) == plain(other)
+
+
+def compared(*names: str, kind: str = "Beside") -> dict[str, Any]:
+    """The bounds of the last, if those of the others are never looked at, against those computed here."""
+    here: list[Work] = []
+    computed = Work.bounds
+    beside = ahead._BESIDE[0] if kind == "Beside" else globals()[kind]()
+    Work.bounds = lambda self: here.append(self) or computed(self)  # type: ignore[method-assign, func-returns-value]
+    try:
+        asked = [beside.ask(work(name)) for name in names]
+        got = asked[-1]()
+        count, wanted = len(here), computed(work(names[-1]))
+        alike = same(got, wanted)
+        finer = alike and all(same({"": got[name].finer()}, {"": wanted[name].finer()}) for name in list(got)[:1])  # type: ignore[misc]
+        early = [same(late(), computed(work(name))) for late, name in zip(asked[:-1], names, strict=False)]
+    finally:
+        Work.bounds = computed  # type: ignore[method-assign]
+        if kind != "Beside":
+            beside.end()
+    return {"same": alike, "finer": finer, "early": early, "here": count}
+
+
+def refused(name: str) -> dict[str, Any]:
+    """What looking at the bounds raises."""
+    try:
+        ahead.ask(work(name))()
+    except ValueError as error:
+        return {"raised": str(error), **told()}
+    return {"raised": "", **told()}
+
+
+def misled(rubbish: str) -> dict[str, Any]:
+    """The bounds, where a process has written this instead of its answer."""
+    beside = Beside()
+    asked = beside.ask(work("layer"))
+    source, to = os.pipe()
+    os.write(to, rubbish.encode())
+    os.close(to)
+    beside._from.close()
+    beside._from = open(source, "rb")  # noqa: SIM115 - the process beside closes it
+    return {"same": same(asked(), work("layer").bounds()), "ended": gone([beside.pid], 0.0) and beside._to < 0}
+
+
+class NoNumbers(Beside):
+    """It takes the first answer that comes."""
+
+    def ask(self, work: Work) -> Callable[[], dict[str, Bound]]:
+        self._number = 0
+        return super().ask(work)
+
+
+DOES: dict[str, Callable[..., dict[str, Any]]] = {each.__name__: each for each in (told, stopped, compared, refused, misled)}
+
+
+class Right(GdnLayer):
+    """Our layer, as it is."""
+
+
+class WithoutOracle(GdnLayer):
+    """While it runs, the process beside it dies."""
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        os.kill(ahead._BESIDE[0].pid, signal.SIGKILL)
+        return super().run(x, place)
+
+
+class WithSlowOracle(GdnLayer):
+    """The process beside it, which was stopped, goes on soon after."""
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        threading.Timer(0.6, os.kill, (ahead._BESIDE[0].pid, signal.SIGCONT)).start()
+        return super().run(x, place)
+
+
+class LeavesTheLastOut(GdnLayer):
+    """The last token of the last rank is zero."""
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        y = super().run(x, place)
+        return torch.cat([y[:-1], 0 * y[-1:]]) if place.cp.rank == place.cp.size - 1 else y
+
+
+# Bounds
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[RankGroup]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ahead.SWITCH, "1")
+        with RankGroup(1, deadline_s=30.0, serves="tests.test_oracle_process:answer") as group:
+            yield group
+
+
+def do(group: RankGroup, what: str, *given: str) -> dict[str, Any]:
+    return group.ask({"do": what, "with": given})
+
+
+def outcome(group: RankGroup, adapter: str, deadline_s: float | None = None, *, beside: bool = True) -> Outcome:
+    run = LINE.format(adapter=f"{HERE}:{adapter}", ranks=group.size)
+    return Outcome.from_json(group.ask({**RunOne(run).to_json(), "beside": beside}, deadline_s))
+
+
+def without_times(outcome: Outcome) -> dict[str, Any]:
+    return {name: value for name, value in outcome.to_json().items() if name not in ("kernel_s", "oracle_s")}
+
+
+@pytest.mark.parametrize("name", ["layer", "batch", "tf32", "convolution", "kda", "long"])
+@pytest.mark.slow
+def test_bounds_from_beside_are_those_computed_here_bit_for_bit(one: RankGroup, name: str) -> None:
+    assert do(one, "compared", name) == {"same": True, "finer": True, "early": [], "here": 0}
+
+
+@pytest.mark.slow
+def test_answer_that_nobody_read_is_not_taken_for_the_next(one: RankGroup) -> None:
+    assert do(one, "compared", "long", "kda", "layer") == {"same": True, "finer": True, "early": [True, True], "here": 0}
+
+
+def test_without_numbers_it_would_be(one: RankGroup) -> None:
+    said = one.ask({"do": "compared", "with": ["layer", "kda"], "how": {"kind": "NoNumbers"}})
+    assert not said["same"]
+
+
+def test_what_is_wrong_with_a_case_is_raised_in_the_rank(one: RankGroup) -> None:
+    before = do(one, "told")
+    said = do(one, "refused", "hopeless")
+    assert said.pop("raised").startswith("algorithm must be one of ")
+    assert said == before
+    assert do(one, "compared", "layer")["here"] == 0
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [
+        "",
+        "garbage\n",
+        "[]\n",
+        '{"number": 1',
+        '{"number": 1, "bytes": 16, "bounds": [["y", "", [1], [1]]]}\nshort',
+        '{"number": 1, "bytes": 8, "bounds": [["y", "", [1], [1]]]}\n12345678',
+        '{"number": 1, "bytes": -1, "bounds": []}\n',
+        '{"number": 2, "bytes": 0, "bounds": []}\n',
+        '{"number": 0, "bytes": 99, "bounds": []}\n',
+    ],
+)
+@pytest.mark.slow_after_first
+def test_rubbish_is_no_answer(one: RankGroup, rubbish: str) -> None:
+    assert do(one, "misled", rubbish) == {"same": True, "ended": True}
+
+
+# Verdicts
+
+
+def test_supervisor_hears_the_rank_alone(one: RankGroup) -> None:
+    """Else it would not see the end of a rank whose pipe another process has, and would read two ranks' stacks as one's."""
+    assert do(one, "told")["open"] == [0, 1, 2]
+    interrogate(one._seats)
+    time.sleep(0.3)
+    wrote = one._seats[0].words()
+    assert wrote.count("Current thread") == 1
+
+
+@pytest.mark.slow
+def test_waiting_for_the_oracle_counts_as_oracle(one: RankGroup) -> None:
+    do(one, "stopped")
+    got = outcome(one, "WithSlowOracle")
+    assert got.verdict is Verdict.HOLDS
+    assert got.oracle_s > max(0.3, got.kernel_s)
+
+
+@pytest.mark.slow
+def test_hang_of_the_oracle_is_none_of_the_implementation(one: RankGroup, tmp_path: pathlib.Path) -> None:
+    assert outcome(one, "Right").verdict is Verdict.HOLDS
+    pid, before = do(one, "stopped")["pid"], one.deadline_s
+    run = Run.parse(LINE.format(adapter=f"{HERE}:Right", ranks=1))
+    one.deadline_s = 1.5
+    try:
+        got = ask(run, one, Store(tmp_path))
+    finally:
+        one.deadline_s = before
+    assert got.verdict is Verdict.UNKNOWN
+    assert "the oracle did not finish: rank 0 hung: no answer within 1.5 s, in _answer (oracle_process.py:" in got.reason
+    assert gone([pid], 1.0)
+
+
+@pytest.mark.slow
+def test_killed_oracle_changes_no_verdict(one: RankGroup) -> None:
+    before = do(one, "told")["pid"]
+    assert before
+    wanted = without_times(outcome(one, "Right", beside=False))
+    assert wanted["verdict"] == "holds"
+    assert without_times(outcome(one, "Right")) == wanted
+    assert do(one, "told")["pid"] == before
+    do(one, "stopped")
+    assert without_times(outcome(one, "WithoutOracle")) == wanted
+    assert do(one, "told")["pid"] == 0
+    assert without_times(outcome(one, "Right")) == wanted
+    assert not pathlib.Path(f"/proc/{before}").exists()  # not even a zombie
+
+
+@pytest.mark.slow
+def test_broken_path_is_found_as_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ahead.SWITCH, "1")
+    with RankGroup(2, deadline_s=30.0, serves="tests.test_oracle_process:answer") as two:
+        right, wrong = outcome(two, "Right"), outcome(two, "LeavesTheLastOut")
+        assert right.verdict is Verdict.HOLDS
+        assert wrong.verdict is Verdict.BROKEN
+        assert {finding.place for finding in wrong.findings} == {"rank 1: y", "rank 0: y with tp=1 cp=1"}
+        assert without_times(outcome(two, "LeavesTheLastOut", beside=False)) == without_times(wrong)
+
+
+@pytest.mark.slow
+def test_rank_that_waits_for_its_oracle_is_not_cut_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unlike one that stands still elsewhere."""
+    monkeypatch.setattr(ranks, "GRACE_S", 0.2)
+    monkeypatch.setattr(ranks, "LOOK_S", 0.2)
+    waits = dump([("/opt/any.py", ahead.Beside._answer.__code__.co_name), ("/opt/bench.py", "wait")])
+    groups = [of(Rank((0.0, RAISED)), Rank((1.8, OFF), wrote=wrote)) for wrote in (waits, SPINS)]
+    found = [Outcome.from_json(group.ask({}, 20.0)).findings for group in groups]
+    assert [[finding.place for finding in each] for each in found] == [["rank 0: call", "rank 1: o"], ["rank 0: call"]]
+
+
+# Processes
+
+
+def test_it_ends_with_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ahead.SWITCH, "1")
+    with RankGroup(1, serves="tests.test_oracle_process:answer") as group:
+        pid = do(group, "told")["pid"]
+        assert not gone([pid], 0.0)
+    assert gone([pid], 0.5)
+
+
+ALONE = """
+import itertools, time, torch
+torch.set_num_threads(1)
+from tests.test_oracle_process import Beside, Work, work
+once = Work.bounds
+Work.bounds = lambda work: [once(work) for _ in itertools.count()]
+beside = Beside()
+beside.ask(work("kda"))
+print(beside.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_it_ends_with_a_killed_rank_in_the_middle_of_a_case() -> None:
+    """On its own: here no supervisor kills the group."""
+
+    def seconds(pid: int) -> float:
+        ticks = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11]
+        return int(ticks) / os.sysconf("SC_CLK_TCK")
+
+    given = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", ALONE], env=given, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        pid = int(rank.stdout.readline())
+        start = seconds(pid)
+        while seconds(pid) < start + 0.3:  # it is at work, and never done
+            time.sleep(0.02)
+        rank.kill()
+        rank.wait()
+        ended = gone([pid], 2.0)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        assert ended
+
+
+# Where it helps
+
+
+@pytest.mark.parametrize(
+    ("said", "cores", "wanted"),
+    [
+        ({}, 64, 0),  # no rank
+        ({"LOCAL_WORLD_SIZE": "4"}, 8, 1),
+        ({"LOCAL_WORLD_SIZE": "4"}, 7, 0),
+        ({"LOCAL_WORLD_SIZE": "4"}, 12, 2),
+        ({"LOCAL_WORLD_SIZE": "4"}, 64, 2),
+        ({"LOCAL_WORLD_SIZE": "4"}, None, 0),  # not Linux
+        ({"LOCAL_WORLD_SIZE": "4", ahead.SWITCH: "1"}, 1, 1),
+        ({"LOCAL_WORLD_SIZE": "4", ahead.SWITCH: "3"}, 1, 3),
+        ({"LOCAL_WORLD_SIZE": "4", ahead.SWITCH: "0"}, 64, 0),
+    ],
+)
+def test_ranks_have_as_many_as_there_are_cores_left(
+    monkeypatch: pytest.MonkeyPatch, said: dict[str, str], cores: int | None, wanted: int
+) -> None:
+    had: list[object] = []
+    if cores is None:
+        monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    else:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores), raising=False)
+    monkeypatch.setattr(ahead, "Beside", object)
+    monkeypatch.setattr(ahead, "_BESIDE", had)
+    ahead.start(said)
+    assert len(had) == wanted
+
+
+@pytest.mark.parametrize("word", ["many", "-1", "65"])
+def test_a_count_that_is_none_is_refused(word: str) -> None:
+    with pytest.raises(ValueError, match=f"GDN_VERIFY_AHEAD must be .* in 0..64, got '{word}'"):
+        ahead.start({ahead.SWITCH: word})
+
+
+class Told:
+    """Notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+
+    def ask(self, work: Work) -> object:
+        self.works.append(work)
+        return (self, work)
+
+
+def test_questions_of_one_batch_are_begun_in_turns_and_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, works = [Told(), Told()], [work("layer"), work("kda"), work("tf32")]
+    monkeypatch.setattr(ahead, "_BESIDE", told)
+    monkeypatch.setattr(ahead, "_BEGUN", {})
+    ahead.begin(works)
+    assert [each.works for each in told] == [[works[0], works[2]], [works[1]]]
+    assert [ahead.ask(each) for each in works] == [(told[0], works[0]), (told[1], works[1]), (told[0], works[2])]
+    assert sum(len(each.works) for each in told) == 3
+    ahead.begin([])
+    ahead.ask(works[1])
+    assert told[0].works[-1] is works[1], "what was begun before is forgotten"
+
+
+def test_ranks_of_a_host_know_how_many_they_are_and_leave_the_gpu_shut(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment("gloo", 1, 4, 1, one_host=True)["LOCAL_WORLD_SIZE"] == "4"
+    assert "LOCAL_WORLD_SIZE" not in environment("gloo", 1, 16, 1, one_host=False)  # torchrun says it
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert environment("nccl", 0, 1, 0, one_host=True)["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+
+
+def test_bounds_are_made_when_they_are_looked_at() -> None:
+    made: list[int] = []
+
+    def wait() -> dict[str, Bound]:
+        made.append(1)
+        return {"y": Bound(torch.ones(1), torch.ones(1))}
+
+    later = ahead.Later(wait)
+    assert not made
+    assert (list(later), len(later), later["y"].value.item()) == (["y"], 1, 1.0)
+    with pytest.raises(KeyError):
+        later["o"]

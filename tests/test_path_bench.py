@@ -1,0 +1,333 @@
+"""The laws of parallel paths: each kills what it is about, shrunk small, on simulated ranks; and right code is right."""
+
+import dataclasses
+import functools
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from properties.cases.path_case import ParallelCase
+from properties.path_domain import PathDomain, form_of, path_cases, with_forms
+from properties.path_laws import PATH_LAWS
+from properties.strategies import Example
+from verify.adapters.base import PathAdapter
+from verify.engine.asking import Described
+from verify.engine.drawing import seeded
+from verify.engine.shrink import shrink
+from verify.execution.execute import execute
+from verify.execution.path_bench import RankBench
+from verify.execution.run import Run
+from verify.process.outcome import Outcome, Verdict
+from verify.ranks.collectives import Alone, Place, simulate
+from verify.zoo import wrong_paths as paths
+
+DOMAIN = paths.Mutant.domain
+CASES = 32
+
+
+KILLED_BY: dict[type[PathAdapter], tuple[str, ...]] = {
+    paths.RankOrder: ("exchange",),
+    paths.SectionsTogether: ("exchange",),
+    paths.FusedSkipsTheLast: ("fused", "exchange", "round_trip"),
+    paths.GradientOfOneWay: ("exchange", "round_trip"),
+    paths.NoSumOverTp: ("parallel",),
+    paths.SliceOfTheFirst: ("parallel",),
+    paths.ConvolvesAcross: ("parallel",),
+    paths.StateAcross: ("parallel",),
+    paths.RealOffsetsWithPads: ("parallel",),
+    paths.NormBeforeItsTime: ("same", "parallel"),
+    paths.DoubleGradient: ("parallel",),
+    paths.ScattersTheWrongSlice: ("parallel",),
+    paths.SumsTwice: ("parallel",),
+    paths.LastRankIsNaN: ("parallel",),
+    paths.FusedOneByOne: ("traffic",),
+    paths.TakesHalfPieces: ("refused",),
+    paths.SaysWhichRank: ("refused",),
+    paths.RefusesLate: ("refused",),
+    paths.EvenRows: ("reshard",),
+    paths.SumsInAnyOrder: ("repeats",),
+    paths.WrongWhenDeterministic: ("parallel",),
+    paths.OwnShardAlone: ("parallel",),
+    paths.ForgetsRealTokensBeforePads: ("parallel",),
+    paths.CannotBeBuiltWithCp: ("parallel",),
+}
+# How small a case gets: ranks and tokens.
+SMALLEST = {
+    (paths.RankOrder, "exchange"): (2, 4),
+    (paths.FusedSkipsTheLast, "fused"): (2, 4),
+    (paths.ConvolvesAcross, "parallel"): (1, 4),
+    (paths.SumsTwice, "parallel"): (2, 2),
+    (paths.EvenRows, "reshard"): (4, 0),
+}
+
+
+def kill(mutant: type[PathAdapter], law: str) -> tuple[Run, Outcome] | None:
+    """The first broken run of a mutant in as many cases as the default profile has."""
+    found: list[tuple[Run, Outcome]] = []
+
+    def look(example: Example) -> None:
+        if not found:
+            run = Run(law, f"zoo/{mutant.__name__}", example)
+            outcome = execute(run)
+            assert outcome.verdict is not Verdict.UNKNOWN, (str(run), outcome.reason)
+            if outcome.verdict is Verdict.BROKEN:
+                found.append((run, outcome))
+
+    seeded(PATH_LAWS[law].draw(DOMAIN), 0, CASES, look)
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize(
+    ("mutant", "law"),
+    [pytest.param(mutant, law, id=f"{mutant.__name__}-{law}") for mutant, laws in KILLED_BY.items() for law in laws],
+)
+@pytest.mark.slow_after_first
+def test_law_alone_kills_mutant(mutant: type[PathAdapter], law: str) -> None:
+    found = kill(mutant, law)
+    assert found is not None, f"{law} lets {mutant.__name__} live"
+
+
+@pytest.mark.parametrize(("mutant", "law"), SMALLEST, ids=[f"{mutant.__name__}-{law}" for mutant, law in SMALLEST])
+@pytest.mark.slow_after_first
+def test_a_killing_case_is_shrunk_small(mutant: type[PathAdapter], law: str) -> None:
+    found = kill(mutant, law)
+    assert found is not None
+    run, outcome = found
+
+    def fails(example: Example) -> bool:
+        again = execute(dataclasses.replace(run, example=example))
+        return again.verdict is Verdict.BROKEN and again.way == outcome.way
+
+    small = shrink(run.example, PATH_LAWS[law], fails, lambda runs: runs < 120)
+    line = str(dataclasses.replace(run, example=small.example))
+    case = small.example.case
+    assert (case.tp * case.cp, case.tokens) <= SMALLEST[mutant, law], line
+    assert str(Run.parse(line)) == line
+
+
+def test_every_law_has_a_mutant_that_it_kills_alone() -> None:
+    assert {law for laws in KILLED_BY.values() for law in laws} == set(PATH_LAWS)
+
+
+def test_every_mutant_tells_its_story_and_is_tested() -> None:
+    wrong = {each for each in vars(paths).values() if isinstance(each, type) and issubclass(each, paths.Mutant)}
+    assert wrong - {paths.Mutant} == set(KILLED_BY)
+    assert all(each.__doc__ and each.__doc__ != paths.Mutant.__doc__ for each in wrong - {paths.Mutant})
+
+
+@pytest.mark.slow
+def test_a_round_trip_alone_would_let_tokens_in_the_order_of_ranks_live() -> None:
+    assert kill(paths.RankOrder, "round_trip") is None
+
+
+# What is drawn
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_drawn_cases_are_legal_and_inside_the_domain(data: st.DataObject) -> None:
+    domain = dataclasses.replace(
+        DOMAIN,
+        empty=data.draw(st.booleans()),
+        padded=data.draw(st.booleans()),
+        sequence_parallel=data.draw(st.booleans()),
+        choices=(("conv", ("fla",)), ("rule", ("torch", "fla"))),
+        dtypes=data.draw(st.sampled_from([("bf16",), ("fp32", "bf16")])),
+    )
+    case = data.draw(path_cases(domain, conv="torch"))
+    assert domain.outside(case) is None
+    assert ParallelCase.parse(str(case)) == case
+
+
+def test_draws_cover_every_mesh_layout_and_choice() -> None:
+    seen: dict[str, set[str]] = {}
+
+    def look(case: ParallelCase) -> None:
+        for name in case.REGIMES:
+            seen.setdefault(name, set()).add(case.words()[name])
+        seen.setdefault("empty", set()).add(str(0 in case.lengths))
+        seen.setdefault("mesh", set()).add(f"{case.tp}x{case.cp}")
+
+    seeded(path_cases(DOMAIN), 0, 300, look)
+    meshes = {f"{tp}x{cp}" for tp, cp in itertools.product(range(1, 5), repeat=2) if tp * cp <= 4}
+    assert seen["mesh"] == meshes
+    for name, values in {
+        **dict(DOMAIN.choices),
+        "sp": ("yes", "no"),
+        "packed": ("yes", "no"),
+        "padding": ("none", "least", "more"),
+    }.items():
+        assert seen[name] == set(values), name
+    assert seen["empty"] == {"True", "False"}
+
+
+@pytest.mark.parametrize("law", PATH_LAWS.values(), ids=PATH_LAWS)
+@pytest.mark.slow_after_first
+def test_every_drawn_example_is_accepted_and_comes_back_from_its_line(law: object) -> None:
+    assert isinstance(law, type(PATH_LAWS["parallel"]))
+
+    def look(example: Example) -> None:
+        law.accept(example)
+        run = Run(law.name, "gdn/layer", example)
+        assert Run.parse(str(run)) == run
+
+    seeded(law.draw(DOMAIN), 1, 20, look)
+
+
+def test_a_domain_comes_back_from_its_data() -> None:
+    domain = dataclasses.replace(DOMAIN, layouts=("contiguous", "zigzag_batch"), operation="kda", processes=True)
+    assert PathDomain.from_json(domain.to_json()) == domain
+
+
+@pytest.mark.parametrize(
+    ("changes", "line", "reason"),
+    [
+        ({"ranks": 2, "exchange_ranks": 2}, "cp=4 heads=4 value_heads=4 lengths=8", "tp=1 cp=4 needs 4 ranks, there are 2"),
+        ({"tensor_parallel": False}, "tp=2 heads=2 value_heads=2 lengths=8", "tp=2: tensor parallelism is not supported"),
+        ({"padded": False}, "packed=yes padding=least lengths=8", "padding=least is not supported"),
+        ({"empty": False}, "packed=yes lengths=0+8", "empty sequences are not supported"),
+        ({"choices": (("conv", ("fla",)),)}, "lengths=8", "conv=torch is not supported"),
+    ],
+)
+def test_what_lies_outside_a_domain_is_told(changes: dict[str, object], line: str, reason: str) -> None:
+    assert dataclasses.replace(DOMAIN, **changes).outside(ParallelCase.parse(line)) == reason  # type: ignore[arg-type]
+
+
+# How ranks are judged
+
+
+def bench(line: str, place: Place) -> RankBench:
+    return RankBench(paths.Mutant(), ParallelCase.parse(line), place, dict)
+
+
+def test_a_row_is_named_by_its_sequence_and_token_in_the_whole() -> None:
+    line = "lengths=4+3 packed=yes padding=least cp=2 heads=2 value_heads=2"
+
+    def words(place: Place) -> list[str]:
+        one = bench(line, place)
+        return [one.where("y", flat, torch.Size((1, 4))) for flat in range(4)]
+
+    first, second = simulate(1, 2, words)
+    assert first == ["sequence 0, token 0", "sequence 0, token 3", "sequence 1, token 0", "sequence 1, token 3, a pad"]
+    assert second == ["sequence 0, token 1", "sequence 0, token 2", "sequence 1, token 1", "sequence 1, token 2"]
+
+
+def test_a_row_of_a_parameter_is_named_by_its_index_in_the_whole() -> None:
+    def words(place: Place) -> str:
+        return bench("lengths=4 tp=2 heads=2 value_heads=2 key_dim=1 value_dim=1", place).where("din_proj", 1, torch.Size((6,)))
+
+    assert simulate(2, 1, words) == ["index 2", "index 3"]  # q has two rows, one a rank; then k
+
+
+def test_what_everyone_says_is_heard_on_every_rank() -> None:
+    def say(place: Place) -> list[str]:
+        return bench("lengths=8 tp=2 cp=2 heads=4 value_heads=4", place).everyone(f"I am {place.rank.tp} {place.rank.cp}")
+
+    for heard in simulate(2, 2, say):
+        assert heard == ["I am 0 0", "I am 0 1", "I am 1 0", "I am 1 1"]
+
+
+def test_a_rank_that_raises_is_the_finding_and_the_others_are_said_to_wait() -> None:
+    outcome = execute(Run.parse("law=parallel adapter=tests/path_faults.py:Raises lengths=8 cp=2 heads=2 value_heads=2"))
+    assert outcome.verdict is Verdict.BROKEN
+    (finding,) = outcome.findings
+    assert finding.place == "rank 1: call"
+    assert finding.what == "raised RuntimeError: no such tile; while rank 0 waits for rank 1"
+
+
+def test_a_law_that_compares_nothing_is_blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run.parse("law=parallel adapter=gdn/layer lengths=8 cp=2 heads=2 value_heads=2")
+    assert execute(run).verdict is Verdict.HOLDS
+    monkeypatch.setitem(PATH_LAWS, "parallel", dataclasses.replace(PATH_LAWS["parallel"], check=lambda bench, example: iter(())))
+    assert (execute(run).verdict, execute(run).reason) == (Verdict.BLIND, "nothing to compare: no rank has a row")
+
+
+def test_a_kernel_is_not_asked_a_law_of_paths_and_the_reverse() -> None:
+    for line in ("law=parallel adapter=tests/right.py:Chunkwise lengths=8", "law=oracle adapter=gdn/layer lengths=8"):
+        outcome = execute(Run.parse(line))
+        assert outcome.verdict is Verdict.UNSUPPORTED
+        assert "is no implementation that law" in outcome.reason
+
+
+def test_alone_is_a_place_too() -> None:
+    run = functools.partial(bench, "lengths=4", Place(Alone(), Alone()))
+    case = ParallelCase.parse("lengths=4")
+    results = run().run(case.inputs(), case.cotangents())
+    assert results["y"].shape == (1, 4, 8)
+    assert {"dhidden", "din_proj", "dconv", "dA_log", "ddt_bias", "dnorm", "dout_proj"} <= results.keys()
+
+
+# Forms: what kernels are compiled for on a GPU
+
+
+@pytest.mark.parametrize(
+    "domain",
+    [
+        PathDomain(ranks=2),
+        PathDomain(ranks=8, slow=("conv=fla", "rule=fla")),
+        PathDomain("kda", ranks=2, tensor_parallel=False, batched=False, padded=False, choices=(("qk_norm", ("separate",)),)),
+        PathDomain(
+            ranks=4, choices=(("conv", ("fla",)), ("qk_norm", ("combined",)), ("thd_all_to_all", ("fused",)), ("rule", ("fla",)))
+        ),
+    ],
+    ids=["two ranks", "eight ranks", "a rule", "kernels only"],
+)
+def test_on_a_gpu_kernels_are_compiled_for_few_forms_and_the_rest_is_drawn_as_ever(domain: PathDomain) -> None:
+    formed = with_forms(domain, 5)
+    assert formed.forms == with_forms(domain, 5).forms != with_forms(domain, 6).forms
+    cases: list[ParallelCase] = []
+    seeded(path_cases(formed, tokens=60), 3, 80, cases.append)
+    compiled = [case for case in cases if case.operation != "gdn_layer" or "fla" in (case.conv, case.rule)]
+    assert {form_of(case) for case in compiled} == set(formed.forms)
+    assert len({form_of(case) for case in cases if case not in compiled}) > 20 or len(compiled) == len(cases)
+    assert {case.key_dim for case in compiled} <= set(domain.widths)
+    other = dataclasses.replace(compiled[0], conv_width=next(width for width in (2, 3, 4) if width != compiled[0].conv_width))
+    assert domain.outside(other) is None
+    assert (formed.outside(other) is None) is (form_of(other) in formed.forms)
+
+
+def test_compiled_widths_are_those_that_the_domain_says() -> None:
+    assert {form.key_dim for form in with_forms(PathDomain(widths=(128,)), 1).forms} == {128}
+    narrow = PathDomain(widths=(8,), compiled_widths=(64, 96))
+    assert {form.value_dim for seed in range(9) for form in with_forms(narrow, seed).forms} == {64, 96}
+
+
+def test_on_a_gpu_another_choice_needs_no_other_form() -> None:
+    formed, found = with_forms(PathDomain(ranks=2), 5), set[str]()
+
+    def look(example: Example) -> None:
+        name, _, value = str(example.variant).partition("=")
+        assert formed.outside(dataclasses.replace(example.case, **{name: value})) is None
+        found.add(str(example.variant))
+
+    seeded(PATH_LAWS["same"].draw(formed), 3, 60, look)
+    assert {"rule=fla", "rule=torch", "thd_all_to_all=fused"} <= found
+
+
+def test_products_are_those_of_the_choice_on_a_gpu_and_exact_on_a_cpu() -> None:
+    described = Described("gdn/layer", PathDomain(tf32=("rule=fla",)), "chunkwise", "none")
+    plain, fla = ParallelCase((4,)), ParallelCase((4,), rule="fla")
+    for case, variant, products in (
+        (plain, None, "ieee"),
+        (fla, None, "tf32"),
+        (plain, "rule=fla", "tf32"),
+        (plain, "conv=fla", "ieee"),
+    ):
+        assert described.products_of(Example(case, None, variant), "cuda") == products
+        assert described.products_of(Example(case, None, variant), "cpu") == "ieee"
+
+
+def test_simulated_ranks_on_a_gpu_that_is_not_there_are_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verify.gpu.device.gpus", lambda: 0)
+    outcome = execute(Run.parse("law=parallel adapter=gdn/layer device=cuda lengths=4 cp=2 heads=2 value_heads=2"))
+    assert (outcome.verdict, outcome.reason.partition(",")[0]) == (Verdict.UNKNOWN, "device=cuda needs a GPU")
+
+
+def test_a_rank_whose_device_is_lost_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verify.gpu.device.lost", lambda device: "CUDA error: an illegal memory access was encountered")
+    outcome = execute(Run.parse("law=parallel adapter=tests/path_faults.py:Raises lengths=4 cp=2 heads=2 value_heads=2"))
+    assert (outcome.verdict, outcome.spent) == (Verdict.BROKEN, True)
+    assert outcome.findings[0].what.startswith("crashed: CUDA error: an illegal memory access")

@@ -1,0 +1,118 @@
+"""The worker that begins with the command: of the right environment, given away once, and gone when nobody takes it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from verify.process import prestart as early
+from verify.process.messages import Tunings
+from verify.process.worker import NO_GPU
+
+
+@pytest.fixture(autouse=True)
+def none_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "_begun", [])
+    monkeypatch.delenv("RANK", raising=False)
+
+
+@pytest.mark.parametrize("words", [["check", "fla/chunk", "--device", "cpu"], ["check", "fla/chunk", "--device=cpu"]])
+def test_it_answers_as_any_worker_and_is_taken_once(words: list[str]) -> None:
+    early.begin(words)
+    assert early.take({"CUDA_VISIBLE_DEVICES": "7"}, 60.0) is None  # it sees other devices
+    worker = early.take(NO_GPU, 60.0)
+    assert worker is not None
+    with worker:
+        assert worker.alive
+        assert worker.deadline_s == 60.0
+        process = worker._process
+        assert worker.ask(Tunings()) == {"known": {}, "infeasible": {}}
+        assert worker._process is process
+    assert early.take(NO_GPU, 60.0) is None
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["repeat", "law=oracle"], ["check", "--help"], ["check", "x", "--ranks=2"], ["check", "x", "--deny", "list"]]
+)
+def test_nothing_begins_for_commands_that_need_none_or_another(words: list[str]) -> None:
+    early.begin(words)
+    assert early.take(NO_GPU, 60.0) is None
+
+
+def test_it_is_not_taken_where_modules_would_be_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    for change in (
+        lambda: monkeypatch.setattr(sys, "path", ["somewhere", *sys.path]),
+        lambda: monkeypatch.setenv("GDN_VERIFY_DENIED", "list"),
+    ):
+        early.begin(["check", "megatron/layer", "--device", "cpu"])
+        (*_, begun) = early._begun[-1]
+        change()
+        assert early.take(NO_GPU, 60.0) is None
+        begun.close()
+
+
+def test_ranks_of_torchrun_begin_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    early.begin(["check", "fla/chunk", "--device", "cpu"])
+    assert early.take(NO_GPU, 60.0) is None
+
+
+@pytest.mark.slow
+def test_a_command_that_ends_at_once_leaves_no_process() -> None:
+    program = (
+        "from verify.process import prestart; prestart.begin(['check', 'x', '--device=cpu']);"
+        "print(prestart._begun[0][-1]._process.pid)"
+    )
+    pid = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.strip()
+    assert subprocess.run(["ps", "-p", pid], check=False, capture_output=True).returncode == 1
+
+
+def test_torch_is_not_imported_before_the_worker_starts() -> None:
+    program = "import sys; from verify.process import prestart as early; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.slow
+def test_an_adapter_brings_the_core_alone_and_layers_can_be_imported_after() -> None:
+    program = """
+import sys
+from verify.adapters.loader import load
+load("fla/chunk").bring()
+assert "fla.ops.gated_delta_rule" in sys.modules
+assert not {"fla.layers", "fla.models", "torch._dynamo"} & set(sys.modules)
+from fla import GatedDeltaNet
+assert "fla.layers" in sys.modules
+try:
+    from fla import Nothing
+except ImportError:
+    pass
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.slow
+def test_what_is_decorated_for_the_compiler_is_decorated_when_it_is_called() -> None:
+    """`disable` changes nothing while there is no compiler, and what is compiled is compiled at its first call."""
+    program = """
+import sys
+import torch
+from verify.adapters.fla import decorating_later
+compile_now, disable_now, decorated = torch.compile, torch.compiler.disable, []
+torch.compile = lambda function, **options: decorated.append((function.__name__, options)) or (lambda x: x + 10)
+torch.compiler.disable = lambda function, recursive=True: decorated.append((function.__name__, recursive)) or (lambda x: x + 20)
+with decorating_later():
+    @torch.compile(fullgraph=True)
+    def one(x):
+        return x + 1
+    @torch.compiler.disable
+    def two(x):
+        return x + 2
+assert decorated == [] and two.__name__ == "two"
+assert two(0) == 2 and decorated == []
+assert one(0) == 10 and one(1) == 11 and decorated == [("one", {"fullgraph": True})]
+sys.modules["torch._dynamo"] = sys
+assert two(0) == 20 and decorated[1:] == [("two", True)]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
