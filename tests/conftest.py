@@ -17,11 +17,15 @@ def worker() -> Iterator[Worker]:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every module keeps tests for `-m "not slow"`: of what is `slow_after_first`, the first case is quick and the others slow."""
+    """Every module keeps tests for `-m "not slow"`: of what is `slow_after_first`, the first case is quick and the others slow.
+
+    What needs one of the fixtures that its module names SLOW_FIXTURES is slow too.
+    """
     met = set[str]()
     for item in items:
         name = item.nodeid.partition("[")[0]
-        if item.get_closest_marker("slow_after_first") and name in met:
+        fixtures = {*getattr(item, "fixturenames", ())} & {*getattr(getattr(item, "module", None), "SLOW_FIXTURES", ())}
+        if fixtures or (item.get_closest_marker("slow_after_first") and name in met):
             item.add_marker(pytest.mark.slow)
         met.add(name)
 

@@ -32,6 +32,8 @@ from verify.gpu.autotune import (
     write_denied,
 )
 
+SLOW_FIXTURES = ("report",)
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "tests" / "tuning_kernels.py"
 SOURCE = KERNELS.read_text(encoding="utf-8")

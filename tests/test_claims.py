@@ -47,6 +47,8 @@ from verify.cli import claims_command as command
 from verify.process.worker import WorkerLost
 from verify.ranks.collectives import Comm, Place, simulate
 
+SLOW_FIXTURES = ("measurement",)
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEADLINE_S = 300.0
 CPU = torch.device("cpu")

@@ -51,6 +51,7 @@ def test_every_example_is_run() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.slow_after_first
 def test_an_example_does_what_its_docstring_says(name: str, tmp_path: pathlib.Path) -> None:
     command, more, code, line = EXAMPLES[name]
     assert f"\n    {command}\n" in (FOLDER / name).read_text()

@@ -275,6 +275,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (MOST, 1024))
 
 
 @pytest.mark.parametrize("limit", [6, 8])
+@pytest.mark.slow
 def test_a_server_without_room_for_descriptors_says_so(another: dict[str, str], tmp_path: pathlib.Path, limit: int) -> None:
     """Its own are below 6, but for the socket, which has any number: nothing fits, or two of the four that a child needs."""
     (tmp_path / "narrow.py").write_text(NARROW.replace("MOST", str(limit)))

@@ -20,6 +20,8 @@ from verify.interpreter.patches import TRITONS
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker
 
+SLOW_FIXTURES = ("found", "planted")
+
 pytestmark = pytest.mark.interpreted
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,6 +20,8 @@ from verify.zoo.launch_edits import Kernel
 from verify.zoo.mutants import Fate, Mutant
 from verify.zoo.mutation import argue, left_out, sampled, shown, summary, table
 
+SLOW_FIXTURES = ("toys",)
+
 pytestmark = pytest.mark.interpreted
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent

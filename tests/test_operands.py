@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+SLOW_FIXTURES = ("found",)
+
 pytestmark = pytest.mark.interpreted
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -37,6 +37,8 @@ from properties.pool_domain import PoolDomain
 from properties.rule_laws import LAWS
 from properties.strategies import FAR_HEADS, HEADS, WIDTHS, Example
 
+SLOW_FIXTURES = ("elsewhere", "kernels")
+
 ROOT = pathlib.Path(__file__).parent.parent
 EVERY = Domain(in_kernel=IN_KERNEL, reach=16)
 NARROW = Domain(dtypes=("bf16",), key_dims=(64, 256), value_dims=(128, 128), grouped_heads=False, batched=False, backward=False)
@@ -286,6 +288,7 @@ def test_palette_is_of_different_keys_inside_the_domain_and_as_few_as_it_says(na
         assert len(palette_of(name, 1).entries) < len(drawn.entries)
 
 
+@pytest.mark.slow
 def test_palettes_of_every_domain_are_close_to_their_size() -> None:
     assert max(len(palette_of(name).entries) for name in DOMAINS) <= 2 * palette.SIZE
 
@@ -355,6 +358,7 @@ def test_fifty_seeds_draw_all_there_is(fifty: list[Palette]) -> None:
     assert len({each.keys for each in fifty}) == 50
 
 
+@pytest.mark.slow
 def test_each_palette_is_spread(fifty: list[Palette]) -> None:
     for each in fifty:
         entries = each.entries

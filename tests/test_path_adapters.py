@@ -223,6 +223,7 @@ def test_ranks_make_groups_that_others_did_not_need_before() -> None:
             holds(three, f"law=exchange variant=heads adapter=gdn/layer {mesh} lengths=8")
 
 
+@pytest.mark.slow
 def test_ranks_without_a_part_do_not_disagree(two: RankGroup) -> None:
     outcome = asked(two, "law=exchange variant=heads adapter=gdn/layer lengths=0")
     assert (outcome.verdict, outcome.reason) == (Verdict.BLIND, "nothing to compare: no rank has a row")

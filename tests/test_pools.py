@@ -613,6 +613,7 @@ class GridRoundedDown(fla_decode.DecodeBlocks):
     ("spec", "broken"),
     [("fla/decode_blocks", set()), ("tests/test_pools.py:GridRoundedDown", {"o in blocks of 32", "pool in blocks of 32"})],
 )
+@pytest.mark.slow
 def test_kernel_is_right_in_every_block_and_is_launched_in_it(spec: str, broken: set[str], worker: Worker) -> None:
     line = "op=decode lengths=2+1+3 packed=yes value_heads=2 key_dim=8 value_dim=40 dtype=bf16 state=random gate=64"
     answer = worker.ask(RunOne(f"law=blocks adapter={spec} {line}"))

@@ -23,7 +23,7 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_line_holds(worker: Worker, line: str) -> None:
     run = Run.parse(line)
     needs = {"fla-core": "fla/"} if run.adapter.startswith("fla/") else load(run.adapter).requires

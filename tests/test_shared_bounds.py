@@ -393,16 +393,16 @@ def test_of_a_question_without_an_answer_all_are_asked_alone(tmp_path: pathlib.P
     asked: list[Any] = []
 
     class Loses:
-        def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-            asked.extend(question.values())
-            if "runs" in question:
+        def ask(self, question: RunOne | RunMany) -> dict[str, Any]:
+            asked.append(question)
+            if isinstance(question, RunMany):
                 raise WorkerLost("crashed", "killed by SIGSEGV", "")
             return Outcome(Verdict.HOLDS, rows=len(asked)).to_json()
 
     runs = runs_of(*[Case((5,), seed=seed) for seed in range(POOLED)])
     lines, worker = [str(run) for run in runs], Loses()
     assert [outcome.rows for outcome in ask_all(runs, worker, Store(tmp_path))] == list(range(2, POOLED + 2))  # type: ignore[arg-type]
-    assert asked == [lines, *lines]
+    assert asked == [RunMany(lines), *map(RunOne, lines)]
 
 
 def test_what_is_on_file_is_not_asked_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

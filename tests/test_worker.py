@@ -194,7 +194,7 @@ def test_exception_is_a_finding_and_costs_no_worker(worker: Worker) -> None:
     before = worker._process
     outcome = Outcome.from_json(worker.ask(question("zoo/Raises")))
     assert outcome.findings[0].what == "raised RuntimeError: block size 20 exceeded"
-    assert outcome.findings[0].worst.startswith("rules.py:")
+    assert outcome.findings[0].worst.startswith("wrong_rules.py:")
     assert worker._process is before
 
 
@@ -499,6 +499,7 @@ def test_closing_while_the_worker_starts_ends_it(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("no_server")
+@pytest.mark.slow
 def test_neighbouring_ranks_walk_a_set_in_different_orders(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "hashes.py").write_text("def say(question):\n    return {'hash': hash('a word')}\n")
     monkeypatch.syspath_prepend(tmp_path)
