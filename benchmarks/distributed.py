@@ -4,8 +4,8 @@
     python -m benchmarks.distributed --ranks 4              processes of this host: NCCL where each has a GPU, else gloo
     python -m benchmarks.distributed --ranks 2 --soundness 5000 gdn/layer
 
-Rates are of cases drawn, put to all ranks, judged on each and merged, as `check` does it, after 32 that are not counted. The
-first verdict counts from the start of this program: its imports, the ranks' start and join included.
+A rate counts cases that are drawn, run on all ranks, judged on each and merged, as in `check`, after 32 cases of warm-up. The time
+of the first verdict counts from the start of this program, including its imports and the start of the ranks.
 """
 
 import argparse
@@ -31,12 +31,12 @@ from verify.process.worker import Worker  # noqa: E402
 from verify.ranks.group import BACKENDS, RankGroup  # noqa: E402
 
 WARM = 32
-EXCHANGES = 3  # times as many cases of exchanges as of layers: a second is too short to tell hosts apart
+EXCHANGES = 3  # times as many cases of exchanges as of layers: otherwise they take about a second, too short to compare hosts
 RunOf = Callable[[str, Example], Run]
 
 
 def main() -> int:
-    """Measure and print; 1 if right code raised an alarm."""
+    """Measure and print. Returns 1 if right code raised a false alarm."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("adapter", nargs="?", default="gdn/layer")
     parser.add_argument("--ranks", type=int, help="processes of this host")
@@ -105,7 +105,7 @@ def rate(
     group: Asked,
     store: Store,
 ) -> dict[str, float]:
-    """Cases a second of one law, all of which must hold."""
+    """The number of cases and the cases per second of one law. All cases must hold or be blind."""
     from properties.path_domain import path_cases
 
     most = 1 if not options.ranks else BATCH if PATH_LAWS[law].kind == "exact" else TRUTHS
@@ -127,7 +127,7 @@ def rate(
 def soundness(
     domain: PathDomain, run_of: RunOf, options: argparse.Namespace, group: Asked, store: Store, said: dict[str, Any]
 ) -> int:
-    """Ask every law that the adapter promises; the alarms."""
+    """Run every law that the adapter supports. Returns the number of false alarms."""
     laws = [law for law in options.law or PATH_LAWS if PATH_LAWS[law].needs(domain) is None]
     alarms, counts, start = [], dict[str, int](), time.perf_counter()
     worst: dict[str, float] = {}

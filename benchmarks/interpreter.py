@@ -2,8 +2,8 @@
 
     python -m benchmarks.interpreter fla/chunk fla/chunk_kda --cases 24
 
-Prints, for each kernel and size of its grid, the CPU seconds of both ways, and which launches left other bits. Both ways start
-from the same memory. Exit code 1 if any bit differs, 3 if programs could not run together.
+It prints, for each kernel and size of its grid, the CPU seconds of both ways and how many launches left other bits. Both ways start
+from the same memory. The exit code is 1 if any bit differs, and 3 if programs could not run together.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Row:
 
 
 def main() -> int:
-    """Measure."""
+    """Measure and print. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("adapter", nargs="+")
     parser.add_argument("--cases", type=int, default=24, help="cases of the oracle law of each adapter (default 24)")
@@ -66,7 +66,7 @@ def main() -> int:
 
 
 def drawn(adapter: str, cases: int, seed: int) -> list[Run]:
-    """Cases of an adapter's oracle law."""
+    """Runs of cases of the adapter's law `oracle`."""
     domain, runs = load(adapter).domain, list[Run]()
     law = book_of(domain).laws["oracle"]
     seeded(law.draw(domain), seed, cases, lambda example: runs.append(Run("oracle", adapter, example)))
@@ -74,7 +74,10 @@ def drawn(adapter: str, cases: int, seed: int) -> list[Run]:
 
 
 def measured() -> dict[tuple[str, int], Row]:
-    """From now on every launch runs both ways; what is measured, by the kernel and the power of two under its programs."""
+    """Make every launch run both ways from now on. Returns the measurements by kernel and number of programs.
+
+    The number of programs is rounded down to a power of two.
+    """
     plain = GridExecutor.__call__
     rows: dict[tuple[str, int], Row] = collections.defaultdict(Row)
 
@@ -106,14 +109,14 @@ def measured() -> dict[tuple[str, int], Row]:
 
 
 def tensors(values: list[Any]) -> list[torch.Tensor]:
-    """The tensors among arguments, and in tuples of them."""
+    """The tensors among the arguments, and in tuples among them."""
     return [
         part for value in values for part in (value if isinstance(value, tuple) else (value,)) if isinstance(part, torch.Tensor)
     ]
 
 
 def print_table(rows: dict[tuple[str, int], Row]) -> None:
-    """A line for each kernel and size of grid, and one for all."""
+    """Print a line for each kernel and size of grid, and one for the sum."""
     table = Table("kernel", "programs", "launches", "one by one s", "together s", "faster", "other bits", box=None)
     whole = Row()
     for (kernel, power), row in sorted(rows.items()):
@@ -125,7 +128,7 @@ def print_table(rows: dict[tuple[str, int], Row]) -> None:
 
 
 def add(table: Table, kernel: str, programs: str, row: Row) -> None:
-    """Add a line."""
+    """Add a row to the table."""
     faster = f"{row.apart_s / row.together_s:.1f}" if row.together_s else ""
     table.add_row(kernel, programs, str(row.launches), f"{row.apart_s:.2f}", f"{row.together_s:.2f}", faster, str(row.different))
 

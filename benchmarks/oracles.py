@@ -3,8 +3,8 @@
     python -m benchmarks.oracles                    two cores: 4,096 tokens, 4 heads, K = V = 128
     python -m benchmarks.oracles --device cuda      one GPU: 65,536 and 131,072 tokens, Hk = 16, Hv = 32, K = V = 128
 
-Tables of seconds (median and spread over runs, after one that is not counted) and, on a GPU, of the memory beyond inputs and
-gradients. The others compute in float32; they are given the case's lengths only where they need not many minutes.
+It prints tables of seconds (median and spread over runs, after one run of warm-up) and, on a GPU, of the memory beyond inputs and
+gradients. The references of others compute in float32. They run at the case's lengths only if that does not take many minutes.
 """
 
 import argparse
@@ -49,18 +49,18 @@ def main() -> int:
 
 
 def timed(call: Call, device: str, runs: int) -> tuple[float, float, float]:
-    """Median and spread of the seconds of a call, and the greatest GiB that it held beyond what was held before."""
+    """The median and spread of a call's seconds, and the most GiB that it held beyond those held before."""
     return figures_of([once(call, device) for _ in range(runs + 1)])
 
 
 def figures_of(rounds: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Median and spread of the seconds of all rounds but the first, and the greatest GiB of all."""
+    """The median and spread of the seconds of all rounds but the first, and the most GiB of all rounds."""
     seconds = [each for each, _ in rounds[1:]]
     return statistics.median(seconds), max(seconds) - min(seconds), max(held for _, held in rounds)
 
 
 def once(call: Call, device: str) -> tuple[float, float]:
-    """The seconds of a call, and the GiB that it held beyond what was held before."""
+    """The seconds of a call, and the most GiB that it held beyond those held before."""
     held = 0.0
     if device == "cuda":
         torch.cuda.synchronize()
@@ -76,7 +76,7 @@ def once(call: Call, device: str) -> tuple[float, float]:
 
 
 def report(rows: list[dict[str, object]], what: str, tokens: int, figures: tuple[float, float, float]) -> None:
-    """One row, printed as it comes."""
+    """Add a row and print it at once."""
     median, spread, held = figures
     rows.append({"what": what, "tokens": tokens, "median_s": median, "spread_s": spread, "gib": held})
     memory = f"  {held:6.1f} GiB" if held else ""
@@ -84,7 +84,7 @@ def report(rows: list[dict[str, object]], what: str, tokens: int, figures: tuple
 
 
 def inputs(tokens: int, heads: int, value_heads: int, width: int, device: str, rows: int = 1) -> list[Tensor]:
-    """q, k, v, g, beta, state, float64: unit keys, a memory of about 64 tokens."""
+    """q, k, v, g, beta and state in float64, with unit keys and gates that remember about 64 tokens."""
     generator = torch.Generator(device).manual_seed(1)
 
     def uniform(*shape: int) -> Tensor:
@@ -96,13 +96,13 @@ def inputs(tokens: int, heads: int, value_heads: int, width: int, device: str, r
 
 
 def both(x: list[Tensor], sizes: list[int]) -> tuple[Tensor, ...]:
-    """Outputs and every gradient by the oracle."""
+    """The oracle's outputs and all gradients."""
     o, state = delta_rule(*x, x[0].shape[-1] ** -0.5, sizes)  # type: ignore[misc]
     return o.detach(), state.detach(), *torch.autograd.grad([o, state], x, [torch.ones_like(o), torch.ones_like(state)])
 
 
 def peers(device: str, runs: int, rows: list[dict[str, object]]) -> None:
-    """The oracle beside the references of FLA and transformers, in one run, forward and backward."""
+    """Measure the oracle and the references of FLA and transformers in one run, forward and backward."""
     from fla.ops.gated_delta_rule.naive import naive_chunk_gated_delta_rule, naive_recurrent_gated_delta_rule
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
@@ -133,7 +133,7 @@ def peers(device: str, runs: int, rows: list[dict[str, object]]) -> None:
 
 
 def lengths(device: str, runs: int, rows: list[dict[str, object]]) -> None:
-    """Cost against length: linear is a constant time a token."""
+    """Measure the cost by length. A linear cost is a constant time per token."""
     heads, value_heads, width = (16, 32, 128) if device == "cuda" else (1, 2, 64)
     print(f"cost against length, Hk = {heads}, Hv = {value_heads}, K = V = {width}")
     for tokens in (1024, 4096, 16384, 65536, 131072):
@@ -144,7 +144,7 @@ def lengths(device: str, runs: int, rows: list[dict[str, object]]) -> None:
 
 
 def packed(device: str, runs: int, rows: list[dict[str, object]]) -> None:
-    """A thousand sequences beside one of the same total."""
+    """Measure a thousand packed sequences, and one sequence with the same number of tokens."""
     heads, value_heads, width = (16, 32, 128) if device == "cuda" else (1, 2, 64)
     generator = torch.Generator().manual_seed(2)
     ragged = torch.randint(1, 131, (1000,), generator=generator).tolist()
@@ -159,7 +159,7 @@ def packed(device: str, runs: int, rows: list[dict[str, object]]) -> None:
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operations that are not views and make no memory: what a GPU launches, but for those that take several."""
+    """Counts operations but no views or allocations: about the number of kernel launches, though some operations take several."""
 
     plain = ("view", "_unsafe_view", "expand", "transpose", "unsqueeze", "squeeze", "select", "slice", "split", "split_with_sizes")
     plain += ("unbind", "detach", "permute", "alias", "as_strided", "diagonal", "empty", "new_empty", "empty_like")
@@ -174,7 +174,7 @@ class Launches(TorchDispatchMode):
 
 
 def launches(call: Call, device: str) -> str:
-    """How many launches a call makes after its first, in words; nothing on a CPU, where time is not their number."""
+    """The number of launches of a call after its first, as text; empty on a CPU, where it does not decide the time."""
     if device == "cpu":
         return ""
     call()
@@ -184,9 +184,10 @@ def launches(call: Call, device: str) -> str:
 
 
 def bound_cost(device: str, runs: int, rows: list[dict[str, object]]) -> None:
-    """The bound beside the truth alone, on cases as they are drawn; on a CPU a first look of one run, on a GPU the finer bound.
+    """Measure the tolerance and the truth alone, on cases as they are drawn.
 
-    They take turns, and how many times the truth a look took is the median over its turns: a host's speed changes as one waits.
+    On a CPU the tolerance of one disturbed run is measured too, on a GPU those of more runs. All are timed alternately, and the
+    ratio to the truth is the median of the ratios of each round, because a host's speed changes over time.
     """
     print(f"cost of a bound ({RUNS} disturbed runs and the exact one) beside the truth alone, in turn")
     for line in (
@@ -210,7 +211,7 @@ def bound_cost(device: str, runs: int, rows: list[dict[str, object]]) -> None:
 
 
 def looks(case: Case, x: Inputs, cotangents: dict[str, Tensor], algorithm: str, device: str) -> dict[str, Call]:
-    """The bound, and what else a judge may ask for: a first look of one run on a CPU, those of more on a GPU."""
+    """The calls that a judge may make: the tolerance, and also that of one disturbed run on a CPU, or of more runs on a GPU."""
 
     def make(first: int | None) -> dict[str, Bound]:
         return bounds(case.spec, x, cotangents, algorithm, chunk=64, first=first)

@@ -3,9 +3,9 @@
     python -m benchmarks.soundness fla/chunk tests/right.py:Chunk16 --cases 3000
     python -m benchmarks.soundness fla/conv tests/right_modules.py:ConvInSteps --law all --cases 1500
 
-Any adapter, of any book. Prints, for each adapter, dtype and output, quantiles over cases of the worst row's error in sigma (the
-bound is at KAPPA), and the number of alarms; then every alarm's line. What is on file as a known defect is counted apart. Exit 1 if
-there is an alarm.
+It takes any adapter of any book. For each adapter, dtype and output it prints quantiles over cases of the worst row's error in
+sigma (the tolerance is KAPPA sigma) and the number of false alarms, then the line of every false alarm. Known defects are counted
+apart. The exit code is 1 if there is a false alarm.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from verify.process.worker import Worker
 
 
 def main() -> int:
-    """Measure; 1 if a right implementation raised an alarm."""
+    """Measure and print. Returns 1 if a right implementation raised a false alarm."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("adapters", nargs="+")
     parser.add_argument("--cases", type=int, default=3000, help="of all laws together")
@@ -48,7 +48,10 @@ def main() -> int:
 
 
 def laws_of(domain: Any, asked: list[str] | None) -> list[str]:
-    """The laws asked for that can be asked of a domain: `all`, or the first of its book where none is. ValueError if none can."""
+    """The requested laws that the domain supports; the first law of its book if none is requested, every law for "all".
+
+    ValueError if the domain supports none of them.
+    """
     book = book_of(domain)
     names = book.about(domain.operation)
     wanted = names[:1] if asked is None else names if "all" in asked else [name for name in names if name in asked]
@@ -59,7 +62,7 @@ def laws_of(domain: Any, asked: list[str] | None) -> list[str]:
 
 
 def drawn(adapter: str, domain: Any, laws: list[str], options: argparse.Namespace) -> list[Run]:
-    """As many cases of each law."""
+    """Runs of the adapter, with the same number of cases of each law."""
     runs: list[Run] = []
     for law in laws:
         seeded(
@@ -72,7 +75,7 @@ def drawn(adapter: str, domain: Any, laws: list[str], options: argparse.Namespac
 
 
 def outcomes(runs: list[Run], workers: list[Worker], store: Store) -> Iterator[tuple[Run, Outcome]]:
-    """What each run came to, in their order."""
+    """The runs with their outcomes, in order."""
     idle: queue.Queue[Worker] = queue.Queue()
     for worker in workers:
         idle.put(worker)
@@ -89,7 +92,7 @@ def outcomes(runs: list[Run], workers: list[Worker], store: Store) -> Iterator[t
 
 
 def measure(adapter: str, options: argparse.Namespace) -> int:
-    """The table of one adapter; how many alarms it raised."""
+    """Print the table of one adapter. Returns its number of false alarms."""
     start, store, defects = time.monotonic(), Store(), known.load()
     workers = [Worker() for _ in range(options.workers)]
     domain = describe(adapter, workers[0]).domain

@@ -2,8 +2,8 @@
 
     python -m benchmarks.speed fla/chunk --runs 3
 
-Prints the median and spread, over whole runs of `check` in its default profile, of the seconds to the first law's verdict and to
-the end; and, over the cases of the oracle law, the median of (oracle and bounds) / kernel.
+It runs `check` with its default profile several times, and prints the median and spread of the seconds until the first verdict and
+until the end. It also prints the median, over cases of the law `oracle`, of the time of the oracle divided by that of the kernel.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from verify.process.worker import Worker
 
 
 def main() -> int:
-    """Measure."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("adapter")
     parser.add_argument("--runs", type=int, default=3)
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def share(adapter: str) -> list[float]:
-    """Seconds of oracle and bounds over seconds of kernel, a case of the default profile's oracle law each."""
+    """For each case of the law `oracle` in the default profile, the seconds of the oracle divided by those of the kernel."""
     shares: list[float] = []
     store = Store()
     with Worker() as worker:

@@ -3,8 +3,9 @@
     python -m benchmarks.steady fla/chunk --cases 400 --passes 4
     python -m benchmarks.steady fla/chunk --real 1,2,3          one case of 32,768 tokens at the widths of Qwen3-Next, by seed
 
-The cases are those that a check draws, in its order and its questions; the first pass compiles and is not counted. Prints, for each
-pass, cases a second, the seconds that the implementation and the oracle took, and what the cases came to. Exit 3 without a GPU.
+The cases are those that a check draws, in the same order and the same questions. The first pass compiles and is not counted. For
+each pass it prints cases per second, the seconds of the implementation and of the oracle, and the verdicts. The exit code is 3
+without a GPU.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def main() -> int:
     parser.add_argument("adapter", nargs="?", default="fla/chunk")
     parser.add_argument("--cases", type=int, default=400)
     parser.add_argument("--passes", type=int, default=4)
-    # Its keys have no blocks of 16 columns, on which kernels of FLA with four warps end the process (docs/FINDINGS.md).
+    # The keys of seed 6 have no blocks of 16 columns, with which FLA's kernels with four warps end the process (docs/FINDINGS.md).
     parser.add_argument("--seed", type=int, default=6)
     parser.add_argument("--tune", default="5")
     parser.add_argument("--real", help="seeds of cases at real widths, each a pass of its own")
@@ -57,7 +58,7 @@ def main() -> int:
 
 
 def told(number: int, questions: list[list[Run]], worker: Worker) -> None:
-    """One pass over the questions, and what it came to; the first is that which compiles."""
+    """Run and print one pass over the questions. Pass 0 is the one that compiles."""
     counts: collections.Counter[str] = collections.Counter()
     kernel = oracle = 0.0
     store, defects, start = Store(), known.load(), time.perf_counter()
@@ -72,14 +73,14 @@ def told(number: int, questions: list[list[Run]], worker: Worker) -> None:
 
 
 def real(options: argparse.Namespace, worker: Worker, seed: int) -> Run:
-    """The oracle law on one case at real widths."""
+    """The run of the law `oracle` on one case at real widths."""
     described = describe(options.adapter, worker)
     case = dataclasses.replace(real_case(seed), dtype=options.dtype)
     return Run("oracle", options.adapter, Example(case), described.products, "cuda", options.tune)
 
 
 def drawn(options: argparse.Namespace, worker: Worker) -> list[list[Run]]:
-    """The runs of a check's oracle law, in its questions, their keys compiled by processes of their own."""
+    """The runs of a check's law `oracle`, grouped into its questions. Other processes compile their keys first."""
     described = describe(options.adapter, worker)
     law = book_of(described.domain).laws["oracle"]
     processes = max(1, (os.cpu_count() or 1) - 2)

@@ -1,1 +1,1 @@
-"""What is right, and how far off a finite-precision answer may be: float64, torch only, imports nothing from above."""
+"""What is right, and how large the error of a finite-precision answer may be, in float64. Needs torch only."""

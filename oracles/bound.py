@@ -1,31 +1,35 @@
-"""The truth of a call in float64, and the error each row of it may have: the rounding model, run.
+"""The truth of a call in float64, and the tolerance of each row, computed from disturbed runs.
 
-Disturbed runs (oracles/rounding.py) surround the truth: RUNS of them, or RUNS / 2 for each of CHUNKS where a chunkwise
-implementation does not say how long its chunks are, since where they begin decides where its state rounds and its cumulative gate
-restarts; the greatest of their bounds counts. A row is a token and head's vector, a row of a state, or one element of g's and
-beta's gradients. Its error scale is
+Disturbed runs (oracles/rounding.py) are rounded evaluations around the truth. There are RUNS of them. If a chunkwise implementation
+does not declare its chunk length, there are RUNS / 2 for each length in CHUNKS, and the largest tolerance counts: chunk boundaries
+decide where the state rounds and where the cumulative gate restarts. A row is the vector of one token and head, one row of a state,
+or one element of the gradients of g and beta. Its error scale sigma is
 
-    sigma^2 = 1/2 own + 1/2 mean over the WINDOW rows around it,    own = mean over runs of |disturbed - truth|^2
+    sigma^2 = 1/2 own + 1/2 mean of own over the WINDOW rows around it,    own = mean over runs of |disturbed - truth|^2
 
-where the neighbours are those of the same sequence and head (for a state, of the same matrix): one row's own spread over RUNS
-runs is a poor estimate. A row is broken when its error exceeds
+The neighbours belong to the same sequence and head (for a state, to the same matrix). They are pooled because RUNS runs estimate
+the spread of a single row poorly. A row is broken when its error exceeds
 
     allowed = KAPPA sigma
 
-never less than FLOOR_ULP units in the last place of the row, nor than the subnormal step of what is stored on the way to it.
-So few runs, where equal values err alike and pooling rows does not help, may all happen to err little: before it calls a row
-broken that is over by less than CLEAR, the judge asks what MORE of them allow, those of each number in turn. Beside these, where
-operands are coarser than float32, one for each COARSE of them rounds to a bit less. What errs in proportion errs twice as much
-there, and half of that is sigma again; but where errors amplify each other, as those of a chunk's transition do from chunk to
-chunk, twice the error comes to four times as much or more. The distribution then has tails that sigma knows nothing of, and own is
-the greater of both. After several chunks the tails may be all there is: a transition that rounding makes 1.5 where it is 0 takes
-errors to its power, and few runs may all have small ones. There nothing is clear from RUNS alone (`Bound.clear`).
+`allowed` is never less than FLOOR_ULP units in the last place of the row, nor than the subnormal step of the values that are stored
+on the way to the row.
 
-On a CPU, and where a call is large, a run is what costs. There the judge may look at one of the RUNS first, at two, and at all only
-if an error is over what these are sure of (`Bound.sure`): of the same runs it finds the same broken. What is over is looked at
-again in its own part of the call (oracles/parts.py), which goes on with the runs of all of it; later ones round on other grids.
+A few runs may all have small errors by chance, and where equal values have equal errors, pooling rows does not help. If an error
+exceeds `allowed` by less than the factor CLEAR, the judge therefore takes the tolerance from more runs (first 16, then 64: MORE)
+before it calls the row broken. Where operands are coarser than float32, these come with one more run for each COARSE runs, which
+rounds to one bit less. Errors that grow in proportion double there, and half of the double is sigma again. Errors that amplify each
+other, as those of a chunk's transition do from chunk to chunk, grow four times or more. The distribution of errors then has tails
+that sigma of the ordinary runs does not show, so `own` is the larger of both estimates. After several chunks a few runs may miss
+the tails altogether: if rounding turns a transition that should be 0 into 1.5, later chunks multiply errors by powers of it, and
+few runs may happen to have small errors only. In such calls no error is clearly broken by RUNS runs alone (`Bound.clear`).
 
-docs/MEASUREMENTS.md derives KAPPA and holds the distribution of error / allowed on right implementations.
+On a CPU, and for large calls on a GPU, the runs dominate the cost. There the judge may compute one of the RUNS runs first, then
+two, and all of them only if an error is above what the fewer runs guarantee (`Bound.sure`). The verdict is always that of RUNS
+runs. Errors above that are examined again in their own part of the call (oracles/parts.py). The part reuses the runs of the whole
+call; later runs round on other grids.
+
+docs/results.md says how KAPPA was derived and holds the distribution of error / allowed on right implementations.
 """
 
 import dataclasses
@@ -46,33 +50,35 @@ RUNS = 4
 MORE = (4 * RUNS, 16 * RUNS)
 COARSE = 4
 CLEAR = 30.0
-AMPLIFIED, CLEARLY = 128, 1000.0  # in sequences of more tokens errors may be amplified: it takes MORE to be clear, and so much
-LOOKS = (1, 2)  # runs of RUNS that one may look at before the others
-CHUNKS = (64, 16, 32, 128, 48)  # 48, since the others all begin a chunk at every 128th token
+AMPLIFIED, CLEARLY = 128, 1000.0  # longer sequences may amplify errors; then CLEARLY replaces CLEAR, and needs MORE runs
+LOOKS = (1, 2)  # how many of the RUNS runs may be judged before all of them
+CHUNKS = (64, 16, 32, 128, 48)  # 48, because all other lengths begin a chunk at every 128th token
 WINDOW = 9
 KAPPA = 12.0
 FLOOR_ULP = 2.0
 ORIGIN = f"{KAPPA:g} sigma of the disturbed runs"
-_NEAR = 1_500_000  # bytes of some runs' inputs: with more, a CPU waits for memory; measured
-_WIDE = 9_000_000  # float64 numbers of some runs' inputs that a GPU takes at once, however many runs those are
-_FEW, _FEWEST = 8, 4  # runs that a GPU takes at once: so many where there is room, fewer whatever their size
-_ROOM = 160_000_000  # float64 numbers of _FEW runs' inputs: 155 million took 22.2 GiB, 8 of it a segment's
-_BYTES = {"half": 8, "single": 12, "recurrent": 20}  # an input's, with what comes of it: float32, float64, that for two halves
-_BATCH = {"cpu": 2**25, "cuda": 2**28}  # float64 numbers of few runs' inputs: a call that has more is cut into several
-_LARGE = 2**24  # numbers of a call's inputs, above which a GPU takes LOOKS too, and looks at parts alone
-_TINY = 2.0**-100  # products of what is flushed to zero below 2^-126 with anything up to 6e7, the norm's 1 / 1e-4 included
+_NEAR = 1_500_000  # bytes of the inputs of runs evaluated together on a CPU; with more it waits for memory (measured)
+_WIDE = 9_000_000  # float64 numbers of inputs that a GPU takes at once, in any number of runs
+_FEW, _FEWEST = 8, 4  # runs that a GPU takes at once: _FEW if memory allows, otherwise _FEWEST
+_ROOM = 160_000_000  # float64 numbers of the inputs of _FEW runs: 155 million took 22.2 GiB, of which a segment took 8
+_BYTES = {"half": 8, "single": 12, "recurrent": 20}  # bytes of an input and its results: float32, float64, two halves in float64
+_BATCH = {"cpu": 2**25, "cuda": 2**28}  # float64 numbers of the inputs of a few runs: a larger call is cut into several
+_LARGE = 2**24  # numbers in a call's inputs above which a GPU, too, uses LOOKS and judges parts alone
+_TINY = 2.0**-100  # a number flushed to zero below 2^-126, times a factor up to 6e7 (the norm's 1 / 1e-4 included)
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """The truth of one tensor, in float64, and the error allowed to each of its rows (its shape less the row's axis).
+    """The float64 truth of one tensor, and the error allowed to each of its rows.
 
-    `finer` makes the same bound from more runs: a judge asks for it before it calls a row broken on a near thing, and may say which
-    rows those are (`Finer`).
+    `allowed` has the shape of `value` without the axis of a row. `finer` makes the same bound from more runs. A judge calls it
+    before it calls a row broken whose error is near the tolerance, and may name the rows in question (see `Finer`).
 
-    A bound of fewer runs than RUNS, some of those, is `sure` of less than 1: what RUNS allow is at least so much of what it allows.
-    Where no error is over that much, RUNS would find none over theirs; else its `finer` is to be asked, which has more of the runs.
-    Errors over what is allowed by more than `clear` are broken whatever more runs allow.
+    `sure` is 1 for RUNS runs or more. A bound of fewer runs has `sure` below 1: the tolerance of RUNS runs is at least `sure` times
+    this `allowed`. If no error exceeds that product, RUNS runs would find none broken either; otherwise the judge must call
+    `finer`.
+
+    An error that exceeds `allowed` by more than the factor `clear` is broken, whatever more runs would allow.
     """
 
     value: Tensor
@@ -83,11 +89,11 @@ class Bound:
     clear: float = CLEAR
 
     def settled(self) -> "Bound":
-        """This bound, or the finer one that has all RUNS."""
+        """Return this bound if it has all RUNS runs, otherwise the finer one that has."""
         return self if self.sure == 1 or self.finer is None else self.finer().settled()
 
     def at(self, *index: Any) -> "Bound":
-        """The bound of some rows: the value and the allowance indexed alike."""
+        """Return the bound of some rows; the value and the tolerance are indexed alike."""
         finer, allowed = self.finer, self.allowed
 
         def later(over: Tensor | None = None) -> Bound:
@@ -102,15 +108,15 @@ class Bound:
         return Bound(self.value[index], allowed[index], self.origin, made, self.sure, self.clear)
 
     def beside(self, other: "Bound") -> "Bound":
-        """The bound of the same tensor where both err, one after the other: the allowances add up."""
+        """Return the bound of the same tensor when two computations err one after the other: the tolerances add up."""
         return self._and(other, self.value, Bound.beside)
 
     def plus(self, other: "Bound") -> "Bound":
-        """The bound of a sum of two tensors that err on their own."""
+        """Return the bound of the sum of two tensors with independent errors."""
         return self._and(other, self.value + other.value, Bound.plus)
 
     def _and(self, other: "Bound", value: Tensor, join: Callable[["Bound", "Bound"], "Bound"]) -> "Bound":
-        """The sum of two allowances; of the two, a look further is taken of that which is less sure, or of both."""
+        """Add two tolerances; `finer` of the sum refines the bound that is less sure, or both if they are equally sure."""
         sure = min(self.sure, other.sure)
         one, two = (each.finer if each.sure == sure else lambda _=None, each=each: each for each in (self, other))
         later = None if one is None or two is None else lambda over=None: join(one(over), two(over))
@@ -118,19 +124,20 @@ class Bound:
 
 
 class Finer(Protocol):
-    """A bound from more runs, for the rows that are `over` at least (shaped as what is allowed); for all, if none are named.
+    """Makes a bound from more runs, at least for the rows marked in `over` (shaped as `Bound.allowed`); None marks all rows.
 
-    Rows that nobody asked about may keep what fewer runs allow: who asks must have found them within that.
+    Rows that are not marked may keep the tolerance of fewer runs, so mark every row whose error is not within it.
     """
 
     def __call__(self, over: Tensor | None = None) -> Bound:
-        """The bound."""
+        """Return the bound."""
 
 
 def truth(operation: Operation, inputs: Inputs, cotangents: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Every output in float64, and with cotangents (of the outputs that have one) every gradient.
+    """Return every output in float64 and, with cotangents, every gradient.
 
-    ValueError, as from `bounds`, if the inputs break the operation's contract or a cotangent is not shaped as its output.
+    `cotangents` has a tensor for each output that has one. ValueError, as from `bounds`, if the inputs break the operation's
+    contract or a cotangent has another shape than its output.
     """
     operation.check(inputs)
     _check_cotangents(cotangents)
@@ -150,15 +157,18 @@ def bounds(
     folds: bool = False,
     made: dict[str, Bound] | None = None,
 ) -> dict[str, Bound]:
-    """The truth and the bound of each output, and with cotangents of each gradient.
+    """Return the truth and the bound of each output and, with cotangents, of each gradient.
 
-    `algorithm` is the class of the implementation ("chunkwise", "recurrent", "pointwise"), `products` how it multiplies float32
-    matrices ("ieee", "tf32"), `chunk` the tokens in its chunks if known; cotangents are those of the outputs, in their dtypes.
-    `first` are the runs that the first bound is of: of MORE, or of LOOKS, which are taken before RUNS on a CPU, and on a GPU of a
-    large call; who judges by them must heed what they are `sure` of. `stores` says that a recurrent implementation's
-    backward sums its states again, from corrected values that are stored in the inputs' dtype; `folds` that a chunkwise one
-    multiplies a decay which all channels share into queries and keys, and stores these. `made` are bounds of RUNS that were made
-    with those of other calls: they are given back with finer ones, which are of the part of this call that is asked about.
+    `algorithm` is the class of the implementation ("chunkwise", "recurrent", "pointwise"). `products` is how it multiplies float32
+    matrices ("ieee", "tf32"). `chunk` is the number of tokens in its chunks, if known. `cotangents` belong to outputs and have
+    their dtypes.
+
+    `first` is the number of runs of the first bound: one of MORE or of LOOKS. LOOKS come before RUNS on a CPU and, for a large
+    call, on a GPU; a judge that uses them must heed `Bound.sure`. `stores` says that the backward of a recurrent implementation
+    sums its states again from corrected values that are stored in the inputs' dtype. `folds` says that a chunkwise implementation
+    multiplies a decay that all channels share into queries and keys, and stores these. `made` are bounds of RUNS runs that were
+    computed together with those of other calls; they are returned with a `finer` that examines only the marked part of this call.
+    ValueError for illegal inputs, or for an unknown `algorithm`, `first` or `chunk`.
     """
     if algorithm not in operation.classes:
         raise ValueError(f"algorithm must be one of {', '.join(operation.classes)} for {operation.name}, got {algorithm!r}")
@@ -187,13 +197,14 @@ def bounds(
     return looks.bounds() if made is None else {name: looks.with_finer(name, each, 1) for name, each in made.items()}
 
 
-Given = tuple[Inputs, dict[str, Tensor] | None, dict[str, Tensor]]  # inputs, cotangents, and all that comes of them
+Given = tuple[Inputs, dict[str, Tensor] | None, dict[str, Tensor]]  # inputs, cotangents, exact outputs and gradients
 
 
 class _Looks:
-    """What one look after the other allows: the first at the whole call, a later one at the part of it that is asked about.
+    """The bounds of one call after each look; the first look is at the whole call, a later one at the part in question.
 
-    `counts` are the runs of each look. Without `parts`, every look is at all of it, once: where a GPU takes as long for a part.
+    `counts` has the number of runs of each look. Without `parts` every look is at the whole call and happens once; this is for a
+    GPU, which takes as long for a part as for all.
     """
 
     def __init__(self, cut: Cut, given: Given, make: Callable[..., "_Disturbed"], counts: Sequence[int], *, parts: bool) -> None:
@@ -202,11 +213,11 @@ class _Looks:
         self.made: list[dict[Part, dict[str, Bound]]] = [{} for _ in counts]
 
     def bounds(self) -> dict[str, Bound]:
-        """Those of the first look, with later ones as finer."""
+        """Return the bounds of the first look, with the later looks as `finer`."""
         return {name: self.with_finer(name, bound, 1) for name, bound in self._look(0, self.cut.whole)[1].items()}
 
     def with_finer(self, name: str, bound: Bound, look: int) -> Bound:
-        """A bound of the look before this one."""
+        """Return a bound of the look before `look`, with `look` as its `finer`."""
         if look == len(self.counts):
             return bound
 
@@ -224,18 +235,18 @@ class _Looks:
         return dataclasses.replace(bound, finer=finer)
 
     def _look(self, look: int, part: Part) -> tuple[Part, dict[str, Bound]]:
-        """What a look came to of some part that has this one: which, and its bounds."""
+        """Take a look at a part that contains `part`, or reuse one; return that part and its bounds."""
         made, count = self.made[look], self.counts[look]
         if (there := next((each for each in made if each.has(part)), None)) is None:
             total = RUNS if count <= RUNS else MORE[-1]
             there = self._cheapest(part, total, count)
             made[there] = self._disturbed(there, total).bounds(count)
-            if count == total:  # no later look makes more of them
+            if count == total:  # no later look needs more of these runs
                 del self.runs[there, total]
         return there, made[there]
 
     def _cheapest(self, part: Part, total: int, count: int) -> Part:
-        """That part, or a larger one of which so many runs cost less, since an earlier look made some of them."""
+        """Return `part`, or a larger part that is cheaper because an earlier look has computed some of its runs."""
         begun = self.runs.get((self.cut.whole, total))
         costs = {part: self.cut.size(part) * (count - (begun.done if begun else 0))}
         for (each, of), runs in self.runs.items():
@@ -244,7 +255,7 @@ class _Looks:
         return min(costs, key=lambda each: costs[each])
 
     def _disturbed(self, part: Part, total: int) -> "_Disturbed":
-        """The disturbed runs of a part, of which a later look makes more."""
+        """Return the disturbed runs of a part; a later look adds runs to them."""
         if (part, total) not in self.runs:
             inputs, cotangents, exact = self.given
             if part != self.cut.whole:
@@ -257,7 +268,7 @@ class _Looks:
 
 
 class _Disturbed:
-    """The disturbed runs of a call, made as they are asked for: `total`, or half as many for each of several sizes of chunks."""
+    """The disturbed runs of a call, computed when needed: `total`, or half as many for each of several chunk lengths."""
 
     def __init__(
         self,
@@ -278,19 +289,20 @@ class _Disturbed:
         self.coarse = total in MORE and plain.narrow
         self.ports = {port.name: port for port in (*operation.outputs, *operation.gradients())}
         self.done = 0  # runs of the last bounds
-        # By size of chunk and whether they are the coarse ones: how many runs, and sums of squares.
+        # For each chunk length, and for ordinary and coarse runs: the number of runs, and their sums of squares.
         self.made: dict[tuple[int | None, bool], tuple[int, list[Tensor]]] = {}
 
     def go_on(self, begun: "_Disturbed", taken: Callable[[str, Tensor], Tensor]) -> None:
-        """Have the runs that were made of the whole call, of which this is a part, of whose rows it has what is `taken`."""
+        """Start from the runs of the whole call, of which this is a part; `taken` selects the part's rows."""
         for key, (runs, sums) in begun.made.items():
             self.made[key] = runs, [taken(name, own) for name, own in zip(self.exact, sums, strict=True)]
 
     def bounds(self, count: int) -> dict[str, Bound]:
-        """The bounds of the first `count` runs, of half of them where chunks have several sizes.
+        """Return the bounds of the first `count` runs, or of half as many for each chunk length if there are several.
 
-        The N runs of RUNS have the n of LOOKS among them: the mean of their squares is at least n / N of the mean of these, and
-        what they allow at least the root of n / N of what these allow. Of several sizes the greatest counts: no less than one's.
+        The N = RUNS runs contain the n runs of a look, so their mean square is at least n / N times that of the n runs, and their
+        tolerance is at least the root of n / N times that of the n runs. With several chunk lengths the largest tolerance counts,
+        which is at least that of one length.
         """
         sizes, runs = self.chunks, count
         if len(sizes) > 1:
@@ -306,12 +318,12 @@ class _Disturbed:
 
     @functools.cached_property
     def amplifies(self) -> bool:
-        """Whether errors may be amplified from chunk to chunk: in float32 they are too small for that."""
+        """Whether errors may be amplified from chunk to chunk; float32 errors are too small for that."""
         tokens = self.operation.inputs[0].name
         return self.plain.narrow and max(sequences(self.inputs, tokens), default=0) > AMPLIFIED
 
     def allowed(self, size: int | None, runs: int) -> dict[str, Tensor]:
-        """What is allowed by the first so many runs in chunks of a size."""
+        """Return the tolerance from the first `runs` runs in chunks of `size` tokens."""
         squares, rows, plain = self.squares(size, runs), [], self.plain
         if self.coarse:
             coarse = self.squares(size, max(1, runs // COARSE), coarse=True)
@@ -325,7 +337,7 @@ class _Disturbed:
         return dict(zip(self.exact, allowances(rows, lengths), strict=True))
 
     def squares(self, size: int | None, runs: int, *, coarse: bool = False) -> list[Tensor]:
-        """Each row's squared distance from the truth, its mean over the first so many runs in chunks of a size."""
+        """Return each row's mean squared distance from the truth, over the first `runs` runs in chunks of `size` tokens."""
         before, sums = self.made.get((size, coarse), (0, []))
         if before < runs:
             plain = dataclasses.replace(_coarser(self.plain) if coarse else self.plain, chunk=size, last=self.runs)
@@ -344,13 +356,13 @@ class _Disturbed:
 
 
 def _coarser(plain: Arithmetic) -> Arithmetic:
-    """The arithmetic with a bit less in what it stores, multiplies and hands out: there it errs twice as much."""
+    """Return the arithmetic with one bit less in stored, multiplied and output values, so that their errors double."""
     names = ("stored", "product", "output", "inverse")
     return dataclasses.replace(plain, **{name: getattr(plain, name) - 1 for name in names if getattr(plain, name) < EXACT})
 
 
 def _check_cotangents(cotangents: object) -> None:
-    """Refuse cotangents that are no floating-point tensors by name; `_evaluate` knows their shapes."""
+    """Raise ValueError if a cotangent is not a floating-point tensor; `_evaluate` checks the shapes."""
     if cotangents is not None and not isinstance(cotangents, dict):
         raise ValueError(f"cotangents must be None or tensors by name, got {type(cotangents).__name__}")
     for name, each in (cotangents or {}).items():
@@ -359,13 +371,13 @@ def _check_cotangents(cotangents: object) -> None:
 
 
 def _dtype(operation: Operation, inputs: Inputs, kind: str = "input") -> str:
-    """The name of the coarsest dtype that the inputs of a kind have; of float64, which only the truth is asked for, fp32."""
+    """Return the name of the coarsest dtype among the inputs of a kind; float64, which only `truth` takes, counts as fp32."""
     given = [inputs[port.name] for port in operation.inputs if port.dtype == kind and inputs.get(port.name) is not None]
     return min((NAMES.get(each.dtype, "fp32") for each in given), key=lambda name: BITS[name], default="fp32")
 
 
 def _wide(operation: Operation, inputs: Inputs) -> Inputs:
-    """The inputs in float64; offsets on the CPU, where reading them waits for nothing that a GPU still has to do."""
+    """Return the inputs in float64, with offsets on the CPU, where reading them does not wait for the GPU."""
     names = [port.name for port in operation.inputs if inputs.get(port.name) is not None]
     wide = {name: inputs[name].double() for name in names if inputs[name].is_floating_point()}
     if (offsets := inputs.get("cu_seqlens")) is not None:
@@ -381,7 +393,7 @@ def _spread(
     exact: dict[str, Tensor],
     arithmetics: Sequence[Arithmetic],
 ) -> list[Tensor]:
-    """The sum over the runs of some arithmetics of each row's squared distance from the truth."""
+    """Return each row's squared distance from the truth, summed over the runs of several arithmetics."""
     own: list[Tensor] = []
     for arithmetic in arithmetics:
         runs = _evaluate(operation, inputs, cotangents, arithmetic)
@@ -401,7 +413,7 @@ def _on_a_gpu(inputs: Inputs) -> bool:
 
 
 def _at_once(inputs: Inputs, plain: Arithmetic, pieces: int) -> int:
-    """How many of the runs are evaluated together: on a CPU what keeps near what they work on, on a GPU what it has room for."""
+    """Return how many runs to evaluate together: what stays in a CPU's cache, or what a GPU has memory for."""
     tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
     numbers = max(1, sum(x.numel() for x in tensors) // pieces)
     if _on_a_gpu(inputs):
@@ -412,17 +424,20 @@ def _at_once(inputs: Inputs, plain: Arithmetic, pieces: int) -> int:
 
 
 def _kind(plain: Arithmetic) -> str:
-    """What runs are computed as: chunkwise ones in float32 where operands are coarser, else in float64."""
+    """Return the key into _BYTES: chunkwise runs are computed in float32 if operands are coarser than that, else in float64."""
     return "recurrent" if plain.algorithm == "recurrent" else "half" if plain.narrow else "single"
 
 
 def _numbers(operation: Operation, inputs: Inputs) -> int:
-    """How many numbers a call's inputs have."""
+    """Return how many numbers the inputs of a call have."""
     return sum(inputs[port.name].numel() for port in operation.inputs if inputs.get(port.name) is not None)
 
 
 def _pieces(operation: Operation, inputs: Inputs, runs: int) -> int:
-    """Into how few calls a call is cut along the operation's parallel axes to keep few runs' inputs within _BATCH numbers each."""
+    """Return the least number of calls to cut a call into so that the inputs of a few runs stay within _BATCH numbers each.
+
+    Cuts are along the operation's parallel axes.
+    """
     sizes = operation.sizes(inputs)
     most = math.gcd(*(sizes[axis] for axis in operation.parallel)) if operation.parallel else 1
     held = fitting(_BATCH["cuda" if _on_a_gpu(inputs) else "cpu"], _device(inputs))
@@ -431,7 +446,7 @@ def _pieces(operation: Operation, inputs: Inputs, runs: int) -> int:
 
 
 def _slices(operation: Operation, tensors: Any, pieces: int) -> list[Any]:
-    """Inputs, or tensors by name, cut into pieces along the operation's parallel axes; what has none of them is in each."""
+    """Cut inputs, or tensors by name, along the operation's parallel axes; a tensor without these axes goes into every piece."""
     if tensors is None or pieces == 1:
         return [tensors] * pieces
     ports = {port.name: port for port in (*operation.inputs, *operation.outputs, *operation.gradients())}
@@ -455,7 +470,7 @@ def _joined(operation: Operation, port: Port, parts: list[Tensor]) -> Tensor:
 
 
 class Rows(NamedTuple):
-    """The rows of a tensor: its truth, each row's mean squared disturbance (`own`), a unit in the last place, a subnormal step."""
+    """A tensor's rows: truth, mean squared disturbance of each row (`own`), unit in the last place, subnormal step."""
 
     port: Port
     value: Tensor
@@ -470,7 +485,7 @@ class Rows(NamedTuple):
 
 
 def allowances(given: Sequence[Rows], lengths: list[int]) -> list[Tensor]:
-    """The error allowed to each row of some tensors; `lengths` are those of the sequences, for tensors with tokens."""
+    """Return the error allowed to each row of several tensors; `lengths` are the sequences' lengths, for tensors with tokens."""
     floors = [rows.value.abs() if rows.port.scalar_rows else torch.linalg.vector_norm(rows.value, dim=-1) for rows in given]
     widths = [1 if rows.port.scalar_rows else rows.value.shape[-1] for rows in given]
     torch._foreach_mul_(floors, [FLOOR_ULP * rows.ulp for rows in given])
@@ -485,12 +500,12 @@ def _allowed(own: Tensor, around: Tensor) -> Tensor:
 
 
 def _along_tokens(given: list[Tensor], lengths: list[int]) -> list[Tensor]:
-    """What is allowed where the neighbours of a row are those of its sequence and head: all tensors [B, T, ...] at once."""
+    """Return the tolerances of all tensors [B, T, ...] at once; a row's neighbours are those of its sequence and head."""
     tokens = sum(lengths)
     if not given or not tokens:
         return given
     parts = [own.flatten(0, 1).reshape(tokens, -1) for own in given]
-    # A column of ones counts what each window sees.
+    # A column of ones counts the rows in each window.
     gap, places = WINDOW // 2, _apart(tuple(lengths), given[0].device)
     columns = torch.cat([*parts, parts[0].new_ones(tokens, 1)], -1)
     apart = columns.new_zeros(tokens + gap * len(lengths), columns.shape[-1]).index_copy_(0, places, columns)
@@ -501,13 +516,13 @@ def _along_tokens(given: list[Tensor], lengths: list[int]) -> list[Tensor]:
 
 @functools.lru_cache(64)
 def _apart(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """The place of each token where so many zeros stand between two sequences that no window sees both."""
+    """Return the place of each token when enough zeros separate the sequences that no window covers two of them."""
     numbers = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     return (torch.arange(sum(lengths)) + WINDOW // 2 * numbers).to(device)
 
 
 def _moving_mean(rows: Tensor) -> Tensor:
-    """The mean over up to WINDOW entries around each along the last axis; fewer at the ends."""
+    """Return the mean over up to WINDOW entries around each entry along the last axis; windows are shorter at the ends."""
     if not rows.ndim or not rows.numel():
         return rows
     each = rows.reshape(-1, rows.shape[-1])
@@ -517,7 +532,7 @@ def _moving_mean(rows: Tensor) -> Tensor:
 def _evaluate(
     operation: Operation, inputs: Inputs, cotangents: dict[str, Tensor] | None, arithmetic: Arithmetic
 ) -> dict[str, Tensor]:
-    """Every output and gradient with the runs along axis 0, shaped as the call's tensors."""
+    """Return every output and gradient with the runs along axis 0, shaped as the tensors of the call."""
     names = [port.name for port in operation.inputs if inputs.get(port.name) is not None]
     given = {name: x.detach() for name, x in _wide(operation, inputs).items() if name in names}
     leaves = {name: x.unsqueeze(0).expand(arithmetic.runs, *x.shape) for name, x in given.items()}

@@ -1,7 +1,7 @@
-"""The delta rules in float64 at real lengths: the chunkwise form with its own backward.
+"""The delta rules in float64 at real lengths: the chunkwise form with a backward of its own.
 
-Per sequence and value head, with G = cumsum(g) inside a chunk of C tokens (g one number a token and head, or one a channel of
-the key: KDA), E_ij = exp(G_i - G_j) for i >= j and products of keys taken channel by channel:
+For each sequence and value head, let G = cumsum(g) inside a chunk of C tokens (g is one number for each token and head or, in KDA,
+for each channel of the key too), E_ij = exp(G_i - G_j) for i >= j, and take products of keys channel by channel:
 
     A_ij = beta_i sum_c k_ic k_jc E_ijc,  i > j        P_ij = scale sum_c q_ic k_jc E_ijc,  i >= j
     (I + A) [U | W] = [beta v | beta exp(G) k]         unit lower triangular
@@ -9,14 +9,14 @@ the key: KDA), E_ij = exp(G_i - G_j) for i >= j and products of keys taken chann
     o  = scale exp(G) q S + P V'
     S <- exp(G_C) S + L^T V' = M S + L^T U,            L = exp(G_C - G) k,   M = exp(G_C) - L^T W
 
-Only S goes from chunk to chunk, by one product a chunk; all else is computed for many chunks at once. (Where no chunk of a segment
-follows another, as of short sequences, V' is all that S needs, and there is no M.) Backward, with dS the cotangent of the state
-after the chunk, that line runs in reverse,
+Only S goes from chunk to chunk, by one product for each chunk; everything else is computed for many chunks at once. (If no chunk of
+a segment follows another, as for short sequences, S needs only V', and M is not computed.) In the backward, with dS the cotangent
+of the state after the chunk, the last line runs in reverse,
 
     dV' = P^T do + L dS        dS <- M^T dS + (scale exp(G) q)^T do - W^T P^T do
 
-and the rest is again computed at once. A segment (oracles/segments.py) is as many chunks as fit into _SEGMENT bytes.
-tests/test_oracles.py proves all of it equal to the definition.
+and everything else is again computed at once. A segment (oracles/segments.py) is as many chunks as fit into _SEGMENT bytes.
+tests/test_oracles.py shows that all of it equals the definition.
 """
 
 import dataclasses
@@ -34,21 +34,21 @@ _BLOCK = 32  # tokens
 _SEGMENT = {
     "cpu": 2**26,
     "cuda": 2**33,
-}  # bytes; of 2^24 to 2^30 a CPU was fastest with this, of 2^30 to 2^34 an H200 with twice this
+}  # bytes; a CPU was fastest with this among 2^24 to 2^30, an H200 with twice this among 2^30 to 2^34
 
 
 def delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float, lengths: list[int], chunk: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """o [T, HV, V] and the final states [N, HV, K, V]; sequences of `lengths` tokens, that add up to T, follow each other.
+    """Return o [T, HV, V] and the final states [N, HV, K, V] of consecutive sequences of `lengths` tokens, which add up to T.
 
-    q, k [T, H, K], v [T, HV, V], g [T, HV, 1] or, a channel each, [T, HV, K], beta [T, HV], state [N, HV, K, V], all float64.
-    `chunk` is a number of tokens, by default (0) that of least work. ValueError for shapes or dtypes that are not those, or lengths
-    that do not add up.
+    q, k [T, H, K], v [T, HV, V], g [T, HV, 1] or, with a gate for each channel, [T, HV, K], beta [T, HV], state [N, HV, K, V]; all
+    are float64. `chunk` is a number of tokens; 0 (the default) selects the one with the least work. ValueError for other shapes or
+    dtypes, or lengths that do not add up.
     """
     _check(q, k, v, g, beta, state, scale, lengths, chunk)
     size = chunk or best_chunk(lengths, k.shape[-1], v.shape[-1])
-    if g.shape[-1] > 1:  # products that decay by channel are taken in halves of halves
+    if g.shape[-1] > 1:  # products that decay by channel need powers of two (oracles/decay.py)
         size = 1 << (size - 1).bit_length()
     heads = k.shape[1]
     tokens = q.unsqueeze(2), k.unsqueeze(2), *(x.unflatten(1, (heads, -1)) for x in (v, g, beta.unsqueeze(-1)))
@@ -85,7 +85,7 @@ def _check(
 
 
 def best_chunk(lengths: list[int], width: int, value_width: int) -> int:
-    """The tokens in a chunk for which the matrix products of all sequences cost least, padding included."""
+    """Return the tokens in a chunk for which the matrix products of all sequences cost least, padding included."""
     longest = max(lengths, default=1) or 1
 
     def work(size: int) -> float:
@@ -97,7 +97,10 @@ def best_chunk(lengths: list[int], width: int, value_width: int) -> int:
 
 @dataclasses.dataclass
 class _Local:
-    """What the chunks of a segment need of no state; axes [chunk, H, HV / H, token, ...], one head group for q and k."""
+    """What the chunks of a segment need besides the state; axes [chunk, H, HV / H, token, ...].
+
+    The axis HV / H has size 1 for q and k.
+    """
 
     q: Tensor
     k: Tensor
@@ -125,7 +128,7 @@ class _Local:
 
 
 class _Kept(NamedTuple):
-    """What a segment keeps for backward: its chunks' own, and each chunk's state before and what it writes."""
+    """What a segment keeps for the backward: tensors of its chunks, the state before each chunk, and what each chunk writes."""
 
     local: _Local
     held: Tensor
@@ -134,22 +137,25 @@ class _Kept(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """The computations of a segment (oracles/segments.py), scaled by `scale`; axes between chunk and token are H and HV / H."""
+    """The computations of a segment (oracles/segments.py), scaled by `scale`; the axes between chunk and token are H and HV / H."""
 
     scale: float
 
     def most(self, size: int, k: Tensor, v: Tensor) -> int:
-        """The chunks of a segment: as many as fit into _SEGMENT bytes, by the float64 numbers that each takes backward."""
+        """Return the chunks of a segment: as many as fit into _SEGMENT bytes.
+
+        The size of a chunk is the number of float64 numbers that its backward takes.
+        """
         (heads, groups, value_width), width = v.shape[1:], k.shape[-1]
         each = 8 * size * (width + value_width) + 8 * size**2 + 4 * width * value_width + width**2
         return max(1, fitting(_SEGMENT.get(k.device.type, _SEGMENT["cuda"]), k.device) // (8 * each * heads * groups))
 
     def dtype(self, x: Tensor) -> torch.dtype:
-        """That of x."""
+        """Return the dtype of x."""
         return x.dtype
 
     def forward(self, segment: Segment, tokens: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor, _Kept]:
-        """o, the states after the segment, and what backward needs."""
+        """Return o, the states after the segment, and what the backward needs."""
         q, k, v, g, beta = tokens
         q = q * self.scale
         total = g.cumsum(-2)
@@ -162,7 +168,7 @@ class _Call:
         solved = substituted(corrections, inverses, beta * start)
         written, erased = solved.split((v.shape[-1], k.shape[-1]), -1)
         whole, keeps = grown[..., -1, :].unsqueeze(-1), k * left
-        if len(segment.steps) == 1:  # a transition is as large as a state
+        if len(segment.steps) == 1:  # no chunk follows another: no transition is needed, which is as large as a state
             transition, held = None, state
             fresh = written - erased @ held
             final = whole * held
@@ -181,7 +187,7 @@ class _Call:
         return local.reads @ held + scores @ fresh, final, _Kept(local, held, fresh)
 
     def backward(self, segment: Segment, made: _Kept, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The cotangents of q, k, v, g, beta, and of the states before the segment."""
+        """Return the cotangents of q, k, v, g, beta, and of the states before the segment."""
         x, held, fresh = made
         value_width, width = fresh.shape[-1], x.k.shape[-1]
         erased, members = x.solved[..., value_width:], len(dstate)
@@ -200,7 +206,7 @@ class _Call:
                 directions[before].flatten(0, 2).baddbmm_(x.transition[chunks].flatten(0, 2).mT, directions[after].flatten(0, 2))
             dbefore, after = directions[:members], directions[members:]
             dfresh += x.keeps @ after
-        dscores = do @ fresh.mT  # read at and below the diagonal only
+        dscores = do @ fresh.mT  # used at and below the diagonal only
         dreads, dkeeps = do @ held.mT, fresh @ after.mT
         dwhole = (held * after).sum(-1).unsqueeze(-2)
         dsolved = torch.cat([dfresh, -dfresh @ held.mT], -1)
@@ -217,18 +223,21 @@ class _Call:
         later, earlier, every = dreads * x.reads + dgrown_k * x.grown * x.k, dkeeps * x.keeps, dwhole * x.whole.mT
         if x.whole.shape[-2] == 1:
             later, earlier, every = (each.sum(-1, keepdim=True) for each in (later, earlier, every))
-        # exp(G_i) has the gates up to i, exp(G_C - G_i) those after i, exp(G_C) all.
+        # exp(G_i) depends on the gates up to i, exp(G_C - G_i) on those after i, exp(G_C) on all.
         dg = dg.sum(0) + later.flip(-2).cumsum(-2).flip(-2) + every
         dg[..., 1:, :] += earlier[..., :-1, :].cumsum(-2)
         return (dq, dk, dv, dg, dbeta.unsqueeze(-1)), dbefore
 
     def shared(self, x: Tensor) -> Tensor:
-        """The sum over the value heads of a key head."""
+        """Return the sum over the value heads of a key head."""
         return x.sum(2, keepdim=True)
 
 
 def inverted(a: Tensor) -> list[Tensor]:
-    """The inverses of the diagonal blocks of I + a, for `substituted`; a [.., C, C] is lower triangular, its diagonal not used."""
+    """Return the inverses of the diagonal blocks of I + a, for `substituted`.
+
+    a [.., C, C] is lower triangular; its diagonal is not used.
+    """
     cuts = range(0, a.shape[-1], _BLOCK)
     blocks = [a[..., cut : cut + _BLOCK, cut : cut + _BLOCK] for cut in cuts]
     unit = torch.eye(min(_BLOCK, a.shape[-1]), dtype=a.dtype, device=a.device)
@@ -239,9 +248,10 @@ def inverted(a: Tensor) -> list[Tensor]:
 
 
 def substituted(a: Tensor, inverses: list[Tensor], b: Tensor, *, transposed: bool = False) -> Tensor:
-    """x of (I + a) x = b, or of (I + a)^T x = b, b [.., C, W]: substitution by blocks, whose inverses are `inverted(a)`.
+    """Solve (I + a) x = b, or (I + a)^T x = b, for x, with b [.., C, W], by substitution in blocks; `inverses` are `inverted(a)`.
 
-    As accurate as by rows where the blocks are well conditioned (Demmel and Higham 1992), and made of products.
+    This is as accurate as substitution by rows if the blocks are well conditioned (Demmel and Higham 1992), and uses matrix
+    products.
     """
     x = torch.empty_like(b)
     places = [slice(index * _BLOCK, (index + 1) * _BLOCK) for index in range(len(inverses))]

@@ -1,16 +1,16 @@
-"""The causal depthwise convolution of short filters, in float64.
+"""The causal depthwise convolution with short filters, in float64.
 
     y_t = act(bias + sum_w weight[:, w] x_{t-W+1+w})      w = 0 ... W - 1; act is silu, or nothing
 
-a channel at a time. Before a sequence's start come the columns of its initial state, the W inputs before it, oldest first, or
-zeros; sequences never mix. The final state is the last W of initial state and inputs, so it begins with what is left of the
-initial state where a sequence is shorter than W.
+for each channel. The initial state has the W inputs before the sequence's start, oldest first, or zeros. Sequences never mix. The
+final state has the last W columns of the initial state and the inputs together, so it keeps columns of the initial state if a
+sequence is shorter than W.
 
-`update` is one token, and `definition` a loop over it. `forward` is every sequence at once: the states' columns and the tokens
-stand in one line, sequence after sequence, and y is the sum of W shifted products.
+`update` computes one token, and `definition` is a loop over it. `forward` computes all sequences at once: it puts the states'
+columns and the tokens of all sequences into one line, and y is the sum of W shifted products.
 
-A state has W columns here, as in flash-linear-attention and transformers. SGLang and vLLM keep W - 1: column 0 is read by nothing
-but the final state of a sequence without tokens, which returns it. `without_oldest` and `with_oldest` translate.
+A state has W columns here, as in flash-linear-attention and transformers. SGLang and vLLM keep W - 1 columns, because only the
+final state of a sequence without tokens depends on column 0. `without_oldest` and `with_oldest` convert.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ ACTIVATIONS = (None, "silu")
 
 
 def update(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> tuple[Tensor, Tensor]:
-    """y [..., D] of the next token x [..., D], and the state [..., D, W] after it; state [..., D, W], weight [D, W], bias [D].
+    """Return y [..., D] of the next token x [..., D], and the state [..., D, W] after it.
 
-    ValueError for shapes that are not those, or another activation.
+    state [..., D, W], weight [D, W], bias [D] or None. ValueError for other shapes or another activation.
     """
     _check_token(x, state, weight, bias, activation)
     state = torch.cat([state[..., 1:], x.unsqueeze(-1)], -1)
@@ -40,9 +40,9 @@ def update(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activa
 def definition(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """y [T, D] and the final state [D, W] of one sequence: x [T, D], state [D, W], weight [D, W], bias [D] or None.
+    """Return y [T, D] and the final state [D, W] of one sequence.
 
-    ValueError as `update`.
+    x [T, D], state [D, W], weight [D, W], bias [D] or None. ValueError as in `update`.
     """
     if x.ndim != 2:
         raise ValueError(f"x must be [T, D], got shape {tuple(x.shape)}")
@@ -68,19 +68,19 @@ def _check_token(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, 
 
 
 def without_oldest(state: Tensor) -> Tensor:
-    """The W - 1 columns [..., D, W - 1] that SGLang and vLLM keep of a state [..., D, W]."""
+    """Return the W - 1 columns [..., D, W - 1] that SGLang and vLLM keep of a state [..., D, W]."""
     return state[..., 1:]
 
 
 def with_oldest(columns: Tensor) -> Tensor:
-    """A state [..., D, W] of the W - 1 columns that SGLang and vLLM keep; its column 0, which no output reads, is zero."""
+    """Return a state [..., D, W] from the W - 1 columns that SGLang and vLLM keep; column 0, which no output reads, is zero."""
     return torch.nn.functional.pad(columns, (1, 0))
 
 
 def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
-    """y [runs, B, T, D] and final_state [runs, N, D, W]; x has the runs of `arithmetic` along axis 0.
+    """Return y [runs, B, T, D] and final_state [runs, N, D, W]; x has the runs of `arithmetic` along axis 0.
 
-    x has x [B, T, D], weight [D, W], perhaps bias [D], state [N, D, W], cu_seqlens [N + 1], activation (None or "silu").
+    x has x [B, T, D] and weight [D, W]. It may have bias [D], state [N, D, W], cu_seqlens [N + 1] and activation (None or "silu").
     """
     lengths = sequences(Inputs(cu_seqlens=x.get("cu_seqlens"), x=x.x[0]), "x")
     (channels, width), device = x.weight.shape[-2:], x.x.device
@@ -95,8 +95,8 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     places = torch.arange(tokens.shape[1], device=device) + (sequence.repeat_interleave(sizes) + 1) * width
     line = torch.cat([state.mT.flatten(1, 2), tokens], 1).index_select(1, torch.cat([columns.flatten(), places]).argsort())
 
-    # What an implementation may store in the inputs' dtype: the cotangents of x from y and from the final state before they are
-    # added, and the sum and its cotangent where silu is a step of its own.
+    # An implementation may store in the inputs' dtype: the cotangents of x from y and from the final state before it adds them,
+    # and, if silu is a separate step, the sum and its cotangent.
     kept = dataclasses.replace(arithmetic, stored=arithmetic.output)
     windows: Tensor = _Windows.apply(kept.use(line, "dx from y"), weight, arithmetic)
     y = windows.index_select(1, places - width + 1)
@@ -113,8 +113,9 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
 class _Windows(torch.autograd.Function):
     """y_i = sum_w weight[:, w] line_{i+w} for each window of W entries of the line [runs, L, D]: [runs, L - W + 1, D].
 
-    Rounding one factor of the terms to the bits that a float32 sum of them keeps gives each sum an error of its reach's size: the
-    line's entries in y, those of dy in dx, and once more in dweight, which is a sum over all tokens.
+    One factor of the terms is rounded to the bits that a float32 sum of them keeps. That gives each sum an error in proportion to
+    the root of the summed squares of its terms. The rounded factors are the line's entries in y, dy in dx, and dy again in dweight,
+    which is a sum over all tokens.
     """
 
     @staticmethod
@@ -138,12 +139,12 @@ class _Windows(torch.autograd.Function):
         for tap in range(width):
             dline[:, tap : tap + count] += weight[:, None, :, tap] * near
             taps.append((far * line[:, tap : tap + count]).sum(1))
-        # Terms of one sign: the roundings of the partial sums are as large as this, and those of the terms are not.
+        # If the terms have one sign, the roundings of the partial sums are as large as this; rounding the terms gives less.
         return dline, arithmetic.dither(torch.stack(taps, -1), "dweight", summed(count)), None
 
 
 def known_activation(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
-    """The rule of the activation; absent is None."""
+    """Rule: the activation is one of ACTIVATIONS; absent means None."""
     _check_activation(inputs.get("activation"))
 
 

@@ -1,13 +1,13 @@
 """Products that decay with distance: P_ij = sum_c x_ic y_jc exp(G_ic - G_jc) for i >= j, and 0 above the diagonal.
 
-G decreases along i, so every exponent is at most zero and nothing overflows. With one G a token the exponential is a factor of the
-whole product. With one a channel it must go into the operands, where exp(-G_j) alone would overflow; so the lower triangle
-is taken apart into squares: for s = 1, 2, 4, ... the rows of the later half and the columns of the earlier half of each 2 s tokens,
-with r the last token of the earlier half,
+G decreases along i, so every exponent is at most zero and nothing overflows. If a token has one G for all channels, the exponential
+is a factor of the whole product. If each channel has its own G, the exponential must go into the operands, where exp(-G_j) alone
+would overflow. So the lower triangle is divided into squares: for s = 1, 2, 4, ..., the rows of the later half and the columns of
+the earlier half of every 2 s tokens. With r the last token of the earlier half,
 
     exp(G_i - G_j) = exp(G_i - G_r) exp(G_r - G_j),      j <= r < i
 
-where both exponents are at most zero again. The squares of all s and the diagonal cover each i >= j once.
+where both exponents are again at most zero. The squares of all s and the diagonal cover each i >= j once.
 """
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor
 
 
 def decayed(x: Tensor, y: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]:
-    """P [..., C, C] and, where all channels share G, its factor exp(G_i - G_j).
+    """Return P [..., C, C] and, if all channels share G, its factor exp(G_i - G_j), otherwise None.
 
-    x, y are [..., C, K], total is G, [..., C, 1] or [..., C, K]; in the latter case C is a power of two.
+    x, y are [..., C, K]. `total` is G, [..., C, 1] or [..., C, K]; in the latter case C must be a power of two.
     """
     if total.shape[-1] == 1:
         factor = (total - total.mT).masked_fill_(~lower(x.shape[-2], x.device), -torch.inf).exp_()
@@ -35,14 +35,16 @@ def decayed(x: Tensor, y: Tensor, total: Tensor) -> tuple[Tensor, Tensor | None]
 def decayed_backward(
     dp: Tensor, x: Tensor, y: Tensor, total: Tensor, product: Tensor, factor: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The cotangents of x, y and g, where G = cumsum(g), from those of P, at and below the diagonal; shapes as broadcast with G.
+    """Return the cotangents of x, y and g, where G = cumsum(g), from `dp`, those of P; shapes are broadcast with G.
 
-    With D the product of dP and P, channel by channel, dG_i = sum_j D_ij - sum_j D_ji, to which the diagonal adds nothing, and
+    Only dp at and below the diagonal is used. With D the product of dP and P, channel by channel, dG_i = sum_j D_ij - sum_j D_ji,
+    to which the diagonal adds nothing, and
 
         dg_t = sum_{i >= t} dG_i = sum_{i >= t > j} D_ij
 
-    where the second form leaves out what cancels in the first, and so loses nothing where g_t is strong and little passes it. It is
-    taken where all channels share G. There x and y may have one group of heads (axis -3) for several of G: they get the sum.
+    The second form omits the terms that cancel in the first, so it loses no precision where g_t is strong and little passes it. It
+    is used if all channels share G. There x and y may have one group of heads (axis -3) for several of G, and get the sum over
+    these.
     """
     if factor is not None:
         passing = (dp * product).tril_(-1).cumsum(-1).tril_(-1).sum(-2)[..., :-1]
@@ -66,30 +68,30 @@ def decayed_backward(
 
 
 def lower(tokens: int, device: torch.device) -> Tensor:
-    """True at and below the diagonal."""
+    """Return a mask that is true at and below the diagonal."""
     return torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
 
 
 def sizes(tokens: int) -> list[int]:
-    """The sides of the squares that cover a triangle of `tokens`, a power of two."""
+    """Return the sides of the squares that cover a triangle of `tokens` tokens, a power of two."""
     return [1 << power for power in range((tokens - 1).bit_length())]
 
 
 def halves(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The earlier and the later `size` of every 2 * size rows of x [..., C, K]: views [..., C / 2 size, size, K]."""
+    """Return the earlier and the later `size` of every 2 * size rows of x [..., C, K], as views [..., C / 2 size, size, K]."""
     low, high = x.unflatten(-2, (-1, 2, size)).unbind(-3)
     return low, high
 
 
 def decays(total: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """exp(G_i - G_r) of the later halves and exp(G_r - G_j) of the earlier ones."""
+    """Return exp(G_i - G_r) of the later halves and exp(G_r - G_j) of the earlier halves."""
     low, high = halves(total, size)
     between = low[..., -1:, :]
     return (high - between).exp(), (between - low).exp()
 
 
 def squares(product: Tensor, size: int) -> Tensor:
-    """A view of [..., C, C]: the squares of later rows and earlier columns, [..., C / 2 size, size, size]."""
+    """Return the squares of later rows and earlier columns of [..., C, C], as a view [..., C / 2 size, size, size]."""
     parts = product.unflatten(-1, (-1, 2, size)).unflatten(-4, (-1, 2, size))  # [..., m, 2, s, m, 2, s]
     lower_left: Tensor = parts.select(-5, 1).select(-2, 0).diagonal(dim1=-4, dim2=-2)
     return lower_left.movedim(-1, -3)

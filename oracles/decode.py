@@ -1,12 +1,12 @@
-"""Decode: the gated delta rule for one or several new tokens a request, on states that live in a pool.
+"""Decode: the gated delta rule for one or several new tokens of each request, on states that live in a pool.
 
-Request n reads its state from slot slots[n] of the pool and writes it back there after its last token; slots that no request
-names keep every bit. A slot of `padding` (-1; 0 in vLLM, whose slot 0 is nobody's) marks a request that is none: it reads a
-state of zeros, writes nothing, and its output rows mean nothing; they are zeros here.
+Request n reads its state from slot slots[n] of the pool, and writes it back there after its last token. Slots that no request names
+keep every bit. A slot equal to `padding` (-1; 0 in vLLM, where slot 0 belongs to no request) marks a padding request: it reads a
+state of zeros and writes nothing. Its output rows mean nothing; here they are zeros.
 
-Two things may be said of each request besides. `has_initial_state` is 0 where a request begins: it starts from zeros, whatever the
-request that had its slot before left there. `accepted` is how many of its tokens are kept, of a draft that was verified: outputs
-are of all of them, but the state written back is the one after so many.
+Two optional inputs say more about each request. `has_initial_state` is 0 if the request begins: it then starts from zeros, whatever
+an earlier request left in its slot. `accepted` is for a draft that was verified: how many of the request's tokens are kept. The
+outputs are those of all its tokens, but the state that is written back is the one after the accepted tokens.
 """
 
 import torch
@@ -18,17 +18,18 @@ from oracles.rounding import Arithmetic
 
 
 def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
-    """o [runs, B, T, HV, V] and the pool after the call [runs, P, HV, K, V].
+    """Return o [runs, B, T, HV, V], and the pool [runs, P, HV, K, V] after the call.
 
-    x has what oracles/gated_delta.py's forward takes, but for the state `pool` [P, HV, K, V] and `slots` [N], one a sequence: a
-    sequence is a request, B of them or, with `cu_seqlens`, as many as it names. has_initial_state and accepted [N], or None.
+    x has the inputs of oracles/gated_delta.py's forward, but in place of the state `pool` [P, HV, K, V] and `slots` [N], one for
+    each sequence. A sequence is a request: there are B of them or, with `cu_seqlens`, as many as it names. has_initial_state [N]
+    and accepted [N] may be None.
     """
     slots = x.slots[0].long()
     named = slots != x.padding
     read = named if x.get("has_initial_state") is None else named & (x.has_initial_state[0] == 1)
     lengths = torch.tensor(sequences(Inputs(cu_seqlens=x.get("cu_seqlens"), v=x.v[0]), "v"), dtype=torch.int64, device=slots.device)
     rows = named.repeat_interleave(lengths).reshape(*x.v.shape[1:3], 1)
-    # A padding request's tokens, and the slot that stands for its own, may hold anything, NaN too: `where` reads none of it.
+    # The tokens of a padding request, and slot 0 that stands in for its slot, may hold anything, even NaN; `where` drops it.
     tokens = {name: x[name].where(rows if x[name].ndim == 4 else rows.unsqueeze(-1), 0.0) for name in ("q", "k", "v", "g", "beta")}
     state = None
     if x.pool.shape[1]:
@@ -42,7 +43,7 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
 
 
 def _first(call: Inputs, lengths: Tensor, counts: Tensor) -> Inputs:
-    """The packed call of the first tokens of each request, as many as `counts` says."""
+    """Return the packed call of the first `counts` tokens of each request."""
     starts = lengths.cumsum(0) - lengths
     place = torch.arange(int(lengths.sum()), device=lengths.device) - starts.repeat_interleave(lengths)
     kept = torch.nonzero(place < counts.repeat_interleave(lengths)).squeeze(-1)
@@ -51,7 +52,7 @@ def _first(call: Inputs, lengths: Tensor, counts: Tensor) -> Inputs:
 
 
 def one_slot_a_request(inputs: Inputs, sizes: dict[str, int]) -> None:
-    """The rule of slots: one a request, each in the pool or padding, none of the others named twice."""
+    """Rule: there is one slot for each request; it is in the pool or padding, and no slot of the pool is named twice."""
     count, pool = sequence_count(inputs, sizes), sizes["P"]
     padding = inputs.get("padding")
     if not isinstance(padding, int) or isinstance(padding, bool):
@@ -68,7 +69,7 @@ def one_slot_a_request(inputs: Inputs, sizes: dict[str, int]) -> None:
 
 
 def known_beginnings(inputs: Inputs, sizes: dict[str, int]) -> None:
-    """The rule of has_initial_state: 0 or 1, one a request."""
+    """Rule: has_initial_state is 0 or 1 for each request."""
     if (given := inputs.get("has_initial_state")) is None:
         return
     values = given.tolist()
@@ -77,7 +78,7 @@ def known_beginnings(inputs: Inputs, sizes: dict[str, int]) -> None:
 
 
 def no_more_than_drafted(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
-    """The rule of accepted: one a request, of no more tokens than it has."""
+    """Rule: accepted has one number for each request, at most its number of tokens."""
     if (given := inputs.get("accepted")) is None:
         return
     values, lengths = given.tolist(), sequences(inputs, "v")

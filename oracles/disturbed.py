@@ -1,11 +1,11 @@
-"""The delta rules in the arithmetic of the two classes of algorithm that kernels use, many runs at once.
+"""The delta rules with the roundings of the two classes of algorithm that kernels use, many runs at once.
 
-`recurrent` and `chunkwise` round where such algorithms round (oracles/rounding.py), forward and in a backward of their own; without
-rounding, tests/test_oracles.py proves both equal to the definition. tests/test_rounding.py proves of `recurrent` that its runs
-spread as those of the definition do that rounds every element at every step, which takes as many steps as there are tokens.
+`recurrent` and `chunkwise` round where such algorithms round (oracles/rounding.py), forward and in a backward of their own. Without
+rounding, tests/test_oracles.py shows that both equal the definition. tests/test_rounding.py shows that the runs of `recurrent`
+spread like runs of the definition that round every element at every step, which would take as many steps as there are tokens.
 
-What rounds alike is rounded at once, at two places or three: at the sizes of a case, time is the number of calls. Such tensors are
-stacked along axis -3, or lie side by side along the last.
+At the sizes of a case, the number of calls decides the time. So tensors that round in the same way at two or three places are
+rounded in one call: they are stacked along axis -3, or lie side by side along the last axis.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ from oracles.room import fitting
 from oracles.rounding import EXACT, FUNCTION_BITS, SINGLE, Arithmetic, summed
 from oracles.segments import Form, Segment, rule
 
-STEPS = 64  # tokens of the recurrence computed at once
-_PADDED = 96  # tokens: to pad so many, or a quarter more, costs less than to compute chunks of another size on their own
-SHORTEST = 16  # tokens of the shortest chunk, as of implementations' matrix units
-_GRAPH = {"cpu": 2**32, "cuda": 2**34}  # bytes of a segment: what has more is computed again backward instead of kept
+STEPS = 64  # tokens of the recurrence that are computed at once
+_PADDED = 96  # padding by this many tokens, or by a quarter, costs less than computing chunks of another size separately
+SHORTEST = 16  # tokens of the shortest chunk, as matrix units need them
+_GRAPH = {"cpu": 2**32, "cuda": 2**34}  # bytes of a segment; in a call of several, the backward computes all but the last again
 FLOAT64 = EXACT - 5  # bits of a float64 sum over a chunk
-_KEPT = 2**20  # numbers of all runs: what calls of a shape share is kept up to that
-NARROW = torch.float32  # for chunkwise runs of half precision, and of TF32
+_KEPT = 2**20  # up to so many numbers, in all runs, what calls of one shape share is cached
+NARROW = torch.float32  # dtype of chunkwise runs in half precision and TF32
 PLAIN = Arithmetic.exact()
 
 
@@ -44,28 +44,30 @@ def recurrent(
     arithmetic: Arithmetic,
     lengths: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """The definition, for many runs: o [runs, T, HV, V] and final states [runs, N, HV, K, V] of sequences that follow each other.
+    """Compute the definition in many runs: o [runs, T, HV, V] and final states [runs, N, HV, K, V] of consecutive sequences.
 
     q, k [runs, T, HV, K], v [runs, T, HV, V], g [runs, T, HV, 1 or K], beta [runs, T, HV, 1], state [runs, N, HV, K, V].
 
-    Recurrent and decode kernels keep float32 throughout: the decay, the state after its decay and after its update, what is
-    written to it, and the two sums over K round, every step. Where tokens repeat, the same errors are written again and again.
+    Recurrent and decode kernels keep float32 throughout. At every step they round the decay, the state after its decay and after
+    its update, the correction that is written, and the two sums over K. Where tokens repeat, the same errors are written again and
+    again.
 
-    A run so disturbed is nearly the definition on other numbers: a key that recalls, one that is written, a query, and for the
-    fractions e_t that channel k of a state loses or gains at each step, the decay exp(g + e). So it is computed in chunks: with
-    E = cumsum(e), tiny, exp(G_i - G_j + E_i - E_j) goes into the operands, exp(E) k and exp(-E) k.
+    A run with these errors is nearly the definition on other numbers: one key that recalls, another key that is written, a query,
+    and the decay exp(g + e), where e_t is the fraction that channel k of a state loses or gains at step t. So it is computed in
+    chunks. With E = cumsum(e), which is tiny, exp(G_i - G_j + E_i - E_j) goes into the operands as exp(E) k and exp(-E) k.
 
-    Such errors are those of a whole row of the state, shared by the values' channels, and might cancel in sums over them where an
-    implementation's do not. Values' channels never meet in a state: in every other pair of runs, half of them, others in each, are
-    computed with errors of other sign.
+    These errors affect a whole row of the state and are shared by the channels of the values. In sums over these channels they
+    might cancel where an implementation's errors do not. Channels of the values never mix in a state. So in every other pair of
+    runs, half of them (a different half in each run) are computed with errors of opposite sign.
 
-    An implementation may write beta k v^T and beta k (k^T S)^T apart. Then the cotangents of beta k, dS v and -dS (S^T k), and
-    their sums with k, round apart, as large as ever where what is written, v - S^T k, is small. Where that is not small, such
-    errors are those of dS (v - S^T k), there anyhow; where it is, both are as large as those of dS v: so these are added.
+    An implementation may write beta k v^T and beta k (k^T S)^T separately. Then the cotangents of beta k, dS v and -dS (S^T k), and
+    their sums with k, round separately; their errors stay large where the correction v - S^T k is small. Where the correction is
+    not small, these errors are those of dS (v - S^T k), which are modelled anyway. Where it is small, both are as large as those of
+    dS v. So the errors of dS v are added.
 
-    A backward that sums its states again from stored corrected values (`summed_again`) never corrects what these err by: its
-    states S + D drift from those of forward, where D decays like S and takes up each value's error with its key. In calls so
-    large that they have several segments, D begins anew in each.
+    A backward that sums its states again from stored corrected values (`summed_again`) never corrects the errors of these values.
+    Its states S + D drift from those of the forward: D decays like S, and adds each value's error with its key. In calls so large
+    that they have several segments, D begins at zero in each.
     """
     form = _Recurrent(scale, dataclasses.replace(arithmetic, axis=1))
     return _rule(form, (q, k, v, g, beta), state, lengths, alike(lengths, [_short(length, STEPS) for length in lengths]))
@@ -85,28 +87,31 @@ def chunkwise(
     *,
     channels: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The chunkwise form, for many runs; shapes as `recurrent`. Sequences shorter than a chunk have one of fewer tokens.
+    """Compute the chunkwise form in many runs; shapes as in `recurrent`. Sequences shorter than a chunk have a smaller chunk.
 
-    `channels` says that an implementation decays each channel of the key on its own, be there only one.
-    Padding tokens have k = v = g = beta = 0: they decay nothing and write nothing, so the final state is the right one.
+    `channels` says that an implementation decays each channel of the key separately, even if there is only one.
+    Padding tokens have k = v = g = beta = 0: they decay nothing and write nothing, so the final state is right.
     """
     channels = channels or g.shape[-1] > 1
     sizes = [_short(length, chunk) for length in lengths]
-    if channels:  # products that decay by channel are taken in halves of halves
+    if channels:  # products that decay by channel need powers of two (oracles/decay.py)
         sizes = [1 << (size - 1).bit_length() for size in sizes]
-    if arithmetic.narrow:  # else what sums over a chunk keep depends on its size
+    if arithmetic.narrow:  # otherwise the bits that sums over a chunk keep depend on its size
         sizes = alike(lengths, sizes)
     form = _Chunkwise(scale, dataclasses.replace(arithmetic, axis=1), channels)
     return _rule(form, (q, k, v, g, beta), state, lengths, sizes)
 
 
 def _short(length: int, chunk: int) -> int:
-    """The tokens in the chunks of a sequence: no more than a power of two that has them all, so that little is padded."""
+    """Return the tokens in the chunks of a sequence: at most the least power of two that holds the sequence, to limit padding."""
     return min(chunk, max(SHORTEST, 1 << max(length - 1, 0).bit_length()))
 
 
 def alike(lengths: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """The same sizes of chunks, or larger ones among them where little more is padded: chunks of a size are computed at once."""
+    """Return the chunk sizes, some replaced by larger ones among them if that adds little padding.
+
+    Chunks of one size are computed at once.
+    """
     of_size = {size: [length for length, own in zip(lengths, sizes, strict=True) if own == size] for size in sizes}
 
     def padded(size: int, taken: int) -> int:
@@ -123,22 +128,24 @@ def alike(lengths: Sequence[int], sizes: Sequence[int]) -> list[int]:
 def _rule(
     form: Form, tokens: tuple[Tensor, ...], state: Tensor, lengths: Sequence[int], sizes: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """The rule of tokens and states that have the runs first: for the form they come after chunks and sequences."""
+    """Apply the rule to tokens and states with the runs first; the form has the runs after chunks and sequences."""
     first = tuple(x.transpose(0, 1) for x in (*tokens, state))
     o, final = rule(form, first[:-1], first[-1], tuple(lengths), tuple(sizes))
     return o.transpose(0, 1), final.transpose(0, 1)
 
 
 def _most(size: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> int:
-    """The chunks of a segment: those whose graphs have _GRAPH bytes in a dtype, of whose numbers a token has at its peak, at widths
-    64 and 128, 51 to 67 a channel, in either class.
+    """Return the chunks of a segment: as many as fit with their graphs into _GRAPH bytes of a dtype.
+
+    At its peak, a graph has 51 to 67 numbers for each token and channel (measured at widths 64 and 128, in either class); 60 are
+    assumed.
     """
     each = 60 * dtype.itemsize * size * math.prod(v.shape[1:-1]) * (k.shape[-1] + v.shape[-1])
     return max(1, fitting(_GRAPH.get(k.device.type, _GRAPH["cuda"]), k.device) // each)
 
 
 class _Scan(NamedTuple):
-    """What the states go through from chunk to chunk, or its cotangents; `behind` is None where only k decays."""
+    """What takes the states from chunk to chunk, or the cotangents of these tensors; `behind` is None if only k decays."""
 
     keeps: Tensor
     reads: Tensor
@@ -149,7 +156,7 @@ class _Scan(NamedTuple):
 
 
 class _States(NamedTuple):
-    """Of each chunk: the state before it, as computed and as stored; V' as it is read, and as it is kept for the state."""
+    """For each chunk: the state before it, as computed and as stored; V' as it is read, and as it is kept for the state."""
 
     before: Tensor
     held: Tensor
@@ -158,7 +165,7 @@ class _States(NamedTuple):
 
 
 class _OfChunkwise(NamedTuple):
-    """What the chunkwise backward needs of its forward besides the scan."""
+    """What the chunkwise backward needs of its forward, in addition to the scan."""
 
     k: Tensor
     beta: Tensor
@@ -175,7 +182,7 @@ class _OfChunkwise(NamedTuple):
 
 
 class _OfRecurrent(NamedTuple):
-    """What the recurrence's backward needs of its forward besides the scan."""
+    """What the backward of the recurrence needs of its forward, in addition to the scan."""
 
     beta: Tensor
     writes: Tensor
@@ -196,34 +203,34 @@ class _OfRecurrent(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Chunkwise:
-    """The chunkwise form of q, k, v, g, beta [chunk, runs, HV, C, width]. Every use of an operand stores its own cotangent."""
+    """The chunkwise form of q, k, v, g, beta [chunk, runs, HV, C, width]; every use of an operand stores its own cotangent."""
 
     scale: float
     arithmetic: Arithmetic
     channels: bool
 
     def most(self, size: int, k: Tensor, v: Tensor) -> int:
-        """As many chunks as there is room for."""
+        """Return as many chunks as memory allows."""
         return _most(size, k, v, self.dtype(k))
 
     def dtype(self, x: Tensor) -> torch.dtype:
-        """NARROW where operands are coarser: an implementation computes all else in it, and its own roundings are such too."""
+        """Return NARROW if operands are coarser: an implementation then computes everything else in float32 and rounds so too."""
         return NARROW if self.arithmetic.first and self.arithmetic.narrow else x.dtype
 
     def forward(self, segment: Segment, tokens: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """o, the states after the segment, and what backward needs."""
+        """Return o, the states after the segment, and what the backward needs."""
         (q, k, v, g, beta), scale, arithmetic, channels = tokens, self.scale, self.arithmetic, self.channels
         dither, chunk, widths = arithmetic.dither, k.shape[-2], (v.shape[-1], k.shape[-1])
         total = dither(g.cumsum(-2), "G", summed(chunk))  # the cumulative gate is a float32 sum
         grown, left = total.exp(), total[..., -1:, :] - total
         ahead, behind = left.exp(), None
         if not channels:
-            # An implementation decays k or V' before it stores them for the state: some runs do one, some the other. Only k can
-            # have a decay of each channel.
+            # An implementation decays either k or V' before it stores them for the state; some runs do one, some the other. With a
+            # separate decay for each channel, only k can be decayed.
             share = arithmetic.choice(total)
             ahead, behind = (share * left).exp(), ((1.0 - share) * left).exp()
 
-        # The scaled query is stored, where an implementation scales q and not what it reads.
+        # The scaled query is stored, because an implementation may scale q instead of the output.
         pair = arithmetic.stacked(_products((k, beta), (q, scale)), ("beta k", "scale q"))
         products, decay = _scores(pair, k, total, arithmetic, channels=channels)
         corrections, scores = products.unbind(-3)
@@ -238,7 +245,7 @@ class _Chunkwise:
         written, erased = arithmetic.beside(both, ("U", "W"), widths).split(widths, -1)
         reads, keeps = dither(pair[..., 1, :, :] * grown, "exp(G) q"), dither(k * ahead, "exp(G_C - G) k")
         whole = grown[..., -1:, :].mT
-        if arithmetic.product != EXACT:  # the function's own errors add up from chunk to chunk where nothing coarser drowns them
+        if arithmetic.product != EXACT:  # errors of exp itself add up from chunk to chunk if no coarser errors hide them
             whole = dither(whole, "exp(G_C)", FUNCTION_BITS)
         scan = _Scan(keeps, reads, dither(scores, "scores"), erased, whole, behind)
         o, final, states = _scan(scan, written, state, segment.counts, arithmetic)
@@ -246,7 +253,7 @@ class _Chunkwise:
         return o, final, (of, scan, states)
 
     def backward(self, segment: Segment, made: Any, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The cotangents of the tokens, and of the states before the segment."""
+        """Return the cotangents of the tokens, and of the states before the segment."""
         of, scan, states = made
         scale, arithmetic, channels = self.scale, self.arithmetic, self.channels
         dither, (chunk, depth) = arithmetic.dither, of.k.shape[-2:]
@@ -286,7 +293,7 @@ class _Chunkwise:
         dq = scale * dq
         dk = torch.addcmul(torch.addcmul(dkept + dkeys.sum(-3), dgrown, of.grown), of.beta, dpair[..., 0, :, :])
 
-        # exp(G_C - G) passes a gradient to its token's gate and another, summed otherwise, to the chunk's last.
+        # exp(G_C - G) passes a gradient to its token's gate, and another one, summed in another order, to the chunk's last gate.
         share = None if channels else arithmetic.choice(of.total)
         passed = of.ahead if share is None else share * of.ahead
         dtotal = torch.addcmul(dtotal, once[..., 0, :, :] + once[..., 2, :, :], of.grown)
@@ -307,7 +314,7 @@ FACTORS = ("q exp(G)", "k exp(G_C - G)", "exp(G) k")
 
 
 def _products(*pairs: tuple[Tensor, Tensor | float]) -> Tensor:
-    """The products of the pairs, stacked along axis -3: each is made where it is kept."""
+    """Return the products of the pairs, stacked along axis -3; each is computed in place."""
     shapes = (other.shape for _, other in pairs if isinstance(other, Tensor))
     shape = torch.broadcast_shapes(pairs[0][0].shape, *shapes)
     made = pairs[0][0].new_empty(*shape[:-2], len(pairs), *shape[-2:])
@@ -317,7 +324,7 @@ def _products(*pairs: tuple[Tensor, Tensor | float]) -> Tensor:
 
 
 def _beside(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """x and a * b, side by side along the last axis."""
+    """Return x and a * b, side by side along the last axis."""
     width, shape = x.shape[-1], torch.broadcast_shapes(x.shape[:-1], a.shape[:-1], b.shape[:-1])
     made = x.new_empty(*shape, width + b.shape[-1])
     made[..., :width] = x
@@ -328,11 +335,12 @@ def _beside(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def _factors_back(
     pairs: Sequence[tuple[Tensor, Tensor]], total: Tensor, places: tuple[str, ...], arithmetic: Arithmetic
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of the factors of each x, of pairs (x, dy), stacked, one a token or one a token and channel; of the second, or
-    the only one, to sum over the chunk as well.
+    """Return the gradients of the factors of each x, from pairs (x, dy), stacked, and one more of them for sums over the chunk.
 
-    The gradients are sums of x dy, over a token's channels for the one, and over all tokens of the chunk for the other; their
-    terms may cancel, and in sums of another order round otherwise: so the terms' roundings are added, not the sums'.
+    That one belongs to the second factor, or to the only one. A factor has one number for each token, or one for each token and
+    channel. The gradients are sums of x dy: the first ones over a token's channels, the other one over all tokens of the chunk too.
+    Their terms may cancel, and sums in another order round differently. So the roundings of the terms are added, not those of the
+    sums.
     """
     (chunk, width), shared, second = pairs[0][0].shape[-2:], total.shape[-1] == 1, 1 % len(places)
     width = width if shared else 1
@@ -346,10 +354,10 @@ def _factors_back(
 
 
 def _scores(pair: Tensor, k: Tensor, total: Tensor, arithmetic: Arithmetic, *, channels: bool) -> tuple[Tensor, Tensor | None]:
-    """sum_c x_ic k_jc exp(G_ic - G_jc) at and below the diagonal, else 0, of two stacked x; and exp(G_i - G_j), if a factor.
+    """Return sum_c x_ic k_jc exp(G_ic - G_jc) at and below the diagonal, else 0, for two stacked x; and the factor exp(G_i - G_j).
 
-    Where channels decay on their own, an implementation decays q and k towards some token between them, stores them and multiplies
-    (oracles/decay.py); near the diagonal it may multiply first.
+    The second result is None if channels decay separately. An implementation then decays q and k towards some token between them,
+    stores them and multiplies (oracles/decay.py); near the diagonal it may multiply first.
     """
     x = arithmetic.stacked(pair, PRODUCTS, arithmetic.kept(k.shape[-1]))
     if not channels:
@@ -378,18 +386,18 @@ def _scores_back(
     *,
     channels: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The cotangents of both x, of k for each, and of G for both together.
+    """Return the cotangents of both x, of k for each x, and of G for both x together.
 
-    With D the product of scores and cotangents, dG_i = sum_j D_ij - sum_j D_ji, to which the diagonal adds nothing. Kernels take
-    it as x_i.dx_i - k_i.dk_i, whose terms are as large as ever where decays are strong and D small: their rounding is added, and
-    that of the products dx and dk come from, which differ.
+    With D the product of scores and cotangents, dG_i = sum_j D_ij - sum_j D_ji, to which the diagonal adds nothing. Kernels compute
+    it as x_i.dx_i - k_i.dk_i, whose terms stay large where decays are strong and D is small. So the rounding of these terms is
+    added, and that of the products from which dx and dk come, which differ.
     """
     chunk, depth = k.shape[-2:]
     bits, keys = arithmetic.kept(chunk), k.unsqueeze(-3)
     if decay is not None:
         ds = cotangents * decay.unsqueeze(-3)
         off = (cotangents * products).tril_(-1)
-        if arithmetic.step:  # stored once decayed, as it may be, a subnormal step is not decayed with it
+        if arithmetic.step:  # an implementation may store the decayed cotangents; a subnormal step then does not decay with them
             stored = arithmetic.stacked(ds, _named("decayed"))
             plain = (pair.flatten(-3, -2) @ k.mT).unflatten(-2, (2, -1))
             off.add_(((stored - ds) * plain).tril_(-1))
@@ -439,7 +447,7 @@ def _named(name: str) -> tuple[str, ...]:
 
 @functools.lru_cache(64)
 def _upper(tokens: int, device: torch.device) -> Tensor:
-    """True above the diagonal."""
+    """Return a mask that is true above the diagonal."""
     return torch.ones(tokens, tokens, dtype=torch.bool, device=device).triu(1)
 
 
@@ -449,21 +457,22 @@ def _identity(tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _inverse(a: Tensor, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
-    """T = (I + A)^-1, and as stored; of A what is below the diagonal is used."""
-    # A may be stored too; and substitution solves a system that is off by up to n roundings an entry (Higham 2002, theorem
-    # 8.5). Blocks of 16 merged by products reach that: with the root of n in its place, dk was once off by 19 sigma.
-    # Products of TF32, also of what half precision stores later, truncate both operands: an error of one sign, merge after merge.
+    """Return T = (I + A)^-1, and T as stored; only the part of A below the diagonal is used."""
+    # A may be stored too, and substitution solves a system that is off by up to n roundings an entry (Higham 2002, theorem 8.5).
+    # Blocks of 16 that are merged by products reach that: with the root of n in place of n, dk was once off by 19 sigma.
+    # TF32 products, which are also used where half precision stores the result, truncate both operands: an error of one sign,
+    # merge after merge.
     a = arithmetic.dither(a, "A", min(arithmetic.stored, arithmetic.inverse, SINGLE - math.ceil(math.log2(a.shape[-1]))))
     solved = torch.linalg.solve_triangular(a, _identity(a.shape[-1], a.dtype, a.device), upper=False, unitriangular=True)
     return solved, arithmetic.dither(solved, "T")
 
 
 def _inverse_back(solved: Tensor, inverse: Tensor, cotangent: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """With dT the cotangent of T, that of A is -T^T dT T^T below the diagonal.
+    """Return the cotangent of A: -T^T dT T^T below the diagonal, with dT the cotangent of T.
 
-    An implementation may take T as it was stored, with the errors that it had on the way there, or solve again; and it may begin
-    with either product, which may be far larger than the other. Some runs take what was stored and begin with the second product,
-    the others solve again and begin with the first.
+    An implementation may use T as stored, with the errors from computing it, or solve again. It may begin with either product, and
+    one of them may be far larger than the other. Some runs use the stored T and begin with the second product; the others solve
+    again and begin with the first.
     """
     stored = min(arithmetic.stored, arithmetic.kept(solved.shape[-1]))
     again = arithmetic.choice(solved)
@@ -484,18 +493,18 @@ def _inverse_back(solved: Tensor, inverse: Tensor, cotangent: Tensor, arithmetic
 def _scan(
     given: _Scan, written: Tensor, state: Tensor, counts: list[int], arithmetic: Arithmetic
 ) -> tuple[Tensor, Tensor, _States]:
-    """The states from chunk to chunk, and what comes of them: o, the states after, and what `_scan_back` needs.
+    """Compute the states from chunk to chunk; return o, the states after, and what `_scan_back` needs.
 
         S stored, V' = U - W S, V' and decayed V' stored       S <- exp(G_C) S + keeps^T V'       o = reads S + scores V'
 
-    Decayed V' is V' where only k can decay (`behind` None). Only S, and backward its cotangent, go from chunk to chunk, in steps of
-    `counts` sequences; all else is computed for all chunks at once.
+    Decayed V' is V' if only k can decay (`behind` is None). Only S, and in the backward its cotangent, goes from chunk to chunk, in
+    steps of `counts` sequences. Everything else is computed for all chunks at once.
     """
     keeps, behind = given.keeps, given.behind
     dither, rough, chunk, depth = arithmetic.dither, arithmetic.rough, _summed_tokens(keeps, arithmetic), keeps.shape[-1]
     terms = arithmetic.terms
     erases, writes = terms(given.erased, "W S", depth).split(counts), terms(keeps.mT, "k V'", chunk).split(counts)
-    # What goes on to another grid is not divided by its own first: one product instead of three.
+    # A number that goes to another grid is not first divided by its own grid: one product instead of three.
     grid, back = arithmetic.grid(written, "V'")
     apart = back
     onwards: Sequence[Any] = [None] * len(counts)
@@ -520,7 +529,7 @@ def _scan(
 
 
 def _taken_up(given: _Scan, missed: Tensor, counts: list[int]) -> Tensor:
-    """D before each chunk: D <- exp(G_C) D + keeps^T missed, nothing at first."""
+    """Return D before each chunk: D <- exp(G_C) D + keeps^T missed, zero at first."""
     each, drift = list[Tensor](), None
     for new, all_of in zip((given.keeps.mT @ missed).split(counts), given.whole.split(counts), strict=True):
         drift = torch.zeros_like(new) if drift is None else drift[: len(new)]
@@ -530,7 +539,7 @@ def _taken_up(given: _Scan, missed: Tensor, counts: list[int]) -> Tensor:
 
 
 def _onward(back: Tensor, behind: Tensor, grid: Tensor) -> Tensor:
-    """What takes numbers on one grid, not yet divided by it, to what they decay to, on another."""
+    """Return the factor that takes numbers on one grid, not yet divided by it, to their decayed values on another grid."""
     return back * grid * behind
 
 
@@ -543,12 +552,10 @@ def _scan_back(
     arithmetic: Arithmetic,
     width: int,
 ) -> tuple[Tensor, _Scan, Tensor]:
-    """The cotangents of what was written, of `given` and of the states, given those of o and of the states after.
+    """Return the cotangents of what was written, of `given`, and of the states before, from those of o and of the states after.
 
-    Sums over values' channels have `width` terms.
-
-    Every use's cotangent is stored on its own before they are added; a kernel takes the gradient of exp(G_C), sum(S dS), from S and
-    dS as it stored them.
+    Sums over the values' channels have `width` terms. The cotangent of every use is stored separately before they are added. A
+    kernel computes the gradient of exp(G_C), sum(S dS), from S and dS as it stored them.
     """
     keeps, behind = given.keeps, given.behind
     dither, rough, terms = arithmetic.dither, arithmetic.rough, arithmetic.terms
@@ -592,40 +599,40 @@ def _joined(each: Sequence[Tensor]) -> Tensor:
 
 
 def _summed_tokens(x: Tensor, arithmetic: Arithmetic) -> int:
-    """How many tokens an implementation sums at once: a recurrence carries them in its state, which drifts."""
+    """Return how many tokens an implementation sums at once; a recurrence carries them in its state, which drifts instead."""
     return 1 if arithmetic.algorithm == "recurrent" else x.shape[-2]
 
 
 def _gathered(x: Tensor, total: Tensor) -> Tensor:
-    """x of each channel summed over those that share a gate."""
+    """Return x summed over the channels that share a gate."""
     return x.sum(-1, keepdim=True) if total.shape[-1] < x.shape[-1] else x
 
 
 def _later(x: Tensor) -> Tensor:
-    """The sum over each token and those after it in its chunk."""
+    """Return, for each token, the sum over it and the tokens after it in its chunk."""
     return x.flip(-2).cumsum(-2).flip(-2)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Recurrent:
-    """The recurrence in chunks: keys and queries [chunk, runs, HV, halves, C, K], one or two halves of the values' channels."""
+    """The recurrence in chunks: keys and queries [chunk, runs, HV, halves, C, K]; values' channels are in one or two halves."""
 
     scale: float
     arithmetic: Arithmetic
 
     def most(self, size: int, k: Tensor, v: Tensor) -> int:
-        """As many chunks as there is room for."""
+        """Return as many chunks as memory allows."""
         return _most(size, k, v, self.dtype(k))
 
     def dtype(self, x: Tensor) -> torch.dtype:
-        """That of x."""
+        """Return the dtype of x."""
         return x.dtype
 
     def forward(self, segment: Segment, tokens: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """o, the states after the segment, and what backward needs."""
+        """Return o, the states after the segment, and what the backward needs."""
         (q, k, v, g, beta), scale, arithmetic = tokens, self.scale, self.arithmetic
         (chunk, depth), channels = k.shape[-2:], g.shape[-1] > 1
-        # Queries as read, keys as they recall and as they are written.
+        # Queries that read, keys that recall, and keys that are written.
         x = torch.stack([scale * q, k, k], -3)
         x = _apart(_rounded(x, ("read", "recalled", "written"), arithmetic), x, arithmetic)
         g = arithmetic.dither(g, "g", SINGLE)
@@ -663,15 +670,15 @@ class _Recurrent:
         return _whole(o, back), _whole(final, back), (of, scan, states)
 
     def backward(self, segment: Segment, made: Any, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The cotangents of the tokens, and of the states before the segment."""
+        """Return the cotangents of the tokens, and of the states before the segment."""
         of, scan, states = made
         scale, arithmetic, channels = self.scale, self.arithmetic, of.total.shape[-1] > 1
         depth = of.writes.shape[-1]
         width = of.right.shape[-1] - depth
-        half = width if of.back is not None else (width + 1) // 2  # what sums are rounded as, with halves and without
+        half = width if of.back is not None else (width + 1) // 2  # terms of sums that are rounded, with halves and without
         do, dstate = (_halves(each, of.order) for each in (do, dstate))
         values = of.right[..., :width]
-        if arithmetic.rounds:  # beside the corrected values, so that dS v comes with the gradient of the keys that write these
+        if arithmetic.rounds:  # values beside corrected values, so that dS v comes with the gradient of the keys that write
             before, held, fresh, _ = states
             beside = torch.cat([fresh, values], -2)
             states = _States(before, held, beside, beside)
@@ -707,8 +714,8 @@ class _Recurrent:
         dwrites = dwrites.sum(-3) + dkeeps * of.left
 
         kept, all_of = dkeeps * scan.keeps, (dscan.whole * scan.whole).mT
-        # Of k.dk, whose terms cancel in dG, a run in chunks knows what is left only to a float64 rounding. Nor does the truth where
-        # each channel decays on its own. The recurrence never forms such sums: its gradients of gates may be smaller, and right.
+        # Terms of k.dk cancel in dG. A run in chunks knows the rest only up to a float64 rounding, and so does the truth if
+        # channels decay separately. The recurrence never forms these sums, so its gradients of gates may be smaller and right.
         known = of.writes * dwrites
         parts = dgrown * of.right[..., width:] + dscan.reads * scan.reads - kept
         if arithmetic.rounds:
@@ -716,7 +723,7 @@ class _Recurrent:
         dtotal = dtotal + _gathered(parts, of.total)
         dtotal[..., -1:, :].add_(_gathered(kept.sum(-2, keepdim=True), of.total) + _gathered(all_of, of.total))
         dg = arithmetic.dither(_later(dtotal.sum(-3)), "g'", SINGLE)
-        if apart is not None:  # after dG, which has no such errors: k.dk stands there for what the recurrence never forms
+        if apart is not None:  # after dG, which has no such errors: the recurrence never forms the k.dk that dG uses here
             dwrites = torch.addcmul(dwrites, of.beta, apart)
         dx = torch.stack([dpair[..., 1, :, :] * of.drift, dpair[..., 0, :, :] * of.drift, dwrites / of.drift], -3)
         dx = _apart_back(dx, arithmetic)
@@ -725,20 +732,20 @@ class _Recurrent:
 
 
 def _written(cotangents: Tensor, pair: Tensor, writes: Tensor, total: Tensor, products: Tensor, decay: Tensor | None) -> Tensor:
-    """Of what `_scores_back` gives without rounding, the gradient of keys, for both x together."""
+    """Return the gradient of keys from `_scores_back` without rounding, for both x together."""
     if decay is None:
         return _scores_back(cotangents, pair, writes, total, products, decay, PLAIN, channels=True)[1].sum(-3)
     return ((cotangents * decay.unsqueeze(-3)).mT @ pair).sum(-3)
 
 
 def _rounded(x: Tensor, places: tuple[str, str, str], arithmetic: Arithmetic) -> Tensor:
-    """Queries, keys that recall, which give sums over the channels, and keys that are written, each in its own place."""
+    """Round queries and keys that recall, which give sums over the channels, and keys that are written, each in its own place."""
     sums = summed(x.shape[-1])
     return arithmetic.stacked(x, places, (sums, sums, SINGLE))
 
 
 def _apart(rounded: Tensor, x: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """x as rounded, for each half of the values' channels: in some runs the errors of the second have the other sign."""
+    """Return x as rounded for each half of the values' channels; in some runs the errors of the second half have opposite sign."""
     if not _parts(arithmetic):
         return rounded.unsqueeze(-4)
     return torch.stack([rounded, torch.addcmul(x, 2.0 * arithmetic.choice(x) - 1.0, rounded - x)], -4)
@@ -755,12 +762,15 @@ def _apart_back(dx: Tensor, arithmetic: Arithmetic) -> Tensor:
 
 
 def _parts(arithmetic: Arithmetic) -> bool:
-    """Whether values' channels are in halves. An odd run alone, whose grids have one number for all channels, can do without."""
+    """Whether values' channels are in halves; a single odd run, whose grids have one s for all channels, may do without."""
     return arithmetic.rounds and not (arithmetic.uniform and all(arithmetic.ways))
 
 
 def _halves(x: Tensor, order: Tensor | None) -> Tensor:
-    """The two halves of the last axis [..., rows, V], in some order, as [..., 2, rows, V / 2], a zero at the end where V is odd."""
+    """Return the two halves of the last axis [..., rows, V], in some order, as [..., 2, rows, V / 2].
+
+    If V is odd, a zero is added at the end.
+    """
     x = x.unsqueeze(-3)
     if order is None:
         return x
@@ -770,7 +780,7 @@ def _halves(x: Tensor, order: Tensor | None) -> Tensor:
 
 
 def _whole(x: Tensor, back: Tensor | None) -> Tensor:
-    """What `_halves` took apart."""
+    """Undo `_halves`."""
     if back is None:
         return x.squeeze(-3)
     x = torch.cat(x.unbind(-3), -1)
@@ -781,8 +791,10 @@ def _whole(x: Tensor, back: Tensor | None) -> Tensor:
 def _drifts(
     arithmetic: Arithmetic, chunk: int, depth: int, gates: int, width: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """What all chunks share: what decays err by [1, runs, 1, C, gates], each half's e [1, runs, 1, 2, C, K], and each run's order
-    of the values' channels [1, runs, 1, 2, 1, V / 2] and its inverse [1, runs, 1, 1, V], where there are halves.
+    """Return what all chunks share: errors of the decay, drifts of the state, and the orders of the values' channels.
+
+    The errors of what decays are [1, runs, 1, C, gates], and e of each half is [1, runs, 1, 2, C, K]. If there are halves, each run
+    has an order of the values' channels [1, runs, 1, 2, 1, V / 2] and its inverse [1, runs, 1, 1, V]; otherwise these are None.
     """
 
     def like(*shape: int) -> Tensor:

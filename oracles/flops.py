@@ -1,7 +1,7 @@
-"""The model FLOPs of the GDN layer, term by term: what its definition computes, whatever algorithm computes it.
+"""The model FLOPs of the GDN layer by term: those of its definition, whatever algorithm computes it.
 
-A multiply-add is 2 FLOPs, hence a sum of n products 2 n; a multiplication alone is 1. Counted is the work on matrices: the
-weights, and a state S in R^{K x V} for each value head. Per token, C = 2 H K + HV V the channels of q, k and v:
+A multiply-add is 2 FLOPs, so a sum of n products is 2 n FLOPs; a multiplication alone is 1. Only work on matrices is counted: on
+the weights, and on a state S in R^{K x V} for each value head. Per token, with C = 2 H K + HV V the channels of q, k and v:
 
     term        forward                                      backward
     in_proj     2 hidden (C + HV V + 2 HV)                   twice that: the input's gradient, the weight's
@@ -12,12 +12,13 @@ weights, and a state S in R^{K x V} for each value head. Per token, C = 2 H K + 
     read        2 HV K V     o = S^T q                       twice that: S do for q, q (x) do added to dS
     out_proj    2 hidden HV V                                twice that: the input's gradient, the weight's
 
-A product of two matrices has two products of the same size behind it on the way back. A decay is no such product: one
-multiplication an entry on the way there, one and a multiply-add on the way back. The first token of a sequence counts like any
-other, its state and the tokens before it being zeros.
+The backward of a product of two matrices is two products of the same size. A decay is not such a product: for each entry, its
+forward is one multiplication, and its backward one multiplication and one multiply-add. The first token of a sequence counts like
+any other, although its state and the tokens before it are zeros.
 
-Not counted is what is linear in a token's widths: activations, norms, gates, u = beta (v - r), the scale, biases. Nor is what a
-chunkwise algorithm does on top (its scores and its solve grow with the chunk): that is the algorithm's work, not the model's.
+Work that is linear in a token's widths is not counted: activations, norms, gates, u = beta (v - r), the scale, biases. The
+additional work of a chunkwise algorithm is not counted either (its scores and its solve grow with the chunk), because that is the
+algorithm's work, not the model's.
 """
 
 import dataclasses
@@ -44,14 +45,14 @@ class Flops:
 
     @property
     def total(self) -> int:
-        """All terms."""
+        """The FLOPs of all terms."""
         return self.in_proj + self.conv1d + self.gated_delta_rule + self.out_proj
 
 
 def forward_flops(layer: Layer, tokens: int) -> Flops:
-    """The layer's FLOPs forward on `tokens` tokens, all sequences together (batch x length).
+    """Return the layer's forward FLOPs on `tokens` tokens, all sequences together (batch x length).
 
-    ValueError for a token count that is not a whole number from 0 up.
+    ValueError for a layer that is not a Layer, or a token count that is not a whole number from 0 up.
     """
     if not isinstance(layer, Layer):
         raise ValueError(f"layer must be a Layer, got {type(layer).__name__}")  # noqa: TRY004 - one kind of error
@@ -72,13 +73,16 @@ def forward_flops(layer: Layer, tokens: int) -> Flops:
 
 
 def backward_flops(layer: Layer, tokens: int) -> Flops:
-    """The layer's FLOPs backward, every input and parameter getting a gradient and nothing computed again; as `forward_flops`."""
+    """Return the layer's backward FLOPs, with a gradient for every input and parameter and no recomputation.
+
+    Arguments and errors are those of `forward_flops`.
+    """
     once = forward_flops(layer, tokens)
     twice = {name: 2 * flops for name, flops in dataclasses.asdict(once).items()}
     return Flops(**twice | {"decay": 3 * once.decay})
 
 
 def training_flops(layer: Layer, tokens: int) -> Flops:
-    """The layer's FLOPs forward and backward; as `forward_flops`."""
+    """Return the layer's forward and backward FLOPs. Arguments and errors are those of `forward_flops`."""
     ahead, back = (dataclasses.asdict(count(layer, tokens)) for count in (forward_flops, backward_flops))
     return Flops(**{name: ahead[name] + back[name] for name in ahead})

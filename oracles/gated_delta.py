@@ -1,17 +1,17 @@
 """The delta rule, the gated delta rule and Kimi delta attention (KDA) in float64.
 
-Yang, Wang, Shen, Panda, Kim 2024, arXiv 2406.06484; Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks", arXiv 2412.06464; Kimi
-Team 2025, arXiv 2510.26692. Per sequence and value head, with the state S in R^{K x V}:
+Sources: Yang, Wang, Shen, Panda, Kim 2024, arXiv 2406.06484; Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks", arXiv
+2412.06464; Kimi Team 2025, arXiv 2510.26692. For each sequence and value head, with the state S in R^{K x V}:
 
-    S <- diag(exp(g_t)) S                        decay: g_t one number (gated), one a channel (KDA), or 0 (delta rule)
-    S <- S + k_t (x) beta_t (v_t - S^T k_t)      correct what key k_t recalls
+    S <- diag(exp(g_t)) S                        decay: g_t is one number (gated), one a channel (KDA), or 0 (delta rule)
+    S <- S + k_t (x) beta_t (v_t - S^T k_t)      correct what the state recalls for key k_t
     o_t = scale S^T q_t                          read
 
-`definition` is those lines. `forward` is every head of every sequence: by oracles/chunkwise.py where arithmetic is exact, by
-oracles/disturbed.py where it rounds; tests/test_oracles.py proves each equal to the definition.
+`definition` computes these lines. `forward` computes all heads of all sequences: with oracles/chunkwise.py in exact arithmetic, and
+with oracles/disturbed.py where the arithmetic rounds. tests/test_oracles.py shows that each equals the definition.
 
-A stretch of tokens maps the state before it to the state after it by S -> M S + E (`transition`), and stretches compose: this
-is what ranks exchange that hold contiguous shards of a sequence.
+A stretch of tokens maps the state before it to the state after it by S -> M S + E (`transition`), and these maps compose (`merge`).
+Ranks that hold contiguous shards of a sequence exchange M and E.
 """
 
 import functools
@@ -42,9 +42,9 @@ CHUNK = 64
 
 
 def definition(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Outputs [T, V] and the final state [K, V] of one head of one sequence: q, k [T, K], v [T, V], g [T] or [T, K], beta [T].
+    """Return the outputs [T, V] and the final state [K, V] of one head of one sequence.
 
-    ValueError for shapes that are not those.
+    q, k [T, K], v [T, V], g [T] or [T, K], beta [T], state [K, V]. ValueError for other shapes.
     """
     _check_shapes(k, q=(q, k.shape), state=(state, (*k.shape[1:], *v.shape[1:])), **_of_tokens(k, v, g, beta))
     rows = []
@@ -56,7 +56,10 @@ def definition(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
 
 
 def transition(k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """M [K, K] and E [K, V] of a stretch of tokens: it takes the state S to M S + E. Shapes and ValueError as `definition`."""
+    """Return M [K, K] and E [K, V] of a stretch of tokens, which takes the state S to M S + E.
+
+    Shapes and ValueError are those of `definition`.
+    """
     _check_shapes(k, **_of_tokens(k, v, g, beta))
     width = k.shape[-1]
     keep, write = torch.eye(width, dtype=k.dtype, device=k.device), v.new_zeros(width, v.shape[-1])
@@ -69,7 +72,7 @@ def transition(k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, T
 
 
 def merge(earlier: tuple[Tensor, Tensor], later: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The transition of two stretches, one after the other. ValueError where their shapes are not those of `transition`."""
+    """Return the transition of two stretches, one after the other. ValueError if their shapes are not those of `transition`."""
     (keep, write), (keep_later, write_later) = earlier, later
     square, tall = (*keep.shape[:1], *keep.shape[:1]), (*keep.shape[:1], *write.shape[1:])
     named = ("M", keep, square), ("E", write, tall), ("later M", keep_later, square), ("later E", write_later, tall)
@@ -80,7 +83,7 @@ def merge(earlier: tuple[Tensor, Tensor], later: tuple[Tensor, Tensor]) -> tuple
 
 
 def _of_tokens(k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
-    """What one head of one sequence has of each token, and its shape."""
+    """Return each tensor that one head of one sequence has for its tokens, with the shape that it must have."""
     gate = k.shape if g.ndim > 1 else k.shape[:1]
     return {"v": (v, (*k.shape[:1], *v.shape[1:2])), "g": (g, gate), "beta": (beta, k.shape[:1])}
 
@@ -94,7 +97,10 @@ def _check_shapes(k: Tensor, **given: tuple[Tensor, tuple[int, ...]]) -> None:
 
 
 def repeat_heads(x: Tensor, value_heads: int, axis: int = -2) -> Tensor:
-    """Value head h reads key head h // (value_heads // heads): grouped value attention (GVA), repeat_interleave."""
+    """Repeat key heads so that value head h reads key head h // (value_heads // heads), as grouped value attention (GVA) does.
+
+    ValueError if value_heads is not a multiple of the heads of x along `axis`.
+    """
     heads = x.shape[axis]
     if isinstance(value_heads, bool) or not isinstance(value_heads, int) or value_heads < 0:
         raise ValueError(f"value_heads must be a whole number from 0 up, got {value_heads!r}")
@@ -104,10 +110,10 @@ def repeat_heads(x: Tensor, value_heads: int, axis: int = -2) -> Tensor:
 
 
 def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
-    """o [runs, B, T, HV, V] and final_state [runs, N, HV, K, V]; x has the runs of `arithmetic` along axis 0.
+    """Return o [runs, B, T, HV, V] and final_state [runs, N, HV, K, V]; x has the runs of `arithmetic` along axis 0.
 
-    x has q, k [B, T, H, K], v [B, T, HV, V], beta [B, T, HV], perhaps g [B, T, HV] or [B, T, HV, K], state [N, HV, K, V] or None,
-    cu_seqlens [N + 1] or None, scale (None: K ** -0.5) and qk_norm: q and k are normalised first.
+    x has q, k [B, T, H, K], v [B, T, HV, V] and beta [B, T, HV]. It may have g [B, T, HV] or [B, T, HV, K], state [N, HV, K, V],
+    cu_seqlens [N + 1], scale (None means K ** -0.5) and qk_norm (normalise q and k first).
     """
     lengths = sequences(Inputs(cu_seqlens=x.get("cu_seqlens"), v=x.v[0]), "v")
     width, (value_heads, value_width) = x.q.shape[-1], x.v.shape[-2:]
@@ -128,7 +134,7 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     else:
         for name, each in keys.items():
             repeated = repeat_heads(arithmetic.input(each, name), value_heads)
-            if x.get("qk_norm"):  # after the repetition, where an implementation that normalises each value head's copy rounds
+            if x.get("qk_norm"):  # after repeating heads: an implementation may normalise (and round) each value head's copy
                 repeated = Normalised.apply(repeated, arithmetic, f"{name} normalised")
             keys[name] = arithmetic.gradient(repeated, f"d{name} a value head", arithmetic.output)
         channels = x.get("g") is not None and x.g.ndim == 5
@@ -173,9 +179,10 @@ DELTA_RULE, GATED_DELTA_RULE, KDA = (_operation(name, gate, _BETA, forward) for 
 
 @functools.cache
 def in_kernel(rule: str, *, gate: bool, beta: bool) -> Operation:
-    """The rule with its gate, its beta, or both computed inside: g from a, A_log and dt_bias, beta from b (oracles/gates.py).
+    """Return the rule that computes its gate, its beta, or both inside (oracles/gates.py).
 
-    ValueError for a gate of the delta rule, which has none.
+    The gate g comes from a, A_log and dt_bias; beta comes from b. ValueError for an unknown rule, or for a gate of the delta rule,
+    which has none.
     """
     if rule not in _GATES:
         raise ValueError(f"rule must be one of {', '.join(_GATES)}, got {rule!r}")

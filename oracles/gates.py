@@ -1,10 +1,11 @@
-"""The gates of the gated delta rule and of KDA, and the functions they share with the convolution and the norm.
+"""The gates of the gated delta rule and of KDA, and functions shared with the convolution and the norm.
 
     g    = -exp(A_log) softplus(a + dt_bias)      log decay, at most 0
     beta = sigmoid(b)                             times 2 with allow_neg_eigval: eigenvalues of the state's map down to -1
 
-Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464; Kimi Team 2025, arXiv 2510.26692; allow_neg_eigval: Grazzi et al. 2024, arXiv
-2411.12537. `gdn_gate` has one a, g and dt_bias a head, `kda_gate` one a channel of the key; A_log and b are one a head in both.
+Sources: Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464; Kimi Team 2025, arXiv 2510.26692; allow_neg_eigval: Grazzi et al. 2024,
+arXiv 2411.12537. In `gdn_gate`, a, g and dt_bias have one number for each head; in `kda_gate`, one for each channel of the key.
+A_log and b have one number for each head in both.
 """
 
 from collections.abc import Sequence
@@ -17,40 +18,43 @@ from oracles.rounding import FUNCTION_BITS, FUNCTION_TERMS, SINGLE, Arithmetic, 
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)) to a few roundings, wherever it is a normal number: exp(-x) alone overflows from x = -710 down."""
+    """Return 1 / (1 + exp(-x)) to a few roundings, wherever that is a normal number; exp(-x) alone overflows from x = -710 down."""
     return x.clamp(max=0.0).exp() / (1.0 + (-x.abs()).exp())
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)), and its derivative, to a few roundings; F.softplus returns x above 20, up to 500,000 ulp off."""
+    """Return log(1 + exp(x)); value and derivative are right to a few roundings.
+
+    F.softplus returns x above 20, which is up to 500,000 ulp off.
+    """
     return -torch.nn.functional.logsigmoid(-x)
 
 
 def shared(parameter: Tensor, shape: torch.Size, arithmetic: Arithmetic, place: str, bits: int = SINGLE) -> Tensor:
-    """The parameter, its runs along axis 0, expanded to `shape`: one value for all tokens, whose gradient is a sum over them.
+    """Expand a parameter, with its runs along axis 0, to `shape`: all tokens share it, and its gradient is a sum over them.
 
-    The sum is taken in float32 of terms that an implementation may have stored in `bits` bits.
+    The sum is taken in float32, of terms that an implementation may have stored in `bits` bits.
     """
     expanded: Tensor = _Shared.apply(parameter, shape, arithmetic, place, bits)
     return expanded
 
 
 def rounded_sigmoid(x: Tensor, arithmetic: Arithmetic, place: str, bits: int) -> Tensor:
-    """sigmoid(x) stored in `bits` bits; backward, y (1 - y) takes y as it was stored."""
+    """Return sigmoid(x) stored in `bits` bits; the backward, y (1 - y), uses y as it was stored."""
     y: Tensor = _Sigmoid.apply(x, arithmetic, place, bits)
     return y
 
 
 def rounded_silu(x: Tensor, arithmetic: Arithmetic, place: str) -> Tensor:
-    """x sigmoid(x) in float32."""
+    """Return x sigmoid(x) in float32."""
     return arithmetic.single(x * rounded_sigmoid(x, arithmetic, f"{place} sigmoid", SINGLE), place)
 
 
 def of_calls(parameter: Tensor, like: Tensor, calls: Sequence[int] | None, arithmetic: Arithmetic, place: str) -> Tensor:
-    """The parameter [runs, ...] `shared` by the tokens of `like` [runs, B, T, ...], or each of its rows by those of one call.
+    """Return the parameter [runs, ...] `shared` by all tokens of `like` [runs, B, T, ...], or with `calls` by those of each call.
 
-    With `calls`, the tokens of several calls that lie side by side along T, it is [runs, calls, ...]: a row's gradient is the sum
-    over its own call's tokens, which rounds as often as that call's alone.
+    `calls` has the numbers of tokens of several calls that lie side by side along T. The parameter is then [runs, calls, ...], and
+    the gradient of each row is the sum over the tokens of its own call, which rounds as often as in that call alone.
     """
     if calls is None:
         return shared(parameter[:, None, None], like.shape, arithmetic, place)
@@ -59,12 +63,18 @@ def of_calls(parameter: Tensor, like: Tensor, calls: Sequence[int] | None, arith
 
 
 def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
-    """g [runs, B, T, HV] or [runs, B, T, HV, K], as x.a, and beta [runs, B, T, HV]; x has the runs of `arithmetic` along axis 0."""
+    """Return g [runs, B, T, HV] or [runs, B, T, HV, K], shaped as x.a, and beta [runs, B, T, HV].
+
+    x has the runs of `arithmetic` along axis 0.
+    """
     return {"g": log_decay(x, arithmetic), "beta": write_strength(x, arithmetic)}
 
 
 def log_decay(x: Inputs, arithmetic: Arithmetic) -> Tensor:
-    """g, as x.a; x has also A_log and perhaps dt_bias, each with a row a call if x has `calls` (see `of_calls`)."""
+    """Return g, shaped as x.a, from x.a, x.A_log and perhaps x.dt_bias.
+
+    If x has `calls`, A_log and dt_bias have one row for each call (see `of_calls`).
+    """
     a, channels, calls = arithmetic.input(x.a, "a"), x.a.ndim == 5, x.get("calls")
     if (dt_bias := x.get("dt_bias")) is not None:
         dt_bias = arithmetic.gradient(dt_bias, "ddt_bias", SINGLE)
@@ -74,7 +84,7 @@ def log_decay(x: Inputs, arithmetic: Arithmetic) -> Tensor:
     speed = arithmetic.single(A_log.exp(), "exp(A_log)", FUNCTION_TERMS)
     speed = of_calls(speed.unsqueeze(-1) if channels else speed, a, calls, arithmetic, "d exp(A_log)")
     soft = softplus(a)
-    # Released kernels take log(1 + exp(a)) in float32, which errs by 2^-24 or more however small the logarithm is.
+    # Released kernels compute log(1 + exp(a)) in float32, which errs by at least 2^-24 however small the logarithm is.
     above = 1.0 + soft.detach()
     soft = soft + (arithmetic.dither(above, "1 + exp(a)", FUNCTION_BITS) - above)
     soft = arithmetic.single(soft, "softplus", FUNCTION_TERMS)
@@ -82,7 +92,7 @@ def log_decay(x: Inputs, arithmetic: Arithmetic) -> Tensor:
 
 
 def write_strength(x: Inputs, arithmetic: Arithmetic) -> Tensor:
-    """beta, as x.b; x has perhaps allow_neg_eigval."""
+    """Return beta, shaped as x.b; x may have allow_neg_eigval."""
     beta = rounded_sigmoid(arithmetic.input(x.b, "b"), arithmetic, "beta", arithmetic.output)
     return 2.0 * beta if x.get("allow_neg_eigval") else beta
 
@@ -106,12 +116,15 @@ class _Shared(torch.autograd.Function):
         (terms,) = cotangents
         left = summed(terms.numel() // max(shape.numel(), 1))
         total = arithmetic.dither(terms, place, min(bits, left)).sum_to_size(shape)
-        # Terms of one sign: the roundings of the partial sums are as large as this, and those of the terms are not.
+        # If the terms have one sign, the roundings of the partial sums are as large as this; rounding the terms gives less.
         return arithmetic.dither(total, f"{place} total", left), None, None, None, None
 
 
 class _Sigmoid(torch.autograd.Function):
-    """y = sigmoid(x). With y + e stored, (y + e)(1 - y - e) = sigmoid(x) sigmoid(-x) + e (1 - 2 y - e): exact where e is zero."""
+    """y = sigmoid(x), and its derivative from the stored y.
+
+    With y + e stored, (y + e)(1 - y - e) = sigmoid(x) sigmoid(-x) + e (1 - 2 y - e). This form is exact if e is zero.
+    """
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, arithmetic: Arithmetic, place: str, bits: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The GDN layer of Qwen3-Next, in float64: its widths, and what it computes.
+"""The Gated DeltaNet (GDN) layer of Qwen3-Next in float64: its widths, and what it computes.
 
     [q k v | z | b a] = in_proj x                     sections in this order; transformers interleaves them per key head
     q, k, v = silu(conv1d(q, k, v))                   causal, depthwise, one filter a channel
@@ -6,7 +6,7 @@
     o = gated delta rule(norm(q), norm(k), v, g, beta)
     y = out_proj (norm(o) silu(z))                    RMS norm of each head, with a weight
 
-Each line is an operation of its own (oracles/conv.py, gates.py, gated_delta.py, norm.py); here they meet.
+Each line is an operation of its own (oracles/conv.py, gates.py, gated_delta.py, norm.py). This module composes them.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from oracles.rounding import Arithmetic
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """The widths of one layer. ValueError for a width under 1, or value heads that are no multiple of the key heads."""
+    """The widths of one layer. ValueError for a width below 1, or if value_heads is not a multiple of heads."""
 
     hidden: int
     heads: int
@@ -40,23 +40,24 @@ class Layer:
 
     @property
     def sections(self) -> dict[str, int]:
-        """The widths of the sections of in_proj's output, in their order: q, k, v, z, b, a."""
+        """The widths of the sections of in_proj's output, in order: q, k, v, z, b, a."""
         keys, values = self.heads * self.key_dim, self.value_heads * self.value_dim
         return {"q": keys, "k": keys, "v": values, "z": values, "b": self.value_heads, "a": self.value_heads}
 
     def offsets(self) -> dict[str, int]:
-        """Where each section begins in in_proj's output."""
+        """Return where each section begins in in_proj's output."""
         ends = itertools.accumulate(self.sections.values())
         return {name: end - width for (name, width), end in zip(self.sections.items(), ends, strict=True)}
 
 
 def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
-    """y [runs, B, T, D], final_state [runs, N, HV, K, V] and conv_state [runs, N, C, W], C the channels of q, k and v.
+    """Return y [runs, B, T, D], final_state [runs, N, HV, K, V] and conv_state [runs, N, C, W].
 
-    x has layer (a Layer), hidden [B, T, D], in_proj [E, D], conv [C, W], perhaps conv_bias [C], A_log, dt_bias [HV], norm [V],
-    out_proj [D, HV V], perhaps state [N, HV, K, V] and conv_state [N, C, W], cu_seqlens [N + 1], eps, allow_neg_eigval.
+    C is the number of channels of q, k and v together. x has layer (a Layer), hidden [B, T, D], in_proj [E, D], conv [C, W], A_log,
+    dt_bias [HV], norm [V] and out_proj [D, HV V]. It may have conv_bias [C], state [N, HV, K, V], conv_state [N, C, W],
+    cu_seqlens [N + 1], eps and allow_neg_eigval.
 
-    What goes from one operation to the next is stored in the inputs' dtype; log-decays and states in float32.
+    Tensors that go from one operation to the next are stored in the inputs' dtype; log-decays and states are stored in float32.
     """
     layer: Layer = x.layer
     stored = dataclasses.replace(arithmetic, stored=arithmetic.output)
@@ -100,14 +101,14 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
 
 
 def _projected(x: Tensor, weight: Tensor, arithmetic: Arithmetic, place: str) -> Tensor:
-    """W x for each token x [runs, B, T, D] and W [runs, E, D]: stored, and so is its cotangent."""
+    """Return W x for each token of x [runs, B, T, D] and W [runs, E, D]; the product and its cotangent are stored."""
     product = arithmetic.multiply(x.flatten(1, 2), weight.mT, place)
     stored: Tensor = arithmetic.operand(product, place).unflatten(1, x.shape[1:3])
     return stored
 
 
 def layer_widths(inputs: Inputs, sizes: dict[str, int]) -> None:
-    """The rule that every tensor has the widths of the layer."""
+    """Rule: every tensor has the widths of the layer."""
     layer = inputs.get("layer")
     if not isinstance(layer, Layer):
         raise ValueError(f"layer must be a Layer, got {type(layer).__name__}")  # noqa: TRY004 - one kind of error

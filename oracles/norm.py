@@ -3,7 +3,8 @@
     y = x / sqrt(sum(x^2) + eps)                                    l2norm
     y = weight x / sqrt(mean(x^2) + eps) silu(z)                    gated_rms_norm: norm before gate
 
-over the last axis, in each head by itself; silu(z) = z sigmoid(z). Without eps a row of zeros would be 0 / 0, so eps is above 0.
+Both work over the last axis, in each head separately; silu(z) = z sigmoid(z). eps must be above 0, because a row of zeros would
+otherwise be 0 / 0.
 """
 
 import dataclasses
@@ -17,22 +18,22 @@ from oracles.operation import Inputs, Operation, Port, at_least_one
 from oracles.rounding import SINGLE, Arithmetic, summed
 
 EPS = 1e-6
-RSTD_BITS = SINGLE - 1  # a sum, a root and a division, or two products: more than one rounding
+RSTD_BITS = SINGLE - 1  # more than one rounding: a sum, a root and a division, or two products
 
 
 def l2norm(x: Tensor, eps: float = EPS) -> Tensor:
-    """x * rsqrt(sum(x^2) + eps) over the last axis: each head's vector has norm 1, or less where eps matters.
+    """Return x * rsqrt(sum(x^2) + eps) over the last axis; each head's vector gets norm 1, or less where eps matters.
 
-    ValueError for an eps that is no finite number above 0.
+    ValueError if eps is not a finite number above 0.
     """
     _check_eps(eps)
     return x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()
 
 
 def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor | None, eps: float = EPS) -> Tensor:
-    """weight * x * rsqrt(mean(x^2) + eps) * silu(z), shaped as x and z [..., V]; weight [V], or None for ones.
+    """Return weight * x * rsqrt(mean(x^2) + eps) * silu(z), shaped as x and z [..., V]; weight is [V], or None for ones.
 
-    ValueError for shapes that are not those, or an eps that is no finite number above 0.
+    ValueError for other shapes, or if eps is not a finite number above 0.
     """
     _check_eps(eps)
     if z.shape != x.shape:
@@ -44,10 +45,10 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor | None, eps: float = EPS
 
 
 class Normalised(torch.autograd.Function):
-    """L2 norm with its result y stored; backward, rstd (dy - y (y.dy)) uses y and dy as stored, and rounds each product.
+    """L2 norm whose result y is stored; the backward, rstd (dy - y (y.dy)), uses y and dy as stored and rounds each product.
 
-    dx is what is left of dy across x: with one channel, or dy along x, only the roundings are left, so each has its place.
-    With the sums divided by `count`, the channels, it is the RMS norm.
+    dx is the component of dy across x. If there is one channel, or if dy points along x, dx consists of roundings only, so each of
+    them has its own place. With the sums divided by `count`, the number of channels, this is the RMS norm.
     """
 
     @staticmethod
@@ -74,16 +75,17 @@ class Normalised(torch.autograd.Function):
 
 
 def forward_l2norm(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
-    """y [runs, B, T, H, K], as x.x; x has the runs of `arithmetic` along axis 0."""
+    """Return y [runs, B, T, H, K], shaped as x.x; x has the runs of `arithmetic` along axis 0."""
     kept = dataclasses.replace(arithmetic, stored=arithmetic.output)
     return {"y": Normalised.apply(arithmetic.input(x.x, "x"), kept, "y", _eps(x))}
 
 
 def forward_gated_rms_norm(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
-    """y [runs, B, T, HV, V], as x.x and x.z; x has the runs of `arithmetic` along axis 0.
+    """Return y [runs, B, T, HV, V], shaped as x.x and x.z; x has the runs of `arithmetic` along axis 0.
 
-    An implementation may keep float32 throughout (flash-linear-attention) or store the normalised x, and its product with the
-    weight, in the inputs' dtype (transformers); backward alike, where the terms of the weight's gradient may be stored too.
+    An implementation may keep float32 throughout (flash-linear-attention), or store the normalised x and its product with the
+    weight in the inputs' dtype (transformers). The same holds in the backward, where the terms of the weight's gradient may be
+    stored too.
     """
     single, kept = (dataclasses.replace(arithmetic, stored=bits) for bits in (SINGLE, arithmetic.output))
     y = Normalised.apply(arithmetic.input(x.x, "x"), single, "normalised", _eps(x), x.x.shape[-1])
@@ -101,7 +103,7 @@ def _eps(x: Inputs) -> float:
 
 
 def positive_eps(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
-    """The rule of eps; absent or None is EPS."""
+    """Rule: eps is a finite number above 0; None or absent means EPS."""
     if (eps := inputs.get("eps")) is not None:
         _check_eps(eps)
 

@@ -1,4 +1,4 @@
-"""Operations: the contract of one mathematical operation, its inputs, and what legal input is."""
+"""What an operation is: the contract of one mathematical function, its inputs, and the rules of legal input."""
 
 import dataclasses
 import functools
@@ -18,7 +18,10 @@ FLOATS = (*NAMES, torch.float64)
 
 
 class Inputs(Mapping[str, Any]):
-    """The arguments of one call by name, as attributes or items: tensors, None where an optional one is absent, and options."""
+    """The arguments of one call by name, read as attributes or as items.
+
+    A value is a tensor, None (an optional tensor that is absent) or an option. Inputs cannot be changed; `replaced` makes a copy.
+    """
 
     def __init__(self, **values: Any) -> None:
         object.__setattr__(self, "_values", values)
@@ -44,7 +47,7 @@ class Inputs(Mapping[str, Any]):
         return len(self._values)
 
     def replaced(self, **values: Any) -> "Inputs":
-        """The same inputs but for `values`. ValueError for a name that is not among them."""
+        """Return a copy in which `values` replace the inputs of the same names. ValueError for an unknown name."""
         if unknown := values.keys() - self._values.keys():
             raise ValueError(f"no input {sorted(unknown)[0]!r}; there are {', '.join(self._values)}")
         return Inputs(**{**self._values, **values})
@@ -52,9 +55,11 @@ class Inputs(Mapping[str, Any]):
 
 @dataclasses.dataclass(frozen=True)
 class Port:
-    """A named tensor: its axes, its dtype ("input": the case's; "gate", "fp32", "index") and whether it may be absent.
+    """A named tensor of an operation: an input, an output or a gradient.
 
-    A row, the unit that is judged, is the last axis, or a single element where `scalar_rows` (one number a token and head).
+    `axes` are letters separated by spaces. `dtype` is "input" (the dtype of the case), "gate", "fp32" or "index". `optional` says
+    whether the tensor may be absent. A row is the unit that has one tolerance: the vector along the last axis or, with
+    `scalar_rows`, a single element (one number for each token and head).
     """
 
     name: str
@@ -71,14 +76,15 @@ Rule = Callable[[Inputs, dict[str, int]], None]
 class Operation:
     """One mathematical operation: its contract and its oracle.
 
-    `inputs` and `outputs` are its ports; every input that is not an index is differentiable. Axes are letters; equal letters are
-    equal sizes, but N, the number of sequences, is whatever `cu_seqlens` or B says; where no port has it, there is no `cu_seqlens`.
-    `options` are the arguments that are no tensors, those that only implementations heed included, and `rules` are what legal input
-    obeys besides.
+    `inputs` and `outputs` are its ports. Every input that is not an index is differentiable. Axes are letters, and equal letters
+    mean equal sizes. The exception is N, the number of sequences: `cu_seqlens` defines N or, without it, N is B. An operation
+    without N in its ports takes no `cu_seqlens`. `options` are the arguments that are not tensors, including those that only
+    implementations use. `rules` are further conditions of legal input.
 
-    `forward` maps inputs, float64 and with the runs of an arithmetic along a new axis 0, to outputs of the same kind, rounding
-    where an algorithm of the arithmetic's class rounds. It is differentiable: gradients come out of it. Along `parallel` axes,
-    all together, a call may be cut into several: nothing is shared between them. `classes` are those it has an algorithm of.
+    `forward` takes an `Arithmetic` and float64 inputs with a new axis 0, along which lie the runs of that arithmetic. It returns
+    the outputs with the same axis 0. It rounds where an algorithm of the arithmetic's class rounds, and autograd differentiates it.
+    A call may be cut into several calls along all `parallel` axes at once, because its parts share nothing. `classes` names the
+    classes of algorithm that `forward` can model.
     """
 
     name: str
@@ -91,12 +97,12 @@ class Operation:
     classes: tuple[str, ...] = CLASSES
 
     def sizes(self, inputs: Inputs) -> dict[str, int]:
-        """The sizes of the axes of legal inputs."""
+        """Return the size of each axis of legal inputs."""
         given = ((port, inputs[port.name]) for port in self.inputs if inputs.get(port.name) is not None)
         return {axis: size for port, x in given for axis, size in zip(port.axes.split(), x.shape, strict=True)}
 
     def gradients(self) -> tuple[Port, ...]:
-        """The ports of the gradients, one an input: dq for q, and dh0 for the initial state."""
+        """Return one port for each gradient, named by `gradient_name`: dq for q, and dh0 for the initial state."""
         return self._gradients
 
     @functools.cached_property
@@ -105,11 +111,11 @@ class Operation:
         return tuple(dataclasses.replace(port, name=gradient_name(port.name)) for port in differentiable)
 
     def port(self, name: str) -> Port:
-        """The output or gradient called `name`."""
+        """Return the port of the output or gradient called `name`."""
         return next(port for port in (*self.outputs, *self._gradients) if port.name == name)
 
     def check(self, inputs: Inputs) -> None:
-        """Refuse illegal input: ValueError names the argument, its value and the rule (DESIGN section 2)."""
+        """Raise ValueError for illegal input. The message names the argument, its value and the rule."""
         if not isinstance(inputs, Inputs):
             raise ValueError(f"inputs must be Inputs, got {type(inputs).__name__}")  # noqa: TRY004 - one kind of error
         for name, value in inputs.items():
@@ -147,13 +153,13 @@ class Operation:
 
     @functools.cached_property
     def _named(self) -> set[str]:
-        """The names that an input may have."""
+        """The names of all arguments that a call may have."""
         packs = any("N" in port.axes.split() for port in self.inputs)
         return {*(port.name for port in self.inputs), *self.options, *["cu_seqlens"] * packs}
 
 
 def checked_tensor(name: str, value: object) -> Tensor:
-    """The value. ValueError names it if it is no tensor, or one whose numbers do not lie in strides."""
+    """Return `value` if it is a strided tensor with numbers; otherwise raise a ValueError that names the argument."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")  # noqa: TRY004 - one kind of error
     if value.layout != torch.strided or value.is_nested or value.is_meta:
@@ -163,12 +169,12 @@ def checked_tensor(name: str, value: object) -> Tensor:
 
 
 def gradient_name(name: str) -> str:
-    """What the gradient of input `name` is called."""
+    """Return the name of the gradient of input `name`."""
     return "dh0" if name == "state" else f"d{name}"
 
 
 def at_least_one(*axes: str) -> Rule:
-    """The rule that these axes are not empty."""
+    """Return the rule that each of these axes has at least one entry."""
 
     def rule(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
         for axis in axes:
@@ -179,7 +185,7 @@ def at_least_one(*axes: str) -> Rule:
 
 
 def flag(name: str) -> Rule:
-    """The rule that an option is True or False; absent is False."""
+    """Return the rule that an option is True or False; an absent option means False."""
 
     def rule(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
         if not isinstance(value := inputs.get(name, False), bool):
@@ -191,20 +197,20 @@ def flag(name: str) -> Rule:
 
 
 def finite_scale(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
-    """The rule of the scale; absent or None is K ** -0.5."""
+    """Rule: the scale is None or a finite number; None or absent means K ** -0.5."""
     scale = inputs.get("scale")
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale)):
         raise ValueError(f"scale must be None or a finite number, got {scale!r}")
 
 
 def grouped_heads(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
-    """The rule of grouped value attention: HV is a multiple of H."""
+    """Rule of grouped value attention: HV is a multiple of H."""
     if sizes["HV"] % sizes["H"]:
         raise ValueError(f"HV must be a multiple of H = {sizes['H']}, got {sizes['HV']}")
 
 
 def one_a_sequence(name: str) -> Rule:
-    """The rule of `cu_seqlens`, and that the state `name` has as many entries as there are sequences."""
+    """Return the rule that `cu_seqlens` is legal, and that the state `name` has one entry for each sequence."""
 
     def rule(inputs: Inputs, sizes: dict[str, int]) -> None:
         count = sequence_count(inputs, sizes)
@@ -215,7 +221,7 @@ def one_a_sequence(name: str) -> Rule:
 
 
 def sequence_count(inputs: Inputs, sizes: dict[str, int]) -> int:
-    """The number of sequences: that of `cu_seqlens`, which must be legal, or B."""
+    """Return the number of sequences: B, or the number in `cu_seqlens`. ValueError for illegal `cu_seqlens`."""
     if (offsets := inputs.get("cu_seqlens")) is None:
         return sizes["B"]
     check_offsets(offsets, sizes["B"], sizes["T"])
@@ -223,7 +229,7 @@ def sequence_count(inputs: Inputs, sizes: dict[str, int]) -> int:
 
 
 def sequences(inputs: Inputs, tokens: str) -> list[int]:
-    """Tokens per sequence of legal inputs, `tokens` naming one of axes [B, T, ...]."""
+    """Return the number of tokens of each sequence of legal inputs; `tokens` names an input with axes [B, T, ...]."""
     if inputs.get("cu_seqlens") is None:
         return [inputs[tokens].shape[1]] * int(inputs[tokens].shape[0])
     offsets = inputs.cu_seqlens.tolist()
@@ -231,7 +237,7 @@ def sequences(inputs: Inputs, tokens: str) -> list[int]:
 
 
 def check_offsets(offsets: Tensor, batch: int, tokens: int) -> None:
-    """Refuse illegal `cu_seqlens` of a packed batch: ValueError names the value and the rule."""
+    """Raise ValueError if `cu_seqlens` is illegal for a packed batch; the message names the value and the rule."""
     if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int32, torch.int64) or offsets.ndim != 1:
         what = f"{offsets.dtype} of shape {tuple(offsets.shape)}" if isinstance(offsets, Tensor) else repr(offsets)
         raise ValueError(f"cu_seqlens must be a vector of int32 or int64, got {what}")

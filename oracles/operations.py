@@ -8,7 +8,7 @@ from oracles.layer import GDN_LAYER
 from oracles.norm import GATED_RMS_NORM, L2NORM
 from oracles.operation import Operation
 
-RULES = {operation.name: operation for operation in (GATED_DELTA_RULE, DELTA_RULE, KDA)}  # those a Case can be of
+RULES = {operation.name: operation for operation in (GATED_DELTA_RULE, DELTA_RULE, KDA)}  # the operations of Case
 OPERATIONS: dict[str, Operation] = RULES | {
     operation.name: operation for operation in (DECODE, CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM, GDN_LAYER)
 }

@@ -1,21 +1,22 @@
-"""Packed layouts of context parallelism: which tokens and features each rank holds, in integers, exactly.
+"""Packed layouts of context parallelism: which tokens and features each rank holds, in integers.
 
-A layout says of one global axis which indices each rank holds, in the rank's order: a tuple of int64 vectors, one a rank, that
-name every index once. T tokens of all (padded) sequences are packed along axis 0 (THD); F features, in sections, are the last axis.
+A layout says which indices of one global axis each rank holds, and in which order. It is a tuple of int64 vectors, one for each
+rank, which together name every index once. The T tokens of all (padded) sequences are packed along axis 0 (THD); the F features, in
+sections, are the last axis.
 
     zigzag           each sequence is cut in 2 cp equal pieces; rank r holds pieces r and 2 cp - 1 - r of every sequence, in order
-    zigzag_batch     the same of the whole stream, as if it were one sequence
+    zigzag_batch     the same for the whole stream, as if it were one sequence
     contiguous       the stream is cut in cp equal pieces; rank r holds piece r
     head_parallel    each section of features is cut in cp equal slices; rank r holds slice r of every section, in order
 
-Under context parallelism (CP) the ranks share out the tokens of x [T, ..., F], under head parallelism (HP) its features:
+Under context parallelism (CP) the ranks share the tokens of x [T, ..., F]; under head parallelism (HP) they share its features:
 
     CP = shard(x, zigzag(lengths, cp))      HP = shard(x, head_parallel(sections, cp), axis=-1)
 
-Computed from the global x, these two are the definition of CP -> HP and HP -> CP. Ranks, which have no global x, go from one
-to the other through an all-to-all, sequence by sequence or fused; tests/test_parallel.py proves both forms equal to the
-definition bit for bit, forward and backward. The layouts are Megatron-LM's (THD: zigzag; SBHD: zigzag_batch) and
-flash-linear-attention's (zigzag_batch, contiguous).
+Computed from the global x, these two are the definition of CP -> HP and HP -> CP. Ranks do not have the global x. They convert one
+into the other with an all-to-all for each sequence, or with one fused all-to-all. tests/test_parallel.py shows that both forms
+equal the definition bit for bit, forward and backward. The layouts are those of Megatron-LM (THD: zigzag; SBHD: zigzag_batch) and
+of flash-linear-attention (zigzag_batch, contiguous).
 """
 
 import dataclasses
@@ -31,9 +32,9 @@ Layout = tuple[Tensor, ...]
 
 
 def zigzag(lengths: Sequence[int], cp: int) -> Layout:
-    """Tokens [T / cp] of each rank: pieces r and 2 cp - 1 - r, in that order, of every sequence, sequences in order.
+    """Return the tokens [T / cp] of each rank: pieces r and 2 cp - 1 - r of every sequence, in that order, sequences in order.
 
-    `lengths` are the padded tokens of each sequence, empty ones included. ValueError for a length that 2 cp does not divide.
+    `lengths` are the padded tokens of each sequence; empty sequences are allowed. ValueError if 2 cp does not divide a length.
     """
     _check_ranks(cp)
     lengths = _check_multiples("lengths", _whole("lengths", lengths), 2 * cp, "2 * cp")
@@ -43,26 +44,26 @@ def zigzag(lengths: Sequence[int], cp: int) -> Layout:
 
 
 def zigzag_batch(lengths: Sequence[int], cp: int) -> Layout:
-    """Tokens [T / cp] of each rank: pieces r and 2 cp - 1 - r, in that order, of the stream of all sequences.
+    """Return the tokens [T / cp] of each rank: pieces r and 2 cp - 1 - r, in that order, of the stream of all sequences.
 
-    A piece may end within a sequence. ValueError for lengths whose total 2 cp does not divide.
+    A piece may end within a sequence. ValueError if 2 cp does not divide the total length.
     """
     return zigzag([_check_total(lengths, cp, 2)], cp)
 
 
 def contiguous(lengths: Sequence[int], cp: int) -> Layout:
-    """Tokens [T / cp] of each rank: piece r of the stream of all sequences, as `contiguous_pieces` tells apart.
+    """Return the tokens [T / cp] of each rank: piece r of the stream of all sequences.
 
-    ValueError for lengths whose total cp does not divide.
+    `contiguous_pieces` lists the sequences' pieces in it. ValueError if cp does not divide the total length.
     """
     return torch.arange(_check_total(lengths, cp, 1)).tensor_split(cp)
 
 
 def head_parallel(sections: Sequence[int], cp: int) -> Layout:
-    """Features [F / cp] of each rank: slice r of each section, sections in order.
+    """Return the features [F / cp] of each rank: slice r of each section, sections in order.
 
-    `sections` are the global widths, such as those of q, k, v, z, b, a; with tp in place of cp they are column-parallel shards.
-    ValueError for a section that cp does not divide; that a slice is made of whole heads is the layer's contract.
+    `sections` are the global widths, such as those of q, k, v, z, b, a. With tp in place of cp, the result is the column-parallel
+    shards. ValueError if cp does not divide a section. Slices must also contain whole heads; the layer guarantees that.
     """
     _check_ranks(cp)
     sections = _check_multiples("sections", _whole("sections", sections, 1), cp, "cp")
@@ -72,7 +73,7 @@ def head_parallel(sections: Sequence[int], cp: int) -> Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Tokens `first` to `end` - 1, counted within their sequence of `length` tokens, on one rank."""
+    """Tokens `first` to `end` - 1 of a sequence of `length` tokens, held by one rank; tokens are counted within the sequence."""
 
     sequence: int
     first: int
@@ -81,20 +82,20 @@ class Piece:
 
     @property
     def receives(self) -> bool:
-        """Whether it starts from the state in which the rank before ends, not from its sequence's initial state."""
+        """Whether it starts from the last state of the rank before, not from its sequence's initial state."""
         return self.first > 0
 
     @property
     def sends(self) -> bool:
-        """Whether the rank after goes on from its last state, which is then not its sequence's final state."""
+        """Whether the next rank continues from its last state, which is then not its sequence's final state."""
         return self.end < self.length
 
 
 def contiguous_pieces(lengths: Sequence[int], cp: int) -> tuple[tuple[Piece, ...], ...]:
-    """The pieces of sequences that each rank of `contiguous` holds, in order.
+    """Return the pieces of sequences that each rank of `contiguous` holds, in order.
 
-    Only the first of a rank can receive a state and only its last can send one; an empty sequence has no piece, and its final
-    state is its initial state. With 2 cp in place of cp, entries r and 2 cp - 1 - r are what rank r of `zigzag_batch` holds, and
+    Only the first piece of a rank can receive a state, and only its last piece can send one. An empty sequence has no piece; its
+    final state is its initial state. With 2 cp in place of cp, rank r of `zigzag_batch` holds entries r and 2 cp - 1 - r, and
     states pass from entry to entry. ValueError as in `contiguous`.
     """
     size = _check_total(lengths, cp, 1) // cp
@@ -110,9 +111,10 @@ def contiguous_pieces(lengths: Sequence[int], cp: int) -> tuple[tuple[Piece, ...
 
 
 def local_cu_seqlens(pieces: Sequence[Piece], dtype: torch.dtype = torch.int32) -> Tensor:
-    """Where each piece of one rank begins in that rank's tokens, and where the last ends: [pieces + 1].
+    """Return where each piece of one rank begins in that rank's tokens, and where the last piece ends: [pieces + 1].
 
-    A rank without tokens has the one entry 0, which is no legal `cu_seqlens`. ValueError for a dtype other than int32 and int64.
+    A rank without tokens has the single entry 0, which is not a legal `cu_seqlens`. ValueError for a dtype other than int32 and
+    int64.
     """
     if dtype not in (torch.int32, torch.int64):
         raise ValueError(f"dtype must be int32 or int64, got {dtype}")
@@ -120,7 +122,10 @@ def local_cu_seqlens(pieces: Sequence[Piece], dtype: torch.dtype = torch.int32) 
 
 
 def lengths_of(cu_seqlens: Tensor, tokens: int) -> list[int]:
-    """Tokens per sequence of int32 or int64 `cu_seqlens` [N + 1] over `tokens` packed tokens; ValueError if it is illegal."""
+    """Return the tokens of each sequence of `cu_seqlens` [N + 1] (int32 or int64) over `tokens` packed tokens.
+
+    ValueError if `cu_seqlens` is illegal.
+    """
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
         raise ValueError(f"tokens must be a whole number from 0 up, got {tokens!r}")
     check_offsets(cu_seqlens, 1, tokens)
@@ -128,34 +133,35 @@ def lengths_of(cu_seqlens: Tensor, tokens: int) -> list[int]:
 
 
 def padded_lengths(lengths: Sequence[int], multiple: int) -> list[int]:
-    """The least multiples of `multiple` (2 cp for `zigzag`) that hold the sequences; empty sequences stay empty."""
+    """Return the least multiples of `multiple` (2 cp for `zigzag`) that hold the sequences; empty sequences stay empty."""
     if not isinstance(multiple, int) or isinstance(multiple, bool) or multiple < 1:
         raise ValueError(f"multiple must be a whole number from 1 up, got {multiple!r}")
     return [-(-length // multiple) * multiple for length in _whole("lengths", lengths)]
 
 
 def real_tokens(lengths: Sequence[int], padded: Sequence[int]) -> Tensor:
-    """Where each real token stands among the padded ones: int64 [sum(lengths)]. Pad tokens stand at their sequence's end.
+    """Return the index of each real token among the padded tokens: int64 [sum(lengths)].
 
-    ValueError unless `padded` has one length a sequence, no shorter than the sequence.
+    Pad tokens are at the end of their sequence. ValueError unless `padded` has one length for each sequence, no shorter than the
+    sequence.
     """
     return torch.cat([places[:length] for places, length in _padded_places(lengths, padded)])
 
 
 def pad_tokens(lengths: Sequence[int], padded: Sequence[int]) -> Tensor:
-    """Where the pad tokens stand among the padded ones: int64 [sum(padded) - sum(lengths)], all that `real_tokens` leaves."""
+    """Return the indices of the pad tokens among the padded tokens: int64 [sum(padded) - sum(lengths)]."""
     return torch.cat([places[length:] for places, length in _padded_places(lengths, padded)])
 
 
 def pad(x: Tensor, lengths: Sequence[int], padded: Sequence[int]) -> Tensor:
-    """x [sum(lengths), ...] with zeros for the pad tokens: [sum(padded), ...]."""
+    """Return x [sum(lengths), ...] with zeros for the pad tokens: [sum(padded), ...]."""
     real = real_tokens(lengths, padded)
     _check_tokens(x, len(real), "lengths")
     return x.new_zeros(sum(padded), *x.shape[1:]).index_copy(0, real.to(x.device), x)
 
 
 def unpad(x: Tensor, lengths: Sequence[int], padded: Sequence[int]) -> Tensor:
-    """The real tokens of x [sum(padded), ...]: [sum(lengths), ...], whatever the pad tokens hold."""
+    """Return the real tokens of x [sum(padded), ...]: [sum(lengths), ...], whatever the pad tokens hold."""
     real = real_tokens(lengths, padded)
     _check_tokens(x, sum(padded), "padded")
     return x.index_select(0, real.to(x.device))
@@ -172,7 +178,7 @@ def _padded_places(lengths: Sequence[int], padded: Sequence[int]) -> list[tuple[
 
 
 def shard(x: Tensor, layout: Layout, axis: int = 0) -> list[Tensor]:
-    """What each rank holds of the global x along `axis`, in its order; every other axis whole.
+    """Return what each rank holds of the global x along `axis`, in its order; all other axes are whole.
 
     ValueError unless the layout names every index of the axis once.
     """
@@ -182,9 +188,9 @@ def shard(x: Tensor, layout: Layout, axis: int = 0) -> list[Tensor]:
 
 
 def join(shards: Sequence[Tensor], layout: Layout, axis: int = 0) -> Tensor:
-    """The global tensor of which each rank holds a shard: the inverse of `shard`.
+    """Return the global tensor from the ranks' shards: the inverse of `shard`.
 
-    ValueError for a wrong number of ranks, or shards that disagree with the layout along `axis` or with each other elsewhere.
+    ValueError for a wrong number of ranks, or if shards disagree with the layout along `axis` or with each other in other axes.
     """
     _check_alike(shards, axis)
     _check_layout(layout)
@@ -196,10 +202,10 @@ def join(shards: Sequence[Tensor], layout: Layout, axis: int = 0) -> Tensor:
 
 @dataclasses.dataclass
 class Network:
-    """An all-to-all among ranks of one process, and the count of its use.
+    """An all-to-all among ranks of one process, with counts of its use.
 
-    `elements` and `sent_bytes` are what left a rank for another, over all ranks: what a rank keeps is not sent. So with one rank a
-    collective sends nothing, and implementations leave it out.
+    `elements` and `sent_bytes` count what the ranks sent to other ranks, over all ranks; what a rank keeps is not sent. With one
+    rank a collective therefore sends nothing, and implementations leave it out.
     """
 
     collectives: int = 0
@@ -207,9 +213,9 @@ class Network:
     sent_bytes: int = 0
 
     def all_to_all(self, blocks: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """The blocks by receiver: result[r][s] is blocks[s][r], what rank s holds for rank r.
+        """Return the blocks by receiver: result[r][s] is blocks[s][r], what rank s holds for rank r.
 
-        ValueError unless there is a block for each rank on each rank, all of one shape.
+        ValueError unless each rank has a block for each rank, all of one shape and dtype.
         """
         ranks = len(blocks)
         if any(len(row) != ranks for row in blocks):
@@ -228,10 +234,11 @@ class Network:
 def cp_to_hp_per_sequence(
     shards: Sequence[Tensor], lengths: Sequence[int], sections: Sequence[int], network: Network
 ) -> list[Tensor]:
-    """HP shards [T, ..., F / cp] from the CP shards [T / cp, ..., F] of `zigzag`: one all-to-all a non-empty sequence and section.
+    """Return HP shards [T, ..., F / cp] from the CP shards [T / cp, ..., F] of `zigzag`.
 
-    `sections` are the global widths. With lengths [T] it takes the shards of `zigzag_batch`, one all-to-all a section.
-    ValueError for shards that disagree with lengths, sections or each other.
+    It takes one all-to-all for each non-empty sequence and section. `sections` are the global widths. With lengths [T] it converts
+    the shards of `zigzag_batch`, with one all-to-all for each section. ValueError for shards that disagree with lengths, sections
+    or each other.
     """
     _check_network(network)
     cp, lengths, sections = _check_packing(shards, lengths, sections, "CP")
@@ -247,9 +254,10 @@ def cp_to_hp_per_sequence(
 def hp_to_cp_per_sequence(
     shards: Sequence[Tensor], lengths: Sequence[int], sections: Sequence[int], network: Network
 ) -> list[Tensor]:
-    """CP shards [T / cp, ..., F] of `zigzag` from the HP shards [T, ..., F / cp]: one all-to-all a non-empty sequence and section.
+    """Return CP shards [T / cp, ..., F] of `zigzag` from the HP shards [T, ..., F / cp].
 
-    `sections` are the global widths; a layer brings back one section, its output. ValueError as in `cp_to_hp_per_sequence`.
+    It takes one all-to-all for each non-empty sequence and section. `sections` are the global widths; a layer brings back one
+    section, its output. ValueError as in `cp_to_hp_per_sequence`.
     """
     _check_network(network)
     cp, lengths, sections = _check_packing(shards, lengths, sections, "HP")
@@ -263,10 +271,11 @@ def hp_to_cp_per_sequence(
 
 
 def cp_to_hp_fused(shards: Sequence[Tensor], layout: Layout, sections: Sequence[int], network: Network) -> list[Tensor]:
-    """HP shards [T, ..., F / cp] from the CP shards [T / cp, ..., F] of any token layout: one all-to-all, one gather of tokens.
+    """Return HP shards [T, ..., F / cp] from the CP shards [T / cp, ..., F] of any token layout.
 
-    Features are permuted first, so that what goes to one rank lies side by side. `sections` are the global widths. ValueError
-    for a wrong number of ranks, or shards that disagree with the layout, the sections or each other.
+    It takes one all-to-all and one gather of tokens. Features are permuted first, so that the features for one rank lie side by
+    side. `sections` are the global widths. ValueError for a wrong number of ranks, or for shards that disagree with the layout, the
+    sections or each other.
     """
     _check_network(network)
     cp = _check_ranks_of(shards, layout)
@@ -278,9 +287,9 @@ def cp_to_hp_fused(shards: Sequence[Tensor], layout: Layout, sections: Sequence[
 
 
 def hp_to_cp_fused(shards: Sequence[Tensor], layout: Layout, sections: Sequence[int], network: Network) -> list[Tensor]:
-    """CP shards [T / cp, ..., F] of any token layout from the HP shards [T, ..., F / cp]: one gather of tokens, one all-to-all.
+    """Return CP shards [T / cp, ..., F] of any token layout from the HP shards [T, ..., F / cp].
 
-    `sections` are the global widths. ValueError as in `cp_to_hp_fused`.
+    It takes one gather of tokens and one all-to-all. `sections` are the global widths. ValueError as in `cp_to_hp_fused`.
     """
     _check_network(network)
     cp = _check_ranks_of(shards, layout)
@@ -298,7 +307,10 @@ def _per_sequence(
     empty: list[Tensor],
     move: Callable[[tuple[Tensor, ...]], list[Tensor]],
 ) -> list[Tensor]:
-    """`move` of each section of each non-empty sequence, put together after `empty`; lengths and sections are the shards' own."""
+    """Apply `move` to each section of each non-empty sequence, and concatenate the results after `empty`.
+
+    `lengths` and `sections` are those of the shards, not the global ones.
+    """
     rows = [[x] for x in empty]
     for sequence in zip(*(x.split(lengths) for x in shards), strict=True):
         if len(sequence[0]):
@@ -309,19 +321,19 @@ def _per_sequence(
 
 
 def _zigzag_blocks(x: Tensor, cp: int) -> list[Tensor]:
-    """Pieces r and 2 cp - 1 - r of one sequence for each rank r."""
+    """Return pieces r and 2 cp - 1 - r of one sequence, for each rank r."""
     pieces = x.tensor_split(2 * cp)
     return [torch.cat([pieces[rank], pieces[2 * cp - 1 - rank]]) for rank in range(cp)]
 
 
 def _natural_order(blocks: Sequence[Tensor]) -> Tensor:
-    """One sequence from what `_zigzag_blocks` gives each rank: first halves by rising rank, second halves by falling rank."""
+    """Return one sequence from the blocks of `_zigzag_blocks`: first halves by rising rank, second halves by falling rank."""
     firsts, seconds = zip(*(block.tensor_split(2) for block in blocks), strict=True)
     return torch.cat([*firsts, *reversed(seconds)])
 
 
 def _inverse(layout: Layout) -> Tensor:
-    """Where each global index stands in the concatenation of the ranks' shards."""
+    """Return the index of each global index in the concatenation of the ranks' shards."""
     return torch.cat(layout).argsort()
 
 
@@ -352,7 +364,7 @@ def _check_multiples(name: str, values: list[int], multiple: int, rule: str) -> 
 
 
 def _check_total(lengths: Sequence[int], cp: int, pieces: int) -> int:
-    """The tokens of all sequences, to be cut in `pieces` a rank."""
+    """Return the tokens of all sequences; ValueError unless they can be cut into `pieces` equal pieces for each rank."""
     _check_ranks(cp)
     total = sum(_whole("lengths", lengths))
     if total % (pieces * cp):
@@ -376,7 +388,7 @@ def _is_axis(axis: object, x: Tensor) -> bool:
 
 
 def _check_layout(layout: Layout, size: int | None = None) -> None:
-    """Refuse a layout that does not name each of `size` indices (default: as many as it names) once."""
+    """Raise ValueError unless the layout names each of `size` indices (default: as many as it names) once."""
     if not isinstance(layout, Sequence) or not layout:
         raise ValueError(f"layout must have at least one rank, got {_kind(layout)}")
     for rank, held in enumerate(layout):
@@ -402,7 +414,10 @@ def _check_ranks_of(shards: Sequence[Tensor], layout: Layout) -> int:
 
 
 def _check_alike(shards: Sequence[Tensor], axis: int) -> None:
-    """Refuse shards that differ in dtype, or in shape beside `axis`: torch.cat would promote them, or drop an empty one."""
+    """Raise ValueError for shards that differ in dtype, or in shape outside `axis`.
+
+    torch.cat would promote dtypes, or drop an empty shard.
+    """
     if not isinstance(shards, Sequence) or not shards:
         raise ValueError(f"shards must be one tensor a rank, got {_kind(shards)}")
     for rank, x in enumerate(shards):

@@ -1,9 +1,9 @@
-"""Parts of a call: some of its sequences, and some of the heads that share nothing with others; each part is a call of its own.
+"""Parts of a call: some of its sequences, and some of the heads that are independent of the others; each part is a call of its own.
 
-Sequences know nothing of each other, and along an operation's `parallel` axes nothing is shared either. So the rows of some
-sequences and heads are, in the part that has these, what they are in the whole call: a token's vector, a row of a final state. What
-is a sum over all sequences, as the gradient of A_log is, has its rows in parts with every sequence; and these, which are those of
-heads, are pooled (oracles/bound.py), so that such parts have every head too.
+Sequences are independent of each other, and so are the slices along an operation's `parallel` axes. So the rows of some sequences
+and heads are the same in a part that contains these as in the whole call: a token's vector, or a row of a final state. Sums over
+all sequences, such as the gradient of A_log, are the same only in parts with every sequence. Their rows are those of heads and are
+pooled (oracles/bound.py), so these parts need every head too.
 """
 
 import dataclasses
@@ -18,22 +18,22 @@ from oracles.operation import Inputs, Operation, Port, sequences
 
 
 class Part(NamedTuple):
-    """Which sequences, and which groups along the parallel axes."""
+    """Which sequences a part has, and which groups along the parallel axes."""
 
     sequences: tuple[int, ...]
     groups: tuple[int, ...]
 
     def has(self, other: "Part") -> bool:
-        """Whether all of the other is in this one."""
+        """Whether this part contains the other one."""
         return {*other.sequences} <= {*self.sequences} and {*other.groups} <= {*self.groups}
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How a legal call of an operation may be cut: into as many `groups` along its parallel axes, and sequences of `lengths`.
+    """How a legal call may be cut: into `groups` equal groups along the parallel axes, and into sequences of `lengths` tokens.
 
-    Sequences whose states lie in a pool stay together, as do those of several calls (verify/execution/shared_bounds.py): `apart`
-    is False.
+    If `apart` is False, sequences stay together: those whose states lie in a pool, and those of several calls
+    (verify/execution/shared_bounds.py).
     """
 
     operation: Operation
@@ -44,7 +44,7 @@ class Cut:
 
     @classmethod
     def of(cls, operation: Operation, inputs: Inputs) -> "Cut":
-        """That of a call."""
+        """Return the cut of a call."""
         sizes = operation.sizes(inputs)
         groups = math.gcd(*(sizes[axis] for axis in operation.parallel)) if operation.parallel else 1
         lengths = sequences(inputs, operation.inputs[0].name)
@@ -53,15 +53,15 @@ class Cut:
 
     @property
     def whole(self) -> Part:
-        """All of the call."""
+        """The part that is the whole call."""
         return Part(tuple(range(len(self.lengths))), tuple(range(self.groups)))
 
     def size(self, part: Part) -> int:
-        """How large a part is: its tokens, and a state a sequence, of each group."""
+        """Return the size of a part: for each group, its tokens and one state for each sequence."""
         return len(part.groups) * sum(1 + self.lengths[row] for row in part.sequences)
 
     def having(self, port: Port, rows: Tensor) -> Part:
-        """The smallest part that has all the rows of a tensor that are true, the whole if none is; `rows` has one for each row."""
+        """Return the smallest part that contains all rows of a tensor that are true in `rows`; the whole call if none is true."""
         axes, (some, groups) = port.axes.split()[: rows.ndim], self.whole
         if not bool(rows.any()):
             return self.whole
@@ -77,18 +77,21 @@ class Cut:
         return Part(some, groups)
 
     def _pooled(self, axes: list[str]) -> bool:
-        """Whether what rows may err by is pooled along a parallel axis (oracles/bound.py): their last, but for tokens' rows."""
+        """Whether tolerances of rows are pooled along a parallel axis (oracles/bound.py).
+
+        That is so if the rows' last axis is parallel, unless they are rows of tokens.
+        """
         return axes[:2] != ["B", "T"] and axes[-1] in self.operation.parallel
 
     def _any_of_each(self, tokens: Tensor) -> Tensor:
-        """Whether any token of each sequence is true."""
+        """Return for each sequence whether any of its tokens is true."""
         numbers = torch.arange(len(self.lengths), device=tokens.device).repeat_interleave(
             torch.tensor(self.lengths, device=tokens.device)
         )
         return torch.zeros(len(self.lengths), dtype=torch.bool, device=tokens.device).index_fill_(0, numbers[tokens], True)
 
     def inputs(self, inputs: Inputs, part: Part) -> Inputs:
-        """The inputs of a part."""
+        """Return the inputs of a part."""
         taken = {
             port.name: self.taken(inputs[port.name], port, part)
             for port in self.operation.inputs
@@ -100,18 +103,18 @@ class Cut:
         return inputs.replaced(**taken)
 
     def named(self, tensors: dict[str, Tensor], part: Part) -> dict[str, Tensor]:
-        """Those rows of outputs, cotangents of outputs, or gradients, by their names."""
+        """Return the part's rows of outputs, cotangents of outputs, or gradients, by their names."""
         return {name: self.taken(x, self.operation.port(name), part) for name, x in tensors.items()}
 
     def taken(self, x: Tensor, port: Port, part: Part) -> Tensor:
-        """What a part has of a tensor, or of numbers for each of its rows."""
+        """Return what a part has of a tensor, or of a tensor with a number for each row."""
         for place, axis in enumerate(port.axes.split()[: x.ndim]):
             if (at := self._at(axis, x.shape[place], part, x.device)) is not None:
                 x = x.index_select(place, at)
         return x
 
     def put(self, x: Tensor, port: Port, part: Part, given: Tensor) -> Tensor:
-        """x with what a part has of it replaced; x has a number for each row."""
+        """Return x, which has a number for each row, with the part's rows replaced by `given`."""
         index = []
         for place, (axis, size) in enumerate(zip(port.axes.split(), x.shape, strict=False)):
             at = self._at(axis, size, part, x.device)
@@ -120,7 +123,7 @@ class Cut:
         return x.index_put(tuple(index), given) if index else given
 
     def _at(self, axis: str, size: int, part: Part, device: torch.device) -> Tensor | None:
-        """The places along an axis that a part has, None where it has all."""
+        """Return the part's places along an axis; None if it has all of them."""
         some: Tensor | None = None
         if axis in self.operation.parallel and len(part.groups) < self.groups:
             some = torch.arange(size).view(self.groups, -1)[list(part.groups)].flatten()
@@ -136,5 +139,5 @@ class Cut:
 
 
 def _true(each: Tensor) -> tuple[int, ...]:
-    """The places that are true."""
+    """Return the places that are true."""
     return tuple(each.nonzero().flatten().tolist())

@@ -1,21 +1,22 @@
 """Where finite-precision algorithms round, and what a rounding there does: the disturbed arithmetic.
 
-An oracle calls the methods of :class:`Arithmetic` at each place where an algorithm of the adapter's class rounds. Runs are
-numbered; run 0 is exact: every method returns its argument. In the others the value (and on the way back its cotangent) is
-rounded to the precision held there, on a grid that is shifted for each run and place:
+An oracle calls a method of :class:`Arithmetic` at each place where an algorithm of the adapter's class rounds. Runs are numbered.
+Run 0 is exact: every method returns its argument. In every other run, the value (and in the backward its cotangent) is rounded to
+the precision of that place, on a grid that is shifted for each run and place:
 
     round_s(x) = fl_p(s x) / s,    s in [1, 2) fixed by (run, place),    fl_p = round to nearest with p bits
 
-so each run commits rounding errors of the true size, at the true places, and differently. In the odd runs a place has one s, so
-equal values get equal errors, as on real hardware: constant gates and repeated tokens accumulate coherently, which independent
-noise would miss. There the s of a place's runs are stratified over one unit in the last place, SET runs by SET runs (Latin
-hypercube sampling): however few the runs, they do not all happen to round a value well. In the even runs every position of the
-last two axes has its own s: errors of sums depend on all their terms, so equal results need not have equal errors, and terms that
-ought to cancel do not. Monte Carlo arithmetic (Parker 1997; Verificarlo, CADNA) is the same idea with random errors.
+So each run commits different rounding errors of the true size at the true places. In an odd run a place has one s, so equal values
+get equal errors, as on real hardware. Constant gates and repeated tokens then add up errors that independent noise would average
+away. There the s of a place are stratified over one unit in the last place, for SET runs at a time (Latin hypercube sampling), so
+that even a few runs do not all happen to round a value well. In an even run every position of the last two axes has its own s.
+Errors of sums depend on all their terms, so equal results need not have equal errors, and errors of terms that should cancel do not
+cancel. Monte Carlo arithmetic (Parker 1997; Verificarlo, CADNA) is the same idea with random errors.
 
-A float64's bits, read as a whole number, count units in its last place, from one binade into the next. So fl_p adds 2^(53-p) / 2
-to them and clears the lowest 53 - p: round to nearest, ties away from zero. In float32, with 24 for 53, it is so too; what has 24
-bits there needs no rounding, since float32 does it. Where a dtype has p bits and the range, fl_p is its cast: ties go to even.
+The bits of a float64, read as an integer, count units in the last place, across binades too. So fl_p adds 2^(53-p) / 2 to them and
+clears the lowest 53 - p bits: round to nearest, ties away from zero. The same holds for float32 with 24 in place of 53; a value of
+24 bits then needs no rounding, because float32 rounds it. Where a dtype has p bits and the same range, fl_p is a cast to that
+dtype: ties go to even.
 """
 
 import array
@@ -33,28 +34,30 @@ from oracles.counter import mix
 from oracles.room import memory
 
 BITS = {"bf16": 8, "fp16": 11, "fp32": 24}
-TF32_BITS = 10  # 11 bits rounded to nearest; matrix units may truncate, which errs like 10
+TF32_BITS = 10  # TF32 has 11 bits; matrix units may truncate instead of rounding, which errs like rounding to 10
 SINGLE = 24
 EXACT = 53
-FP16_STEP = 2.0**-24  # the subnormal step: an absolute error where fp16 values are stored
-SET = 8  # runs that take their grids of a place from one word: of the odd ones each has a stratum
+FP16_STEP = 2.0**-24  # the subnormal step of fp16: an absolute error of stored fp16 values
+SET = 8  # runs that share one word for the grids of a place; each odd one of them has its own stratum
 CLASSES = ("chunkwise", "recurrent", "pointwise")
 PRODUCTS = ("ieee", "tf32")
 
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """The precisions an algorithm of one class works in; tensors given to its methods have the runs on one `axis`, by default 0.
+    """The precisions in which an algorithm of one class works.
 
-    That axis has the runs from `first` on: run 0, which is exact, and others, or only runs that round; `last` is the last run of
-    all, where these are not all. A run's numbers do not depend on which others that round are evaluated with it.
+    Tensors given to its methods have the runs along one `axis`, by default 0. These are the runs from `first` on: run 0, which is
+    exact, and others, or only runs that round. `last` is the number of the last run of the call if these are not all its runs. The
+    numbers of a rounding run do not depend on the other rounding runs that are evaluated with it.
 
-    In significand bits: `stored` for intermediates that are stored and operands that are computed, `product` for what float32
-    products and sums of them keep (53: operands are coarser, so that the sums' own errors drown), `output` for the inputs' dtype.
-    `step` is the subnormal step of that dtype where it matters. `gate` are the bits of the gate's dtype, `algorithm` the class and
-    `chunk` the tokens in its chunks, if known. `inverse` are the bits of products by which (I + A)^-1 is made, where those are few:
-    TF32 is used for it whatever the inputs are. `summed_again` are the bits of corrected values from which a backward sums its
-    states again, where it does. `folds` says that a decay which all channels share is multiplied into operands all the same.
+    Precisions are significand bits. `stored` is for stored intermediates and for computed operands. `product` is what products and
+    sums in float32 keep; it is 53 (EXACT) where operands are coarser and hide the errors of the sums. `output` is for the inputs'
+    dtype, and `step` is its subnormal step where that matters. `gate` is for the gate's dtype. `algorithm` is the class, and
+    `chunk` the number of tokens in its chunks, if known. `inverse` is for the products that compute (I + A)^-1 where these keep few
+    bits: TF32 may be used for them whatever dtype the inputs have. `summed_again` is for corrected values from which a backward
+    sums its states again, if it does. `folds` says that the algorithm multiplies a decay into operands even if all channels share
+    this decay.
     """
 
     runs: int
@@ -74,7 +77,10 @@ class Arithmetic:
 
     @classmethod
     def of(cls, algorithm: str, dtype: str, products: str = "ieee", runs: int = 9) -> "Arithmetic":
-        """The arithmetic of `algorithm`, one of CLASSES, on inputs of `dtype`; run 0 of `runs` is exact."""
+        """Return the arithmetic of `algorithm`, one of CLASSES, on inputs of `dtype`; run 0 of `runs` is exact.
+
+        ValueError for an unknown algorithm, dtype or `products`.
+        """
         for name, value, choices in (
             ("algorithm", algorithm, CLASSES),
             ("dtype", dtype, tuple(BITS)),
@@ -87,14 +93,14 @@ class Arithmetic:
         if algorithm == "chunkwise" and dtype != "fp32":
             return cls(runs, output, EXACT, output, step, algorithm=algorithm, inverse=inverse)
         if algorithm == "chunkwise" and products == "tf32":
-            # Both operands of a product are rounded as it reads them, also those that are stored in float32: terms of a sum that
-            # cancel err each on its own, whichever operand they differ in.
+            # A product rounds both operands when it reads them, even those that are stored in float32. So terms of a sum that
+            # cancel have independent errors, whichever operand they differ in.
             return cls(runs, TF32_BITS, TF32_BITS, output, step, algorithm=algorithm, inverse=inverse)
         return cls(runs, SINGLE, SINGLE, output, step, algorithm=algorithm)
 
     @classmethod
     def exact(cls) -> "Arithmetic":
-        """No rounding anywhere, one run."""
+        """Return the arithmetic that rounds nowhere, with one run."""
         return cls(1, EXACT, EXACT, EXACT)
 
     @property
@@ -104,17 +110,17 @@ class Arithmetic:
 
     @property
     def end(self) -> int:
-        """The number of the last run of all."""
+        """The number of the last run of the call."""
         return self.first + self.runs - 1 if self.last is None else self.last
 
     @property
     def narrow(self) -> bool:
-        """Whether operands are coarser than float32, so that all else may be computed in it."""
+        """Whether operands are coarser than float32, so that everything else may be computed in float32."""
         return self.stored < SINGLE
 
     @property
     def uniform(self) -> bool:
-        """Whether these are one odd run, which has one number for all positions of a place."""
+        """Whether this is a single odd run, which has the same s for all positions of a place."""
         return self.runs == 1 and self.first % 2 == 1
 
     @functools.cached_property
@@ -122,60 +128,61 @@ class Arithmetic:
         return self.first, self.first + self.runs, self.end
 
     def operand(self, x: Tensor, place: str) -> Tensor:
-        """x as stored, or as computed operand of a product; its cotangent is stored alike."""
+        """Return x as it is stored, or as a computed operand of a product; its cotangent is stored in the same precision."""
         return self._round(x, place, self.stored, self.stored, self.step if self.stored == self.output else 0.0)
 
     def use(self, x: Tensor, place: str) -> Tensor:
-        """x unchanged, as one of several uses of an operand; the cotangent that comes from this use is stored on its own."""
+        """Return x unchanged, as one of several uses of an operand; the cotangent from this use is stored on its own."""
         return self._round(x, place, EXACT, self.stored, self.step if self.stored == self.output else 0.0)
 
     def multiply(self, a: Tensor, b: Tensor, place: str) -> Tensor:
-        """a @ b, summed in float32 or of TF32 operands; so are the two products of its backward, each with its own errors."""
+        """Return a @ b, summed in float32 or from TF32 operands; each of the two backward products has its own errors."""
         if not self.rounds or self.product == EXACT:
             return a @ b
         return _Product.apply(a, b, self, place)  # type: ignore[no-any-return]
 
     def terms(self, x: Tensor, place: str, depth: int) -> Tensor:
-        """x as an operand that gives a product, a sum of `depth` terms, its errors; outside automatic differentiation."""
+        """Return x as an operand that gives its errors to a product, a sum of `depth` terms; for use outside autograd."""
         return x if self.product == EXACT else self._dither(x, (place,), self.kept(depth), 0.0)
 
     @property
     def memory(self) -> int:
-        """The bits of what is stored and read as it is: where products are TF32 it is float32, and rounded as an operand only."""
+        """The bits of values that are stored and read unchanged; with TF32 products that is float32, rounded only as an operand."""
         return SINGLE if self.product <= TF32_BITS else self.stored
 
     def kept(self, depth: int) -> int:
-        """The bits that a product keeps, a sum of `depth` terms."""
+        """Return the bits that a product keeps, which is a sum of `depth` terms."""
         return min(self.product, summed(depth))
 
     def input(self, x: Tensor, place: str) -> Tensor:
-        """x, an input; its gradient is an output in the inputs' precision."""
+        """Return x, an input; its gradient is an output in the precision of the inputs."""
         return self.gradient(x, place, self.output)
 
     def single(self, x: Tensor, place: str, depth: int = 1) -> Tensor:
-        """x held in float32, the sum of `depth` terms; its cotangent likewise."""
+        """Return x as held in float32, the sum of `depth` terms; its cotangent is held in the same way."""
         bits = summed(depth)
         return self._round(x, place, bits, bits, 0.0)
 
     def drift(self, x: Tensor, place: str) -> Tensor:
-        """Errors of float32 numbers x [..., T, K] carried through T steps, fractions of them, for each run.
+        """Return, for each run, float32 errors of numbers x [..., T, K] that are carried through T steps, as fractions of x.
 
-        Rounded again and again on one grid, a state soon stays where it is, while a kernel's may drift: with repeated tokens each
-        step can err the same way. So in the odd runs a channel errs by the same fraction of itself at every step.
+        If a state is rounded again and again on one grid, it soon stays where it is. A kernel's state may drift: with repeated
+        tokens each step can err in the same direction. So in the odd runs a channel errs by the same fraction of itself at every
+        step.
         """
         fraction = _fractions(place, self.first, self.runs, (x.shape[-2], x.shape[-1]), x.device)
         return fraction.view(self._along(x.ndim, *fraction.shape[1:]))
 
     def sums(self, x: Tensor, place: str, depth: int) -> Tensor:
-        """x unchanged; its cotangent is a float32 sum of `depth` terms."""
+        """Return x unchanged; its cotangent is a float32 sum of `depth` terms."""
         return self._round(x, place, EXACT, summed(depth), 0.0)
 
     def result(self, x: Tensor, place: str) -> Tensor:
-        """x as an output of the inputs' precision; its cotangent is given, hence exact."""
+        """Return x as an output in the precision of the inputs; its cotangent is given, hence exact."""
         return self._round(x, place, self.output, EXACT, self.step)
 
     def gradient(self, x: Tensor, place: str, bits: int) -> Tensor:
-        """x unchanged; its gradient is an output of `bits` bits."""
+        """Return x unchanged; its gradient is an output of `bits` bits."""
         return self._round(x, place, EXACT, bits, self.step if bits <= BITS["fp16"] else 0.0)
 
     def _round(self, x: Tensor, place: str, forward: int, backward: int, step: float) -> Tensor:
@@ -185,9 +192,10 @@ class Arithmetic:
         return _Round.apply(x, ahead, self, place + "'", backward, step)  # type: ignore[no-any-return]
 
     def choice(self, x: Tensor) -> Tensor:
-        """0 or 1 a run, to multiply x: which of two ways to compute the same a run takes; odd and even runs do both.
+        """Return 0 or 1 for each run, to multiply x: which of two ways to compute the same thing a run takes.
 
-        Where there are two runs only, chunk sizes take turns.
+        Both ways occur among the odd runs, and among the even ones. If there are only two runs, both take the same way, and chunk
+        lengths alternate between the ways.
         """
         return _choice(self.ways, x.device, x.dtype).view(self._along(x.ndim))
 
@@ -198,24 +206,24 @@ class Arithmetic:
         return tuple(((run + 1) // 2 + turn) % 2 for run in range(self.first, self.first + self.runs))
 
     def _along(self, axes: int, *last: int) -> list[int]:
-        """A shape of so many axes that has the runs on their axis, `last` at the end, and ones."""
+        """Return a shape of `axes` axes: the number of runs at their axis, the sizes `last` at the end, and otherwise 1."""
         shape = [1] * (axes - len(last)) + list(last)
         shape[self.axis] = self.runs
         return shape
 
     def dither(self, x: Tensor, place: str, bits: int | None = None) -> Tensor:
-        """x rounded to `bits` (default: as stored) on each run's own grid, outside automatic differentiation."""
+        """Return x rounded to `bits` bits (default: as stored) on each run's own grid; for use outside autograd."""
         return self._at(x, (place,), bits)
 
     def stacked(self, x: Tensor, places: tuple[str, ...], bits: "Bits | None" = None, axis: int = -3) -> Tensor:
-        """`dither` of several tensors at once, each in its own place: x has one of them, or the same for all, at each of `axis`.
+        """Apply `dither` to several tensors at once, each in its own place; x has them stacked along `axis`.
 
-        `bits` are the same for all, or one for each.
+        x may also have size 1 there: one tensor, rounded in every place. `bits` is one number for all places, or one for each.
         """
         return self._at(x, places, bits, axis)
 
     def beside(self, x: Tensor, places: tuple[str, ...], widths: tuple[int, ...], bits: "Bits | None" = None) -> Tensor:
-        """`dither` of several tensors of some widths, each in its own place, that lie side by side along x's last axis."""
+        """Apply `dither` to several tensors that lie side by side along x's last axis in these widths, each in its own place."""
         return self._at(x, places, bits, widths=widths)
 
     def _at(
@@ -242,7 +250,10 @@ class Arithmetic:
         return self._rough(x, grid, bits, axis, widths, back)
 
     def grid(self, like: Tensor, place: str) -> "Grid":
-        """The grid s of each run at a place that stores numbers shaped as `like`, and 1 / s: dither(x) is rough(x, s) / s."""
+        """Return the grid s of each run for a place that stores numbers shaped as `like`, and 1 / s.
+
+        dither(x) is rough(x, s) / s.
+        """
         bits, step = self.stored, self.step if self.stored == self.output else 0.0
         if not self.rounds or bits >= _MANTISSA[like.dtype]:
             one = like.new_ones([1] * like.ndim)
@@ -256,7 +267,7 @@ class Arithmetic:
         return _grid(places, self._numbered, bits, step, last, like.ndim, self.axis, like.device, like.dtype, axis, widths)
 
     def rough(self, x: Tensor, by: Tensor) -> Tensor:
-        """x times `by`, rounded as what is stored."""
+        """Return x times `by`, rounded as a stored value."""
         return self._rough(x, by, self.stored) if self.rounds and self.stored < _MANTISSA[by.dtype] else x * by
 
     def _rough(
@@ -268,7 +279,7 @@ class Arithmetic:
         widths: tuple[int, ...] = (),
         back: Tensor | None = None,
     ) -> Tensor:
-        """x times `by`, rounded, and times `back`."""
+        """Return x times `by`, rounded, and then times `back` if given."""
         kind = _CASTS.get((bits, by.dtype)) if self.first and isinstance(bits, int) else None
         if self.first and x.device.type == "cuda" and (launch := fused(x.device)) is not None:
             return launch(x, by, _lowest(bits, kind, axis, widths, x.device, by.dtype), undo=back is not None)
@@ -283,23 +294,23 @@ class Arithmetic:
 
 
 def summed(depth: int) -> int:
-    """Bits left of a float32 sum of `depth` terms: rounding errors of a sum grow like the root of its depth.
+    """Return the bits that are left of a float32 sum of `depth` terms; a sum's rounding errors grow like the root of its depth.
 
-    Rounding each term by u sqrt(n) gives the sum an error of u sqrt(n) times its reach, the root of the summed squares of its
-    terms; sequential summation of n terms errs by at most about that much (Higham 2002, section 4.2).
+    If each term is rounded by u sqrt(n), the sum errs by u sqrt(n) times the root of the summed squares of its terms. Sequential
+    summation of n terms errs by at most about that much (Higham 2002, section 4.2).
     """
     return SINGLE - math.ceil(math.log2(max(depth, 1)) / 2)
 
 
-# A GPU takes exp(x) as 2^(x log2 e): the product rounds as x would, and 2^y and log2(y) err by up to 2^-22 (PTX ISA, ex2.approx and
-# lg2.approx), like a float32 sum of 16 terms.
+# A GPU computes exp(x) as 2^(x log2 e). The product rounds as x would, and 2^y and log2(y) err by up to 2^-22 (PTX ISA, ex2.approx
+# and lg2.approx), like a float32 sum of 16 terms.
 FUNCTION_TERMS = 16
 FUNCTION_BITS = summed(FUNCTION_TERMS)
 
 
 @functools.cache
 def _table(device: torch.device, turns: int = 1) -> Tensor:
-    """2^20 numbers in [1, 2), from which every place takes its grids; the same again for each further turn."""
+    """Return 2^20 numbers in [1, 2), from which every place takes its grids, repeated `turns` times."""
     if turns > 1:
         return _table(device).repeat(turns)
     scrambled = mix(torch.arange(_TABLE, dtype=torch.int64, device=device)) & (2**52 - 1)
@@ -308,21 +319,21 @@ def _table(device: torch.device, turns: int = 1) -> Tensor:
 
 @functools.cache
 def _known() -> "array.array[float]":
-    """The same numbers where single ones are looked up, which a tensor takes long for."""
+    """Return the same numbers as an array, because looking up single numbers in a tensor is slow."""
     return array.array("d", _table(torch.device("cpu")).numpy().tobytes())
 
 
 _TABLE = 2**20
 _MANTISSA = {torch.float64: 53, torch.float32: 24}
-_CASTS = {  # a cast rounds so, and has the range
+_CASTS = {  # casts that round to so many bits and keep the range
     (8, torch.float32): torch.bfloat16,
     (8, torch.float64): torch.bfloat16,
     (24, torch.float64): torch.float32,
 }
 _WORDS = {torch.float64: torch.int64, torch.float32: torch.int32}
-_SHARED = 2**16  # numbers of a run: calls of several shapes share their grids up to that
-_KEPT_BYTES = 2**27  # of grids of a kind on a CPU, for later calls
-_KEPT_SHARE = 1 / 32  # of a GPU's memory, likewise
+_SHARED = 2**16  # up to this many numbers a run, calls of different shapes share their grids
+_KEPT_BYTES = 2**27  # bytes of grids that each cache keeps on a CPU for later calls
+_KEPT_SHARE = 1 / 32  # the same on a GPU, as a share of its memory
 
 
 @functools.cache
@@ -331,7 +342,7 @@ def _choice(ways: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> 
 
 
 def _words(bits: "Bits", digits: int, axis: int | None, widths: tuple[int, ...], device: torch.device) -> tuple[Any, Any]:
-    """What is added to a number's word to round it, and what is kept of the sum: tensors where places have bits of their own."""
+    """Return what is added to a number's word to round it, and the mask of the sum; tensors if places have different bits."""
     if isinstance(bits, int):
         half = 1 << (digits - bits - 1)
         return half, -2 * half
@@ -347,9 +358,9 @@ def _words_each(
     return each.to(dtype), torch.where(each > 0, -2 * each, -1).to(dtype)
 
 
-# `_rough` in one launch, where four cost a GPU four times as much whatever their size; `low` is what `_lowest` says, and `undo`
-# whether the result is divided by what it was multiplied by. To the bit the same as the operations that it stands for
-# (tests/test_rounding.py, on a GPU).
+# `_rough` in one launch: on a GPU four launches take four times as long, whatever their size. `low` is what `_lowest` returns, and
+# `undo` is 1 if the result is divided by the number it was multiplied by. The result equals that of the separate operations bit for
+# bit (tests/test_rounding.py, on a GPU).
 _FUSED = """
 template <typename T> T rounded(T x, T by, T low, T undo) {
   T y = x * by;
@@ -376,7 +387,7 @@ template <typename T> T rounded(T x, T by, T low, T undo) {
 
 @functools.cache
 def fused(device: torch.device) -> "Callable[..., Tensor] | None":
-    """_FUSED on a GPU, as torch's jiterator compiles it; None where that lacks or cannot compile, and operations do it."""
+    """Return _FUSED as compiled by torch's jiterator on a GPU; None if it is missing or cannot compile."""
     try:
         create = torch.cuda.jiterator._create_jit_fn
         alike, placed = create(_FUSED, low=0.0, undo=0.0), create(_FUSED, undo=0.0)
@@ -390,9 +401,9 @@ def fused(device: torch.device) -> "Callable[..., Tensor] | None":
             one = torch.ones((), device=device, dtype=dtype)
             for low in (1.0, one):
                 launch(one, one, low, undo=True)
-                launch(one.new_ones(2, 2), one.new_ones(2, 1), low, undo=True)  # what is broadcast is compiled on its own
+                launch(one.new_ones(2, 2), one.new_ones(2, 1), low, undo=True)  # broadcast arguments are compiled separately
     except torch.OutOfMemoryError:
-        raise  # which says nothing of the compiler
+        raise  # it does not mean that the compiler failed
     except (AttributeError, RuntimeError):
         return None
     return launch
@@ -401,7 +412,7 @@ def fused(device: torch.device) -> "Callable[..., Tensor] | None":
 def _lowest(
     bits: "Bits", kind: torch.dtype | None, axis: int | None, widths: tuple[int, ...], device: torch.device, dtype: torch.dtype
 ) -> float | Tensor:
-    """How many of a number's lowest bits are cleared, of all places or of each: 0 for none, -1 as a cast to float32, -2 to bf16."""
+    """Return how many of a number's lowest bits are cleared, for all places or each; -1 means a cast to float32, -2 to bfloat16."""
     if isinstance(bits, int):
         return {None: float(_MANTISSA[dtype] - bits), torch.float32: -1.0, torch.bfloat16: -2.0}[kind]
     return _lowest_each(bits, axis, widths, device, dtype)
@@ -415,15 +426,15 @@ def _lowest_each(
 
 
 def _placed(each: list[int], axis: int | None, widths: tuple[int, ...], device: torch.device) -> Tensor:
-    """A number of each place, where the places are: along `axis`, or side by side along the last one."""
+    """Return a tensor with a number for each place, laid out as the places are: along `axis`, or in widths along the last axis."""
     made = torch.tensor(each, device=device)
     if widths:
         return made.repeat_interleave(torch.tensor(widths, device=device))
     return made if axis is None else made.reshape(-1, *[1] * (-1 - axis))
 
 
-Bits = int | tuple[int, ...]  # of all places, or of each
-Runs = tuple[int, int, int]  # the first run, the one after the last, and the last of all
+Bits = int | tuple[int, ...]  # for all places, or for each
+Runs = tuple[int, int, int]  # the first run here, one past the last run here, and the last run of the call
 Grid = tuple[Tensor, Tensor]  # the numbers s, and 1 / s
 
 
@@ -435,12 +446,12 @@ def _most_kept(device: torch.device) -> int:
 
 
 def _held(grid: Grid) -> int:
-    """The bytes that a grid keeps, of which it may be a part."""
+    """Return the bytes that a grid keeps allocated; the grid may be a view of a larger storage."""
     return 2 * grid[0].untyped_storage().nbytes()
 
 
 def _kept(make: Callable[..., Grid]) -> Callable[..., Grid]:
-    """`make`, whose results are kept for the same arguments while they fit; the first made are the first forgotten."""
+    """Cache the results of `make` by its arguments while they fit into memory; the oldest results are dropped first."""
     made: dict[Any, Grid] = {}
     held = 0
 
@@ -480,17 +491,18 @@ def _grid(
     axis: int | None,
     widths: tuple[int, ...],
 ) -> Grid:
-    """The grids s of places, one a run and position of the last two axes, and 1 / s, for tensors of so many axes; 1 for run 0.
+    """Return the grids s of several places, and 1 / s, for tensors with `axes` axes; run 0 has s = 1.
 
-    Several places' are stacked along `axis`, or lie side by side along the last where `widths` are given. A dtype's numbers below
-    its smallest normal one have a fixed step: the grids are scaled so that where there is a `step`, theirs is that.
+    There is one s for each run and each position of the last two axes. Several places are stacked along `axis`, or lie side by side
+    along the last axis if `widths` are given. Below its smallest normal number a dtype has a fixed step. Where `step` is not 0, the
+    grids are scaled so that `dtype` has that step there.
     """
-    if runs[0] % 2 and runs[1] == runs[0] + 1:  # an odd run has one number for all positions of a place
+    if runs[0] % 2 and runs[1] == runs[0] + 1:  # an odd run has one s for all positions of a place
         last = (1,) * len(last)
     sizes = [last[0] * width for width in widths] or [math.prod(last)] * len(places)
     each = (bits,) * len(places) if isinstance(bits, int) else bits
     scale = torch.finfo(dtype).tiny / (step * 2.0 ** (each[0] - 1)) if step else 1.0
-    # Calls of many shapes share the numbers of a place.
+    # Sizes are rounded up so that calls of different shapes share the numbers of a place.
     rooms = [max(_SHARED >> 7, 1 << (size - 1).bit_length()) if size <= _SHARED else size for size in sizes]
     parts = [
         [numbers[:, :size] for numbers in _numbers(place, runs, own, room, scale, device, dtype)]
@@ -509,7 +521,7 @@ def _grid(
 
 @_kept
 def _numbers(place: str, runs: Runs, bits: int, size: int, scale: float, device: torch.device, dtype: torch.dtype) -> Grid:
-    """Numbers in [1, 2) [runs, size] for the grids of a place, times a scale, and their reciprocals."""
+    """Return numbers in [1, 2) [runs, size] for the grids of a place, times `scale`, and their reciprocals."""
     known, (first, after, last) = _known(), runs
     starts, same = [], {}
     for row, run in enumerate(range(first, after)):
@@ -531,18 +543,18 @@ def _numbers(place: str, runs: Runs, bits: int, size: int, scale: float, device:
 
 
 def _word(place: str, run: int) -> tuple[int, int]:
-    """The word that a run takes its numbers of a place from, and its own number among the runs that share it, from 1 on."""
+    """Return the word from which a run takes its numbers for a place, and the run's index (from 1) among the runs that share it."""
     sets, own = divmod(run - 1, SET)
     return (zlib.crc32(f"{place}#{sets}".encode()), own + 1) if run else (0, 0)
 
 
 def _start(word: int, own: int) -> int:
-    """Where a run begins in the table."""
+    """Return where the numbers of a run begin in the table."""
     return (word + 7919 * own * (own + 12)) % _TABLE
 
 
 def _fractions(place: str, first: int, runs: int, shape: tuple[int, int], device: torch.device) -> Tensor:
-    """Numbers in (-u, u), [runs, *shape], u = 2^-24; in the odd runs all rows are the same, and run 0's are 0."""
+    """Return numbers in (-u, u), [runs, *shape], u = 2^-24; in odd runs all rows are equal, and in run 0 all numbers are 0."""
     table, (rows, size), numbers = _table(device), shape, range(first, first + runs)
     number = torch.tensor(numbers, device=device).reshape(-1, 1, 1)
     start = torch.tensor([_start(*_word(place, run)) for run in numbers], device=device).reshape(-1, 1, 1)
@@ -555,7 +567,7 @@ class _Round(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: torch.autograd.function.FunctionCtx,
-        x: Tensor,  # noqa: ARG004 - `ahead` is x rounded; here so that it gets its gradient
+        x: Tensor,  # noqa: ARG004 - `ahead` is x rounded; x is an argument so that it gets the gradient
         ahead: Tensor,
         arithmetic: Arithmetic,
         place: str,
@@ -572,7 +584,11 @@ class _Round(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """a @ b. Rounding one operand to the bits that a sum of this depth keeps gives each element an error of its reach's size."""
+    """a @ b with rounding errors.
+
+    One operand is rounded to the bits that a sum of this depth keeps. That gives each element of the product an error in proportion
+    to the root of the summed squares of its terms.
+    """
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, a: Tensor, b: Tensor, arithmetic: Arithmetic, place: str) -> Tensor:

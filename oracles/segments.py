@@ -1,7 +1,7 @@
-"""Packed sequences in chunks, many chunks at once, a segment after the other: what the chunkwise forms of the delta rules share.
+"""Packed sequences in chunks, many chunks at once, one segment after another; the chunkwise forms of the delta rules share this.
 
-Only the state goes from chunk to chunk; all else is computed for the chunks of many sequences at once. A segment is as many chunks
-as a form takes at once; only the states between segments are kept, and backward computes a segment again.
+Only the state goes from chunk to chunk; everything else is computed for the chunks of many sequences at once. A segment is as many
+chunks as a form computes at once. Only the states between segments are kept, and the backward computes each segment again.
 """
 
 import dataclasses
@@ -15,13 +15,14 @@ from torch import Tensor
 
 
 class Segment(NamedTuple):
-    """Chunks of `size` tokens computed at once, those of a step side by side, and the states around them.
+    """Chunks of `size` tokens that are computed at once, ordered by step, and the states around them.
 
-    `tokens` are the chunks' tokens in order (a range where they follow each other). Where chunks are padded, `places` are the rows
-    of the chunks that have tokens, `rows` each row's token, for padding one of the chunk's own, and `real` [chunk, token] 1 for
-    tokens and 0 for padding; else they are None. `steps` are the chunks of each step: the first and how many, which are those of
-    the first sequences of the block. A row of states is for each sequence that before the first step, then for each chunk that
-    after it; `before` are the rows of the states before each chunk, `last` those after each sequence's last chunk in the segment.
+    `tokens` are the chunks' tokens in order (a range if they are consecutive). If chunks are padded, `places` are the rows of the
+    chunks that have tokens, `rows` is each row's token (for padding, a token of the same chunk), and `real` [chunk, token] is 1 for
+    tokens and 0 for padding; otherwise these are None. `steps` has for each step its first chunk and its number of chunks, which
+    belong to the first sequences of the block. The rows of states are, for each sequence, the state before the first step, and
+    then, for each chunk, the state after it. `before` are the rows of the states before each chunk, `last` those after each
+    sequence's last chunk in the segment.
     """
 
     size: int
@@ -35,16 +36,16 @@ class Segment(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """How many there are."""
+        """The number of chunks."""
         return sum(self.steps[-1])
 
     @property
     def counts(self) -> list[int]:
-        """How many chunks each step has: never more than the step before."""
+        """The number of chunks in each step, which never grows from step to step."""
         return [count for _, count in self.steps]
 
     def states(self) -> Iterator[tuple[slice, slice, slice]]:
-        """Step by step: its chunks, the rows of the states before them, and those of the states after them."""
+        """Yield for each step its chunks, the rows of the states before them, and the rows of the states after them."""
         rows = 0
         for first, count in self.steps:
             after = self.steps[0][1] + first
@@ -52,7 +53,7 @@ class Segment(NamedTuple):
             rows = after
 
     def take(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Tokens [T, ..., width] as chunks [chunk, ..., token, width], contiguous, zeros where a chunk is padded."""
+        """Return tokens [T, ..., width] as contiguous chunks [chunk, ..., token, width], with zeros for padding."""
         tokens = self.tokens
         if self.rows is not None:
             rows = x.index_select(0, self.rows)
@@ -64,11 +65,11 @@ class Segment(NamedTuple):
         return made.copy_(chunks) if inside is None else torch.mul(chunks, inside, out=made)
 
     def inside(self, axes: int) -> Tensor | None:
-        """1 for tokens and 0 for padding, [chunk, 1, ..., token, 1] of so many axes; None if nothing is padded."""
+        """Return 1 for tokens and 0 for padding, [chunk, 1, ..., token, 1] with `axes` axes; None if nothing is padded."""
         return None if self.real is None else self.real.view(self.chunks, *[1] * (axes - 3), self.size, 1)
 
     def put(self, x: Tensor, chunks: Tensor) -> None:
-        """The reverse of `take`, into x, whose dtype it may not have."""
+        """Undo `take`: write chunks into x, which may have another dtype."""
         tokens, rows = self.tokens, chunks.movedim(-2, 1)
         if self.places is None and isinstance(tokens, range):
             x[tokens.start : tokens.stop].unflatten(0, (-1, self.size)).copy_(rows)
@@ -81,31 +82,31 @@ class Segment(NamedTuple):
             x.index_copy_(0, tokens, rows.to(x.dtype))
 
 
-Block = tuple[Tensor | slice, list[Segment]]  # which sequences, and their segments in order
+Block = tuple[Tensor | slice, list[Segment]]  # some sequences, and their segments in order
 
 
 class Form(Protocol):
-    """How the chunks of a segment are computed; tokens are q, k, v, g, beta [chunk, ..., token, width] of any axes between."""
+    """How to compute the chunks of a segment; tokens are q, k, v, g, beta [chunk, ..., token, width] with any axes between."""
 
     def most(self, size: int, k: Tensor, v: Tensor) -> int:
-        """How many chunks of a size a segment may have; k and v have all tokens."""
+        """Return how many chunks of `size` tokens a segment may have; k and v have all tokens."""
 
     def dtype(self, x: Tensor) -> torch.dtype:
-        """In which the chunks of x are computed."""
+        """Return the dtype in which the chunks of x are computed."""
 
     def forward(self, segment: Segment, tokens: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """o of the chunks, the states after the segment, given those before it, and what `backward` needs."""
+        """Return o of the chunks, the states after the segment given those before it, and what `backward` needs."""
 
     def backward(self, segment: Segment, made: Any, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The cotangents of the tokens, and of the states before the segment, given those of the ones after it."""
+        """Return the cotangents of the tokens and of the states before the segment, given those of the states after it."""
 
 
 def rule(
     form: Form, tokens: tuple[Tensor, ...], state: Tensor, lengths: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """o [T, ..., V] and the final states [N, ..., K, V] of sequences of `lengths` tokens, each in chunks of its own of `sizes`.
+    """Return o [T, ..., V] and the final states [N, ..., K, V] of sequences of `lengths` tokens; `sizes` has a chunk size for each.
 
-    `tokens` are q, k [T, ..., K], v [T, ..., V], g and beta [T, ..., any], `state` [N, ..., K, V].
+    `tokens` are q, k [T, ..., K], v [T, ..., V], g and beta [T, ..., any]; `state` is [N, ..., K, V].
     """
     o, final = _Rule.apply(form, lengths, sizes, state, *tokens)
     return o, final
@@ -123,7 +124,7 @@ class _Rule(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         _, k, v, *_ = tokens
         dtype = form.dtype(k)
-        # Every token is in some segment, and is written.
+        # Every token is in some segment, so all of o is written.
         o, final = torch.empty_like(v, memory_format=torch.contiguous_format), _states(initial, lengths)
         most = tuple(form.most(size, k, v) for size in sizes)
         plan = [(members, [_Kept(segment) for segment in block]) for members, block in segments(lengths, sizes, most, k.device)]
@@ -135,12 +136,12 @@ class _Rule(torch.autograd.Function):
                 part, state, kept.made = form.forward(segment, _taken(segment, tokens, dtype), carry[:running])
                 carry = _joined(state, carry[running:])
                 segment.put(o, part)
-                if kept is not plan[-1][1][-1]:  # backward begins with the last segment: it is not computed again
+                if kept is not plan[-1][1][-1]:  # the backward begins with the last segment, so that one is not computed again
                     kept.made = None
             final[members] = carry.to(final.dtype)
         if not any(ctx.needs_input_grad):  # type: ignore[attr-defined]
             return o, final
-        ctx.save_for_backward(*tokens, initial)  # the plan may have views of the last: it must not have changed
+        ctx.save_for_backward(*tokens, initial)  # the plan may have views of `initial`, so autograd must notice changes of it
         ctx.back = form, plan, dtype, lengths  # type: ignore[attr-defined]
         return o, final
 
@@ -169,7 +170,7 @@ class _Rule(torch.autograd.Function):
 
 @dataclasses.dataclass
 class _Kept:
-    """A segment and the states before it; what was computed of it, where that is at hand."""
+    """A segment and the states before it, with what was computed for it if that is still in memory."""
 
     segment: Segment
     before: Tensor | None = None
@@ -181,22 +182,23 @@ def _taken(segment: Segment, tokens: tuple[Tensor, ...], dtype: torch.dtype) -> 
 
 
 def _states(x: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """Room for states such as x, which those of sequences without tokens are."""
+    """Return room for states shaped as x; with empty sequences a copy of x, because their states do not change."""
     if 0 in lengths:
         return x.clone(memory_format=torch.contiguous_format)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _joined(running: Tensor, ended: Tensor) -> Tensor:
-    """The states of all sequences of a block, those that ended before last."""
+    """Return the states of all sequences of a block; sequences that ended earlier come last."""
     return torch.cat([running, ended]) if len(ended) else running
 
 
 @functools.lru_cache(64)
 def segments(lengths: tuple[int, ...], sizes: tuple[int, ...], most: tuple[int, ...], device: torch.device) -> list[Block]:
-    """Blocks of sequences that have chunks of one size, and their segments in order; `most` chunks a segment, by sequence.
+    """Return blocks of sequences that have chunks of one size, and their segments in order.
 
-    The sequences of a block are sorted by their number of chunks, so that those still running at a step are the first ones.
+    `sizes` and `most` have for each sequence its chunk size and the most chunks of a segment. The sequences of a block are sorted
+    by their number of chunks, so that those still running at a step are the first ones.
     """
     starts, blocks = [0, *itertools.accumulate(lengths)], list[Block]()
     for size, limit in sorted(set(zip(sizes, most, strict=True))):
@@ -238,7 +240,7 @@ def _segment(size: int, index: Tensor, inside: Tensor, steps: tuple[tuple[int, i
     before: Tensor | slice = slice(0, sum(steps[-1]))
     last: Tensor | slice = slice(sum(steps[-1]), None)
     whole = Segment(size, kept, places, rows, real, steps, before, last)
-    if steps[0][1] != steps[-1][1]:  # some sequences end within the segment
+    if steps[0][1] != steps[-1][1]:  # some sequences end inside the segment
         states = list(whole.states())
         before = torch.cat([torch.arange(each.start, each.stop) for _, each, _ in states]).to(device)
         ends = torch.zeros(steps[0][1], dtype=torch.int64)

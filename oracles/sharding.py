@@ -1,8 +1,8 @@
-"""Who holds what of the GDN layer under tensor, sequence and context parallelism (TP, SP, CP), and how to move it: exact.
+"""Who holds what of the GDN layer under tensor, sequence and context parallelism (TP, SP, CP), and how to move it, exactly.
 
 tp * cp ranks share the layer's key heads, and the value heads that use them (value head h uses key head h // (HV // H)), in
-contiguous slices: each TP rank has a slice of the heads, and inside the kernel, under head parallelism, each CP rank has a slice
-of its TP rank's: part tp_rank * cp + cp_rank of tp * cp.
+contiguous slices. Each TP rank has a slice of the heads. Inside the kernel, under head parallelism, each CP rank has a slice of its
+TP rank's heads: part tp_rank * cp + cp_rank of tp * cp.
 
     parameter          global shape             cut along       at rest   in use     its gradient is the sum over
     in_proj.weight     [q k v z b a, hidden]    each section    tp        tp         cp
@@ -12,18 +12,19 @@ of its TP rank's: part tp_rank * cp + cp_rank of tp * cp.
     norm.weight        [V]                      -               -         -          tp, cp
     out_proj.weight    [hidden, HV V]           value heads     tp        tp         cp
 
-Sections lie one after another, so a rank's rows are as many slices as there are sections, not one. At rest (in memory, in a
-checkpoint) ranks that differ only in cp hold the same; in use, the kernel of a CP rank takes its heads' slice of what it holds.
+Sections lie one after another, so a rank's rows are one slice of each section, not one slice of the whole. At rest (in memory, in a
+checkpoint), ranks that differ only in cp hold the same values. In use, the kernel of a CP rank takes its heads' slice of what the
+rank holds.
 
-Why those sums. A CP rank projects its own tokens, so its gradients of the projections are their part. In the kernel it has all
-tokens and its own heads: the gradients of conv, A_log and dt_bias are whole there and zero in the other heads' slices, which a
-sum over cp fills. norm.weight is shared by all heads, so each rank, of TP too, has the part of its heads. Sequence parallelism
-changes none of them: where these parameters are used, the tokens of a CP rank are together. Of the layer's ends: a TP rank's
-out_proj makes a partial sum of the output, and its in_proj one of the input's gradient; both are added over tp, or scattered
-along tokens while they are added (SP).
+Reasons for these sums: A CP rank projects its own tokens, so its gradients of the projections are partial sums over tokens. In the
+kernel it has all tokens and its own heads. There the gradients of conv, A_log and dt_bias are complete for its heads and zero in
+the slices of the other heads, which a sum over cp fills. All heads share norm.weight, so each rank, TP ranks included, has the part
+of its heads. Sequence parallelism changes none of this, because the tokens of a CP rank are together wherever these parameters are
+used. At the ends of the layer, out_proj of a TP rank makes a partial sum of the output, and in_proj a partial sum of the input's
+gradient. Both are added over tp, or with SP reduced and scattered along tokens.
 
-Hidden states [tokens, ..., hidden] are cut along tokens: over cp as a token layout says (contiguous, zigzag, ...), and with SP each
-CP rank's tokens in tp contiguous slices; without SP its TP ranks hold the same.
+Hidden states [tokens, ..., hidden] are cut along tokens: over cp by a token layout (contiguous, zigzag, ...), and with SP the
+tokens of each CP rank in tp contiguous slices. Without SP, the TP ranks of a CP rank hold the same tokens.
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ STAGES = (AT_REST, IN_USE)
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """tp x cp ranks. ValueError for a size under 1."""
+    """A mesh of tp x cp ranks. ValueError for a size below 1."""
 
     tp: int = 1
     cp: int = 1
@@ -52,13 +53,13 @@ class Mesh:
                 raise ValueError(f"{name} must be a whole number from 1 up, got {size!r}")
 
     def ranks(self) -> Iterator["Rank"]:
-        """Every rank, in the order of their parts of the heads."""
+        """Yield every rank, in the order of their parts of the heads."""
         return itertools.starmap(Rank, itertools.product((self,), range(self.tp), range(self.cp)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """One rank of a mesh by its two coordinates. ValueError for one outside the mesh."""
+    """One rank of a mesh, given by its two coordinates. ValueError for a coordinate outside the mesh."""
 
     mesh: Mesh
     tp: int = 0
@@ -71,7 +72,10 @@ class Rank:
                 raise ValueError(f"{name} rank must be a whole number from 0 up to {size - 1}, got {rank!r}")
 
     def part(self, axes: Sequence[str]) -> tuple[int, int]:
-        """Which part this rank has, and of how many, of what is cut over `axes` of the mesh, the first of them outermost."""
+        """Return this rank's index among the parts of a thing that is cut over `axes` of the mesh, and the number of parts.
+
+        The first axis is outermost.
+        """
         index, parts = 0, 1
         for axis in axes:
             size = getattr(self.mesh, axis)
@@ -81,9 +85,9 @@ class Rank:
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """How one parameter is cut: each of `sections` along `axis` in contiguous slices over axes of the mesh, at rest and in use.
+    """How one parameter is cut: each of `sections` along `axis`, in contiguous slices over axes of the mesh, at rest and in use.
 
-    `gradient_sum` names the axes of the mesh over which the ranks' gradients add up.
+    `gradient_sum` names the mesh axes over which the ranks' gradients are added.
     """
 
     name: str
@@ -97,9 +101,10 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shard:
-    """What one rank holds of a tensor: `rows` says for each of its indices along `axis` which one of the whole it is.
+    """What one rank holds of a tensor; `rows` maps each index of the shard along `axis` to its index in the whole tensor.
 
-    ValueError for rows that are not distinct indices of the whole, or a value of another shape than they and `shape` say.
+    `shape` is the shape of the whole. ValueError if rows are not distinct indices of the whole, or if the value's shape does not
+    follow from `shape` and `rows`.
     """
 
     name: str
@@ -127,7 +132,7 @@ class Shard:
 
 
 def parameters(layer: Layer) -> dict[str, Parameter]:
-    """The layer's parameters by name; conv.bias is one that not every model has."""
+    """Return the layer's parameters by name; conv.bias is included, although not every model has it."""
     _check_is("layer", layer, Layer)
     widths, heads = layer.sections, (layer.value_heads,)
     convolved = (widths["q"], widths["k"], widths["v"])
@@ -145,9 +150,9 @@ def parameters(layer: Layer) -> dict[str, Parameter]:
 
 
 def heads(layer: Layer, rank: Rank, stage: str) -> tuple[range, range]:
-    """The key heads and the value heads of a rank: its TP rank's at rest, its own in the kernel in use.
+    """Return a rank's key heads and value heads: those of its TP rank at rest, its own in the kernel in use.
 
-    ValueError for an unknown stage, or for key heads that do not divide; value heads, a multiple of them, then divide too.
+    ValueError for an unknown stage, or if the ranks do not divide the key heads; value heads are a multiple of these.
     """
     _check_is("rank", rank, Rank)
     index, parts = rank.part(_axes(stage, ("tp",), ("tp", "cp")))
@@ -157,24 +162,27 @@ def heads(layer: Layer, rank: Rank, stage: str) -> tuple[range, range]:
 
 
 def features(layer: Layer, rank: Rank, stage: str) -> Tensor:
-    """Which of in_proj's outputs a rank has, in its order: before (at rest) or after (in use) CP ranks exchange tokens for heads.
+    """Return which of in_proj's outputs a rank has, in its order.
 
-    ValueError as `heads`.
+    At rest means before CP ranks exchange tokens for heads, in use means after. ValueError as in `heads`.
     """
     return _slices(layer, tuple(layer.sections.values()), rank, _axes(stage, ("tp",), ("tp", "cp")))
 
 
 def rows(layer: Layer, name: str, rank: Rank, stage: str) -> Tensor:
-    """For each index of a rank's shard along the parameter's axis, the index in the whole.
+    """Return the index in the whole for each index of a rank's shard along the parameter's axis.
 
-    ValueError for an unknown name or stage, or for key heads that do not divide.
+    ValueError for an unknown name or stage, or if the ranks do not divide the key heads.
     """
     parameter = _parameter(layer, name)
     return _slices(layer, parameter.sections, rank, _axes(stage, parameter.at_rest, parameter.in_use))
 
 
 def shard(layer: Layer, name: str, whole: Tensor, rank: Rank, stage: str) -> Shard:
-    """What `rank` holds of the parameter `whole`. ValueError as `rows`, or for another shape than the parameter's."""
+    """Return what `rank` holds of the parameter `whole`.
+
+    ValueError as in `rows`, or if `whole` has another shape than the parameter.
+    """
     parameter = _parameter(layer, name)
     _check_is(name, whole, Tensor)
     if _shape(whole) != parameter.shape:
@@ -183,19 +191,19 @@ def shard(layer: Layer, name: str, whole: Tensor, rank: Rank, stage: str) -> Sha
 
 
 def assemble(shards: Sequence[Shard]) -> Tensor:
-    """The whole tensor, from the shards of every rank of a mesh in any order.
+    """Return the whole tensor from the shards of every rank of a mesh, in any order.
 
-    ValueError for shards of different tensors or meshes, for a missing rank or one given twice, for replicas (shards of the same
-    rows) whose bits differ, for shards that overlap and are no replicas, and for rows that no shard has.
+    ValueError for shards of different tensors or meshes, for a missing or repeated rank, for replicas (shards with the same rows)
+    whose bits differ, for shards that overlap without being replicas, and for rows that no shard has.
     """
     return _collected(_held(shards), torch.arange(shards[0].shape[shards[0].axis]))
 
 
 def reshard(layer: Layer, shards: Sequence[Shard], mesh: Mesh, stage: str = AT_REST) -> list[Shard]:
-    """A parameter's shards on the ranks of another mesh, in their order, each row taken from the source shard that has it.
+    """Return a parameter's shards on the ranks of another mesh, in their order; each row comes from a source shard that has it.
 
-    The sources may be at rest or in use, or cut in any other way that their rows tell. ValueError as `assemble`, for a source that
-    is no parameter of the layer, or for key heads that `mesh` does not divide.
+    The sources may be at rest or in use, or cut in any other way that their rows describe. ValueError as in `assemble`, for a
+    source that is not a parameter of the layer, or if `mesh` does not divide the key heads.
     """
     _check_is("mesh", mesh, Mesh)
     held = _held(shards)
@@ -208,10 +216,11 @@ def reshard(layer: Layer, shards: Sequence[Shard], mesh: Mesh, stage: str = AT_R
 
 
 def reduce_gradients(layer: Layer, gradients: Sequence[Shard]) -> list[Shard]:
-    """The gradient of a parameter as each rank must hold it at rest, from every rank's own gradient of its slice in use.
+    """Return a parameter's gradient as each rank must hold it at rest, from every rank's own gradient of its slice in use.
 
-    In a rank's shape at rest each gradient is zero outside its slice; they add up over the parameter's `gradient_sum`. ValueError
-    for a missing rank or one given twice, for what is no parameter of the layer, or for rows that are not the rank's in use.
+    Each gradient is taken as zero outside its slice, and the gradients are added over the parameter's `gradient_sum`. ValueError
+    for a missing or repeated rank, for a tensor that is not a parameter of the layer, or for rows that are not the rank's rows in
+    use.
     """
     mesh = _check_ranks(gradients)
     parameter = _parameter_of(layer, gradients[0])
@@ -233,9 +242,9 @@ def reduce_gradients(layer: Layer, gradients: Sequence[Shard]) -> list[Shard]:
 
 
 def interleaved(layer: Layer) -> tuple[Tensor, Tensor]:
-    """The rows of in_proj.weight (q k v z b a, as in Megatron and Qwen3.5) in the order of Qwen3-Next's two weights.
+    """Return the rows of in_proj.weight (q k v z b a, as in Megatron and Qwen3.5) in the order of Qwen3-Next's two weights.
 
-    in_proj_qkvz has, key head by key head, its q, its k, its value heads' v and their z; in_proj_ba their b and their a. So
+    in_proj_qkvz has for each key head its q, its k, the v of its value heads and their z; in_proj_ba has their b and their a. So
     in_proj.weight[interleaved(layer)[0]] is in_proj_qkvz.weight, as in transformers.
     """
     _check_is("layer", layer, Layer)
@@ -246,7 +255,7 @@ def interleaved(layer: Layer) -> tuple[Tensor, Tensor]:
 
 
 def interleave(layer: Layer, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """in_proj_qkvz.weight and in_proj_ba.weight of Qwen3-Next from in_proj.weight. ValueError for another shape."""
+    """Return Qwen3-Next's in_proj_qkvz.weight and in_proj_ba.weight from in_proj.weight. ValueError for another shape."""
     shape = _parameter(layer, "in_proj.weight").shape
     _check_is("in_proj.weight", weight, Tensor)
     if _shape(weight) != shape:
@@ -256,7 +265,10 @@ def interleave(layer: Layer, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def concatenate(layer: Layer, qkvz: Tensor, ba: Tensor) -> Tensor:
-    """in_proj.weight from in_proj_qkvz.weight and in_proj_ba.weight of Qwen3-Next. ValueError for other shapes."""
+    """Return in_proj.weight from Qwen3-Next's in_proj_qkvz.weight and in_proj_ba.weight.
+
+    ValueError for other shapes, or if the dtypes differ.
+    """
     orders = interleaved(layer)
     for name, value in (("qkvz", qkvz), ("ba", ba)):
         _check_is(f"in_proj_{name}.weight", value, Tensor)
@@ -269,10 +281,10 @@ def concatenate(layer: Layer, qkvz: Tensor, ba: Tensor) -> Tensor:
 
 
 def tokens(layout: Sequence[Tensor], rank: Rank, *, sequence_parallel: bool) -> Tensor:
-    """The tokens of a rank's hidden states, in its order; `layout` has for each CP rank the int64 tokens that it holds.
+    """Return the tokens of a rank's hidden states, in its order; `layout` has for each CP rank the int64 tokens that it holds.
 
-    ValueError for a layout that has not one vector a CP rank, or not every token once, and with `sequence_parallel` for a CP
-    rank's tokens that tp does not divide.
+    ValueError if the layout does not have one vector for each CP rank, or does not name every token once; with `sequence_parallel`,
+    also if tp does not divide the tokens of the CP rank.
     """
     _check_is("rank", rank, Rank)
     _check_is("sequence_parallel", sequence_parallel, bool)
@@ -295,9 +307,9 @@ def tokens(layout: Sequence[Tensor], rank: Rank, *, sequence_parallel: bool) -> 
 
 
 def shard_hidden(hidden: Tensor, layout: Sequence[Tensor], rank: Rank, *, sequence_parallel: bool) -> Shard:
-    """What a rank holds of the hidden states [tokens, ..., hidden] before in_proj, and after out_proj once added over tp.
+    """Return what a rank holds of the hidden states [tokens, ..., hidden], before in_proj or after out_proj's sum over tp.
 
-    `assemble` is the inverse. ValueError as `tokens`, or for a layout of another number of tokens.
+    `assemble` is the inverse. ValueError as in `tokens`, or if the layout has another number of tokens.
     """
     mine = tokens(layout, rank, sequence_parallel=sequence_parallel)
     total = sum(len(each) for each in layout)
@@ -321,7 +333,7 @@ def _parameter(layer: Layer, name: str) -> Parameter:
 
 
 def _parameter_of(layer: Layer, shard: Shard) -> Parameter:
-    """The parameter that a shard is of."""
+    """Return the parameter of which `shard` is a shard."""
     parameter = _parameter(layer, shard.name)
     if (shard.shape, shard.axis) != (parameter.shape, parameter.axis):
         what = f"{parameter.shape} cut along axis {parameter.axis}"
@@ -341,7 +353,7 @@ def _check_heads(layer: Layer, parts: int) -> None:
 
 
 def _slices(layer: Layer, sections: Sequence[int], rank: Rank, axes: Sequence[str]) -> Tensor:
-    """A rank's contiguous slice of each section."""
+    """Return a rank's contiguous slice of each section."""
     _check_is("rank", rank, Rank)
     index, parts = rank.part(axes)
     _check_heads(layer, parts)
@@ -359,7 +371,7 @@ def _taken(name: str, whole: Tensor, axis: int, rank: Rank, wanted: Tensor) -> S
 
 
 def _check_ranks(shards: Sequence[Shard]) -> Mesh:
-    """The mesh of shards that are one of every rank's, of one tensor."""
+    """Return the mesh of the shards; ValueError unless they are one shard of every rank, of one tensor."""
     _check_is("shards", shards, Sequence)
     if not shards:
         raise ValueError("shards must be those of every rank, got none")
@@ -382,7 +394,7 @@ def _check_ranks(shards: Sequence[Shard]) -> Mesh:
 
 
 def _held(shards: Sequence[Shard]) -> list[Shard]:
-    """The shards without replicas, every row of the whole in exactly one."""
+    """Return the shards without replicas, so that every row of the whole is in exactly one of them."""
     _check_ranks(shards)
     owner: dict[int, Shard] = {}
     held: list[Shard] = []
@@ -404,7 +416,7 @@ def _held(shards: Sequence[Shard]) -> list[Shard]:
 
 
 def _collected(held: Sequence[Shard], wanted: Tensor) -> Tensor:
-    """Rows of the whole in the order wanted, from shards that have each row once."""
+    """Return the wanted rows of the whole, in this order, from shards that have each row once."""
     axis = held[0].axis
     place = torch.cat([each.rows for each in held]).argsort()
     value = torch.cat([each.value for each in held], axis)

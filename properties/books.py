@@ -1,4 +1,4 @@
-"""Books: for each kind of thing that can be checked its cases, its domains and its laws. Laws of two books may share a name."""
+"""Books: the cases, domains and laws of each kind of thing that can be checked. Two books may have laws of the same name."""
 
 import dataclasses
 from typing import Any
@@ -26,9 +26,9 @@ from properties.smaller import SMALLER_LAYERS, SMALLER_MODULES, SMALLER_PATHS, S
 
 @dataclasses.dataclass(frozen=True)
 class Book:
-    """All that belongs to one kind of implementation: its cases, domains and laws, and the operations that they can be of.
+    """Everything that belongs to one kind of implementation: cases, domains, laws, and the operations that it covers.
 
-    `smaller` says how a case shrinks, `illegal` which inputs are illegal; the compile keys of a case are its class's KEYS.
+    `smaller` says how a case shrinks, and `illegal` which inputs are illegal. The compile keys of a case are in KEYS of its class.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Book:
     illegal: IllegalInputs = NO_INPUTS
 
     def about(self, operation: str) -> list[str]:
-        """The laws that say something of an operation."""
+        """Return the names of the laws that apply to an operation."""
         return [law.name for law in self.laws.values() if not law.about or operation in law.about]
 
 
@@ -61,17 +61,17 @@ BOOKS = (
 
 
 def book_of(thing: object) -> Book:
-    """The book of a case or a domain."""
+    """Return the book of a case or a domain."""
     return next(book for book in BOOKS if isinstance(thing, book.case | book.domain))
 
 
 def book_named(name: str) -> Book:
-    """The book of that name."""
+    """Return the book with this name."""
     return next(book for book in BOOKS if book.name == name)
 
 
 def every_law() -> dict[str, Law]:
-    """The laws of all books by name; of those that share one, the first book's."""
+    """Return the laws of all books by name; if books share a name, the first book's law."""
     laws: dict[str, Law] = {}
     for book in BOOKS:
         laws |= {name: law for name, law in book.laws.items() if name not in laws}
@@ -79,7 +79,7 @@ def every_law() -> dict[str, Law]:
 
 
 def book_for(law: str, operation: str | None) -> Book:
-    """The book of a line's law, about an operation if the line names one. ValueError lists the laws, or the operations."""
+    """Return the book of a line's law, for an operation if the line names one. ValueError lists the laws or the operations."""
     books = [book for book in BOOKS if law in book.laws]
     if not books:
         raise ValueError(f"unknown law {law!r}; there are {', '.join(every_law())}")

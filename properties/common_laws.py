@@ -1,4 +1,4 @@
-"""Laws that several books have: of rules, of the other operations of a layer, of whole layers."""
+"""Laws that several books share: those of rules, of the other operations of a layer, and of whole layers."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -37,7 +37,10 @@ def oracle(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def packed(bench: Bench, example: Example) -> Iterator[Pair]:
-    """Blind where a state that leaked from each sequence into the next would stay inside the bound."""
+    """Packed sequences give what each gives alone.
+
+    Blind if a state that leaked from each sequence into the next would stay within the tolerance.
+    """
     case, alone = example.case, example.at
     assert alone is not None
     inputs, cotangents = bench.call(case)
@@ -58,17 +61,17 @@ def packed(bench: Bench, example: Example) -> Iterator[Pair]:
     single = inputs.replaced(cu_seqlens=None, **{name: inputs[name][own(name)] for name in present(spec, inputs)})
     part = None if cotangents is None else {name: x[own(name)] for name, x in cotangents.items()}
     for name, got in bench.run(single, part).items():
-        if own(name):  # a parameter's gradient is a sum over all sequences
+        if own(name):  # not for a parameter's gradient, which is a sum over all sequences
             yield f"{name} of sequence {alone} alone", got, bounds[name].at(*own(name))
 
 
 def _tokens(spec: Operation, inputs: Inputs, where: slice) -> Inputs:
-    """The inputs at some tokens."""
+    """Return the inputs of some tokens."""
     return inputs.replaced(**{name: inputs[name][:, where] for name in present(spec, inputs, "B", "T")})
 
 
 def _pieces(spec: Operation, inputs: Inputs, cotangents: Cotangents, at: int) -> tuple[list[Tensor], list[Inputs], list[Tensor]]:
-    """Every sequence cut at token `at`: token indices, inputs and, if any, the output's cotangents before and after."""
+    """Cut every sequence at token `at`; return token indices, inputs and the output's cotangents before and after the cut."""
     names = present(spec, inputs, "B", "T")
     lengths = sequences(inputs, names[0])
     sides: list[list[Tensor]] = [[], []]
@@ -95,7 +98,10 @@ def _pieces(spec: Operation, inputs: Inputs, cotangents: Cotangents, at: int) ->
 
 
 def cut(bench: Bench, example: Example) -> Iterator[Pair]:
-    """Forward the final state of the head is the initial one of the tail, backward the gradient comes back the same way."""
+    """Forward, the final state of the head is the initial state of the tail; backward, its gradient comes back the same way.
+
+    Blind if a state lost at the cut would stay within the tolerance.
+    """
     case, at = example.case, example.at
     assert at is not None
     inputs, cotangents = bench.call(case)
@@ -121,12 +127,15 @@ def cut(bench: Bench, example: Example) -> Iterator[Pair]:
             whole[name] = second[name]
         elif name == "dh0":
             whole[name] = value
-    for name, got in whole.items():  # a parameter's gradient is a sum over the pieces, each stored on its own
+    for name, got in whole.items():  # without parameters' gradients, which are sums over pieces that are each rounded separately
         yield name, got, bounds[name]
 
 
 def recurrent(bench: Bench, example: Example) -> Iterator[Pair]:
-    """The tokens after the prompt come one at a time, by the implementation's recurrent counterpart where it has one."""
+    """The tokens after the prompt come one at a time, through the implementation's recurrent counterpart if it has one.
+
+    Blind if a state lost after the prompt would stay within the tolerance.
+    """
     case, at = example.case, example.at
     assert at is not None
     inputs, _ = bench.call(case)
@@ -147,7 +156,7 @@ def recurrent(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def future(bench: Bench, example: Example) -> Iterator[Pair]:
-    """All that comes from token `at` on changes, of all sequences, parameters aside."""
+    """Everything from token `at` on changes, in all sequences; only parameters stay."""
     case, at = example.case, example.at
     assert at is not None
     inputs, cotangents = bench.call(case)
@@ -165,14 +174,17 @@ def future(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _later(case: Any) -> Any:
-    """The same shapes with other values, and other decays where there are any."""
+    """Return the case with the same shapes, other values and, if it has a gate, other decays."""
     if case.operation == "delta_rule" or not hasattr(case, "gate"):
         return with_others(case)
     return dataclasses.replace(with_others(case), gate="saturated" if case.gate != "saturated" else "10")
 
 
 def samples(bench: Bench, example: Example) -> Iterator[Pair]:
-    """What the changed sequence shares with the others are parameters, whose gradients are not compared."""
+    """One sequence changes, and the results of the others are compared.
+
+    Gradients of parameters, which all sequences share, are not compared.
+    """
     case, at = example.case, example.at
     assert at is not None
     inputs, cotangents = bench.call(case)
@@ -191,7 +203,10 @@ def samples(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def memory(bench: Bench, example: Example) -> Iterator[Pair]:
-    """Judged twice by its bounds where runs differ by right."""
+    """Two runs over memory with different poison give the same bits.
+
+    If runs of the implementation are not deterministic, each run is judged by its bounds instead.
+    """
     inputs, cotangents = bench.call(example.case)
     once, twice = (bench.run(inputs, cotangents, poison=poison) for poison in (float("nan"), -3.0e4))
     if bench.domain.deterministic:
@@ -204,10 +219,11 @@ def memory(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def again(bench: Bench, example: Example) -> Iterator[Pair]:
-    """CALLS of them: what the first sets up, and the second records or tunes, serves from the third on.
+    """The same call CALLS times gives the same bits.
 
-    Memory holds the same poison in each, so a difference is the implementation's own. Each is judged by its bounds where runs
-    differ by right.
+    An implementation may set something up in the first call, record or tune in the second, and reuse it from the third on. Memory
+    holds the same poison in every call, so a difference is the implementation's own. If its runs are not deterministic, each is
+    judged by its bounds instead.
     """
     inputs, cotangents = bench.call(example.case)
     runs = [bench.run(inputs, cotangents) for _ in range(CALLS)]
@@ -223,9 +239,10 @@ def again(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def batch(bench: Bench, example: Example) -> Iterator[Pair]:
-    """All calls are of the case's form, packed or not: of two forms a compiler makes two programs, and bits may differ by right.
+    """A sequence alone gives what it gives in batches.
 
-    A parameter's gradient is a sum over all sequences, and is not compared.
+    All calls have the form of the case, packed or not: a compiler makes a program for each form, and their bits may rightly differ.
+    Gradients of parameters are sums over all sequences and are not compared.
     """
     case, at = example.case, example.at
     assert at is not None
@@ -252,7 +269,7 @@ def batch(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _sequences_of(case: Any, inputs: Inputs, cotangents: Cotangents, rows: list[int]) -> tuple[Inputs, Cotangents]:
-    """The call of some of the case's sequences, in that order; one may come several times."""
+    """Return the call of some of the case's sequences, in this order; a sequence may occur several times."""
     starts = case.starts()
     index = torch.tensor(rows)
     tokens = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows])
@@ -272,7 +289,10 @@ def _sequences_of(case: Any, inputs: Inputs, cotangents: Cotangents, rows: list[
 
 
 def strides(bench: Bench, example: Example) -> Iterator[Pair]:
-    """Not to the bit: copying strided inputs first and computing on them as they lie are both right."""
+    """Inputs and cotangents in other strides, judged by bounds.
+
+    Not bit for bit: an implementation may copy strided inputs first or compute on them in place.
+    """
     inputs, cotangents = bench.call(example.case)
     views = {name: view(inputs[name], example.variant or "") for name in present(example.case.spec, inputs)}
     turned = None if cotangents is None else {name: view(x, example.variant or "") for name, x in cotangents.items()}
@@ -283,7 +303,7 @@ def strides(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def view(x: Tensor, how: str) -> Tensor:
-    """x in other strides, NaN all around it in memory; `expanded` repeats its first head (or token) with stride 0."""
+    """Return x in other strides, with NaN around it in memory; `expanded` repeats its first head (or token) with stride 0."""
     if how == "transposed":
         return banded(x.transpose(-1, -2), 1).transpose(-1, -2) if x.ndim > 1 else x
     if how == "expanded":
@@ -294,7 +314,7 @@ def view(x: Tensor, how: str) -> Tensor:
         wide = x.new_full((*x.shape[:-1], x.shape[-1] * 2), float("nan"))
         wide[..., ::2] = x
         return wide[..., ::2]
-    if how == "offset":  # dense, but not where an allocation starts
+    if how == "offset":  # dense, but not at the start of its allocation
         flat = x.new_full((x.numel() + 3,), float("nan"))
         flat[3:] = x.flatten()
         return flat[3:].view(x.shape)
@@ -302,14 +322,14 @@ def view(x: Tensor, how: str) -> Tensor:
 
 
 def banded(x: Tensor, width: int) -> Tensor:
-    """x as a slice of a larger tensor whose margins, `width` on each side of every axis, are NaN."""
+    """Return x as a slice of a larger tensor whose margins, `width` on each side of every axis, are NaN."""
     wide = x.new_full([size + 2 * width for size in x.shape], float("nan"))
     inner = wide[tuple(slice(width, width + size) for size in x.shape)]
     return inner.copy_(x)
 
 
 def pure(bench: Bench, example: Example) -> Iterator[Pair]:
-    """Checked bit for bit, the memory around the inputs included, which is NaN and must stay so."""
+    """Inputs are compared bit for bit after a call, with the memory around them, which is NaN and must stay NaN."""
     inputs, cotangents = bench.call(example.case)
     views = {name: view(inputs[name], "offset") for name in present(example.case.spec, inputs)}
     turned = None if cotangents is None else {name: view(x, "offset") for name, x in cotangents.items()}
@@ -324,27 +344,27 @@ def pure(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """The whole allocation behind x."""
+    """Return the whole allocation behind x, as bytes."""
     return torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
 
 
 def several(case: Any) -> range:
-    """The sequences that have tokens, as a range: those of a case without empty ones, where there are two or more."""
+    """Return the sequences as a range if there are two or more and none is empty, otherwise an empty range."""
     return range(len(case.lengths)) if len(case.lengths) > 1 and min(case.lengths) > 0 else range(0)
 
 
 def inner(case: Any) -> range:
-    """The tokens at which a sequence can be cut in two."""
+    """Return the tokens at which a sequence can be cut in two."""
     return range(1, max(case.lengths))
 
 
 def steps(case: Any) -> range:
-    """Where a prompt may end so that few tokens are left to step through."""
+    """Return the lengths of a prompt that leave only a few tokens to step through."""
     return range(max(1, case.lengths[0] - 3), case.lengths[0])
 
 
 def has_words(**wanted: str) -> Callable[[Any, str | None], str | None]:
-    """What a case lacks of the words wanted."""
+    """Return a function that returns which of the wanted words a case lacks, or None."""
 
     def lacks(case: Case, _: str | None) -> str | None:
         words = case.words()
@@ -354,12 +374,12 @@ def has_words(**wanted: str) -> Callable[[Any, str | None], str | None]:
 
 
 def one_batch_row(case: Any, _: str | None) -> str | None:
-    """What a case lacks to be one sequence that is not packed."""
+    """Return what a case lacks to be one sequence that is not packed, or None."""
     return "one sequence, packed=no" if case.packed or len(case.lengths) > 1 else None
 
 
 def require(**flags: bool) -> Callable[[Any], str | None]:
-    """What a domain lacks of the flags wanted."""
+    """Return a function that returns which of the wanted flags a domain lacks, or None."""
 
     def needs(domain: Any) -> str | None:
         lacking = [name for name, value in flags.items() if getattr(domain, name) != value]

@@ -1,4 +1,4 @@
-"""Domains: what an adapter can do, as data. Strategies draw inside a domain; what lies outside it is unsupported."""
+"""Domains: what an adapter supports, as data. Cases are drawn inside a domain; a case outside it is unsupported."""
 
 import dataclasses
 from typing import Any
@@ -7,19 +7,22 @@ from oracles.operations import RULES
 from properties.cases.rule_case import IN_KERNEL, Case
 
 VIEWS = ("sliced", "transposed", "offset", "expanded", "strided")
-MOST_REACH = 256  # 70,000 tokens; real sizes are checked one by one
+MOST_REACH = 256  # about 70,000 tokens; check larger sizes with single cases
 
 
 @dataclasses.dataclass(frozen=True)
 class Domain:
-    """The calls an implementation promises to answer rightly; the defaults promise all that have gate and beta given.
+    """The calls for which an implementation promises right results; by default all calls with a given gate and beta.
 
-    Widths are inclusive ranges in steps of `width_step`. `views` says whether inputs may be anything but contiguous,
-    `deterministic` whether a second call gives the same bits, `position_independent` whether a sequence or head gets the same
-    bits wherever it stands in the batch: a promise that few need and a vector unit that treats the end of a row apart breaks.
-    `in_kernel` names what of gate and beta it can compute itself ("none", "gate", "beta", "both"), and `dt_bias` whether it does
-    without one. `reach` is no promise of the adapter but how many times more tokens a check draws than where kernels are
-    interpreted, and wider heads with them: 1 there, set by a check on a GPU.
+    `key_dims` and `value_dims` are inclusive ranges in steps of `width_step`. `views` says whether inputs may be non-contiguous.
+    `deterministic` says whether a second call gives the same bits. `position_independent` says whether a sequence or head gets the
+    same bits wherever it stands in the batch; few implementations need to promise that, and vector code that treats the end of a
+    row differently breaks it. `in_kernel` names what the implementation can compute itself of gate and beta ("none", "gate",
+    "beta", "both"), and `dt_bias` says whether it can do so without a dt_bias. `reach` is not a promise of the adapter: it is how
+    many times more tokens a check draws than where kernels are interpreted, with wider heads too. It is 1 where kernels are
+    interpreted; a check on a GPU sets it.
+
+    ValueError for a field outside its choices or range, and unless `packed` or `batched` is True.
     """
 
     operation: str = "gated_delta_rule"
@@ -69,7 +72,7 @@ class Domain:
             raise ValueError(f"reach must be in 1..{MOST_REACH}, got {self.reach!r}")
 
     def outside(self, case: Case) -> str | None:
-        """Why `case` is outside the domain, or None."""
+        """Return why `case` is outside the domain, or None."""
         checks = (
             (case.operation == self.operation, f"op={case.operation} is not {self.operation}"),
             (case.in_kernel in self.in_kernel, f"in_kernel={case.in_kernel} is not among {', '.join(self.in_kernel)}"),
@@ -107,12 +110,12 @@ class Domain:
         return f"{span[0]}..{span[1]}" + (f" in steps of {self.width_step}" if self.width_step > 1 else "")
 
     def to_json(self) -> dict[str, Any]:
-        """The domain as plain data."""
+        """Return the domain as plain data."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Domain":
-        """The domain of `to_json`'s data."""
+        """Return the domain from the data of `to_json`."""
         fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
         return cls(**fields)
 

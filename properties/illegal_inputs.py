@@ -1,6 +1,6 @@
-"""Illegal inputs: legal calls with one argument made wrong. Our own contract refuses each (oracles/operation.py).
+"""Illegal inputs: legal calls with one argument made wrong. Our own contract refuses each of them (oracles/operation.py).
 
-A check costs a device synchronisation, so a kernel may leave it to its caller. But its users should know.
+A kernel may leave the test to its caller, because it costs a device synchronisation. But users should know that it does.
 """
 
 import dataclasses
@@ -19,9 +19,10 @@ from properties.module_domain import ModuleDomain
 
 @dataclasses.dataclass(frozen=True)
 class IllegalInputs:
-    """The illegal inputs of a book: `names` of an operation's, and the `call` of a name inside a domain, its inputs made wrong.
+    """The illegal inputs of a book: their `names` for an operation, and the `call` of a name inside a domain.
 
-    `call` returns why there is none where the domain leaves out what it would be about.
+    `call` returns a case and its inputs with one argument made wrong. If the domain does not support what the input is about, it
+    returns the reason as text.
     """
 
     names: Callable[[str], list[str]] = lambda operation: []
@@ -36,7 +37,7 @@ def _offsets(*values: int) -> Callable[[Inputs], Inputs]:
 
 
 def _decreasing(x: Inputs) -> Inputs:
-    """Three sequences, with a state for each, so that nothing but their order is wrong."""
+    """Make offsets decrease; there are three sequences with a state for each, so that only the order is wrong."""
     state = x.get("state")
     states = {} if state is None else {"state": torch.cat([state, state[:1]])}
     return x.replaced(cu_seqlens=torch.tensor([0, 12, 5, 17]), **states)
@@ -58,7 +59,7 @@ OF_RULES: dict[str, Callable[[Inputs], Inputs]] = {
 }
 
 
-# Of a layer's modules: calls with one argument that would have to be broadcast, cut off or read beyond its end.
+# For a layer's modules: calls in which one argument would have to be broadcast, cut off or read beyond its end.
 OF_MODULES: dict[str, dict[str, Callable[[Inputs], Inputs]]] = {
     "causal_conv1d": {
         **{name: change for name, change in OF_RULES.items() if name.startswith("cu_seqlens")},
@@ -82,7 +83,7 @@ OF_MODULES: dict[str, dict[str, Callable[[Inputs], Inputs]]] = {
 
 
 def _module_call(name: str, domain: ModuleDomain) -> tuple[ModuleCase, Inputs] | str:
-    """A legal call inside the domain, and its inputs with one argument made wrong."""
+    """Return a legal call inside the domain, and its inputs with one argument made wrong; or the reason why there is none."""
     if lacking := _lacking(name, domain):
         return lacking
     if domain.operation == "causal_conv1d":
@@ -98,7 +99,7 @@ def _module_call(name: str, domain: ModuleDomain) -> tuple[ModuleCase, Inputs] |
 
 
 def _lacking(name: str, domain: ModuleDomain) -> str | None:
-    """What the domain leaves out of what the input is about."""
+    """Return what the domain does not support of what the input is about, or None."""
     lacks = {
         "cu_seqlens": (domain.packed, "packed input"),
         "one initial state": (domain.initial_state, "an initial state"),
@@ -110,7 +111,7 @@ def _lacking(name: str, domain: ModuleDomain) -> str | None:
 
 
 def _rule_call(name: str, domain: Domain) -> tuple[Case, Inputs] | str:
-    """A packed call with a state, inside the domain, and its inputs with one argument made wrong."""
+    """Return a packed call with a state inside the domain, and its inputs with one argument made wrong; or why there is none."""
     if not domain.packed or not domain.initial_state:
         return "packed input with a state is unsupported"
     if "none" not in domain.in_kernel:

@@ -1,8 +1,8 @@
-"""Laws: what must hold of every right implementation. One law, one sentence, one function.
+"""Laws: what must hold for every right implementation. One law is one sentence and one function.
 
-A law runs the implementation through a Bench and yields what to compare: (name, got, want). Where `want` is a Bound, got is
-judged row by row against the float64 truth; where it is a tensor, bit for bit (0 and -0 are equal, NaN never is). A law that
-finds that its case could not have seen the defect it is about says so by raising Blind.
+A law runs the implementation through a Bench and yields what to compare: (name, got, want). If `want` is a Bound, `got` is judged
+row by row against the float64 truth. If `want` is a tensor, the two are compared bit for bit (0 and -0 are equal, NaN never is). A
+law raises Blind when it finds that its case could not have shown the defect that the law is about.
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ Results = dict[str, Tensor]
 Cotangents = dict[str, Tensor] | None
 Pair = tuple[str, Tensor, Tensor | Bound]
 CALLS = 3
-CROWD = 9  # sequences of a large batch: more than any unrolling or vector of a small one
+CROWD = 9  # sequences of a large batch: more than kernels unroll or vectorise for small batches
 
 
 class Blind(Exception):
-    """The case could not have seen what the law is about; the message says why."""
+    """The case could not have shown the defect that the law is about; the message says why."""
 
 
 class Breach(Exception):
@@ -33,13 +33,13 @@ class Breach(Exception):
 
 
 class Bench(Protocol):
-    """Runs one implementation, and knows its domain, the truth, and the bounds of its class."""
+    """Runs one implementation, and knows its domain, the truth and the bounds of its class."""
 
     domain: Domain
     algorithm: str
 
     def call(self, case: Any) -> tuple[Inputs, Cotangents]:
-        """The inputs of a case and, where it has a backward, their cotangents."""
+        """Return the inputs of a case and, if it has a backward, the cotangents."""
 
     def run(
         self,
@@ -50,25 +50,26 @@ class Bench(Protocol):
         poison: float = float("nan"),
         frozen: Collection[str] = (),
     ) -> Results:
-        """Outputs, and with cotangents gradients; uninitialised memory holds `poison`. `counterpart`: its recurrent form.
+        """Return the outputs and, with cotangents, the gradients; uninitialised memory holds `poison`.
 
-        No gradients are asked for of what is `frozen`.
+        `counterpart` runs the recurrent form of the implementation. Inputs named in `frozen` require no gradient.
         """
 
     def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:
-        """The truth with the error allowed to each row, for the implementation's class of algorithm or `algorithm`."""
+        """Return the truth and the error allowed to each row, for the implementation's class of algorithm or for `algorithm`."""
 
     def truth(self, inputs: Inputs, cotangents: Cotangents) -> Results:
-        """The truth alone."""
+        """Return the truth without tolerances."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    """`says` is the law in words, `draw` its examples, `check` its comparisons.
+    """One law: `says` is its sentence, `draw` makes its examples, and `check` yields its comparisons.
 
-    Laws of kernels are given a Domain, a Bench and Cases, those of parallel paths what properties/path_laws.py has in their place.
-    `needs` says why a domain cannot be asked, `lacks` what words a case lacks for the law to be true of it, or None; `about` are
-    the operations of its book that it says something of, all where there are none.
+    Laws of kernels take a Domain, a Bench and Cases; laws of parallel paths take the corresponding classes of
+    properties/path_laws.py. `needs` returns why the law does not apply to a domain, or None. `lacks` returns the words that a case
+    lacks for the law to hold for it, or None. `place` returns the possible values of `at` for a case. `about` names the operations
+    of the book to which the law applies; empty means all.
     """
 
     name: str
@@ -83,7 +84,7 @@ class Law:
     about: tuple[str, ...] = ()
 
     def accept(self, example: Example) -> None:
-        """Refuse an example that the law cannot be asked about: ValueError names the word, its value and the rule."""
+        """Raise ValueError if the law does not apply to an example; the message names the word, its value and the rule."""
         places = self.place(example.case) if self.place else None
         if places is None and example.at is not None:
             raise ValueError(f"law {self.name} takes no at, got at={example.at}")
@@ -100,7 +101,7 @@ class Law:
 def examples_of(
     strategy: st.SearchStrategy[Any], place: Callable[[Any], range] | None = None, variants: tuple[str, ...] = ()
 ) -> st.SearchStrategy[Example]:
-    """The cases that have a place for the law, each with a place and a variant."""
+    """Return a strategy for examples: cases that have a place for the law, each with a place and a variant."""
 
     @st.composite
     def draw(draw: st.DrawFn) -> Example:
@@ -118,18 +119,18 @@ def examples_of(
 
 @st.composite
 def either(draw: st.DrawFn, choices: list[st.SearchStrategy[Example]]) -> Example:
-    """One of the strategies, all alike often."""
+    """Draw from one of the strategies, all equally often."""
     return draw(draw(st.randoms(use_true_random=True)).choice(choices))
 
 
 def axes_of(spec: Operation, name: str) -> list[str]:
-    """The axes of an input, an output or a gradient, as letters."""
+    """Return the axes of an input, an output or a gradient, as letters."""
     ports = (*spec.inputs, *spec.outputs, *spec.gradients())
     return next(port for port in ports if port.name == name).axes.split()
 
 
 def present(spec: Operation, inputs: Inputs, *axes: str) -> list[str]:
-    """The inputs that are given and have those axes first: all of them, without `axes`."""
+    """Return the names of the given inputs whose first axes are `axes`, indices excepted; without `axes`, of all given inputs."""
     return [
         port.name
         for port in spec.inputs
@@ -138,38 +139,38 @@ def present(spec: Operation, inputs: Inputs, *axes: str) -> list[str]:
 
 
 def along(spec: Operation, name: str, letter: str) -> int | None:
-    """The place of an axis among those of a tensor."""
+    """Return the position of an axis among those of a tensor, or None."""
     axes = axes_of(spec, name)
     return axes.index(letter) if letter in axes else None
 
 
 def spread(mask: Tensor, like: Tensor, axis: int) -> Tensor:
-    """A mask of the axes of `like` from `axis` on, shaped to act on all of it."""
+    """Return a mask of the axes of `like` from `axis` on, shaped to broadcast over the remaining axes."""
     return mask.reshape(*mask.shape, *[1] * (like.ndim - axis - mask.ndim))
 
 
 def token_output(spec: Operation) -> str:
-    """The first output that has tokens."""
+    """Return the name of the first output that has tokens."""
     return next(port.name for port in spec.outputs if port.axes.startswith("B T"))
 
 
 def pairs_of(got: Results, bounds: dict[str, Bound]) -> Iterator[Pair]:
-    """All that was got, each to be judged by its bound."""
-    for name, value in got.items():  # the bounds may have a final state that was not asked for
+    """Yield every result with its bound."""
+    for name, value in got.items():  # bounds may include a final state that the run did not return
         yield name, value, bounds[name]
 
 
 def bounds_as(bench: Bench, inputs: Inputs, cotangents: Cotangents, algorithm: str) -> dict[str, Bound]:
-    """The bounds of the implementation's class, with what a part computed in another class may err beside it."""
+    """Return the bounds of the implementation's class, plus those of `algorithm` if a part is computed in that other class."""
     own = bench.bounds(inputs, cotangents)
-    if bench.algorithm in (algorithm, "pointwise"):  # pointwise operations keep float32 throughout in every class
+    if bench.algorithm in (algorithm, "pointwise"):  # pointwise operations compute in float32 in every class
         return own
     other = bench.bounds(inputs, cotangents, algorithm)
     return {name: each.beside(other[name]) for name, each in own.items()}
 
 
 def visible(moved: Results, bounds: dict[str, Bound]) -> bool:
-    """Whether any row of the outputs moved by more than it may err, twice over."""
+    """Whether any row of the outputs differs from the truth by more than twice its tolerance."""
     for name, value in moved.items():
         error, allowed = value - bounds[name].value, bounds[name].settled().allowed
         if bool(((error.abs() if allowed.ndim == error.ndim else error.norm(dim=-1)) > 2 * allowed).any()):
@@ -178,5 +179,5 @@ def visible(moved: Results, bounds: dict[str, Bound]) -> bool:
 
 
 def with_others(case: Any) -> Any:
-    """The same shapes with other values, of other magnitudes too: what is shared by their scale shows."""
+    """Return the case with the same shapes and other values, also of other magnitudes, so that a shared scale shows."""
     return dataclasses.replace(case, seed=case.seed ^ 1, values="scaled" if case.values != "scaled" else "ordinary")

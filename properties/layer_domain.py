@@ -1,4 +1,4 @@
-"""The domain of whole layers, and the cases drawn from it."""
+"""The domain of whole layers, and cases drawn from it."""
 
 import dataclasses
 import random
@@ -13,12 +13,15 @@ from properties.strategies import HEADS, lengths
 
 @dataclasses.dataclass(frozen=True)
 class LayerDomain:
-    """The calls that a layer promises to answer rightly; the defaults promise everything.
+    """The calls for which a layer promises right results; by default all calls.
 
-    `widths` are those of keys, values and hidden states, `eps` those of the norm. `empty`: sequences without tokens, and `nothing`:
-    calls without any. `caches`: states go in and come out, and `state_gradients`: gradients go through them. `attention_mask`: it
-    leaves out padding at the start of a batch's rows. `views` says whether hidden states may be anything but contiguous,
-    `deterministic` whether a second call gives the same bits.
+    `widths` are the possible widths of keys, values and hidden states, and `eps` the possible eps of the norm. `empty` says whether
+    sequences without tokens are supported, and `nothing` whether calls without any token are. `caches` says whether states go in
+    and come out, and `state_gradients` whether gradients flow through them. `attention_mask` says whether a mask can exclude
+    padding at the start of a batch's rows. `views` says whether hidden states may be non-contiguous, and `deterministic` whether a
+    second call gives the same bits.
+
+    ValueError for a field outside its choices, and unless `packed` or `batched` is True.
     """
 
     operation: str = "gdn_layer"
@@ -59,7 +62,7 @@ class LayerDomain:
             raise ValueError("packed or batched must be True, got neither")
 
     def outside(self, case: LayerCase) -> str | None:
-        """Why `case` is outside the domain, or None."""
+        """Return why `case` is outside the domain, or None."""
         checks = (
             (case.dtype in self.dtypes, f"dtype={case.dtype} is not among {', '.join(self.dtypes)}"),
             (not self.equal_widths or case.key_dim == case.value_dim, "key_dim and value_dim must be equal"),
@@ -83,12 +86,12 @@ class LayerDomain:
         return next((reason for inside, reason in checks if not inside), None)
 
     def to_json(self) -> dict[str, Any]:
-        """The domain as plain data."""
+        """Return the domain as plain data."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "LayerDomain":
-        """The domain of `to_json`'s data."""
+        """Return the domain from the data of `to_json`."""
         fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
         return cls(**fields)
 
@@ -103,7 +106,7 @@ def layer_cases(
     total: int = 100,
     **fixed: Any,
 ) -> LayerCase:
-    """Any case of the domain; `fixed` names fields that are given, as a value or as a tuple of values to choose from."""
+    """Draw any case of the domain; `fixed` gives fields as a value, or as a tuple of values to choose from."""
     chance: random.Random = draw(st.randoms(use_true_random=True))
 
     def field(name: str, choices: tuple[Any, ...]) -> Any:
@@ -122,7 +125,7 @@ def layer_cases(
         "groups", tuple(pair for pair in HEADS if pair[1] <= 4 and (domain.grouped_heads or pair[0] == pair[1]))
     )
     key_dim = field("key_dim", domain.widths)
-    same = domain.equal_widths or chance.random() < 1 / 3  # a transposed state shows where it still fits
+    same = domain.equal_widths or chance.random() < 1 / 3  # with equal widths a transposed state raises no shape error
     cached = domain.caches and field("cached", (False, False, True))
     return LayerCase(
         sizes,

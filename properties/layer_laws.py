@@ -23,7 +23,7 @@ GOING_ON = ("steps", "piece")
 
 
 def _future(bench: Bench, example: Example) -> Iterator[Pair]:
-    """The convolution, the rule and the norm of a token see none that comes later; nor do states before it, which are kept."""
+    """Convolution, rule and norm of a token depend on no later token."""
     case, at = example.case, example.at
     assert at is not None
     inputs, cotangents = bench.call(case)
@@ -34,7 +34,7 @@ def _future(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _left_padding(bench: Bench, example: Example) -> Iterator[Pair]:
-    """The truth is that of the tokens without their padding, packed; what stands in the padding changes not a bit."""
+    """The truth is that of the packed tokens without padding; other numbers in the padding must change no bit."""
     case = example.case
     pads = case.pads()
     if not any(pads):
@@ -60,9 +60,9 @@ def _left_padding(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _cache(bench: Bench, example: Example) -> Iterator[Pair]:
-    """The tokens after the prompt come one at a time, by the layer's recurrent counterpart where it has one, or in one piece.
+    """The tokens after the prompt come one at a time, through the layer's recurrent counterpart if it has one, or in one piece.
 
-    Blind where losing the states after the prompt would stay inside the bound.
+    Blind if losing the states after the prompt would stay within the tolerance.
     """
     case, at = example.case, example.at
     assert at is not None
@@ -87,7 +87,7 @@ def _cache(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _part(inputs: Inputs, start: int, stop: int | None, after: dict[str, Tensor] | None) -> Inputs:
-    """The call of tokens start..stop with the states that came out of the one before."""
+    """Return the call of tokens start..stop with the states that the previous call returned."""
     states = (
         {"state": None, "conv_state": None} if after is None else {"state": after["final_state"], "conv_state": after["conv_state"]}
     )
@@ -115,13 +115,16 @@ def _first(*needs: Callable[[LayerDomain], str | None]) -> Callable[[LayerDomain
 
 
 def _prompts(case: LayerCase) -> range:
-    """The tokens after which a prompt may end."""
+    """Return the lengths that a prompt may have."""
     return range(1, case.lengths[0]) if not case.packed and case.cached and not case.backward else range(0)
 
 
 @st.composite
 def _going_on(draw: st.DrawFn, domain: LayerDomain) -> Example:
-    """Short ones in both ways, since a convolution's state is not full at first; long ones, of more than a chunk, in a piece."""
+    """Draw short cases for both variants, because a convolution's state is not full at first, and long cases only for one piece.
+
+    Long cases have more than one chunk.
+    """
     serving: dict[str, Any] = {"packed": False, "cached": True, "backward": False, "gate": "long"}
     short, long = layer_cases(domain, longest=12, total=24, **serving), layer_cases(domain, sequences=(1, 1), longest=90, **serving)
     chance: random.Random = draw(st.randoms(use_true_random=True))

@@ -1,4 +1,4 @@
-"""The domain of modules: what an implementation of a layer's other operations promises, and the cases drawn from it."""
+"""The domain of modules (the other operations of a layer): what an implementation promises, and cases drawn from it."""
 
 import dataclasses
 import random
@@ -18,13 +18,15 @@ HEADS = (1, 2, 3, 4, 8)
 
 @dataclasses.dataclass(frozen=True)
 class ModuleDomain:
-    """The calls an implementation promises to answer rightly; the defaults promise everything that its operation can be asked.
+    """The calls for which an implementation promises right results; by default all calls of its operation.
 
-    `widths` (D, K or V) are an inclusive range in steps of `width_step`. `without_weight` and `without_dt_bias` say whether it does
-    without one, `bias` whether it takes one, `beta` whether it computes the strength of writing beside the gate, `eps` which of a
-    case's choices it can be given, `final_state` whether it returns one. `longest` is drawn at most, for what is slow on long
-    sequences. `views`, `deterministic` and `position_independent` (tokens, heads, channels and sequences get the same bits wherever
-    they stand) are as those of Domain.
+    `widths` (D, K or V) are an inclusive range in steps of `width_step`. `without_weight` and `without_dt_bias` say whether the
+    implementation can do without that input, and `bias` whether it takes a bias. `beta` says whether it computes beta beside the
+    gate, `eps` which of a case's values it can be given, and `final_state` whether it returns a final state. `longest` limits the
+    drawn lengths, for implementations that are slow on long sequences. `views`, `deterministic` and `position_independent` mean the
+    same as in Domain; here the positions are tokens, heads, channels and sequences.
+
+    ValueError for a field outside its choices or range, and unless `packed` or `batched` is True.
     """
 
     operation: str = "causal_conv1d"
@@ -72,7 +74,7 @@ class ModuleDomain:
             raise ValueError("packed or batched must be True, got neither")
 
     def outside(self, case: ModuleCase) -> str | None:
-        """Why `case` is outside the domain, or None."""
+        """Return why `case` is outside the domain, or None."""
         least, most = self.widths
         steps = f" in steps of {self.width_step}" if self.width_step > 1 else ""
         own = words_of(self.operation)
@@ -110,12 +112,12 @@ class ModuleDomain:
         return next((reason for inside, reason in checks if not inside), None)
 
     def to_json(self) -> dict[str, Any]:
-        """The domain as plain data."""
+        """Return the domain as plain data."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "ModuleDomain":
-        """The domain of `to_json`'s data."""
+        """Return the domain from the data of `to_json`."""
         fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
         return cls(**fields)
 
@@ -130,7 +132,7 @@ def module_cases(
     total: int = 260,
     **fixed: Any,
 ) -> ModuleCase:
-    """Any case of the domain; `fixed` names fields that are given, as a value or as a tuple of values to choose from."""
+    """Draw any case of the domain; `fixed` gives fields as a value, or as a tuple of values to choose from."""
     chance = draw(st.randoms(use_true_random=True))
     own = words_of(domain.operation)
 
@@ -180,18 +182,18 @@ def module_cases(
 def _lengths(
     chance: random.Random, domain: ModuleDomain, sequences: tuple[int, int], longest: int, total: int, *, packed: bool
 ) -> tuple[int, ...]:
-    """Lengths on both sides of blocks and, of a convolution one time in three, of its own width."""
+    """Return lengths around block sizes; for a convolution, one time in three, lengths near its width."""
     near = "conv_width" in words_of(domain.operation) and chance.random() < 1 / 3
     few = min(longest, max(domain.conv_widths) + 1 if near else longest)
     if packed:
         return lengths(chance, sequences, few, total, empty=domain.empty, many=sequences[1] >= 4)
     rows = chance.randint(sequences[0], max(sequences[0], min(3, sequences[1])))
-    none = domain.empty and chance.random() < 1 / 5  # with one in ten in `lengths`: a batch of nothing is one in fifty
+    none = domain.empty and chance.random() < 1 / 5  # times one in ten in `lengths`: one batch in fifty has no tokens
     return lengths(chance, (1, 1), max(1, min(few, total // rows)), max(1, total // rows), empty=none, many=False) * rows
 
 
 def _widths(domain: ModuleDomain, rows: int) -> tuple[int, ...]:
-    """The widths that a domain allows, wide ones where there are few rows."""
+    """Return the widths that the domain allows; wide ones only if there are few rows."""
     (least, most), step = domain.widths, domain.width_step
     wide = 2**14 // max(rows, 1)
     every = CHANNELS if domain.operation in CONV else WIDTHS

@@ -1,6 +1,6 @@
 """What a layer's modules promise (convolution, gates, norms), the cases drawn inside that, and their laws.
 
-Most laws are those of the rules (properties/laws.py), asked of other operations.
+Most laws are those of properties/common_laws.py, applied to these operations.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,8 +19,8 @@ from properties.laws import Bench, Law, Pair, axes_of, either, examples_of, pair
 from properties.module_domain import CONV, GATES, NORMS, ModuleDomain, module_cases
 from properties.strategies import Example
 
-EXACT_WIDTH = 8  # sums of so many products of numbers up to 4 are exact in eight bits
-CALM = ("ordinary", "repeated")  # no number is near underflow
+EXACT_WIDTH = 8  # a sum of up to 8 products of whole numbers up to 4 is exact in eight bits
+CALM = ("ordinary", "repeated")  # regimes without numbers near underflow
 
 
 def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -63,7 +63,7 @@ def _linear(bench: Bench, example: Example) -> Iterator[Pair]:
         return
     changed = {"inputs": ("x", "state", "bias"), "weight": ("weight", "bias")}[example.variant or ""]
     same = {"inputs": ("dx", "dh0", "dbias"), "weight": ("final_state", "dweight", "dbias")}[example.variant or ""]
-    if cotangents is not None and "final_state" in cotangents:  # what comes back from the final state knows no weight
+    if cotangents is not None and "final_state" in cotangents:  # gradients from the final state do not depend on the weight
         cotangents = {**cotangents, "final_state": torch.zeros_like(cotangents["final_state"])}
     once = bench.run(inputs, cotangents)
     there = inputs.replaced(**{name: -2 * inputs[name] for name in changed if inputs.get(name) is not None})
@@ -72,7 +72,7 @@ def _linear(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _scaled(bench: Bench, example: Example) -> Iterator[Pair]:
-    """sum((2 x)^2) + 4 eps is four times what it was, its root twice: powers of two round nothing."""
+    """sum((2 x)^2) + 4 eps is four times sum(x^2) + eps, and its root twice as large: powers of two round nothing."""
     case = example.case
     inputs, cotangents = bench.call(case)
     once = bench.run(inputs, cotangents)
@@ -82,7 +82,7 @@ def _scaled(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _whole(bench: Bench, example: Example) -> Iterator[Pair]:
-    """In half precision a sum over all tokens is rounded, and is left to other laws."""
+    """Whole numbers give exact results, except that sums over all tokens are rounded in half precision and not compared there."""
     case = example.case
     inputs, cotangents = bench.call(case)
     want = bench.truth(inputs, cotangents)
@@ -113,7 +113,7 @@ def _tokens(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _apart(letters: tuple[str, ...]) -> Callable[[Bench, Example], Iterator[Pair]]:
-    """The law that what differs along an axis does not interfere: parameters change too."""
+    """Return the law that heads or channels do not interfere; their parameters change too."""
     what = "heads" if "HV" in letters else "channels"
 
     def check(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -141,7 +141,10 @@ def _apart(letters: tuple[str, ...]) -> Callable[[Bench, Example], Iterator[Pair
 
 
 def _permuted(bench: Bench, example: Example) -> Iterator[Pair]:
-    """Sums over tokens are taken in another order, so the gradients of parameters have their bound even where bits are promised."""
+    """Permuted inputs give permuted results.
+
+    Sums over tokens are taken in another order, so gradients of parameters are judged by bounds even if equal bits are promised.
+    """
     case = example.case
     inputs, cotangents = bench.call(case)
     letters = {"causal_conv1d": ("D", "N"), "kda_gate": ("HV", "K")}.get(case.operation, ("H", "HV"))
@@ -173,7 +176,10 @@ def _permuted(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _repeated(bench: Bench, example: Example) -> Iterator[Pair]:
-    """To the bit where results do not depend on the place: a vector unit treats the end of a row apart."""
+    """Repeated heads give the repeated norm, bit for bit if results are promised not to depend on the position.
+
+    Not every implementation can promise that: vector code may treat the end of a row differently.
+    """
     inputs, cotangents = bench.call(example.case)
 
     def repeat(x: Tensor) -> Tensor:
@@ -203,7 +209,7 @@ def _law(
     lacks: Callable[[ModuleCase, str | None], str | None] = lambda case, variant: None,
     **more: Any,
 ) -> Law:
-    """A law about some operations: it cannot be asked of the others."""
+    """Return a law for some operations only; it does not apply to the others."""
 
     def domain_lacks(domain: ModuleDomain) -> str | None:
         return needs(domain) if domain.operation in about else f"it is not about {domain.operation}"
@@ -215,7 +221,7 @@ def _law(
 
 
 def _absent_variants(domain: ModuleDomain) -> dict[str, dict[str, Any]]:
-    """What can be left out by a domain's callers, and the fields of the cases that leave it out."""
+    """Return what callers can leave out in this domain, with the fields of cases that leave it out."""
     own = words_of(domain.operation)
     can: dict[str, tuple[bool, dict[str, Any]]] = {
         "final_state": ("final_state" in own and domain.final_state, {"final_state": True}),
@@ -256,7 +262,7 @@ def _linear_lacks(case: ModuleCase, variant: str | None) -> str | None:
 
 
 def _linear_examples(domain: ModuleDomain) -> st.SearchStrategy[Example]:
-    exact = tuple(dtype for dtype in domain.dtypes if dtype != "fp16")  # fp16's subnormals, from 6e-5 down, round under a factor
+    exact = tuple(dtype for dtype in domain.dtypes if dtype != "fp16")  # subnormals of fp16, below 6e-5, round under a factor
     small: dict[str, Any] = {"dtype": exact, "values": CALM}
     choices = []
     if domain.backward:
@@ -321,13 +327,13 @@ def _small(domain: ModuleDomain, **more: Any) -> st.SearchStrategy[ModuleCase]:
 
 
 def _stateful(domain: ModuleDomain, **more: Any) -> st.SearchStrategy[ModuleCase]:
-    """Cases in which a lost state would show."""
+    """Return cases in which a lost state would show."""
     options: dict[str, Any] = {"values": ("ordinary", "scaled", "small", "large"), "final_state": True, **more}
     return _small(domain, **options)
 
 
 def _one_row_and_its_state(case: ModuleCase, variant: str | None) -> str | None:
-    """What a case lacks to be one sequence that is not packed, and to return its state."""
+    """Return what a case lacks to be one sequence that is not packed and returns its state, or None."""
     return common_laws.one_batch_row(case, variant) or common_laws.has_words(final_state="yes")(case, variant)
 
 

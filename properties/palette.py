@@ -1,20 +1,23 @@
-"""Palettes: the few compile keys that a check draws its cases from, others with another seed.
+"""Palettes: the few compile keys that a check on a GPU uses for its cases; another seed gives other keys.
 
-On a GPU a compile key that is new costs seconds (6 to 30 of a chunked rule, forward and backward), a case of one that is not 5 ms.
-A case's class says in KEYS which of its words a compiled kernel depends on, by Triton's rules (tests/test_palette.py asks Triton):
+On a GPU, a case with a new compile key costs seconds (6 to 30 for a chunked rule, forward and backward); a case with a compiled key
+costs 5 ms. The class of a case lists in KEYS the words on which a compiled kernel depends. They follow Triton's rules, which
+tests/test_palette.py compares with Triton:
 
-- what is passed as `tl.constexpr` is in the key: heads, widths, flags, whether a tensor is there, and the number of rows of a
-  batch, which kernels of flash-linear-attention that sum gates or make the gradients of q, k and g take so. Packed input is one;
-- so is every tensor's dtype;
-- an integer is in the key as 1, as a multiple of 16 or as neither, unless the kernel asks for it not to be. Rules ask so for the
-  number of tokens; a convolution does not, neither for that nor for the stride of rows. Inside a layer keys leave that out, as they
-  do the number of elements of small kernels: those are soon compiled;
-- a float is not in the key, but KDA's recurrent kernel takes the scale as a constant;
-- a call without backward compiles a part of what one with it does, so `backward` is in no key;
-- whether a tensor's memory begins at a multiple of 16 bytes is: all tensors of a case do, some views that laws make do not.
+- A `tl.constexpr` argument is in the key: heads, widths, flags, whether a tensor is given, and in some kernels the number of rows
+  of a batch: those of flash-linear-attention that sum gates or make the gradients of q, k and g. Packed input has one row.
+- The dtype of every tensor is in the key.
+- An integer is in the key as 1, as a multiple of 16, or as neither, unless the kernel opts out. Rules opt out for the number of
+  tokens. A convolution does not, neither for that nor for the stride of rows. Keys inside a layer leave these out, and also the
+  number of elements of small kernels, because those compile quickly.
+- A float is not in the key, but KDA's recurrent kernel takes the scale as a constant.
+- A call without backward compiles a part of what a call with backward compiles, so `backward` is in no key.
+- Whether a tensor's memory begins at a multiple of 16 bytes is in the key. It does for all tensors of a case, but not for some
+  views that laws make.
 
-A palette is chosen before anything is compiled: a check has as many keys as the palette has entries. Beside them are compiled what
-laws make of an entry: no state, explicit gates, a norm outside, sequences of a packed call alone, views at odd places in memory.
+A palette is chosen before anything is compiled, so a check has as many keys as the palette has entries. In addition, kernels are
+compiled for the calls that laws make from an entry: without a state, with explicit gates, with a norm outside, with one sequence of
+a packed call alone, with views at odd places in memory.
 """
 
 import collections
@@ -37,23 +40,23 @@ from properties.laws import Law
 from properties.strategies import BLOCKS, EDGES, Example
 
 SIZE = 12
-SAMPLES = 24  # examples of each law that are drawn to see what it needs
-LEAST = 2  # entries that suit each law and variant
-FEW = 3  # entries for examples of laws whose runs have other forms: of fla/chunk 411 kernels in 768 cases, not 522
-# Of these words only whether there is one is in a key: the value that says there is none.
+SAMPLES = 24  # examples of each law that are drawn to see which keys it needs
+LEAST = 2  # least number of entries that suit each law and variant
+FEW = 3  # entries for each law but the oracle's: 768 cases of fla/chunk then compile 411 kernels instead of 522
+# Words of which a key has only whether the value differs from this one.
 ABSENT = {"state": "none", "fresh": "none", "accepted": "all"}
-# An example grows by the width of its entry, for the oracle too: to no more than 1,200 tokens at 16 and 32 heads of 128.
+# An example may grow with the widths of its entry, for the oracle too; the limit is 1,200 tokens at 16 and 32 heads of 128.
 MOST_BYTES = 2**27
-OF_HEADS = ("heads", "permuted")  # laws that of one head have little to say: several stay several
+OF_HEADS = ("heads", "permuted")  # laws that test little on one head: an example with several heads keeps several
 LARGE = {"heads": 4, "value_heads": 8, "key_dim": 64, "value_dim": 64, "width": 64}
-WEIGHTS = {"dtype": 4, "packed": 4, "rows": 4, "in_kernel": 4}  # of which no value may be missing: some laws are about one alone
+WEIGHTS = {"dtype": 4, "packed": 4, "rows": 4, "in_kernel": 4}  # no value of these may be missing: some laws need a certain one
 REAL_TOKENS, REAL_LENGTHS = 2**15, (*BLOCKS, *EDGES, 1000, 2048, 3001, 4096, 6000)
 
 Key = tuple[tuple[str, Any], ...]
 
 
 def key_of(case: Any) -> Key:
-    """What a compiled kernel depends on of a case. ValueError if its class does not say."""
+    """Return what a compiled kernel depends on in a case. ValueError if the class of the case has no KEYS."""
     if not (names := getattr(case, "KEYS", ())):
         raise ValueError(f"a palette needs a case whose class has KEYS, got {type(case).__name__}")
     return (*((name, _compiled(name, getattr(case, name), case)) for name in names), *_layout(case))
@@ -61,7 +64,7 @@ def key_of(case: Any) -> Key:
 
 @dataclasses.dataclass(frozen=True)
 class Palette:
-    """The compile keys of a check, each as a case that has it; which of them an example gets goes by the seed."""
+    """The compile keys of a check, each as a case that has it; the seed decides which of them an example gets."""
 
     seed: int
     entries: tuple[Any, ...]
@@ -72,10 +75,11 @@ class Palette:
         return tuple(key_of(entry) for entry in self.entries)
 
     def fit(self, law: Law, domain: Any, example: Example) -> Example | None:
-        """The example with the key of an entry, or None where none suits: outside the domain, or not what the law is about.
+        """Return the example with the key of an entry, or None if no entry suits.
 
-        The oracle's law uses all entries, others the first three that suit an example, in an order of their own. The choice goes by
-        a hash of the seed, the law's name and the example, and by nothing else.
+        An entry does not suit if the example would be outside the domain or the law would not apply to it. The oracle's law uses
+        all entries; other laws use the first three that suit an example, in an order of their own. The choice depends only on a
+        hash of the seed, the law's name and the example.
         """
         number = number_of(self.seed, law.name, example.at, example.variant, example.case)
         most = len(self.entries) if law.name == "oracle" else FEW
@@ -85,17 +89,17 @@ class Palette:
         return first[number_of(number) % len(first)] if first else None
 
     def examples(self, law: Law, domain: Any) -> st.SearchStrategy[Example]:
-        """The law's examples with keys of the palette; those that none suits are drawn again."""
+        """Return a strategy for the law's examples with keys of the palette; examples that no entry suits are drawn again."""
         fitted: st.SearchStrategy[Any] = law.draw(domain).map(lambda example: self.fit(law, domain, example))
         return fitted.filter(lambda example: example is not None)
 
 
 def draw_palette(domain: Any, seed: int, size: int = SIZE, laws: Iterable[str] | None = None) -> Palette:
-    """The palette of a domain and a seed: `size` keys that differ as much as they can, and what laws need beside them.
+    """Return the palette of a domain and a seed: `size` keys that differ as much as possible, and further keys that laws need.
 
-    Keys are those of cases drawn for the oracle's law, the widest there is. A law or variant that fewer than two of them suit adds
-    one or two of its own, so that there are at most `size` and two for each law's variant. `laws` are the names of those that will
-    be asked, all of the book without. ValueError for a size below 1, an unknown law, or a book whose cases have no keys.
+    Keys come from cases drawn for the oracle's law, which has the widest range. A law or variant that fewer than two of these keys
+    suit adds one or two of its own. So there are at most `size` keys and two for each law's variant. `laws` names the laws to be
+    checked, by default all of the book. ValueError for a size below 1, an unknown law, or a book whose cases have no KEYS.
     """
     book = book_of(domain)
     if not hasattr(book.case, "KEYS"):
@@ -122,12 +126,13 @@ def draw_palette(domain: Any, seed: int, size: int = SIZE, laws: Iterable[str] |
 
 
 def with_key(law: Law, domain: Any, example: Example, entry: Any, number: int) -> Example | None:
-    """The example with an entry's key, None if that is no legal case, outside the domain or not what the law is about.
+    """Return the example with an entry's key.
 
-    Lengths, gates, values and the seed stay; so does the place, if the law has the same ones, else `number` says which it is.
+    None if that is not a legal case, is outside the domain, or if the law does not apply to it. Lengths, gates, values and the seed
+    stay. The place stays if the law has the same places for the new case; otherwise `number` selects it.
     """
     case = example.case
-    if case.packed != entry.packed:  # its lengths were drawn for the one or the other
+    if case.packed != entry.packed:  # the lengths were drawn for one of the two
         return None
     if law.name in OF_HEADS and any(getattr(entry, name, 1) == 1 < getattr(case, name, 1) for name in ("heads", "value_heads")):
         return None
@@ -150,7 +155,7 @@ def with_key(law: Law, domain: Any, example: Example, entry: Any, number: int) -
 
 
 def suits(law: Law, domain: Any, example: Example) -> bool:
-    """Whether a case is inside the domain and the law can be asked about it."""
+    """Whether the case is inside the domain and the law applies to the example."""
     try:
         law.accept(example)
     except ValueError:
@@ -159,7 +164,7 @@ def suits(law: Law, domain: Any, example: Example) -> bool:
 
 
 def real_case(seed: int) -> Case:
-    """A case at the widths of Qwen3-Next: 16 key and 32 value heads of 128, 32,768 bf16 tokens packed in ragged sequences."""
+    """Return a case at the widths of Qwen3-Next: 16 key and 32 value heads of 128, 32,768 packed bf16 tokens, ragged lengths."""
     chance, lengths = random.Random(number_of(seed, "real")), list[int]()  # noqa: S311 - seeded, and not for secrets
     while (left := REAL_TOKENS - sum(lengths)) > 0:
         lengths.append(min(left, chance.choice(REAL_LENGTHS)))
@@ -180,7 +185,7 @@ def real_case(seed: int) -> Case:
 
 
 def sample(strategy: st.SearchStrategy[Example], seed: int, count: int) -> list[Example]:
-    """As many examples of a strategy, the same ones for the same seed; fewer if it has no more."""
+    """Return `count` examples of a strategy, fewer if it has no more; the same seed gives the same examples."""
     kept: list[Example] = []
 
     @hypothesis.seed(seed)
@@ -196,12 +201,12 @@ def sample(strategy: st.SearchStrategy[Example], seed: int, count: int) -> list[
 
 
 def number_of(*words: object) -> int:
-    """A 64-bit number that depends on every word, the same on every machine."""
+    """Return a 64-bit number that depends on every word and is the same on every machine."""
     return int.from_bytes(hashlib.sha256(" ".join(map(str, words)).encode()).digest()[:8], "big")
 
 
 def _compiled(name: str, value: Any, beside: Any) -> Any:
-    """What of a word's value a kernel is compiled for, None for nothing, beside the other words of a case."""
+    """Return what a kernel is compiled for in a word's value, given the other words of the case; None for nothing."""
     if name in ABSENT:
         return value != ABSENT[name]
     if name == "offsets" and not beside.packed:
@@ -217,7 +222,7 @@ def _compiled(name: str, value: Any, beside: Any) -> Any:
 
 
 def _layout(case: Any) -> Key:
-    """What of a case's lengths a kernel is compiled for: serving kernels and those of single tokens for nothing."""
+    """Return what a kernel is compiled for in a case's lengths; nothing for serving kernels and for operations on single tokens."""
     if isinstance(case, PoolCase):
         return ()
     if isinstance(case, ModuleCase):
@@ -234,7 +239,7 @@ def _of_16(number: int) -> str:
 
 
 def _spread(cases: list[Any], size: int) -> list[Any]:
-    """Cases of different keys, as many: each next one is that whose traits are the rarest among those before it."""
+    """Return up to `size` cases of different keys; each next case is the one whose traits are the rarest so far."""
     left = [(case, _traits(key)) for key, case in {key_of(case): case for case in cases}.items()]
     counts: collections.Counter[tuple[str, Any]] = collections.Counter()
     chosen: list[Any] = []
@@ -247,7 +252,10 @@ def _spread(cases: list[Any], size: int) -> list[Any]:
 
 
 def _traits(key: Key) -> list[tuple[str, Any]]:
-    """What keys are told apart by: each word's value, of widths and heads whether it is a power of two and whether it is large."""
+    """Return the traits by which keys are compared: the value of each word.
+
+    For widths and heads, these are whether the number is a power of two, and whether it is large.
+    """
     words, traits = dict(key), list[tuple[str, Any]]()
     for name, value in key:
         if name in LARGE:

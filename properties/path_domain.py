@@ -1,4 +1,4 @@
-"""The domain of parallel paths: what an implementation that ranks share promises, and the cases drawn from it."""
+"""The domain of parallel paths: what an implementation that several ranks share promises, and cases drawn from it."""
 
 import dataclasses
 import itertools
@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from oracles.counter import mix_words
 from properties.cases.path_case import CHOICES, ParallelCase
 
-COMPILED = 1 / 3  # how many of a layer's cases, on a GPU, have a choice whose kernels are compiled
-FORMS = {"gdn_layer": 4}  # forms that such cases are drawn from: few where every case's kernels are compiled
+COMPILED = 1 / 3  # share of a layer's cases on a GPU with a choice whose kernels are compiled
+FORMS = {"gdn_layer": 4}  # number of forms of these cases; FEW_FORMS if kernels of every case are compiled
 FEW_FORMS = 2
-MODEL_WIDTHS = (64, 128, 96)  # of keys and values, as models have them, and one that is no power of two
+MODEL_WIDTHS = (64, 128, 96)  # widths of keys and values as in models, and one that is not a power of two
 SHORT = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33, 64, 65, 66)
 MESHES = ("1x1", "2x1", "1x2", "2x2", "4x1", "1x4")
 
 
 class Form(NamedTuple):
-    """What the kernels of a path are compiled for, `ranks` being tp * cp: on a GPU a new form costs seconds of compilation."""
+    """What the kernels of a path are compiled for; `ranks` is tp * cp. On a GPU, each new form costs seconds of compilation."""
 
     ranks: int
     packed: bool
@@ -36,17 +36,18 @@ class Form(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PathDomain:
-    """The calls that a parallel path promises to answer rightly; the defaults promise everything that a layer can be asked.
+    """The calls for which a parallel path promises right results; by default all calls of a layer.
 
-    `ranks` are those at hand, tp * cp being at most as many, and `exchange_ranks` those for exchanges without a layer: simulated,
-    more of these are affordable. `processes`: it needs ranks that are processes. `choices` are the values that the path has of each
-    choice, by name; those in `slow` are drawn seldom and small. `exchanges`: its CP -> HP and HP -> CP can be called alone;
-    `computes`: so can the rest. `counts`: its collectives are counted; `refuses`: it promises to refuse illegal layouts;
-    `checkpoints`: it says what its shards are of. `least_piece` are the fewest tokens in each piece that a CP rank holds.
+    `ranks` is the number of available ranks: tp * cp is at most that. `exchange_ranks` is the same for exchanges without a layer,
+    which can afford more simulated ranks. `processes` says that the path needs ranks that are processes. `choices` has the values
+    of each choice of the path, by name. Values in `slow` (as name=value) are drawn seldom, and by the law `same` only for small
+    cases. `exchanges` says that its CP -> HP and HP -> CP can be called alone, and `computes` that the rest can. `counts` says that
+    its collectives are counted. `refuses` promises that it refuses illegal layouts. `checkpoints` says that the path reports which
+    parts of the parameters its shards are. `least_piece` is the least number of tokens in each piece that a CP rank holds.
 
-    `tf32` are values of choices, as name=value, whose kernels multiply float32 matrices in TF32 on a GPU. `forms` is set by a check
-    on a GPU (see `with_forms`): cases whose kernels are compiled have one of these, with widths out of `compiled_widths`, or of
-    `widths` where that is empty.
+    `tf32` are values of choices, as name=value, whose kernels multiply float32 matrices in TF32 on a GPU. A check on a GPU sets
+    `forms` (see `with_forms`): cases whose kernels are compiled have one of these forms, with widths from `compiled_widths`, or
+    from `widths` if that is empty.
     """
 
     operation: str = "gdn_layer"
@@ -84,7 +85,7 @@ class PathDomain:
     forms: tuple[Form, ...] = ()
 
     def outside(self, case: ParallelCase) -> str | None:
-        """Why `case` is outside the domain, or None."""
+        """Return why `case` is outside the domain, or None."""
         checks = (
             (case.operation == self.operation, f"op={case.operation} is not {self.operation}"),
             (
@@ -120,12 +121,12 @@ class PathDomain:
         return next((reason for inside, reason in checks if not inside), None)
 
     def to_json(self) -> dict[str, Any]:
-        """The domain as plain data."""
+        """Return the domain as plain data."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PathDomain":
-        """The domain of `to_json`'s data."""
+        """Return the domain from the data of `to_json`."""
 
         def frozen(value: Any) -> Any:
             return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
@@ -134,12 +135,12 @@ class PathDomain:
 
 
 def case_ranks(case: ParallelCase) -> int:
-    """How many ranks share a case."""
+    """Return how many ranks share a case."""
     return case.tp * case.cp
 
 
 def form_of(case: ParallelCase) -> Form:
-    """What the kernels of a case are compiled for."""
+    """Return what the kernels of a case are compiled for."""
     share = case_ranks(case) if case.operation == "gdn_layer" else 1
     heads, group = case.heads // share, case.value_heads // case.heads
     widths = (case.key_dim, case.value_dim, case.conv_width, case.conv_bias)
@@ -147,7 +148,7 @@ def form_of(case: ParallelCase) -> Form:
 
 
 def with_forms(domain: PathDomain, seed: int) -> PathDomain:
-    """The domain with a few forms drawn from a seed, of one dtype after the other, for cases whose kernels are compiled."""
+    """Return the domain with a few forms drawn from a seed, for cases whose kernels are compiled; the forms take turns in dtype."""
     chance = random.Random(mix_words(seed, "forms"))  # noqa: S311 - seeded, and not for secrets
     widths, forms = domain.compiled_widths or domain.widths, []
     for number in range(FORMS.get(domain.operation, FEW_FORMS)):
@@ -170,24 +171,27 @@ def with_forms(domain: PathDomain, seed: int) -> PathDomain:
 
 
 def _compiles(case: ParallelCase) -> bool:
-    """Whether kernels of a case are compiled: of a layer those of flash-linear-attention alone."""
+    """Whether kernels of a case are compiled; in a layer, only those of flash-linear-attention are."""
     return case.operation != "gdn_layer" or "fla" in (case.conv, case.rule)
 
 
 def _piece(case: ParallelCase) -> int:
-    """The tokens of each piece of the whole that a CP rank holds; of zigzag, whose pieces differ, of all of its pieces together."""
+    """Return the tokens in each piece that a CP rank holds; for zigzag, whose pieces differ, those of all its pieces together."""
     return len(case.tokens_of_ranks()[0]) // (2 if case.layout == "zigzag_batch" else 1)
 
 
 @st.composite
 def path_cases(draw: st.DrawFn, /, domain: PathDomain, tokens: int = 200, **fixed: Any) -> ParallelCase:
-    """Any case of the domain; `fixed` names fields that are given, as a value or a tuple of values to choose from."""
+    """Draw any case of the domain; `fixed` gives fields as a value, or as a tuple of values to choose from.
+
+    ValueError if 1000 attempts give no legal case.
+    """
     chance = draw(st.randoms(use_true_random=True))
     for attempt in range(1000):
         try:
             case = _drawn(chance, domain, tokens if attempt < 500 else 10 * tokens, fixed)
         except ValueError:
-            continue  # a layout that does not divide: draw another
+            continue  # the layout does not divide the tokens: draw again
         if domain.outside(case) is None:
             return case
     raise ValueError(f"no legal case was drawn in 1000 attempts for {domain} with {fixed}")
@@ -254,7 +258,7 @@ def _drawn(chance: random.Random, domain: PathDomain, tokens: int, fixed: dict[s
 
 
 def _of_a_form(chance: random.Random, domain: PathDomain, meshes: list[tuple[int, int]], fixed: dict[str, Any]) -> dict[str, Any]:
-    """What is fixed of a case on a GPU: a form where kernels are compiled, else choices for which none are."""
+    """Return the fixed fields of a case on a GPU: a form if its kernels are compiled, else choices without compiled kernels."""
     values: dict[str, tuple[str, ...]] = {}
     if domain.operation == "gdn_layer":
         for name, choices in domain.choices:
@@ -271,7 +275,7 @@ def _of_a_form(chance: random.Random, domain: PathDomain, meshes: list[tuple[int
 
 
 def _weighted(chance: random.Random, name: str, choices: Sequence[str], domain: PathDomain) -> tuple[str, ...]:
-    """The quick values of a choice; one time in eight the slow ones too."""
+    """Return the quick values of a choice, and one time in eight also the slow ones."""
     quick = tuple(value for value in choices if f"{name}={value}" not in domain.slow)
     return tuple(choices) if not quick or chance.random() < 1 / 8 else quick
 
@@ -279,7 +283,7 @@ def _weighted(chance: random.Random, name: str, choices: Sequence[str], domain: 
 def _lengths(
     chance: random.Random, domain: PathDomain, layout: str, unit: int, tokens: int, *, packed: bool, padded: bool
 ) -> tuple[int, ...]:
-    """Sequences that the layout cuts: of multiples of `unit` tokens each, or as a whole, or of any length where they are padded."""
+    """Return lengths that the layout can cut: multiples of `unit`, or only their total, or any lengths if they are padded."""
     tokens = max(tokens, 2 * unit)
     if not packed:
         rows = chance.choice((1, 1, 2, 3))

@@ -1,7 +1,7 @@
-"""What parallel paths promise, the cases drawn inside that, and the laws of what ranks do together.
+"""What parallel paths promise, the cases drawn inside that, and the laws of several ranks together.
 
-Every rank asks the law of the same example and is judged on what it holds itself. A law must take the same way through its
-collectives on every rank: whatever it decides, it decides by the example.
+Every rank runs the law on the same example and is judged on the tensors that it holds. A law must make the same collective calls in
+the same order on every rank, so its decisions may depend only on the example.
 """
 
 import dataclasses
@@ -32,40 +32,41 @@ ILLEGAL = ("length", "total", "order", "heads")
 
 
 class PathBench(Protocol):
-    """Runs a path on one rank, together with the others, and knows the truth and its bounds. Tensors are this rank's own."""
+    """Runs a path on one rank together with the other ranks, and knows the truth and its bounds; tensors are this rank's own."""
 
     domain: PathDomain
     rank: Rank
 
     def run(self, inputs: Inputs, cotangents: Cotangents, *, alone: bool = False, **choices: Any) -> Results:
-        """This rank's part of the outputs and, with cotangents (whole), of every gradient, added over the ranks that share it.
+        """Return this rank's part of the outputs and, with (whole) cotangents, of every gradient.
 
-        `alone`: on one rank that has everything. `choices` take the place of the case's.
+        Gradients are summed over the ranks that share them. `alone` runs on one rank that has everything. `choices` replace those
+        of the case.
         """
 
     def move(self, x: Tensor, sections: Sequence[int], to: str, dy: Tensor | None = None, **choices: str) -> tuple[Tensor, Tensor]:
-        """x moved "to heads" or "to tokens" by the path's own exchange, and dy moved back by its backward."""
+        """Return x moved "to heads" or "to tokens" by the path's own exchange, and dy moved back by its backward."""
 
     def part(self, name: str) -> tuple[int, Tensor] | None:
-        """The axis and the indices of the whole that this rank's part of a result is; None for all of it."""
+        """Return the axis and the indices of the whole that this rank has of a result; None if it has all of it."""
 
     def bounds(self) -> dict[str, Bound]:
-        """The truth of the whole case, with the error allowed to each row."""
+        """Return the truth of the whole case, with the error allowed to each row."""
 
     def exchanged(self, work: Callable[[], object]) -> dict[str, tuple[int, int]]:
-        """How many all-to-alls `work` made over cp, and the bytes it sent in them."""
+        """Return for each kind of collective over cp how many calls `work` made, and the bytes that it sent in them."""
 
     def refusal(self, what: str) -> str:
-        """What the path says to an illegal layout; empty where it takes it."""
+        """Return the path's error message for an illegal layout, or an empty string if the path accepts it."""
 
     def everyone(self, word: str) -> list[str]:
-        """What each rank says."""
+        """Return the word that each rank passed."""
 
     def shards(self, whole: Results, rank: Rank) -> Results:
-        """The parameters that `rank` holds, as the path cuts them."""
+        """Return the parameters that `rank` holds, as the path cuts them."""
 
     def loaded(self, shards: dict[str, sharding.Shard], rank: Rank) -> Results:
-        """The parameters of `rank`, after it loaded shards."""
+        """Return the parameters of `rank` after it loaded the shards."""
 
 
 def _given(case: ParallelCase) -> tuple[Inputs, Cotangents]:
@@ -73,7 +74,7 @@ def _given(case: ParallelCase) -> tuple[Inputs, Cotangents]:
 
 
 def _held(bench: PathBench, bounds: dict[str, Bound], name: str) -> Bound:
-    """The bound of this rank's part. A row that is cut may err as much as the whole row."""
+    """Return the bound of this rank's part. A part of a row may err as much as the whole row."""
     bound, part = bounds[name], bench.part(name)
     if part is None:
         return bound
@@ -88,7 +89,10 @@ def _held(bench: PathBench, bounds: dict[str, Bound], name: str) -> Bound:
 
 
 def _parallel(bench: PathBench, example: Example) -> Iterator[Pair]:
-    """With one rank besides, which has everything: what differs is then shown to come from sharing, or not."""
+    """Shared results are judged by their bounds, and so are those of one rank that has everything.
+
+    The run on one rank shows whether an error comes from sharing.
+    """
     inputs, cotangents = _given(example.case)
     bounds = bench.bounds()
     for name, got in bench.run(inputs, cotangents).items():
@@ -110,20 +114,20 @@ def _same(bench: PathBench, example: Example) -> Iterator[Pair]:
 
 
 def _sections(case: ParallelCase) -> tuple[list[int], list[int]]:
-    """The features of a TP rank, section by section, into the kernel and out of it."""
+    """Return the features of a TP rank by section: those that enter the kernel, and those that leave it."""
     widths = case.layer.sections
     return [width // case.tp for width in widths.values()], [widths["v"] // case.tp]
 
 
-@functools.lru_cache(4)  # the same on every rank, and ranks may be many and in one process
+@functools.lru_cache(4)  # equal on all ranks, of which one process may simulate many
 def _tags(case: ParallelCase, features: int) -> tuple[Tensor, Tensor]:
-    """Distinct numbers [T, B, features], and their negatives in reverse, to send the other way."""
+    """Return distinct numbers [T, B, features] to send one way, and their reversed negatives to send the other way."""
     tags = case.tagged((case.batch[1], case.batch[0], features))
     return tags, -tags.flatten().flip(0).reshape(tags.shape) - 1
 
 
 def _ways(bench: PathBench, case: ParallelCase, tags: Tensor, sections: list[int]) -> dict[str, Tensor]:
-    """What this rank holds of a whole [T, B, features] by tokens and by heads."""
+    """Return what this rank holds of a whole [T, B, features] if it is cut by tokens, and if it is cut by heads."""
     tokens, features = case.tokens_of_ranks()[bench.rank.cp], _features(tuple(sections), case.cp)[bench.rank.cp]
     return {"tokens": tags.index_select(0, tokens), "heads": tags.index_select(-1, features)}
 
@@ -183,7 +187,7 @@ def _traffic(bench: PathBench, example: Example) -> Iterator[Pair]:
 
 
 def _refused(bench: PathBench, example: Example) -> Iterator[Pair]:
-    """Refused before any communication: a rank that goes on alone would wait for ever."""
+    """The layout must be refused before any communication; otherwise a rank that goes on alone waits for ever."""
     said = bench.refusal(example.variant or "")
     everyone = bench.everyone(said)
     if not said:
@@ -226,7 +230,7 @@ def _repeats(bench: PathBench, example: Example) -> Iterator[Pair]:
 
 
 def _paths(strategy: st.SearchStrategy[ParallelCase], variants: Callable[[ParallelCase], Sequence[str]] | None = None) -> Any:
-    """Examples of a strategy, each with one of the variants that its case has."""
+    """Return a strategy for examples, each with one of the variants that its case has."""
 
     @st.composite
     def draw(draw: st.DrawFn) -> Example:
@@ -238,7 +242,7 @@ def _paths(strategy: st.SearchStrategy[ParallelCase], variants: Callable[[Parall
 
 
 def _many(domain: PathDomain) -> PathDomain:
-    """The domain with all the ranks that exchanges without a layer may have."""
+    """Return the domain with all the ranks that exchanges without a layer may have."""
     return dataclasses.replace(domain, ranks=domain.exchange_ranks)
 
 
@@ -265,7 +269,7 @@ def _has(name: str, *values: str) -> Callable[[PathDomain], str | None]:
 
 
 def _alternatives(domain: PathDomain) -> tuple[str, ...]:
-    """Every value of every choice that has another, as a variant."""
+    """Return every value of every choice that has more than one value, as a variant."""
     return tuple(f"{name}={value}" for name, values in domain.choices if len(values) > 1 for value in values)
 
 
@@ -273,7 +277,7 @@ def _others(domain: PathDomain) -> Callable[[ParallelCase], Sequence[str]]:
     def others(case: ParallelCase) -> Sequence[str]:
         words = case.words()
         every = [each for each in _alternatives(domain) if words[each.partition("=")[0]] != each.partition("=")[2]]
-        if domain.forms:  # whose kernels are compiled is as quick as others
+        if domain.forms:  # with compiled kernels all choices are equally quick
             return [each for each in every if domain.outside(_with_choice(case, each)) is None]
         quick = [each for each in every if each not in domain.slow]
         return quick + [each for each in every if each in domain.slow][: 1 if case.tokens <= 40 else 0]
@@ -307,7 +311,7 @@ def _illegal(case: ParallelCase, variant: str | None) -> str | None:
     return None
 
 
-# Where no layer is run, or only counted, one way to compute it serves.
+# For laws that run no layer, or only count its collectives, one way to compute it is enough.
 _QUICK = {"conv": "torch", "qk_norm": "separate", "rule": "torch"}
 LAYOUT_ONLY = {**_QUICK, "hidden": 1, "conv_bias": False, "values": "ordinary", "key_dim": (1, 2, 3), "value_dim": (1, 2, 3)}
 EVERY_CHOICE = tuple(f"{name}={value}" for name, values in CHOICES.items() for value in values)

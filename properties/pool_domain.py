@@ -1,4 +1,4 @@
-"""The domain of decoding on a pool of states, and the cases drawn from it."""
+"""The domain of decoding on a pool of states, and cases drawn from it."""
 
 import dataclasses
 import random
@@ -16,12 +16,15 @@ EVERY_RULE = Domain(backward=False)
 
 @dataclasses.dataclass(frozen=True)
 class PoolDomain:
-    """The calls that a serving kernel promises to answer rightly; the defaults promise everything but blocks.
+    """The calls for which a serving kernel promises right results; by default all calls without a choice of blocks.
 
-    `rule` says what tokens it takes, and which bits it promises. `most_tokens` are the most that a request may bring: 1 for a
-    kernel of single tokens. `padding_slots` are those it knows, none if its callers must leave padding out; `indices` are its
-    indices' dtypes. `fresh`: it can start a request from zeros; `accepts`: it can keep the state after a part of a draft.
-    `in_place`: the pool it returns is the one it was given. `blocks` are how many value channels it can be told to take at a time.
+    `rule` says which tokens the kernel takes and which results it promises bit for bit. `most_tokens` is the largest number of
+    tokens of a request: 1 for a kernel of single tokens. `padding_slots` are the padding slots that it knows, none if callers must
+    leave padding out. `indices` are the dtypes of its indices. `fresh` says whether it can start a request from zeros, and
+    `accepts` whether it can keep the state after a part of a draft. `in_place` says that it returns the pool that it was given.
+    `blocks` are the numbers of value channels that it can be told to process at a time.
+
+    ValueError for a field outside its choices or range.
     """
 
     operation: str = "decode"
@@ -52,7 +55,7 @@ class PoolDomain:
                 raise ValueError(f"{name} must be a tuple of some of {', '.join(map(str, choices))}, got {given!r}")
 
     def outside(self, case: PoolCase) -> str | None:
-        """Why `case` is outside the domain, or None."""
+        """Return why `case` is outside the domain, or None."""
         longest = max(case.lengths)
         checks = (
             (longest <= self.most_tokens, f"lengths={longest}: more than {self.most_tokens} tokens a request are not supported"),
@@ -69,25 +72,28 @@ class PoolDomain:
 
     @property
     def block_choices(self) -> tuple[str, ...]:
-        """What a case's block_v may be."""
+        """The possible values of a case's block_v."""
         return ("default", *map(str, self.blocks))
 
     def to_json(self) -> dict[str, Any]:
-        """The domain as plain data."""
+        """Return the domain as plain data."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PoolDomain":
-        """The domain of `to_json`'s data."""
+        """Return the domain from the data of `to_json`."""
         fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
         return cls(**{**fields, "rule": Domain.from_json(data["rule"])})
 
 
-_NUMBERS = 2**17  # of a pool
+_NUMBERS = 2**17  # most numbers in a pool
 
 
 def requests(chance: random.Random, domain: PoolDomain, most: int, kinds: tuple[str, ...]) -> tuple[tuple[int, ...], bool]:
-    """Tokens of each request and whether they are packed: steps of one token, drafts of several, or prompts between them."""
+    """Draw the tokens of each request, and whether requests are packed.
+
+    A kind is "steps" (one token each), "drafts" (a few tokens) or "prompts" (a few tokens each, with one longer prompt among them).
+    """
     rule, most = domain.rule, min(most, domain.most_tokens)
     count = chance.choice((1, 2, 2, 3, 4, 5, 8, 9, chance.randint(6, 13)))
     packed = rule.packed and (not rule.batched or chance.random() < 1 / 2)
@@ -115,9 +121,9 @@ def pool_cases(
     kinds: tuple[str, ...] = ("steps", "steps", "drafts", "prompts"),
     **fixed: Any,
 ) -> PoolCase:
-    """Any case of the domain; `fixed` names fields that are given, as a value or a tuple of values to choose from.
+    """Draw any case of the domain; `fixed` gives fields as a value, or as a tuple of values to choose from.
 
-    `most` is the most tokens of a request, `kinds` those of properties/cases/pool_case.py's lengths.
+    `most` limits the tokens of a request, and `kinds` are the kinds of `requests`.
     """
     chance = draw(st.randoms(use_true_random=True))
 
@@ -136,7 +142,7 @@ def pool_cases(
     heads, value_heads = field(
         "groups", tuple(pair for pair in HEADS if pair[1] <= 4 and (rule.grouped_heads or pair[0] == pair[1]))
     )
-    # An interpreted kernel takes time in proportion to its requests, heads and width.
+    # The time of an interpreted kernel grows with its requests, heads and width.
     size = value_heads * len(lengths) * (2 if max(lengths) > 8 else 1)
     wide = chance.choice((16, 32, 64, 128)) if size <= 8 else chance.choice((16, 64)) if size <= 16 else 16
     key_dim = field("key_dim", widths(rule.key_dims, rule.width_step, wide))
@@ -169,5 +175,5 @@ def pool_cases(
         accepted=field("accepted", ("all", "some")) if domain.accepts and max(lengths) > 1 else "all",
         indices=field("indices", domain.indices),
         seed=chance.randrange(2**16),
-        block_v=field("block_v", domain.block_choices),  # last: all else is drawn as for whom has no choice
+        block_v=field("block_v", domain.block_choices),  # drawn last, so that other fields do not depend on having a choice
     )

@@ -1,6 +1,6 @@
-"""What serving kernels promise, the cases drawn inside that, and the laws of states that live in a pool.
+"""What serving kernels promise, the cases drawn inside that, and the laws of states in a pool.
 
-Outputs of padding requests mean nothing and are not judged; of the pool, each law says which slots it is about.
+Outputs of padding requests mean nothing and are not judged. Each law says which slots of the pool it is about.
 """
 
 import dataclasses
@@ -26,38 +26,41 @@ CARRIED = ("values", "nan")
 
 @st.composite
 def _left(draw: st.DrawFn, strategy: st.SearchStrategy[PoolCase]) -> Example:
-    """Drafts, each left after any of its tokens."""
+    """Draw drafts with a place `at`: any of their tokens after which the draft is left."""
     case = draw(strategy.filter(lambda case: len(_drafts(case)) > 0))
     return Example(case, draw(st.randoms(use_true_random=True)).choice(_drafts(case)))
 
 
 def _slots(case: PoolCase) -> Tensor:
-    """Which slots of the pool are named by requests [P]."""
+    """Return which slots of the pool [P] requests name."""
     named = torch.zeros(case.slots, dtype=torch.bool)
     named[[slot for slot, real in zip(case.slot_of, case.real, strict=True) if real]] = True
     return named
 
 
 def _rows(case: PoolCase, requests: Tensor) -> Tensor:
-    """The tokens [B, T] of some requests [N]."""
+    """Return the mask [B, T] of the tokens of some requests [N]."""
     shape = (1, case.tokens) if case.packed else (len(case.lengths), case.lengths[0])
     return requests.repeat_interleave(torch.tensor(case.lengths)).reshape(shape)
 
 
 def _meant(case: PoolCase) -> dict[str, Tensor]:
-    """The rows of each output that mean something: of requests that are some, and of their slots. Blind where there is none."""
+    """Return the rows of each output that mean something: those of real requests and of their slots.
+
+    Blind if there is no real request.
+    """
     if not any(case.real):
         raise Blind("every request is padding")
     return {"o": _rows(case, torch.tensor(case.real)), "pool": _slots(case)}
 
 
 def _at(x: Tensor, mask: Tensor) -> Tensor:
-    """x where the mask, of its first axes, is true, and zeros elsewhere: so places keep their names."""
+    """Return x where the mask of its first axes is true, and zeros elsewhere; rows keep their positions in messages."""
     return torch.where(spread(mask, x, 0), x, 0)
 
 
 def _limited(bound: Bound, mask: Tensor) -> Bound:
-    """The bound of `_at`'s rows."""
+    """Return the bound of `_at`'s rows."""
     finer = bound.finer
     return dataclasses.replace(
         bound,
@@ -78,17 +81,17 @@ def _equal(got: Results, want: Results, meant: dict[str, Tensor], what: str) -> 
 
 
 def _bits(x: Tensor) -> Tensor:
-    """The bits of float32 numbers, as whole numbers: those of NaN too."""
+    """Return the bits of float32 numbers as integers, those of NaN included."""
     return x.contiguous().view(torch.int32)
 
 
 def _begins(case: PoolCase) -> list[bool]:
-    """Which requests begin anew, and are some."""
+    """Return which requests are real and begin anew."""
     return [real and beginning for real, beginning in zip(case.real, case.beginning, strict=True)]
 
 
 def _other(case: PoolCase) -> PoolCase:
-    """The same shapes with other values, of other magnitudes too, and other slots."""
+    """Return the case with the same shapes, other values, also of other magnitudes, and other slots."""
     return dataclasses.replace(case, seed=case.seed ^ 1, values="scaled" if case.values != "scaled" else "ordinary")
 
 
@@ -98,7 +101,10 @@ def _oracle(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _untouched(bench: Bench, example: Example) -> Iterator[Pair]:
-    """A slot before the pool in memory and one behind it belong to others: they hold NaN of many bit patterns, and keep them."""
+    """Slots that no request names keep their bits, and so do the slots before and behind the pool in memory.
+
+    These two slots belong to others; they hold NaN of many bit patterns.
+    """
     case = example.case
     inputs, free = case.inputs(), ~_slots(case)
     size, pool = inputs.pool[0].numel(), inputs.pool.flatten()
@@ -136,7 +142,7 @@ def _poison(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _fresh(bench: Bench, example: Example) -> Iterator[Pair]:
-    """Whatever its slot holds, to the bit; and as a request that goes on from zeros."""
+    """A request that begins gives the same bits whatever its slot holds, and the results of a request that continues from zeros."""
     case = example.case
     inputs, meant = case.inputs(), _meant(case)
     begins = _begins(case)
@@ -155,7 +161,7 @@ def _fresh(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _tokens(case: PoolCase, inputs: Inputs, start: int, stop: int) -> tuple[Inputs, Tensor]:
-    """The call of tokens start..stop of the requests that have any, and their places among all tokens, flattened."""
+    """Return the call of tokens start..stop of the requests that have any, and their indices among all tokens, flattened."""
     spans = [range(min(start, length), min(stop, length)) for length in case.lengths]
     rows = [row for row, span in enumerate(spans) if len(span)]
     index = torch.tensor([case.starts()[row] + at for row in rows for at in spans[row]], dtype=torch.int64)
@@ -175,9 +181,9 @@ def _tokens(case: PoolCase, inputs: Inputs, start: int, stop: int) -> tuple[Inpu
 
 
 def _accept(bench: Bench, example: Example) -> Iterator[Pair]:
-    """Its tokens one at a time, at once, and as the part of a draft that is kept; then the others, from where those left off.
+    """The state after k tokens is the same if they come one at a time, at once, or as the kept part of a draft.
 
-    Blind where the state after one token less would stay inside the bound.
+    The other tokens then continue from that state. Blind if the state after k - 1 tokens would stay within the tolerance.
     """
     case, at = example.case, example.at
     assert at is not None
@@ -209,7 +215,7 @@ def _moved(bench: Bench, example: Example) -> Iterator[Pair]:
     case = example.case
     inputs, meant = case.inputs(), _meant(case)
     first = int(case.padding_slot == "0")
-    goes = torch.cat([torch.arange(first), torch.arange(first, case.slots).roll(1)])  # where the state of each slot goes
+    goes = torch.cat([torch.arange(first), torch.arange(first, case.slots).roll(1)])  # the new slot of each state
     slots = inputs.slots.long()
     there = inputs.replaced(
         pool=torch.empty_like(inputs.pool).index_copy(0, goes, inputs.pool),
@@ -243,7 +249,7 @@ def _requests(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _history(bench: Bench, example: Example) -> Iterator[Pair]:
-    """Between two runs of the same call there is one of the same shapes, with other values and slots."""
+    """Two runs of the same call with another call between them, which has the same shapes, other values and other slots."""
     case, between = example.case, _other(example.case)
     inputs, others, meant = case.inputs(), between.inputs(), _meant(case)
     once, other = bench.run(inputs, None), bench.run(others, None)
@@ -267,9 +273,10 @@ def _memory(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _blocks(bench: Bench, example: Example) -> Iterator[Pair]:
-    """Each by half its bound, so that no two differ by more than a whole one; not to the bit, as a sum's order may go by the block.
+    """Every block size is judged by half the tolerance, so that no two sizes differ by more than the whole tolerance.
 
-    The largest blocks come first: what is kept of a launch, as its grid, is too little for the smaller blocks after it.
+    Not bit for bit, because the order of a sum may depend on the block. The largest blocks come first: if an implementation keeps
+    something of a launch, such as its grid, it is then too small for the smaller blocks that follow.
     """
     inputs, meant = example.case.inputs(), _meant(example.case)
     halves = {name: _half(bound) for name, bound in bench.bounds(inputs, None).items()}
@@ -279,14 +286,14 @@ def _blocks(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _half(bound: Bound) -> Bound:
-    """Half the allowance of each row."""
+    """Return the bound with half the tolerance of each row."""
     finer = bound.finer
     later = None if finer is None else lambda over=None: _half(finer(over))
     return dataclasses.replace(bound, allowed=bound.allowed / 2, origin=f"half of {bound.origin}", finer=later)
 
 
 def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
-    """The slots of the pool lie apart from each other, as where the states of many layers share one allocation."""
+    """Inputs in other strides, and memory between the pool's slots, as if states of many layers shared one allocation."""
     case = example.case
     inputs, meant = case.inputs(), _meant(case)
     memory = torch.full((case.slots, 3, *inputs.pool.shape[1:]), torch.nan)
@@ -300,13 +307,13 @@ def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _pure(bench: Bench, example: Example) -> Iterator[Pair]:
-    """Bit for bit, the memory around the inputs included, which is NaN and must stay so; of the pool, the memory around it."""
+    """Inputs keep every bit, and so does the memory around them, which is NaN. Only the pool itself may change."""
     inputs = example.case.inputs()
     views = {name: view(inputs[name], "offset") for name in present(example.case.spec, inputs)}
     indices = {name: inputs[name] for name in ("slots", "has_initial_state", "accepted", "cu_seqlens")}
     memory = {**views, **{name: x for name, x in indices.items() if x is not None}}
     copies = {name: bytes_of(x).clone() for name, x in memory.items()}
-    bench.run(inputs.replaced(**views), None)  # which gives back the pool as it was, where it may be changed
+    bench.run(inputs.replaced(**views), None)  # the bench restores a pool that may change
     for name, x in memory.items():
         yield f"bytes of input {name}", bytes_of(x), copies[name]
 
@@ -319,7 +326,10 @@ def _promises(name: str) -> Callable[[PoolDomain], str | None]:
 
 
 def _drafts(case: PoolCase) -> range:
-    """The tokens after which a draft may be left; every request has one, and none says itself how many it keeps."""
+    """Return the tokens after which a draft may be left.
+
+    Empty unless every request has a token and the case does not itself say how many tokens are kept.
+    """
     longest = max(case.lengths)
     return range(1, longest + 1) if longest > 1 and min(case.lengths) and case.accepted == "all" else range(0)
 
@@ -334,7 +344,7 @@ def _remember(domain: PoolDomain, **more: Any) -> st.SearchStrategy[PoolCase]:
 
 
 def _value_dims(domain: PoolDomain) -> tuple[int, ...]:
-    """Widths of values that are several blocks of some size and a part of one; where the domain has none, all."""
+    """Return widths of values that are several blocks and a part of one, or all widths if the domain has no such width."""
     rule = domain.rule
     least, most = rule.value_dims
     several = tuple(width for width in (24, 40, 65, 12) if least <= width <= most and width % rule.width_step == 0)

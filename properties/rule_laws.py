@@ -1,4 +1,4 @@
-"""The laws of rules: gated delta rule, delta rule and KDA. Several are laws of other operations too."""
+"""The laws of rules: gated delta rule, delta rule and KDA. Laws shared with other operations are in common_laws.py."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ from properties.strategies import REMEMBERING, Example, cases
 
 
 def _halves(names: Sequence[str], number: int) -> tuple[list[str], list[str]]:
-    """Some of the names and the others, neither of them none: another choice for another number."""
+    """Split the names into two non-empty groups; another number gives another split."""
     chosen = 1 + number % (2 ** len(names) - 2)
     some = [name for place, name in enumerate(names) if chosen >> place & 1]
     return some, [name for name in names if name not in some]
@@ -90,7 +90,11 @@ def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _norm(bench: Bench, example: Example) -> Iterator[Pair]:
-    """The explicit norm stores its result in the inputs' dtype, as the chunkwise class does, before the implementation rounds."""
+    """The norm inside the kernel equals an explicit norm.
+
+    The explicit norm stores its result in the inputs' dtype, as the chunkwise class does, before the implementation rounds. So the
+    bounds of the chunkwise class are added.
+    """
     case = example.case
     inputs, cotangents = bench.call(case)
     yield from pairs_of(bench.run(inputs, cotangents), bench.bounds(inputs, cotangents))
@@ -107,7 +111,11 @@ def _norm(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _gates(bench: Bench, example: Example) -> Iterator[Pair]:
-    """Gate and beta are computed in float32 outside, as oracles/gates.py says, and given: so are their gradients taken back."""
+    """Gate and beta inside the kernel equal explicit ones.
+
+    The explicit ones are computed in float32 as in oracles/gates.py and given to the implementation. Their gradients go back
+    through the same computation.
+    """
     case = example.case
     inputs, cotangents = bench.call(case)
     bounds = bench.bounds(inputs, cotangents)
@@ -122,7 +130,7 @@ def _gates(bench: Bench, example: Example) -> Iterator[Pair]:
     if case.beta_inside:
         beta = leaves["b"].float().sigmoid() * (2 if inputs.allow_neg_eigval else 1)
         outside["beta"] = beta.to(inputs.q.dtype)
-    # What rounds outside may round inside, and the other way round: the explicit call has the errors of both.
+    # Some values round only outside, and some only inside, so the explicit call is judged by both bounds.
     none = dict.fromkeys((*names, "allow_neg_eigval"))
     given = Inputs(**{**inputs, **none, **{name: x.detach() for name, x in outside.items()}})
     got = bench.run(given, cotangents)
@@ -142,7 +150,7 @@ def _normalised(x: Tensor) -> Tensor:
 
 
 def _recall(bench: Bench, example: Example) -> Iterator[Pair]:
-    """Keys are one-hot, beta = 1, g = 0 and v small integers: each write replaces a row of the state, nothing rounds."""
+    """Keys are one-hot, beta = 1, g = 0 and v small integers: each write replaces a row of the state, and nothing rounds."""
     inputs, _ = bench.call(example.case)
     got = bench.run(inputs, None)
     for name, want in bench.truth(inputs, None).items():
@@ -150,7 +158,10 @@ def _recall(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _heads(bench: Bench, example: Example) -> Iterator[Pair]:
-    """With one key head only the value head's own inputs change; with several, its key head's whole group does."""
+    """Change one head's inputs and compare the others.
+
+    With one key head, only the value head's own inputs change. With several, those of its key head's whole group change.
+    """
     case, at = example.case, example.at
     assert at is not None
     inputs, cotangents = bench.call(case)
@@ -212,7 +223,7 @@ def _permuted(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _linear(bench: Bench, example: Example) -> Iterator[Pair]:
-    """A factor of -2 rounds nothing, so it passes through every product and sum; sums round, so `sum` has a bound."""
+    """A factor of -2 rounds nothing, so it passes through every product and sum. Sums round, so the variant `sum` has a bound."""
     inputs, cotangents = bench.call(example.case)
     if example.variant == "sum":
         odd = torch.arange(inputs.v.shape[1]).reshape(1, -1, 1, 1) % 2 == 1
@@ -243,11 +254,14 @@ def _linear(bench: Bench, example: Example) -> Iterator[Pair]:
                 yield f"{name} with cotangents times {factor}", *pair
 
 
-UNDERFLOW = 2.0**-100  # of which the subnormal step of float32 is 2^-49
+UNDERFLOW = 2.0**-100  # the subnormal step of float32, 2^-149, is 2^-49 of this
 
 
 def _normal(x: Tensor) -> Tensor:
-    """x, zeros for what is so small that subnormal numbers, which do round under a factor of two, went into it."""
+    """Return x with zeros in place of numbers below UNDERFLOW.
+
+    Subnormal numbers, which do round under a factor of two, may have gone into such small numbers.
+    """
     return torch.where(x.abs() < UNDERFLOW, 0.0, x)
 
 
@@ -276,7 +290,7 @@ def _linear_lacks(case: Case, variant: str | None) -> str | None:
 
 
 def _vanishes(case: Case) -> bool:
-    """Whether gradients come with a factor of exp(A_log) that is next to nothing."""
+    """Whether gradients have a factor of exp(A_log) that is nearly zero."""
     return case.gate_inside and case.gate == "forever"
 
 
@@ -288,7 +302,7 @@ def _recall_lacks(case: Case, _: str | None) -> str | None:
 
 
 def _near(domain: Domain) -> Domain:
-    """The domain with lengths as where kernels are interpreted: tokens one at a time are as slow on a GPU."""
+    """Return the domain with lengths for interpreted kernels, because single tokens are slow on a GPU too."""
     return dataclasses.replace(domain, reach=1)
 
 
@@ -323,7 +337,7 @@ def _linear_examples(domain: Domain) -> st.SearchStrategy[Example]:
     exact = tuple(dtype for dtype in domain.dtypes if dtype != "fp16")
     small: dict[str, Any] = {"longest": 130, "total": 130, "value_heads": 2}
     choices = [examples_of(_remember(domain, **small), None, ("sum",))]
-    if exact:  # fp16's subnormals, from 6e-5 down, do round under a factor of two
+    if exact:  # subnormals of fp16, below 6e-5, do round under a factor of two
         variants = ("values", "cotangents", "zero_cotangents") if domain.backward else ("values",)
         normal = cases(domain, dtype=exact, **calm, **small).filter(lambda case: not _vanishes(case))
         choices.append(examples_of(normal, None, variants))
@@ -534,12 +548,12 @@ LAWS: dict[str, Law] = {
 
 
 def _inside(domain: Domain) -> tuple[str, ...]:
-    """What of gate and beta it computes, where it can be given them too."""
+    """Return what the domain can compute of gate and beta, if these can also be given explicitly."""
     return tuple(name for name in domain.in_kernel if name != "none") if "none" in domain.in_kernel else ()
 
 
 def _root_widths(domain: Domain) -> tuple[int, ...]:
-    """The key widths of a domain whose default scale, one over their root, is a power of two."""
+    """Return the key widths of the domain for which the default scale, K ** -0.5, is a power of two."""
     least, most = domain.key_dims
     return tuple(width for width in (1, 4, 16, 64, 256) if least <= width <= most and width % domain.width_step == 0)
 

@@ -1,4 +1,4 @@
-"""How cases get smaller: of each kind, the steps of its shape, its options at their simplest, and which of its words are widths."""
+"""How cases shrink: for each kind, the steps of its shape, the simplest values of its options, and which words are widths."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -9,12 +9,12 @@ from properties.cases.path_case import CHOICES, ParallelCase
 from properties.cases.pool_case import PoolCase
 from properties.cases.rule_case import Case
 
-Changes = Iterator[tuple[str, dict[str, Any]]]  # of a step: its words, and the fields that it changes
+Changes = Iterator[tuple[str, dict[str, Any]]]  # for each step, its words and the fields that it changes
 
 
 @dataclasses.dataclass(frozen=True)
 class Smaller:
-    """How cases of one kind get smaller. `simplest` has for each option the values to try, the simplest first."""
+    """How cases of one kind shrink. `simplest` has the values to try for each option, the simplest first."""
 
     shapes: tuple[Callable[[Any], Changes], ...]
     simplest: Mapping[str, tuple[Any, ...]]
@@ -94,7 +94,7 @@ HEADS = ((1, 1), (1, 2), (2, 2), (2, 4))
 
 
 def _mesh(case: ParallelCase) -> Changes:
-    """Fewer ranks, of those that what is cut for more can be cut for."""
+    """Yield smaller meshes whose sizes divide those of the case, so that the case can still be cut."""
     for tp, cp in sorted(
         ((t, c) for t in range(1, case.tp + 1) for c in range(1, case.cp + 1)), key=lambda mesh: mesh[0] * mesh[1]
     ):
@@ -103,7 +103,7 @@ def _mesh(case: ParallelCase) -> Changes:
 
 
 def _pieces(case: ParallelCase) -> Changes:
-    """Whole pieces less: shorter lengths that the layout still cuts."""
+    """Yield shorter lengths that the layout can still cut, whole pieces at a time."""
     unit = 2 * case.cp * (case.tp if case.sp else 1)
     for row, length in enumerate(case.lengths):
         if length % unit == 0:
@@ -169,12 +169,12 @@ def _spare(case: PoolCase) -> Changes:
 
 
 def _blocks(length: int) -> Iterator[int]:
-    """Block sizes below a length: what fails at multiples of 64 only has no threshold."""
+    """Yield block sizes below a length: a defect that shows only at multiples of 64 has no threshold to bisect."""
     yield from (block for block in (16, 32, 64, 128) if block < length)
 
 
 def below(number: int, least: int) -> Iterator[int]:
-    """Numbers below `number`: the least ones, then steps that halve, so that a threshold is found in few runs."""
+    """Yield numbers below `number`: first the least ones, then steps that halve, so that few runs find a threshold."""
     if number <= least:
         return
     yield least

@@ -1,10 +1,10 @@
-"""Strategies: cases that find bugs, drawn inside a domain. Structure is drawn, values come from the case's seed.
+"""Strategies: cases that find bugs, drawn inside a domain. Hypothesis draws a seed, and everything else follows from it.
 
-Hypothesis draws the seed of each case and a plain generator makes the choices from it. Left to draw every choice, Hypothesis looks
-for small and repetitive examples, to shrink well: of 120 draws of the `memory` law 52 had no token at all. Cases shrink on
-their lines (verify/engine/shrink.py), so diversity is all that is asked of the drawing.
+Hypothesis draws one seed for each case, and a plain generator makes the choices from it. If Hypothesis draws every choice, it
+prefers small and repetitive examples that shrink well: of 120 draws for the law `memory`, 52 had no token. Cases shrink on their
+lines (verify/engine/shrink.py), so drawing only has to give diverse cases.
 
-Lengths stand on both sides of the block sizes of kernels; gates are drawn by memory.
+Lengths are drawn on both sides of the block sizes of kernels, and gates by their memory.
 """
 
 import dataclasses
@@ -17,22 +17,22 @@ from hypothesis import strategies as st
 from properties.cases.rule_case import BETAS, GATES, VALUES, Case
 from properties.domain import Domain
 
-# Those over 300 are within no law's reach where kernels are interpreted.
+# Lengths over 300 are drawn only with a reach: for interpreted kernels, every law has a smaller limit.
 BLOCKS = (64, 16, 32, 128, 192, 256, 320, 384, 512)
 EDGES = (1, 2, 15, 17, 31, 33, 63, 65, 66, 80, 127, 129, 130, 191, 193, 257, 319, 321, 383, 385, 449, 511)
 WIDTHS = (16, 8, 32, 24, 40, 64, 12, 128, 1, 7, 65, 256, 160, 192)
-WIDER = 512  # of values alone, where tokens are few
+WIDER = 512  # a width of values only, for cases with few tokens
 HEADS = ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 3), (1, 8), (2, 8), (2, 6))
-# With a reach: the longest sequence, heads beside those above, and the width under which few are drawn.
+# With a reach: the longest sequence, more heads, and the width below which few are drawn.
 FAR, FAR_HEADS, FAR_NARROW = 512, ((4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32)), 16
-CROWDED = 130  # tokens that have room for so many sequences
-ROWS = (1, 1, 2, 2, 3, 5)  # of a batch; 5 of those with a reach, which may be so many
+CROWDED = 130  # from this total of tokens on, a batch may have more sequences than a warp has threads
+ROWS = (1, 1, 2, 2, 3, 5)  # rows of a batch; 5 only with a reach, which allows so many sequences
 REMEMBERING = ("forever", "1000", "64", "10")
 
 
 @dataclasses.dataclass(frozen=True)
 class Example:
-    """A Case or ParallelCase, and what a law does with it: a place (`at`) or one of its variants, where the law has them."""
+    """A case of any kind, with the place (`at`) and the variant of a law that has them."""
 
     case: Any
     at: int | None = None
@@ -42,9 +42,10 @@ class Example:
 def lengths(
     chance: random.Random, sequences: tuple[int, int], longest: int, total: int, *, empty: bool, many: bool
 ) -> tuple[int, ...]:
-    """Lengths of sequences: edges of blocks, anything up to `longest`, `total` tokens at most.
+    """Draw lengths of sequences, around block sizes or anything up to `longest`, with at most `total` tokens.
 
-    `empty`: one in ten has no tokens; `many`: one batch in six is a dozen short sequences, or more of them than a warp has threads.
+    With `empty`, one in ten has no tokens. With `many`, one batch in six is 5 to 12 short sequences, or more than a warp has
+    threads.
     """
     if many and chance.random() < 1 / 6:
         short, count = (3, chance.randint(33, 70)) if total >= CROWDED and chance.random() < 1 / 2 else (5, chance.randint(5, 12))
@@ -71,11 +72,11 @@ def cases(
     value_heads: int = 4,
     **fixed: Any,
 ) -> Case:
-    """Any case of the domain; `fixed` names fields that are given, as a value or as a tuple of values to choose from.
+    """Draw any case of the domain; `fixed` gives fields as a value, or as a tuple of values to choose from.
 
-    `longest`, `total` and `value_heads` are for kernels that are interpreted. With a domain's reach there are as many times more
-    tokens, in sequences of up to 512 and four times as many of them where they may be many, up to 32 value heads, and widths up
-    to 256 whatever the length, few of them narrower than a matrix unit's 16.
+    `longest`, `total` and `value_heads` are for interpreted kernels. A domain's reach multiplies the number of tokens. With it
+    sequences have up to 512 tokens, there may be four times as many of them if `sequences` allows four or more, up to 32 value
+    heads, and widths up to 256 for every length, few of them narrower than a matrix unit's 16.
     """
     chance = draw(st.randoms(use_true_random=True))
     far = domain.reach > 1
@@ -86,7 +87,7 @@ def cases(
 
     groups = (*HEADS, *FAR_HEADS) if far else tuple(pair for pair in HEADS if pair[1] <= value_heads)
     heads, value_heads = field("groups", tuple(pair for pair in groups if domain.grouped_heads or pair[0] == pair[1]))
-    total = domain.reach * total * 4 // max(4, value_heads)  # many heads are many instances of a kernel: fewer tokens
+    total = domain.reach * total * 4 // max(4, value_heads)  # many heads mean many kernel programs, so fewer tokens
     longest = min(domain.reach * longest, max(longest, FAR), total)
     sequences = (sequences[0], 4 * sequences[1]) if far and sequences[1] >= 4 else sequences
     packed = field("packed", tuple(choice for choice, can in ((False, domain.batched), (True, domain.packed)) if can))
@@ -94,9 +95,9 @@ def cases(
         sizes = lengths(chance, sequences, longest, total, empty=domain.empty, many=sequences[1] >= 4)
     else:
         rows = chance.choice([count for count in ROWS if sequences[0] <= count <= sequences[1]] or [sequences[0]])
-        none = domain.empty and chance.random() < 1 / 5  # with one in ten below: a batch of nothing is one in fifty
+        none = domain.empty and chance.random() < 1 / 5  # times one in ten in `lengths`: one batch in fifty has no tokens
         sizes = lengths(chance, (1, 1), max(1, min(longest, total // rows)), total // rows, empty=none, many=False) * rows
-    size = sum(sizes) * value_heads  # interpreted kernels take time in proportion to this and to the widths
+    size = sum(sizes) * value_heads  # the time of interpreted kernels grows with this and with the widths
     wide = 256 if far or size <= 100 else 128 if size <= 200 else 64
     broad = not far and max(sizes, default=0) > 64 and size <= 600 and chance.random() < 1 / 6  # wide keys of several chunks
     keys = widths(domain.key_dims, domain.width_step, 256 if broad else wide)
@@ -108,7 +109,7 @@ def cases(
     key_dim = field("key_dim", tuple(width for width in keys if width > 128) or keys if broad else keys)
     value_dim = field("value_dim", values)
     same = domain.value_dims[0] <= key_dim <= domain.value_dims[1] and "value_dim" not in fixed
-    if domain.equal_widths or (same and chance.random() < 1 / 3):  # a transposed state shows where it still fits
+    if domain.equal_widths or (same and chance.random() < 1 / 3):  # with equal widths a transposed state raises no shape error
         value_dim = key_dim
     inside = field("in_kernel", domain.in_kernel) if len(domain.in_kernel) > 1 else domain.in_kernel[0]
     return Case(
@@ -136,12 +137,12 @@ def cases(
 
 
 def widths(span: tuple[int, int], step: int, wide: int) -> tuple[int, ...]:
-    """The widths that a domain allows, none over `wide` if there is a narrower one."""
+    """Return the widths that a domain allows, at most `wide` unless all are larger."""
     allowed = [width for width in WIDTHS if span[0] <= width <= span[1] and width % step == 0] or [-(-span[0] // step) * step]
     return tuple(width for width in allowed if width <= wide) or (min(allowed),)
 
 
 def _seldom_narrow(chance: random.Random, allowed: tuple[int, ...]) -> tuple[int, ...]:
-    """The widths, those under 16 among them one time in six."""
+    """Return the widths, including those below 16 only one time in six."""
     broad = tuple(width for width in allowed if width >= FAR_NARROW)
     return broad if broad and chance.random() < 5 / 6 else allowed

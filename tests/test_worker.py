@@ -168,8 +168,8 @@ def written(path: pathlib.Path, within_s: float = 20.0) -> str:
     ("mutant", "how", "detail"),
     [
         ("Exits", "crashed", "exited with code 7"),
-        ("Segfaults", "crashed", "killed by SIGSEGV, in run (rules.py:"),
-        ("Hangs", "hung", "no answer within 1 s, in run (rules.py:"),
+        ("Segfaults", "crashed", "killed by SIGSEGV, in run (wrong_rules.py:"),
+        ("Hangs", "hung", "no answer within 1 s, in run (wrong_rules.py:"),
     ],
 )
 @pytest.mark.slow_after_first

@@ -1,4 +1,4 @@
-"""Who is checked, where and how. docs/map.md says what is in which package, and the order in which they may import each other."""
+"""The public classes of gdn-verify: adapters and domains. docs/map.md lists the packages and which may import which."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -18,16 +18,16 @@ __all__ = ["Adapter", "Domain", "LayerDomain", "ModuleDomain", "PathAdapter", "P
 _PLACES = {
     "Adapter": "verify.adapters.base",
     "Domain": "properties.domain",
-    "LayerDomain": "properties.layer_laws",
-    "ModuleDomain": "properties.module_laws",
+    "LayerDomain": "properties.layer_domain",
+    "ModuleDomain": "properties.module_domain",
     "PathAdapter": "verify.adapters.base",
-    "PathDomain": "properties.path_laws",
-    "PoolDomain": "properties.pool_laws",
+    "PathDomain": "properties.path_domain",
+    "PoolDomain": "properties.pool_domain",
 }
 
 
 def __getattr__(name: str) -> Any:
-    """The adapters' classes on first use: the pytest plugin lives here too, and must not import torch into foreign suites."""
+    """Import a public class on first use. Every pytest run loads the plugin in this package, and must not import torch for it."""
     if name in _PLACES:
         return getattr(importlib.import_module(_PLACES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""Cases of the GDN layer on one rank: one printable line that rebuilds a call, with its parameters, states and cotangents.
+"""Cases of the GDN layer on one rank: one printable line for a call with its parameters, states and cotangents.
 
-Parameters and hidden states are those of a case of properties/cases/path_case.py with one rank; all else comes from the same
+Parameters and hidden states are those of a case of properties/cases/path_case.py with one rank. Everything else comes from the same
 counter.
 """
 
@@ -33,22 +33,24 @@ _FIELDS: dict[str, Sequence[str]] = {
     "offsets": ("int64", "int32"),
 }
 _STREAMS = {name: 56 + index for index, name in enumerate(("state", "conv_state", "dfinal_state", "dconv_state", "zeros", "pads"))}
-SMALL = 2.0**-8  # of hidden states: q and k are then about as small as the root of their norm's eps
+SMALL = 2.0**-8  # factor of hidden states that makes q and k about as small as the root of their norm's eps
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerCase(Line):
-    """One call of the layer; fields at their defaults, the simplest values, are left out of the line.
+    """One call of the layer. Fields at their defaults, the simplest values, are left out of the line.
 
-    `lengths` are tokens per sequence; packed (THD, `cu_seqlens`) or, when all are equal, a batch. `gate` is the heads' memory, by
-    A_log and dt_bias; `values` the regime of the hidden states. `cached`: the recurrent and the convolution's state come out, and
-    go in where `state` says so; without, the call is one of training.
+    `lengths` are tokens per sequence: packed (THD, `cu_seqlens`), or a batch if all are equal. `gate` is the memory of the heads,
+    set by A_log and dt_bias. `values` is the regime of the hidden states. With `cached`, the recurrent state and the convolution's
+    state come out, and `state` says what goes in. Without it, the call is one of training.
+
+    ValueError for a field outside its choices or range, or for fields that exclude each other.
     """
 
     LONG: ClassVar[dict[str, str]] = {"operation": "op"}
     REGIMES: ClassVar[tuple[str, ...]] = ("dtype", "gate", "values", "cached", "state", "packed")
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
-    # The words that a compiled kernel depends on: of state only whether it is none (properties/palette.py).
+    # The words on which a compiled kernel depends; of state only whether it is none (properties/palette.py).
     KEYS: ClassVar[tuple[str, ...]] = (
         *("packed", "heads", "value_heads", "key_dim", "value_dim", "conv_width", "conv_bias", "dtype", "cached", "state"),
         *("allow_neg_eigval", "offsets"),
@@ -81,12 +83,12 @@ class LayerCase(Line):
             raise ValueError(f"lengths must name at least one sequence, none negative, got {text_of(self.lengths)}")
         if not self.packed and len(set(self.lengths)) > 1:
             raise ValueError(f"lengths must all be equal unless packed=yes, got {text_of(self.lengths)}")
-        self.whole()  # ValueError for what no layer can be
+        self.whole()  # raises ValueError for fields that are illegal for a layer
         if self.state != "none" and not self.cached:
             raise ValueError(f"state={self.state} needs cached=yes: states that go in come out")
 
     def __str__(self) -> str:
-        return f"op={self.operation} {super().__str__()}"  # always said: the line finds its book by it
+        return f"op={self.operation} {super().__str__()}"  # always printed, because it selects the book of the line
 
     @property
     def spec(self) -> Operation:
@@ -94,7 +96,7 @@ class LayerCase(Line):
         return GDN_LAYER
 
     def spec_of(self, inputs: Inputs) -> Operation:  # noqa: ARG002 - one signature for all cases
-        """The contract of a call like the case's."""
+        """Return the contract of a call like the case's."""
         return GDN_LAYER
 
     @property
@@ -104,12 +106,12 @@ class LayerCase(Line):
 
     @property
     def tokens(self) -> int:
-        """Tokens in all sequences together."""
+        """The number of tokens in all sequences together."""
         return sum(self.lengths)
 
     @property
     def bytes(self) -> int:
-        """Bytes of inputs, outputs and gradients in float32, a plain measure of the case's size."""
+        """The bytes of inputs, outputs and gradients in float32, a simple measure of the case's size."""
         layer = self.layer
         wide = sum(layer.sections.values())
         parameters = self.hidden * (wide + layer.sections["v"]) + layer.offsets()["z"] * self.conv_width
@@ -117,26 +119,26 @@ class LayerCase(Line):
         return 8 * (self.tokens * (2 * self.hidden + 2 * wide) + parameters + 2 * states)
 
     def starts(self) -> list[int]:
-        """The first token of each sequence, and the end of the last."""
+        """Return the first token of each sequence, and the end of the last sequence."""
         return [0, *itertools.accumulate(self.lengths)]
 
     @property
     def batch(self) -> tuple[int, int]:
-        """The two axes of tokens: [1, T] packed, else [B, T]."""
+        """The two axes of tokens: [1, T] if packed, otherwise [B, T]."""
         return (1, self.tokens) if self.packed else (len(self.lengths), self.lengths[0])
 
     def whole(self) -> ParallelCase:
-        """The case of one rank that has the same parameters; its only sequence has all tokens, and one more if they are odd."""
+        """Return the case of one rank with the same parameters; its only sequence has all tokens, and one more if they are odd."""
         names = [field.name for field in dataclasses.fields(ParallelCase) if field.name in _SHARED]
         fields: dict[str, Any] = {name: getattr(self, name) for name in names}
         values = "scaled" if self.values == "scaled" else "ordinary"
         return ParallelCase(**{**fields, "lengths": (self.tokens + self.tokens % 2,), "packed": False, "values": values})
 
     def inputs(self, device: str | None = None) -> Inputs:
-        """The inputs, contiguous: hidden [B, T, D], every parameter by the contract's name, states or None, and options.
+        """Return the contiguous inputs: hidden [B, T, D], every parameter by its name in the contract, states or None, and options.
 
-        `pads` is None, or how many tokens at the start of each row of a batch are padding: an option that the contract lacks, since
-        what it says is the call without those.
+        `pads` is None, or the number of tokens at the start of each row of a batch that are padding. The contract does not have
+        this option, because its meaning is the call without these tokens.
         """
         inputs, layer, count = self.whole().inputs(device), self.layer, len(self.lengths)
         hidden = self._tokens(inputs.hidden)
@@ -154,10 +156,10 @@ class LayerCase(Line):
         return Inputs(**{**inputs, **own, "output_final_state": self.cached, "pads": None})
 
     def cotangents(self, device: str | None = None) -> dict[str, Tensor]:
-        """A random cotangent for every output, in its shape and dtype: of states only where they come out.
+        """Return a random cotangent for every output, in its shape and dtype; for states only if they are returned.
 
-        That of the convolution's state is zero in column 0, which no call reads (oracles/conv.py); cases of the convolution alone
-        (properties/cases/module_case.py) have one there.
+        The cotangent of the convolution's state is zero in column 0, which no call reads (oracles/conv.py). Cases of the
+        convolution alone (properties/cases/module_case.py) have other numbers there.
         """
         layer, count = self.layer, len(self.lengths)
         result = {"y": self._tokens(self.whole().cotangents(device)["y"])}
@@ -169,24 +171,24 @@ class LayerCase(Line):
         return result
 
     def pads(self) -> tuple[int, ...]:
-        """How many tokens of each row of a batch the law of left padding makes padding: none of one row, never all."""
+        """Return how many tokens of each row the law `left_padding` turns into padding: none in one row, never all of a row."""
         numbers = self._integers("pads", (len(self.lengths),), 63, "cpu").tolist()
         pads = [number % max(length, 1) for number, length in zip(numbers, self.lengths, strict=True)]
         pads[numbers[0] % len(pads)] = 0 if len(pads) > 1 else pads[0]
         return tuple(pads)
 
     def _tokens(self, x: Tensor) -> Tensor:
-        """The tokens [B, T, D] of those of the whole case [1, T, D]."""
+        """Return the tokens [B, T, D] out of those of the whole case [1, T, D]."""
         return x[:, : self.tokens].reshape(*self.batch, x.shape[-1]).contiguous()
 
     def _uniform(self, name: str, shape: tuple[int, ...], device: str | None, dtype: str | None = None) -> Tensor:
-        """Uniform in [-1, 1), on a grid of as many bits as the dtype holds."""
+        """Return numbers uniform in [-1, 1), on a grid of as many bits as the dtype holds."""
         dtype = dtype or self.dtype
         whole = self._integers(name, shape, BITS[dtype], device)
         return (whole.to(torch.float64) * 2.0 ** (1 - BITS[dtype])).to(DTYPES[dtype])
 
     def _integers(self, name: str, shape: tuple[int, ...], bits: int, device: str | None) -> Tensor:
-        """Integers uniform in [-2^(bits-1), 2^(bits-1))."""
+        """Return integers uniform in [-2^(bits-1), 2^(bits-1))."""
         counter = torch.arange(math.prod(shape), dtype=torch.int64, device=device)
         return integers((counter, mix_number(self.seed * 64 + _STREAMS[name]), bits))[0].view(shape)
 

@@ -1,4 +1,4 @@
-"""Lines: a frozen dataclass of plain data as `name=value` words, and back. Fields at their defaults are left out."""
+"""Lines: a frozen dataclass of plain data, written as `name=value` words and parsed again. Default values are left out."""
 
 import dataclasses
 import difflib
@@ -10,9 +10,10 @@ _TYPES: dict[type, dict[str, Any]] = {}
 
 
 class Line:
-    """What a case is written as: `LONG` maps a field to the word it has in a line, where that is another one.
+    """A case that can be written as a line.
 
-    `REGIMES` are the words of which it is counted what values were drawn, `CHOICES` what those can be that have few.
+    `LONG` maps the name of a field to its word in a line where the two differ. `REGIMES` are the words whose drawn values a report
+    counts, and `CHOICES` the possible values of words that have few.
     """
 
     LONG: ClassVar[dict[str, str]] = {}
@@ -29,15 +30,15 @@ class Line:
         )
 
     def words(self) -> dict[str, str]:
-        """Every word of the line with its value, defaults included."""
+        """Return every word of the line with its value, defaults included."""
         names = [field.name for field in dataclasses.fields(self)]  # type: ignore[arg-type]
         return {self.LONG.get(name, name): text_of(getattr(self, name)) for name in names}
 
     @classmethod
     def parse(cls, line: str) -> Self:
-        """The case of a line of `name=value` words. ValueError names the word, the rule and the choices."""
+        """Return the case of a line of `name=value` words. ValueError names the word, the rule and the choices."""
         if cls not in _TYPES:
-            _TYPES[cls] = typing.get_type_hints(cls)  # it takes longer than all the rest
+            _TYPES[cls] = typing.get_type_hints(cls)  # cached, because it takes longer than the rest of parsing
         types_of = _TYPES[cls]
         fields: dict[str, Any] = {
             name: _value(name, types_of[name], text) for name, text in cls.fields_of(split_line(line)).items()
@@ -46,7 +47,7 @@ class Line:
 
     @classmethod
     def fields_of(cls, words: dict[str, str]) -> dict[str, str]:
-        """The words by field name. ValueError names an unknown word and the likely one."""
+        """Return the words by field name. ValueError names an unknown word and the most similar known one."""
         known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         short = {word: name for name, word in cls.LONG.items()}
         fields = {}
@@ -68,7 +69,7 @@ class Line:
 
 
 def split_line(line: str) -> dict[str, str]:
-    """The `name=value` words of a line. ValueError names a word that is none, or a name that comes twice."""
+    """Return the `name=value` words of a line. ValueError for a word of another form, or a name that comes twice."""
     words: dict[str, str] = {}
     for word in line.split():
         name, equals, value = word.partition("=")
@@ -81,14 +82,14 @@ def split_line(line: str) -> dict[str, str]:
 
 
 def text_of(value: object) -> str:
-    """A field's value as text: yes or no, numbers joined by +, or as it is."""
+    """Return a field's value as text: yes or no for a flag, numbers joined by +, otherwise str(value)."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def check_choices(given: object, choices: dict[str, typing.Sequence[str]]) -> None:
-    """Refuse a field that is none of its choices."""
+    """Raise ValueError for a field whose value is not one of its choices."""
     for name, each in choices.items():
         if getattr(given, name) not in each:
             raise ValueError(f"{name} must be one of {', '.join(each)}, got {str(getattr(given, name))[:80]!r}")

@@ -1,6 +1,6 @@
-"""Cases of a layer's modules (convolution, gates, norms): one printable line that rebuilds a call, bit for bit, everywhere.
+"""Cases of a layer's modules (convolution, gates, norms): one printable line from which a call is made again, bit for bit.
 
-As in properties/cases/rule_case.py every number comes from a counter: splitmix64 of (seed, tensor, position), scaled by powers of
+As in properties/cases/rule_case.py, every number comes from a counter: splitmix64 of (seed, tensor, position), scaled by powers of
 two and rounded to the tensor's dtype.
 """
 
@@ -28,8 +28,8 @@ STATES = ("none", "zero", "random")
 ACTIVATIONS = ("none", "silu")
 EPS = {"1e-6": 1e-6, "1e-5": 1e-5, "default": None}
 SMALL = 2.0**-13  # about 1e-4: there a norm's eps of 1e-6 is no longer negligible
-# Of tokens' values: sigmoid(-128) is 0 in float32, softplus(128) is 128 and exp(128) overflows. The squares of an x under 64 are
-# numbers of fp16, their sum over many channels is not.
+# Factors of tokens' values. sigmoid(-128) is 0 in float32, softplus(128) is 128 and exp(128) overflows. The square of an x under
+# 64 fits into fp16, but the sum of squares over many channels does not.
 LARGE = {"x": 64.0, "z": 128.0, "a": 128.0, "b": 128.0}
 MAX_TOKENS, MAX_SEQUENCES, MAX_WIDTH, MAX_HEADS, MAX_CONV_WIDTH = 2**20, 2**16, 8192, 1024, 64
 
@@ -42,7 +42,7 @@ _CHOICES: dict[str, Sequence[str]] = {
     "eps": tuple(EPS),
     "offsets": ("int64", "int32"),
 }
-# The words that only some operations have.
+# Words that only some operations have, with these operations.
 _OF = {
     "packed": ("causal_conv1d",),
     "heads": ("gdn_gate", "kda_gate", "l2norm", "gated_rms_norm"),
@@ -60,7 +60,7 @@ _OF = {
     "allow_neg_eigval": ("gdn_gate", "kda_gate"),
     "offsets": ("causal_conv1d",),
 }
-# Numbers of Case's and ParallelCase's tensors come from streams of their own.
+# Other streams than those of Case and ParallelCase.
 _STREAMS = {
     name: 48 + index
     for index, name in enumerate(
@@ -70,7 +70,7 @@ _STREAMS = {
 
 
 def words_of(operation: str) -> tuple[str, ...]:
-    """The words of a line that not all operations have, but this one."""
+    """Return the words of a line that this operation has but not all operations have."""
     return tuple(name for name, operations in _OF.items() if operation in operations)
 
 
@@ -92,17 +92,19 @@ _DECAYS = {operation.name: _without_beta(operation) for operation in (GDN_GATE, 
 
 @dataclasses.dataclass(frozen=True)
 class ModuleCase(Line):
-    """One call of a module. Fields at their defaults, the simplest values, are left out of the line; `op` never is.
+    """One call of a module. Fields at their defaults, which are the simplest values, are left out of the line; `op` never is.
 
-    `lengths` are tokens per sequence, packed (of the convolution) or a batch. `heads` are H or HV, `width` is D, K or V. `values`
-    is the regime of what tokens carry; in `whole` all are small whole numbers, of which sums are exact. `beta=no` is the gate
-    without the strength of writing. `oldest=no`: no cotangent of the final state's column 0, which no output reads.
+    `lengths` are tokens per sequence: packed (convolution only) or a batch. `heads` is H or HV, `width` is D, K or V. `values` is
+    the regime of the tokens' values; in `whole`, all are small whole numbers, whose sums are exact. `beta=no` means that the gate
+    is computed without beta. `oldest=no` means that column 0 of the final state, which no output reads, has a cotangent of zeros.
+
+    ValueError for a field outside its choices or range, or for fields that exclude each other.
     """
 
     LONG: ClassVar[dict[str, str]] = {"operation": "op"}
     REGIMES: ClassVar[tuple[str, ...]] = ("dtype", "values", "state", "activation", "eps")
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _CHOICES
-    # The words that a compiled kernel depends on: of state only whether it is none (properties/palette.py).
+    # The words on which a compiled kernel depends; of state only whether it is none (properties/palette.py).
     KEYS: ClassVar[tuple[str, ...]] = (
         *("packed", "heads", "width", "conv_width", "dtype", "bias", "weight", "activation", "state", "final_state"),
         *("dt_bias", "beta", "allow_neg_eigval", "offsets"),
@@ -159,7 +161,7 @@ class ModuleCase(Line):
 
     @classmethod
     def fields_of(cls, words: dict[str, str]) -> dict[str, str]:
-        """The words by field name. ValueError for one that is unknown, or if the operation is not said."""
+        """Return the words by field name. ValueError for an unknown word, or if the operation is missing."""
         fields = super().fields_of(words)
         if "operation" not in fields:
             raise ValueError(f"a case line of a module must say op, one of {', '.join(MODULES)}, got {words}")
@@ -171,31 +173,31 @@ class ModuleCase(Line):
         return MODULES[self.operation] if self.beta else _DECAYS[self.operation]
 
     def spec_of(self, inputs: Inputs) -> Operation:  # noqa: ARG002
-        """The contract of a call like the case's."""
+        """Return the contract of a call like the case's."""
         return self.spec
 
     @property
     def tokens(self) -> int:
-        """Tokens in all sequences together."""
+        """The number of tokens in all sequences together."""
         return sum(self.lengths)
 
     @property
     def batch(self) -> tuple[int, int]:
-        """The two axes of tokens: [1, T] packed, else [B, T]."""
+        """The two axes of tokens: [1, T] if packed, otherwise [B, T]."""
         return (1, self.tokens) if self.packed else (len(self.lengths), self.lengths[0])
 
     @property
     def bytes(self) -> int:
-        """Bytes of the inputs, outputs and gradients in float32, a plain measure of the case's size."""
+        """The bytes of inputs, outputs and gradients in float32, a simple measure of the case's size."""
         states = len(self.lengths) * self.width * self.conv_width if self.operation == "causal_conv1d" else 0
         return 16 * (2 * self.tokens * self.heads * self.width + states)
 
     def starts(self) -> list[int]:
-        """The first token of each sequence, and the end of the last."""
+        """Return the first token of each sequence, and the end of the last sequence."""
         return [0, *itertools.accumulate(self.lengths)]
 
     def inputs(self, device: str | None = None) -> Inputs:
-        """The inputs, contiguous, as the operation's contract has them; cu_seqlens is None unless packed."""
+        """Return the contiguous inputs of the operation's contract; cu_seqlens is None unless the case is packed."""
         build = _Builder(self, device)
         work, single = DTYPES[self.dtype], DTYPES["fp32"]
         if self.operation == "causal_conv1d":
@@ -234,7 +236,7 @@ class ModuleCase(Line):
         return Inputs(x=x, eps=EPS[self.eps], cu_seqlens=None, **gated)
 
     def cotangents(self, device: str | None = None) -> dict[str, Tensor]:
-        """A random cotangent for every output, a final state that is asked for included, in the output's shape and dtype."""
+        """Return a random cotangent for every output (the final state only if it is returned), in the output's shape and dtype."""
         build, work = _Builder(self, device), DTYPES[self.dtype]
         if self.operation == "causal_conv1d":
             result = {"y": build.cotangent("dy", (self.tokens, self.width)).to(work).unflatten(0, self.batch)}
@@ -253,7 +255,7 @@ class ModuleCase(Line):
 
 
 class _Builder:
-    """The tensors of a case in float64, exact, tokens flattened along axis 0."""
+    """Makes the tensors of a case in float64, exactly, with tokens flattened along axis 0."""
 
     def __init__(self, case: ModuleCase, device: str | None) -> None:
         self.case, self.device = case, device
@@ -265,7 +267,7 @@ class _Builder:
         self.token = token
 
     def rows(self, name: str, axes: tuple[int, ...]) -> Tensor:
-        """What tokens carry, [tokens, *axes]: uniform in [-1, 1), or [-2, 2) for gates, times what the regime says."""
+        """Return the values of tokens [tokens, *axes]: uniform in [-1, 1), or [-2, 2) for gates, changed as the regime says."""
         case, shape = self.case, (self.case.tokens, *axes)
         if case.values == "whole":
             return self.integers(name, shape, 3, rows=self.token).to(torch.float64)
@@ -276,7 +278,7 @@ class _Builder:
         return SMALL * x if case.values == "small" else self.regime(x, name)
 
     def states(self) -> Tensor:
-        """Initial states [N, D, W]."""
+        """Return initial states [N, D, W]."""
         case, shape = self.case, (len(self.case.lengths), self.case.width, self.case.conv_width)
         if case.values == "whole":
             return self.integers("state", shape, 3).to(torch.float64)
@@ -284,23 +286,29 @@ class _Builder:
         return LARGE["x"] * x if case.values == "large" else SMALL * x if case.values == "small" else self.regime(x, "state")
 
     def parameter(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Uniform in [-1, 1); dt_bias, which is float32 whatever the inputs are, and in [-16, 16) where values are large."""
+        """Return a parameter, uniform in [-1, 1).
+
+        dt_bias has the bits of float32 whatever the inputs are, and is in [-16, 16) if values are large.
+        """
         if self.case.values == "whole":
             return self.integers(name, shape, 3).to(torch.float64)
         x = self.uniform(name, shape, bits=BITS["fp32"] if name == "dt_bias" else None)
         return 16 * x if name == "dt_bias" and self.case.values == "large" else x
 
     def speeds(self) -> Tensor:
-        """A_log [HV]: in [-5, 3), and in [-8, 8) where values are large."""
+        """Return A_log [HV], in [-5, 3), or in [-8, 8) if values are large."""
         x = self.uniform("A_log", (self.case.heads,), bits=LOG_BITS)
         return 8 * x if self.case.values == "large" else 4 * x - 1
 
     def cotangent(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Uniform in [-1, 1), or small whole numbers."""
+        """Return a cotangent, uniform in [-1, 1) or of small whole numbers."""
         return self.integers(name, shape, 3).to(torch.float64) if self.case.values == "whole" else self.uniform(name, shape)
 
     def regime(self, x: Tensor, name: str) -> Tensor:
-        """Rows, those of a token (and head) or of a state's channel, set to zero or scaled by powers of two over 2^-6..2^5."""
+        """Set rows to zero, or scale them by powers of two in 2^-6..2^5, as the regime says.
+
+        A row belongs to a token (and head), or to a channel of a state.
+        """
         of_row = x.shape[:1] if x.ndim < 3 else x.shape[:2]
         rows = None if name == "state" else self.token
         if self.case.values == "zero_rows":
@@ -313,12 +321,12 @@ class _Builder:
         return x
 
     def uniform(self, name: str, shape: tuple[int, ...], bits: int | None = None, rows: Tensor | None = None) -> Tensor:
-        """Uniform in [-1, 1), on a grid of `bits` bits (default: as many as the dtype holds)."""
+        """Return numbers uniform in [-1, 1), on a grid of `bits` bits (default: as many as the dtype holds)."""
         bits = self.bits if bits is None else bits
         return self.integers(name, shape, bits, rows=rows).to(torch.float64) * 2.0 ** (1 - bits)
 
     def integers(self, name: str, shape: tuple[int, ...], bits: int, rows: Tensor | None = None, salt: int = 0) -> Tensor:
-        """Integers uniform in [-2^(bits-1), 2^(bits-1)), one a position; `rows` renumbers axis 0."""
+        """Return integers uniform in [-2^(bits-1), 2^(bits-1)), one for each position; `rows` renumbers axis 0."""
         width = math.prod(shape[1:])
         first = torch.arange(shape[0], dtype=torch.int64, device=self.device) if rows is None else rows
         counter = first.unsqueeze(-1) * width + torch.arange(width, dtype=torch.int64, device=self.device)

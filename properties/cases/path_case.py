@@ -1,6 +1,6 @@
-"""Cases of parallel paths: one printable line that rebuilds a layer's or a kernel's call and how its ranks share it.
+"""Cases of parallel paths: one printable line for a layer's or a kernel's call and the way its ranks share it.
 
-As in properties/cases/rule_case.py every number comes from a counter, so the same line has the same bits everywhere.
+As in properties/cases/rule_case.py, every number comes from a counter, so the same line gives the same bits everywhere.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ LAYOUTS = ("zigzag", "zigzag_batch", "contiguous")
 PADDINGS = ("none", "least", "more")
 GATES = ("long", "ordinary", "mixed")
 VALUES = ("ordinary", "scaled")
-# The published changes of Megatron-LM's layer, each a choice with the same result; the first is as it was before.
+# Published changes of Megatron-LM's layer, each as a choice that must not change the result; the first value is the older form.
 CHOICES: dict[str, tuple[str, ...]] = {
     "conv": ("torch", "fla"),
     "qk_norm": ("separate", "combined", "in_kernel"),
@@ -48,18 +48,21 @@ _FIELDS: dict[str, Sequence[str]] = {
     "offsets": ("int64", "int32"),
     **CHOICES,
 }
-# Of A_log and dt_bias, uniform in [centre - 1, centre + 1): at the median a head remembers 450 and 1.6 tokens.
+# A_log and dt_bias are uniform in [centre - 1, centre + 1). The median memory of a head is 450 tokens (long) or 1.6 (ordinary).
 _CENTRES = {"long": (-4.0, -2.0), "ordinary": (0.0, 0.0)}
 _STREAMS = ("hidden", "in_proj", "conv", "conv_bias", "A_log", "dt_bias", "norm", "out_proj", "dy", "scale", "x", "weight", "bias")
 
 
 @dataclasses.dataclass(frozen=True)
 class ParallelCase(Line):
-    """One example of a path that tp x cp ranks share; fields at their defaults, the simplest values, are left out of the line.
+    """One example of a path that tp x cp ranks share. Fields at their defaults, the simplest values, are left out of the line.
 
-    `lengths` are tokens per sequence. Packed (THD) they follow each other along the tokens, padded one by one as `padding` says:
-    pad tokens, at a sequence's end, are computed like any other. Otherwise (SBHD) they are a batch, each sample cut alike. `layout`
-    says which tokens a CP rank has; with `sp` those are cut over tp too. The choices are the implementation's.
+    `lengths` are tokens per sequence. If packed (THD), sequences follow each other along the tokens, and each is padded as
+    `padding` says. Pad tokens are at the end of their sequence and are computed like any other. Otherwise (SBHD) the sequences are
+    a batch, and each is cut in the same way. `layout` says which tokens a CP rank has; with `sp` these are also cut over tp. The
+    fields named in CHOICES select a form of the implementation.
+
+    ValueError for a field outside its choices or range, or for lengths that the ranks cannot share.
     """
 
     LONG: ClassVar[dict[str, str]] = {"operation": "op"}
@@ -120,13 +123,13 @@ class ParallelCase(Line):
             raise ValueError(f"heads must be a multiple of tp * cp = {self.tp * self.cp}, got {self.heads}")
         if sum(self.padded) > MAX_TOKENS:
             raise ValueError(f"lengths must add up to at most {MAX_TOKENS} tokens, got {sum(self.padded)}")
-        held = len(self.tokens_of_ranks()[0])  # ValueError for lengths that the layout does not cut
+        held = len(self.tokens_of_ranks()[0])  # raises ValueError for lengths that the layout cannot cut
         if self.sp and held % self.tp:
             raise ValueError(f"sp=yes needs a multiple of tp = {self.tp} tokens on every CP rank, got {held}")
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks that share it."""
+        """The mesh of ranks that share the case."""
         return Mesh(self.tp, self.cp)
 
     @property
@@ -141,7 +144,7 @@ class ParallelCase(Line):
 
     @functools.cached_property
     def padded(self) -> tuple[int, ...]:
-        """Tokens per sequence with their padding: multiples of 2 cp, and for `more` 2 cp beyond."""
+        """Tokens per sequence with padding: the least multiple of 2 cp, or with `more` 2 cp tokens beyond that."""
         if self.padding == "none":
             return self.lengths
         least = parallel.padded_lengths(self.lengths, 2 * self.cp)
@@ -149,32 +152,35 @@ class ParallelCase(Line):
 
     @property
     def tokens(self) -> int:
-        """Tokens in all sequences together, padding included."""
+        """The number of tokens in all sequences together, padding included."""
         return sum(self.padded)
 
     @property
     def batch(self) -> tuple[int, int]:
-        """The two axes of tokens: [1, T] packed, else [B, T]."""
+        """The two axes of tokens: [1, T] if packed, otherwise [B, T]."""
         return (1, self.tokens) if self.packed else (len(self.lengths), self.lengths[0])
 
     def starts(self) -> list[int]:
-        """The first token of each sequence, and the end of the last, padding included."""
+        """Return the first token of each sequence, and the end of the last sequence, padding included."""
         return [0, *itertools.accumulate(self.padded)]
 
     def tokens_of_ranks(self) -> Layout:
-        """Which tokens along axis 1 of `batch` each CP rank has, in its order. ValueError for lengths that cannot be cut so."""
+        """Return the tokens along axis 1 of `batch` that each CP rank has, in its order.
+
+        ValueError for lengths that the layout cannot cut.
+        """
         lengths = list(self.padded) if self.packed else [self.lengths[0]]
         return _layout(self.layout, tuple(lengths), self.cp)
 
     def cu_seqlens(self, device: str | None = None, *, padded: bool = True) -> Tensor | None:
-        """The offsets [N + 1], of padded or of real sequences; None for a batch."""
+        """Return the offsets [N + 1] of the padded or of the real sequences; None for a batch."""
         if not self.packed:
             return None
         offsets = [0, *itertools.accumulate(self.padded if padded else self.lengths)]
         return torch.tensor(offsets, dtype=getattr(torch, self.offsets), device=device)
 
     def call(self) -> Case:
-        """The kernel's call that the ranks share, for an operation that is a rule."""
+        """Return the kernel's call that the ranks share, if the operation is a rule."""
         return Case(
             self.lengths,
             self.operation,
@@ -193,7 +199,7 @@ class ParallelCase(Line):
         )
 
     def inputs(self, device: str | None = None) -> Inputs:
-        """The whole call, as the operation's contract has it: of a layer hidden [B, T, D] and every parameter."""
+        """Return the inputs of the whole call by the operation's contract; for a layer, hidden [B, T, D] and every parameter."""
         if self.operation == "causal_conv1d":
             channels, taps = self.value_heads * self.value_dim, self.conv_width
             return Inputs(
@@ -208,7 +214,7 @@ class ParallelCase(Line):
         layer = self.layer
         channels, outputs = layer.offsets()["z"], sum(layer.sections.values())
         hidden = self._uniform("hidden", (*self.batch, layer.hidden), device)
-        if self.values == "scaled":  # over 2^-4 .. 2^3, per token
+        if self.values == "scaled":  # by 2^-4..2^3, for each token
             powers = torch.tensor([2.0**power for power in range(-4, 4)], device=device, dtype=hidden.dtype)
             hidden = hidden * powers[self._integers("scale", self.batch, 3, device) + 4].unsqueeze(-1)
         centres = torch.tensor([_CENTRES["long"], _CENTRES["ordinary"]], device=device)
@@ -230,7 +236,7 @@ class ParallelCase(Line):
         )
 
     def cotangents(self, device: str | None = None) -> dict[str, Tensor]:
-        """A random cotangent of what the ranks share out of the outputs, in its shape and dtype."""
+        """Return a random cotangent of the output that the ranks share, in its shape and dtype."""
         if self.operation == "gdn_layer":
             return {"y": self._uniform("dy", (*self.batch, self.hidden), device)}
         if self.operation == "causal_conv1d":
@@ -238,20 +244,20 @@ class ParallelCase(Line):
         return {"o": self.call().cotangents(device)["o"]}
 
     def tagged(self, shape: tuple[int, ...], device: str | None = None) -> Tensor:
-        """Distinct whole numbers in float32, exact up to 2^24 of them; ValueError for more."""
+        """Return distinct whole numbers in float32, which are exact for up to 2^24 of them; ValueError for more."""
         count = math.prod(shape)
         if count > 2**24:
             raise ValueError(f"tagged numbers must be at most 2^24, got {count}")
         return (torch.arange(count, device=device) - count // 2).float().reshape(shape)
 
     def _uniform(self, name: str, shape: tuple[int, ...], device: str | None, dtype: str | None = None) -> Tensor:
-        """Uniform in [-1, 1), on a grid of as many bits as the dtype holds."""
+        """Return numbers uniform in [-1, 1), on a grid of as many bits as the dtype holds."""
         dtype = dtype or self.dtype
         whole = self._integers(name, shape, BITS[dtype], device)
         return (whole.to(torch.float64) * 2.0 ** (1 - BITS[dtype])).to(DTYPES[dtype])
 
     def _integers(self, name: str, shape: tuple[int, ...], bits: int, device: str | None) -> Tensor:
-        """Integers uniform in [-2^(bits-1), 2^(bits-1))."""
+        """Return integers uniform in [-2^(bits-1), 2^(bits-1))."""
         counter = torch.arange(math.prod(shape), dtype=torch.int64, device=device)
         return integers((counter, mix_number(self.seed * 64 + 32 + _STREAMS.index(name)), bits))[0].view(shape)
 
@@ -265,5 +271,5 @@ def _layout(name: str, lengths: tuple[int, ...], cp: int) -> Layout:
 
 
 def _scale(terms: int) -> float:
-    """A power of two near the root of 3 / terms: a sum of so many products stays of the order of 1."""
+    """Return a power of two near the root of 3 / terms, which keeps a sum of that many products of the order of 1."""
     return 2.0 ** -round(math.log2(max(terms / 3, 1)) / 2)

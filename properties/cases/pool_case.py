@@ -1,6 +1,6 @@
-"""Cases of serving: one printable line that rebuilds a decode call, its pool of states and who has which slot.
+"""Cases of serving: one printable line for a decode call, its pool of states, and the slots of its requests.
 
-Tokens and states are those of a case of properties/cases/rule_case.py; slots come from the same counter, so the same line has the
+Tokens and states are those of a case of properties/cases/rule_case.py. Slots come from the same counter, so the same line gives the
 same bits everywhere.
 """
 
@@ -42,19 +42,22 @@ _QUIET_NAN, _PAYLOAD = 0x7FC00000, 2**22 - 1
 
 @dataclasses.dataclass(frozen=True)
 class PoolCase(Line):
-    """One call of decode; fields at their defaults, the simplest values, are left out of the line.
+    """One call of decode. Fields at their defaults, the simplest values, are left out of the line.
 
-    `lengths` are the new tokens of each request: one, a draft of several, or a prompt; a batch, or packed. The pool has a slot a
-    request and `spare` more, and slot 0, which is nobody's, where that is the `padding_slot`; who has which is drawn from the seed.
-    `state` is what the slots of requests hold, `free` what the others do. `padded`, `fresh` and `accepted` say which requests are
-    none, begin anew, and keep fewer tokens than they have. `block_v` is how many value channels an implementation is asked to take
-    at a time, and changes no result. The other fields are those of properties/cases/rule_case.py.
+    `lengths` are the new tokens of each request (one token, a draft of several, or a prompt), as a batch or packed. The pool has
+    one slot for each request and `spare` more. If `padding_slot` is 0, slot 0 comes in addition and belongs to no request. The seed
+    decides which request has which slot. `state` is what the requests' slots hold, and `free` what the other slots hold. `padded`,
+    `fresh` and `accepted` say which requests are padding, which begin anew, and which keep fewer tokens than they have. `block_v`
+    is how many value channels an implementation is told to process at a time; it changes no result. The other fields are those of
+    properties/cases/rule_case.py.
+
+    ValueError for a field outside its choices or range, or for fields that exclude each other.
     """
 
     LONG: ClassVar[dict[str, str]] = {"operation": "op"}
     REGIMES = ("dtype", "gate", "beta", "values", "state", "free", "padded", "fresh", "accepted", "block_v")
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
-    # The words that a compiled kernel depends on: of fresh and accepted only whether there is any (properties/palette.py).
+    # The words on which a compiled kernel depends; of fresh and accepted only whether there are any (properties/palette.py).
     KEYS: ClassVar[tuple[str, ...]] = (
         *("packed", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "scale", "qk_norm", "offsets"),
         *("padding_slot", "fresh", "accepted", "indices", "block_v"),
@@ -88,7 +91,7 @@ class PoolCase(Line):
 
     def __post_init__(self) -> None:
         check_choices(self, _FIELDS)
-        self.call()  # ValueError for what no call of the rule can be
+        self.call()  # raises ValueError for fields that are illegal for the rule
         if not 0 <= self.spare <= MAX_SEQUENCES:
             raise ValueError(f"spare must be in 0..{MAX_SEQUENCES}, got {self.spare}")
         for name in ("padded", "fresh"):
@@ -98,7 +101,7 @@ class PoolCase(Line):
             raise ValueError(f"accepted=some needs a request of two tokens or more, got {max(self.lengths)}")
 
     def __str__(self) -> str:
-        return f"op={self.operation} {super().__str__()}"  # always said: the line finds its book by it
+        return f"op={self.operation} {super().__str__()}"  # always printed, because it selects the book of the line
 
     @property
     def spec(self) -> Operation:
@@ -106,41 +109,41 @@ class PoolCase(Line):
         return DECODE
 
     def spec_of(self, inputs: Inputs) -> Operation:  # noqa: ARG002 - one signature for all cases
-        """The contract of a call like the case's."""
+        """Return the contract of a call like the case's."""
         return DECODE
 
     @property
     def tokens(self) -> int:
-        """Tokens of all requests together."""
+        """The number of tokens of all requests together."""
         return sum(self.lengths)
 
     @property
     def slots(self) -> int:
-        """Slots in the pool."""
+        """The number of slots in the pool."""
         return len(self.lengths) + self.spare + (self.padding_slot == "0")
 
     @property
     def bytes(self) -> int:
-        """Bytes of the inputs and outputs in float32, a plain measure of the case's size."""
+        """The bytes of inputs and outputs in float32, a simple measure of the case's size."""
         return self.call().bytes + 8 * self.slots * self.value_heads * self.key_dim * self.value_dim
 
     def starts(self) -> list[int]:
-        """The first token of each request, and the end of the last."""
+        """Return the first token of each request, and the end of the last request."""
         return [0, *itertools.accumulate(self.lengths)]
 
     def call(self) -> Case:
-        """The rule's call that has the same tokens, and the requests' states as initial ones."""
+        """Return the rule's call with the same tokens and with the requests' states as initial states."""
         names = [field.name for field in dataclasses.fields(Case) if field.name in _SHARED]
         return Case(backward=False, **{name: getattr(self, name) for name in names})
 
     @functools.cached_property
     def real(self) -> tuple[bool, ...]:
-        """Which requests are some: they have a slot."""
+        """Which requests are real, that is, not padding."""
         return tuple(not padded for padded in self._some("padded"))
 
     @functools.cached_property
     def slot_of(self) -> tuple[int, ...]:
-        """The slot of each request, or that of padding."""
+        """The slot of each request; the padding slot for padding requests."""
         first = int(self.padding_slot == "0")
         order = (self._numbers("slot", self.slots - first).argsort() + first).tolist()
         return tuple(slot if real else int(self.padding_slot) for slot, real in zip(order, self.real, strict=False))
@@ -152,7 +155,7 @@ class PoolCase(Line):
 
     @functools.cached_property
     def kept(self) -> tuple[int, ...]:
-        """How many of each request's tokens are accepted: all, or at least one of them."""
+        """How many tokens of each request are accepted: all, or at least one of them."""
         numbers = self._numbers("accepted", len(self.lengths)).tolist()
         some = self.accepted == "some"
         return tuple(
@@ -160,9 +163,9 @@ class PoolCase(Line):
         )
 
     def inputs(self, device: str | None = None) -> Inputs:
-        """The inputs, contiguous: as a rule's, but for pool [P, HV, K, V] and slots, has_initial_state, accepted [N].
+        """Return the contiguous inputs of a rule, with pool [P, HV, K, V] and slots [N] in place of the state.
 
-        And `block_v`, None where the implementation may choose.
+        has_initial_state and accepted are [N] or None. `block_v` is None if the implementation may choose.
         """
         call = self.call().inputs(device)
         index = getattr(torch, self.indices)
@@ -184,18 +187,18 @@ class PoolCase(Line):
         )
 
     def filled(self, how: str, device: str | None = None) -> Tensor:
-        """A pool that holds zeros, random states, or NaN of many bit patterns."""
+        """Return a pool that holds zeros, random states, or NaN of many bit patterns."""
         shape = (self.slots, self.value_heads, self.key_dim, self.value_dim)
         if how == "zero":
             return torch.zeros(shape, device=device)
         numbers = self._numbers(how if how == "nan" else "free", torch.Size(shape).numel(), device).reshape(shape)
-        if how == "nan":  # quiet ones of either sign: what is copied keeps its bits
+        if how == "nan":  # quiet NaN of either sign, because a copy keeps their bits
             bits = _QUIET_NAN | (numbers & _PAYLOAD)
             return torch.where(numbers < 0, bits - 2**31, bits).int().view(torch.float32)
         return (numbers >> 40).float() * 2.0**-25  # uniform in [-1/4, 1/4), 24 bits
 
     def _some(self, what: str) -> tuple[bool, ...]:
-        """Of which requests something is true: of none, of all, or of about a third, at least one and not all of them."""
+        """Return for which requests `what` is true: none, all, or about a third, at least one and not all."""
         count = len(self.lengths)
         if getattr(self, what) != "some":
             return (getattr(self, what) == "all",) * count
@@ -203,7 +206,7 @@ class PoolCase(Line):
         return tuple(request in chosen for request in range(count))
 
     def _numbers(self, name: str, count: int, device: str | None = None) -> Tensor:
-        """As many different 64-bit integers."""
+        """Return `count` different 64-bit integers."""
         counter = torch.arange(count, dtype=torch.int64, device=device)
         return integers((counter, mix_number(self.seed * 64 + _STREAMS[name]), 64))[0]
 

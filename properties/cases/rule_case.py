@@ -1,8 +1,8 @@
-"""Cases: one printable line of plain data that rebuilds an example, bit for bit, on every machine.
+"""Cases of rules: one printable line of plain data from which an example is made again, bit for bit, on every machine.
 
-Every number comes from a counter: splitmix64 of (seed, tensor, position), in wrapping 64-bit integers, then scaled by powers
-of two and rounded to the tensor's dtype. No library random numbers and no transcendental functions: the same bits on CPU and
-GPU, today and after an upgrade (tests/test_case.py holds known ones).
+Every number comes from a counter: splitmix64 of (seed, tensor, position) in wrapping 64-bit integers, scaled by powers of two and
+rounded to the tensor's dtype. There are no library random numbers and no transcendental functions, so CPU and GPU give the same
+bits, today and after an upgrade (tests/test_rule_case.py compares with known numbers).
 """
 
 import dataclasses
@@ -31,12 +31,12 @@ STATES = ("none", "zero", "random")
 SCALES = {"default": None, "one": 1.0, "half": 0.5}
 IN_KERNEL = ("none", "gate", "beta", "both")
 SATURATED = -1000.0
-# For a gate in the kernel: softplus is 0.85 or so, and exp(A_log) times that one over the memory.
+# For a gate in the kernel: softplus is about 0.85, and exp(A_log) times softplus is one over the memory.
 A_LOGS = {"forever": -80.0, "1000": -6.75, "64": -4.0, "10": -2.125, "tenth": 2.5, "saturated": 5.0}
-OPEN = 30.0  # sigmoid(30) is 1 in float32; softplus(30) is 30, softplus(-30) as good as 0
-LOG_BITS = 16  # of A_log's fraction: more than half precision keeps, and exact in float32 beside any of these
+OPEN = 30.0  # sigmoid(30) is 1 in float32; softplus(30) is 30, and softplus(-30) nearly 0
+LOG_BITS = 16  # bits of A_log's fraction: more than half precision keeps, and exact in float32 after adding any of A_LOGS
 SMALL = 2.0**-13  # about 1e-4: there the L2 norm's eps of 1e-6 is no longer negligible
-LARGE = 2.0**9  # of a q and k that are normalised: their squares are beyond fp16
+LARGE = 2.0**9  # factor for a q and k that are normalised: their squares overflow fp16
 MAX_TOKENS, MAX_SEQUENCES, MAX_WIDTH, MAX_HEADS = 2**20, 2**16, 1024, 1024
 
 _CHOICES: dict[str, Sequence[str]] = {
@@ -55,17 +55,21 @@ _CHOICES: dict[str, Sequence[str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case(Line):
-    """One mathematical example. Fields at their defaults, the simplest values, are left out of the line.
+    """One example of a rule. Fields at their defaults, which are the simplest values, are left out of the line.
 
-    `lengths` are tokens per sequence; packed (THD, `cu_seqlens`) or, when all are equal, a batch. `gate` is the memory in
-    tokens, `beta` the strength of writing, `values` the regime of q, k, v, `qk_norm` whether the operation normalises q and k,
-    `in_kernel` which of gate and beta it computes itself, from a, A_log and perhaps `dt_bias`, and from b.
+    `lengths` are tokens per sequence: packed (THD, `cu_seqlens`), or a batch if all are equal. `gate` is the memory in tokens,
+    `beta` the regime of beta, and `values` the regime of q, k and v. `qk_norm` says whether the operation normalises q and k.
+    `in_kernel` says which of gate and beta the operation computes itself: the gate from a, A_log and perhaps `dt_bias`, beta from
+    b.
+
+    ValueError for a field outside its choices or range, or for fields that exclude each other.
     """
 
     LONG: ClassVar[dict[str, str]] = {"operation": "op"}
     REGIMES: ClassVar[tuple[str, ...]] = ("dtype", "gate", "beta", "values", "state", "in_kernel")
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _CHOICES
-    # The words that a compiled kernel depends on: of state and beta only whether it is none, and two (properties/palette.py).
+    # The words on which a compiled kernel depends; of state only whether it is none, of beta only whether it is two
+    # (properties/palette.py).
     KEYS: ClassVar[tuple[str, ...]] = (
         *("packed", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "state", "scale", "qk_norm"),
         *("in_kernel", "dt_bias", "beta", "offsets"),
@@ -137,40 +141,40 @@ class Case(Line):
         return in_kernel(self.operation, gate=self.gate_inside, beta=self.beta_inside)
 
     def spec_of(self, inputs: Inputs) -> Operation:
-        """The contract of a call like the case's, which may be given the gate or beta that the case's own call computes."""
+        """Return the contract of a call like the case's; the call may be given a gate or beta that the case's own call computes."""
         inside = {name: inputs.get(raw) is not None for name, raw in (("gate", "a"), ("beta", "b"))}
         return in_kernel(self.operation, **inside)
 
     @property
     def tokens(self) -> int:
-        """Tokens in all sequences together."""
+        """The number of tokens in all sequences together."""
         return sum(self.lengths)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the inputs, outputs and gradients in float32, a plain measure of the case's size."""
+        """The bytes of inputs, outputs and gradients in float32, a simple measure of the case's size."""
         tokens = self.tokens * (2 * self.heads * self.key_dim + self.value_heads * (2 * self.value_dim + 2))
         return 8 * (tokens + 2 * len(self.lengths) * self.value_heads * self.key_dim * self.value_dim)
 
     def starts(self) -> list[int]:
-        """The first token of each sequence, and the end of the last."""
+        """Return the first token of each sequence, and the end of the last sequence."""
         return [0, *itertools.accumulate(self.lengths)]
 
     def inputs(self, device: str | None = None) -> Inputs:
-        """The inputs, contiguous: q, k [B, T, H, K], v [B, T, HV, V], g, beta [B, T, HV], state [N, HV, K, V], ...
+        """Return the contiguous inputs: q, k [B, T, H, K], v [B, T, HV, V], g, beta [B, T, HV], state [N, HV, K, V] and options.
 
-        g is [B, T, HV, K] for KDA and None for the delta rule. Where the kernel computes its gate, g is None and there are a, as
-        g would be, A_log [HV] and dt_bias [HV] or [HV, K]; where it computes beta, beta is None and there is b [B, T, HV].
+        g is [B, T, HV, K] for KDA, and None for the delta rule. If the kernel computes its gate, g is None and there are a (shaped
+        as g would be), A_log [HV] and dt_bias [HV] or [HV, K]. If it computes beta, beta is None and there is b [B, T, HV].
         """
         return drawn([self], device, backward=False)[0][0]
 
     def cotangents(self, device: str | None = None) -> dict[str, Tensor]:
-        """A random cotangent for every output, the final state included, in the output's shape and dtype."""
+        """Return a random cotangent for every output, the final state included, in the output's shape and dtype."""
         return _made([_Builder(self, device).cotangents()])[0]
 
 
 def drawn(cases: Sequence[Case], device: str | None = None, *, backward: bool) -> list[tuple[Inputs, dict[str, Tensor] | None]]:
-    """The inputs of each case and, of calls with a backward, its cotangents: as it makes them alone, with fewer operations."""
+    """Return the inputs and, with `backward`, the cotangents of each case; the same as case by case, with fewer operations."""
     builders = [_Builder(case, device) for case in cases]
     made = iter(_made([each for build in builders for each in (build.call(), *([build.cotangents()] if backward else []))]))
     return [(build.inputs(next(made)), next(made) if backward else None) for build in builders]
@@ -178,15 +182,15 @@ def drawn(cases: Sequence[Case], device: str | None = None, *, backward: bool) -
 
 _NAMES = ("q", "k", "v", "g", "beta", "state", "do", "dht", "base", "choice", "index", "sign", "a", "A_log", "dt_bias", "b")
 _STREAMS = {name: index for index, name in enumerate(_NAMES)}
-_CHOOSING = {"gate": 1, "beta": 2, "q": 3, "k": 4, "v": 5}  # the salts of their choices
+_CHOOSING = {"gate": 1, "beta": 2, "q": 3, "k": 4, "v": 5}  # salts of the draws that choose a regime for each position
 SINGLE_BITS = BITS["fp32"]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Draw:
-    """Integers uniform in [-2^(bits-1), 2^(bits-1)), one a position of a stream.
+    """Integers uniform in [-2^(bits-1), 2^(bits-1)), one for each position of a stream.
 
-    `of_tokens` are those of an input's tokens [B, T, ...], which may repeat each other.
+    `of_tokens` marks draws for the tokens [B, T, ...] of an input, which may repeat each other.
     """
 
     name: str
@@ -198,14 +202,17 @@ class _Draw:
 
 @dataclasses.dataclass(frozen=True)
 class _Recipe:
-    """A tensor: what is made, in float64 and exactly, of the integers of its draws, one argument a draw."""
+    """How to make a tensor: a function that computes it exactly in float64 from the integers of its draws.
+
+    The function has one argument for each draw.
+    """
 
     draws: tuple[_Draw, ...]
     tensor: Callable[..., Tensor]
 
 
 class _Recipes(NamedTuple):
-    """The recipes of a case's tensors by name, made in its dtype, or in float32 those that `single` names."""
+    """The recipes of a case's tensors by name; tensors are made in the case's dtype, those named in `single` in float32."""
 
     build: "_Builder"
     tensors: dict[str, _Recipe]
@@ -213,10 +220,11 @@ class _Recipes(NamedTuple):
 
 
 def _made(asked: Sequence[_Recipes]) -> list[dict[str, Tensor]]:
-    """The tensors of each, contiguous.
+    """Return the contiguous tensors of each group of recipes.
 
-    On a GPU an operation costs its launch, whatever its size, and a copy from the host a wait: so all integers are drawn together,
-    and constants are Python numbers. No table of inputs stays there for the next case, since a wrong kernel might write into it.
+    On a GPU an operation costs a launch whatever its size, and a copy from the host costs a wait. So all integers are drawn
+    together, and constants are Python numbers. No table of inputs is kept on the GPU for the next case, because a wrong kernel
+    might write into it.
     """
     draws = [(each.build, draw) for each in asked for recipe in each.tensors.values() for draw in recipe.draws]
     whole, result = iter(_integers(draws)), []
@@ -230,7 +238,7 @@ def _made(asked: Sequence[_Recipes]) -> list[dict[str, Tensor]]:
 
 
 def _integers(draws: Sequence[tuple["_Builder", _Draw]]) -> list[Tensor]:
-    """The integers of each draw, in its shape."""
+    """Return the integers of each draw, in its shape."""
     most, device = max(math.prod(draw.shape) for _, draw in draws), draws[0][0].device
     positions = torch.arange(most, dtype=torch.int64, device=device)
     whole = integers(*(build.counted(draw, positions) for build, draw in draws))
@@ -238,7 +246,7 @@ def _integers(draws: Sequence[tuple["_Builder", _Draw]]) -> list[Tensor]:
 
 
 class _Builder:
-    """The recipes of a case's tensors."""
+    """Makes the recipes of a case's tensors."""
 
     def __init__(self, case: Case, device: str | None) -> None:
         self.case = case
@@ -247,7 +255,7 @@ class _Builder:
         self.batch = (1, case.tokens) if case.packed else (len(case.lengths), case.lengths[0])
 
     def call(self) -> _Recipes:
-        """Those of its inputs."""
+        """Return the recipes of the inputs."""
         case, axes = self.case, (self.case.value_heads, *((self.case.key_dim,) if self.case.operation == "kda" else ()))
         recipes = {"q": self.vectors("q"), "k": self.vectors("k"), "v": self.values()}
         if case.gate_inside:
@@ -260,7 +268,7 @@ class _Builder:
         return _Recipes(self, recipes, ("state", "A_log", "dt_bias", *("g",) * (case.gate_dtype == "fp32")))
 
     def inputs(self, made: Mapping[str, Tensor]) -> Inputs:
-        """The arguments of a call that has these tensors."""
+        """Return the arguments of a call with these tensors."""
         case = self.case
         inside = ("a", "A_log", "dt_bias") * case.gate_inside + ("b",) * case.beta_inside
         offsets = torch.tensor(case.starts(), dtype=getattr(torch, case.offsets), device="cpu")
@@ -275,14 +283,14 @@ class _Builder:
         )
 
     def cotangents(self) -> _Recipes:
-        """Those of a cotangent for every output."""
+        """Return the recipes of a cotangent for every output."""
         case = self.case
         o = self.uniform("do", (*self.batch, case.value_heads, case.value_dim), self.bits)
         state = self.uniform("dht", (len(case.lengths), case.value_heads, case.key_dim, case.value_dim), self.bits)
         return _Recipes(self, {"o": o, "final_state": state}, ("final_state",))
 
     def vectors(self, name: str) -> _Recipe:
-        """q or k [B, T, H, K], so short that beta |k|^2 <= 2; or long, where they are normalised."""
+        """Return q or k [B, T, H, K], so short that beta |k|^2 <= 2, or long if they are normalised and `values` is large."""
         case = self.case
         shape, ones = (*self.batch, case.heads, case.key_dim), (*self.batch, case.heads, 1)
         draw = _Draw(name, shape, self.bits, of_tokens=True)
@@ -301,7 +309,7 @@ class _Builder:
         return _Recipe((draw,), _within_one)
 
     def values(self) -> _Recipe:
-        """v [B, T, HV, V]."""
+        """Return v [B, T, HV, V]."""
         case, bits = self.case, self.bits
         shape, ones = (*self.batch, case.value_heads, case.value_dim), (*self.batch, case.value_heads, 1)
         draw = _Draw("v", shape, bits, of_tokens=True)
@@ -309,13 +317,13 @@ class _Builder:
             return _Recipe((_Draw("v", shape, 4),), lambda whole: whole.to(torch.float64))
         if case.values == "zero_rows":
             return _Recipe((draw, _choice("v", ones, 2)), lambda whole, choice: _fraction(whole, bits) * (choice != 0))
-        if case.values == "scaled":  # over 2^-6..2^5, per token and head
+        if case.values == "scaled":  # by 2^-6..2^5, for each token and head
             draws = draw, _choice("v", ones, 16)
             return _Recipe(draws, lambda whole, choice: _fraction(whole, bits) * _powers(choice % 12 - 6))
         return self.uniform("v", shape, bits, of_tokens=True)
 
     def state(self) -> _Recipe:
-        """The initial states [N, HV, K, V]."""
+        """Return the initial states [N, HV, K, V]."""
         case = self.case
         shape = (len(case.lengths), case.value_heads, case.key_dim, case.value_dim)
         if case.state == "zero":
@@ -328,7 +336,7 @@ class _Builder:
         return self.uniform("state", shape, SINGLE_BITS, most=0.25)
 
     def gates(self, axes: tuple[int, ...]) -> _Recipe:
-        """Log-decays [B, T, HV], or [B, T, HV, K] where each channel has its own."""
+        """Return the log-decays [B, T, HV], or [B, T, HV, K] if each channel has its own."""
         case, shape = self.case, (*self.batch, *axes)
         draw = _Draw("g", shape, SINGLE_BITS, of_tokens=True)
         widths = [*MEMORIES.values(), 0.0][:: -1 if case.seed % 2 else 1]
@@ -349,7 +357,7 @@ class _Builder:
         return _Recipe((draw,), mixed if case.gate == "mixed" else lambda whole: _decay(whole, MEMORIES[case.gate]))
 
     def betas(self) -> _Recipe:
-        """beta [B, T, HV]."""
+        """Return beta [B, T, HV]."""
         case, bits, shape = self.case, self.bits, (*self.batch, self.case.value_heads)
         draw = _Draw("beta", shape, bits + 1, of_tokens=True)
 
@@ -364,14 +372,14 @@ class _Builder:
         return _Recipe((draw, _choice("beta", shape, 2)), edges) if case.beta == "edges" else _Recipe((draw,), inner)
 
     def raw_gates(self, axes: tuple[int, ...]) -> _Recipe:
-        """a [B, T, HV] or [B, T, HV, K]."""
+        """Return a [B, T, HV] or [B, T, HV, K]."""
         shape = (*self.batch, *axes)
-        if self.case.gate == "saturated":  # nothing decays, or all does
+        if self.case.gate == "saturated":  # decays completely, or not at all
             return _Recipe((_choice("gate", shape, 2),), lambda choice: torch.where(choice == 0, OPEN, -OPEN))
         return self.uniform("a", shape, self.bits, most=2.0, of_tokens=True)
 
     def speeds(self, heads: int) -> _Recipe:
-        """A_log [HV]: the memories of all heads, or (mixed) of each."""
+        """Return A_log [HV], for the same memory in all heads or (mixed) another one in each."""
         case = self.case
         names = [*MEMORIES][:: -1 if case.seed % 2 else 1] if case.gate == "mixed" else [case.gate]
 
@@ -384,7 +392,7 @@ class _Builder:
         return _Recipe((_Draw("A_log", (heads,), LOG_BITS),), tensor)
 
     def raw_betas(self) -> _Recipe:
-        """b [B, T, HV]: beta is its sigmoid, twice that where beta may be over 1."""
+        """Return b [B, T, HV]; beta is its sigmoid, times two if beta may exceed 1."""
         case, bits, shape = self.case, self.bits, (*self.batch, self.case.value_heads)
 
         def edges(whole: Tensor, edge: Tensor) -> Tensor:
@@ -397,61 +405,64 @@ class _Builder:
         return self.uniform("b", shape, bits, most=4.0, of_tokens=True)
 
     def uniform(self, name: str, shape: tuple[int, ...], bits: int, *, most: float = 1.0, of_tokens: bool = False) -> _Recipe:
-        """Uniform in [-most, most), on a grid of `bits` bits."""
+        """Return numbers uniform in [-most, most), on a grid of `bits` bits."""
         return _Recipe((_Draw(name, shape, bits, of_tokens),), lambda whole: _fraction(whole, bits, most))
 
     def full(self, shape: tuple[int, ...], value: float) -> _Recipe:
-        """The same number everywhere."""
+        """Return a tensor of one number."""
         return _Recipe((), lambda: torch.full(shape, value, dtype=torch.float64, device=self.device))
 
     def counted(self, draw: _Draw, positions: Tensor) -> tuple[Tensor, int, int]:
-        """A draw as a counter, a key and bits; `positions` are 0, 1, ... for it to count with."""
+        """Return a draw as a counter, a key and bits; `positions` are 0, 1, ..., of which the counter takes as many as it needs."""
         own = self.case.values != "repeated" or not draw.of_tokens
         counter = positions[: math.prod(draw.shape)] if own else self.repeated(math.prod(draw.shape[2:]))
         return counter, mix_number(self.case.seed * 64 + _STREAMS[draw.name] + (draw.salt << 40)), draw.bits
 
     def repeated(self, width: int) -> Tensor:
-        """The positions of each token's `width` numbers where it repeats the first of its sequence."""
+        """Return the positions of each token's `width` numbers if each token repeats the first one of its sequence."""
         return (self.first.unsqueeze(-1) * width + torch.arange(width, dtype=torch.int64, device=self.device)).flatten()
 
     @functools.cached_property
     def first(self) -> Tensor:
-        """The first token of each token's sequence."""
+        """The index of the first token of each token's sequence."""
         starts, lengths = (torch.tensor(each, device="cpu") for each in (self.case.starts()[:-1], self.case.lengths))
         return self.sent(starts.repeat_interleave(lengths))
 
     def sent(self, x: Tensor) -> Tensor:
-        """A tensor of the host on the device; without a wait for CUDA, which has read pageable memory when it returns."""
+        """Return a host tensor on the device.
+
+        On CUDA this does not wait for the device: a copy from pageable memory has read its source when it returns.
+        """
         return x.to(self.device, non_blocking=self.device.type == "cuda")
 
 
 def _choice(name: str, shape: tuple[int, ...], bits: int) -> _Draw:
-    """What chooses, in a regime of gate, beta, or the rows of q, k or v."""
+    """Return the draw that chooses within a regime of gate, beta, or rows of q, k or v."""
     return _Draw("choice", shape, bits, of_tokens=True, salt=_CHOOSING[name])
 
 
 def _within_one(whole: Tensor) -> Tensor:
-    """Rows over the power of two that brings their squared norms into (1/4, 1]; rows of zeros stay."""
+    """Divide rows by the power of two that brings their squared norms into (1/4, 1]; rows of zeros stay zero."""
     bounds = 1 << torch.arange(0, 62, 2, dtype=torch.int64, device=whole.device)
     exponent = torch.bucketize(whole.square().sum(-1, keepdim=True), bounds)  # the least e with sum n^2 <= 4^e
     return torch.div(whole, _powers(exponent))
 
 
 def _fraction(whole: Tensor, bits: int, most: float = 1.0) -> Tensor:
-    """Integers of as many bits on [-most, most), exactly: `most` is a power of two."""
+    """Map integers of `bits` bits to [-most, most), exactly; `most` is a power of two."""
     return whole * _number(most * 2.0 ** (1 - bits))
 
 
 def _decay(whole: Tensor, width: float) -> Tensor:
-    """Integers of SINGLE_BITS bits on (-width, 0], exactly: the width is a power of two."""
+    """Map integers of SINGLE_BITS bits to (-width, 0], exactly; the width is a power of two."""
     return torch.mul(whole + 2 ** (SINGLE_BITS - 1), _number(-width * 2.0**-SINGLE_BITS))
 
 
 def _number(value: float) -> Tensor:
-    """A float64 of the host: times a Python number, integers would get the default dtype."""
+    """Return a float64 tensor on the host; integers times a Python number would get the default dtype."""
     return torch.scalar_tensor(value, dtype=torch.float64, device="cpu")
 
 
 def _powers(exponent: Tensor) -> Tensor:
-    """2^exponent in float64, by its bits: |exponent| < 1023."""
+    """Return 2^exponent in float64, made from its bits; |exponent| < 1023."""
     return ((exponent + 1023) << 52).view(torch.float64)

@@ -1,1 +1,1 @@
-"""The adapters that come with the toolkit, one module an implementation's home."""
+"""The built-in adapters, in one or several modules for each library, and how adapters are loaded."""

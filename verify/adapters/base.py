@@ -1,4 +1,4 @@
-"""The classes of adapters: one implementation made callable as an operation."""
+"""The base classes of adapters. An adapter makes one implementation callable as an operation."""
 
 import abc
 from collections.abc import Sequence
@@ -15,9 +15,13 @@ from verify.ranks.collectives import Place
 
 
 class Implementation(abc.ABC):
-    """What every adapter declares. `requires` are the distributions it needs, with the least version of each.
+    """What every adapter declares.
 
-    `products` is how float32 matrices are multiplied on a GPU, "ieee" or "tf32"; on the CPU, interpreted or not, it is ieee.
+    - `domain` is what the implementation promises to support. Each kind of operation has its own class (properties/books.py).
+    - `algorithm` is the class of algorithm, which decides where the implementation may round.
+    - `products` is how the implementation multiplies float32 matrices on a GPU: "ieee" or "tf32". On a CPU, with or without
+      Triton's interpreter, products are always ieee.
+    - `requires` maps each distribution that the implementation needs to its least version.
     """
 
     domain: Any
@@ -27,42 +31,53 @@ class Implementation(abc.ABC):
 
 
 class Adapter(Implementation):
-    """One implementation of a kernel: signature and layout, no arithmetic, no tolerance.
+    """One implementation of a kernel: it adapts signature and layout, and has no arithmetic and no tolerance.
 
-    `algorithm` names the class whose rounding it may show: "chunkwise" (matrix products of operands in the inputs' dtype) or
-    "recurrent" (float32 throughout); `chunk` is the tokens in its chunks, where they are always as many; `stores` says that a
-    recurrent one has several kernels, which hand on normalised keys or corrected values in the inputs' dtype, and that its backward
-    sums its states again from those; `folds` says that a chunkwise one multiplies a decay that all channels share into queries and
-    keys, and stores these, as with KDA's decays it must, where others multiply their products. `domain` is what it promises.
-    `counterpart` is the adapter of its one-token form.
+    - `algorithm`: "chunkwise" (matrix products of operands in the inputs' dtype), "recurrent" (float32 throughout) or "pointwise"
+      (float32 inside). An operation accepts those in its `classes` (see OPERATIONS in oracles/operations.py).
+    - `chunk`: the number of tokens in a chunk, if it is always the same; else None.
+    - `stores`: a recurrent implementation of several kernels sets this to True if they pass normalised keys or corrected values on
+      in the inputs' dtype, and if its backward computes the states again from them.
+    - `folds`: a chunkwise implementation sets this to True if it multiplies a decay that all channels share into queries and keys,
+      and stores the results. Other implementations multiply the decay into the products of queries and keys. A KDA kernel has to
+      fold, since each channel has its own decay.
+    - `counterpart`: the name of the adapter of its one-token form.
     """
 
     chunk: int | None = None
     stores: bool = False
     folds: bool = False
-    domain: Any = Domain()  # of the kind that the operation's book has (properties/books.py)
+    domain: Any = Domain()
     counterpart: str | None = None
 
     def bring(self) -> None:
-        """Import what `run` needs, where that takes seconds: it is done while the first cases are drawn. Here nothing."""
+        """Import what `run` needs, if that takes seconds. Called while the first cases are drawn; by default it does nothing."""
 
     @abc.abstractmethod
     def run(self, x: Inputs) -> Any:
-        """The operation's outputs in their order, a tuple where there are several, differentiable where the domain says so.
+        """Call the implementation and return the operation's outputs in their order, as a tuple if there are several.
 
-        Of a rule: o [B, T, HV, V] and final_state [N, HV, K, V] (None if not asked for). x has q, k [B, T, H, K], v [B, T, HV, V],
-        g (log-decay; of KDA [B, T, HV, K]), beta [B, T, HV], state [N, HV, K, V] or None, cu_seqlens [N + 1] or None, scale (None:
-        K ** -0.5), qk_norm (L2-normalise q and k), output_final_state. Where the domain has it compute its gate, g is None and x
-        has a, shaped like g, A_log [HV], dt_bias ([HV] or [HV, K]) or None; where beta, beta is None and x has b and
-        allow_neg_eigval. Other operations: their inputs and outputs by name, see `gdn-verify list`.
+        The outputs must be differentiable if the domain has backward=True.
+
+        For a rule the outputs are o [B, T, HV, V] and final_state [N, HV, K, V] (None unless output_final_state). x has:
+
+        - q, k [B, T, H, K] and v [B, T, HV, V]
+        - g, the log-decay: [B, T, HV], or [B, T, HV, K] for KDA
+        - beta [B, T, HV]
+        - state [N, HV, K, V] or None, cu_seqlens [N + 1] or None
+        - scale (None means K ** -0.5), qk_norm (whether to L2-normalise q and k), output_final_state
+
+        If the kernel computes the gate (`in_kernel` of the domain), g is None and x has a (shaped like g), A_log [HV] and dt_bias
+        ([HV], [HV, K] or None). If it computes beta, beta is None and x has b and allow_neg_eigval. Other operations get and return
+        their own inputs and outputs by name; `gdn-verify list` prints them.
         """
 
 
 class PathAdapter(Implementation):
-    """One implementation of a path that tp x cp ranks share: signature and layout, seen from one rank.
+    """One implementation of a path that tp x cp ranks share: it adapts signature and layout, and is called on every rank.
 
-    `domain` is what it promises, `chunk` the tokens in its rule's chunks, where they are always as many. Ranks reach each other by
-    `place` alone: as processes or, on any laptop, simulated.
+    `chunk` is the number of tokens in a chunk of its rule, if it is always the same. Ranks communicate through `place` alone, so
+    the same adapter runs on ranks that are processes and on simulated ranks in one process.
     """
 
     chunk: int | None = None
@@ -70,29 +85,32 @@ class PathAdapter(Implementation):
 
     @abc.abstractmethod
     def run(self, x: Inputs, place: Place) -> Tensor:
-        """This rank's output, differentiable in what x has of tensors that require a gradient.
+        """Return this rank's output, differentiable with respect to every tensor in x that requires a gradient.
 
-        gdn_layer: y [tokens, B, D] of x.hidden [tokens, B, D], tokens in the case's layout (THD: B = 1), and the parameters by
-        the names of oracles/sharding.py in x.parameters, this rank's shards at rest. x has also layer (its widths), cu_seqlens and
-        cu_seqlens_padded [N + 1] or None, sequence_parallel, eps, allow_neg_eigval, and the case's choices.
-        A rule: o [1, tokens, HV, V] of an Adapter's q, k, v, g, beta with tokens on axis 1, the whole's cu_seqlens and layout;
-        causal_conv1d: y.
+        - gdn_layer returns y [tokens, B, D]. x has hidden [tokens, B, D] with this rank's tokens in the case's layout (B = 1 if
+          packed), and `parameters`: this rank's shards at rest, by their names in oracles/sharding.py. x also has layer (its
+          widths), cu_seqlens and cu_seqlens_padded ([N + 1] or None), sequence_parallel, eps, allow_neg_eigval, and the choices of
+          the case.
+        - A rule returns o [1, tokens, HV, V]. x has q, k, v, g and beta as for an `Adapter`, with this rank's tokens on axis 1, and
+          the layout and cu_seqlens of the whole call.
+        - causal_conv1d returns y, with this rank's tokens of x on axis 1.
         """
 
     def move(
         self, x: Tensor, lengths: Sequence[int] | None, sections: Sequence[int], to: str, place: Place, choices: dict[str, str]
     ) -> Tensor:
-        """x [tokens / cp, B, F] "to heads" [tokens, B, F / cp], or back "to tokens", where the domain says exchanges.
+        """Move x between shared tokens and shared heads. Needed if the domain has exchanges=True.
 
-        `lengths` are the (padded) tokens of each sequence, None for a batch; `sections` the features of each section, before they
-        are cut over cp.
+        With `to` "heads", x [tokens / cp, B, F] becomes [tokens, B, F / cp]; with `to` "tokens", the reverse. `lengths` are the
+        padded lengths of the sequences, in tokens, or None for a batch. `sections` are the features of each section before they are
+        cut over cp. `choices` maps each choice of the case to its value.
         """
         raise NotImplementedError
 
     def shards(self, whole: dict[str, Tensor], layer: Layer, rank: Rank) -> dict[str, Tensor]:
-        """What `rank` holds of the whole parameters, where the domain says checkpoints."""
+        """Return the part of the whole parameters that `rank` holds, by name. Needed if the domain has checkpoints=True."""
         raise NotImplementedError
 
     def loaded(self, shards: dict[str, Shard], layer: Layer, rank: Rank) -> dict[str, Tensor]:
-        """The parameters of `rank` after it loaded its shards, where the domain says checkpoints."""
+        """Return the parameters of `rank` after it has loaded its shards, by name. Needed if the domain has checkpoints=True."""
         raise NotImplementedError

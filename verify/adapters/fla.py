@@ -1,4 +1,4 @@
-"""flash-linear-attention's rules: signatures and layout only."""
+"""Adapters of flash-linear-attention's rules. They adapt signatures and layout only."""
 
 import contextlib
 import functools
@@ -20,7 +20,7 @@ INSIDE = ("none", "gate", "beta", "both")
 
 
 class FlaAdapter(Adapter):
-    """A rule, module or serving kernel of flash-linear-attention's core."""
+    """Base of adapters that need fla-core alone: rules, modules and serving kernels."""
 
     requires = REQUIRES
 
@@ -34,7 +34,7 @@ class Chunk(FlaAdapter):
     algorithm = "chunkwise"
     products = "tf32"
     chunk = 64
-    # Not position independent: torch sums dg over blocks of key channels, and on a CPU its sum depends on the place in memory.
+    # Not position independent: torch sums dg over blocks of key channels, and on a CPU that sum depends on the place in memory.
     domain = Domain(key_dims=(1, 256), in_kernel=INSIDE)
     counterpart = "fla/fused_recurrent"
 
@@ -45,19 +45,19 @@ class Chunk(FlaAdapter):
 
 
 class Chunk16(Chunk):
-    """The same in chunks of 16."""
+    """`Chunk` with chunks of 16 tokens."""
 
     chunk = 16
 
 
 class Chunk32(Chunk):
-    """The same in chunks of 32."""
+    """`Chunk` with chunks of 32 tokens."""
 
     chunk = 32
 
 
 class ChunkVFirst(FlaAdapter):
-    """The same with states stored [V, K]."""
+    """`Chunk` with states stored as [V, K]."""
 
     algorithm = "chunkwise"
     products = "tf32"
@@ -72,7 +72,7 @@ class ChunkVFirst(FlaAdapter):
 
 
 class FusedRecurrent(FlaAdapter):
-    """`fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule`: token by token in float32; its backward is not implemented."""
+    """`fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule`: token by token in float32. It has no backward."""
 
     algorithm = "recurrent"
     domain = Domain(key_dims=(1, 256), position_independent=True, backward=False, in_kernel=INSIDE)
@@ -84,7 +84,7 @@ class FusedRecurrent(FlaAdapter):
 
 
 class FusedRecurrentVFirst(FlaAdapter):
-    """The same with states stored [V, K]."""
+    """`FusedRecurrent` with states stored as [V, K]."""
 
     algorithm = "recurrent"
     domain = Domain(key_dims=(1, 256), position_independent=True, backward=False, in_kernel=INSIDE)
@@ -111,7 +111,7 @@ class ChunkKda(FlaAdapter):
 
 
 class FusedRecurrentKda(FlaAdapter):
-    """`fla.ops.kda.fused_recurrent_kda`: token by token in float32; forward only."""
+    """`fla.ops.kda.fused_recurrent_kda`: token by token in float32, forward only."""
 
     algorithm = "recurrent"
     domain = Domain(operation="kda", key_dims=(1, 256), position_independent=True, backward=False, in_kernel=INSIDE)
@@ -123,7 +123,10 @@ class FusedRecurrentKda(FlaAdapter):
 
 
 class ChunkDeltaRule(FlaAdapter):
-    """`fla.ops.delta_rule.chunk_delta_rule`: chunkwise; asserts that nothing is float32, and as many value heads as key heads."""
+    """`fla.ops.delta_rule.chunk_delta_rule`: chunkwise.
+
+    It asserts that no input is float32, and that there are as many value heads as key heads.
+    """
 
     algorithm = "chunkwise"
     products = "tf32"
@@ -151,7 +154,7 @@ class FusedRecurrentDeltaRule(FlaAdapter):
 
 
 class _CoreOnly(importlib.abc.MetaPathFinder):
-    """Finds no layers and no models, as where flash-linear-attention's core alone is installed."""
+    """An import finder that hides fla's layers and models, as if fla-core alone were installed."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:  # noqa: ARG002 - as finders are called
         if name in ("fla.layers", "fla.models"):
@@ -159,7 +162,7 @@ class _CoreOnly(importlib.abc.MetaPathFinder):
 
 
 def _public(name: str) -> Any:
-    """What `fla` exports of its layers and models, for whoever imports it from there after all."""
+    """A layer or model by the name under which `fla` exports it, imported on first use. AttributeError if there is none."""
     if name[:1].isupper():
         for part in ("fla.layers", "fla.models"):
             module = importlib.import_module(part)
@@ -169,9 +172,9 @@ def _public(name: str) -> Any:
 
 
 def core() -> None:
-    """Import `fla` without its layers and models, and without torch's compiler: these take most of the time.
+    """Import `fla` without its layers and models, and without torch's compiler, which take most of the time.
 
-    Layers and models can be imported by their names as ever, and the compiler is imported when something is compiled.
+    Layers and models can still be imported by their names, and the compiler is imported when something is compiled.
     """
     if "fla" not in sys.modules:
         finder = _CoreOnly()
@@ -186,10 +189,10 @@ def core() -> None:
 
 @contextlib.contextmanager
 def decorating_later() -> Iterator[None]:
-    """What is decorated inside by torch.compile and torch.compiler.disable is decorated at its first call that needs it.
+    """Delay the decorators torch.compile and torch.compiler.disable inside until the first call that needs them.
 
-    Both import torch's compiler, which takes a second, wherever a module is imported that has them. Without the compiler nothing is
-    being compiled, and a function that is not to be compiled is called as it is.
+    Both import torch's compiler, which takes a second, when a module that uses them is imported. As long as the compiler is not
+    imported, nothing is being compiled, so a function under torch.compiler.disable can be called as it is.
     """
     decorators = torch.compile, torch.compiler.disable
     torch.compile = _later(torch.compile, always=True)
@@ -201,7 +204,7 @@ def decorating_later() -> Iterator[None]:
 
 
 def _later(decorator: Any, *, always: bool) -> Any:
-    """A decorator that decorates at the first call, or, unless `always`, at the first one with torch's compiler there."""
+    """A decorator that decorates at the first call or, unless `always`, at the first call after torch's compiler is imported."""
 
     def decorate(function: Any = None, *args: Any, **kwargs: Any) -> Any:
         if function is None:
@@ -221,7 +224,10 @@ def _later(decorator: Any, *, always: bool) -> Any:
 
 
 def call(rule: Any, x: Inputs, **more: Any) -> tuple[Tensor, Tensor | None]:
-    """A rule of FLA's on a rule's inputs, with `more` arguments. What the kernel computes itself goes where its result would."""
+    """Call a rule of FLA on a rule's inputs, with the arguments `more` added.
+
+    If the kernel computes the gate or beta, FLA takes their inputs a and b in the arguments `g` and `beta`.
+    """
     if (a := x.get("a")) is not None:
         more |= {
             "g": a,
@@ -250,7 +256,7 @@ def call(rule: Any, x: Inputs, **more: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def v_first(rule: Any, x: Inputs) -> tuple[Tensor, Tensor | None]:
-    """`call` with states [N, HV, V, K] in and out."""
+    """Like `call`, but the rule gets and returns states as [N, HV, V, K]. They are transposed here."""
     turned = x.replaced(state=None if x.state is None else x.state.mT.contiguous())
     o, state = call(rule, turned, state_v_first=True)
     return o, None if state is None else state.mT

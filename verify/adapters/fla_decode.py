@@ -1,4 +1,4 @@
-"""flash-linear-attention's rule on states that live in a pool, as a serving loop calls it: gathering and scattering only."""
+"""Adapters of flash-linear-attention's rule on states in a pool, called as a serving loop does. They gather and scatter only."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ RULE = Domain(key_dims=(1, 256), position_independent=True, backward=False)
 
 
 class Decode(FlaAdapter):
-    """`fused_recurrent_gated_delta_rule` on the states that the slots name, written back into them; FLA has no pool of its own."""
+    """`fused_recurrent_gated_delta_rule` on the states in the requests' slots. FLA has no pool, so the states are copied back."""
 
     algorithm = "recurrent"
     domain = PoolDomain(rule=RULE)
@@ -44,16 +44,17 @@ class Decode(FlaAdapter):
 
 
 class DecodeBlocks(Decode):
-    """The same, its kernel launched in blocks of as many value channels as are asked for; FLA takes at most 8 at a time.
+    """`Decode` with its kernel launched in blocks of as many value channels as the case says. FLA itself uses at most 8.
 
-    Each channel's numbers are a program's own whatever the block, but a compiler may sum over K in another order in a wider one.
+    Every channel is computed by one program, whatever the size of its block. But in a wider block, a compiler may sum over K in
+    another order.
     """
 
     domain = PoolDomain(rule=RULE, blocks=BLOCK_SIZES)
 
 
 def first_tokens(x: Inputs, counts: Tensor) -> Inputs:
-    """The packed call of the first tokens of each request, as many as `counts` says."""
+    """The packed call of the first `counts` tokens of each request."""
     starts = [0, *itertools.accumulate(sequences(x, "v"))]
     kept = [start + token for start, count in zip(starts, counts.tolist(), strict=False) for token in range(count)]
     index = torch.tensor(kept, dtype=torch.int64, device=x.v.device)
@@ -63,7 +64,10 @@ def first_tokens(x: Inputs, counts: Tensor) -> Inputs:
 
 @contextlib.contextmanager
 def in_blocks(size: int | None) -> Iterator[None]:
-    """FLA's wrapper launches its kernel in blocks of `size` value channels here; in those of its choice where that is None."""
+    """Make FLA's wrapper launch its kernel in blocks of `size` value channels inside; None leaves the choice to FLA.
+
+    RuntimeError if nothing was launched inside.
+    """
     if size is None:
         yield
         return
@@ -82,7 +86,7 @@ def in_blocks(size: int | None) -> Iterator[None]:
 
 @dataclasses.dataclass
 class Launcher:
-    """A kernel, launched with all that its wrapper passes but for the block of value channels, and as many blocks as it takes."""
+    """Launches a kernel with the arguments of its wrapper, but another block of value channels and the grid that fits it."""
 
     kernel: Any
     size: int
@@ -90,7 +94,7 @@ class Launcher:
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., Any]:
         def launch(**given: Any) -> Any:
-            heads, left = divmod(grid[0], _blocks(given["V"], given["BV"]))  # of all sequences
+            heads, left = divmod(grid[0], _blocks(given["V"], given["BV"]))  # the heads of all sequences
             if len(grid) > 1 or left:
                 raise RuntimeError(f"the grid must be every head's blocks of {given['BV']} of {given['V']} channels, got {grid}")
             self.launches += 1

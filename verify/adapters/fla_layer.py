@@ -1,4 +1,4 @@
-"""flash-linear-attention's GatedDeltaNet layer: signatures and layout only."""
+"""Adapters of flash-linear-attention's GatedDeltaNet layer. They adapt signatures and layout only."""
 
 import importlib
 from typing import Any
@@ -16,9 +16,9 @@ Answer = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class Layer(Adapter):
-    """`fla.layers.GatedDeltaNet` as it trains: the chunkwise rule, forward and backward, and states that come out of it.
+    """`fla.layers.GatedDeltaNet` as in training: the chunkwise rule, forward and backward, with final states.
 
-    Backward of a call without any tokens, its norm divides by their number: ZeroDivisionError.
+    In the backward of a call without any tokens, its norm divides by the number of tokens and raises ZeroDivisionError.
     """
 
     algorithm = "chunkwise"
@@ -48,7 +48,7 @@ class Layer(Adapter):
 
 
 class LayerRecurrent(Layer):
-    """The same as it serves, without gradients: up to 64 tokens by the rule token by token, more by the chunkwise one."""
+    """`Layer` as in serving, without gradients: it computes up to 64 tokens one by one, and more with the chunkwise rule."""
 
     domain = LayerDomain(backward=False)
     counterpart = None
@@ -77,7 +77,7 @@ def _module(layer: Widths, x: Inputs) -> torch.nn.Module:
 
 
 def _parameters(layer: Widths, x: Inputs) -> dict[str, Tensor]:
-    """The layer's parameters by FLA's names: each section of in_proj a projection, and q, k, v a convolution each."""
+    """The layer's parameters by FLA's names. Each section of in_proj is a projection there; q, k and v have a convolution each."""
     sections = dict(zip(layer.sections, x.in_proj.split([*layer.sections.values()]), strict=True))
     filters = [layer.sections[name] for name in "qkv"]
     parameters = {f"{'g' if name == 'z' else name}_proj.weight": weight for name, weight in sections.items()}
@@ -88,7 +88,7 @@ def _parameters(layer: Widths, x: Inputs) -> dict[str, Tensor]:
 
 
 def _cache(x: Inputs) -> Any:
-    """A cache with the call's states, V first; empty where there are none, None where none come out."""
+    """A cache with the call's states, V first; empty without initial states, and None if no final states are wanted."""
     from fla.models.utils import Cache
 
     if not x.output_final_state:
@@ -96,7 +96,7 @@ def _cache(x: Inputs) -> Any:
     cache = Cache()
     if x.state is not None:
         filters = [x.layer.sections[name] for name in "qkv"]
-        # Copies: the convolutions' single-token updates write to their caches in place.
+        # Copies, since the convolutions' single-token updates write to their caches in place.
         conv = tuple(each.clone() for each in x.conv_state.split(filters, 1))
         cache.update(recurrent_state=x.state.mT.contiguous(), conv_state=conv, layer_idx=0, offset=1)
     return cache

@@ -1,4 +1,4 @@
-"""flash-linear-attention's modules: signatures and layout only."""
+"""Adapters of flash-linear-attention's modules. They adapt signatures and layout only."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ class Conv(FlaAdapter):
 
 
 class ConvUpdate(FlaAdapter):
-    """`fla.modules.causal_conv1d.causal_conv1d_update`, one token at a time through a cache that it updates in place."""
+    """`fla.modules.causal_conv1d.causal_conv1d_update`: one token at a time, with a cache that it updates in place."""
 
     algorithm = "pointwise"
     domain = ModuleDomain("causal_conv1d", packed=False, longest=9, backward=False)
@@ -50,7 +50,7 @@ class ConvUpdate(FlaAdapter):
 
 
 class ShortConvolution(FlaAdapter):
-    """`fla.modules.ShortConvolution`: without a gradient to come, single tokens go through its cache, which it updates in place."""
+    """`fla.modules.ShortConvolution`. Without gradients, it computes single tokens with its cache, which it updates in place."""
 
     algorithm = "pointwise"
     domain = ModuleDomain("causal_conv1d")
@@ -111,9 +111,9 @@ class L2Norm(FlaAdapter):
 
 
 class GatedNorm(FlaAdapter):
-    """`fla.modules.FusedRMSNormGated` with its gate silu, in float32 throughout; its own default of eps is 1e-5.
+    """`fla.modules.FusedRMSNormGated` with the gate silu, in float32 throughout. Its own default of eps is 1e-5.
 
-    Backward of a call without tokens divides by their number: ZeroDivisionError.
+    The backward of a call without tokens divides by the number of tokens and raises ZeroDivisionError.
     """
 
     algorithm = "pointwise"
@@ -123,7 +123,7 @@ class GatedNorm(FlaAdapter):
         from fla.modules import FusedRMSNormGated
 
         weighs = x.weight is not None
-        name = "swish" if x.x.shape[-1] % 2 else "silu"  # two names of one function, which kernels tell apart
+        name = "swish" if x.x.shape[-1] % 2 else "silu"  # two names of the same function, which FLA's kernels tell apart
         module = FusedRMSNormGated(x.x.shape[-1], elementwise_affine=weighs, activation=name, dtype=x.x.dtype, **_eps(x))
         parameters: dict[str, Any] = {} if x.weight is None else {"weight": x.weight}
         y: Tensor = torch.func.functional_call(module, parameters, (x.x, x.z))
@@ -131,5 +131,5 @@ class GatedNorm(FlaAdapter):
 
 
 def _eps(x: Inputs) -> dict[str, float]:
-    """eps, or nothing where the implementation's own default is meant."""
+    """The argument eps, or none if the case wants the implementation's own default."""
     return {} if x.eps is None else {"eps": x.eps}

@@ -1,8 +1,7 @@
-"""flash-linear-attention's own context parallelism (`cp_context`): signatures and layout only.
+"""Adapters of flash-linear-attention's own context parallelism (`cp_context`). They adapt signatures and layout only.
 
-It is written for GPUs and NCCL, and there it runs as it is. On a CPU, where its kernels are interpreted, two of its functions are
-replaced (`_permit_cpu`): the check that refuses whatever is no GPU, and its all-gather, whose output has one axis more than gloo
-takes.
+FLA wrote it for GPUs and NCCL, and there it runs unchanged. On a CPU, where its kernels are interpreted, `_permit_cpu` replaces two
+of its functions: the check that refuses any device but a GPU, and its all-gather, whose output has one axis more than gloo accepts.
 """
 
 import functools
@@ -18,7 +17,7 @@ from verify.adapters.base import PathAdapter
 from verify.adapters.fla import REQUIRES, call
 from verify.ranks.collectives import Distributed, Place
 
-LAYOUTS = {"contiguous": "contiguous", "zigzag_batch": "zigzag"}  # FLA's zigzag is of all sequences as one stream
+LAYOUTS = {"contiguous": "contiguous", "zigzag_batch": "zigzag"}  # FLA's zigzag cuts all sequences as one stream
 _DOMAIN: dict[str, Any] = {
     "ranks": 4,
     "processes": True,
@@ -39,7 +38,7 @@ _RULES: dict[str, Any] = {**_DOMAIN, "conv_bias": False, "choices": (("qk_norm",
 
 
 class ChunkCP(PathAdapter):
-    """`fla.ops.gated_delta_rule.chunk_gated_delta_rule` with `cp_context`: ranks pass on states and decays. CPU: see above."""
+    """`fla.ops.gated_delta_rule.chunk_gated_delta_rule` with `cp_context`: ranks pass states and decays on."""
 
     algorithm = "chunkwise"
     products = "tf32"
@@ -53,7 +52,7 @@ class ChunkCP(PathAdapter):
 
 
 class KdaCP(PathAdapter):
-    """`fla.ops.kda.chunk_kda` with `cp_context`: as ChunkCP, with a decay for each key channel. CPU: see above."""
+    """`fla.ops.kda.chunk_kda` with `cp_context`: as `ChunkCP`, with a decay for each key channel."""
 
     algorithm = "chunkwise"
     products = "tf32"
@@ -67,9 +66,9 @@ class KdaCP(PathAdapter):
 
 
 class ConvCP(PathAdapter):
-    """`fla.modules.causal_conv1d.causal_conv1d` with `cp_context`: ranks pass on their last tokens. CPU: see above.
+    """`fla.modules.causal_conv1d.causal_conv1d` with `cp_context`: ranks pass their last tokens on.
 
-    What a rank passes on it must have: with zigzag it asks for pieces of at least W - 1 tokens, and contiguous ones need them too.
+    A rank must have the W - 1 tokens that it passes on. FLA checks this for the pieces of zigzag; contiguous pieces need it too.
     """
 
     algorithm = "recurrent"
@@ -92,7 +91,7 @@ class ConvCP(PathAdapter):
 
 
 def _context(x: Inputs, place: Place, **more: Any) -> Any:
-    """FLA's description of how the ranks share the whole; None for one rank, which shares nothing."""
+    """FLA's description of how the ranks share the tokens, or None for a single rank."""
     if place.cp.size == 1:
         return None
     from fla.ops.cp import build_cp_context
@@ -105,7 +104,7 @@ def _context(x: Inputs, place: Place, **more: Any) -> Any:
 
 @functools.cache
 def _permit_cpu() -> None:
-    """Let this process run FLA's context parallelism on a CPU, over gloo."""
+    """Patch FLA so that its context parallelism runs in this process on a CPU, over gloo."""
     for name in ("context", "chunk_delta_h", "chunk_merge", "chunk_bwd", "chunk_fwd"):
         importlib.import_module(f"fla.ops.cp.{name}")._check_cp_device = lambda device: None  # type: ignore[attr-defined]
     comm = importlib.import_module("fla.ops.cp.comm")

@@ -1,4 +1,4 @@
-"""Loading an adapter: of a built-in name, of the zoo, or of a class in a file. Its declarations are checked."""
+"""Loads an adapter by its built-in name, by its name in the zoo, or from a class in a file, and checks its declarations."""
 
 import difflib
 import importlib
@@ -20,11 +20,14 @@ from verify.adapters.registry import BUILT_IN, ZOO, ZOO_PLACE
 
 
 class AdapterError(Exception):
-    """An adapter cannot be had: unknown, not importable, or lacking a package. The message is one line with the choices."""
+    """An adapter cannot be loaded: it is unknown, cannot be imported, lacks a package, or declares something wrong.
+
+    The message is one line and names the choices, if there are any.
+    """
 
 
 def load(spec: str) -> Adapter | PathAdapter:
-    """The adapter of a built-in name, of an animal or of `file.py:Class`. AdapterError in one line if it cannot be had."""
+    """Load an adapter by its built-in name, as an animal of the zoo, or as `file.py:Class`. AdapterError if that fails."""
     check_spec(spec)
     if spec.startswith(ZOO):
         return make(_animals(spec)[spec], spec)
@@ -37,7 +40,7 @@ def load(spec: str) -> Adapter | PathAdapter:
             found = importlib.util.spec_from_file_location(path.stem, path)
             assert found is not None and found.loader is not None, path
             module = importlib.util.module_from_spec(found)
-            sys.path.insert(0, str(path.parent))  # so that the file may import its neighbours
+            sys.path.insert(0, str(path.parent))  # the file may import its neighbours
             sys.modules.setdefault(path.stem, module)
             found.loader.exec_module(module)
     except Exception as error:
@@ -63,7 +66,7 @@ def _is_adapter(value: object) -> bool:
 
 
 def make(kind: type[Adapter] | type[PathAdapter], spec: str) -> Adapter | PathAdapter:
-    """An instance, its declarations checked. AdapterError names a wrong one and the choices."""
+    """Create an instance and check its declarations. AdapterError names the first wrong declaration and the choices."""
     try:
         adapter = kind()
     except Exception as error:
@@ -101,7 +104,10 @@ def make(kind: type[Adapter] | type[PathAdapter], spec: str) -> Adapter | PathAd
 
 
 def check_spec(spec: str) -> None:
-    """Refuse a name that is no built-in adapter, no animal and no `file.py:Class`, without importing anything of anyone's."""
+    """Check that a name is a built-in adapter, an animal or an existing `file.py:Class`. AdapterError if it is not.
+
+    Neither a library's implementation nor a user's file is imported.
+    """
     if spec in BUILT_IN:
         return
     if spec.startswith(ZOO):
@@ -119,7 +125,7 @@ def check_spec(spec: str) -> None:
 
 
 def check_requirements(spec: str, requires: dict[str, str]) -> None:
-    """Refuse when a distribution is missing or too old, and say what to install."""
+    """Raise AdapterError, with the `pip install` command, if a distribution is missing or too old."""
     for name, least in requires.items():
         got = installed(name)
         if got is None:
@@ -133,7 +139,7 @@ def check_requirements(spec: str, requires: dict[str, str]) -> None:
 
 
 def versions(adapter: Implementation) -> str:
-    """The versions a finding depends on, in one line."""
+    """The installed versions of the adapter's packages and of torch, in one line. A finding depends on them."""
     names = dict.fromkeys((*adapter.requires, "torch"))
     return " ".join(f"{name} {version}" for name in names if (version := installed(name)))
 

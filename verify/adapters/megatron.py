@@ -1,9 +1,11 @@
-"""Megatron-LM's GatedDeltaNet module and its all-to-alls: signatures and layout only.
+"""Adapters of Megatron-LM's GatedDeltaNet module and of its all-to-alls. They adapt signatures and layout only.
 
-They are those of an installed megatron-core that has them, else of the checkout that --path names. Context parallelism is
-Megatron's own, over the ranks' process group; where ranks are simulated its all-to-all is replaced (`_all_to_all`). Tensor
-parallelism is in the projections, which Megatron leaves to whoever builds the module: here they are plain ones over
-verify.ranks.collectives. On a CPU its functions are not compiled, and it is told that the current device is the CPU.
+The code comes from an installed megatron-core that has the module, or from the checkout that --path names.
+
+- Context parallelism is Megatron's own, over the ranks' process group. For simulated ranks, `_all_to_all` replaces its all-to-all.
+- Tensor parallelism is in the projections, which Megatron takes from the code that builds the module. Here they are plain
+  projections over verify.ranks.collectives.
+- On a CPU, Megatron's functions are not compiled, and it is told that the current device is the CPU.
 """
 
 import functools
@@ -23,7 +25,7 @@ from verify.adapters.base import PathAdapter
 from verify.adapters.fla import REQUIRES
 from verify.ranks.collectives import Comm, Distributed, Place, copy_to, exchange, gather_from, reduce_from, scatter_to
 
-# What is used of it: as it has these, it has the rest.
+# The names of Megatron that are checked: a version that has these has all that we use.
 WANTED = {
     "megatron.core.ssm.gated_delta_net.common": (
         "GatedDeltaNetSubmodules",
@@ -47,12 +49,12 @@ class _Megatron(PathAdapter):
 
 
 class MegatronLayer(_Megatron):
-    """`megatron.core.ssm.gated_delta_net.GatedDeltaNet` with FLA's kernels; batches and packed sequences."""
+    """`megatron.core.ssm.gated_delta_net.GatedDeltaNet` with FLA's kernels, for batches and packed sequences."""
 
     domain = PathDomain(
         **_COMMON,
         ranks=4,
-        least_piece=1,  # it cannot reshape no tokens at all
+        least_piece=1,  # Megatron cannot reshape a tensor without tokens
         exchanges=False,
         deterministic=False,
         tf32=("rule=fla",),
@@ -114,7 +116,7 @@ class MegatronLayer(_Megatron):
 
 
 class MegatronDeterministic(MegatronLayer):
-    """The same with `deterministic_mode`: torch's convolution and Megatron's own chunkwise rule; batches only."""
+    """`MegatronLayer` with `deterministic_mode`: torch's convolution and Megatron's own chunkwise rule, for batches only."""
 
     domain = PathDomain(
         **_COMMON,
@@ -127,7 +129,10 @@ class MegatronDeterministic(MegatronLayer):
 
 
 class MegatronExchange(_Megatron):
-    """Its all-to-alls alone: fused, `a2a_cp_to_hp` and the permutations under it; else `tensor_a2a_*`, sequence by sequence."""
+    """Megatron's all-to-alls alone.
+
+    The fused form is `a2a_cp_to_hp` with its permutations and its inverse; the other form is `tensor_a2a_*` for each sequence.
+    """
 
     domain = PathDomain(
         **_COMMON,
@@ -153,7 +158,7 @@ class MegatronExchange(_Megatron):
         if choices["thd_all_to_all"] == "fused":
             back = None if packed is None else m._build_thd_cp_a2a_perm(offsets, size, tokens)[1]
             y = m.a2a_hp_to_cp(x, size, group, packed, back)
-            # It moves one section: several come rank by rank, in the order that a2a_cp_to_hp makes of them.
+            # a2a_hp_to_cp knows one section only. Several come out rank by rank, in the order into which a2a_cp_to_hp puts them.
             return y.index_select(-1, m._build_head_perm_for_split_sections(tuple(sections), size, x.device).argsort())
         way = {"seq_dim": 0, "head_dim": -1, "cp_group": group}
         if to == "heads":
@@ -169,7 +174,7 @@ class MegatronExchange(_Megatron):
 
 
 class Group:
-    """Ranks as Megatron asks process groups about them."""
+    """The ranks of one axis, with the methods of a process group that Megatron calls."""
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
@@ -186,7 +191,7 @@ def _group(comm: Comm) -> Any:
 
 
 class _Projection(nn.Module):
-    """A projection that ranks of TP share; its weight is given at each call."""
+    """A projection that TP ranks share. Its weight is passed in at each call, by functional_call."""
 
     def __init__(self, *_: Any, config: Any, tp_group: Group, **__: Any) -> None:
         super().__init__()
@@ -206,20 +211,23 @@ class _OutProj(_Projection):
 
 
 class _OutNorm(nn.RMSNorm):
-    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:  # noqa: ARG002 - Megatron gives it
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:  # noqa: ARG002 - Megatron passes it
         super().__init__(hidden_size, eps)
 
 
 def _current_device(device: torch.device) -> Any:
-    """Where a module's parameters are made. Nothing may be exchanged meanwhile: other simulated ranks would see it too."""
+    """Make `device` torch's current CUDA device, on which a module creates its parameters.
+
+    No collective may run inside, since the other simulated ranks would then see this device too.
+    """
     return unittest.mock.patch.object(torch.cuda, "current_device", return_value=device)
 
 
 @functools.cache
 def _modules() -> types.SimpleNamespace:
-    """What is used of Megatron. ImportError in one line says what is missing."""
+    """The names of Megatron that we use. ImportError, in one line, says what is missing."""
     if not torch.cuda.is_available():
-        _import("megatron.core.jit").disable_jit_fuser()  # compiling small functions takes a CPU minutes
+        _import("megatron.core.jit").disable_jit_fuser()  # compiling its small functions takes minutes on a CPU
     found = {}
     for module, names in WANTED.items():
         made = _import(module)
@@ -256,10 +264,10 @@ def _missing(what: str) -> str:
 
 
 def _all_to_all(original: Any, group: Any, x: Tensor, *more: Any) -> Any:
-    """Megatron's all-to-all, that of simulated ranks where there is no process group."""
+    """Megatron's all-to-all, or that of simulated ranks if there is no process group."""
     return exchange(group.comm, x.contiguous()) if isinstance(group, Group) else original(group, x, *more)
 
 
 def _same(original: Any, group: Any, *more: Any, **named: Any) -> Any:
-    """The group that was given; without torch.distributed Megatron knows of none."""
+    """The group that was passed, if it is our `Group`. Without torch.distributed, Megatron itself finds no group."""
     return group if isinstance(group, Group) else original(group, *more, **named)

@@ -4,9 +4,9 @@ import functools
 import importlib.metadata
 
 
-@functools.cache  # a distribution's metadata is read and parsed every time that it is asked for
+@functools.cache  # importlib reads and parses a distribution's metadata at every call
 def installed(name: str) -> str | None:
-    """The installed version of a distribution, or None."""
+    """The installed version of a distribution, or None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The built-in adapters by name, and where each is found: a module and a class, imported when asked for."""
+"""The built-in adapters: their names, and the module and class of each, which is imported when it is needed."""
 
 KERNELS = {
     "fla/chunk": "verify.adapters.fla:Chunk",
@@ -43,8 +43,8 @@ LAYERS = {
     "transformers/qwen3_next_layer": "verify.adapters.transformers_layer:Qwen3NextLayer",
     "transformers/qwen3_5_layer": "verify.adapters.transformers_layer:Qwen35Layer",
 }
-# By the name of their book (properties/books.py).
+# The adapters by the name of their book (properties/books.py).
 BOOKS_OF_BUILT_IN = {"rules": KERNELS, "modules": MODULES, "paths": PATHS, "pools": POOLS, "layers": LAYERS}
 BUILT_IN = {spec: place for adapters in BOOKS_OF_BUILT_IN.values() for spec, place in adapters.items()}
-ZOO = "zoo/"  # and then the name of a wrong implementation of verify/zoo
-ZOO_PLACE = "verify.zoo.animals:by_spec"  # gives the zoo's adapters by name
+ZOO = "zoo/"  # the prefix of the names of wrong implementations in verify/zoo
+ZOO_PLACE = "verify.zoo.animals:by_spec"  # a function that returns the zoo's adapters by name

@@ -1,6 +1,6 @@
-"""Hugging Face transformers' gated delta rule in plain torch: signatures and layout only.
+"""Adapters of Hugging Face transformers' gated delta rule in plain torch. They adapt signatures and layout only.
 
-The public names call flash-linear-attention where that is installed, even on a CPU; unwrapped, they are the functions of torch.
+The public names call flash-linear-attention if it is installed, even on a CPU. We unwrap them to get the functions in torch.
 """
 
 import inspect
@@ -17,7 +17,7 @@ _DOMAIN: dict[str, Any] = {"packed": False, "scale": False}
 
 
 class Chunk(Adapter):
-    """`torch_chunk_gated_delta_rule` of modeling_qwen3_next: chunkwise in float32, whatever the inputs' dtype."""
+    """`torch_chunk_gated_delta_rule` of modeling_qwen3_next: chunkwise, in float32 for inputs of any dtype."""
 
     algorithm = "chunkwise"
     chunk = 64

@@ -1,6 +1,6 @@
-"""Hugging Face transformers' GDN layers in plain torch: signatures and layout only.
+"""Adapters of Hugging Face transformers' GDN layers in plain torch. They adapt signatures and layout only.
 
-The modules call flash-linear-attention's kernels where those are installed; here their names lead to the functions behind them.
+The modules call flash-linear-attention's kernels if they are installed. Here they call transformers' own functions in torch.
 """
 
 import contextlib
@@ -25,11 +25,12 @@ Answer = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class Qwen3NextLayer(Adapter):
-    """`Qwen3NextGatedDeltaNet`: q, k, v and z of each key head beside each other in one projection, b and a in another."""
+    """`Qwen3NextGatedDeltaNet`. One projection has q, k, v and z of each key head side by side; another has b and a."""
 
     algorithm = "chunkwise"
     chunk = 64
-    # No boundaries of sequences, no bias, no doubling of beta; its cache is written in place, where no gradient passes.
+    # It takes no packed sequences and no convolution bias, and does not double beta. It writes to its cache in place, so that no
+    # gradient passes through states.
     domain = LayerDomain(
         packed=False, conv_bias=False, negative_eigenvalues=False, empty=False, nothing=False, state_gradients=False
     )
@@ -62,7 +63,7 @@ class Qwen3NextLayer(Adapter):
         return module
 
     def projections(self, layer: Layer, in_proj: Tensor) -> dict[str, Tensor]:
-        """in_proj's sections, those of each key head's group side by side."""
+        """The rows of in_proj by transformers' names, with the sections of each key head side by side."""
         sections = _sections(layer, in_proj)
         heads = {name: section.unflatten(0, (layer.heads, -1)) for name, section in sections.items()}
         return {
@@ -72,7 +73,7 @@ class Qwen3NextLayer(Adapter):
 
 
 class Qwen35Layer(Qwen3NextLayer):
-    """`Qwen3_5GatedDeltaNet`: q, k and v in one projection, z, b and a in their own."""
+    """`Qwen3_5GatedDeltaNet`. One projection has q, k and v; z, b and a have one each."""
 
     model = "qwen3_5"
 
@@ -88,7 +89,7 @@ class Qwen35Layer(Qwen3NextLayer):
         return module
 
     def projections(self, layer: Layer, in_proj: Tensor) -> dict[str, Tensor]:
-        """in_proj's sections, q, k and v as they stand together."""
+        """The rows of in_proj by transformers' names, with the sections q, k and v together."""
         sections = _sections(layer, in_proj)
         return {
             "in_proj_qkv.weight": torch.cat([sections[name] for name in "qkv"]),
@@ -101,7 +102,7 @@ def _sections(layer: Layer, in_proj: Tensor) -> dict[str, Tensor]:
 
 
 def _shared(x: Inputs) -> dict[str, Tensor]:
-    """The parameters that are laid out alike in both."""
+    """The parameters that have the same layout in both models."""
     return {
         "conv1d.weight": x.conv.unsqueeze(1),
         "A_log": x.A_log,
@@ -112,7 +113,7 @@ def _shared(x: Inputs) -> dict[str, Tensor]:
 
 
 def _widths(layer: Layer, eps: float) -> dict[str, Any]:
-    """A model of two layers, the first of which is the one."""
+    """The configuration of a model of two layers, of which the first is the GDN layer."""
     return {
         "hidden_size": layer.hidden,
         "num_hidden_layers": 2,
@@ -127,7 +128,7 @@ def _widths(layer: Layer, eps: float) -> dict[str, Any]:
 
 
 def _cache(config: Any, x: Inputs) -> Any:
-    """A cache with the call's states; empty where there are none, None where none come out."""
+    """A cache with the call's states; empty without initial states, and None if no final states are wanted."""
     if not x.output_final_state:
         return None
     from transformers import DynamicCache
@@ -141,7 +142,7 @@ def _cache(config: Any, x: Inputs) -> Any:
 
 @contextlib.contextmanager
 def _torch_only(model: str) -> Iterator[None]:
-    """The module's kernels are transformers' own functions of torch."""
+    """Make the model's module use transformers' own functions in torch as its kernels, inside."""
     module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
     with mock.patch.multiple(module, **{name: _unwrapped(getattr(module, name)) for name in KERNELS}):
         yield

@@ -1,6 +1,6 @@
-"""Hugging Face transformers' modules of Qwen3-Next in plain torch: signatures and layout only.
+"""Adapters of Hugging Face transformers' modules of Qwen3-Next in plain torch. They adapt signatures and layout only.
 
-The public names call other packages where those are installed, even on a CPU; behind them, unwrapped, are the functions of torch.
+The public names call other packages if they are installed, even on a CPU. We unwrap them to get the functions in torch.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from verify.adapters.transformers import REQUIRES
 
 
 class Conv(Adapter):
-    """`causal_conv1d_fn` on what the cache's `update_conv_state` gives, as the layer's prefill calls them."""
+    """`causal_conv1d_fn` on the result of the cache's `update_conv_state`, as the layer's prefill calls them."""
 
     algorithm = "pointwise"
     domain = ModuleDomain("causal_conv1d", packed=False)
@@ -35,7 +35,7 @@ class Conv(Adapter):
 
 
 class ConvUpdate(Adapter):
-    """`causal_conv1d_update`: tokens through a cache that it updates in place; of no tokens it returns a row."""
+    """`causal_conv1d_update`, with a cache that it updates in place. For a call without tokens it returns a row."""
 
     algorithm = "pointwise"
     domain = ModuleDomain("causal_conv1d", packed=False, empty=False)
@@ -60,7 +60,7 @@ class L2Norm(Adapter):
 
 
 class GatedNorm(Adapter):
-    """`Qwen3NextRMSNormGated`: what was normalised is stored in the inputs' dtype, weighed in it and gated in float32."""
+    """`Qwen3NextRMSNormGated`: the normalised x is rounded to the inputs' dtype, weighted in that dtype, and gated in float32."""
 
     algorithm = "pointwise"
     domain = ModuleDomain("gated_rms_norm", without_weight=False)

@@ -1,4 +1,4 @@
-"""A contest: forms of one computation, timed forward and backward by turns, and judged against the float64 truth."""
+"""A contest: forms of one computation, timed alternately forward and backward, and judged against the float64 truth."""
 
 import dataclasses
 import functools
@@ -23,10 +23,13 @@ Form = Callable[[Inputs], Tensors]
 
 @dataclasses.dataclass(frozen=True)
 class Contest:
-    """Forms of one operation by name. `timed` and `judged` are the cases (as properties/cases/rule_case.py) that they are run on.
+    """Forms of one operation, by name.
 
-    A form returns tensors from which `join` makes the operation's `outputs`; `split` makes their cotangents of the outputs'.
-    `prepare` lays the inputs out as they come in a model. `algorithm` and `chunk` name the bound's class, see oracles/bound.py.
+    - `timed`, `judged`: the cases (see properties/cases/rule_case.py) with which the forms are timed and judged.
+    - `join` makes the operation's `outputs` from the tensors that a form returns; `split` makes the cotangents of these tensors
+      from the cotangents of the outputs.
+    - `prepare` gives the inputs the layout that they have in a model.
+    - `algorithm`, `chunk`: the class of algorithm for the tolerances, see oracles/bound.py.
     """
 
     forms: Mapping[str, Form]
@@ -43,7 +46,7 @@ class Contest:
 
 @dataclasses.dataclass(frozen=True)
 class Ready:
-    """The inputs of a case, leaves where they are differentiable, which are `given` too; and the outputs' cotangents."""
+    """The inputs of a case and the cotangents of its outputs. `given` has the differentiable inputs, which are leaf tensors."""
 
     inputs: Inputs
     given: dict[str, Tensor]
@@ -51,10 +54,10 @@ class Ready:
 
 
 def ready(contest: Contest, case: Any, device: torch.device) -> Ready:
-    """A case's tensors on a device, laid out as the contest says."""
+    """The tensors of a case on a device, in the contest's layout."""
     inputs, spec = contest.prepare(case.inputs(str(device))), contest.judged.spec
     names = [port.name for port in spec.inputs if port.dtype != "index" and inputs.get(port.name) is not None]
-    # Parameters, since a module takes nothing else in their place.
+    # nn.Parameter, because a module accepts nothing else in place of its parameters.
     given: dict[str, Tensor] = {name: nn.Parameter(inputs[name], requires_grad=contest.backward) for name in names}
     every = case.cotangents(str(device)) if contest.backward else {}
     return Ready(inputs.replaced(**given), given, tuple(every[name] for name in contest.outputs if every))
@@ -62,7 +65,10 @@ def ready(contest: Contest, case: Any, device: torch.device) -> Ready:
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Of each form, the milliseconds forward and backward, and the seconds of each way's first call, what it compiled included."""
+    """For each form, the milliseconds forward (`ahead`) and backward (`back`), and the seconds of each first call.
+
+    First calls include compilation and autotuning.
+    """
 
     ahead: dict[str, list[float]]
     back: dict[str, list[float]]
@@ -71,7 +77,7 @@ class Times:
 
 
 def time_forms(contest: Contest, clock: Clock, effort: Effort, device: torch.device) -> Times:
-    """The times of the forms on the case that is timed; forward keeps what backward needs, as in training, if there is one."""
+    """The times of the forms on the timed case. If there is a backward, forward saves tensors for it, as in training."""
     x = ready(contest, contest.timed, device)
     with torch.set_grad_enabled(contest.backward):
         calls: dict[str, Call] = {name: functools.partial(form, x.inputs) for name, form in contest.forms.items()}
@@ -92,9 +98,10 @@ def time_forms(contest: Contest, clock: Clock, effort: Effort, device: torch.dev
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """What the forms' answers came to: of each the greatest error over its allowance, and what was found wrong.
+    """How the forms' results compare with the truth.
 
-    `apart` is by how much two forms differ at most, over the allowance.
+    `worst` has each form's largest error divided by its tolerance, `findings` its errors over the tolerance, and `apart` the
+    largest difference between two forms divided by the tolerance.
     """
 
     size: str
@@ -103,11 +110,11 @@ class Agreement:
     apart: dict[tuple[str, str], float]
 
     def broken(self, *forms: str) -> list[str]:
-        """Those of some forms that are wrong."""
+        """The wrong forms among the given ones."""
         return [name for name in forms if self.findings[name]]
 
     def about(self, *forms: str) -> str:
-        """What is known of some forms, in words."""
+        """A text about the results of the given forms."""
         if wrong := self.broken(*forms):
             return f"BROKEN at {self.size}: " + "; ".join(f"{name}: {_said(self.findings[name][0])}" for name in wrong)
         said = f"hold at {self.size}: {', '.join(f'{self.worst[name]:.2f}' for name in forms)} of what rounding allows"
@@ -123,11 +130,14 @@ def _said(finding: Finding) -> str:
 
 
 def agreement(contest: Contest, device: torch.device) -> Agreement:
-    """Every form judged row by row against the truth of the case that is judged, in memory that is NaN until it is written."""
+    """Judge every form row by row against the truth of the judged case. New memory holds NaN until a form writes to it.
+
+    ValueError if the case has no rows to compare.
+    """
     case = contest.judged
     x = ready(contest, case, device)
     directions = dict(zip(contest.outputs, x.cotangents, strict=True)) if contest.backward else None
-    inputs = Inputs(**{name: value for name, value in x.inputs.items() if name != "lengths"})  # what is read once, for the forms
+    inputs = Inputs(**{name: value for name, value in x.inputs.items() if name != "lengths"})  # `lengths` is for the forms only
     limits = bounds(case.spec, inputs, directions, contest.algorithm, chunk=contest.chunk)
     answers: dict[str, dict[str, Tensor]] = {}
     worst, findings = {}, {}
@@ -144,7 +154,7 @@ def agreement(contest: Contest, device: torch.device) -> Agreement:
 
 
 def _evaluated(contest: Contest, form: Form, x: Ready) -> dict[str, Tensor]:
-    """The operation's outputs by a form, and with backward the gradients of all inputs."""
+    """A form's outputs by name, and with backward the gradients of all inputs."""
     with torch.set_grad_enabled(contest.backward):
         parts = form(x.inputs)
         outputs = contest.join(parts)
@@ -156,7 +166,7 @@ def _evaluated(contest: Contest, form: Form, x: Ready) -> dict[str, Tensor]:
 
 
 def _apart(spec: Operation, limits: Mapping[str, Bound], one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """The greatest difference of a row of two answers over what is allowed to it; what is not a number is infinitely far."""
+    """The largest difference between two results in any row, divided by the row's tolerance; infinite if it is NaN."""
     greatest = 0.0
     for name, value in one.items():
         error = (value.double() - other[name].double()).abs()
@@ -167,13 +177,13 @@ def _apart(spec: Operation, limits: Mapping[str, Bound], one: Mapping[str, Tenso
 
 
 def saved_bytes(call: Call, given: Sequence[Tensor]) -> int:
-    """The bytes of the distinct memory that a call's graph keeps for backward, that of the tensors given to it left out."""
+    """The bytes that a call's graph saves for backward. Shared memory counts once, and memory of the `given` tensors not at all."""
     own = {x.untyped_storage().data_ptr() for x in given}
     kept: dict[int, torch.UntypedStorage] = {}
 
     def pack(x: Tensor) -> int:
         storage = x.untyped_storage()
-        kept[storage.data_ptr()] = storage  # held, or its place could be another's before the call ends
+        kept[storage.data_ptr()] = storage  # keeps it alive, so that its address is not reused before the call ends
         return storage.data_ptr()
 
     def unpack(place: int) -> Tensor:
@@ -185,7 +195,7 @@ def saved_bytes(call: Call, given: Sequence[Tensor]) -> int:
 
 
 def allocated_bytes(call: Call, device: torch.device) -> int | None:
-    """The bytes that stay allocated on a GPU after a call while its results live; None on a CPU, where nobody counts."""
+    """The bytes that stay allocated on a GPU after a call, while its results live. None on a CPU, where torch does not count."""
     if device.type != "cuda":
         return None
     with torch.enable_grad():
@@ -197,7 +207,7 @@ def allocated_bytes(call: Call, device: torch.device) -> int | None:
 
 
 def size_of(case: Any) -> str:
-    """How many tokens a case has, in words."""
+    """The number of tokens and sequences of a case, as text."""
     count, lengths = len(case.lengths), case.lengths
     if count == 1:
         return f"{lengths[0]:,} tokens"

@@ -1,4 +1,4 @@
-"""The claim about decoding: the recurrent kernel with other blocks of value channels than it is released with."""
+"""The claim about decoding: the recurrent kernel with other block sizes of value channels (BV) than the released one."""
 
 from collections.abc import Iterator
 
@@ -11,11 +11,14 @@ from verify.claims.setting import Setting
 from verify.claims.table import Row, number
 
 RELEASED, BLOCKS = 8, (16, 32, 64)
-CLAIMED_GAIN, CLAIMED_SHARES = 1.10, (0.15, 0.23)  # end to end, where the kernel had so much of the time
+CLAIMED_GAIN, CLAIMED_SHARES = 1.10, (0.15, 0.23)  # end to end, if the kernel took such a share of the time
 
 
 def recurrent(block: int) -> Form:
-    """`fused_recurrent_gated_delta_rule_fwd_kernel`, launched as released with another BV: o and the final state."""
+    """A form that launches `fused_recurrent_gated_delta_rule_fwd_kernel` as released but with another BV.
+
+    The form returns o and the final state.
+    """
 
     def form(x: Inputs) -> Tensors:
         from fla.ops.gated_delta_rule.fused_recurrent import fused_recurrent_gated_delta_rule_fwd_kernel as kernel
@@ -58,7 +61,7 @@ def recurrent(block: int) -> Form:
 
 
 def decode_contest(setting: Setting, requests: int) -> Contest:
-    """One token for each of so many requests, with the blocks that are asked about."""
+    """A contest of the block sizes, with one token for each of `requests` requests."""
     return Contest(
         {f"BV {block}": recurrent(block) for block in (RELEASED, *BLOCKS)},
         rule_case(setting, [1] * requests, "random"),
@@ -70,9 +73,9 @@ def decode_contest(setting: Setting, requests: int) -> Contest:
 
 
 def needed(gain: float, share: float) -> float:
-    """How many times as fast a kernel must become for the whole to gain so much, where the kernel had `share` of the time.
+    """The speed-up that a kernel needs so that the whole gains a factor `gain`, if the kernel took `share` of the time.
 
-    ValueError where even a kernel that takes no time gives less.
+    ValueError if even a kernel that takes no time would gain less.
     """
     left = share - (1 - 1 / gain)
     if not left > 0:
@@ -81,7 +84,7 @@ def needed(gain: float, share: float) -> float:
 
 
 def decode(setting: Setting) -> Iterator[Row]:
-    """Each block against the released one, at each number of requests."""
+    """The rows of each block size against the released one, for each number of requests."""
     high, low = (needed(CLAIMED_GAIN, share) for share in CLAIMED_SHARES)
     claimed = f"{number(low)} to {number(high)}: 10% end to end, if 15 to 23% of it"
     agreed: Agreement | None = None
@@ -89,7 +92,7 @@ def decode(setting: Setting) -> Iterator[Row]:
         contest = decode_contest(setting, requests)
         setting.tell(f"decoding, {requests} requests")
         times = time_forms(contest, setting.clock, setting.effort, setting.device)
-        agreed = agreed or agreement(contest, setting.device)  # once: it does not depend on how many are timed
+        agreed = agreed or agreement(contest, setting.device)  # only once, because it does not depend on the number of requests
         for block in BLOCKS:
             forms = (f"BV {RELEASED}", f"BV {block}")
             says = (claimed if block == 32 else "", "")

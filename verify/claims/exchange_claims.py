@@ -1,9 +1,9 @@
-"""The claim about packed context parallelism: one all-to-all each way for one a sequence, over 2 and 4 ranks.
+"""The claim about packed context parallelism: one all-to-all each way instead of one for each sequence, over 2 and 4 ranks.
 
-Ranks are the workers of verify/ranks/group.py and answer questions here. The forms are those of verify/adapters/gdn/exchange.py;
-"fused" there
-builds its maps along tokens on the CPU at every call, "fused, maps kept" has them on the device. What they move is judged as it is
-timed, in whole numbers: every token and feature must land where the definition says, forward and backward.
+Ranks are the workers of verify/ranks/group.py; `answer` here answers their questions. The forms are those of
+verify/adapters/gdn/exchange.py. Its form "fused" builds the maps along tokens on the CPU at every call; "fused, maps kept" keeps
+them on the device. The forms are also judged, with whole numbers: every token and feature must land where the definition puts it,
+forward and backward.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ Move = Callable[[Tensor, Tensor], Moved]
 
 
 class Unwaited(Distributed):
-    """A process group whose all-to-alls are not waited for on the CPU, as in training."""
+    """A process group on whose all-to-alls the CPU does not wait, as in training."""
 
     def _collective(self, kind: str, x: Tensor) -> Tensor:
         assert kind == "all_to_all", kind
@@ -49,7 +49,10 @@ class Unwaited(Distributed):
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What is moved: of sequences of `lengths` tokens, in_proj's `sections` to heads and then the rule's, `back`, to tokens."""
+    """What an exchange moves, for sequences of `lengths` tokens.
+
+    in_proj's features, with widths `sections`, go from tokens to heads. The rule's features, with widths `back`, go back to tokens.
+    """
 
     lengths: tuple[int, ...]
     sections: tuple[int, ...]
@@ -57,12 +60,12 @@ class Load:
 
 
 def per_sequence(comm: Comm, load: Load) -> Move:
-    """One all-to-all a section of a sequence there, and one a sequence back."""
+    """The form with one all-to-all for each section of each sequence there, and one for each sequence back."""
     return _of_the_layer(comm, load, fused=False)
 
 
 def fused(comm: Comm, load: Load) -> Move:
-    """One all-to-all each way, its maps along tokens built for each."""
+    """The form with one all-to-all each way, which builds its maps along tokens at every call."""
     return _of_the_layer(comm, load, fused=True)
 
 
@@ -75,7 +78,7 @@ def _of_the_layer(comm: Comm, load: Load, *, fused: bool) -> Move:
 
 
 def with_maps_kept(comm: Comm, load: Load, device: torch.device) -> Move:
-    """The same with maps that are built once."""
+    """The form with one all-to-all each way, whose maps are built once."""
     tokens, there, back = (
         tuple(each.to(device) for each in maps)
         for maps in (token_map(load.lengths, comm.size), feature_map(load.sections, comm.size), feature_map(load.back, comm.size))
@@ -91,7 +94,7 @@ def with_maps_kept(comm: Comm, load: Load, device: torch.device) -> Move:
 
 
 def movers(comm: Comm, load: Load, device: torch.device) -> dict[str, Move]:
-    """The forms by name, the one before the change first."""
+    """The forms by name. The one before the change comes first."""
     return {
         "per sequence": per_sequence(comm, load),
         "fused": fused(comm, load),
@@ -100,7 +103,10 @@ def movers(comm: Comm, load: Load, device: torch.device) -> dict[str, Move]:
 
 
 def tagged(load: Load, size: int, rank: int, device: torch.device) -> tuple[Moved, Moved]:
-    """What a rank has before and must have after: every token and feature has a whole number of its own, exact in float64."""
+    """What a rank has before the exchange, and what it must have after it.
+
+    Every token and feature has its own whole number, exact in float64.
+    """
     every = torch.arange(sum(load.lengths))
     mine = zigzag(load.lengths, size)[rank]
 
@@ -108,7 +114,7 @@ def tagged(load: Load, size: int, rank: int, device: torch.device) -> tuple[Move
         return (tokens.to(device).unsqueeze(-1) * width + features.to(device)).double().unsqueeze(1)
 
     def both(sections: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """By tokens, and by heads."""
+        """The numbers as they are shared by tokens, and as they are shared by heads."""
         width = sum(sections)
         return numbers(mine, torch.arange(width), width), numbers(every, head_parallel(sections, size)[rank], width)
 
@@ -117,18 +123,18 @@ def tagged(load: Load, size: int, rank: int, device: torch.device) -> tuple[Move
 
 
 def misplaced(move: Move, load: Load, size: int, rank: int, device: torch.device) -> list[str]:
-    """What a form brings to the wrong place, or back to the wrong place in its backward, on this rank."""
+    """The directions, of WAYS, in which a form brings something to a wrong place on this rank."""
     given, wanted = tagged(load, size, rank, device)
     x, y = (each.requires_grad_() for each in given)
     there, back = move(x, y)
-    # Backward is the inverse of moving: what must have been there comes back as what was given.
+    # Backward is the inverse exchange, so the wanted results, as cotangents, must come back as the inputs.
     gradients = torch.autograd.grad([there, back], [x, y], list(wanted))
     pairs = dict(zip(WAYS, [(there, wanted[0]), (back, wanted[1]), (gradients[0], x), (gradients[1], y)], strict=True))
     return [way for way, (got, want) in pairs.items() if not torch.equal(got, want)]
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """A rank's answer, the same on each: {} to a Join, and to a load what it came to, see `measure`."""
+    """The answer of a rank, the same on all: {} to a Join, and the result of `measure` to a load. "error" if it fails."""
     try:
         if question.get("question") == Join.__name__:
             join(Join(**{name: value for name, value in question.items() if name != "question"}))
@@ -140,7 +146,11 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(load: Load, effort: Effort) -> dict[str, Any]:
-    """By form: milliseconds forward and backward, the slowest rank's of each round; first calls; what is misplaced on any rank."""
+    """Time and judge the forms.
+
+    The result has, for each form, the milliseconds forward and backward (of the slowest rank in each round), the seconds of the
+    first calls, and the directions in which something is misplaced on any rank.
+    """
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     comm = Unwaited()
     forms = movers(comm, load, device)
@@ -153,7 +163,7 @@ def measure(load: Load, effort: Effort) -> dict[str, Any]:
 
 def _times(forms: Mapping[str, Move], comm: Comm, load: Load, effort: Effort, device: torch.device) -> dict[str, Any]:
     meet = torch.zeros(1, device=device)
-    clock = clock_of(device, lambda: dist.all_reduce(meet))  # ranks begin together
+    clock = clock_of(device, lambda: dist.all_reduce(meet))  # so that all ranks begin together
     tokens, width = sum(load.lengths), sum(load.back) // comm.size
     x = torch.ones(tokens // comm.size, 1, sum(load.sections), dtype=torch.bfloat16, device=device, requires_grad=True)
     y = torch.ones(tokens, 1, width, dtype=torch.bfloat16, device=device, requires_grad=True)
@@ -176,7 +186,7 @@ def _times(forms: Mapping[str, Move], comm: Comm, load: Load, effort: Effort, de
 
 
 def _greatest(values: Sequence[float], device: torch.device) -> list[float]:
-    """Number by number the greatest of all ranks."""
+    """For each number, its largest value over all ranks."""
     every = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(every, op=dist.ReduceOp.MAX)
     result: list[float] = every.tolist()
@@ -184,7 +194,10 @@ def _greatest(values: Sequence[float], device: torch.device) -> list[float]:
 
 
 def exchanged(setting: Setting) -> Iterator[Row]:
-    """Forward and backward by the number of sequences, over each number of ranks that this host has GPUs for."""
+    """The rows, forward and backward, for each number of ranks and of sequences.
+
+    Where the host has too few GPUs for the ranks, a row has that as its reason.
+    """
     cuda = setting.device.type == "cuda"
     for size in setting.sizes.ranks:
         there = torch.cuda.device_count() if cuda else size
@@ -199,9 +212,9 @@ def exchanged(setting: Setting) -> Iterator[Row]:
 
 
 def packed(setting: Setting, group: Asked, size: int, count: int) -> Iterator[Row]:
-    """What a group of `size` ranks comes to with so many sequences."""
+    """The rows of a group of `size` ranks with `count` sequences."""
     sections, effort = setting.sizes.layer.sections, setting.effort
-    # A call a sequence and section takes a fifth of a second where there are many.
+    # With many sequences, the form with a collective for each sequence and section takes a fifth of a second for a call.
     effort = dataclasses.replace(effort, budget_s=effort.budget_s / 2, least=min(effort.least, 6), warm=min(effort.warm, 1))
     load = Load(tuple(ragged(setting.sizes.moved, count, 2 * size)), tuple(sections.values()), (sections["v"],))
     what, words = f"all-to-all over {size} ranks", f"{sum(load.lengths):,} tokens in {count} sequence{'s' * (count > 1)}"
@@ -217,7 +230,7 @@ def packed(setting: Setting, group: Asked, size: int, count: int) -> Iterator[Ro
 
 
 def rows_of_ranks(what: str, words: str, said: Mapping[str, Any]) -> Iterator[Row]:
-    """A row a direction and form of what ranks answered."""
+    """The rows of the ranks' answer: one for each direction and form."""
     before, *afters = said["ahead"]
     for way, took, first in (("forward", "ahead", "first_ahead_s"), ("backward", "back", "first_back_s")):
         for after in afters:

@@ -1,7 +1,7 @@
-"""Claims about one GPU's training step: the convolution's layout, one norm for two, and the norm in the kernel.
+"""Claims about a training step on one GPU: the layout of the convolution, one norm instead of two, and the norm in the kernel.
 
-Each form is what the change's own code does around released kernels (flash-linear-attention's and torch's), from the slice of a
-projection that it is given to contiguous operands of the next kernel.
+Each form does what the changed code does around released kernels (flash-linear-attention's and torch's). It begins with a slice of
+a projection and ends with contiguous operands for the next kernel.
 """
 
 import functools
@@ -36,9 +36,9 @@ JUDGED_SEQUENCES = 5
 
 
 def transposed_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """silu(causal conv1d) of x [B, T, C], which torch takes as [B, C, T]; the result is a view of that.
+    """SiLU(causal conv1d) of x [B, T, C] by torch, which needs [B, C, T]. The result is a transposed view.
 
-    Megatron-LM had this where the package causal-conv1d, which takes [B, C, T] too, was not installed.
+    Megatron-LM did this if the package causal-conv1d, which takes [B, C, T] too, was not installed.
     """
     turned = x.transpose(1, 2).contiguous()
     y = F.conv1d(turned, weight.unsqueeze(1), bias, padding=weight.shape[-1] - 1, groups=len(weight))
@@ -46,7 +46,7 @@ def transposed_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def fla_conv(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The same by flash-linear-attention's kernel, which takes [B, T, C] of any strides, and packed sequences."""
+    """SiLU(causal conv1d) by flash-linear-attention's kernel, which takes [B, T, C] with any strides, and packed sequences."""
     from fla.modules.causal_conv1d import causal_conv1d
 
     y: Tensor = causal_conv1d(x, weight, bias, activation="silu", cu_seqlens=cu_seqlens)[0]
@@ -54,12 +54,12 @@ def fla_conv(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor 
 
 
 def conv_contest(setting: Setting, lengths: Sequence[int], judged: Sequence[int]) -> Contest:
-    """Conv1d from in_proj's output to contiguous q, k and v; packed where there is more than one sequence."""
+    """A contest of conv1d from in_proj's output to contiguous q, k and v. More than one sequence are packed."""
     layer = setting.sizes.layer
     widths = [layer.sections[name] for name in "qkv"]
 
     def before(x: Inputs) -> Tensors:
-        # Torch knows no sequences: a call for each.
+        # Torch has no packed sequences, so each sequence needs a call.
         rows = [transposed_conv(each, x.weight, x.bias) for each in x.x.split(x.lengths, 1)]
         y = torch.cat(rows, 1) if len(rows) > 1 else rows[0]
         return tuple(each.contiguous() for each in y.split(widths, -1))
@@ -68,7 +68,7 @@ def conv_contest(setting: Setting, lengths: Sequence[int], judged: Sequence[int]
         return tuple(each.contiguous() for each in fla_conv(x.x, x.weight, x.bias, x.cu_seqlens).split(widths, -1))
 
     def prepare(x: Inputs) -> Inputs:
-        # Lengths are read once: each time a GPU would be waited for.
+        # Lengths are read once here, because reading them in each call would wait for the GPU.
         others = sum(layer.sections.values()) - sum(widths)
         return Inputs(**{**sliced(x, ("x",), others), "lengths": sequences(x, "x")})
 
@@ -96,7 +96,7 @@ def conv_contest(setting: Setting, lengths: Sequence[int], judged: Sequence[int]
 
 
 def conv(setting: Setting) -> Iterator[Row]:
-    """No transpose around the convolution of one sequence."""
+    """The rows of the convolution of one sequence, with and without transposes."""
     sizes = setting.sizes
     yield from compared(
         setting, 1, "conv1d: FLA's on [b, s, d] for torch's and a transpose", conv_contest(setting, [sizes.tokens], [sizes.judged])
@@ -104,7 +104,7 @@ def conv(setting: Setting) -> Iterator[Row]:
 
 
 def packed_conv(setting: Setting) -> Iterator[Row]:
-    """No call a sequence either."""
+    """The rows of the convolution of packed sequences, with one call for each sequence and with one call for all."""
     lengths, judged = ragged(setting.sizes.tokens, setting.sizes.sequences), ragged(setting.sizes.judged, JUDGED_SEQUENCES)
     yield from compared(
         setting, 1, "conv1d: FLA's with cu_seqlens for torch's, a call a sequence", conv_contest(setting, lengths, judged)
@@ -120,18 +120,21 @@ def l2norm(x: Tensor) -> Tensor:
 
 
 def together(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Query and key by one norm: views of its result."""
+    """q and k normalised by one call. The results are views."""
     first, second = l2norm(torch.cat([q, k], 2)).chunk(2, 2)
     return first, second
 
 
 def each(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Query and key by a norm each."""
+    """q and k normalised by separate calls."""
     return l2norm(q.contiguous()), l2norm(k.contiguous())
 
 
 def norms_contest(setting: Setting, *, repeated: bool) -> Contest:
-    """L2 norms from conv1d's output to the rule's contiguous operands; `repeated`: of Hv heads each, as Megatron-LM gives them."""
+    """A contest of L2 norms from conv1d's output to the rule's contiguous operands.
+
+    With `repeated`, each operand is repeated to HV heads, as Megatron-LM passes them.
+    """
     layer = setting.sizes.layer
     group = layer.value_heads // layer.heads
 
@@ -142,7 +145,7 @@ def norms_contest(setting: Setting, *, repeated: bool) -> Contest:
         halves = directions[0].chunk(2, 2)
         if not repeated:
             return halves
-        # Only the first copy of a head has a cotangent: the sum over copies is the head's own, exactly.
+        # Only the first copy of a head gets a cotangent, so that the sum over the copies is exactly the head's cotangent.
         first = torch.zeros(group, 1, dtype=halves[0].dtype, device=halves[0].device)
         first[0] = 1
         return tuple((half.unsqueeze(3) * first).flatten(2, 3) for half in halves)
@@ -162,17 +165,17 @@ def norms_contest(setting: Setting, *, repeated: bool) -> Contest:
 
 
 def norms(setting: Setting) -> Iterator[Row]:
-    """One norm over query and key together."""
+    """The rows of one norm over q and k together."""
     yield from compared(setting, 2, "L2 norm: one for two", norms_contest(setting, repeated=False))
 
 
 def repeated_norms(setting: Setting) -> Iterator[Row]:
-    """The same before heads are repeated for a kernel without GVA."""
+    """The rows of one norm, followed by a repetition of heads for a kernel without GVA."""
     yield from compared(setting, 2, "L2 norm: one for two, then heads repeated", norms_contest(setting, repeated=True))
 
 
 def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, norm: bool) -> Tensor:
-    """o of flash-linear-attention's chunk kernels, which make what is strided contiguous."""
+    """The output o of flash-linear-attention's chunk kernels, which copy strided operands to contiguous memory."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     o: Tensor = chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel=norm)[0]
@@ -180,7 +183,10 @@ def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, norm: bool
 
 
 def in_kernel_contest(setting: Setting) -> Contest:
-    """The rule from conv1d's output on, its norms explicit (one for both, as in Megatron-LM, or each by itself) or its own."""
+    """A contest of the rule from conv1d's output on.
+
+    Its norms are explicit (one call for both, as in Megatron-LM, or two calls) or inside the kernel.
+    """
     return Contest(
         {
             "one explicit": lambda x: (rule(*together(x.q, x.k), x.v, x.g, x.beta, norm=False),),
@@ -197,7 +203,7 @@ def in_kernel_contest(setting: Setting) -> Contest:
 
 
 def rule_case(setting: Setting, lengths: Sequence[int], state: str = "none") -> Case:
-    """A case of the rule at the layer's widths, with its norm."""
+    """A case of the rule at the layer's widths, with the norm in the kernel."""
     layer = setting.sizes.layer
     return Case(
         tuple(lengths),
@@ -213,7 +219,7 @@ def rule_case(setting: Setting, lengths: Sequence[int], state: str = "none") -> 
 
 
 def in_kernel(setting: Setting) -> Iterator[Row]:
-    """The norm in the kernel: its time, and the memory that is kept for backward."""
+    """The rows of the norm in the kernel: its time, and the memory that is saved for backward."""
     contest = in_kernel_contest(setting)
     times, agreed = settled(setting, contest)
     x = ready(contest, contest.timed, setting.device)
@@ -239,12 +245,12 @@ def in_kernel(setting: Setting) -> Iterator[Row]:
 
 
 def predicted_bytes(layer: Layer, tokens: int, element_bytes: int) -> int:
-    """What the change says that it saves: normalised query and key, [T, 2 Hk, K]."""
+    """The bytes that the change claims to save: normalised q and k, [T, 2 H, K]."""
     return tokens * 2 * layer.heads * layer.key_dim * element_bytes
 
 
 def saving(before: tuple[int, int | None], after: tuple[int, int | None]) -> str:
-    """How many MiB less, by what is saved for backward and by the allocator where there is one."""
+    """A text about the saved MiB: by tensors saved for backward, and on a GPU also by the allocator."""
     said = f"{number((before[0] - after[0]) / MIB)} MiB less"
     if before[1] is not None and after[1] is not None:
         said += f", by the allocator {number((before[1] - after[1]) / MIB)}"
@@ -252,7 +258,7 @@ def saving(before: tuple[int, int | None], after: tuple[int, int | None]) -> str
 
 
 def sliced(inputs: Inputs, names: Sequence[str], extra: int = 0) -> Inputs:
-    """The inputs, those of `names` side by side in one tensor that has `extra` channels more: strided, as a projection's slices."""
+    """The inputs, with those of `names` as slices of one tensor that has `extra` more channels, as slices of a projection are."""
     flat = [inputs[name].flatten(2) for name in names]
     whole = torch.cat([*flat, flat[0].new_zeros(*flat[0].shape[:2], extra)], -1)
     parts = whole.split([*(x.shape[-1] for x in flat), extra], -1)
@@ -260,9 +266,9 @@ def sliced(inputs: Inputs, names: Sequence[str], extra: int = 0) -> Inputs:
 
 
 def ragged(total: int, count: int, multiple: int = 1) -> list[int]:
-    """`count` lengths of one total, by turns half as long again as the mean and half of it, each a multiple.
+    """`count` lengths with the sum `total`, alternately 1.5 and 0.5 times the mean, all multiples of `multiple`.
 
-    ValueError for a total that is no multiple, or has too few for all.
+    ValueError if the total is no multiple of `multiple`, or too small.
     """
     whole, left = divmod(total, multiple)
     if count < 1 or left or whole < count:
@@ -275,12 +281,12 @@ def ragged(total: int, count: int, multiple: int = 1) -> list[int]:
 
 
 def settled(setting: Setting, contest: Contest) -> tuple[Times, Agreement]:
-    """Times first, so that kernels are tuned at the size that is timed; then what the law says."""
+    """The times and the agreement of a contest. It is timed first, so that kernels are autotuned at the timed size."""
     return time_forms(contest, setting.clock, setting.effort, setting.device), agreement(contest, setting.device)
 
 
 def compared(setting: Setting, claim: int, what: str, contest: Contest, claimed: tuple[str, str] = ("", "")) -> Iterator[Row]:
-    """A row a direction for a contest of two forms, before and after."""
+    """The rows of a contest of two forms, before and after: one for each direction."""
     before, after = contest.forms
     yield from rows_of(claim, what, contest, *settled(setting, contest), (before, after), claimed)
 
@@ -294,7 +300,7 @@ def rows_of(
     forms: tuple[str, str],
     claimed: tuple[str, str] = ("", ""),
 ) -> Iterator[Row]:
-    """A row a direction for two of a contest's forms."""
+    """The rows of two of a contest's forms: one for each direction."""
     ways = [("forward", times.ahead, times.first_ahead_s), ("backward", times.back, times.first_back_s)]
     for (way, took, first), says in zip(ways, claimed, strict=True):
         if took:

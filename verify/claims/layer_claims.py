@@ -1,4 +1,4 @@
-"""Claims about the whole layer on one GPU: what Megatron-LM 3040 changed at once, and FLOPs by formula over measured time."""
+"""Claims about the whole layer on one GPU: all changes of Megatron-LM 3040 together, and FLOPs by formula over measured time."""
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,10 @@ NAMES = {
 
 
 class Before(GatedDeltaNet):
-    """The layer of verify/gdn around flash-linear-attention's rule, with a transposed convolution and a norm each of q and k."""
+    """The layer before 3040: with a transposed convolution and separate norms of q and k.
+
+    It is the layer of verify/adapters/gdn around flash-linear-attention's rule.
+    """
 
     def convolve(self, x: Tensor, cu_seqlens: Tensor | None, lengths: list[int]) -> Tensor:  # noqa: ARG002
         return transposed_conv(x, self.in_use("conv.weight"), None)
@@ -47,12 +50,12 @@ class Before(GatedDeltaNet):
         return self.normed_rule(q, k, v, g, beta)
 
     def normed_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """o of query and key as the convolution left them."""
+        """The output o of the rule, from q and k as they leave the convolution."""
         return rule(*each(q, k), v, g, beta, norm=False)
 
 
 class Refined(Before):
-    """The same after 3040: no transpose, one norm for both."""
+    """The layer after 3040: without a transpose, and with one norm for q and k together."""
 
     def convolve(self, x: Tensor, cu_seqlens: Tensor | None, lengths: list[int]) -> Tensor:  # noqa: ARG002
         return fla_conv(x, self.in_use("conv.weight"), None)
@@ -63,7 +66,7 @@ class Refined(Before):
 
 
 class InKernel(Refined):
-    """The same with the norm in the kernel: every change that concerns one GPU."""
+    """The layer after 3040 with the norm in the kernel, that is, with every change that concerns one GPU."""
 
     def normed_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         """See Before."""
@@ -71,11 +74,11 @@ class InKernel(Refined):
 
 
 def layer_form(kind: type[GatedDeltaNet]) -> Form:
-    """The whole layer as a form: y [1, T, hidden]."""
+    """The whole layer as a form that returns y [1, T, hidden]."""
 
     @functools.cache
     def module(layer: Layer, dtype: torch.dtype, device: torch.device, eps: float) -> GatedDeltaNet:
-        # "in_kernel" leaves the norms to `rule`, and the kinds above say themselves how they are taken.
+        # "in_kernel" leaves the norms to `rule`, which the classes above override.
         choices = Choices("fla", "in_kernel", "fused", "fla", deterministic=False)
         place = Place(Alone(), Alone())
         return kind(layer, place, choices, sequence_parallel=False, dtype=dtype, conv_bias=False, eps=eps, device=device)
@@ -90,7 +93,7 @@ def layer_form(kind: type[GatedDeltaNet]) -> Form:
 
 
 def layer_contest(setting: Setting, kinds: Mapping[str, type[GatedDeltaNet]]) -> Contest:
-    """Whole layers, from hidden states to hidden states."""
+    """A contest of whole layers, from hidden states to hidden states."""
     widths = setting.sizes.layer
 
     def case(tokens: int) -> LayerCase:
@@ -110,14 +113,14 @@ def layer_contest(setting: Setting, kinds: Mapping[str, type[GatedDeltaNet]]) ->
 
 
 def refined(setting: Setting) -> Iterator[Row]:
-    """The layer before and after all of 3040."""
+    """The rows of the layer before and after all changes of 3040."""
     contest = layer_contest(setting, {"before": Before, "after": Refined})
     claimed = ("1.20: 1.79 to 1.49 ms", "1.08: 3.24 to 3.01 ms")
     yield from compared(setting, 1, "the layer, convolution and norm changed", contest, claimed)
 
 
 def flops(setting: Setting) -> Iterator[Row]:
-    """FLOPs by formula over the time of the layer with every change."""
+    """The rows of the layer with every change, in TFLOP/s: FLOPs by formula divided by the measured time."""
     contest, sizes, clock = layer_contest(setting, {"the layer": InKernel}), setting.sizes, setting.clock
     x, form = ready(contest, contest.timed, setting.device), contest.forms["the layer"]
     leaves = [*x.given.values()]
@@ -147,5 +150,5 @@ def flops(setting: Setting) -> Iterator[Row]:
 
 
 def rate(flops: int, ms: Sequence[float]) -> Spread:
-    """TFLOP/s of so many FLOPs in each of these times."""
+    """The TFLOP/s of `flops` floating-point operations in each of the times `ms`, which are in milliseconds."""
     return Spread.of([flops / each / 1e9 for each in ms])

@@ -1,4 +1,4 @@
-"""Where and at what sizes claims are measured."""
+"""The sizes, clock, effort and device with which claims are measured."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,11 +13,12 @@ QWEN3_NEXT = Layer(hidden=2048, heads=16, value_heads=32, key_dim=128, value_dim
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is timed, and at which sizes what is timed is judged.
+    """The sizes at which claims are timed and judged.
 
-    `tokens` are those of a training step on one GPU, in one or in `sequences`; of `judged` the truth is computed too. Decoding has
-    one token of each of `requests`, of which as many as `judged_requests` are judged. The exchange moves `moved` tokens, in as many
-    sequences as each of `packs`, over each of `ranks`.
+    - `tokens`: the tokens of a training step on one GPU, as one sequence or as `sequences` packed ones. The results are judged with
+      `judged` tokens.
+    - `requests`: numbers of requests in decoding, with one token each. The results are judged with `judged_requests`.
+    - `moved`: the tokens of the exchange, in as many sequences as each number of `packs`, over as many ranks as each of `ranks`.
     """
 
     layer: Layer = QWEN3_NEXT
@@ -52,7 +53,7 @@ LEAST_EFFORT = Effort(budget_s=0.0, least=2, most=2, warm=0)
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One measurement's sizes, clock, effort and device; `tell` is told what is being done."""
+    """The sizes, clock, effort and device of a measurement. `tell` is called with lines about the progress."""
 
     sizes: Sizes
     clock: Clock

@@ -1,4 +1,4 @@
-"""The table of what was measured: a row a claim and direction, as text for people, as markdown for pages, and as plain data."""
+"""The table of measurements, with a row for each claim and direction: as text, as markdown and as plain data."""
 
 import dataclasses
 import math
@@ -16,10 +16,11 @@ HEAD = ("claim", "what", "size", "before", "after", "before / after", "claimed",
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line: what a change was, and is, in `unit`.
+    """One row: the measurements before and after a change, in `unit`.
 
-    `answers` are what the law came to, `broken` whether a form is wrong, `first_s` the seconds of the first calls, `case` what was
-    timed. `reason` says why nothing was measured, which is no failure where the host has too few GPUs (`lacking`).
+    - `answers`: how the results compare with the truth, in words. `broken`: whether a form is wrong.
+    - `first_s`: the seconds of the first calls. `case`: the case that was timed.
+    - `reason`: why nothing was measured. With `lacking`, the host has too few GPUs, which is no failure.
     """
 
     claim: int
@@ -40,7 +41,7 @@ class Row:
 
     @property
     def measured(self) -> bool:
-        """Whether there is a number."""
+        """Whether the row has measurements."""
         return not self.reason
 
     def cells(self) -> tuple[str, ...]:
@@ -58,7 +59,7 @@ class Row:
 
 
 def number(x: float) -> str:
-    """Three digits or more, never an exponent."""
+    """The number as text with about three digits, never with an exponent."""
     if not math.isfinite(x):
         return str(x)
     digits = 0 if abs(x) >= 100 else 1 if abs(x) >= 10 else 2 if abs(x) >= 1 else 3 if abs(x) >= 0.1 or x == 0 else 4
@@ -66,7 +67,7 @@ def number(x: float) -> str:
 
 
 def spread_text(spread: Spread | None, unit: str = "") -> str:
-    """The median, the deciles around it where there are any, and the unit."""
+    """The median with its unit, and in brackets the first and last decile if they differ."""
     if spread is None:
         return ""
     middle = number(spread.median) + (f" {unit}" if unit else "")
@@ -74,7 +75,7 @@ def spread_text(spread: Spread | None, unit: str = "") -> str:
 
 
 def rounds_of(rows: Sequence[Row]) -> str:
-    """How often was measured, in words; empty where nothing was."""
+    """A line that tells how many rounds were measured; empty if none."""
     spreads = [spread for row in rows for spread in (row.before, row.after) if spread is not None]
     counts = [spread.count for spread in spreads if spread.low != spread.high]
     if not counts:
@@ -87,12 +88,12 @@ def table(rows: Sequence[Row]) -> Table:
     """The table for a terminal."""
     result = Table(*HEAD, box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:
-        cells = [Text(cell) for cell in row.cells()]  # what is in brackets is no markup
+        cells = [Text(cell) for cell in row.cells()]  # Text, because brackets in a cell are no markup
         result.add_row(*cells, style="red" if row.broken else "dim" if row.reason else "")
     return result
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table for a page."""
+    """The table as markdown."""
     lines = [HEAD, tuple("---" for _ in HEAD), *(row.cells() for row in rows)]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

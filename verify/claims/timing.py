@@ -1,4 +1,4 @@
-"""How long calls take: several calls by turns, the median of each and where the middle 80% of its times lie."""
+"""Timing: several calls alternately, with the median of each and the range of the middle 80% of its times."""
 
 import abc
 import dataclasses
@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 Call = Callable[[], object]
-FIRST_LEAD_MS, MOST_LEAD_MS, CYCLES_PER_MS = 3.0, 8.0, 2e6  # no GPU's clock is much over 2 GHz
-FLUSH_BYTES = 2**28  # more than any GPU's L2 cache holds: what a call reads comes from memory, as in a model
+FIRST_LEAD_MS, MOST_LEAD_MS, CYCLES_PER_MS = 3.0, 8.0, 2e6  # no GPU's clock is much faster than 2 GHz
+FLUSH_BYTES = 2**28  # more than any GPU's L2 cache holds, so that a call reads from memory, as in a model
 
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """The median of measurements, the first and the last decile of them, and how many there are."""
+    """The median of some measurements, their first and last decile, and their number."""
 
     median: float
     low: float
@@ -24,7 +24,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """That of `values`, of which there must be one: ValueError."""
+        """The spread of `values`. ValueError if there are none."""
         if not values:
             raise ValueError("values must hold at least one measurement, got none")
         deciles = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [values[0]] * 9
@@ -32,13 +32,13 @@ class Spread:
 
 
 def ratios(before: Sequence[float], after: Sequence[float]) -> Spread:
-    """How many times as long it took before, turn by turn: what slows both down in a turn does not show."""
+    """The ratios of the times before and after, round by round, so that what slows both down in a round cancels."""
     return Spread.of([one / other for one, other in zip(before, after, strict=True)])
 
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """How long to measure: rounds of calls for about `budget_s` seconds but `least` to `most`, after `warm` that do not count."""
+    """How long to measure: rounds for about `budget_s` seconds, but `least` to `most` of them, after `warm` rounds of warm-up."""
 
     budget_s: float
     least: int
@@ -46,26 +46,26 @@ class Effort:
     warm: int
 
     def rounds(self, round_ms: float) -> int:
-        """How many rounds that take so long each."""
+        """The number of rounds, if each takes `round_ms` milliseconds."""
         return max(self.least, min(self.most, int(1e3 * self.budget_s / max(round_ms, 1e-6))))
 
 
 class Clock(abc.ABC):
-    """Milliseconds of calls, one after the other; `ahead` is called before each and does not count."""
+    """Measures calls one after another, in milliseconds. `ahead` is called before each call and is not timed."""
 
     def __init__(self, ahead: Call = lambda: None) -> None:
         self.ahead = ahead
 
     @abc.abstractmethod
     def times(self, calls: Sequence[Call]) -> list[float]:
-        """Those of each of the calls."""
+        """The milliseconds of each call."""
 
     @abc.abstractmethod
     def settle(self) -> None:
-        """Wait until the device has done what it was asked to."""
+        """Wait until the device has finished its work."""
 
     def first(self, call: Call) -> float:
-        """Seconds that pass from the start of a call until all of it is done: what is compiled and tuned on the way counts."""
+        """The seconds of a call until the device has finished, including compilation and autotuning."""
         self.settle()
         start = time.perf_counter()
         call()
@@ -74,7 +74,7 @@ class Clock(abc.ABC):
 
 
 class HostClock(Clock):
-    """The time that passes on the CPU, which does all the work itself."""
+    """The wall-clock time on the CPU, for calls whose work all happens there."""
 
     def times(self, calls: Sequence[Call]) -> list[float]:
         result = []
@@ -90,10 +90,10 @@ class HostClock(Clock):
 
 
 class DeviceClock(Clock):
-    """The time between two events on the GPU's stream, its L2 cache flushed before each call.
+    """The time between two events on the GPU's stream. The L2 cache is flushed before each call.
 
-    The GPU is held until the CPU has launched all of a call, if that takes no more than MOST_LEAD_MS: kernels are timed, not their
-    launches, which in a model run ahead.
+    The GPU sleeps until the CPU has launched all kernels of a call, at most MOST_LEAD_MS. So the kernels are timed and not their
+    launches, which in a model run ahead of the GPU.
     """
 
     def __init__(self, device: torch.device, ahead: Call = lambda: None) -> None:
@@ -111,7 +111,7 @@ class DeviceClock(Clock):
             start.record()
             began = time.perf_counter()
             call()
-            leads_ms[call] = 1.5e3 * (time.perf_counter() - began)  # half as long again as last time
+            leads_ms[call] = 1.5e3 * (time.perf_counter() - began)  # 1.5 times as long as last time
             end.record()
             self.settle()
             result.append(float(start.elapsed_time(end)))
@@ -127,7 +127,7 @@ def clock_of(device: torch.device, ahead: Call = lambda: None) -> Clock:
 
 
 def by_turns(calls: Mapping[str, Call], rounds: int, clock: Clock) -> dict[str, list[float]]:
-    """The milliseconds of each call in each round. Every other round goes backwards, so that none always comes first."""
+    """The milliseconds of each call in each round. Every other round has the reverse order, so that no call always comes first."""
     order = [name for turn in range(rounds) for name in (calls if turn % 2 == 0 else reversed([*calls]))]
     result: dict[str, list[float]] = {name: [] for name in calls}
     for name, took in zip(order, clock.times([calls[name] for name in order]), strict=True):
@@ -138,9 +138,12 @@ def by_turns(calls: Mapping[str, Call], rounds: int, clock: Clock) -> dict[str, 
 def measured(
     calls: Mapping[str, Call], clock: Clock, effort: Effort, agree: Callable[[float], float] = lambda ms: ms
 ) -> dict[str, list[float]]:
-    """The milliseconds of each call, by turns. `agree` makes one number of the ranks' times of a round: they must do as many."""
+    """The milliseconds of each call, timed alternately after a warm-up.
+
+    `agree` turns this rank's time of a round into one number for all ranks, because all ranks must run as many rounds.
+    """
     by_turns(calls, effort.warm, clock)
     if effort.least == effort.most:
         return by_turns(calls, effort.most, clock)
-    round_ms = 1e3 * clock.first(lambda: by_turns(calls, 2, clock)) / 2  # with what is between calls
+    round_ms = 1e3 * clock.first(lambda: by_turns(calls, 2, clock)) / 2  # including the time between calls
     return by_turns(calls, effort.rounds(agree(round_ms)), clock)

@@ -1,1 +1,1 @@
-"""The command line, a module a verb, and the pytest plugin."""
+"""The command line, with one module for each verb, and the pytest plugin."""

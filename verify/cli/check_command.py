@@ -1,4 +1,4 @@
-"""The verb `check`: an adapter against the laws."""
+"""The verb `check`: test an adapter against the laws."""
 
 import argparse
 import contextlib
@@ -45,7 +45,7 @@ from verify.ranks.torchrun import follow, launched
 
 
 def check(options: argparse.Namespace) -> int:
-    """Check an adapter and print a line for each law; the exit code."""
+    """Check an adapter and print a line for each law. Returns the exit code."""
     if (options.adapter is None) == (options.own is None):
         raise ValueError(f"check needs one adapter: {', '.join(BUILT_IN)}, or your own as my_kernel.py:MyKernel")
     spec = options.adapter or options.own
@@ -84,7 +84,8 @@ def check(options: argparse.Namespace) -> int:
         compilers=0 if ranks or spec in PATHS else compilers_of(device),
         under=f"--sanitize {sanitizer.tool}" if sanitizer else f"--ranks {launch.size if launch else ranks}" if ranks else "",
     )
-    # Whether a case is right to the bit does not show what it reads: under a sanitizer nothing is remembered.
+    # Results that are right to the bit do not show what a kernel reads. A line that fails only under a sanitizer would hold in
+    # later checks, so no examples are read or kept.
     examples = None if sanitizer else examples
     start, interrupted, workers = time.monotonic(), False, workers_of(options, launch, device, sanitizer)
     checking = Check(settings, workers, store, examples=examples)
@@ -108,7 +109,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | None, out: Any) -> None:
-    """Run the check, its header before and its coverage after it."""
+    """Print the header, run the check, then print which regimes the cases covered."""
     if sanitizer is not None:
         sanitizer.prove(checking.workers[0])
     spec, described = checking.settings.adapter, checking.describe()
@@ -117,7 +118,7 @@ def _run(options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | No
         raise ValueError(f"--sanitize is for kernels on one process, {spec} is a parallel path")
     if options.ranks and not shared:
         raise ValueError(f"--ranks is for parallel paths, {spec} is a kernel on one process")
-    if shared and not options.profile:  # a path's oracle is on the CPU, whatever its ranks compute on
+    if shared and not options.profile:  # a path's oracle runs on the CPU, even if its ranks run on GPUs
         checking.settings = dataclasses.replace(checking.settings, profile=PROFILES["quick"])
     where = f", {place_of(checking.workers[0])}" if shared else ""
     where += f", on {described.device}" if described.device else ""
@@ -127,7 +128,7 @@ def _run(options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | No
     try:
         checking.run()
     except ValueError as error:
-        raise RuntimeError(str(error)) from error  # the usage was right
+        raise RuntimeError(str(error)) from error  # an error inside gdn-verify, not bad usage
     if options.law:
         return
     seen = coverage.counted(checking.cases)
@@ -145,7 +146,7 @@ def _tell_report(out: Any, lines: Callable[[dict[str, Any]], None], report: LawR
 
 
 def _tell_end(checking: Check, wall_s: float, out: Any, *, interrupted: bool) -> None:
-    """The summary, which kernels could not be interpreted at once, and whether gdn-verify itself failed."""
+    """Print the summary, the kernels whose programs could not be interpreted together, and failures of gdn-verify itself."""
     reports = checking.reports
     say(("interrupted: " if interrupted else "") + _summary(reports, checking.laws or [], wall_s, checking.store), out)
     if slow := text.one_by_one(reports):

@@ -1,4 +1,4 @@
-"""The verb `claims`: measure, judge, and print the table."""
+"""The verb `claims`: measure and judge published changes, and print the table."""
 
 import argparse
 import contextlib
@@ -44,7 +44,7 @@ CONFIGURATIONS = 3
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's options."""
+    """Add the verb's options."""
     parser.add_argument(
         "--claim",
         type=int,
@@ -65,7 +65,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def act(options: argparse.Namespace) -> int:
-    """Measure and report; the exit code."""
+    """Measure and report. Returns the exit code."""
     err = Console(stderr=True, highlight=False, soft_wrap=True)
     if options.device == "cuda" and not torch.cuda.is_available():
         err.print("gdn-verify: claims need a GPU: torch sees none", markup=False)
@@ -100,7 +100,7 @@ def act(options: argparse.Namespace) -> int:
 
 
 def attempted(claim: int, name: str, part: Part, setting: Setting) -> list[Row]:
-    """The rows of a part; the last one says why, where it failed."""
+    """The rows of a part. If the part fails, the last row has the reason."""
     rows: list[Row] = []
     try:
         for row in part(setting):
@@ -117,7 +117,7 @@ def attempted(claim: int, name: str, part: Part, setting: Setting) -> list[Row]:
 
 
 def exit_code(rows: Sequence[Row]) -> int:
-    """1 if a form is wrong; 3 if nothing is measured or a part failed; else 0."""
+    """The exit code: 1 if a form is wrong; 3 if nothing was measured or a part failed; otherwise 0."""
     if any(row.broken for row in rows):
         return BROKEN
     failed = any(not row.measured and not row.lacking for row in rows)
@@ -125,7 +125,7 @@ def exit_code(rows: Sequence[Row]) -> int:
 
 
 def host(device: str) -> dict[str, Any]:
-    """What the numbers depend on."""
+    """The properties of this host on which the measured numbers depend."""
     versions = {name: installed(name) for name in ("torch", "triton", "fla-core")}
     name = torch.cuda.get_device_name() if device == "cuda" else "a CPU, kernels interpreted: these times say nothing of a GPU"
     text = f"{name}; " + ", ".join(f"{each} {version}" for each, version in versions.items() if version)
@@ -141,7 +141,7 @@ def _setting(options: argparse.Namespace, tell: Callable[[str], None]) -> Settin
 
 
 def _prepare_kernels(options: argparse.Namespace) -> None:
-    """On a CPU kernels are interpreted; with `quick` they are tuned over few configurations."""
+    """Prepare kernels: interpret them on a CPU, and with `quick` limit autotuning to few configurations."""
     if options.device == "cpu":
         from verify.interpreter import install
 
@@ -151,10 +151,10 @@ def _prepare_kernels(options: argparse.Namespace) -> None:
 
 
 def limit_tuning(most: int) -> None:
-    """flash-linear-attention's kernels are tuned over at most so many of their configurations, from all over the list."""
+    """Limit autotuning of flash-linear-attention's kernels to `most` configurations, spread evenly over each kernel's list."""
     import fla.modules.causal_conv1d
     import fla.modules.l2norm
-    import fla.ops.gated_delta_rule  # noqa: F401 - tuners exist once these are imported
+    import fla.ops.gated_delta_rule  # noqa: F401 - the import creates the autotuners
     from triton.runtime.autotuner import Autotuner
 
     for tuner in [each for each in gc.get_objects() if issubclass(type(each), Autotuner)]:
@@ -163,7 +163,7 @@ def limit_tuning(most: int) -> None:
 
 
 def _writable(place: str | None) -> None:
-    """Refuse a file that cannot be written before any work, and leave it as it is."""
+    """Refuse a file that cannot be written, before any work is done. The file is not changed."""
     if place is not None:
         try:
             with open(place, "a", encoding="utf-8"):

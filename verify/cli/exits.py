@@ -11,11 +11,11 @@ TOLD = "exit: 0 all launches agree   1 one stands out, or a call fails   2 bad u
 
 
 class NoGpu(Exception):
-    """What was asked for needs a GPU, and there is none."""
+    """The command needs a GPU, and there is none."""
 
 
 def exit_code(reports: Sequence[LawReport]) -> int:
-    """1 if a law is broken; 3 if one is undecided or none holds; else 0."""
+    """The exit code of a check: 1 if a law is broken; 3 if one is undecided or none holds; otherwise 0."""
     verdicts = [report.verdict for report in reports]
     if Verdict.BROKEN in verdicts:
         return BROKEN

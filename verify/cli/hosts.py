@@ -1,4 +1,4 @@
-"""What a command runs on: the device, workers, ranks, a sanitizer."""
+"""What a command runs on: the device, the workers, the ranks, a sanitizer."""
 
 import argparse
 import contextlib
@@ -16,12 +16,15 @@ from verify.process.worker import Worker
 from verify.ranks.group import RankGroup
 from verify.ranks.torchrun import Launch, TorchrunGroup
 
-DEADLINE_S, SLOW_S = 120.0, 1200.0  # kernels take ten times as long under a sanitizer, or a hundred times
+DEADLINE_S, SLOW_S = 120.0, 1200.0  # under a sanitizer kernels take 10 to 100 times as long
 COMPILERS = 14  # each holds half a gigabyte of the GPU's memory
 
 
 def read_deny_list(path: str | None, *, new: bool = False) -> None:
-    """Workers are told of the deny-list by their environment. ValueError names the file and what is wrong with it."""
+    """Check the deny-list and pass its path to the workers, in an environment variable. Without a path, no deny-list is used.
+
+    With `new`, the file need not exist. ValueError names the file and what is wrong with it.
+    """
     os.environ.pop(DENIED, None)
     if path is None or (new and not os.path.exists(path)):
         return
@@ -35,17 +38,17 @@ def read_deny_list(path: str | None, *, new: bool = False) -> None:
 
 
 def compilers_of(device: str) -> int:
-    """How many processes compile ahead: as many as cores, less the supervisor's and the worker's."""
+    """How many processes compile ahead: one for each core but two (supervisor and worker), at most COMPILERS; none on a CPU."""
     return 0 if device == "cpu" else max(0, min(COMPILERS, (os.cpu_count() or 1) - 2))
 
 
 def deadline_of(options: argparse.Namespace) -> float:
-    """After how many seconds without an answer a run counts as a hang."""
+    """The seconds without an answer after which a run counts as a hang."""
     return float(options.deadline or (SLOW_S if getattr(options, "sanitize", None) else DEADLINE_S))
 
 
 def sanitizer_of(options: argparse.Namespace) -> sanitize.Sanitizer | None:
-    """The sanitizer that is asked for. NoSanitizer or NoGpu where there is none, or nothing to watch."""
+    """The sanitizer of `--sanitize`, or None without it. NoSanitizer if it is not installed, NoGpu if there is no GPU."""
     if not options.sanitize:
         return None
     program = sanitize.find()
@@ -55,9 +58,9 @@ def sanitizer_of(options: argparse.Namespace) -> sanitize.Sanitizer | None:
 
 
 def backend_of(options: argparse.Namespace, ranks: int, device: str | None) -> str:
-    """What ranks of this host communicate over: as asked, else NCCL where `device` allows it and there is a GPU for each rank.
+    """The communication backend of ranks on this host: `--backend`, or NCCL if there is a GPU for each rank, or Gloo.
 
-    ValueError for a backend that does not go with the device, NoGpu for GPUs that are not there.
+    ValueError if the backend does not fit the device, NoGpu if there are too few GPUs.
     """
     if options.backend and device and (options.backend == "nccl") is not (device == "cuda"):
         raise ValueError(f"--backend must be {'nccl' if device == 'cuda' else 'gloo'} for ranks on {device}, got {options.backend}")
@@ -69,7 +72,7 @@ def backend_of(options: argparse.Namespace, ranks: int, device: str | None) -> s
 
 
 def device_of(asked: str | None) -> str:
-    """Where kernels run: as asked, or on a GPU if there is one. NoGpu where one is asked for in vain."""
+    """The device on which kernels run: the requested one, or a GPU if there is one. NoGpu if "cuda" is requested without a GPU."""
     if asked == "cuda" and not devices.gpus():
         raise NoGpu("--device cuda needs a GPU, and torch sees none")
     return asked or ("cuda" if devices.gpus() else "cpu")
@@ -78,7 +81,7 @@ def device_of(asked: str | None) -> str:
 def workers_of(
     options: argparse.Namespace, launch: Launch | None, device: str, sanitizer: sanitize.Sanitizer | None = None
 ) -> int | list[Asked]:
-    """How many processes to start, or those under a sanitizer, or the ranks that answer as one."""
+    """The number of workers to start; or a list with the workers under a sanitizer, or with the group of ranks."""
     backend = "nccl" if device == "cuda" else "gloo"
     if launch is not None:
         if options.ranks not in (None, launch.size):
@@ -91,13 +94,13 @@ def workers_of(
 
 
 def count_of(options: argparse.Namespace, device: str) -> int:
-    """How many workers run cases: as asked, else one for each GPU, or one for each core and at most four."""
+    """How many workers run cases: `--workers`, or one for each GPU, or on a CPU one for each core, at most four."""
     return int(getattr(options, "workers", 1) or (devices.gpus() if device == "cuda" else min(os.cpu_count() or 1, 4)))
 
 
 @contextlib.contextmanager
 def ended(workers: int | list[Asked]) -> Iterator[None]:
-    """Ranks end with the command, and those who follow are let go."""
+    """Close the given workers and ranks when the command ends. Under torchrun this also releases the other ranks."""
     try:
         yield
     finally:
@@ -106,12 +109,12 @@ def ended(workers: int | list[Asked]) -> Iterator[None]:
 
 
 def place_of(asked: Asked) -> str:
-    """Whether the ranks of a path are simulated, or how they communicate, in words."""
+    """How the ranks of a path run, in words: simulated, or as processes over a backend."""
     return "ranks simulated" if isinstance(asked, Worker) else f"{asked.size} ranks over {asked.backend}"
 
 
 def check_installed(spec: str) -> None:
-    """Refuse at once, before any worker starts, when what a built-in adapter needs is missing or too old."""
+    """Raise an error before any worker starts if a package that a built-in adapter needs is missing or too old."""
     if spec.startswith("fla/"):
         from verify.adapters.fla import REQUIRES
 

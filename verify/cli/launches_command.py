@@ -1,4 +1,4 @@
-"""The verb `launches`: which kernel launch gives other numbers."""
+"""The verb `launches`: find the kernel launch whose numbers differ."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from verify.process.worker import Worker, WorkerLost
 
 
 def launches(options: argparse.Namespace) -> int:
-    """The launches that stand out among several calls."""
+    """Print the launches whose results differ among several calls. Returns the exit code."""
     run, beside = Run.parse(options.line), options.beside or []
     if run.device != "cuda":
         raise ValueError(f"launches needs a line that says device=cuda, got device={run.device}")
@@ -27,7 +27,7 @@ def launches(options: argparse.Namespace) -> int:
     check_installed(run.adapter)
     if not devices.gpus():
         raise NoGpu("the line says device=cuda, and torch sees no GPU")
-    blocking = {**devices.environment(run.device), "CUDA_LAUNCH_BLOCKING": "1"}  # what a launch does wrong is its own
+    blocking = {**devices.environment(run.device), "CUDA_LAUNCH_BLOCKING": "1"}  # an error belongs to the launch that made it
     with Worker(deadline_of(options), environment=blocking) as worker:
         try:
             question = Launches(str(run), options.calls, beside)

@@ -18,7 +18,7 @@ from verify.process.worker import Worker
 
 
 def list_all(options: argparse.Namespace) -> int:
-    """Print what there is; the exit code."""
+    """Print operations, laws, adapters and the state of this host. Returns the exit code."""
     adapters: dict[str, Any] = {}
     with Worker() as worker:
         for name in BUILT_IN:

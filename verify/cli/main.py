@@ -1,4 +1,4 @@
-"""The command line. Results go to stdout, progress to stderr; exit codes mean something."""
+"""The command line. Results go to stdout, progress to stderr; verify/cli/exits.py defines the exit codes."""
 
 import argparse
 import os
@@ -34,7 +34,7 @@ from verify.interpreter import SEQUENTIAL
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code."""
+    """Run the command line and return its exit code."""
     code = UNDECIDED
     try:
         options = parser().parse_args(arguments)
@@ -52,9 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("gdn-verify: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of stdout is gone, as in `... | head`
+    except BrokenPipeError:  # the reader of stdout has closed it, as in `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except Exception as error:  # ours: it says nothing of the implementation, so it must not look like a broken law
+    except Exception as error:  # an error of gdn-verify must not look like a broken law
         traceback.print_exc()
         print(f"gdn-verify: {type(error).__name__} in the toolkit, nothing is decided", file=sys.stderr)
         return UNDECIDED
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Bad usage in one line, without the usage block."""
+    """A parser that reports bad usage in one line, without the usage block."""
 
     def error(self, message: str) -> NoReturn:
         print(f"gdn-verify: {message} (see {self.prog} --help)", file=sys.stderr)

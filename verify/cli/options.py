@@ -18,7 +18,7 @@ SWEEP = "sweep"
 
 
 def add_asking(parser: argparse.ArgumentParser, profile: str) -> None:
-    """What is asked, and where kernels run."""
+    """Add the options about what to check and where kernels run."""
     parser.add_argument("--law", action="append", metavar="LAW", help=f"only this law (may be repeated): {', '.join(every_law())}")
     parser.add_argument(
         "--profile",
@@ -52,7 +52,7 @@ def add_asking(parser: argparse.ArgumentParser, profile: str) -> None:
 
 
 def add_sanitize(parser: argparse.ArgumentParser) -> None:
-    """The option for a sanitizer."""
+    """Add the option for a sanitizer."""
     parser.add_argument(
         "--sanitize",
         nargs="?",
@@ -63,7 +63,7 @@ def add_sanitize(parser: argparse.ArgumentParser) -> None:
 
 
 def add_common(parser: argparse.ArgumentParser, *, keeps: bool = True, examples: bool = True) -> None:
-    """Options about where a line runs and what is kept of it."""
+    """Add the options about where a line runs and what is kept of it."""
     parser.add_argument(
         "--deny", metavar="FILE", help="a deny-list: configurations that are not to be used; a sweep adds those that it finds"
     )
@@ -93,7 +93,7 @@ def add_common(parser: argparse.ArgumentParser, *, keeps: bool = True, examples:
 
 
 def find_in(folder: str | None) -> None:
-    """Modules are found in `folder` first, after this toolkit's own; workers look where this process does."""
+    """Put `folder` into sys.path after this project's own folder. Workers use the same path. ValueError if it is no folder."""
     if folder is None:
         return
     if not os.path.isdir(folder):
@@ -102,7 +102,7 @@ def find_in(folder: str | None) -> None:
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
-    """Options about the processes that share a case."""
+    """Add the options about the processes that share a case."""
     parser.add_argument(
         "--ranks",
         type=positive_word,
@@ -115,7 +115,7 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 
 
 def tune_word(word: str) -> str:
-    """The configuration of autotuned kernels, in the form that lines have."""
+    """Parse `--tune`, the configuration of autotuned kernels, into the form that lines use."""
     if word == SWEEP:
         return word
     try:
@@ -125,21 +125,21 @@ def tune_word(word: str) -> str:
 
 
 def seed_word(word: str) -> int:
-    """A seed."""
+    """Parse a seed."""
     if not (word.isdecimal() and int(word) < 2**32):
         raise argparse.ArgumentTypeError(f"must be a whole number in 0..{2**32 - 1}, got {word!r}")
     return int(word)
 
 
 def positive_word(word: str) -> int:
-    """A small number from 1 up."""
+    """Parse a small whole number from 1 up."""
     if not (word.isdecimal() and 1 <= int(word) <= 256):
         raise argparse.ArgumentTypeError(f"must be a whole number in 1..256, got {word!r}")
     return int(word)
 
 
 def minutes_word(word: str) -> float:
-    """A time in minutes."""
+    """Parse a time in minutes."""
     with contextlib.suppress(ValueError):
         if 0 < (value := float(word)) < 1e6:
             return value
@@ -147,7 +147,7 @@ def minutes_word(word: str) -> float:
 
 
 def seconds_word(word: str) -> float:
-    """A time in seconds."""
+    """Parse a time in seconds."""
     with contextlib.suppress(ValueError):
         if 0 < (value := float(word)) < 1e6:
             return value
@@ -155,5 +155,5 @@ def seconds_word(word: str) -> float:
 
 
 def chosen_laws(options: argparse.Namespace) -> list[str] | None:
-    """The laws that are asked for, None for all. ValueError names an unknown one."""
+    """The laws that the options name, or None for all. ValueError names an unknown law."""
     return [name for name in dict.fromkeys(options.law or ()) if book_for(name, None)] or None

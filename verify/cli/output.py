@@ -1,4 +1,4 @@
-"""What commands print and write: lines, JSON, progress."""
+"""The output of commands: lines, JSON and progress."""
 
 import argparse
 import contextlib
@@ -16,7 +16,7 @@ from verify.findings.store import Store
 
 
 def stored(options: argparse.Namespace, out: Any) -> tuple[Store, Examples | None]:
-    """Where findings and examples are kept; what an earlier check died of is told."""
+    """The store of findings and the file of examples. Also prints the lines that were under way when an earlier check died."""
     store = Store(options.findings)
     for line in store.left_behind():
         print(f'an earlier check died during: python -m verify repeat "{line}"', file=out)
@@ -24,7 +24,7 @@ def stored(options: argparse.Namespace, out: Any) -> tuple[Store, Examples | Non
 
 
 def tell_troubles(store: Store, examples: Examples | None) -> None:
-    """Say on stderr what could not be kept."""
+    """Print on stderr what could not be written to disk."""
     for trouble in (store.trouble, examples.trouble if examples else ""):
         if trouble:
             print(f"gdn-verify: {trouble}", file=sys.stderr)
@@ -32,12 +32,15 @@ def tell_troubles(store: Store, examples: Examples | None) -> None:
 
 @contextlib.contextmanager
 def json_lines(place: str | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that writes a JSON line to the place; a file that cannot be opened is bad usage, before any work."""
+    """A context with a function that writes one JSON line to `place`: a file, "-" for stdout, or None for nowhere.
+
+    ValueError, before any work, if the file cannot be opened.
+    """
     if place is None or place == "-":
         yield lambda data: say(json.dumps(data), sys.stdout) if place else None
         return
     try:
-        file = open(place, "wb", buffering=0)  # noqa: SIM115 - closed below, after what it is open for
+        file = open(place, "wb", buffering=0)  # noqa: SIM115 - closed below, after the yield
     except OSError as error:
         raise ValueError(f"--json must name a file that can be written, got {place!r}: {error.strerror}") from None
 
@@ -52,13 +55,13 @@ def json_lines(place: str | None) -> Iterator[Callable[[dict[str, Any]], None]]:
 
 
 def say(line: str, out: Any) -> None:
-    """Print at once: a reader of a pipe follows the check."""
+    """Print a line and flush, so that the reader of a pipe can follow the check."""
     print(line, file=out, flush=True)
 
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A live bar a law under way, on stderr; a plain line now and then where stderr is no terminal."""
+    """A progress bar on stderr for each running law. If stderr is no terminal, a plain line every 20 s at most."""
     console = Console(stderr=True)
     if not console.is_terminal:
         last = [time.monotonic()]

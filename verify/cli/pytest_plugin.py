@@ -1,10 +1,10 @@
-"""The pytest plugin: laws as ordinary items. Inert in suites that do not ask for it, and light: it imports nothing until asked.
+"""The pytest plugin: each law is a test item. In suites that do not use `gdn_law` it does nothing and imports nothing heavy.
 
     @pytest.mark.gdn_adapter("my_kernel.py:MyKernel")
     def test_my_kernel(gdn_law):
         gdn_law.assert_holds()
 
-gives one item a law and adapter, under `pytest` and `pytest -n auto` alike.
+gives one test item for each law and adapter, under `pytest` and under `pytest -n auto`.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LawItem:
-    """A law asked of an adapter, as one test."""
+    """One law checked on one adapter, as one test."""
 
     adapter: str
     law: str
@@ -60,7 +60,7 @@ class LawItem:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options for the laws' items."""
+    """Add the options of the plugin."""
     group = parser.getgroup("gdn-verify", "laws of kernels and parallel paths as test items (gdn_law)")
     group.addoption(
         "--gdn-adapter", action="append", default=[], metavar="ADAPTER", help="check this adapter instead of the marked ones"
@@ -79,7 +79,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker."""
+    """Register the marker gdn_adapter."""
     config.addinivalue_line(
         "markers",
         "gdn_adapter(*names, profile=..., laws=...): the adapters that a test's gdn_law items check, how many cases at most, "
@@ -88,7 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One item a law and adapter for tests that ask for gdn_law; bad options are a usage error before anything runs."""
+    """Parametrize tests that use gdn_law with each pair of adapter and law. Bad options are a UsageError before anything runs."""
     if "gdn_law" not in metafunc.fixturenames:
         return
     from properties.books import book_for
@@ -97,7 +97,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     config = metafunc.config
     marks = list(metafunc.definition.iter_markers("gdn_adapter"))
-    # Each mark's laws are asked of its own adapters; of those that an option names, what all marks have.
+    # The laws of a mark apply to the adapters of the same mark. Adapters named by --gdn-adapter get the laws that all marks share.
     asked: list[tuple[str, list[pytest.Mark]]] = [(name, [mark]) for mark in marks for name in mark.args]
     asked = [(name, marks) for name in config.getoption("--gdn-adapter")] or asked
     if not asked:
@@ -130,7 +130,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @functools.cache
 def _laws(adapter: str) -> "Iterable[str]":
-    """The laws that can be asked about an adapter; of one that cannot be had, those of kernels, so that it fails when asked."""
+    """The laws of an adapter's book. If the adapter cannot be loaded, the laws of rules, so that the tests fail when they run."""
     from properties.books import book_named, book_of
     from properties.rule_laws import LAWS
     from verify.adapters.loader import AdapterError
@@ -148,7 +148,7 @@ def _laws(adapter: str) -> "Iterable[str]":
 
 @pytest.fixture(scope="session")
 def gdn_device(request: pytest.FixtureRequest) -> str:
-    """Where kernels run: as asked, or on a GPU if there is one."""
+    """The device on which kernels run: --gdn-device, or a GPU if there is one, or the CPU."""
     from verify.gpu.device import gpus
 
     asked: str | None = request.config.getoption("--gdn-device")
@@ -159,7 +159,7 @@ def gdn_device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def gdn_worker(gdn_device: str) -> "Iterator[Worker]":
-    """One isolated worker for all items of this process; the processes of pytest-xdist take GPUs in turn."""
+    """One worker process for all items of this pytest process. The processes of pytest-xdist take the GPUs in turn."""
     from verify.gpu.device import environment
     from verify.process.worker import Worker
 
@@ -170,7 +170,7 @@ def gdn_worker(gdn_device: str) -> "Iterator[Worker]":
 
 @pytest.fixture
 def gdn_law(request: pytest.FixtureRequest, gdn_worker: "Worker", gdn_device: str) -> LawItem:
-    """A law asked of an adapter."""
+    """The law and adapter of this test item; call its assert_holds()."""
     from verify.engine.profiles import PROFILES
     from verify.findings.store import FOLDER
 

@@ -1,4 +1,4 @@
-"""The verb `repeat`: one printed line again."""
+"""The verb `repeat`: run one printed line again."""
 
 import argparse
 import contextlib
@@ -18,7 +18,7 @@ from verify.ranks.torchrun import follow, launched
 
 
 def repeat(options: argparse.Namespace) -> int:
-    """Run a line again and print what it comes to; the exit code."""
+    """Run a line again and print its outcome. Returns the exit code."""
     run = Run.parse(options.line)
     read_deny_list(options.deny)
     check_installed(run.adapter)

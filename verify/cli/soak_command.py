@@ -1,4 +1,4 @@
-"""The verb `soak`: checks of several adapters, round after round."""
+"""The verb `soak`: check several adapters in rounds."""
 
 import argparse
 import random
@@ -17,7 +17,7 @@ from verify.ranks.torchrun import launched
 
 
 def soak_all(options: argparse.Namespace) -> int:
-    """Rounds of checks of several adapters, and a table."""
+    """Check several adapters in rounds, then print a table. Returns the exit code."""
     if options.tune == SWEEP:
         raise ValueError("--tune must be a number or native for soak, got sweep")
     if launched() is not None:
@@ -64,7 +64,7 @@ def soak_all(options: argparse.Namespace) -> int:
                 try:
                     soaking.run(60 * options.minutes)
                 except ValueError as error:
-                    raise RuntimeError(str(error)) from error  # the usage was right
+                    raise RuntimeError(str(error)) from error  # an error inside gdn-verify, not bad usage
             except KeyboardInterrupt:
                 interrupted = True
         for report in soaking.reports:

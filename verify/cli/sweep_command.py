@@ -1,4 +1,4 @@
-"""`check --tune sweep`: every configuration of every autotuned kernel, and the deny-list."""
+"""`check --tune sweep`: run every configuration of every autotuned kernel, and write the deny-list."""
 
 import argparse
 import contextlib
@@ -17,7 +17,7 @@ from verify.gpu import autotune as tuning
 
 
 def sweep(options: argparse.Namespace, spec: str, device: str, seed: int, store: Store, out: Any) -> int:
-    """Every configuration of every kernel, and the deny-list."""
+    """Sweep every configuration of every kernel and write the deny-list. Returns the exit code."""
     count = options.workers or max(1, compilers_of(device))
     workers = started(device, count, deadline_of(options))
     with contextlib.ExitStack() as undo, json_lines(options.json) as lines, progress() as on_case:

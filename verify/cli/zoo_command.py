@@ -1,4 +1,4 @@
-"""The verb `zoo`: hunt, print, and say by the exit code whether anything survived."""
+"""The verb `zoo`: run the laws against the wrong implementations and print what they find; the exit code says if any survived."""
 
 import argparse
 import contextlib
@@ -20,7 +20,7 @@ Progress = Callable[[], "contextlib.AbstractContextManager[Callable[[str, int, i
 
 
 def arguments(parser: argparse.ArgumentParser, seed: Callable[[str], int], positive: Callable[[str], int]) -> None:
-    """The verb's options, of which `seed` and `positive` read numbers."""
+    """Add the verb's options. `seed` and `positive` parse their numbers."""
     parser.add_argument("names", nargs="*", metavar="NAME", help="only these animals, or your own as FILE.py:CLASS (default: all)")
     parser.add_argument("--law", action="append", metavar="LAW", help="only this law (may be repeated)")
     parser.add_argument(
@@ -48,7 +48,7 @@ def arguments(parser: argparse.ArgumentParser, seed: Callable[[str], int], posit
 
 
 def act(options: argparse.Namespace, progress: Progress) -> int:
-    """Hunt and report; the exit code."""
+    """Run the hunt and report. Returns the exit code."""
     if options.mutate:
         return mutation.act(options, options.mutate)
     for name in options.law or ():
@@ -95,7 +95,7 @@ def act(options: argparse.Namespace, progress: Progress) -> int:
 
 
 def exit_code(hunt: Hunt, trials: Sequence[Trial]) -> int:
-    """1 if an animal survives what it was asked about, or right code is rejected; else 0."""
+    """The exit code: 1 if a wrong implementation survives its cases, or right code is rejected; otherwise 0."""
     if trials:
         bad = any(trial.error or trial.rejects_right or trial.killed < len(trial.killed_at) for trial in trials)
     else:
@@ -104,12 +104,12 @@ def exit_code(hunt: Hunt, trials: Sequence[Trial]) -> int:
 
 
 def listed() -> str:
-    """One line for `list`."""
+    """The line about the zoo that `list` prints."""
     return f"zoo/NAME             {len(animals())} wrong implementations, for the laws to kill: python -m verify zoo"
 
 
 def _writable(place: str | None) -> None:
-    """Refuse a file that cannot be written before any work, and leave it as it is."""
+    """Refuse a file that cannot be written, before any work is done. The file is not changed."""
     if place is not None:
         try:
             with open(place, "a", encoding="utf-8"):

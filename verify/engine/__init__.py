@@ -1,1 +1,1 @@
-"""The check: cases are drawn, put to workers, decided, shrunk and explained."""
+"""The check: draw cases, run them in workers, decide the verdict, then shrink and explain what is broken."""

@@ -1,4 +1,7 @@
-"""Asking workers: what an adapter declares, and what runs come to. A worker that is lost is an outcome like any other."""
+"""Questions to workers: what an adapter declares, and the outcomes of runs.
+
+If a worker is lost (it crashes or hangs), that is an outcome like any other, not an exception.
+"""
 
 import dataclasses
 import itertools
@@ -25,14 +28,17 @@ from verify.process.worker import Worker, WorkerLost
 from verify.ranks.group import RankGroup
 from verify.ranks.torchrun import TorchrunGroup
 
-BATCH, TRUTHS = 16, 4  # runs in one question to ranks: where they are short, and where their oracles take a while
-POOLED = 64  # runs in one question to a GPU's worker where their bounds are made together; if it is lost, all are asked alone
+# Runs in one question: BATCH where runs are short (exact laws on ranks, all laws on a GPU), TRUTHS for truth laws on ranks, whose
+# oracles take a while.
+BATCH, TRUTHS = 16, 4
+# Runs in one question to a GPU's worker if it computes their tolerances in one call. If the worker is lost, each run is repeated.
+POOLED = 64
 Asked = Worker | RankGroup | TorchrunGroup  # what runs a case: one process, or ranks that answer as one
 
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """What a worker says of an adapter."""
+    """An adapter's declarations, as a worker reports them: its spec, domain, algorithm, versions, device and `products`."""
 
     spec: str
     domain: Any  # of the book's kind
@@ -42,7 +48,10 @@ class Described:
     products: str = "ieee"
 
     def products_of(self, example: Example, device: str) -> str:
-        """How the implementation multiplies float32 matrices in a run on a device, which of a path may depend on its choices."""
+        """How the implementation multiplies float32 matrices in a run on `device`: "ieee" or "tf32".
+
+        It is always "ieee" on a CPU. For a path it may depend on the choices and the variant of the example.
+        """
         if device == "cpu" or not getattr(self.domain, "tf32", ()):
             return "ieee" if device == "cpu" else self.products
         words = example.case.words()
@@ -51,13 +60,16 @@ class Described:
 
 
 def started(device: str, count: int, deadline_s: float) -> list[Worker]:
-    """That many workers of a device, one at least; the first is that which began with the command, if it has it."""
+    """Start `count` workers of a device, at least one. A worker that began with the command is used if its environment fits."""
     environments = [devices.environment(device, each) for each in range(max(1, count))]
     return [early.take(each, deadline_s) or Worker(deadline_s, environment=each) for each in environments]
 
 
 def describe(spec: str, worker: Asked) -> Described:
-    """The adapter's declarations, asked in a worker. AdapterError if it cannot be had, even if importing it kills the worker."""
+    """The adapter's declarations, read in a worker.
+
+    AdapterError if the adapter cannot be loaded, also if importing it kills the worker.
+    """
     try:
         said = worker.ask(Describe(spec))
     except WorkerLost as lost:
@@ -79,7 +91,11 @@ def _last_line(text: str) -> str:
 
 
 def ask(run: Run, worker: Asked, store: Store, declared: dict[str, Any] | None = None) -> Outcome:
-    """The outcome of a run in a worker: a crash or a hang is a finding like any other. The run is on disk while it lasts."""
+    """The outcome of a run in a worker. A crash or a hang of the implementation is a finding like any other.
+
+    The run's line is on disk while the run lasts. If the oracle or the ranks fail instead of the implementation, the verdict is
+    UNKNOWN.
+    """
     store.begin(str(run))
     try:
         answer = worker.ask(RunOne(str(run), declared or {}))
@@ -97,9 +113,10 @@ def ask(run: Run, worker: Asked, store: Store, declared: dict[str, Any] | None =
 
 
 def ask_all(runs: Sequence[Run], worker: Asked, store: Store, defects: KnownDefects = NO_DEFECTS) -> Iterator[Outcome]:
-    """The outcomes of runs, put as one question. What has no outcome then, or may be broken, is asked alone.
+    """The outcomes of several runs, in their order, sent to the worker as one question.
 
-    What `defects` explain is not, and nobody looks closer at how much it is over its bound: that takes longer than all else.
+    A run without an outcome is repeated alone, and so is a run that is BROKEN or UNKNOWN. A run whose failure `defects` explain is
+    not repeated, and its exact excess over the tolerance is not measured, because that would take longer than everything else.
     """
     outcomes: list[dict[str, Any]] = []
     excused = [defects.excused(run) for run in runs]
@@ -109,7 +126,7 @@ def ask_all(runs: Sequence[Run], worker: Asked, store: Store, defects: KnownDefe
             question = RunMany([str(run) for run in runs], excused if any(excused) else [])
             outcomes = worker.ask(question).get("outcomes", [])
         except WorkerLost:
-            outcomes = []  # by which run is seen when they are asked alone
+            outcomes = []  # each run is now repeated alone, which shows the run that loses the worker
         finally:
             store.end()
     for index, run in enumerate(runs):
@@ -120,9 +137,10 @@ def ask_all(runs: Sequence[Run], worker: Asked, store: Store, defects: KnownDefe
 
 
 def most_at_once(law: Law, worker: Asked, device: str) -> int:
-    """How many runs of a law are put in one question.
+    """How many runs of a law one question holds.
 
-    Exchanges take ranks a few milliseconds, as kernels do a GPU. Interpreted kernels and simulated ranks take longer.
+    An exchange between ranks and a kernel on a GPU both take a few milliseconds, so several share a question. Interpreted kernels
+    and simulated ranks take longer and go one by one.
     """
     if not isinstance(worker, Worker):
         return BATCH if law.kind == "exact" else TRUTHS
@@ -132,9 +150,9 @@ def most_at_once(law: Law, worker: Asked, device: str) -> int:
 
 
 def of_one_key(examples: Iterable[Example], most: int) -> Iterator[list[Example]]:
-    """The examples in their order, in lists of at most `most`, each of one compile key: none waits for another key's kernels.
+    """The examples in their order, in lists of at most `most`. All examples of a list have the same compile key.
 
-    Cases of paths have no keys, and all count as one.
+    So no example waits for the kernels of another key. Cases of paths have no compile keys and count as one key.
     """
     for _, same in itertools.groupby(examples, lambda example: key_of(example.case) if has_keys(example.case) else None):
         while batch := list(itertools.islice(same, most)):

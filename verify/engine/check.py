@@ -1,4 +1,4 @@
-"""Checking: the laws of an adapter, shared out over workers."""
+"""The check of one adapter: its laws, distributed over workers."""
 
 import concurrent.futures
 import threading
@@ -24,10 +24,14 @@ from verify.process.worker import Worker, WorkerLost
 
 
 class Check:
-    """A check of some laws of one adapter. `on_case(law, done, of)` and `on_report` are told as it goes, from any thread.
+    """A check of some laws of one adapter.
 
-    `workers` is how many to start, or workers that are there already, which are left alive. `defects` of None are those on file.
-    `examples` are run first, and told what breaks. What was under way when it was stopped, or its time was over, is `unfinished`.
+    - `workers` is the number of workers to start, or a sequence of running workers, which the check does not end.
+    - `defects` are the known defects; None means those on file.
+    - `examples` are lines that broke a law in earlier checks. They are run first, and new failures are added to them.
+    - `on_case(law, done, of)` is called after each case and `on_report(report)` after each law, from any thread.
+
+    Reports of laws that were stopped, or ran out of time, before they were decided are in `unfinished`.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class Check:
         self.store.close()
 
     def stop(self) -> None:
-        """End every worker and let nothing new begin; safe from any thread."""
+        """End every worker and start nothing new. Safe to call from any thread."""
         self._close()
         for worker in self.workers:
             worker.close()
@@ -80,14 +84,14 @@ class Check:
             self._plan.close()
 
     def describe(self) -> Described:
-        """The adapter's declarations. AdapterError if it cannot be had."""
+        """The adapter's declarations. AdapterError if the adapter cannot be loaded."""
         if self.described is None:
             self.described = describe(self.settings.adapter, self.workers[0])
             self._compilers.notes.versions = f"{self.described.versions}, {self.described.device}"
         return self.described
 
     def run(self) -> list[LawReport]:
-        """A report a law, in the order in which they were decided."""
+        """Run the check: one report for each law, in the order in which the laws were decided."""
         described, settings = self.describe(), self.settings
         domain = described.domain
         if self.laws is None:
@@ -125,16 +129,16 @@ class Check:
             if not all(future.done() for future in futures):
                 self.stop()
             pool.shutdown(wait=True, cancel_futures=True)
-            for future in futures:  # what was decided, or broken and not yet shrunk, when the check was stopped
+            for future in futures:  # laws that were decided, or broken but not shrunk yet, when the check was stopped
                 if future not in told and not future.cancelled() and future.exception() is None:
                     tell(future)
         return self.reports
 
     def _planned(self, common: Common) -> Plan:
-        """What is drawn for a GPU, whose kernels are compiled meanwhile."""
+        """The plan of a check on a GPU: its examples, and the compilation of their kernels while others run."""
         settings, domain = common.settings, common.described.domain
         laws_of = book_of(domain).laws
-        laws = [law for law in self.laws or () if law in laws_of]  # those to skip too: keys are chosen for all
+        laws = [law for law in self.laws or () if law in laws_of]  # skipped laws too: the palette's keys depend on all
 
         def examples_of(law: str) -> int:
             return 0 if law in settings.skip else settings.drawn(laws_of[law])
@@ -162,7 +166,7 @@ class Check:
 
 
 def _compilers(settings: Settings) -> Compilers:
-    """Processes that compile what is drawn before it is run; none without a GPU."""
+    """The processes that compile kernels of drawn examples before these are run. Without a GPU there are none."""
     workers = [Worker(COMPILE_S, environment=devices.environment(settings.device, place)) for place in range(settings.compilers)]
     notes = Notes(settings.adapter if settings.adapter in BUILT_IN else "", settings.tune)
     return Compilers(workers, Describe(settings.adapter), notes)

@@ -1,8 +1,9 @@
-"""Climbing: cases in which an implementation errs more, looked for among edits of cases that were run.
+"""Climbing: search for cases with larger errors among edits of the cases that were run.
 
-Hypothesis climbs error over bound, its `target`. It changes one number that it drew at a time, and of a case it draws but a seed
-(properties/strategies.py): the next seed is any other case. So what it draws here are edits of the best cases so far: which words
-change, and how far each moves along the values which that word has in the others.
+Hypothesis maximises its `target`, here the error divided by the tolerance. It changes one drawn number at a time. For a case it
+draws only a seed (properties/strategies.py), and the next seed gives an unrelated case, so a climb over seeds would be random.
+Therefore Hypothesis draws edits of the best cases so far: which words of a case change, and by how many places each word moves in
+the sorted list of the values that it has in the known cases.
 """
 
 import dataclasses
@@ -19,20 +20,23 @@ from properties.palette import key_of, suits
 from properties.strategies import Example
 from verify.engine.drawing import Enough
 
-LEAST = 8  # examples that a climb is worth: half of them are spent on finding where to begin
-BEST = 8  # so many of the best examples so far are edited
+LEAST = 8  # a climb of fewer examples is not worth it: half of the examples are spent on finding where to begin
+BEST = 8  # how many of the best examples so far are edited
 EDITS = 2  # words that change in one edit
-STAGE = 24  # examples between two choices of the best: half of them are edits at random, half are climbed
-TOGETHER = (("packed", "lengths"), ("heads", "value_heads"))  # words that are legal together
+STAGE = 24  # examples between two choices of the best: half of them are random edits, half are climbed
+TOGETHER = (("packed", "lengths"), ("heads", "value_heads"))  # words that must change together to stay legal
 SEED, SEEDS = ("seed",), 2**16
-SAME = 1e-9  # a score that is less by so much is as good, and no step up
+SAME = 1e-9  # subtracted from the score of an example that was visited before, so that it is not a step up
 
-Edit = tuple[int, int]  # of which word, and by how many places its value moves
+Edit = tuple[int, int]  # the index of a word, and the number of places by which its value moves
 Moves = list[tuple[tuple[str, ...], Sequence[tuple[Any, ...]]]]
 
 
 def climbed(examples: int, kind: str) -> int:
-    """How many of a law's examples are climbed for; the others are drawn. Exact laws have nothing to climb: they differ or not."""
+    """How many of a law's examples come from a climb; the others are drawn.
+
+    For an exact law the answer is 0: two runs differ or they do not, so there is no error to climb.
+    """
     return examples // 2 if kind == "truth" and examples // 2 >= LEAST else 0
 
 
@@ -46,11 +50,11 @@ def climb(
     *,
     same_key: bool = False,
 ) -> None:
-    """Give `score` up to `most` examples that are not known, each an edit of a good one, the same for the same seed and scores.
+    """Pass up to `most` new examples to `score`, each an edit of one of the best examples so far.
 
-    `known` has the score of each example that was run. `score` runs one and returns its score, None if there is to be no other.
-    Every edit is inside the domain and one that the law can be asked about; none is of a larger call than all that are known,
-    and with `same_key` none needs another compiled kernel.
+    `known` maps each example that was run to its score. `score` runs an example and returns its score, or None to end the climb.
+    The same seed and scores give the same examples. Every edited example lies in the domain and suits the law, and is not a larger
+    call than the largest one in `known`. With `same_key`, no edit changes the compile key.
     """
     scores, stage, before = dict(known), 0, -1
     moves = _moves(list(known))
@@ -62,7 +66,7 @@ def climb(
         return suits(law, domain, moved) and _size(moved.case) <= largest
 
     def edited(base: Example, edits: Sequence[Edit]) -> Example:
-        """Edits that are not legal are left out."""
+        """The example after those of the edits that are legal."""
         for word, step in edits:
             names, values = moves[word]
             own = tuple(getattr(base.case, name) for name in names)
@@ -94,7 +98,7 @@ def _stage(
     edited: Callable[[Example, Sequence[Edit]], Example],
     asked: Callable[[Example], float],
 ) -> None:
-    """Edits of the best at random, and from the best of those on as Hypothesis climbs."""
+    """One stage: random edits of the best examples, then Hypothesis climbs from the best of these edits."""
     edit = st.integers(0, len(moves) - 1).flatmap(lambda word: st.tuples(st.just(word), _steps(len(moves[word][1]))))
     visited = set[Example]()
 
@@ -109,7 +113,8 @@ def _stage(
     @hypothesis.given(st.sampled_from(best), st.tuples(*[edit] * EDITS))
     def drive(base: Example, edits: Sequence[Edit]) -> None:
         example = edited(base, edits)
-        # One that other edits led to before is no step sideways: Hypothesis would walk on as long as a score does not fall.
+        # Hypothesis goes on as long as the score does not fall. A slightly lower score for an example that was visited before ends
+        # such walks.
         target(asked(example) - (SAME if example in visited else 0.0))
         visited.add(example)
 
@@ -121,7 +126,7 @@ def _steps(values: int) -> st.SearchStrategy[int]:
 
 
 def _moves(known: Sequence[Example]) -> Moves:
-    """The words that have several values in the examples, those that go together as one, with the values in their order."""
+    """The words that have several values in the examples, each with its values in order. Words of TOGETHER form one entry."""
     names = [field.name for field in dataclasses.fields(known[0].case) if field.name != "seed"] if known else []
     groups: list[tuple[str, ...]] = [group for group in TOGETHER if set(group) <= set(names)]
     groups += [(name,) for name in names if not any(name in group for group in groups)]
@@ -137,7 +142,7 @@ def _moves(known: Sequence[Example]) -> Moves:
 
 
 def _rank(group: tuple[str, ...], value: tuple[Any, ...], choices: Mapping[str, Sequence[str]]) -> tuple[Any, ...]:
-    """Where a value stands among those of its words: choices as they are listed, numbers by size, lengths by the longest."""
+    """The sort key of a value: choices in the order of their list, numbers by size, lengths by the longest one."""
     rank: list[Any] = []
     for name, each in zip(group, value, strict=True):
         if choices[name]:
@@ -148,12 +153,15 @@ def _rank(group: tuple[str, ...], value: tuple[Any, ...], choices: Mapping[str, 
 
 
 def _size(case: Any) -> int:
-    """How large a call is: its bytes, or its tokens where its class does not count them."""
+    """The size of a call: its bytes, or its tokens if the case class does not count bytes."""
     return int(getattr(case, "bytes", sum(case.lengths)))
 
 
 def _replaced(law: Law, base: Example, words: Mapping[str, Any], legal: Callable[[Example, Example], bool]) -> Example:
-    """The example with these words, as it was where that is not legal; its place, where the law has other ones, is another."""
+    """The example with these words, or the unchanged example if that would not be legal.
+
+    If the law cannot act at the example's `at` in the new case, `at` is replaced by a place where it can.
+    """
     try:
         case = dataclasses.replace(base.case, **words)
     except ValueError:

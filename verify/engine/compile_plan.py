@@ -1,8 +1,8 @@
-"""Plans: what a check on a GPU will run, drawn from a palette of compile keys, and compiled ahead by processes beside it.
+"""Plans: the examples that a check on a GPU will run, drawn from a few compile keys, and compiled ahead by other processes.
 
-A new compile key takes 6 s and more, a case of one that is there 20 ms. So the keys are few, drawn from the check's seed, and other
-processes run the first case of each law and key before the worker that checks comes to it; what they compile lies in Triton's
-cache, where the worker finds it. What they answer is not looked at.
+A case with a new compile key takes 6 s or more, a case with a compiled key 20 ms. So the palette has few keys, drawn from the
+check's seed. Other processes run the first case of each law and key before the checking worker reaches it. Their compiled kernels
+are in Triton's cache, where the worker finds them. Their answers are ignored.
 """
 
 import concurrent.futures
@@ -35,25 +35,26 @@ Draw = Callable[[Any, int, int, Callable[[Any], None]], None]
 
 @dataclasses.dataclass
 class Planned:
-    """A law's examples, in order, and for each key and variant the compilation that is under way."""
+    """A law's examples, in order, and for each compile key and variant the future of its compilation."""
 
     examples: list[Example]
     compiled: dict[Any, concurrent.futures.Future[None]]
 
     def wait(self, example: Example) -> None:
-        """Until the kernels of the example are compiled, if somebody does."""
+        """Wait until the kernels of the example are compiled, if a process compiles them."""
         if self.compiled and (under_way := self.compiled.get(_key(example))) is not None:
             with contextlib.suppress(concurrent.futures.CancelledError):
                 under_way.result()
 
 
 class Compilers:
-    """Processes that compile ahead: each runs what it is given and nobody looks at what it answers."""
+    """Processes that compile ahead: each runs the lines that it is given, and its answers are ignored."""
 
     def __init__(self, workers: list[Worker], first: Question | None, notes: Notes | None = None) -> None:
-        """`first` is asked of all at once, so that they have imported what they need when there is something to compile.
+        """Send `first` to all workers at once, so that their imports are done when there is something to compile.
 
-        With `notes` of an earlier check, not before something is: processes that only start keep the worker waiting.
+        If `notes` of an earlier check name compiled keys, `first` is sent only when there is something to compile, because starting
+        processes slow the checking worker down.
         """
         self._workers, self._idle, self._lock = workers, list(workers), threading.Lock()
         self._closed, self._first, self.notes = threading.Event(), first, notes or Notes()
@@ -68,7 +69,10 @@ class Compilers:
                 self._pool.submit(self._ask, first)
 
     def prepare(self, run: Run, key: Any) -> concurrent.futures.Future[None] | None:
-        """What ends when the kernels of a run, which go by `key`, are compiled; None if they were before, or nobody compiles."""
+        """A future that ends when the kernels of a run, whose compile key is `key`, are compiled.
+
+        None if the key was compiled before, if there are no compiling processes, or if they were closed.
+        """
         words = (run.law, run.products, run.tune, key)
         if not self._workers or self.notes.has(*words):
             return None
@@ -78,7 +82,7 @@ class Compilers:
         return None
 
     def close(self) -> None:
-        """End them; whoever waits goes on."""
+        """End the processes. Threads that wait for a compilation go on."""
         self._closed.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
@@ -97,7 +101,7 @@ class Compilers:
                 worker.ask(question, COMPILE_S)
                 return True
         except WorkerLost:
-            pass  # the worker that checks will see it too
+            pass  # the checking worker will run into the same failure and report it
         finally:
             with self._lock:
                 self._idle.append(worker)
@@ -105,7 +109,7 @@ class Compilers:
 
 
 class Plan:
-    """The examples of a check's laws, drawn in the order of the laws in a thread of its own, while the first are being run."""
+    """The examples of a check's laws, drawn law by law in a separate thread while the first examples already run."""
 
     def __init__(
         self,
@@ -125,11 +129,11 @@ class Plan:
         self._planned = {law: self._thread.submit(self._plan, law) for law in laws}
 
     def of(self, law: str) -> Planned:
-        """The examples of a law: waits until they are drawn. CancelledError if it is closed before."""
+        """The examples of a law. Waits until they are drawn; CancelledError if the plan is closed before."""
         return self._planned[law].result()
 
     def close(self) -> None:
-        """Draw no more."""
+        """Stop drawing."""
         self._closed.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -150,8 +154,8 @@ class Plan:
             raise concurrent.futures.CancelledError from None
         if self.palette is None:
             return planned
-        # Key after key, the cheapest to compile first: it is being run while others are compiled. Those that share bounds stand
-        # together.
+        # Sorted by compile key, the cheapest to compile first: its cases run while other keys are compiled. Cases whose tolerances
+        # can be computed in one call are neighbours.
         planned.examples.sort(key=lambda each: (_cost(each.case), str(key_of(each.case)), getattr(each.case, "scale", "")))
         for example in planned.examples:
             if _key(example) not in planned.compiled:
@@ -164,24 +168,24 @@ class Plan:
 
 
 def has_keys(thing: Any) -> bool:
-    """Whether the cases of a case's or a domain's book say what a compiled kernel depends on."""
+    """Whether the cases of this case's or domain's book have compile keys."""
     return hasattr(book_of(thing).case, "KEYS")
 
 
 def on_gpu(domain: Any, seed: int) -> Any:
-    """The domain as a GPU is asked about it: longer sequences of a kernel; of a path, few forms that kernels are compiled for."""
+    """The domain from which cases for a GPU are drawn: rules get longer sequences, paths get few forms that need compilation."""
     if isinstance(domain, PathDomain):
         return with_forms(domain, seed)
     return dataclasses.replace(domain, reach=REACH) if isinstance(domain, Domain) else domain
 
 
 def in_order(laws: Iterable[str]) -> list[str]:
-    """The laws, those first that have few kernels to compile: forward only, so that something is known soon."""
+    """The laws, with forward-only laws first: they have fewer kernels to compile, so the first results come sooner."""
     return sorted(laws, key=lambda law: law not in FORWARD)
 
 
 def _cost(case: Any) -> int:
-    """How long kernels of a case's key take to compile, as their widths go: which comes before which."""
+    """A number that orders compile keys by their compile time, estimated from the widths; float32 counts twice."""
     widths = [getattr(case, name, 1) for name in ("key_dim", "value_dim", "width")]
     return math.prod(widths) * (2 if case.dtype == "fp32" else 1)
 

@@ -1,4 +1,4 @@
-"""Drawing: Hypothesis gives examples of a strategy, in the thread that asks for them or ahead of it in another."""
+"""Drawing: Hypothesis draws examples of a strategy, in the calling thread or ahead of it in another one."""
 
 import contextlib
 import os
@@ -10,22 +10,22 @@ from typing import Any
 import hypothesis
 from hypothesis import HealthCheck, Phase
 
-AHEAD = 64  # examples that are drawn before they are asked: a thread that draws takes time from those that ask
+AHEAD = 64  # at most so many examples are drawn ahead, because a drawing thread takes time from the threads that run cases
 
 
 class Enough(BaseException):
-    """There is nothing more to ask. Hypothesis takes an Exception for a failure, and would shrink it."""
+    """Ends the drawing of examples. A BaseException, because Hypothesis would take an Exception for a failure and shrink it."""
 
 
 def seeded(strategy: Any, seed: int, examples: int, look: Callable[[Any], None]) -> None:
-    """Give `look` that many different examples of a strategy (fewer if it has no more), the same ones for the same seed."""
+    """Pass `examples` different examples of a strategy to `look`, or fewer if the strategy has fewer. The seed decides which."""
     seen: set[Any] = set()
     if examples == 0:
         return
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
-        max_examples=2 * examples,  # a quarter of the seeds that Hypothesis draws are repetitions
+        max_examples=2 * examples,  # a quarter of Hypothesis' draws are repetitions
         phases=(Phase.generate,),
         database=None,
         deadline=None,
@@ -41,7 +41,10 @@ def seeded(strategy: Any, seed: int, examples: int, look: Callable[[Any], None])
 
 
 def batches(strategy: Any, seed: int, examples: int, most: int) -> Iterator[list[Any]]:
-    """The examples that `seeded` gives, drawn AHEAD in a thread while wanted: lists of those at hand, of at most `most`."""
+    """The examples of `seeded`, in lists of at most `most`, while a thread draws up to AHEAD examples in advance.
+
+    A list ends early if no further example is drawn yet. An exception in the drawing thread is raised here.
+    """
     drawn: queue.Queue[Any] = queue.Queue(AHEAD)
     failed: list[BaseException] = []
     end, left = object(), threading.Event()
@@ -56,7 +59,7 @@ def batches(strategy: Any, seed: int, examples: int, most: int) -> Iterator[list
     def draw() -> None:
         try:
             seeded(strategy, seed, examples, put)
-        except BaseException as error:  # the caller's, as if it had drawn
+        except BaseException as error:  # raised in the caller, as if the caller had drawn
             failed.append(error)
         finally:
             with contextlib.suppress(Enough):
@@ -79,10 +82,11 @@ def batches(strategy: Any, seed: int, examples: int, most: int) -> Iterator[list
 
 
 class _Drawer(threading.Thread):
-    """A thread that draws for whoever asks, one after another.
+    """A thread that draws for several callers, one after another.
 
-    Hypothesis looks through all objects of the process when it first draws in a thread, which takes 0.2 s of a large one: a new
-    thread for each law would pay that each time. Daemons, since what is left early goes on drawing until its next example.
+    When Hypothesis first draws in a thread, it goes through all objects of the process, which takes 0.2 s in a large process. A new
+    thread for each law would pay that each time, so threads are reused. They are daemons, because a thread whose caller has left
+    goes on until its next example.
     """
 
     def __init__(self) -> None:
@@ -97,7 +101,7 @@ class _Drawer(threading.Thread):
 
 
 _IDLE: list[_Drawer] = []
-os.register_at_fork(after_in_child=_IDLE.clear)  # a child has none of its parent's threads
+os.register_at_fork(after_in_child=_IDLE.clear)  # a child process has none of its parent's threads
 
 
 def _in_a_thread(draw: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Explaining a broken run: its smallest case, and what the adapter might declare so that it would hold."""
+"""The explanation of a broken run: its smallest case, and what the adapter could declare so that the run would hold."""
 
 import dataclasses
 import threading
@@ -21,10 +21,11 @@ SHRINK_RUNS, SHRINK_S = 120, 60.0
 def otherwise(
     described: Described, runs: Sequence[Run], worker: Asked, store: Store, more: Callable[[], bool] = lambda: True
 ) -> list[str]:
-    """What an adapter might say of itself so that none of these broken runs is over its bound: one thing each, in words.
+    """Declarations, as text such as "folds = True", each of which alone would bring all these broken runs within their tolerance.
 
-    Whether it is so, its author knows: who forgets to say it gets alarms of a right implementation. Nothing else may change: where
-    a run holds with another word, it must be broken without it, twice. While there is `more` time, that is.
+    Only the adapter's author knows whether such a declaration is true. Without a declaration that is true, a right implementation
+    gets false alarms. To exclude chance, the runs must also be broken again, twice, without the declaration. When `more()` is
+    false, no further run is made.
     """
     shared_decay = described.domain.operation not in ("kda", "delta_rule")
     ways: list[tuple[str, Sequence[Run], dict[str, Any]]] = []
@@ -53,9 +54,10 @@ def explain(
     stopped: threading.Event,
     limit_s: float = SHRINK_S,
 ) -> tuple[Shrunk, Outcome]:
-    """The smallest example found that fails as the broken run does, and what it came to.
+    """The smallest example found that fails in the same way as the broken run, and its outcome.
 
-    What is a known defect whatever is found is not run, and what turns out to be one does not count.
+    Candidates that a known defect covers whatever their findings are not run. Candidates whose findings turn out to be a known
+    defect do not count as failures. At most SHRINK_RUNS runs are made, in at most `limit_s` seconds.
     """
     start, best = time.monotonic(), outcome
 

@@ -1,4 +1,4 @@
-"""The check of one law of an adapter: cases are drawn, put to a worker, counted, and the broken one is explained."""
+"""The check of one law of an adapter: draw cases, run them in a worker, count the outcomes, and explain the broken one."""
 
 import dataclasses
 import math
@@ -25,17 +25,21 @@ from verify.findings.store import Store
 from verify.process.outcome import FailureKind, Outcome, Verdict
 from verify.process.worker import Worker
 
-FAULTS = 3  # cases in a row in which gdn-verify fails in the same way: asking about more decides nothing
-ENOUGH = 5  # cases that could see, or all that were drawn if fewer: under it a law is unknown
+FAULTS = 3  # after so many cases in a row in which gdn-verify itself fails in the same way, the law ends: more would not decide it
+ENOUGH = 5  # a law with fewer cases that could see is UNKNOWN, unless all drawn cases could
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a check is asked to do.
+    """The settings of a check.
 
-    Without `laws` it checks all that are about what the adapter does, less those to `skip`. `products` of None is what the adapter
-    says; `climbs` of None what the profile says. After `until`, a time of time.monotonic(), no case begins. `under` is what
-    `repeat` needs besides a line to see what this check saw.
+    - `laws`: names of laws; None means all laws about the adapter's operation. Laws in `skip` are left out.
+    - `products`: how the implementation multiplies float32 matrices; None means what the adapter declares.
+    - `climbs`: whether half of the cases are climbed for; None means what the profile says.
+    - `deadline_s`: seconds after which a case counts as a hang.
+    - `compilers`: how many processes compile kernels ahead.
+    - `until`: a time of time.monotonic() after which no case begins.
+    - `under`: options that `repeat` needs besides a line to see what this check saw.
     """
 
     adapter: str
@@ -54,7 +58,7 @@ class Settings:
     under: str = ""
 
     def drawn(self, law: Law) -> int:
-        """How many of a law's examples are drawn, not climbed for."""
+        """How many of a law's examples are drawn; the rest is climbed for."""
         examples = self.profile.examples_of(law.name)
         climbs = self.profile.climbs if self.climbs is None else self.climbs
         return examples - (climbed(examples, law.kind) if climbs else 0)
@@ -62,7 +66,7 @@ class Settings:
 
 @dataclasses.dataclass
 class Common:
-    """What the laws of a check share. `on_case(law, done, of)` is told from any thread; `cases` are those that were run."""
+    """What all laws of a check share. `on_case(law, done, of)` is called from any thread; `cases` are the cases run so far."""
 
     settings: Settings
     described: Described
@@ -80,7 +84,7 @@ class Common:
         return self.stopped.is_set() or time.monotonic() >= self.settings.until
 
     def products_of(self, example: Example) -> str:
-        """How the implementation multiplies float32 matrices in a case."""
+        """How the implementation multiplies float32 matrices in an example: "ieee" or "tf32"."""
         return self.settings.products or self.described.products_of(example, self.settings.device)
 
     def run_of(self, law: str, example: Example) -> Run:
@@ -90,14 +94,14 @@ class Common:
 
 
 class LawCheck:
-    """The check of one law, its cases run by one worker."""
+    """The check of one law. One worker runs all its cases."""
 
     def __init__(self, common: Common, name: str, worker: Asked) -> None:
         self._common, self._name, self._worker = common, name, worker
         self._done = 0
         self._scores: dict[Example, float] = {}
         self._broken: tuple[Run, Outcome] | None = None
-        self._faults: list[str] = []  # of the last cases, where gdn-verify failed each time in the same way
+        self._faults: list[str] = []  # faults of the last cases, if gdn-verify failed in the same way each time
         settings = common.settings
         self.report = LawReport(
             name,
@@ -109,7 +113,7 @@ class LawCheck:
         )
 
     def run(self) -> LawReport:
-        """The report of the law."""
+        """Check the law and return its report."""
         report, domain, start = self.report, self._common.described.domain, time.monotonic()
         law = book_of(domain).laws.get(self._name)
         reason = law.needs(domain) if law is not None else "it is about other things than this adapter's operation"
@@ -131,7 +135,7 @@ class LawCheck:
         return ask(run, self._worker, self._common.store)
 
     def _run_known(self) -> None:
-        """Run the lines on file for this law, and say whether each still fails."""
+        """Run the lines of the known defects of this law, and note in the report whether each still fails."""
         settings = self._common.settings
         for defect in self._common.defects.shown_by(settings.adapter, self._name, settings.device):
             still = self._ask(defect.run).verdict is Verdict.BROKEN
@@ -141,12 +145,15 @@ class LawCheck:
             self.report.known.append(f"{'known defect, still there' if still else gone}: {defect.reason} ({defect.run})")
 
     def _remembered(self, law: Law) -> tuple[Run, Outcome] | None:
-        """Run what broke the law in earlier checks; None if nothing of it does any more. They are not counted as drawn."""
+        """Run the lines that broke the law in earlier checks: the first that still does, or None.
+
+        Only a line that is still broken is counted in the report. A line that holds again is dropped from the file.
+        """
         common, settings = self._common, self._common.settings
         for run in common.examples.of(settings.adapter, law.name, settings.device) if common.examples is not None else ():
             if common.over:
                 return None
-            if run.products != common.products_of(run.example):  # it was said otherwise of the implementation then
+            if run.products != common.products_of(run.example):  # the adapter declared other products then
                 continue
             outcome = self._confirmed(run, self._ask(run))
             if outcome.verdict is Verdict.BROKEN:
@@ -159,7 +166,7 @@ class LawCheck:
         return None
 
     def _drawn(self, law: Law) -> tuple[Run, Outcome] | None:
-        """Draw and run cases until one is broken, and climb from the best of them; None if none is."""
+        """Draw and run cases until one is broken, then climb from those with the largest errors. None if no case is broken."""
         common, settings = self._common, self._common.settings
         examples, drawn = settings.profile.examples_of(law.name), settings.drawn(law)
         for batch in self._batches(law, drawn, most_at_once(law, self._worker, settings.device)):
@@ -180,7 +187,7 @@ class LawCheck:
         return self._broken
 
     def _batches(self, law: Law, examples: int, most: int) -> Iterator[list[Example]]:
-        """The law's examples in lists of at most `most`; of a plan, once their kernels are compiled."""
+        """The law's examples, in lists of at most `most`. With a plan, each list waits until its kernels are compiled."""
         common = self._common
         if common.plan is None:
             yield from batches(law.draw(common.described.domain), mix_words(common.settings.seed, law.name), examples, most)
@@ -192,7 +199,7 @@ class LawCheck:
             yield batch
 
     def _settled(self, run: Run, outcome: Outcome) -> bool:
-        """Count what became of a run; whether it was the last."""
+        """Count the outcome of a run. True if no further case of the law is needed or allowed."""
         common, examples = self._common, self._common.settings.profile.examples_of(self._name)
         if common.stopped.is_set() and outcome.verdict is not Verdict.BROKEN:
             return True
@@ -212,13 +219,14 @@ class LawCheck:
         return self._broken is not None or common.over or len(self._faults) == FAULTS
 
     def _confirmed(self, run: Run, outcome: Outcome) -> Outcome:
-        """The outcome, or what it comes to: unknown if a lost worker is not lost again, known if it is on file.
+        """The outcome after a second look: KNOWN if a known defect explains it, UNKNOWN if a crash or hang does not happen again.
 
-        So too what a sanitizer said, which may have been late and about the case before.
+        A sanitizer's finding is repeated too, because it may arrive late and belong to the case before.
         """
         said = outcome.kind is FailureKind.SANITIZER
         if (outcome.lost or said) and self._ask(run).verdict is not Verdict.BROKEN:
-            # An earlier case may have written out of bounds, or the host killed it: this case is not shown to be at fault.
+            # An earlier case may have written out of bounds, or the host may have killed the worker: nothing shows that this case
+            # is at fault.
             self._keep(run, outcome, "found once")
             where = "in a fresh worker" if outcome.lost else "when it was asked again"
             reason = f"{outcome.findings[0].what}, but not again {where}: {run}"
@@ -260,7 +268,10 @@ class LawCheck:
 
 
 def overall(counts: dict[str, int], reason: str = "") -> tuple[Verdict, str]:
-    """HOLDS if nothing is broken or undecided and enough cases could see; otherwise why not."""
+    """The verdict of a law from its counts, and the reason if it is not HOLDS.
+
+    A law holds if no case is broken or undecided and at least ENOUGH cases, or all drawn ones, could see the defect.
+    """
     if counts.get(Verdict.BROKEN):
         return Verdict.BROKEN, reason
     if undecided := counts.get(Verdict.UNKNOWN):

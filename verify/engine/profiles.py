@@ -1,13 +1,14 @@
-"""Profiles: how many cases a check runs of each law."""
+"""Profiles: how many cases of each law a check runs."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """How much to check: `examples` a law (four times as many of the oracle's), and whether the default seed is fixed.
+    """How much to check: `examples` for each law, four times as many for the law `oracle`.
 
-    `climbs`: half of the examples of laws that are judged by bounds are those that a climb of error over bound comes to.
+    `fixed_seed`: whether the default seed is always the same. `climbs`: half of the examples of a truth law are variations of the
+    cases with the largest errors so far.
     """
 
     name: str
@@ -16,7 +17,7 @@ class Profile:
     climbs: bool = False
 
     def examples_of(self, law: str) -> int:
-        """How many cases a law is asked about: the oracle law covers the widest space and has most."""
+        """How many cases of a law are run. The law `oracle` covers the widest space and gets four times as many."""
         return self.examples * (4 if law == "oracle" else 1)
 
 

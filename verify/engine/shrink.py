@@ -1,9 +1,11 @@
-"""Shrinking: the smallest case that still fails, found on case lines.
+"""Shrinking: find the smallest case that still fails, by making the case simpler word by word.
 
-Hypothesis draws; its shrinker is not used, for three reasons. A line may come from anywhere (another host, a colleague, a file)
-and must shrink without the engine that drew it. Every candidate costs a kernel's run, so few and well-ordered ones matter: half
-a second interpreted, many seconds where a candidate is a new compile key on a GPU. And the candidates of the last pass, which
-all hold, are the neighbours that make the trigger plain.
+Hypothesis draws the cases, but its shrinker is not used, for three reasons:
+
+- A line may come from anywhere (another host, a colleague, a file) and must shrink without the engine that drew it.
+- Every candidate costs one run of the kernel: half a second if it is interpreted, many seconds for a new compile key on a GPU. So
+  there must be few candidates, in a good order.
+- The candidates of the last pass all hold. They are the neighbours in a report, which show what triggers the failure.
 """
 
 import dataclasses
@@ -22,7 +24,10 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclasses.dataclass(frozen=True)
 class Shrunk:
-    """The smallest failing example found, and its neighbours, one step simpler, that hold."""
+    """The smallest failing example found, and its neighbours: examples that are one step simpler and hold.
+
+    `runs` is the number of candidates that were run. `finished` is false if the limit ended the search.
+    """
 
     example: Example
     neighbours: tuple[tuple[str, str], ...]
@@ -31,10 +36,11 @@ class Shrunk:
 
 
 def shrink(example: Example, law: Law, fails: Callable[[Example], bool | None], more: Callable[[int], bool]) -> Shrunk:
-    """The smallest example for which `fails` is true; None means undecided. `more(runs)` says whether to spend another run.
+    """The smallest example found for which `fails` is true. `fails` returns None for an undecided candidate.
 
-    One aspect after another is made as simple as it gets, all of them again until none moves: going back to the first after
-    every success would ask about its threshold each time, and cost three times the runs.
+    `more(runs)` returns whether to spend another run. One aspect after another is made as simple as possible, and the pass over all
+    aspects repeats until none gets simpler. Going back to the first aspect after every success would test its threshold again each
+    time, and would take three times as many runs.
     """
     seen: dict[Example, bool | None] = {}
     neighbours: list[tuple[str, str]] = []
@@ -63,7 +69,10 @@ Steps = Iterator[tuple[str, Example]]
 
 
 def _aspects(law: Law, example: Example) -> list[Callable[[Example], Steps]]:
-    """What can be made simpler on its own. Each yields candidates, the boldest first, with the words that differ; all are legal."""
+    """The aspects of an example that can be made simpler on their own.
+
+    Each yields legal candidates with the words that changed, the largest simplification first.
+    """
 
     def of_case(changes: Callable[[Any], Changes]) -> Callable[[Example], Steps]:
         def steps(example: Example) -> Steps:

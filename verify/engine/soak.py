@@ -1,7 +1,7 @@
-"""Soaks: checks of several adapters, round after round, each with another seed, until a time is over.
+"""Soaks: checks of several adapters in rounds, each round with another seed, until a time is over.
 
-A round is a check (verify/engine/check.py) and can be run again as one. The first rounds are short, so that every law of every
-adapter is asked soon; later ones have more cases, and climb from the best of them.
+A round is a check (verify/engine/check.py) and can be repeated as one. The first rounds are short, so that every law of every
+adapter is checked soon. Later rounds have more cases and climb from those with the largest errors.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from verify.findings.store import Store
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker
 
-# The profiles of the first rounds; those after them are like the last.
+# The profiles of the first rounds, by device. All later rounds use the last profile.
 PACE = {"cpu": ("few", "quick", "ci"), "cuda": ("quick", "gpu")}
 SUMMED = ("kernel_s", "oracle_s", "wall_s")
 
@@ -38,16 +38,18 @@ class Round:
     seed: int
 
     def __str__(self) -> str:
-        """The command that runs it again."""
+        """The command that runs this round again."""
         return f"check {self.spec} --profile {self.profile.name} --seed {self.seed} --climb"
 
 
 class Soak:
-    """A soak of some adapters: `place` says on which device each is, `workers` and `compilers` how many processes a device has.
+    """A soak of some adapters.
 
-    `laws` are asked, without them all that can be of an adapter; one that broke is not asked again. `profile` is that of every
-    round, without it rounds are as in PACE. `on_round` is told of each round that begins, `on_case(what, done, of)` of cases and
-    `on_report` of broken laws, from any thread.
+    - `laws`: names of laws; None means all laws about an adapter's operation. A law that broke is not checked again.
+    - `place(spec)` returns the device of an adapter, `workers(device)` and `compilers(device)` how many processes a device has.
+    - `profile`: the profile of every round; None means the profiles of PACE.
+    - `on_round` is called at the start of each round, `on_case(what, done, of)` after each case, `on_report` for each broken law,
+      from any thread.
     """
 
     def __init__(
@@ -92,11 +94,11 @@ class Soak:
 
     @property
     def reports(self) -> list[LawReport]:
-        """What is known so far, by adapter and law."""
+        """The reports so far, one for each adapter and law."""
         return list(self._reports.values())
 
     def describe(self) -> dict[str, Described]:
-        """The adapters' declarations. AdapterError if one cannot be had."""
+        """The adapters' declarations. AdapterError if an adapter cannot be loaded."""
         for spec in self.specs:
             if spec in self.described:
                 continue
@@ -109,9 +111,9 @@ class Soak:
         return self.described
 
     def run(self, seconds: float) -> list[LawReport]:
-        """Rounds until the time is over, a law is broken if that is to be the end, or nothing is left to ask.
+        """Run rounds until the time is over or no law is left to check; with `stop_at_first`, until a law is broken.
 
-        What an interrupted round came to is in `reports`. A law that breaks is shrunk, be it that the time is over meanwhile.
+        The results of an interrupted round are in `reports`. A broken case is shrunk even if the time ends meanwhile.
         """
         self.describe()
         end = time.monotonic() + seconds
@@ -119,7 +121,7 @@ class Soak:
             self.rounds += 1
             for place, spec in enumerate(left):
                 now = time.monotonic()
-                # A round that does not fit leaves the others their share of the time.
+                # Each adapter gets an equal share of the time that is left, so that a long round does not use up the others' time.
                 self._round(spec, now + max(0.0, end - now) / (len(left) - place))
                 if self.stop_at_first and any(report.verdict is Verdict.BROKEN for report in self.reports):
                     return self.reports
@@ -171,7 +173,7 @@ class Soak:
         return self._workers[device]
 
     def _closed(self, spec: str) -> set[str]:
-        """The laws that are not asked any more: what broke, and what the adapter does not promise."""
+        """The laws that are not checked any more: those that broke, and those that the adapter does not support."""
         done = (Verdict.BROKEN, Verdict.UNSUPPORTED)
         return {law for (each, law), report in self._reports.items() if each == spec and report.verdict in done}
 
@@ -180,12 +182,12 @@ class Soak:
 
 
 def round_seed(seed: int, number: int) -> int:
-    """What the cases of a round are drawn from, as `check --seed` takes it: in 0..2**32 - 1."""
+    """The seed of a round, in 0..2**32 - 1, as `check --seed` takes it."""
     return mix_words(seed, f"round {number}") % 2**32
 
 
 def merged(before: LawReport, more: LawReport) -> LawReport:
-    """What two reports of one law of one adapter come to together: cases add up, and what is broken stays so."""
+    """Two reports of one law of one adapter as one: counts and times add up, and a broken law stays broken."""
     kept = before if before.verdict is Verdict.BROKEN else more
     counts = _added(before.counts, more.counts)
     verdict, reason = kept.verdict, kept.reason
@@ -209,7 +211,7 @@ def merged(before: LawReport, more: LawReport) -> LawReport:
 
 
 def summary(reports: Sequence[LawReport], rounds: int, wall_s: float) -> str:
-    """One line: how many laws came to what, and how many cases it took."""
+    """One line: how many laws have each verdict, how many cases were run, and how long it took."""
     counts = {verdict: sum(report.verdict is verdict for report in reports) for verdict in Verdict}
     told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
     cases, adapters = sum(sum(report.counts.values()) for report in reports), len({report.adapter for report in reports})
@@ -224,5 +226,5 @@ def _added(before: dict[str, int], more: dict[str, int]) -> dict[str, int]:
 
 
 def _undecided(reason: str) -> str:
-    """Why a case was undecided, without how many were."""
+    """The reason why a case was undecided, without the number of undecided cases before it."""
     return re.sub(r"^\d+ undecided: ", "", reason)

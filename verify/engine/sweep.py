@@ -1,8 +1,8 @@
-"""Sweeps: every autotune configuration of every kernel of an implementation, judged, and those at fault put on a deny-list.
+"""Sweeps: judge every autotune configuration of every kernel of an implementation, and put the wrong ones on a deny-list.
 
-Autotuning takes the fastest configuration, right or wrong, and another one on the next card: a defect of one of them is seen by
-whoever's clock chose it. All kernels step through their configurations at the same time, so that as many runs as the longest list
-has show them all; a run that fails is taken apart kernel by kernel.
+Autotuning takes the fastest configuration, right or wrong, and may take another one on the next card. So a defect of one
+configuration appears only on machines where that one is fastest. All kernels step through their configurations at the same time,
+so the number of runs is the length of the longest list. If a run fails, further runs find the kernels at fault.
 """
 
 import concurrent.futures
@@ -33,8 +33,8 @@ from verify.process.messages import Tunings
 from verify.process.outcome import Finding, Outcome, Verdict
 from verify.process.worker import Worker, WorkerLost
 
-KEYS, CASES = 2, 2  # compile keys, and cases of each: a configuration is compiled anew for every key
-LAWS = ("oracle", "memory")  # by bound; and bit for bit, a second run over other memory
+KEYS, CASES = 2, 2  # compile keys, and cases of each key: every configuration is compiled again for every key
+LAWS = ("oracle", "memory")  # one judges by tolerance, the other compares a second run over other memory bit for bit
 TRIES = 6
 ALL = f"whatever the configurations ({TRIES} numbers that draw them were tried): no one of them is told apart by this case"
 SHRINK_S = 120.0
@@ -42,14 +42,14 @@ SHRINK_S = 120.0
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A configuration, or some that fail together only, with the smallest run that shows it and what it came to."""
+    """A wrong configuration, or several that only fail together, with the smallest run that shows the fault and its findings."""
 
     policy: Policy
     run: Run
     findings: list[Finding]
 
     def denied(self, gpu: str, triton: str) -> list[Denied]:
-        """Its entries of a deny-list."""
+        """The deny-list entries of this fault, one for each of its configurations."""
         finding = self.findings[0]
         error = f"{finding.place}: {finding.what}"
         return [Denied(gpu, triton, kernel, config, self.run.law, str(self.run), error) for kernel, config in self.policy.picks]
@@ -57,7 +57,11 @@ class Fault:
 
 @dataclasses.dataclass
 class Swept:
-    """What a sweep came to: every kernel's configurations, those that do not fit this device, and those at fault."""
+    """The result of a sweep.
+
+    `known` has every kernel's configurations, `infeasible` those that do not fit this device with the reason, and `ran` those that
+    ran, each by kernel. `faults` are the wrong ones, `undecided` the reasons of runs without a verdict.
+    """
 
     known: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     infeasible: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
@@ -81,7 +85,7 @@ class Swept:
         }
 
     def lines(self) -> list[str]:
-        """A line a kernel, and what each fault is."""
+        """The lines of the report: one for each kernel, then each fault, then what is undecided."""
         text = []
         for kernel, configs in sorted(self.known.items()):
             missing = set(configs) - self.ran.get(kernel, set()) - set(self.infeasible.get(kernel, {}))
@@ -96,7 +100,10 @@ class Swept:
 
 
 def examples_of(domain: Any, seed: int, device: str = "cuda") -> Iterator[tuple[str, Example]]:
-    """Few cases of few keys, each of which compiles every kernel: (law, example). On the CPU, interpreted, fewer and short ones."""
+    """Pairs (law, example): a few cases of a few compile keys. Each case runs every kernel.
+
+    On a CPU, where kernels are interpreted, there are fewer cases, and they are short.
+    """
     domain, keys = (domain, 1) if device == "cpu" else (on_gpu(domain, seed), KEYS)
     book = book_of(domain)
     if device != "cpu" and isinstance(domain, Domain):
@@ -115,7 +122,7 @@ def examples_of(domain: Any, seed: int, device: str = "cuda") -> Iterator[tuple[
 
 
 def _usual(domain: Domain, seed: int) -> Iterator[Case]:
-    """Short cases at the widths that models have, which is where wrong configurations were met; those that are promised."""
+    """Short cases inside the domain at the widths of real models, where wrong configurations were found."""
     for dtype, width in (("bf16", 128), ("fp16", 64)):
         cases = (
             Case(
@@ -137,7 +144,7 @@ def _usual(domain: Domain, seed: int) -> Iterator[Case]:
 
 
 class Sweep:
-    """A sweep of one adapter. `on_run(done, of)` is told as it goes, from any thread."""
+    """A sweep of one adapter. `on_run(done, of)` is called after each run, from any thread."""
 
     def __init__(
         self,
@@ -161,9 +168,10 @@ class Sweep:
             self._idle.put(worker)
 
     def run(self) -> Swept:
-        """Every configuration, judged. ValueError if nothing is autotuned.
+        """Judge every configuration. ValueError if no kernel is autotuned.
 
-        An example that fails with the configurations of every number tried is a fault without any, and no other is told by it.
+        An example that fails with all TRIES combinations of configurations is reported as a fault without a configuration. Such an
+        example cannot tell right configurations from wrong ones, so it is not used for that.
         """
         bases, broken = self._bases()
         known = {kernel: texts for kernel, texts in self.swept.known.items() if texts}
@@ -185,7 +193,8 @@ class Sweep:
         for tune, (run, outcome) in failing.items():
             policy = Policy.parse(tune)
             if seen := {pick for each, *_ in found.values() if set(each.picks) <= set(policy.picks) for pick in each.picks}:
-                # What is known to fail is taken out: lists step side by side, and what else is wrong may stand beside nothing else.
+                # Configurations that are known to fail are taken out. All lists step together, so another wrong configuration may
+                # only ever run beside one of them.
                 policy = Policy(policy.tune, tuple(pick for pick in policy.picks if pick not in seen))
                 left = next((each for each in bases[policy.tune or 0] if self._fails(each, policy)), None)
                 if left is None:
@@ -194,7 +203,7 @@ class Sweep:
             try:
                 smallest = narrow(policy, functools.partial(self._fails, run))
                 reason = "" if smallest else "failed once and not again"
-            except ValueError as error:  # its configurations hold no longer without the picks
+            except ValueError as error:  # without these picks, the run that held before does not hold any more
                 smallest, reason = [], str(error)
             for each in smallest:
                 picks = tuple(f"{kernel}:{config}" for kernel, config in each.picks)
@@ -206,9 +215,10 @@ class Sweep:
         return self.swept
 
     def _bases(self) -> tuple[dict[int, list[Run]], list[tuple[Run, Outcome]]]:
-        """By numbers from the seed on, the runs that hold with its configurations, from which a wrong one can be told.
+        """By number (from the seed on), the runs that hold with that number's configurations; and the runs that never held.
 
-        And those that failed with the configurations of TRIES numbers.
+        A wrong configuration shows when it makes a run of the first kind fail. Runs of the second kind failed with the
+        configurations of all TRIES numbers.
         """
         bases: dict[int, list[Run]] = {}
         left, broken = self.examples, list[tuple[Run, Outcome]]()
@@ -244,7 +254,7 @@ class Sweep:
         worker = self._idle.get()
         try:
             outcome = ask(run, worker, self.store)
-            if outcome.lost or outcome.starved:  # by this configuration, or by others that share the device
+            if outcome.lost or outcome.starved:  # because of this configuration, or of other workers on the same device: repeat it
                 outcome = ask(run, worker, self.store)
             if outcome.starved and len(self.workers) > 1:
                 outcome = Outcome(Verdict.UNKNOWN, reason=f"{outcome.findings[0].what}, which other workers share")
@@ -255,7 +265,7 @@ class Sweep:
             said = {}
         finally:
             self._idle.put(worker)
-        if outcome.verdict is Verdict.BROKEN:  # on disk before it is taken apart
+        if outcome.verdict is Verdict.BROKEN:  # write it to disk before further runs
             self.store.keep(
                 {
                     "stage": "swept",

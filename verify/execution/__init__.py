@@ -1,1 +1,1 @@
-"""What runs inside a worker: a case is run, judged, and its outcome sent back."""
+"""What runs inside a worker: it runs a case, judges the results and sends the outcome back."""

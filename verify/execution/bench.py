@@ -1,6 +1,7 @@
-"""The bench: runs an adapter for a law, with probes around every run, and knows the truth and the bounds of its class.
+"""The bench: calls an adapter for a law, checks every call, and provides the truth and the tolerances.
 
-Probes: uninitialised memory is poisoned, inputs must come back unchanged, outputs must have the contract's shape and dtype.
+Around every call, uninitialised memory is filled with poison, and we check that inputs are unchanged and that outputs have the
+shapes and dtypes of the operation's contract.
 """
 
 import collections
@@ -30,11 +31,11 @@ from verify.process.outcome import FailureKind, Finding
 from verify.process.stacks import Mark, marked
 
 T = TypeVar("T")
-UNPOISONED = "GDN_VERIFY_UNPOISONED"  # in a worker's environment: uninitialised memory stays so, for a sanitizer to see
+UNPOISONED = "GDN_VERIFY_UNPOISONED"  # environment variable of a worker: no poison, so that a sanitizer sees uninitialised memory
 
 
 class AdapterFault(Exception):
-    """The implementation raised, or returned what is no answer. `finding` says which."""
+    """The implementation raised, or broke the contract of its outputs. `finding` says what happened."""
 
     def __init__(self, output: str, kind: FailureKind, what: str, worst: str = "", *, detail: str = "") -> None:
         super().__init__(what)
@@ -53,7 +54,7 @@ class Timed:
 
     @contextlib.contextmanager
     def timed(self, account: str) -> Iterator[None]:
-        """Count what is done inside on an account: "kernel_s" or "oracle_s"."""
+        """Add the seconds spent inside to `account`: "kernel_s" or "oracle_s"."""
         start = time.perf_counter()
         try:
             yield
@@ -62,13 +63,13 @@ class Timed:
 
 
 class Ready(Protocol):
-    """The inputs and bounds of a case as it stands, made with those of others (verify/execution/shared_bounds.py)."""
+    """The inputs and bounds of a case that were made together with those of others (verify/execution/shared_bounds.py)."""
 
     def call(self) -> tuple[Inputs, Cotangents]:
         """The case's inputs, and its cotangents if it has a backward."""
 
     def bounds(self, algorithm: str) -> dict[str, Bound]:
-        """Its bounds for a class of algorithm."""
+        """The case's bounds for a class of algorithm."""
 
 
 class AdapterBench(Timed):
@@ -79,28 +80,28 @@ class AdapterBench(Timed):
     ) -> None:
         super().__init__()
         self.adapter, self.case, self.products, self.device = adapter, case, products, device
-        self.law_device = device  # where a law makes its tensors: with the results
+        self.law_device = device  # a law creates its tensors where the results are
         self.counterpart = counterpart or adapter
         self.domain = adapter.domain
-        self.says = adapter  # by what this one says of itself a run is judged
+        self.says = adapter  # the adapter whose declarations a run is judged by
         self.impure: list[Finding] = []
-        self.lost = ""  # why the device is gone, once it is
+        self.lost = ""  # why the device can no longer be used; "" if it can
         self.ready: Ready | None = None
 
     @property
     def algorithm(self) -> str:
-        """The class that a run is judged by."""
+        """The class of algorithm that a run is judged by."""
         return self.says.algorithm
 
     def call(self, case: Any) -> tuple[Inputs, Cotangents]:
-        """The inputs of a case, on the device, and its cotangents if it has a backward."""
+        """The inputs of a case and, if it has a backward, its cotangents, all on the device."""
         with self.timed("oracle_s"), devices.default("cpu"):
             if self.ready is not None and case is self.case:
                 return self.ready.call()
             return case.inputs(self.device), case.cotangents(self.device) if case.backward else None
 
     def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:
-        """The truth and bounds for the adapter's class, or for `algorithm`."""
+        """The truth and the tolerances, for the adapter's class of algorithm or for `algorithm`."""
         says = self.says
         chunk, own = says.chunk if algorithm is None else None, algorithm or says.algorithm
 
@@ -108,7 +109,7 @@ class AdapterBench(Timed):
             if self.ready is not None:
                 return self.ready.bounds(name)
             spec = self._contract(inputs)
-            # A rule's laws judge by what fewer runs are sure of, and ask for more where that is not enough.
+            # For a rule, begin with one disturbed run. The judge computes more of them if one cannot decide (Bound.sure).
             asked = (name, self.products, chunk, 1 if isinstance(self.case, Case) else None)
             stores, folds = (each and algorithm is None for each in (says.stores, says.folds))
             make = functools.partial(bound.bounds, spec, inputs, cotangents, *asked, stores=stores, folds=folds)
@@ -117,7 +118,7 @@ class AdapterBench(Timed):
         with self.timed("oracle_s"), devices.default("cpu"):
             made = bounds(own)
             if says.stores and own == "recurrent":
-                other = bounds("chunkwise")  # which stores normalised keys, and corrected values forward
+                other = bounds("chunkwise")  # a chunkwise forward, too, stores normalised keys and corrected values
                 made = {name: each.beside(other[name]) for name, each in made.items()}
         return {name: dataclasses.replace(each, finer=self._finer(each)) for name, each in made.items()}
 
@@ -131,13 +132,13 @@ class AdapterBench(Timed):
         return finer
 
     def truth(self, inputs: Inputs, cotangents: Cotangents) -> Results:
-        """The truth alone."""
+        """The truth without tolerances."""
         spec = self._contract(inputs)
         with self.timed("oracle_s"), devices.default("cpu"):
             return _MEMO.get(spec, inputs, cotangents, ("truth",), lambda: bound.truth(spec, inputs, cotangents))
 
     def _contract(self, inputs: Inputs) -> Operation:
-        """The contract of a call, which is refused if illegal: what we feed an implementation is always a legal one."""
+        """The contract of a call. ValueError if the inputs break it: implementations are only given legal calls."""
         spec: Operation = self.case.spec_of(inputs)
         spec.check(inputs)
         return spec
@@ -151,7 +152,12 @@ class AdapterBench(Timed):
         poison: float = float("nan"),
         frozen: Collection[str] = (),
     ) -> Results:
-        """One call of the adapter, and with cotangents its backward. AdapterFault if it raises or breaks the contract."""
+        """Call the adapter and, with cotangents, its backward. Returns outputs and gradients by name.
+
+        `counterpart` calls the one-token form instead. `poison` fills uninitialised memory. No gradients are computed for inputs in
+        `frozen`. AdapterFault if the call raises or breaks the contract, OutOfMemory if memory runs out. An input that was changed
+        is added to `impure`.
+        """
         spec = self._contract(inputs)
         adapter = self.counterpart if counterpart else self.adapter
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
@@ -174,13 +180,16 @@ class AdapterBench(Timed):
         finally:
             if not self.lost:
                 for name in updated:
-                    tensors[name].copy_(copies[name])  # its results are kept; laws give the same inputs again
+                    tensors[name].copy_(copies[name])  # undo the update: its result is kept, and laws pass the same inputs again
                 for name in _changed({name: (tensors[name], before) for name, before in copies.items() if name not in updated}):
                     self.impure.append(Finding(f"input {name}", FailureKind.INPUT_CHANGED, "was changed by the call"))
         return results
 
     def _call(self, adapter: Adapter, spec: Operation, inputs: Inputs, cotangents: Cotangents, frozen: Collection[str]) -> Results:
-        """The results, once the device has them; a second try where the oracle's memory, which torch keeps, was in the way."""
+        """Call the implementation and wait until the device has the results.
+
+        If memory runs out on a GPU, we release the oracle's memory, which torch caches, and try a second time.
+        """
         try:
             results = self.call_implementation(adapter, spec, inputs, cotangents, frozen)
         except RuntimeError as error:
@@ -195,7 +204,7 @@ class AdapterBench(Timed):
     def call_implementation(
         self, adapter: Adapter, spec: Operation, inputs: Inputs, cotangents: Cotangents, frozen: Collection[str] = ()
     ) -> Results:
-        """Outputs and gradients. If a worker hangs with this frame on its stack, the implementation hangs."""
+        """Compute outputs and gradients. If a worker hangs with this frame on its stack, the implementation is to blame."""
         names = [port.name for port in spec.inputs if inputs.get(port.name) is not None and port.dtype != "index"]
         leaves = {name: inputs[name].detach().requires_grad_(cotangents is not None and name not in frozen) for name in names}
         answer = adapter.run(inputs.replaced(**leaves))
@@ -220,13 +229,13 @@ class AdapterBench(Timed):
         else:
             gradients = tuple(torch.zeros_like(leaf) for leaf in leaves.values())
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
-            if gradient is None and leaf.numel() and tokens:  # without tokens, zeros may be left unsaid
+            if gradient is None and leaf.numel() and tokens:  # without tokens, an absent gradient stands for zeros
                 raise AdapterFault(gradient_name(name), FailureKind.NO_GRADIENT, "is absent: no gradient reached this input")
             results[gradient_name(name)] = torch.zeros_like(leaf) if gradient is None else gradient.detach()
         return results
 
     def _outputs(self, answer: Any, spec: Operation, inputs: Inputs) -> Results:
-        """The outputs by name, of the contract's shapes and dtypes."""
+        """The outputs by name. AdapterFault if a type, shape or dtype breaks the contract."""
         ports = spec.outputs
         if len(ports) == 1 and isinstance(answer, Tensor):
             answer = (answer,)
@@ -252,10 +261,10 @@ class AdapterBench(Timed):
 
 
 class Compiling(AdapterBench):
-    """A bench that only calls: bounds and truths are there in name, and everything can be seen."""
+    """A bench that calls the implementation only so that its kernels are compiled. Truths and tolerances are placeholders."""
 
     def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:  # noqa: ARG002
-        """Zeros, and less than nothing allowed."""
+        """Zeros with tolerances of -1, which every error exceeds, so that no law gives up because its case is blind."""
         ports = {port.name: port for port in (*self._contract(inputs).outputs, *self._contract(inputs).gradients())}
         return {
             name: Bound(value, torch.full(value.shape if ports[name].scalar_rows else value.shape[:-1], -1.0, device=value.device))
@@ -263,7 +272,7 @@ class Compiling(AdapterBench):
         }
 
     def truth(self, inputs: Inputs, cotangents: Cotangents) -> Results:
-        """Zeros, in the shape of each output and gradient."""
+        """Zeros in the shape of each output and gradient."""
         spec = self._contract(inputs)
         sizes = _sizes(spec, inputs)
         ports = [*spec.outputs, *(spec.gradients() if cotangents is not None else ())]
@@ -280,22 +289,25 @@ def _sizes(spec: Operation, inputs: Inputs) -> dict[str, int]:
     tokens = next(port.name for port in spec.inputs if port.axes.startswith("B T"))
     sizes["N"] = len(sequences(inputs, tokens))
     if (layer := inputs.get("layer")) is not None:
-        sizes["K"] = layer.key_dim  # an axis of no input, where no state goes in
+        sizes["K"] = layer.key_dim  # no input has this axis if there is no initial state
     return sizes
 
 
 class _Memo:
-    """The oracle's last answers by the bytes of what was asked: laws, shrinking and many animals ask about the same inputs."""
+    """A cache of the oracle's results, by the bytes of their inputs. Laws, shrinking and animals often repeat the same inputs.
+
+    `most` is the number of results that are kept, `numbers` the number of elements above which a call is not cached.
+    """
 
     def __init__(self, most: int, numbers: int) -> None:
         self.most, self.numbers = most, numbers
         self.answers: collections.OrderedDict[bytes, Any] = collections.OrderedDict()
 
     def get(self, spec: Operation, inputs: Inputs, cotangents: Cotangents, asked: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """What `make` makes of these inputs, made once."""
+        """The result of `make` for these inputs, from the cache if it is there."""
         tensors = [x for x in (*inputs.values(), *(cotangents or {}).values()) if isinstance(x, Tensor)]
         if sum(x.numel() for x in tensors) > self.numbers or any(x.device.type != "cpu" for x in tensors):
-            return make()  # the key would take longer than the answer
+            return make()  # computing the key would take longer than the result
         digest = hashlib.sha256(repr((spec.name, asked)).encode())
         for kind, given in (("input", inputs), ("cotangent", cotangents or {})):
             for name, value in given.items():
@@ -315,7 +327,7 @@ class _Memo:
 
 
 def _bytes(x: Tensor) -> bytes:
-    """The numbers of a tensor as they lie in memory, without numpy, which torch may lack."""
+    """The bytes of a contiguous copy of a tensor, without numpy, which torch may lack."""
     held = x.detach().contiguous().cpu()
     return ctypes.string_at(held.data_ptr(), held.numel() * held.element_size()) if held.numel() else b""
 
@@ -324,15 +336,17 @@ _MEMO = _Memo(64, 2**17)
 
 
 def _shares_a_slot(inputs: Inputs) -> bool:
-    """Whether several padding requests have one slot of a pool, into which their programs may all write."""
+    """Whether several padding requests have the same slot of a pool, so that several programs may write to it."""
     slots, padding = inputs.get("slots"), inputs.get("padding")
     return isinstance(slots, Tensor) and isinstance(padding, int) and padding >= 0 and int((slots == padding).sum()) > 1
 
 
 @contextlib.contextmanager
 def poisoned(value: float) -> Iterator[None]:
-    """Uninitialised tensors made from Python hold `value` (large integers where it cannot be held): what is read before it is
-    written shows."""
+    """Fill uninitialised tensors that are created from Python with `value`, or a large integer if their dtype is no float.
+
+    Code that reads such memory before it writes there then gives wrong results.
+    """
     if os.environ.get(UNPOISONED):
         yield
         return
@@ -364,10 +378,10 @@ def poisoned(value: float) -> Iterator[None]:
 
 
 def _changed(pairs: dict[str, tuple[Tensor, Tensor]]) -> list[str]:
-    """The names of tensors that are not what they were, or not of its shape; what was and is no number is as it was."""
+    """The names of tensors whose shape or numbers have changed. NaN counts as equal to NaN."""
     same = {name: now.shape == before.shape for name, (now, before) in pairs.items()}
     differ = [(now != before).any() for name, (now, before) in pairs.items() if same[name]]
-    places = {each.device for each in differ}  # waited for once each
+    places = {each.device for each in differ}  # one wait for each device
     if all(same.values()) and not any(bool(torch.stack([each for each in differ if each.device == at]).any()) for at in places):
         return []
     return [
@@ -378,14 +392,17 @@ def _changed(pairs: dict[str, tuple[Tensor, Tensor]]) -> list[str]:
 
 
 def _no_memory(error: BaseException) -> bool:
-    """Whether that is what it says: torch's own errors, the operating system's, a launch's."""
+    """Whether the error says that memory ran out: an error of torch, of the operating system or of a launch."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
         words in str(error) for words in ("can't allocate memory", "[CUDA]: out of memory", "CUDA error: out of memory")
     )
 
 
 def blamed(error: Exception, device: str) -> tuple[Exception, str]:
-    """What an exception of the implementation comes to, AdapterFault or OutOfMemory; and why the device is lost, if it is."""
+    """The exception to raise for an exception of the implementation, and why the device is lost, or "".
+
+    The exception is AdapterFault, OutOfMemory or UnknownTriton.
+    """
     if _no_memory(error):
         return OutOfMemory(str(error)), ""
     if isinstance(error, Race):
@@ -400,11 +417,11 @@ def blamed(error: Exception, device: str) -> tuple[Exception, str]:
 
 
 def short(error: BaseException) -> str:
-    """The first line of what it says."""
+    """The first line of an error's message, at most 160 characters."""
     return (str(error).strip() or "no message").splitlines()[0][:160]
 
 
 def frame(error: BaseException) -> str:
-    """Where it was raised: the innermost frame, file name only, so that the line reads the same on every machine."""
+    """Where an error was raised: the innermost frame, without folders, so that the text is the same on every machine."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""

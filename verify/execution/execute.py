@@ -1,4 +1,4 @@
-"""Executing a run in this process: the adapter is called, on this rank or on simulated ones where it is a path."""
+"""Executes a run in this process. A path runs on this rank, or on simulated ranks."""
 
 import collections
 import contextlib
@@ -25,11 +25,12 @@ def execute(
     excused: Mapping[str, float] = NOTHING,
     declared: Mapping[str, Any] = MappingProxyType({}),
 ) -> Outcome:
-    """The outcome of a run, here in this process: the adapter is called, its answers are judged, nothing is printed.
+    """Execute a run in this process: call the adapter, judge its results, and return the outcome. Nothing is printed.
 
-    `ready` has the inputs and bounds of a case that is asked about as it stands (verify/execution/shared_bounds.py); for
-    `excused` see
-    verify/execution/judge.py. What is `declared` is judged by instead of what the adapter says of itself; it is called as it is.
+    - `ready` has the inputs and bounds of the case, if they were made together with those of other cases
+      (verify/execution/shared_bounds.py).
+    - `excused` maps outputs to multiples of their tolerance (see verify/execution/judge.py).
+    - `declared` replaces attributes of the adapter, such as `folds`, when the results are judged. The adapter is called unchanged.
     """
     adapter, law = adapter_of(run.adapter), run.the_law
     if book_of(adapter.domain) is not book_of(run.example.case):
@@ -58,16 +59,16 @@ def execute(
 
 
 def _counterpart(run: Run, adapter: Adapter) -> Adapter | None:
-    """The one-token form of an adapter, where the law is about it."""
+    """The adapter's one-token form, if the law of the run uses it."""
     counterpart = adapter_of(adapter.counterpart) if adapter.counterpart and run.law in ("recurrent", "cache") else None
     assert counterpart is None or isinstance(counterpart, Adapter)
     return counterpart
 
 
 def compiled(run: Run) -> None:
-    """Launch every kernel that the run will, and look at nothing: what is compiled lies in a cache for all processes."""
+    """Launch every kernel that the run launches, and judge nothing. All processes then find the kernels in Triton's cache."""
     adapter, law, case = adapter_of(run.adapter), run.the_law, run.example.case
     assert isinstance(adapter, Adapter), run
     bench = Compiling(adapter, _counterpart(run, adapter), case, run.products, run.device)
-    with contextlib.suppress(Exception), following(run.tune):  # whatever goes wrong, the check will meet it too
+    with contextlib.suppress(Exception), following(run.tune):  # an error here comes up again in the check, which reports it
         collections.deque(there(run.device, law.check(bench, run.example)), maxlen=0)

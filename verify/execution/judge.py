@@ -1,4 +1,4 @@
-"""The judge: compares what a law yields, row by row or bit for bit, and says where two tensors part."""
+"""Compares the results that a law yields, row by row or bit for bit, and says where two tensors differ."""
 
 import dataclasses
 import itertools
@@ -18,7 +18,10 @@ Where = Callable[[str, int, torch.Size], str]
 
 @dataclasses.dataclass
 class Judgement:
-    """What the pairs of one case came to: findings, rows compared, and per output the worst error over its allowance."""
+    """The result of one case's comparisons.
+
+    `rows` is the number of rows compared. `ratios` maps each output to its largest error as a multiple of the tolerance.
+    """
 
     findings: list[Finding] = dataclasses.field(default_factory=list)
     rows: int = 0
@@ -31,10 +34,14 @@ NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 def judge(pairs: Iterable[tuple[str, Tensor, Tensor | Bound]], where: Where, excused: Mapping[str, float] = NOTHING) -> Judgement:
-    """The judgement of a law's pairs (name, got, want); `where` says the place of a flat index of a name's rows in words.
+    """Judge a law's comparisons: triples of a name, the tensor that was returned, and a tensor or `Bound` that was expected.
 
-    `excused` are outputs that nobody needs to be sure of, up to so many times their bound: no finer one is asked for, nor of rows
-    within that where another is beyond it.
+    `where` turns a name, a flat index of its rows and their shape into words. A tensor is compared bit for bit, a `Bound` row by
+    row.
+
+    `excused` maps outputs that a known defect explains to multiples of their tolerance. If an output's largest error is at most
+    that multiple, we do not measure it against more disturbed runs. If it is larger, we do so only for rows above the multiple.
+    Raises ArithmeticError if the truth or a tolerance is not finite.
     """
     kept = [(name, got, want, _glance(got, want)) for name, got, want in pairs]
     glances = iter(_read([glance for *_, glance in kept if glance is not None]))
@@ -63,16 +70,14 @@ def judge(pairs: Iterable[tuple[str, Tensor, Tensor | Bound]], where: Where, exc
     return result
 
 
-def _output(name: str) -> str:
-    """The output that a pair's name begins with."""
-    return name.split()[0].rstrip(",")
-
-
 def _glance(got: Tensor, want: Tensor | Bound) -> tuple[Tensor, Tensor] | None:
-    """Two numbers that tell whether two tensors part, which nobody waits for yet: on a GPU each wait costs a case's launches.
+    """Two scalars, still on the device, that tell whether two tensors differ; None if shapes differ or there are no numbers.
 
-    They are the worst error over its allowance, no number if one of these is none, or whether any number differs; and a sum that is
-    not finite if an allowance is not, under which every error is none. None where there is nothing to compare.
+    We do not wait for them yet: on a GPU, each wait delays the launches of a case.
+
+    For a `Bound`, the first is the largest error over its tolerance, or NaN if an error or a tolerance is NaN. The second is the
+    sum of the tolerances, which is not finite if one of them is not: under an infinite tolerance every error would count as none.
+    For a tensor, both are 1 if any number differs, else 0.
     """
     if isinstance(want, Bound):
         if got.shape != want.value.shape or not want.allowed.numel():
@@ -85,7 +90,7 @@ def _glance(got: Tensor, want: Tensor | Bound) -> tuple[Tensor, Tensor] | None:
 
 
 def _read(glances: list[tuple[Tensor, Tensor]]) -> list[tuple[float, ...]]:
-    """The numbers of all, in one wait where they lie on one device."""
+    """Read all glances, with a single wait if they are on one device."""
     numbers = list(itertools.chain(*glances))
     read = torch.stack(numbers).tolist() if len({each.device for each in numbers}) == 1 else [each.item() for each in numbers]
     return list(zip(read[::2], read[1::2], strict=True))
@@ -93,18 +98,22 @@ def _read(glances: list[tuple[Tensor, Tensor]]) -> list[tuple[float, ...]]:
 
 def _errors(got: Tensor, bound: Bound) -> Tensor:
     """The error of each row, in the 2-norm."""
-    off = bound.value - got.detach()  # in float64, as the truth is
+    off = bound.value - got.detach()  # float64, like the truth
     return off.abs_() if bound.allowed.ndim == got.ndim else torch.linalg.vector_norm(off, dim=-1)
 
 
 def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: float) -> tuple[Finding | None, int, float | None]:
-    """What an output comes to by its bound, and by finer ones unless the error is over it by no more than `spared` times."""
+    """Judge an output by its bound. Returns a finding or None, the number of rows, and the largest error over its tolerance.
+
+    While an error is near the tolerance, or the bound comes from fewer runs than the verdict needs, the bound is replaced by a
+    finer one. Errors up to `spared` times the tolerance need none beyond those runs.
+    """
     wide, want = got.detach().double(), bound.value
     error = _errors(got, bound)
     if error.numel() == 0:
         return None, 0, None
     if not bool(want.isfinite().all() and bound.allowed.isfinite().all()):
-        raise ArithmeticError(f"the truth of {name}, or its bound, is not finite")  # our failure, and no verdict on got
+        raise ArithmeticError(f"the truth of {name}, or its bound, is not finite")  # our own failure, not one of the implementation
     ratio = _over(error, bound)
     while bound.finer is not None and (most := float(ratio.max())) > bound.sure and (spared < most < bound.clear or bound.sure < 1):
         bound = bound.finer(ratio > max(bound.sure, spared if bound.sure == 1 else 0.0))
@@ -133,12 +142,12 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: floa
 
 
 def _over(error: Tensor, bound: Bound) -> Tensor:
-    """Errors over what is allowed; what is not a number is infinitely far."""
+    """Each error as a multiple of its tolerance. NaN counts as infinite."""
     return (error / bound.allowed).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def _bit_by_bit(name: str, got: Tensor, want: Tensor, where: Where) -> tuple[Finding, int, float]:
-    """What an output comes to that differs."""
+    """The finding about a tensor that differs in at least one number, the number of numbers, and infinity as the ratio."""
     different = got != want  # NaN differs from everything, 0 equals -0
     flat = different.flatten().nonzero().squeeze(-1)
     first = int(flat[0])
@@ -164,12 +173,12 @@ def _bit_by_bit(name: str, got: Tensor, want: Tensor, where: Where) -> tuple[Fin
 
 
 def _some(x: Tensor, row: int, axes: int) -> tuple[float, ...]:
-    """The first numbers of a row: a single one where rows have as many axes as x."""
+    """The first four numbers of a row, or its single number if each number of x is a row (`axes` == x.ndim)."""
     return tuple((x.flatten()[row : row + 1] if axes == x.ndim else x.flatten(0, -2)[row][:4]).tolist())
 
 
 def indices(flat: int, shape: torch.Size) -> list[int]:
-    """A flat index of a shape, axis by axis."""
+    """The index along each axis that belongs to a flat index."""
     index = []
     for size in reversed(shape):
         flat, place = divmod(flat, size)
@@ -181,7 +190,7 @@ WORDS = {"N": "sequence", "H": "head", "HV": "head", "K": "key row", "D": "chann
 
 
 def where(case: Any, name: str, flat: int, shape: torch.Size) -> str:
-    """The place of a flat index in words: sequence, token, head. Shapes that are not the case's whole are given as indices."""
+    """The place of a flat index in words: sequence, token, head. If `shape` is not that of the whole case, plain indices."""
     index, plain = indices(flat, shape), "index " + ", ".join(map(str, indices(flat, shape)))
     ports = (*case.spec.outputs, *case.spec.gradients())
     own = port_of(name)

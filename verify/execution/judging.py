@@ -1,4 +1,4 @@
-"""Judging one case: a law's comparisons are made and judged, and what failed is the outcome of the case."""
+"""Judges one case: runs the comparisons of its law, and turns what failed into the outcome of the case."""
 
 import collections
 import contextlib
@@ -27,18 +27,18 @@ _LOADED: dict[str, Adapter | PathAdapter] = {}
 
 
 def adapter_of(spec: str) -> Adapter | PathAdapter:
-    """The adapter, made once a process."""
+    """The adapter of a name. Each process creates it once."""
     if spec not in _LOADED:
         _LOADED[spec] = load(spec)
     return _LOADED[spec]
 
 
-DENIED = "GDN_VERIFY_DENIED"  # in a worker's environment: the file of a deny-list
+DENIED = "GDN_VERIFY_DENIED"  # environment variable of a worker: the path of a deny-list
 
 
 @contextlib.contextmanager
 def following(tune: str) -> Iterator[Used]:
-    """Autotuned kernels run with the configurations that `tune` says; those that did are gathered."""
+    """Make autotuned kernels follow the policy `tune`. Yields the configurations that ran, which fills up meanwhile."""
     if not tune:
         yield {}
         return
@@ -53,7 +53,7 @@ def _denied() -> tuple[tuning.Denied, ...]:
 
 
 def there(device: str, pairs: Iterator[T]) -> Iterator[T]:
-    """The same, where what a law makes without saying where is made on the device."""
+    """Iterate over `pairs` with `device` as torch's default device, for tensors that a law creates without naming a device."""
     while True:
         with devices.default(device):
             try:
@@ -64,7 +64,7 @@ def there(device: str, pairs: Iterator[T]) -> Iterator[T]:
 
 
 def faulted(error: BaseException) -> Outcome:
-    """The outcome of a run in which gdn-verify itself failed: undecided, with the innermost of its own frames."""
+    """The outcome of a run in which gdn-verify itself failed: UNKNOWN, with the innermost frame of our own code."""
     name, place = type(error).__name__, ""
     for frame in traceback.extract_tb(error.__traceback__):
         folder, file = os.path.split(os.path.relpath(frame.filename, _ROOT))
@@ -77,16 +77,19 @@ _ROOT = str(pathlib.Path(__file__).resolve().parents[2])
 
 
 def judged(law: Law, bench: Any, example: Example, where: Where, need: int, excused: Mapping[str, float] = NOTHING) -> Outcome:
-    """What a law's comparisons come to, and what the bench noticed besides; `need` are the bytes of the case's tensors."""
+    """The outcome of a law's comparisons and of what else the bench found. `need` is the size of the case's tensors, in bytes.
+
+    Abandoned passes through: the outcome of the rank that raised counts.
+    """
     outcome, before = Outcome(Verdict.HOLDS), _one_by_one()
     try:
         result = judge(there(bench.law_device, law.check(bench, example)), where, excused)
         outcome.findings, outcome.rows, outcome.ratios = result.findings, result.rows, result.ratios
     except Abandoned:
-        raise  # another rank's outcome counts
+        raise  # the outcome of another rank counts
     except AdapterFault as fault:
         outcome.findings = [fault.finding]
-    except Mismatch as error:  # outside the call: a collective of ours met one that a rank had left out
+    except Mismatch as error:  # raised in a collective of the bench, because a rank had left out a collective in the call
         outcome.findings = [Finding("call", FailureKind.RANKS_PART, f"parts from the other ranks: {error}")]
     except Breach as breach:
         outcome.findings = [Finding("call", FailureKind.BREACH, str(breach), detail=str(breach).partition(":")[0])]
@@ -101,7 +104,7 @@ def judged(law: Law, bench: Any, example: Example, where: Where, need: int, excu
             outcome.findings = [Finding("call", FailureKind.OUT_OF_MEMORY, what)]
         else:
             outcome.verdict, outcome.reason = Verdict.UNKNOWN, f"out of memory: {error}"
-    except Exception as error:  # the law, the oracle or the judge failed, which says nothing of the adapter
+    except Exception as error:  # the law, the oracle or the judge failed, so the adapter gets no verdict
         outcome = faulted(error)
     outcome.findings = outcome.findings + bench.impure
     if outcome.findings:
@@ -112,6 +115,6 @@ def judged(law: Law, bench: Any, example: Example, where: Where, need: int, excu
 
 
 def _one_by_one() -> collections.Counter[str]:
-    """The launches of this process so far whose programs could not be interpreted together."""
-    launch = sys.modules.get("verify.interpreter.launch")  # where kernels are interpreted, and only there
+    """The launches in this process, so far, whose programs could not be interpreted together."""
+    launch = sys.modules.get("verify.interpreter.launch")  # imported only where kernels are interpreted
     return collections.Counter(launch.one_by_one) if launch else collections.Counter()

@@ -1,9 +1,11 @@
-"""Launches: which kernel of a call is the first to give other numbers, in another call or with other configurations.
+"""Finds the kernel launches of a call that give different numbers when repeated, or with other autotune configurations.
 
-A line's implementation is called several times on the same inputs, and once with each of other words of tuning; after every launch
-of a Triton kernel its tensors are kept. A launch that is given the same bits and gives others is not deterministic; one that with
-other configurations gives numbers farther away than rounding takes them is wrong in one of the two; one after which the device is
-gone reads or writes what it must not.
+The implementation of a line is called several times on the same inputs, and once with each further tuning word. Around every launch
+of a Triton kernel, copies of its tensors are kept.
+
+- A launch that reads the same bits and writes different ones is not deterministic.
+- If a launch differs between two configurations by more than rounding explains, it is wrong with one of them.
+- If the device is lost after a launch, the launch reads or writes memory that it must not.
 """
 
 import contextlib
@@ -22,13 +24,16 @@ from verify.execution.judging import adapter_of, following
 from verify.execution.run import Run
 from verify.gpu import device as devices
 
-APART = 0.02  # of a tensor's norm: more than rounding in any dtype makes of one kernel's output
+APART = 0.02  # in parts of a tensor's norm: more than rounding in any dtype changes the output of one kernel
 SHOWN = ("num_warps", "num_stages", "BT", "BK", "BV", "BC")
 
 
 @dataclasses.dataclass
 class Launch:
-    """One launch: the kernel, its configuration, its tensors as they were and those it changed, by the names of its arguments."""
+    """One launch of a kernel with its configuration.
+
+    `read` has the tensors before the launch, `wrote` those that it changed, as they were after it, by the names of its arguments.
+    """
 
     kernel: str
     config: dict[str, Any]
@@ -40,14 +45,14 @@ class Launch:
 
 
 class Stopped(Exception):
-    """A call took its device away; the words say by which launch."""
+    """The device was lost during a call. The message names the launch."""
 
 
 class Recorder:
-    """The launches of Triton kernels inside `recording`: which is the last, and while it is `on` what each read and wrote.
+    """Records the launches of Triton kernels inside `recording`: the last one, and, while `on`, what each launch read and wrote.
 
-    What Triton raises of a configuration that does not fit passes through: whoever tunes skips it. The process must launch
-    blocking, or a launch is blamed for one before it.
+    Triton's errors for a configuration that does not fit pass through, so that a tuner can skip the configuration. Launches must be
+    blocking in this process; otherwise a launch may be blamed for an earlier one.
     """
 
     def __init__(self, device: str) -> None:
@@ -55,12 +60,12 @@ class Recorder:
         self.launches: list[Launch] = []
 
     def begin(self, *, on: bool) -> None:
-        """A call begins, perhaps again."""
+        """Begin to record a call, or begin again."""
         self.on, self.count, self.last, self.launches = on, 0, "", []
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """See what is launched inside."""
+        """Record what is launched inside."""
         from triton.runtime.jit import JITFunction
 
         plain: Callable[..., Any] = JITFunction.run
@@ -99,23 +104,29 @@ class Recorder:
 
 
 class _Bench(AdapterBench):
-    """A bench whose every call, also a second try for lack of memory, is recorded from its first launch."""
+    """A bench that records every call from its first launch, including a second try after memory ran out."""
 
     recorder: Recorder
     recorded = False
 
     def call_implementation(self, *given: Any) -> Any:
-        """As the bench's."""
+        """Compute outputs and gradients, as the base class does, with a new recording."""
         self.recorder.begin(on=self.recorded)
         return super().call_implementation(*given)
 
 
 def told(run: Run, calls: int, beside: Sequence[str]) -> dict[str, Any]:
-    """How many launches of how many kernels a call of a run has, and in words those that are `found` to stand out; plain data.
+    """Call the implementation of a run several times and report the launches that differ, as plain data.
 
-    The run's implementation is called `calls` times as the line says, and once with each word of tuning in `beside`; picks of the
-    line stay. Calls that were not made, since the first failed or the device or its memory was gone, are `left`. Where memory ran
-    out before anything was found there is a `reason` and nothing else. AdapterError if the implementation is none on one process.
+    The implementation is called `calls` times as the line says, and once with each tuning word in `beside`, with the picks of the
+    line. The answer has:
+
+    - `launches`, `kernels`: the number of launches, and of different kernels, in one call
+    - `found`: what was found, in words
+    - `left`: the calls that were not made, because the first one failed, the device was lost or memory ran out
+    - `spent`: whether the device was lost
+
+    If memory runs out before anything is found, the answer has a `reason` and nothing else. AdapterError for a parallel path.
     """
     adapter = adapter_of(run.adapter)
     if not isinstance(adapter, Adapter):
@@ -148,7 +159,7 @@ def told(run: Run, calls: int, beside: Sequence[str]) -> dict[str, Any]:
 
 
 def others(run: Run, calls: int, beside: Sequence[str]) -> Iterator[tuple[str, Run, float]]:
-    """What a run's first call is compared with: in words, the run, and how far apart numbers may lie."""
+    """The calls that a run's first call is compared with: each in words, as a run, and with the distance that is allowed."""
     for _ in range(calls - 1):
         yield "called again", run, 0.0
     for tune in beside:
@@ -157,7 +168,7 @@ def others(run: Run, calls: int, beside: Sequence[str]) -> Iterator[tuple[str, R
 
 
 def _called(adapter: Adapter, run: Run, recorder: Recorder) -> list[Launch]:
-    """The launches of one call of a run's implementation, after one that compiles and tunes."""
+    """The launches of one call of a run's implementation, after another call that compiles and tunes."""
     case = run.example.case
     bench = _Bench(adapter, None, case, run.products, run.device)
     bench.recorder = recorder
@@ -169,7 +180,7 @@ def _called(adapter: Adapter, run: Run, recorder: Recorder) -> list[Launch]:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether all numbers are equal, where what is none is alike."""
+    """Whether all numbers are equal, where NaN equals NaN."""
     return bool(_alike(one, other).all())
 
 
@@ -178,14 +189,14 @@ def _alike(one: Tensor, other: Tensor) -> Tensor:
 
 
 def parted(one: list[Launch], other: list[Launch], apart: float) -> Iterator[str]:
-    """The launches that read the same and wrote what lies farther apart than that part of its norm, in words."""
+    """In words, the launches that read the same and wrote tensors more than `apart` (in parts of their norm) from each other."""
     for index, (a, b) in enumerate(zip(one, other, strict=False)):
         if a.kernel != b.kernel:
             yield f"launch {index}: {a.kernel} here, {b.kernel} there"
             return
         if any(distance(a.read[name], b.read[name]) > apart for name in a.read.keys() & b.read.keys()):
             continue
-        # What only one of them changed is in the other what it was.
+        # A tensor that only one of the two launches changed is, in the other one, as it was before the launch.
         one_after, other_after = ({**each.read, **each.wrote} for each in (a, b))
         names = (a.wrote.keys() | b.wrote.keys()) & one_after.keys() & other_after.keys()
         off = {name: distance(one_after[name], other_after[name]) for name in sorted(names)}
@@ -196,9 +207,9 @@ def parted(one: list[Launch], other: list[Launch], apart: float) -> Iterator[str
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """How far two tensors lie apart, in parts of the second's norm; what no longer has the same shape tells nothing.
+    """The distance of two tensors in parts of the second one's norm; 0 if their shapes differ, which cannot be compared.
 
-    Numbers beside what is none lie infinitely far apart, and what is none alike nowhere.
+    Where one has a NaN or an infinity and the other does not, the distance is infinite. Where both have the same one, it is 0.
     """
     if one.shape != other.shape:
         return 0.0

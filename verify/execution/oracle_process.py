@@ -1,8 +1,9 @@
-"""The oracle beside a rank: other processes compute the bounds of cases while the rank runs its path.
+"""Processes beside a rank that compute the bounds of cases while the rank runs its path.
 
-Both start many small operations from Python, where a second thread would only be in the way. Such a process is forked before its
-parent is a rank, and ends with it. Case lines go there and numbers come back, never objects. Where there is none, or it fails in
-any way, the rank computes the bounds itself, and they are the same bit for bit.
+These are processes, not threads, because the oracle and the path both start many small operations from Python, and two threads
+would slow each other down. Such a process is forked before its parent becomes a rank, and ends with its parent. The rank sends the
+lines of cases and gets numbers back, never objects. If there is no such process, or if it fails in any way, the rank computes the
+bounds itself; they are the same bit for bit.
 """
 
 import contextlib
@@ -25,14 +26,14 @@ from oracles.bound import Bound
 from properties.cases.path_case import ParallelCase
 from verify.process.stacks import Mark, mark_module
 
-SWITCH = "GDN_VERIFY_AHEAD"  # in the environment: how many such processes a rank has; else as there are cores
+SWITCH = "GDN_VERIFY_AHEAD"  # environment variable: the number of such processes a rank has; by default it depends on the cores
 MOST = 2  # on a GPU host the oracle of a layer's case takes about twice as long as the path
 Bounds = dict[str, Bound]
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """A case, and whom its bounds are for: a class of implementation, how it multiplies float32, how long its chunks are."""
+    """A case, and what its bounds depend on: class of algorithm, products of float32 matrices, tokens in a chunk (or None)."""
 
     case: ParallelCase
     algorithm: str
@@ -46,7 +47,7 @@ class Work:
 
 
 class Later(Mapping[str, Bound]):
-    """Bounds that are waited for when somebody looks at them."""
+    """A mapping of bounds that waits for them when it is read."""
 
     def __init__(self, wait: Callable[[], Bounds]) -> None:
         self._wait = wait
@@ -62,7 +63,7 @@ class Later(Mapping[str, Bound]):
 
 
 class Beside:
-    """A process that computes bounds for this one, in the order of the questions; answers that nobody wanted are passed over."""
+    """A process that computes bounds for this one, in the order of the requests. Answers that nobody has taken are skipped."""
 
     def __init__(self) -> None:
         requests, self._to = os.pipe()
@@ -76,17 +77,17 @@ class Beside:
         self._number = self._read = 0
 
     def ask(self, work: Work) -> Callable[[], Bounds]:
-        """What returns the bounds when it is called; the process begins with them now."""
+        """Let the process begin with some bounds. Returns a function that waits for them and returns them."""
         self._number += 1
         asked = [self._number, str(work.case), work.algorithm, work.products, work.chunk]
-        with contextlib.suppress(OSError):  # it is gone, which is seen where its answer is read
+        with contextlib.suppress(OSError):  # the process is gone, which reading its answer will show
             os.write(self._to, (json.dumps(asked) + "\n").encode())
         here = functools.cache(work.bounds)
         there = functools.partial(self._answer, self._number, here)
         return functools.cache(lambda: there() or here())
 
     def _answer(self, number: int, here: Callable[[], Bounds]) -> Bounds:
-        """The bounds that a question asked for; none if a later one's were taken before, or there is no good answer."""
+        """The bounds of request `number`; empty if those of a later request were taken before, or if there is no valid answer."""
         if number <= self._read:
             return {}
         self._read = number
@@ -103,7 +104,7 @@ class Beside:
                 value, allowed = (next(parts).view(shape) for shape in shapes)
                 made[name] = Bound(value, allowed, origin, functools.partial(_finer, here, name))
             return made
-        except Exception:  # it is gone, or what it wrote is no answer
+        except Exception:  # the process is gone, or what it wrote is no answer
             self.end()
             return {}
 
@@ -125,14 +126,14 @@ def _finer(make: Callable[[], Bounds], name: str, over: Tensor | None = None) ->
 
 
 def _live(requests: int, answers: int) -> NoReturn:
-    """The life of the process: it keeps nothing of its parent's open but two pipes, and goes when the parent is gone."""
+    """Run the process. It keeps none of its parent's files open but two pipes, and ends when the parent is gone."""
     try:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # autograd would start a thread for a GPU
         for standard, descriptor in enumerate((requests, answers, os.open(os.devnull, os.O_WRONLY))):
-            os.dup2(descriptor, standard)  # whoever asks the process group for stacks is to read the rank's alone
+            os.dup2(descriptor, standard)  # a request for stacks to the process group must give those of the rank alone
         for descriptor in map(int, os.listdir("/dev/fd")):
             if descriptor > 2:
-                with contextlib.suppress(OSError):  # the list's own is gone
+                with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
                     os.close(descriptor)
         questions: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
@@ -140,7 +141,7 @@ def _live(requests: int, answers: int) -> NoReturn:
             with open(0, "rb") as lines:
                 for line in lines:
                     questions.put(line)
-            os._exit(0)  # the rank is gone: nobody waits for what is being computed
+            os._exit(0)  # the rank is gone, so nobody needs the result
 
         threading.Thread(target=read, daemon=True).start()
         with open(1, "wb") as replies:
@@ -153,7 +154,7 @@ def _live(requests: int, answers: int) -> NoReturn:
 
 
 def _reply(number: int, case: str, *rest: Any) -> tuple[dict[str, Any], bytearray]:
-    """The header of an answer and its numbers, float64; without bounds, the rank is to see for itself what is wrong."""
+    """The header of an answer and its float64 numbers. After an error there are no bounds, and the rank computes them itself."""
     try:
         made = Work(ParallelCase.parse(case), *rest).bounds()
     except Exception:
@@ -171,9 +172,10 @@ _BEGUN: dict[Work, Callable[[], Bounds]] = {}
 
 
 def start(environment: Mapping[str, str] = os.environ) -> None:
-    """Have processes beside this one as this host has cores left over for each of its ranks, or as SWITCH says.
+    """Start the processes beside this one: as many as SWITCH says, or as there are cores left for each rank of this host.
 
-    They are forked: no other thread may hold what a computation needs, and no GPU may be open.
+    They are forked. At that time no GPU may be open, and no other thread may hold a lock that a computation needs. ValueError if
+    SWITCH is not in 0..64.
     """
     ranks = int(environment.get("LOCAL_WORLD_SIZE", "0"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0  # macOS: its BLAS does not survive a fork
@@ -184,7 +186,7 @@ def start(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def begin(works: Iterable[Work]) -> None:
-    """Have the processes beside this one begin with what will be asked for next, in this order."""
+    """Let the processes begin with the bounds that will be needed next, in this order."""
     _BEGUN.clear()
     for at, work in enumerate(works):
         if _BESIDE:
@@ -192,7 +194,7 @@ def begin(works: Iterable[Work]) -> None:
 
 
 def ask(work: Work) -> Callable[[], Bounds]:
-    """What returns the bounds when it is called. A process beside this one, if there is one, has begun with them, or does now."""
+    """A function that returns the bounds. A process beside this one, if there is one, has begun with them or begins now."""
     if work in _BEGUN:
         return _BEGUN[work]
     return _BESIDE[0].ask(work) if _BESIDE else functools.cache(work.bounds)

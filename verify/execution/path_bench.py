@@ -1,7 +1,7 @@
-"""Running a parallel path for a law: on this rank of a process group, or on ranks simulated in this process.
+"""Runs a parallel path for a law: on this rank of a process group, or on ranks simulated in this process.
 
-The bench cuts the whole call as oracles/parallel.py and oracles/sharding.py say, gives a rank its part, and adds up the gradients
-of parameters over the ranks that share them. Every rank judges what it holds.
+The bench cuts the whole call as oracles/parallel.py and oracles/sharding.py define it, gives a rank its part, and adds the
+gradients of parameters over the ranks that share them. Every rank judges its own part of the results.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from verify.process.stacks import Mark, marked
 from verify.ranks.collectives import Abandoned, Alone, Comm, Distributed, Mismatch, Place, simulate
 from verify.ranks.merge import IDLE, left, merge
 
-# The oracle's name of each of the layer's parameters.
+# The layer's parameters: the names of the oracle's inputs, and their names in oracles/sharding.py.
 PARAMETERS = {
     "in_proj": "in_proj.weight",
     "conv": "conv.weight",
@@ -42,7 +42,7 @@ PARAMETERS = {
     "out_proj": "out_proj.weight",
 }
 T = TypeVar("T")
-SHARED_ALIKE = ("weight", "bias")  # of a convolution: every CP rank has all of it, its gradient is the sum
+SHARED_ALIKE = ("weight", "bias")  # of a convolution: every CP rank has the whole tensor, and the gradient is the sum over ranks
 
 
 class RankBench(Timed):
@@ -56,12 +56,12 @@ class RankBench(Timed):
         self.domain, self.rank = adapter.domain, place.rank
         self.impure: list[Finding] = []
         self._bounds, self.device = bounds, device
-        # The whole call, its bounds and all comparisons are on the CPU: of what a rank computes only its own part is on the device.
+        # The whole call, its bounds and all comparisons are on the CPU. Only a rank's own part of the computation is on the device.
         self.law_device = "cpu"
-        self.lost = ""  # why the device is gone, once it is
+        self.lost = ""  # why the device can no longer be used; "" if it can
 
     def bounds(self) -> Mapping[str, Bound]:
-        """The bounds of the case: at hand once one of them is looked at, so that the path may run before."""
+        """The bounds of the case. They are waited for when the first one is read, so that the path can run before."""
 
         def wait() -> dict[str, Bound]:
             with self.timed("oracle_s"):
@@ -73,7 +73,7 @@ class RankBench(Timed):
         case = dataclasses.replace(self.case, **choices)
         place = self.place
         if alone:
-            # The same tokens: how many are pads depends on cp.
+            # Pads count as tokens here, since their number depends on cp, and both runs must have the same tokens.
             case = dataclasses.replace(case, tp=1, cp=1, sp=False, lengths=case.padded, padding="none")
             place = Place(Alone(), Alone())
         tensors, others = self._cut(case, place.rank, inputs)
@@ -108,11 +108,11 @@ class RankBench(Timed):
 
     @property
     def _carrier(self) -> str:
-        """The input whose tokens are the output's."""
+        """The input whose tokens are those of the output."""
         return {"gdn_layer": "hidden", "causal_conv1d": "x"}.get(self.case.operation, "v")
 
     def _cut(self, case: ParallelCase, rank: Rank, inputs: Inputs) -> tuple[Results, dict[str, Any]]:
-        """A rank's tensors that may have a gradient, and everything else."""
+        """A rank's part of the inputs: the tensors that may have a gradient, and everything else."""
         tensors, others = {}, {}
         for name, x in inputs.items():
             if not isinstance(x, Tensor) or not x.is_floating_point():
@@ -126,7 +126,7 @@ class RankBench(Timed):
         return tensors, others
 
     def _tokens(self, case: ParallelCase, rank: Rank, x: Tensor) -> Tensor:
-        """A rank's tokens of x [B, T, ...], for a layer as [tokens, B, ...]."""
+        """A rank's tokens of x [B, T, ...], as [B, tokens, ...], or as [tokens, B, ...] for a layer."""
         held = x.index_select(1, sharding.tokens(case.tokens_of_ranks(), rank, sequence_parallel=case.sp))
         return held.transpose(0, 1).contiguous() if case.operation == "gdn_layer" else held
 
@@ -141,7 +141,10 @@ class RankBench(Timed):
 
     @marked(Mark.IMPLEMENTATION)
     def call_implementation(self, call: Callable[[], T]) -> T:
-        """What the path returns; what it raises is a finding, unless it does so because another rank left."""
+        """Call the path and return its result. An exception becomes AdapterFault or OutOfMemory.
+
+        Abandoned, which says that another rank raised, passes through.
+        """
         try:
             with self.timed("kernel_s"):
                 result = call()
@@ -156,7 +159,7 @@ class RankBench(Timed):
             raise raised from error
 
     def _checked(self, y: Tensor, case: ParallelCase, like: Tensor, name: str) -> Tensor:
-        """The output, of the contract's shape and dtype."""
+        """The output, detached. AdapterFault if its type, shape or dtype breaks the contract."""
         shape = tuple(like.shape)
         if case.operation in ("kda", "gated_delta_rule"):
             shape = (*like.shape[:2], case.value_heads, case.value_dim)
@@ -176,7 +179,7 @@ class RankBench(Timed):
         return list(torch.autograd.grad(y, leaves, direction, allow_unused=True))
 
     def _added(self, name: str, gradient: Tensor, place: Place, case: ParallelCase) -> Tensor:
-        """A parameter's gradient, added in float32 over the ranks that share it."""
+        """A parameter's gradient, added in float32 over the ranks that share the parameter."""
         axes: tuple[str, ...] = ()
         if case.operation == "gdn_layer" and name in PARAMETERS:
             axes = sharding.parameters(case.layer)[PARAMETERS[name]].gradient_sum
@@ -188,7 +191,7 @@ class RankBench(Timed):
         return total.to(gradient.dtype)
 
     def _as_oracle(self, name: str, x: Tensor, case: ParallelCase) -> Tensor:
-        """A layer's [tokens, B, D] as [B, tokens, D]."""
+        """A layer's y or dhidden [tokens, B, D] as [B, tokens, D]; other results unchanged."""
         return x.transpose(0, 1) if case.operation == "gdn_layer" and name in ("y", "dhidden") else x
 
     def part(self, name: str) -> tuple[int, Tensor] | None:
@@ -237,7 +240,7 @@ class RankBench(Timed):
         else:
             offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=getattr(torch, case.offsets), device=self.device)
             given = given.replaced(cu_seqlens=offsets)
-        if what == "length":  # its tokens come along, so that nothing but the length is wrong
+        if what == "length":  # add tokens too, so that nothing but the length is wrong
             given = given.replaced(hidden=torch.cat([given.hidden[:1], given.hidden]))
         before = [sum(axis.traffic.calls.values()) for axis in (place.tp, place.cp)]
         try:
@@ -262,7 +265,7 @@ class RankBench(Timed):
         return self.call_implementation(lambda: self.adapter.loaded(shards, self.case.layer, rank))
 
     def where(self, name: str, flat: int, shape: torch.Size) -> str:
-        """The place of a row in words: the token of its sequence, as the whole has it."""
+        """The place of a row in words, with the token counted in its whole sequence."""
         own = port_of(name)
         index, case = indices(flat, shape), self.case
         part = self.part(own) if name == own and own in (*map(gradient_name, self._names()), *self._names()) else None
@@ -288,7 +291,7 @@ class RankBench(Timed):
 
 
 def execute_path(run: Run, adapter: PathAdapter) -> Outcome:
-    """The outcome of a run: on this rank, where this process is one of a group, else on simulated ranks."""
+    """The outcome of a run: on this rank if this process belongs to a process group, otherwise on simulated ranks."""
     case, law = run.example.case, run.the_law
     assert isinstance(case, ParallelCase)
     here = torch.distributed.is_initialized()
@@ -321,18 +324,18 @@ def execute_path(run: Run, adapter: PathAdapter) -> Outcome:
 
 
 def _device(asked: str) -> str:
-    """Where ranks compute: simulated ones where the run says, processes over NCCL on their GPUs, over gloo where the run says."""
+    """Where ranks compute: processes over NCCL on their GPUs; simulated ranks, and processes over gloo, on the run's device."""
     nccl = torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl"
     return "cuda" if nccl else asked
 
 
 def work_of(run: Run, adapter: PathAdapter) -> ahead.Work:
-    """What the oracle has to do for a run."""
+    """The oracle's work for a run."""
     return ahead.Work(run.example.case, adapter.algorithm, run.products, adapter.chunk)
 
 
 class _Failed(Exception):
-    """A rank has left its case with this outcome before its end: those who wait for it must not any longer."""
+    """A rank left its case early with this outcome. Raised so that the simulation stops the ranks that wait for it."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.way)
@@ -340,7 +343,7 @@ class _Failed(Exception):
 
 
 def _simulated(case: ParallelCase, on_rank: Callable[[Place], Outcome]) -> Outcome:
-    """The ranks' outcomes as one. A rank that was left waiting for another has none of its own."""
+    """Run all simulated ranks and merge their outcomes. A rank that waited for a rank that failed has no outcome of its own."""
 
     def work(place: Place) -> Outcome:
         outcome = on_rank(place)
@@ -365,13 +368,16 @@ _PLACES: dict[Mesh, Place | None] = {}
 
 
 def place_of(mesh: Mesh) -> Place | None:
-    """The place of this process in a mesh of the first ranks of its group; None for one that has no part. Groups are made once."""
+    """The place of this process in a mesh that consists of the first ranks of its group; None if it has no part in the mesh.
+
+    Groups are made once for each mesh. ValueError if the mesh needs more ranks than there are.
+    """
     if mesh not in _PLACES:
         mine, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         if mesh.tp * mesh.cp > size:
             raise ValueError(f"tp * cp must be at most the {size} ranks at hand, got {mesh.tp} * {mesh.cp}")
         number = torch.arange(mesh.tp * mesh.cp).view(mesh.tp, mesh.cp)
-        # Every process makes every group, in one order: it is told from others by how many its members have made before.
+        # Every process makes every group, in the same order: torch tells groups apart by the number that was made before.
         axes = [[_axis(ranks, mine) for ranks in lines.tolist()] for lines in (number.T, number)]
         tp, cp = divmod(mine, mesh.cp)
         _PLACES[mesh] = Place(axes[0][cp], axes[1][tp]) if mine < mesh.tp * mesh.cp else None
@@ -379,12 +385,12 @@ def place_of(mesh: Mesh) -> Place | None:
 
 
 def _axis(ranks: list[int], mine: int) -> Comm:
-    """The axis that `ranks` share, if this process is one of them; else of one, as somebody must be told."""
+    """The axis that `ranks` share. It is `Alone` for a single rank and, as a placeholder, if this process is not one of them."""
     group = torch.distributed.new_group(ranks) if len(ranks) > 1 else None
     return Distributed(group) if group is not None and mine in ranks else Alone()
 
 
 def _bytes(case: ParallelCase) -> int:
-    """Bytes of a case's tokens and parameters in float32, a plain measure of its size."""
+    """An estimate of the bytes of a case's tensors, from the numbers in its tokens and its input projection."""
     layer = case.layer
     return 16 * (case.tokens * (layer.hidden + sum(layer.sections.values())) + layer.hidden * sum(layer.sections.values()))

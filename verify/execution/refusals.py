@@ -1,4 +1,4 @@
-"""Refusals: what an implementation does with illegal input. It is reported, not judged."""
+"""Finds out what an implementation does with illegal input. This is reported, not judged."""
 
 from typing import Any
 
@@ -10,7 +10,10 @@ from verify.adapters.base import Adapter
 
 
 def probe(adapter: Adapter, name: str) -> str:
-    """What the adapter does with illegal input: "refuses (...)" or "answers silently". It may also crash its process."""
+    """Call the adapter with the illegal input `name` and say what it does, such as "refuses (ValueError)" or "answers silently".
+
+    The call may also crash the process. "not asked: ..." says why the input does not exist for this domain.
+    """
     call = book_of(adapter.domain).illegal.call(name, adapter.domain)
     return f"not asked: {call}" if isinstance(call, str) else _asked(adapter, name, *call)
 
@@ -22,12 +25,12 @@ def _asked(adapter: Adapter, name: str, case: Any, inputs: Inputs) -> str:
         pass
     else:
         raise AssertionError(f"our own contract accepts {name}")
-    # Of their own memory each: a view may rightly reach the rest of what it is cut from.
+    # Each tensor gets memory of its own: through a view, a kernel may legally reach the rest of the tensor that it was cut from.
     whole = {name: x.clone() for name, x in inputs.items() if isinstance(x, torch.Tensor)}
     try:
         adapter.run(inputs.replaced(**whole))
     except Exception as error:
-        kind = type(error).__name__  # of verify/interpreter, which needs Triton, two say what the kernels did
+        kind = type(error).__name__  # by name, since verify/interpreter, which defines two of them, needs Triton
         did = {"OutOfBounds": "reads or writes outside its tensors", "Race": "lets two programs write the same memory"}
         return did.get(kind, f"refuses ({kind})")
     return "answers silently"

@@ -1,4 +1,4 @@
-"""Runs: law, adapter, case and configuration as one line."""
+"""A run: law, adapter, case and configuration, which can be written as one line."""
 
 import dataclasses
 
@@ -14,14 +14,14 @@ from verify.gpu import device as devices
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What `repeat` takes: a law asked of an adapter about an example, in a configuration."""
+    """What `gdn-verify repeat` repeats: a law, an adapter, an example and a configuration. `str` gives the line."""
 
     law: str
     adapter: str
     example: Example
     products: str = "ieee"
     device: str = "cpu"
-    tune: str = ""  # a Policy of verify/gpu/autotune.py; as kernels come without
+    tune: str = ""  # a Policy of verify/gpu/autotune.py; "" leaves kernels as they are
 
     def __str__(self) -> str:
         example = self.example
@@ -36,7 +36,7 @@ class Run:
 
     @classmethod
     def parse(cls, line: str) -> "Run":
-        """The run of a line. ValueError or AdapterError names the word, its value and the choices."""
+        """Parse a line. ValueError or AdapterError names the wrong word, its value and the choices."""
         words = split_line(line)
         for name in ("law", "adapter"):
             if name not in words:
@@ -65,5 +65,5 @@ class Run:
 
     @property
     def the_law(self) -> Law:
-        """The law, as it is in the book of the run's case."""
+        """The law, from the book of the run's case."""
         return book_of(self.example.case).laws[self.law]

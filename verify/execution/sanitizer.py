@@ -1,9 +1,9 @@
-"""NVIDIA's compute-sanitizer around a worker: what it reports during a case is a finding of that case.
+"""Runs workers under NVIDIA's compute-sanitizer, and turns what it reports during a case into findings of that case.
 
     compute-sanitizer [options] python -m verify.process.worker ...
 
-The supervisor's side finds the program and starts workers under it. In the worker every answer is held until what the sanitizer
-wrote to its log meanwhile is read. The options and the log are described in NVIDIA's Compute Sanitizer user manual.
+The supervisor finds the program and starts workers under it. A worker sends an answer only after it has read what the sanitizer
+wrote to its log in the meantime. The options and the log are described in NVIDIA's Compute Sanitizer user manual.
 """
 
 import contextlib
@@ -29,38 +29,38 @@ from verify.process.messages import QUESTIONS, Refuse, RunMany, RunOne, Watched
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 from verify.process.worker import Asked, Worker, WorkerLost
 
-SANITIZER = "sanitizer"  # where other findings name an output
+SANITIZER = "sanitizer"  # stands in a finding in place of an output's name
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PROGRAM = "compute-sanitizer"
-LOG = "GDN_VERIFY_SANITIZER_LOG"  # in a worker's environment: the file that its sanitizer writes
+LOG = "GDN_VERIFY_SANITIZER_LOG"  # environment variable of a worker: the log file of its sanitizer
 SERVES = "verify.execution.sanitizer:answer"
-LATE_S = 0.05  # what a case did is in the log so long after its device was waited for
-QUIET_S, PATIENCE_S = 0.2, 5.0  # a log that grows is read when it has not for so long, or after so long
-MOST = 4  # reports of one case that are told; a kernel has one for each of its threads
-MOST_BYTES = 2**20  # of the log of one case
+LATE_S = 0.05  # reports of a case may reach the log this long after we have waited for the device
+QUIET_S, PATIENCE_S = 0.2, 5.0  # a growing log is read once it has not grown for QUIET_S, or after PATIENCE_S
+MOST = 4  # different reports of one case that become findings; the sanitizer writes a report for each thread of a kernel
+MOST_BYTES = 2**20  # how much of the log of one case is read
 OPTIONS = (
-    # The kernel ends and its context stays, so that the worker goes on.
+    # An error ends the kernel and not its context, so that the worker can continue.
     *("--destroy-on-device-error", "kernel"),
-    *("--print-limit", "0"),  # 100 reports otherwise, of all cases
+    *("--print-limit", "0"),  # no limit; the default is 100 reports for all cases together
     *("--show-backtrace", "device"),
-    *("--target-processes", "all"),  # the interpreter may be a launcher
-    *("--launch-timeout", "0"),  # importing takes longer than the 10 s that it waits
+    *("--target-processes", "all"),  # the Python executable may be a launcher that starts another process
+    *("--launch-timeout", "0"),  # no limit; imports take longer than the default of 10 s
     *("--require-cuda-init", "no"),
 )
 OF_MEMCHECK = (
-    *("--report-api-errors", "no"),  # torch asks for what may fail, and looks at the answer
-    *("--padding", "4096"),  # bytes after each allocation, or the next one hides what goes over its end
+    *("--report-api-errors", "no"),  # torch makes calls that may fail, and handles their errors
+    *("--padding", "4096"),  # bytes after each allocation; without them, an access past its end may hit the next one and pass
 )
-# torch's allocator hands out parts of large blocks, inside which every access is legal.
+# Switches torch's caching allocator off: it hands out parts of large blocks, and the sanitizer accepts any access inside a block.
 ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 class NoSanitizer(Exception):
-    """There is no compute-sanitizer on this host, or it does not work here; the message is one line."""
+    """There is no compute-sanitizer on this host, or it does not work here. The message is one line."""
 
 
 def find() -> str:
-    """The program: on PATH, in CUDA's usual folders, or from its wheel. NoSanitizer if it is in none."""
+    """Find the program on PATH, in CUDA's usual folders, or in its wheel. NoSanitizer if it is in none of them."""
     if found := shutil.which(PROGRAM):
         return found
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
@@ -74,10 +74,10 @@ def find() -> str:
 
 
 class Sanitizer:
-    """Workers under a tool of compute-sanitizer, each with a log of its own in a folder that goes with this object."""
+    """Makes workers that run under a tool of compute-sanitizer. Their logs are in a folder that is removed with this object."""
 
     def __init__(self, tool: str = TOOLS[0], program: str | None = None) -> None:
-        """ValueError for an unknown tool, NoSanitizer where there is no program."""
+        """Raise ValueError for an unknown tool, and NoSanitizer if the program is not found."""
         if tool not in TOOLS:
             raise ValueError(f"tool must be one of {', '.join(TOOLS)}, got {tool!r}")
         self.tool, self.program = tool, program or find()
@@ -91,7 +91,7 @@ class Sanitizer:
         self._folder.cleanup()
 
     def worker(self, deadline_s: float, device: str = "cuda", place: int = 0) -> Worker:
-        """A worker whose cases the tool watches."""
+        """A worker that runs under the tool."""
         self._count += 1
         log = pathlib.Path(self._folder.name) / f"{self._count}.log"
         environment = {**devices.environment(device, place), **ENVIRONMENT, LOG: str(log)}
@@ -100,7 +100,7 @@ class Sanitizer:
         return Worker(deadline_s, environment=environment, serves=SERVES, under=functools.partial(self._words, log))
 
     def prove(self, worker: Asked) -> None:
-        """NoSanitizer if the worker does not run under the tool."""
+        """Raise NoSanitizer if the worker does not run under the tool."""
         try:
             trouble = worker.ask(Watched())["trouble"]
         except WorkerLost as lost:
@@ -109,7 +109,7 @@ class Sanitizer:
             raise NoSanitizer(f"{PROGRAM} --tool {self.tool} does not work here: {trouble}")
 
     def _words(self, log: pathlib.Path) -> list[str]:
-        """What stands before a worker's command; its log begins anew with each process."""
+        """The words before a worker's command. Each process begins a new log."""
         log.unlink(missing_ok=True)
         special = OF_MEMCHECK if self.tool == "memcheck" else ()
         return [self.program, "--tool", self.tool, "--log-file", str(log), *OPTIONS, *special, "--"]
@@ -117,7 +117,7 @@ class Sanitizer:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """One error: what a kernel did, of how many bytes, and the rest that was said of it."""
+    """One error that the sanitizer reports: what a kernel did, the size of the access, and further details."""
 
     what: str
     kernel: str
@@ -130,9 +130,9 @@ class Report:
 
 
 def reports(text: str) -> tuple[list[Report], str]:
-    """The errors in a log, or a piece of one, and what went wrong with the sanitizer itself, "" if nothing did.
+    """The errors in a log or in a part of it, and what went wrong with the sanitizer itself ("" if nothing did).
 
-    An error is a line, and lines under it that are indented. Warnings are none, and neither are the sums at the end.
+    An error is a line with indented lines below it. Warnings, and the summaries at the end, are not errors.
     """
     found, trouble = [], ""
     lines = [match.group(1) for match in re.finditer(r"^=+ ?(.*)$", text, re.MULTILINE)]
@@ -146,7 +146,7 @@ def reports(text: str) -> tuple[list[Report], str]:
     return found, trouble
 
 
-# Some versions do not indent what belongs to an error.
+# Some versions do not indent the lines that belong to an error.
 _CONTINUED = re.compile(r"(at |by thread |Address |Access to |and |Device Frame|Host Frame|Saved host backtrace|in )")
 _OWN = re.compile(r"(Internal Sanitizer Error|Error: (?!Race reported|Potential|process didn't|Target application))", re.IGNORECASE)
 _NO_ERROR = re.compile(
@@ -180,7 +180,7 @@ def _report(title: str, under: Sequence[str]) -> Report:
 
 
 def findings(several: Sequence[Report]) -> list[Finding]:
-    """The reports as findings, those that are alike as one."""
+    """The reports as findings. Equal reports become one finding, and there are at most MOST."""
     alike: dict[str, list[Report]] = {}
     for report in several:
         alike.setdefault(str(report), []).append(report)
@@ -193,22 +193,22 @@ def findings(several: Sequence[Report]) -> list[Finding]:
 
 
 class Watch:
-    """The log of this process's sanitizer, read from where it was last read."""
+    """Reads the log of this process's sanitizer, each time from where it stopped before."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = pathlib.Path(path)
         self.end = 0
 
     def size(self) -> int:
-        """Bytes in the log."""
+        """The bytes in the log."""
         with contextlib.suppress(OSError):
             return self.path.stat().st_size
         return 0
 
     def more(self) -> tuple[list[Report], str]:
-        """What has been reported since, once no more comes, and the sanitizer's own trouble.
+        """Wait until the log stops growing, and return the new reports and what went wrong with the sanitizer itself, or "".
 
-        What comes later still is told as of the next case, which then does not show it again.
+        A report that comes even later is counted for the next case, which does not show it again when it is repeated.
         """
         time.sleep(LATE_S)
         size, quiet, late = self.size(), time.monotonic(), time.monotonic() + PATIENCE_S
@@ -216,7 +216,7 @@ class Watch:
             time.sleep(LATE_S)
             if (now := self.size()) != size:
                 size, quiet = now, time.monotonic()
-        if size == 0:  # it says who it is when it starts
+        if size == 0:  # a sanitizer that works writes its name when it starts
             return [], "it has written nothing to its log"
         with open(self.path, "rb") as file:
             file.seek(self.end)
@@ -231,24 +231,25 @@ def _watch() -> Watch:
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """A worker's answer (verify/execution/service.py), with what its sanitizer reported meanwhile as findings of the run.
+    """A worker's answer (verify/execution/service.py), with the sanitizer's reports as findings of the run.
 
-    Of several runs that were put as one question none has an outcome if anything was reported: each is asked alone.
+    If anything is reported during a question with several runs, none of them gets an outcome, so that each is repeated alone.
     """
-    from verify.execution import service  # in the worker alone
+    from verify.execution import service  # imported in the worker alone
 
     watch = _watch()
     asked = QUESTIONS.get(question.get("question", ""))
     if asked is Watched:
         return {"trouble": watch.more()[1]}
     reply = service.answer(question)
-    with contextlib.suppress(RuntimeError):  # its context is gone, which the reply says
+    with contextlib.suppress(RuntimeError):  # the GPU's context is gone, which the reply says
         devices.settle("cuda" if torch.cuda.is_initialized() else "cpu")
     found, trouble = watch.more()
     if asked not in (RunOne, RunMany, Refuse):
         return reply
     if asked is Refuse:
-        return {**reply, "did": f"{reply['did']}, and the sanitizer reports {found[0]}"} if found and "did" in reply else reply
+        words = f"and the sanitizer reports {found[0]}" if found else f"and the sanitizer failed: {trouble}" if trouble else ""
+        return {**reply, "did": f"{reply['did']}, {words}"} if words and "did" in reply else reply
     if trouble:
         undecided = Outcome(Verdict.UNKNOWN, reason=f"the sanitizer failed: {trouble}").to_json()
         return {**undecided, "spent": True} if asked is RunOne else {"outcomes": []}

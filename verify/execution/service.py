@@ -1,4 +1,4 @@
-"""What a worker answers: who an adapter is, and what a run came to."""
+"""Answers the questions of a worker: what an adapter declares, and the outcomes of runs."""
 
 import contextlib
 import threading
@@ -29,15 +29,17 @@ from verify.ranks.merge import left
 
 
 def answer(question: Mapping[str, Any]) -> Answer:
-    """The answer to a question of verify/process/messages.py, both plain data.
+    """The answer to a question of verify/process/messages.py. Both are plain data.
 
-    What cannot be asked, such as an adapter that cannot be had, is {"error": why}; an illegal line is an undecided outcome.
+    An adapter that cannot be loaded gives {"error": why}. An illegal line gives an outcome with the verdict UNKNOWN.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a kernel's warnings are its authors' affair
+            warnings.simplefilter("ignore")  # warnings of a kernel are for its authors
             _brought()
             asked = messages.parse(question)
+            if type(asked) not in _ANSWERS:
+                raise ValueError(f"this worker runs under no sanitizer, and cannot answer {asked}")
             return _ANSWERS[type(asked)](asked)
     except AdapterError as error:
         return {"error": str(error)}
@@ -46,7 +48,7 @@ def answer(question: Mapping[str, Any]) -> Answer:
 
 
 def _join(asked: Join) -> Answer:
-    oracle_process.start()  # it forks, and a group has threads and perhaps a GPU
+    oracle_process.start()  # it forks, which must come before a group starts threads and perhaps opens a GPU
     join(asked)
     return {}
 
@@ -88,7 +90,7 @@ def _launches(asked: Launches) -> Answer:
 def _refuse(asked: Refuse) -> Answer:
     adapter = adapter_of(asked.adapter)
     assert isinstance(adapter, Adapter), asked
-    there = _device()  # of a worker that is to use it
+    there = _device()
     with devices.default(there):
         did = probe(adapter, asked.illegal)
     if reason := devices.lost(there):
@@ -131,23 +133,23 @@ def _device() -> str:
     return "cuda" if devices.gpus() else "cpu"
 
 
-_CROWDED: list[bool] = []  # that the GPU was crowded when this process began: another one would have no more room
+_CROWDED: list[bool] = []  # not empty if the GPU was crowded when this process began; a new process would have no more room
 
 
 _bringing: list[threading.Thread] = []
 
 
 def _brought() -> None:
-    """Wait for what is being imported: who imports the same at the same time may see a part of it."""
+    """Wait for imports in the background: code that imports the same module meanwhile might see only a part of it."""
     while _bringing:
         _bringing.pop().join()
 
 
 def _bring(adapter: Adapter) -> None:
-    """Have the adapter import what it needs, and its GPU begin, while the check draws its first cases: all take seconds."""
+    """Start the adapter's imports and the GPU in the background, while the check draws its first cases. Each takes seconds."""
 
     def bring() -> None:
-        with importing(), contextlib.suppress(Exception):  # whatever it is, the first call meets it too
+        with importing(), contextlib.suppress(Exception):  # an error here comes up again in the first call
             if devices.gpus():
                 torch.zeros(1, device="cuda")
                 if devices.crowded("cuda"):
@@ -160,7 +162,7 @@ def _bring(adapter: Adapter) -> None:
 
 
 def _begin(runs: list[Run]) -> None:
-    """Have the bounds of runs that need some made beside this rank, from the first on."""
+    """Let the oracle processes of this rank compute the bounds of all runs that need some, in the order of the runs."""
     works = []
     for run in runs:
         adapter = adapter_of(run.adapter)
@@ -170,5 +172,8 @@ def _begin(runs: list[Run]) -> None:
 
 
 def _ends(outcome: Answer) -> bool:
-    """Whether its device is gone, or ranks may be at different places; what they decide by the example, they decide alike."""
+    """Whether no further run may follow: the device is lost, or ranks may be at different places in their code.
+
+    BLIND and UNSUPPORTED are decided by the example alone, so all ranks decide them alike.
+    """
     return outcome["spent"] or (left(outcome) and outcome.get("verdict") not in (Verdict.BLIND, Verdict.UNSUPPORTED))

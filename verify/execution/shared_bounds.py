@@ -1,11 +1,15 @@
-"""The bounds of several cases at once: their sequences side by side in one packed call, so that its many small operations serve
-them all.
+"""Computes the bounds of several cases in one call of the oracle, with their sequences packed side by side.
 
-Sequences of a rule know nothing of each other, and rows are pooled within theirs (oracles/bound.py): a case has the truth that
-it has alone, and its allowance differs only by the grids on which the disturbed runs round. What tokens of all sequences share,
-A_log and dt_bias of a gate in the kernel, has a row a case, whose gradient is a sum over the case's own tokens (oracles/gates.py).
-A case without a state, or dt_bias, has zeros there, and one without backward has a backward: nobody looks at those gradients.
-What is over its bound is asked alone again (verify/engine/check.py), so a line that is printed as broken breaks wherever it stands.
+The oracle's many small operations then serve all the cases at once. Sequences of a rule do not influence each other, and error
+scales are pooled within a sequence (oracles/bound.py). So a case gets the truth that it gets alone, and its tolerance differs only
+because the disturbed runs round on other grids. A_log and dt_bias of a gate in the kernel, which the tokens of all sequences share,
+get one row for each case; its gradient is a sum over that case's own tokens (oracles/gates.py).
+
+A case without an initial state, or without dt_bias, gets zeros in their place. A case without backward gets a backward if another
+case has one. The gradients that this adds are dropped.
+
+A case with an error over its bound is run again alone (verify/engine/asking.py), so a line that is printed as broken is broken
+without the other cases too.
 """
 
 import dataclasses
@@ -28,20 +32,21 @@ from verify.execution.judging import adapter_of
 from verify.execution.run import Run
 from verify.gpu import device as devices
 
-LAW = "oracle"  # the only law that asks for the bounds of a case as it stands
+LAW = "oracle"  # the only law that uses the bounds of its case unchanged
 MOST = 64  # cases in one call
-# Of one call, as `numbers` counts them: a worker held 12.3 GiB at most in 400 cases of a palette (docs/MEASUREMENTS.md, Steady).
+# Numbers in one call, as `numbers` counts them. With these, a worker held 12.3 GiB at most in 400 cases of a palette
+# (docs/results.md).
 NUMBERS = 2**25
-CHUNK = 64  # tokens in a chunk of the oracle's: how wide its matrices are, however narrow the channels
+CHUNK = 64  # tokens in a chunk of the oracle, which is the least width of its matrices, however few channels there are
 ALIKE = ("operation", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "scale", "qk_norm", "in_kernel")
 Bounds = dict[str, Bound]
 
 
 def together(runs: Sequence[Run]) -> Iterator["Shared | None"]:
-    """For each run, in their order, its part of a call that it shares with others like it; None for those that are alone.
+    """For each run, in order, yield its part of a call that it shares with similar runs, or None if it shares none.
 
-    A run is through when the next is asked for: inputs and bounds are made when the first of their call asks, and bounds let go
-    after the last.
+    A run counts as finished when the next one is taken from the iterator. The inputs and bounds of a call are made when its first
+    run needs them, and released after its last run.
     """
     groups: dict[Any, list[int]] = {}
     for index, run in enumerate(runs):
@@ -66,13 +71,16 @@ def together(runs: Sequence[Run]) -> Iterator["Shared | None"]:
 
 
 def numbers(case: Case) -> int:
-    """How large a case is: the numbers of its channels and states, tokens counted as no narrower than a chunk's matrices are."""
+    """The size of a case: the numbers in its channels and states, where a token counts at least as wide as a chunk's matrices."""
     tokens = case.tokens * max(case.key_dim + case.value_dim, CHUNK)
     return case.value_heads * (tokens + len(case.lengths) * case.key_dim * case.value_dim)
 
 
 def _shared(cases: Sequence[Case], device: str) -> list[list[int]]:
-    """Which cases share a call: in their order, about as many in each, MOST and what fits of NUMBERS numbers at most."""
+    """Which cases share a call, as lists of their indices, in order and of about equal length.
+
+    A call has at most MOST cases and NUMBERS numbers, or fewer numbers if memory has less room.
+    """
     even = -(-len(cases) // -(-len(cases) // MOST))
     calls, most = list[list[int]](), fitting(NUMBERS, torch.device(device))
     held = most
@@ -86,36 +94,39 @@ def _shared(cases: Sequence[Case], device: str) -> list[list[int]]:
 
 
 def of_calls(spec: Operation) -> Operation:
-    """The operation of C calls side by side: what has neither tokens nor sequences has a row a call, of `calls` tokens."""
+    """The operation of C calls side by side. Inputs without tokens or sequences get an axis C, with one row for each call.
+
+    The additional input `calls` has the number of tokens of each call.
+    """
     ports = [port if _along(port) else dataclasses.replace(port, axes=f"C {port.axes}") for port in spec.inputs]
     return dataclasses.replace(spec, inputs=tuple(ports), rules=(*spec.rules, _tokens_of_calls))
 
 
 def _tokens_of_calls(inputs: Inputs, sizes: dict[str, int]) -> None:
-    """The rule of `calls`, the tokens of each call."""
+    """Check the input `calls`, the number of tokens of each call. ValueError if it does not fit."""
     calls, rows = inputs.calls, sizes.get("C", len(inputs.calls))
     if len(calls) != rows or sum(calls) != sizes["T"]:
         raise ValueError(f"calls must be of C = {rows} calls and add up to T = {sizes['T']} tokens, got {calls}")
 
 
 def _along(port: Port) -> str:
-    """What a port is joined along: "tokens", "sequences", or "" where all of these share it."""
+    """What a port is joined along: "tokens", "sequences", or "" if all tokens and sequences of a call share it."""
     return "tokens" if port.axes.startswith("B T") else "sequences" if port.axes.startswith("N ") else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """A case of a call that several share (verify/execution/bench.py:Ready)."""
+    """One case of a shared call. It implements `Ready` of verify/execution/bench.py."""
 
     of: "_Call"
     row: int
 
     def call(self) -> tuple[Inputs, Cotangents]:
-        """The case's inputs, and its cotangents if it has a backward; they are handed out once."""
+        """The case's inputs, and its cotangents if it has a backward. They can be taken only once."""
         return self.of.handed(self.row)
 
     def bounds(self, algorithm: str) -> Bounds:
-        """Its bounds for a class of algorithm; finer ones, which few cases ask for, are of the case alone."""
+        """The case's bounds for a class of algorithm. Finer bounds, which few cases need, are computed for the case alone."""
         return self.of.bounds_of(self.row, algorithm)
 
 
@@ -127,11 +138,11 @@ class _Call:
         self.tokens = [0, *itertools.accumulate(case.tokens for case in self.cases)]
         self.rows = [0, *itertools.accumulate(len(case.lengths) for case in self.cases)]
         self.made: dict[str, Bounds] = {}
-        self.waiting: dict[int, tuple[Inputs, Cotangents]] = {}  # what was not handed out yet
+        self.waiting: dict[int, tuple[Inputs, Cotangents]] = {}  # inputs and cotangents that have not been handed out yet
         self.staying = len(runs)
 
     def leave(self) -> None:
-        """One of the cases is through; after the last all is let go."""
+        """One of the cases is finished. After the last one, release everything."""
         self.staying -= 1
         if not self.staying:
             self.made.clear()
@@ -139,13 +150,13 @@ class _Call:
             self.__dict__.pop("_given", None)
 
     def handed(self, row: int) -> tuple[Inputs, Cotangents]:
-        """The inputs of one of the cases, and its cotangents if it has a backward: nobody else holds them."""
+        """Hand out the inputs of one case, and its cotangents if it has a backward. No reference to them stays here."""
         _ = self._given
         inputs, cotangents = self.waiting.pop(row)
         return inputs, cotangents if self.cases[row].backward else None
 
     def bounds_of(self, row: int, algorithm: str) -> Bounds:
-        """The bounds of one of the cases, for a class of algorithm; finer ones, which few cases ask for, are of the case alone."""
+        """The bounds of one case for a class of algorithm. Finer bounds, which few cases need, are computed for the case alone."""
         if algorithm not in self.made:
             self.made[algorithm] = self._made(algorithm)
         case = self.cases[row]
@@ -167,7 +178,10 @@ class _Call:
 
     @functools.cached_property
     def _given(self) -> tuple[Inputs, Cotangents]:
-        """The inputs and cotangents of all cases, side by side. Each one's own wait to be handed out, since they take as long."""
+        """The inputs and cotangents of all cases, side by side.
+
+        Those of each single case are kept in `waiting`, since making them again would take as long.
+        """
         device, backward = self.run.device, any(case.backward for case in self.cases)
         with devices.default("cpu"):
             self.waiting = dict(enumerate(drawn(self.cases, device, backward=backward)))
@@ -190,7 +204,7 @@ class _Call:
         return Inputs(**{**several[0], **tensors, "cu_seqlens": offsets, "calls": calls})
 
     def _zeros(self, row: int, port: Port, like: Tensor) -> Tensor:
-        """What a case that lacks an input has in its place, as that of another."""
+        """Zeros for an input that a case lacks, shaped after `like`, the same input of another case."""
         assert port.optional and _along(port) != "tokens", port
         return like.new_zeros((len(self.cases[row].lengths), *like.shape[1:]) if _along(port) else like.shape)
 
@@ -208,7 +222,7 @@ class _Call:
 
 
 def _unasked(case: Case) -> set[str]:
-    """The gradients that a case alone has not: without backward all, else those of inputs that it lacks."""
+    """The gradients that the case alone would not have: all if it has no backward, else those of inputs that it lacks."""
     there = {"state": case.state != "none", "dt_bias": case.dt_bias}
     return {gradient_name(port.name) for port in case.spec.inputs if not (case.backward and there.get(port.name, True))}
 
@@ -220,7 +234,7 @@ def _side_by_side(port: Port, parts: Sequence[Tensor]) -> Tensor:
 
 
 def _options(run: Run, algorithm: str) -> dict[str, Any]:
-    """What an implementation says of itself that bounds for its own class depend on; nothing for the other class."""
+    """The adapter's declarations that bounds for its own class of algorithm depend on; none for another class."""
     adapter = adapter_of(run.adapter)
     assert isinstance(adapter, Adapter), run
     own = {"chunk": adapter.chunk, "stores": adapter.stores, "folds": adapter.folds}
@@ -228,7 +242,7 @@ def _options(run: Run, algorithm: str) -> dict[str, Any]:
 
 
 def _alone(run: Run, algorithm: str, made: Bounds) -> Bounds:
-    """The bounds of one case, with those of more runs, which are of the case alone."""
+    """The bounds `made` of one case, with finer ones that are computed for this case alone."""
     case = run.example.case
     with devices.default("cpu"):
         ((inputs, cotangents),) = drawn([case], run.device, backward=case.backward)

@@ -1,1 +1,1 @@
-"""What was found: where findings are kept, which are known defects, and how they are reported."""
+"""Findings: where they are stored, which of them are known defects, and how they are reported."""

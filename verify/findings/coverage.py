@@ -1,4 +1,4 @@
-"""Coverage: which regimes the cases of a check were in, and which that the domain allows they missed."""
+"""Coverage: which regimes the cases of a check had, and which regimes they missed although the domain allows them."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ WIDTH = 120
 
 
 def counted(cases: Iterable[Any]) -> dict[str, dict[str, int]]:
-    """How many cases had each value of each word that their kind counts (its REGIMES)."""
+    """For each word in the case class's REGIMES, how many cases had each of its values."""
     seen: dict[str, dict[str, int]] = {}
     for case in cases:
         words = case.words()
@@ -21,21 +21,24 @@ def counted(cases: Iterable[Any]) -> dict[str, dict[str, int]]:
 
 
 def missed(seen: dict[str, dict[str, int]], domain: Any, like: Iterable[Any]) -> list[str]:
-    """The regimes, as `name=value`, that some case like these has within the domain and that none of those counted had."""
+    """The regimes, as `name=value`, that no counted case had although the domain allows them.
+
+    A regime is allowed if one of the cases `like`, with its word set to this value, lies in the domain.
+    """
     like = list(like)
     unseen = ((name, value) for name in seen for value in _values(name, like) if text_of(value) not in seen[name])
     return [f"{name}={text_of(value)}" for name, value in unseen if any(_legal(case, name, value, domain) for case in like)]
 
 
 def lines(seen: dict[str, dict[str, int]], gaps: list[str]) -> list[str]:
-    """What a person reads of it."""
+    """The lines of the report: counts by regime, then the missed regimes."""
     told = [f"{name}: " + ", ".join(f"{value} {count}" for value, count in sorted(values.items())) for name, values in seen.items()]
     told = [f"  {line}" for line in told]
     return [*told, f"  missed, though the domain allows it: {'; '.join(gaps)}" if gaps else "  none missed that the domain allows"]
 
 
 def _values(name: str, cases: list[Any]) -> list[Any]:
-    """The values that a word of these cases can have: its choices, or yes and no."""
+    """The values that a word of these cases can have: its choices, or False and True."""
     for case in cases:
         if isinstance(getattr(case, name), bool):
             return [False, True]

@@ -1,4 +1,4 @@
-"""Known defects of released code: reported, and no failure; one that no longer fails is reported too."""
+"""Known defects of released code. They are reported but break no law. A defect that no longer fails is reported too."""
 
 import dataclasses
 import math
@@ -20,12 +20,16 @@ FILE = pathlib.Path(__file__).with_name("known_defects.toml")
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """A defect on file: the run line that shows it, the versions that have it, and which other cases of the law it explains.
+    """A defect on file: a run that shows it, the versions that have it, and the other cases that it explains.
 
-    `where` is words of a case line; a finding of the same adapter and law, or one of the laws in `also`, on a case that has all of
-    them is this defect; one shown on a GPU is one of GPUs only. `least` and `most` are words whose numbers go no further down and
-    up; where `outputs` are named, no other one may be wrong, and by no more than `times` its bound. `somewhere`: processors differ,
-    and on some it does not show.
+    A failure is this defect if all of the following hold:
+
+    - It has the same adapter, and the law of `run` or one of the laws in `also`.
+    - Its case has all words of `where`, and the number of each word in `least` is at least, in `most` at most, the given one.
+    - If `outputs` are named, only these outputs are wrong, each by at most `times` its tolerance.
+    - If `run` is on a GPU, the failure is on a GPU too.
+
+    `somewhere`: the defect depends on the processor, so it is no surprise if it does not show.
     """
 
     run: Run
@@ -40,15 +44,15 @@ class Known:
     somewhere: bool = False
 
     def applies(self, device: str = "cpu") -> bool:
-        """Whether the installed versions are among those that have it; one shown on a GPU is one of GPUs only."""
+        """Whether the installed versions have the defect on this device. A defect shown on a GPU exists on GPUs only."""
         return self.run.device in ("cpu", device) and all(installed(name) in listed for name, listed in self.versions.items())
 
     def explains(self, run: Run, findings: Sequence[Finding] = ()) -> bool:
-        """Whether what was found in `run` is this defect; before it is run, whether it would be whatever is found."""
+        """Whether the findings of `run` are this defect. Without findings: whether any finding of the run would be."""
         return self.covers(run) and (not self.outputs or (bool(findings) and all(self._explains(finding) for finding in findings)))
 
     def covers(self, run: Run) -> bool:
-        """Whether `run` is one that this defect may show in."""
+        """Whether this defect may show in `run`, judged by its adapter, law, case and device alone."""
         if run.adapter != self.run.adapter or run.law not in (self.run.law, *self.also) or not self.applies(run.device):
             return False
         words = run.example.case.words()
@@ -63,7 +67,7 @@ class Known:
 
 
 class KnownDefects:
-    """The defects on file. Here alone it is decided whether what a run came to is one of them."""
+    """The defects on file. Only this class decides whether the outcome of a run is a known defect."""
 
     def __init__(self, defects: Iterable[Known] = ()) -> None:
         self._defects = tuple(defects)
@@ -78,13 +82,13 @@ class KnownDefects:
         return next((defect for defect in self if defect.explains(run, outcome.findings)), None)
 
     def whatever(self, run: Run) -> Known | None:
-        """The defect that anything found in a run would be, before the run; None where it depends on what is found."""
+        """The defect that would explain any failure of this run; None if that depends on the findings. Nothing is run."""
         return next((defect for defect in self if defect.explains(run)), None)
 
     def excused(self, run: Run) -> dict[str, float]:
-        """The outputs that defects take over their tolerance in `run`, by so many times at most.
+        """The outputs that known defects explain in `run`, each with the largest error, in tolerances, that they explain.
 
-        Those that a defect may make wrong by any amount are not among them: an error near the tolerance is not it.
+        Outputs that a defect may make wrong by any amount are left out, because an error near the tolerance need not come from it.
         """
         times: dict[str, float] = {}
         for defect in self:
@@ -93,7 +97,7 @@ class KnownDefects:
         return times
 
     def shown_by(self, adapter: str, law: str, device: str) -> list[Known]:
-        """The defects that a check of this law of an adapter runs again, to see whether they are still there."""
+        """The defects whose lines a check of this adapter and law runs again, to see whether they still fail."""
         return [each for each in self if (each.run.adapter, each.run.law) == (adapter, law) and each.applies(device)]
 
 
@@ -101,7 +105,7 @@ NO_DEFECTS = KnownDefects()
 
 
 def _outputs(case: Any) -> set[str]:
-    """Every output and gradient of a case, also where its gate and beta are computed by the operation or given to it."""
+    """The names of all outputs and gradients of a case, both with gate and beta as inputs and computed in the kernel."""
     forms = [case]
     if isinstance(case, Case) and case.operation != "delta_rule":
         forms += [dataclasses.replace(case, values="ordinary", in_kernel=form) for form in ("none", "both")]
@@ -109,7 +113,7 @@ def _outputs(case: Any) -> set[str]:
 
 
 def load(path: pathlib.Path = FILE) -> KnownDefects:
-    """The defects of a TOML file. ValueError names the entry and the rule it breaks."""
+    """The defects of a TOML file. ValueError names the entry and the rule that the entry breaks."""
     entries = tomllib.loads(path.read_text()).get("defect", [])
     return KnownDefects(_known(index, entry) for index, entry in enumerate(entries))
 
@@ -156,7 +160,7 @@ def _known(index: int, entry: dict[str, object]) -> Known:
 
 
 def _numbers(index: int, entry: dict[str, object], name: str, which: str) -> dict[str, int]:
-    """The words of an entry's `least` or `most`, and their numbers."""
+    """The words of an entry's `least` or `most` with their numbers. ValueError if they are not whole numbers."""
     numbers = entry.get(name, {})
     if not isinstance(numbers, dict) or not all(isinstance(number, int) for number in numbers.values()):
         raise ValueError(f"known defect {index}: {name} must give words their {which} whole numbers, got {numbers!r}")

@@ -1,4 +1,4 @@
-"""What is known of one law of an adapter after a check."""
+"""The report of one law of one adapter after a check."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,10 @@ from verify.process.outcome import Finding, Outcome, Verdict
 
 @dataclasses.dataclass
 class LawReport:
-    """What is known of one law: the verdict, how many cases came to what, and the broken run, shrunk."""
+    """The result of one law: its verdict, the count of each outcome, and the broken run after shrinking.
+
+    `ratios` has the largest error divided by the tolerance of each output. Times are in seconds.
+    """
 
     law: str
     adapter: str
@@ -22,16 +25,16 @@ class LawReport:
     first_run: str = ""
     findings: list[Finding] = dataclasses.field(default_factory=list)
     neighbours: list[str] = dataclasses.field(default_factory=list)
-    otherwise: list[str] = dataclasses.field(default_factory=list)  # what the adapter might say of itself, and it would hold
+    otherwise: list[str] = dataclasses.field(default_factory=list)  # declarations with which the broken run would hold
     shrunk: bool = True
     known: list[str] = dataclasses.field(default_factory=list)
     ratios: dict[str, float] = dataclasses.field(default_factory=dict)
     regimes: dict[str, int] = dataclasses.field(default_factory=dict)
     seed: int = 0
-    remembered: bool = False  # broken by a run that broke it in an earlier check
-    under: str = ""  # what `repeat` needs besides the line to see it
+    remembered: bool = False  # the broken run is a line that broke the law in an earlier check
+    under: str = ""  # options that `repeat` needs besides the line
     fault: str = ""  # where gdn-verify itself failed: the exception, file, line and function
-    fault_run: str = ""  # the first run in which it did
+    fault_run: str = ""  # the first run with this fault
     versions: str = ""
     one_by_one: dict[str, int] = dataclasses.field(default_factory=dict)  # interpreted launches: "kernel: why", how many
     kernel_s: float = 0.0
@@ -45,7 +48,7 @@ class LawReport:
         return data
 
     def count(self, run: Run, outcome: Outcome) -> None:
-        """Add what a case came to. Errors of a known defect are not among the worst of the law."""
+        """Count the outcome of a case. Errors of a known defect do not enter the law's largest errors."""
         self.counts[outcome.verdict] = self.counts.get(outcome.verdict, 0) + 1
         if outcome.verdict in (Verdict.UNKNOWN, Verdict.UNSUPPORTED) and not self.reason:
             self.reason = outcome.reason

@@ -1,8 +1,9 @@
-"""Examples: the lines that broke a law in earlier checks, which later ones ask first.
+"""Regressions: the lines that broke a law in earlier checks, which later checks run first.
 
-One line of text a run, in a file beside the findings, the newest last, for all adapters, laws and processes. Hypothesis's database
-would not serve: it keeps the numbers that were drawn, which make another case in another version; a line is the same everywhere.
-The file may come from anywhere: what is no run of ours is left where it is, said once and never asked.
+The file `examples.txt` beside the findings has one line of text for each run, the newest last. All adapters, laws and processes
+share it. Hypothesis' database would not serve, because it keeps the drawn numbers, which give another case in another version. A
+line gives the same case in every version. The file may come from anywhere: a line that cannot be read as a run stays in the file,
+is reported once and is never run.
 """
 
 import contextlib
@@ -18,13 +19,16 @@ from verify.adapters.loader import AdapterError
 from verify.execution.run import Run
 
 FILE = "examples.txt"
-MOST = 6  # of one adapter and law: the last three that broke, as found and shrunk
-MOST_BYTES = 2**22  # a larger file is not ours
+MOST = 6  # lines of one adapter and law: the last three failures, each as found and as shrunk
+MOST_BYTES = 2**22  # a larger file was not written by us
 
 
 class Examples:
-    """The lines in `folder`. Where they are not `asked`, as in a suite that must not depend on what a machine remembers, what
-    breaks is kept for checks that do ask. `trouble` says in one line the first thing that is wrong with the file; nothing raises.
+    """The lines in `folder` that broke a law.
+
+    With `asked=False` no line is run again, but new failures are still written for later checks. That is for test suites whose
+    result must not depend on earlier runs on the machine. Problems with the file raise nothing: `trouble` describes the first one
+    in one line.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, asked: bool = True) -> None:
@@ -33,7 +37,7 @@ class Examples:
         self._lock = threading.Lock()  # of this process; between processes the folder is locked
 
     def of(self, adapter: str, law: str, device: str = "cpu") -> list[Run]:
-        """The runs to ask of a law of an adapter on a device, the newest first."""
+        """The runs of a law, adapter and device to repeat, the newest first, at most MOST."""
         if not self.asked:
             return []
         runs, strange = [], list[str]()
@@ -50,7 +54,7 @@ class Examples:
         return [run for run in reversed(runs) if run.device == device][:MOST]
 
     def add(self, run: Run) -> None:
-        """Keep a run that broke its law as the newest of its adapter and law; those beyond MOST go, the oldest first."""
+        """Keep a run that broke its law as the newest of its adapter and law. Of more than MOST, the oldest are dropped."""
         line, own = str(run), (run.adapter, run.law)
 
         def change(lines: list[str]) -> list[str]:
@@ -62,7 +66,7 @@ class Examples:
         self._change(change)
 
     def drop(self, run: Run) -> None:
-        """Forget a run, which holds again."""
+        """Remove a run that holds again."""
         self._change(lambda lines: [each for each in lines if each != str(run)])
 
     def _lines(self) -> list[str]:
@@ -73,12 +77,12 @@ class Examples:
         return self.path.read_text("utf-8", "surrogateescape").removesuffix("\n").split("\n")
 
     def _change(self, change: Callable[[list[str]], list[str]]) -> None:
-        """Write what `change` makes of the lines; whoever reads sees all of the old or all of the new ones."""
+        """Replace the lines by `change(lines)`. A reader sees either all old lines or all new ones."""
         with self._lock, self._trying():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             folder = os.open(self.path.parent, os.O_RDONLY)
             try:
-                fcntl.flock(folder, fcntl.LOCK_EX)  # another check may change them too
+                fcntl.flock(folder, fcntl.LOCK_EX)  # another check may change the file too
                 before = self._lines()
                 after = change(before)
                 if after != before:
@@ -111,7 +115,7 @@ class Examples:
 
 
 def _belongs(line: str, adapter: str, law: str) -> bool:
-    """Whether a line is a run of that adapter and law. ValueError if it is no line of words."""
+    """Whether a line is a run of this adapter and law. ValueError if it does not consist of words with law and adapter."""
     words = split_line(line)
     if "law" not in words or "adapter" not in words:
         raise ValueError(f"a run line must say law=... and adapter=..., got {line!r}")
@@ -126,5 +130,5 @@ def _quietly(line: str, adapter: str, law: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """The beginning of a text from elsewhere, without what would move a terminal's cursor."""
+    """The first 160 characters of a text from outside, without control characters for the terminal."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)[:160]

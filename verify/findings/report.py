@@ -1,4 +1,4 @@
-"""Reports: what a person reads, as lines of text. Nothing here decides anything, and nothing prints."""
+"""Reports as lines of text for people. This module decides no verdict and prints nothing."""
 
 import collections
 import textwrap
@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from verify.execution.run import Run
 from verify.findings.law_report import LawReport
+from verify.findings.text_table import text_table
 from verify.process.outcome import Finding, Outcome, Verdict
 
-ENDLESS = 1e6  # of an error over its allowance no more is told
+ENDLESS = 1e6  # a larger ratio of error to tolerance is printed as "over 1e+06"
 WORDS = {
     Verdict.HOLDS: "HOLDS",
     Verdict.BROKEN: "BROKEN",
@@ -20,7 +21,10 @@ WORDS = {
 
 
 def law_line(report: LawReport) -> str:
-    """One line: verdict, law, how many cases could see, the worst error over its allowance, the law in words."""
+    """One line: verdict, law, number of cases that could see, the largest error divided by its tolerance, the law in words.
+
+    If gdn-verify itself failed, lines about that follow.
+    """
     counts = report.counts
     holds = counts.get(Verdict.HOLDS, 0)
     seen = holds or sum(counts.values())
@@ -39,12 +43,12 @@ def law_line(report: LawReport) -> str:
 
 
 def _fault_lines(report: LawReport) -> list[str]:
-    """Where gdn-verify itself failed, and in which run, if it did."""
+    """Lines that tell where gdn-verify itself failed and in which run; none if it did not fail."""
     return [f"  failed       {report.fault}", f"  repeat       {_command(report, report.fault_run)}"] if report.fault else []
 
 
 def fault_notice(reports: Sequence[LawReport]) -> str:
-    """The last line of a check in which gdn-verify itself failed: whose fault that is, and what to send; else nothing."""
+    """The last line of a check in which gdn-verify itself failed: whose fault it is and what to report. Otherwise empty."""
     failed = [report for report in reports if report.fault]
     if not failed:
         return ""
@@ -56,7 +60,7 @@ def fault_notice(reports: Sequence[LawReport]) -> str:
 
 
 def one_by_one(reports: Sequence[LawReport]) -> list[str]:
-    """Lines of the kernels whose programs could not be interpreted together, and why; none where all were."""
+    """Lines about the kernels whose programs could not be interpreted together, with the reasons. None if all could be."""
     launches: collections.Counter[str] = collections.Counter()
     for report in reports:
         launches.update(report.one_by_one)
@@ -69,7 +73,7 @@ def _command(report: LawReport, run: str) -> str:
 
 
 def failure(report: LawReport) -> str:
-    """A finished bug report of a broken law."""
+    """A complete bug report of a broken law."""
     lines = [f"BROKEN   {report.law} · {report.adapter} · {report.says}"]
     lines += finding_lines(report.findings)
     if report.neighbours:
@@ -97,8 +101,12 @@ COLUMNS = ("cases", "holds", "blind", "broken", "unknown")
 
 
 def table(reports: Sequence[LawReport]) -> list[str]:
-    """A line an adapter and law: how many cases came to what, and each output's greatest error over what it may be, or why not."""
-    rows: list[tuple[str, ...]] = [("adapter", "law", "verdict", *COLUMNS, "greatest error / allowed")]
+    """A table with a line for each adapter and law: the count of each outcome, and each output's largest error in tolerances.
+
+    An undecided or unsupported law has its reason in place of the errors.
+    """
+    header = ("adapter", "law", "verdict", *COLUMNS, "greatest error / allowed")
+    rows: list[tuple[str, ...]] = []
     for report in reports:
         counts = {str(verdict): count for verdict, count in report.counts.items()}
         numbers = (sum(counts.values()), *(counts.get(name, 0) for name in COLUMNS[1:]))
@@ -106,16 +114,11 @@ def table(reports: Sequence[LawReport]) -> list[str]:
         ratios = "  ".join(f"{name} {ratio:.2f}" if ratio < ENDLESS else f"{name} over {ENDLESS:g}" for name, ratio in worst)
         last = report.reason if report.verdict in (Verdict.UNKNOWN, Verdict.UNSUPPORTED) else ratios
         rows.append((report.adapter, report.law, str(report.verdict), *map(str, numbers), last))
-    sizes = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    places = range(len(sizes))
-    aligned = (
-        [f"{row[place]:>{sizes[place]}}" if 3 <= place < 8 else f"{row[place]:<{sizes[place]}}" for place in places] for row in rows
-    )
-    return ["  ".join(words).rstrip() for words in aligned]
+    return text_table(header, rows, right=range(3, 8))
 
 
 def outcome_text(run: Run, outcome: Outcome, versions: str) -> str:
-    """What a repeated run came to."""
+    """The report of a repeated run."""
     law = run.the_law
     lines = [f"{WORDS[outcome.verdict]:<8} {run.law} · {run.adapter} · {law.says}"]
     if outcome.reason:
@@ -130,7 +133,7 @@ def outcome_text(run: Run, outcome: Outcome, versions: str) -> str:
 
 
 def finding_lines(findings: list[Finding], most: int = 4) -> list[str]:
-    """The findings of one case, each with its worst and its first row."""
+    """The lines of one case's findings, each with its worst row and its first wrong row. After `most`, only places are named."""
     lines: list[str] = []
     for finding in findings[:most]:
         lines.append(f"  {finding.place}: {finding.what}" + (f" ({finding.worst})" if finding.worst and not finding.rows else ""))

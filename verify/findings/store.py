@@ -1,4 +1,4 @@
-"""What must not be lost: the run that is under way and every finding, on disk before anything else happens."""
+"""The store: writes the runs that are under way, and every finding, to disk before anything else happens."""
 
 import contextlib
 import fcntl
@@ -12,9 +12,9 @@ FOLDER = ".gdn-verify"
 
 
 class Store:
-    """`findings.jsonl`, one finding a line, and `under-way-<pid>.txt`, the runs that have begun and not ended.
+    """The files `findings.jsonl`, with one finding on each line, and `under-way-<pid>.txt`, with the runs that have not ended.
 
-    A full or read-only disk does not stop a check: `trouble` says so once, in one line, and the findings are printed anyway.
+    A full or read-only disk does not stop a check: `trouble` then has one line about it, and the findings are only printed.
     """
 
     def __init__(self, folder: str | os.PathLike[str] = FOLDER) -> None:
@@ -25,37 +25,37 @@ class Store:
         self._begun = self.folder / f"under-way-{os.getpid()}.txt"
 
     def begin(self, line: str) -> None:
-        """Put a run on disk before it starts."""
+        """Write a run to disk before it starts."""
         with self._lock:
             self._under_way[threading.get_ident()] = line
             self._write_begun()
 
     def end(self) -> None:
-        """The run this thread began has ended."""
+        """Remove the run that this thread began."""
         with self._lock:
             self._under_way.pop(threading.get_ident(), None)
             self._write_begun()
 
     def keep(self, finding: dict[str, Any]) -> None:
-        """Append a finding and force it to the disk."""
+        """Append a finding to `findings.jsonl` and flush it to disk."""
         line = (json.dumps(finding) + "\n").encode()
         with self._lock, self._trying():
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / "findings.jsonl", "ab+", buffering=0) as file:
-                fcntl.flock(file, fcntl.LOCK_EX)  # two checks may keep findings in one folder
+                fcntl.flock(file, fcntl.LOCK_EX)  # two checks may write to one folder
                 if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
-                    line = b"\n" + line  # the disk was full, or the machine stopped, in the middle of a line
+                    line = b"\n" + line  # an earlier write stopped in the middle of a line
                 while line:
                     line = line[file.write(line) :]
                 os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Forget the runs under way."""
+        """Remove this process' file of runs under way."""
         with self._lock, contextlib.suppress(OSError):
             self._begun.unlink(missing_ok=True)
 
     def left_behind(self) -> list[str]:
-        """Lines of runs that were under way when an earlier check died; each is told once."""
+        """Lines of runs that were under way when an earlier check died. Each is returned once, then its file is deleted."""
         lines: list[str] = []
         for path in sorted(self.folder.glob("under-way-*.txt")):
             pid = path.stem.rpartition("-")[2]

@@ -1,1 +1,1 @@
-"""GPUs: devices, configurations of autotuned kernels, what is compiled already, and the record of the GPU gate."""
+"""GPUs: devices, autotune configurations, which kernels are compiled already, and the record of the GPU gate."""

@@ -1,13 +1,15 @@
-"""Autotuning: which configuration every Triton kernel runs with is decided, known, and repeated from a word of the run's line.
+"""Decides and records which autotune configuration every Triton kernel runs with. One word of a run's line repeats the choice.
 
-    tune=native                         Triton times all configurations and decides, as released
-    tune=17                             each kernel has one of its cheap configurations, drawn from 17 and the kernel's name
+    tune=native                         Triton times all configurations and chooses, as it does without gdn-verify
+    tune=17                             each kernel gets one of its cheap configurations, drawn from 17 and the kernel's name
     tune=17,chunk_fwd_kernel_o:BK=64:BV=64:num_warps=4:num_stages=3
-                                        the named kernel has the named one, the others those of 17
+                                        the named kernel gets the named configuration, the others those of 17
 
-Timing every configuration of FLA's kernels takes over 80 s for one shape's forward pass, one small configuration a kernel 6 s; and
-what is wrong in one configuration only is not seen while another one is the fastest. A kernel is known by its module and name,
-`fla.ops.common.chunk_o.chunk_fwd_kernel_o`, and may be picked by the end of it: `chunk_fwd_kernel_o`.
+There are two reasons. Timing every configuration of FLA's kernels takes over 80 s for the forward pass of one shape, while one
+small configuration for each kernel takes 6 s. And a configuration that is wrong is not seen while another one is the fastest.
+
+The name of a kernel is its module and name, `fla.ops.common.chunk_o.chunk_fwd_kernel_o`. A pick may use the end of it:
+`chunk_fwd_kernel_o`.
 """
 
 import collections
@@ -40,15 +42,16 @@ _BLOCK = re.compile(r"B[A-Z0-9]{0,2}|.*(BLOCK|TILE|CHUNK).*")  # FLA's BK, BV, B
 
 
 class TuningError(ValueError):
-    """A policy cannot be followed: a pick is no configuration of its kernel, or every one is denied. The kernel is not to blame."""
+    """A policy cannot be followed: a pick is no configuration of its kernel, or all are denied. The kernel is not to blame."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Which configuration every autotuned kernel runs with, as one word of a run's line.
+    """Which configuration every autotuned kernel runs with. It is one word of a run's line.
 
-    `tune` None lets Triton decide. Else it draws for every kernel but those of `picks`, which are (kernel, configuration). A pick
-    that its kernel's own pruning drops, or that the device cannot hold, gives way to the draw: see `missed`.
+    With `tune` None, Triton decides. Otherwise the number draws a configuration for every kernel that is not in `picks`, which are
+    pairs of a kernel and a configuration. If the kernel's own pruning drops a pick, or the device cannot hold it, the kernel gets
+    the drawn configuration instead (see `missed`).
     """
 
     tune: int | None = None
@@ -72,7 +75,7 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> "Policy":
-        """The policy of its word. ValueError names the part, its value and the rule."""
+        """Parse the word of a policy. ValueError names the wrong part, its value and the rule."""
         first, *picks = text.split(",")
         if first == "native":
             tune = None
@@ -89,12 +92,12 @@ class Policy:
         return cls(tune, tuple(pairs))
 
     def picked(self, kernel: str) -> str | None:
-        """The configuration picked for a kernel, None if there is no pick; that with the most of its name counts."""
+        """The configuration picked for a kernel, or None. If several picks fit, the one with the longest name counts."""
         fitting = [(len(name), config) for name, config in self.picks if _named(kernel, name)]
         return max(fitting)[1] if fitting else None
 
     def missed(self, used: Mapping[str, Iterable[str]]) -> list[tuple[str, str]]:
-        """The picks that did not run: their kernel never did, or not with them."""
+        """The picks that did not run, because their kernel never ran or ran with other configurations."""
         return [
             (name, config)
             for name, config in self.picks
@@ -106,19 +109,19 @@ NATIVE = Policy()
 
 
 def repeating(used: Mapping[str, Sequence[str]], tune: int = 0) -> Policy:
-    """The policy that runs every kernel with what it ran with, native runs too; of several configurations, with the first."""
+    """The policy that repeats the configurations in `used`, also those of native runs. If a kernel ran with several, the first."""
     return Policy(tune, tuple((kernel, texts[0]) for kernel, texts in used.items() if texts))
 
 
 def check_kernel(name: str) -> str:
-    """The name, if it can be that of a kernel. ValueError says the rule."""
+    """Return `name` if it can be the name of a kernel. ValueError says the rule."""
     if not _KERNEL.fullmatch(name):
         raise ValueError(f"a kernel must be a name such as chunk_fwd_kernel_o, its module perhaps before it, got {name[:80]!r}")
     return name
 
 
 def check_config(text: str) -> str:
-    """The text, if it can be that of a configuration. ValueError says the rule."""
+    """Return `text` if it can be the text of a configuration. ValueError says the rule."""
     words = text.split(":")
     names = [word.partition("=")[0] for word in words]
     if not _CONFIG.fullmatch(text) or len(set(names)) < len(names):
@@ -135,16 +138,16 @@ def _named(kernel: str, name: str) -> bool:
 
 
 def _same(config: str, other: str) -> bool:
-    """Whether two texts are one configuration: the order of words says nothing."""
+    """Whether two texts are the same configuration. The order of their words does not matter."""
     return sorted(config.split(":")) == sorted(other.split(":"))
 
 
 @functools.cache
 def cost(config: str) -> float:
-    """How dear a configuration is to compile, roughly: block sizes multiplied, times num_stages, over num_warps.
+    """The rough cost of compiling a configuration: the product of its block sizes, times num_stages, over num_warps.
 
-    A kernel's loops are unrolled over the elements of a block that each of its threads holds, and repeated for every stage of the
-    pipeline ahead of them: the instructions that ptxas has to place.
+    A kernel's loops are unrolled over the elements of a block that each thread holds, and repeated for every stage of the pipeline.
+    The product is proportional to the instructions that ptxas then has to place.
     """
     words = dict(word.split("=", 1) for word in config.split(":"))
     blocks = [int(value) for name, value in words.items() if _BLOCK.fullmatch(name) and value.isdecimal() and int(value) > 0]
@@ -153,30 +156,31 @@ def cost(config: str) -> float:
 
 
 def preference(configs: Iterable[str], tune: int, kernel: str) -> list[str]:
-    """A kernel's configurations as `tune` prefers them: one of the cheaper half first, drawn, and what to try if it does not fit.
+    """A kernel's configurations in the order in which `tune` tries them until one fits.
 
-    It depends on the set of configurations, the number and the name alone. Next come the others of the cheaper half and then the
-    dearer ones, cheapest first.
+    First comes one of the cheaper half, which is drawn; then the others of the cheaper half; then the more expensive ones, cheapest
+    first. The order depends only on the set of configurations, the number and the kernel's name.
     """
     ranked = sorted(configs, key=lambda text: (cost(text), text))
     if not ranked:
         return []
-    # Draws are to be quick, so that the dearer half, which takes four times as long to compile (27 s instead of 6 s for the kernels
-    # of one shape), is left to the sweep, which runs everything. Those that cost as much as the middle one are all among the cheap.
+    # The more expensive half takes four times as long to compile (27 s instead of 6 s for the kernels of one shape). It is left to
+    # the sweep, which runs everything. All configurations that cost as much as the middle one count as cheap.
     cheap = [text for text in ranked if cost(text) <= cost(ranked[(len(ranked) - 1) // 2])]
     start = _drawn(tune, kernel) % len(cheap)
     return cheap[start:] + cheap[:start] + ranked[len(cheap) :]
 
 
-@functools.lru_cache(4096)  # a number takes about a millisecond, a launch some microseconds
+@functools.lru_cache(4096)  # computing the number takes about a millisecond, a launch some microseconds
 def _drawn(tune: int, kernel: str) -> int:
     return mix_words(tune, kernel)
 
 
 def plan(known: Mapping[str, Sequence[str]], tune: int) -> Iterator[Policy]:
-    """Policies that together run every configuration of every kernel: as many as the longest list has.
+    """Policies that together run every configuration of every kernel, as many as the longest list has.
 
-    All kernels step at once, each from a place in its list that `tune` draws, so that other numbers meet in other pairs.
+    Each policy moves all kernels one step on. Each kernel starts at a place in its list that `tune` draws, so that another number
+    combines the configurations in other ways.
     """
     steps = max(map(len, known.values()), default=0)
     chosen = {kernel: texts for kernel, texts in sorted(known.items()) if len(texts) > 1}
@@ -185,11 +189,11 @@ def plan(known: Mapping[str, Sequence[str]], tune: int) -> Iterator[Policy]:
 
 
 def narrow(failing: Policy, fails: Callable[[Policy], bool], base: Policy | None = None) -> list[Policy]:
-    """The smallest policies that still fail, each the base with picks of `failing`: usually one pick, a configuration at fault.
+    """The smallest policies that still fail. Each is the base with some picks of `failing`, usually one: the wrong configuration.
 
-    `base`, by default `failing` without its picks, must hold. Every pick is tried alone, so that two wrong kernels are two answers.
-    If what is left fails as well, that is picks which only fail together: an answer that holds without any one of its picks. No
-    answer at all means that `failing` does not fail again. ValueError if the base fails: then the picks are not at fault.
+    `base`, by default `failing` without its picks, must not fail; ValueError if it does, since the picks are then not at fault.
+    Every pick is tried alone, so two wrong kernels give two policies. If the remaining picks also fail, they only fail together,
+    and give a policy that no longer fails without any one of its picks. An empty list means that `failing` does not fail again.
     """
     base = Policy(failing.tune) if base is None else base
     if base.picks:
@@ -212,7 +216,7 @@ def narrow(failing: Policy, fails: Callable[[Policy], bool], base: Policy | None
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Denied:
-    """A configuration that is wrong: on which GPU, with which Triton, by which law, and the run that shows it."""
+    """An entry of a deny-list: a wrong configuration, its GPU and Triton version, the law that it breaks, a run that shows it."""
 
     gpu: str
     triton: str
@@ -233,12 +237,12 @@ class Denied:
             raise ValueError(f"run of a denied configuration must say law={self.law} and adapter=..., got {self.run[:80]!r}")
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """The entry as plain data."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: object) -> "Denied":
-        """The entry of `to_json`'s data. ValueError names the field and the rule."""
+        """The entry from the data of `to_json`. ValueError names the wrong field and the rule."""
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(data, dict):
             raise ValueError(f"a denied configuration must be a table of {', '.join(sorted(names))}, got {str(data)[:80]!r}")  # noqa: TRY004
@@ -248,12 +252,15 @@ class Denied:
         return cls(**data)
 
     def applies(self, gpu: str, triton: str) -> bool:
-        """Whether it is about this GPU and this Triton."""
+        """Whether the entry is about this GPU and this version of Triton."""
         return (self.gpu, self.triton) == (gpu, triton)
 
 
 def write_denied(path: str | os.PathLike[str], denied: Iterable[Denied]) -> None:
-    """Put a deny-list in a file, one entry a line of JSON, sorted, each once; it is the old or the new list at any time."""
+    """Write a deny-list to a file, one entry a line of JSON, sorted and without duplicates.
+
+    The file is replaced at once: at any time it holds the whole old or the whole new list.
+    """
     path = pathlib.Path(path)
     new = path.with_name(f"{path.name}.new")
     new.write_text("".join(json.dumps(each.to_json(), ensure_ascii=False) + "\n" for each in sorted(set(denied))), encoding="utf-8")
@@ -261,7 +268,7 @@ def write_denied(path: str | os.PathLike[str], denied: Iterable[Denied]) -> None
 
 
 def read_denied(path: str | os.PathLike[str]) -> list[Denied]:
-    """The deny-list of a file. ValueError names the line and the rule it breaks."""
+    """Read the deny-list in a file. ValueError names the line and the rule that it breaks."""
     entries = []
     for number, line in enumerate(pathlib.Path(path).read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
@@ -275,13 +282,13 @@ def read_denied(path: str | os.PathLike[str]) -> list[Denied]:
 
 @functools.cache
 def here() -> tuple[str, str]:
-    """The GPU's name, "interpreter" without one, and Triton's version: where a denied configuration applies."""
+    """The GPU's name ("interpreter" without a GPU) and Triton's version, which decide whether entries of a deny-list apply."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "interpreter"
     return gpu, installed("triton") or "none"
 
 
 def text_of(config: Any) -> str:
-    """The text of a triton.Config: its meta-parameters by name, num_warps, num_stages, and what else is not as usual."""
+    """The text of a triton.Config: its meta-parameters by name, num_warps, num_stages, and other options that are not default."""
     given = config.all_kwargs()
     first = [*sorted(config.kwargs), "num_warps", "num_stages"]
     rest = [name for name in sorted(given) if name not in first and (name, given[name]) != ("num_ctas", 1)]
@@ -292,8 +299,8 @@ def text_of(config: Any) -> str:
 
 
 def offers(configs: Sequence[Any]) -> dict[str, Any]:
-    """The configurations by their texts. Different ones that read the same are told apart by `nth`; equal ones are one."""
-    # Triton asks that configurations can be hashed only where it has a choice.
+    """The configurations by their texts, without duplicates. Different configurations with the same text get a word `nth`."""
+    # Triton requires hashable configurations only if a kernel has more than one.
     different = list(dict.fromkeys(configs)) if len(configs) > 1 else configs
     times: collections.Counter[str] = collections.Counter()
     named = {}
@@ -312,7 +319,7 @@ def name_of(tuner: Any) -> str:
 
 @dataclasses.dataclass
 class _Active:
-    """What rules the process at this moment. Not the thread: a backward pass may run on one of autograd's own."""
+    """The policy that the process follows at the moment. It is not per thread: a backward pass may run on autograd's threads."""
 
     policy: Policy = NATIVE
     denied: tuple[Denied, ...] = ()
@@ -340,7 +347,7 @@ class _Active:
         return self.fail(f"every configuration of {kernel} is denied on this GPU: {count} of {count}")
 
     def order(self, kernel: str, declared: Iterable[str], offered: Mapping[str, Any]) -> list[str]:
-        """What to launch a kernel with, the first that fits; `offered` is what its own pruning left of those it declares."""
+        """The configurations to try for a launch, in order. `offered` are those `declared` that the kernel's own pruning left."""
         asked = (kernel, tuple(offered))
         if asked not in self.orders:
             self.orders[asked] = self._order(kernel, declared, list(offered))
@@ -350,7 +357,7 @@ class _Active:
         assert self.policy.tune is not None
         drawn = [text for text in preference(offered, self.policy.tune, kernel) if not self.denies(kernel, text)]
         pick = self.policy.picked(kernel)
-        # A denied configuration may be picked: that is how it is shown again.
+        # A denied configuration may still be picked, so that the run in a deny-list can be repeated.
         picked = [text for text in offered if pick is not None and _same(text, pick)]
         choices = dict.fromkeys([*declared, *offered])
         if pick is not None and not any(_same(text, pick) for text in choices):
@@ -368,7 +375,7 @@ def _no_such(kernel: str, pick: str, choices: Iterable[str]) -> str:
 
 @dataclasses.dataclass
 class _Memory:
-    """What is kept of one autotuner, on it: its configurations by text, and by compile key those that the device cannot hold."""
+    """What we store on an autotuner: its configurations by text, and for each compile key those that the device cannot hold."""
 
     listed: Sequence[Any] = ()
     size: int = -1
@@ -383,7 +390,7 @@ class _Memory:
         return self.named
 
     def key(self, tuner: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What a kernel is compiled for, but for the divisibility of numbers: what fits for one may not fit for another."""
+        """The compile key of a launch, without the divisibility of integers. A configuration may fit one key and not another."""
         if self.constants is None:
             parameters = inspect.signature(tuner.base_fn).parameters
             self.constants = frozenset(name for name, each in parameters.items() if "constexpr" in str(each.annotation))
@@ -403,22 +410,22 @@ _INFEASIBLE: dict[str, dict[str, str]] = collections.defaultdict(dict)
 
 
 def known() -> dict[str, tuple[str, ...]]:
-    """Every autotuned kernel that ran in this process, with the configurations that its own pruning left it: what to sweep."""
+    """Every autotuned kernel that ran in this process, with the configurations that its own pruning left. A sweep runs these."""
     return {kernel: tuple(texts) for kernel, texts in _KNOWN.items()}
 
 
 def infeasible() -> dict[str, dict[str, str]]:
-    """The configurations that this process tried and the device could not hold or the compiler refused, and why."""
+    """The configurations that this process tried but the device could not hold or the compiler refused, with the reasons."""
     return {kernel: dict(texts) for kernel, texts in _INFEASIBLE.items()}
 
 
 @contextlib.contextmanager
 def using(policy: Policy, denied: Iterable[Denied] = ()) -> Iterator[Used]:
-    """While it lasts, autotuned kernels of the whole process run as the policy says; what each ran with is gathered.
+    """Make all autotuned kernels of the process follow a policy inside. Yields the configurations that run, by kernel.
 
-    Of `denied`, the entries for this GPU and this Triton count: neither Triton nor a number chooses them, a pick may. RuntimeError
-    before install(). A policy that cannot be followed is a TuningError at the kernel's launch, and again at the end, in place of
-    whatever became of it in between, so that the kernel is not blamed.
+    Entries of `denied` for this GPU and this version of Triton are chosen neither by Triton nor by a number, only by a pick.
+    RuntimeError before install(). If a policy cannot be followed, TuningError is raised at the kernel's launch, and again at the
+    end in place of any other exception, so that the kernel is not blamed.
     """
     global _active
     if not _installed:
@@ -436,9 +443,10 @@ def using(policy: Policy, denied: Iterable[Denied] = ()) -> Iterator[Used]:
 
 
 def install() -> None:
-    """The active policy decides which configuration every autotuned kernel of this process runs with; until there is one, Triton.
+    """Patch Triton so that autotuned kernels of this process follow the active policy; without a policy, Triton decides.
 
-    Call it in a worker process, where kernels are interpreted after verify.interpreter.install(). A second call changes nothing.
+    Call it in a worker process; if kernels are interpreted there, after verify.interpreter.install(). A second call changes
+    nothing.
     """
     global _installed
     if not _installed and importlib.util.find_spec("triton") is not None:
@@ -451,7 +459,7 @@ def _patch() -> None:
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.errors import OutOfResources, PTXASError
 
-    # Those that Triton's own timing takes for a configuration that does not fit; whatever else is raised goes up.
+    # Triton's own timing takes these errors for a configuration that does not fit. All other exceptions pass through.
     unfit = (OutOfResources, PTXASError, CompileTimeAssertionFailure)
     plain_run, plain_prune = Autotuner.run, Autotuner.prune_configs
 
@@ -460,7 +468,7 @@ def _patch() -> None:
         return memory
 
     def prune_configs(self: Any, kwargs: dict[str, Any]) -> list[Any]:
-        """What Triton is about to time, less what is denied."""
+        """The configurations that Triton is about to time, without denied ones."""
         kernel, active = name_of(self), _active
         named = offers(plain_prune(self, kwargs))
         _KNOWN[kernel].update(dict.fromkeys(named))
@@ -470,15 +478,15 @@ def _patch() -> None:
         return kept
 
     def run_native(self: Any, active: _Active, kernel: str, args: Any, kwargs: Any) -> Any:
-        # A copy, since other threads may be in `self`; it has no choice yet, so that the one it makes is seen to be of this launch.
+        # A copy, since other threads may use `self`. Without `best_config`, so that a choice is known to come from this launch.
         tuner = copy.copy(self)
         vars(tuner).pop("best_config", None)
         denied = active.about(kernel)
         if denied:
             if len(self.configs) == 1 and active.denies(kernel, next(iter(offers(self.configs)))):
                 raise active.all_denied(kernel, 1)
-            # What was fastest beside a configuration that is denied now says little, and what is fastest of the rest nothing of
-            # later. But a choice that is not denied was the best of all; FLA may have read it from a file.
+            # Choices made under a deny-list are cached apart, since they do not hold without it. Of the autotuner's own choices,
+            # those that are not denied were the fastest of all configurations, so they stay; FLA may have read them from a file.
             own = memory_of(self).caches.setdefault(denied, {})
             allowed = {key: config for key, config in self.cache.items() if not active.denies(kernel, text_of(config))}
             tuner.cache = {**own, **allowed}
@@ -502,12 +510,12 @@ def _patch() -> None:
         _KNOWN[kernel].update(dict.fromkeys(offered))
         order = active.order(kernel, declared, offered)
         if memory.infeasible:
-            # If none is left, the first is tried again, for its error to be raised.
+            # If none is left, try the first again, so that its error is raised.
             refused = memory.infeasible.get(memory.key(self, args, kwargs), set())
             order = [text for text in order if text not in refused] or order[:1]
         for text in order:
-            # An autotuner of one configuration launches it without timing, and neither reads nor writes choices, in memory or on
-            # disk: this policy sees no other's and leaves none to another.
+            # An autotuner with a single configuration launches it without timing, and neither reads nor writes cached choices in
+            # memory or on disk. So this policy does not see the choices of others, and leaves none to them.
             tuner = copy.copy(self)
             tuner.configs = [offered[text]]
             try:

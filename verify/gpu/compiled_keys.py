@@ -1,8 +1,8 @@
-"""Notes of what was compiled: beside Triton's cache, and lost with it.
+"""Notes which compile keys are in Triton's cache. The notes are files inside that cache, and are deleted with it.
 
-A check whose kernels are all in the cache waits for nobody to compile them. A note that is wrong (somebody took one kernel out of
-the cache) costs the seconds that the worker takes to compile it; one that is missing, those that another process takes to see that
-there is nothing to do.
+If all kernels of a check are in the cache, the check need not wait for processes that compile them. A wrong note (the kernel has
+been removed from the cache) costs the seconds that the worker takes to compile the kernel. A missing note costs the seconds that a
+compiling process takes to see that there is nothing to do.
 """
 
 import contextlib
@@ -15,24 +15,27 @@ FOLDER = "gdn-verify-notes"
 
 
 class Notes:
-    """What was launched before, of one adapter with one word of tuning. `versions` are all that its kernels depend on besides."""
+    """Notes of what has been launched, for one adapter and one tuning word.
+
+    `versions` names everything else that its kernels depend on.
+    """
 
     def __init__(self, adapter: str = "", tune: str = "", versions: str = "") -> None:
-        """Without an adapter nothing is noted: of somebody's own file it is not known what it imports."""
+        """Without an adapter nothing is noted. This is for adapters in users' files, since we do not know what they import."""
         self._folder = triton_cache() / FOLDER / _digest(adapter, tune) if adapter else None
         self.versions = versions
 
     @property
     def any(self) -> bool:
-        """Whether there are notes, of whatever versions."""
+        """Whether there are notes, for any versions."""
         return self._folder is not None and os.path.isdir(self._folder)
 
     def has(self, *words: Any) -> bool:
-        """Whether what `words` say was launched before."""
+        """Whether the launch that `words` describe has been noted."""
         return self._folder is not None and os.path.exists(self._file(self._folder, words))
 
     def add(self, *words: Any) -> None:
-        """Note that what `words` say was launched. A cache that cannot be written has no notes."""
+        """Note the launch that `words` describe. If the cache cannot be written, nothing is noted."""
         if self._folder is not None:
             with contextlib.suppress(OSError):
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -43,7 +46,7 @@ class Notes:
 
 
 def triton_cache() -> pathlib.Path:
-    """The folder where Triton keeps what it compiled, found as Triton finds it."""
+    """The folder of Triton's cache, found in the same way as Triton finds it."""
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     return pathlib.Path(os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache"))
 

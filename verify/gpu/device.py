@@ -1,4 +1,4 @@
-"""Devices: where implementations and oracles run, and whether a GPU still answers after what a kernel did to it."""
+"""Devices: where implementations and oracles run, and whether a GPU can still be used after a kernel."""
 
 import contextlib
 import os
@@ -13,17 +13,20 @@ KEPT = 2**32  # bytes
 
 
 def gpus() -> int:
-    """How many GPUs torch sees, asked without a context on any."""
+    """How many GPUs torch sees. Creates no context on any of them."""
     return torch.cuda.device_count()
 
 
 def name() -> str:
-    """The GPU of this process, a worker's, or "" where it has none."""
+    """The name of the GPU of this process, or "" if it has none."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
 
 
 def environment(device: str, worker: int = 0) -> dict[str, str]:
-    """What a worker process that runs cases on `device` is given: no GPU, or one of those that this process sees, in turn."""
+    """The environment of a worker process that runs cases on `device`.
+
+    It shows the worker no GPU, or one of the GPUs that this process sees: worker number `worker` gets them in turn.
+    """
     if device == "cpu":
         return dict(NO_GPU)
     visible = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
@@ -33,7 +36,10 @@ def environment(device: str, worker: int = 0) -> dict[str, str]:
 
 @contextlib.contextmanager
 def default(device: str) -> Iterator[None]:
-    """Tensors that name no device are made on `device`. On the CPU nothing changes: a default costs every call of torch's."""
+    """Make `device` torch's default device inside.
+
+    For the CPU the default is removed, not set: torch checks a default device in every call, which takes time.
+    """
     before = torch.get_default_device()
     if before.type == device:
         yield
@@ -46,13 +52,13 @@ def default(device: str) -> Iterator[None]:
 
 
 def settle(device: str) -> None:
-    """Wait for all that was launched, so that what it did wrong is raised here."""
+    """Wait for all launches, so that their errors are raised here."""
     if device != "cpu":
         torch.get_device_module(device).synchronize()
 
 
 def lost(device: str) -> str | None:
-    """Why nothing runs on the device any more in this process, or None: an illegal access takes its context away for good."""
+    """Why this process can no longer use the device, or None if it can. After an illegal access, the context is lost for good."""
     if device == "cpu":
         return None
     try:
@@ -66,20 +72,21 @@ def lost(device: str) -> str | None:
 
 
 def tidy() -> None:
-    """Give back what torch keeps of memory beyond KEPT, for processes that share the device, where it is crowded.
+    """If torch caches more than KEPT bytes and the GPU is crowded, release the cache for the other processes.
 
-    To ask the driver for it again takes longer than most that is done with it.
+    Otherwise the cache stays: allocating the memory again takes longer than most computations on it.
     """
     if torch.cuda.is_available() and torch.cuda.memory_reserved() > KEPT:
-        with contextlib.suppress(RuntimeError):  # its context is gone: whoever asks for it is told so
+        with contextlib.suppress(RuntimeError):  # the GPU's context is gone, which `lost` reports
             if crowded("cuda"):
                 torch.cuda.empty_cache()
 
 
 def crowded(device: str) -> bool:
-    """Whether less than half of a GPU's memory is free, though torch gave back what it only kept: other processes have it.
+    """Whether less than half of a GPU's memory is free. What torch caches does not count as free.
 
-    Or this one's kernels, for the registers that they spill: the driver keeps room for all threads that the device can have.
+    Other processes may have the memory, or the kernels of this one, for registers that they spill: the driver reserves that room
+    for all threads that the device can run.
     """
     if device == "cpu":
         return False
@@ -89,7 +96,7 @@ def crowded(device: str) -> bool:
 
 
 def free_bytes(device: str) -> int:
-    """Bytes of memory that are free on the device, after torch gave back what it only kept."""
+    """The bytes of free memory on the device. On a GPU, torch's cache is released first."""
     if device == "cpu":
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     module = torch.get_device_module(device)

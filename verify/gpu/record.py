@@ -1,6 +1,6 @@
-"""The record of the last GPU gate, docs/gpu.json, which tests/gate.py writes: which sources passed, on which cards and when.
+"""The record of the last GPU gate: which sources passed, on which GPUs, and when. tests/gate.py writes it to docs/gpu.json.
 
-CI has no GPU. So the record names the sources that it is about by a digest, and whoever reads it sees whether they changed since.
+CI has no GPU. The record therefore has a digest of the sources, by which a reader sees whether they have changed since.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from typing import Any
 
 FOLDERS = ("oracles", "properties", "verify")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-# In a checkout, and where a wheel puts it.
+# Where the record is in a checkout, and where a wheel installs it.
 PLACES = (ROOT / "docs" / "gpu.json", pathlib.Path(sysconfig.get_path("data"), "share", "gdn-verify", "gpu.json"))
 COMMAND = "tox -e gpu"
 KINDS: dict[str, Any] = {
@@ -28,7 +28,7 @@ KINDS: dict[str, Any] = {
 
 
 def sources(root: pathlib.Path = ROOT) -> str:
-    """The SHA-256 over every file under FOLDERS but caches, sorted by path: path in UTF-8, a zero byte, contents, a zero byte."""
+    """The SHA-256 of all files under FOLDERS but caches, sorted by path: each path (UTF-8), a zero byte, contents, a zero byte."""
     digest = hashlib.sha256()
     for name, file in sorted(_files(root)):
         digest.update(name.encode() + b"\0" + file.read_bytes() + b"\0")
@@ -43,7 +43,7 @@ def _files(root: pathlib.Path) -> Iterator[tuple[str, pathlib.Path]]:
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """The record in a file. ValueError in one line names the file and what is wrong with it."""
+    """Read the record in a file. ValueError, in one line, names the file and what is wrong with it."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -55,7 +55,7 @@ def read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def passed(record: Mapping[str, Any]) -> str:
-    """What passed, on what and when, in one sentence: the README has the same one."""
+    """One sentence about what passed, on which GPUs and when. The README has the same sentence."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     part = "" if record["complete"] else " in part (it needs two GPUs)"
     places = " and ".join(f"on {_cards(each)} in {each['seconds']:.0f} s" for each in (record, *record.get("earlier", ())))
@@ -71,7 +71,7 @@ def _cards(record: Mapping[str, Any]) -> str:
 
 
 def status() -> str:
-    """What is known of the last gate, for `gdn-verify list`: what passed, and whether the sources are still the same."""
+    """What `gdn-verify list` prints about the last gate: what passed, and whether the sources are still the same."""
     path = next((place for place in PLACES if place.is_file()), None)
     if path is None:
         return f"no record of a GPU gate: run {COMMAND} in a checkout, on a host with two GPUs"

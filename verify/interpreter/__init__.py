@@ -1,8 +1,9 @@
-"""Triton's CPU interpreter, made right enough to run Gated DeltaNet kernels without a GPU, and fast enough to check them.
+"""Triton's CPU interpreter, corrected so that it runs Gated DeltaNet kernels without a GPU, and fast enough to check them.
 
-`patches` corrects operations that Triton's interpreter computes differently from a GPU; both ways of running use it. `launch`
-runs all programs of a grid together: `grid` their statements, `operations` their operations, `memory` what they read and write,
-`races` what two of them do to the same bytes. `launch`, `grid` and `operations` import Triton; import them after `install()`.
+`patches` corrects operations that Triton's interpreter computes differently from a GPU. `launch` runs all programs of a grid
+together: `grid` runs their statements, `operations` their operations, `memory` their reads and writes, and `races` finds conflicts
+between two programs. If programs cannot run together, they run one after another, with the same corrections. `launch`, `grid` and
+`operations` import Triton; import them after `install()`.
 """
 
 import importlib.abc
@@ -22,10 +23,10 @@ __all__ = ["SEQUENTIAL", "OutOfBounds", "Race", "UnknownTriton", "install", "ins
 def install() -> None:
     """Make this process interpret every Triton kernel, with the rounding of a GPU.
 
-    Call it in a worker process before anything imports triton. Raises RuntimeError where triton is already
-    imported for compilation. A second call changes nothing. From then on a launch that accesses memory outside its tensors
-    raises OutOfBounds. A race raises Race, unless programs run one after another or inside `races.accepted()`. With a version of
-    Triton that is not in `patches.TRITONS`, every launch raises UnknownTriton.
+    Call it in a worker process before anything imports triton. It raises RuntimeError if triton is already imported for
+    compilation. A second call changes nothing. From then on a launch that accesses memory outside its tensors raises OutOfBounds.
+    A race raises Race, unless programs run one after another or inside `races.accepted()`. With a version of Triton that is not in
+    `patches.TRITONS`, every launch raises UnknownTriton.
     """
     if patch():
         from verify.interpreter import launch
@@ -34,7 +35,7 @@ def install() -> None:
 
 
 def install_with_triton() -> None:
-    """Call `install()` when something first imports triton, which an implementation in plain torch never does."""
+    """Arrange that `install()` is called when something first imports triton. Implementations in plain torch never import it."""
     os.environ["TRITON_INTERPRET"] = "1"
     if "triton" in sys.modules:
         install()
@@ -43,7 +44,7 @@ def install_with_triton() -> None:
 
 
 class _Installing(importlib.abc.MetaPathFinder):
-    """Finds triton once, and installs the interpreter when it is imported."""
+    """An import hook that installs the interpreter when triton is imported for the first time."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002 - as finders are called
         if name != "triton":

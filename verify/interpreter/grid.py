@@ -1,4 +1,4 @@
-"""A kernel runs for all programs of its grid together, statement by statement.
+"""Run a kernel for all programs of its grid together, statement by statement.
 
 Python evaluates the expressions, on values whose first axis is the programs (operations.py). This module runs the statements. Where
 programs have different values of a condition or of a number that decides what runs next, `Diverges` names the groups of programs
@@ -32,7 +32,8 @@ class Names(dict[str, Any]):
         self.outer, self.positions = outer, positions
 
     def __missing__(self, name: str) -> Any:
-        outer, between = self.outer, [self]  # a loop has an outer scope for each turn in which programs left it: no recursion
+        # No recursion, because a loop adds an outer scope for each turn in which programs left it.
+        outer, between = self.outer, [self]
         while outer is not None and not dict.__contains__(outer, name):
             between.append(outer)
             outer = outer.outer
@@ -62,7 +63,7 @@ class Frame:
         return Frame(self.programs[positions], Names(self.names, positions))
 
     def positions(self, other: "Frame") -> Any:
-        """Where another frame's programs stand in this one."""
+        """The positions of another frame's programs in this frame."""
         return np.searchsorted(self.programs, other.programs)
 
 
@@ -70,7 +71,7 @@ class Frame:
 
 
 class Parted:
-    """A variable whose values have several types in several groups of programs, or that only some of the programs have."""
+    """A variable that has different types in different groups of programs, or that only some programs have."""
 
     def __init__(self, parts: list[tuple[Any, Any]]) -> None:
         self.parts = parts  # positions and value of each group
@@ -145,7 +146,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _of_one_type(values: list[Any]) -> list[Any]:
-    """Integers of several widths as the widest: compiled kernels promote them so."""
+    """Integers of several widths, converted to the widest as in compiled kernels. Unbatchable for other types."""
     if not all(value.dtype.is_int() and list(value.shape) == list(values[0].shape) for value in values):
         raise Unbatchable("a variable that has several types")
     widest = max((value.dtype for value in values), key=lambda dtype: dtype.int_bitwidth)
@@ -173,7 +174,7 @@ def _merged_handle(parts: list[tuple[Any, Any]], count: int) -> Any:
 
 
 def joined(frame: Frame, parts: Sequence[Frame], assigned: frozenset[str]) -> Frame | None:
-    """The frame after its groups of programs have run apart, with what each of them assigned. None if no program is left."""
+    """The frame after its groups of programs have run separately, with the variables they assigned. None if no program is left."""
     if not parts:
         return None
     if len(parts) == 1 and (parts[0] is frame or len(parts[0].programs) < len(frame.programs)):
@@ -207,14 +208,14 @@ class Loop:
 
 
 class Call:
-    """One call of a function: what the programs that have returned so far return."""
+    """One call of a function, with the return values of the programs that have returned so far."""
 
     def __init__(self, machine: "Machine") -> None:
         self.machine = machine
         self.returned: list[tuple[Frame, Any]] = []
 
 
-TURNS = 100_000  # of a while loop in a kernel that reads memory; a loop with more is taken to wait
+TURNS = 100_000  # a while loop with more turns, in a kernel that reads memory, is taken to wait for another program
 # A step runs one statement for the programs of a frame. Its result is the frame of the programs that go on to the next statement.
 Step = Callable[[Call, Frame, Loop | None], Frame | None]
 
@@ -320,7 +321,7 @@ class Function:
                 current = going(call, current, done)
                 if current is not None:
                     current = _turn(body, call, current, loop, assigned)
-                # A loop that reads memory and changes nothing waits for another program, which here would never run on.
+                # A loop that reads memory and changes nothing waits for another program, which here would never continue.
                 waits = current is not None and memory.loads != loads and _bits_of(current, assigned) == before
                 if waits or (turns > TURNS and memory.loads):
                     raise Unbatchable("a loop that waits for another program")
@@ -376,7 +377,10 @@ _FOREIGN = (
 
 
 def _with_own_names(node: ast.AST) -> str:
-    """What in a statement or expression has variables of its own, and would not find those of a frame; "" if nothing has."""
+    """A description of the part of a statement or expression that has its own scope; "" if there is none.
+
+    Such a part would not find the variables of a frame.
+    """
     for part in ast.walk(node):
         if isinstance(part, ast.Lambda):
             names = {name.id for name in ast.walk(part.body) if isinstance(name, ast.Name)}
@@ -415,7 +419,7 @@ def _leave(*, broken: bool) -> Step:
 
 
 def _splitting(step: Step, node: ast.stmt) -> Step:
-    """The step, run once for each group of programs that agree where not all do."""
+    """The step, but if programs diverge, it runs once for each group of programs that agree."""
 
     def run(call: Call, frame: Frame, loop: Loop | None) -> Frame | None:
         effects = call.machine.builder.effects
@@ -451,9 +455,9 @@ def _turn(steps: Sequence[Step], call: Call, frame: Frame, loop: Loop, assigned:
 
 
 def ranges(arguments: list[Any], step: Any) -> tuple[Any, Any]:
-    """What a loop's variable is in each turn, and how many turns each program takes (None if all take the same).
+    """The values of a loop's variable in each turn, and the number of turns of each program (None if all are equal).
 
-    A variable that programs do not agree about is a function of the programs' positions.
+    If programs differ in the variable, its value is given as a function of the programs' positions.
     """
     bounds = ([0, *arguments] if len(arguments) == 1 else arguments)[:3]
     starts, stops, steps = [_integers(bound) for bound in (*bounds, step)[:3]]
@@ -480,7 +484,7 @@ def _integers(bound: Any) -> Any:
 
 
 class Machine:
-    """The state of one slice of a launch: the builder of its operations, and the programs that run now.
+    """The state of one slice of a launch: the builder of its operations, and the programs that run at present.
 
     `numbers` are the programs' numbers in the grid; the last axis of the grid counts fastest.
     """
@@ -501,7 +505,7 @@ class Machine:
         self.builder.coordinates = [axis[:1] if (axis == axis[0]).all() else axis for axis in coordinates]
 
     def call(self, function: Function, arguments: dict[str, Any]) -> Any:
-        """Call a function for the programs that run now."""
+        """Call a function for the programs that run at present."""
         names = Names()
         names.update(arguments)
         return function.run(self, names, self.programs)

@@ -27,22 +27,22 @@ from verify.interpreter.races import LOAD, STORE, Race, Suspect, Trace, are_acce
 
 Grid = tuple[int, int, int]
 Tensors = dict[Span, dict[str, Tensor]]  # a launch's tensors, by their memory and by the names of the arguments
-# As many programs run together as have blocks of this many elements in all: 256 programs with blocks of 64 x 64, whose addresses
-# take 8 MiB. More of them were no faster (docs/MEASUREMENTS.md).
+# The largest number of block elements of all programs that run together: 256 programs with blocks of 64 x 64, whose addresses take
+# 8 MiB. More programs were not faster (docs/results.md).
 ELEMENTS = 1 << 20
-PROGRAMS = 128  # before anything is known of a kernel's blocks
+PROGRAMS = 128  # programs that run together while the size of a kernel's blocks is unknown
 
-# Launches that ran one program after another though they were to run together: "kernel: why".
+# Launches whose programs had to run one after another, counted by "kernel: why".
 one_by_one: collections.Counter[str] = collections.Counter()
-_blocks: dict[Function, int] = {}  # the elements of the largest block that a kernel has had
-# The arguments that a kernel was seen to store to after it had loaded from them: loads of these are looked at.
+_blocks: dict[Function, int] = {}  # the number of elements of the largest block that a kernel has had
+# The arguments that a kernel has stored to after it had loaded from them. Loads from these are recorded.
 _stored_after_loads: dict[Function, set[str]] = {}
 NOTHING: Mapping[Span, Trace] = MappingProxyType({})
-_machine: Machine | None = None  # of the launch that runs now
+_machine: Machine | None = None  # the machine of the current launch
 
 
 def patch() -> None:
-    """From now on Triton's interpreted launches in this process run here."""
+    """Make all interpreted launches of this process run through this module."""
     _patch_tensors()
     _patch_reductions()
     _patch_functions()
@@ -93,7 +93,7 @@ def _patch_functions() -> None:
         return function
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """A kernel calls a function of the language."""
+        """Called when a kernel calls a function in Triton's language."""
         machine = _machine
         if machine is None:
             return plain_call(self, *args, **kwargs)
@@ -116,7 +116,7 @@ def _patch_functions() -> None:
 
 
 def _launch(self: Any, *given: Any, **named: Any) -> None:
-    """Run a kernel on a grid. `GridExecutor.__call__` of Triton's, with another way through the programs."""
+    """Run a kernel on a grid. Replaces Triton's `GridExecutor.__call__`, and runs all programs together if it can."""
     parameters = inspect.signature(self.fn).parameters
     named = {name: value for name, value in named.items() if name in parameters}
     hosted, hosted_named = self._init_args_hst(given, named)
@@ -158,7 +158,10 @@ def _one_by_one(function: Any, arguments: dict[str, Any], grid: Grid) -> None:
 
 
 def _together(python: Any, arguments: dict[str, Any], grid: Grid, tensors: Tensors) -> str:
-    """Run all programs together. Why they could not, with memory as it was before the launch; else "". Race if two of them race."""
+    """Run all programs together. Returns "", or the reason why they could not; memory is then as before the launch.
+
+    Raises Race if two programs race, unless races are accepted.
+    """
     function: Function | None = getattr(python, "gdn_function", None)
     if function is None:
         return "a kernel without source"
@@ -201,10 +204,10 @@ def _run(function: Function, arguments: dict[str, Any], grid: Grid, programs: Se
 
 
 def _settle(suspect: Suspect, function: Function, arguments: dict[str, Any], grid: Grid, tensors: Tensors) -> None:
-    """Race if the two programs, each run alone, conflict. Memory is left as it was."""
+    """Raise Race if the two programs conflict when each runs alone. Memory is left unchanged."""
 
     def alone(program: int, after: Mapping[Span, Trace] = NOTHING) -> dict[Span, Trace]:
-        """What a program does, on memory as another program leaves it."""
+        """The traces of one program, run on memory as another program leaves it (`after`)."""
         memory = Alone()
         for span, trace in after.items():
             memory.view(span, np.dtype(np.uint8))[:] = trace.after
@@ -224,7 +227,7 @@ def _settle(suspect: Suspect, function: Function, arguments: dict[str, Any], gri
                     reader = (did, does).index(LOAD)
                     written = traces[1 - reader][span]
                     again = alone(suspect.programs[reader], traces[1 - reader])
-                    # A value that its writer puts back is not there any more when the reader runs after it.
+                    # If the writer later restores the old value, the reader that runs after it does not see the written one.
                     stays = written.after[byte] != written.before[byte]
                     if stays and all(
                         writes_the_same(trace, again[span]) for span, trace in traces[reader].items() if span in again
@@ -233,7 +236,7 @@ def _settle(suspect: Suspect, function: Function, arguments: dict[str, Any], gri
                 raise Race(_told(suspect, grid, did, does, _element(tensors[span], byte)), suspect.place)
     except Race:
         raise
-    except Exception:  # the reference will raise it
+    except Exception:  # the run of one program after another raises it again
         return
 
 
@@ -248,7 +251,7 @@ def _told(suspect: Suspect, grid: Grid, did: str, does: str, element: str) -> st
 
 
 def _element(named: dict[str, Tensor], byte: int) -> str:
-    """What lies at a byte of a memory, as an element of the first argument that has it."""
+    """The name of the element at a byte of a memory, as `argument[indices]` of the first argument that contains it."""
     for name, tensor in named.items():
         rest, places = byte // tensor.element_size() - int(tensor.storage_offset()), [0] * tensor.dim()
         for axis in sorted(range(tensor.dim()), key=lambda axis: -tensor.stride()[axis]):

@@ -1,4 +1,4 @@
-"""What kernels read and write, for all programs of a launch at once, held to the memory of their tensors."""
+"""Reads and writes of kernels, for all programs of a launch at once. Accesses outside the memory of a tensor raise an error."""
 
 import copy
 import ctypes
@@ -14,16 +14,16 @@ import torch
 
 from verify.interpreter.races import AGAINST, ATOMIC, LOAD, STORE, Shadow, Suspect, Trace
 
-SUSPECTS, PAIRS = 64, 8  # of one launch and of one access in it; the programs of each of them run again, alone
+SUSPECTS, PAIRS = 64, 8  # at most so many suspects of a launch, and of one access; the programs of each run again, alone
 _BYTE = np.dtype(np.uint8)
-Span = tuple[int, int]  # the addresses of a tensor's memory: of its first byte, and after its last
+Span = tuple[int, int]  # the addresses of a tensor's first byte, and of the byte after its last
 
 
 class OutOfBounds(Exception):
-    """A kernel reads or writes outside of the memory of the tensor that its pointer was made from.
+    """A kernel reads or writes outside the memory of the tensor from which its pointer was made.
 
-    Memory is the tensor's whole storage: a view may reach what it is a view of. `span` is its first byte's address and the
-    one after its last. On a GPU such an access may fail, or may return arbitrary values.
+    The memory is the tensor's whole storage, so a view may access all of its base tensor. `span` has the addresses of the memory's
+    first byte and of the byte after its last. On a GPU such an access may fail, or may return arbitrary values.
     """
 
     def __init__(self, what: str, span: Span = (0, 0)) -> None:
@@ -40,7 +40,7 @@ class Unordered(Exception):
 
 
 def pointing(dtype: Any, *sources: Any) -> Any:
-    """The type of a pointer that may come from any of some handles: it knows their memories, if all do."""
+    """The type of a pointer that may come from any of `sources`. It has the memories of all, or none if one is not known."""
     known = [getattr(source.dtype, "spans", ()) for source in sources]
     dtype = copy.copy(dtype)
     dtype.spans = tuple(dict.fromkeys(itertools.chain(*known))) if all(known) else ()
@@ -49,7 +49,7 @@ def pointing(dtype: Any, *sources: Any) -> Any:
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an argument: itself, what a wrapper or descriptor stands on, or the parts of a tuple."""
+    """The tensors in an argument: the argument itself, the base of a wrapper or descriptor, or the parts of a tuple."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple):
@@ -60,13 +60,13 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def span_of(tensor: torch.Tensor) -> Span:
-    """The addresses of a tensor's memory: of its first byte, and after its last."""
+    """The addresses of the first byte of a tensor's storage, and of the byte after its last."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 class Rewatch(Exception):
-    """A launch stores to memory that it has loaded from, which was not expected: it is run again, and looks at those loads too."""
+    """A launch stores to memory from which it has loaded unrecorded. It runs again, and then these loads are recorded too."""
 
     def __init__(self, span: Span) -> None:
         super().__init__("stores to what it has loaded")
@@ -74,7 +74,7 @@ class Rewatch(Exception):
 
 
 class Memory:
-    """The memory of one launch: what its programs load and store, and which of them touched what is stored to.
+    """The memory of one launch: the loads and stores of its programs, and which programs touched memory that is stored to.
 
     `programs` are the numbers of the programs that run now, and `suspects` are pairs of programs that may race. Loads from the
     spans in `watched` are recorded from the start. Loads from other spans are recorded after the first store to them; Rewatch is
@@ -87,20 +87,20 @@ class Memory:
         self.before: dict[Span, Any] = {}
         self._views: dict[tuple[Span, Any], Any] = {}
         self._shadows: dict[Span, Shadow] = {}
-        self.together = 1  # programs in the slice that runs
+        self.together = 1  # the number of programs in the current slice
         self.largest_block = 1  # in elements
         self.loads = 0
         self._watched, self._loaded = set(watched), set[Span]()
-        self._updates: list[tuple[Any, ...]] = []  # atomics of this slice, which are not applied yet
+        self._updates: list[tuple[Any, ...]] = []  # atomics of this slice that are not applied yet
         self._updated: set[Span] = set()
 
     def rollback(self) -> None:
-        """Put back what the stored-to storages held before the launch."""
+        """Restore the contents that the changed storages had before the launch."""
         for span, before in self.before.items():
             self.view(span, _BYTE)[:] = before
 
     def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
-        """What the pointers point to; `other`, or zero, where the mask is False."""
+        """Load the elements at the pointers. Where the mask is False, the value is `other`, or zero."""
         self.loads += 1
         if len(_spans(pointers)) > 1:
             data = np.zeros(1, dtype) if other is None else other
@@ -173,16 +173,16 @@ class Memory:
                 apply(places[programs == program], values[programs == program])
 
     def holds(self, data: Any) -> None:
-        """Note the size of a block."""
+        """Record the size of a block."""
         self.largest_block = max(self.largest_block, data.size // max(1, len(data)))
 
     def _in_order(self, span: Span) -> None:
-        """Unordered if a plain access comes after an atomic, which another program may have to do first."""
+        """Unordered if a plain access follows an atomic to the same memory, because the order of programs then matters."""
         if span in self._updated:
             raise Unordered("a plain access after an atomic to the same memory")
 
     def view(self, span: Span, dtype: Any) -> Any:
-        """The memory as numbers of a type."""
+        """The memory as a numpy array of a type."""
         key = span, dtype
         if key not in self._views:
             start, end = span
@@ -190,23 +190,23 @@ class Memory:
             self._views[key] = np.frombuffer(raw, dtype=dtype, count=(end - start) // dtype.itemsize)
         return self._views[key]
 
-    # Accesses to elements, by their index, each of the program whose number stands at the same place in `programs`.
+    # Accesses to elements, by index. `programs` has the number of the program of each access.
 
     def loading(self, span: Span, dtype: Any, index: Any, programs: Any) -> None:
-        """Note that elements are loaded."""
+        """Record that elements are loaded."""
         shadow, width = self._shadow(span, dtype), dtype.itemsize
         for kind in AGAINST[LOAD]:
             others = shadow.others(kind, index, width, programs)
             if others.any():
                 bits, before = _bits(width), self.before[span]
                 before = before[: len(before) // width * width].view(bits)
-                # What an atomic does here is not there yet.
+                # Atomics are applied at the end of the slice, so a change by one is not visible yet.
                 changed = kind == ATOMIC or self.view(span, bits)[index] != before[index]
                 self._suspect(others, programs, (others != 0) & changed)
         shadow.touch(LOAD, index, width, programs)
 
     def storing(self, span: Span, dtype: Any, index: Any, programs: Any, value: Any) -> None:
-        """Write elements, and note it."""
+        """Write elements and record it."""
         shadow, width = self._shadow(span, dtype), dtype.itemsize
         now, bits = self.view(span, _bits(width)), value.view(_bits(width))
         for kind in AGAINST[STORE]:
@@ -221,7 +221,7 @@ class Memory:
             self._suspect(others, programs, (others != 0) & lost)
 
     def updating(self, span: Span, dtype: Any, index: Any, programs: Any) -> None:
-        """Note that elements are updated atomically."""
+        """Record that elements are updated atomically."""
         shadow, width = self._shadow(span, dtype), dtype.itemsize
         for kind in AGAINST[ATOMIC]:
             others = shadow.others(kind, index, width, programs)
@@ -229,7 +229,7 @@ class Memory:
         shadow.touch(ATOMIC, index, width, programs)
 
     def _suspect(self, others: Any, programs: Any, where: Any) -> None:
-        """Suspect pairs of programs that touch the same elements: a few of each access, since not all pairs may conflict."""
+        """Suspect pairs of programs that touch the same elements, at most PAIRS of each access. Not all pairs may conflict."""
         if len(self.suspects) < SUSPECTS and where.any():
             where, others, programs = np.broadcast_arrays(where, others, programs)
             pairs = np.sort(np.stack([others[where] - 1, programs[where]], axis=1), axis=1)
@@ -250,10 +250,10 @@ class Memory:
             self.before[span] = self.view(span, _BYTE).copy()
 
     def _chosen(self, mask: Any, index: Any, *values: Any) -> tuple[Any, ...]:
-        """The indices where the mask is True, the number of the program of each, and the values there, in the order of programs."""
+        """The indices where the mask is True, the program of each, and the values there, in the order of the programs."""
         running = len(self.programs)
         count = max(len(index), 1 if mask is None else len(mask))
-        if count == 1 and running > 1:  # all programs touch the same elements: two of them stand for all
+        if count == 1 and running > 1:  # all programs touch the same elements: two represent all
             parts = [np.repeat(part, 2, axis=0) for part in (index, *values)]
             owners = self.programs[[0, -1]]
             mask = mask if mask is None else np.repeat(mask, 2, axis=0)
@@ -269,9 +269,10 @@ class Memory:
         return tuple(chosen if mask is None else [part[mask] for part in chosen])
 
     def _places(self, pointers: Any, mask: Any, dtype: Any) -> tuple[Span, Any, Any]:
-        """The memory, the indices into its view, and the mask, None if it is True everywhere.
+        """The memory, the indices into its view, and the mask, which is None if it is True everywhere.
 
-        Indices are 0 where the mask is False, and None if it is False everywhere. OutOfBounds if one leaves the memory.
+        If some pointers lie outside the memory, indices are 0 where the mask is False, or None if it is False everywhere.
+        OutOfBounds if an access leaves the memory; Untracked if an address lies between two elements.
         """
         spans = _spans(pointers)
         (start, end), size = spans[0], dtype.itemsize
@@ -294,13 +295,13 @@ class Memory:
 
 
 class Alone(Memory):
-    """The memory of a launch of which one program runs alone: what it does, byte by byte."""
+    """The memory of a launch in which one program runs alone. It records the program's accesses byte by byte."""
 
     def __init__(self) -> None:
         super().__init__()
         self.traces: dict[Span, Trace] = {}
 
-    def loading(self, span: Span, dtype: Any, index: Any, programs: Any) -> None:  # noqa: ARG002 - it is the one program's
+    def loading(self, span: Span, dtype: Any, index: Any, programs: Any) -> None:  # noqa: ARG002 - there is one program
         self._trace(span).note(LOAD, index, dtype.itemsize)
 
     def storing(self, span: Span, dtype: Any, index: Any, programs: Any, value: Any) -> None:  # noqa: ARG002 - as above
@@ -317,7 +318,7 @@ class Alone(Memory):
         return super().load(pointers, mask, other, dtype)
 
     def traced(self) -> dict[Span, Trace]:
-        """What the program did to each memory."""
+        """The trace of the program for each memory."""
         for span, trace in self.traces.items():
             trace.after = self.view(span, _BYTE).copy()
         return self.traces
@@ -336,7 +337,7 @@ def _spans(pointers: Any) -> tuple[Span, ...]:
 
 
 def _by_memory(pointers: Any, mask: Any) -> Iterator[tuple[Any, Any]]:
-    """Pointers that may point into several memories, once for each memory, with the mask of those that do."""
+    """For pointers into several memories: the pointers once for each memory, with the mask of those that point into it."""
     rest = (
         np.ones(pointers.data.shape, dtype=bool)
         if mask is None
@@ -351,7 +352,7 @@ def _by_memory(pointers: Any, mask: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def place() -> str:
-    """The file and line of the kernel that runs."""
+    """The file and line of the running kernel."""
     frame = sys._getframe()
     ours = os.path.dirname(__file__), os.path.dirname(sys.modules["triton"].__file__ or ""), os.path.dirname(np.__file__)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):

@@ -33,7 +33,7 @@ class Diverges(Exception):
 
 
 def agreed(data: Any) -> Any:
-    """The one value that all programs have, as a numpy scalar. Diverges where they disagree."""
+    """The value that all programs share, as a numpy scalar. Diverges if they disagree."""
     flat = data.reshape(-1)
     if flat.size == 1 or (flat == flat[0]).all():
         return flat[0]
@@ -58,7 +58,7 @@ def full(handle: Any) -> Any:
 
 
 def made(data: Any, dtype: Any, shape: tuple[int, ...] | None = None) -> Any:
-    """A handle; `shape` is the block's where the data has axes of length 1 in its place."""
+    """A handle. `shape` is the block's shape if the data still has axes of length 1 for broadcast ones."""
     handle = Handle(data, dtype)
     if shape is not None and data.shape[1:] != shape:
         handle.shape = shape
@@ -66,10 +66,9 @@ def made(data: Any, dtype: Any, shape: tuple[int, ...] | None = None) -> Any:
 
 
 class GridBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
-    """What Triton's frontend calls for each operation of the language, for all programs that are running.
+    """The builder that Triton's frontend calls for each operation of the language. It acts on all running programs.
 
-    `coordinates` are the program ids along the three axes of the grid, of the programs that are running now. `effects` counts the
-    stores and atomics so far.
+    `coordinates` are the running programs' ids along the three axes of the grid. `effects` counts the stores and atomics so far.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -248,13 +247,13 @@ class BlockPointer:
         return [self.base, *self.shape, *self.strides, *self.offsets]
 
     def replaced(self, scalars: Sequence[Any]) -> "BlockPointer":
-        """The same block of another base, shape, strides and offsets, given in one list."""
+        """The block pointer with another base, shape, strides and offsets, given in one list."""
         axes = len(self.block_shape)
         shape, strides, offsets = (list(scalars[1 + axes * part : 1 + axes * (part + 1)]) for part in range(3))
         return BlockPointer(scalars[0], shape, strides, offsets, self.block_shape, self.order)
 
     def materialize_pointers(self, boundary_check: Any) -> tuple[Any, Any]:
-        """The pointers [programs, block], and the mask of those inside of the checked dimensions, or None."""
+        """The pointers [programs, block], and the mask of those inside the checked dimensions, or None."""
         count = len(self.block_shape)
         size = max(1, self.base.get_element_ty().primitive_bitwidth // 8)
         along = [[1] * axis + [-1] + [1] * (count - 1 - axis) for axis in range(count)]
@@ -284,13 +283,13 @@ class Ordered:
 
 
 def _together(*parts: Any) -> list[Any]:
-    """The same arrays with one length of the axis of programs."""
+    """The arrays, broadcast to one length of the axis of programs."""
     count = max(len(part) for part in parts)
     return [np.broadcast_to(part, (count, *part.shape[1:])) for part in parts]
 
 
 def _pointing(dtype: Any, *sources: Any) -> Any:
-    """The type of pointers that may come from any of some others."""
+    """The type of pointers that may come from any of `sources`; other types are returned unchanged."""
     return pointing(dtype, *sources) if dtype.is_ptr() else dtype
 
 
@@ -310,7 +309,7 @@ def _elementwise(name: str) -> Callable[..., Any]:
     return call
 
 
-# The operations that treat each element alone. What numpy broadcasts stays as it is; only the block's shape is kept.
+# The elementwise operations. Numpy broadcasts their data when it must; only the block's shape is set here.
 _ELEMENTWISE = (
     "binary_op", "unary_op", "ternary_op", "cast_impl", "create_fp_to_fp", "create_bitcast", "create_idiv", "create_ashr",
     "create_umulhi", "create_select", "create_fma", "create_fabs", "create_erf", "create_rsqrt", "create_ptr_to_int",
@@ -322,9 +321,9 @@ for _name in _ELEMENTWISE:
 
 # reductions
 
-# Types of which numpy has no arithmetic that rounds as a device's does: how to widen and narrow their data.
+# How to widen and narrow the data of types whose arithmetic in numpy does not round as on a device.
 _WIDENED: dict[Any, Any] = interpreter.ReduceOps.levels
-# Where several elements are the greatest, its place is the first's. Triton 3.9 skips NaN.
+# If several elements are the largest, the index is that of the first. Triton 3.9 skips NaN.
 _EXTREMES: dict[Any, tuple[Any, Any]] = {
     tl.standard._elementwise_max: (np.fmax.reduce, None),
     tl.standard._elementwise_min: (np.fmin.reduce, None),
@@ -365,7 +364,7 @@ def reduced(values: tuple[Any, ...], axis: int | None, combine: Any, *, keep_dim
 def _sum(data: Any, at: int, kind: Any) -> Any:
     widening = _WIDENED.get(kind)
     if widening is None:
-        return np.sum(np.ascontiguousarray(data), axis=at)  # as the reference does
+        return np.sum(np.ascontiguousarray(data), axis=at)  # as when programs run one after another
     widen, narrow = widening
     data = np.moveaxis(data, at, 0)
     while (half := len(data) // 2) > 0:
@@ -375,7 +374,7 @@ def _sum(data: Any, at: int, kind: Any) -> Any:
 
 
 def _folded(arrays: list[Any], at: int, kinds: list[Any], combine: Any) -> list[Any]:
-    """Element after element along an axis, by any function."""
+    """Combine the elements along an axis one after another, with any function."""
     slices = [np.moveaxis(data, at, 0) for data in _together(*arrays)]
     so_far = [part[0] for part in slices]
     for i in range(1, len(slices[0])):
@@ -384,7 +383,7 @@ def _folded(arrays: list[Any], at: int, kinds: list[Any], combine: Any) -> list[
 
 
 def _combined(combine: Any, left: list[Any], right: list[Any], kinds: list[Any]) -> list[Any]:
-    # The function combines scalars: every element stands for a program.
+    # The function combines scalars, so every element is treated as a program.
     scalars = [_tensor(data.reshape(-1), kind) for data, kind in zip((*left, *right), (*kinds, *kinds), strict=True)]
     try:
         results = combine.fn(*scalars)

@@ -1,4 +1,4 @@
-"""Triton's CPU interpreter, made right enough to run Gated DeltaNet kernels without a GPU."""
+"""Corrections of Triton's CPU interpreter, so that it computes as a GPU does."""
 
 import ast
 import contextlib
@@ -16,13 +16,13 @@ import torch
 
 from verify.interpreter.memory import OutOfBounds, pointing, span_of, tensors_of
 
-# Wrappers split work among the multiprocessors that the driver counts, and count one where no driver answers: what a kernel
-# does in its second part would never run. Four give parts that begin within a block of another, as a device's do.
+# Wrappers split work among the multiprocessors that the driver reports, and assume one without a driver. With one, the code for
+# the second and later parts would never run. With four, parts begin inside blocks of others, as on a device.
 MULTIPROCESSORS = 4
 
 
-SEQUENTIAL = "GDN_VERIFY_INTERPRETER"  # in a process's environment, "sequential": programs run one after another
-TRITONS = ("3.7.1", "3.9.0")  # with which every test of the interpreter has passed
+SEQUENTIAL = "GDN_VERIFY_INTERPRETER"  # an environment variable; "sequential" makes programs run one after another
+TRITONS = ("3.7.1", "3.9.0")  # the versions with which all tests of the interpreter have passed
 
 
 class UnknownTriton(Exception):
@@ -30,7 +30,11 @@ class UnknownTriton(Exception):
 
 
 def patch() -> bool:
-    """Triton's interpreter computes as a device does; whether it did not before. RuntimeError where Triton compiles already."""
+    """Patch Triton's interpreter so that it computes as a GPU does.
+
+    Returns True if this call patched it, False if it was patched before or the version of Triton is unknown. RuntimeError if Triton
+    is already imported for compilation.
+    """
     if "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
     import triton
@@ -42,7 +46,7 @@ def patch() -> bool:
     os.environ["TRITON_INTERPRET"] = "1"
     if interpreter._patch_lang.__module__ == __name__:
         return False
-    # torch has no device guard for the CPU, and kernels' wrappers enter one around each launch.
+    # Some versions of torch have no device guard for the CPU, but kernels' wrappers enter one around each launch.
     if not hasattr(torch.cpu, "device"):
         torch.cpu.device = contextlib.nullcontext  # type: ignore[attr-defined]
     if triton.__version__ not in TRITONS:
@@ -66,14 +70,14 @@ def _refuse(*_: Any, **__: Any) -> None:
 
 
 class _RefusingDriver:
-    """A driver of Triton's for a version that is not known: wrappers look at the device before they launch."""
+    """A Triton driver for unknown versions. It refuses too, because wrappers look at the device before they launch."""
 
     def __getattr__(self, name: str) -> Any:
         _refuse()
 
 
 def _widen(bits: Any) -> Any:
-    """bfloat16 bit patterns as the float32 values they stand for."""
+    """The float32 values of bfloat16 bit patterns."""
     return (np.asarray(bits).astype(np.uint32) << 16).view(np.float32)
 
 
@@ -95,7 +99,7 @@ def _patch_language(interpreter: Any, tl: Any) -> None:
     bound: dict[int, dict[str, Any]] = {}
 
     def patch_lang(fn: Any) -> Any:
-        """Builtins that the kernel's module holds under names of its own are bound too."""
+        """Bind also the builtins that the kernel's module holds under other names."""
         names = fn.__globals__
         if id(names) not in bound:
             bound[id(names)] = names
@@ -123,7 +127,7 @@ def _patch_language(interpreter: Any, tl: Any) -> None:
         return node
 
     def extreme(function: Any, *arguments: Any) -> Any:
-        """What Triton compiles Python's min and max to, if they are Python's and meet a tensor."""
+        """Call Triton's minimum or maximum in place of Python's min or max if an argument is a tensor, as the compiler does."""
         plain = {min: tl.minimum, max: tl.maximum}.get(function, function)
         return (plain if any(isinstance(argument, tl.tensor) for argument in arguments) else function)(*arguments)
 
@@ -132,7 +136,7 @@ def _patch_language(interpreter: Any, tl: Any) -> None:
 
 
 def _patch_types(interpreter: Any, tl: Any) -> None:
-    """Every value builds its block type, and its shape as a tuple of constants; a kernel uses a few dozen of them."""
+    """Cache block types and shapes. Triton builds them anew for every value, but a kernel has only a few dozen different ones."""
     constexpr, np_dtype, block_init = tl.constexpr, interpreter._get_np_dtype, tl.block_type.__init__
     dtype, block_type, tensor, semantic = tl.dtype, tl.block_type, tl.tensor, interpreter.TritonSemantic
     plain_broadcast, plain_handle = semantic.broadcast_impl_value, interpreter.TensorHandle.__post_init__
@@ -204,7 +208,7 @@ def _patch_types(interpreter: Any, tl: Any) -> None:
             return value.value
         return value if kind in plain_values else constexprs(value)
 
-    # Truncations from and extensions to float32, and integers of 32 and 64 bits: nearly all casts.
+    # Casts between float32 and 16-bit floats, and between integers of 32 and 64 bits, are nearly all casts.
     direct = {(one.name, other.name) for one, other in ((tl.float32, tl.float16), (tl.float32, tl.bfloat16), (tl.int32, tl.int64))}
     direct |= {(other, one) for one, other in direct}
     plain_cast = semantic.cast
@@ -226,8 +230,11 @@ def _patch_types(interpreter: Any, tl: Any) -> None:
 
 
 def _patch_operands(interpreter: Any, tl: Any) -> None:
-    """Operands of one type meet as they are, and a number becomes the same constant every time. Nearly all that meet do so, and
-    Triton derives it anew in dozens of steps; whatever else meets goes Triton's way. `__wrapped__` is Triton's.
+    """Short cuts for the operands of binary operations.
+
+    Operands of one type are used as they are, and a Python number becomes the same cached constant every time. That covers nearly
+    all operations; Triton derives it anew each time in dozens of steps. All others go through Triton's code, which is in
+    `__wrapped__`.
     """
     semantic, own = interpreter.TritonSemantic, interpreter.interpreter_semantic
     tensor, dtype, pointer, constexpr = tl.tensor, tl.dtype, tl.pointer_type, tl.constexpr
@@ -238,9 +245,10 @@ def _patch_operands(interpreter: Any, tl: Any) -> None:
     constants: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
     def constant(self: Any, beside: Any, number: Any, div_or_mod: Any, first: Any) -> Any:
-        """What Triton makes of a number beside a tensor that keeps its type; None if the tensor does not."""
+        """The constant that Triton makes of a number beside a tensor, or None if the tensor would change its type."""
         shape = beside.type.shape if beside.type.is_block() else None
-        # 0.0 and -0.0 are two; a block of both interpreters has other axes
+        # repr, because 0.0 and -0.0 are equal but two constants; the builder's type, because blocks have one more axis if all
+        # programs run together.
         key = beside.dtype.name, type(number), repr(number), div_or_mod, first, id(shape), type(self.builder)
         if key not in constants:
             like = self.scalar_constant(0, beside.dtype)
@@ -309,7 +317,7 @@ def _patch_operands(interpreter: Any, tl: Any) -> None:
         setattr(tensor, f"__{name}__", lambda self, other: meet(self, own.to_tensor(other)))
 
     for name in ("add", "sub", "mul"):
-        operator(name, False)  # without a look for overflow, which nobody reads
+        operator(name, False)  # without overflow checks, whose results are not used
     for name in ("truediv", "floordiv", "mod"):
         operator(name)
     called = {"lt": "less_than", "le": "less_equal", "gt": "greater_than", "ge": "greater_equal", "eq": "equal", "ne": "not_equal"}
@@ -328,14 +336,14 @@ def _bind(builtin: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
 def _patch_launch(interpreter: Any, tl: Any) -> None:
     from triton.runtime.autotuner import Autotuner
 
-    # There is no device to time, so that every configuration ties and the first one that survives pruning wins.
+    # There is no device to time. All configurations tie, and the first one that survives pruning wins.
     Autotuner._bench = lambda self, *args, config, **meta: [0.0]
 
     convert, run = interpreter._implicit_cvt, interpreter.InterpretedFunction.run
 
     def implicit_cvt(arg: Any) -> Any:
-        # A compiled kernel takes a float argument as a float32 scalar. As a Python number it would take the type
-        # of the tensor it meets: `scale` times bfloat16 would be rounded twice.
+        # A compiled kernel takes a float argument as a float32 scalar. A Python number would get the type of the tensor that it
+        # is combined with, and `scale` times bfloat16 would be rounded twice.
         if isinstance(arg, float):
             return tl.tensor(interpreter.TensorHandle(np.array([arg], dtype=np.float32), tl.float32), tl.float32)
         if isinstance(arg, bool):
@@ -346,7 +354,7 @@ def _patch_launch(interpreter: Any, tl: Any) -> None:
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         if callable(grid) and not warmup:
-            # The compiler's launcher hands the caller's own tensors and numbers to the grid.
+            # As the compiler's launcher does, pass the caller's own tensors and numbers to the grid function.
             known = {name: value for name, value in kwargs.items() if name in self.arg_names}
             grid = grid(inspect.getcallargs(self.fn, *args, **known))
         try:
@@ -366,7 +374,7 @@ def _patch_launch(interpreter: Any, tl: Any) -> None:
 
 
 def _told(stray: OutOfBounds, kernel: str, given: dict[str, Any]) -> OutOfBounds:
-    """The same with the kernel and the argument named, as if it were raised by the kernel's own line."""
+    """The same error with the names of the kernel and the argument, and with a traceback that ends at the kernel's line."""
     names = [name for name, value in given.items() if stray.span in map(span_of, tensors_of(value))]
     told = OutOfBounds(f"{kernel} {stray} the memory of {' or '.join(names) or 'a tensor'}", stray.span)
     ours = (__file__, os.path.dirname(inspect.getfile(sys.modules["triton"])))
@@ -381,10 +389,11 @@ def _told(stray: OutOfBounds, kernel: str, given: dict[str, Any]) -> OutOfBounds
 
 
 def _patch_access(interpreter: Any) -> None:
-    """The type of a pointer knows the memory it was made from, wherever arithmetic takes it; accesses are held to that.
+    """Check that every access stays in the memory that its pointer was made from.
 
-    What lies between two tensors is chance, and so is what lies behind the last: a stray is told by the tensor that it left,
-    and not by where it came to. Pointers made from integers are let go wherever they point.
+    The type of a pointer carries this memory through all arithmetic. What lies between two tensors, or after the last one, is
+    chance. So an error names the tensor that the access left, not the place that it reached. Pointers made from integers are not
+    checked.
     """
     builder, convert = interpreter.InterpreterBuilder, interpreter._implicit_cvt
     accesses = ("masked_load", "masked_store", "atomic_rmw", "atomic_cas")
@@ -395,7 +404,7 @@ def _patch_access(interpreter: Any) -> None:
         if hasattr(arg, "data_ptr"):
             made.handle.dtype.spans = tuple(map(span_of, tensors_of(arg)))
             width = max(1, made.handle.dtype.element_ty.primitive_bitwidth // 8)
-            made.handle.dtype.recast = arg.data_ptr() % width != 0  # as a view of narrower elements may begin
+            made.handle.dtype.recast = arg.data_ptr() % width != 0  # such an argument may be a view that starts inside an element
         return made
 
     def held(pointers: Any, mask: Any, verb: str) -> None:
@@ -412,7 +421,7 @@ def _patch_access(interpreter: Any) -> None:
             return
         if mask is not None:
             data = data[np.broadcast_to(np.asarray(mask.data, dtype=bool), data.shape)]
-        # Bytes from the first of a memory; before it they are negative.
+        # Byte offsets from the start of each memory; negative before it.
         into = {span: (data - np.uint64(span[0])).view(np.int64) for span in spans}
         left = {span: np.maximum(-at, at - (span[1] - span[0] - width)) for span, at in into.items()}
         astray = np.minimum.reduce(list(left.values())) > 0
@@ -441,7 +450,7 @@ def _patch_access(interpreter: Any) -> None:
         return plain["atomic_cas"](self, pointers, *others)
 
     def retyped(made: Any, *sources: Any) -> Any:
-        """A handle whose pointers may come from any of some others."""
+        """The handle, with the memories of all `sources` if it holds pointers."""
         if made.dtype.is_ptr():
             made.dtype = pointing(made.dtype, *sources)
         return made
@@ -465,7 +474,7 @@ def _patch_access(interpreter: Any) -> None:
 
 
 class _NoDevice:
-    """A driver of Triton's that can tell how many multiprocessors there are, and nothing else."""
+    """A Triton driver that reports the number of multiprocessors and nothing else."""
 
     utils = SimpleNamespace(get_device_properties=lambda device: {"multiprocessor_count": MULTIPROCESSORS})
 
@@ -492,7 +501,7 @@ def _patch_arithmetic(interpreter: Any, tl: Any) -> None:
             return handle(data, tl.int1) if data.dtype == np.bool_ else handle(_narrow(data), bf16)
         result = plain["binary_op"](self, lhs, rhs, op)
         if result.data.dtype == np.bool_:
-            # A comparison is labelled with the type of its operands, and is no mask when it is splatted.
+            # Triton labels a comparison with the type of its operands. With that type it would be no mask after a splat.
             result.dtype = tl.int1
         return result
 
@@ -508,11 +517,12 @@ def _patch_arithmetic(interpreter: Any, tl: Any) -> None:
         return handle(_narrow(data) if z.dtype.scalar == bf16 else data.astype(np.float16), z.dtype.scalar)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
-        if np.may_share_memory(a.data, b.data):  # numpy multiplies a block with its own transpose in another way: other last bits
+        # numpy multiplies a block with its own transpose by another algorithm, which gives other last bits.
+        if np.may_share_memory(a.data, b.data):
             b = handle(b.data.copy(), b.dtype)
         if a.dtype.scalar not in (bf16, tl.float16):
             return plain["create_dot"](self, a, b, d, *options)
-        # Products of 16-bit floats are exact in float32, where the tensor cores add them.
+        # Products of 16-bit floats are exact in float32, and tensor cores add them in float32.
         data = np.matmul(to_float32(a), to_float32(b)) + d.data
         return handle(data.astype(d.data.dtype, copy=False), d.dtype.scalar)
 
@@ -526,10 +536,10 @@ def _patch_arithmetic(interpreter: Any, tl: Any) -> None:
     for patch in (binary_op, unary_op, create_fma, create_dot, cast_impl):
         setattr(builder, patch.__name__, patch)
     builder.get_bf16 = lambda self, value: handle(_narrow([value]), bf16)
-    # The default of tl.minimum and tl.maximum returns the number where the other operand is NaN.
+    # By default, tl.minimum and tl.maximum return the number if the other operand is NaN.
     builder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
     builder.create_maxnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmax)
-    # Without debug nobody reads the overflow checks, each of which repeats integer arithmetic in 64 bits.
+    # Each overflow check repeats integer arithmetic in 64 bits, and without debug its result is not used.
     options = interpreter.interpreter_builder.options
     precisions = dict.fromkeys((*options.allowed_dot_input_precisions, "bf16x3", "bf16x6"))
     interpreter.interpreter_builder.options = dataclasses.replace(
@@ -540,13 +550,13 @@ def _patch_arithmetic(interpreter: Any, tl: Any) -> None:
 def _patch_reductions(interpreter: Any, tl: Any) -> None:
     reduce, scan = interpreter.ReduceOps, interpreter.ScanOps
     plain_sum, plain_min_max = reduce.sum, reduce.min_max
-    # A device combines pairs in the type of the tensor, so that each level of the tree rounds.
+    # A device combines pairs in the tensor's type, so every level of the reduction tree rounds.
     levels: dict[Any, Any] = {tl.bfloat16: (_widen, _narrow), tl.float16: (np.asarray, np.asarray)}
     reduce.levels = levels
 
     def tree_sum(self: Any, value: Any) -> Any:
         if value.dtype not in levels:
-            # numpy adds in the order of memory; transposed blocks have another one.
+            # numpy adds in memory order, which differs for transposed blocks.
             value.handle.data = np.ascontiguousarray(value.handle.data)
             return plain_sum(self, value)
         widen, narrow = levels[value.dtype]
@@ -573,7 +583,7 @@ def _patch_reductions(interpreter: Any, tl: Any) -> None:
         return prefixes
 
     def min_max(self: Any, value: Any, val_reduce_op: Any, idx_reduce_op: Any = None) -> Any:
-        # The same numbers without a warning for a row of NaN, which a device does not give.
+        # np.fmax and np.fmin give the same numbers, but no warning for a row of NaN; a device gives none either.
         quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}
         found = plain_min_max(self, ordered(value), quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
         if value.dtype != tl.bfloat16 or not val_reduce_op:
@@ -583,7 +593,7 @@ def _patch_reductions(interpreter: Any, tl: Any) -> None:
         return (narrowed, *found[1:]) if isinstance(found, tuple) else narrowed
 
     def ordered(value: Any) -> Any:
-        """The same in an order that numpy knows: bfloat16 is kept as bit patterns."""
+        """The value in a form that numpy can compare: bfloat16, kept as bit patterns, becomes float32."""
         if value.dtype != tl.bfloat16:
             return value
         kind = tl.block_type(tl.float32, value.type.shape) if value.type.is_block() else tl.float32

@@ -21,12 +21,12 @@ LOAD, STORE, ATOMIC = "read", "write", "update"
 AGAINST = {LOAD: (STORE, ATOMIC), STORE: (LOAD, STORE, ATOMIC), ATOMIC: (LOAD, STORE)}
 
 
-_accepted = False  # whether races are no fault of what runs now
+_accepted = False  # whether races are accepted at present
 
 
 @contextlib.contextmanager
 def accepted(*, if_: bool = True) -> Iterator[None]:
-    """Inside, a race is no fault: programs share bytes that may hold anything, such as the pool's slot of padding requests."""
+    """A context in which races raise no error: programs share bytes whose values do not matter, such as a pool's padding slot."""
     global _accepted
     before, _accepted = _accepted, if_
     try:
@@ -36,7 +36,7 @@ def accepted(*, if_: bool = True) -> Iterator[None]:
 
 
 def are_accepted() -> bool:
-    """Whether a launch with a race goes on, one program after another."""
+    """Whether races are accepted. A launch with a race then runs one program after another."""
     return _accepted
 
 
@@ -53,7 +53,7 @@ class Race(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Suspect:
-    """Two programs that may race, by their numbers in the grid in ascending order, and the kernel's line where this was seen."""
+    """Two programs that may race: their numbers in the grid, in ascending order, and the line of the kernel that showed it."""
 
     programs: tuple[int, int]
     place: str
@@ -62,8 +62,8 @@ class Suspect:
 class Shadow:
     """Which programs touched each element of a memory of `size` bytes.
 
-    For each kind of access two different programs are kept, as 1 + their number, or 0: with two of them there is always one that is
-    not the program that asks. An element is `granule` bytes, the smallest width of an access so far.
+    For each kind of access two different programs are kept, as 1 + their number, or 0. Of two different programs, at least one is
+    not the program that now accesses the element. An element is `granule` bytes, the smallest width of an access so far.
     """
 
     def __init__(self, size: int, granule: int) -> None:
@@ -84,7 +84,7 @@ class Shadow:
         return found
 
     def touch(self, kind: str, index: Any, width: int, programs: Any) -> None:
-        """Note that programs touch elements."""
+        """Record that programs touch elements."""
         places = self._places(index, width)
         if kind not in self._marks:
             count = -(-self._size // self._granule)
@@ -92,14 +92,13 @@ class Shadow:
         first, second = self._marks[kind]
         marks = np.broadcast_to(programs + 1, index.shape).astype(np.int32)
         for place in places:
-            first[place] = np.where(
-                first[place] == 0, marks, first[place]
-            )  # where several programs touch a place, one of them stays
+            # If several programs touch a place for the first time, one of them is kept.
+            first[place] = np.where(first[place] == 0, marks, first[place])
             others = (first[place] != marks) & (second[place] == 0)
             second[place[others]] = marks[others]
 
     def _places(self, index: Any, width: int) -> list[Any]:
-        """Where the granules of elements stand in the marks: one array for the first granule of each element, and so on."""
+        """The indices of the elements' granules in the marks: one array for the first granule of each element, and so on."""
         if width < self._granule:
             ratio = self._granule // width
             self._marks = {kind: (np.repeat(one, ratio), np.repeat(two, ratio)) for kind, (one, two) in self._marks.items()}
@@ -113,7 +112,7 @@ class Trace:
     """What one program alone does to a memory, byte by byte.
 
     `reads` are bytes that it reads before it writes them, `writes` and `updates` are bytes that it writes and updates atomically.
-    `changes` are bytes that had another value than before at some time. `before` and `after` are the memory's contents.
+    `changes` are bytes that at some time had another value than in `before`. `before` and `after` are the memory's contents.
     """
 
     before: Any
@@ -130,7 +129,7 @@ class Trace:
         return cls(before, nothing, nothing.copy(), nothing.copy(), nothing.copy(), before)
 
     def note(self, kind: str, index: Any, width: int) -> None:
-        """Note an access to elements of `width` bytes."""
+        """Record an access to elements of `width` bytes."""
         places = (index.reshape(-1, 1) * width + np.arange(width)).reshape(-1)
         if kind == LOAD:
             self.reads[places] |= ~self.writes[places]
@@ -141,9 +140,9 @@ class Trace:
 
 
 def conflicts(one: Trace, other: Trace) -> Iterator[tuple[str, str, int]]:
-    """What two programs do to the same byte so that their order may matter, and the byte: what one does, and what the other does.
+    """Pairs of accesses of two programs to one byte whose order may matter: the access of each, and the byte.
 
-    Writes of equal values do not conflict, and a write of the value that was there conflicts with no read.
+    Writes of equal values do not conflict, and a write that leaves the value unchanged conflicts with no read.
     """
     for did, does, both in (
         (STORE, STORE, one.writes & other.writes & (one.after != other.after)),

@@ -1,1 +1,1 @@
-"""Processes: workers that run cases, the server that forks them, the stacks that they leave, and the outcome that comes back."""
+"""Processes: workers that run cases, the server that forks them, the stacks that they write, and the outcomes that they send."""

@@ -1,11 +1,14 @@
-"""A server process imports what all workers need, and forks them: each begins in milliseconds.
+"""A server process that imports what all workers need and then forks them, so that each starts in milliseconds.
 
-A worker that imports torch needs about a second to begin. `python -m verify.process.fork_server SOCKET MODULE...` imports for its
-supervisor,
-and then only waits and forks. A child in which anything would differ from a process of its own (a variable that is read when Python
-or a library starts, a module that would be found in another place) is replaced by one, by exec. A forked process differs from one
-of its own in three ways only: it begins sooner; it has the hash seed of its server; and its limits, umask, priority, affinity and
-signal mask are those that the supervisor had when the server began. Linux alone: the libraries of macOS do not survive a fork.
+A worker that imports torch takes about a second to start. `python -m verify.process.fork_server SOCKET MODULE...` imports the
+modules once for its supervisor; after that it only waits and forks.
+
+A forked child must behave like a new process. If anything could differ (a variable that is read when Python or a library starts, a
+module that would be found in another place), the child replaces itself by a new process, with exec. So a forked process differs
+from a new one in three ways only: it starts sooner; it has the hash seed of its server; and its limits, umask, priority, affinity
+and signal mask are those that the supervisor had when the server started.
+
+This works on Linux alone: the libraries of macOS do not survive a fork.
 """
 
 import atexit
@@ -28,9 +31,9 @@ from importlib.machinery import PathFinder
 from typing import Any, NoReturn
 
 HERE = sys.platform == "linux"
-GONE_S = 2.0  # how long after its pipes a server's end may be seen
+GONE_S = 2.0  # a server's end may be seen this long after the end of its pipes
 _MOMENT_S = 0.05
-# Variables that nothing reads before the fork: a child may have other values of them.
+# Prefixes of variables that nothing reads before the fork, so that a child may have other values than its server.
 _LATE = (
     "FLA_",
     "GDN_VERIFY_",
@@ -44,14 +47,14 @@ _LATE = (
     "TRITON_",
     "WORLD_SIZE",
 )
-_HANDLED = ("PYTHONPATH", "PWD", "OLDPWD", "_")  # set in the child, or of no effect
-_FORK, _RETIRE = b"f", b"r"  # what a supervisor says
-_BEGAN, _ENDED, _FAILED = b"b", b"e", b"f"  # what a server says of a child: its number, its exit code, why there is none
+_HANDLED = ("PYTHONPATH", "PWD", "OLDPWD", "_")  # set in the child, or without effect
+_FORK, _RETIRE = b"f", b"r"  # messages of a supervisor
+_BEGAN, _ENDED, _FAILED = b"b", b"e", b"f"  # messages of a server about a child: its pid, its exit code, the errno of a failed fork
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """The collector is off while modules are imported: what they make stays, and it need never look at it."""
+    """Switch the garbage collector off while modules are imported. The objects that they create stay, so it need not visit them."""
     gc.disable()
     try:
         yield
@@ -61,7 +64,7 @@ def importing() -> Iterator[None]:
 
 
 def _early(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of an environment may be read before a fork."""
+    """The variables of an environment that may be read before a fork."""
     return {name: word for name, word in environment.items() if not name.startswith(_LATE) and name not in _HANDLED}
 
 
@@ -69,21 +72,24 @@ def _early(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class Forked:
-    """A process that a server forks: what a supervisor needs of subprocess.Popen. Its methods are safe from any thread.
+    """A process that a server forks, with the part of subprocess.Popen that a supervisor needs. Any thread may call its methods.
 
-    OSError, once, from whichever method hears that the server could not fork.
+    If the server could not fork, the first method that learns of it raises OSError, once.
     """
 
     def __init__(self, server: "subprocess.Popen[bytes]", status: int) -> None:
         self._server, self._status, self._said = server, status, b""
-        self._lock = threading.RLock()  # held briefly; and a signal's handler may ask in the middle
+        self._lock = threading.RLock()  # held briefly; reentrant, since a signal handler may call a method in the middle of another
         self._number: int | None = None
         self._deserted = False  # its server is gone
         self.returncode: int | None = None
 
     @property
     def pid(self) -> int:
-        """Its number, and that of its process group; waits while the server imports. ProcessLookupError if it never began."""
+        """The pid, which is also that of its process group. Waits while the server imports.
+
+        ProcessLookupError if the process never started.
+        """
         while self._number is None and self.returncode is None:
             self._listen(_MOMENT_S)
         if self._number is None:
@@ -91,12 +97,12 @@ class Forked:
         return self._number
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal, or None while it runs."""
+        """The exit code, which is negative for a signal, or None while the process runs."""
         self._listen(0.0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit code once it ended. subprocess.TimeoutExpired if it does not in time."""
+        """Wait for the end of the process and return its exit code. subprocess.TimeoutExpired after `timeout` seconds."""
         end = math.inf if timeout is None else time.monotonic() + timeout
         while self.poll() is None:
             if time.monotonic() >= end:
@@ -106,13 +112,13 @@ class Forked:
         return self.returncode
 
     def signal(self, number: int) -> None:
-        """Send it a signal, if it has begun."""
+        """Send the process a signal, if it has started."""
         if self.poll() is None and self._number is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._number, number)
 
     def kill(self) -> None:
-        """Kill it and what it started, which may outlive it; if it has not begun, it never will."""
+        """Kill the process and every process that it started, which could outlive it. If it has not started, it never will."""
         with contextlib.suppress(OSError):
             self.poll()
         with self._lock:
@@ -120,22 +126,22 @@ class Forked:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._number, signal.SIGKILL)
             elif self.returncode is None:
-                self._end(-signal.SIGKILL)  # the server kills a child that nobody listens for
+                self._end(-signal.SIGKILL)  # the server kills a child whose supervisor no longer reads
 
     def _listen(self, wait_s: float) -> None:
-        """Note all that there is to hear, and wait so long for the first of it."""
+        """Wait up to `wait_s` seconds for a message of the server, then read all that have arrived."""
         with self._lock:
             while self._hear(wait_s):
                 wait_s = 0.0
 
     def _hear(self, wait_s: float) -> bool:
-        """Whether there was something to hear in time; what it is, is noted."""
+        """Read one message and store what it says. Returns whether there was one within `wait_s` seconds."""
         if self.returncode is not None:
             return False
         if self._deserted:
             time.sleep(wait_s)
             if not _runs(self._number):
-                self._end(-signal.SIGKILL)  # nobody can say how it ended
+                self._end(-signal.SIGKILL)  # without its server, nobody knows how it ended
             return False
         if not _ready([self._status], wait_s):
             return False
@@ -152,11 +158,11 @@ class Forked:
             if self.returncode is not None:
                 return True
         if not data and self._number is not None:
-            self._deserted = True  # it goes on: all that it needs of its server is how it ended
+            self._deserted = True  # the process continues; the server was needed for its exit code alone
         elif not data:
             try:
                 self._end(self._server.wait(GONE_S))
-            except subprocess.TimeoutExpired:  # the server lives, and had no room for what it was sent
+            except subprocess.TimeoutExpired:  # the server lives, but had no room for the descriptors that it was sent
                 self._fail(errno.EMFILE)
         return True
 
@@ -170,7 +176,7 @@ class Forked:
 
 
 def _ready(descriptors: Sequence[int], wait_s: float | None) -> list[int]:
-    """Those that can be read from, in so many seconds. As select.select, for descriptors of any number."""
+    """The descriptors that become readable within `wait_s` seconds. select.select cannot take descriptors from 1024 on."""
     poller = select.poll()
     for descriptor in descriptors:
         poller.register(descriptor, select.POLLIN)
@@ -184,7 +190,7 @@ def _runs(process: int | None) -> bool:
 
 
 class _Server:
-    """The process that forks. Its words while it imports go to `output`."""
+    """The supervisor's side of a server. What the server prints while it imports goes to `output`."""
 
     def __init__(self, imports: Sequence[str], environment: Mapping[str, str], output: int) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -197,13 +203,13 @@ class _Server:
                 stdout=output,
                 stderr=output,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for the supervisor
+                start_new_session=True,  # Ctrl-C reaches the supervisor alone
                 env=dict(environment),
             )
             undo.pop_all()
 
     def fork(self, asked: Mapping[str, Any], output: int, descriptors: Sequence[int]) -> Forked:
-        """Ask for a child. OSError if the server is gone."""
+        """Request a child. OSError if the server is gone."""
         with contextlib.ExitStack() as undo:
 
             def mine(descriptor: int) -> int:
@@ -224,26 +230,26 @@ class _Server:
                 raise
 
     def retire(self) -> None:
-        """Have it end once its children did."""
+        """Let the server end once all its children have ended."""
         _retired.append(self)
         with contextlib.suppress(OSError):
             self._socket.send(_RETIRE)
 
     def end(self) -> None:
-        """End it; its children go on, and nobody hears of them."""
+        """End the server. Its children continue, and their exit codes are lost."""
         self.process.kill()
         self.process.wait()
         self._socket.close()
 
     def forget(self) -> None:
-        """Close this process's way to it: it is another's."""
+        """Close this process's connection to the server, which belongs to another process."""
         self._socket.close()
 
 
 _lock = threading.Lock()
 _servers: dict[int, _Server] = {}
 _retired: list[_Server] = []
-_odd: dict[str, str] = {}  # the environment of the last child that had to be a process of its own
+_odd: dict[str, str] = {}  # the environment of the last child that had to be replaced by exec
 
 
 def start(
@@ -255,12 +261,12 @@ def start(
     imports: Sequence[str],
     place: int = 0,
 ) -> Forked:
-    """Do as `python -P -m module arguments... descriptors...` does, in a process group of its own, with this environment.
+    """Start a process as `python -P -m module arguments... descriptors...` would, in its own process group, with `environment`.
 
-    `module` has a function `main` that takes these words. It writes to `output`, and has nothing open besides but `descriptors`,
-    whose numbers there are its last arguments. `imports` are what a server imports when it begins. Each `place` has its own server.
-    A child whose environment differs from the server's is replaced by exec; if the next call has that same environment, a new
-    server is started with it.
+    `module` has a function `main` that takes these words. The process writes to `output` and has no other file open but
+    `descriptors`; its last arguments are their numbers in that process. `imports` are the modules that a server imports when it
+    starts. Each `place` has its own server. A child whose environment differs from the server's replaces itself with exec; if the
+    next call has that same environment, a new server is started with it.
     """
     global _odd
     asked = {"executable": sys.executable, "module": module, "arguments": list(arguments), "environment": dict(environment)}
@@ -271,7 +277,7 @@ def start(
         early, server = _early(environment), _servers.get(place)
         if server is not None and server.process.poll() is None and (server.early == early or _odd != early):
             _odd = {} if server.early == early else early
-            with contextlib.suppress(BrokenPipeError, ConnectionError):  # it died this moment
+            with contextlib.suppress(BrokenPipeError, ConnectionError):  # the server died just now
                 return server.fork(asked, output, descriptors)
         if (replaced := _servers.pop(place, None)) is not None:
             replaced.retire()
@@ -287,7 +293,7 @@ def _end() -> None:
 
 
 def _forget() -> None:
-    """After a fork of the supervisor, the child starts servers of its own when it needs them."""
+    """Forget all servers in a fork of the supervisor, which starts its own when it needs them."""
     global _lock
     for each in (*_servers.values(), *_retired):
         each.forget()
@@ -304,7 +310,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 class _Missed:
-    """A finder that comes last and finds nothing: it notes what nobody found."""
+    """An import finder that comes last and finds nothing. It records the modules that no other finder has found."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -314,11 +320,11 @@ class _Missed:
 
 
 def main(control: int, imports: Sequence[str]) -> None:
-    """Run the server. `_asked` returns only in a forked child, which runs the rest."""
+    """Run the server. `_asked` returns only in a forked child, which runs the rest of this function."""
     began, whole, missed = _early(os.environ), False, _Missed()
     default = [each for each in sys.path if each not in _given(os.environ)]
     sys.meta_path.append(missed)
-    with importing(), contextlib.suppress(Exception):  # the child imports it again, and reports the error
+    with importing(), contextlib.suppress(Exception):  # the child imports the module again and reports the error
         for each in imports:
             importlib.import_module(each)
         whole = True
@@ -347,8 +353,11 @@ def main(control: int, imports: Sequence[str]) -> None:
 
 
 def _asked(control: int) -> tuple[dict[str, Any], list[int]]:
-    """Fork for whoever asks, and reap children that ended, until nobody asks any more. Returns in a child: what it is to be."""
-    running: dict[int, int] = {}  # the pipe on which its supervisor hears of each child
+    """Fork a child for each request and reap children that have ended, until the server is retired or its supervisor is gone.
+
+    Returns only in a child, with the request and the descriptors that the child keeps.
+    """
+    running: dict[int, int] = {}  # for each child, the pipe on which its supervisor reads what becomes of it
     woken, wake = os.pipe()
     for descriptor in (woken, wake):
         os.set_blocking(descriptor, False)
@@ -382,7 +391,7 @@ def _asked(control: int) -> tuple[dict[str, Any], list[int]]:
                 continue
             status, request, output, directory, *descriptors = given
             if child:
-                with contextlib.suppress(OSError):  # the child did it
+                with contextlib.suppress(OSError):  # the child has done it already
                     os.setpgid(child, child)  # before its supervisor can want to kill the group
                 running[child] = status
                 if not _say(status, _BEGAN, child):
@@ -403,7 +412,7 @@ def _asked(control: int) -> tuple[dict[str, Any], list[int]]:
                 asked = json.load(file)
             for descriptor in map(int, os.listdir("/proc/self/fd")):
                 if descriptor > 2 and descriptor not in descriptors:
-                    with contextlib.suppress(OSError):  # the list's own is gone
+                    with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed by now
                         os.close(descriptor)
             return asked, descriptors
     os._exit(0)
@@ -420,7 +429,7 @@ def _reap(running: dict[int, int]) -> None:
 
 
 def _say(pipe: int, word: bytes, number: int) -> bool:
-    """Whether its supervisor still listens."""
+    """Send a message about a child. Returns whether its supervisor still reads."""
     try:
         os.write(pipe, b"%b%d\n" % (word, number))
     except BrokenPipeError:
@@ -435,7 +444,7 @@ def _given(environment: Mapping[str, str]) -> list[str]:
 
 
 def _places(names: Collection[str]) -> dict[str, str | None]:
-    """Where modules are found on sys.path by now, of those that are."""
+    """The places of those modules that are found on the present sys.path."""
     found = {name: PathFinder.find_spec(name) for name in names}
     return {name: spec.origin for name, spec in found.items() if spec is not None}
 

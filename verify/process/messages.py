@@ -1,4 +1,4 @@
-"""The questions that a worker is asked, as types. Between processes they are JSON: the name of the type and its fields."""
+"""The questions that a supervisor sends to a worker, as types. They travel as JSON: the name of the type and its fields."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,23 +9,23 @@ Answer = dict[str, Any]  # plain data
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A question; its subclasses say what is answered."""
+    """A question. The docstring of each subclass describes the answer."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """The question as plain data."""
         return {"question": type(self).__name__, **dataclasses.asdict(self)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Describe(Question):
-    """What an adapter declares: a Description, or {"error": why it cannot be had}."""
+    """What does an adapter declare? Answer: a Description, or {"error": why the adapter cannot be loaded}."""
 
     adapter: str
 
 
 @dataclasses.dataclass(frozen=True)
 class RunOne(Question):
-    """What the run of a line comes to: an Outcome. What is `declared` counts instead of what its adapter declares."""
+    """Run one line. Answer: its Outcome. The values in `declared` replace what the adapter declares when the run is judged."""
 
     line: str
     declared: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -33,10 +33,11 @@ class RunOne(Question):
 
 @dataclasses.dataclass(frozen=True)
 class RunMany(Question):
-    """{"outcomes": of the lines in their order}, up to the first after which ranks may have parted.
+    """Run several lines. Answer: {"outcomes": the Outcomes in the order of the lines}.
 
-    `excused` has for each line the outputs that a known defect explains, and by how many times their tolerance
-    (verify/execution/judge.py); it is empty where there is none.
+    The answer ends after the first outcome that leaves ranks at different places in their code, or the device lost. `excused` has,
+    for each line, the outputs that a known defect explains, each with the multiple of the tolerance up to which it does
+    (verify/execution/judge.py). An empty list means that no output of any line is excused.
     """
 
     lines: list[str]
@@ -45,16 +46,19 @@ class RunMany(Question):
 
 @dataclasses.dataclass(frozen=True)
 class Compile(Question):
-    """{}, after every kernel that the run of a line launches was launched; nobody looks at what they computed."""
+    """Launch every kernel that the run of a line launches, so that it is compiled. The results are not judged.
+
+    Answer: {"spent": whether a new process must take this one's place}.
+    """
 
     line: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Launches(Question):
-    """Which launch of a line's kernels gives other numbers: in `calls` calls, and with each word of tuning in `beside`.
+    """Which kernel launch gives different numbers in `calls` equal calls, or with each tuning word in `beside`?
 
-    For the answer see verify/execution/launches.py:told.
+    The answer is that of verify/execution/launches.py:told.
     """
 
     line: str
@@ -64,12 +68,18 @@ class Launches(Question):
 
 @dataclasses.dataclass(frozen=True)
 class Tunings(Question):
-    """{"known": the configurations of each autotuned kernel met so far, "infeasible": those that do not fit, with the reason}."""
+    """Which autotune configurations has this process met?
+
+    Answer: {"known": the configurations of each autotuned kernel, "infeasible": those that do not fit the GPU, with the reason}.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Refuse(Question):
-    """{"did": what an adapter does with an illegal input, in words}; `illegal` is its name (verify/execution/refusals.py)."""
+    """What does an adapter do with an illegal input? `illegal` is the name of the input (verify/execution/refusals.py).
+
+    Answer: {"did": what it does, in words}.
+    """
 
     adapter: str
     illegal: str
@@ -77,12 +87,12 @@ class Refuse(Question):
 
 @dataclasses.dataclass(frozen=True)
 class Watched(Question):
-    """{"trouble": why the worker does not run under its sanitizer, or ""}."""
+    """Does the worker run under its sanitizer? Answer: {"trouble": why it does not, or ""}."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Join(Question):
-    """{}, after the worker has joined a process group as one of its ranks (verify/ranks/group.py)."""
+    """Join a process group as one of its ranks (verify/ranks/group.py). Answer: {}, once the worker has joined."""
 
     host: str
     port: int
@@ -94,7 +104,7 @@ class Join(Question):
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What an adapter declares of itself, as a worker sees it; `book` is the name of its domain's (properties/books.py)."""
+    """What an adapter declares, as a worker sees it. `book` is the name of the book that its domain belongs to."""
 
     book: str
     operation: str
@@ -106,7 +116,7 @@ class Description:
     device: str
 
     def to_json(self) -> Answer:
-        """Plain data."""
+        """The description as plain data."""
         return dataclasses.asdict(self)
 
 
@@ -114,12 +124,12 @@ QUESTIONS = {kind.__name__: kind for kind in Question.__subclasses__()}
 
 
 def plain(question: Question | Mapping[str, Any]) -> dict[str, Any]:
-    """A question as plain data; one that is plain data already is for whoever serves others than ours."""
+    """A question as plain data. It may be plain data already, for a worker that serves other questions than those above."""
     return question.to_json() if isinstance(question, Question) else dict(question)
 
 
 def parse(data: Mapping[str, Any]) -> Question:
-    """The question of plain data. ValueError if it is none."""
+    """The question from its plain data. ValueError if the data is not a question."""
     words = dict(data)
     kind = QUESTIONS.get(words.pop("question", ""))
     try:

@@ -1,4 +1,4 @@
-"""Outcomes: the verdict on one case, and each finding as data: which output failed, on which ranks, in which way, by how much."""
+"""The outcome of one case as data: its verdict and its findings. A finding says which output failed, where, how and by how much."""
 
 import dataclasses
 import enum
@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-Used = dict[str, tuple[str, ...]]  # of each autotuned kernel, the configurations that ran
+Used = dict[str, tuple[str, ...]]  # for each autotuned kernel, the autotune configurations that ran
 
 
 class Verdict(enum.StrEnum):
-    """What is known of a law: it holds, it is broken, we could not decide, or the adapter does not promise it.
+    """The verdict on a law: it holds, it is broken, we could not decide, or the adapter does not promise it (UNSUPPORTED).
 
-    A single case has two more: BLIND, it could not have seen what the law is about, and KNOWN, broken in a way on file.
+    A single case has two more verdicts. BLIND: the case could not have shown a defect that its law is about. KNOWN: the case is
+    broken in a way that a known defect explains.
     """
 
     HOLDS = "holds"
@@ -24,7 +25,7 @@ class Verdict(enum.StrEnum):
 
 
 class FailureKind(enum.StrEnum):
-    """How an output or a call fails. Shrinking keeps the kind; the sizes and numbers of a message may change."""
+    """How an output or a call fails. While a case shrinks, the kind stays the same; sizes and numbers in the message may change."""
 
     OFF = "is off"
     NOT_FINITE = "is not finite"
@@ -47,22 +48,29 @@ class FailureKind(enum.StrEnum):
 
 
 def port_of(name: str) -> str:
-    """The output, gradient or input that the name of a comparison begins with: "dq" of "dq, sequence 2 alone"."""
+    """The output, gradient or input that a comparison is about: "dq" for the name "dq, sequence 2 alone"."""
     return name.split()[0].rstrip(",")
 
 
 def rank_names(ranks: Iterable[int]) -> str:
-    """The ranks in words: "rank 2", "ranks 0, 2, 3"."""
+    """The ranks in words: "rank 2" or "ranks 0, 2, 3"."""
     names = sorted(ranks)
     return f"rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names))}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Where one output parts from what it must be.
+    """One failure of a case: which output is wrong, where, by how much, and what was expected.
 
-    `what` is a sentence about `output`; `detail` is what of it must stay the same in a smaller case, such as an exception's name.
-    `ranks` are the ranks that found it, of a path. The places are in words; errors are 2-norms of rows.
+    - `output`: the name of the comparison, such as "o" or "dq, sequence 2 alone"; "call" for a failure of the whole call
+    - `what`: a sentence without its subject, which is `output`
+    - `worst`, `first`: the places of the row with the largest error and of the first wrong row, in words
+    - `rows`, `rows_over`: the number of rows compared, and of those over their tolerance
+    - `error`, `allowed`: the error of the worst row (its 2-norm) and its tolerance
+    - `origin`: where that tolerance comes from, in words
+    - `got`, `want`: the first numbers of the worst row, as returned and as expected
+    - `detail`: the part of `what` that must stay the same while the case shrinks, such as the name of an exception
+    - `ranks`: for a path, the ranks that found it
     """
 
     output: str
@@ -82,16 +90,16 @@ class Finding:
 
     @property
     def place(self) -> str:
-        """The output and the ranks that found it: "o", "rank 1: o"."""
+        """The output, after the ranks that found it: "o" or "rank 1: o"."""
         return f"{rank_names(self.ranks)}: {self.output}" if self.ranks else self.output
 
     @property
     def way(self) -> str:
-        """How it fails, without its numbers: "is off", "raised ValueError"."""
+        """How the output fails, without numbers: "is off" or "raised ValueError"."""
         return f"{self.kind} {self.detail}".rstrip()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; numbers that JSON lacks are strings."""
+        """The finding as plain data. NaN and infinity, which JSON lacks, are strings."""
         data = dataclasses.asdict(self)
         for name in ("error", "allowed"):
             data[name] = _plain(data[name])
@@ -101,7 +109,7 @@ class Finding:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Finding":
-        """The finding of `to_json`'s data."""
+        """The finding from the data of `to_json`."""
         numbers = {name: float(data[name]) for name in ("error", "allowed")}
         rows = {name: tuple(float(value) for value in data[name]) for name in ("got", "want")}
         return cls(**{**data, **numbers, **rows, "kind": FailureKind(data["kind"]), "ranks": tuple(data["ranks"])})
@@ -113,7 +121,10 @@ def _plain(value: float) -> float | str:
 
 @dataclasses.dataclass
 class Outcome:
-    """What one run came to."""
+    """The result of one run.
+
+    `ratios` maps each output to its largest error as a multiple of the tolerance. `rows` is the number of rows compared.
+    """
 
     verdict: Verdict
     findings: list[Finding] = dataclasses.field(default_factory=list)
@@ -122,33 +133,34 @@ class Outcome:
     ratios: dict[str, float] = dataclasses.field(default_factory=dict)
     kernel_s: float = 0.0
     oracle_s: float = 0.0
-    spent: bool = False  # the process that ran it can run nothing more on its device
+    spent: bool = False  # the process that ran the case can run nothing more on its device
     tuned: Used = dataclasses.field(default_factory=dict)
-    fault: str = ""  # where gdn-verify itself failed: the exception, file, line and function
-    one_by_one: dict[str, int] = dataclasses.field(default_factory=dict)  # interpreted launches: "kernel: why", how many
+    fault: str = ""  # if gdn-verify itself failed: the exception, file, line and function
+    # Launches whose programs could not be interpreted together: the number of launches for each "kernel: reason".
+    one_by_one: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def kind(self) -> FailureKind | None:
-        """How the first finding fails; None where nothing was found."""
+        """The kind of the first finding, or None if there is none."""
         return self.findings[0].kind if self.findings else None
 
     @property
     def way(self) -> str:
-        """How the first finding fails, or the verdict: what shrinking must keep."""
+        """The `way` of the first finding, or else the verdict. It must stay the same while the case shrinks."""
         return self.findings[0].way if self.findings else str(self.verdict)
 
     @property
     def lost(self) -> bool:
-        """Whether the finding is that the worker crashed or hung."""
+        """Whether the first finding is that the worker crashed or hung."""
         return self.kind in (FailureKind.CRASHED, FailureKind.HUNG)
 
     @property
     def starved(self) -> bool:
-        """Whether the finding is that memory ran out."""
+        """Whether the first finding is that memory ran out."""
         return self.kind is FailureKind.OUT_OF_MEMORY
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """The outcome as plain data. Ratios are at most 1e300, since JSON has no infinity."""
         data = dataclasses.asdict(self)
         data["findings"] = [finding.to_json() for finding in self.findings]
         data["ratios"] = {name: ratio if ratio < 1e300 else 1e300 for name, ratio in self.ratios.items()}
@@ -156,7 +168,7 @@ class Outcome:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Outcome":
-        """The outcome of `to_json`'s data."""
+        """The outcome from the data of `to_json`."""
         findings = [Finding.from_json(each) for each in data["findings"]]
         tuned = {kernel: tuple(texts) for kernel, texts in data["tuned"].items()}
         return cls(**{**data, "verdict": Verdict(data["verdict"]), "findings": findings, "tuned": tuned})

@@ -1,6 +1,6 @@
-"""The first worker, started before the command line is read: it imports torch for seconds, as the command does after this.
+"""Starts the first worker before the command line is parsed, so that both import torch, which takes seconds, at the same time.
 
-Only the standard library is imported here.
+This module and what it imports use the standard library alone.
 """
 
 import atexit
@@ -20,13 +20,13 @@ ELSEWHERE = (
     "--sanitize",
     "--path",
     "--interpreter",
-)  # other workers, or another environment of them
+)  # with these options, the command needs other workers or other environments
 Inherited = tuple[list[str], str | None]
 _begun: list[tuple[dict[str, str], Inherited, Worker]] = []
 
 
 def begin(words: Sequence[str]) -> None:
-    """Start what a command line will most likely ask for; nothing if it is another command, or torchrun's."""
+    """Start the worker that a command line will most likely need. Starts none for other commands or under torchrun."""
     given = {word.partition("=")[0] for word in words}
     if words[:1] and words[0] in COMMANDS and not given & {*ELSEWHERE} and "RANK" not in os.environ:
         environment = dict(NO_GPU) if "cpu" in _device(words) or not os.path.exists("/dev/nvidiactl") else _first_gpu()
@@ -37,7 +37,7 @@ def begin(words: Sequence[str]) -> None:
 
 
 def take(environment: Mapping[str, str], deadline_s: float) -> Worker | None:
-    """The worker that was begun, if it has this environment and what one has that begins now; it is given away once."""
+    """Hand out the prestarted worker, once. None if a worker that starts now would get another environment or `sys.path`."""
     for index, (own, had, worker) in enumerate(_begun):
         if own == dict(environment) and had == _inherited():
             del _begun[index]
@@ -47,17 +47,17 @@ def take(environment: Mapping[str, str], deadline_s: float) -> Worker | None:
 
 
 def _inherited() -> Inherited:
-    """What the command line may change of what a worker has from the process that starts it."""
-    return list(sys.path), os.environ.get("GDN_VERIFY_DENIED")  # DENIED of verify/execution/run.py, which imports torch
+    """What a worker inherits from the process that starts it and the command line may change."""
+    return list(sys.path), os.environ.get("GDN_VERIFY_DENIED")  # DENIED of verify/execution/judging.py, which imports torch
 
 
 def _device(words: Sequence[str]) -> set[str]:
-    """What is said of --device, in either form."""
+    """The values of --device on the command line, in either form."""
     following = {after for word, after in itertools.pairwise(words) if word == "--device"}
     return following | {word.partition("=")[2] for word in words if word.startswith("--device=")}
 
 
 def _first_gpu() -> dict[str, str]:
-    """As verify/gpu/device.py gives the first worker its GPU, without asking torch."""
+    """The environment that verify/gpu/device.py gives the first worker on a GPU, found without torch."""
     visible = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
     return {"CUDA_VISIBLE_DEVICES": (visible or ["0"])[0]}

@@ -1,7 +1,7 @@
-"""Stacks: where a process was, read from what faulthandler wrote, and whose code a frame is.
+"""Reads the stacks that faulthandler wrote: where a process was, and whose code was running.
 
-A function says whose code it is by a mark in its name: faulthandler writes the names of functions, so the mark arrives with the
-stack, from whatever process, host or folder the stack came.
+A mark in the name of a function tells whose code the function is. Faulthandler writes the names of functions, so the mark arrives
+with the stack, whichever process, host or folder the stack came from.
 """
 
 import dataclasses
@@ -16,7 +16,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Mark(enum.StrEnum):
-    """Whose code a marked frame is: it calls the implementation, it is a collective of ours, or it waits for the oracle."""
+    """Whose code a marked frame is.
+
+    IMPLEMENTATION: the frame calls the implementation. COLLECTIVE: one of our own collectives. ORACLE: the frame waits for the
+    oracle or computes it.
+    """
 
     IMPLEMENTATION = "implementation"
     COLLECTIVE = "collective"
@@ -24,7 +28,7 @@ class Mark(enum.StrEnum):
 
 
 def marked(mark: Mark) -> Callable[[F], F]:
-    """Every stack that a function is on says `mark`. Goes below other decorators: it needs the function itself."""
+    """Decorator that adds `mark` to a function's name in every stack. Put it below other decorators: it needs a plain function."""
 
     def add(function: F) -> F:
         code: types.CodeType = function.__code__
@@ -35,7 +39,7 @@ def marked(mark: Mark) -> Callable[[F], F]:
 
 
 def mark_module(namespace: Mapping[str, Any], mark: Mark) -> None:
-    """Mark all functions and methods of a module, whose globals() these are, at its end."""
+    """Mark all functions and methods of a module. Call it at the end of the module, with its globals()."""
     own = [value for value in namespace.values() if getattr(value, "__module__", None) == namespace["__name__"]]
     classes = [value for value in own if isinstance(value, type)]
     members = [getattr(each, "__func__", each) for kind in classes for each in vars(kind).values()]
@@ -46,7 +50,7 @@ def mark_module(namespace: Mapping[str, Any], mark: Mark) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-    """A line of a stack; `mark` is that of its function, if it has one."""
+    """One line of a stack. `mark` is the mark of its function, or None."""
 
     file: str
     line: int
@@ -66,9 +70,10 @@ def _frame(file: str, line: str, function: str) -> Frame:
 
 
 def frames(wrote: str) -> list[Frame]:
-    """The stack, innermost first, of the thread that works, if faulthandler wrote the stacks: the last that it wrote.
+    """The stack of the thread that works, innermost frame first; empty if faulthandler wrote no stack.
 
-    That is the main thread; where it waits for a backward pass on a thread of autograd's own, it is that one.
+    It is the stack that faulthandler wrote last, that of the current or the main thread. If that thread waits for a backward pass
+    that runs on one of autograd's own threads, it is the stack of that thread.
     """
     threads = []
     for title, lines in re.findall(r"^(Current thread|Thread) 0x.*\n((?:  File .*\n?)+)", wrote, re.MULTILINE):
@@ -84,11 +89,11 @@ def frames(wrote: str) -> list[Frame]:
 
 
 def innermost(wrote: str) -> str:
-    """Where the process was, in words, if faulthandler wrote its stack: "run (kernel.py:12)"."""
+    """Where the process was, such as "run (kernel.py:12)"; "" if faulthandler wrote no stack."""
     stack = frames(wrote)
     return str(stack[0]) if stack else ""
 
 
 def in_implementation(wrote: str) -> bool:
-    """Whether any thread's stack shows a call of the implementation."""
+    """Whether the stack of any thread shows a call of the implementation."""
     return f" <{Mark.IMPLEMENTATION}>\n" in wrote

@@ -1,7 +1,7 @@
-"""Workers: one persistent process that runs cases, and the supervisor that holds its clock.
+"""A worker: a persistent process that runs cases, and the supervisor that waits for its answers up to a deadline.
 
-A kernel that crashes, hangs or exits costs a worker and becomes a verdict; the next question starts a new worker. Questions and
-answers are lines of JSON on two pipes of their own, so what a kernel prints disturbs nothing.
+If a kernel crashes, hangs or exits, its worker process ends, the case gets a verdict, and the next question starts a new process.
+Questions and answers are lines of JSON on two pipes of their own, so that what a kernel prints cannot mix with them.
 """
 
 import contextlib
@@ -29,24 +29,25 @@ from verify.process.messages import Answer, Question, plain
 from verify.process.stacks import in_implementation, innermost
 
 START_S = 300.0
-ALONE_S = 5.0  # how long after its deadline a worker that nobody ended ends itself
-DUMP_S = 2.0  # how long a worker may take to write its stacks
+ALONE_S = 5.0  # a worker ends itself this long after its deadline, if its supervisor has not ended it
+DUMP_S = 2.0  # how long we wait until a worker has written its stacks
 TAIL_CHARACTERS = 2000
 STACK_BYTES = 1 << 16
-NOISE_BYTES = 1 << 26  # more than this of what a kernel prints is forgotten while it runs
+NOISE_BYTES = 1 << 26  # if a kernel prints more than this while it runs, the file is cut to nothing
 SERVICE = "verify.execution.service:answer"
 IMPORTS = (
     "verify.execution.service",
     "torch.fx.experimental.symbolic_shapes",
 )  # the second is imported by torch's first backward pass
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # kernels are interpreted on the CPU; an implementation that saw a GPU would launch there
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # for interpreted kernels: an implementation that sees a GPU would launch its kernels there
 _LAST = " in _run_module_as_main\n"  # the outermost frame of the main thread, whose stack faulthandler writes last
 
 
 class WorkerLost(Exception):
-    """No answer: the worker "crashed", "hung" or was "closed"; `detail` says how, `tail` is the end of what it wrote.
+    """The worker gave no answer: `how` is "crashed", "hung" or "closed".
 
-    `in_kernel` is False where its stack shows that it hung elsewhere than in a call of the implementation.
+    `detail` has the particulars in words, and `tail` the end of what the process wrote to stdout and stderr. `in_kernel` is False
+    if the process hung and its stack shows no call of the implementation.
     """
 
     def __init__(self, how: str, detail: str, tail: str, *, in_kernel: bool = True) -> None:
@@ -55,41 +56,47 @@ class WorkerLost(Exception):
 
 
 class Started(subprocess.Popen[bytes]):
-    """A process that is the first of its session; another program may run the worker in it."""
+    """A subprocess that leads its own session. It is the worker, or a program, such as a sanitizer, that runs the worker."""
 
     run_by_another = False
 
     def signal(self, number: int) -> None:
         """Send a signal to the worker."""
-        # A compiler that the worker started would die of the signal; a program that runs the worker need not hand it on.
+        # The whole group gets the signal only if another program runs the worker, since that program may not pass a signal on.
+        # Otherwise the worker alone gets it: a compiler that it has started would die of it.
         tell = os.killpg if self.run_by_another else os.kill
         with contextlib.suppress(ProcessLookupError):
             tell(self.pid, number)
 
     def kill(self) -> None:
-        """Kill it and what it started, which may outlive it."""
+        """Kill the process and every process that it started, which could outlive it."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
 
 class Asked(Protocol):
-    """What a check asks: a Worker, or a group of ranks that answer as one."""
+    """What answers the questions of a check: a `Worker`, or a group of ranks that answers as one."""
 
     deadline_s: float
 
     def ask(self, question: Question | Mapping[str, Any], deadline_s: float | None = None) -> Answer:
-        """The answer. WorkerLost if there is none."""
+        """Return the answer to a question. WorkerLost if there is none."""
 
     def close(self) -> None:
-        """End every process, whatever it is doing; safe from any thread."""
+        """End every process, whatever it is doing. Any thread may call this."""
 
 
 class Worker:
-    """The supervisor of one worker process. It owns no GPU, imports no kernel and holds the clock.
+    """The supervisor of one worker process. It uses no GPU, imports no kernel, and ends a process that is past its deadline.
 
-    `environment` is added to this process's own; `serves` is the module:function that answers questions in the worker. `under`
-    gives, each time that a process is started, the words before its command: a program that runs it and hands on its pipes.
-    `ask` is all that a single worker needs; who supervises several at a time uses its parts, from `launch` to `end`.
+    - `deadline_s`: seconds that a question may take, unless `ask` is given another deadline
+    - `environment`: added to the environment of this process
+    - `serves`: the module:function that answers questions in the worker
+    - `under`: called each time a process is started; returns the words before its command, a program that runs the worker and
+      passes its pipes on
+
+    `ask` is all that the user of a single worker needs. Code that supervises several workers at a time uses the steps of `ask`:
+    the methods from `launch` to `end`.
     """
 
     def __init__(
@@ -103,31 +110,31 @@ class Worker:
         self.deadline_s, self._under = deadline_s, under
         self._environment, self._serves = dict(environment), serves
         self._process: Started | Forked | None = None
-        self._asking = threading.RLock()  # held by who uses the pipes: nobody else may close them
+        self._asking = threading.RLock()  # held while the pipes are used, so that no other thread closes them
         self._starting = threading.Lock()
         self._closed = self._starts = False
 
     def ask(self, question: Question | Mapping[str, Any], deadline_s: float | None = None) -> Answer:
-        """The worker's answer. WorkerLost if it died or was silent for `deadline_s` seconds, its start-up not counted."""
+        """Return the worker's answer. WorkerLost if it died, or did not answer within `deadline_s` seconds after its start-up."""
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         with self._asking:
             try:
                 if not self.alive:
                     self.launch()
                 if self._starts:
-                    self._answer(START_S)  # it says that it is ready
+                    self._answer(START_S)  # {}, which it sends when it is ready
                     self._starts = False
                 self.send(question, deadline_s)
                 answer = self._answer(deadline_s)
-                if answer.get("spent"):  # its GPU's context is gone
+                if answer.get("spent"):  # the process can run nothing more on its GPU
                     self.end()
                 return answer
-            except BaseException:  # an answer that comes too late must not be taken for the next one
+            except BaseException:  # an answer that comes too late must not be taken for the answer to the next question
                 self.end()
                 raise
 
     def close(self) -> None:
-        """End the worker, whatever it is doing; safe from any thread."""
+        """End the worker, whatever it is doing. Any thread may call this."""
         self.stop()
         with self._asking:
             self.end()
@@ -140,11 +147,11 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether there is a process, and it runs."""
+        """Whether there is a process and it has not ended."""
         return self._process is not None and self._process.poll() is None
 
     def launch(self) -> None:
-        """Start a process in place of the last. Its first answer, {}, says that it is ready."""
+        """Start a process in place of the last one. It sends {} when it is ready. WorkerLost if the worker has been closed."""
         self.end()
         with self._starting:
             if self._closed:
@@ -155,8 +162,8 @@ class Worker:
                     undo.callback(os.close, descriptor)
                 theirs_in, to, from_, theirs_out = pipes
                 errors = undo.enter_context(tempfile.TemporaryFile())
-                fcntl.fcntl(errors, fcntl.F_SETFL, os.O_APPEND)  # what is cut off is not grown again
-                # Modules are found where this process finds them, in the same order, or another kernel would be checked.
+                fcntl.fcntl(errors, fcntl.F_SETFL, os.O_APPEND)  # else a write after a truncation would fill the gap with zeros
+                # The worker must find modules where this process finds them, or it might check another copy of a kernel.
                 paths = dict.fromkeys([*(path or os.getcwd() for path in sys.path), _ROOT])
                 process = self._begun(os.pathsep.join(paths), [theirs_in, theirs_out], errors.fileno())
                 self._to, self._from, self._errors, self._buffer, self._mark = to, from_, errors, b"", -1
@@ -170,13 +177,13 @@ class Worker:
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # what torch's libraries print would bury a kernel's last words
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # messages of torch's libraries would push a kernel's last output out of `tail`
             "PYTHONPATH": path,
             **self._environment,
         }
         before = self._under()
         if forks.HERE and not before and environment.get("CUDA_VISIBLE_DEVICES") == "":
-            place = int(self._environment.get("RANK", "0")) % 2  # neighbouring ranks have different hash seeds
+            place = int(self._environment.get("RANK", "0")) % 2  # neighbouring ranks get different hash seeds
             return forks.start("verify.process.worker", [self._serves], pipes, environment, output, IMPORTS, place)
         process = Started(
             [*before, sys.executable, "-P", "-m", "verify.process.worker", self._serves, *map(str, pipes)],
@@ -184,14 +191,14 @@ class Worker:
             stdout=output,
             stderr=output,
             pass_fds=pipes,
-            start_new_session=True,  # Ctrl-C is for the supervisor; and the whole group can be killed
+            start_new_session=True,  # Ctrl-C reaches the supervisor alone, and the whole group can be killed
             env=environment,
         )
         process.run_by_another = bool(before)
         return process
 
     def send(self, question: Question | Mapping[str, Any], deadline_s: float) -> None:
-        """Put a question to a worker that is ready. WorkerLost if it is gone."""
+        """Send a question to a worker that is ready. WorkerLost if the process has ended."""
         os.ftruncate(self._errors.fileno(), 0)
         self._mark = -1
         try:
@@ -200,7 +207,10 @@ class Worker:
             raise self._crashed() from None
 
     def receive(self, wait_s: float = 0.0) -> dict[str, Any] | None:
-        """The answer once it is whole, None if it is not within `wait_s`. WorkerLost if the worker died or wrote what is none."""
+        """Return the answer, or None if it is not complete after `wait_s` seconds.
+
+        WorkerLost if the worker died, or wrote a line that is no JSON.
+        """
         if b"\n" not in self._buffer:
             ready, _, _ = select.select([self._from], [], [], wait_s)
             if ready:
@@ -209,7 +219,7 @@ class Worker:
                     raise self._crashed()
                 self._buffer += data
             elif not self.alive:
-                raise self._crashed()  # though a process that it started still holds the pipe
+                raise self._crashed()  # a process that the worker started may still hold the pipe open
         if b"\n" not in self._buffer:
             if os.fstat(self._errors.fileno()).st_size > NOISE_BYTES:
                 os.ftruncate(self._errors.fileno(), 0)
@@ -222,36 +232,36 @@ class Worker:
         return answer
 
     def fileno(self) -> int:
-        """The pipe of the answers, to be selected on."""
+        """The descriptor of the pipe of answers, for select."""
         return self._from
 
     def interrogate(self) -> None:
-        """Ask for the stacks of all its threads: `words` has them soon, see serve()."""
+        """Make the worker write the stacks of all its threads. `words` returns them soon after; see serve()."""
         self._mark = os.fstat(self._errors.fileno()).st_size
         if self._process is not None and self.alive:
             self._process.signal(signal.SIGUSR1)
 
     def words(self) -> str:
-        """The end of what it wrote; after `interrogate`, what it wrote since."""
+        """The end of what the process wrote to stdout and stderr; after `interrogate`, what it wrote since then."""
         errors = self._errors.fileno()
         size = os.fstat(errors).st_size
         start = self._mark if 0 <= self._mark <= size else max(0, size - STACK_BYTES)
         return os.pread(errors, STACK_BYTES, start).decode(errors="replace")
 
     def stop(self) -> None:
-        """Kill it, and let none start again; its pipes stay, so that who waits for an answer sees their end."""
+        """Kill the process and let no other start. The pipes stay open: a thread that waits for an answer must see their end."""
         with self._starting:
             self._closed = True
-            if self.alive:  # the number of one that ended may be another's by now
+            if self.alive:  # the pid of a process that has ended may belong to another by now
                 self.kill()
 
     def kill(self) -> None:
-        """Kill the process and what it started, which may outlive it, if there is one."""
+        """Kill the process, if there is one, and every process that it started, which could outlive it."""
         if self._process is not None:
             self._process.kill()
 
     def end(self) -> None:
-        """Kill it, wait for its end and close its pipes."""
+        """Kill the process, wait for its end and close its pipes."""
         process = self._process
         if process is None:
             return
@@ -287,20 +297,20 @@ class Worker:
 
 
 class Interrogated(Protocol):
-    """Who writes its stacks when asked."""
+    """A process that can be made to write its stacks."""
 
     def interrogate(self) -> None:
-        """Ask."""
+        """Make it write its stacks."""
 
     def words(self) -> str:
-        """What it wrote since."""
+        """What it wrote since `interrogate`."""
 
 
 def interrogate(several: Sequence[Interrogated]) -> list[str]:
-    """What each wrote when asked for its stacks, all at once.
+    """Make several processes write their stacks at the same time, and return what each wrote.
 
-    They are waited for until the last is whole; one that never is (its process is stopped, it is deeper than faulthandler shows,
-    or noise goes through it) costs DUMP_S seconds.
+    We wait until the last is complete, for DUMP_S seconds at most. Some never are: the process is stopped, its stack is deeper than
+    faulthandler shows, or other output is mixed with it.
     """
     for each in several:
         each.interrogate()
@@ -325,7 +335,10 @@ _ROOT = str(pathlib.Path(__file__).resolve().parents[2])  # where the package is
 
 
 def serve(requests: int, answers: int, serves: str) -> None:
-    """The worker's life: make kernels runnable here, then answer one question at a time until the supervisor is gone."""
+    """Run the worker: install the interpreter if there is no GPU, then answer one question at a time until the supervisor is gone.
+
+    `requests` and `answers` are descriptors of pipes; `serves` is the module:function that answers.
+    """
     faulthandler.enable(sys.stderr)
     faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
     questions: queue.Queue[str] = queue.Queue()
@@ -334,7 +347,7 @@ def serve(requests: int, answers: int, serves: str) -> None:
         with os.fdopen(requests) as lines:
             for line in lines:
                 questions.put(line)
-        os._exit(0)  # the supervisor is gone: whatever a kernel is doing, nobody waits for it
+        os._exit(0)  # the supervisor is gone, so nobody waits for the kernel that may be running
 
     threading.Thread(target=read, daemon=True).start()
     with importing():
@@ -351,7 +364,7 @@ def serve(requests: int, answers: int, serves: str) -> None:
     os.write(answers, b"{}\n")
     while True:
         question = json.loads(questions.get())
-        # A kernel that hangs and holds the interpreter's lock stops the thread above; this clock does not need the lock.
+        # A kernel that hangs with Python's global lock also stops the thread above. This timer does not need the lock.
         faulthandler.dump_traceback_later(question.pop("deadline_s") + ALONE_S, exit=True, file=sys.stderr)
         reply = (json.dumps(answer(question)) + "\n").encode()
         faulthandler.cancel_dump_traceback_later()
@@ -360,7 +373,7 @@ def serve(requests: int, answers: int, serves: str) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """A worker of these words: what serves, and its two pipes."""
+    """Run a worker. `words` are the module:function that answers, and the numbers of its two pipes."""
     serve(int(words[1]), int(words[2]), words[0])
 
 

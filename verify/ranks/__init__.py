@@ -1,1 +1,1 @@
-"""Ranks: collectives, groups of processes that answer as one, torchrun, and what became of ranks that crash or hang."""
+"""Ranks: collectives, groups of worker processes that answer as one, torchrun, and the diagnosis of ranks that crash or hang."""

@@ -1,14 +1,16 @@
-"""The ranks of a mesh and what they say to each other: alone, as processes of torch.distributed, or simulated in one process.
+"""Collectives among the ranks of a mesh: one rank, processes of torch.distributed, or ranks simulated in one process.
 
-A path that is written against `Comm` runs unchanged on all three. Collectives work along axis 0, blocks in rank order:
+A path that is written against `Comm` runs unchanged on all three. Collectives work along axis 0, with blocks in rank order:
 
-    all_to_all         x [size * n, ...]: block r goes to rank r; [size * n, ...], block s from rank s
-    all_gather         x [n, ...]: [size * n, ...], the same on every rank
-    reduce_scatter     x [size * n, ...], added over ranks: block `rank` [n, ...] of the sum
-    all_reduce         x of any shape, added over ranks: the same on every rank
+    collective         input                 result on each rank
+    all_to_all         x [size * n, ...]     [size * n, ...]: block s is the block that rank s sent to this rank
+    all_gather         x [n, ...]            [size * n, ...], the same on every rank
+    reduce_scatter     x [size * n, ...]     [n, ...]: block `rank` of the sum over ranks
+    all_reduce         x of any shape        the sum over ranks, the same on every rank
 
-They are raw; the functions below are differentiable, backward being the transpose over all ranks together. In backward, ranks call
-collectives in the order in which autograd reaches them, the same on ranks that built the same graph.
+The methods of `Comm` work outside autograd. The functions `exchange`, `copy_to`, `reduce_from`, `gather_from` and `scatter_to` are
+differentiable: a backward is the transpose of the forward, taken as one linear map over all ranks. In backward, ranks call
+collectives in the order in which autograd reaches them, which is the same on ranks that built the same graph.
 """
 
 import abc
@@ -29,11 +31,11 @@ T = TypeVar("T")
 
 
 class Mismatch(Exception):
-    """Ranks that were to call one collective together did not: the message says which rank did what."""
+    """Ranks did not call the same collective together. The message says what each rank called."""
 
 
 class Abandoned(Exception):
-    """A rank waited in a collective for one that raised; `rank` is the first that did, by its place in the mesh."""
+    """A rank waited in a collective for a rank that raised. `rank` is the number in the mesh of the first rank that raised."""
 
     def __init__(self, message: str, rank: int) -> None:
         super().__init__(message)
@@ -42,10 +44,10 @@ class Abandoned(Exception):
 
 @dataclasses.dataclass
 class Traffic:
-    """What one rank did over one axis, by kind of collective: how often, and the bytes that left it for other ranks.
+    """The traffic of one rank over one axis, by kind of collective: the number of calls, and the bytes sent to other ranks.
 
-    What a rank keeps is not sent. An all_gather sends the block to every other rank; an all_reduce counts as a reduce_scatter and
-    an all_gather of its result, as a ring does it.
+    A block that a rank keeps is not counted. An all_gather sends the block to every other rank. An all_reduce counts as a
+    reduce_scatter and an all_gather of its result, as in a ring.
     """
 
     calls: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -53,9 +55,10 @@ class Traffic:
 
 
 class Comm(abc.ABC):
-    """The ranks of one axis of a mesh, seen from one of them. With size 1 nothing is sent, and no collective counts as one.
+    """The ranks of one axis of a mesh, seen from one of them.
 
-    Collectives return new tensors outside autograd. ValueError where axis 0 cannot be cut in `size` blocks.
+    Collectives return new tensors outside autograd. They raise ValueError if axis 0 cannot be cut into `size` blocks. With size 1
+    nothing is sent and `traffic` counts no call.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -76,7 +79,7 @@ class Comm(abc.ABC):
         return self._run("all_reduce", x, 2 * x.nbytes * (self.size - 1) // self.size)
 
     def _blocks(self, x: Tensor) -> int:
-        """The bytes of a block."""
+        """The bytes of one of the `size` blocks of x. ValueError if axis 0 cannot be cut into that many."""
         if x.ndim == 0 or len(x) % self.size:
             raise ValueError(f"x must be cut along axis 0 in {self.size} blocks, got shape {tuple(x.shape)}")
         return x.nbytes // self.size
@@ -91,7 +94,7 @@ class Comm(abc.ABC):
 
     @abc.abstractmethod
     def _collective(self, kind: str, x: Tensor) -> Tensor:
-        """The result of a legal collective among more than one rank."""
+        """Return the result of the collective `kind`, whose input is legal, among at least two ranks."""
 
 
 class Alone(Comm):
@@ -105,9 +108,9 @@ class Alone(Comm):
 
 
 class Distributed(Comm):
-    """A process group of torch.distributed, over gloo or NCCL; None is the group of all processes.
+    """A process group of torch.distributed, over gloo or NCCL. None is the group of all processes.
 
-    Without NCCL a reduce_scatter is an all_to_all, which sends as much, and a sum in the order of the ranks.
+    Tensors on the CPU are reduce-scattered by an all_to_all, which sends as many bytes, and a sum in the order of the ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -130,46 +133,46 @@ class Distributed(Comm):
             dist.all_to_all_single(result, x, group=self.group)
             if kind == "reduce_scatter":
                 result = _added(result.view(self.size, x.shape[0] // self.size, *x.shape[1:]))
-        if x.is_cuda:  # so that a rank that waits is found in here, and not wherever it first needs the result
+        if x.is_cuda:  # a rank that waits then shows this frame on its stack, not the place that first needs the result
             torch.cuda.current_stream().synchronize()
         return result
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """One rank of a tp x cp mesh: its ranks of both axes."""
+    """One rank of a tp x cp mesh, as its communicators over both axes."""
 
     tp: Comm
     cp: Comm
 
     @property
     def rank(self) -> Rank:
-        """Which rank of the mesh it is; ranks are numbered as in Mesh.ranks(), cp innermost."""
+        """This rank's coordinates in the mesh. Ranks are numbered as in Mesh.ranks(): cp is the inner axis."""
         return Rank(Mesh(self.tp.size, self.cp.size), self.tp.rank, self.cp.rank)
 
 
 def exchange(comm: Comm, x: Tensor) -> Tensor:
-    """All-to-all; its backward is one too."""
+    """All-to-all. The backward is an all-to-all too."""
     return _apply(comm, "all_to_all", "all_to_all", x)
 
 
 def copy_to(comm: Comm, x: Tensor) -> Tensor:
-    """x, which every rank has the same; backward adds the ranks' gradients."""
+    """Return x, which must be the same on every rank. The backward adds the ranks' gradients."""
     return _apply(comm, "", "all_reduce", x)
 
 
 def reduce_from(comm: Comm, x: Tensor) -> Tensor:
-    """The sum of the ranks' x, which every rank goes on with; backward is the identity."""
+    """Return the sum of the ranks' x on every rank. The backward is the identity."""
     return _apply(comm, "all_reduce", "", x)
 
 
 def gather_from(comm: Comm, x: Tensor) -> Tensor:
-    """The ranks' x along axis 0, of which each rank uses all in its own way; backward is a reduce_scatter."""
+    """Return the ranks' x joined along axis 0, for ranks that then compute different things. The backward is a reduce_scatter."""
     return _apply(comm, "all_gather", "reduce_scatter", x)
 
 
 def scatter_to(comm: Comm, x: Tensor) -> Tensor:
-    """This rank's block along axis 0 of the sum of the ranks' x; backward is an all_gather."""
+    """Return this rank's block, along axis 0, of the sum of the ranks' x. The backward is an all_gather."""
     return _apply(comm, "reduce_scatter", "all_gather", x)
 
 
@@ -179,7 +182,7 @@ def _apply(comm: Comm, there: str, back: str, x: Tensor) -> Tensor:
 
 
 class _Collective(torch.autograd.Function):
-    """A linear map made of one collective ("" is the identity), and its transpose."""
+    """A linear map that is one collective, `there`, and its transpose, `back`. "" is the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, there: str, back: str) -> Tensor:
@@ -193,14 +196,18 @@ class _Collective(torch.autograd.Function):
 
 
 def simulate(tp: int, cp: int, work: Callable[[Place], T]) -> list[T | BaseException]:
-    """What `work` returns or raises on each rank of a tp x cp mesh, in the order of Mesh.ranks(), all in this process.
+    """Run `work` on each rank of a simulated tp x cp mesh, and return what each returned or raised, in the order of Mesh.ranks().
 
-    Each rank is a thread, and only one runs at a time: until it waits in a collective or ends, then the next that can go on. So a
-    simulation is as repeatable as `work`. Tensors may lie on any one device: autograd would run every rank's backward on the one
-    thread that it has for a GPU, where the first collective would wait for ever, and is told to run it on the rank's own thread.
+    Each rank is a thread of this process. One thread runs at a time, until it waits in a collective or ends; then the next thread
+    that can continue runs. A simulation is therefore as repeatable as `work`. Tensors may lie on any one device. Autograd has one
+    thread for each GPU, on which the first collective in a backward would wait for ever, so we make it run each rank's backward on
+    the rank's own thread. Grad mode is that of the caller.
 
-    A rank that waits for one that raised gets Abandoned at once. Ranks that call different collectives together, or with different
-    shapes or dtypes, and those that wait for one that returned, or for each other, get Mismatch. Grad mode is the caller's.
+    Exceptions that `work` meets in a collective:
+
+    - Abandoned: the rank waited for a rank that raised. It is raised at once.
+    - Mismatch: ranks called different collectives, or with different shapes or dtypes; or the rank waited for a rank that has
+      returned; or ranks wait for each other.
     """
     simulation = _Simulation(Mesh(tp, cp))
     results: list[T | BaseException] = [AssertionError("rank has not run")] * (tp * cp)
@@ -212,7 +219,7 @@ def simulate(tp: int, cp: int, work: Callable[[Place], T]) -> list[T | BaseExcep
         try:
             with torch.set_grad_enabled(grad), torch.autograd.set_multithreading_enabled(False):
                 results[number] = work(place)
-        except BaseException as error:  # a rank's exit is its result, as in a process of its own
+        except BaseException as error:  # SystemExit ends this rank alone, as in a process of its own
             results[number] = raised = error
         simulation.leave(number, raised)
 
@@ -230,7 +237,7 @@ def simulate(tp: int, cp: int, work: Callable[[Place], T]) -> list[T | BaseExcep
 
 @dataclasses.dataclass(eq=False)
 class _Group:
-    """The ranks of one axis by their numbers in the mesh, and the calls of those that wait."""
+    """The ranks that share one axis, by their numbers in the mesh, and the calls of the ranks that wait."""
 
     axis: str
     members: tuple[int, ...]
@@ -242,7 +249,7 @@ class _Group:
 
 
 class _Simulation:
-    """The turns of the ranks. Whoever has the turn owns all of it, so it needs no other lock."""
+    """Decides which rank runs. Only the thread that has the turn changes this object, so it needs no other lock."""
 
     def __init__(self, mesh: Mesh) -> None:
         count = mesh.tp * mesh.cp
@@ -267,14 +274,14 @@ class _Simulation:
         ]
 
     def call(self, group: _Group, number: int, kind: str, x: Tensor) -> Tensor:
-        """The answer to a rank's call, once all of its group have called."""
+        """Wait until all ranks of the group have called, and return this rank's result. Raises Mismatch or Abandoned."""
         group.calls[number] = kind, x
         if absent := [member for member in group.members if member in self.gone]:
             self._release(group, absent[0])
         elif len(group.calls) == len(group.members):
             try:
                 self._complete(group)
-            except BaseException:  # no memory, say: this rank goes on with the error, and waits for no answer
+            except BaseException:  # out of memory, for example: this rank continues with the error and waits for no result
                 group.calls.pop(number, None)
                 raise
         self.switch()
@@ -285,7 +292,7 @@ class _Simulation:
         return answer
 
     def leave(self, number: int, raised: BaseException | None) -> None:
-        """A rank is done, and who waits for it must not any longer."""
+        """A rank has ended. The ranks that wait for it get an exception."""
         self.gone[number] = raised
         for group in (*self.tp, *self.cp):
             if number in group.members:
@@ -293,7 +300,7 @@ class _Simulation:
         self.switch()
 
     def switch(self) -> None:
-        """The turn goes to the next rank that can use it, if there is one."""
+        """Let the next rank run that can continue. If none can, every waiting rank gets Mismatch."""
         if not self.ready:
             stuck = [(group, number) for group in (*self.tp, *self.cp) for number in group.calls]
             said = "; ".join(group.call(number) for group, number in sorted(stuck, key=lambda each: each[1]))
@@ -343,7 +350,10 @@ class _Simulated(Comm):
 
 
 def _results(kind: str, xs: Sequence[Tensor]) -> list[Tensor]:
-    """What each rank gets, in memory of its own: views of one tensor would share autograd's count of changes in place."""
+    """The result for each rank, in memory of its own.
+
+    Views of one tensor would share autograd's version counter, so that a change in place on one rank would raise on another.
+    """
     stacked, size = torch.stack(list(xs)), len(xs)
     if kind == "all_gather":
         return [stacked.flatten(0, 1).clone() for _ in xs]
@@ -356,7 +366,7 @@ def _results(kind: str, xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _added(xs: Tensor) -> Tensor:
-    """The sum along axis 0, rounded to the dtype once."""
+    """The sum along axis 0, rounded to the dtype only once."""
     return xs.sum(0, dtype=xs.dtype)
 
 

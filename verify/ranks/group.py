@@ -1,9 +1,8 @@
-"""Groups of ranks: persistent workers joined in a process group that answer a question as one.
+"""Groups of ranks: persistent workers, joined in a process group, that answer a question as one.
 
-On one host RankGroup starts them; under torchrun see verify/ranks/torchrun.py. Reports never travel by collective: a rank that
-failed
-cannot be trusted to reach one. Workers join through a store under a prefix of their own generation, so that nothing of a lost group
-is found by the next.
+On one host, RankGroup starts the workers; verify/ranks/torchrun.py does so under torchrun. Answers never travel by collective,
+since a rank that has failed may not reach one. Workers join through a store, under a prefix that is new for each generation of
+workers, so that a new group finds nothing that a lost group has left there.
 """
 
 import dataclasses
@@ -26,18 +25,21 @@ from verify.ranks.hangs import Standing, crashed, hung, waiting
 from verify.ranks.merge import busy, failed, merge, parted
 
 BACKENDS = ("gloo", "nccl")
-GRACE_S = 3.0  # how long after a rank failed the others may take to answer, if they wait for it
-LOOK_S = 1.0  # one that stands where it stood so long ago waits too: collectives on a GPU do not hold their caller
-PATIENCE_S = 30.0  # how long they may take if they do not wait
-POLLS = ((0.02, 0.0002), (1.0, 0.001))  # so long after a message a store is looked at so often, for it pushes nothing
-IDLE_S = 0.02  # and so often later
+GRACE_S = 3.0  # after a rank has failed, how long the others may take to answer if they wait for it
+# A rank whose stack has not changed for so long also counts as waiting: a collective on a GPU returns before it is done.
+LOOK_S = 1.0
+PATIENCE_S = 30.0  # after a rank has failed, how long the others may take to answer if they do not wait for it
+# A store sends no notice of a message, so we poll it. In each pair: until so long after the last message, poll at this interval.
+POLLS = ((0.02, 0.0002), (1.0, 0.001))
+IDLE_S = 0.02  # the interval after that
 
 
 def environment(backend: str, rank: int, size: int, local_rank: int, *, one_host: bool) -> dict[str, str]:
-    """What the process of a rank finds in its environment. ValueError names the backend and the choices.
+    """The environment of the process of a rank.
 
-    With nccl it sees one GPU, the `local_rank`-th of this process, and calls it device 0; with gloo it sees none. On one host it
-    listens on loopback, unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME say otherwise.
+    With nccl the rank sees one GPU, the `local_rank`-th of this process, as device 0; with gloo it sees none. On one host it
+    listens on loopback, unless GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME say otherwise. ValueError for an unknown backend (the
+    message names the choices), or if CUDA_VISIBLE_DEVICES has too few GPUs.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -51,16 +53,16 @@ def environment(backend: str, rank: int, size: int, local_rank: int, *, one_host
     seen = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
     if seen and local_rank >= len(seen):
         raise ValueError(f"rank {rank} needs GPU {local_rank} of this host, CUDA_VISIBLE_DEVICES has {len(seen)}")
-    # NCCL's own clocks would end a process with a message of theirs; the supervisor's clock rules.
+    # NCCL's own timeouts would end a process with messages of their own; here the supervisor keeps the deadline.
     clocks = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
     clocks["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
-        "1"  # so that looking for a GPU does not open it: verify/execution/oracle_process.py forks
+        "1"  # torch then looks for a GPU without opening it, since verify/execution/oracle_process.py forks
     )
     return {**words, **clocks, "CUDA_VISIBLE_DEVICES": seen[local_rank] if seen else str(local_rank)}
 
 
 def join(how: Join) -> None:
-    """This process is a rank of the default process group, and with nccl has connected. ValueError if it has no GPU for that."""
+    """Make this process a rank of the default process group; with nccl, connect to the others. ValueError if it needs a GPU."""
     device = torch.device("cuda", 0) if how.backend == "nccl" else None
     if device is not None and not torch.cuda.is_available():
         raise ValueError(f"there is no GPU for it: CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}")
@@ -70,13 +72,13 @@ def join(how: Join) -> None:
         store=PrefixStore(how.prefix, store),
         rank=how.rank,
         world_size=how.size,
-        timeout=datetime.timedelta(days=1),  # the supervisor holds the clock
+        timeout=datetime.timedelta(days=1),  # the supervisor keeps the deadline
         device_id=device,
     )
 
 
 class Seat(Protocol):
-    """The worker of one rank, here (Worker) or under another supervisor (_Remote); see Worker."""
+    """The worker of one rank: a `Worker` of this process, or one under another supervisor (`_Remote`). See `Worker`."""
 
     @property
     def alive(self) -> bool: ...
@@ -92,7 +94,7 @@ class Seat(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """Where workers join: a store, and the prefix of what is theirs in it."""
+    """Where workers join: the address of a store, and the prefix of their keys in it."""
 
     host: str
     port: int
@@ -100,7 +102,7 @@ class Meeting:
 
 
 class Group:
-    """Ranks that answer as one: every rank is put the question, and the answers are merged."""
+    """Ranks that answer as one: every rank gets the question, and the answers are merged."""
 
     def __init__(self, seats: Sequence[Seat], meeting: Meeting, backend: str, deadline_s: float) -> None:
         self.deadline_s, self.backend = deadline_s, backend
@@ -111,15 +113,15 @@ class Group:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self._seats)
 
     def ask(self, question: Question | Mapping[str, Any], deadline_s: float | None = None) -> Answer:
-        """The answers of all ranks as one, see `merge`. WorkerLost names the rank that died or did not answer.
+        """Send a question to all ranks and merge their answers (see `merge`).
 
-        The `deadline_s` count from when all ranks are ready. A rank that failed while others wait for it in a collective is the
-        answer: they are ended after GRACE_S seconds. Whenever ranks may have parted within their collectives, the next question
-        has a new group.
+        WorkerLost names the rank that died or did not answer. `deadline_s` counts from the time when all ranks are ready. If a rank
+        fails while others wait for it in a collective, its answer counts, and the others are ended after GRACE_S seconds. If ranks
+        may be at different places in their collectives afterwards, the group is ended and the next question starts new workers.
         """
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         with self._asking:
@@ -136,7 +138,7 @@ class Group:
                 raise
 
     def close(self) -> None:
-        """End every rank, whatever it is doing; safe from any thread."""
+        """End every rank, whatever it is doing. Any thread may call this."""
         self._closed = True
         for seat in self._seats:
             seat.stop()
@@ -168,7 +170,7 @@ class Group:
 
     def _end(self) -> None:
         for seat in self._seats:
-            seat.kill()  # all at once: a process with a GPU takes its time to end
+            seat.kill()  # all at once, since a process with a GPU takes long to end
         for seat in self._seats:
             seat.end()
 
@@ -184,7 +186,7 @@ class Group:
         return self._gather(deadline_s)
 
     def _gather(self, deadline_s: float) -> tuple[dict[int, Answer], str]:
-        """The answers of the ranks; and, if some did not answer because one failed, what they did instead."""
+        """The answers of the ranks and, if some did not answer because one has failed, what those do instead, in words."""
         answers: dict[int, Answer] = {}
         start = time.monotonic()
         end, look, patience = start + deadline_s, math.inf, math.inf
@@ -209,7 +211,7 @@ class Group:
         return answers, ""
 
     def _heard(self, silent: Mapping[int, Seat]) -> dict[int, Answer]:
-        """What ranks say now. WorkerLost names those that are lost."""
+        """The answers that have arrived. WorkerLost names the ranks that are lost."""
         answers, lost = {}, {}
         for rank, seat in silent.items():
             try:
@@ -225,10 +227,11 @@ class Group:
 
 
 class RankGroup(Group):
-    """`size` persistent workers on this host, joined over gloo or NCCL: it fits where a Worker fits.
+    """`size` persistent workers on this host, joined over gloo or NCCL. It can be used in place of a `Worker`.
 
-    They join through a store that this process keeps, on loopback and a port that the system chooses. With nccl rank r has the
-    r-th GPU. `serves` is the module:function that answers questions on each rank.
+    The workers join through a store of this process, on loopback and a port that the system chooses. With nccl, rank r has the
+    r-th GPU. `serves` is the module:function that answers questions on each rank. ValueError for a size below 1 or an unknown
+    backend.
     """
 
     def __init__(self, size: int, backend: str = "gloo", deadline_s: float = 120.0, *, serves: str = SERVICE) -> None:
@@ -246,13 +249,16 @@ class RankGroup(Group):
         return self
 
     def close(self) -> None:
-        """End every rank, whatever it is doing; safe from any thread."""
+        """End every rank, whatever it is doing. Any thread may call this."""
         super().close()
         self._store = None
 
 
 def pause(seats: Iterable[Any], longest_s: float, since_s: float, *, remote: bool = False) -> None:
-    """Return when a worker of this process may have something to say, or it is time to look at those that are elsewhere."""
+    """Wait until a worker of this process may have sent something, or until it is time to poll the workers elsewhere.
+
+    At most `longest_s` seconds; `since_s` is the time since the last message, which decides how often we poll.
+    """
     seats = list(seats)
     here = [seat for seat in seats if isinstance(seat, Worker)]
     poll_s = next((often_s for until_s, often_s in POLLS if since_s < until_s), IDLE_S)

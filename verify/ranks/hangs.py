@@ -1,4 +1,4 @@
-"""Where the ranks of a group stood when their stacks were asked for, and what is concluded: who hung, who waited for whom."""
+"""Decides from the stacks of a group's ranks which rank hung, and which ranks only waited in a collective."""
 
 import dataclasses
 import os
@@ -16,7 +16,11 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """Where a rank is: the frame that says most, and the collective that it waits in, if any."""
+    """Where a rank is.
+
+    `frame` is the innermost frame, or, in a collective, the frame that called it. `collective` is the name of the collective, or
+    "". `wrote` is the text that the stacks were read from.
+    """
 
     frame: Frame | None
     collective: str
@@ -25,7 +29,7 @@ class Standing:
 
     @classmethod
     def of(cls, wrote: str) -> "Standing":
-        """The place that the stacks show; in a collective, the frame is the caller's."""
+        """The place that the stacks in `wrote` show."""
         stack = tuple(frames(wrote))
         inner = list(stack)
         while inner and _in_torch(inner[0]) and not _communicates(inner[0]):
@@ -37,7 +41,7 @@ class Standing:
 
     @property
     def oracle(self) -> bool:
-        """Whether it has bounds made: a process beside it may be at work while it stands still."""
+        """Whether the rank waits for the oracle. Its stack may then stay the same while a process beside it works."""
         return any(frame.mark is Mark.ORACLE for frame in self.stack)
 
     def __str__(self) -> str:
@@ -55,7 +59,7 @@ def _communicates(frame: Frame) -> bool:
 
 
 def waiting(places: Mapping[int, Standing]) -> str:
-    """What ranks do that have no answer: "ranks 0, 2 wait in all_to_all_single; rank 3 is in f (kernel.py:7)"."""
+    """What ranks without an answer do: "ranks 0, 2 wait in all_to_all_single; rank 3 is in f (kernel.py:7)"."""
     waits: dict[str, list[int]] = {}
     for rank, place in places.items():
         if place.collective:
@@ -65,7 +69,7 @@ def waiting(places: Mapping[int, Standing]) -> str:
 
 
 def hung(places: Mapping[int, Standing], answered: Sequence[int], deadline_s: float) -> WorkerLost:
-    """The loss of ranks without an answer: those outside any collective are to blame, or all if there are none."""
+    """The WorkerLost for ranks that did not answer in time. Ranks outside any collective are to blame; without any, all are."""
     culprits = {rank: place for rank, place in places.items() if not place.collective} or places
     late = f"{rank_names(culprits)} hung: no answer within {deadline_s:g} s"
     if len(culprits) == 1:
@@ -82,7 +86,7 @@ def hung(places: Mapping[int, Standing], answered: Sequence[int], deadline_s: fl
 
 
 def crashed(lost: Mapping[int, WorkerLost]) -> WorkerLost:
-    """The loss of ranks that were seen to die at the same moment."""
+    """The WorkerLost for ranks that were found dead at the same time."""
     if any(loss.how == "closed" for loss in lost.values()):
         return WorkerLost("closed", "by its supervisor", "")
     first = next(iter(lost.values()))

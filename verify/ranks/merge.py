@@ -1,4 +1,4 @@
-"""The answers of ranks as one."""
+"""Merges the answers of ranks into one."""
 
 import dataclasses
 import json
@@ -8,23 +8,23 @@ from typing import Any
 from verify.process.messages import Answer
 from verify.process.outcome import Finding, Outcome, Verdict, rank_names
 
-IDLE = "this rank has no part in the case"  # why a rank holds that was not needed
+IDLE = "this rank has no part in the case"  # the reason in the outcome of a rank that the case does not need
 
 
 def failed(answer: Answer) -> bool:
-    """Whether a rank that answers so may have left others waiting."""
+    """Whether a rank with this answer may have left others waiting."""
     if "outcomes" in answer:
         return any(map(failed, answer["outcomes"]))
     return "error" in answer or answer.get("verdict", Verdict.HOLDS) != Verdict.HOLDS
 
 
 def left(answer: Answer) -> bool:
-    """Whether a rank that answers so may have left a case before its end: not where all of its findings are of comparisons."""
+    """Whether a rank with this answer may have left the case early. It has not if all its findings come from comparisons."""
     return failed(answer) and not (answer.get("findings") and all(finding["rows"] for finding in answer["findings"]))
 
 
 def parted(answers: Sequence[Answer]) -> bool:
-    """Whether ranks may have left a case at different places: not where all were compared to the end, or all say the same."""
+    """Whether ranks may have left a case at different places. They have not if all went to its end, or if all answers agree."""
     if any("outcomes" in answer for answer in answers):
         lists = [answer.get("outcomes", []) for answer in answers]
         return len({len(one) for one in lists}) > 1 or any(parted(each) for each in zip(*lists, strict=True))
@@ -36,9 +36,10 @@ def parted(answers: Sequence[Answer]) -> bool:
 
 
 def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:
-    """The answers of ranks as one, findings with their ranks named; `waited` says what the ranks without an answer did.
+    """Merge the answers of ranks. Findings name their ranks; `waited` says what the ranks without an answer did.
 
-    BROKEN if it is so on any rank; any other verdict if it is the same on all; otherwise UNKNOWN, with what each rank says.
+    The verdict is BROKEN if any rank has it, and any other verdict if all ranks agree on it. Otherwise it is UNKNOWN, and the
+    reason lists the verdict of each rank.
     """
     answers = dict(sorted(answers.items()))
     first = next(iter(answers.values()))
@@ -58,7 +59,7 @@ def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:
     outcomes = {rank: _outcome(answer) for rank, answer in busy(answers).items()}
     found: dict[str, tuple[Finding, list[int]]] = {}
     for rank, outcome in outcomes.items():
-        for finding in outcome.findings:  # by its text: no two NaN are equal
+        for finding in outcome.findings:  # compared as text, since NaN is not equal to NaN
             found.setdefault(json.dumps(finding.to_json()), (finding, []))[1].append(rank)
     while_waiting = f"; while {waited}" if waited else ""
     findings = [
@@ -94,7 +95,7 @@ def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:
 
 
 def busy(answers: Mapping[int, Answer]) -> Mapping[int, Answer]:
-    """The answers of the ranks that had a part in the case, if any had."""
+    """The answers of the ranks that have a part in the case, or all answers if no rank has."""
     return {rank: answer for rank, answer in answers.items() if answer.get("reason") != IDLE} or answers
 
 
@@ -103,7 +104,7 @@ def _outcome(answer: Answer) -> Outcome:
 
 
 def by_rank(said: Mapping[int, str], between: str = ": ") -> str:
-    """What ranks say, those that say the same together: "ranks 0, 2: holds; rank 1: blind: no rows"."""
+    """The texts of ranks in one line, equal texts together: "ranks 0, 2: holds; rank 1: blind: no rows"."""
     ranks: dict[str, list[int]] = {}
     for rank, words in said.items():
         ranks.setdefault(words, []).append(rank)

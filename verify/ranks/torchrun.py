@@ -1,6 +1,6 @@
-"""Ranks under torchrun: each process that it starts supervises one worker. That of rank 0 leads, the others follow.
+"""Ranks under torchrun: each process that torchrun starts supervises one worker. Rank 0 leads, and the others follow.
 
-They talk by torchrun's store.
+The supervisors communicate through torchrun's store.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from verify.process.worker import SERVICE, START_S, Worker, WorkerLost, interrog
 from verify.ranks.group import IDLE_S, Group, Meeting, Seat, environment, pause
 
 PULSE_S = 1.0
-SILENT_S = 20.0  # a supervisor without a pulse for so long is gone
-DISMISS_S = 5.0  # how long a leader waits for its followers to go; the store may go with it
+SILENT_S = 20.0  # a supervisor without a pulse for so long counts as gone
+DISMISS_S = 5.0  # how long the leader waits for its followers to end, since the store may end with the leader
 UNDECIDED = 3  # the exit code of a follower whose leader is gone
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What torchrun tells a process that it starts: its place among `size` processes and where their store is."""
+    """What torchrun tells a process that it starts: its rank among `size` processes, and the address of their store."""
 
     rank: int
     size: int
@@ -46,18 +46,18 @@ class Launch:
         return self.local_size == self.size
 
     def store(self) -> Store:
-        """torchrun's store, under a prefix of ours; where torchrun keeps its own to itself, rank 0 is the host."""
+        """Connect to torchrun's store, under our own prefix. If torchrun does not share its store, rank 0 hosts one."""
         lead = not self.hosted and self.rank == 0
         return PrefixStore(self.prefix, TCPStore(self.host, self.port, is_master=lead, wait_for_workers=False))
 
     @property
     def prefix(self) -> str:
-        """The prefix, another one for each restart of the job."""
+        """The prefix of our keys. Each restart of the job has another one."""
         return f"gdn-verify/{self.attempt}"
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """The launch that this process is part of, None if torchrun did not start it."""
+    """The launch that this process is part of, or None if torchrun did not start it."""
     if "TORCHELASTIC_RUN_ID" not in environment:
         return None
     return Launch(
@@ -73,9 +73,10 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 class TorchrunGroup(Group):
-    """The ranks that torchrun started, led from the supervisor of rank 0: it fits where a Worker fits.
+    """The ranks that torchrun started, led by the supervisor of rank 0. It can be used in place of a `Worker`.
 
-    The other supervisors must `follow`. Closing it ends them too. SIGTERM, by which torchrun ends a job, ends the worker first.
+    The other supervisors must call `follow`; closing the group ends them too. On SIGTERM, with which torchrun ends a job, this
+    process ends its worker first. ValueError on any rank but 0.
     """
 
     def __init__(self, launch: Launch, backend: str = "gloo", deadline_s: float = 120.0, *, serves: str = SERVICE) -> None:
@@ -93,9 +94,9 @@ class TorchrunGroup(Group):
         return self
 
     def close(self) -> None:
-        """End every rank and let the followers go; safe from any thread."""
+        """End every rank and let the followers exit. Any thread may call this."""
         super().close()
-        with contextlib.suppress(RuntimeError):  # the store may be gone, and then so are they
+        with contextlib.suppress(RuntimeError):  # the store may be gone, and the followers with it
             for remote in self._remotes:
                 remote.dismiss()
             end = time.monotonic() + DISMISS_S
@@ -105,7 +106,10 @@ class TorchrunGroup(Group):
 
 
 def follow(launch: Launch, backend: str = "gloo", *, serves: str = SERVICE) -> int:
-    """Serve the leader's questions with the worker of this rank until told to go; the exit code: 0, or 3 if the leader is gone."""
+    """Answer the leader's questions with the worker of this rank until the leader dismisses it.
+
+    Returns the exit code: 0, or 3 if the leader or the store is gone.
+    """
     _exit_on_sigterm()
     words = environment(backend, launch.rank, launch.size, launch.local_rank, one_host=launch.one_host)
     try:
@@ -124,7 +128,7 @@ def follow(launch: Launch, backend: str = "gloo", *, serves: str = SERVICE) -> i
 
 
 def _serve(worker: Worker, store: Store, rank: int) -> int:
-    """Do what the leader's _Remote orders, and report what the worker says."""
+    """Do what the leader's `_Remote` orders, and report the worker's answers. Returns the exit code."""
     orders, reports, leader = _Mail(store, f"to/{rank}"), _Mail(store, f"from/{rank}"), _Silence(store, 0)
     life, running, last = 0, False, time.monotonic()
 
@@ -166,7 +170,7 @@ def _serve(worker: Worker, store: Store, rank: int) -> int:
 
 
 class _Mail:
-    """Messages from one process to one other, in order, in a store."""
+    """Messages from one process to another, in order, through a store."""
 
     def __init__(self, store: Store, name: str) -> None:
         self._store, self._name, self._next = store, name, 0
@@ -176,7 +180,7 @@ class _Mail:
         self._next += 1
 
     def get(self) -> Answer | None:
-        """The next message, None if it has not come."""
+        """The next message, or None if it has not arrived."""
         key = f"{self._name}/{self._next}"
         if not self._store.check([key]):
             return None
@@ -187,7 +191,7 @@ class _Mail:
 
 
 class _Pulse:
-    """A thread that shows others that this supervisor is there."""
+    """A thread that writes a counter to the store, which shows other supervisors that this one is alive."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._key, self._stopped = store, f"pulse/{rank}", threading.Event()
@@ -195,7 +199,7 @@ class _Pulse:
 
     def _beat(self) -> None:
         beats = 0
-        with contextlib.suppress(RuntimeError):  # the store is gone: whoever needs it will say so
+        with contextlib.suppress(RuntimeError):  # the store is gone, which code that needs it will report
             while not self._stopped.wait(PULSE_S):
                 beats += 1
                 self._store.set(self._key, str(beats))
@@ -205,7 +209,7 @@ class _Pulse:
 
 
 class _Silence:
-    """How this process sees the pulse of another supervisor."""
+    """Watches the pulse of another supervisor."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self._store, self._key = store, f"pulse/{rank}"
@@ -213,11 +217,11 @@ class _Silence:
         self._looked = self._since
 
     def too_long(self) -> str:
-        """Nothing while there is a pulse, else for how long there was none; the first may take as long as a start."""
+        """For how long there has been no pulse, in words, or "" while there is one. The first may take as long as a start."""
         now = time.monotonic()
         if now - self._looked > PULSE_S:
             if now - self._looked > SILENT_S / 2:
-                self._since = now  # it was this process that did not look
+                self._since = now  # this process was stopped itself and did not look
             self._looked = now
             seen = self._store.get(self._key) if self._store.check([self._key]) else b""
             if seen != self._seen:
@@ -227,7 +231,7 @@ class _Silence:
 
 
 class _Remote:
-    """The worker of a rank under another supervisor, which follows."""
+    """The worker of a rank under another supervisor, which follows this one."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self._orders, self._reports = _Mail(store, f"to/{rank}"), _Mail(store, f"from/{rank}")
@@ -266,32 +270,32 @@ class _Remote:
         return self._words
 
     def stop(self) -> None:
-        """Nothing: who waits for it looks every moment whether it is to stop."""
+        """Do nothing: a thread that waits for this worker checks in short intervals whether the group is closed."""
 
     def kill(self) -> None:
         if self._running:
             self._running = False
-            with contextlib.suppress(RuntimeError):  # without a store its supervisor ends it unasked
+            with contextlib.suppress(RuntimeError):  # if the store is gone, its supervisor ends the worker without an order
                 self._orders.put({"do": "end"})
 
     def end(self) -> None:
-        """Nothing more: its supervisor waits for its end before it starts another."""
+        """Kill the worker. Its supervisor waits for its end before it starts another one."""
         self.kill()
 
     def dismiss(self) -> None:
-        """Let its supervisor go; `left` says that it did."""
+        """Let the other supervisor exit. `left` is True once it has."""
         self._orders.put({"do": "dismiss"})
 
     @property
     def left(self) -> bool:
-        """Whether its supervisor said that it goes."""
+        """Whether the other supervisor has announced its exit."""
         self._left = self._left or self._gone.get() is not None
         return self._left
 
     def _hear(self) -> None:
         while (report := self._reports.get()) is not None:
             if report["life"] != self._life:
-                continue  # of a worker that was replaced since
+                continue  # from a worker that has been replaced
             if "lost" in report:
                 self._loss = WorkerLost(*report["lost"], in_kernel=report["in_kernel"])
             self._answer = report.get("answer", self._answer)
@@ -301,6 +305,6 @@ class _Remote:
 
 
 def _exit_on_sigterm() -> None:
-    """SIGTERM ends this process in order, its worker first, unless somebody else handles it."""
+    """Let SIGTERM end this process in order, its worker first, unless the signal has a handler already."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

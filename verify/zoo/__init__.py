@@ -1,5 +1,5 @@
-"""The zoo: wrong implementations by hand, and the hunt that shows which laws kill them.
+"""The zoo: hand-written wrong implementations ("animals"), and the hunt that shows which laws detect ("kill") them.
 
-An animal is an Adapter or PathAdapter in a module of this package with a `letter`, its class of defect in the field's record of
-incidents, perhaps the rows of that record whose twin it is (`incident`), and a story of one line, its docstring.
+An animal is an Adapter or PathAdapter in a module of this package. Its `letter` is its class of defects in the record of incidents.
+Its `incident` lists the rows of that record whose defect it repeats, if any. Its docstring tells in one line what is wrong.
 """

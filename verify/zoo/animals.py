@@ -1,4 +1,4 @@
-"""The animals: every class of this package that has a letter, found without a list of names."""
+"""The wrong implementations ("animals"): every class of this package with a `letter`, found by looking at its modules."""
 
 import dataclasses
 import difflib
@@ -12,7 +12,7 @@ from verify.adapters.base import Adapter, PathAdapter
 from verify.adapters.loader import load
 from verify.adapters.registry import ZOO
 
-# Classes of defects, as in the record of incidents; "-" is a mistake that no incident on record made.
+# Classes of defects, as in the record of incidents; "-" stands for a mistake that occurs in no recorded incident.
 LETTERS = {
     "S": "serving state",
     "C": "context-parallel layout and state",
@@ -31,7 +31,7 @@ LETTERS = {
     "D": "decay index",
     "-": "nobody's yet",
 }
-# Rows of the record of incidents, with what they are about.
+# Rows of the record of incidents, with their subjects.
 INCIDENTS = {
     1: "recurrent state leaks between packed samples",
     2: "layer called without cu_seqlens",
@@ -75,7 +75,11 @@ _LETTER = re.compile(r"^    letter\b", re.MULTILINE)
 
 @dataclasses.dataclass(frozen=True)
 class Animal:
-    """A wrong implementation: what it is called as an adapter, where it is from and what it does, in one line."""
+    """A wrong implementation.
+
+    It has a name, its name as an adapter (`spec`), its class, the letter of its class of defects, the rows of the incidents that it
+    repeats, and a `story`: one line about what it does wrong.
+    """
 
     name: str
     spec: str
@@ -87,7 +91,7 @@ class Animal:
 
 @functools.cache
 def animals() -> Mapping[str, Animal]:
-    """Every animal of this package by its name. ValueError if two share one, or one is not labelled."""
+    """Every animal of this package, by name. ValueError if two share a name, or if a letter, incident or story is not valid."""
     found: dict[str, Animal] = {}
     for path in sorted(pathlib.Path(__file__).parent.glob("*.py")):
         if _LETTER.search(path.read_text(encoding="utf-8")):
@@ -100,18 +104,18 @@ def animals() -> Mapping[str, Animal]:
 
 
 def by_spec() -> Mapping[str, type[Adapter] | type[PathAdapter]]:
-    """Every adapter of the zoo, right and wrong, by its name as an adapter."""
+    """Every adapter of the zoo, right and wrong, by its adapter name."""
     return {**rights(), **{animal.spec: animal.kind for animal in animals().values()}}
 
 
 def rights() -> Mapping[str, type[Adapter] | type[PathAdapter]]:
-    """The right implementations that animals are made of, by their names as adapters: what kills these too is no kill."""
+    """The right implementations from which animals are derived, by adapter name. A case that rejects them too is no kill."""
     found = (right_of(animal.kind) for animal in animals().values())
     return {ZOO + kind.__name__: kind for kind in found if kind is not None}
 
 
 def right_of(kind: type[Adapter] | type[PathAdapter]) -> type[Adapter] | type[PathAdapter] | None:
-    """The nearest class of this package that an animal is derived from and that is none itself; None if it has none."""
+    """The nearest base class of an animal in this package that is concrete and no animal itself; None if there is none."""
     for base in kind.__mro__[1:]:
         inside = base.__module__.startswith(f"{__package__}.")
         if inside and issubclass(base, Adapter | PathAdapter) and not hasattr(base, "letter") and not base.__abstractmethods__:
@@ -120,14 +124,14 @@ def right_of(kind: type[Adapter] | type[PathAdapter]) -> type[Adapter] | type[Pa
 
 
 def of_module(module: object) -> list[Animal]:
-    """The animals that a module of this package defines, in its order."""
+    """The animals that a module defines, in their order in the module."""
     name = getattr(module, "__name__", "")
     kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == name]
     return [labelled(kind) for kind in kinds if issubclass(kind, Adapter | PathAdapter) and hasattr(kind, "letter")]
 
 
 def labelled(kind: type[Adapter] | type[PathAdapter], spec: str | None = None) -> Animal:
-    """The animal that a class is. ValueError if its letter, its incidents or its story cannot be."""
+    """The Animal of a class. ValueError if the letter, the incidents or the story is not valid."""
     letter, incident = getattr(kind, "letter", None), getattr(kind, "incident", ())
     if letter not in LETTERS:
         raise ValueError(f"letter of {kind.__name__} must be one of {' '.join(LETTERS)}, got {letter!r}")
@@ -140,9 +144,9 @@ def labelled(kind: type[Adapter] | type[PathAdapter], spec: str | None = None) -
 
 
 def chosen(names: Iterable[str] = (), letters: Iterable[str] = ()) -> list[Animal]:
-    """The animals of these names and letters; all where none is given. ValueError lists the choices.
+    """The animals with one of these names and one of these letters; without names, or letters, all. ValueError lists the choices.
 
-    A name is one of the zoo's, with or without zoo/, or FILE.py:CLASS: a class with a letter in a file of your own.
+    A name is one of the zoo's, with or without `zoo/`, or FILE.py:CLASS, a class with a letter in a file of your own.
     """
     every, found = animals(), dict[str, Animal]()
     for name in names:

@@ -1,4 +1,4 @@
-"""Right implementations in plain torch, written in steps so that an animal can make one of them wrong."""
+"""Right implementations in plain torch. Each step is a method, so that a wrong implementation can override just one step."""
 
 import itertools
 
@@ -15,7 +15,10 @@ EPS = 1e-6
 
 
 class Chunkwise(Adapter):
-    """The WY form, one sequence at a time, operands of products rounded to the inputs' dtype, sums in float32."""
+    """The gated delta rule in the WY form, one sequence at a time.
+
+    Operands of products are rounded to the inputs' dtype, sums are in float32.
+    """
 
     algorithm = "chunkwise"
     chunk: int | None = 64
@@ -70,7 +73,7 @@ class Chunkwise(Adapter):
     def sequence(
         self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """q, k [T, HV, K], v [T, HV, V], g, beta [T, HV], state [HV, K, V]."""
+        """One sequence: q, k [T, HV, K], v [T, HV, V], g, beta [T, HV], state [HV, K, V]. Returns o [T, HV, V] and the state."""
         rows = []
         for start in range(0, len(q), self.size):
             at = slice(start, start + self.size)
@@ -84,7 +87,7 @@ class Chunkwise(Adapter):
         return state
 
     def low(self, x: Tensor, like: Tensor) -> Tensor:
-        """An operand as stored: rounded to the inputs' dtype."""
+        """An operand as a kernel stores it: rounded to the inputs' dtype."""
         return x.to(like.dtype)
 
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
@@ -111,7 +114,7 @@ class Chunkwise(Adapter):
         return total[..., -1:]
 
     def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """One chunk: q, k [HV, C, K], v [HV, C, V], g, beta [HV, C], state [HV, K, V]."""
+        """One chunk: q, k [HV, C, K], v [HV, C, V], g, beta [HV, C], state [HV, K, V]. Returns o [HV, C, V] and the state."""
         total = self.cumulative(g)
         decays = self.decays(total)
         grown = total.exp().unsqueeze(-1)
@@ -128,7 +131,7 @@ class Chunkwise(Adapter):
 
 
 class Serving(Adapter):
-    """Decode on a pool of states: one request after another, token by token in float32, each state written back in place."""
+    """Decode on a pool of states: request by request and token by token in float32. Each state is written back in place."""
 
     algorithm = "recurrent"
     domain = PoolDomain()
@@ -155,7 +158,7 @@ class Serving(Adapter):
         return o
 
     def slot(self, x: Inputs, request: int) -> int | None:
-        """The slot of a request; None for padding."""
+        """The slot of a request, or None if the request is padding."""
         slot = int(x.slots[request])
         return None if slot == x.padding else slot
 
@@ -168,23 +171,23 @@ class Serving(Adapter):
         return torch.zeros_like(state) if self.begins(x, request) else state
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One token: q, k [HV, K], v [HV, V], g, beta [HV], state [HV, K, V]; its output and the state after it."""
+        """One token: q, k [HV, K], v [HV, V], g, beta [HV], state [HV, K, V]. Returns o [HV, V] and the state after the token."""
         state = g.exp()[:, None, None] * state
         fresh = beta.unsqueeze(-1) * (v - (k.unsqueeze(-1) * state).sum(-2))
         state = state + k.unsqueeze(-1) * fresh.unsqueeze(-2)
         return (q.unsqueeze(-1) * state).sum(-2), state
 
     def kept(self, x: Inputs, request: int, tokens: int) -> int:
-        """How many of a request's tokens its state is after."""
+        """After how many of a request's tokens its state is stored: the accepted ones, or all."""
         return tokens if x.accepted is None else int(x.accepted[request])
 
     def write(self, x: Inputs, request: int, slot: int, states: list[Tensor]) -> None:
-        """Put the state that is kept, of those before and after each token, into the slot."""
+        """Write the state to keep into the slot. `states` has the state before the first token and after each token."""
         x.pool[slot] = states[self.kept(x, request, len(states) - 1)]
 
 
 class Layered(Adapter):
-    """The GDN layer: projections, convolution, gates, rule and gated norm, each result stored in the inputs' dtype."""
+    """The GDN layer: projections, convolution, gates, rule and gated norm. Each result is stored in the inputs' dtype."""
 
     algorithm = "chunkwise"
     chunk: int | None = 64
@@ -230,7 +233,7 @@ class Layered(Adapter):
         return dict(zip(widths, projected.split([*widths.values()], -1), strict=True))
 
     def convolve(self, x: Inputs, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        """silu of the convolution of q, k, v [B, T, C], sequence by sequence, and the last inputs [N, C, W]."""
+        """SiLU of the convolution of q, k, v [B, T, C], sequence by sequence; and each sequence's last inputs [N, C, W]."""
         rows, states, width = [], [], x.conv.shape[-1]
         for row, (start, end) in enumerate(self.boundaries(x)):
             line = torch.cat([self.before(x, row), mixed.flatten(0, 1)[start:end]])
@@ -244,7 +247,7 @@ class Layered(Adapter):
         return Chunkwise().boundaries(Inputs(cu_seqlens=x.cu_seqlens, q=x.hidden))
 
     def before(self, x: Inputs, row: int) -> Tensor:
-        """What the convolution sees before a sequence: the last inputs [W, C]."""
+        """The inputs [W, C] that the convolution sees before a sequence: the convolution state, or zeros."""
         if x.conv_state is None:
             return torch.zeros(x.conv.shape[-1], x.conv.shape[0], dtype=x.hidden.dtype)
         last: Tensor = x.conv_state[row].mT

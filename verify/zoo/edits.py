@@ -1,11 +1,12 @@
-"""Edits: every change of a kernel's source at a single point, such as hands make by mistake.
+"""Edits: every change of a kernel's source at a single point, of the kinds that people make by mistake.
 
-The source is parsed, and the text itself is cut where a node stands, so that what is shown of an edit is the line as its author
-wrote it. An edit belongs to the statement that it changes, or to the branch of a conditional expression in it: where no call runs
-that, no test can see the edit.
+The source is parsed to find nodes, but the edit replaces a node's text in place, so that a diff shows the line as its author wrote
+it. An edit belongs to the statement that it changes, or to a branch of a conditional expression in that statement. If no call runs
+this place, no test can see the edit.
 
-What no run could show is left alone: shapes and ranges of blocks, which the compiler refuses; precisions of products and barriers,
-which the interpreter does not have; the cast of what is stored, which a store makes by itself; and pointers without their base.
+Some edits are not made because no run could show them, or because they cannot run: shapes and ranges of blocks (the compiler
+refuses them), precisions of products and barriers (the interpreter has none), the cast of a stored value (the store casts anyway),
+and pointers without their base.
 """
 
 import ast
@@ -52,17 +53,17 @@ _COMPARED = {
 }
 _SIGNS = {ast.Add: ("+", "-"), ast.Sub: ("-", "+")}
 _WIDTHS = (("H", "HV"), ("K", "V"), ("BK", "BV"), ("BT", "BC"))
-_SMALL = 1e-3  # under it a constant is an eps
+_SMALL = 1e-3  # a smaller constant is taken for an eps
 _UNMOVED = ("arange", "zeros", "full", "debug_barrier", "static_assert", "static_print", "device_assert", "multiple_of")
-_ALONG = ("sum", "cumsum", "cumprod")  # they take an axis
-_UNSEEN = ("input_precision", "allow_tf32", "dtype", "fp_downcast_rounding", "axis", "reverse")  # arguments left to others
+_ALONG = ("sum", "cumsum", "cumprod")  # functions with an axis
+_UNSEEN = ("input_precision", "allow_tf32", "dtype", "fp_downcast_rounding", "axis", "reverse")  # not edited, or by another rule
 
 
 @dataclasses.dataclass(frozen=True)
 class Edit:
-    """`text` in place of source[start:end]; `line` is that of the statement, the first of the source being 1.
+    """Replaces source[start:end] by `text`. `line` is the line of the statement, where the first line of the source is 1.
 
-    In a branch of a conditional expression `line` and `column` are those of the branch; else `column` is 0.
+    In a branch of a conditional expression, `line` and `column` are those of the branch; otherwise `column` is 0.
     """
 
     operator: str
@@ -77,7 +78,7 @@ class Edit:
         return source[: self.start] + self.text + source[self.end :]
 
     def lines(self, source: str) -> tuple[int, list[str], list[str]]:
-        """The first line that it changes, and the lines before and after."""
+        """The number of the first changed line, and the changed lines before and after the edit."""
         first = source.count("\n", 0, self.start)
         count = source.count("\n", self.start, self.end) + 1
         old, new = source.split("\n"), self.of(source).split("\n")
@@ -86,7 +87,7 @@ class Edit:
 
 
 def edits(source: str) -> list[Edit]:
-    """Every edit of a function's source, in the order of its text. ValueError if it is not one function."""
+    """Every edit of a function's source, in the order of the text. ValueError if the source is not exactly one function."""
     body = ast.parse(source).body
     if len(body) != 1 or not isinstance(body[0], ast.FunctionDef):
         raise ValueError(f"source must be one function, got {source[:40]!r}")
@@ -95,13 +96,13 @@ def edits(source: str) -> list[Edit]:
 
 
 def _another(source: str, edit: Edit) -> bool:
-    """Whether the lines that an edit changes mean something else after it, and are still lines of Python."""
+    """Whether the edit changes more than white space."""
     _, old, new = edit.lines(source)
     return [line.split() for line in old] != [line.split() for line in new]
 
 
 class _Finder:
-    """Walks a function and names the edits."""
+    """Walks over a function's nodes and yields the edits."""
 
     def __init__(self, source: str, function: ast.FunctionDef) -> None:
         self.source, self.function = source, function
@@ -109,10 +110,10 @@ class _Finder:
         self._starts = [0]
         for line in source.split("\n"):
             self._starts.append(self._starts[-1] + len(line) + 1)
-        self._place = (0, 0)  # the line and column of what an edit belongs to
+        self._place = (0, 0)  # the line and column of the place that an edit belongs to
         self._stored: list[ast.expr] = []
         self._widths = self._exchanged([each.arg for each in function.args.args])
-        self._known = [each.arg for each in function.args.args]  # the names that have a value so far, in order
+        self._known = [each.arg for each in function.args.args]  # the names assigned so far, in order
         self._bases = {each.arg for each in function.args.args if each.annotation is None}
 
     @staticmethod
@@ -121,7 +122,7 @@ class _Finder:
         return {one: other for pair in pairs for one, other in (pair, pair[::-1])}
 
     def all(self) -> Iterator[Edit]:
-        """Every edit, some of them twice."""
+        """Every edit; some occur twice."""
         yield from self._block(self.function.body)
 
     def _block(self, body: list[ast.stmt]) -> Iterator[Edit]:
@@ -190,7 +191,7 @@ class _Finder:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             yield from self._expression(node.func.value)
 
-    # One method a kind of node
+    # One method for each kind of node
 
     def _binop(self, node: ast.BinOp) -> Iterator[Edit]:
         left, right = self._kept(node.left), self._kept(node.right)
@@ -251,7 +252,7 @@ class _Finder:
             yield self._edit("sibling", node, other)
 
     def _next(self, name: str, alike: Callable[[str], bool]) -> str | None:
-        """The name after this one, in a circle, of those alike that have a value."""
+        """The next name after this one, cyclically, among the assigned names for which `alike` is true; None without another."""
         names = [each for each in self._known if alike(each)]
         return names[(names.index(name) + 1) % len(names)] if name in names and len(names) > 1 else None
 
@@ -319,7 +320,7 @@ class _Finder:
         return self.source[start:end]
 
     def _kept(self, part: ast.expr) -> str:
-        """The text of a part that takes the place of the whole, or stands elsewhere in it."""
+        """The text of a part that replaces the whole or moves within it, in parentheses if it needs them."""
         text = self._text(part)
         return text if isinstance(part, ast.Name | ast.Call | ast.Subscript | ast.Attribute | ast.Constant) else f"({text})"
 
@@ -327,31 +328,31 @@ class _Finder:
         return Edit(operator, *self._span(node), text, *self._place)
 
     def _operator(self, operator: str, left: ast.AST, right: ast.AST, old: str, new: str) -> Edit:
-        """The sign between two parts exchanged."""
+        """An edit that replaces the operator between two operands."""
         start, end = self._span(left)[1], self._span(right)[0]
         between = re.sub(r"#[^\n]*", lambda comment: " " * len(comment[0]), self.source[start:end])
         at = start + between.index(old)
         return Edit(operator, at, at + len(old), new, *self._place)
 
     def _without(self, operator: str, node: ast.Call, names: tuple[str, ...]) -> Edit:
-        """A call without some of its named arguments."""
+        """An edit that removes some named arguments of a call."""
         parts = [self._text(each) for each in node.args]
         parts += [f"{each.arg}={self._text(each.value)}" for each in node.keywords if each.arg not in names]
         return self._edit(operator, node, f"{self._text(node.func)}({', '.join(parts)})")
 
 
 def _called(node: ast.AST) -> str:
-    """The last name of what is called, or nothing."""
+    """The last name of the called function, or "" if the node is no call."""
     if not isinstance(node, ast.Call):
         return ""
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
 
 
 def until_def(lines: list[str]) -> int:
-    """How many lines stand before a function's def: its decorators."""
+    """The number of lines before a function's def, that is, of its decorators."""
     return next(number for number, line in enumerate(lines) if line.lstrip().startswith("def "))
 
 
 def dedented(lines: list[str]) -> str:
-    """The source of a function from its def on, as Triton reads it: without decorators, at the margin."""
+    """The source of a function from its def on, without decorators and indentation, as Triton reads it."""
     return textwrap.dedent("".join(lines[until_def(lines) :])).rstrip("\n") + "\n"

@@ -1,8 +1,9 @@
-"""The hunt: every animal against every law of its kind, and how many cases it took each law to kill it.
+"""The hunt: run every law of its book against every wrong implementation ("animal"), and count the cases until each law kills it.
 
-A law's cases are those that `check` draws in the default profile, drawn once for all animals of one domain. The first quarter of
-them goes to every animal; an animal that fewer than three laws have killed by then is asked about the rest of them as well. So
-whoever survives was asked all that `check` would ask, and one that every law kills costs little.
+A law kills an animal if one of its cases is broken. The cases of a law are those that `check` draws in the default profile. They
+are drawn once for all animals of one domain. Every animal runs the first quarter of the cases. An animal that fewer than three laws
+have killed by then runs the rest too. So a survivor has run everything that `check` would run, and an animal that every law kills
+costs little.
 """
 
 import concurrent.futures
@@ -31,14 +32,18 @@ from verify.zoo.animals import INCIDENTS, Animal, right_of
 
 PROFILE = PROFILES["quick"]
 QUARTER = 4
-IN_FULL = 3  # laws that have to kill an animal before the others may ask it less
-LOST = 3  # laws under which an animal may take its process along: a new one costs seconds
+IN_FULL = 3  # an animal that so many laws have killed after the first quarter skips the remaining cases
+LOST = 3  # an animal that ended its process so often is run no more: a new process costs seconds
 SHRINK_S = 20.0
 
 
 @dataclasses.dataclass
 class Cell:
-    """What one law knows of one animal: the cases asked, and the number of the one that killed it."""
+    """The result of one law for one animal.
+
+    `asked` counts the cases run, of which `held` hold and `blind` could not see. `killed_at` is the number, from 1, of the case
+    that killed the animal. `seconds` is the time that these cases take, with the computation of their tolerances.
+    """
 
     law: str
     asked: int = 0
@@ -53,7 +58,7 @@ class Cell:
 
     @property
     def state(self) -> str:
-        """killed, alive, blind, undecided, or not asked, and if so `reason` says why not."""
+        """The state: "killed", "alive", "blind", "undecided" or "not asked". For the last, `reason` has the reason."""
         if self.killed_at is not None:
             return "killed"
         if not self.asked:
@@ -70,7 +75,7 @@ class Cell:
 
 @dataclasses.dataclass
 class Fate:
-    """What became of an animal: a cell a law of its book, in the book's order."""
+    """The results of one animal: a Cell for each law of its book, in the book's order."""
 
     animal: Animal
     book: Book
@@ -81,17 +86,17 @@ class Fate:
 
     @property
     def killers(self) -> list[Cell]:
-        """The cells of the laws that killed it, the fewest cases first, the book's order where they are equal."""
+        """The cells of the laws that killed the animal, sorted by number of cases, then in the book's order."""
         return sorted((cell for cell in self.cells.values() if cell.killed_at is not None), key=lambda cell: cell.killed_at or 0)
 
     @property
     def was_asked(self) -> bool:
-        """Whether any law asked it anything."""
+        """Whether the animal ran any case."""
         return any(cell.asked for cell in self.cells.values())
 
     @property
     def verdict(self) -> str:
-        """killed, SURVIVES, or not asked."""
+        """The verdict: "killed", "SURVIVES" or "not asked"."""
         return "killed" if self.killers else "SURVIVES" if self.was_asked else "not asked"
 
     def to_json(self) -> dict[str, Any]:
@@ -112,7 +117,7 @@ class Fate:
 
 @dataclasses.dataclass
 class Herd:
-    """Animals of one domain under one law of their book, and the cases that they share."""
+    """The animals of one domain, one law of their book, and the cases that they share."""
 
     law: str
     fates: list[Fate]
@@ -120,16 +125,16 @@ class Herd:
 
     @property
     def book(self) -> Book:
-        """The book that the law is in."""
+        """The book of the law."""
         return self.fates[0].book
 
 
 class Hunt:
-    """A hunt of some animals, by some laws (all of their books where none is named). `fates` is what is known so far, `alarms` the
-    lines on which right code was rejected: no kill of theirs counts. An animal that `until` laws have killed is left alone, and
-    its case as it is.
+    """A hunt: some animals against some laws; without `laws`, against all laws of their books.
 
-    `on_case(what, done, of)` is told as it goes, from any thread.
+    `fates` has the results so far. `alarms` are the lines of cases that rejected right code; these cases count as no kill. With
+    `until`, an animal that so many laws have killed runs no further cases, and broken cases are not shrunk.
+    `on_case(what, done, of)` is called as the hunt proceeds, from any thread.
     """
 
     def __init__(
@@ -163,7 +168,7 @@ class Hunt:
 
     def __enter__(self) -> "Hunt":
         self._folder = tempfile.TemporaryDirectory(prefix="gdn-verify-zoo-")
-        self._store = Store(self._folder.name)  # what kills an animal is no finding of anybody's kernel
+        self._store = Store(self._folder.name)  # a temporary store, because failures of animals are no findings
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -171,18 +176,18 @@ class Hunt:
         self._folder.cleanup()
 
     def stop(self) -> None:
-        """End every worker and let nothing new begin; safe from any thread."""
+        """End every worker and start nothing new. Safe to call from any thread."""
         self._stopped.set()
         for worker in self.workers:
             worker.close()
 
     @property
     def wall_s(self) -> float:
-        """Seconds since the hunt was made, or that it took."""
+        """Seconds since the hunt was created, or its duration once it has ended."""
         return (self.ended or time.monotonic()) - self.started
 
     def run(self) -> list[Fate]:
-        """The fates, in the animals' order."""
+        """Run the hunt. The fates are in the order of the animals."""
         herds = list(self._herds())
         self._each(herds, lambda herd, worker: self._ask(herd, worker, "", slice(0, self._share(herd)), herd.fates))
         hardy = {id(fate) for fate in self.fates if len(fate.killers) < IN_FULL}
@@ -202,7 +207,7 @@ class Hunt:
         return self.fates
 
     def _herds(self) -> Iterator[Herd]:
-        """The largest first, so that no worker is left with one at the end."""
+        """The herds, the largest first, so that at the end no worker is alone with a large one."""
         groups: dict[tuple[str, str, Any], Herd] = {}
         for fate in self.fates:
             for law, cell in fate.cells.items():
@@ -220,7 +225,7 @@ class Hunt:
         return self.until is None or len(fate.killers) < self.until
 
     def _each(self, items: Sequence[Any], work: Callable[[Any, Worker], None]) -> None:
-        """Do the work on every item, in their order, as many at a time as there are workers."""
+        """Call `work(item, worker)` for every item, in their order, on all workers at once."""
 
         def one(item: Any) -> None:
             with self._lock:
@@ -243,7 +248,7 @@ class Hunt:
             pool.shutdown(wait=True, cancel_futures=True)
 
     def _ask(self, herd: Herd, worker: Worker, more: str, share: slice, fates: Sequence[Fate]) -> None:
-        """Ask a law about a share of its cases, each case of every animal that still lives: they share the case's bounds."""
+        """Run a share of a law's cases. Each case is run on every living animal in turn, so that they share its tolerances."""
         law = herd.book.laws[herd.law]
         if not herd.examples:
             seeded(
@@ -265,10 +270,13 @@ class Hunt:
             self.on_case(law.name + more, done, len(cases))
 
     def _one(self, run: Run, fate: Fate, bounds_s: float, worker: Worker) -> tuple[Outcome, float]:
-        """What an animal comes to on a case, and the seconds of the case's bounds: who asks first pays, and it is told of all."""
+        """The outcome of an animal on a case, and the seconds that the case's tolerances took.
+
+        The first animal computes the tolerances for all. Their time is added to every animal's seconds all the same.
+        """
         cell, start = fate.cells[run.law], time.monotonic()
         outcome = ask(run, worker, self._store)
-        if outcome.lost:  # by this animal, and not by what an earlier one wrote out of bounds
+        if outcome.lost:  # run again in a new process: an earlier animal may have written out of bounds
             fate.lost += 1
             if fate.lost == 1:
                 outcome = ask(run, worker, self._store)
@@ -285,7 +293,7 @@ class Hunt:
         return outcome, bounds_s
 
     def _kill(self, broken: Sequence[tuple[Fate, Run, Outcome]], number: int, worker: Worker) -> None:
-        """Count the kills of a case, unless it kills the right implementation that the animal was made of as well."""
+        """Count the kills of a case, unless the case also rejects the right implementation from which the animal is derived."""
         controls: dict[type[Any] | None, str] = {None: ""}
         for fate, run, outcome in broken:
             cell, right = fate.cells[run.law], right_of(fate.animal.kind)
@@ -296,7 +304,7 @@ class Hunt:
                 controls[right] = str(control) if rejected else ""
                 if rejected:
                     self.alarms.append(str(control))
-                    worker.end()  # an animal may have left something behind in the process
+                    worker.end()  # a fresh process, in case an animal left something behind in this one
             if controls[right]:
                 cell.reason = f"right code is rejected too: {controls[right]}"
                 continue
@@ -305,7 +313,7 @@ class Hunt:
             cell.what = f"{finding.place}: {finding.what}"
 
     def _shrink(self, fate: Fate, worker: Worker) -> None:
-        """The smallest case of the law that needed fewest."""
+        """Shrink the case of the law that needed the fewest cases, and store its line."""
         broken = fate.killers[0].broken
         assert broken is not None
         run, outcome = broken
@@ -320,7 +328,11 @@ class Hunt:
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """A hunt in numbers. `twins` are the rows of the record of incidents that an asked animal is a twin of."""
+    """A hunt in numbers.
+
+    `twins` are the rows of the record of incidents that some animal repeats, `without` the other rows. `median_cases` is the median
+    number of cases until the first kill.
+    """
 
     animals: int
     killed: int
@@ -335,7 +347,7 @@ class Summary:
 
 
 def summary(hunt: Hunt) -> Summary:
-    """The hunt in numbers."""
+    """The numbers of a hunt."""
     verdicts = [fate.verdict for fate in hunt.fates]
     first = [fate.killers[0].killed_at or 0 for fate in hunt.fates if fate.killers]
     twins = {row for fate in hunt.fates for row in fate.animal.incident}
@@ -359,5 +371,5 @@ def summary(hunt: Hunt) -> Summary:
 
 
 def law_key(book: Book, law: str) -> str:
-    """A law's name among the laws of all books, of which two may share one."""
+    """A law's name with its book, because laws of two books may share a name."""
     return f"{book.name}/{law}"

@@ -1,4 +1,4 @@
-"""The kill table, as lines of text and as plain data. Nothing here decides anything, and nothing prints."""
+"""The kill table as lines of text and as plain data. This module decides nothing and prints nothing."""
 
 import statistics
 import textwrap
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verify.adapters.packages import installed
+from verify.findings.text_table import text_table
 from verify.zoo.animals import INCIDENTS, LETTERS
 from verify.zoo.hunt import IN_FULL, PROFILE, QUARTER, Fate, Hunt, summary
 from verify.zoo.trials import Trial
@@ -14,7 +15,7 @@ WIDTH = 132
 
 
 def fate_lines(fate: Fate) -> list[str]:
-    """An animal: its name, class, incidents and story; the laws that kill it and in which case; the smallest case."""
+    """The lines of an animal: name, class, incidents, the laws that kill it and in which case, story, and the smallest case."""
     animal, killers = fate.animal, fate.killers
     rows = " ".join(map(str, animal.incident))
     head = f"{animal.name:<28} {animal.letter}  {rows:<10}"
@@ -36,7 +37,7 @@ def _wrapped(text: str, first: str = "    ", rest: str = "    ") -> list[str]:
 
 
 def lines(hunt: Hunt) -> list[str]:
-    """The whole table, survivors last and then once more, loudly."""
+    """The lines of the whole table. Survivors come last and are repeated in the summary."""
     order = {"killed": 0, "not asked": 1, "SURVIVES": 2}
     said = [f"{'animal':<28} cl rows       first kill           laws that kill it, and in which case"]
     for fate in sorted(hunt.fates, key=lambda fate: order[fate.verdict]):
@@ -45,7 +46,7 @@ def lines(hunt: Hunt) -> list[str]:
 
 
 def summary_lines(hunt: Hunt) -> list[str]:
-    """The hunt in a few lines, with what must not be missed at their end."""
+    """The summary of a hunt. False alarms and survivors come last, where they are not overlooked."""
     told = summary(hunt)
     median = f"; median {told.median_cases:g} cases to the kill" if told.median_cases is not None else ""
     said = [f"{told.animals} animals: {told.killed} killed, {told.alive} alive{median}; {told.runs} runs in {told.wall_s:.0f} s"]
@@ -69,17 +70,15 @@ def _alarms(hunt: Hunt) -> list[str]:
 
 
 def rule_lines(hunt: Hunt, trials: Sequence[Trial]) -> list[str]:
-    """A row an animal that suites are about: whether ours kills it, and in which of its cases each suite does."""
-    width = [max(8, len(trial.suite)) for trial in trials]
-    said = ["  ".join([f"{'animal':<28} ours", *(f"{trial.suite:>{w}}" for trial, w in zip(trials, width, strict=True))])]
+    """A row for each animal that suites can judge: whether our laws kill it, and which case of each suite rejects it."""
     named = {name for trial in trials for name in trial.killed_at}
-    for fate in hunt.fates:
-        name = fate.animal.name
-        if name in named:
-            words = [_word(trial, name) for trial in trials]
-            columns = [f"{word:>{w}}" for word, w in zip(words, width, strict=True)]
-            said.append("  ".join([f"{name:<28} {'dead' if fate.killers else 'LIVES'}", *columns]).rstrip())
-    said.append("")
+    rows = [
+        (fate.animal.name, "dead" if fate.killers else "LIVES", *(_word(trial, fate.animal.name) for trial in trials))
+        for fate in hunt.fates
+        if fate.animal.name in named
+    ]
+    header = ("animal", "ours", *(trial.suite for trial in trials))
+    said = [*text_table(header, rows, right=range(2, len(header))), ""]
     for trial in trials:
         said.append(f"{trial.suite}: {_verdict(trial)} · {trial.story}")
         for name, number in trial.killed_at.items():
@@ -104,7 +103,7 @@ def _verdict(trial: Trial) -> str:
 
 
 def to_json(hunt: Hunt, trials: Sequence[Trial] = (), *, interrupted: bool = False) -> dict[str, Any]:
-    """All of it as plain data, which the page is made of too."""
+    """The whole table as plain data, from which the page is made too."""
     told = summary(hunt)
     books = {fate.book.name: fate.book for fate in hunt.fates}
     return {

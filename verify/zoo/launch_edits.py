@@ -1,8 +1,8 @@
-"""Launches: what interpreted Triton kernels are given and what they write, which statements run, and how one is exchanged.
+"""Launches of interpreted Triton kernels: record their arguments, writes and executed statements, and replace a kernel by an edit.
 
-Nothing is written to any file: a mutated kernel is compiled as Triton's interpreter compiles every kernel, from text, and stands in
-its table of functions in place of the right one. A launch that was watched runs again on copies of what it was given; the
-interpreter (verify/interpreter.py) lets none of its accesses leave them.
+Nothing is written to any file. Triton's interpreter compiles every kernel from text; an edited kernel is compiled in the same way
+and replaces the original in the interpreter's table of functions. A recorded launch runs again on copies of its arguments. The
+interpreter (verify/interpreter/) refuses every access outside these copies.
 """
 
 import ast
@@ -19,14 +19,17 @@ from torch import Tensor
 
 from verify.zoo.edits import Edit, dedented, until_def
 
-# A kernel and a line of its file: a statement. With a column besides 0, a branch of a conditional expression that begins there.
+# A statement, as (kernel key, line in its file, 0). If the column is not 0, a branch of a conditional expression that begins there.
 Place = tuple[str, int, int]
 _MARKER = "_gdn_verify_executed"
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A function in Triton's language that a launch runs: a kernel, or one that kernels call."""
+    """A function in Triton's language that a launch runs: a kernel, or a function that kernels call.
+
+    `first` is the line of its def in the file, `source` its text without decorators.
+    """
 
     name: str
     file: str
@@ -36,15 +39,15 @@ class Kernel:
 
     @property
     def key(self) -> str:
-        """Its name among all."""
+        """The unique name of the function: file and name."""
         return f"{self.file}:{self.name}"
 
     def line(self, edit: Edit) -> int:
-        """The line of the file where what is edited begins."""
+        """The line in the file of the statement or branch that is edited."""
         return self.first + edit.line - 1
 
     def place(self, edit: Edit) -> Place:
-        """The statement that an edit changes, or the branch in it."""
+        """The statement that an edit changes, or the branch of a conditional expression in it."""
         return self.key, self.line(edit), edit.column
 
     def diff(self, edit: Edit) -> str:
@@ -57,7 +60,10 @@ class Kernel:
 
 @dataclasses.dataclass
 class Launch:
-    """A launch: the arguments, tensors as (memory, dtype, offset, shape, strides), and each memory's bytes before and after."""
+    """A recorded launch: its arguments, with each memory's bytes before and after it.
+
+    Tensors among the arguments are stored as (memory, dtype, offset, shape, strides).
+    """
 
     function: Any
     names: list[str]
@@ -69,11 +75,11 @@ class Launch:
 
     @property
     def bytes(self) -> int:
-        """What it holds."""
+        """The bytes of memory that this record holds."""
         return sum(x.numel() for x in self.before) + sum(x.numel() for x in {id(x): x for x in self.after}.values())
 
     def differs(self) -> bool:
-        """Whether it writes other bits on copies of what it was given, with the functions as they are now, or raises."""
+        """Whether the launch, repeated on copies with the present functions, writes other bits or raises."""
         from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
         memories = [given.clone() for given in self.before]
@@ -82,7 +88,7 @@ class Launch:
         try:
             with np.errstate(all="ignore"):
                 GridExecutor(function, self.names, self.grid)(**arguments)
-        except Exception:  # whatever it raises, the launch that was watched did not
+        except Exception:  # any exception is a difference, because the recorded launch raised none
             return True
         return not all(torch.equal(got, want) for got, want in zip(memories, self.after, strict=True))
 
@@ -105,14 +111,14 @@ def _rebuilt(value: Any, memories: list[Tensor]) -> Any:
 
 @functools.cache
 def watch() -> "Watch":
-    """The one watch of this process. Ask for it after verify/interpreter.py is installed and before any kernel is launched."""
+    """The only Watch of this process. First call it after verify.interpreter.install() and before any kernel is launched."""
     return Watch()
 
 
 class Watch:
-    """What the launches of this process do: the `kernels` that were called, by their keys, and the places `executed`.
+    """Records the launches of this process: the `kernels` that were called, by key, and the places `executed`.
 
-    What is launched inside `watching` is kept in `launches`, if it executes a place that is wanted.
+    Inside `watching`, launches that execute a wanted place are kept in `launches`.
     """
 
     def __init__(self) -> None:
@@ -152,7 +158,7 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self, wanted: Iterable[Place] = ()) -> Iterator[None]:
-        """Watch what is done inside; `launches` are those of the last time."""
+        """A context that records launches which execute one of the `wanted` places. It clears the earlier `launches`."""
         self.launches = []
         self._wanted = set(wanted)
         try:
@@ -181,17 +187,17 @@ class Watch:
 
 
 def exchange(kernel: Kernel, edit: Edit) -> None:
-    """From now on this process runs the edited source in place of the kernel's. SyntaxError, or what compiling it raises."""
+    """Replace a kernel by its edited source in this process. Raises SyntaxError, or what the compilation raises."""
     from triton.runtime.interpreter import InterpretedFunction
 
     rewriter = kernel.function.rewriter
-    kernel.function.rewrite()  # it sets what the rewriter knows of the file
+    kernel.function.rewrite()  # sets the rewriter's data about the file
     made = rewriter._compile_and_exec(rewriter._transform_ast(edit.of(kernel.source)))
     InterpretedFunction.rewritten_fn[kernel.function.fn] = made
 
 
 def _key(function: Any) -> str | None:
-    """A name for a function that is the same on every machine; None for Triton's own."""
+    """A name of a function that is the same on every machine; None for Triton's own functions."""
     module = function.__module__ or ""
     if module.partition(".")[0] == "triton":
         return None
@@ -199,7 +205,7 @@ def _key(function: Any) -> str | None:
 
 
 def _described(given: dict[str, Any]) -> tuple[dict[str, Any], list[torch.UntypedStorage]]:
-    """Arguments with tensors as places in memories, and the memories; tensors may share one."""
+    """The arguments, with each tensor as a place in a memory, and the list of memories. Tensors may share a memory."""
     storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
     arguments = dict(given)
     for name, value in given.items():
@@ -217,7 +223,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 class _Marked(ast.NodeVisitor):
-    """Says before each statement, and each branch of a conditional expression, that it is executed."""
+    """Inserts a call that records the place before each statement and each branch of a conditional expression."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -232,7 +238,7 @@ class _Marked(ast.NodeVisitor):
                 marked = [(ast.copy_location(ast.Expr(self._mark(each)), each), each) for each in statements]
                 setattr(node, field, [part for pair in marked for part in pair])
             elif isinstance(node, ast.IfExp) and isinstance(statements, ast.expr):
-                told = self._mark(statements, statements.col_offset)  # it returns None
+                told = self._mark(statements, statements.col_offset)  # returns None, so `or` goes on to the branch
                 setattr(node, field, ast.copy_location(ast.BoolOp(ast.Or(), [told, statements]), statements))
 
     def _mark(self, node: ast.stmt | ast.expr, column: int = 0) -> ast.Call:

@@ -1,10 +1,10 @@
-"""Mutants: kernels with one edit each, and the hunt in which the laws are asked about them.
+"""Mutants: kernels with one edit each, and the hunt that runs the laws on them.
 
-Each case runs once on the right kernels, watched (verify/zoo/launch_edits.py). A mutant is then a forked child in which one
-kernel is
-exchanged. It first repeats the launches of a case that execute the edited statement: where all write the same bits, so does
-everything after them, and the law need not be asked. Where one differs, or leaves its tensors, the law is asked as `check` asks it,
-and the first that is broken has killed the mutant. A child that dies or hangs is killed by the law that it was asked about.
+Each case runs once on the unedited kernels, and its launches are recorded (verify/zoo/launch_edits.py). For each mutant, a forked
+child process replaces one kernel by the edited one. For each case the child first repeats the launches that execute the edited
+statement. If all of them write the same bits, everything after them is the same too, and the law need not run. If a launch differs,
+or accesses memory outside its tensors, the law runs as in `check`. The first broken law has killed the mutant. If the child dies or
+hangs, the law that it was running has killed the mutant.
 """
 
 import collections
@@ -31,16 +31,16 @@ from verify.process.outcome import Verdict
 from verify.zoo.edits import Edit
 from verify.zoo.launch_edits import Kernel, Launch, Place, Watch, exchange
 
-AT_ONCE = 32  # cases watched before mutants are asked about them
-HELD = 1 << 30  # bytes of watched launches that are held at most
-MORE = 4 << 30  # bytes that a mutant may take beyond what its parent holds
+AT_ONCE = 32  # cases that are recorded at most before the mutants run them
+HELD = 1 << 30  # bytes of recorded launches that are kept at most
+MORE = 4 << 30  # bytes of memory that a child may use beyond its parent's
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-SLOWER = 20.0  # a mutant hangs that takes so many times what the right kernels take, and longer than the deadline
+SLOWER = 20.0  # a mutant hangs if it takes longer than the deadline and so many times as long as the unedited kernels
 
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """An edit of a kernel. Its id is its number among all mutants of the adapter and a digest, which another source changes."""
+    """An edit of a kernel."""
 
     number: int
     kernel: Kernel
@@ -53,17 +53,17 @@ class Mutant:
 
     @property
     def id(self) -> str:
-        """What `--id` takes."""
+        """The id that `--id` takes: the number among all mutants of the adapter, and a digest that depends on the source."""
         return f"{self.number:04d}.{hashlib.sha256(self.diff.encode()).hexdigest()[:4]}"
 
     @property
     def place(self) -> Place:
-        """The statement that it changes, or the branch in it."""
+        """The statement that the edit changes, or the branch of a conditional expression in it."""
         return self.kernel.place(self.edit)
 
     @property
     def changed(self) -> tuple[str, str]:
-        """The lines before and after in one line each, whatever their indentation."""
+        """The changed lines before and after the edit, each joined to one line without indentation."""
         _, old, new = self.edit.lines(self.kernel.source)
         return " ".join(" ".join(old).split()), " ".join(" ".join(new).split())
 
@@ -73,11 +73,13 @@ class Mutant:
 
 @dataclasses.dataclass
 class Fate:
-    """What became of a mutant: "killed" by a law, "survived", "undecided" where we failed, or "not asked".
+    """The result of one mutant: "killed" by a law, "survived", "undecided" (gdn-verify failed), or "not asked".
 
-    `how` is what the law saw; `cases` and `seconds` are what `check` goes through until it sees it, all laws in their order on one
-    worker; `differed` of the `ran` cases that execute the statement have a launch that writes other bits or raises, and `unknown`
-    could not be judged. An edit may be `argued` to be no defect: the class of the argument and its `reason`.
+    - `how`: how the law saw the mutant.
+    - `cases`, `seconds`: what `check` would need until then, with all laws in their order on one worker.
+    - `ran`: cases that execute the edited statement. In `differed` of them a launch writes other bits or raises, and `unknown` of
+      them could not be judged.
+    - `argued`, `reason`: the class of an argument that the edit is no defect, and the argument, if there is one.
     """
 
     mutant: Mutant
@@ -103,7 +105,10 @@ class Fate:
 
 @dataclasses.dataclass
 class Item:
-    """A case that was watched on the right kernels: its number among all, its run, its launches, and seconds."""
+    """A case that was recorded on the unedited kernels: its number among all cases, its run and its launches.
+
+    `took_s` is the time of this case and `until_s` the time of all cases up to this one, in seconds.
+    """
 
     number: int
     run: Run
@@ -112,14 +117,14 @@ class Item:
     until_s: float
 
     def executing(self, place: Place) -> list[Launch]:
-        """The launches that execute a statement."""
+        """The launches that execute the statement at `place`."""
         return [launch for launch in self.launches if place in launch.executed]
 
 
 class Hunt:
-    """Asks about mutants, as many at a time as there are `workers`. `say` is told how it goes.
+    """Runs the laws on mutants, `workers` mutants at a time. `say` is called with lines about the progress.
 
-    `left_out` are runs that do not hold on the right kernels, and could tell nothing.
+    `left_out` are runs that do not hold on the unedited kernels, so that they cannot judge a mutant.
     """
 
     def __init__(
@@ -136,7 +141,7 @@ class Hunt:
         self._next, self._until_s = 0, 0.0
 
     def __call__(self, fates: Sequence[Fate]) -> None:
-        """Fill in the fates, once. Whatever ends it, no child is left."""
+        """Fill in the fates. Call it once. However it ends, no child process is left."""
         size, alive = 1, list(fates)
         try:
             while alive and self._next < len(self.runs):
@@ -200,28 +205,28 @@ def _held(item: Item) -> int:
 
 
 class _Child:
-    """A forked process in which one mutant is asked about some cases. It writes a line before each step, and one at the end."""
+    """A forked process that runs one mutant on some cases. It writes a JSON line before each step, and one with its answer."""
 
     def __init__(self, fate: Fate, items: list[Item]) -> None:
         self.fate, self.items = fate, items
-        self.at, self.step = 0, ""  # the case under way, and what is done with it
-        self.lost = False  # whether a process was lost on this case, so that the law is asked at once
+        self.at, self.step = 0, ""  # the index of the current case, and its step: "repeat" (launches) or "law"
+        self.lost = False  # whether a process was lost on this case, so that the law runs at once
         self.pid, self.pipe, self.hung = 0, -1, False
         self._heard, self._buffer = 0.0, b""
         self._answer: dict[str, Any] | None = None
 
     @property
     def item(self) -> Item:
-        """The case under way."""
+        """The current case."""
         return self.items[self.at]
 
     @property
     def silent_s(self) -> float:
-        """Seconds since it said something."""
+        """Seconds since the last output of the process."""
         return time.monotonic() - self._heard
 
     def start(self) -> None:
-        """Fork, to begin with the case under way."""
+        """Fork a process that begins with the current case."""
         sys.stdout.flush()
         sys.stderr.flush()
         self.pipe, theirs = os.pipe()
@@ -233,12 +238,12 @@ class _Child:
         os.close(theirs)
 
     def kill(self) -> None:
-        """Kill it, whatever it does."""
+        """Kill the process with SIGKILL."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
     def hear(self) -> bool:
-        """Read what it wrote; False at its end."""
+        """Read what the process wrote. False if it has ended."""
         data = os.read(self.pipe, 1 << 16)
         self._heard = time.monotonic()
         *lines, self._buffer = (self._buffer + data).split(b"\n")
@@ -253,7 +258,7 @@ class _Child:
         return bool(data)
 
     def end(self) -> bool:
-        """Enter what became of the mutant in its fate; True if it is to be started again, with the case under way."""
+        """Reap the process and fill in the mutant's fate. True if a new process should start with the current case."""
         os.close(self.pipe)
         _, status = os.waitpid(self.pid, 0)
         if self._answer is not None:
@@ -263,7 +268,7 @@ class _Child:
             elif self._answer["killed"]:
                 self._killed(self._answer["killed"])
             return False
-        # What a repeated launch does decides nothing; and a crash is one if it comes again, as for `check`.
+        # A repeated launch decides nothing, and as in `check` a crash only counts if it happens again.
         if self.step == "repeat" or (self.step == "law" and not self.hung and not self.lost):
             self.fate.differed += self.step == "repeat"
             self.lost = True
@@ -283,13 +288,13 @@ class _Child:
 
 
 def _serve(pipe: int, child: _Child) -> None:
-    """The life of a child: it never returns."""
+    """Run in the child process. Never returns."""
 
     def say(said: dict[str, Any]) -> None:
         os.write(pipe, (json.dumps(said) + "\n").encode())
 
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
@@ -298,14 +303,14 @@ def _serve(pipe: int, child: _Child) -> None:
         size = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + MORE, size + MORE))
         say(_asked(child, say))
-    except BaseException:  # ours, and no verdict
+    except BaseException:  # an error of gdn-verify, no verdict
         say({"killed": "", "unknown": 0, "failed": traceback.format_exc()[-2000:]})
     finally:
         os._exit(0)
 
 
 def _asked(child: _Child, say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """The answer: what the law that kills the mutant saw, if one does, and how many cases could not be judged."""
+    """The answer of the child: how the mutant was seen, if a law killed it, and how many cases could not be judged."""
     mutant = child.fate.mutant
     answer: dict[str, Any] = {"killed": "", "unknown": 0, "failed": ""}
     exchange(mutant.kernel, mutant.edit)

@@ -1,9 +1,9 @@
-"""Mutation of real kernel source: every edit at a single point of an adapter's Triton kernels, and which law sees it.
+"""Mutation of real kernel source: make every single edit of an adapter's Triton kernels, and find which law sees each.
 
     python -m verify zoo --mutate fla/chunk --sample 60
 
-Which kernels a forward and backward call launches is seen, and which of their statements run; only those are edited
-(verify/zoo/edits.py). The cases are those that `check` draws, law by law; verify/zoo/mutants.py asks about them.
+Some forward and backward calls show which kernels are launched and which of their statements run. Only these kernels are edited
+(verify/zoo/edits.py). The cases are those that `check` draws, law by law; verify/zoo/mutants.py runs them on the mutants.
 """
 
 import argparse
@@ -38,25 +38,29 @@ from verify.execution.execute import execute
 from verify.execution.judging import adapter_of
 from verify.execution.run import Run
 from verify.findings import known as known_defects
+from verify.findings.text_table import text_table
 from verify.zoo.edits import OPERATORS, edits
 from verify.zoo.launch_edits import Watch, watch
 from verify.zoo.mutants import Fate, Hunt, Mutant
 
 ARGUED = pathlib.Path(__file__).with_name("equivalent.json")
-# Cases of rules that between them take every branch that depends on the call,
+# Cases of rules that together take every branch that depends on the call.
 WIDE = (
     "lengths=130 heads=2 value_heads=4 key_dim=24 value_dim=40 gate=64 state=random qk_norm=yes in_kernel=both",
     "lengths=66+0+17+128 packed=yes key_dim=100 value_dim=100 dtype=bf16 gate=64 state=random in_kernel=gate dt_bias=no",
     "lengths=66 key_dim=160 value_dim=160 dtype=fp16 gate=64 state=random in_kernel=beta",
     "lengths=66+66 key_dim=256 value_dim=16 gate=64 gate_dtype=input state=random",
 )
-DRAWN = 8  # and so many that the first law draws, of any book
-MEMO = 256  # the oracle's answers that are kept: those of the cases that mutants are asked about at once
+DRAWN = 8  # further cases, drawn from the first law of the book
+MEMO = 256  # oracle results that are kept in memory, so that the cases that are run together do not compute them again
 COLUMNS = ("made", "uncovered", "asked", "killed", "argued", "survived", "undecided")
 
 
 def discovered(spec: str, adapter: Adapter, seen: Watch) -> list[Mutant]:
-    """Every mutant of the kernels that calls of the adapter launch; `seen` then knows which statements they execute."""
+    """Every mutant of the kernels that the adapter launches in some calls. `seen` records the statements that these calls execute.
+
+    AdapterError if the adapter launches no Triton kernel.
+    """
     seen.executed.clear()
     for run in _wide(spec, adapter.domain):
         with seen.watching():
@@ -86,7 +90,7 @@ def _wide(spec: str, domain: Any) -> Iterator[Run]:
 
 
 def sampled(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
-    """`count` of the mutants, as large a share of each kernel and operator as of all, in their order."""
+    """`count` of the mutants in their order, drawn so that each kernel and operator has the same share as among all."""
     if count >= len(mutants):
         return list(mutants)
     chance = random.Random(seed)  # noqa: S311 - no secret
@@ -100,7 +104,7 @@ def sampled(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
 
 
 def agenda(spec: str, domain: Any, profile: Profile, seed: int = 0) -> list[Run]:
-    """The runs of a check in a profile, law by law; of the first law the cases of least work come first."""
+    """The runs of a check with a profile, law by law. The first law's cases are sorted by their work, the least first."""
     runs: list[Run] = []
     book = book_of(domain)
     for name in book.about(domain.operation):
@@ -115,7 +119,7 @@ def agenda(spec: str, domain: Any, profile: Profile, seed: int = 0) -> list[Run]
 
 
 def _work(case: Any) -> int:
-    """Instances of a kernel that a rule's case takes, about, times blocks of its state; for other cases, their bytes."""
+    """An estimate of a case's work: for a rule, chunks times value heads times blocks of the state; otherwise its bytes."""
     if not isinstance(case, Case):
         return int(case.bytes)
     chunks = sum(max(1, -(-length // 64)) for length in case.lengths)
@@ -123,7 +127,7 @@ def _work(case: Any) -> int:
 
 
 def argue(fates: Sequence[Fate], file: pathlib.Path = ARGUED) -> None:
-    """Enter the arguments on file, for these versions, that an edit is no defect. A law that kills it refutes its argument."""
+    """Fill in the arguments on file, for the installed versions, that an edit is no defect. A law that kills it refutes one."""
     known: dict[tuple[str, ...], tuple[str, str]] = {}
     for group in json.loads(file.read_text(encoding="utf-8")):
         if all(installed(name) in listed for name, listed in group["versions"].items()):
@@ -137,7 +141,7 @@ def _column(fate: Fate) -> str:
 
 
 def table(fates: Sequence[Fate], made: Sequence[Mutant], uncovered: Sequence[Mutant]) -> str:
-    """What became of mutants, by kernel and by operator."""
+    """A table of the mutants' fates, by kernel and by operator."""
     lines: list[str] = []
     kernels = list(dict.fromkeys(mutant.kernel.name for mutant in made))
     for title, names, name_of in (
@@ -150,15 +154,13 @@ def table(fates: Sequence[Fate], made: Sequence[Mutant], uncovered: Sequence[Mut
                 counts[name_of(mutant)][what] += 1
         for fate in fates:
             counts[name_of(fate.mutant)].update({"asked": 1, _column(fate): 1})
-        width = max(map(len, names))
-        lines.append(f"{title:<{width}}" + "".join(f"{column:>11}" for column in COLUMNS))
-        lines += [f"{name:<{width}}" + "".join(f"{counts[name][column] or '-':>11}" for column in COLUMNS) for name in names]
-        lines.append("")
+        rows = [(name, *(str(counts[name][column] or "-") for column in COLUMNS)) for name in names]
+        lines += [*text_table((title, *COLUMNS), rows, right=range(1, len(COLUMNS) + 1)), ""]
     return "\n".join(lines)
 
 
 def summary(fates: Sequence[Fate]) -> str:
-    """How many were killed, by what, and how soon."""
+    """Lines that tell how many mutants were killed, by which laws, and after how many cases."""
     killed = [fate for fate in fates if fate.state == "killed"]
     argued = [fate for fate in fates if _column(fate) == "argued"]
     real = [fate for fate in fates if _column(fate) in ("killed", "survived", "undecided")]
@@ -183,7 +185,7 @@ def summary(fates: Sequence[Fate]) -> str:
 
 
 def shown(fate: Fate) -> str:
-    """A mutant that asks for a reader: a survivor, one that we failed on, or one killed though it is argued to be no defect."""
+    """The lines of a mutant that a person should look at: a survivor, an undecided one, or a kill that refutes an argument."""
     lines = [f"{'REFUTED' if fate.state == 'killed' else fate.state.upper():<12}{fate.mutant.id}  {fate.mutant.edit.operator}"]
     lines += [f"  {line}" for line in fate.mutant.diff.split("\n")]
     if fate.state == "undecided":
@@ -199,7 +201,7 @@ def shown(fate: Fate) -> str:
 
 
 def left_out(lines: Sequence[str]) -> list[str]:
-    """What is said of runs that do not hold on the right kernels: how many a known defect explains, and the others by name."""
+    """Lines about runs that do not hold on the unedited kernels: how many each known defect explains, and each other run."""
     defects, explained = known_defects.load(), collections.Counter[str]()
     said = []
     for line in lines:
@@ -224,17 +226,18 @@ def mutate(
     json_to: str | None = None,
     listing: bool = False,
 ) -> int:
-    """Mutate an adapter's kernels and print what became of the mutants: 0 if all are killed or argued to be no defects, else 1.
+    """Mutate an adapter's kernels, run the laws on the mutants, and print the results.
 
-    All that a call runs are asked about, or those of `ids`, or those whose lines of the list match the expression `grep`; of them a
-    `sample`, drawn by `seed`. `listing` prints them and asks nothing. Kernels are interpreted in this process from here on.
-    AdapterError or ValueError say what cannot be had.
+    By default all mutants are tried whose statement some call runs; or those in `ids`, or those whose list line matches the regular
+    expression `grep`. Of these, `sample` are drawn with `seed`. `listing` only prints the mutants. From here on this process
+    interprets Triton kernels. Returns 0 if every mutant is killed or argued to be no defect, 1 if not, 130 if interrupted.
+    AdapterError or ValueError if the adapter or an option is not usable.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # kernels are interpreted on the CPU
     from verify import interpreter
 
     start = time.monotonic()
-    torch.set_num_threads(1)  # a forked child has one thread
+    torch.set_num_threads(1)  # a forked child process has only one thread
     interpreter.install()
     bench._MEMO.most = MEMO
     adapter = adapter_of(spec)
@@ -245,7 +248,7 @@ def mutate(
     if json_to:
         _write(json_to, "")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a kernel's warnings are its authors' affair
+        warnings.simplefilter("ignore")  # warnings of the kernels do not matter here
         seen = watch()
         made = discovered(spec, adapter, seen)
         uncovered = [mutant for mutant in made if mutant.place not in seen.executed]
@@ -309,7 +312,7 @@ def _print(line: str) -> None:
 
 
 def _progress() -> Callable[[str], None]:
-    """A line on stderr, every ten seconds at most."""
+    """A function that prints a line on stderr, at most every ten seconds."""
     last = time.monotonic()
 
     def say(line: str) -> None:
@@ -322,7 +325,7 @@ def _progress() -> Callable[[str], None]:
 
 
 def arguments(parser: argparse._ActionsContainer, positive: Callable[[str], int]) -> None:
-    """The options of mutation alone, of which `positive` reads numbers."""
+    """Add the options that only mutation has. `positive` parses their numbers."""
     parser.add_argument(
         "--sample", type=positive, metavar="N", help="ask about so many mutants, of all kernels and operators alike"
     )
@@ -335,7 +338,7 @@ def arguments(parser: argparse._ActionsContainer, positive: Callable[[str], int]
 
 
 def act(options: argparse.Namespace, spec: str) -> int:
-    """Mutate as the options say; the exit code."""
+    """Mutate as the options say. Returns the exit code."""
     return mutate(
         spec,
         sample=options.sample,
@@ -351,7 +354,7 @@ def act(options: argparse.Namespace, spec: str) -> int:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The command line of this module alone; the exit code."""
+    """The command line of this module alone. Returns the exit code."""
     parser = argparse.ArgumentParser("verify.zoo.mutation", description="Which mutants of a kernel's source do the laws kill?")
     parser.add_argument("adapter", help="an adapter whose kernels are in Triton's language")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="what the sample is drawn from (default 0)")

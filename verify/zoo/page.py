@@ -1,4 +1,4 @@
-"""The page: a kill table as one self-contained HTML file, made of the JSON of the table. It needs the extra `zoo`."""
+"""The HTML page of a kill table: one self-contained file, made from the table's JSON. It needs the extra `zoo`."""
 
 import collections
 import io
@@ -12,7 +12,7 @@ INK, ACCENT, PALE = "#1d2733", "#0b5d7a", "#d7e6ec"
 
 
 def check() -> None:
-    """ValueError in one line if the page cannot be made here."""
+    """Check that the page can be made. ValueError, in one line, if a package is missing."""
     try:
         import jinja2
         import matplotlib  # noqa: F401
@@ -22,7 +22,7 @@ def check() -> None:
 
 
 def page(data: dict[str, Any]) -> str:
-    """The page of a table's JSON (verify/zoo/kill_table.py), with nothing in it that must be fetched."""
+    """The page of a table's JSON (verify/zoo/kill_table.py). It refers to no other file or address."""
     import jinja2
 
     folder = pathlib.Path(__file__).parent
@@ -39,7 +39,10 @@ def page(data: dict[str, Any]) -> str:
 
 
 def matrices(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """For each book its laws and, a row an animal, a cell a law: a word, a shade from 1 (the first case) down, a title."""
+    """For each book its laws as columns, and a row for each animal with a cell for each law.
+
+    A cell has a state, a text, a shade from 1 (killed by the first case) down to 0, and a title.
+    """
     made = []
     for book, laws in data["laws"].items():
         animals = [animal for animal in data["animals"] if animal["book"] == book]
@@ -64,12 +67,12 @@ def _cell(cell: dict[str, Any]) -> dict[str, Any]:
 
 
 def shade(number: int) -> float:
-    """How dark a kill is: 1 in the first case, a fifth less each time the cases double twice."""
+    """The shade of a kill: 1 for the first case, 0.1 less for each doubling of the number of cases, at least 0.2."""
     return max(0.2, 1.0 - 0.1 * math.log2(number))
 
 
 def rules(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row an animal that suites were asked about: ours, and a cell a suite."""
+    """A row for each animal that suites judged, with a cell for each suite."""
     made = []
     for animal in data["animals"]:
         if any(animal["name"] in suite["killed_at"] for suite in data["suites"]):
@@ -86,7 +89,7 @@ def rules(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def plots(data: dict[str, Any]) -> dict[str, str]:
-    """Plots as SVG to stand in the page: cases to the kill, and kills a law."""
+    """The plots by title, as SVG for the page: cases until the kill, laws that kill an animal, and kills of each law."""
     first = [cells[0] for animal in data["animals"] if (cells := sorted(_numbers(animal)))]
     every = [number for animal in data["animals"] for number in _numbers(animal)]
     made = {}
@@ -123,7 +126,7 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _svg(figure: Any, label: str) -> str:
-    """The figure as it may stand in HTML: without the prologue, the metadata and the namespaces of a file of its own."""
+    """The figure as SVG inside HTML: without the prologue, the metadata and the namespaces of a separate file."""
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     text = file.getvalue()

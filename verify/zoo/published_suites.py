@@ -1,7 +1,7 @@
-"""Published suites: the inputs and acceptance rules that projects test Gated DeltaNet kernels with, restated in our own words.
+"""Published suites: the inputs and acceptance rules with which projects test Gated DeltaNet kernels, written anew as our own code.
 
-Distributions, tolerances and shapes are those of the projects' default branches of August 2026. Of the shapes there are those that
-plain torch on a CPU computes in a second, and of the longest with the longest memory one batch row and one head. Our own code.
+Distributions, tolerances and shapes are those of the projects' default branches of August 2026. We keep only shapes that plain
+torch on a CPU computes in a second. Of the longest shape with the longest memory we keep one batch row and one head.
 """
 
 import itertools
@@ -24,7 +24,7 @@ def _generator(seed: int) -> torch.Generator:
 
 
 class _Draws:
-    """Draws from one generator: uniform in 0..1 and normal, in float32."""
+    """Random float32 tensors from one generator: uniform in 0..1, or normal."""
 
     def __init__(self, seed: int) -> None:
         self.generator = _generator(seed)
@@ -49,7 +49,7 @@ class FlaLocal(Suite):
     """flash-linear-attention's test_gdn.py: RMS error over RMS of the reference, one ratio an output."""
 
     ratios: ClassVar[dict[str, float]] = {"o": 0.005, "final_state": 0.005, "dg": 0.02, "dbeta": 0.02}
-    ratio = 0.008  # of the other gradients
+    ratio = 0.008  # for the other gradients
 
     def cases(self) -> Iterator[Made]:
         # B, T, H, HV, D, scale, divisor of the gate, share of gates that are zero, L2 norm in the kernel
@@ -125,7 +125,7 @@ class Flashinfer(Suite):
             q, k, v = (self.uniform(draw, t, heads, d).to(dtype) for heads in (h, h, hv))
             yield {"q": q, "k": normalize(k, dim=-1), "v": v, "g": draw.rand(1, t, hv).log(), "beta": draw.rand(1, t, hv),
                    "cu_seqlens": _offsets(each), "scale": scale}  # fmt: skip
-        # Gates near 1, since a block's decay was found to be read at the wrong token.
+        # Gates near 1, because a kernel was found to read a block's decay at the wrong token.
         each, draw = [64, 111, 192], _Draws(0)
         q, k, v = (self.uniform(draw, sum(each), 1, 128).half() for _ in range(3))
         decay, beta = (0.99 + 0.01 * draw.rand(1, sum(each), 1) for _ in range(2))
@@ -141,7 +141,7 @@ class Flashinfer(Suite):
 
     @staticmethod
     def uniform(draw: _Draws, tokens: int, heads: int, width: int) -> Tensor:
-        """Each token and head about a mean of its own."""
+        """Uniform values, where each token and head has its own mean."""
         mean = 0.05 * draw.randn(1, tokens, heads, 1)
         return mean + 0.5 * draw.rand(1, tokens, heads, width) - 0.25
 
@@ -172,7 +172,7 @@ class FlashinferBench(Suite):
         return all(finite(got[name]) and not self.over(got[name], reference[name]) for name in reference)
 
     def over(self, got: Tensor, reference: Tensor) -> bool:
-        """Whether an element is off in both ways."""
+        """Whether an element is over the tolerance both absolutely and relatively."""
         reference = reference.to(got.dtype).float()
         error = (got.float() - reference).abs()
         return bool(((error > self.tolerance) & (error / (reference.abs() + 1e-8) > self.tolerance)).any())
@@ -202,7 +202,7 @@ class TransformerEngine(Suite):
         state: float = 0.0,
         backward: bool = False,
     ) -> Made:
-        """A packed call of two heads, its initial states of that size."""
+        """A packed call with two heads; `state` scales its initial states."""
         draw, t, h, n = _Draws(1234), sum(lengths), 2, len(lengths)
         made: Made = {
             "q": draw.randn(1, t, h, k).to(dtype),

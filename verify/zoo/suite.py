@@ -1,4 +1,4 @@
-"""Suites: somebody's own inputs and acceptance rule for a kernel of the gated delta rule, and which animals they let live.
+"""Test suites of others: their inputs and acceptance rule for a kernel of the gated delta rule, tried on the zoo.
 
 A suite is a class in any file:
 
@@ -11,7 +11,7 @@ A suite is a class in any file:
         def accepts(self, got, reference, inputs):
             return torch.allclose(got["o"].double(), reference["o"], rtol=1e-2, atol=1e-2)
 
-and `python -m verify zoo --rule mine.py:Mine` says what it would notice.
+`python -m verify zoo --rule mine.py:Mine` then prints which wrong implementations ("animals") the suite would notice.
 """
 
 import abc
@@ -32,33 +32,37 @@ SPEC = OPERATIONS[OPERATION]
 
 
 class Suite(abc.ABC):
-    """Inputs, and a rule that accepts or rejects what a kernel made of them. Its docstring says whose it is, in one line.
+    """A test suite: inputs, and a rule that accepts or rejects a kernel's results for them.
 
-    `chunk` is the length of chunks that its tests ask kernels for, where they set one.
+    The docstring of a subclass names the suite's source in one line; reports show it. `chunk` is the chunk length that the suite's
+    tests pass to kernels, if they set one.
     """
 
     chunk: int | None = None
 
     @abc.abstractmethod
     def cases(self) -> Iterable[Mapping[str, Any]]:
-        """Calls, the same ones every time: q, k [B, T, H, K], v [B, T, HV, V], g, beta [B, T, HV], and as needed state
-        [N, HV, K, V] in float32, cu_seqlens [N + 1], scale, qk_norm, output_final_state (default True); with cotangents of o and
-        final_state, of the outputs' dtypes, gradients are compared too.
+        """The calls of the suite, as mappings; the same ones every time.
+
+        Each has q, k [B, T, H, K], v [B, T, HV, V] and g, beta [B, T, HV]. Optional are state [N, HV, K, V] in float32, cu_seqlens
+        [N + 1], scale, qk_norm and output_final_state (default True). With `cotangents` of o and final_state, in the dtypes of
+        these outputs, gradients are compared too.
         """
 
     @abc.abstractmethod
     def accepts(self, got: Results, reference: Results, inputs: Inputs) -> bool:
-        """Whether the tests would pass; an AssertionError says no. Both have o, final_state if asked for, and with cotangents dq,
-        dk, dv, dg, dbeta, dstate.
+        """Whether the suite's tests would pass. An AssertionError counts as False.
+
+        Both results have o, final_state if the call asks for it, and with cotangents dq, dk, dv, dg, dbeta, dstate.
         """
 
     def reference(self, inputs: Inputs, cotangents: Cotangents) -> Results:
-        """What is right, by the same names: the float64 oracle's answer, unless the suite has a reference of its own."""
+        """The right results, by the same names: those of the float64 oracle, unless the suite overrides this method."""
         return bound.truth(SPEC, inputs, cotangents)
 
 
 def call(case: Mapping[str, Any]) -> tuple[Inputs, Cotangents]:
-    """A case as the kernel's inputs and the cotangents. ValueError names what a legal call has not, or lacks."""
+    """The inputs and cotangents of a case. ValueError names an argument that is unknown, missing or illegal."""
     given = dict(case)
     cotangents: Cotangents = given.pop("cotangents", None)
     known = [*(port.name for port in SPEC.inputs), *OWN]
@@ -78,5 +82,5 @@ def call(case: Mapping[str, Any]) -> tuple[Inputs, Cotangents]:
 
 
 def finite(x: Tensor) -> bool:
-    """Whether every element is a number."""
+    """Whether every element is finite."""
     return bool(torch.isfinite(x).all())

@@ -1,4 +1,4 @@
-"""Trials: which wrong implementations of the zoo a suite lets live."""
+"""Trials: which wrong implementations of the zoo a test suite accepts."""
 
 import concurrent.futures
 import dataclasses
@@ -28,16 +28,16 @@ from verify.zoo.base import Chunkwise
 from verify.zoo.published_suites import SUITES
 from verify.zoo.suite import OPERATION, SPEC, Suite, call
 
-RIGHT = "right"  # the animal that is none: every suite must accept it
+RIGHT = "right"  # names the right implementation, which every suite must accept
 
 
 def suites() -> Mapping[str, type[Suite]]:
-    """The suites that come with the zoo, by their names."""
+    """The suites that come with the zoo, by name."""
     return SUITES
 
 
 def load(spec: str) -> Suite:
-    """The suite of a name or of FILE.py:NAME. ValueError in one line if it cannot be had."""
+    """The suite with this name, or the class NAME of FILE.py:NAME. ValueError, in one line, if it cannot be loaded."""
     known = suites()
     if spec in known:
         return known[spec]()
@@ -80,7 +80,11 @@ def _reference(spec: str, index: int) -> Results:
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """The number of cases of {"suite": spec}; whether it accepts {"animal": ..., "case": index} besides. `error` is the suite's."""
+    """Answer a question to a worker.
+
+    {"suite": spec} asks for the number of cases. With "animal" and "case" (an index) besides, it asks whether the suite accepts the
+    animal's results. The answer has "cases", or "accepted" and "what", or "error" if the suite itself fails.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -101,14 +105,17 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
             return {"accepted": False, "what": f"call: raised {type(error).__name__}: {error}"}
         try:
             return {"accepted": bool(suite.accepts(got, reference, inputs)), "what": ""}
-        except AssertionError as error:  # how tests say no
+        except AssertionError as error:  # tests reject by assertions
             return {"accepted": False, "what": (str(error).strip() or "assertion failed").splitlines()[0]}
         except Exception as error:
             return {"error": f"{type(error).__name__}: {error}"}
 
 
 def called(adapter: Adapter, inputs: Inputs, cotangents: Cotangents, chunk: int | None) -> Results:
-    """What an adapter makes of a call, its inputs copied: outputs, and with cotangents gradients. AdapterFault if nothing."""
+    """An adapter's results for a copy of the inputs: outputs, and gradients if there are cotangents.
+
+    `chunk` replaces the adapter's chunk length during the call, if it has one. AdapterFault if the adapter gives no results.
+    """
     copied = Inputs(**{name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in inputs.items()})
     size = getattr(adapter, "size", None)
     if chunk is not None and size is not None:
@@ -122,7 +129,10 @@ def called(adapter: Adapter, inputs: Inputs, cotangents: Cotangents, chunk: int 
 
 @dataclasses.dataclass
 class Trial:
-    """What a suite said of every animal: the number of the case it rejected it in, None if it let it live."""
+    """The verdicts of a suite: `killed_at` has the number of the case that rejected each animal, or None if none did.
+
+    `what` is why, `rejects_right` is the first case that rejects the right implementation, and `error` is a failure of the suite.
+    """
 
     suite: str
     story: str
@@ -135,7 +145,7 @@ class Trial:
 
     @property
     def killed(self) -> int:
-        """How many animals it rejected."""
+        """How many animals the suite rejected."""
         return sum(number is not None for number in self.killed_at.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -144,7 +154,7 @@ class Trial:
 
 
 class Trials:
-    """Suites tried on animals, a suite in one worker. `trials` is what is known so far; `on_case` as in a Hunt."""
+    """Suites tried on animals, each suite in one worker. `trials` has the results so far; `on_case` is called as in a Hunt."""
 
     def __init__(
         self,
@@ -168,13 +178,13 @@ class Trials:
         self.stop()
 
     def stop(self) -> None:
-        """End every worker and let nothing new begin; safe from any thread."""
+        """End every worker and start nothing new. Safe to call from any thread."""
         self._stopped.set()
         for worker in self.workers:
             worker.close()
 
     def run(self) -> list[Trial]:
-        """The trials, in the suites' order."""
+        """Run the trials. They are returned in the order of the suites."""
         pool = concurrent.futures.ThreadPoolExecutor(len(self.workers))
         futures = [pool.submit(self._one, trial) for trial in self.trials]
         try:
@@ -232,6 +242,6 @@ class Trials:
 
 
 def is_asked(animal: Animal) -> bool:
-    """Whether suites are about what it implements: the rule, of an explicit gate and beta."""
+    """Whether suites can judge this animal: it must implement the gated delta rule with gate and beta as inputs."""
     domain: Any = animal.kind.domain
     return issubclass(animal.kind, Adapter) and domain.operation == OPERATION and domain.in_kernel == Domain().in_kernel

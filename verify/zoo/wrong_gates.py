@@ -1,4 +1,4 @@
-"""Wrong rules whose gate or beta is computed in the kernel, wrong KDA, and wrong delta rules: token by token in float32."""
+"""Wrong rules that compute gate or beta in the kernel, wrong KDA, and wrong delta rules, all token by token in float32."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,10 @@ Answer = tuple[Tensor, Tensor | None]
 
 
 class Stepwise(Adapter):
-    """The definition of any of the rules, all heads of a sequence at once, in steps so that an animal can make one wrong."""
+    """The definition of any of the rules, for all heads of a sequence at once.
+
+    Each step is a method, so that a wrong implementation can override just one step.
+    """
 
     algorithm = "recurrent"
     domain = Domain(in_kernel=IN_KERNEL)
@@ -48,7 +51,7 @@ class Stepwise(Adapter):
         return g if g.ndim == 4 else g.unsqueeze(-1)
 
     def speed(self, x: Inputs) -> Tensor:
-        """exp(A_log), to multiply something shaped like x.a."""
+        """exp(A_log), in a shape that multiplies a tensor like x.a."""
         return self.log_speed(x).exp().reshape(-1, *[1] * (x.a.ndim - 3))
 
     def log_speed(self, x: Inputs) -> Tensor:
@@ -84,13 +87,13 @@ class Stepwise(Adapter):
 
 
 class StepwiseKda(Stepwise):
-    """KDA: each channel of the key decays on its own."""
+    """KDA: each channel of the key has its own decay."""
 
     domain = Domain(operation="kda", in_kernel=IN_KERNEL)
 
 
 class StepwiseDelta(Stepwise):
-    """The delta rule: nothing decays."""
+    """The delta rule, without decay."""
 
     domain = Domain(operation="delta_rule", in_kernel=("none", "beta"))
 

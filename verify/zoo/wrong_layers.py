@@ -1,6 +1,6 @@
-"""Wrong layers: each is verify/zoo/base.py's GDN layer with one step made wrong, the way real ones were.
+"""Wrong layers: each is the GDN layer of verify/zoo/base.py with one wrong step, as in real code.
 
-tests/test_layers.py names the laws that kill each alone.
+tests/test_layers.py names the laws each of which detects the wrong layer alone.
 """
 
 import torch

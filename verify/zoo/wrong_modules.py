@@ -1,4 +1,4 @@
-"""Wrong modules: a right convolution, gate or norm in plain torch with one mistake each, which somebody made or could have."""
+"""Wrong modules: a convolution, gate or norm in plain torch, each with one mistake that somebody made or could have made."""
 
 import itertools
 from typing import Any
@@ -11,7 +11,7 @@ from oracles.operation import Inputs
 from properties.module_domain import ModuleDomain
 from verify.adapters.base import Adapter
 
-# Right ones, in steps
+# Right modules, written in steps
 
 
 class Conv(Adapter):
@@ -22,7 +22,7 @@ class Conv(Adapter):
     incident: tuple[int, ...] = ()
 
     def run(self, x: Inputs) -> Any:
-        # Once for all sequences: their parts of a parameter's gradient are added up in float32.
+        # Converted once for all sequences, so that the parts of a parameter's gradient are added in float32.
         x = x.replaced(weight=self.taps(x), bias=None if x.bias is None else x.bias.float())
         tokens = x.x.flatten(0, 1)
         outputs, finals = [], []
@@ -45,14 +45,14 @@ class Conv(Adapter):
         return list(itertools.pairwise(x.cu_seqlens.tolist()))
 
     def initial(self, x: Inputs, row: int) -> Tensor:
-        """[D, W], oldest first."""
+        """The convolution state before a sequence [D, W], the oldest input first."""
         if x.state is not None:
             state: Tensor = x.state[row]
             return state
         return x.x.new_zeros(x.weight.shape)
 
     def before(self, x: Inputs, state: Tensor, start: int) -> Tensor:
-        """The W - 1 columns that come before a sequence's tokens [W - 1, D]."""
+        """The W - 1 inputs before a sequence's tokens [W - 1, D]."""
         return state[:, 1:].mT.float()
 
     def taps(self, x: Inputs) -> Tensor:
@@ -60,7 +60,7 @@ class Conv(Adapter):
         return weight
 
     def windows(self, line: Tensor, x: Inputs, count: int) -> Tensor:
-        """[T, D] of a line [W - 1 + T, D]."""
+        """The convolution [T, D] of the inputs `line` [W - 1 + T, D]; `count` is T."""
         y = line.new_zeros(count, line.shape[-1])
         for tap in range(x.weight.shape[-1]):
             y = y + x.weight[:, tap] * line[tap : tap + count]
@@ -73,12 +73,12 @@ class Conv(Adapter):
         return torch.nn.functional.silu(y) if x.activation == "silu" else y
 
     def final(self, state: Tensor, tokens: Tensor) -> Tensor:
-        """[D, W]."""
+        """The convolution state after a sequence [D, W]."""
         return torch.cat([state, tokens.mT], -1)[:, -state.shape[-1] :]
 
 
 class Gate(Adapter):
-    """The gate of the gated delta rule in float32, with the strength of writing."""
+    """The gate of the gated delta rule in float32, with beta."""
 
     algorithm = "pointwise"
     domain = ModuleDomain("gdn_gate")
@@ -108,7 +108,7 @@ class Gate(Adapter):
 
 
 class KdaGate(Gate):
-    """The gate of KDA, one a channel of the key."""
+    """The gate of KDA, with one log-decay for each channel of the key."""
 
     domain = ModuleDomain("kda_gate")
 
@@ -939,7 +939,7 @@ class GatedNormClipsWeight(GatedNorm):
 
 
 def block_rounded(x: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """x rounded to 20 bits of the largest exponent along some axes; its gradient passes."""
+    """x rounded to 20 bits below the largest exponent along some axes. Its gradient is passed on unchanged."""
     if not x.numel():
         return x
     wide = x.detach().float()
@@ -948,7 +948,7 @@ def block_rounded(x: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 
 def as_dense(x: Tensor) -> Tensor:
-    """What is found where x would lie if it were contiguous and began where its memory does."""
+    """The memory of x, read as if x were contiguous and began at the start of its memory."""
     if x.is_contiguous() or not x.numel():
         return x.detach().float()
     memory = torch.empty(0, dtype=x.dtype).set_(x.detach().untyped_storage())

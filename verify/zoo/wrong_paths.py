@@ -1,4 +1,4 @@
-"""Wrong parallel paths: our layer with one mistake each. Every one is what somebody wrote, or could have."""
+"""Wrong parallel paths: our layer, each with one mistake that somebody made or could have made."""
 
 import dataclasses
 import itertools
@@ -21,11 +21,11 @@ from verify.ranks.collectives import Alone, Place, exchange, gather_from, reduce
 
 Choices = dict[str, str]
 Lengths = Sequence[int] | None
-layer: Any = _layer  # whose names are rebound
+layer: Any = _layer  # wrong layers rebind names of this module
 
 
 class Mutant(GdnLayer):
-    """Our layer, as it is, in plain torch: other kernels are interpreted, which costs seconds a case."""
+    """Our layer, unchanged, in plain torch. Triton kernels would be interpreted, which takes seconds for a case."""
 
     incident: tuple[int, ...] = ()
     domain = dataclasses.replace(
@@ -215,7 +215,7 @@ class FusedOneByOne(Mutant):
             try:
                 return super().forward(hidden, *offsets)
             finally:
-                layer.cp_to_hp = cp_to_hp  # the one of the package: what stands there may be another rank's
+                layer.cp_to_hp = cp_to_hp  # the original: the name may hold another rank's
 
 
 class TakesHalfPieces(Mutant):

@@ -1,6 +1,6 @@
-"""Wrong serving: each is verify/zoo/base.py's decode on a pool with one step made wrong, the way real servers were.
+"""Wrong serving: each is the decode on a pool of verify/zoo/base.py with one wrong step, as in real servers.
 
-tests/test_pools.py names the laws that kill each alone.
+tests/test_pools.py names the laws each of which detects the wrong implementation alone.
 """
 
 from typing import ClassVar
@@ -360,7 +360,7 @@ class ReturnsACopy(Serving):
 
 
 class InBlocks(Serving):
-    """Serving that takes value channels in blocks, as many at a time as it is told: one program a block. It is right."""
+    """A right implementation that takes value channels in blocks of `x.block_v` (or 8), with one program for each block."""
 
     domain = PoolDomain(blocks=BLOCK_SIZES)
 
@@ -369,7 +369,7 @@ class InBlocks(Serving):
         return super().run(x)
 
     def programs(self, width: int) -> int:
-        """How many blocks are launched for so many channels."""
+        """The number of programs, one for each block, for `width` channels."""
         return -(-width // self.block)
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Answer:

@@ -1,6 +1,6 @@
-"""Wrong rules: each is verify/zoo/base.py with one step made wrong, the way real kernels were.
+"""Wrong rules: each is the rule of verify/zoo/base.py with one wrong step, as in real kernels.
 
-tests/test_mutants.py names the laws that kill each alone.
+tests/test_mutants.py names the laws each of which detects the wrong rule alone.
 """
 
 import os
@@ -114,11 +114,12 @@ class DecayTokenByThread(Chunkwise):
     def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         o, after = super().piece(q, k, v, g, beta, state, scale)
         total = self.cumulative(g)
-        # A thread holds one value channel of the state, and took the token from its part of another matrix: of four threads each
-        # another, the fourth the right one. Only the state that comes in is multiplied so; past a chunk's end gates are neutral.
+        # A thread holds one value channel of the state, but took the token from its part of another matrix. Of four threads, each
+        # took another token, and only the fourth the right one. Only the incoming state decays wrongly, and gates past a chunk's
+        # end are neutral.
         token = (57 + 2 * (torch.arange(v.shape[-1]) % 4)).clamp(max=g.shape[-1] - 1)
         wrong = (total[..., token].exp() - self.last(total).exp()).unsqueeze(-2) * state
-        return o, after + wrong.detach()  # the kernel had no backward, and a suite's own shall not be what notices
+        return o, after + wrong.detach()  # without a wrong gradient: the kernel had no backward, so no suite shall notice by one
 
 
 class TailWithoutGate(Chunkwise):
@@ -394,7 +395,10 @@ class TunesOnTheThirdCall(Chunkwise):
 
 
 class EachAlone(Chunkwise):
-    """Each sequence and key head in a call of its own, on memory of its own: the same bits wherever they stand. It is right."""
+    """A right implementation with a separate call, on separate memory, for each sequence and key head.
+
+    Its results have the same bits at every position of a sequence or head.
+    """
 
     domain = Domain(position_independent=True, backward=False)
 

@@ -1,4 +1,4 @@
-"""A GDN layer with tensor, sequence and context parallelism, our own: an implementation to be verified like any other."""
+"""Our own GDN layer with tensor, sequence and context parallelism. It is an implementation that is checked like any other."""
 
 from verify.adapters.gdn.layer import Choices as Choices
 from verify.adapters.gdn.layer import GatedDeltaNet as GatedDeltaNet

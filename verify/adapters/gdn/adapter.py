@@ -1,4 +1,4 @@
-"""The adapter of the GDN layer of this package: signatures and layout only."""
+"""The adapter of this package's GDN layer. It adapts signatures and layout only."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ _CHOICES = tuple(
 
 
 class GdnLayer(PathAdapter):
-    """`verify.adapters.gdn.layer.GatedDeltaNet`: tensor, sequence and context parallel, with every published change as a choice."""
+    """`verify.adapters.gdn.layer.GatedDeltaNet` with tensor, sequence and context parallelism; published changes are choices."""
 
     algorithm = "chunkwise"
     chunk = 64
@@ -67,7 +67,7 @@ class GdnLayer(PathAdapter):
 
 
 class _Silent(Comm):
-    """A rank of an axis that nobody talks over: enough to hold parameters."""
+    """An axis of ranks without collectives, for a rank that only holds parameters."""
 
     def _collective(self, kind: str, x: Tensor) -> Tensor:
         raise AssertionError(f"{kind} {tuple(x.shape)} where nobody listens")

@@ -1,10 +1,11 @@
-"""From each context-parallel rank's own tokens to its own heads (CP -> HP), and back.
+"""Exchanges of a context-parallel layer: from each rank's own tokens to its own heads (CP -> HP), and back.
 
-    CP    x [T / cp, ..., F]: of each sequence, cut in 2 cp equal pieces, rank r has pieces r and 2 cp - 1 - r (zigzag)
+    CP    x [T / cp, ..., F]: of each sequence, cut into 2 cp equal pieces, rank r has pieces r and 2 cp - 1 - r (zigzag)
     HP    x [T, ..., F / cp]: every token, sequences in natural order; of each section of features, rank r has slice r
 
-Each way takes one of two forms, equal bit for bit. Fused: one all-to-all whatever the number of sequences and sections, one index
-map along tokens and one along features. Per sequence: one all-to-all for each section of each sequence that has tokens.
+Each direction has two forms, which are equal bit for bit. The fused form makes one all-to-all for any number of sequences and
+sections, with one index map along tokens and one along features. The other form makes one all-to-all for each section of each
+sequence that has tokens.
 """
 
 import functools
@@ -18,10 +19,11 @@ from verify.ranks.collectives import Comm, exchange
 
 
 def cp_to_hp(comm: Comm, x: Tensor, lengths: Sequence[int], sections: Sequence[int], *, fused: bool) -> Tensor:
-    """x [T / cp, ..., F] of this rank's tokens as [T, ..., F / cp] of its heads.
+    """Exchange x [T / cp, ..., F] with this rank's tokens for [T, ..., F / cp] with its heads.
 
-    `lengths` are the tokens of every sequence on all ranks, `sections` the features of every section before they are cut.
-    ValueError for one that 2 cp (cp) does not divide, or another shape of x. With one rank x itself, whatever the lengths.
+    `lengths` are the tokens of each sequence on all ranks together. `sections` are the features of each section before they are
+    cut. ValueError for a length that 2 cp does not divide, a section that cp does not divide, or another shape of x. With a single
+    rank, x is returned and nothing is checked.
     """
     if comm.size == 1:
         return x
@@ -38,7 +40,7 @@ def cp_to_hp(comm: Comm, x: Tensor, lengths: Sequence[int], sections: Sequence[i
 
 
 def hp_to_cp(comm: Comm, x: Tensor, lengths: Sequence[int], sections: Sequence[int], *, fused: bool) -> Tensor:
-    """x [T, ..., F / cp] of this rank's heads as [T / cp, ..., F] of its tokens: the inverse of `cp_to_hp`, same arguments."""
+    """Exchange x [T, ..., F / cp] with this rank's heads for [T / cp, ..., F] with its tokens. The inverse of `cp_to_hp`."""
     if comm.size == 1:
         return x
     _check(comm, x, lengths, sections, (sum(lengths), sum(sections) // comm.size))
@@ -56,7 +58,7 @@ def hp_to_cp(comm: Comm, x: Tensor, lengths: Sequence[int], sections: Sequence[i
 
 @functools.lru_cache(maxsize=64)
 def feature_map(sections: tuple[int, ...], cp: int) -> tuple[Tensor, Tensor]:
-    """Features by the rank that gets them, its slices of all sections side by side; and the inverse of that order."""
+    """The order of features by the rank that gets them, each rank's slices of all sections side by side; and its inverse."""
     starts = [sum(sections[:index]) for index in range(len(sections))]
     slices = [torch.arange(start, start + width).view(cp, -1) for start, width in zip(starts, sections, strict=True)]
     index = torch.cat(slices, 1).flatten()
@@ -64,7 +66,7 @@ def feature_map(sections: tuple[int, ...], cp: int) -> tuple[Tensor, Tensor]:
 
 
 def token_map(lengths: Sequence[int], cp: int) -> tuple[Tensor, Tensor]:
-    """Where each token in natural order stands among the tokens of rank 0, then of rank 1, ...; and the inverse of that order."""
+    """The place of each token of the natural order among the tokens of rank 0, then of rank 1, ...; and the inverse order."""
     length = torch.tensor(lengths)
     sequence = torch.repeat_interleave(torch.arange(len(length)), length)
     start, piece_length = (length.cumsum(0) - length)[sequence], (length // (2 * cp))[sequence]
@@ -76,9 +78,10 @@ def token_map(lengths: Sequence[int], cp: int) -> tuple[Tensor, Tensor]:
 
 
 def permuted(x: Tensor, order: tuple[Tensor, Tensor], axis: int) -> Tensor:
-    """x in another order along an axis, given with its inverse.
+    """Return x in another order along an axis. `order` has the indices and those of the inverse order.
 
-    Backward is a gather by the inverse, where index_select's own adds: atomic on a GPU, and it makes 0.0 of -0.0.
+    The backward gathers by the inverse. The backward of index_select would add instead, which is atomic on a GPU and turns -0.0
+    into 0.0.
     """
     result: Tensor = _Permuted.apply(x, *(each.to(x.device) for each in order), axis)
     return result
@@ -100,7 +103,7 @@ def _inverse(index: Tensor) -> Tensor:
 
 
 def _swap(comm: Comm, x: Tensor) -> Tensor:
-    """[n, ..., cp * F] of this rank's n tokens as [cp * n, ..., F] of all ranks' in rank order."""
+    """Exchange [n, ..., cp * F] with this rank's n tokens for [cp * n, ..., F] with the tokens of all ranks in rank order."""
     return exchange(comm, x.unflatten(-1, (comm.size, x.shape[-1] // comm.size)).movedim(-2, 0).flatten(0, 1))
 
 
@@ -111,14 +114,14 @@ def _swap_back(comm: Comm, x: Tensor) -> Tensor:
 
 
 def _unzigzag(x: Tensor, cp: int) -> Tensor:
-    """One sequence in natural order, from its tokens by rank: first pieces rise with the rank, second ones fall."""
-    # Not by indexing, whose gradients are added, here and below: that makes 0.0 of -0.0.
+    """One sequence in natural order, from its tokens in rank order. With the rank, first pieces ascend and second ones descend."""
+    # No indexing here and in _zigzag: its backward adds gradients, which turns -0.0 into 0.0.
     firsts, seconds = x.unflatten(0, (cp, 2, len(x) // (2 * cp))).unbind(1)
     return torch.cat([firsts, seconds.flip(0)]).flatten(0, 1)
 
 
 def _zigzag(x: Tensor, cp: int) -> Tensor:
-    """One sequence's tokens by rank, from natural order."""
+    """The tokens of one sequence in rank order, from natural order."""
     firsts, seconds = x.unflatten(0, (2 * cp, len(x) // (2 * cp))).split(cp)
     return torch.stack([firsts, seconds.flip(0)], 1).flatten(0, 2)
 
@@ -132,6 +135,6 @@ def _check(comm: Comm, x: Tensor, lengths: Sequence[int], sections: Sequence[int
 
 
 def check_lengths(name: str, lengths: Sequence[int], cp: int) -> None:
-    """Refuse a sequence that zigzag cannot cut: ValueError. With one rank nothing is cut."""
+    """Raise ValueError for a sequence that zigzag cannot cut. With a single rank, every length is right."""
     if wrong := [length for length in lengths if cp > 1 and length % (2 * cp)]:
         raise ValueError(f"{name} must have sequences of a multiple of 2 * cp = {2 * cp} tokens, got {wrong[0]} ({list(lengths)})")

@@ -1,6 +1,6 @@
-"""What the layer computes between its projections, in plain torch: forward by hand, backward by autograd.
+"""The functions of the layer between its projections, in plain torch. Autograd makes the backward.
 
-16-bit inputs are computed in float32 and each function's result is rounded once to the inputs' dtype, as fused kernels do.
+16-bit inputs are computed in float32, and the result of each function is rounded once to the inputs' dtype, as in fused kernels.
 """
 
 import itertools
@@ -15,7 +15,10 @@ L2_EPS = 1e-6
 
 
 def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor | None, lengths: Sequence[int]) -> Tensor:
-    """silu(causal depthwise convolution) of x [B, T, C] by weight [C, W]; sequences of `lengths` along B T do not mix."""
+    """silu of the causal depthwise convolution of x [B, T, C] with weight [C, W] and bias [C].
+
+    `lengths` are the tokens of the sequences along B T, which do not mix.
+    """
     tokens = x.float().flatten(0, 1)
     start = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
     position = torch.arange(len(tokens)) - torch.repeat_interleave(start, torch.tensor(lengths))
@@ -36,7 +39,10 @@ def l2norm(x: Tensor) -> Tensor:
 
 
 def gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *, allow_neg_eigval: bool) -> tuple[Tensor, Tensor]:
-    """The log decay g, in float32, and beta, in b's dtype."""
+    """The log-decay g = -exp(A_log) softplus(a + dt_bias), in float32, and beta = sigmoid(b), in b's dtype.
+
+    With allow_neg_eigval, beta is doubled.
+    """
     g = -A_log.exp() * F.softplus(a.float() + dt_bias)
     beta = torch.sigmoid(b.float()) * (2.0 if allow_neg_eigval else 1.0)
     return g, beta.to(b.dtype)
@@ -52,11 +58,12 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: Sequence[int], *, qk_norm: bool, deterministic: bool
 ) -> Tensor:
-    """o [B, T, HV, V] of q, k [B, T, H, K], v [B, T, HV, V], g, beta [B, T, HV], chunkwise, float32; scale K ** -0.5.
+    """o [B, T, HV, V] of the gated delta rule, chunkwise and in float32, with scale K ** -0.5.
 
-    Sequences of `lengths` along B T each start from a state of zeros. Chunks of all sequences are computed beside each other; then
-    the first chunks of all sequences carry their states to the second ones, and so on. `deterministic`: nothing is added in an
-    order that may change; else one gather goes back as torch's index_add, atomic on a GPU.
+    q and k are [B, T, H, K], v is [B, T, HV, V], g and beta are [B, T, HV]. `lengths` are the tokens of the sequences along B T;
+    each starts from a state of zeros. The chunks of all sequences are computed side by side; then the first chunks of all sequences
+    pass their states to the second ones, and so on. With `deterministic`, nothing is added in an order that may change. Otherwise
+    the backward of one gather is torch's index_add, which is atomic on a GPU.
     """
     if not v.numel():
         return v
@@ -65,7 +72,7 @@ def gated_delta_rule(
     place, rows = place.to(v.device), sum(counts) * size
 
     def chunked(x: Tensor) -> Tensor:
-        """[B, T, heads, width] as [chunks, HV, size, width]; what no token fills is zero, and moves nothing."""
+        """[B, T, heads, width] as [chunks, HV, size, width]. Places without a token are zero, which leaves states unchanged."""
         flat = x.float().flatten(0, 1)
         padded: Tensor = flat.new_zeros(rows, *flat.shape[1:]).index_copy(0, place, flat)
         heads: Tensor = padded.repeat_interleave(v.shape[2] // x.shape[2], 1).unflatten(0, (-1, size))
@@ -77,7 +84,7 @@ def gated_delta_rule(
     q, k, v_, g, beta = (chunked(x) for x in (q * q.shape[-1] ** -0.5, k, v, g.unsqueeze(-1), beta.unsqueeze(-1)))
     decay = g.cumsum(2)
     lower = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
-    # Masked before exp: above the diagonal the difference is positive, and exp may overflow.
+    # Masked before exp, since the difference is positive above the diagonal, where exp may overflow.
     between = (decay - decay.mT).masked_fill(~lower, -torch.inf).exp()
     system = torch.eye(size, device=v.device) + (beta * between * (k @ k.mT)).tril(-1)
     both = torch.cat([beta * v_, beta * decay.exp() * k], -1)
@@ -92,7 +99,7 @@ def gated_delta_rule(
     state = solved.new_zeros(counts[0], v.shape[2], k.shape[-1], v.shape[-1])
     outputs = []
     for u, w, read, attention, write, fade in zip(*(part.split(counts) for part in parts), strict=True):
-        state = state[: len(u)]  # those of sequences that have a chunk here
+        state = state[: len(u)]  # the states of sequences that have a chunk in this step
         fresh = u - w @ state
         outputs.append(read @ state + attention @ fresh)
         state = fade * state + write.mT @ fresh
@@ -102,9 +109,9 @@ def gated_delta_rule(
 
 
 def _chunks(lengths: Sequence[int], size: int) -> tuple[Tensor, list[int]]:
-    """Where each token stands in chunks of `size`, and how many sequences have a first chunk, a second one, ...
+    """The place of each token in chunks of `size`, and how many sequences have a first chunk, a second one, and so on.
 
-    The first chunks of all sequences come first, then the second ones; the sequences with the most chunks come first in each.
+    The first chunks of all sequences come first, then the second ones. Among each, the sequences with the most chunks come first.
     """
     needed = [-(-length // size) for length in lengths]
     ranking = sorted(range(len(lengths)), key=lambda sequence: -needed[sequence])
@@ -118,7 +125,7 @@ def _chunks(lengths: Sequence[int], size: int) -> tuple[Tensor, list[int]]:
 
 
 class _Gathered(torch.autograd.Function):
-    """Distinct rows of x; backward puts them back, where index_select's own adds them."""
+    """Gathers distinct rows of x. The backward copies them back, where the backward of index_select would add them."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, index: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
-"""The GDN layer of Qwen3-Next under tensor, sequence and context parallelism: one rank's part of it.
+"""One rank's part of the GDN layer of Qwen3-Next under tensor, sequence and context parallelism.
 
 [q k v | z | b a] = in_proj x              column-parallel: this TP rank's heads of each section
-CP -> HP                                   this rank's tokens and its TP rank's heads, for all tokens and its own heads
+CP -> HP                                   exchanges this rank's tokens of its TP rank's heads for all tokens of its own heads
 q, k, v = silu(conv1d(q, k, v))            causal, depthwise
 q, k = norm(q), norm(k)                    L2, each head
 g, beta = -exp(A_log) softplus(a + dt_bias), sigmoid(b)
 o = gated delta rule(q, k, v, g, beta)     value head h reads key head h // (HV // H)
 o = norm(o) weight silu(z)                 RMS, each head
-HP -> CP
+HP -> CP                                   exchanges them back
 y = out_proj o                             row-parallel: the TP ranks' y add up
 """
 
@@ -37,13 +37,14 @@ CHOICES = {
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """How the layer computes what it computes; each is a published change, and none changes what is right. ValueError for others.
+    """How the layer computes. Each choice is a published change, and none changes the right result. ValueError for other values.
 
-    conv, rule       "torch": this package's own; "fla": flash-linear-attention's Triton kernels
-    qk_norm          "separate": one norm of q, one of k; "combined": one of both together; "in_kernel": the rule does it
-    thd_all_to_all   of packed input, "per_sequence": one a section of a sequence in, one a sequence out; "fused": one each way
-    deterministic    the layer's own code adds nothing in an order that may change. FLA's kernels here have no atomics: with one
-                     autotune configuration they repeat too
+    conv, rule       "torch": this package's own code; "fla": flash-linear-attention's Triton kernels
+    qk_norm          "separate": one call for q, one for k; "combined": one call for both; "in_kernel": the rule normalises them
+    thd_all_to_all   for packed input. "per_sequence": CP -> HP makes one all-to-all for each section of each sequence, and
+                     HP -> CP one for each sequence; "fused": one in each direction
+    deterministic    the layer's own code adds nothing in an order that may change. FLA's kernels that are used here have no
+                     atomics, so with one autotune configuration they repeat too
     """
 
     conv: str = "torch"
@@ -59,10 +60,11 @@ class Choices:
 
 
 class GatedDeltaNet(nn.Module):
-    """One rank's layer. Its parameters are its shards; `metadata` says of what, and over which axes their gradients add up.
+    """One rank's layer. Its parameters are the rank's shards.
 
-    ValueError for key heads that tp * cp does not divide and dtypes other than float32, bfloat16 and float16. Parameters are in
-    `dtype`, A_log and dt_bias in float32. They begin with one value each, good for nothing: `load` gives them theirs.
+    `metadata` says which part of the whole a shard is, and over which axes its gradient is summed. Parameters are in `dtype`, but
+    A_log and dt_bias in float32. They are zeros until `load` sets them. ValueError if tp * cp does not divide the key heads, or for
+    dtypes other than float32, bfloat16 and float16.
     """
 
     def __init__(
@@ -97,25 +99,27 @@ class GatedDeltaNet(nn.Module):
             self.get_submodule(owner).register_parameter(leaf, nn.Parameter(torch.zeros(shape, dtype=kind, device=device)))
 
     def shards(self) -> dict[str, Shard]:
-        """This rank's parameters with their places in the whole: what a checkpoint holds."""
+        """This rank's parameters with their places in the whole, as a checkpoint stores them."""
         return weights.as_shards(self.state_dict(), self.metadata, self.place.rank)
 
     def load(self, shards: Mapping[str, Shard]) -> None:
-        """Take this rank's shards. ValueError as weights.load."""
+        """Copy this rank's shards into the parameters. Raises ValueError like weights.load."""
         weights.load(self, self.metadata, shards, self.place.rank)
 
     def summed_gradients(self) -> dict[str, Tensor]:
-        """Every parameter's gradient, added over the ranks that share it; every rank must call it."""
+        """Every parameter's gradient, added over the ranks that share the parameter. Every rank must call this."""
         return weights.summed_gradients(self, self.metadata, self.place)
 
     def forward(self, hidden: Tensor, cu_seqlens: Tensor | None = None, cu_seqlens_padded: Tensor | None = None) -> Tensor:
-        """y [tokens, batch, hidden] of this rank's hidden states [tokens, batch, hidden].
+        """Compute y [tokens, batch, hidden] from this rank's hidden states [tokens, batch, hidden].
 
-        Without cu_seqlens (SBHD) a CP rank has pieces r and 2 cp - 1 - r of the 2 cp of the sequence axis. With it (THD, batch 1)
-        it has those of every sequence; cu_seqlens_padded, if given, are the sequences with their pad tokens, which are computed as
-        tokens at their ends. With sequence_parallel a rank has its contiguous slice, of tp, of its CP rank's tokens.
+        - Without cu_seqlens (layout SBHD), the sequence axis is cut into 2 cp pieces, and CP rank r has pieces r and 2 cp - 1 - r.
+        - With cu_seqlens (layout THD, batch 1), CP rank r has these pieces of every sequence. cu_seqlens_padded, if given, counts
+          the pad tokens at the end of each sequence, which are computed like other tokens.
+        - With sequence_parallel, a rank has its contiguous slice, one of tp, of the tokens of its CP rank.
 
-        ValueError, the same on every rank and before any communication, for what cannot be cut so, and for wrong shapes and dtypes.
+        ValueError for lengths that cannot be cut in this way, and for wrong shapes and dtypes. It is the same on every rank, and
+        raised before any communication.
         """
         lengths = self.check(hidden, cu_seqlens, cu_seqlens_padded)
         tp, cp, widths = self.place.tp, self.place.cp, self.layer.sections
@@ -130,7 +134,7 @@ class GatedDeltaNet(nn.Module):
         return scatter_to(tp, y) if self.sequence_parallel else reduce_from(tp, y)
 
     def check(self, hidden: Tensor, cu_seqlens: Tensor | None, cu_seqlens_padded: Tensor | None) -> list[int]:
-        """The tokens of each sequence on all ranks, with pads; of SBHD, those of its sequence axis. ValueError as forward."""
+        """The tokens of each sequence on all ranks, with pads; for SBHD, those of the sequence axis. ValueError as in forward."""
         cp, cuts = self.place.cp.size, self.place.tp.size if self.sequence_parallel else 1
         if hidden.ndim != 3 or hidden.shape[-1] != self.layer.hidden:
             raise ValueError(f"hidden must be [tokens, batch, {self.layer.hidden}], got shape {tuple(hidden.shape)}")
@@ -159,7 +163,10 @@ class GatedDeltaNet(nn.Module):
         return lengths
 
     def mix(self, x: Tensor, cu_seqlens: Tensor | None, lengths: list[int]) -> Tensor:
-        """[T, B, HV V] from in_proj's output [T, B, ...], all tokens and this rank's heads; sequences of `lengths` along B T."""
+        """[T, B, HV V] from the output of in_proj [T, B, ...], for all tokens and this rank's heads.
+
+        `lengths` are the tokens of the sequences along B T.
+        """
         layer, parts = self.layer, self.place.tp.size * self.place.cp.size
         x = x.transpose(0, 1)
         widths = {name: width // parts for name, width in layer.sections.items()}
@@ -182,9 +189,9 @@ class GatedDeltaNet(nn.Module):
         return o.flatten(-2).transpose(0, 1)
 
     def convolve(self, x: Tensor, cu_seqlens: Tensor | None, lengths: list[int]) -> Tensor:
-        """silu(conv1d(x)), x [B, T, channels of this rank]."""
+        """silu(conv1d(x)) of x [B, T, channels of this rank]."""
         weight, bias = self.in_use("conv.weight"), self.in_use("conv.bias") if "conv.bias" in self.metadata else None
-        if self.choices.conv == "torch" or not x.numel():  # FLA launches nothing where there is nothing to compute
+        if self.choices.conv == "torch" or not x.numel():  # FLA launches no kernel for an empty tensor
             return functions.causal_conv1d(x, weight, bias, lengths)
         from fla.modules.causal_conv1d import causal_conv1d
 
@@ -206,7 +213,7 @@ class GatedDeltaNet(nn.Module):
         return o
 
     def in_use(self, name: str) -> Tensor:
-        """What this rank's kernel uses of a parameter: of each section that its TP rank holds, the slice of its heads."""
+        """The part of a parameter that this rank's kernel uses: in each section of its TP rank, the slice of this rank's heads."""
         held, cp = self.get_parameter(name), self.place.cp
         if cp.size == 1:
             return held
@@ -215,7 +222,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def _lengths(name: str, offsets: Tensor) -> list[int]:
-    """The tokens of each sequence. ValueError for what are no offsets."""
+    """The tokens of each sequence. ValueError if `offsets` are no legal cu_seqlens."""
     if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int32, torch.int64) or offsets.ndim != 1:
         what = f"{offsets.dtype} of shape {tuple(offsets.shape)}" if isinstance(offsets, Tensor) else repr(offsets)
         raise ValueError(f"{name} must be a vector of int32 or int64, got {what}")

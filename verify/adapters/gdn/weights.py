@@ -1,4 +1,4 @@
-"""The layer's parameters as ranks hold them: what a shard is of the whole, and moving shards in and out of a module.
+"""The layer's parameters on ranks: which part of the whole a shard is, and how shards get into a module and out of it.
 
     parameter                       cut over tp along               the gradient is the sum over the ranks of
     in_proj.weight                  outputs, section by section     cp
@@ -7,8 +7,8 @@
     norm.weight                     -                               tp and cp
     out_proj.weight                 inputs                          cp
 
-Ranks that differ only in cp hold the same. Inside the kernel a CP rank uses its heads' slice of conv, A_log and dt_bias, so that
-its own gradient is zero in the others' slices, which the sum over cp fills; `summed_gradients` takes it.
+Ranks that differ only in cp hold the same shards. Inside the kernel, a CP rank uses the slice of its heads of conv, A_log and
+dt_bias. Its own gradient is therefore zero in the slices of other ranks, and the sum over cp, in `summed_gradients`, fills them.
 """
 
 import dataclasses
@@ -24,7 +24,11 @@ from verify.ranks.collectives import Place
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """Of one parameter: the whole's shape, the axis and sections that tp cuts (unless `cut` is False), and the gradient's sum."""
+    """How ranks share one parameter.
+
+    `shape` is that of the whole parameter. tp cuts it along `axis`, section by section, unless `cut` is False. `gradient_sum` are
+    the axes of the mesh over which its gradient is summed.
+    """
 
     shape: tuple[int, ...]
     axis: int
@@ -33,7 +37,7 @@ class Metadata:
     gradient_sum: tuple[str, ...] = ("cp",)
 
     def rows(self, rank: int, tp: int) -> Tensor:
-        """Which indices of the whole along `axis` a TP rank holds, in its order: its slice of each section."""
+        """The indices of the whole along `axis` that a TP rank holds, in its order: its slice of each section."""
         if not self.cut:
             return torch.arange(self.shape[self.axis])
         place = torch.arange(sum(self.sections))
@@ -41,7 +45,7 @@ class Metadata:
 
 
 def metadata(layer: Layer, *, conv_bias: bool) -> dict[str, Metadata]:
-    """Every parameter's, by name, in the order of the computation."""
+    """The metadata of every parameter by name, in the order of the computation."""
     keys, values, heads = layer.heads * layer.key_dim, layer.value_heads * layer.value_dim, layer.value_heads
     channels = (keys, keys, values)
     projected = (*channels, values, heads, heads)
@@ -58,7 +62,7 @@ def metadata(layer: Layer, *, conv_bias: bool) -> dict[str, Metadata]:
 
 
 def as_shards(values: Mapping[str, Tensor], about: Mapping[str, Metadata], rank: Rank) -> dict[str, Shard]:
-    """Copies of a rank's parameters, or of their gradients, with what each is of the whole."""
+    """Copies of a rank's parameters, or of their gradients, with their places in the whole."""
     return {
         name: Shard(
             name, about[name].shape, about[name].axis, rank, about[name].rows(rank.tp, rank.mesh.tp), value.detach().clone()
@@ -68,7 +72,7 @@ def as_shards(values: Mapping[str, Tensor], about: Mapping[str, Metadata], rank:
 
 
 def load(module: torch.nn.Module, about: Mapping[str, Metadata], shards: Mapping[str, Shard], rank: Rank) -> None:
-    """Copy this rank's shards into its parameters. ValueError for other names, rows or dtypes than theirs."""
+    """Copy this rank's shards into its parameters. ValueError if names, rows or dtypes differ from those of the parameters."""
     if about.keys() != shards.keys():
         raise ValueError(f"shards must be of {', '.join(about)}, got {', '.join(shards)}")
     parameters = {name: module.get_parameter(name) for name in about}
@@ -87,9 +91,9 @@ def load(module: torch.nn.Module, about: Mapping[str, Metadata], shards: Mapping
 
 
 def summed_gradients(module: torch.nn.Module, about: Mapping[str, Metadata], place: Place) -> dict[str, Tensor]:
-    """Each parameter's gradient as its rank must hold it: added in float32 over the axes of its `gradient_sum`, then rounded once.
+    """Every parameter's gradient, added in float32 over the axes of its `gradient_sum` and then rounded once.
 
-    Every rank of the mesh must call it. A parameter that took no part has a gradient of zeros.
+    Every rank of the mesh must call this. A parameter without a gradient counts as one of zeros.
     """
     result = {}
     for name, each in about.items():
