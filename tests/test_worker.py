@@ -185,7 +185,7 @@ def test_lost_worker_says_how_and_where_and_the_next_question_is_answered(
 @pytest.mark.slow
 def test_stack_of_a_hung_worker_is_in_the_tail(worker: Worker) -> None:
     lost = lose(worker, "zoo/Hangs", 0.5)
-    assert "verify/execution/run.py" in lost.tail
+    assert "verify/execution/execute.py" in lost.tail
     assert "in execute" in lost.tail
 
 
