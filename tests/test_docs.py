@@ -23,6 +23,8 @@ import verify
 from oracles.rounding import PRODUCTS
 from properties.books import BOOKS, Book, every_law
 from properties.laws import Law
+from verify.zoo.animals import animals
+from verify.zoo.trials import is_asked
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -856,3 +858,63 @@ def test_bad_usage_fails(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(pytest.fail.Exception, match="bad usage"):
         parse_command(["check", "fla/chunk", "--lore", "cut"])
     assert "--lore" in capsys.readouterr().err
+
+
+# What pages quote from the program
+
+
+PRINTED = re.compile(r"\s*(HOLDS|BROKEN|unsupported|blind) +(\w+)(?: +\d+ cases)?(?: {2}[\d.]+ \w+)? +(.+)")
+LABELS = ("holds with", "would hold", "versions", "found", "repeat", "worst row", "rows over", "got", "want", "compared")
+
+
+@functools.cache
+def sentences() -> dict[str, set[str]]:
+    """The sentences of each law's name, in whichever book."""
+    said: dict[str, set[str]] = {}
+    for book in BOOKS:
+        for law in book.laws.values():
+            said.setdefault(law.name, set()).add(law.says)
+    return said
+
+
+def misquoted(text: str) -> list[str]:
+    """The quoted lines of reports that name a law and do not end with its sentence."""
+    wrong = []
+    for block in prose_and_code(text)[1]:
+        for line in block:
+            found = PRINTED.fullmatch(line)
+            if found is None or found[2] not in sentences() or found[1] == "unsupported":
+                continue
+            end = re.sub(r" \(\d+ \w+(, \d+ \w+)*\)$", "", found[3].rpartition(" · ")[2])
+            if end not in sentences()[found[2]]:
+                wrong.append(line)
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_reports_that_a_page_quotes_have_the_sentences_of_their_laws(page: pathlib.Path) -> None:
+    assert misquoted(read(page)) == []
+
+
+def test_a_misquoted_report_is_seen() -> None:
+    right = f"```\nHOLDS       pure         5 cases                   {every_law()['pure'].says}\n```\n"
+    assert misquoted(right) == []
+    assert misquoted(right.replace("neither", "none of")) != []
+    assert misquoted("```\nBROKEN   oracle · my.py:Kernel · every output equals the truth\n```\n") != []
+
+
+def test_labels_of_reports_in_pages_are_those_of_the_program() -> None:
+    source = (ROOT / "verify" / "findings" / "report.py").read_text(encoding="utf-8")
+    assert [label for label in LABELS if f"  {label}  " not in source] == []
+    rows = {label for page in PAGES for row_ in tables(read(page)) for row in row_ for label in codes(next(iter(row.values())))}
+    assert {*LABELS[:7]} <= rows, "a page explains each of them"
+
+
+def test_counts_of_wrong_implementations_in_pages_are_those_of_the_zoo() -> None:
+    count, judged = len(animals()), sum(map(is_asked, animals().values()))
+    texts = {page: " ".join(read(page).split()) for page in PAGES}
+    assert re.findall(r"\b(\d+) of \1\b[^|]*incidents", texts[pathlib.Path("docs/results.md")])[:1] == [str(count)]
+    told = {
+        number for text in texts.values() for number in re.findall(r"(\d+) wrong implementations of the gated delta rule", text)
+    }
+    assert told == {str(judged)}
