@@ -22,7 +22,7 @@ class Answering:
     def ask(self, question: Question, deadline_s: float | None = None) -> dict[str, Any]:
         if isinstance(question, Describe):
             domain = self.domain
-            said = Description("rules", domain.operation, domain.to_json(), "chunkwise", "ieee", None, "none 1.0", "")
+            said = Description("rules", domain.to_json(), "chunkwise", "ieee", "none 1.0", "")
             return said.to_json()
         if isinstance(question, RunMany):
             return {"outcomes": []}  # each is to be asked alone

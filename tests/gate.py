@@ -326,7 +326,7 @@ def kill(process: int) -> None:
 def host() -> dict[str, Any]:
     """The cards and versions of this host, asked in a process of its own: this one opens no GPU."""
     program = (
-        "import json, platform, torch; from verify.adapters.loader import installed; "
+        "import json, platform, torch; from verify.adapters.packages import installed; "
         "names = ('triton', 'fla-core', 'hypothesis'); "
         "cards = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]; "
         "print(json.dumps({'cards': cards, 'versions': {'python': platform.python_version(), 'torch': torch.__version__, "

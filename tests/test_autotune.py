@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from properties.cases.line import split_line
-from verify.gpu import autotune as tuning
+from verify.gpu import autotune
 from verify.gpu.autotune import (
     NATIVE,
     Denied,
@@ -481,10 +481,10 @@ def test_line_that_is_no_json_is_named(tmp_path: pathlib.Path) -> None:
 def test_place_is_known() -> None:
     gpu, triton = here()
     assert gpu
-    assert triton == (tuning.installed("triton") or "none")
+    assert triton == (autotune.installed("triton") or "none")
 
 
 def test_policy_without_install_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "_installed", False)  # another test may have
+    monkeypatch.setattr(autotune, "_installed", False)  # another test may have
     with pytest.raises(RuntimeError, match="install"), using(Policy(17)):
         pass

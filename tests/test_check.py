@@ -19,6 +19,7 @@ from properties.laws import Blind
 from properties.rule_laws import LAWS
 from properties.strategies import Example
 from tests.answering import Answering
+from verify.adapters import loader
 from verify.adapters.loader import AdapterError
 from verify.adapters.packages import installed
 from verify.engine import asking, explaining, law_check
@@ -391,6 +392,10 @@ def test_known_defect_that_no_longer_fails_is_said(workers: list[Worker], store:
             "one of chunkwise, recurrent for gated_delta_rule, got 'magic'",
         ),
         (
+            "from tests.right import Chunkwise\nclass Kernel(Chunkwise): requires = {'torch': '2.*'}",
+            "requires must name a version of torch such as 1.2.0, got '2.*'",
+        ),
+        (
             "from tests.right import Chunkwise\nclass Kernel(Chunkwise): operation = 'conv'",
             "operation is 'conv', its domain says gated_delta_rule",
         ),
@@ -535,3 +540,19 @@ def test_a_drawing_that_fails_fails_its_caller() -> None:
 
     with pytest.raises(ArithmeticError, match=r"^not "):
         list(batches(st.integers(0, 9).map(refuse), 0, 5, 2))
+
+
+@pytest.mark.parametrize(
+    ("got", "least", "enough"),
+    [
+        ("2.11.0+cu130", "2.8", True),
+        ("5.23.0.dev0", "5.23.0", True),
+        ("5.22.9", "5.23.0", False),
+        ("0.6.0rc1", "0.6.0", True),
+        ("2.8", "2.8.0", True),
+        ("2.10", "2.9", True),
+        ("main", "0.1", False),
+    ],
+)
+def test_versions_are_compared_as_those_of_packages(got: str, least: str, *, enough: bool) -> None:
+    assert loader.at_least(got, least) is enough

@@ -151,6 +151,7 @@ def test_bad_usage_is_refused_before_any_work(
     [
         (None, "adapter fla/chunk needs fla-core >= 0.6.0, which is not installed: pip install 'fla-core>=0.6.0'"),
         ("0.5.99", "adapter fla/chunk needs fla-core >= 0.6.0, got 0.5.99: pip install 'fla-core>=0.6.0'"),
+        ("main", "adapter fla/chunk needs fla-core >= 0.6.0, got main: pip install 'fla-core>=0.6.0'"),
     ],
 )
 @pytest.mark.parametrize("verb", ["check", "repeat"])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from oracles.parallel import Network
 from oracles.sharding import Mesh, Rank
-from verify.ranks import collectives as comm
+from verify.ranks import collectives
 from verify.ranks.collectives import Abandoned, Alone, Comm, Distributed, Mismatch, Place, simulate
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -165,11 +165,11 @@ def test_what_cannot_be_cut_is_refused_on_every_rank(kind: str, shape: tuple[int
 
 
 FUNCTIONS = {
-    "exchange": comm.exchange,
-    "copy_to": comm.copy_to,
-    "reduce_from": comm.reduce_from,
-    "gather_from": comm.gather_from,
-    "scatter_to": comm.scatter_to,
+    "exchange": collectives.exchange,
+    "copy_to": collectives.copy_to,
+    "reduce_from": collectives.reduce_from,
+    "gather_from": collectives.gather_from,
+    "scatter_to": collectives.scatter_to,
 }
 # Of a value that every rank has the same, each rank holds a cotangent that is the whole one (after reduce_from) or its own part
 # (before copy_to): so the two are transposes of each other, and not of what they do.
@@ -248,7 +248,7 @@ def test_who_waits_for_a_rank_that_raised_is_told_at_once() -> None:
 
 def test_a_collective_that_cannot_be_computed_is_raised_in_one_rank_and_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where memory runs out, or devices are mixed. It must not wait for ever, so it runs beside a clock."""
-    monkeypatch.setattr(comm, "_results", lambda kind, xs: (_ for _ in ()).throw(MemoryError(kind)))
+    monkeypatch.setattr(collectives, "_results", lambda kind, xs: (_ for _ in ()).throw(MemoryError(kind)))
     found: list[Any] = []
 
     def work(place: Place) -> Tensor:

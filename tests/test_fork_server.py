@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.processes import alive, children, gone, opened
-from verify.process import fork_server as forks
+from verify.process import fork_server
 from verify.process.fork_server import Forked
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -51,24 +51,24 @@ if __name__ == "__main__":
 @pytest.fixture(scope="module")
 def _server() -> Iterator[None]:
     """A process that forks, of this module's own: it imports next to nothing."""
-    before = dict(forks._servers)
-    forks._servers.clear()
+    before = dict(fork_server._servers)
+    fork_server._servers.clear()
     try:
         yield
     finally:
-        forks._end()
-        forks._retired.clear()
-        forks._servers.clear()
-        forks._servers.update(before)
+        fork_server._end()
+        fork_server._retired.clear()
+        fork_server._servers.clear()
+        fork_server._servers.update(before)
 
 
 @pytest.fixture
 def another(_server: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """No process that forks is there yet. The environment for one."""
     (tmp_path / "tells.py").write_text(TELLS)
-    monkeypatch.setattr(forks, "_servers", {})
+    monkeypatch.setattr(fork_server, "_servers", {})
     yield {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    for server in forks._servers.values():
+    for server in fork_server._servers.values():
         server.end()
 
 
@@ -83,7 +83,7 @@ def begin(_server: None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 
         def started(*words: str, path: str = "", output: int = 2, descriptors: tuple[int, ...] = (), **more: str) -> Forked:
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path or str(tmp_path), str(ROOT)]), **more}
-            one = forks.start("tells", words, descriptors, environment, output, ["colorsys"])
+            one = fork_server.start("tells", words, descriptors, environment, output, ["colorsys"])
 
             def end() -> None:
                 with contextlib.suppress(ProcessLookupError):
@@ -197,7 +197,7 @@ def test_a_child_whose_server_dies_goes_on_and_the_next_has_another(begin: Begin
     one, other = begin("waits"), begin("waits")
     assert alive(one.pid)
     assert alive(other.pid)
-    server = forks._servers[0].process
+    server = fork_server._servers[0].process
     server.kill()
     server.wait()
     assert one.poll() is None
@@ -209,18 +209,18 @@ def test_a_child_whose_server_dies_goes_on_and_the_next_has_another(begin: Begin
     other.signal(signal.SIGTERM)
     assert other.wait(5) == -signal.SIGKILL, "nobody can say how it ended"
     assert begin("exits", "4").wait(10) == 4
-    assert forks._servers[0].process is not server
+    assert fork_server._servers[0].process is not server
 
 
 def test_another_environment_that_stays_gets_a_server_of_its_own(begin: Begin, another: dict[str, str]) -> None:
     first = begin("waits")
     assert first.poll() is None
-    server = forks._servers[0]
+    server = fork_server._servers[0]
     assert told(begin, PYTHONHASHSEED="7")["began"] == "tells"
     assert told(begin)["began"] == "verify.process.fork_server", "one alone is no reason"
     assert told(begin, PYTHONHASHSEED="7")["began"] == "tells"
     assert told(begin, PYTHONHASHSEED="7")["began"] == "verify.process.fork_server"
-    assert forks._servers[0] is not server
+    assert fork_server._servers[0] is not server
     assert first.poll() is None, "what the other forked goes on"
     assert server.process.poll() is None
     os.killpg(first.pid, signal.SIGTERM)
@@ -231,7 +231,7 @@ def test_another_environment_that_stays_gets_a_server_of_its_own(begin: Begin, a
 def test_a_child_that_is_killed_before_it_began_never_runs(another: dict[str, str], tmp_path: pathlib.Path) -> None:
     (tmp_path / "slow.py").write_text("import time; time.sleep(1.0)")
     source, target = os.pipe()
-    one = forks.start("tells", ["tells"], [target], another, 2, ["slow"])
+    one = fork_server.start("tells", ["tells"], [target], another, 2, ["slow"])
     os.close(target)
     began = time.monotonic()
     one.kill()
@@ -239,7 +239,7 @@ def test_a_child_that_is_killed_before_it_began_never_runs(another: dict[str, st
     assert time.monotonic() - began < 0.5, "it does not wait for what the server imports"
     with open(source) as pipe:
         assert not pipe.read(), "the server kills what nobody listens for"
-    assert forks.start("tells", ["exits", "6"], [], another, 2, []).wait(10) == 6
+    assert fork_server.start("tells", ["exits", "6"], [], another, 2, []).wait(10) == 6
 
 
 FAILS = """
@@ -255,8 +255,8 @@ os.fork = failing
 
 def test_a_fork_that_fails_is_an_error_and_costs_no_other_child(another: dict[str, str], tmp_path: pathlib.Path) -> None:
     (tmp_path / "fails.py").write_text(FAILS)
-    first = forks.start("tells", ["waits"], [], another, 2, ["fails"])
-    none = forks.start("tells", ["waits"], [], another, 2, ["fails"])
+    first = fork_server.start("tells", ["waits"], [], another, 2, ["fails"])
+    none = fork_server.start("tells", ["waits"], [], another, 2, ["fails"])
     with pytest.raises(OSError, match="no process could be forked"):
         none.wait(10)
     assert none.wait() == none.poll() == os.EX_OSERR
@@ -264,7 +264,7 @@ def test_a_fork_that_fails_is_an_error_and_costs_no_other_child(another: dict[st
     assert first.poll() is None
     first.kill()
     assert first.wait(5) == -signal.SIGKILL
-    one = forks.start("tells", ["exits", "7"], [], another, 2, [])
+    one = fork_server.start("tells", ["exits", "7"], [], another, 2, [])
     assert one.wait(10) == 7
 
 
@@ -280,17 +280,17 @@ def test_a_server_without_room_for_descriptors_says_so(another: dict[str, str], 
     """Its own are below 6, but for the socket, which has any number: nothing fits, or two of the four that a child needs."""
     (tmp_path / "narrow.py").write_text(NARROW.replace("MOST", str(limit)))
     for _ in range(2):
-        one = forks.start("tells", ["exits", "3"], [], another, 2, ["narrow"])
+        one = fork_server.start("tells", ["exits", "3"], [], another, 2, ["narrow"])
         with pytest.raises(OSError, match="no process could be forked: Too many open files"):
             one.wait(10)
         assert one.wait() == os.EX_OSERR
-    assert forks._servers[0].process.poll() is None
+    assert fork_server._servers[0].process.poll() is None
 
 
 def test_it_is_killed_while_another_thread_waits_for_it(another: dict[str, str], tmp_path: pathlib.Path) -> None:
     (tmp_path / "slow.py").write_text("import time; time.sleep(3.0)")
     for imports in ([], ["slow"]):
-        one = forks.start("tells", ["waits"], [], another, 2, imports, len(imports))
+        one = fork_server.start("tells", ["waits"], [], another, 2, imports, len(imports))
         ends: list[int] = []
         waiting = threading.Thread(target=lambda one=one, ends=ends: ends.append(one.wait()))
         waiting.start()
@@ -301,7 +301,7 @@ def test_it_is_killed_while_another_thread_waits_for_it(another: dict[str, str],
 
 
 def test_an_interrupt_in_the_middle_loses_no_number(another: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    one = forks.start("tells", ["exits", "1"], [], another, 2, [])
+    one = fork_server.start("tells", ["exits", "1"], [], another, 2, [])
     read = os.read
 
     def interrupted(descriptor: int, count: int) -> bytes:
@@ -322,7 +322,7 @@ def test_places_have_servers_and_hash_seeds_of_their_own(another: dict[str, str]
     hashes = []
     for place in (0, 1, 0, 1):
         source, target = os.pipe()
-        one = forks.start("tells", ["tells"], [target], another, 2, ["colorsys"], place)
+        one = fork_server.start("tells", ["tells"], [target], another, 2, ["colorsys"], place)
         os.close(target)
         with open(source) as pipe:
             said = json.load(pipe)
@@ -339,14 +339,14 @@ def test_what_was_missing_when_the_server_began_is_found_by_a_child(another: dic
     (tmp_path / "more" / "extra.py").write_text("")
     says = "import sys, optional\ndef main(words):\n    sys.exit(4 if optional.extra else 5)\nif __name__ == '__main__': main([])\n"
     (tmp_path / "says.py").write_text(says)
-    assert forks.start("says", [], [], another, 2, ["optional"]).wait(10) == 5
+    assert fork_server.start("says", [], [], another, 2, ["optional"]).wait(10) == 5
     more = {**another, "PYTHONPATH": f"{tmp_path}/more{os.pathsep}{another['PYTHONPATH']}"}
-    assert forks.start("says", [], [], more, 2, ["optional"]).wait(10) == 4
+    assert fork_server.start("says", [], [], more, 2, ["optional"]).wait(10) == 4
 
 
 def test_a_descriptor_too_many_costs_a_call_and_not_the_server(another: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert forks.start("tells", ["exits", "3"], [], another, 2, []).wait(10) == 3
-    server = forks._servers[0]
+    assert fork_server.start("tells", ["exits", "3"], [], another, 2, []).wait(10) == 3
+    server = fork_server._servers[0]
 
     def none_left() -> tuple[int, int]:
         raise OSError(errno.EMFILE, "too many open files")
@@ -355,23 +355,23 @@ def test_a_descriptor_too_many_costs_a_call_and_not_the_server(another: dict[str
         patched.setattr(os, "pipe", none_left)
         for place in (0, 1):  # a server that is there, and one that cannot be started: no socket of it is left open
             with pytest.raises(OSError, match="too many open files"):
-                forks.start("tells", ["exits", "3"], [], another, 2, [], place)
-    assert forks._servers == {0: server}
-    assert forks.start("tells", ["exits", "4"], [], another, 2, []).wait(10) == 4
+                fork_server.start("tells", ["exits", "3"], [], another, 2, [], place)
+    assert fork_server._servers == {0: server}
+    assert fork_server.start("tells", ["exits", "4"], [], another, 2, []).wait(10) == 4
 
 
 def test_a_server_that_dies_while_it_imports_says_how(another: dict[str, str], tmp_path: pathlib.Path) -> None:
     (tmp_path / "dies.py").write_text("import os; os._exit(9)")
-    one = forks.start("tells", ["prints"], [], another, 2, ["dies"])
+    one = fork_server.start("tells", ["prints"], [], another, 2, ["dies"])
     assert one.wait(10) == 9
     with pytest.raises(ProcessLookupError):
         _ = one.pid
 
 
 def test_what_cannot_be_imported_ahead_is_the_childs_to_report(another: dict[str, str]) -> None:
-    assert forks.start("tells", ["exits", "5"], [], another, 2, ["no_such_module"]).wait(10) == 5
+    assert fork_server.start("tells", ["exits", "5"], [], another, 2, ["no_such_module"]).wait(10) == 5
     with tempfile.TemporaryFile() as output:
-        assert forks.start("no_such_module", [], [], another, output.fileno(), []).wait(10) == 1
+        assert fork_server.start("no_such_module", [], [], another, output.fileno(), []).wait(10) == 1
         output.seek(0)
         assert b"no_such_module" in output.read()
 
@@ -408,7 +408,7 @@ def test_a_fork_of_the_supervisor_has_a_server_of_its_own(begin: Begin) -> None:
     begin("prints").wait()
     source, target = os.pipe()
     if not os.fork():
-        os.write(target, str(forks._servers).encode())
+        os.write(target, str(fork_server._servers).encode())
         os._exit(0)
     os.wait()
     assert os.read(source, 100) == b"{}"

@@ -34,7 +34,7 @@ from verify.adapters.gdn import exchange, functions
 from verify.adapters.gdn import layer as layers
 from verify.adapters.gdn import weights as held
 from verify.adapters.gdn.layer import CHOICES, Choices, GatedDeltaNet
-from verify.ranks import collectives as comm
+from verify.ranks import collectives
 from verify.ranks.collectives import Alone, Distributed, Place, simulate
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -143,7 +143,7 @@ class Answer:
     hidden: Tensor
     own: dict[str, Tensor]
     parameters: dict[str, Shard]
-    traffic: dict[str, comm.Traffic]
+    traffic: dict[str, collectives.Traffic]
 
 
 def cut(module: GatedDeltaNet, whole: dict[str, Tensor]) -> dict[str, Shard]:
@@ -822,12 +822,12 @@ def summed_over(axes: tuple[str, ...]) -> Callable[..., dict[str, held.Metadata]
     return metadata
 
 
-def alone(place: comm.Comm, x: Tensor) -> Tensor:
+def alone(place: collectives.Comm, x: Tensor) -> Tensor:
     """The identity, in both directions."""
     return x
 
 
-def first_block(place: comm.Comm, x: Tensor) -> Tensor:
+def first_block(place: collectives.Comm, x: Tensor) -> Tensor:
     """Cut along tokens, and not added."""
     return x.chunk(place.size)[place.rank]
 

@@ -198,7 +198,7 @@ def test_planted_wrong_import_is_seen(path: str, source: str) -> None:
             "verify/x.py",
             "from properties.cases.rule_case import Case\nfrom properties import laws\nfrom . import judge\nimport os, torch",
         ),
-        ("verify/adapters/x.py", "from ..adapter import Adapter\nimport fla, transformers"),
+        ("verify/adapters/x.py", "from ..base import Adapter\nimport fla, transformers"),
         ("tests/x.py", "import verify, tests.right, transformers"),
     ],
 )

@@ -25,8 +25,7 @@ from tests.processes import gone
 from tests.test_ranks import OFF, RAISED, SPINS, Rank, dump, of
 from verify.adapters.gdn.adapter import GdnLayer
 from verify.engine.asking import ask
-from verify.execution import oracle_process as ahead
-from verify.execution import service
+from verify.execution import oracle_process, service
 from verify.execution.oracle_process import Beside, Work
 from verify.execution.run import Run
 from verify.findings.store import Store
@@ -66,23 +65,23 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         return DOES[question["do"]](*question["with"], **question.get("how", {}))
     question = dict(question)
     if not question.pop("beside", True):
-        process, ahead._BESIDE[:] = list(ahead._BESIDE), []
+        process, oracle_process._BESIDE[:] = list(oracle_process._BESIDE), []
         try:
             return service.answer(question)
         finally:
-            ahead._BESIDE[:] = process
+            oracle_process._BESIDE[:] = process
     return service.answer(question)
 
 
 def told() -> dict[str, Any]:
     """The process beside this one, if it is there, and what it has open."""
-    pid = ahead._BESIDE[0].pid if ahead._BESIDE and ahead._BESIDE[0]._to >= 0 else 0
+    pid = oracle_process._BESIDE[0].pid if oracle_process._BESIDE and oracle_process._BESIDE[0]._to >= 0 else 0
     return {"pid": pid, "open": sorted(map(int, os.listdir(f"/proc/{pid}/fd"))) if pid else []}
 
 
 def stopped() -> dict[str, Any]:
     """The process beside this one, which is stopped: it does not answer before a path has run."""
-    os.kill(ahead._BESIDE[0].pid, signal.SIGSTOP)
+    os.kill(oracle_process._BESIDE[0].pid, signal.SIGSTOP)
     return told()
 
 
@@ -101,7 +100,7 @@ def compared(*names: str, kind: str = "Beside") -> dict[str, Any]:
     """The bounds of the last, if those of the others are never looked at, against those computed here."""
     here: list[Work] = []
     computed = Work.bounds
-    beside = ahead._BESIDE[0] if kind == "Beside" else globals()[kind]()
+    beside = oracle_process._BESIDE[0] if kind == "Beside" else globals()[kind]()
     Work.bounds = lambda self: here.append(self) or computed(self)  # type: ignore[method-assign, func-returns-value]
     try:
         asked = [beside.ask(work(name)) for name in names]
@@ -120,7 +119,7 @@ def compared(*names: str, kind: str = "Beside") -> dict[str, Any]:
 def refused(name: str) -> dict[str, Any]:
     """What looking at the bounds raises."""
     try:
-        ahead.ask(work(name))()
+        oracle_process.ask(work(name))()
     except ValueError as error:
         return {"raised": str(error), **told()}
     return {"raised": "", **told()}
@@ -157,7 +156,7 @@ class WithoutOracle(GdnLayer):
     """While it runs, the process beside it dies."""
 
     def run(self, x: Inputs, place: Place) -> Tensor:
-        os.kill(ahead._BESIDE[0].pid, signal.SIGKILL)
+        os.kill(oracle_process._BESIDE[0].pid, signal.SIGKILL)
         return super().run(x, place)
 
 
@@ -165,7 +164,7 @@ class WithSlowOracle(GdnLayer):
     """The process beside it, which was stopped, goes on soon after."""
 
     def run(self, x: Inputs, place: Place) -> Tensor:
-        threading.Timer(0.6, os.kill, (ahead._BESIDE[0].pid, signal.SIGCONT)).start()
+        threading.Timer(0.6, os.kill, (oracle_process._BESIDE[0].pid, signal.SIGCONT)).start()
         return super().run(x, place)
 
 
@@ -183,7 +182,7 @@ class LeavesTheLastOut(GdnLayer):
 @pytest.fixture(scope="module")
 def one() -> Iterator[RankGroup]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(ahead.SWITCH, "1")
+        patch.setenv(oracle_process.SWITCH, "1")
         with RankGroup(1, deadline_s=30.0, serves="tests.test_oracle_process:answer") as group:
             yield group
 
@@ -296,7 +295,7 @@ def test_killed_oracle_changes_no_verdict(one: RankGroup) -> None:
 
 @pytest.mark.slow
 def test_broken_path_is_found_as_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ahead.SWITCH, "1")
+    monkeypatch.setenv(oracle_process.SWITCH, "1")
     with RankGroup(2, deadline_s=30.0, serves="tests.test_oracle_process:answer") as two:
         right, wrong = outcome(two, "Right"), outcome(two, "LeavesTheLastOut")
         assert right.verdict is Verdict.HOLDS
@@ -310,7 +309,7 @@ def test_rank_that_waits_for_its_oracle_is_not_cut_short(monkeypatch: pytest.Mon
     """Unlike one that stands still elsewhere."""
     monkeypatch.setattr(ranks, "GRACE_S", 0.2)
     monkeypatch.setattr(ranks, "LOOK_S", 0.2)
-    waits = dump([("/opt/any.py", ahead.Beside._answer.__code__.co_name), ("/opt/bench.py", "wait")])
+    waits = dump([("/opt/any.py", oracle_process.Beside._answer.__code__.co_name), ("/opt/bench.py", "wait")])
     groups = [of(Rank((0.0, RAISED)), Rank((1.8, OFF), wrote=wrote)) for wrote in (waits, SPINS)]
     found = [Outcome.from_json(group.ask({}, 20.0)).findings for group in groups]
     assert [[finding.place for finding in each] for each in found] == [["rank 0: call", "rank 1: o"], ["rank 0: call"]]
@@ -320,7 +319,7 @@ def test_rank_that_waits_for_its_oracle_is_not_cut_short(monkeypatch: pytest.Mon
 
 
 def test_it_ends_with_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ahead.SWITCH, "1")
+    monkeypatch.setenv(oracle_process.SWITCH, "1")
     with RankGroup(1, serves="tests.test_oracle_process:answer") as group:
         pid = do(group, "told")["pid"]
         assert not gone([pid], 0.0)
@@ -375,9 +374,9 @@ def test_it_ends_with_a_killed_rank_in_the_middle_of_a_case() -> None:
         ({"LOCAL_WORLD_SIZE": "4"}, 12, 2),
         ({"LOCAL_WORLD_SIZE": "4"}, 64, 2),
         ({"LOCAL_WORLD_SIZE": "4"}, None, 0),  # not Linux
-        ({"LOCAL_WORLD_SIZE": "4", ahead.SWITCH: "1"}, 1, 1),
-        ({"LOCAL_WORLD_SIZE": "4", ahead.SWITCH: "3"}, 1, 3),
-        ({"LOCAL_WORLD_SIZE": "4", ahead.SWITCH: "0"}, 64, 0),
+        ({"LOCAL_WORLD_SIZE": "4", oracle_process.SWITCH: "1"}, 1, 1),
+        ({"LOCAL_WORLD_SIZE": "4", oracle_process.SWITCH: "3"}, 1, 3),
+        ({"LOCAL_WORLD_SIZE": "4", oracle_process.SWITCH: "0"}, 64, 0),
     ],
 )
 def test_ranks_have_as_many_as_there_are_cores_left(
@@ -388,16 +387,16 @@ def test_ranks_have_as_many_as_there_are_cores_left(
         monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     else:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores), raising=False)
-    monkeypatch.setattr(ahead, "Beside", object)
-    monkeypatch.setattr(ahead, "_BESIDE", had)
-    ahead.start(said)
+    monkeypatch.setattr(oracle_process, "Beside", object)
+    monkeypatch.setattr(oracle_process, "_BESIDE", had)
+    oracle_process.start(said)
     assert len(had) == wanted
 
 
 @pytest.mark.parametrize("word", ["many", "-1", "65"])
 def test_a_count_that_is_none_is_refused(word: str) -> None:
     with pytest.raises(ValueError, match=f"GDN_VERIFY_AHEAD must be .* in 0..64, got '{word}'"):
-        ahead.start({ahead.SWITCH: word})
+        oracle_process.start({oracle_process.SWITCH: word})
 
 
 class Told:
@@ -413,14 +412,14 @@ class Told:
 
 def test_questions_of_one_batch_are_begun_in_turns_and_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told, works = [Told(), Told()], [work("layer"), work("kda"), work("tf32")]
-    monkeypatch.setattr(ahead, "_BESIDE", told)
-    monkeypatch.setattr(ahead, "_BEGUN", {})
-    ahead.begin(works)
+    monkeypatch.setattr(oracle_process, "_BESIDE", told)
+    monkeypatch.setattr(oracle_process, "_BEGUN", {})
+    oracle_process.begin(works)
     assert [each.works for each in told] == [[works[0], works[2]], [works[1]]]
-    assert [ahead.ask(each) for each in works] == [(told[0], works[0]), (told[1], works[1]), (told[0], works[2])]
+    assert [oracle_process.ask(each) for each in works] == [(told[0], works[0]), (told[1], works[1]), (told[0], works[2])]
     assert sum(len(each.works) for each in told) == 3
-    ahead.begin([])
-    ahead.ask(works[1])
+    oracle_process.begin([])
+    oracle_process.ask(works[1])
     assert told[0].works[-1] is works[1], "what was begun before is forgotten"
 
 
@@ -438,7 +437,7 @@ def test_bounds_are_made_when_they_are_looked_at() -> None:
         made.append(1)
         return {"y": Bound(torch.ones(1), torch.ones(1))}
 
-    later = ahead.Later(wait)
+    later = oracle_process.Later(wait)
     assert not made
     assert (list(later), len(later), later["y"].value.item()) == (["y"], 1, 1.0)
     with pytest.raises(KeyError):

@@ -5,22 +5,22 @@ import sys
 
 import pytest
 
-from verify.process import prestart as early
+from verify.process import prestart
 from verify.process.messages import Tunings
 from verify.process.worker import NO_GPU
 
 
 @pytest.fixture(autouse=True)
 def none_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early, "_begun", [])
+    monkeypatch.setattr(prestart, "_begun", [])
     monkeypatch.delenv("RANK", raising=False)
 
 
 @pytest.mark.parametrize("words", [["check", "fla/chunk", "--device", "cpu"], ["check", "fla/chunk", "--device=cpu"]])
 def test_it_answers_as_any_worker_and_is_taken_once(words: list[str]) -> None:
-    early.begin(words)
-    assert early.take({"CUDA_VISIBLE_DEVICES": "7"}, 60.0) is None  # it sees other devices
-    worker = early.take(NO_GPU, 60.0)
+    prestart.begin(words)
+    assert prestart.take({"CUDA_VISIBLE_DEVICES": "7"}, 60.0) is None  # it sees other devices
+    worker = prestart.take(NO_GPU, 60.0)
     assert worker is not None
     with worker:
         assert worker.alive
@@ -28,15 +28,15 @@ def test_it_answers_as_any_worker_and_is_taken_once(words: list[str]) -> None:
         process = worker._process
         assert worker.ask(Tunings()) == {"known": {}, "infeasible": {}}
         assert worker._process is process
-    assert early.take(NO_GPU, 60.0) is None
+    assert prestart.take(NO_GPU, 60.0) is None
 
 
 @pytest.mark.parametrize(
     "words", [[], ["repeat", "law=oracle"], ["check", "--help"], ["check", "x", "--ranks=2"], ["check", "x", "--deny", "list"]]
 )
 def test_nothing_begins_for_commands_that_need_none_or_another(words: list[str]) -> None:
-    early.begin(words)
-    assert early.take(NO_GPU, 60.0) is None
+    prestart.begin(words)
+    assert prestart.take(NO_GPU, 60.0) is None
 
 
 def test_it_is_not_taken_where_modules_would_be_found_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,17 +44,17 @@ def test_it_is_not_taken_where_modules_would_be_found_elsewhere(monkeypatch: pyt
         lambda: monkeypatch.setattr(sys, "path", ["somewhere", *sys.path]),
         lambda: monkeypatch.setenv("GDN_VERIFY_DENIED", "list"),
     ):
-        early.begin(["check", "megatron/layer", "--device", "cpu"])
-        (*_, begun) = early._begun[-1]
+        prestart.begin(["check", "megatron/layer", "--device", "cpu"])
+        (*_, begun) = prestart._begun[-1]
         change()
-        assert early.take(NO_GPU, 60.0) is None
+        assert prestart.take(NO_GPU, 60.0) is None
         begun.close()
 
 
 def test_ranks_of_torchrun_begin_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    early.begin(["check", "fla/chunk", "--device", "cpu"])
-    assert early.take(NO_GPU, 60.0) is None
+    prestart.begin(["check", "fla/chunk", "--device", "cpu"])
+    assert prestart.take(NO_GPU, 60.0) is None
 
 
 @pytest.mark.slow

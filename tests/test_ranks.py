@@ -22,9 +22,8 @@ from verify.execution.service import answer
 from verify.process.messages import Describe, Join, Question
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 from verify.process.worker import Worker, WorkerLost
-from verify.ranks import collectives as comm
+from verify.ranks import collectives, torchrun
 from verify.ranks import group as ranks
-from verify.ranks import torchrun
 from verify.ranks.group import RankGroup, environment
 from verify.ranks.hangs import Standing, crashed, hung
 from verify.ranks.merge import merge
@@ -420,7 +419,7 @@ OFF = outcome(Verdict.BROKEN, "", Finding("o", FailureKind.OFF, "is off", "token
 
 TORCH = os.path.dirname(torch.__file__)
 KERNEL, RUN = "/home/me/kernel.py", "/opt/run.py"
-EXCHANGE = comm.exchange.__code__.co_name  # with its mark
+EXCHANGE = collectives.exchange.__code__.co_name  # with its mark
 
 
 def dump(*threads: list[tuple[str, str]]) -> str:

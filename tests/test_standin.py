@@ -30,7 +30,7 @@ from verify.execution.path_bench import RankBench
 from verify.execution.run import Run
 from verify.gpu import device as devices
 from verify.process.outcome import Outcome, Verdict
-from verify.ranks import collectives as comm
+from verify.ranks import collectives
 from verify.zoo import base
 from verify.zoo import wrong_gates as gates
 from verify.zoo import wrong_modules as modules
@@ -525,7 +525,7 @@ def scalar_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def sum_of_ranks_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the ranks hold is added to zeros that are on the CPU."""
     monkeypatch.setattr(
-        comm, "_added", lambda xs: torch.zeros(xs.shape[1:], dtype=xs.dtype, device="cpu") + xs.sum(0, dtype=xs.dtype)
+        collectives, "_added", lambda xs: torch.zeros(xs.shape[1:], dtype=xs.dtype, device="cpu") + xs.sum(0, dtype=xs.dtype)
     )
 
 

@@ -19,16 +19,16 @@ from typing import Any
 import pytest
 
 from tests.processes import alive, children, gone, opened
-from verify.execution import oracle_process as ahead
-from verify.execution.bench import AdapterBench
+from verify.execution import oracle_process
+from verify.execution.bench import AdapterBench, frame
 from verify.execution.path_bench import RankBench
-from verify.process import fork_server as forks
+from verify.process import fork_server
 from verify.process.fork_server import importing
 from verify.process.messages import RunOne
 from verify.process.outcome import Outcome
-from verify.process.stacks import Frame, Mark, frames, in_implementation, innermost, marked
+from verify.process.stacks import Frame, Mark, frames, in_implementation, innermost, marked, unmarked
 from verify.process.worker import DUMP_S, Worker, WorkerLost, interrogate
-from verify.ranks import collectives as comm
+from verify.ranks import collectives
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 TOKENS_OVER_20 = "gate=forever beta=one values=one_hot scale=one backward=no lengths=25"
@@ -306,11 +306,27 @@ def test_mark_of_a_function_arrives_with_its_stack() -> None:
     assert frames(wrote.replace("<implementation>", "<lambda>"))[0].mark is None
 
 
+def test_people_read_the_names_of_functions_without_their_marks() -> None:
+    @marked(Mark.COLLECTIVE)
+    def raises() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        raises()
+    assert frame(raised.value).endswith(" in raises")
+    assert unmarked("<lambda>") == "<lambda>"
+
+
 def test_functions_that_decide_whose_fault_a_hang_is_are_marked() -> None:
     marks: dict[Mark, tuple[Any, ...]] = {
         Mark.IMPLEMENTATION: (AdapterBench.call_implementation, RankBench.call_implementation),
-        Mark.COLLECTIVE: (comm.exchange, comm.Comm.all_to_all, comm.Distributed._collective, comm._Collective.backward),
-        Mark.ORACLE: (ahead.Beside._answer,),
+        Mark.COLLECTIVE: (
+            collectives.exchange,
+            collectives.Comm.all_to_all,
+            collectives.Distributed._collective,
+            collectives._Collective.backward,
+        ),
+        Mark.ORACLE: (oracle_process.Beside._answer,),
     }
     for mark, functions in marks.items():
         assert [each.__code__.co_name.partition(" ")[2] for each in functions] == [f"<{mark}>"] * len(functions)
@@ -444,7 +460,7 @@ def stub(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, worker: Worker
 def test_twenty_losses_leave_no_process_and_no_descriptor(
     monkeypatch: pytest.MonkeyPatch, number: int, named: str, *, forked: bool
 ) -> None:
-    monkeypatch.setattr(forks, "HERE", forked)
+    monkeypatch.setattr(fork_server, "HERE", forked)
     monkeypatch.setenv("GDN_VERIFY_SIGNAL", str(int(number)))
     before, family = opened(), children()
     with Worker(5.0) as fresh:
@@ -478,23 +494,23 @@ def test_closing_from_another_thread_ends_a_busy_worker_at_once() -> None:
 @pytest.fixture
 def no_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No process that forks is there yet, and none is left."""
-    monkeypatch.setattr(forks, "_servers", {})
+    monkeypatch.setattr(fork_server, "_servers", {})
     yield
-    forks._end()
+    fork_server._end()
 
 
 @pytest.mark.usefixtures("no_server")
 @pytest.mark.parametrize("forked", [True, False])
 @pytest.mark.slow
 def test_closing_while_the_worker_starts_ends_it(monkeypatch: pytest.MonkeyPatch, *, forked: bool) -> None:
-    monkeypatch.setattr(forks, "HERE", forked)
+    monkeypatch.setattr(fork_server, "HERE", forked)
     before, worker = opened(), Worker()
     timer = threading.Timer(0.2, worker.close)
     timer.start()
     with pytest.raises(WorkerLost, match="closed"):
         worker.ask(question("tests/right.py:Chunkwise"))
     timer.join()
-    forks._end()
+    fork_server._end()
     assert opened() <= before
 
 

@@ -245,10 +245,10 @@ def test_cells_say_blind_undecided_and_why_nothing_was_asked(monkeypatch: pytest
     verdicts = {"packed": Verdict.BLIND, "cut": Verdict.UNKNOWN}
     stub(monkeypatch, lambda run, times: verdicts.get(run.law, Verdict.HOLDS))
     hunting = hunted(["LeaksState", "Exits"])
-    leaks, exits = hunting.fates
+    leaks, leaves = hunting.fates
     states = {law: cell.state for law, cell in leaks.cells.items()}
     assert (states["packed"], states["cut"], states["oracle"]) == ("blind", "undecided", "alive")
-    assert exits.cells["linear"].state == "alive"
+    assert leaves.cells["linear"].state == "alive"
     assert leaks.verdict == "SURVIVES"
     assert "    cut: undecided: " in "\n".join(table.fate_lines(leaks))
     nobody = Hunt([], workers=1)
@@ -278,16 +278,16 @@ def test_a_few_animals_are_killed_and_shown_as_text_json_and_page(
     names = ["LeaksState", "zoo/FirstStateForAll", "EvenRows", "Exits"]
     laws = [word for law in ("samples", "permuted", "reshard", "recall") for word in ("--law", law)]
     code, out, err = run(capfd, *names, *laws, "--workers", "2", "--json", "table.json", "--html", "page.html")
-    assert code == command.KILLED, err
+    assert code == exits.HOLDS, err
     assert "4 animals: 4 killed, 0 alive; median " in out
     assert "kills of paths: reshard 1\n" in out
     assert re.search(r"^LeaksState +V  1 2 3 +case +\d+ +[\d.]+ s  .*samples 1", out, re.MULTILINE), out
     assert "    The state of one packed sequence flows into the next (slime 1686)." in out
     data = json.loads((tmp_path / "table.json").read_text())
     assert [animal["name"] for animal in data["animals"]] == ["LeaksState", "FirstStateForAll", "EvenRows", "Exits"]
-    leaks, _, rows, exits = data["animals"]
+    leaks, _, rows, dies = data["animals"]
     assert (leaks["verdict"], rows["book"], rows["killed_by"]) == ("killed", "paths", ["reshard"])
-    assert {cell["law"]: cell["what"] for cell in exits["laws"]}["recall"].startswith("call: crashed: exited with code 7")
+    assert {cell["law"]: cell["what"] for cell in dies["laws"]}["recall"].startswith("call: crashed: exited with code 7")
     assert data["summary"]["twins"] == [1, 2, 3, 14, 16]
     for animal in (leaks, rows):
         assert f"    {animal['smallest']}" in out
@@ -307,7 +307,7 @@ def test_a_few_animals_are_killed_and_shown_as_text_json_and_page(
 @pytest.mark.slow
 def test_who_survives_is_told_loudly_and_costs_the_exit_code(capfd: pytest.CaptureFixture[str], own: str) -> None:
     code, out, _ = run(capfd, f"{own}:Harmless", "ChangesBeta", "--law", "pure", "--workers", "1")
-    assert code == command.SURVIVES
+    assert code == exits.BROKEN
     assert "2 animals: 1 killed, 1 alive" in out
     assert "SURVIVES             8 cases of 1 laws" in out
     assert out.endswith("SURVIVES  own.py:Harmless: It is right, and called an animal.\n")
@@ -319,7 +319,7 @@ def test_an_animal_that_spoils_its_process_kills_no_other(
 ) -> None:
     monkeypatch.setattr(hunt, "PROFILE", Profile("quick", 1))
     code, out, _ = run(capfd, f"{own}:LeavesADoorOpen", "--law", "cut", "--workers", "1")
-    assert code == command.SURVIVES
+    assert code == exits.BROKEN
     assert re.search(r'^RIGHT CODE REJECTED  python -m verify repeat "law=cut at=\d+ adapter=zoo/Chunkwise ', out, re.MULTILINE), (
         out
     )
@@ -342,7 +342,7 @@ def test_interrupted_it_prints_what_is_known(capfd: pytest.CaptureFixture[str], 
         yield told
 
     options = parser.parse_args(["LeaksState", "--workers", "1", "--json", "table.json"])
-    assert command.act(options, progress) == command.INTERRUPTED
+    assert command.act(options, progress) == exits.INTERRUPTED
     out = capfd.readouterr().out
     assert "LeaksState" in out
     assert "oracle 1" in out
@@ -570,7 +570,7 @@ def test_your_own_suite_is_tried_on_the_animals(capfd: pytest.CaptureFixture[str
     rules_ = [word for name in ("Mine", "Strict", "Falls", "Empty") for word in ("--rule", f"mine.py:{name}")]
     words = ["ForgetsBetaInErase", "AddsStateTwice", "PeeksAhead", "EvenRows", "TailWithoutGate"]
     code, out, _ = run(capfd, *words, *rules_, "--workers", "2", "--json", "table.json", "--html", "page.html")
-    assert code == command.SURVIVES
+    assert code == exits.BROKEN
     assert re.search(r"^AddsStateTwice +dead +1 ", out, re.MULTILINE), out
     assert re.search(r"^PeeksAhead +dead +lives ", out, re.MULTILINE), out
     assert "EvenRows" not in out, "suites are about kernels of the rule"
@@ -596,6 +596,6 @@ def test_an_animal_that_crashes_is_rejected_by_a_suite_and_the_others_go_on(
         "    def run(self, x):\n        os._exit(9)\n"
     )
     code, out, _ = run(capfd, "wild.py:Bolts", "AddsStateTwice", "--rule", "mine.py:Mine", "--law", "absent", "--workers", "1")
-    assert code == command.KILLED, out
+    assert code == exits.HOLDS, out
     assert re.search(r"^Bolts +dead +1$", out, re.MULTILINE), out
     assert "mine.py:Mine: kills 2 of 2 in 2 cases" in out

@@ -27,15 +27,15 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import KernelInterface
 
 from verify import interpreter
-from verify.gpu import autotune as tuning
+from verify.gpu import autotune
 from verify.gpu.autotune import NATIVE, Denied, Policy, TuningError, infeasible, known, narrow, plan, preference, using
 
 times_each = Autotuner._bench  # before the interpreter lets all configurations tie
 interpreter.install()
 with_triton_alone = Autotuner.run
-tuning.install()
+autotune.install()
 ours = Autotuner.run
-tuning.install()
+autotune.install()
 assert Autotuner.run is ours is not with_triton_alone, "a second install() changes nothing"
 
 BLOCKS = (16, 32, 64, 128)
@@ -153,7 +153,7 @@ def ran(kernel: Any, policy: Policy, denied: tuple[Denied, ...] = (), size: int 
     """The configuration of one launch, which `used` and the kernel itself must agree on."""
     with using(policy, denied) as used:
         right, seen = launch(kernel, size)
-    (text,) = used.pop(tuning.name_of(kernel if isinstance(kernel, Autotuner) else kernel.fn))
+    (text,) = used.pop(autotune.name_of(kernel if isinstance(kernel, Autotuner) else kernel.fn))
     assert right and not used, (right, used)
     assert f"BLOCK={seen}:" in text, (text, seen)
     return text
@@ -167,7 +167,7 @@ def refused(kernel: Any, policy: Policy, denied: tuple[Denied, ...] = ()) -> str
 
 
 def deny(kernel: str, text: str, **fields: str) -> Denied:
-    return Denied(**{**DENIED, "triton": tuning.here()[1], "kernel": kernel, "config": text, **fields})
+    return Denied(**{**DENIED, "triton": autotune.here()[1], "kernel": kernel, "config": text, **fields})
 
 
 def check_texts_tell_configurations_apart() -> None:
@@ -189,11 +189,11 @@ def check_texts_tell_configurations_apart() -> None:
         (triton.Config({"P": "64"}), "P=64:num_warps=4:num_stages=3:nth=2"),
         (triton.Config({"P": -1}), "P=-1:num_warps=4:num_stages=3"),
     ]
-    named = tuning.offers([each for each, _ in several] + [several[0][0], triton.Config({"P": True})])
+    named = autotune.offers([each for each, _ in several] + [several[0][0], triton.Config({"P": True})])
     assert [*named] == [text for _, text in several]
     assert all(named[text] is each for each, text in several)
-    assert [tuning.check_config(text) for text in named] == [*named]
-    assert [*tuning.offers([triton.Config({"P": [1]})])] == ["P=%5B1%5D:num_warps=4:num_stages=3"], "not hashed where it is alone"
+    assert [autotune.check_config(text) for text in named] == [*named]
+    assert [*autotune.offers([triton.Config({"P": [1]})])] == ["P=%5B1%5D:num_warps=4:num_stages=3"], "not hashed where it is alone"
 
 
 def check_native_is_what_triton_decides() -> None:
@@ -215,7 +215,7 @@ def check_policies_leave_nothing_behind() -> None:
     before = list(double_kernel.configs)
     assert ran(double_kernel, Policy(tune)) != ALL[0] == ran(double_kernel, NATIVE)
     assert ran(double_kernel, Policy(tune)) != ALL[0]
-    assert tuning.text_of(double_kernel.best_config) == preference(ALL, tune, HERE + "double_kernel")[0]
+    assert autotune.text_of(double_kernel.best_config) == preference(ALL, tune, HERE + "double_kernel")[0]
     assert double_kernel.configs == before
     assert set(double_kernel.cache.values()) == {double_kernel.configs[0]}
 
@@ -434,7 +434,7 @@ def check_drawn_runs_touch_no_cache() -> None:
 
 def check_denied_is_not_chosen() -> None:
     kernel, tried, seen = timed([64, 16, 32, 128], restore_value=["y"])
-    name = tuning.name_of(kernel)
+    name = autotune.name_of(kernel)
     wrong, also = deny("add_kernel", config(64, 4, 3)), deny(name, "num_stages=3:num_warps=4:BLOCK=16")
     elsewhere = (deny(name, config(16, 4, 3), gpu="NVIDIA H200"), deny(name, config(16, 4, 3), triton="3.6.0"))
     other = deny("d_kernel", config(16, 4, 3))
@@ -514,7 +514,7 @@ def fla_checks() -> Iterator[tuple[str, Callable[[], None]]]:
 
         def check_configurations_on_file() -> None:
             kernel, seen = fla_cache_autotune(list(CONFIGS), key=["n"])(add_kernel), torch.zeros(1, dtype=torch.int32)
-            name = tuning.name_of(kernel)
+            name = autotune.name_of(kernel)
             assert added(kernel, seen, NATIVE) == (6, 64, config(64)), "as released: FLA reads it from a file"
             runs = {tune: added(kernel, seen, Policy(tune))[2] for tune in range(12)}
             assert runs == {tune: preference(ALL, tune, name)[0] for tune in runs}
@@ -562,10 +562,10 @@ def instead(owner: Any, name: str, wrong: Any) -> Callable[[], AbstractContextMa
     return lambda: mock.patch.object(owner, name, wrong)
 
 
-order, memory = tuning._Active.order, tuning._Memory
+order, memory = autotune._Active.order, autotune._Memory
 FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[str, ...]]] = {
     "the first configuration always runs": (
-        instead(tuning._Active, "order", lambda self, kernel, declared, offered: list(offered)),
+        instead(autotune._Active, "order", lambda self, kernel, declared, offered: list(offered)),
         ("number_decides", "picks_decide", "sweep_finds_what_is_wrong_in_one_configuration"),
     ),
     "a sweep that stays with one number's draws": (
@@ -573,29 +573,29 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[str, ..
         ("picks_decide", "sweep_finds_what_is_wrong_in_one_configuration"),
     ),
     "nothing else is tried": (
-        instead(tuning._Active, "order", lambda self, *given: order(self, *given)[:1]),
+        instead(autotune._Active, "order", lambda self, *given: order(self, *given)[:1]),
         ("what_does_not_fit_is_left_out",),
     ),
     "what does not fit is forgotten": (
-        instead(tuning._Memory, "key", lambda *given: object()),
+        instead(autotune._Memory, "key", lambda *given: object()),
         ("what_does_not_fit_is_left_out", "nothing_fits"),
     ),
-    "what does not fit once never does": (instead(tuning._Memory, "key", lambda *given: ()), ("what_does_not_fit_is_left_out",)),
+    "what does not fit once never does": (instead(autotune._Memory, "key", lambda *given: ()), ("what_does_not_fit_is_left_out",)),
     "one deny-list's choices serve another": (
-        instead(tuning, "_Memory", lambda: memory(caches=Shared())),
+        instead(autotune, "_Memory", lambda: memory(caches=Shared())),
         ("denied_is_not_chosen",),
     ),
     "denied on every GPU": (instead(Denied, "applies", lambda *given: True), ("denied_is_not_chosen",)),
     "denied for kernels with the same end": (
-        instead(tuning, "_named", lambda kernel, name: kernel.endswith(name)),
+        instead(autotune, "_named", lambda kernel, name: kernel.endswith(name)),
         ("denied_is_not_chosen", "picks_decide"),
     ),
     "words in another order are another configuration": (
-        instead(tuning, "_same", lambda one, other: one == other),
+        instead(autotune, "_same", lambda one, other: one == other),
         ("denied_is_not_chosen", "picks_decide"),
     ),
     "the kernel is blamed": (
-        instead(tuning._Active, "fail", lambda self, message: TuningError(message)),
+        instead(autotune._Active, "fail", lambda self, message: TuningError(message)),
         ("wrong_pick_is_not_the_kernels_fault",),
     ),
     "a policy of the thread": (

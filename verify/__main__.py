@@ -2,11 +2,11 @@
 
 import sys
 
-from verify.process import prestart as early
+from verify.process import prestart
 from verify.process.fork_server import importing
 
 if __name__ == "__main__":
-    early.begin(sys.argv[1:])
+    prestart.begin(sys.argv[1:])
     with importing():
         from verify.cli.main import main
 

@@ -94,6 +94,9 @@ def make(kind: type[Adapter] | type[PathAdapter], spec: str) -> Adapter | PathAd
             raise AdapterError(f"adapter {spec}: {name} must be False unless algorithm is {wanted}, which is {adapter.algorithm!r}")
     if not all(isinstance(word, str) for item in adapter.requires.items() for word in item):
         raise AdapterError(f"adapter {spec}: requires must map distributions to least versions, as text, got {adapter.requires!r}")
+    for name, least in adapter.requires.items():
+        if not is_version(least):
+            raise AdapterError(f"adapter {spec}: requires must name a version of {name} such as 1.2.0, got {least!r}")
     check_requirements(spec, adapter.requires)
     if isinstance(adapter, Adapter) and adapter.counterpart is not None:
         try:
@@ -130,12 +133,25 @@ def check_requirements(spec: str, requires: dict[str, str]) -> None:
         got = installed(name)
         if got is None:
             raise AdapterError(f"adapter {spec} needs {name} >= {least}, which is not installed: pip install '{name}>={least}'")
-        try:
-            enough = Version(got) >= Version(least)
-        except InvalidVersion as error:
-            raise AdapterError(f"adapter {spec} needs {name} >= {least}, got {got}: {error}") from None
-        if not enough:
+        if not at_least(got, least):
             raise AdapterError(f"adapter {spec} needs {name} >= {least}, got {got}: pip install '{name}>={least}'")
+
+
+def is_version(text: str) -> bool:
+    """Whether a text is a version as packages have them (PEP 440)."""
+    try:
+        Version(text)
+    except InvalidVersion:
+        return False
+    return True
+
+
+def at_least(got: str, least: str) -> bool:
+    """Whether a version is at least another. A development build of a release counts as that release, what is none as too old."""
+    try:
+        return Version(Version(got).base_version) >= Version(least)
+    except InvalidVersion:
+        return False
 
 
 def versions(adapter: Implementation) -> str:

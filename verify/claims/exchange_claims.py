@@ -22,8 +22,9 @@ from verify.claims.setting import Setting
 from verify.claims.table import Row
 from verify.claims.timing import Call, Effort, Spread, clock_of, measured, ratios
 from verify.execution.bench import short
+from verify.process import messages
 from verify.process.messages import Join
-from verify.process.worker import Asked, WorkerLost
+from verify.process.worker import Answering, WorkerLost
 from verify.ranks.collectives import Comm, Distributed
 from verify.ranks.collectives import exchange as swap
 from verify.ranks.group import RankGroup, join
@@ -136,8 +137,10 @@ def misplaced(move: Move, load: Load, size: int, rank: int, device: torch.device
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     """The answer of a rank, the same on all: {} to a Join, and the result of `measure` to a load. "error" if it fails."""
     try:
-        if question.get("question") == Join.__name__:
-            join(Join(**{name: value for name, value in question.items() if name != "question"}))
+        if "question" in question:
+            how = messages.parse(question)
+            assert isinstance(how, Join), question
+            join(how)
             return {}
         load = Load(*(tuple(question[name]) for name in ("lengths", "sections", "back")))
         return measure(load, Effort(**question["effort"]))
@@ -211,7 +214,7 @@ def exchanged(setting: Setting) -> Iterator[Row]:
                 yield from packed(setting, group, size, count)
 
 
-def packed(setting: Setting, group: Asked, size: int, count: int) -> Iterator[Row]:
+def packed(setting: Setting, group: Answering, size: int, count: int) -> Iterator[Row]:
     """The rows of a group of `size` ranks with `count` sequences."""
     sections, effort = setting.sizes.layer.sections, setting.effort
     # With many sequences, the form with a collective for each sequence and section takes a fifth of a second for a call.

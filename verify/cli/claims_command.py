@@ -20,9 +20,9 @@ from verify.claims import layer_claims as layers
 from verify.claims.setting import FULL_EFFORT, LEAST_EFFORT, QUICK, QUICK_EFFORT, REAL, TINY, Setting
 from verify.claims.table import Row, markdown, rounds_of, table
 from verify.claims.timing import clock_of
+from verify.cli.exits import BROKEN, HOLDS, INTERRUPTED, UNDECIDED
 from verify.execution.bench import short
 
-SETTLED, BROKEN, UNDECIDED, INTERRUPTED = 0, 1, 3, 130
 EXITS = (
     "exit: 0 all that this host has the GPUs for is measured, and right   1 a form is wrong   2 bad usage   "
     "3 nothing is measured, or something failed   130 interrupted"
@@ -121,7 +121,7 @@ def exit_code(rows: Sequence[Row]) -> int:
     if any(row.broken for row in rows):
         return BROKEN
     failed = any(not row.measured and not row.lacking for row in rows)
-    return UNDECIDED if failed or not any(row.measured for row in rows) else SETTLED
+    return UNDECIDED if failed or not any(row.measured for row in rows) else HOLDS
 
 
 def host(device: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from verify.cli.options import (
 from verify.cli.output import progress
 from verify.cli.repeat_command import repeat as repeat_line
 from verify.cli.soak_command import soak_all
-from verify.execution import sanitizer as sanitize
+from verify.execution import sanitizer
 from verify.interpreter import SEQUENTIAL
 
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (AdapterError, ValueError) as error:
         print(f"gdn-verify: {error}", file=sys.stderr)
         return USAGE
-    except (NoGpu, sanitize.NoSanitizer) as error:
+    except (NoGpu, sanitizer.NoSanitizer) as error:
         print(f"gdn-verify: {error}", file=sys.stderr)
         return UNDECIDED
     except KeyboardInterrupt:

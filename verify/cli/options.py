@@ -8,9 +8,9 @@ import sys
 from oracles.rounding import PRODUCTS
 from properties.books import book_for, every_law
 from verify.engine.profiles import PROFILES
-from verify.execution import sanitizer as sanitize
+from verify.execution import sanitizer
 from verify.findings.store import FOLDER
-from verify.gpu import autotune as tuning
+from verify.gpu import autotune
 from verify.gpu import device as devices
 from verify.ranks.group import BACKENDS
 
@@ -56,8 +56,8 @@ def add_sanitize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sanitize",
         nargs="?",
-        const=sanitize.TOOLS[0],
-        choices=sanitize.TOOLS,
+        const=sanitizer.TOOLS[0],
+        choices=sanitizer.TOOLS,
         help="run the worker under a tool of NVIDIA's compute-sanitizer: what it reports breaks the law (default memcheck)",
     )
 
@@ -119,7 +119,7 @@ def tune_word(word: str) -> str:
     if word == SWEEP:
         return word
     try:
-        return str(tuning.Policy.parse(word))
+        return str(autotune.Policy.parse(word))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -13,7 +13,7 @@ from verify.cli.output import json_lines, progress, say
 from verify.engine.asking import describe, started
 from verify.engine.sweep import Sweep
 from verify.findings.store import Store
-from verify.gpu import autotune as tuning
+from verify.gpu import autotune
 
 
 def sweep(options: argparse.Namespace, spec: str, device: str, seed: int, store: Store, out: Any) -> int:
@@ -46,7 +46,7 @@ def sweep(options: argparse.Namespace, spec: str, device: str, seed: int, store:
         line = f"{len(swept.faults)} wrong of {total} configurations of {len(swept.known)} kernels"
         line += f"; {swept.runs} runs in {time.monotonic() - start:.0f} s"
         if options.deny and wrong:
-            tuning.write_denied(options.deny, [*_listed(options.deny), *wrong])
+            autotune.write_denied(options.deny, [*_listed(options.deny), *wrong])
             line += f"; deny-list in {options.deny}"
         say(line, out)
         lines(swept.to_json())
@@ -54,5 +54,5 @@ def sweep(options: argparse.Namespace, spec: str, device: str, seed: int, store:
     return BROKEN if swept.faults else UNDECIDED if swept.undecided else HOLDS
 
 
-def _listed(path: str) -> list[tuning.Denied]:
-    return tuning.read_denied(path) if os.path.exists(path) else []
+def _listed(path: str) -> list[autotune.Denied]:
+    return autotune.read_denied(path) if os.path.exists(path) else []

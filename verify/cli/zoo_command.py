@@ -8,13 +8,13 @@ import sys
 from collections.abc import Callable, Sequence
 
 from properties.books import book_for, book_of
+from verify.cli.exits import BROKEN, HOLDS, INTERRUPTED
 from verify.zoo import kill_table as table
 from verify.zoo import mutation, page
 from verify.zoo.animals import LETTERS, animals, chosen
 from verify.zoo.hunt import Hunt
 from verify.zoo.trials import Trial, Trials, is_asked, load, suites
 
-KILLED, SURVIVES, INTERRUPTED = 0, 1, 130
 EXITS = "exit: 0 every animal asked is killed   1 one survives, or right code is rejected   2 bad usage   130 interrupted"
 Progress = Callable[[], "contextlib.AbstractContextManager[Callable[[str, int, int], None]]"]
 
@@ -100,7 +100,7 @@ def exit_code(hunt: Hunt, trials: Sequence[Trial]) -> int:
         bad = any(trial.error or trial.rejects_right or trial.killed < len(trial.killed_at) for trial in trials)
     else:
         bad = any(fate.verdict != "killed" for fate in hunt.fates)
-    return SURVIVES if bad or hunt.alarms else KILLED
+    return BROKEN if bad or hunt.alarms else HOLDS
 
 
 def listed() -> str:

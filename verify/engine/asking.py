@@ -21,7 +21,7 @@ from verify.execution.shared_bounds import LAW as POOLS
 from verify.findings.known import NO_DEFECTS, KnownDefects
 from verify.findings.store import Store
 from verify.gpu import device as devices
-from verify.process import prestart as early
+from verify.process import prestart
 from verify.process.messages import Describe, Description, RunMany, RunOne
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 from verify.process.worker import Worker, WorkerLost
@@ -62,7 +62,7 @@ class Described:
 def started(device: str, count: int, deadline_s: float) -> list[Worker]:
     """Start `count` workers of a device, at least one. A worker that began with the command is used if its environment fits."""
     environments = [devices.environment(device, each) for each in range(max(1, count))]
-    return [early.take(each, deadline_s) or Worker(deadline_s, environment=each) for each in environments]
+    return [prestart.take(each, deadline_s) or Worker(deadline_s, environment=each) for each in environments]
 
 
 def describe(spec: str, worker: Asked) -> Described:

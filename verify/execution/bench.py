@@ -28,7 +28,7 @@ from verify.adapters.base import Adapter
 from verify.gpu import device as devices
 from verify.interpreter import Race, UnknownTriton, races
 from verify.process.outcome import FailureKind, Finding
-from verify.process.stacks import Mark, marked
+from verify.process.stacks import Mark, marked, unmarked
 
 T = TypeVar("T")
 UNPOISONED = "GDN_VERIFY_UNPOISONED"  # environment variable of a worker: no poison, so that a sanitizer sees uninitialised memory
@@ -217,7 +217,8 @@ class AdapterBench(Timed):
         depends = not frozen and (tokens or inputs.get("state") is not None)
         for name, output in outputs.items():
             if depends and output.numel() and not output.requires_grad:
-                raise AdapterFault(name, FailureKind.NO_GRADIENT, "carries no gradient, though the domain says backward")
+                what = "carries no gradient, though the domain says backward"
+                raise AdapterFault(name, FailureKind.NO_GRADIENT, what, detail="output")
         targets = [name for name in outputs if outputs[name].requires_grad]
         if targets:
             gradients = torch.autograd.grad(
@@ -230,7 +231,9 @@ class AdapterBench(Timed):
             gradients = tuple(torch.zeros_like(leaf) for leaf in leaves.values())
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
             if gradient is None and leaf.numel() and tokens:  # without tokens, an absent gradient stands for zeros
-                raise AdapterFault(gradient_name(name), FailureKind.NO_GRADIENT, "is absent: no gradient reached this input")
+                raise AdapterFault(
+                    gradient_name(name), FailureKind.NO_GRADIENT, "is absent: no gradient reached this input", detail="input"
+                )
             results[gradient_name(name)] = torch.zeros_like(leaf) if gradient is None else gradient.detach()
         return results
 
@@ -241,7 +244,9 @@ class AdapterBench(Timed):
             answer = (answer,)
         if not (isinstance(answer, tuple) and len(answer) == len(ports)):
             names = ", ".join(port.name for port in ports)
-            raise AdapterFault("call", FailureKind.TYPE, f"returned {type(answer).__name__}, must return a tuple ({names})")
+            raise AdapterFault(
+                "call", FailureKind.TYPE, f"returned {type(answer).__name__}, must return a tuple ({names})", detail="answer"
+            )
         sizes = _sizes(spec, inputs)
         tokens = next(port.name for port in spec.inputs if port.axes.startswith("B T"))
         outputs: Results = {}
@@ -251,7 +256,7 @@ class AdapterBench(Timed):
             shape = tuple(sizes[axis] for axis in port.axes.split())
             dtype = inputs[tokens].dtype if port.dtype == "input" else torch.float32
             if not isinstance(output, Tensor):
-                raise AdapterFault(port.name, FailureKind.TYPE, f"is {type(output).__name__}, must be a tensor")
+                raise AdapterFault(port.name, FailureKind.TYPE, f"is {type(output).__name__}, must be a tensor", detail="output")
             if tuple(output.shape) != shape:
                 raise AdapterFault(port.name, FailureKind.SHAPE, f"has shape {tuple(output.shape)}, must have {shape}")
             if output.dtype != dtype:
@@ -424,4 +429,4 @@ def short(error: BaseException) -> str:
 def frame(error: BaseException) -> str:
     """Where an error was raised: the innermost frame, without folders, so that the text is the same on every machine."""
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno} in {unmarked(frames[-1].name)}" if frames else ""

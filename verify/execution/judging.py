@@ -16,10 +16,11 @@ from verify.adapters.base import Adapter, PathAdapter
 from verify.adapters.loader import load
 from verify.execution.bench import AdapterFault, OutOfMemory, short
 from verify.execution.judge import NOTHING, Where, judge
-from verify.gpu import autotune as tuning
+from verify.gpu import autotune
 from verify.gpu import device as devices
 from verify.interpreter import UnknownTriton
 from verify.process.outcome import FailureKind, Finding, Outcome, Used, Verdict
+from verify.process.stacks import unmarked
 from verify.ranks.collectives import Abandoned, Mismatch
 
 T = TypeVar("T")
@@ -42,14 +43,14 @@ def following(tune: str) -> Iterator[Used]:
     if not tune:
         yield {}
         return
-    tuning.install()
-    with tuning.using(tuning.Policy.parse(tune), _denied()) as used:
+    autotune.install()
+    with autotune.using(autotune.Policy.parse(tune), _denied()) as used:
         yield used
 
 
 @functools.cache
-def _denied() -> tuple[tuning.Denied, ...]:
-    return tuple(tuning.read_denied(os.environ[DENIED])) if os.environ.get(DENIED) else ()
+def _denied() -> tuple[autotune.Denied, ...]:
+    return tuple(autotune.read_denied(os.environ[DENIED])) if os.environ.get(DENIED) else ()
 
 
 def there(device: str, pairs: Iterator[T]) -> Iterator[T]:
@@ -69,11 +70,12 @@ def faulted(error: BaseException) -> Outcome:
     for frame in traceback.extract_tb(error.__traceback__):
         folder, file = os.path.split(os.path.relpath(frame.filename, _ROOT))
         if folder.split(os.sep)[0] in ("oracles", "properties", "verify"):
-            place = f" at {folder}/{file}:{frame.lineno} in {frame.name}"
+            place = f" at {folder}/{file}:{frame.lineno} in {unmarked(frame.name)}"
     return Outcome(Verdict.UNKNOWN, reason=f"gdn-verify failed: {name}: {short(error)}", fault=f"{name}{place}")
 
 
-_ROOT = str(pathlib.Path(__file__).resolve().parents[2])
+# As Python names the files of frames: a checkout may be reached by a link.
+_ROOT = str(pathlib.Path(os.path.abspath(__file__)).parents[2])
 
 
 def judged(law: Law, bench: Any, example: Example, where: Where, need: int, excused: Mapping[str, float] = NOTHING) -> Outcome:

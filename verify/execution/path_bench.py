@@ -20,7 +20,7 @@ from oracles.sharding import AT_REST, Mesh, Rank
 from properties.cases.path_case import CHOICES, ParallelCase
 from properties.laws import Breach, Cotangents, Results
 from verify.adapters.base import PathAdapter
-from verify.execution import oracle_process as ahead
+from verify.execution import oracle_process
 from verify.execution.bench import AdapterFault, Timed, blamed, poisoned
 from verify.execution.judge import indices
 from verify.execution.judging import faulted, following, judged
@@ -67,7 +67,7 @@ class RankBench(Timed):
             with self.timed("oracle_s"):
                 return self._bounds()
 
-        return ahead.Later(wait)
+        return oracle_process.Later(wait)
 
     def run(self, inputs: Inputs, cotangents: Cotangents, *, alone: bool = False, **choices: Any) -> Results:
         case = dataclasses.replace(self.case, **choices)
@@ -317,7 +317,7 @@ def execute_path(run: Run, adapter: PathAdapter) -> Outcome:
         else:
             place = place_of(case.mesh)
             if place is not None and law.kind == "truth":
-                computed = ahead.ask(work)
+                computed = oracle_process.ask(work)
             outcome = Outcome(Verdict.HOLDS, reason=IDLE) if place is None else on_rank(place)
     outcome.tuned = dict(used)
     return outcome
@@ -329,9 +329,9 @@ def _device(asked: str) -> str:
     return "cuda" if nccl else asked
 
 
-def work_of(run: Run, adapter: PathAdapter) -> ahead.Work:
+def work_of(run: Run, adapter: PathAdapter) -> oracle_process.Work:
     """The oracle's work for a run."""
-    return ahead.Work(run.example.case, adapter.algorithm, run.products, adapter.chunk)
+    return oracle_process.Work(run.example.case, adapter.algorithm, run.products, adapter.chunk)
 
 
 class _Failed(Exception):

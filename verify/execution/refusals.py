@@ -31,6 +31,6 @@ def _asked(adapter: Adapter, name: str, case: Any, inputs: Inputs) -> str:
         adapter.run(inputs.replaced(**whole))
     except Exception as error:
         kind = type(error).__name__  # by name, since verify/interpreter, which defines two of them, needs Triton
-        did = {"OutOfBounds": "reads or writes outside its tensors", "Race": "lets two programs write the same memory"}
+        did = {"OutOfBounds": "reads or writes outside its tensors", "Race": "lets its programs race for the same memory"}
         return did.get(kind, f"refuses ({kind})")
     return "answers silently"

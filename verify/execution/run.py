@@ -8,7 +8,7 @@ from properties.cases.line import split_line
 from properties.laws import Law
 from properties.strategies import Example
 from verify.adapters.loader import check_spec
-from verify.gpu import autotune as tuning
+from verify.gpu import autotune
 from verify.gpu import device as devices
 
 
@@ -53,7 +53,7 @@ class Run:
             raise ValueError(f"device must be one of {', '.join(devices.DEVICES)}, got {device!r}")
         tune = words.pop("tune", "")
         if tune:
-            tuning.Policy.parse(tune)
+            autotune.Policy.parse(tune)
         at = words.pop("at", None)
         if at is not None and not at.isdecimal():
             raise ValueError(f"at must be a whole number, got {at!r}")

@@ -27,7 +27,7 @@ from verify.execution.bench import UNPOISONED
 from verify.gpu import device as devices
 from verify.process.messages import QUESTIONS, Refuse, RunMany, RunOne, Watched
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
-from verify.process.worker import Asked, Worker, WorkerLost
+from verify.process.worker import Answering, Worker, WorkerLost
 
 SANITIZER = "sanitizer"  # stands in a finding in place of an output's name
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -99,7 +99,7 @@ class Sanitizer:
             environment[UNPOISONED] = "1"
         return Worker(deadline_s, environment=environment, serves=SERVES, under=functools.partial(self._words, log))
 
-    def prove(self, worker: Asked) -> None:
+    def prove(self, worker: Answering) -> None:
         """Raise NoSanitizer if the worker does not run under the tool."""
         try:
             trouble = worker.ask(Watched())["trouble"]
@@ -188,7 +188,7 @@ def findings(several: Sequence[Report]) -> list[Finding]:
     for text, same in list(alike.items())[:MOST]:
         others = f" ({len(same)} times)" if len(same) > 1 else ""
         what = f"{text}: {same[0].size}{others}" if same[0].size else f"{text}{others}"
-        made.append(Finding(SANITIZER, FailureKind.SANITIZER, what, same[0].more, detail=text))
+        made.append(Finding(SANITIZER, FailureKind.SANITIZER, what, same[0].more, detail=same[0].what))
     return made
 
 

@@ -62,11 +62,9 @@ def _describe(asked: Describe) -> Answer:
         _bring(adapter)
     return Description(
         book=book_of(adapter.domain).name,
-        operation=adapter.domain.operation,
         domain=adapter.domain.to_json(),
         algorithm=adapter.algorithm,
         products=adapter.products,
-        counterpart=counterpart,
         versions=versions(adapter),
         device=devices.name(),
     ).to_json()

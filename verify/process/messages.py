@@ -107,11 +107,9 @@ class Description:
     """What an adapter declares, as a worker sees it. `book` is the name of the book that its domain belongs to."""
 
     book: str
-    operation: str
     domain: dict[str, Any]
     algorithm: str
     products: str
-    counterpart: str | None
     versions: str
     device: str
 

@@ -64,6 +64,12 @@ class Frame:
 _MARKED = re.compile(rf"(.*) <({'|'.join(Mark)})>")
 
 
+def unmarked(name: str) -> str:
+    """The name of a function without its mark, for people."""
+    found = _MARKED.fullmatch(name)
+    return found[1] if found else name
+
+
 def _frame(file: str, line: str, function: str) -> Frame:
     found = _MARKED.fullmatch(function)
     return Frame(file, int(line), found[1], Mark(found[2])) if found else Frame(file, int(line), function)

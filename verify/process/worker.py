@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from verify.process import fork_server as forks
+from verify.process import fork_server
 from verify.process.fork_server import Forked, importing
 from verify.process.messages import Answer, Question, plain
 from verify.process.stacks import in_implementation, innermost
@@ -74,7 +74,7 @@ class Started(subprocess.Popen[bytes]):
             os.killpg(self.pid, signal.SIGKILL)
 
 
-class Asked(Protocol):
+class Answering(Protocol):
     """What answers the questions of a check: a `Worker`, or a group of ranks that answers as one."""
 
     deadline_s: float
@@ -182,9 +182,9 @@ class Worker:
             **self._environment,
         }
         before = self._under()
-        if forks.HERE and not before and environment.get("CUDA_VISIBLE_DEVICES") == "":
+        if fork_server.HERE and not before and environment.get("CUDA_VISIBLE_DEVICES") == "":
             place = int(self._environment.get("RANK", "0")) % 2  # neighbouring ranks get different hash seeds
-            return forks.start("verify.process.worker", [self._serves], pipes, environment, output, IMPORTS, place)
+            return fork_server.start("verify.process.worker", [self._serves], pipes, environment, output, IMPORTS, place)
         process = Started(
             [*before, sys.executable, "-P", "-m", "verify.process.worker", self._serves, *map(str, pipes)],
             stdin=subprocess.DEVNULL,
@@ -331,7 +331,7 @@ def _ended(code: int | None) -> str:
         return f"killed by signal {-code}"
 
 
-_ROOT = str(pathlib.Path(__file__).resolve().parents[2])  # where the package is imported from
+_ROOT = str(pathlib.Path(os.path.abspath(__file__)).parents[2])  # where the package is imported from
 
 
 def serve(requests: int, answers: int, serves: str) -> None:
