@@ -186,7 +186,7 @@ class SumsAgain(Recurrent):
     """The delta rule token by token, whose backward sums its states again, from corrected values stored in the inputs' dtype."""
 
     stores = True
-    domain = Domain(operation="delta_rule")
+    domain = Domain(operation="delta_rule", packed=False, qk_norm=False)
     reads_after = False
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
