@@ -17,9 +17,10 @@ def worker() -> Iterator[Worker]:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every module keeps tests for `-m "not slow"`: of what is `slow_after_first`, the first case is quick and the others slow.
+    """Mark slow cases, so that `-m "not slow"` leaves them out.
 
-    What needs one of the fixtures that its module names SLOW_FIXTURES is slow too.
+    Of a test that is `slow_after_first`, all cases but the first are slow. A test is slow too if it needs a fixture that its module
+    names in SLOW_FIXTURES. So almost every module keeps quick tests.
     """
     met = set[str]()
     for item in items:

@@ -5,6 +5,8 @@ import os
 import pathlib
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -247,6 +249,18 @@ def test_oracle_that_raises_is_unknown_and_not_the_kernels_fault(monkeypatch: py
     assert outcome.reason.startswith(f"gdn-verify failed: {type(error).__name__}: ")
     assert re.fullmatch(rf"{type(error).__name__} at verify/execution/bench.py:\d+ in \w+", outcome.fault)
     assert outcome.findings == []
+
+
+@pytest.mark.slow
+def test_a_failure_of_ours_has_its_place_in_a_checkout_behind_a_link(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "link").symlink_to(pathlib.Path(__file__).resolve().parent.parent)
+    program = (
+        "from oracles.operations import OPERATIONS\nfrom verify.execution.judging import faulted\n"
+        "try:\n    OPERATIONS['l2norm'].check(None)\nexcept Exception as error:\n    print(faulted(error).fault)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "link")}
+    done = subprocess.run([sys.executable, "-P", "-c", program], env=environment, check=True, capture_output=True, text=True)
+    assert re.fullmatch(r"\w+ at oracles/operation.py:\d+ in \w+\n", done.stdout), done.stdout
 
 
 class Failing(Answering):

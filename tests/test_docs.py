@@ -877,23 +877,29 @@ def sentences() -> dict[str, set[str]]:
     return said
 
 
+def quoted(text: str) -> Iterator[tuple[str, str, str]]:
+    """Each quoted line of a report that names a law, the law, and the text at its end, without the counts of other cases."""
+    for line in (line for block in prose_and_code(text)[1] for line in block):
+        found = PRINTED.fullmatch(line)
+        if found and found[2] in sentences() and found[1] != "unsupported":
+            yield line, found[2], re.sub(r" \(\d+ \w+(, \d+ \w+)*\)$", "", found[3].rpartition(" · ")[2])
+
+
 def misquoted(text: str) -> list[str]:
-    """The quoted lines of reports that name a law and do not end with its sentence."""
-    wrong = []
-    for block in prose_and_code(text)[1]:
-        for line in block:
-            found = PRINTED.fullmatch(line)
-            if found is None or found[2] not in sentences() or found[1] == "unsupported":
-                continue
-            end = re.sub(r" \(\d+ \w+(, \d+ \w+)*\)$", "", found[3].rpartition(" · ")[2])
-            if end not in sentences()[found[2]]:
-                wrong.append(line)
-    return wrong
+    """The quoted lines of reports that do not end with the sentence of their law."""
+    return [line for line, law, end in quoted(text) if end not in sentences()[law]]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_reports_that_a_page_quotes_have_the_sentences_of_their_laws(page: pathlib.Path) -> None:
     assert misquoted(read(page)) == []
+
+
+def test_the_lines_of_reports_that_pages_quote_are_found() -> None:
+    counts = {page.as_posix(): len(list(quoted(read(page)))) for page in PAGES}
+    assert counts["README.md"] >= 5
+    assert counts["docs/tutorial.md"] >= 20
+    assert counts["docs/how-to/read-a-report.md"] >= 3
 
 
 def test_a_misquoted_report_is_seen() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import pathlib
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from verify.engine.shrink import shrink
 from verify.execution.execute import execute
 from verify.execution.path_bench import RankBench
 from verify.execution.run import Run
-from verify.process.outcome import Outcome, Verdict
+from verify.process.outcome import FailureKind, Outcome, Verdict
 from verify.ranks.collectives import Alone, Place, simulate
 from verify.zoo import wrong_paths as paths
 
@@ -331,3 +332,18 @@ def test_a_rank_whose_device_is_lost_is_spent(monkeypatch: pytest.MonkeyPatch) -
     outcome = execute(Run.parse("law=parallel adapter=tests/path_faults.py:Raises lengths=4 cp=2 heads=2 value_heads=2"))
     assert (outcome.verdict, outcome.spent) == (Verdict.BROKEN, True)
     assert outcome.findings[0].what.startswith("crashed: CUDA error: an illegal memory access")
+
+
+def test_a_collective_that_one_rank_leaves_out_breaks_the_law_and_is_no_fault_of_ours(tmp_path: pathlib.Path) -> None:
+    """In backward rank 0 does not call it, so that the next collective of ours meets it on the other ranks."""
+    source = pathlib.Path("examples/path_adapter.py").read_text()
+    assert "before + 0 * ends[0]" in source
+    file = tmp_path / "leaves.py"
+    file.write_text(source.replace("before + 0 * ends[0]", "before"))
+    line = f"law=parallel adapter={file}:OwnConvolution lengths=12+8 op=causal_conv1d cp=2 layout=contiguous packed=yes seed=1"
+    outcome = execute(Run.parse(line))
+    assert outcome.verdict is Verdict.BROKEN, outcome.reason
+    assert outcome.kind is FailureKind.RANKS_PART
+    assert (outcome.fault, outcome.reason) == ("", "")
+    right = execute(Run.parse(line.replace(str(file), "examples/path_adapter.py")))
+    assert right.verdict is Verdict.HOLDS, right

@@ -12,6 +12,7 @@ from properties.domain import Domain
 from properties.illegal_inputs import OF_RULES, PACKED
 from tests.right import Chunkwise
 from verify.execution.refusals import probe
+from verify.interpreter import OutOfBounds, Race
 from verify.process.messages import Refuse
 from verify.process.worker import Worker, WorkerLost
 
@@ -34,6 +35,16 @@ class Refuses(Chunkwise):
 class Silent(Chunkwise):
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         return torch.zeros_like(x.v), None
+
+
+class Races(Chunkwise):
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        raise Race("program (0, 0) and (0, 3) both write o[0]", "kernel.py:7")
+
+
+class Strays(Chunkwise):
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        raise OutOfBounds("a load outside its tensor")
 
 
 class Unpacked(Chunkwise):
@@ -70,6 +81,8 @@ def test_probe_tells_refusing_from_silent(name: str) -> None:
     assert probe(Refuses(), name) == "refuses (TypeError)"
     assert probe(Silent(), name) == "answers silently"
     assert probe(Unpacked(), name).startswith("not asked: ")
+    assert probe(Races(), name) == "lets its programs race for the same memory"
+    assert probe(Strays(), name) == "reads or writes outside its tensors"
 
 
 def test_probe_that_kills_its_process_costs_a_worker(worker: Worker) -> None:

@@ -223,6 +223,10 @@ def test_what_it_reports_of_illegal_input_is_told_and_not_judged(tmp_path: pathl
     for text, did in (
         ("", "answers silently"),
         (OLD_READ, "answers silently, and the sanitizer reports read out of bounds in kernel k"),
+        (
+            "========= Internal Sanitizer Error: The Sanitizer is out of memory\n",
+            "answers silently, and the sanitizer failed: Internal Sanitizer Error: The Sanitizer is out of memory",
+        ),
     ):
 
         def probed(question: dict[str, object], text: str = text) -> dict[str, object]:

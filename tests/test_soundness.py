@@ -28,7 +28,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("alike", RIGHT.values(), ids=RIGHT)
-@pytest.mark.slow
+@pytest.mark.slow_after_first
 def test_right_implementations_hold_under_every_law(
     alike: tuple[type, ...], worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -43,7 +43,7 @@ def test_right_implementations_hold_under_every_law(
 
 
 @pytest.mark.parametrize(("products", "verdict"), [("tf32", Verdict.HOLDS), ("ieee", Verdict.BROKEN)])
-@pytest.mark.slow
+@pytest.mark.slow_after_first
 def test_tf32_products_are_within_their_own_bound_and_over_the_float32_one(
     products: str, verdict: Verdict, worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
