@@ -104,8 +104,8 @@ class Bound:
                 over = rows
             return finer(over).at(*index)
 
-        made = None if finer is None else later
-        return Bound(self.value[index], allowed[index], self.origin, made, self.sure, self.clear)
+        finer_at = None if finer is None else later
+        return Bound(self.value[index], allowed[index], self.origin, finer_at, self.sure, self.clear)
 
     def beside(self, other: "Bound") -> "Bound":
         """Return the bound of the same tensor when two computations err one after the other: the tolerances add up."""
@@ -118,7 +118,7 @@ class Bound:
     def _and(self, other: "Bound", value: Tensor, join: Callable[["Bound", "Bound"], "Bound"]) -> "Bound":
         """Add two tolerances; `finer` of the sum refines the bound that is less sure, or both if they are equally sure."""
         sure = min(self.sure, other.sure)
-        one, two = (each.finer if each.sure == sure else lambda _=None, each=each: each for each in (self, other))
+        one, two = (bound.finer if bound.sure == sure else lambda _=None, bound=bound: bound for bound in (self, other))
         later = None if one is None or two is None else lambda over=None: join(one(over), two(over))
         return Bound(value, self.allowed + other.allowed, self.origin, later, sure, max(self.clear, other.clear))
 
@@ -179,11 +179,11 @@ def bounds(
     operation.check(inputs)
     _check_cotangents(cotangents)
     dtypes = _dtype(operation, inputs), _dtype(operation, inputs, "gate")
-    inputs, cotangents = _wide(operation, inputs), cotangents and {name: each.double() for name, each in cotangents.items()}
+    inputs, cotangents = _wide(operation, inputs), cotangents and {name: tensor.double() for name, tensor in cotangents.items()}
     if made is None:
         exact = {name: runs[0] for name, runs in _evaluate(operation, inputs, cotangents, Arithmetic.exact()).items()}
     else:
-        exact = {name: each.value for name, each in made.items()}
+        exact = {name: bound.value for name, bound in made.items()}
     chunks = CHUNKS if algorithm == "chunkwise" and chunk is None else (chunk,)
     plain = Arithmetic.of(algorithm, dtypes[0], products)
     if stores and algorithm == "recurrent":
@@ -194,7 +194,7 @@ def bounds(
     sparing = not _on_a_gpu(inputs) or _numbers(operation, inputs) > _LARGE
     counts = [count for count in (*(LOOKS if sparing and first is not None else ()), RUNS, *MORE) if count >= (first or RUNS)]
     looks = _Looks(Cut.of(operation, inputs), (inputs, cotangents, exact), make, counts, parts=sparing or made is not None)
-    return looks.bounds() if made is None else {name: looks.with_finer(name, each, 1) for name, each in made.items()}
+    return looks.bounds() if made is None else {name: looks.with_finer(name, bound, 1) for name, bound in made.items()}
 
 
 Given = tuple[Inputs, dict[str, Tensor] | None, dict[str, Tensor]]  # inputs, cotangents, exact outputs and gradients
@@ -207,8 +207,8 @@ class _Looks:
     GPU, which takes as long for a part as for all.
     """
 
-    def __init__(self, cut: Cut, given: Given, make: Callable[..., "_Disturbed"], counts: Sequence[int], *, parts: bool) -> None:
-        self.cut, self.given, self.make, self.counts, self.parts = cut, given, make, counts, parts and bool(cut.operation.parallel)
+    def __init__(self, cut: Cut, call: Given, make: Callable[..., "_Disturbed"], counts: Sequence[int], *, parts: bool) -> None:
+        self.cut, self.given, self.make, self.counts, self.parts = cut, call, make, counts, parts and bool(cut.operation.parallel)
         self.runs: dict[tuple[Part, int], _Disturbed] = {}
         self.made: list[dict[Part, dict[str, Bound]]] = [{} for _ in counts]
 
@@ -225,8 +225,8 @@ class _Looks:
             port, part = self.cut.operation.port(name), self.cut.whole
             if self.parts and over is not None:
                 part = self.cut.having(port, over)
-            where, made = self._look(look, part)
-            found = made[name]
+            where, results = self._look(look, part)
+            found = results[name]
             if where != self.cut.whole:
                 allowed = self.cut.put(bound.allowed, port, where, found.allowed)
                 found = dataclasses.replace(found, value=bound.value, allowed=allowed)
@@ -236,23 +236,23 @@ class _Looks:
 
     def _look(self, look: int, part: Part) -> tuple[Part, dict[str, Bound]]:
         """Take a look at a part that contains `part`, or reuse one; return that part and its bounds."""
-        made, count = self.made[look], self.counts[look]
-        if (there := next((each for each in made if each.has(part)), None)) is None:
+        results, count = self.made[look], self.counts[look]
+        if (there := next((other for other in results if other.has(part)), None)) is None:
             total = RUNS if count <= RUNS else MORE[-1]
             there = self._cheapest(part, total, count)
-            made[there] = self._disturbed(there, total).bounds(count)
+            results[there] = self._disturbed(there, total).bounds(count)
             if count == total:  # no later look needs more of these runs
                 del self.runs[there, total]
-        return there, made[there]
+        return there, results[there]
 
     def _cheapest(self, part: Part, total: int, count: int) -> Part:
         """Return `part`, or a larger part that is cheaper because an earlier look has computed some of its runs."""
         begun = self.runs.get((self.cut.whole, total))
         costs = {part: self.cut.size(part) * (count - (begun.done if begun else 0))}
-        for (each, of), runs in self.runs.items():
-            if of == total and each.has(part):
-                costs[each] = self.cut.size(each) * (count - runs.done)
-        return min(costs, key=lambda each: costs[each])
+        for (other, of), runs in self.runs.items():
+            if of == total and other.has(part):
+                costs[other] = self.cut.size(other) * (count - runs.done)
+        return min(costs, key=lambda candidate: costs[candidate])
 
     def _disturbed(self, part: Part, total: int) -> "_Disturbed":
         """Return the disturbed runs of a part; a later look adds runs to them."""
@@ -295,7 +295,7 @@ class _Disturbed:
     def go_on(self, begun: "_Disturbed", taken: Callable[[str, Tensor], Tensor]) -> None:
         """Start from the runs of the whole call, of which this is a part; `taken` selects the part's rows."""
         for key, (runs, sums) in begun.made.items():
-            self.made[key] = runs, [taken(name, own) for name, own in zip(self.exact, sums, strict=True)]
+            self.made[key] = runs, [taken(name, rows) for name, rows in zip(self.exact, sums, strict=True)]
 
     def bounds(self, count: int) -> dict[str, Bound]:
         """Return the bounds of the first `count` runs, or of half as many for each chunk length if there are several.
@@ -328,12 +328,12 @@ class _Disturbed:
         if self.coarse:
             coarse = self.squares(size, max(1, runs // COARSE), coarse=True)
             squares = list(torch._foreach_maximum(squares, torch._foreach_mul(coarse, 0.25)))
-        for (name, value), own in zip(self.exact.items(), squares, strict=True):
+        for (name, value), square in zip(self.exact.items(), squares, strict=True):
             port = self.ports[name]
             step = plain.step if port.dtype == "input" or plain.stored == plain.output else 0.0
             ulp = 2.0 ** (1 - BITS[self.dtype if port.dtype == "input" else "fp32"])
-            rows.append(Rows(port, value, own, ulp, step))
-        lengths = sequences(self.inputs, self.operation.inputs[0].name) if any(each.along_tokens for each in rows) else []
+            rows.append(Rows(port, value, square, ulp, step))
+        lengths = sequences(self.inputs, self.operation.inputs[0].name) if any(tensor.along_tokens for tensor in rows) else []
         return dict(zip(self.exact, allowances(rows, lengths), strict=True))
 
     def squares(self, size: int | None, runs: int, *, coarse: bool = False) -> list[Tensor]:
@@ -346,10 +346,10 @@ class _Disturbed:
             arithmetics = [
                 dataclasses.replace(plain, runs=min(once, runs - done), first=done + 1) for done in range(before, runs, once)
             ]
-            given = zip(*(_slices(self.operation, each, pieces) for each in self.given), strict=True)
-            parts = [_spread(self.ports, self.operation, x, ct, exact, arithmetics) for x, ct, exact in given]
+            calls = zip(*(_slices(self.operation, tensors, pieces) for tensors in self.given), strict=True)
+            parts = [_spread(self.ports, self.operation, x, ct, exact, arithmetics) for x, ct, exact in calls]
             named = zip(self.exact, *parts, strict=True)
-            more = [_joined(self.operation, self.ports[name], list(each)) for name, *each in named]
+            more = [_joined(self.operation, self.ports[name], list(slices)) for name, *slices in named]
             sums = list(torch._foreach_add(sums, more)) if sums else more
             self.made[size, coarse] = runs, sums
         return list(torch._foreach_mul(sums, 1.0 / runs))
@@ -365,15 +365,15 @@ def _check_cotangents(cotangents: object) -> None:
     """Raise ValueError if a cotangent is not a floating-point tensor; `_evaluate` checks the shapes."""
     if cotangents is not None and not isinstance(cotangents, dict):
         raise ValueError(f"cotangents must be None or tensors by name, got {type(cotangents).__name__}")
-    for name, each in (cotangents or {}).items():
-        if (dtype := checked_tensor(f"cotangent of {name}", each).dtype) not in FLOATS:
+    for name, cotangent in (cotangents or {}).items():
+        if (dtype := checked_tensor(f"cotangent of {name}", cotangent).dtype) not in FLOATS:
             raise ValueError(f"cotangent of {name} must be floating point of 16, 32 or 64 bits, got {dtype}")
 
 
 def _dtype(operation: Operation, inputs: Inputs, kind: str = "input") -> str:
     """Return the name of the coarsest dtype among the inputs of a kind; float64, which only `truth` takes, counts as fp32."""
-    given = [inputs[port.name] for port in operation.inputs if port.dtype == kind and inputs.get(port.name) is not None]
-    return min((NAMES.get(each.dtype, "fp32") for each in given), key=lambda name: BITS[name], default="fp32")
+    tensors = [inputs[port.name] for port in operation.inputs if port.dtype == kind and inputs.get(port.name) is not None]
+    return min((NAMES.get(tensor.dtype, "fp32") for tensor in tensors), key=lambda name: BITS[name], default="fp32")
 
 
 def _wide(operation: Operation, inputs: Inputs) -> Inputs:
@@ -394,14 +394,14 @@ def _spread(
     arithmetics: Sequence[Arithmetic],
 ) -> list[Tensor]:
     """Return each row's squared distance from the truth, summed over the runs of several arithmetics."""
-    own: list[Tensor] = []
+    sums: list[Tensor] = []
     for arithmetic in arithmetics:
         runs = _evaluate(operation, inputs, cotangents, arithmetic)
         off = [runs[name] - value for name, value in exact.items()]
         torch._foreach_mul_(off, off)
-        each = [x.sum((0,) if ports[name].scalar_rows else (0, -1)) for name, x in zip(exact, off, strict=True)]
-        own = list(torch._foreach_add(own, each)) if own else each
-    return own
+        squares = [x.sum((0,) if ports[name].scalar_rows else (0, -1)) for name, x in zip(exact, off, strict=True)]
+        sums = list(torch._foreach_add(sums, squares)) if sums else squares
+    return sums
 
 
 def _device(inputs: Inputs) -> torch.device:
@@ -440,8 +440,8 @@ def _pieces(operation: Operation, inputs: Inputs, runs: int) -> int:
     """
     sizes = operation.sizes(inputs)
     most = math.gcd(*(sizes[axis] for axis in operation.parallel)) if operation.parallel else 1
-    held = fitting(_BATCH["cuda" if _on_a_gpu(inputs) else "cpu"], _device(inputs))
-    wanted = min(runs, _FEW) * _numbers(operation, inputs) / held
+    capacity = fitting(_BATCH["cuda" if _on_a_gpu(inputs) else "cpu"], _device(inputs))
+    wanted = min(runs, _FEW) * _numbers(operation, inputs) / capacity
     return next(count for count in range(1, most + 1) if most % count == 0 and (count >= wanted or count == most))
 
 
@@ -484,34 +484,34 @@ class Rows(NamedTuple):
         return self.port.axes.startswith("B T")
 
 
-def allowances(given: Sequence[Rows], lengths: list[int]) -> list[Tensor]:
+def allowances(tensors: Sequence[Rows], lengths: list[int]) -> list[Tensor]:
     """Return the error allowed to each row of several tensors; `lengths` are the sequences' lengths, for tensors with tokens."""
-    floors = [rows.value.abs() if rows.port.scalar_rows else torch.linalg.vector_norm(rows.value, dim=-1) for rows in given]
-    widths = [1 if rows.port.scalar_rows else rows.value.shape[-1] for rows in given]
-    torch._foreach_mul_(floors, [FLOOR_ULP * rows.ulp for rows in given])
-    torch._foreach_add_(floors, [(rows.step + _TINY) * width**0.5 for rows, width in zip(given, widths, strict=True)])
-    along = iter(_along_tokens([rows.own for rows in given if rows.along_tokens], lengths))
-    spread = [next(along) if rows.along_tokens else _allowed(rows.own, _moving_mean(rows.own)) for rows in given]
+    floors = [rows.value.abs() if rows.port.scalar_rows else torch.linalg.vector_norm(rows.value, dim=-1) for rows in tensors]
+    widths = [1 if rows.port.scalar_rows else rows.value.shape[-1] for rows in tensors]
+    torch._foreach_mul_(floors, [FLOOR_ULP * rows.ulp for rows in tensors])
+    torch._foreach_add_(floors, [(rows.step + _TINY) * width**0.5 for rows, width in zip(tensors, widths, strict=True)])
+    along = iter(_along_tokens([rows.own for rows in tensors if rows.along_tokens], lengths))
+    spread = [next(along) if rows.along_tokens else _allowed(rows.own, _moving_mean(rows.own)) for rows in tensors]
     return list(torch._foreach_maximum(spread, floors))
 
 
-def _allowed(own: Tensor, around: Tensor) -> Tensor:
-    return (own + around).mul_(0.5 * KAPPA**2).sqrt_()
+def _allowed(squares: Tensor, around: Tensor) -> Tensor:
+    return (squares + around).mul_(0.5 * KAPPA**2).sqrt_()
 
 
-def _along_tokens(given: list[Tensor], lengths: list[int]) -> list[Tensor]:
+def _along_tokens(tensors: list[Tensor], lengths: list[int]) -> list[Tensor]:
     """Return the tolerances of all tensors [B, T, ...] at once; a row's neighbours are those of its sequence and head."""
     tokens = sum(lengths)
-    if not given or not tokens:
-        return given
-    parts = [own.flatten(0, 1).reshape(tokens, -1) for own in given]
+    if not tensors or not tokens:
+        return tensors
+    parts = [tensor.flatten(0, 1).reshape(tokens, -1) for tensor in tensors]
     # A column of ones counts the rows in each window.
-    gap, places = WINDOW // 2, _apart(tuple(lengths), given[0].device)
+    gap, places = WINDOW // 2, _apart(tuple(lengths), tensors[0].device)
     columns = torch.cat([*parts, parts[0].new_ones(tokens, 1)], -1)
     apart = columns.new_zeros(tokens + gap * len(lengths), columns.shape[-1]).index_copy_(0, places, columns)
     means = torch.nn.functional.avg_pool1d(apart.mT, WINDOW, 1, gap).mT.index_select(0, places)
-    each = _allowed(columns, means / means[:, -1:]).split([*(part.shape[-1] for part in parts), 1], -1)
-    return [part.reshape(own.shape) for part, own in zip(each, given, strict=False)]
+    tolerances = _allowed(columns, means / means[:, -1:]).split([*(part.shape[-1] for part in parts), 1], -1)
+    return [part.reshape(tensor.shape) for part, tensor in zip(tolerances, tensors, strict=False)]
 
 
 @functools.lru_cache(64)
@@ -525,8 +525,8 @@ def _moving_mean(rows: Tensor) -> Tensor:
     """Return the mean over up to WINDOW entries around each entry along the last axis; windows are shorter at the ends."""
     if not rows.ndim or not rows.numel():
         return rows
-    each = rows.reshape(-1, rows.shape[-1])
-    return torch.nn.functional.avg_pool1d(each, WINDOW, 1, WINDOW // 2, count_include_pad=False).reshape(rows.shape)
+    matrix = rows.reshape(-1, rows.shape[-1])
+    return torch.nn.functional.avg_pool1d(matrix, WINDOW, 1, WINDOW // 2, count_include_pad=False).reshape(rows.shape)
 
 
 def _evaluate(
@@ -534,21 +534,21 @@ def _evaluate(
 ) -> dict[str, Tensor]:
     """Return every output and gradient with the runs along axis 0, shaped as the tensors of the call."""
     names = [port.name for port in operation.inputs if inputs.get(port.name) is not None]
-    given = {name: x.detach() for name, x in _wide(operation, inputs).items() if name in names}
-    leaves = {name: x.unsqueeze(0).expand(arithmetic.runs, *x.shape) for name, x in given.items()}
+    tensors = {name: x.detach() for name, x in _wide(operation, inputs).items() if name in names}
+    leaves = {name: x.unsqueeze(0).expand(arithmetic.runs, *x.shape) for name, x in tensors.items()}
     wanted = {name: leaf for name, leaf in leaves.items() if cotangents is not None and leaf.is_floating_point()}
     for leaf in wanted.values():
         leaf.requires_grad_()
     outputs = operation.forward(inputs.replaced(**leaves), arithmetic)
     result = {name: value.detach() for name, value in outputs.items()}
     if cotangents is not None:
-        for name, each in cotangents.items():
-            if name not in outputs or each.shape != outputs[name].shape[1:]:
+        for name, cotangent in cotangents.items():
+            if name not in outputs or cotangent.shape != outputs[name].shape[1:]:
                 wanted_shape = tuple(outputs[name].shape[1:]) if name in outputs else f"one of {', '.join(outputs)}"
-                raise ValueError(f"cotangent of {name} must be {wanted_shape}, got shape {tuple(each.shape)}")
-        given = {name: each for name, each in cotangents.items() if each.numel() and outputs[name].requires_grad}
-        targets = [outputs[name] for name in given]
-        directions = [each.double().unsqueeze(0).expand_as(outputs[name]) for name, each in given.items()]
+                raise ValueError(f"cotangent of {name} must be {wanted_shape}, got shape {tuple(cotangent.shape)}")
+        tensors = {name: tensor for name, tensor in cotangents.items() if tensor.numel() and outputs[name].requires_grad}
+        targets = [outputs[name] for name in tensors]
+        directions = [tensor.double().unsqueeze(0).expand_as(outputs[name]) for name, tensor in tensors.items()]
         gradients: tuple[Tensor | None, ...] = (None,) * len(wanted)
         if targets:
             gradients = torch.autograd.grad(targets, list(wanted.values()), directions, allow_unused=True)

@@ -46,8 +46,8 @@ def _first(call: Inputs, lengths: Tensor, counts: Tensor) -> Inputs:
     """Return the packed call of the first `counts` tokens of each request."""
     starts = lengths.cumsum(0) - lengths
     place = torch.arange(int(lengths.sum()), device=lengths.device) - starts.repeat_interleave(lengths)
-    kept = torch.nonzero(place < counts.repeat_interleave(lengths)).squeeze(-1)
-    tokens = {name: call[name].flatten(1, 2).index_select(1, kept).unsqueeze(1) for name in ("q", "k", "v", "g", "beta")}
+    indices = torch.nonzero(place < counts.repeat_interleave(lengths)).squeeze(-1)
+    tokens = {name: call[name].flatten(1, 2).index_select(1, indices).unsqueeze(1) for name in ("q", "k", "v", "g", "beta")}
     return call.replaced(**tokens, cu_seqlens=torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
 
 
@@ -70,18 +70,18 @@ def one_slot_a_request(inputs: Inputs, sizes: dict[str, int]) -> None:
 
 def known_beginnings(inputs: Inputs, sizes: dict[str, int]) -> None:
     """Rule: has_initial_state is 0 or 1 for each request."""
-    if (given := inputs.get("has_initial_state")) is None:
+    if (flags := inputs.get("has_initial_state")) is None:
         return
-    values = given.tolist()
+    values = flags.tolist()
     if len(values) != sequence_count(inputs, sizes) or not set(values) <= {0, 1}:
         raise ValueError(f"has_initial_state must be 0 or 1 for each of N = {sequence_count(inputs, sizes)} requests, got {values}")
 
 
 def no_more_than_drafted(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
     """Rule: accepted has one number for each request, at most its number of tokens."""
-    if (given := inputs.get("accepted")) is None:
+    if (accepted := inputs.get("accepted")) is None:
         return
-    values, lengths = given.tolist(), sequences(inputs, "v")
+    values, lengths = accepted.tolist(), sequences(inputs, "v")
     if len(values) != len(lengths) or any(not 0 <= count <= length for count, length in zip(values, lengths, strict=True)):
         raise ValueError(f"accepted must be in 0..its tokens for each request, of {lengths} tokens, got {values}")
 

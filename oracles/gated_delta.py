@@ -88,10 +88,10 @@ def _of_tokens(k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> dict[str, tuple
     return {"v": (v, (*k.shape[:1], *v.shape[1:2])), "g": (g, gate), "beta": (beta, k.shape[:1])}
 
 
-def _check_shapes(k: Tensor, **given: tuple[Tensor, tuple[int, ...]]) -> None:
+def _check_shapes(k: Tensor, **tensors: tuple[Tensor, tuple[int, ...]]) -> None:
     if k.ndim != 2:
         raise ValueError(f"k must be [T, K], got shape {tuple(k.shape)}")
-    for name, (x, shape) in given.items():
+    for name, (x, shape) in tensors.items():
         if x.shape != shape:
             raise ValueError(f"{name} must have shape {tuple(shape)} for k of {tuple(k.shape)}, got {tuple(x.shape)}")
 
@@ -117,8 +117,8 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     """
     lengths = sequences(Inputs(cu_seqlens=x.get("cu_seqlens"), v=x.v[0]), "v")
     width, (value_heads, value_width) = x.q.shape[-1], x.v.shape[-2:]
-    given = x.get("scale")
-    scale = width**-0.5 if given is None else float(given)
+    option = x.get("scale")
+    scale = width**-0.5 if option is None else float(option)
     v, beta = arithmetic.input(x.v.flatten(1, 2), "v"), arithmetic.gradient(x.beta.flatten(1, 2), "dbeta", arithmetic.output)
     g = x.get("g")
     g = x.beta.new_zeros(x.beta.shape) if g is None else g
@@ -128,12 +128,12 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
         state = v.new_zeros(arithmetic.runs, len(lengths), value_heads, width, value_width)
     keys = {name: x[name].flatten(1, 2) for name in ("q", "k")}
     if arithmetic.algorithm == "exact":
-        q, k = (Normalised.apply(each, arithmetic, name) if x.get("qk_norm") else each for name, each in keys.items())
+        q, k = (Normalised.apply(tensor, arithmetic, name) if x.get("qk_norm") else tensor for name, tensor in keys.items())
         o, final = chunkwise.delta_rule(q[0], k[0], v[0], g[0], beta[0], state[0], scale, lengths, arithmetic.chunk or 0)
         o, final = o.unsqueeze(0), final.unsqueeze(0)
     else:
-        for name, each in keys.items():
-            repeated = repeat_heads(arithmetic.input(each, name), value_heads)
+        for name, vectors in keys.items():
+            repeated = repeat_heads(arithmetic.input(vectors, name), value_heads)
             if x.get("qk_norm"):  # after repeating heads: an implementation may normalise (and round) each value head's copy
                 repeated = Normalised.apply(repeated, arithmetic, f"{name} normalised")
             keys[name] = arithmetic.gradient(repeated, f"d{name} a value head", arithmetic.output)
@@ -189,13 +189,13 @@ def in_kernel(rule: str, *, gate: bool, beta: bool) -> Operation:
     if gate and not _GATES[rule]:
         raise ValueError(f"gate must be False for {rule}, which has none")
     if not (gate or beta):
-        return {each.name: each for each in (DELTA_RULE, GATED_DELTA_RULE, KDA)}[rule]
+        return {operation.name: operation for operation in (DELTA_RULE, GATED_DELTA_RULE, KDA)}[rule]
     ports = {port.name: port for port in (KDA_GATE if rule == "kda" else GDN_GATE).inputs}
 
     def inside(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
-        made = {"g": gates.log_decay(x, arithmetic)} if gate else {}
-        made |= {"beta": gates.write_strength(x, arithmetic)} if beta else {}
-        return forward(Inputs(**{**x, **made}), arithmetic)
+        results = {"g": gates.log_decay(x, arithmetic)} if gate else {}
+        results |= {"beta": gates.write_strength(x, arithmetic)} if beta else {}
+        return forward(Inputs(**{**x, **results}), arithmetic)
 
     return _operation(
         f"{rule} with {' and '.join(['its gate'] * gate + ['beta'] * beta)} in the kernel",

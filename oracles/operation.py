@@ -98,8 +98,8 @@ class Operation:
 
     def sizes(self, inputs: Inputs) -> dict[str, int]:
         """Return the size of each axis of legal inputs."""
-        given = ((port, inputs[port.name]) for port in self.inputs if inputs.get(port.name) is not None)
-        return {axis: size for port, x in given for axis, size in zip(port.axes.split(), x.shape, strict=True)}
+        tensors = ((port, inputs[port.name]) for port in self.inputs if inputs.get(port.name) is not None)
+        return {axis: size for port, x in tensors for axis, size in zip(port.axes.split(), x.shape, strict=True)}
 
     def gradients(self) -> tuple[Port, ...]:
         """Return one port for each gradient, named by `gradient_name`: dq for q, and dh0 for the initial state."""
@@ -128,9 +128,9 @@ class Operation:
         owner: dict[str, str] = {}
         first: tuple[str, torch.device] | None = None
         for port in self.inputs:
-            if (given := inputs.get(port.name)) is None and port.optional:
+            if (argument := inputs.get(port.name)) is None and port.optional:
                 continue
-            tensor = checked_tensor(port.name, given)
+            tensor = checked_tensor(port.name, argument)
             axes = port.axes.split()
             if tensor.ndim != len(axes):
                 raise ValueError(f"{port.name} must have axes [{', '.join(axes)}], got shape {tuple(tensor.shape)}")

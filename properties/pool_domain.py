@@ -50,9 +50,9 @@ class PoolDomain:
             ("blocks", BLOCK_SIZES, 0),
         )
         for name, choices, least in tuples:
-            given = getattr(self, name)
-            if not isinstance(given, tuple) or len(given) < least or not set(given) <= set(choices):
-                raise ValueError(f"{name} must be a tuple of some of {', '.join(map(str, choices))}, got {given!r}")
+            values = getattr(self, name)
+            if not isinstance(values, tuple) or len(values) < least or not set(values) <= set(choices):
+                raise ValueError(f"{name} must be a tuple of some of {', '.join(map(str, choices))}, got {values!r}")
 
     def outside(self, case: PoolCase) -> str | None:
         """Return why `case` is outside the domain, or None."""
@@ -128,12 +128,14 @@ def pool_cases(
     chance = draw(st.randoms(use_true_random=True))
 
     def field(name: str, choices: tuple[Any, ...]) -> Any:
-        given = fixed.get(name, choices)
-        return chance.choice(given) if isinstance(given, tuple) else given
+        values = fixed.get(name, choices)
+        return chance.choice(values) if isinstance(values, tuple) else values
 
     def which(name: str, choices: tuple[str, ...]) -> str:
-        given = fixed.get(name, choices)
-        allowed = [choice for choice in (given if isinstance(given, tuple) else (given,)) if len(lengths) > 1 or choice != "some"]
+        values = fixed.get(name, choices)
+        allowed = [
+            choice for choice in (values if isinstance(values, tuple) else (values,)) if len(lengths) > 1 or choice != "some"
+        ]
         chosen: str = chance.choice(allowed or ["none"])
         return chosen
 

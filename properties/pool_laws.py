@@ -206,8 +206,8 @@ def _accept(bench: Bench, example: Example) -> Iterator[Pair]:
             yield from _judged(step, after, named, f" after {at} tokens one at a time")
     yield from _judged({"o": o, "pool": step["pool"]}, whole, meant, f" going on after {at} tokens")
     if bench.domain.accepts:  # type: ignore[attr-defined]
-        kept = torch.tensor([min(at, length) for length in case.lengths], dtype=inputs.slots.dtype)
-        draft = inputs.replaced(accepted=kept)
+        accepted = torch.tensor([min(at, length) for length in case.lengths], dtype=inputs.slots.dtype)
+        draft = inputs.replaced(accepted=accepted)
         yield from _judged(bench.run(draft, None), bench.bounds(draft, None), meant, f" of a draft of which {at} tokens are kept")
 
 
@@ -240,12 +240,12 @@ def _requests(bench: Bench, example: Example) -> Iterator[Pair]:
         name: torch.where(spread(rows, inputs[name], 0), other[name], inputs[name]) for name in present(case.spec, inputs, "B", "T")
     }
     mixed["pool"] = inputs.pool.clone()
-    own = torch.zeros_like(meant["pool"])
+    slot_mask = torch.zeros_like(meant["pool"])
     if case.real[at]:
-        own[case.slot_of[at]] = True
-        mixed["pool"][own] = 2 * case.filled("random")[own]
+        slot_mask[case.slot_of[at]] = True
+        mixed["pool"][slot_mask] = 2 * case.filled("random")[slot_mask]
     once, twice = bench.run(inputs, None), bench.run(inputs.replaced(**mixed), None)
-    yield from _equal(twice, once, {"o": meant["o"] & ~rows, "pool": meant["pool"] & ~own}, "of the other requests")
+    yield from _equal(twice, once, {"o": meant["o"] & ~rows, "pool": meant["pool"] & ~slot_mask}, "of the other requests")
 
 
 def _history(bench: Bench, example: Example) -> Iterator[Pair]:

@@ -123,8 +123,8 @@ def _sequences(case: Case) -> Changes:
     lengths = case.lengths
     if len(lengths) > 1:
         yield _lengths((sum(lengths),))
-        for kept in dict.fromkeys(lengths):
-            yield _lengths((kept,))
+        for length in dict.fromkeys(lengths):
+            yield _lengths((length,))
         for gone in range(len(lengths)):
             yield _lengths(lengths[:gone] + lengths[gone + 1 :])
             if gone:

@@ -54,7 +54,7 @@ class Line:
         for word, value in words.items():
             name = short.get(word, word)
             if name not in known:
-                names = sorted(cls.LONG.get(each, each) for each in known)
+                names = sorted(cls.LONG.get(field, field) for field in known)
                 near = difflib.get_close_matches(word, names, 1)
                 raise ValueError(
                     f"unknown word {word[:80]!r} in the case line; "
@@ -88,11 +88,11 @@ def text_of(value: object) -> str:
     return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def check_choices(given: object, choices: dict[str, typing.Sequence[str]]) -> None:
+def check_choices(case: object, choices: dict[str, typing.Sequence[str]]) -> None:
     """Raise ValueError for a field whose value is not one of its choices."""
-    for name, each in choices.items():
-        if getattr(given, name) not in each:
-            raise ValueError(f"{name} must be one of {', '.join(each)}, got {str(getattr(given, name))[:80]!r}")
+    for name, values in choices.items():
+        if getattr(case, name) not in values:
+            raise ValueError(f"{name} must be one of {', '.join(values)}, got {str(getattr(case, name))[:80]!r}")
 
 
 def _value(name: str, kind: object, text: str) -> object:

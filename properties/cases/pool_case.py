@@ -172,14 +172,14 @@ class PoolCase(Line):
         slots = torch.tensor(self.slot_of, dtype=index, device=device)
         real = torch.tensor(self.real, device=device)
         pool = self.filled(self.free, device).index_copy(0, slots[real].long(), call.state[real])
-        beginning, kept = ([int(not each) for each in self.beginning], self.kept)
+        beginning, accepted = ([int(not flag) for flag in self.beginning], self.kept)
         return Inputs(
             **{name: call[name] for name in ("q", "k", "v", "g", "beta")},
             pool=pool,
             slots=slots,
             padding=int(self.padding_slot),
             has_initial_state=None if self.fresh == "none" else torch.tensor(beginning, dtype=index, device=device),
-            accepted=None if self.accepted == "all" else torch.tensor(kept, dtype=index, device=device),
+            accepted=None if self.accepted == "all" else torch.tensor(accepted, dtype=index, device=device),
             cu_seqlens=call.cu_seqlens,
             scale=call.scale,
             qk_norm=call.qk_norm,

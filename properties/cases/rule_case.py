@@ -176,8 +176,8 @@ class Case(Line):
 def drawn(cases: Sequence[Case], device: str | None = None, *, backward: bool) -> list[tuple[Inputs, dict[str, Tensor] | None]]:
     """Return the inputs and, with `backward`, the cotangents of each case; the same as case by case, with fewer operations."""
     builders = [_Builder(case, device) for case in cases]
-    made = iter(_made([each for build in builders for each in (build.call(), *([build.cotangents()] if backward else []))]))
-    return [(build.inputs(next(made)), next(made) if backward else None) for build in builders]
+    tensors = iter(_made([group for build in builders for group in (build.call(), *([build.cotangents()] if backward else []))]))
+    return [(build.inputs(next(tensors)), next(tensors) if backward else None) for build in builders]
 
 
 _NAMES = ("q", "k", "v", "g", "beta", "state", "do", "dht", "base", "choice", "index", "sign", "a", "A_log", "dt_bias", "b")
@@ -226,14 +226,14 @@ def _made(asked: Sequence[_Recipes]) -> list[dict[str, Tensor]]:
     together, and constants are Python numbers. No table of inputs is kept on the GPU for the next case, because a wrong kernel
     might write into it.
     """
-    draws = [(each.build, draw) for each in asked for recipe in each.tensors.values() for draw in recipe.draws]
+    draws = [(recipes.build, draw) for recipes in asked for recipe in recipes.tensors.values() for draw in recipe.draws]
     whole, result = iter(_integers(draws)), []
     for build, tensors, single in asked:
-        made = {}
+        values = {}
         for name, recipe in tensors.items():
             dtype = DTYPES["fp32" if name in single else build.case.dtype]
-            made[name] = recipe.tensor(*itertools.islice(whole, len(recipe.draws))).to(dtype)
-        result.append(made)
+            values[name] = recipe.tensor(*itertools.islice(whole, len(recipe.draws))).to(dtype)
+        result.append(values)
     return result
 
 
@@ -242,7 +242,7 @@ def _integers(draws: Sequence[tuple["_Builder", _Draw]]) -> list[Tensor]:
     most, device = max(math.prod(draw.shape) for _, draw in draws), draws[0][0].device
     positions = torch.arange(most, dtype=torch.int64, device=device)
     whole = integers(*(build.counted(draw, positions) for build, draw in draws))
-    return [each.view(draw.shape) for each, (_, draw) in zip(whole, draws, strict=True)]
+    return [numbers.view(draw.shape) for numbers, (_, draw) in zip(whole, draws, strict=True)]
 
 
 class _Builder:
@@ -267,18 +267,18 @@ class _Builder:
         recipes |= {"state": self.state()} if case.state != "none" else {}
         return _Recipes(self, recipes, ("state", "A_log", "dt_bias", *("g",) * (case.gate_dtype == "fp32")))
 
-    def inputs(self, made: Mapping[str, Tensor]) -> Inputs:
+    def inputs(self, tensors: Mapping[str, Tensor]) -> Inputs:
         """Return the arguments of a call with these tensors."""
         case = self.case
         inside = ("a", "A_log", "dt_bias") * case.gate_inside + ("b",) * case.beta_inside
         offsets = torch.tensor(case.starts(), dtype=getattr(torch, case.offsets), device="cpu")
         return Inputs(
-            **{name: made.get(name) for name in ("q", "k", "v", "g", "beta", "state")},
+            **{name: tensors.get(name) for name in ("q", "k", "v", "g", "beta", "state")},
             cu_seqlens=self.sent(offsets) if case.packed else None,
             scale=SCALES[case.scale],
             qk_norm=case.qk_norm,
             output_final_state=True,
-            **{name: made.get(name) for name in inside},
+            **{name: tensors.get(name) for name in inside},
             **({"allow_neg_eigval": case.beta == "two"} if case.beta_inside else {}),
         )
 
@@ -414,8 +414,8 @@ class _Builder:
 
     def counted(self, draw: _Draw, positions: Tensor) -> tuple[Tensor, int, int]:
         """Return a draw as a counter, a key and bits; `positions` are 0, 1, ..., of which the counter takes as many as it needs."""
-        own = self.case.values != "repeated" or not draw.of_tokens
-        counter = positions[: math.prod(draw.shape)] if own else self.repeated(math.prod(draw.shape[2:]))
+        distinct = self.case.values != "repeated" or not draw.of_tokens
+        counter = positions[: math.prod(draw.shape)] if distinct else self.repeated(math.prod(draw.shape[2:]))
         return counter, mix_number(self.case.seed * 64 + _STREAMS[draw.name] + (draw.salt << 40)), draw.bits
 
     def repeated(self, width: int) -> Tensor:
@@ -425,7 +425,7 @@ class _Builder:
     @functools.cached_property
     def first(self) -> Tensor:
         """The index of the first token of each token's sequence."""
-        starts, lengths = (torch.tensor(each, device="cpu") for each in (self.case.starts()[:-1], self.case.lengths))
+        starts, lengths = (torch.tensor(numbers, device="cpu") for numbers in (self.case.starts()[:-1], self.case.lengths))
         return self.sent(starts.repeat_interleave(lengths))
 
     def sent(self, x: Tensor) -> Tensor:
