@@ -51,7 +51,12 @@ def main() -> int:
     import torch
 
     backend = options.backend or ("nccl" if options.ranks and torch.cuda.device_count() >= options.ranks else "gloo")
-    said: dict[str, Any] = {"adapter": options.adapter, "ranks": options.ranks, "simulate": options.simulate, "seed": options.seed}
+    report: dict[str, Any] = {
+        "adapter": options.adapter,
+        "ranks": options.ranks,
+        "simulate": options.simulate,
+        "seed": options.seed,
+    }
     group: Asked = RankGroup(options.ranks, backend) if options.ranks else Worker()
     device = torch.cuda.get_device_name() if backend == "nccl" else "CPU"
     print(
@@ -77,21 +82,21 @@ def main() -> int:
         first = ParallelCase((2 * size,), cp=size, heads=size, value_heads=size)
         outcome = ask(run_of("exchange", Example(first, None, "heads")), group, store)
         assert outcome.verdict is Verdict.HOLDS, outcome
-        said["first_verdict_s"] = time.perf_counter() - START
-        print(f"  first verdict {said['first_verdict_s']:.1f} s after the command")
+        report["first_verdict_s"] = time.perf_counter() - START
+        print(f"  first verdict {report['first_verdict_s']:.1f} s after the command")
         fused = {**LAYOUT_ONLY, **mesh, "dtype": "fp32", "packed": True, "thd_all_to_all": "fused"}
-        said["exchange"] = rate(
+        report["exchange"] = rate(
             "exchange", whole, {"tokens": 400, **fused}, run_of, EXCHANGES * options.cases, options, group, store
         )
         few = dataclasses.replace(whole, ranks=min(size, 8), slow=domain.slow)
         quick = {name: tuple(v for v in values if f"{name}={v}" not in domain.slow) for name, values in domain.choices}
         on_few = {"mesh": ((1, few.ranks), (few.ranks, 1)), **quick}
-        said["parallel"] = rate("parallel", few, {"tokens": 100, **on_few}, run_of, options.cases, options, group, store)
+        report["parallel"] = rate("parallel", few, {"tokens": 100, **on_few}, run_of, options.cases, options, group, store)
         if options.soundness:
-            alarms = soundness(domain, run_of, options, group, store, said)
+            alarms = soundness(domain, run_of, options, group, store, report)
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(said, file)
+            json.dump(report, file)
     return 1 if alarms else 0
 
 
@@ -125,7 +130,7 @@ def rate(
 
 
 def soundness(
-    domain: PathDomain, run_of: RunOf, options: argparse.Namespace, group: Asked, store: Store, said: dict[str, Any]
+    domain: PathDomain, run_of: RunOf, options: argparse.Namespace, group: Asked, store: Store, report: dict[str, Any]
 ) -> int:
     """Run every law that the adapter supports. Returns the number of false alarms."""
     laws = [law for law in options.law or PATH_LAWS if PATH_LAWS[law].needs(domain) is None]
@@ -141,14 +146,16 @@ def soundness(
                 worst[name] = max(worst.get(name, 0.0), ratio) if PATH_LAWS[law].kind == "truth" else worst.get(name, 0.0)
             if outcome.verdict in (Verdict.BROKEN, Verdict.UNKNOWN):
                 alarms.append(str(run))
-                print(f"  {outcome.verdict} {run} {outcome.reason} {[str(each) for each in outcome.findings[:2]]}", flush=True)
+                print(
+                    f"  {outcome.verdict} {run} {outcome.reason} {[str(finding) for finding in outcome.findings[:2]]}", flush=True
+                )
 
         seeded(PATH_LAWS[law].draw(domain), options.seed, -(-options.soundness // len(laws)), look)
         print(
             f"  {law:<10} {sum(counts.values())} cases so far, {len(alarms)} alarms, {time.perf_counter() - start:.0f} s",
             flush=True,
         )
-    said["soundness"] = {"counts": counts, "alarms": alarms, "worst": worst}
+    report["soundness"] = {"counts": counts, "alarms": alarms, "worst": worst}
     print(f"  {counts}; worst error / allowed: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in worst.items() if ratio))
     return len(alarms)
 

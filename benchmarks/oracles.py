@@ -55,31 +55,31 @@ def timed(call: Call, device: str, runs: int) -> tuple[float, float, float]:
 
 def figures_of(rounds: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
     """The median and spread of the seconds of all rounds but the first, and the most GiB of all rounds."""
-    seconds = [each for each, _ in rounds[1:]]
-    return statistics.median(seconds), max(seconds) - min(seconds), max(held for _, held in rounds)
+    seconds = [duration for duration, _ in rounds[1:]]
+    return statistics.median(seconds), max(seconds) - min(seconds), max(gib for _, gib in rounds)
 
 
 def once(call: Call, device: str) -> tuple[float, float]:
     """The seconds of a call, and the most GiB that it held beyond those held before."""
-    held = 0.0
+    gib = 0.0
     if device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    kept = call()
+    result = call()
     if device == "cuda":
         torch.cuda.synchronize()
-        own = sum(x.nbytes for x in kept) if isinstance(kept, tuple) else 0
-        held = (torch.cuda.max_memory_allocated() - before - own) / 2**30
-    return time.perf_counter() - start, held
+        result_bytes = sum(x.nbytes for x in result) if isinstance(result, tuple) else 0
+        gib = (torch.cuda.max_memory_allocated() - before - result_bytes) / 2**30
+    return time.perf_counter() - start, gib
 
 
 def report(rows: list[dict[str, object]], what: str, tokens: int, figures: tuple[float, float, float]) -> None:
     """Add a row and print it at once."""
-    median, spread, held = figures
-    rows.append({"what": what, "tokens": tokens, "median_s": median, "spread_s": spread, "gib": held})
-    memory = f"  {held:6.1f} GiB" if held else ""
+    median, spread, gib = figures
+    rows.append({"what": what, "tokens": tokens, "median_s": median, "spread_s": spread, "gib": gib})
+    memory = f"  {gib:6.1f} GiB" if gib else ""
     print(f"  {what:<58} {tokens:>7} tokens  {median:8.4f} s  (spread {spread:.4f}){memory}", flush=True)
 
 
@@ -202,12 +202,12 @@ def bound_cost(device: str, runs: int, rows: list[dict[str, object]]) -> None:
             calls |= {f"{name}, {algorithm}": call for name, call in looks(case, x, cotangents, algorithm, device).items()}
         rounds = [{name: once(call, device) for name, call in calls.items()} for _ in range(runs + 1)]
         for name, call in calls.items():
-            figures, said = figures_of([each[name] for each in rounds]), launches(call, device)
-            times = statistics.median(each[name][0] / each["truth"][0] for each in rounds[1:])
+            figures, note = figures_of([measurement[name] for measurement in rounds]), launches(call, device)
+            times = statistics.median(measurement[name][0] / measurement["truth"][0] for measurement in rounds[1:])
             what = f"{name}, K = V = {case.key_dim} {case.dtype}"
             if name != "truth":
                 what = f"{name}: {times:.1f} times the truth, its runs {times - 1:.1f}"
-            report(rows, what + said, case.tokens, figures)
+            report(rows, what + note, case.tokens, figures)
 
 
 def looks(case: Case, x: Inputs, cotangents: dict[str, Tensor], algorithm: str, device: str) -> dict[str, Call]:

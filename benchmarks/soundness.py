@@ -114,8 +114,8 @@ def measure(adapter: str, options: argparse.Namespace) -> int:
             with open(options.json, "a") as file:
                 file.write(json.dumps({"run": str(run), "ratios": outcome.ratios}) + "\n")
         if outcome.verdict in (Verdict.BROKEN, Verdict.UNKNOWN):
-            said = "; ".join(f"{f.place} {f.what} ({f.error:.3g} of {f.allowed:.3g})" for f in outcome.findings)
-            alarms.append(f"{outcome.verdict}: {said or outcome.reason}: {run}")
+            details = "; ".join(f"{f.place} {f.what} ({f.error:.3g} of {f.allowed:.3g})" for f in outcome.findings)
+            alarms.append(f"{outcome.verdict}: {details or outcome.reason}: {run}")
             print(alarms[-1], file=sys.stderr, flush=True)
         if done % 500 == 0:
             took = f"{time.monotonic() - start:.0f} s"

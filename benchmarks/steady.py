@@ -67,9 +67,9 @@ def told(number: int, questions: list[list[Run]], worker: Worker) -> None:
             counts["known" if defects.explain(run, outcome) else outcome.verdict] += 1
             kernel, oracle = kernel + outcome.kernel_s, oracle + outcome.oracle_s
     took = time.perf_counter() - start
-    said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     what = f"{sum(counts.values()) / took:.1f} cases a second" if number else "compiled"
-    print(f"{what}: {took:.2f} s, kernels {kernel:.2f}, oracle {oracle:.2f}; {said}", flush=True)
+    print(f"{what}: {took:.2f} s, kernels {kernel:.2f}, oracle {oracle:.2f}; {verdicts}", flush=True)
 
 
 def real(options: argparse.Namespace, worker: Worker, seed: int) -> Run:

@@ -115,7 +115,7 @@ class OwnExtension(Adapter):
     domain = Domain(key_dims=(1, 64), value_dims=(1, 64))
 
     def run(self, x):
-        q, k = (_normalised(each) if x.qk_norm else each for each in (x.q, x.k))
+        q, k = (_normalised(tensor) if x.qk_norm else tensor for tensor in (x.q, x.k))
         rows, tokens, value_heads, value_dim = x.v.shape
         cu_seqlens = x.cu_seqlens
         if cu_seqlens is None:
@@ -124,7 +124,7 @@ class OwnExtension(Adapter):
         if state is None:
             state = q.new_zeros(len(cu_seqlens) - 1, value_heads, q.shape[-1], value_dim, dtype=torch.float32)
         scale = q.shape[-1] ** -0.5 if x.scale is None else x.scale
-        packed = (each.flatten(0, 1).contiguous() for each in (q, k, x.v, x.g, x.beta))
+        packed = (tensor.flatten(0, 1).contiguous() for tensor in (q, k, x.v, x.g, x.beta))
         o, final_state = forward(*packed, state, cu_seqlens, scale)
         return o.unflatten(0, (rows, tokens)), final_state
 

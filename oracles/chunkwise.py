@@ -61,7 +61,7 @@ def _check(
 ) -> None:
     if k.ndim != 3 or v.ndim != 3:
         raise ValueError(f"k must be [T, H, K] and v [T, HV, V], got shapes {tuple(k.shape)} and {tuple(v.shape)}")
-    wrong = not isinstance(lengths, list | tuple) or any(type(each) is not int or each < 0 for each in lengths)
+    wrong = not isinstance(lengths, list | tuple) or any(type(length) is not int or length < 0 for length in lengths)
     if wrong or sum(lengths) != len(k):
         raise ValueError(f"lengths must be whole numbers from 0 up that add up to the {len(k)} tokens of k, got {lengths}")
     (tokens, heads, width), (value_heads, value_width) = k.shape, v.shape[1:]
@@ -147,8 +147,8 @@ class _Call:
         The size of a chunk is the number of float64 numbers that its backward takes.
         """
         (heads, groups, value_width), width = v.shape[1:], k.shape[-1]
-        each = 8 * size * (width + value_width) + 8 * size**2 + 4 * width * value_width + width**2
-        return max(1, fitting(_SEGMENT.get(k.device.type, _SEGMENT["cuda"]), k.device) // (8 * each * heads * groups))
+        numbers = 8 * size * (width + value_width) + 8 * size**2 + 4 * width * value_width + width**2
+        return max(1, fitting(_SEGMENT.get(k.device.type, _SEGMENT["cuda"]), k.device) // (8 * numbers * heads * groups))
 
     def dtype(self, x: Tensor) -> torch.dtype:
         """Return the dtype of x."""
@@ -169,9 +169,9 @@ class _Call:
         written, erased = solved.split((v.shape[-1], k.shape[-1]), -1)
         whole, keeps = grown[..., -1, :].unsqueeze(-1), k * left
         if len(segment.steps) == 1:  # no chunk follows another: no transition is needed, which is as large as a state
-            transition, held = None, state
-            fresh = written - erased @ held
-            final = whole * held
+            transition, memory = None, state
+            fresh = written - erased @ memory
+            final = whole * memory
             final.flatten(0, 2).baddbmm_(keeps.mT.flatten(0, 2), fresh.flatten(0, 2))
         else:
             transition = -(keeps.mT @ erased)
@@ -179,16 +179,16 @@ class _Call:
             states = torch.cat([state, keeps.mT @ written])
             for chunks, before, after in segment.states():
                 states[after].flatten(0, 2).baddbmm_(transition[chunks].flatten(0, 2), states[before].flatten(0, 2))
-            held, final = states[segment.before], states[segment.last]
-            fresh = written - erased @ held
+            memory, final = states[segment.before], states[segment.last]
+            fresh = written - erased @ memory
         local = _Local(
             q, k, beta, start, left, grown, whole, products, corrections, inverses, solved, scores, total, factor, transition
         )
-        return local.reads @ held + scores @ fresh, final, _Kept(local, held, fresh)
+        return local.reads @ memory + scores @ fresh, final, _Kept(local, memory, fresh)
 
-    def backward(self, segment: Segment, made: _Kept, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    def backward(self, segment: Segment, tape: _Kept, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the cotangents of q, k, v, g, beta, and of the states before the segment."""
-        x, held, fresh = made
+        x, memory, fresh = tape
         value_width, width = fresh.shape[-1], x.k.shape[-1]
         erased, members = x.solved[..., value_width:], len(dstate)
         dfresh = x.scores.mT @ do
@@ -199,7 +199,7 @@ class _Call:
             dbefore.flatten(0, 2).baddbmm_(x.reads.mT.flatten(0, 2), do.flatten(0, 2))
             dbefore.flatten(0, 2).baddbmm_(erased.mT.flatten(0, 2), dfresh.flatten(0, 2), alpha=-1)
         else:
-            directions = held.new_empty(members + segment.chunks, *dstate.shape[1:])
+            directions = memory.new_empty(members + segment.chunks, *dstate.shape[1:])
             directions[segment.before] = x.reads.mT @ do - erased.mT @ dfresh
             directions[segment.last] = dstate
             for chunks, before, after in reversed(list(segment.states())):
@@ -207,9 +207,9 @@ class _Call:
             dbefore, after = directions[:members], directions[members:]
             dfresh += x.keeps @ after
         dscores = do @ fresh.mT  # used at and below the diagonal only
-        dreads, dkeeps = do @ held.mT, fresh @ after.mT
-        dwhole = (held * after).sum(-1).unsqueeze(-2)
-        dsolved = torch.cat([dfresh, -dfresh @ held.mT], -1)
+        dreads, dkeeps = do @ memory.mT, fresh @ after.mT
+        dwhole = (memory * after).sum(-1).unsqueeze(-2)
+        dsolved = torch.cat([dfresh, -dfresh @ memory.mT], -1)
         dright = substituted(x.corrections, x.inverses, dsolved, transposed=True)
         dcorrections = -(dright @ x.solved.mT).tril(-1)
         dbeta = (dright * x.start).sum(-1) + (dcorrections * x.products).sum(-1)
@@ -222,7 +222,7 @@ class _Call:
         dq = self.scale * (self.shared(dpair[1]) + self.shared(dreads * x.grown))
         later, earlier, every = dreads * x.reads + dgrown_k * x.grown * x.k, dkeeps * x.keeps, dwhole * x.whole.mT
         if x.whole.shape[-2] == 1:
-            later, earlier, every = (each.sum(-1, keepdim=True) for each in (later, earlier, every))
+            later, earlier, every = (terms.sum(-1, keepdim=True) for terms in (later, earlier, every))
         # exp(G_i) depends on the gates up to i, exp(G_C - G_i) on those after i, exp(G_C) on all.
         dg = dg.sum(0) + later.flip(-2).cumsum(-2).flip(-2) + every
         dg[..., 1:, :] += earlier[..., :-1, :].cumsum(-2)
@@ -256,13 +256,13 @@ def substituted(a: Tensor, inverses: list[Tensor], b: Tensor, *, transposed: boo
     x = torch.empty_like(b)
     places = [slice(index * _BLOCK, (index + 1) * _BLOCK) for index in range(len(inverses))]
     for index in reversed(range(len(places))) if transposed else range(len(places)):
-        own, inverse = places[index], inverses[index]
-        right = b[..., own, :]
+        block, inverse = places[index], inverses[index]
+        right = b[..., block, :]
         if transposed and index + 1 < len(places):
             done = slice(places[index + 1].start, None)
-            right = right - a[..., done, own].mT @ x[..., done, :]
+            right = right - a[..., done, block].mT @ x[..., done, :]
         elif not transposed and index:
-            done = slice(0, own.start)
-            right = right - a[..., own, done] @ x[..., done, :]
-        x[..., own, :] = (inverse.mT if transposed else inverse) @ right
+            done = slice(0, block.start)
+            right = right - a[..., block, done] @ x[..., done, :]
+        x[..., block, :] = (inverse.mT if transposed else inverse) @ right
     return x

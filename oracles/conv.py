@@ -97,14 +97,14 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
 
     # An implementation may store in the inputs' dtype: the cotangents of x from y and from the final state before it adds them,
     # and, if silu is a separate step, the sum and its cotangent.
-    kept = dataclasses.replace(arithmetic, stored=arithmetic.output)
-    windows: Tensor = _Windows.apply(kept.use(line, "dx from y"), weight, arithmetic)
+    storage = dataclasses.replace(arithmetic, stored=arithmetic.output)
+    windows: Tensor = _Windows.apply(storage.use(line, "dx from y"), weight, arithmetic)
     y = windows.index_select(1, places - width + 1)
     if (bias := x.get("bias")) is not None:
         y = y + shared(arithmetic.input(bias, "bias").unsqueeze(1), y.shape, arithmetic, "dbias")
     y = arithmetic.single(y, "sum", width + 1)
     if x.get("activation") == "silu":
-        y = rounded_silu(kept.operand(y, "sum stored"), arithmetic, "silu")
+        y = rounded_silu(storage.operand(y, "sum stored"), arithmetic, "silu")
     last = (ends.unsqueeze(-1) + torch.arange(-width, 0, device=device)).flatten()
     final = line.index_select(1, last).unflatten(1, (len(lengths), width)).mT
     return {"y": arithmetic.result(y, "y").unflatten(1, x.x.shape[1:3]), "final_state": final}

@@ -112,7 +112,7 @@ def alike(lengths: Sequence[int], sizes: Sequence[int]) -> list[int]:
 
     Chunks of one size are computed at once.
     """
-    of_size = {size: [length for length, own in zip(lengths, sizes, strict=True) if own == size] for size in sizes}
+    of_size = {size: [length for length, chunk in zip(lengths, sizes, strict=True) if chunk == size] for size in sizes}
 
     def padded(size: int, taken: int) -> int:
         return sum(-(-length // taken) * taken for length in of_size[size])
@@ -140,8 +140,8 @@ def _most(size: int, k: Tensor, v: Tensor, dtype: torch.dtype) -> int:
     At its peak, a graph has 51 to 67 numbers for each token and channel (measured at widths 64 and 128, in either class); 60 are
     assumed.
     """
-    each = 60 * dtype.itemsize * size * math.prod(v.shape[1:-1]) * (k.shape[-1] + v.shape[-1])
-    return max(1, fitting(_GRAPH.get(k.device.type, _GRAPH["cuda"]), k.device) // each)
+    chunk_bytes = 60 * dtype.itemsize * size * math.prod(v.shape[1:-1]) * (k.shape[-1] + v.shape[-1])
+    return max(1, fitting(_GRAPH.get(k.device.type, _GRAPH["cuda"]), k.device) // chunk_bytes)
 
 
 class _Scan(NamedTuple):
@@ -240,8 +240,8 @@ class _Chunkwise:
         if arithmetic.product == EXACT:
             both = inverse @ start
         else:
-            each = arithmetic.stacked(inverse.unsqueeze(-3), ("U = ", "W = "), arithmetic.kept(chunk)).expand(*products.shape)
-            both = torch.cat([a @ b for a, b in zip(each.unbind(-3), start.split(widths, -1), strict=True)], -1)
+            inverses = arithmetic.stacked(inverse.unsqueeze(-3), ("U = ", "W = "), arithmetic.kept(chunk)).expand(*products.shape)
+            both = torch.cat([a @ b for a, b in zip(inverses.unbind(-3), start.split(widths, -1), strict=True)], -1)
         written, erased = arithmetic.beside(both, ("U", "W"), widths).split(widths, -1)
         reads, keeps = dither(pair[..., 1, :, :] * grown, "exp(G) q"), dither(k * ahead, "exp(G_C - G) k")
         whole = grown[..., -1:, :].mT
@@ -252,9 +252,9 @@ class _Chunkwise:
         of = _OfChunkwise(k, beta, total, grown, ahead, pair, products, decay, solved, inverse, right, start)
         return o, final, (of, scan, states)
 
-    def backward(self, segment: Segment, made: Any, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    def backward(self, segment: Segment, tape: Any, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the cotangents of the tokens, and of the states before the segment."""
-        of, scan, states = made
+        of, scan, states = tape
         scale, arithmetic, channels = self.scale, self.arithmetic, self.channels
         dither, (chunk, depth) = arithmetic.dither, of.k.shape[-2:]
         widths = of.right.shape[-1] - depth, depth
@@ -262,15 +262,15 @@ class _Chunkwise:
         written, dscan, dstate = _scan_back(scan, states, do, dstate, counts, arithmetic, widths[0])
 
         # U = T (beta v), W = T (beta exp(G) k)
-        given = arithmetic.beside(torch.cat([written, dscan.erased], -1), ("U'", "W'"), widths)
+        cotangents = arithmetic.beside(torch.cat([written, dscan.erased], -1), ("U'", "W'"), widths)
         uses = [
-            arithmetic.terms(each, f"{name} =  da", each.shape[-1]) @ other.mT
-            for name, each, other in zip("UW", given.split(widths, -1), of.start.split(widths, -1), strict=True)
+            arithmetic.terms(cotangent, f"{name} =  da", cotangent.shape[-1]) @ other.mT
+            for name, cotangent, other in zip("UW", cotangents.split(widths, -1), of.start.split(widths, -1), strict=True)
         ]
         dinverse = arithmetic.stacked(torch.stack(uses, -3), ("T in U'", "T in W'")).sum(-3)
         if arithmetic.product != EXACT:
-            given = arithmetic.beside(given, ("U =  db", "W =  db"), widths, arithmetic.kept(chunk))
-        dstart = arithmetic.beside(of.inverse.mT @ given, ("beta v'", "beta exp(G) k'"), widths)
+            cotangents = arithmetic.beside(cotangents, ("U =  db", "W =  db"), widths, arithmetic.kept(chunk))
+        dstart = arithmetic.beside(of.inverse.mT @ cotangents, ("beta v'", "beta exp(G) k'"), widths)
         dv, dgrown = (of.beta * dstart).split(widths, -1)
 
         # A and q k^T, decayed
@@ -281,7 +281,7 @@ class _Chunkwise:
         )
         stored = torch.cat([dpair, dkeys, dscan.reads.unsqueeze(-3), dscan.keeps.unsqueeze(-3)], -3)
         dpair, dkeys, ends = arithmetic.stacked(stored, STORED).split(2, -3)
-        sums = [(dpair[..., 0, :, :] * of.k).sum(-1), *((each.sum(-1)) for each in (dstart * of.right).split(widths, -1))]
+        sums = [(dpair[..., 0, :, :] * of.k).sum(-1), *((terms.sum(-1)) for terms in (dstart * of.right).split(widths, -1))]
         dbeta = arithmetic.stacked(torch.stack(sums, -2).unsqueeze(-1), DBETA, summed(max(widths))).sum(-3)
 
         # exp(G) q, exp(G_C - G) k, exp(G) k
@@ -317,19 +317,19 @@ def _products(*pairs: tuple[Tensor, Tensor | float]) -> Tensor:
     """Return the products of the pairs, stacked along axis -3; each is computed in place."""
     shapes = (other.shape for _, other in pairs if isinstance(other, Tensor))
     shape = torch.broadcast_shapes(pairs[0][0].shape, *shapes)
-    made = pairs[0][0].new_empty(*shape[:-2], len(pairs), *shape[-2:])
-    for place, (x, other) in zip(made.unbind(-3), pairs, strict=True):
+    result = pairs[0][0].new_empty(*shape[:-2], len(pairs), *shape[-2:])
+    for place, (x, other) in zip(result.unbind(-3), pairs, strict=True):
         torch.mul(x, other, out=place)
-    return made
+    return result
 
 
 def _beside(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Return x and a * b, side by side along the last axis."""
     width, shape = x.shape[-1], torch.broadcast_shapes(x.shape[:-1], a.shape[:-1], b.shape[:-1])
-    made = x.new_empty(*shape, width + b.shape[-1])
-    made[..., :width] = x
-    torch.mul(a, b, out=made[..., width:])
-    return made
+    result = x.new_empty(*shape, width + b.shape[-1])
+    result[..., :width] = x
+    torch.mul(a, b, out=result[..., width:])
+    return result
 
 
 def _factors_back(
@@ -418,7 +418,7 @@ def _scores_back(
             later, earlier = decays(total, size)
             block = squares(dp, size)
             near, far = (
-                arithmetic.stacked(each, _named(f"{name} {size}"), bits, -4) for name, each in (("dx", block), ("dk", block.mT))
+                arithmetic.stacked(matrix, _named(f"{name} {size}"), bits, -4) for name, matrix in (("dx", block), ("dk", block.mT))
             )
             of_high = (near @ arithmetic.stacked(low * earlier, _named(f"earlier {size} dx"), axis=-4)) * later
             of_low = (far @ arithmetic.stacked(high * later, _named(f"later {size} dk"), axis=-4)) * earlier
@@ -483,16 +483,14 @@ def _inverse_back(solved: Tensor, inverse: Tensor, cotangent: Tensor, arithmetic
         .mT.expand(*solved.shape[:-2], 2, *solved.shape[-2:])
         .unbind(-3)
     )
-    given = arithmetic.dither(cotangent.tril(), "dT", stored)
-    first = arithmetic.dither(left @ given, "(T^T dT)", stored) @ right
-    second = left @ arithmetic.dither(given @ right, "(dT T^T)", stored)
+    dinverse = arithmetic.dither(cotangent.tril(), "dT", stored)
+    first = arithmetic.dither(left @ dinverse, "(T^T dT)", stored) @ right
+    second = left @ arithmetic.dither(dinverse @ right, "(dT T^T)", stored)
     either = torch.lerp(second, first, again)
     return arithmetic.dither(either.tril_(-1).neg_(), "dA", stored)
 
 
-def _scan(
-    given: _Scan, written: Tensor, state: Tensor, counts: list[int], arithmetic: Arithmetic
-) -> tuple[Tensor, Tensor, _States]:
+def _scan(scan: _Scan, written: Tensor, state: Tensor, counts: list[int], arithmetic: Arithmetic) -> tuple[Tensor, Tensor, _States]:
     """Compute the states from chunk to chunk; return o, the states after, and what `_scan_back` needs.
 
         S stored, V' = U - W S, V' and decayed V' stored       S <- exp(G_C) S + keeps^T V'       o = reads S + scores V'
@@ -500,10 +498,10 @@ def _scan(
     Decayed V' is V' if only k can decay (`behind` is None). Only S, and in the backward its cotangent, goes from chunk to chunk, in
     steps of `counts` sequences. Everything else is computed for all chunks at once.
     """
-    keeps, behind = given.keeps, given.behind
+    keeps, behind = scan.keeps, scan.behind
     dither, rough, chunk, depth = arithmetic.dither, arithmetic.rough, _summed_tokens(keeps, arithmetic), keeps.shape[-1]
     terms = arithmetic.terms
-    erases, writes = terms(given.erased, "W S", depth).split(counts), terms(keeps.mT, "k V'", chunk).split(counts)
+    erases, writes = terms(scan.erased, "W S", depth).split(counts), terms(keeps.mT, "k V'", chunk).split(counts)
     # A number that goes to another grid is not first divided by its own grid: one product instead of three.
     grid, back = arithmetic.grid(written, "V'")
     apart = back
@@ -513,29 +511,29 @@ def _scan(
         onwards = _onward(back, behind, then).split(counts)
     every, ended = [], []
     for news, erase, write, onward, all_of in zip(
-        written.split(counts), erases, writes, onwards, given.whole.split(counts), strict=True
+        written.split(counts), erases, writes, onwards, scan.whole.split(counts), strict=True
     ):
         ended.append(state[len(news) :])
         state = state[: len(news)]
-        held = dither(state, "S")
-        fresh = rough(news - erase @ held, grid)
-        kept = (fresh if onward is None else rough(fresh, onward)) * apart
-        every.append((state, held, fresh, kept))
-        state = dither(torch.addcmul(write @ kept, all_of, state), "S'", SINGLE)
-    before, held, fresh, kept = (_joined(each) for each in zip(*every, strict=True))
-    fresh = kept if behind is None else fresh * back
-    o = terms(given.reads, "q S", depth) @ held + terms(given.scores, "scores V'", chunk) @ fresh
-    return o, _joined([state, *(each for each in reversed(ended) if len(each))]), _States(before, held, fresh, kept)
+        memory = dither(state, "S")
+        fresh = rough(news - erase @ memory, grid)
+        decayed = (fresh if onward is None else rough(fresh, onward)) * apart
+        every.append((state, memory, fresh, decayed))
+        state = dither(torch.addcmul(write @ decayed, all_of, state), "S'", SINGLE)
+    before, memory, fresh, decayed = (_joined(column) for column in zip(*every, strict=True))
+    fresh = decayed if behind is None else fresh * back
+    o = terms(scan.reads, "q S", depth) @ memory + terms(scan.scores, "scores V'", chunk) @ fresh
+    return o, _joined([state, *(part for part in reversed(ended) if len(part))]), _States(before, memory, fresh, decayed)
 
 
-def _taken_up(given: _Scan, missed: Tensor, counts: list[int]) -> Tensor:
+def _taken_up(scan: _Scan, missed: Tensor, counts: list[int]) -> Tensor:
     """Return D before each chunk: D <- exp(G_C) D + keeps^T missed, zero at first."""
-    each, drift = list[Tensor](), None
-    for new, all_of in zip((given.keeps.mT @ missed).split(counts), given.whole.split(counts), strict=True):
+    drifts, drift = list[Tensor](), None
+    for new, all_of in zip((scan.keeps.mT @ missed).split(counts), scan.whole.split(counts), strict=True):
         drift = torch.zeros_like(new) if drift is None else drift[: len(new)]
-        each.append(drift)
+        drifts.append(drift)
         drift = torch.addcmul(new, all_of, drift)
-    return _joined(each)
+    return _joined(drifts)
 
 
 def _onward(back: Tensor, behind: Tensor, grid: Tensor) -> Tensor:
@@ -544,7 +542,7 @@ def _onward(back: Tensor, behind: Tensor, grid: Tensor) -> Tensor:
 
 
 def _scan_back(
-    given: _Scan,
+    scan: _Scan,
     states: _States,
     do: Tensor,
     ds: Tensor,
@@ -552,16 +550,16 @@ def _scan_back(
     arithmetic: Arithmetic,
     width: int,
 ) -> tuple[Tensor, _Scan, Tensor]:
-    """Return the cotangents of what was written, of `given`, and of the states before, from those of o and of the states after.
+    """Return the cotangents of what was written, of `scan`, and of the states before, from those of o and of the states after.
 
     Sums over the values' channels have `width` terms. The cotangent of every use is stored separately before they are added. A
     kernel computes the gradient of exp(G_C), sum(S dS), from S and dS as it stored them.
     """
-    keeps, behind = given.keeps, given.behind
+    keeps, behind = scan.keeps, scan.behind
     dither, rough, terms = arithmetic.dither, arithmetic.rough, arithmetic.terms
     chunk, depth = _summed_tokens(keeps, arithmetic), keeps.shape[-1]
-    read = dither(given.reads.mT @ terms(do, "q S db", chunk), "S in o'")
-    scored = dither(given.scores.mT @ terms(do, "scores V' db", chunk), "V' in o'")
+    read = dither(scan.reads.mT @ terms(do, "q S db", chunk), "S in o'")
+    scored = dither(scan.scores.mT @ terms(do, "scores V' db", chunk), "V' in o'")
     grid, back = then, apart = arithmetic.grid(scored, "V' in S'")
     onwards: Sequence[Any] = [None] * len(counts)
     if behind is not None:
@@ -570,9 +568,9 @@ def _scan_back(
     into, out_of = arithmetic.grid(read, "S in V''")
     every = []
     dfinal, ds = ds, ds[:0]
-    steps = *(x.split(counts) for x in (keeps, given.erased, given.whole, read, scored)), onwards
+    steps = *(x.split(counts) for x in (keeps, scan.erased, scan.whole, read, scored)), onwards
     for keep, erase, all_of, read_of, scored_of, onward in reversed(list(zip(*steps, strict=True))):
-        ds = _joined([each for each in (ds, dfinal[len(ds) : len(keep)]) if len(each)])
+        ds = _joined([part for part in (ds, dfinal[len(ds) : len(keep)]) if len(part)])
         ds = dither(ds, "S''", SINGLE)
         dgiven = rough(keep @ terms(ds, "k V' db", depth), grid)
         dkept = dgiven if onward is None else rough(dgiven, onward)
@@ -580,12 +578,12 @@ def _scan_back(
         dheld = rough(erase.mT @ terms(dfresh, "W S db", chunk), into)
         every.append((ds, dgiven, dfresh))
         ds = torch.addcmul(dither(torch.addcmul(read_of, dheld, out_of, value=-1), "S'"), all_of, ds)
-    after, dgiven, dfresh = (_joined(each[::-1]) for each in zip(*every, strict=True))
+    after, dgiven, dfresh = (_joined(column[::-1]) for column in zip(*every, strict=True))
     dkeeps = states.kept @ terms(after, "k V' da", width).mT
     dreads, dscores = (terms(do, f"{place} da", width) @ x.mT for place, x in (("q S", states.held), ("scores V'", states.fresh)))
     derased = torch.neg(terms(dfresh, "W S da", width) @ states.held.mT)
     dwhole = dither(states.before, "S stored", arithmetic.memory) * dither(after, "dS stored", arithmetic.memory)
-    dwhole = dwhole.sum_to_size(given.whole.shape)
+    dwhole = dwhole.sum_to_size(scan.whole.shape)
     dbehind = None
     if behind is not None:
         dgiven = dgiven * back
@@ -594,8 +592,8 @@ def _scan_back(
     return dfresh, _Scan(dkeeps, dreads, dscores, derased, dwhole, dbehind), ds
 
 
-def _joined(each: Sequence[Tensor]) -> Tensor:
-    return each[0] if len(each) == 1 else torch.cat(tuple(each))
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
 def _summed_tokens(x: Tensor, arithmetic: Arithmetic) -> int:
@@ -643,7 +641,7 @@ class _Recurrent:
             if (inside := segment.inside(g.ndim)) is not None:
                 slips, lost = slips * inside, lost * inside.unsqueeze(-3)
             g, drift = g + slips, lost.cumsum(-2).exp()
-        v, state = (_halves(each, order) for each in (v, state))
+        v, state = (_halves(tensor, order) for tensor in (v, state))
         g, beta = g.unsqueeze(-3), beta.unsqueeze(-3)
         reads, recalls, writes = x.unbind(-3)
         writes, drifted = writes / drift, drift[..., -1:, :]
@@ -660,28 +658,28 @@ class _Recurrent:
         o, final, states = _scan(scan, written, state, segment.counts, arithmetic)
         missed = None
         if arithmetic.summed_again < EXACT:
-            before, held, fresh, _ = states
+            before, memory, fresh, _ = states
             stored = arithmetic.dither(fresh, "corrected values", arithmetic.summed_again)
             missed = stored - fresh
-            states = _States(before, held + _taken_up(scan, missed, segment.counts), stored, stored)
+            states = _States(before, memory + _taken_up(scan, missed, segment.counts), stored, stored)
         of = _OfRecurrent(
             beta, writes, total, grown, left, pair, products, decay, right, solved, inverses, drift, order, back, missed
         )
         return _whole(o, back), _whole(final, back), (of, scan, states)
 
-    def backward(self, segment: Segment, made: Any, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    def backward(self, segment: Segment, tape: Any, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the cotangents of the tokens, and of the states before the segment."""
-        of, scan, states = made
+        of, scan, states = tape
         scale, arithmetic, channels = self.scale, self.arithmetic, of.total.shape[-1] > 1
         depth = of.writes.shape[-1]
         width = of.right.shape[-1] - depth
         half = width if of.back is not None else (width + 1) // 2  # terms of sums that are rounded, with halves and without
-        do, dstate = (_halves(each, of.order) for each in (do, dstate))
+        do, dstate = (_halves(tensor, of.order) for tensor in (do, dstate))
         values = of.right[..., :width]
         if arithmetic.rounds:  # values beside corrected values, so that dS v comes with the gradient of the keys that write
-            before, held, fresh, _ = states
+            before, memory, fresh, _ = states
             beside = torch.cat([fresh, values], -2)
-            states = _States(before, held, beside, beside)
+            states = _States(before, memory, beside, beside)
         written, dscan, dstate = _scan_back(scan, states, do, dstate, segment.counts, arithmetic, half)
         dkeeps, dscores = dscan.keeps, dscan.scores
 
@@ -709,19 +707,19 @@ class _Recurrent:
         dpair, dwrites, dtotal = _scores_back(
             dproducts, of.pair, of.writes, of.total, of.products, of.decay, PLAIN, channels=channels
         )
-        for each, reached in zip(dpair.unbind(-3), (dgrown, dscan.reads), strict=True):
-            each.addcmul_(reached, of.grown)
+        for cotangent, reached in zip(dpair.unbind(-3), (dgrown, dscan.reads), strict=True):
+            cotangent.addcmul_(reached, of.grown)
         dwrites = dwrites.sum(-3) + dkeeps * of.left
 
-        kept, all_of = dkeeps * scan.keeps, (dscan.whole * scan.whole).mT
+        keep_terms, all_of = dkeeps * scan.keeps, (dscan.whole * scan.whole).mT
         # Terms of k.dk cancel in dG. A run in chunks knows the rest only up to a float64 rounding, and so does the truth if
         # channels decay separately. The recurrence never forms these sums, so its gradients of gates may be smaller and right.
         known = of.writes * dwrites
-        parts = dgrown * of.right[..., width:] + dscan.reads * scan.reads - kept
+        parts = dgrown * of.right[..., width:] + dscan.reads * scan.reads - keep_terms
         if arithmetic.rounds:
             parts = parts + (arithmetic.dither(known, "k.dk", FLOAT64) - known)
         dtotal = dtotal + _gathered(parts, of.total)
-        dtotal[..., -1:, :].add_(_gathered(kept.sum(-2, keepdim=True), of.total) + _gathered(all_of, of.total))
+        dtotal[..., -1:, :].add_(_gathered(keep_terms.sum(-2, keepdim=True), of.total) + _gathered(all_of, of.total))
         dg = arithmetic.dither(_later(dtotal.sum(-3)), "g'", SINGLE)
         if apart is not None:  # after dG, which has no such errors: the recurrence never forms the k.dk that dG uses here
             dwrites = torch.addcmul(dwrites, of.beta, apart)

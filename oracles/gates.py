@@ -58,8 +58,8 @@ def of_calls(parameter: Tensor, like: Tensor, calls: Sequence[int] | None, arith
     """
     if calls is None:
         return shared(parameter[:, None, None], like.shape, arithmetic, place)
-    each = zip(parameter.unbind(1), like.split(list(calls), 2), strict=True)
-    return torch.cat([shared(row[:, None, None], part.shape, arithmetic, place) for row, part in each], 2)
+    pairs = zip(parameter.unbind(1), like.split(list(calls), 2), strict=True)
+    return torch.cat([shared(row[:, None, None], part.shape, arithmetic, place) for row, part in pairs], 2)
 
 
 def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:

@@ -76,8 +76,8 @@ class Normalised(torch.autograd.Function):
 
 def forward_l2norm(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     """Return y [runs, B, T, H, K], shaped as x.x; x has the runs of `arithmetic` along axis 0."""
-    kept = dataclasses.replace(arithmetic, stored=arithmetic.output)
-    return {"y": Normalised.apply(arithmetic.input(x.x, "x"), kept, "y", _eps(x))}
+    storage = dataclasses.replace(arithmetic, stored=arithmetic.output)
+    return {"y": Normalised.apply(arithmetic.input(x.x, "x"), storage, "y", _eps(x))}
 
 
 def forward_gated_rms_norm(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
@@ -87,13 +87,13 @@ def forward_gated_rms_norm(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tenso
     weight in the inputs' dtype (transformers). The same holds in the backward, where the terms of the weight's gradient may be
     stored too.
     """
-    single, kept = (dataclasses.replace(arithmetic, stored=bits) for bits in (SINGLE, arithmetic.output))
+    single, storage = (dataclasses.replace(arithmetic, stored=bits) for bits in (SINGLE, arithmetic.output))
     y = Normalised.apply(arithmetic.input(x.x, "x"), single, "normalised", _eps(x), x.x.shape[-1])
-    y = kept.operand(y, "normalised, stored")
+    y = storage.operand(y, "normalised, stored")
     if (weight := x.get("weight")) is not None:
         weight = arithmetic.input(weight, "weight")[:, None, None, None]
-        each = shared(weight, y.shape, arithmetic, "dweight", arithmetic.output)
-        y = kept.operand(arithmetic.single(each * y, "weighed"), "weighed, stored")
+        weights = shared(weight, y.shape, arithmetic, "dweight", arithmetic.output)
+        y = storage.operand(arithmetic.single(weights * y, "weighed"), "weighed, stored")
     gate = rounded_silu(arithmetic.input(x.z, "z"), arithmetic, "silu")
     return {"y": arithmetic.result(y * gate, "y")}
 

@@ -40,7 +40,7 @@ def zigzag(lengths: Sequence[int], cp: int) -> Layout:
     lengths = _check_multiples("lengths", _whole("lengths", lengths), 2 * cp, "2 * cp")
     sequences = torch.arange(sum(lengths)).split(lengths)
     halves = [_zigzag_blocks(tokens, cp) for tokens in sequences]
-    return tuple(torch.cat(held) for held in zip(*halves, strict=True))
+    return tuple(torch.cat(parts) for parts in zip(*halves, strict=True))
 
 
 def zigzag_batch(lengths: Sequence[int], cp: int) -> Layout:
@@ -68,7 +68,7 @@ def head_parallel(sections: Sequence[int], cp: int) -> Layout:
     _check_ranks(cp)
     sections = _check_multiples("sections", _whole("sections", sections, 1), cp, "cp")
     slices = [features.tensor_split(cp) for features in torch.arange(sum(sections)).split(sections)]
-    return tuple(torch.cat(held) for held in zip(*slices, strict=True))
+    return tuple(torch.cat(parts) for parts in zip(*slices, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +184,7 @@ def shard(x: Tensor, layout: Layout, axis: int = 0) -> list[Tensor]:
     """
     _check_axis(x, axis)
     _check_layout(layout, x.shape[axis])
-    return [x.index_select(axis, held.to(x.device)) for held in layout]
+    return [x.index_select(axis, indices.to(x.device)) for indices in layout]
 
 
 def join(shards: Sequence[Tensor], layout: Layout, axis: int = 0) -> Tensor:
@@ -195,8 +195,10 @@ def join(shards: Sequence[Tensor], layout: Layout, axis: int = 0) -> Tensor:
     _check_alike(shards, axis)
     _check_layout(layout)
     sizes = [x.shape[axis] for x in shards]
-    if sizes != [len(held) for held in layout]:
-        raise ValueError(f"shards must have the layout's sizes {[len(held) for held in layout]} along axis {axis}, got {sizes}")
+    if sizes != [len(indices) for indices in layout]:
+        raise ValueError(
+            f"shards must have the layout's sizes {[len(indices) for indices in layout]} along axis {axis}, got {sizes}"
+        )
     return torch.cat(list(shards), axis).index_select(axis, _inverse(layout).to(shards[0].device))
 
 
@@ -391,9 +393,9 @@ def _check_layout(layout: Layout, size: int | None = None) -> None:
     """Raise ValueError unless the layout names each of `size` indices (default: as many as it names) once."""
     if not isinstance(layout, Sequence) or not layout:
         raise ValueError(f"layout must have at least one rank, got {_kind(layout)}")
-    for rank, held in enumerate(layout):
-        if not isinstance(held, Tensor) or held.dtype != torch.int64 or held.ndim != 1:
-            raise ValueError(f"layout must be int64 vectors, one a rank, got {_shape(held)} for rank {rank}")
+    for rank, indices in enumerate(layout):
+        if not isinstance(indices, Tensor) or indices.dtype != torch.int64 or indices.ndim != 1:
+            raise ValueError(f"layout must be int64 vectors, one a rank, got {_shape(indices)} for rank {rank}")
     named = torch.cat(layout).sort().values
     size = len(named) if size is None else size
     if len(named) != size:
@@ -408,8 +410,8 @@ def _check_ranks_of(shards: Sequence[Tensor], layout: Layout) -> int:
     _check_alike(shards, 0)
     if len(shards) != len(layout):
         raise ValueError(f"shards must be one a rank of the layout, {len(layout)}, got {len(shards)}")
-    if len({len(held) for held in layout}) > 1:
-        raise ValueError(f"layout must give every rank as many tokens, got {[len(held) for held in layout]}")
+    if len({len(indices) for indices in layout}) > 1:
+        raise ValueError(f"layout must give every rank as many tokens, got {[len(indices) for indices in layout]}")
     return len(layout)
 
 
@@ -448,8 +450,8 @@ def _check_shapes(shards: Sequence[Tensor], tokens: int, features: int, layout: 
         raise ValueError(f"shards must be [{tokens}, ..., {features}] on each of {len(shards)} {layout} ranks, got {shapes}")
 
 
-def _kind(given: object) -> str:
-    return "none" if isinstance(given, Sequence) else type(given).__name__
+def _kind(value: object) -> str:
+    return "none" if isinstance(value, Sequence) else type(value).__name__
 
 
 def _shape(x: object) -> str:

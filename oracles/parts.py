@@ -113,14 +113,14 @@ class Cut:
                 x = x.index_select(place, at)
         return x
 
-    def put(self, x: Tensor, port: Port, part: Part, given: Tensor) -> Tensor:
-        """Return x, which has a number for each row, with the part's rows replaced by `given`."""
+    def put(self, x: Tensor, port: Port, part: Part, values: Tensor) -> Tensor:
+        """Return x, which has a number for each row, with the part's rows replaced by `values`."""
         index = []
         for place, (axis, size) in enumerate(zip(port.axes.split(), x.shape, strict=False)):
             at = self._at(axis, size, part, x.device)
             at = torch.arange(size, device=x.device) if at is None else at
             index.append(at.view(-1, *[1] * (x.ndim - place - 1)))
-        return x.index_put(tuple(index), given) if index else given
+        return x.index_put(tuple(index), values) if index else values
 
     def _at(self, axis: str, size: int, part: Part, device: torch.device) -> Tensor | None:
         """Return the part's places along an axis; None if it has all of them."""
@@ -138,6 +138,6 @@ class Cut:
         return None if some is None else some.to(device)
 
 
-def _true(each: Tensor) -> tuple[int, ...]:
+def _true(mask: Tensor) -> tuple[int, ...]:
     """Return the places that are true."""
-    return tuple(each.nonzero().flatten().tolist())
+    return tuple(mask.nonzero().flatten().tolist())

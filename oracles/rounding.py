@@ -353,9 +353,9 @@ def _words(bits: "Bits", digits: int, axis: int | None, widths: tuple[int, ...],
 def _words_each(
     bits: tuple[int, ...], digits: int, axis: int | None, widths: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    each = _placed([(1 << (digits - own)) >> 1 if own < digits else 0 for own in bits], axis, widths, device)
+    halves = _placed([(1 << (digits - precision)) >> 1 if precision < digits else 0 for precision in bits], axis, widths, device)
     dtype = torch.int64 if digits > SINGLE else torch.int32
-    return each.to(dtype), torch.where(each > 0, -2 * each, -1).to(dtype)
+    return halves.to(dtype), torch.where(halves > 0, -2 * halves, -1).to(dtype)
 
 
 # `_rough` in one launch: on a GPU four launches take four times as long, whatever their size. `low` is what `_lowest` returns, and
@@ -422,15 +422,15 @@ def _lowest(
 def _lowest_each(
     bits: tuple[int, ...], axis: int | None, widths: tuple[int, ...], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    return _placed([max(0, _MANTISSA[dtype] - own) for own in bits], axis, widths, device).to(dtype)
+    return _placed([max(0, _MANTISSA[dtype] - precision) for precision in bits], axis, widths, device).to(dtype)
 
 
-def _placed(each: list[int], axis: int | None, widths: tuple[int, ...], device: torch.device) -> Tensor:
+def _placed(numbers: list[int], axis: int | None, widths: tuple[int, ...], device: torch.device) -> Tensor:
     """Return a tensor with a number for each place, laid out as the places are: along `axis`, or in widths along the last axis."""
-    made = torch.tensor(each, device=device)
+    tensor = torch.tensor(numbers, device=device)
     if widths:
-        return made.repeat_interleave(torch.tensor(widths, device=device))
-    return made if axis is None else made.reshape(-1, *[1] * (-1 - axis))
+        return tensor.repeat_interleave(torch.tensor(widths, device=device))
+    return tensor if axis is None else tensor.reshape(-1, *[1] * (-1 - axis))
 
 
 Bits = int | tuple[int, ...]  # for all places, or for each
@@ -452,26 +452,26 @@ def _held(grid: Grid) -> int:
 
 def _kept(make: Callable[..., Grid]) -> Callable[..., Grid]:
     """Cache the results of `make` by its arguments while they fit into memory; the oldest results are dropped first."""
-    made: dict[Any, Grid] = {}
-    held = 0
+    cache: dict[Any, Grid] = {}
+    total = 0
 
     @functools.wraps(make)
-    def get(*given: Any) -> Grid:
-        nonlocal held
-        if (found := made.get(given)) is not None:
+    def get(*arguments: Any) -> Grid:
+        nonlocal total
+        if (found := cache.get(arguments)) is not None:
             return found
-        found = make(*given)
+        found = make(*arguments)
         size, most = _held(found), _most_kept(found[0].device)
         if 8 * size <= most:
-            made[given], held = found, held + size
-            while held > most:
-                held -= _held(made.pop(next(iter(made))))
+            cache[arguments], total = found, total + size
+            while total > most:
+                total -= _held(cache.pop(next(iter(cache))))
         return found
 
     def clear() -> None:
-        nonlocal held
-        made.clear()
-        held = 0
+        nonlocal total
+        cache.clear()
+        total = 0
 
     get.clear = clear  # type: ignore[attr-defined]
     return get
@@ -500,13 +500,13 @@ def _grid(
     if runs[0] % 2 and runs[1] == runs[0] + 1:  # an odd run has one s for all positions of a place
         last = (1,) * len(last)
     sizes = [last[0] * width for width in widths] or [math.prod(last)] * len(places)
-    each = (bits,) * len(places) if isinstance(bits, int) else bits
-    scale = torch.finfo(dtype).tiny / (step * 2.0 ** (each[0] - 1)) if step else 1.0
+    precisions = (bits,) * len(places) if isinstance(bits, int) else bits
+    scale = torch.finfo(dtype).tiny / (step * 2.0 ** (precisions[0] - 1)) if step else 1.0
     # Sizes are rounded up so that calls of different shapes share the numbers of a place.
     rooms = [max(_SHARED >> 7, 1 << (size - 1).bit_length()) if size <= _SHARED else size for size in sizes]
     parts = [
-        [numbers[:, :size] for numbers in _numbers(place, runs, own, room, scale, device, dtype)]
-        for place, own, size, room in zip(places, each, sizes, rooms, strict=True)
+        [numbers[:, :size] for numbers in _numbers(place, runs, precision, room, scale, device, dtype)]
+        for place, precision, size, room in zip(places, precisions, sizes, rooms, strict=True)
     ]
     if widths:
         parts = [[numbers.unflatten(1, (last[0], -1)) for numbers in part] for part in parts]
@@ -525,12 +525,12 @@ def _numbers(place: str, runs: Runs, bits: int, size: int, scale: float, device:
     known, (first, after, last) = _known(), runs
     starts, same = [], {}
     for row, run in enumerate(range(first, after)):
-        word, own = _word(place, run)
-        starts.append(_start(word, own))
-        if run and own % 2:
-            count = (min(last - run + own, SET) + 1) // 2
+        word, index = _word(place, run)
+        starts.append(_start(word, index))
+        if run and index % 2:
+            count = (min(last - run + index, SET) + 1) // 2
             strata = sorted(range(count), key=lambda run: known[(word + 104729 * run) % _TABLE])
-            phase = (strata[own // 2] + known[starts[row]] - 1.0) / count
+            phase = (strata[index // 2] + known[starts[row]] - 1.0) / count
             same[row] = known[word % _TABLE] * (1.0 + phase * 2.0 ** (1 - bits))
     table = _table(device, 1 + -(-size // _TABLE))
     numbers = torch.stack([table[start : start + size] for start in starts]).to(dtype)
@@ -544,13 +544,13 @@ def _numbers(place: str, runs: Runs, bits: int, size: int, scale: float, device:
 
 def _word(place: str, run: int) -> tuple[int, int]:
     """Return the word from which a run takes its numbers for a place, and the run's index (from 1) among the runs that share it."""
-    sets, own = divmod(run - 1, SET)
-    return (zlib.crc32(f"{place}#{sets}".encode()), own + 1) if run else (0, 0)
+    sets, index = divmod(run - 1, SET)
+    return (zlib.crc32(f"{place}#{sets}".encode()), index + 1) if run else (0, 0)
 
 
-def _start(word: int, own: int) -> int:
+def _start(word: int, index: int) -> int:
     """Return where the numbers of a run begin in the table."""
-    return (word + 7919 * own * (own + 12)) % _TABLE
+    return (word + 7919 * index * (index + 12)) % _TABLE
 
 
 def _fractions(place: str, first: int, runs: int, shape: tuple[int, int], device: torch.device) -> Tensor:

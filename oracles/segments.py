@@ -60,9 +60,9 @@ class Segment(NamedTuple):
         else:
             rows = x[tokens.start : tokens.stop] if isinstance(tokens, range) else x.index_select(0, tokens)
         chunks = rows.unflatten(0, (-1, self.size)).movedim(1, -2)
-        made = torch.empty(chunks.shape, dtype=dtype, device=x.device)
+        result = torch.empty(chunks.shape, dtype=dtype, device=x.device)
         inside = self.inside(chunks.ndim)
-        return made.copy_(chunks) if inside is None else torch.mul(chunks, inside, out=made)
+        return result.copy_(chunks) if inside is None else torch.mul(chunks, inside, out=result)
 
     def inside(self, axes: int) -> Tensor | None:
         """Return 1 for tokens and 0 for padding, [chunk, 1, ..., token, 1] with `axes` axes; None if nothing is padded."""
@@ -97,7 +97,7 @@ class Form(Protocol):
     def forward(self, segment: Segment, tokens: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor, Any]:
         """Return o of the chunks, the states after the segment given those before it, and what `backward` needs."""
 
-    def backward(self, segment: Segment, made: Any, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    def backward(self, segment: Segment, tape: Any, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the cotangents of the tokens and of the states before the segment, given those of the states after it."""
 
 
@@ -130,14 +130,14 @@ class _Rule(torch.autograd.Function):
         plan = [(members, [_Kept(segment) for segment in block]) for members, block in segments(lengths, sizes, most, k.device)]
         for members, block in plan:
             carry = initial[members].contiguous().to(dtype)
-            for kept in block:
-                segment, kept.before = kept.segment, carry
+            for record in block:
+                segment, record.before = record.segment, carry
                 running = segment.counts[0]
-                part, state, kept.made = form.forward(segment, _taken(segment, tokens, dtype), carry[:running])
+                part, state, record.made = form.forward(segment, _taken(segment, tokens, dtype), carry[:running])
                 carry = _joined(state, carry[running:])
                 segment.put(o, part)
-                if kept is not plan[-1][1][-1]:  # the backward begins with the last segment, so that one is not computed again
-                    kept.made = None
+                if record is not plan[-1][1][-1]:  # the backward begins with the last segment, so that one is not computed again
+                    record.made = None
             final[members] = carry.to(final.dtype)
         if not any(ctx.needs_input_grad):  # type: ignore[attr-defined]
             return o, final
@@ -155,13 +155,13 @@ class _Rule(torch.autograd.Function):
         dstate = _states(dfinal, lengths)
         for members, block in reversed(plan):
             carry = dfinal[members].contiguous().to(dtype)
-            for kept in reversed(block):
-                segment, made, running = kept.segment, kept.made, kept.segment.counts[0]
-                if made is None:
-                    assert kept.before is not None
-                    made = form.forward(segment, _taken(segment, tokens, dtype), kept.before[:running])[2]
-                parts, before = form.backward(segment, made, segment.take(do, dtype), carry[:running])
-                carry, made, kept.made = _joined(before, carry[running:]), None, None
+            for record in reversed(block):
+                segment, tape, running = record.segment, record.made, record.segment.counts[0]
+                if tape is None:
+                    assert record.before is not None
+                    tape = form.forward(segment, _taken(segment, tokens, dtype), record.before[:running])[2]
+                parts, before = form.backward(segment, tape, segment.take(do, dtype), carry[:running])
+                carry, tape, record.made = _joined(before, carry[running:]), None, None
                 for whole, part in zip(results, parts, strict=True):
                     segment.put(whole, part)
             dstate[members] = carry.to(dstate.dtype)
@@ -236,15 +236,15 @@ def _segment(size: int, index: Tensor, inside: Tensor, steps: tuple[tuple[int, i
         padded = inside.flatten().nonzero().squeeze(-1), torch.where(inside, index, index[:, :1]).flatten(), inside.double()
         places, rows, real = (x.to(device) for x in padded)
     follow = int(tokens[-1] - tokens[0]) == len(tokens) - 1 and bool((tokens.diff() == 1).all())
-    kept = range(int(tokens[0]), int(tokens[-1]) + 1) if follow else tokens.to(device)
+    selection = range(int(tokens[0]), int(tokens[-1]) + 1) if follow else tokens.to(device)
     before: Tensor | slice = slice(0, sum(steps[-1]))
     last: Tensor | slice = slice(sum(steps[-1]), None)
-    whole = Segment(size, kept, places, rows, real, steps, before, last)
+    whole = Segment(size, selection, places, rows, real, steps, before, last)
     if steps[0][1] != steps[-1][1]:  # some sequences end inside the segment
         states = list(whole.states())
-        before = torch.cat([torch.arange(each.start, each.stop) for _, each, _ in states]).to(device)
+        before = torch.cat([torch.arange(span.start, span.stop) for _, span, _ in states]).to(device)
         ends = torch.zeros(steps[0][1], dtype=torch.int64)
-        for _, _, each in states:
-            ends[: each.stop - each.start] = torch.arange(each.start, each.stop)
+        for _, _, after in states:
+            ends[: after.stop - after.start] = torch.arange(after.start, after.stop)
         whole = whole._replace(before=before, last=ends.to(device))
     return whole

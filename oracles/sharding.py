@@ -123,7 +123,7 @@ class Shard:
         if self.rows.dtype != torch.int64 or self.rows.ndim != 1:
             raise ValueError(f"rows of {self.name} must be a vector of int64, got {self.rows.dtype}, shape {_shape(self.rows)}")
         size = self.shape[self.axis]
-        for row, count in zip(*(each.tolist() for each in self.rows.unique(return_counts=True)), strict=True):
+        for row, count in zip(*(tensor.tolist() for tensor in self.rows.unique(return_counts=True)), strict=True):
             if not 0 <= row < size or count > 1:
                 raise ValueError(f"rows of {self.name} must be distinct and from 0 up to {size - 1}, got {row} {count} times")
         local = (*self.shape[: self.axis], len(self.rows), *self.shape[self.axis + 1 :])
@@ -206,12 +206,12 @@ def reshard(layer: Layer, shards: Sequence[Shard], mesh: Mesh, stage: str = AT_R
     source that is not a parameter of the layer, or if `mesh` does not divide the key heads.
     """
     _check_is("mesh", mesh, Mesh)
-    held = _held(shards)
-    parameter = _parameter_of(layer, held[0])
+    sources = _held(shards)
+    parameter = _parameter_of(layer, sources[0])
     result = []
     for rank in mesh.ranks():
         wanted = rows(layer, parameter.name, rank, stage)
-        result.append(Shard(parameter.name, parameter.shape, parameter.axis, rank, wanted, _collected(held, wanted)))
+        result.append(Shard(parameter.name, parameter.shape, parameter.axis, rank, wanted, _collected(sources, wanted)))
     return result
 
 
@@ -224,20 +224,22 @@ def reduce_gradients(layer: Layer, gradients: Sequence[Shard]) -> list[Shard]:
     """
     mesh = _check_ranks(gradients)
     parameter = _parameter_of(layer, gradients[0])
-    for each in gradients:
-        if not torch.equal(each.rows, rows(layer, parameter.name, each.rank, IN_USE)):
-            raise ValueError(f"rows of {parameter.name} of {_place(each.rank)} must be its rows in use, got {each.rows.tolist()}")
+    for gradient in gradients:
+        if not torch.equal(gradient.rows, rows(layer, parameter.name, gradient.rank, IN_USE)):
+            raise ValueError(
+                f"rows of {parameter.name} of {_place(gradient.rank)} must be its rows in use, got {gradient.rows.tolist()}"
+            )
     result = []
     for rank in mesh.ranks():
-        kept = rows(layer, parameter.name, rank, AT_REST)
-        shape = (*parameter.shape[: parameter.axis], len(kept), *parameter.shape[parameter.axis + 1 :])
+        rest_rows = rows(layer, parameter.name, rank, AT_REST)
+        shape = (*parameter.shape[: parameter.axis], len(rest_rows), *parameter.shape[parameter.axis + 1 :])
         total = gradients[0].value.new_zeros(shape)
-        place = {row: index for index, row in enumerate(kept.tolist())}
-        for each in gradients:
-            if all(getattr(each.rank, axis) == getattr(rank, axis) or axis in parameter.gradient_sum for axis in ("tp", "cp")):
-                where = torch.tensor([place[row] for row in each.rows.tolist()], device=total.device)
-                total = total.index_add(parameter.axis, where, each.value)
-        result.append(Shard(parameter.name, parameter.shape, parameter.axis, rank, kept, total))
+        place = {row: index for index, row in enumerate(rest_rows.tolist())}
+        for gradient in gradients:
+            if all(getattr(gradient.rank, axis) == getattr(rank, axis) or axis in parameter.gradient_sum for axis in ("tp", "cp")):
+                where = torch.tensor([place[row] for row in gradient.rows.tolist()], device=total.device)
+                total = total.index_add(parameter.axis, where, gradient.value)
+        result.append(Shard(parameter.name, parameter.shape, parameter.axis, rank, rest_rows, total))
     return result
 
 
@@ -291,10 +293,10 @@ def tokens(layout: Sequence[Tensor], rank: Rank, *, sequence_parallel: bool) -> 
     _check_is("layout", layout, Sequence)
     if len(layout) != rank.mesh.cp:
         raise ValueError(f"layout must have the tokens of each of cp = {rank.mesh.cp} ranks, got {len(layout)}")
-    for each in layout:
-        _check_is("each of layout", each, Tensor)
-        if each.dtype != torch.int64 or each.ndim != 1:
-            raise ValueError(f"layout must have vectors of int64, got {each.dtype}, shape {_shape(each)}")
+    for vector in layout:
+        _check_is("each of layout", vector, Tensor)
+        if vector.dtype != torch.int64 or vector.ndim != 1:
+            raise ValueError(f"layout must have vectors of int64, got {vector.dtype}, shape {_shape(vector)}")
     every = torch.cat(list(layout)).sort().values
     if not torch.equal(every, torch.arange(len(every), device=every.device)):
         raise ValueError(f"layout must have every token from 0 up once, got {every.tolist()}")
@@ -312,7 +314,7 @@ def shard_hidden(hidden: Tensor, layout: Sequence[Tensor], rank: Rank, *, sequen
     `assemble` is the inverse. ValueError as in `tokens`, or if the layout has another number of tokens.
     """
     mine = tokens(layout, rank, sequence_parallel=sequence_parallel)
-    total = sum(len(each) for each in layout)
+    total = sum(len(vector) for vector in layout)
     _check_is("hidden", hidden, Tensor)
     if hidden.ndim < 2 or len(hidden) != total:
         raise ValueError(f"hidden must be [{total} tokens, ..., hidden] as the layout has, got shape {_shape(hidden)}")
@@ -375,21 +377,21 @@ def _check_ranks(shards: Sequence[Shard]) -> Mesh:
     _check_is("shards", shards, Sequence)
     if not shards:
         raise ValueError("shards must be those of every rank, got none")
-    for each in shards:
-        _check_is("each of shards", each, Shard)
+    for piece in shards:
+        _check_is("each of shards", piece, Shard)
     first = shards[0]
-    for each in shards:
+    for piece in shards:
         for what in ("name", "shape", "axis"):
-            if getattr(each, what) != getattr(first, what):
-                raise ValueError(f"shards must be of one tensor, got {what} {getattr(first, what)} and {getattr(each, what)}")
-        if each.rank.mesh != first.rank.mesh:
-            raise ValueError(f"shards must be of one mesh, got {first.rank.mesh} and {each.rank.mesh}")
-        if each.value.dtype != first.value.dtype:
-            raise ValueError(f"shards must be of one dtype, got {first.value.dtype} and {each.value.dtype}")
-    held = [each.rank for each in shards]
+            if getattr(piece, what) != getattr(first, what):
+                raise ValueError(f"shards must be of one tensor, got {what} {getattr(first, what)} and {getattr(piece, what)}")
+        if piece.rank.mesh != first.rank.mesh:
+            raise ValueError(f"shards must be of one mesh, got {first.rank.mesh} and {piece.rank.mesh}")
+        if piece.value.dtype != first.value.dtype:
+            raise ValueError(f"shards must be of one dtype, got {first.value.dtype} and {piece.value.dtype}")
+    ranks = [item.rank for item in shards]
     for rank in first.rank.mesh.ranks():
-        if held.count(rank) != 1:
-            raise ValueError(f"shards must be one of every rank, got {held.count(rank)} of {_place(rank)}")
+        if ranks.count(rank) != 1:
+            raise ValueError(f"shards must be one of every rank, got {ranks.count(rank)} of {_place(rank)}")
     return first.rank.mesh
 
 
@@ -397,29 +399,29 @@ def _held(shards: Sequence[Shard]) -> list[Shard]:
     """Return the shards without replicas, so that every row of the whole is in exactly one of them."""
     _check_ranks(shards)
     owner: dict[int, Shard] = {}
-    held: list[Shard] = []
-    for each in shards:
-        other = next((owner[row] for row in each.rows.tolist() if row in owner), None)
+    originals: list[Shard] = []
+    for piece in shards:
+        other = next((owner[row] for row in piece.rows.tolist() if row in owner), None)
         if other is None:
-            held.append(each)
-            owner |= dict.fromkeys(each.rows.tolist(), each)
-        elif not torch.equal(other.rows, each.rows):
-            both = f"{_place(other.rank)} and {_place(each.rank)}"
-            raise ValueError(f"shards of {each.name} must share all their rows in one order or none, got {both}")
-        elif not torch.equal(_bits(other.value), _bits(each.value)):
-            both = f"{_place(other.rank)} and {_place(each.rank)}"
-            raise ValueError(f"replicas of {each.name} must be equal bit for bit, got another value on {both}")
+            originals.append(piece)
+            owner |= dict.fromkeys(piece.rows.tolist(), piece)
+        elif not torch.equal(other.rows, piece.rows):
+            both = f"{_place(other.rank)} and {_place(piece.rank)}"
+            raise ValueError(f"shards of {piece.name} must share all their rows in one order or none, got {both}")
+        elif not torch.equal(_bits(other.value), _bits(piece.value)):
+            both = f"{_place(other.rank)} and {_place(piece.rank)}"
+            raise ValueError(f"replicas of {piece.name} must be equal bit for bit, got another value on {both}")
     size = shards[0].shape[shards[0].axis]
     if missing := sorted(set(range(size)) - owner.keys()):
         raise ValueError(f"shards of {shards[0].name} must have every row up to {size - 1}, got none with row {missing[0]}")
-    return held
+    return originals
 
 
-def _collected(held: Sequence[Shard], wanted: Tensor) -> Tensor:
+def _collected(shards: Sequence[Shard], wanted: Tensor) -> Tensor:
     """Return the wanted rows of the whole, in this order, from shards that have each row once."""
-    axis = held[0].axis
-    place = torch.cat([each.rows for each in held]).argsort()
-    value = torch.cat([each.value for each in held], axis)
+    axis = shards[0].axis
+    place = torch.cat([piece.rows for piece in shards]).argsort()
+    value = torch.cat([piece.value for piece in shards], axis)
     return value.index_select(axis, place[wanted].to(value.device))
 
 

@@ -109,8 +109,8 @@ def cut(bench: Bench, example: Example) -> Iterator[Pair]:
     y = token_output(spec)
     (before, after), (head, tail), directions = _pieces(spec, inputs, cotangents, at)
     lost = bench.truth(tail.replaced(state=None), None)
-    kept = {y: bounds[y].at(slice(None), after), "final_state": bounds["final_state"]}
-    if not visible(lost, kept):
+    limits = {y: bounds[y].at(slice(None), after), "final_state": bounds["final_state"]}
+    if not visible(lost, limits):
         raise Blind("a state lost at the cut would not show")
     first = bench.run(head, None)
     if cotangents is None:

@@ -53,9 +53,9 @@ class Domain:
             raise ValueError(f"operation must be one of {', '.join(RULES)}, got {self.operation!r}")
         tuples = (("dtypes", ("fp32", "bf16", "fp16")), ("gate_dtypes", ("fp32", "input")), ("in_kernel", IN_KERNEL))
         for name, choices in tuples:
-            given = getattr(self, name)
-            if not isinstance(given, tuple) or not given or not set(given) <= set(choices):
-                raise ValueError(f"{name} must be a tuple of some of {', '.join(choices)}, got {given!r}")
+            values = getattr(self, name)
+            if not isinstance(values, tuple) or not values or not set(values) <= set(choices):
+                raise ValueError(f"{name} must be a tuple of some of {', '.join(choices)}, got {values!r}")
         if not isinstance(self.width_step, int) or self.width_step < 1:
             raise ValueError(f"width_step must be at least 1, got {self.width_step!r}")
         for name in ("key_dims", "value_dims"):

@@ -162,11 +162,11 @@ def pairs_of(got: Results, bounds: dict[str, Bound]) -> Iterator[Pair]:
 
 def bounds_as(bench: Bench, inputs: Inputs, cotangents: Cotangents, algorithm: str) -> dict[str, Bound]:
     """Return the bounds of the implementation's class, plus those of `algorithm` if a part is computed in that other class."""
-    own = bench.bounds(inputs, cotangents)
+    bounds = bench.bounds(inputs, cotangents)
     if bench.algorithm in (algorithm, "pointwise"):  # pointwise operations compute in float32 in every class
-        return own
+        return bounds
     other = bench.bounds(inputs, cotangents, algorithm)
-    return {name: each.beside(other[name]) for name, each in own.items()}
+    return {name: bound.beside(other[name]) for name, bound in bounds.items()}
 
 
 def visible(moved: Results, bounds: dict[str, Bound]) -> bool:

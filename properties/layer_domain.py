@@ -48,15 +48,15 @@ class LayerDomain:
     def __post_init__(self) -> None:
         if self.operation != "gdn_layer":
             raise ValueError(f"operation must be gdn_layer, got {self.operation!r}")
-        given: tuple[tuple[str, tuple[str, ...]], ...]
-        given = (("dtypes", ("fp32", "bf16", "fp16")), ("eps", EPS), ("offsets", ("int64", "int32")))
-        for name, choices in given:
+        tuples: tuple[tuple[str, tuple[str, ...]], ...]
+        tuples = (("dtypes", ("fp32", "bf16", "fp16")), ("eps", EPS), ("offsets", ("int64", "int32")))
+        for name, choices in tuples:
             values = getattr(self, name)
             if not isinstance(values, tuple) or not values or not set(values) <= set(choices):
                 raise ValueError(f"{name} must be a tuple of some of {', '.join(choices)}, got {values!r}")
         for name in ("widths", "conv_widths"):
             values = getattr(self, name)
-            if not isinstance(values, tuple) or not values or not all(isinstance(each, int) and each > 0 for each in values):
+            if not isinstance(values, tuple) or not values or not all(isinstance(width, int) and width > 0 for width in values):
                 raise ValueError(f"{name} must be a tuple of whole numbers from 1 up, got {values!r}")
         if not (self.packed or self.batched):
             raise ValueError("packed or batched must be True, got neither")
@@ -110,8 +110,8 @@ def layer_cases(
     chance: random.Random = draw(st.randoms(use_true_random=True))
 
     def field(name: str, choices: tuple[Any, ...]) -> Any:
-        given = fixed.get(name, choices)
-        return chance.choice(given) if isinstance(given, tuple) else given
+        options = fixed.get(name, choices)
+        return chance.choice(options) if isinstance(options, tuple) else options
 
     packed = field("packed", tuple(choice for choice, can in ((True, domain.packed), (False, domain.batched)) if can))
     if packed:

@@ -70,7 +70,7 @@ def _cache(bench: Bench, example: Example) -> Iterator[Pair]:
     bounds = bench.bounds(inputs, None)
     if example.variant == "steps" and bench.algorithm != "recurrent":
         other = bench.bounds(inputs, None, "recurrent")
-        bounds = {name: each.beside(other[name]) for name, each in bounds.items()}
+        bounds = {name: bound.beside(other[name]) for name, bound in bounds.items()}
     tail = {"y": bounds["y"].at(slice(None), slice(at, None)), "final_state": bounds["final_state"]}
     lost = bench.truth(_part(inputs, at, None, None), None)
     if not visible({name: lost[name] for name in tail}, tail):

@@ -56,9 +56,9 @@ class ModuleDomain:
         if self.operation not in MODULES:
             raise ValueError(f"operation must be one of {', '.join(MODULES)}, got {self.operation!r}")
         for name, choices in (("dtypes", ("fp32", "bf16", "fp16")), ("activations", ACTIVATIONS), ("eps", tuple(EPS))):
-            given = getattr(self, name)
-            if not isinstance(given, tuple) or not given or not set(given) <= set(choices):
-                raise ValueError(f"{name} must be a tuple of some of {', '.join(choices)}, got {given!r}")
+            values = getattr(self, name)
+            if not isinstance(values, tuple) or not values or not set(values) <= set(choices):
+                raise ValueError(f"{name} must be a tuple of some of {', '.join(choices)}, got {values!r}")
         if not isinstance(self.width_step, int) or self.width_step < 1:
             raise ValueError(f"width_step must be at least 1, got {self.width_step!r}")
         span, taps = self.widths, self.conv_widths
@@ -66,7 +66,7 @@ class ModuleDomain:
             raise ValueError(f"widths must be a tuple (least, most), got {span!r}")
         if not 1 <= span[0] <= span[1] or span[1] // self.width_step * self.width_step < span[0]:
             raise ValueError(f"widths must hold a width in steps of {self.width_step}, from 1 up, got {span}")
-        if not (isinstance(taps, tuple) and taps and all(isinstance(each, int) and each >= 1 for each in taps)):
+        if not (isinstance(taps, tuple) and taps and all(isinstance(width, int) and width >= 1 for width in taps)):
             raise ValueError(f"conv_widths must be a tuple of whole numbers, at least 1, got {taps!r}")
         if not isinstance(self.longest, int) or self.longest < 1:
             raise ValueError(f"longest must be at least 1, got {self.longest!r}")
@@ -77,34 +77,34 @@ class ModuleDomain:
         """Return why `case` is outside the domain, or None."""
         least, most = self.widths
         steps = f" in steps of {self.width_step}" if self.width_step > 1 else ""
-        own = words_of(self.operation)
+        words = words_of(self.operation)
         checks = (
             (case.operation == self.operation, f"op={case.operation} is not {self.operation}"),
             (case.dtype in self.dtypes, f"dtype={case.dtype} is not among {', '.join(self.dtypes)}"),
             (
-                "width" not in own or (least <= case.width <= most and case.width % self.width_step == 0),
+                "width" not in words or (least <= case.width <= most and case.width % self.width_step == 0),
                 f"width={case.width} is not in {least}..{most}{steps}",
             ),
             (
-                "conv_width" not in own or case.conv_width in self.conv_widths,
+                "conv_width" not in words or case.conv_width in self.conv_widths,
                 f"conv_width={case.conv_width} is not among {', '.join(map(str, self.conv_widths))}",
             ),
             (
-                "activation" not in own or case.activation in self.activations,
+                "activation" not in words or case.activation in self.activations,
                 f"activation={case.activation} is not among {', '.join(self.activations)}",
             ),
-            ("eps" not in own or case.eps in self.eps, f"eps={case.eps} is not among {', '.join(self.eps)}"),
+            ("eps" not in words or case.eps in self.eps, f"eps={case.eps} is not among {', '.join(self.eps)}"),
             (self.bias or not case.bias, "bias=yes is not supported"),
             (self.without_weight or case.weight, "weight=no is not supported"),
             (self.without_dt_bias or case.dt_bias, "dt_bias=no is not supported"),
-            ("beta" not in own or self.beta or not case.beta, "beta=yes is not supported"),
+            ("beta" not in words or self.beta or not case.beta, "beta=yes is not supported"),
             (self.negative_eigenvalues or not case.allow_neg_eigval, "allow_neg_eigval=yes is not supported"),
             (self.packed or not case.packed, "packed=yes is not supported"),
             (self.batched or case.packed, "packed=no is not supported"),
             (self.empty or min(case.lengths) > 0, "empty sequences are not supported"),
             (self.initial_state or case.state == "none", f"state={case.state}: an initial state is not supported"),
             (
-                "final_state" not in own or self.final_state or not case.final_state,
+                "final_state" not in words or self.final_state or not case.final_state,
                 "final_state=yes: a final state is not returned",
             ),
             (self.backward or not case.backward, "backward=yes is not supported"),
@@ -134,17 +134,17 @@ def module_cases(
 ) -> ModuleCase:
     """Draw any case of the domain; `fixed` gives fields as a value, or as a tuple of values to choose from."""
     chance = draw(st.randoms(use_true_random=True))
-    own = words_of(domain.operation)
+    words = words_of(domain.operation)
 
     def field(name: str, choices: Sequence[Any]) -> Any:
-        given = fixed.get(name, tuple(choices))
-        return chance.choice(given) if isinstance(given, tuple) else given
+        options = fixed.get(name, tuple(choices))
+        return chance.choice(options) if isinstance(options, tuple) else options
 
-    heads = field("heads", HEADS) if "heads" in own else 1
+    heads = field("heads", HEADS) if "heads" in words else 1
     total = max(1, total // max(1, heads // 2))
     longest = min(longest, total, domain.longest)
     can = [choice for choice, may in ((True, domain.packed), (False, domain.batched)) if may]
-    packed = "packed" in own and field("packed", can)
+    packed = "packed" in words and field("packed", can)
     sizes = _lengths(chance, domain, sequences, longest, total, packed=packed)
     values: dict[str, Any] = {}
     for name, choices in (
@@ -162,10 +162,10 @@ def module_cases(
         ("allow_neg_eigval", (False, True) if domain.negative_eigenvalues and domain.beta else (False,)),
         ("offsets", ("int64", "int32") if packed else ("int64",)),
     ):
-        if name in own:
+        if name in words:
             values[name] = field(name, choices)
     dtype = field("dtype", domain.dtypes)
-    regime = field("values", tuple(each for each in VALUES if each != "whole"))
+    regime = field("values", tuple(choice for choice in VALUES if choice != "whole"))
     return ModuleCase(
         sizes,
         domain.operation,

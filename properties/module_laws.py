@@ -44,8 +44,8 @@ def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
         "eps": lambda: norm.EPS,
         "offsets": lambda: torch.tensor([0, case.tokens]),
     }[what]()
-    given = inputs.replaced(**{{"offsets": "cu_seqlens"}.get(what, what): neutral})
-    for name, got in bench.run(given, cotangents).items():
+    arguments = inputs.replaced(**{{"offsets": "cu_seqlens"}.get(what, what): neutral})
+    for name, got in bench.run(arguments, cotangents).items():
         if name in bounds:
             yield f"{name} with {what} given", got, bounds[name]
 
@@ -134,8 +134,8 @@ def _apart(letters: tuple[str, ...]) -> Callable[[Bench, Example], Iterator[Pair
         once, twice = bench.run(inputs, cotangents), bench.run(inputs.replaced(**mixed), cotangents)
         for name, got in twice.items():
             if (axis := own(name)) is not None:
-                kept: tuple[Any, ...] = (*[slice(None)] * axis, torch.arange(got.shape[axis]).ne(at))
-                yield f"{name} of the other {what}", got[kept], once[name][kept]
+                index: tuple[Any, ...] = (*[slice(None)] * axis, torch.arange(got.shape[axis]).ne(at))
+                yield f"{name} of the other {what}", got[index], once[name][index]
 
     return check
 
@@ -222,15 +222,15 @@ def _law(
 
 def _absent_variants(domain: ModuleDomain) -> dict[str, dict[str, Any]]:
     """Return what callers can leave out in this domain, with the fields of cases that leave it out."""
-    own = words_of(domain.operation)
+    words = words_of(domain.operation)
     can: dict[str, tuple[bool, dict[str, Any]]] = {
-        "final_state": ("final_state" in own and domain.final_state, {"final_state": True}),
-        "bias": ("bias" in own and domain.bias, {"bias": False}),
-        "weight": ("weight" in own and domain.without_weight, {"weight": False}),
-        "state": ("state" in own and domain.initial_state, {"state": "none"}),
-        "dt_bias": ("dt_bias" in own and domain.without_dt_bias, {"dt_bias": False}),
-        "eps": ("eps" in own and {"default", "1e-6"} <= {*domain.eps}, {"eps": "default"}),
-        "offsets": ("packed" in own and domain.packed and domain.batched, {"packed": False, "sequences": (1, 1)}),
+        "final_state": ("final_state" in words and domain.final_state, {"final_state": True}),
+        "bias": ("bias" in words and domain.bias, {"bias": False}),
+        "weight": ("weight" in words and domain.without_weight, {"weight": False}),
+        "state": ("state" in words and domain.initial_state, {"state": "none"}),
+        "dt_bias": ("dt_bias" in words and domain.without_dt_bias, {"dt_bias": False}),
+        "eps": ("eps" in words and {"default", "1e-6"} <= {*domain.eps}, {"eps": "default"}),
+        "offsets": ("packed" in words and domain.packed and domain.batched, {"packed": False, "sequences": (1, 1)}),
     }
     return {name: fields for name, (may, fields) in can.items() if may}
 
@@ -412,7 +412,7 @@ MODULE_LAWS: dict[str, Law] = {
             lambda domain: examples_of(
                 _small(
                     domain,
-                    dtype=tuple(each for each in domain.dtypes if each != "fp16"),
+                    dtype=tuple(dtype for dtype in domain.dtypes if dtype != "fp16"),
                     values=("ordinary", "repeated", "zero_rows", "small", "scaled"),
                 )
             ),
@@ -430,7 +430,7 @@ MODULE_LAWS: dict[str, Law] = {
                     domain,
                     values="whole",
                     activation="none",
-                    conv_width=tuple(each for each in domain.conv_widths if each <= EXACT_WIDTH),
+                    conv_width=tuple(width for width in domain.conv_widths if width <= EXACT_WIDTH),
                 )
             ),
             _whole,

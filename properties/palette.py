@@ -116,7 +116,7 @@ def draw_palette(domain: Any, seed: int, size: int = SIZE, laws: Iterable[str] |
         drawn = sample(law.draw(domain), number_of(seed, "needs", law.name), SAMPLES)
         for variant in law.variants or (None,):
             asked = [example for example in drawn if example.variant == variant]
-            suit = sum(any(with_key(law, domain, each, entry, 0) is not None for each in asked) for entry in entries)
+            suit = sum(any(with_key(law, domain, candidate, entry, 0) is not None for candidate in asked) for entry in entries)
             for example in asked:
                 if suit < LEAST and key_of(example.case) not in keys:
                     entries.append(example.case)
@@ -138,9 +138,9 @@ def with_key(law: Law, domain: Any, example: Example, entry: Any, number: int) -
         return None
     words = {}
     for name in case.KEYS:
-        own, other = getattr(case, name), getattr(entry, name)
+        value, other = getattr(case, name), getattr(entry, name)
         regime = name in ABSENT or (isinstance(case, Case) and name == "beta")
-        words[name] = own if regime and _compiled(name, own, entry) == _compiled(name, other, entry) else other
+        words[name] = value if regime and _compiled(name, value, entry) == _compiled(name, other, entry) else other
     try:
         fitted = dataclasses.replace(case, **words)
     except ValueError:
@@ -186,7 +186,7 @@ def real_case(seed: int) -> Case:
 
 def sample(strategy: st.SearchStrategy[Example], seed: int, count: int) -> list[Example]:
     """Return `count` examples of a strategy, fewer if it has no more; the same seed gives the same examples."""
-    kept: list[Example] = []
+    examples: list[Example] = []
 
     @hypothesis.seed(seed)
     @hypothesis.settings(
@@ -194,10 +194,10 @@ def sample(strategy: st.SearchStrategy[Example], seed: int, count: int) -> list[
     )
     @hypothesis.given(strategy)
     def look(example: Example) -> None:
-        kept.append(example)
+        examples.append(example)
 
     look()
-    return kept
+    return examples
 
 
 def number_of(*words: object) -> int:
@@ -244,7 +244,7 @@ def _spread(cases: list[Any], size: int) -> list[Any]:
     counts: collections.Counter[tuple[str, Any]] = collections.Counter()
     chosen: list[Any] = []
     while left and len(chosen) < size:
-        rarest = min(left, key=lambda each: sum(counts[trait] ** 2 * WEIGHTS.get(trait[0], 1) for trait in each[1]))
+        rarest = min(left, key=lambda pair: sum(counts[trait] ** 2 * WEIGHTS.get(trait[0], 1) for trait in pair[1]))
         left.remove(rarest)
         chosen.append(rarest[0])
         counts.update(rarest[1])

@@ -199,8 +199,8 @@ def path_cases(draw: st.DrawFn, /, domain: PathDomain, tokens: int = 200, **fixe
 
 def _drawn(chance: random.Random, domain: PathDomain, tokens: int, fixed: dict[str, Any]) -> ParallelCase:
     def field(name: str, choices: Sequence[Any]) -> Any:
-        given = fixed.get(name, tuple(choices))
-        return chance.choice(given) if isinstance(given, tuple) else given
+        options = fixed.get(name, tuple(choices))
+        return chance.choice(options) if isinstance(options, tuple) else options
 
     layer = domain.operation == "gdn_layer"
     meshes = [
@@ -226,9 +226,9 @@ def _drawn(chance: random.Random, domain: PathDomain, tokens: int, fixed: dict[s
     key_dim = field("key_dim", domain.widths)
     values = {}
     for name, choices in domain.choices:
-        given = fixed.get(name)
-        several = given if isinstance(given, tuple) else _weighted(chance, name, choices, domain)
-        values[name] = given if given in choices else chance.choice(several)
+        setting = fixed.get(name)
+        several = setting if isinstance(setting, tuple) else _weighted(chance, name, choices, domain)
+        values[name] = setting if setting in choices else chance.choice(several)
     return ParallelCase(
         lengths,
         domain.operation,
@@ -262,8 +262,8 @@ def _of_a_form(chance: random.Random, domain: PathDomain, meshes: list[tuple[int
     values: dict[str, tuple[str, ...]] = {}
     if domain.operation == "gdn_layer":
         for name, choices in domain.choices:
-            given = fixed.get(name, choices)
-            values[name] = given if isinstance(given, tuple) else (given,)
+            options = fixed.get(name, choices)
+            values[name] = options if isinstance(options, tuple) else (options,)
         plain = {name: tuple(value for value in several if value != "fla") for name, several in values.items()}
         compiled = plain != values and (not all(plain.values()) or chance.random() < COMPILED)
         values = values if compiled else plain

@@ -140,7 +140,7 @@ def _features(sections: tuple[int, ...], cp: int) -> parallel.Layout:
 def _exchange(bench: PathBench, example: Example) -> Iterator[Pair]:
     case, there = example.case, example.variant or ""
     here, sections = ("tokens", _sections(case)[0]) if there == "heads" else ("heads", _sections(case)[1])
-    tags, back = (_ways(bench, case, each, sections) for each in _tags(case, sum(sections)))
+    tags, back = (_ways(bench, case, numbers, sections) for numbers in _tags(case, sum(sections)))
     got, gradient = bench.move(tags[here], sections, there, back[there])
     yield f"from {here} to {there}", got, tags[there]
     yield f"gradient from {there} to {here}", gradient, back[here]
@@ -149,7 +149,7 @@ def _exchange(bench: PathBench, example: Example) -> Iterator[Pair]:
 def _round_trip(bench: PathBench, example: Example) -> Iterator[Pair]:
     case = example.case
     for sections in _sections(case):
-        tags, back = (_ways(bench, case, each, sections) for each in _tags(case, sum(sections)))
+        tags, back = (_ways(bench, case, numbers, sections) for numbers in _tags(case, sum(sections)))
         there, _ = bench.move(tags["tokens"], sections, "heads", back["heads"])
         got, gradient = bench.move(there, sections, "tokens", back["tokens"])
         _, gradient = bench.move(tags["tokens"], sections, "heads", gradient)
@@ -161,7 +161,7 @@ def _fused(bench: PathBench, example: Example) -> Iterator[Pair]:
     case = example.case
     for direction, sections in zip(("heads", "tokens"), _sections(case), strict=True):
         here, there = ("tokens", "heads") if direction == "heads" else ("heads", "tokens")
-        tags, back = (_ways(bench, case, each, sections) for each in _tags(case, sum(sections)))
+        tags, back = (_ways(bench, case, numbers, sections) for numbers in _tags(case, sum(sections)))
         ways = {
             form: bench.move(tags[here], sections, direction, back[there], thd_all_to_all=form)
             for form in ("per_sequence", "fused")
@@ -188,9 +188,9 @@ def _traffic(bench: PathBench, example: Example) -> Iterator[Pair]:
 
 def _refused(bench: PathBench, example: Example) -> Iterator[Pair]:
     """The layout must be refused before any communication; otherwise a rank that goes on alone waits for ever."""
-    said = bench.refusal(example.variant or "")
-    everyone = bench.everyone(said)
-    if not said:
+    message = bench.refusal(example.variant or "")
+    everyone = bench.everyone(message)
+    if not message:
         raise Breach(f"takes an illegal layout ({example.variant})")
     if len(set(everyone)) > 1:
         raise Breach(f"refuses an illegal layout ({example.variant}) in other words on other ranks: {sorted(set(everyone))}"[:300])
@@ -206,14 +206,14 @@ def _reshard(bench: PathBench, example: Example) -> Iterator[Pair]:
         for name, about in sharding.parameters(layer).items()
         if case.conv_bias or name != "conv.bias"
     }
-    held = {rank: bench.shards(whole, rank) for rank in bench.rank.mesh.ranks()}
+    rank_shards = {rank: bench.shards(whole, rank) for rank in bench.rank.mesh.ranks()}
     for name, x in whole.items():
-        wanted = {rank: sharding.shard(layer, name, x, rank, AT_REST) for rank in held}
-        for rank, each in wanted.items():
-            yield f"{name} of tp rank {rank.tp}, cp rank {rank.cp}", held[rank][name].to(x.dtype), each.value
+        wanted = {rank: sharding.shard(layer, name, x, rank, AT_REST) for rank in rank_shards}
+        for rank, shard in wanted.items():
+            yield f"{name} of tp rank {rank.tp}, cp rank {rank.cp}", rank_shards[rank][name].to(x.dtype), shard.value
     ranks = list(mesh.ranks())
     moved = {
-        name: sharding.reshard(layer, [sharding.shard(layer, name, x, rank, AT_REST) for rank in held], mesh)
+        name: sharding.reshard(layer, [sharding.shard(layer, name, x, rank, AT_REST) for rank in rank_shards], mesh)
         for name, x in whole.items()
     }
     for index, rank in enumerate(ranks):
@@ -276,11 +276,11 @@ def _alternatives(domain: PathDomain) -> tuple[str, ...]:
 def _others(domain: PathDomain) -> Callable[[ParallelCase], Sequence[str]]:
     def others(case: ParallelCase) -> Sequence[str]:
         words = case.words()
-        every = [each for each in _alternatives(domain) if words[each.partition("=")[0]] != each.partition("=")[2]]
+        every = [choice for choice in _alternatives(domain) if words[choice.partition("=")[0]] != choice.partition("=")[2]]
         if domain.forms:  # with compiled kernels all choices are equally quick
-            return [each for each in every if domain.outside(_with_choice(case, each)) is None]
-        quick = [each for each in every if each not in domain.slow]
-        return quick + [each for each in every if each in domain.slow][: 1 if case.tokens <= 40 else 0]
+            return [choice for choice in every if domain.outside(_with_choice(case, choice)) is None]
+        quick = [choice for choice in every if choice not in domain.slow]
+        return quick + [choice for choice in every if choice in domain.slow][: 1 if case.tokens <= 40 else 0]
 
     return others
 
@@ -375,7 +375,7 @@ PATH_LAWS: dict[str, Law] = {
             "an illegal layout is refused on every rank with the same message, before any communication",
             lambda domain: _paths(
                 path_cases(domain, tokens=60, dtype="fp32", **_QUICK),
-                lambda case: [each for each in ILLEGAL if _illegal(case, each) is None],
+                lambda case: [variant for variant in ILLEGAL if _illegal(case, variant) is None],
             ),
             _refused,
             _needs_layer(refuses=True),

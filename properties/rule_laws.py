@@ -132,13 +132,13 @@ def _gates(bench: Bench, example: Example) -> Iterator[Pair]:
         outside["beta"] = beta.to(inputs.q.dtype)
     # Some values round only outside, and some only inside, so the explicit call is judged by both bounds.
     none = dict.fromkeys((*names, "allow_neg_eigval"))
-    given = Inputs(**{**inputs, **none, **{name: x.detach() for name, x in outside.items()}})
-    got = bench.run(given, cotangents)
+    arguments = Inputs(**{**inputs, **none, **{name: x.detach() for name, x in outside.items()}})
+    got = bench.run(arguments, cotangents)
     if cotangents is not None and leaves:
         back = [got.pop(f"d{name}") for name in outside]
         gradients = torch.autograd.grad(list(outside.values()), list(leaves.values()), back)
         got |= {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
-    explicit = bench.bounds(given, cotangents)
+    explicit = bench.bounds(arguments, cotangents)
     for name, value in got.items():
         limit = bounds[name].beside(explicit[name]) if name in explicit else bounds[name].beside(bounds[name])
         yield f"{name} with explicit gates", value, limit
@@ -186,8 +186,8 @@ def _heads(bench: Bench, example: Example) -> Iterator[Pair]:
     for name, got in twice.items():
         mine = own(name)
         if mine is not None and (case.heads > 1 or mine[1] is touched):
-            kept: tuple[Any, ...] = (*[slice(None)] * mine[0], ~mine[1])
-            yield f"{name} of the other heads", got[kept], once[name][kept]
+            index: tuple[Any, ...] = (*[slice(None)] * mine[0], ~mine[1])
+            yield f"{name} of the other heads", got[index], once[name][index]
 
 
 def _permuted(bench: Bench, example: Example) -> Iterator[Pair]:

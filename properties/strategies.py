@@ -52,13 +52,13 @@ def lengths(
         drawn = [chance.randint(0 if empty else 1, short) for _ in range(count)]
     else:
         sizes = [[n for n in BLOCKS if n <= longest], [n for n in EDGES if n <= longest], range(1, longest + 1)]
-        drawn = [chance.choice(chance.choice([each for each in sizes if each])) for _ in range(chance.randint(*sequences))]
+        drawn = [chance.choice(chance.choice([group for group in sizes if group])) for _ in range(chance.randint(*sequences))]
         if empty:
             drawn = [0 if chance.random() < 1 / 10 else length for length in drawn]
-    kept: list[int] = []
+    result: list[int] = []
     for length in drawn:
-        kept.append(max(min(length, total - sum(kept)), int(not empty)))
-    return tuple(kept)
+        result.append(max(min(length, total - sum(result)), int(not empty)))
+    return tuple(result)
 
 
 @st.composite
@@ -82,8 +82,8 @@ def cases(
     far = domain.reach > 1
 
     def field(name: str, choices: Sequence[Any]) -> Any:
-        given = fixed.get(name, choices)
-        return chance.choice(given) if isinstance(given, tuple) else given
+        options = fixed.get(name, choices)
+        return chance.choice(options) if isinstance(options, tuple) else options
 
     groups = (*HEADS, *FAR_HEADS) if far else tuple(pair for pair in HEADS if pair[1] <= value_heads)
     heads, value_heads = field("groups", tuple(pair for pair in groups if domain.grouped_heads or pair[0] == pair[1]))

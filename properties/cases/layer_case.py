@@ -152,8 +152,8 @@ class LayerCase(Line):
             state = keep / 4 * self._uniform("state", (count, layer.value_heads, layer.key_dim, layer.value_dim), device, "fp32")
             conv_state = keep * self._uniform("conv_state", (count, layer.offsets()["z"], layer.conv_width), device)
         offsets = torch.tensor(self.starts(), dtype=getattr(torch, self.offsets), device=device) if self.packed else None
-        own = {"hidden": hidden, "eps": float(self.eps), "cu_seqlens": offsets, "state": state, "conv_state": conv_state}
-        return Inputs(**{**inputs, **own, "output_final_state": self.cached, "pads": None})
+        arguments = {"hidden": hidden, "eps": float(self.eps), "cu_seqlens": offsets, "state": state, "conv_state": conv_state}
+        return Inputs(**{**inputs, **arguments, "output_final_state": self.cached, "pads": None})
 
     def cotangents(self, device: str | None = None) -> dict[str, Tensor]:
         """Return a random cotangent for every output, in its shape and dtype; for states only if they are returned.

@@ -22,7 +22,7 @@ from oracles.rounding import BITS, Arithmetic
 from properties.cases.line import Line, check_choices, text_of
 from properties.cases.rule_case import LOG_BITS
 
-MODULES = {each.name: each for each in (CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM)}
+MODULES = {operation.name: operation for operation in (CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM)}
 VALUES = ("ordinary", "repeated", "zero_rows", "small", "scaled", "large", "whole")
 STATES = ("none", "zero", "random")
 ACTIVATIONS = ("none", "silu")

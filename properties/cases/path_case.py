@@ -123,9 +123,9 @@ class ParallelCase(Line):
             raise ValueError(f"heads must be a multiple of tp * cp = {self.tp * self.cp}, got {self.heads}")
         if sum(self.padded) > MAX_TOKENS:
             raise ValueError(f"lengths must add up to at most {MAX_TOKENS} tokens, got {sum(self.padded)}")
-        held = len(self.tokens_of_ranks()[0])  # raises ValueError for lengths that the layout cannot cut
-        if self.sp and held % self.tp:
-            raise ValueError(f"sp=yes needs a multiple of tp = {self.tp} tokens on every CP rank, got {held}")
+        local_tokens = len(self.tokens_of_ranks()[0])  # raises ValueError for lengths that the layout cannot cut
+        if self.sp and local_tokens % self.tp:
+            raise ValueError(f"sp=yes needs a multiple of tp = {self.tp} tokens on every CP rank, got {local_tokens}")
 
     @property
     def mesh(self) -> Mesh:
