@@ -208,15 +208,15 @@ def _later(decorator: Any, *, always: bool) -> Any:
 
     def decorate(function: Any = None, *args: Any, **kwargs: Any) -> Any:
         if function is None:
-            return lambda given: decorate(given, *args, **kwargs)
+            return lambda target: decorate(target, *args, **kwargs)
 
         @functools.cache
         def decorated() -> Any:
             return decorator(function, *args, **kwargs)
 
         @functools.wraps(function)
-        def call(*given: Any, **named: Any) -> Any:
-            return (decorated() if always or "torch._dynamo" in sys.modules else function)(*given, **named)
+        def call(*arguments: Any, **named: Any) -> Any:
+            return (decorated() if always or "torch._dynamo" in sys.modules else function)(*arguments, **named)
 
         return call
 

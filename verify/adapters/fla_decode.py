@@ -31,13 +31,13 @@ class Decode(FlaAdapter):
         named = x.slots != x.padding
         goes_on = named if x.has_initial_state is None else named & (x.has_initial_state == 1)
         states = x.pool[x.slots.long().clamp(min=0)].where(goes_on.reshape(-1, 1, 1, 1), 0.0)
-        given = Inputs(
+        inputs = Inputs(
             **{name: x[name] for name in (*TOKENS, "cu_seqlens", "scale", "qk_norm")}, state=states, output_final_state=True
         )
         with in_blocks(x.block_v):
-            o, final = call(rule, given)
+            o, final = call(rule, inputs)
             if x.accepted is not None:
-                _, final = call(rule, first_tokens(given, x.accepted))
+                _, final = call(rule, first_tokens(inputs, x.accepted))
         assert final is not None
         x.pool[x.slots[named].long()] = final[named]
         return o, x.pool
@@ -56,8 +56,8 @@ class DecodeBlocks(Decode):
 def first_tokens(x: Inputs, counts: Tensor) -> Inputs:
     """The packed call of the first `counts` tokens of each request."""
     starts = [0, *itertools.accumulate(sequences(x, "v"))]
-    kept = [start + token for start, count in zip(starts, counts.tolist(), strict=False) for token in range(count)]
-    index = torch.tensor(kept, dtype=torch.int64, device=x.v.device)
+    positions = [start + token for start, count in zip(starts, counts.tolist(), strict=False) for token in range(count)]
+    index = torch.tensor(positions, dtype=torch.int64, device=x.v.device)
     tokens = {name: x[name].flatten(0, 1).index_select(0, index).unsqueeze(0) for name in TOKENS}
     return x.replaced(**tokens, cu_seqlens=torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(counts.dtype))
 
@@ -93,12 +93,12 @@ class Launcher:
     launches: int = 0
 
     def __getitem__(self, grid: tuple[int]) -> Callable[..., Any]:
-        def launch(**given: Any) -> Any:
-            heads, left = divmod(grid[0], _blocks(given["V"], given["BV"]))  # the heads of all sequences
+        def launch(**named: Any) -> Any:
+            heads, left = divmod(grid[0], _blocks(named["V"], named["BV"]))  # the heads of all sequences
             if len(grid) > 1 or left:
-                raise RuntimeError(f"the grid must be every head's blocks of {given['BV']} of {given['V']} channels, got {grid}")
+                raise RuntimeError(f"the grid must be every head's blocks of {named['BV']} of {named['V']} channels, got {grid}")
             self.launches += 1
-            return self.kernel[heads * _blocks(given["V"], self.size),](**{**given, "BV": self.size})
+            return self.kernel[heads * _blocks(named["V"], self.size),](**{**named, "BV": self.size})
 
         return launch
 

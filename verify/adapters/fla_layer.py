@@ -81,9 +81,9 @@ def _parameters(layer: Widths, x: Inputs) -> dict[str, Tensor]:
     sections = dict(zip(layer.sections, x.in_proj.split([*layer.sections.values()]), strict=True))
     filters = [layer.sections[name] for name in "qkv"]
     parameters = {f"{'g' if name == 'z' else name}_proj.weight": weight for name, weight in sections.items()}
-    parameters |= {f"{name}_conv1d.weight": each.unsqueeze(1) for name, each in zip("qkv", x.conv.split(filters), strict=True)}
+    parameters |= {f"{name}_conv1d.weight": weight.unsqueeze(1) for name, weight in zip("qkv", x.conv.split(filters), strict=True)}
     if x.conv_bias is not None:
-        parameters |= {f"{name}_conv1d.bias": each for name, each in zip("qkv", x.conv_bias.split(filters), strict=True)}
+        parameters |= {f"{name}_conv1d.bias": bias for name, bias in zip("qkv", x.conv_bias.split(filters), strict=True)}
     return {**parameters, "A_log": x.A_log, "dt_bias": x.dt_bias, "o_norm.weight": x.norm, "o_proj.weight": x.out_proj}
 
 
@@ -97,6 +97,6 @@ def _cache(x: Inputs) -> Any:
     if x.state is not None:
         filters = [x.layer.sections[name] for name in "qkv"]
         # Copies, since the convolutions' single-token updates write to their caches in place.
-        conv = tuple(each.clone() for each in x.conv_state.split(filters, 1))
+        conv = tuple(state.clone() for state in x.conv_state.split(filters, 1))
         cache.update(recurrent_state=x.state.mT.contiguous(), conv_state=conv, layer_idx=0, offset=1)
     return cache

@@ -45,11 +45,11 @@ def load(spec: str) -> Adapter | PathAdapter:
             found.loader.exec_module(module)
     except Exception as error:
         raise AdapterError(f"adapter {spec}: importing {place} failed: {type(error).__name__}: {_first_line(error)}") from error
-    made: Any = getattr(module, name, None)
-    if not _is_adapter(made):
+    kind: Any = getattr(module, name, None)
+    if not _is_adapter(kind):
         names = [key for key, value in vars(module).items() if _is_adapter(value)]
         raise AdapterError(f"adapter {spec}: {place} has no Adapter called {name}; it has {', '.join(names) or 'none'}")
-    return make(made, spec)
+    return make(kind, spec)
 
 
 def _animals(spec: str) -> Mapping[str, type[Adapter] | type[PathAdapter]]:
@@ -79,11 +79,11 @@ def make(kind: type[Adapter] | type[PathAdapter], spec: str) -> Adapter | PathAd
         raise AdapterError(f"adapter {spec}: chunk must be None or in 1..1024, got {adapter.chunk!r}")
     kinds: list[Any] = [book.domain for book in BOOKS if (book.domain is PathDomain) is isinstance(adapter, PathAdapter)]
     if not isinstance(adapter.domain, tuple(kinds)):
-        names = " or a ".join(each.__name__ for each in kinds)
+        names = " or a ".join(domain.__name__ for domain in kinds)
         raise AdapterError(f"adapter {spec}: domain must be a {names}, got {adapter.domain!r}")
     does: str = getattr(adapter.domain, "operation")  # noqa: B009 - every kind of domain has one
-    if (said := getattr(adapter, "operation", does)) != does:
-        raise AdapterError(f"adapter {spec}: operation is {said!r}, its domain says {does}: say it there alone")
+    if (operation := getattr(adapter, "operation", does)) != does:
+        raise AdapterError(f"adapter {spec}: operation is {operation!r}, its domain says {does}: say it there alone")
     if adapter.algorithm not in OPERATIONS[does].classes:
         choices = ", ".join(OPERATIONS[does].classes)
         raise AdapterError(f"adapter {spec}: algorithm must be one of {choices} for {does}, got {adapter.algorithm!r}")

@@ -66,8 +66,8 @@ class MegatronLayer(_Megatron):
 
     def run(self, x: Inputs, place: Place) -> Tensor:
         module = self._module(x, place)
-        held = {NAMES.get(name, name): each for name, each in x.parameters.items()}
-        held["conv1d.weight"] = held["conv1d.weight"].unsqueeze(1)
+        parameters = {NAMES.get(name, name): parameter for name, parameter in x.parameters.items()}
+        parameters["conv1d.weight"] = parameters["conv1d.weight"].unsqueeze(1)
         packed = None
         if x.cu_seqlens is not None:
             packed = self.megatron.PackedSeqParams(
@@ -78,7 +78,7 @@ class MegatronLayer(_Megatron):
                 cu_seqlens_kv_padded=x.cu_seqlens_padded,
             )
         y: Tensor
-        y, _ = torch.func.functional_call(module, held, (x.hidden, None), {"packed_seq_params": packed})
+        y, _ = torch.func.functional_call(module, parameters, (x.hidden, None), {"packed_seq_params": packed})
         return y
 
     def _module(self, x: Inputs, place: Place) -> nn.Module:
@@ -105,14 +105,14 @@ class MegatronLayer(_Megatron):
                 perform_initialization=False,
                 deterministic_mode=self.deterministic,
             )
-            made: nn.Module = m.GatedDeltaNet(
+            module: nn.Module = m.GatedDeltaNet(
                 config,
                 m.GatedDeltaNetSubmodules(in_proj=_InProj, out_norm=_OutNorm, out_proj=_OutProj),
                 layer_number=1,
                 conv_bias="conv.bias" in x.parameters,
                 pg_collection=m.ProcessGroupCollection(tp=Group(place.tp), cp=_group(place.cp)),
             )
-        return made
+        return module
 
 
 class MegatronDeterministic(MegatronLayer):
@@ -168,8 +168,8 @@ class MegatronExchange(_Megatron):
         if lengths is None:
             y = move(x)
             return y
-        each = x.split([length // (size if to == "heads" else 1) for length in lengths])
-        moved = [move(part) for part in each if len(part)]
+        sequences = x.split([length // (size if to == "heads" else 1) for length in lengths])
+        moved = [move(part) for part in sequences if len(part)]
         return torch.cat(moved) if moved else x.new_empty(0, x.shape[1], sum(sections) // (size if to == "heads" else 1))
 
 
@@ -230,11 +230,11 @@ def _modules() -> types.SimpleNamespace:
         _import("megatron.core.jit").disable_jit_fuser()  # compiling its small functions takes minutes on a CPU
     found = {}
     for module, names in WANTED.items():
-        made = _import(module)
+        library = _import(module)
         for name in names:
-            if not hasattr(made, name):
+            if not hasattr(library, name):
                 raise ImportError(_missing(f"{module}.{name}"))
-            found[name] = getattr(made, name)
+            found[name] = getattr(library, name)
     for module, name in (
         ("megatron.core.packed_seq_params", "PackedSeqParams"),
         ("megatron.core.process_groups_config", "ProcessGroupCollection"),

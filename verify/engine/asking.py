@@ -61,8 +61,8 @@ class Described:
 
 def started(device: str, count: int, deadline_s: float) -> list[Worker]:
     """Start `count` workers of a device, at least one. A worker that began with the command is used if its environment fits."""
-    environments = [devices.environment(device, each) for each in range(max(1, count))]
-    return [prestart.take(each, deadline_s) or Worker(deadline_s, environment=each) for each in environments]
+    environments = [devices.environment(device, index) for index in range(max(1, count))]
+    return [prestart.take(environment, deadline_s) or Worker(deadline_s, environment=environment) for environment in environments]
 
 
 def describe(spec: str, worker: Asked) -> Described:
@@ -71,14 +71,14 @@ def describe(spec: str, worker: Asked) -> Described:
     AdapterError if the adapter cannot be loaded, also if importing it kills the worker.
     """
     try:
-        said = worker.ask(Describe(spec))
+        answer = worker.ask(Describe(spec))
     except WorkerLost as lost:
         if lost.how == "failed to start":
             raise AdapterError(f"the ranks failed to start: {lost.detail}") from None
         raise AdapterError(f"adapter {spec}: importing it {lost.how}: {lost.detail}; {_last_line(lost.tail)}") from None
-    if "error" in said:
-        raise AdapterError(said["error"])
-    description = Description(**said)
+    if "error" in answer:
+        raise AdapterError(answer["error"])
+    description = Description(**answer)
     domain = book_named(description.book).domain.from_json(description.domain)
     if isinstance(domain, PathDomain) and not isinstance(worker, Worker):
         domain = dataclasses.replace(domain, ranks=worker.size, exchange_ranks=worker.size)

@@ -69,8 +69,8 @@ def climb(
         """The example after those of the edits that are legal."""
         for word, step in edits:
             names, values = moves[word]
-            own = tuple(getattr(base.case, name) for name in names)
-            place = own[0] if names == SEED else values.index(own) if own in values else 0
+            value = tuple(getattr(base.case, name) for name in names)
+            place = value[0] if names == SEED else values.index(value) if value in values else 0
             base = _replaced(law, base, dict(zip(names, values[(place + step) % len(values)], strict=True)), legal)
         return base
 
@@ -85,7 +85,7 @@ def climb(
     try:
         while moves and before < len(scores):
             before, stage = len(scores), stage + 1
-            best = sorted(scores, key=lambda each: (-scores[each], str(each)))[:BEST]
+            best = sorted(scores, key=lambda example: (-scores[example], str(example)))[:BEST]
             _stage(best, moves, mix_words(seed, f"stage {stage}"), edited, asked)
     except Enough:
         pass
@@ -144,11 +144,11 @@ def _moves(known: Sequence[Example]) -> Moves:
 def _rank(group: tuple[str, ...], value: tuple[Any, ...], choices: Mapping[str, Sequence[str]]) -> tuple[Any, ...]:
     """The sort key of a value: choices in the order of their list, numbers by size, lengths by the longest one."""
     rank: list[Any] = []
-    for name, each in zip(group, value, strict=True):
+    for name, item in zip(group, value, strict=True):
         if choices[name]:
-            rank.append(choices[name].index(each))
+            rank.append(choices[name].index(item))
         else:
-            rank.append((max(each, default=0), sum(each), each) if isinstance(each, tuple) else each)
+            rank.append((max(item, default=0), sum(item), item) if isinstance(item, tuple) else item)
     return tuple(rank)
 
 

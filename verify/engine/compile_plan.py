@@ -156,7 +156,7 @@ class Plan:
             return planned
         # Sorted by compile key, the cheapest to compile first: its cases run while other keys are compiled. Cases whose tolerances
         # can be computed in one call are neighbours.
-        planned.examples.sort(key=lambda each: (_cost(each.case), str(key_of(each.case)), getattr(each.case, "scale", "")))
+        planned.examples.sort(key=lambda entry: (_cost(entry.case), str(key_of(entry.case)), getattr(entry.case, "scale", "")))
         for example in planned.examples:
             if _key(example) not in planned.compiled:
                 under_way = self._compilers.prepare(self._run_of(name, example), _key(example))

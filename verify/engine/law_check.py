@@ -172,7 +172,7 @@ class LawCheck:
         for batch in self._batches(law, drawn, most_at_once(law, self._worker, settings.device)):
             runs = [common.run_of(law.name, example) for example in batch]
             outcomes = ask_all(runs, self._worker, common.store, common.defects)
-            if any(self._settled(*each) for each in zip(runs, outcomes, strict=True)):
+            if any(self._settled(*pair) for pair in zip(runs, outcomes, strict=True)):
                 return self._broken
 
         def score(example: Example) -> float | None:
@@ -223,8 +223,8 @@ class LawCheck:
 
         A sanitizer's finding is repeated too, because it may arrive late and belong to the case before.
         """
-        said = outcome.kind is FailureKind.SANITIZER
-        if (outcome.lost or said) and self._ask(run).verdict is not Verdict.BROKEN:
+        by_sanitizer = outcome.kind is FailureKind.SANITIZER
+        if (outcome.lost or by_sanitizer) and self._ask(run).verdict is not Verdict.BROKEN:
             # An earlier case may have written out of bounds, or the host may have killed the worker: nothing shows that this case
             # is at fault.
             self._keep(run, outcome, "found once")

@@ -50,18 +50,18 @@ def shrink(example: Example, law: Law, fails: Callable[[Example], bool | None], 
         for aspect in _aspects(law, example):
             moved = True
             while moved:
-                moved, held = False, list[tuple[str, str]]()
+                moved, passing = False, list[tuple[str, str]]()
                 for what, candidate in aspect(example):
                     if candidate not in seen:
                         if not more(len(seen)):
-                            return Shrunk(example, tuple(dict.fromkeys(neighbours + held)), len(seen), False)
+                            return Shrunk(example, tuple(dict.fromkeys(neighbours + passing)), len(seen), False)
                         seen[candidate] = fails(candidate)
                     if seen[candidate]:
                         example, moved, progress = candidate, True, True
                         break
                     if seen[candidate] is False:
-                        held.append((what, "holds"))
-            neighbours += held
+                        passing.append((what, "holds"))
+            neighbours += passing
     return Shrunk(example, tuple(dict.fromkeys(neighbours)), len(seen), True)
 
 

@@ -175,10 +175,10 @@ class Soak:
     def _closed(self, spec: str) -> set[str]:
         """The laws that are not checked any more: those that broke, and those that the adapter does not support."""
         done = (Verdict.BROKEN, Verdict.UNSUPPORTED)
-        return {law for (each, law), report in self._reports.items() if each == spec and report.verdict in done}
+        return {law for (adapter, law), report in self._reports.items() if adapter == spec and report.verdict in done}
 
     def _open(self, spec: str) -> bool:
-        return len(self._closed(spec)) < sum(each == spec for each, _ in self._reports)
+        return len(self._closed(spec)) < sum(adapter == spec for adapter, _ in self._reports)
 
 
 def round_seed(seed: int, number: int) -> int:
@@ -188,16 +188,16 @@ def round_seed(seed: int, number: int) -> int:
 
 def merged(before: LawReport, more: LawReport) -> LawReport:
     """Two reports of one law of one adapter as one: counts and times add up, and a broken law stays broken."""
-    kept = before if before.verdict is Verdict.BROKEN else more
+    base = before if before.verdict is Verdict.BROKEN else more
     counts = _added(before.counts, more.counts)
-    verdict, reason = kept.verdict, kept.reason
+    verdict, reason = base.verdict, base.reason
     if Verdict.BROKEN not in (before.verdict, more.verdict) and counts:
-        undecided = [_undecided(each.reason) for each in (before, more) if each.counts and each.verdict is Verdict.UNKNOWN]
+        undecided = [_undecided(report.reason) for report in (before, more) if report.counts and report.verdict is Verdict.UNKNOWN]
         verdict, reason = overall(counts, next(filter(None, undecided), ""))
     names = before.ratios.keys() | more.ratios.keys()
     data: dict[str, Any] = {name: getattr(before, name) + getattr(more, name) for name in SUMMED}
     return dataclasses.replace(
-        kept,
+        base,
         verdict=verdict,
         reason=reason,
         counts=counts,
@@ -222,7 +222,7 @@ def summary(reports: Sequence[LawReport], rounds: int, wall_s: float) -> str:
 
 
 def _added(before: dict[str, int], more: dict[str, int]) -> dict[str, int]:
-    return {name: before.get(name, 0) + more.get(name, 0) for name in (*before, *(each for each in more if each not in before))}
+    return {name: before.get(name, 0) + more.get(name, 0) for name in (*before, *(key for key in more if key not in before))}
 
 
 def _undecided(reason: str) -> str:

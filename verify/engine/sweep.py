@@ -77,7 +77,7 @@ class Swept:
             "infeasible": self.infeasible,
             "ran": {kernel: sorted(configs) for kernel, configs in self.ran.items()},
             "faults": [
-                {"tune": str(fault.policy), "run": str(fault.run), "findings": [each.to_json() for each in fault.findings]}
+                {"tune": str(fault.policy), "run": str(fault.run), "findings": [finding.to_json() for finding in fault.findings]}
                 for fault in self.faults
             ],
             "undecided": self.undecided,
@@ -192,11 +192,11 @@ class Sweep:
         found: dict[tuple[str, ...], tuple[Policy, Run, Outcome]] = {}
         for tune, (run, outcome) in failing.items():
             policy = Policy.parse(tune)
-            if seen := {pick for each, *_ in found.values() if set(each.picks) <= set(policy.picks) for pick in each.picks}:
+            if seen := {pick for prior, *_ in found.values() if set(prior.picks) <= set(policy.picks) for pick in prior.picks}:
                 # Configurations that are known to fail are taken out. All lists step together, so another wrong configuration may
                 # only ever run beside one of them.
                 policy = Policy(policy.tune, tuple(pick for pick in policy.picks if pick not in seen))
-                left = next((each for each in bases[policy.tune or 0] if self._fails(each, policy)), None)
+                left = next((base for base in bases[policy.tune or 0] if self._fails(base, policy)), None)
                 if left is None:
                     continue
                 run = left
@@ -205,9 +205,9 @@ class Sweep:
                 reason = "" if smallest else "failed once and not again"
             except ValueError as error:  # without these picks, the run that held before does not hold any more
                 smallest, reason = [], str(error)
-            for each in smallest:
-                picks = tuple(f"{kernel}:{config}" for kernel, config in each.picks)
-                found.setdefault(picks, (each, dataclasses.replace(run, tune=str(each)), outcome))
+            for narrowest in smallest:
+                picks = tuple(f"{kernel}:{config}" for kernel, config in narrowest.picks)
+                found.setdefault(picks, (narrowest, dataclasses.replace(run, tune=str(narrowest)), outcome))
             self.swept.undecided += [f"{reason}: {run}"] if reason else []
         for run, outcome in broken:
             found.setdefault((run.law, str(key_of(run.example.case))), (Policy.parse(run.tune), run, outcome))
@@ -258,11 +258,11 @@ class Sweep:
                 outcome = ask(run, worker, self.store)
             if outcome.starved and len(self.workers) > 1:
                 outcome = Outcome(Verdict.UNKNOWN, reason=f"{outcome.findings[0].what}, which other workers share")
-            said: Mapping[str, Any] = {}
+            tunings: Mapping[str, Any] = {}
             if not outcome.lost:
-                said = worker.ask(Tunings())
+                tunings = worker.ask(Tunings())
         except WorkerLost:
-            said = {}
+            tunings = {}
         finally:
             self._idle.put(worker)
         if outcome.verdict is Verdict.BROKEN:  # write it to disk before further runs
@@ -272,14 +272,14 @@ class Sweep:
                     "run": str(run),
                     "law": run.law,
                     "versions": self.described.versions,
-                    "findings": [each.to_json() for each in outcome.findings],
+                    "findings": [finding.to_json() for finding in outcome.findings],
                 }
             )
         with self._lock:
             self.swept.runs += 1
-            for kernel, texts in said.get("known", {}).items():
+            for kernel, texts in tunings.get("known", {}).items():
                 self.swept.known[kernel] = tuple(dict.fromkeys([*self.swept.known.get(kernel, ()), *texts]))
-            for kernel, why in said.get("infeasible", {}).items():
+            for kernel, why in tunings.get("infeasible", {}).items():
                 self.swept.infeasible.setdefault(kernel, {}).update(why)
             for kernel, ran in outcome.tuned.items():
                 self.swept.ran.setdefault(kernel, set()).update(ran)

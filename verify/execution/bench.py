@@ -103,7 +103,7 @@ class AdapterBench(Timed):
     def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:
         """The truth and the tolerances, for the adapter's class of algorithm or for `algorithm`."""
         says = self.says
-        chunk, own = says.chunk if algorithm is None else None, algorithm or says.algorithm
+        chunk, algorithm_class = says.chunk if algorithm is None else None, algorithm or says.algorithm
 
         def bounds(name: str) -> dict[str, Bound]:
             if self.ready is not None:
@@ -111,16 +111,16 @@ class AdapterBench(Timed):
             spec = self._contract(inputs)
             # For a rule, begin with one disturbed run. The judge computes more of them if one cannot decide (Bound.sure).
             asked = (name, self.products, chunk, 1 if isinstance(self.case, Case) else None)
-            stores, folds = (each and algorithm is None for each in (says.stores, says.folds))
+            stores, folds = (flag and algorithm is None for flag in (says.stores, says.folds))
             make = functools.partial(bound.bounds, spec, inputs, cotangents, *asked, stores=stores, folds=folds)
             return _MEMO.get(spec, inputs, cotangents, (*asked, stores, folds), make)
 
         with self.timed("oracle_s"), devices.default("cpu"):
-            made = bounds(own)
-            if says.stores and own == "recurrent":
+            result = bounds(algorithm_class)
+            if says.stores and algorithm_class == "recurrent":
                 other = bounds("chunkwise")  # a chunkwise forward, too, stores normalised keys and corrected values
-                made = {name: each.beside(other[name]) for name, each in made.items()}
-        return {name: dataclasses.replace(each, finer=self._finer(each)) for name, each in made.items()}
+                result = {name: entry.beside(other[name]) for name, entry in result.items()}
+        return {name: dataclasses.replace(entry, finer=self._finer(entry)) for name, entry in result.items()}
 
     def _finer(self, one: Bound) -> Finer:
         def finer(over: Tensor | None = None) -> Bound:
@@ -314,8 +314,8 @@ class _Memo:
         if sum(x.numel() for x in tensors) > self.numbers or any(x.device.type != "cpu" for x in tensors):
             return make()  # computing the key would take longer than the result
         digest = hashlib.sha256(repr((spec.name, asked)).encode())
-        for kind, given in (("input", inputs), ("cotangent", cotangents or {})):
-            for name, value in given.items():
+        for kind, values in (("input", inputs), ("cotangent", cotangents or {})):
+            for name, value in values.items():
                 what = (kind, name, value.dtype, value.shape, value.device) if isinstance(value, Tensor) else (kind, name, value)
                 digest.update(repr(what).encode())
                 if isinstance(value, Tensor):
@@ -333,8 +333,8 @@ class _Memo:
 
 def _bytes(x: Tensor) -> bytes:
     """The bytes of a contiguous copy of a tensor, without numpy, which torch may lack."""
-    held = x.detach().contiguous().cpu()
-    return ctypes.string_at(held.data_ptr(), held.numel() * held.element_size()) if held.numel() else b""
+    copy = x.detach().contiguous().cpu()
+    return ctypes.string_at(copy.data_ptr(), copy.numel() * copy.element_size()) if copy.numel() else b""
 
 
 _MEMO = _Memo(64, 2**17)
@@ -361,13 +361,13 @@ def poisoned(value: float) -> Iterator[None]:
 
     def filled(make: Any) -> Any:
         def wrapper(*args: Any, **kwargs: Any) -> Tensor:
-            made: Tensor = make(*args, **kwargs)
-            held = made.detach()
-            if held.is_floating_point():
-                held.fill_(value)
+            result: Tensor = make(*args, **kwargs)
+            data = result.detach()
+            if data.is_floating_point():
+                data.fill_(value)
             else:
-                held.fill_(99 if held.dtype in (torch.int8, torch.uint8, torch.bool) else 29999)
-            return made
+                data.fill_(99 if data.dtype in (torch.int8, torch.uint8, torch.bool) else 29999)
+            return result
 
         return wrapper
 
@@ -386,8 +386,8 @@ def _changed(pairs: dict[str, tuple[Tensor, Tensor]]) -> list[str]:
     """The names of tensors whose shape or numbers have changed. NaN counts as equal to NaN."""
     same = {name: now.shape == before.shape for name, (now, before) in pairs.items()}
     differ = [(now != before).any() for name, (now, before) in pairs.items() if same[name]]
-    places = {each.device for each in differ}  # one wait for each device
-    if all(same.values()) and not any(bool(torch.stack([each for each in differ if each.device == at]).any()) for at in places):
+    places = {flag.device for flag in differ}  # one wait for each device
+    if all(same.values()) and not any(bool(torch.stack([flag for flag in differ if flag.device == at]).any()) for at in places):
         return []
     return [
         name

@@ -43,10 +43,10 @@ def judge(pairs: Iterable[tuple[str, Tensor, Tensor | Bound]], where: Where, exc
     that multiple, we do not measure it against more disturbed runs. If it is larger, we do so only for rows above the multiple.
     Raises ArithmeticError if the truth or a tolerance is not finite.
     """
-    kept = [(name, got, want, _glance(got, want)) for name, got, want in pairs]
-    glances = iter(_read([glance for *_, glance in kept if glance is not None]))
+    comparisons = [(name, got, want, _glance(got, want)) for name, got, want in pairs]
+    glances = iter(_read([glance for *_, glance in comparisons if glance is not None]))
     result = Judgement()
-    for name, got, want, glance in kept:
+    for name, got, want, glance in comparisons:
         worst, whole = (0.0, 0.0) if glance is None else next(glances)
         value = want.value if isinstance(want, Bound) else want
         finding, rows, ratio = None, 0, None
@@ -92,7 +92,7 @@ def _glance(got: Tensor, want: Tensor | Bound) -> tuple[Tensor, Tensor] | None:
 def _read(glances: list[tuple[Tensor, Tensor]]) -> list[tuple[float, ...]]:
     """Read all glances, with a single wait if they are on one device."""
     numbers = list(itertools.chain(*glances))
-    read = torch.stack(numbers).tolist() if len({each.device for each in numbers}) == 1 else [each.item() for each in numbers]
+    read = torch.stack(numbers).tolist() if len({x.device for x in numbers}) == 1 else [x.item() for x in numbers]
     return list(zip(read[::2], read[1::2], strict=True))
 
 
@@ -193,8 +193,8 @@ def where(case: Any, name: str, flat: int, shape: torch.Size) -> str:
     """The place of a flat index in words: sequence, token, head. If `shape` is not that of the whole case, plain indices."""
     index, plain = indices(flat, shape), "index " + ", ".join(map(str, indices(flat, shape)))
     ports = (*case.spec.outputs, *case.spec.gradients())
-    own = port_of(name)
-    axes: list[str] = next((port.axes.split() for port in ports if port.name == own), [])[: len(index)]
+    port_name = port_of(name)
+    axes: list[str] = next((port.axes.split() for port in ports if port.name == port_name), [])[: len(index)]
     if not axes or len(axes) < len(index):
         return plain
     words = [f"{WORDS[axis]} {at}" for axis, at in zip(axes, index, strict=True) if axis in WORDS]

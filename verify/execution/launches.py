@@ -71,8 +71,8 @@ class Recorder:
         plain: Callable[..., Any] = JITFunction.run
         recorder = self
 
-        def run(kernel: Any, *given: Any, **named: Any) -> Any:
-            return plain(kernel, *given, **named) if named.get("warmup") else recorder._launched(plain, kernel, given, named)
+        def run(kernel: Any, *values: Any, **named: Any) -> Any:
+            return plain(kernel, *values, **named) if named.get("warmup") else recorder._launched(plain, kernel, values, named)
 
         JITFunction.run = run
         try:
@@ -80,16 +80,16 @@ class Recorder:
         finally:
             JITFunction.run = plain
 
-    def _launched(self, plain: Callable[..., Any], kernel: Any, given: Sequence[Any], named: dict[str, Any]) -> Any:
+    def _launched(self, plain: Callable[..., Any], kernel: Any, values: Sequence[Any], named: dict[str, Any]) -> Any:
         launch = Launch(kernel.__name__, {name: named[name] for name in SHOWN if name in named}, {}, {})
         self.last = f"launch {self.count}, {launch}"
         tensors = dict[str, Tensor]()
         if self.on:
-            arguments = [*zip(kernel.arg_names, given, strict=False), *named.items()]
+            arguments = [*zip(kernel.arg_names, values, strict=False), *named.items()]
             tensors = {name: x for name, x in arguments if isinstance(x, Tensor)}
         before = {name: x.clone() for name, x in tensors.items()}
         try:
-            result = plain(kernel, *given, **named)
+            result = plain(kernel, *values, **named)
         except Exception as error:
             if devices.lost(self.device):
                 raise Stopped(f"{self.last}: {short(error)}") from error
@@ -109,10 +109,10 @@ class _Bench(AdapterBench):
     recorder: Recorder
     recorded = False
 
-    def call_implementation(self, *given: Any) -> Any:
+    def call_implementation(self, *arguments: Any) -> Any:
         """Compute outputs and gradients, as the base class does, with a new recording."""
         self.recorder.begin(on=self.recorded)
-        return super().call_implementation(*given)
+        return super().call_implementation(*arguments)
 
 
 def told(run: Run, calls: int, beside: Sequence[str]) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def told(run: Run, calls: int, beside: Sequence[str]) -> dict[str, Any]:
                     if not words or devices.lost(run.device):
                         break
                 else:
-                    found += [f"{words}: {each}" for each in parted(first, launches, apart)] if words else []
+                    found += [f"{words}: {difference}" for difference in parted(first, launches, apart)] if words else []
                     first = first or launches
     except (OutOfMemory, torch.OutOfMemoryError) as error:
         reason = f"out of memory, with the tensors of every launch kept: {error}"
@@ -197,7 +197,7 @@ def parted(one: list[Launch], other: list[Launch], apart: float) -> Iterator[str
         if any(distance(a.read[name], b.read[name]) > apart for name in a.read.keys() & b.read.keys()):
             continue
         # A tensor that only one of the two launches changed is, in the other one, as it was before the launch.
-        one_after, other_after = ({**each.read, **each.wrote} for each in (a, b))
+        one_after, other_after = ({**launch.read, **launch.wrote} for launch in (a, b))
         names = (a.wrote.keys() | b.wrote.keys()) & one_after.keys() & other_after.keys()
         off = {name: distance(one_after[name], other_after[name]) for name in sorted(names)}
         if words := ", ".join(f"{name} by {value:.3g} of its norm" for name, value in off.items() if not value <= apart):

@@ -99,11 +99,11 @@ class Beside:
                 raise EOFError
             numbers = torch.frombuffer(data, dtype=torch.float64) if data else torch.empty(0, dtype=torch.float64)
             parts = iter(numbers.split([math.prod(shape) for _, _, *shapes in header["bounds"] for shape in shapes]))
-            made = {}
+            bounds = {}
             for name, origin, *shapes in header["bounds"]:
                 value, allowed = (next(parts).view(shape) for shape in shapes)
-                made[name] = Bound(value, allowed, origin, functools.partial(_finer, here, name))
-            return made
+                bounds[name] = Bound(value, allowed, origin, functools.partial(_finer, here, name))
+            return bounds
         except Exception:  # the process is gone, or what it wrote is no answer
             self.end()
             return {}
@@ -156,15 +156,15 @@ def _live(requests: int, answers: int) -> NoReturn:
 def _reply(number: int, case: str, *rest: Any) -> tuple[dict[str, Any], bytearray]:
     """The header of an answer and its float64 numbers. After an error there are no bounds, and the rank computes them itself."""
     try:
-        made = Work(ParallelCase.parse(case), *rest).bounds()
+        bounds = Work(ParallelCase.parse(case), *rest).bounds()
     except Exception:
-        made = {}
-    tensors = [x.flatten() for each in made.values() for x in (each.value, each.allowed)]
+        bounds = {}
+    tensors = [x.flatten() for entry in bounds.values() for x in (entry.value, entry.allowed)]
     data = bytearray(8 * sum(map(len, tensors)))
     if data:
         torch.cat(tensors, out=torch.frombuffer(data, dtype=torch.float64))
-    said = [(name, each.origin, each.value.shape, each.allowed.shape) for name, each in made.items()]
-    return {"number": number, "bytes": len(data), "bounds": said}, data
+    descriptions = [(name, entry.origin, entry.value.shape, entry.allowed.shape) for name, entry in bounds.items()]
+    return {"number": number, "bytes": len(data), "bounds": descriptions}, data
 
 
 _BESIDE: list[Beside] = []

@@ -85,11 +85,11 @@ class RankBench(Timed):
             for name, x in tensors.items()
         }
         copies = {name: leaf.detach().clone() for name, leaf in leaves.items()}
-        given = self._call(case, leaves, others)
+        arguments = self._call(case, leaves, others)
         output = next(port.name for port in case.spec.outputs)
 
         def forward_and_backward() -> tuple[Tensor, list[Tensor | None]]:
-            y = self.adapter.run(given, place)
+            y = self.adapter.run(arguments, place)
             checked = self._checked(y, case, tensors[self._carrier], output)
             if cotangents is None:
                 return checked, []
@@ -127,17 +127,17 @@ class RankBench(Timed):
 
     def _tokens(self, case: ParallelCase, rank: Rank, x: Tensor) -> Tensor:
         """A rank's tokens of x [B, T, ...], as [B, tokens, ...], or as [tokens, B, ...] for a layer."""
-        held = x.index_select(1, sharding.tokens(case.tokens_of_ranks(), rank, sequence_parallel=case.sp))
-        return held.transpose(0, 1).contiguous() if case.operation == "gdn_layer" else held
+        local = x.index_select(1, sharding.tokens(case.tokens_of_ranks(), rank, sequence_parallel=case.sp))
+        return local.transpose(0, 1).contiguous() if case.operation == "gdn_layer" else local
 
     def _call(self, case: ParallelCase, leaves: Results, others: dict[str, Any]) -> Inputs:
-        given: dict[str, Any] = {**others, **leaves, "layout": case.layout, "sequence_parallel": case.sp}
+        arguments: dict[str, Any] = {**others, **leaves, "layout": case.layout, "sequence_parallel": case.sp}
         real, padded = case.cu_seqlens(self.device, padded=False), case.cu_seqlens(self.device)
-        given |= {"cu_seqlens": real, "cu_seqlens_padded": padded if case.padding != "none" else None}
+        arguments |= {"cu_seqlens": real, "cu_seqlens_padded": padded if case.padding != "none" else None}
         if case.operation == "gdn_layer":
-            given |= {name: getattr(case, name) for name in (*CHOICES, "deterministic")}
-            given["parameters"] = {PARAMETERS[name]: leaf for name, leaf in leaves.items() if name in PARAMETERS}
-        return Inputs(**given)
+            arguments |= {name: getattr(case, name) for name in (*CHOICES, "deterministic")}
+            arguments["parameters"] = {PARAMETERS[name]: leaf for name, leaf in leaves.items() if name in PARAMETERS}
+        return Inputs(**arguments)
 
     @marked(Mark.IMPLEMENTATION)
     def call_implementation(self, call: Callable[[], T]) -> T:
@@ -195,11 +195,11 @@ class RankBench(Timed):
         return x.transpose(0, 1) if case.operation == "gdn_layer" and name in ("y", "dhidden") else x
 
     def part(self, name: str) -> tuple[int, Tensor] | None:
-        own = name.removeprefix("d") if name not in PARAMETERS else name
-        if self.case.operation == "gdn_layer" and own in PARAMETERS:
-            about = sharding.parameters(self.case.layer)[PARAMETERS[own]]
+        input_name = name.removeprefix("d") if name not in PARAMETERS else name
+        if self.case.operation == "gdn_layer" and input_name in PARAMETERS:
+            about = sharding.parameters(self.case.layer)[PARAMETERS[input_name]]
             return about.axis, sharding.rows(self.case.layer, about.name, self.rank, AT_REST)
-        if self.case.operation == "causal_conv1d" and own in SHARED_ALIKE:
+        if self.case.operation == "causal_conv1d" and input_name in SHARED_ALIKE:
             return None
         return 1, sharding.tokens(self.case.tokens_of_ranks(), self.rank, sequence_parallel=self.case.sp)
 
@@ -226,7 +226,7 @@ class RankBench(Timed):
     def refusal(self, what: str) -> str:
         case, place = dataclasses.replace(self.case, sp=False, padding="none", lengths=self.case.padded), self.place
         tensors, others = self._cut(case, place.rank, case.inputs())
-        given = self._call(case, {name: x.to(self.device) for name, x in tensors.items()}, others)
+        arguments = self._call(case, {name: x.to(self.device) for name, x in tensors.items()}, others)
         lengths = list(case.padded)
         if what == "length":  # cp divides it, 2 cp does not
             lengths = [case.cp, *lengths]
@@ -236,15 +236,15 @@ class RankBench(Timed):
             lengths = [*lengths, 2 * case.cp, -2 * case.cp]
         if what == "heads":
             layer = dataclasses.replace(case.layer, heads=case.heads + 1, value_heads=2 * (case.heads + 1))
-            given = given.replaced(layer=layer)
+            arguments = arguments.replaced(layer=layer)
         else:
             offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=getattr(torch, case.offsets), device=self.device)
-            given = given.replaced(cu_seqlens=offsets)
+            arguments = arguments.replaced(cu_seqlens=offsets)
         if what == "length":  # add tokens too, so that nothing but the length is wrong
-            given = given.replaced(hidden=torch.cat([given.hidden[:1], given.hidden]))
+            arguments = arguments.replaced(hidden=torch.cat([arguments.hidden[:1], arguments.hidden]))
         before = [sum(axis.traffic.calls.values()) for axis in (place.tp, place.cp)]
         try:
-            self.call_implementation(lambda: self.adapter.run(given, place))
+            self.call_implementation(lambda: self.adapter.run(arguments, place))
         except AdapterFault as fault:
             if isinstance(fault.__cause__, Mismatch):
                 return ""
@@ -255,8 +255,8 @@ class RankBench(Timed):
 
     def everyone(self, word: str) -> list[str]:
         codes = torch.tensor([list(word.encode()[:256].ljust(256, b"\0"))], device=self.device)
-        said = self.place.tp.all_gather(self.place.cp.all_gather(codes))
-        return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in said.tolist()]
+        answers = self.place.tp.all_gather(self.place.cp.all_gather(codes))
+        return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in answers.tolist()]
 
     def shards(self, whole: Results, rank: Rank) -> Results:
         return self.call_implementation(lambda: self.adapter.shards(whole, self.case.layer, rank))
@@ -266,9 +266,9 @@ class RankBench(Timed):
 
     def where(self, name: str, flat: int, shape: torch.Size) -> str:
         """The place of a row in words, with the token counted in its whole sequence."""
-        own = port_of(name)
+        port = port_of(name)
         index, case = indices(flat, shape), self.case
-        part = self.part(own) if name == own and own in (*map(gradient_name, self._names()), *self._names()) else None
+        part = self.part(port) if name == port and port in (*map(gradient_name, self._names()), *self._names()) else None
         if part is None:
             return "index " + ", ".join(map(str, index))
         axis, rows = part

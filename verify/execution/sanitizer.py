@@ -65,7 +65,7 @@ def find() -> str:
         return found
     homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     homes += ["/usr/local/cuda", "/opt/cuda", *sorted(glob.glob("/usr/local/cuda-*"), reverse=True)]
-    homes += [each for path in sys.path for each in sorted(glob.glob(os.path.join(path, "nvidia", "*")))]
+    homes += [package for path in sys.path for package in sorted(glob.glob(os.path.join(path, "nvidia", "*")))]
     for home in homes:
         for folder in ("bin", PROGRAM):
             if found := shutil.which(PROGRAM, path=os.path.join(home, folder)):
@@ -184,12 +184,12 @@ def findings(several: Sequence[Report]) -> list[Finding]:
     alike: dict[str, list[Report]] = {}
     for report in several:
         alike.setdefault(str(report), []).append(report)
-    made = []
+    result = []
     for text, same in list(alike.items())[:MOST]:
         others = f" ({len(same)} times)" if len(same) > 1 else ""
         what = f"{text}: {same[0].size}{others}" if same[0].size else f"{text}{others}"
-        made.append(Finding(SANITIZER, FailureKind.SANITIZER, what, same[0].more, detail=same[0].what))
-    return made
+        result.append(Finding(SANITIZER, FailureKind.SANITIZER, what, same[0].more, detail=same[0].what))
+    return result
 
 
 class Watch:
@@ -259,5 +259,5 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         return {**reply, "outcomes": []}
     if "error" in reply:
         return reply
-    said = [finding.to_json() for finding in findings(found)]
-    return {**reply, "verdict": str(Verdict.BROKEN), "findings": [*said, *reply["findings"]]}
+    entries = [finding.to_json() for finding in findings(found)]
+    return {**reply, "verdict": str(Verdict.BROKEN), "findings": [*entries, *reply["findings"]]}

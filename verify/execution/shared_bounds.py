@@ -83,13 +83,13 @@ def _shared(cases: Sequence[Case], device: str) -> list[list[int]]:
     """
     even = -(-len(cases) // -(-len(cases) // MOST))
     calls, most = list[list[int]](), fitting(NUMBERS, torch.device(device))
-    held = most
+    size = most
     for place, case in enumerate(cases):
-        if not calls or len(calls[-1]) == even or held + numbers(case) > most:
+        if not calls or len(calls[-1]) == even or size + numbers(case) > most:
             calls.append([])
-            held = 0
+            size = 0
         calls[-1].append(place)
-        held += numbers(case)
+        size += numbers(case)
     return calls
 
 
@@ -173,8 +173,8 @@ class _Call:
     def _made(self, algorithm: str) -> Bounds:
         spec, (inputs, cotangents) = of_calls(self.cases[0].spec), self._given
         with devices.default("cpu"):
-            made = bound.bounds(spec, inputs, cotangents, algorithm, self.run.products, **_options(self.run, algorithm))
-        return {name: dataclasses.replace(whole, finer=None) for name, whole in made.items()}
+            bounds = bound.bounds(spec, inputs, cotangents, algorithm, self.run.products, **_options(self.run, algorithm))
+        return {name: dataclasses.replace(whole, finer=None) for name, whole in bounds.items()}
 
     @functools.cached_property
     def _given(self) -> tuple[Inputs, Cotangents]:
@@ -186,18 +186,18 @@ class _Call:
         with devices.default("cpu"):
             self.waiting = dict(enumerate(drawn(self.cases, device, backward=backward)))
             joined = self._joined([inputs for inputs, _ in self.waiting.values()])
-            each = [cotangents for _, cotangents in self.waiting.values() if cotangents is not None]
-            ports = self.cases[0].spec.outputs if each else ()
-            cotangents = {port.name: _side_by_side(port, [one[port.name] for one in each]) for port in ports}
+            per_case = [cotangents for _, cotangents in self.waiting.values() if cotangents is not None]
+            ports = self.cases[0].spec.outputs if per_case else ()
+            cotangents = {port.name: _side_by_side(port, [one[port.name] for one in per_case]) for port in ports}
         return joined, cotangents or None
 
     def _joined(self, several: Sequence[Inputs]) -> Inputs:
         tensors: dict[str, Tensor] = {}
         for port in self.cases[0].spec.inputs:
-            parts = [each.get(port.name) for each in several]
+            parts = [inputs.get(port.name) for inputs in several]
             if (like := next((part for part in parts if part is not None), None)) is not None:
-                given = [self._zeros(row, port, like) if part is None else part for row, part in enumerate(parts)]
-                tensors[port.name] = _side_by_side(port, given)
+                pieces = [self._zeros(row, port, like) if part is None else part for row, part in enumerate(parts)]
+                tensors[port.name] = _side_by_side(port, pieces)
         lengths = [length for case in self.cases for length in case.lengths]
         offsets = torch.tensor([0, *itertools.accumulate(lengths)], device=several[0].q.device)
         calls = tuple(case.tokens for case in self.cases)
@@ -237,8 +237,8 @@ def _options(run: Run, algorithm: str) -> dict[str, Any]:
     """The adapter's declarations that bounds for its own class of algorithm depend on; none for another class."""
     adapter = adapter_of(run.adapter)
     assert isinstance(adapter, Adapter), run
-    own = {"chunk": adapter.chunk, "stores": adapter.stores, "folds": adapter.folds}
-    return own if algorithm == adapter.algorithm else {}
+    options = {"chunk": adapter.chunk, "stores": adapter.stores, "folds": adapter.folds}
+    return options if algorithm == adapter.algorithm else {}
 
 
 def _alone(run: Run, algorithm: str, made: Bounds) -> Bounds:

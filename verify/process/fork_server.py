@@ -271,9 +271,9 @@ def start(
     global _odd
     asked = {"executable": sys.executable, "module": module, "arguments": list(arguments), "environment": dict(environment)}
     with _lock:
-        for each in [each for each in _retired if each.process.poll() is not None]:
-            _retired.remove(each)
-            each.end()
+        for retired in [candidate for candidate in _retired if candidate.process.poll() is not None]:
+            _retired.remove(retired)
+            retired.end()
         early, server = _early(environment), _servers.get(place)
         if server is not None and server.process.poll() is None and (server.early == early or _odd != early):
             _odd = {} if server.early == early else early
@@ -288,15 +288,15 @@ def start(
 
 
 def _end() -> None:
-    for each in (*_servers.values(), *_retired):
-        each.end()
+    for server in (*_servers.values(), *_retired):
+        server.end()
 
 
 def _forget() -> None:
     """Forget all servers in a fork of the supervisor, which starts its own when it needs them."""
     global _lock
-    for each in (*_servers.values(), *_retired):
-        each.forget()
+    for server in (*_servers.values(), *_retired):
+        server.forget()
     _lock = threading.Lock()
     _servers.clear()
     _retired.clear()
@@ -322,11 +322,11 @@ class _Missed:
 def main(control: int, imports: Sequence[str]) -> None:
     """Run the server. `_asked` returns only in a forked child, which runs the rest of this function."""
     began, whole, missed = _early(os.environ), False, _Missed()
-    default = [each for each in sys.path if each not in _given(os.environ)]
+    default = [entry for entry in sys.path if entry not in _given(os.environ)]
     sys.meta_path.append(missed)
     with importing(), contextlib.suppress(Exception):  # the child imports the module again and reports the error
-        for each in imports:
-            importlib.import_module(each)
+        for module in imports:
+            importlib.import_module(module)
         whole = True
     sys.meta_path.remove(missed)
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -373,7 +373,7 @@ def _asked(control: int) -> tuple[dict[str, Any], list[int]]:
                 _reap(running)
             if control not in ready:
                 continue
-            message, given, flags, _ = socket.recv_fds(asking, 1, 16)
+            message, received, flags, _ = socket.recv_fds(asking, 1, 16)
             if not message:
                 os._exit(0)
             if message == _RETIRE:
@@ -384,12 +384,12 @@ def _asked(control: int) -> tuple[dict[str, Any], list[int]]:
                     raise OSError(errno.EMFILE, "there is no room for all descriptors")
                 child = os.fork()
             except OSError as error:
-                if given:
-                    _say(given[0], _FAILED, error.errno or 0)
-                for descriptor in given:
+                if received:
+                    _say(received[0], _FAILED, error.errno or 0)
+                for descriptor in received:
                     os.close(descriptor)
                 continue
-            status, request, output, directory, *descriptors = given
+            status, request, output, directory, *descriptors = received
             if child:
                 with contextlib.suppress(OSError):  # the child has done it already
                     os.setpgid(child, child)  # before its supervisor can want to kill the group
@@ -440,7 +440,7 @@ def _say(pipe: int, word: bytes, number: int) -> bool:
 def _given(environment: Mapping[str, str]) -> list[str]:
     """The folders of PYTHONPATH, absolute, as Python puts them on sys.path."""
     folders = environment.get("PYTHONPATH", "")
-    return [os.path.abspath(each) for each in folders.split(os.pathsep)] if folders else []
+    return [os.path.abspath(folder) for folder in folders.split(os.pathsep)] if folders else []
 
 
 def _places(names: Collection[str]) -> dict[str, str | None]:

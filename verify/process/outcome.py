@@ -169,6 +169,6 @@ class Outcome:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Outcome":
         """The outcome from the data of `to_json`."""
-        findings = [Finding.from_json(each) for each in data["findings"]]
+        findings = [Finding.from_json(finding) for finding in data["findings"]]
         tuned = {kernel: tuple(texts) for kernel, texts in data["tuned"].items()}
         return cls(**{**data, "verdict": Verdict(data["verdict"]), "findings": findings, "tuned": tuned})

@@ -27,8 +27,8 @@ _begun: list[tuple[dict[str, str], Inherited, Worker]] = []
 
 def begin(words: Sequence[str]) -> None:
     """Start the worker that a command line will most likely need. Starts none for other commands or under torchrun."""
-    given = {word.partition("=")[0] for word in words}
-    if words[:1] and words[0] in COMMANDS and not given & {*ELSEWHERE} and "RANK" not in os.environ:
+    options = {word.partition("=")[0] for word in words}
+    if words[:1] and words[0] in COMMANDS and not options & {*ELSEWHERE} and "RANK" not in os.environ:
         environment = dict(NO_GPU) if "cpu" in _device(words) or not os.path.exists("/dev/nvidiactl") else _first_gpu()
         worker = Worker(environment=environment)
         worker.launch()
@@ -38,8 +38,8 @@ def begin(words: Sequence[str]) -> None:
 
 def take(environment: Mapping[str, str], deadline_s: float) -> Worker | None:
     """Hand out the prestarted worker, once. None if a worker that starts now would get another environment or `sys.path`."""
-    for index, (own, had, worker) in enumerate(_begun):
-        if own == dict(environment) and had == _inherited():
+    for index, (worker_environment, had, worker) in enumerate(_begun):
+        if worker_environment == dict(environment) and had == _inherited():
             del _begun[index]
             worker.deadline_s = deadline_s
             return worker

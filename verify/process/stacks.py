@@ -40,10 +40,10 @@ def marked(mark: Mark) -> Callable[[F], F]:
 
 def mark_module(namespace: Mapping[str, Any], mark: Mark) -> None:
     """Mark all functions and methods of a module. Call it at the end of the module, with its globals()."""
-    own = [value for value in namespace.values() if getattr(value, "__module__", None) == namespace["__name__"]]
-    classes = [value for value in own if isinstance(value, type)]
-    members = [getattr(each, "__func__", each) for kind in classes for each in vars(kind).values()]
-    for function in (*own, *members):
+    definitions = [value for value in namespace.values() if getattr(value, "__module__", None) == namespace["__name__"]]
+    classes = [value for value in definitions if isinstance(value, type)]
+    members = [getattr(member, "__func__", member) for kind in classes for member in vars(kind).values()]
+    for function in (*definitions, *members):
         if isinstance(function, types.FunctionType) and function.__code__.co_filename == namespace["__file__"]:
             marked(mark)(function)
 
@@ -89,8 +89,8 @@ def frames(wrote: str) -> list[Frame]:
     current = [stack for title, stack in threads if title == "Current thread"]
     at_work = (current or [stack for _, stack in threads] or [[]])[-1]
     if at_work and at_work[0].file.endswith("torch/autograd/graph.py"):
-        own = [stack for title, stack in threads if title == "Thread" and not stack[-1].file.endswith("threading.py")]
-        at_work = own[-1] if own else at_work
+        autograd_stacks = [stack for title, stack in threads if title == "Thread" and not stack[-1].file.endswith("threading.py")]
+        at_work = autograd_stacks[-1] if autograd_stacks else at_work
     return at_work
 
 

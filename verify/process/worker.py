@@ -312,12 +312,12 @@ def interrogate(several: Sequence[Interrogated]) -> list[str]:
     We wait until the last is complete, for DUMP_S seconds at most. Some never are: the process is stopped, its stack is deeper than
     faulthandler shows, or other output is mixed with it.
     """
-    for each in several:
-        each.interrogate()
+    for process in several:
+        process.interrogate()
     end = time.monotonic() + DUMP_S
-    while not all(_LAST in each.words() for each in several) and time.monotonic() < end:
+    while not all(_LAST in subject.words() for subject in several) and time.monotonic() < end:
         time.sleep(0.05)
-    return [each.words() for each in several]
+    return [subject.words() for subject in several]
 
 
 def _ended(code: int | None) -> str:

@@ -32,7 +32,7 @@ def cp_to_hp(comm: Comm, x: Tensor, lengths: Sequence[int], sections: Sequence[i
         x = permuted(x, feature_map(tuple(sections), comm.size), -1)
         return permuted(_swap(comm, x), token_map(lengths, comm.size), 0)
     moved = [
-        torch.cat([_unzigzag(_swap(comm, each), comm.size) for each in sequence.split(list(sections), -1)], -1)
+        torch.cat([_unzigzag(_swap(comm, section), comm.size) for section in sequence.split(list(sections), -1)], -1)
         for sequence in x.split([length // comm.size for length in lengths])
         if len(sequence)
     ]
@@ -49,7 +49,7 @@ def hp_to_cp(comm: Comm, x: Tensor, lengths: Sequence[int], sections: Sequence[i
         return permuted(_swap_back(comm, x), feature_map(tuple(sections), comm.size)[::-1], -1)
     slices = [width // comm.size for width in sections]
     moved = [
-        torch.cat([_swap_back(comm, _zigzag(each, comm.size)) for each in sequence.split(slices, -1)], -1)
+        torch.cat([_swap_back(comm, _zigzag(section, comm.size)) for section in sequence.split(slices, -1)], -1)
         for sequence in x.split(list(lengths))
         if len(sequence)
     ]
@@ -83,7 +83,7 @@ def permuted(x: Tensor, order: tuple[Tensor, Tensor], axis: int) -> Tensor:
     The backward gathers by the inverse. The backward of index_select would add instead, which is atomic on a GPU and turns -0.0
     into 0.0.
     """
-    result: Tensor = _Permuted.apply(x, *(each.to(x.device) for each in order), axis)
+    result: Tensor = _Permuted.apply(x, *(indices.to(x.device) for indices in order), axis)
     return result
 
 

@@ -115,7 +115,7 @@ def _chunks(lengths: Sequence[int], size: int) -> tuple[Tensor, list[int]]:
     """
     needed = [-(-length // size) for length in lengths]
     ranking = sorted(range(len(lengths)), key=lambda sequence: -needed[sequence])
-    counts = [sum(each > step for each in needed) for step in range(max(needed))]
+    counts = [sum(chunks > step for chunks in needed) for step in range(max(needed))]
     starts = torch.tensor([0, *itertools.accumulate(counts)])
     rank = torch.empty(len(lengths), dtype=torch.int64).scatter_(0, torch.tensor(ranking), torch.arange(len(lengths)))
     length = torch.tensor(lengths)

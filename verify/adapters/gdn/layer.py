@@ -173,8 +173,8 @@ class GatedDeltaNet(nn.Module):
         qkv, z, b, a = x.split([widths["q"] + widths["k"] + widths["v"], widths["z"], widths["b"], widths["a"]], -1)
         qkv = self.convolve(qkv, cu_seqlens, lengths)
         q, k, v = (
-            each.unflatten(-1, (-1, head))
-            for each, head in zip(
+            section.unflatten(-1, (-1, head))
+            for section, head in zip(
                 qkv.split([widths[name] for name in "qkv"], -1), (layer.key_dim, layer.key_dim, layer.value_dim), strict=True
             )
         )
@@ -208,17 +208,17 @@ class GatedDeltaNet(nn.Module):
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
         o: Tensor = chunk_gated_delta_rule(
-            *(each.contiguous() for each in (q, k, v, g, beta)), use_qk_l2norm_in_kernel=norm, cu_seqlens=cu_seqlens
+            *(tensor.contiguous() for tensor in (q, k, v, g, beta)), use_qk_l2norm_in_kernel=norm, cu_seqlens=cu_seqlens
         )[0]
         return o
 
     def in_use(self, name: str) -> Tensor:
         """The part of a parameter that this rank's kernel uses: in each section of its TP rank, the slice of this rank's heads."""
-        held, cp = self.get_parameter(name), self.place.cp
+        parameter, cp = self.get_parameter(name), self.place.cp
         if cp.size == 1:
-            return held
-        sections = held.split([width // self.place.tp.size for width in self.metadata[name].sections])
-        return torch.cat([each.chunk(cp.size)[cp.rank] for each in sections])
+            return parameter
+        sections = parameter.split([width // self.place.tp.size for width in self.metadata[name].sections])
+        return torch.cat([section.chunk(cp.size)[cp.rank] for section in sections])
 
 
 def _lengths(name: str, offsets: Tensor) -> list[int]:

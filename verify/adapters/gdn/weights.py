@@ -41,7 +41,7 @@ class Metadata:
         if not self.cut:
             return torch.arange(self.shape[self.axis])
         place = torch.arange(sum(self.sections))
-        return torch.cat([each.view(tp, -1)[rank] for each in place.split(self.sections)])
+        return torch.cat([section.view(tp, -1)[rank] for section in place.split(self.sections)])
 
 
 def metadata(layer: Layer, *, conv_bias: bool) -> dict[str, Metadata]:
@@ -58,7 +58,7 @@ def metadata(layer: Layer, *, conv_bias: bool) -> dict[str, Metadata]:
         "norm.weight": Metadata((layer.value_dim,), 0, (layer.value_dim,), cut=False, gradient_sum=("tp", "cp")),
         "out_proj.weight": Metadata((layer.hidden, values), 1, (values,)),
     }
-    return every if conv_bias else {name: each for name, each in every.items() if name != "conv.bias"}
+    return every if conv_bias else {name: entry for name, entry in every.items() if name != "conv.bias"}
 
 
 def as_shards(values: Mapping[str, Tensor], about: Mapping[str, Metadata], rank: Rank) -> dict[str, Shard]:
@@ -76,18 +76,18 @@ def load(module: torch.nn.Module, about: Mapping[str, Metadata], shards: Mapping
     if about.keys() != shards.keys():
         raise ValueError(f"shards must be of {', '.join(about)}, got {', '.join(shards)}")
     parameters = {name: module.get_parameter(name) for name in about}
-    for name, each in shards.items():
+    for name, shard in shards.items():
         rows = about[name].rows(rank.tp, rank.mesh.tp)
-        if (each.shape, each.axis) != (about[name].shape, about[name].axis) or not torch.equal(each.rows, rows):
+        if (shard.shape, shard.axis) != (about[name].shape, about[name].axis) or not torch.equal(shard.rows, rows):
             raise ValueError(
                 f"shard of {name} must have rows {rows.tolist()} along axis {about[name].axis} of {about[name].shape}, "
-                f"got {each.rows.tolist()} along axis {each.axis} of {each.shape}"
+                f"got {shard.rows.tolist()} along axis {shard.axis} of {shard.shape}"
             )
-        if each.value.dtype != parameters[name].dtype:
-            raise ValueError(f"shard of {name} must be {parameters[name].dtype}, got {each.value.dtype}")
+        if shard.value.dtype != parameters[name].dtype:
+            raise ValueError(f"shard of {name} must be {parameters[name].dtype}, got {shard.value.dtype}")
     with torch.no_grad():
-        for name, each in shards.items():
-            parameters[name].copy_(each.value)
+        for name, shard in shards.items():
+            parameters[name].copy_(shard.value)
 
 
 def summed_gradients(module: torch.nn.Module, about: Mapping[str, Metadata], place: Place) -> dict[str, Tensor]:
@@ -96,10 +96,10 @@ def summed_gradients(module: torch.nn.Module, about: Mapping[str, Metadata], pla
     Every rank of the mesh must call this. A parameter without a gradient counts as one of zeros.
     """
     result = {}
-    for name, each in about.items():
+    for name, entry in about.items():
         parameter = module.get_parameter(name)
         total = torch.zeros_like(parameter).float() if parameter.grad is None else parameter.grad.float()
-        for axis in each.gradient_sum:
+        for axis in entry.gradient_sum:
             total = getattr(place, axis).all_reduce(total)
         result[name] = total.to(parameter.dtype)
     return result
