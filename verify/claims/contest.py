@@ -58,9 +58,9 @@ def ready(contest: Contest, case: Any, device: torch.device) -> Ready:
     inputs, spec = contest.prepare(case.inputs(str(device))), contest.judged.spec
     names = [port.name for port in spec.inputs if port.dtype != "index" and inputs.get(port.name) is not None]
     # nn.Parameter, because a module accepts nothing else in place of its parameters.
-    given: dict[str, Tensor] = {name: nn.Parameter(inputs[name], requires_grad=contest.backward) for name in names}
+    leaves: dict[str, Tensor] = {name: nn.Parameter(inputs[name], requires_grad=contest.backward) for name in names}
     every = case.cotangents(str(device)) if contest.backward else {}
-    return Ready(inputs.replaced(**given), given, tuple(every[name] for name in contest.outputs if every))
+    return Ready(inputs.replaced(**leaves), leaves, tuple(every[name] for name in contest.outputs if every))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,11 +117,11 @@ class Agreement:
         """A text about the results of the given forms."""
         if wrong := self.broken(*forms):
             return f"BROKEN at {self.size}: " + "; ".join(f"{name}: {_said(self.findings[name][0])}" for name in wrong)
-        said = f"hold at {self.size}: {', '.join(f'{self.worst[name]:.2f}' for name in forms)} of what rounding allows"
+        text = f"hold at {self.size}: {', '.join(f'{self.worst[name]:.2f}' for name in forms)} of what rounding allows"
         if len(forms) != 2:
-            return said
+            return text
         apart = self.apart[forms[0], forms[1]]
-        return f"{said}, {apart:.2f} apart" if apart else f"{said}, equal to the bit"
+        return f"{text}, {apart:.2f} apart" if apart else f"{text}, equal to the bit"
 
 
 def _said(finding: Finding) -> str:
@@ -178,12 +178,12 @@ def _apart(spec: Operation, limits: Mapping[str, Bound], one: Mapping[str, Tenso
 
 def saved_bytes(call: Call, given: Sequence[Tensor]) -> int:
     """The bytes that a call's graph saves for backward. Shared memory counts once, and memory of the `given` tensors not at all."""
-    own = {x.untyped_storage().data_ptr() for x in given}
-    kept: dict[int, torch.UntypedStorage] = {}
+    addresses = {x.untyped_storage().data_ptr() for x in given}
+    saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(x: Tensor) -> int:
         storage = x.untyped_storage()
-        kept[storage.data_ptr()] = storage  # keeps it alive, so that its address is not reused before the call ends
+        saved[storage.data_ptr()] = storage  # keeps it alive, so that its address is not reused before the call ends
         return storage.data_ptr()
 
     def unpack(place: int) -> Tensor:
@@ -191,7 +191,7 @@ def saved_bytes(call: Call, given: Sequence[Tensor]) -> int:
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         call()
-    return sum(storage.nbytes() for place, storage in kept.items() if place not in own)
+    return sum(storage.nbytes() for place, storage in saved.items() if place not in addresses)
 
 
 def allocated_bytes(call: Call, device: torch.device) -> int | None:
@@ -200,10 +200,10 @@ def allocated_bytes(call: Call, device: torch.device) -> int | None:
         return None
     with torch.enable_grad():
         before = torch.cuda.memory_allocated(device)
-        kept = call()
-        held = torch.cuda.memory_allocated(device) - before
-        del kept
-    return held
+        results = call()
+        allocated = torch.cuda.memory_allocated(device) - before
+        del results
+    return allocated
 
 
 def size_of(case: Any) -> str:

@@ -81,7 +81,7 @@ def _of_the_layer(comm: Comm, load: Load, *, fused: bool) -> Move:
 def with_maps_kept(comm: Comm, load: Load, device: torch.device) -> Move:
     """The form with one all-to-all each way, whose maps are built once."""
     tokens, there, back = (
-        tuple(each.to(device) for each in maps)
+        tuple(indices.to(device) for indices in maps)
         for maps in (token_map(load.lengths, comm.size), feature_map(load.sections, comm.size), feature_map(load.back, comm.size))
     )
 
@@ -125,8 +125,8 @@ def tagged(load: Load, size: int, rank: int, device: torch.device) -> tuple[Move
 
 def misplaced(move: Move, load: Load, size: int, rank: int, device: torch.device) -> list[str]:
     """The directions, of WAYS, in which a form brings something to a wrong place on this rank."""
-    given, wanted = tagged(load, size, rank, device)
-    x, y = (each.requires_grad_() for each in given)
+    inputs, wanted = tagged(load, size, rank, device)
+    x, y = (tensor.requires_grad_() for tensor in inputs)
     there, back = move(x, y)
     # Backward is the inverse exchange, so the wanted results, as cotangents, must come back as the inputs.
     gradients = torch.autograd.grad([there, back], [x, y], list(wanted))
@@ -179,7 +179,7 @@ def _times(forms: Mapping[str, Move], comm: Comm, load: Load, effort: Effort, de
 
     timed("ahead", {name: functools.partial(move, x, y) for name, move in forms.items()})
     graphs = {name: move(x, y) for name, move in forms.items()}
-    directions = [torch.ones_like(each) for each in next(iter(graphs.values()))]
+    directions = [torch.ones_like(output) for output in next(iter(graphs.values()))]
 
     def back(graph: Moved) -> object:
         return torch.autograd.grad(graph, (x, y), directions, retain_graph=True)
@@ -223,22 +223,22 @@ def packed(setting: Setting, group: Answering, size: int, count: int) -> Iterato
     what, words = f"all-to-all over {size} ranks", f"{sum(load.lengths):,} tokens in {count} sequence{'s' * (count > 1)}"
     setting.tell(f"{what}, {words}")
     try:
-        said = group.ask({**dataclasses.asdict(load), "effort": dataclasses.asdict(effort)})
+        reply = group.ask({**dataclasses.asdict(load), "effort": dataclasses.asdict(effort)})
     except WorkerLost as lost:
-        said = {"error": str(lost)}
-    if "error" in said:
-        yield Row(4, what, words, claimed=CLAIMED, reason=str(said["error"]))
+        reply = {"error": str(lost)}
+    if "error" in reply:
+        yield Row(4, what, words, claimed=CLAIMED, reason=str(reply["error"]))
         return
-    yield from rows_of_ranks(what, words, said)
+    yield from rows_of_ranks(what, words, reply)
 
 
-def rows_of_ranks(what: str, words: str, said: Mapping[str, Any]) -> Iterator[Row]:
+def rows_of_ranks(what: str, words: str, reply: Mapping[str, Any]) -> Iterator[Row]:
     """The rows of the ranks' answer: one for each direction and form."""
-    before, *afters = said["ahead"]
+    before, *afters = reply["ahead"]
     for way, took, first in (("forward", "ahead", "first_ahead_s"), ("backward", "back", "first_back_s")):
         for after in afters:
-            one, other = said[took][before], said[took][after]
-            wrong = {name: said["misplaced"][name] for name in (before, after) if said["misplaced"][name]}
+            one, other = reply[took][before], reply[took][after]
+            wrong = {name: reply["misplaced"][name] for name in (before, after) if reply["misplaced"][name]}
             yield Row(
                 4,
                 f"{what}: {after}, {way}",
@@ -250,5 +250,5 @@ def rows_of_ranks(what: str, words: str, said: Mapping[str, Any]) -> Iterator[Ro
                 CLAIMED,
                 "; ".join(f"BROKEN: {name} misplaces {', '.join(ways)}" for name, ways in wrong.items()) or "equal to the bit",
                 broken=bool(wrong),
-                first_s=(said[first][before], said[first][after]),
+                first_s=(reply[first][before], reply[first][after]),
             )

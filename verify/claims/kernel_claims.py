@@ -60,12 +60,12 @@ def conv_contest(setting: Setting, lengths: Sequence[int], judged: Sequence[int]
 
     def before(x: Inputs) -> Tensors:
         # Torch has no packed sequences, so each sequence needs a call.
-        rows = [transposed_conv(each, x.weight, x.bias) for each in x.x.split(x.lengths, 1)]
+        rows = [transposed_conv(sequence, x.weight, x.bias) for sequence in x.x.split(x.lengths, 1)]
         y = torch.cat(rows, 1) if len(rows) > 1 else rows[0]
-        return tuple(each.contiguous() for each in y.split(widths, -1))
+        return tuple(part.contiguous() for part in y.split(widths, -1))
 
     def after(x: Inputs) -> Tensors:
-        return tuple(each.contiguous() for each in fla_conv(x.x, x.weight, x.bias, x.cu_seqlens).split(widths, -1))
+        return tuple(part.contiguous() for part in fla_conv(x.x, x.weight, x.bias, x.cu_seqlens).split(widths, -1))
 
     def prepare(x: Inputs) -> Inputs:
         # Lengths are read once here, because reading them in each call would wait for the GPU.
@@ -224,8 +224,8 @@ def in_kernel(setting: Setting) -> Iterator[Row]:
     times, agreed = settled(setting, contest)
     x = ready(contest, contest.timed, setting.device)
     calls: dict[str, Call] = {name: functools.partial(form, x.inputs) for name, form in contest.forms.items()}
-    kept = {name: saved_bytes(call, [*x.given.values()]) for name, call in calls.items()}
-    held = {name: allocated_bytes(call, setting.device) for name, call in calls.items()}
+    saved = {name: saved_bytes(call, [*x.given.values()]) for name, call in calls.items()}
+    allocated = {name: allocated_bytes(call, setting.device) for name, call in calls.items()}
     promised = predicted_bytes(setting.sizes.layer, setting.sizes.tokens, x.inputs.q.element_size())
     for before in ("one explicit", "two explicit"):
         what, forms = f"L2 norm: in the kernel for {before}", (before, "in the kernel")
@@ -235,12 +235,12 @@ def in_kernel(setting: Setting) -> Iterator[Row]:
             f"{what}, kept for backward",
             size_of(contest.timed),
             "MiB",
-            Spread.of([kept[before] / MIB]),
-            Spread.of([kept["in the kernel"] / MIB]),
-            Spread.of([kept[before] / kept["in the kernel"]]),
+            Spread.of([saved[before] / MIB]),
+            Spread.of([saved["in the kernel"] / MIB]),
+            Spread.of([saved[before] / saved["in the kernel"]]),
             f"{number(promised / MIB)} MiB less" if before == "one explicit" else "",
             case=str(contest.timed),
-            note=saving(*((kept[name], held[name]) for name in forms)),
+            note=saving(*((saved[name], allocated[name]) for name in forms)),
         )
 
 
@@ -251,10 +251,10 @@ def predicted_bytes(layer: Layer, tokens: int, element_bytes: int) -> int:
 
 def saving(before: tuple[int, int | None], after: tuple[int, int | None]) -> str:
     """A text about the saved MiB: by tensors saved for backward, and on a GPU also by the allocator."""
-    said = f"{number((before[0] - after[0]) / MIB)} MiB less"
+    text = f"{number((before[0] - after[0]) / MIB)} MiB less"
     if before[1] is not None and after[1] is not None:
-        said += f", by the allocator {number((before[1] - after[1]) / MIB)}"
-    return said
+        text += f", by the allocator {number((before[1] - after[1]) / MIB)}"
+    return text
 
 
 def sliced(inputs: Inputs, names: Sequence[str], extra: int = 0) -> Inputs:

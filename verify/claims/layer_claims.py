@@ -85,8 +85,8 @@ def layer_form(kind: type[GatedDeltaNet]) -> Form:
 
     def form(x: Inputs) -> Tensors:
         parameters = {name: x[ours] for name, ours in NAMES.items()}
-        given = (x.hidden.transpose(0, 1),)
-        y: Tensor = torch.func.functional_call(module(x.layer, x.hidden.dtype, x.hidden.device, x.eps), parameters, given)
+        arguments = (x.hidden.transpose(0, 1),)
+        y: Tensor = torch.func.functional_call(module(x.layer, x.hidden.dtype, x.hidden.device, x.eps), parameters, arguments)
         return (y.transpose(0, 1),)
 
     return form
@@ -151,4 +151,4 @@ def flops(setting: Setting) -> Iterator[Row]:
 
 def rate(flops: int, ms: Sequence[float]) -> Spread:
     """The TFLOP/s of `flops` floating-point operations in each of the times `ms`, which are in milliseconds."""
-    return Spread.of([flops / each / 1e9 for each in ms])
+    return Spread.of([flops / duration / 1e9 for duration in ms])

@@ -48,9 +48,9 @@ class Row:
         """The row's cells, in the order of HEAD."""
         if self.reason:
             return (str(self.claim), self.what, self.size, "", "", "", self.claimed, f"not measured: {self.reason}", "")
-        before, after = (spread_text(each, self.unit) for each in (self.before, self.after))
-        first = " + ".join(number(each) for each in self.first_s)
-        answers = "; ".join(each for each in (self.answers, self.note) if each)
+        before, after = (spread_text(spread, self.unit) for spread in (self.before, self.after))
+        first = " + ".join(number(seconds) for seconds in self.first_s)
+        answers = "; ".join(text for text in (self.answers, self.note) if text)
         return (str(self.claim), self.what, self.size, before, after, spread_text(self.ratio), self.claimed, answers, first)
 
     def to_json(self) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def act(options: argparse.Namespace) -> int:
     _writable(options.json)
     _prepare_kernels(options)
     rows: list[Row] = []
-    said = host(options.device)
+    properties = host(options.device)
     start, interrupted = time.monotonic(), False
 
     def tell(words: str) -> None:
@@ -85,12 +85,12 @@ def act(options: argparse.Namespace) -> int:
             for name, part in PARTS[claim]:
                 tell(f"claim {claim}: {name}")
                 rows += attempted(claim, name, part, setting)
-                _write(options.json, said, rows, interrupted=False)
+                _write(options.json, properties, rows, interrupted=False)
     except KeyboardInterrupt:
         interrupted = True
-        _write(options.json, said, rows, interrupted=True)
+        _write(options.json, properties, rows, interrupted=True)
     out = Console(highlight=False, width=None if sys.stdout.isatty() else 220)
-    out.print(f"{said['text']}{', quick' if options.quick else ''}", markup=False, soft_wrap=True)
+    out.print(f"{properties['text']}{', quick' if options.quick else ''}", markup=False, soft_wrap=True)
     if options.markdown:
         out.print(markdown(rows), markup=False, soft_wrap=True)
     else:
@@ -128,7 +128,7 @@ def host(device: str) -> dict[str, Any]:
     """The properties of this host on which the measured numbers depend."""
     versions = {name: installed(name) for name in ("torch", "triton", "fla-core")}
     name = torch.cuda.get_device_name() if device == "cuda" else "a CPU, kernels interpreted: these times say nothing of a GPU"
-    text = f"{name}; " + ", ".join(f"{each} {version}" for each, version in versions.items() if version)
+    text = f"{name}; " + ", ".join(f"{package} {version}" for package, version in versions.items() if version)
     return {"device": name, "versions": versions, "text": text}
 
 
@@ -157,7 +157,7 @@ def limit_tuning(most: int) -> None:
     import fla.ops.gated_delta_rule  # noqa: F401 - the import creates the autotuners
     from triton.runtime.autotuner import Autotuner
 
-    for tuner in [each for each in gc.get_objects() if issubclass(type(each), Autotuner)]:
+    for tuner in [candidate for candidate in gc.get_objects() if issubclass(type(candidate), Autotuner)]:
         count = len(tuner.configs)
         tuner.configs = [tuner.configs[place * count // most] for place in range(most)] if count > most else tuner.configs
 
@@ -172,7 +172,7 @@ def _writable(place: str | None) -> None:
             raise ValueError(f"--json cannot be written to {place}: {error.strerror}") from None
 
 
-def _write(place: str | None, said: dict[str, Any], rows: Sequence[Row], *, interrupted: bool) -> None:
+def _write(place: str | None, properties: dict[str, Any], rows: Sequence[Row], *, interrupted: bool) -> None:
     if place is not None:
         with contextlib.suppress(OSError), open(place, "w", encoding="utf-8") as file:
-            json.dump({**said, "interrupted": interrupted, "rows": [row.to_json() for row in rows]}, file, indent=1)
+            json.dump({**properties, "interrupted": interrupted, "rows": [row.to_json() for row in rows]}, file, indent=1)

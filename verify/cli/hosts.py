@@ -90,7 +90,7 @@ def workers_of(
     if getattr(options, "ranks", None):
         return [RankGroup(options.ranks, backend, deadline_of(options))]
     count = count_of(options, device)
-    return count if sanitizer is None else [sanitizer.worker(deadline_of(options), device, each) for each in range(count)]
+    return count if sanitizer is None else [sanitizer.worker(deadline_of(options), device, index) for index in range(count)]
 
 
 def count_of(options: argparse.Namespace, device: str) -> int:
@@ -104,8 +104,8 @@ def ended(workers: int | list[Asked]) -> Iterator[None]:
     try:
         yield
     finally:
-        for each in workers if isinstance(workers, list) else ():
-            each.close()
+        for worker in workers if isinstance(workers, list) else ():
+            worker.close()
 
 
 def place_of(asked: Asked) -> str:

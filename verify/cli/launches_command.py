@@ -31,17 +31,17 @@ def launches(options: argparse.Namespace) -> int:
     with Worker(deadline_of(options), environment=blocking) as worker:
         try:
             question = Launches(str(run), options.calls, beside)
-            said = worker.ask(question, worker.deadline_s * (options.calls + len(beside)))
+            answer = worker.ask(question, worker.deadline_s * (options.calls + len(beside)))
         except WorkerLost as lost:
-            said = {"reason": f"{lost}, and which launch it was is not known"}
-    if "error" in said:
-        raise AdapterError(said["error"])
+            answer = {"reason": f"{lost}, and which launch it was is not known"}
+    if "error" in answer:
+        raise AdapterError(answer["error"])
     if options.json:
-        print(json.dumps({"run": str(run), **said}))
-    elif "found" in said:
-        left = [f"not called: {words}" for words in said["left"]]
-        print("\n  ".join([f"{said['launches']} launches of {said['kernels']} kernels", *said["found"], *left]))
-    if not said.get("found") and not said.get("launches"):
-        print(f"gdn-verify: {said.get('reason', 'no Triton kernel was launched')}", file=sys.stderr)
+        print(json.dumps({"run": str(run), **answer}))
+    elif "found" in answer:
+        left = [f"not called: {words}" for words in answer["left"]]
+        print("\n  ".join([f"{answer['launches']} launches of {answer['kernels']} kernels", *answer["found"], *left]))
+    if not answer.get("found") and not answer.get("launches"):
+        print(f"gdn-verify: {answer.get('reason', 'no Triton kernel was launched')}", file=sys.stderr)
         return UNDECIDED
-    return BROKEN if said["found"] else HOLDS
+    return BROKEN if answer["found"] else HOLDS

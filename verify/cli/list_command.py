@@ -23,13 +23,13 @@ def list_all(options: argparse.Namespace) -> int:
     with Worker() as worker:
         for name in BUILT_IN:
             try:
-                said = describe(name, worker)
+                description = describe(name, worker)
                 adapters[name] = {
                     "runs": True,
-                    "shared": isinstance(said.domain, PathDomain),
-                    "algorithm": said.algorithm,
-                    "versions": said.versions,
-                    "domain": said.domain.to_json(),
+                    "shared": isinstance(description.domain, PathDomain),
+                    "algorithm": description.algorithm,
+                    "versions": description.versions,
+                    "domain": description.domain.to_json(),
                 }
             except AdapterError as error:
                 adapters[name] = {"runs": False, "reason": str(error)}
@@ -61,14 +61,14 @@ def list_all(options: argparse.Namespace) -> int:
             some = f" ({', '.join(law.about)})" if {*law.about} not in (set(), {*book.operations}) else ""
             print(f"  {law.name:<10} {law.kind:<6} {law.says}{some}")
     print("\nadapters on this host")
-    for name, said in adapters.items():
-        if said["runs"]:
-            backward = "forward and backward" if said["domain"].get("backward") else "forward"
-            alone = "--ranks N" if said["domain"].get("processes") else "ranks simulated, or --ranks N"
-            where = alone if said["shared"] else "interpreted on the CPU"
-            print(f"  {name:<20} {said['algorithm']}, {backward}; {said['versions']}; {where}")
+    for name, description in adapters.items():
+        if description["runs"]:
+            backward = "forward and backward" if description["domain"].get("backward") else "forward"
+            alone = "--ranks N" if description["domain"].get("processes") else "ranks simulated, or --ranks N"
+            where = alone if description["shared"] else "interpreted on the CPU"
+            print(f"  {name:<20} {description['algorithm']}, {backward}; {description['versions']}; {where}")
         else:
-            print(f"  {name:<20} cannot run: {said['reason']}")
+            print(f"  {name:<20} cannot run: {description['reason']}")
     print(f"  {command.listed()}")
     print("  my_kernel.py:MyKernel  your own, in any file")
     print(f"\n{gpu_record.status()}")

@@ -108,21 +108,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             check_spec(adapter)
         if config.getoption("--gdn-profile") not in PROFILES:
             raise ValueError(f"--gdn-profile must be one of {', '.join(PROFILES)}, got {config.getoption('--gdn-profile')!r}")
-        for said in (mark.kwargs for mark in marks):
-            named = said.get("laws", ("oracle",))
+        for keywords in (mark.kwargs for mark in marks):
+            named = keywords.get("laws", ("oracle",))
             right = isinstance(named, tuple | list) and named and all(isinstance(name, str) for name in named)
-            if said.keys() - {"profile", "laws"} or said.get("profile", "quick") not in PROFILES or not right:
-                raise ValueError(f"gdn_adapter takes profile={'|'.join(PROFILES)} and laws=names, got {said}")
+            if keywords.keys() - {"profile", "laws"} or keywords.get("profile", "quick") not in PROFILES or not right:
+                raise ValueError(f"gdn_adapter takes profile={'|'.join(PROFILES)} and laws=names, got {keywords}")
             for name in named:
                 book_for(name, None)
         if not 0 <= config.getoption("--gdn-seed") < 2**32:
             raise ValueError(f"--gdn-seed must be in 0..{2**32 - 1}, got {config.getoption('--gdn-seed')}")
         pairs = []
-        for adapter, own in asked:
-            few = [mark.kwargs["laws"] for mark in own if "laws" in mark.kwargs]
-            if strange := [name for each in few for name in each if name not in _laws(adapter)]:
+        for adapter, adapter_marks in asked:
+            few = [mark.kwargs["laws"] for mark in adapter_marks if "laws" in mark.kwargs]
+            if strange := [name for names in few for name in names if name not in _laws(adapter)]:
                 raise ValueError(f"laws of gdn_adapter must be those of {adapter}, got {strange[0]!r}")
-            pairs += [(adapter, law) for law in laws or _laws(adapter) if all(law in each for each in few)]
+            pairs += [(adapter, law) for law in laws or _laws(adapter) if all(law in names for names in few)]
     except (AdapterError, ValueError) as error:
         raise pytest.UsageError(str(error)) from None
     metafunc.parametrize("gdn_law", pairs, indirect=True, ids=[f"{adapter}-{law}" for adapter, law in pairs])
@@ -177,7 +177,7 @@ def gdn_law(request: pytest.FixtureRequest, gdn_worker: "Worker", gdn_device: st
     adapter, law = request.param
     option = request.config.getoption
     marks = [mark.kwargs for mark in request.node.iter_markers("gdn_adapter")]
-    asked = [option("--gdn-profile"), *(said["profile"] for said in marks if "profile" in said)]
+    asked = [option("--gdn-profile"), *(keywords["profile"] for keywords in marks if "profile" in keywords)]
     profile = min(asked, key=lambda name: PROFILES[name].examples)
     findings = str(request.config.rootpath / FOLDER)
     return LawItem(adapter, law, profile, option("--gdn-seed"), gdn_worker, findings, gdn_device, option("--gdn-examples"))

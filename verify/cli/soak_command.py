@@ -58,9 +58,9 @@ def soak_all(options: argparse.Namespace) -> int:
         )
         with soaking:
             try:
-                for spec, said in soaking.describe().items():
-                    where = f", on {said.device}" if said.device else ""
-                    say(f"{spec}  {said.versions}  soak of {options.minutes:g} minutes, seed {seed}{where}", out)
+                for spec, description in soaking.describe().items():
+                    where = f", on {description.device}" if description.device else ""
+                    say(f"{spec}  {description.versions}  soak of {options.minutes:g} minutes, seed {seed}{where}", out)
                 try:
                     soaking.run(60 * options.minutes)
                 except ValueError as error:

@@ -84,8 +84,8 @@ def act(options: argparse.Namespace, progress: Progress) -> int:
             hunt.run()
         except KeyboardInterrupt:
             interrupted = True
-    said = table.rule_lines(hunt, trials) if rules else table.lines(hunt)
-    print("\n".join([*said, *(["interrupted: not all was asked"] if interrupted else [])]), flush=True)
+    lines = table.rule_lines(hunt, trials) if rules else table.lines(hunt)
+    print("\n".join([*lines, *(["interrupted: not all was asked"] if interrupted else [])]), flush=True)
     data = table.to_json(hunt, trials, interrupted=interrupted)
     if options.json:
         _write(options.json, json.dumps(data, indent=1) + "\n")

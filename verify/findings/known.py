@@ -98,7 +98,7 @@ class KnownDefects:
 
     def shown_by(self, adapter: str, law: str, device: str) -> list[Known]:
         """The defects whose lines a check of this adapter and law runs again, to see whether they still fail."""
-        return [each for each in self if (each.run.adapter, each.run.law) == (adapter, law) and each.applies(device)]
+        return [defect for defect in self if (defect.run.adapter, defect.run.law) == (adapter, law) and defect.applies(device)]
 
 
 NO_DEFECTS = KnownDefects()
@@ -128,11 +128,11 @@ def _known(index: int, entry: dict[str, object]) -> Known:
     versions = entry["versions"]
     if not isinstance(versions, dict) or not versions:
         raise ValueError(f"known defect {index}: versions must name a distribution and its versions, got {versions!r}")
-    listed = {name: tuple(each) for name, each in versions.items()}
+    listed = {name: tuple(choices) for name, choices in versions.items()}
     also, laws = entry.get("also", []), book_of(run.example.case).laws
     if not isinstance(also, list) or not set(also) <= laws.keys():
         raise ValueError(f"known defect {index}: also must be a list of laws among {', '.join(laws)}, got {also!r}")
-    least, most = (_numbers(index, entry, *each) for each in (("least", "least"), ("most", "greatest")))
+    least, most = (_numbers(index, entry, *pair) for pair in (("least", "least"), ("most", "greatest")))
     outputs, times = entry.get("outputs", []), entry.get("times", math.inf)
     names = {"call", *_outputs(run.example.case)} if outputs else set()
     if not isinstance(outputs, list) or not set(outputs) <= names:

@@ -55,19 +55,19 @@ class Examples:
 
     def add(self, run: Run) -> None:
         """Keep a run that broke its law as the newest of its adapter and law. Of more than MOST, the oldest are dropped."""
-        line, own = str(run), (run.adapter, run.law)
+        line, subject = str(run), (run.adapter, run.law)
 
         def change(lines: list[str]) -> list[str]:
-            lines = [each for each in lines if each != line] + [line]
-            places = [place for place, each in enumerate(lines) if _quietly(each, *own)]
+            lines = [entry for entry in lines if entry != line] + [line]
+            places = [place for place, entry in enumerate(lines) if _quietly(entry, *subject)]
             gone = set(places[:-MOST])
-            return [each for place, each in enumerate(lines) if place not in gone]
+            return [entry for place, entry in enumerate(lines) if place not in gone]
 
         self._change(change)
 
     def drop(self, run: Run) -> None:
         """Remove a run that holds again."""
-        self._change(lambda lines: [each for each in lines if each != str(run)])
+        self._change(lambda lines: [entry for entry in lines if entry != str(run)])
 
     def _lines(self) -> list[str]:
         if not self.path.is_file():

@@ -34,7 +34,7 @@ def law_line(report: LawReport) -> str:
     ]
     worst = ""
     if report.kind == "truth" and report.verdict is Verdict.HOLDS and any(report.ratios.values()):
-        name = max(report.ratios, key=lambda each: report.ratios[each])
+        name = max(report.ratios, key=lambda output: report.ratios[output])
         worst = f"{report.ratios[name]:.2f} {name}"
     says = report.reason if report.verdict in (Verdict.UNSUPPORTED, Verdict.UNKNOWN) else report.says
     line = f"{WORDS[report.verdict]:<11} {report.law:<10}{cases}  {worst:<16} {says}"
@@ -110,7 +110,7 @@ def table(reports: Sequence[LawReport]) -> list[str]:
     for report in reports:
         counts = {str(verdict): count for verdict, count in report.counts.items()}
         numbers = (sum(counts.values()), *(counts.get(name, 0) for name in COLUMNS[1:]))
-        worst = sorted(report.ratios.items(), key=lambda each: (-each[1], each[0])) if report.kind == "truth" else []
+        worst = sorted(report.ratios.items(), key=lambda item: (-item[1], item[0])) if report.kind == "truth" else []
         ratios = "  ".join(f"{name} {ratio:.2f}" if ratio < ENDLESS else f"{name} over {ENDLESS:g}" for name, ratio in worst)
         last = report.reason if report.verdict in (Verdict.UNKNOWN, Verdict.UNSUPPORTED) else ratios
         rows.append((report.adapter, report.law, str(report.verdict), *map(str, numbers), last))

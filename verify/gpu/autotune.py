@@ -247,8 +247,8 @@ class Denied:
         if not isinstance(data, dict):
             raise ValueError(f"a denied configuration must be a table of {', '.join(sorted(names))}, got {str(data)[:80]!r}")  # noqa: TRY004
         if wrong := sorted(names ^ data.keys()):
-            given = ", ".join(f"{'no' if name in names else 'an unknown'} {str(name)[:80]}" for name in wrong)
-            raise ValueError(f"a denied configuration must have {', '.join(sorted(names))}, got one with {given}")
+            faults = ", ".join(f"{'no' if name in names else 'an unknown'} {str(name)[:80]}" for name in wrong)
+            raise ValueError(f"a denied configuration must have {', '.join(sorted(names))}, got one with {faults}")
         return cls(**data)
 
     def applies(self, gpu: str, triton: str) -> bool:
@@ -263,7 +263,9 @@ def write_denied(path: str | os.PathLike[str], denied: Iterable[Denied]) -> None
     """
     path = pathlib.Path(path)
     new = path.with_name(f"{path.name}.new")
-    new.write_text("".join(json.dumps(each.to_json(), ensure_ascii=False) + "\n" for each in sorted(set(denied))), encoding="utf-8")
+    new.write_text(
+        "".join(json.dumps(entry.to_json(), ensure_ascii=False) + "\n" for entry in sorted(set(denied))), encoding="utf-8"
+    )
     os.replace(new, path)
 
 
@@ -289,10 +291,10 @@ def here() -> tuple[str, str]:
 
 def text_of(config: Any) -> str:
     """The text of a triton.Config: its meta-parameters by name, num_warps, num_stages, and other options that are not default."""
-    given = config.all_kwargs()
+    options = config.all_kwargs()
     first = [*sorted(config.kwargs), "num_warps", "num_stages"]
-    rest = [name for name in sorted(given) if name not in first and (name, given[name]) != ("num_ctas", 1)]
-    words = [f"{name}={quote(str(given[name]), safe='+') or '%'}" for name in [*first, *rest] if name in given]
+    rest = [name for name in sorted(options) if name not in first and (name, options[name]) != ("num_ctas", 1)]
+    words = [f"{name}={quote(str(options[name]), safe='+') or '%'}" for name in [*first, *rest] if name in options]
     if config.pre_hook is not None:
         words.append(f"pre_hook={quote(getattr(config.pre_hook, '__name__', type(config.pre_hook).__name__), safe='')}")
     return ":".join(words)
@@ -334,10 +336,10 @@ class _Active:
         _KNOWN[kernel].setdefault(text)
 
     def about(self, kernel: str) -> tuple[Denied, ...]:
-        return tuple(each for each in self.denied if _named(kernel, each.kernel))
+        return tuple(entry for entry in self.denied if _named(kernel, entry.kernel))
 
     def denies(self, kernel: str, text: str) -> bool:
-        return any(_same(each.config, text) for each in self.about(kernel))
+        return any(_same(entry.config, text) for entry in self.about(kernel))
 
     def fail(self, message: str) -> TuningError:
         self.error = TuningError(message)
@@ -393,7 +395,7 @@ class _Memory:
         """The compile key of a launch, without the divisibility of integers. A configuration may fit one key and not another."""
         if self.constants is None:
             parameters = inspect.signature(tuner.base_fn).parameters
-            self.constants = frozenset(name for name, each in parameters.items() if "constexpr" in str(each.annotation))
+            self.constants = frozenset(name for name, parameter in parameters.items() if "constexpr" in str(parameter.annotation))
         key = []
         for name, value in {**dict(zip(tuner.arg_names, args, strict=False)), **kwargs}.items():
             if hasattr(value, "dtype"):
@@ -432,7 +434,7 @@ def using(policy: Policy, denied: Iterable[Denied] = ()) -> Iterator[Used]:
         raise RuntimeError("install() must be called before a policy is used: kernels would not follow it")
     denied = tuple(denied)
     place = here() if denied else ("", "")
-    before, active = _active, _Active(policy, tuple(each for each in denied if each.applies(*place)))
+    before, active = _active, _Active(policy, tuple(entry for entry in denied if entry.applies(*place)))
     _active = active
     try:
         yield active.used
@@ -472,10 +474,10 @@ def _patch() -> None:
         kernel, active = name_of(self), _active
         named = offers(plain_prune(self, kwargs))
         _KNOWN[kernel].update(dict.fromkeys(named))
-        kept = [config for text, config in named.items() if not active.denies(kernel, text)]
-        if not kept:
+        allowed = [config for text, config in named.items() if not active.denies(kernel, text)]
+        if not allowed:
             raise active.all_denied(kernel, len(named))
-        return kept
+        return allowed
 
     def run_native(self: Any, active: _Active, kernel: str, args: Any, kwargs: Any) -> Any:
         # A copy, since other threads may use `self`. Without `best_config`, so that a choice is known to come from this launch.
@@ -487,17 +489,19 @@ def _patch() -> None:
                 raise active.all_denied(kernel, 1)
             # Choices made under a deny-list are cached apart, since they do not hold without it. Of the autotuner's own choices,
             # those that are not denied were the fastest of all configurations, so they stay; FLA may have read them from a file.
-            own = memory_of(self).caches.setdefault(denied, {})
+            choices = memory_of(self).caches.setdefault(denied, {})
             allowed = {key: config for key, config in self.cache.items() if not active.denies(kernel, text_of(config))}
-            tuner.cache = {**own, **allowed}
+            tuner.cache = {**choices, **allowed}
         try:
             return plain_run(tuner, *args, **kwargs)
         finally:
             if denied:
-                own.update(tuner.cache)
-            made = vars(tuner)
-            vars(self).update({name: made[name] for name in ("best_config", "configs_timings", "bench_time") if name in made})
-            if "best_config" in made:
+                choices.update(tuner.cache)
+            attributes = vars(tuner)
+            vars(self).update(
+                {name: attributes[name] for name in ("best_config", "configs_timings", "bench_time") if name in attributes}
+            )
+            if "best_config" in attributes:
                 active.note(kernel, text_of(tuner.best_config))
 
     def run_drawn(self: Any, active: _Active, kernel: str, args: Any, kwargs: Any) -> Any:

@@ -58,7 +58,7 @@ def passed(record: Mapping[str, Any]) -> str:
     """One sentence about what passed, on which GPUs and when. The README has the same sentence."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     part = "" if record["complete"] else " in part (it needs two GPUs)"
-    places = " and ".join(f"on {_cards(each)} in {each['seconds']:.0f} s" for each in (record, *record.get("earlier", ())))
+    places = " and ".join(f"on {_cards(entry)} in {entry['seconds']:.0f} s" for entry in (record, *record.get("earlier", ())))
     cases = record["counts"].get("distributed cases")
     counts = f", with {cases:,} distributed cases and no false alarm" if cases else ""
     which = f"({versions}); sources {record['sources'][:12]}."
@@ -80,9 +80,9 @@ def status() -> str:
     except ValueError as error:
         return str(error)
     try:
-        said = passed(record)
+        sentence = passed(record)
     except (AttributeError, KeyError, TypeError, ValueError):
         return f"{path.name} must be the record of a GPU gate: its counts or earlier records are not what the gate writes"
     same = record["sources"] == sources()
     now = "They have not changed since." if same else f"They have CHANGED since: run {COMMAND} before you rely on a GPU."
-    return f"{said} {now}"
+    return f"{sentence} {now}"

@@ -335,8 +335,8 @@ class Function:
         iterator, bounds = self._expression(node.iter), self._bounds(node.iter)
 
         def step(call: Call, frame: Frame, _: Loop | None) -> Frame | None:
-            given = bounds(frame)
-            values, counts = (iterator(frame), None) if given is None else ranges(*given)
+            limits = bounds(frame)
+            values, counts = (iterator(frame), None) if limits is None else ranges(*limits)
             loop, done, current, assigned = Loop(), list[Frame](), frame, assigned_in(node)
             for turn, value in enumerate(values):
                 if counts is not None:

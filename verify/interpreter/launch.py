@@ -115,11 +115,11 @@ def _patch_functions() -> None:
     interpreter.InterpretedFunction.__call__ = call
 
 
-def _launch(self: Any, *given: Any, **named: Any) -> None:
+def _launch(self: Any, *positional: Any, **named: Any) -> None:
     """Run a kernel on a grid. Replaces Triton's `GridExecutor.__call__`, and runs all programs together if it can."""
     parameters = inspect.signature(self.fn).parameters
     named = {name: value for name, value in named.items() if name in parameters}
-    hosted, hosted_named = self._init_args_hst(given, named)
+    hosted, hosted_named = self._init_args_hst(positional, named)
     for hook in self.pre_run_hooks:
         hook(*hosted, **hosted_named)
     interpreter._patch_lang(self.fn)
@@ -133,7 +133,7 @@ def _launch(self: Any, *given: Any, **named: Any) -> None:
     elif reason := _together(self.fn, arguments, (x, y, z), _by_memory(values)):
         _one_by_one(self.fn, arguments, (x, y, z))
         one_by_one[f"{self.fn.__name__}: {reason}"] += 1
-    self._restore_args_dev(given, hosted, named, hosted_named)
+    self._restore_args_dev(positional, hosted, named, hosted_named)
 
 
 def _by_memory(values: dict[str, Any]) -> Tensors:

@@ -236,7 +236,7 @@ def _patch_operands(interpreter: Any, tl: Any) -> None:
     all operations; Triton derives it anew each time in dozens of steps. All others go through Triton's code, which is in
     `__wrapped__`.
     """
-    semantic, own = interpreter.TritonSemantic, interpreter.interpreter_semantic
+    semantic, interpreter_semantic = interpreter.TritonSemantic, interpreter.interpreter_semantic
     tensor, dtype, pointer, constexpr = tl.tensor, tl.dtype, tl.pointer_type, tl.constexpr
     plain_operands, plain_tensor = semantic.binary_op_type_checking_impl, semantic.to_tensor
     halves = (tl.float16, tl.bfloat16)
@@ -253,11 +253,11 @@ def _patch_operands(interpreter: Any, tl: Any) -> None:
         if key not in constants:
             like = self.scalar_constant(0, beside.dtype)
             pair = plain_operands(self, *((number, like) if first else (like, number)), False, False, True, div_or_mod)
-            made, kept = pair if first else pair[::-1]
-            if kept is like and shape is not None:
-                made = self.broadcast_impl_value(beside, made)[1]
-                made.handle.data.flags.writeable = False
-            constants[key] = made if kept is like else None, shape
+            operand, partner = pair if first else pair[::-1]
+            if partner is like and shape is not None:
+                operand = self.broadcast_impl_value(beside, operand)[1]
+                operand.handle.data.flags.writeable = False
+            constants[key] = operand if partner is like else None, shape
         return constants[key][0]
 
     def operands(
@@ -278,13 +278,13 @@ def _patch_operands(interpreter: Any, tl: Any) -> None:
             if same or (allow_lhs_ptr and type(kind) is pointer and other.is_int()):
                 return self.broadcast_impl_value(lhs, rhs)
         elif left is tensor and (right is int or right is float) and arithmetic_check and type(lhs.dtype) is dtype and rhs == rhs:
-            made = constant(self, lhs, rhs, div_or_mod, False)
-            if made is not None:
-                return lhs, made
+            operand = constant(self, lhs, rhs, div_or_mod, False)
+            if operand is not None:
+                return lhs, operand
         elif right is tensor and (left is int or left is float) and arithmetic_check and type(rhs.dtype) is dtype and lhs == lhs:
-            made = constant(self, rhs, lhs, div_or_mod, True)
-            if made is not None:
-                return made, rhs
+            operand = constant(self, rhs, lhs, div_or_mod, True)
+            if operand is not None:
+                return operand, rhs
         return plain_operands(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
     def to_tensor(self: Any, x: Any, check_type: Any = True) -> Any:  # noqa: FBT002 - Triton's
@@ -301,7 +301,7 @@ def _patch_operands(interpreter: Any, tl: Any) -> None:
     semantic.binary_op_type_checking_impl, semantic.to_tensor = operands, to_tensor
 
     def operator(name: str, *options: Any) -> None:
-        meet = getattr(own, name)
+        meet = getattr(interpreter_semantic, name)
 
         def forward(self: Any, other: Any) -> Any:
             return meet(self, other.value if type(other) is constexpr else other, *options)
@@ -313,16 +313,16 @@ def _patch_operands(interpreter: Any, tl: Any) -> None:
         setattr(tensor, f"__r{name}__", backward)
 
     def comparison(name: str, called: str) -> None:
-        meet = getattr(own, called)
-        setattr(tensor, f"__{name}__", lambda self, other: meet(self, own.to_tensor(other)))
+        meet = getattr(interpreter_semantic, called)
+        setattr(tensor, f"__{name}__", lambda self, other: meet(self, interpreter_semantic.to_tensor(other)))
 
     for name in ("add", "sub", "mul"):
         operator(name, False)  # without overflow checks, whose results are not used
     for name in ("truediv", "floordiv", "mod"):
         operator(name)
     called = {"lt": "less_than", "le": "less_equal", "gt": "greater_than", "ge": "greater_equal", "eq": "equal", "ne": "not_equal"}
-    for name, each in called.items():
-        comparison(name, each)
+    for name, method in called.items():
+        comparison(name, method)
 
 
 def _bind(builtin: Callable[..., Any], semantic: Any) -> Callable[..., Any]:
@@ -367,15 +367,15 @@ def _patch_launch(interpreter: Any, tl: Any) -> None:
                 cause = cause.__cause__
             if cause is None:
                 raise
-            given = inspect.getcallargs(self.fn, *args, **{name: kwargs[name] for name in self.arg_names if name in kwargs})
-            raise _told(cause, self.fn.__name__, given) from None
+            arguments = inspect.getcallargs(self.fn, *args, **{name: kwargs[name] for name in self.arg_names if name in kwargs})
+            raise _told(cause, self.fn.__name__, arguments) from None
 
     interpreter.InterpretedFunction.run = launch
 
 
-def _told(stray: OutOfBounds, kernel: str, given: dict[str, Any]) -> OutOfBounds:
+def _told(stray: OutOfBounds, kernel: str, arguments: dict[str, Any]) -> OutOfBounds:
     """The same error with the names of the kernel and the argument, and with a traceback that ends at the kernel's line."""
-    names = [name for name, value in given.items() if stray.span in map(span_of, tensors_of(value))]
+    names = [name for name, value in arguments.items() if stray.span in map(span_of, tensors_of(value))]
     told = OutOfBounds(f"{kernel} {stray} the memory of {' or '.join(names) or 'a tensor'}", stray.span)
     ours = (__file__, os.path.dirname(inspect.getfile(sys.modules["triton"])))
     at = kernels = stray.__traceback__
@@ -400,12 +400,12 @@ def _patch_access(interpreter: Any) -> None:
     plain = {name: getattr(builder, f"create_{name}") for name in (*accesses, "bitcast", "select", "cat", "join")}
 
     def implicit_cvt(arg: Any) -> Any:
-        made = convert(arg)
+        result = convert(arg)
         if hasattr(arg, "data_ptr"):
-            made.handle.dtype.spans = tuple(map(span_of, tensors_of(arg)))
-            width = max(1, made.handle.dtype.element_ty.primitive_bitwidth // 8)
-            made.handle.dtype.recast = arg.data_ptr() % width != 0  # such an argument may be a view that starts inside an element
-        return made
+            result.handle.dtype.spans = tuple(map(span_of, tensors_of(arg)))
+            width = max(1, result.handle.dtype.element_ty.primitive_bitwidth // 8)
+            result.handle.dtype.recast = arg.data_ptr() % width != 0  # such an argument may be a view that starts inside an element
+        return result
 
     def held(pointers: Any, mask: Any, verb: str) -> None:
         spans, data = getattr(pointers.dtype, "spans", ()), pointers.data
@@ -427,7 +427,7 @@ def _patch_access(interpreter: Any) -> None:
         astray = np.minimum.reduce(list(left.values())) > 0
         if not astray.any():
             return
-        span = min(spans, key=lambda each: left[each][astray].max())
+        span = min(spans, key=lambda memory: left[memory][astray].max())
         far = left[span][astray].argmax()
         side = "before" if into[span][astray][far] < 0 else "after"
         count, distance = int(astray.sum()), -(-int(left[span][astray][far]) // width)
@@ -449,11 +449,11 @@ def _patch_access(interpreter: Any) -> None:
         held(pointers, None, "updates")
         return plain["atomic_cas"](self, pointers, *others)
 
-    def retyped(made: Any, *sources: Any) -> Any:
+    def retyped(handle: Any, *sources: Any) -> Any:
         """The handle, with the memories of all `sources` if it holds pointers."""
-        if made.dtype.is_ptr():
-            made.dtype = pointing(made.dtype, *sources)
-        return made
+        if handle.dtype.is_ptr():
+            handle.dtype = pointing(handle.dtype, *sources)
+        return handle
 
     def create_bitcast(self: Any, source: Any, dst_type: Any) -> Any:
         return retyped(plain["bitcast"](self, source, dst_type), source)
@@ -561,12 +561,12 @@ def _patch_reductions(interpreter: Any, tl: Any) -> None:
             return plain_sum(self, value)
         widen, narrow = levels[value.dtype]
         data, axis = value.handle.data, self.axis
-        kept = [1 if axis is None or i == axis % data.ndim else size for i, size in enumerate(data.shape)]
+        shape = [1 if axis is None or i == axis % data.ndim else size for i, size in enumerate(data.shape)]
         data = data.ravel() if axis is None else np.moveaxis(data, axis, 0)
         while (half := len(data) // 2) > 0:
             pairs = narrow(widen(data[:half]) + widen(data[half : 2 * half]))
             data = np.concatenate([pairs, data[2 * half :]])
-        return self.to_tensor(data[0].reshape(kept) if self.keep_dims else data[0], value.dtype)
+        return self.to_tensor(data[0].reshape(shape) if self.keep_dims else data[0], value.dtype)
 
     def tree_scan(plain: Callable[[Any, Any], Any], op: Any) -> Callable[[Any, Any], Any]:
         def prefixes(self: Any, value: Any) -> Any:

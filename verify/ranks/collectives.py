@@ -303,19 +303,19 @@ class _Simulation:
         """Let the next rank run that can continue. If none can, every waiting rank gets Mismatch."""
         if not self.ready:
             stuck = [(group, number) for group in (*self.tp, *self.cp) for number in group.calls]
-            said = "; ".join(group.call(number) for group, number in sorted(stuck, key=lambda each: each[1]))
+            text = "; ".join(group.call(number) for group, number in sorted(stuck, key=lambda pair: pair[1]))
             for group, number in stuck:
-                self._answer(group, number, Mismatch(f"ranks wait for each other: {said}"))
+                self._answer(group, number, Mismatch(f"ranks wait for each other: {text}"))
         if self.ready:
             self.turns[self.ready.popleft()].release()
 
     def _complete(self, group: _Group) -> None:
         calls = [group.calls[member] for member in group.members]
         kind, first = calls[0]
-        if any((each, x.shape, x.dtype) != (kind, first.shape, first.dtype) for each, x in calls):
-            said = "; ".join(group.call(member) for member in group.members)
+        if any((other, x.shape, x.dtype) != (kind, first.shape, first.dtype) for other, x in calls):
+            text = "; ".join(group.call(member) for member in group.members)
             for member in group.members:
-                self._answer(group, member, Mismatch(f"ranks must call the same: {said}"))
+                self._answer(group, member, Mismatch(f"ranks must call the same: {text}"))
             return
         for member, result in zip(group.members, _results(kind, [x for _, x in calls]), strict=True):
             self._answer(group, member, result)

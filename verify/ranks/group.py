@@ -162,8 +162,8 @@ class Group:
         except WorkerLost as lost:
             if lost.how == "closed":
                 raise
-            said = [line for line in lost.tail.splitlines() if line.strip()]
-            raise _not_started(lost.detail + (f": {said[-1].strip()[:200]}" if said and lost.how == "crashed" else "")) from None
+            lines = [line for line in lost.tail.splitlines() if line.strip()]
+            raise _not_started(lost.detail + (f": {lines[-1].strip()[:200]}" if lines and lost.how == "crashed" else "")) from None
         for rank, answer in answers.items():
             if answer:
                 raise _not_started(f"rank {rank}: {answer.get('error') or answer.get('reason')}")
@@ -201,7 +201,7 @@ class Group:
             if not silent or now < min(end, look):
                 continue
             before, wrote = places, interrogate(list(silent.values()))
-            places = {rank: Standing.of(each) for rank, each in zip(silent, wrote, strict=True)}
+            places = {rank: Standing.of(text) for rank, text in zip(silent, wrote, strict=True)}
             wait = all(place.collective or (place == before.get(rank) and not place.oracle) for rank, place in places.items())
             if look < math.inf and (wait or now >= min(end, patience)):
                 return answers, waiting(places)
@@ -242,7 +242,7 @@ class RankGroup(Group):
             port = int(listening.getsockname()[1])
             descriptor = listening.detach()
         self._store: Store | None = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
-        seats = [Worker(deadline_s, environment=each, serves=serves) for each in words]
+        seats = [Worker(deadline_s, environment=variables, serves=serves) for variables in words]
         super().__init__(seats, Meeting("127.0.0.1", port, "ranks"), backend, deadline_s)
 
     def __enter__(self) -> "RankGroup":

@@ -27,7 +27,7 @@ def parted(answers: Sequence[Answer]) -> bool:
     """Whether ranks may have left a case at different places. They have not if all went to its end, or if all answers agree."""
     if any("outcomes" in answer for answer in answers):
         lists = [answer.get("outcomes", []) for answer in answers]
-        return len({len(one) for one in lists}) > 1 or any(parted(each) for each in zip(*lists, strict=True))
+        return len({len(one) for one in lists}) > 1 or any(parted(run_answers) for run_answers in zip(*lists, strict=True))
 
     def said(answer: Answer) -> Any:
         return [answer.get(key) for key in ("error", "verdict", "reason", "findings")]
@@ -48,14 +48,14 @@ def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:
         whole = 0 if waited else min(map(len, lists))
         runs = zip(*(one[:whole] for one in lists), strict=True)
         return {
-            "outcomes": [merge(dict(zip(answers, each, strict=True))) for each in runs],
+            "outcomes": [merge(dict(zip(answers, run_answers, strict=True))) for run_answers in runs],
             "spent": any(answer.get("spent") for answer in answers.values()),
         }
     if not any("verdict" in answer for answer in answers.values()):
         if all(answer == first for answer in answers.values()) and not waited:
             return first
-        said = by_rank({rank: str(answer.get("error", answer)) for rank, answer in answers.items()})
-        return {"error": "; ".join([f"ranks disagree: {said}" if len(answers) > 1 else said, *([waited] if waited else [])])}
+        text = by_rank({rank: str(answer.get("error", answer)) for rank, answer in answers.items()})
+        return {"error": "; ".join([f"ranks disagree: {text}" if len(answers) > 1 else text, *([waited] if waited else [])])}
     outcomes = {rank: _outcome(answer) for rank, answer in busy(answers).items()}
     found: dict[str, tuple[Finding, list[int]]] = {}
     for rank, outcome in outcomes.items():
@@ -74,8 +74,8 @@ def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:
         reason = next(iter(reasons.values())) if len(set(reasons.values())) == 1 else by_rank(reasons)
     else:
         verdict = Verdict.UNKNOWN
-        said = by_rank({rank: ": ".join(filter(None, [outcome.verdict, outcome.reason])) for rank, outcome in outcomes.items()})
-        reason = f"ranks disagree: {said}" + (f"; {waited}" if waited else "")
+        text = by_rank({rank: ": ".join(filter(None, [outcome.verdict, outcome.reason])) for rank, outcome in outcomes.items()})
+        reason = f"ranks disagree: {text}" + (f"; {waited}" if waited else "")
     rows = sum(outcome.rows for outcome in outcomes.values())
     if verdict is Verdict.HOLDS and rows == 0:
         verdict, reason = Verdict.BLIND, "nothing to compare: no rank has a row"
@@ -103,9 +103,9 @@ def _outcome(answer: Answer) -> Outcome:
     return Outcome.from_json(answer) if "verdict" in answer else Outcome(Verdict.UNKNOWN, reason=str(answer.get("error", answer)))
 
 
-def by_rank(said: Mapping[int, str], between: str = ": ") -> str:
+def by_rank(texts: Mapping[int, str], between: str = ": ") -> str:
     """The texts of ranks in one line, equal texts together: "ranks 0, 2: holds; rank 1: blind: no rows"."""
     ranks: dict[str, list[int]] = {}
-    for rank, words in said.items():
+    for rank, words in texts.items():
         ranks.setdefault(words, []).append(rank)
     return "; ".join(f"{rank_names(who)}{between}{words}" for words, who in ranks.items())

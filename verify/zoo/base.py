@@ -121,13 +121,13 @@ class Chunkwise(Adapter):
         solved = self.solve(self.corrections(k, beta, decays), k)
         written = self.low(self.dot(solved, self.low(beta.unsqueeze(-1) * v, v)), v)
         erased = self.low(self.dot(solved, self.low(beta.unsqueeze(-1) * grown * k, k)), k)
-        held = self.low(state, k)
-        fresh = self.low(written.float() - self.dot(erased, held), v)
+        low_state = self.low(state, k)
+        fresh = self.low(written.float() - self.dot(erased, low_state), v)
         scores = self.low(self.masked(self.dot(q, k.mT) * decays), k)
-        o = scale * (grown * self.dot(q, held) + self.dot(scores, fresh))
+        o = scale * (grown * self.dot(q, low_state) + self.dot(scores, fresh))
         last = self.last(total)
-        kept = self.low((last - total).exp().unsqueeze(-1) * fresh, v)
-        return o, last.exp().unsqueeze(-1) * state + self.dot(k.mT, kept)
+        decayed = self.low((last - total).exp().unsqueeze(-1) * fresh, v)
+        return o, last.exp().unsqueeze(-1) * state + self.dot(k.mT, decayed)
 
 
 class Serving(Adapter):

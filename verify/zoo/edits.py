@@ -112,9 +112,9 @@ class _Finder:
             self._starts.append(self._starts[-1] + len(line) + 1)
         self._place = (0, 0)  # the line and column of the place that an edit belongs to
         self._stored: list[ast.expr] = []
-        self._widths = self._exchanged([each.arg for each in function.args.args])
-        self._known = [each.arg for each in function.args.args]  # the names assigned so far, in order
-        self._bases = {each.arg for each in function.args.args if each.annotation is None}
+        self._widths = self._exchanged([argument.arg for argument in function.args.args])
+        self._known = [argument.arg for argument in function.args.args]  # the names assigned so far, in order
+        self._bases = {argument.arg for argument in function.args.args if argument.annotation is None}
 
     @staticmethod
     def _exchanged(names: list[str]) -> dict[str, str]:
@@ -154,9 +154,9 @@ class _Finder:
             yield self._edit("store", node, "pass")
             yield from self._expression(node.value)
         else:
-            for each in ast.iter_child_nodes(node):
-                if isinstance(each, ast.expr) and not isinstance(getattr(each, "ctx", None), ast.Store):
-                    yield from self._expression(each)
+            for child in ast.iter_child_nodes(node):
+                if isinstance(child, ast.expr) and not isinstance(getattr(child, "ctx", None), ast.Store):
+                    yield from self._expression(child)
             for target in getattr(node, "targets", []):
                 self._bind(target)
 
@@ -181,13 +181,13 @@ class _Finder:
         for field, value in ast.iter_fields(node):
             if isinstance(node, ast.Attribute) or field in ("func", "ctx"):
                 continue
-            for each in value if isinstance(value, list) else [value]:
-                if isinstance(each, ast.keyword) and each.arg in _UNSEEN:
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.keyword) and child.arg in _UNSEEN:
                     continue
-                if _called(node) in _ALONG and isinstance(each, ast.Constant):
+                if _called(node) in _ALONG and isinstance(child, ast.Constant):
                     continue
-                if isinstance(each, ast.AST) and not (isinstance(node, ast.Subscript) and field == "slice"):
-                    yield from self._expression(each)
+                if isinstance(child, ast.AST) and not (isinstance(node, ast.Subscript) and field == "slice"):
+                    yield from self._expression(child)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             yield from self._expression(node.func.value)
 
@@ -245,44 +245,44 @@ class _Finder:
         if name in ("bos", "eos"):
             yield self._edit("index name", node, "eos" if name == "bos" else "bos")
         for prefix, operator in (("i_", "index name"), ("m_", "mask")):
-            if name.startswith(prefix) and (other := self._next(name, lambda each: each.startswith(prefix))):  # noqa: B023
+            if name.startswith(prefix) and (other := self._next(name, lambda candidate: candidate.startswith(prefix))):  # noqa: B023
                 yield self._edit(operator, node, other)
         pattern = re.sub(r"\d+", "#", name)
-        if pattern != name and (other := self._next(name, lambda each: re.sub(r"\d+", "#", each) == pattern)):
+        if pattern != name and (other := self._next(name, lambda candidate: re.sub(r"\d+", "#", candidate) == pattern)):
             yield self._edit("sibling", node, other)
 
     def _next(self, name: str, alike: Callable[[str], bool]) -> str | None:
         """The next name after this one, cyclically, among the assigned names for which `alike` is true; None without another."""
-        names = [each for each in self._known if alike(each)]
+        names = [candidate for candidate in self._known if alike(candidate)]
         return names[(names.index(name) + 1) % len(names)] if name in names and len(names) > 1 else None
 
     def _call(self, node: ast.Call) -> Iterator[Edit]:
-        called, given = _called(node), [self._text(each) for each in node.args]
-        named = {each.arg: each for each in node.keywords}
+        called, texts = _called(node), [self._text(argument) for argument in node.args]
+        named = {keyword.arg: keyword for keyword in node.keywords}
         if called in ("load", "store"):
             self._stored += node.args[1:] if called == "store" else []
             if "mask" in named:
                 yield self._without("mask removed", node, ("mask", "other"))
             if "boundary_check" in named:
                 yield self._without("boundary check", node, ("boundary_check", "padding_option"))
-        if called == "to" and isinstance(node.func, ast.Attribute) and given:
-            operator = "integer cast" if given[0] in ("tl.int32", "tl.int64") else "cast"
+        if called == "to" and isinstance(node.func, ast.Attribute) and texts:
+            operator = "integer cast" if texts[0] in ("tl.int32", "tl.int64") else "cast"
             if node not in self._stored:
                 yield self._edit(operator, node, self._kept(node.func.value))
-            if given[0] == "tl.float32":
+            if texts[0] == "tl.float32":
                 yield self._edit("cast", node.args[0], "tl.bfloat16")
-        if called == "dot" and len(given) >= 2:
+        if called == "dot" and len(texts) >= 2:
             start, end = self._span(node.args[0])[0], self._span(node.args[1])[1]
-            yield Edit("operands", start, end, f"{given[1]}, {given[0]}", *self._place)
-            if len(given) == 3:
+            yield Edit("operands", start, end, f"{texts[1]}, {texts[0]}", *self._place)
+            if len(texts) == 3:
                 yield Edit("accumulator", end, self._span(node.args[2])[1], "", *self._place)
-        if called == "trans" and len(given) == 1:
+        if called == "trans" and len(texts) == 1:
             yield self._edit("transpose", node, self._kept(node.args[0]))
-        if called in ("exp", "exp2") and len(given) == 1:
+        if called in ("exp", "exp2") and len(texts) == 1:
             yield self._edit("exponential", node.func, "tl.exp2" if called == "exp" else "tl.exp")
-        if called == "where" and len(given) == 3:
+        if called == "where" and len(texts) == 3:
             start, end = self._span(node.args[1])[0], self._span(node.args[2])[1]
-            yield Edit("where", start, end, f"{given[2]}, {given[1]}", *self._place)
+            yield Edit("where", start, end, f"{texts[2]}, {texts[1]}", *self._place)
             yield self._edit("where", node, self._kept(node.args[1]))
         if called in ("cumsum", "cumprod"):
             if "reverse" in named:
@@ -290,19 +290,19 @@ class _Finder:
             else:
                 yield self._edit("reverse", node, f"{self._text(node)[:-1]}, reverse=True)")
         if called in _ALONG:
-            axes = [each.value for each in node.keywords if each.arg == "axis"] + node.args[1:2]
+            axes = [keyword.value for keyword in node.keywords if keyword.arg == "axis"] + node.args[1:2]
             for axis in axes:
                 if isinstance(axis, ast.Constant) and axis.value in (0, 1):
                     yield self._edit("axis", axis, str(1 - axis.value))
-        if isinstance(node.func, ast.Name) and called in ("min", "max") and len(given) == 2:
+        if isinstance(node.func, ast.Name) and called in ("min", "max") and len(texts) == 2:
             yield self._edit("min and max", node.func, "max" if called == "min" else "min")
             yield self._edit("min and max", node, self._kept(node.args[0]))
             yield self._edit("min and max", node, self._kept(node.args[1]))
-        if called == "cdiv" and len(given) == 2:
+        if called == "cdiv" and len(texts) == 2:
             yield self._edit("min and max", node, f"({self._kept(node.args[0])} // {self._kept(node.args[1])})")
-        if called in ("range", "static_range") and given:
-            stop = node.args[0] if len(given) == 1 else node.args[1]
-            step = node.args[2] if len(given) == 3 else None
+        if called in ("range", "static_range") and texts:
+            stop = node.args[0] if len(texts) == 1 else node.args[1]
+            step = node.args[2] if len(texts) == 3 else None
             back = isinstance(step, ast.UnaryOp)
             yield self._edit("loop bound", stop, f"{self._kept(stop)} {'+' if back else '-'} 1")
 
@@ -336,8 +336,8 @@ class _Finder:
 
     def _without(self, operator: str, node: ast.Call, names: tuple[str, ...]) -> Edit:
         """An edit that removes some named arguments of a call."""
-        parts = [self._text(each) for each in node.args]
-        parts += [f"{each.arg}={self._text(each.value)}" for each in node.keywords if each.arg not in names]
+        parts = [self._text(argument) for argument in node.args]
+        parts += [f"{keyword.arg}={self._text(keyword.value)}" for keyword in node.keywords if keyword.arg not in names]
         return self._edit(operator, node, f"{self._text(node.func)}({', '.join(parts)})")
 
 

@@ -39,30 +39,30 @@ def _wrapped(text: str, first: str = "    ", rest: str = "    ") -> list[str]:
 def lines(hunt: Hunt) -> list[str]:
     """The lines of the whole table. Survivors come last and are repeated in the summary."""
     order = {"killed": 0, "not asked": 1, "SURVIVES": 2}
-    said = [f"{'animal':<28} cl rows       first kill           laws that kill it, and in which case"]
+    output = [f"{'animal':<28} cl rows       first kill           laws that kill it, and in which case"]
     for fate in sorted(hunt.fates, key=lambda fate: order[fate.verdict]):
-        said += fate_lines(fate)
-    return [*said, "", *summary_lines(hunt)]
+        output += fate_lines(fate)
+    return [*output, "", *summary_lines(hunt)]
 
 
 def summary_lines(hunt: Hunt) -> list[str]:
     """The summary of a hunt. False alarms and survivors come last, where they are not overlooked."""
     told = summary(hunt)
     median = f"; median {told.median_cases:g} cases to the kill" if told.median_cases is not None else ""
-    said = [f"{told.animals} animals: {told.killed} killed, {told.alive} alive{median}; {told.runs} runs in {told.wall_s:.0f} s"]
+    output = [f"{told.animals} animals: {told.killed} killed, {told.alive} alive{median}; {told.runs} runs in {told.wall_s:.0f} s"]
     if told.not_asked:
-        said.append(f"{told.not_asked} not asked")
+        output.append(f"{told.not_asked} not asked")
     for book in dict.fromkeys(name.partition("/")[0] for name in told.kills_of_law):
         kills = {name.partition("/")[2]: kills for name, kills in told.kills_of_law.items() if name.startswith(f"{book}/")}
         words = ", ".join(f"{name} {number}" for name, number in kills.items() if number)
         idle = ", ".join(name for name, number in kills.items() if not number)
-        said += _wrapped(f"kills of {book}: {words or 'none'}" + (f"; none by {idle}" if idle else ""), "", "  ")
+        output += _wrapped(f"kills of {book}: {words or 'none'}" + (f"; none by {idle}" if idle else ""), "", "  ")
     twins = " ".join(map(str, told.twins)) or "none"
-    said += _wrapped(f"incidents with a twin, {len(told.twins)} of {len(INCIDENTS)} rows: {twins}", "", "  ")
-    said += _wrapped(f"incidents without: {' '.join(map(str, told.without)) or 'none'}", "", "  ")
-    said += _alarms(hunt)
-    said += [f"SURVIVES  {fate.animal.spec}: {fate.animal.story}" for fate in hunt.fates if fate.verdict == "SURVIVES"]
-    return said
+    output += _wrapped(f"incidents with a twin, {len(told.twins)} of {len(INCIDENTS)} rows: {twins}", "", "  ")
+    output += _wrapped(f"incidents without: {' '.join(map(str, told.without)) or 'none'}", "", "  ")
+    output += _alarms(hunt)
+    output += [f"SURVIVES  {fate.animal.spec}: {fate.animal.story}" for fate in hunt.fates if fate.verdict == "SURVIVES"]
+    return output
 
 
 def _alarms(hunt: Hunt) -> list[str]:
@@ -78,14 +78,14 @@ def rule_lines(hunt: Hunt, trials: Sequence[Trial]) -> list[str]:
         if fate.animal.name in named
     ]
     header = ("animal", "ours", *(trial.suite for trial in trials))
-    said = [*text_table(header, rows, right=range(2, len(header))), ""]
+    output = [*text_table(header, rows, right=range(2, len(header))), ""]
     for trial in trials:
-        said.append(f"{trial.suite}: {_verdict(trial)} · {trial.story}")
+        output.append(f"{trial.suite}: {_verdict(trial)} · {trial.story}")
         for name, number in trial.killed_at.items():
             if number is None and len(trials) == 1:
                 story = next(fate.animal.story for fate in hunt.fates if fate.animal.name == name)
-                said += _wrapped(f"LIVES  {name}: {story}", "  ", "         ")
-    return said + _alarms(hunt)
+                output += _wrapped(f"LIVES  {name}: {story}", "  ", "         ")
+    return output + _alarms(hunt)
 
 
 def _word(trial: Trial, name: str) -> str:
@@ -98,8 +98,8 @@ def _word(trial: Trial, name: str) -> str:
 def _verdict(trial: Trial) -> str:
     if trial.error:
         return f"FAILED ({trial.error})"
-    said = f"kills {trial.killed} of {len(trial.killed_at)} in {trial.cases} cases, {trial.seconds:.0f} s"
-    return said + (f"; REJECTS RIGHT CODE in {trial.rejects_right}, so its kills say nothing" if trial.rejects_right else "")
+    text = f"kills {trial.killed} of {len(trial.killed_at)} in {trial.cases} cases, {trial.seconds:.0f} s"
+    return text + (f"; REJECTS RIGHT CODE in {trial.rejects_right}, so its kills say nothing" if trial.rejects_right else "")
 
 
 def to_json(hunt: Hunt, trials: Sequence[Trial] = (), *, interrupted: bool = False) -> dict[str, Any]:

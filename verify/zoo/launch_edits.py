@@ -82,7 +82,7 @@ class Launch:
         """Whether the launch, repeated on copies with the present functions, writes other bits or raises."""
         from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
-        memories = [given.clone() for given in self.before]
+        memories = [memory.clone() for memory in self.before]
         arguments = {name: _rebuilt(value, memories) for name, value in self.arguments.items()}
         function = InterpretedFunction.rewritten_fn[self.function]
         try:
@@ -170,8 +170,8 @@ class Watch:
         from triton.runtime.interpreter import InterpretedFunction
 
         known = set(inspect.getfullargspec(executor.fn).args)
-        given = inspect.getcallargs(executor.fn, *args, **{name: value for name, value in kwargs.items() if name in known})
-        arguments, storages = _described(given)
+        values = inspect.getcallargs(executor.fn, *args, **{name: value for name, value in kwargs.items() if name in known})
+        arguments, storages = _described(values)
         before = [_bytes(storage).clone() for storage in storages]
         self._places.clear()
         plain(executor, *args, **kwargs)
@@ -182,7 +182,7 @@ class Watch:
         after = [
             old if torch.equal(old, now := _bytes(storage)) else now.clone() for old, storage in zip(before, storages, strict=True)
         ]
-        function = next(fn for fn, made in InterpretedFunction.rewritten_fn.items() if made is executor.fn)
+        function = next(fn for fn, rewritten in InterpretedFunction.rewritten_fn.items() if rewritten is executor.fn)
         self.launches.append(Launch(function, executor.arg_names, tuple(executor.grid), arguments, before, after, executed))
 
 
@@ -192,8 +192,8 @@ def exchange(kernel: Kernel, edit: Edit) -> None:
 
     rewriter = kernel.function.rewriter
     kernel.function.rewrite()  # sets the rewriter's data about the file
-    made = rewriter._compile_and_exec(rewriter._transform_ast(edit.of(kernel.source)))
-    InterpretedFunction.rewritten_fn[kernel.function.fn] = made
+    rewritten = rewriter._compile_and_exec(rewriter._transform_ast(edit.of(kernel.source)))
+    InterpretedFunction.rewritten_fn[kernel.function.fn] = rewritten
 
 
 def _key(function: Any) -> str | None:
@@ -204,11 +204,11 @@ def _key(function: Any) -> str | None:
     return f"{module.replace('.', '/')}.py:{function.__name__}"
 
 
-def _described(given: dict[str, Any]) -> tuple[dict[str, Any], list[torch.UntypedStorage]]:
+def _described(values: dict[str, Any]) -> tuple[dict[str, Any], list[torch.UntypedStorage]]:
     """The arguments, with each tensor as a place in a memory, and the list of memories. Tensors may share a memory."""
     storages: dict[int, tuple[int, torch.UntypedStorage]] = {}
-    arguments = dict(given)
-    for name, value in given.items():
+    arguments = dict(values)
+    for name, value in values.items():
         if isinstance(value, Tensor):
             storage = value.untyped_storage()
             index, _ = storages.setdefault(storage.data_ptr(), (len(storages), storage))
@@ -235,7 +235,7 @@ class _Marked(ast.NodeVisitor):
         for field in ("body", "orelse"):
             statements = getattr(node, field, None)
             if isinstance(statements, list) and statements and isinstance(statements[0], ast.stmt):
-                marked = [(ast.copy_location(ast.Expr(self._mark(each)), each), each) for each in statements]
+                marked = [(ast.copy_location(ast.Expr(self._mark(statement)), statement), statement) for statement in statements]
                 setattr(node, field, [part for pair in marked for part in pair])
             elif isinstance(node, ast.IfExp) and isinstance(statements, ast.expr):
                 told = self._mark(statements, statements.col_offset)  # returns None, so `or` goes on to the branch

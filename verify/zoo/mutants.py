@@ -248,13 +248,13 @@ class _Child:
         self._heard = time.monotonic()
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
-            said = json.loads(line)
-            if "step" not in said:
-                self._answer = said
+            message = json.loads(line)
+            if "step" not in message:
+                self._answer = message
                 continue
-            self.lost = self.lost and said["at"] == self.at
-            self.fate.differed += said["step"] == "law" and not self.lost
-            self.at, self.step = said["at"], said["step"]
+            self.lost = self.lost and message["at"] == self.at
+            self.fate.differed += message["step"] == "law" and not self.lost
+            self.at, self.step = message["at"], message["step"]
         return bool(data)
 
     def end(self) -> bool:
@@ -290,8 +290,8 @@ class _Child:
 def _serve(pipe: int, child: _Child) -> None:
     """Run in the child process. Never returns."""
 
-    def say(said: dict[str, Any]) -> None:
-        os.write(pipe, (json.dumps(said) + "\n").encode())
+    def say(message: dict[str, Any]) -> None:
+        os.write(pipe, (json.dumps(message) + "\n").encode())
 
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process

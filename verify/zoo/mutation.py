@@ -69,7 +69,7 @@ def discovered(spec: str, adapter: Adapter, seen: Watch) -> list[Mutant]:
     if not kernels:
         raise AdapterError(f"adapter {spec} launches no kernel in Triton's language")
     pairs = [
-        (kernel, edit) for kernel in sorted(kernels, key=lambda each: (each.file, each.first)) for edit in edits(kernel.source)
+        (kernel, edit) for kernel in sorted(kernels, key=lambda entry: (entry.file, entry.first)) for edit in edits(kernel.source)
     ]
     return [Mutant(number, kernel, edit) for number, (kernel, edit) in enumerate(pairs)]
 
@@ -140,16 +140,16 @@ def _column(fate: Fate) -> str:
     return "argued" if fate.state == "survived" and fate.argued else fate.state
 
 
-def table(fates: Sequence[Fate], made: Sequence[Mutant], uncovered: Sequence[Mutant]) -> str:
+def table(fates: Sequence[Fate], all_mutants: Sequence[Mutant], uncovered: Sequence[Mutant]) -> str:
     """A table of the mutants' fates, by kernel and by operator."""
     lines: list[str] = []
-    kernels = list(dict.fromkeys(mutant.kernel.name for mutant in made))
+    kernels = list(dict.fromkeys(mutant.kernel.name for mutant in all_mutants))
     for title, names, name_of in (
         ("kernel", kernels, lambda mutant: mutant.kernel.name),
         ("operator", list(OPERATORS), lambda mutant: mutant.edit.operator),
     ):
         counts = {name: collections.Counter[str]() for name in names}
-        for what, mutants in (("made", made), ("uncovered", uncovered)):
+        for what, mutants in (("made", all_mutants), ("uncovered", uncovered)):
             for mutant in mutants:
                 counts[name_of(mutant)][what] += 1
         for fate in fates:
@@ -203,14 +203,14 @@ def shown(fate: Fate) -> str:
 def left_out(lines: Sequence[str]) -> list[str]:
     """Lines about runs that do not hold on the unedited kernels: how many each known defect explains, and each other run."""
     defects, explained = known_defects.load(), collections.Counter[str]()
-    said = []
+    report = []
     for line in lines:
         known = defects.whatever(Run.parse(line))
         if known is None:
-            said.append(f"left out, it does not hold on the kernels as they are: {line}")
+            report.append(f"left out, it does not hold on the kernels as they are: {line}")
         else:
             explained[known.reason] += 1
-    return said + [f"left out, {count} cases of a known defect: {reason}" for reason, count in explained.items()]
+    return report + [f"left out, {count} cases of a known defect: {reason}" for reason, count in explained.items()]
 
 
 def mutate(
@@ -250,22 +250,23 @@ def mutate(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of the kernels do not matter here
         seen = watch()
-        made = discovered(spec, adapter, seen)
-        uncovered = [mutant for mutant in made if mutant.place not in seen.executed]
+        mutants = discovered(spec, adapter, seen)
+        uncovered = [mutant for mutant in mutants if mutant.place not in seen.executed]
         if listing:
-            for mutant in made:
+            for mutant in mutants:
                 _print(f"{mutant.id} {mutant}" + ("" if mutant.place in seen.executed else "  (no call runs it)"))
             return 0
-        covered = [mutant for mutant in made if mutant.place in seen.executed]
-        chosen = _chosen(made, ids) if ids else [mutant for mutant in covered if grep is None or re.search(grep, str(mutant))]
+        covered = [mutant for mutant in mutants if mutant.place in seen.executed]
+        chosen = _chosen(mutants, ids) if ids else [mutant for mutant in covered if grep is None or re.search(grep, str(mutant))]
         if not chosen:
             raise ValueError(f"grep must match what --list prints of a mutant, got {grep!r}")
         chosen = chosen if sample is None else sampled(chosen, sample, seed)
         runs = agenda(spec, adapter.domain, profile)
         _print(f"{spec}  {versions(adapter)}  profile {profile.name}, {len(runs)} cases")
-        kernels = len({mutant.kernel.key for mutant in made})
+        kernels = len({mutant.kernel.key for mutant in mutants})
         _print(
-            f"{len(made)} mutants of {kernels} kernels, {len(uncovered)} of them where no call comes; {len(chosen)} are asked about"
+            f"{len(mutants)} mutants of {kernels} kernels, {len(uncovered)} of them where no call comes; "
+            f"{len(chosen)} are asked about"
         )
         fates = [Fate(mutant) for mutant in chosen]
         hunt, interrupted = Hunt(seen, runs, workers, deadline_s, _progress()), False
@@ -274,7 +275,7 @@ def mutate(
         except KeyboardInterrupt:
             interrupted = True
     argue(fates)
-    _print(f"\n{table(fates, made, uncovered)}")
+    _print(f"\n{table(fates, mutants, uncovered)}")
     for fate in fates:
         if fate.state in ("survived", "undecided") or (fate.state == "killed" and fate.argued):
             _print(shown(fate))
@@ -283,20 +284,20 @@ def mutate(
     _print(f"{'interrupted: ' if interrupted else ''}{summary(fates)}; {time.monotonic() - start:.0f} s")
     if json_to:
         data = [fate.to_json() for fate in (*fates, *(Fate(mutant, "uncovered") for mutant in uncovered))]
-        _write(json_to, "".join(json.dumps(each) + "\n" for each in data))
+        _write(json_to, "".join(json.dumps(entry) + "\n" for entry in data))
     if interrupted:
         return 130
     return int(any(_column(fate) not in ("killed", "argued") or (fate.state == "killed" and fate.argued) for fate in fates))
 
 
-def _chosen(made: Sequence[Mutant], ids: Sequence[str]) -> list[Mutant]:
-    known = {mutant.id: mutant for mutant in made}
-    for each in ids:
-        if each not in known:
+def _chosen(mutants: Sequence[Mutant], ids: Sequence[str]) -> list[Mutant]:
+    known = {mutant.id: mutant for mutant in mutants}
+    for mutant_id in ids:
+        if mutant_id not in known:
             raise ValueError(
-                f"id must be one that --list prints for the installed source, such as {next(iter(known))}, got {each!r}"
+                f"id must be one that --list prints for the installed source, such as {next(iter(known))}, got {mutant_id!r}"
             )
-    return [known[each] for each in dict.fromkeys(ids)]
+    return [known[key] for key in dict.fromkeys(ids)]
 
 
 def _write(place: str, text: str) -> None:

@@ -43,7 +43,7 @@ def matrices(data: dict[str, Any]) -> list[dict[str, Any]]:
 
     A cell has a state, a text, a shade from 1 (killed by the first case) down to 0, and a title.
     """
-    made = []
+    result = []
     for book, laws in data["laws"].items():
         animals = [animal for animal in data["animals"] if animal["book"] == book]
         asked = {cell["law"] for animal in animals for cell in animal["laws"]}
@@ -52,8 +52,8 @@ def matrices(data: dict[str, Any]) -> list[dict[str, Any]]:
             {"animal": animal, "cells": [_cell(next(c for c in animal["laws"] if c["law"] == law["name"])) for law in columns]}
             for animal in animals
         ]
-        made.append({"book": book, "columns": columns, "rows": rows})
-    return made
+        result.append({"book": book, "columns": columns, "rows": rows})
+    return result
 
 
 def _cell(cell: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def shade(number: int) -> float:
 
 def rules(data: dict[str, Any]) -> list[dict[str, Any]]:
     """A row for each animal that suites judged, with a cell for each suite."""
-    made = []
+    rows = []
     for animal in data["animals"]:
         if any(animal["name"] in suite["killed_at"] for suite in data["suites"]):
             cells = []
@@ -84,20 +84,20 @@ def rules(data: dict[str, Any]) -> list[dict[str, Any]]:
                 state = "alive" if not number else "void" if suite["rejects_right"] else "killed"
                 dark = shade(number) if state == "killed" else 0.0
                 cells.append({"state": state, "text": str(number or "lives"), "shade": dark, "title": title})
-            made.append({"animal": animal, "cells": cells})
-    return made
+            rows.append({"animal": animal, "cells": cells})
+    return rows
 
 
 def plots(data: dict[str, Any]) -> dict[str, str]:
     """The plots by title, as SVG for the page: cases until the kill, laws that kill an animal, and kills of each law."""
     first = [cells[0] for animal in data["animals"] if (cells := sorted(_numbers(animal)))]
     every = [number for animal in data["animals"] for number in _numbers(animal)]
-    made = {}
+    images = {}
     if first:
-        made["Cases to the first kill, and to every kill"] = _cumulative(first, every)
-        made["Laws that kill an animal"] = _histogram(collections.Counter(len(_numbers(animal)) for animal in data["animals"]))
-        made["Kills by law"] = _bars(data["summary"]["kills_of_law"])
-    return made
+        images["Cases to the first kill, and to every kill"] = _cumulative(first, every)
+        images["Laws that kill an animal"] = _histogram(collections.Counter(len(_numbers(animal)) for animal in data["animals"]))
+        images["Kills by law"] = _bars(data["summary"]["kills_of_law"])
+    return images
 
 
 def _numbers(animal: dict[str, Any]) -> list[int]:

@@ -89,7 +89,7 @@ class FlaLocal(Suite):
                    "cu_seqlens": torch.tensor(offsets), "cotangents": cotangents}  # fmt: skip
 
     def accepts(self, got: Results, reference: Results, inputs: Inputs) -> bool:
-        return all(self.close(got[name], each, self.ratios.get(name, self.ratio)) for name, each in reference.items())
+        return all(self.close(got[name], want, self.ratios.get(name, self.ratio)) for name, want in reference.items())
 
     def close(self, got: Tensor, reference: Tensor, ratio: float) -> bool:
         if float((got.double() - reference).abs().max()) <= 1e-6:
@@ -118,24 +118,24 @@ class Flashinfer(Suite):
 
     def cases(self) -> Iterator[Made]:
         lengths = ([64], [128], [256], [256, 256], [31], [61], [121], [251], [31, 63, 93, 123, 150])
-        for number, (each, dtype) in enumerate(itertools.product(lengths, (torch.float16, torch.bfloat16))):
+        for number, (sizes, dtype) in enumerate(itertools.product(lengths, (torch.float16, torch.bfloat16))):
             h, hv = ((1, 1), (1, 2), (2, 4))[number % 3]
             scale = (None, 1.0)[number % 2]
-            draw, t, d = _Draws(0), sum(each), 128
+            draw, t, d = _Draws(0), sum(sizes), 128
             q, k, v = (self.uniform(draw, t, heads, d).to(dtype) for heads in (h, h, hv))
             yield {"q": q, "k": normalize(k, dim=-1), "v": v, "g": draw.rand(1, t, hv).log(), "beta": draw.rand(1, t, hv),
-                   "cu_seqlens": _offsets(each), "scale": scale}  # fmt: skip
+                   "cu_seqlens": _offsets(sizes), "scale": scale}  # fmt: skip
         # Gates near 1, because a kernel was found to read a block's decay at the wrong token.
-        each, draw = [64, 111, 192], _Draws(0)
-        q, k, v = (self.uniform(draw, sum(each), 1, 128).half() for _ in range(3))
-        decay, beta = (0.99 + 0.01 * draw.rand(1, sum(each), 1) for _ in range(2))
+        sizes, draw = [64, 111, 192], _Draws(0)
+        q, k, v = (self.uniform(draw, sum(sizes), 1, 128).half() for _ in range(3))
+        decay, beta = (0.99 + 0.01 * draw.rand(1, sum(sizes), 1) for _ in range(2))
         yield {
             "q": q,
             "k": normalize(k, dim=-1),
             "v": v,
             "g": decay.log(),
             "beta": beta,
-            "cu_seqlens": _offsets(each),
+            "cu_seqlens": _offsets(sizes),
             "scale": 1.0,
         }
 
@@ -159,14 +159,14 @@ class FlashinferBench(Suite):
     def cases(self) -> Iterator[Made]:
         lengths = [[t] * b for b, t in itertools.product((1, 2, 4), (16, 64, 128))] + [[32, 32], [16, 32, 8, 64]]
         h, hv, d = 4, 8, 128
-        for each in lengths:
-            draw, t = _Draws(0), sum(each)
+        for sizes in lengths:
+            draw, t = _Draws(0), sum(sizes)
             q, k, v = (draw.randn(1, t, heads, d).bfloat16() for heads in (h, h, hv))
             a_log, dt_bias = 0.1 * draw.randn(hv), 0.1 * draw.randn(hv)
             a, b = (draw.randn(1, t, hv).bfloat16().float() for _ in range(2))
-            state = 0.1 * draw.randn(len(each), hv, d, d) if each == [32, 32] else None
+            state = 0.1 * draw.randn(len(sizes), hv, d, d) if sizes == [32, 32] else None
             yield {"q": q, "k": normalize(k, dim=-1), "v": v, "g": -a_log.exp() * softplus(a + dt_bias), "beta": b.sigmoid(),
-                   "state": state, "cu_seqlens": _offsets(each)}  # fmt: skip
+                   "state": state, "cu_seqlens": _offsets(sizes)}  # fmt: skip
 
     def accepts(self, got: Results, reference: Results, inputs: Inputs) -> bool:
         return all(finite(got[name]) and not self.over(got[name], reference[name]) for name in reference)
@@ -204,7 +204,7 @@ class TransformerEngine(Suite):
     ) -> Made:
         """A packed call with two heads; `state` scales its initial states."""
         draw, t, h, n = _Draws(1234), sum(lengths), 2, len(lengths)
-        made: Made = {
+        case: Made = {
             "q": draw.randn(1, t, h, k).to(dtype),
             "k": normalize(draw.randn(1, t, h, k), dim=-1).to(dtype),
             "v": draw.randn(1, t, h, v).to(dtype),
@@ -214,15 +214,15 @@ class TransformerEngine(Suite):
             "qk_norm": qk_norm,
         }
         if state:
-            made["state"] = state * draw.randn(n, h, k, v)
+            case["state"] = state * draw.randn(n, h, k, v)
         if backward:
-            made["cotangents"] = {"o": draw.randn(1, t, h, v).to(dtype), "final_state": draw.randn(n, h, k, v)}
-        return made
+            case["cotangents"] = {"o": draw.randn(1, t, h, v).to(dtype), "final_state": draw.randn(n, h, k, v)}
+        return case
 
     def accepts(self, got: Results, reference: Results, inputs: Inputs) -> bool:
         forward, backward = self.tolerances[inputs.q.dtype]
-        for name, each in reference.items():
-            ratio = _rms_ratio(got[name], each, 1e-12)
+        for name, want in reference.items():
+            ratio = _rms_ratio(got[name], want, 1e-12)
             if not ratio < (backward if name.startswith("d") else forward):
                 return False
         return True
@@ -237,7 +237,7 @@ class Transformers(Suite):
         shapes = [(t, 3, 3, started) for t, started in itertools.product((3, 12, 13), (False, True))] + [(13, 2, 6, True)]
         for t, h, hv, started in shapes:
             draw, b, k, v = _Draws(0), 2, 8, 16
-            made: Made = {
+            case: Made = {
                 "q": draw.randn(b, t, h, k),
                 "k": draw.randn(b, t, h, k),
                 "v": draw.randn(b, t, hv, v),
@@ -245,7 +245,7 @@ class Transformers(Suite):
                 "beta": draw.rand(b, t, hv),
                 "qk_norm": True,
             }
-            yield made | ({"state": draw.randn(b, hv, k, v)} if started else {})
+            yield case | ({"state": draw.randn(b, hv, k, v)} if started else {})
 
     def accepts(self, got: Results, reference: Results, inputs: Inputs) -> bool:
         for name in reference:

@@ -63,16 +63,16 @@ class Suite(abc.ABC):
 
 def call(case: Mapping[str, Any]) -> tuple[Inputs, Cotangents]:
     """The inputs and cotangents of a case. ValueError names an argument that is unknown, missing or illegal."""
-    given = dict(case)
-    cotangents: Cotangents = given.pop("cotangents", None)
+    arguments = dict(case)
+    cotangents: Cotangents = arguments.pop("cotangents", None)
     known = [*(port.name for port in SPEC.inputs), *OWN]
-    for name in given:
+    for name in arguments:
         if name not in known:
             raise ValueError(f"a case must have {', '.join(dict.fromkeys(known))} or cotangents, got {name!r}")
     for name in ("q", "k", "v", "g", "beta"):
-        if not isinstance(given.get(name), Tensor):
-            raise ValueError(f"{name} of a case must be a tensor, got {type(given.get(name)).__name__}")  # noqa: TRY004 - one error for all
-    inputs = Inputs(**{**OWN, **given})
+        if not isinstance(arguments.get(name), Tensor):
+            raise ValueError(f"{name} of a case must be a tensor, got {type(arguments.get(name)).__name__}")  # noqa: TRY004 - one error for all
+    inputs = Inputs(**{**OWN, **arguments})
     SPEC.check(inputs)
     if cotangents is not None:
         wanted = ["o", "final_state"] if inputs.output_final_state else ["o"]

@@ -54,9 +54,9 @@ def load(spec: str) -> Suite:
         sys.path.insert(0, str(path.parent))
     try:
         found.loader.exec_module(module)
-        made = getattr(module, name, None)
-        if isinstance(made, type) and issubclass(made, Suite):
-            return made()
+        kind = getattr(module, name, None)
+        if isinstance(kind, type) and issubclass(kind, Suite):
+            return kind()
     except Exception as error:
         raise ValueError(f"--rule {spec}: {type(error).__name__}: {error}") from error
     names = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Suite)]
@@ -76,7 +76,7 @@ def _reference(spec: str, index: int) -> Results:
     suite, cases = _cases(spec)
     inputs, cotangents = cases[index]
     reference = suite.reference(inputs, cotangents)
-    return {name: each for name, each in reference.items() if name != "final_state" or inputs.output_final_state}
+    return {name: value for name, value in reference.items() if name != "final_state" or inputs.output_final_state}
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
@@ -210,11 +210,11 @@ class Trials:
 
     def _try(self, trial: Trial, worker: Worker) -> None:
         start = time.monotonic()
-        said = worker.ask({"suite": trial.suite})
-        if "error" in said:
-            trial.error = said["error"]
+        reply = worker.ask({"suite": trial.suite})
+        if "error" in reply:
+            trial.error = reply["error"]
             return
-        trial.cases = said["cases"]
+        trial.cases = reply["cases"]
         if not trial.cases:
             trial.error = "it has no cases"
             return
@@ -226,17 +226,17 @@ class Trials:
                 if trial.killed_at.get(name) is not None or (name == RIGHT and trial.rejects_right):
                     continue
                 try:
-                    said = worker.ask({"suite": trial.suite, "animal": spec, "case": index})
+                    reply = worker.ask({"suite": trial.suite, "animal": spec, "case": index})
                 except WorkerLost as lost:
-                    said = {"accepted": False, "what": f"call: {lost.how}: {lost.detail}"}
-                if "error" in said:
-                    trial.error = f"case {index + 1}: {said['error']}"
+                    reply = {"accepted": False, "what": f"call: {lost.how}: {lost.detail}"}
+                if "error" in reply:
+                    trial.error = f"case {index + 1}: {reply['error']}"
                     return
-                if not said["accepted"]:
+                if not reply["accepted"]:
                     if name == RIGHT:
-                        trial.rejects_right = f"case {index + 1}" + (f": {said['what']}" if said["what"] else "")
+                        trial.rejects_right = f"case {index + 1}" + (f": {reply['what']}" if reply["what"] else "")
                     else:
-                        trial.killed_at[name], trial.what[name] = index + 1, said["what"]
+                        trial.killed_at[name], trial.what[name] = index + 1, reply["what"]
             trial.seconds = time.monotonic() - start
             self.on_case(trial.suite, index + 1, trial.cases)
 

@@ -119,7 +119,7 @@ class SectionsOfOneHead(Layered):
     def sections(self, x: Inputs, projected: Tensor) -> dict[str, Tensor]:
         layer, widths = x.layer, x.layer.sections
         grouped = projected.unflatten(-1, (layer.heads, -1)).split([width // layer.heads for width in widths.values()], -1)
-        return {name: each.flatten(-2) for name, each in zip(widths, grouped, strict=True)}
+        return {name: section.flatten(-2) for name, section in zip(widths, grouped, strict=True)}
 
 
 class DropsConvBias(Layered):

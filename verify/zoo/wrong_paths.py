@@ -46,11 +46,11 @@ class RankOrder(Mutant):
     def move(self, x: Tensor, lengths: Lengths, sections: Sequence[int], to: str, place: Place, choices: Choices) -> Tensor:
         cp = place.cp.size
         if to == "heads":
-            blocks = torch.cat([part for each in x.split(list(sections), -1) for part in each.chunk(cp, -1)], -1)
+            blocks = torch.cat([part for section in x.split(list(sections), -1) for part in section.chunk(cp, -1)], -1)
             parts = blocks.split([width // cp for width in sections for _ in range(cp)], -1)
             return exchange(place.cp, torch.cat([torch.cat(parts[rank::cp], -1) for rank in range(cp)]))
         received = exchange(place.cp, x).chunk(cp)
-        slices = [each.split([width // cp for width in sections], -1) for each in received]
+        slices = [block.split([width // cp for width in sections], -1) for block in received]
         return torch.cat([torch.cat(parts, -1) for parts in zip(*slices, strict=True)], -1)
 
 
@@ -209,7 +209,7 @@ class FusedOneByOne(Mutant):
         def forward(self, hidden: Tensor, *offsets: Any) -> Tensor:
             def sections(comm: Any, x: Tensor, lengths: Any, widths: Sequence[int], *, fused: bool) -> Tensor:
                 parts = x.split(list(widths), -1)
-                return torch.cat([cp_to_hp(comm, each, lengths, [each.shape[-1]], fused=fused) for each in parts], -1)
+                return torch.cat([cp_to_hp(comm, part, lengths, [part.shape[-1]], fused=fused) for part in parts], -1)
 
             layer.cp_to_hp = sections
             try:
@@ -226,7 +226,11 @@ class TakesHalfPieces(Mutant):
     def run(self, x: Inputs, place: Place) -> Tensor:
         cp = place.cp.size
         lengths = [] if x.cu_seqlens is None else x.cu_seqlens.diff().tolist()
-        if min(lengths, default=-1) >= 0 and any(each % (2 * cp) for each in lengths) and not any(each % cp for each in lengths):
+        if (
+            min(lengths, default=-1) >= 0
+            and any(length % (2 * cp) for length in lengths)
+            and not any(length % cp for length in lengths)
+        ):
             twice: Tensor = 2 * x.hidden
             return twice
         return super().run(x, place)
@@ -261,8 +265,8 @@ class EvenRows(Mutant):
     incident = (14, 16)
 
     def shards(self, whole: dict[str, Tensor], layer: Layer, rank: Rank) -> dict[str, Tensor]:
-        held = super().shards(whole, layer, rank)
-        return held | {"in_proj.weight": whole["in_proj.weight"].tensor_split(rank.mesh.tp)[rank.tp]}
+        shards = super().shards(whole, layer, rank)
+        return shards | {"in_proj.weight": whole["in_proj.weight"].tensor_split(rank.mesh.tp)[rank.tp]}
 
 
 class SumsInAnyOrder(Mutant):

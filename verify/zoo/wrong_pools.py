@@ -81,8 +81,8 @@ class KeepsOneLess(Serving):
     incident = (21,)
 
     def kept(self, x: Inputs, request: int, tokens: int) -> int:
-        kept = super().kept(x, request, tokens)
-        return kept - 1 if 1 < kept < tokens else kept
+        count = super().kept(x, request, tokens)
+        return count - 1 if 1 < count < tokens else count
 
 
 class RejectedDraftsStay(Serving):
@@ -108,8 +108,8 @@ class CheckpointHalved(Serving):
     incident = (23,)
 
     def kept(self, x: Inputs, request: int, tokens: int) -> int:
-        kept = super().kept(x, request, tokens)
-        return kept // 2 if kept >= 64 else kept
+        count = super().kept(x, request, tokens)
+        return count // 2 if count >= 64 else count
 
 
 class PaddingIsLast(Serving):

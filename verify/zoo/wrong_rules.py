@@ -409,12 +409,12 @@ class EachAlone(Chunkwise):
             ends = []
             for head in range(x.q.shape[2]):
                 keys, values = slice(head, head + 1), slice(head * group, (head + 1) * group)
-                own = {
+                tensors = {
                     name: x[name].flatten(0, 1)[start:end, keys if name in ("q", "k") else values].clone().unsqueeze(0)
                     for name in ("q", "k", "v", "g", "beta")
                 }
                 state = None if x.state is None else x.state[row : row + 1, values].clone()
-                part, after = super().run(x.replaced(**own, state=state, cu_seqlens=None, output_final_state=True))
+                part, after = super().run(x.replaced(**tensors, state=state, cu_seqlens=None, output_final_state=True))
                 o.flatten(0, 1)[start:end, values] = part[0]
                 assert after is not None
                 ends.append(after[0])
