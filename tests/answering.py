@@ -22,8 +22,8 @@ class Answering:
     def ask(self, question: Question, deadline_s: float | None = None) -> dict[str, Any]:
         if isinstance(question, Describe):
             domain = self.domain
-            said = Description("rules", domain.to_json(), "chunkwise", "ieee", "none 1.0", "")
-            return said.to_json()
+            description = Description("rules", domain.to_json(), "chunkwise", "ieee", "none 1.0", "")
+            return description.to_json()
         if isinstance(question, RunMany):
             return {"outcomes": []}  # each is to be asked alone
         assert isinstance(question, RunOne)

@@ -75,7 +75,7 @@ class Done:
     def cases(self) -> int:
         """How many cases held: of a check's laws, or of the rates that benchmarks/distributed.py measured."""
         measured = [
-            each["cases"] for report in self.reports for each in report.values() if isinstance(each, dict) and "cases" in each
+            entry["cases"] for report in self.reports for entry in report.values() if isinstance(entry, dict) and "cases" in entry
         ]
         return sum(measured) + sum(report["counts"].get("holds", 0) for report in self.reports if "counts" in report)
 
@@ -134,10 +134,10 @@ def steady(done: Done) -> list[Row]:
 
 def rates(done: Done) -> list[Row]:
     """Exchanges and whole layers a second, over NCCL."""
-    said = json.loads(done.file.read_text()) if done.file.is_file() else {}
+    report = json.loads(done.file.read_text()) if done.file.is_file() else {}
     rows = []
     for law, what, least in (("exchange", "layout cases a second", LAYOUTS), ("parallel", "layer cases a second", LAYERS)):
-        rate = said.get(law, {}).get("a_second", 0.0)
+        rate = report.get(law, {}).get("a_second", 0.0)
         rows.append(done.row(good=done.code == 0 and rate >= least, figure=f"{rate:.1f}", must=f"{least:.0f}", what=what))
     return rows
 
@@ -152,9 +152,9 @@ def tests(done: Done) -> list[Row]:
             good = item.find("failure") is None and item.find("error") is None
             found.setdefault(item.attrib["name"].partition("[")[0], []).append(good)
     rows = []
-    for name, each in found.items():
+    for name, passes in found.items():
         what = name.removeprefix("test_").replace("_", " ")
-        rows.append(done.row(good=all(each), figure=f"{sum(each)} of {len(each)}", must="all pass", what=what))
+        rows.append(done.row(good=all(passes), figure=f"{sum(passes)} of {len(passes)}", must="all pass", what=what))
     if not rows or (done.code and all(row.verdict == PASSED for row in rows)):
         rows.append(done.row(good=False, figure=f"{len(rows)} rows, code {done.code}", must="all pass"))
     return rows
@@ -333,8 +333,8 @@ def host() -> dict[str, Any]:
         "'cuda': torch.version.cuda, **{name: installed(name) for name in names}}}))"
     )
     done = subprocess.run([PYTHON, "-c", program], cwd=gpu_record.ROOT, capture_output=True, text=True, check=True)
-    said: dict[str, Any] = json.loads(done.stdout)
-    return said
+    description: dict[str, Any] = json.loads(done.stdout)
+    return description
 
 
 def main() -> int:
@@ -398,7 +398,7 @@ def written(record: dict[str, Any], path: pathlib.Path) -> None:
         if before["complete"] and not record["complete"]:
             print(f"{path} keeps the record of a gate with all steps, of the same sources", file=sys.stderr)
             return
-        earlier = [each for each in (before, *before.pop("earlier", [])) if each["cards"] != record["cards"]]
+        earlier = [entry for entry in (before, *before.pop("earlier", [])) if entry["cards"] != record["cards"]]
         record = {**record, "earlier": earlier} if earlier else record
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

@@ -593,7 +593,7 @@ def check_what_cannot_run_together() -> None:
     ):
         launch.one_by_one.clear()
         same(kernel, together=False)
-        assert any(why in each for each in launch.one_by_one), dict(launch.one_by_one)
+        assert any(why in reason for reason in launch.one_by_one), dict(launch.one_by_one)
 
 
 def check_programs_that_wait_for_others_run_one_after_another() -> None:
@@ -768,8 +768,8 @@ def _last_wins(parts: list[tuple[Any, Any]], count: int) -> Any:
     return parts[-1][1]
 
 
-def _shortest_loop(given: list[Any], step: Any) -> Any:
-    turns, counts = ranges(given, step)
+def _shortest_loop(arguments: list[Any], step: Any) -> Any:
+    turns, counts = ranges(arguments, step)
     return (turns, counts) if counts is None else (turns, np.full_like(counts, counts.min()))
 
 

@@ -591,8 +591,8 @@ def check_atomic_add() -> None:
 def memories(*sizes: int) -> list[torch.Tensor]:
     """Tensors of 1, 2, ... that lie side by side, each with a storage of its own, in the middle of memory that nobody else has."""
     ends = [256 + sum(sizes[:count]) for count in range(len(sizes) + 1)]
-    held = np.arange(-255, 257 + sum(sizes), dtype=np.float32)
-    return [torch.from_numpy(held[start:end]) for start, end in itertools.pairwise(ends)]
+    memory = np.arange(-255, 257 + sum(sizes), dtype=np.float32)
+    return [torch.from_numpy(memory[start:end]) for start, end in itertools.pairwise(ends)]
 
 
 def strays(kernel: Any, *args: Any, **options: Any) -> str:

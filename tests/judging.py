@@ -31,17 +31,17 @@ def evaluate(operation: Operation, implementation: Implementation, inputs: Input
         [directions[name] for name in targets],
         materialize_grads=True,
     )
-    result = {name: each.detach() for name, each in outputs.items()}
-    return result | {gradient_name(name): each for name, each in zip(leaves, gradients, strict=True)}
+    result = {name: output.detach() for name, output in outputs.items()}
+    return result | {gradient_name(name): gradient for name, gradient in zip(leaves, gradients, strict=True)}
 
 
 def relative(got: Results, want: Results) -> dict[str, float]:
     """The largest error of each tensor over its largest entry; what is not a number is infinitely far."""
     assert got.keys() == want.keys()
-    assert all(got[name].shape == each.shape for name, each in want.items())
-    filled = {name: each for name, each in want.items() if each.numel()}
-    sizes = {name: float(each.abs().max()) or 1.0 for name, each in filled.items()}
-    errors = {name: float((got[name] - each).abs().max()) / sizes[name] for name, each in filled.items()}
+    assert all(got[name].shape == tensor.shape for name, tensor in want.items())
+    filled = {name: tensor for name, tensor in want.items() if tensor.numel()}
+    sizes = {name: float(tensor.abs().max()) or 1.0 for name, tensor in filled.items()}
+    errors = {name: float((got[name] - tensor).abs().max()) / sizes[name] for name, tensor in filled.items()}
     return {name: error if math.isfinite(error) else math.inf for name, error in errors.items()}
 
 
@@ -69,8 +69,8 @@ def gradcheck(operation: Operation, inputs: Inputs) -> bool:
     names = differentiable(operation, inputs)
 
     def outputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-        given = {name: each.unsqueeze(0) for name, each in zip(names, tensors, strict=True)}
-        return tuple(operation.forward(inputs.replaced(**indices, **given), Arithmetic.exact()).values())
+        values = {name: tensor.unsqueeze(0) for name, tensor in zip(names, tensors, strict=True)}
+        return tuple(operation.forward(inputs.replaced(**indices, **values), Arithmetic.exact()).values())
 
     leaves = [inputs[name].detach().double().clone().requires_grad_() for name in names]
     return torch.autograd.gradcheck(outputs, leaves, fast_mode=True)
@@ -81,7 +81,7 @@ def remainders(operation: Operation, inputs: Inputs, directions: Results) -> lis
 
     def objective(x: Inputs) -> float:
         outputs = truth(operation, x)
-        return float(sum((outputs[name] * each).sum() for name, each in directions.items()))
+        return float(sum((outputs[name] * direction).sum() for name, direction in directions.items()))
 
     generator, start, result = torch.Generator().manual_seed(1), objective(inputs), []
     for _ in range(3):
@@ -89,7 +89,7 @@ def remainders(operation: Operation, inputs: Inputs, directions: Results) -> lis
         for name in differentiable(operation, inputs):
             x = inputs[name].double()
             toward[name] = (torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1) * x.abs().clamp(max=1.0)
-        moved = [inputs.replaced(**{name: inputs[name] + h * each for name, each in toward.items()}) for h in STEPS]
+        moved = [inputs.replaced(**{name: inputs[name] + h * direction for name, direction in toward.items()}) for h in STEPS]
         result.append((toward, [objective(there) - start for there in moved]))
     return result
 
@@ -98,7 +98,7 @@ def taylor_order(found: list[tuple[Results, list[float]]], gradients: Results) -
     """How fast J(x + hd) - J(x) - h <dJ, d> falls with h, summed over the directions: 2 if dJ is the gradient."""
     totals = [0.0, 0.0]
     for toward, differences in found:
-        slope = float(sum((gradients[gradient_name(name)] * each).sum() for name, each in toward.items()))
+        slope = float(sum((gradients[gradient_name(name)] * direction).sum() for name, direction in toward.items()))
         for index, h in enumerate(STEPS):
             totals[index] += abs(differences[index] - h * slope)
     return math.log2(totals[0] / totals[1])

@@ -41,7 +41,7 @@ def assert_killed_alone(name: str, kill: Kill, worker: Worker, folder: pathlib.P
     case = Run.parse(report.run).example.case
     assert len(case.lengths) <= kill.sequences, report.run
     assert max(case.lengths) <= kill.tokens, report.run
-    kept = (store.folder / "findings.jsonl").read_text()
-    assert report.run in kept
-    assert report.first_run in kept
+    findings = (store.folder / "findings.jsonl").read_text()
+    assert report.run in findings
+    assert report.first_run in findings
     return report

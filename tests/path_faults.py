@@ -29,7 +29,7 @@ class NeedsAGpu(GdnLayer):
     """Not a fault: the layer, which refuses to compute elsewhere than on a GPU."""
 
     def run(self, x: Inputs, place: Place) -> Tensor:
-        if not (x.hidden.is_cuda and all(each.is_cuda for each in x.parameters.values())):
+        if not (x.hidden.is_cuda and all(parameter.is_cuda for parameter in x.parameters.values())):
             raise RuntimeError(f"hidden is on {x.hidden.device}")
         return super().run(x, place)
 

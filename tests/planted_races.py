@@ -128,7 +128,7 @@ def with_an_axis_more(name: str) -> Iterator[None]:
 def outcome(line: str) -> tuple[str, str]:
     """The verdict, and the first finding."""
     found = execute(Run.parse(line))
-    return str(found.verdict), " ".join(f"{each.what} ({each.worst})" for each in found.findings[:1]) or found.reason
+    return str(found.verdict), " ".join(f"{finding.what} ({finding.worst})" for finding in found.findings[:1]) or found.reason
 
 
 def difference(spec: str) -> str:

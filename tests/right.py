@@ -66,14 +66,14 @@ class RoundsElsewhere(Chunkwise):
         decays = self.decays(total)
         grown = total.exp().unsqueeze(-1)
         solved = self.solve(self.corrections(k, beta, decays), k)
-        held = self.low(state, k)
-        recalled = self.dot(self.low(grown * k, k), held)
+        low_state = self.low(state, k)
+        recalled = self.dot(self.low(grown * k, k), low_state)
         fresh = self.low(self.dot(solved, self.low(beta.unsqueeze(-1) * (v - recalled), v)), v)
         scores = self.low(self.dot(q, k.mT) * decays, k)
-        o = self.dot(self.low(grown * q, q), held) + self.dot(scores, fresh)
+        o = self.dot(self.low(grown * q, q), low_state) + self.dot(scores, fresh)
         last = self.last(total)
-        kept = self.low((last - total).exp().unsqueeze(-1) * k, k)
-        return o, last.exp().unsqueeze(-1) * state + self.dot(kept.mT, fresh)
+        decayed_keys = self.low((last - total).exp().unsqueeze(-1) * k, k)
+        return o, last.exp().unsqueeze(-1) * state + self.dot(decayed_keys.mT, fresh)
 
 
 class Chunk48(Chunkwise):
@@ -85,13 +85,13 @@ class Chunk48(Chunkwise):
     def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         total = self.cumulative(g)
         decays, last = self.decays(total), self.last(total)
-        grown, left = (self.low(each.exp(), k).float().unsqueeze(-1) for each in (total, last - total))
-        held = self.low(state, k)
-        recalled = self.dot(self.low(grown * k, k), held)
+        grown, left = (self.low(exponent.exp(), k).float().unsqueeze(-1) for exponent in (total, last - total))
+        low_state = self.low(state, k)
+        recalled = self.dot(self.low(grown * k, k), low_state)
         solved = self.solve(self.corrections(k, beta, decays), k)
         fresh = self.low(self.dot(solved, self.low(beta.unsqueeze(-1) * (v - recalled), v)), v)
         scores = self.low(self.masked(self.dot(q, k.mT) * decays), k)
-        o = scale * (self.dot(self.low(grown * q, q), held) + self.dot(scores, fresh))
+        o = scale * (self.dot(self.low(grown * q, q), low_state) + self.dot(scores, fresh))
         return o, last.exp().unsqueeze(-1) * state + self.dot(self.low(left * k, k).mT, fresh)
 
 
@@ -119,8 +119,8 @@ class Tf32Inverse(Chunkwise):
         rows: list[Tensor] = []
         for cut in cuts:
             end = min(cut + 16, a.shape[-1])
-            block, own = a[..., cut:end, cut:end], identity[: end - cut, : end - cut]
-            inverse = torch.linalg.solve_triangular(own + block, own.expand_as(block), upper=False)
+            block, eye = a[..., cut:end, cut:end], identity[: end - cut, : end - cut]
+            inverse = torch.linalg.solve_triangular(eye + block, eye.expand_as(block), upper=False)
             before = torch.zeros_like(a[..., cut:end, :cut])
             if cut:
                 before = -self.product(inverse, self.product(a[..., cut:end, :cut], torch.cat(rows, -2)[..., :cut]))
@@ -230,7 +230,7 @@ class _SumsAgain(torch.autograd.Function):
             dk[:, t] -= ((state + written if after else state) @ dv[:, t].unsqueeze(-1)).squeeze(-1)
             state = state + written
             dq[:, t] = scale * (state @ do[:, t].float().unsqueeze(-1)).squeeze(-1)
-        return *(each.to(q.dtype) for each in (dq, dk, dv, dbeta)), direction, None, None
+        return *(gradient.to(q.dtype) for gradient in (dq, dk, dv, dbeta)), direction, None, None
 
 
 class Gathered(Adapter):

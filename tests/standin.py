@@ -62,9 +62,9 @@ class StandIn(Tensor):
     @staticmethod
     def __new__(cls, inner: Tensor) -> "StandIn":
         layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
-        made: StandIn = Tensor._make_wrapper_subclass(cls, inner.shape, device=_PLACE, **layout)
-        made.inner = inner
-        return made
+        stand_in: StandIn = Tensor._make_wrapper_subclass(cls, inner.shape, device=_PLACE, **layout)
+        stand_in.inner = inner
+        return stand_in
 
     @classmethod
     def __torch_dispatch__(cls, op: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -99,9 +99,9 @@ def test_released_kernels_run_as_the_policy_says(fla_report: dict[str, str], nam
 
 
 def test_wrong_ways_to_decide_are_rejected(report: dict[str, str]) -> None:
-    faults = {name: said for name, said in report.items() if ": " in name}
+    faults = {name: message for name, message in report.items() if ": " in name}
     assert len(faults) >= 12
-    assert not [name for name, said in faults.items() if not said]
+    assert not [name for name, message in faults.items() if not message]
 
 
 def test_draws_are_the_same_in_every_process(report: dict[str, str], fla_report: dict[str, str]) -> None:
@@ -126,7 +126,7 @@ def test_policy_reads_as_documented() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "tune must be native or a number"),
         ("fast", "tune must be native or a number that draws, perhaps with picks after it, got 'fast'"),
@@ -149,8 +149,8 @@ def test_policy_reads_as_documented() -> None:
         ("17,a:B=1,a:B=2", "tune must pick a once, got it 2 times"),
     ],
 )
-def test_wrong_word_is_refused(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_wrong_word_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Policy.parse(text)
 
 
@@ -242,7 +242,7 @@ def ranked(texts: Sequence[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("prefers", "said"),
+    ("prefers", "problem"),
     [
         (lambda texts, tune, kernel: ranked(texts), "a cheap one is never drawn"),
         (lambda texts, tune, kernel: list(texts), "the order of the list matters"),
@@ -254,9 +254,9 @@ def ranked(texts: Sequence[str]) -> list[str]:
         (lambda texts, tune, kernel: preference(texts, tune, "kernel"), "the kernel's name does not matter"),
     ],
 )
-def test_unfair_draws_are_seen(prefers: Prefers, said: str) -> None:
+def test_unfair_draws_are_seen(prefers: Prefers, problem: str) -> None:
     texts = [f"BK={size}:num_warps={warps}:num_stages=2" for size in (16, 32, 64) for warps in (1, 2, 4)]
-    assert unfair(prefers, texts) == said
+    assert unfair(prefers, texts) == problem
 
 
 def test_nothing_is_preferred_of_nothing() -> None:
@@ -268,13 +268,13 @@ Plan = Callable[[Mapping[str, Sequence[str]], int], Iterable[Policy]]
 
 def incomplete(planned: Plan, known: Mapping[str, Sequence[str]], tune: int) -> str:
     """What is wrong with a plan, "" if nothing is."""
-    made = list(planned(known, tune))
-    if len(made) != max(map(len, known.values()), default=0):
+    runs = list(planned(known, tune))
+    if len(runs) != max(map(len, known.values()), default=0):
         return "too few or too many runs"
-    if any(policy.tune != tune for policy in made):
+    if any(policy.tune != tune for policy in runs):
         return "another number draws"
     for kernel, texts in known.items():
-        ran = {policy.picked(kernel) for policy in made} if len(texts) > 1 else set(texts)
+        ran = {policy.picked(kernel) for policy in runs} if len(texts) > 1 else set(texts)
         if ran != set(texts):
             return "some never run"
     return ""
@@ -306,7 +306,7 @@ def drawing(known: Mapping[str, Sequence[str]], tune: int) -> Iterator[Policy]:
 
 
 @pytest.mark.parametrize(
-    ("planned", "said"),
+    ("planned", "problem"),
     [
         (stopping_short, "too few or too many runs"),
         (one_at_a_time, "too few or too many runs"),
@@ -314,9 +314,9 @@ def drawing(known: Mapping[str, Sequence[str]], tune: int) -> Iterator[Policy]:
         (drawing, "another number draws"),
     ],
 )
-def test_incomplete_sweeps_are_seen(planned: Plan, said: str) -> None:
+def test_incomplete_sweeps_are_seen(planned: Plan, problem: str) -> None:
     known = {"a": ("B=1", "B=2", "B=3"), "b": ("C=1", "C=2")}
-    assert incomplete(planned, known, 7) == said
+    assert incomplete(planned, known, 7) == problem
 
 
 def test_other_numbers_meet_in_other_pairs() -> None:
@@ -352,7 +352,7 @@ Narrow = Callable[[Policy, Callable[[Policy], bool]], list[Policy]]
 
 def inexact(narrowed: Narrow, policy: Policy, faults: list[set[tuple[str, str]]]) -> str:
     """What is wrong with what is held at fault, "" if nothing is."""
-    found = [set(each.picks) for each in narrowed(policy, Failing(*faults))]
+    found = [set(culprit.picks) for culprit in narrowed(policy, Failing(*faults))]
     if any(fault not in found for fault in faults):
         return "a fault is missed"
     return "" if len(found) == len(faults) else "too much is at fault"
@@ -373,11 +373,11 @@ def halving(policy: Policy, fails: Callable[[Policy], bool]) -> list[Policy]:
 
 
 def alone(policy: Policy, fails: Callable[[Policy], bool]) -> list[Policy]:
-    return [each for pick in policy.picks if fails(each := Policy(policy.tune, (pick,)))]
+    return [candidate for pick in policy.picks if fails(candidate := Policy(policy.tune, (pick,)))]
 
 
 @pytest.mark.parametrize(
-    ("narrowed", "faults", "said"),
+    ("narrowed", "faults", "problem"),
     [
         (halving, ["b", "d"], "a fault is missed"),
         (halving, [], "too much is at fault"),
@@ -386,9 +386,9 @@ def alone(policy: Policy, fails: Callable[[Policy], bool]) -> list[Policy]:
         (lambda policy, fails: [*alone(policy, fails), policy], ["b"], "too much is at fault"),
     ],
 )
-def test_inexact_narrowing_is_seen(narrowed: Narrow, faults: list[str], said: str) -> None:
+def test_inexact_narrowing_is_seen(narrowed: Narrow, faults: list[str], problem: str) -> None:
     policy = Policy(3, tuple((name, "B=1") for name in "abcd"))
-    assert inexact(narrowed, policy, [{(name, "B=1") for name in fault} for fault in faults]) == said
+    assert inexact(narrowed, policy, [{(name, "B=1") for name in fault} for fault in faults]) == problem
 
 
 def test_narrowing_asks_once_a_pick() -> None:
@@ -404,10 +404,10 @@ def test_what_does_not_fail_again_has_no_fault() -> None:
 def test_base_must_hold() -> None:
     policy = Policy(3, (("a", "B=1"),))
     with pytest.raises(ValueError, match="base must hold, or no pick can be told from it, but 3 fails itself; try another number"):
-        narrow(policy, lambda each: True)
-    assert narrow(policy, lambda each: each.tune == 3 or bool(each.picks), Policy(4)) == [Policy(4, policy.picks)]
+        narrow(policy, lambda candidate: True)
+    assert narrow(policy, lambda candidate: candidate.tune == 3 or bool(candidate.picks), Policy(4)) == [Policy(4, policy.picks)]
     with pytest.raises(ValueError, match="base must be without picks, got 3,a:B=1"):
-        narrow(policy, lambda each: False, policy)
+        narrow(policy, lambda candidate: False, policy)
 
 
 ENTRY: dict[str, Any] = {
@@ -435,8 +435,8 @@ def test_deny_list_survives_its_file(tmp_path_factory: pytest.TempPathFactory, d
     for _ in range(2):
         write_denied(path, denied)
         assert read_denied(path) == sorted(set(denied))
-    assert [each.name for each in path.parent.iterdir()] == [path.name]
-    assert [Denied.from_json(json.loads(json.dumps(each.to_json()))) for each in denied] == denied
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert [Denied.from_json(json.loads(json.dumps(entry.to_json()))) for entry in denied] == denied
 
 
 def test_denied_applies_where_it_was_seen() -> None:
@@ -447,7 +447,7 @@ def test_denied_applies_where_it_was_seen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         ([], r"a denied configuration must be a table of config, error, gpu, kernel, law, run, triton, got '\[\]'"),
         (ENTRY | {"why": "x"}, "must have config, error, gpu, kernel, law, run, triton, got one with an unknown why"),
@@ -462,12 +462,12 @@ def test_denied_applies_where_it_was_seen() -> None:
         (ENTRY | {"run": "cut"}, "a case line is made of name=value words, got 'cut'"),
     ],
 )
-def test_wrong_entry_is_refused(tmp_path: pathlib.Path, data: object, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_wrong_entry_is_refused(tmp_path: pathlib.Path, data: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Denied.from_json(data)
     path = tmp_path / "denied.jsonl"
     path.write_text(f"{json.dumps(ENTRY)}\n\n{json.dumps(data)}\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=f"line 3 of the deny-list: .*{said}"):
+    with pytest.raises(ValueError, match=f"line 3 of the deny-list: .*{message}"):
         read_denied(path)
 
 

@@ -33,18 +33,18 @@ MODES = st.sampled_from(
 
 def looks(case: Case, algorithm: str, products: str, chunk: int | None, first: int) -> list[dict[str, Bound]]:
     """The bounds that are asked for one after the other, but for the finest."""
-    made = [bounds(case.spec, case.inputs(), case.cotangents(), algorithm, products, chunk, first)]
-    while any(each.sure < 1 for each in made[-1].values()):
-        made.append({name: each.finer() for name, each in made[-1].items() if each.finer is not None})
-    return made
+    stages = [bounds(case.spec, case.inputs(), case.cotangents(), algorithm, products, chunk, first)]
+    while any(limit.sure < 1 for limit in stages[-1].values()):
+        stages.append({name: limit.finer() for name, limit in stages[-1].items() if limit.finer is not None})
+    return stages
 
 
 def less_than_sure(fewer: dict[str, Bound], all_of: dict[str, Bound], sure: float | None = None) -> list[str]:
     """The tensors of which all runs allow some row less than fewer runs are sure of."""
     return [
         name
-        for name, each in fewer.items()
-        if not (all_of[name].allowed >= (each.sure if sure is None else sure) * (1 - 1e-6) * each.allowed).all()
+        for name, limit in fewer.items()
+        if not (all_of[name].allowed >= (limit.sure if sure is None else sure) * (1 - 1e-6) * limit.allowed).all()
     ]
 
 
@@ -61,9 +61,9 @@ def test_all_runs_allow_at_least_what_fewer_are_sure_of(
         plain = bounds(case.spec, case.inputs(), case.cotangents(), *mode)
         *fewer, last = looks(case, *mode, first)
     assert len(fewer) == (2 if first == 1 else 1)
-    for each in fewer:
-        assert {limit.sure < 1 for limit in each.values()} == {True}
-        assert less_than_sure(each, last) == []
+    for look in fewer:
+        assert {limit.sure < 1 for limit in look.values()} == {True}
+        assert less_than_sure(look, last) == []
     for name, limit in plain.items():
         assert (limit.sure, last[name].sure) == (1.0, 1.0)
         assert torch.equal(last[name].value, limit.value)
@@ -75,7 +75,7 @@ def test_one_run_or_two_are_sure_of_no_more() -> None:
     lengths = "+".join("1" * 16)  # with no neighbours to pool
     case = Case.parse(f"lengths={lengths} packed=yes key_dim=1 value_dim=1 dtype=bf16 gate=64 state=random seed=2")
     one, two, last = looks(case, "chunkwise", "ieee", 64, 1)
-    assert ({each.sure for each in one.values()}, {each.sure for each in two.values()}) == ({0.5}, {0.5**0.5})
+    assert ({limit.sure for limit in one.values()}, {limit.sure for limit in two.values()}) == ({0.5}, {0.5**0.5})
     for fewer in (one, two):
         assert less_than_sure(fewer, last) == []
         assert less_than_sure(fewer, last, 1.0) != []
@@ -86,7 +86,9 @@ def test_one_run_or_two_are_sure_of_no_more() -> None:
 def test_of_undeclared_chunks_one_size_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case.parse("lengths=40 key_dim=4 value_dim=4 dtype=bf16 gate=64")
     evaluate, seen = bound._evaluate, []
-    monkeypatch.setattr(bound, "_evaluate", lambda *given: seen.append((given[-1].chunk, given[-1].runs)) or evaluate(*given))
+    monkeypatch.setattr(
+        bound, "_evaluate", lambda *arguments: seen.append((arguments[-1].chunk, arguments[-1].runs)) or evaluate(*arguments)
+    )
     one = bounds(case.spec, case.inputs(), None, "chunkwise", first=1)["o"]
     assert seen[1:] == [(64, 1)]
     assert one.finer is not None
@@ -102,36 +104,38 @@ def test_of_undeclared_chunks_one_size_is_looked_at_first(monkeypatch: pytest.Mo
     assert seen[11:] == [(size, runs) for size in bound.CHUNKS for runs in (8, 2)]
     assert (finest := every.finer().finer) is not None
     assert finest().finer is None
-    assert {size: sum(runs for each, runs in seen[11:] if each == size) for size in bound.CHUNKS} == dict.fromkeys(bound.CHUNKS, 40)
+    assert {size: sum(runs for chunk, runs in seen[11:] if chunk == size) for size in bound.CHUNKS} == dict.fromkeys(
+        bound.CHUNKS, 40
+    )
 
 
 @pytest.mark.parametrize("first", [4, 16, 64])
 @pytest.mark.slow_after_first
 def test_a_first_look_of_more_runs_is_the_one_that_fewer_lead_to(first: int) -> None:
     case = Case.parse("lengths=40+3 packed=yes key_dim=4 value_dim=4 dtype=bf16 gate=64")
-    given = case.spec, case.inputs(), case.cotangents(), "chunkwise", "ieee", 16
-    for name, limit in bounds(*given).items():
+    arguments = case.spec, case.inputs(), case.cotangents(), "chunkwise", "ieee", 16
+    for name, limit in bounds(*arguments).items():
         for _ in range((4, 16, 64).index(first)):
             assert limit.finer is not None
             limit = limit.finer()
-        own = bounds(*given, first)[name]
-        assert torch.equal(own.value, limit.value)
-        torch.testing.assert_close(own.allowed, limit.allowed, rtol=1e-12, atol=0)
-        assert (own.sure, own.finer is None) == (1.0, first == 64)
+        look = bounds(*arguments, first)[name]
+        assert torch.equal(look.value, limit.value)
+        torch.testing.assert_close(look.allowed, limit.allowed, rtol=1e-12, atol=0)
+        assert (look.sure, look.finer is None) == (1.0, first == 64)
 
 
-@pytest.mark.parametrize(("power", "own"), [(1, 1.0), (2, 4.0), (3, 16.0), (0, 1.0)])
-def test_what_a_bit_less_amplifies_counts(power: int, own: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("power", "amplification"), [(1, 1.0), (2, 4.0), (3, 16.0), (0, 1.0)])
+def test_what_a_bit_less_amplifies_counts(power: int, amplification: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors that go by a power of a rounding error, and so are of the size of one here and of 2^power in the coarse runs."""
     case, evaluate = Case.parse("lengths=1 key_dim=1 value_dim=1 dtype=bf16"), bound._evaluate
 
-    def errs(*given: Any) -> dict[str, Tensor]:
-        exact, rule = evaluate(*given[:-1], Arithmetic.exact()), given[-1]
+    def errs(*arguments: Any) -> dict[str, Tensor]:
+        exact, rule = evaluate(*arguments[:-1], Arithmetic.exact()), arguments[-1]
         off = 2.0 ** (power * (8 - rule.output)) if rule.rounds else 0.0
         return {name: x.expand(rule.runs, *x.shape[1:]) + off for name, x in exact.items()}
 
     monkeypatch.setattr(bound, "_evaluate", errs)
-    for first, wanted in ((4, 1.0), (16, own), (64, own)):
+    for first, wanted in ((4, 1.0), (16, amplification), (64, amplification)):
         limit = bounds(case.spec, case.inputs(), None, "chunkwise", first=first)["o"]
         torch.testing.assert_close(limit.allowed, torch.full_like(limit.allowed, bound.KAPPA * wanted**0.5))
 
@@ -144,9 +148,9 @@ def test_where_errors_are_amplified_a_right_implementation_is_within_what_many_r
     beta = (2 * torch.sigmoid(dataclasses.replace(case, in_kernel="beta").inputs().b.float())).to(inputs.v.dtype)
     inputs = inputs.replaced(beta=beta, qk_norm=True)
 
-    def worst(given: Inputs) -> float:
+    def worst(actual_inputs: Inputs) -> float:
         """The greatest error over bound, in that head, of an implementation that is given something else."""
-        o, state = right.BackwardSums().run(given)
+        o, state = right.BackwardSums().run(actual_inputs)
         assert state is not None
         limits = bounds(case.spec, inputs, None, "chunkwise", "ieee", 64, 64)
         off = {name: (x.double() - limits[name].value).norm(dim=-1) for name, x in (("o", o), ("final_state", state))}
@@ -171,8 +175,8 @@ def test_after_several_chunks_nothing_is_clear_from_few_runs(monkeypatch: pytest
     case = Case.parse(AMPLIFYING)
     inputs = case.inputs()
 
-    def judged_as(given: Inputs) -> tuple[list[str], float]:
-        o, state = Chunkwise().run(given)
+    def judged_as(actual_inputs: Inputs) -> tuple[list[str], float]:
+        o, state = Chunkwise().run(actual_inputs)
         assert state is not None
         limits = bounds(case.spec, inputs, None, "chunkwise", chunk=64)
         judgement = judge(((name, x, limits[name]) for name, x in (("o", o), ("final_state", state))), lambda *_: "")
@@ -220,7 +224,7 @@ def test_chunks_that_are_no_number_of_tokens_are_refused(chunk: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cotangents", "said"),
+    ("cotangents", "message"),
     [
         ([], "cotangents must be None or tensors by name, got list"),
         ({"o": None}, "cotangent of o must be a tensor, got NoneType"),
@@ -232,21 +236,21 @@ def test_chunks_that_are_no_number_of_tokens_are_refused(chunk: object) -> None:
         ({"o": torch.ones(1, 4, 1, 16).to_sparse()}, "cotangent of o must be a strided tensor, got one that is torch.sparse_coo"),
     ],
 )
-def test_cotangents_that_are_no_numbers_are_refused(cotangents: Any, said: str) -> None:
+def test_cotangents_that_are_no_numbers_are_refused(cotangents: Any, message: str) -> None:
     case = Case.parse("lengths=4")
     for ask in (truth, functools.partial(bounds, algorithm="chunkwise")):
-        with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             ask(case.spec, case.inputs(), cotangents)
 
 
 def test_inputs_of_two_dtypes_are_judged_by_the_coarser_whichever_is_first() -> None:
     case = Case.parse("lengths=20 key_dim=8 value_dim=8")
-    given, coarse = case.inputs(), Case.parse("lengths=20 key_dim=8 value_dim=8 dtype=bf16")
+    inputs, coarse = case.inputs(), Case.parse("lengths=20 key_dim=8 value_dim=8 dtype=bf16")
     want = bounds(case.spec, coarse.inputs(), None, "chunkwise")["o"].allowed.median()
     for name in ("q", "v"):
-        mixed = given.replaced(**{name: given[name].bfloat16()})
+        mixed = inputs.replaced(**{name: inputs[name].bfloat16()})
         assert 0.3 < bounds(case.spec, mixed, None, "chunkwise")["o"].allowed.median() / want < 3
-    assert bounds(case.spec, given, None, "chunkwise")["o"].allowed.median() < want / 100
+    assert bounds(case.spec, inputs, None, "chunkwise")["o"].allowed.median() < want / 100
 
 
 def test_a_first_look_of_all_runs_is_the_plain_one() -> None:
@@ -259,7 +263,7 @@ def test_a_first_look_of_all_runs_is_the_plain_one() -> None:
 # The judge
 
 
-def chain(*given: tuple[float, float]) -> tuple[Bound, list[float]]:
+def chain(*pairs: tuple[float, float]) -> tuple[Bound, list[float]]:
     """A bound of one row of zeros that allows so much and is so sure, whose finer ones are the next; and what was asked for."""
     asked: list[float] = []
 
@@ -272,7 +276,7 @@ def chain(*given: tuple[float, float]) -> tuple[Bound, list[float]]:
 
         return Bound(torch.zeros(1, 1), torch.tensor([allowed]), "", finer if later else None, sure)
 
-    return make(given), asked
+    return make(pairs), asked
 
 
 def test_a_settled_bound_has_all_runs() -> None:
@@ -371,15 +375,15 @@ def test_sums_of_bounds_look_further_where_they_are_least_sure() -> None:
 class RoundsTheStateOnce(Chunkwise):
     """The state is rounded to bfloat16 between chunks, whatever the dtype."""
 
-    def piece(self, *given: Tensor) -> tuple[Tensor, Tensor]:
-        o, state = super().piece(*given)
+    def piece(self, *arguments: Tensor) -> tuple[Tensor, Tensor]:
+        o, state = super().piece(*arguments)
         return o, state.bfloat16().float()
 
 
 @pytest.mark.parametrize(
     ("implementation", "seeds"),
     [(Chunkwise(), 12), (right.RoundsElsewhere(), 12), (TokenByToken(), 12), (RoundsTheStateOnce(), 12)],
-    ids=lambda each: type(each).__name__,
+    ids=lambda value: type(value).__name__,
 )
 @pytest.mark.slow_after_first
 def test_the_same_is_broken_however_few_runs_are_looked_at_first(implementation: Chunkwise, seeds: int) -> None:
@@ -395,15 +399,15 @@ def test_the_same_is_broken_however_few_runs_are_looked_at_first(implementation:
         by_look = [
             judge(
                 (
-                    (name, results[name], each)
-                    for name, each in make(case.spec, case.inputs(), case.cotangents(), first=first).items()
+                    (name, results[name], limit)
+                    for name, limit in make(case.spec, case.inputs(), case.cotangents(), first=first).items()
                 ),
                 functools.partial(where, case),
             ).findings
             for first in (1, 2, None)
         ]
-        assert [[dataclasses.replace(each, allowed=0.0) for each in those] for those in by_look[:2]] == [
-            [dataclasses.replace(each, allowed=0.0) for each in by_look[2]]
+        assert [[dataclasses.replace(finding, allowed=0.0) for finding in those] for those in by_look[:2]] == [
+            [dataclasses.replace(finding, allowed=0.0) for finding in by_look[2]]
         ] * 2
         found += by_look[2]
     assert bool(found) == isinstance(implementation, RoundsTheStateOnce)

@@ -136,7 +136,7 @@ def test_laws_run_in_several_workers_at_once(workers: list[Worker], store: Store
 
 def test_progress_counts_to_the_number_of_cases(workers: list[Worker], store: Store) -> None:
     told: list[tuple[str, int, int]] = []
-    (report,) = checked(RIGHT, ["recall"], workers, store, on_case=lambda *each: told.append(each))
+    (report,) = checked(RIGHT, ["recall"], workers, store, on_case=lambda *progress: told.append(progress))
     assert [done for _, done, _ in told] == list(range(1, len(told) + 1))
     assert {(law, of) for law, _, of in told} == {("recall", FEW.examples_of("recall"))}
     assert sum(report.counts.values()) == len(told)
@@ -173,9 +173,9 @@ def test_lost_process_is_a_broken_law_with_a_small_case_and_the_rest_runs(
     assert lost.verdict is Verdict.BROKEN
     assert lost.findings[0].what == "crashed: exited with code 7"
     assert 21 <= Run.parse(lost.run).example.case.tokens < 30
-    kept = (store.folder / "findings.jsonl").read_text()
-    assert lost.run in kept
-    assert lost.first_run in kept
+    findings = (store.folder / "findings.jsonl").read_text()
+    assert lost.run in findings
+    assert lost.first_run in findings
     assert [path.name for path in store.folder.iterdir()] == ["findings.jsonl"]
 
 
@@ -226,10 +226,10 @@ def test_law_outside_the_domain_is_unsupported_with_the_reason(workers: list[Wor
         "class Narrow(Chunkwise):\n    domain = Domain(initial_state=False, packed=False)\n"
     )
     reports = checked(f"{file}:Narrow", ["cut", "packed", "recall"], workers, store)
-    said = {report.law: (report.verdict, report.reason) for report in reports}
-    assert said["cut"] == (Verdict.UNSUPPORTED, "initial state is not supported")
-    assert said["packed"] == (Verdict.UNSUPPORTED, "packed is not supported")
-    assert said["recall"][0] is Verdict.HOLDS
+    outcomes = {report.law: (report.verdict, report.reason) for report in reports}
+    assert outcomes["cut"] == (Verdict.UNSUPPORTED, "initial state is not supported")
+    assert outcomes["packed"] == (Verdict.UNSUPPORTED, "packed is not supported")
+    assert outcomes["recall"][0] is Verdict.HOLDS
 
 
 def test_case_outside_the_domain_is_unsupported_and_counted_apart() -> None:
@@ -303,9 +303,9 @@ def test_the_same_failure_of_ours_three_times_in_a_row_ends_the_law(wrong: Calla
         "This is a fault of gdn-verify and says nothing about fla/chunk: please report RuntimeError at verify/"
     )
     assert notice.endswith(f'python -m verify repeat "{report.fault_run}"')
-    said = text.law_line(report)
-    assert said.count(report.fault) == 1
-    assert f'"{report.fault_run}"' in said
+    line = text.law_line(report)
+    assert line.count(report.fault) == 1
+    assert f'"{report.fault_run}"' in line
 
 
 def test_without_a_failure_of_ours_nothing_is_said_of_one(store: Store) -> None:
@@ -391,7 +391,7 @@ def test_known_defect_that_no_longer_fails_is_said(workers: list[Worker], store:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("import os; os._exit(0)", "importing it crashed: exited with code 0"),
         ("import sys; sys.exit('no GPU')", "importing it crashed: exited with code 1"),
@@ -420,12 +420,12 @@ def test_known_defect_that_no_longer_fails_is_said(workers: list[Worker], store:
         ("from tests.right import Chunkwise\nclass Kernel(Chunkwise): chunk = 0", "chunk must be None or in 1..1024, got 0"),
     ],
 )
-def test_adapter_that_cannot_be_had_is_one_line(workers: list[Worker], tmp_path: pathlib.Path, text: str, said: str) -> None:
+def test_adapter_that_cannot_be_had_is_one_line(workers: list[Worker], tmp_path: pathlib.Path, text: str, message: str) -> None:
     file = tmp_path / "unfit.py"
     file.write_text(text)
     with pytest.raises(AdapterError) as error:
         describe(f"{file}:Kernel", workers[0])
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -497,7 +497,7 @@ def test_batches_are_what_is_drawn_in_its_order_and_no_longer_than_asked() -> No
     want: list[int] = []
     seeded(st.integers(0, 10**6), 3, 40, want.append)
     got = list(batches(st.integers(0, 10**6), 3, 40, 7))
-    assert [each for batch in got for each in batch] == want
+    assert [number for batch in got for number in batch] == want
     assert 0 < min(map(len, got)) <= max(map(len, got)) <= 7
 
 

@@ -78,7 +78,7 @@ class Scripted(Clock):
 
 
 def test_deciles_are_those_of_the_numbers_from_0_to_100() -> None:
-    assert Spread.of([float(each) for each in range(100, -1, -1)]) == Spread(50.0, 10.0, 90.0, 101)
+    assert Spread.of([float(value) for value in range(100, -1, -1)]) == Spread(50.0, 10.0, 90.0, 101)
     assert Spread.of([3.0]) == Spread(3.0, 3.0, 3.0, 1)
     with pytest.raises(ValueError, match="values must hold at least one measurement"):
         Spread.of([])
@@ -86,7 +86,7 @@ def test_deciles_are_those_of_the_numbers_from_0_to_100() -> None:
 
 def test_what_slows_both_down_in_a_turn_does_not_show_in_the_ratio() -> None:
     drift = [1.0, 1.5, 3.0, 0.5]
-    assert ratios([6.0 * each for each in drift], [2.0 * each for each in drift]) == Spread(3.0, 3.0, 3.0, 4)
+    assert ratios([6.0 * factor for factor in drift], [2.0 * factor for factor in drift]) == Spread(3.0, 3.0, 3.0, 4)
     with pytest.raises(ValueError, match="shorter"):
         ratios([1.0, 2.0], [1.0])
 
@@ -176,7 +176,7 @@ def test_a_gpu_is_held_until_a_call_is_launched_and_its_cache_flushed(monkeypatc
     did.clear()
     slow: list[Call] = [lambda: now.__setitem__(0, now[0] + 60)] * 2
     clock.times(slow)
-    assert [each for each in did if each.startswith("hold")] == ["hold 3.0", "hold 8.0"]
+    assert [action for action in did if action.startswith("hold")] == ["hold 3.0", "hold 8.0"]
 
 
 # Numbers that follow from the claims
@@ -257,7 +257,7 @@ def conv_contest(dtype: str = "bf16", **forms: Callable[[Inputs], Tensors]) -> C
     case = ModuleCase(LENGTHS, "causal_conv1d", packed=True, width=6, dtype=dtype, activation="silu", final_state=False)
 
     def before(x: Inputs) -> Tensors:
-        return (torch.cat([kernels.transposed_conv(each, x.weight, x.bias) for each in x.x.split(x.lengths, 1)], 1),)
+        return (torch.cat([kernels.transposed_conv(sequence, x.weight, x.bias) for sequence in x.x.split(x.lengths, 1)], 1),)
 
     def prepare(x: Inputs) -> Inputs:
         return Inputs(**{**kernels.sliced(x, ("x",), 3), "lengths": sequences(x, "x")})
@@ -271,9 +271,9 @@ def test_right_forms_agree_with_the_truth(dtype: str) -> None:
     assert agreed.broken("before", "after") == [] and 0 < max(agreed.worst.values()) <= 1
     assert 0 < agreed.apart["before", "after"] == agreed.apart["after", "before"] <= sum(agreed.worst.values())
     numbers = (agreed.worst["before"], agreed.worst["after"], agreed.apart["before", "after"])
-    said = "hold at 17 tokens in 3 sequences: {:.2f}, {:.2f} of what rounding allows, {:.2f} apart"
-    assert agreed.about("before", "after") == said.format(*numbers)
-    assert agreed.about("after") == said.partition("{:.2f}, ")[0] + f"{numbers[1]:.2f} of what rounding allows"
+    template = "hold at 17 tokens in 3 sequences: {:.2f}, {:.2f} of what rounding allows, {:.2f} apart"
+    assert agreed.about("before", "after") == template.format(*numbers)
+    assert agreed.about("after") == template.partition("{:.2f}, ")[0] + f"{numbers[1]:.2f} of what rounding allows"
 
 
 def test_forms_that_are_the_same_are_equal_to_the_bit() -> None:
@@ -302,7 +302,7 @@ def doubles_a_gradient(x: Inputs) -> Tensors:
 
 
 @pytest.mark.parametrize(
-    ("form", "said"),
+    ("form", "message"),
     [
         (mixes_sequences, "y is off by more than rounding explains"),
         (leaves_the_end_unwritten, "y is not finite"),
@@ -310,11 +310,11 @@ def doubles_a_gradient(x: Inputs) -> Tensors:
         (doubles_a_gradient, "dx is off by more than rounding explains"),
     ],
 )
-def test_a_wrong_form_is_named_as_disagreeing(form: Callable[[Inputs], Tensors], said: str) -> None:
+def test_a_wrong_form_is_named_as_disagreeing(form: Callable[[Inputs], Tensors], message: str) -> None:
     contest = conv_contest(planted=form)
     agreed = agreement(contest, CPU)
     assert agreed.broken("before", "planted") == ["planted"]
-    assert agreed.about("before", "planted").startswith(f"BROKEN at 17 tokens in 3 sequences: planted: {said}")
+    assert agreed.about("before", "planted").startswith(f"BROKEN at 17 tokens in 3 sequences: planted: {message}")
     assert agreed.apart["before", "planted"] > 1
     rows = [
         *kernels.rows_of(1, "conv", contest, time_forms(contest, HostClock(), LEAST_EFFORT, CPU), agreed, ("before", "planted"))
@@ -335,8 +335,8 @@ def test_a_case_without_rows_settles_nothing() -> None:
 def test_every_form_is_timed_both_ways_as_often() -> None:
     times = time_forms(conv_contest(), HostClock(), Effort(budget_s=0.0, least=3, most=9, warm=1), CPU)
     for took in (times.ahead, times.back):
-        assert {name: len(each) for name, each in took.items()} == {"before": 3, "after": 3}
-        assert all(ms > 0 for each in took.values() for ms in each)
+        assert {name: len(samples) for name, samples in took.items()} == {"before": 3, "after": 3}
+        assert all(ms > 0 for samples in took.values() for ms in samples)
     assert times.first_ahead_s.keys() == times.first_back_s.keys() == {"before", "after"}
 
 
@@ -420,7 +420,7 @@ def loses_the_way_back(comm: Comm, load: exchange.Load, device: torch.device) ->
     sections=st.lists(st.integers(1, 3), min_size=1, max_size=4),
 )
 def test_every_form_of_the_exchange_moves_everything_where_it_belongs(cp: int, lengths: list[int], sections: list[int]) -> None:
-    load = exchange.Load(tuple(2 * cp * each for each in lengths), tuple(cp * each for each in sections), (cp,))
+    load = exchange.Load(tuple(2 * cp * length for length in lengths), tuple(cp * section for section in sections), (cp,))
 
     def work(place: Place) -> dict[str, list[str]]:
         forms = exchange.movers(place.cp, load, CPU)
@@ -476,8 +476,8 @@ class Answers:
 
     deadline_s = 1.0
 
-    def __init__(self, said: dict[str, Any] | WorkerLost) -> None:
-        self.said = said
+    def __init__(self, answer: dict[str, Any] | WorkerLost) -> None:
+        self.said = answer
         self.asked: dict[str, Any] = {}
 
     def ask(self, question: dict[str, Any], deadline_s: float | None = None) -> dict[str, Any]:
@@ -491,14 +491,14 @@ class Answers:
 
 
 @pytest.mark.parametrize(
-    ("said", "reason"),
+    ("answer", "reason"),
     [
         ({"error": "rank 1: RuntimeError: no such tile"}, "rank 1: RuntimeError: no such tile"),
         (WorkerLost("hung", "rank 1 hung", ""), "hung: rank 1 hung"),
     ],
 )
-def test_ranks_that_fail_are_a_row_with_their_reason(said: dict[str, Any] | WorkerLost, reason: str) -> None:
-    (row,) = exchange.packed(setting(), Answers(said), 2, 4)
+def test_ranks_that_fail_are_a_row_with_their_reason(answer: dict[str, Any] | WorkerLost, reason: str) -> None:
+    (row,) = exchange.packed(setting(), Answers(answer), 2, 4)
     assert row.reason == reason and not row.lacking and row.size == "32 tokens in 4 sequences"
     assert command.exit_code([GOOD, row]) == command.UNDECIDED
 
@@ -589,7 +589,7 @@ def test_how_often_was_measured_is_said_where_it_was() -> None:
 
 def test_rows_are_plain_data() -> None:
     data = json.loads(json.dumps([row.to_json() for row in ROWS]))
-    assert [each["measured"] for each in data] == [True, False]
+    assert [row["measured"] for row in data] == [True, False]
     assert data[0]["before"] == {"median": 1.5, "low": 1.25, "high": 1.75, "count": 12}
     assert data[1]["reason"] == "it needs 4 GPUs, there is 1" and data[1]["lacking"]
 
@@ -711,8 +711,8 @@ def measurement(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         [sys.executable, __file__, str(place)], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert done.returncode == 0, done.stderr
-    *said, faults = done.stdout.splitlines()
-    return {**json.loads(place.read_text()), "said": "\n".join(said), "faults": json.loads(faults)}
+    *lines, faults = done.stdout.splitlines()
+    return {**json.loads(place.read_text()), "said": "\n".join(lines), "faults": json.loads(faults)}
 
 
 @pytest.mark.slow
@@ -749,7 +749,7 @@ def test_kernels_that_are_wrong_are_named(measurement: dict[str, Any]) -> None:
 
 def test_tuning_is_limited_to_configurations_of_the_list(measurement: dict[str, Any]) -> None:
     tuned = measurement["faults"]["tuned"]
-    assert tuned and all(0 < after <= min(before, 3) and kept for before, after, kept in tuned)
+    assert tuned and all(0 < after <= min(before, 3) and subset for before, after, subset in tuned)
 
 
 def run_all(place: str) -> int:
@@ -780,7 +780,7 @@ def run_all(place: str) -> int:
     norming = kernels.norms_contest(here, repeated=False)
     asked["norms"] = dataclasses.replace(norming, forms={"right": norming.forms["one norm"], "one norm over both": over_both})
     found: dict[str, Any] = {
-        name: {form: [finding.output for finding in each] for form, each in agreement(contest, CPU).findings.items()}
+        name: {form: [finding.output for finding in findings] for form, findings in agreement(contest, CPU).findings.items()}
         for name, contest in asked.items()
     }
     found["tuned"] = tuned()
@@ -794,12 +794,12 @@ def tuned() -> list[tuple[int, int, bool]]:
 
     from triton.runtime.autotuner import Autotuner
 
-    tuners = [each for each in gc.get_objects() if issubclass(type(each), Autotuner)]
-    before = [[*each.configs] for each in tuners]
+    tuners = [tuner for tuner in gc.get_objects() if issubclass(type(tuner), Autotuner)]
+    before = [[*tuner.configs] for tuner in tuners]
     command.limit_tuning(3)
     return [
-        (len(were), len(each.configs), all(any(one is other for other in were) for one in each.configs))
-        for each, were in zip(tuners, before, strict=True)
+        (len(were), len(tuner.configs), all(any(one is other for other in were) for one in tuner.configs))
+        for tuner, were in zip(tuners, before, strict=True)
     ]
 
 

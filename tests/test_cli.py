@@ -133,21 +133,21 @@ PATH_LINE = "law=parallel adapter=gdn/layer lengths=4 cp=2 heads=2 value_heads=2
 def test_bad_usage_is_refused_before_any_work(
     capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path, words: tuple[str, ...], names: tuple[str, ...]
 ) -> None:
-    said = run(capfd, *words)
-    assert said.code == exits.USAGE
-    assert said.out == ""
-    last = said.err.splitlines()[-1]
+    result = run(capfd, *words)
+    assert result.code == exits.USAGE
+    assert result.out == ""
+    last = result.err.splitlines()[-1]
     for name in names:
-        assert name in last, said.err
-    if not said.err.startswith("usage:"):
-        assert said.err.count("\n") == 1
-        assert said.err.startswith("gdn-verify: ")
+        assert name in last, result.err
+    if not result.err.startswith("usage:"):
+        assert result.err.count("\n") == 1
+        assert result.err.startswith("gdn-verify: ")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("no_work")
 @pytest.mark.parametrize(
-    ("version", "said"),
+    ("version", "message"),
     [
         (None, "adapter fla/chunk needs fla-core >= 0.6.0, which is not installed: pip install 'fla-core>=0.6.0'"),
         ("0.5.99", "adapter fla/chunk needs fla-core >= 0.6.0, got 0.5.99: pip install 'fla-core>=0.6.0'"),
@@ -156,11 +156,11 @@ def test_bad_usage_is_refused_before_any_work(
 )
 @pytest.mark.parametrize("verb", ["check", "repeat"])
 def test_missing_or_old_fla_says_what_to_install(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str, version: str | None, said: str
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str, version: str | None, message: str
 ) -> None:
     monkeypatch.setattr(adapter, "installed", lambda name: version if name == "fla-core" else "99.0")
     got = run(capfd, verb, "fla/chunk" if verb == "check" else "law=oracle adapter=fla/chunk lengths=3")
-    assert (got.code, got.out, got.err) == (exits.USAGE, "", f"gdn-verify: {said}\n")
+    assert (got.code, got.out, got.err) == (exits.USAGE, "", f"gdn-verify: {message}\n")
 
 
 @pytest.mark.parametrize("have", [None, "3.6.0"])
@@ -171,46 +171,46 @@ def test_list_says_what_this_host_lacks(
     """A distribution's metadata decides, here that of a directory before all others on the path."""
     if have is None:
         monkeypatch.setitem(adapter.BUILT_IN, "own/missing", "verify.adapters.missing:Kernel")
-        said = run(capfd, "list")
-        assert "own/missing" in said.out
-        assert "cannot run: " in said.out
+        result = run(capfd, "list")
+        assert "own/missing" in result.out
+        assert "cannot run: " in result.out
     else:
         (tmp_path / f"triton-{have}.dist-info").mkdir()
         (tmp_path / f"triton-{have}.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: triton\nVersion: {have}\n")
         done = process("check", "fla/chunk", cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
-        said = Said(done.returncode, done.stdout, done.stderr)
-        assert said.err == f"gdn-verify: adapter fla/chunk needs triton >= 3.7.1, got {have}: pip install 'triton>=3.7.1'\n"
-    assert said.code == (exits.HOLDS if have is None else exits.USAGE)
+        result = Said(done.returncode, done.stdout, done.stderr)
+        assert result.err == f"gdn-verify: adapter fla/chunk needs triton >= 3.7.1, got {have}: pip install 'triton>=3.7.1'\n"
+    assert result.code == (exits.HOLDS if have is None else exits.USAGE)
 
 
 @pytest.mark.parametrize("verb", ["list", "check", "soak", "repeat"])
 def test_help_of_every_verb_says_the_exit_codes(capfd: pytest.CaptureFixture[str], verb: str) -> None:
-    said = run(capfd, verb, "--help")
-    assert said.code == 0
-    words = " ".join(said.out.split())
+    result = run(capfd, verb, "--help")
+    assert result.code == 0
+    words = " ".join(result.out.split())
     for text in ("0 every law holds", "1 a law is broken", "2 bad usage", "3 undecided, or nothing was compared"):
         assert text in words
 
 
 @pytest.mark.slow
 def test_list_names_laws_and_adapters_and_its_json_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
-    said = run(capfd, "list", "--json")
-    data = strict(said.out)
-    assert said.code == exits.HOLDS
+    result = run(capfd, "list", "--json")
+    data = strict(result.out)
+    assert result.code == exits.HOLDS
     assert set(data["laws"]) == {name for book in BOOKS for name in book.laws}
     assert set(data["laws"]) > {*LAWS, *PATH_LAWS}
     assert set(data["adapters"]) == set(adapter.BUILT_IN)
-    assert said.err == ""
+    assert result.err == ""
 
 
 def test_right_implementation_exits_0_and_says_what_it_compared(capfd: pytest.CaptureFixture[str]) -> None:
-    said = run(capfd, "check", RIGHT, "--law", "recall", "--workers", "1")
-    assert said.code == exits.HOLDS
-    assert said.out.startswith(f"{RIGHT}  torch ")
-    assert "profile quick, seed 0" in said.out
-    assert "HOLDS       recall" in said.out
-    assert "1 holds of 1 laws; 6 cases" in said.out
-    assert said.err == ""
+    result = run(capfd, "check", RIGHT, "--law", "recall", "--workers", "1")
+    assert result.code == exits.HOLDS
+    assert result.out.startswith(f"{RIGHT}  torch ")
+    assert "profile quick, seed 0" in result.out
+    assert "HOLDS       recall" in result.out
+    assert "1 holds of 1 laws; 6 cases" in result.out
+    assert result.err == ""
     assert not (pathlib.Path(".gdn-verify") / "findings.jsonl").exists()
 
 
@@ -229,17 +229,17 @@ def test_half_of_the_cases_climb_if_they_are_to(capfd: pytest.CaptureFixture[str
 
 @pytest.mark.slow
 def test_broken_implementation_exits_1_with_a_finished_report(capfd: pytest.CaptureFixture[str]) -> None:
-    said = run(capfd, "check", "--adapter", BROKEN, "--law", "pure", "--workers", "1", "--seed", "7", "--json", "-")
-    assert said.code == exits.BROKEN
-    assert "seed 7" in said.err
-    assert "BROKEN   pure" in said.err
-    assert "versions" in said.err
-    assert "findings kept in .gdn-verify/findings.jsonl" in said.err
-    data = strict(said.out)
+    result = run(capfd, "check", "--adapter", BROKEN, "--law", "pure", "--workers", "1", "--seed", "7", "--json", "-")
+    assert result.code == exits.BROKEN
+    assert "seed 7" in result.err
+    assert "BROKEN   pure" in result.err
+    assert "versions" in result.err
+    assert "findings kept in .gdn-verify/findings.jsonl" in result.err
+    data = strict(result.out)
     assert (data["law"], data["verdict"], data["seed"]) == ("pure", "broken", 7)
-    assert f'python -m verify repeat "{data["run"]}"' in said.err
-    kept = [strict(line) for line in pathlib.Path(".gdn-verify/findings.jsonl").read_text().splitlines()]
-    assert [each["stage"] for each in kept] == ["found", "shrunk"]
+    assert f'python -m verify repeat "{data["run"]}"' in result.err
+    findings = [strict(line) for line in pathlib.Path(".gdn-verify/findings.jsonl").read_text().splitlines()]
+    assert [finding["stage"] for finding in findings] == ["found", "shrunk"]
     again = run(capfd, "repeat", data["run"])
     assert again.code == exits.BROKEN
     assert again.out.startswith("BROKEN   pure")
@@ -259,28 +259,28 @@ def test_json_file_has_a_line_a_law(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.slow
 def test_json_on_stdout_leaves_only_json_there(capfd: pytest.CaptureFixture[str]) -> None:
-    said = run(capfd, "check", BROKEN, "--law", "pure", "--law", "recall", "--workers", "1", "--json", "-")
-    assert said.code == exits.BROKEN
-    assert {data["law"]: data["verdict"] for data in map(strict, said.out.splitlines())} == {"pure": "broken", "recall": "broken"}
-    assert "BROKEN   pure" in said.err
+    result = run(capfd, "check", BROKEN, "--law", "pure", "--law", "recall", "--workers", "1", "--json", "-")
+    assert result.code == exits.BROKEN
+    assert {data["law"]: data["verdict"] for data in map(strict, result.out.splitlines())} == {"pure": "broken", "recall": "broken"}
+    assert "BROKEN   pure" in result.err
 
 
 @pytest.mark.slow
 def test_stop_runs_nothing_after_the_first_broken_law(capfd: pytest.CaptureFixture[str]) -> None:
-    said = run(capfd, "check", BROKEN, "-x", "--law", "pure", "--law", "recall", "--workers", "1")
-    assert said.code == exits.BROKEN
-    assert "1 broken, 1 not finished of 2 laws" in said.out
+    result = run(capfd, "check", BROKEN, "-x", "--law", "pure", "--law", "recall", "--workers", "1")
+    assert result.code == exits.BROKEN
+    assert "1 broken, 1 not finished of 2 laws" in result.out
 
 
 @pytest.mark.slow
 def test_right_line_repeats_with_0_and_a_blind_one_with_3(capfd: pytest.CaptureFixture[str]) -> None:
-    said = run(capfd, "repeat", f"law=oracle adapter={RIGHT} lengths=0")
-    assert (said.code, said.out.split()[0]) == (exits.HOLDS, "HOLDS"), said.out
-    said = run(capfd, "repeat", f"law=cut at=2 adapter={RIGHT} lengths=3 beta=zero gate=tenth backward=no seed=1")
-    assert (said.code, said.out.split()[0]) == (exits.UNDECIDED, "blind"), said.out
-    said = run(capfd, "repeat", f"law=future at=1 adapter={RIGHT} lengths=2 backward=no")
-    assert said.code == exits.HOLDS
-    assert "compared" in said.out
+    result = run(capfd, "repeat", f"law=oracle adapter={RIGHT} lengths=0")
+    assert (result.code, result.out.split()[0]) == (exits.HOLDS, "HOLDS"), result.out
+    result = run(capfd, "repeat", f"law=cut at=2 adapter={RIGHT} lengths=3 beta=zero gate=tenth backward=no seed=1")
+    assert (result.code, result.out.split()[0]) == (exits.UNDECIDED, "blind"), result.out
+    result = run(capfd, "repeat", f"law=future at=1 adapter={RIGHT} lengths=2 backward=no")
+    assert result.code == exits.HOLDS
+    assert "compared" in result.out
 
 
 def test_unsupported_law_alone_exits_3(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
@@ -288,12 +288,12 @@ def test_unsupported_law_alone_exits_3(capfd: pytest.CaptureFixture[str], tmp_pa
         "from tests.right import Chunkwise\nfrom verify import Domain\n"
         "class Kernel(Chunkwise):\n    domain = Domain(packed=False)\n"
     )
-    said = run(capfd, "check", "kernel.py:Kernel", "--law", "packed")
-    assert said.code == exits.UNDECIDED
-    assert "packed is not supported" in said.out
-    said = run(capfd, "repeat", "law=oracle adapter=kernel.py:Kernel lengths=3 packed=yes")
-    assert said.code == exits.UNDECIDED
-    assert "packed=yes is not supported" in said.out
+    result = run(capfd, "check", "kernel.py:Kernel", "--law", "packed")
+    assert result.code == exits.UNDECIDED
+    assert "packed is not supported" in result.out
+    result = run(capfd, "repeat", "law=oracle adapter=kernel.py:Kernel lengths=3 packed=yes")
+    assert result.code == exits.UNDECIDED
+    assert "packed=yes is not supported" in result.out
 
 
 @pytest.mark.parametrize(
@@ -309,23 +309,23 @@ def test_own_adapter_that_cannot_be_had_is_bad_usage_in_one_line(
     capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path, text: str, names: tuple[str, ...]
 ) -> None:
     (tmp_path / "kernel.py").write_text(text)
-    said = run(capfd, "check", "kernel.py:Kernel", "--workers", "1")
-    assert (said.code, said.out) == (exits.USAGE, "")
-    assert said.err.count("\n") == 1, said.err
-    assert said.err.startswith("gdn-verify: adapter kernel.py:Kernel")
+    result = run(capfd, "check", "kernel.py:Kernel", "--workers", "1")
+    assert (result.code, result.out) == (exits.USAGE, "")
+    assert result.err.count("\n") == 1, result.err
+    assert result.err.startswith("gdn-verify: adapter kernel.py:Kernel")
     for name in names:
-        assert name in said.err
+        assert name in result.err
 
 
 def test_adapter_that_prints_spoils_no_output(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
     (tmp_path / "kernel.py").write_text(
         "import sys\nfrom tests.right import Prints\nprint('{}' * 9)\nprint('oops', file=sys.stderr)\nclass Kernel(Prints): pass\n"
     )
-    said = run(capfd, "check", "kernel.py:Kernel", "--law", "recall", "--json", "-", "--workers", "1")
-    assert said.code == exits.HOLDS
-    assert [strict(line)["verdict"] for line in said.out.splitlines()] == ["holds"]
-    assert "oops" not in said.err
-    assert "noise" not in said.err
+    result = run(capfd, "check", "kernel.py:Kernel", "--law", "recall", "--json", "-", "--workers", "1")
+    assert result.code == exits.HOLDS
+    assert [strict(line)["verdict"] for line in result.out.splitlines()] == ["holds"]
+    assert "oops" not in result.err
+    assert "noise" not in result.err
 
 
 @pytest.mark.parametrize("where", ["/dev/full", "file"])
@@ -335,12 +335,12 @@ def test_bad_disk_is_said_and_the_finding_printed(capfd: pytest.CaptureFixture[s
     (tmp_path / "findings").mkdir()
     (tmp_path / "findings" / "findings.jsonl").symlink_to("/dev/full")
     folder = "findings" if where == "/dev/full" else "file"
-    said = run(capfd, "check", BROKEN, "--law", "pure", "--workers", "1", "--findings", folder)
-    assert said.code == exits.BROKEN
-    assert f"gdn-verify: cannot write to {folder}: " in said.err
-    assert said.err.count("cannot write") == 1
-    assert 'repeat       python -m verify repeat "law=pure' in said.out
-    assert "findings kept" not in said.out
+    result = run(capfd, "check", BROKEN, "--law", "pure", "--workers", "1", "--findings", folder)
+    assert result.code == exits.BROKEN
+    assert f"gdn-verify: cannot write to {folder}: " in result.err
+    assert result.err.count("cannot write") == 1
+    assert 'repeat       python -m verify repeat "law=pure' in result.out
+    assert "findings kept" not in result.out
 
 
 def test_run_of_a_killed_check_is_told_at_the_next(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
@@ -348,8 +348,8 @@ def test_run_of_a_killed_check_is_told_at_the_next(capfd: pytest.CaptureFixture[
     dead.wait()
     (tmp_path / ".gdn-verify").mkdir()
     (tmp_path / ".gdn-verify" / f"under-way-{dead.pid}.txt").write_text("law=cut at=3 adapter=a.py:B lengths=9\n")
-    said = run(capfd, "check", RIGHT, "--law", "recall", "--workers", "1")
-    assert 'an earlier check died during: python -m verify repeat "law=cut at=3 adapter=a.py:B lengths=9"' in said.out
+    result = run(capfd, "check", RIGHT, "--law", "recall", "--workers", "1")
+    assert 'an earlier check died during: python -m verify repeat "law=cut at=3 adapter=a.py:B lengths=9"' in result.out
 
 
 def test_exit_code_is_that_of_the_worst_verdict() -> None:
@@ -438,9 +438,9 @@ def test_toolkit_that_fails_is_undecided_and_not_broken(capfd: pytest.CaptureFix
         raise RuntimeError("our own mistake")
 
     monkeypatch.setattr("verify.engine.check.Check.run", fail)
-    said = run(capfd, "check", RIGHT, "--law", "recall", "--workers", "1")
-    assert said.code == exits.UNDECIDED
-    assert "our own mistake" in said.err
+    result = run(capfd, "check", RIGHT, "--law", "recall", "--workers", "1")
+    assert result.code == exits.UNDECIDED
+    assert "our own mistake" in result.err
 
 
 @pytest.mark.slow
@@ -478,9 +478,9 @@ def test_ranks_have_a_gpu_each_or_none(words: tuple[str, ...], gpus: int, backen
     assert hosts.backend_of(options, 2, options.device) == backend
 
 
-@pytest.mark.parametrize(("gpus", "said"), [(0, "torch sees none"), (1, "torch sees 1")])
+@pytest.mark.parametrize(("gpus", "message"), [(0, "torch sees none"), (1, "torch sees 1")])
 def test_ranks_on_gpus_that_are_not_there_are_one_line(
-    gpus: int, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    gpus: int, message: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hosts.devices, "gpus", lambda: gpus)
     for words in (
@@ -489,19 +489,19 @@ def test_ranks_on_gpus_that_are_not_there_are_one_line(
     ):
         done = run(capfd, *words)
         assert (done.code, done.out) == (exits.UNDECIDED, "")
-        assert done.err == f"gdn-verify: 2 ranks on cuda need a GPU each, and {said}\n"
+        assert done.err == f"gdn-verify: 2 ranks on cuda need a GPU each, and {message}\n"
 
 
 def test_ranks_are_for_parallel_paths(capfd: pytest.CaptureFixture[str]) -> None:
-    said = run(capfd, "check", RIGHT, "--ranks", "2")
-    assert said.code == 2
-    assert "--ranks is for parallel paths" in said.err
+    result = run(capfd, "check", RIGHT, "--ranks", "2")
+    assert result.code == 2
+    assert "--ranks is for parallel paths" in result.err
 
 
 @pytest.mark.slow
 def test_a_parallel_path_is_checked_on_simulated_ranks_and_repeated_from_its_line(capfd: pytest.CaptureFixture[str]) -> None:
-    said = run(capfd, "check", "gdn/layer", "--law", "exchange", "--profile", "few")
-    assert (said.code, "ranks simulated" in said.out) == (0, True), said.err
+    result = run(capfd, "check", "gdn/layer", "--law", "exchange", "--profile", "few")
+    assert (result.code, "ranks simulated" in result.out) == (0, True), result.err
     line = "law=exchange variant=heads adapter=gdn/layer lengths=8+0 packed=yes cp=2 heads=2 value_heads=2"
     assert run(capfd, "repeat", line).code == 0
     assert run(capfd, "repeat", line, "--ranks", "2").code == 0

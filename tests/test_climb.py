@@ -49,8 +49,8 @@ def corner(example: Example) -> float:
         case.seed % 64 / 63,
     )
     ratio = 0.9
-    for each in near:
-        ratio *= 0.3 + 0.7 * each
+    for nearness in near:
+        ratio *= 0.3 + 0.7 * nearness
     return ratio
 
 
@@ -78,7 +78,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 @pytest.mark.slow
 def test_a_climb_comes_nearer_to_the_bound_than_as_many_drawn_cases(plain: list[float], tmp_path: pathlib.Path) -> None:
-    pairs = [(each, greatest(seed, tmp_path, climbs=True)) for seed, each in zip(SEEDS, plain, strict=True)]
+    pairs = [(ratio, greatest(seed, tmp_path, climbs=True)) for seed, ratio in zip(SEEDS, plain, strict=True)]
     nearer = sum(climbing > drawing for drawing, climbing in pairs)
     assert nearer >= len(pairs) - 1, pairs
     assert sum(climbing for _, climbing in pairs) > 1.3 * sum(plain), pairs

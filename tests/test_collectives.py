@@ -46,9 +46,9 @@ def uneven(number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def on(axis: str, work: Callable[[Comm], object], tp: int, cp: int) -> list[object]:
     """`work` over one axis of a simulated mesh; it must not raise."""
     results = simulate(tp, cp, lambda place: work(getattr(place, axis)))
-    for each in results:
-        if isinstance(each, BaseException):
-            raise each
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
     return results
 
 
@@ -88,7 +88,7 @@ def test_half_precision_sums_round_once() -> None:
     xs = [torch.tensor([256.0, 1.0], dtype=torch.bfloat16), torch.tensor([1.0, 1.0], dtype=torch.bfloat16)] + [
         torch.tensor([1.0, 1.0], dtype=torch.bfloat16)
     ] * 2
-    for total in on("cp", lambda each: each.all_reduce(xs[each.rank]), 1, 4):
+    for total in on("cp", lambda comm: comm.all_reduce(xs[comm.rank]), 1, 4):
         assert torch.equal(total, torch.tensor([260.0, 4.0], dtype=torch.bfloat16))  # one by one, 256 + 1 stays 256
 
 
@@ -97,13 +97,13 @@ def test_results_are_the_rank_s_own_memory(kind: str) -> None:
     xs = [tagged(number, (4, 2)) for number in range(2)]
     want = definition(kind, xs)
 
-    def work(each: Comm) -> Tensor:
-        result: Tensor = getattr(each, kind)(xs[each.rank])
+    def work(comm: Comm) -> Tensor:
+        result: Tensor = getattr(comm, kind)(xs[comm.rank])
         version = result._version
-        if each.rank == 1:  # after rank 0 has taken its version
+        if comm.rank == 1:  # after rank 0 has taken its version
             result.zero_()
-        getattr(each, kind)(xs[each.rank])
-        assert each.rank == 1 or result._version == version
+        getattr(comm, kind)(xs[comm.rank])
+        assert comm.rank == 1 or result._version == version
         return result
 
     assert torch.equal(on("cp", work, 1, 2)[0], want[0])
@@ -114,11 +114,11 @@ def test_results_are_the_rank_s_own_memory(kind: str) -> None:
 
 
 def test_traffic_counts_calls_and_what_leaves_the_rank() -> None:
-    def work(each: Comm) -> tuple[dict[str, int], dict[str, int]]:
+    def work(comm: Comm) -> tuple[dict[str, int], dict[str, int]]:
         for kind in KINDS:
-            getattr(each, kind)(torch.zeros(8, 3, dtype=torch.float32))
-        each.all_to_all(torch.zeros(4, 1, dtype=torch.bfloat16))
-        return dict(each.traffic.calls), dict(each.traffic.sent_bytes)
+            getattr(comm, kind)(torch.zeros(8, 3, dtype=torch.float32))
+        comm.all_to_all(torch.zeros(4, 1, dtype=torch.bfloat16))
+        return dict(comm.traffic.calls), dict(comm.traffic.sent_bytes)
 
     for calls, sent in on("cp", work, 2, 4):
         assert calls == {"all_to_all": 2, "all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
@@ -130,11 +130,11 @@ def test_traffic_counts_calls_and_what_leaves_the_rank() -> None:
 
 def test_one_rank_sends_nothing() -> None:
     alone = Alone()
-    for each in (alone, *on("tp", lambda each: each, 1, 1)):
-        assert isinstance(each, Comm)
+    for comm in (alone, *on("tp", lambda group: group, 1, 1)):
+        assert isinstance(comm, Comm)
         for kind in KINDS:
-            assert torch.equal(getattr(each, kind)(torch.arange(3)), torch.arange(3))
-        assert not each.traffic.calls and not each.traffic.sent_bytes
+            assert torch.equal(getattr(comm, kind)(torch.arange(3)), torch.arange(3))
+        assert not comm.traffic.calls and not comm.traffic.sent_bytes
 
 
 def test_places_are_numbered_as_the_mesh() -> None:
@@ -197,10 +197,10 @@ def test_function_and_its_gradient_are_the_collectives(name: str, size: int) -> 
     cotangents = [tagged(number + 7, tuple(want.shape)) for number, want in enumerate(wants)]
     gradients = definition(BACKWARD[name], cotangents) if BACKWARD[name] else cotangents
 
-    def work(each: Comm) -> tuple[Tensor, Tensor]:
-        x = xs[each.rank].clone().requires_grad_()
-        y = FUNCTIONS[name](each, x)
-        (gradient,) = torch.autograd.grad(y, x, cotangents[each.rank])
+    def work(comm: Comm) -> tuple[Tensor, Tensor]:
+        x = xs[comm.rank].clone().requires_grad_()
+        y = FUNCTIONS[name](comm, x)
+        (gradient,) = torch.autograd.grad(y, x, cotangents[comm.rank])
         return y.detach(), gradient
 
     for number, (got, gradient) in enumerate(on("cp", work, 1, size)):
@@ -213,9 +213,9 @@ def test_linear_functions_are_transposes(there: str, back: str) -> None:
     """Summed over ranks, <f x, y> = <x, g y>; a gather whose backward only cuts is none."""
     size = 3
     xs = [tagged(number, (size, 2)) for number in range(size)]
-    fs = on("cp", lambda each: FUNCTIONS[there](each, xs[each.rank]), 1, size)
+    fs = on("cp", lambda comm: FUNCTIONS[there](comm, xs[comm.rank]), 1, size)
     ys = [tagged(number + 5, tuple(f.shape)) for number, f in enumerate(fs)]
-    gs = on("cp", lambda each: FUNCTIONS[back](each, ys[each.rank]), 1, size)
+    gs = on("cp", lambda comm: FUNCTIONS[back](comm, ys[comm.rank]), 1, size)
     left = sum(float((f * y).sum()) for f, y in zip(fs, ys, strict=True))
     assert left == sum(float((x * g).sum()) for x, g in zip(xs, gs, strict=True))
     if there == "gather_from":
@@ -257,7 +257,7 @@ def test_a_collective_that_cannot_be_computed_is_raised_in_one_rank_and_ends_the
     thread = threading.Thread(target=lambda: found.extend(simulate(2, 2, work)), daemon=True)
     thread.start()
     thread.join(20.0)
-    assert [type(each) for each in found] == [Abandoned, MemoryError, Abandoned, MemoryError]
+    assert [type(error) for error in found] == [Abandoned, MemoryError, Abandoned, MemoryError]
 
 
 def test_abandonment_goes_on_over_the_other_axis_and_names_the_first() -> None:
@@ -278,19 +278,19 @@ def test_abandonment_goes_on_over_the_other_axis_and_names_the_first() -> None:
 
 
 DIFFERENT: dict[str, tuple[Callable[[Comm], object], str]] = {
-    "kind": (lambda each: each.all_reduce(torch.zeros(2)) if each.rank else each.all_to_all(torch.zeros(2)), "all_to_all"),
-    "shape": (lambda each: each.all_reduce(torch.zeros(2 + each.rank)), "float32 [2]"),
-    "dtype": (lambda each: each.all_reduce(torch.zeros(2, dtype=torch.float16 if each.rank else torch.float64)), "float64"),
+    "kind": (lambda comm: comm.all_reduce(torch.zeros(2)) if comm.rank else comm.all_to_all(torch.zeros(2)), "all_to_all"),
+    "shape": (lambda comm: comm.all_reduce(torch.zeros(2 + comm.rank)), "float32 [2]"),
+    "dtype": (lambda comm: comm.all_reduce(torch.zeros(2, dtype=torch.float16 if comm.rank else torch.float64)), "float64"),
 }
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_ranks_that_call_different_things_are_told_who_called_what(what: str) -> None:
-    work, said = DIFFERENT[what]
+    work, fragment = DIFFERENT[what]
     for error in simulate(1, 2, lambda place: work(place.cp)):
         assert isinstance(error, Mismatch)
         assert str(error).startswith("ranks must call the same: rank 0 called ") and "; rank 1 called " in str(error)
-        assert said in str(error).split(";")[0] and said not in str(error).split(";")[1]
+        assert fragment in str(error).split(";")[0] and fragment not in str(error).split(";")[1]
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -345,19 +345,19 @@ def test_turns_are_repeatable_and_no_thread_is_left() -> None:
 # Real processes
 
 
-def everything(each: Comm) -> dict[str, Tensor]:
+def everything(comm: Comm) -> dict[str, Tensor]:
     """Every collective and every gradient on this rank, for every dtype, of ordinary, empty and strided tensors."""
     found = {}
     for dtype in DTYPES:
-        for shape in ((2 * each.size, 3), (0, 3)):
-            x = uneven(each.rank, (shape[1], shape[0]), dtype).T
+        for shape in ((2 * comm.size, 3), (0, 3)):
+            x = uneven(comm.rank, (shape[1], shape[0]), dtype).T
             assert x.numel() == 0 or not x.is_contiguous()
             for kind in KINDS:
-                found[f"{kind} {dtype} {shape}"] = getattr(each, kind)(x)
+                found[f"{kind} {dtype} {shape}"] = getattr(comm, kind)(x)
     for name, function in FUNCTIONS.items():
-        x = tagged(each.rank, (2 * each.size, 2)).requires_grad_()
-        y = function(each, x)
-        found[f"{name} gradient"] = torch.autograd.grad(y, x, tagged(each.rank + 3, tuple(y.shape)))[0]
+        x = tagged(comm.rank, (2 * comm.size, 2)).requires_grad_()
+        y = function(comm, x)
+        found[f"{name} gradient"] = torch.autograd.grad(y, x, tagged(comm.rank + 3, tuple(y.shape)))[0]
     return found
 
 
@@ -374,26 +374,26 @@ def test_real_processes_give_what_simulated_ranks_give(tmp_path: pathlib.Path) -
         for rank in range(size)
     ]
     try:
-        for each in ranks:
-            _, errors = each.communicate(timeout=DEADLINE_S)
-            assert each.returncode == 0, errors
+        for process in ranks:
+            _, errors = process.communicate(timeout=DEADLINE_S)
+            assert process.returncode == 0, errors
     finally:
-        for each in ranks:
-            each.kill()
-    want = on("tp", lambda each: (everything(each), each.traffic), size, 1)
+        for process in ranks:
+            process.kill()
+    want = on("tp", lambda comm: (everything(comm), comm.traffic), size, 1)
     for rank, (results, traffic) in enumerate(want):
         got = torch.load(tmp_path / f"{rank}.pt")
         assert got["calls"] == traffic.calls and got["sent_bytes"] == traffic.sent_bytes
         assert got["results"].keys() == results.keys()
-        for name, each in results.items():
-            assert got["results"][name].dtype == each.dtype and torch.equal(got["results"][name], each), name
+        for name, tensor in results.items():
+            assert got["results"][name].dtype == tensor.dtype and torch.equal(got["results"][name], tensor), name
 
 
 def serve(rank: int, size: int, directory: pathlib.Path) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), size), rank=rank, world_size=size)
-    each = Distributed()
-    results = everything(each)
-    calls, sent_bytes = dict(each.traffic.calls), dict(each.traffic.sent_bytes)
+    comm = Distributed()
+    results = everything(comm)
+    calls, sent_bytes = dict(comm.traffic.calls), dict(comm.traffic.sent_bytes)
     torch.save({"results": results, "calls": calls, "sent_bytes": sent_bytes}, directory / f"{rank}.pt")
     dist.destroy_process_group()
 

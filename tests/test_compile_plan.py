@@ -60,18 +60,20 @@ def test_each_key_of_each_law_is_compiled_once_in_the_order_in_which_it_is_neede
     compilers = Compilers([worker], Describe("fla/chunk"))
     plan = plan_of(compilers)
     planned = {law: plan.of(law) for law in ("oracle", "cut")}
-    for law, each in planned.items():
-        assert len(each.examples) == 40, law
-        for example in each.examples:
-            each.wait(example)
+    for law, law_plan in planned.items():
+        assert len(law_plan.examples) == 40, law
+        for example in law_plan.examples:
+            law_plan.wait(example)
     lines = [question.line for question in worker.asked[1:]]
     firsts = [Run.parse(line) for line in lines]
     assert worker.asked[0] == Describe("fla/chunk")
     assert len(set(lines)) == len(lines)
-    for law, each in planned.items():
-        needed = list(dict.fromkeys((key_of(one.case), one.variant) for one in each.examples))
+    for law, law_plan in planned.items():
+        needed = list(dict.fromkeys((key_of(one.case), one.variant) for one in law_plan.examples))
         assert [(key_of(run.example.case), run.example.variant) for run in firsts if run.law == law] == needed
-        costs = [case.key_dim * case.value_dim * (2 if case.dtype == "fp32" else 1) for case in (one.case for one in each.examples)]
+        costs = [
+            case.key_dim * case.value_dim * (2 if case.dtype == "fp32" else 1) for case in (one.case for one in law_plan.examples)
+        ]
         assert costs == sorted(costs)
     plan.close()
     compilers.close()
@@ -82,13 +84,13 @@ def test_a_plan_is_the_same_for_the_same_seed_and_goes_far() -> None:
     none = Compilers([], None)
     drawn = [plan_of(none, laws=("oracle",), seed=seed).of("oracle").examples for seed in (5, 5, 6)]
     assert drawn[0] == drawn[1]
-    keys = [{key_of(each.case) for each in examples} for examples in drawn]
+    keys = [{key_of(example.case) for example in examples} for examples in drawn]
     assert keys[0] != keys[2]
-    assert max(max(each.case.lengths) for each in drawn[0]) > 300
+    assert max(max(example.case.lengths) for example in drawn[0]) > 300
     assert REACH > 1
-    for each in drawn[0]:
-        assert LAWS["oracle"].accept(each) is None
-        assert Domain().outside(each.case) is None
+    for planned_example in drawn[0]:
+        assert LAWS["oracle"].accept(planned_example) is None
+        assert Domain().outside(planned_example.case) is None
 
 
 def test_a_law_that_a_domain_does_not_have_is_not_planned() -> None:
@@ -223,7 +225,7 @@ def test_those_laws_do_run_forward_alone(law: str) -> None:
         with contextlib.suppress(Exception):  # it is no bench to finish with
             list(LAWS[law].check(bench, example))
         assert bench.asked
-        assert all(each is None for each in bench.asked)
+        assert all(cotangents is None for cotangents in bench.asked)
 
 
 class Counted(Chunkwise):

@@ -36,7 +36,7 @@ def line_of(name: str) -> Run:
 
 
 def findings(worker: Worker, name: str) -> list[str]:
-    return [each["output"] for each in worker.ask(RunOne(str(line_of(name))))["findings"]]
+    return [finding["output"] for finding in worker.ask(RunOne(str(line_of(name))))["findings"]]
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_what_is_declared_is_judged_by_and_the_adapter_is_called_as_it_is(monkey
     monkeypatch.setattr(execute_module, "adapter_of", lambda spec: ReadsItsChunk())
     run = Run.parse("law=oracle adapter=tests/right.py:Chunkwise lengths=5")
     for declared in ({}, {"chunk": None}, {"algorithm": "recurrent"}):
-        assert [each.output for each in execute(run, declared=declared).findings][:1] == ["o"]
+        assert [finding.output for finding in execute(run, declared=declared).findings][:1] == ["o"]
     monkeypatch.setattr(execute_module, "adapter_of", lambda spec: Chunkwise())
     half = Run.parse("law=oracle adapter=tests/right.py:Chunkwise lengths=20 dtype=bf16 state=random")
     assert execute(half).findings == []
@@ -123,16 +123,16 @@ def test_what_is_declared_is_judged_by_and_the_adapter_is_called_as_it_is(monkey
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("algorithm = 'recurrent'\n    folds = True", "folds must be False unless algorithm is chunkwise, which is 'recurrent'"),
         ("algorithm = 'chunkwise'\n    stores = True", "stores must be False unless algorithm is recurrent, which is 'chunkwise'"),
     ],
 )
-def test_what_is_not_of_its_class_is_refused(words: str, said: str, tmp_path: pathlib.Path) -> None:
+def test_what_is_not_of_its_class_is_refused(words: str, message: str, tmp_path: pathlib.Path) -> None:
     kernel = tmp_path / "kernel.py"
     kernel.write_text(f"from tests.right import Recurrent\nclass Says(Recurrent):\n    {words}\n")
-    with pytest.raises(AdapterError, match=said):
+    with pytest.raises(AdapterError, match=message):
         load(f"{kernel}:Says")
 
 

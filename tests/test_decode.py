@@ -27,7 +27,7 @@ from tests import judging, wrong_backward
 from tests.judging import Results, gradcheck, relative, remainders, taylor_order
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-evaluate, worst = (functools.partial(each, DECODE) for each in (judging.evaluate, judging.worst))
+evaluate, worst = (functools.partial(function, DECODE) for function in (judging.evaluate, judging.worst))
 TENSORS = ("q", "k", "v", "g", "beta", "pool")
 TOKENS = TENSORS[:5]
 
@@ -170,8 +170,8 @@ WRONG = {
 
 def define(x: Inputs, read: Reading = Reading()) -> Results:
     """The pool after the call and the outputs, one token of one head of one request at a time."""
-    q, k = (l2norm(each) if x.qk_norm else each for each in (x.q, x.k))
-    q, k, v, g, beta = (each.flatten(0, 1) for each in (q, k, x.v, x.g, x.beta))
+    q, k = (l2norm(tensor) if x.qk_norm else tensor for tensor in (x.q, x.k))
+    q, k, v, g, beta = (tensor.flatten(0, 1) for tensor in (q, k, x.v, x.g, x.beta))
     (heads, width), value_heads = q.shape[1:], v.shape[1]
     scale = width**-0.5 if x.scale is None else x.scale
     slots, pool, rows, start, last = x.slots.tolist(), list(x.pool.unbind(0)), [], 0, None
@@ -182,11 +182,11 @@ def define(x: Inputs, read: Reading = Reading()) -> Results:
         states = [before.mT if read.turned else before]
         for t in range(start, start + length):
             outputs, ends = [], []
-            held = states[0] if read.stale else states[-1]
+            old_state = states[0] if read.stale else states[-1]
             for head in range(value_heads):
                 key, one = head % heads if read.tiled else head // (value_heads // heads), slice(t, t + 1)
                 tokens = (q[one, key], k[one, key], v[one, head], g[one, head], beta[one, head])
-                o, state = definition(*tokens, held[head], scale)
+                o, state = definition(*tokens, old_state[head], scale)
                 outputs.append(o[0])
                 ends.append(state)
             rows.append(torch.stack(outputs) if slots[request] != x.padding else torch.zeros_like(v[0]))
@@ -269,15 +269,15 @@ def test_slots_that_no_request_names_keep_every_bit(call: Call) -> None:
     hostile = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 2.0**-149, 2.0**127])
     inputs.pool[free] = hostile.repeat(inputs.pool[0].numel())[: inputs.pool[0].numel()].reshape(inputs.pool[0].shape)
     got = truth(DECODE, inputs, directions)
-    kept = inputs.pool.double()[free]
+    free_states = inputs.pool.double()[free]
     assert len(free) >= 2
-    assert torch.equal(got["pool"][free].view(torch.int64), kept.view(torch.int64))
+    assert torch.equal(got["pool"][free].view(torch.int64), free_states.view(torch.int64))
     assert torch.equal(got["dpool"][free], directions["pool"].double()[free]), "its gradient is what comes from the pool after"
     runs = _evaluate(DECODE, inputs, directions, Arithmetic.of("recurrent", "fp32", runs=3))
     for run in (0, 1, 2):
-        assert torch.equal(runs["pool"][run, free].view(torch.int64), kept.view(torch.int64))
+        assert torch.equal(runs["pool"][run, free].view(torch.int64), free_states.view(torch.int64))
     turned = define(inputs.replaced(**{name: inputs[name].double() for name in TENSORS}), WRONG["writes padding into slot 0"])
-    assert not torch.equal(turned["pool"][free].view(torch.int64), kept.view(torch.int64))
+    assert not torch.equal(turned["pool"][free].view(torch.int64), free_states.view(torch.int64))
 
 
 def by_product(x: Inputs) -> Results:
@@ -318,7 +318,7 @@ def test_index_dtypes_are_the_same_call_to_the_bit() -> None:
     inputs, directions = TELLING.inputs(), TELLING.cotangents()
     short = inputs.replaced(slots=inputs.slots.int(), cu_seqlens=inputs.cu_seqlens.int())
     DECODE.check(short)
-    want, got = (truth(DECODE, each, directions) for each in (inputs, short))
+    want, got = (truth(DECODE, variant, directions) for variant in (inputs, short))
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
@@ -455,9 +455,9 @@ def kernel(x: Inputs) -> Results:
     groups, pool, start = x.v.shape[2] // x.q.shape[2], x.pool.clone(), 0
     q, k, v, g, beta = (x[name].float().flatten(0, 1) for name in TOKENS)
     if x.qk_norm:
-        q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
+        q, k = (tensor / (tensor.square().sum(-1, keepdim=True) + 1e-6).sqrt() for tensor in (q, k))
     q = q * (q.shape[-1] ** -0.5 if x.scale is None else x.scale)
-    q, k = (each.repeat_interleave(groups, 1).unsqueeze(-1) for each in (q, k))
+    q, k = (tensor.repeat_interleave(groups, 1).unsqueeze(-1) for tensor in (q, k))
     rows = []
     for slot, length in zip(x.slots.tolist(), sequences(x, "q"), strict=True):
         at = slice(start, start + length)

@@ -40,17 +40,17 @@ def test_a_line_names_its_device_unless_it_is_the_cpu() -> None:
 
 @pytest.mark.skipif(devices.gpus() > 0, reason="is about hosts without a GPU")
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["check", RIGHT, "--device", "cuda"], "--device cuda needs a GPU, and torch sees none"),
         (["repeat", LINE], "the line says device=cuda, and torch sees no GPU"),
     ],
 )
-def test_without_a_gpu_one_line_says_so(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_one_line_says_so(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == exits.UNDECIDED
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"gdn-verify: {said}")
+    assert err.startswith(f"gdn-verify: {message}")
     assert len(err.splitlines()) == 1
 
 
@@ -128,18 +128,18 @@ def test_tune_is_a_word_of_the_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--tune", "fastest"], "tune must be native or a number that draws"),
         (["--deny", "gone.jsonl"], "--deny must name a file that can be read, got 'gone.jsonl'"),
         (["--deny", __file__], "line 1 of the deny-list"),
     ],
 )
-def test_bad_words_about_tuning_are_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_words_about_tuning_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with contextlib.suppress(SystemExit):
         assert cli.main(["check", RIGHT, *words]) == exits.USAGE
     err = capsys.readouterr().err
-    assert said in err
+    assert message in err
     assert len(err.splitlines()) == 1
 
 
@@ -152,15 +152,15 @@ def test_a_gpu_is_crowded_where_less_than_half_of_it_is_free(monkeypatch: pytest
 
 
 def test_memory_is_given_back_where_others_may_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[int] = []
+    calls: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append(1))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
     for reserved, free, back in ((devices.KEPT + 1, 49, 1), (devices.KEPT + 1, 51, 0), (devices.KEPT, 49, 0)):
-        given.clear()
+        calls.clear()
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda reserved=reserved: reserved)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 100))
         devices.tidy()
-        assert len(given) == back
+        assert len(calls) == back
 
 
 def test_inputs_that_a_call_changed_are_named() -> None:

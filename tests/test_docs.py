@@ -870,11 +870,11 @@ LABELS = ("holds with", "would hold", "versions", "found", "repeat", "worst row"
 @functools.cache
 def sentences() -> dict[str, set[str]]:
     """The sentences of each law's name, in whichever book."""
-    said: dict[str, set[str]] = {}
+    texts: dict[str, set[str]] = {}
     for book in BOOKS:
         for law in book.laws.values():
-            said.setdefault(law.name, set()).add(law.says)
-    return said
+            texts.setdefault(law.name, set()).add(law.says)
+    return texts
 
 
 def quoted(text: str) -> Iterator[tuple[str, str, str]]:

@@ -41,7 +41,7 @@ def _precision() -> Iterator[None]:
 
 def balls(x: Tensor) -> Vector:
     """The entries in order, exactly."""
-    return [arb(each) for each in x.flatten().tolist()]
+    return [arb(entry) for entry in x.flatten().tolist()]
 
 
 def total(terms: Sequence[arb]) -> arb:
@@ -169,11 +169,9 @@ def test_slope_of_silu_is_within_a_few_ulp_of_its_terms(record_property: Record)
     @given(numbers=st.lists(NUMBERS, min_size=8, max_size=24))
     @example(numbers=list(HARD + ENDS))
     def each(numbers: list[float]) -> None:
-        given_numbers = [arb(x) for x in numbers]
-        units = [ulp(ball_sigmoid(x) + abs(x) * ball_sigmoid(x) * ball_sigmoid(-x)) for x in given_numbers]
-        worst.see(
-            slope(oracle_silu)(torch.tensor(numbers, dtype=torch.float64)), [ball_silu_slope(x) for x in given_numbers], units
-        )
+        number_balls = [arb(x) for x in numbers]
+        units = [ulp(ball_sigmoid(x) + abs(x) * ball_sigmoid(x) * ball_sigmoid(-x)) for x in number_balls]
+        worst.see(slope(oracle_silu)(torch.tensor(numbers, dtype=torch.float64)), [ball_silu_slope(x) for x in number_balls], units)
 
     each()
     worst.settle(record_property)
@@ -233,10 +231,10 @@ def ball_gates(x: Inputs) -> dict[str, Vector]:
     size, heads = x.a[0, 0].numel(), len(x.A_log)
     a, speeds = balls(x.a), balls(x.A_log.repeat_interleave(size // heads)) * x.a.shape[1]
     biases = [arb(0)] * len(a) if x.dt_bias is None else balls(x.dt_bias) * x.a.shape[1]
-    g = [ball_gate(*each) for each in zip(a, speeds, biases, strict=True)]
-    da = [-speed.exp() * ball_sigmoid(each + bias) for each, speed, bias in zip(a, speeds, biases, strict=True)]
-    dA_log = [total([each for place, each in enumerate(g) if place % size * heads // size == head]) for head in range(heads)]
-    result = {"g": g, "da": da, "dA_log": dA_log, "beta": [2 * ball_sigmoid(each) for each in balls(x.b)]}
+    g = [ball_gate(*arguments) for arguments in zip(a, speeds, biases, strict=True)]
+    da = [-speed.exp() * ball_sigmoid(entry + bias) for entry, speed, bias in zip(a, speeds, biases, strict=True)]
+    dA_log = [total([gate for place, gate in enumerate(g) if place % size * heads // size == head]) for head in range(heads)]
+    result = {"g": g, "da": da, "dA_log": dA_log, "beta": [2 * ball_sigmoid(entry) for entry in balls(x.b)]}
     return result if x.dt_bias is None else result | {"ddt_bias": [total(da[place::size]) for place in range(size)]}
 
 
@@ -249,7 +247,7 @@ def see_gates(worst: Worst, x: Inputs) -> None:
     for operation, call in ((GDN_GATE, x), (KDA_GATE, by_channel(x))):
         got = gates_of(operation, call)
         for name, want in ball_gates(call).items():
-            worst.see(got[name], want, [ulp(each) for each in want], f"{name} of {operation.name}")
+            worst.see(got[name], want, [ulp(ball) for ball in want], f"{name} of {operation.name}")
 
 
 def test_gates_are_within_a_few_ulp_of_their_enclosure(record_property: Record) -> None:
@@ -283,8 +281,8 @@ def test_gates_are_within_a_few_ulp_of_their_enclosure(record_property: Record) 
 )
 def test_wrong_gate_is_rejected(wrong: str, gate: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     x = gate_call([20.0, 21.0], [0.3, 0.7], [0.5, 0.25])
-    want = [ball_gate(*each) for each in zip(balls(x.a), balls(x.A_log), balls(x.dt_bias), strict=True)]
-    units = [ulp(each) for each in want]
+    want = [ball_gate(*arguments) for arguments in zip(balls(x.a), balls(x.A_log), balls(x.dt_bias), strict=True)]
+    units = [ulp(ball) for ball in want]
     Worst("g", GATE_LIMIT).see(truth(GDN_GATE, x)["g"], want, units)
     assert Worst("g", GATE_LIMIT).rejects(gate(x.a, x.A_log, x.dt_bias), want, units), wrong
 
@@ -301,7 +299,7 @@ def test_wrong_gate_is_rejected(wrong: str, gate: Callable[[Tensor, Tensor, Tens
 def test_wrong_gate_of_channels_is_rejected(wrong: str, gate: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     x = by_channel(gate_call([20.0, 21.0], [0.3, 0.7], [0.5, 0.25]))
     want = ball_gates(x)["g"]
-    units = [ulp(each) for each in want]
+    units = [ulp(ball) for ball in want]
     Worst("g", GATE_LIMIT).see(truth(KDA_GATE, x)["g"], want, units)
     assert Worst("g", GATE_LIMIT).rejects(gate(x.a, x.A_log, x.dt_bias), want, units), wrong
 
@@ -309,14 +307,14 @@ def test_wrong_gate_of_channels_is_rejected(wrong: str, gate: Callable[[Tensor, 
 @pytest.mark.parametrize(
     ("wrong", "gradient"), [("softplus", "da"), ("softplus", "ddt_bias"), ("parameter", "ddt_bias"), ("parameter", "dA_log")]
 )
-@pytest.mark.parametrize("operation", [GDN_GATE, KDA_GATE], ids=lambda each: each.name)
+@pytest.mark.parametrize("operation", [GDN_GATE, KDA_GATE], ids=lambda operation: operation.name)
 def test_wrong_backward_of_a_gate_is_rejected(
     operation: Operation, wrong: str, gradient: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = gate_call([1.0, 2.0, -1.0, 3.0], [0.3, 0.7], [0.5, 0.25])
     x = by_channel(x) if operation is KDA_GATE else x
     want = ball_gates(x)[gradient]
-    units = [ulp(each) for each in want]
+    units = [ulp(ball) for ball in want]
     Worst(gradient, GATE_LIMIT).see(gates_of(operation, x)[gradient], want, units)
     monkeypatch.setattr(*wrong_backward.WRONG[wrong])
     assert Worst(gradient, GATE_LIMIT).rejects(gates_of(operation, x)[gradient], want, units)
@@ -345,9 +343,9 @@ def ball_norm_gradient(row: Vector, eps: float, dy: Vector, *, mean: bool) -> tu
 def ball_dz(normed: Vector, weight: Vector, z: Vector) -> tuple[Vector, Vector]:
     """dz_i = weight_i y_i silu'(z_i), and the greater of the slope's terms, times that: they cancel at -1.278."""
     sizes = [w * n for w, n in zip(weight, normed, strict=True)]
-    reach = [ball_sigmoid(each) + abs(each) * ball_sigmoid(each) * ball_sigmoid(-each) for each in z]
-    dz = [size * ball_silu_slope(each) for size, each in zip(sizes, z, strict=True)]
-    return dz, [abs(size) * each for size, each in zip(sizes, reach, strict=True)]
+    reach = [ball_sigmoid(entry) + abs(entry) * ball_sigmoid(entry) * ball_sigmoid(-entry) for entry in z]
+    dz = [size * ball_silu_slope(entry) for size, entry in zip(sizes, z, strict=True)]
+    return dz, [abs(size) * extent for size, extent in zip(sizes, reach, strict=True)]
 
 
 def see_norms(worst: Worst, row: list[float], z: list[float], weight: list[float], eps: float) -> None:
@@ -358,24 +356,24 @@ def see_norms(worst: Worst, row: list[float], z: list[float], weight: list[float
     spare = 1 + len(row) // 16
     got = truth(L2NORM, Inputs(x=wide, eps=eps), {"y": torch.ones_like(wide)})
     want = ball_normalised(exact, eps, mean=False)
-    worst.see(got["y"], want, [spare * ulp(each) for each in want], "l2norm")
+    worst.see(got["y"], want, [spare * ulp(ball) for ball in want], "l2norm")
     dx, reach = ball_norm_gradient(exact, eps, ones, mean=False)
-    worst.see(got["dx"], dx, [spare * ulp(each) for each in reach], "dx of l2norm")
-    gates, weights = (torch.tensor(each, dtype=torch.float64) for each in (z, weight))
+    worst.see(got["dx"], dx, [spare * ulp(extent) for extent in reach], "dx of l2norm")
+    gates, weights = (torch.tensor(numbers, dtype=torch.float64) for numbers in (z, weight))
     inputs = Inputs(x=wide, z=gates.reshape(wide.shape), weight=weights, eps=eps)
     directions = {"y": torch.ones_like(wide)}
     got = truth(GATED_RMS_NORM, inputs, directions)
     normed = ball_normalised(exact, eps, mean=True)
-    silus = [ball_silu(each) for each in balls(gates)]
+    silus = [ball_silu(gate) for gate in balls(gates)]
     want = [w * n * s for w, n, s in zip(balls(weights), normed, silus, strict=True)]
-    worst.see(got["y"], want, [spare * ulp(each) for each in want], "gated_rms_norm")
+    worst.see(got["y"], want, [spare * ulp(ball) for ball in want], "gated_rms_norm")
     dweight = [n * s for n, s in zip(normed, silus, strict=True)]
-    worst.see(got["dweight"], dweight, [spare * ulp(each) for each in dweight], "dweight")
+    worst.see(got["dweight"], dweight, [spare * ulp(ball) for ball in dweight], "dweight")
     dy = [w * s for w, s in zip(balls(weights), silus, strict=True)]
     dx, reach = ball_norm_gradient(exact, eps, dy, mean=True)
-    worst.see(got["dx"], dx, [spare * ulp(each) for each in reach], "dx of gated_rms_norm")
+    worst.see(got["dx"], dx, [spare * ulp(extent) for extent in reach], "dx of gated_rms_norm")
     dz, reach = ball_dz(normed, balls(weights), balls(gates))
-    worst.see(got["dz"], dz, [spare * ulp(each) for each in reach], "dz of gated_rms_norm")
+    worst.see(got["dz"], dz, [spare * ulp(extent) for extent in reach], "dz of gated_rms_norm")
 
 
 WIDTHS = st.sampled_from((1, 2, 3, 8, 64))
@@ -410,16 +408,16 @@ def test_norms_are_within_a_few_ulp_of_their_enclosure(record_property: Record) 
 def test_wrong_norm_is_rejected(wrong: str, norm: Callable[[Tensor], Tensor]) -> None:
     x = torch.tensor([1e-3, -2e-3, 7e-4], dtype=torch.float64).reshape(1, 1, 1, -1)
     want = ball_normalised(balls(x), EPS, mean=False)
-    units = [ulp(each) for each in want]
+    units = [ulp(ball) for ball in want]
     Worst("l2norm", NORM_LIMIT).see(truth(L2NORM, Inputs(x=x, eps=EPS))["y"], want, units)
     assert Worst("l2norm", NORM_LIMIT).rejects(norm(x), want, units), wrong
 
 
 def test_gate_before_norm_and_float32_silu_are_rejected() -> None:
     x, z = torch.tensor([[0.3, -0.7], [1.5, -0.2]], dtype=torch.float64).reshape(2, 1, 1, 1, 2)
-    normed, gates = ball_normalised(balls(x), EPS, mean=True), [ball_silu(each) for each in balls(z)]
+    normed, gates = ball_normalised(balls(x), EPS, mean=True), [ball_silu(entry) for entry in balls(z)]
     want = [n * s for n, s in zip(normed, gates, strict=True)]
-    worst, units = Worst("gated_rms_norm", NORM_LIMIT), [ulp(each) for each in want]
+    worst, units = Worst("gated_rms_norm", NORM_LIMIT), [ulp(ball) for ball in want]
     worst.see(truth(GATED_RMS_NORM, Inputs(x=x, z=z, weight=None, eps=EPS))["y"], want, units)
     gated = x * oracle_silu(z)
     assert worst.rejects(gated * (gated.square().mean(-1, keepdim=True) + EPS).rsqrt(), want, units)
@@ -441,7 +439,7 @@ def test_wrong_dz_is_rejected(wrong: str, gradient: Callable[[Inputs, Tensor], T
     x, z = torch.tensor([[0.3, -0.7], [1.5, -0.2]], dtype=torch.float64).reshape(2, 1, 1, 1, 2)
     inputs = Inputs(x=x, z=z, weight=torch.tensor([0.6, -1.7], dtype=torch.float64), eps=EPS)
     dz, reach = ball_dz(ball_normalised(balls(x), EPS, mean=True), balls(inputs.weight), balls(z))
-    worst, units = Worst("dz", NORM_LIMIT), [ulp(each) for each in reach]
+    worst, units = Worst("dz", NORM_LIMIT), [ulp(extent) for extent in reach]
     worst.see(truth(GATED_RMS_NORM, inputs, {"y": torch.ones_like(x)})["dz"], dz, units)
     normed = x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
     assert worst.rejects(gradient(inputs, normed), dz, units), wrong
@@ -485,7 +483,7 @@ def ball_convolution_gradients(x: Inputs) -> dict[str, tuple[Vector, Vector]]:
             ds[t] *= ball_silu_slope(y)
         ends = [*[arb(0)] * tokens, *balls(cotangents["final_state"][0, channel])]
         reads = [{place - 1 - w: tap for w, tap in enumerate(taps) if 0 <= place - 1 - w < tokens} for place in range(len(line))]
-        sums = [("dh0" if place < width else "dx", *each) for place, each in enumerate(zip(reads, ends, strict=True))]
+        sums = [("dh0" if place < width else "dx", *pair) for place, pair in enumerate(zip(reads, ends, strict=True))]
         sums += [("dweight", {t: line[t + 1 + w] for t in range(tokens)}, arb(0)) for w in range(width)]
         sums += [("dbias", dict.fromkeys(range(tokens), arb(1)), arb(0))]
         for name, factors, end in sums:
@@ -635,18 +633,18 @@ class Head:
         outputs, units, scale = [], [], arb(self.scale)
         for t in range(tokens):
             q, k, v, beta = balls(self.q[t]), balls(self.k[t]), balls(self.v[t]), arb(float(self.beta[t]))
-            decay = [each.exp() for each in balls(self.g[t])]
+            decay = [log_decay.exp() for log_decay in balls(self.g[t])]
             decay = decay * width if len(decay) == 1 else decay
             for column, entries in enumerate(columns):
                 entries = [d * entry for d, entry in zip(decay, entries, strict=True)]
                 recalled = [key * entry for key, entry in zip(k, entries, strict=True)]
                 written = beta * (v[column] - total(recalled))
                 columns[column] = [entry + key * written for key, entry in zip(k, entries, strict=True)]
-                reach = beta * (abs(v[column]) + total([abs(each) for each in recalled]))
+                reach = beta * (abs(v[column]) + total([abs(term) for term in recalled]))
                 now = [abs(entry) + abs(key) * reach for key, entry in zip(k, entries, strict=True)]
                 met[column] = max(met[column] * max(decay, key=float), *now, key=float)
                 outputs.append(scale * total([a * b for a, b in zip(q, columns[column], strict=True)]))
-                units.append(ulp(met[column]) * scale * total([abs(each) for each in q]) + ulp(outputs[-1]))
+                units.append(ulp(met[column]) * scale * total([abs(entry) for entry in q]) + ulp(outputs[-1]))
         state = [columns[column][row] for row in range(width) for column in range(len(columns))]
         return outputs, units, state, [ulp(met[column]) for _ in range(width) for column in range(len(columns))]
 
@@ -666,7 +664,7 @@ def by_chunks(head: Head, size: int) -> tuple[Tensor, Tensor]:
     """The fast oracle on one head."""
     q, k, v, g, beta, state = head.tensors()
     g = g.unsqueeze(-1) if g.ndim == 1 else g
-    heads = (each.unsqueeze(1) for each in (q, k, v, g, beta))
+    heads = (tensor.unsqueeze(1) for tensor in (q, k, v, g, beta))
     o, final = chunkwise.delta_rule(*heads, state[None, None], head.scale, [len(q)], size)
     return o[:, 0], final[0, 0]
 

@@ -162,7 +162,7 @@ def scaled(factor: Number, row: Sequence[Number]) -> Row:
 
 
 def with_rank_one(matrix: Matrix, a: Row, b: Row) -> Matrix:
-    return [[x + each * y for x, y in zip(row, b, strict=True)] for row, each in zip(matrix, a, strict=True)]
+    return [[x + factor * y for x, y in zip(row, b, strict=True)] for row, factor in zip(matrix, a, strict=True)]
 
 
 @dataclasses.dataclass
@@ -248,7 +248,7 @@ def disagreements(layer: Layer, tokens: int, forward: Formula, backward: Formula
     for count in (counted_by_torch, counted_by_numbers):
         for way, formula, counts in zip(("forward", "backward"), (forward, backward), count(layer), strict=True):
             got = dataclasses.asdict(formula(layer, tokens))
-            wrong |= {f"{name} {way}" for name, each in counts.items() if name != "left out" and got[name] != tokens * each}
+            wrong |= {f"{name} {way}" for name, number in counts.items() if name != "left out" and got[name] != tokens * number}
     return sorted(wrong)
 
 
@@ -292,7 +292,7 @@ def by_key_heads(right: Formula) -> Formula:
 
 
 def halved(right: Formula) -> Formula:
-    return lambda layer, tokens: Flops(**{name: each // 2 for name, each in dataclasses.asdict(right(layer, tokens)).items()})
+    return lambda layer, tokens: Flops(**{name: number // 2 for name, number in dataclasses.asdict(right(layer, tokens)).items()})
 
 
 def width(*sections: str) -> Callable[[Layer], int]:
@@ -320,7 +320,7 @@ def test_wrong_formula_is_rejected_forward_and_backward(wrong: str) -> None:
 
 def test_backward_is_neither_forward_nor_simply_twice_forward() -> None:
     def doubled(layer: Layer, tokens: int) -> Flops:
-        return Flops(**{name: 2 * each for name, each in dataclasses.asdict(forward_flops(layer, tokens)).items()})
+        return Flops(**{name: 2 * number for name, number in dataclasses.asdict(forward_flops(layer, tokens)).items()})
 
     terms = {field.name for field in dataclasses.fields(Flops)}
     assert disagreements(TELLING, 7, forward_flops, forward_flops) == sorted(f"{name} backward" for name in terms)
@@ -363,15 +363,15 @@ def test_step_in_numbers_is_the_definition_and_its_gradient(key_dim: int, value_
         return torch.tensor([[x.n for x in row] for row in matrix], dtype=torch.float64)
 
     x = [tensor(matrix) for matrix in ([there.q], [there.k], [there.v], [[there.decay]], [[there.beta]], there.start)]
-    leaves = [each.requires_grad_() for each in x]
+    leaves = [leaf.requires_grad_() for leaf in x]
     q, k, v, decay, beta, state = leaves
     o, end = definition(q, k, v, decay[0].log(), beta[0], state, there.scale.n)
     got = there.forward()
     torch.testing.assert_close(tensor([got[0]]), o)
     torch.testing.assert_close(tensor(got[1]), end)
     want = torch.autograd.grad([o, end], leaves, [tensor([do]), tensor(ds)])
-    for one, each in zip(there.backward(do, ds), want, strict=True):
-        torch.testing.assert_close(tensor(one), each)
+    for one, gradient in zip(there.backward(do, ds), want, strict=True):
+        torch.testing.assert_close(tensor(one), gradient)
 
 
 def test_products_are_the_definition_and_hold_all_of_its_chain() -> None:
@@ -380,7 +380,7 @@ def test_products_are_the_definition_and_hold_all_of_its_chain() -> None:
     state = (layer.value_heads, layer.key_dim, layer.value_dim)
     q, k, v, decay, beta, start = random_tensors(2, head, head, value, value[:2], value[:2], state)
     x = [repeat_heads(q, layer.value_heads), repeat_heads(k, layer.value_heads), v, decay + 0.6, beta, start]
-    leaves = [each.requires_grad_() for each in x]
+    leaves = [leaf.requires_grad_() for leaf in x]
     with FlopCounterMode(display=False) as counter:
         o, end = in_products(*leaves)
     ahead = counter.get_total_flops()
@@ -391,7 +391,7 @@ def test_products_are_the_definition_and_hold_all_of_its_chain() -> None:
         flops = formula(layer, tokens)
         assert count == flops.gated_delta_rule - flops.decay
     for h in range(layer.value_heads):
-        q_h, k_h, v_h, decay_h, beta_h = (each[:, h] for each in leaves[:5])
+        q_h, k_h, v_h, decay_h, beta_h = (leaf[:, h] for leaf in leaves[:5])
         want, want_end = definition(q_h, k_h, v_h, decay_h.log(), beta_h, start[h], 1.0)
         torch.testing.assert_close(o[:, h], want)
         torch.testing.assert_close(end[h], want_end)
@@ -442,8 +442,8 @@ def test_chunkwise_form_multiplies_more_the_longer_its_chunks(chunk: int) -> Non
     x = random_tensors(4, *shapes)
     with FlopCounterMode(display=False) as counter:
         o, end = in_chunks(*x, chunk)
-    for one, each in zip((o, end), definition(*x, 1.0), strict=True):
-        torch.testing.assert_close(one, each)
+    for one, reference in zip((o, end), definition(*x, 1.0), strict=True):
+        torch.testing.assert_close(one, reference)
     states, scores = 6 * key_dim * value_dim, 2 * chunk * (3 * key_dim + 2 * value_dim)
     assert counter.get_total_flops() == tokens * (states + scores)
     layer = Layer(hidden=1, heads=1, value_heads=1, key_dim=key_dim, value_dim=value_dim)

@@ -101,20 +101,20 @@ def told(begin: Begin, **more: Any) -> dict[str, Any]:
     one = begin("tells", "a word", descriptors=(target,), **more)
     os.close(target)
     with open(source) as pipe:
-        said: dict[str, Any] = json.load(pipe)
+        report: dict[str, Any] = json.load(pipe)
     assert one.wait(10) == 0
-    return said
+    return report
 
 
 def test_a_child_has_its_words_its_environment_its_folder_and_nothing_else_open(begin: Begin, tmp_path: pathlib.Path) -> None:
-    said = told(begin, GDN_VERIFY_WORD="\udcff here")
-    assert said["began"] == "verify.process.fork_server"
-    assert said["words"] == said["argv"] == ["tells", "a word"]
-    assert said["where"] == str(tmp_path)
-    assert said["group"]
-    assert said["environment"]["GDN_VERIFY_WORD"] == "\udcff here"
-    assert len(said["open"]) == 5, "the three of every process, the pipe, and the list's own"
-    assert said["buries"], "its own children are its own affair"
+    report = told(begin, GDN_VERIFY_WORD="\udcff here")
+    assert report["began"] == "verify.process.fork_server"
+    assert report["words"] == report["argv"] == ["tells", "a word"]
+    assert report["where"] == str(tmp_path)
+    assert report["group"]
+    assert report["environment"]["GDN_VERIFY_WORD"] == "\udcff here"
+    assert len(report["open"]) == 5, "the three of every process, the pipe, and the list's own"
+    assert report["buries"], "its own children are its own affair"
     assert "GDN_VERIFY_WORD" not in told(begin)["environment"]
 
 
@@ -127,10 +127,10 @@ def test_a_child_finds_modules_where_a_process_of_its_own_does(begin: Begin, tmp
     want = json.loads(
         subprocess.run([sys.executable, "-P", "-c", command], env=environment, capture_output=True, check=True).stdout
     )
-    said = told(begin, path=str(other))
-    assert said["began"] == "verify.process.fork_server"
-    assert said["words"] == ["other"]
-    assert said["path"] == want
+    report = told(begin, path=str(other))
+    assert report["began"] == "verify.process.fork_server"
+    assert report["words"] == ["other"]
+    assert report["path"] == want
 
 
 @pytest.mark.parametrize("what", ["a variable", "a module", "a program"])
@@ -139,24 +139,24 @@ def test_a_child_in_which_something_would_differ_is_a_process_of_its_own(
 ) -> None:
     assert told(begin)["began"] == "verify.process.fork_server"
     if what == "a variable":
-        said = told(begin, PYTHONHASHSEED="7")
-        assert said["environment"]["PYTHONHASHSEED"] == "7"
+        report = told(begin, PYTHONHASHSEED="7")
+        assert report["environment"]["PYTHONHASHSEED"] == "7"
     elif what == "a module":
         (tmp_path / "colorsys.py").write_text("")
         elsewhere = tmp_path / "elsewhere"
         elsewhere.mkdir()
         (elsewhere / "tells.py").write_text(TELLS)
         (elsewhere / "colorsys.py").write_text("")
-        said = told(begin, path=str(elsewhere))
-        assert said["colorsys"] == str(elsewhere / "colorsys.py")
+        report = told(begin, path=str(elsewhere))
+        assert report["colorsys"] == str(elsewhere / "colorsys.py")
     else:
         program = tmp_path / "python"
         program.symlink_to(sys.executable)
         monkeypatch.setattr(sys, "executable", str(program))
-        said = told(begin)
-    assert said["began"] == "tells"
-    assert said["words"] == said["argv"] == ["tells", "a word"]
-    assert len(said["open"]) == 5
+        report = told(begin)
+    assert report["began"] == "tells"
+    assert report["words"] == report["argv"] == ["tells", "a word"]
+    assert len(report["open"]) == 5
 
 
 @pytest.mark.parametrize("more", [{}, {"PYTHONHASHSEED": "7"}], ids=["forked", "its own"])
@@ -164,11 +164,11 @@ def test_it_ends_as_a_process_of_its_own_does(begin: Begin, more: dict[str, str]
     with tempfile.TemporaryFile() as output:
         ends = {how: begin(*how.split(), output=output.fileno(), **more).wait(10) for how in ("prints", "exits 3", "raises")}
         output.seek(0)
-        said = output.read().decode()
+        text = output.read().decode()
     assert ends == {"prints": 0, "exits 3": 3, "raises": 1}
-    assert "said\n" in said
-    assert "told\n" in said
-    assert "ArithmeticError: as it is" in said
+    assert "said\n" in text
+    assert "told\n" in text
+    assert "ArithmeticError: as it is" in text
 
 
 def test_it_is_polled_waited_for_and_killed_as_another_process_is(begin: Begin) -> None:
@@ -325,10 +325,10 @@ def test_places_have_servers_and_hash_seeds_of_their_own(another: dict[str, str]
         one = fork_server.start("tells", ["tells"], [target], another, 2, ["colorsys"], place)
         os.close(target)
         with open(source) as pipe:
-            said = json.load(pipe)
+            report = json.load(pipe)
         assert one.wait(10) == 0
-        assert said["began"] == "verify.process.fork_server"
-        hashes.append(said["hash"])
+        assert report["began"] == "verify.process.fork_server"
+        hashes.append(report["hash"])
     assert hashes[:2] == hashes[2:]
     assert hashes[0] != hashes[1]
 

@@ -83,9 +83,9 @@ def test_a_judge_passes_what_is_good_and_nothing_else(
     judge: Callable[[Done], list[Row]], good: tuple[Any, ...], bad: list[tuple[Any, ...]], done: Callable[..., Done]
 ) -> None:
     assert {row.verdict for row in judge(done(*good))} == {PASSED}
-    for each in bad:
+    for arguments in bad:
         (gate.LOGS / "step.out").unlink(missing_ok=True)
-        assert FAILED in {row.verdict for row in judge(done(*each))}, each
+        assert FAILED in {row.verdict for row in judge(done(*arguments))}, arguments
 
 
 def test_a_row_a_test_function_and_none_for_what_was_skipped(done: Callable[..., Done]) -> None:
@@ -163,9 +163,9 @@ def test_records_of_the_same_sources_on_other_cards_stay(tmp_path: pathlib.Path)
     place, other = tmp_path / "gpu.json", {**RECORD, "cards": ["NVIDIA H200", "NVIDIA H200"]}
     for record in (RECORD, other, {**RECORD, "date": "2026-11-24"}):
         gate.written(record, place)
-    kept = gpu_record.read(place)
-    assert (kept["date"], [each["cards"][0] for each in kept["earlier"]]) == ("2026-11-24", ["NVIDIA H200"])
-    assert "and on 2 x NVIDIA H200" in gpu_record.passed(kept)
+    stored_record = gpu_record.read(place)
+    assert (stored_record["date"], [entry["cards"][0] for entry in stored_record["earlier"]]) == ("2026-11-24", ["NVIDIA H200"])
+    assert "and on 2 x NVIDIA H200" in gpu_record.passed(stored_record)
     gate.written({**RECORD, "complete": False, "cards": ["NVIDIA H100"]}, place)
     assert gpu_record.read(place)["complete"]
     gate.written({**other, "sources": "b" * 64}, place)
@@ -202,13 +202,13 @@ def test_a_gate_runs_its_steps_and_records_what_passed(
     for steps, code in (((good, bad), 1), ((good,), 0)):
         monkeypatch.setattr(gate, "lanes", lambda count, steps=steps: ((("0", steps if count == 1 else (good, bad)),),))
         assert gate.main() == code
-        said = capsys.readouterr()
+        output = capsys.readouterr()
         assert record.is_file() is (code == 0)
-        assert ("FAILED: a bad step: 1" in said.err) is (code == 1)
-        assert (NOT_RUN in said.out) is (code == 0)
-    kept = gpu_record.read(record)
-    assert (kept["sources"], kept["complete"]) == (gpu_record.sources(), False)
-    assert [(row["what"], row["verdict"], row["figure"]) for row in kept["verdicts"]] == [
+        assert ("FAILED: a bad step: 1" in output.err) is (code == 1)
+        assert (NOT_RUN in output.out) is (code == 0)
+    stored_record = gpu_record.read(record)
+    assert (stored_record["sources"], stored_record["complete"]) == (gpu_record.sources(), False)
+    assert [(row["what"], row["verdict"], row["figure"]) for row in stored_record["verdicts"]] == [
         ("a good step", PASSED, "0"),
         ("a bad step", NOT_RUN, "needs two GPUs"),
     ]

@@ -86,8 +86,8 @@ class Call:
         every["A_log"] -= self.remembers
         every["in_proj.weight"] *= self.small
         every["conv.bias"] *= self.small
-        kept = {name: each for name, each in every.items() if self.bias or name != "conv.bias"}
-        return {name: each.to(torch.float32 if name in SINGLE else self.dtype) for name, each in kept.items()}
+        parameters = {name: tensor for name, tensor in every.items() if self.bias or name != "conv.bias"}
+        return {name: tensor.to(torch.float32 if name in SINGLE else self.dtype) for name, tensor in parameters.items()}
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -108,7 +108,7 @@ class Call:
         return torch.tensor([0, *itertools.accumulate(real)], dtype=self.index)
 
     def inputs(self) -> Inputs:
-        weights = {NAMES[name]: each for name, each in self.weights().items()}
+        weights = {NAMES[name]: weight for name, weight in self.weights().items()}
         return Inputs(
             layer=self.layer,
             hidden=self.hidden().transpose(0, 1),
@@ -131,7 +131,7 @@ def limits(call: Call) -> dict[str, bound.Bound]:
     """The truth and the bound of y and every gradient."""
     y = call.cotangent().transpose(0, 1)
     every = bound.bounds(GDN_LAYER, call.inputs(), {"y": y}, "chunkwise")
-    return {name: each for name, each in every.items() if name not in ("final_state", "conv_state")}
+    return {name: limit for name, limit in every.items() if name not in ("final_state", "conv_state")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,19 +173,19 @@ def on_rank(call: Call, place: Place, choices: Choices, *, sp: bool) -> Answer:
     hidden = take(call.hidden()).value.requires_grad_()
     y = module(hidden, call.offsets(pads=False), call.offsets() if call.pads else None)
     y.backward(take(call.cotangent()).value)
-    own = {name: each.grad for name, each in module.named_parameters()}
+    local_gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
     traffic = {axis: copy.deepcopy(getattr(place, axis).traffic) for axis in ("tp", "cp")}  # without the sums of the gradients
     summed = held.as_shards(module.summed_gradients(), module.metadata, place.rank)
     assert hidden.grad is not None
-    return Answer(place.rank, y.detach(), hidden.grad, own, summed, traffic)
+    return Answer(place.rank, y.detach(), hidden.grad, local_gradients, summed, traffic)
 
 
 def answers(call: Call, choices: Choices = Choices(), tp: int = 1, cp: int = 1, *, sp: bool = False) -> list[Answer]:  # noqa: B008
     results = []
-    for each in simulate(tp, cp, lambda place: on_rank(call, place, choices, sp=sp)):
-        if isinstance(each, BaseException):
-            raise each
-        results.append(each)
+    for result in simulate(tp, cp, lambda place: on_rank(call, place, choices, sp=sp)):
+        if isinstance(result, BaseException):
+            raise result
+        results.append(result)
     return results
 
 
@@ -195,14 +195,14 @@ def joined(call: Call, ranks: list[Answer], *, sp: bool) -> dict[str, Tensor]:
 
     def tokens(take: Callable[[Answer], Tensor]) -> Tensor:
         shards = []
-        for each in ranks:
-            rows = sharding.tokens(layout, each.rank, sequence_parallel=sp)
-            shards.append(Shard("hidden", shape, 0, each.rank, rows, take(each)))
+        for answer in ranks:
+            rows = sharding.tokens(layout, answer.rank, sequence_parallel=sp)
+            shards.append(Shard("hidden", shape, 0, answer.rank, rows, take(answer)))
         return sharding.assemble(shards).transpose(0, 1)
 
-    found = {"y": tokens(lambda each: each.y), "dhidden": tokens(lambda each: each.hidden)}
+    found = {"y": tokens(lambda answer: answer.y), "dhidden": tokens(lambda answer: answer.hidden)}
     for name in ranks[0].parameters:
-        found[f"d{NAMES[name]}"] = sharding.assemble([each.parameters[name] for each in ranks])
+        found[f"d{NAMES[name]}"] = sharding.assemble([answer.parameters[name] for answer in ranks])
     return found
 
 
@@ -318,7 +318,7 @@ def same_bits(one: list[Answer], two: list[Answer]) -> bool:
     )
 
 
-@pytest.mark.parametrize("choices", TORCH, ids=lambda each: " ".join(str(value) for value in dataclasses.astuple(each)))
+@pytest.mark.parametrize("choices", TORCH, ids=lambda choices: " ".join(str(value) for value in dataclasses.astuple(choices)))
 @pytest.mark.slow_after_first
 def test_every_choice_is_within_the_oracle_s_bound(choices: Choices) -> None:
     for name in ("packed", "batched"):
@@ -331,8 +331,8 @@ def test_every_choice_is_within_the_oracle_s_bound(choices: Choices) -> None:
 @pytest.mark.slow_after_first
 def test_fused_equals_per_sequence_bit_for_bit(name: str, mesh: tuple[int, bool, int]) -> None:
     tp, sp, cp = mesh
-    fused, each = (answers(CALLS[name], Choices(thd_all_to_all=form), tp, cp, sp=sp) for form in ("fused", "per_sequence"))
-    assert same_bits(fused, each)
+    fused, per_sequence = (answers(CALLS[name], Choices(thd_all_to_all=form), tp, cp, sp=sp) for form in ("fused", "per_sequence"))
+    assert same_bits(fused, per_sequence)
     assert not same_bits(fused, answers(dataclasses.replace(CALLS[name], seed=9), Choices(), tp, cp, sp=sp))
 
 
@@ -351,7 +351,7 @@ def test_deterministic_layer_adds_nothing_by_index() -> None:
             node = left.pop()
             if node is not None and node not in seen:
                 seen.add(node)
-                left += [each for each, _ in node.next_functions]
+                left += [successor for successor, _ in node.next_functions]
         return {node.name() for node in seen}
 
     for form in CHOICES["thd_all_to_all"]:
@@ -413,9 +413,9 @@ def fla() -> None:
     kernels = [counted("fla.modules.causal_conv1d", "causal_conv1d"), counted("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")]
     found = []
     for choices, (tp, sp, cp), name in FLA:
-        before = [len(each) for each in kernels]
+        before = [len(calls) for calls in kernels]
         worst_ratio = ratio(SMALL[name], choices, tp, cp, sp=sp)
-        found.append((*worst_ratio, [len(each) - count for each, count in zip(kernels, before, strict=True)]))
+        found.append((*worst_ratio, [len(calls) - count for calls, count in zip(kernels, before, strict=True)]))
     print(json.dumps(found))
 
 
@@ -439,10 +439,10 @@ def moved(x: Tensor, lengths: list[int], sections: list[int], cp: int, *, fused:
         return there, exchange.hp_to_cp(place.cp, there, lengths, sections, fused=fused)
 
     results = []
-    for each in simulate(1, cp, work):
-        if isinstance(each, BaseException):
-            raise each
-        results.append(each)
+    for result in simulate(1, cp, work):
+        if isinstance(result, BaseException):
+            raise result
+        results.append(result)
     return results
 
 
@@ -456,7 +456,7 @@ def moved(x: Tensor, lengths: list[int], sections: list[int], cp: int, *, fused:
 )
 @pytest.mark.slow
 def test_tagged_tokens_land_where_the_oracle_says(form: str, cp: int, lengths: list[int], sections: list[int], batch: int) -> None:
-    check_exchange([2 * cp * each for each in lengths], [cp * each for each in sections], cp, batch, form)
+    check_exchange([2 * cp * length for length in lengths], [cp * section for section in sections], cp, batch, form)
 
 
 @pytest.mark.parametrize("cp", [16, 64])
@@ -482,10 +482,10 @@ def test_gradients_go_back_the_way_values_came(form: str) -> None:
     x, layout = -tagged(24, 2, 12, torch.float32), parallel.zigzag(lengths, 4)
     slices = parallel.head_parallel(sections, cp)
     tokens, heads = parallel.shard(x, layout), parallel.shard(x, slices, axis=-1)
-    assert sum(int((bits(each) == -(2**31)).sum()) for each in tokens) == 1, "one entry is -0.0"
+    assert sum(int((bits(shard) == -(2**31)).sum()) for shard in tokens) == 1, "one entry is -0.0"
 
     def work(place: Place) -> tuple[Tensor, Tensor]:
-        cp_leaf, hp_leaf = (torch.zeros_like(each[place.cp.rank], requires_grad=True) for each in (tokens, heads))
+        cp_leaf, hp_leaf = (torch.zeros_like(shards[place.cp.rank], requires_grad=True) for shards in (tokens, heads))
         there = exchange.cp_to_hp(place.cp, cp_leaf, lengths, sections, fused=FORMS[form])
         (one,) = torch.autograd.grad(there, cp_leaf, heads[place.cp.rank])
         back = exchange.hp_to_cp(place.cp, hp_leaf, lengths, sections, fused=FORMS[form])
@@ -556,28 +556,28 @@ def test_collectives_and_bytes_are_those_of_the_design(form: str, lengths: tuple
     wide = sum(call.layer.sections.values())
     calls = 1 + 1 if form == "fused" else sum(length > 0 for length in lengths) * (len(call.layer.sections) + 1)
     sent_bytes = 4 * sum(lengths) // cp * (wide + call.layer.sections["v"]) * (cp - 1) // cp
-    for each in answers(call, Choices(thd_all_to_all=form), 1, cp):
-        assert each.traffic["cp"].calls == {"all_to_all": 2 * calls}, "backward mirrors"
-        assert each.traffic["cp"].sent_bytes == {"all_to_all": 2 * sent_bytes}
-        assert not each.traffic["tp"].calls
+    for answer in answers(call, Choices(thd_all_to_all=form), 1, cp):
+        assert answer.traffic["cp"].calls == {"all_to_all": 2 * calls}, "backward mirrors"
+        assert answer.traffic["cp"].sent_bytes == {"all_to_all": 2 * sent_bytes}
+        assert not answer.traffic["tp"].calls
 
 
 def test_batched_layer_exchanges_once_each_way() -> None:
-    for each in answers(CALLS["batched"], Choices(thd_all_to_all="per_sequence"), 1, 2):
-        assert each.traffic["cp"].calls == {"all_to_all": 4}
+    for answer in answers(CALLS["batched"], Choices(thd_all_to_all="per_sequence"), 1, 2):
+        assert answer.traffic["cp"].calls == {"all_to_all": 4}
 
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_tensor_parallel_collectives_are_those_of_the_design(sp: object) -> None:
     call = Call()
     nbytes = 4 * sum(call.lengths) * call.layer.hidden
-    for each in answers(call, tp=2, sp=bool(sp)):
+    for answer in answers(call, tp=2, sp=bool(sp)):
         if sp:
-            assert each.traffic["tp"].calls == {"all_gather": 2, "reduce_scatter": 2}
-            assert each.traffic["tp"].sent_bytes == {"all_gather": nbytes, "reduce_scatter": nbytes}
+            assert answer.traffic["tp"].calls == {"all_gather": 2, "reduce_scatter": 2}
+            assert answer.traffic["tp"].sent_bytes == {"all_gather": nbytes, "reduce_scatter": nbytes}
         else:
-            assert each.traffic["tp"].calls == {"all_reduce": 2}
-        assert not each.traffic["cp"].calls
+            assert answer.traffic["tp"].calls == {"all_reduce": 2}
+        assert not answer.traffic["cp"].calls
 
 
 def test_one_rank_says_nothing() -> None:
@@ -595,17 +595,17 @@ def test_metadata_are_the_oracle_s(mesh: Mesh, bias: object, groups: int) -> Non
     about = held.metadata(layer, conv_bias=bool(bias))
     known = sharding.parameters(layer)
     assert list(about) == [name for name in known if bias or name != "conv.bias"]
-    for name, each in about.items():
-        assert (each.shape, each.axis, each.gradient_sum) == (known[name].shape, known[name].axis, known[name].gradient_sum)
+    for name, entry in about.items():
+        assert (entry.shape, entry.axis, entry.gradient_sum) == (known[name].shape, known[name].axis, known[name].gradient_sum)
         for rank in mesh.ranks():
-            assert torch.equal(each.rows(rank.tp, mesh.tp), sharding.rows(layer, name, rank, AT_REST))
+            assert torch.equal(entry.rows(rank.tp, mesh.tp), sharding.rows(layer, name, rank, AT_REST))
 
 
 @pytest.mark.parametrize("after", [(1, 1), (2, 2), (1, 4), (4, 1)])
 def test_resharded_checkpoint_is_exact(after: tuple[int, int]) -> None:
     """Tagged weights from (2, 2) to another mesh: every rank holds what it would have been given of the whole."""
     call = Call()
-    whole = {name: torch.arange(each.numel()).view(each.shape).float() for name, each in call.weights().items()}
+    whole = {name: torch.arange(weight.numel()).view(weight.shape).float() for name, weight in call.weights().items()}
 
     def save(place: Place) -> dict[str, Shard]:
         module = make(call, place)
@@ -613,15 +613,15 @@ def test_resharded_checkpoint_is_exact(after: tuple[int, int]) -> None:
         return module.shards()
 
     saved = simulate(2, 2, save)
-    assert all(isinstance(each, dict) for each in saved), saved
-    moved = {name: sharding.reshard(call.layer, [each[name] for each in saved], Mesh(*after)) for name in whole}  # type: ignore[index]
+    assert all(isinstance(shards, dict) for shards in saved), saved
+    moved = {name: sharding.reshard(call.layer, [shards[name] for shards in saved], Mesh(*after)) for name in whole}  # type: ignore[index]
 
     def restore(place: Place) -> None:
         number = list(Mesh(*after).ranks()).index(place.rank)
         module = make(call, place)
-        module.load({name: each[number] for name, each in moved.items()})
-        for name, each in module.named_parameters():
-            assert torch.equal(each, sharding.shard(call.layer, name, whole[name], place.rank, AT_REST).value)
+        module.load({name: shards[number] for name, shards in moved.items()})
+        for name, parameter in module.named_parameters():
+            assert torch.equal(parameter, sharding.shard(call.layer, name, whole[name], place.rank, AT_REST).value)
 
     assert simulate(*after, restore) == [None] * (after[0] * after[1])
 
@@ -641,18 +641,18 @@ def test_load_refuses_what_is_not_its_own() -> None:
         with pytest.raises(ValueError, match=r"shard of A_log must have rows \[.*\] along axis 0 of \(8,\), got \["):
             module.load(other)
         with pytest.raises(ValueError, match=r"shards must be of in_proj.weight, .*, got conv.weight"):
-            module.load({name: each for name, each in mine.items() if name == "conv.weight"})
+            module.load({name: shard for name, shard in mine.items() if name == "conv.weight"})
         half = dataclasses.replace(mine["A_log"], value=mine["A_log"].value.half())
         with pytest.raises(ValueError, match=r"shard of A_log must be torch.float32, got torch.float16"):
             module.load({**mine, "A_log": half})
-        assert all(not each.any() for each in module.parameters()), "what is refused changes nothing"
+        assert all(not parameter.any() for parameter in module.parameters()), "what is refused changes nothing"
 
     assert simulate(2, 1, work) == [None, None]
 
 
 def test_parameters_that_took_no_part_have_a_gradient_of_zeros() -> None:
     module = make(Call(), Place(Alone(), Alone()))
-    assert all(not each.any() for each in module.summed_gradients().values())
+    assert all(not gradient.any() for gradient in module.summed_gradients().values())
     assert list(module.summed_gradients()) == list(NAMES)
 
 
@@ -742,9 +742,9 @@ def test_illegal_layouts_are_refused_alike_before_any_communication(name: str) -
         assert not place.tp.traffic.calls and not place.cp.traffic.calls
         return str(refused.value)
 
-    said = simulate(tp, cp, work)
-    assert len(set(said)) == 1, said
-    assert str(said[0]).startswith(message)
+    messages = simulate(tp, cp, work)
+    assert len(set(messages)) == 1, messages
+    assert str(messages[0]).startswith(message)
 
 
 def test_heads_that_do_not_divide_and_dtypes_are_refused_alike() -> None:
@@ -777,8 +777,8 @@ def wrong_slice(name: str) -> Callable[[GatedDeltaNet, str], Tensor]:
     """A parameter's slice of the next CP rank."""
 
     def in_use(module: GatedDeltaNet, wanted: str) -> Tensor:
-        whole, own = module.get_parameter(wanted), module.place.cp
-        return whole.chunk(own.size)[(own.rank + 1) % own.size] if wanted == name else RIGHT_SLICE(module, wanted)
+        whole, comm = module.get_parameter(wanted), module.place.cp
+        return whole.chunk(comm.size)[(comm.rank + 1) % comm.size] if wanted == name else RIGHT_SLICE(module, wanted)
 
     return in_use
 
@@ -817,7 +817,7 @@ def summed_over(axes: tuple[str, ...]) -> Callable[..., dict[str, held.Metadata]
 
     def metadata(*arguments: Any, **options: Any) -> dict[str, held.Metadata]:
         right = RIGHT_METADATA(*arguments, **options)
-        return {name: dataclasses.replace(each, gradient_sum=axes) for name, each in right.items()}
+        return {name: dataclasses.replace(entry, gradient_sum=axes) for name, entry in right.items()}
 
     return metadata
 
@@ -895,25 +895,25 @@ def test_real_processes_give_what_simulated_ranks_give(tmp_path: pathlib.Path) -
     start = functools.partial(subprocess.Popen, env=environment, stderr=subprocess.PIPE, text=True)
     ranks = [start([sys.executable, __file__, str(rank), "2", str(tmp_path)]) for rank in range(2)]
     try:
-        for each in ranks:
-            _, errors = each.communicate(timeout=DEADLINE_S)
-            assert each.returncode == 0, errors
+        for process in ranks:
+            _, errors = process.communicate(timeout=DEADLINE_S)
+            assert process.returncode == 0, errors
     finally:
-        for each in ranks:
-            each.kill()
+        for process in ranks:
+            process.kill()
     compared = 0
     for axis, sp in (("tp", True), ("tp", False), ("cp", False)):
         want = answers(CALLS["padded"], Choices(), *((2, 1) if axis == "tp" else (1, 2)), sp=sp)
         for rank, answer in enumerate(want):
-            for name, each in tensors(answer).items():
+            for name, tensor in tensors(answer).items():
                 got = torch.load(tmp_path / f"{rank}.pt")[f"{axis} {sp}"][name]
-                assert torch.equal(bits(got), bits(each)), (axis, sp, name)
+                assert torch.equal(bits(got), bits(tensor)), (axis, sp, name)
                 compared += 1
     assert compared == 3 * 2 * (2 + 6 + 6)
 
 
 def tensors(answer: Answer) -> dict[str, Tensor]:
-    summed = {f"sum {name}": each.value for name, each in answer.parameters.items()}
+    summed = {f"sum {name}": shard.value for name, shard in answer.parameters.items()}
     return {"y": answer.y, "hidden": answer.hidden, **answer.own, **summed}
 
 

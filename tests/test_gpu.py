@@ -32,8 +32,8 @@ HARM = (
 )
 
 
-@pytest.mark.parametrize(("name", "said"), HARM)
-def test_what_a_kernel_does_to_the_device_is_one_verdict(name: str, said: str, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(("name", "message"), HARM)
+def test_what_a_kernel_does_to_the_device_is_one_verdict(name: str, message: str, tmp_path: pathlib.Path) -> None:
     line = f"law=oracle adapter=tests/gpu_faults.py:{name} device=cuda key_dim=16 value_dim=16 dtype=bf16 lengths="
     store = Store(str(tmp_path / "findings"))
     with Worker(20.0, environment=devices.environment("cuda")) as worker:
@@ -41,7 +41,7 @@ def test_what_a_kernel_does_to_the_device_is_one_verdict(name: str, said: str, t
         harmed = ask(Run.parse(line + "33"), worker, store)
         after = ask(Run.parse(line + "32"), worker, store)
     assert (before.verdict, harmed.verdict, after.verdict) == (Verdict.HOLDS, Verdict.BROKEN, Verdict.HOLDS)
-    assert harmed.findings[0].what.startswith(said)
+    assert harmed.findings[0].what.startswith(message)
     assert before.ratios == after.ratios
 
 
@@ -64,15 +64,15 @@ def computed(line: str, device: str) -> dict[str, Bound]:
     case: Any = Run.parse(line).example.case
     inputs, cotangents = case.inputs(device), case.cotangents(device) if getattr(case, "backward", False) else None
     algorithms = {"causal_conv1d": "pointwise", "gated_rms_norm": "pointwise", "decode": "recurrent"}
-    made = bounds(case.spec_of(inputs), inputs, cotangents, algorithms.get(case.operation, "chunkwise"))
-    assert {x.device.type for each in made.values() for x in (each.value, each.allowed)} == {device}
-    return made
+    limits = bounds(case.spec_of(inputs), inputs, cotangents, algorithms.get(case.operation, "chunkwise"))
+    assert {x.device.type for limit in limits.values() for x in (limit.value, limit.allowed)} == {device}
+    return limits
 
 
 def apart(one: dict[str, Bound], other: dict[str, Bound]) -> tuple[float, float]:
     """The greatest difference of two truths, over what an implementation may err; and the greatest ratio of two allowances."""
     assert one.keys() == other.keys()
-    filled = {name: (each, other[name]) for name, each in one.items() if each.allowed.numel()}
+    filled = {name: (limit, other[name]) for name, limit in one.items() if limit.allowed.numel()}
     errors = [float((a.value - b.value.cpu()).abs().max() / a.allowed.min()) for a, b in filled.values()]
     ratios = [a.allowed / b.allowed.cpu() for a, b in filled.values()]
     return max(errors), max(float(torch.maximum(ratio, 1 / ratio).max()) for ratio in ratios)
@@ -109,15 +109,15 @@ def two() -> Iterator[RankGroup]:
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize(("name", "said"), RANK_FAULTS)
+@pytest.mark.parametrize(("name", "fragments"), RANK_FAULTS)
 def test_a_rank_that_fails_over_nccl_is_named_and_the_next_case_runs(
-    two: RankGroup, name: str, said: tuple[str, ...], tmp_path: pathlib.Path
+    two: RankGroup, name: str, fragments: tuple[str, ...], tmp_path: pathlib.Path
 ) -> None:
     store = Store(tmp_path)
     outcome = ask(Run.parse(PATH.format(name)), two, store)
     words = " ".join(f"{finding.place}: {finding.what} {finding.worst}" for finding in outcome.findings)
     assert outcome.verdict is Verdict.BROKEN, outcome
-    assert [each for each in said if each not in words] == [], words
+    assert [fragment for fragment in fragments if fragment not in words] == [], words
     assert ask(Run.parse(PATH.format("Fault")), two, store).verdict is Verdict.HOLDS
 
 
@@ -158,9 +158,9 @@ def test_a_wrong_path_is_found_on_simulated_ranks_of_a_gpu(gpu: Worker) -> None:
 def test_a_line_of_a_gpu_is_repeated_over_nccl(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = "law=parallel adapter=gdn/layer device=cuda lengths=8 cp=2 heads=2 value_heads=2"
     assert cli.main(["repeat", line, "--ranks", "2", "--json", "--findings", str(tmp_path)]) == exits.HOLDS
-    said = json.loads(capsys.readouterr().out)
-    assert (said["run"], said["verdict"]) == (line, "holds")
-    assert said["rows"] > 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["run"], report["verdict"]) == (line, "holds")
+    assert report["rows"] > 0
 
 
 # Configurations
@@ -179,4 +179,4 @@ def test_a_sweep_finds_the_wrong_configurations_and_no_other(tmp_path: pathlib.P
     deny, findings = tmp_path / "deny.jsonl", tmp_path / "findings"
     assert cli.main([*words, "--deny", str(deny), "--findings", str(findings)]) == exits.BROKEN
     assert "2 wrong of 8 configurations of 2 kernels" in capsys.readouterr().out
-    assert {json.loads(each)["config"].split(":")[0] for each in deny.read_text().splitlines()} == {"BLOCK=64"}
+    assert {json.loads(line)["config"].split(":")[0] for line in deny.read_text().splitlines()} == {"BLOCK=64"}

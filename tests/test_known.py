@@ -68,7 +68,7 @@ def test_defect_explains_its_law_adapter_words_and_versions_only(tmp_path: pathl
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"where": None}, "known defect 1 must have where"),
         ({"reason": None, "versions": None}, "known defect 1 must have reason, versions"),
@@ -80,10 +80,10 @@ def test_defect_explains_its_law_adapter_words_and_versions_only(tmp_path: pathl
         ({"run": '"law=oracle adapter=tests/right.py:Chunkwise lengths=3"'}, "known defect 1: adapter must be one of fla/chunk"),
     ],
 )
-def test_bad_entry_is_named_with_the_rule_it_breaks(tmp_path: pathlib.Path, change: dict[str, str | None], said: str) -> None:
+def test_bad_entry_is_named_with_the_rule_it_breaks(tmp_path: pathlib.Path, change: dict[str, str | None], message: str) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011 - the text is compared below
         load(written(tmp_path, {}, change))
-    assert str(error.value).startswith(said)
+    assert str(error.value).startswith(message)
 
 
 @pytest.mark.parametrize("line", ["law=orcale adapter=fla/chunk lengths=3", "law=oracle adapter=fla/chunk", "nothing"])

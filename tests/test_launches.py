@@ -27,9 +27,9 @@ from verify.zoo.base import Chunkwise
 LINE = "law=oracle adapter=tests/right.py:Chunkwise device=cuda tune=1,solve:num_warps=2 lengths=3"
 
 
-def call(*wrong: str, given: float = 1.0) -> list[Launch]:
+def call(*wrong: str, value: float = 1.0) -> list[Launch]:
     """Three launches, each of which reads what the one before wrote; some are off by a tenth from then on."""
-    launches, x = [], torch.full((4,), given)
+    launches, x = [], torch.full((4,), value)
     for name in ("gate", "scores", "output"):
         y = 2.0 * x * (1.1 if name in wrong else 1.0)
         launches.append(Launch(name, {"num_warps": 4}, {"x": x}, {"y": y}))
@@ -87,18 +87,18 @@ def test_more_launches_than_the_other_has_are_told() -> None:
 def test_a_launch_that_leaves_alone_what_it_should_write_is_told() -> None:
     one, other = call(), call()
     left = torch.full((4,), torch.nan)
-    for each, wrote in ((one, True), (other, False)):
-        each[1].read["y"] = left
-        each[1].wrote = {"y": each[1].wrote["y"]} if wrote else {}
+    for sequence, wrote in ((one, True), (other, False)):
+        sequence[1].read["y"] = left
+        sequence[1].wrote = {"y": sequence[1].wrote["y"]} if wrote else {}
     (told,) = parted(one, other, 0.0)
     assert told.startswith("launch 1, scores")
 
 
 def test_a_launch_that_adds_to_what_it_was_given_only_passes_it_on() -> None:
     one, other = call("scores"), call()
-    for each in (one, other):
-        before = each[1].wrote["y"]
-        each[2] = Launch("output", {}, {"y": before}, {"y": before + 1.0})
+    for sequence in (one, other):
+        before = sequence[1].wrote["y"]
+        sequence[2] = Launch("output", {}, {"y": before}, {"y": before + 1.0})
     (told,) = parted(one, other, 0.0)
     assert told.startswith("launch 1, scores")
 
@@ -165,9 +165,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
 
     def told(kernel: Kernel, warps: Iterable[int], calls: int = 2) -> dict[str, Any]:
         monkeypatch.setattr(launches, "adapter_of", lambda spec: Calls(kernel, warps))
-        said = answer(Launches(line, calls, []).to_json())
+        report = answer(Launches(line, calls, []).to_json())
         assert JITFunction.run is plain, "nothing is recorded after"
-        return said
+        return report
 
     return told
 
@@ -175,8 +175,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
 def test_launches_are_compared_with_those_of_the_first_call(launched: Callable[..., dict[str, Any]]) -> None:
     """Each call is made twice, and compared once it is compiled."""
     assert launched(Kernel(), itertools.repeat(4)) == {"launches": 1, "kernels": 1, "found": [], "left": [], "spent": False}
-    said = launched(Kernel(lambda warps: 2.0 + (warps == 8)), [8, 4, 8, 8, 4, 4], calls=3)
-    (told,) = said["found"]
+    report = launched(Kernel(lambda warps: 2.0 + (warps == 8)), [8, 4, 8, 8, 4, 4], calls=3)
+    (told,) = report["found"]
     assert told == "called again: launch 0, doubles num_warps=4 beside doubles num_warps=8: y by 0.333 of its norm"
 
 
@@ -203,12 +203,12 @@ def test_the_launch_that_takes_the_device_away_is_named(
         return 2.0
 
     monkeypatch.setattr(devices, "lost", lambda device: lost[0] if lost else None)
-    said = launched(Kernel(strays), [4, 4, 8], calls=3)
-    assert said["found"] == ["called again: launch 0, doubles num_warps=8: CUDA error: an illegal memory access was encountered"]
-    assert (said["left"], said["spent"], said["launches"]) == (["called again"], True, 1)
-    said = launched(Kernel(strays), [8], calls=2)
-    assert said["found"] == ["launch 0, doubles num_warps=8: CUDA error: an illegal memory access was encountered"]
-    assert said["left"] == ["called again"]
+    report = launched(Kernel(strays), [4, 4, 8], calls=3)
+    assert report["found"] == ["called again: launch 0, doubles num_warps=8: CUDA error: an illegal memory access was encountered"]
+    assert (report["left"], report["spent"], report["launches"]) == (["called again"], True, 1)
+    report = launched(Kernel(strays), [8], calls=2)
+    assert report["found"] == ["launch 0, doubles num_warps=8: CUDA error: an illegal memory access was encountered"]
+    assert report["left"] == ["called again"]
 
 
 def test_a_call_that_raises_is_told_and_the_others_are_made(launched: Callable[..., dict[str, Any]]) -> None:
@@ -217,9 +217,9 @@ def test_a_call_that_raises_is_told_and_the_others_are_made(launched: Callable[.
             raise IndexError("block 7")
         return 2.0
 
-    said = launched(Kernel(raises), [4, 4, 8, 4, 4], calls=3)
-    assert said["found"] == ["called again: raised IndexError: block 7, after launch 0, doubles num_warps=8"]
-    assert said["left"] == []
+    report = launched(Kernel(raises), [4, 4, 8, 4, 4], calls=3)
+    assert report["found"] == ["called again: raised IndexError: block 7, after launch 0, doubles num_warps=8"]
+    assert report["left"] == []
 
 
 def test_lack_of_memory_hides_nothing_that_was_found(
@@ -235,23 +235,23 @@ def test_lack_of_memory_hides_nothing_that_was_found(
         return far(one, other)
 
     monkeypatch.setattr(launches, "distance", starves)
-    said = launched(Kernel(lambda warps: 2.0 + (warps == 8)), [4, 4, 8, 8, 4, 4, 4, 4], calls=4)
-    first, second = said["found"]
+    report = launched(Kernel(lambda warps: 2.0 + (warps == 8)), [4, 4, 8, 8, 4, 4, 4, 4], calls=4)
+    first, second = report["found"]
     assert first.startswith("called again: launch 0, doubles")
     assert second == "called again: out of memory, with the tensors of every launch kept: CUDA out of memory"
-    assert said["left"] == ["called again"]
+    assert report["left"] == ["called again"]
 
 
 def test_lack_of_memory_decides_nothing(launched: Callable[..., dict[str, Any]]) -> None:
     def starves(warps: int) -> float:
         raise torch.OutOfMemoryError(f"CUDA out of memory with {warps} warps")
 
-    said = launched(Kernel(starves), itertools.repeat(4))
-    assert said == {"reason": "out of memory, with the tensors of every launch kept: CUDA out of memory with 4 warps"}
+    report = launched(Kernel(starves), itertools.repeat(4))
+    assert report == {"reason": "out of memory, with the tensors of every launch kept: CUDA out of memory with 4 warps"}
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         ([LINE.replace(" device=cuda", "")], exits.USAGE, "launches needs a line that says device=cuda, got device=cpu"),
         ([LINE, "--beside", "sweep"], exits.USAGE, "--beside must be a number or native, got sweep"),
@@ -260,24 +260,24 @@ def test_lack_of_memory_decides_nothing(launched: Callable[..., dict[str, Any]])
         ([LINE], exits.UNDECIDED, "the line says device=cuda, and torch sees no GPU"),
     ],
 )
-def test_what_it_needs(words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_it_needs(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     if code == exits.UNDECIDED and devices.gpus():
         pytest.skip("is about hosts without a GPU")
     assert cli.main(["launches", *words]) == code
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"gdn-verify: {said}")
+    assert err.startswith(f"gdn-verify: {message}")
     assert len(err.splitlines()) == 1
 
 
 def test_a_path_has_no_launches_to_tell() -> None:
     line = "law=parallel adapter=gdn/layer lengths=8 cp=2 heads=2 value_heads=2 backward=no"
-    said = answer(Launches(line, 2, []).to_json())
-    assert "launches are of kernels on one process" in said["error"]
+    report = answer(Launches(line, 2, []).to_json())
+    assert "launches are of kernels on one process" in report["error"]
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "out", "err"),
+    ("report", "code", "out", "err"),
     [
         ({"launches": 3, "kernels": 2, "found": [], "left": []}, exits.HOLDS, "3 launches of 2 kernels\n", ""),
         (
@@ -304,20 +304,25 @@ def test_a_path_has_no_launches_to_tell() -> None:
     ],
 )
 def test_what_the_command_says(
-    said: dict[str, Any] | None, code: int, out: str, err: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    report: dict[str, Any] | None,
+    code: int,
+    out: str,
+    err: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def ask(self: Worker, question: Launches, deadline_s: float) -> dict[str, Any]:
         assert question == Launches(str(Run.parse(LINE)), 4, ["2"])
         assert deadline_s == 5 * 120
         assert self._environment["CUDA_LAUNCH_BLOCKING"] == "1"
-        if said is None:
+        if report is None:
             raise WorkerLost("crashed", "killed by SIGKILL", "")
-        return said
+        return report
 
     monkeypatch.setattr(devices, "gpus", lambda: 1)
     monkeypatch.setattr(Worker, "ask", ask)
     assert cli.main(["launches", LINE, "--beside", "2"]) == code
     assert capsys.readouterr() == (out, err)
     assert cli.main(["launches", LINE, "--beside", "2", "--json"]) == code
-    if said is not None and "error" not in said:
-        assert json.loads(capsys.readouterr().out) == {"run": str(Run.parse(LINE)), **said}
+    if report is not None and "error" not in report:
+        assert json.loads(capsys.readouterr().out) == {"run": str(Run.parse(LINE)), **report}
