@@ -32,7 +32,7 @@ from oracles.sharding import AT_REST, Mesh, Shard
 from tests.judging import worst
 from verify.adapters.gdn import exchange, functions
 from verify.adapters.gdn import layer as layers
-from verify.adapters.gdn import weights as held
+from verify.adapters.gdn import weights as layer_weights
 from verify.adapters.gdn.layer import CHOICES, Choices, GatedDeltaNet
 from verify.ranks import collectives
 from verify.ranks.collectives import Alone, Distributed, Place, simulate
@@ -175,7 +175,7 @@ def on_rank(call: Call, place: Place, choices: Choices, *, sp: bool) -> Answer:
     y.backward(take(call.cotangent()).value)
     local_gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
     traffic = {axis: copy.deepcopy(getattr(place, axis).traffic) for axis in ("tp", "cp")}  # without the sums of the gradients
-    summed = held.as_shards(module.summed_gradients(), module.metadata, place.rank)
+    summed = layer_weights.as_shards(module.summed_gradients(), module.metadata, place.rank)
     assert hidden.grad is not None
     return Answer(place.rank, y.detach(), hidden.grad, local_gradients, summed, traffic)
 
@@ -592,7 +592,7 @@ def test_one_rank_says_nothing() -> None:
 @given(mesh=st.builds(Mesh, st.integers(1, 3), st.integers(1, 3)), bias=st.booleans(), groups=st.integers(1, 2))
 def test_metadata_are_the_oracle_s(mesh: Mesh, bias: object, groups: int) -> None:
     layer = Layer(3, mesh.tp * mesh.cp, mesh.tp * mesh.cp * groups, 2, 5)
-    about = held.metadata(layer, conv_bias=bool(bias))
+    about = layer_weights.metadata(layer, conv_bias=bool(bias))
     known = sharding.parameters(layer)
     assert list(about) == [name for name in known if bias or name != "conv.bias"]
     for name, entry in about.items():
@@ -768,7 +768,7 @@ def test_unknown_choices_are_refused(name: str) -> None:
 # Wrong layers
 
 
-def evenly(about: held.Metadata, rank: int, tp: int) -> Tensor:
+def evenly(about: layer_weights.Metadata, rank: int, tp: int) -> Tensor:
     """Sections are not told apart: each TP rank has an equal part of the whole."""
     return torch.arange(about.shape[about.axis]).view(tp, -1)[rank] if about.cut else torch.arange(about.shape[about.axis])
 
@@ -812,10 +812,10 @@ def unpadded(module: GatedDeltaNet, x: Tensor, cu_seqlens: Tensor | None, length
     return RIGHT_MIX(module, x, cu_seqlens, [*shorter, sum(lengths) - sum(shorter)])
 
 
-def summed_over(axes: tuple[str, ...]) -> Callable[..., dict[str, held.Metadata]]:
+def summed_over(axes: tuple[str, ...]) -> Callable[..., dict[str, layer_weights.Metadata]]:
     """Every gradient is added over the same axes."""
 
-    def metadata(*arguments: Any, **options: Any) -> dict[str, held.Metadata]:
+    def metadata(*arguments: Any, **options: Any) -> dict[str, layer_weights.Metadata]:
         right = RIGHT_METADATA(*arguments, **options)
         return {name: dataclasses.replace(entry, gradient_sum=axes) for name, entry in right.items()}
 
@@ -833,13 +833,13 @@ def first_block(place: collectives.Comm, x: Tensor) -> Tensor:
 
 
 RIGHT_SLICE, RIGHT_MIX = GatedDeltaNet.in_use, GatedDeltaNet.mix
-RIGHT_CONV, RIGHT_RULE, RIGHT_METADATA = functions.causal_conv1d, functions.gated_delta_rule, held.metadata
+RIGHT_CONV, RIGHT_RULE, RIGHT_METADATA = functions.causal_conv1d, functions.gated_delta_rule, layer_weights.metadata
 # Where it is planted, under which name, what, and the mesh and call that see it.
 WRONG: dict[str, tuple[object, str, Callable[..., object], tuple[int, bool, int], str]] = {
     "zigzag not undone": (exchange, "token_map", unordered, (1, False, 2), "packed"),
     "zigzag of the whole stream": (exchange, "token_map", over_the_batch, (1, False, 2), "packed"),
     "features cut evenly over CP ranks": (exchange, "feature_map", even, (1, False, 2), "packed"),
-    "sections cut evenly over TP ranks": (held.Metadata, "rows", evenly, (2, False, 1), "packed"),
+    "sections cut evenly over TP ranks": (layer_weights.Metadata, "rows", evenly, (2, False, 1), "packed"),
     "no all-reduce in backward": (layers, "copy_to", alone, (2, False, 1), "packed"),
     "no all-reduce in forward": (layers, "reduce_from", alone, (2, False, 1), "packed"),
     "no sum under sequence parallelism": (layers, "scatter_to", first_block, (2, True, 1), "packed"),
@@ -851,9 +851,9 @@ WRONG: dict[str, tuple[object, str, Callable[..., object], tuple[int, bool, int]
     "state leaks over sequences": (functions, "gated_delta_rule", leaking_rule, (1, False, 1), "packed"),
     "value heads tiled": (functions, "gated_delta_rule", tiled_rule, (1, False, 1), "packed"),
     "pads begin a sequence": (GatedDeltaNet, "mix", unpadded, (1, False, 2), "padded"),
-    "norm's gradient not added over tp": (held, "metadata", summed_over(("cp",)), (2, False, 1), "packed"),
-    "gradients not added over cp": (held, "metadata", summed_over(()), (1, False, 2), "packed"),
-    "gradients added over tp": (held, "metadata", summed_over(("tp", "cp")), (2, False, 1), "packed"),
+    "norm's gradient not added over tp": (layer_weights, "metadata", summed_over(("cp",)), (2, False, 1), "packed"),
+    "gradients not added over cp": (layer_weights, "metadata", summed_over(()), (1, False, 2), "packed"),
+    "gradients added over tp": (layer_weights, "metadata", summed_over(("tp", "cp")), (2, False, 1), "packed"),
 }
 
 TELLS_REPLICAS_APART = {
