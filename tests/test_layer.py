@@ -27,7 +27,7 @@ from tests import judging, right, wrong_backward
 from tests.judging import Implementation, Results, gradcheck, relative, remainders, taylor_order
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-evaluate, worst = (functools.partial(each, GDN_LAYER) for each in (judging.evaluate, judging.worst))
+evaluate, worst = (functools.partial(function, GDN_LAYER) for function in (judging.evaluate, judging.worst))
 TENSORS = tuple(port.name for port in GDN_LAYER.inputs)
 PARAMETERS = ("in_proj", "conv", "conv_bias", "A_log", "dt_bias", "norm", "out_proj")
 NAMES = ("q", "k", "v", "z", "b", "a")
@@ -228,8 +228,8 @@ def define(x: Inputs, read: Reading = Reading()) -> Results:
     for sequence, length in enumerate(sequences(x, "hidden")):
         line = [tokens.new_zeros(channels)] * width if x.conv_state is None else list(x.conv_state[sequence].unbind(-1))
         line = line[:-1] + ends[-1][-1:] if read.leaks_conv and ends and len(ends[-1]) else line
-        held = tokens.new_zeros(layer.value_heads, layer.key_dim, layer.value_dim) if x.state is None else x.state[sequence]
-        states = list((held + finals[-1] if read.leaks and finals else held).unbind(0))
+        initial = tokens.new_zeros(layer.value_heads, layer.key_dim, layer.value_dim) if x.state is None else x.state[sequence]
+        states = list((initial + finals[-1] if read.leaks and finals else initial).unbind(0))
         gates_of_z: list[Tensor] = []
         for token in tokens[start : start + length]:
             part = read.cut(x.in_proj @ token, layer)
@@ -247,7 +247,7 @@ def define(x: Inputs, read: Reading = Reading()) -> Results:
             heads = []
             for head in range(layer.value_heads):
                 key = head % layer.heads if read.tiled else head // groups
-                query, write = (read.norm(each.view(layer.heads, -1)[key]) for each in (q, k))
+                query, write = (read.norm(vector.view(layer.heads, -1)[key]) for vector in (q, k))
                 g = -read.speed(x.A_log[head]) * softplus(a[head] + (x.dt_bias[head] if read.dt_bias else 0.0))
                 beta = torch.sigmoid(b[head]) * (2.0 if x.allow_neg_eigval and read.doubled else 1.0)
                 decayed = g.exp() * states[head]
@@ -368,9 +368,11 @@ def separate(inputs: Inputs, directions: Results) -> Results:
     hidden, dy = (x.flatten(0, 1) for x in (inputs.hidden, directions["y"]))
     for row, (start, end) in enumerate(itertools.pairwise(ends)):
         one = slice(row, row + 1)
-        held = {name: None if inputs[name] is None else inputs[name][one] for name in ("state", "conv_state")}
-        call = inputs.replaced(hidden=hidden[None, start:end], cu_seqlens=None, **held)
-        parts.append(truth(GDN_LAYER, call, {name: each[one] for name, each in directions.items()} | {"y": dy[None, start:end]}))
+        states = {name: None if inputs[name] is None else inputs[name][one] for name in ("state", "conv_state")}
+        call = inputs.replaced(hidden=hidden[None, start:end], cu_seqlens=None, **states)
+        parts.append(
+            truth(GDN_LAYER, call, {name: direction[one] for name, direction in directions.items()} | {"y": dy[None, start:end]})
+        )
 
     def joined(name: str, tensors: list[Tensor]) -> Tensor:
         shape = inputs.hidden.shape
@@ -400,11 +402,11 @@ def halves(inputs: Inputs, directions: Results, at: int, carries: tuple[str, ...
     early, late = inputs.hidden.split([at, inputs.hidden.shape[1] - at], 1)
     dearly, dlate = directions["y"].split([at, inputs.hidden.shape[1] - at], 1)
     head = truth(GDN_LAYER, inputs.replaced(hidden=early))
-    held = {name: head[of] for name, of in (("state", "final_state"), ("conv_state", "conv_state"))}
-    held = {name: each if name in carries else torch.zeros_like(each) for name, each in held.items()}
-    tail = truth(GDN_LAYER, inputs.replaced(hidden=late, **held), {**directions, "y": dlate})
+    states = {name: head[of] for name, of in (("state", "final_state"), ("conv_state", "conv_state"))}
+    states = {name: state if name in carries else torch.zeros_like(state) for name, state in states.items()}
+    tail = truth(GDN_LAYER, inputs.replaced(hidden=late, **states), {**directions, "y": dlate})
     back = {"final_state": tail["dh0"], "conv_state": tail["dconv_state"]}
-    back = back if "back" in carries else {name: torch.zeros_like(each) for name, each in back.items()}
+    back = back if "back" in carries else {name: torch.zeros_like(cotangent) for name, cotangent in back.items()}
     head = truth(GDN_LAYER, inputs.replaced(hidden=early), {"y": dearly, **back})
     ends = {name: tail[name] for name in ("final_state", "conv_state")}
     return (
@@ -444,19 +446,19 @@ def test_absent_argument_is_the_neutral_one_to_the_bit(call: Call) -> None:
     inputs, directions = call.inputs(), call.cotangents()
     for name in ("conv_bias", "state", "conv_state"):
         zeros = torch.zeros_like(inputs[name])
-        absent, present = (truth(GDN_LAYER, inputs.replaced(**{name: each}), directions) for each in (None, zeros))
+        absent, present = (truth(GDN_LAYER, inputs.replaced(**{name: value}), directions) for value in (None, zeros))
         assert present.keys() - absent.keys() == {gradient_name(name)}
-        assert all(torch.equal(absent[each], present[each]) for each in absent)
+        assert all(torch.equal(absent[key], present[key]) for key in absent)
         assert not torch.equal(absent["y"], truth(GDN_LAYER, inputs)["y"]), "it matters when it is there"
     plain = inputs.replaced(eps=EPS, allow_neg_eigval=False)
     wanted = truth(GDN_LAYER, plain, directions)
-    absent = Inputs(**{name: each for name, each in plain.items() if name not in ("eps", "allow_neg_eigval")})
+    absent = Inputs(**{name: value for name, value in plain.items() if name not in ("eps", "allow_neg_eigval")})
     GDN_LAYER.check(absent)
     for same in (absent, plain.replaced(eps=None)):
         got = truth(GDN_LAYER, same, directions)
-        assert all(torch.equal(got[each], wanted[each]) for each in wanted)
+        assert all(torch.equal(got[key], wanted[key]) for key in wanted)
     optional = (*[port.name for port in GDN_LAYER.inputs if port.optional], *(() if call.packed else ("cu_seqlens",)))
-    without = Inputs(**{name: each for name, each in inputs.items() if name not in optional})
+    without = Inputs(**{name: value for name, value in inputs.items() if name not in optional})
     GDN_LAYER.check(without)
     nothing = inputs.replaced(conv_bias=None, state=None, conv_state=None)
     assert torch.equal(truth(GDN_LAYER, without)["y"], truth(GDN_LAYER, nothing)["y"])
@@ -498,15 +500,15 @@ def test_gradcheck_rejects_a_wrong_backward(wrong: str, monkeypatch: pytest.Monk
 def test_run_0_of_the_disturbed_arithmetic_is_the_truth_and_the_others_are_not(algorithm: str, dtype: str) -> None:
     inputs, directions, want = telling(DTYPES[dtype])
     got = _evaluate(GDN_LAYER, inputs, directions, Arithmetic.of(algorithm, dtype, runs=3))
-    assert over({name: each[0] for name, each in got.items()}, want) == {}
-    assert {name for name, each in got.items() if torch.equal(each[1], each[0]) or torch.equal(each[2], each[1])} == set()
+    assert over({name: runs[0] for name, runs in got.items()}, want) == {}
+    assert {name for name, runs in got.items() if torch.equal(runs[1], runs[0]) or torch.equal(runs[2], runs[1])} == set()
 
 
 def single(x: Inputs, read: Reading = Reading()) -> Results:
     """The definition in float32, whatever the dtype; only what it returns is stored in it."""
     wide = x.replaced(**{name: x[name].float() for name in TENSORS if x[name] is not None})
     got = define(wide, read)
-    return {name: each.to(x.hidden.dtype if name != "final_state" else torch.float32) for name, each in got.items()}
+    return {name: tensor.to(x.hidden.dtype if name != "final_state" else torch.float32) for name, tensor in got.items()}
 
 
 def stored(x: Inputs, rule: right.Chunkwise | right.Recurrent) -> Results:
@@ -583,7 +585,7 @@ def drawn(seed: int) -> tuple[str, Call]:
 def judged(limits: dict[str, Bound], got: Results) -> tuple[float, str]:
     """`worst`, but of finer and finer bounds while it is not clearly over, as a judge does."""
     ratio, name = worst(limits, got)
-    finer = {each: limit.finer() for each, limit in limits.items() if limit.finer is not None and 1.0 < ratio < limit.clear}
+    finer = {key: limit.finer() for key, limit in limits.items() if limit.finer is not None and 1.0 < ratio < limit.clear}
     return judged(finer, got) if finer else (ratio, name)
 
 
@@ -613,17 +615,17 @@ def test_bound_rejects_every_wrong_reading(dtype: str) -> None:
     inputs, directions, _ = telling(DTYPES[dtype])
     limits = [telling_bounds(DTYPES[dtype], algorithm) for algorithm in ("chunkwise", "recurrent")]
     got = evaluate(single, inputs, directions)
-    assert max(worst(each, got)[0] for each in limits) <= 1.0
+    assert max(worst(limit, got)[0] for limit in limits) <= 1.0
     for wrong, read in WRONG.items():
         got = evaluate(functools.partial(single, read=read), inputs, directions)
-        assert min(worst(each, got)[0] for each in limits) > 3.0, wrong
+        assert min(worst(limit, got)[0] for limit in limits) > 3.0, wrong
 
 
 def test_bound_rejects_what_was_stored_in_bfloat16_on_the_way_of_a_float32_call() -> None:
     inputs, directions, _ = telling(torch.float32)
     read = Reading(stores=lambda x: x.bfloat16().float())
     got = evaluate(functools.partial(single, read=read), inputs, directions)
-    assert min(worst(telling_bounds(torch.float32, each), got)[0] for each in ("chunkwise", "recurrent")) > 100
+    assert min(worst(telling_bounds(torch.float32, algorithm), got)[0] for algorithm in ("chunkwise", "recurrent")) > 100
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -176,7 +176,7 @@ def test_laws_draw_what_the_domain_promises(domain: LayerDomain) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "reason"),
     [
         ("dtype=fp32", "dtype=fp32 is not among bf16"),
         ("value_dim=16", "key_dim and value_dim must be equal"),
@@ -191,17 +191,17 @@ def test_laws_draw_what_the_domain_promises(domain: LayerDomain) -> None:
         ("backward=yes", "backward=yes is not supported"),
     ],
 )
-def test_domain_says_why_a_case_is_outside(words: str, said: str) -> None:
+def test_domain_says_why_a_case_is_outside(words: str, reason: str) -> None:
     plain = {"lengths": "2", "dtype": "bf16", "backward": "no"}
     assert NARROW.outside(LayerCase.parse(" ".join(f"{name}={value}" for name, value in plain.items()))) is None
     name, _, value = words.partition("=")
     case = LayerCase.parse(" ".join(f"{name}={value}" for name, value in {**plain, name: value}.items()))
-    assert NARROW.outside(case) == said
+    assert NARROW.outside(case) == reason
     assert LayerDomain().outside(case) is None
 
 
 @pytest.mark.parametrize(
-    ("domain", "line", "said"),
+    ("domain", "line", "reason"),
     [
         (TRAINING, "lengths=2", "packed=no is not supported"),
         (TRAINING, "lengths=2 packed=yes offsets=int64", "offsets=int64 is not among int32"),
@@ -209,8 +209,8 @@ def test_domain_says_why_a_case_is_outside(words: str, said: str) -> None:
         (TRAINING, "lengths=1 packed=yes cached=yes offsets=int32", "backward=yes with cached=yes is not supported"),
     ],
 )
-def test_domain_of_training_says_why(domain: LayerDomain, line: str, said: str) -> None:
-    assert domain.outside(LayerCase.parse(line)) == said
+def test_domain_of_training_says_why(domain: LayerDomain, line: str, reason: str) -> None:
+    assert domain.outside(LayerCase.parse(line)) == reason
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_transformers_layer_is_its_own_functions_of_torch_and_the_layer_of_the_o
     called: list[str] = []
 
     def watched(name: str, function: Any) -> Any:
-        return functools.wraps(function)(lambda *given, **named: (called.append(name), function(*given, **named))[1])
+        return functools.wraps(function)(lambda *arguments, **named: (called.append(name), function(*arguments, **named))[1])
 
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("a kernel was called")

@@ -39,9 +39,9 @@ def imports(tree: ast.AST, path: pathlib.Path) -> list[tuple[int, str]]:
             base = ".".join(part for part in (package, node.module or "") if part)
             found += [(node.lineno, base)] if base else [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__") and node.args:
-            given = node.args[0]
-            if isinstance(given, ast.Constant) and isinstance(given.value, str):
-                found.append((node.lineno, given.value))
+            argument = node.args[0]
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                found.append((node.lineno, argument.value))
     return found
 
 
@@ -91,7 +91,7 @@ def test_data_are_never_run_as_code(path: pathlib.Path) -> None:
     forbidden = forbidden_calls(source, path)
     if path == pathlib.Path("verify/interpreter/grid.py"):  # it runs the kernels' own source, as importing them does
         assert forbidden, "the exception in this test is not needed any more"
-        forbidden = [each for each in forbidden if each.split()[-1] not in ("compile", "exec", "eval")]
+        forbidden = [call for call in forbidden if call.split()[-1] not in ("compile", "exec", "eval")]
     assert forbidden == []
 
 
@@ -152,8 +152,8 @@ def test_packages_of_verify_import_downwards_as_the_map_says(graph: dict[str, se
 
 
 def test_a_newcomer_sees_at_most_twelve_things_in_verify() -> None:
-    held = [path.name for path in (ROOT / "verify").iterdir() if path.name not in ("__pycache__", "__init__.py")]
-    assert len(held) <= 12, held
+    names = [path.name for path in (ROOT / "verify").iterdir() if path.name not in ("__pycache__", "__init__.py")]
+    assert len(names) <= 12, names
 
 
 def test_the_map_names_every_module_and_no_other() -> None:

@@ -59,14 +59,14 @@ KNOWN = (
 def tensors(case: ModuleCase) -> dict[str, Tensor]:
     """Every tensor of the case by name, in a fixed order."""
     named = {name: value for name, value in sorted(case.inputs().items()) if isinstance(value, Tensor)}
-    return named | {f"cotangent of {name}": each for name, each in case.cotangents().items()}
+    return named | {f"cotangent of {name}": cotangent for name, cotangent in case.cotangents().items()}
 
 
 def fingerprint(case: ModuleCase) -> str:
     digest = hashlib.sha256()
-    for name, each in tensors(case).items():
-        digest.update(f"{name} {each.dtype} {tuple(each.shape)}\n".encode())
-        digest.update(each.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    for name, tensor in tensors(case).items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -251,7 +251,7 @@ def test_gate_without_beta_is_the_gate(operation: str) -> None:
     both = truth(case.spec, case.inputs(), {**case.cotangents(), "beta": torch.zeros(1, 9, 3)})
     got = truth(alone.spec, alone.inputs(), alone.cotangents())
     assert set(got) == {"g", "da", "dA_log", "ddt_bias"}
-    assert all(torch.equal(each, both[name]) for name, each in got.items())
+    assert all(torch.equal(tensor, both[name]) for name, tensor in got.items())
     with pytest.raises(ValueError, match="b is no input of"):
         alone.spec.check(case.inputs())
 

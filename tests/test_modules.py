@@ -83,15 +83,15 @@ DOMAINS: dict[str, tuple[ModuleDomain, dict[str, str]]] = {
 
 
 def drawn(domain: ModuleDomain, law: str, count: int) -> list[Example]:
-    kept: list[Example] = []
+    examples: list[Example] = []
 
     @settings(max_examples=count, phases=[Phase.generate])
     @given(example=MODULE_LAWS[law].draw(domain))
     def collect(example: Example) -> None:
-        kept.append(example)
+        examples.append(example)
 
     collect()
-    return kept
+    return examples
 
 
 # Laws draw inside a domain
@@ -127,7 +127,7 @@ def test_laws_are_named_told_and_of_a_kind() -> None:
 @pytest.mark.parametrize("operation", MODULES)
 @pytest.mark.slow_after_first
 def test_variants_and_places_are_all_drawn(operation: str) -> None:
-    own = {
+    variants = {
         "absent": {
             "causal_conv1d": {"final_state", "bias", "state", "offsets"},
             "l2norm": {"eps"},
@@ -139,7 +139,7 @@ def test_variants_and_places_are_all_drawn(operation: str) -> None:
         examples = drawn(ModuleDomain(operation), law.name, 60)
         if law.variants:
             default = {"dt_bias"} if law.name == "absent" else set[str]()
-            want = own.get(law.name, {law.name: {*VIEWS}}).get(operation if law.name in own else law.name, default)
+            want = variants.get(law.name, {law.name: {*VIEWS}}).get(operation if law.name in variants else law.name, default)
             want = want | ({"cotangents", "zero_cotangents"} if law.name == "linear" else set())
             assert {example.variant for example in examples} == want, law.name
         if law.place is not None:
@@ -174,7 +174,7 @@ def test_cases_reach_what_finds_defects() -> None:
 
 
 @pytest.mark.parametrize(
-    ("domain", "line", "said"),
+    ("domain", "line", "reason"),
     [
         (ModuleDomain("l2norm"), "lengths=5 op=gdn_gate", "op=gdn_gate is not l2norm"),
         (ModuleDomain("l2norm", dtypes=("bf16",)), "lengths=5 op=l2norm", "dtype=fp32 is not among bf16"),
@@ -208,13 +208,13 @@ def test_cases_reach_what_finds_defects() -> None:
         ),
     ],
 )
-def test_case_outside_a_domain_is_told_why(domain: ModuleDomain, line: str, said: str) -> None:
-    assert domain.outside(ModuleCase.parse(line)) == said
+def test_case_outside_a_domain_is_told_why(domain: ModuleDomain, line: str, reason: str) -> None:
+    assert domain.outside(ModuleCase.parse(line)) == reason
     assert ModuleDomain(ModuleCase.parse(line).operation).outside(ModuleCase.parse(line)) is None
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"operation": "kda"}, "operation must be one of causal_conv1d, .* got 'kda'"),
         ({"dtypes": ()}, "dtypes must be a tuple of some of fp32, bf16, fp16, got"),
@@ -230,8 +230,8 @@ def test_case_outside_a_domain_is_told_why(domain: ModuleDomain, line: str, said
         ({"packed": False, "batched": False}, "packed or batched must be True, got neither"),
     ],
 )
-def test_wrong_domain_is_refused_by_name_value_and_rule(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=f"^{said}"):
+def test_wrong_domain_is_refused_by_name_value_and_rule(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
         ModuleDomain(**fields)
 
 
@@ -289,10 +289,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_law_refuses_what_it_cannot_be_asked_in_one_line(what: str) -> None:
-    law, line, at, variant, said = REFUSED[what]
+    law, line, at, variant, message = REFUSED[what]
     with pytest.raises(ValueError) as refusal:  # noqa: PT011 - the text is compared below
         MODULE_LAWS[law].accept(Example(ModuleCase.parse(line), at, variant))
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
@@ -441,14 +441,14 @@ def cases(domain: ModuleDomain, law: str) -> list[Example]:
 @pytest.mark.parametrize("spec", RIGHT, ids=lambda spec: spec.rpartition(":")[2])
 @pytest.mark.slow_after_first
 def test_right_module_holds_under_every_law(spec: str) -> None:
-    domain, held = load(spec).domain, set()
+    domain, laws = load(spec).domain, set()
     for law in CAN[domain.operation]:
         if MODULE_LAWS[law].needs(domain) is None:
             runs = [Run(law, spec, example) for example in cases(domain, law)]
             verdicts = {str(run): execute(run).verdict for run in runs}
             assert [run for run, verdict in verdicts.items() if verdict not in (Verdict.HOLDS, Verdict.BLIND)] == []
-            held |= {law} if Verdict.HOLDS in verdicts.values() else set()
-    assert held >= CAN[domain.operation] - {"packed"}
+            laws |= {law} if Verdict.HOLDS in verdicts.values() else set()
+    assert laws >= CAN[domain.operation] - {"packed"}
 
 
 @pytest.mark.parametrize("spec", BOOKS_OF_BUILT_IN["modules"])
@@ -596,8 +596,8 @@ def test_soundness_is_measured_of_any_book_and_an_alarm_is_told(tmp_path: pathli
     assert first.startswith(f"{right}: 33 cases of oracle+absent+linear+scaled+") and first.endswith("; 0 alarms")
     assert int(second.split()[-2]) > 5
     assert "  broken: y is off by more than rounding explains" in done.stdout
-    kept = [json.loads(line) for line in (tmp_path / "cases.jsonl").read_text().splitlines()]
-    assert len(kept) == 66 and Run.parse(kept[0]["run"]).law == "oracle"
+    records = [json.loads(line) for line in (tmp_path / "cases.jsonl").read_text().splitlines()]
+    assert len(records) == 66 and Run.parse(records[0]["run"]).law == "oracle"
 
 
 def test_groups_of_operations_are_all_of_them() -> None:

@@ -109,13 +109,13 @@ def test_edits_of_a_toy_are_those_that_hands_make() -> None:
 
 
 def test_edits_are_python_that_differs_and_none_is_made_twice() -> None:
-    made = edits(TOY)
-    texts = [edit.of(TOY) for edit in made]
+    toy_edits = edits(TOY)
+    texts = [edit.of(TOY) for edit in toy_edits]
     plain = ast.dump(ast.parse(TOY))
     assert all(ast.dump(ast.parse(text)) != plain for text in texts)
     assert len(set(texts)) == len(texts)
-    assert edits(TOY) == made
-    assert {edit.operator for edit in made} <= set(OPERATORS)
+    assert edits(TOY) == toy_edits
+    assert {edit.operator for edit in toy_edits} <= set(OPERATORS)
 
 
 @pytest.mark.parametrize(
@@ -185,14 +185,14 @@ def test_ids_tell_another_source() -> None:
 
 
 def test_sample_has_the_shares_of_all() -> None:
-    made = mutants_of(TOY)
-    chosen = sampled(made, len(made) // 4, seed=3)
-    assert chosen == sampled(made, len(made) // 4, seed=3) != sampled(made, len(made) // 4, seed=4)
-    assert chosen == sorted(set(chosen), key=lambda mutant: mutant.number) and len(chosen) == len(made) // 4
-    counts = collections.Counter(mutant.edit.operator for mutant in made)
+    mutants = mutants_of(TOY)
+    chosen = sampled(mutants, len(mutants) // 4, seed=3)
+    assert chosen == sampled(mutants, len(mutants) // 4, seed=3) != sampled(mutants, len(mutants) // 4, seed=4)
+    assert chosen == sorted(set(chosen), key=lambda mutant: mutant.number) and len(chosen) == len(mutants) // 4
+    counts = collections.Counter(mutant.edit.operator for mutant in mutants)
     drawn = collections.Counter(mutant.edit.operator for mutant in chosen)
     assert all(abs(drawn[operator] - count / 4) <= 1 for operator, count in counts.items())
-    assert sampled(made, len(made) + 1, seed=0) == made
+    assert sampled(mutants, len(mutants) + 1, seed=0) == mutants
 
 
 def test_arguments_are_found_by_kernel_and_line_and_version(tmp_path: pathlib.Path) -> None:
@@ -230,8 +230,8 @@ def test_cases_of_a_known_defect_are_left_out_by_their_number(monkeypatch: pytes
     defect = known.Known(run, {}, {"oldest": "yes"}, "the oldest column is lost")
     monkeypatch.setattr(known, "load", lambda: known.KnownDefects([defect]))
     other = "law=oracle adapter=fla/conv lengths=1 op=causal_conv1d width=1 conv_width=1 oldest=no"
-    said = left_out([str(defect.run), other, str(defect.run)])
-    assert said == [
+    lines = left_out([str(defect.run), other, str(defect.run)])
+    assert lines == [
         f"left out, it does not hold on the kernels as they are: {other}",
         "left out, 2 cases of a known defect: the oldest column is lost",
     ]
@@ -239,22 +239,22 @@ def test_cases_of_a_known_defect_are_left_out_by_their_number(monkeypatch: pytes
 
 
 def test_summary_counts_and_tells_crashes_apart() -> None:
-    made = mutants_of(TOY)
+    mutants = mutants_of(TOY)
     fates = [
-        Fate(made[0], "killed", "oracle", "is not finite", cases=1, seconds=1.0),
-        Fate(made[1], "killed", "cut", "crashed: SIGSEGV", cases=9, seconds=3.0),
-        Fate(made[2], "survived", ran=4, differed=2),
-        Fate(made[3], "survived", argued="redundant", reason="because"),
-        Fate(made[4]),
+        Fate(mutants[0], "killed", "oracle", "is not finite", cases=1, seconds=1.0),
+        Fate(mutants[1], "killed", "cut", "crashed: SIGSEGV", cases=9, seconds=3.0),
+        Fate(mutants[2], "survived", ran=4, differed=2),
+        Fate(mutants[3], "survived", argued="redundant", reason="because"),
+        Fate(mutants[4]),
     ]
-    said = summary(fates)
-    assert "2 of 3 mutants killed (66.7%), and 1 survivors argued to be no defects: redundant 1" in said
-    assert "without those that crash, hang or raise, 1 of 2" in said
-    assert "median case 5, 2.0 s" in said and "the last at case 9" in said
+    text = summary(fates)
+    assert "2 of 3 mutants killed (66.7%), and 1 survivors argued to be no defects: redundant 1" in text
+    assert "without those that crash, hang or raise, 1 of 2" in text
+    assert "median case 5, 2.0 s" in text and "the last at case 9" in text
     assert "4 cases run it, 2 of them with other bits" in shown(fates[2])
     assert "argued: redundant: because" in shown(fates[3])
-    rows = {line.split()[0]: line.split()[1:] for line in table(fates, made, made[5:]).splitlines() if line}
-    assert rows["toy"] == [str(len(made)), str(len(made) - 5), "5", "2", "1", "1", "-"]
+    rows = {line.split()[0]: line.split()[1:] for line in table(fates, mutants, mutants[5:]).splitlines() if line}
+    assert rows["toy"] == [str(len(mutants)), str(len(mutants) - 5), "5", "2", "1", "1", "-"]
 
 
 # Kernels that run. The adapter is right; each line of them is there for a mutant of it.
@@ -448,7 +448,7 @@ def test_mutants_of_released_kernels_are_killed(tmp_path: pathlib.Path) -> None:
         r"recompute_w_u_fwd_kernel comparison: m_t = o_t < T",
         r"prepare_wy_repr_bwd_kernel accumulation: b_db \+= tl.sum\(b_dvb \* b_v, 1\) -> pass",
     )
-    command = ["small.py:Small", "--grep", "|".join(f"(?:{each})" for each in wanted), "--json", "fla.jsonl", "--profile", "few"]
+    command = ["small.py:Small", "--grep", "|".join(f"(?:{edit})" for edit in wanted), "--json", "fla.jsonl", "--profile", "few"]
     (code,), (output,), errors = drive(command, folder=tmp_path)
     fates = [json.loads(line) for line in (tmp_path / "fla.jsonl").read_text(encoding="utf-8").splitlines()]
     asked = [fate for fate in fates if fate["state"] != "uncovered"]

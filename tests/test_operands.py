@@ -63,8 +63,8 @@ def run() -> dict[str, Any]:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    own = interpreter.interpreter_semantic
-    kind = type(own)
+    semantic = interpreter.interpreter_semantic
+    kind = type(semantic)
     operands, broadcast, to_tensor = kind.binary_op_type_checking_impl, kind.broadcast_impl_value, kind.to_tensor
     names = ("int1", "int8", "uint8", "int16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
     types = [getattr(tl, name) for name in names]
@@ -79,18 +79,18 @@ def run() -> dict[str, Any]:
     def told(x: Any) -> Any:
         return str(x.type), str(x.handle.dtype), str(x.handle.data.dtype), x.handle.data.shape, x.handle.data.tobytes()
 
-    def outcome(way: Any, *given: Any) -> Any:
+    def outcome(way: Any, *arguments: Any) -> Any:
         try:
-            return [told(each) for each in way(own, *given)]
+            return [told(operand) for operand in way(semantic, *arguments)]
         except Exception as error:
             return type(error).__name__, str(error)
 
-    def plainly(*given: Any) -> Any:
+    def plainly(*arguments: Any) -> Any:
         """Triton's own way throughout."""
         kind.broadcast_impl_value, kind.to_tensor = broadcast.__wrapped__, to_tensor.__wrapped__
         kind.binary_op_type_checking_impl = operands.__wrapped__
         try:
-            return outcome(operands.__wrapped__, *given)
+            return outcome(operands.__wrapped__, *arguments)
         finally:
             kind.broadcast_impl_value, kind.to_tensor, kind.binary_op_type_checking_impl = broadcast, to_tensor, operands
 
@@ -107,21 +107,21 @@ def run() -> dict[str, Any]:
                 yield (number, one, *flag)
 
     every = list(meetings())
-    want = [plainly(*given) for given in every]
+    want = [plainly(*meeting) for meeting in every]
     longer = 0
 
-    def counting(*given: Any) -> Any:
+    def counting(*arguments: Any) -> Any:
         nonlocal longer
         longer += 1
-        return operands.__wrapped__(*given)
+        return operands.__wrapped__(*arguments)
 
     closed = dict(zip(operands.__code__.co_freevars, operands.__closure__, strict=True))
     closed["plain_operands"].cell_contents = counting
-    got = [outcome(operands, *given) for given in every for _ in range(2)][1::2]  # the second time constants are there
+    got = [outcome(operands, *meeting) for meeting in every for _ in range(2)][1::2]  # the second time constants are there
     closed["plain_operands"].cell_contents = operands.__wrapped__
 
     def differences(way: Any) -> int:
-        return sum(outcome(way, *given) != each for given, each in list(zip(every, want, strict=True))[::7])
+        return sum(outcome(way, *meeting) != answer for meeting, answer in list(zip(every, want, strict=True))[::7])
 
     def faults() -> Iterator[tuple[str, Any]]:
         """Wrong short ways."""
@@ -146,27 +146,27 @@ def run() -> dict[str, Any]:
 
     return {
         "meetings": len(every),
-        "errors": sum(isinstance(each, tuple) for each in want),
+        "errors": sum(isinstance(answer, tuple) for answer in want),
         "short": len(every) - longer / 2,
-        "differ": [str(given) for given, one, other in zip(every, got, want, strict=True) if one != other][:5],
+        "differ": [str(meeting) for meeting, one, other in zip(every, got, want, strict=True) if one != other][:5],
         "wrong": {name: differences(way) for name, way in faults()},
         "operators": dict(_operators(interpreter, tl, made, told)),
     }
 
 
-def _operators(interpreter: Any, tl: Any, made: Any, told: Any) -> Iterator[tuple[str, bool]]:
+def _operators(interpreter: Any, tl: Any, tensor_of: Any, told: Any) -> Iterator[tuple[str, bool]]:
     """Each operator, forwards and backwards, beside the operation of Triton's that it stands for."""
-    own = interpreter.interpreter_semantic
+    semantic = interpreter.interpreter_semantic
     called = {"lt": "less_than", "le": "less_equal", "gt": "greater_than", "ge": "greater_equal", "eq": "equal", "ne": "not_equal"}
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", *called):
-        one = made(tl.int32, (4, 2))
+        one = tensor_of(tl.int32, (4, 2))
         other: Any
-        for other in (made(tl.int32, (4, 1)), 3, tl.constexpr(3)):
+        for other in (tensor_of(tl.int32, (4, 1)), 3, tl.constexpr(3)):
             number = other.value if isinstance(other, tl.constexpr) else other
-            meet, more = getattr(own, called.get(name, name)), [True] if name in ("add", "sub", "mul") else []
+            meet, more = getattr(semantic, called.get(name, name)), [True] if name in ("add", "sub", "mul") else []
             forms = {f"__{name}__": (one, number)} | ({} if name in called else {f"__r{name}__": (number, one)})
             for form, pair in forms.items():
-                want = meet(*(own.to_tensor(each) if name in called else each for each in pair), *more)
+                want = meet(*(semantic.to_tensor(operand) if name in called else operand for operand in pair), *more)
                 yield f"{form} {type(other).__name__}", told(getattr(one, form)(other)) == told(want)
 
 

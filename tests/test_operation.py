@@ -55,11 +55,11 @@ def of(operation: str, case: Case) -> Case:
 @example(case=Case.parse("lengths=0"), how=None)
 @example(case=Case.parse("lengths=0+0 packed=yes state=random"), how="sliced")
 def test_every_drawn_case_is_legal_in_any_strides(operation: str, case: Case, how: str | None) -> None:
-    given, contract = of(operation, case).inputs(), RULES[operation]
+    inputs, contract = of(operation, case).inputs(), RULES[operation]
     if how is not None:
-        given = given.replaced(**{name: view(given[name], how) for name in TENSORS if given[name] is not None})
-    contract.check(given)
-    broken = given.replaced(v=given.v.unsqueeze(0))
+        inputs = inputs.replaced(**{name: view(inputs[name], how) for name in TENSORS if inputs[name] is not None})
+    contract.check(inputs)
+    broken = inputs.replaced(v=inputs.v.unsqueeze(0))
     with pytest.raises(ValueError, match=r"^v must have axes"):
         contract.check(broken)
 
@@ -67,8 +67,8 @@ def test_every_drawn_case_is_legal_in_any_strides(operation: str, case: Case, ho
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_any_floating_point_is_legal_and_each_tensor_may_have_its_own(dtype: torch.dtype) -> None:
     for name in TENSORS:
-        given = BATCH.inputs()
-        GATED_DELTA_RULE.check(given.replaced(**{name: given[name].to(dtype)}))
+        inputs = BATCH.inputs()
+        GATED_DELTA_RULE.check(inputs.replaced(**{name: inputs[name].to(dtype)}))
     with pytest.raises(ValueError, match=r"^q must be floating point of 16, 32 or 64 bits"):
         GATED_DELTA_RULE.check(BATCH.inputs().replaced(q=BATCH.inputs().q.to(torch.int8)))
 
@@ -79,40 +79,40 @@ Change = Callable[[Inputs], Inputs]
 
 
 def offsets(values: list[int], dtype: torch.dtype = torch.int64) -> Change:
-    return lambda given: given.replaced(cu_seqlens=torch.tensor(values, dtype=dtype))
+    return lambda inputs: inputs.replaced(cu_seqlens=torch.tensor(values, dtype=dtype))
 
 
 def turned(name: str, change: Callable[[Tensor], object]) -> Change:
-    return lambda given: given.replaced(**{name: change(given[name])})
+    return lambda inputs: inputs.replaced(**{name: change(inputs[name])})
 
 
-def without_heads(given: Inputs) -> Inputs:
-    return given.replaced(q=given.q[:, :, :0], k=given.k[:, :, :0])
+def without_heads(inputs: Inputs) -> Inputs:
+    return inputs.replaced(q=inputs.q[:, :, :0], k=inputs.k[:, :, :0])
 
 
 def of_width(name: str) -> Change:
-    def change(given: Inputs) -> Inputs:
+    def change(inputs: Inputs) -> Inputs:
         names = ["q", "k"] if name == "K" else ["v"]
-        state = given.state[:, :, :0] if name == "K" else given.state[..., :0]
-        if name == "K" and given.g is not None and given.g.ndim == 4:
+        state = inputs.state[:, :, :0] if name == "K" else inputs.state[..., :0]
+        if name == "K" and inputs.g is not None and inputs.g.ndim == 4:
             names.append("g")
-        return given.replaced(state=state, **{each: given[each][..., :0] for each in names})
+        return inputs.replaced(state=state, **{argument: inputs[argument][..., :0] for argument in names})
 
     return change
 
 
-def without_value_heads(given: Inputs) -> Inputs:
-    none = {name: given[name][:, :, :0] for name in ("v", "g", "beta") if given[name] is not None}
-    return given.replaced(**none, state=given.state[:, :0])
+def without_value_heads(inputs: Inputs) -> Inputs:
+    none = {name: inputs[name][:, :, :0] for name in ("v", "g", "beta") if inputs[name] is not None}
+    return inputs.replaced(**none, state=inputs.state[:, :0])
 
 
 def without(*names: str) -> Change:
-    return lambda given: Inputs(**{name: given[name] for name in given if name not in names})
+    return lambda inputs: Inputs(**{name: inputs[name] for name in inputs if name not in names})
 
 
-def of_three_heads(given: Inputs) -> Inputs:
-    three = {name: given[name][:, :, :3] for name in ("v", "g", "beta") if given[name] is not None}
-    return given.replaced(**three, state=given.state[:, :3])
+def of_three_heads(inputs: Inputs) -> Inputs:
+    three = {name: inputs[name][:, :, :3] for name in ("v", "g", "beta") if inputs[name] is not None}
+    return inputs.replaced(**three, state=inputs.state[:, :3])
 
 
 ILLEGAL: dict[str, tuple[Case, Change, tuple[str, ...]]] = {
@@ -156,12 +156,16 @@ ILLEGAL: dict[str, tuple[Case, Change, tuple[str, ...]]] = {
     "no k": (BATCH, without("k"), ("k", "tensor", "NoneType")),
     "no v": (BATCH, without("v"), ("v", "tensor", "NoneType")),
     "no beta": (BATCH, without("beta"), ("beta", "tensor", "NoneType")),
-    "scale a word": (BATCH, lambda given: given.replaced(scale="one"), ("scale", "finite number", "'one'")),
-    "scale a truth value": (BATCH, lambda given: given.replaced(scale=True), ("scale", "finite number", "True")),
-    "scale infinite": (BATCH, lambda given: given.replaced(scale=math.inf), ("scale", "finite number", "inf")),
-    "scale not a number": (BATCH, lambda given: given.replaced(scale=math.nan), ("scale", "finite number", "nan")),
-    "scale a tensor": (BATCH, lambda given: given.replaced(scale=torch.ones(())), ("scale", "no tensor", "got a tensor")),
-    "an option misspelt": (BATCH, lambda given: Inputs(**given, qknorm=True), ("qknorm", "no input of", "None or absent", "True")),
+    "scale a word": (BATCH, lambda inputs: inputs.replaced(scale="one"), ("scale", "finite number", "'one'")),
+    "scale a truth value": (BATCH, lambda inputs: inputs.replaced(scale=True), ("scale", "finite number", "True")),
+    "scale infinite": (BATCH, lambda inputs: inputs.replaced(scale=math.inf), ("scale", "finite number", "inf")),
+    "scale not a number": (BATCH, lambda inputs: inputs.replaced(scale=math.nan), ("scale", "finite number", "nan")),
+    "scale a tensor": (BATCH, lambda inputs: inputs.replaced(scale=torch.ones(())), ("scale", "no tensor", "got a tensor")),
+    "an option misspelt": (
+        BATCH,
+        lambda inputs: Inputs(**inputs, qknorm=True),
+        ("qknorm", "no input of", "None or absent", "True"),
+    ),
     "q sparse": (BATCH, turned("q", lambda x: x.to_sparse()), ("q", "strided", "sparse_coo")),
     "k nested": (
         BATCH,
@@ -175,9 +179,9 @@ ILLEGAL: dict[str, tuple[Case, Change, tuple[str, ...]]] = {
         ("q", "16, 32 or 64", "float8_e4m3fn"),
     ),
     "q of one channel": (BATCH, turned("q", lambda x: x[..., :1]), ("k", "K = 1 like q", "(2, 5, 2, 8)")),
-    "a mask": (BATCH, lambda given: Inputs(**given, mask=given.beta), ("mask", "no input of", "None or absent", "a tensor")),
-    "norm a number": (BATCH, lambda given: given.replaced(qk_norm=1), ("qk_norm", "True or False", "1")),
-    "norm none": (BATCH, lambda given: given.replaced(qk_norm=None), ("qk_norm", "True or False", "None")),
+    "a mask": (BATCH, lambda inputs: Inputs(**inputs, mask=inputs.beta), ("mask", "no input of", "None or absent", "a tensor")),
+    "norm a number": (BATCH, lambda inputs: inputs.replaced(qk_norm=1), ("qk_norm", "True or False", "1")),
+    "norm none": (BATCH, lambda inputs: inputs.replaced(qk_norm=None), ("qk_norm", "True or False", "None")),
     "HV not a multiple": (BATCH, of_three_heads, ("HV", "multiple of H = 2", "3")),
     "no key heads": (BATCH, without_heads, ("H", "at least 1", "0")),
     "no value heads": (BATCH, without_value_heads, ("HV", "at least 1", "0")),
@@ -188,7 +192,11 @@ ILLEGAL: dict[str, tuple[Case, Change, tuple[str, ...]]] = {
 
 ILLEGAL_GATES: dict[str, dict[str, tuple[Case, Change, tuple[str, ...]]]] = {
     "delta_rule": {
-        "a g": (BATCH, lambda given: given.replaced(g=-given.beta), ("g", "no input of delta_rule", "None or absent", "a tensor")),
+        "a g": (
+            BATCH,
+            lambda inputs: inputs.replaced(g=-inputs.beta),
+            ("g", "no input of delta_rule", "None or absent", "a tensor"),
+        ),
     },
     "gated_delta_rule": {
         "no g": (BATCH, without("g"), ("g", "tensor", "NoneType")),
@@ -218,17 +226,19 @@ ILLEGAL_GATES: dict[str, dict[str, tuple[Case, Change, tuple[str, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize(("operation", "what"), [(each, what) for each in RULES for what in (*ILLEGAL, *ILLEGAL_GATES[each])])
+@pytest.mark.parametrize(
+    ("operation", "what"), [(operation, what) for operation in RULES for what in (*ILLEGAL, *ILLEGAL_GATES[operation])]
+)
 def test_illegal_call_is_refused_in_one_line_with_argument_rule_and_value(operation: str, what: str) -> None:
-    case, change, said = (ILLEGAL | ILLEGAL_GATES[operation])[what]
+    case, change, words = (ILLEGAL | ILLEGAL_GATES[operation])[what]
     legal = of(operation, case).inputs()
     RULES[operation].check(legal)
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         RULES[operation].check(change(legal))
     message = str(refusal.value)
     assert "\n" not in message
-    assert message.startswith(said[0]), message
-    assert all(each in message for each in said), message
+    assert message.startswith(words[0]), message
+    assert all(word in message for word in words), message
 
 
 def test_what_is_none_is_nobodys_input() -> None:
@@ -237,7 +247,7 @@ def test_what_is_none_is_nobodys_input() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operation", "given", "said"),
+    ("operation", "arguments", "message"),
     [
         (L2NORM, {"x": torch.ones(1, 2, 1, 3), "cu_seqlens": torch.tensor([0, 2])}, "cu_seqlens is no input of l2norm"),
         (
@@ -250,9 +260,9 @@ def test_what_is_none_is_nobodys_input() -> None:
         (DECODE, {"q": torch.ones(1, 2, 3, 4), "pad": -1}, "pad is no input of decode"),
     ],
 )
-def test_an_option_that_is_misspelt_is_refused(operation: Operation, given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=f"^{said}"):
-        operation.check(Inputs(**given))
+def test_an_option_that_is_misspelt_is_refused(operation: Operation, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        operation.check(Inputs(**arguments))
 
 
 def test_what_is_no_inputs_is_refused() -> None:
@@ -269,12 +279,12 @@ def test_any_finite_scale_is_legal(scale: float | None) -> None:
 
 @pytest.mark.parametrize("name", ["state", "cu_seqlens", "scale"])
 def test_optional_arguments_may_be_none_or_absent(name: str) -> None:
-    given = BATCH.inputs()
-    GATED_DELTA_RULE.check(given.replaced(**{name: None}))
-    GATED_DELTA_RULE.check(without(name)(given))
-    GATED_DELTA_RULE.check(without("qk_norm", "scale", "state", "cu_seqlens")(given))
+    inputs = BATCH.inputs()
+    GATED_DELTA_RULE.check(inputs.replaced(**{name: None}))
+    GATED_DELTA_RULE.check(without(name)(inputs))
+    GATED_DELTA_RULE.check(without("qk_norm", "scale", "state", "cu_seqlens")(inputs))
     with pytest.raises(ValueError, match=r"^beta must be a tensor, got NoneType$"):
-        GATED_DELTA_RULE.check(given.replaced(beta=None))
+        GATED_DELTA_RULE.check(inputs.replaced(beta=None))
 
 
 @settings(max_examples=200)
@@ -283,77 +293,77 @@ def test_offsets_are_legal_exactly_when_they_rise_from_zero_to_the_tokens(
     values: list[int], dtype: torch.dtype, tokens: int
 ) -> None:
     legal = len(values) > 1 and values[0] == 0 and values[-1] == tokens and values == sorted(values)
-    given = torch.tensor(values, dtype=dtype)
+    cu_seqlens = torch.tensor(values, dtype=dtype)
     if legal:
-        check_offsets(given, 1, tokens)
+        check_offsets(cu_seqlens, 1, tokens)
         return
     with pytest.raises(ValueError, match=r"^cu_seqlens must"):
-        check_offsets(given, 1, tokens)
+        check_offsets(cu_seqlens, 1, tokens)
 
 
 # Inputs
 
 
 def test_inputs_are_read_as_attributes_and_as_items() -> None:
-    given = BATCH.inputs()
-    assert given.q is given["q"]
-    assert given.scale is None
-    assert given.qk_norm is False
-    assert set(given) == {*TENSORS, "cu_seqlens", "scale", "qk_norm", "output_final_state"}
-    assert len(given) == len(list(given)) == 10
-    assert given.get("nothing") is None
-    assert "q" in given
-    assert dict(**given)["v"] is given.v
+    inputs = BATCH.inputs()
+    assert inputs.q is inputs["q"]
+    assert inputs.scale is None
+    assert inputs.qk_norm is False
+    assert set(inputs) == {*TENSORS, "cu_seqlens", "scale", "qk_norm", "output_final_state"}
+    assert len(inputs) == len(list(inputs)) == 10
+    assert inputs.get("nothing") is None
+    assert "q" in inputs
+    assert dict(**inputs)["v"] is inputs.v
 
 
 def test_unknown_input_is_refused_with_the_names_there_are() -> None:
-    given = BATCH.inputs()
+    inputs = BATCH.inputs()
     with pytest.raises(AttributeError, match=r"no input 'qq'; there are q, k, v, g, beta, state"):
-        given.qq  # noqa: B018
+        inputs.qq  # noqa: B018
     with pytest.raises(KeyError, match="qq"):
-        given["qq"]
+        inputs["qq"]
     with pytest.raises(ValueError, match=r"no input 'gate'; there are q, k, v, g, beta, state"):
-        given.replaced(gate=given.g)
+        inputs.replaced(gate=inputs.g)
     with pytest.raises(ValueError, match="no input 'a'"):
-        given.replaced(z=1, q=given.q, a=2)
-    assert not hasattr(given, "__array__")
+        inputs.replaced(z=1, q=inputs.q, a=2)
+    assert not hasattr(inputs, "__array__")
 
 
 def test_inputs_cannot_be_changed_and_replacing_leaves_the_original() -> None:
-    given = BATCH.inputs()
+    inputs = BATCH.inputs()
     with pytest.raises(AttributeError, match=r"not to be changed: q; use replaced\(q=\.\.\.\)"):
-        given.q = None
+        inputs.q = None
     with pytest.raises(TypeError):
-        given["q"] = None  # type: ignore[index]
+        inputs["q"] = None  # type: ignore[index]
     with pytest.raises(AttributeError):
-        del given.q
-    before = dict(given)
-    other = given.replaced(scale=0.5, state=None)
+        del inputs.q
+    before = dict(inputs)
+    other = inputs.replaced(scale=0.5, state=None)
     assert (other.scale, other.state) == (0.5, None)
-    assert all(other[name] is given[name] for name in given if name not in ("scale", "state"))
-    assert all(given[name] is each for name, each in before.items())
-    assert other is not given
+    assert all(other[name] is inputs[name] for name in inputs if name not in ("scale", "state"))
+    assert all(inputs[name] is value for name, value in before.items())
+    assert other is not inputs
 
 
 def test_inputs_survive_copy_and_pickle() -> None:
-    given = BATCH.inputs()
-    for other in (copy.copy(given), copy.deepcopy(given), pickle.loads(pickle.dumps(given))):
-        assert set(other) == set(given)
-        assert torch.equal(other.q, given.q)
-    assert copy.deepcopy(given).q.data_ptr() != given.q.data_ptr()
+    inputs = BATCH.inputs()
+    for other in (copy.copy(inputs), copy.deepcopy(inputs), pickle.loads(pickle.dumps(inputs))):
+        assert set(other) == set(inputs)
+        assert torch.equal(other.q, inputs.q)
+    assert copy.deepcopy(inputs).q.data_ptr() != inputs.q.data_ptr()
 
 
 # Sizes and sequences
 
 
 def test_sizes_are_those_of_the_axes_of_the_arguments_there_are() -> None:
-    given = BATCH.inputs()
+    inputs = BATCH.inputs()
     sizes = {"B": 2, "T": 5, "H": 2, "HV": 4, "K": 8, "V": 12, "N": 2}
-    assert GATED_DELTA_RULE.sizes(given) == sizes
+    assert GATED_DELTA_RULE.sizes(inputs) == sizes
     assert KDA.sizes(of("kda", BATCH).inputs()) == sizes
     assert DELTA_RULE.sizes(of("delta_rule", PACKED).inputs()) == sizes | {"B": 1, "T": 7, "N": 3}
-    assert GATED_DELTA_RULE.sizes(given.replaced(state=None)) == {axis: size for axis, size in sizes.items() if axis != "N"}
-    narrow = given.replaced(v=given.v[..., :5], state=given.state[..., :5])
+    assert GATED_DELTA_RULE.sizes(inputs.replaced(state=None)) == {axis: size for axis, size in sizes.items() if axis != "N"}
+    narrow = inputs.replaced(v=inputs.v[..., :5], state=inputs.state[..., :5])
     assert GATED_DELTA_RULE.sizes(narrow) == sizes | {"V": 5}
 
 
@@ -377,14 +387,14 @@ TOY = Operation(
 
 
 def toy(**changed: object) -> Inputs:
-    given = {
+    arguments = {
         "x": torch.ones(2, 3, 4),
         "weight": torch.ones(4),
         "slots": torch.tensor([5, 6]),
         "state": torch.ones(2, 4),
         "even": True,
     }
-    return Inputs(**(given | changed))
+    return Inputs(**(arguments | changed))
 
 
 def test_an_index_has_a_size_and_no_gradient() -> None:
@@ -396,7 +406,7 @@ def test_an_index_has_a_size_and_no_gradient() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"slots": torch.tensor([5.0, 6.0])}, "slots must be int32 or int64, got torch.float32"),
         ({"slots": torch.tensor([5, 6], dtype=torch.int16)}, "slots must be int32 or int64, got torch.int16"),
@@ -409,10 +419,10 @@ def test_an_index_has_a_size_and_no_gradient() -> None:
         ({"even": 2}, "even must be True or False, got 2"),
     ],
 )
-def test_contract_of_any_operation_names_port_rule_and_value(changed: dict[str, object], said: str) -> None:
+def test_contract_of_any_operation_names_port_rule_and_value(changed: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         TOY.check(toy(**changed))
-    assert str(refusal.value) == said
+    assert str(refusal.value) == message
 
 
 # Names

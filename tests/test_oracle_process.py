@@ -91,7 +91,7 @@ def bits(x: Tensor) -> tuple[Any, ...]:
 
 def same(one: dict[str, Bound], other: dict[str, Bound]) -> bool:
     def plain(bounds: dict[str, Bound]) -> list[Any]:
-        return [(name, bits(each.value), bits(each.allowed), each.origin) for name, each in bounds.items()]
+        return [(name, bits(bound.value), bits(bound.allowed), bound.origin) for name, bound in bounds.items()]
 
     return plain(one) == plain(other)
 
@@ -145,7 +145,9 @@ class NoNumbers(Beside):
         return super().ask(work)
 
 
-DOES: dict[str, Callable[..., dict[str, Any]]] = {each.__name__: each for each in (told, stopped, compared, refused, misled)}
+DOES: dict[str, Callable[..., dict[str, Any]]] = {
+    function.__name__: function for function in (told, stopped, compared, refused, misled)
+}
 
 
 class Right(GdnLayer):
@@ -187,8 +189,8 @@ def one() -> Iterator[RankGroup]:
             yield group
 
 
-def do(group: RankGroup, what: str, *given: str) -> dict[str, Any]:
-    return group.ask({"do": what, "with": given})
+def do(group: RankGroup, what: str, *arguments: str) -> dict[str, Any]:
+    return group.ask({"do": what, "with": arguments})
 
 
 def outcome(group: RankGroup, adapter: str, deadline_s: float | None = None, *, beside: bool = True) -> Outcome:
@@ -212,15 +214,15 @@ def test_answer_that_nobody_read_is_not_taken_for_the_next(one: RankGroup) -> No
 
 
 def test_without_numbers_it_would_be(one: RankGroup) -> None:
-    said = one.ask({"do": "compared", "with": ["layer", "kda"], "how": {"kind": "NoNumbers"}})
-    assert not said["same"]
+    reply = one.ask({"do": "compared", "with": ["layer", "kda"], "how": {"kind": "NoNumbers"}})
+    assert not reply["same"]
 
 
 def test_what_is_wrong_with_a_case_is_raised_in_the_rank(one: RankGroup) -> None:
     before = do(one, "told")
-    said = do(one, "refused", "hopeless")
-    assert said.pop("raised").startswith("algorithm must be one of ")
-    assert said == before
+    reply = do(one, "refused", "hopeless")
+    assert reply.pop("raised").startswith("algorithm must be one of ")
+    assert reply == before
     assert do(one, "compared", "layer")["here"] == 0
 
 
@@ -312,7 +314,7 @@ def test_rank_that_waits_for_its_oracle_is_not_cut_short(monkeypatch: pytest.Mon
     waits = dump([("/opt/any.py", oracle_process.Beside._answer.__code__.co_name), ("/opt/bench.py", "wait")])
     groups = [of(Rank((0.0, RAISED)), Rank((1.8, OFF), wrote=wrote)) for wrote in (waits, SPINS)]
     found = [Outcome.from_json(group.ask({}, 20.0)).findings for group in groups]
-    assert [[finding.place for finding in each] for each in found] == [["rank 0: call", "rank 1: o"], ["rank 0: call"]]
+    assert [[finding.place for finding in findings] for findings in found] == [["rank 0: call", "rank 1: o"], ["rank 0: call"]]
 
 
 # Processes
@@ -347,8 +349,8 @@ def test_it_ends_with_a_killed_rank_in_the_middle_of_a_case() -> None:
         ticks = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11]
         return int(ticks) / os.sysconf("SC_CLK_TCK")
 
-    given = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-c", ALONE], env=given, stdout=subprocess.PIPE, text=True) as rank:
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", ALONE], env=variables, stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdout is not None
         pid = int(rank.stdout.readline())
         start = seconds(pid)
@@ -366,7 +368,7 @@ def test_it_ends_with_a_killed_rank_in_the_middle_of_a_case() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "cores", "wanted"),
+    ("variables", "cores", "wanted"),
     [
         ({}, 64, 0),  # no rank
         ({"LOCAL_WORLD_SIZE": "4"}, 8, 1),
@@ -380,7 +382,7 @@ def test_it_ends_with_a_killed_rank_in_the_middle_of_a_case() -> None:
     ],
 )
 def test_ranks_have_as_many_as_there_are_cores_left(
-    monkeypatch: pytest.MonkeyPatch, said: dict[str, str], cores: int | None, wanted: int
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], cores: int | None, wanted: int
 ) -> None:
     had: list[object] = []
     if cores is None:
@@ -389,7 +391,7 @@ def test_ranks_have_as_many_as_there_are_cores_left(
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores), raising=False)
     monkeypatch.setattr(oracle_process, "Beside", object)
     monkeypatch.setattr(oracle_process, "_BESIDE", had)
-    oracle_process.start(said)
+    oracle_process.start(variables)
     assert len(had) == wanted
 
 
@@ -415,9 +417,9 @@ def test_questions_of_one_batch_are_begun_in_turns_and_asked_once(monkeypatch: p
     monkeypatch.setattr(oracle_process, "_BESIDE", told)
     monkeypatch.setattr(oracle_process, "_BEGUN", {})
     oracle_process.begin(works)
-    assert [each.works for each in told] == [[works[0], works[2]], [works[1]]]
-    assert [oracle_process.ask(each) for each in works] == [(told[0], works[0]), (told[1], works[1]), (told[0], works[2])]
-    assert sum(len(each.works) for each in told) == 3
+    assert [beside.works for beside in told] == [[works[0], works[2]], [works[1]]]
+    assert [oracle_process.ask(question) for question in works] == [(told[0], works[0]), (told[1], works[1]), (told[0], works[2])]
+    assert sum(len(beside.works) for beside in told) == 3
     oracle_process.begin([])
     oracle_process.ask(works[1])
     assert told[0].works[-1] is works[1], "what was begun before is forgotten"
@@ -431,14 +433,14 @@ def test_ranks_of_a_host_know_how_many_they_are_and_leave_the_gpu_shut(monkeypat
 
 
 def test_bounds_are_made_when_they_are_looked_at() -> None:
-    made: list[int] = []
+    calls: list[int] = []
 
     def wait() -> dict[str, Bound]:
-        made.append(1)
+        calls.append(1)
         return {"y": Bound(torch.ones(1), torch.ones(1))}
 
     later = oracle_process.Later(wait)
-    assert not made
+    assert not calls
     assert (list(later), len(later), later["y"].value.item()) == (["y"], 1, 1.0)
     with pytest.raises(KeyError):
         later["o"]

@@ -166,11 +166,11 @@ def by_definition(inputs: Inputs, cotangents: Results, reading: Reading = RIGHT)
         outputs.append(torch.stack(columns, 1))
         finals.append(torch.stack(ends))
     result = {"o": torch.cat(outputs).reshape(inputs.v.shape), "final_state": torch.stack(finals)}
-    total = sum(((result[name] * each.double()).sum() for name, each in cotangents.items()), torch.zeros(()))
+    total = sum(((result[name] * cotangent.double()).sum() for name, cotangent in cotangents.items()), torch.zeros(()))
     zeros = [torch.zeros_like(leaf) for leaf in leaves.values()]
     gradients = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True) if total.requires_grad else zeros
-    result |= {gradient_name(name): each for name, each in zip(leaves, gradients, strict=True)}
-    return {name: each.detach() for name, each in result.items()}
+    result |= {gradient_name(name): gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return {name: tensor.detach() for name, tensor in result.items()}
 
 
 def form(operation: str, inputs: Inputs, cotangents: Results | None, algorithm: str = "exact", chunk: int | None = None) -> Results:
@@ -192,9 +192,9 @@ def worst_row(case: Case, got: Results, want: Results, allowed: Results) -> floa
     """The largest error of a row, in units of 2^-29 of what float32 may err there."""
     assert got.keys() == want.keys()
     worst = 0.0
-    for name, each in want.items():
-        assert got[name].shape == each.shape
-        error = (got[name] - each).abs() if case.spec.port(name).scalar_rows else (got[name] - each).norm(dim=-1)
+    for name, value in want.items():
+        assert got[name].shape == value.shape
+        error = (got[name] - value).abs() if case.spec.port(name).scalar_rows else (got[name] - value).norm(dim=-1)
         ratios = (error / (allowed[name] * 2.0**-29)).nan_to_num(nan=math.inf).flatten()
         worst = max([worst, *ratios.tolist()])
     return worst
@@ -344,7 +344,7 @@ def passed(inputs: Inputs, sizes: Sequence[int], combine: Callable[..., tuple[Te
     tokens = [inputs[name][0, :, 0].double() for name in ("k", "v")]
     tokens += [inputs.beta.new_zeros(inputs.beta.shape[1]).double() if inputs.g is None else inputs.g[0, :, 0].double()]
     tokens += [inputs.beta[0, :, 0].double()]
-    width, shards = inputs.k.shape[-1], zip(*(each.split(list(sizes)) for each in tokens), strict=True)
+    width, shards = inputs.k.shape[-1], zip(*(tensor.split(list(sizes)) for tensor in tokens), strict=True)
     whole = torch.eye(width, dtype=torch.float64), torch.zeros(width, inputs.v.shape[-1], dtype=torch.float64)
     for shard in shards:
         whole = combine(whole, transition(*shard))
@@ -452,7 +452,7 @@ def token_by_token(tokens: Sequence[Token], state: Matrix) -> tuple[Matrix, Matr
     for q, k, v, decays, beta in tokens:
         state = [[channel * x for x in row] for channel, row in zip(decays, state, strict=True)]
         fresh = [beta * (value - dot(k, column)) for value, column in zip(v, zip(*state, strict=True), strict=True)]
-        state = [[x + each * new for x, new in zip(row, fresh, strict=True)] for each, row in zip(k, state, strict=True)]
+        state = [[x + factor * new for x, new in zip(row, fresh, strict=True)] for factor, row in zip(k, state, strict=True)]
         outputs.append([dot(q, column) for column in zip(*state, strict=True)])
     return outputs, state
 
@@ -519,8 +519,10 @@ class Chunked:
         whole = self.decays(one, tokens, width)
         state = [[channel * x for x in row] for channel, row in zip(whole, state, strict=True)]
         for j, token in enumerate(tokens):
-            kept = times(self.decays(one, self.between(tokens, last, j), width), token.k)
-            state = [[x + each * new for x, new in zip(row, fresh[j], strict=True)] for each, row in zip(kept, state, strict=True)]
+            key = times(self.decays(one, self.between(tokens, last, j), width), token.k)
+            state = [
+                [x + factor * new for x, new in zip(row, fresh[j], strict=True)] for factor, row in zip(key, state, strict=True)
+            ]
         return outputs, state
 
 
@@ -843,7 +845,9 @@ class Whole:
 
     def directions(self) -> Results:
         shapes = {"o": (1, sum(self.lengths), self.value_heads, self.value_width), "final_state": self.states()}
-        return {name: torch.tensor(each, dtype=torch.float32).reshape(shapes[name]) for name, each in self.cotangents().items()}
+        return {
+            name: torch.tensor(entries, dtype=torch.float32).reshape(shapes[name]) for name, entries in self.cotangents().items()
+        }
 
     def states(self) -> tuple[int, ...]:
         return len(self.lengths), self.value_heads, self.width, self.value_width
@@ -908,15 +912,17 @@ def by_integers(call: Whole, tiled: bool = False) -> dict[str, list[int]]:  # no
 
     numbers = {name: [Dual(n) for n in entries] for name, entries in call.numbers().items()}
     cotangents = call.cotangents()
-    result = {name: [x.n for x in each] for name, each in in_duals(call, numbers, keys).items()}
+    result = {name: [x.n for x in duals] for name, duals in in_duals(call, numbers, keys).items()}
     for name, entries in numbers.items():
         slopes = []
         for index, entry in enumerate(entries):
             moved = [*entries[:index], Dual(entry.n, entry.n if name == "g" else 1), *entries[index + 1 :]]
             outputs = in_duals(call, {**numbers, name: moved}, keys)
-            slopes.append(sum(c * x.slope for each in cotangents for c, x in zip(cotangents[each], outputs[each], strict=True)))
+            slopes.append(
+                sum(c * x.slope for output in cotangents for c, x in zip(cotangents[output], outputs[output], strict=True))
+            )
         result[gradient_name(name)] = slopes
-    return {name: each for name, each in result.items() if (name, call.gates) != ("dg", 0)}
+    return {name: values for name, values in result.items() if (name, call.gates) != ("dg", 0)}
 
 
 INTEGER_FORMS = (
@@ -941,10 +947,10 @@ def test_float64_equals_python_integers_forward_and_backward(
 ) -> None:
     call = Whole(operation, tuple(lengths), *groups, *widths, seed)
     want = by_integers(call)
-    assert max((abs(n) for each in want.values() for n in each), default=0) < 2**40, "float64 must hold every sum"
+    assert max((abs(n) for entries in want.values() for n in entries), default=0) < 2**40, "float64 must hold every sum"
     for algorithm, chunk in INTEGER_FORMS:
         got = form(operation, call.inputs(), call.directions(), algorithm, chunk)
-        assert {name: each.flatten().tolist() for name, each in got.items()} == want, (algorithm, chunk)
+        assert {name: tensor.flatten().tolist() for name, tensor in got.items()} == want, (algorithm, chunk)
 
 
 @pytest.mark.parametrize("operation", RULES)
@@ -974,10 +980,10 @@ def test_integers_reject_a_wrong_backward(
 
     def gradients() -> dict[str, list[float]]:
         got = form(operation, call.inputs(), call.directions(), "exact", 4)
-        return {name: each.flatten().tolist() for name, each in got.items()}
+        return {name: tensor.flatten().tolist() for name, tensor in got.items()}
 
     assert gradients() == want
-    monkeypatch.setattr(chunkwise, "decayed_backward", lambda *given: wrong(*right(*given)))
+    monkeypatch.setattr(chunkwise, "decayed_backward", lambda *arguments: wrong(*right(*arguments)))
     assert gradients() != want
 
 
@@ -1045,14 +1051,17 @@ def decaying(tokens: int, channels: int, seed: int, strongest: float) -> tuple[T
 
 def worst_product(tokens: int, channels: int, seed: int, strongest: float) -> float:
     """The largest error of the products and of their gradients, over the largest entry."""
-    x, y, total = (each.requires_grad_() for each in decaying(tokens, channels, seed, strongest))
+    x, y, total = (tensor.requires_grad_() for tensor in decaying(tokens, channels, seed, strongest))
     want = products(x, y, total)
     got, factor = decay.decayed(x.detach(), y.detach(), total.detach())
     dp = torch.rand(want.shape, generator=torch.Generator().manual_seed(seed + 1), dtype=torch.float64).tril()
     dx, dy, dtotal = torch.autograd.grad(want, (x, y, total), dp)
     gradients = dx, dy, dtotal.flip(-2).cumsum(-2).flip(-2)  # of g, of which G is the sum
-    given = decay.decayed_backward(dp, x.detach(), y.detach(), total.detach(), got, factor)
-    parts = {"P": got, **{name: one.sum_to_size(each.shape) for name, one, each in zip("xyg", given, gradients, strict=True)}}
+    slopes = decay.decayed_backward(dp, x.detach(), y.detach(), total.detach(), got, factor)
+    parts = {
+        "P": got,
+        **{name: one.sum_to_size(gradient.shape) for name, one, gradient in zip("xyg", slopes, gradients, strict=True)},
+    }
     return max(relative(parts, {"P": want.detach(), **dict(zip("xyg", gradients, strict=True))}).values())
 
 
@@ -1106,7 +1115,7 @@ def test_squares_and_diagonal_cover_the_lower_triangle_once(tokens: int) -> None
 def objective(case: Case, inputs: Inputs, cotangents: Results) -> float:
     """The sum of all outputs times their cotangents."""
     outputs = truth(case.spec, inputs)
-    return float(sum((outputs[name] * each.double()).sum() for name, each in cotangents.items()))
+    return float(sum((outputs[name] * cotangent.double()).sum() for name, cotangent in cotangents.items()))
 
 
 def taylor_order(case: Case, gradients: Results, directions: int = 3) -> float:
@@ -1118,10 +1127,10 @@ def taylor_order(case: Case, gradients: Results, directions: int = 3) -> float:
     remainders = [0.0, 0.0]
     for _ in range(directions):
         toward = {}
-        for name, each in x.items():
-            size = min(float(each.abs().max()), 1.0) or 1.0
-            toward[name] = (torch.rand(each.shape, generator=generator, dtype=torch.float64) * 2 - 1) * size
-        slope = float(sum((gradients[gradient_name(name)] * each).sum() for name, each in toward.items()))
+        for name, tensor in x.items():
+            size = min(float(tensor.abs().max()), 1.0) or 1.0
+            toward[name] = (torch.rand(tensor.shape, generator=generator, dtype=torch.float64) * 2 - 1) * size
+        slope = float(sum((gradients[gradient_name(name)] * direction).sum() for name, direction in toward.items()))
         for index, h in enumerate((2.0**-14, 2.0**-15)):
             there = objective(case, inputs.replaced(**{name: x[name] + h * toward[name] for name in x}), cotangents)
             remainders[index] += abs(there - start - h * slope)
@@ -1171,7 +1180,9 @@ WRONG_GRADIENTS_OF = {
 }
 
 
-@pytest.mark.parametrize(("operation", "wrong"), [(each, wrong) for each in RULES for wrong in WRONG_GRADIENTS_OF[each]])
+@pytest.mark.parametrize(
+    ("operation", "wrong"), [(operation, wrong) for operation in RULES for wrong in WRONG_GRADIENTS_OF[operation]]
+)
 def test_taylor_remainders_reject_a_wrong_gradient(operation: str, wrong: str) -> None:
     case = Case.parse(f"op={operation} lengths=20 heads=2 value_heads=4 gate=10 state=random qk_norm=yes seed=4")
     right = truth(case.spec, case.inputs(), case.cotangents())
@@ -1184,7 +1195,7 @@ def small_tensors(shapes: Sequence[Sequence[int]], seed: int) -> tuple[Tensor, .
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.rand(tuple(shape), generator=generator, dtype=torch.float64) * 2 - 1 for shape in shapes]
     drawn[3] = -drawn[3].abs()
-    return tuple(each.requires_grad_() for each in drawn)
+    return tuple(tensor.requires_grad_() for tensor in drawn)
 
 
 def packed(tokens: int, count: int, gates: int, seed: int = 0) -> tuple[Tensor, ...]:
@@ -1205,8 +1216,8 @@ def test_gradcheck_accepts_the_truth(lengths: tuple[int, ...], gates: int, chunk
 def test_gradcheck_rejects_a_truth_whose_states_carry_no_gradient(gates: int, monkeypatch: pytest.MonkeyPatch) -> None:
     right = chunkwise._Call.backward
 
-    def drops_the_state(*given: Any) -> tuple[tuple[Tensor, ...], Tensor]:
-        tokens, dstate = right(*given)
+    def drops_the_state(*arguments: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+        tokens, dstate = right(*arguments)
         return tokens, torch.zeros_like(dstate)
 
     monkeypatch.setattr(chunkwise._Call, "backward", drops_the_state)
@@ -1233,14 +1244,14 @@ def test_gradients_asked_for_alone_are_those_of_all_and_none_asked_for_is_no_gra
     directions = torch.ones(9, 2, 3, dtype=torch.float64), torch.ones(3, 2, 2, 3, dtype=torch.float64)
     outputs = chunkwise.delta_rule(*x, 0.7, [4, 0, 5], 4)
     whole = torch.autograd.grad(outputs, x, directions)
-    for index, each in enumerate(x):
+    for index, leaf in enumerate(x):
         alone = [other.detach() for other in x]
-        alone[index] = each
+        alone[index] = leaf
         got = chunkwise.delta_rule(*alone, 0.7, [4, 0, 5], 4)
         assert all(torch.equal(one, other) for one, other in zip(got, outputs, strict=True))
-        assert torch.equal(torch.autograd.grad(got, each, directions)[0], whole[index])
-    plain = chunkwise.delta_rule(*(each.detach() for each in x), 0.7, [4, 0, 5], 4)
-    assert not any(each.requires_grad for each in plain)
+        assert torch.equal(torch.autograd.grad(got, leaf, directions)[0], whole[index])
+    plain = chunkwise.delta_rule(*(tensor.detach() for tensor in x), 0.7, [4, 0, 5], 4)
+    assert not any(output.requires_grad for output in plain)
     assert all(torch.equal(one, other) for one, other in zip(plain, outputs, strict=True))
 
 
@@ -1285,7 +1296,7 @@ def ulps_off(norm: Callable[[Tensor], Tensor], row: Sequence[float]) -> float:
     """The largest error of an entry in units of 2^-53 of it."""
     got = norm(torch.tensor(row, dtype=torch.float64)).tolist()
     pairs = zip(got, by_decimals(row), strict=True)
-    return max(float(abs(Fraction(one) - each) / abs(each)) * 2.0**53 if each else abs(one) for one, each in pairs)
+    return max(float(abs(Fraction(one) - fraction) / abs(fraction)) * 2.0**53 if fraction else abs(one) for one, fraction in pairs)
 
 
 ROWS = st.builds(
@@ -1381,8 +1392,8 @@ def test_segments_hold_every_token_once_in_order(lengths: list[int], size: int, 
             for chunks, before, after in segment.states():
                 assert chunks.stop - chunks.start <= running, "those that still run are the first members"
                 running = chunks.stop - chunks.start
-                for row, chunk, held in zip(members, rows[chunks], states[before], strict=False):
-                    assert held == (row, len(seen[row])), "the state before a chunk is that after the chunk before"
+                for row, chunk, state in zip(members, rows[chunks], states[before], strict=False):
+                    assert state == (row, len(seen[row])), "the state before a chunk is that after the chunk before"
                     seen[row].append(chunk)
                 states[after] = [(row, len(seen[row])) for row in members[:running]]
             at = torch.arange(len(states))
@@ -1408,9 +1419,9 @@ def test_segments_however_small_give_the_results_of_one(operation: str, case: Ca
     case = of(operation, case)
     inputs, cotangents = case.inputs(), case.cotangents()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunkwise._Call, "most", lambda *given: 2**20)
+        patch.setattr(chunkwise._Call, "most", lambda *arguments: 2**20)
         whole = form(operation, inputs, cotangents, "exact", 16)
-        patch.setattr(chunkwise._Call, "most", lambda *given: most)
+        patch.setattr(chunkwise._Call, "most", lambda *arguments: most)
         cut = form(operation, inputs, cotangents, "exact", 16)
     errors = relative(cut, whole)  # all 0 where measured; another library may add up a product of a smaller batch in another order
     assert max(errors.values(), default=0.0) <= 1e-14, errors
@@ -1422,18 +1433,18 @@ def test_segments_in_the_wrong_order_are_rejected(monkeypatch: pytest.MonkeyPatc
     whole, right = truth(case.spec, inputs, cotangents), segments.segments
     monkeypatch.setattr(chunkwise, "_SEGMENT", SMALLEST)
     assert max(relative(truth(case.spec, inputs, cotangents), whole).values()) <= 1e-14
-    monkeypatch.setattr(segments, "segments", lambda *given: [(members, block[::-1]) for members, block in right(*given)])
+    monkeypatch.setattr(segments, "segments", lambda *arguments: [(members, block[::-1]) for members, block in right(*arguments)])
     assert min(relative(truth(case.spec, inputs, cotangents), whole).values()) > 1e-3
 
 
 def test_a_segment_is_as_many_chunks_as_fit_and_one_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    call, given = chunkwise._Call(1.0), (64, torch.zeros(1, 1, 1, 32), torch.zeros(1, 1, 2, 48))
-    plenty = call.most(*given)
+    call, arguments = chunkwise._Call(1.0), (64, torch.zeros(1, 1, 1, 32), torch.zeros(1, 1, 2, 48))
+    plenty = call.most(*arguments)
     assert plenty > 1
     monkeypatch.setattr(chunkwise, "_SEGMENT", {name: 10 * size for name, size in chunkwise._SEGMENT.items()})
-    assert 10 * plenty <= call.most(*given) < 10 * (plenty + 1)
+    assert 10 * plenty <= call.most(*arguments) < 10 * (plenty + 1)
     monkeypatch.setattr(chunkwise, "_SEGMENT", SMALLEST)
-    assert call.most(*given) == 1
+    assert call.most(*arguments) == 1
 
 
 @pytest.mark.parametrize("operation", RULES)
@@ -1457,17 +1468,17 @@ def test_many_short_sequences_and_one_long_among_short_equal_the_definition(oper
 def test_a_state_changed_before_backward_is_refused() -> None:
     q, k, v, g, beta, state = packed(7, 2, 1)
     state.requires_grad_()
-    given = state * 1.0
-    o, _ = chunkwise.delta_rule(q, k, v, g, beta, given, 0.7, [3, 4])
+    start = state * 1.0
+    o, _ = chunkwise.delta_rule(q, k, v, g, beta, start, 0.7, [3, 4])
     with torch.no_grad():
-        given.mul_(2.0)
+        start.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         o.sum().backward()
 
 
-@pytest.mark.parametrize(("lengths", "said"), [([3, 3], "[3, 3]"), ([8], "[8]"), ([8, -1], "[8, -1]"), ([], "[]"), (7, "7")])
-def test_lengths_that_do_not_add_up_are_refused(lengths: Any, said: str) -> None:
-    rule = f"lengths must be whole numbers from 0 up that add up to the 7 tokens of k, got {said}"
+@pytest.mark.parametrize(("lengths", "text"), [([3, 3], "[3, 3]"), ([8], "[8]"), ([8, -1], "[8, -1]"), ([], "[]"), (7, "7")])
+def test_lengths_that_do_not_add_up_are_refused(lengths: Any, text: str) -> None:
+    rule = f"lengths must be whole numbers from 0 up that add up to the 7 tokens of k, got {text}"
     with pytest.raises(ValueError, match=f"^{re.escape(rule)}$"):
         chunkwise.delta_rule(*packed(7, len(lengths) if isinstance(lengths, list) else 1, 1), 0.7, lengths)
 
@@ -1477,7 +1488,7 @@ OF_HEADS = {"q": (3, 1, 2), "k": (3, 1, 2), "v": (3, 2, 4), "g": (3, 2, 1), "bet
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "said"),
+    ("name", "shape", "message"),
     [
         ("state", (2, 1), "state must have shape (2, 4) for k of (3, 2), got (2, 1)"),
         ("beta", (3, 4), "beta must have shape (3,) for k of (3, 2), got (3, 4)"),
@@ -1487,17 +1498,17 @@ OF_HEADS = {"q": (3, 1, 2), "k": (3, 1, 2), "v": (3, 2, 4), "g": (3, 2, 1), "bet
         ("k", (3, 2, 1), "k must be [T, K], got shape (3, 2, 1)"),
     ],
 )
-def test_the_definition_broadcasts_nothing(name: str, shape: tuple[int, ...], said: str) -> None:
-    given = {each: torch.ones(size, dtype=torch.float64) for each, size in (HEAD | {name: shape}).items()}
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
-        definition(**given, scale=1.0)
+def test_the_definition_broadcasts_nothing(name: str, shape: tuple[int, ...], message: str) -> None:
+    tensors = {argument: torch.ones(size, dtype=torch.float64) for argument, size in (HEAD | {name: shape}).items()}
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        definition(**tensors, scale=1.0)
     if name in ("beta", "g", "v", "k"):
-        with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
-            transition(*(given[each] for each in ("k", "v", "g", "beta")))
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            transition(*(tensors[argument] for argument in ("k", "v", "g", "beta")))
 
 
 @pytest.mark.parametrize(
-    ("earlier", "later", "said"),
+    ("earlier", "later", "message"),
     [
         (((3, 3), (3, 2)), ((3, 3), (1, 2)), "later E must have shape (3, 2), got (1, 2)"),
         (((3, 3), (3, 2)), ((1, 3), (3, 2)), "later M must have shape (3, 3), got (1, 3)"),
@@ -1505,14 +1516,14 @@ def test_the_definition_broadcasts_nothing(name: str, shape: tuple[int, ...], sa
         (((3, 3), (3,)), ((3, 3), (3,)), "E must have shape (3,), got (3,)"),
     ],
 )
-def test_a_merge_broadcasts_nothing(earlier: Any, later: Any, said: str) -> None:
+def test_a_merge_broadcasts_nothing(earlier: Any, later: Any, message: str) -> None:
     one, other = (tuple(map(torch.ones, shapes)) for shapes in (earlier, later))
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         merge(one, other)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"state": (2, 2, 2, 4)}, "state must have shape (1, 2, 2, 4) and be float64, got (2, 2, 2, 4) and torch.float64"),
         (
@@ -1523,23 +1534,23 @@ def test_a_merge_broadcasts_nothing(earlier: Any, later: Any, said: str) -> None
         ({"k": (3, 2)}, "k must be [T, H, K] and v [T, HV, V], got shapes (3, 2) and (3, 2, 4)"),
     ],
 )
-def test_chunks_broadcast_nothing(changed: dict[str, tuple[int, ...]], said: str) -> None:
-    given = [torch.ones(size, dtype=torch.float64) for size in (OF_HEADS | changed).values()]
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
-        chunkwise.delta_rule(*given, 1.0, [3])  # type: ignore[arg-type]
+def test_chunks_broadcast_nothing(changed: dict[str, tuple[int, ...]], message: str) -> None:
+    tensors = [torch.ones(size, dtype=torch.float64) for size in (OF_HEADS | changed).values()]
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        chunkwise.delta_rule(*tensors, 1.0, [3])  # type: ignore[arg-type]
 
 
 def test_chunks_are_of_float64_scaled_by_a_number_and_of_whole_lengths() -> None:
-    given = [torch.ones(size, dtype=torch.float64) for size in OF_HEADS.values()]
-    chunkwise.delta_rule(*given, 1.0, [3])  # type: ignore[arg-type]
+    tensors = [torch.ones(size, dtype=torch.float64) for size in OF_HEADS.values()]
+    chunkwise.delta_rule(*tensors, 1.0, [3])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^q must have shape \(3, 1, 2\) and be float64, got \(3, 1, 2\) and torch.float32$"):
-        chunkwise.delta_rule(given[0].float(), *given[1:], 1.0, [3])  # type: ignore[arg-type]
+        chunkwise.delta_rule(tensors[0].float(), *tensors[1:], 1.0, [3])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^scale must be a finite number, got nan$"):
-        chunkwise.delta_rule(*given, math.nan, [3])  # type: ignore[arg-type]
+        chunkwise.delta_rule(*tensors, math.nan, [3])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^lengths must be whole numbers from 0 up .*, got \[3.0\]$"):
-        chunkwise.delta_rule(*given, 1.0, [3.0])  # type: ignore[arg-type, list-item]
+        chunkwise.delta_rule(*tensors, 1.0, [3.0])  # type: ignore[arg-type, list-item]
     with pytest.raises(ValueError, match=r"^value_heads must be a whole number from 0 up, got 4.0$"):
-        repeat_heads(given[0], 4.0)  # type: ignore[arg-type]
+        repeat_heads(tensors[0], 4.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("chunk", [-1, 2.5, "64", None, True])
@@ -1589,11 +1600,11 @@ def test_bounds_do_not_depend_on_what_is_computed_at_once(operation: str, algori
     plan, evaluate = segments.segments, bound._evaluate
     with monkeypatch.context() as patch:
         patch.setattr(disturbed, "_GRAPH", SMALLEST)
-        patch.setattr(segments, "segments", lambda *given: counts.append(given) or plan(*given))
+        patch.setattr(segments, "segments", lambda *arguments: counts.append(arguments) or plan(*arguments))
         stretches = make()
     with monkeypatch.context() as patch:
         patch.setattr(bound, "_BATCH", SMALLEST)
-        patch.setattr(bound, "_evaluate", lambda *given: evaluated.append(given[1].v.shape[2]) or evaluate(*given))
+        patch.setattr(bound, "_evaluate", lambda *arguments: evaluated.append(arguments[1].v.shape[2]) or evaluate(*arguments))
         heads = make()
     assert sum(len(block) for _, block in plan(*counts[-1])) == 5, "each chunk of each sequence is a segment of its own"
     assert evaluated == [4, 2, 2], "the truth at once, the runs in two slices of the heads"
@@ -1654,7 +1665,7 @@ def test_a_batch_of_no_sequences_is_answered_in_its_shapes(operation: str) -> No
     case = Case.parse(f"op={operation} lengths=7+7 value_heads=2 value_dim=12 state=random")
     inputs = case.inputs()
     none = inputs.replaced(**{name: inputs[name][:0] for name in TENSORS if inputs[name] is not None})
-    cotangents = {name: each[:0] for name, each in case.cotangents().items()}
+    cotangents = {name: cotangent[:0] for name, cotangent in case.cotangents().items()}
     for algorithm, chunk in FORMS:
         got = form(operation, none, cotangents, algorithm, chunk)
         assert got["o"].shape == (0, 7, 2, 12)
@@ -1687,6 +1698,6 @@ def test_empty_sequences_pass_their_state_and_change_nothing_else(
     offsets = torch.tensor([0, *(lengths[row] for row in filled)]).cumsum(0)
     only = inputs.replaced(cu_seqlens=offsets, state=None if inputs.state is None else inputs.state[filled])
     want = truth(case.spec, only, {**cotangents, "final_state": cotangents["final_state"][filled]})
-    for name, each in want.items():
+    for name, value in want.items():
         rows = got[name][filled] if name in ("final_state", "dh0") else got[name]
-        assert torch.equal(rows, each), name
+        assert torch.equal(rows, value), name

@@ -75,20 +75,20 @@ def laws_of(domain: Any) -> list[Law]:
 
 def plainly(strategy: st.SearchStrategy[Example], first: int, count: int) -> list[Example]:
     """Examples drawn with generators of known seeds in place of Hypothesis's, of which a later release may draw others."""
-    kept: list[Example] = []
-    while len(kept) < count:
+    examples: list[Example] = []
+    while len(examples) < count:
         numbers = itertools.count(first)
         first += 10
 
         @settings(max_examples=1, phases=[Phase.generate], database=None, print_blob=False)
         @given(data=st.data())
         def look(data: st.DataObject, numbers: Iterator[int]) -> None:
-            kept.append(data.draw(strategy))
+            examples.append(data.draw(strategy))
 
         with pytest.MonkeyPatch.context() as patch, contextlib.suppress(hypothesis.errors.Unsatisfiable):
             patch.setattr(st, "randoms", lambda numbers=numbers, **_: st.just(random.Random(next(numbers))))
             look(numbers=numbers)
-    return kept
+    return examples
 
 
 def text(examples: list[Example]) -> str:
@@ -337,7 +337,7 @@ def fifty() -> list[Palette]:
 
 @pytest.mark.slow
 def test_fifty_seeds_draw_all_there_is(fifty: list[Palette]) -> None:
-    entries = [entry for each in fifty for entry in each.entries]
+    entries = [entry for one_palette in fifty for entry in one_palette.entries]
     for name, choices in {
         "key_dim": WIDTHS,
         "value_dim": WIDTHS,
@@ -355,13 +355,13 @@ def test_fifty_seeds_draw_all_there_is(fifty: list[Palette]) -> None:
     assert {(entry.heads, entry.value_heads) for entry in entries} == {*HEADS, *FAR_HEADS}
     assert {len(entry.lengths) for entry in entries if not entry.packed} == {1, 2, 3, 5}
     assert any(entry.beta == "two" and entry.beta_inside for entry in entries)
-    assert len({each.keys for each in fifty}) == 50
+    assert len({one_palette.keys for one_palette in fifty}) == 50
 
 
 @pytest.mark.slow
 def test_each_palette_is_spread(fifty: list[Palette]) -> None:
-    for each in fifty:
-        entries = each.entries
+    for one_palette in fifty:
+        entries = one_palette.entries
 
         def share(true: Callable[[Case], bool], entries: tuple[Any, ...] = entries) -> int:
             return sum(map(true, entries))
@@ -465,7 +465,7 @@ def accepted(law: Law, example: Example) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said", "drawn_for", "asked_of", "law"),
+    ("wrong", "fault", "drawn_for", "asked_of", "law"),
     [
         (lambda law, domain, example: legal(domain, example), "not what the law is about", EVERY, EVERY, "recall"),
         (lambda law, domain, example: legal(domain, example), "not what the law is about", EVERY, EVERY, "absent"),
@@ -481,12 +481,12 @@ def accepted(law: Law, example: Example) -> bool:
 )
 @pytest.mark.slow_after_first
 def test_fit_that_ignores_the_law_or_the_domain_is_seen(
-    monkeypatch: pytest.MonkeyPatch, wrong: Any, said: str, drawn_for: Any, asked_of: Any, law: str
+    monkeypatch: pytest.MonkeyPatch, wrong: Any, fault: str, drawn_for: Any, asked_of: Any, law: str
 ) -> None:
     drawn, the_law = draw_palette(drawn_for, 8, laws=("oracle",)), book_of(asked_of).laws[law]
     assert set(wrongs(drawn, asked_of, the_law, 80)) == set()
     monkeypatch.setattr(palette, "suits", wrong)
-    assert said in set(wrongs(drawn, asked_of, the_law, 80))
+    assert fault in set(wrongs(drawn, asked_of, the_law, 80))
 
 
 def test_place_follows_the_heads_that_an_entry_has() -> None:
@@ -554,7 +554,7 @@ def test_regimes_of_an_example_stay_where_the_key_has_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: draw_palette(EVERY, 0, 0), "size must be at least 1, got 0"),
         (lambda: draw_palette(EVERY, 0, "12"), "size must be at least 1, got '12'"),
@@ -563,8 +563,8 @@ def test_regimes_of_an_example_stay_where_the_key_has_them() -> None:
         (lambda: key_of(ParallelCase((8,))), "a palette needs a case whose class has KEYS, got ParallelCase"),
     ],
 )
-def test_wrong_argument_is_refused(call: Callable[[], Any], said: str) -> None:
-    with pytest.raises(ValueError, match=f"^{said}$"):
+def test_wrong_argument_is_refused(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
         call()
 
 
@@ -618,13 +618,13 @@ def compiled(adapter: str, cases: list[Any]) -> list[list[str]]:
     from verify.execution.bench import AdapterBench
     from verify.execution.judging import adapter_of
 
-    made, result = adapter_of(adapter), []
+    instance, result = adapter_of(adapter), []
     for case in cases:
-        assert made.domain.outside(case) is None, case
+        assert instance.domain.outside(case) is None, case
         launched.clear()
         inputs = case.inputs()
         cotangents = case.cotangents() if getattr(case, "backward", False) else None
-        AdapterBench(made, None, case).call_implementation(made, case.spec_of(inputs), inputs, cotangents)
+        AdapterBench(instance, None, case).call_implementation(instance, case.spec_of(inputs), inputs, cotangents)
         result.append(sorted(launched))
     return result
 
@@ -732,18 +732,18 @@ def kernels(elsewhere: dict[str, Any]) -> dict[str, list[list[str]]]:
 @pytest.mark.slow
 def test_cases_of_one_key_compile_the_same_kernels(kernels: dict[str, list[list[str]]], adapter: str) -> None:
     line, same, _ = COMPILED[adapter]
-    lines, sets = lines_of(adapter), [{each for each in found if each.split()[0] not in BY_SIZE} for found in kernels[adapter]]
+    lines, sets = lines_of(adapter), [{entry for entry in found if entry.split()[0] not in BY_SIZE} for found in kernels[adapter]]
     assert len(sets[0]) >= 1
     key = key_of(parsed(line))
-    for index, each in enumerate(lines[1 : 1 + len(same)], 1):
-        assert key_of(parsed(each)) == key, each
-        assert sets[index] == sets[0], f"{each} compiles {sorted(sets[index] ^ sets[0])}"
+    for index, variant in enumerate(lines[1 : 1 + len(same)], 1):
+        assert key_of(parsed(variant)) == key, variant
+        assert sets[index] == sets[0], f"{variant} compiles {sorted(sets[index] ^ sets[0])}"
 
 
 @pytest.mark.parametrize("adapter", COMPILED)
 def test_words_of_the_key_are_those_that_compile_other_kernels(kernels: dict[str, list[list[str]]], adapter: str) -> None:
     line, same, _ = COMPILED[adapter]
     lines, sets = lines_of(adapter), kernels[adapter]
-    for index, each in enumerate(lines[1 + len(same) :], 1 + len(same)):
-        assert key_of(parsed(each)) != key_of(parsed(line)), each
-        assert set(sets[index]) - set(sets[0]), f"{each} compiles nothing new"
+    for index, variant in enumerate(lines[1 + len(same) :], 1 + len(same)):
+        assert key_of(parsed(variant)) != key_of(parsed(line)), variant
+        assert set(sets[index]) - set(sets[0]), f"{variant} compiles nothing new"

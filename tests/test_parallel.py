@@ -94,26 +94,26 @@ FORMS = ("per sequence", "fused")
 
 
 def zigzag_by_hand(lengths: Sequence[int], cp: int) -> Lists:
-    held: Lists = [[] for _ in range(cp)]
+    tokens: Lists = [[] for _ in range(cp)]
     token = 0
     for length in lengths:
         for position in range(length):
             piece = position // (length // (2 * cp))
             (owner,) = [rank for rank in range(cp) if piece in (rank, 2 * cp - 1 - rank)]
-            held[owner].append(token)
+            tokens[owner].append(token)
             token += 1
-    return held
+    return tokens
 
 
 def slices_by_hand(widths: Sequence[int], ranks: int) -> Lists:
     """Each width in as many equal slices as ranks: features by section, or contiguous tokens of the one stream."""
-    held: Lists = [[] for _ in range(ranks)]
+    slices: Lists = [[] for _ in range(ranks)]
     index = 0
     for width in widths:
         for position in range(width):
-            held[position * ranks // width].append(index)
+            slices[position * ranks // width].append(index)
             index += 1
-    return held
+    return slices
 
 
 def cp_by_hand(packing: Packing) -> list[Tensor]:
@@ -140,7 +140,7 @@ def pieces_by_hand(lengths: Sequence[int], cp: int) -> list[list[Piece]]:
 
 
 def lists(layout: Layout) -> Lists:
-    return [held.tolist() for held in layout]
+    return [indices.tolist() for indices in layout]
 
 
 def tokens_as_told(way: Implementation, packing: Packing) -> Iterator[Pair]:
@@ -161,10 +161,10 @@ def shared_out(way: Implementation, packing: Packing) -> Iterator[Pair]:
     for name, size in (("zigzag", packing.tokens), ("zigzag_batch", packing.tokens), ("contiguous", packing.tokens)):
         layout = getattr(way, name)(packing.lengths, packing.cp)
         yield f"{name} indices", sorted(torch.cat(layout).tolist()), list(range(size))
-        yield f"{name} sizes", [len(held) for held in layout], [size // packing.cp] * packing.cp
+        yield f"{name} sizes", [len(indices) for indices in layout], [size // packing.cp] * packing.cp
     features = way.head_parallel(packing.sections, packing.cp)
     yield "head_parallel indices", sorted(torch.cat(features).tolist()), list(range(packing.features))
-    yield "head_parallel sizes", [len(held) for held in features], [packing.features // packing.cp] * packing.cp
+    yield "head_parallel sizes", [len(indices) for indices in features], [packing.features // packing.cp] * packing.cp
 
 
 def odd_multiples_refused(way: Implementation, packing: Packing) -> Iterator[Pair]:
@@ -220,7 +220,10 @@ def traffic_as_stated(way: Implementation, packing: Packing) -> Iterator[Pair]:
     tokens, features = zigzag_by_hand(packing.lengths, packing.cp), slices_by_hand(packing.sections, packing.cp)
     width = torch.Size(packing.middle).numel()
     moved = sum(
-        len(held) * width * len(features[other]) for rank, held in enumerate(tokens) for other in range(packing.cp) if other != rank
+        len(local) * width * len(features[other])
+        for rank, local in enumerate(tokens)
+        for other in range(packing.cp)
+        if other != rank
     )
     calls = {"per sequence": sum(length > 0 for length in packing.lengths) * len(packing.sections), "fused": 1}
     for form in FORMS:
@@ -445,14 +448,14 @@ def sends_everything_to_all(shards: Sequence[Tensor], layout: Layout, sections: 
     """An all-gather, of which each rank keeps what it needs."""
     whole = [torch.cat(blocks) for blocks in network.all_to_all([[x] * len(shards) for x in shards])]
     features = parallel.head_parallel(sections, len(shards))
-    return [x[torch.cat(layout).argsort()][..., held] for x, held in zip(whole, features, strict=True)]
+    return [x[torch.cat(layout).argsort()][..., columns] for x, columns in zip(whole, features, strict=True)]
 
 
 def gradient_of_another_rank(shards: Sequence[Tensor], layout: Layout, sections: Sequence[int], network: Network) -> list[Tensor]:
     """The right values, whose cotangents return to the rank after."""
     right = parallel.cp_to_hp_fused(shards, layout, sections, network)
     wrong = parallel.cp_to_hp_fused([*shards[1:], shards[0]], layout, sections, Network())
-    return [each.detach() + other - other.detach() for each, other in zip(right, wrong, strict=True)]
+    return [value.detach() + other - other.detach() for value, other in zip(right, wrong, strict=True)]
 
 
 def without_empty(lengths: Sequence[int], cp: int) -> tuple[tuple[Piece, ...], ...]:
@@ -591,8 +594,8 @@ def test_a_shard_on_another_layout_is_not_joined_to_the_whole() -> None:
 def test_shards_along_tokens_and_features_compose_in_either_order(packing: Packing) -> None:
     x, cp = packing.x(), packing.cp
     tokens, features = parallel.zigzag(packing.lengths, cp), parallel.head_parallel(packing.sections, cp)
-    one = [shard(each, features, -1) for each in shard(x, tokens)]
-    other = [shard(each, tokens) for each in shard(x, features, -1)]
+    one = [shard(part, features, -1) for part in shard(x, tokens)]
+    other = [shard(part, tokens) for part in shard(x, features, -1)]
     for rank, column in itertools.product(range(cp), range(cp)):
         want = packing.held(tokens[rank].tolist(), features[column].tolist())
         assert same(one[rank][column], want)
@@ -609,11 +612,11 @@ def test_features_sharded_over_tp_and_then_cp_are_sharded_over_both(slices: list
     want = slices_by_hand(sections, tp * cp)
     shards = shard(torch.arange(sum(sections)), parallel.head_parallel(sections, tp))
     local = parallel.head_parallel([width // tp for width in sections], cp)
-    got = [each.tolist() for one in shards for each in shard(one, local)]
+    got = [part.tolist() for one in shards for part in shard(one, local)]
     assert got == want
     if tp > 1 and len(slices) > 1:
         whole = one_block([width // tp for width in sections], cp)
-        assert cp == 1 or [each.tolist() for one in shards for each in shard(one, whole)] != want
+        assert cp == 1 or [part.tolist() for one in shards for part in shard(one, whole)] != want
 
 
 @settings(max_examples=40)
@@ -645,12 +648,12 @@ def test_the_sections_of_a_layer_are_sections() -> None:
     layer = Layer(hidden=8, heads=4, value_heads=8, key_dim=3, value_dim=5)
     features = parallel.head_parallel(list(layer.sections.values()), 4)
     starts = layer.offsets()
-    for rank, held in enumerate(features):
+    for rank, indices in enumerate(features):
         want = [
             range(starts[name] + rank * width // 4, starts[name] + (rank + 1) * width // 4)
             for name, width in layer.sections.items()
         ]
-        assert held.tolist() == [feature for span in want for feature in span]
+        assert indices.tolist() == [feature for span in want for feature in span]
 
 
 # The whole stream
@@ -685,11 +688,11 @@ def test_layouts_of_the_stream_ignore_where_sequences_end(stream: tuple[list[int
 def test_every_layout_of_tokens_goes_through_the_fused_form(stream: tuple[list[int], int], slices: list[int]) -> None:
     lengths, cp = stream
     packing = Packing(tuple(lengths), cp, tuple(cp * size for size in slices))
-    for layout, held in (
+    for layout, shares in (
         (parallel.zigzag_batch(lengths, cp), zigzag_by_hand([packing.tokens], cp)),
         (parallel.contiguous(lengths, cp), slices_by_hand([packing.tokens], cp)),
     ):
-        shards = [packing.held(tokens, None) for tokens in held]
+        shards = [packing.held(tokens, None) for tokens in shares]
         moved = parallel.cp_to_hp_fused(shards, layout, packing.sections, Network())
         assert same(moved, hp_by_hand(packing))
         assert same(parallel.hp_to_cp_fused(moved, layout, packing.sections, Network()), shards)
@@ -1035,10 +1038,10 @@ REFUSED: dict[str, Refusal] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_illegal_argument_is_refused_with_value_and_rule(what: str) -> None:
-    call, said = REFUSED[what]
+    call, message = REFUSED[what]
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         call()
-    assert str(refusal.value) == said
+    assert str(refusal.value) == message
 
 
 CP_SHARDS, HP_SHARDS = zeros((4, 6), (4, 6)), zeros((8, 3), (8, 3))
@@ -1050,14 +1053,14 @@ MOVES: dict[str, tuple[Callable[..., object], list[Tensor], str]] = {
 }
 Change = Callable[[list[Tensor]], object]
 WRONG_SHARDS: dict[str, tuple[Change, str]] = {
-    "a token too few": (lambda given: [x[1:] for x in given], "shards must be {due}, got "),
-    "a feature too few": (lambda given: [x[:, 1:] for x in given], "shards must be {due}, got "),
-    "tokens only": (lambda given: [x[:, 0] for x in given], "shards must be {due}, got "),
-    "tokens that differ": (lambda given: [given[0], given[1][1:]], "shards must be {due}, got "),
-    "features that differ": (lambda given: [given[0], given[1][:, 1:]], "shards must agree between ranks, got "),
-    "dtypes that differ": (lambda given: [given[0], given[1].double()], "shards must agree between ranks, got "),
-    "an axis more": (lambda given: [given[0], given[1][..., None]], "shards must agree between ranks, got "),
-    "no tensor": (lambda given: [given[0], None], "shards must be tensors with axis 0, got NoneType on rank 1"),
+    "a token too few": (lambda shards: [x[1:] for x in shards], "shards must be {due}, got "),
+    "a feature too few": (lambda shards: [x[:, 1:] for x in shards], "shards must be {due}, got "),
+    "tokens only": (lambda shards: [x[:, 0] for x in shards], "shards must be {due}, got "),
+    "tokens that differ": (lambda shards: [shards[0], shards[1][1:]], "shards must be {due}, got "),
+    "features that differ": (lambda shards: [shards[0], shards[1][:, 1:]], "shards must agree between ranks, got "),
+    "dtypes that differ": (lambda shards: [shards[0], shards[1].double()], "shards must agree between ranks, got "),
+    "an axis more": (lambda shards: [shards[0], shards[1][..., None]], "shards must agree between ranks, got "),
+    "no tensor": (lambda shards: [shards[0], None], "shards must be tensors with axis 0, got NoneType on rank 1"),
 }
 
 
@@ -1065,17 +1068,17 @@ WRONG_SHARDS: dict[str, tuple[Change, str]] = {
 @pytest.mark.parametrize("move", MOVES)
 def test_shards_that_disagree_are_refused(move: str, wrong: str) -> None:
     call, legal, due = MOVES[move]
-    change, said = WRONG_SHARDS[wrong]
+    change, message = WRONG_SHARDS[wrong]
     packing = TWO if move.endswith("fused") else [8]
     call(legal, packing, [4, 2], Network())
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         call(change(legal), packing, [4, 2], Network())
-    assert str(refusal.value).startswith(said.format(due=due))
+    assert str(refusal.value).startswith(message.format(due=due))
 
 
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("sections", "message"),
     [
         ([4, 4], "shards must be "),
         ([2], "shards must be "),
@@ -1085,10 +1088,10 @@ def test_shards_that_disagree_are_refused(move: str, wrong: str) -> None:
         (6, "sections must be a list of at least one whole number, got int"),
     ],
 )
-def test_sections_that_disagree_are_refused(move: str, sections: Any, said: str) -> None:
+def test_sections_that_disagree_are_refused(move: str, sections: Any, message: str) -> None:
     call, legal, _ = MOVES[move]
     packing = TWO if move.endswith("fused") else [8]
-    with pytest.raises(ValueError, match=f"^{said}"):
+    with pytest.raises(ValueError, match=f"^{message}"):
         call(legal, packing, sections, Network())
 
 
@@ -1119,22 +1122,22 @@ def test_tokens_that_disagree_with_the_shards_are_refused(move: str) -> None:
 
 @pytest.mark.parametrize("move", ["cp_to_hp_fused", "hp_to_cp_fused"])
 @pytest.mark.parametrize(
-    ("layout", "said"),
+    ("layout", "message"),
     [
         ((torch.arange(3), torch.arange(3, 8)), r"layout must give every rank as many tokens, got \[3, 5\]"),
         ((torch.arange(4), torch.arange(4)), "layout must name each of 8 indices once, got 0 where 1 is due"),
         ((), "layout must have at least one rank, got none"),
     ],
 )
-def test_a_layout_that_shares_out_unevenly_is_refused(move: str, layout: Layout, said: str) -> None:
+def test_a_layout_that_shares_out_unevenly_is_refused(move: str, layout: Layout, message: str) -> None:
     call, legal, _ = MOVES[move]
-    with pytest.raises(ValueError, match=f"^{said}$"):
+    with pytest.raises(ValueError, match=f"^{message}$"):
         call(legal, layout, [4, 2], Network())
 
 
 @pytest.mark.parametrize("move", ["cp_to_hp_per_sequence", "hp_to_cp_per_sequence"])
 @pytest.mark.parametrize(
-    ("lengths", "said"),
+    ("lengths", "message"),
     [
         ([2, 6], r"lengths must be multiples of 2 \* cp = 4, got 2 in place 0"),
         ([8, -4], "lengths must be whole numbers from 0 up, got -4 in place 1"),
@@ -1142,9 +1145,9 @@ def test_a_layout_that_shares_out_unevenly_is_refused(move: str, layout: Layout,
         (torch.tensor([0, 8]), "lengths must be a list of at least one whole number, got Tensor"),
     ],
 )
-def test_lengths_that_cannot_be_cut_are_refused(move: str, lengths: Any, said: str) -> None:
+def test_lengths_that_cannot_be_cut_are_refused(move: str, lengths: Any, message: str) -> None:
     call, legal, _ = MOVES[move]
-    with pytest.raises(ValueError, match=f"^{said}$"):
+    with pytest.raises(ValueError, match=f"^{message}$"):
         call(legal, lengths, [4, 2], Network())
 
 

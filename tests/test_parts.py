@@ -33,7 +33,7 @@ def parts_of(cut: Cut) -> st.SearchStrategy[Part]:
     """Any part but an empty one."""
     sequences = st.sets(st.sampled_from(cut.whole.sequences), min_size=1)
     groups = st.sets(st.sampled_from(cut.whole.groups), min_size=1)
-    return st.tuples(sequences, groups).map(lambda each: Part(*(tuple(sorted(some)) for some in each)))
+    return st.tuples(sequences, groups).map(lambda sets: Part(*(tuple(sorted(some)) for some in sets)))
 
 
 def summed_over_sequences(cut: Cut, name: str) -> bool:
@@ -119,9 +119,9 @@ def test_a_part_that_has_rows_is_the_smallest(operation: str, case: Case, data: 
     pooled = port.axes.split()[-1] == "HV" and port.axes.split()[0] != "B"
     less = [tuple(group for group in part.groups if group != gone) for gone in part.groups]
     fewer += [] if pooled else [Part(part.sequences, groups) for groups in less]
-    for each in fewer:
-        if each.sequences and each.groups:
-            assert int(cut.taken(rows, port, each).sum()) < len(some)
+    for subset in fewer:
+        if subset.sequences and subset.groups:
+            assert int(cut.taken(rows, port, subset).sum()) < len(some)
     # What is put back lies where it came from, and nothing else is touched.
     put = cut.put(torch.full(shape, -1), port, part, cut.taken(numbers, port, part))
     assert torch.equal(put[put >= 0], cut.taken(numbers, port, part).flatten().sort().values)
@@ -175,15 +175,15 @@ def test_only_the_part_that_is_asked_about_is_looked_at_again(monkeypatch: pytes
     over = torch.zeros_like(one.allowed, dtype=torch.bool)
     over[0, 71, 5] = True  # of the second sequence, and the third key head
     assert one.finer is not None
-    sizes, each = [], one
-    while each.finer is not None:
-        each, before = each.finer(over), each
+    sizes, limit = [], one
+    while limit.finer is not None:
+        limit, before = limit.finer(over), limit
         rows = torch.zeros_like(over)
         rows[0, 70:73, 4:6] = True
-        assert torch.equal(each.allowed[~rows], before.allowed[~rows])
-        assert not torch.equal(each.allowed[rows], before.allowed[rows])
-        assert each.value is one.value
-        sizes.append(each.sure)
+        assert torch.equal(limit.allowed[~rows], before.allowed[~rows])
+        assert not torch.equal(limit.allowed[rows], before.allowed[rows])
+        assert limit.value is one.value
+        sizes.append(limit.sure)
     assert sizes == [0.5**0.5, 1.0, 1.0, 1.0]
     # 3 of 156 tokens and one of four key heads: 3 runs after the whole call's first, then 64, and 16 coarse ones.
     largest = sum(x.numel() for x in WIDE.inputs().values() if isinstance(x, Tensor))
@@ -197,7 +197,7 @@ def test_only_the_part_that_is_asked_about_is_looked_at_again(monkeypatch: pytes
 
 def test_what_was_looked_at_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, limits = evaluated(monkeypatch), wide_bounds()
-    finer = {name: each.finer for name, each in limits.items() if each.finer is not None}
+    finer = {name: limit.finer for name, limit in limits.items() if limit.finer is not None}
     seen.clear()
     over = torch.zeros_like(limits["o"].allowed, dtype=torch.bool)
     over[0, 0, 0] = over[0, 71, 5] = True
@@ -233,23 +233,23 @@ def test_a_sum_over_sequences_is_looked_at_with_all_of_them_and_all_heads(monkey
 @pytest.mark.slow
 def test_a_bound_that_came_with_others_has_finer_ones_of_the_part_that_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the call; they are those that all of it leads to, on other grids where they are of a part."""
-    given, made = (WIDE.spec, WIDE.inputs(), WIDE.cotangents()), wide_bounds(4)
+    arguments, limits = (WIDE.spec, WIDE.inputs(), WIDE.cotangents()), wide_bounds(4)
     seen = evaluated(monkeypatch)
-    several = bounds(*given, "chunkwise", "ieee", 64, made=made)
+    several = bounds(*arguments, "chunkwise", "ieee", 64, made=limits)
     assert seen == [], "nothing is computed before it is asked for"
-    over = torch.zeros_like(made["o"].allowed, dtype=torch.bool)
+    over = torch.zeros_like(limits["o"].allowed, dtype=torch.bool)
     over[0, 71, 5] = True
-    each, own = several["o"].finer, made["o"].finer
-    assert each is not None and own is not None
-    found = each(over)
+    finer, single_finer = several["o"].finer, limits["o"].finer
+    assert finer is not None and single_finer is not None
+    found = finer(over)
     largest = sum(x.numel() for x in WIDE.inputs().values() if isinstance(x, Tensor))
     assert sum(runs for _, runs in seen) == 16 + 4
     assert all(numbers < largest / 16 for numbers, _ in seen)
-    assert torch.equal(found.value, made["o"].value)
-    whole, want = each(), own()
+    assert torch.equal(found.value, limits["o"].value)
+    whole, want = finer(), single_finer()
     torch.testing.assert_close(whole.allowed, want.allowed, rtol=1e-6, atol=0.0)
     assert (whole.sure, whole.clear) == (1.0, want.clear)
-    assert not torch.allclose(want.allowed, made["o"].allowed, rtol=1e-3, atol=0.0)
+    assert not torch.allclose(want.allowed, limits["o"].allowed, rtol=1e-3, atol=0.0)
 
 
 def of_two_runs() -> dict[str, Tensor]:
@@ -318,8 +318,8 @@ def unlike(line: str) -> list[tuple[str, float]]:
     case = of_a_line(line)
     cotangents = None if isinstance(case, PoolCase) else case.cotangents()
     algorithm = "pointwise" if isinstance(case, ModuleCase) else "chunkwise" if isinstance(case, Case) else "recurrent"
-    found, made, chance = [], bounds(case.spec, case.inputs(), cotangents, algorithm, first=4), random.Random(line)
-    all_of = {name: each.finer().allowed for name, each in made.items() if each.finer is not None}
+    found, limits, chance = [], bounds(case.spec, case.inputs(), cotangents, algorithm, first=4), random.Random(line)
+    all_of = {name: limit.finer().allowed for name, limit in limits.items() if limit.finer is not None}
     for name, one in bounds(case.spec, case.inputs(), cotangents, algorithm, first=4).items():
         over = torch.zeros_like(one.allowed, dtype=torch.bool)
         for at in chance.sample(range(over.numel()), min(3, over.numel())):
@@ -367,8 +367,8 @@ def test_the_same_is_broken_whether_the_whole_is_looked_at_or_parts(
                 if not parts:
                     patch.setattr(Cut, "having", lambda self, port, rows: self.whole)
                 limits = bounds(case.spec, case.inputs(), case.cotangents(), "chunkwise", "ieee", 64, 1)
-                pairs = [(name, results[name], each) for name, each in limits.items()]
-                found.append({(each.output, each.worst) for each in judge(pairs, functools.partial(where, case)).findings})
+                pairs = [(name, results[name], limit) for name, limit in limits.items()]
+                found.append({(finding.output, finding.worst) for finding in judge(pairs, functools.partial(where, case)).findings})
         assert found[0] == found[1]
         assert bool(found[0]) == broken
         assert all("sequence 3" in worst for _, worst in found[0])

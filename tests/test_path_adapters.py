@@ -63,8 +63,8 @@ def _forgets(of: type[PathAdapter]) -> Any:
     def run(self: PathAdapter, x: Inputs, place: Place) -> Tensor:
         if place.cp.size == 1:
             return of.run(self, x, place)
-        held = (x.x if self.domain.operation == "causal_conv1d" else x.v).shape[1]
-        return of.run(self, x.replaced(cu_seqlens=torch.tensor([0, held])), Place(Alone(), Alone()))
+        tokens = (x.x if self.domain.operation == "causal_conv1d" else x.v).shape[1]
+        return of.run(self, x.replaced(cu_seqlens=torch.tensor([0, tokens])), Place(Alone(), Alone()))
 
     return run
 
@@ -141,7 +141,7 @@ def broken(two: RankGroup, line: str, output: str) -> None:
     assert outcome.verdict is Verdict.BROKEN, outcome.reason
     wrong = {finding.output for finding in outcome.findings if finding.rows}
     assert output in wrong, outcome.findings
-    assert not any("with tp=1" in each for each in wrong), wrong
+    assert not any("with tp=1" in name for name in wrong), wrong
 
 
 def own(kind: type) -> str:
@@ -281,10 +281,10 @@ def test_a_megatron_without_the_functions_is_refused_in_one_line(
         load("megatron/layer")
     for name in [name for name in sys.modules if name.partition(".")[0] == "megatron"]:
         del sys.modules[name]
-    said = str(caught.value)
-    assert f"there is no {missing}, neither in an installed megatron-core" in said
-    assert "--path DIR names a checkout" in said
-    assert "\n" not in said
+    message = str(caught.value)
+    assert f"there is no {missing}, neither in an installed megatron-core" in message
+    assert "--path DIR names a checkout" in message
+    assert "\n" not in message
 
 
 def test_a_path_that_is_no_folder_is_bad_usage(capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:

@@ -114,9 +114,9 @@ def test_every_law_has_a_mutant_that_it_kills_alone() -> None:
 
 
 def test_every_mutant_tells_its_story_and_is_tested() -> None:
-    wrong = {each for each in vars(paths).values() if isinstance(each, type) and issubclass(each, paths.Mutant)}
+    wrong = {member for member in vars(paths).values() if isinstance(member, type) and issubclass(member, paths.Mutant)}
     assert wrong - {paths.Mutant} == set(KILLED_BY)
-    assert all(each.__doc__ and each.__doc__ != paths.Mutant.__doc__ for each in wrong - {paths.Mutant})
+    assert all(mutant.__doc__ and mutant.__doc__ != paths.Mutant.__doc__ for mutant in wrong - {paths.Mutant})
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ def asked(group: RankGroup, tmp_path: pathlib.Path, kind: str) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "excerpts"),
     [
         ("Raises", ("rank 1: call", "raised RuntimeError: no such tile")),
         ("Exits", ("rank 1", "exited with code 7")),
@@ -45,13 +45,13 @@ def asked(group: RankGroup, tmp_path: pathlib.Path, kind: str) -> Outcome:
 )
 @pytest.mark.slow_after_first
 def test_a_rank_that_fails_is_named_and_the_next_case_runs(
-    two: RankGroup, tmp_path: pathlib.Path, kind: str, said: tuple[str, ...]
+    two: RankGroup, tmp_path: pathlib.Path, kind: str, excerpts: tuple[str, ...]
 ) -> None:
     outcome = asked(two, tmp_path, kind)
     assert outcome.verdict is Verdict.BROKEN, outcome
     words = " ".join(f"{finding.place}: {finding.what} {finding.worst}" for finding in outcome.findings)
-    for each in said:
-        assert each in words
+    for excerpt in excerpts:
+        assert excerpt in words
     assert asked(two, tmp_path, "Fault").verdict is Verdict.HOLDS
 
 

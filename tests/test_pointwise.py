@@ -29,7 +29,7 @@ from oracles.rounding import Arithmetic
 from tests import wrong_backward
 from tests.judging import Implementation, Results, evaluate, gradcheck, remainders, taylor_order, worst
 
-OPERATIONS = {each.name: each for each in (CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM)}
+OPERATIONS = {operation.name: operation for operation in (CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EXACT = Arithmetic.exact()
 
@@ -116,11 +116,13 @@ def drawn(name: str, seed: int, dtype: torch.dtype) -> tuple[Inputs, Results]:
 def cast(operation: Operation, inputs: Inputs, directions: Results, dtype: torch.dtype) -> tuple[Inputs, Results]:
     """The call in `dtype`, and in float32 where a port says so even of half-precision calls."""
 
-    def kind(each: str) -> torch.dtype:
-        return torch.float32 if each == "fp32" and dtype != torch.float64 else dtype
+    def kind(name: str) -> torch.dtype:
+        return torch.float32 if name == "fp32" and dtype != torch.float64 else dtype
 
-    given = {port.name: inputs[port.name].to(kind(port.dtype)) for port in operation.inputs if inputs.get(port.name) is not None}
-    return inputs.replaced(**given), {name: each.to(kind(operation.port(name).dtype)) for name, each in directions.items()}
+    tensors = {port.name: inputs[port.name].to(kind(port.dtype)) for port in operation.inputs if inputs.get(port.name) is not None}
+    return inputs.replaced(**tensors), {
+        name: direction.to(kind(operation.port(name).dtype)) for name, direction in directions.items()
+    }
 
 
 # Implementations, and how to read them wrong
@@ -172,8 +174,8 @@ def convolve(
         y = y if x.bias is None or drops_bias else y + x.bias.to(wide)
         y = y.to(stores).to(wide) if stores else y
         outputs.append(F.silu(y) if x.activation == "silu" and not early_silu else y)
-        held = torch.zeros_like(state) if forgets else state
-        final = torch.cat([held, tokens[start:end].mT], -1)
+        columns = torch.zeros_like(state) if forgets else state
+        final = torch.cat([columns, tokens[start:end].mT], -1)
         finals.append(final[:, -width - 1 : -1] if late_state else final[:, -width:])
     dtype = x.x.dtype
     y = torch.cat(outputs).reshape(x.x.shape)
@@ -389,9 +391,9 @@ def telling(name: str, dtype: torch.dtype) -> tuple[Inputs, Results]:
     return cast(OPERATIONS[name], inputs, directions, dtype)
 
 
-def named(each: object) -> str:
+def named(parameter: object) -> str:
     """The identity of a parameter in a test's name: its words."""
-    return each if isinstance(each, str) else ""
+    return parameter if isinstance(parameter, str) else ""
 
 
 # The convolution is its definition
@@ -468,14 +470,14 @@ def test_convolution_is_its_definition_forward_and_backward(
     assert agree(truth(CAUSAL_CONV1D, inputs, directions), want, exactly=inputs.activation is None)
 
 
-@pytest.mark.parametrize("reading", [each[3] for each in WRONG if each[0] == "causal_conv1d"], ids=str)
+@pytest.mark.parametrize("reading", [entry[3] for entry in WRONG if entry[0] == "causal_conv1d"], ids=str)
 def test_wrong_reading_of_the_convolution_is_not_the_definition(reading: dict[str, Any]) -> None:
     kinds = {**WIDE_KINDS, "activation": "silu" if "early_silu" in reading else None}
     inputs, directions = whole_numbers((6, 2, 5), True, 4, **kinds)
     want = evaluate(CAUSAL_CONV1D, by_definition, inputs, directions)
     right, wrong = (
-        evaluate(CAUSAL_CONV1D, functools.partial(convolve, wide=torch.float64, **each), inputs, directions)
-        for each in ({}, reading)
+        evaluate(CAUSAL_CONV1D, functools.partial(convolve, wide=torch.float64, **options), inputs, directions)
+        for options in ({}, reading)
     )
     assert agree(right, want, exactly=False)
     assert not agree(wrong, want, exactly=False)
@@ -493,10 +495,10 @@ def test_packed_equals_separate(lengths: tuple[int, ...], kinds: dict[str, Any],
         )
         toward = {"y": directions["y"][:, start:end], "final_state": directions["final_state"][row : row + 1]}
         apart.append(truth(CAUSAL_CONV1D, one, toward))
-    for name, each in packed.items():
+    for name, tensor in packed.items():
         pieces = [one[name] for one in apart]
         whole = sum(pieces) if name in ("dweight", "dbias") else torch.cat(pieces, 1 if name in ("y", "dx") else 0)
-        assert torch.equal(each, whole), name
+        assert torch.equal(tensor, whole), name
 
 
 @settings(max_examples=40)
@@ -601,7 +603,7 @@ def test_operation_is_its_formula(name: str) -> None:
         assert off(truth(OPERATIONS[name], exact), in_scalars(name, exact)) <= SCALAR_LIMIT, seed
 
 
-FORWARD = [each for each in WRONG if each[0] in POINTWISE and "lost" not in each[3] and "projected" not in each[3]]
+FORWARD = [entry for entry in WRONG if entry[0] in POINTWISE and "lost" not in entry[3] and "projected" not in entry[3]]
 
 
 @pytest.mark.parametrize(("name", "wrong", "implementation", "reading"), FORWARD, ids=named)
@@ -609,7 +611,7 @@ def test_wrong_reading_is_not_the_formula(name: str, wrong: str, implementation:
     inputs, _ = telling(name, torch.float64)
     want = in_scalars(name, inputs)
     assert off(truth(OPERATIONS[name], inputs), want) <= SCALAR_LIMIT
-    assert off({key: each.double() for key, each in implementation(inputs, **reading).items()}, want) > 1e-3, wrong
+    assert off({key: tensor.double() for key, tensor in implementation(inputs, **reading).items()}, want) > 1e-3, wrong
 
 
 def test_plain_norms_are_the_operations() -> None:
@@ -639,9 +641,11 @@ def test_absent_argument_is_the_neutral_one_to_the_bit(name: str) -> None:
     for port in OPERATIONS[name].inputs:
         if port.optional:
             filled = neutral[port.name](inputs[port.name].shape, dtype=torch.float64)
-            absent, present = (truth(OPERATIONS[name], inputs.replaced(**{port.name: each}), directions) for each in (None, filled))
+            absent, present = (
+                truth(OPERATIONS[name], inputs.replaced(**{port.name: value}), directions) for value in (None, filled)
+            )
             assert present.keys() - absent.keys() == {gradient_name(port.name)}
-            assert all(torch.equal(absent[each], present[each]) for each in absent)
+            assert all(torch.equal(absent[key], present[key]) for key in absent)
             checked += 1
     assert checked == {"causal_conv1d": 2, "l2norm": 0}.get(name, 1)
 
@@ -702,7 +706,7 @@ def test_slopes_of_sigmoid_and_softplus_are_right_where_one_minus_sigmoid_cancel
     x = torch.tensor([-40.0, 0.0, 30.0, 700.0], dtype=torch.float64, requires_grad=True)
     ones, wide = torch.ones_like(x), [-40.0, 0.0, 30.0, 700.0]
     (slope,) = torch.autograd.grad(truth_of_sigmoid(x), x, ones)
-    want = [math.exp(-abs(each)) / (1 + math.exp(-abs(each))) ** 2 for each in wide]
+    want = [math.exp(-abs(number)) / (1 + math.exp(-abs(number))) ** 2 for number in wide]
     torch.testing.assert_close(slope, torch.tensor(want, dtype=torch.float64), rtol=1e-15, atol=0)
     assert ((torch.sigmoid(x) * (1 - torch.sigmoid(x)))[2] / want[2] - 1).abs() > 1e-5, "y (1 - y) cancels at 30"
     (slope,) = torch.autograd.grad(softplus(x), x, ones)
@@ -733,8 +737,8 @@ def test_run_0_of_the_disturbed_arithmetic_is_the_truth_and_the_others_are_not(n
     want = truth(OPERATIONS[name], inputs, directions)
     got = _evaluate(OPERATIONS[name], inputs, directions, Arithmetic.of("pointwise", dtype, runs=3))
     in_order = name != "causal_conv1d"  # whose dx is the same sum in another order
-    assert agree({key: each[0] for key, each in got.items()}, want, exactly=in_order)
-    same = {key for key, each in got.items() if torch.equal(each[1], each[0]) or torch.equal(each[2], each[1])}
+    assert agree({key: runs[0] for key, runs in got.items()}, want, exactly=in_order)
+    same = {key for key, runs in got.items() if torch.equal(runs[1], runs[0]) or torch.equal(runs[2], runs[1])}
     assert same == ({"final_state"} if name == "causal_conv1d" else set()), "the final state is copied, everything else rounds"
 
 
@@ -742,7 +746,8 @@ def test_run_0_of_the_disturbed_arithmetic_is_the_truth_and_the_others_are_not(n
 def test_half_precision_rounds_alike_where_the_layer_calls_it(name: str) -> None:
     inputs, directions = telling(name, torch.bfloat16)
     alone, within = (
-        _evaluate(OPERATIONS[name], inputs, directions, Arithmetic.of(each, "bf16", runs=4)) for each in ("pointwise", "chunkwise")
+        _evaluate(OPERATIONS[name], inputs, directions, Arithmetic.of(algorithm, "bf16", runs=4))
+        for algorithm in ("pointwise", "chunkwise")
     )
     assert agree(alone, within, exactly=True)
     single = _evaluate(OPERATIONS[name], inputs, directions, Arithmetic.of("pointwise", "fp32", runs=4))
@@ -774,7 +779,7 @@ def test_bounds_hold_for_right_implementations(name: str, record_property: Calla
         for right, implementation in RIGHT[name].items():
             ratio, where = worst(OPERATIONS[name], limits, evaluate(OPERATIONS[name], implementation, inputs, directions))
             found[f"{right} {dtype}"] = max(found.get(f"{right} {dtype}", (0.0, "", 0)), (ratio, where, seed))
-    line = "; ".join(f"{each} {ratio:.2f} ({where}, {seed})" for each, (ratio, where, seed) in found.items())
+    line = "; ".join(f"{label} {ratio:.2f} ({where}, {seed})" for label, (ratio, where, seed) in found.items())
     record_property(f"error / allowed, {name}", line)
     print(f"{name}: error / allowed at most {line}")
     assert len(found) == 6
@@ -784,7 +789,7 @@ def test_bounds_hold_for_right_implementations(name: str, record_property: Calla
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("name", "wrong", "implementation", "reading"), WRONG, ids=lambda each: each if isinstance(each, str) else ""
+    ("name", "wrong", "implementation", "reading"), WRONG, ids=lambda parameter: parameter if isinstance(parameter, str) else ""
 )
 @pytest.mark.slow_after_first
 def test_bound_rejects_a_wrong_implementation(
@@ -833,7 +838,9 @@ def test_call_may_be_cut_along_its_parallel_axes(name: str, monkeypatch: pytest.
     whole = bounds(OPERATIONS[name], inputs, directions, "pointwise")
     monkeypatch.setattr(bound, "_BATCH", {"cpu": 1})
     cut = bounds(OPERATIONS[name], inputs, directions, "pointwise")
-    assert agree({key: each.value for key, each in cut.items()}, {key: each.value for key, each in whole.items()}, exactly=False)
+    assert agree(
+        {key: limit.value for key, limit in cut.items()}, {key: limit.value for key, limit in whole.items()}, exactly=False
+    )
 
 
 # Contracts
@@ -906,9 +913,9 @@ DEFINITIONS: list[tuple[Callable[[], object], str]] = [
 COLUMNS = torch.ones(2), torch.ones(2, 4), torch.ones(2, 4)
 
 
-@pytest.mark.parametrize(("call", "said"), DEFINITIONS)
-def test_definitions_refuse_what_they_would_broadcast_or_ignore(call: Callable[[], object], said: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+@pytest.mark.parametrize(("call", "message"), DEFINITIONS)
+def test_definitions_refuse_what_they_would_broadcast_or_ignore(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         call()
 
 

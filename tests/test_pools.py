@@ -83,7 +83,9 @@ def test_drawn_calls_are_legal_and_slots_are_each_somebodys() -> None:
         named = [slot for slot, real in zip(case.slot_of, case.real, strict=True) if real]
         assert len(set(named)) == len(named)
         assert min(named, default=1) >= (case.padding_slot == "0")
-        assert all(1 <= kept <= length or kept == length == 0 for kept, length in zip(case.kept, case.lengths, strict=True))
+        assert all(
+            1 <= accepted <= length or accepted == length == 0 for accepted, length in zip(case.kept, case.lengths, strict=True)
+        )
         assert bool(inputs.pool[named].isfinite().all())
         free = [slot for slot in range(case.slots) if slot not in named]
         assert bool(inputs.pool[free].isnan().all()) == (case.free == "nan" or not free)
@@ -115,7 +117,7 @@ REFUSED = {
     "lengths=1+2": "lengths must all be equal unless packed=yes, got 1\\+2",
     "lengths=1 heads=2": "value_heads must be a multiple of heads 2, got 1",
     "lengths=1 padding_slot=1": "padding_slot must be one of -1, 0, got '1'",
-    "lengths=1 values=one_hot": f"values must be one of {', '.join(each for each in VALUES if each != 'one_hot')}, got 'one_hot'",
+    "lengths=1 values=one_hot": f"values must be one of {', '.join(kind for kind in VALUES if kind != 'one_hot')}, got 'one_hot'",
     "lengths=1 free=inf": "free must be one of zero, random, nan, got 'inf'",
     "lengths=1 block_v=4": "block_v must be one of default, 8, 16, 32, 64, got '4'",
     "lengths=1 backward=yes": "unknown word 'backward'",
@@ -196,17 +198,17 @@ def test_draft_answers_every_token_and_keeps_the_state_after_those_accepted() ->
     inputs = options()
     got, whole = truth(DECODE, inputs), truth(DECODE, inputs.replaced(accepted=None))
     assert torch.equal(got["o"], whole["o"])
-    starts, kept = inputs.cu_seqlens.tolist(), inputs.accepted.tolist()
-    index = torch.tensor([start + at for start, count in zip(starts, kept, strict=False) for at in range(count)])
+    starts, accepted = inputs.cu_seqlens.tolist(), inputs.accepted.tolist()
+    index = torch.tensor([start + at for start, count in zip(starts, accepted, strict=False) for at in range(count)])
     first = inputs.replaced(
         **{name: inputs[name][:, index] for name in ("q", "k", "v", "g", "beta")},
         accepted=None,
-        cu_seqlens=torch.tensor([0, *kept]).cumsum(0),
+        cu_seqlens=torch.tensor([0, *accepted]).cumsum(0),
     )
     want = truth(DECODE, first)["pool"]
     named = inputs.slots.long()
     torch.testing.assert_close(got["pool"][named], want[named], rtol=1e-13, atol=0.0)
-    for request, (count, length) in enumerate(zip(kept, (3, 1, 4, 0, 2, 5), strict=True)):
+    for request, (count, length) in enumerate(zip(accepted, (3, 1, 4, 0, 2, 5), strict=True)):
         same = torch.equal(got["pool"][named[request]], whole["pool"][named[request]])
         assert same == (count == length), request
     assert not torch.equal(got["pool"][named[2]], inputs.pool[named[2]]), "it begins and keeps nothing: zeros"
@@ -281,7 +283,7 @@ def test_laws_draw_what_the_domain_promises(domain: PoolDomain) -> None:
 
 
 @pytest.mark.parametrize(
-    ("domain", "line", "said"),
+    ("domain", "line", "reason"),
     [
         (STEPS, "lengths=2", "lengths=2: more than 1 tokens a request are not supported"),
         (STEPS, "lengths=1+1 padded=some", "padding_slot=-1 is not among 0"),
@@ -295,8 +297,8 @@ def test_laws_draw_what_the_domain_promises(domain: PoolDomain) -> None:
         (BLOCKS, "lengths=1 block_v=8", "block_v=8 is not among default, 16, 64"),
     ],
 )
-def test_domain_says_why_a_case_is_outside(domain: PoolDomain, line: str, said: str) -> None:
-    assert domain.outside(PoolCase.parse(line)) == said
+def test_domain_says_why_a_case_is_outside(domain: PoolDomain, line: str, reason: str) -> None:
+    assert domain.outside(PoolCase.parse(line)) == reason
     assert PoolDomain(blocks=BLOCK_SIZES).outside(PoolCase.parse(line)) is None
 
 
@@ -508,7 +510,7 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         self.grids.append(grid)
-        return lambda **given: self.given.append(given)
+        return lambda **arguments: self.given.append(arguments)
 
 
 @pytest.mark.parametrize("size", BLOCK_SIZES)
@@ -539,8 +541,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     package.fused_recurrent = module  # type: ignore[attr-defined]
     for name in ("fla", "fla.ops"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    for each in (package, module):
-        monkeypatch.setitem(sys.modules, each.__name__, each)
+    for stub in (package, module):
+        monkeypatch.setitem(sys.modules, stub.__name__, stub)
     return module
 
 
@@ -568,19 +570,19 @@ def test_first_tokens_makes_nothing_on_the_default_device() -> None:
     inputs = case.inputs()
     with torch.device("meta"):
         first = fla_decode.first_tokens(inputs, inputs.accepted)
-    kept = [row for start, count in zip(case.starts(), case.kept, strict=False) for row in range(start, start + count)]
+    positions = [row for start, count in zip(case.starts(), case.kept, strict=False) for row in range(start, start + count)]
     assert first.cu_seqlens.tolist() == [0, *itertools.accumulate(case.kept)]
     assert first.cu_seqlens.dtype == inputs.accepted.dtype
     for name in fla_decode.TOKENS:
-        assert torch.equal(first[name], inputs[name][:, kept])
+        assert torch.equal(first[name], inputs[name][:, positions])
 
 
 def test_serving_loop_gathers_and_scatters_on_the_device_of_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
 
-    def rule(**given: Any) -> tuple[Tensor, Tensor]:
-        calls.append(given)
-        return given["v"], given["initial_state"] + len(calls)
+    def rule(**arguments: Any) -> tuple[Tensor, Tensor]:
+        calls.append(arguments)
+        return arguments["v"], arguments["initial_state"] + len(calls)
 
     stand_in(monkeypatch)
     sys.modules["fla.ops.gated_delta_rule"].fused_recurrent_gated_delta_rule = rule  # type: ignore[attr-defined]
@@ -594,7 +596,7 @@ def test_serving_loop_gathers_and_scatters_on_the_device_of_its_inputs(monkeypat
     assert pool is inputs.pool
     assert torch.equal(bits(pool), bits(want))
     assert o is calls[0]["v"]
-    assert [given["v"].shape[1] for given in calls] == [FULL.tokens, sum(FULL.kept)]
+    assert [call["v"].shape[1] for call in calls] == [FULL.tokens, sum(FULL.kept)]
 
 
 class GridRoundedDown(fla_decode.DecodeBlocks):

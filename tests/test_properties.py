@@ -108,10 +108,10 @@ def drawn(domain: Domain, count: int) -> dict[str, list[Example]]:
 
             @settings(max_examples=count, phases=[Phase.generate])
             @given(example=law.draw(domain))
-            def collect(example: Example, kept: list[Example]) -> None:
-                kept.append(example)
+            def collect(example: Example, drawn_examples: list[Example]) -> None:
+                drawn_examples.append(example)
 
-            collect(kept=seen[law.name])
+            collect(drawn_examples=seen[law.name])
     return seen
 
 
@@ -121,9 +121,9 @@ def test_every_law_draws_what_the_domain_promises_and_the_law_accepts(name: str)
     domain = DOMAINS[name]
     examples = drawn(domain, 12)
     assert set(examples) == set(LAWS) - set(lacking(name))
-    for law, each in examples.items():
-        assert len(each) >= 12
-        for example in each:
+    for law, law_examples in examples.items():
+        assert len(law_examples) >= 12
+        for example in law_examples:
             assert domain.outside(example.case) is None, law
             LAWS[law].accept(example)
             assert Case.parse(str(example.case)) == example.case
@@ -131,18 +131,18 @@ def test_every_law_draws_what_the_domain_promises_and_the_law_accepts(name: str)
 
 def test_examples_of_everything_are_outside_a_narrow_domain() -> None:
     narrow = DOMAINS["a narrow training kernel"]
-    cases_drawn = [example.case for each in drawn(Domain(in_kernel=IN_KERNEL), 3).values() for example in each]
+    cases_drawn = [example.case for law_examples in drawn(Domain(in_kernel=IN_KERNEL), 3).values() for example in law_examples]
     assert len(cases_drawn) >= 3 * len(LAWS)
     assert sum(narrow.outside(case) is not None for case in cases_drawn) > 0.9 * len(cases_drawn)
 
 
 @pytest.mark.parametrize("name", DOMAINS)
 def test_law_says_in_words_what_the_domain_lacks(name: str) -> None:
-    said = {law.name: law.needs(DOMAINS[name]) for law in LAWS.values()}
+    reasons = {law.name: law.needs(DOMAINS[name]) for law in LAWS.values()}
     wanted = lacking(name)
-    assert {law for law, words in said.items() if words} == set(wanted)
+    assert {law for law, words in reasons.items() if words} == set(wanted)
     for law, what in wanted.items():
-        assert said[law] in (what, f"{what} is not supported")
+        assert reasons[law] in (what, f"{what} is not supported")
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -215,9 +215,9 @@ def outside_of() -> Iterator[tuple[Domain, str, str]]:
     yield Domain(backward=False), "lengths=5", "backward=yes is not supported"
 
 
-@pytest.mark.parametrize(("domain", "line", "said"), list(outside_of()))
-def test_domain_says_why_a_case_is_outside(domain: Domain, line: str, said: str) -> None:
-    assert domain.outside(Case.parse(line)) == said
+@pytest.mark.parametrize(("domain", "line", "reason"), list(outside_of()))
+def test_domain_says_why_a_case_is_outside(domain: Domain, line: str, reason: str) -> None:
+    assert domain.outside(Case.parse(line)) == reason
     assert Domain().outside(Case.parse(line)) is None
 
 
@@ -252,7 +252,7 @@ def sample() -> list[Case]:
         ("dtype", tuple(DTYPES)),
         ("gate", GATES),
         ("beta", BETAS),
-        ("values", tuple(each for each in VALUES if each != "one_hot")),
+        ("values", tuple(value for value in VALUES if value != "one_hot")),
         ("state", STATES),
         ("scale", ("default", "one", "half")),
         ("gate_dtype", ("fp32", "input")),
@@ -388,7 +388,7 @@ def test_views_have_the_strides_they_claim(shape: tuple[int, ...]) -> None:
     assert views["strided"].stride(-1) == 2
     assert not views["strided"].is_contiguous()
     assert 0 in views["expanded"].stride()
-    assert len({(each.stride(), each.storage_offset()) for each in (*views.values(), x)}) == 6
+    assert len({(tensor.stride(), tensor.storage_offset()) for tensor in (*views.values(), x)}) == 6
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -431,13 +431,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_law_refuses_what_it_cannot_be_asked_in_one_line(name: str) -> None:
-    example, said = REFUSED[name]
+    example, words = REFUSED[name]
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         LAWS[name].accept(example)
     message = str(refusal.value)
     assert "\n" not in message
     assert name in message
-    assert all(each in message for each in said), message
+    assert all(word in message for word in words), message
 
 
 def test_law_accepts_the_ends_of_its_range() -> None:
