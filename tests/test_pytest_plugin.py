@@ -79,20 +79,20 @@ def test_light():
     assert "verify.cli.pytest_plugin" in sys.modules
     assert not heavy & set(sys.modules)
 """
-    code, said = suite.run_alone("-p", "no:hypothesispytest", test_foreign=text)
-    assert code == 0, said
-    assert "1 passed" in said
+    code, output = suite.run_alone("-p", "no:hypothesispytest", test_foreign=text)
+    assert code == 0, output
+    assert "1 passed" in output
     assert not (suite.folder / ".gdn-verify").exists()
 
 
 def test_one_item_a_law_and_adapter(suite: Suite) -> None:
     asks = ASKS.format(adapters=f"{RIGHT!r}, 'fla/chunk'")
-    code, said = suite.run("--collect-only", "-q", "--gdn-law", "pure", "--gdn-law", "cut", test_kernel=asks)
-    assert code == 0, said
-    items = [line for line in said.splitlines() if "::" in line]
+    code, output = suite.run("--collect-only", "-q", "--gdn-law", "pure", "--gdn-law", "cut", test_kernel=asks)
+    assert code == 0, output
+    items = [line for line in output.splitlines() if "::" in line]
     assert items == [f"test_kernel.py::test_kernel[{adapter}-{law}]" for adapter in (RIGHT, "fla/chunk") for law in ("pure", "cut")]
-    _, said = suite.run("--collect-only", "-q", "--gdn-adapter", "fla/fused_recurrent", test_kernel=asks)
-    items = [line for line in said.splitlines() if "::" in line]
+    _, output = suite.run("--collect-only", "-q", "--gdn-adapter", "fla/fused_recurrent", test_kernel=asks)
+    items = [line for line in output.splitlines() if "::" in line]
     assert len(items) > 10
     assert all("[fla/fused_recurrent-" in line for line in items), "the option replaces the marks"
 
@@ -105,16 +105,16 @@ def test_verdicts_become_passed_failed_and_skipped(suite: Suite) -> None:
         "class Unpacked(Chunkwise):\n    domain = Domain(packed=False)\nclass Wrong(ChangesBeta): pass\n"
     )
     asks = ASKS.format(adapters="'kernel.py:Unpacked', 'kernel.py:Wrong'")
-    code, said = suite.run(
+    code, output = suite.run(
         "-rs", "-v", "--gdn-law", "packed", "--gdn-law", "pure", "--deselect",
         "test_kernel.py::test_kernel[kernel.py:Wrong-packed]", test_kernel=asks,
     )  # fmt: skip
-    assert code == 1, said
-    assert "1 failed, 1 passed, 1 skipped" in said
-    assert "packed: packed is not supported" in said
-    assert "BROKEN   pure · kernel.py:Wrong" in said
-    assert 'repeat       python -m verify repeat "law=pure adapter=kernel.py:Wrong' in said
-    assert "Traceback" not in said
+    assert code == 1, output
+    assert "1 failed, 1 passed, 1 skipped" in output
+    assert "packed: packed is not supported" in output
+    assert "BROKEN   pure · kernel.py:Wrong" in output
+    assert 'repeat       python -m verify repeat "law=pure adapter=kernel.py:Wrong' in output
+    assert "Traceback" not in output
     assert (suite.folder / ".gdn-verify" / "findings.jsonl").read_text().count("\n") == 2
 
 
@@ -123,10 +123,10 @@ def test_undecided_law_fails(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(PROFILES, "quick", Profile("quick", 10))
     monkeypatch.setattr(law_check, "ENOUGH", 10**6)
     monkeypatch.setattr(law_check, "overall", lambda counts, reason="": (law_check.Verdict.UNKNOWN, "nothing was seen"))
-    code, said = suite.run("--gdn-law", "pure", test_kernel=ASKS.format(adapters=repr(RIGHT)))
+    code, output = suite.run("--gdn-law", "pure", test_kernel=ASKS.format(adapters=repr(RIGHT)))
     assert code == 1
-    assert "UNKNOWN     pure" in said
-    assert "nothing was seen" in said
+    assert "UNKNOWN     pure" in output
+    assert "nothing was seen" in output
 
 
 SAID = (
@@ -158,19 +158,19 @@ def test_bad_option_is_a_usage_error_before_anything_runs(suite: Suite, options:
     asks = ASKS.format(adapters=f"'fla/chunk', {marks[options[0]]}" if options[0] in marks else repr(RIGHT))
     if options == ("--no-mark",):
         asks = "def test_unmarked(gdn_law):\n    gdn_law.assert_holds()\n"
-    code, said = suite.run(*(word for word in options if "-mark" not in word), test_kernel=asks)
+    code, output = suite.run(*(word for word in options if "-mark" not in word), test_kernel=asks)
     assert code in (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.INTERRUPTED)
-    assert want in said
-    assert "passed" not in said
-    assert "Traceback" not in said
+    assert want in output
+    assert "passed" not in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.slow
 def test_items_run_in_two_processes(suite: Suite) -> None:
     options = ("-n", "2", "--gdn-profile", "few", "--gdn-law", "pure", "--gdn-law", "recall")
-    code, said = suite.run_alone(*options, test_kernel=ASKS.format(adapters=repr(RIGHT)))
-    assert code == 0, said
-    assert "2 passed" in said
+    code, output = suite.run_alone(*options, test_kernel=ASKS.format(adapters=repr(RIGHT)))
+    assert code == 0, output
+    assert "2 passed" in output
 
 
 @pytest.mark.slow
@@ -178,24 +178,24 @@ def test_a_mark_may_ask_for_fewer_cases(suite: Suite) -> None:
     asks = ASKS.format(adapters=f"{RIGHT!r}, profile='least'").replace(
         "gdn_law.assert", "assert gdn_law.profile == 'least'; gdn_law.assert"
     )
-    code, said = suite.run("-q", "--gdn-law", "pure", "--gdn-profile", "few", test_kernel=asks)
-    assert code == 0, said
+    code, output = suite.run("-q", "--gdn-law", "pure", "--gdn-profile", "few", test_kernel=asks)
+    assert code == 0, output
     more = asks.replace("profile='least')", "profile='soak')")
-    code, said = suite.run("-q", "--gdn-law", "pure", "--gdn-profile", "least", test_kernel=more)
-    assert code == 0, said
+    code, output = suite.run("-q", "--gdn-law", "pure", "--gdn-profile", "least", test_kernel=more)
+    assert code == 0, output
 
 
 def test_a_mark_may_ask_for_some_laws(suite: Suite) -> None:
     """Of these the option's, where there are both; without it see test_adapters.py."""
     asks = ASKS.format(adapters=f"{RIGHT!r}, laws=('cut', 'oracle')")
-    _, said = suite.run("--collect-only", "-q", "--gdn-law", "cut", "--gdn-law", "pure", test_kernel=asks)
-    assert [line.rpartition("-")[2] for line in said.splitlines() if "::" in line] == ["cut]"]
+    _, output = suite.run("--collect-only", "-q", "--gdn-law", "cut", "--gdn-law", "pure", test_kernel=asks)
+    assert [line.rpartition("-")[2] for line in output.splitlines() if "::" in line] == ["cut]"]
 
 
 @pytest.mark.slow
 def test_a_gpu_that_is_not_there_ends_the_session_with_one_line(suite: Suite) -> None:
     if devices.gpus():
         pytest.skip("is about hosts without a GPU")
-    code, said = suite.run("--gdn-device", "cuda", test_kernel=ASKS.format(adapters=repr(RIGHT)))
+    code, output = suite.run("--gdn-device", "cuda", test_kernel=ASKS.format(adapters=repr(RIGHT)))
     assert code == 3
-    assert "--gdn-device cuda needs a GPU, and torch sees none" in said
+    assert "--gdn-device cuda needs a GPU, and torch sees none" in output

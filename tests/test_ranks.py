@@ -192,9 +192,9 @@ def test_rank_that_cannot_start_is_named_and_blames_no_kernel() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_nccl_without_a_gpu_is_refused() -> None:
-    said = answer(Join("localhost", 0, "", 1, 0, "nccl").to_json())
-    assert said["verdict"] == "unknown"
-    assert said["reason"].startswith("there is no GPU for it: CUDA_VISIBLE_DEVICES=")
+    reply = answer(Join("localhost", 0, "", 1, 0, "nccl").to_json())
+    assert reply["verdict"] == "unknown"
+    assert reply["reason"].startswith("there is no GPU for it: CUDA_VISIBLE_DEVICES=")
 
 
 def test_group_must_have_a_rank_and_a_known_backend() -> None:
@@ -208,10 +208,10 @@ def test_each_rank_sees_its_gpu_and_listens_on_loopback(monkeypatch: pytest.Monk
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert environment("gloo", 3, 4, 3, one_host=True)["CUDA_VISIBLE_DEVICES"] == ""
-    own = environment("nccl", 3, 4, 3, one_host=True)
-    assert (own["CUDA_VISIBLE_DEVICES"], own["LOCAL_RANK"], own["RANK"], own["WORLD_SIZE"]) == ("3", "0", "3", "4")
-    assert own["GLOO_SOCKET_IFNAME"] in {name for _, name in socket.if_nameindex()}
-    assert own["GLOO_SOCKET_IFNAME"].startswith("lo")
+    env = environment("nccl", 3, 4, 3, one_host=True)
+    assert (env["CUDA_VISIBLE_DEVICES"], env["LOCAL_RANK"], env["RANK"], env["WORLD_SIZE"]) == ("3", "0", "3", "4")
+    assert env["GLOO_SOCKET_IFNAME"] in {name for _, name in socket.if_nameindex()}
+    assert env["GLOO_SOCKET_IFNAME"].startswith("lo")
     assert "GLOO_SOCKET_IFNAME" not in environment("gloo", 3, 16, 3, one_host=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     assert environment("gloo", 0, 4, 0, one_host=True)["GLOO_SOCKET_IFNAME"] == "eth7"
@@ -319,10 +319,10 @@ def test_torchrun_survives_what_a_rank_does(tmp_path: pathlib.Path) -> None:
     with under_torchrun(tmp_path, *faults) as job:
         out, err = job.communicate(timeout=240)
     assert job.returncode == 0, err
-    said = [json.loads(line) for line in out.splitlines()]
-    assert [each.pop("planted") for each in said] == faults
-    fine, not_finite, noise, raised, died, spun, again = said
-    assert [each["verdict"] for each in (fine, noise, again)] == ["holds"] * 3
+    replies = [json.loads(line) for line in out.splitlines()]
+    assert [reply.pop("planted") for reply in replies] == faults
+    fine, not_finite, noise, raised, died, spun, again = replies
+    assert [reply["verdict"] for reply in (fine, noise, again)] == ["holds"] * 3
     assert [(finding["output"], finding["ranks"]) for finding in not_finite["findings"]] == [("o", [1])]
     assert raised["findings"][0]["what"] == "raised ZeroDivisionError: head 0 / 0; while rank 0 waits in all_reduce"
     assert died == {"how": "crashed", "detail": "rank 1 killed by SIGKILL"}
@@ -362,10 +362,10 @@ def test_supervisors_without_a_pulse_are_missed_by_those_who_need_them(
     words = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     words |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     (tmp_path / "pids").mkdir()
-    given = {**os.environ, **words, "RANK": "1", "LOCAL_RANK": "1", "PYTHONPATH": str(ROOT), "PIDS": str(tmp_path / "pids")}
+    env = {**os.environ, **words, "RANK": "1", "LOCAL_RANK": "1", "PYTHONPATH": str(ROOT), "PIDS": str(tmp_path / "pids")}
     launch = launched({**words, "RANK": "0", "LOCAL_RANK": "0"})
     assert launch is not None
-    follower = subprocess.Popen([sys.executable, "-c", PROGRAM], env=given, stderr=subprocess.PIPE, text=True)
+    follower = subprocess.Popen([sys.executable, "-c", PROGRAM], env=env, stderr=subprocess.PIPE, text=True)
     with follower, TorchrunGroup(launch, serves=FAULTY) as group:
         assert group.ask(FINE)["verdict"] == "holds"
         threading.Timer(1.5, follower.send_signal, [signal.SIGSTOP]).start()  # it has shown a pulse by then
@@ -377,9 +377,9 @@ def test_supervisors_without_a_pulse_are_missed_by_those_who_need_them(
         assert not lost.value.in_kernel
         group._pulse.stop()
         follower.send_signal(signal.SIGCONT)
-        _, said = follower.communicate(timeout=3 + 3 + SLACK_S)
+        _, err = follower.communicate(timeout=3 + 3 + SLACK_S)
         assert follower.returncode == torchrun.UNDECIDED
-        assert "rank 1: lost the supervisor of rank 0: no sign of it for 3 s" in said
+        assert "rank 1: lost the supervisor of rank 0: no sign of it for 3 s" in err
         assert not group._seats[1].alive
         assert gone(started(tmp_path), 1.0)
         with pytest.raises(WorkerLost, match="rank 1 lost its supervisor: it ended"):
@@ -536,7 +536,7 @@ def test_rank_that_stands_still_waits_for_the_one_that_failed() -> None:
 
 @pytest.mark.parametrize(("answers", "starts"), [((HOLDS, HOLDS), 1), ((HOLDS, OFF), 1), ((HOLDS, RAISED), 2)])
 def test_group_is_replaced_only_where_ranks_may_have_parted(answers: tuple[dict[str, Any], ...], starts: int) -> None:
-    seats = [Rank((0.0, each)) for each in answers]
+    seats = [Rank((0.0, reply)) for reply in answers]
     group = of(*seats)
     group.ask({})
     group.ask({})
@@ -585,7 +585,7 @@ def test_what_ranks_decide_differently_is_unknown(verdict: Verdict) -> None:
 def test_finding_of_one_rank_breaks_the_law_whatever_the_others_say(other: dict[str, Any]) -> None:
     got = merged(other, OFF)
     assert got.verdict is Verdict.BROKEN
-    assert [(each.place, each.what, each.worst) for each in got.findings] == [("rank 1: o", "is off", "token 3")]
+    assert [(finding.place, finding.what, finding.worst) for finding in got.findings] == [("rank 1: o", "is off", "token 3")]
 
 
 def test_same_finding_of_several_ranks_is_one_and_different_ones_stay_apart() -> None:
@@ -625,7 +625,7 @@ def test_group_goes_on_where_every_rank_came_to_the_same_place(answers: list[dic
 
 
 @pytest.mark.parametrize(
-    ("wrote", "said"),
+    ("wrote", "description"),
     [
         ("no stack", "nobody knows where"),
         (dump(READER, [(KERNEL, "run"), (RUN, "execute")]), "in run (kernel.py:1)"),
@@ -647,10 +647,10 @@ def test_group_goes_on_where_every_rank_came_to_the_same_place(answers: list[dic
         (dump([(KERNEL, "old")]) + "\n" + dump([(KERNEL, "new")]), "in new (kernel.py:1)"),
     ],
 )
-def test_place_of_a_rank_is_read_off_its_stack(wrote: str, said: str) -> None:
+def test_place_of_a_rank_is_read_off_its_stack(wrote: str, description: str) -> None:
     place = Standing.of(wrote)
-    assert str(place) == said
-    assert bool(place.collective) == ("called by" in said)
+    assert str(place) == description
+    assert bool(place.collective) == ("called by" in description)
 
 
 def test_several_culprits_and_victims_are_named_together() -> None:
@@ -687,8 +687,8 @@ def test_where_one_rank_lost_its_gpu_the_ranks_are_replaced() -> None:
         Verdict.BROKEN, [Finding("call", FailureKind.CRASHED, "crashed: CUDA error: an illegal memory access")], spent=True
     )
     for both in ((lost, lost), (Outcome(Verdict.HOLDS, rows=1), lost)):
-        assert merge({rank: each.to_json() for rank, each in enumerate(both)})["spent"]
-        lists = {rank: {"outcomes": [each.to_json()], "spent": each.spent} for rank, each in enumerate(both)}
+        assert merge({rank: result.to_json() for rank, result in enumerate(both)})["spent"]
+        lists = {rank: {"outcomes": [result.to_json()], "spent": result.spent} for rank, result in enumerate(both)}
         assert merge(lists)["spent"]
 
 

@@ -48,8 +48,8 @@ def run(law: str = "oracle", adapter: str = RIGHT, length: int = 3, **more: str)
 def test_what_is_kept_is_asked_the_newest_first_and_only_of_its_law_adapter_and_device(tmp_path: pathlib.Path) -> None:
     examples = Examples(tmp_path / "new")
     assert examples.of(RIGHT, "oracle") == []
-    for each in (run(length=1), run("pure"), run(adapter="zoo/Hangs"), run(length=2), run(device="cuda", length=9), run(length=1)):
-        examples.add(each)
+    for entry in (run(length=1), run("pure"), run(adapter="zoo/Hangs"), run(length=2), run(device="cuda", length=9), run(length=1)):
+        examples.add(entry)
     assert Examples(tmp_path / "new").of(RIGHT, "oracle") == [run(length=1), run(length=2)]
     assert examples.of(RIGHT, "oracle", "cuda") == [run(device="cuda", length=9)]
     assert examples.of(RIGHT, "pure") == [run("pure")]
@@ -63,7 +63,7 @@ def test_only_the_newest_few_of_an_adapter_and_law_stay(tmp_path: pathlib.Path) 
     examples.add(run("pure"))
     for length in range(MOST + 5):
         examples.add(run(length=length))
-    assert [each.example.case.lengths[0] for each in examples.of(RIGHT, "oracle")] == list(range(MOST + 4, 4, -1))
+    assert [entry.example.case.lengths[0] for entry in examples.of(RIGHT, "oracle")] == list(range(MOST + 4, 4, -1))
     assert examples.of(RIGHT, "pure") == [run("pure")]
 
 
@@ -123,7 +123,7 @@ def test_no_bytes_that_a_file_may_hold_raise(tmp_path: pathlib.Path) -> None:
             data[chance.randrange(len(data))] = chance.randrange(256)
         (tmp_path / FILE).write_bytes(data)
         examples = Examples(tmp_path)
-        assert all(isinstance(each, Run) for each in examples.of(RIGHT, "oracle"))
+        assert all(isinstance(entry, Run) for entry in examples.of(RIGHT, "oracle"))
         examples.add(run(length=9))
         assert examples.of(RIGHT, "oracle")[0] == run(length=9)
 
@@ -224,7 +224,7 @@ def test_processes_that_write_together_lose_and_tear_no_line(tmp_path: pathlib.P
     assert [writer.wait() for writer in writers] == [0, 0]
     for name in names:
         for place, law in enumerate(("oracle", "pure", "again", "memory")):
-            lengths = [each.example.case.lengths[0] for each in Examples(tmp_path).of(f"zoo/{name}", law)]
+            lengths = [entry.example.case.lengths[0] for entry in Examples(tmp_path).of(f"zoo/{name}", law)]
             assert lengths == [place + 1 + 4 * step for step in range(5, -1, -1)]
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
@@ -242,20 +242,20 @@ def broken_when_long(run: Run) -> float:
 def test_what_broke_is_asked_first_and_forgotten_when_it_holds(tmp_path: pathlib.Path) -> None:
     worker = Answering(broken_when_long)
     assert checked(worker, tmp_path, Examples(tmp_path)) is Verdict.BROKEN
-    kept = Examples(tmp_path).of(RIGHT, "cut")
-    assert len(kept) == 2
-    assert [str(each) in worker.asked for each in kept] == [True, True]
-    assert kept[0].example.case.tokens == 101, "as shrunk, and before it as found"
+    entries = Examples(tmp_path).of(RIGHT, "cut")
+    assert len(entries) == 2
+    assert [str(entry) in worker.asked for entry in entries] == [True, True]
+    assert entries[0].example.case.tokens == 101, "as shrunk, and before it as found"
 
     again = Answering(broken_when_long)
     with Check(Settings(RIGHT, ["cut"], Profile("some", 12), 5), [again], Store(tmp_path), examples=Examples(tmp_path)) as check:
         (report,) = check.run()
     assert (report.verdict, report.remembered, sum(report.counts.values())) == (Verdict.BROKEN, True, 1)
-    assert again.asked[0] == str(kept[0]) == report.first_run
+    assert again.asked[0] == str(entries[0]) == report.first_run
 
     mended = Answering()
     assert checked(mended, tmp_path, Examples(tmp_path)) is Verdict.HOLDS
-    assert mended.asked[:2] == [str(each) for each in kept]
+    assert mended.asked[:2] == [str(entry) for entry in entries]
     assert len(mended.asked) == 14, "they are asked besides what is drawn"
     assert Examples(tmp_path).of(RIGHT, "cut") == []
 
@@ -303,11 +303,11 @@ def test_the_command_line_asks_what_it_kept_and_warns_in_one_line(
 
 def test_an_item_of_a_suite_asks_only_where_the_suite_does(tmp_path: pathlib.Path) -> None:
     checked(Answering(broken_when_long), tmp_path, Examples(tmp_path))
-    kept = str(Examples(tmp_path).of(RIGHT, "cut")[0])
+    line = str(Examples(tmp_path).of(RIGHT, "cut")[0])
     for remembers in (False, True):
         mended = Answering()
         LawItem(RIGHT, "cut", "few", 0, mended, str(tmp_path), remembers=remembers).assert_holds()  # type: ignore[arg-type]
-        assert (mended.asked[0] == kept) is remembers
+        assert (mended.asked[0] == line) is remembers
 
 
 @pytest.mark.slow

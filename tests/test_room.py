@@ -20,8 +20,8 @@ def test_segments_pieces_and_runs_at_once_are_what_fits(monkeypatch: pytest.Monk
     k, v = (torch.empty(8, 4, 2, 64, device="meta") for _ in range(2))
     recurrent, halves = Arithmetic.of("recurrent", "fp32", runs=16), Arithmetic.of("chunkwise", "bf16", runs=16)
     forms = disturbed._Recurrent(1.0, recurrent), disturbed._Chunkwise(1.0, halves, channels=False), chunkwise._Call(1.0)
-    given = {"q": (16, 128), "k": (16, 128), "v": (32, 128), "g": (32,), "beta": (32,)}
-    large = Inputs(**{name: torch.empty(1, 2**13, *shape, device="meta") for name, shape in given.items()})
+    shapes = {"q": (16, 128), "k": (16, 128), "v": (32, 128), "g": (32,), "beta": (32,)}
+    large = Inputs(**{name: torch.empty(1, 2**13, *shape, device="meta") for name, shape in shapes.items()})
 
     def taken() -> tuple[list[int], int]:
         pieces = bound._pieces(RULES["gated_delta_rule"], large, 4)

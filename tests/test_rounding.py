@@ -55,8 +55,8 @@ def plain_grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _forget_grids() -> None:
-    for made in (rounding._numbers, rounding._grid):
-        made.clear()
+    for cache in (rounding._numbers, rounding._grid):
+        cache.clear()
 
 
 @pytest.mark.usefixtures("plain_grid")
@@ -129,7 +129,7 @@ def test_odd_runs_never_all_round_a_value_well() -> None:
 def test_even_runs_differ_by_position_in_the_last_two_axes() -> None:
     x = torch.full((3, 5, 8, 8), math.pi, dtype=torch.float64)
     even = arithmetic(runs=3).dither(x, "place")[2]
-    assert all(torch.equal(even[0], each) for each in even[1:])
+    assert all(torch.equal(even[0], matrix) for matrix in even[1:])
     assert not torch.equal(even[:, 0], even[:, 1])
     assert not torch.equal(even[..., 0], even[..., 1])
 
@@ -234,11 +234,11 @@ def test_a_gpu_rounds_in_one_launch_to_the_same_bits(
                 there = x.to(device)
                 pairs = {"dither": (rule.dither(x, "place", bits), rule.dither(there, "place", bits))}
                 for places in (("a", "b"), ("c", "d")):
-                    each = (bits, digits if bits == 24 else 21)
-                    pairs[f"stacked {places}"] = (rule.stacked(x, places, each), rule.stacked(there, places, each))
+                    precisions = (bits, digits if bits == 24 else 21)
+                    pairs[f"stacked {places}"] = (rule.stacked(x, places, precisions), rule.stacked(there, places, precisions))
                 wide = x[:, :, 0], there[:, :, 0]
-                pairs["beside"] = tuple(rule.beside(each, ("e", "f"), (7, 5), (bits, 11)) for each in wide)
-                pairs["rough"] = tuple(rule.rough(each, rule.grid(each, "g")[0]) for each in (x, there))
+                pairs["beside"] = tuple(rule.beside(tensor, ("e", "f"), (7, 5), (bits, 11)) for tensor in wide)
+                pairs["rough"] = tuple(rule.rough(tensor, rule.grid(tensor, "g")[0]) for tensor in (x, there))
                 found |= {(name, bits, rule.stored) for name, (here, far) in pairs.items() if not torch.equal(here, far.cpu())}
         return found
 
@@ -291,7 +291,7 @@ def test_several_places_at_once_round_as_each_by_itself(dtype: torch.dtype, bits
 def test_several_places_may_each_have_bits_of_their_own(dtype: torch.dtype) -> None:
     for rule in (arithmetic("fp16", 5), dataclasses.replace(arithmetic("bf16", 4), first=1)):
         x, bits = numbers(rule.runs, 3, 3, 8, 12).to(dtype), (11, 21, 10)
-        want = [rule.dither(x[:, :, at], name, own) for at, (name, own) in enumerate(zip("abc", bits, strict=True))]
+        want = [rule.dither(x[:, :, at], name, digits) for at, (name, digits) in enumerate(zip("abc", bits, strict=True))]
         got = rule.stacked(x, ("a", "b", "c"), bits)
         assert torch.equal(got, torch.stack(want, -3))
         assert not torch.equal(got, rule.stacked(x, ("a", "b", "c"), 21))
@@ -320,7 +320,7 @@ def test_what_is_rounded_on_a_grid_and_divided_by_it_later_is_the_dither(dtype: 
         assert off.double().mean() < 0.01, "but for numbers half way between two, which another order of products may turn"
         assert not torch.equal(twice, rule.dither(x * later, "another"))
     exact = Arithmetic.exact()
-    assert all((each == 1).all() for each in exact.grid(x, "place"))
+    assert all((factor == 1).all() for factor in exact.grid(x, "place"))
     assert torch.equal(exact.rough(x, x), x * x)
 
 
@@ -328,16 +328,16 @@ def test_what_is_rounded_on_a_grid_and_divided_by_it_later_is_the_dither(dtype: 
 def test_runs_evaluated_in_parts_are_those_evaluated_together(dtype: str) -> None:
     x = numbers(8, 3, 8, 8)
     for runs in (2, 4, 8, 24):
-        rule, given = dataclasses.replace(arithmetic(dtype, runs), first=1, chunk=64), x[:1].expand(runs, *x.shape[1:])
+        rule, copies = dataclasses.replace(arithmetic(dtype, runs), first=1, chunk=64), x[:1].expand(runs, *x.shape[1:])
         for size in (1, 2, runs // 2):
             parts = [dataclasses.replace(rule, runs=size, first=first, last=runs) for first in range(1, runs + 1, size)]
-            for each in (
+            for method in (
                 lambda part, x: part.dither(x, "place", 8),
                 lambda part, x: part.drift(x, "place"),
                 lambda part, x: part.choice(x),
             ):
-                together = torch.cat([each(part, given[part.first - 1 :][:size]) for part in parts])
-                assert torch.equal(together, each(rule, given))
+                together = torch.cat([method(part, copies[part.first - 1 :][:size]) for part in parts])
+                assert torch.equal(together, method(rule, copies))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -349,11 +349,11 @@ def test_a_bound_does_not_depend_on_how_a_state_lies_in_memory(dtype: str, axes:
     inputs, cotangents = case.inputs(), case.cotangents()
     assert inputs.state is not None
     order = [axes.index(axis) for axis in range(4)]
-    given = {"state": inputs.state.permute(axes).contiguous().permute(order)}
-    assert given["state"].stride() != inputs.state.stride()
-    assert torch.equal(given["state"], inputs.state)
+    views = {"state": inputs.state.permute(axes).contiguous().permute(order)}
+    assert views["state"].stride() != inputs.state.stride()
+    assert torch.equal(views["state"], inputs.state)
     for algorithm in ("chunkwise", "recurrent"):
-        want, got = (bounds(case.spec, each, cotangents, algorithm, chunk=16) for each in (inputs, inputs.replaced(**given)))
+        want, got = (bounds(case.spec, call, cotangents, algorithm, chunk=16) for call in (inputs, inputs.replaced(**views)))
         for name, limit in want.items():
             torch.testing.assert_close(got[name].allowed, limit.allowed, rtol=1e-6, atol=0)
 
@@ -362,7 +362,7 @@ def test_a_bound_does_not_depend_on_how_a_state_lies_in_memory(dtype: str, axes:
 @pytest.mark.parametrize("kind", [("chunkwise", "fp32", "ieee"), ("chunkwise", "fp32", "tf32"), ("chunkwise", "bf16", "ieee")])
 def test_a_single_run_that_does_not_round_is_the_truth(words: str, kind: tuple[str, str, str]) -> None:
     case = Case.parse(f"{words} lengths=40 key_dim=8 value_dim=4 state=random dtype=fp32")
-    cotangents = {name: each.double() for name, each in case.cotangents().items()}
+    cotangents = {name: cotangent.double() for name, cotangent in case.cotangents().items()}
     for algorithm in (kind[0], "recurrent"):
         plain = Arithmetic.of(algorithm, *kind[1:], runs=1)
         runs = bound._evaluate(case.spec, case.inputs(), cotangents, plain)
@@ -385,8 +385,8 @@ def test_as_many_runs_are_evaluated_at_once_as_there_is_room_for() -> None:
     def at_once(tokens: int, heads: int, width: int, runs: int, device: str) -> tuple[int, int]:
         case = Case(lengths=(tokens,), heads=heads, value_heads=2 * heads, key_dim=width, value_dim=width)
         shapes = {"q": (heads, width), "k": (heads, width), "v": (2 * heads, width), "g": (2 * heads,), "beta": (2 * heads,)}
-        given = {name: torch.empty(1, tokens, *shape, device=device) for name, shape in shapes.items()}
-        inputs = Inputs(**given, state=None, cu_seqlens=None)
+        tensors = {name: torch.empty(1, tokens, *shape, device=device) for name, shape in shapes.items()}
+        inputs = Inputs(**tensors, state=None, cu_seqlens=None)
         pieces = bound._pieces(case.spec, inputs, runs)
         return pieces, bound._at_once(inputs, dataclasses.replace(arithmetic("bf16", runs), first=1), pieces)
 
@@ -449,7 +449,7 @@ def test_bounds_do_not_depend_on_how_many_runs_are_evaluated_at_once(
     make = functools.partial(bounds, case.spec, case.inputs(), case.cotangents(), algorithm)
     whole, seen, evaluate = make(), set(), bound._evaluate
     monkeypatch.setattr(bound, "_NEAR", 1)
-    monkeypatch.setattr(bound, "_evaluate", lambda *given: seen.add(given[-1].runs) or evaluate(*given))
+    monkeypatch.setattr(bound, "_evaluate", lambda *args: seen.add(args[-1].runs) or evaluate(*args))
     for name, limit in make().items():
         torch.testing.assert_close(limit.allowed, whole[name].allowed, rtol=1e-4, atol=0)
     assert seen == {1}
@@ -462,23 +462,23 @@ def test_a_finer_bound_is_the_same_from_one_evaluation_and_from_several(
     more: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case.parse(f"lengths=20+7 packed=yes key_dim=4 value_dim=5 state=random gate=10 {more}")
-    evaluate, made = bound._evaluate, {}
+    evaluate, tolerances = bound._evaluate, {}
     for count in (64, 8):
         seen: list[int] = []
         monkeypatch.setattr(bound, "_at_once", lambda _, plain, __, count=count: min(plain.runs, count))
-        monkeypatch.setattr(bound, "_evaluate", lambda *given, seen=seen: seen.append(given[-1].runs) or evaluate(*given))
+        monkeypatch.setattr(bound, "_evaluate", lambda *args, seen=seen: seen.append(args[-1].runs) or evaluate(*args))
         limits = bounds(case.spec, case.inputs(), case.cotangents(), algorithm, chunk=16)
         finer = {name: limit.finer() for name, limit in limits.items() if limit.finer is not None}
-        made[count] = {name: limit.finer().allowed for name, limit in finer.items() if limit.finer is not None}
+        tolerances[count] = {name: limit.finer().allowed for name, limit in finer.items() if limit.finer is not None}
         coarse = algorithm == "chunkwise" and "fp32" not in more
         if count == 64:
             assert seen == [1, 4, *([16, 4, 48, 12] if coarse else [16, 48])]
         else:
             assert seen == [1, 4, *([8, 8, 4, *[8] * 6, 8, 4] if coarse else [8] * 8)]
         first = {name: limit.allowed for name, limit in limits.items()}
-    assert made[64].keys() == made[8].keys() == first.keys()
-    for name, allowed in made[64].items():
-        torch.testing.assert_close(allowed, made[8][name], rtol=1e-4, atol=0)
+    assert tolerances[64].keys() == tolerances[8].keys() == first.keys()
+    for name, allowed in tolerances[64].items():
+        torch.testing.assert_close(allowed, tolerances[8][name], rtol=1e-4, atol=0)
         assert not torch.allclose(allowed, first[name], rtol=1e-3, atol=0), name
 
 
@@ -526,9 +526,9 @@ def test_drift_is_the_same_at_every_step_in_odd_runs_only() -> None:
     assert drift.shape == (8, 1, 40, 6)
     assert 0.9 < drift.abs().max() / 2.0**-24 <= 1
     assert 0.5 < (drift[1::2] / 2.0**-24).square().mean().sqrt() < 0.65, "uniform: 0.58"
-    for run, each in enumerate(drift, 1):
-        assert torch.equal(each[:, :1].expand_as(each), each) == (run % 2 == 1)
-        assert len(each[0, 0].unique()) == 6, "channels differ"
+    for run, values in enumerate(drift, 1):
+        assert torch.equal(values[:, :1].expand_as(values), values) == (run % 2 == 1)
+        assert len(values[0, 0].unique()) == 6, "channels differ"
     assert (arithmetic("fp32").drift(x, "place")[0] == 0).all()
 
 
@@ -611,10 +611,10 @@ def test_precisions_of_each_class() -> None:
     assert arithmetic("fp32") == Arithmetic(9, 24, 24, 24, **blocks)
     assert arithmetic("fp32", products="tf32") == Arithmetic(9, 10, 10, 24, **blocks, inverse=9)
     assert arithmetic("fp16", products="tf32") == Arithmetic(9, 11, EXACT, 11, FP16_STEP, **blocks, inverse=9)
-    for each in (steps, points):  # which keep float32 throughout
-        assert arithmetic("bf16", **each) == Arithmetic(9, 24, 24, 8, **each)
-        assert arithmetic("fp16", **each) == Arithmetic(9, 24, 24, 11, FP16_STEP, **each)
-        assert arithmetic("fp32", **each, products="tf32") == Arithmetic(9, 24, 24, 24, **each)
+    for options in (steps, points):  # which keep float32 throughout
+        assert arithmetic("bf16", **options) == Arithmetic(9, 24, 24, 8, **options)
+        assert arithmetic("fp16", **options) == Arithmetic(9, 24, 24, 11, FP16_STEP, **options)
+        assert arithmetic("fp32", **options, products="tf32") == Arithmetic(9, 24, 24, 24, **options)
     assert Arithmetic.exact() == Arithmetic(1, EXACT, EXACT, EXACT, 0.0, EXACT, "exact", None, 0)
     assert (arithmetic().gate, arithmetic().chunk) == (EXACT, None), "what only a call can tell"
 
@@ -642,15 +642,15 @@ def test_choice_of_two_runs_is_made_by_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("quadratic", "bf16", "ieee"), "algorithm must be one of chunkwise, recurrent, pointwise, got 'quadratic'"),
         (("chunkwise", "fp64", "ieee"), "dtype must be one of bf16, fp16, fp32, got 'fp64'"),
         (("chunkwise", "fp32", "tf31"), "products must be one of ieee, tf32, got 'tf31'"),
     ],
 )
-def test_unknown_class_is_refused(arguments: tuple[str, str, str], said: str) -> None:
-    with pytest.raises(ValueError, match=f"^{said}$"):
+def test_unknown_class_is_refused(arguments: tuple[str, str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
         Arithmetic.of(*arguments)
 
 
@@ -728,7 +728,7 @@ def test_bound_rejects_zeros_a_zeroed_row_and_a_shifted_token(kind: tuple[str, s
     axis = 2 if name in ("final_state", "dh0") else 1
     assert off(case, name, limit.value.roll(1, axis), limit).double().mean() > 0.6
     sizes = limit.value.abs() if case.spec.port(name).scalar_rows else limit.value.norm(dim=-1)
-    place = tuple(int(each) for each in torch.unravel_index(sizes.argmax(), sizes.shape))
+    place = tuple(int(index) for index in torch.unravel_index(sizes.argmax(), sizes.shape))
     zeroed = limit.value.clone()
     zeroed[place] = 0
     assert off(case, name, zeroed, limit).nonzero().tolist() == [list(place)], "that row and no other"
@@ -792,7 +792,7 @@ def test_bound_doubles_exactly_with_v_and_state_and_with_the_cotangents(kind: tu
     inputs, cotangents = case.inputs(), case.cotangents()
     wide = inputs.replaced(v=2 * inputs.v, state=2 * inputs.state)
     values = bounds(case.spec, wide, cotangents, *kind[2:])
-    turned = bounds(case.spec, inputs, {name: -2 * each for name, each in cotangents.items()}, *kind[2:])
+    turned = bounds(case.spec, inputs, {name: -2 * cotangent for name, cotangent in cotangents.items()}, *kind[2:])
     for name in limits:
         with_values, with_cotangents = LINEAR[name]
         assert torch.equal(values[name].allowed, limits[name].allowed * (2 if with_values else 1)), name
@@ -873,12 +873,12 @@ def test_illegal_calls_have_neither_truth_nor_bounds(operation: str) -> None:
         (inputs, cotangents | {"o": cotangents["o"][:, :4]}, r"cotangent of o must be \(2, 5, 2, 16\), got shape \(2, 4, 2, 16\)"),
         (inputs, {"y": cotangents["o"]}, "cotangent of y must be one of o, final_state, got shape"),
     )
-    for illegal, directions, said in wrong:
+    for illegal, directions, message in wrong:
         for ask in (truth, functools.partial(bounds, algorithm="chunkwise")):
-            with pytest.raises(ValueError, match=f"^{said}"):
+            with pytest.raises(ValueError, match=f"^{message}"):
                 ask(case.spec, illegal, cotangents=directions)
-    said = f"^algorithm must be one of chunkwise, recurrent for {operation}, got 'pointwise'$"
-    with pytest.raises(ValueError, match=said):
+    message = f"^algorithm must be one of chunkwise, recurrent for {operation}, got 'pointwise'$"
+    with pytest.raises(ValueError, match=message):
         bounds(case.spec, inputs, cotangents, "pointwise")
 
 
@@ -887,8 +887,8 @@ def test_illegal_calls_have_neither_truth_nor_bounds(operation: str) -> None:
 
 def pooled(squares: Tensor, lengths: list[int]) -> Tensor:
     """What rows of one channel [tokens, heads] are allowed whose mean squared disturbance is given; no floor to speak of."""
-    own = squares[None]
-    return allowance(Rows(Port("o", "B T HV V"), torch.zeros_like(own)[..., None], own, 2.0**-40, 0.0), lengths)[0]
+    batch = squares[None]
+    return allowance(Rows(Port("o", "B T HV V"), torch.zeros_like(batch)[..., None], batch, 2.0**-40, 0.0), lengths)[0]
 
 
 def allowance(rows: Rows, lengths: list[int]) -> Tensor:
@@ -900,8 +900,8 @@ def allowance(rows: Rows, lengths: list[int]) -> Tensor:
 def test_scale_of_a_row_is_half_its_own_and_half_its_neighbours() -> None:
     squares = torch.zeros(20, 1, dtype=torch.float64)
     squares[10] = 1.0
-    own, near = math.sqrt(0.5 + 0.5 / 9) * KAPPA, math.sqrt(0.5 / 9) * KAPPA
-    want = [own if token == 10 else near if abs(token - 10) <= 4 else 0.0 for token in range(20)]
+    peak, near = math.sqrt(0.5 + 0.5 / 9) * KAPPA, math.sqrt(0.5 / 9) * KAPPA
+    want = [peak if token == 10 else near if abs(token - 10) <= 4 else 0.0 for token in range(20)]
     torch.testing.assert_close(pooled(squares, [20])[:, 0], torch.tensor(want, dtype=torch.float64), rtol=1e-9, atol=1e-11)
 
 
@@ -925,9 +925,9 @@ def test_pool_of_small_rows_does_not_suffer_from_large_ones_before() -> None:
 
 
 def test_pool_of_a_state_runs_along_its_matrix_only() -> None:
-    value, own = torch.zeros(2, 3, 12, 5, dtype=torch.float64), torch.zeros(2, 3, 12, dtype=torch.float64)
-    own[1, 2, 0] = 1.0
-    allowed = allowance(Rows(Port("final_state", "N HV K V", "fp32"), value, own, 2.0**-40, 0.0), [7, 9])
+    value, squares = torch.zeros(2, 3, 12, 5, dtype=torch.float64), torch.zeros(2, 3, 12, dtype=torch.float64)
+    squares[1, 2, 0] = 1.0
+    allowed = allowance(Rows(Port("final_state", "N HV K V", "fp32"), value, squares, 2.0**-40, 0.0), [7, 9])
     assert allowed.shape == (2, 3, 12)
     assert (allowed > 1).nonzero().tolist() == [[1, 2, row] for row in range(5)]
 
@@ -937,7 +937,7 @@ def test_bounds_of_a_sequence_do_not_depend_on_its_neighbours_values() -> None:
     inputs, cotangents = case.inputs(), case.cotangents()
     first = torch.arange(50).reshape(1, -1, 1, 1) < 20
     loud = inputs.replaced(v=torch.where(first, 1024 * inputs.v, inputs.v))
-    once, twice = (bounds(case.spec, each, cotangents, "chunkwise") for each in (inputs, loud))
+    once, twice = (bounds(case.spec, call, cotangents, "chunkwise") for call in (inputs, loud))
     for name in NAMES:
         rows = (slice(1, 2),) if name in ("final_state", "dh0") else (slice(None), slice(20, None))
         assert torch.equal(once[name].allowed[rows], twice[name].allowed[rows]), name
@@ -1003,7 +1003,7 @@ def test_chunks_are_those_of_the_implementation_or_several() -> None:
     inputs = case.inputs()
     known = {chunk: bounds(case.spec, inputs, None, "chunkwise", chunk=chunk)["o"].allowed for chunk in (16, 64, 128)}
     unknown = bounds(case.spec, inputs, None, "chunkwise")["o"].allowed
-    assert len({float(each.sum()) for each in (*known.values(), unknown)}) == 4
+    assert len({float(allowed.sum()) for allowed in (*known.values(), unknown)}) == 4
     ratio = unknown / torch.stack([*known.values()]).square().mean(0).sqrt()
     assert ((ratio > 0.5) & (ratio < 2)).double().mean() > 0.95
 
@@ -1051,8 +1051,8 @@ def steps(
         state = Carried.apply(decay_t.unsqueeze(-1) * state, rule, "decayed")
         recalled = torch.einsum("...k,...kv->...v", k_t, rule.single(state, "recalled", depth))
         new, old = (
-            rule.single(rule.sums(beta_t * k_t, f"keys of {place}", width).unsqueeze(-1) * each.unsqueeze(-2), place)
-            for place, each in (("written", v_t), ("erased", recalled))
+            rule.single(rule.sums(beta_t * k_t, f"keys of {place}", width).unsqueeze(-1) * values.unsqueeze(-2), place)
+            for place, values in (("written", v_t), ("erased", recalled))
         )
         state = Carried.apply(state - old + new, rule, "state")
         rows.append(torch.einsum("...k,...kv->...v", q_t, rule.single(state, "read", depth)))
@@ -1118,11 +1118,11 @@ def test_what_the_values_alone_would_give_the_keys_that_write_them_is_that(
 
     monkeypatch.setattr(Arithmetic, "dither", watched)
     arithmetic = dataclasses.replace(Arithmetic.of("recurrent", "fp32", runs=3), summed_again=11 if stores else 53)
-    cotangents = {name: each.double() for name, each in case.cotangents().items()}
+    cotangents = {name: cotangent.double() for name, cotangent in case.cotangents().items()}
     bound._evaluate(case.spec, case.inputs(), cotangents, arithmetic)
     (got,) = seen
     x = bound._wide(case.spec, case.inputs())
-    q, k, v, beta, do = (each[0] for each in (x.q, x.k, x.v, x.beta, cotangents["o"]))
+    q, k, v, beta, do = (tensor[0] for tensor in (x.q, x.k, x.v, x.beta, cotangents["o"]))
     decay = torch.ones(150, 1, 1) if x.get("g") is None else x.g[0].reshape(150, 1, -1).exp()
     want, direction = torch.empty(150, 8, dtype=torch.float64), cotangents["final_state"][0, 0]
     for t in reversed(range(150)):
@@ -1157,10 +1157,10 @@ def test_a_packed_sequence_has_the_bounds_that_it_has_alone(
         worst = dict.fromkeys(packed, 0.0)
         for row, start in enumerate(case.starts()[:-1]):
             tokens, rows = slice(start, start + lengths[row]), slice(row, row + 1)
-            own = {name: x[:, tokens] for name, x in inputs.items() if name in ("q", "k", "v", "g", "beta") and x is not None}
-            alone = inputs.replaced(**own, state=inputs.state[rows], cu_seqlens=torch.tensor([0, lengths[row]]))
-            given = {"o": cotangents["o"][:, tokens], "final_state": cotangents["final_state"][rows]}
-            for name, limit in bounds(case.spec, alone, given, algorithm, chunk=64).items():
+            tensors = {name: x[:, tokens] for name, x in inputs.items() if name in ("q", "k", "v", "g", "beta") and x is not None}
+            alone = inputs.replaced(**tensors, state=inputs.state[rows], cu_seqlens=torch.tensor([0, lengths[row]]))
+            directions = {"o": cotangents["o"][:, tokens], "final_state": cotangents["final_state"][rows]}
+            for name, limit in bounds(case.spec, alone, directions, algorithm, chunk=64).items():
                 whole = packed[name].allowed
                 part = whole[rows] if name in ("final_state", "dh0") else whole[:, tokens]
                 worst[name] = max([worst[name], *(part / limit.allowed).log2().abs().flatten().tolist()])
@@ -1176,10 +1176,10 @@ def test_a_packed_sequence_has_the_bounds_that_it_has_alone(
         make, forward = functools.partial(bounds, case.spec, inputs, cotangents, algorithm), disturbed._Recurrent.forward
         limit = make()["final_state"].allowed
 
-        def forgets(*given: Any) -> Any:
+        def forgets(*arguments: Any) -> Any:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(segments.Segment, "inside", lambda segment, axes: None)
-                return forward(*given)
+                return forward(*arguments)
 
         monkeypatch.setattr(disturbed._Recurrent, "forward", forgets)
         assert (make()["final_state"].allowed / limit)[0].median() > 1.3, "padding that drifts is seen in the shortest"
@@ -1384,10 +1384,10 @@ class ChannelChunkwise(right.Chunkwise):
         solved = self.solve((beta * self.products(k, k, total)).tril(-1), k)
         written = self.low(self.dot(solved, self.low(beta * v, v)), v)
         erased = self.low(self.dot(solved, self.low(beta * total.exp() * k, k)), k)
-        held = self.low(state, k)
-        fresh = self.low(written.float() - self.dot(erased, held), v)
+        low_state = self.low(state, k)
+        fresh = self.low(written.float() - self.dot(erased, low_state), v)
         scores = self.low(scale * self.products(q, k, total), k)
-        o = scale * self.dot(self.low(total.exp() * q, q), held) + self.dot(scores, fresh)
+        o = scale * self.dot(self.low(total.exp() * q, q), low_state) + self.dot(scores, fresh)
         last = total[:, -1:]
         keeps = self.low((last - total).exp() * k, k)
         return o, last.exp().mT * state + self.dot(keeps.mT, fresh)
@@ -1462,11 +1462,11 @@ def answered(implementation: right.Chunkwise, case: Case) -> dict[str, Tensor]:
     inputs, cotangents = case.inputs(), case.cotangents()
     leaves = {name: inputs[name].requires_grad_() for name in ("q", "k", "v", "g", "beta", "state") if inputs[name] is not None}
     results = dict(zip(("o", "final_state"), implementation.run(inputs.replaced(**leaves)), strict=True))
-    targets = [name for name, each in results.items() if each.requires_grad and each.numel()]
+    targets = [name for name, result in results.items() if result.requires_grad and result.numel()]
     gradients: tuple[Tensor | None, ...] = (None,) * len(leaves)
     if targets:
-        given = [results[name] for name in targets], list(leaves.values()), [cotangents[name] for name in targets]
-        gradients = torch.autograd.grad(*given, allow_unused=True)
+        arguments = [results[name] for name in targets], list(leaves.values()), [cotangents[name] for name in targets]
+        gradients = torch.autograd.grad(*arguments, allow_unused=True)
     for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
         results[gradient_name(name)] = torch.zeros_like(leaf) if gradient is None else gradient
     return results
@@ -1525,7 +1525,7 @@ WRONG = (
 )
 
 
-@pytest.mark.parametrize(("operation", "wrong", "seen"), WRONG, ids=lambda each: getattr(each, "__name__", None))
+@pytest.mark.parametrize(("operation", "wrong", "seen"), WRONG, ids=lambda value: getattr(value, "__name__", None))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.slow_after_first
 def test_wrong_implementation_is_rejected_where_it_is_wrong(

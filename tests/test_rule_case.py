@@ -99,16 +99,16 @@ KNOWN = (
 
 def tensors(case: Case, device: str | None = None) -> dict[str, Tensor]:
     """Every tensor of the case by name, in a fixed order."""
-    given = case.inputs(device)
-    named = {name: given[name] for name in ("q", "k", "v", "g", "beta", "state", "cu_seqlens") if given[name] is not None}
-    return named | {f"cotangent of {name}": each for name, each in case.cotangents(device).items()}
+    inputs = case.inputs(device)
+    named = {name: inputs[name] for name in ("q", "k", "v", "g", "beta", "state", "cu_seqlens") if inputs[name] is not None}
+    return named | {f"cotangent of {name}": cotangent for name, cotangent in case.cotangents(device).items()}
 
 
 def fingerprint(case: Case, device: str | None = None) -> str:
     digest = hashlib.sha256()
-    for name, each in tensors(case, device).items():
-        digest.update(f"{name} {each.dtype} {tuple(each.shape)}\n".encode())
-        digest.update(each.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    for name, tensor in tensors(case, device).items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -171,17 +171,17 @@ COUNTERS = torch.tensor([0, 1, 2**62, -1, -(2**63), 2**63 - 1]), torch.arange(7)
 @pytest.mark.parametrize("keys", [(0, 0, 0), (mix_number(5), -(2**63), 2**63 - 1)])
 @pytest.mark.parametrize("bits", [*range(1, 65), None])
 def test_integers_drawn_together_are_the_first_bits_of_mix(bits: int | None, keys: tuple[int, ...]) -> None:
-    draws = [(each, key, bits or some) for each, key, some in zip(COUNTERS, keys, (3, 24, 40), strict=True)]
-    before = [each.clone() for each in COUNTERS]
-    made = integers(*draws)
-    for (each, key, some), got in zip(draws, made, strict=True):
-        assert got.tolist() == [signed(mixed(position + key)) >> (64 - some) for position in each.tolist()]
-        assert torch.equal(got, mix(each + key) >> (64 - some))
-        assert torch.equal(got, integers((each, key, some))[0])
+    draws = [(counter, key, bits or some) for counter, key, some in zip(COUNTERS, keys, (3, 24, 40), strict=True)]
+    before = [counter.clone() for counter in COUNTERS]
+    numbers = integers(*draws)
+    for (counter, key, some), got in zip(draws, numbers, strict=True):
+        assert got.tolist() == [signed(mixed(position + key)) >> (64 - some) for position in counter.tolist()]
+        assert torch.equal(got, mix(counter + key) >> (64 - some))
+        assert torch.equal(got, integers((counter, key, some))[0])
     assert all(torch.equal(*pair) for pair in zip(COUNTERS, before, strict=True)), "which other draws may share"
-    last = made[1].clone()
-    made[0].zero_()
-    assert torch.equal(made[1], last), "they lie beside each other, and nowhere do two"
+    last = numbers[1].clone()
+    numbers[0].zero_()
+    assert torch.equal(numbers[1], last), "they lie beside each other, and nowhere do two"
 
 
 def test_the_last_step_of_mix_left_out_would_be_seen_from_32_bits_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +219,7 @@ def test_seed_outside_64_bits_is_refused(number: int) -> None:
 def test_entries_equal_their_definition_in_python_integers() -> None:
     case = Case.parse("lengths=3+2 packed=yes heads=2 value_heads=2 key_dim=3 value_dim=5 dtype=bf16 gate=64 seed=11")
     streams = {"q": 0, "k": 1, "v": 2, "g": 3, "beta": 4}
-    given = case.inputs()
+    inputs = case.inputs()
 
     def integer(name: str, position: int, bits: int) -> int:
         return signed(mixed(position + mixed(case.seed * 64 + streams[name]))) >> (64 - bits)
@@ -228,13 +228,13 @@ def test_entries_equal_their_definition_in_python_integers() -> None:
         for head in range(2):
             row = token * 2 + head
             want = [integer("v", row * 5 + column, 8) / 2**7 for column in range(5)]
-            assert given.v[0, token, head].double().tolist() == want
+            assert inputs.v[0, token, head].double().tolist() == want
             for name in ("q", "k"):
                 whole = [integer(name, row * 3 + column, 8) for column in range(3)]
                 power = next(e for e in range(31) if sum(n * n for n in whole) <= 4**e)
-                assert given[name][0, token, head].double().tolist() == [n / 2**power for n in whole]
-            assert float(given.g[0, token, head]) == -(integer("g", row, 24) + 2**23) / 2**24 / 32
-            assert float(given.beta[0, token, head]) == min(abs(integer("beta", row, 9)), 255) / 256
+                assert inputs[name][0, token, head].double().tolist() == [n / 2**power for n in whole]
+            assert float(inputs.g[0, token, head]) == -(integer("g", row, 24) + 2**23) / 2**24 / 32
+            assert float(inputs.beta[0, token, head]) == min(abs(integer("beta", row, 9)), 255) / 256
 
 
 @pytest.mark.parametrize("operation", ["gated_delta_rule", "kda"])
@@ -279,12 +279,12 @@ def test_what_kernels_make_gates_and_betas_of_equals_its_definition(operation: s
         edge = {"one": -1, "zero": -2, "edges": integer("choice", position, 2, 2)}.get(beta, 0)
         return {-1: 30.0, -2: -30.0}.get(edge, integer("b", position) / 2**5)
 
-    given = case.inputs()
-    assert given.a.flatten().tolist() == [a(position) for position in range(5 * 2 * channels)]
-    assert given.b.flatten().tolist() == [b(position) for position in range(5 * 2)]
-    assert given.A_log.tolist() == [logs[order[head]] + integer("A_log", head, 16) / 2**16 for head in range(2)]
-    assert given.dt_bias.flatten().tolist() == [integer("dt_bias", position, 24) / 2**23 for position in range(2 * channels)]
-    assert {name: given[name].dtype for name in ("a", "b", "A_log", "dt_bias")} == {
+    inputs = case.inputs()
+    assert inputs.a.flatten().tolist() == [a(position) for position in range(5 * 2 * channels)]
+    assert inputs.b.flatten().tolist() == [b(position) for position in range(5 * 2)]
+    assert inputs.A_log.tolist() == [logs[order[head]] + integer("A_log", head, 16) / 2**16 for head in range(2)]
+    assert inputs.dt_bias.flatten().tolist() == [integer("dt_bias", position, 24) / 2**23 for position in range(2 * channels)]
+    assert {name: inputs[name].dtype for name in ("a", "b", "A_log", "dt_bias")} == {
         **dict.fromkeys(("a", "b"), torch.bfloat16),
         **dict.fromkeys(("A_log", "dt_bias"), torch.float32),
     }
@@ -295,7 +295,7 @@ def test_what_kernels_make_gates_and_betas_of_equals_its_definition(operation: s
 def test_operations_of_a_line_differ_in_their_gates_only(case: Case, operation: str) -> None:
     gated, other = tensors(case), tensors(dataclasses.replace(case, operation=operation))
     assert gated.keys() - other.keys() == ({"g"} if operation == "delta_rule" else set())
-    assert all(torch.equal(each, gated[name]) for name, each in other.items() if (operation, name) != ("kda", "g"))
+    assert all(torch.equal(tensor, gated[name]) for name, tensor in other.items() if (operation, name) != ("kda", "g"))
 
 
 @settings(max_examples=25)
@@ -402,13 +402,13 @@ def test_cases_drawn_together_have_what_each_has_alone(several: list[Case], *, b
         alone = case.inputs("cpu"), case.cotangents("cpu") if backward else {}
         for got, want in zip((inputs, cotangents or {}), alone, strict=True):
             assert list(got) == list(want)
-            for name, each in got.items():
-                if not isinstance(each, Tensor):
-                    assert each == want[name], (case, name)
+            for name, value in got.items():
+                if not isinstance(value, Tensor):
+                    assert value == want[name], (case, name)
                     continue
-                assert torch.equal(each, want[name]), (case, name)
-                assert each.dtype == want[name].dtype
-                memory += [each.untyped_storage().data_ptr()] * (each.numel() > 0)
+                assert torch.equal(value, want[name]), (case, name)
+                assert value.dtype == want[name].dtype
+                memory += [value.untyped_storage().data_ptr()] * (value.numel() > 0)
     assert len(memory) == len(set(memory))
 
 
@@ -425,22 +425,22 @@ def exact(build: _Builder, recipe: _Recipe) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("values", [each for each in VALUES if each != "one_hot"])
+@pytest.mark.parametrize("values", [kind for kind in VALUES if kind != "one_hot"])
 def test_every_number_is_exact_in_its_dtype(dtype: str, values: str) -> None:
     case = Case.parse(f"lengths=80 heads=2 value_heads=4 key_dim=40 dtype={dtype} values={values} gate=10 state=random seed=3")
-    build, made = builder(case), case.inputs()
+    build, inputs = builder(case), case.inputs()
     recipes = {"v": build.values(), "beta": build.betas(), "g": build.gates((4,)), "state": build.state()}
     recipes |= {name: build.vectors(name) for name in ("q", "k")}
     wide = {name: exact(build, recipe) for name, recipe in recipes.items()}
     channels = dataclasses.replace(case, operation="kda").inputs().g
     assert torch.equal(channels.double(), exact(build, build.gates((4, 40))))
-    for name, each in wide.items():
-        same = made[name].double() == each
-        assert each.dtype == torch.float64
-        assert each.shape == made[name].shape
-        assert made[name].dtype == (torch.float32 if name in ("g", "state") else DTYPES[dtype])
+    for name, tensor in wide.items():
+        same = inputs[name].double() == tensor
+        assert tensor.dtype == torch.float64
+        assert tensor.shape == inputs[name].shape
+        assert inputs[name].dtype == (torch.float32 if name in ("g", "state") else DTYPES[dtype])
         assert bool(same.all()) or (dtype, values) == ("fp16", "small"), "only fp16 has subnormals there"
-    assert all(bool(each.isfinite().all()) for each in tensors(case).values() if each.is_floating_point())
+    assert all(bool(tensor.isfinite().all()) for tensor in tensors(case).values() if tensor.is_floating_point())
 
 
 def test_a_mantissa_too_long_for_the_dtype_would_be_seen() -> None:
@@ -461,13 +461,13 @@ def test_keys_have_a_squared_norm_in_a_quarter_to_one(case: Case) -> None:
 @settings(max_examples=100)
 @given(case=cases(Domain(), longest=60, total=100), operation=st.sampled_from(tuple(RULES)))
 def test_writing_is_stable_for_every_drawn_case(case: Case, operation: str) -> None:
-    given = dataclasses.replace(case, operation=operation).inputs()
-    squares = given.k.double().square().sum(-1).repeat_interleave(case.value_heads // case.heads, 2)
+    inputs = dataclasses.replace(case, operation=operation).inputs()
+    squares = inputs.k.double().square().sum(-1).repeat_interleave(case.value_heads // case.heads, 2)
     if case.qk_norm:
         squares = squares.clamp(max=1.0)
-    assert (given.beta.double() * squares <= 2 * (1 + 1e-9)).all()
-    assert (given.beta >= 0).all()
-    assert given.g is None or (given.g <= 0).all()
+    assert (inputs.beta.double() * squares <= 2 * (1 + 1e-9)).all()
+    assert (inputs.beta >= 0).all()
+    assert inputs.g is None or (inputs.g <= 0).all()
 
 
 def test_keys_of_one_channel_are_a_quarter_to_one_too_or_zero() -> None:
@@ -538,7 +538,7 @@ def test_beta_lies_where_it_says(beta: str, low: float, high: float) -> None:
     if beta == "two":
         assert (drawn > 1).double().mean() > 0.4
     if beta == "edges":
-        shares = [float((drawn == each).double().mean()) for each in (0.0, 1.0)]
+        shares = [float((drawn == edge).double().mean()) for edge in (0.0, 1.0)]
         assert all(0.2 < share < 0.35 for share in shares)
 
 
@@ -558,24 +558,24 @@ def test_correlated_keys_are_and_ordinary_ones_are_not() -> None:
 @pytest.mark.parametrize("operation", ["gated_delta_rule", "kda"])
 def test_repeated_tokens_repeat_the_first_of_their_sequence(operation: str) -> None:
     case = Case.parse(f"op={operation} lengths=9+0+30 packed=yes heads=2 value_heads=4 gate=10 values=repeated seed=9")
-    given = case.inputs()
+    inputs = case.inputs()
     for name in ("q", "k", "v", "g", "beta"):
-        first, second = given[name][0, :9], given[name][0, 9:]
+        first, second = inputs[name][0, :9], inputs[name][0, 9:]
         assert torch.equal(first, first[:1].expand_as(first))
         assert torch.equal(second, second[:1].expand_as(second))
         assert not torch.equal(first[0], second[0])
         plain = dataclasses.replace(case, values="ordinary").inputs()[name][0]
-        assert torch.equal(plain[[0, 9]], given[name][0, [0, 9]])
+        assert torch.equal(plain[[0, 9]], inputs[name][0, [0, 9]])
         assert not torch.equal(plain[0], plain[1])
 
 
 def test_zero_rows_are_zero_and_fall_independently() -> None:
-    given = Case.parse("lengths=2000 heads=2 value_heads=2 values=zero_rows seed=10").inputs()
-    gone = {name: (given[name] == 0).all(-1) for name in ("q", "k", "v")}
-    for name, each in gone.items():
-        assert 0.2 < each.double().mean() < 0.3
+    inputs = Case.parse("lengths=2000 heads=2 value_heads=2 values=zero_rows seed=10").inputs()
+    gone = {name: (inputs[name] == 0).all(-1) for name in ("q", "k", "v")}
+    for name, mask in gone.items():
+        assert 0.2 < mask.double().mean() < 0.3
         assert torch.equal(
-            each.unsqueeze(-1).expand_as(given[name]) & (given[name] != 0), torch.zeros_like(given[name], dtype=torch.bool)
+            mask.unsqueeze(-1).expand_as(inputs[name]) & (inputs[name] != 0), torch.zeros_like(inputs[name], dtype=torch.bool)
         )
     both = (gone["q"] & gone["k"]).double().mean()
     assert 0.03 < both < 0.1, "a quarter of a quarter"
@@ -584,7 +584,7 @@ def test_zero_rows_are_zero_and_fall_independently() -> None:
 def test_scaled_values_spread_over_a_thousandfold_and_small_ones_are_small() -> None:
     v = Case.parse("lengths=500 value_dim=64 values=scaled seed=11").inputs().v.double().abs().amax(-1)
     assert v.max() / v.min() > 500
-    assert len({round(math.log2(each)) for each in v.flatten().tolist()}) >= 11
+    assert len({round(math.log2(size)) for size in v.flatten().tolist()}) >= 11
     k = Case.parse("lengths=500 key_dim=64 values=small seed=11").inputs().k.double()
     norms = k.norm(dim=-1)
     assert ((norms > 2.0**-14) & (norms <= 2.0**-13)).all()
@@ -592,15 +592,15 @@ def test_scaled_values_spread_over_a_thousandfold_and_small_ones_are_small() -> 
 
 
 def test_one_hot_keys_have_one_channel_and_values_are_small_integers() -> None:
-    given = Case.parse("lengths=400 heads=2 value_heads=2 key_dim=7 beta=one values=one_hot state=random seed=12").inputs()
+    inputs = Case.parse("lengths=400 heads=2 value_heads=2 key_dim=7 beta=one values=one_hot state=random seed=12").inputs()
     for name in ("q", "k"):
-        assert torch.equal(given[name].sum(-1), torch.ones(1, 400, 2))
-        assert ((given[name] == 0) | (given[name] == 1)).all()
-        assert given[name].sum((0, 1, 2)).min() > 60, "every channel is drawn"
-    assert not torch.equal(given.q, given.k)
+        assert torch.equal(inputs[name].sum(-1), torch.ones(1, 400, 2))
+        assert ((inputs[name] == 0) | (inputs[name] == 1)).all()
+        assert inputs[name].sum((0, 1, 2)).min() > 60, "every channel is drawn"
+    assert not torch.equal(inputs.q, inputs.k)
     for name in ("v", "state"):
-        assert torch.equal(given[name], given[name].round())
-        assert 4 <= given[name].abs().max() <= 8
+        assert torch.equal(inputs[name], inputs[name].round())
+        assert 4 <= inputs[name].abs().max() <= 8
 
 
 def test_zero_state_is_zero_and_no_state_is_none() -> None:
@@ -612,17 +612,17 @@ def test_zero_state_is_zero_and_no_state_is_none() -> None:
 
 
 def correlation(a: Tensor, b: Tensor) -> float:
-    a, b = (each.double().flatten() - each.double().mean() for each in (a, b))
+    a, b = (tensor.double().flatten() - tensor.double().mean() for tensor in (a, b))
     return abs(float(a @ b / (a.norm() * b.norm())))
 
 
 def test_seeds_tensors_tokens_heads_and_channels_are_uncorrelated() -> None:
     case = Case.parse("lengths=64+64 packed=yes heads=4 value_heads=4 key_dim=16 value_dim=16 seed=20")
     limit = 5 / math.sqrt(128 * 4 * 16)
-    streams = {name: each for name, each in tensors(case).items() if name in ("q", "k", "v", "cotangent of o")}
+    streams = {name: tensor for name, tensor in tensors(case).items() if name in ("q", "k", "v", "cotangent of o")}
     for number in (1, 2, 63, 64, 65, 4096):
         other = tensors(dataclasses.replace(case, seed=case.seed + number))
-        assert all(correlation(each, other[name]) < limit for name, each in streams.items())
+        assert all(correlation(tensor, other[name]) < limit for name, tensor in streams.items())
     names = list(streams)
     for one in names:
         for two in names[names.index(one) + 1 :]:
@@ -638,14 +638,14 @@ def test_seeds_tensors_tokens_heads_and_channels_are_uncorrelated() -> None:
 def test_cotangents_are_random_for_every_output_in_its_dtype() -> None:
     case = Case.parse("lengths=10+20 packed=yes value_heads=2 value_dim=24 dtype=bf16")
     cotangents = case.cotangents()
-    assert {name: (each.dtype, tuple(each.shape)) for name, each in cotangents.items()} == {
+    assert {name: (cotangent.dtype, tuple(cotangent.shape)) for name, cotangent in cotangents.items()} == {
         "o": (torch.bfloat16, (1, 30, 2, 24)),
         "final_state": (torch.float32, (2, 2, 16, 24)),
     }
-    for each in cotangents.values():
-        assert each.double().abs().max() <= 1
-        assert len(each.unique()) > 100
-        assert abs(float(each.double().mean())) < 0.1
+    for cotangent in cotangents.values():
+        assert cotangent.double().abs().max() <= 1
+        assert len(cotangent.unique()) > 100
+        assert abs(float(cotangent.double().mean())) < 0.1
 
 
 @settings(max_examples=60)
@@ -653,22 +653,22 @@ def test_cotangents_are_random_for_every_output_in_its_dtype() -> None:
 def test_shapes_and_dtypes_follow_the_contract(case: Case, operation: str) -> None:
     case = dataclasses.replace(case, operation=operation)
     assert case.spec is RULES[operation]
-    given = case.inputs()
-    case.spec.check(given)
+    inputs = case.inputs()
+    case.spec.check(inputs)
     batch, tokens = (1, case.tokens) if case.packed else (len(case.lengths), case.lengths[0])
-    assert given.q.shape == given.k.shape == (batch, tokens, case.heads, case.key_dim)
-    assert given.v.shape == (batch, tokens, case.value_heads, case.value_dim)
-    assert given.beta.shape == (batch, tokens, case.value_heads)
+    assert inputs.q.shape == inputs.k.shape == (batch, tokens, case.heads, case.key_dim)
+    assert inputs.v.shape == (batch, tokens, case.value_heads, case.value_dim)
+    assert inputs.beta.shape == (batch, tokens, case.value_heads)
     if operation == "delta_rule":
-        assert given.g is None
+        assert inputs.g is None
     else:
-        assert given.g.shape == (*given.beta.shape, case.key_dim)[: 4 if operation == "kda" else 3]
-        assert given.g.dtype == (torch.float32 if case.gate_dtype == "fp32" else DTYPES[case.dtype])
-    assert {given[name].dtype for name in ("q", "k", "v", "beta")} == {DTYPES[case.dtype]}
+        assert inputs.g.shape == (*inputs.beta.shape, case.key_dim)[: 4 if operation == "kda" else 3]
+        assert inputs.g.dtype == (torch.float32 if case.gate_dtype == "fp32" else DTYPES[case.dtype])
+    assert {inputs[name].dtype for name in ("q", "k", "v", "beta")} == {DTYPES[case.dtype]}
     if case.packed:
-        assert given.cu_seqlens.tolist() == case.starts()
-        assert given.cu_seqlens.dtype == getattr(torch, case.offsets)
-    assert all(each.is_contiguous() for each in tensors(case).values())
+        assert inputs.cu_seqlens.tolist() == case.starts()
+        assert inputs.cu_seqlens.dtype == getattr(torch, case.offsets)
+    assert all(tensor.is_contiguous() for tensor in tensors(case).values())
     assert BITS[case.dtype] == {"bf16": 8, "fp16": 11, "fp32": 24}[case.dtype]
 
 
@@ -687,7 +687,7 @@ ANY_CASE = st.builds(
     gate=st.sampled_from(GATES),
     gate_dtype=st.sampled_from(("fp32", "input")),
     beta=st.sampled_from(BETAS),
-    values=st.sampled_from([each for each in VALUES if each != "one_hot"]),
+    values=st.sampled_from([kind for kind in VALUES if kind != "one_hot"]),
     state=st.sampled_from(STATES),
     scale=st.sampled_from(("default", "one", "half")),
     qk_norm=st.booleans(),
@@ -783,13 +783,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("line", "said"), REFUSED.items(), ids=[repr(line[:40]) for line in REFUSED])
-def test_wrong_line_is_refused_in_one_line_that_names_word_value_and_rule(line: str, said: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("line", "parts"), REFUSED.items(), ids=[repr(line[:40]) for line in REFUSED])
+def test_wrong_line_is_refused_in_one_line_that_names_word_value_and_rule(line: str, parts: tuple[str, ...]) -> None:
     with pytest.raises(ValueError) as refusal:  # noqa: PT011
         Case.parse(line)
     message = str(refusal.value)
     assert "\n" not in message
-    missing = [each for each in said if each not in message]
+    missing = [part for part in parts if part not in message]
     assert not missing, message
 
 

@@ -113,9 +113,9 @@ def test_what_it_reports_breaks_the_law_and_is_shrunk(tmp_path: pathlib.Path, mo
         assert 21 <= max(Run.parse(report.run).example.case.lengths) < max(Run.parse(report.first_run).example.case.lengths)
         from verify.findings.report import failure
 
-        said = failure(report)
-        assert "  sanitizer: read out of bounds in kernel reads_on: 4 bytes of global memory" in said
-        assert f'repeat --sanitize memcheck "{report.run}"' in said
+        text = failure(report)
+        assert "  sanitizer: read out of bounds in kernel reads_on: 4 bytes of global memory" in text
+        assert f'repeat --sanitize memcheck "{report.run}"' in text
         assert '"stage": "found"' in (tmp_path / "findings" / "findings.jsonl").read_text()
 
 
@@ -145,24 +145,24 @@ def test_a_report_that_is_not_given_again_blames_no_case(tmp_path: pathlib.Path)
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("refuses", "the worker crashed: exited with code 1; compute-sanitizer: unrecognised option --padding"),
         ("closes", "OSError: [Errno 9] Bad file descriptor"),  # the pipes of questions and answers
     ],
 )
 @pytest.mark.slow
-def test_a_sanitizer_that_does_not_work_is_no_clean_kernel(tmp_path: pathlib.Path, fault: str, said: str) -> None:
+def test_a_sanitizer_that_does_not_work_is_no_clean_kernel(tmp_path: pathlib.Path, fault: str, message: str) -> None:
     program = fake(tmp_path, fault=fault)
     with Sanitizer("memcheck", program) as sanitizer, sanitizer.worker(20.0, "cpu") as worker, pytest.raises(NoSanitizer) as error:
         sanitizer.prove(worker)
     assert str(error.value).startswith("compute-sanitizer --tool memcheck does not work here: ")
-    assert str(error.value).endswith(said)
+    assert str(error.value).endswith(message)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reason"),
     [
         (None, "it has written nothing to its log"),
         ("", "it has written nothing to its log"),
@@ -170,7 +170,7 @@ def test_a_sanitizer_that_does_not_work_is_no_clean_kernel(tmp_path: pathlib.Pat
     ],
 )
 def test_a_sanitizer_that_is_not_there_or_failed_is_no_clean_kernel(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, text: str | None, said: str
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, text: str | None, reason: str
 ) -> None:
     """The worker is this process."""
 
@@ -189,7 +189,7 @@ def test_a_sanitizer_that_is_not_there_or_failed_is_no_clean_kernel(
     sanitize._watch.cache_clear()
     with Sanitizer("synccheck", "compute-sanitizer") as sanitizer, pytest.raises(NoSanitizer) as error:
         sanitizer.prove(Here())
-    assert str(error.value) == f"compute-sanitizer --tool synccheck does not work here: {said}"
+    assert str(error.value) == f"compute-sanitizer --tool synccheck does not work here: {reason}"
     sanitize._watch.cache_clear()
 
 
@@ -315,11 +315,11 @@ def test_the_sanitizers_own_failure_is_no_report(line: str) -> None:
 def test_reports_that_are_alike_are_one_finding_and_few_are_told() -> None:
     same = [Report("read out of bounds", "one", "4 bytes of global memory", f"by thread ({place},0,0)") for place in range(3)]
     others = [Report("race", f"kernel {place}") for place in range(9)]
-    made = findings([*same, *others])
-    assert len(made) == MOST
-    assert made[0].what == "read out of bounds in kernel one: 4 bytes of global memory (3 times)"
-    assert made[0].worst == "by thread (0,0,0)"
-    assert made[1].what == "race in kernel kernel 0"
+    results = findings([*same, *others])
+    assert len(results) == MOST
+    assert results[0].what == "read out of bounds in kernel one: 4 bytes of global memory (3 times)"
+    assert results[0].worst == "by thread (0,0,0)"
+    assert results[1].what == "race in kernel kernel 0"
 
 
 @pytest.mark.slow
@@ -328,7 +328,7 @@ def test_a_log_is_read_from_where_it_was_read_and_once_it_is_whole(tmp_path: pat
     watch = Watch(log)
     assert watch.more() == ([], "it has written nothing to its log")
     log.write_text("========= COMPUTE-SANITIZER\n" + FLAT)
-    assert [str(each) for each in watch.more()[0]] == ["write misaligned in kernel scan_kernel(float *, int)"]
+    assert [str(report) for report in watch.more()[0]] == ["write misaligned in kernel scan_kernel(float *, int)"]
     assert watch.more() == ([], "")
     with open(log, "a") as file:
         file.write(OLD)
@@ -350,8 +350,8 @@ def test_uninitialised_memory_stays_so_where_the_sanitizer_looks_for_it(monkeypa
 def test_each_worker_has_a_log_of_its_own_and_the_folder_goes() -> None:
     with Sanitizer("racecheck", "compute-sanitizer") as sanitizer:
         first, second = sanitizer.worker(1.0, "cpu"), sanitizer.worker(1.0, "cpu")
-        words = [list(each._under()) for each in (first, second)]
-        logs = [pathlib.Path(each[each.index("--log-file") + 1]) for each in words]
+        words = [list(worker._under()) for worker in (first, second)]
+        logs = [pathlib.Path(command[command.index("--log-file") + 1]) for command in words]
         assert logs[0] != logs[1]
         assert logs[0] == pathlib.Path(first._environment[sanitize.LOG])
         assert words[0][:3] == ["compute-sanitizer", "--tool", "racecheck"]
@@ -477,6 +477,6 @@ def test_a_real_read_past_the_end_is_seen_by_the_real_program(tmp_path: pathlib.
     with Sanitizer() as sanitizer, sanitizer.worker(600.0) as worker:
         sanitizer.prove(worker)
         line = f"law=oracle adapter={spec} device=cuda key_dim=16 value_dim=16 dtype=bf16 backward=no lengths="
-        before, harmed, after = (asking.ask(Run.parse(f"{line}{each}"), worker, Store(tmp_path)) for each in (32, 33, 32))
+        before, harmed, after = (asking.ask(Run.parse(f"{line}{length}"), worker, Store(tmp_path)) for length in (32, 33, 32))
     assert (before.verdict, harmed.verdict, after.verdict) == (Verdict.HOLDS, Verdict.BROKEN, Verdict.HOLDS)
     assert harmed.findings[0].what.startswith("read out of bounds in kernel past_the_end: 4 bytes of global memory")

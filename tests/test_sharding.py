@@ -141,17 +141,17 @@ def test_value_heads_stay_with_their_key_head(case: tuple[Layer, tuple[Mesh]]) -
     layer, (mesh,) = case
     group = layer.value_heads // layer.heads
     for stage in STAGES:
-        held = [heads(layer, rank, stage) for rank in mesh.ranks()]
-        assert all({head // group for head in values} == set(keys) for keys, values in held)
+        pairs = [heads(layer, rank, stage) for rank in mesh.ranks()]
+        assert all({head // group for head in values} == set(keys) for keys, values in pairs)
         copies = mesh.cp if stage == AT_REST else 1
         for which, count in ((0, layer.heads), (1, layer.value_heads)):
-            each = sorted(head for pair in held for head in pair[which])
-            assert each == sorted([*range(count)] * copies)
+            indices = sorted(head for pair in pairs for head in pair[which])
+            assert indices == sorted([*range(count)] * copies)
 
 
 def test_tiled_value_heads_would_leave_their_key_head() -> None:
-    held = [heads(LAYER, rank, IN_USE) for rank in MESH.ranks()]
-    assert not all({head % LAYER.heads for head in values} == set(keys) for keys, values in held)
+    pairs = [heads(LAYER, rank, IN_USE) for rank in MESH.ranks()]
+    assert not all({head % LAYER.heads for head in values} == set(keys) for keys, values in pairs)
 
 
 @given(case=with_meshes(1))
@@ -165,7 +165,7 @@ def test_a_rank_uses_what_it_holds(case: tuple[Layer, tuple[Mesh]]) -> None:
 def test_parameters_have_the_shapes_of_the_layer(layer: Layer) -> None:
     widths, described = layer.sections, parameters(layer)
     channels = widths["q"] + widths["k"] + widths["v"]
-    assert {name: each.shape for name, each in described.items()} == {
+    assert {name: parameter.shape for name, parameter in described.items()} == {
         "in_proj.weight": (channels + widths["z"] + widths["b"] + widths["a"], layer.hidden),
         "conv.weight": (channels, layer.conv_width),
         "conv.bias": (channels,),
@@ -174,7 +174,7 @@ def test_parameters_have_the_shapes_of_the_layer(layer: Layer) -> None:
         "norm.weight": (layer.value_dim,),
         "out_proj.weight": (layer.hidden, layer.value_heads * layer.value_dim),
     }
-    assert all(sum(each.sections) == each.shape[each.axis] for each in described.values())
+    assert all(sum(parameter.sections) == parameter.shape[parameter.axis] for parameter in described.values())
 
 
 # Moved and moved back
@@ -184,12 +184,12 @@ def test_parameters_have_the_shapes_of_the_layer(layer: Layer) -> None:
 @given(case=with_meshes(1), name=st.sampled_from(NAMES), stage=st.sampled_from(STAGES))
 def test_every_element_lands_once_and_comes_back(case: tuple[Layer, tuple[Mesh]], name: str, stage: str) -> None:
     layer, (mesh,) = case
-    whole, held, described = tagged(layer, name), shards(layer, name, mesh, stage), parameters(layer)[name]
-    assert torch.equal(assemble(held), whole)
-    assert torch.equal(assemble(held[::-1]), whole)
+    whole, pieces, described = tagged(layer, name), shards(layer, name, mesh, stage), parameters(layer)[name]
+    assert torch.equal(assemble(pieces), whole)
+    assert torch.equal(assemble(pieces[::-1]), whole)
     over = described.at_rest if stage == AT_REST else described.in_use
     copies = (1 if "tp" in over else mesh.tp) * (1 if "cp" in over else mesh.cp)
-    landed = torch.cat([each.value.flatten() for each in held]).sort().values
+    landed = torch.cat([piece.value.flatten() for piece in pieces]).sort().values
     assert torch.equal(landed, torch.arange(whole.numel()).repeat_interleave(copies))
 
 
@@ -216,7 +216,7 @@ def test_resharding_is_sharding_the_whole_and_composes(
 def joined_and_cut_again(layer: Layer, source: Sequence[Shard], mesh: Mesh) -> list[Shard]:
     """Resharding that lays whole shards end to end and cuts what comes out."""
     axis = source[0].axis
-    whole = torch.cat([each.value for each in source if each.rank.cp == 0], axis)
+    whole = torch.cat([piece.value for piece in source if piece.rank.cp == 0], axis)
     return [shard(layer, source[0].name, whole, rank, AT_REST) for rank in mesh.ranks()]
 
 
@@ -224,7 +224,7 @@ def cut_in_one_block(layer: Layer, source: Sequence[Shard], mesh: Mesh) -> list[
     """Resharding that knows no sections."""
     whole, axis = assemble(source), source[0].axis
     right = [shard(layer, source[0].name, whole, rank, AT_REST) for rank in mesh.ranks()]
-    return [dataclasses.replace(each, value=whole.chunk(mesh.tp, axis)[each.rank.tp]) for each in right]
+    return [dataclasses.replace(piece, value=whole.chunk(mesh.tp, axis)[piece.rank.tp]) for piece in right]
 
 
 @pytest.mark.parametrize("name", ["in_proj.weight", "conv.weight", "conv.bias"])
@@ -264,8 +264,8 @@ def kernel(layer: Layer, mixed: Tensor, p: dict[str, Tensor], key_of: KeyOf) -> 
     x = sum((p["conv.weight"][:, w] * x[w : w + len(q)] for w in range(taps)), p["conv.bias"])
     q, k, v = x.split(list(layer.sections.values())[:3], 1)
     keys = [key_of(head, layer.heads, layer.value_heads) for head in range(layer.value_heads)]
-    q, k = (each.unflatten(1, (layer.heads, -1))[:, keys] for each in (q, k))
-    v, z = (each.unflatten(1, (layer.value_heads, -1)) for each in (v, z))
+    q, k = (tensor.unflatten(1, (layer.heads, -1))[:, keys] for tensor in (q, k))
+    v, z = (tensor.unflatten(1, (layer.value_heads, -1)) for tensor in (v, z))
     state = torch.einsum("th,thk,thv->thkv", b, k, v).cumsum(0)
     gate = p["A_log"] * (a + p["dt_bias"])
     o = torch.einsum("th,thk,thkv->thv", gate, q, state)
@@ -294,27 +294,29 @@ class Problem:
 
         count = self.mesh.cp * self.tokens_each
         self.layout = torch.randperm(count, generator=generator).chunk(self.mesh.cp)
-        self.weights = {name: integers(*each.shape) for name, each in parameters(self.layer).items()}
+        self.weights = {name: integers(*parameter.shape) for name, parameter in parameters(self.layer).items()}
         self.hidden, self.cotangent = integers(count, self.layer.hidden), integers(count, self.layer.hidden)
 
     def whole(self, key_of: KeyOf = grouped) -> tuple[Tensor, dict[str, Tensor]]:
         """The output and the gradients of the parameters and of the hidden states, on one rank."""
-        x = {name: each.clone().requires_grad_() for name, each in (self.weights | {"hidden": self.hidden}).items()}
+        x = {name: tensor.clone().requires_grad_() for name, tensor in (self.weights | {"hidden": self.hidden}).items()}
         mixed = x["hidden"] @ x["in_proj.weight"].T
         output = kernel(self.layer, mixed, x, key_of) @ x["out_proj.weight"].T
         gradients = torch.autograd.grad(output, list(x.values()), self.cotangent)
-        assert max(float(each.detach().abs().max()) for each in (mixed, output, *gradients)) < 2**40, "float64 must hold every sum"
+        assert max(float(value.detach().abs().max()) for value in (mixed, output, *gradients)) < 2**40, (
+            "float64 must hold every sum"
+        )
         return output.detach(), dict(zip(x, gradients, strict=True))
 
     def on_ranks(self, cut: Cut = rows, key_of: KeyOf = grouped) -> tuple[dict[Rank, Tensor], dict[str, dict[Rank, Tensor]]]:
         """Each rank's partial output and its own gradients, ranks exchanging tokens for heads before the kernel and back after."""
         layer, mesh, every = self.layer, self.mesh, list(self.mesh.ranks())
         x: dict[str, dict[Rank, Tensor]] = {"hidden": {rank: self.hidden[self.layout[rank.cp]].requires_grad_() for rank in every}}
-        for name, each in self.weights.items():
+        for name, weight in self.weights.items():
             axis = parameters(layer)[name].axis
-            x[name] = {rank: each.index_select(axis, cut(layer, name, rank, IN_USE)).requires_grad_() for rank in every}
+            x[name] = {rank: weight.index_select(axis, cut(layer, name, rank, IN_USE)).requires_grad_() for rank in every}
         outputs = {}
-        own = part_of(layer, mesh.tp * mesh.cp)
+        part = part_of(layer, mesh.tp * mesh.cp)
         for tp in range(mesh.tp):
             group = [Rank(mesh, tp, cp) for cp in range(mesh.cp)]
             mixed = torch.cat([x["hidden"][rank] @ x["in_proj.weight"][rank].T for rank in group])
@@ -323,7 +325,7 @@ class Problem:
             inner = torch.cat(
                 [
                     kernel(
-                        own,
+                        part,
                         torch.cat([section.chunk(mesh.cp, 1)[rank.cp] for section in sections], 1),
                         {name: x[name][rank] for name in self.weights},
                         key_of,
@@ -340,25 +342,25 @@ class Problem:
             [x[name][rank] for name, rank in leaves],
             [self.cotangent[self.layout[rank.cp]] for rank in every],
         )
-        own_gradients: dict[str, dict[Rank, Tensor]] = {name: {} for name in x}
+        rank_gradients: dict[str, dict[Rank, Tensor]] = {name: {} for name in x}
         for (name, rank), gradient in zip(leaves, gradients, strict=True):
-            own_gradients[name][rank] = gradient
-        return {rank: each.detach() for rank, each in outputs.items()}, own_gradients
+            rank_gradients[name][rank] = gradient
+        return {rank: output.detach() for rank, output in outputs.items()}, rank_gradients
 
     def joined(self, partial: dict[Rank, Tensor]) -> Tensor:
         """Hidden states, their parts on TP ranks added and those of CP ranks back in the tokens' order."""
         by_cp = [sum(partial[Rank(self.mesh, tp, cp)] for tp in range(self.mesh.tp)) for cp in range(self.mesh.cp)]
         return torch.cat(by_cp)[torch.cat(self.layout).argsort()]
 
-    def summed(self, name: str, own: dict[Rank, Tensor], axes: Sequence[str]) -> dict[Rank, Tensor]:
+    def summed(self, name: str, rank_gradients: dict[Rank, Tensor], axes: Sequence[str]) -> dict[Rank, Tensor]:
         """A parameter's gradient on every rank after an all-reduce over some axes of the mesh, zero at first outside its slice."""
         axis, local = parameters(self.layer)[name].axis, {}
-        for rank, each in own.items():
-            held = rows(self.layer, name, rank, AT_REST)
-            place = torch.searchsorted(held, rows(self.layer, name, rank, IN_USE))
-            shape = (*each.shape[:axis], len(held), *each.shape[axis + 1 :])
-            local[rank] = each.new_zeros(shape).index_copy(axis, place, each)
-        apart = [each for each in ("tp", "cp") if each not in axes]
+        for rank, gradient in rank_gradients.items():
+            stored_rows = rows(self.layer, name, rank, AT_REST)
+            place = torch.searchsorted(stored_rows, rows(self.layer, name, rank, IN_USE))
+            shape = (*gradient.shape[:axis], len(stored_rows), *gradient.shape[axis + 1 :])
+            local[rank] = gradient.new_zeros(shape).index_copy(axis, place, gradient)
+        apart = [mesh_axis for mesh_axis in ("tp", "cp") if mesh_axis not in axes]
         groups = {rank: [other for other in local if all(getattr(other, x) == getattr(rank, x) for x in apart)] for rank in local}
         return {rank: torch.stack([local[other] for other in group]).sum(0) for rank, group in groups.items()}
 
@@ -374,19 +376,19 @@ TELLING = Problem(LAYER, MESH, tokens_each=3, seed=1)
 @example(problem=TELLING)
 def test_ranks_compute_the_whole_forward_and_backward(problem: Problem) -> None:
     output, whole = problem.whole()
-    partial, own = problem.on_ranks()
+    partial, rank_gradients = problem.on_ranks()
     assert torch.equal(problem.joined(partial), output)
-    assert torch.equal(problem.joined(own["hidden"]), whole["hidden"])
+    assert torch.equal(problem.joined(rank_gradients["hidden"]), whole["hidden"])
     for rank in problem.mesh.ranks():
-        held = shard_hidden(output, problem.layout, rank, sequence_parallel=False)
-        assert torch.equal(sum(partial[Rank(problem.mesh, tp, rank.cp)] for tp in range(problem.mesh.tp)), held.value)
+        piece = shard_hidden(output, problem.layout, rank, sequence_parallel=False)
+        assert torch.equal(sum(partial[Rank(problem.mesh, tp, rank.cp)] for tp in range(problem.mesh.tp)), piece.value)
     for name, described in parameters(problem.layer).items():
-        added = problem.summed(name, own[name], described.gradient_sum)
-        given_shards = [
-            Shard(name, described.shape, described.axis, rank, rows(problem.layer, name, rank, IN_USE), own[name][rank])
+        added = problem.summed(name, rank_gradients[name], described.gradient_sum)
+        unreduced_shards = [
+            Shard(name, described.shape, described.axis, rank, rows(problem.layer, name, rank, IN_USE), rank_gradients[name][rank])
             for rank in problem.mesh.ranks()
         ]
-        for reduced in reduce_gradients(problem.layer, given_shards):
+        for reduced in reduce_gradients(problem.layer, unreduced_shards):
             want = shard(problem.layer, name, whole[name], reduced.rank, AT_REST)
             assert torch.equal(added[reduced.rank], want.value), name
             assert same([reduced], [want]), name
@@ -398,8 +400,8 @@ def test_sections_are_projected_apart(problem: Problem) -> None:
     layer, hidden, weight = problem.layer, problem.hidden, problem.weights["in_proj.weight"]
     outputs = hidden @ weight.T
     for rank in problem.mesh.ranks():
-        held = shard(layer, "in_proj.weight", weight, rank, AT_REST)
-        assert torch.equal(hidden @ held.value.T, outputs[:, features(layer, rank, AT_REST)])
+        piece = shard(layer, "in_proj.weight", weight, rank, AT_REST)
+        assert torch.equal(hidden @ piece.value.T, outputs[:, features(layer, rank, AT_REST)])
         mine = set(features(layer, rank, IN_USE).tolist())
         assert mine <= set(features(layer, rank, AT_REST).tolist())
 
@@ -475,11 +477,11 @@ def test_tiled_value_heads_are_rejected_by_computation() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_reduced_over_other_axes_are_rejected(name: str) -> None:
     _, whole = TELLING.whole()
-    _, own = TELLING.on_ranks()
+    _, rank_gradients = TELLING.on_ranks()
     right = {rank: shard(LAYER, name, whole[name], rank, AT_REST).value for rank in MESH.ranks()}
     accepted = []
     for axes in ((), ("tp",), ("cp",), ("tp", "cp")):
-        got = TELLING.summed(name, own[name], axes)
+        got = TELLING.summed(name, rank_gradients[name], axes)
         if all(torch.equal(got[rank], right[rank]) for rank in right):
             accepted.append(axes)
     assert accepted == [parameters(LAYER)[name].gradient_sum]
@@ -523,7 +525,7 @@ def per_key_head(layer: Layer, qkvz: Tensor, ba: Tensor) -> list[Tensor]:
     values = group * layer.value_dim
     first = qkvz.view(len(qkvz), layer.heads, -1).split([layer.key_dim, layer.key_dim, values, values], 2)
     second = ba.view(len(ba), layer.heads, -1).split([group, group], 2)
-    return [each.flatten(1) for each in (*first, *second)]
+    return [section.flatten(1) for section in (*first, *second)]
 
 
 def not_at_all(layer: Layer, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -544,8 +546,8 @@ def test_interleaved_projections_make_the_same_sections(wrong: Callable[[Layer, 
     want = list((hidden @ weight.T).split(list(LAYER.sections.values()), 1))
 
     def right(split: Callable[[Layer, Tensor], tuple[Tensor, Tensor]]) -> bool:
-        got = per_key_head(LAYER, *(hidden @ each.T for each in split(LAYER, weight)))
-        return all(torch.equal(one, each) for one, each in zip(got, want, strict=True))
+        got = per_key_head(LAYER, *(hidden @ projection.T for projection in split(LAYER, weight)))
+        return all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
     assert right(interleave)
     assert not right(wrong)
@@ -557,9 +559,9 @@ def test_equal_blocks_of_the_interleaved_weights_are_the_shards(case: tuple[Laye
     weight = tagged(layer, "in_proj.weight")
     qkvz, ba = interleave(layer, weight)
     for rank in mesh.ranks():
-        own = part_of(layer, mesh.tp)
-        held = concatenate(own, qkvz.chunk(mesh.tp)[rank.tp], ba.chunk(mesh.tp)[rank.tp])
-        assert torch.equal(held, shard(layer, "in_proj.weight", weight, rank, AT_REST).value)
+        part = part_of(layer, mesh.tp)
+        result = concatenate(part, qkvz.chunk(mesh.tp)[rank.tp], ba.chunk(mesh.tp)[rank.tp])
+        assert torch.equal(result, shard(layer, "in_proj.weight", weight, rank, AT_REST).value)
 
 
 # Hidden states
@@ -583,14 +585,14 @@ def test_hidden_states_are_cut_along_tokens_over_cp_then_over_tp(
     count = mesh.tp * mesh.cp * per_rank
     layout = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).view(mesh.cp, -1).unbind()
     hidden = torch.arange(count * torch.Size(trailing).numel()).view(count, *trailing)
-    held = [shard_hidden(hidden, layout, rank, sequence_parallel=sequence_parallel) for rank in mesh.ranks()]
-    assert torch.equal(assemble(held), hidden)
-    for each in held:
-        mine = layout[each.rank.cp].tolist()
+    pieces = [shard_hidden(hidden, layout, rank, sequence_parallel=sequence_parallel) for rank in mesh.ranks()]
+    assert torch.equal(assemble(pieces), hidden)
+    for piece in pieces:
+        mine = layout[piece.rank.cp].tolist()
         if sequence_parallel:
-            mine = mine[each.rank.tp * per_rank : (each.rank.tp + 1) * per_rank]
-        assert each.rows.tolist() == mine
-        assert torch.equal(each.value, hidden[mine])
+            mine = mine[piece.rank.tp * per_rank : (piece.rank.tp + 1) * per_rank]
+        assert piece.rows.tolist() == mine
+        assert torch.equal(piece.value, hidden[mine])
 
 
 def test_tokens_cut_over_tp_before_cp_are_rejected() -> None:
@@ -604,9 +606,9 @@ def test_tokens_cut_over_tp_before_cp_are_rejected() -> None:
 def test_layout_may_give_ranks_unlike_shares() -> None:
     layout = (torch.tensor([4, 0]), torch.tensor([], dtype=torch.int64), torch.tensor([1, 3, 2]))
     hidden = torch.arange(10).view(5, 2)
-    held = [shard_hidden(hidden, layout, rank, sequence_parallel=False) for rank in Mesh(2, 3).ranks()]
-    assert [each.rows.tolist() for each in held] == [[4, 0], [], [1, 3, 2]] * 2
-    assert torch.equal(assemble(held), hidden)
+    pieces = [shard_hidden(hidden, layout, rank, sequence_parallel=False) for rank in Mesh(2, 3).ranks()]
+    assert [piece.rows.tolist() for piece in pieces] == [[4, 0], [], [1, 3, 2]] * 2
+    assert torch.equal(assemble(pieces), hidden)
 
 
 # What is refused
@@ -616,20 +618,20 @@ def of(name: str, mesh: Mesh = MESH, stage: str = AT_REST) -> list[Shard]:
     return shards(LAYER, name, mesh, stage)
 
 
-def changed(held: list[Shard], index: int, **changes: object) -> list[Shard]:
-    return [dataclasses.replace(each, **changes) if each is held[index] else each for each in held]
+def changed(pieces: list[Shard], index: int, **changes: object) -> list[Shard]:
+    return [dataclasses.replace(piece, **changes) if piece is pieces[index] else piece for piece in pieces]
 
 
 def shifted() -> list[Shard]:
     """The second TP rank's rows of A_log begin one early."""
-    held = of("A_log", Mesh(2, 1))
-    return changed(held, 1, rows=held[1].rows - 1)
+    pieces = of("A_log", Mesh(2, 1))
+    return changed(pieces, 1, rows=pieces[1].rows - 1)
 
 
 def short() -> list[Shard]:
     """The second TP rank lacks its last row of A_log."""
-    held = of("A_log", Mesh(2, 1))
-    return changed(held, 1, rows=held[1].rows[:-1], value=held[1].value[:-1])
+    pieces = of("A_log", Mesh(2, 1))
+    return changed(pieces, 1, rows=pieces[1].rows[:-1], value=pieces[1].value[:-1])
 
 
 def gradients() -> list[Shard]:
@@ -844,7 +846,7 @@ def test_illegal_arguments_are_refused(what: str) -> None:
 
 def test_replicas_are_compared_as_bits() -> None:
     whole = torch.tensor([0.0, float("nan"), 1.0], dtype=torch.bfloat16)
-    held = [shard(LAYER, "norm.weight", whole, rank, AT_REST) for rank in MESH.ranks()]
-    assert torch.equal(assemble(held).view(torch.int16), whole.view(torch.int16))
+    pieces = [shard(LAYER, "norm.weight", whole, rank, AT_REST) for rank in MESH.ranks()]
+    assert torch.equal(assemble(pieces).view(torch.int16), whole.view(torch.int16))
     with pytest.raises(ValueError, match=r"^replicas of norm\.weight must be equal bit for bit"):
-        assemble(changed(held, 3, value=torch.tensor([-0.0, float("nan"), 1.0], dtype=torch.bfloat16)))
+        assemble(changed(pieces, 3, value=torch.tensor([-0.0, float("nan"), 1.0], dtype=torch.bfloat16)))

@@ -157,8 +157,8 @@ def rows_of_another(
     parameter: Tensor, like: Tensor, calls: Sequence[int] | None, arithmetic: Arithmetic, place: str, right: Any = gates.of_calls
 ) -> Tensor:
     """The planted fault: each call reads the next one's A_log and dt_bias."""
-    given = parameter if calls is None else parameter.roll(1, 1)
-    return right(given, like, calls, arithmetic, place)  # type: ignore[no-any-return]
+    values = parameter if calls is None else parameter.roll(1, 1)
+    return right(values, like, calls, arithmetic, place)  # type: ignore[no-any-return]
 
 
 def totals_of_all(
@@ -191,14 +191,14 @@ def gate_inputs(tokens: int, seed: int) -> tuple[Inputs, dict[str, Tensor]]:
 @pytest.mark.usefixtures("many_runs")
 def test_a_sum_rounds_as_often_as_in_its_own_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a call of many tokens, one of few is allowed as much as alone; with the depth of all, planted, far more."""
-    given = [gate_inputs(tokens, seed) for seed, tokens in enumerate((2, 1500))]
-    beside = {name: torch.cat([x[name] for x, _ in given], 1) for name in ("a", "b")}
-    rows = {name: torch.stack([x[name] for x, _ in given]) for name in ("A_log", "dt_bias")}
-    directions = {name: torch.cat([each[name] for _, each in given], 1) for name in ("g", "beta")}
+    pairs = [gate_inputs(tokens, seed) for seed, tokens in enumerate((2, 1500))]
+    beside = {name: torch.cat([x[name] for x, _ in pairs], 1) for name in ("a", "b")}
+    rows = {name: torch.stack([x[name] for x, _ in pairs]) for name in ("A_log", "dt_bias")}
+    directions = {name: torch.cat([cotangents[name] for _, cotangents in pairs], 1) for name in ("g", "beta")}
 
     def excess(row: int) -> float:
         both = bound.bounds(of_calls(GDN_GATE), Inputs(**beside, **rows, calls=(2, 1500)), directions, "pointwise")
-        alone = bound.bounds(GDN_GATE, *given[row], "pointwise")
+        alone = bound.bounds(GDN_GATE, *pairs[row], "pointwise")
         for name in ("dA_log", "ddt_bias"):
             assert off(both[name].value[row], alone[name].value) <= 1e-12
         ratios = [(both[name].allowed[row] / alone[name].allowed).log() for name in ("dA_log", "ddt_bias")]
@@ -218,11 +218,11 @@ def test_a_sum_rounds_as_often_as_in_its_own_call(monkeypatch: pytest.MonkeyPatc
 def test_rows_of_calls_must_fit_their_tokens() -> None:
     several = alike(in_kernel="gate")[:2]
     spec = of_calls(several[0].spec)
-    given = calls_of(runs_of(*several))[0]._joined([case.inputs() for case in several])
-    spec.check(given)
+    inputs = calls_of(runs_of(*several))[0]._joined([case.inputs() for case in several])
+    spec.check(inputs)
     for wrong in ((80, 35), (116,), (80, 36, 0)):
         with pytest.raises(ValueError, match=r"calls must be of C = 2 calls and add up to T = 116 tokens, got \("):
-            spec.check(given.replaced(calls=wrong))
+            spec.check(inputs.replaced(calls=wrong))
 
 
 @pytest.mark.slow
@@ -230,15 +230,15 @@ def test_a_finer_bound_is_the_cases_own() -> None:
     several = alike(dtype="bf16", in_kernel="gate")
     for case, shared in zip(several, together(runs_of(*several)), strict=True):
         assert shared is not None
-        for name, each in shared.bounds("chunkwise").items():
-            assert each.finer is not None
-            finer, want = each.finer(), own(case)[name].finer
+        for name, limit in shared.bounds("chunkwise").items():
+            assert limit.finer is not None
+            finer, want = limit.finer(), own(case)[name].finer
             assert want is not None
             # Of the same runs, around the truth that all share.
-            assert torch.equal(finer.value, each.value), (case, name)
+            assert torch.equal(finer.value, limit.value), (case, name)
             torch.testing.assert_close(finer.value, want().value, rtol=1e-12, atol=1e-14, msg=f"{name} of {case}")
             torch.testing.assert_close(finer.allowed, want().allowed, rtol=1e-9, atol=0.0, msg=f"{name} of {case}")
-            assert (each.sure, finer.sure) == (1.0, 1.0)
+            assert (limit.sure, finer.sure) == (1.0, 1.0)
 
 
 def test_only_what_is_alike_shares_a_call() -> None:
@@ -283,27 +283,27 @@ def test_the_numbers_of_a_case_are_those_of_its_channels_and_states() -> None:
 
 
 def test_bounds_are_made_once_and_let_go_after_the_last_of_their_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
+    counts: list[int] = []
     plain = bound.bounds
 
-    def counted(*given: Any, **named: Any) -> Bounds:
-        made.append(len(given[1].get("calls", ())))
-        return plain(*given, **named)
+    def counted(*arguments: Any, **named: Any) -> Bounds:
+        counts.append(len(arguments[1].get("calls", ())))
+        return plain(*arguments, **named)
 
     monkeypatch.setattr(bound, "bounds", counted)
     several = [Case((5,), seed=seed) for seed in range(3)]
     several.insert(1, Case((5,), dtype="bf16"))  # alone
     several += [Case((6,), dtype="fp16", seed=seed) for seed in range(2)]
-    held: list[tuple[int, int]] = []
+    tallies: list[tuple[int, int]] = []
     calls: list[Any] = []
     for shared in together(runs_of(*several)):
         if shared is not None:
             calls.append(shared.of)
             shared.bounds("chunkwise")
             assert shared.bounds("chunkwise").keys() >= {"o", "final_state", "dq"}
-        held.append((len(made), sum(bool(call.made) for call in dict.fromkeys(calls))))
-    assert made == [3, 2]
-    assert held == [(1, 1), (1, 1), (1, 1), (1, 1), (2, 1), (2, 1)]
+        tallies.append((len(counts), sum(bool(call.made) for call in dict.fromkeys(calls))))
+    assert counts == [3, 2]
+    assert tallies == [(1, 1), (1, 1), (1, 1), (1, 1), (2, 1), (2, 1)]
     assert [call.made for call in calls] == [{}] * 5
 
 
@@ -320,13 +320,13 @@ def test_each_case_is_handed_its_own_inputs_once() -> None:
     for case, shared in zip(several, together(runs_of(*several)), strict=True):
         assert shared is not None
         calls.append(shared.of)
-        (inputs, cotangents), own_cotangents = shared.call(), case.cotangents()
+        (inputs, cotangents), case_cotangents = shared.call(), case.cotangents()
         for name, x in case.inputs().items():
             assert torch.equal(inputs[name], x) if isinstance(x, Tensor) else inputs[name] == x, name
         assert (cotangents is None) == (not case.backward)
-        assert all(torch.equal(x, own_cotangents[name]) for name, x in (cotangents or {}).items())
+        assert all(torch.equal(x, case_cotangents[name]) for name, x in (cotangents or {}).items())
         inputs.v.fill_(torch.nan)
-        assert all(each.value.isfinite().all() for each in shared.bounds("chunkwise").values())
+        assert all(limit.value.isfinite().all() for limit in shared.bounds("chunkwise").values())
         with pytest.raises(KeyError):
             shared.call()
     assert all("_given" not in vars(call) and not call.waiting for call in calls)
@@ -367,12 +367,12 @@ def test_a_bound_of_another_case_would_be_noticed() -> None:
     several = [Case(lengths=(20,), gate="10", seed=seed) for seed in range(3)]
     runs = runs_of(*several)
     shifted = [shared.bounds("chunkwise") for shared in together(runs) if shared is not None][1:]
-    given = [shared.call() for shared in together(runs) if shared is not None]
+    calls = [shared.call() for shared in together(runs) if shared is not None]
     ready = [
-        SimpleNamespace(call=lambda own=own: own, bounds=lambda _, made=made: made)
-        for own, made in zip(given, shifted, strict=False)
+        SimpleNamespace(call=lambda call=call: call, bounds=lambda _, limits=limits: limits)
+        for call, limits in zip(calls, shifted, strict=False)
     ]
-    found = [execute(run, each).verdict for run, each in zip(runs, ready, strict=False)]
+    found = [execute(run, shared).verdict for run, shared in zip(runs, ready, strict=False)]
     assert found == [Verdict.BROKEN] * 2
 
 
@@ -434,18 +434,18 @@ reason = "for a test"
 
     cases_ = [Case((tokens,), dtype="bf16") for tokens in came]
     runs, worker = runs_of(*cases_, Case((6,), dtype="fp32"), adapter="fla/chunk"), Answers()
-    got = [each.verdict for each in ask_all(runs, worker, Store(tmp_path), defects)]  # type: ignore[arg-type]
+    got = [result.verdict for result in ask_all(runs, worker, Store(tmp_path), defects)]  # type: ignore[arg-type]
     assert got == [Verdict.BROKEN] * 3 + [Verdict.HOLDS] * 2
     assert asked[0].excused == [{"dg": 4.0}] * 4 + [{}]
     assert asked[1:] == [RunOne(str(runs[1])), RunOne(str(runs[2]))]
     asked.clear()
-    assert [each.verdict for each in ask_all(runs[:1], worker, Store(tmp_path), defects)] == [Verdict.BROKEN]  # type: ignore[arg-type]
+    assert [result.verdict for result in ask_all(runs[:1], worker, Store(tmp_path), defects)] == [Verdict.BROKEN]  # type: ignore[arg-type]
     assert asked == [RunMany([str(runs[0])], [{"dg": 4.0}])]
 
 
 def test_a_question_is_of_one_compile_key() -> None:
     examples = [Example(Case((seed + 1,), dtype=dtype, seed=seed)) for dtype in ("bf16", "fp32") for seed in range(5)]
     got = list(of_one_key(examples, 3))
-    assert [len(each) for each in got] == [3, 2, 3, 2]
-    assert [example for each in got for example in each] == examples
-    assert all(len({key_of(example.case) for example in each}) == 1 for each in got)
+    assert [len(group) for group in got] == [3, 2, 3, 2]
+    assert [example for group in got for example in group] == examples
+    assert all(len({key_of(example.case) for example in group}) == 1 for group in got)

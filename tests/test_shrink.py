@@ -157,8 +157,8 @@ def test_undecided_neighbours_are_not_said_to_hold() -> None:
     assert shrunk.example.case.words()["dtype"] == "bf16"
     assert "dtype=fp32" not in {what for what, _ in shrunk.neighbours}
     assert "lengths=64" in {what for what, _ in shrunk.neighbours}
-    held = sum(verdict is False for verdict in log.asked.values())
-    assert len(shrunk.neighbours) <= held
+    hold_count = sum(verdict is False for verdict in log.asked.values())
+    assert len(shrunk.neighbours) <= hold_count
 
 
 def test_neighbours_are_one_step_from_the_result_and_really_held() -> None:

@@ -39,16 +39,16 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> list[Answering]:
     """Those that soaks start: one, with the ratio 0.5 for all that is asked."""
-    made: list[Answering] = []
+    answerers: list[Answering] = []
 
     def start(device: str, count: int, deadline_s: float) -> list[Answering]:
-        made.append(Answering())
-        return made[-1:]
+        answerers.append(Answering())
+        return answerers[-1:]
 
     monkeypatch.setattr(soak, "started", start)
     for name, examples in (("few", 4), ("quick", 8), ("ci", 12)):
         monkeypatch.setitem(PROFILES, name, Profile(name, examples))
-    return made
+    return answerers
 
 
 def rounds_of(worker: Answering, begun: list[tuple[Round, int]]) -> list[list[str]]:
@@ -112,10 +112,10 @@ def test_a_law_that_broke_is_told_once_and_not_asked_again(workers: list[Answeri
         workers[0].ratio = lambda run: 2.0 if (run.law, run.adapter) == ("cut", OTHER) else 0.5
         with pytest.raises(KeyboardInterrupt):
             soaking.run(600)
-    assert [(each.adapter, each.law, each.verdict) for each in told] == [(OTHER, "cut", Verdict.BROKEN)]
+    assert [(law_report.adapter, law_report.law, law_report.verdict) for law_report in told] == [(OTHER, "cut", Verdict.BROKEN)]
     assert told[0].run
-    known = {(each.adapter, each.law): each for each in soaking.reports}
-    assert {key for key, each in known.items() if each.verdict is Verdict.BROKEN} == {(OTHER, "cut")}
+    known = {(law_report.adapter, law_report.law): law_report for law_report in soaking.reports}
+    assert {key for key, law_report in known.items() if law_report.verdict is Verdict.BROKEN} == {(OTHER, "cut")}
     assert sum(known[OTHER, "cut"].counts.values()) == 1
     assert known[OTHER, "cut"].run == told[0].run
     assert sum(known[OTHER, "pure"].counts.values()) > 5, "as many as a round of five and more"
@@ -129,14 +129,14 @@ def test_a_soak_ends_when_nothing_is_left_to_ask(workers: list[Answering], tmp_p
         workers[0].ratio = lambda run: 2.0
         soaking.run(600)
     assert soaking.rounds == 1
-    assert all(each.verdict is Verdict.BROKEN for each in soaking.reports)
+    assert all(law_report.verdict is Verdict.BROKEN for law_report in soaking.reports)
 
 
 def test_a_soak_stops_at_the_first_broken_law_if_it_is_to(workers: list[Answering], tmp_path: pathlib.Path) -> None:
     with Soak([RIGHT, OTHER], LAWS, store=Store(tmp_path), stop_at_first=True) as soaking:
         soaking.describe()
         workers[0].ratio = lambda run: 2.0 if run.adapter == RIGHT else 0.5
-        reports = {(each.adapter, each.law): each.verdict for each in soaking.run(600)}
+        reports = {(law_report.adapter, law_report.law): law_report.verdict for law_report in soaking.run(600)}
     assert Verdict.BROKEN in (reports[RIGHT, "cut"], reports[RIGHT, "pure"])
     assert {reports[OTHER, law] for law in LAWS} == {Verdict.UNKNOWN}, "nothing else was asked"
 
@@ -155,10 +155,12 @@ def test_a_soak_ends_in_time_and_counts_what_it_did_not_finish(workers: list[Ans
         start = time.monotonic()
         soaking.run(2.0)
         assert 1.9 < time.monotonic() - start < 5.0
-    cases = {spec: sum(sum(each.counts.values()) for each in soaking.reports if each.adapter == spec) for spec in specs}
+    cases = {
+        spec: sum(sum(law_report.counts.values()) for law_report in soaking.reports if law_report.adapter == spec) for spec in specs
+    }
     assert sum(cases.values()) == len(workers[0].asked) > 20
     assert min(cases.values()) > max(cases.values()) / 4, "each adapter has its share of the time"
-    verdicts = {(each.adapter, each.law): each.verdict for each in soaking.reports}
+    verdicts = {(law_report.adapter, law_report.law): law_report.verdict for law_report in soaking.reports}
     assert verdicts[RIGHT, "cut"] is Verdict.HOLDS
     assert verdicts[RIGHT, "pure"] is Verdict.UNKNOWN
     assert exits.exit_code(soaking.reports) == exits.UNDECIDED, "a law that was never asked is not green"
@@ -166,8 +168,8 @@ def test_a_soak_ends_in_time_and_counts_what_it_did_not_finish(workers: list[Ans
 
 def test_what_broke_in_an_earlier_check_is_asked_first(workers: list[Answering], tmp_path: pathlib.Path) -> None:
     examples = Examples(tmp_path)
-    kept = Run.parse(f"law=pure adapter={RIGHT} lengths=3")
-    examples.add(kept)
+    entry = Run.parse(f"law=pure adapter={RIGHT} lengths=3")
+    examples.add(entry)
 
     def on_round(this: Round) -> None:
         if this.number > 2:
@@ -176,8 +178,8 @@ def test_what_broke_in_an_earlier_check_is_asked_first(workers: list[Answering],
     soaking = Soak([RIGHT], ["pure"], store=Store(tmp_path), examples=examples, on_round=on_round)
     with soaking, pytest.raises(KeyboardInterrupt):
         soaking.run(60)
-    assert workers[0].asked[0] == str(kept)
-    assert workers[0].asked.count(str(kept)) == 1, "it holds, and is forgotten"
+    assert workers[0].asked[0] == str(entry)
+    assert workers[0].asked.count(str(entry)) == 1, "it holds, and is forgotten"
 
 
 def reported(verdict: Verdict, counts: dict[Verdict, int], **more: object) -> LawReport:
@@ -317,7 +319,7 @@ def test_the_command_line_prints_a_table_and_json_lines(
     want = f"round 1: python -m verify check {RIGHT} --profile few --seed {round_seed(3, 1)} --climb --law pure"
     assert want in err.splitlines()
     data = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    assert [(each["adapter"], each["verdict"]) for each in data] == [(RIGHT, "holds"), ("zoo/ChangesBeta", "broken")]
+    assert [(record["adapter"], record["verdict"]) for record in data] == [(RIGHT, "holds"), ("zoo/ChangesBeta", "broken")]
     assert (tmp_path / ".gdn-verify" / "examples.txt").read_text().count("\n") == 2
 
 

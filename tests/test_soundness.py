@@ -32,14 +32,14 @@ RIGHT = {
 def test_right_implementations_hold_under_every_law(
     alike: tuple[type, ...], worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    store, held, broken = Store(tmp_path_factory.mktemp("findings")), collections.Counter[str](), []
-    for law, each in itertools.product(LAWS, alike):
-        with Check(Settings(f"tests/right.py:{each.__name__}", [law], FEW, 7), [worker], store) as check:
+    store, counts, broken = Store(tmp_path_factory.mktemp("findings")), collections.Counter[str](), []
+    for law, implementation in itertools.product(LAWS, alike):
+        with Check(Settings(f"tests/right.py:{implementation.__name__}", [law], FEW, 7), [worker], store) as check:
             (report,) = check.run()
-        held[each.__name__] += report.verdict is Verdict.HOLDS
+        counts[implementation.__name__] += report.verdict is Verdict.HOLDS
         broken += [report.run or report.reason] if report.verdict is Verdict.BROKEN else []
     assert broken == []
-    assert min(held[each.__name__] for each in alike) >= 10
+    assert min(counts[implementation.__name__] for implementation in alike) >= 10
 
 
 @pytest.mark.parametrize(("products", "verdict"), [("tf32", Verdict.HOLDS), ("ieee", Verdict.BROKEN)])

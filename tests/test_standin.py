@@ -392,7 +392,7 @@ def on_device(kind: Any) -> Any:
 
     class OnDevice(kind):  # type: ignore[misc, valid-type]
         def run(self, x: Any) -> Any:
-            with next(each.device for each in x.values() if isinstance(each, Tensor)):
+            with next(value.device for value in x.values() if isinstance(value, Tensor)):
                 return super().run(x)
 
     return OnDevice()
@@ -400,10 +400,10 @@ def on_device(kind: Any) -> Any:
 
 def torch_only(kind: Any) -> Any:
     """The layer without the choices that launch Triton kernels."""
-    made = kind()
-    choices = tuple((name, tuple(value for value in values if value != "fla")) for name, values in made.domain.choices)
-    made.domain = dataclasses.replace(made.domain, choices=choices)
-    return made
+    adapter = kind()
+    choices = tuple((name, tuple(value for value in values if value != "fla")) for name, values in adapter.domain.choices)
+    adapter.domain = dataclasses.replace(adapter.domain, choices=choices)
+    return adapter
 
 
 PATH = "gdn_layer"
@@ -448,7 +448,7 @@ def outcomes(name: str, law: str, count: int, monkeypatch: pytest.MonkeyPatch, d
     found: list[tuple[Run, Outcome]] = []
 
     def look(example: Example) -> None:
-        if len(found) < count or all(each.verdict is Verdict.BLIND for _, each in found):
+        if len(found) < count or all(outcome.verdict is Verdict.BLIND for _, outcome in found):
             run = Run(law, name, example, "ieee", device)
             found.append((run, execute(run)))
 
@@ -459,9 +459,9 @@ def outcomes(name: str, law: str, count: int, monkeypatch: pytest.MonkeyPatch, d
 
 def failures(found: list[tuple[Run, Outcome]]) -> list[Any]:
     return [
-        (str(run), each.verdict, each.reason, each.fault, each.findings[:1])
-        for run, each in found
-        if each.verdict not in (Verdict.HOLDS, Verdict.BLIND)
+        (str(run), outcome.verdict, outcome.reason, outcome.fault, outcome.findings[:1])
+        for run, outcome in found
+        if outcome.verdict not in (Verdict.HOLDS, Verdict.BLIND)
     ]
 
 
@@ -470,7 +470,7 @@ def failures(found: list[tuple[Run, Outcome]]) -> list[Any]:
 def test_right_code_holds_the_law_on_the_device(name: str, law: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = outcomes(name, law, 2, monkeypatch)
     assert failures(found) == []
-    assert Verdict.HOLDS in {each.verdict for _, each in found}, "all cases are blind"
+    assert Verdict.HOLDS in {outcome.verdict for _, outcome in found}, "all cases are blind"
 
 
 def test_released_code_is_asked() -> None:
@@ -505,8 +505,10 @@ def bounds_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = AdapterBench.bounds
 
     def bounds(self: AdapterBench, *inputs: Any) -> Any:
-        made = plain(self, *inputs)
-        return {name: dataclasses.replace(each, value=each.value.cpu(), allowed=each.allowed.cpu()) for name, each in made.items()}
+        limits = plain(self, *inputs)
+        return {
+            name: dataclasses.replace(limit, value=limit.value.cpu(), allowed=limit.allowed.cpu()) for name, limit in limits.items()
+        }
 
     monkeypatch.setattr(AdapterBench, "bounds", bounds)
 

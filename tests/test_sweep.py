@@ -51,8 +51,8 @@ def test_a_wrong_configuration_is_found_with_its_smallest_case(tmp_path: pathlib
         assert sum(fault.run.example.case.lengths) * fault.run.example.case.value_dim in range(66, 80)
         (denied,) = fault.denied("interpreter", "3.7.1")
         assert (denied.law, denied.run) == ("oracle", str(fault.run))
-    kept = [json.loads(line) for line in (tmp_path / "findings.jsonl").read_text().splitlines()]
-    assert {"swept"} <= {each["stage"] for each in kept}
+    records = [json.loads(line) for line in (tmp_path / "findings.jsonl").read_text().splitlines()]
+    assert {"swept"} <= {record["stage"] for record in records}
     text = "\n".join(result.lines())
     assert "copy_kernel: 6 of 6 configurations ran" in text
     assert "python -m verify repeat" in text
@@ -93,8 +93,8 @@ def test_the_command_prints_the_sweep_and_keeps_a_deny_list(
     """On the cases that it draws without a GPU, but for their lengths: interpreted, those take most of a minute."""
     drawn = sweep.examples_of
 
-    def shorter(*given: Any) -> Iterator[tuple[str, Example]]:
-        for law, example in drawn(*given):
+    def shorter(*arguments: Any) -> Iterator[tuple[str, Example]]:
+        for law, example in drawn(*arguments):
             yield law, dataclasses.replace(example, case=dataclasses.replace(example.case, lengths=(70,), packed=False))
 
     monkeypatch.setattr(sweep, "examples_of", shorter)
@@ -105,7 +105,7 @@ def test_the_command_prints_the_sweep_and_keeps_a_deny_list(
     out = capsys.readouterr().out
     assert "WRONG    " in out
     assert "2 wrong of " in out
-    assert {each.config.split(":")[0] for each in read_denied(deny)} == {"BLOCK=64"}
+    assert {denial.config.split(":")[0] for denial in read_denied(deny)} == {"BLOCK=64"}
     assert json.loads((tmp_path / "out").read_text())["faults"]
     # With the list nothing wrong is drawn, whatever the number.
     line = "law=oracle adapter=tests/autotuned.py:WrongAt64 lengths=40 key_dim=8 value_dim=8 backward=no tune="

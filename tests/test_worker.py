@@ -329,7 +329,7 @@ def test_functions_that_decide_whose_fault_a_hang_is_are_marked() -> None:
         Mark.ORACLE: (oracle_process.Beside._answer,),
     }
     for mark, functions in marks.items():
-        assert [each.__code__.co_name.partition(" ")[2] for each in functions] == [f"<{mark}>"] * len(functions)
+        assert [function.__code__.co_name.partition(" ")[2] for function in functions] == [f"<{mark}>"] * len(functions)
 
 
 @pytest.mark.parametrize(
@@ -520,12 +520,12 @@ def test_neighbouring_ranks_walk_a_set_in_different_orders(tmp_path: pathlib.Pat
     (tmp_path / "hashes.py").write_text("def say(question):\n    return {'hash': hash('a word')}\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)  # tox sets it
-    said = []
+    hashes = []
     for rank in ("0", "1", "2"):
         with Worker(environment={"RANK": rank, "CUDA_VISIBLE_DEVICES": ""}, serves="hashes:say") as worker:
-            said.append(worker.ask({})["hash"])
-    assert said[0] == said[2], "these are forked by one server"
-    assert said[0] != said[1]
+            hashes.append(worker.ask({})["hash"])
+    assert hashes[0] == hashes[2], "these are forked by one server"
+    assert hashes[0] != hashes[1]
 
 
 def test_close_twice_and_close_unused_do_nothing() -> None:
@@ -592,7 +592,7 @@ def test_worker_finds_modules_where_its_supervisor_does_and_in_the_same_order(tm
         "with Worker() as worker: print(worker.ask(Describe(sys.argv[2]))['error'])\n"
     )
     path = os.pathsep.join([str(tmp_path / "second"), str(ROOT)])
-    said = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-P", "-c", program, str(tmp_path / "first"), f"{adapter}:Kernel"],
         env={**os.environ, "PYTHONPATH": path},
         cwd=tmp_path,
@@ -600,14 +600,14 @@ def test_worker_finds_modules_where_its_supervisor_does_and_in_the_same_order(tm
         text=True,
         check=False,
     )
-    assert "RuntimeError: first" in said.stdout, said.stdout + said.stderr
+    assert "RuntimeError: first" in result.stdout, result.stdout + result.stderr
 
 
 def test_garbage_is_not_looked_for_while_modules_are_imported_and_is_afterwards() -> None:
-    kept = gc.get_freeze_count()
+    frozen_count = gc.get_freeze_count()
     with importing():
         assert not gc.isenabled()
     with pytest.raises(ModuleNotFoundError), importing():
         importlib.import_module("no_such_module")
     assert gc.isenabled()
-    assert gc.get_freeze_count() > kept
+    assert gc.get_freeze_count() > frozen_count

@@ -99,12 +99,15 @@ def test_every_class_with_a_letter_in_the_package_is_found_and_no_other() -> Non
     for path in FOLDER.glob("*.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
-                names = [target.id for each in node.body if isinstance(each, ast.Assign) for target in each.targets]  # type: ignore[attr-defined]
-                written[node.name] = ("letter" in names, {getattr(each, "id", getattr(each, "attr", "")) for each in node.bases})
+                names = [target.id for statement in node.body if isinstance(statement, ast.Assign) for target in statement.targets]  # type: ignore[attr-defined]
+                written[node.name] = (
+                    "letter" in names,
+                    {getattr(parent, "id", getattr(parent, "attr", "")) for parent in node.bases},
+                )
 
     def lettered(name: str) -> bool:
-        own, bases = written.get(name, (False, set()))
-        return own or any(lettered(each) for each in bases)
+        has_letter, bases = written.get(name, (False, set()))
+        return has_letter or any(lettered(parent) for parent in bases)
 
     assert set(animals()) == {name for name in written if lettered(name)}
     assert len(animals()) >= 66
@@ -420,9 +423,9 @@ def test_a_kill_is_shaded_the_darker_the_sooner() -> None:
 def asked(name: str, *several: str) -> list[list[bool]]:
     """Whether a suite accepts some animals, case by case: all are asked a case at a time, whose reference they share."""
     count = trials.answer({"suite": name})["cases"]
-    said = [[trials.answer({"suite": name, "animal": each, "case": index}) for each in several] for index in range(count)]
-    assert not [each for case in said for each in case if "error" in each]
-    return [[case[place]["accepted"] for case in said] for place in range(len(several))]
+    answers = [[trials.answer({"suite": name, "animal": animal, "case": index}) for animal in several] for index in range(count)]
+    assert not [answer for case in answers for answer in case if "error" in answer]
+    return [[case[place]["accepted"] for case in answers] for place in range(len(several))]
 
 
 @pytest.mark.parametrize("name", [name for name in SUITES if name != "assert-close"])

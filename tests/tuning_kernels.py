@@ -171,7 +171,7 @@ def deny(kernel: str, text: str, **fields: str) -> Denied:
 
 
 def check_texts_tell_configurations_apart() -> None:
-    def hook(given: dict[str, Any]) -> None: ...
+    def hook(arguments: dict[str, Any]) -> None: ...
 
     several = [
         (triton.Config({"BV": 32, "BK": 64}, num_warps=4, num_stages=2), "BK=64:BV=32:num_warps=4:num_stages=2"),
@@ -179,8 +179,8 @@ def check_texts_tell_configurations_apart() -> None:
         (triton.Config({}, num_ctas=2), "num_warps=4:num_stages=3:num_ctas=2"),
         (triton.Config({}, maxnreg=128), "num_warps=4:num_stages=3:maxnreg=128"),
         (triton.Config({}, pre_hook=hook), "num_warps=4:num_stages=3:pre_hook=hook"),
-        (triton.Config({}, pre_hook=lambda given: None), "num_warps=4:num_stages=3:pre_hook=%3Clambda%3E"),
-        (triton.Config({}, pre_hook=lambda given: 0), "num_warps=4:num_stages=3:pre_hook=%3Clambda%3E:nth=2"),
+        (triton.Config({}, pre_hook=lambda arguments: None), "num_warps=4:num_stages=3:pre_hook=%3Clambda%3E"),
+        (triton.Config({}, pre_hook=lambda arguments: 0), "num_warps=4:num_stages=3:pre_hook=%3Clambda%3E:nth=2"),
         (triton.Config({"P": "tf32 x3,a:b='1'"}), "P=tf32%20x3%2Ca%3Ab%3D%271%27:num_warps=4:num_stages=3"),
         (triton.Config({"P": ""}), "P=%:num_warps=4:num_stages=3"),
         (triton.Config({"P": tl.float16}), "P=fp16:num_warps=4:num_stages=3"),
@@ -189,9 +189,9 @@ def check_texts_tell_configurations_apart() -> None:
         (triton.Config({"P": "64"}), "P=64:num_warps=4:num_stages=3:nth=2"),
         (triton.Config({"P": -1}), "P=-1:num_warps=4:num_stages=3"),
     ]
-    named = autotune.offers([each for each, _ in several] + [several[0][0], triton.Config({"P": True})])
+    named = autotune.offers([configuration for configuration, _ in several] + [several[0][0], triton.Config({"P": True})])
     assert [*named] == [text for _, text in several]
-    assert all(named[text] is each for each, text in several)
+    assert all(named[text] is configuration for configuration, text in several)
     assert [autotune.check_config(text) for text in named] == [*named]
     assert [*autotune.offers([triton.Config({"P": [1]})])] == ["P=%5B1%5D:num_warps=4:num_stages=3"], "not hashed where it is alone"
 
@@ -254,11 +254,11 @@ def check_picks_decide() -> None:
 
 
 def check_wrong_pick_is_named() -> None:
-    said = refused(double_kernel, Policy(17, (("double_kernel", "BLOCK=48:num_warps=4:num_stages=2"),)))
-    assert said.startswith(
+    message = refused(double_kernel, Policy(17, (("double_kernel", "BLOCK=48:num_warps=4:num_stages=2"),)))
+    assert message.startswith(
         f"{HERE}double_kernel has no configuration BLOCK=48:num_warps=4:num_stages=2 among its 8; the nearest is "
     )
-    assert said.rpartition(" ")[2] in {config(block) for block in BLOCKS}, said
+    assert message.rpartition(" ")[2] in {config(block) for block in BLOCKS}, message
     near = config(32, 2).replace("stages=2", "stages=3")
     assert refused(double_kernel, Policy(17, (("double_kernel", near),))).endswith(f"the nearest is {config(32, 2)}")
 
@@ -309,7 +309,7 @@ def check_own_pruning_comes_first() -> None:
 
 
 def check_what_does_not_fit_is_left_out() -> None:
-    holds = Holds(double_kernel.fn, lambda given: {32, 128} if given["n"] < 1000 else {16})
+    holds = Holds(double_kernel.fn, lambda arguments: {32, 128} if arguments["n"] < 1000 else {16})
     kernel = Autotuner(holds, holds.arg_names, list(CONFIGS), ["n"], None, None)
     tune = next(tune for tune in range(99) if "BLOCK=64" in preference(ALL, tune, HERE + "double_kernel")[0])
     order = preference(ALL, tune, HERE + "double_kernel")
@@ -328,7 +328,7 @@ def check_what_does_not_fit_is_left_out() -> None:
 
 
 def check_nothing_fits() -> None:
-    holds = Holds(double_kernel.fn, lambda given: set())
+    holds = Holds(double_kernel.fn, lambda arguments: set())
     kernel = Autotuner(holds, holds.arg_names, list(CONFIGS), ["n"], None, None)
     for attempts in (8, 1):
         holds.asked.clear()
@@ -338,7 +338,7 @@ def check_nothing_fits() -> None:
 
 
 def check_other_errors_go_up() -> None:
-    def fail(given: dict[str, Any]) -> set[int]:
+    def fail(arguments: dict[str, Any]) -> set[int]:
         raise ZeroDivisionError("the compiler fell over")
 
     holds = Holds(double_kernel.fn, fail)
@@ -350,9 +350,9 @@ def check_other_errors_go_up() -> None:
 
 
 def check_hooks_are_tritons() -> None:
-    def zero(given: dict[str, Any]) -> None:
-        given["y"].zero_()
-        assert given["BLOCK"] in BLOCKS
+    def zero(arguments: dict[str, Any]) -> None:
+        arguments["y"].zero_()
+        assert arguments["BLOCK"] in BLOCKS
 
     x, seen = torch.ones(200), torch.zeros(1, dtype=torch.int32)
     cleared = [triton.Config({"BLOCK": block}, pre_hook=zero) for block in BLOCKS]
@@ -360,7 +360,7 @@ def check_hooks_are_tritons() -> None:
         (cleared, {}, [1, 1]),  # a configuration's own hook comes before every launch
         (list(CONFIGS), {"reset_to_zero": ["y"]}, [6, 7]),  # what cleans up after timing has nothing to clean up
         (list(CONFIGS), {"restore_value": ["y"]}, [6, 7]),
-        (list(CONFIGS), {"pre_hook": lambda given, reset_only=False: zero(given)}, [6, 7]),
+        (list(CONFIGS), {"pre_hook": lambda arguments, reset_only=False: zero(arguments)}, [6, 7]),
     ):
         for policy in (Policy(3), Policy(4)):
             kernel = triton.autotune(configs, key=["n"], **options)(add_kernel)
@@ -421,7 +421,7 @@ def check_timing_is_tritons() -> None:
 def check_drawn_runs_touch_no_cache() -> None:
     kernel, tried, seen = timed([16, 32, 64, 128], restore_value=["y"])
 
-    def touched(*given: Any) -> None:
+    def touched(*arguments: Any) -> None:
         raise AssertionError("the choices on disk were asked")
 
     kernel.cache_results, kernel.check_disk_cache = True, touched
@@ -499,7 +499,7 @@ def check_sweep_finds_what_is_wrong_in_one_configuration() -> None:
         for name, texts in used.items():
             covered[name].update(texts)
         if wrong:
-            found |= {pick for each in narrow(policy, fails) for pick in each.picks}
+            found |= {pick for culprit in narrow(policy, fails) for pick in culprit.picks}
     assert len(policies) == 8
     assert covered == {name: set(texts) for name, texts in lists.items()}
     assert found == {(names[0], config(64, 2)), (names[0], config(64)), (names[2], config(16, 4, 3))}, found
@@ -573,19 +573,19 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], tuple[str, ..
         ("picks_decide", "sweep_finds_what_is_wrong_in_one_configuration"),
     ),
     "nothing else is tried": (
-        instead(autotune._Active, "order", lambda self, *given: order(self, *given)[:1]),
+        instead(autotune._Active, "order", lambda self, *args: order(self, *args)[:1]),
         ("what_does_not_fit_is_left_out",),
     ),
     "what does not fit is forgotten": (
-        instead(autotune._Memory, "key", lambda *given: object()),
+        instead(autotune._Memory, "key", lambda *args: object()),
         ("what_does_not_fit_is_left_out", "nothing_fits"),
     ),
-    "what does not fit once never does": (instead(autotune._Memory, "key", lambda *given: ()), ("what_does_not_fit_is_left_out",)),
+    "what does not fit once never does": (instead(autotune._Memory, "key", lambda *args: ()), ("what_does_not_fit_is_left_out",)),
     "one deny-list's choices serve another": (
         instead(autotune, "_Memory", lambda: memory(caches=Shared())),
         ("denied_is_not_chosen",),
     ),
-    "denied on every GPU": (instead(Denied, "applies", lambda *given: True), ("denied_is_not_chosen",)),
+    "denied on every GPU": (instead(Denied, "applies", lambda *args: True), ("denied_is_not_chosen",)),
     "denied for kernels with the same end": (
         instead(autotune, "_named", lambda kernel, name: kernel.endswith(name)),
         ("denied_is_not_chosen", "picks_decide"),

@@ -42,8 +42,8 @@ def unprojected(ctx: Any, dy: Tensor) -> Gradients:
     return dy * rstd, None, None, None, None
 
 
-def drops_the_state(*given: Any) -> tuple[tuple[Tensor, ...], Tensor]:
-    tokens, dstate = RULE(*given)
+def drops_the_state(*arguments: Any) -> tuple[tuple[Tensor, ...], Tensor]:
+    tokens, dstate = RULE(*arguments)
     return tokens, torch.zeros_like(dstate)
 
 
