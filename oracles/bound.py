@@ -44,7 +44,7 @@ from torch import Tensor
 from oracles.operation import FLOATS, NAMES, Inputs, Operation, Port, checked_tensor, gradient_name, sequences
 from oracles.parts import Cut, Part
 from oracles.room import fitting
-from oracles.rounding import BITS, EXACT, Arithmetic
+from oracles.rounding import BITS, EXACT, FP16_STEP, SINGLE, Arithmetic
 
 RUNS = 4
 MORE = (4 * RUNS, 16 * RUNS)
@@ -178,14 +178,16 @@ def bounds(
         raise ValueError(f"chunk must be None or a whole number from 1 up, got {chunk!r}")
     operation.check(inputs)
     _check_cotangents(cotangents)
-    dtypes = _dtype(operation, inputs), _dtype(operation, inputs, "gate")
+    dtypes = {kind: _dtype(operation, inputs, kind) for kind in ("input", "gate", "state")}
     inputs, cotangents = _wide(operation, inputs), cotangents and {name: tensor.double() for name, tensor in cotangents.items()}
     if made is None:
         exact = {name: runs[0] for name, runs in _evaluate(operation, inputs, cotangents, Arithmetic.exact()).items()}
     else:
         exact = {name: bound.value for name, bound in made.items()}
     chunks = CHUNKS if algorithm == "chunkwise" and chunk is None else (chunk,)
-    plain = Arithmetic.of(algorithm, dtypes[0], products)
+    plain = Arithmetic.of(algorithm, dtypes["input"], products)
+    pool = BITS[dtypes["state"]]
+    plain = dataclasses.replace(plain, gate=BITS[dtypes["gate"]], pool=pool if pool < SINGLE else EXACT)
     if stores and algorithm == "recurrent":
         plain = dataclasses.replace(plain, summed_again=plain.output)
     if folds and algorithm == "chunkwise":
@@ -277,14 +279,14 @@ class _Disturbed:
         cotangents: dict[str, Tensor] | None,
         exact: dict[str, Tensor],
         *,
-        dtypes: tuple[str, str],
+        dtypes: dict[str, str],
         chunks: Sequence[int | None],
         plain: Arithmetic,
         total: int,
     ) -> None:
-        self.operation, self.inputs, self.exact, self.dtype, self.chunks = operation, inputs, exact, dtypes[0], chunks
+        self.operation, self.inputs, self.exact, self.dtypes, self.chunks = operation, inputs, exact, dtypes, chunks
         self.runs = total if len(chunks) == 1 else total // 2
-        self.plain = dataclasses.replace(plain, gate=BITS[dtypes[1]], first=1, runs=self.runs)
+        self.plain = dataclasses.replace(plain, first=1, runs=self.runs)
         self.given = inputs, cotangents, exact
         self.coarse = total in MORE and plain.narrow
         self.ports = {port.name: port for port in (*operation.outputs, *operation.gradients())}
@@ -330,8 +332,9 @@ class _Disturbed:
             squares = list(torch._foreach_maximum(squares, torch._foreach_mul(coarse, 0.25)))
         for (name, value), square in zip(self.exact.items(), squares, strict=True):
             port = self.ports[name]
-            step = plain.step if port.dtype == "input" or plain.stored == plain.output else 0.0
-            ulp = 2.0 ** (1 - BITS[self.dtype if port.dtype == "input" else "fp32"])
+            dtype = self.dtypes[port.dtype] if port.dtype in ("input", "state") else "fp32"
+            step = plain.step if port.dtype == "input" or plain.stored == plain.output else FP16_STEP * (dtype == "fp16")
+            ulp = 2.0 ** (1 - BITS[dtype])
             rows.append(Rows(port, value, square, ulp, step))
         lengths = sequences(self.inputs, self.operation.inputs[0].name) if any(tensor.along_tokens for tensor in rows) else []
         return dict(zip(self.exact, allowances(rows, lengths), strict=True))

@@ -4,10 +4,15 @@ Request n reads its state from slot slots[n] of the pool, and writes it back the
 keep every bit. A slot equal to `padding` (-1; 0 in vLLM, where slot 0 belongs to no request) marks a padding request: it reads a
 state of zeros and writes nothing. Its output rows mean nothing; here they are zeros.
 
+The rule is the gated delta rule or KDA. As in oracles/gated_delta.py, a kernel may compute the gate and beta itself. States may be
+stored in half precision. Every state that is written back is then rounded to that precision, once for each call.
+
 Two optional inputs say more about each request. `has_initial_state` is 0 if the request begins: it then starts from zeros, whatever
 an earlier request left in its slot. `accepted` is for a draft that was verified: how many of the request's tokens are kept. The
 outputs are those of all its tokens, but the state that is written back is the one after the accepted tokens.
 """
+
+import functools
 
 import torch
 from torch import Tensor
@@ -16,30 +21,36 @@ from oracles import gated_delta
 from oracles.operation import Inputs, Operation, Port, at_least_one, finite_scale, flag, grouped_heads, sequence_count, sequences
 from oracles.rounding import Arithmetic
 
+TOKENS = ("q", "k", "v", "g", "beta", "a", "b")
+_PARAMETERS = ("A_log", "dt_bias")
 
-def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
+
+def forward(x: Inputs, arithmetic: Arithmetic, rule: Operation) -> dict[str, Tensor]:
     """Return o [runs, B, T, HV, V], and the pool [runs, P, HV, K, V] after the call.
 
-    x has the inputs of oracles/gated_delta.py's forward, but in place of the state `pool` [P, HV, K, V] and `slots` [N], one for
-    each sequence. A sequence is a request: there are B of them or, with `cu_seqlens`, as many as it names. has_initial_state [N]
-    and accepted [N] may be None.
+    x has the inputs of the rule, but in place of the state `pool` [P, HV, K, V] and `slots` [N], one for each sequence. A sequence
+    is a request: there are B of them or, with `cu_seqlens`, as many as it names. has_initial_state [N] and accepted [N] may be
+    None.
     """
     slots = x.slots[0].long()
     named = slots != x.padding
     read = named if x.get("has_initial_state") is None else named & (x.has_initial_state[0] == 1)
     lengths = torch.tensor(sequences(Inputs(cu_seqlens=x.get("cu_seqlens"), v=x.v[0]), "v"), dtype=torch.int64, device=slots.device)
-    rows = named.repeat_interleave(lengths).reshape(*x.v.shape[1:3], 1)
+    rows = named.repeat_interleave(lengths).reshape(x.v.shape[1:3])
     # The tokens of a padding request, and slot 0 that stands in for its slot, may hold anything, even NaN; `where` drops it.
-    tokens = {name: x[name].where(rows if x[name].ndim == 4 else rows.unsqueeze(-1), 0.0) for name in ("q", "k", "v", "g", "beta")}
+    tokens = {
+        name: x[name].where(rows.reshape(*rows.shape, *[1] * (x[name].ndim - 3)), 0.0) for name in TOKENS if x.get(name) is not None
+    }
     state = None
     if x.pool.shape[1]:
         state = x.pool.index_select(1, slots.where(named, 0)).where(read.reshape(-1, 1, 1, 1), 0.0)
-    call = Inputs(**tokens, state=state, cu_seqlens=x.get("cu_seqlens"), scale=x.get("scale"), qk_norm=x.get("qk_norm", False))
-    results = gated_delta.forward(call, arithmetic)
+    options = {name: x[name] for name in (*_PARAMETERS, "cu_seqlens", "scale", "qk_norm", "allow_neg_eigval") if name in x}
+    call = Inputs(**tokens, **options, state=state)
+    results = rule.forward(call, arithmetic)
     final = results["final_state"]
     if x.get("accepted") is not None:
-        final = gated_delta.forward(_first(call, lengths, x.accepted[0].long()), arithmetic)["final_state"]
-    return {"o": results["o"], "pool": x.pool.index_copy(1, slots[named], final[:, named])}
+        final = rule.forward(_first(call, lengths, x.accepted[0].long()), arithmetic)["final_state"]
+    return {"o": results["o"], "pool": x.pool.index_copy(1, slots[named], arithmetic.in_pool(final[:, named]))}
 
 
 def _first(call: Inputs, lengths: Tensor, counts: Tensor) -> Inputs:
@@ -47,7 +58,7 @@ def _first(call: Inputs, lengths: Tensor, counts: Tensor) -> Inputs:
     starts = lengths.cumsum(0) - lengths
     place = torch.arange(int(lengths.sum()), device=lengths.device) - starts.repeat_interleave(lengths)
     indices = torch.nonzero(place < counts.repeat_interleave(lengths)).squeeze(-1)
-    tokens = {name: call[name].flatten(1, 2).index_select(1, indices).unsqueeze(1) for name in ("q", "k", "v", "g", "beta")}
+    tokens = {name: call[name].flatten(1, 2).index_select(1, indices).unsqueeze(1) for name in TOKENS if name in call}
     return call.replaced(**tokens, cu_seqlens=torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
 
 
@@ -86,31 +97,36 @@ def no_more_than_drafted(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa
         raise ValueError(f"accepted must be in 0..its tokens for each request, of {lengths} tokens, got {values}")
 
 
-DECODE = Operation(
-    "decode",
-    (
-        Port("q", "B T H K"),
-        Port("k", "B T H K"),
-        Port("v", "B T HV V"),
-        Port("g", "B T HV", "gate", scalar_rows=True),
-        Port("beta", "B T HV", scalar_rows=True),
-        Port("pool", "P HV K V", "fp32"),
-        Port("slots", "N", "index"),
-        Port("has_initial_state", "N", "index", optional=True),
-        Port("accepted", "N", "index", optional=True),
-    ),
-    (Port("o", "B T HV V"), Port("pool", "P HV K V", "fp32")),
-    forward,
-    (
-        at_least_one("H", "HV", "K", "V"),
-        grouped_heads,
-        finite_scale,
-        flag("qk_norm"),
-        one_slot_a_request,
-        known_beginnings,
-        no_more_than_drafted,
-    ),
-    ("scale", "qk_norm", "padding", "block_v"),
-    parallel=("H", "HV"),
-    classes=("chunkwise", "recurrent"),
-)
+@functools.cache
+def decode(rule: str = "gated_delta_rule", *, gate: bool = False, beta: bool = False) -> Operation:
+    """Return decode with a rule that may compute its gate, its beta, or both inside. ValueError as from `in_kernel`."""
+    inner = gated_delta.in_kernel(rule, gate=gate, beta=beta)
+    inside = " and ".join(["its gate"] * gate + ["beta"] * beta)
+    return Operation(
+        ("decode" if rule == "gated_delta_rule" else f"decode of {rule}") + (f" with {inside} in the kernel" if inside else ""),
+        (
+            *(port for port in inner.inputs if port.name != "state"),
+            Port("pool", "P HV K V", "state"),
+            Port("slots", "N", "index"),
+            Port("has_initial_state", "N", "index", optional=True),
+            Port("accepted", "N", "index", optional=True),
+        ),
+        (Port("o", "B T HV V"), Port("pool", "P HV K V", "state")),
+        functools.partial(forward, rule=inner),
+        (
+            at_least_one("H", "HV", "K", "V"),
+            grouped_heads,
+            finite_scale,
+            flag("qk_norm"),
+            *(flag("allow_neg_eigval"),) * beta,
+            one_slot_a_request,
+            known_beginnings,
+            no_more_than_drafted,
+        ),
+        ("scale", "qk_norm", *("allow_neg_eigval",) * beta, "padding", "block_v"),
+        parallel=("H", "HV"),
+        classes=("chunkwise", "recurrent"),
+    )
+
+
+DECODE = decode()

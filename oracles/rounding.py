@@ -51,13 +51,13 @@ class Arithmetic:
     exact, and others, or only runs that round. `last` is the number of the last run of the call if these are not all its runs. The
     numbers of a rounding run do not depend on the other rounding runs that are evaluated with it.
 
-    Precisions are significand bits. `stored` is for stored intermediates and for computed operands. `product` is what products and
-    sums in float32 keep; it is 53 (EXACT) where operands are coarser and hide the errors of the sums. `output` is for the inputs'
-    dtype, and `step` is its subnormal step where that matters. `gate` is for the gate's dtype. `algorithm` is the class, and
-    `chunk` the number of tokens in its chunks, if known. `inverse` is for the products that compute (I + A)^-1 where these keep few
-    bits: TF32 may be used for them whatever dtype the inputs have. `summed_again` is for corrected values from which a backward
-    sums its states again, if it does. `folds` says that the algorithm multiplies a decay into operands even if all channels share
-    this decay.
+    Precisions are significand bits. `stored` is for stored intermediates and for computed operands. `product` is what products
+    and sums in float32 keep; it is 53 (EXACT) where operands are coarser and hide the errors of the sums. `output` is for the
+    inputs' dtype, and `step` is its subnormal step where that matters. `gate` is for the gate's dtype, and `pool` for that of a
+    pool's states if it is narrower than float32. `algorithm` is the class, and `chunk` the number of tokens in its chunks, if
+    known. `inverse` is for the products that compute (I + A)^-1 where these keep few bits: TF32 may be used for them whatever
+    dtype the inputs have. `summed_again` is for corrected values from which a backward sums its states again, if it does.
+    `folds` says that the algorithm multiplies a decay into operands even if all channels share this decay.
     """
 
     runs: int
@@ -66,6 +66,7 @@ class Arithmetic:
     output: int
     step: float = 0.0
     gate: int = EXACT
+    pool: int = EXACT
     algorithm: str = "exact"
     chunk: int | None = None
     first: int = 0
@@ -162,6 +163,10 @@ class Arithmetic:
         """Return x as held in float32, the sum of `depth` terms; its cotangent is held in the same way."""
         bits = summed(depth)
         return self._round(x, place, bits, bits, 0.0)
+
+    def in_pool(self, x: Tensor) -> Tensor:
+        """Return states as they are stored in a pool."""
+        return self._round(x, "pool", self.pool, EXACT, FP16_STEP if self.pool == BITS["fp16"] else 0.0)
 
     def drift(self, x: Tensor, place: str) -> Tensor:
         """Return, for each run, float32 errors of numbers x [..., T, K] that are carried through T steps, as fractions of x.

@@ -1,6 +1,7 @@
 """Laws that several books share: those of rules, of the other operations of a layer, and of whole layers."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -303,7 +304,15 @@ def strides(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def view(x: Tensor, how: str) -> Tensor:
-    """Return x in other strides, with NaN around it in memory; `expanded` repeats its first head (or token) with stride 0."""
+    """Return x in other strides, with NaN around it in memory; `expanded` repeats its first head (or token) with stride 0.
+
+    `fused` is for x [B, T, ...]: each token's numbers lie together, as a part of one wide tensor of tokens.
+    """
+    if how == "fused":
+        wide = x.new_full((*x.shape[:2], math.prod(x.shape[2:]) + 8), float("nan"))
+        wide[:, :, 2:-6] = x.flatten(2)
+        fused: Tensor = wide[:, :, 2:-6].unflatten(2, x.shape[2:])
+        return fused
     if how == "transposed":
         return banded(x.transpose(-1, -2), 1).transpose(-1, -2) if x.ndim > 1 else x
     if how == "expanded":

@@ -139,7 +139,7 @@ def with_key(law: Law, domain: Any, example: Example, entry: Any, number: int) -
     words = {}
     for name in case.KEYS:
         value, other = getattr(case, name), getattr(entry, name)
-        regime = name in ABSENT or (isinstance(case, Case) and name == "beta")
+        regime = name in ABSENT or (isinstance(case, Case | PoolCase) and name == "beta")
         words[name] = value if regime and _compiled(name, value, entry) == _compiled(name, other, entry) else other
     try:
         fitted = dataclasses.replace(case, **words)
@@ -211,6 +211,8 @@ def _compiled(name: str, value: Any, beside: Any) -> Any:
         return value != ABSENT[name]
     if name == "offsets" and not beside.packed:
         return None
+    if isinstance(beside, PoolCase):
+        beside = beside.call()
     if isinstance(beside, Case):
         if name == "beta":
             return beside.beta_inside and value == "two"

@@ -2,15 +2,19 @@
 
 import dataclasses
 import random
+from collections.abc import Callable
 from typing import Any
 
 from hypothesis import strategies as st
 
-from properties.cases.pool_case import BLOCK_SIZES, FREE, PADDING_SLOTS, PoolCase
+from oracles.operation import DTYPES
+from properties.cases.pool_case import BLOCK_SIZES, FREE, PADDING_SLOTS, RULES, PoolCase
 from properties.cases.rule_case import BETAS, GATES
-from properties.domain import Domain
+from properties.domain import VIEWS, Domain
 from properties.strategies import EDGES, HEADS, widths
 
+LAYOUTS = ("kv", "vk")
+POOL_VIEWS = (*VIEWS, "fused")
 EVERY_RULE = Domain(backward=False)
 
 
@@ -24,6 +28,11 @@ class PoolDomain:
     `accepts` whether it can keep the state after a part of a draft. `in_place` says that it returns the pool that it was given.
     `blocks` are the numbers of value channels that it can be told to process at a time.
 
+    `layout` is the order of a state's axes in memory, "kv" or "vk". The pool in a call always has the shape [P, HV, K, V], and its
+    memory lies in the order of `layout`, so an adapter transposes the pool without a copy. `state_dtypes` are the dtypes of the
+    pool. `apart` says whether slots may lie apart from each other in memory, and `views` which strides the inputs may have, if
+    `rule.views` is True: the views of `Domain`, and "fused" for tokens that lie side by side in one tensor with others.
+
     ValueError for a field outside its choices or range.
     """
 
@@ -36,18 +45,26 @@ class PoolDomain:
     accepts: bool = True
     in_place: bool = True
     blocks: tuple[int, ...] = ()
+    layout: str = "kv"
+    state_dtypes: tuple[str, ...] = ("fp32",)
+    apart: bool = True
+    views: tuple[str, ...] = POOL_VIEWS
 
     def __post_init__(self) -> None:
         if self.operation != "decode":
             raise ValueError(f"operation must be decode, got {self.operation!r}")
-        if not isinstance(self.rule, Domain) or self.rule.operation != "gated_delta_rule" or not self.rule.initial_state:
-            raise ValueError(f"rule must be a Domain of gated_delta_rule with an initial state, got {self.rule!r}")
+        if not isinstance(self.rule, Domain) or self.rule.operation not in RULES or not self.rule.initial_state:
+            raise ValueError(f"rule must be a Domain of {' or '.join(RULES)} with an initial state, got {self.rule!r}")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}")
         if not isinstance(self.most_tokens, int) or self.most_tokens < 1:
             raise ValueError(f"most_tokens must be at least 1, got {self.most_tokens!r}")
         tuples: tuple[tuple[str, tuple[Any, ...], int], ...] = (
             ("padding_slots", PADDING_SLOTS, 0),
             ("indices", ("int64", "int32"), 1),
             ("blocks", BLOCK_SIZES, 0),
+            ("state_dtypes", tuple(DTYPES), 1),
+            ("views", POOL_VIEWS, 1),
         )
         for name, choices, least in tuples:
             values = getattr(self, name)
@@ -67,6 +84,7 @@ class PoolDomain:
             (self.fresh or case.fresh == "none", f"fresh={case.fresh}: starting from zeros is not supported"),
             (self.accepts or case.accepted == "all", f"accepted={case.accepted}: keeping part of a draft is not supported"),
             (case.block_v in self.block_choices, f"block_v={case.block_v} is not among {', '.join(self.block_choices)}"),
+            (case.state_dtype in self.state_dtypes, f"state_dtype={case.state_dtype} is not among {', '.join(self.state_dtypes)}"),
         )
         return next((reason for inside, reason in checks if not inside), None) or self.rule.outside(case.call())
 
@@ -178,4 +196,19 @@ def pool_cases(
         indices=field("indices", domain.indices),
         seed=chance.randrange(2**16),
         block_v=field("block_v", domain.block_choices),  # drawn last, so that other fields do not depend on having a choice
+        rule=rule.operation,
+        **_of_kernel(field, domain),
     )
+
+
+def _of_kernel(field: Callable[[str, tuple[Any, ...]], Any], domain: PoolDomain) -> dict[str, Any]:
+    """Draw what few kernels leave open: what of gate and beta they compute, and the dtype of states."""
+    rule, words = domain.rule, dict[str, Any]()
+    if rule.in_kernel != ("none",):
+        words["in_kernel"] = field("in_kernel", rule.in_kernel)
+        words["dt_bias"] = (
+            field("dt_bias", (True, True, False) if rule.dt_bias else (True,)) if words["in_kernel"] in ("gate", "both") else True
+        )
+    if domain.state_dtypes != ("fp32",):
+        words["state_dtype"] = field("state_dtype", domain.state_dtypes)
+    return words

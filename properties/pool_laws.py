@@ -15,9 +15,8 @@ from oracles.bound import Bound
 from oracles.operation import Inputs
 from properties.cases.pool_case import PoolCase
 from properties.common_laws import bytes_of, view
-from properties.domain import VIEWS
 from properties.laws import Bench, Blind, Law, Pair, Results, examples_of, present, spread, visible
-from properties.pool_domain import PoolDomain, pool_cases
+from properties.pool_domain import POOL_VIEWS, PoolDomain, pool_cases
 from properties.strategies import REMEMBERING, Example, widths
 
 POISON = ("nan", "random")
@@ -81,8 +80,21 @@ def _equal(got: Results, want: Results, meant: dict[str, Tensor], what: str) -> 
 
 
 def _bits(x: Tensor) -> Tensor:
-    """Return the bits of float32 numbers as integers, those of NaN included."""
-    return x.contiguous().view(torch.int32)
+    """Return the bits of numbers as integers, those of NaN included."""
+    return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
+
+
+def _shaped(memory: Tensor, pool: Tensor, domain: PoolDomain) -> Tensor:
+    """Return memory [..., HV * K * V] as states [..., HV, K, V] in the domain's layout."""
+    heads, keys, values = pool.shape[1:]
+    shape = (heads, values, keys) if domain.layout == "vk" else (heads, keys, values)
+    states: Tensor = memory.unflatten(-1, shape)
+    return states.mT if domain.layout == "vk" else states
+
+
+def _flat(pool: Tensor, domain: PoolDomain) -> Tensor:
+    """Return the numbers of each slot [P, HV * K * V] in the order of the domain's layout."""
+    return (pool.mT if domain.layout == "vk" else pool).flatten(1)
 
 
 def _begins(case: PoolCase) -> list[bool]:
@@ -107,13 +119,13 @@ def _untouched(bench: Bench, example: Example) -> Iterator[Pair]:
     """
     case = example.case
     inputs, free = case.inputs(), ~_slots(case)
-    size, pool = inputs.pool[0].numel(), inputs.pool.flatten()
-    guard = dataclasses.replace(case, spare=case.spare + 2).filled("nan").flatten()[: 2 * size]
-    memory = torch.cat([guard[:size], pool, guard[size:]])
+    domain: PoolDomain = bench.domain  # type: ignore[assignment]
+    guard = dataclasses.replace(case, spare=case.spare + 2).filled("nan")[:2].flatten(1)
+    memory = torch.cat([guard[:1], _flat(inputs.pool, domain), guard[1:]])
     before = _bits(memory).clone()
-    got = bench.run(inputs.replaced(pool=memory[size:-size].view(inputs.pool.shape)), None)
+    got = bench.run(inputs.replaced(pool=_shaped(memory[1:-1], inputs.pool, domain)), None)
     yield "pool, bits of slots that nobody names", _at(_bits(got["pool"]), free), _at(_bits(inputs.pool), free)
-    for name, where in (("before", slice(size)), ("behind", slice(-size, None))):
+    for name, where in (("before", slice(1)), ("behind", slice(-1, None))):
         yield f"memory {name} the pool", _bits(memory)[where], before[where]
 
 
@@ -183,7 +195,8 @@ def _tokens(case: PoolCase, inputs: Inputs, start: int, stop: int) -> tuple[Inpu
 def _accept(bench: Bench, example: Example) -> Iterator[Pair]:
     """The state after k tokens is the same if they come one at a time, at once, or as the kept part of a draft.
 
-    The other tokens then continue from that state. Blind if the state after k - 1 tokens would stay within the tolerance.
+    The other tokens then continue from that state. A state in half precision is rounded after every call, so there each call is
+    judged by what follows from the state before it. Blind if the state after k - 1 tokens would stay within the tolerance.
     """
     case, at = example.case, example.at
     assert at is not None
@@ -193,18 +206,24 @@ def _accept(bench: Bench, example: Example) -> Iterator[Pair]:
     fewer = bench.truth(_tokens(case, inputs, 0, at - 1)[0], None)["pool"] if at > 1 else inputs.pool.double()
     if not visible({"pool": _at(fewer, meant["pool"])}, {"pool": _limited(after["pool"], meant["pool"])}):
         raise Blind("the state after one token less would not show")
-    named = {"pool": meant["pool"]}
+    named, narrow = {"pool": meant["pool"]}, case.state_dtype != "fp32"
     yield from _judged(bench.run(first, None), after, named, f" after {at} tokens at once")
     whole = bench.bounds(inputs, None)
     o, step = torch.zeros_like(inputs.v), {"pool": inputs.pool}
     for start, stop in [*((token, token + 1) for token in range(at)), (at, max(case.lengths))]:
         if start < stop:
             part, index = _tokens(case, inputs, start, stop)
-            step = bench.run(part.replaced(pool=step["pool"]), None)
+            part = part.replaced(pool=step["pool"])
+            step = bench.run(part, None)
             o.flatten(0, 1)[index] = step["o"].flatten(0, 1)
-        if stop == at:
+            if narrow:
+                rows = meant["o"].flatten()[index].reshape(step["o"].shape[:2])
+                what = f" of tokens {start} to {stop - 1} in a call of their own"
+                yield from _judged(step, bench.bounds(part, None), {"o": rows, **named}, what)
+        if stop == at and not narrow:
             yield from _judged(step, after, named, f" after {at} tokens one at a time")
-    yield from _judged({"o": o, "pool": step["pool"]}, whole, meant, f" going on after {at} tokens")
+    if not narrow:
+        yield from _judged({"o": o, "pool": step["pool"]}, whole, meant, f" going on after {at} tokens")
     if bench.domain.accepts:  # type: ignore[attr-defined]
         accepted = torch.tensor([min(at, length) for length in case.lengths], dtype=inputs.slots.dtype)
         draft = inputs.replaced(accepted=accepted)
@@ -293,17 +312,25 @@ def _half(bound: Bound) -> Bound:
 
 
 def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
-    """Inputs in other strides, and memory between the pool's slots, as if states of many layers shared one allocation."""
-    case = example.case
+    """Inputs in other strides, and memory between the pool's slots, as if states of many layers shared one allocation.
+
+    Where slots may not lie apart, the memory is only before and behind the pool.
+    """
+    case, domain = example.case, bench.domain
+    assert isinstance(domain, PoolDomain)
     inputs, meant = case.inputs(), _meant(case)
-    memory = torch.full((case.slots, 3, *inputs.pool.shape[1:]), torch.nan)
-    memory[:, 1] = inputs.pool
-    between = _bits(memory[:, ::2]).clone()
+    flat = _flat(inputs.pool, domain)
+    memory = flat.new_full((case.slots, 3, flat.shape[1]) if domain.apart else (3, *flat.shape), torch.nan)
+    slots = memory.unbind(1 if domain.apart else 0)[1].copy_(flat)
+    others = memory[:, ::2] if domain.apart else memory[::2]
+    between = _bits(others).clone()
     names = present(case.spec, inputs, "B", "T")
-    there = inputs.replaced(pool=memory[:, 1], **{name: view(inputs[name], example.variant or "") for name in names})
+    there = inputs.replaced(
+        pool=_shaped(slots, inputs.pool, domain), **{name: view(inputs[name], example.variant or "") for name in names}
+    )
     bounds = bench.bounds(there, None)
     yield from _judged(bench.run(there, None), bounds, meant, f" from {example.variant} inputs")
-    yield "memory between slots", _bits(memory[:, ::2]), between
+    yield "memory between slots", _bits(others), between
 
 
 def _pure(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -456,10 +483,10 @@ POOL_LAWS: dict[str, Law] = {
             "strides",
             "truth",
             "tokens may lie in memory in any strides, and slots apart from each other",
-            lambda domain: examples_of(pool_cases(domain, most=8), None, VIEWS),
+            lambda domain: examples_of(pool_cases(domain, most=8), None, domain.views),
             _strides,
             lambda domain: None if domain.rule.views else "views is not supported",
-            variants=VIEWS,
+            variants=POOL_VIEWS,
         ),
         Law(
             "pure",

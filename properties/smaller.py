@@ -57,7 +57,9 @@ SIMPLEST_POOL: dict[str, tuple[Any, ...]] = {
     "padding_slot": ("-1",),
     "free": ("zero", "random"),
     "indices": ("int64",),
-    **{name: values for name, values in SIMPLEST.items() if name not in ("state", "backward", "in_kernel", "dt_bias")},
+    "rule": ("gated_delta_rule",),
+    "state_dtype": ("fp32",),
+    **{name: values for name, values in SIMPLEST.items() if name not in ("state", "backward")},
     "state": ("zero",),
 }
 SIMPLEST_MODULE: dict[str, tuple[Any, ...]] = {

@@ -518,11 +518,20 @@ CASES = {
     "decode": [
         f"{PACKED} {HEADS} fresh=some accepted=some block_v=8 offsets=int32 indices=int32 scale=one",
         f"{PACKED} fresh=some accepted=some gate_dtype=input",
+        f"{PACKED} {HEADS} in_kernel=INSIDE state_dtype=bf16",
+        f"{PACKED} {HEADS} in_kernel=INSIDE dt_bias=no state_dtype=fp16",
         ONE,
     ],
     "gdn_layer": [f"{PACKED} {HEADS} conv_bias=yes cached=yes state=random offsets=int32", PACKED, ONE],
 }
-DTYPES = {"input": torch.bfloat16, "float32": torch.float32, "int64": torch.int64, "int32": torch.int32}
+DTYPES = {
+    "input": torch.bfloat16,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+}
 SINGLE_PROCESS = [
     pytest.param(book, operation, id=f"{book.name}-{operation}")
     for book in BOOKS

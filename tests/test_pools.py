@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from oracles.bound import bounds, truth
-from oracles.decode import DECODE
+from oracles.decode import DECODE, decode
+from oracles.gates import log_decay
 from oracles.operation import Inputs
+from oracles.rounding import Arithmetic
 from properties.books import book_for, book_of
 from properties.cases.pool_case import BLOCK_SIZES, PoolCase
 from properties.cases.rule_case import VALUES
@@ -69,6 +71,41 @@ def test_line_rebuilds_the_call_to_the_bit() -> None:
     assert not torch.equal(bits(one.pool), bits(other.pool))
 
 
+INSIDE = PoolCase.parse(
+    "op=decode lengths=3+1+2 packed=yes value_heads=2 key_dim=8 value_dim=12 dtype=bf16 gate=mixed beta=two state=random spare=2 "
+    "free=nan padded=some rule=kda in_kernel=both dt_bias=no state_dtype=bf16 seed=3"
+)
+
+
+def test_line_says_the_rule_what_the_kernel_computes_and_the_dtype_of_states() -> None:
+    inputs = INSIDE.inputs()
+    assert PoolCase.parse(str(INSIDE)) == INSIDE
+    assert inputs.g is inputs.beta is inputs.dt_bias is None
+    assert inputs.allow_neg_eigval
+    assert inputs.a.shape == (1, 6, 2, 8)
+    assert inputs.pool.dtype == torch.bfloat16
+    INSIDE.spec.check(inputs)
+    free = [slot for slot in range(INSIDE.slots) if slot not in INSIDE.slot_of]
+    assert len(set(inputs.pool[free].view(torch.int16).flatten().tolist())) > 120, "nearly all 128 quiet NaN"
+    named = [slot for slot, real in zip(INSIDE.slot_of, INSIDE.real, strict=True) if real]
+    want = decode("kda").forward(
+        Inputs(
+            **{name: inputs[name].double().unsqueeze(0) for name in ("q", "k", "v", "pool")},
+            g=log_decay(Inputs(a=inputs.a.double().unsqueeze(0), A_log=inputs.A_log.double().unsqueeze(0)), Arithmetic.exact()),
+            beta=2 * inputs.b.double().sigmoid().unsqueeze(0),
+            slots=inputs.slots.unsqueeze(0),
+            padding=-1,
+            cu_seqlens=inputs.cu_seqlens,
+        ),
+        Arithmetic.exact(),
+    )
+    got = truth(INSIDE.spec, inputs)
+    torch.testing.assert_close(got["pool"][named], want["pool"][0, named])
+    limit = bounds(INSIDE.spec, inputs, None, "recurrent")["pool"]
+    ulps = limit.allowed[named] / torch.linalg.vector_norm(got["pool"][named], dim=-1)
+    assert 2**-8 < float(ulps.median()) < 2**-4, "a state is rounded to bf16 once"
+
+
 def test_drawn_calls_are_legal_and_slots_are_each_somebodys() -> None:
     count = 0
 
@@ -119,7 +156,7 @@ REFUSED = {
     "lengths=1 padding_slot=1": "padding_slot must be one of -1, 0, got '1'",
     "lengths=1 values=one_hot": f"values must be one of {', '.join(kind for kind in VALUES if kind != 'one_hot')}, got 'one_hot'",
     "lengths=1 free=inf": "free must be one of zero, random, nan, got 'inf'",
-    "lengths=1 block_v=4": "block_v must be one of default, 8, 16, 32, 64, got '4'",
+    "lengths=1 block_v=5": "block_v must be one of default, 4, 8, 16, 32, 64, got '5'",
     "lengths=1 backward=yes": "unknown word 'backward'",
 }
 
@@ -306,13 +343,16 @@ def test_domain_says_why_a_case_is_outside(domain: PoolDomain, line: str, reason
     ("wrong", "message"),
     [
         ({"operation": "conv"}, "operation must be decode, got 'conv'"),
-        ({"rule": Domain(initial_state=False)}, "rule must be a Domain of gated_delta_rule with an initial state"),
-        ({"rule": Domain(operation="kda")}, "rule must be a Domain of gated_delta_rule with an initial state"),
+        ({"rule": Domain(initial_state=False)}, "rule must be a Domain of gated_delta_rule or kda with an initial state"),
+        ({"rule": Domain(operation="delta_rule")}, "rule must be a Domain of gated_delta_rule or kda with an initial state"),
+        ({"layout": "v_first"}, "layout must be one of kv, vk, got 'v_first'"),
+        ({"state_dtypes": ()}, r"state_dtypes must be a tuple of some of fp32, bf16, fp16, got \(\)"),
+        ({"views": ("sideways",)}, r"views must be a tuple of some of sliced, .*, fused, got \('sideways',\)"),
         ({"most_tokens": 0}, "most_tokens must be at least 1, got 0"),
         ({"padding_slots": ("1",)}, r"padding_slots must be a tuple of some of -1, 0, got \('1',\)"),
         ({"indices": ()}, r"indices must be a tuple of some of int64, int32, got \(\)"),
-        ({"blocks": (8, 24)}, r"blocks must be a tuple of some of 8, 16, 32, 64, got \(8, 24\)"),
-        ({"blocks": 8}, r"blocks must be a tuple of some of 8, 16, 32, 64, got 8"),
+        ({"blocks": (8, 24)}, r"blocks must be a tuple of some of 4, 8, 16, 32, 64, got \(8, 24\)"),
+        ({"blocks": 8}, r"blocks must be a tuple of some of 4, 8, 16, 32, 64, got 8"),
     ],
 )
 def test_domain_refuses_what_it_cannot_be(wrong: dict[str, Any], message: str) -> None:
@@ -376,6 +416,13 @@ def test_every_request_padding_is_blind_but_for_the_laws_of_padding() -> None:
 
 
 KILLED_BY = {
+    pools.DecodesWithoutBias: Kill("oracle", 2),
+    pools.DecodesLinearGates: Kill("oracle"),
+    pools.DecodesFirstSpeed: Kill("oracle"),
+    pools.DecodesKdaAsOneDecay: Kill("oracle", 2),
+    pools.HalfStatesByHalf: Kill("oracle"),
+    pools.TransposesByCopy: Kill("oracle"),
+    pools.TokensSideBySide: Kill("strides", 2),
     pools.PromptForgetsPrefix: Kill("oracle", 2, 1),
     pools.IgnoresBeginnings: Kill("fresh", 0, 1),
     pools.BeginsByZeroTimes: Kill("fresh", 0, 1),
@@ -622,7 +669,7 @@ def test_kernel_is_right_in_every_block_and_is_launched_in_it(spec: str, broken:
     outcome = Outcome.from_json(answer)
     assert outcome.verdict is (Verdict.BROKEN if broken else Verdict.HOLDS), outcome
     assert {finding.output for finding in outcome.findings} == broken
-    assert outcome.rows == 5 * (6 * 2 + 3 * 2 * 8)
+    assert outcome.rows == 6 * (6 * 2 + 3 * 2 * 8)
 
 
 # Shrinking

@@ -14,20 +14,23 @@ import torch
 from torch import Tensor
 
 from oracles.counter import integers, mix_number
-from oracles.decode import DECODE
-from oracles.operation import Inputs, Operation
+from oracles.decode import TOKENS, decode
+from oracles.operation import DTYPES, Inputs, Operation
 from properties.cases.line import Line, check_choices
 from properties.cases.rule_case import MAX_SEQUENCES, Case
 
 PADDING_SLOTS = ("-1", "0")
 SOME = ("none", "some", "all")
 FREE = ("zero", "random", "nan")
-BLOCK_SIZES = (8, 16, 32, 64)
+BLOCK_SIZES = (4, 8, 16, 32, 64)
+RULES = ("gated_delta_rule", "kda")
 _FIELDS: dict[str, Sequence[str]] = {
     "operation": ("decode",),
     **{name: Case.CHOICES[name] for name in ("dtype", "gate", "beta")},
     "values": tuple(value for value in Case.CHOICES["values"] if value != "one_hot"),
     "state": ("zero", "random"),
+    "rule": RULES,
+    "state_dtype": tuple(DTYPES),
     "free": FREE,
     "padding_slot": PADDING_SLOTS,
     "padded": SOME,
@@ -37,7 +40,12 @@ _FIELDS: dict[str, Sequence[str]] = {
     "block_v": ("default", *map(str, BLOCK_SIZES)),
 }
 _STREAMS = {name: 48 + index for index, name in enumerate(("slot", "padded", "fresh", "accepted", "free", "nan"))}
-_QUIET_NAN, _PAYLOAD = 0x7FC00000, 2**22 - 1
+# For each dtype of a pool: the integer type of its bits, a quiet NaN, and the bits that a NaN may have besides.
+_NAN = {
+    "fp32": (torch.int32, 0x7FC00000, 2**22 - 1),
+    "bf16": (torch.int16, 0x7FC0, 2**6 - 1),
+    "fp16": (torch.int16, 0x7E00, 2**9 - 1),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,19 +56,33 @@ class PoolCase(Line):
     one slot for each request and `spare` more. If `padding_slot` is 0, slot 0 comes in addition and belongs to no request. The seed
     decides which request has which slot. `state` is what the requests' slots hold, and `free` what the other slots hold. `padded`,
     `fresh` and `accepted` say which requests are padding, which begin anew, and which keep fewer tokens than they have. `block_v`
-    is how many value channels an implementation is told to process at a time; it changes no result. The other fields are those of
-    properties/cases/rule_case.py.
+    is how many value channels an implementation is told to process at a time; it changes no result. `rule` is the rule that is
+    decoded, and `state_dtype` the dtype of the pool. The other fields are those of properties/cases/rule_case.py.
 
     ValueError for a field outside its choices or range, or for fields that exclude each other.
     """
 
     LONG: ClassVar[dict[str, str]] = {"operation": "op"}
-    REGIMES = ("dtype", "gate", "beta", "values", "state", "free", "padded", "fresh", "accepted", "block_v")
+    REGIMES = (
+        "dtype",
+        "gate",
+        "beta",
+        "values",
+        "state",
+        "free",
+        "padded",
+        "fresh",
+        "accepted",
+        "block_v",
+        "in_kernel",
+        "state_dtype",
+    )
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
     # The words on which a compiled kernel depends; of fresh and accepted only whether there are any (properties/palette.py).
     KEYS: ClassVar[tuple[str, ...]] = (
         *("packed", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "scale", "qk_norm", "offsets"),
         *("padding_slot", "fresh", "accepted", "indices", "block_v"),
+        *("rule", "in_kernel", "dt_bias", "beta", "state_dtype"),
     )
 
     lengths: tuple[int, ...]
@@ -87,6 +109,10 @@ class PoolCase(Line):
     accepted: str = "all"
     indices: str = "int64"
     block_v: str = "default"
+    rule: str = "gated_delta_rule"
+    in_kernel: str = "none"
+    dt_bias: bool = True
+    state_dtype: str = "fp32"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -106,11 +132,12 @@ class PoolCase(Line):
     @property
     def spec(self) -> Operation:
         """The operation's contract."""
-        return DECODE
+        call = self.call()
+        return decode(self.rule, gate=call.gate_inside, beta=call.beta_inside)
 
-    def spec_of(self, inputs: Inputs) -> Operation:  # noqa: ARG002 - one signature for all cases
-        """Return the contract of a call like the case's."""
-        return DECODE
+    def spec_of(self, inputs: Inputs) -> Operation:
+        """Return the contract of a call like the case's; the call may be given a gate or beta that the case's own call computes."""
+        return decode(self.rule, gate=inputs.get("a") is not None, beta=inputs.get("b") is not None)
 
     @property
     def tokens(self) -> int:
@@ -134,7 +161,7 @@ class PoolCase(Line):
     def call(self) -> Case:
         """Return the rule's call with the same tokens and with the requests' states as initial states."""
         names = [field.name for field in dataclasses.fields(Case) if field.name in _SHARED]
-        return Case(backward=False, **{name: getattr(self, name) for name in names})
+        return Case(operation=self.rule, backward=False, **{name: getattr(self, name) for name in names})
 
     @functools.cached_property
     def real(self) -> tuple[bool, ...]:
@@ -171,10 +198,11 @@ class PoolCase(Line):
         index = getattr(torch, self.indices)
         slots = torch.tensor(self.slot_of, dtype=index, device=device)
         real = torch.tensor(self.real, device=device)
-        pool = self.filled(self.free, device).index_copy(0, slots[real].long(), call.state[real])
+        pool = self.filled(self.free, device)
+        pool = pool.index_copy(0, slots[real].long(), call.state[real].to(pool.dtype))
         beginning, accepted = ([int(not flag) for flag in self.beginning], self.kept)
         return Inputs(
-            **{name: call[name] for name in ("q", "k", "v", "g", "beta")},
+            **{name: call[name] for name in (*TOKENS, "A_log", "dt_bias", "allow_neg_eigval") if name in call},
             pool=pool,
             slots=slots,
             padding=int(self.padding_slot),
@@ -188,14 +216,15 @@ class PoolCase(Line):
 
     def filled(self, how: str, device: str | None = None) -> Tensor:
         """Return a pool that holds zeros, random states, or NaN of many bit patterns."""
-        shape = (self.slots, self.value_heads, self.key_dim, self.value_dim)
+        shape, dtype = (self.slots, self.value_heads, self.key_dim, self.value_dim), DTYPES[self.state_dtype]
         if how == "zero":
-            return torch.zeros(shape, device=device)
+            return torch.zeros(shape, device=device, dtype=dtype)
         numbers = self._numbers(how if how == "nan" else "free", torch.Size(shape).numel(), device).reshape(shape)
         if how == "nan":  # quiet NaN of either sign, because a copy keeps their bits
-            bits = _QUIET_NAN | (numbers & _PAYLOAD)
-            return torch.where(numbers < 0, bits - 2**31, bits).int().view(torch.float32)
-        return (numbers >> 40).float() * 2.0**-25  # uniform in [-1/4, 1/4), 24 bits
+            whole, quiet, payload = _NAN[self.state_dtype]
+            bits = quiet | (numbers & payload)
+            return torch.where(numbers < 0, bits - 2 ** (8 * dtype.itemsize - 1), bits).to(whole).view(dtype)
+        return ((numbers >> 40).float() * 2.0**-25).to(dtype)  # uniform in [-1/4, 1/4), 24 bits before they are rounded
 
     def _some(self, what: str) -> tuple[bool, ...]:
         """Return for which requests `what` is true: none, all, or about a third, at least one and not all."""

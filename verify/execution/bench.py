@@ -159,6 +159,7 @@ class AdapterBench(Timed):
         is added to `impure`.
         """
         spec = self._contract(inputs)
+        inputs = _in_layout(inputs, getattr(self.domain, "layout", None))
         adapter = self.counterpart if counterpart else self.adapter
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
         copies = {name: value.clone() for name, value in tensors.items()}
@@ -254,7 +255,9 @@ class AdapterBench(Timed):
             if port.axes.startswith("N ") and not inputs.get("output_final_state", True):
                 continue
             shape = tuple(sizes[axis] for axis in port.axes.split())
-            dtype = inputs[tokens].dtype if port.dtype == "input" else torch.float32
+            dtype = {"input": inputs[tokens].dtype, "state": getattr(inputs.get("pool"), "dtype", None)}.get(
+                port.dtype, torch.float32
+            )
             if not isinstance(output, Tensor):
                 raise AdapterFault(port.name, FailureKind.TYPE, f"is {type(output).__name__}, must be a tensor", detail="output")
             if tuple(output.shape) != shape:
@@ -338,6 +341,13 @@ def _bytes(x: Tensor) -> bytes:
 
 
 _MEMO = _Memo(64, 2**17)
+
+
+def _in_layout(inputs: Inputs, layout: str | None) -> Inputs:
+    """The inputs with the states of a pool in the order in memory that the domain names; a pool that has it is not copied."""
+    if layout != "vk" or not len(inputs.pool) or inputs.pool[0].mT.is_contiguous():
+        return inputs
+    return inputs.replaced(pool=inputs.pool.mT.contiguous().mT)
 
 
 def _shares_a_slot(inputs: Inputs) -> bool:

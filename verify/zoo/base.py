@@ -167,12 +167,15 @@ class Serving(Adapter):
 
     def read(self, x: Inputs, request: int, slot: int) -> Tensor:
         """The state [HV, K, V] that a request starts from."""
-        state: Tensor = x.pool[slot].clone()
+        state: Tensor = x.pool[slot].float()
         return torch.zeros_like(state) if self.begins(x, request) else state
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One token: q, k [HV, K], v [HV, V], g, beta [HV], state [HV, K, V]. Returns o [HV, V] and the state after the token."""
-        state = g.exp()[:, None, None] * state
+        """One token: q, k [HV, K], v [HV, V], g [HV] or [HV, K], beta [HV], state [HV, K, V].
+
+        Returns o [HV, V] and the state after the token.
+        """
+        state = g.exp().reshape(*g.shape, *[1] * (3 - g.ndim)) * state
         fresh = beta.unsqueeze(-1) * (v - (k.unsqueeze(-1) * state).sum(-2))
         state = state + k.unsqueeze(-1) * fresh.unsqueeze(-2)
         return (q.unsqueeze(-1) * state).sum(-2), state

@@ -3,6 +3,7 @@
 tests/test_pools.py names the laws each of which detects the wrong implementation alone.
 """
 
+import dataclasses
 from typing import ClassVar
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.cases.pool_case import BLOCK_SIZES
+from properties.cases.rule_case import IN_KERNEL
 from properties.domain import Domain
 from properties.pool_domain import PoolDomain
 from verify.zoo.base import Chunkwise, Serving
+from verify.zoo.wrong_gates import Stepwise
 
 Answer = tuple[Tensor, Tensor]
 
@@ -407,3 +410,104 @@ def _spans(x: Inputs) -> list[tuple[int, int]]:
     """The tokens of each request."""
 
     return Chunkwise().boundaries(x)
+
+
+class GatesInside(Serving):
+    """A right decode as servers have it: gates in the kernel, states V first in memory and of any dtype."""
+
+    domain = PoolDomain(rule=Domain(in_kernel=IN_KERNEL, backward=False), layout="vk", state_dtypes=("fp32", "bf16", "fp16"))
+    gates = Stepwise()
+
+    def run(self, x: Inputs) -> Answer:
+        g = self.gates.decay(x)
+        g = g if self.domain.rule.operation == "kda" else g.squeeze(-1)
+        return super().run(x.replaced(g=g, beta=self.gates.strength(x)))
+
+
+class KdaInside(GatesInside):
+    """The same for KDA."""
+
+    domain = dataclasses.replace(GatesInside.domain, rule=Domain(operation="kda", in_kernel=IN_KERNEL, backward=False))
+
+
+class _WithoutBias(Stepwise):
+    def bias(self, x: Inputs) -> Tensor:
+        return 0 * super().bias(x)
+
+
+class _LinearFromTwo(Stepwise):
+    def soft(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.softplus(x, threshold=2.0)
+
+
+class _FirstSpeed(Stepwise):
+    def log_speed(self, x: Inputs) -> Tensor:
+        return super().log_speed(x)[:1].expand(x.A_log.shape)
+
+
+class DecodesWithoutBias(GatesInside):
+    """The gate in the kernel leaves out dt_bias."""
+
+    letter = "N"
+    gates = _WithoutBias()
+
+
+class DecodesLinearGates(GatesInside):
+    """The gate's softplus is taken to be linear above 2: it is 6% too small there."""
+
+    letter = "N"
+    gates = _LinearFromTwo()
+
+
+class DecodesFirstSpeed(GatesInside):
+    """Every head decays with A_log of the first head."""
+
+    letter = "G"
+    gates = _FirstSpeed()
+
+
+class DecodesKdaAsOneDecay(KdaInside):
+    """KDA's decays are read with the stride of one number a head: every channel gets the first channel's decay."""
+
+    letter = "D"
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return super().step(q, k, v, g[:, :1].expand(g.shape), beta, state)
+
+
+class HalfStatesByHalf(GatesInside):
+    """States in half precision are walked with float32's stride: half of each keeps its old numbers (sglang 40419)."""
+
+    letter = "L"
+    incident = (27,)
+
+    def write(self, x: Inputs, request: int, slot: int, states: list[Tensor]) -> None:
+        before = x.pool[slot].clone()
+        super().write(x, request, slot, states)
+        if x.pool.dtype != torch.float32:
+            half = x.pool.shape[-1] // 2
+            x.pool[slot, ..., half:] = before[..., half:]
+
+
+class TransposesByCopy(GatesInside):
+    """A pool that is V first is transposed into a copy, and the copy is updated: the states of requests are lost."""
+
+    letter = "L"
+
+    def run(self, x: Inputs) -> Answer:
+        o, _ = super().run(x.replaced(pool=x.pool.contiguous() if x.pool.shape[-1] > 1 else x.pool))
+        return o, x.pool
+
+
+class TokensSideBySide(Serving):
+    """Values are read as if tokens lay side by side, though they lie in a fused tensor with queries and keys."""
+
+    letter = "Q"
+    incident = (35,)
+
+    def run(self, x: Inputs) -> Answer:
+        if x.v.is_contiguous() or not x.v.numel() or x.v.stride(-1) != 1:
+            return super().run(x)
+        start, size = x.v.storage_offset(), x.v.numel()
+        dense = x.v.as_strided((size,), (1,), start).nan_to_num(0.0).reshape(x.v.shape)
+        return super().run(x.replaced(v=dense))
