@@ -1,0 +1,177 @@
+"""Serving libraries: their modules are imported whether or not their requirements are there, and what is missing is one line."""
+
+import importlib
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from verify.adapters import libraries, packages, serving, stand_ins
+from verify.adapters.libraries import MANIFEST, Library
+from verify.adapters.loader import AdapterError, load
+
+ORCHARD = Library(
+    "orchard",
+    "orchard-dist",
+    "1.2.3",
+    files=("orchard/*.py",),
+    needed=("orchard/trees/apple.py",),
+    gates=("orchard.utils",),
+)
+FILES = {
+    "__init__.py": "import not_installed_at_all",
+    "trees/__init__.py": "raise RuntimeError('the package runs')",
+    "trees/apple.py": "from orchard.utils import is_ripe, pick\nfrom orchard.trees.pear import PEAR\nRIPE = is_ripe()",
+    "trees/pear.py": "PEAR = 'pear'",
+    "utils/__init__.py": "from not_installed_at_all import is_ripe, pick",
+    "utils/baskets.py": "BASKETS = 2",
+    "broken.py": "import not_installed_either",
+    "astray.py": "from orchard.trees.pear import QUINCE",
+}
+
+
+@pytest.fixture
+def orchard(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
+    """A folder with a library whose packages cannot be imported, and which is on sys.path. Leaves nothing of it behind."""
+    folder = tmp_path / "site"
+    write(folder, FILES)
+    monkeypatch.setitem(libraries.LIBRARIES, "orchard", ORCHARD)
+    monkeypatch.setitem(libraries.BY_DISTRIBUTION, "orchard-dist", ORCHARD)
+    monkeypatch.setitem(stand_ins.STAND_INS, "orchard", {"orchard.utils": {"is_ripe": lambda: lambda: "stand-in"}})
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(serving, "_prepared", set())
+    monkeypatch.chdir(tmp_path)
+    packages.installed.cache_clear()
+    importlib.invalidate_caches()
+    yield folder
+    for name in [name for name in sys.modules if name.partition(".")[0] == "orchard"]:
+        del sys.modules[name]
+    packages.installed.cache_clear()
+
+
+def write(folder: pathlib.Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / "orchard" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def install(folder: pathlib.Path, *requirements: str) -> None:
+    """Write what pip leaves beside an installed package."""
+    lines = ["Metadata-Version: 2.1", "Name: orchard-dist", "Version: 1.2.4"]
+    (folder / "orchard_dist-1.2.4.dist-info").mkdir()
+    (folder / "orchard_dist-1.2.4.dist-info" / "METADATA").write_text(
+        "\n".join([*lines, *(f"Requires-Dist: {text}" for text in requirements)]) + "\n"
+    )
+
+
+WHOLE = {"__init__.py": "", "trees/__init__.py": "WHOLE = True", "utils/__init__.py": "is_ripe = pick = lambda: 'own'"}
+
+
+def test_a_library_without_its_requirements_is_imported_without_its_packages(orchard: pathlib.Path) -> None:
+    apple = serving.module("orchard.trees.apple")
+    assert (apple.RIPE, apple.PEAR) == ("stand-in", "pear")
+    assert apple.__file__ == str(orchard / "orchard" / "trees" / "apple.py")
+    assert serving.module("orchard.utils.baskets").BASKETS == 2  # what a stand-in does not replace
+
+
+def test_a_whole_library_is_imported_as_it_is(orchard: pathlib.Path) -> None:
+    write(orchard, WHOLE)
+    install(orchard, "pytest", "not-installed-at-all; extra == 'more'")
+    assert serving.module("orchard.trees.apple").RIPE == "own"
+    assert sys.modules["orchard.trees"].WHOLE
+    assert not any(isinstance(finder, serving.Finder) for finder in sys.meta_path)
+
+
+@pytest.mark.parametrize("reason", ["unpacked", "a requirement is missing", "fetched", "the host cannot use it"])
+def test_a_library_that_is_not_whole_gets_stand_ins(orchard: pathlib.Path, reason: str) -> None:
+    write(orchard, {**WHOLE, **({"utils/__init__.py": "x = 1 / 0"} if reason == "the host cannot use it" else {})})
+    if reason != "unpacked":
+        install(orchard, "not-installed-at-all" if reason == "a requirement is missing" else "pytest")
+    if reason == "fetched":
+        (orchard / MANIFEST).write_text("{}")
+    assert serving.module("orchard.trees.apple").RIPE == "stand-in"
+    assert not hasattr(sys.modules["orchard.trees"], "WHOLE")
+
+
+def test_a_library_that_somebody_imported_stays_as_it_is(orchard: pathlib.Path) -> None:
+    write(orchard, WHOLE)
+    importlib.import_module("orchard.trees")
+    assert serving.module("orchard.trees.apple").RIPE == "own"
+
+
+def test_a_name_that_a_stand_in_lacks_cannot_be_used(orchard: pathlib.Path) -> None:
+    pick = serving.module("orchard.trees.apple").pick
+    with pytest.raises(NotImplementedError, match=r"orchard\.utils\.pick is a stand-in: orchard is here without its requirements"):
+        pick()
+    assert issubclass(type("Picker", (pick,), {}), pick)
+    assert not hasattr(sys.modules["orchard.utils"], "__wrapped__"), "a module that has every name is a builtin for Triton"
+
+
+def test_only_names_of_the_library_are_found(orchard: pathlib.Path) -> None:
+    finder = serving.Finder("orchard", str(orchard), {})
+    assert finder.find_spec("orchard") is not None
+    for name in ("json", "orchardist", "trees", "trees.orchard"):
+        assert finder.find_spec(name, [str(orchard / "orchard")] if "." in name else None) is None
+
+
+def test_a_module_beside_a_folder_of_its_name_is_no_package(orchard: pathlib.Path) -> None:
+    write(orchard, {"trees/pear/seeds.txt": ""})
+    assert serving.module("orchard.trees.pear").PEAR == "pear"
+
+
+def test_names_are_looked_up(orchard: pathlib.Path) -> None:
+    found = serving.names({"orchard.trees.pear": ("PEAR",), "orchard.utils.baskets": ("BASKETS",)})
+    assert vars(found) == {"PEAR": "pear", "BASKETS": 2}
+
+
+def test_what_another_release_lacks_is_one_line(orchard: pathlib.Path) -> None:
+    install(orchard, "not-installed-at-all")
+    line = rf"in orchard 1\.2\.4 under {orchard}: the release that we tested is 1\.2\.3$"
+    with pytest.raises(ImportError, match=rf"^there is no orchard\.trees\.plum {line}"):
+        serving.module("orchard.trees.plum")
+    with pytest.raises(ImportError, match=rf"^there is no orchard\.trees\.pear\.plum {line}"):
+        serving.names({"orchard.trees.pear": ("PEAR", "plum")})
+    with pytest.raises(ImportError, match=r"^importing orchard\.astray from .*: cannot import name 'QUINCE'"):
+        serving.module("orchard.astray")
+
+
+def test_a_requirement_of_one_module_is_named(orchard: pathlib.Path) -> None:
+    line = r"^orchard\.broken needs the module not_installed_either, which is not installed: pip install 'gdn-verify\[serving\]'$"
+    with pytest.raises(ImportError, match=line):
+        serving.module("orchard.broken")
+
+
+def test_a_module_of_no_library_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^name must be a module of sglang.*, got 'json\.decoder'$"):
+        serving.module("json.decoder")
+
+
+def test_a_library_that_is_not_there_is_one_line_of_its_adapter(orchard: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    (orchard / "orchard").rename(tmp_path / "elsewhere")
+    (orchard / "orchard" / "python").mkdir(parents=True)  # as a checkout has it: a folder of that name which is no package
+    (tmp_path / "mine.py").write_text(
+        "from verify import Adapter\nfrom verify.adapters.serving import module\n\n"
+        "class Mine(Adapter):\n"
+        "    def __init__(self):\n        module('orchard.trees.apple')\n"
+        "    def run(self, x):\n        return x.v, x.state\n"
+    )
+    with pytest.raises(AdapterError) as error:
+        load(f"{tmp_path / 'mine.py'}:Mine")
+    assert str(error.value).endswith(
+        "ImportError: there is no orchard: run `gdn-verify fetch orchard`, or pip install --no-deps 'orchard-dist==1.2.3', "
+        "or name a folder that holds its package with --path"
+    )
+    assert packages.installed("orchard-dist") is None
+
+
+def test_what_fetch_unpacked_is_found_last(orchard: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    fetched = tmp_path / ORCHARD.fetched
+    write(fetched, {**FILES, "trees/pear.py": "PEAR = 'fetched'", "_version.py": "__version__ = version = '1.2.5'\n"})
+    assert ORCHARD.folder() == str(orchard)
+    (orchard / "orchard").rename(tmp_path / "elsewhere")
+    importlib.invalidate_caches()
+    assert packages.installed("orchard-dist") == "1.2.5"
+    assert serving.module("orchard.trees.apple").PEAR == "fetched"

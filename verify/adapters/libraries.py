@@ -1,0 +1,89 @@
+"""The serving libraries whose kernels we check: the release that we tested, the files that we need of it, and where they are."""
+
+import dataclasses
+import importlib.metadata
+import os
+import re
+import sys
+from importlib.machinery import PathFinder
+
+FOLDER = ".gdn-verify/libraries"  # in the working directory; `gdn-verify fetch` makes a folder for each library in it
+MANIFEST = "gdn-verify.json"  # the file that `gdn-verify fetch` leaves beside what it has unpacked
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """One library.
+
+    - `name` is its package, `distribution` its name for pip, `version` the release that we tested.
+    - `files` are patterns, as of fnmatch, of the files in its wheel that we need. A `*` matches slashes too.
+    - `needed` are files without which nothing works. A wheel that lacks one is another release.
+    - `gates` are modules that can be imported only if all of the library's requirements are there and this host can use them.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    files: tuple[str, ...]
+    needed: tuple[str, ...]
+    gates: tuple[str, ...]
+
+    @property
+    def fetched(self) -> str:
+        """The folder into which `gdn-verify fetch` unpacks the library, and the last in which adapters look for it."""
+        return os.path.join(FOLDER, self.name)
+
+    def folder(self) -> str | None:
+        """The folder that holds the library's package: one on sys.path, or that of `gdn-verify fetch`. None if neither has it."""
+        imported = getattr(sys.modules.get(self.name), "__path__", None)
+        spec = None if imported else PathFinder.find_spec(self.name)
+        places = [*(imported or ()), *((spec.submodule_search_locations if spec else None) or ())]
+        folders = [os.path.dirname(os.path.abspath(place)) for place in places]
+        return next(filter(self.is_in, [*folders, os.path.abspath(self.fetched)]), None)
+
+    def is_in(self, folder: str) -> bool:
+        """Whether a folder holds the package. A folder of the same name, such as a checkout of the repository, is no package."""
+        return any(os.path.isfile(os.path.join(folder, file)) for file in (f"{self.name}/__init__.py", *self.needed))
+
+    def release(self) -> str | None:
+        """The version of the files in `folder()`. None if there are none, or if they do not say."""
+        folder = self.folder()
+        if folder is None:
+            return None
+        for found in importlib.metadata.distributions(name=self.distribution, path=[folder]):
+            return found.version
+        try:
+            with open(os.path.join(folder, self.name, "_version.py"), encoding="utf-8") as file:
+                line = re.search(r"^__version__ = .*'([^']+)'$", file.read(1 << 16), re.MULTILINE)
+        except (OSError, UnicodeDecodeError):
+            return None
+        return line[1] if line else None
+
+    def missing(self) -> str:
+        """One line that says how to get the library."""
+        return (
+            f"there is no {self.name}: run `gdn-verify fetch {self.name}`, or pip install --no-deps "
+            f"'{self.distribution}=={self.version}', or name a folder that holds its package with --path"
+        )
+
+
+_OF_EVERY_WHEEL = ("*.dist-info/METADATA", "*.dist-info/licenses/*", "*.dist-info/LICENSE*")
+LIBRARIES = {
+    library.name: library
+    for library in (
+        Library(
+            "sglang",
+            "sglang",
+            "0.5.23",
+            files=("sglang/kernels/*.py", "sglang/srt/*.py", *_OF_EVERY_WHEEL),
+            needed=(
+                "sglang/kernels/ops/attention/linear/fused_sigmoid_gating_recurrent.py",
+                "sglang/kernels/ops/attention/fla/chunk.py",
+                "sglang/kernels/ops/mamba/causal_conv1d_triton.py",
+                "sglang/srt/mem_cache/memory_pool.py",
+            ),
+            gates=("sglang.srt.utils", "sglang.kernels.jit.utils", "sglang.srt.mem_cache.memory_pool"),
+        ),
+    )
+}
+BY_DISTRIBUTION = {library.distribution: library for library in LIBRARIES.values()}

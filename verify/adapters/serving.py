@@ -1,0 +1,199 @@
+"""Imports modules of serving libraries (SGLang, vLLM, FlashInfer), of which often only the files are there, not the requirements.
+
+`module("sglang.kernels.ops.attention.fla.chunk")` looks for the library on sys.path, then in the folder of `gdn-verify fetch`.
+
+- If the library is installed with all its requirements and can be imported, its modules are imported as they are.
+- Else its packages become namespace packages, so that no `__init__.py` runs, which would import half of the library. A few modules
+  that have requirements are replaced by stand-ins (verify/adapters/stand_ins.py). Every other module is the library's own.
+
+The library is prepared once in a process, when its first module is asked for. Nothing here runs when this module is imported, so a
+worker may be a fork or a new process.
+"""
+
+import importlib
+import importlib.abc
+import importlib.metadata
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from verify.adapters.libraries import LIBRARIES, MANIFEST, Library
+
+StandIns = Mapping[str, Mapping[str, Callable[[], Any]]]
+_lock = threading.RLock()
+_prepared: set[str] = set()
+
+
+def module(name: str) -> types.ModuleType:
+    """Import a module of a serving library by its full name, such as "sglang.kernels.ops.attention.fla.chunk".
+
+    ValueError if no library has such names. ImportError, in one line, if the library or the module is not there, or if importing it
+    fails.
+    """
+    library = _library(name)
+    folder = _prepare(library)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == library.name:
+            raise ImportError(_lacks(library, folder, error.name or name)) from None
+        raise ImportError(
+            f"{name} needs the module {error.name}, which is not installed: pip install 'gdn-verify[serving]'"
+        ) from error
+    except ImportError as error:  # `from x import y` without a y: the message has both names
+        raise ImportError(f"importing {name} from {folder} failed: {_one_line(error)}") from error
+
+
+def names(wanted: Mapping[str, Sequence[str]]) -> types.SimpleNamespace:
+    """Look up names in modules: `wanted` maps full names of modules to names in them.
+
+    Returns a namespace with all the names. ImportError, in one line, says what is missing, and in which release.
+    """
+    found: dict[str, Any] = {}
+    for place, members in wanted.items():
+        source = module(place)
+        for member in members:
+            if not hasattr(source, member):
+                library = _library(place)
+                raise ImportError(_lacks(library, _prepare(library), f"{place}.{member}"))
+            found[member] = getattr(source, member)
+    return types.SimpleNamespace(**found)
+
+
+def _library(name: str) -> Library:
+    top = name.partition(".")[0]
+    if top not in LIBRARIES:
+        raise ValueError(f"name must be a module of {', '.join(LIBRARIES)}, got {name!r}")
+    return LIBRARIES[top]
+
+
+def _prepare(library: Library) -> str:
+    """Make the library importable, once in a process. Returns the folder that holds it. ImportError if there is none."""
+    with _lock:
+        folder = library.folder()
+        if folder is None:
+            raise ImportError(library.missing())
+        if library.name not in _prepared:
+            if folder not in map(os.path.abspath, sys.path):
+                sys.path.append(folder)
+                importlib.invalidate_caches()
+            # A module that is there already was imported by somebody else, and as it is.
+            if library.name not in sys.modules and not (_complete(library, folder) and _importable(library)):
+                from verify.adapters.stand_ins import STAND_INS
+
+                sys.meta_path.insert(0, Finder(library.name, folder, STAND_INS[library.name]))
+            _prepared.add(library.name)
+        return folder
+
+
+def _complete(library: Library, folder: str) -> bool:
+    """Whether the library is installed in the folder, and with every package that it requires."""
+    if os.path.exists(os.path.join(folder, MANIFEST)):
+        return False  # `gdn-verify fetch` unpacks a part of the library
+    for found in importlib.metadata.distributions(name=library.distribution, path=[folder]):
+        return all(map(_has_requirement, found.requires or ()))
+    return False
+
+
+def _has_requirement(text: str) -> bool:
+    try:
+        requirement = Requirement(text)
+        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):
+            return True
+        importlib.metadata.version(requirement.name)
+    except (InvalidRequirement, importlib.metadata.PackageNotFoundError):
+        return False
+    return True
+
+
+def _importable(library: Library) -> bool:
+    """Whether the library's own packages can be imported on this host. If not, what was imported of them is forgotten."""
+    try:
+        for name in library.gates:
+            importlib.import_module(name)
+    except Exception:
+        for name in [*sys.modules]:
+            if name.partition(".")[0] == library.name:
+                del sys.modules[name]
+        return False
+    return True
+
+
+def _lacks(library: Library, folder: str, what: str) -> str:
+    version = library.release() or "of an unknown version"
+    return f"there is no {what} in {library.name} {version} under {folder}: the release that we tested is {library.version}"
+
+
+def _one_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """An import finder for one library. Its packages become namespace packages, and stand-ins replace some of its modules.
+
+    `stand_ins` maps a module's name to the values of its names, as functions that compute them when they are first asked for.
+    """
+
+    def __init__(self, library: str, folder: str, stand_ins: StandIns) -> None:
+        self.library, self.folder, self.stand_ins = library, folder, stand_ins
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
+        """Find a package or a stand-in of the library. Python's other finders find its plain modules."""
+        top, _, _ = name.partition(".")
+        if top != self.library:
+            return None
+        folders = [self.folder] if path is None else [*path]
+        places = [place for folder in folders if _is_package(place := os.path.join(folder, name.rpartition(".")[2]))]
+        if name not in self.stand_ins and not places:
+            return None
+        loader = _Loader(self.stand_ins[name]) if name in self.stand_ins else None
+        spec = ModuleSpec(name, loader, is_package=True)
+        spec.submodule_search_locations = places
+        return spec
+
+
+def _is_package(place: str) -> bool:
+    """Whether a folder is a package. Beside a module of the same name, only one with an `__init__.py` is."""
+    return os.path.isdir(place) and (os.path.exists(os.path.join(place, "__init__.py")) or not os.path.exists(f"{place}.py"))
+
+
+class StandIn(types.ModuleType):
+    """A module in place of a library's own. A name that it does not know becomes a class that cannot be used."""
+
+    _values: Mapping[str, Callable[[], Any]]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Triton's interpreter takes a module that has every name for a builtin
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        compute = self._values.get(name)
+        value = unusable(f"{self.__name__}.{name}") if compute is None else compute()
+        setattr(self, name, value)
+        return value
+
+
+def unusable(name: str) -> type:
+    """A class in place of a name that nobody here uses. It may be a base class or an annotation; calling it raises an error."""
+
+    def refuse(*_: object, **__: object) -> Any:
+        raise NotImplementedError(f"{name} is a stand-in: {name.partition('.')[0]} is here without its requirements")
+
+    return type(name.rpartition(".")[2], (), {"__new__": refuse, "__module__": name.rpartition(".")[0]})
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, values: Mapping[str, Callable[[], Any]]) -> None:
+        self.values = values
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        stand_in = StandIn(spec.name)
+        vars(stand_in)["_values"] = self.values
+        return stand_in
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """A stand-in has no code."""

@@ -1,0 +1,135 @@
+"""Stand-ins for those modules of serving libraries that need more than torch and Triton.
+
+A stand-in maps each name to a function without arguments, which computes the name's value when somebody imports it. The functions
+among these values answer as the library's own would on this host. Names that are not listed are unusable
+(verify/adapters/serving.py).
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+Values = Mapping[str, Callable[[], Any]]
+
+
+def is_cuda() -> bool:
+    """Whether torch sees a GPU of NVIDIA."""
+    return torch.cuda.is_available() and torch.version.cuda is not None
+
+
+def is_hip() -> bool:
+    """Whether torch was built for AMD."""
+    return torch.version.hip is not None
+
+
+def is_gfx95() -> bool:
+    """Whether the GPU is an AMD gfx95."""
+    return is_hip() and torch.cuda.is_available() and "gfx95" in torch.cuda.get_device_properties(0).gcnArchName
+
+
+def device_sm() -> int:
+    """The compute capability as SGLang has it: 90 for 9.0. 0 without a GPU."""
+    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    return major * 10 + minor
+
+
+def core_count(device: int = 0) -> int:
+    """The multiprocessors of a GPU. 0 without one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if torch.cuda.is_available() else 0
+
+
+def supports(majors: tuple[int, ...], cuda: tuple[int, int]) -> Callable[[], bool]:
+    """A function that says whether the GPU's major compute capability is one of these, and torch's CUDA is new enough."""
+    return lambda: is_cuda() and device_sm() // 10 in majors and Version(torch.version.cuda or "0").release[:2] >= cuda
+
+
+def launches_dependents() -> bool:
+    """Whether the GPU has programmatic dependent launches (PDL): from compute capability 9.0."""
+    return is_cuda() and device_sm() >= 90
+
+
+def ceiling(a: int, b: int) -> int:
+    """The quotient, rounded up."""
+    return -(a // -b)
+
+
+def _never(*_: object, **__: object) -> bool:
+    return False
+
+
+def _nothing(*_: object, **__: object) -> None:
+    return None
+
+
+def _to_device(numbers: list[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=dtype).to(device)
+
+
+def _constants(*functions: Any, **values: Any) -> Values:
+    """Names with values that need no computing. Functions that come without a name have their own."""
+    named = {function.__name__: function for function in functions} | values
+    return {name: functools.partial(_identity, value) for name, value in named.items()}
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+def _from(place: str, *names: str) -> Values:
+    """Names of another module of the library, which needs no stand-in."""
+    return {name: functools.partial(_member, place, name) for name in names}
+
+
+def _member(place: str, name: str) -> Any:
+    return getattr(importlib.import_module(place), name)
+
+
+def _platform() -> Any:
+    """SGLang's own platform object: of CUDA, or on a CPU the base class, whose `synchronize` does nothing."""
+    place, kind = ("cuda", "CudaSRTPlatform") if is_cuda() else ("interface", "SRTPlatform")
+    return getattr(importlib.import_module(f"sglang.srt.platforms.{place}"), kind)()
+
+
+_OTHER_HARDWARE = ("is_cpu", "is_npu", "is_xpu", "is_hpu", "is_musa", "is_mps", "is_sail", "cpu_has_amx_support")
+_SGLANG_UTILS: Values = {
+    **_constants(
+        is_cuda,
+        is_hip,
+        **dict.fromkeys(_OTHER_HARDWARE, _never),
+        is_cuda_alike=lambda: is_cuda() or is_hip(),
+        is_gfx95_supported=is_gfx95,
+        is_sm90_supported=supports((9,), (12, 3)),
+        is_sm100_supported=supports((10,), (12, 8)),
+        is_sm120_supported=supports((12,), (12, 8)),
+        is_blackwell=supports((10, 11, 12), (12, 8)),
+        is_blackwell_supported=supports((10, 11, 12), (12, 8)),
+        get_device_sm=device_sm,
+        get_device_core_count=core_count,
+        cdiv=ceiling,
+        ceil_div=ceiling,
+        ceil_align=lambda a, b: ceiling(a, b) * b,
+        next_power_of_2=lambda n: 1 << (n - 1).bit_length() if n > 0 else 1,
+        async_h2d=_to_device,
+        log_info_on_rank0=_nothing,
+    ),
+    "torch_release": lambda: Version(torch.__version__).release,
+}
+_SGLANG: Mapping[str, Values] = {
+    "sglang.srt.utils": _SGLANG_UTILS,
+    "sglang.srt.utils.common": _SGLANG_UTILS,
+    "sglang.kernels.jit.utils": {
+        **_constants(is_arch_support_pdl=launches_dependents),
+        **_from("sglang.kernels.jit.utils.common", "cache_once", "is_hip_runtime", "is_musa_runtime"),
+    },
+    "sglang.srt.platforms": {"current_platform": _platform},
+    # MambaPool's module imports these for the caches of attention layers, which a pool of states does not use.
+    "sglang.kernels.ops.kvcache.kvcache": {},
+    "sglang.srt.layers.attention.dsa.utils": {},
+    "sglang.srt.layers.radix_attention": {},
+    "sglang.srt.mem_cache.index_key_cache": {},
+}
+STAND_INS: Mapping[str, Mapping[str, Values]] = {"sglang": _SGLANG}
