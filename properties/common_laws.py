@@ -310,9 +310,10 @@ def view(x: Tensor, how: str) -> Tensor:
     """
     if how == "fused":
         wide = x.new_full((*x.shape[:2], math.prod(x.shape[2:]) + 8), float("nan"))
-        wide[:, :, 2:-6] = x.flatten(2)
-        fused: Tensor = wide[:, :, 2:-6].unflatten(2, x.shape[2:])
-        return fused
+        inner = wide[:, :, 2:-6]
+        inner.copy_(x.flatten(2))
+        # A view would give a batch of single tokens another stride of tokens.
+        return inner.as_strided(x.shape, (*inner.stride()[:2], *x.contiguous().stride()[2:]), inner.storage_offset())
     if how == "transposed":
         return banded(x.transpose(-1, -2), 1).transpose(-1, -2) if x.ndim > 1 else x
     if how == "expanded":

@@ -2,7 +2,7 @@
 
 import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -30,7 +30,8 @@ class PoolDomain:
 
     `layout` is the order of a state's axes in memory, "kv" or "vk". The pool in a call always has the shape [P, HV, K, V], and its
     memory lies in the order of `layout`, so an adapter transposes the pool without a copy. `state_dtypes` are the dtypes of the
-    pool. `apart` says whether slots may lie apart from each other in memory, and `views` which strides the inputs may have, if
+    pool. `empty_first` says whether a packed request without tokens may stand before one with tokens, if `rule.empty` is True.
+    `apart` says whether slots may lie apart from each other in memory, and `views` which strides the inputs may have, if
     `rule.views` is True: the views of `Domain`, and "fused" for tokens that lie side by side in one tensor with others.
 
     ValueError for a field outside its choices or range.
@@ -47,6 +48,7 @@ class PoolDomain:
     blocks: tuple[int, ...] = ()
     layout: str = "kv"
     state_dtypes: tuple[str, ...] = ("fp32",)
+    empty_first: bool = True
     apart: bool = True
     views: tuple[str, ...] = POOL_VIEWS
 
@@ -84,6 +86,10 @@ class PoolDomain:
             (self.fresh or case.fresh == "none", f"fresh={case.fresh}: starting from zeros is not supported"),
             (self.accepts or case.accepted == "all", f"accepted={case.accepted}: keeping part of a draft is not supported"),
             (case.block_v in self.block_choices, f"block_v={case.block_v} is not among {', '.join(self.block_choices)}"),
+            (
+                self.empty_first or case.lengths == _empty_last(case.lengths),
+                "a request without tokens before others is not supported",
+            ),
             (case.state_dtype in self.state_dtypes, f"state_dtype={case.state_dtype} is not among {', '.join(self.state_dtypes)}"),
         )
         return next((reason for inside, reason in checks if not inside), None) or self.rule.outside(case.call())
@@ -127,7 +133,13 @@ def requests(chance: random.Random, domain: PoolDomain, most: int, kinds: tuple[
         drawn[chance.randrange(count)] = chance.choice([n for n in (*EDGES, 16, 32, 64, 128) if n <= most])
     if packed and rule.empty and count > 1:
         drawn = [0 if chance.random() < 1 / 12 else length for length in drawn]
+        drawn = drawn if domain.empty_first else [*_empty_last(drawn)]
     return tuple(drawn) if max(drawn) else (1, *drawn[1:]), packed
+
+
+def _empty_last(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return the lengths with the zeros last, and otherwise in their order."""
+    return tuple(sorted(lengths, key=lambda length: length == 0))
 
 
 @st.composite

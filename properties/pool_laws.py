@@ -318,6 +318,8 @@ def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
     """
     case, domain = example.case, bench.domain
     assert isinstance(domain, PoolDomain)
+    if example.variant not in domain.views:
+        raise Blind(f"{example.variant} inputs are not among {', '.join(domain.views)}")
     inputs, meant = case.inputs(), _meant(case)
     flat = _flat(inputs.pool, domain)
     memory = flat.new_full((case.slots, 3, flat.shape[1]) if domain.apart else (3, *flat.shape), torch.nan)

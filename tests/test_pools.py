@@ -27,7 +27,7 @@ from properties.pool_laws import POOL_LAWS
 from properties.strategies import Example
 from tests import right
 from tests.kills import Kill, assert_killed_alone, rows
-from verify.adapters import fla_decode
+from verify.adapters import blocks, fla_decode
 from verify.engine.check import Check
 from verify.engine.drawing import seeded
 from verify.engine.law_check import Settings
@@ -548,6 +548,9 @@ def test_two_sizes_of_blocks_differ_by_a_bound_at_most(share: float, seen: set[s
     assert {law for law in ("blocks", "oracle") if broken(law)} == seen
 
 
+KERNEL = "fused_recurrent_gated_delta_rule_fwd_kernel"
+
+
 class Kernel:
     """A kernel that notes its launches."""
 
@@ -564,7 +567,7 @@ class Kernel:
 @pytest.mark.parametrize("width", [1, 7, 8, 31, 32, 33, 64, 65, 200])
 def test_launcher_changes_the_block_and_covers_every_channel_once(size: int, width: int) -> None:
     kernel, wrappers = Kernel(), min(8, 1 << (width - 1).bit_length())
-    launcher = fla_decode.Launcher(kernel, size)
+    launcher = blocks.Launcher(kernel, size)
     launcher[(-(-width // wrappers) * 6,)](V=width, BV=wrappers, K=3, num_warps=1, num_stages=3)
     ((programs,),) = kernel.grids
     assert kernel.given == [{"V": width, "BV": size, "K": 3, "num_warps": 1, "num_stages": 3}]
@@ -574,10 +577,16 @@ def test_launcher_changes_the_block_and_covers_every_channel_once(size: int, wid
     assert launcher.launches == 1
 
 
-@pytest.mark.parametrize("grid", [(5,), (4, 6)])
-def test_launcher_refuses_a_grid_that_is_not_one_of_blocks(grid: tuple[int, ...]) -> None:
-    with pytest.raises(RuntimeError, match=r"the grid must be every head's blocks of 8 of 30 channels, got \("):
-        fla_decode.Launcher(Kernel(), 32)[grid](V=30, BV=8)
+@pytest.mark.parametrize(("grid", "axis"), [((5,), 0), ((4, 6), 1)])
+def test_launcher_refuses_a_grid_that_is_not_one_of_blocks(grid: tuple[int, ...], axis: int) -> None:
+    with pytest.raises(RuntimeError, match=rf"axis {axis} of the grid must be blocks of 8 of 30 channels, got \("):
+        blocks.Launcher(Kernel(), 32, axis)[grid](V=30, BV=8)
+
+
+def test_launcher_changes_one_axis_of_the_grid() -> None:
+    kernel = Kernel()
+    blocks.Launcher(kernel, 32, 1)[1, 4, 6](V=30, BV=8)
+    assert kernel.grids == [(1, 1, 6)]
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
@@ -596,19 +605,19 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 def test_wrapper_has_its_own_kernel_again_after_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     module = stand_in(monkeypatch)
     kernel = module.fused_recurrent_gated_delta_rule_fwd_kernel
-    with fla_decode.in_blocks(None):
+    with blocks.in_blocks(module, KERNEL, None):
         assert module.fused_recurrent_gated_delta_rule_fwd_kernel is kernel
-    with fla_decode.in_blocks(32):
+    with blocks.in_blocks(module, KERNEL, 32):
         module.fused_recurrent_gated_delta_rule_fwd_kernel[8,](V=32, BV=8)
     assert kernel.grids == [(2,)]
-    with pytest.raises(ZeroDivisionError), fla_decode.in_blocks(32):
+    with pytest.raises(ZeroDivisionError), blocks.in_blocks(module, KERNEL, 32):
         raise ZeroDivisionError
     assert module.fused_recurrent_gated_delta_rule_fwd_kernel is kernel
 
 
 def test_a_path_that_launches_nothing_in_blocks_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch)
-    with pytest.raises(RuntimeError, match="nothing was launched in blocks of 16"), fla_decode.in_blocks(16):
+    module = stand_in(monkeypatch)
+    with pytest.raises(RuntimeError, match="nothing was launched in blocks of 16"), blocks.in_blocks(module, KERNEL, 16):
         pass
 
 
@@ -631,8 +640,8 @@ def test_serving_loop_gathers_and_scatters_on_the_device_of_its_inputs(monkeypat
         calls.append(arguments)
         return arguments["v"], arguments["initial_state"] + len(calls)
 
-    stand_in(monkeypatch)
-    sys.modules["fla.ops.gated_delta_rule"].fused_recurrent_gated_delta_rule = rule  # type: ignore[attr-defined]
+    module = stand_in(monkeypatch)
+    module.fused_recurrent_gated_delta_rule = rule  # type: ignore[attr-defined]
     inputs = FULL.inputs()
     want = inputs.pool.clone()
     for slot, real, begins in zip(FULL.slot_of, FULL.real, FULL.beginning, strict=True):
@@ -650,12 +659,12 @@ class GridRoundedDown(fla_decode.DecodeBlocks):
     """FLA's kernel in the grid of V // 32 blocks where it is launched in those."""
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        counted = fla_decode._blocks
-        fla_decode._blocks = lambda width, size: width // 32 if size == 32 else counted(width, size)
+        counted = blocks._blocks
+        blocks._blocks = lambda width, size: width // 32 if size == 32 else counted(width, size)
         try:
             return super().run(x)
         finally:
-            fla_decode._blocks = counted
+            blocks._blocks = counted
 
 
 @pytest.mark.parametrize(

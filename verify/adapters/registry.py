@@ -36,7 +36,16 @@ PATHS = {
     "megatron/deterministic": "verify.adapters.megatron:MegatronDeterministic",
     "megatron/exchange": "verify.adapters.megatron:MegatronExchange",
 }
-POOLS = {"fla/decode": "verify.adapters.fla_decode:Decode", "fla/decode_blocks": "verify.adapters.fla_decode:DecodeBlocks"}
+POOLS = {
+    "fla/decode": "verify.adapters.fla_decode:Decode",
+    "fla/decode_blocks": "verify.adapters.fla_decode:DecodeBlocks",
+    "sglang/decode": "verify.adapters.sglang_pools:Decode",
+    "sglang/decode_kda": "verify.adapters.sglang_pools:DecodeKda",
+    "sglang/update": "verify.adapters.sglang_pools:Update",
+    "sglang/packed_decode": "verify.adapters.sglang_pools:PackedDecode",
+    "sglang/packed_decode_kda": "verify.adapters.sglang_pools:PackedDecodeKda",
+    "sglang/chunk": "verify.adapters.sglang_pools:ChunkInPlace",
+}
 LAYERS = {
     "fla/layer": "verify.adapters.fla_layer:Layer",
     "fla/layer_recurrent": "verify.adapters.fla_layer:LayerRecurrent",

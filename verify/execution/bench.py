@@ -345,9 +345,9 @@ _MEMO = _Memo(64, 2**17)
 
 def _in_layout(inputs: Inputs, layout: str | None) -> Inputs:
     """The inputs with the states of a pool in the order in memory that the domain names; a pool that has it is not copied."""
-    if layout != "vk" or not len(inputs.pool) or inputs.pool[0].mT.is_contiguous():
+    if layout != "vk" or not len(inputs.pool) or (inputs.pool.stride(-2) == 1 and inputs.pool[0].mT.is_contiguous()):
         return inputs
-    return inputs.replaced(pool=inputs.pool.mT.contiguous().mT)
+    return inputs.replaced(pool=inputs.pool.mT.clone(memory_format=torch.contiguous_format).mT)
 
 
 def _shares_a_slot(inputs: Inputs) -> bool:

@@ -22,7 +22,7 @@ from verify.interpreter import operations
 from verify.interpreter.grid import Function, Machine
 from verify.interpreter.memory import Alone, Memory, Rewatch, Span, Unordered, Untracked, span_of, tensors_of
 from verify.interpreter.operations import Diverges, GridBuilder, Unbatchable
-from verify.interpreter.patches import SEQUENTIAL
+from verify.interpreter.patches import SEQUENTIAL, UnknownTriton
 from verify.interpreter.races import LOAD, STORE, Race, Suspect, Trace, are_accepted, conflicts, writes_the_same
 
 Grid = tuple[int, int, int]
@@ -153,6 +153,8 @@ def _one_by_one(function: Any, arguments: dict[str, Any], grid: Grid) -> None:
                 for z in range(grid[2]):
                     builder.set_grid_idx(x, y, z)
                     function(**arguments)
+    except NotImplementedError as error:
+        raise UnknownTriton(f"Triton's interpreter cannot run the kernel {function.__name__}: {error}") from error
     except Exception as error:
         raise interpreter.InterpreterError(repr(error)) from error
 

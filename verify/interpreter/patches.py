@@ -26,7 +26,7 @@ TRITONS = ("3.7.1", "3.9.0")  # the versions with which all tests of the interpr
 
 
 class UnknownTriton(Exception):
-    """Kernels cannot be interpreted with the installed version of Triton."""
+    """A kernel cannot be interpreted: not with the installed version of Triton, or not at all."""
 
 
 def patch() -> bool:

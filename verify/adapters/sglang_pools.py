@@ -1,0 +1,216 @@
+"""Adapters of SGLang's decoding kernels, which update a pool of states in place. They adapt signatures and layout only.
+
+SGLang keeps states as [P, HV, V, K]. A negative slot is padding: the kernel writes nothing to the pool for it. Slots that begin are
+zeroed by the pool's allocator, so no kernel starts a request from zeros itself.
+"""
+
+import dataclasses
+import types
+
+import torch
+from torch import Tensor
+
+from oracles.operation import Inputs
+from properties.cases.pool_case import BLOCK_SIZES
+from properties.domain import Domain
+from properties.pool_domain import PoolDomain
+from verify.adapters import serving
+from verify.adapters.base import Adapter
+from verify.adapters.blocks import in_blocks
+
+OPS = "sglang.kernels.ops.attention"
+SIGMOID = f"{OPS}.linear.fused_sigmoid_gating_recurrent"
+RECURRENT = f"{OPS}.fla.fused_recurrent"
+CHUNK = f"{OPS}.fla.chunk"
+
+# dt_bias must be a tensor, and beta is at most 1: there is no allow_neg_eigval.
+GATED = Domain(in_kernel=("both",), dt_bias=False, negative_eigenvalues=False, position_independent=True, backward=False)
+
+
+def _of_kda(domain: PoolDomain) -> PoolDomain:
+    """Return the domain for KDA. Its kernel for blocks of 4 channels has inline assembly, which cannot be interpreted."""
+    return dataclasses.replace(domain, rule=dataclasses.replace(domain.rule, operation="kda"), blocks=BLOCK_SIZES[1:])
+
+
+class SGLangPool(Adapter):
+    """Base of adapters of SGLang's kernels on a pool."""
+
+    algorithm = "recurrent"
+    requires = {"sglang": "0.5.23", "triton": "3.7.1"}  # noqa: RUF012 - as in the base class
+    place: str  # the kernel's module
+
+    def bring(self) -> None:
+        self.module()
+
+    def module(self) -> types.ModuleType:
+        """The kernel's module."""
+        return serving.module(self.place)
+
+
+class Decode(SGLangPool):
+    """`fused_sigmoid_gating_delta_rule_update`: gates, norm and rule in one kernel, for one or several tokens of each request.
+
+    The kernel reads the stride of tokens only. Heads and channels of a token must lie side by side, and so must the tokens of all
+    requests of a batch.
+    """
+
+    place = SIGMOID
+    domain = PoolDomain(
+        rule=GATED,
+        padding_slots=("-1",),
+        fresh=False,
+        accepts=False,
+        layout="vk",
+        state_dtypes=("fp32", "bf16"),
+        blocks=BLOCK_SIZES,
+        views=("offset", "fused"),
+    )
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        module = self.module()
+        axis = 0 if x.a.device.type == "cuda" else 1  # the blocks of channels are another axis of the grid on a GPU
+        with in_blocks(module, "fused_sigmoid_gating_delta_rule_update_kernel", x.block_v, axis):
+            o = module.fused_sigmoid_gating_delta_rule_update(
+                A_log=x.A_log,
+                a=x.a,
+                dt_bias=x.dt_bias.flatten(),
+                softplus_beta=1.0,
+                softplus_threshold=20.0,
+                q=x.q,
+                k=x.k,
+                v=x.v,
+                b=x.b,
+                initial_state_source=x.pool.mT,
+                initial_state_indices=x.slots,
+                scale=x.scale,
+                use_qk_l2norm_in_kernel=x.qk_norm,
+                cu_seqlens=x.cu_seqlens,
+                is_kda=self.domain.rule.operation == "kda",
+            )
+        return o, x.pool
+
+
+class DecodeKda(Decode):
+    """`Decode` with the gate of KDA, one number a key channel."""
+
+    domain = _of_kda(Decode.domain)
+
+
+class Update(SGLangPool):
+    """`fused_recurrent_gated_delta_rule_update`: log-decay and beta are given, for one or several tokens of each request.
+
+    Its `input_guard` makes every tensor contiguous. A pool whose slots lie apart would be copied, and the states would be lost, so
+    slots must lie side by side.
+    """
+
+    place = RECURRENT
+    domain = PoolDomain(
+        rule=Domain(position_independent=True, backward=False),
+        padding_slots=("-1",),
+        fresh=False,
+        accepts=False,
+        layout="vk",
+        state_dtypes=("fp32", "bf16"),
+        blocks=BLOCK_SIZES,
+        apart=False,
+    )
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        module = self.module()
+        with in_blocks(module, "fused_recurrent_gated_delta_rule_update_fwd_kernel", x.block_v, 1):
+            o = module.fused_recurrent_gated_delta_rule_update(
+                x.q,
+                x.k,
+                x.v,
+                x.g,
+                x.beta,
+                scale=x.scale,
+                initial_state_source=x.pool.mT,
+                initial_state_indices=x.slots,
+                cu_seqlens=x.cu_seqlens,
+                use_qk_l2norm_in_kernel=x.qk_norm,
+            )
+        return o, x.pool
+
+
+class PackedDecode(SGLangPool):
+    """`fused_recurrent_gated_delta_rule_packed_decode`: one token a request, q, k and v in one tensor [B, 2 H K + HV V]."""
+
+    place = RECURRENT
+    wrapper = "fused_recurrent_gated_delta_rule_packed_decode"
+    grid_axis = 0
+    domain = PoolDomain(
+        rule=dataclasses.replace(GATED, empty=False),
+        most_tokens=1,
+        padding_slots=("-1",),
+        fresh=False,
+        accepts=False,
+        layout="vk",
+        state_dtypes=("fp32", "bf16"),
+        blocks=BLOCK_SIZES,
+        views=("offset", "fused"),
+    )
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        module = self.module()
+        o = x.v.new_empty(len(x.slots), 1, *x.v.shape[2:])
+        tokens = [x[name].flatten(0, 1).flatten(1) for name in ("q", "k", "v")]
+        with in_blocks(module, f"{self.wrapper}_kernel", x.block_v, self.grid_axis):
+            getattr(module, self.wrapper)(
+                torch.cat(tokens, -1),
+                x.a.flatten(0, 1).flatten(1),
+                x.b.flatten(0, 1),
+                A_log=x.A_log,
+                dt_bias=x.dt_bias.flatten(),
+                scale=x.q.shape[-1] ** -0.5 if x.scale is None else x.scale,
+                initial_state=x.pool.mT,
+                out=o,
+                ssm_state_indices=x.slots,
+                use_qk_l2norm_in_kernel=x.qk_norm,
+            )
+        return o.reshape(x.v.shape), x.pool
+
+
+class PackedDecodeKda(PackedDecode):
+    """`fused_recurrent_kda_packed_decode`: the same with the gate of KDA."""
+
+    wrapper = "fused_recurrent_kda_packed_decode"
+    domain = _of_kda(PackedDecode.domain)
+
+
+class ChunkInPlace(SGLangPool):
+    """`chunk_gated_delta_rule`: prompts in chunks of 64 tokens, in half precision; final states are written to the pool.
+
+    As for `Update`, slots must lie side by side. A request without tokens must not stand before others: `prepare_chunk_indices`
+    counts only sequences that have a chunk, so that the next request gets the slot of the empty one (docs/FINDINGS.md).
+    """
+
+    algorithm = "chunkwise"
+    products = "tf32"
+    chunk = 64
+    place = CHUNK
+    domain = PoolDomain(
+        rule=Domain(dtypes=("bf16", "fp16"), key_dims=(1, 256), batched=False, backward=False),
+        padding_slots=("-1",),
+        fresh=False,
+        accepts=False,
+        layout="vk",
+        state_dtypes=("fp32", "bf16"),
+        apart=False,
+        empty_first=False,
+    )
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        o, _, _ = self.module().chunk_gated_delta_rule(
+            x.q,
+            x.k,
+            x.v,
+            x.g,
+            x.beta,
+            scale=x.scale,
+            initial_state=x.pool.mT,
+            initial_state_indices=x.slots,
+            cu_seqlens=x.cu_seqlens,
+            use_qk_l2norm_in_kernel=x.qk_norm,
+        )
+        return o, x.pool
