@@ -14,8 +14,8 @@ ALLOWED = {
     "oracles": {"oracles"},
     "properties": {"oracles", "properties"},
     "verify": {"oracles", "properties", "verify"},
-    "tests": {"oracles", "properties", "verify", "tests"},
-    "benchmarks": {"oracles", "properties", "verify", "tests", "benchmarks"},
+    "benchmarks": {"oracles", "properties", "verify", "benchmarks"},
+    "tests": {"oracles", "properties", "verify", "benchmarks", "tests"},
 }
 FLOORS = set(ALLOWED)
 LIBRARIES = {
@@ -185,6 +185,7 @@ def test_every_floor_has_files() -> None:
         ("verify/adapters/x.py", "from ...tests import right"),
         ("verify/x.py", "import transformers"),
         ("verify/x.py", "import benchmarks.speed"),
+        ("benchmarks/x.py", "from tests import right"),
     ],
 )
 def test_planted_wrong_import_is_seen(path: str, source: str) -> None:
@@ -200,6 +201,7 @@ def test_planted_wrong_import_is_seen(path: str, source: str) -> None:
         ),
         ("verify/adapters/x.py", "from ..base import Adapter\nimport fla, transformers"),
         ("tests/x.py", "import verify, tests.right, transformers"),
+        ("tests/x.py", "from benchmarks import records"),
     ],
 )
 def test_right_import_is_let_pass(path: str, source: str) -> None:
