@@ -18,7 +18,8 @@ from typing import Any
 
 START = time.perf_counter()
 
-from properties.cases.path_case import ParallelCase  # noqa: E402 - the clock starts before
+from benchmarks import records  # noqa: E402 - the clock starts before
+from properties.cases.path_case import ParallelCase  # noqa: E402
 from properties.path_domain import PathDomain, with_forms  # noqa: E402
 from properties.path_laws import LAYOUT_ONLY, PATH_LAWS  # noqa: E402
 from properties.strategies import Example  # noqa: E402
@@ -47,7 +48,7 @@ def main() -> int:
     parser.add_argument("--law", action="append", choices=PATH_LAWS, help="laws of the soundness run (default: every one)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="write what was measured there")
-    options = parser.parse_args()
+    options = records.options_of(parser)
     import torch
 
     backend = options.backend or ("nccl" if options.ranks and torch.cuda.device_count() >= options.ranks else "gloo")
@@ -94,10 +95,31 @@ def main() -> int:
         report["parallel"] = rate("parallel", few, {"tokens": 100, **on_few}, run_of, options.cases, options, group, store)
         if options.soundness:
             alarms = soundness(domain, run_of, options, group, store, report)
+    record(options, backend, report)
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             json.dump(report, file)
     return 1 if alarms else 0
+
+
+def record(options: argparse.Namespace, backend: str, measured: dict[str, Any]) -> None:
+    """Put the rates, and the false alarms if they were counted, into the file of --record."""
+    ranks = f"{options.ranks} processes over gloo" if options.ranks else f"{options.simulate} simulated ranks"
+    gpus = {"gpus": options.ranks} if backend == "nccl" else {}
+    ranks = "NCCL" if gpus else ranks
+    rates = {"exchanges": measured["exchange"]} | ({"whole layers": measured["parallel"]} if gpus else {})
+    over = "over" if gpus else "on"
+    values = {
+        f"{what} {over} {ranks}": {"value": found["a_second"], "unit": "cases a second", **gpus} for what, found in rates.items()
+    }
+    if gpus:
+        values["first verdict over NCCL, from the command"] = {"value": measured["first_verdict_s"], "unit": "s", **gpus}
+    records.put(options, "speed", values, decimals=1)
+    if options.soundness:
+        counts, alarms = measured["soundness"]["counts"], measured["soundness"]["alarms"]
+        what = f"`{options.adapter}` {over} {ranks}, {'laws ' + ', '.join(options.law) if options.law else 'every law'}"
+        fields = {"cases": sum(counts.values()), "blind": counts.get(Verdict.BLIND, 0), "value": len(alarms), **gpus}
+        records.put(options, "false alarms", {what: fields})
 
 
 def rate(

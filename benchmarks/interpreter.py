@@ -23,6 +23,7 @@ from rich.progress import track
 from rich.table import Table
 from triton.runtime.interpreter import GridExecutor
 
+from benchmarks import records
 from properties.books import book_of
 from verify.adapters.loader import load
 from verify.engine.drawing import seeded
@@ -48,7 +49,7 @@ def main() -> int:
     parser.add_argument("adapter", nargs="+")
     parser.add_argument("--cases", type=int, default=24, help="cases of the oracle law of each adapter (default 24)")
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = records.options_of(parser)
     install()
     torch.set_num_threads(1)
     from verify.interpreter import launch
@@ -58,6 +59,7 @@ def main() -> int:
     for run in track(runs, "cases", console=Console(stderr=True)):
         execute(run)
     print_table(rows)
+    record(options, rows)
     for reason, count in launch.one_by_one.items():
         print(f"one after another: {reason} ({count} launches)")
     different = sum(row.different for row in rows.values())
@@ -125,6 +127,39 @@ def print_table(rows: dict[tuple[str, int], Row]) -> None:
             setattr(whole, field.name, getattr(whole, field.name) + getattr(row, field.name))
     add(table, "all", "", whole)
     Console(width=140).print(table)
+
+
+SIZES = {"1 program": (0, 0), "2 to 7": (1, 2), "8 to 31": (3, 4), "32 to 127": (5, 6), "128 and more": (7, 99)}  # by powers of two
+
+
+def record(options: argparse.Namespace, rows: dict[tuple[str, int], Row]) -> None:
+    """Put all kernels and the two that take longest one by one into the file of --record."""
+    by_kernel = collections.defaultdict[str, dict[int, list[Row]]](lambda: collections.defaultdict(list))
+    every = f"all {len({kernel for kernel, _ in rows})} kernels"
+    for (kernel, power), row in rows.items():
+        by_kernel[f"`{kernel}`"][power].append(row)
+        by_kernel[every][power].append(row)
+
+    def total(powers: dict[int, list[Row]], name: str, low: int = 0, high: int = 99) -> Any:
+        return sum(getattr(row, name) for power, several in powers.items() if low <= power <= high for row in several)
+
+    def faster(powers: dict[int, list[Row]], *limits: int) -> float | str:
+        together = total(powers, "together_s", *limits)
+        return float(total(powers, "apart_s", *limits) / together) if together else ""
+
+    slowest = sorted(by_kernel, key=lambda name: total(by_kernel[name], "apart_s"), reverse=True)
+    columns = {"launches": "launches", "one by one, CPU s": "apart_s", "together, CPU s": "together_s"}
+    measured = {
+        name: {
+            "sample": f"{len(options.adapter)} adapter{'s' * (len(options.adapter) > 1)}",
+            "value": {column: total(by_kernel[name], field) for column, field in columns.items()}
+            | {"faster": faster(by_kernel[name])}
+            | {size: faster(by_kernel[name], *limits) for size, limits in SIZES.items()}
+            | {"other bytes": total(by_kernel[name], "different")},
+        }
+        for name in [every, *(name for name in slowest if name != every)][:3]
+    }
+    records.put(options, "interpreter", measured, decimals=1, whole=True)
 
 
 def add(table: Table, kernel: str, programs: str, row: Row) -> None:

@@ -20,12 +20,21 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import records
 from oracles.bound import MORE, RUNS, Bound, bounds, truth
 from oracles.chunkwise import delta_rule
 from oracles.operation import Inputs
 from properties.cases.rule_case import Case
 
 Call = Callable[[], object]
+# Columns of the recorded tolerances, and the calls that they are of (bound_cost). On a GPU the oracle's own run is not counted.
+ON_A_CPU = {
+    "chunkwise, one disturbed run": "of 1 runs, chunkwise",
+    "chunkwise, four": "bound, chunkwise",
+    "recurrent, one": "of 1 runs, recurrent",
+    "recurrent, four": "bound, recurrent",
+}
+ON_A_GPU = {"chunkwise, four runs alone": "bound, chunkwise", "recurrent, four runs alone": "bound, recurrent"}
 
 
 def main() -> int:
@@ -35,17 +44,40 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", help="write every row there, a line each")
     parser.add_argument("--only", choices=("peers", "lengths", "packed", "bounds"), action="append")
-    options = parser.parse_args()
+    options = records.options_of(parser)
     cuda = options.device == "cuda"
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if cuda else f'{torch.get_num_threads()} CPU threads'}")
-    rows: list[dict[str, object]] = []
+    rows: list[dict[str, Any]] = []
     for name, part in (("peers", peers), ("lengths", lengths), ("packed", packed), ("bounds", bound_cost)):
         if not options.only or name in options.only:
+            before = len(rows)
             part(options.device, options.runs, rows)
+            record(options, name, rows[before:])
     if options.json:
         with open(options.json, "w", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
     return 0
+
+
+def record(options: argparse.Namespace, part: str, rows: list[dict[str, Any]]) -> None:
+    """Put the rows of a part into the file of --record."""
+    if part == "peers":
+        seconds: dict[str, records.Record] = {}
+        for row in rows:
+            memory = {"gib": round(row["gib"], 1)} if row["gib"] else {}
+            name = f"{row['what']}, {row['tokens']:,} tokens"
+            seconds[name] = {"value": row["median_s"], "unit": "s", "spread": row["spread_s"], **memory}
+        records.put(options, "oracle", seconds, decimals=4)
+    elif part == "packed":
+        ratios = [many["median_s"] / one["median_s"] for one, many in zip(rows[::2], rows[1::2], strict=True)]
+        what = "1,000 packed sequences of 8 to 130 tokens / one sequence of the same total"
+        records.put(options, "packed", {what: {"value": [min(ratios), max(ratios)]}}, decimals=2)
+    elif part == "bounds":
+        columns, own = (ON_A_CPU, 0.0) if options.device == "cpu" else (ON_A_GPU, 1.0)
+        times = {(row["call"], row["name"]): row["times"] - own for row in rows}
+        calls = dict.fromkeys(row["call"] for row in rows)
+        values = {call: {"value": {column: times[call, name] for column, name in columns.items()}} for call in calls}
+        records.put(options, "tolerances", values, decimals=1)
 
 
 def timed(call: Call, device: str, runs: int) -> tuple[float, float, float]:
@@ -75,12 +107,12 @@ def once(call: Call, device: str) -> tuple[float, float]:
     return time.perf_counter() - start, gib
 
 
-def report(rows: list[dict[str, object]], what: str, tokens: int, figures: tuple[float, float, float]) -> None:
+def report(rows: list[dict[str, object]], what: str, tokens: int, figures: tuple[float, float, float], **more: object) -> None:
     """Add a row and print it at once."""
     median, spread, gib = figures
-    rows.append({"what": what, "tokens": tokens, "median_s": median, "spread_s": spread, "gib": gib})
+    rows.append({"what": what, "tokens": tokens, "median_s": median, "spread_s": spread, "gib": gib, **more})
     memory = f"  {gib:6.1f} GiB" if gib else ""
-    print(f"  {what:<58} {tokens:>7} tokens  {median:8.4f} s  (spread {spread:.4f}){memory}", flush=True)
+    print(f"  {what:<76} {tokens:>7} tokens  {median:8.4f} s  (spread {spread:.4f}){memory}", flush=True)
 
 
 def inputs(tokens: int, heads: int, value_heads: int, width: int, device: str, rows: int = 1) -> list[Tensor]:
@@ -114,12 +146,17 @@ def peers(device: str, runs: int, rows: list[dict[str, object]]) -> None:
     print("forward and backward, K = V = 128, float64 oracle against float32 references")
     for tokens in (512, 4096, 65536, 131072) if cuda else (512, 4096):
         x = inputs(tokens, heads, value_heads, 128, device)
-        report(rows, "gdn-verify oracle", tokens, timed(lambda x=x, n=tokens: both(x, [n]), device, runs))
+        report(rows, "gdn-verify oracle, float64", tokens, timed(lambda x=x, n=tokens: both(x, [n]), device, runs))
         del x
     for name, rule, tokens, dtype in (
-        ("FLA naive chunk, float32", naive_chunk_gated_delta_rule, 4096, torch.float32),
-        ("transformers torch_chunk, float32", plain, 4096, torch.float32),
-        ("FLA naive recurrent, float32", naive_recurrent_gated_delta_rule, 512, torch.float32),
+        ("flash-linear-attention `naive_chunk_gated_delta_rule`, float32", naive_chunk_gated_delta_rule, 4096, torch.float32),
+        ("transformers `torch_chunk_gated_delta_rule`, float32", plain, 4096, torch.float32),
+        (
+            "flash-linear-attention `naive_recurrent_gated_delta_rule`, float32",
+            naive_recurrent_gated_delta_rule,
+            512,
+            torch.float32,
+        ),
     ):
         q, k, v, g, beta, _ = inputs(tokens, value_heads, value_heads, 128, device)
         leaves = [y.detach().unsqueeze(0).to(dtype).requires_grad_() for y in (q, k, v, g.squeeze(-1), beta)]
@@ -207,7 +244,8 @@ def bound_cost(device: str, runs: int, rows: list[dict[str, object]]) -> None:
             what = f"{name}, K = V = {case.key_dim} {case.dtype}"
             if name != "truth":
                 what = f"{name}: {times:.1f} times the truth, its runs {times - 1:.1f}"
-            report(rows, what + note, case.tokens, figures)
+            call_name = f"{case.tokens} tokens, K = V = {case.key_dim}, {case.dtype}"
+            report(rows, what + note, case.tokens, figures, call=call_name, name=name, times=times)
 
 
 def looks(case: Case, x: Inputs, cotangents: dict[str, Tensor], algorithm: str, device: str) -> dict[str, Call]:

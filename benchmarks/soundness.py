@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks import records
 from oracles.bound import KAPPA
 from properties.books import book_of, every_law
 from verify.engine.asking import ask, describe
@@ -28,6 +29,11 @@ from verify.findings import known
 from verify.findings.store import Store
 from verify.process.outcome import Outcome, Verdict
 from verify.process.worker import Worker
+
+# False alarms, verdicts, and for each dtype and output the errors of all cases in sigma.
+Measured = tuple[int, collections.Counter[str], dict[tuple[str, str], list[float]]]
+# Outputs with one row in the record of errors, since few cases have them.
+TOGETHER = dict.fromkeys(("da", "db", "dA_log", "ddt_bias"), "da, db, dA_log, ddt_bias")
 
 
 def main() -> int:
@@ -39,12 +45,36 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--products", default="ieee")
+    parser.add_argument("--what", help="what the record of false alarms calls the adapters and laws")
     parser.add_argument("--json", help="write every case's ratios there, a line a case")
-    options = parser.parse_args()
-    alarms = 0
-    for adapter in options.adapters:
-        alarms += measure(adapter, options)
-    return 1 if alarms else 0
+    options = records.options_of(parser)
+    measured = {adapter: measure(adapter, options) for adapter in options.adapters}
+    record(options, measured)
+    return 1 if any(alarms for alarms, _, _ in measured.values()) else 0
+
+
+def record(options: argparse.Namespace, measured: dict[str, Measured]) -> None:
+    """Put false alarms into the file of --record; without --law, errors in sigma by the dtypes of the first adapter."""
+    if options.law:
+        verdicts = sum((verdicts for _, verdicts, _ in measured.values()), collections.Counter[str]())
+        what = options.what or f"{', '.join(f'`{adapter}`' for adapter in measured)}: {', '.join(options.law)}"
+        alarms = sum(alarms for alarms, _, _ in measured.values())
+        records.put(options, "false alarms", {what: {"cases": verdicts.total(), "blind": verdicts[Verdict.BLIND], "value": alarms}})
+        return
+    errors = [collections.defaultdict[tuple[str, str], list[float]](list) for _ in measured]
+    for sums, (_, _, ratios) in zip(errors, measured.values(), strict=True):
+        for (dtype, name), values in ratios.items():
+            sums[TOGETHER.get(name, name), dtype] += values
+    first, *others = errors
+    rows: dict[str, records.Record] = {}
+    for name in sorted({name for name, _ in first}):
+        value: dict[str, object] = {}
+        for dtype in sorted({dtype for _, dtype in first}):
+            sigmas = first.get((name, dtype))
+            value[f"`{options.adapters[0]}`, {dtype}: median, largest"] = [statistics.median(sigmas), max(sigmas)] if sigmas else ""
+        largest = [max(values) for sums in others for (output, _), values in sums.items() if output == name]
+        rows[name] = {"value": value | ({"largest of the others": max(largest)} if largest else {})}
+    records.put(options, "errors in sigma", rows, decimals=2, whole=True)
 
 
 def laws_of(domain: Any, asked: list[str] | None) -> list[str]:
@@ -91,8 +121,8 @@ def outcomes(runs: list[Run], workers: list[Worker], store: Store) -> Iterator[t
         yield from pool.map(one, runs)
 
 
-def measure(adapter: str, options: argparse.Namespace) -> int:
-    """Print the table of one adapter. Returns its number of false alarms."""
+def measure(adapter: str, options: argparse.Namespace) -> Measured:
+    """Measure one adapter and print its table."""
     start, store, defects = time.monotonic(), Store(), known.load()
     workers = [Worker() for _ in range(options.workers)]
     domain = describe(adapter, workers[0]).domain
@@ -138,7 +168,7 @@ def measure(adapter: str, options: argparse.Namespace) -> int:
             + "".join(f"{value:>8.2f}" if value < 1e4 else f"{value:>8.0e}" for value in at)
         )
     print("".join(f"  {alarm}\n" for alarm in alarms[:10]), end="", flush=True)
-    return len(alarms)
+    return len(alarms), verdicts, ratios
 
 
 if __name__ == "__main__":

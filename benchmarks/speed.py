@@ -7,11 +7,13 @@ until the end. It also prints the median, over cases of the law `oracle`, of the
 """
 
 import argparse
+import re
 import statistics
 import subprocess
 import sys
 import time
 
+from benchmarks import records
 from properties.rule_laws import LAWS
 from properties.strategies import Example
 from verify.engine.asking import ask, describe
@@ -27,15 +29,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("adapter")
     parser.add_argument("--runs", type=int, default=3)
-    options = parser.parse_args()
-    first, whole, exits = [], [], []
+    options = records.options_of(parser)
+    first, whole, exits, last = [], [], [], ""
     for _ in range(options.runs):
         start = time.monotonic()
         process = subprocess.Popen(
             [sys.executable, "-m", "verify", "check", options.adapter], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         assert process.stdout is not None
-        seen = [time.monotonic() - start for line in process.stdout if line.split(" ")[0] in ("HOLDS", "BROKEN", "UNKNOWN")]
+        seen = []
+        for last in process.stdout:
+            seen += [time.monotonic() - start] if last.split(" ")[0] in ("HOLDS", "BROKEN", "UNKNOWN") else []
         exits.append(process.wait())
         first.append(seen[0])
         whole.append(time.monotonic() - start)
@@ -49,7 +53,23 @@ def main() -> int:
         f"oracle and bounds / kernel: median {statistics.median(shares):.2f}, quartiles {middle[0]:.2f} and {middle[2]:.2f}, "
         f"{len(shares)} cases of the oracle law"
     )
+    record(options, first, whole, shares, last)
     return 0
+
+
+def record(options: argparse.Namespace, first: list[float], whole: list[float], shares: list[float], last: str) -> None:
+    """Put the seconds, the shares and the counts in the last line of the check into the file of --record."""
+    values = {"first law decided": first, "whole check": whole}
+    measured: dict[str, records.Record] = {
+        f"`{options.adapter}`: {what}": {"value": statistics.median(seconds), "unit": "s", "spread": [min(seconds), max(seconds)]}
+        for what, seconds in values.items()
+    }
+    if counts := re.search(r"(\d+ laws); (\d+ cases)", last):
+        measured[f"`{options.adapter}`: whole check"]["sample"] = ", ".join(counts.groups())
+    low, middle, high = statistics.quantiles(shares, n=4)
+    share = f"`{options.adapter}`: oracle and tolerances / interpreted kernel, median and quartiles over cases"
+    records.put(options, "speed", measured, decimals=1)
+    records.put(options, "speed", {share: {"value": middle, "spread": [low, high]}}, decimals=2)
 
 
 def share(adapter: str) -> list[float]:

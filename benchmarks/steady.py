@@ -12,9 +12,11 @@ import argparse
 import collections
 import dataclasses
 import os
+import statistics
 import sys
 import time
 
+from benchmarks import records
 from oracles.operation import DTYPES
 from properties.books import book_of
 from properties.palette import real_case
@@ -41,24 +43,26 @@ def main() -> int:
     parser.add_argument("--tune", default="5")
     parser.add_argument("--real", help="seeds of cases at real widths, each a pass of its own")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="of cases at real widths")
-    options = parser.parse_args()
+    options = records.options_of(parser)
     if not devices.gpus():
         print("torch sees no GPU", file=sys.stderr)
         return 3
     with Worker(COMPILE_S, environment=devices.environment("cuda")) as worker:
         if options.real:
             seeds = [int(seed) for seed in options.real.split(",")]
-            for number, seed in enumerate([seeds[0], *seeds]):
-                told(number, [[real(options, worker, seed)]], worker)
+            times = [told(number, [[real(options, worker, seed)]], worker)[1] for number, seed in enumerate([seeds[0], *seeds])]
+            what, fields = f"one case of 32,768 tokens, {options.dtype}", records.Record(value=times[1:], unit="s")
         else:
             questions = drawn(options, worker)
-            for number in range(options.passes + 1):
-                told(number, questions, worker)
+            passes = [told(number, questions, worker) for number in range(options.passes + 1)][1:]
+            what, rates = f"{passes[0][0]} cases, kernels compiled", [cases / seconds for cases, seconds in passes]
+            fields = records.Record(value=statistics.median(rates), unit="cases a second", spread=[min(rates), max(rates)])
+    records.put(options, "speed", {f"`{options.adapter}`: {what}": fields}, decimals=2 if options.real else 1)
     return 0
 
 
-def told(number: int, questions: list[list[Run]], worker: Worker) -> None:
-    """Run and print one pass over the questions. Pass 0 is the one that compiles."""
+def told(number: int, questions: list[list[Run]], worker: Worker) -> tuple[int, float]:
+    """Run and print one pass over the questions. Pass 0 is the one that compiles. Returns the number of cases and the seconds."""
     counts: collections.Counter[str] = collections.Counter()
     kernel = oracle = 0.0
     store, defects, start = Store(), known.load(), time.perf_counter()
@@ -70,6 +74,7 @@ def told(number: int, questions: list[list[Run]], worker: Worker) -> None:
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     what = f"{sum(counts.values()) / took:.1f} cases a second" if number else "compiled"
     print(f"{what}: {took:.2f} s, kernels {kernel:.2f}, oracle {oracle:.2f}; {verdicts}", flush=True)
+    return sum(counts.values()), took
 
 
 def real(options: argparse.Namespace, worker: Worker, seed: int) -> Run:

@@ -589,6 +589,9 @@ def test_soundness_is_measured_of_any_book_and_an_alarm_is_told(tmp_path: pathli
     right = f"{modules.__file__}:L2Norm"
     command = [sys.executable, "-m", "benchmarks.soundness", right, "zoo/NormEpsAsFloor", "--law", "all", "--cases", "33"]
     command += ["--workers", "1", "--json", str(tmp_path / "cases.jsonl")]
+    records = {"machines": {"here": {"what": "a host", "versions": {}}}, "records": []}
+    (tmp_path / "results.json").write_text(json.dumps(records))
+    command += ["--record", str(tmp_path / "results.json"), "--machine", "here"]
     root = pathlib.Path(__file__).parent.parent
     done = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True)
     first, second = (line for line in done.stdout.splitlines() if " cases of " in line)
@@ -597,6 +600,10 @@ def test_soundness_is_measured_of_any_book_and_an_alarm_is_told(tmp_path: pathli
     assert int(second.split()[-2]) > 5
     assert "  broken: y is off by more than rounding explains" in done.stdout
     records = [json.loads(line) for line in (tmp_path / "cases.jsonl").read_text().splitlines()]
+    (result,) = json.loads((tmp_path / "results.json").read_text())["records"]
+    assert (result["table"], result["machine"], result["cases"]) == ("false alarms", "here", 66)
+    assert result["value"] == int(second.split()[-2])
+    assert result["command"] == f"`python -m benchmarks.soundness {right} zoo/NormEpsAsFloor --law all --cases 33 --workers 1`"
     assert len(records) == 66 and Run.parse(records[0]["run"]).law == "oracle"
 
 
