@@ -793,6 +793,7 @@ KEYS: dict[tuple[str, str], Callable[[], Any]] = {
     ),
     ("claims JSON", "key"): lambda: dict_keys("rows", "interrupted") | dict_keys("device", "text"),
     ("claims JSON", "key of a row"): lambda: {*fields(definition("Row")), "measured"},
+    ("fetch JSON", "key"): lambda: {"folder", "fetched", *dict_keys("sha256", "patterns")},
     ("The record of the GPU tests", "key"): lambda: definition("KINDS"),
 }
 

@@ -2,10 +2,13 @@
 
 import importlib
 import pathlib
+import re
 import sys
+import tomllib
 from collections.abc import Iterator
 
 import pytest
+from packaging.requirements import Requirement
 
 from verify.adapters import libraries, packages, serving, stand_ins
 from verify.adapters.libraries import MANIFEST, Library
@@ -26,7 +29,6 @@ FILES = {
     "trees/pear.py": "PEAR = 'pear'",
     "utils/__init__.py": "from not_installed_at_all import is_ripe, pick",
     "utils/baskets.py": "BASKETS = 2",
-    "broken.py": "import not_installed_either",
     "astray.py": "from orchard.trees.pear import QUINCE",
 }
 
@@ -138,10 +140,20 @@ def test_what_another_release_lacks_is_one_line(orchard: pathlib.Path) -> None:
         serving.module("orchard.astray")
 
 
-def test_a_requirement_of_one_module_is_named(orchard: pathlib.Path) -> None:
-    line = r"^orchard\.broken needs the module not_installed_either, which is not installed: pip install 'gdn-verify\[serving\]'$"
-    with pytest.raises(ImportError, match=line):
+@pytest.mark.parametrize(("missing", "hint"), [("not_installed_either", ""), ("msgspec", ": pip install msgspec")])
+def test_a_requirement_of_one_module_is_named(
+    orchard: pathlib.Path, monkeypatch: pytest.MonkeyPatch, missing: str, hint: str
+) -> None:
+    write(orchard, {"broken.py": f"import {missing}"})
+    monkeypatch.setitem(sys.modules, missing, None)  # as if it were not installed
+    line = f"orchard.broken needs the module {missing}, which is not installed{hint}"
+    with pytest.raises(ImportError, match=rf"^{re.escape(line)}$"):
         serving.module("orchard.broken")
+
+
+def test_the_extra_of_the_project_has_what_the_hints_name() -> None:
+    project = tomllib.loads((pathlib.Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert [Requirement(text).name for text in project["optional-dependencies"]["serving"]] == [*serving.EXTRAS]
 
 
 def test_a_module_of_no_library_is_refused() -> None:

@@ -25,6 +25,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from verify.adapters.libraries import LIBRARIES, MANIFEST, Library
 
+EXTRAS = ("einops", "msgspec")  # as in the extra `serving` of pyproject.toml
 StandIns = Mapping[str, Mapping[str, Callable[[], Any]]]
 _lock = threading.RLock()
 _prepared: set[str] = set()
@@ -43,9 +44,8 @@ def module(name: str) -> types.ModuleType:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == library.name:
             raise ImportError(_lacks(library, folder, error.name or name)) from None
-        raise ImportError(
-            f"{name} needs the module {error.name}, which is not installed: pip install 'gdn-verify[serving]'"
-        ) from error
+        hint = f": pip install {error.name}" if error.name in EXTRAS else ""
+        raise ImportError(f"{name} needs the module {error.name}, which is not installed{hint}") from error
     except ImportError as error:  # `from x import y` without a y: the message has both names
         raise ImportError(f"importing {name} from {folder} failed: {_one_line(error)}") from error
 

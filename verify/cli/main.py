@@ -10,6 +10,7 @@ from typing import NoReturn
 from verify.adapters.loader import AdapterError
 from verify.adapters.registry import BUILT_IN
 from verify.cli import claims_command as claims
+from verify.cli import fetch_command
 from verify.cli import zoo_command as command
 from verify.cli.check_command import check as check_adapter
 from verify.cli.exits import EXITS, INTERRUPTED, TOLD, UNDECIDED, USAGE, NoGpu
@@ -77,7 +78,7 @@ def parser() -> argparse.ArgumentParser:
         "and if not, what is the smallest case that shows it?",
         epilog=EXITS,
     )
-    verbs = top.add_subparsers(required=True, metavar="{list,check,repeat,launches,soak,zoo,claims}")
+    verbs = top.add_subparsers(required=True, metavar="{list,check,repeat,launches,soak,zoo,claims,fetch}")
     listing = verbs.add_parser("list", help="operations, laws, adapters, and what this host can run", epilog=EXITS)
     listing.add_argument("--json", action="store_true", help="one JSON object on stdout")
     listing.set_defaults(act=list_all)
@@ -130,4 +131,8 @@ def parser() -> argparse.ArgumentParser:
     measured = verbs.add_parser("claims", help="what published changes claim, measured on this host's GPUs", epilog=claims.EXITS)
     claims.arguments(measured)
     measured.set_defaults(act=claims.act)
+
+    fetching = verbs.add_parser("fetch", help="the files of a serving library that adapters import", epilog=fetch_command.EXITS)
+    fetch_command.arguments(fetching)
+    fetching.set_defaults(act=fetch_command.act)
     return top

@@ -1,0 +1,224 @@
+"""The verb `fetch`: download a serving library's wheel with pip and unpack the Python files that adapters import.
+
+The wheel is data: nothing in it runs here, and only files that the library's patterns name are unpacked.
+"""
+
+import argparse
+import collections
+import contextlib
+import fnmatch
+import hashlib
+import importlib.util
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
+
+from verify.adapters.libraries import LIBRARIES, MANIFEST, Library
+from verify.cli.exits import HOLDS, UNDECIDED
+
+EXITS = "exit: 0 the files are there   2 bad usage   3 they could not be had   130 interrupted"
+# The tags of the wheels that we tested. Their Python files are the same for every machine, so any machine may take them.
+TAGS = ("--python-version=3.11", "--implementation=cp", "--abi=cp311")
+PLATFORMS = ("--platform=manylinux_2_34_x86_64", "--platform=manylinux_2_28_x86_64")
+MOST_BYTES = 1 << 28  # unpacked; the largest library needs a tenth of this
+STALE_S = 3600.0  # a run that takes an hour is dead
+
+
+class FetchError(Exception):
+    """The files could not be had. The message is one line."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments and options of the verb."""
+    parser.add_argument("library", choices=LIBRARIES, help="the library")
+    parser.add_argument("--to", metavar="DIR", help="the folder for its files (default .gdn-verify/libraries/LIBRARY)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def act(options: argparse.Namespace) -> int:
+    """Fetch a library, unless it is there already, and print where it is. Returns the exit code."""
+    library = LIBRARIES[options.library]
+    folder = pathlib.Path(os.path.abspath(options.to or library.fetched))
+    try:
+        there = manifest_in(folder, library)
+        manifest = there or fetch(library, folder)
+    except FetchError as error:
+        print(f"gdn-verify: {error}", file=sys.stderr)
+        return UNDECIDED
+    if options.json:
+        print(json.dumps({"folder": str(folder), "fetched": there is None, **manifest}))
+        return HOLDS
+    print(f"{library.name} {manifest['version']} {'is already' if there else 'is now'} in {folder} ({manifest['files']} files)")
+    print(f"use it with: --path {folder}")
+    if options.to is None:
+        print("commands in this directory need no --path: adapters look there if the library is not installed")
+    return HOLDS
+
+
+def manifest_in(folder: pathlib.Path, library: Library) -> dict[str, Any] | None:
+    """The manifest of a folder that holds all that `fetch` would unpack. None if there is something to fetch.
+
+    ValueError if the folder cannot be used: it holds something else, or it is no folder.
+    """
+    try:
+        if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+            return None
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["library"] != library.name:
+            raise ValueError(f"it holds {manifest['library']}")
+        same = (manifest["version"], manifest["patterns"]) == (library.version, [*library.files])
+        return manifest if same and all((folder / name).is_file() for name in library.needed) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"--to must name a folder that is empty, does not exist, or holds {library.name} from an earlier fetch, got {folder}"
+        ) from None
+
+
+def fetch(library: Library, folder: pathlib.Path) -> dict[str, Any]:
+    """Download the library and unpack it into the folder, which appears at once and complete. Returns its manifest.
+
+    FetchError if pip, the wheel or the disk fails. ValueError if the folder cannot be written.
+    """
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
+        staging = pathlib.Path(tempfile.mkdtemp(prefix=_prefix(folder), dir=folder.parent))
+    except OSError as error:
+        raise ValueError(f"--to must name a folder that can be written, got {folder}: {error.strerror}") from None
+    try:
+        with _told_of_the_disk(folder):
+            print(f"downloading {library.distribution} {library.version} with pip", file=sys.stderr, flush=True)
+            wheel = download(library, staging / "wheel")
+            print(f"unpacking {wheel.name} ({wheel.stat().st_size >> 20} MB)", file=sys.stderr, flush=True)
+            manifest = unpack(library, wheel, staging / "files")
+            if there := manifest_in(folder, library):  # another run was quicker
+                return there
+            if folder.exists() and any(folder.iterdir()):
+                folder.rename(staging / "replaced")
+            (staging / "files").rename(folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return manifest
+
+
+@contextlib.contextmanager
+def _told_of_the_disk(folder: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FetchError(f"cannot write {error.filename or folder}: {error.strerror or error}") from None
+
+
+def download(library: Library, folder: pathlib.Path) -> pathlib.Path:
+    """Download the library's wheel into a folder with pip. Returns its path. FetchError has the last line of pip's output."""
+    if importlib.util.find_spec("pip") is None:
+        raise FetchError(f"fetch needs pip, which this Python lacks: run {sys.executable} -m ensurepip")
+    requirement = f"{library.distribution}=={library.version}"
+    output = ""
+    for tags in ([*TAGS, *PLATFORMS], []):  # then the wheel for this machine
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--progress-bar=off"]
+        done = subprocess.run(  # noqa: S603 - words of ours alone
+            [*command, *tags, f"--dest={folder}", requirement],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        if done.returncode == 0:
+            return _wheel(library, folder)
+        output = done.stdout
+        if "No matching distribution" not in output or "Retrying" in output:
+            break  # another machine's wheel would not be found either
+    raise FetchError(f"pip could not download {requirement}: {_last_line(output)}")
+
+
+def _wheel(library: Library, folder: pathlib.Path) -> pathlib.Path:
+    wheels = [path for path in folder.iterdir() if path.suffix == ".whl"]
+    for path in wheels:
+        with contextlib.suppress(InvalidWheelFilename):
+            name, version, _, _ = parse_wheel_filename(path.name)
+            if name == canonicalize_name(library.distribution) and str(version) == library.version:
+                return path
+    raise FetchError(f"pip downloaded no wheel of {library.distribution} {library.version}, but {[path.name for path in wheels]}")
+
+
+def _last_line(output: str) -> str:
+    """The last line of pip's output that reports an error, or the last line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith("[notice]")]
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    retries = [line for line in lines if "Retrying" in line]  # without a network, these have the reason
+    return (retries or errors or lines or ["it printed nothing"])[-1][:300]
+
+
+def unpack(library: Library, wheel: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
+    """Unpack the files of a wheel that the library's patterns name into a new folder, with a manifest. Returns the manifest.
+
+    FetchError if the file is no wheel, names a file outside the folder, or lacks a file that is needed.
+    """
+    try:
+        with open(wheel, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        with zipfile.ZipFile(wheel) as archive:
+            members = chosen(library, archive.infolist())
+            for member in members:
+                path = folder / member.filename
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with archive.open(member) as source, open(path, "xb") as target:
+                    shutil.copyfileobj(source, target)
+    except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+        raise FetchError(f"{wheel.name} cannot be unpacked: {error}") from None
+    manifest = {
+        "library": library.name,
+        "version": library.version,
+        "wheel": wheel.name,
+        "sha256": digest,
+        "files": len(members),
+        "patterns": [*library.files],
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    return manifest
+
+
+def chosen(library: Library, members: Sequence[zipfile.ZipInfo]) -> list[zipfile.ZipInfo]:
+    """The members of a wheel that the library's patterns name.
+
+    FetchError if any member is outside the folder or has the name of another, if a needed one is missing, or if they are too large.
+    """
+    names = collections.Counter(member.filename for member in members)
+    for name, count in names.items():
+        parts = name.rstrip("/").split("/")
+        if name.startswith("/") or "\\" in name or ":" in parts[0] or not {"", ".", ".."}.isdisjoint(parts):
+            raise FetchError(f"the wheel of {library.name} is refused: its file {name!r} is outside the folder")
+        if count > 1:
+            raise FetchError(f"the wheel of {library.name} is refused: it has {count} files {name!r}")
+    if lacking := [name for name in library.needed if name not in names]:
+        raise FetchError(f"the wheel of {library.name} {library.version} lacks {lacking[0]}")
+    plain = [member for member in members if not member.is_dir()]
+    files = [member for member in plain if any(fnmatch.fnmatchcase(member.filename, pattern) for pattern in library.files)]
+    if (size := sum(member.file_size for member in files)) > MOST_BYTES:
+        raise FetchError(f"the wheel of {library.name} is refused: {size >> 20} MB to unpack, the most is {MOST_BYTES >> 20} MB")
+    return files
+
+
+def _prefix(folder: pathlib.Path) -> str:
+    return f".{folder.name}-fetching-"
+
+
+def _sweep(folder: pathlib.Path) -> None:
+    """Remove what interrupted runs have left beside the folder."""
+    for path in folder.parent.glob(f"{_prefix(folder)}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > STALE_S:
+                shutil.rmtree(path, ignore_errors=True)
