@@ -10,6 +10,9 @@ stored in half precision. Every state that is written back is then rounded to th
 Two optional inputs say more about each request. `has_initial_state` is 0 if the request begins: it then starts from zeros, whatever
 an earlier request left in its slot. `accepted` is for a draft that was verified: how many of the request's tokens are kept. The
 outputs are those of all its tokens, but the state that is written back is the one after the accepted tokens.
+
+The tokens of a draft may be a tree instead of a chain. `parents` then says for each token which earlier token of its request it
+follows. A token sees the state of its own path only: that of the tokens from the first one to itself.
 """
 
 import functools
@@ -29,8 +32,8 @@ def forward(x: Inputs, arithmetic: Arithmetic, rule: Operation) -> dict[str, Ten
     """Return o [runs, B, T, HV, V], and the pool [runs, P, HV, K, V] after the call.
 
     x has the inputs of the rule, but in place of the state `pool` [P, HV, K, V] and `slots` [N], one for each sequence. A sequence
-    is a request: there are B of them or, with `cu_seqlens`, as many as it names. has_initial_state [N] and accepted [N] may be
-    None.
+    is a request: there are B of them or, with `cu_seqlens`, as many as it names. has_initial_state [N], accepted [N]
+    and parents [B, T] may be None. With parents, `accepted` is the number of the token whose state is written back, from 1 up.
     """
     slots = x.slots[0].long()
     named = slots != x.padding
@@ -46,11 +49,14 @@ def forward(x: Inputs, arithmetic: Arithmetic, rule: Operation) -> dict[str, Ten
         state = x.pool.index_select(1, slots.where(named, 0)).where(read.reshape(-1, 1, 1, 1), 0.0)
     options = {name: x[name] for name in (*_PARAMETERS, "cu_seqlens", "scale", "qk_norm", "allow_neg_eigval") if name in x}
     call = Inputs(**tokens, **options, state=state)
-    results = rule.forward(call, arithmetic)
-    final = results["final_state"]
-    if x.get("accepted") is not None:
-        final = rule.forward(_first(call, lengths, x.accepted[0].long()), arithmetic)["final_state"]
-    return {"o": results["o"], "pool": x.pool.index_copy(1, slots[named], arithmetic.in_pool(final[:, named]))}
+    counts = lengths if x.get("accepted") is None else x.accepted[0].long()
+    if x.get("parents") is not None and state is not None:
+        o, final = _of_paths(call, lengths, x.parents[0].flatten().tolist(), counts, rule, arithmetic)
+    else:
+        o, final = rule.forward(call, arithmetic).values()
+        if x.get("accepted") is not None:
+            final = rule.forward(_first(call, lengths, counts), arithmetic)["final_state"]
+    return {"o": o, "pool": x.pool.index_copy(1, slots[named], arithmetic.in_pool(final[:, named]))}
 
 
 def _first(call: Inputs, lengths: Tensor, counts: Tensor) -> Inputs:
@@ -60,6 +66,46 @@ def _first(call: Inputs, lengths: Tensor, counts: Tensor) -> Inputs:
     indices = torch.nonzero(place < counts.repeat_interleave(lengths)).squeeze(-1)
     tokens = {name: call[name].flatten(1, 2).index_select(1, indices).unsqueeze(1) for name in TOKENS if name in call}
     return call.replaced(**tokens, cu_seqlens=torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+
+
+def _of_paths(
+    call: Inputs, lengths: Tensor, parents: list[int], counts: Tensor, rule: Operation, arithmetic: Arithmetic
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs of trees of tokens, and each request's state after its token number `counts`, from 1 up.
+
+    The path to each token is a sequence of its own. It starts from the request's state, and its last output is the token's.
+    """
+    paths, requests, starts = list[list[int]](), list[int](), [0]
+    for request, length in enumerate(lengths.tolist()):
+        start = starts[-1]
+        for token in range(length):
+            before = paths[start + parents[start + token]] if token else []
+            paths.append([*before, start + token])
+        requests += [request] * length
+        starts.append(start + length)
+    device = lengths.device
+    places = torch.tensor([token for path in paths for token in path], dtype=torch.int64, device=device)
+    ends = torch.tensor([0, *(len(path) for path in paths)], dtype=torch.int64, device=device).cumsum(0)
+    tokens = {name: call[name].flatten(1, 2).index_select(1, places).unsqueeze(1) for name in TOKENS if name in call}
+    states = call.state.index_select(1, torch.tensor(requests, dtype=torch.int64, device=device))
+    o, final = rule.forward(call.replaced(**tokens, state=states, cu_seqlens=ends), arithmetic).values()
+    o = o.squeeze(1).index_select(1, ends[1:] - 1).unflatten(1, call.v.shape[1:3])
+    after = torch.cat([call.state, final], 1)
+    number = torch.tensor(starts[:-1], device=device) + counts - 1 + len(lengths)
+    return o, after.index_select(1, torch.where(counts > 0, number, torch.arange(len(lengths), device=device)))
+
+
+def earlier_parents(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
+    """Rule: the first token of each request has parent -1, and every other one an earlier token of its request."""
+    if (parents := inputs.get("parents")) is None:
+        return
+    values = iter(parents.flatten().tolist())
+    for request, length in enumerate(sequences(inputs, "v")):
+        row = [next(values) for _ in range(length)]
+        if any(not (0 <= parent < token if token else parent == -1) for token, parent in enumerate(row)):
+            raise ValueError(
+                f"parents must be -1 for the first token of a request and then an earlier one, got {row} for {request}"
+            )
 
 
 def one_slot_a_request(inputs: Inputs, sizes: dict[str, int]) -> None:
@@ -110,6 +156,7 @@ def decode(rule: str = "gated_delta_rule", *, gate: bool = False, beta: bool = F
             Port("slots", "N", "index"),
             Port("has_initial_state", "N", "index", optional=True),
             Port("accepted", "N", "index", optional=True),
+            Port("parents", "B T", "index", optional=True),
         ),
         (Port("o", "B T HV V"), Port("pool", "P HV K V", "state")),
         functools.partial(forward, rule=inner),
@@ -122,6 +169,7 @@ def decode(rule: str = "gated_delta_rule", *, gate: bool = False, beta: bool = F
             one_slot_a_request,
             known_beginnings,
             no_more_than_drafted,
+            earlier_parents,
         ),
         ("scale", "qk_norm", *("allow_neg_eigval",) * beta, "padding", "block_v"),
         parallel=("H", "HV"),

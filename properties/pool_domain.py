@@ -31,6 +31,7 @@ class PoolDomain:
     `layout` is the order of a state's axes in memory, "kv" or "vk". The pool in a call always has the shape [P, HV, K, V], and its
     memory lies in the order of `layout`, so an adapter transposes the pool without a copy. `state_dtypes` are the dtypes of the
     pool. `empty_first` says whether a packed request without tokens may stand before one with tokens, if `rule.empty` is True.
+    `trees` says whether the tokens of a request may be a tree, in which each follows any earlier one.
     `apart` says whether slots may lie apart from each other in memory, and `views` which strides the inputs may have, if
     `rule.views` is True: the views of `Domain`, and "fused" for tokens that lie side by side in one tensor with others.
 
@@ -48,6 +49,7 @@ class PoolDomain:
     blocks: tuple[int, ...] = ()
     layout: str = "kv"
     state_dtypes: tuple[str, ...] = ("fp32",)
+    trees: bool = False
     empty_first: bool = True
     apart: bool = True
     views: tuple[str, ...] = POOL_VIEWS
@@ -90,6 +92,7 @@ class PoolDomain:
                 self.empty_first or case.lengths == _empty_last(case.lengths),
                 "a request without tokens before others is not supported",
             ),
+            (self.trees or case.drafts == "chain", f"drafts={case.drafts} is not supported"),
             (case.state_dtype in self.state_dtypes, f"state_dtype={case.state_dtype} is not among {', '.join(self.state_dtypes)}"),
         )
         return next((reason for inside, reason in checks if not inside), None) or self.rule.outside(case.call())
@@ -110,6 +113,7 @@ class PoolDomain:
         return cls(**{**fields, "rule": Domain.from_json(data["rule"])})
 
 
+TREE = 16  # most tokens of a request that is a tree: the oracle computes every path by itself
 _NUMBERS = 2**17  # most numbers in a pool
 
 
@@ -210,6 +214,7 @@ def pool_cases(
         block_v=field("block_v", domain.block_choices),  # drawn last, so that other fields do not depend on having a choice
         rule=rule.operation,
         **_of_kernel(field, domain),
+        drafts=field("drafts", ("chain", "tree", "tree")) if domain.trees and 1 < max(lengths) <= TREE else "chain",
     )
 
 

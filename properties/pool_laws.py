@@ -339,7 +339,7 @@ def _pure(bench: Bench, example: Example) -> Iterator[Pair]:
     """Inputs keep every bit, and so does the memory around them, which is NaN. Only the pool itself may change."""
     inputs = example.case.inputs()
     views = {name: view(inputs[name], "offset") for name in present(example.case.spec, inputs)}
-    indices = {name: inputs[name] for name in ("slots", "has_initial_state", "accepted", "cu_seqlens")}
+    indices = {name: inputs[name] for name in ("slots", "has_initial_state", "accepted", "parents", "cu_seqlens") if name in inputs}
     memory = {**views, **{name: x for name, x in indices.items() if x is not None}}
     copies = {name: bytes_of(x).clone() for name, x in memory.items()}
     bench.run(inputs.replaced(**views), None)  # the bench restores a pool that may change
@@ -360,7 +360,8 @@ def _drafts(case: PoolCase) -> range:
     Empty unless every request has a token and the case does not itself say how many tokens are kept.
     """
     longest = max(case.lengths)
-    return range(1, longest + 1) if longest > 1 and min(case.lengths) and case.accepted == "all" else range(0)
+    whole = case.accepted == "all" and case.drafts == "chain"
+    return range(1, longest + 1) if longest > 1 and min(case.lengths) and whole else range(0)
 
 
 def _several(case: PoolCase) -> range:
@@ -438,7 +439,7 @@ POOL_LAWS: dict[str, Law] = {
             "accept",
             "truth",
             "k tokens at once leave the state that k single steps leave, for every k, and a draft's k accepted ones too",
-            lambda domain: _left(_remember(domain, kinds=("drafts",), most=8, accepted="all")),
+            lambda domain: _left(_remember(domain, kinds=("drafts",), most=8, accepted="all", drafts="chain")),
             _accept,
             lambda domain: None if domain.most_tokens > 1 else "drafts are not supported",
             place=_drafts,

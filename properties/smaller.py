@@ -57,6 +57,7 @@ SIMPLEST_POOL: dict[str, tuple[Any, ...]] = {
     "padding_slot": ("-1",),
     "free": ("zero", "random"),
     "indices": ("int64",),
+    "drafts": ("chain",),
     "rule": ("gated_delta_rule",),
     "state_dtype": ("fp32",),
     **{name: values for name, values in SIMPLEST.items() if name not in ("state", "backward")},

@@ -422,6 +422,8 @@ KILLED_BY = {
     pools.DecodesKdaAsOneDecay: Kill("oracle", 2),
     pools.HalfStatesByHalf: Kill("oracle"),
     pools.TransposesByCopy: Kill("oracle"),
+    pools.TreesAsChains: Kill("oracle", 4),
+    pools.TreesByTheNextRequest: Kill("oracle", 4, 2),
     pools.TokensSideBySide: Kill("strides", 2),
     pools.PromptForgetsPrefix: Kill("oracle", 2, 1),
     pools.IgnoresBeginnings: Kill("fresh", 0, 1),

@@ -30,6 +30,7 @@ _FIELDS: dict[str, Sequence[str]] = {
     "values": tuple(value for value in Case.CHOICES["values"] if value != "one_hot"),
     "state": ("zero", "random"),
     "rule": RULES,
+    "drafts": ("chain", "tree"),
     "state_dtype": tuple(DTYPES),
     "free": FREE,
     "padding_slot": PADDING_SLOTS,
@@ -39,7 +40,7 @@ _FIELDS: dict[str, Sequence[str]] = {
     "indices": ("int64", "int32"),
     "block_v": ("default", *map(str, BLOCK_SIZES)),
 }
-_STREAMS = {name: 48 + index for index, name in enumerate(("slot", "padded", "fresh", "accepted", "free", "nan"))}
+_STREAMS = {name: 48 + index for index, name in enumerate(("slot", "padded", "fresh", "accepted", "free", "nan", "parents"))}
 # For each dtype of a pool: the integer type of its bits, a quiet NaN, and the bits that a NaN may have besides.
 _NAN = {
     "fp32": (torch.int32, 0x7FC00000, 2**22 - 1),
@@ -57,7 +58,8 @@ class PoolCase(Line):
     decides which request has which slot. `state` is what the requests' slots hold, and `free` what the other slots hold. `padded`,
     `fresh` and `accepted` say which requests are padding, which begin anew, and which keep fewer tokens than they have. `block_v`
     is how many value channels an implementation is told to process at a time; it changes no result. `rule` is the rule that is
-    decoded, and `state_dtype` the dtype of the pool. The other fields are those of properties/cases/rule_case.py.
+    decoded, and `state_dtype` the dtype of the pool. `drafts` says whether each token follows the one before it, or whether the
+    tokens of a request are a tree that the seed decides. The other fields are those of properties/cases/rule_case.py.
 
     ValueError for a field outside its choices or range, or for fields that exclude each other.
     """
@@ -76,13 +78,14 @@ class PoolCase(Line):
         "block_v",
         "in_kernel",
         "state_dtype",
+        "drafts",
     )
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
     # The words on which a compiled kernel depends; of fresh and accepted only whether there are any (properties/palette.py).
     KEYS: ClassVar[tuple[str, ...]] = (
         *("packed", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "scale", "qk_norm", "offsets"),
         *("padding_slot", "fresh", "accepted", "indices", "block_v"),
-        *("rule", "in_kernel", "dt_bias", "beta", "state_dtype"),
+        *("rule", "in_kernel", "dt_bias", "beta", "state_dtype", "drafts"),
     )
 
     lengths: tuple[int, ...]
@@ -113,6 +116,7 @@ class PoolCase(Line):
     in_kernel: str = "none"
     dt_bias: bool = True
     state_dtype: str = "fp32"
+    drafts: str = "chain"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -189,6 +193,15 @@ class PoolCase(Line):
             1 + number % length if some and length else length for number, length in zip(numbers, self.lengths, strict=True)
         )
 
+    @functools.cached_property
+    def parents(self) -> tuple[tuple[int, ...], ...]:
+        """For each token of each request the number of the token that it follows; -1 for the first."""
+        numbers = iter(self._numbers("parents", self.tokens).tolist())
+        rows = [[next(numbers) for _ in range(length)] for length in self.lengths]
+        if self.drafts == "chain":
+            return tuple(tuple(range(-1, length - 1)) for length in self.lengths)
+        return tuple(tuple(number % token if token else -1 for token, number in enumerate(row)) for row in rows)
+
     def inputs(self, device: str | None = None) -> Inputs:
         """Return the contiguous inputs of a rule, with pool [P, HV, K, V] and slots [N] in place of the state.
 
@@ -208,11 +221,19 @@ class PoolCase(Line):
             padding=int(self.padding_slot),
             has_initial_state=None if self.fresh == "none" else torch.tensor(beginning, dtype=index, device=device),
             accepted=None if self.accepted == "all" else torch.tensor(accepted, dtype=index, device=device),
+            **self._tree(index, call.v.shape[:2], device),
             cu_seqlens=call.cu_seqlens,
             scale=call.scale,
             qk_norm=call.qk_norm,
             block_v=None if self.block_v == "default" else int(self.block_v),
         )
+
+    def _tree(self, dtype: torch.dtype, shape: torch.Size, device: str | None) -> dict[str, Tensor]:
+        """Return `parents` [B, T], if the tokens are a tree."""
+        if self.drafts == "chain":
+            return {}
+        flat = [parent for row in self.parents for parent in row]
+        return {"parents": torch.tensor(flat, dtype=dtype, device=device).reshape(shape)}
 
     def filled(self, how: str, device: str | None = None) -> Tensor:
         """Return a pool that holds zeros, random states, or NaN of many bit patterns."""

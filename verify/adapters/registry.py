@@ -11,6 +11,8 @@ KERNELS = {
     "fla/fused_recurrent_kda": "verify.adapters.fla:FusedRecurrentKda",
     "fla/chunk_delta_rule": "verify.adapters.fla:ChunkDeltaRule",
     "fla/fused_recurrent_delta_rule": "verify.adapters.fla:FusedRecurrentDeltaRule",
+    "sglang/recurrent": "verify.adapters.sglang_rules:Recurrent",
+    "sglang/recurrent_kda": "verify.adapters.sglang_rules:RecurrentKda",
     "transformers/chunk": "verify.adapters.transformers:Chunk",
     "transformers/recurrent": "verify.adapters.transformers:Recurrent",
 }
@@ -41,6 +43,8 @@ POOLS = {
     "fla/decode_blocks": "verify.adapters.fla_decode:DecodeBlocks",
     "sglang/decode": "verify.adapters.sglang_pools:Decode",
     "sglang/decode_kda": "verify.adapters.sglang_pools:DecodeKda",
+    "sglang/verify": "verify.adapters.sglang_pools:Verify",
+    "sglang/verify_half": "verify.adapters.sglang_pools:VerifyHalf",
     "sglang/update": "verify.adapters.sglang_pools:Update",
     "sglang/packed_decode": "verify.adapters.sglang_pools:PackedDecode",
     "sglang/packed_decode_kda": "verify.adapters.sglang_pools:PackedDecodeKda",

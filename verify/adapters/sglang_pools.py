@@ -6,11 +6,12 @@ zeroed by the pool's allocator, so no kernel starts a request from zeros itself.
 
 import dataclasses
 import types
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from oracles.operation import Inputs
+from oracles.operation import Inputs, sequences
 from properties.cases.pool_case import BLOCK_SIZES
 from properties.domain import Domain
 from properties.pool_domain import PoolDomain
@@ -22,6 +23,9 @@ OPS = "sglang.kernels.ops.attention"
 SIGMOID = f"{OPS}.linear.fused_sigmoid_gating_recurrent"
 RECURRENT = f"{OPS}.fla.fused_recurrent"
 CHUNK = f"{OPS}.fla.chunk"
+SCATTER = "sglang.kernels.ops.mamba.mamba_state_scatter_triton"
+SCATTERED = 1024  # numbers that a program of the scatter kernel copies, as in SGLang's wrapper
+STEPS = 16  # most tokens of a draft, the second axis of the buffer of states
 
 # dt_bias must be a tensor, and beta is at most 1: there is no allow_neg_eigval.
 GATED = Domain(in_kernel=("both",), dt_bias=False, negative_eigenvalues=False, position_independent=True, backward=False)
@@ -32,8 +36,8 @@ def _of_kda(domain: PoolDomain) -> PoolDomain:
     return dataclasses.replace(domain, rule=dataclasses.replace(domain.rule, operation="kda"), blocks=BLOCK_SIZES[1:])
 
 
-class SGLangPool(Adapter):
-    """Base of adapters of SGLang's kernels on a pool."""
+class SGLang(Adapter):
+    """Base of adapters of SGLang's kernels."""
 
     algorithm = "recurrent"
     requires = {"sglang": "0.5.23", "triton": "3.7.1"}  # noqa: RUF012 - as in the base class
@@ -47,7 +51,7 @@ class SGLangPool(Adapter):
         return serving.module(self.place)
 
 
-class Decode(SGLangPool):
+class Decode(SGLang):
     """`fused_sigmoid_gating_delta_rule_update`: gates, norm and rule in one kernel, for one or several tokens of each request.
 
     The kernel reads the stride of tokens only. Heads and channels of a token must lie side by side, and so must the tokens of all
@@ -67,6 +71,10 @@ class Decode(SGLangPool):
     )
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        return self.call(x)
+
+    def call(self, x: Inputs, **verification: Any) -> tuple[Tensor, Tensor]:
+        """Call the kernel; `verification` has the arguments of a draft that is verified."""
         module = self.module()
         axis = 0 if x.a.device.type == "cuda" else 1  # the blocks of channels are another axis of the grid on a GPU
         with in_blocks(module, "fused_sigmoid_gating_delta_rule_update_kernel", x.block_v, axis):
@@ -86,6 +94,7 @@ class Decode(SGLangPool):
                 use_qk_l2norm_in_kernel=x.qk_norm,
                 cu_seqlens=x.cu_seqlens,
                 is_kda=self.domain.rule.operation == "kda",
+                **verification,
             )
         return o, x.pool
 
@@ -96,7 +105,73 @@ class DecodeKda(Decode):
     domain = _of_kda(Decode.domain)
 
 
-class Update(SGLangPool):
+class Verify(Decode):
+    """The same kernel where drafts are verified, and the commit of the accepted token's state.
+
+    As in SGLang's `target_verify`, the kernel writes the state after every token to a buffer [requests, steps, HV, V, K] and leaves
+    the pool alone. Then `fused_mamba_state_scatter_with_mask` copies the accepted token's state to the pool. Drafts may be trees: a
+    token then starts from its parent's state in the buffer.
+    """
+
+    domain = dataclasses.replace(Decode.domain, most_tokens=STEPS, accepts=True, trees=True, state_dtypes=("fp32",))
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        lengths = torch.tensor(sequences(x, "v"), device=x.v.device)
+        requests = torch.arange(len(lengths), dtype=x.slots.dtype, device=x.v.device)
+        buffer = x.pool.new_empty(len(lengths), STEPS, *x.pool.mT.shape[1:])
+        o, _ = self.call(
+            x,
+            disable_state_update=True,
+            intermediate_states_buffer=buffer,
+            intermediate_state_indices=requests,
+            cache_steps=STEPS,
+            retrieve_parent_token=None if x.get("parents") is None else _by_request(x.parents, lengths),
+        )
+        commit(x.pool.mT, buffer, x.slots, (lengths if x.accepted is None else x.accepted) - 1)
+        return o, x.pool
+
+
+class VerifyHalf(Verify):
+    """`Verify` with states in bf16, without trees: a token of a tree would start from a state that is rounded on purpose."""
+
+    domain = dataclasses.replace(Verify.domain, state_dtypes=("bf16",), trees=False)
+
+
+def _by_request(parents: Tensor, lengths: Tensor) -> Tensor:
+    """The parents [N, T] of each request's tokens. The first token's parent is not read."""
+    rows = parents.clamp(min=0).flatten().split(lengths.tolist())
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+
+def commit(pool: Tensor, buffer: Tensor, slots: Tensor, steps: Tensor) -> None:
+    """Copy the state of each request after token `steps` [N] from the buffer [N, steps, ...] to its slot of the pool [P, ...].
+
+    A negative step or slot is left out. Without a GPU, SGLang's wrapper refuses its tensors, so its kernel is launched with the
+    arguments and the grid of the wrapper.
+    """
+    module = serving.module(SCATTER)
+    if pool.device.type == "cuda":
+        module.fused_mamba_state_scatter_with_mask(pool.unsqueeze(0), buffer.unsqueeze(0), slots, steps)
+        return
+    size = pool[0].numel()
+    module._fused_mamba_state_scatter_with_mask_kernel[len(slots), 1, -(-size // SCATTERED)](
+        buffer,
+        pool,
+        slots.to(torch.int32),
+        steps.to(torch.int32),
+        torch.arange(len(slots), dtype=torch.int32),
+        size,
+        0,
+        *buffer.stride()[:2],
+        0,
+        pool.stride(0),
+        *buffer.shape[:2],
+        len(pool),
+        BLOCK_SIZE=SCATTERED,
+    )
+
+
+class Update(SGLang):
     """`fused_recurrent_gated_delta_rule_update`: log-decay and beta are given, for one or several tokens of each request.
 
     Its `input_guard` makes every tensor contiguous. A pool whose slots lie apart would be copied, and the states would be lost, so
@@ -133,7 +208,7 @@ class Update(SGLangPool):
         return o, x.pool
 
 
-class PackedDecode(SGLangPool):
+class PackedDecode(SGLang):
     """`fused_recurrent_gated_delta_rule_packed_decode`: one token a request, q, k and v in one tensor [B, 2 H K + HV V]."""
 
     place = RECURRENT
@@ -178,7 +253,7 @@ class PackedDecodeKda(PackedDecode):
     domain = _of_kda(PackedDecode.domain)
 
 
-class ChunkInPlace(SGLangPool):
+class ChunkInPlace(SGLang):
     """`chunk_gated_delta_rule`: prompts in chunks of 64 tokens, in half precision; final states are written to the pool.
 
     As for `Update`, slots must lie side by side. A request without tokens must not stand before others: `prepare_chunk_indices`

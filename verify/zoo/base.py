@@ -149,7 +149,8 @@ class Serving(Adapter):
                 continue
             states = [self.read(x, request, slot)]
             for t in range(start, end):
-                o[t], state = self.step(q[t] * scale, k[t], v[t], g[t], beta[t], states[-1])
+                before = states[self.parent(x, t, t - start) + 1]
+                o[t], state = self.step(q[t] * scale, k[t], v[t], g[t], beta[t], before)
                 states.append(state)
             self.write(x, request, slot, states)
         return self.answer(x, o.to(x.v.dtype).reshape(x.v.shape)), x.pool
@@ -179,6 +180,10 @@ class Serving(Adapter):
         fresh = beta.unsqueeze(-1) * (v - (k.unsqueeze(-1) * state).sum(-2))
         state = state + k.unsqueeze(-1) * fresh.unsqueeze(-2)
         return (q.unsqueeze(-1) * state).sum(-2), state
+
+    def parent(self, x: Inputs, row: int, token: int) -> int:
+        """The number of the token that a token follows; -1 for the first. `row` counts the tokens of all requests."""
+        return token - 1 if x.get("parents") is None else int(x.parents.flatten()[row])
 
     def kept(self, x: Inputs, request: int, tokens: int) -> int:
         """After how many of a request's tokens its state is stored: the accepted ones, or all."""

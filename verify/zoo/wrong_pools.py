@@ -499,6 +499,31 @@ class TransposesByCopy(GatesInside):
         return o, x.pool
 
 
+class DraftsInTrees(GatesInside):
+    """A right decode of drafts that are trees."""
+
+    domain = dataclasses.replace(GatesInside.domain, trees=True)
+
+
+class TreesAsChains(DraftsInTrees):
+    """Every token of a tree follows the token before it."""
+
+    letter = "S"
+
+    def parent(self, x: Inputs, row: int, token: int) -> int:
+        return token - 1
+
+
+class TreesByTheNextRequest(DraftsInTrees):
+    """From the second request on, the first parent is read one place too early."""
+
+    letter = "S"
+
+    def parent(self, x: Inputs, row: int, token: int) -> int:
+        parent = super().parent(x, row, token)
+        return super().parent(x, row - 1, token) if row > token > 1 and x.get("parents") is not None else parent
+
+
 class TokensSideBySide(Serving):
     """Values are read as if tokens lay side by side, though they lie in a fused tensor with queries and keys."""
 
