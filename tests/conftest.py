@@ -1,5 +1,9 @@
 """What the toolkit's own tests share."""
 
+import json
+import pathlib
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +17,39 @@ def worker() -> Iterator[Worker]:
     """One isolated worker for all tests of this process: it imports torch and each released kernel once, which takes seconds."""
     with Worker() as one:
         yield one
+
+
+def fetched(library: str, config: pytest.Config) -> pathlib.Path:
+    """The files of a serving library, from the verb `fetch`. Skips where pip reaches no registry.
+
+    pytest's cache keeps them, so that only the first run downloads them.
+    """
+    assert config.cache is not None
+    folder = config.cache.mkdir("libraries") / library
+    command = [sys.executable, "-m", "verify", "fetch", library, "--to", str(folder), "--json"]
+    done = subprocess.run(command, cwd=config.rootpath, capture_output=True, text=True, check=False)
+    if done.returncode == 3 and "pip could not download" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    return pathlib.Path(json.loads(done.stdout)["folder"])
+
+
+@pytest.fixture(scope="session")
+def sglang_files(pytestconfig: pytest.Config) -> pathlib.Path:
+    """A folder for --path that holds SGLang. The wheel that is fetched once has 39 MB."""
+    return fetched("sglang", pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def vllm_files(pytestconfig: pytest.Config) -> pathlib.Path:
+    """The same of vLLM. Its wheel has 336 MB, so tests that use it are slow."""
+    return fetched("vllm", pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def flashinfer_files(pytestconfig: pytest.Config) -> pathlib.Path:
+    """The same of FlashInfer. Its wheel has 62 MB, so tests that use it are slow."""
+    return fetched("flashinfer", pytestconfig)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` chooses

@@ -1,5 +1,6 @@
 """Serving libraries: their modules are imported whether or not their requirements are there, and what is missing is one line."""
 
+import dataclasses
 import importlib
 import pathlib
 import re
@@ -112,11 +113,25 @@ def test_a_name_that_a_stand_in_lacks_cannot_be_used(orchard: pathlib.Path) -> N
     assert not hasattr(sys.modules["orchard.utils"], "__wrapped__"), "a module that has every name is a builtin for Triton"
 
 
+def test_a_stand_in_needs_no_files_around_it(orchard: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(stand_ins.STAND_INS, "orchard", {"orchard.cellar.cider": {"AGE": lambda: 3}})
+    assert serving.module("orchard.cellar.cider").AGE == 3
+    with pytest.raises(ImportError, match=r"^there is no orchard\.cellar\.perry in orchard"):
+        serving.module("orchard.cellar.perry")
+
+
 def test_only_names_of_the_library_are_found(orchard: pathlib.Path) -> None:
     finder = serving.Finder("orchard", str(orchard), {})
     assert finder.find_spec("orchard") is not None
     for name in ("json", "orchardist", "trees", "trees.orchard"):
         assert finder.find_spec(name, [str(orchard / "orchard")] if "." in name else None) is None
+
+
+def test_a_package_may_stay_as_it_is(orchard: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(orchard, {"trees/__init__.py": "WHOLE = True"})
+    monkeypatch.setitem(libraries.LIBRARIES, "orchard", dataclasses.replace(ORCHARD, whole=("orchard.trees",)))
+    assert serving.module("orchard.trees").WHOLE
+    assert serving.module("orchard.trees.apple").RIPE == "stand-in"
 
 
 def test_a_module_beside_a_folder_of_its_name_is_no_package(orchard: pathlib.Path) -> None:
@@ -138,6 +153,14 @@ def test_what_another_release_lacks_is_one_line(orchard: pathlib.Path) -> None:
         serving.names({"orchard.trees.pear": ("PEAR", "plum")})
     with pytest.raises(ImportError, match=r"^importing orchard\.astray from .*: cannot import name 'QUINCE'"):
         serving.module("orchard.astray")
+
+
+def test_what_fetch_does_not_unpack_is_said_to_be_missing(orchard: pathlib.Path) -> None:
+    write(orchard, {"_version.py": "__version__ = version = '1.2.3'\n"})
+    (orchard / MANIFEST).write_text("{}")
+    line = f"in orchard 1.2.3 under {orchard}: `gdn-verify fetch` has only what runs without its requirements, "
+    with pytest.raises(ImportError, match=re.escape(f"there is no orchard.trees.plum {line}pip install 'orchard-dist==1.2.3'")):
+        serving.module("orchard.trees.plum")
 
 
 @pytest.mark.parametrize(("missing", "hint"), [("not_installed_either", ""), ("msgspec", ": pip install msgspec")])

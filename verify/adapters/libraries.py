@@ -19,6 +19,7 @@ class Library:
     - `files` are patterns, as of fnmatch, of the files in its wheel that we need. A `*` matches slashes too.
     - `needed` are files without which nothing works. A wheel that lacks one is another release.
     - `gates` are modules that can be imported only if all of the library's requirements are there and this host can use them.
+    - `whole` are packages whose own `__init__.py` runs even without the requirements, since other modules need its names.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Library:
     files: tuple[str, ...]
     needed: tuple[str, ...]
     gates: tuple[str, ...]
+    whole: tuple[str, ...] = ()
 
     @property
     def fetched(self) -> str:
@@ -109,6 +111,46 @@ LIBRARIES = {
                 "sglang/srt/mem_cache/memory_pool.py",
             ),
             gates=("sglang.srt.utils", "sglang.kernels.jit.utils", "sglang.srt.mem_cache.memory_pool"),
+        ),
+        Library(
+            "vllm",
+            "vllm",
+            "0.33.0",
+            files=(
+                "vllm/_version.py",
+                "vllm/envs.py",
+                "vllm/logger.py",
+                "vllm/logging_utils/*.py",
+                "vllm/model_executor/custom_op.py",
+                "vllm/model_executor/layers/attention_layer_base.py",
+                "vllm/model_executor/layers/mamba/*.py",
+                "vllm/model_executor/layers/quantization/utils/quant_utils.py",
+                "vllm/model_executor/utils.py",
+                "vllm/model_executor/warmup/*.py",
+                "vllm/platforms/*.py",
+                "vllm/scalar_type.py",
+                "vllm/third_party/flash_linear_attention/*.py",
+                "vllm/utils/*.py",
+                "vllm/v1/attention/*.py",
+                "vllm/v1/kv_cache*.py",
+                *_OF_EVERY_WHEEL,
+            ),
+            needed=(
+                "vllm/third_party/flash_linear_attention/ops/fused_sigmoid_gating.py",
+                "vllm/model_executor/layers/mamba/ops/causal_conv1d.py",
+                "vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py",
+                "vllm/v1/attention/backends/gdn_attn.py",
+            ),
+            gates=("vllm.third_party.flash_linear_attention.ops",),
+            whole=("vllm.logging_utils", "vllm.third_party.flash_linear_attention.ops"),
+        ),
+        Library(
+            "flashinfer",
+            "flashinfer-python",
+            "0.7.2.post1",
+            files=("flashinfer/_build_meta.py", "flashinfer/trace/*.py", *_OF_EVERY_WHEEL),
+            needed=("flashinfer/trace/templates/gdn.py",),
+            gates=("flashinfer.gdn_prefill", "flashinfer.gdn_decode"),
         ),
     )
 }

@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -25,7 +25,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from verify.adapters.libraries import LIBRARIES, MANIFEST, Library
 
-EXTRAS = ("einops", "msgspec")  # as in the extra `serving` of pyproject.toml
+EXTRAS = ("einops", "msgspec", "regex")  # as in the extra `serving` of pyproject.toml
 StandIns = Mapping[str, Mapping[str, Callable[[], Any]]]
 _lock = threading.RLock()
 _prepared: set[str] = set()
@@ -44,7 +44,7 @@ def module(name: str) -> types.ModuleType:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == library.name:
             raise ImportError(_lacks(library, folder, error.name or name)) from None
-        hint = f": pip install {error.name}" if error.name in EXTRAS else ""
+        hint = f": pip install {error.name}" if error.name in (*EXTRAS, "transformers") else ""
         raise ImportError(f"{name} needs the module {error.name}, which is not installed{hint}") from error
     except ImportError as error:  # `from x import y` without a y: the message has both names
         raise ImportError(f"importing {name} from {folder} failed: {_one_line(error)}") from error
@@ -87,18 +87,23 @@ def _prepare(library: Library) -> str:
             if library.name not in sys.modules and not (_complete(library, folder) and _importable(library)):
                 from verify.adapters.stand_ins import STAND_INS
 
-                sys.meta_path.insert(0, Finder(library.name, folder, STAND_INS[library.name]))
+                sys.meta_path.insert(0, Finder(library.name, folder, STAND_INS[library.name], library.whole))
             _prepared.add(library.name)
         return folder
 
 
 def _complete(library: Library, folder: str) -> bool:
     """Whether the library is installed in the folder, and with every package that it requires."""
-    if os.path.exists(os.path.join(folder, MANIFEST)):
-        return False  # `gdn-verify fetch` unpacks a part of the library
+    if _is_fetched(folder):
+        return False
     for found in importlib.metadata.distributions(name=library.distribution, path=[folder]):
         return all(map(_has_requirement, found.requires or ()))
     return False
+
+
+def _is_fetched(folder: str) -> bool:
+    """Whether `gdn-verify fetch` has unpacked a part of a library into the folder."""
+    return os.path.exists(os.path.join(folder, MANIFEST))
 
 
 def _has_requirement(text: str) -> bool:
@@ -127,7 +132,11 @@ def _importable(library: Library) -> bool:
 
 def _lacks(library: Library, folder: str, what: str) -> str:
     version = library.release() or "of an unknown version"
-    return f"there is no {what} in {library.name} {version} under {folder}: the release that we tested is {library.version}"
+    if _is_fetched(folder) and version == library.version:
+        hint = f"`gdn-verify fetch` has only what runs without its requirements, pip install '{library.distribution}=={version}'"
+    else:
+        hint = f"the release that we tested is {library.version}"
+    return f"there is no {what} in {library.name} {version} under {folder}: {hint}"
 
 
 def _one_line(error: BaseException) -> str:
@@ -138,19 +147,21 @@ class Finder(importlib.abc.MetaPathFinder):
     """An import finder for one library. Its packages become namespace packages, and stand-ins replace some of its modules.
 
     `stand_ins` maps a module's name to the values of its names, as functions that compute them when they are first asked for.
+    `whole` are packages that stay as they are: their `__init__.py` runs.
     """
 
-    def __init__(self, library: str, folder: str, stand_ins: StandIns) -> None:
-        self.library, self.folder, self.stand_ins = library, folder, stand_ins
+    def __init__(self, library: str, folder: str, stand_ins: StandIns, whole: Collection[str] = ()) -> None:
+        self.library, self.folder, self.stand_ins, self.whole = library, folder, stand_ins, whole
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
         """Find a package or a stand-in of the library. Python's other finders find its plain modules."""
         top, _, _ = name.partition(".")
-        if top != self.library:
+        if top != self.library or name in self.whole:
             return None
         folders = [self.folder] if path is None else [*path]
         places = [place for folder in folders if _is_package(place := os.path.join(folder, name.rpartition(".")[2]))]
-        if name not in self.stand_ins and not places:
+        holds_stand_ins = any(stand_in.startswith(f"{name}.") for stand_in in self.stand_ins)
+        if name not in self.stand_ins and not places and not holds_stand_ins:
             return None
         loader = _Loader(self.stand_ins[name]) if name in self.stand_ins else None
         spec = ModuleSpec(name, loader, is_package=True)

@@ -7,6 +7,7 @@ among these values answer as the library's own would on this host. Names that ar
 
 import functools
 import importlib
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -132,4 +133,92 @@ _SGLANG: Mapping[str, Values] = {
     "sglang.srt.layers.radix_attention": {},
     "sglang.srt.mem_cache.index_key_cache": {},
 }
-STAND_INS: Mapping[str, Mapping[str, Values]] = {"sglang": _SGLANG}
+
+
+def _vllm_platform() -> Any:
+    """A platform derived from vLLM's interface. On a GPU it answers as vLLM's platform for CUDA, which needs vLLM's own libraries.
+
+    On a CPU it is vLLM's platform for hardware that it does not know, so that nothing takes the way of vLLM's own CPU kernels.
+    """
+    interface = importlib.import_module("vllm.platforms.interface")
+    if not is_cuda():
+
+        class Unknown(interface.UnspecifiedPlatform):  # type: ignore[misc,name-defined]
+            @classmethod
+            def num_compute_units(cls, device_id: int = 0) -> int:  # noqa: ARG003 - as vLLM calls it
+                return torch.get_num_threads()  # as in vLLM's platform for CPUs
+
+            @classmethod
+            def is_pin_memory_available(cls) -> bool:
+                return False
+
+        return Unknown()
+
+    class Cuda(interface.Platform):  # type: ignore[misc,name-defined]
+        _enum = interface.PlatformEnum.CUDA
+        device_name = device_type = "cuda"
+        dispatch_key = "CUDA"
+
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> Any:
+            return interface.DeviceCapability(*torch.cuda.get_device_capability(device_id))
+
+        @classmethod
+        def get_device_name(cls, device_id: int = 0) -> str:
+            return torch.cuda.get_device_name(device_id)
+
+        @classmethod
+        def num_compute_units(cls, device_id: int = 0) -> int:
+            return core_count(device_id)
+
+        @classmethod
+        def is_arch_support_pdl(cls) -> bool:
+            return launches_dependents()
+
+    return Cuda()
+
+
+def _no_aiter() -> Any:
+    """AMD's kernels, none of which is available."""
+    names = ("are_gdn_triton_kernels_available", "is_rdna_gdn_triton_kernels_available", "is_gdn_flydsl_prefill_available")
+    return types.SimpleNamespace(**dict.fromkeys(names, _never))
+
+
+_VLLM: Mapping[str, Values] = {
+    "vllm.platforms": {"current_platform": _vllm_platform},
+    "vllm.triton_utils": {
+        "triton": functools.partial(importlib.import_module, "triton"),
+        "tl": functools.partial(importlib.import_module, "triton.language"),
+        "tldevice": functools.partial(importlib.import_module, "triton.language.extra.libdevice"),
+        **_constants(HAS_TRITON=True, LOG2E=1.4426950408889634, LOGE2=0.6931471805599453),
+    },
+    "vllm._aiter_ops": {"rocm_aiter_ops": _no_aiter},
+    "vllm.distributed": _constants(
+        get_tensor_model_parallel_rank=lambda: 0,
+        get_tensor_model_parallel_world_size=lambda: 1,
+        divide=lambda a, b: a // b,
+    ),
+    # The layer's module decorates methods with this; without a capture, it returns them as they are.
+    "vllm.compilation.breakable_cudagraph": _constants(eager_break_during_capture=_identity),
+    # Configuration, weights, other layers and other batches, which the convolution, the metadata and the core do not use.
+    "vllm.config": {},
+    "vllm.config.cache": {},
+    "vllm.config.mamba": {},
+    "vllm.config.model": {},
+    "vllm._custom_ops": {},
+    "vllm.distributed.kv_transfer.kv_connector.utils": {},
+    "vllm.distributed.parallel_state": {},
+    "vllm.forward_context": {},
+    "vllm.model_executor.layers.layernorm": {},
+    "vllm.model_executor.layers.linear": {},
+    "vllm.model_executor.layers.mamba.mamba_mixer2": {},
+    "vllm.model_executor.layers.quantization": {},
+    "vllm.model_executor.layers.quantization.auto_awq": {},
+    "vllm.model_executor.layers.quantization.auto_gptq": {},
+    "vllm.model_executor.layers.quantization.inc": {},
+    "vllm.model_executor.model_loader.weight_utils": {},
+    "vllm.model_executor.models.utils": {},
+    "vllm.multimodal.inputs": {},
+    "vllm.v1.worker.workspace": {},
+}
+STAND_INS: Mapping[str, Mapping[str, Values]] = {"sglang": _SGLANG, "vllm": _VLLM, "flashinfer": {}}
