@@ -44,7 +44,7 @@ def orchard(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     monkeypatch.setitem(stand_ins.STAND_INS, "orchard", {"orchard.utils": {"is_ripe": lambda: lambda: "stand-in"}})
     monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
-    monkeypatch.setattr(serving, "_prepared", set())
+    monkeypatch.setattr(serving, "_prepared", {})
     monkeypatch.chdir(tmp_path)
     packages.installed.cache_clear()
     importlib.invalidate_caches()

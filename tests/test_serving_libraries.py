@@ -1,7 +1,11 @@
 """The released serving libraries, as `fetch` unpacks them: workers import them, and tiny calls give the right numbers."""
 
 import importlib.util
+import os
 import pathlib
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +14,7 @@ import pytest
 from verify.adapters.libraries import LIBRARIES
 from verify.process.worker import Worker
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent
 SLOW_FIXTURES = ("vllm", "flashinfer")
 SERVES = "tests.serving_calls:answer"
 SGLANG = (
@@ -99,6 +104,46 @@ def test_what_sglang_lacks_is_one_line(sglang: Ask, sglang_files: pathlib.Path) 
         f"there is no sglang.kernels.ops.attention.fla.plum in sglang 0.5.23 under {sglang_files}: "
         "`gdn-verify fetch` has only what runs without its requirements, pip install 'sglang==0.5.23'"
     )
+
+
+def adapter_of_the_page() -> str:
+    """The adapter in docs/how-to/serving.md."""
+    page = (ROOT / "docs" / "how-to" / "serving.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(# my_decode\.py\n.*?)```", page, re.DOTALL)
+    return str(code)
+
+
+def check(folder: pathlib.Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    (folder / "my_decode.py").write_text(adapter_of_the_page())
+    command = [sys.executable, "-m", "verify", "check", "my_decode.py:Decode", "--law", "oracle", "--profile", "least", *words]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.mark.interpreted
+def test_the_adapter_of_the_page_holds_with_what_fetch_unpacked(tmp_path: pathlib.Path, sglang_files: pathlib.Path) -> None:
+    place = tmp_path / LIBRARIES["sglang"].fetched
+    place.parent.mkdir(parents=True)
+    place.symlink_to(sglang_files)
+    done = check(tmp_path, "--workers", "1")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^my_decode\.py:Decode  sglang 0\.5\.23 torch .*\nHOLDS +oracle", done.stdout)
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+def test_the_adapter_of_the_page_holds_with_a_path(tmp_path: pathlib.Path, sglang_files: pathlib.Path) -> None:
+    done = check(tmp_path, "--workers", "1", "--path", str(sglang_files))
+    assert done.returncode == 0, done.stderr
+    assert "sglang 0.5.23" in done.stdout
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="sglang is installed")
+def test_without_sglang_the_adapter_of_the_page_is_refused_in_one_line(tmp_path: pathlib.Path) -> None:
+    done = check(tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert "ImportError: there is no sglang: run `gdn-verify fetch sglang`, or pip install" in line
 
 
 def assert_decodes(answer: dict[str, Any], o: float = 1e-6) -> None:

@@ -10,6 +10,7 @@ The library is prepared once in a process, when its first module is asked for. N
 worker may be a fork or a new process.
 """
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.metadata
@@ -23,12 +24,13 @@ from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
+from verify.adapters.fla import decorating_later
 from verify.adapters.libraries import LIBRARIES, MANIFEST, Library
 
 EXTRAS = ("einops", "msgspec", "regex")  # as in the extra `serving` of pyproject.toml
 StandIns = Mapping[str, Mapping[str, Callable[[], Any]]]
 _lock = threading.RLock()
-_prepared: set[str] = set()
+_prepared: dict[str, bool] = {}  # the libraries that can be imported, and whether they need stand-ins
 
 
 def module(name: str) -> types.ModuleType:
@@ -40,7 +42,9 @@ def module(name: str) -> types.ModuleType:
     library = _library(name)
     folder = _prepare(library)
     try:
-        return importlib.import_module(name)
+        # Without this, torch.compile and its like would import torch's compiler, which takes seconds in each worker.
+        with decorating_later() if _prepared[library.name] else contextlib.nullcontext():
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == library.name:
             raise ImportError(_lacks(library, folder, error.name or name)) from None
@@ -84,11 +88,12 @@ def _prepare(library: Library) -> str:
                 sys.path.append(folder)
                 importlib.invalidate_caches()
             # A module that is there already was imported by somebody else, and as it is.
-            if library.name not in sys.modules and not (_complete(library, folder) and _importable(library)):
+            whole = library.name in sys.modules or (_complete(library, folder) and _importable(library))
+            if not whole:
                 from verify.adapters.stand_ins import STAND_INS
 
                 sys.meta_path.insert(0, Finder(library.name, folder, STAND_INS[library.name], library.whole))
-            _prepared.add(library.name)
+            _prepared[library.name] = not whole
         return folder
 
 

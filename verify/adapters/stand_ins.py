@@ -5,6 +5,7 @@ among these values answer as the library's own would on this host. Names that ar
 (verify/adapters/serving.py).
 """
 
+import contextlib
 import functools
 import importlib
 import types
@@ -178,6 +179,10 @@ def _vllm_platform() -> Any:
     return Cuda()
 
 
+def _unchecked(*_: object, **__: object) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
 def _no_aiter() -> Any:
     """AMD's kernels, none of which is available."""
     names = ("are_gdn_triton_kernels_available", "is_rdna_gdn_triton_kernels_available", "is_gdn_flydsl_prefill_available")
@@ -198,6 +203,8 @@ _VLLM: Mapping[str, Values] = {
         get_tensor_model_parallel_world_size=lambda: 1,
         divide=lambda a, b: a // b,
     ),
+    # vLLM's debugging of synchronisation, which is off by default and imports torch's compiler.
+    "vllm.utils.gpu_sync_debug": _constants(gpu_sync_allowed=_unchecked),
     # The layer's module decorates methods with this; without a capture, it returns them as they are.
     "vllm.compilation.breakable_cudagraph": _constants(eager_break_during_capture=_identity),
     # Configuration, weights, other layers and other batches, which the convolution, the metadata and the core do not use.
