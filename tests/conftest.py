@@ -1,13 +1,15 @@
 """What the toolkit's own tests share."""
 
+import contextlib
+import io
 import json
 import pathlib
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
+from verify.cli.exits import HOLDS, UNDECIDED
+from verify.cli.main import main
 from verify.gpu import device as devices
 from verify.process.worker import Worker
 
@@ -25,13 +27,13 @@ def fetched(library: str, config: pytest.Config) -> pathlib.Path:
     pytest's cache keeps them, so that only the first run downloads them.
     """
     assert config.cache is not None
-    folder = config.cache.mkdir("libraries") / library
-    command = [sys.executable, "-m", "verify", "fetch", library, "--to", str(folder), "--json"]
-    done = subprocess.run(command, cwd=config.rootpath, capture_output=True, text=True, check=False)
-    if done.returncode == 3 and "pip could not download" in done.stderr:
-        pytest.skip(done.stderr.splitlines()[-1])
-    assert done.returncode == 0, done.stderr
-    return pathlib.Path(json.loads(done.stdout)["folder"])
+    folder, out, err = config.cache.mkdir("libraries") / library, io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["fetch", library, "--to", str(folder), "--json"])
+    if code == UNDECIDED and "pip could not download" in err.getvalue():
+        pytest.skip(err.getvalue().splitlines()[-1])
+    assert code == HOLDS, err.getvalue()
+    return pathlib.Path(json.loads(out.getvalue())["folder"])
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from torch import Tensor
 from oracles.bound import truth
 from oracles.decode import DECODE
 from oracles.operation import Inputs
-from verify.adapters import serving
+from verify.adapters import serving, stubs
 from verify.adapters.libraries import LIBRARIES
 from verify.adapters.packages import installed
 
@@ -244,6 +244,27 @@ def flashinfer_reference() -> dict[str, Any]:
     return compared(o.float(), pool, inputs)
 
 
+def platforms() -> dict[str, Any]:
+    """What the libraries' platforms answer on this host, and as if torch saw a GPU of compute capability 9.0."""
+    serving.module("sglang.kernels.ops.attention.fla.chunk")
+    serving.module("vllm.third_party.flash_linear_attention.ops")
+    sglang, vllm = (
+        stubs.STUBS[name][f"{name}{place}"]["current_platform"]
+        for name, place in (("sglang", ".srt.platforms"), ("vllm", ".platforms"))
+    )
+    sglang().synchronize()
+    here = vllm()
+    stubs.is_cuda = lambda: True
+    torch.cuda.is_available, torch.cuda.get_device_capability = lambda: True, lambda device=None: (9, 0)
+    there = vllm()
+    return {
+        "sglang": type(sglang()).__name__,
+        "here": [here.is_cuda(), here.is_cpu(), here.is_arch_support_pdl(), here.has_device_capability(80)],
+        "there": [there.is_cuda(), there.is_cpu(), there.is_arch_support_pdl(), there.has_device_capability(80)],
+        "families": [there.is_device_capability_family(90), there.is_device_capability_family(100), there.is_device_capability(90)],
+    }
+
+
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
-    call.__name__: call for call in (sglang_update, sglang_pool, vllm_update, vllm_core, flashinfer_reference)
+    call.__name__: call for call in (sglang_update, sglang_pool, vllm_update, vllm_core, flashinfer_reference, platforms)
 }

@@ -9,9 +9,11 @@ import tomllib
 from collections.abc import Iterator
 
 import pytest
+import torch
 from packaging.requirements import Requirement
+from packaging.version import Version
 
-from verify.adapters import libraries, packages, serving, stand_ins
+from verify.adapters import libraries, packages, serving, stubs
 from verify.adapters.libraries import MANIFEST, Library
 from verify.adapters.loader import AdapterError, load
 
@@ -31,6 +33,7 @@ FILES = {
     "utils/__init__.py": "from not_installed_at_all import is_ripe, pick",
     "utils/baskets.py": "BASKETS = 2",
     "astray.py": "from orchard.trees.pear import QUINCE",
+    "raising.py": "from orchard.utils import pick\n@pick\ndef apple(): pass",
 }
 
 
@@ -41,7 +44,7 @@ def orchard(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     write(folder, FILES)
     monkeypatch.setitem(libraries.LIBRARIES, "orchard", ORCHARD)
     monkeypatch.setitem(libraries.BY_DISTRIBUTION, "orchard-dist", ORCHARD)
-    monkeypatch.setitem(stand_ins.STAND_INS, "orchard", {"orchard.utils": {"is_ripe": lambda: lambda: "stand-in"}})
+    monkeypatch.setitem(stubs.STUBS, "orchard", {"orchard.utils": {"is_ripe": lambda: lambda: "stub"}})
     monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setattr(serving, "_prepared", {})
@@ -75,9 +78,9 @@ WHOLE = {"__init__.py": "", "trees/__init__.py": "WHOLE = True", "utils/__init__
 
 def test_a_library_without_its_requirements_is_imported_without_its_packages(orchard: pathlib.Path) -> None:
     apple = serving.module("orchard.trees.apple")
-    assert (apple.RIPE, apple.PEAR) == ("stand-in", "pear")
+    assert (apple.RIPE, apple.PEAR) == ("stub", "pear")
     assert apple.__file__ == str(orchard / "orchard" / "trees" / "apple.py")
-    assert serving.module("orchard.utils.baskets").BASKETS == 2  # what a stand-in does not replace
+    assert serving.module("orchard.utils.baskets").BASKETS == 2  # what a stub does not replace
 
 
 def test_a_whole_library_is_imported_as_it_is(orchard: pathlib.Path) -> None:
@@ -89,13 +92,13 @@ def test_a_whole_library_is_imported_as_it_is(orchard: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("reason", ["unpacked", "a requirement is missing", "fetched", "the host cannot use it"])
-def test_a_library_that_is_not_whole_gets_stand_ins(orchard: pathlib.Path, reason: str) -> None:
+def test_a_library_that_is_not_whole_gets_stubs(orchard: pathlib.Path, reason: str) -> None:
     write(orchard, {**WHOLE, **({"utils/__init__.py": "x = 1 / 0"} if reason == "the host cannot use it" else {})})
     if reason != "unpacked":
         install(orchard, "not-installed-at-all" if reason == "a requirement is missing" else "pytest")
     if reason == "fetched":
         (orchard / MANIFEST).write_text("{}")
-    assert serving.module("orchard.trees.apple").RIPE == "stand-in"
+    assert serving.module("orchard.trees.apple").RIPE == "stub"
     assert not hasattr(sys.modules["orchard.trees"], "WHOLE")
 
 
@@ -105,16 +108,16 @@ def test_a_library_that_somebody_imported_stays_as_it_is(orchard: pathlib.Path) 
     assert serving.module("orchard.trees.apple").RIPE == "own"
 
 
-def test_a_name_that_a_stand_in_lacks_cannot_be_used(orchard: pathlib.Path) -> None:
+def test_a_name_that_a_stub_lacks_cannot_be_used(orchard: pathlib.Path) -> None:
     pick = serving.module("orchard.trees.apple").pick
-    with pytest.raises(NotImplementedError, match=r"orchard\.utils\.pick is a stand-in: orchard is here without its requirements"):
+    with pytest.raises(NotImplementedError, match=r"orchard\.utils\.pick is a stub: orchard is here without its requirements"):
         pick()
     assert issubclass(type("Picker", (pick,), {}), pick)
     assert not hasattr(sys.modules["orchard.utils"], "__wrapped__"), "a module that has every name is a builtin for Triton"
 
 
-def test_a_stand_in_needs_no_files_around_it(orchard: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(stand_ins.STAND_INS, "orchard", {"orchard.cellar.cider": {"AGE": lambda: 3}})
+def test_a_stub_needs_no_files_around_it(orchard: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(stubs.STUBS, "orchard", {"orchard.cellar.cider": {"AGE": lambda: 3}})
     assert serving.module("orchard.cellar.cider").AGE == 3
     with pytest.raises(ImportError, match=r"^there is no orchard\.cellar\.perry in orchard"):
         serving.module("orchard.cellar.perry")
@@ -131,7 +134,7 @@ def test_a_package_may_stay_as_it_is(orchard: pathlib.Path, monkeypatch: pytest.
     write(orchard, {"trees/__init__.py": "WHOLE = True"})
     monkeypatch.setitem(libraries.LIBRARIES, "orchard", dataclasses.replace(ORCHARD, whole=("orchard.trees",)))
     assert serving.module("orchard.trees").WHOLE
-    assert serving.module("orchard.trees.apple").RIPE == "stand-in"
+    assert serving.module("orchard.trees.apple").RIPE == "stub"
 
 
 def test_a_module_beside_a_folder_of_its_name_is_no_package(orchard: pathlib.Path) -> None:
@@ -151,8 +154,12 @@ def test_what_another_release_lacks_is_one_line(orchard: pathlib.Path) -> None:
         serving.module("orchard.trees.plum")
     with pytest.raises(ImportError, match=rf"^there is no orchard\.trees\.pear\.plum {line}"):
         serving.names({"orchard.trees.pear": ("PEAR", "plum")})
-    with pytest.raises(ImportError, match=r"^importing orchard\.astray from .*: cannot import name 'QUINCE'"):
+    with pytest.raises(ImportError, match=r"^importing orchard\.astray from .*: ImportError: cannot import name 'QUINCE'"):
         serving.module("orchard.astray")
+    with pytest.raises(
+        ImportError, match=r"^importing orchard\.raising from .*: NotImplementedError: orchard\.utils\.pick is a stub"
+    ):
+        serving.module("orchard.raising")
 
 
 def test_what_fetch_does_not_unpack_is_said_to_be_missing(orchard: pathlib.Path) -> None:
@@ -210,3 +217,40 @@ def test_what_fetch_unpacked_is_found_last(orchard: pathlib.Path, tmp_path: path
     importlib.invalidate_caches()
     assert packages.installed("orchard-dist") == "1.2.5"
     assert serving.module("orchard.trees.apple").PEAR == "fetched"
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if torch saw a GPU of compute capability 9.0."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+
+
+def answers(library: str, place: str, *functions: str) -> list[object]:
+    values = stubs.STUBS[library][place]
+    return [values[name]()() for name in functions]
+
+
+ASKED = ("is_cuda", "get_device_sm", "is_sm90_supported", "is_sm100_supported", "is_gfx95_supported", "is_cpu", "is_npu")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_stubs_answer_for_the_gpu() -> None:
+    assert answers("sglang", "sglang.srt.utils", *ASKED) == [True, 90, True, False, False, False, False]
+    assert answers("sglang", "sglang.kernels.jit.utils", "is_arch_support_pdl") == [True]
+
+
+def test_stubs_answer_for_a_cuda_that_is_too_old(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.1")
+    assert answers("sglang", "sglang.srt.utils.common", *ASKED)[:3] == [True, 90, False]
+
+
+def test_stubs_answer_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert answers("sglang", "sglang.srt.utils", *ASKED) == [False, 0, False, False, False, False, False]
+    assert answers("sglang", "sglang.kernels.jit.utils", "is_arch_support_pdl") == [False]
+    utilities = {name: value() for name, value in stubs.STUBS["sglang"]["sglang.srt.utils"].items()}
+    assert utilities["torch_release"] == Version(torch.__version__).release
+    assert [utilities["cdiv"](n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    assert [utilities["next_power_of_2"](n) for n in (0, 1, 3, 4, 5)] == [1, 1, 4, 4, 8]

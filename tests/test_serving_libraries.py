@@ -77,7 +77,7 @@ def flashinfer(flashinfer_files: pathlib.Path) -> Iterator[Ask]:
 
 
 def assert_imported(answer: dict[str, Any], names: tuple[str, ...], folder: pathlib.Path) -> None:
-    """Every module is the library's own: it comes from its own file. A namespace package or a stand-in has none."""
+    """Every module is the library's own: it comes from its own file. A namespace package or a stub has none."""
     assert answer.get("error") is None
     places = [str(folder.joinpath(*name.split("."))) for name in names]
     assert [file.removesuffix(".py").removesuffix("/__init__") for file in answer["files"]] == places
@@ -181,6 +181,20 @@ def test_the_core_of_vllms_layer_runs_with_the_metadata_of_its_builder(vllm: Ask
     assert (answer["prefills"], answer["backend"], answer["written"]) == ([1, 1, 0, 0], "triton", [2])
     assert answer["size"] > 0.05
     assert answer["error"] < 0.01  # both forms round keys, values and outputs to bfloat16
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+def test_platforms_answer_for_this_host_and_for_a_gpu(sglang_files: pathlib.Path, vllm_files: pathlib.Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(sglang_files))
+        for ask in asking("vllm", vllm_files):
+            assert ask(call="platforms") == {
+                "sglang": "CudaSRTPlatform",
+                "here": [False, False, False, False],
+                "there": [True, False, True, True],
+                "families": [True, False, True],
+            }
 
 
 def test_the_reference_of_flashinfer_is_the_rule(flashinfer: Ask, flashinfer_files: pathlib.Path) -> None:

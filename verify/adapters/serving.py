@@ -4,7 +4,7 @@
 
 - If the library is installed with all its requirements and can be imported, its modules are imported as they are.
 - Else its packages become namespace packages, so that no `__init__.py` runs, which would import half of the library. A few modules
-  that have requirements are replaced by stand-ins (verify/adapters/stand_ins.py). Every other module is the library's own.
+  that have requirements are replaced by stubs (verify/adapters/stubs.py). Every other module is the library's own.
 
 The library is prepared once in a process, when its first module is asked for. Nothing here runs when this module is imported, so a
 worker may be a fork or a new process.
@@ -28,9 +28,9 @@ from verify.adapters.fla import decorating_later
 from verify.adapters.libraries import LIBRARIES, MANIFEST, Library
 
 EXTRAS = ("einops", "msgspec", "regex")  # as in the extra `serving` of pyproject.toml
-StandIns = Mapping[str, Mapping[str, Callable[[], Any]]]
+Stubs = Mapping[str, Mapping[str, Callable[[], Any]]]
 _lock = threading.RLock()
-_prepared: dict[str, bool] = {}  # the libraries that can be imported, and whether they need stand-ins
+_prepared: dict[str, bool] = {}  # the libraries that can be imported, and whether they need stubs
 
 
 def module(name: str) -> types.ModuleType:
@@ -50,8 +50,8 @@ def module(name: str) -> types.ModuleType:
             raise ImportError(_lacks(library, folder, error.name or name)) from None
         hint = f": pip install {error.name}" if error.name in (*EXTRAS, "transformers") else ""
         raise ImportError(f"{name} needs the module {error.name}, which is not installed{hint}") from error
-    except ImportError as error:  # `from x import y` without a y: the message has both names
-        raise ImportError(f"importing {name} from {folder} failed: {_one_line(error)}") from error
+    except Exception as error:
+        raise ImportError(f"importing {name} from {folder} failed: {type(error).__name__}: {_one_line(error)}") from error
 
 
 def names(wanted: Mapping[str, Sequence[str]]) -> types.SimpleNamespace:
@@ -90,9 +90,9 @@ def _prepare(library: Library) -> str:
             # A module that is there already was imported by somebody else, and as it is.
             whole = library.name in sys.modules or (_complete(library, folder) and _importable(library))
             if not whole:
-                from verify.adapters.stand_ins import STAND_INS
+                from verify.adapters.stubs import STUBS
 
-                sys.meta_path.insert(0, Finder(library.name, folder, STAND_INS[library.name], library.whole))
+                sys.meta_path.insert(0, Finder(library.name, folder, STUBS[library.name], library.whole))
             _prepared[library.name] = not whole
         return folder
 
@@ -127,7 +127,7 @@ def _importable(library: Library) -> bool:
     try:
         for name in library.gates:
             importlib.import_module(name)
-    except Exception:
+    except (Exception, SystemExit):
         for name in [*sys.modules]:
             if name.partition(".")[0] == library.name:
                 del sys.modules[name]
@@ -145,30 +145,30 @@ def _lacks(library: Library, folder: str, what: str) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (str(error).strip() or "no message").splitlines()[0]
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """An import finder for one library. Its packages become namespace packages, and stand-ins replace some of its modules.
+    """An import finder for one library. Its packages become namespace packages, and stubs replace some of its modules.
 
-    `stand_ins` maps a module's name to the values of its names, as functions that compute them when they are first asked for.
+    `stubs` maps a module's name to the values of its names, as functions that compute them when they are first asked for.
     `whole` are packages that stay as they are: their `__init__.py` runs.
     """
 
-    def __init__(self, library: str, folder: str, stand_ins: StandIns, whole: Collection[str] = ()) -> None:
-        self.library, self.folder, self.stand_ins, self.whole = library, folder, stand_ins, whole
+    def __init__(self, library: str, folder: str, stubs: Stubs, whole: Collection[str] = ()) -> None:
+        self.library, self.folder, self.stubs, self.whole = library, folder, stubs, whole
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:  # noqa: ARG002
-        """Find a package or a stand-in of the library. Python's other finders find its plain modules."""
+        """Find a package or a stub of the library. Python's other finders find its plain modules."""
         top, _, _ = name.partition(".")
         if top != self.library or name in self.whole:
             return None
         folders = [self.folder] if path is None else [*path]
         places = [place for folder in folders if _is_package(place := os.path.join(folder, name.rpartition(".")[2]))]
-        holds_stand_ins = any(stand_in.startswith(f"{name}.") for stand_in in self.stand_ins)
-        if name not in self.stand_ins and not places and not holds_stand_ins:
+        holds_stubs = any(stub.startswith(f"{name}.") for stub in self.stubs)
+        if name not in self.stubs and not places and not holds_stubs:
             return None
-        loader = _Loader(self.stand_ins[name]) if name in self.stand_ins else None
+        loader = _Loader(self.stubs[name]) if name in self.stubs else None
         spec = ModuleSpec(name, loader, is_package=True)
         spec.submodule_search_locations = places
         return spec
@@ -179,7 +179,7 @@ def _is_package(place: str) -> bool:
     return os.path.isdir(place) and (os.path.exists(os.path.join(place, "__init__.py")) or not os.path.exists(f"{place}.py"))
 
 
-class StandIn(types.ModuleType):
+class Stub(types.ModuleType):
     """A module in place of a library's own. A name that it does not know becomes a class that cannot be used."""
 
     _values: Mapping[str, Callable[[], Any]]
@@ -197,7 +197,7 @@ def unusable(name: str) -> type:
     """A class in place of a name that nobody here uses. It may be a base class or an annotation; calling it raises an error."""
 
     def refuse(*_: object, **__: object) -> Any:
-        raise NotImplementedError(f"{name} is a stand-in: {name.partition('.')[0]} is here without its requirements")
+        raise NotImplementedError(f"{name} is a stub: {name.partition('.')[0]} is here without its requirements")
 
     return type(name.rpartition(".")[2], (), {"__new__": refuse, "__module__": name.rpartition(".")[0]})
 
@@ -207,9 +207,9 @@ class _Loader(importlib.abc.Loader):
         self.values = values
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        stand_in = StandIn(spec.name)
-        vars(stand_in)["_values"] = self.values
-        return stand_in
+        stub = Stub(spec.name)
+        vars(stub)["_values"] = self.values
+        return stub
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """A stand-in has no code."""
+        """A stub has no code."""

@@ -50,15 +50,15 @@ def act(options: argparse.Namespace) -> int:
     library = LIBRARIES[options.library]
     folder = pathlib.Path(os.path.abspath(options.to or library.fetched))
     try:
-        there = manifest_in(folder, library)
-        manifest = there or fetch(library, folder)
+        present = manifest_in(folder, library)
+        manifest = present or fetch(library, folder)
     except FetchError as error:
         print(f"gdn-verify: {error}", file=sys.stderr)
         return UNDECIDED
     if options.json:
-        print(json.dumps({"folder": str(folder), "fetched": there is None, **manifest}))
+        print(json.dumps({"folder": str(folder), "fetched": present is None, **manifest}))
         return HOLDS
-    print(f"{library.name} {manifest['version']} {'is already' if there else 'is now'} in {folder} ({manifest['files']} files)")
+    print(f"{library.name} {manifest['version']} {'is already' if present else 'is now'} in {folder} ({manifest['files']} files)")
     print(f"use it with: --path {folder}")
     if options.to is None:
         print("commands in this directory need no --path: adapters look there if the library is not installed")
@@ -101,8 +101,8 @@ def fetch(library: Library, folder: pathlib.Path) -> dict[str, Any]:
             wheel = download(library, staging / "wheel")
             print(f"unpacking {wheel.name} ({wheel.stat().st_size >> 20} MB)", file=sys.stderr, flush=True)
             manifest = unpack(library, wheel, staging / "files")
-            if there := manifest_in(folder, library):  # another run was quicker
-                return there
+            if present := manifest_in(folder, library):  # another run was quicker
+                return present
             if folder.exists() and any(folder.iterdir()):
                 folder.rename(staging / "replaced")
             (staging / "files").rename(folder)

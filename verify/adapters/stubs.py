@@ -1,6 +1,6 @@
-"""Stand-ins for those modules of serving libraries that need more than torch and Triton.
+"""Stubs for those modules of serving libraries that need more than torch and Triton.
 
-A stand-in maps each name to a function without arguments, which computes the name's value when somebody imports it. The functions
+A stub maps each name to a function without arguments, which computes the name's value when somebody imports it. The functions
 among these values answer as the library's own would on this host. Names that are not listed are unusable
 (verify/adapters/serving.py).
 """
@@ -82,7 +82,7 @@ def _identity(value: Any) -> Any:
 
 
 def _from(place: str, *names: str) -> Values:
-    """Names of another module of the library, which needs no stand-in."""
+    """Names of another module of the library, which needs no stub."""
     return {name: functools.partial(_member, place, name) for name in names}
 
 
@@ -126,6 +126,7 @@ _SGLANG: Mapping[str, Values] = {
     "sglang.kernels.jit.utils": {
         **_constants(is_arch_support_pdl=launches_dependents),
         **_from("sglang.kernels.jit.utils.common", "cache_once", "is_hip_runtime", "is_musa_runtime"),
+        **_from("sglang.kernels.jit.utils.arch", "get_jit_cuda_arch"),
     },
     "sglang.srt.platforms": {"current_platform": _platform},
     # MambaPool's module imports these for the caches of attention layers, which a pool of states does not use.
@@ -228,4 +229,4 @@ _VLLM: Mapping[str, Values] = {
     "vllm.multimodal.inputs": {},
     "vllm.v1.worker.workspace": {},
 }
-STAND_INS: Mapping[str, Mapping[str, Values]] = {"sglang": _SGLANG, "vllm": _VLLM, "flashinfer": {}}
+STUBS: Mapping[str, Mapping[str, Values]] = {"sglang": _SGLANG, "vllm": _VLLM, "flashinfer": {}}
