@@ -9,6 +9,7 @@ from properties.cases.module_case import MODULES, ModuleCase
 from properties.cases.path_case import ParallelCase
 from properties.cases.pool_case import PoolCase
 from properties.cases.rule_case import Case
+from properties.cases.trace_case import TraceCase
 from properties.domain import Domain
 from properties.illegal_inputs import MODULE_INPUTS, NO_INPUTS, RULE_INPUTS, IllegalInputs
 from properties.laws import Law
@@ -21,7 +22,17 @@ from properties.path_laws import PATH_LAWS
 from properties.pool_domain import PoolDomain
 from properties.pool_laws import POOL_LAWS
 from properties.rule_laws import LAWS
-from properties.smaller import SMALLER_LAYERS, SMALLER_MODULES, SMALLER_PATHS, SMALLER_POOLS, SMALLER_RULES, Smaller
+from properties.smaller import (
+    SMALLER_LAYERS,
+    SMALLER_MODULES,
+    SMALLER_PATHS,
+    SMALLER_POOLS,
+    SMALLER_RULES,
+    SMALLER_TRACES,
+    Smaller,
+)
+from properties.trace_domain import TraceDomain
+from properties.trace_laws import TRACE_LAWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +68,7 @@ BOOKS = (
     ),
     Book("pools", PoolCase, PoolDomain, POOL_LAWS, ("decode",), SMALLER_POOLS),
     Book("layers", LayerCase, LayerDomain, LAYER_LAWS, ("gdn_layer",), SMALLER_LAYERS),
+    Book("traces", TraceCase, TraceDomain, TRACE_LAWS, ("serving",), SMALLER_TRACES),
 )
 
 

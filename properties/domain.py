@@ -80,11 +80,11 @@ class Domain:
             (case.dtype in self.dtypes, f"dtype={case.dtype} is not among {', '.join(self.dtypes)}"),
             (case.gate_dtype in self.gate_dtypes, f"gate_dtype={case.gate_dtype} is not among {', '.join(self.gate_dtypes)}"),
             (
-                _inside(case.key_dim, self.key_dims, self.width_step),
+                inside(case.key_dim, self.key_dims, self.width_step),
                 f"key_dim={case.key_dim} is not in {self._widths(self.key_dims)}",
             ),
             (
-                _inside(case.value_dim, self.value_dims, self.width_step),
+                inside(case.value_dim, self.value_dims, self.width_step),
                 f"value_dim={case.value_dim} is not in {self._widths(self.value_dims)}",
             ),
             (
@@ -120,5 +120,6 @@ class Domain:
         return cls(**fields)
 
 
-def _inside(width: int, span: tuple[int, int], step: int) -> bool:
+def inside(width: int, span: tuple[int, int], step: int) -> bool:
+    """Return whether a width is in a range, in steps of `step`."""
     return span[0] <= width <= span[1] and width % step == 0

@@ -1,6 +1,7 @@
 """How cases shrink: for each kind, the steps of its shape, the simplest values of its options, and which words are widths."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -8,6 +9,7 @@ from properties.cases.module_case import ModuleCase
 from properties.cases.path_case import CHOICES, ParallelCase
 from properties.cases.pool_case import PoolCase
 from properties.cases.rule_case import Case
+from properties.cases.trace_case import PADDING, TraceCase
 
 Changes = Iterator[tuple[str, dict[str, Any]]]  # for each step, its words and the fields that it changes
 
@@ -93,6 +95,16 @@ SIMPLEST_LAYER: dict[str, tuple[Any, ...]] = {
     "dtype": ("fp32", "bf16"),
     "conv_width": (1, 2, 3),
 }
+SIMPLEST_TRACE: dict[str, tuple[Any, ...]] = {
+    "snapshots": (0,),
+    "pad": ("-1",),
+    "free": ("zero", "random", "nan"),
+    "indices": ("int64",),
+    "gate": ("forever", "1000"),
+    "state": ("fp32",),
+    "dtype": ("fp32", "bf16"),
+    "width": (2, 3),
+}
 HEADS = ((1, 1), (1, 2), (2, 2), (2, 4))
 
 
@@ -171,6 +183,62 @@ def _spare(case: PoolCase) -> Changes:
         yield f"spare={spare}", {"spare": spare}
 
 
+def _events(case: TraceCase) -> Changes:
+    """Yield traces without some events: the first half, the last half, a quarter, ..., single events."""
+    events = case.trace.split("/")
+    size = len(events) // 2
+    while size:
+        for start in range(0, len(events), size):
+            if len(left := [*events[:start], *events[start + size :]]) > 0:
+                yield _trace(left)
+        size //= 2
+
+
+def _rows(case: TraceCase) -> Changes:
+    """Yield traces without one row of an event, padding rows first."""
+    events = case.trace.split("/")
+    for number, event in enumerate(events):
+        kind, _, text = event.partition(":")
+        rows = text.split(",")
+        order = sorted(range(len(rows)), key=lambda row: not rows[row].startswith(PADDING))
+        for row in order if len(rows) > 1 else ():
+            yield _trace([*events[:number], f"{kind}:{','.join([*rows[:row], *rows[row + 1 :]])}", *events[number + 1 :]])
+
+
+def _counts(case: TraceCase) -> Changes:
+    """Yield traces with fewer tokens in a row of a prefill, with shorter drafts, and with other accepted tokens."""
+    events = case.trace.split("/")
+    for number, event in enumerate(events):
+        kind, _, text = event.partition(":")
+        rows = text.split(",")
+        if kind[0] == "v":
+            for drafts in below(int(kind[1:]), 1):
+                fewer = [row if row == PADDING else f"{row[0]}{min(int(row[1:]), drafts)}" for row in rows]
+                yield _trace([*events[:number], f"v{drafts}:{','.join(fewer)}", *events[number + 1 :]])
+        for place, row in enumerate(rows if kind[0] in "pv" else ()):
+            for count in below(int(row[1:]), 1) if row[1:] else ():
+                fewer = [*rows[:place], f"{row[0]}{count}", *rows[place + 1 :]]
+                yield _trace([*events[:number], f"{kind}:{','.join(fewer)}", *events[number + 1 :]])
+
+
+def _names(case: TraceCase) -> Changes:
+    """Yield the trace with its requests called a, b, c in the order in which they come."""
+    text = re.sub("[pdkwf]:|v\\d:", lambda kind: kind[0].upper(), case.trace)
+    letters = dict.fromkeys(letter for letter in text if letter.islower())
+    renamed = str.translate(text, {ord(letter): ord("a") + number for number, letter in enumerate(letters)}).lower()
+    if renamed != case.trace:
+        yield _trace(renamed.split("/"))
+
+
+def _trace(events: list[str]) -> tuple[str, dict[str, Any]]:
+    return f"trace={'/'.join(events)}", {"trace": "/".join(events)}
+
+
+def _slots(case: TraceCase) -> Changes:
+    for slots in below(case.slots, 1):
+        yield f"slots={slots}", {"slots": slots}
+
+
 def _blocks(length: int) -> Iterator[int]:
     """Yield block sizes below a length: a defect that shows only at multiples of 64 has no threshold to bisect."""
     yield from (block for block in (16, 32, 64, 128) if block < length)
@@ -197,3 +265,4 @@ SMALLER_PATHS = Smaller(
 SMALLER_MODULES = Smaller((_sequences, _unpacked, _shorter, _heads_alone), SIMPLEST_MODULE, ("width",))
 SMALLER_LAYERS = Smaller((_sequences, _unpacked, _shorter, _heads), SIMPLEST_LAYER, ("key_dim", "value_dim", "hidden"))
 SMALLER_POOLS = Smaller((_sequences, _unpacked, _shorter, _spare, _heads), SIMPLEST_POOL, ("key_dim", "value_dim"))
+SMALLER_TRACES = Smaller((_events, _rows, _counts, _names, _slots, _heads), SIMPLEST_TRACE, ("key_dim", "value_dim"))

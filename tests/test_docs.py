@@ -518,7 +518,8 @@ CASES = {
     "decode": [
         f"{PACKED} {HEADS} fresh=some accepted=some block_v=8 offsets=int32 indices=int32 scale=one",
         f"{PACKED} fresh=some accepted=some gate_dtype=input",
-        f"{PACKED} {HEADS} in_kernel=INSIDE state_dtype=bf16",
+        f"{PACKED} {HEADS} in_kernel=INSIDE state_dtype=bf16 drafts=tree indices=int32",
+        f"{PACKED} {HEADS} drafts=tree",
         f"{PACKED} {HEADS} in_kernel=INSIDE dt_bias=no state_dtype=fp16",
         ONE,
     ],
@@ -535,7 +536,7 @@ DTYPES = {
 SINGLE_PROCESS = [
     pytest.param(book, operation, id=f"{book.name}-{operation}")
     for book in BOOKS
-    if book.name != "paths"
+    if book.name not in ("paths", "traces")
     for operation in book.operations
 ]
 
@@ -646,7 +647,9 @@ def public_names(kind: type) -> dict[str, Any]:
     return {name: value for base in reversed(kind.__mro__[:-1]) for name, value in vars(base).items() if not name.startswith("_")}
 
 
-@pytest.mark.parametrize("kind", [verify.Adapter, verify.PathAdapter], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [verify.Adapter, verify.PathAdapter, verify.TraceAdapter, verify.Engine], ids=lambda kind: kind.__name__
+)
 def test_the_attributes_and_methods_of_an_adapter_are_in_the_page(kind: type) -> None:
     text, names = section(reference("adapters"), kind.__name__), public_names(kind)
     defaults = {name: short_repr(value) for name, value in names.items() if not callable(value)}
@@ -690,6 +693,11 @@ def word_fields(book: Book) -> dict[str, Any]:
     return {book.case.LONG.get(name, name): field for name, field in fields(book.case).items()}
 
 
+def shortest(book: Book) -> str:
+    """The word that every line of a book has."""
+    return {"lengths": "lengths=2", "trace": "trace=p:a2"}[book.case.NEEDED[0]]
+
+
 def operations_with(book: Book, word: str) -> list[str]:
     """The operations that have a word, according to the page."""
     return codes(word_rows(book)[word].get("operations", "")) or [*book.operations]
@@ -698,7 +706,7 @@ def operations_with(book: Book, word: str) -> list[str]:
 @pytest.mark.parametrize("book", BOOKS, ids=lambda book: book.name)
 def test_the_words_of_a_case_are_in_the_page_with_their_defaults(book: Book) -> None:
     assert [*word_rows(book)] == [*word_fields(book)]
-    defaults = book.case.parse(f"lengths=2 op={book.operations[0]}").words()
+    defaults = book.case.parse(f"{shortest(book)} op={book.operations[0]}").words()
     for word, row in word_rows(book).items():
         default = "must be given" if needs_a_value(word_fields(book)[word]) else f"`{defaults[word]}`"
         assert row["default"] == default, word
@@ -708,7 +716,7 @@ def test_the_words_of_a_case_are_in_the_page_with_their_defaults(book: Book) -> 
 def test_the_values_of_a_word_are_those_that_a_case_accepts(book: Book) -> None:
     for word, row in word_rows(book).items():
         field = word_fields(book)[word]
-        line = f"lengths=2 op={operations_with(book, word)[0]}"
+        line = f"{shortest(book)} op={operations_with(book, word)[0]}"
         if field.type is bool:
             assert row["values"] == "yes, no", word
         elif field.type is int:
@@ -716,6 +724,8 @@ def test_the_values_of_a_word_are_those_that_a_case_accepts(book: Book) -> None:
             for number in {max(0, low - 1), high + 1} - {low}:
                 with pytest.raises(ValueError, match=rf"{word} must be in {low}\.\.{high}\b"):
                     book.case.parse(f"{line} {word}={number}")
+        elif word == "trace":
+            assert row["values"] == "events joined by `/`"
         elif field.type is str:
             choices = book.case.CHOICES.get(field.name) or BOOK_BY_NAME["rules"].case.CHOICES[field.name]
             assert codes(row["values"]) == [*choices], word

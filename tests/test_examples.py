@@ -33,6 +33,12 @@ EXAMPLES: dict[str, tuple[str, tuple[str, ...], int, str]] = {
         0,
         "2 holds, 7 unsupported of 9 laws",
     ),
+    "own_engine.py": (
+        "gdn-verify check examples/own_engine.py:OwnEngine",
+        FEWEST,
+        0,
+        "7 holds of 7 laws",
+    ),
     "zoo_suite.py": (
         "gdn-verify zoo --rule examples/zoo_suite.py:Mine",
         ("TailWithoutGate", "LeaksState"),

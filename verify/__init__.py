@@ -9,20 +9,29 @@ if TYPE_CHECKING:
     from properties.module_domain import ModuleDomain as ModuleDomain
     from properties.path_domain import PathDomain as PathDomain
     from properties.pool_domain import PoolDomain as PoolDomain
+    from properties.trace_domain import TraceDomain as TraceDomain
     from verify.adapters.base import Adapter as Adapter
+    from verify.adapters.base import Engine as Engine
     from verify.adapters.base import PathAdapter as PathAdapter
+    from verify.adapters.base import TraceAdapter as TraceAdapter
 
 __version__ = "0.1.0"
-__all__ = ["Adapter", "Domain", "LayerDomain", "ModuleDomain", "PathAdapter", "PathDomain", "PoolDomain"]
+__all__ = [
+    *("Adapter", "Domain", "Engine", "LayerDomain", "ModuleDomain", "PathAdapter", "PathDomain", "PoolDomain", "TraceAdapter"),
+    "TraceDomain",
+]
 
 _PLACES = {
     "Adapter": "verify.adapters.base",
     "Domain": "properties.domain",
+    "Engine": "verify.adapters.base",
     "LayerDomain": "properties.layer_domain",
     "ModuleDomain": "properties.module_domain",
     "PathAdapter": "verify.adapters.base",
     "PathDomain": "properties.path_domain",
     "PoolDomain": "properties.pool_domain",
+    "TraceAdapter": "verify.adapters.base",
+    "TraceDomain": "properties.trace_domain",
 }
 
 

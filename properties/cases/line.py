@@ -13,12 +13,13 @@ class Line:
     """A case that can be written as a line.
 
     `LONG` maps the name of a field to its word in a line where the two differ. `REGIMES` are the words whose drawn values a report
-    counts, and `CHOICES` the possible values of words that have few.
+    counts, and `CHOICES` the possible values of words that have few. `NEEDED` is the word that every line has, and an example.
     """
 
     LONG: ClassVar[dict[str, str]] = {}
     REGIMES: ClassVar[tuple[str, ...]] = ()
     CHOICES: ClassVar[typing.Mapping[str, typing.Sequence[str]]] = {}
+    NEEDED: ClassVar[tuple[str, str]] = ("lengths", "for example lengths=65 or lengths=0+65+130")
 
     def __str__(self) -> str:
         plain = {field.name: field.default for field in dataclasses.fields(self)}  # type: ignore[arg-type]
@@ -63,8 +64,8 @@ class Line:
             if name in fields:
                 raise ValueError(f"{cls.LONG.get(name, name)} must come once, got {word} too")
             fields[name] = value
-        if "lengths" not in fields:
-            raise ValueError(f"a case line must say lengths, for example lengths=65 or lengths=0+65+130, got {words}")
+        if cls.NEEDED[0] not in fields:
+            raise ValueError(f"a case line must say {', '.join(cls.NEEDED)}, got {words}")
         return fields
 
 

@@ -1,7 +1,7 @@
 """The base classes of adapters. An adapter makes one implementation callable as an operation."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -9,8 +9,10 @@ from torch import Tensor
 from oracles.layer import Layer
 from oracles.operation import Inputs
 from oracles.sharding import Rank, Shard
+from properties.cases.trace_case import Batch, Sizes
 from properties.domain import Domain
 from properties.path_domain import PathDomain
+from properties.trace_domain import TraceDomain
 from verify.ranks.collectives import Place
 
 
@@ -114,3 +116,78 @@ class PathAdapter(Implementation):
     def loaded(self, shards: dict[str, Shard], layer: Layer, rank: Rank) -> dict[str, Tensor]:
         """Return the parameters of `rank` after it has loaded its shards, by name. Needed if the domain has checkpoints=True."""
         raise NotImplementedError
+
+
+class Engine(abc.ABC):
+    """A serving engine that is driven event by event: a pool of slots, and the requests that own them.
+
+    A request is a name of one letter. Its snapshot is called like the request with `@` behind. The engine's own allocator decides
+    which slot a request gets. Laws read and fill the pool between two calls.
+
+    - `states` [P, HV, K, V] and `windows` [P, D, W - 1] are all slots of the pool. They are the engine's own memory or views of it
+      (a pool of [P, HV, V, K] returns `.mT`), so that a law can fill slots that nobody owns.
+    - `unowned` are the slots that belong to nobody and that padding rows may write to.
+    """
+
+    states: Tensor
+    windows: Tensor
+    unowned: tuple[int, ...] = ()
+
+    @abc.abstractmethod
+    def slots(self) -> Mapping[str, int]:
+        """Return the slot of every request and of every snapshot."""
+
+    @abc.abstractmethod
+    def admit(self, requests: Sequence[str]) -> None:
+        """Give each of these new requests a slot. Their state and their window are zeros when their first tokens come."""
+
+    @abc.abstractmethod
+    def prefill(self, batch: Batch) -> Tensor:
+        """Process the tokens of each row after those that its request has, and return o [T, HV, V] of all tokens.
+
+        Where `batch.snapshots` is a number, keep the state and the window after that many tokens of the row in the request's
+        snapshot, which gets a slot if it has none. A row may have no tokens. Outputs of padding rows are not judged.
+        """
+
+    @abc.abstractmethod
+    def decode(self, batch: Batch) -> Tensor:
+        """Process one token of each row, and return o [T, HV, V]."""
+
+    def verify(self, batch: Batch) -> Tensor:
+        """Return o [T, HV, V] of drafts, which all have the same number of tokens. `commit` follows with the accepted tokens."""
+        raise NotImplementedError
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        """Keep the first `accepted` tokens of each row of the last `verify`: at least 1, and 0 for padding rows."""
+        raise NotImplementedError
+
+    def fork(self, new: str, old: str, *, snapshot: bool) -> None:
+        """Let a new request begin from the state and window of request `old` or, with `snapshot`, of its snapshot."""
+        raise NotImplementedError
+
+    def swap(self, request: str) -> None:
+        """Take a request's state and window out of the pool, give its slot back, and bring both into a slot again."""
+        raise NotImplementedError
+
+    @abc.abstractmethod
+    def free(self, request: str) -> None:
+        """Give the slots of a finished request and of its snapshot back to the pool."""
+
+
+class TraceAdapter(Implementation):
+    """One serving engine: `open` returns it with an empty pool. `algorithm` is the class of its prefill.
+
+    Decoding and verification are judged as "recurrent", whatever the class of the prefill. `chunk` is the number of tokens in a
+    chunk of the prefill, if it is always the same.
+    """
+
+    algorithm = "recurrent"
+    chunk: int | None = None
+    domain: TraceDomain = TraceDomain()
+
+    def bring(self) -> None:
+        """Import what `open` needs, if that takes seconds. Called while the first cases are drawn; by default it does nothing."""
+
+    @abc.abstractmethod
+    def open(self, sizes: Sizes) -> Engine:
+        """Return an engine of these sizes, with the layer's parameters that `sizes` has. Nobody owns a slot yet."""

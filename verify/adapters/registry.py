@@ -56,8 +56,9 @@ LAYERS = {
     "transformers/qwen3_next_layer": "verify.adapters.transformers_layer:Qwen3NextLayer",
     "transformers/qwen3_5_layer": "verify.adapters.transformers_layer:Qwen35Layer",
 }
+TRACES = {"gdn/pool": "verify.adapters.gdn.pool:Pool"}
 # The adapters by the name of their book (properties/books.py).
-BOOKS_OF_BUILT_IN = {"rules": KERNELS, "modules": MODULES, "paths": PATHS, "pools": POOLS, "layers": LAYERS}
+BOOKS_OF_BUILT_IN = {"rules": KERNELS, "modules": MODULES, "paths": PATHS, "pools": POOLS, "layers": LAYERS, "traces": TRACES}
 BUILT_IN = {spec: place for adapters in BOOKS_OF_BUILT_IN.values() for spec, place in adapters.items()}
 ZOO = "zoo/"  # the prefix of the names of wrong implementations in verify/zoo
 ZOO_PLACE = "verify.zoo.animals:by_spec"  # a function that returns the zoo's adapters by name

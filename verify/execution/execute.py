@@ -9,12 +9,13 @@ from types import MappingProxyType
 from typing import Any
 
 from properties.books import book_of
-from verify.adapters.base import Adapter, PathAdapter
+from verify.adapters.base import Adapter, PathAdapter, TraceAdapter
 from verify.execution.bench import AdapterBench, Compiling, Ready
 from verify.execution.judge import NOTHING, where
 from verify.execution.judging import adapter_of, following, judged, there
 from verify.execution.path_bench import execute_path
 from verify.execution.run import Run
+from verify.execution.trace_bench import execute_trace
 from verify.gpu import device as devices
 from verify.process.outcome import Outcome, Verdict
 
@@ -37,6 +38,8 @@ def execute(
         return Outcome(Verdict.UNSUPPORTED, reason=f"{run.adapter} is no implementation that law {run.law} is about")
     if isinstance(adapter, PathAdapter):
         return execute_path(run, adapter)
+    if isinstance(adapter, TraceAdapter):
+        return execute_trace(run, adapter, excused, declared)
     counterpart, case = _counterpart(run, adapter), run.example.case
     reason = law.needs(adapter.domain) or adapter.domain.outside(case)
     if reason is None and counterpart is not None:

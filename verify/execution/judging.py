@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 from properties.laws import Blind, Breach, Law
 from properties.strategies import Example
-from verify.adapters.base import Adapter, PathAdapter
-from verify.adapters.loader import load
+from verify.adapters.loader import AnyAdapter, load
 from verify.execution.bench import AdapterFault, OutOfMemory, short
 from verify.execution.judge import NOTHING, Where, judge
 from verify.gpu import autotune
@@ -24,10 +23,10 @@ from verify.process.stacks import unmarked
 from verify.ranks.collectives import Abandoned, Mismatch
 
 T = TypeVar("T")
-_LOADED: dict[str, Adapter | PathAdapter] = {}
+_LOADED: dict[str, AnyAdapter] = {}
 
 
-def adapter_of(spec: str) -> Adapter | PathAdapter:
+def adapter_of(spec: str) -> AnyAdapter:
     """The adapter of a name. Each process creates it once."""
     if spec not in _LOADED:
         _LOADED[spec] = load(spec)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from properties.books import book_of
-from verify.adapters.base import Adapter, PathAdapter
+from verify.adapters.base import Adapter, PathAdapter, TraceAdapter
 from verify.adapters.loader import AdapterError, versions
 from verify.execution import launches, oracle_process
 from verify.execution.execute import compiled, execute
@@ -58,7 +58,7 @@ def _describe(asked: Describe) -> Answer:
     counterpart = adapter.counterpart if isinstance(adapter, Adapter) else None
     if counterpart:
         adapter_of(counterpart)
-    if isinstance(adapter, Adapter):
+    if isinstance(adapter, Adapter | TraceAdapter):
         _bring(adapter)
     return Description(
         book=book_of(adapter.domain).name,
@@ -143,7 +143,7 @@ def _brought() -> None:
         _bringing.pop().join()
 
 
-def _bring(adapter: Adapter) -> None:
+def _bring(adapter: Adapter | TraceAdapter) -> None:
     """Start the adapter's imports and the GPU in the background, while the check draws its first cases. Each takes seconds."""
 
     def bring() -> None:

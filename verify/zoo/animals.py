@@ -8,8 +8,7 @@ import pathlib
 import re
 from collections.abc import Iterable, Mapping
 
-from verify.adapters.base import Adapter, PathAdapter
-from verify.adapters.loader import load
+from verify.adapters.loader import AnyAdapter, Kind, load
 from verify.adapters.registry import ZOO
 
 # Classes of defects, as in the record of incidents; "-" stands for a mistake that occurs in no recorded incident.
@@ -83,7 +82,7 @@ class Animal:
 
     name: str
     spec: str
-    kind: type[Adapter] | type[PathAdapter]
+    kind: Kind
     letter: str
     incident: tuple[int, ...]
     story: str
@@ -103,22 +102,22 @@ def animals() -> Mapping[str, Animal]:
     return found
 
 
-def by_spec() -> Mapping[str, type[Adapter] | type[PathAdapter]]:
+def by_spec() -> Mapping[str, Kind]:
     """Every adapter of the zoo, right and wrong, by its adapter name."""
     return {**rights(), **{animal.spec: animal.kind for animal in animals().values()}}
 
 
-def rights() -> Mapping[str, type[Adapter] | type[PathAdapter]]:
+def rights() -> Mapping[str, Kind]:
     """The right implementations from which animals are derived, by adapter name. A case that rejects them too is no kill."""
     found = (right_of(animal.kind) for animal in animals().values())
     return {ZOO + kind.__name__: kind for kind in found if kind is not None}
 
 
-def right_of(kind: type[Adapter] | type[PathAdapter]) -> type[Adapter] | type[PathAdapter] | None:
+def right_of(kind: Kind) -> Kind | None:
     """The nearest base class of an animal in this package that is concrete and no animal itself; None if there is none."""
     for base in kind.__mro__[1:]:
         inside = base.__module__.startswith(f"{__package__}.")
-        if inside and issubclass(base, Adapter | PathAdapter) and not hasattr(base, "letter") and not base.__abstractmethods__:
+        if inside and issubclass(base, AnyAdapter) and not hasattr(base, "letter") and not base.__abstractmethods__:
             return base
     return None
 
@@ -127,10 +126,10 @@ def of_module(module: object) -> list[Animal]:
     """The animals that a module defines, in their order in the module."""
     name = getattr(module, "__name__", "")
     kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == name]
-    return [labelled(kind) for kind in kinds if issubclass(kind, Adapter | PathAdapter) and hasattr(kind, "letter")]
+    return [labelled(kind) for kind in kinds if issubclass(kind, AnyAdapter) and hasattr(kind, "letter")]
 
 
-def labelled(kind: type[Adapter] | type[PathAdapter], spec: str | None = None) -> Animal:
+def labelled(kind: Kind, spec: str | None = None) -> Animal:
     """The Animal of a class. ValueError if the letter, the incidents or the story is not valid."""
     letter, incident = getattr(kind, "letter", None), getattr(kind, "incident", ())
     if letter not in LETTERS:

@@ -1,0 +1,268 @@
+"""The domain of serving engines, and traces drawn from it."""
+
+import dataclasses
+import random
+from collections.abc import Callable, Collection
+from typing import Any
+
+from hypothesis import strategies as st
+
+from oracles.operation import DTYPES
+from properties.cases.trace_case import FREE, GATES, MOST_DRAFTS, MOST_TOKENS, PADDING, PADDING_SLOTS, Roll, TraceCase
+from properties.domain import inside
+from properties.strategies import widths
+
+EVENTS = ("prefill", "decode", "verify", "fork", "swap", "free")
+CONV_WIDTHS, SNAPSHOTS = (2, 3, 4, 5), (0, 16, 32, 64, 128)
+_KINDS = {"p": "prefill", "d": "decode", "v": "verify", "k": "fork", "w": "swap", "f": "free"}
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceDomain:
+    """The traces for which an engine promises right results; by default all traces with and without snapshots at 64 tokens.
+
+    `events` are the events that the engine knows, `most_tokens` is the largest number of tokens in a row of a prefill, and
+    `most_drafts` the largest number of tokens of a draft. `padding_slots` are the indices that padding rows may have, none if
+    batches have no padding. `prefill_padding` says whether a prefill may have padding rows, and `empty` whether it may have rows of
+    no tokens. `snapshots` are the possible distances in tokens between places where a snapshot may be taken; 0 means that none is
+    taken. `snapshot_dtype` is "state" if snapshots are as precise as states, or "input" if they are rounded to the inputs' dtype
+    first. `dtypes` are those of tokens and windows, `states` those of states. `widths` are the widths of the convolution, and
+    `key_dims` and `value_dims` are inclusive ranges in steps of `width_step`. `batch_invariant` says that a row's bits do not
+    depend on the other rows of its batch.
+
+    ValueError for a field outside its choices or range.
+    """
+
+    operation: str = "serving"
+    events: tuple[str, ...] = EVENTS
+    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    states: tuple[str, ...] = ("fp32", "bf16")
+    key_dims: tuple[int, int] = (4, 128)
+    value_dims: tuple[int, int] = (4, 128)
+    width_step: int = 1
+    grouped_heads: bool = True
+    widths: tuple[int, ...] = (2, 3, 4)
+    most_tokens: int = 130
+    most_drafts: int = MOST_DRAFTS
+    padding_slots: tuple[str, ...] = PADDING_SLOTS
+    prefill_padding: bool = True
+    empty: bool = True
+    snapshots: tuple[int, ...] = (0, 64)
+    snapshot_dtype: str = "state"
+    indices: tuple[str, ...] = ("int64", "int32")
+    batch_invariant: bool = True
+
+    def __post_init__(self) -> None:
+        if self.operation != "serving":
+            raise ValueError(f"operation must be serving, got {self.operation!r}")
+        tuples: tuple[tuple[str, tuple[Any, ...], int], ...] = (
+            ("events", EVENTS, 1),
+            ("dtypes", tuple(DTYPES), 1),
+            ("states", tuple(DTYPES), 1),
+            ("widths", CONV_WIDTHS, 1),
+            ("padding_slots", PADDING_SLOTS, 0),
+            ("snapshots", SNAPSHOTS, 1),
+            ("indices", ("int64", "int32"), 1),
+        )
+        for name, choices, least in tuples:
+            value = getattr(self, name)
+            if not isinstance(value, tuple) or len(value) < least or not set(value) <= set(choices):
+                raise ValueError(f"{name} must be a tuple of some of {', '.join(map(str, choices))}, got {value!r}")
+        if "prefill" not in self.events:
+            raise ValueError(f"events must have prefill, which admits requests, got {self.events!r}")
+        if self.snapshot_dtype not in ("state", "input"):
+            raise ValueError(f"snapshot_dtype must be state or input, got {self.snapshot_dtype!r}")
+        if not isinstance(self.width_step, int) or self.width_step < 1:
+            raise ValueError(f"width_step must be at least 1, got {self.width_step!r}")
+        for name, most in (("most_tokens", MOST_TOKENS), ("most_drafts", MOST_DRAFTS)):
+            number = getattr(self, name)
+            if not isinstance(number, int) or not 1 <= number <= most:
+                raise ValueError(f"{name} must be in 1..{most}, got {number!r}")
+        for name in ("key_dims", "value_dims"):
+            span = getattr(self, name)
+            if not (isinstance(span, tuple) and len(span) == 2 and all(isinstance(end, int) for end in span)):
+                raise ValueError(f"{name} must be a tuple (least, most), got {span!r}")
+            if not 1 <= span[0] <= span[1] or span[1] // self.width_step * self.width_step < span[0]:
+                raise ValueError(f"{name} must hold a width in steps of {self.width_step}, from 1 up, got {span}")
+
+    def outside(self, case: TraceCase) -> str | None:
+        """Return why `case` is outside the domain, or None."""
+        rows = [(step, row) for step in case.plan for row in step.rows]
+        unknown = [step for step in case.plan if _KINDS[step.kind] not in self.events]
+        prefill = [row for step, row in rows if step.kind == "p"]
+        longest = max((row.count for row in prefill), default=0)
+        checks = (
+            (not unknown, f"{unknown[0].text if unknown else ''}: {_KINDS[unknown[0].kind] if unknown else ''} is not supported"),
+            (longest <= self.most_tokens, f"more than {self.most_tokens} tokens a row are not supported, got {longest}"),
+            (case.drafts <= self.most_drafts, f"more than {self.most_drafts} tokens a draft are not supported, got {case.drafts}"),
+            (
+                case.pad in self.padding_slots or all(row.real for _, row in rows),
+                f"pad={case.pad} is not among {', '.join(self.padding_slots) or 'any'}",
+            ),
+            (self.prefill_padding or all(row.real for row in prefill), "padding rows in a prefill are not supported"),
+            (self.empty or all(row.count for row in prefill), "rows of no tokens are not supported"),
+            (case.snapshots in self.snapshots, f"snapshots={case.snapshots} is not among {', '.join(map(str, self.snapshots))}"),
+            *(
+                (getattr(case, name) in getattr(self, names), f"{name}={getattr(case, name)} is not among {_listed(self, names)}")
+                for name, names in (("dtype", "dtypes"), ("state", "states"), ("width", "widths"), ("indices", "indices"))
+            ),
+            *(
+                (inside(getattr(case, name), span, self.width_step), f"{name}={getattr(case, name)} is not in {span[0]}..{span[1]}")
+                for name, span in (("key_dim", self.key_dims), ("value_dim", self.value_dims))
+            ),
+            (self.grouped_heads or case.heads == case.value_heads, f"heads={case.heads} with value_heads={case.value_heads}"),
+        )
+        return next((reason for holds, reason in checks if not holds), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the domain as plain data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> "TraceDomain":
+        """Return the domain from the data of `to_json`."""
+        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+        return cls(**fields)
+
+
+def _listed(domain: TraceDomain, name: str) -> str:
+    return ", ".join(map(str, getattr(domain, name)))
+
+
+_NAMES = "abcdefghijklmnopqrstuvwxyz"
+_LONG = (63, 64, 65, 66, 128, 130)
+_TOKENS = 240  # tokens of a trace, because an interpreted kernel's time grows with them
+
+
+class _Author:
+    """Writes one trace, event by event, so that most events do something."""
+
+    def __init__(self, chance: random.Random, domain: TraceDomain, case: dict[str, Any], *, drafts: int) -> None:
+        self.chance, self.domain, self.drafts = chance, domain, drafts
+        self.pads = bool(domain.padding_slots) and case["pad"] in domain.padding_slots and chance.random() < 2 / 3
+        self.slots, self.snapshots, self.width = case["slots"], case["snapshots"], case["width"]
+        self.roll = Roll(self.slots, self.snapshots)
+        self.events: list[str] = []
+        self.used: list[str] = []
+        self.admitted, self.left = 0, _TOKENS
+
+    def trace(self, events: int) -> str:
+        """Return a trace of about so many events, in which every slot had an owner and one slot had two."""
+        while len(self.events) < events or (self.admitted <= self.slots and len(self.events) < events + 8):
+            self.event()
+        return "/".join(self.events)
+
+    def event(self) -> None:
+        """Add an event, and sometimes the one that should follow at once."""
+        here, chance = sorted(self.roll.tokens), self.chance
+        ways: list[tuple[float, str, Callable[[], str]]] = [(3.0 if self.roll.room() else 0.5, "prefill", self.prefill)]
+        if here:
+            ways += [(3.0, "decode", self.decode), (3.0, "verify", self.verify), (1.0, "swap", lambda: f"w:{chance.choice(here)}")]
+            ways.append((1.0 if self.roll.room() else 3.0, "free", lambda: f"f:{chance.choice(here)}"))
+            if self.roll.room():
+                ways.append((2.0 if self.roll.saved else 0.7, "fork", self.fork))
+        ways = [way for way in ways if way[1] in self.domain.events]
+        _, name, write = chance.choices(ways, [way[0] for way in ways])[0]
+        self.add(write())
+        if name == "free" and chance.random() < 2 / 3:  # free and admit at once
+            self.add(self.prefill())
+
+    def add(self, event: str) -> None:
+        before = len(self.roll.tokens)
+        step = self.roll.step(len(self.events) + 1, event)
+        self.events.append(event)
+        self.admitted += max(0, len(self.roll.tokens) - before)
+        self.left -= sum(row.count for row in step.rows) if step else 0
+
+    def name(self, taken: Collection[str] = ()) -> str:
+        """Return a name for a new request: mostly a fresh one, sometimes that of a request that has left."""
+        gone = [name for name in self.used if name not in self.roll.tokens and name not in taken]
+        fresh = [name for name in _NAMES if name not in self.used] or gone
+        return self.chance.choice(gone) if gone and self.chance.random() < 1 / 6 else fresh[0]
+
+    def length(self) -> int:
+        """Return a number of tokens of a row of a prefill."""
+        most, chance = min(self.domain.most_tokens, max(3, self.left)), self.chance
+        edges = [number for number in _LONG if number <= most]
+        if self.snapshots:
+            edges += [number for number in (self.snapshots, self.snapshots + 1) if number <= most]
+        if edges and chance.random() < (1 / 2 if self.snapshots else 1 / 6):
+            return chance.choice(edges)
+        return chance.choice(
+            [number for number in (1, 2, 3, self.width - 1, self.width, 5, 1 + self.drafts) if 1 <= number <= most]
+        )
+
+    def prefill(self) -> str:
+        """Return a prefill of one or two new requests, or of further tokens of those that are there."""
+        chance, rows = self.chance, dict[str, int]()
+        for _ in range(chance.choice((1, 1, 2, 3))):
+            room = self.slots - len(self.roll.tokens) - len(self.roll.saved) - len(rows)
+            here = [request for request in sorted(self.roll.tokens) if request not in rows]
+            if here and (room <= 0 or chance.random() < 1 / 3):
+                rows[chance.choice(here)] = 0 if self.domain.empty and chance.random() < 1 / 6 else self.length()
+            else:
+                name = self.name(rows)
+                self.used.append(name)
+                rows[name] = self.length()
+        return f"p:{self.padded([f'{request}{count}' for request, count in rows.items()], prefill=True)}"
+
+    def decode(self) -> str:
+        return f"d:{self.padded(self.some())}"
+
+    def verify(self) -> str:
+        accepted = (self.chance.choice((1, self.drafts, self.chance.randint(1, self.drafts))) for _ in iter(int, 1))
+        return f"v{self.drafts}:{self.padded([f'{request}{next(accepted)}' for request in self.some()])}"
+
+    def fork(self) -> str:
+        chance = self.chance
+        if self.roll.saved and chance.random() < 3 / 4:
+            source = f"{chance.choice(sorted(self.roll.saved))}@"
+        else:
+            source = chance.choice(sorted(self.roll.tokens))
+        self.used.append(self.name())
+        return f"k:{self.used[-1]}<{source}"
+
+    def some(self) -> list[str]:
+        """Return some of the requests that are there, in any order."""
+        here = sorted(self.roll.tokens)
+        return self.chance.sample(here, self.chance.choice((len(here), len(here), self.chance.randint(1, len(here)))))
+
+    def padded(self, rows: list[str], *, prefill: bool = False) -> str:
+        """Return the rows with padding rows at any place."""
+        if self.pads and (self.domain.prefill_padding or not prefill) and self.chance.random() < 1 / 2:
+            for _ in range(self.chance.choice((1, 1, 2))):
+                rows.insert(self.chance.randint(0, len(rows)), f"{PADDING}{self.chance.choice((1, 2, 3))}" if prefill else PADDING)
+        return ",".join(rows)
+
+
+@st.composite
+def trace_cases(draw: st.DrawFn, /, domain: TraceDomain, **fixed: Any) -> TraceCase:
+    """Draw any case of the domain; `fixed` gives fields as a value, or as a tuple of values to choose from."""
+    chance = draw(st.randoms(use_true_random=True))
+
+    def field(name: str, choices: tuple[Any, ...]) -> Any:
+        value = fixed.get(name, choices)
+        return chance.choice(value) if isinstance(value, tuple) else value
+
+    heads, value_heads = field("groups", ((1, 1), (1, 1), (1, 2), (2, 2)) if domain.grouped_heads else ((1, 1), (2, 2)))
+    values = tuple(width for width in (8, 8, 16, 4, 12) if inside(width, domain.value_dims, domain.width_step))
+    keys = tuple(width for width in (16, 16, 8) if inside(width, domain.key_dims, domain.width_step))
+    fields: dict[str, Any] = {
+        "slots": field("slots", (3, 3, 4, 4, 5, 6)),
+        "pad": field("pad", domain.padding_slots or ("-1",)),
+        "heads": heads,
+        "value_heads": value_heads,
+        "key_dim": field("key_dim", keys or widths(domain.key_dims, domain.width_step, 16)),
+        "value_dim": field("value_dim", values or widths(domain.value_dims, domain.width_step, 16)),
+        "width": field("width", domain.widths),
+        "dtype": field("dtype", domain.dtypes),
+        "state": field("state", domain.states),
+        "gate": field("gate", GATES),
+        "snapshots": field("snapshots", domain.snapshots),
+        "free": field("free", FREE),
+        "indices": field("indices", domain.indices),
+    }
+    drafts = field("drafts", (1, 2, 3, 4, 5, 8))
+    events = field("events", (5, 7, 9))
+    author = _Author(chance, domain, fields, drafts=min(drafts, domain.most_drafts))
+    return TraceCase(author.trace(events), **fields, seed=chance.randrange(2**16))

@@ -1,0 +1,200 @@
+"""Plays a trace on an engine, and records what every owner of a slot has before and after each step."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from oracles.bound import Bound
+from oracles.operation import Inputs
+from properties.cases.trace_case import Batch, Sizes, Step, TraceCase
+from properties.laws import Breach
+from properties.trace_domain import TraceDomain
+
+
+class Played(Protocol):
+    """An engine, as laws see it (verify/adapters/base.py documents the methods)."""
+
+    states: Tensor
+    windows: Tensor
+    unowned: tuple[int, ...]
+
+    def slots(self) -> Mapping[str, int]:
+        """Return the slot of every request and of every snapshot."""
+
+    def admit(self, requests: Sequence[str]) -> None:
+        """Give new requests slots."""
+
+    def prefill(self, batch: Batch) -> Tensor:
+        """Process prompts."""
+
+    def decode(self, batch: Batch) -> Tensor:
+        """Process a token of each row."""
+
+    def verify(self, batch: Batch) -> Tensor:
+        """Process drafts."""
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        """Keep the accepted tokens."""
+
+    def fork(self, new: str, old: str, *, snapshot: bool) -> None:
+        """Begin a request from another one."""
+
+    def swap(self, request: str) -> None:
+        """Take a request out of the pool and bring it back."""
+
+    def free(self, request: str) -> None:
+        """Give the slots of a request back."""
+
+
+class TraceBench(Protocol):
+    """Opens engines for laws, and knows the truth and the bounds of their rows."""
+
+    domain: TraceDomain
+
+    def open(self, sizes: Sizes) -> Played:
+        """Return an engine with an empty pool."""
+
+    def bounds(self, inputs: Inputs, kind: str) -> dict[str, Bound]:
+        """Return the truth and the tolerances of rows of a step of this kind ("p", "d" or "v")."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """What an owner has: state [HV, K, V] and window [D, W - 1]."""
+
+    state: Tensor
+    window: Tensor
+
+    def bits(self) -> tuple[Tensor, Tensor]:
+        """Return both as whole numbers, so that NaN have their bits too."""
+        return bits(self.state), bits(self.window)
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """One step of a played trace.
+
+    `rows` are the outputs [count, HV, V] of the step's rows, by place, without those that were left out. `before` and `after` have
+    what every owner has, `slots` their slots after the step, and `idle` what every slot holds that nobody owned before and after
+    the step, at both times.
+    """
+
+    step: Step
+    rows: Mapping[int, Tensor]
+    before: Mapping[str, Slot]
+    after: Mapping[str, Slot]
+    slots: Mapping[str, int]
+    idle: Mapping[int, tuple[Slot, Slot]]
+
+    @property
+    def where(self) -> str:
+        """The event in words, such as "event 3 (d:a,_)"."""
+        return f"event {self.step.event} ({self.step.text})"
+
+
+def play(
+    bench: TraceBench,
+    case: TraceCase,
+    *,
+    tagged: bool = False,
+    other: Collection[str] = (),
+    apart: bool = False,
+    before: Callable[[Played], None] | None = None,
+) -> Iterator[Moment]:
+    """Play the trace of a case on a fresh engine, and yield a moment for each step.
+
+    `other` may have "drafts", "padding" and "free": rejected drafts, padding rows, or what slots hold that nobody owns, then have
+    other numbers. With `apart`, every row of a batch is a call of its own, and padding rows are left out. `before` is called with
+    the engine before the first step. Breach if the engine has other owners than the trace.
+    """
+    engine = bench.open(case.sizes(tagged=tagged))
+    if before is not None:
+        before(engine)
+    _fill(engine, case, _idle(engine), other)
+    for step in case.plan:
+        was, idle = _owners(engine), _contents(engine, _idle(engine))
+        outputs = dict[int, Tensor]()
+        if step.rows:
+            engine.admit([row.request for row in step.rows if row.begins])
+            places = range(len(step.rows))
+            calls = [[place] for place in places if step.rows[place].count] if apart else [[*places]]
+            for call in calls:
+                if any(step.rows[place].real for place in call):
+                    drafts, padding = int("drafts" in other), int("padding" in other)
+                    batch = case.batch(step, call, tagged=tagged, drafts=drafts, padding=padding)
+                    o = {"p": engine.prefill, "d": engine.decode, "v": engine.verify}[step.kind](batch)
+                    if step.kind == "v":
+                        engine.commit([step.rows[place].kept for place in call])
+                    outputs |= dict(zip(call, o.split(list(batch.lengths)), strict=True))
+        elif step.kind == "k":
+            engine.fork(step.request, step.source, snapshot=step.snapshot)
+        elif step.kind == "w":
+            engine.swap(step.request)
+        else:
+            engine.free(step.request)
+        check_owners(engine, step, case)
+        left = _idle(engine)
+        after = _contents(engine, left)
+        still = {slot: (idle[slot], after[slot]) for slot in left if slot in idle}
+        yield Moment(step, outputs, was, _owners(engine), dict(engine.slots()), still)
+        if case.free != "old":
+            _fill(engine, case, [slot for slot in left if slot not in idle], other)
+
+
+def check_owners(engine: Played, step: Step, case: TraceCase) -> None:
+    """Raise Breach if the engine has other requests or snapshots than the trace."""
+    want, got = owners_after(case, step), set(engine.slots())
+    for owner in sorted(want ^ got):
+        what = "has no slot" if owner in want else "still has a slot"
+        raise Breach(f"an owner {what}: {named(owner)} after event {step.event} ({step.text}) of {case.trace}")
+
+
+def owners_after(case: TraceCase, last: Step) -> set[str]:
+    """Return the requests and snapshots that are there after a step."""
+    here: set[str] = set()
+    for step in case.plan[: case.plan.index(last) + 1]:
+        if step.kind == "f":
+            here -= {step.request, f"{step.request}@"}
+        here |= {step.request} if step.kind == "k" else set()
+        for row in step.rows:
+            here |= {row.request} if row.real else set()
+            here |= {f"{row.request}@"} if row.snapshot is not None else set()
+    return here
+
+
+def bits(x: Tensor) -> Tensor:
+    """Return the bits of numbers as whole numbers, those of NaN included."""
+    return x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int16)
+
+
+def named(owner: str) -> str:
+    """Return an owner in words."""
+    return f"request {owner[0]}'s snapshot" if owner.endswith("@") else f"request {owner}"
+
+
+def _idle(engine: Played) -> list[int]:
+    """Return the slots that nobody owns, without those that padding rows may write to."""
+    owned = {*engine.slots().values(), *engine.unowned}
+    return [slot for slot in range(len(engine.states)) if slot not in owned]
+
+
+def _fill(engine: Played, case: TraceCase, slots: Sequence[int], other: Collection[str]) -> None:
+    """Fill slots that nobody owns."""
+    for pool in (engine.states, engine.windows) if slots else ():
+        pool[list(slots)] = case.filled(pool, other=int("free" in other))[list(slots)]
+
+
+def _owners(engine: Played) -> dict[str, Slot]:
+    return {owner: _slot(engine, slot) for owner, slot in engine.slots().items()}
+
+
+def _contents(engine: Played, slots: Sequence[int]) -> dict[int, Slot]:
+    return {slot: _slot(engine, slot) for slot in slots}
+
+
+def _slot(engine: Played, slot: int) -> Slot:
+    """Return a copy of a slot on the CPU, where laws compare."""
+    return Slot(*(pool[slot].detach().to("cpu", copy=True) for pool in (engine.states, engine.windows)))

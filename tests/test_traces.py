@@ -1,0 +1,528 @@
+"""The book of traces: lines, plans, tags, what the laws compare, the guards of the bench, and the engine of our own."""
+
+import dataclasses
+import hashlib
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from oracles import bound, conv, gated_delta, gates
+from oracles.operation import Inputs
+from oracles.serving import SERVING
+from properties.books import book_for
+from properties.cases.trace_case import Batch, Sizes, TraceCase
+from properties.laws import Blind, Breach
+from properties.strategies import Example
+from properties.trace_domain import TraceDomain, trace_cases
+from properties.trace_laws import TRACE_LAWS
+from properties.trace_play import play
+from verify.adapters.base import Engine
+from verify.adapters.gdn.pool import Pool, PoolEngine
+from verify.engine.drawing import seeded
+from verify.engine.shrink import shrink
+from verify.execution.execute import execute
+from verify.execution.judge import judge
+from verify.execution.run import Run
+from verify.execution.trace_bench import TraceBench, place_of
+from verify.process.outcome import Verdict
+
+LINE = (
+    "op=serving trace=p:a5,b70,_3/d:a,_/v4:a2,b1/k:c<b@/w:a/f:a/p:d3,c1 slots=4 pad=0 heads=1 value_heads=2 snapshots=64 "
+    "gate=mixed free=nan dtype=bf16 seed=7"
+)
+FULL = TraceCase.parse(LINE)
+
+
+def drawn(count: int, domain: TraceDomain = TraceDomain(), seed: int = 3, **fixed: Any) -> list[TraceCase]:  # noqa: B008
+    cases: list[TraceCase] = []
+    seeded(trace_cases(domain, **fixed), seed, count, cases.append)
+    return cases
+
+
+def opened(kind: type[PoolEngine]) -> Pool:
+    """The adapter of an engine."""
+    adapter = Pool()
+    adapter.engine = kind
+    return adapter
+
+
+def outcome(law: str, case: TraceCase, kind: type[PoolEngine], variant: str | None = None) -> str:
+    """What a law says of an engine on a case: "holds", "blind", or the first finding."""
+    bench = TraceBench(opened(kind), case)
+    try:
+        result = judge(TRACE_LAWS[law].check(bench, Example(case, None, variant)), place_of)
+    except Breach as breach:
+        return str(breach)
+    except Blind:
+        return "blind"
+    return f"{result.findings[0].output}: {result.findings[0].what}" if result.findings else "holds"
+
+
+# Lines and plans
+
+
+def test_a_line_is_the_same_case_again() -> None:
+    assert TraceCase.parse(str(FULL)) == FULL
+    assert str(TraceCase("p:a1")) == "op=serving trace=p:a1"
+    for case in drawn(60):
+        assert TraceCase.parse(str(case)) == case
+
+
+def test_the_plan_of_the_documented_trace() -> None:
+    told = [
+        (step.text, [(row.request, row.start, row.count, row.kept, row.begins, row.snapshot) for row in step.rows], step.requests)
+        for step in FULL.plan
+    ]
+    assert told == [
+        ("p:a5,b70,_3", [("a", 0, 5, 5, True, None), ("b", 0, 70, 70, True, 64), ("_", 0, 3, 3, False, None)], ("a", "b")),
+        ("d:a,_", [("a", 5, 1, 1, False, None), ("_", 0, 1, 0, False, None)], ("a",)),
+        ("v4:a2,b1", [("a", 6, 4, 2, False, None), ("b", 70, 4, 1, False, None)], ("a", "b")),
+        ("k:c<b@", [], ("c",)),
+        ("w:a", [], ("a",)),
+        ("f:a", [], ("a",)),
+        ("p:d3,c1", [("d", 0, 3, 3, True, None), ("c", 64, 1, 1, False, None)], ("d", "c")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("trace", "texts"),
+    [
+        ("d:a/v2:a1/w:a/f:a/k:b<a/p:_3", []),  # nobody is there
+        ("p:a1,b1,c1,d1/d:d", ["p:a1,b1,c1,d1"]),  # no slot is left for d
+        ("p:a1,b1,c1/k:d<a/f:b/k:d<a", ["p:a1,b1,c1", "f:b", "k:d<a"]),
+        ("p:a1/k:b<a@/k:a<a", None),
+        ("p:a0/d:a", []),  # a request begins with a token
+        ("p:a2/p:a0/d:a", ["p:a2", "d:a"]),
+    ],
+)
+def test_events_that_cannot_happen_do_nothing(trace: str, texts: list[str] | None) -> None:
+    if texts is None:
+        with pytest.raises(ValueError, match="a fork must be NEW<OLD"):
+            TraceCase(trace)
+    else:
+        assert [step.text for step in TraceCase(trace).plan] == texts
+
+
+def test_a_snapshot_needs_a_slot_and_is_taken_at_the_last_chunk_of_the_row() -> None:
+    taken = {
+        (row.request, row.snapshot)
+        for step in TraceCase("p:a16,b33,c5/p:b40", slots=4, snapshots=16).plan
+        for row in step.rows
+        if row.snapshot is not None
+    }
+    assert taken == {("a", 16)}  # three requests and one snapshot have four slots
+    more = TraceCase("p:a16,b33,c5/p:b40/f:a", slots=5, snapshots=16).plan
+    assert [row.snapshot for step in more for row in step.rows] == [16, 32, None, 32]
+
+
+REFUSED = {
+    "trace=x:a1": "an event of a trace must begin with p:, d:, v1: to v8:, k:, w: or f:, got 'x:a1'",
+    "trace=p:a1/": "an event of a trace must begin with p:, d:, v1: to v8:, k:, w: or f:, got ''",
+    "trace=p:A1": "a row of a prefill must be a request and 0 to 256 tokens, got 'A1'",
+    "trace=p:a999": "a row of a prefill must be a request and 0 to 256 tokens, got 'a999'",
+    "trace=p:a01": "a row of a prefill must be a request and 0 to 256 tokens, got 'a01'",
+    "trace=d:a1": "a row of a decode must be a request a to z or _, got 'a1'",
+    "trace=v9:a1": "a draft must have 1 to 8 tokens, got 'v9:a1'",
+    "trace=v2:a3": "a row of v2 must be a request and 1 to 2 accepted tokens, or _, got 'a3'",
+    "trace=v2:a0": "a row of v2 must be a request and 1 to 2 accepted tokens, or _, got 'a0'",
+    "trace=k:a<a": "a fork must be NEW<OLD or NEW<OLD@ of two requests a to z, got 'a<a'",
+    "trace=w:a,b": "w: takes one request, got 'w:a,b'",
+    "trace=f:ab": "f: takes requests a to z, got 'ab' in 'f:ab'",
+    "trace=d:a,a": "an event must name a request once, got 'd:a,a'",
+    f"trace={'/'.join(['d:a'] * 33)}": "trace must have at most 32 events, got 33",
+    "trace=p:a1 slots=0": "slots must be in 1..16, got 0",
+    "trace=p:a1 heads=2 value_heads=3": "value_heads must be a multiple of heads 2, got 3",
+    "trace=p:a1 pad=1": "pad must be one of -1, 0, got '1'",
+    "slots=3": "a case line must say trace, for example trace=p:a5,b70/d:a,b",
+    "trace=p:a1 lengths=3": "unknown word 'lengths' in the case line",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_a_wrong_line_is_refused_with_the_word_its_value_and_the_rule(line: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(REFUSED[line])) as caught:
+        TraceCase.parse(line)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_part_of_a_trace_is_a_trace() -> None:
+    smaller = book_for("tags", "serving").smaller
+    for case in drawn(12):
+        for shape in smaller.shapes[:4]:
+            for words, change in shape(case):
+                part = dataclasses.replace(case, **change)
+                assert len(part.plan) <= len(part.trace.split("/")), words
+                for step in part.plan:
+                    assert all(row.start >= 0 and 0 <= row.kept <= row.count for row in step.rows), words
+
+
+# Numbers
+
+
+def test_the_numbers_of_a_line_are_the_same_everywhere() -> None:
+    digest = hashlib.sha256()
+    for step in FULL.plan:
+        if step.rows:
+            batch = FULL.batch(step)
+            for x in (batch.mixed, batch.a, batch.b):
+                digest.update(x.float().contiguous().numpy().tobytes())
+    sizes = dataclasses.replace(FULL, gate="10").sizes()
+    for x in (sizes.weight, sizes.A_log, sizes.dt_bias, FULL.filled(torch.zeros(2, 3, 4)).view(torch.int32)):
+        digest.update(x.float().contiguous().numpy().tobytes())
+    assert digest.hexdigest()[:16] == "dacd21a7614bdb44"
+
+
+def test_a_token_has_its_own_numbers_wherever_it_stands() -> None:
+    one, two = TraceCase("p:a5,b3/d:a", seed=5), TraceCase("p:_2,b3/p:a2/v4:a3/d:a", seed=5)
+    first = torch.cat([one.row(one.plan[0], 0)[0], one.row(one.plan[1], 0)[0]])
+    second = torch.cat([two.row(two.plan[1], 0)[0], two.row(two.plan[2], 0)[0][:3], two.row(two.plan[3], 0)[0]])
+    assert torch.equal(first, second)
+    rejected = two.row(two.plan[2], 0)[0][3]
+    assert not (rejected == first).all(-1).any()
+    assert not torch.equal(rejected, two.row(two.plan[2], 0, other=1)[0][3])
+    assert torch.equal(two.row(two.plan[0], 1)[0], one.row(one.plan[0], 1)[0])
+
+
+def test_free_slots_hold_what_the_case_says() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        pool = torch.ones(3, 8, 8, dtype=dtype)
+        nan = TraceCase("p:a1", free="nan").filled(pool)
+        assert nan.dtype == dtype
+        assert bool(nan.isnan().all())
+        assert len(nan.view(torch.int16).unique()) > 16
+        assert float(TraceCase("p:a1", free="random").filled(pool).float().abs().max()) <= 8
+        assert not TraceCase("p:a1").filled(pool).any()
+        assert bool(TraceCase("p:a1").filled(pool, other=1).any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tags_pass_through_silu_and_half_precision_and_name_their_token(dtype: torch.dtype) -> None:
+    named = {
+        ("tokens", 1, 0): "the tag of request b's token 0",
+        ("tokens", 25, 4711): "the tag of request z's token 4711",
+        ("rejected", 0, 4 * 256 + 2): "the tag of request a's rejected draft 2 in event 4",
+        ("padding", 31, 513): "the tag of a padding row's token 1 in event 31",
+    }
+    for owner, words in named.items():
+        tag = torch.tensor(TraceCase.tag(*owner))
+        assert torch.equal(torch.nn.functional.silu(tag.to(dtype).float()).to(dtype).float(), tag)
+        assert TraceCase.untag(tag.tolist()) == words
+    assert TraceCase.untag([0.0] * 4) == "zeros"
+    assert TraceCase.untag([float("nan"), 20.0, 20.0, 20.0]).startswith("no tag (nan")
+    assert TraceCase.untag([20.5, 20.0, 20.0, 20.0]).startswith("no tag (20.5")
+
+
+# The oracle
+
+
+def test_the_oracle_is_the_definition_of_its_parts_one_token_at_a_time() -> None:
+    heads, value_heads, key_dim, value_dim, width = 1, 2, 4, 3, 3
+    channels, lengths = 2 * heads * key_dim + value_heads * value_dim, [3, 0, 2]
+    numbers = torch.Generator().manual_seed(0)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=numbers, dtype=torch.float64)
+
+    x = Inputs(
+        mixed=rand(1, 5, channels), a=rand(1, 5, value_heads), b=rand(1, 5, value_heads), A_log=rand(value_heads),
+        dt_bias=rand(value_heads), weight=rand(channels, width), state=rand(3, value_heads, key_dim, value_dim),
+        window=rand(3, channels, width - 1), cu_seqlens=torch.tensor([0, 3, 3, 5]), heads=heads,
+    )  # fmt: skip
+    got = bound.truth(SERVING, x)
+    start = 0
+    for row, length in enumerate(lengths):
+        span = slice(start, start + length)
+        y, window = conv.definition(x.mixed[0, span], conv.with_oldest(x.window[row]), x.weight, None, "silu")
+        q, k, v = y.split([key_dim, key_dim, value_heads * value_dim], -1)
+        q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
+        for head in range(value_heads):
+            g = -x.A_log[head].exp() * gates.softplus(x.a[0, span, head] + x.dt_bias[head])
+            beta = gates.sigmoid(x.b[0, span, head])
+            values = v.unflatten(-1, (value_heads, -1))[:, head]
+            o, state = gated_delta.definition(q, k, values, g, beta, x.state[row, head], key_dim**-0.5)
+            torch.testing.assert_close(got["o"][0, span, head], o, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(got["final_state"][row, head], state, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got["final_window"][row], conv.without_oldest(window), rtol=0, atol=0)
+        start += length
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 3}, "heads must be a whole number that divides HV = 2, got 3"),
+        ({"heads": None}, "heads must be a whole number that divides HV = 2, got None"),
+        ({"weight": torch.zeros(4, 3)}, "weight must have D = 12 like mixed"),
+        ({"window": torch.zeros(1, 12, 3)}, "window must have W - 1 = 2 columns, got 3"),
+        ({"state": torch.zeros(1, 2, 5, 2)}, "D must be 2 H K + HV V = 14, got 12"),
+        ({"window": torch.zeros(2, 12, 2)}, "window must have N = 1"),
+    ],
+)
+def test_the_oracle_refuses_illegal_rows(change: dict[str, Any], message: str) -> None:
+    x = Inputs(
+        mixed=torch.zeros(1, 2, 12), a=torch.zeros(1, 2, 2), b=torch.zeros(1, 2, 2), A_log=torch.zeros(2), dt_bias=torch.zeros(2),
+        weight=torch.zeros(12, 3), state=torch.zeros(1, 2, 4, 2), window=torch.zeros(1, 12, 2), cu_seqlens=None, heads=1,
+    )  # fmt: skip
+    SERVING.check(x)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SERVING.check(x.replaced(**change))
+
+
+# Domains
+
+
+def test_drawn_traces_lie_in_the_domain_and_reuse_slots() -> None:
+    domains = [
+        TraceDomain(),
+        TraceDomain(padding_slots=(), events=("prefill", "decode", "free"), empty=False, snapshots=(0,), most_tokens=5),
+        TraceDomain(prefill_padding=False, widths=(4,), most_drafts=2, grouped_heads=False, key_dims=(8, 8), value_dims=(24, 24)),
+    ]
+    for domain in domains:
+        cases = drawn(40, domain)
+        assert [domain.outside(case) for case in cases] == [None] * len(cases)
+        assert TraceDomain.from_json(domain.to_json()) == domain
+        for case in cases:
+            begun = sum(row.begins for step in case.plan for row in step.rows) + sum(step.kind == "k" for step in case.plan)
+            assert begun > case.slots or len(case.trace.split("/")) >= 13, case.trace
+
+
+def test_drawn_traces_have_every_event_and_length() -> None:
+    cases = drawn(200)
+    rows = [(step.kind, row) for case in cases for step in case.plan for row in step.rows]
+    assert {step.kind for case in cases for step in case.plan} == set("pdvkwf")
+    assert {1, 2, 3, 63, 64, 65, 66, 128, 130} <= {row.count for kind, row in rows if kind == "p"}
+    assert {row.count for kind, row in rows if kind == "v"} >= {1, 2, 3, 4, 5, 8}
+    assert any(kind == "p" and row.count == 0 for kind, row in rows)
+    assert any(kind == "v" and row.real and row.kept < row.count for kind, row in rows)
+    assert any(kind == "p" and row.real and row.start for kind, row in rows)
+    assert {case.slots for case in cases} == {3, 4, 5, 6}
+    first = [step.rows[0].real for case in cases for step in case.plan if len(step.rows) > 1 and not all(r.real for r in step.rows)]
+    assert {True, False} == set(first)  # padding stands before and behind
+
+
+OUTSIDE = {
+    "trace=p:a1/w:a": ({"events": ("prefill",)}, "w:a: swap is not supported"),
+    "trace=p:a9": ({"most_tokens": 8}, "more than 8 tokens a row are not supported, got 9"),
+    "trace=p:a1/v3:a1": ({"most_drafts": 2}, "more than 2 tokens a draft are not supported, got 3"),
+    "trace=p:a1/d:a,_": ({"padding_slots": ("0",)}, "pad=-1 is not among 0"),
+    "trace=p:a1,_2": ({"prefill_padding": False}, "padding rows in a prefill are not supported"),
+    "trace=p:a1/p:a0,b1": ({"empty": False}, "rows of no tokens are not supported"),
+    "trace=p:a1 snapshots=64": ({"snapshots": (0,)}, "snapshots=64 is not among 0"),
+    "trace=p:a1 dtype=fp16": ({"dtypes": ("bf16",)}, "dtype=fp16 is not among bf16"),
+    "trace=p:a1 state=bf16": ({"states": ("fp32",)}, "state=bf16 is not among fp32"),
+    "trace=p:a1 width=3": ({"widths": (4,)}, "width=3 is not among 4"),
+    "trace=p:a1 key_dim=24": ({"width_step": 16}, "key_dim=24 is not in 4..128"),
+    "trace=p:a1 value_heads=2": ({"grouped_heads": False}, "heads=1 with value_heads=2"),
+}
+
+
+@pytest.mark.parametrize("line", OUTSIDE)
+def test_a_case_outside_the_domain_is_unsupported_with_the_reason(line: str) -> None:
+    fields, reason = OUTSIDE[line]
+    assert TraceDomain(**fields).outside(TraceCase.parse(line)) == reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"operation": "decode"}, "operation must be serving, got 'decode'"),
+        ({"events": ("decode",)}, "events must have prefill, which admits requests, got ('decode',)"),
+        ({"events": ("prefill", "preempt")}, "events must be a tuple of some of prefill, decode, verify, fork, swap, free"),
+        ({"states": ()}, "states must be a tuple of some of fp32, bf16, fp16, got ()"),
+        ({"snapshot_dtype": "fp8"}, "snapshot_dtype must be state or input, got 'fp8'"),
+        ({"most_drafts": 9}, "most_drafts must be in 1..8, got 9"),
+        ({"key_dims": (5, 7), "width_step": 8}, "key_dims must hold a width in steps of 8, from 1 up, got (5, 7)"),
+        ({"value_dims": 8}, "value_dims must be a tuple (least, most), got 8"),
+        ({"width_step": 0}, "width_step must be at least 1, got 0"),
+    ],
+)
+def test_a_wrong_domain_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TraceDomain(**fields)
+
+
+# Laws
+
+
+@pytest.mark.parametrize("law", TRACE_LAWS)
+@pytest.mark.slow_after_first
+def test_the_engine_of_our_own_holds(law: str) -> None:
+    verdicts: list[str] = []
+
+    def look(example: Example) -> None:
+        verdicts.append(outcome(law, example.case, PoolEngine, example.variant))
+
+    seeded(TRACE_LAWS[law].draw(TraceDomain()), 11, 25, look)
+    assert set(verdicts) <= {"holds", "blind"}
+    assert verdicts.count("holds") >= 15
+
+
+class KeepsDrafts(PoolEngine):
+    """Keeps the whole draft."""
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        super().commit([len(row.o) for row in self.drafted])
+
+
+def test_a_wrong_tag_names_the_culprit() -> None:
+    case = TraceCase("p:a5,b3/v4:a2,b4/d:a", slots=2)
+    assert outcome("tags", case, PoolEngine) == "holds"
+    assert outcome("tags", case, KeepsDrafts) == (
+        "a state holds a wrong tag: request a's state after event 2 (v4:a2,b4) of p:a5,b3/v4:a2,b4/d:a holds in row 7 of head 0 "
+        "the tag of request a's rejected draft 2 in event 2, must hold zeros"
+    )
+
+
+class ForgetsWindows(PoolEngine):
+    """Copies the state alone."""
+
+    def copy(self, source: int, target: int) -> None:
+        self.states[target] = self.states[source]
+
+
+def test_a_ledger_names_the_fork_that_is_no_copy() -> None:
+    case = TraceCase("p:a5/k:b<a", slots=2)
+    assert outcome("ledger", case, PoolEngine) == "holds"
+    assert outcome("ledger", case, ForgetsWindows) == (
+        "window of b, a fork of a in event 2: differs, where equality to the bit is due"
+    )
+
+
+def test_what_nobody_does_is_blind() -> None:
+    assert outcome("alone", TraceCase("p:a1/d:a"), PoolEngine) == "blind"
+    assert outcome("session", TraceCase("f:a"), PoolEngine) == "blind"
+    assert outcome("renamed", TraceCase("p:a1", slots=1), PoolEngine) == "blind"
+
+
+def test_a_session_is_judged_from_the_bits_before_each_step() -> None:
+    """An engine whose steps are right, from a state that somebody changed between them, keeps the law `session`."""
+
+    class Drifts(PoolEngine):
+        def admit(self, requests: Sequence[str]) -> None:
+            super().admit(requests)
+            for request, slot in self.owned.items():
+                if request not in requests:
+                    self.states[slot] *= 1.5
+
+    case = TraceCase("p:a5/p:b2/d:a,b", slots=2)
+    assert outcome("session", case, Drifts) == "holds"
+    assert outcome("ledger", case, Drifts) == "state of a, not in event 2: differs, where equality to the bit is due"
+
+
+def test_rounded_states_are_judged_with_their_rounding_and_no_more() -> None:
+    class Coarse(PoolEngine):
+        def put(self, row: Any, slot: int, count: int) -> None:
+            super().put(row, slot, count)
+            self.states[slot] = self.states[slot].bfloat16().to(self.states.dtype)
+
+    assert outcome("session", TraceCase("p:a9/d:a", slots=1, state="bf16", gate="10"), Coarse) == "holds"
+    assert outcome("session", TraceCase("p:a9/d:a", slots=1, gate="10"), Coarse).startswith("state of a after event 1: is off")
+
+
+# Shrinking
+
+
+def test_a_trace_of_ten_events_shrinks_to_the_events_that_matter() -> None:
+    case = TraceCase.parse(
+        "op=serving trace=p:a5,b3,_2/d:a,_,b/w:b/v5:_,a2,b5/k:c<b/d:c,a/f:b/p:d66,_1/v5:d1,a4/d:a,c,d slots=5 pad=0 heads=2 "
+        "value_heads=2 snapshots=64 free=nan dtype=bf16 gate=mixed indices=int32 seed=99"
+    )
+    law, start = TRACE_LAWS["tags"], time.monotonic()
+
+    def fails(example: Example) -> bool:
+        return outcome("tags", example.case, KeepsDrafts).startswith("a state holds a wrong tag")
+
+    assert fails(Example(case))
+    small = shrink(Example(case), law, fails, lambda runs: runs < 300)
+    assert time.monotonic() - start < 30
+    assert small.finished
+    assert str(small.example.case) == "op=serving trace=p:a1/v2:a1 slots=1 key_dim=1 value_dim=4 width=2"
+
+
+# The bench
+
+
+class Bare(Engine):
+    """An engine that is wrong in what it returns."""
+
+    def __init__(self, sizes: Sizes, **wrong: Any) -> None:
+        self.states = torch.zeros(sizes.slots, sizes.value_heads, sizes.key_dim, sizes.value_dim)
+        self.windows = torch.zeros(sizes.slots, sizes.channels, sizes.width - 1)
+        self.shape, self.owned = (sizes.value_heads, sizes.value_dim), dict[str, int]()
+        self.__dict__.update(wrong)
+
+    def slots(self) -> Mapping[str, int]:
+        return self.owned
+
+    def admit(self, requests: Sequence[str]) -> None:
+        self.owned |= {request: len(self.owned) for request in requests}
+
+    def prefill(self, batch: Batch) -> Tensor:
+        return torch.zeros(sum(batch.lengths), *self.shape)
+
+    def decode(self, batch: Batch) -> Tensor:
+        return self.prefill(batch).bfloat16()
+
+    def free(self, request: str) -> None:
+        raise KeyError(request)
+
+
+@pytest.mark.parametrize(
+    ("trace", "wrong", "finding"),
+    [
+        ("p:a1", {"states": torch.zeros(3, 1, 8, 16)}, "states: has slots of shape (1, 8, 16), must have (1, 16, 8)"),
+        ("p:a1", {"windows": torch.zeros(3, 40, 3).half()}, "windows: has dtype torch.float16, must have torch.float32"),
+        ("p:a1", {"states": None}, "states: is NoneType, must be a tensor"),
+        ("p:a1", {"shape": (8, 1)}, "o of prefill: has shape (1, 8, 1), must have (1, 1, 8)"),
+        ("p:a1/d:a", {}, "o of decode: has dtype torch.bfloat16, must have torch.float32"),
+        ("p:a1/f:a", {}, "free: raised KeyError: 'a'"),
+        ("p:a1/k:b<a", {}, "fork: raised NotImplementedError: no message"),
+        ("p:a1", {"admit": lambda requests: None}, "call: an owner has no slot: request a after event 1 (p:a1) of p:a1"),
+    ],
+)
+def test_an_engine_that_breaks_its_contract_is_a_finding(
+    trace: str, wrong: dict[str, Any], finding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pool, "open", lambda self, sizes: Bare(sizes, **wrong))
+    result = execute(Run.parse(f"law=ledger adapter=gdn/pool op=serving trace={trace}"))
+    assert result.verdict is Verdict.BROKEN
+    assert f"{result.findings[0].output}: {result.findings[0].what}" == finding
+
+
+def test_open_must_return_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pool, "open", lambda self, sizes: sizes)
+    result = execute(Run.parse("law=ledger adapter=gdn/pool op=serving trace=p:a1"))
+    assert [f"{found.output}: {found.what}" for found in result.findings] == ["open: returned Sizes, must return an Engine"]
+
+
+def test_a_line_is_repeated_and_an_unsupported_one_says_why() -> None:
+    result = execute(Run.parse(f"law=session adapter=gdn/pool {LINE}"))
+    assert result.verdict is Verdict.HOLDS
+    assert {"o", "state", "snapshot"} == set(result.ratios)
+    assert execute(Run.parse("law=slots adapter=gdn/pool op=serving trace=f:a")).verdict is Verdict.HOLDS
+    assert execute(Run.parse("law=ledger adapter=gdn/pool op=serving trace=f:a")).verdict is Verdict.BLIND
+    refused = execute(Run.parse("law=ledger adapter=gdn/pool op=serving trace=p:a200"))
+    assert (refused.verdict, refused.reason) == (Verdict.UNSUPPORTED, "more than 130 tokens a row are not supported, got 200")
+    with pytest.raises(ValueError, match="law dropped needs a padding row"):
+        Run.parse("law=dropped variant=padding adapter=gdn/pool op=serving trace=p:a1")
+
+
+def test_places_are_named_in_words() -> None:
+    assert place_of("o of a in event 3", 3, torch.Size([2, 2])) == "token 1, head 1"
+    assert place_of("state of a after event 3", 17, torch.Size([2, 16])) == "head 1, key row 1"
+    assert place_of("owners of all slots", 0, torch.Size([])) == "index "
+
+
+def test_what_the_engine_gets_is_its_own_copy() -> None:
+    class Overwrites(PoolEngine):
+        def rows(self, batch: Batch) -> list[Any]:
+            rows = super().rows(batch)
+            batch.mixed.fill_(float("nan"))
+            return rows
+
+    assert outcome("session", FULL, Overwrites) == "holds"
+    assert len(list(play(TraceBench(opened(Overwrites), FULL), FULL))) == len(FULL.plan)

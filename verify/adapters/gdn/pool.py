@@ -1,0 +1,199 @@
+"""Our own serving engine in plain torch: one GDN layer on a pool of slots.
+
+Token by token, in float32: the convolution over the window, the gates, the norm of q and k, and the gated delta rule. Each row of a
+batch is computed on tensors of its own. torch's vector code treats the end of a tensor differently, so in a shared tensor the bits
+of a row would depend on the other rows. Every method is one step, so that a wrong engine (verify/zoo/wrong_traces.py) changes one.
+"""
+
+import dataclasses
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from properties.cases.trace_case import PADDING, Batch, Sizes
+from properties.trace_domain import TraceDomain
+from verify.adapters.base import Engine, TraceAdapter
+
+EPS = 1e-6  # in the norm of q and k
+
+
+@dataclasses.dataclass
+class Progress:
+    """What a row of T tokens computes: its slot, o [T, HV, V], and all that it may keep.
+
+    `states[t]` [HV, K, V] is the state after t tokens. `line` [D, W - 1 + T] has the window before, with the tokens behind.
+    """
+
+    slot: int
+    o: Tensor
+    states: list[Tensor]
+    line: Tensor
+
+
+class PoolEngine(Engine):
+    """A pool in which the slot that was free for the longest time is used first."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = sizes
+        first = int(sizes.padding_slot == 0)
+        count, layer = sizes.slots + first, (sizes.value_heads, sizes.key_dim, sizes.value_dim)
+        self.states = torch.zeros(count, *layer, dtype=sizes.state_dtype)
+        self.windows = torch.zeros(count, sizes.channels, sizes.width - 1, dtype=sizes.dtype)
+        self.unowned = (0,) if first else ()
+        self.unused = deque(range(first, count))
+        self.owned: dict[str, int] = {}
+        self.drafted: list[Progress] = []
+
+    def slots(self) -> Mapping[str, int]:
+        return self.owned
+
+    def admit(self, requests: Sequence[str]) -> None:
+        for request in requests:
+            self.owned[request] = self.take()
+            self.clear(self.owned[request])
+
+    def take(self) -> int:
+        """Take a slot out of the free list."""
+        return self.unused.popleft()
+
+    def give(self, slot: int) -> None:
+        """Put a slot back into the free list."""
+        self.unused.append(slot)
+
+    def clear(self, slot: int) -> None:
+        """Let a slot begin from zeros."""
+        self.states[slot] = 0
+        self.windows[slot] = 0
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy one slot to another."""
+        self.states[target] = self.states[source]
+        self.windows[target] = self.windows[source]
+
+    def free(self, request: str) -> None:
+        self.give(self.owned.pop(request))
+        if (saved := self.owned.pop(f"{request}@", None)) is not None:
+            self.give(saved)
+
+    def fork(self, new: str, old: str, *, snapshot: bool) -> None:
+        source = self.owned[f"{old}@" if snapshot else old]
+        self.owned[new] = self.take()
+        self.copy(source, self.owned[new])
+
+    def swap(self, request: str) -> None:
+        slot = self.owned.pop(request)
+        state, window = self.states[slot].clone(), self.windows[slot].clone()
+        self.give(slot)
+        slot = self.owned[request] = self.take()
+        self.states[slot], self.windows[slot] = state, window
+
+    def prefill(self, batch: Batch) -> Tensor:
+        rows = self.rows(batch)
+        self.save(batch, rows)
+        self.write(rows, batch.lengths)
+        return self.outputs(rows)
+
+    def decode(self, batch: Batch) -> Tensor:
+        rows = self.rows(batch)
+        self.write(rows, batch.lengths)
+        return self.outputs(rows)
+
+    def verify(self, batch: Batch) -> Tensor:
+        self.drafted = self.rows(batch)
+        return self.outputs(self.drafted)
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        self.write(self.drafted, accepted)
+
+    def slot(self, request: str) -> int:
+        """Return the slot of a row's request, or the index of padding rows."""
+        return self.owned[request] if request != PADDING else self.sizes.padding_slot
+
+    def padding(self, slot: int) -> bool:
+        """Return whether a row with this slot is a padding row."""
+        return slot == self.sizes.padding_slot
+
+    def read(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Return the state [HV, K, V] in float32 and the window [D, W - 1] of a row; zeros for a padding row."""
+        if self.padding(slot):
+            return torch.zeros_like(self.states[0], dtype=torch.float32), torch.zeros_like(self.windows[0])
+        return self.states[slot].float(), self.windows[slot].clone()
+
+    def write(self, rows: Sequence[Progress], counts: Sequence[int]) -> None:
+        """Write the state and window after `counts` tokens of each row to its slot; padding rows write nothing."""
+        for row, count in zip(rows, counts, strict=True):
+            if not self.padding(row.slot):
+                self.put(row, row.slot, count)
+
+    def put(self, row: Progress, slot: int, count: int) -> None:
+        """Write the state and window of a row after `count` tokens to a slot."""
+        self.states[slot] = row.states[count].to(self.states.dtype)
+        self.windows[slot] = row.line[:, count : count + self.sizes.width - 1]
+
+    def save(self, batch: Batch, rows: Sequence[Progress]) -> None:
+        """Keep the snapshots that a batch asks for."""
+        for row, request, count in zip(rows, batch.requests, batch.snapshots, strict=True):
+            if count is not None:
+                if f"{request}@" not in self.owned:
+                    self.owned[f"{request}@"] = self.take()
+                self.put(row, self.owned[f"{request}@"], count)
+
+    def rows(self, batch: Batch) -> list[Progress]:
+        """Compute all tokens of a batch. The pool keeps what it holds."""
+        tokens = zip(*(x.split(list(batch.lengths)) for x in (batch.mixed, batch.a, batch.b)), strict=True)
+        return [self.row(self.slot(request), *row) for request, row in zip(batch.requests, tokens, strict=True)]
+
+    def row(self, slot: int, mixed: Tensor, a: Tensor, b: Tensor) -> Progress:
+        """Compute a row of T tokens: mixed [T, D], a and b [T, HV]."""
+        sizes = self.sizes
+        state, window = self.read(slot)
+        line = torch.cat([window, mixed.mT], -1)
+        if not len(mixed):
+            return Progress(slot, torch.zeros(0, sizes.value_heads, sizes.value_dim), [state], line)
+        q, k, v = self.convolve(line).split([sizes.heads * sizes.key_dim] * 2 + [sizes.value_heads * sizes.value_dim], -1)
+        q, k = (self.normed(x.unflatten(-1, (sizes.heads, -1))) for x in (q, k))
+        v, decay, beta = v.unflatten(-1, (sizes.value_heads, -1)), self.decay(a), b.float().sigmoid()
+        states, outputs = [state], list[Tensor]()
+        for token in range(len(mixed)):
+            state, o = self.step(state, q[token], k[token], v[token], decay[token], beta[token])
+            states.append(state)
+            outputs.append(o)
+        return Progress(slot, torch.stack(outputs), states, line)
+
+    def convolve(self, line: Tensor) -> Tensor:
+        """Return silu of the convolution [T, D] over a line [D, W - 1 + T]."""
+        taps, weight = line.float().unfold(-1, self.sizes.width, 1), self.sizes.weight.float()
+        total = torch.stack([taps[..., tap] * weight[:, None, tap] for tap in range(self.sizes.width)]).sum(0)
+        return torch.nn.functional.silu(total).mT
+
+    def decay(self, a: Tensor) -> Tensor:
+        """Return the factor [T, HV] of the state."""
+        return (-self.sizes.A_log.exp() * torch.nn.functional.softplus(a.float() + self.sizes.dt_bias)).exp()
+
+    def normed(self, x: Tensor) -> Tensor:
+        """Return q or k [T, HV, K], normalised and repeated for each value head."""
+        x = x / (x.square().sum(-1, keepdim=True) + EPS).sqrt()
+        return x.repeat_interleave(self.sizes.value_heads // self.sizes.heads, -2)
+
+    def step(self, state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the state [HV, K, V] after one token, and its output [HV, V]."""
+        state = decay[:, None, None] * state
+        recalled = (k[..., None] * state).sum(-2)
+        state = state + k[..., None] * (beta[:, None] * (v - recalled))[:, None]
+        return state, self.sizes.key_dim**-0.5 * (q[..., None] * state).sum(-2)
+
+    def outputs(self, rows: Sequence[Progress]) -> Tensor:
+        """Return the outputs [T, HV, V] of the rows' tokens, one row after the other."""
+        return torch.cat([row.o for row in rows]).to(self.sizes.dtype)
+
+
+class Pool(TraceAdapter):
+    """`PoolEngine`: every row's state and window are read from its slot, advanced, and written back."""
+
+    domain = TraceDomain()
+    engine: type[PoolEngine] = PoolEngine
+
+    def open(self, sizes: Sizes) -> Engine:
+        return self.engine(sizes)

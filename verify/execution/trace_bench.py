@@ -1,0 +1,195 @@
+"""The bench of serving engines: opens an engine for a law, guards every call of it, and provides truths and tolerances."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oracles import bound
+from oracles.bound import Bound
+from oracles.operation import Inputs
+from oracles.serving import SERVING
+from properties.cases.trace_case import Batch, Sizes, TraceCase
+from properties.trace_domain import TraceDomain
+from verify.adapters.base import Engine, TraceAdapter
+from verify.execution.bench import AdapterFault, Timed, blamed, poisoned
+from verify.execution.judge import NOTHING, indices
+from verify.execution.judging import following, judged
+from verify.execution.run import Run
+from verify.gpu import device as devices
+from verify.process.outcome import FailureKind, Finding, Outcome, Verdict, port_of
+from verify.process.stacks import Mark, marked
+
+AXES = {
+    "o": ("token", "head"),
+    "state": ("head", "key row", "channel"),
+    "snapshot": ("head", "key row", "channel"),
+    "window": ("channel", "column"),
+}
+
+
+class TraceBench(Timed):
+    """A TraceBench (properties/trace_play.py) for one adapter and one case."""
+
+    def __init__(self, adapter: TraceAdapter, case: TraceCase, products: str = "ieee", device: str = "cpu") -> None:
+        super().__init__()
+        self.adapter, self.case, self.products, self.device = adapter, case, products, device
+        self.law_device = "cpu"  # laws compare copies
+        self.domain: TraceDomain = adapter.domain
+        self.declared: Mapping[str, Any] = MappingProxyType({})
+        self.impure: list[Finding] = []
+        self.lost = ""  # why the device can no longer be used; "" if it can
+
+    def open(self, sizes: Sizes) -> "Guarded":
+        """Open an engine. AdapterFault if that raises, or if its pool has another shape or dtype."""
+        moved = {name: getattr(sizes, name).to(self.device) for name in ("weight", "A_log", "dt_bias")}
+        sizes = dataclasses.replace(sizes, **moved)
+        return Guarded(self, self.call("open", self.adapter.open, sizes), sizes)
+
+    def bounds(self, inputs: Inputs, kind: str) -> dict[str, Bound]:
+        """Return the truth and the tolerances of rows. Those of a decode and of a verification are judged as recurrent."""
+        says = {"algorithm": self.adapter.algorithm, "chunk": self.adapter.chunk, **self.declared}
+        algorithm, chunk = (says["algorithm"], says["chunk"]) if kind == "p" else ("recurrent", None)
+        with self.timed("oracle_s"), devices.default("cpu"):
+            return bound.bounds(SERVING, inputs, None, algorithm, self.products, chunk)
+
+    def call(self, name: str, method: Any, *args: Any, **options: Any) -> Any:
+        """Call the engine. AdapterFault, OutOfMemory or UnknownTriton if it raises."""
+        try:
+            with self.timed("kernel_s"), devices.default(self.device), poisoned(float("nan")):
+                answer = self.call_engine(method, *args, **options)
+                devices.settle(self.device)
+        except AdapterFault:
+            raise
+        except Exception as error:
+            raised, self.lost = blamed(error, self.device)
+            if isinstance(raised, AdapterFault):
+                finding = dataclasses.replace(raised.finding, output=name)
+                raised.finding = finding
+            raise raised from error
+        return answer
+
+    @marked(Mark.IMPLEMENTATION)
+    def call_engine(self, method: Any, *args: Any, **options: Any) -> Any:
+        """Call a method. If a worker hangs with this frame on its stack, the implementation is to blame."""
+        return method(*args, **options)
+
+
+class Guarded:
+    """An engine whose calls are timed and checked."""
+
+    def __init__(self, bench: TraceBench, engine: Engine, sizes: Sizes) -> None:
+        self.bench, self.engine, self.sizes = bench, engine, sizes
+        if not isinstance(engine, Engine):
+            raise AdapterFault(
+                "open", FailureKind.TYPE, f"returned {type(engine).__name__}, must return an Engine", detail="engine"
+            )
+        layer = (sizes.value_heads, sizes.key_dim, sizes.value_dim)
+        for name, shape, dtype in (
+            ("states", layer, sizes.state_dtype),
+            ("windows", (sizes.channels, sizes.width - 1), sizes.dtype),
+        ):
+            pool = getattr(engine, name, None)
+            if not isinstance(pool, Tensor):
+                raise AdapterFault(name, FailureKind.TYPE, f"is {type(pool).__name__}, must be a tensor", detail="pool")
+            if tuple(pool.shape[1:]) != shape:
+                raise AdapterFault(name, FailureKind.SHAPE, f"has slots of shape {tuple(pool.shape[1:])}, must have {shape}")
+            if pool.dtype != dtype:
+                raise AdapterFault(name, FailureKind.DTYPE, f"has dtype {pool.dtype}, must have {dtype}")
+
+    @property
+    def states(self) -> Tensor:
+        """The states of all slots."""
+        return self.engine.states
+
+    @property
+    def windows(self) -> Tensor:
+        """The windows of all slots."""
+        return self.engine.windows
+
+    @property
+    def unowned(self) -> tuple[int, ...]:
+        """The slots that belong to nobody and that padding rows may write to."""
+        return self.engine.unowned
+
+    def slots(self) -> Mapping[str, int]:
+        """The slot of every owner."""
+        slots: Mapping[str, int] = self.bench.call("slots", self.engine.slots)
+        return slots
+
+    def admit(self, requests: Sequence[str]) -> None:
+        """Give new requests slots."""
+        if requests:
+            self.bench.call("admit", self.engine.admit, requests)
+
+    def prefill(self, batch: Batch) -> Tensor:
+        """Process prompts."""
+        return self._rows("prefill", batch)
+
+    def decode(self, batch: Batch) -> Tensor:
+        """Process a token of each row."""
+        return self._rows("decode", batch)
+
+    def verify(self, batch: Batch) -> Tensor:
+        """Process drafts."""
+        return self._rows("verify", batch)
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        """Keep the accepted tokens."""
+        self.bench.call("commit", self.engine.commit, accepted)
+
+    def fork(self, new: str, old: str, *, snapshot: bool) -> None:
+        """Begin a request from another one."""
+        self.bench.call("fork", self.engine.fork, new, old, snapshot=snapshot)
+
+    def swap(self, request: str) -> None:
+        """Take a request out of the pool and bring it back."""
+        self.bench.call("swap", self.engine.swap, request)
+
+    def free(self, request: str) -> None:
+        """Give the slots of a request back."""
+        self.bench.call("free", self.engine.free, request)
+
+    def _rows(self, name: str, batch: Batch) -> Tensor:
+        """Call the engine with a batch and check the outputs. AdapterFault for another type, shape or dtype."""
+        tensors = {key: getattr(batch, key).to(self.bench.device, copy=True) for key in ("mixed", "a", "b")}
+        o = self.bench.call(name, getattr(self.engine, name), dataclasses.replace(batch, **tensors))
+        shape = (sum(batch.lengths), self.sizes.value_heads, self.sizes.value_dim)
+        if not isinstance(o, Tensor):
+            raise AdapterFault(f"o of {name}", FailureKind.TYPE, f"is {type(o).__name__}, must be a tensor", detail="output")
+        if tuple(o.shape) != shape:
+            raise AdapterFault(f"o of {name}", FailureKind.SHAPE, f"has shape {tuple(o.shape)}, must have {shape}")
+        if o.dtype != self.sizes.dtype:
+            raise AdapterFault(f"o of {name}", FailureKind.DTYPE, f"has dtype {o.dtype}, must have {self.sizes.dtype}")
+        return o.detach().to("cpu", copy=True)
+
+
+def place_of(name: str, flat: int, shape: torch.Size) -> str:
+    """The place of a flat index in words: token and head of an output, head and key row of a state."""
+    words = zip(AXES.get(port_of(name), ()), indices(flat, shape), strict=False)
+    return ", ".join(f"{word} {index}" for word, index in words) or f"index {', '.join(map(str, indices(flat, shape)))}"
+
+
+def execute_trace(
+    run: Run,
+    adapter: TraceAdapter,
+    excused: Mapping[str, float] = NOTHING,
+    declared: Mapping[str, Any] = MappingProxyType({}),
+) -> Outcome:
+    """Execute a run of a serving engine in this process (see verify/execution/execute.py)."""
+    law, case = run.the_law, run.example.case
+    if reason := law.needs(adapter.domain) or adapter.domain.outside(case):
+        return Outcome(Verdict.UNSUPPORTED, reason=reason)
+    if run.device == "cuda" and not devices.gpus():
+        return Outcome(Verdict.UNKNOWN, reason="device=cuda needs a GPU, and torch sees none")
+    bench = TraceBench(adapter, case, run.products, run.device)
+    bench.declared = declared
+    with following(run.tune) as used:
+        outcome = judged(law, bench, run.example, place_of, case.bytes, excused)
+    outcome.tuned = dict(used)
+    if outcome.rows == 0 and outcome.verdict is Verdict.HOLDS:
+        outcome.verdict, outcome.reason = Verdict.BLIND, "nothing to compare: no event does anything"
+    return outcome
