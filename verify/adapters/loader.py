@@ -16,6 +16,7 @@ from properties.books import BOOKS
 from properties.path_domain import PathDomain
 from properties.trace_domain import TraceDomain
 from verify.adapters.base import Adapter, Implementation, PathAdapter, TraceAdapter
+from verify.adapters.libraries import BY_DISTRIBUTION
 from verify.adapters.packages import installed
 from verify.adapters.registry import BUILT_IN, ZOO, ZOO_PLACE
 
@@ -136,6 +137,8 @@ def check_requirements(spec: str, requires: dict[str, str]) -> None:
     """Raise AdapterError, with the `pip install` command, if a distribution is missing or too old."""
     for name, least in requires.items():
         got = installed(name)
+        if got is None and name in BY_DISTRIBUTION:
+            raise AdapterError(f"adapter {spec} needs {name} >= {least}: {BY_DISTRIBUTION[name].missing()}")
         if got is None:
             raise AdapterError(f"adapter {spec} needs {name} >= {least}, which is not installed: pip install '{name}>={least}'")
         if not at_least(got, least):

@@ -1,0 +1,128 @@
+"""SGLang's kernels hold, and the adapters show a mistake of their callers. SGLang is fetched once, or its tests are skipped."""
+
+import importlib.util
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from oracles.operation import Inputs
+from verify.adapters import sglang_pools
+from verify.adapters.loader import AdapterError, load
+from verify.adapters.packages import installed
+from verify.adapters.registry import BUILT_IN
+from verify.engine.check import Check
+from verify.engine.law_check import Settings
+from verify.engine.profiles import Profile
+from verify.findings.law_report import LawReport
+from verify.findings.store import Store
+from verify.process.messages import RunOne
+from verify.process.outcome import Outcome, Verdict
+from verify.process.worker import Worker
+
+pytestmark = pytest.mark.interpreted
+SLOW_FIXTURES = ("sglang_worker",)
+HERE = "tests/test_sglang.py"
+ADAPTERS = [
+    spec for spec, place in BUILT_IN.items() if place.startswith(("verify.adapters.sglang_pools", "verify.adapters.sglang_rules"))
+]
+
+
+@pytest.fixture(scope="module")
+def sglang_worker(sglang_files: pathlib.Path) -> Iterator[Worker]:
+    """A worker that finds SGLang where --path would put it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(sglang_files))
+        with Worker() as worker:
+            yield worker
+
+
+def report(spec: str, law: str, worker: Worker, folder: pathlib.Path, cases: int = 6) -> LawReport:
+    with Check(Settings(spec, [law], Profile("short", cases)), [worker], Store(folder)) as check:
+        (one,) = check.run()
+    return one
+
+
+@pytest.mark.parametrize("spec", ADAPTERS)
+def test_kernel_equals_the_definition(spec: str, sglang_worker: Worker, tmp_path: pathlib.Path) -> None:
+    found = report(spec, "oracle", sglang_worker, tmp_path)
+    assert found.verdict is Verdict.HOLDS, found
+    assert found.counts[Verdict.HOLDS] >= 6
+
+
+# Calls with a mistake of the caller, as a server makes them
+
+
+class SlotsOfTheNextRequest(sglang_pools.Decode):
+    """Every request has the slot of the next one."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        return super().run(x.replaced(slots=x.slots.roll(1)))
+
+
+class CommitsOneTokenLess(sglang_pools.Verify):
+    """Of a draft of several tokens, the state of the token before the accepted one is kept (vLLM 40738)."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        accepted = x.accepted
+        return super().run(x if accepted is None else x.replaced(accepted=torch.where(accepted > 1, accepted - 1, accepted)))
+
+
+class ParentsOfAChain(sglang_pools.Verify):
+    """Trees are verified as chains."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        return super().run(Inputs(**{name: value for name, value in x.items() if name != "parents"}))
+
+
+class UpdatesACopy(sglang_pools.Update):
+    """The pool's slots lie apart, which `input_guard` copies: the new states are lost."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        apart = torch.stack([x.pool.mT, x.pool.mT], 1)[:, 0].mT
+        o, _ = super().run(x.replaced(pool=apart))
+        x.pool.copy_(apart)
+        return o, x.pool
+
+
+class EmptyPromptsFirst(sglang_pools.ChunkInPlace):
+    """A prompt without tokens stands before the others, though SGLang's index of chunks leaves such prompts out."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        offsets = torch.cat([x.cu_seqlens[:1], x.cu_seqlens])
+        slots = torch.cat([x.slots.new_tensor([-1]), x.slots])
+        return super().run(x.replaced(cu_seqlens=offsets, slots=slots))
+
+
+@pytest.mark.parametrize(
+    ("kind", "law"),
+    [
+        (SlotsOfTheNextRequest, "oracle"),
+        (CommitsOneTokenLess, "accept"),
+        (ParentsOfAChain, "oracle"),
+        (UpdatesACopy, "oracle"),
+        (EmptyPromptsFirst, "oracle"),
+    ],
+)
+def test_law_alone_sees_the_mistake(kind: type, law: str, sglang_worker: Worker, tmp_path: pathlib.Path) -> None:
+    found = report(f"{HERE}:{kind.__name__}", law, sglang_worker, tmp_path, cases=32)
+    assert found.verdict is Verdict.BROKEN, found
+
+
+def test_every_block_size_is_launched(sglang_worker: Worker) -> None:
+    line = "op=decode lengths=2+1 packed=yes value_heads=2 key_dim=8 value_dim=40 dtype=bf16 state=random gate=64 in_kernel=both"
+    for spec, requests in (("sglang/decode", "lengths=2+1"), ("sglang/packed_decode", "lengths=1+1")):
+        outcome = Outcome.from_json(sglang_worker.ask(RunOne(f"law=blocks adapter={spec} {line.replace('lengths=2+1', requests)}")))
+        assert outcome.verdict is Verdict.HOLDS, outcome
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="sglang is installed")
+def test_without_sglang_its_adapters_say_in_one_line_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("verify.adapters.loader.installed", installed.__wrapped__)
+    for spec in ADAPTERS:
+        with pytest.raises(AdapterError, match=rf"^adapter {spec} needs sglang .*gdn-verify fetch sglang") as caught:
+            load(spec)
+        assert "\n" not in str(caught.value)
