@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from verify.adapters import libraries, packages, serving, stubs
 from verify.adapters.libraries import MANIFEST, Library
-from verify.adapters.loader import AdapterError, load
+from verify.adapters.loader import AdapterError, check_requirements, load
 
 ORCHARD = Library(
     "orchard",
@@ -207,6 +207,21 @@ def test_a_library_that_is_not_there_is_one_line_of_its_adapter(orchard: pathlib
         "or name a folder that holds its package with --path"
     )
     assert packages.installed("orchard-dist") is None
+
+
+def test_requirements_of_an_adapter_may_name_the_library(orchard: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    check_requirements("mine", {"orchard-dist": "1.2.3"})  # as in a checkout, which says no version
+    install(orchard)
+    check_requirements("mine", {"orchard-dist": "1.2.3"})
+    packages.installed.cache_clear()
+    check_requirements("mine", {"orchard-dist": "1.2.4"})
+    with pytest.raises(AdapterError, match=r"^adapter mine needs orchard-dist >= 1\.2\.5, got 1\.2\.4"):
+        check_requirements("mine", {"orchard-dist": "1.2.5"})
+    (orchard / "orchard").rename(tmp_path / "elsewhere")
+    importlib.invalidate_caches()
+    packages.installed.cache_clear()
+    with pytest.raises(AdapterError, match=r"^adapter mine: there is no orchard: run `gdn-verify fetch orchard`, or pip install"):
+        check_requirements("mine", {"orchard-dist": "1.2.3"})
 
 
 def test_what_fetch_unpacked_is_found_last(orchard: pathlib.Path, tmp_path: pathlib.Path) -> None:

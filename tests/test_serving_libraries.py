@@ -31,10 +31,9 @@ SGLANG = (
     "sglang.srt.layers.attention.mamba.prefill_track_metadata",
     "sglang.srt.mem_cache.allocation_sizing",
     "sglang.srt.mem_cache.allocator.mamba",
-    "sglang.srt.mem_cache.layout.token_major",
     "sglang.srt.mem_cache.mamba_slot_fused",
-    "sglang.srt.mem_cache.memory_pool",
 )
+POOLS = ("sglang.srt.mem_cache.layout.token_major", "sglang.srt.mem_cache.memory_pool")  # these need msgspec too
 VLLM = (
     "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn",
     "vllm.model_executor.layers.mamba.ops.causal_conv1d",
@@ -46,7 +45,7 @@ VLLM = (
     "vllm.third_party.flash_linear_attention.ops.kda",
     "vllm.v1.attention.backends.gdn_attn",
 )
-NEEDED = {"sglang": ("einops", "msgspec"), "vllm": ("einops", "regex", "transformers"), "flashinfer": ()}
+NEEDED = {"sglang": ("einops",), "vllm": ("einops", "regex", "transformers"), "flashinfer": ()}
 Ask = Callable[..., dict[str, Any]]
 
 
@@ -160,7 +159,9 @@ def test_sglang_decodes_as_the_rule_says(sglang: Ask) -> None:
 
 
 @pytest.mark.interpreted
-def test_the_pool_of_sglang_is_its_own(sglang: Ask) -> None:
+def test_the_pool_of_sglang_is_its_own(sglang: Ask, sglang_files: pathlib.Path) -> None:
+    pytest.importorskip("msgspec")
+    assert_imported(sglang(modules=POOLS), POOLS, sglang_files)
     answer = sglang(call="sglang_pool")
     assert answer == {"slots": [1, 2, 3, 4], "shape": [1, 5, 2, 8, 16], "cleared": True, "copied": True}
 

@@ -14,14 +14,10 @@ from oracles.operations import OPERATIONS
 from oracles.rounding import PRODUCTS
 from properties.books import BOOKS
 from properties.path_domain import PathDomain
-from properties.trace_domain import TraceDomain
-from verify.adapters.base import Adapter, Implementation, PathAdapter, TraceAdapter
+from verify.adapters.base import Adapter, Implementation, PathAdapter
 from verify.adapters.libraries import BY_DISTRIBUTION
 from verify.adapters.packages import installed
 from verify.adapters.registry import BUILT_IN, ZOO, ZOO_PLACE
-
-AnyAdapter = Adapter | PathAdapter | TraceAdapter
-Kind = type[Adapter] | type[PathAdapter] | type[TraceAdapter]
 
 
 class AdapterError(Exception):
@@ -31,7 +27,7 @@ class AdapterError(Exception):
     """
 
 
-def load(spec: str) -> AnyAdapter:
+def load(spec: str) -> Adapter | PathAdapter:
     """Load an adapter by its built-in name, as an animal of the zoo, or as `file.py:Class`. AdapterError if that fails."""
     check_spec(spec)
     if spec.startswith(ZOO):
@@ -50,46 +46,45 @@ def load(spec: str) -> AnyAdapter:
             found.loader.exec_module(module)
     except Exception as error:
         raise AdapterError(f"adapter {spec}: importing {place} failed: {type(error).__name__}: {_first_line(error)}") from error
-    kind: Any = getattr(module, name, None)
-    if not _is_adapter(kind):
+    made: Any = getattr(module, name, None)
+    if not _is_adapter(made):
         names = [key for key, value in vars(module).items() if _is_adapter(value)]
         raise AdapterError(f"adapter {spec}: {place} has no Adapter called {name}; it has {', '.join(names) or 'none'}")
-    return make(kind, spec)
+    return make(made, spec)
 
 
-def _animals(spec: str) -> Mapping[str, Kind]:
+def _animals(spec: str) -> Mapping[str, type[Adapter] | type[PathAdapter]]:
     module, _, name = ZOO_PLACE.partition(":")
     try:
-        found: Mapping[str, Kind] = getattr(importlib.import_module(module), name)()
+        found: Mapping[str, type[Adapter] | type[PathAdapter]] = getattr(importlib.import_module(module), name)()
         return found
     except Exception as error:
         raise AdapterError(f"adapter {spec}: the zoo cannot be had: {type(error).__name__}: {_first_line(error)}") from error
 
 
 def _is_adapter(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, AnyAdapter) and value not in AnyAdapter.__args__
+    return isinstance(value, type) and issubclass(value, Adapter | PathAdapter) and value not in (Adapter, PathAdapter)
 
 
-def make(kind: Kind, spec: str) -> AnyAdapter:
+def make(kind: type[Adapter] | type[PathAdapter], spec: str) -> Adapter | PathAdapter:
     """Create an instance and check its declarations. AdapterError names the first wrong declaration and the choices."""
     try:
         adapter = kind()
     except Exception as error:
         raise AdapterError(f"adapter {spec}: {kind.__name__}() failed: {type(error).__name__}: {_first_line(error)}") from error
     if (
-        isinstance(adapter, Adapter | TraceAdapter)
+        isinstance(adapter, Adapter)
         and adapter.chunk is not None
         and not (isinstance(adapter.chunk, int) and 1 <= adapter.chunk <= 1024)
     ):
         raise AdapterError(f"adapter {spec}: chunk must be None or in 1..1024, got {adapter.chunk!r}")
-    bases = {PathDomain: PathAdapter, TraceDomain: TraceAdapter}  # the domains of which only one kind of adapter has one
-    kinds: list[Any] = [book.domain for book in BOOKS if isinstance(adapter, bases.get(book.domain, Adapter))]
+    kinds: list[Any] = [book.domain for book in BOOKS if (book.domain is PathDomain) is isinstance(adapter, PathAdapter)]
     if not isinstance(adapter.domain, tuple(kinds)):
-        names = " or a ".join(domain.__name__ for domain in kinds)
+        names = " or a ".join(each.__name__ for each in kinds)
         raise AdapterError(f"adapter {spec}: domain must be a {names}, got {adapter.domain!r}")
     does: str = getattr(adapter.domain, "operation")  # noqa: B009 - every kind of domain has one
-    if (operation := getattr(adapter, "operation", does)) != does:
-        raise AdapterError(f"adapter {spec}: operation is {operation!r}, its domain says {does}: say it there alone")
+    if (said := getattr(adapter, "operation", does)) != does:
+        raise AdapterError(f"adapter {spec}: operation is {said!r}, its domain says {does}: say it there alone")
     if adapter.algorithm not in OPERATIONS[does].classes:
         choices = ", ".join(OPERATIONS[does].classes)
         raise AdapterError(f"adapter {spec}: algorithm must be one of {choices} for {does}, got {adapter.algorithm!r}")
@@ -134,11 +129,13 @@ def check_spec(spec: str) -> None:
 
 
 def check_requirements(spec: str, requires: dict[str, str]) -> None:
-    """Raise AdapterError, with the `pip install` command, if a distribution is missing or too old."""
+    """Raise AdapterError, with the command that installs it, if a distribution is missing or too old."""
     for name, least in requires.items():
-        got = installed(name)
-        if got is None and name in BY_DISTRIBUTION:
-            raise AdapterError(f"adapter {spec} needs {name} >= {least}: {BY_DISTRIBUTION[name].missing()}")
+        got, library = installed(name), BY_DISTRIBUTION.get(name)
+        if got is None and library is not None:
+            if library.folder() is None:
+                raise AdapterError(f"adapter {spec}: {library.missing()}")
+            continue  # a checkout says no version
         if got is None:
             raise AdapterError(f"adapter {spec} needs {name} >= {least}, which is not installed: pip install '{name}>={least}'")
         if not at_least(got, least):
