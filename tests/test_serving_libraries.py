@@ -26,14 +26,17 @@ SGLANG = (
     "sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent",
     "sglang.kernels.ops.mamba.causal_conv1d_triton",
     "sglang.kernels.ops.mamba.mamba_state_scatter_triton",
-    "sglang.srt.configs.mamba_utils",
     "sglang.srt.layers.attention.linear.kernels.gdn_triton",
     "sglang.srt.layers.attention.mamba.prefill_track_metadata",
-    "sglang.srt.mem_cache.allocation_sizing",
     "sglang.srt.mem_cache.allocator.mamba",
     "sglang.srt.mem_cache.mamba_slot_fused",
 )
-POOLS = ("sglang.srt.mem_cache.layout.token_major", "sglang.srt.mem_cache.memory_pool")  # these need msgspec too
+POOLS = (  # these need msgspec too
+    "sglang.srt.configs.mamba_utils",
+    "sglang.srt.mem_cache.allocation_sizing",
+    "sglang.srt.mem_cache.layout.token_major",
+    "sglang.srt.mem_cache.memory_pool",
+)
 VLLM = (
     "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn",
     "vllm.model_executor.layers.mamba.ops.causal_conv1d",
