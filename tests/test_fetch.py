@@ -269,6 +269,24 @@ def test_what_a_killed_run_left_does_no_harm(no_pip: pathlib.Path, capsys: pytes
     assert names_in(pathlib.Path()) == [".there-fetching-young", "there"], "a young one may be of a run that goes on"
 
 
+def test_another_run_that_was_quicker_at_the_last_moment_wins(no_pip: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, staging = pathlib.Path("there").absolute(), pathlib.Path("staging").absolute()
+    rename = pathlib.Path.rename
+
+    def late(path: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
+        if not folder.exists():
+            unpack(LIBRARY, no_pip, folder)
+            (folder / "mark").write_text("")
+        return rename(path, target)
+
+    unpack(LIBRARY, no_pip, staging / "files")
+    monkeypatch.setattr(pathlib.Path, "rename", late)
+    present = fetch_command._publish(LIBRARY, staging, folder)
+    assert present is not None
+    assert present["library"] == "orchard"
+    assert (folder / "mark").exists()
+
+
 def test_another_run_that_was_quicker_wins(
     no_pip: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,6 +190,7 @@ def test_the_core_of_vllms_layer_runs_with_the_metadata_of_its_builder(vllm: Ask
 @pytest.mark.interpreted
 @pytest.mark.slow
 def test_platforms_answer_for_this_host_and_for_a_gpu(sglang_files: pathlib.Path, vllm_files: pathlib.Path) -> None:
+    pytest.importorskip("msgspec")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(sglang_files))
         for ask in asking("vllm", vllm_files):

@@ -101,14 +101,24 @@ def fetch(library: Library, folder: pathlib.Path) -> dict[str, Any]:
             wheel = download(library, staging / "wheel")
             print(f"unpacking {wheel.name} ({wheel.stat().st_size >> 20} MB)", file=sys.stderr, flush=True)
             manifest = unpack(library, wheel, staging / "files")
-            if present := manifest_in(folder, library):  # another run was quicker
-                return present
-            if folder.exists() and any(folder.iterdir()):
-                folder.rename(staging / "replaced")
-            (staging / "files").rename(folder)
+            return _publish(library, staging, folder) or manifest
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return manifest
+
+
+def _publish(library: Library, staging: pathlib.Path, folder: pathlib.Path) -> dict[str, Any] | None:
+    """Move the unpacked files to their folder. If another run was quicker, nothing moves, and its manifest is returned."""
+    if present := manifest_in(folder, library):
+        return present
+    if folder.exists() and any(folder.iterdir()):
+        folder.rename(staging / "replaced")
+    try:
+        (staging / "files").rename(folder)
+    except OSError:  # another run has put its files there just now
+        if present := manifest_in(folder, library):
+            return present
+        raise
+    return None
 
 
 @contextlib.contextmanager
