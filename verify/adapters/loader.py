@@ -14,10 +14,14 @@ from oracles.operations import OPERATIONS
 from oracles.rounding import PRODUCTS
 from properties.books import BOOKS
 from properties.path_domain import PathDomain
-from verify.adapters.base import Adapter, Implementation, PathAdapter
+from properties.trace_domain import TraceDomain
+from verify.adapters.base import Adapter, Implementation, PathAdapter, TraceAdapter
 from verify.adapters.libraries import BY_DISTRIBUTION
 from verify.adapters.packages import installed
 from verify.adapters.registry import BUILT_IN, ZOO, ZOO_PLACE
+
+AnyAdapter = Adapter | PathAdapter | TraceAdapter
+Kind = type[Adapter] | type[PathAdapter] | type[TraceAdapter]
 
 
 class AdapterError(Exception):
@@ -27,7 +31,7 @@ class AdapterError(Exception):
     """
 
 
-def load(spec: str) -> Adapter | PathAdapter:
+def load(spec: str) -> AnyAdapter:
     """Load an adapter by its built-in name, as an animal of the zoo, or as `file.py:Class`. AdapterError if that fails."""
     check_spec(spec)
     if spec.startswith(ZOO):
@@ -46,45 +50,46 @@ def load(spec: str) -> Adapter | PathAdapter:
             found.loader.exec_module(module)
     except Exception as error:
         raise AdapterError(f"adapter {spec}: importing {place} failed: {type(error).__name__}: {_first_line(error)}") from error
-    made: Any = getattr(module, name, None)
-    if not _is_adapter(made):
+    kind: Any = getattr(module, name, None)
+    if not _is_adapter(kind):
         names = [key for key, value in vars(module).items() if _is_adapter(value)]
         raise AdapterError(f"adapter {spec}: {place} has no Adapter called {name}; it has {', '.join(names) or 'none'}")
-    return make(made, spec)
+    return make(kind, spec)
 
 
-def _animals(spec: str) -> Mapping[str, type[Adapter] | type[PathAdapter]]:
+def _animals(spec: str) -> Mapping[str, Kind]:
     module, _, name = ZOO_PLACE.partition(":")
     try:
-        found: Mapping[str, type[Adapter] | type[PathAdapter]] = getattr(importlib.import_module(module), name)()
+        found: Mapping[str, Kind] = getattr(importlib.import_module(module), name)()
         return found
     except Exception as error:
         raise AdapterError(f"adapter {spec}: the zoo cannot be had: {type(error).__name__}: {_first_line(error)}") from error
 
 
 def _is_adapter(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, Adapter | PathAdapter) and value not in (Adapter, PathAdapter)
+    return isinstance(value, type) and issubclass(value, AnyAdapter) and value not in AnyAdapter.__args__
 
 
-def make(kind: type[Adapter] | type[PathAdapter], spec: str) -> Adapter | PathAdapter:
+def make(kind: Kind, spec: str) -> AnyAdapter:
     """Create an instance and check its declarations. AdapterError names the first wrong declaration and the choices."""
     try:
         adapter = kind()
     except Exception as error:
         raise AdapterError(f"adapter {spec}: {kind.__name__}() failed: {type(error).__name__}: {_first_line(error)}") from error
     if (
-        isinstance(adapter, Adapter)
+        isinstance(adapter, Adapter | TraceAdapter)
         and adapter.chunk is not None
         and not (isinstance(adapter.chunk, int) and 1 <= adapter.chunk <= 1024)
     ):
         raise AdapterError(f"adapter {spec}: chunk must be None or in 1..1024, got {adapter.chunk!r}")
-    kinds: list[Any] = [book.domain for book in BOOKS if (book.domain is PathDomain) is isinstance(adapter, PathAdapter)]
+    bases = {PathDomain: PathAdapter, TraceDomain: TraceAdapter}  # the domains of which only one kind of adapter has one
+    kinds: list[Any] = [book.domain for book in BOOKS if isinstance(adapter, bases.get(book.domain, Adapter))]
     if not isinstance(adapter.domain, tuple(kinds)):
-        names = " or a ".join(each.__name__ for each in kinds)
+        names = " or a ".join(domain.__name__ for domain in kinds)
         raise AdapterError(f"adapter {spec}: domain must be a {names}, got {adapter.domain!r}")
     does: str = getattr(adapter.domain, "operation")  # noqa: B009 - every kind of domain has one
-    if (said := getattr(adapter, "operation", does)) != does:
-        raise AdapterError(f"adapter {spec}: operation is {said!r}, its domain says {does}: say it there alone")
+    if (operation := getattr(adapter, "operation", does)) != does:
+        raise AdapterError(f"adapter {spec}: operation is {operation!r}, its domain says {does}: say it there alone")
     if adapter.algorithm not in OPERATIONS[does].classes:
         choices = ", ".join(OPERATIONS[does].classes)
         raise AdapterError(f"adapter {spec}: algorithm must be one of {choices} for {does}, got {adapter.algorithm!r}")
