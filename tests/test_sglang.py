@@ -123,6 +123,6 @@ def test_without_sglang_its_adapters_say_in_one_line_how_to_get_it(monkeypatch: 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("verify.adapters.loader.installed", installed.__wrapped__)
     for spec in ADAPTERS:
-        with pytest.raises(AdapterError, match=rf"^adapter {spec} needs sglang .*gdn-verify fetch sglang") as caught:
+        with pytest.raises(AdapterError, match=rf"^adapter {spec}: there is no sglang: run `gdn-verify fetch sglang`") as caught:
             load(spec)
         assert "\n" not in str(caught.value)
