@@ -5,7 +5,8 @@ does not declare its chunk length, there are RUNS / 2 for each length in CHUNKS,
 decide where the state rounds and where the cumulative gate restarts. A row is the vector of one token and head, one row of a state,
 or one element of the gradients of g and beta. Its error scale sigma is
 
-    sigma^2 = 1/2 own + 1/2 mean of own over the WINDOW rows around it,    own = mean over runs of |disturbed - truth|^2
+    sigma^2     = 1/2 mean_square + 1/2 mean of mean_square over the WINDOW rows around it
+    mean_square = mean over runs of |disturbed - truth|^2
 
 The neighbours belong to the same sequence and head (for a state, to the same matrix). They are pooled because RUNS runs estimate
 the spread of a single row poorly. A row is broken when its error exceeds
@@ -20,9 +21,9 @@ exceeds `allowed` by less than the factor CLEAR, the judge therefore takes the t
 before it calls the row broken. Where operands are coarser than float32, these come with one more run for each COARSE runs, which
 rounds to one bit less. Errors that grow in proportion double there, and half of the double is sigma again. Errors that amplify each
 other, as those of a chunk's transition do from chunk to chunk, grow four times or more. The distribution of errors then has tails
-that sigma of the ordinary runs does not show, so `own` is the larger of both estimates. After several chunks a few runs may miss
-the tails altogether: if rounding turns a transition that should be 0 into 1.5, later chunks multiply errors by powers of it, and
-few runs may happen to have small errors only. In such calls no error is clearly broken by RUNS runs alone (`Bound.clear`).
+that sigma of the ordinary runs does not show, so `mean_square` is the larger of both estimates. After several chunks a few runs may
+miss the tails altogether: if rounding turns a transition that should be 0 into 1.5, later chunks multiply errors by powers of it,
+and few runs may happen to have small errors only. In such calls no error is clearly broken by RUNS runs alone (`Bound.clear`).
 
 On a CPU, and for large calls on a GPU, the runs dominate the cost. There the judge may compute one of the RUNS runs first, then
 two, and all of them only if an error is above what the fewer runs guarantee (`Bound.sure`). The verdict is always that of RUNS
@@ -155,7 +156,7 @@ def bounds(
     *,
     stores: bool = False,
     folds: bool = False,
-    made: dict[str, Bound] | None = None,
+    shared_bounds: dict[str, Bound] | None = None,
 ) -> dict[str, Bound]:
     """Return the truth and the bound of each output and, with cotangents, of each gradient.
 
@@ -166,8 +167,9 @@ def bounds(
     `first` is the number of runs of the first bound: one of MORE or of LOOKS. LOOKS come before RUNS on a CPU and, for a large
     call, on a GPU; a judge that uses them must heed `Bound.sure`. `stores` says that the backward of a recurrent implementation
     sums its states again from corrected values that are stored in the inputs' dtype. `folds` says that a chunkwise implementation
-    multiplies a decay that all channels share into queries and keys, and stores these. `made` are bounds of RUNS runs that were
-    computed together with those of other calls; they are returned with a `finer` that examines only the marked part of this call.
+    multiplies a decay that all channels share into queries and keys, and stores these. `shared_bounds` are bounds of RUNS
+    runs that were computed together with those of other calls; they are returned with a `finer` that examines only the marked part
+    of this call.
     ValueError for illegal inputs, or for an unknown `algorithm`, `first` or `chunk`.
     """
     if algorithm not in operation.classes:
@@ -180,10 +182,10 @@ def bounds(
     _check_cotangents(cotangents)
     dtypes = {kind: _dtype(operation, inputs, kind) for kind in ("input", "gate", "state")}
     inputs, cotangents = _wide(operation, inputs), cotangents and {name: tensor.double() for name, tensor in cotangents.items()}
-    if made is None:
+    if shared_bounds is None:
         exact = {name: runs[0] for name, runs in _evaluate(operation, inputs, cotangents, Arithmetic.exact()).items()}
     else:
-        exact = {name: bound.value for name, bound in made.items()}
+        exact = {name: bound.value for name, bound in shared_bounds.items()}
     chunks = CHUNKS if algorithm == "chunkwise" and chunk is None else (chunk,)
     plain = Arithmetic.of(algorithm, dtypes["input"], products)
     pool = BITS[dtypes["state"]]
@@ -195,11 +197,15 @@ def bounds(
     make = functools.partial(_Disturbed, operation, dtypes=dtypes, chunks=chunks, plain=plain)
     sparing = not _on_a_gpu(inputs) or _numbers(operation, inputs) > _LARGE
     counts = [count for count in (*(LOOKS if sparing and first is not None else ()), RUNS, *MORE) if count >= (first or RUNS)]
-    looks = _Looks(Cut.of(operation, inputs), (inputs, cotangents, exact), make, counts, parts=sparing or made is not None)
-    return looks.bounds() if made is None else {name: looks.with_finer(name, bound, 1) for name, bound in made.items()}
+    looks = _Looks(Cut.of(operation, inputs), (inputs, cotangents, exact), make, counts, parts=sparing or shared_bounds is not None)
+    return (
+        looks.bounds()
+        if shared_bounds is None
+        else {name: looks.with_finer(name, bound, 1) for name, bound in shared_bounds.items()}
+    )
 
 
-Given = tuple[Inputs, dict[str, Tensor] | None, dict[str, Tensor]]  # inputs, cotangents, exact outputs and gradients
+Call = tuple[Inputs, dict[str, Tensor] | None, dict[str, Tensor]]  # inputs, cotangents, exact outputs and gradients
 
 
 class _Looks:
@@ -209,10 +215,10 @@ class _Looks:
     GPU, which takes as long for a part as for all.
     """
 
-    def __init__(self, cut: Cut, call: Given, make: Callable[..., "_Disturbed"], counts: Sequence[int], *, parts: bool) -> None:
-        self.cut, self.given, self.make, self.counts, self.parts = cut, call, make, counts, parts and bool(cut.operation.parallel)
+    def __init__(self, cut: Cut, call: Call, make: Callable[..., "_Disturbed"], counts: Sequence[int], *, parts: bool) -> None:
+        self.cut, self.call, self.make, self.counts, self.parts = cut, call, make, counts, parts and bool(cut.operation.parallel)
         self.runs: dict[tuple[Part, int], _Disturbed] = {}
-        self.made: list[dict[Part, dict[str, Bound]]] = [{} for _ in counts]
+        self.results: list[dict[Part, dict[str, Bound]]] = [{} for _ in counts]
 
     def bounds(self) -> dict[str, Bound]:
         """Return the bounds of the first look, with the later looks as `finer`."""
@@ -238,7 +244,7 @@ class _Looks:
 
     def _look(self, look: int, part: Part) -> tuple[Part, dict[str, Bound]]:
         """Take a look at a part that contains `part`, or reuse one; return that part and its bounds."""
-        results, count = self.made[look], self.counts[look]
+        results, count = self.results[look], self.counts[look]
         if (there := next((other for other in results if other.has(part)), None)) is None:
             total = RUNS if count <= RUNS else MORE[-1]
             there = self._cheapest(part, total, count)
@@ -259,7 +265,7 @@ class _Looks:
     def _disturbed(self, part: Part, total: int) -> "_Disturbed":
         """Return the disturbed runs of a part; a later look adds runs to them."""
         if (part, total) not in self.runs:
-            inputs, cotangents, exact = self.given
+            inputs, cotangents, exact = self.call
             if part != self.cut.whole:
                 inputs, exact = self.cut.inputs(inputs, part), self.cut.named(exact, part)
                 cotangents = cotangents and self.cut.named(cotangents, part)
@@ -287,17 +293,17 @@ class _Disturbed:
         self.operation, self.inputs, self.exact, self.dtypes, self.chunks = operation, inputs, exact, dtypes, chunks
         self.runs = total if len(chunks) == 1 else total // 2
         self.plain = dataclasses.replace(plain, first=1, runs=self.runs)
-        self.given = inputs, cotangents, exact
+        self.call = inputs, cotangents, exact
         self.coarse = total in MORE and plain.narrow
         self.ports = {port.name: port for port in (*operation.outputs, *operation.gradients())}
         self.done = 0  # runs of the last bounds
         # For each chunk length, and for ordinary and coarse runs: the number of runs, and their sums of squares.
-        self.made: dict[tuple[int | None, bool], tuple[int, list[Tensor]]] = {}
+        self.sums: dict[tuple[int | None, bool], tuple[int, list[Tensor]]] = {}
 
     def go_on(self, begun: "_Disturbed", taken: Callable[[str, Tensor], Tensor]) -> None:
         """Start from the runs of the whole call, of which this is a part; `taken` selects the part's rows."""
-        for key, (runs, sums) in begun.made.items():
-            self.made[key] = runs, [taken(name, rows) for name, rows in zip(self.exact, sums, strict=True)]
+        for key, (runs, sums) in begun.sums.items():
+            self.sums[key] = runs, [taken(name, rows) for name, rows in zip(self.exact, sums, strict=True)]
 
     def bounds(self, count: int) -> dict[str, Bound]:
         """Return the bounds of the first `count` runs, or of half as many for each chunk length if there are several.
@@ -341,7 +347,7 @@ class _Disturbed:
 
     def squares(self, size: int | None, runs: int, *, coarse: bool = False) -> list[Tensor]:
         """Return each row's mean squared distance from the truth, over the first `runs` runs in chunks of `size` tokens."""
-        before, sums = self.made.get((size, coarse), (0, []))
+        before, sums = self.sums.get((size, coarse), (0, []))
         if before < runs:
             plain = dataclasses.replace(_coarser(self.plain) if coarse else self.plain, chunk=size, last=self.runs)
             pieces = _pieces(self.operation, self.inputs, runs - before)
@@ -349,12 +355,12 @@ class _Disturbed:
             arithmetics = [
                 dataclasses.replace(plain, runs=min(once, runs - done), first=done + 1) for done in range(before, runs, once)
             ]
-            calls = zip(*(_slices(self.operation, tensors, pieces) for tensors in self.given), strict=True)
+            calls = zip(*(_slices(self.operation, tensors, pieces) for tensors in self.call), strict=True)
             parts = [_spread(self.ports, self.operation, x, ct, exact, arithmetics) for x, ct, exact in calls]
             named = zip(self.exact, *parts, strict=True)
             more = [_joined(self.operation, self.ports[name], list(slices)) for name, *slices in named]
             sums = list(torch._foreach_add(sums, more)) if sums else more
-            self.made[size, coarse] = runs, sums
+            self.sums[size, coarse] = runs, sums
         return list(torch._foreach_mul(sums, 1.0 / runs))
 
 
@@ -473,11 +479,11 @@ def _joined(operation: Operation, port: Port, parts: list[Tensor]) -> Tensor:
 
 
 class Rows(NamedTuple):
-    """A tensor's rows: truth, mean squared disturbance of each row (`own`), unit in the last place, subnormal step."""
+    """A tensor's rows: truth, mean squared disturbance of each row (`mean_square`), unit in the last place, subnormal step."""
 
     port: Port
     value: Tensor
-    own: Tensor
+    mean_square: Tensor
     ulp: float
     step: float
 
@@ -493,8 +499,8 @@ def allowances(tensors: Sequence[Rows], lengths: list[int]) -> list[Tensor]:
     widths = [1 if rows.port.scalar_rows else rows.value.shape[-1] for rows in tensors]
     torch._foreach_mul_(floors, [FLOOR_ULP * rows.ulp for rows in tensors])
     torch._foreach_add_(floors, [(rows.step + _TINY) * width**0.5 for rows, width in zip(tensors, widths, strict=True)])
-    along = iter(_along_tokens([rows.own for rows in tensors if rows.along_tokens], lengths))
-    spread = [next(along) if rows.along_tokens else _allowed(rows.own, _moving_mean(rows.own)) for rows in tensors]
+    along = iter(_along_tokens([rows.mean_square for rows in tensors if rows.along_tokens], lengths))
+    spread = [next(along) if rows.along_tokens else _allowed(rows.mean_square, _moving_mean(rows.mean_square)) for rows in tensors]
     return list(torch._foreach_maximum(spread, floors))
 
 

@@ -127,11 +127,11 @@ class _Local:
         return self.k * self.left
 
 
-class _Kept(NamedTuple):
+class _Tape(NamedTuple):
     """What a segment keeps for the backward: tensors of its chunks, the state before each chunk, and what each chunk writes."""
 
     local: _Local
-    held: Tensor
+    states: Tensor
     fresh: Tensor
 
 
@@ -154,7 +154,7 @@ class _Call:
         """Return the dtype of x."""
         return x.dtype
 
-    def forward(self, segment: Segment, tokens: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor, _Kept]:
+    def forward(self, segment: Segment, tokens: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor, _Tape]:
         """Return o, the states after the segment, and what the backward needs."""
         q, k, v, g, beta = tokens
         q = q * self.scale
@@ -184,9 +184,9 @@ class _Call:
         local = _Local(
             q, k, beta, start, left, grown, whole, products, corrections, inverses, solved, scores, total, factor, transition
         )
-        return local.reads @ memory + scores @ fresh, final, _Kept(local, memory, fresh)
+        return local.reads @ memory + scores @ fresh, final, _Tape(local, memory, fresh)
 
-    def backward(self, segment: Segment, tape: _Kept, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    def backward(self, segment: Segment, tape: _Tape, do: Tensor, dstate: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the cotangents of q, k, v, g, beta, and of the states before the segment."""
         x, memory, fresh = tape
         value_width, width = fresh.shape[-1], x.k.shape[-1]

@@ -159,9 +159,9 @@ class _States(NamedTuple):
     """For each chunk: the state before it, as computed and as stored; V' as it is read, and as it is kept for the state."""
 
     before: Tensor
-    held: Tensor
+    stored: Tensor
     fresh: Tensor
-    kept: Tensor
+    addend: Tensor
 
 
 class _OfChunkwise(NamedTuple):
@@ -240,7 +240,9 @@ class _Chunkwise:
         if arithmetic.product == EXACT:
             both = inverse @ start
         else:
-            inverses = arithmetic.stacked(inverse.unsqueeze(-3), ("U = ", "W = "), arithmetic.kept(chunk)).expand(*products.shape)
+            inverses = arithmetic.stacked(inverse.unsqueeze(-3), ("U = ", "W = "), arithmetic.product_bits(chunk)).expand(
+                *products.shape
+            )
             both = torch.cat([a @ b for a, b in zip(inverses.unbind(-3), start.split(widths, -1), strict=True)], -1)
         written, erased = arithmetic.beside(both, ("U", "W"), widths).split(widths, -1)
         reads, keeps = dither(pair[..., 1, :, :] * grown, "exp(G) q"), dither(k * ahead, "exp(G_C - G) k")
@@ -269,7 +271,7 @@ class _Chunkwise:
         ]
         dinverse = arithmetic.stacked(torch.stack(uses, -3), ("T in U'", "T in W'")).sum(-3)
         if arithmetic.product != EXACT:
-            cotangents = arithmetic.beside(cotangents, ("U =  db", "W =  db"), widths, arithmetic.kept(chunk))
+            cotangents = arithmetic.beside(cotangents, ("U =  db", "W =  db"), widths, arithmetic.product_bits(chunk))
         dstart = arithmetic.beside(of.inverse.mT @ cotangents, ("beta v'", "beta exp(G) k'"), widths)
         dv, dgrown = (of.beta * dstart).split(widths, -1)
 
@@ -359,7 +361,7 @@ def _scores(pair: Tensor, k: Tensor, total: Tensor, arithmetic: Arithmetic, *, c
     The second result is None if channels decay separately. An implementation then decays q and k towards some token between them,
     stores them and multiplies (oracles/decay.py); near the diagonal it may multiply first.
     """
-    x = arithmetic.stacked(pair, PRODUCTS, arithmetic.kept(k.shape[-1]))
+    x = arithmetic.stacked(pair, PRODUCTS, arithmetic.product_bits(k.shape[-1]))
     if not channels:
         decay = torch.exp((total - total.mT).masked_fill(_upper(k.shape[-2], k.device), -torch.inf))
         products = (x.flatten(-3, -2) @ k.mT).unflatten(-2, (2, -1))
@@ -393,7 +395,7 @@ def _scores_back(
     added, and that of the products from which dx and dk come, which differ.
     """
     chunk, depth = k.shape[-2:]
-    bits, keys = arithmetic.kept(chunk), k.unsqueeze(-3)
+    bits, keys = arithmetic.product_bits(chunk), k.unsqueeze(-3)
     if decay is not None:
         ds = cotangents * decay.unsqueeze(-3)
         off = (cotangents * products).tril_(-1)
@@ -432,7 +434,7 @@ def _scores_back(
         torch.mul(pair, dx, out=terms[..., :2, :, :])
         torch.mul(keys, dk, out=terms[..., 2:, :, :])
         depth = chunk * depth if shared else chunk
-        errors = arithmetic.stacked(terms, _named("x.dx") + _named("k.dk"), arithmetic.kept(depth)).sub_(terms)
+        errors = arithmetic.stacked(terms, _named("x.dx") + _named("k.dk"), arithmetic.product_bits(depth)).sub_(terms)
         errors = errors.sum(-1, keepdim=True) if shared else errors
         dtotal = dtotal + errors[..., :2, :, :] - errors[..., 2:, :, :]
     return dx, dk, dtotal.sum(-3)
@@ -474,7 +476,7 @@ def _inverse_back(solved: Tensor, inverse: Tensor, cotangent: Tensor, arithmetic
     one of them may be far larger than the other. Some runs use the stored T and begin with the second product; the others solve
     again and begin with the first.
     """
-    stored = min(arithmetic.stored, arithmetic.kept(solved.shape[-1]))
+    stored = min(arithmetic.stored, arithmetic.product_bits(solved.shape[-1]))
     again = arithmetic.choice(solved)
     left, right = (
         torch.lerp(
@@ -526,7 +528,7 @@ def _scan(scan: _Scan, written: Tensor, state: Tensor, counts: list[int], arithm
     return o, _joined([state, *(part for part in reversed(ended) if len(part))]), _States(before, memory, fresh, decayed)
 
 
-def _taken_up(scan: _Scan, missed: Tensor, counts: list[int]) -> Tensor:
+def _correction_states(scan: _Scan, missed: Tensor, counts: list[int]) -> Tensor:
     """Return D before each chunk: D <- exp(G_C) D + keeps^T missed, zero at first."""
     drifts, drift = list[Tensor](), None
     for new, all_of in zip((scan.keeps.mT @ missed).split(counts), scan.whole.split(counts), strict=True):
@@ -579,9 +581,9 @@ def _scan_back(
         every.append((ds, dgiven, dfresh))
         ds = torch.addcmul(dither(torch.addcmul(read_of, dheld, out_of, value=-1), "S'"), all_of, ds)
     after, dgiven, dfresh = (_joined(column[::-1]) for column in zip(*every, strict=True))
-    dkeeps = states.kept @ terms(after, "k V' da", width).mT
-    dreads, dscores = (terms(do, f"{place} da", width) @ x.mT for place, x in (("q S", states.held), ("scores V'", states.fresh)))
-    derased = torch.neg(terms(dfresh, "W S da", width) @ states.held.mT)
+    dkeeps = states.addend @ terms(after, "k V' da", width).mT
+    dreads, dscores = (terms(do, f"{place} da", width) @ x.mT for place, x in (("q S", states.stored), ("scores V'", states.fresh)))
+    derased = torch.neg(terms(dfresh, "W S da", width) @ states.stored.mT)
     dwhole = dither(states.before, "S stored", arithmetic.memory) * dither(after, "dS stored", arithmetic.memory)
     dwhole = dwhole.sum_to_size(scan.whole.shape)
     dbehind = None
@@ -661,7 +663,7 @@ class _Recurrent:
             before, memory, fresh, _ = states
             stored = arithmetic.dither(fresh, "corrected values", arithmetic.summed_again)
             missed = stored - fresh
-            states = _States(before, memory + _taken_up(scan, missed, segment.counts), stored, stored)
+            states = _States(before, memory + _correction_states(scan, missed, segment.counts), stored, stored)
         of = _OfRecurrent(
             beta, writes, total, grown, left, pair, products, decay, right, solved, inverses, drift, order, back, missed
         )

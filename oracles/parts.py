@@ -73,7 +73,7 @@ class Cut:
             some = _true(rows.flatten(1).any(-1) if rows.ndim > 1 else rows)
         elif axes[:2] == ["B", "T"]:
             tokens = rows.flatten(2).any(-1) if rows.ndim > 2 else rows
-            some = _true(self._any_of_each(tokens[0]) if self.packed else tokens.any(-1))
+            some = _true(self._any_by_sequence(tokens[0]) if self.packed else tokens.any(-1))
         return Part(some, groups)
 
     def _pooled(self, axes: list[str]) -> bool:
@@ -83,7 +83,7 @@ class Cut:
         """
         return axes[:2] != ["B", "T"] and axes[-1] in self.operation.parallel
 
-    def _any_of_each(self, tokens: Tensor) -> Tensor:
+    def _any_by_sequence(self, tokens: Tensor) -> Tensor:
         """Return for each sequence whether any of its tokens is true."""
         numbers = torch.arange(len(self.lengths), device=tokens.device).repeat_interleave(
             torch.tensor(self.lengths, device=tokens.device)

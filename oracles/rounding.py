@@ -144,14 +144,14 @@ class Arithmetic:
 
     def terms(self, x: Tensor, place: str, depth: int) -> Tensor:
         """Return x as an operand that gives its errors to a product, a sum of `depth` terms; for use outside autograd."""
-        return x if self.product == EXACT else self._dither(x, (place,), self.kept(depth), 0.0)
+        return x if self.product == EXACT else self._dither(x, (place,), self.product_bits(depth), 0.0)
 
     @property
     def memory(self) -> int:
         """The bits of values that are stored and read unchanged; with TF32 products that is float32, rounded only as an operand."""
         return SINGLE if self.product <= TF32_BITS else self.stored
 
-    def kept(self, depth: int) -> int:
+    def product_bits(self, depth: int) -> int:
         """Return the bits that a product keeps, which is a sum of `depth` terms."""
         return min(self.product, summed(depth))
 
@@ -351,11 +351,11 @@ def _words(bits: "Bits", digits: int, axis: int | None, widths: tuple[int, ...],
     if isinstance(bits, int):
         half = 1 << (digits - bits - 1)
         return half, -2 * half
-    return _words_each(bits, digits, axis, widths, device)
+    return _words_by_place(bits, digits, axis, widths, device)
 
 
 @functools.lru_cache(256)
-def _words_each(
+def _words_by_place(
     bits: tuple[int, ...], digits: int, axis: int | None, widths: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
     halves = _placed([(1 << (digits - precision)) >> 1 if precision < digits else 0 for precision in bits], axis, widths, device)
@@ -420,11 +420,11 @@ def _lowest(
     """Return how many of a number's lowest bits are cleared, for all places or each; -1 means a cast to float32, -2 to bfloat16."""
     if isinstance(bits, int):
         return {None: float(_MANTISSA[dtype] - bits), torch.float32: -1.0, torch.bfloat16: -2.0}[kind]
-    return _lowest_each(bits, axis, widths, device, dtype)
+    return _lowest_by_place(bits, axis, widths, device, dtype)
 
 
 @functools.lru_cache(256)
-def _lowest_each(
+def _lowest_by_place(
     bits: tuple[int, ...], axis: int | None, widths: tuple[int, ...], device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     return _placed([max(0, _MANTISSA[dtype] - precision) for precision in bits], axis, widths, device).to(dtype)
@@ -444,18 +444,18 @@ Grid = tuple[Tensor, Tensor]  # the numbers s, and 1 / s
 
 
 @functools.cache
-def _most_kept(device: torch.device) -> int:
+def _cache_limit(device: torch.device) -> int:
     if device.type == "cpu":
         return _KEPT_BYTES
     return int(_KEPT_SHARE * memory(device))
 
 
-def _held(grid: Grid) -> int:
+def _allocated_bytes(grid: Grid) -> int:
     """Return the bytes that a grid keeps allocated; the grid may be a view of a larger storage."""
     return 2 * grid[0].untyped_storage().nbytes()
 
 
-def _kept(make: Callable[..., Grid]) -> Callable[..., Grid]:
+def _cached(make: Callable[..., Grid]) -> Callable[..., Grid]:
     """Cache the results of `make` by its arguments while they fit into memory; the oldest results are dropped first."""
     cache: dict[Any, Grid] = {}
     total = 0
@@ -466,11 +466,11 @@ def _kept(make: Callable[..., Grid]) -> Callable[..., Grid]:
         if (found := cache.get(arguments)) is not None:
             return found
         found = make(*arguments)
-        size, most = _held(found), _most_kept(found[0].device)
+        size, most = _allocated_bytes(found), _cache_limit(found[0].device)
         if 8 * size <= most:
             cache[arguments], total = found, total + size
             while total > most:
-                total -= _held(cache.pop(next(iter(cache))))
+                total -= _allocated_bytes(cache.pop(next(iter(cache))))
         return found
 
     def clear() -> None:
@@ -482,7 +482,7 @@ def _kept(make: Callable[..., Grid]) -> Callable[..., Grid]:
     return get
 
 
-@_kept
+@_cached
 def _grid(
     places: tuple[str, ...],
     runs: Runs,
@@ -524,7 +524,7 @@ def _grid(
     return grid.view(view), back.view(view)
 
 
-@_kept
+@_cached
 def _numbers(place: str, runs: Runs, bits: int, size: int, scale: float, device: torch.device, dtype: torch.dtype) -> Grid:
     """Return numbers in [1, 2) [runs, size] for the grids of a place, times `scale`, and their reciprocals."""
     known, (first, after, last) = _known(), runs

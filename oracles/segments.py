@@ -127,17 +127,17 @@ class _Rule(torch.autograd.Function):
         # Every token is in some segment, so all of o is written.
         o, final = torch.empty_like(v, memory_format=torch.contiguous_format), _states(initial, lengths)
         most = tuple(form.most(size, k, v) for size in sizes)
-        plan = [(members, [_Kept(segment) for segment in block]) for members, block in segments(lengths, sizes, most, k.device)]
+        plan = [(members, [_Record(segment) for segment in block]) for members, block in segments(lengths, sizes, most, k.device)]
         for members, block in plan:
             carry = initial[members].contiguous().to(dtype)
             for record in block:
                 segment, record.before = record.segment, carry
                 running = segment.counts[0]
-                part, state, record.made = form.forward(segment, _taken(segment, tokens, dtype), carry[:running])
+                part, state, record.tape = form.forward(segment, _taken(segment, tokens, dtype), carry[:running])
                 carry = _joined(state, carry[running:])
                 segment.put(o, part)
                 if record is not plan[-1][1][-1]:  # the backward begins with the last segment, so that one is not computed again
-                    record.made = None
+                    record.tape = None
             final[members] = carry.to(final.dtype)
         if not any(ctx.needs_input_grad):  # type: ignore[attr-defined]
             return o, final
@@ -156,12 +156,12 @@ class _Rule(torch.autograd.Function):
         for members, block in reversed(plan):
             carry = dfinal[members].contiguous().to(dtype)
             for record in reversed(block):
-                segment, tape, running = record.segment, record.made, record.segment.counts[0]
+                segment, tape, running = record.segment, record.tape, record.segment.counts[0]
                 if tape is None:
                     assert record.before is not None
                     tape = form.forward(segment, _taken(segment, tokens, dtype), record.before[:running])[2]
                 parts, before = form.backward(segment, tape, segment.take(do, dtype), carry[:running])
-                carry, tape, record.made = _joined(before, carry[running:]), None, None
+                carry, tape, record.tape = _joined(before, carry[running:]), None, None
                 for whole, part in zip(results, parts, strict=True):
                     segment.put(whole, part)
             dstate[members] = carry.to(dstate.dtype)
@@ -169,12 +169,12 @@ class _Rule(torch.autograd.Function):
 
 
 @dataclasses.dataclass
-class _Kept:
+class _Record:
     """A segment and the states before it, with what was computed for it if that is still in memory."""
 
     segment: Segment
     before: Tensor | None = None
-    made: Any = None
+    tape: Any = None
 
 
 def _taken(segment: Segment, tokens: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:

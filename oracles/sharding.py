@@ -187,7 +187,7 @@ def shard(layer: Layer, name: str, whole: Tensor, rank: Rank, stage: str) -> Sha
     _check_is(name, whole, Tensor)
     if _shape(whole) != parameter.shape:
         raise ValueError(f"{name} must have shape {parameter.shape}, got {_shape(whole)}")
-    return _taken(name, whole, parameter.axis, rank, rows(layer, name, rank, stage))
+    return _selected(name, whole, parameter.axis, rank, rows(layer, name, rank, stage))
 
 
 def assemble(shards: Sequence[Shard]) -> Tensor:
@@ -196,7 +196,7 @@ def assemble(shards: Sequence[Shard]) -> Tensor:
     ValueError for shards of different tensors or meshes, for a missing or repeated rank, for replicas (shards with the same rows)
     whose bits differ, for shards that overlap without being replicas, and for rows that no shard has.
     """
-    return _collected(_held(shards), torch.arange(shards[0].shape[shards[0].axis]))
+    return _collected(_without_replicas(shards), torch.arange(shards[0].shape[shards[0].axis]))
 
 
 def reshard(layer: Layer, shards: Sequence[Shard], mesh: Mesh, stage: str = AT_REST) -> list[Shard]:
@@ -206,7 +206,7 @@ def reshard(layer: Layer, shards: Sequence[Shard], mesh: Mesh, stage: str = AT_R
     source that is not a parameter of the layer, or if `mesh` does not divide the key heads.
     """
     _check_is("mesh", mesh, Mesh)
-    sources = _held(shards)
+    sources = _without_replicas(shards)
     parameter = _parameter_of(layer, sources[0])
     result = []
     for rank in mesh.ranks():
@@ -318,7 +318,7 @@ def shard_hidden(hidden: Tensor, layout: Sequence[Tensor], rank: Rank, *, sequen
     _check_is("hidden", hidden, Tensor)
     if hidden.ndim < 2 or len(hidden) != total:
         raise ValueError(f"hidden must be [{total} tokens, ..., hidden] as the layout has, got shape {_shape(hidden)}")
-    return _taken("hidden", hidden, 0, rank, mine)
+    return _selected("hidden", hidden, 0, rank, mine)
 
 
 def _axes(stage: str, at_rest: tuple[str, ...], in_use: tuple[str, ...]) -> tuple[str, ...]:
@@ -368,7 +368,7 @@ def _slices(layer: Layer, sections: Sequence[int], rank: Rank, axes: Sequence[st
     )
 
 
-def _taken(name: str, whole: Tensor, axis: int, rank: Rank, wanted: Tensor) -> Shard:
+def _selected(name: str, whole: Tensor, axis: int, rank: Rank, wanted: Tensor) -> Shard:
     return Shard(name, _shape(whole), axis, rank, wanted, whole.index_select(axis, wanted.to(whole.device)))
 
 
@@ -395,7 +395,7 @@ def _check_ranks(shards: Sequence[Shard]) -> Mesh:
     return first.rank.mesh
 
 
-def _held(shards: Sequence[Shard]) -> list[Shard]:
+def _without_replicas(shards: Sequence[Shard]) -> list[Shard]:
     """Return the shards without replicas, so that every row of the whole is in exactly one of them."""
     _check_ranks(shards)
     owner: dict[int, Shard] = {}

@@ -55,15 +55,15 @@ def packed(bench: Bench, example: Example) -> Iterator[Pair]:
     yield from pairs_of(bench.run(inputs, cotangents), bounds)
     start, end = case.starts()[alone : alone + 2]
 
-    def own(name: str) -> tuple[slice, ...]:
+    def index_of(name: str) -> tuple[slice, ...]:
         axes = axes_of(spec, name)
         return (slice(alone, alone + 1),) if axes[0] == "N" else (slice(None), slice(start, end)) if axes[:2] == ["B", "T"] else ()
 
-    single = inputs.replaced(cu_seqlens=None, **{name: inputs[name][own(name)] for name in present(spec, inputs)})
-    part = None if cotangents is None else {name: x[own(name)] for name, x in cotangents.items()}
+    single = inputs.replaced(cu_seqlens=None, **{name: inputs[name][index_of(name)] for name in present(spec, inputs)})
+    part = None if cotangents is None else {name: x[index_of(name)] for name, x in cotangents.items()}
     for name, got in bench.run(single, part).items():
-        if own(name):  # not for a parameter's gradient, which is a sum over all sequences
-            yield f"{name} of sequence {alone} alone", got, bounds[name].at(*own(name))
+        if index_of(name):  # not for a parameter's gradient, which is a sum over all sequences
+            yield f"{name} of sequence {alone} alone", got, bounds[name].at(*index_of(name))
 
 
 def _tokens(spec: Operation, inputs: Inputs, where: slice) -> Inputs:

@@ -120,7 +120,7 @@ def _prompts(case: LayerCase) -> range:
 
 
 @st.composite
-def _going_on(draw: st.DrawFn, domain: LayerDomain) -> Example:
+def _cache_examples(draw: st.DrawFn, domain: LayerDomain) -> Example:
     """Draw short cases for both variants, because a convolution's state is not full at first, and long cases only for one piece.
 
     Long cases have more than one chunk.
@@ -192,7 +192,7 @@ LAYER_LAWS: dict[str, Law] = {
             "cache",
             "truth",
             "a prompt, and then the tokens after it one at a time or in one piece, give what one run gives",
-            _going_on,
+            _cache_examples,
             _cache,
             _first(_promises("caches"), _promises("batched")),
             variants=GOING_ON,

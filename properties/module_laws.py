@@ -122,18 +122,18 @@ def _apart(letters: tuple[str, ...]) -> Callable[[Bench, Example], Iterator[Pair
         inputs, cotangents = bench.call(case)
         spec, others = case.spec, with_others(case).inputs()
 
-        def own(name: str) -> int | None:
+        def axis_of(name: str) -> int | None:
             axes = axes_of(spec, name)
             return next((axes.index(letter) for letter in letters if letter in axes), None)
 
         mixed = {}
         for name in present(spec, inputs):
-            if (axis := own(name)) is not None and others.get(name) is not None:
+            if (axis := axis_of(name)) is not None and others.get(name) is not None:
                 here = torch.arange(inputs[name].shape[axis]).eq(at)
                 mixed[name] = torch.where(spread(here, inputs[name], axis), others[name], inputs[name])
         once, twice = bench.run(inputs, cotangents), bench.run(inputs.replaced(**mixed), cotangents)
         for name, got in twice.items():
-            if (axis := own(name)) is not None:
+            if (axis := axis_of(name)) is not None:
                 index: tuple[Any, ...] = (*[slice(None)] * axis, torch.arange(got.shape[axis]).ne(at))
                 yield f"{name} of the other {what}", got[index], once[name][index]
 

@@ -59,7 +59,7 @@ class PathBench(Protocol):
     def refusal(self, what: str) -> str:
         """Return the path's error message for an illegal layout, or an empty string if the path accepts it."""
 
-    def everyone(self, word: str) -> list[str]:
+    def from_every_rank(self, word: str) -> list[str]:
         """Return the word that each rank passed."""
 
     def shards(self, whole: Results, rank: Rank) -> Results:
@@ -69,11 +69,11 @@ class PathBench(Protocol):
         """Return the parameters of `rank` after it loaded the shards."""
 
 
-def _given(case: ParallelCase) -> tuple[Inputs, Cotangents]:
+def _call(case: ParallelCase) -> tuple[Inputs, Cotangents]:
     return case.inputs(), case.cotangents() if case.backward else None
 
 
-def _held(bench: PathBench, bounds: dict[str, Bound], name: str) -> Bound:
+def _part_bound(bench: PathBench, bounds: dict[str, Bound], name: str) -> Bound:
     """Return the bound of this rank's part. A part of a row may err as much as the whole row."""
     bound, part = bounds[name], bench.part(name)
     if part is None:
@@ -84,7 +84,7 @@ def _held(bench: PathBench, bounds: dict[str, Bound], name: str) -> Bound:
         bound,
         value=bound.value.index_select(axis, rows),
         allowed=bound.allowed.index_select(axis, rows) if axis < bound.allowed.ndim else bound.allowed,
-        finer=None if finer is None else lambda over=None: _held(bench, {name: finer()}, name),
+        finer=None if finer is None else lambda over=None: _part_bound(bench, {name: finer()}, name),
     )
 
 
@@ -93,24 +93,24 @@ def _parallel(bench: PathBench, example: Example) -> Iterator[Pair]:
 
     The run on one rank shows whether an error comes from sharing.
     """
-    inputs, cotangents = _given(example.case)
+    inputs, cotangents = _call(example.case)
     bounds = bench.bounds()
     for name, got in bench.run(inputs, cotangents).items():
-        yield name, got, _held(bench, bounds, name)
+        yield name, got, _part_bound(bench, bounds, name)
     if bench.rank.mesh != Mesh(1, 1) and bench.rank == Rank(bench.rank.mesh):
         for name, got in bench.run(inputs, cotangents, alone=True).items():
             yield f"{name} with tp=1 cp=1", got, bounds[name]
 
 
 def _same(bench: PathBench, example: Example) -> Iterator[Pair]:
-    inputs, cotangents = _given(example.case)
+    inputs, cotangents = _call(example.case)
     bounds = bench.bounds()
     name, _, value = (example.variant or "").partition("=")
     changed: dict[str, Any] = {name: value}
     for what, got in bench.run(inputs, cotangents, **changed).items():
-        yield f"{what} with {example.variant}", got, _held(bench, bounds, what)
+        yield f"{what} with {example.variant}", got, _part_bound(bench, bounds, what)
     for what, got in bench.run(inputs, cotangents).items():
-        yield what, got, _held(bench, bounds, what)
+        yield what, got, _part_bound(bench, bounds, what)
 
 
 def _sections(case: ParallelCase) -> tuple[list[int], list[int]]:
@@ -126,7 +126,7 @@ def _tags(case: ParallelCase, features: int) -> tuple[Tensor, Tensor]:
     return tags, -tags.flatten().flip(0).reshape(tags.shape) - 1
 
 
-def _ways(bench: PathBench, case: ParallelCase, tags: Tensor, sections: list[int]) -> dict[str, Tensor]:
+def _rank_parts(bench: PathBench, case: ParallelCase, tags: Tensor, sections: list[int]) -> dict[str, Tensor]:
     """Return what this rank holds of a whole [T, B, features] if it is cut by tokens, and if it is cut by heads."""
     tokens, features = case.tokens_of_ranks()[bench.rank.cp], _features(tuple(sections), case.cp)[bench.rank.cp]
     return {"tokens": tags.index_select(0, tokens), "heads": tags.index_select(-1, features)}
@@ -140,7 +140,7 @@ def _features(sections: tuple[int, ...], cp: int) -> parallel.Layout:
 def _exchange(bench: PathBench, example: Example) -> Iterator[Pair]:
     case, there = example.case, example.variant or ""
     here, sections = ("tokens", _sections(case)[0]) if there == "heads" else ("heads", _sections(case)[1])
-    tags, back = (_ways(bench, case, numbers, sections) for numbers in _tags(case, sum(sections)))
+    tags, back = (_rank_parts(bench, case, numbers, sections) for numbers in _tags(case, sum(sections)))
     got, gradient = bench.move(tags[here], sections, there, back[there])
     yield f"from {here} to {there}", got, tags[there]
     yield f"gradient from {there} to {here}", gradient, back[here]
@@ -149,7 +149,7 @@ def _exchange(bench: PathBench, example: Example) -> Iterator[Pair]:
 def _round_trip(bench: PathBench, example: Example) -> Iterator[Pair]:
     case = example.case
     for sections in _sections(case):
-        tags, back = (_ways(bench, case, numbers, sections) for numbers in _tags(case, sum(sections)))
+        tags, back = (_rank_parts(bench, case, numbers, sections) for numbers in _tags(case, sum(sections)))
         there, _ = bench.move(tags["tokens"], sections, "heads", back["heads"])
         got, gradient = bench.move(there, sections, "tokens", back["tokens"])
         _, gradient = bench.move(tags["tokens"], sections, "heads", gradient)
@@ -161,7 +161,7 @@ def _fused(bench: PathBench, example: Example) -> Iterator[Pair]:
     case = example.case
     for direction, sections in zip(("heads", "tokens"), _sections(case), strict=True):
         here, there = ("tokens", "heads") if direction == "heads" else ("heads", "tokens")
-        tags, back = (_ways(bench, case, numbers, sections) for numbers in _tags(case, sum(sections)))
+        tags, back = (_rank_parts(bench, case, numbers, sections) for numbers in _tags(case, sum(sections)))
         ways = {
             form: bench.move(tags[here], sections, direction, back[there], thd_all_to_all=form)
             for form in ("per_sequence", "fused")
@@ -178,7 +178,7 @@ def _traffic(bench: PathBench, example: Example) -> Iterator[Pair]:
     calls = sequences * (len(into) if per_sequence else 1) + sequences
     elements = case.tokens // case.cp * (sum(into) + sum(out)) * (case.cp - 1) // case.cp
     itemsize = 4 if case.dtype == "fp32" else 2
-    inputs, cotangents = _given(case)
+    inputs, cotangents = _call(case)
     ways = 2 if cotangents is not None else 1  # backward mirrors forward
     counted = bench.exchanged(lambda: bench.run(inputs, cotangents))
     want = (ways * calls, ways * elements * itemsize) if case.cp > 1 else (0, 0)
@@ -189,12 +189,14 @@ def _traffic(bench: PathBench, example: Example) -> Iterator[Pair]:
 def _refused(bench: PathBench, example: Example) -> Iterator[Pair]:
     """The layout must be refused before any communication; otherwise a rank that goes on alone waits for ever."""
     message = bench.refusal(example.variant or "")
-    everyone = bench.everyone(message)
+    from_every_rank = bench.from_every_rank(message)
     if not message:
         raise Breach(f"takes an illegal layout ({example.variant})")
-    if len(set(everyone)) > 1:
-        raise Breach(f"refuses an illegal layout ({example.variant}) in other words on other ranks: {sorted(set(everyone))}"[:300])
-    yield "ranks that refuse", torch.tensor([len(everyone)]), torch.tensor([case_ranks(example.case)])
+    if len(set(from_every_rank)) > 1:
+        raise Breach(
+            f"refuses an illegal layout ({example.variant}) in other words on other ranks: {sorted(set(from_every_rank))}"[:300]
+        )
+    yield "ranks that refuse", torch.tensor([len(from_every_rank)]), torch.tensor([case_ranks(example.case)])
 
 
 def _reshard(bench: PathBench, example: Example) -> Iterator[Pair]:
@@ -223,7 +225,7 @@ def _reshard(bench: PathBench, example: Example) -> Iterator[Pair]:
 
 
 def _repeats(bench: PathBench, example: Example) -> Iterator[Pair]:
-    inputs, cotangents = _given(example.case)
+    inputs, cotangents = _call(example.case)
     once, twice = (bench.run(inputs, cotangents) for _ in range(2))
     for name, got in twice.items():
         yield name, got, once[name]

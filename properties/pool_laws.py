@@ -24,7 +24,7 @@ CARRIED = ("values", "nan")
 
 
 @st.composite
-def _left(draw: st.DrawFn, strategy: st.SearchStrategy[PoolCase]) -> Example:
+def _draft_examples(draw: st.DrawFn, strategy: st.SearchStrategy[PoolCase]) -> Example:
     """Draw drafts with a place `at`: any of their tokens after which the draft is left."""
     case = draw(strategy.filter(lambda case: len(_drafts(case)) > 0))
     return Example(case, draw(st.randoms(use_true_random=True)).choice(_drafts(case)))
@@ -43,7 +43,7 @@ def _rows(case: PoolCase, requests: Tensor) -> Tensor:
     return requests.repeat_interleave(torch.tensor(case.lengths)).reshape(shape)
 
 
-def _meant(case: PoolCase) -> dict[str, Tensor]:
+def _meaningful(case: PoolCase) -> dict[str, Tensor]:
     """Return the rows of each output that mean something: those of real requests and of their slots.
 
     Blind if there is no real request.
@@ -108,7 +108,7 @@ def _other(case: PoolCase) -> PoolCase:
 
 
 def _oracle(bench: Bench, example: Example) -> Iterator[Pair]:
-    inputs, meant = example.case.inputs(), _meant(example.case)
+    inputs, meant = example.case.inputs(), _meaningful(example.case)
     yield from _judged(bench.run(inputs, None), bench.bounds(inputs, None), meant)
 
 
@@ -144,7 +144,7 @@ def _padding(bench: Bench, example: Example) -> Iterator[Pair]:
 
 def _poison(bench: Bench, example: Example) -> Iterator[Pair]:
     case = example.case
-    inputs, meant = case.inputs(), _meant(case)
+    inputs, meant = case.inputs(), _meaningful(case)
     named = spread(meant["pool"], inputs.pool, 0)
     runs = [
         bench.run(inputs.replaced(pool=torch.where(named, inputs.pool, case.filled(how))), None)
@@ -156,7 +156,7 @@ def _poison(bench: Bench, example: Example) -> Iterator[Pair]:
 def _fresh(bench: Bench, example: Example) -> Iterator[Pair]:
     """A request that begins gives the same bits whatever its slot holds, and the results of a request that continues from zeros."""
     case = example.case
-    inputs, meant = case.inputs(), _meant(case)
+    inputs, meant = case.inputs(), _meaningful(case)
     begins = _begins(case)
     if not any(begins):
         raise Blind("every request that begins is padding")
@@ -200,7 +200,7 @@ def _accept(bench: Bench, example: Example) -> Iterator[Pair]:
     """
     case, at = example.case, example.at
     assert at is not None
-    inputs, meant = case.inputs(), _meant(case)
+    inputs, meant = case.inputs(), _meaningful(case)
     first, _ = _tokens(case, inputs, 0, at)
     after = {"pool": bench.bounds(first, None)["pool"]}
     fewer = bench.truth(_tokens(case, inputs, 0, at - 1)[0], None)["pool"] if at > 1 else inputs.pool.double()
@@ -232,7 +232,7 @@ def _accept(bench: Bench, example: Example) -> Iterator[Pair]:
 
 def _moved(bench: Bench, example: Example) -> Iterator[Pair]:
     case = example.case
-    inputs, meant = case.inputs(), _meant(case)
+    inputs, meant = case.inputs(), _meaningful(case)
     first = int(case.padding_slot == "0")
     goes = torch.cat([torch.arange(first), torch.arange(first, case.slots).roll(1)])  # the new slot of each state
     slots = inputs.slots.long()
@@ -252,7 +252,7 @@ def _moved(bench: Bench, example: Example) -> Iterator[Pair]:
 def _requests(bench: Bench, example: Example) -> Iterator[Pair]:
     case, at = example.case, example.at
     assert at is not None
-    inputs, other, meant = case.inputs(), _other(case).inputs(), _meant(case)
+    inputs, other, meant = case.inputs(), _other(case).inputs(), _meaningful(case)
     one = torch.arange(len(case.lengths)) == at
     rows = _rows(case, one)
     mixed = {
@@ -270,9 +270,9 @@ def _requests(bench: Bench, example: Example) -> Iterator[Pair]:
 def _history(bench: Bench, example: Example) -> Iterator[Pair]:
     """Two runs of the same call with another call between them, which has the same shapes, other values and other slots."""
     case, between = example.case, _other(example.case)
-    inputs, others, meant = case.inputs(), between.inputs(), _meant(case)
+    inputs, others, meant = case.inputs(), between.inputs(), _meaningful(case)
     once, other = bench.run(inputs, None), bench.run(others, None)
-    yield from _judged(other, bench.bounds(others, None), _meant(between), " after another call")
+    yield from _judged(other, bench.bounds(others, None), _meaningful(between), " after another call")
     again = bench.run(inputs, None)
     if bench.domain.rule.deterministic:  # type: ignore[attr-defined]
         yield from _equal(again, once, meant, "of a call as an earlier one")
@@ -281,7 +281,7 @@ def _history(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _memory(bench: Bench, example: Example) -> Iterator[Pair]:
-    inputs, meant = example.case.inputs(), _meant(example.case)
+    inputs, meant = example.case.inputs(), _meaningful(example.case)
     once, twice = (bench.run(inputs, None, poison=poison) for poison in (float("nan"), -3.0e4))
     if bench.domain.rule.deterministic:  # type: ignore[attr-defined]
         yield from _equal(twice, once, meant, "of a second run")
@@ -297,7 +297,7 @@ def _blocks(bench: Bench, example: Example) -> Iterator[Pair]:
     Not bit for bit, because the order of a sum may depend on the block. The largest blocks come first: if an implementation keeps
     something of a launch, such as its grid, it is then too small for the smaller blocks that follow.
     """
-    inputs, meant = example.case.inputs(), _meant(example.case)
+    inputs, meant = example.case.inputs(), _meaningful(example.case)
     halves = {name: _half(bound) for name, bound in bench.bounds(inputs, None).items()}
     for size in sorted(bench.domain.blocks, reverse=True):  # type: ignore[attr-defined]
         yield from _judged(bench.run(inputs.replaced(block_v=size), None), halves, meant, f" in blocks of {size}")
@@ -320,7 +320,7 @@ def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
     assert isinstance(domain, PoolDomain)
     if example.variant not in domain.views:
         raise Blind(f"{example.variant} inputs are not among {', '.join(domain.views)}")
-    inputs, meant = case.inputs(), _meant(case)
+    inputs, meant = case.inputs(), _meaningful(case)
     flat = _flat(inputs.pool, domain)
     memory = flat.new_full((case.slots, 3, flat.shape[1]) if domain.apart else (3, *flat.shape), torch.nan)
     slots = memory.unbind(1 if domain.apart else 0)[1].copy_(flat)
@@ -439,7 +439,7 @@ POOL_LAWS: dict[str, Law] = {
             "accept",
             "truth",
             "k tokens at once leave the state that k single steps leave, for every k, and a draft's k accepted ones too",
-            lambda domain: _left(_remember(domain, kinds=("drafts",), most=8, accepted="all", drafts="chain")),
+            lambda domain: _draft_examples(_remember(domain, kinds=("drafts",), most=8, accepted="all", drafts="chain")),
             _accept,
             lambda domain: None if domain.most_tokens > 1 else "drafts are not supported",
             place=_drafts,

@@ -172,7 +172,7 @@ def _heads(bench: Bench, example: Example) -> Iterator[Pair]:
     keys = torch.arange(case.heads) == (at // group if case.heads > 1 else -1)
     spec, mixed = case.spec, {}
 
-    def own(name: str) -> tuple[int, Tensor] | None:
+    def changed_heads(name: str) -> tuple[int, Tensor] | None:
         """The axis of its heads, and which of them change."""
         for letter, mask in (("H", keys), ("HV", touched)):
             if (axis := along(spec, name, letter)) is not None:
@@ -180,11 +180,11 @@ def _heads(bench: Bench, example: Example) -> Iterator[Pair]:
         return None
 
     for name in present(spec, inputs):
-        if (mine := own(name)) is not None:
+        if (mine := changed_heads(name)) is not None:
             mixed[name] = torch.where(spread(mine[1], inputs[name], mine[0]), other[name], inputs[name])
     once, twice = bench.run(inputs, cotangents), bench.run(inputs.replaced(**mixed), cotangents)
     for name, got in twice.items():
-        mine = own(name)
+        mine = changed_heads(name)
         if mine is not None and (case.heads > 1 or mine[1] is touched):
             index: tuple[Any, ...] = (*[slice(None)] * mine[0], ~mine[1])
             yield f"{name} of the other heads", got[index], once[name][index]

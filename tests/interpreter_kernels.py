@@ -605,7 +605,7 @@ def strays(kernel: Any, *args: Any, **options: Any) -> str:
     return "nothing"
 
 
-def said(got: str, want: str) -> None:
+def assert_message(got: str, want: str) -> None:
     assert got == f"OutOfBounds in {want}", got
 
 
@@ -619,7 +619,7 @@ def check_load_outside_of_a_tensor_raises() -> None:
         ("scalar", 8, 8, "loads 1 element up to 1 after the memory of x"),
         ("scalar", -1, 8, "loads 1 element up to 1 before the memory of x"),
     ):
-        said(strays(reach_kernel, x, y, n, by, WHAT=what, N=8), f"reach_kernel: reach_kernel {told}")
+        assert_message(strays(reach_kernel, x, y, n, by, WHAT=what, N=8), f"reach_kernel: reach_kernel {told}")
     reach_kernel[(1,)](x, y, 7, 1, WHAT="load", N=8)
     same(y[:7], x[1:])
     reach_kernel[(1,)](x, y, 0, 10**6, WHAT="load", N=8)
@@ -627,7 +627,7 @@ def check_load_outside_of_a_tensor_raises() -> None:
 
 def check_stray_is_told_where_a_function_strays() -> None:
     x, y = memories(8, 8)
-    said(
+    assert_message(
         strays(reach_kernel, x, y, 8, 2, WHAT="function", N=8), "moved: reach_kernel loads 2 elements up to 2 after the memory of x"
     )
 
@@ -636,8 +636,8 @@ def check_write_outside_of_a_tensor_raises_and_writes_nothing() -> None:
     x, y, z = memories(8, 8, 8)
     before = [t.clone() for t in (x, y, z)]
     for what, told in (("store", "stores 3 elements up to 3"), ("add", "updates 3 elements up to 3")):
-        said(strays(reach_kernel, y, x, 8, 3, WHAT=what, N=8), f"reach_kernel: reach_kernel {told} after the memory of x")
-    said(
+        assert_message(strays(reach_kernel, y, x, 8, 3, WHAT=what, N=8), f"reach_kernel: reach_kernel {told} after the memory of x")
+    assert_message(
         strays(reach_kernel, y, x, 8, -1, WHAT="exchange", N=8),
         "reach_kernel: reach_kernel updates 1 element up to 1 before the memory of x",
     )
@@ -650,21 +650,21 @@ def check_write_outside_of_a_tensor_raises_and_writes_nothing() -> None:
 def check_neighbour_is_no_part_of_a_tensor() -> None:
     x, y = memories(8, 8)
     assert y.data_ptr() == x.data_ptr() + 32
-    said(
+    assert_message(
         strays(reach_kernel, x, y, 8, 8, WHAT="load", N=8),
         "reach_kernel: reach_kernel loads 8 elements up to 8 after the memory of x",
     )
     view = memories(16)[0][4:12]  # what it is a view of is
     reach_kernel[(1,)](view, y, 8, 4, WHAT="load", N=8)
     reach_kernel[(1,)](view, y, 8, -4, WHAT="load", N=8)
-    said(
+    assert_message(
         strays(reach_kernel, view, y, 8, 5, WHAT="load", N=8),
         "reach_kernel: reach_kernel loads 1 element up to 1 after the memory of x",
     )
     told = "reach_kernel: reach_kernel loads 1 element up to 1 before the memory of x or y"
-    said(strays(reach_kernel, view, view[2:], 8, -5, WHAT="load", N=8), told)
+    assert_message(strays(reach_kernel, view, view[2:], 8, -5, WHAT="load", N=8), told)
     empty = "reach_kernel: reach_kernel loads 1 element up to 1 after the memory of x"
-    said(strays(reach_kernel, torch.empty(0), y, 8, 0, WHAT="scalar", N=8), empty)
+    assert_message(strays(reach_kernel, torch.empty(0), y, 8, 0, WHAT="scalar", N=8), empty)
 
 
 def check_pointers_of_two_tensors_are_held_to_both() -> None:
@@ -674,7 +674,7 @@ def check_pointers_of_two_tensors_are_held_to_both() -> None:
         reach_kernel[(1,)](x, y, n, 0, WHAT="either", N=8)
         same(y[:n], torch.arange(first, first + n))
         got = strays(reach_kernel, x, y, n, 20, WHAT="either", N=8)
-        said(got, f"reach_kernel: reach_kernel loads {told} after the memory of y")
+        assert_message(got, f"reach_kernel: reach_kernel loads {told} after the memory of y")
     x, y = memories(8, 8)
     reach_kernel[(1,)](x, y, 8, 0, WHAT="joined", N=8)
     same(torch.cat([x, y]), torch.full((16,), 5.0))
@@ -683,7 +683,7 @@ def check_pointers_of_two_tensors_are_held_to_both() -> None:
 
 def check_flags_outside_of_a_tensor_raise() -> None:
     x, y = torch.from_numpy(np.zeros(64, dtype=np.bool_)[16:24]), torch.zeros(8)
-    said(
+    assert_message(
         strays(reach_kernel, x, y, 8, 2, WHAT="flags", N=8),
         "reach_kernel: reach_kernel loads 2 elements up to 2 after the memory of x",
     )
@@ -705,7 +705,7 @@ def check_blocks_outside_of_a_tensor_raise() -> None:
         block_kernel[(1,)](x, y, 6, 4, CHECKED=True, DESCRIBED=described)
         same(y, want)
         got = strays(block_kernel, x, y, 8, 4, CHECKED=described, DESCRIBED=described)
-        said(got, "block_kernel: block_kernel loads 8 elements up to 8 after the memory of x")
+        assert_message(got, "block_kernel: block_kernel loads 8 elements up to 8 after the memory of x")
         block_kernel[(1,)](x, y, 6, 2, CHECKED=False, DESCRIBED=described)
         same(y, x[8:])
 
@@ -714,7 +714,9 @@ def check_tensors_in_a_tuple_are_told() -> None:
     x, y, z = memories(8, 8, 8)
     pair_kernel[(1,)]((x, y), z, 0, N=8)
     same(z, x + y)
-    said(strays(pair_kernel, (x, y), z, 1, N=8), "pair_kernel: pair_kernel loads 1 element up to 1 after the memory of pair")
+    assert_message(
+        strays(pair_kernel, (x, y), z, 1, N=8), "pair_kernel: pair_kernel loads 1 element up to 1 after the memory of pair"
+    )
 
 
 def check_wrappers_split_work() -> None:

@@ -477,14 +477,14 @@ class Answers:
     deadline_s = 1.0
 
     def __init__(self, answer: dict[str, Any] | WorkerLost) -> None:
-        self.said = answer
+        self.answer = answer
         self.asked: dict[str, Any] = {}
 
     def ask(self, question: dict[str, Any], deadline_s: float | None = None) -> dict[str, Any]:
         self.asked = question
-        if isinstance(self.said, WorkerLost):
-            raise self.said
-        return self.said
+        if isinstance(self.answer, WorkerLost):
+            raise self.answer
+        return self.answer
 
     def close(self) -> None:
         return

@@ -133,12 +133,12 @@ def test_a_plan_that_is_closed_draws_no_more() -> None:
     begun = threading.Event()
 
     def draw(strategy: Any, seed: int, examples: int, look: Any) -> None:
-        def each(example: Example) -> None:
+        def record(example: Example) -> None:
             begun.set()
             look(example)
             drawn.append(example)
 
-        seeded(strategy, seed, examples, each)
+        seeded(strategy, seed, examples, record)
 
     plan = Plan(Domain(), ("oracle", "cut"), 5, lambda _: 5000, draw, run_of, Compilers([], None))
     assert begun.wait(60)

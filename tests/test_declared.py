@@ -14,7 +14,7 @@ from properties.domain import Domain
 from tests.answering import Answering
 from verify.adapters.loader import AdapterError, load
 from verify.engine.asking import Described
-from verify.engine.explaining import otherwise
+from verify.engine.explaining import would_hold
 from verify.execution import execute as execute_module
 from verify.execution.execute import execute
 from verify.execution.judge import OFF
@@ -49,8 +49,8 @@ def test_decays_that_are_folded_into_operands_explain_a_gates_gradient(worker: W
 @pytest.mark.slow
 def test_who_does_not_say_so_is_told(worker: Worker, tmp_path: object) -> None:
     store = Store(str(tmp_path))
-    assert otherwise(described(), [line_of("Unsaid")], worker, store) == ["folds = True"]
-    assert otherwise(described(), [line_of("LosesAGradient")], worker, store) == []
+    assert would_hold(described(), [line_of("Unsaid")], worker, store) == ["folds = True"]
+    assert would_hold(described(), [line_of("LosesAGradient")], worker, store) == []
 
 
 def described(algorithm: str = "chunkwise", products: str = "ieee", operation: str = "gated_delta_rule") -> Described:
@@ -58,17 +58,17 @@ def described(algorithm: str = "chunkwise", products: str = "ieee", operation: s
 
 
 class Declaring(Answering):
-    """What holds once something is declared; `said` are what was, or how products were said to be."""
+    """What holds once something is declared; `declarations` are what was, or how products were said to be."""
 
     def __init__(self, *worked: object) -> None:
         super().__init__()
-        self.worked, self.said = worked, list[object]()
+        self.worked, self.declarations = worked, list[object]()
 
     def ask(self, question: Question, deadline_s: float | None = None) -> dict[str, object]:
         assert isinstance(question, RunOne)
         run = Run.parse(question.line)
-        self.said.append(question.declared or run.products)
-        self.ratio = lambda run: 0.5 if self.said[-1] in self.worked else 2.0
+        self.declarations.append(question.declared or run.products)
+        self.ratio = lambda run: 0.5 if self.declarations[-1] in self.worked else 2.0
         return super().ask(question)
 
 
@@ -94,11 +94,11 @@ def test_each_thing_that_it_might_say_is_tried_on_every_run(
     store = Store(str(tmp_path))
     runs = [dataclasses.replace(line_of("Unsaid"), device=device, tune=tune) for tune in ("", "1")]
     worker = Declaring(*ways)
-    assert len(otherwise(of, runs, worker, store)) == len(ways)  # type: ignore[arg-type]
-    assert worker.said == [way for way in ways for _ in runs] + ["ieee"] * (4 if ways else 0)
-    assert otherwise(of, runs, Declaring(*ways, "ieee"), store) == []  # type: ignore[arg-type]
-    assert len(otherwise(of, runs, Declaring(*ways[:1]), store)) == len(ways[:1])  # type: ignore[arg-type]
-    assert otherwise(of, runs, Declaring(*ways), store, lambda: False) == []  # type: ignore[arg-type]
+    assert len(would_hold(of, runs, worker, store)) == len(ways)  # type: ignore[arg-type]
+    assert worker.declarations == [way for way in ways for _ in runs] + ["ieee"] * (4 if ways else 0)
+    assert would_hold(of, runs, Declaring(*ways, "ieee"), store) == []  # type: ignore[arg-type]
+    assert len(would_hold(of, runs, Declaring(*ways[:1]), store)) == len(ways[:1])  # type: ignore[arg-type]
+    assert would_hold(of, runs, Declaring(*ways), store, lambda: False) == []  # type: ignore[arg-type]
 
 
 class ReadsItsChunk(Chunkwise):

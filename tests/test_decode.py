@@ -142,13 +142,16 @@ def in_order(slots: list[int], n: int, padding: int) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """How the contract is read; the defaults are right. A request reads one slot, or none, and writes one after `kept` tokens."""
+    """How the contract is read; the defaults are right.
+
+    A request reads one slot or none, and writes one slot after `accepted_count` tokens.
+    """
 
     reads: Slot = named
     writes: Slot = named
     earlier: bool = False
     turned: bool = False
-    kept: Callable[[int], int] = lambda length: length
+    accepted_count: Callable[[int], int] = lambda length: length
     stale: bool = False
     tiled: bool = False
 
@@ -161,8 +164,8 @@ WRONG = {
     "slots in order": Reading(reads=in_order, writes=in_order),
     "reads the state that another request wrote": Reading(earlier=True),
     "state transposed": Reading(turned=True),
-    "keeps the state after the first draft token": Reading(kept=lambda length: min(length, 1)),
-    "keeps the state before the last draft token": Reading(kept=lambda length: max(length - 1, 0)),
+    "keeps the state after the first draft token": Reading(accepted_count=lambda length: min(length, 1)),
+    "keeps the state before the last draft token": Reading(accepted_count=lambda length: max(length - 1, 0)),
     "every draft token reads the state before the draft": Reading(stale=True),
     "tiles key heads": Reading(tiled=True),
 }
@@ -192,7 +195,7 @@ def define(x: Inputs, read: Reading = Reading()) -> Results:
             rows.append(torch.stack(outputs) if slots[request] != x.padding else torch.zeros_like(v[0]))
             states.append(torch.stack(ends))
         start += length
-        after = states[read.kept(length)]
+        after = states[read.accepted_count(length)]
         after = after.mT if read.turned else after
         if target is not None:
             pool[target] = after

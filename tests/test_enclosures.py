@@ -152,11 +152,11 @@ def test_function_is_within_a_few_ulp_of_its_enclosure(name: str, record_propert
     @settings(max_examples=100)
     @given(numbers=st.lists(NUMBERS, min_size=8, max_size=24))
     @example(numbers=list(HARD + ENDS))
-    def each(numbers: list[float]) -> None:
+    def check_drawn(numbers: list[float]) -> None:
         got, want = function(torch.tensor(numbers, dtype=torch.float64)), [enclosure(arb(x)) for x in numbers]
         worst.see(got, want, [ulp(ball) for ball in want], str(numbers))
 
-    each()
+    check_drawn()
     worst.settle(record_property)
 
 
@@ -168,12 +168,12 @@ def test_slope_of_silu_is_within_a_few_ulp_of_its_terms(record_property: Record)
     @settings(max_examples=100)
     @given(numbers=st.lists(NUMBERS, min_size=8, max_size=24))
     @example(numbers=list(HARD + ENDS))
-    def each(numbers: list[float]) -> None:
+    def check_drawn(numbers: list[float]) -> None:
         number_balls = [arb(x) for x in numbers]
         units = [ulp(ball_sigmoid(x) + abs(x) * ball_sigmoid(x) * ball_sigmoid(-x)) for x in number_balls]
         worst.see(slope(oracle_silu)(torch.tensor(numbers, dtype=torch.float64)), [ball_silu_slope(x) for x in number_balls], units)
 
-    each()
+    check_drawn()
     worst.settle(record_property)
 
 
@@ -262,11 +262,11 @@ def test_gates_are_within_a_few_ulp_of_their_enclosure(record_property: Record) 
     @example(a=[(-1e3, 1e3), (0.0, -20.0)], speeds=(0.0, 2.5), biases=None)
     @example(a=[(-30.0, 30.0)], speeds=(-20.0, 5.0), biases=(-1e3, 1e3))
     @example(a=[(1e-300, -5e-324)], speeds=(1.0, 1.0), biases=None)
-    def each(a: list[tuple[float, float]], speeds: tuple[float, float], biases: tuple[float, float] | None) -> None:
+    def check_drawn(a: list[tuple[float, float]], speeds: tuple[float, float], biases: tuple[float, float] | None) -> None:
         flat = [entry for pair in a for entry in pair]
         see_gates(worst, gate_call(flat, list(speeds), None if biases is None else list(biases)))
 
-    each()
+    check_drawn()
     worst.settle(record_property)
 
 
@@ -385,13 +385,13 @@ def test_norms_are_within_a_few_ulp_of_their_enclosure(record_property: Record) 
 
     @settings(max_examples=60)
     @given(data=st.data(), width=WIDTHS, scale=st.sampled_from((1.0, 1e-3, 1e-4, 1e-30, 1e6)), eps=st.sampled_from((1e-6, 1e-5)))
-    def each(data: st.DataObject, width: int, scale: float, eps: float) -> None:
+    def check_drawn(data: st.DataObject, width: int, scale: float, eps: float) -> None:
         rng = data.draw(st.randoms(use_true_random=False))
         row = [rng.choice((1.0, 1.0, 1.0, 0.0, 1e-9)) * rng.uniform(-scale, scale) for _ in range(width)]
         z = [rng.choice((rng.uniform(-4, 4), *HARD, *ENDS)) for _ in range(width)]
         see_norms(worst, row, z, [rng.uniform(-2, 2) for _ in range(width)], eps)
 
-    each()
+    check_drawn()
     worst.settle(record_property)
 
 
@@ -535,7 +535,7 @@ def test_convolution_is_within_a_few_ulp_of_its_enclosure(record_property: Recor
         scale=st.sampled_from((1.0, 1e-6, 30.0, 1e3)),
         activation=st.sampled_from((None, "silu")),
     )
-    def each(tokens: int, channels: int, width: int, seed: int, scale: float, activation: str | None) -> None:
+    def check_drawn(tokens: int, channels: int, width: int, seed: int, scale: float, activation: str | None) -> None:
         x = conv_call(tokens, channels, width, seed, scale, activation)
         want, units = ball_convolution(x.x[0], x.weight, x.bias, x.state[0], silu=activation == "silu")
         got = conv_truth(x)
@@ -543,7 +543,7 @@ def test_convolution_is_within_a_few_ulp_of_its_enclosure(record_property: Recor
         for name, (balls_of, units_of) in ball_convolution_gradients(x).items():
             gradients.see(got[name], balls_of, units_of, name)
 
-    each()
+    check_drawn()
     worst.settle(record_property)
     gradients.settle(record_property)
 
@@ -675,14 +675,14 @@ def test_delta_rule_is_within_a_few_ulp_of_its_enclosure(channels: bool, record_
 
     @settings(max_examples=50)
     @given(**HEADS)
-    def each(**kinds: Any) -> None:
+    def check_drawn(**kinds: Any) -> None:
         head = Head.drawn(**kinds, channels=channels)
         o, o_units, state, state_units = head.enclosed()
         got, final = definition(*head.tensors(), head.scale)
         worst.see(got, o, o_units, f"o of {kinds}")
         worst.see(final, state, state_units, f"state of {kinds}")
 
-    each()
+    check_drawn()
     worst.settle(record_property)
 
 
@@ -692,7 +692,7 @@ def test_chunkwise_oracle_is_within_a_few_ulp_of_the_enclosure(channels: bool, r
 
     @settings(max_examples=50)
     @given(**HEADS, size=st.sampled_from((1, 2, 4, 8)))
-    def each(size: int, **kinds: Any) -> None:
+    def check_drawn(size: int, **kinds: Any) -> None:
         head = Head.drawn(**kinds, channels=channels)
         o, o_units, state, state_units = head.enclosed()
         # exp(G_i - G_j) errs by half an ulp of G: a decay of -1e3 before one of -0.01 costs that much.
@@ -701,7 +701,7 @@ def test_chunkwise_oracle_is_within_a_few_ulp_of_the_enclosure(channels: bool, r
         worst.see(got, o, [spare * unit for unit in o_units], f"o of {kinds}, chunks of {size}")
         worst.see(final, state, [spare * unit for unit in state_units], f"state of {kinds}, chunks of {size}")
 
-    each()
+    check_drawn()
     worst.settle(record_property)
 
 

@@ -124,18 +124,18 @@ class Number:
     n: float
     tally: Tally
 
-    def made(self, n: float) -> "Number":
+    def counted(self, n: float) -> "Number":
         self.tally.counts[self.tally.term] += 1
         return Number(n, self.tally)
 
     def __add__(self, other: "Number") -> "Number":
-        return self.made(self.n + other.n)
+        return self.counted(self.n + other.n)
 
     def __sub__(self, other: "Number") -> "Number":
-        return self.made(self.n - other.n)
+        return self.counted(self.n - other.n)
 
     def __mul__(self, other: "Number") -> "Number":
-        return self.made(self.n * other.n)
+        return self.counted(self.n * other.n)
 
     def __neg__(self) -> "Number":
         return Number(-self.n, self.tally)

@@ -26,13 +26,13 @@ def done(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
     """A step that has ended, with what it wrote."""
     monkeypatch.setattr(gate, "LOGS", tmp_path)
 
-    def made(code: int = 0, out: str = "", *lines: tuple[float, str]) -> Done:
+    def step_result(code: int = 0, out: str = "", *lines: tuple[float, str]) -> Done:
         step = Step("step", "what it shows", (), gate.check)
         if out:
             (tmp_path / "step.out").write_text(out)
         return Done(step, code, 1.0, list(lines))
 
-    return made
+    return step_result
 
 
 def laws(*reports: dict[str, Any]) -> str:

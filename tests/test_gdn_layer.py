@@ -141,7 +141,7 @@ class Answer:
     rank: sharding.Rank
     y: Tensor
     hidden: Tensor
-    own: dict[str, Tensor]
+    gradients: dict[str, Tensor]
     parameters: dict[str, Shard]
     traffic: dict[str, collectives.Traffic]
 
@@ -314,7 +314,7 @@ def same_bits(one: list[Answer], two: list[Answer]) -> bool:
     return all(
         torch.equal(bits(got), bits(want))
         for a, b in zip(one, two, strict=True)
-        for got, want in zip((a.y, a.hidden, *a.own.values()), (b.y, b.hidden, *b.own.values()), strict=True)
+        for got, want in zip((a.y, a.hidden, *a.gradients.values()), (b.y, b.hidden, *b.gradients.values()), strict=True)
     )
 
 
@@ -914,7 +914,7 @@ def test_real_processes_give_what_simulated_ranks_give(tmp_path: pathlib.Path) -
 
 def tensors(answer: Answer) -> dict[str, Tensor]:
     summed = {f"sum {name}": shard.value for name, shard in answer.parameters.items()}
-    return {"y": answer.y, "hidden": answer.hidden, **answer.own, **summed}
+    return {"y": answer.y, "hidden": answer.hidden, **answer.gradients, **summed}
 
 
 def serve(rank: int, size: int, directory: pathlib.Path) -> None:

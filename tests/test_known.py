@@ -131,8 +131,8 @@ def test_a_defect_told_by_its_outputs_explains_no_other_and_no_more(
     assert not explains(("dg", float("nan")))
     assert not explains()
     assert not defect.explains(run)  # before it is run nobody knows
-    assert known.KnownDefects([defect]).excused(run) == {"dg": 4.0, "da": 4.0}
-    assert known.KnownDefects([defect]).excused(dataclasses.replace(run, adapter="fla/chunk_kda")) == {}
+    assert known.KnownDefects([defect]).explained_outputs(run) == {"dg": 4.0, "da": 4.0}
+    assert known.KnownDefects([defect]).explained_outputs(dataclasses.replace(run, adapter="fla/chunk_kda")) == {}
 
 
 def test_of_defects_that_share_an_output_the_greatest_excuses(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_of_defects_that_share_an_output_the_greatest_excuses(tmp_path: pathlib.
     (whatever,) = load(written(tmp_path, {}))  # one that is told by no output excuses none: what is found decides
     (any_,) = load(written(tmp_path, {"outputs": '["dq", "dg"]'}))  # nor one that may be off by any amount
     assert any_.covers(Run.parse(LINE))
-    assert known.KnownDefects([four, two, whatever, any_]).excused(Run.parse(LINE)) == {"dg": 4.0, "da": 4.0, "dk": 2.0}
+    assert known.KnownDefects([four, two, whatever, any_]).explained_outputs(Run.parse(LINE)) == {"dg": 4.0, "da": 4.0, "dk": 2.0}
 
 
 @pytest.mark.parametrize(

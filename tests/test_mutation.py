@@ -18,7 +18,7 @@ from verify.findings import known
 from verify.zoo.edits import OPERATORS, dedented, edits
 from verify.zoo.launch_edits import Kernel
 from verify.zoo.mutants import Fate, Mutant
-from verify.zoo.mutation import argue, left_out, sampled, shown, summary, table
+from verify.zoo.mutation import argue, description, left_out, sampled, summary, table
 
 SLOW_FIXTURES = ("toys",)
 
@@ -212,7 +212,11 @@ def test_arguments_are_found_by_kernel_and_line_and_version(tmp_path: pathlib.Pa
     killed = Fate(mutant, "killed", "cut", "is not finite", "law=cut ...")
     file.write_text(json.dumps([group]), encoding="utf-8")
     argue([killed], file)
-    assert shown(killed).startswith("REFUTED") and "law=cut" in shown(killed) and "argued: redundant" in shown(killed)
+    assert (
+        description(killed).startswith("REFUTED")
+        and "law=cut" in description(killed)
+        and "argued: redundant" in description(killed)
+    )
     assert "1 of 1 mutants killed" in summary([killed])
 
 
@@ -251,8 +255,8 @@ def test_summary_counts_and_tells_crashes_apart() -> None:
     assert "2 of 3 mutants killed (66.7%), and 1 survivors argued to be no defects: redundant 1" in text
     assert "without those that crash, hang or raise, 1 of 2" in text
     assert "median case 5, 2.0 s" in text and "the last at case 9" in text
-    assert "4 cases run it, 2 of them with other bits" in shown(fates[2])
-    assert "argued: redundant: because" in shown(fates[3])
+    assert "4 cases run it, 2 of them with other bits" in description(fates[2])
+    assert "argued: redundant: because" in description(fates[3])
     rows = {line.split()[0]: line.split()[1:] for line in table(fates, mutants, mutants[5:]).splitlines() if line}
     assert rows["toy"] == [str(len(mutants)), str(len(mutants) - 5), "5", "2", "1", "1", "-"]
 
@@ -389,10 +393,10 @@ def test_kernel_that_raises_is_killed(toys: Toys) -> None:
 def test_mutant_that_changes_nothing_survives_and_is_shown(toys: Toys) -> None:
     fate = toys.fate("b = tl.load(x + at, mask=inside, other=1.0)")
     assert (fate["state"], fate["differed"]) == ("survived", 0) and fate["ran"] > 20
-    shown = toys.outputs[0]
-    assert f"SURVIVED    {fate['id']}  constant" in shown
+    description = toys.outputs[0]
+    assert f"SURVIVED    {fate['id']}  constant" in description
     line = toys.source.splitlines().index(fate["diff"].splitlines()[-2][1:]) + 1
-    assert f"@@ -{line},1 +{line},1 @@ passed" in shown and fate["line"] == line
+    assert f"@@ -{line},1 +{line},1 @@ passed" in description and fate["line"] == line
     assert toys.codes[0] == 1
 
 

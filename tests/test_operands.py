@@ -70,7 +70,7 @@ def run() -> dict[str, Any]:
     types = [getattr(tl, name) for name in names]
     pointer = tl.pointer_type(tl.float32)
 
-    def made(dtype: Any, shape: tuple[int, ...]) -> Any:
+    def operand_of(dtype: Any, shape: tuple[int, ...]) -> Any:
         """Values that are all different, as far as the type has so many."""
         bits = np.arange(1, 1 + max(1, int(np.prod(shape)))).reshape(shape or (1,))
         data = bits.astype(np.uint64 if dtype.is_ptr() else interpreter._get_np_dtype(dtype))
@@ -95,7 +95,7 @@ def run() -> dict[str, Any]:
             kind.broadcast_impl_value, kind.to_tensor, kind.binary_op_type_checking_impl = broadcast, to_tensor, operands
 
     def meetings() -> Iterator[tuple[Any, ...]]:
-        tensors = {(dtype.name, shape): made(dtype, shape) for dtype in (*types, pointer) for shape in SHAPES}
+        tensors = {(dtype.name, shape): operand_of(dtype, shape) for dtype in (*types, pointer) for shape in SHAPES}
         flags = ((False, False, True, False), (True, True, True, False), (False, False, True, True), (False, False, False, False))
         for one, other in itertools.product(tensors.values(), tensors.values()):
             if one.type.scalar == other.type.scalar or (one.type.shape if one.type.is_block() else ()) in ((), (4, 2)):
@@ -150,7 +150,7 @@ def run() -> dict[str, Any]:
         "short": len(every) - longer / 2,
         "differ": [str(meeting) for meeting, one, other in zip(every, got, want, strict=True) if one != other][:5],
         "wrong": {name: differences(way) for name, way in faults()},
-        "operators": dict(_operators(interpreter, tl, made, told)),
+        "operators": dict(_operators(interpreter, tl, operand_of, told)),
     }
 
 

@@ -47,7 +47,7 @@ class Packing:
         shape = (self.tokens, *self.middle, self.features)
         return torch.arange(torch.Size(shape).numel()).reshape(shape)
 
-    def held(self, tokens: Sequence[int] | None, features: Sequence[int] | None) -> Tensor:
+    def elements(self, tokens: Sequence[int] | None, features: Sequence[int] | None) -> Tensor:
         """The integers of some tokens' and features' elements (None: of all), from the numbering alone."""
         t = torch.tensor(range(self.tokens) if tokens is None else tokens, dtype=torch.int64)
         f = torch.tensor(range(self.features) if features is None else features, dtype=torch.int64)
@@ -117,11 +117,11 @@ def slices_by_hand(widths: Sequence[int], ranks: int) -> Lists:
 
 
 def cp_by_hand(packing: Packing) -> list[Tensor]:
-    return [packing.held(tokens, None) for tokens in zigzag_by_hand(packing.lengths, packing.cp)]
+    return [packing.elements(tokens, None) for tokens in zigzag_by_hand(packing.lengths, packing.cp)]
 
 
 def hp_by_hand(packing: Packing) -> list[Tensor]:
-    return [packing.held(None, features) for features in slices_by_hand(packing.sections, packing.cp)]
+    return [packing.elements(None, features) for features in slices_by_hand(packing.sections, packing.cp)]
 
 
 def pieces_by_hand(lengths: Sequence[int], cp: int) -> list[list[Piece]]:
@@ -597,7 +597,7 @@ def test_shards_along_tokens_and_features_compose_in_either_order(packing: Packi
     one = [shard(part, features, -1) for part in shard(x, tokens)]
     other = [shard(part, tokens) for part in shard(x, features, -1)]
     for rank, column in itertools.product(range(cp), range(cp)):
-        want = packing.held(tokens[rank].tolist(), features[column].tolist())
+        want = packing.elements(tokens[rank].tolist(), features[column].tolist())
         assert same(one[rank][column], want)
         assert same(other[column][rank], want)
 
@@ -692,7 +692,7 @@ def test_every_layout_of_tokens_goes_through_the_fused_form(stream: tuple[list[i
         (parallel.zigzag_batch(lengths, cp), zigzag_by_hand([packing.tokens], cp)),
         (parallel.contiguous(lengths, cp), slices_by_hand([packing.tokens], cp)),
     ):
-        shards = [packing.held(tokens, None) for tokens in shares]
+        shards = [packing.elements(tokens, None) for tokens in shares]
         moved = parallel.cp_to_hp_fused(shards, layout, packing.sections, Network())
         assert same(moved, hp_by_hand(packing))
         assert same(parallel.hp_to_cp_fused(moved, layout, packing.sections, Network()), shards)
@@ -704,7 +704,7 @@ def test_every_layout_of_tokens_goes_through_the_fused_form(stream: tuple[list[i
 def test_one_long_sequence_in_the_per_sequence_form_is_the_whole_stream(stream: tuple[list[int], int], slices: list[int]) -> None:
     lengths, cp = stream
     packing = Packing(tuple(lengths), cp, tuple(cp * size for size in slices))
-    shards = [packing.held(tokens, None) for tokens in zigzag_by_hand([packing.tokens], cp)]
+    shards = [packing.elements(tokens, None) for tokens in zigzag_by_hand([packing.tokens], cp)]
     network = Network()
     moved = parallel.cp_to_hp_per_sequence(shards, [packing.tokens], packing.sections, network)
     assert same(moved, hp_by_hand(packing))

@@ -144,7 +144,7 @@ def broken(two: RankGroup, line: str, output: str) -> None:
     assert not any("with tp=1" in name for name in wrong), wrong
 
 
-def own(kind: type) -> str:
+def spec_of(kind: type) -> str:
     return f"{HERE}:{kind.__name__}"
 
 
@@ -174,7 +174,7 @@ def test_flas_context_parallelism_holds(two: RankGroup, line: str) -> None:
 )
 @pytest.mark.slow
 def test_the_law_sees_what_is_said_wrong_of_fla(two: RankGroup, kind: type, operation: str, output: str) -> None:
-    broken(two, f"{SHARED.format(own(kind), operation)} layout=contiguous lengths=12", output)
+    broken(two, f"{SHARED.format(spec_of(kind), operation)} layout=contiguous lengths=12", output)
 
 
 @needs_megatron
@@ -206,7 +206,7 @@ def test_megatron_holds(two: RankGroup, line: str) -> None:
     ],
 )
 def test_laws_see_what_is_said_wrong_of_megatron(two: RankGroup, kind: type, line: str, output: str) -> None:
-    broken(two, f"{line} adapter={own(kind)} {LAYER}", output)
+    broken(two, f"{line} adapter={spec_of(kind)} {LAYER}", output)
 
 
 @needs_megatron

@@ -225,7 +225,7 @@ def test_a_row_of_a_parameter_is_named_by_its_index_in_the_whole() -> None:
 
 def test_what_everyone_says_is_heard_on_every_rank() -> None:
     def say(place: Place) -> list[str]:
-        return bench("lengths=8 tp=2 cp=2 heads=4 value_heads=4", place).everyone(f"I am {place.rank.tp} {place.rank.cp}")
+        return bench("lengths=8 tp=2 cp=2 heads=4 value_heads=4", place).from_every_rank(f"I am {place.rank.tp} {place.rank.cp}")
 
     for heard in simulate(2, 2, say):
         assert heard == ["I am 0 0", "I am 0 1", "I am 1 0", "I am 1 1"]

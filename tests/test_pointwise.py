@@ -561,7 +561,7 @@ def in_scalars(name: str, x: Inputs) -> Results:
     def sig(b: float) -> float:
         return 1 / (1 + math.exp(-b)) if b > 0 else math.exp(b) / (1 + math.exp(b))
 
-    def each(function: Callable[[tuple[int, ...]], float], like: Tensor) -> Tensor:
+    def elementwise(function: Callable[[tuple[int, ...]], float], like: Tensor) -> Tensor:
         flat = [function(index) for index in itertools.product(*map(range, like.shape))]
         return torch.tensor(flat, dtype=torch.float64).reshape(like.shape)
 
@@ -571,7 +571,7 @@ def in_scalars(name: str, x: Inputs) -> Results:
             a = float(x.a[i]) + (0.0 if x.dt_bias is None else float(x.dt_bias[i[2:]]))
             return -math.exp(float(x.A_log[i[2]])) * (max(a, 0.0) + math.log1p(math.exp(-abs(a))))
 
-        return {"g": each(g, x.a), "beta": each(lambda i: sig(float(x.b[i])) * (2 if x.allow_neg_eigval else 1), x.b)}
+        return {"g": elementwise(g, x.a), "beta": elementwise(lambda i: sig(float(x.b[i])) * (2 if x.allow_neg_eigval else 1), x.b)}
 
     def y(i: tuple[int, ...]) -> float:
         squares = math.fsum(entry * entry for entry in x.x[i[:-1]].tolist())
@@ -580,7 +580,7 @@ def in_scalars(name: str, x: Inputs) -> Results:
         weight, z = (1.0 if x.weight is None else float(x.weight[i[-1]])), float(x.z[i])
         return weight * float(x.x[i]) / math.sqrt(squares / x.x.shape[-1] + x.eps) * z * sig(z)
 
-    return {"y": each(y, x.x)}
+    return {"y": elementwise(y, x.x)}
 
 
 POINTWISE = ("gdn_gate", "kda_gate", "l2norm", "gated_rms_norm")

@@ -121,7 +121,8 @@ def test_drawn_calls_are_legal_and_slots_are_each_somebodys() -> None:
         assert len(set(named)) == len(named)
         assert min(named, default=1) >= (case.padding_slot == "0")
         assert all(
-            1 <= accepted <= length or accepted == length == 0 for accepted, length in zip(case.kept, case.lengths, strict=True)
+            1 <= accepted <= length or accepted == length == 0
+            for accepted, length in zip(case.accepted_counts, case.lengths, strict=True)
         )
         assert bool(inputs.pool[named].isfinite().all())
         free = [slot for slot in range(case.slots) if slot not in named]
@@ -628,8 +629,10 @@ def test_first_tokens_makes_nothing_on_the_default_device() -> None:
     inputs = case.inputs()
     with torch.device("meta"):
         first = fla_decode.first_tokens(inputs, inputs.accepted)
-    positions = [row for start, count in zip(case.starts(), case.kept, strict=False) for row in range(start, start + count)]
-    assert first.cu_seqlens.tolist() == [0, *itertools.accumulate(case.kept)]
+    positions = [
+        row for start, count in zip(case.starts(), case.accepted_counts, strict=False) for row in range(start, start + count)
+    ]
+    assert first.cu_seqlens.tolist() == [0, *itertools.accumulate(case.accepted_counts)]
     assert first.cu_seqlens.dtype == inputs.accepted.dtype
     for name in fla_decode.TOKENS:
         assert torch.equal(first[name], inputs[name][:, positions])
@@ -654,7 +657,7 @@ def test_serving_loop_gathers_and_scatters_on_the_device_of_its_inputs(monkeypat
     assert pool is inputs.pool
     assert torch.equal(bits(pool), bits(want))
     assert o is calls[0]["v"]
-    assert [call["v"].shape[1] for call in calls] == [FULL.tokens, sum(FULL.kept)]
+    assert [call["v"].shape[1] for call in calls] == [FULL.tokens, sum(FULL.accepted_counts)]
 
 
 class GridRoundedDown(fla_decode.DecodeBlocks):

@@ -407,8 +407,8 @@ def test_grids_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> 
         asked.append(name)
         return torch.ones(size, dtype=torch.float64), torch.ones(size, dtype=torch.float64)
 
-    monkeypatch.setattr(rounding, "_most_kept", lambda device: 2 * 8 * 100)
-    get = rounding._kept(make)
+    monkeypatch.setattr(rounding, "_cache_limit", lambda device: 2 * 8 * 100)
+    get = rounding._cached(make)
     for name, size in (("small", 10), ("large", 13), ("small", 10), ("large", 13)):
         assert len(get(name, size)[0]) == size
     assert asked == ["small", "large", "large"], "what takes over an eighth is not kept"
@@ -1323,7 +1323,7 @@ class TokenByToken(right.Chunkwise):
     def gates(self, g: Tensor) -> Tensor:
         return g
 
-    def held(self, state: Tensor) -> Tensor:
+    def stored_state(self, state: Tensor) -> Tensor:
         """The state as it is stored between tokens."""
         return state
 
@@ -1339,7 +1339,7 @@ class TokenByToken(right.Chunkwise):
         rows = []
         for q_t, k_t, v_t, decay, beta_t in zip(q, k, v, decays, beta, strict=True):
             fresh = beta_t.unsqueeze(-1) * (v_t - self.recalled(k_t, decay, state))
-            state = self.held(decay * state + k_t.unsqueeze(-1) * fresh.unsqueeze(-2))
+            state = self.stored_state(decay * state + k_t.unsqueeze(-1) * fresh.unsqueeze(-2))
             rows.append(scale * (q_t.unsqueeze(-1) * state).sum(-2))
         return torch.stack(rows) if rows else 0 * v, state
 
@@ -1410,7 +1410,7 @@ class ChannelsReversed(TokenByToken):
 class StoresTheStateInBfloat16(TokenByToken):
     """The state is rounded after every token."""
 
-    def held(self, state: Tensor) -> Tensor:
+    def stored_state(self, state: Tensor) -> Tensor:
         return state.bfloat16().float()
 
 

@@ -384,7 +384,7 @@ def test_it_is_found_on_the_path_in_cudas_folders_and_in_its_wheel(tmp_path: pat
     assert find() == program
 
 
-def said(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+def output_of(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     code = cli.main(words)
     return (code, *capfd.readouterr())
 
@@ -399,11 +399,11 @@ def test_without_the_program_or_a_gpu_it_is_one_line_and_undecided(
 
     monkeypatch.setattr(sanitize, "find", missing)
     for words in (("check", RIGHT, "--sanitize"), ("repeat", f"law=oracle adapter={RIGHT} device=cuda lengths=3", "--sanitize")):
-        assert said(capfd, *words) == (exits.UNDECIDED, "", "gdn-verify: --sanitize needs compute-sanitizer\n")
+        assert output_of(capfd, *words) == (exits.UNDECIDED, "", "gdn-verify: --sanitize needs compute-sanitizer\n")
     monkeypatch.setattr(sanitize, "find", lambda: "compute-sanitizer")
     monkeypatch.setattr(devices, "gpus", lambda: 0)
     want = (exits.UNDECIDED, "", "gdn-verify: --sanitize needs a GPU, and torch sees none\n")
-    assert said(capfd, "check", RIGHT, "--sanitize", "racecheck") == want
+    assert output_of(capfd, "check", RIGHT, "--sanitize", "racecheck") == want
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_without_the_program_or_a_gpu_it_is_one_line_and_undecided(
     ],
 )
 def test_it_is_for_one_process_on_a_gpu(capfd: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
-    code, out, err = said(capfd, *words)
+    code, out, err = output_of(capfd, *words)
     assert (code, out) == (exits.USAGE, "")
     assert "--sanitize is for one process on a GPU" in err
     assert err.count("\n") == 1
@@ -436,7 +436,7 @@ def test_the_command_line_runs_workers_under_it(
     monkeypatch.setattr(explaining, "SHRINK_RUNS", 4)
     kernel(tmp_path)
     words = ("check", "kernel.py:Kernel", "--law", "pure", "--sanitize", "--workers", "1", "--profile", "few")
-    code, out, err = said(capfd, *words)
+    code, out, err = output_of(capfd, *words)
     assert code == exits.BROKEN, err
     assert "under compute-sanitizer --tool memcheck" in out
     assert "sanitizer: read out of bounds in kernel reads_on: 4 bytes of global memory" in out

@@ -61,7 +61,7 @@ def alike(**words: object) -> list[Case]:
     return [Case(**{**shared, **kind}) for kind in kinds]  # type: ignore[arg-type]
 
 
-def own(case: Case, algorithm: str = "chunkwise") -> Bounds:
+def bounds_alone(case: Case, algorithm: str = "chunkwise") -> Bounds:
     adapter = adapter_of(RIGHT)
     assert isinstance(adapter, Adapter)
     chunk = adapter.chunk if algorithm == adapter.algorithm else None
@@ -84,7 +84,7 @@ def compared(several: Sequence[Case], algorithm: str = "chunkwise") -> Iterator[
     """Each tensor's bound as the cases have it together, and as each has it alone."""
     for case, shared in zip(several, together(runs_of(*several)), strict=True):
         assert shared is not None, case
-        got, want = shared.bounds(algorithm), own(case, algorithm)
+        got, want = shared.bounds(algorithm), bounds_alone(case, algorithm)
         assert list(got) == list(want), case
         for name, one in want.items():
             assert (got[name].value.shape, got[name].allowed.shape) == (one.value.shape, one.allowed.shape), (case, name)
@@ -232,7 +232,7 @@ def test_a_finer_bound_is_the_cases_own() -> None:
         assert shared is not None
         for name, limit in shared.bounds("chunkwise").items():
             assert limit.finer is not None
-            finer, want = limit.finer(), own(case)[name].finer
+            finer, want = limit.finer(), bounds_alone(case)[name].finer
             assert want is not None
             # Of the same runs, around the truth that all share.
             assert torch.equal(finer.value, limit.value), (case, name)
@@ -301,16 +301,16 @@ def test_bounds_are_made_once_and_let_go_after_the_last_of_their_cases(monkeypat
             calls.append(shared.of)
             shared.bounds("chunkwise")
             assert shared.bounds("chunkwise").keys() >= {"o", "final_state", "dq"}
-        tallies.append((len(counts), sum(bool(call.made) for call in dict.fromkeys(calls))))
+        tallies.append((len(counts), sum(bool(call.results) for call in dict.fromkeys(calls))))
     assert counts == [3, 2]
     assert tallies == [(1, 1), (1, 1), (1, 1), (1, 1), (2, 1), (2, 1)]
-    assert [call.made for call in calls] == [{}] * 5
+    assert [call.results for call in calls] == [{}] * 5
 
 
 def test_what_nobody_asks_for_is_not_made() -> None:
     for shared in together(runs_of(*alike())):
         assert shared is not None
-        assert (shared.of.made, shared.of.waiting) == ({}, {})
+        assert (shared.of.results, shared.of.waiting) == ({}, {})
 
 
 def test_each_case_is_handed_its_own_inputs_once() -> None:
@@ -329,7 +329,7 @@ def test_each_case_is_handed_its_own_inputs_once() -> None:
         assert all(limit.value.isfinite().all() for limit in shared.bounds("chunkwise").values())
         with pytest.raises(KeyError):
             shared.call()
-    assert all("_given" not in vars(call) and not call.waiting for call in calls)
+    assert all("_joined_call" not in vars(call) and not call.waiting for call in calls)
 
 
 def verdicts(adapter: str, **fixed: Any) -> tuple[list[Verdict], list[Verdict]]:

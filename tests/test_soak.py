@@ -262,7 +262,7 @@ def test_the_summary_counts_laws_rounds_cases_and_their_rate() -> None:
     assert cases == "3 rounds, 31 cases in 10 s, 3.1 a second (kernels 4 s, oracle and bounds 1 s)"
 
 
-def said(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+def output_of(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     try:
         code = cli.main(words)
     except SystemExit as left:
@@ -288,14 +288,14 @@ def test_bad_usage_is_refused_before_any_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Worker, "launch", lambda self: pytest.fail("a worker was started"))
-    code, out, err = said(capfd, "soak", *words)
+    code, out, err = output_of(capfd, "soak", *words)
     assert (code, out, err.count("\n")) == (exits.USAGE, "", 1)
     assert name in err
 
 
 def test_torchrun_is_for_check(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setattr(soak_command, "launched", object)
-    assert said(capfd, "soak", RIGHT)[0] == exits.USAGE
+    assert output_of(capfd, "soak", RIGHT)[0] == exits.USAGE
 
 
 @pytest.mark.slow
@@ -304,7 +304,7 @@ def test_the_command_line_prints_a_table_and_json_lines(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ("--law", "pure", "--minutes", "0.08", "--seed", "3", "--workers", "1", "--json", "out")
-    code, out, err = said(capfd, "soak", RIGHT, "zoo/ChangesBeta", *words)
+    code, out, err = output_of(capfd, "soak", RIGHT, "zoo/ChangesBeta", *words)
     assert code == exits.BROKEN, err
     lines = out.splitlines()
     assert lines[0].startswith(f"{RIGHT}  torch ")

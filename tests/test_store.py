@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 FINDING = {"stage": "found", "run": "law=oracle adapter=a.py:B lengths=1", "findings": []}
 
 
-def kept(folder: pathlib.Path) -> list[object]:
+def findings_in(folder: pathlib.Path) -> list[object]:
     return [json.loads(line) for line in (folder / "findings.jsonl").read_text().splitlines()]
 
 
@@ -26,7 +26,7 @@ def test_findings_are_appended_and_forced_to_the_disk(tmp_path: pathlib.Path, mo
     store = Store(tmp_path / "new" / "folder")
     store.keep(FINDING)
     store.keep({**FINDING, "stage": "shrunk"})
-    assert [line["stage"] for line in kept(store.folder)] == ["found", "shrunk"]  # type: ignore[index]
+    assert [line["stage"] for line in findings_in(store.folder)] == ["found", "shrunk"]  # type: ignore[index]
     assert len(synced) == 2
     assert store.trouble is None
 
@@ -143,7 +143,7 @@ def test_disk_that_fills_up_between_two_findings_keeps_the_first(tmp_path: pathl
         store.keep(FINDING)
     assert store.trouble is not None
     assert "No space left" in store.trouble
-    assert kept(tmp_path)[0] == FINDING
+    assert findings_in(tmp_path)[0] == FINDING
 
 
 def test_two_checks_at_once_mix_no_lines(tmp_path: pathlib.Path) -> None:
@@ -157,7 +157,7 @@ def test_two_checks_at_once_mix_no_lines(tmp_path: pathlib.Path) -> None:
         for who in "ab"
     ]
     assert [check.wait(60) for check in checks] == [0, 0]
-    lines = kept(tmp_path)
+    lines = findings_in(tmp_path)
     assert sorted(line["who"] for line in lines) == ["a"] * 50 + ["b"] * 50  # type: ignore[index]
     assert {len(line["text"]) for line in lines} == {20000}  # type: ignore[index]
     assert [path.name for path in tmp_path.iterdir()] == ["findings.jsonl"]

@@ -70,7 +70,7 @@ def few_cases(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
 
 
 @pytest.fixture
-def own(tmp_path: pathlib.Path) -> str:
+def own_file(tmp_path: pathlib.Path) -> str:
     (tmp_path / "own.py").write_text(OWN)
     return "own.py"
 
@@ -176,10 +176,10 @@ def test_a_zoo_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPat
         check_spec("zoo/LeaksState")
 
 
-def test_animals_are_chosen_by_name_letter_and_file(own: str) -> None:
+def test_animals_are_chosen_by_name_letter_and_file(own_file: str) -> None:
     assert [animal.name for animal in chosen(["zoo/EvenRows", "LeaksState", "EvenRows"])] == ["EvenRows", "LeaksState"]
     assert {animal.letter for animal in chosen(letters=["E", "G"])} == {"E", "G"}
-    (mine,) = chosen([f"{own}:Harmless"])
+    (mine,) = chosen([f"{own_file}:Harmless"])
     assert (mine.name, mine.spec, mine.story) == ("Harmless", "own.py:Harmless", "It is right, and called an animal.")
     assert chosen() == list(animals().values())
 
@@ -308,8 +308,8 @@ def test_a_few_animals_are_killed_and_shown_as_text_json_and_page(
 
 
 @pytest.mark.slow
-def test_who_survives_is_told_loudly_and_costs_the_exit_code(capfd: pytest.CaptureFixture[str], own: str) -> None:
-    code, out, _ = run(capfd, f"{own}:Harmless", "ChangesBeta", "--law", "pure", "--workers", "1")
+def test_who_survives_is_told_loudly_and_costs_the_exit_code(capfd: pytest.CaptureFixture[str], own_file: str) -> None:
+    code, out, _ = run(capfd, f"{own_file}:Harmless", "ChangesBeta", "--law", "pure", "--workers", "1")
     assert code == exits.BROKEN
     assert "2 animals: 1 killed, 1 alive" in out
     assert "SURVIVES             8 cases of 1 laws" in out
@@ -318,10 +318,10 @@ def test_who_survives_is_told_loudly_and_costs_the_exit_code(capfd: pytest.Captu
 
 @pytest.mark.slow
 def test_an_animal_that_spoils_its_process_kills_no_other(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own: str
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, own_file: str
 ) -> None:
     monkeypatch.setattr(hunt, "PROFILE", Profile("quick", 1))
-    code, out, _ = run(capfd, f"{own}:LeavesADoorOpen", "--law", "cut", "--workers", "1")
+    code, out, _ = run(capfd, f"{own_file}:LeavesADoorOpen", "--law", "cut", "--workers", "1")
     assert code == exits.BROKEN
     assert re.search(r'^RIGHT CODE REJECTED  python -m verify repeat "law=cut at=\d+ adapter=zoo/Chunkwise ', out, re.MULTILINE), (
         out
@@ -371,7 +371,9 @@ def test_interrupted_it_prints_what_is_known(capfd: pytest.CaptureFixture[str], 
         (["EvenRows", "--rule", "te"], "no animal is both of these names and of these letters, and what suites are about"),
     ],
 )
-def test_bad_usage_is_one_line_before_any_work(capfd: pytest.CaptureFixture[str], own: str, words: list[str], message: str) -> None:
+def test_bad_usage_is_one_line_before_any_work(
+    capfd: pytest.CaptureFixture[str], own_file: str, words: list[str], message: str
+) -> None:
     code, out, err = run(capfd, *words)
     assert (code, out) == (exits.USAGE, "")
     assert message in err
@@ -402,7 +404,7 @@ def test_the_page_shows_survivors_alarms_and_what_was_not_asked() -> None:
     hunting = Hunt([animal], ["oracle", "linear"], workers=1)
     hunting.alarms.append("law=oracle adapter=zoo/Chunkwise lengths=3")
     fate = hunting.fates[0]
-    fate.cells["oracle"].asked = fate.cells["oracle"].held = 4
+    fate.cells["oracle"].asked = fate.cells["oracle"].holding = 4
     html = page.page(table.to_json(hunting))
     assert "Survives: " in html
     assert "Right code was rejected" in html
@@ -476,7 +478,7 @@ def test_twin_of_a_decay_by_the_thread_is_wrong_in_the_channels_of_the_wrong_thr
 
 
 def test_suites_are_about_the_rule_of_an_explicit_gate_alone() -> None:
-    asked_for = {name for name, animal in animals().items() if trials.is_asked(animal)}
+    asked_for = {name for name, animal in animals().items() if trials.is_eligible(animal)}
     assert {"LeaksState", "Hangs"} <= asked_for
     assert not asked_for & {"EvenRows", "ForgetsDtBias", "NeverErases", "ConvLeaks", "WritesBf16"}
 

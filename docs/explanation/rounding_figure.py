@@ -52,7 +52,7 @@ def kernel(x: Inputs, *, loses_state: bool = False) -> Tensor:
 
     tokens = [x[name][0, :, 0].float() for name in ("q", "k", "v", "g", "beta")]
     state, rows = torch.zeros(WIDTH, WIDTH), []
-    for q, k, v, g, beta in zip(*(each.split(CHUNK) for each in tokens), strict=True):
+    for q, k, v, g, beta in zip(*(tensor.split(CHUNK) for tensor in tokens), strict=True):
         total = g.cumsum(0)
         decay = (total[:, None] - total).tril().exp()
         corrections = (beta[:, None] * (k @ k.T) * decay).tril(-1)
@@ -73,7 +73,7 @@ class Example:
 
     truth: Tensor
     runs: Tensor
-    own: Tensor
+    mean_square: Tensor
     pooled: Tensor
     floor: Tensor
     allowed: Tensor
@@ -83,7 +83,7 @@ class Example:
     @property
     def sigma(self) -> Tensor:
         """The error scale of each row."""
-        return (self.own / 2 + self.pooled / 2).sqrt()
+        return (self.mean_square / 2 + self.pooled / 2).sqrt()
 
     def of_the_tensor(self, errors: Tensor) -> float:
         """The error of the whole tensor, over the norm of the whole tensor."""
@@ -99,41 +99,41 @@ def example() -> Example:
     several = {name: x[name].double().expand(RUNS, *x[name].shape) for name in ("q", "k", "v", "g", "beta")}
     disturbed = RULE.forward(x.replaced(**several), arithmetic)["o"][:, 0, :, 0]
     runs = (disturbed - truth).norm(dim=-1)
-    own = runs.square().mean(0)
-    pooled = torch.nn.functional.avg_pool1d(own[None], WINDOW, 1, WINDOW // 2, count_include_pad=False)[0]
+    mean_square = runs.square().mean(0)
+    pooled = torch.nn.functional.avg_pool1d(mean_square[None], WINDOW, 1, WINDOW // 2, count_include_pad=False)[0]
     floor = FLOOR_ULP * ULP * truth.norm(dim=-1)
     errors = [(kernel(x, loses_state=loses) - truth).norm(dim=-1) for loses in (False, True)]
-    made = Example(truth, runs, own, pooled, floor, allowed, *errors)
-    assert torch.allclose(torch.maximum(KAPPA * made.sigma, floor), allowed, rtol=1e-9)
-    return made
+    result = Example(truth, runs, mean_square, pooled, floor, allowed, *errors)
+    assert torch.allclose(torch.maximum(KAPPA * result.sigma, floor), allowed, rtol=1e-9)
+    return result
 
 
-def report(made: Example) -> list[str]:
+def report(result: Example) -> list[str]:
     """The numbers of the page."""
     row = {
-        "norm of the row": made.truth[ROW].norm(),
-        **{f"error of disturbed run {number}": error for number, error in enumerate(made.runs[:, ROW], 1)},
-        "own: root mean square of these": made.own[ROW].sqrt(),
-        f"pooled: root of the mean over {WINDOW} rows": made.pooled[ROW].sqrt(),
-        "sigma": made.sigma[ROW],
-        f"{KAPPA:g} sigma": KAPPA * made.sigma[ROW],
-        "floor": made.floor[ROW],
-        "tolerance": made.allowed[ROW],
-        "error of the right kernel": made.right[ROW],
-        "error of the wrong kernel": made.wrong[ROW],
+        "norm of the row": result.truth[ROW].norm(),
+        **{f"error of disturbed run {number}": error for number, error in enumerate(result.runs[:, ROW], 1)},
+        "root of mean_square: their root mean square": result.mean_square[ROW].sqrt(),
+        f"pooled: root of the mean over {WINDOW} rows": result.pooled[ROW].sqrt(),
+        "sigma": result.sigma[ROW],
+        f"{KAPPA:g} sigma": KAPPA * result.sigma[ROW],
+        "floor": result.floor[ROW],
+        "tolerance": result.allowed[ROW],
+        "error of the right kernel": result.right[ROW],
+        "error of the wrong kernel": result.wrong[ROW],
     }
     lines = [f"token {ROW}"] + [f"  {what:<40} {float(value):.3g}" for what, value in row.items()]
-    for name, errors in (("right", made.right), ("wrong", made.wrong)):
-        over = (errors > made.allowed).nonzero().flatten().tolist()
-        worst = float((errors / made.allowed).max())
+    for name, errors in (("right", result.right), ("wrong", result.wrong)):
+        over = (errors > result.allowed).nonzero().flatten().tolist()
+        worst = float((errors / result.allowed).max())
         lines.append(f"{name} kernel: worst row {worst:.2f} of its tolerance; rows over: {over or 'none'}")
-        lines.append(f"  error of the whole tensor {made.of_the_tensor(errors):.4f} (a tolerance of {RATIO} is common)")
-    loud, quiet = made.allowed[:QUIET], made.allowed[CHUNK:]
+        lines.append(f"  error of the whole tensor {result.of_the_tensor(errors):.4f} (a tolerance of {RATIO} is common)")
+    loud, quiet = result.allowed[:QUIET], result.allowed[CHUNK:]
     middle = [f"{float(part.median()):.3g}" for part in (loud, quiet)]
     return [*lines, f"median tolerance: {middle[0]} before token {QUIET}, {middle[1]} from token {CHUNK} on"]
 
 
-def draw(made: Example, path: pathlib.Path = PICTURE) -> None:
+def draw(result: Example, path: pathlib.Path = PICTURE) -> None:
     """The picture: what each row may err, and what two kernels err."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -142,11 +142,11 @@ def draw(made: Example, path: pathlib.Path = PICTURE) -> None:
     with rc_context({"font.size": 9}):
         figure = Figure(figsize=(8, 4.8), layout="constrained")
         axes = figure.subplots()
-        axes.plot(tokens, made.allowed, color="black", linewidth=1.8, label=f"tolerance of the row ({KAPPA:g} sigma)")
-        axes.plot(tokens, made.runs.T, color="silver", linewidth=0.7, label=[f"the {RUNS} disturbed runs", *[None] * (RUNS - 1)])
-        axes.plot(tokens, made.right, ".", color="tab:blue", markersize=4, label="right kernel")
-        axes.scatter(ROW, float(made.wrong[ROW]), s=80, c="tab:red", marker="x", linewidths=2, label=f"wrong kernel, token {ROW}")
-        alone = RATIO * float(made.truth.norm())
+        axes.plot(tokens, result.allowed, color="black", linewidth=1.8, label=f"tolerance of the row ({KAPPA:g} sigma)")
+        axes.plot(tokens, result.runs.T, color="silver", linewidth=0.7, label=[f"the {RUNS} disturbed runs", *[None] * (RUNS - 1)])
+        axes.plot(tokens, result.right, ".", color="tab:blue", markersize=4, label="right kernel")
+        axes.scatter(ROW, float(result.wrong[ROW]), s=80, c="tab:red", marker="x", linewidths=2, label=f"wrong kernel, token {ROW}")
+        alone = RATIO * float(result.truth.norm())
         axes.axhline(alone, color="tab:orange", linestyle="--", label=f"what {RATIO:.1%} of the whole tensor allows one row")
         axes.set_yscale("log")
         axes.set_xlabel("token")
@@ -158,9 +158,9 @@ def draw(made: Example, path: pathlib.Path = PICTURE) -> None:
 
 def main() -> None:
     """Print the numbers and write the picture."""
-    made = example()
-    print("\n".join(report(made)))  # noqa: T201
-    draw(made)
+    result = example()
+    print("\n".join(report(result)))  # noqa: T201
+    draw(result)
     print(f"wrote {PICTURE.name}")  # noqa: T201
 
 

@@ -185,7 +185,7 @@ class PoolCase(Line):
         return self._some("fresh")
 
     @functools.cached_property
-    def kept(self) -> tuple[int, ...]:
+    def accepted_counts(self) -> tuple[int, ...]:
         """How many tokens of each request are accepted: all, or at least one of them."""
         numbers = self._numbers("accepted", len(self.lengths)).tolist()
         some = self.accepted == "some"
@@ -213,7 +213,7 @@ class PoolCase(Line):
         real = torch.tensor(self.real, device=device)
         pool = self.filled(self.free, device)
         pool = pool.index_copy(0, slots[real].long(), call.state[real].to(pool.dtype))
-        beginning, accepted = ([int(not flag) for flag in self.beginning], self.kept)
+        beginning, accepted = ([int(not flag) for flag in self.beginning], self.accepted_counts)
         return Inputs(
             **{name: call[name] for name in (*TOKENS, "A_log", "dt_bias", "allow_neg_eigval") if name in call},
             pool=pool,

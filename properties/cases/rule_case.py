@@ -170,13 +170,13 @@ class Case(Line):
 
     def cotangents(self, device: str | None = None) -> dict[str, Tensor]:
         """Return a random cotangent for every output, the final state included, in the output's shape and dtype."""
-        return _made([_Builder(self, device).cotangents()])[0]
+        return _tensors([_Builder(self, device).cotangents()])[0]
 
 
 def drawn(cases: Sequence[Case], device: str | None = None, *, backward: bool) -> list[tuple[Inputs, dict[str, Tensor] | None]]:
     """Return the inputs and, with `backward`, the cotangents of each case; the same as case by case, with fewer operations."""
     builders = [_Builder(case, device) for case in cases]
-    tensors = iter(_made([group for build in builders for group in (build.call(), *([build.cotangents()] if backward else []))]))
+    tensors = iter(_tensors([group for build in builders for group in (build.call(), *([build.cotangents()] if backward else []))]))
     return [(build.inputs(next(tensors)), next(tensors) if backward else None) for build in builders]
 
 
@@ -219,16 +219,16 @@ class _Recipes(NamedTuple):
     single: tuple[str, ...]
 
 
-def _made(asked: Sequence[_Recipes]) -> list[dict[str, Tensor]]:
+def _tensors(groups: Sequence[_Recipes]) -> list[dict[str, Tensor]]:
     """Return the contiguous tensors of each group of recipes.
 
     On a GPU an operation costs a launch whatever its size, and a copy from the host costs a wait. So all integers are drawn
     together, and constants are Python numbers. No table of inputs is kept on the GPU for the next case, because a wrong kernel
     might write into it.
     """
-    draws = [(recipes.build, draw) for recipes in asked for recipe in recipes.tensors.values() for draw in recipe.draws]
+    draws = [(recipes.build, draw) for recipes in groups for recipe in recipes.tensors.values() for draw in recipe.draws]
     whole, result = iter(_integers(draws)), []
-    for build, tensors, single in asked:
+    for build, tensors, single in groups:
         values = {}
         for name, recipe in tensors.items():
             dtype = DTYPES["fp32" if name in single else build.case.dtype]

@@ -116,7 +116,7 @@ class Agreement:
     def about(self, *forms: str) -> str:
         """A text about the results of the given forms."""
         if wrong := self.broken(*forms):
-            return f"BROKEN at {self.size}: " + "; ".join(f"{name}: {_said(self.findings[name][0])}" for name in wrong)
+            return f"BROKEN at {self.size}: " + "; ".join(f"{name}: {_finding_text(self.findings[name][0])}" for name in wrong)
         text = f"hold at {self.size}: {', '.join(f'{self.worst[name]:.2f}' for name in forms)} of what rounding allows"
         if len(forms) != 2:
             return text
@@ -124,7 +124,7 @@ class Agreement:
         return f"{text}, {apart:.2f} apart" if apart else f"{text}, equal to the bit"
 
 
-def _said(finding: Finding) -> str:
+def _finding_text(finding: Finding) -> str:
     rows = f", {finding.rows_over} of {finding.rows} rows, the worst {finding.worst}" if finding.rows else ""
     return f"{finding.place} {finding.what}{rows}"
 

@@ -119,13 +119,13 @@ def l2norm(x: Tensor) -> Tensor:
     return y
 
 
-def together(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def combined_norm(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """q and k normalised by one call. The results are views."""
     first, second = l2norm(torch.cat([q, k], 2)).chunk(2, 2)
     return first, second
 
 
-def each(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def separate_norms(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """q and k normalised by separate calls."""
     return l2norm(q.contiguous()), l2norm(k.contiguous())
 
@@ -154,7 +154,10 @@ def norms_contest(setting: Setting, *, repeated: bool) -> Contest:
         return ModuleCase((tokens,), "l2norm", heads=2 * layer.heads, width=layer.key_dim, dtype=setting.sizes.dtype)
 
     return Contest(
-        {"a norm each": lambda x: operands(each(*x.x.chunk(2, 2))), "one norm": lambda x: operands(together(*x.x.chunk(2, 2)))},
+        {
+            "a norm each": lambda x: operands(separate_norms(*x.x.chunk(2, 2))),
+            "one norm": lambda x: operands(combined_norm(*x.x.chunk(2, 2))),
+        },
         case(setting.sizes.tokens),
         case(setting.sizes.judged),
         "pointwise",
@@ -189,8 +192,8 @@ def in_kernel_contest(setting: Setting) -> Contest:
     """
     return Contest(
         {
-            "one explicit": lambda x: (rule(*together(x.q, x.k), x.v, x.g, x.beta, norm=False),),
-            "two explicit": lambda x: (rule(*each(x.q, x.k), x.v, x.g, x.beta, norm=False),),
+            "one explicit": lambda x: (rule(*combined_norm(x.q, x.k), x.v, x.g, x.beta, norm=False),),
+            "two explicit": lambda x: (rule(*separate_norms(x.q, x.k), x.v, x.g, x.beta, norm=False),),
             "in the kernel": lambda x: (rule(x.q, x.k, x.v, x.g, x.beta, norm=True),),
         },
         rule_case(setting, [setting.sizes.tokens]),

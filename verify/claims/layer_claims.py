@@ -12,7 +12,7 @@ from oracles.operation import Inputs
 from properties.cases.layer_case import LayerCase
 from verify.adapters.gdn.layer import Choices, GatedDeltaNet
 from verify.claims.contest import Contest, Form, Tensors, agreement, ready, size_of
-from verify.claims.kernel_claims import compared, each, fla_conv, rule, together, transposed_conv
+from verify.claims.kernel_claims import combined_norm, compared, fla_conv, rule, separate_norms, transposed_conv
 from verify.claims.setting import Setting
 from verify.claims.table import Row, number
 from verify.claims.timing import Call, Spread, measured
@@ -51,7 +51,7 @@ class Before(GatedDeltaNet):
 
     def normed_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         """The output o of the rule, from q and k as they leave the convolution."""
-        return rule(*each(q, k), v, g, beta, norm=False)
+        return rule(*separate_norms(q, k), v, g, beta, norm=False)
 
 
 class Refined(Before):
@@ -62,7 +62,7 @@ class Refined(Before):
 
     def normed_rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         """See Before."""
-        return rule(*together(q, k), v, g, beta, norm=False)
+        return rule(*combined_norm(q, k), v, g, beta, norm=False)
 
 
 class InKernel(Refined):

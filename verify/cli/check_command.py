@@ -28,7 +28,7 @@ from verify.cli.hosts import (
     workers_of,
 )
 from verify.cli.options import SWEEP, chosen_laws
-from verify.cli.output import json_lines, progress, say, stored, tell_troubles
+from verify.cli.output import json_lines, print_line, print_troubles, progress, stored
 from verify.cli.sweep_command import sweep
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
@@ -97,14 +97,14 @@ def check(options: argparse.Namespace) -> int:
         checking,
     ):
         checking.on_case = on_case
-        checking.on_report = functools.partial(_tell_report, out, lines)
+        checking.on_report = functools.partial(_print_report, out, lines)
         try:
             _run(options, checking, sanitizer, out)
         except KeyboardInterrupt:
             interrupted = True
             checking.stop()
-    tell_troubles(store, examples)
-    _tell_end(checking, time.monotonic() - start, out, interrupted=interrupted)
+    print_troubles(store, examples)
+    _print_end(checking, time.monotonic() - start, out, interrupted=interrupted)
     return INTERRUPTED if interrupted else exit_code(checking.reports)
 
 
@@ -124,7 +124,7 @@ def _run(options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | No
     where += f", on {described.device}" if described.device else ""
     where += f", under {PROGRAM} --tool {sanitizer.tool}" if sanitizer else ""
     settings = checking.settings
-    say(f"{spec}  {described.versions}  profile {settings.profile.name}, seed {settings.seed}{where}", out)
+    print_line(f"{spec}  {described.versions}  profile {settings.profile.name}, seed {settings.seed}{where}", out)
     try:
         checking.run()
     except ValueError as error:
@@ -133,29 +133,29 @@ def _run(options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | No
         return
     seen = coverage.counted(checking.cases)
     gaps = coverage.missed(seen, described.domain, checking.cases[:200])
-    say("\n".join(["cases by regime:", *coverage.lines(seen, gaps)]), out)
+    print_line("\n".join(["cases by regime:", *coverage.lines(seen, gaps)]), out)
     stopped = options.stop and any(report.verdict is Verdict.BROKEN for report in checking.reports)
     if not stopped and not shared:
-        _tell_refusals(spec, checking, out)
+        _print_refusals(spec, checking, out)
 
 
-def _tell_report(out: Any, lines: Callable[[dict[str, Any]], None], report: LawReport) -> None:
+def _print_report(out: Any, lines: Callable[[dict[str, Any]], None], report: LawReport) -> None:
     told = text.failure(report) if report.verdict is Verdict.BROKEN else text.law_line(report)
-    say("\n  ".join([told, *report.known]), out)
+    print_line("\n  ".join([told, *report.known]), out)
     lines(report.to_json())
 
 
-def _tell_end(checking: Check, wall_s: float, out: Any, *, interrupted: bool) -> None:
+def _print_end(checking: Check, wall_s: float, out: Any, *, interrupted: bool) -> None:
     """Print the summary, the kernels whose programs could not be interpreted together, and failures of gdn-verify itself."""
     reports = checking.reports
-    say(("interrupted: " if interrupted else "") + _summary(reports, checking.laws or [], wall_s, checking.store), out)
+    print_line(("interrupted: " if interrupted else "") + _summary(reports, checking.laws or [], wall_s, checking.store), out)
     if slow := text.one_by_one(reports):
-        say("\n".join(slow), out)
+        print_line("\n".join(slow), out)
     if notice := text.fault_notice(reports):
-        say(notice, out)
+        print_line(notice, out)
 
 
-def _tell_refusals(spec: str, checking: Check, out: Any) -> None:
+def _print_refusals(spec: str, checking: Check, out: Any) -> None:
     did: dict[str, list[str]] = {}
     domain = checking.describe().domain
     for name in book_of(domain).illegal.names(domain.operation):
@@ -165,9 +165,9 @@ def _tell_refusals(spec: str, checking: Check, out: Any) -> None:
             answer = f"{lost.how} ({lost.detail})"
         did.setdefault(answer, []).append(name)
     if did:
-        say("illegal input, reported and not judged:", out)
+        print_line("illegal input, reported and not judged:", out)
     for answer, names in did.items():
-        say(f"  {answer}: {'; '.join(names)}", out)
+        print_line(f"  {answer}: {'; '.join(names)}", out)
 
 
 def _summary(reports: Sequence[LawReport], laws: Sequence[str], wall_s: float, store: Store) -> str:

@@ -23,7 +23,7 @@ def stored(options: argparse.Namespace, out: Any) -> tuple[Store, Examples | Non
     return store, None if options.no_examples else Examples(options.findings)
 
 
-def tell_troubles(store: Store, examples: Examples | None) -> None:
+def print_troubles(store: Store, examples: Examples | None) -> None:
     """Print on stderr what could not be written to disk."""
     for trouble in (store.trouble, examples.trouble if examples else ""):
         if trouble:
@@ -37,7 +37,7 @@ def json_lines(place: str | None) -> Iterator[Callable[[dict[str, Any]], None]]:
     ValueError, before any work, if the file cannot be opened.
     """
     if place is None or place == "-":
-        yield lambda data: say(json.dumps(data), sys.stdout) if place else None
+        yield lambda data: print_line(json.dumps(data), sys.stdout) if place else None
         return
     try:
         file = open(place, "wb", buffering=0)  # noqa: SIM115 - closed below, after the yield
@@ -54,7 +54,7 @@ def json_lines(place: str | None) -> Iterator[Callable[[dict[str, Any]], None]]:
         yield write
 
 
-def say(line: str, out: Any) -> None:
+def print_line(line: str, out: Any) -> None:
     """Print a line and flush, so that the reader of a pipe can follow the check."""
     print(line, file=out, flush=True)
 

@@ -9,7 +9,7 @@ from verify.adapters.loader import check_spec
 from verify.cli.exits import INTERRUPTED, exit_code
 from verify.cli.hosts import check_installed, compilers_of, count_of, deadline_of, device_of, read_deny_list
 from verify.cli.options import SWEEP, chosen_laws
-from verify.cli.output import json_lines, progress, say, stored, tell_troubles
+from verify.cli.output import json_lines, print_line, print_troubles, progress, stored
 from verify.engine import soak
 from verify.engine.profiles import PROFILES
 from verify.findings import report as text
@@ -35,7 +35,7 @@ def soak_all(options: argparse.Namespace) -> int:
     def begun(this: soak.Round) -> None:
         words = [f"--{name} {getattr(options, name)}" for name in ("products", "device", "tune") if getattr(options, name)]
         words += [f"--law {law}" for law in asked or ()]
-        say(" ".join([f"round {this.number}: python -m verify {this}", *words]), sys.stderr)
+        print_line(" ".join([f"round {this.number}: python -m verify {this}", *words]), sys.stderr)
 
     with json_lines(options.json) as lines, progress() as on_case:
         soaking = soak.Soak(
@@ -54,13 +54,13 @@ def soak_all(options: argparse.Namespace) -> int:
             tune=options.tune or "",
             on_round=begun,
             on_case=on_case,
-            on_report=lambda report: say(text.failure(report), out),
+            on_report=lambda report: print_line(text.failure(report), out),
         )
         with soaking:
             try:
                 for spec, description in soaking.describe().items():
                     where = f", on {description.device}" if description.device else ""
-                    say(f"{spec}  {description.versions}  soak of {options.minutes:g} minutes, seed {seed}{where}", out)
+                    print_line(f"{spec}  {description.versions}  soak of {options.minutes:g} minutes, seed {seed}{where}", out)
                 try:
                     soaking.run(60 * options.minutes)
                 except ValueError as error:
@@ -69,10 +69,10 @@ def soak_all(options: argparse.Namespace) -> int:
                 interrupted = True
         for report in soaking.reports:
             lines(report.to_json())
-    tell_troubles(store, examples)
-    say("\n".join(text.table(soaking.reports)), out)
+    print_troubles(store, examples)
+    print_line("\n".join(text.table(soaking.reports)), out)
     told = soak.summary(soaking.reports, soaking.rounds, time.monotonic() - start)
-    say(("interrupted: " if interrupted else "") + told, out)
+    print_line(("interrupted: " if interrupted else "") + told, out)
     if notice := text.fault_notice(soaking.reports):
-        say(notice, out)
+        print_line(notice, out)
     return INTERRUPTED if interrupted else exit_code(soaking.reports)

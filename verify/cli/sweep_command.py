@@ -9,7 +9,7 @@ from typing import Any
 from verify.adapters.packages import installed
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED
 from verify.cli.hosts import compilers_of, deadline_of
-from verify.cli.output import json_lines, progress, say
+from verify.cli.output import json_lines, print_line, progress
 from verify.engine.asking import describe, started
 from verify.engine.sweep import Sweep
 from verify.findings.store import Store
@@ -26,7 +26,7 @@ def sweep(options: argparse.Namespace, spec: str, device: str, seed: int, store:
         described = describe(spec, workers[0])
         products = options.products or ("ieee" if device == "cpu" else described.products)
         where = f", on {described.device}" if described.device else ""
-        say(f"{spec}  {described.versions}  sweep, seed {seed}{where}", out)
+        print_line(f"{spec}  {described.versions}  sweep, seed {seed}{where}", out)
         start = time.monotonic()
         sweep = Sweep(
             described,
@@ -39,20 +39,20 @@ def sweep(options: argparse.Namespace, spec: str, device: str, seed: int, store:
         )
         swept = sweep.run()
         for line in swept.lines():
-            say(line, out)
+            print_line(line, out)
         place = described.device or "interpreter", installed("triton") or "none"
         wrong = [denied for fault in swept.faults for denied in fault.denied(*place)]
         total = sum(map(len, swept.ran.values()))
         line = f"{len(swept.faults)} wrong of {total} configurations of {len(swept.known)} kernels"
         line += f"; {swept.runs} runs in {time.monotonic() - start:.0f} s"
         if options.deny and wrong:
-            autotune.write_denied(options.deny, [*_listed(options.deny), *wrong])
+            autotune.write_denied(options.deny, [*_denied_before(options.deny), *wrong])
             line += f"; deny-list in {options.deny}"
-        say(line, out)
+        print_line(line, out)
         lines(swept.to_json())
     store.close()
     return BROKEN if swept.faults else UNDECIDED if swept.undecided else HOLDS
 
 
-def _listed(path: str) -> list[autotune.Denied]:
+def _denied_before(path: str) -> list[autotune.Denied]:
     return autotune.read_denied(path) if os.path.exists(path) else []

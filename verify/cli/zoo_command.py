@@ -13,7 +13,7 @@ from verify.zoo import kill_table as table
 from verify.zoo import mutation, page
 from verify.zoo.animals import LETTERS, animals, chosen
 from verify.zoo.hunt import Hunt
-from verify.zoo.trials import Trial, Trials, is_asked, load, suites
+from verify.zoo.trials import Trial, Trials, is_eligible, load, suites
 
 EXITS = "exit: 0 every animal asked is killed   1 one survives, or right code is rejected   2 bad usage   130 interrupted"
 Progress = Callable[[], "contextlib.AbstractContextManager[Callable[[str, int, int], None]]"]
@@ -58,7 +58,7 @@ def act(options: argparse.Namespace, progress: Progress) -> int:
     for rule in rules:
         load(rule)
     if rules:
-        asked = [animal for animal in asked if is_asked(animal)]
+        asked = [animal for animal in asked if is_eligible(animal)]
     if not asked:
         raise ValueError("no animal is both of these names and of these letters" + (", and what suites are about" if rules else ""))
     if options.html:

@@ -119,7 +119,7 @@ def ask_all(runs: Sequence[Run], worker: Asked, store: Store, defects: KnownDefe
     not repeated, and its exact excess over the tolerance is not measured, because that would take longer than everything else.
     """
     outcomes: list[dict[str, Any]] = []
-    excused = [defects.excused(run) for run in runs]
+    excused = [defects.explained_outputs(run) for run in runs]
     if len(runs) > 1 or any(excused):
         store.begin("\n".join(map(str, runs)))
         try:

@@ -18,7 +18,7 @@ from verify.process.outcome import Outcome, Verdict
 SHRINK_RUNS, SHRINK_S = 120, 60.0
 
 
-def otherwise(
+def would_hold(
     described: Described, runs: Sequence[Run], worker: Asked, store: Store, more: Callable[[], bool] = lambda: True
 ) -> list[str]:
     """Declarations, as text such as "folds = True", each of which alone would bring all these broken runs within their tolerance.
@@ -37,11 +37,11 @@ def otherwise(
     elif described.algorithm == "recurrent":
         ways += [("stores = True", runs, {"stores": True}), ("algorithm = 'chunkwise'", runs, {"algorithm": "chunkwise"})]
 
-    def come_to(verdict: Verdict, asked: Sequence[Run], declared: dict[str, Any]) -> bool:
+    def all_verdicts(verdict: Verdict, asked: Sequence[Run], declared: dict[str, Any]) -> bool:
         return all(more() and ask(run, worker, store, declared).verdict is verdict for run in asked)
 
-    hold = [words for words, asked, declared in ways if come_to(Verdict.HOLDS, asked, declared)]
-    return hold if hold and come_to(Verdict.BROKEN, (*runs, *runs), {}) else []
+    hold = [words for words, asked, declared in ways if all_verdicts(Verdict.HOLDS, asked, declared)]
+    return hold if hold and all_verdicts(Verdict.BROKEN, (*runs, *runs), {}) else []
 
 
 def explain(
@@ -64,7 +64,7 @@ def explain(
     def fails(example: Example) -> bool | None:
         nonlocal best
         candidate = dataclasses.replace(run, example=example)
-        if defects.whatever(candidate):
+        if defects.explain_any(candidate):
             return None
         got = ask(candidate, worker, store)
         if defects.explain(candidate, got):

@@ -15,7 +15,7 @@ from verify.engine.asking import Asked, Described, ask, ask_all, most_at_once, o
 from verify.engine.climb import climb, climbed
 from verify.engine.compile_plan import Plan
 from verify.engine.drawing import batches
-from verify.engine.explaining import SHRINK_S, explain, otherwise
+from verify.engine.explaining import SHRINK_S, explain, would_hold
 from verify.engine.profiles import PROFILES, Profile
 from verify.execution.run import Run
 from verify.findings.known import KnownDefects
@@ -123,7 +123,7 @@ class LawCheck:
             report.verdict, report.reason = Verdict.UNSUPPORTED, reason or ""
             return report
         self._run_known()
-        broken = self._remembered(law) or self._drawn(law)
+        broken = self._stored_failure(law) or self._drawn(law)
         if broken is not None:
             self._explain(law, *broken)
         else:
@@ -144,7 +144,7 @@ class LawCheck:
             )
             self.report.known.append(f"{'known defect, still there' if still else gone}: {defect.reason} ({defect.run})")
 
-    def _remembered(self, law: Law) -> tuple[Run, Outcome] | None:
+    def _stored_failure(self, law: Law) -> tuple[Run, Outcome] | None:
         """Run the lines that broke the law in earlier checks: the first that still does, or None.
 
         Only a line that is still broken is counted in the report. A line that holds again is dropped from the file.
@@ -172,12 +172,12 @@ class LawCheck:
         for batch in self._batches(law, drawn, most_at_once(law, self._worker, settings.device)):
             runs = [common.run_of(law.name, example) for example in batch]
             outcomes = ask_all(runs, self._worker, common.store, common.defects)
-            if any(self._settled(*pair) for pair in zip(runs, outcomes, strict=True)):
+            if any(self._counted(*pair) for pair in zip(runs, outcomes, strict=True)):
                 return self._broken
 
         def score(example: Example) -> float | None:
             run = common.run_of(law.name, example)
-            return None if self._settled(run, self._ask(run)) else self._scores[example]
+            return None if self._counted(run, self._ask(run)) else self._scores[example]
 
         if drawn < examples:
             plan = common.plan
@@ -198,7 +198,7 @@ class LawCheck:
                 planned.wait(example)
             yield batch
 
-    def _settled(self, run: Run, outcome: Outcome) -> bool:
+    def _counted(self, run: Run, outcome: Outcome) -> bool:
         """Count the outcome of a run. True if no further case of the law is needed or allowed."""
         common, examples = self._common, self._common.settings.profile.examples_of(self._name)
         if common.stopped.is_set() and outcome.verdict is not Verdict.BROKEN:
@@ -249,7 +249,7 @@ class LawCheck:
             def more() -> bool:
                 return not common.over and time.monotonic() < end
 
-            report.otherwise = otherwise(common.described, (smallest, run), worker, common.store, more)
+            report.otherwise = would_hold(common.described, (smallest, run), worker, common.store, more)
 
     def _keep(self, run: Run, outcome: Outcome, stage: str) -> None:
         common = self._common

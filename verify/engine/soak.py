@@ -154,7 +154,7 @@ class Soak:
             self.store,
             examples=self.examples,
             on_case=lambda law, done, of: self.on_case(label + law, done, of),
-            on_report=self._told,
+            on_report=self._on_report,
         )
         with checking as check:
             try:
@@ -163,7 +163,7 @@ class Soak:
                 for report in (*check.reports, *check.unfinished):
                     self._reports[spec, report.law] = merged(self._reports[spec, report.law], report)
 
-    def _told(self, report: LawReport) -> None:
+    def _on_report(self, report: LawReport) -> None:
         if report.verdict is Verdict.BROKEN:
             self.on_report(report)
 

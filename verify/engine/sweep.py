@@ -183,7 +183,7 @@ class Sweep:
             for policy in plan(known, number)
             for run in runs
         ]
-        outcomes = self._asked(asked)
+        outcomes = self._outcomes(asked)
         self._undecided(asked, outcomes)
         failing: dict[str, tuple[Run, Outcome]] = {}
         for run, outcome in zip(asked, outcomes, strict=True):
@@ -224,7 +224,7 @@ class Sweep:
         left, broken = self.examples, list[tuple[Run, Outcome]]()
         for number in range(self.seed, self.seed + TRIES):
             runs = [self._run(law, example, Policy(number)) for law, example in left]
-            outcomes = self._asked(runs)
+            outcomes = self._outcomes(runs)
             answers = list(zip(runs, left, outcomes, strict=True))
             bases[number] = [run for run, _, outcome in answers if outcome.verdict is not Verdict.BROKEN]
             self._undecided(runs, outcomes)
@@ -237,7 +237,7 @@ class Sweep:
     def _run(self, law: str, example: Example, policy: Policy) -> Run:
         return Run(law, self.described.spec, example, self.products, self.device, str(policy))
 
-    def _asked(self, runs: Sequence[Run]) -> list[Outcome]:
+    def _outcomes(self, runs: Sequence[Run]) -> list[Outcome]:
         done = [0]
 
         def one(run: Run) -> Outcome:

@@ -43,7 +43,7 @@ def judge(pairs: Iterable[tuple[str, Tensor, Tensor | Bound]], where: Where, exc
     that multiple, we do not measure it against more disturbed runs. If it is larger, we do so only for rows above the multiple.
     Raises ArithmeticError if the truth or a tolerance is not finite.
     """
-    comparisons = [(name, got, want, _glance(got, want)) for name, got, want in pairs]
+    comparisons = [(name, got, want, _quick_look(got, want)) for name, got, want in pairs]
     glances = iter(_read([glance for *_, glance in comparisons if glance is not None]))
     result = Judgement()
     for name, got, want, glance in comparisons:
@@ -70,7 +70,7 @@ def judge(pairs: Iterable[tuple[str, Tensor, Tensor | Bound]], where: Where, exc
     return result
 
 
-def _glance(got: Tensor, want: Tensor | Bound) -> tuple[Tensor, Tensor] | None:
+def _quick_look(got: Tensor, want: Tensor | Bound) -> tuple[Tensor, Tensor] | None:
     """Two scalars, still on the device, that tell whether two tensors differ; None if shapes differ or there are no numbers.
 
     We do not wait for them yet: on a GPU, each wait delays the launches of a case.

@@ -115,7 +115,7 @@ class _Bench(AdapterBench):
         return super().call_implementation(*arguments)
 
 
-def told(run: Run, calls: int, beside: Sequence[str]) -> dict[str, Any]:
+def report_of(run: Run, calls: int, beside: Sequence[str]) -> dict[str, Any]:
     """Call the implementation of a run several times and report the launches that differ, as plain data.
 
     The implementation is called `calls` times as the line says, and once with each tuning word in `beside`, with the picks of the

@@ -253,7 +253,7 @@ class RankBench(Timed):
             return fault.finding.what
         return ""
 
-    def everyone(self, word: str) -> list[str]:
+    def from_every_rank(self, word: str) -> list[str]:
         codes = torch.tensor([list(word.encode()[:256].ljust(256, b"\0"))], device=self.device)
         answers = self.place.tp.all_gather(self.place.cp.all_gather(codes))
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in answers.tolist()]

@@ -15,10 +15,10 @@ def probe(adapter: Adapter, name: str) -> str:
     The call may also crash the process. "not asked: ..." says why the input does not exist for this domain.
     """
     call = book_of(adapter.domain).illegal.call(name, adapter.domain)
-    return f"not asked: {call}" if isinstance(call, str) else _asked(adapter, name, *call)
+    return f"not asked: {call}" if isinstance(call, str) else _reaction(adapter, name, *call)
 
 
-def _asked(adapter: Adapter, name: str, case: Any, inputs: Inputs) -> str:
+def _reaction(adapter: Adapter, name: str, case: Any, inputs: Inputs) -> str:
     try:
         case.spec.check(inputs)
     except ValueError:

@@ -36,7 +36,7 @@ def answer(question: Mapping[str, Any]) -> Answer:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings of a kernel are for its authors
-            _brought()
+            _await_imports()
             asked = messages.parse(question)
             if type(asked) not in _ANSWERS:
                 raise ValueError(f"this worker runs under no sanitizer, and cannot answer {asked}")
@@ -59,7 +59,7 @@ def _describe(asked: Describe) -> Answer:
     if counterpart:
         adapter_of(counterpart)
     if isinstance(adapter, Adapter | TraceAdapter):
-        _bring(adapter)
+        _start_imports(adapter)
     return Description(
         book=book_of(adapter.domain).name,
         domain=adapter.domain.to_json(),
@@ -82,7 +82,7 @@ def _tunings(_: Tunings) -> Answer:
 
 
 def _launches(asked: Launches) -> Answer:
-    return launches.told(Run.parse(asked.line), asked.calls, asked.beside)
+    return launches.report_of(Run.parse(asked.line), asked.calls, asked.beside)
 
 
 def _refuse(asked: Refuse) -> Answer:
@@ -137,13 +137,13 @@ _CROWDED: list[bool] = []  # not empty if the GPU was crowded when this process 
 _bringing: list[threading.Thread] = []
 
 
-def _brought() -> None:
+def _await_imports() -> None:
     """Wait for imports in the background: code that imports the same module meanwhile might see only a part of it."""
     while _bringing:
         _bringing.pop().join()
 
 
-def _bring(adapter: Adapter | TraceAdapter) -> None:
+def _start_imports(adapter: Adapter | TraceAdapter) -> None:
     """Start the adapter's imports and the GPU in the background, while the check draws its first cases. Each takes seconds."""
 
     def bring() -> None:

@@ -123,7 +123,7 @@ class Shared:
 
     def call(self) -> tuple[Inputs, Cotangents]:
         """The case's inputs, and its cotangents if it has a backward. They can be taken only once."""
-        return self.of.handed(self.row)
+        return self.of.take(self.row)
 
     def bounds(self, algorithm: str) -> Bounds:
         """The case's bounds for a class of algorithm. Finer bounds, which few cases need, are computed for the case alone."""
@@ -137,7 +137,7 @@ class _Call:
         self.run, self.runs, self.cases = runs[0], runs, [run.example.case for run in runs]
         self.tokens = [0, *itertools.accumulate(case.tokens for case in self.cases)]
         self.rows = [0, *itertools.accumulate(len(case.lengths) for case in self.cases)]
-        self.made: dict[str, Bounds] = {}
+        self.results: dict[str, Bounds] = {}
         self.waiting: dict[int, tuple[Inputs, Cotangents]] = {}  # inputs and cotangents that have not been handed out yet
         self.staying = len(runs)
 
@@ -145,22 +145,26 @@ class _Call:
         """One of the cases is finished. After the last one, release everything."""
         self.staying -= 1
         if not self.staying:
-            self.made.clear()
+            self.results.clear()
             self.waiting.clear()
-            self.__dict__.pop("_given", None)
+            self.__dict__.pop("_joined_call", None)
 
-    def handed(self, row: int) -> tuple[Inputs, Cotangents]:
+    def take(self, row: int) -> tuple[Inputs, Cotangents]:
         """Hand out the inputs of one case, and its cotangents if it has a backward. No reference to them stays here."""
-        _ = self._given
+        _ = self._joined_call
         inputs, cotangents = self.waiting.pop(row)
         return inputs, cotangents if self.cases[row].backward else None
 
     def bounds_of(self, row: int, algorithm: str) -> Bounds:
         """The bounds of one case for a class of algorithm. Finer bounds, which few cases need, are computed for the case alone."""
-        if algorithm not in self.made:
-            self.made[algorithm] = self._made(algorithm)
+        if algorithm not in self.results:
+            self.results[algorithm] = self._computed(algorithm)
         case = self.cases[row]
-        parts = {name: self._part(row, name, whole) for name, whole in self.made[algorithm].items() if name not in _unasked(case)}
+        parts = {
+            name: self._part(row, name, whole)
+            for name, whole in self.results[algorithm].items()
+            if name not in _without_gradient(case)
+        }
         alone = functools.cache(lambda: _alone(self.runs[row], algorithm, parts))
 
         def later(name: str, over: Tensor | None = None) -> Bound:
@@ -170,14 +174,14 @@ class _Call:
 
         return {name: dataclasses.replace(part, finer=functools.partial(later, name)) for name, part in parts.items()}
 
-    def _made(self, algorithm: str) -> Bounds:
-        spec, (inputs, cotangents) = of_calls(self.cases[0].spec), self._given
+    def _computed(self, algorithm: str) -> Bounds:
+        spec, (inputs, cotangents) = of_calls(self.cases[0].spec), self._joined_call
         with devices.default("cpu"):
             bounds = bound.bounds(spec, inputs, cotangents, algorithm, self.run.products, **_options(self.run, algorithm))
         return {name: dataclasses.replace(whole, finer=None) for name, whole in bounds.items()}
 
     @functools.cached_property
-    def _given(self) -> tuple[Inputs, Cotangents]:
+    def _joined_call(self) -> tuple[Inputs, Cotangents]:
         """The inputs and cotangents of all cases, side by side.
 
         Those of each single case are kept in `waiting`, since making them again would take as long.
@@ -221,7 +225,7 @@ class _Call:
         return dataclasses.replace(part, value=part.value.unflatten(0, batch), allowed=part.allowed.unflatten(0, batch))
 
 
-def _unasked(case: Case) -> set[str]:
+def _without_gradient(case: Case) -> set[str]:
     """The gradients that the case alone would not have: all if it has no backward, else those of inputs that it lacks."""
     there = {"state": case.state != "none", "dt_bias": case.dt_bias}
     return {gradient_name(port.name) for port in case.spec.inputs if not (case.backward and there.get(port.name, True))}
@@ -241,9 +245,11 @@ def _options(run: Run, algorithm: str) -> dict[str, Any]:
     return options if algorithm == adapter.algorithm else {}
 
 
-def _alone(run: Run, algorithm: str, made: Bounds) -> Bounds:
+def _alone(run: Run, algorithm: str, shared_bounds: Bounds) -> Bounds:
     """The bounds `made` of one case, with finer ones that are computed for this case alone."""
     case = run.example.case
     with devices.default("cpu"):
         ((inputs, cotangents),) = drawn([case], run.device, backward=case.backward)
-        return bound.bounds(case.spec, inputs, cotangents, algorithm, run.products, made=made, **_options(run, algorithm))
+        return bound.bounds(
+            case.spec, inputs, cotangents, algorithm, run.products, shared_bounds=shared_bounds, **_options(run, algorithm)
+        )

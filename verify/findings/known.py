@@ -81,11 +81,11 @@ class KnownDefects:
             return None
         return next((defect for defect in self if defect.explains(run, outcome.findings)), None)
 
-    def whatever(self, run: Run) -> Known | None:
+    def explain_any(self, run: Run) -> Known | None:
         """The defect that would explain any failure of this run; None if that depends on the findings. Nothing is run."""
         return next((defect for defect in self if defect.explains(run)), None)
 
-    def excused(self, run: Run) -> dict[str, float]:
+    def explained_outputs(self, run: Run) -> dict[str, float]:
         """The outputs that known defects explain in `run`, each with the largest error, in tolerances, that they explain.
 
         Outputs that a defect may make wrong by any amount are left out, because an error near the tolerance need not come from it.

@@ -50,7 +50,7 @@ class Examples:
                     strange.append(f"line {number}: {_plain(str(error))}")
         if strange:
             are = "1 line of {} is no run and is" if len(strange) == 1 else f"{len(strange)} lines of {{}} are no runs and are"
-            self._say(f"{are.format(self.path)} not asked, {strange[0]}")
+            self._note_trouble(f"{are.format(self.path)} not asked, {strange[0]}")
         return [run for run in reversed(runs) if run.device == device][:MOST]
 
     def add(self, run: Run) -> None:
@@ -59,7 +59,7 @@ class Examples:
 
         def change(lines: list[str]) -> list[str]:
             lines = [entry for entry in lines if entry != line] + [line]
-            places = [place for place, entry in enumerate(lines) if _quietly(entry, *subject)]
+            places = [place for place, entry in enumerate(lines) if _matches(entry, *subject)]
             gone = set(places[:-MOST])
             return [entry for place, entry in enumerate(lines) if place not in gone]
 
@@ -108,9 +108,9 @@ class Examples:
         try:
             yield
         except OSError as error:
-            self._say(f"cannot use {self.path}: {error.strerror}; examples are not kept")
+            self._note_trouble(f"cannot use {self.path}: {error.strerror}; examples are not kept")
 
-    def _say(self, what: str) -> None:
+    def _note_trouble(self, what: str) -> None:
         self.trouble = self.trouble or what
 
 
@@ -122,7 +122,7 @@ def _belongs(line: str, adapter: str, law: str) -> bool:
     return (words["adapter"], words["law"]) == (adapter, law)
 
 
-def _quietly(line: str, adapter: str, law: str) -> bool:
+def _matches(line: str, adapter: str, law: str) -> bool:
     try:
         return _belongs(line, adapter, law)
     except ValueError:

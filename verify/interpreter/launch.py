@@ -235,14 +235,14 @@ def _settle(suspect: Suspect, function: Function, arguments: dict[str, Any], gri
                         writes_the_same(trace, again[span]) for span, trace in traces[reader].items() if span in again
                     ):
                         continue
-                raise Race(_told(suspect, grid, did, does, _element(tensors[span], byte)), suspect.place)
+                raise Race(_race_text(suspect, grid, did, does, _element(tensors[span], byte)), suspect.place)
     except Race:
         raise
     except Exception:  # the run of one program after another raises it again
         return
 
 
-def _told(suspect: Suspect, grid: Grid, did: str, does: str, element: str) -> str:
+def _race_text(suspect: Suspect, grid: Grid, did: str, does: str, element: str) -> str:
     axes = max([axis for axis, size in enumerate(grid, 1) if size > 1], default=1)
     first, second = (tuple(int(part) for part in np.unravel_index(program, grid))[:axes] for program in suspect.programs)
     return (

@@ -57,7 +57,7 @@ def full(handle: Any) -> Any:
     return np.ascontiguousarray(np.broadcast_to(data, (data.shape[0], *handle.shape)))
 
 
-def made(data: Any, dtype: Any, shape: tuple[int, ...] | None = None) -> Any:
+def handle_of(data: Any, dtype: Any, shape: tuple[int, ...] | None = None) -> Any:
     """A handle. `shape` is the block's shape if the data still has axes of length 1 for broadcast ones."""
     handle = Handle(data, dtype)
     if shape is not None and data.shape[1:] != shape:
@@ -88,26 +88,26 @@ class GridBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
     def create_splat(self, ret_ty: Any, arg: Any) -> Any:
         shape = tuple(ret_ty.shape)
         data = arg.data.reshape(arg.data.shape[0], *[1] * len(shape)).astype(np_dtype(arg.dtype), copy=False)
-        return made(data, arg.dtype.scalar, shape)
+        return handle_of(data, arg.dtype.scalar, shape)
 
     def create_unsplat(self, arg: Any) -> Any:
-        return made(arg.data.reshape(arg.data.shape[0], -1)[:, 0].astype(np_dtype(arg.dtype), copy=False), arg.dtype.scalar)
+        return handle_of(arg.data.reshape(arg.data.shape[0], -1)[:, 0].astype(np_dtype(arg.dtype), copy=False), arg.dtype.scalar)
 
     def create_broadcast(self, arg: Any, shape: Any) -> Any:
-        return made(arg.data, arg.dtype.scalar, tuple(shape))
+        return handle_of(arg.data, arg.dtype.scalar, tuple(shape))
 
     def create_expand_dims(self, arg: Any, axis: int) -> Any:
         shape = block_shape(arg)
         data = arg.data[(slice(None),) * (axis + 1) + (None,)]
-        return made(data, arg.dtype.scalar, (*shape[:axis], 1, *shape[axis:]))
+        return handle_of(data, arg.dtype.scalar, (*shape[:axis], 1, *shape[axis:]))
 
     def create_reshape(self, arg: Any, shape: Any, allow_reorder: bool) -> Any:  # noqa: FBT001 - Triton's
-        return made(full(arg).reshape(arg.data.shape[0], *shape), arg.dtype.scalar)
+        return handle_of(full(arg).reshape(arg.data.shape[0], *shape), arg.dtype.scalar)
 
     def create_trans(self, arg: Any, perm: Any) -> Any:
         shape = block_shape(arg)
         data = np.transpose(arg.data, (0, *[axis + 1 for axis in perm]))
-        return made(data, arg.dtype.scalar, tuple(shape[axis] for axis in perm))
+        return handle_of(data, arg.dtype.scalar, tuple(shape[axis] for axis in perm))
 
     def create_make_range(self, ret_ty: Any, start: int, stop: int) -> Any:
         return Handle(np.arange(start, stop, dtype=np.int32)[None], tl.int32)
@@ -157,7 +157,7 @@ class GridBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
 
     def _load(self, pointers: Any, mask: Any, other: Any) -> Any:
         element = pointers.get_element_ty()
-        return made(self.memory.load(pointers, mask, other, np_dtype(element)), element, block_shape(pointers))
+        return handle_of(self.memory.load(pointers, mask, other, np_dtype(element)), element, block_shape(pointers))
 
     def _store(self, pointers: Any, value: Any, mask: Any) -> None:
         self.effects += 1
@@ -167,7 +167,7 @@ class GridBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
         self.effects += 1
         programs = len(self.memory.programs)
         shape = (programs, *block_shape(ptr))
-        parts = [made(np.ascontiguousarray(np.broadcast_to(part.data, shape)), part.dtype) for part in (ptr, val, mask)]
+        parts = [handle_of(np.ascontiguousarray(np.broadcast_to(part.data, shape)), part.dtype) for part in (ptr, val, mask)]
         self.memory.update(parts[0], parts[2].data, np_dtype(ptr.get_element_ty()))
 
         def apply(places: Any, values: Any) -> Any:
@@ -189,7 +189,7 @@ class GridBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc]
     def create_addptr(self, ptr: Any, offset: Any) -> Any:
         width = max(1, ptr.get_element_ty().primitive_bitwidth // 8)
         steps = offset.data.astype(np.int64, copy=False) * width
-        return made(ptr.data + steps.view(np.uint64), ptr.dtype, block_shape(ptr))
+        return handle_of(ptr.data + steps.view(np.uint64), ptr.dtype, block_shape(ptr))
 
     # block pointers
 
@@ -266,7 +266,7 @@ class BlockPointer:
             if axis in boundary_check:
                 inside = (offset < self.shape[axis].data.reshape(-1, *scalar)) & (offset >= 0)
                 mask = inside if mask is None else mask & inside
-        return made(pointers, self.base.dtype.scalar, tuple(self.block_shape)), mask
+        return handle_of(pointers, self.base.dtype.scalar, tuple(self.block_shape)), mask
 
 
 class Ordered:
@@ -441,7 +441,7 @@ def transposed(tensor: Any) -> Any:
     shape = list(tensor.type.shape)
     if len(shape) != 2:
         raise Unbatchable(f".T of a block of {len(shape)} axes")
-    handle = made(tensor.handle.data.swapaxes(1, 2), tensor.handle.dtype, (shape[1], shape[0]))
+    handle = handle_of(tensor.handle.data.swapaxes(1, 2), tensor.handle.dtype, (shape[1], shape[0]))
     return tl.tensor(handle, tl.block_type(tensor.dtype, shape[::-1]))
 
 

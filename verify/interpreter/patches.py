@@ -368,12 +368,12 @@ def _patch_launch(interpreter: Any, tl: Any) -> None:
             if cause is None:
                 raise
             arguments = inspect.getcallargs(self.fn, *args, **{name: kwargs[name] for name in self.arg_names if name in kwargs})
-            raise _told(cause, self.fn.__name__, arguments) from None
+            raise _named_stray(cause, self.fn.__name__, arguments) from None
 
     interpreter.InterpretedFunction.run = launch
 
 
-def _told(stray: OutOfBounds, kernel: str, arguments: dict[str, Any]) -> OutOfBounds:
+def _named_stray(stray: OutOfBounds, kernel: str, arguments: dict[str, Any]) -> OutOfBounds:
     """The same error with the names of the kernel and the argument, and with a traceback that ends at the kernel's line."""
     names = [name for name, value in arguments.items() if stray.span in map(span_of, tensors_of(value))]
     told = OutOfBounds(f"{kernel} {stray} the memory of {' or '.join(names) or 'a tensor'}", stray.span)
@@ -407,7 +407,7 @@ def _patch_access(interpreter: Any) -> None:
             result.handle.dtype.recast = arg.data_ptr() % width != 0  # such an argument may be a view that starts inside an element
         return result
 
-    def held(pointers: Any, mask: Any, verb: str) -> None:
+    def check_inside(pointers: Any, mask: Any, verb: str) -> None:
         spans, data = getattr(pointers.dtype, "spans", ()), pointers.data
         if not spans or not data.size:
             return
@@ -434,19 +434,19 @@ def _patch_access(interpreter: Any) -> None:
         raise OutOfBounds(f"{verb} {count} element{'s' * (count > 1)} up to {distance} {side}", span)
 
     def create_masked_load(self: Any, pointers: Any, mask: Any, *others: Any, **options: Any) -> Any:
-        held(pointers, mask, "loads")
+        check_inside(pointers, mask, "loads")
         return plain["masked_load"](self, pointers, mask, *others, **options)
 
     def create_masked_store(self: Any, pointers: Any, value: Any, mask: Any, *options: Any) -> Any:
-        held(pointers, mask, "stores")
+        check_inside(pointers, mask, "stores")
         return plain["masked_store"](self, pointers, value, mask, *options)
 
     def create_atomic_rmw(self: Any, op: Any, pointers: Any, value: Any, mask: Any, *options: Any) -> Any:
-        held(pointers, mask, "updates")
+        check_inside(pointers, mask, "updates")
         return plain["atomic_rmw"](self, op, pointers, value, mask, *options)
 
     def create_atomic_cas(self: Any, pointers: Any, *others: Any) -> Any:
-        held(pointers, None, "updates")
+        check_inside(pointers, None, "updates")
         return plain["atomic_cas"](self, pointers, *others)
 
     def retyped(handle: Any, *sources: Any) -> Any:

@@ -63,7 +63,7 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
-def _early(environment: Mapping[str, str]) -> dict[str, str]:
+def _early_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of an environment that may be read before a fork."""
     return {name: word for name, word in environment.items() if not name.startswith(_LATE) and name not in _HANDLED}
 
@@ -78,7 +78,7 @@ class Forked:
     """
 
     def __init__(self, server: "subprocess.Popen[bytes]", status: int) -> None:
-        self._server, self._status, self._said = server, status, b""
+        self._server, self._status, self._received = server, status, b""
         self._lock = threading.RLock()  # held briefly; reentrant, since a signal handler may call a method in the middle of another
         self._number: int | None = None
         self._deserted = False  # its server is gone
@@ -91,14 +91,14 @@ class Forked:
         ProcessLookupError if the process never started.
         """
         while self._number is None and self.returncode is None:
-            self._listen(_MOMENT_S)
+            self._read_messages(_MOMENT_S)
         if self._number is None:
             raise ProcessLookupError("it never began")
         return self._number
 
     def poll(self) -> int | None:
         """The exit code, which is negative for a signal, or None while the process runs."""
-        self._listen(0.0)
+        self._read_messages(0.0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -107,7 +107,7 @@ class Forked:
         while self.poll() is None:
             if time.monotonic() >= end:
                 raise subprocess.TimeoutExpired("verify.process.fork_server", timeout or 0.0)
-            self._listen(min(_MOMENT_S, max(0.0, end - time.monotonic())))
+            self._read_messages(min(_MOMENT_S, max(0.0, end - time.monotonic())))
         assert self.returncode is not None
         return self.returncode
 
@@ -128,13 +128,13 @@ class Forked:
             elif self.returncode is None:
                 self._end(-signal.SIGKILL)  # the server kills a child whose supervisor no longer reads
 
-    def _listen(self, wait_s: float) -> None:
+    def _read_messages(self, wait_s: float) -> None:
         """Wait up to `wait_s` seconds for a message of the server, then read all that have arrived."""
         with self._lock:
-            while self._hear(wait_s):
+            while self._read_message(wait_s):
                 wait_s = 0.0
 
-    def _hear(self, wait_s: float) -> bool:
+    def _read_message(self, wait_s: float) -> bool:
         """Read one message and store what it says. Returns whether there was one within `wait_s` seconds."""
         if self.returncode is not None:
             return False
@@ -146,8 +146,8 @@ class Forked:
         if not _ready([self._status], wait_s):
             return False
         data = os.read(self._status, 64)
-        self._said += data
-        for line in self._said.split(b"\n")[:-1]:
+        self._received += data
+        for line in self._received.split(b"\n")[:-1]:
             word, number = line[:1], int(line[1:])
             if word == _BEGAN:
                 self._number = number
@@ -194,7 +194,7 @@ class _Server:
 
     def __init__(self, imports: Sequence[str], environment: Mapping[str, str], output: int) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.early = _early(environment)
+        self.early = _early_variables(environment)
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(self._socket.close)
             self.process = subprocess.Popen(
@@ -274,7 +274,7 @@ def start(
         for retired in [candidate for candidate in _retired if candidate.process.poll() is not None]:
             _retired.remove(retired)
             retired.end()
-        early, server = _early(environment), _servers.get(place)
+        early, server = _early_variables(environment), _servers.get(place)
         if server is not None and server.process.poll() is None and (server.early == early or _odd != early):
             _odd = {} if server.early == early else early
             with contextlib.suppress(BrokenPipeError, ConnectionError):  # the server died just now
@@ -321,8 +321,8 @@ class _Missed:
 
 def main(control: int, imports: Sequence[str]) -> None:
     """Run the server. `_asked` returns only in a forked child, which runs the rest of this function."""
-    began, whole, missed = _early(os.environ), False, _Missed()
-    default = [entry for entry in sys.path if entry not in _given(os.environ)]
+    began, whole, missed = _early_variables(os.environ), False, _Missed()
+    default = [entry for entry in sys.path if entry not in _python_path(os.environ)]
     sys.meta_path.append(missed)
     with importing(), contextlib.suppress(Exception):  # the child imports the module again and reports the error
         for module in imports:
@@ -333,14 +333,14 @@ def main(control: int, imports: Sequence[str]) -> None:
     for standard, file in ((1, sys.stdout), (2, sys.stderr)):
         file.flush()
         os.dup2(nowhere, standard)
-    request, descriptors = _asked(control)
+    request, descriptors = _next_request(control)
     environment: dict[str, str] = request["environment"]
     words = [*request["arguments"], *map(str, descriptors)]
-    if not whole or request["executable"] != sys.executable or began != _early(environment):
+    if not whole or request["executable"] != sys.executable or began != _early_variables(environment):
         _replace(request, words)
     os.environ.clear()
     os.environ.update(environment)
-    path = list(dict.fromkeys([*_given(environment), *default]))
+    path = list(dict.fromkeys([*_python_path(environment), *default]))
     importlib.invalidate_caches()
     if path != sys.path:
         names = {name for name in (*sys.modules, *missed.names, "sitecustomize", "usercustomize") if "." not in name}
@@ -352,7 +352,7 @@ def main(control: int, imports: Sequence[str]) -> None:
     importlib.import_module(request["module"]).main(words)
 
 
-def _asked(control: int) -> tuple[dict[str, Any], list[int]]:
+def _next_request(control: int) -> tuple[dict[str, Any], list[int]]:
     """Fork a child for each request and reap children that have ended, until the server is retired or its supervisor is gone.
 
     Returns only in a child, with the request and the descriptors that the child keeps.
@@ -385,7 +385,7 @@ def _asked(control: int) -> tuple[dict[str, Any], list[int]]:
                 child = os.fork()
             except OSError as error:
                 if received:
-                    _say(received[0], _FAILED, error.errno or 0)
+                    _send(received[0], _FAILED, error.errno or 0)
                 for descriptor in received:
                     os.close(descriptor)
                 continue
@@ -394,7 +394,7 @@ def _asked(control: int) -> tuple[dict[str, Any], list[int]]:
                 with contextlib.suppress(OSError):  # the child has done it already
                     os.setpgid(child, child)  # before its supervisor can want to kill the group
                 running[child] = status
-                if not _say(status, _BEGAN, child):
+                if not _send(status, _BEGAN, child):
                     os.killpg(child, signal.SIGKILL)
                 for descriptor in (request, output, directory, *descriptors):
                     os.close(descriptor)
@@ -424,11 +424,11 @@ def _reap(running: dict[int, int]) -> None:
         if not child:
             return
         if (pipe := running.pop(child, None)) is not None:
-            _say(pipe, _ENDED, os.waitstatus_to_exitcode(status))
+            _send(pipe, _ENDED, os.waitstatus_to_exitcode(status))
             os.close(pipe)
 
 
-def _say(pipe: int, word: bytes, number: int) -> bool:
+def _send(pipe: int, word: bytes, number: int) -> bool:
     """Send a message about a child. Returns whether its supervisor still reads."""
     try:
         os.write(pipe, b"%b%d\n" % (word, number))
@@ -437,7 +437,7 @@ def _say(pipe: int, word: bytes, number: int) -> bool:
     return True
 
 
-def _given(environment: Mapping[str, str]) -> list[str]:
+def _python_path(environment: Mapping[str, str]) -> list[str]:
     """The folders of PYTHONPATH, absolute, as Python puts them on sys.path."""
     folders = environment.get("PYTHONPATH", "")
     return [os.path.abspath(folder) for folder in folders.split(os.pathsep)] if folders else []

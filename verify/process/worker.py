@@ -165,14 +165,14 @@ class Worker:
                 fcntl.fcntl(errors, fcntl.F_SETFL, os.O_APPEND)  # else a write after a truncation would fill the gap with zeros
                 # The worker must find modules where this process finds them, or it might check another copy of a kernel.
                 paths = dict.fromkeys([*(path or os.getcwd() for path in sys.path), _ROOT])
-                process = self._begun(os.pathsep.join(paths), [theirs_in, theirs_out], errors.fileno())
+                process = self._launched(os.pathsep.join(paths), [theirs_in, theirs_out], errors.fileno())
                 self._to, self._from, self._errors, self._buffer, self._mark = to, from_, errors, b"", -1
                 self._process, self._starts = process, True
                 undo.pop_all()
             os.close(theirs_in)
             os.close(theirs_out)
 
-    def _begun(self, path: str, pipes: Sequence[int], output: int) -> Started | Forked:
+    def _launched(self, path: str, pipes: Sequence[int], output: int) -> Started | Forked:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",

@@ -193,7 +193,7 @@ class Group:
         places: dict[int, Standing] = {}
         while silent := {rank: seat for rank, seat in enumerate(self._seats) if rank not in answers}:
             pause(silent.values(), min(end, look) - time.monotonic(), time.monotonic() - start)
-            answers |= self._heard(silent)
+            answers |= self._arrived(silent)
             silent = {rank: seat for rank, seat in silent.items() if rank not in answers}
             now = time.monotonic()
             if look == math.inf and any(map(failed, answers.values())):
@@ -210,7 +210,7 @@ class Group:
             look = time.monotonic() + LOOK_S
         return answers, ""
 
-    def _heard(self, silent: Mapping[int, Seat]) -> dict[int, Answer]:
+    def _arrived(self, silent: Mapping[int, Seat]) -> dict[int, Answer]:
         """The answers that have arrived. WorkerLost names the ranks that are lost."""
         answers, lost = {}, {}
         for rank, seat in silent.items():

@@ -29,10 +29,10 @@ def parted(answers: Sequence[Answer]) -> bool:
         lists = [answer.get("outcomes", []) for answer in answers]
         return len({len(one) for one in lists}) > 1 or any(parted(run_answers) for run_answers in zip(*lists, strict=True))
 
-    def said(answer: Answer) -> Any:
+    def contents(answer: Answer) -> Any:
         return [answer.get(key) for key in ("error", "verdict", "reason", "findings")]
 
-    return any(map(left, answers)) and any(said(answer) != said(answers[0]) for answer in answers)
+    return any(map(left, answers)) and any(contents(answer) != contents(answers[0]) for answer in answers)
 
 
 def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:

@@ -243,7 +243,7 @@ class _Remote:
 
     @property
     def alive(self) -> bool:
-        self._hear()
+        self._read_reports()
         return self._running and self._loss is None
 
     def launch(self) -> None:
@@ -255,7 +255,7 @@ class _Remote:
         self._orders.put({"do": "ask", "question": plain(question), "deadline_s": deadline_s})
 
     def receive(self) -> Answer | None:
-        self._hear()
+        self._read_reports()
         if self._loss is not None:
             raise self._loss
         answer, self._answer = self._answer, None
@@ -266,7 +266,7 @@ class _Remote:
         self._orders.put({"do": "interrogate"})
 
     def words(self) -> str:
-        self._hear()
+        self._read_reports()
         return self._words
 
     def stop(self) -> None:
@@ -292,7 +292,7 @@ class _Remote:
         self._left = self._left or self._gone.get() is not None
         return self._left
 
-    def _hear(self) -> None:
+    def _read_reports(self) -> None:
         while (report := self._reports.get()) is not None:
             if report["life"] != self._life:
                 continue  # from a worker that has been replaced

@@ -185,13 +185,13 @@ class Serving(Adapter):
         """The number of the token that a token follows; -1 for the first. `row` counts the tokens of all requests."""
         return token - 1 if x.get("parents") is None else int(x.parents.flatten()[row])
 
-    def kept(self, x: Inputs, request: int, tokens: int) -> int:
+    def accepted_count(self, x: Inputs, request: int, tokens: int) -> int:
         """After how many of a request's tokens its state is stored: the accepted ones, or all."""
         return tokens if x.accepted is None else int(x.accepted[request])
 
     def write(self, x: Inputs, request: int, slot: int, states: list[Tensor]) -> None:
         """Write the state to keep into the slot. `states` has the state before the first token and after each token."""
-        x.pool[slot] = states[self.kept(x, request, len(states) - 1)]
+        x.pool[slot] = states[self.accepted_count(x, request, len(states) - 1)]
 
 
 class Layered(Adapter):

@@ -194,7 +194,7 @@ class _Finder:
     # One method for each kind of node
 
     def _binop(self, node: ast.BinOp) -> Iterator[Edit]:
-        left, right = self._kept(node.left), self._kept(node.right)
+        left, right = self._text_of(node.left), self._text_of(node.right)
         if type(node.op) in _SIGNS:
             sign, other = _SIGNS[type(node.op)]
             yield self._operator("sign", node.left, node.right, sign, other)
@@ -211,7 +211,7 @@ class _Finder:
             yield self._operator("head map", node.left, node.right, "//" if floor else "%", "%" if floor else "//")
             yield self._edit("head map", node, left)
             if floor and isinstance(node.right, ast.BinOp) and isinstance(node.right.op, ast.FloorDiv):
-                yield self._edit("head map", node, f"({left} % {self._kept(node.right.right)})")
+                yield self._edit("head map", node, f"({left} % {self._text_of(node.right.right)})")
         if isinstance(node.op, ast.BitAnd):
             yield self._edit("mask", node, left)
             yield self._edit("mask", node, right)
@@ -223,7 +223,7 @@ class _Finder:
 
     def _unaryop(self, node: ast.UnaryOp) -> Iterator[Edit]:
         if isinstance(node.op, ast.USub):
-            yield self._edit("sign", node, self._kept(node.operand))
+            yield self._edit("sign", node, self._text_of(node.operand))
 
     def _constant(self, node: ast.Constant) -> Iterator[Edit]:
         value = node.value
@@ -268,7 +268,7 @@ class _Finder:
         if called == "to" and isinstance(node.func, ast.Attribute) and texts:
             operator = "integer cast" if texts[0] in ("tl.int32", "tl.int64") else "cast"
             if node not in self._stored:
-                yield self._edit(operator, node, self._kept(node.func.value))
+                yield self._edit(operator, node, self._text_of(node.func.value))
             if texts[0] == "tl.float32":
                 yield self._edit("cast", node.args[0], "tl.bfloat16")
         if called == "dot" and len(texts) >= 2:
@@ -277,13 +277,13 @@ class _Finder:
             if len(texts) == 3:
                 yield Edit("accumulator", end, self._span(node.args[2])[1], "", *self._place)
         if called == "trans" and len(texts) == 1:
-            yield self._edit("transpose", node, self._kept(node.args[0]))
+            yield self._edit("transpose", node, self._text_of(node.args[0]))
         if called in ("exp", "exp2") and len(texts) == 1:
             yield self._edit("exponential", node.func, "tl.exp2" if called == "exp" else "tl.exp")
         if called == "where" and len(texts) == 3:
             start, end = self._span(node.args[1])[0], self._span(node.args[2])[1]
             yield Edit("where", start, end, f"{texts[2]}, {texts[1]}", *self._place)
-            yield self._edit("where", node, self._kept(node.args[1]))
+            yield self._edit("where", node, self._text_of(node.args[1]))
         if called in ("cumsum", "cumprod"):
             if "reverse" in named:
                 yield self._without("reverse", node, ("reverse",))
@@ -296,15 +296,15 @@ class _Finder:
                     yield self._edit("axis", axis, str(1 - axis.value))
         if isinstance(node.func, ast.Name) and called in ("min", "max") and len(texts) == 2:
             yield self._edit("min and max", node.func, "max" if called == "min" else "min")
-            yield self._edit("min and max", node, self._kept(node.args[0]))
-            yield self._edit("min and max", node, self._kept(node.args[1]))
+            yield self._edit("min and max", node, self._text_of(node.args[0]))
+            yield self._edit("min and max", node, self._text_of(node.args[1]))
         if called == "cdiv" and len(texts) == 2:
-            yield self._edit("min and max", node, f"({self._kept(node.args[0])} // {self._kept(node.args[1])})")
+            yield self._edit("min and max", node, f"({self._text_of(node.args[0])} // {self._text_of(node.args[1])})")
         if called in ("range", "static_range") and texts:
             stop = node.args[0] if len(texts) == 1 else node.args[1]
             step = node.args[2] if len(texts) == 3 else None
             back = isinstance(step, ast.UnaryOp)
-            yield self._edit("loop bound", stop, f"{self._kept(stop)} {'+' if back else '-'} 1")
+            yield self._edit("loop bound", stop, f"{self._text_of(stop)} {'+' if back else '-'} 1")
 
     # Text
 
@@ -319,7 +319,7 @@ class _Finder:
         start, end = self._span(node)
         return self.source[start:end]
 
-    def _kept(self, part: ast.expr) -> str:
+    def _text_of(self, part: ast.expr) -> str:
         """The text of a part that replaces the whole or moves within it, in parentheses if it needs them."""
         text = self._text(part)
         return text if isinstance(part, ast.Name | ast.Call | ast.Subscript | ast.Attribute | ast.Constant) else f"({text})"

@@ -41,13 +41,13 @@ SHRINK_S = 20.0
 class Cell:
     """The result of one law for one animal.
 
-    `asked` counts the cases run, of which `held` hold and `blind` could not see. `killed_at` is the number, from 1, of the case
+    `asked` counts the cases run, of which `holding` hold and `blind` could not see. `killed_at` is the number, from 1, of the case
     that killed the animal. `seconds` is the time that these cases take, with the computation of their tolerances.
     """
 
     law: str
     asked: int = 0
-    held: int = 0
+    holding: int = 0
     blind: int = 0
     killed_at: int | None = None
     seconds: float = 0.0
@@ -63,13 +63,14 @@ class Cell:
             return "killed"
         if not self.asked:
             return "not asked"
-        if self.asked > self.held + self.blind:
+        if self.asked > self.holding + self.blind:
             return "undecided"
-        return "alive" if self.held else "blind"
+        return "alive" if self.holding else "blind"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "broken"}
+        fields = [field.name for field in dataclasses.fields(self) if field.name != "broken"]
+        data = {"held" if name == "holding" else name: getattr(self, name) for name in fields}
         return data | {"state": self.state, "seconds": round(self.seconds, 3)}
 
 
@@ -90,14 +91,14 @@ class Fate:
         return sorted((cell for cell in self.cells.values() if cell.killed_at is not None), key=lambda cell: cell.killed_at or 0)
 
     @property
-    def was_asked(self) -> bool:
+    def was_run(self) -> bool:
         """Whether the animal ran any case."""
         return any(cell.asked for cell in self.cells.values())
 
     @property
     def verdict(self) -> str:
         """The verdict: "killed", "SURVIVES" or "not asked"."""
-        return "killed" if self.killers else "SURVIVES" if self.was_asked else "not asked"
+        return "killed" if self.killers else "SURVIVES" if self.was_run else "not asked"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -189,11 +190,11 @@ class Hunt:
     def run(self) -> list[Fate]:
         """Run the hunt. The fates are in the order of the animals."""
         herds = list(self._herds())
-        self._each(herds, lambda herd, worker: self._ask(herd, worker, "", slice(0, self._share(herd)), herd.fates))
+        self._run_all(herds, lambda herd, worker: self._ask(herd, worker, "", slice(0, self._share(herd)), herd.fates))
         hardy = {id(fate) for fate in self.fates if len(fate.killers) < IN_FULL}
-        rest = [(herd, [fate for fate in herd.fates if id(fate) in hardy and self._lives(fate, herd)]) for herd in herds]
+        rest = [(herd, [fate for fate in herd.fates if id(fate) in hardy and self._continues(fate, herd)]) for herd in herds]
         rest = [(herd, fates) for herd, fates in rest if fates]
-        self._each(rest, lambda item, worker: self._ask(item[0], worker, "+", slice(self._share(item[0]), None), item[1]))
+        self._run_all(rest, lambda item, worker: self._ask(item[0], worker, "+", slice(self._share(item[0]), None), item[1]))
         killed, done = [fate for fate in self.fates if fate.killers and self.until is None], 0
 
         def smallest(fate: Fate, worker: Worker) -> None:
@@ -202,7 +203,7 @@ class Hunt:
             done += 1
             self.on_case("smallest", done, len(killed))
 
-        self._each(killed, smallest)
+        self._run_all(killed, smallest)
         self.ended = time.monotonic()
         return self.fates
 
@@ -219,12 +220,12 @@ class Hunt:
     def _share(herd: Herd) -> int:
         return PROFILE.examples_of(herd.law) // QUARTER
 
-    def _lives(self, fate: Fate, herd: Herd) -> bool:
+    def _continues(self, fate: Fate, herd: Herd) -> bool:
         if fate.cells[herd.law].killed_at is not None or fate.lost >= LOST:
             return False
         return self.until is None or len(fate.killers) < self.until
 
-    def _each(self, items: Sequence[Any], work: Callable[[Any, Worker], None]) -> None:
+    def _run_all(self, items: Sequence[Any], work: Callable[[Any, Worker], None]) -> None:
         """Call `work(item, worker)` for every item, in their order, on all workers at once."""
 
         def one(item: Any) -> None:
@@ -258,7 +259,7 @@ class Hunt:
         for done, (number, example) in enumerate(cases, 1):
             bounds_s, broken = 0.0, list[tuple[Fate, Run, Outcome]]()
             for fate in fates:
-                if not self._lives(fate, herd):
+                if not self._continues(fate, herd):
                     continue
                 run = Run(law.name, fate.animal.spec, example)
                 outcome, bounds_s = self._one(run, fate, bounds_s, worker)
@@ -286,7 +287,7 @@ class Hunt:
         self.runs += 1
         cell.asked += 1
         cell.seconds += time.monotonic() - start - outcome.oracle_s + bounds_s
-        cell.held += outcome.verdict is Verdict.HOLDS
+        cell.holding += outcome.verdict is Verdict.HOLDS
         cell.blind += outcome.verdict is Verdict.BLIND
         if outcome.verdict in (Verdict.UNKNOWN, Verdict.UNSUPPORTED):
             cell.reason = outcome.reason

@@ -133,9 +133,9 @@ class Hunt:
         runs: Sequence[Run],
         workers: int = 2,
         deadline_s: float = 30.0,
-        say: Callable[[str], None] = lambda line: None,
+        progress: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.watch, self.runs, self.workers, self.deadline_s, self.say = watch, runs, workers, deadline_s, say
+        self.watch, self.runs, self.workers, self.deadline_s, self.progress = watch, runs, workers, deadline_s, progress
         self.left_out: list[str] = []
         self._running: dict[int, _Child] = {}
         self._next, self._until_s = 0, 0.0
@@ -158,7 +158,7 @@ class Hunt:
 
     def _watched(self, size: int, wanted: set[Place]) -> list[Item]:
         items: list[Item] = []
-        while self._next < len(self.runs) and len(items) < size and sum(map(_held, items)) < HELD:
+        while self._next < len(self.runs) and len(items) < size and sum(map(_launch_bytes, items)) < HELD:
             run, start = self.runs[self._next], time.monotonic()
             with self.watch.watching(wanted):
                 outcome = execute(run)
@@ -169,7 +169,7 @@ class Hunt:
                 self.left_out.append(str(run))
             else:
                 items.append(Item(self._next, run, self.watch.launches, took_s, self._until_s))
-            self.say(f"{self._next} of {len(self.runs)} cases watched")
+            self.progress(f"{self._next} of {len(self.runs)} cases watched")
         return items
 
     def _ask(self, fates: Sequence[Fate], items: list[Item]) -> None:
@@ -186,12 +186,12 @@ class Hunt:
                 self._running[child.pipe] = child
             ready, _, _ = select.select(list(self._running), [], [], 0.5)
             for child in [self._running[pipe] for pipe in ready]:
-                if not child.hear():
+                if not child.read():
                     del self._running[child.pipe]
                     if child.end():
                         waiting.appendleft(child)
                     left = len(waiting) + len(self._running)
-                    self.say(
+                    self.progress(
                         f"{self._next} of {len(self.runs)} cases watched, {left} mutants still to be asked about the last of them"
                     )
             for child in self._running.values():
@@ -200,7 +200,7 @@ class Hunt:
                     child.kill()
 
 
-def _held(item: Item) -> int:
+def _launch_bytes(item: Item) -> int:
     return sum(launch.bytes for launch in item.launches)
 
 
@@ -212,7 +212,7 @@ class _Child:
         self.at, self.step = 0, ""  # the index of the current case, and its step: "repeat" (launches) or "law"
         self.lost = False  # whether a process was lost on this case, so that the law runs at once
         self.pid, self.pipe, self.hung = 0, -1, False
-        self._heard, self._buffer = 0.0, b""
+        self._last_message, self._buffer = 0.0, b""
         self._answer: dict[str, Any] | None = None
 
     @property
@@ -223,14 +223,14 @@ class _Child:
     @property
     def silent_s(self) -> float:
         """Seconds since the last output of the process."""
-        return time.monotonic() - self._heard
+        return time.monotonic() - self._last_message
 
     def start(self) -> None:
         """Fork a process that begins with the current case."""
         sys.stdout.flush()
         sys.stderr.flush()
         self.pipe, theirs = os.pipe()
-        self._heard, self._buffer, self.hung = time.monotonic(), b"", False
+        self._last_message, self._buffer, self.hung = time.monotonic(), b"", False
         self.pid = os.fork()
         if self.pid == 0:
             os.close(self.pipe)
@@ -242,10 +242,10 @@ class _Child:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
-    def hear(self) -> bool:
+    def read(self) -> bool:
         """Read what the process wrote. False if it has ended."""
         data = os.read(self.pipe, 1 << 16)
-        self._heard = time.monotonic()
+        self._last_message = time.monotonic()
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             message = json.loads(line)
@@ -290,7 +290,7 @@ class _Child:
 def _serve(pipe: int, child: _Child) -> None:
     """Run in the child process. Never returns."""
 
-    def say(message: dict[str, Any]) -> None:
+    def send(message: dict[str, Any]) -> None:
         os.write(pipe, (json.dumps(message) + "\n").encode())
 
     try:
@@ -302,14 +302,14 @@ def _serve(pipe: int, child: _Child) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         size = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + MORE, size + MORE))
-        say(_asked(child, say))
+        send(_judged(child, send))
     except BaseException:  # an error of gdn-verify, no verdict
-        say({"killed": "", "unknown": 0, "failed": traceback.format_exc()[-2000:]})
+        send({"killed": "", "unknown": 0, "failed": traceback.format_exc()[-2000:]})
     finally:
         os._exit(0)
 
 
-def _asked(child: _Child, say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def _judged(child: _Child, send: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """The answer of the child: how the mutant was seen, if a law killed it, and how many cases could not be judged."""
     mutant = child.fate.mutant
     answer: dict[str, Any] = {"killed": "", "unknown": 0, "failed": ""}
@@ -317,10 +317,10 @@ def _asked(child: _Child, say: Callable[[dict[str, Any]], None]) -> dict[str, An
     for at in range(child.at, len(child.items)):
         item = child.items[at]
         if at > child.at or not child.lost:
-            say({"at": at, "step": "repeat"})
+            send({"at": at, "step": "repeat"})
             if not any(launch.differs() for launch in item.executing(mutant.place)):
                 continue
-        say({"at": at, "step": "law"})
+        send({"at": at, "step": "law"})
         outcome = execute(item.run)
         if outcome.verdict is Verdict.BROKEN:
             return {**answer, "killed": outcome.way}

@@ -103,7 +103,7 @@ def sampled(mutants: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
     return sorted((ordered[int(start + turn * step)] for turn in range(count)), key=lambda mutant: mutant.number)
 
 
-def agenda(spec: str, domain: Any, profile: Profile, seed: int = 0) -> list[Run]:
+def runs_by_law(spec: str, domain: Any, profile: Profile, seed: int = 0) -> list[Run]:
     """The runs of a check with a profile, law by law. The first law's cases are sorted by their work, the least first."""
     runs: list[Run] = []
     book = book_of(domain)
@@ -184,7 +184,7 @@ def summary(fates: Sequence[Fate]) -> str:
     return "\n".join(lines)
 
 
-def shown(fate: Fate) -> str:
+def description(fate: Fate) -> str:
     """The lines of a mutant that a person should look at: a survivor, an undecided one, or a kill that refutes an argument."""
     lines = [f"{'REFUTED' if fate.state == 'killed' else fate.state.upper():<12}{fate.mutant.id}  {fate.mutant.edit.operator}"]
     lines += [f"  {line}" for line in fate.mutant.diff.split("\n")]
@@ -205,7 +205,7 @@ def left_out(lines: Sequence[str]) -> list[str]:
     defects, explained = known_defects.load(), collections.Counter[str]()
     report = []
     for line in lines:
-        known = defects.whatever(Run.parse(line))
+        known = defects.explain_any(Run.parse(line))
         if known is None:
             report.append(f"left out, it does not hold on the kernels as they are: {line}")
         else:
@@ -261,7 +261,7 @@ def mutate(
         if not chosen:
             raise ValueError(f"grep must match what --list prints of a mutant, got {grep!r}")
         chosen = chosen if sample is None else sampled(chosen, sample, seed)
-        runs = agenda(spec, adapter.domain, profile)
+        runs = runs_by_law(spec, adapter.domain, profile)
         _print(f"{spec}  {versions(adapter)}  profile {profile.name}, {len(runs)} cases")
         kernels = len({mutant.kernel.key for mutant in mutants})
         _print(
@@ -278,7 +278,7 @@ def mutate(
     _print(f"\n{table(fates, mutants, uncovered)}")
     for fate in fates:
         if fate.state in ("survived", "undecided") or (fate.state == "killed" and fate.argued):
-            _print(shown(fate))
+            _print(description(fate))
     for line in left_out(hunt.left_out):
         _print(line)
     _print(f"{'interrupted: ' if interrupted else ''}{summary(fates)}; {time.monotonic() - start:.0f} s")

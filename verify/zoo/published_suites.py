@@ -185,14 +185,14 @@ class TransformerEngine(Suite):
 
     def cases(self) -> Iterator[Made]:
         for (k, v), normed in itertools.product(((64, 64), (128, 128), (64, 128)), (False, True)):
-            yield self.made([128, 128], k, v, torch.bfloat16, qk_norm=normed, state=0.05, backward=True)
+            yield self.packed_call([128, 128], k, v, torch.bfloat16, qk_norm=normed, state=0.05, backward=True)
         for dtype in (torch.bfloat16, torch.float16):
-            yield self.made([128], 64, 64, dtype, qk_norm=True) | {"cu_seqlens": None, "output_final_state": False}
+            yield self.packed_call([128], 64, 64, dtype, qk_norm=True) | {"cu_seqlens": None, "output_final_state": False}
         for lengths in ([48, 112], [0, 64, 96]):
-            yield self.made(lengths, 64, 64, torch.bfloat16, state=1.0)
+            yield self.packed_call(lengths, 64, 64, torch.bfloat16, state=1.0)
 
     @staticmethod
-    def made(
+    def packed_call(
         lengths: Sequence[int],
         k: int,
         v: int,

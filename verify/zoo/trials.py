@@ -166,7 +166,7 @@ class Trials:
         on_case: Callable[[str, int, int], None] = lambda what, done, of: None,
     ) -> None:
         self.on_case = on_case
-        self.animals = [animal for animal in animals if is_asked(animal)]
+        self.animals = [animal for animal in animals if is_eligible(animal)]
         self.trials = [Trial(spec, " ".join((type(load(spec)).__doc__ or "").split())) for spec in specs]
         self.workers = [Worker(deadline_s, serves="verify.zoo.trials:answer") for _ in range(max(1, min(workers, len(specs))))]
         self._free, self._lock, self._stopped = list(self.workers), threading.Lock(), threading.Event()
@@ -241,7 +241,7 @@ class Trials:
             self.on_case(trial.suite, index + 1, trial.cases)
 
 
-def is_asked(animal: Animal) -> bool:
+def is_eligible(animal: Animal) -> bool:
     """Whether suites can judge this animal: it must implement the gated delta rule with gate and beta as inputs."""
     domain: Any = animal.kind.domain
     return issubclass(animal.kind, Adapter) and domain.operation == OPERATION and domain.in_kernel == Domain().in_kernel

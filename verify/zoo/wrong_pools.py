@@ -73,7 +73,7 @@ class KeepsTheWholeDraft(Serving):
     letter = "S"
     incident = (21,)
 
-    def kept(self, x: Inputs, request: int, tokens: int) -> int:
+    def accepted_count(self, x: Inputs, request: int, tokens: int) -> int:
         return tokens
 
 
@@ -83,8 +83,8 @@ class KeepsOneLess(Serving):
     letter = "S"
     incident = (21,)
 
-    def kept(self, x: Inputs, request: int, tokens: int) -> int:
-        count = super().kept(x, request, tokens)
+    def accepted_count(self, x: Inputs, request: int, tokens: int) -> int:
+        count = super().accepted_count(x, request, tokens)
         return count - 1 if 1 < count < tokens else count
 
 
@@ -110,8 +110,8 @@ class CheckpointHalved(Serving):
     letter = "S"
     incident = (23,)
 
-    def kept(self, x: Inputs, request: int, tokens: int) -> int:
-        count = super().kept(x, request, tokens)
+    def accepted_count(self, x: Inputs, request: int, tokens: int) -> int:
+        count = super().accepted_count(x, request, tokens)
         return count // 2 if count >= 64 else count
 
 
