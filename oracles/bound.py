@@ -181,7 +181,7 @@ def bounds(
     operation.check(inputs)
     _check_cotangents(cotangents)
     dtypes = {kind: _dtype(operation, inputs, kind) for kind in ("input", "gate", "state")}
-    inputs, cotangents = _wide(operation, inputs), cotangents and {name: tensor.double() for name, tensor in cotangents.items()}
+    inputs, cotangents = _wide(operation, inputs), cotangents and {name: _dense(tensor) for name, tensor in cotangents.items()}
     if shared_bounds is None:
         exact = {name: runs[0] for name, runs in _evaluate(operation, inputs, cotangents, Arithmetic.exact()).items()}
     else:
@@ -386,12 +386,25 @@ def _dtype(operation: Operation, inputs: Inputs, kind: str = "input") -> str:
 
 
 def _wide(operation: Operation, inputs: Inputs) -> Inputs:
-    """Return the inputs in float64, with offsets on the CPU, where reading them does not wait for the GPU."""
+    """Return the inputs in float64, contiguous, with offsets on the CPU, where reading them does not wait for the GPU."""
     names = [port.name for port in operation.inputs if inputs.get(port.name) is not None]
-    wide = {name: inputs[name].double() for name in names if inputs[name].is_floating_point()}
+    wide = {name: _dense(inputs[name]) for name in names if inputs[name].is_floating_point()}
     if (offsets := inputs.get("cu_seqlens")) is not None:
         wide["cu_seqlens"] = offsets.cpu()
     return inputs.replaced(**wide)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, in the strides of a new tensor, because products over other strides may differ in the last bit.
+
+    Axes of size 1 have these strides too; `contiguous` leaves any there, and a matrix product chooses its order of sums by them.
+    """
+    wide = tensor.double()
+    return (
+        wide
+        if wide.stride() == torch.empty(wide.shape, device="meta").stride()
+        else wide.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def _spread(
@@ -557,7 +570,7 @@ def _evaluate(
                 raise ValueError(f"cotangent of {name} must be {wanted_shape}, got shape {tuple(cotangent.shape)}")
         tensors = {name: tensor for name, tensor in cotangents.items() if tensor.numel() and outputs[name].requires_grad}
         targets = [outputs[name] for name in tensors]
-        directions = [tensor.double().unsqueeze(0).expand_as(outputs[name]) for name, tensor in tensors.items()]
+        directions = [_dense(tensor).unsqueeze(0).expand_as(outputs[name]) for name, tensor in tensors.items()]
         gradients: tuple[Tensor | None, ...] = (None,) * len(wanted)
         if targets:
             gradients = torch.autograd.grad(targets, list(wanted.values()), directions, allow_unused=True)
