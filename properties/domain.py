@@ -63,7 +63,7 @@ class Domain:
             if not (isinstance(span, tuple) and len(span) == 2 and all(isinstance(end, int) for end in span)):
                 raise ValueError(f"{name} must be a tuple (least, most), got {span!r}")
             if not 1 <= span[0] <= span[1] or span[1] // self.width_step * self.width_step < span[0]:
-                raise ValueError(f"{name} must hold a width in steps of {self.width_step}, from 1 up, got {span}")
+                raise ValueError(f"{name} must contain a width in steps of {self.width_step}, from 1 up, got {span}")
         if self.operation == "delta_rule" and not set(self.in_kernel) <= {"none", "beta"}:
             raise ValueError(f"in_kernel must be none or beta for delta_rule, which has no gate, got {', '.join(self.in_kernel)}")
         if not (self.packed or self.batched):

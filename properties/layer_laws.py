@@ -145,7 +145,7 @@ LAYER_LAWS: dict[str, Law] = {
         Law(
             "oracle",
             "truth",
-            "the output, the states and every gradient, of parameters too, equal the float64 definition",
+            "the output, the states and every gradient, those of parameters included, equal the float64 definition",
             lambda domain: examples_of(layer_cases(domain)),
             common_laws.oracle,
         ),
@@ -164,7 +164,7 @@ LAYER_LAWS: dict[str, Law] = {
         Law(
             "samples",
             "exact",
-            "sequences do not interfere: changing one changes nothing of the others, bit for bit",
+            "changing one sequence changes nothing of the others, bit for bit",
             lambda domain: examples_of(layer_cases(domain, sequences=(2, 3), longest=40), common_laws.several),
             common_laws.samples,
             place=common_laws.several,
@@ -172,7 +172,7 @@ LAYER_LAWS: dict[str, Law] = {
         Law(
             "future",
             "exact",
-            "the past does not see the future through convolution, rule or norm: later tokens change no earlier output",
+            "later tokens change no earlier output, neither through convolution nor rule nor norm, bit for bit",
             lambda domain: examples_of(layer_cases(domain), common_laws.inner),
             _future,
             place=common_laws.inner,
@@ -180,7 +180,7 @@ LAYER_LAWS: dict[str, Law] = {
         Law(
             "left_padding",
             "truth",
-            "padding at the start of a batch's rows, left out by an attention mask, changes nothing",
+            "padding at the start of rows, which the attention mask leaves out, changes nothing",
             lambda domain: examples_of(
                 layer_cases(domain, packed=False, state="none", longest=33, total=80).filter(lambda case: any(case.pads()))
             ),
@@ -191,7 +191,7 @@ LAYER_LAWS: dict[str, Law] = {
         Law(
             "cache",
             "truth",
-            "a prompt, and then the tokens after it one at a time or in one piece, give what one run gives",
+            "a prompt in one call, then the other tokens one at a time or in one call, give what one call for all tokens gives",
             _cache_examples,
             _cache,
             _first(_promises("caches"), _promises("batched")),
@@ -201,14 +201,14 @@ LAYER_LAWS: dict[str, Law] = {
         Law(
             "memory",
             "exact",
-            "a second run over other uninitialised memory gives the same bits, where runs are deterministic",
+            "other numbers in uninitialised memory change no result, bit for bit if deterministic=True",
             lambda domain: examples_of(layer_cases(domain)),
             common_laws.memory,
         ),
         Law(
             "strides",
             "truth",
-            "hidden states and their cotangents may lie in memory in any strides",
+            "hidden states and their cotangents may have any strides",
             lambda domain: examples_of(layer_cases(domain, sequences=(1, 2), longest=40), None, VIEWS),
             _strides,
             _promises("views"),

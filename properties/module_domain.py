@@ -65,7 +65,7 @@ class ModuleDomain:
         if not (isinstance(span, tuple) and len(span) == 2 and all(isinstance(end, int) for end in span)):
             raise ValueError(f"widths must be a tuple (least, most), got {span!r}")
         if not 1 <= span[0] <= span[1] or span[1] // self.width_step * self.width_step < span[0]:
-            raise ValueError(f"widths must hold a width in steps of {self.width_step}, from 1 up, got {span}")
+            raise ValueError(f"widths must contain a width in steps of {self.width_step}, from 1 up, got {span}")
         if not (isinstance(taps, tuple) and taps and all(isinstance(width, int) and width >= 1 for width in taps)):
             raise ValueError(f"conv_widths must be a tuple of whole numbers, at least 1, got {taps!r}")
         if not isinstance(self.longest, int) or self.longest < 1:

@@ -113,7 +113,7 @@ def _tokens(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _apart(letters: tuple[str, ...]) -> Callable[[Bench, Example], Iterator[Pair]]:
-    """Return the law that heads or channels do not interfere; their parameters change too."""
+    """Return the law that changing one head or channel and its parameters changes nothing of the others."""
     what = "heads" if "HV" in letters else "channels"
 
     def check(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -279,7 +279,7 @@ def _linear_needs(domain: ModuleDomain) -> str | None:
         return "only fp16 is supported, whose subnormals round"
     if domain.backward or domain.operation == "gated_rms_norm" or (domain.operation in CONV and "none" in domain.activations):
         return None
-    return "nothing that it computes is linear"
+    return "no output or gradient is linear"
 
 
 def _scaled_lacks(case: ModuleCase, _: str | None) -> str | None:
@@ -350,7 +350,7 @@ MODULE_LAWS: dict[str, Law] = {
         _law(
             "recurrent",
             "truth",
-            "a prompt at once and then one token at a time gives what one run gives",
+            "a prompt in one call and then one token at a time give what one call for all tokens gives",
             lambda domain: examples_of(
                 _stateful(domain, packed=False, sequences=(1, 1), longest=80, backward=False), common_laws.steps
             ),
@@ -388,17 +388,17 @@ MODULE_LAWS: dict[str, Law] = {
         _law(
             "absent",
             "truth",
-            "an optional argument left out means its neutral value",
+            "an omitted optional argument means its neutral value",
             _absent_examples,
             _absent,
-            needs=lambda domain: None if _absent_variants(domain) else "nothing can be left out",
+            needs=lambda domain: None if _absent_variants(domain) else "no argument is optional",
             lacks=_absent_lacks,
             variants=("final_state", "bias", "weight", "state", "dt_bias", "eps", "offsets"),
         ),
         _law(
             "linear",
             "exact",
-            "a factor of -2 of the cotangents, the convolution's inputs or the weight passes through to the bit",
+            "a factor of -2 on the cotangents, the convolution's inputs or the weight passes through, bit for bit",
             _linear_examples,
             _linear,
             needs=_linear_needs,
@@ -408,7 +408,7 @@ MODULE_LAWS: dict[str, Law] = {
         _law(
             "scaled",
             "exact",
-            "a norm of 2 x with 4 eps is that of x, bit for bit: eps is added to the squares",
+            "the norm of 2 x with 4 eps equals the norm of x, bit for bit, because eps is added to the squares",
             lambda domain: examples_of(
                 _small(
                     domain,
@@ -424,7 +424,7 @@ MODULE_LAWS: dict[str, Law] = {
         _law(
             "whole",
             "exact",
-            "of small whole numbers the convolution is exact, its gradients too",
+            "the convolution of small whole numbers and its gradients are exact",
             lambda domain: examples_of(
                 _small(
                     domain,
@@ -441,7 +441,7 @@ MODULE_LAWS: dict[str, Law] = {
         _law(
             "copied",
             "exact",
-            "the final state is the last inputs, and before them what is left of the initial state, bit for bit",
+            "the final state has the last inputs, and before them what is left of the initial state, bit for bit",
             lambda domain: examples_of(_small(domain, final_state=True, backward=False)),
             _copied,
             CONV,
@@ -451,7 +451,7 @@ MODULE_LAWS: dict[str, Law] = {
         _law(
             "future",
             "exact",
-            "the past does not see the future: later tokens change no earlier output, bit for bit",
+            "later tokens change no earlier output, bit for bit",
             lambda domain: examples_of(_small(domain), common_laws.inner),
             common_laws.future,
             CONV,
@@ -460,7 +460,7 @@ MODULE_LAWS: dict[str, Law] = {
         _law(
             "samples",
             "exact",
-            "sequences do not interfere: changing one changes nothing of the others, bit for bit",
+            "changing one sequence changes nothing of the others, bit for bit",
             lambda domain: examples_of(_small(domain, sequences=(2, 3)), common_laws.several),
             common_laws.samples,
             CONV,
@@ -469,7 +469,7 @@ MODULE_LAWS: dict[str, Law] = {
         _law(
             "tokens",
             "exact",
-            "tokens do not interfere: changing one changes nothing of the others, bit for bit",
+            "changing one token changes nothing of the others, bit for bit",
             lambda domain: examples_of(_small(domain), _rows),
             _tokens,
             POINTWISE,
@@ -478,7 +478,7 @@ MODULE_LAWS: dict[str, Law] = {
         _law(
             "heads",
             "exact",
-            "heads do not interfere: changing one and its parameters changes nothing of the others, bit for bit",
+            "changing one head and its parameters changes nothing of the others, bit for bit",
             lambda domain: examples_of(_small(domain, heads=(2, 3, 4)), _heads),
             _apart(("H", "HV")),
             POINTWISE,
@@ -487,7 +487,7 @@ MODULE_LAWS: dict[str, Law] = {
         _law(
             "channels",
             "exact",
-            "channels do not interfere: changing one and its parameters changes nothing of the others, bit for bit",
+            "changing one channel and its parameters changes nothing of the others, bit for bit",
             lambda domain: examples_of(_small(domain), _channels),
             _apart(("D", "K")),
             (*CONV, "kda_gate"),
@@ -497,14 +497,14 @@ MODULE_LAWS: dict[str, Law] = {
         _law(
             "permuted",
             "truth",
-            "permuting sequences or tokens, heads and channels permutes the results, to the bit where that is promised",
+            "permuting sequences or tokens, heads and channels permutes the results, bit for bit if position_independent=True",
             lambda domain: examples_of(_small(domain)),
             _permuted,
         ),
         _law(
             "repeated",
             "truth",
-            "the L2 norm of repeated heads is the repeated norm, to the bit where results do not depend on the place",
+            "the L2 norm of repeated heads equals the repeated norm, bit for bit if position_independent=True",
             lambda domain: examples_of(_small(domain)),
             _repeated,
             ("l2norm",),
@@ -512,14 +512,14 @@ MODULE_LAWS: dict[str, Law] = {
         _law(
             "memory",
             "exact",
-            "a second run over other uninitialised memory gives the same bits, where runs are deterministic",
+            "other numbers in uninitialised memory change no result, bit for bit if deterministic=True",
             lambda domain: examples_of(_small(domain)),
             common_laws.memory,
         ),
         _law(
             "strides",
             "truth",
-            "inputs and cotangents may lie in memory in any strides",
+            "inputs and cotangents may have any strides",
             lambda domain: examples_of(_small(domain, sequences=(1, 2)), None, VIEWS),
             common_laws.strides,
             needs=common_laws.require(views=True),

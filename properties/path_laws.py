@@ -191,11 +191,9 @@ def _refused(bench: PathBench, example: Example) -> Iterator[Pair]:
     message = bench.refusal(example.variant or "")
     from_every_rank = bench.from_every_rank(message)
     if not message:
-        raise Breach(f"takes an illegal layout ({example.variant})")
+        raise Breach(f"accepts an illegal layout ({example.variant})")
     if len(set(from_every_rank)) > 1:
-        raise Breach(
-            f"refuses an illegal layout ({example.variant}) in other words on other ranks: {sorted(set(from_every_rank))}"[:300]
-        )
+        raise Breach(f"refuses an illegal layout ({example.variant}) with several messages: {sorted(set(from_every_rank))}"[:300])
     yield "ranks that refuse", torch.tensor([len(from_every_rank)]), torch.tensor([case_ranks(example.case)])
 
 
@@ -257,7 +255,7 @@ def _needs(**wanted: bool) -> Callable[[PathDomain], str | None]:
 
 def _needs_layer(**wanted: bool) -> Callable[[PathDomain], str | None]:
     def needs(domain: PathDomain) -> str | None:
-        return "it is no layer" if domain.operation != "gdn_layer" else _needs(**wanted)(domain)
+        return "the operation is not gdn_layer" if domain.operation != "gdn_layer" else _needs(**wanted)(domain)
 
     return needs
 
@@ -323,7 +321,7 @@ PATH_LAWS: dict[str, Law] = {
         Law(
             "parallel",
             "truth",
-            "shared by tp x cp ranks, with sequence parallelism or without: outputs and every gradient as on one, and true",
+            "outputs and every gradient equal the float64 definition, on tp x cp ranks and on one rank",
             lambda domain: _paths(path_cases(domain, tokens=100)),
             _parallel,
             _needs(computes=True),
@@ -331,17 +329,17 @@ PATH_LAWS: dict[str, Law] = {
         Law(
             "same",
             "truth",
-            "a choice of how to compute changes nothing but rounding: before equals after",
+            "a choice of how to compute changes nothing but rounding",
             lambda domain: _paths(path_cases(domain, tokens=60), _others(domain)),
             _same,
-            lambda domain: _needs_layer(computes=True)(domain) or (None if _alternatives(domain) else "it has no choices"),
+            lambda domain: _needs_layer(computes=True)(domain) or (None if _alternatives(domain) else "the path has no choices"),
             variants=EVERY_CHOICE,
             lacks=_changes,
         ),
         Law(
             "exchange",
             "exact",
-            "tagged numbers land where the layout says, from tokens to heads or back, and so do their gradients",
+            "tagged numbers arrive where the layout puts them, from tokens to heads or back, and so do their gradients",
             lambda domain: _paths(path_cases(_many(domain), tokens=400, dtype="fp32", **LAYOUT_ONLY), lambda case: WAYS),
             _exchange,
             _needs_layer(exchanges=True),
@@ -350,7 +348,7 @@ PATH_LAWS: dict[str, Law] = {
         Law(
             "round_trip",
             "exact",
-            "from tokens to heads and back is the identity, forward and backward, bit for bit",
+            "the exchange from tokens to heads and back is the identity, forward and backward, bit for bit",
             lambda domain: _paths(path_cases(_many(domain), tokens=400, dtype="fp32", **LAYOUT_ONLY)),
             _round_trip,
             _needs_layer(exchanges=True),
@@ -358,7 +356,7 @@ PATH_LAWS: dict[str, Law] = {
         Law(
             "fused",
             "exact",
-            "the fused exchange equals that of each sequence, forward and backward, bit for bit",
+            "the fused exchange equals a separate exchange for each sequence, forward and backward, bit for bit",
             lambda domain: _paths(path_cases(_many(domain), tokens=400, dtype="fp32", packed=True, **LAYOUT_ONLY)),
             _fused,
             lambda domain: _needs_layer(exchanges=True)(domain) or _has("thd_all_to_all", "fused", "per_sequence")(domain),
@@ -366,7 +364,7 @@ PATH_LAWS: dict[str, Law] = {
         Law(
             "traffic",
             "exact",
-            "as many all-to-alls as designed: fused one each way, else one a section of a sequence; and as many bytes",
+            "the number and bytes of all-to-alls are as designed: one each way if fused, else one for each section of a sequence",
             lambda domain: _paths(path_cases(domain, tokens=60, dtype="fp32", **_QUICK)),
             _traffic,
             _needs_layer(counts=True),
@@ -387,7 +385,7 @@ PATH_LAWS: dict[str, Law] = {
         Law(
             "reshard",
             "exact",
-            "a checkpoint is cut as the layer's sections say, and loads on any other mesh, bit for bit",
+            "a checkpoint is cut section by section, and loads on any other mesh, bit for bit",
             lambda domain: _paths(
                 path_cases(domain, tokens=16, dtype="fp32", **_QUICK),
                 lambda case: [mesh for mesh in MESHES if _divides(case, mesh) is None],
@@ -400,7 +398,7 @@ PATH_LAWS: dict[str, Law] = {
         Law(
             "repeats",
             "exact",
-            "a second run has the same bits, where deterministic=yes asks for it",
+            "a second run gives the same bits in cases with deterministic=yes",
             lambda domain: _paths(path_cases(domain, tokens=60, deterministic=True)),
             _repeats,
             _needs(deterministic=True),

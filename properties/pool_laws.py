@@ -394,21 +394,21 @@ POOL_LAWS: dict[str, Law] = {
         Law(
             "oracle",
             "truth",
-            "every output and every named slot's state equals the float64 definition",
+            "every output and the state in every slot of a request equal the float64 definition",
             lambda domain: examples_of(pool_cases(domain)),
             _oracle,
         ),
         Law(
             "untouched",
             "exact",
-            "slots that no request names keep every bit, NaN too, and so does the memory before and behind the pool",
+            "slots that no request names keep every bit, NaN included, and so does the memory before and behind the pool",
             lambda domain: examples_of(pool_cases(domain, padded=("none", "some", "all"), most=8)),
             _untouched,
         ),
         Law(
             "padding",
             "exact",
-            "what padding requests carry changes nothing, bit for bit",
+            "the inputs of padding requests change nothing, bit for bit",
             lambda domain: examples_of(pool_cases(domain, padded=("some", "all"), most=8), None, CARRIED),
             _padding,
             _promises("padding_slots"),
@@ -418,7 +418,7 @@ POOL_LAWS: dict[str, Law] = {
         Law(
             "poison",
             "exact",
-            "what slots hold that no request names does not matter, bit for bit",
+            "the states in slots that no request names change nothing, bit for bit",
             lambda domain: examples_of(pool_cases(domain, spare=(1, 2, 5), most=8), None, POISON),
             _poison,
             variants=POISON,
@@ -426,7 +426,7 @@ POOL_LAWS: dict[str, Law] = {
         Law(
             "fresh",
             "exact",
-            "a request that begins does not notice who had its slot before: it starts from zeros",
+            "a request that begins starts from zeros, whatever its slot contains, bit for bit",
             lambda domain: examples_of(
                 _remember(domain, fresh=("some", "all"), most=8).filter(lambda case: any(_begins(case))), None, POISON
             ),
@@ -438,7 +438,7 @@ POOL_LAWS: dict[str, Law] = {
         Law(
             "accept",
             "truth",
-            "k tokens at once leave the state that k single steps leave, for every k, and a draft's k accepted ones too",
+            "k tokens at once, k single steps and the k accepted tokens of a draft leave the same state, for every k",
             lambda domain: _draft_examples(_remember(domain, kinds=("drafts",), most=8, accepted="all", drafts="chain")),
             _accept,
             lambda domain: None if domain.most_tokens > 1 else "drafts are not supported",
@@ -447,14 +447,14 @@ POOL_LAWS: dict[str, Law] = {
         Law(
             "slots",
             "truth",
-            "which slot a request has does not matter: other slots, same states, to the bit where that is promised",
+            "requests in other slots get the same outputs and states, bit for bit if position_independent=True",
             lambda domain: examples_of(pool_cases(domain, spare=(1, 2, 5), most=8)),
             _moved,
         ),
         Law(
             "requests",
             "exact",
-            "requests do not interfere: changing one and its state changes nothing of the others, bit for bit",
+            "changing one request and its state changes nothing of the others, bit for bit",
             lambda domain: examples_of(pool_cases(domain, most=8), _several),
             _requests,
             place=_several,
@@ -462,21 +462,21 @@ POOL_LAWS: dict[str, Law] = {
         Law(
             "history",
             "truth",
-            "calls leave nothing behind but states: the same call after another gives the same bits",
+            "a call gives the same results after another call with other inputs, bit for bit if deterministic=True",
             lambda domain: examples_of(pool_cases(domain, most=8)),
             _history,
         ),
         Law(
             "memory",
             "exact",
-            "a second run over other uninitialised memory gives the same bits, where runs are deterministic",
+            "other numbers in uninitialised memory change no result, bit for bit if deterministic=True",
             lambda domain: examples_of(pool_cases(domain, most=8)),
             _memory,
         ),
         Law(
             "blocks",
             "truth",
-            "how many value channels are taken at a time does not matter: every size of block gives what one gives",
+            "every number of value channels in a block gives the same results within the tolerance",
             lambda domain: examples_of(pool_cases(domain, most=8, block_v="default", value_dim=_value_dims(domain))),
             _blocks,
             _promises("blocks"),
@@ -485,16 +485,16 @@ POOL_LAWS: dict[str, Law] = {
         Law(
             "strides",
             "truth",
-            "tokens may lie in memory in any strides, and slots apart from each other",
+            "tokens may have any strides, and slots need not lie next to each other in memory",
             lambda domain: examples_of(pool_cases(domain, most=8), None, domain.views),
             _strides,
-            lambda domain: None if domain.rule.views else "views is not supported",
+            lambda domain: None if domain.rule.views else "strided views are not supported",
             variants=POOL_VIEWS,
         ),
         Law(
             "pure",
             "exact",
-            "a call changes neither its inputs nor the memory around them, but for the pool where that is said to be in place",
+            "a call changes neither its inputs nor the memory around them, except a pool that is updated in place",
             lambda domain: examples_of(pool_cases(domain, most=8)),
             _pure,
         ),

@@ -362,7 +362,7 @@ LAWS: dict[str, Law] = {
         Law(
             "recurrent",
             "truth",
-            "a prompt at once and then one token at a time gives what one run gives: chunkwise equals recurrent",
+            "a prompt in one call and then one token at a time give what one call for all tokens gives",
             lambda domain: examples_of(
                 _remember(_near(domain), packed=False, sequences=(1, 1), longest=80, total=80, value_heads=2, backward=False), steps
             ),
@@ -405,7 +405,7 @@ LAWS: dict[str, Law] = {
         Law(
             "absent",
             "truth",
-            "an optional argument left out means its neutral value, and gradients not asked for change nothing else",
+            "an omitted optional argument means its neutral value; results do not depend on which inputs require a gradient",
             _absent_examples,
             _absent,
             variants=("scale", "state", "offsets", "final_state", "dt_bias", "gradients"),
@@ -414,7 +414,7 @@ LAWS: dict[str, Law] = {
         Law(
             "norm",
             "truth",
-            "L2 norm in the kernel equals an explicit one, before or after head repetition, eps included",
+            "the L2 norm in the kernel equals an explicit one with the same eps, before or after heads are repeated",
             lambda domain: examples_of(
                 cases(
                     domain,
@@ -432,16 +432,16 @@ LAWS: dict[str, Law] = {
         Law(
             "gates",
             "truth",
-            "gate and beta computed in the kernel equal explicit ones, with the gradients of A_log, dt_bias, a and b",
+            "gate and beta that the kernel computes equal explicit ones, and so do the gradients of A_log, dt_bias, a and b",
             lambda domain: examples_of(cases(domain, in_kernel=_inside(domain), longest=130, total=150, sequences=(1, 2))),
             _gates,
-            lambda domain: None if _inside(domain) else "computes no gate and no beta",
+            lambda domain: None if _inside(domain) else "neither gate nor beta is computed in the kernel",
             lacks=lambda case, _: None if case.in_kernel != "none" else "in_kernel=gate|beta|both",
         ),
         Law(
             "linear",
             "exact",
-            "outputs are linear in (v, state) and gradients in the cotangents; a factor of -2 is exact to the bit",
+            "outputs are linear in (v, state), gradients are linear in the cotangents; a factor of -2 passes through bit for bit",
             _linear_examples,
             _linear,
             variants=("values", "cotangents", "zero_cotangents", "sum"),
@@ -477,7 +477,7 @@ LAWS: dict[str, Law] = {
         Law(
             "future",
             "exact",
-            "the past does not see the future: later tokens change no earlier output or query gradient, bit for bit",
+            "later tokens change no earlier output and no earlier gradient of q, bit for bit",
             lambda domain: examples_of(_small(domain), inner),
             future,
             place=inner,
@@ -485,7 +485,7 @@ LAWS: dict[str, Law] = {
         Law(
             "samples",
             "exact",
-            "sequences do not interfere: changing one changes nothing of the others, bit for bit",
+            "changing one sequence changes nothing of the others, bit for bit",
             lambda domain: examples_of(_small(domain, sequences=(2, 3)), several),
             samples,
             place=several,
@@ -493,7 +493,7 @@ LAWS: dict[str, Law] = {
         Law(
             "heads",
             "exact",
-            "heads do not interfere: changing one changes nothing of the others, bit for bit",
+            "changing one head changes nothing of the others, bit for bit",
             lambda domain: examples_of(_small(domain, groups=_many(domain)), _value_heads),
             _heads,
             place=_value_heads,
@@ -501,28 +501,28 @@ LAWS: dict[str, Law] = {
         Law(
             "permuted",
             "truth",
-            "permuting sequences and head groups permutes the results, to the bit where that is promised",
+            "permuting sequences and head groups permutes the results, bit for bit if position_independent=True",
             lambda domain: examples_of(_small(domain, sequences=(1, 3), groups=_many(domain))),
             _permuted,
         ),
         Law(
             "memory",
             "exact",
-            "a second run over other uninitialised memory gives the same bits, where runs are deterministic",
+            "other numbers in uninitialised memory change no result, bit for bit if deterministic=True",
             lambda domain: examples_of(_small(domain)),
             memory,
         ),
         Law(
             "again",
             "exact",
-            "the same call gives the same bits, the third time too, where runs are deterministic",
+            "three calls with the same inputs give the same results, bit for bit if deterministic=True",
             lambda domain: examples_of(_small(domain)),
             again,
         ),
         Law(
             "batch",
             "truth",
-            "a sequence alone gives what it gives in a batch of few or many, to the bit where that is promised",
+            "a sequence gives the same alone, in a batch of a few and of nine or more, bit for bit if position_independent=True",
             lambda domain: examples_of(_small(domain, sequences=(2, 3), longest=34, total=48, value_heads=2), several),
             batch,
             place=several,
@@ -530,7 +530,7 @@ LAWS: dict[str, Law] = {
         Law(
             "strides",
             "truth",
-            "inputs and cotangents may lie in memory in any strides",
+            "inputs and cotangents may have any strides",
             lambda domain: examples_of(_small(domain, sequences=(1, 2)), None, VIEWS),
             strides,
             require(views=True),

@@ -99,7 +99,7 @@ PATH_LINE = "law=parallel adapter=gdn/layer lengths=4 cp=2 heads=2 value_heads=2
         (("check", RIGHT, "--products", "fp8"), ("--products", "'fp8'", "ieee", "tf32")),
         (("repeat", ""), ("law=",)),
         (("repeat", "lengths=3"), ("must say law=",)),
-        (("repeat", f"law=oracle adapter={RIGHT}"), ("must say lengths",)),
+        (("repeat", f"law=oracle adapter={RIGHT}"), ("must have lengths",)),
         (("repeat", f"law=orcale adapter={RIGHT} lengths=3"), ("'orcale'", "oracle")),
         (("repeat", "law=oracle adapter=fla/chonk lengths=3"), ("'fla/chonk'", "fla/chunk")),
         (("repeat", f"law=oracle adapter={RIGHT} length=3"), ("'length'", "did you mean lengths?")),

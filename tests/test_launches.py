@@ -255,7 +255,7 @@ def test_lack_of_memory_decides_nothing(launched: Callable[..., dict[str, Any]])
     [
         ([LINE.replace(" device=cuda", "")], exits.USAGE, "launches needs a line that says device=cuda, got device=cpu"),
         ([LINE, "--beside", "sweep"], exits.USAGE, "--beside must be a number or native, got sweep"),
-        (["law=oracle adapter=fla/chunk device=cuda"], exits.USAGE, "a case line must say lengths"),
+        (["law=oracle adapter=fla/chunk device=cuda"], exits.USAGE, "a case line must have lengths"),
         ([LINE, "--calls", "1"], exits.USAGE, "--calls must be 2 or more where there is no --beside, got 1"),
         ([LINE], exits.UNDECIDED, "the line says device=cuda, and torch sees no GPU"),
     ],

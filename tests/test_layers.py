@@ -113,7 +113,7 @@ REFUSED = {
     "lengths=1 values=large": "values must be one of ordinary, scaled, small, zero_rows, got 'large'",
     "lengths=1 eps=1": "eps must be one of 1e-6, 1e-5, got '1'",
     "lengths=1 tp=2": "unknown word 'tp'",
-    "heads=2": "a case line must say lengths",
+    "heads=2": "a case line must have lengths",
 }
 
 
@@ -124,7 +124,7 @@ def test_illegal_case_is_refused(line: str) -> None:
 
 
 def test_case_without_sequences_is_refused() -> None:
-    with pytest.raises(ValueError, match="lengths must name at least one sequence, none negative, got"):
+    with pytest.raises(ValueError, match="lengths must name at least one sequence, and no length may be negative, got"):
         LayerCase(())
 
 

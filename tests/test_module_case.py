@@ -266,8 +266,8 @@ def test_same_inputs_whatever_is_not_theirs() -> None:
 # Lines
 
 LINES = [
-    ("", "a case line must say lengths"),
-    ("lengths=4", "a case line of a module must say op, one of causal_conv1d"),
+    ("", "a case line must have lengths"),
+    ("lengths=4", "a case line of a module must have op=, one of causal_conv1d"),
     ("lengths=4 op=decode", "operation must be one of causal_conv1d, gdn_gate, kda_gate, l2norm, gated_rms_norm, got 'decode'"),
     ("lengths=4 op=l2norm op=l2norm", "op must come once"),
     ("lengths=4 op=l2norm head=2", "unknown word 'head' in the case line; did you mean heads?"),
@@ -306,7 +306,7 @@ def test_an_illegal_line_is_refused_by_word_value_and_rule(line: str, says: str)
     ("lengths", "says"),
     [
         ((), "lengths must name at least one sequence"),
-        ((-1,), "none negative"),
+        ((-1,), "no length may be negative"),
         ((0,) * 65537, "at most 65536 sequences, got 65537"),
     ],
 )

@@ -254,7 +254,7 @@ def test_what_is_an_exchange_only_is_asked_about_that_alone() -> None:
 
 
 def test_flags_of_a_kernel_are_no_choices_with_one_result() -> None:
-    assert PATH_LAWS["same"].needs(fla_parallel.ChunkCP.domain) == "it is no layer"
+    assert PATH_LAWS["same"].needs(fla_parallel.ChunkCP.domain) == "the operation is not gdn_layer"
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_tagged_numbers_are_distinct_and_exact() -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("", "a case line must say lengths"),
+        ("", "a case line must have lengths"),
         ("lengths=4 tp=0", "tp must be in 1..1024, got 0"),
         ("lengths=4 cp=x", "cp must be a whole number, got 'x'"),
         ("lengths=6 cp=2 heads=2 value_heads=2", "lengths must be multiples of 2 * cp = 4, got 6 in place 0"),
@@ -104,7 +104,7 @@ def test_tagged_numbers_are_distinct_and_exact() -> None:
         ("lengths=4 heads=2", "value_heads must be a multiple of heads 2, got 1"),
         ("lengths=4 tp=4 sp=yes cp=2 heads=8 value_heads=8", "sp=yes needs a multiple of tp = 4 tokens on every CP rank, got 2"),
         ("lengths=4 layout=contiguous", "layout must be zigzag for op=gdn_layer, got contiguous"),
-        ("lengths=4 op=kda tp=2 heads=2 value_heads=2", "tp=1 sp=no padding=none are all there is of op=kda"),
+        ("lengths=4 op=kda tp=2 heads=2 value_heads=2", "op=kda must have tp=1 sp=no padding=none"),
         ("lengths=4 op=decode", "operation must be one of gdn_layer"),
         ("lengths=4 rule=cuda", "rule must be one of torch, fla, got 'cuda'"),
         ("lengths=4 gates=long", "unknown word 'gates' in the case line; did you mean gate?"),

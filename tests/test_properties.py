@@ -70,7 +70,7 @@ DOMAINS = {
     ),
 }
 # The laws that a domain cannot be asked about, and what it lacks.
-NO_GATES = {"gates": "computes no gate and no beta"}
+NO_GATES = {"gates": "neither gate nor beta is computed in the kernel"}
 LACKING = {
     "gates in the kernel only, with dt_bias": {"recall": "explicit gates are not supported"},
     "no packing": {"packed": "packed"},

@@ -722,9 +722,9 @@ def test_defaults_are_left_out_and_the_operation_is_called_op() -> None:
 
 
 REFUSED = {
-    "": ("lengths", "must say lengths"),
-    "   ": ("lengths", "must say lengths"),
-    "seed=3": ("lengths", "must say lengths", "seed"),
+    "": ("lengths", "must have lengths"),
+    "   ": ("lengths", "must have lengths"),
+    "seed=3": ("lengths", "must have lengths", "seed"),
     "lengths": ("'lengths'", "name=value"),
     "lengths=": ("'lengths='", "name=value"),
     "=5": ("'=5'", "name=value"),

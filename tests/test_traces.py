@@ -138,7 +138,7 @@ REFUSED = {
     "trace=p:a1 slots=0": "slots must be in 1..16, got 0",
     "trace=p:a1 heads=2 value_heads=3": "value_heads must be a multiple of heads 2, got 3",
     "trace=p:a1 pad=1": "pad must be one of -1, 0, got '1'",
-    "slots=3": "a case line must say trace, for example trace=p:a5,b70/d:a,b",
+    "slots=3": "a case line must have trace, for example trace=p:a5,b70/d:a,b",
     "trace=p:a1 lengths=3": "unknown word 'lengths' in the case line",
 }
 

@@ -80,7 +80,7 @@ class LayerCase(Line):
     def __post_init__(self) -> None:
         check_choices(self, _FIELDS)
         if not self.lengths or min(self.lengths) < 0:
-            raise ValueError(f"lengths must name at least one sequence, none negative, got {text_of(self.lengths)}")
+            raise ValueError(f"lengths must name at least one sequence, and no length may be negative, got {text_of(self.lengths)}")
         if not self.packed and len(set(self.lengths)) > 1:
             raise ValueError(f"lengths must all be equal unless packed=yes, got {text_of(self.lengths)}")
         self.whole()  # raises ValueError for fields that are illegal for a layer

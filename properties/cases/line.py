@@ -65,7 +65,7 @@ class Line:
                 raise ValueError(f"{cls.LONG.get(name, name)} must come once, got {word} too")
             fields[name] = value
         if cls.NEEDED[0] not in fields:
-            raise ValueError(f"a case line must say {', '.join(cls.NEEDED)}, got {words}")
+            raise ValueError(f"a case line must have {', '.join(cls.NEEDED)}, got {words}")
         return fields
 
 

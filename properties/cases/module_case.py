@@ -135,7 +135,7 @@ class ModuleCase(Line):
     def __post_init__(self) -> None:
         check_choices(self, _CHOICES)
         if not self.lengths or min(self.lengths) < 0:
-            raise ValueError(f"lengths must name at least one sequence, none negative, got {text_of(self.lengths)}")
+            raise ValueError(f"lengths must name at least one sequence, and no length may be negative, got {text_of(self.lengths)}")
         if len(self.lengths) > MAX_SEQUENCES:
             raise ValueError(f"lengths must name at most {MAX_SEQUENCES} sequences, got {len(self.lengths)}")
         if sum(self.lengths) > MAX_TOKENS:
@@ -164,7 +164,7 @@ class ModuleCase(Line):
         """Return the words by field name. ValueError for an unknown word, or if the operation is missing."""
         fields = super().fields_of(words)
         if "operation" not in fields:
-            raise ValueError(f"a case line of a module must say op, one of {', '.join(MODULES)}, got {words}")
+            raise ValueError(f"a case line of a module must have op=, one of {', '.join(MODULES)}, got {words}")
         return fields
 
     @property

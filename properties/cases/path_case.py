@@ -100,7 +100,7 @@ class ParallelCase(Line):
     def __post_init__(self) -> None:
         check_choices(self, _FIELDS)
         if not self.lengths or min(self.lengths) < 0:
-            raise ValueError(f"lengths must name at least one sequence, none negative, got {text_of(self.lengths)}")
+            raise ValueError(f"lengths must name at least one sequence, and no length may be negative, got {text_of(self.lengths)}")
         for name, most in (("tp", MAX_RANKS), ("cp", MAX_RANKS), ("hidden", MAX_WIDTH), ("conv_width", 64)):
             if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"{name} must be in 1..{most}, got {getattr(self, name)}")
@@ -116,7 +116,7 @@ class ParallelCase(Line):
         if not self.packed and self.padding != "none":
             raise ValueError(f"padding must be none unless packed=yes, got {self.padding}")
         if self.operation != "gdn_layer" and (self.tp > 1 or self.sp or self.padding != "none"):
-            raise ValueError(f"tp=1 sp=no padding=none are all there is of op={self.operation}, got {self}")
+            raise ValueError(f"op={self.operation} must have tp=1 sp=no padding=none, got {self}")
         if self.operation == "gdn_layer" and self.layout != "zigzag":
             raise ValueError(f"layout must be zigzag for op=gdn_layer, got {self.layout}")
         if self.heads % (self.tp * self.cp if self.operation == "gdn_layer" else 1):

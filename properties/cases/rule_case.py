@@ -99,7 +99,7 @@ class Case(Line):
     def __post_init__(self) -> None:
         check_choices(self, _CHOICES)
         if not self.lengths or min(self.lengths) < 0:
-            raise ValueError(f"lengths must name at least one sequence, none negative, got {text_of(self.lengths)}")
+            raise ValueError(f"lengths must name at least one sequence, and no length may be negative, got {text_of(self.lengths)}")
         if len(self.lengths) > MAX_SEQUENCES:
             raise ValueError(f"lengths must name at most {MAX_SEQUENCES} sequences, got {len(self.lengths)}")
         if sum(self.lengths) > MAX_TOKENS:
