@@ -403,7 +403,7 @@ def test_what_does_not_fail_again_has_no_fault() -> None:
 
 def test_base_must_hold() -> None:
     policy = Policy(3, (("a", "B=1"),))
-    with pytest.raises(ValueError, match="base must hold, or no pick can be told from it, but 3 fails itself; try another number"):
+    with pytest.raises(ValueError, match="base must hold, so that a failure shows a pick, but 3 fails itself; try another number"):
         narrow(policy, lambda candidate: True)
     assert narrow(policy, lambda candidate: candidate.tune == 3 or bool(candidate.picks), Policy(4)) == [Policy(4, policy.picks)]
     with pytest.raises(ValueError, match="base must be without picks, got 3,a:B=1"):
@@ -452,13 +452,13 @@ def test_denied_applies_where_it_was_seen() -> None:
         ([], r"a denied configuration must be a table of config, error, gpu, kernel, law, run, triton, got '\[\]'"),
         (ENTRY | {"why": "x"}, "must have config, error, gpu, kernel, law, run, triton, got one with an unknown why"),
         ({name: value for name, value in ENTRY.items() if name != "law"}, "got one with no law"),
-        (ENTRY | {"gpu": ""}, "gpu of a denied configuration must be a text that says something, got ''"),
-        (ENTRY | {"triton": 3.7}, "triton of a denied configuration must be a text that says something, got 3.7"),
+        (ENTRY | {"gpu": ""}, "gpu of a denied configuration must be a text that is not empty, got ''"),
+        (ENTRY | {"triton": 3.7}, "triton of a denied configuration must be a text that is not empty, got 3.7"),
         (ENTRY | {"error": " "}, "error of a denied configuration must be a text"),
         (ENTRY | {"kernel": "a b"}, "a kernel must be a name"),
         (ENTRY | {"config": "BK"}, "a configuration must be"),
-        (ENTRY | {"law": "recall"}, "run of a denied configuration must say law=recall and adapter=..., got 'law=cut"),
-        (ENTRY | {"run": "law=cut"}, "run of a denied configuration must say law=cut and adapter="),
+        (ENTRY | {"law": "recall"}, "run of a denied configuration must have law=recall and adapter=..., got 'law=cut"),
+        (ENTRY | {"run": "law=cut"}, "run of a denied configuration must have law=cut and adapter="),
         (ENTRY | {"run": "cut"}, "a case line is made of name=value words, got 'cut'"),
     ],
 )

@@ -383,11 +383,11 @@ def test_known_defect_that_no_longer_fails_is_said(workers: list[Worker], store:
     (report,) = checked(RIGHT, ["oracle"], workers, store, defects=[defect], profile=Profile("three", 3))
     assert report.verdict is Verdict.HOLDS
     (line,) = report.known
-    assert line.startswith("known defect NO LONGER FAILS, take it off the file: ")
+    assert line.startswith("known defect NO LONGER FAILS, remove it from known_defects.toml: ")
     elsewhere = dataclasses.replace(defect, somewhere=True)
     (report,) = checked(RIGHT, ["oracle"], workers, store, defects=[elsewhere], profile=Profile("three", 3))
     (line,) = report.known
-    assert line.startswith("known defect, not on this processor: ")
+    assert line.startswith("known defect, not shown on this processor: ")
 
 
 @pytest.mark.parametrize(
@@ -411,7 +411,7 @@ def test_known_defect_that_no_longer_fails_is_said(workers: list[Worker], store:
         ),
         (
             "from tests.right import Chunkwise\nclass Kernel(Chunkwise): operation = 'conv'",
-            "operation is 'conv', its domain says gated_delta_rule",
+            "operation is 'conv', but its domain has gated_delta_rule",
         ),
         (
             "from tests.right import Chunkwise\nclass Kernel(Chunkwise): domain = None",

@@ -52,7 +52,7 @@ SLOW_FIXTURES = ("measurement",)
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEADLINE_S = 300.0
 CPU = torch.device("cpu")
-MESSAGE = "gdn-verify: claims need a GPU: torch sees none\n"
+MESSAGE = "gdn-verify: claims need a GPU, and torch sees none\n"
 
 
 def setting(**changes: Any) -> Setting:
@@ -665,7 +665,7 @@ def test_a_failing_claim_does_not_stop_the_next_and_every_part_is_written(
     assert command.act(options("--device", "cpu", "--json", str(place), "--markdown")) == command.UNDECIDED
     assert written == [1, 2]
     out, err = capsys.readouterr()
-    assert "| 1 | one |" in out and "not measured: RuntimeError: no such tile" in out and "these times say nothing of a GPU" in out
+    assert "| 1 | one |" in out and "not measured: RuntimeError: no such tile" in out and "these times do not hold for a GPU" in out
     assert "claim 2: three" in err
     data = json.loads(place.read_text())
     assert [row["reason"] for row in data["rows"]] == ["RuntimeError: no such tile", "", ""] and not data["interrupted"]
@@ -685,7 +685,7 @@ def test_an_interrupted_run_prints_what_it_has(
     monkeypatch.setattr(command, "PARTS", {1: (("one", measures),), 2: (("two", interrupted),)})
     monkeypatch.setattr(command, "_prepare_kernels", lambda options: None)
     assert command.act(options("--device", "cpu", "--json", str(place))) == command.INTERRUPTED
-    assert "interrupted: not all was measured" in capsys.readouterr().out
+    assert "interrupted: not every claim was measured" in capsys.readouterr().out
     data = json.loads(place.read_text())
     assert data["interrupted"] and len(data["rows"]) == 1
 

@@ -98,7 +98,7 @@ PATH_LINE = "law=parallel adapter=gdn/layer lengths=4 cp=2 heads=2 value_heads=2
         (("check", RIGHT, "--deadline", "nan"), ("--deadline", "'nan'", "over 0")),
         (("check", RIGHT, "--products", "fp8"), ("--products", "'fp8'", "ieee", "tf32")),
         (("repeat", ""), ("law=",)),
-        (("repeat", "lengths=3"), ("must say law=",)),
+        (("repeat", "lengths=3"), ("must have law=",)),
         (("repeat", f"law=oracle adapter={RIGHT}"), ("must have lengths",)),
         (("repeat", f"law=orcale adapter={RIGHT} lengths=3"), ("'orcale'", "oracle")),
         (("repeat", "law=oracle adapter=fla/chonk lengths=3"), ("'fla/chonk'", "fla/chunk")),
@@ -234,7 +234,7 @@ def test_broken_implementation_exits_1_with_a_finished_report(capfd: pytest.Capt
     assert "seed 7" in result.err
     assert "BROKEN   pure" in result.err
     assert "versions" in result.err
-    assert "findings kept in .gdn-verify/findings.jsonl" in result.err
+    assert "findings are in .gdn-verify/findings.jsonl" in result.err
     data = strict(result.out)
     assert (data["law"], data["verdict"], data["seed"]) == ("pure", "broken", 7)
     assert f'python -m verify repeat "{data["run"]}"' in result.err
@@ -340,7 +340,7 @@ def test_bad_disk_is_said_and_the_finding_printed(capfd: pytest.CaptureFixture[s
     assert f"gdn-verify: cannot write to {folder}: " in result.err
     assert result.err.count("cannot write") == 1
     assert 'repeat       python -m verify repeat "law=pure' in result.out
-    assert "findings kept" not in result.out
+    assert "findings are in" not in result.out
 
 
 def test_run_of_a_killed_check_is_told_at_the_next(capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
@@ -394,7 +394,7 @@ def test_interrupt_prints_what_was_done_keeps_findings_and_leaves_no_process(tmp
     assert check.returncode == exits.INTERRUPTED, err
     assert "Traceback" not in err
     assert "interrupted: 1 broken, 1 not finished of 2 laws" in out
-    assert "findings kept in .gdn-verify/findings.jsonl" in out
+    assert "findings are in .gdn-verify/findings.jsonl" in out
     assert sorted(path.name for path in (tmp_path / ".gdn-verify").iterdir()) == ["examples.txt", "findings.jsonl"]
     assert len(pids) == 3, "two workers, and who forked them"
     assert gone(pids, 5.0)

@@ -149,5 +149,5 @@ def test_the_report_says_what_would_hold() -> None:
     broken = LawReport("oracle", "my.py:Kernel", Verdict.BROKEN, run="law=oracle", findings=[Finding("dg", FailureKind.OFF, OFF)])
     assert "would hold" not in text.failure(broken)
     broken.otherwise = ["folds = True", "chunk = None"]
-    told = "  would hold   if the adapter said folds = True; or chunk = None, which is for its author to know"
+    told = "  would hold   if the adapter declared folds = True; or chunk = None; only its author knows whether that is true"
     assert told in text.failure(broken).splitlines()

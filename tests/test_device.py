@@ -43,7 +43,7 @@ def test_a_line_names_its_device_unless_it_is_the_cpu() -> None:
     ("words", "message"),
     [
         (["check", RIGHT, "--device", "cuda"], "--device cuda needs a GPU, and torch sees none"),
-        (["repeat", LINE], "the line says device=cuda, and torch sees no GPU"),
+        (["repeat", LINE], "the line has device=cuda, but torch sees no GPU"),
     ],
 )
 def test_without_a_gpu_one_line_says_so(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

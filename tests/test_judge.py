@@ -144,7 +144,7 @@ def test_bits_must_be_equal_though_zero_has_two_signs() -> None:
     moved = want.clone()
     moved[0, 1] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
     finding = only(judge([("o", moved, want)], Case((3,))))
-    assert finding.what == "differs, where equality to the bit is due"
+    assert finding.what == "differs, but must be equal to the bit"
     assert (finding.worst, finding.rows_over, finding.allowed) == ("token 1, head 0, channel 0", 1, 0.0)
     assert finding.error == pytest.approx(2**-23)
 
@@ -152,7 +152,7 @@ def test_bits_must_be_equal_though_zero_has_two_signs() -> None:
 def test_nan_differs_from_nan_bit_for_bit() -> None:
     nan = torch.full((1, 2, 1, 1), math.nan)
     finding = only(judge([("o", nan, nan)], Case((2,))))
-    assert (finding.rows_over, finding.what) == (2, "is no number, where equality to the bit is due")
+    assert (finding.rows_over, finding.what) == (2, "is NaN, but must be equal to the bit")
 
 
 def test_equal_infinities_are_equal_and_are_never_the_worst() -> None:

@@ -253,11 +253,11 @@ def test_lack_of_memory_decides_nothing(launched: Callable[..., dict[str, Any]])
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ([LINE.replace(" device=cuda", "")], exits.USAGE, "launches needs a line that says device=cuda, got device=cpu"),
+        ([LINE.replace(" device=cuda", "")], exits.USAGE, "launches needs a line with device=cuda, got device=cpu"),
         ([LINE, "--beside", "sweep"], exits.USAGE, "--beside must be a number or native, got sweep"),
         (["law=oracle adapter=fla/chunk device=cuda"], exits.USAGE, "a case line must have lengths"),
-        ([LINE, "--calls", "1"], exits.USAGE, "--calls must be 2 or more where there is no --beside, got 1"),
-        ([LINE], exits.UNDECIDED, "the line says device=cuda, and torch sees no GPU"),
+        ([LINE, "--calls", "1"], exits.USAGE, "--calls must be 2 or more without --beside, got 1"),
+        ([LINE], exits.UNDECIDED, "the line has device=cuda, but torch sees no GPU"),
     ],
 )
 def test_what_it_needs(words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,7 +273,7 @@ def test_what_it_needs(words: list[str], code: int, message: str, capsys: pytest
 def test_a_path_has_no_launches_to_tell() -> None:
     line = "law=parallel adapter=gdn/layer lengths=8 cp=2 heads=2 value_heads=2 backward=no"
     report = answer(Launches(line, 2, []).to_json())
-    assert "launches are of kernels on one process" in report["error"]
+    assert "launches are compared for kernels on one process" in report["error"]
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_a_path_has_no_launches_to_tell() -> None:
         ),
         ({"reason": "out of memory"}, exits.UNDECIDED, "", "gdn-verify: out of memory\n"),
         ({"error": "adapter x: gone"}, exits.USAGE, "", "gdn-verify: adapter x: gone\n"),
-        (None, exits.UNDECIDED, "", "gdn-verify: crashed: killed by SIGKILL, and which launch it was is not known\n"),
+        (None, exits.UNDECIDED, "", "gdn-verify: crashed: killed by SIGKILL; the launch is not known\n"),
     ],
 )
 def test_what_the_command_says(

@@ -581,7 +581,7 @@ def test_probe_tells_refusing_from_silent_and_from_not_asked() -> None:
     for name in names("causal_conv1d"):
         assert probe(Refuses(), name) == "refuses (TypeError)"
         asked = name == "a weight of fewer channels"
-        assert probe(Silent(), name).startswith("answers silently" if asked else "not asked: "), name
+        assert probe(Silent(), name).startswith("answers silently" if asked else "not run: "), name
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ SAID = (
     (("--no-law-mark",), "and laws=names, got {'laws': ()}"),
     (("--one-law-mark",), "and laws=names, got {'laws': 'cut'}"),
     (("--other-law-mark",), "laws of gdn_adapter must be those of fla/chunk, got 'parallel'"),
-    (("--no-mark",), "test_unmarked asks for gdn_law: mark it gdn_adapter(...) or give --gdn-adapter"),
+    (("--no-mark",), "test_unmarked uses gdn_law: mark it gdn_adapter(...) or pass --gdn-adapter"),
 )
 
 

@@ -194,7 +194,7 @@ def test_rank_that_cannot_start_is_named_and_blames_no_kernel() -> None:
 def test_nccl_without_a_gpu_is_refused() -> None:
     reply = answer(Join("localhost", 0, "", 1, 0, "nccl").to_json())
     assert reply["verdict"] == "unknown"
-    assert reply["reason"].startswith("there is no GPU for it: CUDA_VISIBLE_DEVICES=")
+    assert reply["reason"].startswith("there is no GPU for this rank: CUDA_VISIBLE_DEVICES=")
 
 
 def test_group_must_have_a_rank_and_a_known_backend() -> None:
@@ -217,7 +217,7 @@ def test_each_rank_sees_its_gpu_and_listens_on_loopback(monkeypatch: pytest.Monk
     assert environment("gloo", 0, 4, 0, one_host=True)["GLOO_SOCKET_IFNAME"] == "eth7"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-12ab")
     assert environment("nccl", 9, 16, 1, one_host=False)["CUDA_VISIBLE_DEVICES"] == "GPU-12ab"
-    with pytest.raises(ValueError, match="rank 2 needs GPU 2 of this host, CUDA_VISIBLE_DEVICES has 2"):
+    with pytest.raises(ValueError, match="rank 2 needs GPU 2 of this host, but CUDA_VISIBLE_DEVICES has 2"):
         environment("nccl", 2, 4, 2, one_host=True)
 
 
@@ -373,13 +373,13 @@ def test_supervisors_without_a_pulse_are_missed_by_those_who_need_them(
         with pytest.raises(WorkerLost) as lost:
             group.ask({"planted": "spins", "of": [1]}, 60.0)
         assert time.monotonic() - start < 1.5 + 3 + SLACK_S
-        assert (lost.value.how, lost.value.detail) == ("crashed", "rank 1 lost its supervisor: no sign of it for 3 s")
+        assert (lost.value.how, lost.value.detail) == ("crashed", "rank 1 lost its supervisor: no message from it for 3 s")
         assert not lost.value.in_kernel
         group._pulse.stop()
         follower.send_signal(signal.SIGCONT)
         _, err = follower.communicate(timeout=3 + 3 + SLACK_S)
         assert follower.returncode == torchrun.UNDECIDED
-        assert "rank 1: lost the supervisor of rank 0: no sign of it for 3 s" in err
+        assert "rank 1: lost the supervisor of rank 0: no message from it for 3 s" in err
         assert not group._seats[1].alive
         assert gone(started(tmp_path), 1.0)
         with pytest.raises(WorkerLost, match="rank 1 lost its supervisor: it ended"):
@@ -627,7 +627,7 @@ def test_group_goes_on_where_every_rank_came_to_the_same_place(answers: list[dic
 @pytest.mark.parametrize(
     ("wrote", "description"),
     [
-        ("no stack", "nobody knows where"),
+        ("no stack", "at an unknown place"),
         (dump(READER, [(KERNEL, "run"), (RUN, "execute")]), "in run (kernel.py:1)"),
         (dump(READER, [*REDUCE, (KERNEL, "run")]), "in all_reduce, called by run (kernel.py:3)"),
         (dump([("/opt/any.py", EXCHANGE), (KERNEL, "run")]), "in exchange, called by run (kernel.py:2)"),

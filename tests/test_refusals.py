@@ -80,7 +80,7 @@ def test_our_contract_refuses_and_names_value_and_rule(name: str) -> None:
 def test_probe_tells_refusing_from_silent(name: str) -> None:
     assert probe(Refuses(), name) == "refuses (TypeError)"
     assert probe(Silent(), name) == "answers silently"
-    assert probe(Unpacked(), name).startswith("not asked: ")
+    assert probe(Unpacked(), name).startswith("not run: ")
     assert probe(Races(), name) == "lets its programs race for the same memory"
     assert probe(Strays(), name) == "reads or writes outside its tensors"
 

@@ -100,7 +100,7 @@ def test_a_line_that_is_no_run_costs_one_line_of_warning_and_stays_where_it_is(t
     examples = Examples(tmp_path)
     for _ in range(3):
         assert examples.of(RIGHT, "oracle") == [run()]
-    assert examples.trouble.startswith(f"1 line of {tmp_path / FILE} is no run and is not asked, line 3: ")
+    assert examples.trouble.startswith(f"1 line of {tmp_path / FILE} is no case line and was not run: line 3: ")
     assert examples.trouble.isprintable()
     assert len(examples.trouble) < 400
     examples.add(run(length=7))
@@ -151,7 +151,7 @@ def test_what_is_no_file_of_lines_is_not_read(tmp_path: pathlib.Path) -> None:
     examples = Examples(tmp_path)
     assert examples.of(RIGHT, "oracle") == []
     examples.add(run())
-    assert "it has more than 4 MiB" in examples.trouble
+    assert "the file has more than 4 MiB" in examples.trouble
     assert (tmp_path / FILE).read_bytes() == large
 
 
@@ -293,10 +293,10 @@ def test_the_command_line_asks_what_it_kept_and_warns_in_one_line(
     code = cli.main(words)
     out, err = capfd.readouterr()
     assert code == exits.BROKEN
-    assert "found        in an earlier check, and asked first" in out
+    assert "found        in an earlier check, and run first in this one" in out
     assert "repeat       python -m verify repeat" in out
     rule = "a case line is made of name=value words, got 'nothing'"
-    assert err == f"gdn-verify: 1 line of .gdn-verify/{FILE} is no run and is not asked, line 2: {rule}\n"
+    assert err == f"gdn-verify: 1 line of .gdn-verify/{FILE} is no case line and was not run: line 2: {rule}\n"
     assert cli.main((*words, "--no-examples")) == exits.HOLDS
     assert capfd.readouterr().err == ""
 

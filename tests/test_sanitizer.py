@@ -140,7 +140,7 @@ def test_a_report_that_is_not_given_again_blames_no_case(tmp_path: pathlib.Path)
     with sanitized(tmp_path, kernel(tmp_path, often=False), "pure", late_s=0.3) as report:
         assert report.verdict is Verdict.UNKNOWN
         assert "read out of bounds in kernel reads_on" in report.reason
-        assert "but not again when it was asked again" in report.reason
+        assert "but not again when it was run again" in report.reason
         assert '"stage": "found once"' in (tmp_path / "findings" / "findings.jsonl").read_text()
 
 

@@ -120,7 +120,7 @@ def test_folder_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path: 
     everything(store)
     assert store.trouble is not None
     assert store.trouble.startswith(f"cannot write to {tmp_path / folder}: ")
-    assert store.trouble.endswith("findings are printed and not kept")
+    assert store.trouble.endswith("findings are printed and not stored")
     assert "\n" not in store.trouble
 
 
@@ -128,7 +128,7 @@ def test_full_disk_is_said_in_words(tmp_path: pathlib.Path) -> None:
     (tmp_path / "findings.jsonl").symlink_to("/dev/full")
     store = Store(tmp_path)
     everything(store)
-    assert store.trouble == f"cannot write to {tmp_path}: No space left on device; findings are printed and not kept"
+    assert store.trouble == f"cannot write to {tmp_path}: No space left on device; findings are printed and not stored"
 
 
 def test_disk_that_fills_up_between_two_findings_keeps_the_first(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

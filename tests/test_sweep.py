@@ -74,7 +74,7 @@ def test_a_case_that_fails_whatever_the_configurations_is_told_apart_and_hides_n
     (other,) = [fault for fault in result.faults if not fault.policy.picks]
     assert other.run.example.case.lengths == (41,)
     assert other.denied("interpreter", "3.7.1") == []
-    assert "WRONG    whatever the configurations (6 numbers" in "\n".join(result.lines())
+    assert "WRONG    all configurations: this case fails with those that each of 6 numbers" in "\n".join(result.lines())
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_a_failure_that_does_not_come_again_is_undecided_and_not_forgotten(
 def test_memory_that_workers_share_is_not_a_configuration_s_to_run_out_of(tmp_path: pathlib.Path) -> None:
     shared = swept("StarvedAt64", tmp_path, 2)
     assert shared.faults == []
-    assert any("which other workers share" in reason for reason in shared.undecided)
+    assert any("that other workers share" in reason for reason in shared.undecided)
     alone = swept("StarvedAt64", tmp_path)
     assert {config.split(":")[0] for fault in alone.faults for _, config in fault.policy.picks} == {"BLOCK=64"}
 

@@ -171,7 +171,7 @@ def test_a_zoo_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(registry, "animals", broken)
     with pytest.raises(
-        AdapterError, match=r"^adapter zoo/LeaksState: the zoo cannot be had: ImportError: no module named unicorn$"
+        AdapterError, match=r"^adapter zoo/LeaksState: the zoo cannot be imported: ImportError: no module named unicorn$"
     ):
         check_spec("zoo/LeaksState")
 
@@ -349,7 +349,7 @@ def test_interrupted_it_prints_what_is_known(capfd: pytest.CaptureFixture[str], 
     out = capfd.readouterr().out
     assert "LeaksState" in out
     assert "oracle 1" in out
-    assert out.endswith("interrupted: not all was asked\n")
+    assert out.endswith("interrupted: not every law was run on every animal\n")
     assert json.loads(pathlib.Path("table.json").read_text())["interrupted"] is True
 
 
@@ -358,9 +358,9 @@ def test_interrupted_it_prints_what_is_known(capfd: pytest.CaptureFixture[str], 
     ("words", "message"),
     [
         (["Unicorn"], "unknown animal 'Unicorn'; of "),
-        (["LeaksState", "--letter", "C"], "no animal is both of these names and of these letters"),
+        (["LeaksState", "--letter", "C"], "no animal has one of these names and one of these letters"),
         (["LeaksState", "--law", "gravity"], "unknown law 'gravity'; there are "),
-        (["LeaksState", "--law", "reshard"], "law reshard is about none of the animals asked for"),
+        (["LeaksState", "--law", "reshard"], "law reshard is about none of the chosen animals"),
         (["--letter", "Z"], "argument --letter: invalid choice: 'Z'"),
         (["own.py:Nameless"], "Nameless must tell its story in a docstring"),
         (["own.py:Lost"], "letter of Lost must be one of"),
@@ -368,7 +368,7 @@ def test_interrupted_it_prints_what_is_known(capfd: pytest.CaptureFixture[str], 
         (["LeaksState", "--rule", "fla"], "--rule must be all, one of fla-local, fla-ci, "),
         (["LeaksState", "--rule", "none.py:Mine"], "--rule none.py:Mine: there is no file none.py"),
         (["LeaksState", "--rule", "own.py:Mine"], "--rule own.py:Mine: own.py has no Suite called Mine; it has none"),
-        (["EvenRows", "--rule", "te"], "no animal is both of these names and of these letters, and what suites are about"),
+        (["EvenRows", "--rule", "te"], "no animal has one of these names and one of these letters and can be judged by a suite"),
     ],
 )
 def test_bad_usage_is_one_line_before_any_work(
@@ -395,7 +395,7 @@ def test_list_says_how_many_there_are_in_one_line_and_help_says_the_exit_codes(c
     code, out, _ = run(capfd, "--help")
     words = " ".join(out.split())
     assert code == 0
-    for text in ("0 every animal asked is killed", "1 one survives", "2 bad usage", "130 interrupted", "fla-local"):
+    for text in ("0 every animal that was run is killed", "1 one survives", "2 bad usage", "130 interrupted", "fla-local"):
         assert text in words
 
 

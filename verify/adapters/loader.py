@@ -63,7 +63,7 @@ def _animals(spec: str) -> Mapping[str, Kind]:
         found: Mapping[str, Kind] = getattr(importlib.import_module(module), name)()
         return found
     except Exception as error:
-        raise AdapterError(f"adapter {spec}: the zoo cannot be had: {type(error).__name__}: {_first_line(error)}") from error
+        raise AdapterError(f"adapter {spec}: the zoo cannot be imported: {type(error).__name__}: {_first_line(error)}") from error
 
 
 def _is_adapter(value: object) -> bool:
@@ -89,7 +89,7 @@ def make(kind: Kind, spec: str) -> AnyAdapter:
         raise AdapterError(f"adapter {spec}: domain must be a {names}, got {adapter.domain!r}")
     does: str = getattr(adapter.domain, "operation")  # noqa: B009 - every kind of domain has one
     if (operation := getattr(adapter, "operation", does)) != does:
-        raise AdapterError(f"adapter {spec}: operation is {operation!r}, its domain says {does}: say it there alone")
+        raise AdapterError(f"adapter {spec}: operation is {operation!r}, but its domain has {does}: set it in the domain alone")
     if adapter.algorithm not in OPERATIONS[does].classes:
         choices = ", ".join(OPERATIONS[does].classes)
         raise AdapterError(f"adapter {spec}: algorithm must be one of {choices} for {does}, got {adapter.algorithm!r}")

@@ -142,7 +142,7 @@ class MegatronExchange(_Megatron):
     )
 
     def run(self, x: Inputs, place: Place) -> Tensor:
-        raise NotImplementedError("megatron/exchange has no layer, ask megatron/layer")
+        raise NotImplementedError("megatron/exchange has no layer; use megatron/layer")
 
     def move(
         self, x: Tensor, lengths: Sequence[int] | None, sections: Sequence[int], to: str, place: Place, choices: dict[str, str]

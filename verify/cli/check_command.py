@@ -55,7 +55,7 @@ def check(options: argparse.Namespace) -> int:
     launch = launched()
     if options.sanitize and (spec in PATHS or options.ranks or launch or options.tune == SWEEP or options.device == "cpu"):
         raise ValueError(
-            "--sanitize is for one process on a GPU: it goes with no parallel path, --ranks, torchrun, --tune sweep or --device cpu"
+            "--sanitize is for one process on a GPU: it excludes parallel paths, --ranks, torchrun, --tune sweep and --device cpu"
         )
     ranks = launch.local_size if launch else options.ranks
     backend = backend_of(options, ranks, options.device) if ranks else ""
@@ -115,9 +115,9 @@ def _run(options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | No
     spec, described = checking.settings.adapter, checking.describe()
     shared = isinstance(described.domain, PathDomain)
     if sanitizer is not None and shared:
-        raise ValueError(f"--sanitize is for kernels on one process, {spec} is a parallel path")
+        raise ValueError(f"--sanitize is for kernels on one process, but {spec} is a parallel path")
     if options.ranks and not shared:
-        raise ValueError(f"--ranks is for parallel paths, {spec} is a kernel on one process")
+        raise ValueError(f"--ranks is for parallel paths, but {spec} is a kernel on one process")
     if shared and not options.profile:  # a path's oracle runs on the CPU, even if its ranks run on GPUs
         checking.settings = dataclasses.replace(checking.settings, profile=PROFILES["quick"])
     where = f", {place_of(checking.workers[0])}" if shared else ""
@@ -181,5 +181,5 @@ def _summary(reports: Sequence[LawReport], laws: Sequence[str], wall_s: float, s
     line = f"{', '.join(parts)} of {len(laws)} laws; {cases} cases in {wall_s:.0f} s"
     line += f" (kernels {kernel:.0f} s, oracle and bounds {oracle:.0f} s)"
     if counts[Verdict.BROKEN] and not store.trouble:
-        line += f"; findings kept in {store.folder}/findings.jsonl"
+        line += f"; findings are in {store.folder}/findings.jsonl"
     return line

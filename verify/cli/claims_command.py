@@ -24,7 +24,7 @@ from verify.cli.exits import BROKEN, HOLDS, INTERRUPTED, UNDECIDED
 from verify.execution.bench import short
 
 EXITS = (
-    "exit: 0 all that this host has the GPUs for is measured, and right   1 a form is wrong   2 bad usage   "
+    "exit: 0 every claim that this host can measure is measured, and right   1 a form is wrong   2 bad usage   "
     "3 nothing is measured, or something failed   130 interrupted"
 )
 Part = Callable[[Setting], Iterator[Row]]
@@ -55,12 +55,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help=f"fewer sizes and rounds, and kernels tuned over at most {CONFIGURATIONS} configurations instead of as released",
+        help=f"use fewer sizes and rounds, and tune kernels over at most {CONFIGURATIONS} configurations",
     )
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: interpreted and tiny, to look at, its times mean nothing"
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: interpreted, with tiny sizes, whose times mean nothing"
     )
-    parser.add_argument("--json", metavar="FILE", help="also write one JSON object to FILE, after each part anew")
+    parser.add_argument("--json", metavar="FILE", help="also write one JSON object to FILE, again after each part")
     parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
 
 
@@ -68,7 +68,7 @@ def act(options: argparse.Namespace) -> int:
     """Measure and report. Returns the exit code."""
     err = Console(stderr=True, highlight=False, soft_wrap=True)
     if options.device == "cuda" and not torch.cuda.is_available():
-        err.print("gdn-verify: claims need a GPU: torch sees none", markup=False)
+        err.print("gdn-verify: claims need a GPU, and torch sees none", markup=False)
         return UNDECIDED
     _writable(options.json)
     _prepare_kernels(options)
@@ -95,7 +95,9 @@ def act(options: argparse.Namespace) -> int:
         out.print(markdown(rows), markup=False, soft_wrap=True)
     else:
         out.print(table(rows))
-    out.print("\n".join(filter(None, [rounds_of(rows), "interrupted: not all was measured" if interrupted else ""])), markup=False)
+    out.print(
+        "\n".join(filter(None, [rounds_of(rows), "interrupted: not every claim was measured" if interrupted else ""])), markup=False
+    )
     return INTERRUPTED if interrupted else exit_code(rows)
 
 
@@ -127,7 +129,9 @@ def exit_code(rows: Sequence[Row]) -> int:
 def host(device: str) -> dict[str, Any]:
     """The properties of this host on which the measured numbers depend."""
     versions = {name: installed(name) for name in ("torch", "triton", "fla-core")}
-    name = torch.cuda.get_device_name() if device == "cuda" else "a CPU, kernels interpreted: these times say nothing of a GPU"
+    name = (
+        torch.cuda.get_device_name() if device == "cuda" else "a CPU, with interpreted kernels: these times do not hold for a GPU"
+    )
     text = f"{name}; " + ", ".join(f"{package} {version}" for package, version in versions.items() if version)
     return {"device": name, "versions": versions, "text": text}
 

@@ -7,7 +7,7 @@ from verify.process.outcome import Verdict
 
 HOLDS, BROKEN, USAGE, UNDECIDED, INTERRUPTED = 0, 1, 2, 3, 130
 EXITS = "exit: 0 every law holds   1 a law is broken   2 bad usage   3 undecided, or nothing was compared   130 interrupted"
-TOLD = "exit: 0 all launches agree   1 one stands out, or a call fails   2 bad usage   3 undecided, or no GPU   130 interrupted"
+TOLD = "exit: 0 all launches agree   1 a launch differs, or a call fails   2 bad usage   3 undecided, or no GPU   130 interrupted"
 
 
 class NoGpu(Exception):

@@ -18,22 +18,22 @@ def launches(options: argparse.Namespace) -> int:
     """Print the launches whose results differ among several calls. Returns the exit code."""
     run, beside = Run.parse(options.line), options.beside or []
     if run.device != "cuda":
-        raise ValueError(f"launches needs a line that says device=cuda, got device={run.device}")
+        raise ValueError(f"launches needs a line with device=cuda, got device={run.device}")
     if SWEEP in beside:
         raise ValueError(f"--beside must be a number or native, got {SWEEP}")
     if options.calls == 1 and not beside:
-        raise ValueError("--calls must be 2 or more where there is no --beside, got 1: one call is compared with nothing")
+        raise ValueError("--calls must be 2 or more without --beside, got 1: a single call has nothing to be compared with")
     read_deny_list(options.deny)
     check_installed(run.adapter)
     if not devices.gpus():
-        raise NoGpu("the line says device=cuda, and torch sees no GPU")
+        raise NoGpu("the line has device=cuda, but torch sees no GPU")
     blocking = {**devices.environment(run.device), "CUDA_LAUNCH_BLOCKING": "1"}  # an error belongs to the launch that made it
     with Worker(deadline_of(options), environment=blocking) as worker:
         try:
             question = Launches(str(run), options.calls, beside)
             answer = worker.ask(question, worker.deadline_s * (options.calls + len(beside)))
         except WorkerLost as lost:
-            answer = {"reason": f"{lost}, and which launch it was is not known"}
+            answer = {"reason": f"{lost}; the launch is not known"}
     if "error" in answer:
         raise AdapterError(answer["error"])
     if options.json:

@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception as error:  # an error of gdn-verify must not look like a broken law
         traceback.print_exc()
-        print(f"gdn-verify: {type(error).__name__} in the toolkit, nothing is decided", file=sys.stderr)
+        print(f"gdn-verify: {type(error).__name__} inside gdn-verify, so nothing is decided", file=sys.stderr)
         return UNDECIDED
     return code
 
@@ -74,31 +74,37 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the whole command line."""
     top = _Parser(
         prog="gdn-verify",
-        description="Is this Gated DeltaNet implementation right on every shape and packing it claims, "
-        "and if not, what is the smallest case that shows it?",
+        description="Check whether a Gated DeltaNet implementation is right on every shape and packing that it supports, "
+        "and find the smallest case that fails.",
         epilog=EXITS,
     )
     verbs = top.add_subparsers(required=True, metavar="{list,check,repeat,launches,soak,zoo,claims,fetch}")
-    listing = verbs.add_parser("list", help="operations, laws, adapters, and what this host can run", epilog=EXITS)
+    listing = verbs.add_parser("list", help="print operations, laws, adapters, and what this host can run", epilog=EXITS)
     listing.add_argument("--json", action="store_true", help="one JSON object on stdout")
     listing.set_defaults(act=list_all)
 
     check = verbs.add_parser("check", help="check an adapter against the laws", epilog=EXITS)
     check.add_argument("adapter", nargs="?", help=f"{', '.join(BUILT_IN)}, or your own as my_kernel.py:MyKernel")
-    check.add_argument("--adapter", dest="own", metavar="FILE.py:CLASS", help="the same, as an option")
+    check.add_argument("--adapter", dest="own", metavar="FILE.py:CLASS", help="the adapter, as an option")
     add_asking(check, "default quick; gpu on a GPU")
-    check.add_argument("--seed", type=seed_word, help="what the cases are drawn from (default 0; soak: random, and printed)")
-    check.add_argument("--climb", action="store_true", help="half of the cases climb error over bound, as those of soak do")
+    check.add_argument("--seed", type=seed_word, help="seed of the cases (default 0; with the profile soak random, and printed)")
+    check.add_argument(
+        "--climb",
+        action="store_true",
+        help="draw half of the cases as variations of those with the largest errors so far, as soak does",
+    )
     add_ranks(check)
     add_sanitize(check)
     add_common(check)
     check.set_defaults(act=check_adapter)
 
-    soaking = verbs.add_parser("soak", help="check adapters round after round, with other cases each, for a time", epilog=EXITS)
-    soaking.add_argument("adapter", nargs="+", help="as check has it")
-    soaking.add_argument("--minutes", type=minutes_word, default=30.0, metavar="M", help="how long (default 30)")
+    soaking = verbs.add_parser("soak", help="check adapters in rounds with other cases, until a time is over", epilog=EXITS)
+    soaking.add_argument("adapter", nargs="+", help="adapters, as for check")
+    soaking.add_argument(
+        "--minutes", type=minutes_word, default=30.0, metavar="M", help="minutes that the rounds may take (default 30)"
+    )
     add_asking(soaking, "default: more from round to round")
-    soaking.add_argument("--seed", type=seed_word, help="what the rounds' seeds are drawn from (default: random, and printed)")
+    soaking.add_argument("--seed", type=seed_word, help="seed of the rounds (default: random, and printed)")
     add_common(soaking)
     soaking.set_defaults(act=soak_all)
 
@@ -110,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
     add_common(repeat, examples=False)
     repeat.set_defaults(act=repeat_line)
 
-    narrowing = verbs.add_parser("launches", help="which kernel launch of a GPU's line gives other numbers, and when", epilog=TOLD)
+    narrowing = verbs.add_parser("launches", help="find the kernel launch that gives other numbers in another call", epilog=TOLD)
     narrowing.add_argument("line", help="a line with device=cuda, as repeat takes it")
     narrowing.add_argument("--calls", type=positive_word, default=4, metavar="N", help="calls with the same inputs (default 4)")
     narrowing.add_argument(
@@ -118,21 +124,23 @@ def parser() -> argparse.ArgumentParser:
         type=tune_word,
         action="append",
         metavar="NUMBER|native",
-        help="also a call with the configurations that this draws (may be repeated); what the line picks stays",
+        help="also call with the configurations that this number draws (may be repeated); those that the line names stay",
     )
     narrowing.add_argument("--json", action="store_true", help="one JSON object on stdout")
     add_common(narrowing, keeps=False, examples=False)
     narrowing.set_defaults(act=tell_launches)
 
-    zoo = verbs.add_parser("zoo", help="wrong implementations, and which laws kill them", epilog=command.EXITS)
+    zoo = verbs.add_parser("zoo", help="run wrong implementations, and print which laws kill them", epilog=command.EXITS)
     command.arguments(zoo, seed_word, positive_word)
     zoo.set_defaults(act=lambda options: command.act(options, progress))
 
-    measured = verbs.add_parser("claims", help="what published changes claim, measured on this host's GPUs", epilog=claims.EXITS)
+    measured = verbs.add_parser(
+        "claims", help="measure what published changes claim, on the GPUs of this host", epilog=claims.EXITS
+    )
     claims.arguments(measured)
     measured.set_defaults(act=claims.act)
 
-    fetching = verbs.add_parser("fetch", help="the files of a serving library that adapters import", epilog=fetch_command.EXITS)
+    fetching = verbs.add_parser("fetch", help="download the files of a serving library that adapters import", epilog=fetch_command.EXITS)
     fetch_command.arguments(fetching)
     fetching.set_defaults(act=fetch_command.act)
     return top

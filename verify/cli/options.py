@@ -19,22 +19,24 @@ SWEEP = "sweep"
 
 def add_asking(parser: argparse.ArgumentParser, profile: str) -> None:
     """Add the options about what to check and where kernels run."""
-    parser.add_argument("--law", action="append", metavar="LAW", help=f"only this law (may be repeated): {', '.join(every_law())}")
+    parser.add_argument(
+        "--law", action="append", metavar="LAW", help=f"check only this law (may be repeated): {', '.join(every_law())}"
+    )
     parser.add_argument(
         "--profile",
         choices=PROFILES,
-        help="cases a law: " + ", ".join(f"{p.name} {p.examples}" for p in PROFILES.values()) + f" ({profile})",
+        help="cases for each law: " + ", ".join(f"{p.name} {p.examples}" for p in PROFILES.values()) + f" ({profile})",
     )
     parser.add_argument("-x", "--stop", "--stop-at-first", action="store_true", help="stop at the first broken law")
     parser.add_argument(
         "--workers",
         type=positive_word,
-        help="processes that run kernels (default: one a GPU, or as many as cores, at most 4)",
+        help="number of processes that run kernels (default: one for each GPU, or one for each core, at most 4)",
     )
     parser.add_argument(
         "--products",
         choices=PRODUCTS,
-        help="how the implementation multiplies float32 matrices (default: on a GPU what its adapter says, else ieee)",
+        help="how the implementation multiplies float32 matrices (default: on a GPU what its adapter declares, else ieee)",
     )
     parser.add_argument(
         "--device", choices=devices.DEVICES, help="where kernels run (default: cuda if there is a GPU, else cpu, interpreted)"
@@ -43,11 +45,11 @@ def add_asking(parser: argparse.ArgumentParser, profile: str) -> None:
         "--tune",
         type=tune_word,
         metavar="NUMBER|native|sweep",
-        help="the configuration of autotuned kernels: drawn from a number (default on a GPU: the seed); native, timed by Triton; "
-        "or, of check, sweep: all of them, one after the other",
+        help="configuration of autotuned kernels: a number draws it (default on a GPU: the seed); with native, Triton times them; "
+        "with sweep, check runs all of them, one after the other",
     )
     parser.add_argument(
-        "--json", metavar="FILE", help="also write a JSON line a law to FILE (- for stdout, and nothing else there)"
+        "--json", metavar="FILE", help="also write a JSON line for each law to FILE (-: to stdout, which then has nothing else)"
     )
 
 
@@ -58,20 +60,20 @@ def add_sanitize(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=sanitizer.TOOLS[0],
         choices=sanitizer.TOOLS,
-        help="run the worker under a tool of NVIDIA's compute-sanitizer: what it reports breaks the law (default memcheck)",
+        help="run the worker under a tool of NVIDIA's compute-sanitizer; its reports break the law (default memcheck)",
     )
 
 
 def add_common(parser: argparse.ArgumentParser, *, keeps: bool = True, examples: bool = True) -> None:
     """Add the options about where a line runs and what is kept of it."""
     parser.add_argument(
-        "--deny", metavar="FILE", help="a deny-list: configurations that are not to be used; a sweep adds those that it finds"
+        "--deny", metavar="FILE", help="deny-list of configurations that are not used; a sweep adds the wrong ones that it finds"
     )
     parser.add_argument(
         "--deadline",
         type=seconds_word,
         metavar="S",
-        help="seconds after which a run is a hang (default 120; under a sanitizer 1200)",
+        help="seconds after which a run counts as a hang (default 120; under a sanitizer 1200)",
     )
     parser.add_argument(
         "--path", metavar="DIR", help="a checkout in which modules are looked for first, such as Megatron-LM's for megatron/layer"
@@ -83,12 +85,12 @@ def add_common(parser: argparse.ArgumentParser, *, keeps: bool = True, examples:
         "sequential runs one program after another and detects none",
     )
     if keeps:
-        parser.add_argument("--findings", default=FOLDER, metavar="FOLDER", help=f"where findings are kept (default {FOLDER})")
+        parser.add_argument("--findings", default=FOLDER, metavar="FOLDER", help=f"folder for findings (default {FOLDER})")
     if examples:
         parser.add_argument(
             "--no-examples",
             action="store_true",
-            help="do not ask first what broke in earlier checks, nor keep what breaks in this one",
+            help="do not run the lines that failed in earlier checks, and do not store those that fail in this one",
         )
 
 
@@ -107,10 +109,10 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
         "--ranks",
         type=positive_word,
         metavar="N",
-        help="for a parallel path: processes of this host that share each case (default: simulated ranks; under torchrun: its own)",
+        help="for a parallel path: number of processes that share each case (default: simulated ranks; under torchrun: its own)",
     )
     parser.add_argument(
-        "--backend", choices=BACKENDS, help="what ranks communicate over (default: nccl if each rank has a GPU, else gloo)"
+        "--backend", choices=BACKENDS, help="library over which ranks communicate (default: nccl if each rank has a GPU, else gloo)"
     )
 
 

@@ -63,18 +63,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of the plugin."""
     group = parser.getgroup("gdn-verify", "laws of kernels and parallel paths as test items (gdn_law)")
     group.addoption(
-        "--gdn-adapter", action="append", default=[], metavar="ADAPTER", help="check this adapter instead of the marked ones"
+        "--gdn-adapter",
+        action="append",
+        default=[],
+        metavar="ADAPTER",
+        help="check this adapter instead of the marked ones (may be repeated)",
     )
-    group.addoption("--gdn-law", action="append", default=[], metavar="LAW", help="only this law (may be repeated)")
-    group.addoption("--gdn-profile", default="quick", metavar="PROFILE", help="cases a law: least, few, quick, ci, gpu or soak")
+    group.addoption("--gdn-law", action="append", default=[], metavar="LAW", help="check only this law (may be repeated)")
+    group.addoption(
+        "--gdn-profile", default="quick", metavar="PROFILE", help="cases for each law: least, few, quick, ci, gpu or soak"
+    )
     group.addoption(
         "--gdn-device", choices=("cpu", "cuda"), help="where kernels run (default: cuda if there is a GPU, else cpu, interpreted)"
     )
-    group.addoption("--gdn-seed", default=0, type=int, metavar="SEED", help="what the cases are drawn from (default 0)")
+    group.addoption("--gdn-seed", default=0, type=int, metavar="SEED", help="seed of the cases (default 0)")
     group.addoption(
         "--gdn-examples",
         action="store_true",
-        help="ask first what broke in earlier checks (without it a result does not depend on what a machine remembers)",
+        help="first run the lines that failed in earlier checks (without this option, results do not depend on stored lines)",
     )
 
 
@@ -82,8 +88,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the marker gdn_adapter."""
     config.addinivalue_line(
         "markers",
-        "gdn_adapter(*names, profile=..., laws=...): the adapters that a test's gdn_law items check, how many cases at most, "
-        "and the names of laws, if not all that --gdn-law has",
+        "gdn_adapter(*names, profile=..., laws=...): the adapters that the gdn_law items of a test check, the largest profile, "
+        "and the names of laws, if not all of --gdn-law",
     )
 
 
@@ -101,7 +107,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     asked: list[tuple[str, list[pytest.Mark]]] = [(name, [mark]) for mark in marks for name in mark.args]
     asked = [(name, marks) for name in config.getoption("--gdn-adapter")] or asked
     if not asked:
-        raise pytest.UsageError(f"{metafunc.function.__name__} asks for gdn_law: mark it gdn_adapter(...) or give --gdn-adapter")
+        raise pytest.UsageError(f"{metafunc.function.__name__} uses gdn_law: mark it gdn_adapter(...) or pass --gdn-adapter")
     try:
         laws = [name for name in config.getoption("--gdn-law") if book_for(name, None)]
         for adapter, _ in asked:

@@ -28,10 +28,10 @@ def repeat(options: argparse.Namespace) -> int:
         if launch is not None and launch.rank:
             return follow(launch, backend)
     if options.sanitize and (ranks or run.device == "cpu"):
-        raise ValueError("--sanitize is for one process on a GPU: the line must say device=cuda, and there may be no ranks")
+        raise ValueError("--sanitize is for one process on a GPU: the line must have device=cuda and no ranks")
     sanitizer = sanitizer_of(options)
     if run.device == "cuda" and not devices.gpus():
-        raise NoGpu("the line says device=cuda, and torch sees no GPU (without that word it runs interpreted)")
+        raise NoGpu("the line has device=cuda, but torch sees no GPU (without that word the line runs interpreted)")
     store, workers = Store(options.findings), workers_of(options, launch, run.device, sanitizer)
     alone = Worker(deadline_of(options), environment=devices.environment(run.device))
     with sanitizer or contextlib.nullcontext(), alone if isinstance(workers, int) else workers[0] as worker:

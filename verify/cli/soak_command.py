@@ -21,7 +21,7 @@ def soak_all(options: argparse.Namespace) -> int:
     if options.tune == SWEEP:
         raise ValueError("--tune must be a number or native for soak, got sweep")
     if launched() is not None:
-        raise ValueError("soak runs on one host without torchrun, check runs under it")
+        raise ValueError("soak cannot run under torchrun, only check can")
     for spec in options.adapter:
         check_spec(spec)
         check_installed(spec)

@@ -15,23 +15,32 @@ from verify.zoo.animals import LETTERS, animals, chosen
 from verify.zoo.hunt import Hunt
 from verify.zoo.trials import Trial, Trials, is_eligible, load, suites
 
-EXITS = "exit: 0 every animal asked is killed   1 one survives, or right code is rejected   2 bad usage   130 interrupted"
+EXITS = "exit: 0 every animal that was run is killed   1 one survives, or right code is rejected   2 bad usage   130 interrupted"
 Progress = Callable[[], "contextlib.AbstractContextManager[Callable[[str, int, int], None]]"]
 
 
 def arguments(parser: argparse.ArgumentParser, seed: Callable[[str], int], positive: Callable[[str], int]) -> None:
     """Add the verb's options. `seed` and `positive` parse their numbers."""
-    parser.add_argument("names", nargs="*", metavar="NAME", help="only these animals, or your own as FILE.py:CLASS (default: all)")
-    parser.add_argument("--law", action="append", metavar="LAW", help="only this law (may be repeated)")
     parser.add_argument(
-        "--letter", action="append", choices=LETTERS, help="only animals of this class of defects (may be repeated)"
+        "names", nargs="*", metavar="NAME", help="run only these animals, or your own as FILE.py:CLASS (default: all)"
     )
-    parser.add_argument("--seed", type=seed, default=0, help="what the cases are drawn from (default 0)")
+    parser.add_argument("--law", action="append", metavar="LAW", help="check only this law (may be repeated)")
     parser.add_argument(
-        "--workers", type=positive, default=min(os.cpu_count() or 1, 4), help="processes (default: the cores, at most 4)"
+        "--letter", action="append", choices=LETTERS, help="run only animals of this class of defects (may be repeated)"
+    )
+    parser.add_argument("--seed", type=seed, default=0, help="seed of the cases (default 0)")
+    parser.add_argument(
+        "--workers",
+        type=positive,
+        default=min(os.cpu_count() or 1, 4),
+        help="number of processes (default: one for each core, at most 4)",
     )
     parser.add_argument(
-        "--deadline", type=positive, default=10, metavar="S", help="seconds after which a run is a hang, and a kill (default 10)"
+        "--deadline",
+        type=positive,
+        default=10,
+        metavar="S",
+        help="seconds after which a run counts as a hang, which is a kill (default 10)",
     )
     parser.add_argument("--json", metavar="FILE", help="also write one JSON object to FILE")
     parser.add_argument("--html", metavar="FILE", help="also write one self-contained page to FILE (needs the extra zoo)")
@@ -39,11 +48,13 @@ def arguments(parser: argparse.ArgumentParser, seed: Callable[[str], int], posit
         "--rule",
         action="append",
         metavar="SUITE",
-        help="what would your suite notice: its inputs and acceptance rule as FILE.py:NAME, or published ones: "
+        help="run a test suite on the animals: your inputs and acceptance rule as FILE.py:NAME, or a published suite: "
         f"{', '.join(suites())}, or all of them (may be repeated)",
     )
     mutants = parser.add_argument_group("mutants of a kernel's own source, in place of animals")
-    mutants.add_argument("--mutate", metavar="ADAPTER", help="edit the Triton kernels that it launches, each time at one point")
+    mutants.add_argument(
+        "--mutate", metavar="ADAPTER", help="edit the Triton kernels that this adapter launches, at one place in each mutant"
+    )
     mutation.arguments(mutants, positive)
 
 
@@ -60,7 +71,9 @@ def act(options: argparse.Namespace, progress: Progress) -> int:
     if rules:
         asked = [animal for animal in asked if is_eligible(animal)]
     if not asked:
-        raise ValueError("no animal is both of these names and of these letters" + (", and what suites are about" if rules else ""))
+        raise ValueError(
+            "no animal has one of these names and one of these letters" + (" and can be judged by a suite" if rules else "")
+        )
     if options.html:
         page.check()
     for place in (options.json, options.html):
@@ -68,7 +81,7 @@ def act(options: argparse.Namespace, progress: Progress) -> int:
     if options.law:
         asked = [animal for animal in asked if set(options.law) & set(book_of(animal.kind.domain).laws)]
         if not asked:
-            raise ValueError(f"law {', '.join(options.law)} is about none of the animals asked for")
+            raise ValueError(f"law {', '.join(options.law)} is about none of the chosen animals")
     hunting = Hunt(
         asked, options.law, options.seed, options.workers, deadline_s=float(options.deadline), until=1 if rules else None
     )
@@ -85,7 +98,7 @@ def act(options: argparse.Namespace, progress: Progress) -> int:
         except KeyboardInterrupt:
             interrupted = True
     lines = table.rule_lines(hunt, trials) if rules else table.lines(hunt)
-    print("\n".join([*lines, *(["interrupted: not all was asked"] if interrupted else [])]), flush=True)
+    print("\n".join([*lines, *(["interrupted: not every law was run on every animal"] if interrupted else [])]), flush=True)
     data = table.to_json(hunt, trials, interrupted=interrupted)
     if options.json:
         _write(options.json, json.dumps(data, indent=1) + "\n")
@@ -105,7 +118,7 @@ def exit_code(hunt: Hunt, trials: Sequence[Trial]) -> int:
 
 def listed() -> str:
     """The line about the zoo that `list` prints."""
-    return f"zoo/NAME             {len(animals())} wrong implementations, for the laws to kill: python -m verify zoo"
+    return f"zoo/NAME             {len(animals())} wrong implementations, on which this runs the laws: python -m verify zoo"
 
 
 def _writable(place: str | None) -> None:

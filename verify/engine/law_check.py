@@ -116,7 +116,7 @@ class LawCheck:
         """Check the law and return its report."""
         report, domain, start = self.report, self._common.described.domain, time.monotonic()
         law = book_of(domain).laws.get(self._name)
-        reason = law.needs(domain) if law is not None else "it is about other things than this adapter's operation"
+        reason = law.needs(domain) if law is not None else "the law is not about the operation of this adapter"
         if law is not None:
             report.kind, report.says = law.kind, law.says
         if law is None or reason:
@@ -140,7 +140,9 @@ class LawCheck:
         for defect in self._common.defects.shown_by(settings.adapter, self._name, settings.device):
             still = self._ask(defect.run).verdict is Verdict.BROKEN
             gone = (
-                "known defect, not on this processor" if defect.somewhere else "known defect NO LONGER FAILS, take it off the file"
+                "known defect, not shown on this processor"
+                if defect.somewhere
+                else "known defect NO LONGER FAILS, remove it from known_defects.toml"
             )
             self.report.known.append(f"{'known defect, still there' if still else gone}: {defect.reason} ({defect.run})")
 
@@ -228,7 +230,7 @@ class LawCheck:
             # An earlier case may have written out of bounds, or the host may have killed the worker: nothing shows that this case
             # is at fault.
             self._keep(run, outcome, "found once")
-            where = "in a fresh worker" if outcome.lost else "when it was asked again"
+            where = "in a fresh worker" if outcome.lost else "when it was run again"
             reason = f"{outcome.findings[0].what}, but not again {where}: {run}"
             return Outcome(Verdict.UNKNOWN, reason=reason)
         if self._common.defects.explain(run, outcome):
@@ -284,4 +286,7 @@ def overall(counts: dict[str, int], reason: str = "") -> tuple[Verdict, str]:
         return Verdict.UNKNOWN, "no case was run"
     if counts.get(Verdict.UNSUPPORTED) == drawn:
         return Verdict.UNKNOWN, f"no case of the domain was supported: {reason}"
-    return Verdict.UNKNOWN, f"only {could} of {drawn} cases could see what the law is about, {min(ENOUGH, drawn)} are needed"
+    return (
+        Verdict.UNKNOWN,
+        f"only {could} of {drawn} cases could see the defects that the law is about; {min(ENOUGH, drawn)} are needed",
+    )

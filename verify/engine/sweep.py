@@ -36,7 +36,7 @@ from verify.process.worker import Worker, WorkerLost
 KEYS, CASES = 2, 2  # compile keys, and cases of each key: every configuration is compiled again for every key
 LAWS = ("oracle", "memory")  # one judges by tolerance, the other compares a second run over other memory bit for bit
 TRIES = 6
-ALL = f"whatever the configurations ({TRIES} numbers that draw them were tried): no one of them is told apart by this case"
+ALL = f"all configurations: this case fails with those that each of {TRIES} numbers draws, so no single one is at fault"
 SHRINK_S = 120.0
 
 
@@ -257,7 +257,7 @@ class Sweep:
             if outcome.lost or outcome.starved:  # because of this configuration, or of other workers on the same device: repeat it
                 outcome = ask(run, worker, self.store)
             if outcome.starved and len(self.workers) > 1:
-                outcome = Outcome(Verdict.UNKNOWN, reason=f"{outcome.findings[0].what}, which other workers share")
+                outcome = Outcome(Verdict.UNKNOWN, reason=f"{outcome.findings[0].what}, of memory that other workers share")
             tunings: Mapping[str, Any] = {}
             if not outcome.lost:
                 tunings = worker.ask(Tunings())

@@ -170,7 +170,9 @@ class AdapterBench(Timed):
             for name in updated:
                 if (results[name].data_ptr(), results[name].stride()) != (tensors[name].data_ptr(), tensors[name].stride()):
                     raise AdapterFault(
-                        name, FailureKind.NOT_IN_PLACE, "is not the tensor that was given, though the domain says in place"
+                        name,
+                        FailureKind.NOT_IN_PLACE,
+                        "is not the tensor that was passed, although the domain declares in_place=True",
                     )
                 results[name] = results[name].clone()
         except AdapterFault:
@@ -218,7 +220,7 @@ class AdapterBench(Timed):
         depends = not frozen and (tokens or inputs.get("state") is not None)
         for name, output in outputs.items():
             if depends and output.numel() and not output.requires_grad:
-                what = "carries no gradient, though the domain says backward"
+                what = "carries no gradient, although the domain declares backward=True"
                 raise AdapterFault(name, FailureKind.NO_GRADIENT, what, detail="output")
         targets = [name for name in outputs if outputs[name].requires_grad]
         if targets:

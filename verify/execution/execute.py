@@ -35,7 +35,7 @@ def execute(
     """
     adapter, law = adapter_of(run.adapter), run.the_law
     if book_of(adapter.domain) is not book_of(run.example.case):
-        return Outcome(Verdict.UNSUPPORTED, reason=f"{run.adapter} is no implementation that law {run.law} is about")
+        return Outcome(Verdict.UNSUPPORTED, reason=f"law {run.law} is not about {run.adapter}")
     if isinstance(adapter, PathAdapter):
         return execute_path(run, adapter)
     if isinstance(adapter, TraceAdapter):

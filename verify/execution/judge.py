@@ -29,7 +29,7 @@ class Judgement:
 
 
 OFF = "is off by more than rounding explains"
-DIFFERS = "differs, where equality to the bit is due"
+DIFFERS = "differs, but must be equal to the bit"
 NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
@@ -158,7 +158,7 @@ def _bit_by_bit(name: str, got: Tensor, want: Tensor, where: Where) -> tuple[Fin
     finding = Finding(
         name,
         FailureKind.NOT_A_NUMBER if nan else FailureKind.DIFFERS,
-        "is no number, where equality to the bit is due" if nan else DIFFERS,
+        "is NaN, but must be equal to the bit" if nan else DIFFERS,
         where(name, worst, got.shape),
         where(name, first, got.shape),
         got.numel(),

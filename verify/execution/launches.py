@@ -130,7 +130,7 @@ def report_of(run: Run, calls: int, beside: Sequence[str]) -> dict[str, Any]:
     """
     adapter = adapter_of(run.adapter)
     if not isinstance(adapter, Adapter):
-        raise AdapterError(f"adapter {run.adapter}: launches are of kernels on one process, it is a parallel path")
+        raise AdapterError(f"adapter {run.adapter} is a parallel path, but launches are compared for kernels on one process")
     recorder, found, first = Recorder(run.device), list[str](), list[Launch]()
     asked = [("", run, 0.0), *others(run, calls, beside)]
     try:

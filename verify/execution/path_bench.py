@@ -174,7 +174,9 @@ class RankBench(Timed):
     def _backward(self, y: Tensor, direction: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
         if not y.requires_grad:
             if y.numel():
-                raise AdapterFault("output", FailureKind.NO_GRADIENT, "carries no gradient, though the domain says backward")
+                raise AdapterFault(
+                    "output", FailureKind.NO_GRADIENT, "carries no gradient, although the domain declares backward=True"
+                )
             return [None] * len(leaves)
         return list(torch.autograd.grad(y, leaves, direction, allow_unused=True))
 
@@ -375,7 +377,7 @@ def place_of(mesh: Mesh) -> Place | None:
     if mesh not in _PLACES:
         mine, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         if mesh.tp * mesh.cp > size:
-            raise ValueError(f"tp * cp must be at most the {size} ranks at hand, got {mesh.tp} * {mesh.cp}")
+            raise ValueError(f"tp * cp must be at most the {size} ranks that there are, got {mesh.tp} * {mesh.cp}")
         number = torch.arange(mesh.tp * mesh.cp).view(mesh.tp, mesh.cp)
         # Every process makes every group, in the same order: torch tells groups apart by the number that was made before.
         axes = [[_axis(ranks, mine) for ranks in lines.tolist()] for lines in (number.T, number)]

@@ -12,10 +12,10 @@ from verify.adapters.base import Adapter
 def probe(adapter: Adapter, name: str) -> str:
     """Call the adapter with the illegal input `name` and say what it does, such as "refuses (ValueError)" or "answers silently".
 
-    The call may also crash the process. "not asked: ..." says why the input does not exist for this domain.
+    The call may also crash the process. "not run: ..." says why the input does not exist for this domain.
     """
     call = book_of(adapter.domain).illegal.call(name, adapter.domain)
-    return f"not asked: {call}" if isinstance(call, str) else _reaction(adapter, name, *call)
+    return f"not run: {call}" if isinstance(call, str) else _reaction(adapter, name, *call)
 
 
 def _reaction(adapter: Adapter, name: str, case: Any, inputs: Inputs) -> str:
@@ -24,7 +24,7 @@ def _reaction(adapter: Adapter, name: str, case: Any, inputs: Inputs) -> str:
     except ValueError:
         pass
     else:
-        raise AssertionError(f"our own contract accepts {name}")
+        raise AssertionError(f"the contract of gdn-verify accepts the illegal input {name}")
     # Each tensor gets memory of its own: through a view, a kernel may legally reach the rest of the tensor that it was cut from.
     whole = {name: x.clone() for name, x in inputs.items() if isinstance(x, torch.Tensor)}
     try:

@@ -40,7 +40,7 @@ class Run:
         words = split_line(line)
         for name in ("law", "adapter"):
             if name not in words:
-                raise ValueError(f"a run line must say {name}=..., got {line!r}")
+                raise ValueError(f"a run line must have {name}=..., got {line!r}")
         name = words.pop("law")
         book = book_for(name, words.get("op"))
         adapter = words.pop("adapter")

@@ -34,7 +34,12 @@ def lines(seen: dict[str, dict[str, int]], gaps: list[str]) -> list[str]:
     """The lines of the report: counts by regime, then the missed regimes."""
     told = [f"{name}: " + ", ".join(f"{value} {count}" for value, count in sorted(values.items())) for name, values in seen.items()]
     told = [f"  {line}" for line in told]
-    return [*told, f"  missed, though the domain allows it: {'; '.join(gaps)}" if gaps else "  none missed that the domain allows"]
+    return [
+        *told,
+        f"  never drawn, although the domain allows it: {'; '.join(gaps)}"
+        if gaps
+        else "  every value that the domain allows was drawn",
+    ]
 
 
 def _values(name: str, cases: list[Any]) -> list[Any]:

@@ -49,8 +49,12 @@ class Examples:
                 except (ValueError, AdapterError) as error:
                     strange.append(f"line {number}: {_plain(str(error))}")
         if strange:
-            are = "1 line of {} is no run and is" if len(strange) == 1 else f"{len(strange)} lines of {{}} are no runs and are"
-            self._note_trouble(f"{are.format(self.path)} not asked, {strange[0]}")
+            are = (
+                "1 line of {} is no case line and was"
+                if len(strange) == 1
+                else f"{len(strange)} lines of {{}} are no case lines and were"
+            )
+            self._note_trouble(f"{are.format(self.path)} not run: {strange[0]}")
         return [run for run in reversed(runs) if run.device == device][:MOST]
 
     def add(self, run: Run) -> None:
@@ -73,7 +77,7 @@ class Examples:
         if not self.path.is_file():
             return []
         if self.path.stat().st_size > MOST_BYTES:
-            raise OSError(0, f"it has more than {MOST_BYTES >> 20} MiB")
+            raise OSError(0, f"the file has more than {MOST_BYTES >> 20} MiB")
         return self.path.read_text("utf-8", "surrogateescape").removesuffix("\n").split("\n")
 
     def _change(self, change: Callable[[list[str]], list[str]]) -> None:
@@ -108,7 +112,7 @@ class Examples:
         try:
             yield
         except OSError as error:
-            self._note_trouble(f"cannot use {self.path}: {error.strerror}; examples are not kept")
+            self._note_trouble(f"cannot use {self.path}: {error.strerror}; failing lines are not stored")
 
     def _note_trouble(self, what: str) -> None:
         self.trouble = self.trouble or what
@@ -118,7 +122,7 @@ def _belongs(line: str, adapter: str, law: str) -> bool:
     """Whether a line is a run of this adapter and law. ValueError if it does not consist of words with law and adapter."""
     words = split_line(line)
     if "law" not in words or "adapter" not in words:
-        raise ValueError(f"a run line must say law=... and adapter=..., got {line!r}")
+        raise ValueError(f"a run line must have law=... and adapter=..., got {line!r}")
     return (words["adapter"], words["law"]) == (adapter, law)
 
 

@@ -85,11 +85,13 @@ def failure(report: LawReport) -> str:
             break_on_hyphens=False,
         )
     if report.otherwise:
-        lines.append(f"  would hold   if the adapter said {'; or '.join(report.otherwise)}, which is for its author to know")
+        lines.append(
+            f"  would hold   if the adapter declared {'; or '.join(report.otherwise)}; only its author knows whether that is true"
+        )
     if not report.shrunk:
         lines.append("  shrinking    stopped at its limit; a smaller case may exist")
     lines.append(f"  versions     {report.versions}")
-    found = "in an earlier check, and asked first" if report.remembered else f"in case {sum(report.counts.values())}"
+    found = "in an earlier check, and run first in this one" if report.remembered else f"in case {sum(report.counts.values())}"
     found += f", as {report.first_run}" if report.first_run != report.run else ""
     lines.append(f"  found        {found}")
     lines.append(f"  repeat       {_command(report, report.run)}")

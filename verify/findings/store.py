@@ -77,7 +77,7 @@ class Store:
             yield
         except OSError as error:
             if self.trouble is None:
-                self.trouble = f"cannot write to {self.folder}: {error.strerror}; findings are printed and not kept"
+                self.trouble = f"cannot write to {self.folder}: {error.strerror}; findings are printed and not stored"
 
 
 def _alive(pid: int) -> bool:

@@ -199,7 +199,7 @@ def narrow(failing: Policy, fails: Callable[[Policy], bool], base: Policy | None
     if base.picks:
         raise ValueError(f"base must be without picks, got {base}")
     if fails(base):
-        raise ValueError(f"base must hold, or no pick can be told from it, but {base} fails itself; try another number")
+        raise ValueError(f"base must hold, so that a failure shows a pick, but {base} fails itself; try another number")
     alone = [pick for pick in failing.picks if fails(Policy(base.tune, (pick,)))]
     found = [Policy(base.tune, (pick,)) for pick in alone]
     rest = [pick for pick in failing.picks if pick not in alone]
@@ -229,12 +229,12 @@ class Denied:
     def __post_init__(self) -> None:
         for name, value in self.to_json().items():
             if not isinstance(value, str) or not value.strip():
-                raise ValueError(f"{name} of a denied configuration must be a text that says something, got {value!r}")
+                raise ValueError(f"{name} of a denied configuration must be a text that is not empty, got {value!r}")
         check_kernel(self.kernel)
         check_config(self.config)
         words = split_line(self.run)
         if "adapter" not in words or words.get("law") != self.law:
-            raise ValueError(f"run of a denied configuration must say law={self.law} and adapter=..., got {self.run[:80]!r}")
+            raise ValueError(f"run of a denied configuration must have law={self.law} and adapter=..., got {self.run[:80]!r}")
 
     def to_json(self) -> dict[str, Any]:
         """The entry as plain data."""

@@ -93,7 +93,7 @@ class Forked:
         while self._number is None and self.returncode is None:
             self._read_messages(_MOMENT_S)
         if self._number is None:
-            raise ProcessLookupError("it never began")
+            raise ProcessLookupError("the process never started")
         return self._number
 
     def poll(self) -> int | None:

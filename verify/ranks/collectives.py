@@ -327,7 +327,7 @@ class _Simulation:
             if raised is None:
                 error: Exception = Mismatch(f"rank {gone} returned where {call}")
             elif isinstance(raised, Abandoned):
-                error = Abandoned(f"{raised}, and so rank {gone} left where {call}", raised.rank)
+                error = Abandoned(f"{raised}, so rank {gone} left where {call}", raised.rank)
             else:
                 error = Abandoned(f"rank {gone} raised {type(raised).__name__} ({raised}) where {call}", gone)
             self._answer(group, number, error)

@@ -52,7 +52,7 @@ def environment(backend: str, rank: int, size: int, local_rank: int, *, one_host
         return {**words, "CUDA_VISIBLE_DEVICES": ""}
     seen = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
     if seen and local_rank >= len(seen):
-        raise ValueError(f"rank {rank} needs GPU {local_rank} of this host, CUDA_VISIBLE_DEVICES has {len(seen)}")
+        raise ValueError(f"rank {rank} needs GPU {local_rank} of this host, but CUDA_VISIBLE_DEVICES has {len(seen)}")
     # NCCL's own timeouts would end a process with messages of their own; here the supervisor keeps the deadline.
     clocks = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
     clocks["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
@@ -65,7 +65,7 @@ def join(how: Join) -> None:
     """Make this process a rank of the default process group; with nccl, connect to the others. ValueError if it needs a GPU."""
     device = torch.device("cuda", 0) if how.backend == "nccl" else None
     if device is not None and not torch.cuda.is_available():
-        raise ValueError(f"there is no GPU for it: CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}")
+        raise ValueError(f"there is no GPU for this rank: CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}")
     store = TCPStore(how.host, how.port, is_master=False, wait_for_workers=False)
     torch.distributed.init_process_group(
         how.backend,

@@ -47,7 +47,7 @@ class Standing:
     def __str__(self) -> str:
         if self.collective:
             return f"in {self.collective}" + (f", called by {self.frame}" if self.frame else "")
-        return f"in {self.frame}" if self.frame else "nobody knows where"
+        return f"in {self.frame}" if self.frame else "at an unknown place"
 
 
 def _in_torch(frame: Frame) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from verify.process.messages import Answer
 from verify.process.outcome import Finding, Outcome, Verdict, rank_names
 
-IDLE = "this rank has no part in the case"  # the reason in the outcome of a rank that the case does not need
+IDLE = "this rank takes no part in the case"  # the reason in the outcome of a rank that the case does not need
 
 
 def failed(answer: Answer) -> bool:

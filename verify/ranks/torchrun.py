@@ -227,7 +227,7 @@ class _Silence:
             if seen != self._seen:
                 self._seen, self._since = seen, now
         patience = SILENT_S if self._seen else START_S
-        return f"no sign of it for {patience:g} s" if now - self._since > patience else ""
+        return f"no message from it for {patience:g} s" if now - self._since > patience else ""
 
 
 class _Remote:
@@ -300,7 +300,7 @@ class _Remote:
                 self._loss = WorkerLost(*report["lost"], in_kernel=report["in_kernel"])
             self._answer = report.get("answer", self._answer)
             self._words = report.get("words", self._words)
-        if self._loss is None and (why := "it ended" if self.left else self._silence.too_long()):
+        if self._loss is None and (why := "the process ended" if self.left else self._silence.too_long()):
             self._loss = WorkerLost("crashed", f"lost its supervisor: {why}", "", in_kernel=False)
 
 
