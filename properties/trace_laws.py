@@ -194,6 +194,8 @@ class _Rows:
         tokens = {key: x.to(dtype) for key, x in drawn}
         zeros = Slot(torch.zeros_like(moment.after[name].state), torch.zeros_like(moment.after[name].window))
         before = zeros if row.begins else moment.before[name]
+        if not (before.state.isfinite().all() and before.window.isfinite().all()):
+            return  # there is no truth; the step that made the state not finite is judged
         ends = {row.count: [(f"o of {name} in event {event}", "o", moment.rows[place], False)]}
         state = f"state of {name} after event {event}"
         ends.setdefault(row.kept, []).append((state, "final_state", moment.after[name].state, False))

@@ -140,7 +140,9 @@ def parser() -> argparse.ArgumentParser:
     claims.arguments(measured)
     measured.set_defaults(act=claims.act)
 
-    fetching = verbs.add_parser("fetch", help="download the files of a serving library that adapters import", epilog=fetch_command.EXITS)
+    fetching = verbs.add_parser(
+        "fetch", help="download the files of a serving library that adapters import", epilog=fetch_command.EXITS
+    )
     fetch_command.arguments(fetching)
     fetching.set_defaults(act=fetch_command.act)
     return top

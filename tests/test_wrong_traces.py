@@ -1,0 +1,134 @@
+"""Which law of traces detects which wrong engine when it is run alone, within the cases of the default profile."""
+
+import functools
+
+import pytest
+
+from oracles.counter import mix_words
+from properties.laws import Blind, Breach
+from properties.strategies import Example
+from properties.trace_laws import TRACE_LAWS
+from verify.engine.drawing import seeded
+from verify.engine.profiles import PROFILES
+from verify.execution.bench import AdapterFault
+from verify.execution.judge import judge
+from verify.execution.trace_bench import TraceBench, place_of
+from verify.findings.store import Store
+from verify.process.worker import Worker
+from verify.zoo import wrong_traces as traces
+from verify.zoo.animals import animals
+
+KILLED_BY = {
+    traces.PaddingIsTheLastSlot: "tags",
+    traces.PaddingTakesTheFirstSlot: "tags",
+    traces.PaddingKeepsTheLastIndex: "ledger",
+    traces.PaddingInTheMiddle: "tags",
+    traces.StateIsNotCleared: "session",
+    traces.WindowIsNotCleared: "session",
+    traces.ClearsByZeroTimes: "tags",
+    traces.ClearsWhenFreed: "renamed",
+    traces.ClearsItsNeighbour: "ledger",
+    traces.GivesASlotTwice: "slots",
+    traces.LeaksSnapshots: "slots",
+    traces.HandsOutTheDummy: "slots",
+    traces.StateKeepsTheDraft: "tags",
+    traces.AcceptsOneLess: "tags",
+    traces.WindowKeepsTheDraft: "dropped",
+    traces.WindowMissesTheDraft: "tags",
+    traces.AcceptedOfRequestsAlone: "tags",
+    traces.AcceptedOfTheStepBefore: "alone",
+    traces.DraftsFromTheBuffer: "dropped",
+    traces.NoWriteAfterFour: "session",
+    traces.VerifyWithoutDecay: "session",
+    traces.OneTokenIsADecode: "session",
+    traces.PromptForgetsItsPrefix: "tags",
+    traces.PromptForgetsItsWindow: "session",
+    traces.ShortPromptsDropTheWindow: "tags",
+    traces.NoTokensMeanZeros: "alone",
+    traces.RowsChangeStates: "tags",
+    traces.SnapshotHalfWay: "tags",
+    traces.SnapshotOfTheEnd: "tags",
+    traces.SnapshotWindowOfTheEnd: "tags",
+    traces.SnapshotIsNotRenewed: "tags",
+    traces.SnapshotOfItsNeighbour: "tags",
+    traces.ForkSharesTheSlot: "slots",
+    traces.ForkForgetsTheWindow: "ledger",
+    traces.ForkOfTheRequest: "ledger",
+    traces.DraftsSpoilTheSnapshot: "tags",
+    traces.SwapLosesTheWindow: "ledger",
+    traces.SwapBringsBackTheSlot: "slots",
+    traces.SwapTransposes: "ledger",
+    traces.SwapRoundsToHalf: "ledger",
+    traces.StatesRoundToHalf: "session",
+    traces.SlotsDecideTheRounding: "renamed",
+    traces.SharedScale: "alone",
+    traces.ScaleOfTheDraft: "dropped",
+    traces.ScaleOfThePool: "dropped",
+}
+# Wrong engines that one law sees, and no other law does in as many cases.
+SEEN_BY_ONE_LAW = {
+    traces.VerifyWithoutDecay: "session",
+    traces.WindowMissesTheDraft: "tags",
+    traces.ClearsItsNeighbour: "ledger",
+    traces.ScaleOfTheDraft: "dropped",
+    traces.SharedScale: "alone",
+    traces.HandsOutTheDummy: "slots",
+    traces.SlotsDecideTheRounding: "renamed",
+}
+OTHER_CASES = 6
+
+
+@functools.cache
+def examples(law: str) -> list[Example]:
+    """The examples that a check of the default profile draws for a law."""
+    found: list[Example] = []
+    seeded(TRACE_LAWS[law].draw(traces.Serves.domain), mix_words(0, law), PROFILES["quick"].examples_of(law), found.append)
+    return found
+
+
+def broken(animal: type[traces.Serves], law: str, most: int = 10**6) -> int | None:
+    """The number of the first example in which a law finds the animal broken, or None."""
+    for number, example in enumerate(examples(law)[:most], 1):
+        try:
+            if judge(TRACE_LAWS[law].check(TraceBench(animal(), example.case), example), place_of).findings:
+                return number
+        except (Breach, AdapterFault):
+            return number
+        except Blind:
+            continue
+    return None
+
+
+@pytest.mark.parametrize(("animal", "law"), KILLED_BY.items(), ids=lambda each: getattr(each, "__name__", each))
+@pytest.mark.slow_after_first
+def test_law_alone_kills_the_wrong_engine(animal: type[traces.Serves], law: str) -> None:
+    assert broken(animal, law) is not None
+
+
+def test_every_law_has_an_engine_and_every_engine_a_law() -> None:
+    assert set(KILLED_BY.values()) == set(SEEN_BY_ONE_LAW.values()) == set(TRACE_LAWS)
+    assert {kind.__name__ for kind in KILLED_BY} == {
+        name for name, animal in animals().items() if animal.kind.__module__ == traces.__name__
+    }
+    assert len(KILLED_BY) >= 25
+
+
+@pytest.mark.parametrize(("animal", "law"), SEEN_BY_ONE_LAW.items(), ids=lambda each: getattr(each, "__name__", each))
+@pytest.mark.slow
+def test_what_one_law_alone_sees_the_others_do_not(animal: type[traces.Serves], law: str) -> None:
+    assert broken(animal, law) is not None
+    assert {name: broken(animal, name, OTHER_CASES) for name in TRACE_LAWS if name != law} == {
+        name: None for name in TRACE_LAWS if name != law
+    }
+
+
+def test_a_check_shows_a_small_trace_and_its_culprit(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
+    from verify.engine.check import Check
+    from verify.engine.law_check import Settings
+
+    store = Store(tmp_path_factory.mktemp("findings"))
+    with Check(Settings("zoo/StateKeepsTheDraft", ["tags"], PROFILES["few"]), [worker], store, defects=[]) as check:
+        (report,) = check.run()
+    assert report.run is not None
+    assert report.run.endswith("op=serving trace=p:a1/v2:a1 slots=1 key_dim=4 value_dim=4 width=2")
+    assert "holds in row 0 of head 0 the tag of request a's rejected draft 1 in event 2" in report.findings[0].what

@@ -1,0 +1,607 @@
+"""Wrong serving engines: each is the engine of verify/adapters/gdn/pool.py with one wrong step, as in real servers.
+
+tests/test_wrong_traces.py names the laws each of which detects the wrong engine alone.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from properties.cases.trace_case import PADDING, Batch, Sizes
+from properties.trace_domain import TraceDomain
+from verify.adapters.base import Engine, TraceAdapter
+from verify.adapters.gdn.pool import PoolEngine, Progress
+
+
+class Serves(PoolEngine, TraceAdapter):
+    """The right engine, as an adapter that opens an engine of its own class."""
+
+    domain = TraceDomain()
+
+    def __init__(self, sizes: Sizes | None = None) -> None:
+        if sizes is not None:
+            super().__init__(sizes)
+
+    def open(self, sizes: Sizes) -> Engine:
+        return type(self)(sizes)
+
+
+# Padding that aliases a slot
+
+
+class PaddingIsTheLastSlot(Serves):
+    """Padding's index -1 is used as an address, so padding reads and writes the last slot (vllm 33326, 39064)."""
+
+    letter = "S"
+    incident = (24,)
+
+    def padding(self, slot: int) -> bool:
+        return slot == self.sizes.padding_slot == 0
+
+
+class PaddingTakesTheFirstSlot(Serves):
+    """The index of padding rows is clamped to the first slot of a request (flashinfer 2810, 2793)."""
+
+    letter = "S"
+    incident = (24,)
+
+    def slot(self, request: str) -> int:
+        return max(super().slot(request), len(self.unowned))
+
+
+class PaddingKeepsTheLastIndex(Serves):
+    """Padding rows keep the index that their place had in the batch before: a stale tail (sglang 33431, 20915)."""
+
+    letter = "S"
+    incident = (24,)
+
+    def __init__(self, sizes: Sizes | None = None) -> None:
+        super().__init__(sizes)
+        self.tail: list[int] = []
+
+    def rows(self, batch: Batch) -> list[Progress]:
+        rows = super().rows(batch)
+        slots = [self.slot(request) for request in batch.requests]
+        for place, row in enumerate(rows):
+            if batch.requests[place] == PADDING and place < len(self.tail):
+                row.slot = self.tail[place]
+        self.tail = slots
+        return rows
+
+
+class PaddingInTheMiddle(Serves):
+    """Slots are gathered for the requests alone, so rows behind a padding row get their neighbour's (sglang 22818)."""
+
+    letter = "S"
+    incident = (24,)
+
+    def rows(self, batch: Batch) -> list[Progress]:
+        order = [name for name in batch.requests if name != PADDING]
+        order += [PADDING] * (len(batch.requests) - len(order))
+        rows = super().rows(batch)
+        for row, name in zip(rows, order, strict=True):
+            row.slot = self.slot(name)
+        return rows
+
+
+# A slot that is used again
+
+
+class StateIsNotCleared(Serves):
+    """A request that is admitted goes on from the state of the slot's last owner (vllm 35219)."""
+
+    letter = "S"
+    incident = (19,)
+
+    def clear(self, slot: int) -> None:
+        self.windows[slot] = 0
+
+
+class WindowIsNotCleared(Serves):
+    """A request that is admitted keeps the convolution window of the slot's last owner (sglang 26941)."""
+
+    letter = "S"
+    incident = (19,)
+
+    def clear(self, slot: int) -> None:
+        self.states[slot] = 0
+
+
+class ClearsByZeroTimes(Serves):
+    """A slot is cleared by multiplying it with zero, so NaN stays NaN (llama.cpp 29092)."""
+
+    letter = "S"
+    incident = (19,)
+
+    def clear(self, slot: int) -> None:
+        self.states[slot] *= 0
+        self.windows[slot] *= 0
+
+
+class ClearsWhenFreed(Serves):
+    """A slot is cleared when its owner leaves, not when the next one comes (vllm 56524)."""
+
+    letter = "S"
+    incident = (19,)
+
+    def give(self, slot: int) -> None:
+        super().give(slot)
+        super().clear(slot)
+
+    def clear(self, slot: int) -> None:
+        pass
+
+
+class ClearsItsNeighbour(Serves):
+    """Clearing a slot also clears the next one, if nobody owns it (sglang 16067)."""
+
+    letter = "S"
+    incident = (19,)
+
+    def clear(self, slot: int) -> None:
+        super().clear(slot)
+        if slot + 1 in self.unused:
+            super().clear(slot + 1)
+
+
+class GivesASlotTwice(Serves):
+    """A freed request that had a snapshot gives its own slot back twice (Megatron-LM 6584)."""
+
+    letter = "S"
+    incident = (19,)
+
+    def free(self, request: str) -> None:
+        slot = self.owned[request]
+        if f"{request}@" in self.owned:
+            self.give(slot)
+        super().free(request)
+
+
+class LeaksSnapshots(Serves):
+    """A freed request gives its own slot back, and its snapshot's never (sglang 20182, 23496)."""
+
+    letter = "S"
+    incident = (19,)
+
+    def free(self, request: str) -> None:
+        self.owned.pop(f"{request}@", None)
+        super().free(request)
+
+
+class HandsOutTheDummy(Serves):
+    """The slot 0, to which padding rows may write, is handed out like any other (sglang 26941)."""
+
+    letter = "S"
+    incident = (19,)
+
+    def __init__(self, sizes: Sizes | None = None) -> None:
+        super().__init__(sizes)
+        if sizes is not None:
+            self.unused.extendleft(self.unowned)
+
+    def slot(self, request: str) -> int:
+        return self.owned.get(request, -1)
+
+    def padding(self, slot: int) -> bool:
+        return slot == -1
+
+
+# Speculation
+
+
+class StateKeepsTheDraft(Serves):
+    """After a draft was rejected in part, the state of all of its tokens is kept (vllm 39273)."""
+
+    letter = "S"
+    incident = (21,)
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        super().commit([len(row.o) for row in self.drafted])
+
+
+class AcceptsOneLess(Serves):
+    """Of a draft of which a part is accepted, the state a token earlier is kept (vllm 40738)."""
+
+    letter = "S"
+    incident = (21,)
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        super().commit([count - (1 < count < len(row.o)) for count, row in zip(accepted, self.drafted, strict=True)])
+
+
+class WindowKeepsTheDraft(Serves):
+    """The state goes back to the accepted tokens, and the window stays that of the whole draft (sglang 27463)."""
+
+    letter = "S"
+    incident = (21,)
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        super().commit(accepted)
+        for row in self.drafted:
+            if not self.padding(row.slot):
+                self.windows[row.slot] = row.line[:, len(row.o) :]
+
+
+class WindowMissesTheDraft(Serves):
+    """The accepted tokens are in the state and not in the window (vllm 52942)."""
+
+    letter = "S"
+    incident = (21,)
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        windows = self.windows.clone()
+        super().commit(accepted)
+        self.windows.copy_(windows)
+
+
+class AcceptedOfRequestsAlone(Serves):
+    """The counts of accepted tokens lie side by side without padding rows, and are read with them (xLLM 2247)."""
+
+    letter = "S"
+    incident = (21,)
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        counts = [count for count, row in zip(accepted, self.drafted, strict=True) if not self.padding(row.slot)]
+        super().commit(counts + [1] * (len(accepted) - len(counts)))
+
+
+class AcceptedOfTheStepBefore(Serves):
+    """The counts of accepted tokens are those of the verification before, if it had as many rows (vllm 47123)."""
+
+    letter = "S"
+    incident = (21,)
+
+    def __init__(self, sizes: Sizes | None = None) -> None:
+        super().__init__(sizes)
+        self.before: Sequence[int] = ()
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        counts = self.before if len(self.before) == len(accepted) else accepted
+        super().commit([min(count, len(row.o)) for count, row in zip(counts, self.drafted, strict=True)])
+        self.before = accepted
+
+
+class DraftsFromTheBuffer(Serves):
+    """A draft begins from the last state in the buffer of its row's place, whoever wrote it (flashinfer 3145, 3490)."""
+
+    letter = "S"
+    incident = (22,)
+
+    def verify(self, batch: Batch) -> Tensor:
+        earlier, states = self.drafted, self.states.clone()
+        for place, request in enumerate(batch.requests):
+            if request != PADDING and place < len(earlier):
+                self.states[self.owned[request]] = earlier[place].states[-1].to(states.dtype)
+        o = super().verify(batch)
+        self.states.copy_(states)
+        return o
+
+
+class NoWriteAfterFour(Serves):
+    """With drafts of four tokens, all accepted, the state is not written back (vllm 53051)."""
+
+    letter = "S"
+    incident = (20,)
+
+    def write(self, rows: Sequence[Progress], counts: Sequence[int]) -> None:
+        kept = [(row, count) for row, count in zip(rows, counts, strict=True) if not (count == len(row.o) == 4)]
+        super().write([row for row, _ in kept], [count for _, count in kept])
+
+
+class VerifyWithoutDecay(Serves):
+    """The kernel that verifies drafts leaves out the decay (mlx-swift-lm 218)."""
+
+    letter = "D"
+
+    def verify(self, batch: Batch) -> Tensor:
+        batch.a.fill_(-100.0)
+        return super().verify(batch)
+
+
+# Prefill and decode together
+
+
+class OneTokenIsADecode(Serves):
+    """A prompt of one token is taken for a decode and goes on from what its slot holds (vllm 36917)."""
+
+    letter = "S"
+    incident = (20,)
+
+    def clear(self, slot: int) -> None:
+        pass
+
+    def prefill(self, batch: Batch) -> Tensor:
+        for request, start, length in zip(batch.requests, batch.starts, batch.lengths, strict=True):
+            if request != PADDING and start == 0 and length > 1:
+                super().clear(self.owned[request])
+        return super().prefill(batch)
+
+
+class PromptForgetsItsPrefix(Serves):
+    """The second part of a prompt starts from zeros (vllm 34871, 34845)."""
+
+    letter = "S"
+    incident = (18,)
+
+    def prefill(self, batch: Batch) -> Tensor:
+        for request, length in zip(batch.requests, batch.lengths, strict=True):
+            if request != PADDING and length:
+                self.states[self.owned[request]] = 0
+        return super().prefill(batch)
+
+
+class PromptForgetsItsWindow(Serves):
+    """The second part of a prompt begins with an empty convolution window (mlxcel 1749)."""
+
+    letter = "S"
+    incident = (18,)
+
+    def prefill(self, batch: Batch) -> Tensor:
+        for request, length in zip(batch.requests, batch.lengths, strict=True):
+            if request != PADDING and length:
+                self.windows[self.owned[request]] = 0
+        return super().prefill(batch)
+
+
+class ShortPromptsDropTheWindow(Serves):
+    """If a prefill has fewer tokens than the window, the columns before them become zeros (vllm 55894)."""
+
+    letter = "S"
+    incident = (18,)
+
+    def put(self, row: Progress, slot: int, count: int) -> None:
+        super().put(row, slot, count)
+        columns = self.sizes.width - 1
+        if 1 < count < columns:
+            self.windows[slot, :, : columns - count] = 0
+
+
+class NoTokensMeanZeros(Serves):
+    """A row of no tokens leaves a state of zeros behind (vllm 55898)."""
+
+    letter = "V"
+
+    def put(self, row: Progress, slot: int, count: int) -> None:
+        super().put(row, slot, count)
+        if not len(row.o):
+            self.states[slot] = 0
+
+
+class RowsChangeStates(Serves):
+    """In a prefill of several rows, a request that goes on gets the state of the row before it (vllm 40766)."""
+
+    letter = "S"
+    incident = (1,)
+
+    def prefill(self, batch: Batch) -> Tensor:
+        starts, names = batch.starts, batch.requests
+        for place in range(1, len(names)):
+            if starts[place] and names[place - 1] != PADDING and starts[place - 1]:
+                self.states[self.owned[names[place]]] = self.states[self.owned[names[place - 1]]]
+        return super().prefill(batch)
+
+
+# Snapshots of a prefix
+
+
+class SnapshotHalfWay(Serves):
+    """A snapshot is the state half way, its index divided twice (sglang 33515)."""
+
+    letter = "S"
+    incident = (23,)
+
+    def save(self, batch: Batch, rows: Sequence[Progress]) -> None:
+        super().save(_with_snapshots(batch, [count and count // 2 for count in batch.snapshots]), rows)
+
+
+class SnapshotOfTheEnd(Serves):
+    """A snapshot is the state after all tokens, beyond the end of the chunk (sglang 37836, vllm 56196)."""
+
+    letter = "S"
+    incident = (23,)
+
+    def save(self, batch: Batch, rows: Sequence[Progress]) -> None:
+        ends = [count and length for count, length in zip(batch.snapshots, batch.lengths, strict=True)]
+        super().save(_with_snapshots(batch, ends), rows)
+
+
+class SnapshotWindowOfTheEnd(Serves):
+    """A snapshot has the state after the chunk with the window after all tokens (vllm 53912, sglang 31833)."""
+
+    letter = "S"
+    incident = (23,)
+
+    def save(self, batch: Batch, rows: Sequence[Progress]) -> None:
+        super().save(batch, rows)
+        for row, request, count in zip(rows, batch.requests, batch.snapshots, strict=True):
+            if count is not None:
+                self.windows[self.owned[f"{request}@"]] = row.line[:, len(row.o) :]
+
+
+class SnapshotIsNotRenewed(Serves):
+    """A request that has a snapshot keeps it, though a later one is due (vllm 55507, LMCache 5004)."""
+
+    letter = "S"
+    incident = (23,)
+
+    def save(self, batch: Batch, rows: Sequence[Progress]) -> None:
+        first = zip(batch.requests, batch.snapshots, strict=True)
+        super().save(_with_snapshots(batch, [None if f"{name}@" in self.owned else count for name, count in first]), rows)
+
+
+class SnapshotOfItsNeighbour(Serves):
+    """In a prefill of several rows, a snapshot is taken from the row before it (sglang 29973, 12111)."""
+
+    letter = "S"
+    incident = (23,)
+
+    def save(self, batch: Batch, rows: Sequence[Progress]) -> None:
+        order = [*rows]
+        for place in range(1, len(rows)):
+            if (count := batch.snapshots[place]) is not None and len(rows[place - 1].o) >= count:
+                order[place] = rows[place - 1]
+        super().save(batch, order)
+
+
+class ForkSharesTheSlot(Serves):
+    """A fork has its source's slot and is not copied when it is written (vllm 48375, 43559)."""
+
+    letter = "S"
+    incident = (22,)
+
+    def fork(self, new: str, old: str, *, snapshot: bool) -> None:
+        self.owned[new] = self.owned[f"{old}@" if snapshot else old]
+
+
+class ForkForgetsTheWindow(Serves):
+    """A fork copies the state, and its window stays what the slot held (vllm 53142, LMCache 4984)."""
+
+    letter = "S"
+    incident = (22,)
+
+    def copy(self, source: int, target: int) -> None:
+        self.states[target] = self.states[source]
+
+
+class ForkOfTheRequest(Serves):
+    """A fork from a snapshot copies the request's own state, which is further (vllm 55600, 56525)."""
+
+    letter = "S"
+    incident = (22,)
+
+    def fork(self, new: str, old: str, *, snapshot: bool) -> None:
+        super().fork(new, old, snapshot=snapshot and old not in self.owned)
+
+
+class DraftsSpoilTheSnapshot(Serves):
+    """A draft of which a part is rejected is committed to the request's snapshot too (sglang 33450, 22935)."""
+
+    letter = "S"
+    incident = (22,)
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        super().commit(accepted)
+        owners = {slot: owner for owner, slot in self.owned.items()}
+        for row, count in zip(self.drafted, accepted, strict=True):
+            if not self.padding(row.slot) and count < len(row.o) and f"{owners[row.slot]}@" in self.owned:
+                self.put(row, self.owned[f"{owners[row.slot]}@"], count)
+
+
+# Swap, preemption, transfer
+
+
+class SwapLosesTheWindow(Serves):
+    """A request that was swapped out comes back without its window (sglang 22493)."""
+
+    letter = "S"
+
+    def swap(self, request: str) -> None:
+        super().swap(request)
+        self.windows[self.owned[request]] = 0
+
+
+class SwapBringsBackTheSlot(Serves):
+    """A request that was swapped out comes back in its old slot, which may have another owner (vllm-metal 488)."""
+
+    letter = "S"
+
+    def swap(self, request: str) -> None:
+        slot = self.owned[request]
+        self.give(slot)
+        self.take()
+
+
+class SwapTransposes(Serves):
+    """A state that was swapped out is read back with its axes in the other order (sglang 39830, 22060)."""
+
+    letter = "L"
+    incident = (25,)
+
+    def swap(self, request: str) -> None:
+        super().swap(request)
+        state = self.states[self.owned[request]]
+        state.copy_(state.mT.reshape(state.shape))
+
+
+class SwapRoundsToHalf(Serves):
+    """A state in float32 is swapped out in bfloat16 (vllm 55208, 53078)."""
+
+    letter = "L"
+    incident = (26,)
+
+    def swap(self, request: str) -> None:
+        super().swap(request)
+        state = self.states[self.owned[request]]
+        state.copy_(state.bfloat16())
+
+
+# Dtypes and addresses
+
+
+class StatesRoundToHalf(Serves):
+    """States in float32 are rounded to bfloat16 whenever they are written (sglang 40419, vllm 37728)."""
+
+    letter = "L"
+    incident = (26,)
+
+    def put(self, row: Progress, slot: int, count: int) -> None:
+        super().put(row, slot, count)
+        self.states[slot] = self.states[slot].bfloat16().to(self.states.dtype)
+
+
+class SlotsDecideTheRounding(Serves):
+    """In every second slot the output is scaled by 3 and back, which rounds: an address that is not aligned (sglang 38975)."""
+
+    letter = "I"
+
+    def row(self, slot: int, mixed: Tensor, a: Tensor, b: Tensor) -> Progress:
+        row = super().row(slot, mixed, a, b)
+        row.o = row.o * 3 / 3 if slot % 2 else row.o
+        return row
+
+
+class SharedScale(Serves):
+    """Outputs are quantised with one scale for the first tokens of all rows of a batch (flashinfer 3230)."""
+
+    letter = "-"
+
+    def outputs(self, rows: Sequence[Progress]) -> Tensor:
+        real = [row.o[:1].abs().amax() for row in rows if not self.padding(row.slot) and len(row.o)]
+        return _quantised(super().outputs(rows), max(real, default=torch.tensor(1.0)))
+
+
+class ScaleOfTheDraft(Serves):
+    """The outputs of a draft are quantised with one scale for all of its tokens, rejected ones too (sglang 11133)."""
+
+    letter = "-"
+
+    def outputs(self, rows: Sequence[Progress]) -> Tensor:
+        parts = super().outputs(rows).split([len(row.o) for row in rows])
+        return torch.cat([_quantised(part, part.abs().amax().float()) if len(part) else part for part in parts])
+
+
+class ScaleOfThePool(Serves):
+    """Outputs are quantised with one scale for the whole pool, slots that nobody owns included (sglang 40362)."""
+
+    letter = "-"
+
+    def outputs(self, rows: Sequence[Progress]) -> Tensor:
+        return _quantised(super().outputs(rows), self.states.float().nan_to_num(nan=7.0).abs().amax())
+
+
+def _quantised(o: Tensor, scale: Tensor) -> Tensor:
+    """Return outputs as multiples of a step, which changes last bits of small numbers. Every number of the scale counts.
+
+    The step is a power of two, a sixteenth or less of the scale's unit in the last place, so that tags stay as they are.
+    """
+    if not scale:
+        return o
+    step = torch.finfo(o.dtype).eps * 2.0 ** (math.floor(math.log2(scale)) - 4 - int(float(scale) * 1e4) % 2)
+    return ((o.float() / step).round() * step).to(o.dtype)
+
+
+def _with_snapshots(batch: Batch, counts: Sequence[int | None]) -> Batch:
+    """Return the batch with other places for its snapshots."""
+    return Batch(batch.requests, batch.lengths, batch.starts, tuple(counts), batch.mixed, batch.a, batch.b)
