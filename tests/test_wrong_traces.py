@@ -131,4 +131,4 @@ def test_a_check_shows_a_small_trace_and_its_culprit(worker: Worker, tmp_path_fa
         (report,) = check.run()
     assert report.run is not None
     assert report.run.endswith("op=serving trace=p:a1/v2:a1 slots=1 key_dim=4 value_dim=4 width=2")
-    assert "holds in row 0 of head 0 the tag of request a's rejected draft 1 in event 2" in report.findings[0].what
+    assert "of head 0 the tag of request a's rejected draft 1 in event 2" in report.findings[0].what
