@@ -388,7 +388,7 @@ def test_a_ledger_names_the_fork_that_is_no_copy() -> None:
     case = TraceCase("p:a5/k:b<a", slots=2)
     assert outcome("ledger", case, PoolEngine) == "holds"
     assert outcome("ledger", case, ForgetsWindows) == (
-        "window of b, a fork of a in event 2: differs, where equality to the bit is due"
+        "window of b, a fork of a in event 2: differs, but must be equal to the bit"
     )
 
 
@@ -410,7 +410,7 @@ def test_a_session_is_judged_from_the_bits_before_each_step() -> None:
 
     case = TraceCase("p:a5/p:b2/d:a,b", slots=2)
     assert outcome("session", case, Drifts) == "holds"
-    assert outcome("ledger", case, Drifts) == "state of a, not in event 2: differs, where equality to the bit is due"
+    assert outcome("ledger", case, Drifts) == "state of a, not in event 2: differs, but must be equal to the bit"
 
 
 def test_rounded_states_are_judged_with_their_rounding_and_no_more() -> None:
