@@ -236,7 +236,7 @@ def test_cases_of_a_known_defect_are_left_out_by_their_number(monkeypatch: pytes
     other = "law=oracle adapter=fla/conv lengths=1 op=causal_conv1d width=1 conv_width=1 oldest=no"
     lines = left_out([str(defect.run), other, str(defect.run)])
     assert lines == [
-        f"left out, it does not hold on the kernels as they are: {other}",
+        f"left out, because the unchanged kernels break it: {other}",
         "left out, 2 cases of a known defect: the oldest column is lost",
     ]
     assert left_out([]) == []
@@ -252,7 +252,7 @@ def test_summary_counts_and_tells_crashes_apart() -> None:
         Fate(mutants[4]),
     ]
     text = summary(fates)
-    assert "2 of 3 mutants killed (66.7%), and 1 survivors argued to be no defects: redundant 1" in text
+    assert "2 of 3 mutants killed (66.7%), and 1 survivors with an argument that they are no defects: redundant 1" in text
     assert "without those that crash, hang or raise, 1 of 2" in text
     assert "median case 5, 2.0 s" in text and "the last at case 9" in text
     assert "4 cases run it, 2 of them with other bits" in description(fates[2])
@@ -429,7 +429,7 @@ def test_usage_that_cannot_be_is_refused(toys: Toys) -> None:
 
 
 def test_some_are_asked_about_alone(toys: Toys) -> None:
-    asked = re.search(r"; (\d+) are asked about", toys.outputs[4])
+    asked = re.search(r"; (\d+) are checked", toys.outputs[4])
     assert asked is not None and int(asked[1]) == 2
 
 

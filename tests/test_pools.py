@@ -396,7 +396,7 @@ def test_pool_in_place_must_be_the_one_that_was_given() -> None:
     with pytest.raises(AdapterFault) as fault:
         bench_of(pools.ReturnsACopy()).run(FULL.inputs(), None)
     assert fault.value.finding.output == "pool"
-    assert "in_place" in fault.value.finding.what
+    assert "in_place=True" in fault.value.finding.what
 
 
 def test_every_request_padding_is_blind_but_for_the_laws_of_padding() -> None:

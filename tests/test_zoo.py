@@ -133,7 +133,7 @@ def test_rows_of_incidents_are_those_of_the_record() -> None:
         ({"letter": "?", "__doc__": "x"}, "letter of Wrong must be one of S C V X N I T L R E Q G K F D -, got '?'"),
         ({"letter": "S", "incident": (37,), "__doc__": "x"}, r"incident of Wrong must be a tuple of rows in 1..36, got \(37,\)"),
         ({"letter": "S", "incident": 3, "__doc__": "x"}, "incident of Wrong must be a tuple of rows in 1..36, got 3"),
-        ({"letter": "S"}, "Wrong must tell its story in a docstring"),
+        ({"letter": "S"}, "Wrong must have a docstring that says what is wrong"),
     ],
 )
 def test_what_is_not_labelled_is_refused(attributes: dict[str, object], message: str) -> None:
@@ -362,7 +362,7 @@ def test_interrupted_it_prints_what_is_known(capfd: pytest.CaptureFixture[str], 
         (["LeaksState", "--law", "gravity"], "unknown law 'gravity'; there are "),
         (["LeaksState", "--law", "reshard"], "law reshard is about none of the chosen animals"),
         (["--letter", "Z"], "argument --letter: invalid choice: 'Z'"),
-        (["own.py:Nameless"], "Nameless must tell its story in a docstring"),
+        (["own.py:Nameless"], "Nameless must have a docstring that says what is wrong"),
         (["own.py:Lost"], "letter of Lost must be one of"),
         (["LeaksState", "--json", "no/such/folder.json"], "cannot write to no/such/folder.json: No such file or directory"),
         (["LeaksState", "--rule", "fla"], "--rule must be all, one of fla-local, fla-ci, "),
@@ -580,7 +580,7 @@ def test_your_own_suite_is_tried_on_the_animals(capfd: pytest.CaptureFixture[str
     assert re.search(r"^PeeksAhead +dead +lives ", out, re.MULTILINE), out
     assert "EvenRows" not in out, "suites are about kernels of the rule"
     assert re.search(r"^mine.py:Mine: kills \d of 4 in 2 cases, \d s · Ours\.$", out, re.MULTILINE), out
-    assert re.search(r"^mine.py:Strict: .*REJECTS RIGHT CODE in case \d, so its kills say nothing", out, re.MULTILINE), out
+    assert re.search(r"^mine.py:Strict: .*REJECTS RIGHT CODE in case \d, so its kills show nothing", out, re.MULTILINE), out
     assert "mine.py:Falls: FAILED (case 1: KeyError: 'nothing')" in out
     assert "mine.py:Empty: FAILED (it has no cases)" in out
     mine = json.loads((tmp_path / "table.json").read_text())["suites"][0]

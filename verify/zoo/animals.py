@@ -28,14 +28,14 @@ LETTERS = {
     "K": "stale host caches",
     "F": "autodiff plumbing",
     "D": "decay index",
-    "-": "nobody's yet",
+    "-": "no published defect yet",
 }
 # Rows of the record of incidents, with their subjects.
 INCIDENTS = {
     1: "recurrent state leaks between packed samples",
     2: "layer called without cu_seqlens",
     3: "packing with the state visible across samples",
-    4: "context parallel built from a made-up cu_seqlens",
+    4: "context parallel built from an invented cu_seqlens",
     5: "final state without the gate in a partial chunk",
     6: "left padding not masked before conv and recurrence",
     7: "varlen call reads out of bounds",
@@ -138,7 +138,7 @@ def labelled(kind: Kind, spec: str | None = None) -> Animal:
         raise ValueError(f"incident of {kind.__name__} must be a tuple of rows in 1..{len(INCIDENTS)}, got {incident!r}")
     story = " ".join((vars(kind).get("__doc__") or "").split())
     if not story:
-        raise ValueError(f"{kind.__name__} must tell its story in a docstring")
+        raise ValueError(f"{kind.__name__} must have a docstring that says what is wrong")
     return Animal(kind.__name__, spec or ZOO + kind.__name__, kind, letter, incident, story)
 
 

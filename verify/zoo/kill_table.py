@@ -22,7 +22,7 @@ def fate_lines(fate: Fate) -> list[str]:
     if not killers:
         asked = [cell for cell in fate.cells.values() if cell.asked]
         cases = sum(cell.asked for cell in asked)
-        what = f"{cases} cases of {len(asked)} laws" if asked else "no law asked it anything"
+        what = f"{cases} cases of {len(asked)} laws" if asked else "no law was run on it"
         lines = [f"{head} {fate.verdict.upper():<20} {what}"]
         lines += [f"    {cell.law}: {cell.state}: {cell.reason}" for cell in fate.cells.values() if cell.state == "undecided"]
         return [*lines, *_wrapped(animal.story)]
@@ -58,8 +58,8 @@ def summary_lines(hunt: Hunt) -> list[str]:
         idle = ", ".join(name for name, number in kills.items() if not number)
         output += _wrapped(f"kills of {book}: {words or 'none'}" + (f"; none by {idle}" if idle else ""), "", "  ")
     twins = " ".join(map(str, told.twins)) or "none"
-    output += _wrapped(f"incidents with a twin, {len(told.twins)} of {len(INCIDENTS)} rows: {twins}", "", "  ")
-    output += _wrapped(f"incidents without: {' '.join(map(str, told.without)) or 'none'}", "", "  ")
+    output += _wrapped(f"incidents that an animal repeats, {len(told.twins)} of {len(INCIDENTS)} rows: {twins}", "", "  ")
+    output += _wrapped(f"incidents without an animal: {' '.join(map(str, told.without)) or 'none'}", "", "  ")
     output += _alarms(hunt)
     output += [f"SURVIVES  {fate.animal.spec}: {fate.animal.story}" for fate in hunt.fates if fate.verdict == "SURVIVES"]
     return output
@@ -99,7 +99,7 @@ def _verdict(trial: Trial) -> str:
     if trial.error:
         return f"FAILED ({trial.error})"
     text = f"kills {trial.killed} of {len(trial.killed_at)} in {trial.cases} cases, {trial.seconds:.0f} s"
-    return text + (f"; REJECTS RIGHT CODE in {trial.rejects_right}, so its kills say nothing" if trial.rejects_right else "")
+    return text + (f"; REJECTS RIGHT CODE in {trial.rejects_right}, so its kills show nothing" if trial.rejects_right else "")
 
 
 def to_json(hunt: Hunt, trials: Sequence[Trial] = (), *, interrupted: bool = False) -> dict[str, Any]:

@@ -169,7 +169,7 @@ class Hunt:
                 self.left_out.append(str(run))
             else:
                 items.append(Item(self._next, run, self.watch.launches, took_s, self._until_s))
-            self.progress(f"{self._next} of {len(self.runs)} cases watched")
+            self.progress(f"{self._next} of {len(self.runs)} cases recorded")
         return items
 
     def _ask(self, fates: Sequence[Fate], items: list[Item]) -> None:
@@ -192,7 +192,7 @@ class Hunt:
                         waiting.appendleft(child)
                     left = len(waiting) + len(self._running)
                     self.progress(
-                        f"{self._next} of {len(self.runs)} cases watched, {left} mutants still to be asked about the last of them"
+                        f"{self._next} of {len(self.runs)} cases recorded, {left} mutants still to be run on the last ones"
                     )
             for child in self._running.values():
                 if child.silent_s > max(self.deadline_s, SLOWER * child.item.took_s):

@@ -179,7 +179,9 @@ def summary(fates: Sequence[Fate]) -> str:
     seen = sum(fate.state == "killed" for fate in quiet)
     classes = collections.Counter(fate.argued for fate in argued)
     why = f": {', '.join(f'{name} {count}' for name, count in classes.most_common())}" if argued else ""
-    lines.append(f"{len(killed)} of {len(real)} mutants killed{share}, and {len(argued)} survivors argued to be no defects{why}")
+    lines.append(
+        f"{len(killed)} of {len(real)} mutants killed{share}, and {len(argued)} survivors with an argument that they are no defects{why}"
+    )
     lines.append(f"without those that crash, hang or raise, {seen} of {len(quiet)}")
     return "\n".join(lines)
 
@@ -207,7 +209,7 @@ def left_out(lines: Sequence[str]) -> list[str]:
     for line in lines:
         known = defects.explain_any(Run.parse(line))
         if known is None:
-            report.append(f"left out, it does not hold on the kernels as they are: {line}")
+            report.append(f"left out, because the unchanged kernels break it: {line}")
         else:
             explained[known.reason] += 1
     return report + [f"left out, {count} cases of a known defect: {reason}" for reason, count in explained.items()]
@@ -242,7 +244,7 @@ def mutate(
     bench._MEMO.most = MEMO
     adapter = adapter_of(spec)
     if not isinstance(adapter, Adapter):
-        raise AdapterError(f"adapter {spec} is a path that ranks share: mutants are of kernels on one process")
+        raise AdapterError(f"adapter {spec} is a path that ranks share, but mutants are made of kernels on one process")
     if adapter.counterpart:
         adapter_of(adapter.counterpart)
     if json_to:
@@ -265,8 +267,8 @@ def mutate(
         _print(f"{spec}  {versions(adapter)}  profile {profile.name}, {len(runs)} cases")
         kernels = len({mutant.kernel.key for mutant in mutants})
         _print(
-            f"{len(mutants)} mutants of {kernels} kernels, {len(uncovered)} of them where no call comes; "
-            f"{len(chosen)} are asked about"
+            f"{len(mutants)} mutants of {kernels} kernels, {len(uncovered)} of them in code that no case runs; "
+            f"{len(chosen)} are checked"
         )
         fates = [Fate(mutant) for mutant in chosen]
         hunt, interrupted = Hunt(seen, runs, workers, deadline_s, _progress()), False
@@ -328,14 +330,14 @@ def _progress() -> Callable[[str], None]:
 def arguments(parser: argparse._ActionsContainer, positive: Callable[[str], int]) -> None:
     """Add the options that only mutation has. `positive` parses their numbers."""
     parser.add_argument(
-        "--sample", type=positive, metavar="N", help="ask about so many mutants, of all kernels and operators alike"
+        "--sample", type=positive, metavar="N", help="check only so many mutants, spread over all kernels and operators"
     )
-    parser.add_argument("--id", action="append", metavar="ID", help="ask about this mutant (may be repeated)")
-    parser.add_argument("--grep", type=_expression, metavar="RE", help="ask about mutants whose lines of the list match")
+    parser.add_argument("--id", action="append", metavar="ID", help="check only this mutant (may be repeated)")
+    parser.add_argument("--grep", type=_expression, metavar="RE", help="check only mutants whose lines in --list match")
     parser.add_argument(
-        "--profile", default="quick", choices=PROFILES, help="ask with the cases of this profile of check (default quick)"
+        "--profile", default="quick", choices=PROFILES, help="use the cases of this profile of check (default quick)"
     )
-    parser.add_argument("--list", action="store_true", help="print every mutant and ask nothing")
+    parser.add_argument("--list", action="store_true", help="print every mutant and check none")
 
 
 def act(options: argparse.Namespace, spec: str) -> int:
@@ -356,12 +358,14 @@ def act(options: argparse.Namespace, spec: str) -> int:
 
 def main(words: Sequence[str] | None = None) -> int:
     """The command line of this module alone. Returns the exit code."""
-    parser = argparse.ArgumentParser("verify.zoo.mutation", description="Which mutants of a kernel's source do the laws kill?")
+    parser = argparse.ArgumentParser("verify.zoo.mutation", description="Run the laws on mutants of a kernel's source.")
     parser.add_argument("adapter", help="an adapter whose kernels are in Triton's language")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="what the sample is drawn from (default 0)")
-    parser.add_argument("--workers", type=_positive, default=min(os.cpu_count() or 1, 2), metavar="N", help="so many at a time")
-    parser.add_argument("--deadline", type=_positive, default=30, metavar="S", help="seconds in a case after which a mutant hangs")
-    parser.add_argument("--json", metavar="FILE", help="also write a JSON line a mutant to FILE")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the sample (default 0)")
+    parser.add_argument(
+        "--workers", type=_positive, default=min(os.cpu_count() or 1, 2), metavar="N", help="number of mutants at a time"
+    )
+    parser.add_argument("--deadline", type=_positive, default=30, metavar="S", help="seconds after which a case counts as a hang")
+    parser.add_argument("--json", metavar="FILE", help="also write a JSON line for each mutant to FILE")
     arguments(parser, _positive)
     options = parser.parse_args(words)
     try:

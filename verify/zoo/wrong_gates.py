@@ -121,7 +121,7 @@ class BiasOutsideSoftplus(Stepwise):
 
 
 class LinearTooEarly(Stepwise):
-    """softplus(x) is taken for x from 2 up, where 20 would do."""
+    """softplus(x) is replaced by x from x = 2 on, not from 20 on."""
 
     letter = "N"
 
@@ -139,7 +139,7 @@ class ALogWithoutExp(Stepwise):
 
 
 class GateInHalf(Stepwise):
-    """a + dt_bias is rounded to bf16 before softplus, whatever came in."""
+    """a + dt_bias is rounded to bf16 before softplus, for inputs of any dtype."""
 
     letter = "L"
 
@@ -157,7 +157,7 @@ class BetaNotDoubled(Stepwise):
 
 
 class ALogGradientTwice(Stepwise):
-    """Backward, the gradient of A_log is added twice."""
+    """In the backward, the gradient of A_log is added twice."""
 
     letter = "F"
 
@@ -167,7 +167,7 @@ class ALogGradientTwice(Stepwise):
 
 
 class BiasGradientOfOneHead(Stepwise):
-    """Backward, only head 0 of dt_bias gets a gradient."""
+    """In the backward, only head 0 of dt_bias gets a gradient."""
 
     letter = "F"
 
@@ -177,7 +177,7 @@ class BiasGradientOfOneHead(Stepwise):
 
 
 class SigmoidSlopeOfRounded(Stepwise):
-    """Backward, sigmoid's slope is y (1 - y) of y rounded to eight bits."""
+    """In the backward, sigmoid's slope y (1 - y) is computed from y rounded to eight bits."""
 
     letter = "F"
 
@@ -192,7 +192,7 @@ class SigmoidSlopeOfRounded(Stepwise):
 
 
 class OneDecayForAllChannels(StepwiseKda):
-    """KDA with the mean of its channels' decays."""
+    """KDA decays all channels by the mean of their log-decays."""
 
     letter = "D"
 
@@ -201,7 +201,7 @@ class OneDecayForAllChannels(StepwiseKda):
 
 
 class DecaysValues(StepwiseKda):
-    """KDA decays the value's channels where the widths are equal: the state is transposed."""
+    """If K = V, KDA decays the value's channels, because the state is transposed."""
 
     letter = "L"
     incident = (25,)
@@ -213,7 +213,7 @@ class DecaysValues(StepwiseKda):
 
 
 class LastChannelStays(StepwiseKda):
-    """KDA never decays the last channel where the width is no multiple of 8."""
+    """If the width is no multiple of 8, KDA never decays the last channel."""
 
     letter = "V"
 
@@ -224,7 +224,7 @@ class LastChannelStays(StepwiseKda):
 
 
 class GatesClippedByTheFuture(StepwiseKda):
-    """KDA's safe gate clips decays at a floor taken from the whole call, later tokens included (FLA 1240)."""
+    """KDA's safe gate clips decays at a floor computed from the whole call, later tokens included (FLA 1240)."""
 
     letter = "N"
     incident = (33,)
@@ -245,7 +245,7 @@ class BiasOfChannelsTransposed(StepwiseKda):
 
 
 class CorrectsWithOldBeta(StepwiseDelta):
-    """The delta rule erases with all of what the key recalls, and writes with beta."""
+    """The delta rule erases all that the key recalls, and scales only what it writes by beta."""
 
     letter = "-"
 
@@ -255,7 +255,7 @@ class CorrectsWithOldBeta(StepwiseDelta):
 
 
 class NeverErases(StepwiseDelta):
-    """The delta rule adds to what the key recalls: linear attention without its correction."""
+    """The delta rule adds to what the key recalls, as linear attention does, without its correction."""
 
     letter = "-"
 
@@ -264,7 +264,7 @@ class NeverErases(StepwiseDelta):
 
 
 class BiasInHalf(Stepwise):
-    """dt_bias went to bf16 with the model."""
+    """dt_bias is rounded to bf16, as if the model had been cast."""
 
     letter = "N"
 
@@ -273,7 +273,7 @@ class BiasInHalf(Stepwise):
 
 
 class SpeedOfTwoRows(Stepwise):
-    """Each of two programs adds a row's part of dA_log: of a batch of more, the others' is left out."""
+    """Two programs add one row's part of dA_log each, so the parts of further rows of a batch are missing."""
 
     letter = "F"
 

@@ -13,7 +13,7 @@ Answer = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class OffsetsForConvOnly(Layered):
-    """cu_seqlens reach the convolution, but not the rule: its state flows from each packed sample into the next (slime 1686)."""
+    """cu_seqlens reach the convolution, but not the rule, whose state flows into the next packed sample (slime 1686)."""
 
     letter = "V"
     incident = (1,)
@@ -27,7 +27,7 @@ class OffsetsForConvOnly(Layered):
 
 
 class OffsetsForNobody(OffsetsForConvOnly):
-    """The layer is called without cu_seqlens: convolution and state run through all packed samples (Automodel 2147)."""
+    """The layer is called without cu_seqlens, so convolution and state run through all packed samples (Automodel 2147)."""
 
     letter = "V"
     incident = (2,)
@@ -58,7 +58,7 @@ class ConvAcrossBoundaries(Layered):
 
 
 class PadsNotMasked(Layered):
-    """Padding at the start of rows is computed like any token: convolution and state begin with it (maxtext 5295)."""
+    """Padding at the start of rows is computed like any token, so convolution and state begin with it (maxtext 5295)."""
 
     letter = "V"
     incident = (6,)
@@ -68,7 +68,7 @@ class PadsNotMasked(Layered):
 
 
 class PadsMaskedAfterConv(Layered):
-    """Padding is masked before the recurrence only: the convolution has seen it (maxtext 5295)."""
+    """Padding is masked after the convolution, which has therefore read it (maxtext 5295)."""
 
     letter = "V"
     incident = (6,)
@@ -86,7 +86,7 @@ class PadsMaskedAfterConv(Layered):
 
 
 class PadsTwentyBitsDown(Layered):
-    """Padding is left out, but for a trace of its hidden states, 20 bits down."""
+    """Padding is left out except for 2^-20 of its hidden states."""
 
     letter = "V"
 
@@ -99,7 +99,7 @@ class PadsTwentyBitsDown(Layered):
 
 
 class SectionsSwapped(Layered):
-    """in_proj's output is cut as if b and a came before z: right widths, wrong places (Megatron-LM 1989)."""
+    """in_proj's output is cut as if b and a came before z, so the widths are right and the places wrong (Megatron-LM 1989)."""
 
     letter = "T"
     incident = (14,)
@@ -111,7 +111,7 @@ class SectionsSwapped(Layered):
 
 
 class SectionsOfOneHead(Layered):
-    """in_proj's rows are taken to be grouped by key head, as in Qwen3-Next, where they are sections (miles 1578)."""
+    """in_proj's rows are read as grouped by key head, as in Qwen3-Next, although they are sections (miles 1578)."""
 
     letter = "T"
     incident = (17,)
@@ -123,7 +123,7 @@ class SectionsOfOneHead(Layered):
 
 
 class DropsConvBias(Layered):
-    """The convolution's bias is left out where a sequence has fewer tokens than its filter."""
+    """If a sequence has fewer tokens than the filter, the convolution's bias is left out."""
 
     letter = "-"
 
@@ -134,7 +134,7 @@ class DropsConvBias(Layered):
 
 
 class FreezesALog(Layered):
-    """A_log gets half its gradient: one of its two uses is detached."""
+    """A_log gets half its gradient, because one of its two uses is detached."""
 
     letter = "F"
 
@@ -152,7 +152,7 @@ class GateBeforeNorm(Layered):
 
 
 class RmsOfAllHeads(Layered):
-    """The RMS is taken over all heads' channels together."""
+    """The RMS is computed over the channels of all heads together."""
 
     letter = "-"
 
@@ -161,7 +161,7 @@ class RmsOfAllHeads(Layered):
 
 
 class NormWeightPerHead(Layered):
-    """The norm's weight is a head's, not a channel's: head h has the h-th."""
+    """The norm's weight is indexed by head and not by channel."""
 
     letter = "-"
 
@@ -171,7 +171,7 @@ class NormWeightPerHead(Layered):
 
 
 class NeverNormed(Layered):
-    """out_proj gets what was gated but never normalised."""
+    """out_proj gets the gated output without the norm."""
 
     letter = "-"
 
@@ -189,7 +189,7 @@ class GateIsASigmoid(Layered):
 
 
 class EpsOfTheOtherLibrary(Layered):
-    """The norm's eps is 1e-5, whatever it was given."""
+    """The norm's eps is 1e-5 in every layer."""
 
     letter = "E"
 
@@ -207,7 +207,7 @@ class BiasInTheInputsDtype(Layered):
 
 
 class ForgetsConvState(Layered):
-    """A call goes on from the recurrent state alone: the convolution begins with zeros."""
+    """A call continues from the recurrent state alone, and the convolution begins with zeros."""
 
     letter = "S"
     incident = (18,)
@@ -217,7 +217,7 @@ class ForgetsConvState(Layered):
 
 
 class ShortPromptsAlignLeft(Layered):
-    """The convolution's state of a prompt shorter than its filter stands at the wrong end, and zeros follow it."""
+    """The convolution's state of a prompt shorter than its filter is at the wrong end, and zeros follow it."""
 
     letter = "S"
     incident = (20,)
@@ -234,14 +234,14 @@ class ShortPromptsAlignLeft(Layered):
 
 
 class DecodesWithAnotherGate(Layered):
-    """The prompt is right; the tokens after it are served by a layer that gates before it normalises."""
+    """The prompt is right, but later tokens go through a layer that gates before it normalises."""
 
     letter = "S"
     counterpart = "zoo/GateBeforeNorm"
 
 
 class LargeTokensChangeThePath(Layered):
-    """Where any token, also a later one or another sample's, is large, all take a path that is right to a rounding."""
+    """If any token is large, a later one or another sample's included, all take a right path that rounds differently."""
 
     letter = "N"
 
@@ -267,7 +267,7 @@ class FlattensMemory(Layered):
 
 
 class ReadsUnwrittenScratch(Layered):
-    """The gate's scratch memory is added, times almost nothing, before it is written."""
+    """The gate's uninitialised scratch memory, multiplied by a very small number, is added."""
 
     letter = "I"
 
@@ -290,7 +290,7 @@ class WritesBeforeConv(Layered):
 
 
 class SharesOneSample(Layered):
-    """Of three samples or more the last starts from the state of the first where no states are given."""
+    """If there are three samples or more and no initial states, the last starts from the state of the first."""
 
     letter = "-"
 

@@ -162,7 +162,7 @@ class GatedNorm(L2Norm):
 
 
 class ConvLeaks(Conv):
-    """Packed sequences are taken for one: the first tokens of each read the last of the one before."""
+    """Packed sequences are taken for one, so the first tokens of each read the last ones of the sequence before."""
 
     letter = "V"
     incident = (1, 2)
@@ -219,7 +219,7 @@ class ConvStateRounded(Conv):
 
 
 class ConvStateOfTheFirst(Conv):
-    """Every sequence starts from the second one's initial state, or the only one's."""
+    """Every sequence starts from the initial state of the second one, or of the only one."""
 
     letter = "V"
 
@@ -237,7 +237,7 @@ class ConvStateNewestFirst(Conv):
 
 
 class ConvStateFromColumn0(Conv):
-    """The initial state is read from its oldest column on, as if it had W - 1."""
+    """The initial state is read from its oldest column on, as if it had W - 1 columns."""
 
     letter = "L"
 
@@ -271,7 +271,7 @@ class ConvDecodesLate(Conv):
 
 
 class ConvResetsAtBlocks(Conv):
-    """The first token of each block of 64 does not see the last of the one before: the halo is lost."""
+    """The first token of each block of 64 does not see the last ones of the block before, because the halo is lost."""
 
     letter = "C"
     incident = (4,)
@@ -307,7 +307,7 @@ class ConvBiasAfterSilu(Conv):
 
 
 class ConvAlwaysSilu(Conv):
-    """silu where no activation was asked for."""
+    """silu is applied even if the call has no activation."""
 
     letter = "-"
 
@@ -316,7 +316,7 @@ class ConvAlwaysSilu(Conv):
 
 
 class ConvSiluOverflows(Conv):
-    """silu is y / (1 + exp(-y)), whose gradient is infinity times zero below -89."""
+    """silu is computed as y / (1 + exp(-y)), whose gradient is infinity times zero below -89."""
 
     letter = "N"
 
@@ -325,7 +325,7 @@ class ConvSiluOverflows(Conv):
 
 
 class ConvBiasOfOnes(Conv):
-    """An absent bias is memory of 2^-6."""
+    """An absent bias is read as 2^-6."""
 
     letter = "S"
 
@@ -354,7 +354,7 @@ class ConvClips(Conv):
 
 
 class ConvSumsTooLong(Conv):
-    """The sum is a float32 rounding too large, whatever it is of."""
+    """Every sum is too large by one float32 rounding."""
 
     letter = "X"
 
@@ -363,7 +363,7 @@ class ConvSumsTooLong(Conv):
 
 
 class ConvLowChannel(Conv):
-    """Of the last channel every sixteenth token is 1% too small where there are more than 16 channels."""
+    """If there are more than 16 channels, every sixteenth token of the last channel is 1% too small."""
 
     letter = "X"
 
@@ -376,7 +376,7 @@ class ConvLowChannel(Conv):
 
 
 class ConvWholeBlocks(Conv):
-    """Where the tokens are a multiple of 64 the last one is computed without its own input."""
+    """If the number of tokens is a multiple of 64, the last token is computed without its own input."""
 
     letter = "V"
 
@@ -423,7 +423,7 @@ class ConvDbiasOfTheFirst(Conv):
 
 
 class ConvSlopeOfStored(Conv):
-    """silu's slope is taken at the sum as bfloat16 keeps it."""
+    """silu's slope is computed at the sum rounded to bfloat16."""
 
     letter = "L"
 
@@ -466,7 +466,7 @@ class ConvMixesChannels(Conv):
 
 
 class ConvMixesSequences(ConvMixesChannels):
-    """Inputs are rounded to 20 bits of an exponent that all tokens share, other sequences' included."""
+    """Inputs are rounded to 20 bits of an exponent that all tokens share, those of other sequences included."""
 
     letter = "L"
     axes = (0, 1)
@@ -496,7 +496,7 @@ class ConvWritesBeforeX(Conv):
 
 
 class ConvShiftsItsState(Conv):
-    """The cache that it was given is updated in place, though the call is not a decoding one."""
+    """The caller's cache is updated in place, although the call is not a decoding one."""
 
     letter = "S"
 
@@ -509,7 +509,7 @@ class ConvShiftsItsState(Conv):
 
 
 class ConvReadsUnwritten(Conv):
-    """An uninitialised accumulator is added, times very little."""
+    """An uninitialised accumulator, multiplied by a very small number, is added."""
 
     letter = "I"
 
@@ -519,7 +519,7 @@ class ConvReadsUnwritten(Conv):
 
 
 class ConvSecondSlotIsOff(Conv):
-    """The second sequence is summed in another order, though the same bits are promised."""
+    """The second sequence is summed in another order, although the same bits are promised."""
 
     letter = "-"
     domain = ModuleDomain("causal_conv1d", position_independent=True)
@@ -538,7 +538,7 @@ class ConvSecondSlotIsOff(Conv):
 
 
 class GateBiasInHalf(Gate):
-    """dt_bias went to bf16 with the model."""
+    """dt_bias is rounded to bf16, as if the model had been cast."""
 
     letter = "N"
 
@@ -547,7 +547,7 @@ class GateBiasInHalf(Gate):
 
 
 class GateLinearAt2(Gate):
-    """softplus is linear from 2 on: the threshold of 20 lost its nought."""
+    """softplus is linear from 2 on, because the threshold of 20 lost its zero."""
 
     letter = "N"
 
@@ -556,7 +556,7 @@ class GateLinearAt2(Gate):
 
 
 class GateOverflows(Gate):
-    """softplus is log(1 + exp(a)) everywhere: infinite from 89 on."""
+    """softplus is computed as log(1 + exp(a)) everywhere, which is infinite from 89 on."""
 
     letter = "N"
 
@@ -575,7 +575,7 @@ class GateBiasAfterSoftplus(Gate):
 
 
 class GateRawA(Gate):
-    """A_log is taken for A."""
+    """A_log is used as if it were A."""
 
     letter = "-"
 
@@ -616,7 +616,7 @@ class GateBiasOfOneRow(Gate):
 
 
 class GateBiasOfOnes(Gate):
-    """An absent dt_bias is one."""
+    """An absent dt_bias is read as ones."""
 
     letter = "-"
 
@@ -625,7 +625,7 @@ class GateBiasOfOnes(Gate):
 
 
 class GateNotDoubled(Gate):
-    """beta is not doubled where negative eigenvalues are allowed."""
+    """beta is not doubled if negative eigenvalues are allowed."""
 
     letter = "-"
 
@@ -634,7 +634,7 @@ class GateNotDoubled(Gate):
 
 
 class GateFlatAtZero(Gate):
-    """The sigmoid is made of exp(-|b|), whose slope automatic differentiation takes for nothing where b is 0."""
+    """The sigmoid is computed from exp(-|b|), whose slope is zero at b = 0 for automatic differentiation."""
 
     letter = "F"
 
@@ -657,7 +657,7 @@ class GateReadsTheNext(Gate):
 
 
 class GateSkipsARow(Gate):
-    """Of more than 64 tokens the last is not computed, if it begins a block of 32."""
+    """If there are more than 64 tokens and the last one begins a block of 32, it is not computed."""
 
     letter = "V"
 
@@ -761,7 +761,7 @@ class NormEpsTenTimes(L2Norm):
 
 
 class NormIgnoresEps(L2Norm):
-    """eps is 1e-6 whatever is asked for."""
+    """eps is 1e-6 in every call."""
 
     letter = "E"
 
@@ -788,7 +788,7 @@ class NormOverHeads(L2Norm):
 
 
 class NormSquaresInHalf(L2Norm):
-    """Squares are stored in the inputs' dtype, where those of numbers over 256 overflow in fp16 and those under 2^-12 are lost."""
+    """Squares are stored in the inputs' dtype: in fp16 those over 65504 overflow, and those under 2^-24 are lost."""
 
     letter = "L"
 
@@ -797,7 +797,7 @@ class NormSquaresInHalf(L2Norm):
 
 
 class NormWithoutProjection(L2Norm):
-    """The gradient is scaled by the norm and not projected."""
+    """The gradient is scaled by the norm, but not projected."""
 
     letter = "F"
 
@@ -837,7 +837,7 @@ class NormTokensShareAnExponent(L2Norm):
 
 
 class NormByHeads(L2Norm):
-    """Of more than four heads the last is summed in another order, though the same bits are promised wherever a head stands."""
+    """If there are more than four heads, the last is summed in another order, although the same bits are promised."""
 
     letter = "-"
     domain = ModuleDomain("l2norm", position_independent=True)
@@ -851,7 +851,7 @@ class NormByHeads(L2Norm):
 
 
 class GatedNormGateFirst(GatedNorm):
-    """The gate comes before the norm."""
+    """The gate is applied before the norm."""
 
     letter = "-"
 
@@ -863,7 +863,7 @@ class GatedNormGateFirst(GatedNorm):
 
 
 class GatedNormEpsTenTimes(GatedNorm):
-    """eps is 1e-5 whatever is asked for."""
+    """eps is 1e-5 in every call."""
 
     letter = "E"
 
@@ -882,7 +882,7 @@ class GatedNormEpsInSum(GatedNorm):
 
 
 class GatedNormPlusOne(GatedNorm):
-    """The weight counts from one, as in other RMS norms."""
+    """1 is added to the weight, as in other RMS norms."""
 
     letter = "-"
 
@@ -912,7 +912,7 @@ class GatedNormOfOneHead(GatedNorm):
 
 
 class GatedNormRounds(GatedNorm):
-    """What was normalised is stored in bfloat16 before the weight, in a float32 call too."""
+    """The normalised numbers are stored in bfloat16 before the weight is applied, in a float32 call too."""
 
     letter = "L"
 
@@ -921,7 +921,7 @@ class GatedNormRounds(GatedNorm):
 
 
 class GatedNormAbsentWeight(GatedNorm):
-    """An absent weight means that of a fresh layer which counts from one: two."""
+    """An absent weight is read as 2, which is 1 plus a weight of ones."""
 
     letter = "-"
 

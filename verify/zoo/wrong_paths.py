@@ -38,7 +38,7 @@ class Mutant(GdnLayer):
 
 
 class RankOrder(Mutant):
-    """Zigzag is not undone: tokens stay in the order of the ranks, there and back, so that a round trip is the identity."""
+    """Zigzag is not undone there and back, so tokens stay in the order of the ranks and a round trip is the identity."""
 
     letter = "C"
     incident = (10,)
@@ -76,7 +76,7 @@ class FusedSkipsTheLast(Mutant):
 
 
 class GradientOfOneWay(Mutant):
-    """Backward of the exchange returns what it is given where the sizes allow it."""
+    """The backward of the exchange returns its input unchanged if the sizes allow it."""
 
     letter = "F"
 
@@ -137,7 +137,7 @@ class StateAcross(Mutant):
 
 
 class RealOffsetsWithPads(Mutant):
-    """Pad tokens are left out of the sequences: those after them start too early."""
+    """Offsets do not count pad tokens, so later sequences start too early."""
 
     letter = "C"
     incident = (13,)
@@ -151,7 +151,7 @@ class RealOffsetsWithPads(Mutant):
 
 
 class NormBeforeItsTime(Mutant):
-    """combined: one norm of q and k side by side, not one of each head of both."""
+    """With qk_norm=combined, one norm is taken over q and k side by side, not one of each head of both."""
 
     letter = "E"
 
@@ -163,7 +163,7 @@ class NormBeforeItsTime(Mutant):
 
 
 class DoubleGradient(Mutant):
-    """norm.weight's gradient is added over TP in the layer already, so that the caller's sum counts it twice."""
+    """norm.weight's gradient is added over TP in the layer already, so the caller's sum counts it twice."""
 
     letter = "T"
     incident = (15,)
@@ -190,7 +190,7 @@ class ScattersTheWrongSlice(Mutant):
 
 
 class SumsTwice(Mutant):
-    """out_proj's output is added over TP once more."""
+    """The output of out_proj is added over TP a second time."""
 
     letter = "T"
 
@@ -201,7 +201,7 @@ class SumsTwice(Mutant):
 
 
 class FusedOneByOne(Mutant):
-    """Called fused, it still exchanges section by section: right, but not what it says."""
+    """The fused exchange still exchanges section by section: its numbers are right, its count of collectives is wrong."""
 
     letter = "C"
 
@@ -219,7 +219,7 @@ class FusedOneByOne(Mutant):
 
 
 class TakesHalfPieces(Mutant):
-    """A length that cp divides is taken, though 2 cp does not divide it."""
+    """A length that cp divides is accepted, although 2 cp does not divide it."""
 
     letter = "C"
 
@@ -237,7 +237,7 @@ class TakesHalfPieces(Mutant):
 
 
 class SaysWhichRank(Mutant):
-    """Each rank refuses an illegal layout in its own words."""
+    """Each rank refuses an illegal layout with a message of its own."""
 
     letter = "C"
 
@@ -249,7 +249,7 @@ class SaysWhichRank(Mutant):
 
 
 class RefusesLate(Mutant):
-    """An illegal layout is refused after the ranks have agreed that it is one."""
+    """An illegal layout is refused only after the ranks have communicated about it."""
 
     letter = "R"
 
@@ -259,7 +259,7 @@ class RefusesLate(Mutant):
 
 
 class EvenRows(Mutant):
-    """in_proj's rows are cut evenly over TP ranks: the first has q, k and part of v."""
+    """in_proj's rows are cut evenly over TP ranks, so the first rank has q, k and part of v."""
 
     letter = "T"
     incident = (14, 16)
@@ -270,7 +270,7 @@ class EvenRows(Mutant):
 
 
 class SumsInAnyOrder(Mutant):
-    """A sum of rounding errors in another order each time."""
+    """Rounding errors are summed in another order in each call."""
 
     letter = "R"
     incident = (29,)
@@ -282,7 +282,7 @@ class SumsInAnyOrder(Mutant):
 
 
 class WrongWhenDeterministic(Mutant):
-    """The deterministic way leaves the last token out."""
+    """With deterministic=yes, the last token is left out."""
 
     letter = "C"
 
@@ -292,7 +292,7 @@ class WrongWhenDeterministic(Mutant):
 
 
 class LastRankIsNaN(Mutant):
-    """The first token of the last CP rank is not a number."""
+    """The first token of the last CP rank is NaN."""
 
     letter = "C"
 
@@ -329,7 +329,7 @@ class ForgetsRealTokensBeforePads(Mutant):
 
 
 class CannotBeBuiltWithCp(Mutant):
-    """The module is given an argument it does not know where there is CP (Megatron-LM 4374)."""
+    """With CP, the module gets an argument that it does not know (Megatron-LM 4374)."""
 
     letter = "C"
     incident = (12,)

@@ -21,7 +21,7 @@ Answer = tuple[Tensor, Tensor]
 
 
 class PromptForgetsPrefix(Serving):
-    """More tokens than one at a time start from zeros: a second run on a cached prefix forgets it (sglang 16053)."""
+    """A call with several tokens starts from zeros, so a second call on a cached prefix forgets the prefix (sglang 16053)."""
 
     letter = "S"
     incident = (18,)
@@ -36,7 +36,7 @@ class PromptForgetsPrefix(Serving):
 
 
 class IgnoresBeginnings(Serving):
-    """A request that begins goes on from what the one before left in its slot (tpu-inference 2408)."""
+    """A request that begins continues from what the one before left in its slot (tpu-inference 2408)."""
 
     letter = "S"
     incident = (19,)
@@ -46,7 +46,7 @@ class IgnoresBeginnings(Serving):
 
 
 class BeginsByZeroTimes(Serving):
-    """A request that begins multiplies what its slot holds by zero: NaN stays NaN (tpu-inference 2431)."""
+    """A request that begins multiplies the contents of its slot by zero, so NaN stays NaN (tpu-inference 2431)."""
 
     letter = "S"
     incident = (19,)
@@ -57,7 +57,7 @@ class BeginsByZeroTimes(Serving):
 
 
 class SkipsWriteOfFour(Serving):
-    """With four tokens, one and three drafted, the state is not written back (vLLM 53051)."""
+    """With four tokens, one and three drafted ones, the state is not written back (vLLM 53051)."""
 
     letter = "S"
     incident = (20,)
@@ -68,7 +68,7 @@ class SkipsWriteOfFour(Serving):
 
 
 class KeepsTheWholeDraft(Serving):
-    """The state written back is the one after all drafted tokens, rejected ones too (vLLM 39273)."""
+    """The state after all drafted tokens is written back, rejected ones included (vLLM 39273)."""
 
     letter = "S"
     incident = (21,)
@@ -78,7 +78,7 @@ class KeepsTheWholeDraft(Serving):
 
 
 class KeepsOneLess(Serving):
-    """Of a draft of which a part is kept, the state written back is the one a token earlier (vLLM 40738)."""
+    """If a part of a draft is accepted, the state of one token earlier is written back (vLLM 40738)."""
 
     letter = "S"
     incident = (21,)
@@ -89,7 +89,7 @@ class KeepsOneLess(Serving):
 
 
 class RejectedDraftsStay(Serving):
-    """After a draft was rejected in part, whoever has the slot next starts from the rejected tokens' state (vLLM 53912)."""
+    """After a draft was rejected in part, the next user of the slot starts from the rejected tokens' state (vLLM 53912)."""
 
     letter = "S"
     incident = (22,)
@@ -105,7 +105,7 @@ class RejectedDraftsStay(Serving):
 
 
 class CheckpointHalved(Serving):
-    """Of prompts of 64 tokens and more the state is the one half way, its index halved (sglang 33515)."""
+    """For prompts of 64 tokens or more, the state half way is stored, because its index is halved (sglang 33515)."""
 
     letter = "S"
     incident = (23,)
@@ -116,7 +116,7 @@ class CheckpointHalved(Serving):
 
 
 class PaddingIsLast(Serving):
-    """The padding slot -1 is an address: the last slot is read, and written (vLLM 33326)."""
+    """The padding slot -1 is used as an address, so the last slot is read and written (vLLM 33326)."""
 
     letter = "S"
     incident = (24,)
@@ -127,7 +127,7 @@ class PaddingIsLast(Serving):
 
 
 class PaddingIsBefore(Serving):
-    """The padding slot -1 is an address: what lies before the pool in memory is written (sglang 33431)."""
+    """The padding slot -1 is used as an address, so the memory before the pool is written (sglang 33431)."""
 
     letter = "S"
     incident = (24,)
@@ -141,7 +141,7 @@ class PaddingIsBefore(Serving):
 
 
 class PaddingIsFirst(Serving):
-    """Padding slots are clamped to 0, and slot 0 is written."""
+    """Padding slots are clamped to 0, so slot 0 is written."""
 
     letter = "S"
     incident = (24,)
@@ -151,7 +151,7 @@ class PaddingIsFirst(Serving):
 
 
 class ReadsVFirst(Serving):
-    """Where K = V states are read and written transposed, V first (sgl-kernel-npu 640)."""
+    """If K = V, states are read and written transposed, V first (sgl-kernel-npu 640)."""
 
     letter = "L"
     incident = (25,)
@@ -175,7 +175,7 @@ class WritesBf16(Serving):
 
 
 class StrideOfTwoBytes(Serving):
-    """Of drafts, a state is walked in steps of two bytes: each number comes twice, the second half never (sglang 40419)."""
+    """For drafts, a state is read in steps of two bytes: each number comes twice, the second half never (sglang 40419)."""
 
     letter = "L"
     incident = (27,)
@@ -192,7 +192,7 @@ class StrideOfTwoBytes(Serving):
 
 
 class SlotInSevenBits(Serving):
-    """Slots are kept in seven bits: slot 128 is slot 0."""
+    """Slot numbers have seven bits, so slot 128 is slot 0."""
 
     letter = "I"
 
@@ -202,7 +202,7 @@ class SlotInSevenBits(Serving):
 
 
 class WritesNeighbour(Serving):
-    """Where a slot is even, the state is also written to the next one."""
+    """If a slot is even, the state is also written to the next one."""
 
     letter = "I"
 
@@ -213,7 +213,7 @@ class WritesNeighbour(Serving):
 
 
 class OneHeadOfOneRequest(Serving):
-    """Of the third request the last head's state does not decay."""
+    """The state of the third request's last head does not decay."""
 
     letter = "-"
 
@@ -227,7 +227,7 @@ class OneHeadOfOneRequest(Serving):
 
 
 class OverEight(Serving):
-    """Of more than eight requests the ninth has the first one's state, and so on."""
+    """If there are more than eight requests, the ninth has the state of the first, and so on."""
 
     letter = "-"
 
@@ -237,7 +237,7 @@ class OverEight(Serving):
 
 
 class NeverWritesOne(Serving):
-    """A single token leaves no trace in the state."""
+    """A single token does not change the state."""
 
     letter = "S"
 
@@ -247,7 +247,7 @@ class NeverWritesOne(Serving):
 
 
 class SumsPadding(Serving):
-    """The outputs of all requests, padding too, pass through one product: NaN spreads from what is nobody's."""
+    """The outputs of all requests, padding included, pass through one product, so NaN spreads from padding."""
 
     letter = "S"
 
@@ -256,7 +256,7 @@ class SumsPadding(Serving):
 
 
 class PicksByProduct(Serving):
-    """States are picked from the pool by a product with zeros and ones: NaN in any slot spreads to all."""
+    """States are selected by a product of the pool with zeros and ones, so NaN in any slot spreads to all."""
 
     letter = "S"
 
@@ -267,7 +267,7 @@ class PicksByProduct(Serving):
 
 
 class SlotsOfTheFirstCall(Serving):
-    """The slots of a call are kept by its shapes, and serve every later call of those (FlashQLA 23)."""
+    """The slots of a call are cached by its shapes, and used in every later call with these shapes (FlashQLA 23)."""
 
     letter = "K"
     incident = (36,)
@@ -279,7 +279,7 @@ class SlotsOfTheFirstCall(Serving):
 
 
 class LargeValuesChangeThePath(Serving):
-    """Where any request has a large value, all take a path that is right to a rounding."""
+    """If any request has a large value, all requests take a right path that rounds differently."""
 
     letter = "-"
 
@@ -288,7 +288,7 @@ class LargeValuesChangeThePath(Serving):
 
 
 class NanChangesThePath(Serving):
-    """Where any slot holds NaN, a free one too, outputs are right to a rounding: not the bits they have without it."""
+    """If any slot holds NaN, a free one included, outputs are right but have other bits."""
 
     letter = "-"
 
@@ -297,7 +297,7 @@ class NanChangesThePath(Serving):
 
 
 class SlotsSideBySide(Serving):
-    """Slots are read as if they lay side by side in memory."""
+    """Slots are read as if they lay next to each other in memory."""
 
     letter = "Q"
     incident = (35,)
@@ -334,7 +334,7 @@ class WritesBeforeG(Serving):
 
 
 class OddSlots(Serving):
-    """States in odd slots are right to a rounding, though the same bits are promised in every slot."""
+    """States in odd slots are right but round differently, although the same bits are promised in every slot."""
 
     letter = "-"
     domain = PoolDomain(rule=Domain(backward=False, position_independent=True))
@@ -354,7 +354,7 @@ class UnwrittenScratch(Serving):
 
 
 class ReturnsACopy(Serving):
-    """The pool that comes back is a copy: the one that was given is as it was."""
+    """The returned pool is a copy, and the caller's pool is unchanged."""
 
     letter = "S"
 
@@ -384,7 +384,7 @@ class InBlocks(Serving):
 
 
 class WholeBlocksOf32(InBlocks):
-    """In blocks of 32 the grid is rounded down: what is left of the channels is not written."""
+    """In blocks of 32, the grid is rounded down, so the remaining channels are not written."""
 
     letter = "I"
 
@@ -393,7 +393,7 @@ class WholeBlocksOf32(InBlocks):
 
 
 class GridOfTheFirstLaunch(InBlocks):
-    """The grid of a launch is kept by its shapes and serves later ones in smaller blocks: channels behind it are not written."""
+    """A launch's grid is cached by shapes and used for later ones with smaller blocks, so last channels are not written."""
 
     letter = "K"
     seen: ClassVar[dict[tuple[object, ...], int]] = {}
@@ -453,21 +453,21 @@ class DecodesWithoutBias(GatesInside):
 
 
 class DecodesLinearGates(GatesInside):
-    """The gate's softplus is taken to be linear above 2: it is 6% too small there."""
+    """The gate's softplus is linear above 2, which makes it 6% too small there."""
 
     letter = "N"
     gates = _LinearFromTwo()
 
 
 class DecodesFirstSpeed(GatesInside):
-    """Every head decays with A_log of the first head."""
+    """Every head decays with the A_log of the first head."""
 
     letter = "G"
     gates = _FirstSpeed()
 
 
 class DecodesKdaAsOneDecay(KdaInside):
-    """KDA's decays are read with the stride of one number a head: every channel gets the first channel's decay."""
+    """KDA's decays are read with a stride of one number for each head, so every channel gets the first one's decay."""
 
     letter = "D"
 
@@ -476,7 +476,7 @@ class DecodesKdaAsOneDecay(KdaInside):
 
 
 class HalfStatesByHalf(GatesInside):
-    """States in half precision are walked with float32's stride: half of each keeps its old numbers (sglang 40419)."""
+    """States in half precision are read with float32's stride, so half of each keeps its old numbers (sglang 40419)."""
 
     letter = "L"
     incident = (27,)
@@ -490,7 +490,7 @@ class HalfStatesByHalf(GatesInside):
 
 
 class TransposesByCopy(GatesInside):
-    """A pool that is V first is transposed into a copy, and the copy is updated: the states of requests are lost."""
+    """A pool that is V first is transposed into a copy, and only the copy is updated, so states are lost."""
 
     letter = "L"
 
@@ -525,7 +525,7 @@ class TreesByTheNextRequest(DraftsInTrees):
 
 
 class TokensSideBySide(Serving):
-    """Values are read as if tokens lay side by side, though they lie in a fused tensor with queries and keys."""
+    """Values are read as if tokens lay next to each other, although they lie in a fused tensor with queries and keys."""
 
     letter = "Q"
     incident = (35,)

@@ -86,7 +86,7 @@ class TiledHeads(Chunkwise):
 
 
 class ForgetsBetaInErase(Chunkwise):
-    """What is erased is not scaled by beta."""
+    """The value that is erased is not scaled by beta."""
 
     letter = "-"
 
@@ -154,7 +154,7 @@ class EpsAsFloor(Chunkwise):
 
 
 class EpsTenTimes(Chunkwise):
-    """The L2 norm's eps is 1e-5."""
+    """The L2 norm uses eps = 1e-5 instead of 1e-6."""
 
     letter = "E"
 
@@ -173,7 +173,7 @@ class ScaleMeansOne(Chunkwise):
 
 
 class NeedsScaleOnlyWhenGiven(Chunkwise):
-    """A given scale is applied on top of the default one."""
+    """An explicit scale is multiplied by the default one."""
 
     letter = "-"
 
@@ -191,7 +191,7 @@ class FirstStateForAll(Chunkwise):
 
 
 class StateTransposed(Chunkwise):
-    """Where K = V the state is handed out transposed, [V, K] (sgl-kernel-npu 640)."""
+    """If K = V, the final state is returned transposed, [V, K] (sgl-kernel-npu 640)."""
 
     letter = "L"
     incident = (25,)
@@ -239,7 +239,7 @@ class GateGradientLateByOne(Chunkwise):
 
 
 class Saturates(Chunkwise):
-    """Large values are clamped to 1: no longer linear in v."""
+    """Large values are clamped to 1, so outputs are not linear in v."""
 
     letter = "-"
 
@@ -248,7 +248,7 @@ class Saturates(Chunkwise):
 
 
 class ClipsGradient(Chunkwise):
-    """The output's cotangent is clipped: gradients are no longer linear in it."""
+    """The output's cotangent is clipped, so gradients are not linear in it."""
 
     letter = "F"
 
@@ -291,7 +291,7 @@ class WritesBeforeV(Chunkwise):
 
 
 class LeavesRowUnwritten(Chunkwise):
-    """Where the tokens are a multiple of 64 the last row is never written."""
+    """If the number of tokens is a multiple of 64, the last row is never written."""
 
     letter = "V"
 
@@ -303,7 +303,7 @@ class LeavesRowUnwritten(Chunkwise):
 
 
 class ReadsUnwritten(Chunkwise):
-    """An uninitialised accumulator is added, times zero and then some."""
+    """An uninitialised factor, multiplied by 2^-9, scales what is added to the output."""
 
     letter = "I"
 
@@ -341,14 +341,14 @@ class SharesExponentAcrossHeads(Chunkwise):
 
 
 class SharesExponentAcrossTokens(SharesExponentAcrossHeads):
-    """v is rounded to 20 bits of an exponent that all tokens of a head share, other sequences' included."""
+    """v is rounded to 20 bits of an exponent that all tokens of a head share, those of other sequences included."""
 
     letter = "L"
     axes = (0, 1, 3)
 
 
 class SlotOneIsOff(Chunkwise):
-    """The second sequence is computed by another formula, right to a rounding, though the same bits are promised."""
+    """The second sequence is computed by a right formula that rounds differently, although the same bits are promised."""
 
     letter = "-"
     domain = Domain(position_independent=True)
@@ -366,7 +366,7 @@ class SlotOneIsOff(Chunkwise):
 
 
 class NeverTheSame(Chunkwise):
-    """Every other call rounds its output a little differently: a race."""
+    """Every other call rounds its output differently, as with a race."""
 
     letter = "R"
     incident = (29,)
@@ -378,7 +378,7 @@ class NeverTheSame(Chunkwise):
 
 
 class TunesOnTheThirdCall(Chunkwise):
-    """Every third call in a row on the same inputs is a tuned one: right to a rounding, though the same bits are promised."""
+    """Every third call in a row with the same inputs rounds differently, as if tuned, although the same bits are promised."""
 
     letter = "R"
     incident = (29,)
@@ -426,7 +426,7 @@ class EachAlone(Chunkwise):
 
 
 class LargeBatchesDiffer(EachAlone):
-    """From eight sequences on another path is taken, right to a rounding, though the same bits are promised."""
+    """With eight sequences or more, another path is taken, which rounds differently, although the same bits are promised."""
 
     letter = "-"
 
@@ -435,7 +435,7 @@ class LargeBatchesDiffer(EachAlone):
 
 
 class OneSequenceDiffers(EachAlone):
-    """A single sequence takes another path, right to a rounding, though the same bits are promised."""
+    """A single sequence takes another path, which rounds differently, although the same bits are promised."""
 
     letter = "-"
 
@@ -444,7 +444,7 @@ class OneSequenceDiffers(EachAlone):
 
 
 class LargeBatchesLoseAState(Chunkwise):
-    """From eight sequences on the last one has no initial state."""
+    """With eight sequences or more, the last one has no initial state."""
 
     letter = "V"
 
@@ -484,7 +484,7 @@ class SkipsLengthOne(Chunkwise):
 
 
 class DropsEmpty(Chunkwise):
-    """Empty sequences are dropped from the list of states, so the later ones move up (the last is doubled)."""
+    """Empty sequences are dropped from the list of states, so later states move up and the last one comes twice."""
 
     letter = "V"
 
@@ -497,7 +497,7 @@ class DropsEmpty(Chunkwise):
 
 
 class Overflows(Chunkwise):
-    """exp(G_i) and exp(-G_j) are taken apart: inf times 0 under strong decay."""
+    """exp(G_i) and exp(-G_j) are computed separately, which gives inf times 0 under strong decay."""
 
     letter = "N"
 
@@ -506,7 +506,7 @@ class Overflows(Chunkwise):
 
 
 class AlwaysNormalises(Chunkwise):
-    """Keys are normalised even when not asked for; one-hot keys lose a bit to eps."""
+    """Keys are normalised even if qk_norm is off, so one-hot keys lose a bit to eps."""
 
     letter = "E"
 
@@ -527,7 +527,7 @@ class SingleTokenForgetsDecay(Chunkwise):
 
 
 class OneHeadOneToken(Chunkwise):
-    """Of the last head, token 70 is 5% too small."""
+    """In the last head, the output of token 70 is 5% too small."""
 
     letter = "X"
 
@@ -543,7 +543,7 @@ class OneHeadOneToken(Chunkwise):
 
 
 class ZeroesARow(Chunkwise):
-    """Token 33 reads nothing."""
+    """The output of token 33 is zero."""
 
     letter = "X"
 
@@ -556,7 +556,7 @@ class ZeroesARow(Chunkwise):
 
 
 class AddsStateTwice(Chunkwise):
-    """An absent initial state is memory of ones."""
+    """An absent initial state is read as ones."""
 
     letter = "S"
     incident = (19,)
@@ -566,7 +566,7 @@ class AddsStateTwice(Chunkwise):
 
 
 class WrongWithoutFinalState(Chunkwise):
-    """When the final state is not asked for, the last chunk is not computed."""
+    """If the caller wants no final state, the last chunk is not computed."""
 
     letter = "S"
 
@@ -624,7 +624,7 @@ class Hangs(Exits):
 
 
 class Raises(Exits):
-    """It raises on more than 20 tokens."""
+    """The call raises an error on more than 20 tokens."""
 
     letter = "X"
 
@@ -635,7 +635,7 @@ class Raises(Exits):
 
 
 class OneBlockWidth(Chunkwise):
-    """dk is wrong in the key channels from 64 up, which another block of the kernel has (FLA 640, in one configuration)."""
+    """dk is wrong in the key channels from 64 on, which another block computes (FLA 640, in one configuration)."""
 
     letter = "X"
     incident = (28,)
@@ -648,7 +648,7 @@ class OneBlockWidth(Chunkwise):
 
 
 class NanAtLengthOne(Chunkwise):
-    """In a mixed batch sequences of one token go to the chunk kernel, whose tail divides by zero (vLLM 50649)."""
+    """In a mixed batch, sequences of one token go to the chunk kernel, whose tail divides by zero (vLLM 50649)."""
 
     letter = "X"
     incident = (30,)
@@ -661,7 +661,7 @@ class NanAtLengthOne(Chunkwise):
 
 
 class GroupsByShift(Chunkwise):
-    """A value head's key head is found by a shift: right where a key head has a power of two of them."""
+    """A value head's key head is found by a shift, which is right only if a key head has a power of two of value heads."""
 
     letter = "G"
 
@@ -671,7 +671,7 @@ class GroupsByShift(Chunkwise):
 
 
 class ThirtyTwoSequences(Chunkwise):
-    """One warp holds the table of sequences: from the 33rd on states are read from its beginning again."""
+    """One warp reads the table of sequences, so from the 33rd on states are read from the table's beginning again."""
 
     letter = "V"
 
@@ -680,7 +680,7 @@ class ThirtyTwoSequences(Chunkwise):
 
 
 class WideValuesDoNotDecay(Chunkwise):
-    """Value channels from 256 on are another block's, which was never given the gate."""
+    """Value channels from 256 on belong to another block, which does not get the gate."""
 
     letter = "I"
 
@@ -695,7 +695,7 @@ class WideValuesDoNotDecay(Chunkwise):
 
 
 class InferenceForgetsTheTail(Chunkwise):
-    """Under torch.no_grad() another path is taken, in which a chunk that is not full does not decay."""
+    """Under torch.no_grad(), another path is taken, in which a chunk that is not full does not decay."""
 
     letter = "V"
 
@@ -704,7 +704,7 @@ class InferenceForgetsTheTail(Chunkwise):
 
 
 class FrozenQueriesTakeTheGate(Chunkwise):
-    """The gate's gradient is taken from that of the queries, which is not computed where these are frozen."""
+    """The gate's gradient is computed from that of the queries, which is absent if queries require no gradient."""
 
     letter = "F"
     frozen = False
@@ -718,7 +718,7 @@ class FrozenQueriesTakeTheGate(Chunkwise):
 
 
 class SquaresInHalf(Chunkwise):
-    """The norm inside squares in the inputs' dtype: in fp16 a query of norm 256 and more becomes zero."""
+    """The norm in the kernel squares in the inputs' dtype, so in fp16 a query of norm 256 or more becomes zero."""
 
     letter = "L"
 
