@@ -179,9 +179,8 @@ def summary(fates: Sequence[Fate]) -> str:
     seen = sum(fate.state == "killed" for fate in quiet)
     classes = collections.Counter(fate.argued for fate in argued)
     why = f": {', '.join(f'{name} {count}' for name, count in classes.most_common())}" if argued else ""
-    lines.append(
-        f"{len(killed)} of {len(real)} mutants killed{share}, and {len(argued)} survivors with an argument that they are no defects{why}"
-    )
+    kills = f"{len(killed)} of {len(real)} mutants killed{share}"
+    lines.append(f"{kills}, and {len(argued)} survivors with an argument that they are no defects{why}")
     lines.append(f"without those that crash, hang or raise, {seen} of {len(quiet)}")
     return "\n".join(lines)
 
