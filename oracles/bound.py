@@ -156,6 +156,7 @@ def bounds(
     *,
     stores: bool = False,
     folds: bool = False,
+    rounds_products: bool = False,
     shared_bounds: dict[str, Bound] | None = None,
 ) -> dict[str, Bound]:
     """Return the truth and the bound of each output and, with cotangents, of each gradient.
@@ -167,9 +168,10 @@ def bounds(
     `first` is the number of runs of the first bound: one of MORE or of LOOKS. LOOKS come before RUNS on a CPU and, for a large
     call, on a GPU; a judge that uses them must heed `Bound.sure`. `stores` says that the backward of a recurrent implementation
     sums its states again from corrected values that are stored in the inputs' dtype. `folds` says that a chunkwise implementation
-    multiplies a decay that all channels share into queries and keys, and stores these. `shared_bounds` are bounds of RUNS
-    runs that were computed together with those of other calls; they are returned with a `finer` that examines only the marked part
-    of this call.
+    multiplies a decay that all channels share into queries and keys, and stores these. `rounds_products` says that a convolution
+    rounds each product of an input and a weight to the inputs' dtype before it adds it. `shared_bounds` are bounds of RUNS runs
+    that were computed together with those of other calls; they are returned with a `finer` that examines only the marked part of
+    this call.
     ValueError for illegal inputs, or for an unknown `algorithm`, `first` or `chunk`.
     """
     if algorithm not in operation.classes:
@@ -194,6 +196,8 @@ def bounds(
         plain = dataclasses.replace(plain, summed_again=plain.output)
     if folds and algorithm == "chunkwise":
         plain = dataclasses.replace(plain, folds=True)
+    if rounds_products and algorithm == "pointwise":
+        plain = dataclasses.replace(plain, term=plain.output)
     make = functools.partial(_Disturbed, operation, dtypes=dtypes, chunks=chunks, plain=plain)
     sparing = not _on_a_gpu(inputs) or _numbers(operation, inputs) > _LARGE
     counts = [count for count in (*(LOOKS if sparing and first is not None else ()), RUNS, *MORE) if count >= (first or RUNS)]
@@ -509,7 +513,8 @@ class Rows(NamedTuple):
 def allowances(tensors: Sequence[Rows], lengths: list[int]) -> list[Tensor]:
     """Return the error allowed to each row of several tensors; `lengths` are the sequences' lengths, for tensors with tokens."""
     floors = [rows.value.abs() if rows.port.scalar_rows else torch.linalg.vector_norm(rows.value, dim=-1) for rows in tensors]
-    widths = [1 if rows.port.scalar_rows else rows.value.shape[-1] for rows in tensors]
+    # A row of no numbers, as of a state of W - 1 = 0 columns, gets a tolerance above its error, which is zero.
+    widths = [1 if rows.port.scalar_rows else max(rows.value.shape[-1], 1) for rows in tensors]
     torch._foreach_mul_(floors, [FLOOR_ULP * rows.ulp for rows in tensors])
     torch._foreach_add_(floors, [(rows.step + _TINY) * width**0.5 for rows, width in zip(tensors, widths, strict=True)])
     along = iter(_along_tokens([rows.mean_square for rows in tensors if rows.along_tokens], lengths))

@@ -6,11 +6,13 @@ for each channel. The initial state has the W inputs before the sequence's start
 final state has the last W columns of the initial state and the inputs together, so it keeps columns of the initial state if a
 sequence is shorter than W.
 
-`update` computes one token, and `definition` is a loop over it. `forward` computes all sequences at once: it puts the states'
-columns and the tokens of all sequences into one line, and y is the sum of W shifted products.
+A state has W columns in flash-linear-attention and transformers (CAUSAL_CONV1D). SGLang and vLLM keep W - 1 columns
+(CAUSAL_CONV1D_SHORT_STATE), because only the final state of a sequence without tokens depends on column 0. If W = 1, such a state
+has no columns.
 
-A state has W columns here, as in flash-linear-attention and transformers. SGLang and vLLM keep W - 1 columns, because only the
-final state of a sequence without tokens depends on column 0. `without_oldest` and `with_oldest` convert.
+`update` computes one token, and `definition` is a loop over it; their states have W columns, and `without_oldest` and `with_oldest`
+convert. `forward` computes all sequences at once: it puts the states' columns and the tokens of all sequences into one line, and y
+is the sum of W shifted products.
 """
 
 import dataclasses
@@ -82,17 +84,27 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
 
     x has x [B, T, D] and weight [D, W]. It may have bias [D], state [N, D, W], cu_seqlens [N + 1] and activation (None or "silu").
     """
+    return _forward(x, arithmetic, x.weight.shape[-1])
+
+
+def forward_short_state(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
+    """Return y [runs, B, T, D] and final_state [runs, N, D, W - 1]; the inputs are those of `forward`, but state [N, D, W - 1]."""
+    return _forward(x, arithmetic, x.weight.shape[-1] - 1)
+
+
+def _forward(x: Inputs, arithmetic: Arithmetic, kept: int) -> dict[str, Tensor]:
+    """Return y and final_state; states have the `kept` newest columns, W or W - 1."""
     lengths = sequences(Inputs(cu_seqlens=x.get("cu_seqlens"), x=x.x[0]), "x")
     (channels, width), device = x.weight.shape[-2:], x.x.device
     tokens, weight = arithmetic.input(x.x.flatten(1, 2), "x"), arithmetic.input(x.weight, "weight")
     state = x.get("state")
-    state = tokens.new_zeros(len(tokens), len(lengths), channels, width) if state is None else arithmetic.input(state, "state")
+    state = tokens.new_zeros(len(tokens), len(lengths), channels, kept) if state is None else arithmetic.input(state, "state")
 
-    # The line: W columns of a sequence's state, its tokens, the next sequence's state, ...
+    # The line: the columns of a sequence's state, its tokens, the next sequence's state, ...
     sizes, sequence = torch.tensor(lengths, dtype=torch.int64, device=device), torch.arange(len(lengths), device=device)
-    ends = sizes.cumsum(0) + (sequence + 1) * width
-    columns = (ends - sizes).unsqueeze(-1) + torch.arange(-width, 0, device=device)
-    places = torch.arange(tokens.shape[1], device=device) + (sequence.repeat_interleave(sizes) + 1) * width
+    ends = sizes.cumsum(0) + (sequence + 1) * kept
+    columns = (ends - sizes).unsqueeze(-1) + torch.arange(-kept, 0, device=device)
+    places = torch.arange(tokens.shape[1], device=device) + (sequence.repeat_interleave(sizes) + 1) * kept
     line = torch.cat([state.mT.flatten(1, 2), tokens], 1).index_select(1, torch.cat([columns.flatten(), places]).argsort())
 
     # An implementation may store in the inputs' dtype: the cotangents of x from y and from the final state before it adds them,
@@ -105,8 +117,8 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     y = arithmetic.single(y, "sum", width + 1)
     if x.get("activation") == "silu":
         y = rounded_silu(storage.operand(y, "sum stored"), arithmetic, "silu")
-    last = (ends.unsqueeze(-1) + torch.arange(-width, 0, device=device)).flatten()
-    final = line.index_select(1, last).unflatten(1, (len(lengths), width)).mT
+    last = (ends.unsqueeze(-1) + torch.arange(-kept, 0, device=device)).flatten()
+    final = line.index_select(1, last).unflatten(1, (len(lengths), kept)).mT
     return {"y": arithmetic.result(y, "y").unflatten(1, x.x.shape[1:3]), "final_state": final}
 
 
@@ -116,6 +128,8 @@ class _Windows(torch.autograd.Function):
     One factor of the terms is rounded to the bits that a float32 sum of them keeps. That gives each sum an error in proportion to
     the root of the summed squares of its terms. The rounded factors are the line's entries in y, dy in dx, and dy again in dweight,
     which is a sum over all tokens.
+
+    An implementation that says `rounds_products` also rounds each product of y before it adds it (`Arithmetic.term`).
     """
 
     @staticmethod
@@ -126,7 +140,8 @@ class _Windows(torch.autograd.Function):
         count, seen = max(line.shape[1] - width + 1, 0), arithmetic.dither(line, "x in y", summed(width + 1))
         y = line.new_zeros(len(line), count, line.shape[-1])
         for tap in range(width):
-            y += weight[:, None, :, tap] * seen[:, tap : tap + count]
+            term = weight[:, None, :, tap] * seen[:, tap : tap + count]
+            y += arithmetic.dither(term, f"product {tap}", arithmetic.term)
         return y
 
     @staticmethod
@@ -166,4 +181,10 @@ CAUSAL_CONV1D = Operation(
     (at_least_one("D", "W"), one_a_sequence("state"), known_activation, flag("output_final_state")),
     ("activation", "output_final_state"),
     parallel=("D",),
+)
+CAUSAL_CONV1D_SHORT_STATE = dataclasses.replace(
+    CAUSAL_CONV1D,
+    inputs=tuple(dataclasses.replace(port, axes="N D W-1") if port.name == "state" else port for port in CAUSAL_CONV1D.inputs),
+    outputs=(CAUSAL_CONV1D.outputs[0], Port("final_state", "N D W-1")),
+    forward=forward_short_state,
 )

@@ -77,9 +77,9 @@ class Operation:
     """One mathematical operation: its contract and its oracle.
 
     `inputs` and `outputs` are its ports. Every input that is not an index is differentiable. Axes are letters, and equal letters
-    mean equal sizes. The exception is N, the number of sequences: `cu_seqlens` defines N or, without it, N is B. An operation
-    without N in its ports takes no `cu_seqlens`. `options` are the arguments that are not tensors, including those that only
-    implementations use. `rules` are further conditions of legal input.
+    mean equal sizes. An axis such as W-1 is one shorter than the axis W. N is the number of sequences: `cu_seqlens` defines N or,
+    without it, N is B. An operation without N in its ports takes no `cu_seqlens`. `options` are the arguments that are not tensors,
+    including those that only implementations use. `rules` are further conditions of legal input.
 
     `forward` takes an `Arithmetic` and float64 inputs with a new axis 0, along which lie the runs of that arithmetic. It returns
     the outputs with the same axis 0. It rounds where an algorithm of the arithmetic's class rounds, and autograd differentiates it.
@@ -99,7 +99,8 @@ class Operation:
     def sizes(self, inputs: Inputs) -> dict[str, int]:
         """Return the size of each axis of legal inputs."""
         tensors = ((port, inputs[port.name]) for port in self.inputs if inputs.get(port.name) is not None)
-        return {axis: size for port, x in tensors for axis, size in zip(port.axes.split(), x.shape, strict=True)}
+        sizes = {axis: size for port, x in tensors for axis, size in zip(port.axes.split(), x.shape, strict=True)}
+        return sizes | {f"{axis}-1": size - 1 for axis, size in sizes.items() if f"{axis}-1" in self._axes}
 
     def gradients(self) -> tuple[Port, ...]:
         """Return one port for each gradient, named by `gradient_name`: dq for q, and dh0 for the initial state."""
@@ -109,6 +110,10 @@ class Operation:
     def _gradients(self) -> tuple[Port, ...]:
         differentiable = (port for port in self.inputs if port.dtype != "index")
         return tuple(dataclasses.replace(port, name=gradient_name(port.name)) for port in differentiable)
+
+    @functools.cached_property
+    def _axes(self) -> set[str]:
+        return {axis for port in (*self.inputs, *self.outputs) for axis in port.axes.split()}
 
     def port(self, name: str) -> Port:
         """Return the port of the output or gradient called `name`."""
@@ -142,12 +147,14 @@ class Operation:
             if tensor.device != first[1]:
                 raise ValueError(f"{port.name} must be on {first[1]} like {first[0]}, got {tensor.device}")
             for axis, size in zip(axes, tensor.shape, strict=True):
-                if axis != "N" and sizes.setdefault(axis, size) != size:
+                longer = axis.removesuffix("-1")
+                less = int(longer != axis)
+                if axis != "N" and sizes.setdefault(longer, size + less) != size + less:
                     raise ValueError(
-                        f"{port.name} must have {axis} = {sizes[axis]} like {owner[axis]}, "
+                        f"{port.name} must have {axis} = {sizes[longer] - less} like {owner[longer]}, "
                         f"got shape {tuple(tensor.shape)} for [{', '.join(axes)}]"
                     )
-                owner.setdefault(axis, port.name)
+                owner.setdefault(longer, port.name)
         for rule in self.rules:
             rule(inputs, sizes)
 

@@ -57,7 +57,8 @@ class Arithmetic:
     pool's states if it is narrower than float32. `algorithm` is the class, and `chunk` the number of tokens in its chunks, if
     known. `inverse` is for the products that compute (I + A)^-1 where these keep few bits: TF32 may be used for them whatever
     dtype the inputs have. `summed_again` is for corrected values from which a backward sums its states again, if it does.
-    `folds` says that the algorithm multiplies a decay into operands even if all channels share this decay.
+    `folds` says that the algorithm multiplies a decay into operands even if all channels share this decay. `term` is for the
+    products of a convolution, if each is rounded before it is added.
     """
 
     runs: int
@@ -74,6 +75,7 @@ class Arithmetic:
     inverse: int = EXACT
     summed_again: int = EXACT
     folds: bool = False
+    term: int = EXACT
     axis: int = 0
 
     @classmethod

@@ -64,7 +64,7 @@ OF_MODULES: dict[str, dict[str, Callable[[Inputs], Inputs]]] = {
     "causal_conv1d": {
         **{name: change for name, change in OF_RULES.items() if name.startswith("cu_seqlens")},
         "one initial state for two sequences": lambda x: x.replaced(state=x.state[:1]),
-        "an initial state of W - 1 columns": lambda x: x.replaced(state=x.state[..., 1:].contiguous()),
+        "an initial state without its oldest column": lambda x: x.replaced(state=x.state[..., 1:].contiguous()),
         "a weight of fewer channels": lambda x: x.replaced(weight=x.weight[:-1]),
         "a bias of one channel": lambda x: x.replaced(bias=x.bias[:1]),
     },
@@ -89,7 +89,7 @@ def _module_call(name: str, domain: ModuleDomain) -> tuple[ModuleCase, Inputs] |
     if domain.operation == "causal_conv1d":
         packed = {"lengths": (5, 12), "packed": True} if domain.packed else {"lengths": (8, 8)}
         about = {**packed, "bias": domain.bias, "state": "zero" if domain.initial_state else "none"}
-        about |= {"conv_width": domain.conv_widths[0], "final_state": domain.final_state}
+        about |= {"conv_width": _taps(domain), "final_state": domain.final_state, "state_columns": domain.state_columns}
     else:
         about = {"lengths": (8, 8), "heads": 2}
     if domain.operation in ("gdn_gate", "kda_gate"):
@@ -98,12 +98,18 @@ def _module_call(name: str, domain: ModuleDomain) -> tuple[ModuleCase, Inputs] |
     return case, OF_MODULES[domain.operation][name](case.inputs())
 
 
+def _taps(domain: ModuleDomain) -> int:
+    """Return the first of the domain's conv_widths with which a state has columns, if there is one."""
+    return next((width for width in domain.conv_widths if width > 1), domain.conv_widths[0])
+
+
 def _lacking(name: str, domain: ModuleDomain) -> str | None:
     """Return what the domain does not support of what the input is about, or None."""
     lacks = {
         "cu_seqlens": (domain.packed, "packed input"),
         "one initial state": (domain.initial_state, "an initial state"),
         "an initial state": (domain.initial_state, "an initial state"),
+        "an initial state without": (domain.state_columns == "W" or _taps(domain) > 1, "an initial state with columns"),
         "a bias": (domain.bias, "a bias"),
     }
     found = next((what for start, (has, what) in lacks.items() if name.startswith(start) and not has), None)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from properties.cases.module_case import ACTIVATIONS, EPS, MODULES, VALUES, ModuleCase, words_of
+from properties.cases.module_case import ACTIVATIONS, EPS, MODULES, STATE_COLUMNS, VALUES, ModuleCase, words_of
 from properties.strategies import lengths
 
 CONV, GATES, NORMS = ("causal_conv1d",), ("gdn_gate", "kda_gate"), ("l2norm", "gated_rms_norm")
@@ -22,7 +22,8 @@ class ModuleDomain:
 
     `widths` (D, K or V) are an inclusive range in steps of `width_step`. `without_weight` and `without_dt_bias` say whether the
     implementation can do without that input, and `bias` whether it takes a bias. `beta` says whether it computes beta beside the
-    gate, `eps` which of a case's values it can be given, and `final_state` whether it returns a final state. `longest` limits the
+    gate, `eps` which of a case's values it can be given, and `final_state` whether it returns a final state. `state_columns` says
+    how many columns a convolution's states have: "W", or "W-1" without the oldest, which no output reads. `longest` limits the
     drawn lengths, for implementations that are slow on long sequences. `views`, `deterministic` and `position_independent` mean the
     same as in Domain; here the positions are tokens, heads, channels and sequences.
 
@@ -47,6 +48,7 @@ class ModuleDomain:
     longest: int = 2**20
     initial_state: bool = True
     final_state: bool = True
+    state_columns: str = "W"
     views: bool = True
     deterministic: bool = True
     position_independent: bool = False
@@ -59,6 +61,8 @@ class ModuleDomain:
             values = getattr(self, name)
             if not isinstance(values, tuple) or not values or not set(values) <= set(choices):
                 raise ValueError(f"{name} must be a tuple of some of {', '.join(choices)}, got {values!r}")
+        if self.state_columns not in STATE_COLUMNS:
+            raise ValueError(f"state_columns must be one of {', '.join(STATE_COLUMNS)}, got {self.state_columns!r}")
         if not isinstance(self.width_step, int) or self.width_step < 1:
             raise ValueError(f"width_step must be at least 1, got {self.width_step!r}")
         span, taps = self.widths, self.conv_widths
@@ -103,6 +107,10 @@ class ModuleDomain:
             (self.batched or case.packed, "packed=no is not supported"),
             (self.empty or min(case.lengths) > 0, "empty sequences are not supported"),
             (self.initial_state or case.state == "none", f"state={case.state}: an initial state is not supported"),
+            (
+                "state_columns" not in words or case.state_columns == self.state_columns,
+                f"state_columns={case.state_columns}: states have {self.state_columns} columns",
+            ),
             (
                 "final_state" not in words or self.final_state or not case.final_state,
                 "final_state=yes: a final state is not returned",
@@ -164,6 +172,10 @@ def module_cases(
     ):
         if name in words:
             values[name] = field(name, choices)
+    if "state_columns" in words and domain.state_columns == "W-1":
+        values |= {"state_columns": "W-1", "oldest": True}  # there is no column that no output reads
+        if chance.random() < 1 / 4:
+            sizes = _near(chance, domain, sizes, values["conv_width"], longest, packed=packed)
     dtype = field("dtype", domain.dtypes)
     regime = field("values", tuple(choice for choice in VALUES if choice != "whole"))
     return ModuleCase(
@@ -190,6 +202,16 @@ def _lengths(
     rows = chance.randint(sequences[0], max(sequences[0], min(3, sequences[1])))
     none = domain.empty and chance.random() < 1 / 5  # times one in ten in `lengths`: one batch in fifty has no tokens
     return lengths(chance, (1, 1), max(1, min(few, total // rows)), max(1, total // rows), empty=none, many=False) * rows
+
+
+def _near(
+    chance: random.Random, domain: ModuleDomain, sizes: tuple[int, ...], taps: int, longest: int, *, packed: bool
+) -> tuple[int, ...]:
+    """Return as many lengths as `sizes` has, next to the number of columns of a state: 1, W - 1, W or W + 1."""
+    choices = [min(max(length, 0 if domain.empty else 1), longest) for length in (1, taps - 1, taps, taps + 1)]
+    if packed:
+        return tuple(chance.choice(choices) for _ in sizes)
+    return (chance.choice(choices),) * len(sizes)
 
 
 def _widths(domain: ModuleDomain, rows: int) -> tuple[int, ...]:

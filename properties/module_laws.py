@@ -39,7 +39,7 @@ def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
     neutral = {
         "bias": lambda: torch.zeros(case.width, dtype=inputs.x.dtype),
         "weight": lambda: torch.ones(case.width, dtype=inputs.x.dtype),
-        "state": lambda: torch.zeros(len(case.lengths), case.width, case.conv_width, dtype=inputs.x.dtype),
+        "state": lambda: torch.zeros(len(case.lengths), case.width, case.columns, dtype=inputs.x.dtype),
         "dt_bias": lambda: torch.zeros(inputs.a.shape[2:]),
         "eps": lambda: norm.EPS,
         "offsets": lambda: torch.tensor([0, case.tokens]),

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name
 from torch import Tensor
 
-from oracles.operation import Inputs
+from oracles.operation import Inputs, sequences
 from properties.module_domain import ModuleDomain
 from verify.adapters.base import Adapter
 from verify.zoo.wrong_modules import Conv, Gate, GatedNorm, KdaGate, L2Norm
@@ -54,6 +54,41 @@ class ConvTogether(Adapter):
         y = y if x.bias is None else y + x.bias.float()
         y = F.silu(y) if x.activation == "silu" else y
         return y.to(x.x.dtype), line[:, -taps:].mT if x.output_final_state else None
+
+
+class ConvRolls(Adapter):
+    """One token at a time through a window of W - 1 columns, which rolls by one column for each token."""
+
+    algorithm = "pointwise"
+    domain = ModuleDomain("causal_conv1d", state_columns="W-1", longest=40, backward=False)
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        lengths = sequences(x, "x")
+        shape = (len(lengths), x.weight.shape[0], x.weight.shape[1] - 1)
+        windows = list(x.x.new_zeros(shape) if x.state is None else x.state)
+        rows = []
+        for token, row in zip(x.x.flatten(0, 1), [row for row, length in enumerate(lengths) for _ in range(length)], strict=True):
+            window = torch.cat([windows[row], token.unsqueeze(-1)], -1)
+            rows.append(self.token(window, x))
+            windows[row] = window[:, 1:]
+        return torch.stack(rows).reshape(x.x.shape) if rows else torch.zeros_like(x.x), torch.stack(windows)
+
+    def token(self, window: Tensor, x: Inputs) -> Tensor:
+        y = self.terms(window, x.weight).sum(-1)
+        y = y if x.bias is None else y + x.bias.float()
+        return (F.silu(y) if x.activation == "silu" else y).to(x.x.dtype)
+
+    def terms(self, window: Tensor, weight: Tensor) -> Tensor:
+        return window.float() * weight.float()
+
+
+class ConvRoundsProducts(ConvRolls):
+    """Each product is rounded to the inputs' dtype, as a GPU multiplies two numbers in half precision."""
+
+    rounds_products = True
+
+    def terms(self, window: Tensor, weight: Tensor) -> Tensor:
+        return (window * weight).float()
 
 
 class GateNaive(Gate):

@@ -317,7 +317,15 @@ def test_illegal_lengths_are_refused(lengths: tuple[int, ...], says: str) -> Non
 
 def test_every_word_that_not_all_operations_have_is_refused_where_it_is_not() -> None:
     other = {"packed": True, "heads": 2, "width": 3, "conv_width": 2, "bias": True, "weight": False, "activation": "silu"}
-    other |= {"state": "zero", "final_state": False, "oldest": False, "eps": "1e-5", "dt_bias": False, "beta": False}
+    other |= {
+        "state": "zero",
+        "state_columns": "W-1",
+        "final_state": False,
+        "oldest": False,
+        "eps": "1e-5",
+        "dt_bias": False,
+        "beta": False,
+    }
     other |= {"allow_neg_eigval": True, "offsets": "int32"}
     assert set(other) == set(_OF)
     for operation, (name, value) in itertools.product(MODULES, other.items()):

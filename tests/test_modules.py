@@ -79,6 +79,7 @@ DOMAINS: dict[str, tuple[ModuleDomain, dict[str, str]]] = {
     ),
     "one channel": (ModuleDomain(widths=(1, 1)), {"channels": "more than one channel"}),
     "short": (ModuleDomain(longest=5), {}),
+    "states of W - 1 columns": (ModuleDomain(state_columns="W-1"), {}),
 }
 
 
@@ -193,6 +194,11 @@ def test_cases_reach_what_finds_defects() -> None:
             "state=zero: an initial state is not supported",
         ),
         (ModuleDomain(final_state=False), "lengths=5 op=causal_conv1d", "final_state=yes: a final state is not returned"),
+        (
+            ModuleDomain(state_columns="W-1"),
+            "lengths=5 op=causal_conv1d",
+            "state_columns=W: states have W-1 columns",
+        ),
         (ModuleDomain(backward=False), "lengths=5 op=causal_conv1d", "backward=yes is not supported"),
         (
             ModuleDomain("gated_rms_norm", without_weight=False),
@@ -226,6 +232,7 @@ def test_case_outside_a_domain_is_told_why(domain: ModuleDomain, line: str, reas
         ({"widths": 5}, r"widths must be a tuple \(least, most\), got 5"),
         ({"width_step": 0}, "width_step must be at least 1, got 0"),
         ({"conv_widths": (0,)}, r"conv_widths must be a tuple of whole numbers, at least 1, got \(0,\)"),
+        ({"state_columns": 3}, "state_columns must be one of W, W-1, got 3"),
         ({"longest": 0}, "longest must be at least 1, got 0"),
         ({"packed": False, "batched": False}, "packed or batched must be True, got neither"),
     ],
@@ -308,6 +315,9 @@ KILLED_BY: dict[str, tuple[Kill, ...]] = {
     "ConvStateOfTheFirst": (Kill("oracle", 1, 2),),
     "ConvStateNewestFirst": (Kill("cut", 3),),
     "ConvStateFromColumn0": (Kill("recurrent", 2),),
+    "ConvShortShifted": (Kill("recurrent", 2), Kill("oracle")),
+    "ConvShortDropsLate": (Kill("copied"), Kill("cut", 3)),
+    "ConvShortRounded": (Kill("copied"), Kill("oracle")),
     "ConvRepeatsTheFirst": (Kill("absent"),),
     "ConvDecodesLate": (Kill("recurrent", 3),),
     "ConvResetsAtBlocks": (Kill("oracle", 65),),
@@ -405,13 +415,15 @@ def test_every_law_has_an_animal_that_it_kills_alone_and_every_animal_is_killed(
 # Right code holds
 
 RIGHT = [
-    *(f"{modules.__file__}:{name}" for name in ("Conv", "Gate", "KdaGate", "L2Norm", "GatedNorm")),
+    *(f"{modules.__file__}:{name}" for name in ("Conv", "ConvShort", "Gate", "KdaGate", "L2Norm", "GatedNorm")),
     *(
         f"{right_modules.__file__}:{name}"
         for name in (
             "ConvLastFirst",
             "ConvInSteps",
             "ConvTogether",
+            "ConvRolls",
+            "ConvRoundsProducts",
             "GateNaive",
             "GateInSteps",
             "KdaGateNaive",

@@ -387,9 +387,7 @@ class ForgetsWindows(PoolEngine):
 def test_a_ledger_names_the_fork_that_is_no_copy() -> None:
     case = TraceCase("p:a5/k:b<a", slots=2)
     assert outcome("ledger", case, PoolEngine) == "holds"
-    assert outcome("ledger", case, ForgetsWindows) == (
-        "window of b, a fork of a in event 2: differs, but must be equal to the bit"
-    )
+    assert outcome("ledger", case, ForgetsWindows) == ("window of b, a fork of a in event 2: differs, but must be equal to the bit")
 
 
 def test_what_nobody_does_is_blind() -> None:

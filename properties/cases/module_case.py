@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from oracles.conv import CAUSAL_CONV1D
+from oracles.conv import CAUSAL_CONV1D, CAUSAL_CONV1D_SHORT_STATE
 from oracles.counter import integers, mix_number
 from oracles.gates import GDN_GATE, KDA_GATE, log_decay
 from oracles.norm import GATED_RMS_NORM, L2NORM
@@ -25,6 +25,7 @@ from properties.cases.rule_case import LOG_BITS
 MODULES = {operation.name: operation for operation in (CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM)}
 VALUES = ("ordinary", "repeated", "zero_rows", "small", "scaled", "large", "whole")
 STATES = ("none", "zero", "random")
+STATE_COLUMNS = ("W", "W-1")
 ACTIVATIONS = ("none", "silu")
 EPS = {"1e-6": 1e-6, "1e-5": 1e-5, "default": None}
 SMALL = 2.0**-13  # about 1e-4: there a norm's eps of 1e-6 is no longer negligible
@@ -38,6 +39,7 @@ _CHOICES: dict[str, Sequence[str]] = {
     "dtype": tuple(DTYPES),
     "values": VALUES,
     "state": STATES,
+    "state_columns": STATE_COLUMNS,
     "activation": ACTIVATIONS,
     "eps": tuple(EPS),
     "offsets": ("int64", "int32"),
@@ -52,6 +54,7 @@ _OF = {
     "weight": ("gated_rms_norm",),
     "activation": ("causal_conv1d",),
     "state": ("causal_conv1d",),
+    "state_columns": ("causal_conv1d",),
     "final_state": ("causal_conv1d",),
     "oldest": ("causal_conv1d",),
     "eps": ("l2norm", "gated_rms_norm"),
@@ -96,7 +99,8 @@ class ModuleCase(Line):
 
     `lengths` are tokens per sequence: packed (convolution only) or a batch. `heads` is H or HV, `width` is D, K or V. `values` is
     the regime of the tokens' values; in `whole`, all are small whole numbers, whose sums are exact. `beta=no` means that the gate
-    is computed without beta. `oldest=no` means that column 0 of the final state, which no output reads, has a cotangent of zeros.
+    is computed without beta. `state_columns` says how many columns the states of a convolution have, W or W - 1. `oldest=no` means
+    that column 0 of a final state of W columns, which no output reads, has a cotangent of zeros.
 
     ValueError for a field outside its choices or range, or for fields that exclude each other.
     """
@@ -106,8 +110,8 @@ class ModuleCase(Line):
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _CHOICES
     # The words on which a compiled kernel depends; of state only whether it is none (properties/palette.py).
     KEYS: ClassVar[tuple[str, ...]] = (
-        *("packed", "heads", "width", "conv_width", "dtype", "bias", "weight", "activation", "state", "final_state"),
-        *("dt_bias", "beta", "allow_neg_eigval", "offsets"),
+        *("packed", "heads", "width", "conv_width", "dtype", "bias", "weight", "activation", "state", "state_columns"),
+        *("final_state", "dt_bias", "beta", "allow_neg_eigval", "offsets"),
     )
 
     lengths: tuple[int, ...]
@@ -122,6 +126,7 @@ class ModuleCase(Line):
     weight: bool = True
     activation: str = "none"
     state: str = "none"
+    state_columns: str = "W"
     final_state: bool = True
     oldest: bool = True
     eps: str = "1e-6"
@@ -154,6 +159,8 @@ class ModuleCase(Line):
                 f"values=whole needs op=causal_conv1d activation=none: only then is the answer exact, "
                 f"got op={self.operation} activation={self.activation}"
             )
+        if self.state_columns != "W" and not self.oldest:
+            raise ValueError(f"oldest=no needs state_columns=W, whose column 0 it is about, got state_columns={self.state_columns}")
         if self.allow_neg_eigval and not self.beta:
             raise ValueError("allow_neg_eigval=yes needs beta=yes, which it doubles, got beta=no")
         if not 0 <= self.seed < 2**32:
@@ -170,11 +177,18 @@ class ModuleCase(Line):
     @property
     def spec(self) -> Operation:
         """The operation's contract."""
+        if self.state_columns != "W":
+            return CAUSAL_CONV1D_SHORT_STATE
         return MODULES[self.operation] if self.beta else _DECAYS[self.operation]
 
     def spec_of(self, inputs: Inputs) -> Operation:  # noqa: ARG002
         """Return the contract of a call like the case's."""
         return self.spec
+
+    @property
+    def columns(self) -> int:
+        """The number of columns of a convolution's states."""
+        return self.conv_width - (self.state_columns == "W-1")
 
     @property
     def tokens(self) -> int:
@@ -189,7 +203,7 @@ class ModuleCase(Line):
     @property
     def bytes(self) -> int:
         """The bytes of inputs, outputs and gradients in float32, a simple measure of the case's size."""
-        states = len(self.lengths) * self.width * self.conv_width if self.operation == "causal_conv1d" else 0
+        states = len(self.lengths) * self.width * self.columns if self.operation == "causal_conv1d" else 0
         return 16 * (2 * self.tokens * self.heads * self.width + states)
 
     def starts(self) -> list[int]:
@@ -241,7 +255,7 @@ class ModuleCase(Line):
         if self.operation == "causal_conv1d":
             result = {"y": build.cotangent("dy", (self.tokens, self.width)).to(work).unflatten(0, self.batch)}
             if self.final_state:
-                state = build.cotangent("dht", (len(self.lengths), self.width, self.conv_width)).to(work)
+                state = build.cotangent("dht", (len(self.lengths), self.width, self.columns)).to(work)
                 if not self.oldest:
                     state[..., 0] = 0.0
                 result["final_state"] = state
@@ -278,8 +292,8 @@ class _Builder:
         return SMALL * x if case.values == "small" else self.regime(x, name)
 
     def states(self) -> Tensor:
-        """Return initial states [N, D, W]."""
-        case, shape = self.case, (len(self.case.lengths), self.case.width, self.case.conv_width)
+        """Return initial states [N, D, W], or [N, D, W - 1]."""
+        case, shape = self.case, (len(self.case.lengths), self.case.width, self.case.columns)
         if case.values == "whole":
             return self.integers("state", shape, 3).to(torch.float64)
         x = self.uniform("state", shape)

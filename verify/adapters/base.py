@@ -43,12 +43,15 @@ class Adapter(Implementation):
     - `folds`: a chunkwise implementation sets this to True if it multiplies a decay that all channels share into queries and keys,
       and stores the results. Other implementations multiply the decay into the products of queries and keys. A KDA kernel has to
       fold, since each channel has its own decay.
+    - `rounds_products`: a convolution without backward sets this to True if it rounds each product of an input and a weight to the
+      inputs' dtype before it adds it in float32. Other implementations multiply in float32.
     - `counterpart`: the name of the adapter of its one-token form.
     """
 
     chunk: int | None = None
     stores: bool = False
     folds: bool = False
+    rounds_products: bool = False
     domain: Any = Domain()
     counterpart: str | None = None
 

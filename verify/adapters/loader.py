@@ -98,6 +98,8 @@ def make(kind: Kind, spec: str) -> AnyAdapter:
     for name, wanted in {"folds": "chunkwise", "stores": "recurrent"}.items():
         if getattr(adapter, name, False) and adapter.algorithm != wanted:
             raise AdapterError(f"adapter {spec}: {name} must be False unless algorithm is {wanted}, which is {adapter.algorithm!r}")
+    if getattr(adapter, "rounds_products", False) and (does != "causal_conv1d" or getattr(adapter.domain, "backward", True)):
+        raise AdapterError(f"adapter {spec}: rounds_products must be False unless its domain is a convolution with backward=False")
     if not all(isinstance(word, str) for item in adapter.requires.items() for word in item):
         raise AdapterError(f"adapter {spec}: requires must map distributions to least versions, as text, got {adapter.requires!r}")
     for name, least in adapter.requires.items():

@@ -37,6 +37,9 @@ def would_hold(
     elif described.algorithm == "recurrent":
         ways += [("stores = True", runs, {"stores": True}), ("algorithm = 'chunkwise'", runs, {"algorithm": "chunkwise"})]
 
+    elif described.domain.operation == "causal_conv1d" and not described.domain.backward:
+        ways.append(("rounds_products = True", runs, {"rounds_products": True}))
+
     def all_verdicts(verdict: Verdict, asked: Sequence[Run], declared: dict[str, Any]) -> bool:
         return all(more() and ask(run, worker, store, declared).verdict is verdict for run in asked)
 

@@ -111,9 +111,11 @@ class AdapterBench(Timed):
             spec = self._contract(inputs)
             # For a rule, begin with one disturbed run. The judge computes more of them if one cannot decide (Bound.sure).
             asked = (name, self.products, chunk, 1 if isinstance(self.case, Case) else None)
-            stores, folds = (flag and algorithm is None for flag in (says.stores, says.folds))
-            make = functools.partial(bound.bounds, spec, inputs, cotangents, *asked, stores=stores, folds=folds)
-            return _MEMO.get(spec, inputs, cotangents, (*asked, stores, folds), make)
+            flags: dict[str, Any] = {
+                name: getattr(says, name) and algorithm is None for name in ("stores", "folds", "rounds_products")
+            }
+            make = functools.partial(bound.bounds, spec, inputs, cotangents, *asked, **flags)
+            return _MEMO.get(spec, inputs, cotangents, (*asked, *flags.values()), make)
 
         with self.timed("oracle_s"), devices.default("cpu"):
             result = bounds(algorithm_class)
@@ -318,7 +320,8 @@ class _Memo:
         tensors = [x for x in (*inputs.values(), *(cotangents or {}).values()) if isinstance(x, Tensor)]
         if sum(x.numel() for x in tensors) > self.numbers or any(x.device.type != "cpu" for x in tensors):
             return make()  # computing the key would take longer than the result
-        digest = hashlib.sha256(repr((spec.name, asked)).encode())
+        # Outputs may differ in their axes alone: a convolution's states have W or W - 1 columns.
+        digest = hashlib.sha256(repr((spec.name, spec.outputs, asked)).encode())
         for kind, values in (("input", inputs), ("cotangent", cotangents or {})):
             for name, value in values.items():
                 what = (kind, name, value.dtype, value.shape, value.device) if isinstance(value, Tensor) else (kind, name, value)

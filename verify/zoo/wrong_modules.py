@@ -77,6 +77,24 @@ class Conv(Adapter):
         return torch.cat([state, tokens.mT], -1)[:, -state.shape[-1] :]
 
 
+class ConvShort(Conv):
+    """The same with states of W - 1 columns, as serving libraries keep them."""
+
+    domain = ModuleDomain("causal_conv1d", state_columns="W-1")
+
+    def initial(self, x: Inputs, row: int) -> Tensor:
+        """The convolution state before a sequence [D, W - 1], the oldest input first."""
+        state: Tensor = x.x.new_zeros(x.weight[:, 1:].shape) if x.state is None else x.state[row]
+        return state
+
+    def before(self, x: Inputs, state: Tensor, start: int) -> Tensor:
+        return state.mT.float()
+
+    def final(self, state: Tensor, tokens: Tensor) -> Tensor:
+        """The convolution state after a sequence [D, W - 1]."""
+        return torch.cat([state, tokens.mT], -1)[:, len(tokens) :]
+
+
 class Gate(Adapter):
     """The gate of the gated delta rule in float32, with beta."""
 
@@ -243,6 +261,37 @@ class ConvStateFromColumn0(Conv):
 
     def before(self, x: Inputs, state: Tensor, start: int) -> Tensor:
         return state[:, :-1].mT.float()
+
+
+class ConvShortShifted(ConvShort):
+    """The state of W - 1 columns is read from its second column on, as if it had W."""
+
+    letter = "L"
+
+    def before(self, x: Inputs, state: Tensor, start: int) -> Tensor:
+        columns = super().before(x, state, start)
+        return torch.cat([columns[1:], 0 * columns[:1]])
+
+
+class ConvShortDropsLate(ConvShort):
+    """A sequence shorter than the state drops the state's columns one token late, and loses its last token."""
+
+    letter = "S"
+
+    def final(self, state: Tensor, tokens: Tensor) -> Tensor:
+        kept = state.shape[-1]
+        if not 0 < len(tokens) < kept:
+            return super().final(state, tokens)
+        return torch.cat([state, tokens.mT], -1)[:, len(tokens) - 1 :][:, :kept]
+
+
+class ConvShortRounded(ConvShort):
+    """The columns of a float32 state that a short sequence leaves there pass through bfloat16."""
+
+    letter = "L"
+
+    def final(self, state: Tensor, tokens: Tensor) -> Tensor:
+        return super().final(state.bfloat16().to(state.dtype) if state.dtype == torch.float32 else state, tokens)
 
 
 class ConvRepeatsTheFirst(Conv):
