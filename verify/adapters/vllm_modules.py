@@ -1,0 +1,109 @@
+"""Adapters of vLLM's causal convolutions, whose states of W - 1 columns lie in a pool. They adapt signatures and layout only.
+
+The kernels multiply an input and a weight in the inputs' dtype and add the products in float32, so half precision rounds each
+product (`rounds_products`). For prompts they compute W = 2, 3 and 4, and for W = 5 return other numbers without an error; one token
+at a time they compute W up to 6. They read the strides of every tensor but the bias, whose channels must lie side by side. Slot
+0 is the null block: a request that has it is padding. In the pool, the channels of a column lie side by side.
+"""
+
+import types
+
+import torch
+from torch import Tensor
+
+from oracles.operation import Inputs, sequences
+from properties.module_domain import ModuleDomain
+from verify.adapters import serving
+from verify.adapters.base import Adapter
+from verify.adapters.conv_pools import ConvPool, offsets
+
+CONV = "vllm.model_executor.layers.mamba.ops.causal_conv1d"
+
+
+class VllmConv(Adapter):
+    """Base of adapters of vLLM's convolutions."""
+
+    algorithm = "pointwise"
+    rounds_products = True
+    requires = {"vllm": "0.33.0", "triton": "3.7.1"}  # noqa: RUF012 - as in the base class
+
+    def bring(self) -> None:
+        self.module()
+
+    def module(self) -> types.ModuleType:
+        """The kernels' module."""
+        return serving.module(CONV)
+
+
+class Conv(VllmConv):
+    """`causal_conv1d_fn`: prompts, packed, in blocks of 8 tokens. A batch is packed by the adapter.
+
+    A sequence without an initial state is one whose `has_initial_state` is False; its slot then holds NaN.
+    """
+
+    domain = ModuleDomain("causal_conv1d", conv_widths=(4, 2, 3), state_columns="W-1", backward=False)
+    counterpart = "vllm/conv_update"
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        pool = ConvPool.of(x, cleared=False, channels_last=True)
+        y = self.module().causal_conv1d_fn(
+            x.x.flatten(0, 1).mT,
+            x.weight,
+            None if x.bias is None else x.bias.contiguous(),
+            pool.states,
+            offsets(x),
+            cache_indices=pool.slots,
+            has_initial_state=torch.full(pool.slots.shape, x.state is not None, device=x.x.device),
+            activation=x.activation,
+        )
+        return y.mT.reshape(x.x.shape), pool.final()
+
+
+class ConvUpdate(VllmConv):
+    """`causal_conv1d_update`: one token of each request, or a draft of several. The output overwrites x, so x is a copy."""
+
+    domain = ModuleDomain(
+        "causal_conv1d", conv_widths=(4, 2, 3, 5, 6), packed=False, longest=9, state_columns="W-1", backward=False
+    )
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        pool = ConvPool.of(x, cleared=True, channels_last=True)
+        single = x.x.shape[1] == 1
+        y = self.module().causal_conv1d_update(
+            x.x[:, 0].clone() if single else x.x.clone().mT,
+            pool.states,
+            x.weight,
+            None if x.bias is None else x.bias.contiguous(),
+            x.activation,
+            conv_state_indices=pool.slots,
+        )
+        return y.unsqueeze(1) if single else y.mT, pool.final()
+
+
+class ConvVerify(VllmConv):
+    """`causal_conv1d_update` on packed drafts with `num_accepted_tokens`, as speculative decoding calls it.
+
+    A slot has W - 1 columns and one more for each token of a draft but the first. `num_accepted_tokens` are those of the step
+    before, and say at which column the state begins: at 0, 1, 2 and so on in turn. Without them, a draft that is shorter than
+    `max_query_len` would leave a wrong state; vLLM always passes both.
+    """
+
+    domain = ModuleDomain("causal_conv1d", conv_widths=(4, 2, 3, 5, 6), longest=9, state_columns="W-1", backward=False)
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        lengths = torch.tensor(sequences(x, "x"), device=x.x.device)
+        longest = max(int(lengths.max()), 1)
+        first = torch.arange(len(lengths), device=x.x.device) % longest
+        pool = ConvPool.of(x, cleared=True, channels_last=True, spare=longest - 1, first=first)
+        y = self.module().causal_conv1d_update(
+            x.x.flatten(0, 1).clone(),
+            pool.states,
+            x.weight,
+            None if x.bias is None else x.bias.contiguous(),
+            x.activation,
+            conv_state_indices=pool.slots,
+            num_accepted_tokens=(first + 1).to(torch.int32),
+            query_start_loc=offsets(x),
+            max_query_len=longest,
+        )
+        return y.reshape(x.x.shape), pool.final(torch.where(lengths > 0, lengths - 1, first))
