@@ -53,6 +53,7 @@ COARSE = 4
 CLEAR = 30.0
 AMPLIFIED, CLEARLY = 128, 1000.0  # longer sequences may amplify errors; then CLEARLY replaces CLEAR, and needs MORE runs
 LOOKS = (1, 2)  # how many of the RUNS runs may be judged before all of them
+ANY = 1e200  # the tolerance of a row whose value means nothing: every finite number is within it, NaN is not
 CHUNKS = (64, 16, 32, 128, 48)  # 48, because all other lengths begin a chunk at every 128th token
 WINDOW = 9
 KAPPA = 12.0
@@ -326,6 +327,9 @@ class _Disturbed:
         sure = (runs / self.runs) ** 0.5 if count in LOOKS else 1.0
         self.done = count
         clear = CLEAR if not self.amplifies else CLEARLY if count in MORE else math.inf
+        for name in self.operation.unjudged.keys() & result.keys():
+            free = self.operation.unjudged[name](self.inputs)
+            result[name] = result[name].masked_fill(free if self.ports[name].scalar_rows else free.any(-1), ANY)
         return {name: Bound(value, result[name], sure=sure, clear=clear) for name, value in self.exact.items()}
 
     @functools.cached_property

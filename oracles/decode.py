@@ -24,7 +24,7 @@ from oracles import gated_delta
 from oracles.operation import Inputs, Operation, Port, at_least_one, finite_scale, flag, grouped_heads, sequence_count, sequences
 from oracles.rounding import Arithmetic
 
-TOKENS = ("q", "k", "v", "g", "beta", "a", "b")
+TOKENS = ("q", "k", "v", "g", "beta", "a", "b", "alpha")
 _PARAMETERS = ("A_log", "dt_bias")
 
 
@@ -144,12 +144,17 @@ def no_more_than_drafted(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa
 
 
 @functools.cache
-def decode(rule: str = "gated_delta_rule", *, gate: bool = False, beta: bool = False) -> Operation:
-    """Return decode with a rule that may compute its gate, its beta, or both inside. ValueError as from `in_kernel`."""
-    inner = gated_delta.in_kernel(rule, gate=gate, beta=beta)
+def decode(rule: str = "gated_delta_rule", *, gate: bool = False, beta: bool = False, linear: bool = False) -> Operation:
+    """Return decode with a rule that may compute its gate, its beta, or both inside, or take the decay alpha (`linear`).
+
+    ValueError as from `in_kernel`.
+    """
+    inner = gated_delta.in_kernel(rule, gate=gate, beta=beta, linear=linear)
     inside = " and ".join(["its gate"] * gate + ["beta"] * beta)
     return Operation(
-        ("decode" if rule == "gated_delta_rule" else f"decode of {rule}") + (f" with {inside} in the kernel" if inside else ""),
+        ("decode" if rule == "gated_delta_rule" else f"decode of {rule}")
+        + " by alpha" * linear
+        + (f" with {inside} in the kernel" if inside else ""),
         (
             *(port for port in inner.inputs if port.name != "state"),
             Port("pool", "P HV K V", "state"),

@@ -43,6 +43,8 @@ def recurrent(
     scale: float,
     arithmetic: Arithmetic,
     lengths: Sequence[int],
+    *,
+    linear: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute the definition in many runs: o [runs, T, HV, V] and final states [runs, N, HV, K, V] of consecutive sequences.
 
@@ -68,8 +70,11 @@ def recurrent(
     A backward that sums its states again from stored corrected values (`summed_again`) never corrects the errors of these values.
     Its states S + D drift from those of the forward: D decays like S, and adds each value's error with its key. In calls so large
     that they have several segments, D begins at zero in each.
+
+    `linear` says that an implementation takes the decay itself: g is the exact logarithm of a number that it need not compute. Then
+    the decay does not round, only the state after it.
     """
-    form = _Recurrent(scale, dataclasses.replace(arithmetic, axis=1))
+    form = _Recurrent(scale, dataclasses.replace(arithmetic, axis=1), linear)
     return _rule(form, (q, k, v, g, beta), state, lengths, alike(lengths, [_short(length, STEPS) for length in lengths]))
 
 
@@ -86,11 +91,14 @@ def chunkwise(
     chunk: int = 64,
     *,
     channels: bool = False,
+    linear: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute the chunkwise form in many runs; shapes as in `recurrent`. Sequences shorter than a chunk have a smaller chunk.
 
     `channels` says that an implementation decays each channel of the key separately, even if there is only one.
-    Padding tokens have k = v = g = beta = 0: they decay nothing and write nothing, so the final state is right.
+    Padding tokens have k = v = g = beta = 0: they decay nothing and write nothing, so the final state is right. `linear` says that
+    an implementation takes the decay itself: it may multiply decays, and a product of C factors errs like a sum of C terms, in
+    proportion to the product, however near to 1 it is.
     """
     channels = channels or g.shape[-1] > 1
     sizes = [_short(length, chunk) for length in lengths]
@@ -98,7 +106,7 @@ def chunkwise(
         sizes = [1 << (size - 1).bit_length() for size in sizes]
     if arithmetic.narrow:  # otherwise the bits that sums over a chunk keep depend on its size
         sizes = alike(lengths, sizes)
-    form = _Chunkwise(scale, dataclasses.replace(arithmetic, axis=1), channels)
+    form = _Chunkwise(scale, dataclasses.replace(arithmetic, axis=1), channels, linear)
     return _rule(form, (q, k, v, g, beta), state, lengths, sizes)
 
 
@@ -208,6 +216,7 @@ class _Chunkwise:
     scale: float
     arithmetic: Arithmetic
     channels: bool
+    linear: bool = False
 
     def most(self, size: int, k: Tensor, v: Tensor) -> int:
         """Return as many chunks as memory allows."""
@@ -222,6 +231,9 @@ class _Chunkwise:
         (q, k, v, g, beta), scale, arithmetic, channels = tokens, self.scale, self.arithmetic, self.channels
         dither, chunk, widths = arithmetic.dither, k.shape[-2], (v.shape[-1], k.shape[-1])
         total = dither(g.cumsum(-2), "G", summed(chunk))  # the cumulative gate is a float32 sum
+        if self.linear and arithmetic.rounds:
+            one = torch.ones_like(total)
+            total = total + (dither(one, "product of alphas", summed(chunk)) - one)
         grown, left = total.exp(), total[..., -1:, :] - total
         ahead, behind = left.exp(), None
         if not channels:
@@ -619,6 +631,7 @@ class _Recurrent:
 
     scale: float
     arithmetic: Arithmetic
+    linear: bool = False
 
     def most(self, size: int, k: Tensor, v: Tensor) -> int:
         """Return as many chunks as memory allows."""
@@ -635,14 +648,14 @@ class _Recurrent:
         # Queries that read, keys that recall, and keys that are written.
         x = torch.stack([scale * q, k, k], -3)
         x = _apart(_rounded(x, ("read", "recalled", "written"), arithmetic), x, arithmetic)
-        g = arithmetic.dither(g, "g", SINGLE)
+        g = g if self.linear else arithmetic.dither(g, "g", SINGLE)
         drift, order, back = q.new_ones(1, 1), None, None
         if arithmetic.rounds:
             make = _drifts if arithmetic.runs * chunk * depth <= _KEPT else _drifts.__wrapped__
             slips, lost, order, back = make(arithmetic, chunk, depth, g.shape[-1], v.shape[-1], v.device)
             if (inside := segment.inside(g.ndim)) is not None:
                 slips, lost = slips * inside, lost * inside.unsqueeze(-3)
-            g, drift = g + slips, lost.cumsum(-2).exp()
+            g, drift = g if self.linear else g + slips, lost.cumsum(-2).exp()
         v, state = (_halves(tensor, order) for tensor in (v, state))
         g, beta = g.unsqueeze(-3), beta.unsqueeze(-3)
         reads, recalls, writes = x.unbind(-3)

@@ -7,6 +7,9 @@ Sources: Yang, Wang, Shen, Panda, Kim 2024, arXiv 2406.06484; Yang, Kautz, Hatam
     S <- S + k_t (x) beta_t (v_t - S^T k_t)      correct what the state recalls for key k_t
     o_t = scale S^T q_t                          read
 
+A call may have the decay itself, alpha_t = exp(g_t), in place of g. Then alpha_t = 0 is legal: the state is forgotten. `log_of`
+takes the logarithm for the forms that need G = cumsum(g).
+
 `definition` computes these lines. `forward` computes all heads of all sequences: with oracles/chunkwise.py in exact arithmetic, and
 with oracles/disturbed.py where the arithmetic rounds. tests/test_oracles.py shows that each equals the definition.
 
@@ -39,6 +42,8 @@ from oracles.rounding import Arithmetic
 
 Forward = Callable[[Inputs, Arithmetic], dict[str, Tensor]]
 CHUNK = 64
+FORGOTTEN = -1000.0  # in place of log(0): exp of it is 0 in float64
+FLUSHED = -104.0  # the same where the arithmetic rounds: exp of it is 0 in float32, and sums of it lose fewer digits
 
 
 def definition(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -112,17 +117,20 @@ def repeat_heads(x: Tensor, value_heads: int, axis: int = -2) -> Tensor:
 def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     """Return o [runs, B, T, HV, V] and final_state [runs, N, HV, K, V]; x has the runs of `arithmetic` along axis 0.
 
-    x has q, k [B, T, H, K], v [B, T, HV, V] and beta [B, T, HV]. It may have g [B, T, HV] or [B, T, HV, K], state [N, HV, K, V],
-    cu_seqlens [N + 1], scale (None means K ** -0.5) and qk_norm (normalise q and k first).
+    x has q, k [B, T, H, K], v [B, T, HV, V] and beta [B, T, HV]. It may have g or alpha [B, T, HV] or [B, T, HV, K],
+    state [N, HV, K, V], cu_seqlens [N + 1], scale (None means K ** -0.5) and qk_norm (normalise q and k first).
     """
+    linear = x.get("alpha") is not None
     lengths = sequences(Inputs(cu_seqlens=x.get("cu_seqlens"), v=x.v[0]), "v")
     width, (value_heads, value_width) = x.q.shape[-1], x.v.shape[-2:]
     option = x.get("scale")
     scale = width**-0.5 if option is None else float(option)
     v, beta = arithmetic.input(x.v.flatten(1, 2), "v"), arithmetic.gradient(x.beta.flatten(1, 2), "dbeta", arithmetic.output)
-    g = x.get("g")
-    g = x.beta.new_zeros(x.beta.shape) if g is None else g
-    g = arithmetic.gradient((g if g.ndim == 5 else g.unsqueeze(-1)).flatten(1, 2), "dg output", arithmetic.gate)
+    decay = x.alpha if linear else x.get("g")
+    channels = decay is not None and decay.ndim == 5
+    g = x.beta.new_zeros(x.beta.shape) if decay is None else decay
+    g = arithmetic.gradient((g if channels else g.unsqueeze(-1)).flatten(1, 2), "dg output", arithmetic.gate)
+    g = log_of(g, arithmetic) if linear else g
     state = x.get("state")
     if state is None:
         state = v.new_zeros(arithmetic.runs, len(lengths), value_heads, width, value_width)
@@ -137,17 +145,35 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
             if x.get("qk_norm"):  # after repeating heads: an implementation may normalise (and round) each value head's copy
                 repeated = Normalised.apply(repeated, arithmetic, f"{name} normalised")
             keys[name] = arithmetic.gradient(repeated, f"d{name} a value head", arithmetic.output)
-        channels = x.get("g") is not None and x.g.ndim == 5
-        if arithmetic.folds and x.get("g") is not None and not channels:
+        if arithmetic.folds and decay is not None and not channels:
             g, channels = g.expand(*g.shape[:-1], width), True
         tokens = keys["q"], keys["k"], v, g, beta.unsqueeze(-1)
         if arithmetic.algorithm == "recurrent":
-            o, final = disturbed.recurrent(*tokens, state, scale, arithmetic, lengths)
+            o, final = disturbed.recurrent(*tokens, state, scale, arithmetic, lengths, linear=linear)
         else:
             chunk = arithmetic.chunk or CHUNK
-            o, final = disturbed.chunkwise(*tokens, state, scale, arithmetic, lengths, chunk, channels=channels)
+            o, final = disturbed.chunkwise(*tokens, state, scale, arithmetic, lengths, chunk, channels=channels, linear=linear)
     o = arithmetic.result(o, "o").unflatten(1, x.v.shape[1:3])
     return {"o": o, "final_state": arithmetic.single(final, "final state")}
+
+
+def log_of(alpha: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """Return log(alpha), as a chunkwise implementation may compute it in float32; nothing rounds alpha itself.
+
+    Where alpha is 0, the result is a constant whose exponential is 0. So dalpha is left at 0 there, and not judged
+    (`Operation.unjudged`): a gate that computed alpha passes alpha dalpha on, which is 0 whatever dalpha is.
+    """
+    zero = alpha == 0
+    g = alpha.masked_fill(zero, 1.0).log()
+    if arithmetic.algorithm == "chunkwise":
+        g = arithmetic.single(g, "log alpha")
+    return g.masked_fill(zero, FLUSHED if arithmetic.rounds else FORGOTTEN)
+
+
+def _decays(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
+    """Rule: no decay is negative, which would have no logarithm."""
+    if bool((inputs.alpha < 0).any()):
+        raise ValueError(f"alpha must be 0 or more, got {float(inputs.alpha.min())}")
 
 
 def _operation(
@@ -165,6 +191,7 @@ def _operation(
         ("scale", "qk_norm", "output_final_state", "calls", *options),
         parallel=("H", "HV"),
         classes=("chunkwise", "recurrent"),
+        unjudged={"dalpha": lambda x: x.alpha == 0} if [port.name for port in gate] == ["alpha"] else {},
     )
 
 
@@ -174,20 +201,29 @@ _GATES: dict[str, tuple[Port, ...]] = {
     "gated_delta_rule": (Port("g", "B T HV", "gate", scalar_rows=True),),
     "kda": (Port("g", "B T HV K", "gate"),),
 }
+_LINEAR: dict[str, tuple[Port, ...]] = {
+    "gated_delta_rule": (Port("alpha", "B T HV", "gate", scalar_rows=True),),
+    "kda": (Port("alpha", "B T HV K", "gate"),),
+}
 DELTA_RULE, GATED_DELTA_RULE, KDA = (_operation(name, gate, _BETA, forward) for name, gate in _GATES.items())
 
 
 @functools.cache
-def in_kernel(rule: str, *, gate: bool, beta: bool) -> Operation:
+def in_kernel(rule: str, *, gate: bool, beta: bool, linear: bool = False) -> Operation:
     """Return the rule that computes its gate, its beta, or both inside (oracles/gates.py).
 
-    The gate g comes from a, A_log and dt_bias; beta comes from b. ValueError for an unknown rule, or for a gate of the delta rule,
-    which has none.
+    The gate g comes from a, A_log and dt_bias; beta comes from b. With `linear` the rule takes the decay alpha in place of g.
+    ValueError for an unknown rule, for a gate or a decay of the delta rule, which has none, or for a gate and `linear` together.
     """
     if rule not in _GATES:
         raise ValueError(f"rule must be one of {', '.join(_GATES)}, got {rule!r}")
     if gate and not _GATES[rule]:
         raise ValueError(f"gate must be False for {rule}, which has none")
+    if linear and (gate or rule not in _LINEAR):
+        raise ValueError(f"linear must be False for {rule} with {'its gate in the kernel' if gate else 'no gate'}")
+    decay, rules = (_LINEAR[rule], (_decays,)) if linear else (_GATES[rule], ())
+    if linear and not beta:
+        return _operation(f"{rule} of alpha", decay, _BETA, forward, rules)
     if not (gate or beta):
         return {operation.name: operation for operation in (DELTA_RULE, GATED_DELTA_RULE, KDA)}[rule]
     ports = {port.name: port for port in (KDA_GATE if rule == "kda" else GDN_GATE).inputs}
@@ -198,10 +234,10 @@ def in_kernel(rule: str, *, gate: bool, beta: bool) -> Operation:
         return forward(Inputs(**{**x, **results}), arithmetic)
 
     return _operation(
-        f"{rule} with {' and '.join(['its gate'] * gate + ['beta'] * beta)} in the kernel",
-        (ports["a"], ports["A_log"], ports["dt_bias"]) if gate else _GATES[rule],
+        f"{rule}{' of alpha' * linear} with {' and '.join(['its gate'] * gate + ['beta'] * beta)} in the kernel",
+        (ports["a"], ports["A_log"], ports["dt_bias"]) if gate else decay,
         ports["b"] if beta else _BETA,
         inside,
-        (flag("allow_neg_eigval"),) * beta,
+        (*rules, *(flag("allow_neg_eigval"),) * beta),
         ("allow_neg_eigval",) * beta,
     )

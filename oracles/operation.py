@@ -84,7 +84,8 @@ class Operation:
     `forward` takes an `Arithmetic` and float64 inputs with a new axis 0, along which lie the runs of that arithmetic. It returns
     the outputs with the same axis 0. It rounds where an algorithm of the arithmetic's class rounds, and autograd differentiates it.
     A call may be cut into several calls along all `parallel` axes at once, because its parts share nothing. `classes` names the
-    classes of algorithm that `forward` can model.
+    classes of algorithm that `forward` can model. `unjudged` has for some outputs or gradients a function of the inputs, which
+    returns a mask of the elements whose value means nothing: any finite number there is right.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Operation:
     options: tuple[str, ...] = ()
     parallel: tuple[str, ...] = ()
     classes: tuple[str, ...] = CLASSES
+    unjudged: Mapping[str, Callable[[Inputs], Tensor]] = dataclasses.field(default_factory=dict)
 
     def sizes(self, inputs: Inputs) -> dict[str, int]:
         """Return the size of each axis of legal inputs."""

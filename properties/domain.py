@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from oracles.operations import RULES
-from properties.cases.rule_case import IN_KERNEL, Case
+from properties.cases.rule_case import DECAYS, IN_KERNEL, Case
 
 VIEWS = ("sliced", "transposed", "offset", "expanded", "strided")
 MOST_REACH = 256  # about 70,000 tokens; check larger sizes with single cases
@@ -18,9 +18,10 @@ class Domain:
     `deterministic` says whether a second call gives the same bits. `position_independent` says whether a sequence or head gets the
     same bits wherever it stands in the batch; few implementations need to promise that, and vector code that treats the end of a
     row differently breaks it. `in_kernel` names what the implementation can compute itself of gate and beta ("none", "gate",
-    "beta", "both"), and `dt_bias` says whether it can do so without a dt_bias. `reach` is not a promise of the adapter: it is how
-    many times more tokens a check draws than where kernels are interpreted, with wider heads too. It is 1 where kernels are
-    interpreted; a check on a GPU sets it.
+    "beta", "both"), and `dt_bias` says whether it can do so without a dt_bias. `decays` says whether it takes the log-decay g
+    ("log"), the decay alpha itself ("linear"), or either, where it does not compute the gate. `reach` is not a promise of the
+    adapter: it is how many times more tokens a check draws than where kernels are interpreted, with wider heads too. It is 1 where
+    kernels are interpreted; a check on a GPU sets it.
 
     ValueError for a field outside its choices or range, and unless `packed` or `batched` is True.
     """
@@ -46,12 +47,18 @@ class Domain:
     deterministic: bool = True
     position_independent: bool = False
     backward: bool = True
+    decays: tuple[str, ...] = ("log",)
     reach: int = 1
 
     def __post_init__(self) -> None:
         if self.operation not in RULES:
             raise ValueError(f"operation must be one of {', '.join(RULES)}, got {self.operation!r}")
-        tuples = (("dtypes", ("fp32", "bf16", "fp16")), ("gate_dtypes", ("fp32", "input")), ("in_kernel", IN_KERNEL))
+        tuples = (
+            ("dtypes", ("fp32", "bf16", "fp16")),
+            ("gate_dtypes", ("fp32", "input")),
+            ("in_kernel", IN_KERNEL),
+            ("decays", DECAYS),
+        )
         for name, choices in tuples:
             values = getattr(self, name)
             if not isinstance(values, tuple) or not values or not set(values) <= set(choices):
@@ -66,6 +73,8 @@ class Domain:
                 raise ValueError(f"{name} must contain a width in steps of {self.width_step}, from 1 up, got {span}")
         if self.operation == "delta_rule" and not set(self.in_kernel) <= {"none", "beta"}:
             raise ValueError(f"in_kernel must be none or beta for delta_rule, which has no gate, got {', '.join(self.in_kernel)}")
+        if self.operation == "delta_rule" and self.decays != ("log",):
+            raise ValueError(f"decays must be log for delta_rule, which has no gate, got {', '.join(self.decays)}")
         if not (self.packed or self.batched):
             raise ValueError("packed or batched must be True, got neither")
         if not isinstance(self.reach, int) or not 1 <= self.reach <= MOST_REACH:
@@ -77,6 +86,10 @@ class Domain:
             (case.operation == self.operation, f"op={case.operation} is not {self.operation}"),
             (case.in_kernel in self.in_kernel, f"in_kernel={case.in_kernel} is not among {', '.join(self.in_kernel)}"),
             (self.dt_bias or not case.gate_inside or case.dt_bias, "dt_bias=no is not supported"),
+            (
+                case.gate_inside or case.operation == "delta_rule" or case.decay in self.decays,
+                f"decay={case.decay} is not among {', '.join(self.decays)}",
+            ),
             (case.dtype in self.dtypes, f"dtype={case.dtype} is not among {', '.join(self.dtypes)}"),
             (case.gate_dtype in self.gate_dtypes, f"gate_dtype={case.gate_dtype} is not among {', '.join(self.gate_dtypes)}"),
             (

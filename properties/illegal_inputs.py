@@ -44,8 +44,13 @@ def _decreasing(x: Inputs) -> Inputs:
 
 
 def _value_heads(x: Inputs) -> Inputs:
-    heads = {name: x[name][:, :, :3] for name in ("v", "g", "beta") if x[name] is not None}
+    heads = {name: x[name][:, :, :3] for name in ("v", "g", "alpha", "beta") if x.get(name) is not None}
     return x.replaced(**heads, state=x.state[:, :3])
+
+
+def _shorter_gate(x: Inputs) -> Inputs:
+    name = "g" if x.get("alpha") is None else "alpha"
+    return x.replaced(**{name: x[name][:, :-1]})
 
 
 OF_RULES: dict[str, Callable[[Inputs], Inputs]] = {
@@ -54,7 +59,7 @@ OF_RULES: dict[str, Callable[[Inputs], Inputs]] = {
     "cu_seqlens that do not start at 0": _offsets(1, 5, 17),
     "one initial state for two sequences": lambda x: x.replaced(state=x.state[:1]),
     "HV not a multiple of H": _value_heads,
-    "g of another length": lambda x: x.replaced(g=x.g[:, :-1]),
+    "g of another length": _shorter_gate,
     "q and k of different widths": lambda x: x.replaced(q=x.q[..., :8].contiguous()),
 }
 

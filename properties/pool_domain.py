@@ -11,7 +11,7 @@ from oracles.operation import DTYPES
 from properties.cases.pool_case import BLOCK_SIZES, FREE, PADDING_SLOTS, RULES, PoolCase
 from properties.cases.rule_case import BETAS, GATES
 from properties.domain import VIEWS, Domain
-from properties.strategies import EDGES, HEADS, widths
+from properties.strategies import EDGES, HEADS, decay_of, widths
 
 LAYOUTS = ("kv", "vk")
 POOL_VIEWS = (*VIEWS, "fused")
@@ -228,4 +228,4 @@ def _of_kernel(field: Callable[[str, tuple[Any, ...]], Any], domain: PoolDomain)
         )
     if domain.state_dtypes != ("fp32",):
         words["state_dtype"] = field("state_dtype", domain.state_dtypes)
-    return words
+    return words | decay_of(field, rule, words.get("in_kernel", rule.in_kernel[0]))

@@ -548,8 +548,9 @@ LAWS: dict[str, Law] = {
 
 
 def _inside(domain: Domain) -> tuple[str, ...]:
-    """Return what the domain can compute of gate and beta, if these can also be given explicitly."""
-    return tuple(name for name in domain.in_kernel if name != "none") if "none" in domain.in_kernel else ()
+    """Return what the domain can compute of gate and beta, if these can also be given explicitly: a gate only as its logarithm."""
+    explicit = "none" in domain.in_kernel
+    return tuple(name for name in domain.in_kernel if explicit and (name == "beta" or (name != "none" and "log" in domain.decays)))
 
 
 def _root_widths(domain: Domain) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ class Smaller:
 SIMPLEST: dict[str, tuple[Any, ...]] = {
     "in_kernel": ("none", "gate", "beta"),
     "dt_bias": (True,),
+    "decay": ("log",),
     "qk_norm": (False,),
     "gate_dtype": ("fp32",),
     "offsets": ("int64",),

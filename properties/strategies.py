@@ -9,7 +9,7 @@ Lengths are drawn on both sides of the block sizes of kernels, and gates by thei
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -133,7 +133,15 @@ def cases(
         offsets=field("offsets", ("int64", "int32")) if packed else "int64",
         backward=domain.backward and field("backward", (True,)),
         seed=chance.randrange(2**16),
+        **decay_of(field, domain, inside),
     )
+
+
+def decay_of(field: Callable[[str, tuple[str, ...]], Any], domain: Domain, inside: str) -> dict[str, Any]:
+    """Draw the form of the decay, if the domain has another one than the logarithm and the operation does not compute its gate."""
+    if domain.decays == ("log",) or inside in ("gate", "both"):
+        return {}
+    return {"decay": field("decay", domain.decays)}
 
 
 def widths(span: tuple[int, int], step: int, wide: int) -> tuple[int, ...]:

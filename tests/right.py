@@ -155,17 +155,20 @@ class Recurrent(Adapter):
         if x.qk_norm:
             q, k = steps.normalise(q), steps.normalise(k)
         q, k = (steps.repeat(t, x.v.shape[2]).flatten(0, 1) for t in (q, k))
-        v, g, beta = (t.float().flatten(0, 1) for t in (x.v, x.g, x.beta))
+        v, decay, beta = (t.float().flatten(0, 1) for t in (x.v, self.decay(x), x.beta))
         rows, states = [], []
         for row, (start, end) in enumerate(steps.boundaries(x)):
             state = steps.initial(x, row)
             for t in range(start, end):
-                state = state * g[t].exp()[:, None, None]
+                state = state * decay[t].reshape(*decay[t].shape, *[1] * (4 - decay.ndim))
                 state = self.write(k[t].unsqueeze(-1), v[t].unsqueeze(-2), beta[t, :, None, None], state)
                 rows.append(scale * self.sum(q[t].unsqueeze(-1) * state))
             states.append(state)
         o = torch.stack(rows) if rows else v * 0
         return o.to(x.v.dtype).reshape(x.v.shape), torch.stack(states) if x.output_final_state else None
+
+    def decay(self, x: Inputs) -> Tensor:
+        return x.g.float().exp()
 
     def write(self, k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> Tensor:
         """The state [HV, K, V] after k [HV, K, 1] writes v [HV, 1, V]."""
@@ -180,6 +183,51 @@ class Expanded(Recurrent):
 
     def write(self, k: Tensor, v: Tensor, beta: Tensor, state: Tensor) -> Tensor:
         return state - (beta * k) * (k.mT @ state) + (beta * k) * v
+
+
+class AlphaRecurrent(Recurrent):
+    """Token by token: it takes the decay alpha, and multiplies the state by it."""
+
+    domain = Domain(decays=("linear",))
+
+    def decay(self, x: Inputs) -> Tensor:
+        alpha: Tensor = x.alpha
+        return alpha
+
+
+class AlphaRecurrentKda(AlphaRecurrent):
+    """The same for KDA, whose channels decay separately."""
+
+    domain = Domain(operation="kda", decays=("linear",))
+
+
+class AlphaProducts(Chunkwise):
+    """Chunks of 64 tokens: it takes the decay alpha, and multiplies alphas without a logarithm."""
+
+    domain = Domain(decays=("linear",))
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        return super().run(x.replaced(g=x.alpha))
+
+    def cumulative(self, g: Tensor) -> Tensor:
+        return g
+
+    def decays(self, total: Tensor) -> Tensor:
+        """The products of alpha_j+1 to alpha_i, 0 above the diagonal; `total` is alpha."""
+        inside = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool).tril(-1)
+        return total.unsqueeze(-1).where(inside, 1.0).cumprod(-2).tril()
+
+    def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        decays, grown = self.decays(g), g.cumprod(-1).unsqueeze(-1)
+        solved = self.solve(self.corrections(k, beta, decays), k)
+        written = self.low(self.dot(solved, self.low(beta.unsqueeze(-1) * v, v)), v)
+        erased = self.low(self.dot(solved, self.low(beta.unsqueeze(-1) * grown * k, k)), k)
+        low_state = self.low(state, k)
+        fresh = self.low(written.float() - self.dot(erased, low_state), v)
+        scores = self.low(self.masked(self.dot(q, k.mT) * decays), k)
+        o = scale * (grown * self.dot(q, low_state) + self.dot(scores, fresh))
+        decayed = self.low(decays[..., -1, :].unsqueeze(-1) * fresh, v)
+        return o, grown[..., -1:, :] * state + self.dot(k.mT, decayed)
 
 
 class SumsAgain(Recurrent):

@@ -17,7 +17,7 @@ from oracles.counter import integers, mix_number
 from oracles.decode import TOKENS, decode
 from oracles.operation import DTYPES, Inputs, Operation
 from properties.cases.line import Line, check_choices
-from properties.cases.rule_case import MAX_SEQUENCES, Case
+from properties.cases.rule_case import INSIDE, MAX_SEQUENCES, Case
 
 PADDING_SLOTS = ("-1", "0")
 SOME = ("none", "some", "all")
@@ -26,7 +26,7 @@ BLOCK_SIZES = (4, 8, 16, 32, 64)
 RULES = ("gated_delta_rule", "kda")
 _FIELDS: dict[str, Sequence[str]] = {
     "operation": ("decode",),
-    **{name: Case.CHOICES[name] for name in ("dtype", "gate", "beta")},
+    **{name: Case.CHOICES[name] for name in ("dtype", "gate", "beta", "decay")},
     "values": tuple(value for value in Case.CHOICES["values"] if value != "one_hot"),
     "state": ("zero", "random"),
     "rule": RULES,
@@ -79,13 +79,14 @@ class PoolCase(Line):
         "in_kernel",
         "state_dtype",
         "drafts",
+        "decay",
     )
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
     # The words on which a compiled kernel depends; of fresh and accepted only whether there are any (properties/palette.py).
     KEYS: ClassVar[tuple[str, ...]] = (
         *("packed", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "scale", "qk_norm", "offsets"),
         *("padding_slot", "fresh", "accepted", "indices", "block_v"),
-        *("rule", "in_kernel", "dt_bias", "beta", "state_dtype", "drafts"),
+        *("rule", "in_kernel", "dt_bias", "beta", "state_dtype", "drafts", "decay"),
     )
 
     lengths: tuple[int, ...]
@@ -117,6 +118,7 @@ class PoolCase(Line):
     dt_bias: bool = True
     state_dtype: str = "fp32"
     drafts: str = "chain"
+    decay: str = "log"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -137,11 +139,12 @@ class PoolCase(Line):
     def spec(self) -> Operation:
         """The operation's contract."""
         call = self.call()
-        return decode(self.rule, gate=call.gate_inside, beta=call.beta_inside)
+        return decode(self.rule, gate=call.gate_inside, beta=call.beta_inside, linear=call.decay == "linear")
 
     def spec_of(self, inputs: Inputs) -> Operation:
         """Return the contract of a call like the case's; the call may be given a gate or beta that the case's own call computes."""
-        return decode(self.rule, gate=inputs.get("a") is not None, beta=inputs.get("b") is not None)
+        inside = {name: inputs.get(raw) is not None for name, raw in INSIDE.items()}
+        return decode(self.rule, **inside)
 
     @property
     def tokens(self) -> int:

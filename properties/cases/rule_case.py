@@ -30,7 +30,11 @@ VALUES = ("ordinary", "correlated", "repeated", "zero_rows", "small", "scaled", 
 STATES = ("none", "zero", "random")
 SCALES = {"default": None, "one": 1.0, "half": 0.5}
 IN_KERNEL = ("none", "gate", "beta", "both")
+DECAYS = ("log", "linear")
+# What an operation computes itself or takes in another form, and the input that says so.
+INSIDE = {"gate": "a", "beta": "b", "linear": "alpha"}
 SATURATED = -1000.0
+DOUBLINGS = 10  # exp(g) is nearly (1 + g / 1024)^1024
 # For a gate in the kernel: softplus is about 0.85, and exp(A_log) times softplus is one over the memory.
 A_LOGS = {"forever": -80.0, "1000": -6.75, "64": -4.0, "10": -2.125, "tenth": 2.5, "saturated": 5.0}
 OPEN = 30.0  # sigmoid(30) is 1 in float32; softplus(30) is 30, and softplus(-30) nearly 0
@@ -50,6 +54,7 @@ _CHOICES: dict[str, Sequence[str]] = {
     "offsets": ("int64", "int32"),
     "gate_dtype": ("fp32", "input"),
     "in_kernel": IN_KERNEL,
+    "decay": DECAYS,
 }
 
 
@@ -60,19 +65,19 @@ class Case(Line):
     `lengths` are tokens per sequence: packed (THD, `cu_seqlens`), or a batch if all are equal. `gate` is the memory in tokens,
     `beta` the regime of beta, and `values` the regime of q, k and v. `qk_norm` says whether the operation normalises q and k.
     `in_kernel` says which of gate and beta the operation computes itself: the gate from a, A_log and perhaps `dt_bias`, beta from
-    b.
+    b. `decay` says whether the operation takes the log-decay g, or the decay alpha itself.
 
     ValueError for a field outside its choices or range, or for fields that exclude each other.
     """
 
     LONG: ClassVar[dict[str, str]] = {"operation": "op"}
-    REGIMES: ClassVar[tuple[str, ...]] = ("dtype", "gate", "beta", "values", "state", "in_kernel")
+    REGIMES: ClassVar[tuple[str, ...]] = ("dtype", "gate", "beta", "values", "state", "in_kernel", "decay")
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _CHOICES
     # The words on which a compiled kernel depends; of state only whether it is none, of beta only whether it is two
     # (properties/palette.py).
     KEYS: ClassVar[tuple[str, ...]] = (
         *("packed", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "state", "scale", "qk_norm"),
-        *("in_kernel", "dt_bias", "beta", "offsets"),
+        *("in_kernel", "dt_bias", "beta", "offsets", "decay"),
     )
 
     lengths: tuple[int, ...]
@@ -93,6 +98,7 @@ class Case(Line):
     in_kernel: str = "none"
     dt_bias: bool = True
     offsets: str = "int64"
+    decay: str = "log"
     backward: bool = True
     seed: int = 0
 
@@ -124,6 +130,9 @@ class Case(Line):
             raise ValueError(f"values=one_hot needs in_kernel=none: only then is the answer exact, got {self.in_kernel}")
         if self.operation == "delta_rule" and self.gate_inside:
             raise ValueError(f"in_kernel must be none or beta for op=delta_rule, which has no gate, got {self.in_kernel}")
+        if self.decay == "linear" and (self.operation == "delta_rule" or self.gate_inside):
+            what = "op=delta_rule" if self.operation == "delta_rule" else f"in_kernel={self.in_kernel}"
+            raise ValueError(f"decay must be log for {what}, which takes no decay, got {self.decay}")
 
     @property
     def gate_inside(self) -> bool:
@@ -138,11 +147,11 @@ class Case(Line):
     @property
     def spec(self) -> Operation:
         """The operation's contract."""
-        return in_kernel(self.operation, gate=self.gate_inside, beta=self.beta_inside)
+        return in_kernel(self.operation, gate=self.gate_inside, beta=self.beta_inside, linear=self.decay == "linear")
 
     def spec_of(self, inputs: Inputs) -> Operation:
         """Return the contract of a call like the case's; the call may be given a gate or beta that the case's own call computes."""
-        inside = {name: inputs.get(raw) is not None for name, raw in (("gate", "a"), ("beta", "b"))}
+        inside = {name: inputs.get(raw) is not None for name, raw in INSIDE.items()}
         return in_kernel(self.operation, **inside)
 
     @property
@@ -163,8 +172,9 @@ class Case(Line):
     def inputs(self, device: str | None = None) -> Inputs:
         """Return the contiguous inputs: q, k [B, T, H, K], v [B, T, HV, V], g, beta [B, T, HV], state [N, HV, K, V] and options.
 
-        g is [B, T, HV, K] for KDA, and None for the delta rule. If the kernel computes its gate, g is None and there are a (shaped
-        as g would be), A_log [HV] and dt_bias [HV] or [HV, K]. If it computes beta, beta is None and there is b [B, T, HV].
+        g is [B, T, HV, K] for KDA, and None for the delta rule. With decay=linear, g is None and there is alpha in its place. If
+        the kernel computes its gate, g is None and there are a (shaped as g would be), A_log [HV] and dt_bias [HV] or [HV, K]. If
+        it computes beta, beta is None and there is b [B, T, HV].
         """
         return drawn([self], device, backward=False)[0][0]
 
@@ -262,15 +272,15 @@ class _Builder:
             recipes |= {"a": self.raw_gates(axes), "A_log": self.speeds(axes[0])}
             recipes |= {"dt_bias": self.uniform("dt_bias", axes, SINGLE_BITS)} if case.dt_bias else {}
         elif case.operation != "delta_rule":
-            recipes["g"] = self.gates(axes)
+            recipes |= {"alpha": self.decays(axes)} if case.decay == "linear" else {"g": self.gates(axes)}
         recipes |= {"b": self.raw_betas()} if case.beta_inside else {"beta": self.betas()}
         recipes |= {"state": self.state()} if case.state != "none" else {}
-        return _Recipes(self, recipes, ("state", "A_log", "dt_bias", *("g",) * (case.gate_dtype == "fp32")))
+        return _Recipes(self, recipes, ("state", "A_log", "dt_bias", *("g", "alpha") * (case.gate_dtype == "fp32")))
 
     def inputs(self, tensors: Mapping[str, Tensor]) -> Inputs:
         """Return the arguments of a call with these tensors."""
         case = self.case
-        inside = ("a", "A_log", "dt_bias") * case.gate_inside + ("b",) * case.beta_inside
+        inside = ("a", "A_log", "dt_bias") * case.gate_inside + ("b",) * case.beta_inside + ("alpha",) * (case.decay == "linear")
         offsets = torch.tensor(case.starts(), dtype=getattr(torch, case.offsets), device="cpu")
         return Inputs(
             **{name: tensors.get(name) for name in ("q", "k", "v", "g", "beta", "state")},
@@ -355,6 +365,22 @@ class _Builder:
         if case.gate == "saturated":
             return _Recipe((draw, _choice("gate", shape, 2)), saturated)
         return _Recipe((draw,), mixed if case.gate == "mixed" else lambda whole: _decay(whole, MEMORIES[case.gate]))
+
+    def decays(self, axes: tuple[int, ...]) -> _Recipe:
+        """Return the decays alpha, shaped as the log-decays g of the same case, and near exp(g); 0 where g is SATURATED.
+
+        alpha is (1 + g / 1024)^1024, by products that round in the same way on every machine, as exp does not.
+        """
+        logs = self.gates(axes)
+
+        def tensor(*whole: Tensor) -> Tensor:
+            g = logs.tensor(*whole)
+            base = torch.where(g == SATURATED, 0.0, 1.0 + g * _number(2.0**-DOUBLINGS))
+            for _ in range(DOUBLINGS):
+                base = base * base
+            return base
+
+        return _Recipe(logs.draws, tensor)
 
     def betas(self) -> _Recipe:
         """Return beta [B, T, HV]."""

@@ -38,7 +38,19 @@ MOST = 64  # cases in one call
 # (docs/results.md).
 NUMBERS = 2**25
 CHUNK = 64  # tokens in a chunk of the oracle, which is the least width of its matrices, however few channels there are
-ALIKE = ("operation", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "scale", "qk_norm", "in_kernel")
+ALIKE = (
+    "operation",
+    "heads",
+    "value_heads",
+    "key_dim",
+    "value_dim",
+    "dtype",
+    "gate_dtype",
+    "scale",
+    "qk_norm",
+    "in_kernel",
+    "decay",
+)
 Bounds = dict[str, Bound]
 
 

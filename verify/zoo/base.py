@@ -130,6 +130,18 @@ class Chunkwise(Adapter):
         return o, last.exp().unsqueeze(-1) * state + self.dot(k.mT, decayed)
 
 
+class ByAlpha(Chunkwise):
+    """The same rule, which takes the decay alpha and its logarithm in float32. A state that is forgotten decays by 1e-38."""
+
+    domain = Domain(decays=("linear",))
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        return super().run(x.replaced(g=self.log(x.alpha.float())))
+
+    def log(self, alpha: Tensor) -> Tensor:
+        return alpha.clamp(min=torch.finfo(torch.float32).tiny).log()
+
+
 class Serving(Adapter):
     """Decode on a pool of states: request by request and token by token in float32. Each state is written back in place."""
 
@@ -176,7 +188,7 @@ class Serving(Adapter):
 
         Returns o [HV, V] and the state after the token.
         """
-        state = g.exp().reshape(*g.shape, *[1] * (3 - g.ndim)) * state
+        state = self.decay(g).reshape(*g.shape, *[1] * (3 - g.ndim)) * state
         fresh = beta.unsqueeze(-1) * (v - (k.unsqueeze(-1) * state).sum(-2))
         state = state + k.unsqueeze(-1) * fresh.unsqueeze(-2)
         return (q.unsqueeze(-1) * state).sum(-2), state
@@ -185,6 +197,9 @@ class Serving(Adapter):
         """The number of the token that a token follows; -1 for the first. `row` counts the tokens of all requests."""
         return token - 1 if x.get("parents") is None else int(x.parents.flatten()[row])
 
+    def decay(self, g: Tensor) -> Tensor:
+        return g.exp()
+
     def accepted_count(self, x: Inputs, request: int, tokens: int) -> int:
         """After how many of a request's tokens its state is stored: the accepted ones, or all."""
         return tokens if x.accepted is None else int(x.accepted[request])
@@ -192,6 +207,18 @@ class Serving(Adapter):
     def write(self, x: Inputs, request: int, slot: int, states: list[Tensor]) -> None:
         """Write the state to keep into the slot. `states` has the state before the first token and after each token."""
         x.pool[slot] = states[self.accepted_count(x, request, len(states) - 1)]
+
+
+class ServingByAlpha(Serving):
+    """The same, which takes the decay alpha and multiplies by it."""
+
+    domain = PoolDomain(rule=Domain(decays=("linear",), backward=False))
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        return super().run(x.replaced(g=x.alpha))
+
+    def decay(self, g: Tensor) -> Tensor:
+        return g
 
 
 class Layered(Adapter):
