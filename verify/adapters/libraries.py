@@ -8,6 +8,7 @@ import sys
 from importlib.machinery import PathFinder
 
 FOLDER = ".gdn-verify/libraries"  # in the working directory; `gdn-verify fetch` makes a folder for each library in it
+VERSIONS = ("_version.py", "_build_meta.py")  # the files of a package that may have its version
 MANIFEST = "gdn-verify.json"  # the file that `gdn-verify fetch` leaves beside what it has unpacked
 
 
@@ -54,12 +55,15 @@ class Library:
             return None
         for found in importlib.metadata.distributions(name=self.distribution, path=[folder]):
             return found.version
-        try:
-            with open(os.path.join(folder, self.name, "_version.py"), encoding="utf-8") as file:
-                line = re.search(r"^__version__ = .*'([^']+)'$", file.read(1 << 16), re.MULTILINE)
-        except (OSError, UnicodeDecodeError):
-            return None
-        return line[1] if line else None
+        for name in VERSIONS:
+            try:
+                with open(os.path.join(folder, self.name, name), encoding="utf-8") as file:
+                    line = re.search(r"""^__version__ = .*['"]([^'"]+)['"]$""", file.read(1 << 16), re.MULTILINE)
+            except (OSError, UnicodeDecodeError):
+                continue
+            if line:
+                return line[1]
+        return None
 
     def missing(self) -> str:
         """One line that says how to get the library."""

@@ -15,6 +15,8 @@ KERNELS = {
     "sglang/recurrent_kda": "verify.adapters.sglang_rules:RecurrentKda",
     "transformers/chunk": "verify.adapters.transformers:Chunk",
     "transformers/recurrent": "verify.adapters.transformers:Recurrent",
+    "flashinfer/prefill": "verify.adapters.flashinfer_kernels:Prefill",
+    "flashinfer/prefill_reference": "verify.adapters.flashinfer_references:PrefillReference",
 }
 MODULES = {
     "fla/conv": "verify.adapters.fla_modules:Conv",
@@ -55,6 +57,10 @@ POOLS = {
     "sglang/packed_decode": "verify.adapters.sglang_pools:PackedDecode",
     "sglang/packed_decode_kda": "verify.adapters.sglang_pools:PackedDecodeKda",
     "sglang/chunk": "verify.adapters.sglang_pools:ChunkInPlace",
+    "flashinfer/decode": "verify.adapters.flashinfer_kernels:Decode",
+    "flashinfer/mtp": "verify.adapters.flashinfer_kernels:Mtp",
+    "flashinfer/decode_reference": "verify.adapters.flashinfer_references:DecodeReference",
+    "flashinfer/mtp_reference": "verify.adapters.flashinfer_references:MtpReference",
 }
 LAYERS = {
     "fla/layer": "verify.adapters.fla_layer:Layer",
