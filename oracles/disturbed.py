@@ -91,14 +91,11 @@ def chunkwise(
     chunk: int = 64,
     *,
     channels: bool = False,
-    linear: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute the chunkwise form in many runs; shapes as in `recurrent`. Sequences shorter than a chunk have a smaller chunk.
 
     `channels` says that an implementation decays each channel of the key separately, even if there is only one.
-    Padding tokens have k = v = g = beta = 0: they decay nothing and write nothing, so the final state is right. `linear` says that
-    an implementation takes the decay itself: it may multiply decays, and a product of C factors errs like a sum of C terms, in
-    proportion to the product, however near to 1 it is.
+    Padding tokens have k = v = g = beta = 0: they decay nothing and write nothing, so the final state is right.
     """
     channels = channels or g.shape[-1] > 1
     sizes = [_short(length, chunk) for length in lengths]
@@ -106,7 +103,7 @@ def chunkwise(
         sizes = [1 << (size - 1).bit_length() for size in sizes]
     if arithmetic.narrow:  # otherwise the bits that sums over a chunk keep depend on its size
         sizes = alike(lengths, sizes)
-    form = _Chunkwise(scale, dataclasses.replace(arithmetic, axis=1), channels, linear)
+    form = _Chunkwise(scale, dataclasses.replace(arithmetic, axis=1), channels)
     return _rule(form, (q, k, v, g, beta), state, lengths, sizes)
 
 
@@ -216,7 +213,6 @@ class _Chunkwise:
     scale: float
     arithmetic: Arithmetic
     channels: bool
-    linear: bool = False
 
     def most(self, size: int, k: Tensor, v: Tensor) -> int:
         """Return as many chunks as memory allows."""
@@ -231,9 +227,6 @@ class _Chunkwise:
         (q, k, v, g, beta), scale, arithmetic, channels = tokens, self.scale, self.arithmetic, self.channels
         dither, chunk, widths = arithmetic.dither, k.shape[-2], (v.shape[-1], k.shape[-1])
         total = dither(g.cumsum(-2), "G", summed(chunk))  # the cumulative gate is a float32 sum
-        if self.linear and arithmetic.rounds:
-            one = torch.ones_like(total)
-            total = total + (dither(one, "product of alphas", summed(chunk)) - one)
         grown, left = total.exp(), total[..., -1:, :] - total
         ahead, behind = left.exp(), None
         if not channels:

@@ -38,7 +38,7 @@ from oracles.operation import (
     one_a_sequence,
     sequences,
 )
-from oracles.rounding import Arithmetic
+from oracles.rounding import FUNCTION_TERMS, Arithmetic
 
 Forward = Callable[[Inputs, Arithmetic], dict[str, Tensor]]
 CHUNK = 64
@@ -152,13 +152,13 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
             o, final = disturbed.recurrent(*tokens, state, scale, arithmetic, lengths, linear=linear)
         else:
             chunk = arithmetic.chunk or CHUNK
-            o, final = disturbed.chunkwise(*tokens, state, scale, arithmetic, lengths, chunk, channels=channels, linear=linear)
+            o, final = disturbed.chunkwise(*tokens, state, scale, arithmetic, lengths, chunk, channels=channels)
     o = arithmetic.result(o, "o").unflatten(1, x.v.shape[1:3])
     return {"o": o, "final_state": arithmetic.single(final, "final state")}
 
 
 def log_of(alpha: Tensor, arithmetic: Arithmetic) -> Tensor:
-    """Return log(alpha), as a chunkwise implementation may compute it in float32; nothing rounds alpha itself.
+    """Return log(alpha). In the chunkwise class it rounds, since an implementation may compute it in float32; alpha never rounds.
 
     Where alpha is 0, the result is a constant whose exponential is 0. So dalpha is left at 0 there, and not judged
     (`Operation.unjudged`): a gate that computed alpha passes alpha dalpha on, which is 0 whatever dalpha is.
@@ -166,7 +166,7 @@ def log_of(alpha: Tensor, arithmetic: Arithmetic) -> Tensor:
     zero = alpha == 0
     g = alpha.masked_fill(zero, 1.0).log()
     if arithmetic.algorithm == "chunkwise":
-        g = arithmetic.single(g, "log alpha")
+        g = arithmetic.single(g, "log alpha", FUNCTION_TERMS)
     return g.masked_fill(zero, FLUSHED if arithmetic.rounds else FORGOTTEN)
 
 
