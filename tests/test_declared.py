@@ -11,6 +11,7 @@ from oracles.bound import bounds
 from oracles.operation import Inputs
 from properties.cases.rule_case import Case
 from properties.domain import Domain
+from properties.module_domain import ModuleDomain
 from tests.answering import Answering
 from verify.adapters.loader import AdapterError, load
 from verify.engine.asking import Described
@@ -73,6 +74,7 @@ class Declaring(Answering):
 
 
 FOLDS, ANY, STORES, CHUNKWISE = {"folds": True}, {"chunk": None}, {"stores": True}, {"algorithm": "chunkwise"}
+PRODUCTS = {"rounds_products": True}
 
 
 @pytest.mark.parametrize(
@@ -85,6 +87,8 @@ FOLDS, ANY, STORES, CHUNKWISE = {"folds": True}, {"chunk": None}, {"stores": Tru
         (described(operation="delta_rule"), "cpu", [ANY]),
         (described("recurrent"), "cpu", [STORES, CHUNKWISE]),
         (described("pointwise"), "cuda", []),
+        (dataclasses.replace(described("pointwise"), domain=ModuleDomain(backward=False)), "cpu", [PRODUCTS]),
+        (dataclasses.replace(described("pointwise"), domain=ModuleDomain()), "cpu", []),
     ],
 )
 def test_each_thing_that_it_might_say_is_tried_on_every_run(
@@ -127,6 +131,7 @@ def test_what_is_declared_is_judged_by_and_the_adapter_is_called_as_it_is(monkey
     [
         ("algorithm = 'recurrent'\n    folds = True", "folds must be False unless algorithm is chunkwise, which is 'recurrent'"),
         ("algorithm = 'chunkwise'\n    stores = True", "stores must be False unless algorithm is recurrent, which is 'chunkwise'"),
+        ("rounds_products = True", "rounds_products must be False unless its domain is a convolution with backward=False"),
     ],
 )
 def test_what_is_not_of_its_class_is_refused(words: str, message: str, tmp_path: pathlib.Path) -> None:

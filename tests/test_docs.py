@@ -671,7 +671,8 @@ def test_the_built_in_adapters_are_in_the_page_with_what_they_declare(book: str)
         assert codes(row["products"]) == [adapter.products], place
         assert codes(row["needs"]) == [f"{package} {version}" for package, version in adapter.requires.items()], place
         assert codes(row["domain"]) == [short_repr(adapter.domain)], place
-        assert ("`stores = True`" in row["calls"]) is getattr(adapter, "stores", False), place
+        for flag in ("stores", "rounds_products"):
+            assert (f"`{flag} = True`" in row["calls"]) is getattr(adapter, flag, False), place
 
 
 def test_the_operations_of_an_algorithm_are_in_the_page() -> None:

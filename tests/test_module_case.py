@@ -219,7 +219,31 @@ def test_oldest_no_is_a_cotangent_of_zero_for_the_final_states_first_column_alon
     assert not dataclasses.replace(case, final_state=False).inputs().output_final_state
 
 
+def test_states_of_fewer_columns_have_other_numbers_and_everything_else_stays() -> None:
+    case = ModuleCase.parse("lengths=7+0 op=causal_conv1d packed=yes width=5 conv_width=3 bias=yes state=random seed=3")
+    short = dataclasses.replace(case, state_columns="W-1")
+    assert short.inputs().state.shape == (2, 5, 2)
+    assert short.cotangents()["final_state"].shape == (2, 5, 2)
+    assert short.bytes == case.bytes - 16 * 2 * 5
+    for name, x in short.inputs().items():
+        assert name == "state" or x is case.inputs()[name] or torch.equal(x, case.inputs()[name]), name
+    assert dataclasses.replace(short, conv_width=1).inputs().state.shape == (2, 5, 0)
+
+
 # Contracts
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_every_case_with_short_states_is_a_legal_call(data: st.DataObject) -> None:
+    domain = ModuleDomain(state_columns="W-1")
+    case = data.draw(module_cases(domain, longest=20, total=30, oldest=(True, False)))
+    assert ModuleCase.parse(str(case)) == case
+    assert domain.outside(case) is None
+    assert ModuleDomain().outside(case) == "state_columns=W-1: states have W columns"
+    case.spec.check(case.inputs())
+    outputs = truth(case.spec, case.inputs())
+    assert all(x.shape == outputs[name].shape for name, x in case.cotangents().items())
 
 
 @settings(max_examples=120)
@@ -286,6 +310,12 @@ LINES = [
     ("lengths=4 op=kda_gate allow_neg_eigval=yes beta=no", "allow_neg_eigval=yes needs beta=yes, which it doubles, got beta=no"),
     ("lengths=4 op=causal_conv1d activation=silu values=whole", "values=whole needs op=causal_conv1d activation=none"),
     ("lengths=4 op=l2norm values=whole", "values=whole needs op=causal_conv1d activation=none"),
+    ("lengths=4 op=causal_conv1d state_columns=W-2", "state_columns must be one of W, W-1, got 'W-2'"),
+    ("lengths=4 op=l2norm state_columns=W-1", "op=l2norm has no state_columns: it must be left out, got W-1"),
+    (
+        "lengths=4 op=causal_conv1d state_columns=W-1 oldest=no",
+        "oldest=no needs state_columns=W, whose column 0 it is about, got state_columns=W-1",
+    ),
     ("lengths=4 op=causal_conv1d conv_width=65", "conv_width must be in 1..64, got 65"),
     ("lengths=4 op=l2norm heads=0", "heads must be in 1..1024, got 0"),
     ("lengths=4 op=l2norm width=8193", "width must be in 1..8192, got 8193"),

@@ -72,6 +72,7 @@ class ConvPool:
 def offsets(x: Inputs) -> Tensor:
     """Return where each sequence begins in the tokens of all sequences, and where the last ends: int32 [N + 1]."""
     if x.cu_seqlens is not None:
-        return x.cu_seqlens.to(torch.int32)  # type: ignore[no-any-return]
+        ends: Tensor = x.cu_seqlens.to(torch.int32)
+        return ends
     count, length = x.x.shape[:2]
     return torch.arange(count + 1, dtype=torch.int32, device=x.x.device) * length
