@@ -3,22 +3,24 @@
 import contextlib
 import dataclasses
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
 @contextlib.contextmanager
-def in_blocks(module: types.ModuleType, kernel: str, size: int | None, axis: int = 0) -> Iterator[None]:
+def in_blocks(
+    module: types.ModuleType, kernel: str, size: int | None, axis: int = 0, others: Mapping[str, Any] | None = None
+) -> Iterator[None]:
     """Make the wrappers in `module` launch `kernel` in blocks of `size` value channels inside; None leaves the choice to them.
 
-    The blocks of value channels are along `axis` of the kernel's grid, perhaps multiplied by the number of heads. RuntimeError if
-    nothing was launched inside.
+    The blocks of value channels are along `axis` of the kernel's grid, perhaps multiplied by the number of heads. `others` replace
+    other arguments of the kernel, if it has them. RuntimeError if nothing was launched inside.
     """
     if size is None:
         yield
         return
     original = getattr(module, kernel)
-    launcher = Launcher(original, size, axis)
+    launcher = Launcher(original, size, axis, others or {})
     setattr(module, kernel, launcher)
     try:
         yield
@@ -35,6 +37,7 @@ class Launcher:
     kernel: Any
     size: int
     axis: int = 0
+    others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     launches: int = 0
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
@@ -45,7 +48,8 @@ class Launcher:
                 raise RuntimeError(f"axis {self.axis} of the grid must be blocks of {block} of {width} channels, got {grid}")
             self.launches += 1
             sizes = (*grid[: self.axis], heads * _blocks(width, self.size), *grid[self.axis + 1 :])
-            return self.kernel[sizes](**{**arguments, "BV": self.size})
+            others = {name: value for name, value in self.others.items() if name in arguments}
+            return self.kernel[sizes](**{**arguments, **others, "BV": self.size})
 
         return launch
 

@@ -75,4 +75,5 @@ def offsets(x: Inputs) -> Tensor:
         ends: Tensor = x.cu_seqlens.to(torch.int32)
         return ends
     count, length = x.x.shape[:2]
-    return torch.arange(count + 1, dtype=torch.int32, device=x.x.device) * length
+    starts: Tensor = torch.arange(count + 1, dtype=torch.int32, device=x.x.device) * length
+    return starts

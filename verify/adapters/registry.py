@@ -57,6 +57,8 @@ POOLS = {
     "sglang/packed_decode": "verify.adapters.sglang_pools:PackedDecode",
     "sglang/packed_decode_kda": "verify.adapters.sglang_pools:PackedDecodeKda",
     "sglang/chunk": "verify.adapters.sglang_pools:ChunkInPlace",
+    "sglang/recurrent_blocks": "verify.adapters.sglang_blocks:RecurrentBlocks",
+    "sglang/recurrent_kda_blocks": "verify.adapters.sglang_blocks:RecurrentKdaBlocks",
     "flashinfer/decode": "verify.adapters.flashinfer_kernels:Decode",
     "flashinfer/mtp": "verify.adapters.flashinfer_kernels:Mtp",
     "flashinfer/decode_reference": "verify.adapters.flashinfer_references:DecodeReference",

@@ -247,10 +247,13 @@ class PackedDecode(SGLang):
 
 
 class PackedDecodeKda(PackedDecode):
-    """`fused_recurrent_kda_packed_decode`: the same with the gate of KDA."""
+    """`fused_recurrent_kda_packed_decode`: the same with the gate of KDA.
+
+    With int32 indices it may call a CUDA kernel instead, which has to be built (at least 8 requests, bf16, widths of 128).
+    """
 
     wrapper = "fused_recurrent_kda_packed_decode"
-    domain = _of_kda(PackedDecode.domain)
+    domain = dataclasses.replace(_of_kda(PackedDecode.domain), indices=("int64",))
 
 
 class ChunkInPlace(SGLang):

@@ -18,6 +18,8 @@ class Sizes:
     - `tokens`: the tokens of a training step on one GPU, as one sequence or as `sequences` packed ones. The results are judged with
       `judged` tokens.
     - `requests`: numbers of requests in decoding, with one token each. The results are judged with `judged_requests`.
+    - `batches`: numbers of requests in decoding with a serving library's kernels, and `shares`: in how many parts ranks share the
+      layer. The last share is judged, with `judged_gates` gates.
     - `moved`: the tokens of the exchange, in as many sequences as each number of `packs`, over as many ranks as each of `ranks`.
     """
 
@@ -28,13 +30,16 @@ class Sizes:
     sequences: int = 16
     requests: tuple[int, ...] = (1, 4, 16, 64, 256, 512)
     judged_requests: int = 4
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    shares: tuple[int, ...] = (1, 4)
+    judged_gates: int = 4
     moved: int = 16384
     packs: tuple[int, ...] = (1, 4, 16, 64, 256)
     ranks: tuple[int, ...] = (2, 4)
 
 
 REAL = Sizes()
-QUICK = dataclasses.replace(REAL, requests=(1, 64, 256), packs=(1, 16, 256))
+QUICK = dataclasses.replace(REAL, requests=(1, 64, 256), batches=(1, 64, 256), judged_gates=1, packs=(1, 16, 256))
 TINY = Sizes(
     Layer(hidden=8, heads=1, value_heads=2, key_dim=8, value_dim=8),
     tokens=24,
@@ -42,6 +47,9 @@ TINY = Sizes(
     sequences=3,
     requests=(2,),
     judged_requests=2,
+    batches=(2,),
+    shares=(1,),
+    judged_gates=1,
     moved=32,
     packs=(1, 4),
     ranks=(2,),

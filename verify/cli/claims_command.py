@@ -17,6 +17,7 @@ from verify.claims import decode_claims as decode
 from verify.claims import exchange_claims as exchange
 from verify.claims import kernel_claims as kernels
 from verify.claims import layer_claims as layers
+from verify.claims import serving_claims as serving
 from verify.claims.setting import FULL_EFFORT, LEAST_EFFORT, QUICK, QUICK_EFFORT, REAL, TINY, Setting
 from verify.claims.table import Row, markdown, rounds_of, table
 from verify.claims.timing import clock_of
@@ -37,7 +38,11 @@ PARTS: dict[int, tuple[tuple[str, Part], ...]] = {
     2: (("one norm for two", kernels.norms), ("one norm for two, heads repeated", kernels.repeated_norms)),
     3: (("norm in the kernel", kernels.in_kernel),),
     4: (("one all-to-all for one a sequence", exchange.exchanged),),
-    5: (("blocks of the decode kernel", decode.decode),),
+    5: (
+        ("blocks of the decode kernel", decode.decode),
+        ("blocks of SGLang's kernels, equal bits", serving.right),
+        ("blocks of SGLang's kernels, times", serving.fast),
+    ),
     6: (("FLOPs of the layer", layers.flops),),
 }
 CONFIGURATIONS = 3
@@ -62,6 +67,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="also write one JSON object to FILE, again after each part")
     parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
+    parser.add_argument("--path", metavar="DIR", help="a folder in which modules are looked for first, such as SGLang's files")
 
 
 def act(options: argparse.Namespace) -> int:
@@ -128,7 +134,7 @@ def exit_code(rows: Sequence[Row]) -> int:
 
 def host(device: str) -> dict[str, Any]:
     """The properties of this host on which the measured numbers depend."""
-    versions = {name: installed(name) for name in ("torch", "triton", "fla-core")}
+    versions = {name: installed(name) for name in ("torch", "triton", "fla-core", "sglang")}
     name = (
         torch.cuda.get_device_name() if device == "cuda" else "a CPU, with interpreted kernels: these times do not hold for a GPU"
     )
