@@ -19,13 +19,13 @@ from oracles.operation import DTYPES, Inputs, sequences
 from properties.cases.pool_case import BLOCK_SIZES, PoolCase
 from verify.adapters import serving
 from verify.adapters.blocks import in_blocks
-from verify.adapters.sglang_pools import RECURRENT, SIGMOID
 from verify.adapters.sglang_blocks import FORWARD_KERNEL, KDA
+from verify.adapters.sglang_pools import RECURRENT, SIGMOID
 from verify.claims.contest import Contest, Form, Tensors, agreement, size_of
 from verify.claims.decode_claims import CLAIMED_GAIN, CLAIMED_SHARES, needed
 from verify.claims.setting import Setting
 from verify.claims.table import Row, number
-from verify.claims.timing import Call, Spread, measured, ratios
+from verify.claims.timing import Call, Effort, Spread, measured, ratios
 
 CLAIM = 5
 DRAFT = 4  # the tokens of a draft that is verified
@@ -34,6 +34,7 @@ MICROSECONDS = 1e3  # in a millisecond
 LEAST_LAYERS, MOST_LAYERS, STATE_BYTES = 8, 36, 2**29
 # A constant of the compiled kernel that grows with the batch, but is used only for trees of drafts, which we do not time.
 UNUSED = {"NP2_T": 1}
+MOST_EFFORT = Effort(budget_s=0.15, least=10, most=40, warm=2)  # for each row, because there are many
 GATES = ("64", "mixed", "10", "forever")  # see properties/cases/rule_case.py
 
 
@@ -352,7 +353,7 @@ def equality(blocks: Sequence[int], unequal: set[tuple[int, int]], apart: float)
             classes.append([block])
     if len(classes) == 1:
         return "equal to the bit in every block size"
-    return f"equal to the bit: {' | '.join(', '.join(map(str, members)) for members in classes)}; {apart:.2f} apart"
+    return f"equal to the bit: {' | '.join(', '.join(map(str, members)) for members in classes)}; {number(apart)} apart"
 
 
 def equal_blocks(setting: Setting) -> Iterator[Row]:
@@ -427,7 +428,7 @@ def timed(kernel: Kernel, setting: Setting, share: int, requests: int) -> Row:
     """The row of a kernel's times in every block size at one number of requests."""
     layers = operands(kernel, setting.sizes.layer, share, requests, setting.device, setting.sizes.dtype)
     blocks = kernel.blocks(setting.device)
-    milliseconds = measured(repeated(kernel, blocks, layers), setting.clock, setting.effort)
+    milliseconds = measured(repeated(kernel, blocks, layers), setting.clock, limited(setting.effort))
     took = {name: [MICROSECONDS * ms / len(layers) for ms in times] for name, times in milliseconds.items()}
     medians = {name: Spread.of(times).median for name, times in took.items()}
     before, after = took[str(kernel.before)], took[str(kernel.after)]
@@ -447,17 +448,24 @@ def timed(kernel: Kernel, setting: Setting, share: int, requests: int) -> Row:
     )
 
 
+def limited(effort: Effort) -> Effort:
+    """The effort for one row: as asked for, but at most MOST_EFFORT."""
+    return Effort(
+        *(min(one, most) for one, most in zip(dataclasses.astuple(effort), dataclasses.astuple(MOST_EFFORT), strict=True))
+    )
+
+
 def block_times(setting: Setting) -> Iterator[Row]:
     """The rows of every kernel's times, for a whole layer and a rank's share of it."""
-    for kernel in KERNELS:
-        for share in setting.sizes.shares:
+    for share in setting.sizes.shares:
+        for kernel in KERNELS:
             setting.tell(f"{kernel.name}, 1/{share} of the layer: times")
             for requests in setting.sizes.batches:
                 yield timed(kernel, setting, share, requests)
 
 
 def missing(part: Callable[[Setting], Iterator[Row]], name: str) -> Callable[[Setting], Iterator[Row]]:
-    """The part, or one row with the reason if SGLang's files are not on this host, which is no failure."""
+    """The part, or one row with the reason if this host has no SGLang, which is no failure."""
 
     @functools.wraps(part)
     def rows(setting: Setting) -> Iterator[Row]:

@@ -20,7 +20,8 @@ class Row:
 
     - `answers`: how the results compare with the truth, in words. `broken`: whether a form is wrong.
     - `first_s`: the seconds of the first calls. `case`: the case that was timed.
-    - `reason`: why nothing was measured. With `lacking`, the host has too few GPUs, which is no failure.
+    - `reason`: why nothing was measured. With `lacking`, the host has too few GPUs or no SGLang, which is no
+      failure.
     """
 
     claim: int
