@@ -1,4 +1,4 @@
-"""The decay itself, alpha = exp(g), in place of its logarithm: oracle, tolerances, cases, domains, laws, right and wrong code."""
+"""The decay itself, alpha = exp(g), in place of its logarithm: oracle, tolerances, cases, domains, laws and kernels."""
 
 import dataclasses
 import itertools
