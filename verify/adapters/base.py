@@ -72,7 +72,8 @@ class Adapter(Implementation):
         - state [N, HV, K, V] or None, cu_seqlens [N + 1] or None
         - scale (None means K ** -0.5), qk_norm (whether to L2-normalise q and k), output_final_state
 
-        If the kernel computes the gate (`in_kernel` of the domain), g is None and x has a (shaped like g), A_log [HV] and dt_bias
+        If the kernel takes the decay itself (`decays` of the domain), g is None and x has alpha, shaped like g. If it computes the
+        gate (`in_kernel` of the domain), g is None and x has a (shaped like g), A_log [HV] and dt_bias
         ([HV], [HV, K] or None). If it computes beta, beta is None and x has b and allow_neg_eigval. Other operations get and return
         their own inputs and outputs by name; `gdn-verify list` prints them.
         """
