@@ -20,6 +20,7 @@ from properties.path_domain import PathDomain
 from properties.pool_domain import PoolDomain
 from properties.rule_laws import LAWS
 from properties.strategies import Example
+from properties.trace_domain import TraceDomain
 from tests.answering import Answering
 from verify.engine import climb as climb_module
 from verify.engine.check import Check
@@ -137,6 +138,7 @@ def test_every_case_of_a_climb_is_legal_new_and_no_larger(name: str) -> None:
         ("oracle", ModuleDomain("gated_rms_norm")),
         ("oracle", PoolDomain()),
         ("oracle", LayerDomain()),
+        ("session", TraceDomain()),
         ("parallel", PathDomain()),
         ("oracle", Domain(operation="kda", in_kernel=("none", "both"))),
     ],

@@ -154,7 +154,7 @@ def _rank(group: tuple[str, ...], value: tuple[Any, ...], choices: Mapping[str, 
 
 def _size(case: Any) -> int:
     """The size of a call: its bytes, or its tokens if the case class does not count bytes."""
-    return int(getattr(case, "bytes", sum(case.lengths)))
+    return int(case.bytes if hasattr(case, "bytes") else sum(case.lengths))
 
 
 def _replaced(law: Law, base: Example, words: Mapping[str, Any], legal: Callable[[Example, Example], bool]) -> Example:
