@@ -49,7 +49,7 @@ def _tags(bench: TraceBench, example: Example) -> Iterator[Pair]:
         for place, row in enumerate(step.rows):
             if row.real:
                 ledger = _Ledger() if row.begins else ledgers[row.request]
-                for token in range(row.kept):
+                for token in range(row.accepted):
                     _accept(case, ledger, row.request, row.start + token)
                     if token + 1 == row.snapshot:
                         ledgers[f"{row.request}@"] = ledger.copy()
@@ -179,12 +179,12 @@ class _Rows:
     def __init__(self, case: TraceCase) -> None:
         self.case = case
         self.parts: list[dict[str, Tensor]] = []
-        self.wanted: list[list[tuple[str, str, Tensor, bool]]] = []
+        self.comparisons: list[list[tuple[str, str, Tensor, bool]]] = []
 
     def of(self, *others: "_Rows") -> "_Rows":
         """Return these rows with those of others behind."""
         self.parts = [part for other in others for part in other.parts]
-        self.wanted = [wanted for other in others for wanted in other.wanted]
+        self.comparisons = [comparisons for other in others for comparisons in other.comparisons]
         return self
 
     def add(self, moment: Moment, place: int, row: Row) -> None:
@@ -198,14 +198,14 @@ class _Rows:
             return  # there is no truth; the step that made the state not finite is judged
         ends = {row.count: [(f"o of {name} in event {event}", "o", moment.rows[place], False)]}
         state = f"state of {name} after event {event}"
-        ends.setdefault(row.kept, []).append((state, "final_state", moment.after[name].state, False))
+        ends.setdefault(row.accepted, []).append((state, "final_state", moment.after[name].state, False))
         if row.snapshot is not None:
             what = f"snapshot of {name} in event {event}"
             ends.setdefault(row.snapshot, []).append((what, "final_state", moment.after[f"{name}@"].state, True))
-        for end, wanted in ends.items():
+        for end, comparisons in ends.items():
             part = {key: x[:end] for key, x in tokens.items()}
             self.parts.append({**part, "state": before.state, "window": before.window})
-            self.wanted.append(wanted)
+            self.comparisons.append(comparisons)
 
     def judged(self, bench: TraceBench, kind: str) -> Iterator[Pair]:
         """Yield every result with its bound, from one call of the oracle."""
@@ -223,8 +223,8 @@ class _Rows:
             heads=case.heads,
         )
         bounds = bench.bounds(inputs, kind)
-        for number, wanted in enumerate(self.wanted):
-            for name, output, got, saved in wanted:
+        for number, comparisons in enumerate(self.comparisons):
+            for name, output, got, saved in comparisons:
                 if output == "o":
                     yield name, got, bounds["o"].at(0, slice(int(offsets[number]), int(offsets[number + 1])))
                 else:
@@ -246,13 +246,13 @@ def _stored(bound: Bound, dtypes: list[torch.dtype]) -> Bound:
     return dataclasses.replace(bound, allowed=allowed, finer=later, origin=f"{bound.origin}, and the rounding of stored states")
 
 
-def _kept(moments: Iterator[Moment]) -> Iterator[tuple[str, Tensor]]:
+def _results(moments: Iterator[Moment]) -> Iterator[tuple[str, Tensor]]:
     """Yield what a run keeps: the outputs of accepted tokens, and every owner's state and window, by name, as bits."""
     for moment in moments:
         step = moment.step
         for place, row in enumerate(step.rows):
             if row.real and row.count:
-                yield f"o of {row.request} in event {step.event}", bits(moment.rows[place][: row.kept])
+                yield f"o of {row.request} in event {step.event}", bits(moment.rows[place][: row.accepted])
         for owner, slot in sorted(moment.after.items()):
             state, window = slot.bits()
             yield f"state of {owner} after event {step.event}", state
@@ -271,7 +271,7 @@ def _compared(once: Iterator[tuple[str, Tensor]], twice: Iterator[tuple[str, Ten
 def _dropped(bench: TraceBench, example: Example) -> Iterator[Pair]:
     assert example.variant is not None
     what = {"drafts": "rejected drafts", "padding": "padding rows", "free": "contents of slots that nobody owns"}[example.variant]
-    once, twice = (_kept(play(bench, example.case, other=other)) for other in ((), (example.variant,)))
+    once, twice = (_results(play(bench, example.case, other=other)) for other in ((), (example.variant,)))
     yield from _compared(once, twice, f"with other {what}")
 
 
@@ -279,7 +279,9 @@ def _alone(bench: TraceBench, example: Example) -> Iterator[Pair]:
     """In the second run every row of a batch is a call of its own."""
     if all(len(step.rows) < 2 for step in example.case.plan):
         raise Blind("no batch has two rows")
-    yield from _compared(_kept(play(bench, example.case)), _kept(play(bench, example.case, apart=True)), "without its batch mates")
+    yield from _compared(
+        _results(play(bench, example.case)), _results(play(bench, example.case, apart=True)), "without its batch mates"
+    )
 
 
 def _slots(bench: TraceBench, example: Example) -> Iterator[Pair]:
@@ -325,13 +327,13 @@ def _renamed(bench: TraceBench, example: Example) -> Iterator[Pair]:
     first, second = list(play(bench, case)), list(play(bench, case, before=shuffle))
     if all(one.slots == two.slots for one, two in zip(first, second, strict=True)):
         raise Blind("every request has the same slot in both runs")
-    yield from _compared(_kept(iter(first)), _kept(iter(second)), "in other slots")
+    yield from _compared(_results(iter(first)), _results(iter(second)), "in other slots")
 
 
 def _has(case: TraceCase, variant: str | None) -> str | None:
     """Return what a case lacks for a variant of the law `dropped`, or None."""
     rows = [row for step in case.plan for row in step.rows]
-    if variant == "drafts" and not any(row.real and row.kept < row.count for row in rows):
+    if variant == "drafts" and not any(row.real and row.accepted < row.count for row in rows):
         return "a draft of which a part is rejected"
     if variant == "padding" and all(row.real for row in rows):
         return "a padding row"

@@ -127,7 +127,7 @@ def play(
                     batch = case.batch(step, call, tagged=tagged, drafts=drafts, padding=padding)
                     o = {"p": engine.prefill, "d": engine.decode, "v": engine.verify}[step.kind](batch)
                     if step.kind == "v":
-                        engine.commit([step.rows[place].kept for place in call])
+                        engine.commit([step.rows[place].accepted for place in call])
                     outputs |= dict(zip(call, o.split(list(batch.lengths)), strict=True))
         elif step.kind == "k":
             engine.fork(step.request, step.source, snapshot=step.snapshot)

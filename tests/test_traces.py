@@ -74,11 +74,15 @@ def test_a_line_is_the_same_case_again() -> None:
 
 
 def test_the_plan_of_the_documented_trace() -> None:
-    told = [
-        (step.text, [(row.request, row.start, row.count, row.kept, row.begins, row.snapshot) for row in step.rows], step.requests)
+    plan = [
+        (
+            step.text,
+            [(row.request, row.start, row.count, row.accepted, row.begins, row.snapshot) for row in step.rows],
+            step.requests,
+        )
         for step in FULL.plan
     ]
-    assert told == [
+    assert plan == [
         ("p:a5,b70,_3", [("a", 0, 5, 5, True, None), ("b", 0, 70, 70, True, 64), ("_", 0, 3, 3, False, None)], ("a", "b")),
         ("d:a,_", [("a", 5, 1, 1, False, None), ("_", 0, 1, 0, False, None)], ("a",)),
         ("v4:a2,b1", [("a", 6, 4, 2, False, None), ("b", 70, 4, 1, False, None)], ("a", "b")),
@@ -158,7 +162,7 @@ def test_every_part_of_a_trace_is_a_trace() -> None:
                 part = dataclasses.replace(case, **change)
                 assert len(part.plan) <= len(part.trace.split("/")), words
                 for step in part.plan:
-                    assert all(row.start >= 0 and 0 <= row.kept <= row.count for row in step.rows), words
+                    assert all(row.start >= 0 and 0 <= row.accepted <= row.count for row in step.rows), words
 
 
 # Numbers
@@ -297,7 +301,7 @@ def test_drawn_traces_have_every_event_and_length() -> None:
     assert {1, 2, 3, 63, 64, 65, 66, 128, 130} <= {row.count for kind, row in rows if kind == "p"}
     assert {row.count for kind, row in rows if kind == "v"} >= {1, 2, 3, 4, 5, 8}
     assert any(kind == "p" and row.count == 0 for kind, row in rows)
-    assert any(kind == "v" and row.real and row.kept < row.count for kind, row in rows)
+    assert any(kind == "v" and row.real and row.accepted < row.count for kind, row in rows)
     assert any(kind == "p" and row.real and row.start for kind, row in rows)
     assert {case.slots for case in cases} == {3, 4, 5, 6}
     first = [step.rows[0].real for case in cases for step in case.plan if len(step.rows) > 1 and not all(r.real for r in step.rows)]

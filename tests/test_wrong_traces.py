@@ -99,7 +99,7 @@ def broken(animal: type[traces.Serves], law: str, most: int = 10**6) -> int | No
     return None
 
 
-@pytest.mark.parametrize(("animal", "law"), KILLED_BY.items(), ids=lambda each: getattr(each, "__name__", each))
+@pytest.mark.parametrize(("animal", "law"), KILLED_BY.items(), ids=lambda value: getattr(value, "__name__", value))
 @pytest.mark.slow_after_first
 def test_law_alone_kills_the_wrong_engine(animal: type[traces.Serves], law: str) -> None:
     assert broken(animal, law) is not None
@@ -113,7 +113,7 @@ def test_every_law_has_an_engine_and_every_engine_a_law() -> None:
     assert len(KILLED_BY) >= 25
 
 
-@pytest.mark.parametrize(("animal", "law"), SEEN_BY_ONE_LAW.items(), ids=lambda each: getattr(each, "__name__", each))
+@pytest.mark.parametrize(("animal", "law"), SEEN_BY_ONE_LAW.items(), ids=lambda value: getattr(value, "__name__", value))
 @pytest.mark.slow
 def test_what_one_law_alone_sees_the_others_do_not(animal: type[traces.Serves], law: str) -> None:
     assert broken(animal, law) is not None

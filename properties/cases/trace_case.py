@@ -67,7 +67,7 @@ _CLOSED, _OPEN = -100.0, 100.0  # of a and b: no decay, and a beta of one
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row of a batch: `count` tokens of a request, the first `kept` of which stay; `start` tokens came before.
+    """One row of a batch: `count` tokens of a request, the first `accepted` of which stay; `start` tokens came before.
 
     `request` is PADDING for a padding row. `begins` says that the request was admitted for this row. `snapshot` is the number of
     the row's tokens after which a snapshot is taken, or None.
@@ -76,7 +76,7 @@ class Row:
     request: str
     start: int
     count: int
-    kept: int
+    accepted: int
     begins: bool = False
     snapshot: int | None = None
 
@@ -321,7 +321,7 @@ class TraceCase(Line):
         if not row.real:
             return "padding", step.event + 1000 * other, place * MOST_TOKENS + token
         number = ord(row.request) - ord("a")
-        if token >= row.kept:
+        if token >= row.accepted:
             return "rejected", number, (step.event + 1000 * other) * MOST_TOKENS + token
         return "tokens", number, row.start + token
 
@@ -450,7 +450,7 @@ class Roll:
                 return None
             for row in rows:
                 if row.real:
-                    self.tokens[row.request] = row.start + row.kept
+                    self.tokens[row.request] = row.start + row.accepted
             return Step(number, event, kind[0], rows)
         if kind == "k":
             found = _FORK.fullmatch(text)

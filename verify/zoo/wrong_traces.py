@@ -286,8 +286,8 @@ class NoWriteAfterFour(Serves):
     incident = (20,)
 
     def write(self, rows: Sequence[Progress], counts: Sequence[int]) -> None:
-        kept = [(row, count) for row, count in zip(rows, counts, strict=True) if not (count == len(row.o) == 4)]
-        super().write([row for row, _ in kept], [count for _, count in kept])
+        written = [(row, count) for row, count in zip(rows, counts, strict=True) if not (count == len(row.o) == 4)]
+        super().write([row for row, _ in written], [count for _, count in written])
 
 
 class VerifyWithoutDecay(Serves):
