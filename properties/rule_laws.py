@@ -441,7 +441,7 @@ LAWS: dict[str, Law] = {
         Law(
             "linear",
             "exact",
-            "outputs are linear in (v, state), gradients are linear in the cotangents; a factor of -2 passes through bit for bit",
+            "outputs are linear in (v, state) and gradients are linear in the cotangents; a factor of -2 passes through to the bit",
             _linear_examples,
             _linear,
             variants=("values", "cotangents", "zero_cotangents", "sum"),

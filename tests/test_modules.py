@@ -76,7 +76,7 @@ DOMAINS: dict[str, tuple[ModuleDomain, dict[str, str]]] = {
     "wide taps": (ModuleDomain(conv_widths=(16, 9)), {"whole": "conv_width up to 8"}),
     "forward with silu": (
         ModuleDomain(activations=("silu",), backward=False, bias=False, views=False),
-        {"linear": "nothing that it computes", "whole": "activation=none", "strides": "views"},
+        {"linear": "no output or gradient", "whole": "activation=none", "strides": "views"},
     ),
     "one channel": (ModuleDomain(widths=(1, 1)), {"channels": "more than one channel"}),
     "short": (ModuleDomain(longest=5), {}),

@@ -544,8 +544,8 @@ def test_group_is_replaced_only_where_ranks_may_have_parted(answers: tuple[dict[
 
 
 def test_rank_that_cannot_join_is_named() -> None:
-    refused = Outcome(Verdict.UNKNOWN, reason="there is no GPU for it").to_json()
-    with pytest.raises(WorkerLost, match="failed to start: rank 1: there is no GPU for it"):
+    refused = Outcome(Verdict.UNKNOWN, reason="there is no GPU for this rank").to_json()
+    with pytest.raises(WorkerLost, match="failed to start: rank 1: there is no GPU for this rank"):
         of(Rank(), Rank(join=refused)).ask({})
 
 
