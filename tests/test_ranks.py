@@ -382,7 +382,7 @@ def test_supervisors_without_a_pulse_are_missed_by_those_who_need_them(
         assert "rank 1: lost the supervisor of rank 0: no message from it for 3 s" in err
         assert not group._seats[1].alive
         assert gone(started(tmp_path), 1.0)
-        with pytest.raises(WorkerLost, match="rank 1 lost its supervisor: it ended"):
+        with pytest.raises(WorkerLost, match="rank 1 lost its supervisor: the process ended"):
             group.ask(FINE)
 
 
