@@ -67,7 +67,6 @@ class Arithmetic:
     output: int
     step: float = 0.0
     gate: int = EXACT
-    pool: int = EXACT
     algorithm: str = "exact"
     chunk: int | None = None
     first: int = 0
@@ -77,6 +76,7 @@ class Arithmetic:
     folds: bool = False
     term: int = EXACT
     axis: int = 0
+    pool: int = EXACT
 
     @classmethod
     def of(cls, algorithm: str, dtype: str, products: str = "ieee", runs: int = 9) -> "Arithmetic":

@@ -1030,10 +1030,20 @@ class Carried(torch.autograd.Function):
 
 
 def step_by_step(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float, rule: Arithmetic, lengths: Sequence[int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    scale: float,
+    rule: Arithmetic,
+    lengths: Sequence[int],
+    *,
+    linear: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`steps` of the only sequence."""
-    assert len(lengths) == 1
+    assert len(lengths) == 1 and not linear
     o, final = steps(*(x.transpose(1, 2) for x in (q, k, v, g, beta)), state.squeeze(1), scale, rule)
     return o.transpose(1, 2), final.unsqueeze(1)
 

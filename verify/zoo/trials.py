@@ -242,6 +242,8 @@ class Trials:
 
 
 def is_eligible(animal: Animal) -> bool:
-    """Whether suites can judge this animal: it must implement the gated delta rule with gate and beta as inputs."""
-    domain: Any = animal.kind.domain
-    return issubclass(animal.kind, Adapter) and domain.operation == OPERATION and domain.in_kernel == Domain().in_kernel
+    """Whether suites can judge this animal: it must implement the gated delta rule with log-decay and beta as inputs."""
+    domain, plain = animal.kind.domain, Domain()
+    if not (issubclass(animal.kind, Adapter) and isinstance(domain, Domain) and domain.operation == OPERATION):
+        return False
+    return (domain.in_kernel, domain.decays) == (plain.in_kernel, plain.decays)
