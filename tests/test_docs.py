@@ -505,6 +505,8 @@ CASES = {
         f"lengths=3+3 dtype=bf16 {HEADS} gate_dtype=input in_kernel=INSIDE dt_bias=no",
         f"{PACKED} {HEADS}",
         f"{ONE} gate_dtype=input",
+        f"{PACKED} {HEADS} decay=LINEAR",
+        f"{ONE} gate_dtype=input decay=LINEAR",
     ],
     "causal_conv1d": [
         f"{PACKED} width=5 conv_width=3 bias=yes state=random offsets=int32 activation=silu",
@@ -521,6 +523,8 @@ CASES = {
         f"{PACKED} {HEADS} in_kernel=INSIDE state_dtype=bf16 drafts=tree indices=int32",
         f"{PACKED} {HEADS} drafts=tree",
         f"{PACKED} {HEADS} in_kernel=INSIDE dt_bias=no state_dtype=fp16",
+        f"{PACKED} {HEADS} decay=LINEAR",
+        f"{PACKED} gate_dtype=input decay=LINEAR",
         ONE,
     ],
     "gdn_layer": [f"{PACKED} {HEADS} conv_bias=yes cached=yes state=random offsets=int32", PACKED, ONE],
@@ -571,8 +575,11 @@ def input_rows(prefix: str, operation: str) -> dict[str, Row]:
 
 def calls(book: Book, operation: str) -> list[tuple[Any, dict[str, Any]]]:
     """Cases of an operation with their inputs."""
-    inside = "beta" if operation == "delta_rule" else "both"
-    words = [line.replace("INSIDE", inside) for line in CASES["rules" if book.name == "rules" else operation]]
+    gated = operation != "delta_rule"
+    inside, linear = ("both", "linear") if gated else ("beta", "log")
+    words = [
+        line.replace("INSIDE", inside).replace("LINEAR", linear) for line in CASES["rules" if book.name == "rules" else operation]
+    ]
     cases = [book.case.parse(f"{line} op={operation}") for line in words]
     return [(case, dict(case.inputs())) for case in cases]
 
@@ -580,7 +587,7 @@ def calls(book: Book, operation: str) -> list[tuple[Any, dict[str, Any]]]:
 @pytest.mark.parametrize(("book", "operation"), SINGLE_PROCESS)
 def test_the_inputs_of_an_operation_are_those_of_the_page(book: Book, operation: str) -> None:
     rows, inputs = input_rows("Inputs of ", operation), [call for _, call in calls(book, operation)]
-    for name in ("a", "A_log", "dt_bias") if operation == "delta_rule" else ():  # it has no gate, and shares its table
+    for name in ("a", "A_log", "dt_bias", "alpha") if operation == "delta_rule" else ():  # it has no gate, and shares its table
         del rows[name]
     assert {*rows} == {name for call in inputs for name in call}
     for name, row in rows.items():
