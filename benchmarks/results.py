@@ -1,7 +1,7 @@
-"""docs/results.md, made of the records in docs/results.json and the text in benchmarks/results.md.j2.
+"""docs/results.md and docs/decode-blocks.md, made of the records in docs/results.json and the texts in benchmarks/*.md.j2.
 
-    python -m benchmarks.results            write the page
-    python -m benchmarks.results --check    only compare: the exit code is 1 if the page is not what the records say
+    python -m benchmarks.results            write the pages
+    python -m benchmarks.results --check    only compare: the exit code is 1 if a page is not what the records say
 
 The exit code is 2 if a record is wrong.
 """
@@ -20,26 +20,29 @@ import jinja2
 
 from benchmarks.records import RECORDS, ROOT, Record, read
 
-PAGE = ROOT / "docs" / "results.md"
+PAGES = {f"{name}.j2": ROOT / "docs" / name for name in ("results.md", "decode-blocks.md")}  # by their templates
 WIDTH = 100  # of prose
 
 
 def main() -> int:
-    """Write or compare the page. Returns the exit code."""
+    """Write or compare the pages. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is not what the records say")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is not what the records say")
     options = parser.parse_args()
     try:
-        page = rendered(read(RECORDS))
+        data = read(RECORDS)
+        pages = {page: rendered(data, template) for template, page in PAGES.items()}
     except (ValueError, jinja2.TemplateError) as error:
         print(f"benchmarks.results: {error}", file=sys.stderr)
         return 2
-    if not options.check:
-        PAGE.write_text(page, encoding="utf-8")
-    elif difference := first_difference(PAGE.read_text(encoding="utf-8"), page):
-        print(f"benchmarks.results: {PAGE.name}:{difference}: run python -m benchmarks.results", file=sys.stderr)
-        return 1
-    return 0
+    code = 0
+    for page, text in pages.items():
+        if not options.check:
+            page.write_text(text, encoding="utf-8")
+        elif difference := first_difference(page.read_text(encoding="utf-8"), text):
+            print(f"benchmarks.results: {page.name}:{difference}: run python -m benchmarks.results", file=sys.stderr)
+            code = 1
+    return code
 
 
 def first_difference(found: str, wanted: str) -> str:
@@ -48,8 +51,8 @@ def first_difference(found: str, wanted: str) -> str:
     return next((f"{number} must be {want!r}, got {line!r}" for number, (line, want) in enumerate(pairs, 1) if line != want), "")
 
 
-def rendered(data: dict[str, Any]) -> str:
-    """The page of the machines and records."""
+def rendered(data: dict[str, Any], template: str = "results.md.j2") -> str:
+    """A page of the machines and records."""
     records: list[Record] = data["records"]
     year = max((record["date"][:4] for record in records), default="")
 
@@ -70,7 +73,7 @@ def rendered(data: dict[str, Any]) -> str:
     )
     fill = functools.partial(textwrap.fill, width=WIDTH, break_long_words=False, break_on_hyphens=False)
     environment.filters |= {"wrap": lambda text: fill(text) + "\n", "figure": figure}
-    page: str = environment.get_template("results.md.j2").render(
+    page: str = environment.get_template(template).render(
         year=year,
         machines=machine_rows(data["machines"]),
         of=of,

@@ -67,7 +67,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="also write one JSON object to FILE, again after each part")
     parser.add_argument("--markdown", action="store_true", help="print the table as markdown")
-    parser.add_argument("--path", metavar="DIR", help="a folder in which modules are looked for first, such as SGLang's files")
+    parser.add_argument("--path", metavar="DIR", help="look for modules in this folder first, such as SGLang's files")
 
 
 def act(options: argparse.Namespace) -> int:
