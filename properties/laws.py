@@ -55,6 +55,12 @@ class Bench(Protocol):
         `counterpart` runs the recurrent form of the implementation. Inputs named in `frozen` require no gradient.
         """
 
+    def replay(self, first: Inputs, second: Inputs) -> Results:
+        """Run `first`, put the numbers of `second` into its tensors, and return the outputs of a second run of these tensors.
+
+        On a GPU, a call that can be captured in a CUDA graph is captured, and the second run is the graph's replay.
+        """
+
     def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:
         """Return the truth and the error allowed to each row, for the implementation's class of algorithm or for `algorithm`."""
 

@@ -32,6 +32,8 @@ class PoolDomain:
     memory lies in the order of `layout`, so an adapter transposes the pool without a copy. `state_dtypes` are the dtypes of the
     pool. `empty_first` says whether a packed request without tokens may stand before one with tokens, if `rule.empty` is True.
     `trees` says whether the tokens of a request may be a tree, in which each follows any earlier one.
+    `refills` says whether a caller may put other numbers into the tensors of a call and call again, as servers do with the buffers
+    of a CUDA graph. `graphs` says whether a call can be captured in such a graph.
     `apart` says whether slots may lie apart from each other in memory, and `views` which strides the inputs may have, if
     `rule.views` is True: the views of `Domain`, and "fused" for tokens that lie side by side in one tensor with others.
 
@@ -51,6 +53,8 @@ class PoolDomain:
     state_dtypes: tuple[str, ...] = ("fp32",)
     trees: bool = False
     empty_first: bool = True
+    refills: bool = True
+    graphs: bool = False
     apart: bool = True
     views: tuple[str, ...] = POOL_VIEWS
 

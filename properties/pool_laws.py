@@ -280,6 +280,26 @@ def _history(bench: Bench, example: Example) -> Iterator[Pair]:
         yield from _judged(again, bench.bounds(inputs, None), meant, " of a call as an earlier one")
 
 
+def _refill(bench: Bench, example: Example) -> Iterator[Pair]:
+    """A call whose tensors hold the numbers of another call at first, as those of a CUDA graph do.
+
+    The other call has other lengths if the requests are packed, and other slots and padding. What it put into the rows of padding
+    stays there.
+    """
+    case, before = example.case, _other(example.case)
+    rotated = dataclasses.replace(before, lengths=(*case.lengths[1:], *case.lengths[:1]))
+    before = before if bench.domain.outside(rotated) else rotated  # type: ignore[arg-type]
+    inputs, first, meant = case.inputs(), before.inputs(), _meaningful(case)
+    padding = ~_rows(case, torch.tensor(case.real))
+    stale = {
+        name: torch.where(spread(padding, inputs[name], 0), first[name], inputs[name])
+        for name in present(case.spec, inputs, "B", "T")
+        if inputs[name].is_floating_point()
+    }
+    later = inputs.replaced(**stale)
+    yield from _judged(bench.replay(first, later), bench.bounds(later, None), meant, " after its tensors were filled again")
+
+
 def _memory(bench: Bench, example: Example) -> Iterator[Pair]:
     inputs, meant = example.case.inputs(), _meaningful(example.case)
     once, twice = (bench.run(inputs, None, poison=poison) for poison in (float("nan"), -3.0e4))
@@ -465,6 +485,14 @@ POOL_LAWS: dict[str, Law] = {
             "a call gives the same results after another call with other inputs, bit for bit if deterministic=True",
             lambda domain: examples_of(pool_cases(domain, most=8)),
             _history,
+        ),
+        Law(
+            "refill",
+            "truth",
+            "a call whose tensors held the numbers of another call before gives its own results, also replayed from a CUDA graph",
+            lambda domain: examples_of(pool_cases(domain, kinds=("steps", "drafts", "prompts"))),
+            _refill,
+            _promises("refills"),
         ),
         Law(
             "memory",

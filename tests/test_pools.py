@@ -423,6 +423,8 @@ KILLED_BY = {
     pools.DecodesKdaAsOneDecay: Kill("oracle", 2),
     pools.HalfStatesByHalf: Kill("oracle"),
     pools.TransposesByCopy: Kill("oracle"),
+    pools.OffsetsByIdentity: Kill("refill", 2, 2),
+    pools.SlotsByIdentity: Kill("refill", 1, 2),
     pools.TreesAsChains: Kill("oracle", 4),
     pools.TreesByTheNextRequest: Kill("oracle", 4, 2),
     pools.TokensSideBySide: Kill("strides", 2),

@@ -67,6 +67,7 @@ class Decode(SGLang):
         layout="vk",
         state_dtypes=("fp32", "bf16"),
         blocks=BLOCK_SIZES,
+        graphs=True,
         views=("offset", "fused"),
     )
 
@@ -113,7 +114,7 @@ class Verify(Decode):
     token then starts from its parent's state in the buffer.
     """
 
-    domain = dataclasses.replace(Decode.domain, most_tokens=STEPS, accepts=True, trees=True, state_dtypes=("fp32",))
+    domain = dataclasses.replace(Decode.domain, graphs=False, most_tokens=STEPS, accepts=True, trees=True, state_dtypes=("fp32",))
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         lengths = torch.tensor(sequences(x, "v"), device=x.v.device)
@@ -187,6 +188,7 @@ class Update(SGLang):
         layout="vk",
         state_dtypes=("fp32", "bf16"),
         blocks=BLOCK_SIZES,
+        graphs=True,
         apart=False,
     )
 
@@ -223,6 +225,7 @@ class PackedDecode(SGLang):
         layout="vk",
         state_dtypes=("fp32", "bf16"),
         blocks=BLOCK_SIZES,
+        graphs=True,
         views=("offset", "fused"),
     )
 
@@ -260,7 +263,8 @@ class ChunkInPlace(SGLang):
     """`chunk_gated_delta_rule`: prompts in chunks of 64 tokens, in half precision; final states are written to the pool.
 
     As for `Update`, slots must lie side by side. A request without tokens must not stand before others: `prepare_chunk_indices`
-    counts only sequences that have a chunk, so that the next request gets the slot of the empty one (docs/FINDINGS.md).
+    counts only sequences that have a chunk, so that the next request gets the slot of the empty one (docs/FINDINGS.md). Its result
+    is kept by the identity of `cu_seqlens`, which must therefore be a new tensor for every call.
     """
 
     algorithm = "chunkwise"
@@ -276,6 +280,7 @@ class ChunkInPlace(SGLang):
         state_dtypes=("fp32", "bf16"),
         apart=False,
         empty_first=False,
+        refills=False,
     )
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:

@@ -278,6 +278,32 @@ class SlotsOfTheFirstCall(Serving):
         return super().run(x.replaced(slots=self.seen.setdefault(key, x.slots.clone())))
 
 
+class OffsetsByIdentity(Serving):
+    """Offsets are kept by the identity of cu_seqlens: a buffer that is filled again has the offsets of its first use."""
+
+    letter = "K"
+    incident = (36,)
+    seen: ClassVar[dict[int, tuple[Tensor, Tensor]]] = {}
+
+    def run(self, x: Inputs) -> Answer:
+        if x.cu_seqlens is None:
+            return super().run(x)
+        tensor, offsets = self.seen.setdefault(id(x.cu_seqlens), (x.cu_seqlens, x.cu_seqlens.clone()))
+        return super().run(x.replaced(cu_seqlens=offsets) if tensor is x.cu_seqlens else x)
+
+
+class SlotsByIdentity(Serving):
+    """Slots are kept by the identity of their tensor, which a server fills again for every step."""
+
+    letter = "K"
+    incident = (36,)
+    seen: ClassVar[dict[int, tuple[Tensor, Tensor]]] = {}
+
+    def run(self, x: Inputs) -> Answer:
+        tensor, slots = self.seen.setdefault(id(x.slots), (x.slots, x.slots.clone()))
+        return super().run(x.replaced(slots=slots) if tensor is x.slots else x)
+
+
 class LargeValuesChangeThePath(Serving):
     """If any request has a large value, all requests take a right path that rounds differently."""
 
