@@ -13,6 +13,7 @@ KERNELS = {
     "fla/fused_recurrent_delta_rule": "verify.adapters.fla:FusedRecurrentDeltaRule",
     "sglang/recurrent": "verify.adapters.sglang_rules:Recurrent",
     "sglang/recurrent_kda": "verify.adapters.sglang_rules:RecurrentKda",
+    "vllm/chunk": "verify.adapters.vllm_rules:Chunk",
     "transformers/chunk": "verify.adapters.transformers:Chunk",
     "transformers/recurrent": "verify.adapters.transformers:Recurrent",
     "flashinfer/prefill": "verify.adapters.flashinfer_kernels:Prefill",
@@ -63,6 +64,12 @@ POOLS = {
     "flashinfer/mtp": "verify.adapters.flashinfer_kernels:Mtp",
     "flashinfer/decode_reference": "verify.adapters.flashinfer_references:DecodeReference",
     "flashinfer/mtp_reference": "verify.adapters.flashinfer_references:MtpReference",
+    "vllm/decode": "verify.adapters.vllm_pools:Decode",
+    "vllm/decode_kda": "verify.adapters.vllm_pools:DecodeKda",
+    "vllm/verify": "verify.adapters.vllm_pools:Verify",
+    "vllm/recurrent": "verify.adapters.vllm_pools:Recurrent",
+    "vllm/packed_decode": "verify.adapters.vllm_pools:PackedDecode",
+    "vllm/prefill": "verify.adapters.vllm_pools:Prefill",
 }
 LAYERS = {
     "fla/layer": "verify.adapters.fla_layer:Layer",
