@@ -1,11 +1,13 @@
 """The laws bound to the adapters: released kernels, interpreted. One item a law and adapter.
 
-Modules, pools and layers are checked so in tests of their own (test_modules.py, test_pools.py, test_layers.py).
+Modules, pools and layers are checked so in tests of their own (test_modules.py, test_pools.py, test_layers.py). So are the kernels
+of serving libraries, whose files are fetched first (test_sglang.py, test_vllm.py).
 """
 
 import pytest
 
 from properties.rule_laws import LAWS
+from verify.adapters.libraries import LIBRARIES
 from verify.adapters.registry import KERNELS
 from verify.cli.pytest_plugin import LawItem
 
@@ -32,7 +34,7 @@ def test_law_holds_of_a_long_one(gdn_law: LawItem) -> None:
 
 
 @pytest.mark.gdn_adapter(
-    *(name for name in KERNELS if name not in (*MAIN, *LONG, *OTHERWISE) and not name.startswith("flashinfer/")),
+    *(name for name in KERNELS if name not in (*MAIN, *LONG, *OTHERWISE) and name.partition("/")[0] not in LIBRARIES),
     profile="least",
     laws=[name for name in LAWS if name not in (*OFTEN, *PLAIN)],
 )
