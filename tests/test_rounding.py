@@ -1043,20 +1043,20 @@ def step_by_step(
     linear: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`steps` of the only sequence."""
-    assert len(lengths) == 1 and not linear
-    o, final = steps(*(x.transpose(1, 2) for x in (q, k, v, g, beta)), state.squeeze(1), scale, rule)
+    assert len(lengths) == 1
+    o, final = steps(*(x.transpose(1, 2) for x in (q, k, v, g, beta)), state.squeeze(1), scale, rule, linear=linear)
     return o.transpose(1, 2), final.unsqueeze(1)
 
 
 def steps(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float, rule: Arithmetic
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float, rule: Arithmetic, *, linear: bool
 ) -> tuple[Tensor, Tensor]:
     """disturbed.recurrent as its docstring has it: the decay, the state twice, what is written and both sums round, every step.
 
-    What is written is written apart: beta k v^T, and beta k (k^T S)^T taken off.
+    What is written is written apart: beta k v^T, and beta k (k^T S)^T taken off. A `linear` decay is an input and does not round.
     """
     depth, width, rows = q.shape[-1], max(q.shape[-1], v.shape[-1]), []
-    decay = rule.single(rule.single(g, "g").exp(), "decay")
+    decay = g.exp() if linear else rule.single(rule.single(g, "g").exp(), "decay")
     for q_t, k_t, v_t, decay_t, beta_t in zip(*(x.unbind(-2) for x in (q, k, v, decay, beta)), strict=True):
         state = Carried.apply(decay_t.unsqueeze(-1) * state, rule, "decayed")
         recalled = torch.einsum("...k,...kv->...v", k_t, rule.single(state, "recalled", depth))
@@ -1109,6 +1109,26 @@ def test_recurrence_in_chunks_spreads_as_one_that_rounds_step_by_step(
     got = ratios(Case.parse(f"op={operation} {STEPPED} {more}"), monkeypatch)
     assert set(got) == set(names(operation))
     assert {name: ratio for name, ratio in got.items() if not 0.6 < ratio < 2.2} == {}
+
+
+@pytest.mark.parametrize("more", ["gate=64 values=repeated", "op=kda gate=mixed beta=edges"])
+def test_recurrence_of_alphas_spreads_as_one_that_rounds_step_by_step(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.parse(f"{STEPPED} {more} decay=linear")
+    got = ratios(case, monkeypatch)
+    assert set(got) == {port.name for port in (*case.spec.outputs, *case.spec.gradients())}
+    assert {name: ratio for name, ratio in got.items() if not 0.6 < ratio < 2.2} == {}
+
+
+def test_a_decay_that_is_an_input_has_less_tolerance_than_one_that_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case.parse(f"{STEPPED} gate=64 values=repeated beta=zero decay=linear")
+    make = functools.partial(bounds, case.spec, case.inputs(), None, "recurrent")
+    monkeypatch.setattr(Arithmetic, "drift", lambda _, x, place: torch.zeros_like(x))  # so that only the decay errs
+    disturbed._drifts.cache_clear()
+    given, recurrent = make(), disturbed.recurrent
+    monkeypatch.setattr(disturbed, "recurrent", lambda *arguments, **_: recurrent(*arguments))
+    computed = make()
+    disturbed._drifts.cache_clear()
+    assert float((computed["final_state"].allowed / given["final_state"].allowed).median()) > 3
 
 
 @pytest.mark.parametrize("operation", RULES)
