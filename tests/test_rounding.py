@@ -1124,11 +1124,11 @@ def test_a_decay_that_is_an_input_has_less_tolerance_than_one_that_is_computed(m
     make = functools.partial(bounds, case.spec, case.inputs(), None, "recurrent")
     monkeypatch.setattr(Arithmetic, "drift", lambda _, x, place: torch.zeros_like(x))  # so that only the decay errs
     disturbed._drifts.cache_clear()
-    given, recurrent = make(), disturbed.recurrent
+    of_input, recurrent = make(), disturbed.recurrent
     monkeypatch.setattr(disturbed, "recurrent", lambda *arguments, **_: recurrent(*arguments))
-    computed = make()
+    of_computed = make()
     disturbed._drifts.cache_clear()
-    assert float((computed["final_state"].allowed / given["final_state"].allowed).median()) > 3
+    assert float((of_computed["final_state"].allowed / of_input["final_state"].allowed).median()) > 3
 
 
 @pytest.mark.parametrize("operation", RULES)
