@@ -83,7 +83,8 @@ def test_truth_is_the_definition_with_products_of_alphas(line: str) -> None:
         if name == "dalpha":
             assert bool((value[zero] == 0).all())
             error = error.masked_fill(zero, 0.0)
-        assert float(error.max()) < 1e-7 * float(want[name].abs().max()), name
+        most = 1e-7 if name == "dalpha" else 1e-10  # dalpha is a difference over alpha, which may be 1e-7
+        assert float(error.max()) < most * float(want[name].abs().max()), name
 
 
 @pytest.mark.parametrize("algorithm", ["chunkwise", "recurrent"])
