@@ -193,6 +193,7 @@ def lanes(cards: int) -> tuple[tuple[tuple[str, tuple[Step, ...]], ...], ...]:
     first = ("check", "fla/chunk", "--law", "recall", "--seed", "5", "--device", "cuda")
     measured = (PYTHON, "-m", "benchmarks.steady", "fla/chunk", "--cases", "200", "--passes", "3")
     blocks = ("check", "fla/decode_blocks", "--profile", "few", "--device", "cuda", "--law", "blocks", "--law", "oracle")
+    graphs = ("check", "tests/right.py:Captured", "--profile", "few", "--device", "cuda", "--law", "refill", "--law", "oracle")
     timed = (
         Step("cold", "first verdict, no kernel compiled", verify(*first), first_verdict(COLD_S), cold=True),
         Step("warm", "first verdict, kernels compiled", verify(*first), first_verdict(WARM_S), after="cold"),
@@ -201,6 +202,7 @@ def lanes(cards: int) -> tuple[tuple[tuple[str, tuple[Step, ...]], ...], ...]:
     others = (
         Step("tests", "tests on one GPU", pytest("-n", "6", *GPU_TESTS), tests),
         Step("decode", "decode in every size of block", verify(*blocks), check),
+        Step("graphs", "decode in a CUDA graph", verify(*graphs), check),
         Step(
             "simulated", "simulated ranks on one GPU", verify("check", "gdn/layer", "--profile", "few", "--device", "cuda"), check
         ),

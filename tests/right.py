@@ -315,6 +315,50 @@ class GatheredChunkwise(Gathered):
     rule = Chunkwise
 
 
+class Captured(Adapter):
+    """Decoding of single tokens without a number on the host, so that a CUDA graph can hold it. Slot 0 is nobody's."""
+
+    algorithm = "recurrent"
+    domain = PoolDomain(
+        rule=Domain(empty=False, backward=False), most_tokens=1, padding_slots=("0",), fresh=False, accepts=False, graphs=True
+    )
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        steps, slots = Chunkwise(), self.slots(x)
+        q, k = (steps.normalise(t.float()) if x.qk_norm else t.float() for t in (x.q, x.k))
+        q, k = (steps.repeat(t, x.v.shape[2]).flatten(0, 1) for t in (q, k))
+        v, g, beta = (t.float().flatten(0, 1) for t in (x.v, x.g, x.beta))
+        before = x.pool.index_select(0, slots)
+        state = g.exp()[..., None, None] * before
+        new = beta.unsqueeze(-1) * (v - (k.unsqueeze(-1) * state).sum(-2))
+        state = state + k.unsqueeze(-1) * new.unsqueeze(-2)
+        o = (steps.scale(x) * q.unsqueeze(-1) * state).sum(-2)
+        # Padding requests all write to slot 0 what it holds.
+        x.pool.index_copy_(0, slots, torch.where((slots != 0).reshape(-1, 1, 1, 1), state, before))
+        return o.to(x.v.dtype).reshape(x.v.shape), x.pool
+
+    def slots(self, x: Inputs) -> Tensor:
+        slots: Tensor = x.slots.long()
+        return slots
+
+
+class SlotsOfTheFirstStep(Captured):
+    """The slots are copied when a buffer is first seen, and a graph that is replayed has the slots of its first step."""
+
+    seen: ClassVar[dict[int, tuple[Tensor, Tensor]]] = {}
+
+    def slots(self, x: Inputs) -> Tensor:
+        tensor, slots = self.seen.setdefault(id(x.slots), (x.slots, x.slots.long().clone()))
+        return slots if tensor is x.slots else x.slots.long()
+
+
+class SlotsOnTheHost(Captured):
+    """The slots are read on the host, which is right call by call, but no graph can hold it."""
+
+    def slots(self, x: Inputs) -> Tensor:
+        return torch.tensor(x.slots.tolist(), device=x.slots.device)
+
+
 class TransformersChunk(Adapter):
     """transformers' pure-torch chunkwise rule (Qwen3-Next), the function behind its wrapper; it has no packed form."""
 

@@ -707,3 +707,14 @@ def test_shrunk_case_is_simple_but_for_what_fails() -> None:
     assert small(lambda case: case.accepted == "some") == "op=decode lengths=2 key_dim=1 value_dim=1 accepted=some"
     assert small(lambda case: case.padded == "some") == "op=decode lengths=0+0 key_dim=1 value_dim=1 padded=some"
     assert small(lambda case: any(case.beginning)) == "op=decode lengths=0 key_dim=1 value_dim=1 fresh=all"
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict"), [("Captured", Verdict.HOLDS), ("SlotsOfTheFirstStep", Verdict.BROKEN), ("SlotsOnTheHost", Verdict.HOLDS)]
+)
+def test_without_a_gpu_tensors_are_filled_again_and_no_graph_is_captured(
+    name: str, verdict: Verdict, worker: Worker, tmp_path: pathlib.Path
+) -> None:
+    with Check(Settings(f"tests/right.py:{name}", ["refill"], Profile("short", 8)), [worker], Store(tmp_path)) as check:
+        (report,) = check.run()
+    assert report.verdict is verdict, report
