@@ -1,4 +1,4 @@
-"""The issue texts for SGLang and vLLM show what they say. Their kernels are interpreted, on the files of `gdn-verify fetch`."""
+"""The issue texts for SGLang and vLLM show what they say. `gdn-verify fetch` gets the files; without a GPU they are interpreted."""
 
 import pathlib
 import re
@@ -12,15 +12,19 @@ PAGES = {
     library: sorted(path.name for path in (ROOT / "docs" / "upstream").glob(f"{library}-*.md")) for library in ("sglang", "vllm")
 }
 
-# Runs the Python block of each page named, after its library was prepared and Triton's interpreter corrected.
+# Runs the Python block of each page named, after its library was prepared and, without a GPU, Triton's interpreter corrected.
 PROGRAM = """
 import os, re, sys
-os.environ["TRITON_INTERPRET"] = "1"
+import torch
+interpreted = not torch.cuda.is_available()
+if interpreted:
+    os.environ["TRITON_INTERPRET"] = "1"
 folder, *pages = sys.argv[1:]
 sys.path.insert(0, folder)
 from verify import interpreter
 from verify.adapters import serving
-interpreter.install()
+if interpreted:
+    interpreter.install()
 for page in pages:
     (block,) = re.findall(r"(?ms)^```python$(.*?)^```$", open(page, encoding="utf-8").read())
     for name in re.findall(r"(?m)^from ((?:sglang|vllm)[.]\\S+) import", block):
