@@ -41,7 +41,8 @@ PYTHON = sys.executable
 COLD_S, WARM_S, STEADY = 60.0, 25.0, 35.0
 LAYERS, LAYOUTS, DISTRIBUTED = 10.0, 250.0, 2000  # a second, a second, cases in all
 DEADLINE_S = 240.0  # of a step
-GPU_TESTS = tuple(f"tests/test_{name}.py" for name in ("gpu", "rule_case", "rounding", "sanitizer"))  # those with tests marked gpu
+# The files with tests marked gpu.
+GPU_TESTS = tuple(f"tests/test_{name}.py" for name in ("gpu", "rule_case", "rounding", "sanitizer", "serving_claims"))
 DISTRIBUTED_STEPS = ("chunk_cp", "kda_cp", "conv_cp", "rates", "exact", "torchrun", "layer")
 PASSED, FAILED, NOT_RUN = "passed", "FAILED", "not run"
 
