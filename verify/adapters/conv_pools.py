@@ -72,8 +72,8 @@ class ConvPool:
 def offsets(x: Inputs) -> Tensor:
     """Return where each sequence begins in the tokens of all sequences, and where the last ends: int32 [N + 1]."""
     if x.cu_seqlens is not None:
-        ends: Tensor = x.cu_seqlens.to(torch.int32)
-        return ends
-    count, length = x.x.shape[:2]
-    starts: Tensor = torch.arange(count + 1, dtype=torch.int32, device=x.x.device) * length
+        starts: Tensor = x.cu_seqlens.to(torch.int32)
+    else:
+        count, length = x.x.shape[:2]
+        starts = torch.arange(count + 1, dtype=torch.int32, device=x.x.device) * length
     return starts
