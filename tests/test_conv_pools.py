@@ -21,7 +21,7 @@ from verify.process.worker import Worker
 
 SLOW_FIXTURES = ("vllm",)
 FEW = Profile("few", 4)
-WRONG = "tests/wrong_conv_pools.py"
+USES = "tests/uses_of_conv_pools.py"
 
 
 def call(line: str) -> Inputs:
@@ -131,7 +131,22 @@ def test_convolutions_of_vllm_hold(name: str, unsupported: int, vllm: Worker, st
     assert_holds(f"vllm/{name}", vllm, store, unsupported)
 
 
+@pytest.mark.interpreted
+@pytest.mark.parametrize("law", ["oracle", "copied"])
+def test_a_padding_request_changes_nothing_in_sglang(law: str, sglang: Worker, store: Store) -> None:
+    (report,) = checked(f"{USES}:Pads", [law], sglang, store, Profile("some", 12))
+    assert report.verdict is Verdict.HOLDS, report.run
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("law", ["oracle", "copied"])
+def test_a_padding_request_changes_nothing_in_vllm(law: str, vllm: Worker, store: Store) -> None:
+    (report,) = checked(f"{USES}:VllmPads", [law], vllm, store, Profile("some", 12))
+    assert report.verdict is Verdict.HOLDS, report.run
+
+
 KILLED_BY: dict[str, Kill] = {
+    "PadsTheLastSlot": Kill("oracle", 1, 1),
     "IgnoresSlots": Kill("oracle", 1, 1),
     "NextSlot": Kill("oracle", 1, 1),
     "StartsFromStale": Kill("oracle", 1, 1),
@@ -146,7 +161,7 @@ KILLED_BY: dict[str, Kill] = {
 @pytest.mark.parametrize(("name", "kill"), KILLED_BY.items())
 @pytest.mark.slow_after_first
 def test_a_wrong_use_of_sglangs_convolutions_is_noticed(name: str, kill: Kill, sglang: Worker, store: Store) -> None:
-    (report,) = checked(f"{WRONG}:{name}", [kill.law], sglang, store, Profile("some", 32))
+    (report,) = checked(f"{USES}:{name}", [kill.law], sglang, store, Profile("some", 32))
     assert report.verdict is Verdict.BROKEN
     case = Run.parse(report.run).example.case
     assert len(case.lengths) <= kill.sequences, report.run

@@ -1,4 +1,4 @@
-"""Wrong uses of SGLang's convolutions: each adapter gives its kernel one argument that is wrong, or reads the wrong state."""
+"""Uses of SGLang's and vLLM's convolutions: with padding requests, which is right, and with one argument or state that is wrong."""
 
 import types
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
+from verify.adapters import vllm_modules
 from verify.adapters.sglang_modules import Conv, ConvUpdate, ConvVerify
 
 
@@ -23,6 +24,42 @@ class Changes:
 
     def changed(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         return kwargs
+
+
+class Pads(Changes, ConvUpdate):
+    """Each call has a padding request at its end, whose slot is -1 and whose tokens are NaN."""
+
+    def around(self, function: Any) -> Any:
+        def pad(x: Tensor, pool: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            slots = kwargs["conv_state_indices"]
+            tokens = torch.cat([x, x.new_full((1, *x.shape[1:]), float("nan"))])
+            padded = {**kwargs, "conv_state_indices": torch.cat([slots, slots.new_tensor([self.padding(pool)])])}
+            y: Tensor = function(tokens, pool, *args, **padded)
+            return y[:-1]
+
+        return pad
+
+    def padding(self, pool: Tensor) -> int:
+        return -1
+
+
+class VllmPads(Changes, vllm_modules.ConvUpdate):
+    """The same with vLLM, where slot 0 is padding."""
+
+    around = Pads.around
+
+    def padding(self, pool: Tensor) -> int:
+        return 0
+
+
+# Wrong uses
+
+
+class PadsTheLastSlot(Pads):
+    """-1 is read as an index of Python: the padding request has the last slot of the pool, which is in use."""
+
+    def padding(self, pool: Tensor) -> int:
+        return len(pool) - 1
 
 
 class IgnoresSlots(Changes, ConvUpdate):
