@@ -1,5 +1,6 @@
 """SGLang's kernels hold, and the adapters show a mistake of their callers. SGLang is fetched once, or its tests are skipped."""
 
+import dataclasses
 import importlib.util
 import pathlib
 from collections.abc import Iterator
@@ -87,6 +88,12 @@ class UpdatesACopy(sglang_pools.Update):
         return o, x.pool
 
 
+class FilledAgain(sglang_pools.ChunkInPlace):
+    """A server fills `cu_seqlens` again in place, for which SGLang keeps the chunks of the first call."""
+
+    domain = dataclasses.replace(sglang_pools.ChunkInPlace.domain, refills=True)
+
+
 class EmptyPromptsFirst(sglang_pools.ChunkInPlace):
     """A prompt without tokens stands before the others, though SGLang's index of chunks leaves such prompts out."""
 
@@ -104,6 +111,7 @@ class EmptyPromptsFirst(sglang_pools.ChunkInPlace):
         (ParentsOfAChain, "oracle"),
         (UpdatesACopy, "oracle"),
         (EmptyPromptsFirst, "oracle"),
+        (FilledAgain, "refill"),
     ],
 )
 def test_law_alone_sees_the_mistake(kind: type, law: str, sglang_worker: Worker, tmp_path: pathlib.Path) -> None:
