@@ -145,7 +145,7 @@ def test_without_sglang_the_adapter_of_the_page_is_refused_in_one_line(tmp_path:
     done = check(tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert "ImportError: there is no sglang: run `gdn-verify fetch sglang`, or pip install" in line
+    assert "Unavailable: there is no sglang: run `gdn-verify fetch sglang`, or pip install" in line
 
 
 def assert_decodes(answer: dict[str, Any], o: float = 1e-6) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import pathlib
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -119,6 +120,19 @@ def test_law_alone_sees_the_mistake(kind: type, law: str, sglang_worker: Worker,
     assert found.verdict is Verdict.BROKEN, found
 
 
+class NeedsMore(sglang_pools.Decode):
+    """A module that this release of SGLang does not have."""
+
+    place = "sglang.kernels.ops.attention.linear.next_year"
+
+
+def test_a_missing_module_gives_no_verdict(sglang_worker: Worker) -> None:
+    line = f"law=oracle adapter={HERE}:NeedsMore op=decode lengths=1 in_kernel=both"
+    outcome = Outcome.from_json(sglang_worker.ask(RunOne(line)))
+    assert outcome.verdict is Verdict.UNKNOWN
+    assert "there is no sglang.kernels.ops.attention.linear.next_year" in outcome.reason
+
+
 def test_every_block_size_is_launched(sglang_worker: Worker) -> None:
     line = "op=decode lengths=2+1 packed=yes value_heads=2 key_dim=8 value_dim=40 dtype=bf16 state=random gate=64 in_kernel=both"
     for spec, requests in (("sglang/decode", "lengths=2+1"), ("sglang/packed_decode", "lengths=1+1")):
@@ -129,6 +143,7 @@ def test_every_block_size_is_launched(sglang_worker: Worker) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="sglang is installed")
 def test_without_sglang_its_adapters_say_in_one_line_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if not pathlib.Path(folder, "sglang").is_dir()])
     monkeypatch.setattr("verify.adapters.loader.installed", installed.__wrapped__)
     for spec in ADAPTERS:
         with pytest.raises(AdapterError, match=rf"^adapter {spec}: there is no sglang: run `gdn-verify fetch sglang`") as caught:

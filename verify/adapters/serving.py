@@ -33,10 +33,14 @@ _lock = threading.RLock()
 _prepared: dict[str, bool] = {}  # the libraries that can be imported, and whether they need stubs
 
 
+class Unavailable(ImportError):
+    """A library, a module of it, or a name in a module is not there. A case that needs it gets no verdict."""
+
+
 def module(name: str) -> types.ModuleType:
     """Import a module of a serving library by its full name, such as "sglang.kernels.ops.attention.fla.chunk".
 
-    ValueError if no library has such names. ImportError, in one line, if the library or the module is not there, or if importing it
+    ValueError if no library has such names. Unavailable, in one line, if the library or the module is not there, or if importing it
     fails.
     """
     library = _library(name)
@@ -47,17 +51,17 @@ def module(name: str) -> types.ModuleType:
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == library.name:
-            raise ImportError(_lacks(library, folder, error.name or name)) from None
+            raise Unavailable(_lacks(library, folder, error.name or name)) from None
         hint = f": pip install {error.name}" if error.name in (*EXTRAS, "transformers") else ""
-        raise ImportError(f"{name} needs the module {error.name}, which is not installed{hint}") from error
+        raise Unavailable(f"{name} needs the module {error.name}, which is not installed{hint}") from error
     except Exception as error:
-        raise ImportError(f"importing {name} from {folder} failed: {type(error).__name__}: {_one_line(error)}") from error
+        raise Unavailable(f"importing {name} from {folder} failed: {type(error).__name__}: {_one_line(error)}") from error
 
 
 def names(wanted: Mapping[str, Sequence[str]]) -> types.SimpleNamespace:
     """Look up names in modules: `wanted` maps full names of modules to names in them.
 
-    Returns a namespace with all the names. ImportError, in one line, says what is missing, and in which release.
+    Returns a namespace with all the names. Unavailable, in one line, says what is missing, and in which release.
     """
     found: dict[str, Any] = {}
     for place, members in wanted.items():
@@ -65,7 +69,7 @@ def names(wanted: Mapping[str, Sequence[str]]) -> types.SimpleNamespace:
         for member in members:
             if not hasattr(source, member):
                 library = _library(place)
-                raise ImportError(_lacks(library, _prepare(library), f"{place}.{member}"))
+                raise Unavailable(_lacks(library, _prepare(library), f"{place}.{member}"))
             found[member] = getattr(source, member)
     return types.SimpleNamespace(**found)
 
@@ -82,7 +86,7 @@ def _prepare(library: Library) -> str:
     with _lock:
         folder = library.folder()
         if folder is None:
-            raise ImportError(library.missing())
+            raise Unavailable(library.missing())
         if library.name not in _prepared:
             if folder not in map(os.path.abspath, sys.path):
                 sys.path.append(folder)

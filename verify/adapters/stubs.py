@@ -49,6 +49,11 @@ def supports(majors: tuple[int, ...], cuda: tuple[int, int]) -> Callable[[], boo
     return lambda: is_cuda() and device_sm() // 10 in majors and Version(torch.version.cuda or "0").release[:2] >= cuda
 
 
+def is_fnuz() -> bool:
+    """Whether 8-bit floats have no negative zero, as on the GPUs gfx94 of AMD."""
+    return bool(torch.version.hip) and "gfx94" in torch.cuda.get_device_properties(0).gcnArchName
+
+
 def launches_dependents() -> bool:
     """Whether the GPU has programmatic dependent launches (PDL): from compute capability 9.0."""
     return is_cuda() and device_sm() >= 90
@@ -131,6 +136,7 @@ _SGLANG: Mapping[str, Values] = {
     "sglang.srt.platforms": {"current_platform": _platform},
     # MambaPool's module imports these for the caches of attention layers, which a pool of states does not use.
     "sglang.kernels.ops.kvcache.kvcache": {},
+    "sglang.kernels.ops.quantization.fp8_kernel": _constants(is_fp8_fnuz=is_fnuz),
     "sglang.srt.layers.attention.dsa.utils": {},
     "sglang.srt.layers.radix_attention": {},
     "sglang.srt.mem_cache.index_key_cache": {},

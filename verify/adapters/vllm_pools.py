@@ -203,6 +203,7 @@ class Prefill(VLLM):
         layout="vk",
         state_dtypes=("fp32", "bf16"),
         empty_first=False,
+        refills=False,
     )
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:

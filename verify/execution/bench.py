@@ -25,6 +25,7 @@ from oracles.operation import Inputs, Operation, gradient_name, sequences
 from properties.cases.rule_case import Case
 from properties.laws import Cotangents, Results
 from verify.adapters.base import Adapter
+from verify.adapters.serving import Unavailable
 from verify.gpu import device as devices
 from verify.interpreter import Race, UnknownTriton, races
 from verify.process.outcome import FailureKind, Finding
@@ -460,13 +461,13 @@ def _no_memory(error: BaseException) -> bool:
 def blamed(error: Exception, device: str) -> tuple[Exception, str]:
     """The exception to raise for an exception of the implementation, and why the device is lost, or "".
 
-    The exception is AdapterFault, OutOfMemory or UnknownTriton.
+    The exception is AdapterFault, OutOfMemory, UnknownTriton or Unavailable.
     """
     if _no_memory(error):
         return OutOfMemory(str(error)), ""
     if isinstance(error, Race):
         return AdapterFault("call", FailureKind.RACE, f"race: {error}", error.place), ""
-    if isinstance(error, UnknownTriton):
+    if isinstance(error, UnknownTriton | Unavailable):
         return error, ""
     lost = devices.lost(device) or ""
     if lost:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from properties.laws import Blind, Breach, Law
 from properties.strategies import Example
 from verify.adapters.loader import AnyAdapter, load
+from verify.adapters.serving import Unavailable
 from verify.execution.bench import AdapterFault, OutOfMemory, short
 from verify.execution.judge import NOTHING, Where, judge
 from verify.gpu import autotune
@@ -96,7 +97,7 @@ def judged(law: Law, bench: Any, example: Example, where: Where, need: int, excu
         outcome.findings = [Finding("call", FailureKind.BREACH, str(breach), detail=str(breach).partition(":")[0])]
     except Blind as blind:
         outcome.verdict, outcome.reason = Verdict.BLIND, str(blind)
-    except UnknownTriton as error:
+    except (UnknownTriton, Unavailable) as error:
         outcome.verdict, outcome.reason = Verdict.UNKNOWN, str(error)
     except OutOfMemory as error:
         free = devices.free_bytes(bench.device)

@@ -59,7 +59,7 @@ class TraceBench(Timed):
             return bound.bounds(SERVING, inputs, None, algorithm, self.products, chunk)
 
     def call(self, name: str, method: Any, *args: Any, **options: Any) -> Any:
-        """Call the engine. AdapterFault, OutOfMemory or UnknownTriton if it raises."""
+        """Call the engine. AdapterFault, OutOfMemory, UnknownTriton or Unavailable if it raises."""
         try:
             shared = self.padding_rows > 1  # several programs may then write to the slot of padding rows
             with self.timed("kernel_s"), devices.default(self.device), poisoned(float("nan")), races.accepted(if_=shared):
