@@ -235,7 +235,7 @@ def test_a_bound_that_came_with_others_has_finer_ones_of_the_part_that_is_asked_
     """However small the call; they are those that all of it leads to, on other grids where they are of a part."""
     arguments, limits = (WIDE.spec, WIDE.inputs(), WIDE.cotangents()), wide_bounds(4)
     seen = evaluated(monkeypatch)
-    several = bounds(*arguments, "chunkwise", "ieee", 64, made=limits)
+    several = bounds(*arguments, "chunkwise", "ieee", 64, shared_bounds=limits)
     assert seen == [], "nothing is computed before it is asked for"
     over = torch.zeros_like(limits["o"].allowed, dtype=torch.bool)
     over[0, 71, 5] = True
