@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from oracles.operation import DTYPES
-from properties.cases.trace_case import FREE, GATES, MOST_DRAFTS, MOST_TOKENS, PADDING, PADDING_SLOTS, Roll, TraceCase
+from properties.cases.trace_case import FREE, GATES, MOST_DRAFTS, MOST_TOKENS, PADDING, PADDING_SLOTS, Roll, Step, TraceCase
 from properties.domain import inside
 from properties.strategies import widths
 
@@ -23,12 +23,13 @@ class TraceDomain:
 
     `events` are the events that the engine knows, `most_tokens` is the largest number of tokens in a row of a prefill, and
     `most_drafts` the largest number of tokens of a draft. `padding_slots` are the indices that padding rows may have, none if
-    batches have no padding. `prefill_padding` says whether a prefill may have padding rows, and `empty` whether it may have rows of
-    no tokens. `snapshots` are the possible distances in tokens between places where a snapshot may be taken; 0 means that none is
-    taken. `snapshot_dtype` is "state" if snapshots are as precise as states, or "input" if they are rounded to the inputs' dtype
-    first. `dtypes` are those of tokens and windows, `states` those of states. `widths` are the widths of the convolution, and
-    `key_dims` and `value_dims` are inclusive ranges in steps of `width_step`. `batch_invariant` says that a row's bits do not
-    depend on the other rows of its batch.
+    batches have no padding. `prefill_padding` says whether a prefill may have padding rows, and `empty` whether it may have
+    rows of no tokens. `later_prompts` says whether a request that has decoded or verified may get several tokens of a prompt in
+    one step; it may always get one. `snapshots` are the possible distances in tokens between places where a snapshot may be
+    taken; 0 means that none is taken. `snapshot_dtype` is "state" if snapshots are as precise as states, or "input" if they are
+    rounded to the inputs' dtype first. `dtypes` are those of tokens and windows, `states` those of states. `widths` are the
+    widths of the convolution, and `key_dims` and `value_dims` are inclusive ranges in steps of `width_step`. `batch_invariant`
+    says that a row's bits do not depend on the other rows of its batch.
 
     ValueError for a field outside its choices or range.
     """
@@ -47,6 +48,7 @@ class TraceDomain:
     padding_slots: tuple[str, ...] = PADDING_SLOTS
     prefill_padding: bool = True
     empty: bool = True
+    later_prompts: bool = True
     snapshots: tuple[int, ...] = (0, 64)
     snapshot_dtype: str = "state"
     indices: tuple[str, ...] = ("int64", "int32")
@@ -91,6 +93,7 @@ class TraceDomain:
         unknown = [step for step in case.plan if _KINDS[step.kind] not in self.events]
         prefill = [row for step, row in rows if step.kind == "p"]
         longest = max((row.count for row in prefill), default=0)
+        later = "" if self.later_prompts else _later_prompt(case)
         checks = (
             (not unknown, f"{unknown[0].text if unknown else ''}: {_KINDS[unknown[0].kind] if unknown else ''} is not supported"),
             (longest <= self.most_tokens, f"more than {self.most_tokens} tokens a row are not supported, got {longest}"),
@@ -101,6 +104,7 @@ class TraceDomain:
             ),
             (self.prefill_padding or all(row.real for row in prefill), "padding rows in a prefill are not supported"),
             (self.empty or all(row.count for row in prefill), "rows of no tokens are not supported"),
+            (not later, f"{later}: several tokens of a prompt after a decode are not supported"),
             (case.snapshots in self.snapshots, f"snapshots={case.snapshots} is not among {', '.join(map(str, self.snapshots))}"),
             *(
                 (getattr(case, name) in getattr(self, names), f"{name}={getattr(case, name)} is not among {_listed(self, names)}")
@@ -125,6 +129,32 @@ class TraceDomain:
         return cls(**fields)
 
 
+class _Decoded(set[str]):
+    """The requests that have decoded or verified, while a trace is read. A fork of such a request has decoded too."""
+
+    def follow(self, step: Step) -> None:
+        """Go on with a step."""
+        for row in step.rows:
+            if step.kind != "p" and row.real:
+                self.add(row.request)
+            elif row.begins:
+                self.discard(row.request)
+        if step.kind == "k":
+            self.discard(step.request)
+            if step.source in self and not step.snapshot:
+                self.add(step.request)
+
+
+def _later_prompt(case: TraceCase) -> str:
+    """Return the first event in which a request that has decoded gets several tokens of a prompt, or ""."""
+    decoded = _Decoded()
+    for step in case.plan:
+        if step.kind == "p" and any(row.count > 1 and row.request in decoded and not row.begins for row in step.rows):
+            return step.text
+        decoded.follow(step)
+    return ""
+
+
 def _listed(domain: TraceDomain, name: str) -> str:
     return ", ".join(map(str, getattr(domain, name)))
 
@@ -141,7 +171,7 @@ class _Author:
         self.chance, self.domain, self.drafts = chance, domain, drafts
         self.pads = bool(domain.padding_slots) and case["pad"] in domain.padding_slots and chance.random() < 2 / 3
         self.slots, self.snapshots, self.width = case["slots"], case["snapshots"], case["width"]
-        self.roll = Roll(self.slots, self.snapshots)
+        self.roll, self.decoded = Roll(self.slots, self.snapshots), _Decoded()
         self.events: list[str] = []
         self.used: list[str] = []
         self.admitted, self.left = 0, _TOKENS
@@ -172,7 +202,9 @@ class _Author:
         step = self.roll.step(len(self.events) + 1, event)
         self.events.append(event)
         self.admitted += max(0, len(self.roll.tokens) - before)
-        self.left -= sum(row.count for row in step.rows) if step else 0
+        if step:
+            self.left -= sum(row.count for row in step.rows)
+            self.decoded.follow(step)
 
     def name(self, taken: Collection[str] = ()) -> str:
         """Return a name for a new request: mostly a fresh one, sometimes that of a request that has left."""
@@ -199,7 +231,9 @@ class _Author:
             room = self.slots - len(self.roll.tokens) - len(self.roll.saved) - len(rows)
             here = [request for request in sorted(self.roll.tokens) if request not in rows]
             if here and (room <= 0 or chance.random() < 1 / 3):
-                rows[chance.choice(here)] = 0 if self.domain.empty and chance.random() < 1 / 6 else self.length()
+                name, empty = chance.choice(here), self.domain.empty and chance.random() < 1 / 6
+                alone = name in self.decoded and not self.domain.later_prompts
+                rows[name] = 0 if empty else 1 if alone else self.length()
             else:
                 name = self.name(rows)
                 self.used.append(name)

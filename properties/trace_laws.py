@@ -311,6 +311,10 @@ def _check_slots(engine: Played, case: TraceCase, moment: Moment) -> None:
         if slot in owners:
             raise Breach(f"a slot has two owners: {named(owners[slot])} and {named(owner)} have slot {slot} {where}")
         owners[slot] = owner
+    shared = {*engine.scratch()} & {*owners, *engine.unowned}
+    if shared or len({*engine.scratch()}) < len(engine.scratch()):
+        slots = ", ".join(map(str, sorted(engine.scratch())))
+        raise Breach(f"a slot beside a request's own has another owner: the slots beside requests' own are {slots} {where}")
 
 
 def _renamed(bench: TraceBench, example: Example) -> Iterator[Pair]:

@@ -24,6 +24,12 @@ class Played(Protocol):
     def slots(self) -> Mapping[str, int]:
         """Return the slot of every request and of every snapshot."""
 
+    def scratch(self) -> Sequence[int]:
+        """Return the slots that requests have beside their own."""
+
+    def contents(self, owner: str) -> tuple[Tensor, Tensor]:
+        """Return the state and the window of a request or a snapshot."""
+
     def admit(self, requests: Sequence[str]) -> None:
         """Give new requests slots."""
 
@@ -177,7 +183,7 @@ def named(owner: str) -> str:
 
 def _idle(engine: Played) -> list[int]:
     """Return the slots that nobody owns, without those that padding rows may write to."""
-    owned = {*engine.slots().values(), *engine.unowned}
+    owned = {*engine.slots().values(), *engine.scratch(), *engine.unowned}
     return [slot for slot in range(len(engine.states)) if slot not in owned]
 
 
@@ -188,13 +194,13 @@ def _fill(engine: Played, case: TraceCase, slots: Sequence[int], other: Collecti
 
 
 def _owners(engine: Played) -> dict[str, Slot]:
-    return {owner: _slot(engine, slot) for owner, slot in engine.slots().items()}
+    return {owner: _copy(engine.contents(owner)) for owner in [*engine.slots()]}
 
 
 def _contents(engine: Played, slots: Sequence[int]) -> dict[int, Slot]:
-    return {slot: _slot(engine, slot) for slot in slots}
+    return {slot: _copy((engine.states[slot], engine.windows[slot])) for slot in slots}
 
 
-def _slot(engine: Played, slot: int) -> Slot:
-    """Return a copy of a slot on the CPU, where laws compare."""
-    return Slot(*(pool[slot].detach().to("cpu", copy=True) for pool in (engine.states, engine.windows)))
+def _copy(slot: tuple[Tensor, Tensor]) -> Slot:
+    """Return a copy of a state and a window on the CPU, where laws compare."""
+    return Slot(*(x.detach().to("cpu", copy=True) for x in slot))

@@ -283,6 +283,7 @@ def test_drawn_traces_lie_in_the_domain_and_reuse_slots() -> None:
     domains = [
         TraceDomain(),
         TraceDomain(padding_slots=(), events=("prefill", "decode", "free"), empty=False, snapshots=(0,), most_tokens=5),
+        TraceDomain(later_prompts=False, snapshots=(0, 16)),
         TraceDomain(prefill_padding=False, widths=(4,), most_drafts=2, grouped_heads=False, key_dims=(8, 8), value_dims=(24, 24)),
     ]
     for domain in domains:
@@ -315,6 +316,11 @@ OUTSIDE = {
     "trace=p:a1/d:a,_": ({"padding_slots": ("0",)}, "pad=-1 is not among 0"),
     "trace=p:a1,_2": ({"prefill_padding": False}, "padding rows in a prefill are not supported"),
     "trace=p:a1/p:a0,b1": ({"empty": False}, "rows of no tokens are not supported"),
+    "trace=p:a1/d:a/p:a2": ({"later_prompts": False}, "p:a2: several tokens of a prompt after a decode are not supported"),
+    "trace=p:a5/v4:a2/k:b<a/f:a/p:b3": (
+        {"later_prompts": False},
+        "p:b3: several tokens of a prompt after a decode are not supported",
+    ),
     "trace=p:a1 snapshots=64": ({"snapshots": (0,)}, "snapshots=64 is not among 0"),
     "trace=p:a1 dtype=fp16": ({"dtypes": ("bf16",)}, "dtype=fp16 is not among bf16"),
     "trace=p:a1 state=bf16": ({"states": ("fp32",)}, "state=bf16 is not among fp32"),
@@ -448,6 +454,68 @@ def test_a_trace_of_ten_events_shrinks_to_the_events_that_matter() -> None:
 # The bench
 
 
+class Wide(PoolEngine):
+    """Windows have a column more, and every request has a second slot, in which its state is."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(dataclasses.replace(sizes, slots=2 * sizes.slots))
+        self.windows = torch.zeros(len(self.states), sizes.channels, sizes.width, dtype=sizes.dtype)
+        self.second = dict[int, int]()
+
+    def take(self) -> int:
+        slot = super().take()
+        self.second[slot] = super().take()
+        return slot
+
+    def give(self, slot: int) -> None:
+        super().give(slot)
+        super().give(self.second.pop(slot))
+
+    def scratch(self) -> Sequence[int]:
+        return [*self.second.values()]
+
+    def contents(self, owner: str) -> tuple[Tensor, Tensor]:
+        slot = self.owned[owner]
+        return self.states[self.second[slot]], self.windows[slot][:, 1:]
+
+    def clear(self, slot: int) -> None:
+        self.states[self.second[slot]] = 0
+        self.windows[slot] = 0
+
+    def read(self, slot: int) -> tuple[Tensor, Tensor]:
+        if self.padding(slot):
+            return super().read(slot)[0], self.windows.new_zeros(self.windows[0, :, 1:].shape)
+        return self.states[self.second[slot]].float(), self.windows[slot][:, 1:].clone()
+
+    def put(self, row: Any, slot: int, count: int) -> None:
+        self.states[self.second[slot]] = row.states[count].to(self.states.dtype)
+        self.windows[slot][:, 1:] = row.line[:, count : count + self.sizes.width - 1]
+
+
+@pytest.mark.parametrize("law", TRACE_LAWS)
+def test_an_engine_may_have_slots_beside_those_of_requests(law: str) -> None:
+    case = TraceCase("p:a5,b3/v4:a2,b4/d:a,b,_/f:a/p:c3/d:b,c", slots=2, pad="0", free="nan")
+    for variant in TRACE_LAWS[law].variants or (None,):
+        assert outcome(law, case, Wide, variant) == "holds"
+
+
+def test_slots_beside_those_of_requests_have_one_owner() -> None:
+    class Twice(Wide):
+        def scratch(self) -> Sequence[int]:
+            return [*self.owned.values()]
+
+    class Idle(Wide):
+        def scratch(self) -> Sequence[int]:
+            return ()
+
+    case = TraceCase("p:a5,b3/d:a", slots=2)
+    assert outcome("slots", case, Twice) == (
+        "a slot beside a request's own has another owner: the slots beside requests' own are 0, 2 after event 1 (p:a5,b3) of "
+        "p:a5,b3/d:a"
+    )
+    assert outcome("ledger", case, Idle).startswith("state in slot 1, which nobody owns, after event 1: differs")
+
+
 class Bare(Engine):
     """An engine that is wrong in what it returns."""
 
@@ -482,6 +550,8 @@ class Bare(Engine):
         ("p:a1", {"shape": (8, 1)}, "o of prefill: has shape (1, 8, 1), must have (1, 1, 8)"),
         ("p:a1/d:a", {}, "o of decode: has dtype torch.bfloat16, must have torch.float32"),
         ("p:a1/f:a", {}, "free: raised KeyError: 'a'"),
+        ("p:a1", {"windows": torch.zeros(3, 40, 2)}, "windows: has slots of shape (40, 2), must have (40, 3)"),
+        ("p:a1", {"windows": torch.zeros(3, 40, 4)}, "window of contents: has shape (40, 4), must have (40, 3)"),
         ("p:a1/k:b<a", {}, "fork: raised NotImplementedError: no message"),
         ("p:a1", {"admit": lambda requests: None}, "call: an owner has no slot: request a after event 1 (p:a1) of p:a1"),
     ],

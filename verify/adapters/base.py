@@ -129,7 +129,8 @@ class Engine(abc.ABC):
     which slot a request gets. Laws read and fill the pool between two calls.
 
     - `states` [P, HV, K, V] and `windows` [P, D, W - 1] are all slots of the pool. They are the engine's own memory or views of it
-      (a pool of [P, HV, V, K] returns `.mT`), so that a law can fill slots that nobody owns.
+      (a pool of [P, HV, V, K] returns `.mT`), so that a law can fill slots that nobody owns. Windows may have more columns than
+      W - 1 if `contents` selects those of an owner.
     - `unowned` are the slots that belong to nobody and that padding rows may write to.
     """
 
@@ -140,6 +141,15 @@ class Engine(abc.ABC):
     @abc.abstractmethod
     def slots(self) -> Mapping[str, int]:
         """Return the slot of every request and of every snapshot."""
+
+    def scratch(self) -> Sequence[int]:
+        """Return the slots that requests have beside their own, for example one for each token of a draft; by default none."""
+        return ()
+
+    def contents(self, owner: str) -> tuple[Tensor, Tensor]:
+        """Return the state [HV, K, V] and the window [D, W - 1] of a request or a snapshot; by default those in its slot."""
+        slot = self.slots()[owner]
+        return self.states[slot], self.windows[slot]
 
     @abc.abstractmethod
     def admit(self, requests: Sequence[str]) -> None:

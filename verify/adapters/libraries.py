@@ -136,6 +136,8 @@ LIBRARIES = {
                 "vllm/third_party/flash_linear_attention/*.py",
                 "vllm/utils/*.py",
                 "vllm/v1/attention/*.py",
+                "vllm/v1/core/block_pool.py",
+                "vllm/v1/core/kv_cache_utils.py",
                 "vllm/v1/kv_cache*.py",
                 *_OF_EVERY_WHEEL,
             ),

@@ -77,7 +77,11 @@ LAYERS = {
     "transformers/qwen3_next_layer": "verify.adapters.transformers_layer:Qwen3NextLayer",
     "transformers/qwen3_5_layer": "verify.adapters.transformers_layer:Qwen35Layer",
 }
-TRACES = {"gdn/pool": "verify.adapters.gdn.pool:Pool", "sglang/pool": "verify.adapters.sglang_pool:Pool"}
+TRACES = {
+    "gdn/pool": "verify.adapters.gdn.pool:Pool",
+    "sglang/pool": "verify.adapters.sglang_pool:Pool",
+    "vllm/pool": "verify.adapters.vllm_pool:Pool",
+}
 # The adapters by the name of their book (properties/books.py).
 BOOKS_OF_BUILT_IN = {"rules": KERNELS, "modules": MODULES, "paths": PATHS, "pools": POOLS, "layers": LAYERS, "traces": TRACES}
 BUILT_IN = {spec: place for adapters in BOOKS_OF_BUILT_IN.values() for spec, place in adapters.items()}

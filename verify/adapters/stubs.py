@@ -220,6 +220,7 @@ _VLLM: Mapping[str, Values] = {
     "vllm.config.mamba": {},
     "vllm.config.model": {},
     "vllm._custom_ops": {},
+    "vllm.distributed.kv_events": _constants(MEDIUM_GPU="GPU", MEDIUM_CPU="CPU"),
     "vllm.distributed.kv_transfer.kv_connector.utils": {},
     "vllm.distributed.parallel_state": {},
     "vllm.forward_context": {},
@@ -233,6 +234,11 @@ _VLLM: Mapping[str, Values] = {
     "vllm.model_executor.model_loader.weight_utils": {},
     "vllm.model_executor.models.utils": {},
     "vllm.multimodal.inputs": {},
+    "vllm.multimodal.utils": {},
+    "vllm.utils.hashing": {},
+    "vllm.v1.core.kv_cache_metrics": {},
+    "vllm.v1.request": {},
+    "vllm.v1.utils": {},
     "vllm.v1.worker.workspace": {},
 }
 STUBS: Mapping[str, Mapping[str, Values]] = {"sglang": _SGLANG, "vllm": _VLLM, "flashinfer": {}}

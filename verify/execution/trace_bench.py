@@ -98,6 +98,8 @@ class Guarded:
             pool = getattr(engine, name, None)
             if not isinstance(pool, Tensor):
                 raise AdapterFault(name, FailureKind.TYPE, f"is {type(pool).__name__}, must be a tensor", detail="pool")
+            if name == "windows" and pool.dim() == 3:
+                shape = (sizes.channels, max(sizes.width - 1, pool.shape[2]))  # `contents` selects the columns of an owner
             if tuple(pool.shape[1:]) != shape:
                 raise AdapterFault(name, FailureKind.SHAPE, f"has slots of shape {tuple(pool.shape[1:])}, must have {shape}")
             if pool.dtype != dtype:
@@ -122,6 +124,21 @@ class Guarded:
         """The slot of every owner."""
         slots: Mapping[str, int] = self.bench.call("slots", self.engine.slots)
         return slots
+
+    def scratch(self) -> Sequence[int]:
+        """The slots that requests have beside their own."""
+        slots: Sequence[int] = self.bench.call("scratch", self.engine.scratch)
+        return slots
+
+    def contents(self, owner: str) -> tuple[Tensor, Tensor]:
+        """The state and the window of an owner. AdapterFault for another shape."""
+        state, window = self.bench.call("contents", self.engine.contents, owner)
+        sizes = self.sizes
+        layer = (sizes.value_heads, sizes.key_dim, sizes.value_dim)
+        for name, x, shape in (("state", state, layer), ("window", window, (sizes.channels, sizes.width - 1))):
+            if tuple(x.shape) != shape:
+                raise AdapterFault(f"{name} of contents", FailureKind.SHAPE, f"has shape {tuple(x.shape)}, must have {shape}")
+        return state, window
 
     def admit(self, requests: Sequence[str]) -> None:
         """Give new requests slots."""

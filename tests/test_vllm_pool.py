@@ -1,0 +1,84 @@
+"""vLLM's blocks, metadata and layer, driven event by event: the laws hold, and faults planted in the adapter are found."""
+
+import importlib.util
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+from properties.trace_laws import TRACE_LAWS
+from verify.adapters.vllm_pool import Pool
+from verify.engine.check import Check
+from verify.engine.law_check import Settings
+from verify.engine.profiles import Profile
+from verify.execution.run import Run
+from verify.findings.store import Store
+from verify.process.messages import RunOne
+from verify.process.outcome import Outcome, Verdict
+from verify.process.worker import Worker
+
+# Prompts beside decodes and beside drafts of no tokens, a prompt in two parts, one of one token, and graphs with padding rows.
+LINE = (
+    "op=serving trace=p:a5,b70/p:b3,c1/v4:a2,b4/d:b,_,a,_/p:d66,a1/v2:d1,_,b2/f:a/p:e1,b1/d:e,b,_ slots=5 pad=0 "
+    "heads=1 value_heads=2 gate=10 free=nan dtype=bf16 indices=int32 seed=7"
+)
+PLAIN = LINE.replace("v4:a2,b4", "v1:a1,b1").replace("v2:d1,_,b2", "d:d,_,b")
+# For each planted fault, the law that finds it.
+PLANTED = {"Drafts": "tags", "Accepted": "tags", "Prompts": "tags", "Tail": "ledger", "Decodes": "tags", "Leaks": "slots"}
+CASES = 16  # at most, until a planted fault is found
+
+
+@pytest.fixture(scope="module")
+def served(vllm_files: pathlib.Path) -> Iterator[Worker]:
+    """A worker that finds vLLM where --path would put it."""
+    for name in ("einops", "regex", "transformers"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed: pip install {name}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(vllm_files))
+        with Worker() as worker:
+            yield worker
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("line", [LINE, PLAIN], ids=["drafts", "plain"])
+@pytest.mark.slow
+def test_vllms_engine_holds_on_a_trace_of_every_way_through_the_layer(line: str, served: Worker) -> None:
+    for name, law in TRACE_LAWS.items():
+        for variant in (law.variants or (None,)) if law.needs(Pool.domain) is None else ():
+            if variant == "drafts" and line == PLAIN:
+                continue
+            words = f"law={name} {f'variant={variant} ' if variant else ''}adapter=vllm/pool {line}"
+            outcome = Outcome.from_json(served.ask(RunOne(str(Run.parse(words)), {})))
+            assert outcome.verdict is Verdict.HOLDS, (words, outcome.reason, outcome.findings)
+            assert outcome.rows
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(("fault", "law"), PLANTED.items())
+@pytest.mark.slow
+def test_a_planted_fault_is_found(
+    fault: str, law: str, served: Worker, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verify.engine.explaining.SHRINK_RUNS", 0)
+    store = Store(tmp_path_factory.mktemp("findings"))
+    settings = Settings(f"tests/wrong_blocks.py:{fault}", [law], Profile("p", CASES))
+    with Check(settings, [served], store, defects=[]) as check:
+        (report,) = check.run()
+    assert report.verdict is Verdict.BROKEN, report.counts
+    assert sum(report.counts.values()) <= CASES
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+def test_what_vllm_does_not_promise_is_unsupported(served: Worker) -> None:
+    """Beside a prompt, a decode takes other kernels; and the way of prompts does not begin at the last accepted token."""
+    reasons = {}
+    for law, trace in (("alone", "p:a1/p:b1,a1"), ("tags", "p:a5/d:a/p:a2"), ("tags", "p:a5/k:b<a")):
+        run = f"law={law} adapter=vllm/pool op=serving trace={trace} pad=0 dtype=bf16 indices=int32"
+        reasons[trace] = Outcome.from_json(served.ask(RunOne(run, {}))).reason
+    assert reasons == {
+        "p:a1/p:b1,a1": "batch invariant is not supported",
+        "p:a5/d:a/p:a2": "p:a2: several tokens of a prompt after a decode are not supported",
+        "p:a5/k:b<a": "k:b<a: fork is not supported",
+    }
