@@ -12,9 +12,9 @@ from properties.cases.trace_case import FREE, GATES, MOST_DRAFTS, MOST_TOKENS, P
 from properties.domain import inside
 from properties.strategies import widths
 
-EVENTS = ("prefill", "decode", "verify", "fork", "swap", "free")
+EVENTS = ("prefill", "decode", "save", "verify", "fork", "swap", "preempt", "free")
 CONV_WIDTHS, SNAPSHOTS = (2, 3, 4, 5), (0, 16, 32, 64, 128)
-_KINDS = {"p": "prefill", "d": "decode", "v": "verify", "k": "fork", "w": "swap", "f": "free"}
+_KINDS = dict(zip("pdsvkwrf", EVENTS, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +173,7 @@ class _Author:
         self.slots, self.snapshots, self.width = case["slots"], case["snapshots"], case["width"]
         self.roll, self.decoded = Roll(self.slots, self.snapshots), _Decoded()
         self.events: list[str] = []
+        self.tokens: dict[str, int] = {}  # before the last event
         self.used: list[str] = []
         self.admitted, self.left = 0, _TOKENS
 
@@ -189,16 +190,21 @@ class _Author:
         if here:
             ways += [(3.0, "decode", self.decode), (3.0, "verify", self.verify), (1.0, "swap", lambda: f"w:{chance.choice(here)}")]
             ways.append((1.0 if self.roll.room() else 3.0, "free", lambda: f"f:{chance.choice(here)}"))
+            ways.append((0.7 if self.roll.room() else 1.5, "preempt", lambda: f"r:{chance.choice(here)}"))
             if self.roll.room():
                 ways.append((2.0 if self.roll.saved else 0.7, "fork", self.fork))
+            if self.roll.room() or self.roll.saved:
+                ways.append((1.0, "save", lambda: f"s:{self.padded(self.some())}"))
         ways = [way for way in ways if way[1] in self.domain.events]
         _, name, write = chance.choices(ways, [way[0] for way in ways])[0]
         self.add(write())
         if name == "free" and chance.random() < 2 / 3:  # free and admit at once
             self.add(self.prefill())
+        if name == "preempt" and chance.random() < 3 / 4:
+            self.add(self.resumed())
 
     def add(self, event: str) -> None:
-        before = len(self.roll.tokens)
+        before, self.tokens = len(self.roll.tokens), dict(self.roll.tokens)
         step = self.roll.step(len(self.events) + 1, event)
         self.events.append(event)
         self.admitted += max(0, len(self.roll.tokens) - before)
@@ -239,6 +245,13 @@ class _Author:
                 self.used.append(name)
                 rows[name] = self.length()
         return f"p:{self.padded([f'{request}{count}' for request, count in rows.items()], prefill=True)}"
+
+    def resumed(self) -> str:
+        """Return a prefill of the request that the last event preempted: of its old tokens, one more, or a part of them."""
+        request = self.events[-1][-1]
+        tokens = self.tokens[request]
+        count = min(self.chance.choice((tokens, tokens + 1, 1 + tokens // 2)), self.domain.most_tokens, max(3, self.left))
+        return f"p:{self.padded([f'{request}{count}'], prefill=True)}"
 
     def decode(self) -> str:
         return f"d:{self.padded(self.some())}"

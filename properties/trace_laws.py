@@ -58,7 +58,7 @@ def _tags(bench: TraceBench, example: Example) -> Iterator[Pair]:
                     yield _tagged_output(case, moment, place, row)
         if step.kind == "k":
             ledgers[step.request] = ledgers[f"{step.source}@" if step.snapshot else step.source].copy()
-        if step.kind == "f":
+        if step.kind in ("r", "f"):
             ledgers.pop(step.request)
             ledgers.pop(f"{step.request}@", None)
         for owner, ledger in sorted(ledgers.items()):
@@ -164,7 +164,7 @@ def _session(bench: TraceBench, example: Example) -> Iterator[Pair]:
     for moment in play(bench, case):
         for place, row in enumerate(moment.step.rows):
             if row.real and row.count:
-                rows[moment.step.kind].add(moment, place, row)
+                rows["d" if moment.step.kind == "s" else moment.step.kind].add(moment, place, row)
     for kinds in ("p", "dv"):
         merged = _Rows(case).of(*(rows[kind] for kind in kinds))
         if merged.parts:
@@ -201,7 +201,7 @@ class _Rows:
         ends.setdefault(row.accepted, []).append((state, "final_state", moment.after[name].state, False))
         if row.snapshot is not None:
             what = f"snapshot of {name} in event {event}"
-            ends.setdefault(row.snapshot, []).append((what, "final_state", moment.after[f"{name}@"].state, True))
+            ends.setdefault(row.snapshot, []).append((what, "final_state", moment.after[f"{name}@"].state, moment.step.kind == "p"))
         for end, comparisons in ends.items():
             part = {key: x[:end] for key, x in tokens.items()}
             self.parts.append({**part, "state": before.state, "window": before.window})

@@ -51,6 +51,9 @@ class Played(Protocol):
     def swap(self, request: str) -> None:
         """Take a request out of the pool and bring it back."""
 
+    def preempt(self, request: str) -> None:
+        """Give the slots of a request back until it is admitted again."""
+
     def free(self, request: str) -> None:
         """Give the slots of a request back."""
 
@@ -131,7 +134,7 @@ def play(
                 if any(step.rows[place].real for place in call):
                     drafts, padding = int("drafts" in other), int("padding" in other)
                     batch = case.batch(step, call, tagged=tagged, drafts=drafts, padding=padding)
-                    o = {"p": engine.prefill, "d": engine.decode, "v": engine.verify}[step.kind](batch)
+                    o = {"p": engine.prefill, "d": engine.decode, "s": engine.decode, "v": engine.verify}[step.kind](batch)
                     if step.kind == "v":
                         engine.commit([step.rows[place].accepted for place in call])
                     outputs |= dict(zip(call, o.split(list(batch.lengths)), strict=True))
@@ -139,6 +142,8 @@ def play(
             engine.fork(step.request, step.source, snapshot=step.snapshot)
         elif step.kind == "w":
             engine.swap(step.request)
+        elif step.kind == "r":
+            engine.preempt(step.request)
         else:
             engine.free(step.request)
         check_owners(engine, step, case)
@@ -162,7 +167,7 @@ def owners_after(case: TraceCase, last: Step) -> set[str]:
     """Return the requests and snapshots that are there after a step."""
     here: set[str] = set()
     for step in case.plan[: case.plan.index(last) + 1]:
-        if step.kind == "f":
+        if step.kind in ("r", "f"):
             here -= {step.request, f"{step.request}@"}
         here |= {step.request} if step.kind == "k" else set()
         for row in step.rows:

@@ -112,6 +112,28 @@ def test_events_that_cannot_happen_do_nothing(trace: str, texts: list[str] | Non
         assert [step.text for step in TraceCase(trace).plan] == texts
 
 
+def test_a_decode_takes_snapshots_and_a_preempted_request_begins_again() -> None:
+    case = TraceCase("p:a5,b2/s:a,_,b/d:a/k:c<a@/r:a/d:a/p:a3/s:c", slots=4)
+    plan = [(step.text, [(row.request, row.start, row.begins, row.snapshot) for row in step.rows]) for step in case.plan]
+    assert plan == [
+        ("p:a5,b2", [("a", 0, True, None), ("b", 0, True, None)]),
+        ("s:a,_,b", [("a", 5, False, 1), ("_", 0, False, None), ("b", 2, False, 1)]),
+        ("d:a", [("a", 6, False, None)]),
+        ("r:a", []),
+        ("p:a3", [("a", 0, True, None)]),
+    ]
+    assert TraceCase("p:a5,b2/s:b,a", slots=3).plan[1].rows[1].snapshot is None  # the last slot is b's snapshot's
+    assert [step.text for step in TraceCase("p:a5/s:a/k:c<a@/r:a/k:d<a@/s:c", slots=3).plan] == [
+        "p:a5",
+        "s:a",
+        "k:c<a@",
+        "r:a",
+        "s:c",
+    ]
+    again, once = TraceCase("p:a5/r:a/p:a5"), TraceCase("p:a5")
+    assert torch.equal(again.row(again.plan[2], 0)[0], once.row(once.plan[0], 0)[0])
+
+
 def test_a_snapshot_needs_a_slot_and_is_taken_at_the_last_chunk_of_the_row() -> None:
     taken = {
         (row.request, row.snapshot)
@@ -125,8 +147,10 @@ def test_a_snapshot_needs_a_slot_and_is_taken_at_the_last_chunk_of_the_row() -> 
 
 
 REFUSED = {
-    "trace=x:a1": "an event of a trace must begin with p:, d:, v1: to v8:, k:, w: or f:, got 'x:a1'",
-    "trace=p:a1/": "an event of a trace must begin with p:, d:, v1: to v8:, k:, w: or f:, got ''",
+    "trace=x:a1": "an event of a trace must begin with p:, d:, s:, v1: to v8:, k:, w:, r: or f:, got 'x:a1'",
+    "trace=p:a1/": "an event of a trace must begin with p:, d:, s:, v1: to v8:, k:, w:, r: or f:, got ''",
+    "trace=s:a1": "a row of a decode must be a request a to z or _, got 'a1' in 's:a1'",
+    "trace=r:a,b": "r: takes one request, got 'r:a,b'",
     "trace=p:A1": "a row of a prefill must be a request and 0 to 256 tokens, got 'A1'",
     "trace=p:a999": "a row of a prefill must be a request and 0 to 256 tokens, got 'a999'",
     "trace=p:a01": "a row of a prefill must be a request and 0 to 256 tokens, got 'a01'",
@@ -298,7 +322,7 @@ def test_drawn_traces_lie_in_the_domain_and_reuse_slots() -> None:
 def test_drawn_traces_have_every_event_and_length() -> None:
     cases = drawn(200)
     rows = [(step.kind, row) for case in cases for step in case.plan for row in step.rows]
-    assert {step.kind for case in cases for step in case.plan} == set("pdvkwf")
+    assert {step.kind for case in cases for step in case.plan} == set("pdsvkwrf")
     assert {1, 2, 3, 63, 64, 65, 66, 128, 130} <= {row.count for kind, row in rows if kind == "p"}
     assert {row.count for kind, row in rows if kind == "v"} >= {1, 2, 3, 4, 5, 8}
     assert any(kind == "p" and row.count == 0 for kind, row in rows)
@@ -307,6 +331,20 @@ def test_drawn_traces_have_every_event_and_length() -> None:
     assert {case.slots for case in cases} == {3, 4, 5, 6}
     first = [step.rows[0].real for case in cases for step in case.plan if len(step.rows) > 1 and not all(r.real for r in step.rows)]
     assert {True, False} == set(first)  # padding stands before and behind
+    assert any(stale_tail(case) for case in cases)
+
+
+def stale_tail(case: TraceCase) -> bool:
+    """Whether a decode has padding rows behind its requests where the decode before it had a request."""
+    before: Sequence[bool] = ()
+    for step in case.plan:
+        if step.kind in "ds":
+            real = [row.real for row in step.rows]
+            last = max(place for place, found in enumerate(real) if found)
+            if any(before[last + 1 : len(real)]):
+                return True
+            before = real
+    return False
 
 
 OUTSIDE = {
@@ -341,7 +379,10 @@ def test_a_case_outside_the_domain_is_unsupported_with_the_reason(line: str) -> 
     [
         ({"operation": "decode"}, "operation must be serving, got 'decode'"),
         ({"events": ("decode",)}, "events must have prefill, which admits requests, got ('decode',)"),
-        ({"events": ("prefill", "preempt")}, "events must be a tuple of some of prefill, decode, verify, fork, swap, free"),
+        (
+            {"events": ("prefill", "steal")},
+            "events must be a tuple of some of prefill, decode, save, verify, fork, swap, preempt, free",
+        ),
         ({"states": ()}, "states must be a tuple of some of fp32, bf16, fp16, got ()"),
         ({"snapshot_dtype": "fp8"}, "snapshot_dtype must be state or input, got 'fp8'"),
         ({"most_drafts": 9}, "most_drafts must be in 1..8, got 9"),

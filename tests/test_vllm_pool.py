@@ -19,7 +19,7 @@ from verify.process.worker import Worker
 
 # Prompts beside decodes and beside drafts of no tokens, a prompt in two parts, one of one token, and graphs with padding rows.
 LINE = (
-    "op=serving trace=p:a5,b70/p:b3,c1/v4:a2,b4/d:b,_,a,_/p:d66,a1/v2:d1,_,b2/f:a/p:e1,b1/d:e,b,_ slots=5 pad=0 "
+    "op=serving trace=p:a5,b17/p:b3,c1/v4:a2,b4/d:b,_,a,_/p:d66,a1/v2:d1,_,b2/r:b/f:a/p:e1,b30/p:b19,d1/d:e,b,_ slots=5 pad=0 "
     "heads=1 value_heads=2 gate=10 free=nan dtype=bf16 indices=int32 seed=7"
 )
 PLAIN = LINE.replace("v4:a2,b4", "v1:a1,b1").replace("v2:d1,_,b2", "d:d,_,b")

@@ -39,8 +39,8 @@ class StaleTail(BlockEngine):
 class PlainDecodes(BlockEngine):
     """Takes decodes without drafts for plain decodes, which begin at the first block (vllm 40738)."""
 
-    def draft_lengths(self, prefilling: Sequence[bool], counts: Sequence[int]) -> list[int]:
-        return [length or -1 for length in super().draft_lengths(prefilling, counts)]
+    def draft_lengths(self, prefilling: Sequence[bool], counts: Sequence[int], *, drafts: bool) -> list[int]:
+        return [length or -1 for length in super().draft_lengths(prefilling, counts, drafts=drafts)]
 
 
 class LeaksDrafts(BlockEngine):

@@ -4,17 +4,20 @@ A trace is a word such as `p:a5,b70,_3/d:a,_/v4:a2,b1/k:c<b@/w:a/f:a`. Events ar
 
     p:a5,b70,_3   prefill: 5 tokens of request a, 70 of b, a padding row of 3 tokens; a request that is not there is admitted
     d:a,_         decode: one token of a, a padding row
+    s:a,_         the same, after which a snapshot of each request is taken
     v4:a2,b1      verify drafts of 4 tokens: the first 2 of a's and the first token of b's are accepted
     k:c<b@        fork: c begins from b's snapshot, or without `@` from b's state
     w:a           swap: a's state leaves its slot and comes back into a slot
+    r:a           preemption: the slots of a go back to the pool; a later prefill begins with its first token again
     f:a           free: a is finished, and its slots go back to the pool
 
 An event or a row that cannot happen does nothing: a row of a request that is not there, a fork from a snapshot that was never
 taken, an admission when no slot is left. So a part of a trace is a trace, and a trace shrinks by leaving out events and rows.
 
 A prefill of n tokens with n >= `snapshots` takes a snapshot after the last multiple of `snapshots` tokens, if the request has a
-snapshot already or a slot is left. Requests and snapshots have one slot each. The numbers of a token depend on the seed, the
-request and the token's position alone. Drafts that will be rejected and padding rows have numbers of their own.
+snapshot already or a slot is left. The event `s` takes one wherever the request is, under the same condition. Requests and
+snapshots have one slot each. The numbers of a token depend on the seed, the request and the token's position alone. Drafts that
+will be rejected and padding rows have numbers of their own.
 """
 
 import dataclasses
@@ -90,8 +93,8 @@ class Row:
 class Step:
     """What an event of a trace does. `event` is its number from 1 on, and `text` its word in the trace.
 
-    `kind` is "p", "d", "v", "k", "w" or "f". A fork has the new request in `request`, the old one in `source`, and `snapshot` says
-    whether it begins from the snapshot. Swaps and frees have their request in `request`.
+    `kind` is "p", "d", "s", "v", "k", "w", "r" or "f". A fork has the new request in `request`, the old one in `source`, and
+    `snapshot` says whether it begins from the snapshot. Swaps, preemptions and frees have their request in `request`.
     """
 
     event: int
@@ -401,8 +404,9 @@ def check_event(event: str) -> None:
     """Raise ValueError for an event of another form than those at the top of this module."""
     kind, colon, text = event.partition(":")
     rows = text.split(",")
-    if not colon or not (kind in ("p", "d", "k", "w", "f") or _DRAFT.fullmatch(kind)):
-        raise ValueError(f"an event of a trace must begin with p:, d:, v1: to v{MOST_DRAFTS}:, k:, w: or f:, got {event[:80]!r}")
+    if not colon or not (kind in ("p", "d", "s", "k", "w", "r", "f") or _DRAFT.fullmatch(kind)):
+        begins = f"p:, d:, s:, v1: to v{MOST_DRAFTS}:, k:, w:, r: or f:"
+        raise ValueError(f"an event of a trace must begin with {begins}, got {event[:80]!r}")
     drafts = int(kind[1:]) if kind[0] == "v" else 0
     if kind[0] == "v" and not 1 <= drafts <= MOST_DRAFTS:
         raise ValueError(f"a draft must have 1 to {MOST_DRAFTS} tokens, got {event[:80]!r}")
@@ -418,11 +422,11 @@ def check_event(event: str) -> None:
             found = _ROW.fullmatch(row)
             if not found or found[1] == PADDING or not 1 <= int(found[2]) <= drafts or str(int(found[2])) != found[2]:
                 raise ValueError(f"a row of {kind} must be a request and 1 to {drafts} accepted tokens, or _, got {row[:80]!r}")
-        elif kind in ("w", "f") and not re.fullmatch("[a-z]", row):
+        elif kind in ("w", "r", "f") and not re.fullmatch("[a-z]", row):
             raise ValueError(f"{kind}: takes requests a to z, got {row[:80]!r} in {event[:80]!r}")
-        elif kind == "d" and not re.fullmatch("[a-z_]", row):
+        elif kind in ("d", "s") and not re.fullmatch("[a-z_]", row):
             raise ValueError(f"a row of a decode must be a request a to z or _, got {row[:80]!r} in {event[:80]!r}")
-    if kind in ("k", "w", "f") and len(rows) > 1:
+    if kind in ("k", "w", "r", "f") and len(rows) > 1:
         raise ValueError(f"{kind}: takes one request, got {event[:80]!r}")
     names = [row[0] for row in rows if row[0] != PADDING]
     if len(set(names)) < len(names):
@@ -444,8 +448,9 @@ class Roll:
     def step(self, number: int, event: str) -> Step | None:
         """Return what an event does, or None if it does nothing."""
         kind, _, text = event.partition(":")
-        if kind in ("p", "d") or kind[0] == "v":
+        if kind in ("p", "d", "s") or kind[0] == "v":
             rows = self._prefill(text) if kind == "p" else self._steps(text, int(kind[1:] or 1))
+            rows = self._saved(rows) if kind == "s" else rows
             if not any(row.real for row in rows) or not sum(row.count for row in rows):
                 return None
             for row in rows:
@@ -463,7 +468,7 @@ class Roll:
             return Step(number, event, kind, request=new, source=old, snapshot=bool(saved))
         if text not in self.tokens:
             return None
-        if kind == "f":
+        if kind in ("r", "f"):
             del self.tokens[text]
             self.saved.pop(text, None)
         return Step(number, event, kind, request=text)
@@ -477,6 +482,16 @@ class Roll:
             elif row[0] in self.tokens:
                 rows.append(Row(row[0], self.tokens[row[0]], count, int(row[1:] or count)))
         return tuple(rows)
+
+    def _saved(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        """Return the rows of a decode with a snapshot of each request, as long as a slot is left."""
+        decoded = []
+        for row in rows:
+            saves = row.real and (row.request in self.saved or self.room())
+            if saves:
+                self.saved[row.request] = row.start + row.count
+            decoded.append(dataclasses.replace(row, snapshot=row.count) if saves else row)
+        return tuple(decoded)
 
     def _prefill(self, text: str) -> tuple[Row, ...]:
         """Return the rows of a prefill; requests that are not there are admitted, as long as a slot is left."""

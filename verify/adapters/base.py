@@ -165,7 +165,10 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, batch: Batch) -> Tensor:
-        """Process one token of each row, and return o [T, HV, V]."""
+        """Process one token of each row, and return o [T, HV, V].
+
+        Where `batch.snapshots` is 1, the request's snapshot is its state and its window after that token, as for `prefill`.
+        """
 
     def verify(self, batch: Batch) -> Tensor:
         """Return o [T, HV, V] of drafts, which all have the same number of tokens. `commit` follows with the accepted tokens."""
@@ -182,6 +185,13 @@ class Engine(abc.ABC):
     def swap(self, request: str) -> None:
         """Take a request's state and window out of the pool, give its slot back, and bring both into a slot again."""
         raise NotImplementedError
+
+    def preempt(self, request: str) -> None:
+        """Give the slots of a request and of its snapshot back; by default as `free` does.
+
+        The request may be admitted again. Its tokens are then processed again, from the first one on.
+        """
+        self.free(request)
 
     @abc.abstractmethod
     def free(self, request: str) -> None:

@@ -37,6 +37,7 @@ def sglang() -> types.SimpleNamespace:
                 "_fused_mamba_state_scatter_with_mask_kernel",
                 "_prepare_src_rows",
                 "scatter_mamba_states_after_mtp_verify",
+                "track_mamba_states_if_needed",
             ),
             "sglang.srt.configs.mamba_utils": ("Mamba2CacheParams", "Mamba2StateDType", "Mamba2StateShape"),
             "sglang.srt.layers.attention.linear.kernels.gdn_triton": ("TritonGDNKernel",),
@@ -124,7 +125,7 @@ class MambaEngine(Engine):
         return {"A_log": self.sizes.A_log, "dt_bias": self.sizes.dt_bias}
 
     def decode(self, batch: Batch) -> Tensor:
-        """`GDNAttnBackend.forward_decode` with a kernel that has packed decode."""
+        """`GDNAttnBackend.forward_decode` with a kernel that has packed decode, and `_track_mamba_state_decode`."""
         sizes, indices = self.sizes, self.indices(batch)
         mixed = sglang().causal_conv1d_update(
             batch.mixed, self.cache.conv[0], sizes.weight, None, "silu", conv_state_indices=indices
@@ -140,6 +141,11 @@ class MambaEngine(Engine):
             num_v_heads=sizes.value_heads,
             head_v_dim=sizes.value_dim,
         )
+        mask = [count is not None for count in batch.snapshots]
+        if any(mask):
+            tracked, targets = torch.tensor(mask, device=self.device), self.snapshot_slots(batch)
+            pools = self.cache.conv[0], self.cache.temporal
+            sglang().track_mamba_states_if_needed(*pools, indices, tracked, targets, len(mask))
         return o[0]
 
     def prefill(self, batch: Batch) -> Tensor:

@@ -52,12 +52,12 @@ def vllm() -> types.SimpleNamespace:
 class Rows:
     """The rows of a batch as vLLM's reordering takes them: its `InputBatch` has these four attributes and this method."""
 
-    def __init__(self, batch: Batch, decoded: set[str]) -> None:
+    def __init__(self, batch: Batch, prompts: Mapping[str, int]) -> None:
         self.batch = batch
         self.places = [place for place, real in enumerate(batch.real) if real]
-        # A request that has decoded has its whole prompt. Any other row of a prefill still has tokens of its prompt to come.
-        prompts = [batch.starts[place] + (0 if batch.requests[place] in decoded else batch.lengths[place]) for place in self.places]
-        self.num_prompt_tokens = torch.tensor(prompts, dtype=torch.int32).numpy()
+        # A prompt of which no end is known goes on at least to the end of its row.
+        ends = [prompts.get(batch.requests[place], batch.starts[place] + batch.lengths[place]) for place in self.places]
+        self.num_prompt_tokens = torch.tensor(ends, dtype=torch.int32).numpy()
         self.num_computed_tokens_cpu = torch.tensor([batch.starts[place] for place in self.places], dtype=torch.int32).numpy()
 
     @property
@@ -97,7 +97,7 @@ class BlockEngine(Engine):
         self.states, self.windows = self.cache[1].mT, window
         self.tables: dict[str, list[Any]] = {}
         self.accepted: dict[str, int] = {}  # tokens of the step before
-        self.decoded: set[str] = set()  # requests that have their whole prompt
+        self.prompts: dict[str, int] = {}  # tokens of the prompts of requests that have decoded, also after a preemption
         self.drafted: tuple[str, ...] = ()  # the rows of the last drafts
         spec = library.MambaSpec(block_size=1 << 20, shapes=shapes, dtypes=dtypes, num_speculative_blocks=self.drafts)
         self.builder = library.GDNAttentionMetadataBuilder(spec, ["layer"], self.configuration(), self.device)
@@ -189,19 +189,32 @@ class BlockEngine(Engine):
         # SingleTypeKVCacheManager.free gives the last block back first.
         self.blocks.free_blocks(reversed(self.tables.pop(request)))
         del self.accepted[request]
-        self.decoded.discard(request)
+        self.prompts.pop(request, None)
+
+    def preempt(self, request: str) -> None:
+        """`Scheduler._preempt_request`: the blocks are freed, and the prompt is no longer than it was."""
+        prompt = self.prompts.get(request)
+        self.free(request)
+        if prompt is not None:
+            self.prompts[request] = prompt
 
     def prefill(self, batch: Batch) -> Tensor:
         return self.step(batch)
 
     def decode(self, batch: Batch) -> Tensor:
-        self.decoded |= {request for request in batch.requests if request != PADDING}
+        self.end_prompts(batch)
         return self.step(batch)
 
     def verify(self, batch: Batch) -> Tensor:
-        self.decoded |= {request for request in batch.requests if request != PADDING}
+        self.end_prompts(batch)
         self.drafted = batch.requests
-        return self.step(batch)
+        return self.step(batch, drafts=True)
+
+    def end_prompts(self, batch: Batch) -> None:
+        """Note that the prompts of a batch's requests have ended, unless that is known."""
+        for request, start in zip(batch.requests, batch.starts, strict=True):
+            if request != PADDING:
+                self.prompts.setdefault(request, start)
 
     def commit(self, accepted: Sequence[int]) -> None:
         """`_update_states_after_model_execute`: the counts are kept, and the next step reads at them."""
@@ -209,16 +222,16 @@ class BlockEngine(Engine):
             if request != PADDING:
                 self.accepted[request] = count
 
-    def step(self, batch: Batch) -> Tensor:
+    def step(self, batch: Batch, *, drafts: bool = False) -> Tensor:
         """`execute_model` for the rows of a batch in vLLM's order: decodes, parts of prompts, new prompts, padding rows."""
-        rows = Rows(batch, self.decoded)
+        rows = Rows(batch, self.prompts)
         scheduled = types.SimpleNamespace(num_scheduled_tokens=dict(zip(rows.req_ids, rows.counts, strict=True)))
         vllm().reorder_batch_to_split_decodes_and_prefills(rows, scheduled, self.builder.reorder_batch_threshold)
         padding = [place for place, real in enumerate(batch.real) if not real]
         places = [*rows.places, *padding]
         spans = list(itertools.pairwise([0, *itertools.accumulate(batch.lengths)]))
         tokens = torch.tensor([token for place in places for token in range(*spans[place])], device=self.device)
-        metadata = self.metadata(rows, len(padding), len(tokens))
+        metadata = self.metadata(rows, len(padding), len(tokens), drafts=drafts)
         mixed, a, b = (x[tokens] for x in (batch.mixed, batch.a, batch.b))
         o = torch.zeros(len(tokens), self.sizes.value_heads, self.sizes.value_dim, dtype=self.sizes.dtype, device=self.device)
         self.forward(metadata, mixed, b, a, o)
@@ -226,34 +239,35 @@ class BlockEngine(Engine):
             self.accepted[request] = 1
         return o[tokens.argsort()]
 
-    def metadata(self, rows: Rows, padding: int, tokens: int) -> Any:
+    def metadata(self, rows: Rows, padding: int, tokens: int, *, drafts: bool) -> Any:
         """Build the metadata as `_prepare_inputs` and `_build_attention_metadata` do. Padding rows have no tokens there."""
         count, counts = len(rows.places), rows.counts
         starts = self.tensor([0, *itertools.accumulate([*counts, *[0] * padding])])
         computed = [int(number) for number in rows.num_computed_tokens_cpu]
-        lengths = self.tensor([*(start + length for start, length in zip(computed, counts, strict=True)), *[0] * padding])
+        ends = self.tensor([*(start + length for start, length in zip(computed, counts, strict=True)), *[0] * padding])
         prefilling = self.prefilling(rows)
         common = vllm().CommonAttentionMetadata(
             query_start_loc=starts,
             query_start_loc_cpu=starts.cpu(),
-            seq_lens=lengths,
+            seq_lens=ends,
             num_reqs=count + padding,
             num_actual_tokens=tokens,
             max_query_len=max(counts),
-            max_seq_len=int(lengths.max()),
+            max_seq_len=int(ends.max()),
             block_table_tensor=self.tensor(self.table(rows, padding)),
             slot_mapping=torch.zeros(tokens, dtype=torch.int64, device=self.device),
-            seq_lens_cpu_upper_bound=lengths.cpu(),
+            seq_lens_cpu_upper_bound=ends.cpu(),
             is_prefilling=torch.tensor([*prefilling, *[False] * padding]),
         )
         if not self.drafts:
             return self.builder.build(0, common)
         accepted = [self.accepted[request] for request in rows.req_ids]
+        lengths = [*self.draft_lengths(prefilling, counts, drafts=drafts), *[-1] * padding]
         return self.builder.build(
             0,
             common,
             num_accepted_tokens=self.tensor([*accepted, *[1] * padding]),
-            num_decode_draft_tokens_cpu=torch.tensor([*self.draft_lengths(prefilling, counts), *[-1] * padding], dtype=torch.int32),
+            num_decode_draft_tokens_cpu=torch.tensor(lengths, dtype=torch.int32),
         )
 
     def prefilling(self, rows: Rows) -> list[bool]:
@@ -266,12 +280,14 @@ class BlockEngine(Engine):
         table = [[block.block_id for block in self.tables[request]] for request in rows.req_ids]
         return table + [[NULL] * (1 + self.drafts)] * padding
 
-    def draft_lengths(self, prefilling: Sequence[bool], counts: Sequence[int]) -> list[int]:
+    def draft_lengths(self, prefilling: Sequence[bool], counts: Sequence[int], *, drafts: bool) -> list[int]:
         """Return the tokens of each row's draft, -1 for a part of a prompt.
 
         A decode is a draft of no tokens, because only the way of drafts begins at the last accepted token.
         """
-        return [-1 if more else count - 1 for more, count in zip(prefilling, counts, strict=True)]
+        if drafts:
+            return [count - 1 for count in counts]
+        return [-1 if more or count > 1 else 0 for more, count in zip(prefilling, counts, strict=True)]
 
     def tensor(self, numbers: Sequence[Any]) -> Tensor:
         """Return whole numbers on the device."""
@@ -286,7 +302,7 @@ class Pool(TraceAdapter):
     chunk = CHUNK
     requires: ClassVar[dict[str, str]] = {"vllm": "0.33.0"}
     domain = TraceDomain(
-        events=("prefill", "decode", "verify", "free"),
+        events=("prefill", "decode", "verify", "preempt", "free"),
         dtypes=("bf16", "fp16"),
         padding_slots=("0",),
         prefill_padding=False,  # vLLM pads rows in graphs of decodes and of drafts alone

@@ -169,6 +169,10 @@ class Guarded:
         """Take a request out of the pool and bring it back."""
         self.bench.call("swap", self.engine.swap, request)
 
+    def preempt(self, request: str) -> None:
+        """Give the slots of a request back until it is admitted again."""
+        self.bench.call("preempt", self.engine.preempt, request)
+
     def free(self, request: str) -> None:
         """Give the slots of a request back."""
         self.bench.call("free", self.engine.free, request)

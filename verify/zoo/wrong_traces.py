@@ -537,6 +537,62 @@ class SwapRoundsToHalf(Serves):
         state.copy_(state.bfloat16())
 
 
+class PreemptionKeepsTheState(Serves):
+    """A request that was preempted goes on from its old state, though its tokens are processed again (vllm-metal 489)."""
+
+    letter = "S"
+    incident = (19,)
+
+    def __init__(self, sizes: Sizes | None = None) -> None:
+        super().__init__(sizes)
+        self.preempted: dict[str, Tensor] = {}
+
+    def preempt(self, request: str) -> None:
+        self.preempted[request] = self.states[self.owned[request]].clone()
+        super().preempt(request)
+
+    def admit(self, requests: Sequence[str]) -> None:
+        super().admit(requests)
+        for request in requests:
+            if request in self.preempted:
+                self.states[self.owned[request]] = self.preempted.pop(request)
+
+
+class PreemptionLosesTheSlot(Serves):
+    """A request that is preempted does not give its slot back (sglang 39862)."""
+
+    letter = "S"
+    incident = (19,)
+
+    def preempt(self, request: str) -> None:
+        slot = self.owned[request]
+        super().preempt(request)
+        self.unused.remove(slot)
+
+
+class SavesBeforeTheToken(Serves):
+    """A snapshot that a decode takes is the state before its token (sglang 33450)."""
+
+    letter = "S"
+    incident = (23,)
+
+    def decode(self, batch: Batch) -> Tensor:
+        return super().decode(_with_snapshots(batch, [None if count is None else 0 for count in batch.snapshots]))
+
+
+class SavesTheFirstRows(Serves):
+    """A decode saves the states of its first rows, as if all padding rows stood behind (sglang 22935)."""
+
+    letter = "S"
+    incident = (23,)
+
+    def decode(self, batch: Batch) -> Tensor:
+        rows = self.rows(batch)
+        self.save(batch, [rows[sum(batch.real[:place])] for place in range(len(rows))])
+        self.write(rows, batch.lengths)
+        return self.outputs(rows)
+
+
 # Dtypes and addresses
 
 

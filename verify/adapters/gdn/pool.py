@@ -97,6 +97,7 @@ class PoolEngine(Engine):
 
     def decode(self, batch: Batch) -> Tensor:
         rows = self.rows(batch)
+        self.save(batch, rows)
         self.write(rows, batch.lengths)
         return self.outputs(rows)
 
