@@ -224,7 +224,7 @@ def _counts(case: TraceCase) -> Changes:
 
 def _names(case: TraceCase) -> Changes:
     """Yield the trace with its requests called a, b, c in the order in which they come."""
-    text = re.sub("[pdskwrf]:|v\\d:", lambda kind: kind[0].upper(), case.trace)
+    text = re.sub("[pdskwtrf]:|v\\d:", lambda kind: kind[0].upper(), case.trace)
     letters = dict.fromkeys(letter for letter in text if letter.islower())
     renamed = str.translate(text, {ord(letter): ord("a") + number for number, letter in enumerate(letters)}).lower()
     if renamed != case.trace:

@@ -12,9 +12,9 @@ from properties.cases.trace_case import FREE, GATES, MOST_DRAFTS, MOST_TOKENS, P
 from properties.domain import inside
 from properties.strategies import widths
 
-EVENTS = ("prefill", "decode", "save", "verify", "fork", "swap", "preempt", "free")
+EVENTS = ("prefill", "decode", "save", "verify", "fork", "swap", "transfer", "preempt", "free")
 CONV_WIDTHS, SNAPSHOTS = (2, 3, 4, 5), (0, 16, 32, 64, 128)
-_KINDS = dict(zip("pdsvkwrf", EVENTS, strict=True))
+_KINDS = dict(zip("pdsvkwtrf", EVENTS, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +171,7 @@ class _Author:
         self.chance, self.domain, self.drafts = chance, domain, drafts
         self.pads = bool(domain.padding_slots) and case["pad"] in domain.padding_slots and chance.random() < 2 / 3
         self.slots, self.snapshots, self.width = case["slots"], case["snapshots"], case["width"]
+        self.heads = case["heads"]
         self.roll, self.decoded = Roll(self.slots, self.snapshots), _Decoded()
         self.events: list[str] = []
         self.tokens: dict[str, int] = {}  # before the last event
@@ -189,6 +190,7 @@ class _Author:
         ways: list[tuple[float, str, Callable[[], str]]] = [(3.0 if self.roll.room() else 0.5, "prefill", self.prefill)]
         if here:
             ways += [(3.0, "decode", self.decode), (3.0, "verify", self.verify), (1.0, "swap", lambda: f"w:{chance.choice(here)}")]
+            ways.append((1.0 if self.heads > 1 else 0.2, "transfer", lambda: f"t:{chance.choice(here)}"))
             ways.append((1.0 if self.roll.room() else 3.0, "free", lambda: f"f:{chance.choice(here)}"))
             ways.append((0.7 if self.roll.room() else 1.5, "preempt", lambda: f"r:{chance.choice(here)}"))
             if self.roll.room():

@@ -125,7 +125,7 @@ def _tagged_output(case: TraceCase, moment: Moment, place: int, row: Row) -> Pai
 def _ledger(bench: TraceBench, example: Example) -> Iterator[Pair]:
     """Owners keep every bit in steps that are not about them, and so do slots that nobody owns.
 
-    A fork and a swap are copies of a state and a window.
+    A fork, a swap and a transfer are copies of a state and a window.
     """
     case: TraceCase = example.case
     was: dict[str, Slot] = {}
@@ -144,9 +144,10 @@ def _ledger(bench: TraceBench, example: Example) -> Iterator[Pair]:
             yield from _same(
                 f"of {step.request}, a fork of {source} in event {step.event}", moment.after[step.request], was[source]
             )
-        if step.kind == "w":
+        if step.kind in ("w", "t"):
+            what = "swap" if step.kind == "w" else "transfer"
             yield from _same(
-                f"of {step.request} after its swap in event {step.event}", moment.after[step.request], was[step.request]
+                f"of {step.request} after its {what} in event {step.event}", moment.after[step.request], was[step.request]
             )
         was = dict(moment.after)
 
@@ -395,7 +396,7 @@ TRACE_LAWS: dict[str, Law] = {
         Law(
             "ledger",
             "exact",
-            "nobody's state changes but in its own steps; forks and swaps are copies; slots that nobody owns keep their bits",
+            "nobody's state changes but in its own steps; forks, swaps, transfers are copies; slots that nobody owns keep their bits",
             _drawn(free=("nan", "nan", "random")),
             _ledger,
         ),

@@ -51,6 +51,9 @@ class Played(Protocol):
     def swap(self, request: str) -> None:
         """Take a request out of the pool and bring it back."""
 
+    def transfer(self, request: str) -> None:
+        """Cut what a request has for the ranks of another TP size, and put it together again."""
+
     def preempt(self, request: str) -> None:
         """Give the slots of a request back until it is admitted again."""
 
@@ -142,6 +145,8 @@ def play(
             engine.fork(step.request, step.source, snapshot=step.snapshot)
         elif step.kind == "w":
             engine.swap(step.request)
+        elif step.kind == "t":
+            engine.transfer(step.request)
         elif step.kind == "r":
             engine.preempt(step.request)
         else:

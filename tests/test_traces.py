@@ -147,8 +147,8 @@ def test_a_snapshot_needs_a_slot_and_is_taken_at_the_last_chunk_of_the_row() -> 
 
 
 REFUSED = {
-    "trace=x:a1": "an event of a trace must begin with p:, d:, s:, v1: to v8:, k:, w:, r: or f:, got 'x:a1'",
-    "trace=p:a1/": "an event of a trace must begin with p:, d:, s:, v1: to v8:, k:, w:, r: or f:, got ''",
+    "trace=x:a1": "an event of a trace must begin with p:, d:, s:, v1: to v8:, k:, w:, t:, r: or f:, got 'x:a1'",
+    "trace=p:a1/": "an event of a trace must begin with p:, d:, s:, v1: to v8:, k:, w:, t:, r: or f:, got ''",
     "trace=s:a1": "a row of a decode must be a request a to z or _, got 'a1' in 's:a1'",
     "trace=r:a,b": "r: takes one request, got 'r:a,b'",
     "trace=p:A1": "a row of a prefill must be a request and 0 to 256 tokens, got 'A1'",
@@ -322,7 +322,7 @@ def test_drawn_traces_lie_in_the_domain_and_reuse_slots() -> None:
 def test_drawn_traces_have_every_event_and_length() -> None:
     cases = drawn(200)
     rows = [(step.kind, row) for case in cases for step in case.plan for row in step.rows]
-    assert {step.kind for case in cases for step in case.plan} == set("pdsvkwrf")
+    assert {step.kind for case in cases for step in case.plan} == set("pdsvkwtrf")
     assert {1, 2, 3, 63, 64, 65, 66, 128, 130} <= {row.count for kind, row in rows if kind == "p"}
     assert {row.count for kind, row in rows if kind == "v"} >= {1, 2, 3, 4, 5, 8}
     assert any(kind == "p" and row.count == 0 for kind, row in rows)
@@ -381,7 +381,7 @@ def test_a_case_outside_the_domain_is_unsupported_with_the_reason(line: str) -> 
         ({"events": ("decode",)}, "events must have prefill, which admits requests, got ('decode',)"),
         (
             {"events": ("prefill", "steal")},
-            "events must be a tuple of some of prefill, decode, save, verify, fork, swap, preempt, free",
+            "events must be a tuple of some of prefill, decode, save, verify, fork, swap, transfer, preempt, free",
         ),
         ({"states": ()}, "states must be a tuple of some of fp32, bf16, fp16, got ()"),
         ({"snapshot_dtype": "fp8"}, "snapshot_dtype must be state or input, got 'fp8'"),
@@ -439,6 +439,17 @@ def test_a_ledger_names_the_fork_that_is_no_copy() -> None:
     case = TraceCase("p:a5/k:b<a", slots=2)
     assert outcome("ledger", case, PoolEngine) == "holds"
     assert outcome("ledger", case, ForgetsWindows) == ("window of b, a fork of a in event 2: differs, but must be equal to the bit")
+
+
+def test_a_transfer_cuts_a_window_by_its_sections() -> None:
+    case = TraceCase("p:a5/t:a/d:a", slots=1, heads=2, value_heads=4, key_dim=4, value_dim=4)
+    engine = PoolEngine(case.sizes())
+    window = torch.arange(case.channels)[:, None].expand(-1, 3)
+    first, second = engine.cut(torch.arange(4)[:, None, None].expand(-1, 4, 4), window)
+    assert [heads[:, 0, 0].tolist() for heads, _ in (first, second)] == [[0, 1], [2, 3]]
+    assert torch.cat(first[1])[:, 0].tolist() == [*range(4), *range(8, 12), *range(16, 24)]
+    assert torch.cat(second[1])[:, 0].tolist() == [*range(4, 8), *range(12, 16), *range(24, 32)]
+    assert {outcome(law, case, PoolEngine) for law in ("tags", "ledger", "session", "slots")} == {"holds"}
 
 
 def test_what_nobody_does_is_blind() -> None:

@@ -59,6 +59,8 @@ KILLED_BY = {
     traces.SwapBringsBackTheSlot: "slots",
     traces.SwapTransposes: "ledger",
     traces.SwapRoundsToHalf: "ledger",
+    traces.TransferJoinsRanks: "ledger",
+    traces.TransferSendsTheFirstRank: "ledger",
     traces.PreemptionKeepsTheState: "tags",
     traces.PreemptionLosesTheSlot: "slots",
     traces.SavesBeforeTheToken: "tags",

@@ -8,6 +8,7 @@ A trace is a word such as `p:a5,b70,_3/d:a,_/v4:a2,b1/k:c<b@/w:a/f:a`. Events ar
     v4:a2,b1      verify drafts of 4 tokens: the first 2 of a's and the first token of b's are accepted
     k:c<b@        fork: c begins from b's snapshot, or without `@` from b's state
     w:a           swap: a's state leaves its slot and comes back into a slot
+    t:a           transfer: a's state and window are cut for the ranks of another TP size, and put together in a slot again
     r:a           preemption: the slots of a go back to the pool; a later prefill begins with its first token again
     f:a           free: a is finished, and its slots go back to the pool
 
@@ -93,8 +94,8 @@ class Row:
 class Step:
     """What an event of a trace does. `event` is its number from 1 on, and `text` its word in the trace.
 
-    `kind` is "p", "d", "s", "v", "k", "w", "r" or "f". A fork has the new request in `request`, the old one in `source`, and
-    `snapshot` says whether it begins from the snapshot. Swaps, preemptions and frees have their request in `request`.
+    `kind` is "p", "d", "s", "v", "k", "w", "t", "r" or "f". A fork has the new request in `request`, the old one in `source`, and
+    `snapshot` says whether it begins from the snapshot. Swaps, transfers, preemptions and frees have their request in `request`.
     """
 
     event: int
@@ -404,8 +405,8 @@ def check_event(event: str) -> None:
     """Raise ValueError for an event of another form than those at the top of this module."""
     kind, colon, text = event.partition(":")
     rows = text.split(",")
-    if not colon or not (kind in ("p", "d", "s", "k", "w", "r", "f") or _DRAFT.fullmatch(kind)):
-        begins = f"p:, d:, s:, v1: to v{MOST_DRAFTS}:, k:, w:, r: or f:"
+    if not colon or not (kind in ("p", "d", "s", "k", "w", "t", "r", "f") or _DRAFT.fullmatch(kind)):
+        begins = f"p:, d:, s:, v1: to v{MOST_DRAFTS}:, k:, w:, t:, r: or f:"
         raise ValueError(f"an event of a trace must begin with {begins}, got {event[:80]!r}")
     drafts = int(kind[1:]) if kind[0] == "v" else 0
     if kind[0] == "v" and not 1 <= drafts <= MOST_DRAFTS:
@@ -422,11 +423,11 @@ def check_event(event: str) -> None:
             found = _ROW.fullmatch(row)
             if not found or found[1] == PADDING or not 1 <= int(found[2]) <= drafts or str(int(found[2])) != found[2]:
                 raise ValueError(f"a row of {kind} must be a request and 1 to {drafts} accepted tokens, or _, got {row[:80]!r}")
-        elif kind in ("w", "r", "f") and not re.fullmatch("[a-z]", row):
+        elif kind in ("w", "t", "r", "f") and not re.fullmatch("[a-z]", row):
             raise ValueError(f"{kind}: takes requests a to z, got {row[:80]!r} in {event[:80]!r}")
         elif kind in ("d", "s") and not re.fullmatch("[a-z_]", row):
             raise ValueError(f"a row of a decode must be a request a to z or _, got {row[:80]!r} in {event[:80]!r}")
-    if kind in ("k", "w", "r", "f") and len(rows) > 1:
+    if kind in ("k", "w", "t", "r", "f") and len(rows) > 1:
         raise ValueError(f"{kind}: takes one request, got {event[:80]!r}")
     names = [row[0] for row in rows if row[0] != PADDING]
     if len(set(names)) < len(names):

@@ -186,6 +186,13 @@ class Engine(abc.ABC):
         """Take a request's state and window out of the pool, give its slot back, and bring both into a slot again."""
         raise NotImplementedError
 
+    def transfer(self, request: str) -> None:
+        """Cut a request's state and window as for the ranks of another TP size, and put them together in a slot again.
+
+        The heads of a state, and each of the sections q, k and v of a window, are cut over the ranks.
+        """
+        raise NotImplementedError
+
     def preempt(self, request: str) -> None:
         """Give the slots of a request and of its snapshot back; by default as `free` does.
 

@@ -292,6 +292,7 @@ class Pool(TraceAdapter):
     chunk = CHUNK
     requires: ClassVar[dict[str, str]] = {"sglang": "0.5.23"}
     domain = TraceDomain(
+        events=("prefill", "decode", "save", "verify", "fork", "swap", "preempt", "free"),
         dtypes=("bf16",),
         empty=False,  # prepare_chunk_indices counts no sequence of no tokens, so later chunks would belong to an earlier row
         snapshots=(0, CHUNK),

@@ -169,6 +169,10 @@ class Guarded:
         """Take a request out of the pool and bring it back."""
         self.bench.call("swap", self.engine.swap, request)
 
+    def transfer(self, request: str) -> None:
+        """Cut what a request has for the ranks of another TP size, and put it together again."""
+        self.bench.call("transfer", self.engine.transfer, request)
+
     def preempt(self, request: str) -> None:
         """Give the slots of a request back until it is admitted again."""
         self.bench.call("preempt", self.engine.preempt, request)

@@ -537,6 +537,26 @@ class SwapRoundsToHalf(Serves):
         state.copy_(state.bfloat16())
 
 
+class TransferJoinsRanks(Serves):
+    """The windows of ranks are joined whole, so that the sections q, k and v of each rank follow one another (vllm 41869)."""
+
+    letter = "T"
+    incident = (14,)
+
+    def joined(self, ranks: Sequence[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor]:
+        state, _ = super().joined(ranks)
+        return state, torch.cat([part for _, parts in ranks for part in parts])
+
+
+class TransferSendsTheFirstRank(Serves):
+    """The states of all ranks are those of the first one (vllm 45682)."""
+
+    letter = "T"
+
+    def joined(self, ranks: Sequence[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor]:
+        return super().joined([(ranks[0][0], parts) for _, parts in ranks])
+
+
 class PreemptionKeepsTheState(Serves):
     """A request that was preempted goes on from its old state, though its tokens are processed again (vllm-metal 489)."""
 

@@ -89,6 +89,29 @@ class PoolEngine(Engine):
         slot = self.owned[request] = self.take()
         self.states[slot], self.windows[slot] = state, window
 
+    def transfer(self, request: str) -> None:
+        slot = self.owned.pop(request)
+        ranks = self.cut(self.states[slot].clone(), self.windows[slot].clone())
+        self.give(slot)
+        slot = self.owned[request] = self.take()
+        self.states[slot], self.windows[slot] = self.joined(ranks)
+
+    def sections(self) -> list[int]:
+        """Return the channels of q, k and v in a window."""
+        sizes = self.sizes
+        return [sizes.heads * sizes.key_dim] * 2 + [sizes.value_heads * sizes.value_dim]
+
+    def cut(self, state: Tensor, window: Tensor) -> list[tuple[Tensor, list[Tensor]]]:
+        """Return for each of H ranks its value heads of a state, and its channels of the sections q, k and v of a window."""
+        ranks = self.sizes.heads
+        parts = [section.chunk(ranks) for section in window.split(self.sections())]
+        return [(heads, [part[rank] for part in parts]) for rank, heads in enumerate(state.chunk(ranks))]
+
+    def joined(self, ranks: Sequence[tuple[Tensor, list[Tensor]]]) -> tuple[Tensor, Tensor]:
+        """Return the state and the window that ranks have together."""
+        windows = zip(*(parts for _, parts in ranks), strict=True)
+        return torch.cat([heads for heads, _ in ranks]), torch.cat([part for section in windows for part in section])
+
     def prefill(self, batch: Batch) -> Tensor:
         rows = self.rows(batch)
         self.save(batch, rows)
