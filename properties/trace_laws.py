@@ -103,21 +103,21 @@ def _tagged_slot(case: TraceCase, moment: Moment, owner: str, ledger: _Ledger, s
 
 def _tagged_output(case: TraceCase, moment: Moment, place: int, row: Row) -> Pair:
     """Compare a row's outputs: token t reads row t - 1 of the state, and its scale is a power of two."""
-    state = torch.zeros(case.key_dim, case.value_dim)
+    state = torch.zeros(case.value_heads, case.key_dim, case.value_dim)
     if not row.begins:  # a copy of a state that the law has compared after the step before
-        state = moment.before[row.request].state[0].float().clone()
+        state = moment.before[row.request].state.float().clone()
     want = torch.zeros(row.count, case.value_heads, case.value_dim)
     for token in range(row.count):
         position = row.start + token
-        state[position % case.key_dim] = case.repeated(case.tag(*case.owner(moment.step, place, token)))
-        want[token] = state[(position - 1) % case.key_dim] * case.key_dim**-0.5
+        state[:, position % case.key_dim] = case.repeated(case.tag(*case.owner(moment.step, place, token)))
+        want[token] = state[:, (position - 1) % case.key_dim] * case.key_dim**-0.5
     got = moment.rows[place].float()
-    if (wrong := (got != want).any(-1).any(-1).nonzero().tolist()) != []:
-        token, scale = wrong[0][0], case.key_dim**0.5
+    if (wrong := (got != want).any(-1).nonzero().tolist()) != []:
+        (token, head), scale = wrong[0], case.key_dim**0.5
         raise Breach(
             f"an output reads a wrong tag: request {row.request}'s token {token} of {moment.where} of {case.trace} reads "
-            f"{case.untag((got[token, 0, :TAG_CHANNELS] * scale).tolist())}, "
-            f"must read {case.untag((want[token, 0, :TAG_CHANNELS] * scale).tolist())}"
+            f"{case.untag((got[token, head, :TAG_CHANNELS] * scale).tolist())}, "
+            f"must read {case.untag((want[token, head, :TAG_CHANNELS] * scale).tolist())}"
         )
     return f"o of {row.request} in event {moment.step.event}", got, want
 
@@ -396,7 +396,7 @@ TRACE_LAWS: dict[str, Law] = {
         Law(
             "ledger",
             "exact",
-            "nobody's state changes but in its own steps; forks, swaps, transfers are copies; slots that nobody owns keep their bits",
+            "nobody's state changes but in its own steps; forks, swaps, transfers copy; slots that nobody owns keep their bits",
             _drawn(free=("nan", "nan", "random")),
             _ledger,
         ),

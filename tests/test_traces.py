@@ -240,6 +240,9 @@ def test_tags_pass_through_silu_and_half_precision_and_name_their_token(dtype: t
         tag = torch.tensor(TraceCase.tag(*owner))
         assert torch.equal(torch.nn.functional.silu(tag.to(dtype).float()).to(dtype).float(), tag)
         assert TraceCase.untag(tag.tolist()) == words
+    heads = TraceCase("p:a1", heads=1, value_heads=3, value_dim=6).repeated(TraceCase.tag("tokens", 1, 7))
+    assert heads.shape == (3, 6)
+    assert TraceCase.untag(heads[2, :4].tolist()) == "the tag of request b's token 7 for head 2"
     assert TraceCase.untag([0.0] * 4) == "zeros"
     assert TraceCase.untag([float("nan"), 20.0, 20.0, 20.0]).startswith("no tag (nan")
     assert TraceCase.untag([20.5, 20.0, 20.0, 20.0]).startswith("no tag (20.5")

@@ -60,7 +60,7 @@ KILLED_BY = {
     traces.SwapTransposes: "ledger",
     traces.SwapRoundsToHalf: "ledger",
     traces.TransferJoinsRanks: "ledger",
-    traces.TransferSendsTheFirstRank: "ledger",
+    traces.TransferSendsTheFirstRank: "tags",
     traces.PreemptionKeepsTheState: "tags",
     traces.PreemptionLosesTheSlot: "slots",
     traces.SavesBeforeTheToken: "tags",

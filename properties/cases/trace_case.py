@@ -333,22 +333,25 @@ class TraceCase(Line):
         """Return mixed [D] of a token with a tag: its key is one entry, its query the entry of the token before."""
         q, k = torch.zeros(2, self.heads, self.key_dim)
         k[:, position % self.key_dim] = q[:, (position - 1) % self.key_dim] = _KEY
-        return torch.cat([q.flatten(), k.flatten(), self.repeated(tag).repeat(self.value_heads)])
+        return torch.cat([q.flatten(), k.flatten(), self.repeated(tag).flatten()])
 
     def repeated(self, tag: Sequence[float]) -> Tensor:
-        """Return a tag as the values [V] of one head."""
-        return torch.tensor(tag).repeat(-(-self.value_dim // TAG_CHANNELS))[: self.value_dim]
+        """Return a tag as the values [HV, V] of all heads; its last number counts the heads."""
+        heads = torch.tensor(tag).repeat(self.value_heads, 1)
+        heads[:, -1] += torch.arange(self.value_heads)
+        return heads.repeat(1, -(-self.value_dim // TAG_CHANNELS))[:, : self.value_dim]
 
     @staticmethod
     def tag(kind: str, first: int, second: int) -> list[float]:
         """Return the four whole numbers that name a token, from 20 to 219; `untag` reads them.
 
-        The first names the kind and the request, the others hold the position, or the event and the place, in base 200.
+        The first names the kind and the request. The next two hold the position, or the event and the place, in base 200. The last
+        one is that of value head 0.
         """
         kinds = ("tokens", "rejected", "padding")
         name = kinds.index(kind) * 26 + (first if kind != "padding" else 0)
         number = second if kind != "padding" else first * MOST_TOKENS + second % MOST_TOKENS
-        digits = [name, number % _TAGS, number // _TAGS % _TAGS, number // _TAGS**2 % _TAGS]
+        digits = [name, number % _TAGS, number // _TAGS % _TAGS, 0]
         return [float(_LEAST_TAG + digit) for digit in digits]
 
     @staticmethod
@@ -361,13 +364,14 @@ class TraceCase(Line):
         if not whole or not all(0 <= digit < _TAGS for digit in digits) or digits[0] >= 3 * 26:
             return f"no tag ({', '.join(f'{value:g}' for value in values)})"
         kind, request = divmod(digits[0], 26)
-        number, owner = digits[1] + _TAGS * digits[2] + _TAGS**2 * digits[3], f"request {chr(ord('a') + request)}'s"
+        number, owner = digits[1] + _TAGS * digits[2], f"request {chr(ord('a') + request)}'s"
+        head = f" for head {digits[3]}" if digits[3] else ""
         if kind == 0:
-            return f"the tag of {owner} token {number}"
+            return f"the tag of {owner} token {number}{head}"
         event, token = divmod(number, MOST_TOKENS)
         if kind == 1:
-            return f"the tag of {owner} rejected draft {token} in event {event}"
-        return f"the tag of a padding row's token {token} in event {event}"
+            return f"the tag of {owner} rejected draft {token} in event {event}{head}"
+        return f"the tag of a padding row's token {token} in event {event}{head}"
 
     def filled(self, x: Tensor, *, other: int = 0) -> Tensor:
         """Return what slots of the pool x hold if nobody owns them: zeros, random numbers or NaN of many bit patterns."""
