@@ -38,7 +38,7 @@ def test_law_holds_of_a_long_one(gdn_law: LawItem) -> None:
     profile="least",
     laws=[name for name in LAWS if name not in (*OFTEN, *PLAIN)],
 )
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_law_holds_of_a_variant(gdn_law: LawItem) -> None:
     gdn_law.assert_holds()
 

@@ -761,7 +761,7 @@ def of_qwen(dtype: torch.dtype, small: float = 1.0) -> tuple[Inputs, Results]:
 
 @pytest.mark.parametrize("small", [1.0, 0.02])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_layer_of_transformers_lies_within_the_bounds_forward_and_backward(
     dtype: str, small: float, qwen: Any, record_property: Callable[[str, object], None]
 ) -> None:

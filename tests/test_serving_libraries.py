@@ -123,6 +123,7 @@ def check(folder: pathlib.Path, *words: str) -> "subprocess.CompletedProcess[str
 
 
 @pytest.mark.interpreted
+@pytest.mark.slow
 def test_the_adapter_of_the_page_holds_with_what_fetch_unpacked(tmp_path: pathlib.Path, sglang_files: pathlib.Path) -> None:
     place = tmp_path / LIBRARIES["sglang"].fetched
     place.parent.mkdir(parents=True)
@@ -141,6 +142,7 @@ def test_the_adapter_of_the_page_holds_with_a_path(tmp_path: pathlib.Path, sglan
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="sglang is installed")
+@pytest.mark.slow
 def test_without_sglang_the_adapter_of_the_page_is_refused_in_one_line(tmp_path: pathlib.Path) -> None:
     done = check(tmp_path)
     assert (done.returncode, done.stdout) == (2, "")

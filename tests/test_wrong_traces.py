@@ -128,6 +128,7 @@ def test_what_one_law_alone_sees_the_others_do_not(animal: type[traces.Serves], 
     }
 
 
+@pytest.mark.slow
 def test_a_check_shows_a_small_trace_and_its_culprit(worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
     from verify.engine.check import Check
     from verify.engine.law_check import Settings
