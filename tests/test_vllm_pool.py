@@ -2,13 +2,17 @@
 
 import importlib.util
 import pathlib
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
+from properties.cases.trace_case import TraceCase
+from properties.trace_domain import trace_cases
 from properties.trace_laws import TRACE_LAWS
 from verify.adapters.vllm_pool import Pool
 from verify.engine.check import Check
+from verify.engine.drawing import seeded
 from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
 from verify.execution.run import Run
@@ -24,7 +28,15 @@ LINE = (
 )
 PLAIN = LINE.replace("v4:a2,b4", "v1:a1,b1").replace("v2:d1,_,b2", "d:d,_,b")
 # For each planted fault, the law that finds it.
-PLANTED = {"Drafts": "tags", "Accepted": "tags", "Prompts": "tags", "Tail": "ledger", "Decodes": "tags", "Leaks": "slots"}
+PLANTED = {
+    "Drafts": "tags",
+    "Accepted": "tags",
+    "Absent": "ledger",
+    "Prompts": "tags",
+    "Tail": "ledger",
+    "Decodes": "tags",
+    "Leaks": "slots",
+}
 CASES = 16  # at most, until a planted fault is found
 
 
@@ -38,6 +50,31 @@ def served(vllm_files: pathlib.Path) -> Iterator[Worker]:
         patch.syspath_prepend(str(vllm_files))
         with Worker() as worker:
             yield worker
+
+
+def test_drawn_traces_mix_prompts_decodes_and_drafts() -> None:
+    mixtures, resumed = Counter[tuple[bool, tuple[str, ...]]](), 0
+
+    def note(case: TraceCase) -> None:
+        nonlocal resumed
+        decoded, preempted = set[str](), set[str]()
+        for step in case.plan:
+            preempted |= {step.request} if step.kind == "r" else set()
+            decoded -= {row.request for row in step.rows if row.begins}
+            if step.kind == "p":
+                resumed += any(row.begins and row.request in preempted for row in step.rows)
+                ways = {
+                    "decode" if row.request in decoded else "part" if row.start else "one" if row.count == 1 else "prompt"
+                    for row in step.rows
+                }
+                mixtures[case.drafts > 1, tuple(sorted(ways))] += 1
+            elif step.kind in "dv":
+                decoded |= {row.request for row in step.rows if row.real}
+
+    seeded(trace_cases(Pool.domain), 5, 100, note)
+    for drafts in (False, True):
+        assert all(mixtures[drafts, ways] for ways in (("decode",), ("part",), ("decode", "prompt"), ("decode", "one")))
+    assert resumed > 10
 
 
 @pytest.mark.interpreted

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
-from properties.cases.trace_case import PADDING, Sizes
+from torch import Tensor
+
+from properties.cases.trace_case import PADDING, Batch, Sizes
 from verify.adapters.base import Engine
 from verify.adapters.vllm_pool import BlockEngine, Pool, Rows
 
@@ -19,6 +21,15 @@ class ForgetsAccepted(BlockEngine):
 
     def commit(self, accepted: Sequence[int]) -> None:
         super().commit([min(count, 1) for count in accepted])
+
+
+class ForgetsTheAbsent(BlockEngine):
+    """Sets the accepted tokens of a request to 1 if it is left out of a step, as for a request that joins the batch."""
+
+    def step(self, batch: Batch, *, drafts: bool = False) -> Tensor:
+        o = super().step(batch, drafts=drafts)
+        self.accepted |= dict.fromkeys(self.accepted.keys() - {*batch.requests}, 1)
+        return o
 
 
 class DecodesPrompts(BlockEngine):
@@ -61,6 +72,6 @@ def adapter(kind: type[BlockEngine]) -> type[Pool]:
     return Wrong
 
 
-Drafts, Accepted, Prompts, Tail, Decodes, Leaks = map(
-    adapter, (KeepsDrafts, ForgetsAccepted, DecodesPrompts, StaleTail, PlainDecodes, LeaksDrafts)
+Drafts, Accepted, Absent, Prompts, Tail, Decodes, Leaks = map(
+    adapter, (KeepsDrafts, ForgetsAccepted, ForgetsTheAbsent, DecodesPrompts, StaleTail, PlainDecodes, LeaksDrafts)
 )
