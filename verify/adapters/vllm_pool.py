@@ -211,10 +211,10 @@ class BlockEngine(Engine):
         return self.step(batch, drafts=True)
 
     def end_prompts(self, batch: Batch) -> None:
-        """Note that the prompts of a batch's requests have ended, unless that is known."""
+        """Note that the prompts of a batch have ended. A trace may decode before the prompt of a preempted request is complete."""
         for request, start in zip(batch.requests, batch.starts, strict=True):
             if request != PADDING:
-                self.prompts.setdefault(request, start)
+                self.prompts[request] = min(self.prompts.get(request, start), start)
 
     def commit(self, accepted: Sequence[int]) -> None:
         """`_update_states_after_model_execute`: the counts are kept, and the next step reads at them."""
