@@ -115,6 +115,8 @@ def _oracle(bench: Bench, example: Example) -> Iterator[Pair]:
 def _untouched(bench: Bench, example: Example) -> Iterator[Pair]:
     """Slots that no request names keep their bits, and so do the slots before and behind the pool in memory.
 
+    The state of a request that goes on and has no tokens keeps its bits too.
+
     These two slots belong to others; they hold NaN of many bit patterns.
     """
     case = example.case
@@ -125,6 +127,10 @@ def _untouched(bench: Bench, example: Example) -> Iterator[Pair]:
     before = _bits(memory).clone()
     got = bench.run(inputs.replaced(pool=_shaped(memory[1:-1], inputs.pool, domain)), None)
     yield "pool, bits of slots that nobody names", _at(_bits(got["pool"]), free), _at(_bits(inputs.pool), free)
+    idle = torch.zeros(case.slots, dtype=torch.bool)
+    requests = zip(case.slot_of, case.real, case.beginning, case.lengths, strict=True)
+    idle[[slot for slot, real, begins, length in requests if real and not begins and not length]] = True
+    yield "pool, bits of requests without tokens", _at(_bits(got["pool"]), idle), _at(_bits(inputs.pool), idle)
     for name, where in (("before", slice(1)), ("behind", slice(-1, None))):
         yield f"memory {name} the pool", _bits(memory)[where], before[where]
 

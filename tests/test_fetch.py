@@ -214,6 +214,35 @@ def test_a_wheel_that_lacks_what_is_needed_or_is_none_is_one_line(
     assert names_in(tmp_path / "here" / ".gdn-verify" / "libraries") == []
 
 
+def test_a_damaged_stream_is_one_line(no_pip: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with zipfile.ZipFile(no_pip, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in FILES.items():
+            archive.writestr(name, text * 50)
+    data = bytearray(no_pip.read_bytes())
+    start = data.index(b"orchard/trees/apple.py") + len("orchard/trees/apple.py")
+    data[start : start + 8] = b"\xff" * 8
+    no_pip.write_bytes(data)
+    assert failed(capsys, UNDECIDED).startswith(f"gdn-verify: {WHEEL} cannot be unpacked: Error -3 while decompressing data")
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"library": "orchard", "version": "1.2.3", "patterns": []}'])
+def test_a_damaged_manifest_is_no_traceback(text: str, no_pip: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pathlib.Path("there").mkdir()
+    pathlib.Path("there", MANIFEST).write_text(text)
+    if text.startswith("["):
+        assert failed(capsys, USAGE, "--to", "there").startswith("gdn-verify: --to must name a folder that is empty")
+    else:
+        assert fetched(capsys, "--to", "there")["fetched"]
+
+
+def test_a_folder_called_like_a_pattern_leaves_others_alone(no_pip: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = pathlib.Path(".mine-fetching-notes")
+    folder.mkdir()
+    os.utime(folder, (time.time() - 2 * fetch_command.STALE_S,) * 2)
+    assert fetched(capsys, "--to", "*")["fetched"]
+    assert folder.is_dir()
+
+
 def test_a_full_disk_is_one_line(no_pip: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

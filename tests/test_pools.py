@@ -423,6 +423,7 @@ KILLED_BY = {
     pools.DecodesKdaAsOneDecay: Kill("oracle", 2),
     pools.HalfStatesByHalf: Kill("oracle"),
     pools.TransposesByCopy: Kill("oracle"),
+    pools.IdleRequestsDecay: Kill("untouched", 1, 2),
     pools.OffsetsByIdentity: Kill("refill", 2, 2),
     pools.SlotsByIdentity: Kill("refill", 1, 2),
     pools.TreesAsChains: Kill("oracle", 4),

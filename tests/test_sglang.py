@@ -1,6 +1,7 @@
 """SGLang's kernels hold, and the adapters show a mistake of their callers. SGLang is fetched once, or its tests are skipped."""
 
 import dataclasses
+import importlib
 import importlib.util
 import pathlib
 import sys
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from verify.adapters import sglang_pools
+from verify.adapters import serving, sglang_pools
 from verify.adapters.loader import AdapterError, load
 from verify.adapters.packages import installed
 from verify.adapters.registry import BUILT_IN
@@ -126,11 +127,36 @@ class NeedsMore(sglang_pools.Decode):
     place = "sglang.kernels.ops.attention.linear.next_year"
 
 
-def test_a_missing_module_gives_no_verdict(sglang_worker: Worker) -> None:
-    line = f"law=oracle adapter={HERE}:NeedsMore op=decode lengths=1 in_kernel=both"
+class NeedsARequirement(sglang_pools.Decode):
+    """The call imports a requirement of SGLang, as some of its functions do."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        super().run(x)
+        importlib.import_module("sgl_kernel")
+        raise AssertionError
+
+
+class CallsAStub(sglang_pools.Decode):
+    """The call uses a name that SGLang has only with its requirements."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        serving.module("sglang.srt.utils").get_bool_env_var("HOME")
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (NeedsMore, "there is no sglang.kernels.ops.attention.linear.next_year"),
+        (NeedsARequirement, "No module named 'sgl_kernel'"),
+        (CallsAStub, "sglang.srt.utils.get_bool_env_var is a stub"),
+    ],
+)
+def test_what_the_library_lacks_gives_no_verdict(kind: type, reason: str, sglang_worker: Worker) -> None:
+    line = f"law=oracle adapter={HERE}:{kind.__name__} op=decode lengths=1 in_kernel=both"
     outcome = Outcome.from_json(sglang_worker.ask(RunOne(line)))
-    assert outcome.verdict is Verdict.UNKNOWN
-    assert "there is no sglang.kernels.ops.attention.linear.next_year" in outcome.reason
+    assert outcome.verdict is Verdict.UNKNOWN, outcome
+    assert reason in outcome.reason
 
 
 def test_every_block_size_is_launched(sglang_worker: Worker) -> None:

@@ -67,11 +67,17 @@ def names(wanted: Mapping[str, Sequence[str]]) -> types.SimpleNamespace:
     for place, members in wanted.items():
         source = module(place)
         for member in members:
-            if not hasattr(source, member):
+            values = vars(source)["_values"] if isinstance(source, Stub) else None
+            if not hasattr(source, member) or (values is not None and member not in values):
                 library = _library(place)
                 raise Unavailable(_lacks(library, _prepare(library), f"{place}.{member}"))
             found[member] = getattr(source, member)
     return types.SimpleNamespace(**found)
+
+
+def uses_stubs() -> bool:
+    """Whether a library is used without its requirements in this process."""
+    return any(_prepared.values())
 
 
 def _library(name: str) -> Library:
@@ -201,7 +207,7 @@ def unusable(name: str) -> type:
     """A class in place of a name that nobody here uses. It may be a base class or an annotation; calling it raises an error."""
 
     def refuse(*_: object, **__: object) -> Any:
-        raise NotImplementedError(f"{name} is a stub: {name.partition('.')[0]} is here without its requirements")
+        raise Unavailable(f"{name} is a stub: {name.partition('.')[0]} is here without its requirements")
 
     return type(name.rpartition(".")[2], (), {"__new__": refuse, "__module__": name.rpartition(".")[0]})
 

@@ -7,9 +7,11 @@ import argparse
 import collections
 import contextlib
 import fnmatch
+import glob
 import hashlib
 import importlib.util
 import json
+import lzma
 import os
 import pathlib
 import shutil
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,6 +29,10 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 from verify.adapters.libraries import LIBRARIES, MANIFEST, Library
 from verify.cli.exits import HOLDS, UNDECIDED
 
+DAMAGED = (  # what zipfile raises for a damaged or unusual file
+    *(zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, lzma.LZMAError, UnicodeError),
+    *(NotImplementedError, RuntimeError, EOFError),
+)
 EXITS = "exit: 0 the files are there   2 bad usage   3 they could not be had   130 interrupted"
 # The tags of the wheels that we tested. Their Python files are the same for every machine, so any machine may take them.
 TAGS = ("--python-version=3.11", "--implementation=cp", "--abi=cp311")
@@ -77,8 +84,8 @@ def manifest_in(folder: pathlib.Path, library: Library) -> dict[str, Any] | None
         if manifest["library"] != library.name:
             raise ValueError(f"it holds {manifest['library']}")
         same = (manifest["version"], manifest["patterns"]) == (library.version, [*library.files])
-        return manifest if same and all((folder / name).is_file() for name in library.needed) else None
-    except (OSError, ValueError, KeyError, TypeError):
+        return manifest if same and manifest["files"] and all((folder / name).is_file() for name in library.needed) else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(
             f"--to must name a folder that is empty, does not exist, or holds {library.name} from an earlier fetch, got {folder}"
         ) from None
@@ -187,7 +194,7 @@ def unpack(library: Library, wheel: pathlib.Path, folder: pathlib.Path) -> dict[
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with archive.open(member) as source, open(path, "xb") as target:
                     shutil.copyfileobj(source, target)
-    except (zipfile.BadZipFile, zipfile.LargeZipFile, NotImplementedError, RuntimeError, EOFError) as error:
+    except DAMAGED as error:
         raise FetchError(f"{wheel.name} cannot be unpacked: {error}") from None
     manifest = {
         "library": library.name,
@@ -228,7 +235,7 @@ def _prefix(folder: pathlib.Path) -> str:
 
 def _sweep(folder: pathlib.Path) -> None:
     """Remove what interrupted runs have left beside the folder."""
-    for path in folder.parent.glob(f"{_prefix(folder)}*"):
+    for path in folder.parent.glob(f"{glob.escape(_prefix(folder))}*"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > STALE_S:
                 shutil.rmtree(path, ignore_errors=True)

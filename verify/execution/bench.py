@@ -25,7 +25,7 @@ from oracles.operation import Inputs, Operation, gradient_name, sequences
 from properties.cases.rule_case import Case
 from properties.laws import Cotangents, Results
 from verify.adapters.base import Adapter
-from verify.adapters.serving import Unavailable
+from verify.adapters.serving import Unavailable, uses_stubs
 from verify.gpu import device as devices
 from verify.interpreter import Race, UnknownTriton, races
 from verify.process.outcome import FailureKind, Finding
@@ -469,6 +469,8 @@ def blamed(error: Exception, device: str) -> tuple[Exception, str]:
         return AdapterFault("call", FailureKind.RACE, f"race: {error}", error.place), ""
     if isinstance(error, UnknownTriton | Unavailable):
         return error, ""
+    if isinstance(error, ModuleNotFoundError) and uses_stubs():  # the library imports a requirement in the middle of a call
+        return Unavailable(f"{short(error)} ({frame(error)})"), ""
     lost = devices.lost(device) or ""
     if lost:
         return AdapterFault("call", FailureKind.CRASHED, f"crashed: {lost}", frame(error)), lost

@@ -515,6 +515,15 @@ class HalfStatesByHalf(GatesInside):
             x.pool[slot, ..., half:] = before[..., half:]
 
 
+class IdleRequestsDecay(GatesInside):
+    """The state of a request without tokens is rounded down at each call, which no tolerance of half precision shows."""
+
+    letter = "L"
+
+    def write(self, x: Inputs, request: int, slot: int, states: list[Tensor]) -> None:
+        super().write(x, request, slot, states if len(states) > 1 else [states[0] * (1 - 2.0**-7)])
+
+
 class TransposesByCopy(GatesInside):
     """A pool that is V first is transposed into a copy, and only the copy is updated, so states are lost."""
 
