@@ -8,7 +8,18 @@ from typing import Any
 from hypothesis import strategies as st
 
 from oracles.operation import DTYPES
-from properties.cases.trace_case import FREE, GATES, MOST_DRAFTS, MOST_TOKENS, PADDING, PADDING_SLOTS, Roll, Step, TraceCase
+from properties.cases.trace_case import (
+    FREE,
+    GATES,
+    MOST_DRAFTS,
+    MOST_ROWS,
+    MOST_TOKENS,
+    PADDING,
+    PADDING_SLOTS,
+    Roll,
+    Step,
+    TraceCase,
+)
 from properties.domain import inside
 from properties.strategies import widths
 
@@ -23,13 +34,13 @@ class TraceDomain:
 
     `events` are the events that the engine knows, `most_tokens` is the largest number of tokens in a row of a prefill, and
     `most_drafts` the largest number of tokens of a draft. `padding_slots` are the indices that padding rows may have, none if
-    batches have no padding. `prefill_padding` says whether a prefill may have padding rows, and `empty` whether it may have
-    rows of no tokens. `later_prompts` says whether a request that has decoded or verified may get several tokens of a prompt in
-    one step; it may always get one. `snapshots` are the possible distances in tokens between places where a snapshot may be
-    taken; 0 means that none is taken. `snapshot_dtype` is "state" if snapshots are as precise as states, or "input" if they are
-    rounded to the inputs' dtype first. `dtypes` are those of tokens and windows, `states` those of states. `widths` are the
-    widths of the convolution, and `key_dims` and `value_dims` are inclusive ranges in steps of `width_step`. `batch_invariant`
-    says that a row's bits do not depend on the other rows of its batch.
+    batches have no padding. `most_padding` is the largest number of padding rows in an event. `prefill_padding` says whether a
+    prefill may have padding rows, and `empty` whether it may have rows of no tokens. `later_prompts` says whether a request that
+    has decoded or verified may get several tokens of a prompt in one step; it may always get one. `snapshots` are the possible
+    distances in tokens between places where a snapshot may be taken; 0 means that none is taken. `snapshot_dtype` is "state" if
+    snapshots are as precise as states, or "input" if they are rounded to the inputs' dtype first. `dtypes` are those of tokens and
+    windows, `states` those of states. `widths` are the widths of the convolution, and `key_dims` and `value_dims` are inclusive
+    ranges in steps of `width_step`. `batch_invariant` says that a row's bits do not depend on the other rows of its batch.
 
     ValueError for a field outside its choices or range.
     """
@@ -46,6 +57,7 @@ class TraceDomain:
     most_tokens: int = 130
     most_drafts: int = MOST_DRAFTS
     padding_slots: tuple[str, ...] = PADDING_SLOTS
+    most_padding: int = MOST_ROWS
     prefill_padding: bool = True
     empty: bool = True
     later_prompts: bool = True
@@ -76,7 +88,7 @@ class TraceDomain:
             raise ValueError(f"snapshot_dtype must be state or input, got {self.snapshot_dtype!r}")
         if not isinstance(self.width_step, int) or self.width_step < 1:
             raise ValueError(f"width_step must be at least 1, got {self.width_step!r}")
-        for name, most in (("most_tokens", MOST_TOKENS), ("most_drafts", MOST_DRAFTS)):
+        for name, most in (("most_tokens", MOST_TOKENS), ("most_drafts", MOST_DRAFTS), ("most_padding", MOST_ROWS)):
             number = getattr(self, name)
             if not isinstance(number, int) or not 1 <= number <= most:
                 raise ValueError(f"{name} must be in 1..{most}, got {number!r}")
@@ -93,6 +105,7 @@ class TraceDomain:
         unknown = [step for step in case.plan if _KINDS[step.kind] not in self.events]
         prefill = [row for step, row in rows if step.kind == "p"]
         longest = max((row.count for row in prefill), default=0)
+        padding = max((sum(not row.real for row in step.rows) for step in case.plan), default=0)
         later = "" if self.later_prompts else _later_prompt(case)
         checks = (
             (not unknown, f"{unknown[0].text if unknown else ''}: {_KINDS[unknown[0].kind] if unknown else ''} is not supported"),
@@ -101,6 +114,10 @@ class TraceDomain:
             (
                 case.pad in self.padding_slots or all(row.real for _, row in rows),
                 f"pad={case.pad} is not among {', '.join(self.padding_slots) or 'any'}",
+            ),
+            (
+                padding <= self.most_padding,
+                f"more than {self.most_padding} padding rows in an event are not supported, got {padding}",
             ),
             (self.prefill_padding or all(row.real for row in prefill), "padding rows in a prefill are not supported"),
             (self.empty or all(row.count for row in prefill), "rows of no tokens are not supported"),
@@ -279,7 +296,7 @@ class _Author:
     def padded(self, rows: list[str], *, prefill: bool = False) -> str:
         """Return the rows with padding rows at any place."""
         if self.pads and (self.domain.prefill_padding or not prefill) and self.chance.random() < 1 / 2:
-            for _ in range(self.chance.choice((1, 1, 2))):
+            for _ in range(min(self.chance.choice((1, 1, 2)), self.domain.most_padding)):
                 rows.insert(self.chance.randint(0, len(rows)), f"{PADDING}{self.chance.choice((1, 2, 3))}" if prefill else PADDING)
         return ",".join(rows)
 

@@ -159,10 +159,14 @@ def _same(where: str, got: Slot, want: Slot) -> Iterator[Pair]:
 
 
 def _session(bench: TraceBench, example: Example) -> Iterator[Pair]:
-    """Each step is judged from the bits that its requests had before it, so that errors of earlier steps do not add up."""
+    """Each step is judged from the bits that its requests had before it, so that errors of earlier steps do not add up.
+
+    Windows hold inputs, so they are judged bit for bit. States and windows must be finite after every step.
+    """
     case: TraceCase = example.case
     rows = {kind: _Rows(case) for kind in ("p", "d", "v")}
     for moment in play(bench, case):
+        _check_finite(case, moment)
         for place, row in enumerate(moment.step.rows):
             if row.real and row.count:
                 rows["d" if moment.step.kind == "s" else moment.step.kind].add(moment, place, row)
@@ -174,6 +178,15 @@ def _session(bench: TraceBench, example: Example) -> Iterator[Pair]:
         raise Blind("no step has a token of a request")
 
 
+def _check_finite(case: TraceCase, moment: Moment) -> None:
+    """Raise Breach if a state or a window of an owner is not finite: no later step could be judged from it."""
+    for owner, slot in sorted(moment.after.items()):
+        for what, x in (("state", slot.state), ("window", slot.window)):
+            if not x.isfinite().all():
+                number = float(x[~x.isfinite()][0])
+                raise Breach(f"a {what} is not finite: {named(owner)}'s {what} after {moment.where} of {case.trace} holds {number}")
+
+
 class _Rows:
     """Rows of several steps as one packed call, and what each of them is judged by."""
 
@@ -181,22 +194,28 @@ class _Rows:
         self.case = case
         self.parts: list[dict[str, Tensor]] = []
         self.comparisons: list[list[tuple[str, str, Tensor, bool]]] = []
+        self.windows: list[Pair] = []
 
     def of(self, *others: "_Rows") -> "_Rows":
         """Return these rows with those of others behind."""
         self.parts = [part for other in others for part in other.parts]
         self.comparisons = [comparisons for other in others for comparisons in other.comparisons]
+        self.windows = [pair for other in others for pair in other.windows]
         return self
 
     def add(self, moment: Moment, place: int, row: Row) -> None:
-        """Add a row: its outputs, its state after the accepted tokens, and its snapshot."""
+        """Add a row: its outputs, its state and window after the accepted tokens, and its snapshot."""
         name, event, dtype = row.request, moment.step.event, DTYPES[self.case.dtype]
         drawn = zip(("mixed", "a", "b"), self.case.row(moment.step, place), strict=True)
         tokens = {key: x.to(dtype) for key, x in drawn}
         zeros = Slot(torch.zeros_like(moment.after[name].state), torch.zeros_like(moment.after[name].window))
         before = zeros if row.begins else moment.before[name]
-        if not (before.state.isfinite().all() and before.window.isfinite().all()):
-            return  # there is no truth; the step that made the state not finite is judged
+        line = torch.cat([before.window, tokens["mixed"].mT], -1)
+        owners = [(name, name, row.accepted)]
+        owners += [(f"{name}@", f"snapshot of {name}", row.snapshot)] if row.snapshot is not None else []
+        for owner, whose, end in owners:
+            want = line[:, end : end + self.case.width - 1]
+            self.windows.append((f"window of {whose} after event {event}", moment.after[owner].window, want))
         ends = {row.count: [(f"o of {name} in event {event}", "o", moment.rows[place], False)]}
         state = f"state of {name} after event {event}"
         ends.setdefault(row.accepted, []).append((state, "final_state", moment.after[name].state, False))
@@ -209,7 +228,8 @@ class _Rows:
             self.comparisons.append(comparisons)
 
     def judged(self, bench: TraceBench, kind: str) -> Iterator[Pair]:
-        """Yield every result with its bound, from one call of the oracle."""
+        """Yield every window, and every other result with its bound, from one call of the oracle."""
+        yield from self.windows
         case, sizes = self.case, self.case.sizes()
         lengths = [len(part["mixed"]) for part in self.parts]
         offsets = torch.tensor([0, *lengths]).cumsum(0)
@@ -298,7 +318,8 @@ def _slots(bench: TraceBench, example: Example) -> Iterator[Pair]:
         raise Breach(f"a slot is still owned after every request was freed: {', '.join(left)}, {case.trace}")
     for number in range(case.slots):
         engine.admit([chr(ord("a") + number)])
-    yield "owners of all slots", torch.tensor(len({*engine.slots().values()})), torch.tensor(case.slots)
+    slots = {*engine.slots().values()} & {*range(len(engine.states))} - {*engine.unowned, *engine.scratch()}
+    yield "owners of all slots", torch.tensor(len(slots)), torch.tensor(case.slots)
 
 
 def _check_slots(engine: Played, case: TraceCase, moment: Moment) -> None:
@@ -380,7 +401,7 @@ TRACE_LAWS: dict[str, Law] = {
         Law(
             "session",
             "truth",
-            "every step gives the float64 outputs, states and snapshots of the states that its requests had before it",
+            "every step gives the float64 outputs, states and snapshots, and exact windows, of what its requests had before it",
             _drawn(),
             _session,
         ),

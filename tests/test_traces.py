@@ -163,6 +163,8 @@ REFUSED = {
     "trace=f:ab": "f: takes requests a to z, got 'ab' in 'f:ab'",
     "trace=d:a,a": "an event must name a request once, got 'd:a,a'",
     f"trace={'/'.join(['d:a'] * 33)}": "trace must have at most 32 events, got 33",
+    f"trace=p:a1/d:{','.join('_' * 65)}": "an event of trace must have at most 64 rows, got 65 in 'd:_,",
+    f"trace={'/'.join(['p:' + ','.join(['_256'] * 64)] * 2)}": "trace must have at most 16384 tokens in all, got 32768",
     "trace=p:a1 slots=0": "slots must be in 1..16, got 0",
     "trace=p:a1 heads=2 value_heads=3": "value_heads must be a multiple of heads 2, got 3",
     "trace=p:a1 pad=1": "pad must be one of -1, 0, got '1'",
@@ -202,7 +204,7 @@ def test_the_numbers_of_a_line_are_the_same_everywhere() -> None:
     sizes = dataclasses.replace(FULL, gate="10").sizes()
     for x in (sizes.weight, sizes.A_log, sizes.dt_bias, FULL.filled(torch.zeros(2, 3, 4)).view(torch.int32)):
         digest.update(x.float().contiguous().numpy().tobytes())
-    assert digest.hexdigest()[:16] == "dacd21a7614bdb44"
+    assert digest.hexdigest()[:16] == "98e5695aa701388e"
 
 
 def test_a_token_has_its_own_numbers_wherever_it_stands() -> None:
@@ -355,6 +357,7 @@ OUTSIDE = {
     "trace=p:a9": ({"most_tokens": 8}, "more than 8 tokens a row are not supported, got 9"),
     "trace=p:a1/v3:a1": ({"most_drafts": 2}, "more than 2 tokens a draft are not supported, got 3"),
     "trace=p:a1/d:a,_": ({"padding_slots": ("0",)}, "pad=-1 is not among 0"),
+    "trace=p:a1/d:a,_,_,_": ({"most_padding": 2}, "more than 2 padding rows in an event are not supported, got 3"),
     "trace=p:a1,_2": ({"prefill_padding": False}, "padding rows in a prefill are not supported"),
     "trace=p:a1/p:a0,b1": ({"empty": False}, "rows of no tokens are not supported"),
     "trace=p:a1/d:a/p:a2": ({"later_prompts": False}, "p:a2: several tokens of a prompt after a decode are not supported"),
@@ -389,6 +392,7 @@ def test_a_case_outside_the_domain_is_unsupported_with_the_reason(line: str) -> 
         ({"states": ()}, "states must be a tuple of some of fp32, bf16, fp16, got ()"),
         ({"snapshot_dtype": "fp8"}, "snapshot_dtype must be state or input, got 'fp8'"),
         ({"most_drafts": 9}, "most_drafts must be in 1..8, got 9"),
+        ({"most_padding": 0}, "most_padding must be in 1..64, got 0"),
         ({"key_dims": (5, 7), "width_step": 8}, "key_dims must hold a width in steps of 8, from 1 up, got (5, 7)"),
         ({"value_dims": 8}, "value_dims must be a tuple (least, most), got 8"),
         ({"width_step": 0}, "width_step must be at least 1, got 0"),
@@ -400,6 +404,24 @@ def test_a_wrong_domain_is_refused(fields: dict[str, Any], message: str) -> None
 
 
 # Laws
+
+
+def test_every_head_has_gate_parameters_of_its_own() -> None:
+    for gate in ("1000", "64", "10"):
+        sizes = TraceCase("p:a1", heads=16, value_heads=32, gate=gate).sizes()
+        assert len(set(sizes.A_log.tolist())) > 16
+        assert len(set(sizes.dt_bias.tolist())) > 16
+        assert sizes.A_log.abs().max() <= 1 / 2
+        assert torch.equal(sizes.A_log * 64, (sizes.A_log * 64).round())
+        decay = sizes.A_log.exp() * torch.nn.functional.softplus(sizes.dt_bias)
+        assert 0.7 / float(gate) <= decay.min() <= decay.max() <= 1.42 / float(gate)
+
+
+@pytest.mark.parametrize("gate", ["forever", "1000", "64", "10", "mixed"])
+def test_no_head_decays_under_tags(gate: str) -> None:
+    sizes = TraceCase("p:a1", heads=64, value_heads=64, gate=gate).sizes(tagged=True)
+    decay = (-sizes.A_log.exp() * torch.nn.functional.softplus(sizes.dt_bias - 100.0)).exp()
+    assert torch.equal(decay, torch.ones(64))
 
 
 @pytest.mark.parametrize("law", TRACE_LAWS)
@@ -474,6 +496,28 @@ def test_a_session_is_judged_from_the_bits_before_each_step() -> None:
     case = TraceCase("p:a5/p:b2/d:a,b", slots=2)
     assert outcome("session", case, Drifts) == "holds"
     assert outcome("ledger", case, Drifts) == "state of a, not in event 2: differs, but must be equal to the bit"
+
+
+def test_a_swap_that_leaves_nan_is_a_failure_of_its_step() -> None:
+    class Spoils(PoolEngine):
+        def swap(self, request: str) -> None:
+            super().swap(request)
+            self.windows[self.owned[request]] = float("nan")
+
+    assert outcome("session", TraceCase("p:a5/w:a/d:a", slots=1), Spoils) == (
+        "a window is not finite: request a's window after event 2 (w:a) of p:a5/w:a/d:a holds nan"
+    )
+
+
+def test_the_window_of_a_snapshot_is_judged() -> None:
+    class Spoils(PoolEngine):
+        def save(self, batch: Batch, rows: Sequence[Any]) -> None:
+            super().save(batch, rows)
+            for owner, slot in self.owned.items():
+                self.windows[slot] *= 1 + owner.endswith("@")
+
+    found = outcome("session", TraceCase("p:a16", slots=2, snapshots=16), Spoils)
+    assert found == "window of snapshot of a after event 1: differs, but must be equal to the bit"
 
 
 def test_rounded_states_are_judged_with_their_rounding_and_no_more() -> None:

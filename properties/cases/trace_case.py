@@ -41,6 +41,7 @@ PADDING_SLOTS = ("-1", "0")
 FREE = ("zero", "random", "nan", "old")
 GATES = ("forever", "1000", "64", "10", "mixed")
 MOST_EVENTS, MOST_TOKENS, MOST_DRAFTS, MOST_SLOTS = 32, 256, 8, 16
+MOST_ROWS, MOST_TRACE_TOKENS = 64, 2**14  # rows of an event; tokens of all events, those of padding rows and of drafts included
 _SPANS = {
     "slots": (1, MOST_SLOTS),
     "heads": (1, 64),
@@ -60,7 +61,7 @@ _FIELDS: dict[str, Sequence[str]] = {
     "free": FREE,
     "indices": ("int64", "int32"),
 }
-_STREAMS = {name: 80 + index for index, name in enumerate(("tokens", "rejected", "padding", "free", "weight", "memory"))}
+_STREAMS = {name: 80 + index for index, name in enumerate(("tokens", "rejected", "padding", "free", "weight", "A_log", "dt_bias"))}
 _ROW, _DRAFT, _FORK = re.compile(r"([a-z_])(\d{1,3})"), re.compile(r"v(\d)"), re.compile(r"([a-z])<([a-z])(@?)")
 _QUIET_NAN = {torch.float32: (0x7FC00000, 22, 2**31, torch.int32), torch.bfloat16: (0x7FC0, 6, 2**15, torch.int16)}
 _QUIET_NAN[torch.float16] = (0x7E00, 9, 2**15, torch.int16)
@@ -214,6 +215,10 @@ class TraceCase(Line):
             raise ValueError(f"trace must have at most {MOST_EVENTS} events, got {len(events)}")
         for event in events:
             check_event(event)
+            if (rows := event.count(",") + 1) > MOST_ROWS:
+                raise ValueError(f"an event of trace must have at most {MOST_ROWS} rows, got {rows} in {event[:80]!r}")
+        if (tokens := sum(map(_tokens, events))) > MOST_TRACE_TOKENS:
+            raise ValueError(f"trace must have at most {MOST_TRACE_TOKENS} tokens in all, got {tokens}")
 
     def __str__(self) -> str:
         return f"op={self.operation} {super().__str__()}"  # always printed, because it selects the book of the line
@@ -255,14 +260,21 @@ class TraceCase(Line):
         return max((row.count for step in self.plan if step.kind == "v" for row in step.rows), default=1)
 
     def sizes(self, *, tagged: bool = False) -> Sizes:
-        """Return what an engine is opened with. With `tagged` the convolution copies its input, and the gate does not decay."""
+        """Return what an engine is opened with. With `tagged` the convolution copies its input, and the gate does not decay.
+
+        Every head has its own A_log and dt_bias. For a gate that is a number, exp(A_log) softplus(dt_bias) is its inverse times a
+        factor between 0.7 and 1.4.
+        """
         weight = self._uniform("weight", self.channels * self.width).reshape(self.channels, self.width)
-        A_log, dt_bias = torch.zeros(self.value_heads), torch.zeros(self.value_heads)
+        A_log, dt_bias = ((self._uniform(name, self.value_heads) * 32).round() / 64 for name in ("A_log", "dt_bias"))
         if tagged:
             weight = torch.zeros_like(weight)
             weight[:, -1] = 1.0
         elif self.gate not in ("forever", "mixed"):
-            dt_bias = torch.full_like(dt_bias, math.log(math.expm1(1.0 / float(self.gate))))
+            speeds = [
+                2.0**bias / (math.exp(log) * float(self.gate)) for log, bias in zip(A_log.tolist(), dt_bias.tolist(), strict=True)
+            ]
+            dt_bias = torch.tensor([round(math.log(math.expm1(speed)) * 2**10) * 2.0**-10 for speed in speeds])
         return Sizes(
             self.slots,
             int(self.pad),
@@ -403,6 +415,15 @@ class TraceCase(Line):
 def _fraction(words: Tensor) -> Tensor:
     """Return the first 24 bits of 64-bit integers as numbers in [-1, 1)."""
     return (words >> 40).float() * 2.0**-23
+
+
+def _tokens(event: str) -> int:
+    """Return the number of tokens that an event names."""
+    kind, _, text = event.partition(":")
+    rows = text.split(",")
+    if kind == "p":
+        return sum(int(row[1:]) for row in rows)
+    return len(rows) * int(kind[1:] or 1) if kind[0] in "dsv" else 0
 
 
 def check_event(event: str) -> None:

@@ -298,6 +298,7 @@ class Pool(TraceAdapter):
         snapshots=(0, CHUNK),
         snapshot_dtype="input",
         indices=("int32",),
+        most_padding=PADDING_ROWS,
     )
 
     def bring(self) -> None:

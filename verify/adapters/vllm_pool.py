@@ -309,6 +309,7 @@ class Pool(TraceAdapter):
         empty=False,  # a request without tokens has no row
         snapshots=(0,),
         indices=("int32",),
+        most_padding=PADDING_ROWS,
         later_prompts=False,  # the way of prompts does not begin at the last accepted token
         batch_invariant=False,  # beside a prompt, a decode takes other kernels
     )

@@ -146,6 +146,18 @@ class ClearsItsNeighbour(Serves):
             super().clear(slot + 1)
 
 
+class HandsOutTheNullSlot(Serves):
+    """A freed request's slot is lost, and when none is left, the slot 0 is handed out, which is nobody's."""
+
+    letter = "S"
+
+    def give(self, slot: int) -> None:
+        pass
+
+    def take(self) -> int:
+        return super().take() if self.unused else 0
+
+
 class GivesASlotTwice(Serves):
     """A freed request that had a snapshot gives its own slot back twice (Megatron-LM 6584)."""
 
@@ -625,6 +637,63 @@ class StatesRoundToHalf(Serves):
     def put(self, row: Progress, slot: int, count: int) -> None:
         super().put(row, slot, count)
         self.states[slot] = self.states[slot].bfloat16().to(self.states.dtype)
+
+
+class _Windows(Serves):
+    """An engine that changes what it stores in a window."""
+
+    def stored(self, window: Tensor) -> Tensor:
+        """Return what is stored for the last inputs of a row."""
+        raise NotImplementedError
+
+    def put(self, row: Progress, slot: int, count: int) -> None:
+        super().put(row, slot, count)
+        self.windows[slot] = self.stored(self.windows[slot])
+
+
+class WindowsAfterRelu(_Windows):
+    """Windows hold their inputs after an activation: negative ones become zero."""
+
+    letter = "S"
+
+    def stored(self, window: Tensor) -> Tensor:
+        return window.relu()
+
+
+class WindowsRoundToHalf(_Windows):
+    """Windows are rounded to bfloat16, also where inputs have more bits."""
+
+    letter = "L"
+
+    def stored(self, window: Tensor) -> Tensor:
+        return window.bfloat16().to(window.dtype)
+
+
+class WindowsLoseTheirSign(_Windows):
+    """Negative inputs become NaN in windows."""
+
+    letter = "N"
+
+    def stored(self, window: Tensor) -> Tensor:
+        return torch.where(window < 0, math.nan, window)
+
+
+class NegatesALog(Serves):
+    """A_log is read with the other sign."""
+
+    letter = "N"
+
+    def decay(self, a: Tensor) -> Tensor:
+        return (-(-self.sizes.A_log).exp() * torch.nn.functional.softplus(a.float() + self.sizes.dt_bias)).exp()
+
+
+class OneBiasForAllHeads(Serves):
+    """Every head has the dt_bias of head 0."""
+
+    letter = "G"
+
+    def decay(self, a: Tensor) -> Tensor:
+        return (-self.sizes.A_log.exp() * torch.nn.functional.softplus(a.float() + self.sizes.dt_bias[:1])).exp()
 
 
 class SlotsDecideTheRounding(Serves):
