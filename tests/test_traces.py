@@ -673,7 +673,7 @@ def test_open_must_return_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_line_is_repeated_and_an_unsupported_one_says_why() -> None:
     result = execute(Run.parse(f"law=session adapter=gdn/pool {LINE}"))
     assert result.verdict is Verdict.HOLDS
-    assert {"o", "state", "snapshot"} == set(result.ratios)
+    assert {"o", "state", "snapshot", "window"} == set(result.ratios)
     assert execute(Run.parse("law=slots adapter=gdn/pool op=serving trace=f:a")).verdict is Verdict.HOLDS
     assert execute(Run.parse("law=ledger adapter=gdn/pool op=serving trace=f:a")).verdict is Verdict.BLIND
     refused = execute(Run.parse("law=ledger adapter=gdn/pool op=serving trace=p:a200"))
