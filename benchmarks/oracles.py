@@ -73,8 +73,8 @@ def record(options: argparse.Namespace, part: str, rows: list[dict[str, Any]]) -
         what = "1,000 packed sequences of 8 to 130 tokens / one sequence of the same total"
         records.put(options, "packed", {what: {"value": [min(ratios), max(ratios)]}}, decimals=2)
     elif part == "bounds":
-        columns, own = (ON_A_CPU, 0.0) if options.device == "cpu" else (ON_A_GPU, 1.0)
-        times = {(row["call"], row["name"]): row["times"] - own for row in rows}
+        columns, reference = (ON_A_CPU, 0.0) if options.device == "cpu" else (ON_A_GPU, 1.0)
+        times = {(row["call"], row["name"]): row["times"] - reference for row in rows}
         calls = dict.fromkeys(row["call"] for row in rows)
         values = {call: {"value": {column: times[call, name] for column, name in columns.items()}} for call in calls}
         records.put(options, "tolerances", values, decimals=1)

@@ -210,13 +210,13 @@ def test_steady_records_rates_and_times(file: pathlib.Path, monkeypatch: pytest.
 def test_distributed_records_rates_and_alarms(file: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = {"exchange": {"a_second": 7.04}, "parallel": {"a_second": 2.0}, "first_verdict_s": 8.0}
     measured["soundness"] = {"counts": {Verdict.HOLDS: 5, Verdict.BLIND: 1}, "alarms": []}
-    own = {"adapter": "gdn/layer", "simulate": 64, "soundness": 6, "law": None}
+    settings = {"adapter": "gdn/layer", "simulate": 64, "soundness": 6, "law": None}
     words = ("gdn/layer", "--record", file, "--machine")
-    distributed.record(options(monkeypatch, distributed, *words, "CPU", ranks=None, **own), "gloo", measured)
+    distributed.record(options(monkeypatch, distributed, *words, "CPU", ranks=None, **settings), "gloo", measured)
     alarms = by_what(file)["`gdn/layer` on 64 simulated ranks, every law"]
     assert (alarms["cases"], alarms["blind"], alarms["value"]) == (6, 1, 0)
     assert by_what(file)["exchanges on 64 simulated ranks"]["value"] == 7.0
-    distributed.record(options(monkeypatch, distributed, *words, "H200", ranks=2, **own), "nccl", measured)
+    distributed.record(options(monkeypatch, distributed, *words, "H200", ranks=2, **settings), "nccl", measured)
     names = ("exchanges over NCCL", "whole layers over NCCL", "first verdict over NCCL, from the command")
     assert [(by_what(file)[name]["value"], by_what(file)[name]["gpus"]) for name in names] == [(7.0, 2), (2.0, 2), (8.0, 2)]
 
@@ -224,11 +224,11 @@ def test_distributed_records_rates_and_alarms(file: pathlib.Path, monkeypatch: p
 def test_soundness_records_alarms_and_errors(file: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = collections.Counter({str(Verdict.HOLDS): 2, str(Verdict.BLIND): 1})
     measured = {"a/b": (1, counts, {("fp32", "o"): [1.0, 3.0], ("bf16", "da"): [2.0]}), "c/d": (0, counts, {("fp16", "o"): [4.0]})}
-    own = {"record": file, "adapters": [*measured], "what": None}
-    soundness.record(options(monkeypatch, soundness, "--record", file, "--machine", "CPU", law=["all"], **own), measured)
+    settings = {"record": file, "adapters": [*measured], "what": None}
+    soundness.record(options(monkeypatch, soundness, "--record", file, "--machine", "CPU", law=["all"], **settings), measured)
     alarms = by_what(file)["`a/b`, `c/d`: all"]
     assert (alarms["cases"], alarms["blind"], alarms["value"]) == (6, 2, 1)
-    soundness.record(options(monkeypatch, soundness, "--record", file, "--machine", "CPU", law=None, **own), measured)
+    soundness.record(options(monkeypatch, soundness, "--record", file, "--machine", "CPU", law=None, **settings), measured)
     heads = [f"`a/b`, {dtype}: median, largest" for dtype in ("bf16", "fp32")]
     assert by_what(file)["da, db, dA_log, ddt_bias"]["value"] == {heads[0]: [2.0, 2.0], heads[1]: ""}
     assert by_what(file)["o"]["value"] == {heads[0]: "", heads[1]: [2.0, 3.0], "largest of the others": 4.0}
