@@ -92,19 +92,21 @@ def forward_short_state(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     return _forward(x, arithmetic, x.weight.shape[-1] - 1)
 
 
-def _forward(x: Inputs, arithmetic: Arithmetic, kept: int) -> dict[str, Tensor]:
-    """Return y and final_state; states have the `kept` newest columns, W or W - 1."""
+def _forward(x: Inputs, arithmetic: Arithmetic, state_width: int) -> dict[str, Tensor]:
+    """Return y and final_state; states have the `state_width` newest columns, W or W - 1."""
     lengths = sequences(Inputs(cu_seqlens=x.get("cu_seqlens"), x=x.x[0]), "x")
     (channels, width), device = x.weight.shape[-2:], x.x.device
     tokens, weight = arithmetic.input(x.x.flatten(1, 2), "x"), arithmetic.input(x.weight, "weight")
     state = x.get("state")
-    state = tokens.new_zeros(len(tokens), len(lengths), channels, kept) if state is None else arithmetic.input(state, "state")
+    state = (
+        tokens.new_zeros(len(tokens), len(lengths), channels, state_width) if state is None else arithmetic.input(state, "state")
+    )
 
     # The line: the columns of a sequence's state, its tokens, the next sequence's state, ...
     sizes, sequence = torch.tensor(lengths, dtype=torch.int64, device=device), torch.arange(len(lengths), device=device)
-    ends = sizes.cumsum(0) + (sequence + 1) * kept
-    columns = (ends - sizes).unsqueeze(-1) + torch.arange(-kept, 0, device=device)
-    places = torch.arange(tokens.shape[1], device=device) + (sequence.repeat_interleave(sizes) + 1) * kept
+    ends = sizes.cumsum(0) + (sequence + 1) * state_width
+    columns = (ends - sizes).unsqueeze(-1) + torch.arange(-state_width, 0, device=device)
+    places = torch.arange(tokens.shape[1], device=device) + (sequence.repeat_interleave(sizes) + 1) * state_width
     line = torch.cat([state.mT.flatten(1, 2), tokens], 1).index_select(1, torch.cat([columns.flatten(), places]).argsort())
 
     # An implementation may store in the inputs' dtype: the cotangents of x from y and from the final state before it adds them,
@@ -117,8 +119,8 @@ def _forward(x: Inputs, arithmetic: Arithmetic, kept: int) -> dict[str, Tensor]:
     y = arithmetic.single(y, "sum", width + 1)
     if x.get("activation") == "silu":
         y = rounded_silu(storage.operand(y, "sum stored"), arithmetic, "silu")
-    last = (ends.unsqueeze(-1) + torch.arange(-kept, 0, device=device)).flatten()
-    final = line.index_select(1, last).unflatten(1, (len(lengths), kept)).mT
+    last = (ends.unsqueeze(-1) + torch.arange(-state_width, 0, device=device)).flatten()
+    final = line.index_select(1, last).unflatten(1, (len(lengths), state_width)).mT
     return {"y": arithmetic.result(y, "y").unflatten(1, x.x.shape[1:3]), "final_state": final}
 
 

@@ -21,7 +21,7 @@ class ConvPool:
 
     states: Tensor
     slots: Tensor
-    kept: int
+    columns: int
 
     @classmethod
     def of(
@@ -65,8 +65,8 @@ class ConvPool:
     def _columns(self, here: Tensor, first: Tensor | None) -> Tensor:
         """Return the columns [N, D, W - 1] of the states in their slots `here` [N, D, C]."""
         first = torch.zeros_like(self.slots, dtype=torch.int64) if first is None else first
-        columns = first.unsqueeze(-1) + torch.arange(self.kept, device=here.device)
-        return columns.unsqueeze(1).expand(-1, here.shape[1], -1)
+        places = first.unsqueeze(-1) + torch.arange(self.columns, device=here.device)
+        return places.unsqueeze(1).expand(-1, here.shape[1], -1)
 
 
 def offsets(x: Inputs) -> Tensor:

@@ -310,12 +310,12 @@ def judged(kernel: Kernel, setting: Setting, state_dtype: str) -> Row:
         if not wrong and agreed.broken(*forms):
             wrong = f"{agreed.about(*forms)} ({case})"
         unequal |= different(forms, blocks, case.inputs(str(setting.device)))
-    held = wrong or f"hold in {len(every)} cases: {worst:.2f} of what rounding allows"
+    verdict = wrong or f"hold in {len(every)} cases: {worst:.2f} of what rounding allows"
     return Row(
         CLAIM,
         f"{kernel.name}, {state_dtype} states, BV {', '.join(map(str, blocks))}",
         f"{len(every)} cases, {size_of(every[0])} and others",
-        answers=f"{held}; {equality(blocks, unequal, apart)}",
+        answers=f"{verdict}; {equality(blocks, unequal, apart)}",
         broken=bool(wrong),
         case=str(every[0]),
     )

@@ -279,10 +279,10 @@ class ConvShortDropsLate(ConvShort):
     letter = "S"
 
     def final(self, state: Tensor, tokens: Tensor) -> Tensor:
-        kept = state.shape[-1]
-        if not 0 < len(tokens) < kept:
+        columns = state.shape[-1]
+        if not 0 < len(tokens) < columns:
             return super().final(state, tokens)
-        return torch.cat([state, tokens.mT], -1)[:, len(tokens) - 1 :][:, :kept]
+        return torch.cat([state, tokens.mT], -1)[:, len(tokens) - 1 :][:, :columns]
 
 
 class ConvShortRounded(ConvShort):
