@@ -334,7 +334,7 @@ class Captured(Adapter):
         state = state + k.unsqueeze(-1) * new.unsqueeze(-2)
         o = (steps.scale(x) * q.unsqueeze(-1) * state).sum(-2)
         # Padding requests all write to slot 0 what it holds.
-        x.pool.index_copy_(0, slots, torch.where((slots != 0).reshape(-1, 1, 1, 1), state, before))
+        x.pool.index_copy_(0, slots, torch.where((slots != x.padding).reshape(-1, 1, 1, 1), state, before))
         return o.to(x.v.dtype).reshape(x.v.shape), x.pool
 
     def slots(self, x: Inputs) -> Tensor:

@@ -57,8 +57,10 @@ class Rows:
         self.places = [place for place, real in enumerate(batch.real) if real]
         # A prompt of which no end is known goes on at least to the end of its row.
         ends = [prompts.get(batch.requests[place], batch.starts[place] + batch.lengths[place]) for place in self.places]
-        self.num_prompt_tokens = torch.tensor(ends, dtype=torch.int32).numpy()
-        self.num_computed_tokens_cpu = torch.tensor([batch.starts[place] for place in self.places], dtype=torch.int32).numpy()
+        self.num_prompt_tokens = torch.tensor(ends, dtype=torch.int32, device="cpu").numpy()
+        self.num_computed_tokens_cpu = torch.tensor(
+            [batch.starts[place] for place in self.places], dtype=torch.int32, device="cpu"
+        ).numpy()
 
     @property
     def req_ids(self) -> list[str]:
@@ -257,7 +259,7 @@ class BlockEngine(Engine):
             block_table_tensor=self.tensor(self.table(rows, padding)),
             slot_mapping=torch.zeros(tokens, dtype=torch.int64, device=self.device),
             seq_lens_cpu_upper_bound=ends.cpu(),
-            is_prefilling=torch.tensor([*prefilling, *[False] * padding]),
+            is_prefilling=torch.tensor([*prefilling, *[False] * padding], device="cpu"),
         )
         if not self.drafts:
             return self.builder.build(0, common)
@@ -267,7 +269,7 @@ class BlockEngine(Engine):
             0,
             common,
             num_accepted_tokens=self.tensor([*accepted, *[1] * padding]),
-            num_decode_draft_tokens_cpu=torch.tensor(lengths, dtype=torch.int32),
+            num_decode_draft_tokens_cpu=torch.tensor(lengths, dtype=torch.int32, device="cpu"),
         )
 
     def prefilling(self, rows: Rows) -> list[bool]:
