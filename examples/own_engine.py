@@ -17,8 +17,9 @@ class Served(Engine):
     def __init__(self, sizes):
         self.sizes, self.owners = sizes, {}
         self.spare = list(range(sizes.slots))[::-1]
-        self.states = torch.zeros(sizes.slots, sizes.value_heads, sizes.key_dim, sizes.value_dim)
-        self.windows = torch.zeros(sizes.slots, sizes.channels, sizes.width - 1, dtype=sizes.dtype)
+        device, state = sizes.weight.device, (sizes.value_heads, sizes.key_dim, sizes.value_dim)
+        self.states = torch.zeros(sizes.slots, *state, device=device)
+        self.windows = torch.zeros(sizes.slots, sizes.channels, sizes.width - 1, dtype=sizes.dtype, device=device)
 
     def slots(self):
         return self.owners

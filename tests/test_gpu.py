@@ -170,7 +170,8 @@ def test_a_line_of_a_gpu_is_repeated_over_nccl(tmp_path: pathlib.Path, capsys: p
     ("name", "verdict"), [("Captured", "holds"), ("SlotsOfTheFirstStep", "broken"), ("SlotsOnTheHost", "broken")]
 )
 def test_a_call_is_replayed_from_a_graph(name: str, verdict: str) -> None:
-    line = f"law=refill adapter=tests/right.py:{name} device=cuda op=decode lengths=1+1+1 packed=yes state=random"
+    case = "op=decode lengths=1+1+1 packed=yes state=random padding_slot=0 spare=3"  # with spare slots, two cases have other slots
+    line = f"law=refill adapter=tests/right.py:{name} device=cuda {case}"
     with Worker(60.0, environment=devices.environment("cuda")) as worker:
         outcome = Outcome.from_json(worker.ask(RunOne(line)))
     assert outcome.verdict.value == verdict, outcome

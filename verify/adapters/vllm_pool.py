@@ -306,6 +306,8 @@ class Pool(TraceAdapter):
     domain = TraceDomain(
         events=("prefill", "decode", "verify", "preempt", "free"),
         dtypes=("bf16", "fp16"),
+        key_dims=(16, 128),  # compiled, tl.dot has at least 16 keys and blocks of 16 values
+        value_dims=(9, 128),
         padding_slots=("0",),
         prefill_padding=False,  # vLLM pads rows in graphs of decodes and of drafts alone
         empty=False,  # a request without tokens has no row

@@ -62,7 +62,7 @@ class TraceBench(Timed):
         """Call the engine. AdapterFault, OutOfMemory, UnknownTriton or Unavailable if it raises."""
         try:
             shared = self.padding_rows > 1  # several programs may then write to the slot of padding rows
-            with self.timed("kernel_s"), devices.default(self.device), poisoned(float("nan")), races.accepted(if_=shared):
+            with self.timed("kernel_s"), devices.default("cpu"), poisoned(float("nan")), races.accepted(if_=shared):
                 answer = self.call_engine(method, *args, **options)
                 devices.settle(self.device)
         except AdapterFault:

@@ -39,8 +39,8 @@ class PoolEngine(Engine):
         self.sizes = sizes
         first = int(sizes.padding_slot == 0)
         count, layer = sizes.slots + first, (sizes.value_heads, sizes.key_dim, sizes.value_dim)
-        self.states = torch.zeros(count, *layer, dtype=sizes.state_dtype)
-        self.windows = torch.zeros(count, sizes.channels, sizes.width - 1, dtype=sizes.dtype)
+        self.states = torch.zeros(count, *layer, dtype=sizes.state_dtype, device=sizes.weight.device)
+        self.windows = torch.zeros(count, sizes.channels, sizes.width - 1, dtype=sizes.dtype, device=sizes.weight.device)
         self.unowned = (0,) if first else ()
         self.unused = deque(range(first, count))
         self.owned: dict[str, int] = {}
@@ -175,7 +175,7 @@ class PoolEngine(Engine):
         state, window = self.read(slot)
         line = torch.cat([window, mixed.mT], -1)
         if not len(mixed):
-            return Progress(slot, torch.zeros(0, sizes.value_heads, sizes.value_dim), [state], line)
+            return Progress(slot, torch.zeros(0, sizes.value_heads, sizes.value_dim, device=mixed.device), [state], line)
         q, k, v = self.convolve(line).split([sizes.heads * sizes.key_dim] * 2 + [sizes.value_heads * sizes.value_dim], -1)
         q, k = (self.normed(x.unflatten(-1, (sizes.heads, -1))) for x in (q, k))
         v, decay, beta = v.unflatten(-1, (sizes.value_heads, -1)), self.decay(a), b.float().sigmoid()
