@@ -24,12 +24,10 @@ from verify.process.worker import Worker
 # Prompts beside decodes and beside drafts of no tokens, a prompt in two parts, one of one token, and graphs with padding rows.
 LINE = (
     "op=serving trace=p:a5,b17/p:b3,c1/v4:a2,b4/d:b,_,a,_/p:d66,a1/v2:d1,_,b2/r:b/f:a/p:e1,b30/p:b19,d1/d:e,b,_ slots=5 pad=0 "
-    "heads=1 value_heads=2 gate=10 free=nan dtype=bf16 indices=int32 seed=7"
+    "heads=1 value_heads=2 value_dim=16 gate=10 free=nan dtype=bf16 indices=int32 seed=7"
 )
 PLAIN = LINE.replace("v4:a2,b4", "v1:a1,b1").replace("v2:d1,_,b2", "d:d,_,b")
-EARLY = (
-    "op=serving trace=p:a4/v1:a1/r:a/p:a1/v2:a2/d:a slots=1 pad=0 dtype=bf16 indices=int32"  # before the prompt is complete again
-)
+EARLY = "op=serving trace=p:a4/v1:a1/r:a/p:a1/v2:a2/d:a slots=1 pad=0 value_dim=16 dtype=bf16 indices=int32"  # before the prompt is complete again
 # For each planted fault, the law that finds it.
 PLANTED = {
     "Drafts": "tags",
@@ -115,7 +113,7 @@ def test_what_vllm_does_not_promise_is_unsupported(served: Worker) -> None:
     """Beside a prompt, a decode takes other kernels; and the way of prompts does not begin at the last accepted token."""
     reasons = {}
     for law, trace in (("alone", "p:a1/p:b1,a1"), ("tags", "p:a5/d:a/p:a2"), ("tags", "p:a5/k:b<a")):
-        run = f"law={law} adapter=vllm/pool op=serving trace={trace} pad=0 dtype=bf16 indices=int32"
+        run = f"law={law} adapter=vllm/pool op=serving trace={trace} pad=0 value_dim=16 dtype=bf16 indices=int32"
         reasons[trace] = Outcome.from_json(served.ask(RunOne(run, {}))).reason
     assert reasons == {
         "p:a1/p:b1,a1": "batch invariant is not supported",
