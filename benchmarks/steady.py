@@ -1,6 +1,7 @@
-"""Cases a second on one GPU, once kernels are compiled: what a check's worker does with the cases of the oracle's law.
+"""Cases a second on one GPU, once kernels are compiled: what a check's worker does with the cases of the first law, `oracle`.
 
     python -m benchmarks.steady fla/chunk --cases 400 --passes 4
+    python -m benchmarks.steady gdn/pool --cases 100            the cases of the first law of its book, `session`
     python -m benchmarks.steady fla/chunk --real 1,2,3          one case of 32,768 tokens at the widths of Qwen3-Next, by seed
 
 The cases are those that a check draws, in the same order and the same questions. The first pass compiles and is not counted. For
@@ -85,9 +86,9 @@ def real(options: argparse.Namespace, worker: Worker, seed: int) -> Run:
 
 
 def drawn(options: argparse.Namespace, worker: Worker) -> list[list[Run]]:
-    """The runs of a check's law `oracle`, grouped into its questions. Other processes compile their keys first."""
+    """The runs of the first law of the adapter's book, grouped into a check's questions. Other processes compile their keys first."""
     described = describe(options.adapter, worker)
-    law = book_of(described.domain).laws["oracle"]
+    law = next(iter(book_of(described.domain).laws.values()))
     processes = max(1, (os.cpu_count() or 1) - 2)
     ahead = [Worker(COMPILE_S, environment=devices.environment("cuda")) for _ in range(processes)]
     compilers = Compilers(ahead, Describe(options.adapter))
@@ -95,14 +96,14 @@ def drawn(options: argparse.Namespace, worker: Worker) -> list[list[Run]]:
     def run_of(name: str, example: object) -> Run:
         return Run(name, options.adapter, example, described.products, "cuda", options.tune)  # type: ignore[arg-type]
 
-    plan = Plan(described.domain, ["oracle"], options.seed, lambda _: options.cases, seeded, run_of, compilers)
-    planned = plan.of("oracle")
+    plan = Plan(described.domain, [law.name], options.seed, lambda _: options.cases, seeded, run_of, compilers)
+    planned = plan.of(law.name)
     for example in planned.examples:
         planned.wait(example)
     compilers.close()
     plan.close()
     most = most_at_once(law, worker, "cuda")
-    return [[run_of("oracle", example) for example in batch] for batch in of_one_key(planned.examples, most)]
+    return [[run_of(law.name, example) for example in batch] for batch in of_one_key(planned.examples, most)]
 
 
 if __name__ == "__main__":
