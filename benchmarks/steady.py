@@ -86,7 +86,7 @@ def real(options: argparse.Namespace, worker: Worker, seed: int) -> Run:
 
 
 def drawn(options: argparse.Namespace, worker: Worker) -> list[list[Run]]:
-    """The runs of the first law of the adapter's book, grouped into a check's questions. Other processes compile their keys first."""
+    """The runs of the first law of a book, grouped into the questions of a check. Other processes compile their keys first."""
     described = describe(options.adapter, worker)
     law = next(iter(book_of(described.domain).laws.values()))
     processes = max(1, (os.cpu_count() or 1) - 2)

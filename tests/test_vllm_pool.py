@@ -27,7 +27,8 @@ LINE = (
     "heads=1 value_heads=2 value_dim=16 gate=10 free=nan dtype=bf16 indices=int32 seed=7"
 )
 PLAIN = LINE.replace("v4:a2,b4", "v1:a1,b1").replace("v2:d1,_,b2", "d:d,_,b")
-EARLY = "op=serving trace=p:a4/v1:a1/r:a/p:a1/v2:a2/d:a slots=1 pad=0 value_dim=16 dtype=bf16 indices=int32"  # before the prompt is complete again
+# A preempted request decodes before its prompt is complete again.
+EARLY = "op=serving trace=p:a4/v1:a1/r:a/p:a1/v2:a2/d:a slots=1 pad=0 value_dim=16 dtype=bf16 indices=int32"
 # For each planted fault, the law that finds it.
 PLANTED = {
     "Drafts": "tags",
