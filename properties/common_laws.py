@@ -11,6 +11,7 @@ from torch import Tensor
 from oracles.bound import Bound
 from oracles.operation import Inputs, Operation, sequences
 from properties.cases.rule_case import Case
+from properties.far_views import FAR, far
 from properties.laws import (
     CALLS,
     CROWD,
@@ -295,12 +296,15 @@ def strides(bench: Bench, example: Example) -> Iterator[Pair]:
     Not bit for bit: an implementation may copy strided inputs first or compute on them in place.
     """
     inputs, cotangents = bench.call(example.case)
-    views = {name: view(inputs[name], example.variant or "") for name in present(example.case.spec, inputs)}
-    turned = None if cotangents is None else {name: view(x, example.variant or "") for name, x in cotangents.items()}
+    spec, how = example.case.spec, example.variant or ""
+    tensors = {name: inputs[name] for name in present(spec, inputs)}
+    tensors |= cotangents or {}
+    views = far(spec, tensors, how) if how in FAR else {name: view(x, how) for name, x in tensors.items()}
+    turned = cotangents and {name: views.pop(name) for name in cotangents}
     inputs = inputs.replaced(**views)
     bounds = bench.bounds(inputs, turned)
     for name, got in bench.run(inputs, turned).items():
-        yield f"{name} from {example.variant} inputs", got, bounds[name]
+        yield f"{name} from {how.replace('_', ' ')} inputs", got, bounds[name]
 
 
 def view(x: Tensor, how: str) -> Tensor:

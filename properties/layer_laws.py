@@ -15,7 +15,8 @@ from properties import common_laws
 from properties.cases.layer_case import LayerCase
 from properties.common_laws import view
 from properties.domain import VIEWS
-from properties.laws import Bench, Blind, Law, Pair, examples_of, visible, with_others
+from properties.far_views import FAR, far, far_examples, lacks_far
+from properties.laws import Bench, Blind, Law, Pair, either, examples_of, visible, with_others
 from properties.layer_domain import LayerDomain, layer_cases
 from properties.strategies import Example
 
@@ -96,11 +97,13 @@ def _part(inputs: Inputs, start: int, stop: int | None, after: dict[str, Tensor]
 
 def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
     inputs, cotangents = bench.call(example.case)
-    inputs = inputs.replaced(hidden=view(inputs.hidden, example.variant or ""))
-    turned = None if cotangents is None else {**cotangents, "y": view(cotangents["y"], example.variant or "")}
+    how, tensors = example.variant or "", {"hidden": inputs.hidden, **({} if cotangents is None else {"y": cotangents["y"]})}
+    views = far(example.case.spec, tensors, how) if how in FAR else {name: view(x, how) for name, x in tensors.items()}
+    inputs = inputs.replaced(hidden=views.pop("hidden"))
+    turned = None if cotangents is None else {**cotangents, **views}
     bounds: dict[str, Bound] = bench.bounds(inputs, turned)
     for name, got in bench.run(inputs, turned).items():
-        yield f"{name} from {example.variant} hidden states", got, bounds[name]
+        yield f"{name} from {how.replace('_', ' ')} hidden states", got, bounds[name]
 
 
 def _promises(name: str) -> Callable[[LayerDomain], str | None]:
@@ -209,10 +212,14 @@ LAYER_LAWS: dict[str, Law] = {
             "strides",
             "truth",
             "hidden states and their cotangents may have any strides",
-            lambda domain: examples_of(layer_cases(domain, sequences=(1, 2), longest=40), None, VIEWS),
+            lambda domain: either(
+                [examples_of(layer_cases(domain, sequences=(1, 2), longest=40), None, VIEWS)] * 3
+                + [far_examples({"far_tokens": layer_cases(domain, sequences=(1, 2), longest=12)})]
+            ),
             _strides,
             _promises("views"),
-            variants=VIEWS,
+            variants=(*VIEWS, *FAR),
+            lacks=lacks_far,
         ),
         Law(
             "pure",

@@ -15,6 +15,7 @@ from oracles.bound import Bound
 from properties import common_laws
 from properties.cases.module_case import EPS, MODULES, ModuleCase, words_of
 from properties.domain import VIEWS
+from properties.far_views import FAR, LEAST, far_examples, lacks_far
 from properties.laws import Bench, Law, Pair, axes_of, either, examples_of, pairs_of, present, spread, with_others
 from properties.module_domain import CONV, GATES, NORMS, ModuleDomain, module_cases
 from properties.strategies import Example
@@ -326,6 +327,16 @@ def _small(domain: ModuleDomain, **more: Any) -> st.SearchStrategy[ModuleCase]:
     return module_cases(domain, **{"longest": 130, "total": 180, "sequences": (1, 3), **more})
 
 
+def _far(domain: ModuleDomain) -> st.SearchStrategy[Example]:
+    """Return small cases with enough tokens, heads or sequences to lie far apart."""
+    choices = {"far_sequences": module_cases(domain, longest=3, total=18, sequences=(5, 6))}
+    if domain.longest >= LEAST:
+        choices["far_tokens"] = module_cases(domain, longest=12, total=12, sequences=(1, 2))
+    if "heads" in words_of(domain.operation):
+        choices["far_heads"] = module_cases(domain, longest=3, total=40, sequences=(1, 2), heads=(5, 8))
+    return far_examples(choices)
+
+
 def _stateful(domain: ModuleDomain, **more: Any) -> st.SearchStrategy[ModuleCase]:
     """Return cases in which a lost state would show."""
     options: dict[str, Any] = {"values": ("ordinary", "scaled", "small", "large"), "final_state": True, **more}
@@ -520,10 +531,11 @@ MODULE_LAWS: dict[str, Law] = {
             "strides",
             "truth",
             "inputs and cotangents may have any strides",
-            lambda domain: examples_of(_small(domain, sequences=(1, 2)), None, VIEWS),
+            lambda domain: either([examples_of(_small(domain, sequences=(1, 2)), None, VIEWS)] * 3 + [_far(domain)]),
             common_laws.strides,
             needs=common_laws.require(views=True),
-            variants=VIEWS,
+            variants=(*VIEWS, *FAR),
+            lacks=lacks_far,
         ),
         _law(
             "pure",

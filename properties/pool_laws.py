@@ -15,7 +15,8 @@ from oracles.bound import Bound
 from oracles.operation import Inputs
 from properties.cases.pool_case import PoolCase
 from properties.common_laws import bytes_of, view
-from properties.laws import Bench, Blind, Law, Pair, Results, examples_of, present, spread, visible
+from properties.far_views import FAR, apart, far, far_examples, lacks_far
+from properties.laws import Bench, Blind, Law, Pair, Results, either, examples_of, present, spread, visible
 from properties.pool_domain import POOL_VIEWS, PoolDomain, pool_cases
 from properties.strategies import REMEMBERING, Example, widths
 
@@ -344,6 +345,9 @@ def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
     """
     case, domain = example.case, bench.domain
     assert isinstance(domain, PoolDomain)
+    if example.variant in (*FAR, "far_slots"):
+        yield from _far(bench, example)
+        return
     if example.variant not in domain.views:
         raise Blind(f"{example.variant} inputs are not among {', '.join(domain.views)}")
     inputs, meant = case.inputs(), _meaningful(case)
@@ -359,6 +363,35 @@ def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
     bounds = bench.bounds(there, None)
     yield from _judged(bench.run(there, None), bounds, meant, f" from {example.variant} inputs")
     yield "memory between slots", _bits(others), between
+
+
+def _far(bench: Bench, example: Example) -> Iterator[Pair]:
+    """Tokens, heads or requests far apart in memory, or the slots of the pool, if these may lie apart."""
+    case, domain, how = example.case, bench.domain, example.variant or ""
+    assert isinstance(domain, PoolDomain)
+    inputs, meant = case.inputs(), _meaningful(case)
+    if how == "far_slots":
+        pool = apart({"pool": _flat(inputs.pool, domain)}, {"pool": 0})["pool"]
+        views = {"pool": _shaped(pool, inputs.pool, domain)}
+    else:
+        views = far(case.spec, {name: inputs[name] for name in present(case.spec, inputs, "B", "T")}, how)
+    there = inputs.replaced(**views)
+    bounds = bench.bounds(there, None)
+    yield from _judged(bench.run(there, None), bounds, meant, f" from {how.replace('_', ' ')}")
+
+
+def _strided_examples(domain: PoolDomain) -> st.SearchStrategy[Example]:
+    """Draw a view that the domain promises; one in four lies far apart, with enough tokens, heads, requests or slots for that."""
+    rule, far_ones = domain.rule, {}
+    if domain.apart:
+        far_ones["far_slots"] = pool_cases(domain, most=3, spare=(5, 7))
+    if {"fused", "sliced"} & {*domain.views}:
+        far_ones["far_tokens"] = pool_cases(domain, most=8, kinds=("drafts", "prompts") if domain.most_tokens > 1 else ("steps",))
+    if "sliced" in domain.views:
+        groups = ((5, 5), (8, 8), (5, 10)) if rule.grouped_heads else ((5, 5), (8, 8))
+        far_ones["far_heads"] = pool_cases(domain, most=3, groups=groups)
+    near = examples_of(pool_cases(domain, most=8), None, domain.views)
+    return either([near] * 3 + [far_examples(far_ones)]) if far_ones else near
 
 
 def _pure(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -520,10 +553,11 @@ POOL_LAWS: dict[str, Law] = {
             "strides",
             "truth",
             "tokens may have any strides, and slots need not lie next to each other in memory",
-            lambda domain: examples_of(pool_cases(domain, most=8), None, domain.views),
+            _strided_examples,
             _strides,
             lambda domain: None if domain.rule.views else "strided views are not supported",
-            variants=POOL_VIEWS,
+            variants=(*POOL_VIEWS, *FAR, "far_slots"),
+            lacks=lacks_far,
         ),
         Law(
             "pure",

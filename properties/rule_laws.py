@@ -31,6 +31,7 @@ from properties.common_laws import (
     strides,
 )
 from properties.domain import VIEWS, Domain
+from properties.far_views import FAR, far_examples, lacks_far
 from properties.laws import (
     Bench,
     Law,
@@ -349,6 +350,18 @@ def _small(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
     return cases(domain, **options)
 
 
+def _far(domain: Domain) -> st.SearchStrategy[Example]:
+    """Return small cases with enough tokens, heads or sequences to lie far apart."""
+    groups = ((5, 5), (8, 8), (5, 10)) if domain.grouped_heads else ((5, 5), (8, 8))
+    return far_examples(
+        {
+            "far_tokens": cases(domain, longest=12, total=12, value_heads=2, sequences=(1, 2)),
+            "far_heads": cases(domain, longest=3, total=12, sequences=(1, 2), groups=groups),
+            "far_sequences": cases(domain, longest=3, total=18, value_heads=2, sequences=(5, 6)),
+        }
+    )
+
+
 LAWS: dict[str, Law] = {
     law.name: law
     for law in (
@@ -531,10 +544,11 @@ LAWS: dict[str, Law] = {
             "strides",
             "truth",
             "inputs and cotangents may have any strides",
-            lambda domain: examples_of(_small(domain, sequences=(1, 2)), None, VIEWS),
+            lambda domain: either([examples_of(_small(domain, sequences=(1, 2)), None, VIEWS)] * 3 + [_far(domain)]),
             strides,
             require(views=True),
-            variants=VIEWS,
+            variants=(*VIEWS, *FAR),
+            lacks=lacks_far,
         ),
         Law(
             "pure",

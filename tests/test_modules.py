@@ -17,7 +17,7 @@ from torch import Tensor
 from oracles.bound import bounds
 from oracles.operation import Inputs
 from properties.books import book_for, book_named, book_of
-from properties.cases.module_case import MODULES, ModuleCase
+from properties.cases.module_case import MODULES, ModuleCase, words_of
 from properties.domain import VIEWS
 from properties.illegal_inputs import MODULE_INPUTS, OF_MODULES
 from properties.module_domain import CONV, GATES, NORMS, ModuleDomain
@@ -141,7 +141,8 @@ def test_variants_and_places_are_all_drawn(operation: str) -> None:
         examples = drawn(ModuleDomain(operation), law.name, 60)
         if law.variants:
             default = {"dt_bias"} if law.name == "absent" else set[str]()
-            want = variants.get(law.name, {law.name: {*VIEWS}}).get(operation if law.name in variants else law.name, default)
+            views = {*VIEWS, "far_tokens", "far_sequences", *(("far_heads",) if "heads" in words_of(operation) else ())}
+            want = variants.get(law.name, {law.name: views}).get(operation if law.name in variants else law.name, default)
             want = want | ({"cotangents", "zero_cotangents"} if law.name == "linear" else set())
             assert {example.variant for example in examples} == want, law.name
         if law.place is not None:
@@ -347,6 +348,7 @@ KILLED_BY: dict[str, tuple[Kill, ...]] = {
     "ConvMixesChannels": (Kill("channels", 2),),
     "ConvMixesSequences": (Kill("samples", 2, 2),),
     "ConvAssumesContiguous": (Kill("strides"),),
+    "ConvAddressesIn32Bits": (Kill("strides", 5),),
     "ConvWritesBeforeX": (Kill("pure"),),
     "ConvShiftsItsState": (Kill("pure"),),
     "ConvReadsUnwritten": (Kill("memory"),),

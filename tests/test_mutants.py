@@ -38,6 +38,7 @@ KILLED_BY = {
     rules.LeavesRowUnwritten: (Kill("memory", 64), Kill("oracle", 64)),
     rules.ReadsUnwritten: (Kill("memory", 1),),
     rules.AssumesContiguous: (Kill("strides", 2),),
+    rules.AddressesIn32Bits: (Kill("strides", 1),),
     rules.SharesExponentAcrossHeads: (Kill("heads", 1),),
     rules.SharesExponentAcrossTokens: (Kill("samples", 8, 2), Kill("future", 8)),
     rules.SlotOneIsOff: (Kill("permuted", 1, 2),),

@@ -429,6 +429,7 @@ KILLED_BY = {
     pools.TreesAsChains: Kill("oracle", 4),
     pools.TreesByTheNextRequest: Kill("oracle", 4, 2),
     pools.TokensSideBySide: Kill("strides", 2),
+    pools.SlotsIn32Bits: Kill("strides", 1),
     pools.PromptForgetsPrefix: Kill("oracle", 2, 1),
     pools.IgnoresBeginnings: Kill("fresh", 0, 1),
     pools.BeginsByZeroTimes: Kill("fresh", 0, 1),

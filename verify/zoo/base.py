@@ -306,3 +306,14 @@ class Layered(Adapter):
 
     def gate(self, x: Inputs, o: Tensor, z: Tensor) -> Tensor:
         return (self.normed(x, o.float()) * torch.nn.functional.silu(z.float())).to(o.dtype)
+
+
+def at_32_bits(x: Tensor) -> Tensor:
+    """Return x as read at offsets computed in 32 bits: those of 2^31 elements and more wrap to before x."""
+    flat = x.detach().as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+    offsets: Tensor = torch.zeros((), dtype=torch.int32, device=x.device)
+    for size, stride in zip(x.shape, x.stride(), strict=True):
+        step = (stride + 2**31) % 2**32 - 2**31
+        offsets = offsets.unsqueeze(-1) + torch.arange(size, dtype=torch.int32, device=x.device) * step
+    places = (offsets.long() + int(x.storage_offset())).clamp(0, max(len(flat) - 1, 0))
+    return x + (flat[places].nan_to_num(0.0) - x).detach() if x.numel() else x

@@ -10,6 +10,7 @@ from oracles.norm import EPS
 from oracles.operation import Inputs
 from properties.module_domain import ModuleDomain
 from verify.adapters.base import Adapter
+from verify.zoo.base import at_32_bits
 
 # Right modules, written in steps
 
@@ -530,6 +531,15 @@ class ConvAssumesContiguous(Conv):
     def taps(self, x: Inputs) -> Tensor:
         taps = super().taps(x)
         return taps + (as_dense(x.weight) - taps).detach()
+
+
+class ConvAddressesIn32Bits(Conv):
+    """Offsets of x are computed in 32 bits, so tokens that lie 2^31 elements behind the first are read before it."""
+
+    letter = "I"
+
+    def run(self, x: Inputs) -> Any:
+        return super().run(x.replaced(x=at_32_bits(x.x)))
 
 
 class ConvWritesBeforeX(Conv):

@@ -14,7 +14,7 @@ from properties.cases.pool_case import BLOCK_SIZES
 from properties.cases.rule_case import IN_KERNEL
 from properties.domain import Domain
 from properties.pool_domain import PoolDomain
-from verify.zoo.base import Chunkwise, Serving
+from verify.zoo.base import Chunkwise, Serving, at_32_bits
 from verify.zoo.wrong_gates import Stepwise
 
 Answer = tuple[Tensor, Tensor]
@@ -43,6 +43,15 @@ class IgnoresBeginnings(Serving):
 
     def begins(self, x: Inputs, request: int) -> bool:
         return False
+
+
+class SlotsIn32Bits(Serving):
+    """The place of a slot is computed in 32 bits, so a pool of 2^31 numbers and more is read before its first slot."""
+
+    letter = "I"
+
+    def run(self, x: Inputs) -> Answer:
+        return super().run(x.replaced(pool=at_32_bits(x.pool)))
 
 
 class BeginsByZeroTimes(Serving):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.domain import Domain
-from verify.zoo.base import EPS, Chunkwise
+from verify.zoo.base import EPS, Chunkwise, at_32_bits
 
 Answer = tuple[Tensor, Tensor | None]
 
@@ -324,6 +324,15 @@ class AssumesContiguous(Chunkwise):
             dense = torch.empty(0, dtype=g.dtype).set_(g.untyped_storage())
             g = g + (dense[: g.numel()].nan_to_num(0.0).reshape(g.shape) - g).detach()
         return super().run(x.replaced(g=g))
+
+
+class AddressesIn32Bits(Chunkwise):
+    """Offsets of v are computed in 32 bits, so tokens that lie 2^31 elements behind the first are read before it."""
+
+    letter = "I"
+
+    def run(self, x: Inputs) -> Answer:
+        return super().run(x.replaced(v=at_32_bits(x.v)))
 
 
 class SharesExponentAcrossHeads(Chunkwise):

@@ -1,0 +1,73 @@
+"""Views whose tokens, heads, sequences or slots lie 2^29 elements or more apart."""
+
+import resource
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from properties import far_views
+from properties.cases.rule_case import Case
+from properties.far_views import LEAST, SPAN, apart, far
+from properties.laws import Blind
+from verify.process.messages import RunOne
+from verify.process.outcome import Outcome, Verdict
+from verify.process.worker import Worker
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    with Worker() as worker:
+        yield worker
+
+
+def test_views_are_far_along_their_axis_dense_along_the_others_and_keep_every_number() -> None:
+    shapes = {"q": (2, 5, 3, 8), "g": (2, 5, 6), "half": (1, 9, 2, 4)}
+    tensors = {name: torch.randn(shape, dtype=torch.bfloat16 if name == "half" else None) for name, shape in shapes.items()}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    views = apart(tensors, dict.fromkeys(tensors, 1))
+    for name, x in tensors.items():
+        view = views[name]
+        assert view.equal(x) and view.dtype == x.dtype
+        assert (x.shape[1] - 1) * view.stride(1) >= SPAN and view.stride(1) >= SPAN // x.shape[1]
+        assert view.select(1, 0).is_contiguous()
+    views["q"].fill_(7)  # no number of another view is among these
+    assert all(views[name].equal(tensors[name]) for name in ("g", "half"))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16  # KiB of the 17 GiB that are reserved
+
+
+def test_an_offset_that_wraps_stays_inside_the_memory_and_finds_zeros() -> None:
+    view = apart({"x": torch.ones(LEAST, 3)}, {"x": 0})["x"]
+    place = view.storage_offset() + (LEAST - 1) * view.stride(0) - 2**32
+    assert place >= 0
+    assert not view.as_strided((3,), (1,), place).any()
+
+
+def test_tensors_with_few_indices_stay_where_they_are_and_without_a_far_one_the_law_is_blind() -> None:
+    case = Case((5, 2), packed=True, heads=1, value_heads=LEAST, state="random")
+    tensors = {name: case.inputs()[name] for name in ("q", "v", "state")}
+    views = far(case.spec, tensors, "far_heads")
+    assert views["q"] is tensors["q"] and views["v"].stride(2) >= SPAN // LEAST and views["state"].stride(1) >= SPAN // LEAST
+    with pytest.raises(Blind, match="no tensor has 5 sequences"):
+        far(case.spec, tensors, "far_sequences")
+
+
+def test_memory_that_the_system_refuses_makes_the_law_blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(far_views, "SPAN", 2**62)
+    with pytest.raises(Blind, match="cannot be reserved"):
+        apart({"x": torch.ones(LEAST, 3)}, {"x": 0})
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("variant", "words"),
+    [("far_tokens", "lengths=6"), ("far_heads", "lengths=1 heads=5"), ("far_sequences", "lengths=1+1+1+1+1")],
+)
+def test_a_kernels_offsets_wrap_in_32_bits_and_not_in_64(variant: str, words: str, worker: Worker) -> None:
+    verdicts = {}
+    for name in ("OffsetsIn64Bits", "OffsetsIn32Bits"):
+        line = f"law=strides variant={variant} adapter=tests/far_kernels.py:{name} {words} op=l2norm backward=no"
+        outcome = Outcome.from_json(worker.ask(RunOne(line)))
+        verdicts[name] = outcome.verdict
+        assert outcome.rows, outcome
+    assert verdicts == {"OffsetsIn64Bits": Verdict.HOLDS, "OffsetsIn32Bits": Verdict.BROKEN}
