@@ -5,11 +5,13 @@ from typing import Any
 
 from oracles.operations import RULES
 from properties.cases.rule_case import DECAYS, IN_KERNEL, Case
+from properties.names import known_fields
 
 VIEWS = ("sliced", "transposed", "offset", "expanded", "strided")
 MOST_REACH = 256  # about 70,000 tokens; check larger sizes with single cases
 
 
+@known_fields
 @dataclasses.dataclass(frozen=True)
 class Domain:
     """The calls for which an implementation promises right results; by default all calls with a given gate and beta.

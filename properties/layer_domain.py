@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 
 from properties.cases.layer_case import EPS, VALUES, LayerCase
 from properties.cases.path_case import GATES
+from properties.names import known_fields
 from properties.strategies import HEADS, lengths
 
 
+@known_fields
 @dataclasses.dataclass(frozen=True)
 class LayerDomain:
     """The calls for which a layer promises right results; by default all calls.

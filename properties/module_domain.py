@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from properties.cases.module_case import ACTIVATIONS, EPS, MODULES, STATE_COLUMNS, VALUES, ModuleCase, words_of
+from properties.names import known_fields
 from properties.strategies import lengths
 
 CONV, GATES, NORMS = ("causal_conv1d",), ("gdn_gate", "kda_gate"), ("l2norm", "gated_rms_norm")
@@ -16,6 +17,7 @@ WIDTHS = (16, 8, 1, 32, 7, 24, 64, 100, 128, 256, 520, 1000)
 HEADS = (1, 2, 3, 4, 8)
 
 
+@known_fields
 @dataclasses.dataclass(frozen=True)
 class ModuleDomain:
     """The calls for which an implementation promises right results; by default all calls of its operation.

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from oracles.counter import mix_words
 from properties.cases.path_case import CHOICES, ParallelCase
+from properties.names import known_fields
 
 COMPILED = 1 / 3  # share of a layer's cases on a GPU with a choice whose kernels are compiled
 FORMS = {"gdn_layer": 4}  # number of forms of these cases; FEW_FORMS if kernels of every case are compiled
@@ -34,6 +35,7 @@ class Form(NamedTuple):
     offsets: str
 
 
+@known_fields
 @dataclasses.dataclass(frozen=True)
 class PathDomain:
     """The calls for which a parallel path promises right results; by default all calls of a layer.

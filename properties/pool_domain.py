@@ -11,6 +11,7 @@ from oracles.operation import DTYPES
 from properties.cases.pool_case import BLOCK_SIZES, FREE, PADDING_SLOTS, RULES, PoolCase
 from properties.cases.rule_case import BETAS, GATES
 from properties.domain import VIEWS, Domain
+from properties.names import known_fields
 from properties.strategies import EDGES, HEADS, decay_of, widths
 
 LAYOUTS = ("kv", "vk")
@@ -18,6 +19,7 @@ POOL_VIEWS = (*VIEWS, "fused")
 EVERY_RULE = Domain(backward=False)
 
 
+@known_fields
 @dataclasses.dataclass(frozen=True)
 class PoolDomain:
     """The calls for which a serving kernel promises right results; by default all calls without a choice of blocks.

@@ -21,6 +21,7 @@ from properties.cases.trace_case import (
     TraceCase,
 )
 from properties.domain import inside
+from properties.names import known_fields
 from properties.strategies import widths
 
 EVENTS = ("prefill", "decode", "save", "verify", "fork", "swap", "transfer", "preempt", "free")
@@ -28,6 +29,7 @@ CONV_WIDTHS, SNAPSHOTS = (2, 3, 4, 5), (0, 16, 32, 64, 128)
 _KINDS = dict(zip("pdsvkwtrf", EVENTS, strict=True))
 
 
+@known_fields
 @dataclasses.dataclass(frozen=True)
 class TraceDomain:
     """The traces for which an engine promises right results; by default all traces with and without snapshots at 64 tokens.

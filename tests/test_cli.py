@@ -85,11 +85,14 @@ PATH_LINE = "law=parallel adapter=gdn/layer lengths=4 cp=2 heads=2 value_heads=2
     [
         (("check",), ("check needs one adapter", "fla/chunk", "my_kernel.py:MyKernel")),
         (("check", RIGHT, "--adapter", RIGHT), ("check needs one adapter",)),
-        (("check", "fla/chonk"), ("'fla/chonk'", "fla/chunk, fla/fused_recurrent")),
+        (("check", "fla/chonk"), ("'fla/chonk'", "did you mean fla/chunk?", "fla/chunk, fla/fused_recurrent")),
         (("check", "missing.py:Kernel"), ("there is no file missing.py",)),
         (("check", "kernel.py"), ("'kernel.py'", "my_kernel.py:MyKernel")),
         (("check", "a b.py:Kernel"), ("spaces",)),
-        (("check", RIGHT, "--law", "orcale"), ("'orcale'", "oracle, recurrent, packed")),
+        (("check", RIGHT, "--law", "orcale"), ("'orcale'", "did you mean oracle?", "oracle, recurrent, packed")),
+        (("check", RIGHT, "--lwa", "oracle"), ("--lwa", "did you mean --law?")),
+        (("check", RIGHT, "--profile", "qick"), ("--profile", "'qick'", "did you mean quick?")),
+        (("fetch", "sglnag"), ("'sglnag'", "did you mean sglang?")),
         (("check", RIGHT, "--json", "/nowhere/out.jsonl"), ("--json", "'/nowhere/out.jsonl'", "No such file")),
         (("check", RIGHT, "--profile", "fast"), ("--profile", "'fast'", "quick", "soak")),
         (("check", RIGHT, "--seed", "-1"), ("--seed", "'-1'", "0..4294967295")),
@@ -122,7 +125,7 @@ PATH_LINE = "law=parallel adapter=gdn/layer lengths=4 cp=2 heads=2 value_heads=2
         (("repeat", f"law=oracle variant=sliced adapter={RIGHT} lengths=3"), ("variant must be absent",)),
         (("repeat", f"law=oracle products=fp8 adapter={RIGHT} lengths=3"), ("products", "ieee, tf32", "'fp8'")),
         (("repeat",), ("line",)),
-        (("reapeat", "x"), ("invalid choice", "repeat")),
+        (("reapeat", "x"), ("invalid choice", "did you mean repeat?")),
         (("check", RIGHT, "--sanitize", "leakcheck"), ("--sanitize", "'leakcheck'", "memcheck", "racecheck")),
         (("check", "gdn/layer", "--ranks", "2", "--device", "cpu", "--backend", "nccl"), ("--backend must be gloo",)),
         (("repeat", f"{PATH_LINE} device=cuda", "--ranks", "2", "--backend", "gloo"), ("--backend must be nccl",)),
@@ -208,6 +211,11 @@ def test_right_implementation_exits_0_and_says_what_it_compared(capfd: pytest.Ca
     assert result.code == exits.HOLDS
     assert result.out.startswith(f"{RIGHT}  torch ")
     assert "profile quick, seed 0" in result.out
+    declared = [
+        "  declares     algorithm chunkwise, chunk 64, products ieee",
+        "  domain       Domain(), other fields as by default",
+    ]
+    assert result.out.splitlines()[1:3] == declared
     assert "HOLDS       recall" in result.out
     assert "1 holds of 1 laws; 6 cases" in result.out
     assert result.err == ""

@@ -130,14 +130,14 @@ def test_undecided_law_fails(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 SAID = (
-    (("--gdn-law", "orcale"), "unknown law 'orcale'; there are oracle"),
-    (("--gdn-adapter", "fla/chonk"), "unknown adapter 'fla/chonk'; there are fla/chunk"),
+    (("--gdn-law", "orcale"), "unknown law 'orcale' (did you mean oracle?); there are oracle"),
+    (("--gdn-adapter", "fla/chonk"), "unknown adapter 'fla/chonk' (did you mean fla/chunk?); there are fla/chunk"),
     (("--gdn-adapter", "gone.py:Kernel"), "there is no file gone.py"),
     (("--gdn-profile", "fast"), "--gdn-profile must be one of least, few, quick, ci, gpu, soak, got 'fast'"),
     (("--gdn-seed", "-1"), "--gdn-seed must be in 0.."),
     (("--gdn-seed", "x"), "argument --gdn-seed: invalid int value: 'x'"),
     (("--bad-mark",), "gdn_adapter takes profile=least|few|quick|ci|gpu|soak and laws=names, got {'profile': 'tiny'}"),
-    (("--bad-law-mark",), "unknown law 'orcale'; there are oracle"),
+    (("--bad-law-mark",), "unknown law 'orcale' (did you mean oracle?); there are oracle"),
     (("--no-law-mark",), "and laws=names, got {'laws': ()}"),
     (("--one-law-mark",), "and laws=names, got {'laws': 'cut'}"),
     (("--other-law-mark",), "laws of gdn_adapter must be those of fla/chunk, got 'parallel'"),

@@ -13,9 +13,11 @@ from packaging.version import InvalidVersion, Version
 from oracles.operations import OPERATIONS
 from oracles.rounding import PRODUCTS
 from properties.books import BOOKS
+from properties.names import did_you_mean
 from properties.path_domain import PathDomain
 from properties.trace_domain import TraceDomain
 from verify.adapters.base import Adapter, Implementation, PathAdapter, TraceAdapter
+from verify.adapters.declarations import misspelt
 from verify.adapters.libraries import BY_DISTRIBUTION
 from verify.adapters.packages import installed
 from verify.adapters.registry import BUILT_IN, ZOO, ZOO_PLACE
@@ -105,6 +107,8 @@ def make(kind: Kind, spec: str) -> AnyAdapter:
     for name, least in adapter.requires.items():
         if not is_version(least):
             raise AdapterError(f"adapter {spec}: requires must name a version of {name} such as 1.2.0, got {least!r}")
+    if wrong := misspelt(adapter, "" if spec in BUILT_IN else spec.rpartition(":")[0]):
+        raise AdapterError(f"adapter {spec}: {wrong}")
     check_requirements(spec, adapter.requires)
     if isinstance(adapter, Adapter) and adapter.counterpart is not None:
         try:
@@ -128,7 +132,8 @@ def check_spec(spec: str) -> None:
         return
     place, colon, name = spec.rpartition(":")
     if not colon or not place.endswith(".py") or not name.isidentifier():
-        raise AdapterError(f"unknown adapter {spec!r}; there are {', '.join(BUILT_IN)}, or your own as my_kernel.py:MyKernel")
+        near = did_you_mean(spec, BUILT_IN)
+        raise AdapterError(f"unknown adapter {spec!r}{near}; there are {', '.join(BUILT_IN)}, or your own as my_kernel.py:MyKernel")
     if any(space in spec for space in " \t\n"):
         raise AdapterError(f"adapter {spec!r} must not contain spaces: it is a word of the line that repeats a run")
     if not pathlib.Path(place).is_file():

@@ -5,8 +5,9 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from properties.names import did_you_mean
 from verify.adapters.loader import AdapterError
 from verify.adapters.registry import BUILT_IN
 from verify.cli import claims_command as claims
@@ -63,7 +64,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that reports bad usage in one line, without the usage block."""
+    """A parser that reports bad usage in one line, without the usage block, and names what may have been meant."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            text = f"invalid choice: {value!r}{did_you_mean(str(value), choices)}; choose from {', '.join(choices)}"
+            raise argparse.ArgumentError(action, text)
+
+    def parse_known_args(self, arguments: Any = None, namespace: Any = None) -> Any:
+        """Parse, and refuse an unknown option here, where the options of the verb are known."""
+        result, left = super().parse_known_args(arguments, namespace)
+        if unknown := next((word.partition("=")[0] for word in left if word.startswith("-")), None):
+            options = {option.lstrip("-"): option for option in self._option_string_actions}
+            near = did_you_mean(unknown.lstrip("-"), options).replace("mean ", "mean --")
+            self.error(f"unknown option {unknown}{near}")
+        return result, left
 
     def error(self, message: str) -> NoReturn:
         print(f"gdn-verify: {message} (see {self.prog} --help)", file=sys.stderr)

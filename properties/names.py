@@ -1,0 +1,31 @@
+"""Names that a person may misspell: the nearest known one, and domains that refuse a field that they do not have."""
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Return " (did you mean NAME?)" with the known name that is most similar to a word, or "" if none is similar."""
+    near = difflib.get_close_matches(word, list(names), 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def known_fields(kind: type[T]) -> type[T]:
+    """Let a dataclass refuse a keyword that is none of its fields by a TypeError that names the nearest field and all of them."""
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    plain = kind.__init__
+
+    @functools.wraps(plain)
+    def checked(self: Any, *values: Any, **fields: Any) -> None:
+        if unknown := next((name for name in fields if name not in names), None):
+            near = did_you_mean(unknown, names)
+            raise TypeError(f"{kind.__name__} has no field {unknown!r}{near}; there are {', '.join(names)}")
+        plain(self, *values, **fields)
+
+    setattr(kind, "__init__", checked)  # noqa: B010 - mypy refuses the assignment
+    return kind
