@@ -665,6 +665,14 @@ def test_the_attributes_and_methods_of_an_adapter_are_in_the_page(kind: type) ->
     assert {*code_column(table(text, "method"), "method")} == {f"{name}({words})" for name, words in parameters.items()}
 
 
+@pytest.mark.parametrize(("section_name", "kind"), [("TraceAdapter", "Sizes"), ("Engine", "Batch")])
+def test_what_an_engine_gets_is_in_the_page(section_name: str, kind: str) -> None:
+    value = getattr(importlib.import_module("properties.cases.trace_case"), kind)
+    properties = {name for name, member in vars(value).items() if isinstance(member, property)}
+    page = re.findall(r"`([a-zA-Z_]+)[ `]", section(reference("adapters"), section_name))
+    assert {*fields(value), *properties} - {*page} == set()
+
+
 @pytest.mark.parametrize("book", BOOK_BY_NAME)
 def test_the_built_in_adapters_are_in_the_page_with_what_they_declare(book: str) -> None:
     places = definition("BOOKS_OF_BUILT_IN")[book]

@@ -125,6 +125,7 @@ def _run(options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | No
     where += f", under {PROGRAM} --tool {sanitizer.tool}" if sanitizer else ""
     settings = checking.settings
     print_line(f"{spec}  {described.versions}  profile {settings.profile.name}, seed {settings.seed}{where}", out)
+    print_line("\n".join(described.lines()), out)
     try:
         checking.run()
     except ValueError as error:

@@ -38,7 +38,7 @@ Asked = Worker | RankGroup | TorchrunGroup  # what runs a case: one process, or 
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """An adapter's declarations, as a worker reports them: its spec, domain, algorithm, versions, device and `products`."""
+    """An adapter's declarations, as a worker reports them: spec, domain, algorithm, versions, device, `products` and `chunk`."""
 
     spec: str
     domain: Any  # of the book's kind
@@ -46,6 +46,7 @@ class Described:
     versions: str
     device: str = ""
     products: str = "ieee"
+    chunk: int | None = None
 
     def products_of(self, example: Example, device: str) -> str:
         """How the implementation multiplies float32 matrices in a run on `device`: "ieee" or "tf32".
@@ -57,6 +58,21 @@ class Described:
         words = example.case.words()
         chosen = {f"{name}={words[name]}" for name, _ in self.domain.choices} | {example.variant}
         return "tf32" if chosen & {*self.domain.tf32} else self.products
+
+    def lines(self) -> list[str]:
+        """The declarations by which results are judged, in two lines. Of the domain, the fields that differ from their defaults."""
+        return [
+            f"  declares     algorithm {self.algorithm}, chunk {self.chunk}, products {self.products}",
+            f"  domain       {_short(self.domain)}, other fields as by default",
+        ]
+
+
+def _short(value: Any) -> str:
+    """The repr of a value; of a dataclass, without the fields that have their defaults."""
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    changed = [field.name for field in dataclasses.fields(value) if getattr(value, field.name) != field.default]
+    return f"{type(value).__name__}({', '.join(f'{name}={_short(getattr(value, name))}' for name in changed)})"
 
 
 def started(device: str, count: int, deadline_s: float) -> list[Worker]:
@@ -82,7 +98,9 @@ def describe(spec: str, worker: Asked) -> Described:
     domain = book_named(description.book).domain.from_json(description.domain)
     if isinstance(domain, PathDomain) and not isinstance(worker, Worker):
         domain = dataclasses.replace(domain, ranks=worker.size, exchange_ranks=worker.size)
-    return Described(spec, domain, description.algorithm, description.versions, description.device, description.products)
+    return Described(
+        spec, domain, description.algorithm, description.versions, description.device, description.products, description.chunk
+    )
 
 
 def _last_line(text: str) -> str:

@@ -67,6 +67,7 @@ def _describe(asked: Describe) -> Answer:
         products=adapter.products,
         versions=versions(adapter),
         device=devices.name(),
+        chunk=getattr(adapter, "chunk", None),
     ).to_json()
 
 

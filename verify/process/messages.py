@@ -112,6 +112,7 @@ class Description:
     products: str
     versions: str
     device: str
+    chunk: int | None = None
 
     def to_json(self) -> Answer:
         """The description as plain data."""
