@@ -123,9 +123,10 @@ def outcomes(runs: list[Run], workers: list[Worker], store: Store) -> Iterator[t
 
 def measure(adapter: str, options: argparse.Namespace) -> Measured:
     """Measure one adapter and print its table."""
-    start, store, defects = time.monotonic(), Store(), known.load()
+    start, store = time.monotonic(), Store()
     workers = [Worker() for _ in range(options.workers)]
-    domain = describe(adapter, workers[0]).domain
+    described = describe(adapter, workers[0])
+    domain, defects = described.domain, known.of(adapter).on(described.device)
     laws = laws_of(domain, options.law)
     runs = drawn(adapter, domain, laws, options)
     ratios: dict[tuple[str, str], list[float]] = collections.defaultdict(list)

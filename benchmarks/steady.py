@@ -66,7 +66,8 @@ def told(number: int, questions: list[list[Run]], worker: Worker) -> tuple[int, 
     """Run and print one pass over the questions. Pass 0 is the one that compiles. Returns the number of cases and the seconds."""
     counts: collections.Counter[str] = collections.Counter()
     kernel = oracle = 0.0
-    store, defects, start = Store(), known.load(), time.perf_counter()
+    device = describe(questions[0][0].adapter, worker).device
+    store, defects, start = Store(), known.load().on(device), time.perf_counter()
     for runs in questions:
         for run, outcome in zip(runs, ask_all(runs, worker, store, defects), strict=True):
             counts["known" if defects.explain(run, outcome) else outcome.verdict] += 1

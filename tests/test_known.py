@@ -2,15 +2,25 @@
 
 import dataclasses
 import pathlib
+from typing import Any
 
 import pytest
 
+from tests.answering import Answering
 from verify.adapters.loader import AdapterError
 from verify.adapters.packages import installed
+from verify.cli import exits, known_command
+from verify.cli.main import main
+from verify.engine.check import Check
+from verify.engine.law_check import Settings
+from verify.engine.profiles import Profile
 from verify.execution.run import Run
 from verify.findings import known
-from verify.findings.known import FILE, load
-from verify.process.outcome import FailureKind, Finding
+from verify.findings.known import FILE, KnownDefects, load
+from verify.findings.store import Store
+from verify.gpu import autotune
+from verify.process.messages import Describe, Question
+from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 
 LINE = "law=oracle adapter=fla/chunk lengths=3 gate=saturated dtype=fp16"
 ENTRY = {
@@ -77,7 +87,8 @@ def test_defect_explains_its_law_adapter_words_and_versions_only(tmp_path: pathl
         ({"where": '"colour=red"'}, "known defect 1: where must hold for its own run, got colour=red and None"),
         ({"versions": "{}"}, "known defect 1: versions must name a distribution"),
         ({"versions": '"0.6.0"'}, "known defect 1: versions must name a distribution and its versions, got '0.6.0'"),
-        ({"run": '"law=oracle adapter=tests/right.py:Chunkwise lengths=3"'}, "known defect 1: adapter must be one of fla/chunk"),
+        ({"versions": '{ fla-core = "0.6.0" }'}, "known defect 1: versions must name a distribution and its versions, got {'fla"),
+        ({"outpust": '["dg"]'}, "known defect 1 has an unknown key 'outpust' (did you mean outputs?)"),
     ],
 )
 def test_bad_entry_is_named_with_the_rule_it_breaks(tmp_path: pathlib.Path, change: dict[str, str | None], message: str) -> None:
@@ -169,3 +180,261 @@ def test_a_finding_of_one_rank_is_explained_by_the_output_that_is_wrong(tmp_path
     finding = Finding("dg with tp=1 cp=1", FailureKind.OFF, "is off", error=2.0, allowed=1.0, ranks=(1,))
     assert defect.explains(defect.run, [finding])
     assert not defect.explains(defect.run, [dataclasses.replace(finding, output="dk")])
+
+
+# Defects of one configuration of a kernel
+
+DQKWG = "fla.ops.common.chunk_o.chunk_bwd_kernel_dqkwg"
+H100 = "NVIDIA H100 80GB HBM3"
+# A soak on an H100 called this line broken: dq 63 times its tolerance at token 16. The number of its tune draws four warps.
+DELTA_RULE = (
+    "law=oracle adapter=fla/chunk_delta_rule products=tf32 device=cuda tune=2595999746 lengths=17 op=delta_rule heads=2 "
+    "value_heads=2 key_dim=24 value_dim=128 dtype=bf16 seed=61"
+)
+CONFIGURATIONS = [f"num_warps={warps}:num_stages={stages}" for warps in (2, 4) for stages in (2, 3, 4)]  # on a Hopper GPU
+RELEASED = {"fla-core": "0.6.0", "triton": "3.7.1"}
+
+
+def broken(tuned: dict[str, tuple[str, ...]], *outputs: str) -> Outcome:
+    findings = [Finding(output, FailureKind.OFF, "is off", error=63.0, allowed=1.0) for output in outputs]
+    return Outcome(Verdict.BROKEN, findings, tuned=tuned)
+
+
+@pytest.fixture
+def released(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "installed", RELEASED.get)
+
+
+@pytest.mark.usefixtures("released")
+def test_a_kernels_configuration_on_file_explains_every_adapter_that_launched_it() -> None:
+    run, defects = Run.parse(DELTA_RULE), load().on(H100)
+    drawn = autotune.preference(CONFIGURATIONS, 2595999746, DQKWG)[0]
+    defect = defects.explain(run, broken({DQKWG: (drawn,)}, "dq"))
+    assert defect is not None
+    assert (defect.kernel, defect.config, defect.run.adapter) == (DQKWG, "num_warps=4", "fla/chunk")
+    for line in (
+        DELTA_RULE.replace("law=oracle", "law=memory"),
+        DELTA_RULE.replace("fla/chunk_delta_rule", "fla/chunk_v_first").replace(" op=delta_rule", ""),
+    ):
+        assert defects.explain(Run.parse(line), broken({DQKWG: (drawn,)}, "dq", "call")) is defect, line
+
+
+@pytest.mark.usefixtures("released")
+@pytest.mark.parametrize(
+    ("line", "tuned", "outputs", "gpu"),
+    [
+        (DELTA_RULE, {DQKWG: ("num_warps=2:num_stages=2",)}, ["dq"], H100),
+        (DELTA_RULE, {f"{DQKWG}_other": ("num_warps=4:num_stages=2",)}, ["dq"], H100),
+        (DELTA_RULE, {}, ["dq"], H100),
+        (DELTA_RULE, {DQKWG: ("num_warps=4:num_stages=2",)}, ["dq"], "NVIDIA B200"),
+        (DELTA_RULE, {DQKWG: ("num_warps=4:num_stages=2",)}, ["dq"], "NVIDIA GH200 480GB"),
+        (DELTA_RULE, {DQKWG: ("num_warps=4:num_stages=2",)}, ["dq"], ""),
+        (DELTA_RULE, {DQKWG: ("num_warps=4:num_stages=2",)}, ["dq", "o"], H100),
+        (DELTA_RULE.replace("key_dim=24", "key_dim=64"), {DQKWG: ("num_warps=4:num_stages=2",)}, ["dq"], H100),
+        (f"{DELTA_RULE} backward=no", {DQKWG: ("num_warps=4:num_stages=2",)}, ["dq"], H100),
+        (DELTA_RULE.replace("device=cuda tune=2595999746 ", ""), {DQKWG: ("num_warps=4:num_stages=2",)}, ["dq"], ""),
+    ],
+    ids=[
+        "two warps",
+        "another kernel",
+        "not recorded",
+        "another GPU",
+        "like an H200",
+        "no GPU",
+        "output",
+        "wide",
+        "forward",
+        "CPU",
+    ],
+)
+def test_a_kernels_configuration_explains_nothing_else(
+    line: str, tuned: dict[str, tuple[str, ...]], outputs: list[str], gpu: str
+) -> None:
+    assert load().on(gpu).explain(Run.parse(line), broken(tuned, *outputs)) is None
+
+
+@pytest.mark.usefixtures("released")
+def test_before_a_run_nobody_knows_which_configuration_it_gets() -> None:
+    defects = KnownDefects([defect for defect in load().on(H100) if defect.kernel], H100)
+    assert len(list(defects)) == 5
+    assert defects.explain_any(Run.parse(DELTA_RULE)) is None
+    assert defects.explained_outputs(Run.parse(DELTA_RULE)) == {}
+    assert [defect.kernel for defect in defects.shown_by("fla/chunk", "oracle", "cuda")][-1] == DQKWG
+    assert KnownDefects(defects, "NVIDIA B200").shown_by("fla/chunk", "oracle", "cuda") == []
+
+
+def test_in_a_layer_a_wrong_gradient_of_a_rule_makes_all_gradients_wrong(tmp_path: pathlib.Path) -> None:
+    line = "law=oracle adapter=fla/chunk device=cuda lengths=3"
+    entry = {
+        "run": f'"{line}"',
+        "versions": f'{{ triton = ["{installed("triton")}"] }}',
+        "where": '"backward=yes"',
+        "kernel": '"dqkwg"',
+        "config": '"num_warps=4"',
+        "cards": '["H100"]',
+        "outputs": '["dq", "call"]',
+    }
+    (defect,) = load(written(tmp_path, entry))
+    layer, ran = Run.parse("law=oracle adapter=fla/layer device=cuda lengths=3 op=gdn_layer"), {"fla.dqkwg": ("BK=16:num_warps=4",)}
+    for output, explained in (("dhidden", True), ("din_proj", True), ("call", True), ("y", False)):
+        finding = broken(ran, output).findings
+        assert defect.explains(layer, finding, ran, H100) is explained, output
+    (forward,) = load(written(tmp_path, {**entry, "outputs": '["o"]'}))
+    assert forward.explains(layer, broken(ran, "y").findings, ran, H100)
+    assert not forward.explains(layer, broken(ran, "dhidden").findings, ran, H100)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cards": None}, "kernel, config and cards come together"),
+        ({"versions": '{ fla-core = ["0.6.0"] }'}, "with a version of triton"),
+        ({"run": f'"{LINE} backward=yes"'}, "a run with device=cuda"),
+        ({"also": '["cut"]'}, "without also"),
+        ({"cards": '"H100"'}, "cards must be a list"),
+        ({"config": '"four"'}, "a configuration must be NAME=value words"),
+        ({"config": '"num_warps=2"'}, "config must hold for its own run, got num_warps=2 and tune=1,dq:num_warps=4:num_stages=3"),
+    ],
+)
+def test_an_entry_about_a_configuration_names_all_of_it(
+    tmp_path: pathlib.Path, change: dict[str, str | None], message: str
+) -> None:
+    entry: dict[str, str | None] = {
+        "run": f'"{LINE} device=cuda tune=1,dq:num_warps=4:num_stages=3"',
+        "kernel": '"fla.dq"',
+        "config": '"num_warps=4"',
+        "cards": '["H100"]',
+    }
+    assert load(written(tmp_path, entry))
+    with pytest.raises(ValueError, match=f"known defect 0: .*{message}"):
+        load(written(tmp_path, {**entry, **change}))
+
+
+# Files of users
+
+
+class Failing(Answering):
+    """Every case with an initial state of zeros is 2 times its tolerance off in o, and others are right."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda run: 2.0 if run.example.case.state == "zero" else 0.5)
+
+    def ask(self, question: Question, deadline_s: float | None = None) -> dict[str, Any]:
+        answer = super().ask(question, deadline_s)
+        return {**answer, "versions": f"torch {installed('torch')}"} if isinstance(question, Describe) else answer
+
+    def __enter__(self) -> "Failing":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def kernel(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of an adapter in a folder below the current one."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "kernel.py").write_text("from tests.right import Chunkwise as Kernel\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(known_command, "Worker", lambda *_, **__: Failing())
+    return "own/kernel.py:Kernel"
+
+
+def verdict_of(spec: str, **settings: object) -> tuple[Verdict, list[str], dict[str, int]]:
+    with Check(Settings(spec, ["oracle"], Profile("some", 8), **settings), [Failing()], Store()) as check:  # type: ignore[arg-type,list-item]
+        (report,) = check.run()
+    return report.verdict, report.known, report.counts
+
+
+def put(*words: str) -> int:
+    return main(["known", *words, "--reason", "zeros are read as ones, issue 3"])
+
+
+def test_a_failure_is_put_on_file_beside_its_adapter_and_fails_no_check_from_anywhere(
+    kernel: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verdict_of(kernel)[0] is Verdict.BROKEN
+    line = f"law=oracle adapter={kernel} lengths=3 state=zero"
+    assert put(line, "--where", "state=zero") == exits.HOLDS
+    assert "on file in own/known_defects.toml: zeros are read as ones, issue 3" in capsys.readouterr().out
+    assert "adapter=kernel.py:Kernel lengths=3" in (tmp_path / "own" / "known_defects.toml").read_text()
+    told = f"known defect, still there: zeros are read as ones, issue 3 ({line})"
+    verdict, lines, counts = verdict_of(kernel)
+    assert (verdict, lines) == (Verdict.HOLDS, [told])
+    assert counts[Verdict.KNOWN] > 0
+    assert verdict_of(f"{tmp_path}/own/../own/kernel.py:Kernel")[0] is Verdict.HOLDS
+    monkeypatch.chdir(tmp_path / "own")
+    assert verdict_of("kernel.py:Kernel")[0] is Verdict.HOLDS
+    assert put("law=oracle adapter=kernel.py:Kernel lengths=9 state=zero") == exits.HOLDS
+    assert "already on file in known_defects.toml" in capsys.readouterr().out
+
+
+def test_without_where_an_entry_explains_the_options_of_its_line_in_any_size(kernel: str, tmp_path: pathlib.Path) -> None:
+    line = f"law=oracle adapter={kernel} lengths=3 state=zero dtype=bf16"
+    assert put(line, "--known", "mine.toml", "--also", "cut") == exits.HOLDS
+    (defect,) = load(tmp_path / "mine.toml")
+    assert (defect.outputs, defect.also) == (("o",), ("cut",))
+    for words, explained in (
+        ("law=oracle lengths=70 state=zero dtype=bf16 heads=2 value_heads=4 key_dim=5 seed=7", True),
+        ("law=cut at=1 lengths=70 state=zero dtype=bf16", True),
+        ("law=recurrent at=69 lengths=70 state=zero dtype=bf16", False),
+        ("law=oracle lengths=3+4 packed=yes state=zero dtype=bf16", False),
+        ("law=oracle lengths=3 state=zero", False),
+    ):
+        run = Run.parse(f"adapter={kernel} {words}")
+        assert defect.explains(run, broken({}, "o").findings) is explained, words
+        assert not defect.explains(run, broken({}, "o", "dq").findings), words
+    assert verdict_of(kernel, known=["mine.toml"])[0] is Verdict.BROKEN, "it explains bf16 alone"
+
+
+def test_what_holds_is_not_put_on_file(kernel: str, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert put(f"law=oracle adapter={kernel} lengths=3") == exits.BROKEN
+    assert "the line holds, so there is no defect to put on file" in capsys.readouterr().out
+    assert not (tmp_path / "own" / "known_defects.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("law=oracle adapter=fla/chunk lengths=3 state=zero",), "--known must name the file to write"),
+        (("law=oracle adapter=KERNEL lengths=3 state=zero", "--known", "no/such.toml"), "in a folder that exists"),
+        (("law=oracle adapter=KERNEL lengths=3 state=zero", "--where", "state=random"), "where must hold for its own run"),
+        (("law=oracle adapter=KERNEL lengths=3 state=zero", "--also", "orcale"), "also must be a list of laws among"),
+        (("law=oracle adapter=KERNEL lengths=3 state=zero", "--times", "0.5"), "times must be a number from 1 up"),
+        (("law=oracle adapter=KERNEL lengths=3 state=zero", "--kernel", "dq:num_warps=4"), "of a kernel that ran, got dq:num_war"),
+        (("law=oracle adapter=KERNEL lengths=3 state=zero", "--reason", "two\nlines"), "--reason must be one line"),
+    ],
+)
+def test_an_entry_that_would_break_a_rule_is_not_written(
+    kernel: str, tmp_path: pathlib.Path, words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = () if "--reason" in words else ("--reason", "issue 3")
+    assert main(["known", *(word.replace("KERNEL", kernel) for word in words), *reason]) == exits.USAGE
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.rglob("*.toml*")) == []
+
+
+def test_a_file_with_a_fault_is_bad_usage_before_any_work(kernel: str, capsys: pytest.CaptureFixture[str]) -> None:
+    near = pathlib.Path("own/known_defects.toml")
+    for text, message in (
+        ("[[defects]]\n", "own/known_defects.toml: a file of known defects must have [[defect]] tables alone, got defects"),
+        ("[[defect]]\nrun = 3\n", "own/known_defects.toml: known defect 0 must have reason, versions, where"),
+        ("not toml", "own/known_defects.toml: "),
+    ):
+        near.write_text(text)
+        assert main(["check", kernel]) == exits.USAGE
+        assert message in capsys.readouterr().err
+    near.unlink()
+    assert main(["check", kernel, "--known", "missing.toml"]) == exits.USAGE
+    assert "known defects: missing.toml cannot be read: No such file" in capsys.readouterr().err
+
+
+def test_an_entry_of_a_user_about_other_versions_or_that_holds_now_is_said(kernel: str) -> None:
+    near = pathlib.Path("own/known_defects.toml")
+    run = 'run = "law=oracle adapter=kernel.py:Kernel lengths=3"'
+    entry = f'[[defect]]\n{run}\nwhere = "state=none"\nreason = "issue 3"\nversions = {{ torch = ["VERSION"] }}\n'
+    near.write_text(entry.replace("VERSION", "0.1"))
+    told = verdict_of(kernel)[1]
+    assert told == ["known defect of torch 0.1 alone, so not looked for (own/known_defects.toml): issue 3"]
+    near.write_text(entry.replace("VERSION", str(installed("torch"))))
+    (line,) = verdict_of(kernel)[1]
+    assert line.startswith("known defect NO LONGER FAILS, remove it from own/known_defects.toml: issue 3")

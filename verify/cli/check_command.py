@@ -1,13 +1,14 @@
 """The verb `check`: test an adapter against the laws."""
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import functools
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from properties.books import book_of
@@ -34,7 +35,7 @@ from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
 from verify.execution.sanitizer import PROGRAM, Sanitizer
-from verify.findings import coverage
+from verify.findings import coverage, known
 from verify.findings import report as text
 from verify.findings.law_report import LawReport
 from verify.findings.store import Store
@@ -52,6 +53,7 @@ def check(options: argparse.Namespace) -> int:
     check_spec(spec)
     laws = chosen_laws(options)
     check_installed(spec)
+    known.of(spec, options.known)
     launch = launched()
     if options.sanitize and (spec in PATHS or options.ranks or launch or options.tune == SWEEP or options.device == "cpu"):
         raise ValueError(
@@ -82,6 +84,7 @@ def check(options: argparse.Namespace) -> int:
         stop_at_first=options.stop,
         deadline_s=deadline_of(options),
         compilers=0 if ranks or spec in PATHS else compilers_of(device),
+        known=options.known,
         under=f"--sanitize {sanitizer.tool}" if sanitizer else f"--ranks {launch.size if launch else ranks}" if ranks else "",
     )
     # Results that are right to the bit do not show what a kernel reads. A line that fails only under a sanitizer would hold in
@@ -125,7 +128,7 @@ def _run(options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | No
     where += f", under {PROGRAM} --tool {sanitizer.tool}" if sanitizer else ""
     settings = checking.settings
     print_line(f"{spec}  {described.versions}  profile {settings.profile.name}, seed {settings.seed}{where}", out)
-    print_line("\n".join(described.lines()), out)
+    print_line("\n".join([*described.lines(), *_files_of(checking.defects)]), out)
     try:
         checking.run()
     except ValueError as error:
@@ -138,6 +141,12 @@ def _run(options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | No
     stopped = options.stop and any(report.verdict is Verdict.BROKEN for report in checking.reports)
     if not stopped and not shared:
         _print_refusals(spec, checking, out)
+
+
+def _files_of(defects: Iterable[known.Known]) -> list[str]:
+    """A line for each file of known defects that is not ours, with the number of its defects."""
+    counts = collections.Counter(defect.file for defect in defects if defect.file != known.NAME)
+    return [f"  known        {count} defect{'s' if count > 1 else ''} on file in {file}" for file, count in counts.items()]
 
 
 def _print_report(out: Any, lines: Callable[[dict[str, Any]], None], report: LawReport) -> None:

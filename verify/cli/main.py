@@ -11,7 +11,7 @@ from properties.names import did_you_mean
 from verify.adapters.loader import AdapterError
 from verify.adapters.registry import BUILT_IN
 from verify.cli import claims_command as claims
-from verify.cli import fetch_command
+from verify.cli import fetch_command, known_command
 from verify.cli import zoo_command as command
 from verify.cli.check_command import check as check_adapter
 from verify.cli.exits import EXITS, INTERRUPTED, TOLD, UNDECIDED, USAGE, NoGpu
@@ -20,6 +20,7 @@ from verify.cli.list_command import list_all
 from verify.cli.options import (
     add_asking,
     add_common,
+    add_known,
     add_ranks,
     add_sanitize,
     find_in,
@@ -94,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
         "and find the smallest case that fails.",
         epilog=EXITS,
     )
-    verbs = top.add_subparsers(required=True, metavar="{list,check,repeat,launches,soak,zoo,claims,fetch}")
+    verbs = top.add_subparsers(required=True, metavar="{list,check,repeat,known,launches,soak,zoo,claims,fetch}")
     listing = verbs.add_parser("list", help="print operations, laws, adapters, and what this host can run", epilog=EXITS)
     listing.add_argument("--json", action="store_true", help="one JSON object on stdout")
     listing.set_defaults(act=list_all)
@@ -112,6 +113,7 @@ def parser() -> argparse.ArgumentParser:
     add_ranks(check)
     add_sanitize(check)
     add_common(check)
+    add_known(check)
     check.set_defaults(act=check_adapter)
 
     soaking = verbs.add_parser("soak", help="check adapters in rounds with other cases, until a time is over", epilog=EXITS)
@@ -122,6 +124,7 @@ def parser() -> argparse.ArgumentParser:
     add_asking(soaking, "default: more from round to round")
     soaking.add_argument("--seed", type=seed_word, help="seed of the rounds (default: random, and printed)")
     add_common(soaking)
+    add_known(soaking)
     soaking.set_defaults(act=soak_all)
 
     repeat = verbs.add_parser("repeat", help="run one printed line again", epilog=EXITS)
@@ -131,6 +134,11 @@ def parser() -> argparse.ArgumentParser:
     add_sanitize(repeat)
     add_common(repeat, examples=False)
     repeat.set_defaults(act=repeat_line)
+
+    filing = verbs.add_parser("known", help="put a failure on file as a known defect", epilog=known_command.EXITS)
+    known_command.arguments(filing)
+    add_common(filing, keeps=False, examples=False)
+    filing.set_defaults(act=known_command.put_on_file)
 
     narrowing = verbs.add_parser("launches", help="find the kernel launch that gives other numbers in another call", epilog=TOLD)
     narrowing.add_argument("line", help="a line with device=cuda, as repeat takes it")

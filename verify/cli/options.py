@@ -94,6 +94,17 @@ def add_common(parser: argparse.ArgumentParser, *, keeps: bool = True, examples:
         )
 
 
+def add_known(parser: argparse.ArgumentParser) -> None:
+    """Add the option about further known defects."""
+    parser.add_argument(
+        "--known",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="count these known defects too (may be repeated); known_defects.toml beside an adapter's file always counts",
+    )
+
+
 def find_in(folder: str | None) -> None:
     """Put `folder` into sys.path after this project's own folder. Workers use the same path. ValueError if it is no folder."""
     if folder is None:

@@ -12,6 +12,7 @@ from verify.cli.options import SWEEP, chosen_laws
 from verify.cli.output import json_lines, print_line, print_troubles, progress, stored
 from verify.engine import soak
 from verify.engine.profiles import PROFILES
+from verify.findings import known
 from verify.findings import report as text
 from verify.ranks.torchrun import launched
 
@@ -25,6 +26,7 @@ def soak_all(options: argparse.Namespace) -> int:
     for spec in options.adapter:
         check_spec(spec)
         check_installed(spec)
+        known.of(spec, options.known)
     asked, place = chosen_laws(options), {spec: device_of(options.device) for spec in options.adapter}
     read_deny_list(options.deny)
     seed = options.seed if options.seed is not None else random.SystemRandom().randrange(2**32)
@@ -52,6 +54,7 @@ def soak_all(options: argparse.Namespace) -> int:
             deadline_s=deadline_of(options),
             products=options.products,
             tune=options.tune or "",
+            known=options.known,
             on_round=begun,
             on_case=on_case,
             on_report=lambda report: print_line(text.failure(report), out),

@@ -27,7 +27,7 @@ class Check:
     """A check of some laws of one adapter.
 
     - `workers` is the number of workers to start, or a sequence of running workers, which the check does not end.
-    - `defects` are the known defects; None means those on file.
+    - `defects` are the known defects; None means those on file here, beside the adapter's file and in the files of the settings.
     - `examples` are lines that broke a law in earlier checks. They are run first, and new failures are added to them.
     - `on_case(law, done, of)` is called after each case and `on_report(report)` after each law, from any thread.
 
@@ -52,7 +52,7 @@ class Check:
         self.unfinished: list[LawReport] = []
         self.cases: list[Any] = []
         self.described: Described | None = None
-        self.defects = known.load() if defects is None else KnownDefects(defects)
+        self.defects = known.of(settings.adapter, settings.known) if defects is None else KnownDefects(defects)
         self._compilers = _compilers(settings)
         self._own = isinstance(workers, int)
         self.workers: list[Asked] = []
@@ -88,6 +88,7 @@ class Check:
         if self.described is None:
             self.described = describe(self.settings.adapter, self.workers[0])
             self._compilers.notes.versions = f"{self.described.versions}, {self.described.device}"
+            self.defects = self.defects.on(self.described.device)
         return self.described
 
     def run(self) -> list[LawReport]:

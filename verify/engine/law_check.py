@@ -40,6 +40,7 @@ class Settings:
     - `compilers`: how many processes compile kernels ahead.
     - `until`: a time of time.monotonic() after which no case begins.
     - `under`: options that `repeat` needs besides a line to see what this check saw.
+    - `known`: files of known defects, besides ours and the one beside the adapter's file.
     """
 
     adapter: str
@@ -56,6 +57,7 @@ class Settings:
     skip: Collection[str] = ()
     until: float = math.inf
     under: str = ""
+    known: Sequence[str] = ()
 
     def drawn(self, law: Law) -> int:
         """How many of a law's examples are drawn; the rest is climbed for."""
@@ -142,9 +144,12 @@ class LawCheck:
             gone = (
                 "known defect, not shown on this processor"
                 if defect.somewhere
-                else "known defect NO LONGER FAILS, remove it from known_defects.toml"
+                else f"known defect NO LONGER FAILS, remove it from {defect.file}"
             )
             self.report.known.append(f"{'known defect, still there' if still else gone}: {defect.reason} ({defect.run})")
+        for defect in self._common.defects.outdated(settings.adapter, self._name):
+            versions = ", ".join(f"{name} {' or '.join(listed)}" for name, listed in defect.versions.items())
+            self.report.known.append(f"known defect of {versions} alone, so not looked for ({defect.file}): {defect.reason}")
 
     def _stored_failure(self, law: Law) -> tuple[Run, Outcome] | None:
         """Run the lines that broke the law in earlier checks: the first that still does, or None.

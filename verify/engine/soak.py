@@ -47,7 +47,7 @@ class Soak:
 
     - `laws`: names of laws; None means all laws about an adapter's operation. A law that broke is not checked again.
     - `place(spec)` returns the device of an adapter, `workers(device)` and `compilers(device)` how many processes a device has.
-    - `profile`: the profile of every round; None means the profiles of PACE.
+    - `profile`: the profile of every round; None means the profiles of PACE. `known`: files of known defects.
     - `on_round` is called at the start of each round, `on_case(what, done, of)` after each case, `on_report` for each broken law,
       from any thread.
     """
@@ -68,6 +68,7 @@ class Soak:
         deadline_s: float = 120.0,
         products: str | None = None,
         tune: str = "",
+        known: Sequence[str] = (),
         on_round: Callable[[Round], None] = lambda begun: None,
         on_case: Callable[[str, int, int], None] = lambda what, done, of: None,
         on_report: Callable[[LawReport], None] = lambda report: None,
@@ -76,6 +77,7 @@ class Soak:
         self.store, self.examples, self.profile = store or Store(), examples, profile
         self.stop_at_first, self.deadline_s, self.products, self.tune = stop_at_first, deadline_s, products, tune
         self.on_round, self.on_case, self.on_report = on_round, on_case, on_report
+        self._known = known
         self._place, self._count, self._compilers = place, workers, compilers
         self._workers: dict[str, list[Worker]] = {}
         self._devices: dict[str, str] = {}
@@ -147,6 +149,7 @@ class Soak:
             compilers=0 if isinstance(self.described[spec].domain, PathDomain) else self._compilers(device),
             skip=self._closed(spec),
             until=until,
+            known=self._known,
         )
         checking = Check(
             settings,

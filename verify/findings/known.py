@@ -2,20 +2,27 @@
 
 import dataclasses
 import math
+import os
 import pathlib
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from properties.books import book_of
 from properties.cases.line import split_line
 from properties.cases.rule_case import Case
+from properties.names import did_you_mean
+from verify.adapters.loader import AdapterError
 from verify.adapters.packages import installed
 from verify.adapters.registry import BUILT_IN
 from verify.execution.run import Run
-from verify.process.outcome import Finding, Outcome, Verdict, port_of
+from verify.gpu import autotune
+from verify.process.outcome import Finding, Outcome, Used, Verdict, port_of
 
-FILE = pathlib.Path(__file__).with_name("known_defects.toml")
+NAME = "known_defects.toml"
+FILE = pathlib.Path(__file__).with_name(NAME)
+NOTHING_RAN: Used = MappingProxyType({})  # type: ignore[assignment]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +36,11 @@ class Known:
     - If `outputs` are named, only these outputs are wrong, each by at most `times` its tolerance.
     - If `run` is on a GPU, the failure is on a GPU too.
 
-    `somewhere`: the defect depends on the processor, so it is no surprise if it does not show.
+    A defect of one autotune configuration names its `kernel`, the words of its `config`, and the `cards` that have it. Then any
+    adapter and any law may show it, if the kernel ran with such a configuration on such a card. In a case of another book, whose
+    outputs have other names, all gradients may be wrong if one of `outputs` is a gradient, and all outputs if one is an output.
+
+    `somewhere`: the defect depends on the processor, so it is no surprise if it does not show. `file`: where the entry is.
     """
 
     run: Run
@@ -42,35 +53,73 @@ class Known:
     outputs: tuple[str, ...] = ()
     times: float = math.inf
     somewhere: bool = False
+    kernel: str = ""
+    config: str = ""
+    cards: tuple[str, ...] = ()
+    file: str = NAME
 
-    def applies(self, device: str = "cpu") -> bool:
-        """Whether the installed versions have the defect on this device. A defect shown on a GPU exists on GPUs only."""
-        return self.run.device in ("cpu", device) and all(installed(name) in listed for name, listed in self.versions.items())
+    def applies(self, device: str = "cpu", gpu: str = "") -> bool:
+        """Whether the installed versions have the defect on this device. A defect shown on a GPU exists on GPUs only.
 
-    def explains(self, run: Run, findings: Sequence[Finding] = ()) -> bool:
-        """Whether the findings of `run` are this defect. Without findings: whether any finding of the run would be."""
-        return self.covers(run) and (not self.outputs or (bool(findings) and all(self._explains(finding) for finding in findings)))
+        `gpu` is the name of the GPU. One of `cards` must be this name or a word in it.
+        """
+        there = not self.cards or not {gpu, *gpu.split()}.isdisjoint(self.cards)
+        return self.run.device in ("cpu", device) and there and self._versions_fit()
 
-    def covers(self, run: Run) -> bool:
+    def outdated(self) -> bool:
+        """Whether the entry is about other versions than the installed ones."""
+        return not self._versions_fit()
+
+    def _versions_fit(self) -> bool:
+        return all(installed(name) in listed for name, listed in self.versions.items())
+
+    def explains(self, run: Run, findings: Sequence[Finding] = (), tuned: Used = NOTHING_RAN, gpu: str = "") -> bool:
+        """Whether the findings of `run` are this defect. Without findings: whether any finding of the run would be.
+
+        `tuned` are the configurations that ran in it, and `gpu` is the name of its GPU.
+        """
+        if not self.covers(run, gpu) or (self.kernel and not autotune.ran(tuned, self.kernel, self.config)):
+            return False
+        outputs = self._outputs_in(run)
+        return not outputs or (bool(findings) and all(self._explains(finding, outputs) for finding in findings))
+
+    def covers(self, run: Run, gpu: str = "") -> bool:
         """Whether this defect may show in `run`, judged by its adapter, law, case and device alone."""
-        if run.adapter != self.run.adapter or run.law not in (self.run.law, *self.also) or not self.applies(run.device):
+        here = bool(self.kernel) or (same_adapter(run.adapter, self.run.adapter) and run.law in (self.run.law, *self.also))
+        if not here or not self.applies(run.device, gpu):
             return False
         words = run.example.case.words()
+        numbers = {name: int(word) for name, word in words.items() if word.isdecimal()}
         return (
-            all(words[name] == value for name, value in self.where.items())
-            and all(int(words[name]) >= number for name, number in self.least.items())
-            and all(int(words[name]) <= number for name, number in self.most.items())
+            all(words.get(name) == value for name, value in self.where.items())
+            and all(numbers.get(name, -1) >= number for name, number in self.least.items())
+            and all(numbers.get(name, math.inf) <= number for name, number in self.most.items())
         )
 
-    def _explains(self, finding: Finding) -> bool:
-        return port_of(finding.output) in self.outputs and (self.times == math.inf or finding.error <= self.times * finding.allowed)
+    def _outputs_in(self, run: Run) -> set[str]:
+        """The outputs of a run that the defect may make wrong; empty for any."""
+        case = run.example.case
+        if not self.outputs or book_of(case) is book_of(self.run.example.case):
+            return {*self.outputs}
+        outputs, gradients = (names(self.run.example.case) for names in (_forward, _gradients))
+        same = {"call"} & {*self.outputs}
+        same |= _forward(case) if outputs & {*self.outputs} else set()
+        return same | (_gradients(case) if gradients & {*self.outputs} else set())
+
+    def _explains(self, finding: Finding, outputs: set[str]) -> bool:
+        return port_of(finding.output) in outputs and (self.times == math.inf or finding.error <= self.times * finding.allowed)
 
 
 class KnownDefects:
     """The defects on file. Only this class decides whether the outcome of a run is a known defect."""
 
-    def __init__(self, defects: Iterable[Known] = ()) -> None:
-        self._defects = tuple(defects)
+    def __init__(self, defects: Iterable[Known] = (), gpu: str = "") -> None:
+        """`gpu` is the name of the GPU on which runs are made."""
+        self._defects, self._gpu = tuple(defects), gpu
+
+    def on(self, gpu: str) -> "KnownDefects":
+        """The same defects for runs on a GPU of this name."""
+        return KnownDefects(self, gpu)
 
     def __iter__(self) -> Iterator[Known]:
         return iter(self._defects)
@@ -79,7 +128,7 @@ class KnownDefects:
         """The defect that a broken run shows, or None."""
         if outcome.verdict is not Verdict.BROKEN:
             return None
-        return next((defect for defect in self if defect.explains(run, outcome.findings)), None)
+        return next((defect for defect in self if defect.explains(run, outcome.findings, outcome.tuned, self._gpu)), None)
 
     def explain_any(self, run: Run) -> Known | None:
         """The defect that would explain any failure of this run; None if that depends on the findings. Nothing is run."""
@@ -92,49 +141,125 @@ class KnownDefects:
         """
         times: dict[str, float] = {}
         for defect in self:
-            if defect.outputs and math.isfinite(defect.times) and defect.covers(run):
+            if defect.outputs and math.isfinite(defect.times) and not defect.kernel and defect.covers(run):
                 times |= {output: max(defect.times, times.get(output, 0.0)) for output in defect.outputs}
         return times
 
     def shown_by(self, adapter: str, law: str, device: str) -> list[Known]:
         """The defects whose lines a check of this adapter and law runs again, to see whether they still fail."""
-        return [defect for defect in self if (defect.run.adapter, defect.run.law) == (adapter, law) and defect.applies(device)]
+        return [defect for defect in self._about(adapter, law) if defect.applies(device, self._gpu)]
+
+    def outdated(self, adapter: str, law: str) -> list[Known]:
+        """The defects of this adapter and law in files of users that are about other versions than the installed ones."""
+        return [defect for defect in self._about(adapter, law) if defect.file != NAME and defect.outdated()]
+
+    def _about(self, adapter: str, law: str) -> list[Known]:
+        return [defect for defect in self if defect.run.law == law and same_adapter(defect.run.adapter, adapter)]
 
 
 NO_DEFECTS = KnownDefects()
 
 
-def _outputs(case: Any) -> set[str]:
-    """The names of all outputs and gradients of a case, both with gate and beta as inputs and computed in the kernel."""
-    forms = [case]
+def same_adapter(one: str, other: str) -> bool:
+    """Whether two names are the same adapter, where a file may be named in several ways."""
+    return one == other or (".py:" in one and ".py:" in other and _whole(one) == _whole(other))
+
+
+def _whole(spec: str) -> tuple[str, str]:
+    place, _, name = spec.rpartition(":")
+    return os.path.realpath(place), name
+
+
+def _forms(case: Any) -> list[Any]:
+    """The case, both with gate and beta as inputs and computed in the kernel."""
     if isinstance(case, Case) and case.operation != "delta_rule":
-        forms += [dataclasses.replace(case, values="ordinary", in_kernel=form) for form in ("none", "both")]
-    return {port.name for form in forms for port in (*form.spec.outputs, *form.spec.gradients())}
+        return [case, *(dataclasses.replace(case, values="ordinary", in_kernel=form) for form in ("none", "both"))]
+    return [case]
+
+
+def _forward(case: Any) -> set[str]:
+    return {port.name for form in _forms(case) for port in form.spec.outputs}
+
+
+def _gradients(case: Any) -> set[str]:
+    return {port.name for form in _forms(case) for port in form.spec.gradients()}
+
+
+def outputs_of(case: Any) -> set[str]:
+    """What an entry may name as wrong: the call, and the inputs, outputs and gradients of a case."""
+    return {"call", *_forward(case), *_gradients(case), *(port.name for form in _forms(case) for port in form.spec.inputs)}
 
 
 def load(path: pathlib.Path = FILE) -> KnownDefects:
     """The defects of a TOML file. ValueError names the entry and the rule that the entry breaks."""
-    entries = tomllib.loads(path.read_text()).get("defect", [])
-    return KnownDefects(_known(index, entry) for index, entry in enumerate(entries))
+    return parse(path.read_text(encoding="utf-8"), path)
 
 
-def _known(index: int, entry: dict[str, object]) -> Known:
+def parse(text: str, path: pathlib.Path) -> KnownDefects:
+    """The defects in the text of a TOML file, whose adapters are looked for in the folder of `path`. ValueError as for `load`."""
+    data = tomllib.loads(text)
+    entries = data.pop("defect", [])
+    if data or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ValueError(
+            f"a file of known defects must have [[defect]] tables alone, got {', '.join(data) or 'defect as no table'}"
+        )
+    return KnownDefects(_known(index, entry, path) for index, entry in enumerate(entries))
+
+
+def beside(spec: str) -> pathlib.Path | None:
+    """The file of known defects in the folder of an adapter's file, whether it exists or not. None for a built-in adapter."""
+    place, _, _ = spec.rpartition(":")
+    return pathlib.Path(place).with_name(NAME) if place.endswith(".py") else None
+
+
+def of(spec: str, files: Iterable[str] = ()) -> KnownDefects:
+    """The defects that count for an adapter: those on file here, beside the adapter's file, and in `files`.
+
+    ValueError names the file that cannot be read, or the entry and the rule that it breaks.
+    """
+    near = beside(spec)
+    paths = ([near] if near is not None and near.is_file() else []) + [pathlib.Path(file) for file in files]
+    defects = list(load())
+    for path in {os.path.realpath(path): path for path in paths}.values():
+        try:
+            defects += load(path)
+        except OSError as error:
+            raise ValueError(f"known defects: {path} cannot be read: {error.strerror}") from None
+        except (ValueError, AdapterError) as error:
+            raise ValueError(f"{path}: {error}") from None
+    return KnownDefects(defects)
+
+
+def _located(line: str, folder: pathlib.Path) -> str:
+    """A line whose adapter's file, if it lies in `folder`, is named from the current directory."""
+    spec = split_line(line).get("adapter", "")
+    place, _, name = spec.rpartition(":")
+    if not place.endswith(".py") or not (folder / place).is_file():
+        return line
+    return line.replace(f"adapter={spec}", f"adapter={os.path.relpath(folder / place)}:{name}", 1)
+
+
+def _known(index: int, entry: dict[str, object], path: pathlib.Path) -> Known:
     missing = {"run", "versions", "where", "reason"} - entry.keys()
     if missing:
         raise ValueError(f"known defect {index} must have {', '.join(sorted(missing))}")
-    run = Run.parse(str(entry["run"]))
-    if run.adapter not in BUILT_IN:
+    keys = [field.name for field in dataclasses.fields(Known) if field.name != "file"]
+    if unknown := next((key for key in entry if key not in keys), None):
+        raise ValueError(f"known defect {index} has an unknown key {unknown!r}{did_you_mean(unknown, keys)}")
+    run = Run.parse(_located(str(entry["run"]), path.parent))
+    if path == FILE and run.adapter not in BUILT_IN:
         raise ValueError(f"known defect {index}: adapter must be one of {', '.join(BUILT_IN)}, got {run.adapter}")
     versions = entry["versions"]
-    if not isinstance(versions, dict) or not versions:
+    if not isinstance(versions, dict) or not versions or not all(map(_are_texts, versions.values())):
         raise ValueError(f"known defect {index}: versions must name a distribution and its versions, got {versions!r}")
     listed = {name: tuple(choices) for name, choices in versions.items()}
+    kernel, config, cards = _configuration(index, entry, run, listed)
     also, laws = entry.get("also", []), book_of(run.example.case).laws
     if not isinstance(also, list) or not set(also) <= laws.keys():
         raise ValueError(f"known defect {index}: also must be a list of laws among {', '.join(laws)}, got {also!r}")
     least, most = (_numbers(index, entry, *pair) for pair in (("least", "least"), ("most", "greatest")))
     outputs, times = entry.get("outputs", []), entry.get("times", math.inf)
-    names = {"call", *_outputs(run.example.case)} if outputs else set()
+    names = outputs_of(run.example.case) if outputs else set()
     if not isinstance(outputs, list) or not set(outputs) <= names:
         raise ValueError(f"known defect {index}: outputs must be a list of some of {', '.join(sorted(names))}, got {outputs!r}")
     if not isinstance(times, int | float) or times < 1:
@@ -143,7 +268,22 @@ def _known(index: int, entry: dict[str, object]) -> Known:
     somewhere = entry.get("somewhere", False)
     if not isinstance(somewhere, bool):
         raise ValueError(f"known defect {index}: somewhere must be true or false, got {somewhere!r}")  # noqa: TRY004
-    known = Known(run, listed, words_of, str(entry["reason"]), tuple(also), least, most, tuple(outputs), float(times), somewhere)
+    known = Known(
+        run,
+        listed,
+        words_of,
+        str(entry["reason"]),
+        tuple(also),
+        least,
+        most,
+        tuple(outputs),
+        float(times),
+        somewhere,
+        kernel,
+        config,
+        cards,
+        NAME if path == FILE else str(path),
+    )
     if not known.where:
         raise ValueError(f"known defect {index}: where must have at least one word, or the defect would hide everything")
     words = run.example.case.words()
@@ -157,6 +297,39 @@ def _known(index: int, entry: dict[str, object]) -> Known:
         if words.get(name) != value:
             raise ValueError(f"known defect {index}: where must hold for its own run, got {name}={value} and {words.get(name)}")
     return known
+
+
+def _are_texts(values: object) -> bool:
+    return isinstance(values, list) and bool(values) and all(isinstance(value, str) and value for value in values)
+
+
+def _configuration(
+    index: int, entry: dict[str, object], run: Run, versions: dict[str, tuple[str, ...]]
+) -> tuple[str, str, tuple[str, ...]]:
+    """The kernel, configuration and cards of an entry, empty if it has none. ValueError if the entry does not name all of them."""
+    names = [name for name in ("kernel", "config", "cards") if name in entry]
+    if not names:
+        return "", "", ()
+    try:
+        if len(names) < 3 or "triton" not in versions or run.device != "cuda" or "also" in entry:
+            raise ValueError(
+                "kernel, config and cards come together, with a version of triton, a run with device=cuda, and without also, "
+                f"got {', '.join(names)}"
+            )
+        kernel, config, cards = (
+            autotune.check_kernel(str(entry["kernel"])),
+            autotune.check_config(str(entry["config"])),
+            entry["cards"],
+        )
+        if not isinstance(cards, list) or not _are_texts(cards):
+            raise ValueError(f"cards must be a list of names of GPUs, or of words in them, got {cards!r}")
+        picks = {name: (text,) for name, text in autotune.Policy.parse(run.tune).picks} if run.tune else {}
+        picked = {name for name in picks if name.rpartition(".")[2] == kernel.rpartition(".")[2]}
+        if picked and not any(autotune.ran({kernel: picks[name]}, kernel, config) for name in picked):
+            raise ValueError(f"config must hold for its own run, got {config} and tune={run.tune}")
+    except ValueError as error:
+        raise ValueError(f"known defect {index}: {error}") from None
+    return kernel, config, tuple(cards)
 
 
 def _numbers(index: int, entry: dict[str, object], name: str, which: str) -> dict[str, int]:

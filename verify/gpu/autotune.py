@@ -108,6 +108,12 @@ class Policy:
 NATIVE = Policy()
 
 
+def ran(used: Mapping[str, Iterable[str]], kernel: str, config: str) -> bool:
+    """Whether a kernel, named by its whole name or the end of it, ran with a configuration that has all words of `config`."""
+    words = {*config.split(":")}
+    return any(_named(name, kernel) and any(words <= {*text.split(":")} for text in texts) for name, texts in used.items())
+
+
 def repeating(used: Mapping[str, Sequence[str]], tune: int = 0) -> Policy:
     """The policy that repeats the configurations in `used`, also those of native runs. If a kernel ran with several, the first."""
     return Policy(tune, tuple((kernel, texts[0]) for kernel, texts in used.items() if texts))
