@@ -27,7 +27,8 @@ class PoolDomain:
     `rule` says which tokens the kernel takes and which results it promises bit for bit. `most_tokens` is the largest number of
     tokens of a request: 1 for a kernel of single tokens. `padding_slots` are the padding slots that it knows, none if callers must
     leave padding out. `indices` are the dtypes of its indices. `fresh` says whether it can start a request from zeros, and
-    `accepts` whether it can keep the state after a part of a draft. `in_place` says that it returns the pool that it was given.
+    `accepts` whether it can keep the state after a part of a draft, and `rejects` whether also the state before it, if no token is
+    accepted. `in_place` says that it returns the pool that it was given.
     `blocks` are the numbers of value channels that it can be told to process at a time.
 
     `layout` is the order of a state's axes in memory, "kv" or "vk". The pool in a call always has the shape [P, HV, K, V], and its
@@ -49,6 +50,7 @@ class PoolDomain:
     indices: tuple[str, ...] = ("int64", "int32")
     fresh: bool = True
     accepts: bool = True
+    rejects: bool = True
     in_place: bool = True
     blocks: tuple[int, ...] = ()
     layout: str = "kv"
@@ -84,6 +86,7 @@ class PoolDomain:
     def outside(self, case: PoolCase) -> str | None:
         """Return why `case` is outside the domain, or None."""
         longest = max(case.lengths)
+        kept = [count for count, length in zip(case.accepted_counts, case.lengths, strict=True) if length]
         checks = (
             (longest <= self.most_tokens, f"lengths={longest}: more than {self.most_tokens} tokens a request are not supported"),
             (
@@ -93,6 +96,7 @@ class PoolDomain:
             (case.indices in self.indices, f"indices={case.indices} is not among {', '.join(self.indices)}"),
             (self.fresh or case.fresh == "none", f"fresh={case.fresh}: starting from zeros is not supported"),
             (self.accepts or case.accepted == "all", f"accepted={case.accepted}: keeping part of a draft is not supported"),
+            (self.rejects or min(kept) > 0, "accepted=any: keeping no token of a draft is not supported"),
             (case.block_v in self.block_choices, f"block_v={case.block_v} is not among {', '.join(self.block_choices)}"),
             (
                 self.empty_first or case.lengths == _empty_last(case.lengths),
@@ -214,7 +218,9 @@ def pool_cases(
         padding_slot=field("padding_slot", domain.padding_slots or ("-1",)),
         padded=which("padded", ("none", "none", "some")) if domain.padding_slots else "none",
         fresh=which("fresh", ("none", "none", "some", "all")) if domain.fresh else "none",
-        accepted=field("accepted", ("all", "some")) if domain.accepts and max(lengths) > 1 else "all",
+        accepted=field("accepted", ("all", "some", "any") if domain.rejects else ("all", "some"))
+        if domain.accepts and max(lengths) > 1
+        else "all",
         indices=field("indices", domain.indices),
         seed=chance.randrange(2**16),
         block_v=field("block_v", domain.block_choices),  # drawn last, so that other fields do not depend on having a choice

@@ -55,7 +55,7 @@ SIMPLEST_PATH: dict[str, tuple[Any, ...]] = {
 SIMPLEST_POOL: dict[str, tuple[Any, ...]] = {
     "padded": ("none", "all"),
     "fresh": ("none", "all"),
-    "accepted": ("all",),
+    "accepted": ("all", "some"),
     "block_v": ("default",),
     "padding_slot": ("-1",),
     "free": ("zero", "random"),

@@ -121,8 +121,11 @@ def test_drawn_calls_are_legal_and_slots_are_each_somebodys() -> None:
         assert len(set(named)) == len(named)
         assert min(named, default=1) >= (case.padding_slot == "0")
         assert all(
-            1 <= accepted <= length or accepted == length == 0
+            min(length, case.accepted != "any") <= accepted <= length
             for accepted, length in zip(case.accepted_counts, case.lengths, strict=True)
+        )
+        assert case.accepted != "any" or any(
+            length and not kept for kept, length in zip(case.accepted_counts, case.lengths, strict=True)
         )
         assert bool(inputs.pool[named].isfinite().all())
         free = [slot for slot in range(case.slots) if slot not in named]
@@ -151,6 +154,7 @@ REFUSED = {
     "lengths=1 spare=70000": r"spare must be in 0\.\.65536, got 70000",
     "lengths=1 padded=some": "padded=some needs two requests or more, got 1",
     "lengths=1 fresh=some": "fresh=some needs two requests or more, got 1",
+    "lengths=1+1 accepted=any": "accepted=any needs a request of two tokens or more, got 1",
     "lengths=1+1 accepted=some": "accepted=some needs a request of two tokens or more, got 1",
     "lengths=1+2": "lengths must all be equal unless packed=yes, got 1\\+2",
     "lengths=1 heads=2": "value_heads must be a multiple of heads 2, got 1",
@@ -328,6 +332,7 @@ def test_laws_draw_what_the_domain_promises(domain: PoolDomain) -> None:
         (ALONE, "lengths=1+1 padded=some", "padding_slot=-1 is not among any"),
         (STEPS, "lengths=1", "indices=int64 is not among int32"),
         (STEPS, "lengths=1 indices=int32 fresh=all", "fresh=all: starting from zeros is not supported"),
+        (PoolDomain(rejects=False), "lengths=2 accepted=any", "accepted=any: keeping no token of a draft is not supported"),
         (PoolDomain(accepts=False), "lengths=2 accepted=some", "accepted=some: keeping part of a draft is not supported"),
         (STEPS, "lengths=1 indices=int32", "dtype=fp32 is not among bf16"),
         (ALONE, "lengths=1", "packed=no is not supported"),
@@ -436,6 +441,7 @@ KILLED_BY = {
     pools.SkipsWriteOfFour: Kill("accept", 4, 1),
     pools.KeepsTheWholeDraft: Kill("accept", 2, 1),
     pools.KeepsOneLess: Kill("accept", 3, 1),
+    pools.KeepsOneOfNone: Kill("oracle", 2, 1),
     pools.RejectedDraftsStay: Kill("history", 4, 2),
     pools.CheckpointHalved: Kill("oracle", 64, 1),
     pools.PaddingIsLast: Kill("untouched", 1, 2),
@@ -446,7 +452,7 @@ KILLED_BY = {
     pools.StrideOfTwoBytes: Kill("oracle", 2, 1),
     pools.SlotInSevenBits: Kill("oracle", 1, 4),
     pools.WritesNeighbour: Kill("untouched", 0, 13),
-    pools.OneHeadOfOneRequest: Kill("oracle", 1, 3),
+    pools.OneHeadOfOneRequest: Kill("oracle", 2, 3),
     pools.OverEight: Kill("oracle", 1, 9),
     pools.NeverWritesOne: Kill("oracle", 1, 1),
     pools.SumsPadding: Kill("padding", 1, 2),

@@ -36,7 +36,7 @@ _FIELDS: dict[str, Sequence[str]] = {
     "padding_slot": PADDING_SLOTS,
     "padded": SOME,
     "fresh": SOME,
-    "accepted": ("all", "some"),
+    "accepted": ("all", "some", "any"),
     "indices": ("int64", "int32"),
     "block_v": ("default", *map(str, BLOCK_SIZES)),
 }
@@ -56,9 +56,9 @@ class PoolCase(Line):
     `lengths` are the new tokens of each request (one token, a draft of several, or a prompt), as a batch or packed. The pool has
     one slot for each request and `spare` more. If `padding_slot` is 0, slot 0 comes in addition and belongs to no request. The seed
     decides which request has which slot. `state` is what the requests' slots hold, and `free` what the other slots hold. `padded`,
-    `fresh` and `accepted` say which requests are padding, which begin anew, and which keep fewer tokens than they have. `block_v`
-    is how many value channels an implementation is told to process at a time; it changes no result. `rule` is the rule that is
-    decoded, and `state_dtype` the dtype of the pool. `drafts` says whether each token follows the one before it, or whether the
+    `fresh` and `accepted` say which requests are padding, which begin anew, and which keep fewer tokens than they have (with
+    `any` one request at least keeps none). `block_v` is how many value channels an implementation is told to process at a time; it
+    changes no result. `rule` is the rule that is decoded, and `state_dtype` the dtype of the pool. `drafts` says whether each token follows the one before it, or whether the
     tokens of a request are a tree that the seed decides. The other fields are those of properties/cases/rule_case.py.
 
     ValueError for a field outside its choices or range, or for fields that exclude each other.
@@ -129,8 +129,8 @@ class PoolCase(Line):
         for name in ("padded", "fresh"):
             if getattr(self, name) == "some" and len(self.lengths) < 2:
                 raise ValueError(f"{name}=some needs two requests or more, got {len(self.lengths)}")
-        if self.accepted == "some" and max(self.lengths) < 2:
-            raise ValueError(f"accepted=some needs a request of two tokens or more, got {max(self.lengths)}")
+        if self.accepted != "all" and max(self.lengths) < 2:
+            raise ValueError(f"accepted={self.accepted} needs a request of two tokens or more, got {max(self.lengths)}")
 
     def __str__(self) -> str:
         return f"op={self.operation} {super().__str__()}"  # always printed, because it selects the book of the line
@@ -189,8 +189,12 @@ class PoolCase(Line):
 
     @functools.cached_property
     def accepted_counts(self) -> tuple[int, ...]:
-        """How many tokens of each request are accepted: all, or at least one of them."""
+        """How many tokens of each request are accepted: all, at least one of them, or any number and none of one request."""
         numbers = self._numbers("accepted", len(self.lengths)).tolist()
+        if self.accepted == "any":
+            rejected = max(range(len(numbers)), key=lambda row: (self.lengths[row] > 1, self.real[row], numbers[row]))
+            counts = [number % (length + 1) for number, length in zip(numbers, self.lengths, strict=True)]
+            return (*counts[:rejected], 0, *counts[rejected + 1 :])
         some = self.accepted == "some"
         return tuple(
             1 + number % length if some and length else length for number, length in zip(numbers, self.lengths, strict=True)

@@ -105,10 +105,11 @@ class Verify(Decode):
     """The same kernel where drafts are verified, with a block for each token.
 
     The pool of a case has one slot for each request. The slot stands in the column of the accepted token, from which the kernel
-    both starts and writes the state that is kept. The other columns are padding, so that the kernel writes no other state.
+    both starts and writes the state that is kept. The other columns are padding, so that the kernel writes no other state. There is
+    no column before the first token, so one token at least is always accepted.
     """
 
-    domain = dataclasses.replace(Decode.domain, most_tokens=STEPS, accepts=True)
+    domain = dataclasses.replace(Decode.domain, most_tokens=STEPS, accepts=True, rejects=False)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         return self.call(x, *blocks_of_tokens(x))
@@ -130,6 +131,7 @@ class Recurrent(VLLM):
         rule=Domain(position_independent=True, backward=False),
         padding_slots=("0",),
         fresh=False,
+        rejects=False,
         layout="vk",
         state_dtypes=("fp32", "bf16"),
         blocks=BLOCK_SIZES,

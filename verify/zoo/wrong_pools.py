@@ -97,6 +97,15 @@ class KeepsOneLess(Serving):
         return count - 1 if 1 < count < tokens else count
 
 
+class KeepsOneOfNone(Serving):
+    """If no token of a draft is accepted, the state after its first token is written back."""
+
+    letter = "S"
+
+    def accepted_count(self, x: Inputs, request: int, tokens: int) -> int:
+        return max(super().accepted_count(x, request, tokens), min(1, tokens))
+
+
 class RejectedDraftsStay(Serving):
     """After a draft was rejected in part, the next user of the slot starts from the rejected tokens' state (vLLM 53912)."""
 
@@ -375,7 +384,7 @@ class OddSlots(Serving):
     domain = PoolDomain(rule=Domain(backward=False, position_independent=True))
 
     def read(self, x: Inputs, request: int, slot: int) -> Tensor:
-        return super().read(x, request, slot) * (1 + slot % 2 * 2.0**-22)
+        return super().read(x, request, slot) * (1 + slot % 2 * 2.0**-23)
 
 
 class UnwrittenScratch(Serving):
