@@ -17,6 +17,9 @@ FORMS = {"gdn_layer": 4}  # number of forms of these cases; FEW_FORMS if kernels
 FEW_FORMS = 2
 MODEL_WIDTHS = (64, 128, 96)  # widths of keys and values as in models, and one that is not a power of two
 SHORT = (1, 2, 3, 5, 7, 8, 13, 16, 17, 31, 33, 64, 65, 66)
+CHUNKED = 2 / 5  # share of cases in which every rank has two chunks or more
+SHARED = 3 / 4  # share of a layer's cases with cp over 1
+LONGEST = 66
 MESHES = ("1x1", "2x1", "1x2", "2x2", "4x1", "1x4")
 
 
@@ -46,6 +49,8 @@ class PathDomain:
     cases. `exchanges` says that its CP -> HP and HP -> CP can be called alone, and `computes` that the rest can. `counts` says that
     its collectives are counted. `refuses` promises that it refuses illegal layouts. `checkpoints` says that the path reports which
     parts of the parameters its shards are. `least_piece` is the least number of tokens in each piece that a CP rank holds.
+    `longest` limits the sequences of a batch. If it is below LONGEST, no case has two chunks on every rank. A check sets `chunk` to
+    the chunk of the adapter.
 
     `tf32` are values of choices, as name=value, whose kernels multiply float32 matrices in TF32 on a GPU. A check on a GPU sets
     `forms` (see `with_forms`): cases whose kernels are compiled have one of these forms, with widths from `compiled_widths`, or
@@ -73,7 +78,7 @@ class PathDomain:
     negative_eigenvalues: bool = True
     choices: tuple[tuple[str, tuple[str, ...]], ...] = tuple(CHOICES.items())
     slow: tuple[str, ...] = ()
-    longest: int = 66
+    longest: int = LONGEST
     exchanges: bool = True
     counts: bool = True
     refuses: bool = True
@@ -85,6 +90,7 @@ class PathDomain:
     tf32: tuple[str, ...] = ()
     compiled_widths: tuple[int, ...] = ()
     forms: tuple[Form, ...] = ()
+    chunk: int = 64
 
     def outside(self, case: ParallelCase) -> str | None:
         """Return why `case` is outside the domain, or None."""
@@ -183,15 +189,19 @@ def _piece(case: ParallelCase) -> int:
 
 
 @st.composite
-def path_cases(draw: st.DrawFn, /, domain: PathDomain, tokens: int = 200, **fixed: Any) -> ParallelCase:
+def path_cases(
+    draw: st.DrawFn, /, domain: PathDomain, tokens: int = 200, *, chunked: float = CHUNKED, **fixed: Any
+) -> ParallelCase:
     """Draw any case of the domain; `fixed` gives fields as a value, or as a tuple of values to choose from.
 
-    ValueError if 1000 attempts give no legal case.
+    A share of `chunked` of the cases has two chunks or more on every rank; the others have about `tokens` tokens. If there are
+    several ranks, every case is shared. ValueError if 1000 attempts give no legal case.
     """
     chance = draw(st.randoms(use_true_random=True))
+    large = domain.computes and domain.longest >= LONGEST and chance.random() < chunked
     for attempt in range(1000):
         try:
-            case = _drawn(chance, domain, tokens if attempt < 500 else 10 * tokens, fixed)
+            case = _drawn(chance, domain, tokens if attempt < 500 else 10 * tokens, fixed, large=large)
         except ValueError:
             continue  # the layout does not divide the tokens: draw again
         if domain.outside(case) is None:
@@ -199,7 +209,7 @@ def path_cases(draw: st.DrawFn, /, domain: PathDomain, tokens: int = 200, **fixe
     raise ValueError(f"no legal case was drawn in 1000 attempts for {domain} with {fixed}")
 
 
-def _drawn(chance: random.Random, domain: PathDomain, tokens: int, fixed: dict[str, Any]) -> ParallelCase:
+def _drawn(chance: random.Random, domain: PathDomain, tokens: int, fixed: dict[str, Any], *, large: bool) -> ParallelCase:
     def field(name: str, choices: Sequence[Any]) -> Any:
         options = fixed.get(name, tuple(choices))
         return chance.choice(options) if isinstance(options, tuple) else options
@@ -208,12 +218,14 @@ def _drawn(chance: random.Random, domain: PathDomain, tokens: int, fixed: dict[s
     meshes = [
         (tp, cp)
         for tp, cp in itertools.product(range(1, domain.ranks + 1), repeat=2)
-        if tp * cp <= domain.ranks and (tp == 1 or (layer and domain.tensor_parallel))
+        if min(domain.ranks, 2) <= tp * cp <= domain.ranks and (tp == 1 or (layer and domain.tensor_parallel))
     ]
     if domain.forms:
         fixed = _of_a_form(chance, domain, meshes, fixed)
-    large = [mesh for mesh in meshes if mesh[0] * mesh[1] > domain.ranks // 2]
-    tp, cp = field("mesh", large if chance.random() < 1 / 2 else meshes)
+    if large or chance.random() < SHARED:
+        meshes = [mesh for mesh in meshes if mesh[1] > 1] or meshes
+    wide = [mesh for mesh in meshes if mesh[0] * mesh[1] > domain.ranks // 2]
+    tp, cp = field("mesh", wide if wide and chance.random() < 1 / 2 else meshes)
     layout = field("layout", domain.layouts)
     packed = field(
         "packed", [choice for choice, can in ((True, domain.packed), (True, domain.packed), (False, domain.batched)) if can]
@@ -221,15 +233,18 @@ def _drawn(chance: random.Random, domain: PathDomain, tokens: int, fixed: dict[s
     padding = field("padding", ("none", "least", "more")) if packed and domain.padded and layer else "none"
     sp = tp > 1 and domain.sequence_parallel and field("sp", (False, True))
     unit = (2 * cp if layout.startswith("zigzag") else cp) * (tp if sp else 1)
-    lengths = _lengths(chance, domain, layout, unit, tokens, packed=packed, padded=padding != "none")
+    if large:
+        lengths = _of_chunks(chance, domain, layout, unit, cp, packed=packed, padded=padding != "none")
+    else:
+        lengths = _lengths(chance, domain, layout, unit, tokens, packed=packed, padded=padding != "none")
     share = tp * cp if layer else 1
-    heads = share * field("heads_a_rank", (1, 1, 2) if share < 16 else (1,))
-    value_heads = heads * (field("group", (1, 2, 2, 3)) if domain.grouped_heads else 1)
+    heads = share * field("heads_a_rank", (1, 1, 2) if share < 16 and not large else (1,))
+    value_heads = heads * (field("group", (1, 2) if large else (1, 2, 2, 3)) if domain.grouped_heads else 1)
     key_dim = field("key_dim", domain.widths)
     values = {}
     for name, choices in domain.choices:
         setting = fixed.get(name)
-        several = setting if isinstance(setting, tuple) else _weighted(chance, name, choices, domain)
+        several = setting if isinstance(setting, tuple) else _weighted(chance, name, choices, domain, slow=not large)
         values[name] = setting if setting in choices else chance.choice(several)
     return ParallelCase(
         lengths,
@@ -276,10 +291,30 @@ def _of_a_form(chance: random.Random, domain: PathDomain, meshes: list[tuple[int
     return {**form._asdict(), "mesh": shared, **fixed, **values}
 
 
-def _weighted(chance: random.Random, name: str, choices: Sequence[str], domain: PathDomain) -> tuple[str, ...]:
-    """Return the quick values of a choice, and one time in eight also the slow ones."""
+def _weighted(chance: random.Random, name: str, choices: Sequence[str], domain: PathDomain, *, slow: bool) -> tuple[str, ...]:
+    """Return the quick values of a choice, and with `slow` one time in eight also the slow ones."""
     quick = tuple(value for value in choices if f"{name}={value}" not in domain.slow)
-    return tuple(choices) if not quick or chance.random() < 1 / 8 else quick
+    return tuple(choices) if not quick or (slow and chance.random() < 1 / 8) else quick
+
+
+def _of_chunks(
+    chance: random.Random, domain: PathDomain, layout: str, unit: int, cp: int, *, packed: bool, padded: bool
+) -> tuple[int, ...]:
+    """Return lengths that give every rank two chunks or more, and that end anywhere in a chunk.
+
+    Beside the long sequence, a packed call has up to two short ones, at any place.
+    """
+    least = 2 * domain.chunk * cp
+    one = chance.randint(least, least + domain.chunk * cp)
+    if not packed:
+        return (-(-one // unit) * unit,)
+    lengths = [chance.choice(SHORT) for _ in range(chance.choice((0, 1, 2)))]
+    lengths.insert(chance.randint(0, len(lengths)), one)
+    if padded:
+        return tuple(lengths)
+    if layout == "zigzag":
+        return tuple(-(-length // unit) * unit for length in lengths)
+    return (*lengths[:-1], lengths[-1] - sum(lengths) % -unit)
 
 
 def _lengths(

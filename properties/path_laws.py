@@ -312,7 +312,7 @@ def _illegal(case: ParallelCase, variant: str | None) -> str | None:
 
 
 # For laws that run no layer, or only count its collectives, one way to compute it is enough.
-_QUICK = {"conv": "torch", "qk_norm": "separate", "rule": "torch"}
+_QUICK: dict[str, Any] = {"conv": "torch", "qk_norm": "separate", "rule": "torch", "chunked": 0.0}
 LAYOUT_ONLY = {**_QUICK, "hidden": 1, "conv_bias": False, "values": "ordinary", "key_dim": (1, 2, 3), "value_dim": (1, 2, 3)}
 EVERY_CHOICE = tuple(f"{name}={value}" for name, values in CHOICES.items() for value in values)
 PATH_LAWS: dict[str, Law] = {

@@ -54,13 +54,15 @@ KILLED_BY: dict[type[PathAdapter], tuple[str, ...]] = {
     paths.OwnShardAlone: ("parallel",),
     paths.ForgetsRealTokensBeforePads: ("parallel",),
     paths.CannotBeBuiltWithCp: ("parallel",),
+    paths.LosesTheSecondChunk: ("parallel",),
+    paths.SecondChunkEndsEarly: ("parallel",),
 }
 # How small a case gets: ranks and tokens.
 SMALLEST = {
-    (paths.RankOrder, "exchange"): (2, 4),
+    (paths.RankOrder, "exchange"): (3, 6),
     (paths.FusedSkipsTheLast, "fused"): (2, 4),
     (paths.ConvolvesAcross, "parallel"): (1, 4),
-    (paths.SumsTwice, "parallel"): (2, 2),
+    (paths.SumsTwice, "parallel"): (3, 2),
     (paths.EvenRows, "reshard"): (4, 0),
 }
 
@@ -153,7 +155,7 @@ def test_draws_cover_every_mesh_layout_and_choice() -> None:
         seen.setdefault("mesh", set()).add(f"{case.tp}x{case.cp}")
 
     seeded(path_cases(DOMAIN), 0, 300, look)
-    meshes = {f"{tp}x{cp}" for tp, cp in itertools.product(range(1, 5), repeat=2) if tp * cp <= 4}
+    meshes = {f"{tp}x{cp}" for tp, cp in itertools.product(range(1, 5), repeat=2) if 2 <= tp * cp <= 4}
     assert seen["mesh"] == meshes
     for name, values in {
         **dict(DOMAIN.choices),
@@ -163,6 +165,30 @@ def test_draws_cover_every_mesh_layout_and_choice() -> None:
     }.items():
         assert seen[name] == set(values), name
     assert seen["empty"] == {"True", "False"}
+
+
+@pytest.mark.parametrize(
+    "domain",
+    [
+        dataclasses.replace(DOMAIN, ranks=2),
+        PathDomain("gated_delta_rule", ranks=2, layouts=("contiguous", "zigzag_batch"), padded=False, batched=False, chunk=16),
+    ],
+    ids=["a layer", "a rule"],
+)
+def test_a_third_of_the_cases_have_two_chunks_on_every_rank_and_end_anywhere(domain: PathDomain) -> None:
+    cases: list[ParallelCase] = []
+    seeded(PATH_LAWS["parallel"].draw(domain), 0, 300, lambda example: cases.append(example.case))
+    large = [case for case in cases if min(map(len, case.tokens_of_ranks())) >= 2 * domain.chunk]
+    assert len(large) > len(cases) / 3
+    ends = {length % domain.chunk for case in large for length in case.lengths if length >= 2 * domain.chunk}
+    assert len(ends) > min(domain.chunk, len(large)) / 2
+    assert all(case.cp > 1 for case in large)
+    alone = [case for case in cases if case.cp == 1]
+    assert len(alone) < len(cases) / 4 if domain.operation == "gdn_layer" else not alone
+    slow = dataclasses.replace(domain, longest=40)
+    cases.clear()
+    seeded(PATH_LAWS["parallel"].draw(slow), 0, 60, lambda example: cases.append(example.case))
+    assert max(case.tokens for case in cases) < 4 * domain.chunk + 100
 
 
 @pytest.mark.parametrize("law", PATH_LAWS.values(), ids=PATH_LAWS)

@@ -56,10 +56,11 @@ class PoolCase(Line):
     `lengths` are the new tokens of each request (one token, a draft of several, or a prompt), as a batch or packed. The pool has
     one slot for each request and `spare` more. If `padding_slot` is 0, slot 0 comes in addition and belongs to no request. The seed
     decides which request has which slot. `state` is what the requests' slots hold, and `free` what the other slots hold. `padded`,
-    `fresh` and `accepted` say which requests are padding, which begin anew, and which keep fewer tokens than they have (with
-    `any` one request at least keeps none). `block_v` is how many value channels an implementation is told to process at a time; it
-    changes no result. `rule` is the rule that is decoded, and `state_dtype` the dtype of the pool. `drafts` says whether each token follows the one before it, or whether the
-    tokens of a request are a tree that the seed decides. The other fields are those of properties/cases/rule_case.py.
+    `fresh` and `accepted` say which requests are padding, which begin anew, and which keep fewer tokens than they have. With
+    accepted=any, one request at least keeps none. `block_v` is how many value channels an implementation is told to process at a
+    time; it changes no result. `rule` is the rule that is decoded, and `state_dtype` the dtype of the pool. `drafts` says whether
+    each token follows the one before it, or whether the tokens of a request are a tree that the seed decides. The other fields are
+    those of properties/cases/rule_case.py.
 
     ValueError for a field outside its choices or range, or for fields that exclude each other.
     """

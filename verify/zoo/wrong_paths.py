@@ -291,6 +291,27 @@ class WrongWhenDeterministic(Mutant):
         return torch.cat([y[:-1], 0 * y[-1:]]) if x.deterministic else y
 
 
+class LosesTheSecondChunk(Mutant):
+    """With CP, a rank's output is zero from its second chunk of 64 tokens on."""
+
+    letter = "C"
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        y = super().run(x, place)
+        return y * (torch.arange(len(y)) < 64).reshape(-1, 1, 1) if place.cp.size > 1 else y
+
+
+class SecondChunkEndsEarly(Mutant):
+    """With CP, the last token of a rank with two chunks or more is left out if its last chunk is not full."""
+
+    letter = "C"
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        y = super().run(x, place)
+        early = place.cp.size > 1 and len(y) > 128 and len(y) % 64
+        return torch.cat([y[:-1], 0 * y[-1:]]) if early else y
+
+
 class LastRankIsNaN(Mutant):
     """The first token of the last CP rank is NaN."""
 
