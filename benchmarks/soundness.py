@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks import records
 from oracles.bound import KAPPA
 from properties.books import book_of, every_law
-from verify.engine.asking import ask, describe
+from verify.engine.asking import ask, describe, with_sizes
 from verify.engine.drawing import seeded
 from verify.execution.run import Run
 from verify.findings import known
@@ -125,7 +125,7 @@ def measure(adapter: str, options: argparse.Namespace) -> Measured:
     """Measure one adapter and print its table."""
     start, store = time.monotonic(), Store()
     workers = [Worker() for _ in range(options.workers)]
-    described = describe(adapter, workers[0])
+    described = with_sizes(describe(adapter, workers[0]), workers[0], "cpu")
     domain, defects = described.domain, known.of(adapter).on(described.device)
     laws = laws_of(domain, options.law)
     runs = drawn(adapter, domain, laws, options)

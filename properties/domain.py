@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from oracles.operations import RULES
-from properties.cases.rule_case import DECAYS, IN_KERNEL, Case
+from properties.cases.rule_case import DECAYS, IN_KERNEL, MAX_TOKENS, Case
 from properties.names import known_fields
 
 VIEWS = ("sliced", "transposed", "offset", "expanded", "strided")
@@ -23,7 +23,8 @@ class Domain:
     "beta", "both"), and `dt_bias` says whether it can do so without a dt_bias. `decays` says whether it takes the log-decay g
     ("log"), the decay alpha itself ("linear"), or either, where it does not compute the gate. `reach` is not a promise of the
     adapter: it is how many times more tokens a check draws than where kernels are interpreted, with wider heads too. It is 1 where
-    kernels are interpreted; a check on a GPU sets it.
+    kernels are interpreted; a check on a GPU sets it. Two more fields are set by a check: `long`, the most tokens of its long cases
+    (0 for none), and `chunk`, the chunk whose multiples these exceed (properties/sizes.py).
 
     ValueError for a field outside its choices or range, and unless `packed` or `batched` is True.
     """
@@ -51,6 +52,8 @@ class Domain:
     backward: bool = True
     decays: tuple[str, ...] = ("log",)
     reach: int = 1
+    long: int = 0
+    chunk: int = 64
 
     def __post_init__(self) -> None:
         if self.operation not in RULES:
@@ -81,6 +84,7 @@ class Domain:
             raise ValueError("packed or batched must be True, got neither")
         if not isinstance(self.reach, int) or not 1 <= self.reach <= MOST_REACH:
             raise ValueError(f"reach must be in 1..{MOST_REACH}, got {self.reach!r}")
+        check_sizes(self.long, self.chunk)
 
     def outside(self, case: Case) -> str | None:
         """Return why `case` is outside the domain, or None."""
@@ -133,6 +137,13 @@ class Domain:
         """Return the domain from the data of `to_json`."""
         fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
         return cls(**fields)
+
+
+def check_sizes(long: int, chunk: int = 64) -> None:
+    """Raise ValueError for a `long` below 0 or above MAX_TOKENS, or for a `chunk` below 1."""
+    for name, number, least in (("long", long, 0), ("chunk", chunk, 1)):
+        if not isinstance(number, int) or not least <= number <= MAX_TOKENS:
+            raise ValueError(f"{name} must be in {least}..{MAX_TOKENS}, got {number!r}")
 
 
 def inside(width: int, span: tuple[int, int], step: int) -> bool:

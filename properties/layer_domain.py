@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from properties.cases.layer_case import EPS, VALUES, LayerCase
 from properties.cases.path_case import GATES
+from properties.domain import check_sizes
 from properties.names import known_fields
+from properties.sizes import FEW_HEADS, kind_of, large_lengths
 from properties.strategies import HEADS, lengths
 
 
@@ -21,7 +23,8 @@ class LayerDomain:
     sequences without tokens are supported, and `nothing` whether calls without any token are. `caches` says whether states go in
     and come out, and `state_gradients` whether gradients flow through them. `attention_mask` says whether a mask can exclude
     padding at the start of a batch's rows. `views` says whether hidden states may be non-contiguous, and `deterministic` whether a
-    second call gives the same bits.
+    second call gives the same bits. A check sets `long`, the most tokens of its long cases (0 for none), and `chunk`, the chunk
+    whose multiples these exceed.
 
     ValueError for a field outside its choices, and unless `packed` or `batched` is True.
     """
@@ -46,6 +49,8 @@ class LayerDomain:
     views: bool = True
     deterministic: bool = True
     backward: bool = True
+    long: int = 0
+    chunk: int = 64
 
     def __post_init__(self) -> None:
         if self.operation != "gdn_layer":
@@ -62,6 +67,7 @@ class LayerDomain:
                 raise ValueError(f"{name} must be a tuple of whole numbers from 1 up, got {values!r}")
         if not (self.packed or self.batched):
             raise ValueError("packed or batched must be True, got neither")
+        check_sizes(self.long, self.chunk)
 
     def outside(self, case: LayerCase) -> str | None:
         """Return why `case` is outside the domain, or None."""
@@ -116,7 +122,10 @@ def layer_cases(
         return chance.choice(options) if isinstance(options, tuple) else options
 
     packed = field("packed", tuple(choice for choice, can in ((True, domain.packed), (False, domain.batched)) if can))
-    if packed:
+    large = kind_of(chance, domain.long, longest, ("length", "sequences") if sequences[1] >= 3 else ("length",))
+    if large:
+        sizes = large_lengths(chance, large, sequences, domain.long, domain.chunk, packed=packed, empty=domain.empty)
+    elif packed:
         sizes = lengths(chance, sequences, longest, total, empty=domain.empty, many=sequences[1] >= 3)
     else:
         rows = chance.randint(*sequences)
@@ -124,7 +133,8 @@ def layer_cases(
     if not domain.nothing and not sum(sizes):
         sizes = (1, *sizes[1:])
     heads, value_heads = field(
-        "groups", tuple(pair for pair in HEADS if pair[1] <= 4 and (domain.grouped_heads or pair[0] == pair[1]))
+        "groups",
+        tuple(pair for pair in (FEW_HEADS if large else HEADS) if pair[1] <= 4 and (domain.grouped_heads or pair[0] == pair[1])),
     )
     key_dim = field("key_dim", domain.widths)
     same = domain.equal_widths or chance.random() < 1 / 3  # with equal widths a transposed state raises no shape error

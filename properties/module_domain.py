@@ -8,7 +8,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from properties.cases.module_case import ACTIVATIONS, EPS, MODULES, STATE_COLUMNS, VALUES, ModuleCase, words_of
+from properties.domain import check_sizes
 from properties.names import known_fields
+from properties.sizes import kind_of, large_lengths
 from properties.strategies import lengths
 
 CONV, GATES, NORMS = ("causal_conv1d",), ("gdn_gate", "kda_gate"), ("l2norm", "gated_rms_norm")
@@ -27,7 +29,8 @@ class ModuleDomain:
     gate, `eps` which of a case's values it can be given, and `final_state` whether it returns a final state. `state_columns` says
     how many columns a convolution's states have: "W", or "W-1" without the oldest, which no output reads. `longest` limits the
     drawn lengths, for implementations that are slow on long sequences. `views`, `deterministic` and `position_independent` mean the
-    same as in Domain; here the positions are tokens, heads, channels and sequences.
+    same as in Domain; here the positions are tokens, heads, channels and sequences. A check sets `long`, the most tokens of its
+    long cases (0 for none).
 
     ValueError for a field outside its choices or range, and unless `packed` or `batched` is True.
     """
@@ -55,6 +58,7 @@ class ModuleDomain:
     deterministic: bool = True
     position_independent: bool = False
     backward: bool = True
+    long: int = 0
 
     def __post_init__(self) -> None:
         if self.operation not in MODULES:
@@ -78,6 +82,7 @@ class ModuleDomain:
             raise ValueError(f"longest must be at least 1, got {self.longest!r}")
         if not (self.packed or self.batched):
             raise ValueError("packed or batched must be True, got neither")
+        check_sizes(self.long)
 
     def outside(self, case: ModuleCase) -> str | None:
         """Return why `case` is outside the domain, or None."""
@@ -150,12 +155,18 @@ def module_cases(
         options = fixed.get(name, tuple(choices))
         return chance.choice(options) if isinstance(options, tuple) else options
 
-    heads = field("heads", HEADS) if "heads" in words else 1
+    kinds = ("length", "sequences") if sequences[1] >= 3 else ("length",)
+    large = kind_of(chance, min(domain.long, domain.longest), longest, kinds)
+    heads = field("heads", HEADS[: 1 if large else None]) if "heads" in words else 1
     total = max(1, total // max(1, heads // 2))
     longest = min(longest, total, domain.longest)
     can = [choice for choice, may in ((True, domain.packed), (False, domain.batched)) if may]
     packed = "packed" in words and field("packed", can)
-    sizes = _lengths(chance, domain, sequences, longest, total, packed=packed)
+    if large:
+        most = min(domain.long, domain.longest)
+        sizes = large_lengths(chance, large, sequences, most, 64, packed=packed, empty=domain.empty)
+    else:
+        sizes = _lengths(chance, domain, sequences, longest, total, packed=packed)
     values: dict[str, Any] = {}
     for name, choices in (
         ("width", _widths(domain, sum(sizes) * heads)),

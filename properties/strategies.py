@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from properties.cases.rule_case import BETAS, GATES, VALUES, Case
 from properties.domain import Domain
+from properties.sizes import FEW_HEADS, KINDS, MANY_HEADS, NARROW, kind_of, large_lengths
 
 # Lengths over 300 are drawn only with a reach: for interpreted kernels, every law has a smaller limit.
 BLOCKS = (64, 16, 32, 128, 192, 256, 320, 384, 512)
@@ -76,35 +77,42 @@ def cases(
 
     `longest`, `total` and `value_heads` are for interpreted kernels. A domain's reach multiplies the number of tokens. With it
     sequences have up to 512 tokens, there may be four times as many of them if `sequences` allows four or more, up to 32 value
-    heads, and widths up to 256 for every length, few of them narrower than a matrix unit's 16.
+    heads, and widths up to 256 for every length, few of them narrower than a matrix unit's 16. If the domain has `long`, some cases
+    are large as in properties/sizes.py.
     """
     chance = draw(st.randoms(use_true_random=True))
     far = domain.reach > 1
+    large = kind_of(chance, domain.long, longest, KINDS if sequences[1] >= 3 and "groups" not in fixed else ("length",))
 
     def field(name: str, choices: Sequence[Any]) -> Any:
         options = fixed.get(name, choices)
         return chance.choice(options) if isinstance(options, tuple) else options
 
     groups = (*HEADS, *FAR_HEADS) if far else tuple(pair for pair in HEADS if pair[1] <= value_heads)
+    groups = {"": groups, "heads": MANY_HEADS}.get(large, FEW_HEADS)
     heads, value_heads = field("groups", tuple(pair for pair in groups if domain.grouped_heads or pair[0] == pair[1]))
     total = domain.reach * total * 4 // max(4, value_heads)  # many heads mean many kernel programs, so fewer tokens
     longest = min(domain.reach * longest, max(longest, FAR), total)
     sequences = (sequences[0], 4 * sequences[1]) if far and sequences[1] >= 4 else sequences
     packed = field("packed", tuple(choice for choice, can in ((False, domain.batched), (True, domain.packed)) if can))
-    if packed:
+    if large:
+        sizes = large_lengths(chance, large, sequences, domain.long, domain.chunk, packed=packed, empty=domain.empty)
+    elif packed:
         sizes = lengths(chance, sequences, longest, total, empty=domain.empty, many=sequences[1] >= 4)
     else:
         rows = chance.choice([count for count in ROWS if sequences[0] <= count <= sequences[1]] or [sequences[0]])
         none = domain.empty and chance.random() < 1 / 5  # times one in ten in `lengths`: one batch in fifty has no tokens
         sizes = lengths(chance, (1, 1), max(1, min(longest, total // rows)), total // rows, empty=none, many=False) * rows
     size = sum(sizes) * value_heads  # the time of interpreted kernels grows with this and with the widths
-    wide = 256 if far or size <= 100 else 128 if size <= 200 else 64
-    broad = not far and max(sizes, default=0) > 64 and size <= 600 and chance.random() < 1 / 6  # wide keys of several chunks
+    wide = NARROW if large else 256 if far or size <= 100 else 128 if size <= 200 else 64
+    broad = (
+        not (far or large) and max(sizes, default=0) > 64 and size <= 600 and chance.random() < 1 / 6
+    )  # wide keys of several chunks
     keys = widths(domain.key_dims, domain.width_step, 256 if broad else wide)
     values = widths(domain.value_dims, domain.width_step, wide)
-    if not far and size <= 60 and domain.value_dims[1] >= WIDER and WIDER % domain.width_step == 0:
+    if not (far or large) and size <= 60 and domain.value_dims[1] >= WIDER and WIDER % domain.width_step == 0:
         values = (*values, WIDER)
-    if far:
+    if far and not large:
         keys, values = _seldom_narrow(chance, keys), _seldom_narrow(chance, values)
     key_dim = field("key_dim", tuple(width for width in keys if width > 128) or keys if broad else keys)
     value_dim = field("value_dim", values)
@@ -131,7 +139,7 @@ def cases(
         in_kernel=inside,
         dt_bias=inside not in ("gate", "both") or not domain.dt_bias or field("dt_bias", (True, True, False)),
         offsets=field("offsets", ("int64", "int32")) if packed else "int64",
-        backward=domain.backward and field("backward", (True,)),
+        backward=domain.backward and field("backward", (True, False) if large == "length" and not far else (True,)),
         seed=chance.randrange(2**16),
         **decay_of(field, domain, inside),
     )

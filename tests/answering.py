@@ -5,7 +5,7 @@ from typing import Any
 
 from properties.domain import Domain
 from verify.execution.run import Run
-from verify.process.messages import Describe, Description, Question, RunMany, RunOne
+from verify.process.messages import Cost, Describe, Description, Question, RunMany, RunOne
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 
 
@@ -24,6 +24,8 @@ class Answering:
             domain = self.domain
             description = Description("rules", domain.to_json(), "chunkwise", "ieee", "none 1.0", "")
             return description.to_json()
+        if isinstance(question, Cost):
+            return {"cost": "slow"}
         if isinstance(question, RunMany):
             return {"outcomes": []}  # each is to be asked alone
         assert isinstance(question, RunOne)

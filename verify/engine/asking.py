@@ -5,24 +5,27 @@ If a worker is lost (it crashes or hangs), that is an outcome like any other, no
 
 import dataclasses
 import itertools
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from properties.books import book_named
+from properties.books import book_named, book_of
 from properties.laws import Law
 from properties.palette import key_of
 from properties.path_domain import PathDomain
 from properties.path_laws import PATH_LAWS
+from properties.sizes import MOST, MOST_ON_GPU, sized
 from properties.strategies import Example
 from verify.adapters.loader import AdapterError
 from verify.engine.compile_plan import has_keys
+from verify.engine.drawing import seeded
 from verify.execution.run import Run
 from verify.execution.shared_bounds import LAW as POOLS
 from verify.findings.known import NO_DEFECTS, KnownDefects
 from verify.findings.store import Store
 from verify.gpu import device as devices
 from verify.process import prestart
-from verify.process.messages import Describe, Description, RunMany, RunOne
+from verify.process.messages import Cost, Describe, Description, RunMany, RunOne
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 from verify.process.worker import Worker, WorkerLost
 from verify.ranks.group import RankGroup
@@ -33,7 +36,9 @@ from verify.ranks.torchrun import TorchrunGroup
 BATCH, TRUTHS = 16, 4
 # Runs in one question to a GPU's worker if it computes their tolerances in one call. If the worker is lost, each run is repeated.
 POOLED = 64
+PROBES, PROBE_TOKENS = 8, 64  # of so many drawn cases, the one with about so many tokens shows what a token costs
 Asked = Worker | RankGroup | TorchrunGroup  # what runs a case: one process, or ranks that answer as one
+_COSTS: weakref.WeakKeyDictionary[Asked, dict[str, str]] = weakref.WeakKeyDictionary()  # of each worker, by adapter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +103,34 @@ def describe(spec: str, worker: Asked) -> Described:
     domain = book_named(description.book).domain.from_json(description.domain)
     if isinstance(domain, PathDomain) and not isinstance(worker, Worker):
         domain = dataclasses.replace(domain, ranks=worker.size, exchange_ranks=worker.size)
-    return Described(
-        spec, domain, description.algorithm, description.versions, description.device, description.products, description.chunk
-    )
+    about = (description.algorithm, description.versions, description.device, description.products, description.chunk)
+    return Described(spec, domain, *about)
+
+
+def with_sizes(described: Described, worker: Asked, device: str) -> Described:
+    """The declarations with the sizes of this check's cases, which follow the chunk and, on a CPU, what a token costs.
+
+    A worker is asked once for the cost of an adapter.
+    """
+    domain = sized(described.domain, described.chunk, MOST_ON_GPU)
+    if getattr(domain, "long", 0) and device == "cpu":
+        domain = sized(domain, described.chunk, MOST[_cost(described, worker)])
+    return dataclasses.replace(described, domain=domain)
+
+
+def _cost(described: Described, worker: Asked) -> str:
+    """What a token costs, from a run of a short case in the worker. It is "slow" if the worker cannot tell."""
+    costs = _COSTS.setdefault(worker, {})
+    if described.spec not in costs:
+        examples = list[Example]()
+        seeded(book_of(described.domain).laws["oracle"].draw(described.domain), 0, PROBES, examples.append)
+        example = min(examples, key=lambda example: (abs(example.case.tokens - PROBE_TOKENS), str(example)))
+        try:
+            answer = worker.ask(Cost(str(Run("oracle", described.spec, example))))
+        except WorkerLost:
+            answer = {}
+        costs[described.spec] = answer.get("cost", "slow")
+    return costs[described.spec]
 
 
 def _last_line(text: str) -> str:

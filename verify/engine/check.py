@@ -7,7 +7,7 @@ from typing import Any
 
 from properties.books import book_of
 from verify.adapters.registry import BUILT_IN
-from verify.engine.asking import Asked, Described, describe, started
+from verify.engine.asking import Asked, Described, describe, started, with_sizes
 from verify.engine.compile_plan import COMPILE_S, Compilers, Plan, in_order
 from verify.engine.drawing import seeded
 from verify.engine.law_check import Common, LawCheck, Settings
@@ -93,7 +93,8 @@ class Check:
 
     def run(self) -> list[LawReport]:
         """Run the check: one report for each law, in the order in which the laws were decided."""
-        described, settings = self.describe(), self.settings
+        settings = self.settings
+        self.described = described = with_sizes(self.describe(), self.workers[0], settings.device)
         domain = described.domain
         if self.laws is None:
             self.laws = book_of(domain).about(domain.operation)

@@ -12,6 +12,7 @@ from properties.books import book_of
 from verify.adapters.base import Adapter, PathAdapter, TraceAdapter
 from verify.adapters.loader import AdapterError, versions
 from verify.execution import launches, oracle_process
+from verify.execution.cost import cost_of
 from verify.execution.execute import compiled, execute
 from verify.execution.judging import adapter_of
 from verify.execution.path_bench import work_of
@@ -22,7 +23,7 @@ from verify.gpu import autotune
 from verify.gpu import device as devices
 from verify.process import messages
 from verify.process.fork_server import importing
-from verify.process.messages import Answer, Compile, Describe, Description, Join, Launches, Refuse, RunMany, RunOne, Tunings
+from verify.process.messages import Answer, Compile, Cost, Describe, Description, Join, Launches, Refuse, RunMany, RunOne, Tunings
 from verify.process.outcome import Outcome, Verdict
 from verify.ranks.group import join
 from verify.ranks.merge import left
@@ -69,6 +70,10 @@ def _describe(asked: Describe) -> Answer:
         device=devices.name(),
         chunk=getattr(adapter, "chunk", None),
     ).to_json()
+
+
+def _cost(asked: Cost) -> Answer:
+    return {"cost": cost_of(Run.parse(asked.line))}
 
 
 def _compile(asked: Compile) -> Answer:
@@ -118,6 +123,7 @@ def _run_one(asked: RunOne) -> Answer:
 
 _ANSWERS: dict[type[messages.Question], Callable[[Any], Answer]] = {
     Compile: _compile,
+    Cost: _cost,
     Describe: _describe,
     Join: _join,
     Launches: _launches,

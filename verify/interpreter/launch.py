@@ -34,6 +34,7 @@ PROGRAMS = 128  # programs that run together while the size of a kernel's blocks
 
 # Launches whose programs had to run one after another, counted by "kernel: why".
 one_by_one: collections.Counter[str] = collections.Counter()
+launches: collections.Counter[str] = collections.Counter()  # of each kernel
 _blocks: dict[Function, int] = {}  # the number of elements of the largest block that a kernel has had
 # The arguments that a kernel has stored to after it had loaded from them. Loads from these are recorded.
 _stored_after_loads: dict[Function, set[str]] = {}
@@ -133,6 +134,7 @@ def _launch(self: Any, *positional: Any, **named: Any) -> None:
     elif reason := _together(self.fn, arguments, (x, y, z), _by_memory(values)):
         _one_by_one(self.fn, arguments, (x, y, z))
         one_by_one[f"{self.fn.__name__}: {reason}"] += 1
+    launches[self.fn.__name__] += 1
     self._restore_args_dev(positional, hosted, named, hosted_named)
 
 

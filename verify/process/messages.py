@@ -32,6 +32,13 @@ class RunOne(Question):
 
 
 @dataclasses.dataclass(frozen=True)
+class Cost(Question):
+    """What does a token cost? The line is a short case. Answer: {"cost": "quick", "interpreted" or "slow"}."""
+
+    line: str
+
+
+@dataclasses.dataclass(frozen=True)
 class RunMany(Question):
     """Run several lines. Answer: {"outcomes": the Outcomes in the order of the lines}.
 

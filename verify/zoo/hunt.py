@@ -17,6 +17,7 @@ from typing import Any
 
 from oracles.counter import mix_words
 from properties.books import Book, book_of
+from properties.sizes import MOST, sized
 from properties.strategies import Example
 from verify.adapters.registry import ZOO
 from verify.engine.asking import ask
@@ -160,7 +161,7 @@ class Hunt:
 
     @staticmethod
     def _fate(animal: Animal, laws: set[str] | None) -> Fate:
-        domain = animal.kind.domain
+        domain = sized(animal.kind.domain, animal.kind.chunk, MOST["quick"])
         book = book_of(domain)
         fate = Fate(animal, book, domain, {name: Cell(name) for name in book.laws if laws is None or name in laws})
         for name, cell in fate.cells.items():

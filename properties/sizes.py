@@ -1,0 +1,68 @@
+"""The sizes of long cases: sequences over several chunks and around powers of two, and many sequences or heads.
+
+A check draws a few such cases beside the short ones. They have narrow widths, so that they cost about as much as the others.
+"""
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Any
+
+SHARE, SHARE_DEAR = 1 / 10, 1 / 16  # of the cases of a law; the second where kernels are interpreted
+KINDS = ("length", "length", "length", "sequences", "heads")
+POWERS = tuple(2**exponent for exponent in range(8, 17))
+CHUNKS = 8  # a long sequence has more than so many chunks, or is next to a power of two
+COUNTS = (33, 65, 65, 66)  # sequences: next to the threads of one and of two warps
+MANY_HEADS = ((16, 16), (1, 32), (4, 32), (16, 32), (32, 32))
+FEW_HEADS = ((1, 1), (1, 1), (1, 2), (2, 2))
+NARROW = 16  # the widths of long cases, if the domain has narrower ones than its least
+LEAST = 70  # a law whose cases are all shorter than this draws no long ones
+MOST = {"quick": 4096, "interpreted": 1030, "slow": 0}  # tokens of the longest sequence on a CPU, by the cost of a token
+MOST_ON_GPU = 2**16
+
+
+def sized(domain: Any, chunk: int | None, most: int) -> Any:
+    """Return the domain with sizes that follow an implementation: its chunk, and the most tokens of a long case.
+
+    A domain without such fields is returned unchanged.
+    """
+    names = {field.name for field in dataclasses.fields(domain)}
+    values = {"chunk": chunk or 64, "long": most}
+    return dataclasses.replace(domain, **{name: value for name, value in values.items() if name in names})
+
+
+def kind_of(chance: random.Random, most: int, longest: int, kinds: Sequence[str] = KINDS) -> str:
+    """Return what is large in the next case, one of `kinds`, or "" for an ordinary case.
+
+    `most` is the domain's `long` (0 if nothing is large), and `longest` the longest sequence of the law's ordinary cases.
+    """
+    share = SHARE if most >= MOST["quick"] else SHARE_DEAR
+    return chance.choice(kinds) if most and longest >= LEAST and chance.random() < share else ""
+
+
+def long_length(chance: random.Random, most: int, chunk: int) -> int:
+    """Return a length of at most `most`: next to a power of two, over CHUNKS chunks, or nearly `most`."""
+    edges = [power + step for power in POWERS for step in (-1, 0, 1) if power + step <= most]
+    ways: list[Sequence[int]] = [edges, range(CHUNKS * chunk + 1, most + 1), range(max(1, most - 10), most + 1)]
+    return chance.choice(chance.choice([way for way in ways if way]))
+
+
+def large_lengths(
+    chance: random.Random, kind: str, sequences: tuple[int, int], most: int, chunk: int, *, packed: bool, empty: bool
+) -> tuple[int, ...]:
+    """Return the lengths of a case in which `kind` is large. `sequences` are the least and the most that a law takes.
+
+    Beside a long sequence, a packed call has up to two short ones, at any place. `empty` permits sequences of no tokens.
+    """
+    least = 0 if empty and chance.random() < 1 / 2 else 1
+    if kind == "sequences":
+        count = chance.choice((*COUNTS, chance.randint(33, 70)))
+        lengths = [chance.randint(least, 3) for _ in range(count)] if packed else [chance.randint(1, 3)] * count
+        return tuple(lengths) if any(lengths) else (1, *lengths[1:])
+    one = long_length(chance, most, chunk) if kind == "length" else chance.choice((1, 2, 3, 5, 17))
+    count = chance.randint(sequences[0], max(sequences[0], min(3, sequences[1])))
+    if not packed:
+        return (one,) * sequences[0]
+    lengths = [chance.randint(least, 20) for _ in range(count - 1)]
+    lengths.insert(chance.randint(0, count - 1), one)
+    return tuple(lengths)

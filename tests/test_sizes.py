@@ -1,0 +1,198 @@
+"""Sizes: a check draws what is large, as far as its tokens are cheap, and implementations that are wrong only there are found."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+
+from oracles.counter import mix_words
+from properties.books import book_of
+from properties.domain import Domain
+from properties.layer_domain import LayerDomain
+from properties.module_domain import ModuleDomain
+from properties.path_domain import PathDomain
+from properties.pool_domain import PoolDomain
+from properties.sizes import MOST, MOST_ON_GPU, sized
+from properties.strategies import Example
+from verify.adapters.base import Adapter
+from verify.engine import asking
+from verify.engine.asking import Described, with_sizes
+from verify.engine.drawing import seeded
+from verify.engine.profiles import PROFILES
+from verify.execution import cost
+from verify.execution.execute import execute
+from verify.execution.run import Run
+from verify.process.messages import Cost, Question
+from verify.process.outcome import Outcome, Verdict
+from verify.process.worker import Worker, WorkerLost
+from verify.zoo import wrong_sizes as sizes
+from verify.zoo.animals import right_of
+
+
+def drawn(domain: Any, laws: tuple[str, ...]) -> list[Any]:
+    """The cases of some laws in the default profile."""
+    cases: list[Any] = []
+    for name in laws:
+        law = book_of(domain).laws[name]
+
+        def look(example: Example, law: Any = law) -> None:
+            law.accept(example)
+            assert domain.outside(example.case) is None
+            cases.append(example.case)
+
+        seeded(law.draw(domain), mix_words(0, name), PROFILES["quick"].examples_of(name), look)
+    return cases
+
+
+# What is drawn
+
+
+@pytest.mark.parametrize(
+    ("domain", "laws"),
+    [
+        (Domain(), ("oracle", "cut", "again", "norm", "recall", "future", "linear")),
+        (Domain(batched=False), ("oracle", "cut", "again", "norm", "recall", "future", "samples")),
+        (ModuleDomain(), ("oracle", "cut", "recurrent", "absent", "future")),
+        (ModuleDomain("l2norm"), ("oracle", "absent", "tokens", "heads", "memory")),
+        (LayerDomain(), ("oracle", "future", "memory")),
+    ],
+    ids=["rules", "packed rules", "convolutions", "norms", "layers"],
+)
+@pytest.mark.slow_after_first
+def test_a_check_draws_what_is_large(domain: Any, laws: tuple[str, ...]) -> None:
+    most = MOST["interpreted"]
+    cases = drawn(sized(domain, 64, most), laws)
+    longest = [max(case.lengths) for case in cases]
+    assert max(longest) <= most
+    assert sum(length > 8 * 64 for length in longest) >= 5
+    assert {power for power in (256, 512, 1024) for length in longest if abs(length - power) <= 1} >= {1024}
+    assert sum(length > 1024 for length in longest) >= 1
+    counts = [len(case.lengths) for case in cases]
+    assert any(33 <= count < 65 for count in counts)
+    assert any(count >= 65 for count in counts)
+    if isinstance(domain, Domain):
+        assert max(case.value_heads for case in cases) >= 32
+
+
+def test_nothing_is_large_where_tokens_are_dear_and_lengths_follow_the_chunk() -> None:
+    assert max(max(case.lengths) for case in drawn(sized(Domain(), 64, MOST["slow"]), ("oracle",))) <= 260
+    short = {max(case.lengths) for case in drawn(sized(Domain(), 8, 300), ("oracle", "again"))}
+    assert any(64 < length < 255 for length in short)
+    assert max(short) >= 290
+
+
+def test_the_sizes_of_other_domains_stay() -> None:
+    assert sized(PoolDomain(), 16, 4096) == PoolDomain()
+    assert sized(PathDomain(), 16, 4096) == PathDomain(chunk=16)
+    assert sized(Domain(), None, 10) == Domain(long=10)
+    assert Domain.from_json(sized(Domain(), 16, 4096).to_json()) == Domain(long=4096, chunk=16)
+    longest = ModuleDomain(longest=64, long=4096)
+    assert max(max(case.lengths) for case in drawn(longest, ("oracle",))) <= 64
+
+
+@pytest.mark.parametrize("kind", [Domain, ModuleDomain, LayerDomain])
+def test_a_size_outside_its_range_is_refused(kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"long must be in 0\.\.1048576, got -1"):
+        kind(long=-1)
+    with pytest.raises(ValueError, match=r"long must be in 0\.\.1048576, got 'far'"):
+        kind(long="far")
+    if kind is not ModuleDomain:
+        with pytest.raises(ValueError, match=r"chunk must be in 1\.\.1048576, got 0"):
+            kind(chunk=0)
+
+
+# What a token costs
+
+RUN = Run.parse("law=oracle adapter=zoo/Chunkwise lengths=50")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "launches", "want"),
+    [((3.0, 0.01), 0, "quick"), ((0.01, 0.01), 1, "interpreted"), ((9.0, 1.0), 0, "interpreted"), ((9.0, 5.0), 3, "slow")],
+)
+def test_cost_is_that_of_the_faster_run_and_kernels_that_are_interpreted_are_never_quick(
+    seconds: tuple[float, float], launches: int, want: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = iter(seconds)
+    monkeypatch.setattr(cost, "execute", lambda run: Outcome(Verdict.HOLDS, kernel_s=next(runs)))
+    counts = itertools.chain([7], itertools.repeat(7 + launches))
+    monkeypatch.setattr(cost, "_launches", lambda: next(counts))
+    assert cost.cost_of(RUN) == want
+
+
+class Asked:
+    """A worker that answers what a token costs."""
+
+    def __init__(self, answer: dict[str, str] | None) -> None:
+        self.answer, self.questions = answer, list[Question]()
+
+    def ask(self, question: Question) -> dict[str, str]:
+        self.questions.append(question)
+        if self.answer is None:
+            raise WorkerLost("crashed", "killed", "")
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "most"), [({"cost": "quick"}, 4096), ({"cost": "interpreted"}, 1030), ({"error": "none"}, 0), (None, 0)]
+)
+def test_sizes_follow_the_chunk_and_the_cost_which_is_asked_once(answer: dict[str, str] | None, most: int) -> None:
+    worker: Any = Asked(answer)
+    described = Described("zoo/Chunkwise", Domain(), "chunkwise", "none", chunk=16)
+    for _ in range(2):
+        assert with_sizes(described, worker, "cpu").domain == Domain(chunk=16, long=most)
+    assert with_sizes(described, worker, "cuda").domain == Domain(chunk=16, long=MOST_ON_GPU)
+    paths = dataclasses.replace(described, domain=PathDomain())
+    assert with_sizes(paths, worker, "cpu").domain == PathDomain(chunk=16)
+    (question,) = worker.questions
+    assert isinstance(question, Cost)
+    assert 20 < Run.parse(question.line).example.case.tokens < 140
+
+
+@pytest.mark.parametrize(("spec", "want"), [("zoo/Chunkwise", "quick"), ("zoo/Conv", "quick"), ("zoo/Layered", "quick")])
+@pytest.mark.slow_after_first
+def test_plain_torch_is_quick(spec: str, want: str, worker: Worker) -> None:
+    described = asking.describe(spec, worker)
+    assert with_sizes(described, worker, "cpu").domain.long == MOST[want]
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+def test_a_triton_kernel_is_interpreted(worker: Worker) -> None:
+    described = asking.describe("fla/fused_recurrent", worker)
+    assert with_sizes(described, worker, "cpu").domain.long == MOST["interpreted"]
+
+
+# What is wrong only where something is large
+
+KILLED_BY = {
+    sizes.GatesInNineBits: "oracle",
+    sizes.InitialStateReturns: "oracle",
+    sizes.SixtyFourSequences: "oracle",
+    sizes.HeadsInFourBits: "oracle",
+    sizes.ConvBeginsAgain: "oracle",
+    sizes.NormsAThousandRows: "oracle",
+    sizes.LayerForgetsAt512: "oracle",
+}
+
+
+@pytest.mark.parametrize("animal", KILLED_BY, ids=lambda animal: animal.__name__)
+@pytest.mark.slow_after_first
+def test_law_alone_kills_animal_in_the_default_profile_and_the_right_one_holds(animal: type[Adapter]) -> None:
+    domain, law = sized(animal.domain, animal.chunk, 1100), KILLED_BY[animal]
+    examples: list[Example] = []
+    seeded(book_of(domain).laws[law].draw(domain), mix_words(0, law), PROFILES["quick"].examples_of(law), examples.append)
+    large = [
+        x for x in examples if max(x.case.lengths) > 320 or len(x.case.lengths) > 32 or getattr(x.case, "value_heads", 1) >= 16
+    ]
+    broken = next((x for x in large if execute(Run(law, f"zoo/{animal.__name__}", x)).verdict is Verdict.BROKEN), None)
+    assert broken is not None
+    right = right_of(animal)
+    assert right is not None
+    assert execute(Run(law, f"zoo/{right.__name__}", broken)).verdict is Verdict.HOLDS
+
+
+def test_every_animal_is_killed() -> None:
+    found = {kind for kind in vars(sizes).values() if isinstance(kind, type) and hasattr(kind, "letter")}
+    assert set(KILLED_BY) == {kind for kind in found if kind.__module__ == sizes.__name__}
