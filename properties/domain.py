@@ -51,6 +51,8 @@ class Domain:
     position_independent: bool = False
     backward: bool = True
     decays: tuple[str, ...] = ("log",)
+    refills: bool = True
+    threads: bool = True
     reach: int = 1
     long: int = 0
     chunk: int = 64

@@ -6,7 +6,7 @@ law raises Blind when it finds that its case could not have shown the defect tha
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 from hypothesis import strategies as st
@@ -37,6 +37,7 @@ class Bench(Protocol):
 
     domain: Domain
     algorithm: str
+    device: str
 
     def call(self, case: Any) -> tuple[Inputs, Cotangents]:
         """Return the inputs of a case and, if it has a backward, the cotangents."""
@@ -49,17 +50,28 @@ class Bench(Protocol):
         counterpart: bool = False,
         poison: float = float("nan"),
         frozen: Collection[str] = (),
+        same_objects: bool = False,
     ) -> Results:
         """Return the outputs and, with cotangents, the gradients; uninitialised memory holds `poison`.
 
-        `counterpart` runs the recurrent form of the implementation. Inputs named in `frozen` require no gradient.
+        `counterpart` runs the recurrent form of the implementation. Inputs named in `frozen` require no gradient. With
+        `same_objects` the implementation gets the tensors themselves, else new views of them.
         """
 
-    def replay(self, first: Inputs, second: Inputs) -> Results:
-        """Run `first`, put the numbers of `second` into its tensors, and return the outputs of a second run of these tensors.
+    def replay(self, first: Inputs, second: Inputs, cotangents: Cotangents = None) -> Results:
+        """Run `first`, put the numbers of `second` into its tensors, and return the results of a second run of these tensors.
 
         On a GPU, a call that can be captured in a CUDA graph is captured, and the second run is the graph's replay.
         """
+
+    def renew(self, first: Inputs, second: Inputs, cotangents: Cotangents) -> Results:
+        """Run `first`, free its tensors, and return the results of `second` in new tensors, at the same addresses if possible."""
+
+    def attempt(self, inputs: Inputs) -> None:
+        """Call the implementation with illegal inputs, and drop what it returns or raises."""
+
+    def at_once(self, calls: Sequence[tuple[Inputs, Cotangents]], *, streams: bool) -> Iterator[tuple[int, Results]]:
+        """Run calls at the same time, in threads or on CUDA streams, and yield each one's number and results, several times."""
 
     def bounds(self, inputs: Inputs, cotangents: Cotangents, algorithm: str | None = None) -> dict[str, Bound]:
         """Return the truth and the error allowed to each row, for the implementation's class of algorithm or for `algorithm`."""
@@ -75,7 +87,8 @@ class Law:
     Laws of kernels take a Domain, a Bench and Cases; laws of parallel paths take the corresponding classes of
     properties/path_laws.py. `needs` returns why the law does not apply to a domain, or None. `lacks` returns the words that a case
     lacks for the law to hold for it, or None. `place` returns the possible values of `at` for a case. `about` names the operations
-    of the book to which the law applies; empty means all.
+    of the book to which the law applies; empty means all. `plain` says that a case without a variant has a meaning too.
+    `of_process` says that earlier cases of the process may decide the result, so that a failure must show in a fresh one.
     """
 
     name: str
@@ -88,6 +101,8 @@ class Law:
     place: Callable[[Any], range] | None = None
     lacks: Callable[[Any, str | None], str | None] = lambda case, variant: None
     about: tuple[str, ...] = ()
+    plain: bool = False
+    of_process: bool = False
 
     def accept(self, example: Example) -> None:
         """Raise ValueError if the law does not apply to an example; the message names the word, its value and the rule."""
@@ -97,8 +112,9 @@ class Law:
         if places is not None and (example.at is None or example.at not in places):
             span = f"in {places[0]}..{places[-1]}" if places else "possible, but this case has no place for it"
             raise ValueError(f"at must be {span} for law {self.name} on {example.case}, got {example.at}")
-        if example.variant not in (self.variants or (None,)):
-            choices = f"one of {', '.join(self.variants)}" if self.variants else "absent"
+        allowed = (*self.variants, None) if self.plain or not self.variants else self.variants
+        if example.variant not in allowed:
+            choices = f"one of {', '.join(self.variants)}{', or absent' * self.plain}" if self.variants else "absent"
             raise ValueError(f"variant must be {choices} for law {self.name}, got {example.variant}")
         if lacking := self.lacks(example.case, example.variant):
             raise ValueError(f"law {self.name} needs {lacking}, got {example.case}")

@@ -49,6 +49,8 @@ class LayerDomain:
     views: bool = True
     deterministic: bool = True
     backward: bool = True
+    refills: bool = True
+    threads: bool = True
     long: int = 0
     chunk: int = 64
 

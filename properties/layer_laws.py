@@ -1,5 +1,6 @@
 """What layers on one rank promise, the cases drawn inside that, and the laws of a layer as training and serving call it."""
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from properties.cases.layer_case import LayerCase
 from properties.common_laws import view
 from properties.domain import VIEWS
 from properties.far_views import FAR, far, far_examples, lacks_far
+from properties.history_laws import history_law
 from properties.laws import Bench, Blind, Law, Pair, either, examples_of, visible, with_others
 from properties.layer_domain import LayerDomain, layer_cases
 from properties.strategies import Example
@@ -208,6 +210,7 @@ LAYER_LAWS: dict[str, Law] = {
             lambda domain: examples_of(layer_cases(domain)),
             common_laws.memory,
         ),
+        history_law(functools.partial(layer_cases, longest=20)),
         Law(
             "strides",
             "truth",

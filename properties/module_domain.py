@@ -58,6 +58,8 @@ class ModuleDomain:
     deterministic: bool = True
     position_independent: bool = False
     backward: bool = True
+    refills: bool = True
+    threads: bool = True
     long: int = 0
 
     def __post_init__(self) -> None:

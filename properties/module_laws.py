@@ -3,6 +3,7 @@
 Most laws are those of properties/common_laws.py, applied to these operations.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from properties import common_laws
 from properties.cases.module_case import EPS, MODULES, ModuleCase, words_of
 from properties.domain import VIEWS
 from properties.far_views import FAR, LEAST, far_examples, lacks_far
+from properties.history_laws import history_law
 from properties.laws import Bench, Law, Pair, axes_of, either, examples_of, pairs_of, present, spread, with_others
 from properties.module_domain import CONV, GATES, NORMS, ModuleDomain, module_cases
 from properties.strategies import Example
@@ -527,6 +529,7 @@ MODULE_LAWS: dict[str, Law] = {
             lambda domain: examples_of(_small(domain)),
             common_laws.memory,
         ),
+        history_law(functools.partial(module_cases, sequences=(1, 3), longest=40, total=60), about=EVERY),
         _law(
             "strides",
             "truth",

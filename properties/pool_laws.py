@@ -275,16 +275,58 @@ def _requests(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _history(bench: Bench, example: Example) -> Iterator[Pair]:
-    """Two runs of the same call with another call between them, which has the same shapes, other values and other slots."""
-    case, between = example.case, _other(example.case)
-    inputs, others, meant = case.inputs(), between.inputs(), _meaningful(case)
-    once, other = bench.run(inputs, None), bench.run(others, None)
-    yield from _judged(other, bench.bounds(others, None), _meaningful(between), " after another call")
+    """Two runs of the same call with something between.
+
+    - Without a variant: another call of the same shapes, with other values and other slots. Only then bits are compared.
+    - `shapes`: a call without the first request, and one with another request.
+    - `freed`: the call's tensors are new, and have the addresses of the tensors of another call if the allocator plays along.
+    - `refused`: a call in which a required tensor is None, so that most implementations raise.
+    """
+    case = example.case
+    inputs, meant = case.inputs(), _meaningful(case)
+    bounds = bench.bounds(inputs, None)
+    if example.variant == "freed":
+        got = bench.renew(_before(bench, case).inputs(), inputs, None)
+        yield from _judged(got, bounds, meant, " in memory that an earlier call's tensors had")
+        return
+    once = bench.run(inputs, None)
+    if example.variant == "refused":
+        required = [port.name for port in case.spec.inputs if not port.optional and inputs.get(port.name) is not None]
+        bench.attempt(inputs.replaced(**{required[case.seed % len(required)]: None}))
+        yield from _judged(bench.run(inputs, None), bounds, meant, " after a call without a required tensor")
+        return
+    others = _other_requests(bench, case) if example.variant == "shapes" else [_other(case)]
+    if not others:
+        raise Blind("the domain has no other shapes for this case")
+    for between in others:
+        there = between.inputs()
+        if any(between.real):
+            yield from _judged(bench.run(there, None), bench.bounds(there, None), _meaningful(between), " after another call")
     again = bench.run(inputs, None)
-    if bench.domain.rule.deterministic:  # type: ignore[attr-defined]
+    if bench.domain.rule.deterministic and example.variant is None:  # type: ignore[attr-defined]
         yield from _equal(again, once, meant, "of a call as an earlier one")
     else:
-        yield from _judged(again, bench.bounds(inputs, None), meant, " of a call as an earlier one")
+        yield from _judged(again, bounds, meant, " of a call as an earlier one")
+
+
+def _other_requests(bench: Bench, case: PoolCase) -> list[PoolCase]:
+    """Return the case with other values, without its first request and with one more, as far as the domain allows that."""
+    found = []
+    for lengths in (case.lengths[1:], (*case.lengths, case.lengths[0])):
+        try:
+            between = dataclasses.replace(_other(case), lengths=lengths)
+        except ValueError:
+            continue
+        if bench.domain.outside(between) is None:  # type: ignore[arg-type]
+            found.append(between)
+    return found
+
+
+def _before(bench: Bench, case: PoolCase) -> PoolCase:
+    """Return the case with other values and slots and, if the requests are packed, their lengths in another order."""
+    before = _other(case)
+    rotated = dataclasses.replace(before, lengths=(*case.lengths[1:], *case.lengths[:1]))
+    return before if bench.domain.outside(rotated) else rotated  # type: ignore[arg-type]
 
 
 def _refill(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -293,9 +335,7 @@ def _refill(bench: Bench, example: Example) -> Iterator[Pair]:
     The other call has other lengths if the requests are packed, and other slots and padding. What it put into the rows of padding
     stays there.
     """
-    case, before = example.case, _other(example.case)
-    rotated = dataclasses.replace(before, lengths=(*case.lengths[1:], *case.lengths[:1]))
-    before = before if bench.domain.outside(rotated) else rotated  # type: ignore[arg-type]
+    case, before = example.case, _before(bench, example.case)
     inputs, first, meant = case.inputs(), before.inputs(), _meaningful(case)
     padding = ~_rows(case, torch.tensor(case.real))
     stale = {
@@ -440,6 +480,11 @@ def _value_dims(domain: PoolDomain) -> tuple[int, ...]:
     return several or widths(rule.value_dims, rule.width_step, 128)
 
 
+def _histories(domain: PoolDomain) -> st.SearchStrategy[Example]:
+    kinds: tuple[tuple[str, ...], ...] = ((), (), ("shapes",), ("freed",), ("refused",))
+    return either([examples_of(pool_cases(domain, most=8), None, kind) for kind in kinds])
+
+
 def _lacks(word: str, *values: str) -> Callable[[PoolCase, str | None], str | None]:
     def lacks(case: PoolCase, _: str | None) -> str | None:
         return None if case.words()[word] in values else f"{word}={'|'.join(values)}"
@@ -521,9 +566,12 @@ POOL_LAWS: dict[str, Law] = {
         Law(
             "history",
             "truth",
-            "a call gives the same results after another call with other inputs, bit for bit if deterministic=True",
-            lambda domain: examples_of(pool_cases(domain, most=8)),
+            "a call gives the same results whatever calls came before it, after the same shapes bit for bit if deterministic=True",
+            _histories,
             _history,
+            variants=("shapes", "freed", "refused"),
+            plain=True,
+            of_process=True,
         ),
         Law(
             "refill",

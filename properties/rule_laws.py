@@ -32,6 +32,7 @@ from properties.common_laws import (
 )
 from properties.domain import VIEWS, Domain
 from properties.far_views import FAR, far_examples, lacks_far
+from properties.history_laws import history_law
 from properties.laws import (
     Bench,
     Law,
@@ -46,7 +47,7 @@ from properties.laws import (
     spread,
     with_others,
 )
-from properties.strategies import REMEMBERING, Example, cases
+from properties.strategies import REMEMBERING, Example, cases, widths
 
 
 def _halves(names: Sequence[str], number: int) -> tuple[list[str], list[str]]:
@@ -362,6 +363,16 @@ def _far(domain: Domain) -> st.SearchStrategy[Example]:
     )
 
 
+def _brief(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
+    """Return short and narrow cases, because a history has several calls."""
+    narrow = {
+        "key_dim": widths(domain.key_dims, domain.width_step, 64),
+        "value_dim": widths(domain.value_dims, domain.width_step, 64),
+    }
+    narrow = narrow if not domain.equal_widths else {}
+    return _small(domain, **{"longest": 34, "total": 60, "value_heads": 2, **narrow, **more})
+
+
 LAWS: dict[str, Law] = {
     law.name: law
     for law in (
@@ -532,6 +543,7 @@ LAWS: dict[str, Law] = {
             lambda domain: examples_of(_small(domain)),
             again,
         ),
+        history_law(_brief),
         Law(
             "batch",
             "truth",

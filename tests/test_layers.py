@@ -348,6 +348,7 @@ KILLED_BY = {
     layers.ReadsUnwrittenScratch: Kill("memory", 1),
     layers.WritesBeforeConv: Kill("pure", 1),
     layers.SharesOneSample: Kill("samples", 2, 3),
+    layers.WeightOfInference: Kill("history", 1),
 }
 
 

@@ -44,7 +44,7 @@ from verify.zoo import wrong_modules as modules
 from verify.zoo.animals import animals
 
 FEW = Profile("few", 4)
-_ALL = ("oracle", "absent", "linear", "permuted", "memory", "strides", "pure")
+_ALL = ("oracle", "absent", "linear", "permuted", "memory", "history", "strides", "pure")
 CAN = {
     "causal_conv1d": {*_ALL, "recurrent", "packed", "cut", "whole", "copied", "future", "samples", "channels"},
     "gdn_gate": {*_ALL, "tokens", "heads"},
@@ -349,6 +349,7 @@ KILLED_BY: dict[str, tuple[Kill, ...]] = {
     "ConvMixesSequences": (Kill("samples", 2, 2),),
     "ConvAssumesContiguous": (Kill("strides"),),
     "ConvAddressesIn32Bits": (Kill("strides", 5),),
+    "ConvWeightByAddress": (Kill("history"),),
     "ConvWritesBeforeX": (Kill("pure"),),
     "ConvShiftsItsState": (Kill("pure"),),
     "ConvReadsUnwritten": (Kill("memory"),),

@@ -431,6 +431,8 @@ KILLED_BY = {
     pools.IdleRequestsDecay: Kill("untouched", 1, 2),
     pools.OffsetsByIdentity: Kill("refill", 2, 2),
     pools.SlotsByIdentity: Kill("refill", 1, 2),
+    pools.SlotsByAddress: Kill("history", 1, 13),
+    pools.QueueAfterAnError: Kill("history", 2, 2),
     pools.TreesAsChains: Kill("oracle", 4),
     pools.TreesByTheNextRequest: Kill("oracle", 4, 2),
     pools.TokensSideBySide: Kill("strides", 2),

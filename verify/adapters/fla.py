@@ -35,7 +35,7 @@ class Chunk(FlaAdapter):
     products = "tf32"
     chunk = 64
     # Not position independent: torch sums dg over blocks of key channels, and on a CPU that sum depends on the place in memory.
-    domain = Domain(key_dims=(1, 256), in_kernel=INSIDE)
+    domain = Domain(key_dims=(1, 256), in_kernel=INSIDE, refills=False)
     counterpart = "fla/fused_recurrent"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -62,7 +62,7 @@ class ChunkVFirst(FlaAdapter):
     algorithm = "chunkwise"
     products = "tf32"
     chunk = 64
-    domain = Domain(key_dims=(1, 256), in_kernel=INSIDE)
+    domain = Domain(key_dims=(1, 256), in_kernel=INSIDE, refills=False)
     counterpart = "fla/fused_recurrent_v_first"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -101,7 +101,7 @@ class ChunkKda(FlaAdapter):
     algorithm = "chunkwise"
     products = "tf32"
     chunk = 64
-    domain = Domain(operation="kda", key_dims=(1, 256), in_kernel=INSIDE)
+    domain = Domain(operation="kda", key_dims=(1, 256), in_kernel=INSIDE, refills=False)
     counterpart = "fla/fused_recurrent_kda"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -131,7 +131,7 @@ class ChunkDeltaRule(FlaAdapter):
     algorithm = "chunkwise"
     products = "tf32"
     chunk = 64
-    domain = Domain(operation="delta_rule", dtypes=("bf16", "fp16"), key_dims=(1, 256), grouped_heads=False)
+    domain = Domain(operation="delta_rule", dtypes=("bf16", "fp16"), key_dims=(1, 256), grouped_heads=False, refills=False)
     counterpart = "fla/fused_recurrent_delta_rule"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:

@@ -24,7 +24,7 @@ class Layer(Adapter):
     algorithm = "chunkwise"
     products = "tf32"
     chunk = 64
-    domain = LayerDomain(nothing=False)
+    domain = LayerDomain(nothing=False, refills=False)
     counterpart: str | None = "fla/layer_recurrent"
     requires = REQUIRES
 
@@ -50,7 +50,7 @@ class Layer(Adapter):
 class LayerRecurrent(Layer):
     """`Layer` as in serving, without gradients: it computes up to 64 tokens one by one, and more with the chunkwise rule."""
 
-    domain = LayerDomain(backward=False)
+    domain = LayerDomain(backward=False, refills=False)
     counterpart = None
 
     def run(self, x: Inputs) -> Answer:

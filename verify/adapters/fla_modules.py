@@ -14,7 +14,7 @@ class Conv(FlaAdapter):
     """`fla.modules.causal_conv1d.causal_conv1d`, its Triton backend: forward and backward."""
 
     algorithm = "pointwise"
-    domain = ModuleDomain("causal_conv1d")
+    domain = ModuleDomain("causal_conv1d", refills=False)
     counterpart = "fla/conv_update"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -53,7 +53,7 @@ class ShortConvolution(FlaAdapter):
     """`fla.modules.ShortConvolution`. Without gradients, it computes single tokens with its cache, which it updates in place."""
 
     algorithm = "pointwise"
-    domain = ModuleDomain("causal_conv1d")
+    domain = ModuleDomain("causal_conv1d", refills=False)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.modules import ShortConvolution as Module

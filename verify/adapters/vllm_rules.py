@@ -17,7 +17,7 @@ class Chunk(VLLM):
     products = "tf32"
     chunk = 64
     place = CHUNK
-    domain = Domain(dtypes=("bf16", "fp16"), key_dims=(1, 256), empty=False, backward=False)
+    domain = Domain(dtypes=("bf16", "fp16"), key_dims=(1, 256), empty=False, backward=False, refills=False)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         o, final = self.module().chunk_gated_delta_rule(

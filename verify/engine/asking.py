@@ -160,6 +160,13 @@ def ask(run: Run, worker: Asked, store: Store, declared: dict[str, Any] | None =
         store.end()
 
 
+def ask_afresh(run: Run, worker: Asked, store: Store, declared: dict[str, Any] | None = None) -> Outcome:
+    """The outcome of a run in a new process, if its law is about what a process keeps. Groups of ranks go on as they are."""
+    if run.the_law.of_process and isinstance(worker, Worker):
+        worker.end()
+    return ask(run, worker, store, declared)
+
+
 def ask_all(runs: Sequence[Run], worker: Asked, store: Store, defects: KnownDefects = NO_DEFECTS) -> Iterator[Outcome]:
     """The outcomes of several runs, in their order, sent to the worker as one question.
 

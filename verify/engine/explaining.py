@@ -8,7 +8,7 @@ from typing import Any
 
 from properties.laws import Law
 from properties.strategies import Example
-from verify.engine.asking import Asked, Described, ask
+from verify.engine.asking import Asked, Described, ask, ask_afresh
 from verify.engine.shrink import Shrunk, shrink
 from verify.execution.run import Run
 from verify.findings.known import KnownDefects
@@ -69,7 +69,7 @@ def explain(
         candidate = dataclasses.replace(run, example=example)
         if defects.explain_any(candidate):
             return None
-        got = ask(candidate, worker, store)
+        got = ask_afresh(candidate, worker, store)
         if defects.explain(candidate, got):
             return None
         if got.verdict is Verdict.BROKEN and got.way == outcome.way:

@@ -11,7 +11,7 @@ from oracles.counter import mix_words
 from properties.books import book_of
 from properties.laws import Law
 from properties.strategies import Example
-from verify.engine.asking import Asked, Described, ask, ask_all, most_at_once, of_one_key
+from verify.engine.asking import Asked, Described, ask, ask_afresh, ask_all, most_at_once, of_one_key
 from verify.engine.climb import climb, climbed
 from verify.engine.compile_plan import Plan
 from verify.engine.drawing import batches
@@ -136,6 +136,9 @@ class LawCheck:
     def _ask(self, run: Run) -> Outcome:
         return ask(run, self._worker, self._common.store)
 
+    def _ask_afresh(self, run: Run) -> Outcome:
+        return ask_afresh(run, self._worker, self._common.store)
+
     def _run_known(self) -> None:
         """Run the lines of the known defects of this law, and note in the report whether each still fails."""
         settings = self._common.settings
@@ -228,14 +231,16 @@ class LawCheck:
     def _confirmed(self, run: Run, outcome: Outcome) -> Outcome:
         """The outcome after a second look: KNOWN if a known defect explains it, UNKNOWN if a crash or hang does not happen again.
 
+        A failure of a law about what a process keeps must happen again in a new process, or its line would not repeat it.
         A sanitizer's finding is repeated too, because it may arrive late and belong to the case before.
         """
         by_sanitizer = outcome.kind is FailureKind.SANITIZER
-        if (outcome.lost or by_sanitizer) and self._ask(run).verdict is not Verdict.BROKEN:
+        afresh = outcome.verdict is Verdict.BROKEN and run.the_law.of_process
+        if (outcome.lost or by_sanitizer or afresh) and self._ask_afresh(run).verdict is not Verdict.BROKEN:
             # An earlier case may have written out of bounds, or the host may have killed the worker: nothing shows that this case
             # is at fault.
             self._keep(run, outcome, "found once")
-            where = "in a fresh worker" if outcome.lost else "when it was run again"
+            where = "in a fresh worker" if outcome.lost or afresh else "when it was run again"
             reason = f"{outcome.findings[0].what}, but not again {where}: {run}"
             return Outcome(Verdict.UNKNOWN, reason=reason)
         if self._common.defects.explain(run, outcome):

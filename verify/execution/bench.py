@@ -5,15 +5,17 @@ shapes and dtypes of the operation's contract.
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
 import functools
 import hashlib
 import os
+import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -26,6 +28,7 @@ from properties.cases.rule_case import Case
 from properties.laws import Cotangents, Results
 from verify.adapters.base import Adapter
 from verify.adapters.serving import Unavailable, uses_stubs
+from verify.execution.addresses import Place
 from verify.gpu import device as devices
 from verify.interpreter import Race, UnknownTriton, races
 from verify.process.outcome import FailureKind, Finding
@@ -33,6 +36,9 @@ from verify.process.stacks import Mark, marked, unmarked
 
 T = TypeVar("T")
 UNPOISONED = "GDN_VERIFY_UNPOISONED"  # environment variable of a worker: no poison, so that a sanitizer sees uninitialised memory
+
+
+TIMES = 3  # how often calls run at the same time
 
 
 class AdapterFault(Exception):
@@ -154,12 +160,13 @@ class AdapterBench(Timed):
         counterpart: bool = False,
         poison: float = float("nan"),
         frozen: Collection[str] = (),
+        same_objects: bool = False,
     ) -> Results:
         """Call the adapter and, with cotangents, its backward. Returns outputs and gradients by name.
 
         `counterpart` calls the one-token form instead. `poison` fills uninitialised memory. No gradients are computed for inputs in
-        `frozen`. AdapterFault if the call raises or breaks the contract, OutOfMemory if memory runs out. An input that was changed
-        is added to `impure`.
+        `frozen`. With `same_objects` the adapter gets the tensors of `inputs` themselves, else new views of them. AdapterFault if
+        the call raises or breaks the contract, OutOfMemory if memory runs out. An input that was changed is added to `impure`.
         """
         spec = self._contract(inputs)
         inputs = _in_layout(inputs, getattr(self.domain, "layout", None))
@@ -169,7 +176,7 @@ class AdapterBench(Timed):
         updated = {port.name for port in spec.outputs} & tensors.keys() if getattr(self.domain, "in_place", False) else set()
         try:
             with self.timed("kernel_s"), devices.default("cpu"), poisoned(poison), races.accepted(if_=_shares_a_slot(inputs)):
-                results = self._call(adapter, spec, inputs, cotangents, frozen)
+                results = self._call(adapter, spec, inputs, cotangents, frozen, same_objects=same_objects)
             for name in updated:
                 if (results[name].data_ptr(), results[name].stride()) != (tensors[name].data_ptr(), tensors[name].stride()):
                     raise AdapterFault(
@@ -191,18 +198,19 @@ class AdapterBench(Timed):
                     self.impure.append(Finding(f"input {name}", FailureKind.INPUT_CHANGED, "was changed by the call"))
         return results
 
-    def replay(self, first: Inputs, second: Inputs) -> Results:
-        """Run `first`, put the numbers of `second` into its tensors, and return the outputs of a second run of these tensors.
+    def replay(self, first: Inputs, second: Inputs, cotangents: Cotangents = None) -> Results:
+        """Run `first`, put the numbers of `second` into its tensors, and return the results of a second run of these tensors.
 
         On a GPU, a call that can be captured in a CUDA graph is captured, and the second run is the graph's replay.
         """
         first = _in_layout(first, getattr(self.domain, "layout", None))
         tensors = {name: value for name, value in first.items() if isinstance(value, Tensor)}
         if self.device == "cpu" or not getattr(self.domain, "graphs", False):
-            self.run(first, None)
-            for name, tensor in tensors.items():
-                tensor.copy_(second[name])
-            return self.run(first, None)
+            self.run(first, cotangents, same_objects=True)
+            with torch.no_grad():
+                for name, tensor in tensors.items():
+                    tensor.copy_(second[name])
+            return self.run(first, cotangents, same_objects=True)
         try:
             with self.timed("kernel_s"), devices.default("cpu"):
                 return self._from_graph(first, tensors, second)
@@ -211,6 +219,67 @@ class AdapterBench(Timed):
         except Exception as error:
             raised, self.lost = blamed(error, self.device)
             raise raised from error
+
+    def renew(self, first: Inputs, second: Inputs, cotangents: Cotangents) -> Results:
+        """Run `first`, free its tensors, and return the results of `second` in new tensors, at the same addresses if possible.
+
+        Both calls are copied first, so nothing but the implementation may still hold what the first one got.
+        """
+        names = [name for name, value in second.items() if isinstance(value, Tensor)]
+        places = {name: Place(second[name]) for name in names}
+        for inputs in (first, second):
+            copies = inputs.replaced(**{name: place.put(inputs[name]) for name, place in places.items()})
+            results = self.run(copies, cotangents, same_objects=True)
+            del copies
+        return results
+
+    @marked(Mark.IMPLEMENTATION)
+    def attempt(self, inputs: Inputs) -> None:
+        """Call the adapter with illegal inputs, and drop what it returns or raises."""
+        whole = {name: value.clone() for name, value in inputs.items() if isinstance(value, Tensor)}
+        with self.timed("kernel_s"), devices.default("cpu"), poisoned(float("nan")), contextlib.suppress(Exception):
+            self.adapter.run(inputs.replaced(**whole))
+
+    def at_once(self, calls: Sequence[tuple[Inputs, Cotangents]], *, streams: bool) -> Iterator[tuple[int, Results]]:
+        """Run calls at the same time, in threads or on CUDA streams. Yields each one's number and results, TIMES times."""
+        specs = [self._contract(inputs) for inputs, _ in calls]
+        run = self._on_streams if streams else self._in_threads
+        try:
+            with self.timed("kernel_s"), devices.default("cpu"), poisoned(float("nan")):
+                results = run([(self.adapter, spec, *call) for spec, call in zip(specs, calls, strict=True)])
+                devices.settle(self.device)
+        except AdapterFault:
+            raise
+        except Exception as error:
+            raised, self.lost = blamed(error, self.device)
+            raise raised from error
+        yield from results
+
+    @marked(Mark.IMPLEMENTATION)
+    def _in_threads(self, calls: Sequence[Any]) -> list[tuple[int, Results]]:
+        """Run every call in a thread of its own, TIMES times."""
+        start = threading.Barrier(len(calls))
+
+        def run(number: int) -> list[tuple[int, Results]]:
+            start.wait()
+            return [(number, self.call_implementation(*calls[number])) for _ in range(TIMES)]
+
+        with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
+            return [result for results in pool.map(run, range(len(calls))) for result in results]
+
+    @marked(Mark.IMPLEMENTATION)
+    def _on_streams(self, calls: Sequence[Any]) -> list[tuple[int, Results]]:
+        """Launch every call on a CUDA stream of its own, TIMES times, without waiting in between."""
+        results, streams = [], [torch.cuda.Stream() for _ in calls]
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        for _ in range(TIMES):
+            for number, (call, stream) in enumerate(zip(calls, streams, strict=True)):
+                with torch.cuda.stream(stream):
+                    results.append((number, self.call_implementation(*call)))
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        return results
 
     @marked(Mark.IMPLEMENTATION)
     def _from_graph(self, first: Inputs, tensors: dict[str, Tensor], second: Inputs) -> Results:
@@ -230,28 +299,47 @@ class AdapterBench(Timed):
         outputs = self._outputs(answer, self._contract(first), first)
         return {name: output.detach().clone() for name, output in outputs.items()}
 
-    def _call(self, adapter: Adapter, spec: Operation, inputs: Inputs, cotangents: Cotangents, frozen: Collection[str]) -> Results:
+    def _call(
+        self,
+        adapter: Adapter,
+        spec: Operation,
+        inputs: Inputs,
+        cotangents: Cotangents,
+        frozen: Collection[str],
+        *,
+        same_objects: bool,
+    ) -> Results:
         """Call the implementation and wait until the device has the results.
 
         If memory runs out on a GPU, we release the oracle's memory, which torch caches, and try a second time.
         """
         try:
-            results = self.call_implementation(adapter, spec, inputs, cotangents, frozen)
+            results = self.call_implementation(adapter, spec, inputs, cotangents, frozen, same_objects=same_objects)
         except RuntimeError as error:
             if self.device == "cpu" or not _no_memory(error):
                 raise
             devices.free_bytes(self.device)
-            results = self.call_implementation(adapter, spec, inputs, cotangents, frozen)
+            results = self.call_implementation(adapter, spec, inputs, cotangents, frozen, same_objects=same_objects)
         devices.settle(self.device)
         return results
 
     @marked(Mark.IMPLEMENTATION)
     def call_implementation(
-        self, adapter: Adapter, spec: Operation, inputs: Inputs, cotangents: Cotangents, frozen: Collection[str] = ()
+        self,
+        adapter: Adapter,
+        spec: Operation,
+        inputs: Inputs,
+        cotangents: Cotangents,
+        frozen: Collection[str] = (),
+        *,
+        same_objects: bool = False,
     ) -> Results:
         """Compute outputs and gradients. If a worker hangs with this frame on its stack, the implementation is to blame."""
         names = [port.name for port in spec.inputs if inputs.get(port.name) is not None and port.dtype != "index"]
-        leaves = {name: inputs[name].detach().requires_grad_(cotangents is not None and name not in frozen) for name in names}
+        leaves = {name: inputs[name] if same_objects else inputs[name].detach() for name in names}
+        for name, leaf in leaves.items():
+            if not leaf.requires_grad:
+                leaf.requires_grad_(cotangents is not None and name not in frozen)
         answer = adapter.run(inputs.replaced(**leaves))
         outputs = self._outputs(answer, spec, inputs)
         results = {name: value.detach() for name, value in outputs.items()}

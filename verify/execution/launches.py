@@ -109,10 +109,10 @@ class _Bench(AdapterBench):
     recorder: Recorder
     recorded = False
 
-    def call_implementation(self, *arguments: Any) -> Any:
+    def call_implementation(self, *arguments: Any, **options: Any) -> Any:
         """Compute outputs and gradients, as the base class does, with a new recording."""
         self.recorder.begin(on=self.recorded)
-        return super().call_implementation(*arguments)
+        return super().call_implementation(*arguments, **options)
 
 
 def report_of(run: Run, calls: int, beside: Sequence[str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -39,6 +40,7 @@ _blocks: dict[Function, int] = {}  # the number of elements of the largest block
 # The arguments that a kernel has stored to after it had loaded from them. Loads from these are recorded.
 _stored_after_loads: dict[Function, set[str]] = {}
 NOTHING: Mapping[Span, Trace] = MappingProxyType({})
+_one_launch = threading.RLock()  # several threads may launch kernels
 _machine: Machine | None = None  # the machine of the current launch
 
 
@@ -117,7 +119,15 @@ def _patch_functions() -> None:
 
 
 def _launch(self: Any, *positional: Any, **named: Any) -> None:
-    """Run a kernel on a grid. Replaces Triton's `GridExecutor.__call__`, and runs all programs together if it can."""
+    """Run a kernel on a grid. Replaces Triton's `GridExecutor.__call__`, and runs all programs together if it can.
+
+    One launch runs at a time, because Triton's interpreter and this module keep the current launch in global variables.
+    """
+    with _one_launch:
+        _launched(self, positional, named)
+
+
+def _launched(self: Any, positional: Sequence[Any], named: dict[str, Any]) -> None:
     parameters = inspect.signature(self.fn).parameters
     named = {name: value for name, value in named.items() if name in parameters}
     hosted, hosted_named = self._init_args_hst(positional, named)

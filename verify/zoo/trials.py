@@ -242,8 +242,13 @@ class Trials:
 
 
 def is_eligible(animal: Animal) -> bool:
-    """Whether suites can judge this animal: it must implement the gated delta rule with log-decay and beta as inputs."""
+    """Whether suites can judge this animal: it must implement the gated delta rule with log-decay and beta as inputs.
+
+    An animal that is wrong only in later calls of a process is not eligible, since the order of a suite's cases would decide.
+    """
     domain, plain = animal.kind.domain, Domain()
+    if getattr(animal.kind, "later_calls", False):
+        return False
     if not (issubclass(animal.kind, Adapter) and isinstance(domain, Domain) and domain.operation == OPERATION):
         return False
     return (domain.in_kernel, domain.decays) == (plain.in_kernel, plain.decays)

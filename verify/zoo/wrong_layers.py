@@ -3,6 +3,8 @@
 tests/test_layers.py names the laws each of which detects the wrong layer alone.
 """
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -302,3 +304,18 @@ class SharesOneSample(Layered):
         assert last is not None
         leaked = torch.cat([torch.zeros_like(last[1:]), last[:1]])
         return super().rule(x.replaced(state=leaked))
+
+
+class WeightOfInference(Layered):
+    """The projection in float32 is kept by the weight's address and version, also under no_grad, where it takes no gradient."""
+
+    letter = "K"
+    seen: ClassVar[dict[tuple[object, ...], Tensor]] = {}
+
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        key = (weight.data_ptr(), weight._version, weight.shape, weight.dtype, float(weight.detach().double().sum()))
+        if not torch.is_grad_enabled():
+            self.seen[key] = weight.detach().clone()
+        elif not weight.requires_grad:
+            return super().project(x, weight)
+        return super().project(x, self.seen.get(key, weight))

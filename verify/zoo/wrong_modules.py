@@ -1,7 +1,7 @@
 """Wrong modules: a convolution, gate or norm in plain torch, each with one mistake that somebody made or could have made."""
 
 import itertools
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -318,6 +318,19 @@ class ConvDecodesLate(Conv):
         if x.x.shape[1] != 1 or not len(columns):
             return columns
         return torch.cat([columns[1:], columns[-1:] * 0])
+
+
+class ConvWeightByAddress(Conv):
+    """The weight in float32 is kept by its address, so an optimiser's step in place is not seen."""
+
+    letter = "K"
+    incident = (36,)
+    domain = ModuleDomain("causal_conv1d", backward=False)
+    seen: ClassVar[dict[tuple[object, ...], tuple[Tensor, Tensor]]] = {}
+
+    def taps(self, x: Inputs) -> Tensor:
+        key = (x.weight.data_ptr(), x.weight.shape, x.weight.dtype)
+        return self.seen.setdefault(key, (x.weight, super().taps(x).clone()))[1]
 
 
 class ConvResetsAtBlocks(Conv):

@@ -322,6 +322,35 @@ class SlotsByIdentity(Serving):
         return super().run(x.replaced(slots=slots) if tensor is x.slots else x)
 
 
+class SlotsByAddress(Serving):
+    """Slots are kept by their address, which the slots of a later step have too, once those of an earlier one are freed."""
+
+    letter = "K"
+    incident = (36,)
+    seen: ClassVar[dict[tuple[object, ...], Tensor]] = {}
+
+    def run(self, x: Inputs) -> Answer:
+        key = (x.slots.data_ptr(), x.slots.shape, x.slots.dtype, x.pool.shape, x.padding, len(x.v))
+        return super().run(x.replaced(slots=self.seen.setdefault(key, x.slots.clone())))
+
+
+class QueueAfterAnError(Serving):
+    """A call that raises leaves a mark, and the first request of the next call is then taken for one that begins."""
+
+    letter = "S"
+    unfinished: ClassVar[bool] = False
+
+    def run(self, x: Inputs) -> Answer:
+        kind = type(self)
+        self.late, kind.unfinished = kind.unfinished, True
+        result = super().run(x)
+        kind.unfinished = False
+        return result
+
+    def begins(self, x: Inputs, request: int) -> bool:
+        return super().begins(x, request) or (self.late and request == 0)
+
+
 class LargeValuesChangeThePath(Serving):
     """If any request has a large value, all requests take a right path that rounds differently."""
 

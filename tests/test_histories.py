@@ -1,0 +1,223 @@
+"""Histories: what an implementation keeps of one call makes a later call wrong, and right implementations pass."""
+
+import dataclasses
+import pathlib
+import weakref
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from oracles.counter import mix_words
+from oracles.operation import Inputs
+from properties.books import book_of
+from properties.domain import Domain
+from properties.history_laws import HISTORIES, other_kinds, rotated
+from properties.strategies import Example
+from verify.adapters.fla import Chunk
+from verify.engine.asking import ask_afresh
+from verify.engine.check import Check
+from verify.engine.drawing import seeded
+from verify.engine.law_check import Settings
+from verify.engine.profiles import PROFILES, Profile
+from verify.execution import addresses
+from verify.execution.execute import execute
+from verify.execution.judging import adapter_of
+from verify.execution.run import Run
+from verify.findings.store import Store
+from verify.process.outcome import Outcome, Verdict
+from verify.process.worker import Worker
+from verify.zoo import wrong_histories
+from verify.zoo.animals import animals, right_of
+from verify.zoo.base import Chunkwise
+
+HERE = "tests/test_histories.py"
+# Each wrong implementation with the history that shows it, and a small case.
+SEEN_BY = {
+    "SpansByIdentity": "refill lengths=0+1 packed=yes key_dim=1 value_dim=1 backward=no",
+    "SpansByAddress": "freed lengths=0+1 packed=yes key_dim=1 value_dim=1 backward=no",
+    "GatesOfTheFirstShape": "others lengths=1 gate=1000 state=random backward=no",
+    "ScratchOfTheFirstBatch": "others lengths=1 packed=yes state=random backward=no",
+    "NestedAfterAnError": "refused lengths=0 state=random backward=no",
+    "ScratchOfAllThreads": "threads lengths=3 state=random backward=no",
+    "ConvWeightByAddress": "refill op=causal_conv1d lengths=1 backward=no",
+    "WeightOfInference": "gradients op=gdn_layer lengths=1 conv_width=2",
+    "SlotsByAddress": "freed op=decode lengths=1+1+1+1+1+1+1+1",
+    "QueueAfterAnError": "refused op=decode lengths=0 state=random",
+}
+
+
+def examples_of(spec: str, law: str = "history") -> list[Example]:
+    """The examples that a check of the default profile draws for a law."""
+    domain, found = adapter_of(spec).domain, list[Example]()
+    seeded(book_of(domain).laws[law].draw(domain), mix_words(0, law), PROFILES["quick"].examples_of(law), found.append)
+    return found
+
+
+def run_of(name: str) -> Run:
+    """The run of a wrong implementation's history and small case."""
+    variant, _, case = SEEN_BY[name].partition(" ")
+    return Run.parse(f"law=history variant={variant} adapter=zoo/{name} {case}")
+
+
+def outcome_of(line: str) -> Outcome:
+    return execute(Run.parse(line))
+
+
+@pytest.mark.parametrize("name", [name for name in SEEN_BY if hasattr(wrong_histories, name)])
+@pytest.mark.slow_after_first
+def test_the_default_profile_shows_a_history_that_the_right_implementation_survives(name: str) -> None:
+    variant = run_of(name).example.variant
+    right = right_of(animals()[name].kind)
+    assert right is not None
+    example = next(
+        example
+        for example in examples_of(f"zoo/{name}")
+        if example.variant == variant and execute(Run("history", f"zoo/{name}", example)).verdict is Verdict.BROKEN
+    )
+    assert execute(Run("history", f"zoo/{right.__name__}", example)).verdict is Verdict.HOLDS
+
+
+@pytest.mark.parametrize("name", SEEN_BY)
+@pytest.mark.slow_after_first
+def test_the_smallest_line_shows_it_in_a_fresh_process(name: str, worker: Worker, tmp_path: pathlib.Path) -> None:
+    outcome = ask_afresh(run_of(name), worker, Store(tmp_path))
+    assert outcome.verdict is Verdict.BROKEN, outcome
+
+
+class KeepsWhatIsAlive(Chunkwise):
+    """Right: spans are kept for as long as cu_seqlens lives, and made again when its numbers change."""
+
+    seen: ClassVar[dict[int, tuple[weakref.ref[Tensor], int, list[tuple[int, int]]]]] = {}
+
+    def boundaries(self, x: Inputs) -> list[tuple[int, int]]:
+        if x.cu_seqlens is None:
+            return super().boundaries(x)
+        tensor, version, spans = self.seen.get(id(x.cu_seqlens), (lambda: None, 0, []))
+        if tensor() is not x.cu_seqlens or version != x.cu_seqlens._version:
+            spans = super().boundaries(x)
+            self.seen[id(x.cu_seqlens)] = (weakref.ref(x.cu_seqlens), x.cu_seqlens._version, spans)
+        return spans
+
+
+class HoldsWhatItKeeps(Chunkwise):
+    """Right: spans are kept by the address and version of cu_seqlens, which stays alive and so keeps its address."""
+
+    seen: ClassVar[dict[tuple[int, int], tuple[Tensor, list[tuple[int, int]]]]] = {}
+
+    def boundaries(self, x: Inputs) -> list[tuple[int, int]]:
+        if x.cu_seqlens is None:
+            return super().boundaries(x)
+        key = (x.cu_seqlens.data_ptr(), x.cu_seqlens._version)
+        return self.seen.setdefault(key, (x.cu_seqlens, super().boundaries(x)))[1]
+
+
+class SmallerAfterAnError(Chunkwise):
+    """Right: after a call that raises, chunks are smaller, which rounds differently."""
+
+    chunk = None
+    failed: ClassVar[bool] = False
+
+    def run(self, x: Inputs) -> Any:
+        self.size = 16 if self.failed else 64
+        try:
+            return super().run(x)
+        except Exception:
+            type(self).failed = True
+            raise
+
+
+class OneAtATime(Chunkwise):
+    """Right: attributes are replaced in every call, so two threads must not call it at once, which it declares."""
+
+    domain = Domain(threads=False)
+
+    def low(self, x: Tensor, like: Tensor) -> Tensor:
+        self.operand = super().low(x, like)
+        like.sum()
+        return self.operand
+
+
+@pytest.mark.parametrize("kind", [KeepsWhatIsAlive, HoldsWhatItKeeps, SmallerAfterAnError, OneAtATime, Chunkwise])
+@pytest.mark.slow_after_first
+def test_right_implementations_survive_every_history(kind: type[Chunkwise]) -> None:
+    for variant in HISTORIES:
+        for words in ("lengths=5+3+9 packed=yes state=random", "lengths=17+17+17 value_heads=2 dtype=bf16 state=random"):
+            outcome = outcome_of(f"law=history variant={variant} adapter={HERE}:{kind.__name__} {words}")
+            blind = variant == "streams" or (variant == "threads" and not kind.domain.threads)
+            assert outcome.verdict is (Verdict.BLIND if blind else Verdict.HOLDS), (variant, outcome)
+
+
+class BreaksInTheEnd(Chunkwise):
+    """The thirtieth call of a process and all later ones are wrong, so no single line of a few calls shows it."""
+
+    calls: ClassVar[int] = 0
+
+    def run(self, x: Inputs) -> Any:
+        type(self).calls += 1
+        o, state = super().run(x)
+        return (o + 1, state) if self.calls >= 30 else (o, state)
+
+
+def test_what_a_fresh_process_does_not_repeat_is_undecided(worker: Worker, tmp_path: pathlib.Path) -> None:
+    settings = Settings(f"{HERE}:BreaksInTheEnd", ["history"], Profile("few", 12))
+    with Check(settings, [worker], Store(tmp_path), defects=[]) as check:
+        (report,) = check.run()
+    assert report.verdict is not Verdict.BROKEN
+    assert "not again in a fresh worker" in report.reason
+
+
+@pytest.mark.parametrize(
+    "x", [torch.tensor([0, 3, 5]), torch.randn(2, 3, 4), torch.zeros(0, 3), torch.ones(1, dtype=torch.bfloat16)]
+)
+def test_a_place_gives_the_address_again_when_the_first_tensor_is_gone(x: Tensor) -> None:
+    place = addresses.Place(x)
+    first = place.put(x)
+    address = first.data_ptr()
+    assert torch.equal(first, x)
+    assert address % addresses.ALIGNMENT == 0
+    second = place.put(x + 1)
+    assert torch.equal(first, x)
+    assert second.data_ptr() != address or not x.numel()
+    del first, second
+    again = place.put(x + 2)
+    assert torch.equal(again, x + 2)
+    assert again.shape == x.shape
+    assert again._version == 0
+
+
+def test_memory_that_only_a_view_holds_is_not_given_again() -> None:
+    place = addresses.Place(torch.arange(4))
+    view = place.put(torch.arange(4))[1:3]
+    place.put(torch.zeros(4, dtype=torch.int64))
+    assert view.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("spec", ["zoo/Chunkwise", "zoo/Conv", "zoo/Layered", "transformers/gated_norm"])
+def test_other_calls_of_a_history_are_inside_the_domain(spec: str) -> None:
+    domain, whats = adapter_of(spec).domain, set[str]()
+    for example in examples_of(spec):
+        assert domain.outside(example.case) is None
+        assert domain.outside(rotated(example.case)) is None
+        for what, other in other_kinds(domain, example.case):
+            whats.add(what)
+            assert domain.outside(other) is None
+            assert (other.lengths != example.case.lengths, other.dtype != example.case.dtype) == (
+                what == "shapes",
+                what == "dtypes",
+            )
+    assert whats == {"shapes", "dtypes"}
+
+
+class FilledAgain(Chunk):
+    """flash-linear-attention keeps the chunks of a cu_seqlens by its identity, although a caller may fill it again."""
+
+    domain = dataclasses.replace(Chunk.domain, refills=True)
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+def test_flas_chunks_of_filled_again_offsets_are_those_of_the_first(worker: Worker, tmp_path: pathlib.Path) -> None:
+    line = f"law=history variant=refill adapter={HERE}:FilledAgain lengths=1+0 packed=yes key_dim=1 value_dim=1 backward=no"
+    assert ask_afresh(Run.parse(line), worker, Store(tmp_path)).verdict is Verdict.BROKEN
