@@ -1,7 +1,8 @@
 """The base classes of adapters. An adapter makes one implementation callable as an operation."""
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -24,12 +25,18 @@ class Implementation(abc.ABC):
     - `products` is how the implementation multiplies float32 matrices on a GPU: "ieee" or "tf32". On a CPU, with or without
       Triton's interpreter, products are always ieee.
     - `requires` maps each distribution that the implementation needs to its least version.
+    - `api` is the function or class under test, as "package.module:name" or as itself. With None it is the first function of a
+      library that the adapter calls with a tensor.
+    - `omits` maps each parameter of the function under test that no case passes to the reason. The name of a Triton kernel stands
+      for its blocks that no case runs.
     """
 
     domain: Any
     algorithm: str = "chunkwise"
     products: str = "ieee"
     requires: ClassVar[dict[str, str]] = {}
+    api: ClassVar[str | Callable[..., Any] | None] = None
+    omits: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
 
 class Adapter(Implementation):

@@ -109,6 +109,15 @@ def make(kind: Kind, spec: str) -> AnyAdapter:
             raise AdapterError(f"adapter {spec}: requires must name a version of {name} such as 1.2.0, got {least!r}")
     if wrong := misspelt(adapter, "" if spec in BUILT_IN else spec.rpartition(":")[0]):
         raise AdapterError(f"adapter {spec}: {wrong}")
+    if not (adapter.api is None or callable(adapter.api) or (isinstance(adapter.api, str) and adapter.api.count(":") == 1)):
+        raise AdapterError(
+            f"adapter {spec}: api must be a function, a class or text such as package.module:name, got {adapter.api!r}"
+        )
+    if not (
+        isinstance(adapter.omits, Mapping)
+        and all(isinstance(word, str) and word for item in adapter.omits.items() for word in item)
+    ):
+        raise AdapterError(f"adapter {spec}: omits must map names of parameters to reasons, as text, got {adapter.omits!r}")
     check_requirements(spec, adapter.requires)
     if isinstance(adapter, Adapter) and adapter.counterpart is not None:
         try:

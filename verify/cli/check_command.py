@@ -8,14 +8,14 @@ import functools
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from properties.books import book_of
 from properties.path_domain import PathDomain
 from verify.adapters.loader import check_spec
 from verify.adapters.registry import BUILT_IN, PATHS
-from verify.cli.exits import INTERRUPTED, exit_code
+from verify.cli.exits import HOLDS, INTERRUPTED, UNDECIDED, exit_code
 from verify.cli.hosts import (
     backend_of,
     check_installed,
@@ -29,13 +29,13 @@ from verify.cli.hosts import (
     workers_of,
 )
 from verify.cli.options import SWEEP, chosen_laws
-from verify.cli.output import json_lines, print_line, print_troubles, progress, stored
+from verify.cli.output import json_lines, print_line, print_troubles, progress, stored, write_reach
 from verify.cli.sweep_command import sweep
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
 from verify.execution.sanitizer import PROGRAM, Sanitizer
-from verify.findings import coverage, known
+from verify.findings import coverage, known, reach_report
 from verify.findings import report as text
 from verify.findings.law_report import LawReport
 from verify.findings.store import Store
@@ -54,6 +54,8 @@ def check(options: argparse.Namespace) -> int:
     laws = chosen_laws(options)
     check_installed(spec)
     known.of(spec, options.known)
+    if options.strict_reach and options.tune == SWEEP:
+        raise ValueError("--strict-reach is about the laws of a check: it excludes --tune sweep")
     launch = launched()
     if options.sanitize and (spec in PATHS or options.ranks or launch or options.tune == SWEEP or options.device == "cpu"):
         raise ValueError(
@@ -106,9 +108,21 @@ def check(options: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             interrupted = True
             checking.stop()
+        write_reach(lines, spec, checking.reach, _omits(checking))
     print_troubles(store, examples)
     _print_end(checking, time.monotonic() - start, out, interrupted=interrupted)
-    return INTERRUPTED if interrupted else exit_code(checking.reports)
+    if interrupted:
+        return INTERRUPTED
+    code = exit_code(checking.reports)
+    if code == HOLDS and options.strict_reach and reach_report.not_looked_at(checking.reach, _omits(checking)):
+        print_line("undecided because of --strict-reach: something was not looked at", out)
+        return UNDECIDED
+    return code
+
+
+def _omits(checking: Check) -> Mapping[str, str]:
+    """What the adapter leaves out; nothing before it is loaded."""
+    return checking.described.omits if checking.described is not None else {}
 
 
 def _run(options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | None, out: Any) -> None:
@@ -156,11 +170,13 @@ def _print_report(out: Any, lines: Callable[[dict[str, Any]], None], report: Law
 
 
 def _print_end(checking: Check, wall_s: float, out: Any, *, interrupted: bool) -> None:
-    """Print the summary, the kernels whose programs could not be interpreted together, and failures of gdn-verify itself."""
+    """Print the summary, kernels whose programs could not be interpreted together, the reach, and failures of gdn-verify itself."""
     reports = checking.reports
     print_line(("interrupted: " if interrupted else "") + _summary(reports, checking.laws or [], wall_s, checking.store), out)
     if slow := text.one_by_one(reports):
         print_line("\n".join(slow), out)
+    if seen := reach_report.report(checking.reach, _omits(checking), parameters=checking.settings.laws is None):
+        print_line("\n".join(seen), out)
     if notice := text.fault_notice(reports):
         print_line(notice, out)
 

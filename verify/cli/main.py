@@ -110,6 +110,11 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="draw half of the cases as variations of those with the largest errors so far, as soak does",
     )
+    check.add_argument(
+        "--strict-reach",
+        action="store_true",
+        help="exit with 3 if every law holds but a parameter was never passed, or a branch of an interpreted kernel never ran",
+    )
     add_ranks(check)
     add_sanitize(check)
     add_common(check)

@@ -39,6 +39,7 @@ class LawItem:
         from verify.engine.check import Check
         from verify.engine.law_check import Settings
         from verify.engine.profiles import PROFILES
+        from verify.findings import reach_report
         from verify.findings import report as text
         from verify.findings.regressions import Examples
         from verify.findings.store import Store
@@ -49,7 +50,8 @@ class LawItem:
         settings = Settings(self.adapter, [self.law], PROFILES[self.profile], self.seed, self.device, tune)
         with Check(settings, [self.worker], store, examples=examples) as check:
             (report,) = check.run()
-        for line in (*report.known, *filter(None, (store.trouble, examples.trouble))):
+        looked_at = [f"looked at: at most {reach_report.looked_at(report.reach)}"] if report.reach else []
+        for line in (*report.known, *looked_at, *filter(None, (store.trouble, examples.trouble))):
             print(line)
         if report.verdict is Verdict.BROKEN:
             pytest.fail(text.failure(report), pytrace=False)

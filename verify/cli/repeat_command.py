@@ -52,9 +52,7 @@ def repeat(options: argparse.Namespace) -> int:
         )
     if store.trouble:
         print(f"gdn-verify: {store.trouble}", file=sys.stderr)
-    print(
-        json.dumps({"run": str(run), "versions": versions, **outcome.to_json()})
-        if options.json
-        else text.outcome_text(run, outcome, versions)
-    )
+    data = {"run": str(run), "versions": versions, **outcome.to_json()}
+    del data["reach"]  # that is about the cases of a whole check
+    print(json.dumps(data) if options.json else text.outcome_text(run, outcome, versions))
     return {Verdict.HOLDS: HOLDS, Verdict.BROKEN: BROKEN}.get(outcome.verdict, UNDECIDED)

@@ -43,7 +43,10 @@ _COSTS: weakref.WeakKeyDictionary[Asked, dict[str, str]] = weakref.WeakKeyDictio
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """An adapter's declarations, as a worker reports them: spec, domain, algorithm, versions, device, `products` and `chunk`."""
+    """An adapter's declarations, as a worker reports them.
+
+    `omits` maps parameters that are not passed to the reason (verify/adapters/base.py).
+    """
 
     spec: str
     domain: Any  # of the book's kind
@@ -52,6 +55,7 @@ class Described:
     device: str = ""
     products: str = "ieee"
     chunk: int | None = None
+    omits: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def products_of(self, example: Example, device: str) -> str:
         """How the implementation multiplies float32 matrices in a run on `device`: "ieee" or "tf32".
@@ -104,7 +108,7 @@ def describe(spec: str, worker: Asked) -> Described:
     if isinstance(domain, PathDomain) and not isinstance(worker, Worker):
         domain = dataclasses.replace(domain, ranks=worker.size, exchange_ranks=worker.size)
     about = (description.algorithm, description.versions, description.device, description.products, description.chunk)
-    return Described(spec, domain, *about)
+    return Described(spec, domain, *about, description.omits)
 
 
 def with_sizes(described: Described, worker: Asked, device: str) -> Described:

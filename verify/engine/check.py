@@ -13,13 +13,14 @@ from verify.engine.drawing import seeded
 from verify.engine.law_check import Common, LawCheck, Settings
 from verify.findings import known
 from verify.findings.known import Known, KnownDefects
-from verify.findings.law_report import LawReport
+from verify.findings.law_report import LawReport, reach_of
 from verify.findings.regressions import Examples
 from verify.findings.store import Store
 from verify.gpu import device as devices
 from verify.gpu.compiled_keys import Notes
 from verify.process.messages import Describe
 from verify.process.outcome import Verdict
+from verify.process.reach import Reach
 from verify.process.worker import Worker, WorkerLost
 
 
@@ -135,6 +136,11 @@ class Check:
                 if future not in told and not future.cancelled() and future.exception() is None:
                     tell(future)
         return self.reports
+
+    @property
+    def reach(self) -> Reach:
+        """What the decided cases looked at, those of unfinished laws too."""
+        return reach_of((*self.reports, *self.unfinished))
 
     def _planned(self, common: Common) -> Plan:
         """The plan of a check on a GPU: its examples, and the compilation of their kernels while others run."""

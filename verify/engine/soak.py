@@ -17,7 +17,7 @@ from verify.engine.asking import Described, describe, started
 from verify.engine.check import Check
 from verify.engine.law_check import Settings, overall
 from verify.engine.profiles import PROFILES, Profile
-from verify.findings.law_report import LawReport
+from verify.findings.law_report import LawReport, reach_of
 from verify.findings.regressions import Examples
 from verify.findings.store import Store
 from verify.process.outcome import Verdict
@@ -209,6 +209,7 @@ def merged(before: LawReport, more: LawReport) -> LawReport:
         known=before.known or more.known,
         fault=before.fault or more.fault,
         fault_run=before.fault_run or more.fault_run,
+        reach=reach_of((before, more)),
         **data,
     )
 

@@ -28,6 +28,7 @@ from properties.cases.rule_case import Case
 from properties.laws import Cotangents, Results
 from verify.adapters.base import Adapter
 from verify.adapters.serving import Unavailable, uses_stubs
+from verify.execution import recorder
 from verify.execution.addresses import Place
 from verify.gpu import device as devices
 from verify.interpreter import Race, UnknownTriton, races
@@ -313,14 +314,16 @@ class AdapterBench(Timed):
 
         If memory runs out on a GPU, we release the oracle's memory, which torch caches, and try a second time.
         """
-        try:
-            results = self.call_implementation(adapter, spec, inputs, cotangents, frozen, same_objects=same_objects)
-        except RuntimeError as error:
-            if self.device == "cpu" or not _no_memory(error):
-                raise
-            devices.free_bytes(self.device)
-            results = self.call_implementation(adapter, spec, inputs, cotangents, frozen, same_objects=same_objects)
-        devices.settle(self.device)
+        under_test = adapter is self.adapter  # and not its one-token form
+        with recorder.launches() if under_test else contextlib.nullcontext():
+            try:
+                results = self.call_implementation(adapter, spec, inputs, cotangents, frozen, same_objects=same_objects)
+            except RuntimeError as error:
+                if self.device == "cpu" or not _no_memory(error):
+                    raise
+                devices.free_bytes(self.device)
+                results = self.call_implementation(adapter, spec, inputs, cotangents, frozen, same_objects=same_objects)
+            devices.settle(self.device)
         return results
 
     @marked(Mark.IMPLEMENTATION)
@@ -340,7 +343,8 @@ class AdapterBench(Timed):
         for name, leaf in leaves.items():
             if not leaf.requires_grad:
                 leaf.requires_grad_(cotangents is not None and name not in frozen)
-        answer = adapter.run(inputs.replaced(**leaves))
+        with recorder.arguments(adapter) if adapter is self.adapter else contextlib.nullcontext():
+            answer = adapter.run(inputs.replaced(**leaves))
         outputs = self._outputs(answer, spec, inputs)
         results = {name: value.detach() for name, value in outputs.items()}
         if cotangents is None:

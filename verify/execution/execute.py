@@ -10,6 +10,8 @@ from typing import Any
 
 from properties.books import book_of
 from verify.adapters.base import Adapter, PathAdapter, TraceAdapter
+from verify.adapters.loader import AnyAdapter
+from verify.execution import recorder
 from verify.execution.bench import AdapterBench, Compiling, Ready
 from verify.execution.judge import NOTHING, where
 from verify.execution.judging import adapter_of, following, judged, there
@@ -33,9 +35,20 @@ def execute(
     - `excused` maps outputs to multiples of their tolerance (see verify/execution/judge.py).
     - `declared` replaces attributes of the adapter, such as `folds`, when the results are judged. The adapter is called unchanged.
     """
-    adapter, law = adapter_of(run.adapter), run.the_law
+    adapter = adapter_of(run.adapter)
     if book_of(adapter.domain) is not book_of(run.example.case):
         return Outcome(Verdict.UNSUPPORTED, reason=f"law {run.law} is not about {run.adapter}")
+    with recorder.recording() as reach:
+        outcome = _executed(run, adapter, ready, excused, declared)
+        reach.sizes = recorder.sizes_of(run.example.case, adapter)
+    outcome.reach = reach
+    return outcome
+
+
+def _executed(
+    run: Run, adapter: AnyAdapter, ready: Ready | None, excused: Mapping[str, float], declared: Mapping[str, Any]
+) -> Outcome:
+    law = run.the_law
     if isinstance(adapter, PathAdapter):
         return execute_path(run, adapter)
     if isinstance(adapter, TraceAdapter):

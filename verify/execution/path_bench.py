@@ -20,7 +20,7 @@ from oracles.sharding import AT_REST, Mesh, Rank
 from properties.cases.path_case import CHOICES, ParallelCase
 from properties.laws import Breach, Cotangents, Results
 from verify.adapters.base import PathAdapter
-from verify.execution import oracle_process
+from verify.execution import oracle_process, recorder
 from verify.execution.bench import AdapterFault, Timed, blamed, poisoned
 from verify.execution.judge import indices
 from verify.execution.judging import faulted, following, judged
@@ -89,7 +89,8 @@ class RankBench(Timed):
         output = next(port.name for port in case.spec.outputs)
 
         def forward_and_backward() -> tuple[Tensor, list[Tensor | None]]:
-            y = self.adapter.run(arguments, place)
+            with recorder.arguments(self.adapter):
+                y = self.adapter.run(arguments, place)
             checked = self._checked(y, case, tensors[self._carrier], output)
             if cotangents is None:
                 return checked, []
@@ -146,7 +147,7 @@ class RankBench(Timed):
         Abandoned, which says that another rank raised, passes through.
         """
         try:
-            with self.timed("kernel_s"):
+            with self.timed("kernel_s"), recorder.launches():
                 result = call()
                 devices.settle(self.device)
                 return result

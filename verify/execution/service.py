@@ -69,6 +69,7 @@ def _describe(asked: Describe) -> Answer:
         versions=versions(adapter),
         device=devices.name(),
         chunk=getattr(adapter, "chunk", None),
+        omits=dict(adapter.omits),
     ).to_json()
 
 

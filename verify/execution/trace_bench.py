@@ -1,5 +1,6 @@
 """The bench of serving engines: opens an engine for a law, guards every call of it, and provides truths and tolerances."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -15,6 +16,7 @@ from oracles.serving import SERVING
 from properties.cases.trace_case import Batch, Sizes, TraceCase
 from properties.trace_domain import TraceDomain
 from verify.adapters.base import Engine, TraceAdapter
+from verify.execution import recorder
 from verify.execution.bench import AdapterFault, Timed, blamed, poisoned
 from verify.execution.judge import NOTHING, indices
 from verify.execution.judging import following, judged
@@ -62,7 +64,10 @@ class TraceBench(Timed):
         """Call the engine. AdapterFault, OutOfMemory, UnknownTriton or Unavailable if it raises."""
         try:
             shared = self.padding_rows > 1  # several programs may then write to the slot of padding rows
-            with self.timed("kernel_s"), devices.default("cpu"), poisoned(float("nan")), races.accepted(if_=shared):
+            guards = (devices.default("cpu"), poisoned(float("nan")), races.accepted(if_=shared), recorder.launches())
+            with self.timed("kernel_s"), contextlib.ExitStack() as stack:
+                for guard in guards:
+                    stack.enter_context(guard)
                 answer = self.call_engine(method, *args, **options)
                 devices.settle(self.device)
         except AdapterFault:
@@ -78,7 +83,8 @@ class TraceBench(Timed):
     @marked(Mark.IMPLEMENTATION)
     def call_engine(self, method: Any, *args: Any, **options: Any) -> Any:
         """Call a method. If a worker hangs with this frame on its stack, the implementation is to blame."""
-        return method(*args, **options)
+        with recorder.arguments(self.adapter):
+            return method(*args, **options)
 
 
 class Guarded:

@@ -1,10 +1,14 @@
 """The report of one law of one adapter after a check."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from verify.execution.run import Run
 from verify.process.outcome import Finding, Outcome, Verdict
+from verify.process.reach import Reach
+
+DECIDED = (Verdict.HOLDS, Verdict.BROKEN, Verdict.KNOWN)  # outcomes of cases that looked at something
 
 
 @dataclasses.dataclass
@@ -40,10 +44,12 @@ class LawReport:
     kernel_s: float = 0.0
     oracle_s: float = 0.0
     wall_s: float = 0.0
+    reach: Reach = dataclasses.field(default_factory=Reach)  # what the decided cases looked at
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        data = dataclasses.asdict(self)
+        """Plain data, without the reach: the reach of all laws together is printed once."""
+        data = dataclasses.asdict(dataclasses.replace(self, reach=Reach()))
+        del data["reach"]
         data["findings"] = [finding.to_json() for finding in self.findings]
         return data
 
@@ -62,5 +68,15 @@ class LawReport:
             self.regimes[key] = self.regimes.get(key, 0) + 1
         for kernel, launches in outcome.one_by_one.items():
             self.one_by_one[kernel] = self.one_by_one.get(kernel, 0) + launches
+        if outcome.verdict in DECIDED:
+            self.reach.add(outcome.reach)
         self.kernel_s += outcome.kernel_s
         self.oracle_s += outcome.oracle_s
+
+
+def reach_of(reports: Iterable[LawReport]) -> Reach:
+    """What the decided cases of several laws looked at."""
+    reach = Reach()
+    for report in reports:
+        reach.add(report.reach)
+    return reach

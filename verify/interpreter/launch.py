@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from verify.interpreter import operations
+from verify.interpreter import branches, operations
 from verify.interpreter.grid import Function, Machine
 from verify.interpreter.memory import Alone, Memory, Rewatch, Span, Unordered, Untracked, span_of, tensors_of
 from verify.interpreter.operations import Diverges, GridBuilder, Unbatchable
@@ -91,6 +91,7 @@ def _patch_functions() -> None:
     compile_and_exec, plain_call = interpreter.FunctionRewriter._compile_and_exec, interpreter.InterpretedFunction.__call__
 
     def compiled(self: Any, tree: Any) -> Any:
+        branches.mark(tree, self.fn)
         function = compile_and_exec(self, tree)
         function.gdn_function = Function(tree.body[0], self.filename, function.__globals__, inspect.signature(function))
         return function

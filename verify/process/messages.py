@@ -111,7 +111,10 @@ class Join(Question):
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What an adapter declares, as a worker sees it. `book` is the name of the book that its domain belongs to."""
+    """What an adapter declares, as a worker sees it.
+
+    `book` is the name of the book that its domain belongs to. `omits` maps parameters that are not passed to the reason.
+    """
 
     book: str
     domain: dict[str, Any]
@@ -120,6 +123,7 @@ class Description:
     versions: str
     device: str
     chunk: int | None = None
+    omits: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> Answer:
         """The description as plain data."""

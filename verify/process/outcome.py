@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from verify.process.reach import Reach
+
 Used = dict[str, tuple[str, ...]]  # for each autotuned kernel, the autotune configurations that ran
 
 
@@ -138,6 +140,7 @@ class Outcome:
     fault: str = ""  # if gdn-verify itself failed: the exception, file, line and function
     # Launches whose programs could not be interpreted together: the number of launches for each "kernel: reason".
     one_by_one: dict[str, int] = dataclasses.field(default_factory=dict)
+    reach: Reach = dataclasses.field(default_factory=Reach)  # what the case looked at
 
     @property
     def kind(self) -> FailureKind | None:
@@ -161,7 +164,8 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         """The outcome as plain data. Ratios are at most 1e300, since JSON has no infinity."""
-        data = dataclasses.asdict(self)
+        data = dataclasses.asdict(dataclasses.replace(self, reach=Reach()))  # asdict would copy each block of each kernel
+        data["reach"] = self.reach.to_json()
         data["findings"] = [finding.to_json() for finding in self.findings]
         data["ratios"] = {name: ratio if ratio < 1e300 else 1e300 for name, ratio in self.ratios.items()}
         return data
@@ -171,4 +175,5 @@ class Outcome:
         """The outcome from the data of `to_json`."""
         findings = [Finding.from_json(finding) for finding in data["findings"]]
         tuned = {kernel: tuple(texts) for kernel, texts in data["tuned"].items()}
-        return cls(**{**data, "verdict": Verdict(data["verdict"]), "findings": findings, "tuned": tuned})
+        reach = Reach.from_json(data["reach"])
+        return cls(**{**data, "verdict": Verdict(data["verdict"]), "findings": findings, "tuned": tuned, "reach": reach})

@@ -7,6 +7,7 @@ from typing import Any
 
 from verify.process.messages import Answer
 from verify.process.outcome import Finding, Outcome, Verdict, rank_names
+from verify.process.reach import Reach
 
 IDLE = "this rank takes no part in the case"  # the reason in the outcome of a rank that the case does not need
 
@@ -79,6 +80,9 @@ def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:
     rows = sum(outcome.rows for outcome in outcomes.values())
     if verdict is Verdict.HOLDS and rows == 0:
         verdict, reason = Verdict.BLIND, "nothing to compare: no rank has a row"
+    reach = Reach()
+    for outcome in outcomes.values():
+        reach.add(outcome.reach)
     names = {name for outcome in outcomes.values() for name in outcome.ratios}
     return Outcome(
         verdict,
@@ -91,6 +95,7 @@ def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:
         spent=any(outcome.spent for outcome in outcomes.values()),
         tuned=next((outcome.tuned for outcome in outcomes.values() if outcome.tuned), {}),
         fault=next((outcome.fault for outcome in outcomes.values() if outcome.fault), ""),
+        reach=reach,
     ).to_json()
 
 

@@ -1,0 +1,124 @@
+"""What a check looked at, and what it did not look at, as lines of text for people. This module prints nothing."""
+
+import textwrap
+from collections.abc import Iterable, Mapping
+
+from verify.process.reach import DEFAULT, NUMBER, Reach, Values
+
+WIDTH = 130
+MOST_KERNELS = 6  # of which the text says which branches never ran
+SIZES = {
+    "sequence": "tokens in a sequence",
+    "chunks": "chunks in a sequence",
+    "tokens": "tokens in a call",
+    "sequences": "sequences in a call",
+    "heads": "heads",
+    "value_heads": "value heads for each key head",
+    "rank_tokens": "tokens on a rank",
+    "ranks": "ranks",
+}
+UNSEEN = "no function under test was seen, so its parameters are unknown (an adapter can name it in api)"
+FULL = "there was more than a reach can hold"
+
+
+def looked_at(reach: Reach) -> str:
+    """The largest sizes of the cases, in one line."""
+    return "; ".join(f"{reach.sizes[name]} {words}" for name, words in SIZES.items() if name in reach.sizes)
+
+
+def not_looked_at(reach: Reach, omits: Mapping[str, str]) -> list[str]:
+    """What no case looked at although one could: parameters that were never passed, and blocks of kernels that never ran.
+
+    Parameters and kernels that `omits` names are left out.
+    """
+    gaps = [] if reach.functions else [reach.trouble or UNSEEN]
+    for function, parameters in reach.functions.items():
+        if names := [name for name, values in parameters.items() if not values.passed and name not in omits]:
+            of = f" to {function.rpartition(':')[2]}" if len(reach.functions) > 1 else ""
+            gaps.append(f"never passed{of}: {', '.join(names)}")
+    return [*gaps, *_branches(reach, omits), *([FULL] if reach.full else [])]
+
+
+def _branches(reach: Reach, omits: Mapping[str, str]) -> list[str]:
+    gaps = []
+    for kernel, blocks in reach.blocks.items():
+        name = kernel.rpartition(":")[2]
+        if (lines := [block for block, ran in blocks.items() if not ran]) and name not in omits:
+            gaps.append(f"{len(lines)} {'branch' if len(lines) == 1 else 'branches'} of {name} never ran ({_lines(lines)})")
+    return gaps
+
+
+def report(reach: Reach, omits: Mapping[str, str], *, parameters: bool = True) -> list[str]:
+    """The lines about a whole check; none if no case was decided. With `parameters` each parameter and its values are listed."""
+    if not reach:
+        return []
+    lines = _wrapped("looked at      at most ", looked_at(reach))
+    constant = [f"{name} always {_words(values)}" for name, values in _parameters(reach) if _is_constant(values)]
+    if parameters:
+        for function, values_of in reach.functions.items():
+            lines.append(f"parameters     of {function}")
+            for words, names in _by_words(values_of).items():
+                lines += _wrapped(f"  {', '.join(names)}: ", words)
+    gaps, branches = not_looked_at(reach, omits), _branches(reach, omits)
+    if len(branches) > MOST_KERNELS:
+        hidden = branches[MOST_KERNELS:]
+        gaps = [gap for gap in gaps if gap not in hidden]
+        gaps.append(f"branches of {len(hidden)} more kernels never ran (--json lists them)")
+    if constant:
+        gaps = [*gaps, f"never varied: {', '.join(constant)}"]
+    if "sequence" in reach.sizes:
+        gaps = [*gaps, f"never longer than {reach.sizes['sequence']} tokens"]
+    lines += _wrapped("not looked at  ", "; ".join(gaps))
+    for name, reason in omits.items():
+        lines += _wrapped("left out       ", f"{name}: {reason}{_contradiction(reach, name)}")
+    return lines
+
+
+def _parameters(reach: Reach) -> Iterable[tuple[str, Values]]:
+    return (pair for parameters in reach.functions.values() for pair in parameters.items())
+
+
+def _contradiction(reach: Reach, name: str) -> str:
+    """What is wrong with leaving out a name: a case passed the parameter, or nothing is called so. "" if nothing is wrong."""
+    kernels = {kernel.rpartition(":")[2] for kernel in reach.blocks}
+    passed = [values.passed for parameter, values in _parameters(reach) if parameter == name]
+    if any(passed):
+        return " (but a case passed it)"
+    return (
+        ""
+        if passed or name in kernels or not (reach.functions or reach.blocks)
+        else " (but nothing that was looked at is called so)"
+    )
+
+
+def _is_constant(values: Values) -> bool:
+    """Whether a flag, number or text was the same in all calls, and not its default. Tensors are what a case varies anyway."""
+    (kind, *others) = sorted(values.kinds)
+    return not others and values.low >= values.high if kind == NUMBER else not others and (kind in ("True", "False") or "'" in kind)
+
+
+def _words(values: Values) -> str:
+    numbers = f"{values.low:g} to {values.high:g}" if values.low < values.high else f"{values.low:g}"
+    return ", ".join(numbers if kind == NUMBER else kind for kind in sorted(values.kinds, key=lambda kind: (kind != DEFAULT, kind)))
+
+
+def _by_words(parameters: Mapping[str, Values]) -> dict[str, list[str]]:
+    """The parameters that got the same kinds of values together, in the order of the signature."""
+    names: dict[str, list[str]] = {}
+    for name, values in parameters.items():
+        names.setdefault(_words(values), []).append(name)
+    return names
+
+
+def _lines(blocks: list[str]) -> str:
+    """The lines of blocks, the first few of them: "lines 12, 40 and 3 more"."""
+    lines = sorted({int(block.partition(":")[0]) for block in blocks})
+    more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
+    return f"line{'s' if len(lines) > 1 else ''} {', '.join(map(str, lines[:4]))}{more}"
+
+
+def _wrapped(label: str, words: str) -> list[str]:
+    indent = "                 " if label.startswith(" ") else " " * 15
+    return textwrap.wrap(
+        words, WIDTH, initial_indent=label, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+    )
