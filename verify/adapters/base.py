@@ -29,6 +29,8 @@ class Implementation(abc.ABC):
       library that the adapter calls with a tensor.
     - `omits` maps each parameter of the function under test that no case passes to the reason. The name of a Triton kernel stands
       for its blocks that no case runs.
+    - `guards`: around its inputs there is memory full of NaN. An implementation that says in its documentation how far it reads
+      beyond its inputs, and that drops what it reads there, sets this to False.
     """
 
     domain: Any
@@ -37,6 +39,7 @@ class Implementation(abc.ABC):
     requires: ClassVar[dict[str, str]] = {}
     api: ClassVar[str | Callable[..., Any] | None] = None
     omits: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    guards: bool = True
 
 
 class Adapter(Implementation):

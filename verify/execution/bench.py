@@ -30,13 +30,13 @@ from verify.adapters.base import Adapter
 from verify.adapters.serving import Unavailable, uses_stubs
 from verify.execution import recorder
 from verify.execution.addresses import Place
+from verify.execution.guards import UNPOISONED, Guards
 from verify.gpu import device as devices
 from verify.interpreter import Race, UnknownTriton, races
 from verify.process.outcome import FailureKind, Finding
 from verify.process.stacks import Mark, marked, unmarked
 
 T = TypeVar("T")
-UNPOISONED = "GDN_VERIFY_UNPOISONED"  # environment variable of a worker: no poison, so that a sanitizer sees uninitialised memory
 
 
 TIMES = 3  # how often calls run at the same time
@@ -172,11 +172,14 @@ class AdapterBench(Timed):
         spec = self._contract(inputs)
         inputs = _in_layout(inputs, getattr(self.domain, "layout", None))
         adapter = self.counterpart if counterpart else self.adapter
+        guards = Guards(_tensors(inputs, cotangents), around=adapter.guards and not same_objects)
+        inputs, cotangents = _between(inputs, cotangents, guards)
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
         copies = {name: value.clone() for name, value in tensors.items()}
         updated = {port.name for port in spec.outputs} & tensors.keys() if getattr(self.domain, "in_place", False) else set()
         try:
-            with self.timed("kernel_s"), devices.default("cpu"), poisoned(poison), races.accepted(if_=_shares_a_slot(inputs)):
+            shared = _shares_a_slot(inputs)
+            with self.timed("kernel_s"), devices.default("cpu"), poisoned(poison), races.accepted(if_=shared), guards.known():
                 results = self._call(adapter, spec, inputs, cotangents, frozen, same_objects=same_objects)
             for name in updated:
                 if (results[name].data_ptr(), results[name].stride()) != (tensors[name].data_ptr(), tensors[name].stride()):
@@ -197,6 +200,8 @@ class AdapterBench(Timed):
                     tensors[name].copy_(copies[name])  # undo the update: its result is kept, and laws pass the same inputs again
                 for name in _changed({name: (tensors[name], before) for name, before in copies.items() if name not in updated}):
                     self.impure.append(Finding(f"input {name}", FailureKind.INPUT_CHANGED, "was changed by the call"))
+                for name in guards.written():
+                    self.impure.append(Finding(f"memory around {name}", FailureKind.INPUT_CHANGED, "was changed by the call"))
         return results
 
     def replay(self, first: Inputs, second: Inputs, cotangents: Cotangents = None) -> Results:
@@ -205,6 +210,7 @@ class AdapterBench(Timed):
         On a GPU, a call that can be captured in a CUDA graph is captured, and the second run is the graph's replay.
         """
         first = _in_layout(first, getattr(self.domain, "layout", None))
+        first, _ = _between(first, None, Guards(_tensors(first, None), around=self.adapter.guards))
         tensors = {name: value for name, value in first.items() if isinstance(value, Tensor)}
         if self.device == "cpu" or not getattr(self.domain, "graphs", False):
             self.run(first, cotangents, same_objects=True)
@@ -478,6 +484,18 @@ def _bytes(x: Tensor) -> bytes:
 
 
 _MEMO = _Memo(64, 2**17)
+
+
+def _tensors(inputs: Inputs, cotangents: Cotangents) -> dict[str, Tensor]:
+    """The tensors of a call by name, for findings about the memory around them."""
+    named = {f"input {name}": x for name, x in inputs.items() if isinstance(x, Tensor)}
+    return named | {f"cotangent of {name}": x for name, x in (cotangents or {}).items()}
+
+
+def _between(inputs: Inputs, cotangents: Cotangents, guards: Guards) -> tuple[Inputs, Cotangents]:
+    """The call with its tensors between guards."""
+    there = inputs.replaced(**{name: guards.tensors[f"input {name}"] for name, x in inputs.items() if isinstance(x, Tensor)})
+    return there, cotangents and {name: guards.tensors[f"cotangent of {name}"] for name in cotangents}
 
 
 def _in_layout(inputs: Inputs, layout: str | None) -> Inputs:

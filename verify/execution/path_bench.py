@@ -22,6 +22,7 @@ from properties.laws import Breach, Cotangents, Results
 from verify.adapters.base import PathAdapter
 from verify.execution import oracle_process, recorder
 from verify.execution.bench import AdapterFault, Timed, blamed, poisoned
+from verify.execution.guards import Guards
 from verify.execution.judge import indices
 from verify.execution.judging import faulted, following, judged
 from verify.execution.run import Run
@@ -42,6 +43,7 @@ PARAMETERS = {
     "out_proj": "out_proj.weight",
 }
 T = TypeVar("T")
+OFFSETS = ("cu_seqlens", "cu_seqlens_padded")
 SHARED_ALIKE = ("weight", "bias")  # of a convolution: every CP rank has the whole tensor, and the gradient is the sum over ranks
 
 
@@ -77,16 +79,20 @@ class RankBench(Timed):
             case = dataclasses.replace(case, tp=1, cp=1, sp=False, lengths=case.padded, padding="none")
             place = Place(Alone(), Alone())
         tensors, others = self._cut(case, place.rank, inputs)
+        output = next(port.name for port in case.spec.outputs)
         backward = cotangents is not None
+        directions = {} if cotangents is None else {"": self._tokens(case, place.rank, cotangents[output]).to(self.device)}
+        moved = {name: x.to(self.device) for name, x in tensors.items()}
+        guards = Guards({**moved, **directions}, around=self.adapter.guards)
         leaves: Results = {
-            name: torch.nn.Parameter(x.to(self.device), backward)
-            if name in PARAMETERS
-            else x.to(self.device).requires_grad_(backward)
-            for name, x in tensors.items()
+            name: torch.nn.Parameter(x, backward) if name in PARAMETERS else x.requires_grad_(backward)
+            for name, x in guards.tensors.items()
+            if name
         }
         copies = {name: leaf.detach().clone() for name, leaf in leaves.items()}
         arguments = self._call(case, leaves, others)
-        output = next(port.name for port in case.spec.outputs)
+        offsets = Guards({name: arguments[name] for name in OFFSETS if arguments[name] is not None}, around=self.adapter.guards)
+        arguments = arguments.replaced(**offsets.tensors)
 
         def forward_and_backward() -> tuple[Tensor, list[Tensor | None]]:
             with recorder.arguments(self.adapter):
@@ -94,14 +100,18 @@ class RankBench(Timed):
             checked = self._checked(y, case, tensors[self._carrier], output)
             if cotangents is None:
                 return checked, []
-            direction = self._tokens(case, place.rank, cotangents[output]).to(self.device)
-            return checked, self._backward(y, direction, list(leaves.values()))
+            return checked, self._backward(y, guards[""], list(leaves.values()))
 
-        y, gradients = self.call_implementation(forward_and_backward)
+        with guards.known(), offsets.known():
+            y, gradients = self.call_implementation(forward_and_backward)
         results = {output: y}
         for name, leaf in leaves.items():
             if not torch.equal(leaf.detach(), copies[name]):
                 self.impure.append(Finding(name, FailureKind.INPUT_CHANGED, "was changed by the call"))
+        for name in [*guards.written(), *offsets.written()]:
+            self.impure.append(
+                Finding(f"memory around {name or f'd{output}'}", FailureKind.INPUT_CHANGED, "was changed by the call")
+            )
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=False):
             whole = torch.zeros_like(leaf) if gradient is None else gradient.detach()
             results[gradient_name(name)] = self._added(name, whole, place, case)

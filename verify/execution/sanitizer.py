@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from verify.execution.bench import UNPOISONED
+from verify.execution.guards import UNPOISONED
 from verify.gpu import device as devices
 from verify.process.messages import QUESTIONS, Refuse, RunMany, RunOne, Watched
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict

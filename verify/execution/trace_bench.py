@@ -18,6 +18,7 @@ from properties.trace_domain import TraceDomain
 from verify.adapters.base import Engine, TraceAdapter
 from verify.execution import recorder
 from verify.execution.bench import AdapterFault, Timed, blamed, poisoned
+from verify.execution.guards import Guards
 from verify.execution.judge import NOTHING, indices
 from verify.execution.judging import following, judged
 from verify.execution.run import Run
@@ -50,8 +51,9 @@ class TraceBench(Timed):
     def open(self, sizes: Sizes) -> "Guarded":
         """Open an engine. AdapterFault if that raises, or if its pool has another shape or dtype."""
         moved = {name: getattr(sizes, name).to(self.device) for name in ("weight", "A_log", "dt_bias")}
-        sizes = dataclasses.replace(sizes, **moved)
-        return Guarded(self, self.call("open", self.adapter.open, sizes), sizes)
+        guards = Guards(moved, around=self.adapter.guards)
+        sizes = dataclasses.replace(sizes, weight=guards["weight"], A_log=guards["A_log"], dt_bias=guards["dt_bias"])
+        return Guarded(self, self.call("open", self.adapter.open, sizes), sizes, guards)
 
     def bounds(self, inputs: Inputs, kind: str) -> dict[str, Bound]:
         """Return the truth and the tolerances of rows. Those of a decode and of a verification are judged as recurrent."""
@@ -90,8 +92,8 @@ class TraceBench(Timed):
 class Guarded:
     """An engine whose calls are timed and checked."""
 
-    def __init__(self, bench: TraceBench, engine: Engine, sizes: Sizes) -> None:
-        self.bench, self.engine, self.sizes = bench, engine, sizes
+    def __init__(self, bench: TraceBench, engine: Engine, sizes: Sizes, guards: Guards) -> None:
+        self.bench, self.engine, self.sizes, self.guards = bench, engine, sizes, guards
         if not isinstance(engine, Engine):
             raise AdapterFault(
                 "open", FailureKind.TYPE, f"returned {type(engine).__name__}, must return an Engine", detail="engine"
@@ -190,8 +192,13 @@ class Guarded:
     def _rows(self, name: str, batch: Batch) -> Tensor:
         """Call the engine with a batch and check the outputs. AdapterFault for another type, shape or dtype."""
         tensors = {key: getattr(batch, key).to(self.bench.device, copy=True) for key in ("mixed", "a", "b")}
+        guards = Guards(tensors, around=self.bench.adapter.guards)
         self.bench.padding_rows = batch.real.count(False) if self.sizes.padding_slot >= 0 else 0
-        o = self.bench.call(name, getattr(self.engine, name), dataclasses.replace(batch, **tensors))
+        batch = dataclasses.replace(batch, mixed=guards["mixed"], a=guards["a"], b=guards["b"])
+        with guards.known(), self.guards.known():
+            o = self.bench.call(name, getattr(self.engine, name), batch)
+        for key in [*guards.written(), *self.guards.written()]:
+            raise AdapterFault(f"memory around {key} of {name}", FailureKind.INPUT_CHANGED, "was changed by the call")
         shape = (sum(batch.lengths), self.sizes.value_heads, self.sizes.value_dim)
         if not isinstance(o, Tensor):
             raise AdapterFault(f"o of {name}", FailureKind.TYPE, f"is {type(o).__name__}, must be a tensor", detail="output")

@@ -268,7 +268,7 @@ def _race_text(suspect: Suspect, grid: Grid, did: str, does: str, element: str) 
 def _element(named: dict[str, Tensor], byte: int) -> str:
     """The name of the element at a byte of a memory, as `argument[indices]` of the first argument that contains it."""
     for name, tensor in named.items():
-        rest, places = byte // tensor.element_size() - int(tensor.storage_offset()), [0] * tensor.dim()
+        rest, places = (byte - tensor.data_ptr() + span_of(tensor)[0]) // tensor.element_size(), [0] * tensor.dim()
         for axis in sorted(range(tensor.dim()), key=lambda axis: -tensor.stride()[axis]):
             stride = tensor.stride(axis)
             places[axis] = rest // stride if stride else 0

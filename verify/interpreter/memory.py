@@ -17,6 +17,7 @@ from verify.interpreter.races import AGAINST, ATOMIC, LOAD, STORE, Shadow, Suspe
 SUSPECTS, PAIRS = 64, 8  # at most so many suspects of a launch, and of one access; the programs of each run again, alone
 _BYTE = np.dtype(np.uint8)
 Span = tuple[int, int]  # the addresses of a tensor's first byte, and of the byte after its last
+INNER: dict[int, Span] = {}  # for storages that begin and end with guards, by their first byte: the memory between the guards
 
 
 class OutOfBounds(Exception):
@@ -60,9 +61,10 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 
 def span_of(tensor: torch.Tensor) -> Span:
-    """The addresses of the first byte of a tensor's storage, and of the byte after its last."""
+    """The addresses of the first byte of a tensor's storage, and of the byte after its last; those of INNER if it is there."""
     storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    start = storage.data_ptr()
+    return INNER.get(start) or (start, start + storage.nbytes())
 
 
 class Rewatch(Exception):
