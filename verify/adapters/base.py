@@ -2,7 +2,6 @@
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -38,7 +37,7 @@ class Implementation(abc.ABC):
     products: str = "ieee"
     requires: ClassVar[dict[str, str]] = {}
     api: ClassVar[str | Callable[..., Any] | None] = None
-    omits: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    omits: ClassVar[Mapping[str, str]] = {}
     guards: bool = True
 
 

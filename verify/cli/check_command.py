@@ -29,7 +29,7 @@ from verify.cli.hosts import (
     workers_of,
 )
 from verify.cli.options import SWEEP, chosen_laws
-from verify.cli.output import json_lines, print_line, print_troubles, progress, stored, write_reach
+from verify.cli.output import json_lines, print_line, print_troubles, progress, stored
 from verify.cli.sweep_command import sweep
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
@@ -108,7 +108,6 @@ def check(options: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             interrupted = True
             checking.stop()
-        write_reach(lines, spec, checking.reach, _omits(checking))
     print_troubles(store, examples)
     _print_end(checking, time.monotonic() - start, out, interrupted=interrupted)
     if interrupted:
@@ -170,13 +169,13 @@ def _print_report(out: Any, lines: Callable[[dict[str, Any]], None], report: Law
 
 
 def _print_end(checking: Check, wall_s: float, out: Any, *, interrupted: bool) -> None:
-    """Print the summary, kernels whose programs could not be interpreted together, the reach, and failures of gdn-verify itself."""
+    """Print the reach, the summary, kernels whose programs could not be interpreted together, and failures of gdn-verify itself."""
     reports = checking.reports
+    if seen := reach_report.report(checking.reach, _omits(checking), parameters=checking.settings.laws is None):
+        print_line("\n".join(seen), out)
     print_line(("interrupted: " if interrupted else "") + _summary(reports, checking.laws or [], wall_s, checking.store), out)
     if slow := text.one_by_one(reports):
         print_line("\n".join(slow), out)
-    if seen := reach_report.report(checking.reach, _omits(checking), parameters=checking.settings.laws is None):
-        print_line("\n".join(seen), out)
     if notice := text.fault_notice(reports):
         print_line(notice, out)
 

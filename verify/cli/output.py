@@ -5,16 +5,14 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from verify.findings import reach_report
 from verify.findings.regressions import Examples
 from verify.findings.store import Store
-from verify.process.reach import Reach
 
 
 def stored(options: argparse.Namespace, out: Any) -> tuple[Store, Examples | None]:
@@ -54,13 +52,6 @@ def json_lines(place: str | None) -> Iterator[Callable[[dict[str, Any]], None]]:
 
     with file:
         yield write
-
-
-def write_reach(lines: Callable[[dict[str, Any]], None], spec: str, reach: Reach, omits: Mapping[str, str]) -> None:
-    """Write what the cases of an adapter looked at as the last JSON line. Nothing is written if no case was decided."""
-    if reach:
-        gaps = reach_report.not_looked_at(reach, omits)
-        lines({"adapter": spec, "reach": reach.to_json(), "not_looked_at": gaps, "omits": dict(omits)})
 
 
 def print_line(line: str, out: Any) -> None:

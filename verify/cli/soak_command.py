@@ -9,13 +9,12 @@ from verify.adapters.loader import check_spec
 from verify.cli.exits import INTERRUPTED, exit_code
 from verify.cli.hosts import check_installed, compilers_of, count_of, deadline_of, device_of, read_deny_list
 from verify.cli.options import SWEEP, chosen_laws
-from verify.cli.output import json_lines, print_line, print_troubles, progress, stored, write_reach
+from verify.cli.output import json_lines, print_line, print_troubles, progress, stored
 from verify.engine import soak
 from verify.engine.profiles import PROFILES
 from verify.findings import known, reach_report
 from verify.findings import report as text
 from verify.findings.law_report import reach_of
-from verify.process.reach import Reach
 from verify.ranks.torchrun import launched
 
 
@@ -74,20 +73,14 @@ def soak_all(options: argparse.Namespace) -> int:
                 interrupted = True
         for report in soaking.reports:
             lines(report.to_json())
-        for spec, reach in (reaches := _reaches(soaking)).items():
-            write_reach(lines, spec, reach, soaking.described[spec].omits)
     print_troubles(store, examples)
+    for spec, description in soaking.described.items():
+        reach = reach_of(report for report in soaking.reports if report.adapter == spec)
+        for line in reach_report.report(reach, description.omits, parameters=asked is None):
+            print_line(f"{spec}  {line}" if len(soaking.described) > 1 else line, out)
     print_line("\n".join(text.table(soaking.reports)), out)
     told = soak.summary(soaking.reports, soaking.rounds, time.monotonic() - start)
     print_line(("interrupted: " if interrupted else "") + told, out)
-    for spec, reach in reaches.items():
-        for line in reach_report.report(reach, soaking.described[spec].omits, parameters=asked is None):
-            print_line(f"{spec}  {line}" if len(reaches) > 1 else line, out)
     if notice := text.fault_notice(soaking.reports):
         print_line(notice, out)
     return INTERRUPTED if interrupted else exit_code(soaking.reports)
-
-
-def _reaches(soaking: soak.Soak) -> dict[str, Reach]:
-    """What the decided cases of each adapter looked at."""
-    return {spec: reach_of(report for report in soaking.reports if report.adapter == spec) for spec in soaking.described}

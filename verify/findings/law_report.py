@@ -47,9 +47,9 @@ class LawReport:
     reach: Reach = dataclasses.field(default_factory=Reach)  # what the decided cases looked at
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, without the reach: the reach of all laws together is printed once."""
+        """Plain data."""
         data = dataclasses.asdict(dataclasses.replace(self, reach=Reach()))
-        del data["reach"]
+        data["reach"] = self.reach.to_json()
         data["findings"] = [finding.to_json() for finding in self.findings]
         return data
 
