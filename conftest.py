@@ -1,7 +1,9 @@
 """Hypothesis settings for the toolkit's own tests; everything else lives in the plugin (verify/cli/pytest_plugin.py)."""
 
 import gc
+import os
 import signal
+import sys
 
 import hypothesis
 import torch
@@ -12,6 +14,9 @@ hypothesis.settings.register_profile("suite", deadline=None, derandomize=True, d
 hypothesis.settings.load_profile("suite")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite in the background ignores Ctrl-C, and what it starts would too
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+# Tests start a few hundred Python processes. Without bytecode each of them would compile every module of ours again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 torch.set_num_threads(1)  # bits are compared with those of workers, which have one; and the suite has a process a core
 
 

@@ -1,15 +1,21 @@
 """Kill tables: which law detects a wrong implementation when it is run alone, and how small the case must get."""
 
 import dataclasses
+import functools
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from properties.laws import Law
+from properties.strategies import Example
+from verify.engine import explaining, law_check
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
+from verify.engine.shrink import Shrunk, shrink
 from verify.execution.run import Run
 from verify.findings.law_report import LawReport
 from verify.findings.store import Store
@@ -25,6 +31,10 @@ class Kill:
     tokens: int = 1
     sequences: int = 1
 
+    def small(self, case: Any) -> bool:
+        """Whether a case is as small as it must get."""
+        return len(case.lengths) <= self.sequences and max(case.lengths) <= self.tokens
+
 
 def rows(table: Mapping[Any, Iterable[Kill]]) -> list[Any]:
     """A parameter of pytest for each implementation, a class or its name, and law."""
@@ -32,15 +42,34 @@ def rows(table: Mapping[Any, Iterable[Kill]]) -> list[Any]:
     return [pytest.param(name, kill, id=f"{name}-{kill.law}") for name, kills in named for kill in kills]
 
 
+def shrunk_until(
+    kill: Kill, example: Example, law: Law, fails: Callable[[Example], bool | None], more: Callable[[int], bool]
+) -> Shrunk:
+    """What `shrink` returns if it is told to end at a case that is small enough."""
+    smallest = [example]
+
+    def failing(candidate: Example) -> bool | None:
+        if answer := fails(candidate):
+            smallest[0] = candidate
+        return answer
+
+    return shrink(example, law, failing, lambda runs: more(runs) and not kill.small(smallest[0].case))
+
+
 def assert_killed_alone(name: str, kill: Kill, worker: Worker, folder: pathlib.Path) -> LawReport:
-    """The report of the law in the default profile: broken, its case small, and both of its lines kept."""
+    """The report of the law in the default profile: broken, its case small, and both of its lines kept.
+
+    Shrinking ends when the case is small enough. What else gets simpler, and what an adapter might declare, is tested elsewhere.
+    """
     store = Store(folder)
-    with Check(Settings(f"zoo/{name}", [kill.law], PROFILES["quick"]), [worker], store, defects=[]) as check:
+    with (
+        mock.patch.object(explaining, "shrink", functools.partial(shrunk_until, kill)),
+        mock.patch.object(law_check, "would_hold", return_value=[]),
+        Check(Settings(f"zoo/{name}", [kill.law], PROFILES["quick"]), [worker], store, defects=[]) as check,
+    ):
         (report,) = check.run()
     assert report.verdict is Verdict.BROKEN, f"{kill.law} lets {name} live: {report.counts}"
-    case = Run.parse(report.run).example.case
-    assert len(case.lengths) <= kill.sequences, report.run
-    assert max(case.lengths) <= kill.tokens, report.run
+    assert kill.small(Run.parse(report.run).example.case), report.run
     findings = (store.folder / "findings.jsonl").read_text()
     assert report.run in findings
     assert report.first_run in findings

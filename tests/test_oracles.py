@@ -221,7 +221,7 @@ def forms(operation: str) -> list[tuple[str, int | None]]:
 
 
 @pytest.mark.parametrize("operation", RULES)
-@settings(max_examples=9)
+@settings(max_examples=6)
 @given(case=cases(Domain(), longest=150, total=150))
 @example(case=Case.parse("lengths=128+42 packed=yes value_heads=2 key_dim=12 beta=two values=repeated qk_norm=yes seed=127"))
 @example(case=Case.parse("lengths=75+75 value_heads=4 key_dim=1 value_dim=40 beta=one state=random qk_norm=yes seed=9982"))
@@ -250,7 +250,7 @@ ORDINARY = cases(
 
 
 @pytest.mark.parametrize("operation", RULES)
-@settings(max_examples=10)
+@settings(max_examples=7)
 @given(case=ORDINARY)
 @pytest.mark.slow
 def test_each_form_equals_the_definition_to_few_roundings_where_the_case_is_well_conditioned(operation: str, case: Case) -> None:

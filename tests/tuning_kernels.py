@@ -27,6 +27,7 @@ from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import KernelInterface
 
 from verify import interpreter
+from verify.adapters.fla import core
 from verify.gpu import autotune
 from verify.gpu.autotune import NATIVE, Denied, Policy, TuningError, infeasible, known, narrow, plan, preference, using
 
@@ -510,6 +511,7 @@ def fla_checks() -> Iterator[tuple[str, Callable[[], None]]]:
         os.environ.update(FLA_CACHE_MODE="full", FLA_CONFIG_DIR=folder)
         chosen = {"kwargs": {"BLOCK": 64}, "num_warps": 4, "num_stages": 2, "num_ctas": 1}
         pathlib.Path(folder, "add_kernel.json").write_text(json.dumps(chosen), encoding="utf-8")
+        core()
         from fla.ops.utils.cache import fla_cache_autotune
 
         def check_configurations_on_file() -> None:

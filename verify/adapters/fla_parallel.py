@@ -14,7 +14,7 @@ from torch import Tensor
 from oracles.operation import Inputs
 from properties.path_domain import MODEL_WIDTHS, PathDomain
 from verify.adapters.base import PathAdapter
-from verify.adapters.fla import REQUIRES, call
+from verify.adapters.fla import REQUIRES, call, core
 from verify.ranks.collectives import Distributed, Place
 
 LAYOUTS = {"contiguous": "contiguous", "zigzag_batch": "zigzag"}  # FLA's zigzag cuts all sequences as one stream
@@ -46,6 +46,7 @@ class ChunkCP(PathAdapter):
     requires = REQUIRES
 
     def run(self, x: Inputs, place: Place) -> Tensor:
+        core()
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
         return call(chunk_gated_delta_rule, x, cp_context=_context(x, place))[0]
@@ -60,6 +61,7 @@ class KdaCP(PathAdapter):
     requires = REQUIRES
 
     def run(self, x: Inputs, place: Place) -> Tensor:
+        core()
         from fla.ops.kda import chunk_kda
 
         return call(chunk_kda, x, cp_context=_context(x, place))[0]
@@ -76,6 +78,7 @@ class ConvCP(PathAdapter):
     requires = REQUIRES
 
     def run(self, x: Inputs, place: Place) -> Tensor:
+        core()
         from fla.modules.causal_conv1d import causal_conv1d
 
         y: Tensor

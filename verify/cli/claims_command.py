@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from verify.adapters.fla import core
 from verify.adapters.packages import installed
 from verify.claims import decode_claims as decode
 from verify.claims import exchange_claims as exchange
@@ -156,8 +157,10 @@ def _prepare_kernels(options: argparse.Namespace) -> None:
         from verify.interpreter import install
 
         install()
-    elif options.quick and installed("fla-core"):
-        limit_tuning(CONFIGURATIONS)
+    if installed("fla-core"):
+        core()
+        if options.quick and options.device != "cpu":
+            limit_tuning(CONFIGURATIONS)
 
 
 def limit_tuning(most: int) -> None:

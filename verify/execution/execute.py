@@ -53,6 +53,7 @@ def _executed(
         return execute_path(run, adapter)
     if isinstance(adapter, TraceAdapter):
         return execute_trace(run, adapter, excused, declared)
+    _bring(run.adapter)
     counterpart, case = _counterpart(run, adapter), run.example.case
     reason = law.needs(adapter.domain) or adapter.domain.outside(case)
     if reason is None and counterpart is not None:
@@ -72,6 +73,15 @@ def _executed(
     if outcome.rows == 0 and outcome.verdict is Verdict.HOLDS:
         outcome.verdict, outcome.reason = Verdict.BLIND, "nothing to compare: the case has no rows"
     return outcome
+
+
+@functools.cache
+def _bring(spec: str) -> None:
+    """Let an adapter import what it needs in its own way, which may take less time than its first call would."""
+    adapter = adapter_of(spec)
+    assert isinstance(adapter, Adapter)
+    with contextlib.suppress(Exception):  # an error here comes up again in the call
+        adapter.bring()
 
 
 def _counterpart(run: Run, adapter: Adapter) -> Adapter | None:

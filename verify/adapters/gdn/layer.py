@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from oracles.layer import Layer
 from oracles.sharding import Shard
+from verify.adapters.fla import core
 from verify.adapters.gdn import functions, weights
 from verify.adapters.gdn.exchange import check_lengths, cp_to_hp, hp_to_cp
 from verify.ranks.collectives import Place, copy_to, gather_from, reduce_from, scatter_to
@@ -193,6 +194,7 @@ class GatedDeltaNet(nn.Module):
         weight, bias = self.in_use("conv.weight"), self.in_use("conv.bias") if "conv.bias" in self.metadata else None
         if self.choices.conv == "torch" or not x.numel():  # FLA launches no kernel for an empty tensor
             return functions.causal_conv1d(x, weight, bias, lengths)
+        core()
         from fla.modules.causal_conv1d import causal_conv1d
 
         y: Tensor = causal_conv1d(x.contiguous(), weight, bias, activation="silu", cu_seqlens=cu_seqlens)[0]
@@ -205,6 +207,7 @@ class GatedDeltaNet(nn.Module):
         norm = self.choices.qk_norm == "in_kernel"
         if self.choices.rule == "torch" or not v.numel():
             return functions.gated_delta_rule(q, k, v, g, beta, lengths, qk_norm=norm, deterministic=self.choices.deterministic)
+        core()
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
         o: Tensor = chunk_gated_delta_rule(
