@@ -259,6 +259,31 @@ def test_cells_say_blind_undecided_and_why_nothing_was_asked(monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("no_work")
+def test_an_interrupted_hunt_says_of_nobody_that_it_survives_whose_cases_were_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def says(run: Run, times: int) -> Verdict:
+        if run.law == "linear" and times == 3:
+            raise KeyboardInterrupt
+        return Verdict.BROKEN if run.adapter == "zoo/PeeksAhead" and run.law == "packed" else Verdict.HOLDS
+
+    stub(monkeypatch, says)
+    with Hunt(chosen(["LeaksState", "PeeksAhead", "TailWithoutGate"]), laws=["packed", "linear", "recall"], workers=1) as hunting:
+        with pytest.raises(KeyboardInterrupt):
+            hunting.run()
+        leaks, peeks, tail = hunting.fates
+    assert (leaks.verdict, peeks.verdict, tail.verdict) == ("not finished", "killed", "not finished")
+    lines = table.lines(hunting)
+    assert not any("SURVIVES" in line for line in lines)
+    assert "2 not finished: they are alive so far, and some of their cases were not run" in lines
+    assert command.exit_code(hunting, []) == exits.BROKEN, "after Ctrl-C the command has code 130 all the same"
+    trial = trials.Trial("mine", "ours", cases=3, tried=2, killed_at={"LeaksState": None, "PeeksAhead": 1})
+    rows = "\n".join(table.rule_lines(hunting, [trial]))
+    assert re.search(r"LeaksState +not finished +\?", rows)
+    assert re.search(r"PeeksAhead +dead +1", rows)
+    trial.tried = 3
+    assert re.search(r"LeaksState +not finished +lives", "\n".join(table.rule_lines(hunting, [trial])))
+
+
+@pytest.mark.usefixtures("no_work")
 @pytest.mark.slow
 def test_a_kill_of_right_code_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     stub(monkeypatch, lambda run, times: Verdict.BROKEN if run.law == "pure" else Verdict.HOLDS)
@@ -405,6 +430,8 @@ def test_the_page_shows_survivors_alarms_and_what_was_not_asked() -> None:
     hunting.alarms.append("law=oracle adapter=zoo/Chunkwise lengths=3")
     fate = hunting.fates[0]
     fate.cells["oracle"].asked = fate.cells["oracle"].holding = 4
+    assert "Survives: " not in page.page(table.to_json(hunting)), "some of its cases were not run"
+    fate.cells["oracle"].planned, fate.cells["linear"].reason = 4, "linear is not supported"
     html = page.page(table.to_json(hunting))
     assert "Survives: " in html
     assert "Right code was rejected" in html

@@ -42,11 +42,13 @@ SHRINK_S = 20.0
 class Cell:
     """The result of one law for one animal.
 
-    `asked` counts the cases run, of which `holding` hold and `blind` could not see. `killed_at` is the number, from 1, of the case
-    that killed the animal. `seconds` is the time that these cases take, with the computation of their tolerances.
+    `planned` is the number of cases that are to be run, or None before they are drawn. `asked` counts the cases run, of which
+    `holding` hold and `blind` could not see. `killed_at` is the number, from 1, of the case that killed the animal. `seconds` is
+    the time that these cases take, with the computation of their tolerances.
     """
 
     law: str
+    planned: int | None = None
     asked: int = 0
     holding: int = 0
     blind: int = 0
@@ -67,6 +69,11 @@ class Cell:
         if self.asked > self.holding + self.blind:
             return "undecided"
         return "alive" if self.holding else "blind"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the law killed the animal, is not about it, or had all of its cases run."""
+        return self.killed_at is not None or self.asked == self.planned or (not self.asked and bool(self.reason))
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -98,8 +105,10 @@ class Fate:
 
     @property
     def verdict(self) -> str:
-        """The verdict: "killed", "SURVIVES" or "not asked"."""
-        return "killed" if self.killers else "SURVIVES" if self.was_run else "not asked"
+        """The verdict: "killed", "SURVIVES", "not finished" (some of its cases were not run) or "not asked"."""
+        if self.killers or not self.was_run:
+            return "killed" if self.killers else "not asked"
+        return "SURVIVES" if all(cell.finished for cell in self.cells.values()) else "not finished"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -256,6 +265,8 @@ class Hunt:
             seeded(
                 law.draw(herd.fates[0].domain), mix_words(self.seed, law.name), PROFILE.examples_of(law.name), herd.examples.append
             )
+            for fate in herd.fates:
+                fate.cells[herd.law].planned = len(herd.examples)
         cases = list(enumerate(herd.examples, 1))[share]
         for done, (number, example) in enumerate(cases, 1):
             bounds_s, broken = 0.0, list[tuple[Fate, Run, Outcome]]()
@@ -339,6 +350,7 @@ class Summary:
     animals: int
     killed: int
     alive: int
+    not_finished: int
     not_asked: int
     median_cases: float | None
     runs: int
@@ -362,6 +374,7 @@ def summary(hunt: Hunt) -> Summary:
         len(verdicts),
         verdicts.count("killed"),
         verdicts.count("SURVIVES"),
+        verdicts.count("not finished"),
         verdicts.count("not asked"),
         statistics.median(first) if first else None,
         hunt.runs,

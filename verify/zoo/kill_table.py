@@ -38,7 +38,7 @@ def _wrapped(text: str, first: str = "    ", rest: str = "    ") -> list[str]:
 
 def lines(hunt: Hunt) -> list[str]:
     """The lines of the whole table. Survivors come last and are repeated in the summary."""
-    order = {"killed": 0, "not asked": 1, "SURVIVES": 2}
+    order = {"killed": 0, "not asked": 1, "not finished": 2, "SURVIVES": 3}
     output = [f"{'animal':<28} cl rows       first kill           laws that kill it, and in which case"]
     for fate in sorted(hunt.fates, key=lambda fate: order[fate.verdict]):
         output += fate_lines(fate)
@@ -50,6 +50,8 @@ def summary_lines(hunt: Hunt) -> list[str]:
     told = summary(hunt)
     median = f"; median {told.median_cases:g} cases to the kill" if told.median_cases is not None else ""
     output = [f"{told.animals} animals: {told.killed} killed, {told.alive} alive{median}; {told.runs} runs in {told.wall_s:.0f} s"]
+    if told.not_finished:
+        output.append(f"{told.not_finished} not finished: they are alive so far, and some of their cases were not run")
     if told.not_asked:
         output.append(f"{told.not_asked} not asked")
     for book in dict.fromkeys(name.partition("/")[0] for name in told.kills_of_law):
@@ -73,7 +75,11 @@ def rule_lines(hunt: Hunt, trials: Sequence[Trial]) -> list[str]:
     """A row for each animal that suites can judge: whether our laws kill it, and which case of each suite rejects it."""
     named = {name for trial in trials for name in trial.killed_at}
     rows = [
-        (fate.animal.name, "dead" if fate.killers else "LIVES", *(_word(trial, fate.animal.name) for trial in trials))
+        (
+            fate.animal.name,
+            {"killed": "dead", "SURVIVES": "LIVES"}.get(fate.verdict, fate.verdict),
+            *(_word(trial, fate.animal.name) for trial in trials),
+        )
         for fate in hunt.fates
         if fate.animal.name in named
     ]
@@ -92,7 +98,9 @@ def _word(trial: Trial, name: str) -> str:
     if name not in trial.killed_at:
         return "-"
     number = trial.killed_at[name]
-    return "lives" if number is None else str(number)
+    if number is None:
+        return "lives" if trial.tried == trial.cases else "?"
+    return str(number)
 
 
 def _verdict(trial: Trial) -> str:
@@ -125,6 +133,7 @@ def to_json(hunt: Hunt, trials: Sequence[Trial] = (), *, interrupted: bool = Fal
             "animals": told.animals,
             "killed": told.killed,
             "alive": told.alive,
+            "not_finished": told.not_finished,
             "not_asked": told.not_asked,
             "median_cases": told.median_cases,
             "mean_killers": statistics.fmean(len(fate.killers) for fate in hunt.fates) if hunt.fates else 0.0,

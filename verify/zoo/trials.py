@@ -131,12 +131,15 @@ def called(adapter: Adapter, inputs: Inputs, cotangents: Cotangents, chunk: int 
 class Trial:
     """The verdicts of a suite: `killed_at` has the number of the case that rejected each animal, or None if none did.
 
+    `tried` of the `cases` were run on all animals: fewer than all if the trial was interrupted.
+
     `what` is why, `rejects_right` is the first case that rejects the right implementation, and `error` is a failure of the suite.
     """
 
     suite: str
     story: str
     cases: int = 0
+    tried: int = 0
     killed_at: dict[str, int | None] = dataclasses.field(default_factory=dict)
     what: dict[str, str] = dataclasses.field(default_factory=dict)
     rejects_right: str = ""
@@ -228,6 +231,8 @@ class Trials:
                 try:
                     reply = worker.ask({"suite": trial.suite, "animal": spec, "case": index})
                 except WorkerLost as lost:
+                    if self._stopped.is_set():
+                        return
                     reply = {"accepted": False, "what": f"call: {lost.how}: {lost.detail}"}
                 if "error" in reply:
                     trial.error = f"case {index + 1}: {reply['error']}"
@@ -237,7 +242,7 @@ class Trials:
                         trial.rejects_right = f"case {index + 1}" + (f": {reply['what']}" if reply["what"] else "")
                     else:
                         trial.killed_at[name], trial.what[name] = index + 1, reply["what"]
-            trial.seconds = time.monotonic() - start
+            trial.seconds, trial.tried = time.monotonic() - start, index + 1
             self.on_case(trial.suite, index + 1, trial.cases)
 
 
