@@ -25,7 +25,6 @@ class Smaller:
 
 SIMPLEST: dict[str, tuple[Any, ...]] = {
     "in_kernel": ("none", "gate", "beta"),
-    "dt_bias": (True,),
     "decay": ("log",),
     "qk_norm": (False,),
     "gate_dtype": ("fp32",),
@@ -71,13 +70,8 @@ SIMPLEST_MODULE: dict[str, tuple[Any, ...]] = {
     "values": ("ordinary",),
     "activation": ("none",),
     "bias": (False,),
-    "weight": (True,),
     "state": ("none", "zero"),
-    "oldest": (True,),
-    "final_state": (True,),
     "eps": ("1e-6",),
-    "dt_bias": (True,),
-    "beta": (True,),
     "allow_neg_eigval": (False,),
     "backward": (False,),
     "dtype": ("fp32", "bf16"),

@@ -105,6 +105,35 @@ def test_each_thing_that_it_might_say_is_tried_on_every_run(
     assert would_hold(of, runs, Declaring(*ways), store, lambda: False) == []  # type: ignore[arg-type]
 
 
+LONG = [{"chunk": chunk} for chunk in (256, 512, 1024)]
+
+
+@pytest.mark.parametrize(("tokens", "ways"), [(128, [FOLDS, ANY]), (129, [FOLDS, ANY, *LONG])])
+def test_long_chunks_are_tried_where_a_sequence_can_show_them(tokens: int, ways: list[object], tmp_path: object) -> None:
+    run = Run.parse(str(line_of("Unsaid")).replace("lengths=20", f"lengths={tokens}"))
+    worker = Declaring(*LONG)
+    told = [f"chunk = {chunk}" for chunk in (256, 512, 1024)] if LONG[0] in ways else []
+    assert would_hold(described(), [run], worker, Store(str(tmp_path))) == told  # type: ignore[arg-type]
+    assert worker.declarations == ways + ["ieee"] * (2 if told else 0)
+
+
+def test_what_leaves_another_case_of_the_law_broken_excuses_nothing(tmp_path: object) -> None:
+    """A marginal case would hold with folded decays. So would the next case, but not the third, which has a real defect."""
+    store, run = Store(str(tmp_path)), line_of("Unsaid")
+    near, real = (
+        dataclasses.replace(run, example=dataclasses.replace(run.example, case=case)) for case in (Case((5,)), Case((6,)))
+    )
+
+    class Judging(Declaring):
+        def ask(self, question: Question, deadline_s: float | None = None) -> dict[str, object]:
+            assert isinstance(question, RunOne)
+            self.worked = () if question.line == str(real) else (FOLDS,)
+            return super().ask(question)
+
+    assert would_hold(described(), [run], Judging(), store, others=lambda: [near]) == ["folds = True"]  # type: ignore[arg-type]
+    assert would_hold(described(), [run], Judging(), store, others=lambda: [near, real]) == []  # type: ignore[arg-type]
+
+
 class ReadsItsChunk(Chunkwise):
     """Its values are half as large again in chunks of 16, which it is told by what it says of itself."""
 

@@ -3,48 +3,82 @@
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from properties.laws import Law
 from properties.strategies import Example
 from verify.engine.asking import Asked, Described, ask, ask_afresh
-from verify.engine.shrink import Shrunk, shrink
+from verify.engine.likeness import alike, steady
+from verify.engine.shrink import Shrunk, other_numbers, restored, shrink, with_values
 from verify.execution.run import Run
 from verify.findings.known import KnownDefects
 from verify.findings.store import Store
-from verify.process.outcome import Outcome, Verdict
+from verify.process.outcome import FailureKind, Outcome, Verdict
 
 SHRINK_RUNS, SHRINK_S = 120, 60.0
+SCALES = ("dtype", "gate_dtype", "state_dtype", "values")  # words of a case that decide which errors exceed their tolerances
+LONG, LONG_CHUNKS = 128, (256, 512, 1024)  # shorter sequences do not show whether a chunk is longer than 128 tokens
 
 
 def would_hold(
-    described: Described, runs: Sequence[Run], worker: Asked, store: Store, more: Callable[[], bool] = lambda: True
+    described: Described,
+    runs: Sequence[Run],
+    worker: Asked,
+    store: Store,
+    more: Callable[[], bool] = lambda: True,
+    others: Callable[[], Sequence[Run]] = list,
 ) -> list[str]:
     """Declarations, as text such as "folds = True", each of which alone would bring all these broken runs within their tolerance.
 
     Only the adapter's author knows whether such a declaration is true. Without a declaration that is true, a right implementation
-    gets false alarms. To exclude chance, the runs must also be broken again, twice, without the declaration. When `more()` is
-    false, no further run is made.
+    gets false alarms. To exclude chance, the runs must also be broken again, twice, without the declaration. With the declaration,
+    none of the runs that `others()` returns may be broken: other runs of the law, which a real defect breaks all the same. When
+    `more()` is false, no further run is made.
     """
-    shared_decay = described.domain.operation not in ("kda", "delta_rule")
-    ways: list[tuple[str, Sequence[Run], dict[str, Any]]] = []
-    if described.algorithm == "chunkwise":
-        ways += [("folds = True", runs, {"folds": True})] if shared_decay else []
-        ways.append(("chunk = None", runs, {"chunk": None}))
-        if described.products == "ieee" and all(run.device != "cpu" for run in runs):
-            ways.append(("products = 'tf32'", [dataclasses.replace(run, products="tf32") for run in runs], {}))
-    elif described.algorithm == "recurrent":
-        ways += [("stores = True", runs, {"stores": True}), ("algorithm = 'chunkwise'", runs, {"algorithm": "chunkwise"})]
-
-    elif described.domain.operation == "causal_conv1d" and not described.domain.backward:
-        ways.append(("rounds_products = True", runs, {"rounds_products": True}))
 
     def all_verdicts(verdict: Verdict, asked: Sequence[Run], declared: dict[str, Any]) -> bool:
         return all(more() and ask(run, worker, store, declared).verdict is verdict for run in asked)
 
-    hold = [words for words, asked, declared in ways if all_verdicts(Verdict.HOLDS, asked, declared)]
-    return hold if hold and all_verdicts(Verdict.BROKEN, (*runs, *runs), {}) else []
+    def none_broken(asked: Sequence[Run], way: Way) -> bool:
+        """Whether no run is broken with the declaration. A declaration of products is a word of the run itself."""
+        return all(more() and ask(way.of(run), worker, store, way.declared).verdict is not Verdict.BROKEN for run in asked)
+
+    hold = [way for way in _ways(described, runs) if all_verdicts(Verdict.HOLDS, [way.of(run) for run in runs], way.declared)]
+    if not hold or not all_verdicts(Verdict.BROKEN, (*runs, *runs), {}):
+        return []
+    runs = others()
+    return [way.words for way in hold if none_broken(runs, way)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """Something that an adapter might declare: in words, as attributes of the adapter, and as words of a run."""
+
+    words: str
+    declared: dict[str, Any] = dataclasses.field(default_factory=dict)
+    products: str = ""
+
+    def of(self, run: Run) -> Run:
+        """The run with what is declared about its products."""
+        return dataclasses.replace(run, products=self.products) if self.products else run
+
+
+def _ways(described: Described, runs: Sequence[Run]) -> list[Way]:
+    """What the adapter might declare. LONG_CHUNKS are tried if a sequence is longer than LONG."""
+    if described.algorithm == "chunkwise":
+        ways = [Way("folds = True", {"folds": True})] if described.domain.operation not in ("kda", "delta_rule") else []
+        ways.append(Way("chunk = None", {"chunk": None}))
+        longest = max((length for run in runs for length in getattr(run.example.case, "lengths", ())), default=0)
+        ways += [Way(f"chunk = {chunk}", {"chunk": chunk}) for chunk in LONG_CHUNKS if longest > LONG]
+        if described.products == "ieee" and all(run.device != "cpu" for run in runs):
+            ways.append(Way("products = 'tf32'", products="tf32"))
+        return ways
+    if described.algorithm == "recurrent":
+        return [Way("stores = True", {"stores": True}), Way("algorithm = 'chunkwise'", {"algorithm": "chunkwise"})]
+    if described.domain.operation == "causal_conv1d" and not described.domain.backward:
+        return [Way("rounds_products = True", {"rounds_products": True})]
+    return []
 
 
 def explain(
@@ -57,27 +91,58 @@ def explain(
     stopped: threading.Event,
     limit_s: float = SHRINK_S,
 ) -> tuple[Shrunk, Outcome]:
-    """The smallest example found that fails in the same way as the broken run, and its outcome.
+    """The smallest example found that fails as the broken run does, and its outcome.
 
     Candidates that a known defect covers whatever their findings are not run. Candidates whose findings turn out to be a known
     defect do not count as failures. At most SHRINK_RUNS runs are made, in at most `limit_s` seconds.
+
+    What is true of the found case cannot prevent the found defect. So if the smallest case holds once a word has its found value
+    again, then another defect has taken over, which only the simpler value shows. We fix this word at its found value and shrink
+    again. The words in SCALES are fixed from the start if errors exceed tolerances: finer dtypes and values of another size show
+    defects that the found case cannot have shown. For the same reason, other numbers are taken only if the error over its tolerance
+    stays steady.
     """
-    start, best = time.monotonic(), outcome
+    start = time.monotonic()
+    outcomes = {run.example: outcome}
+    current = run.example  # the smallest one so far
 
     def fails(example: Example) -> bool | None:
-        nonlocal best
+        nonlocal current
         candidate = dataclasses.replace(run, example=example)
         if defects.explain_any(candidate):
             return None
-        got = ask_afresh(candidate, worker, store)
-        if defects.explain(candidate, got):
+        if example not in outcomes:
+            outcomes[example] = ask_afresh(candidate, worker, store)
+        if defects.explain(candidate, outcomes[example]):
             return None
-        if got.verdict is Verdict.BROKEN and got.way == outcome.way:
-            best = got
-            return True
-        return False if got.verdict is Verdict.HOLDS else None
+        if not alike(outcome, run, outcomes[example], candidate):
+            return False if outcomes[example].verdict is Verdict.HOLDS else None
+        if other_numbers(current.case, example.case) and not steady(outcome, outcomes[current], outcomes[example]):
+            return None
+        current = example
+        return True
 
-    def more(runs: int) -> bool:
-        return runs < SHRINK_RUNS and time.monotonic() - start < limit_s and not stopped.is_set()
+    def more(_: int) -> bool:
+        return len(outcomes) <= SHRINK_RUNS and time.monotonic() - start < limit_s and not stopped.is_set()
 
-    return shrink(run.example, law, fails, more), best
+    def again(example: Example) -> bool | None:
+        return fails(example) if example in outcomes or more(0) else None
+
+    fixed = {*SCALES} & {*vars(run.example.case)} if outcome.kind is FailureKind.OFF else set()
+    changed: set[str] | None = set()
+    while changed is not None:
+        fixed, current = fixed | changed, run.example
+        small = shrink(run.example, law, fails, more, fixed)
+        changed = next((names for names, example in restored(law, small.example, run.example) if again(example) is False), None)
+    best = outcomes[small.example]
+    return _in_other_dtypes(law, dataclasses.replace(small, runs=len(outcomes) - 1), fixed, again), best
+
+
+def _in_other_dtypes(law: Law, small: Shrunk, fixed: Collection[str], fails: Callable[[Example], bool | None]) -> Shrunk:
+    """The shrunk example, with what is true of it in dtypes that are simpler and were not tried."""
+    neighbours, others = list(small.neighbours), list[str]()
+    for what, example in with_values(law, small.example, "dtype") if "dtype" in fixed else ():
+        verdict = fails(example)
+        neighbours += [(what, "holds")] if verdict is False else []
+        others += [what] if verdict else []
+    return dataclasses.replace(small, neighbours=tuple(neighbours), others=tuple(others))

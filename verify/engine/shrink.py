@@ -10,7 +10,7 @@ Hypothesis draws the cases, but its shrinker is not used, for three reasons:
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from properties.books import book_of
@@ -19,6 +19,7 @@ from properties.laws import Law
 from properties.smaller import Changes, below
 from properties.strategies import Example
 
+DATA = ("values", "gate", "beta", "scale", "eps")  # words that decide which numbers a case has, and not what is computed
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -26,65 +27,117 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 class Shrunk:
     """The smallest failing example found, and its neighbours: examples that are one step simpler and hold.
 
-    `runs` is the number of candidates that were run. `finished` is false if the limit ended the search.
+    `runs` is the number of candidates that were run. `finished` is false if the limit ended the search. `others` are examples with
+    another dtype that fail too.
     """
 
     example: Example
     neighbours: tuple[tuple[str, str], ...]
     runs: int
     finished: bool
+    others: tuple[str, ...] = ()
 
 
-def shrink(example: Example, law: Law, fails: Callable[[Example], bool | None], more: Callable[[int], bool]) -> Shrunk:
+def shrink(
+    example: Example,
+    law: Law,
+    fails: Callable[[Example], bool | None],
+    more: Callable[[int], bool],
+    fixed: Collection[str] = (),
+) -> Shrunk:
     """The smallest example found for which `fails` is true. `fails` returns None for an undecided candidate.
 
     `more(runs)` returns whether to spend another run. One aspect after another is made as simple as possible, and the pass over all
     aspects repeats until none gets simpler. Going back to the first aspect after every success would test its threshold again each
     time, and would take three times as many runs.
+
+    The words in `fixed` keep their values. A value of an option or a width with which a candidate did not fail is never taken
+    later. If it prevents the failure of a complex case, then it prevents this failure in simpler cases too, and what fails is
+    another defect.
     """
     seen: dict[Example, bool | None] = {}
     neighbours: list[tuple[str, str]] = []
-    progress = True
+    found, progress, refused = example.case, True, set[str]()
     while progress:
         progress, neighbours = False, []
-        for aspect in _aspects(law, example):
+        for aspect, shape in _aspects(law, example):
             moved = True
             while moved:
                 moved, passing = False, list[tuple[str, str]]()
                 for what, candidate in aspect(example):
+                    if any(getattr(candidate.case, name) != getattr(found, name) for name in fixed):
+                        continue
                     if candidate not in seen:
                         if not more(len(seen)):
                             return Shrunk(example, tuple(dict.fromkeys(neighbours + passing)), len(seen), False)
                         seen[candidate] = fails(candidate)
-                    if seen[candidate]:
+                    if seen[candidate] and what not in refused:
                         example, moved, progress = candidate, True, True
                         break
+                    refused |= set() if shape else {what}
                     if seen[candidate] is False:
                         passing.append((what, "holds"))
             neighbours += passing
     return Shrunk(example, tuple(dict.fromkeys(neighbours)), len(seen), True)
 
 
+def restored(law: Law, small: Example, found: Example) -> Iterator[tuple[set[str], Example]]:
+    """The small example with one word at the value that it has in the found one, for every word in which the two differ.
+
+    Some words are only legal together, such as several lengths with packed=yes. They are restored together. The seed is left as it
+    is, because with other numbers a failure may vanish by chance.
+    """
+    case, old = small.case, found.case
+    differ = [field.name for field in dataclasses.fields(old) if getattr(case, field.name) != getattr(old, field.name)]
+    for name in differ:
+        for names in ({name}, *({name, other} for other in differ if other != name)) if name != "seed" else ():
+            example = _changed(law, small, {word: getattr(old, word) for word in names})
+            if example is not None:
+                yield names, example
+                break
+
+
+def with_values(law: Law, example: Example, name: str) -> Iterator[tuple[str, Example]]:
+    """The example with each simpler value of an option, if it is legal, and the words that changed."""
+    for what, change in _option(name, book_of(example.case).smaller.simplest, example.case):
+        changed = _changed(law, example, change)
+        if changed is not None:
+            yield what, changed
+
+
+def _changed(law: Law, example: Example, change: Mapping[str, Any]) -> Example | None:
+    """The example with some fields of its case changed, and its place moved to where the law can act. None if it is not legal."""
+    try:
+        changed = dataclasses.replace(example, case=dataclasses.replace(example.case, **change))
+        if law.place is not None and example.at is not None and (places := law.place(changed.case)):
+            changed = dataclasses.replace(changed, at=min(max(example.at, places[0]), places[-1]))
+        law.accept(changed)
+    except ValueError:
+        return None
+    return changed
+
+
+def other_numbers(case: Any, other: Any) -> bool:
+    """Whether two cases differ in a word that decides which numbers a case has."""
+    return any(getattr(case, name, None) != getattr(other, name, None) for name in DATA)
+
+
 Steps = Iterator[tuple[str, Example]]
 
 
-def _aspects(law: Law, example: Example) -> list[Callable[[Example], Steps]]:
-    """The aspects of an example that can be made simpler on their own.
+def _aspects(law: Law, example: Example) -> list[tuple[Callable[[Example], Steps], bool]]:
+    """The aspects of an example that can be made simpler on their own, and whether each is a shape.
 
-    Each yields legal candidates with the words that changed, the largest simplification first.
+    Each yields legal candidates with the words that changed, the largest simplification first. The words of DATA come last, because
+    with other numbers other errors exceed their tolerances.
     """
 
     def of_case(changes: Callable[[Any], Changes]) -> Callable[[Example], Steps]:
         def steps(example: Example) -> Steps:
             for what, change in changes(example.case):
-                try:
-                    candidate = dataclasses.replace(example, case=dataclasses.replace(example.case, **change))
-                    if law.place is not None and example.at is not None and (places := law.place(candidate.case)):
-                        candidate = dataclasses.replace(candidate, at=min(max(example.at, places[0]), places[-1]))
-                    law.accept(candidate)
-                except ValueError:
-                    continue
-                yield what, candidate
+                candidate = _changed(law, example, change)
+                if candidate is not None:
+                    yield what, candidate
 
         return steps
 
@@ -103,10 +156,14 @@ def _aspects(law: Law, example: Example) -> list[Callable[[Example], Steps]]:
             yield f"variant={name}", candidate
 
     smaller = book_of(example.case).smaller
-    changes: list[Callable[[Any], Changes]] = [*smaller.shapes]
-    changes += [functools.partial(_option, name, smaller.simplest) for name in smaller.simplest]
-    changes += [functools.partial(_width, name) for name in smaller.widths]
-    return [*(of_case(change) for change in (*changes, _seed)), place, variant]
+    options: list[Callable[[Any], Changes]] = [
+        functools.partial(_option, name, smaller.simplest) for name in smaller.simplest if name not in DATA
+    ]
+    widths = [functools.partial(_width, name) for name in smaller.widths]
+    data = [functools.partial(_option, name, smaller.simplest) for name in smaller.simplest if name in DATA]
+    words: list[Callable[[Any], Changes]] = [*options, *widths, *data, _seed]
+    aspects = [*((of_case(shape), True) for shape in smaller.shapes), *((of_case(word), False) for word in words)]
+    return [*aspects, (place, True), (variant, True)]
 
 
 def _option(name: str, simplest: Mapping[str, tuple[Any, ...]], case: Any) -> Changes:

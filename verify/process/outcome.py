@@ -49,6 +49,9 @@ class FailureKind(enum.StrEnum):
     SANITIZER = "sanitizer"
 
 
+CALLS = (FailureKind.RAISED, FailureKind.CRASHED, FailureKind.HUNG, FailureKind.TYPE)  # failures of a whole call
+
+
 def port_of(name: str) -> str:
     """The output, gradient or input that a comparison is about: "dq" for the name "dq, sequence 2 alone"."""
     return name.split()[0].rstrip(",")
@@ -99,6 +102,13 @@ class Finding:
     def way(self) -> str:
         """How the output fails, without numbers: "is off" or "raised ValueError"."""
         return f"{self.kind} {self.detail}".rstrip()
+
+    @property
+    def ratio(self) -> float:
+        """The error of the worst row over its tolerance. Infinite unless the finding is that an error exceeds a tolerance."""
+        if self.kind is not FailureKind.OFF or not math.isfinite(self.error) or not self.allowed > 0:
+            return math.inf
+        return self.error / self.allowed
 
     def to_json(self) -> dict[str, Any]:
         """The finding as plain data. NaN and infinity, which JSON lacks, are strings."""
@@ -153,9 +163,19 @@ class Outcome:
         return self.findings[0].way if self.findings else str(self.verdict)
 
     @property
+    def worst(self) -> float:
+        """The largest ratio of its findings, infinite if one of them is no error over a tolerance. 0 without findings."""
+        return max((finding.ratio for finding in self.findings), default=0.0)
+
+    @property
     def lost(self) -> bool:
         """Whether the first finding is that the worker crashed or hung."""
         return self.kind in (FailureKind.CRASHED, FailureKind.HUNG)
+
+    @property
+    def refused(self) -> bool:
+        """Whether the call itself failed: it raised, crashed, hung, or returned something that is no tuple of tensors."""
+        return bool(self.findings) and self.findings[0].output == "call" and self.kind in CALLS
 
     @property
     def starved(self) -> bool:

@@ -1,0 +1,64 @@
+"""Whether a smaller case fails as the found one does. Otherwise shrinking could pass from the found defect to another one."""
+
+import math
+import re
+
+from verify.execution.run import Run
+from verify.process.outcome import FailureKind, Finding, Outcome, Verdict, port_of
+
+SHARE = 1 / 3  # a smaller case has at least this share of the found case's ratio of error to tolerance
+# Failures whose place in the code stays the same while a case shrinks. For the others, the place is a place in the results.
+PLACED = (FailureKind.RAISED, FailureKind.RACE)
+
+
+def alike(found: Outcome, found_run: Run, outcome: Outcome, run: Run) -> bool:
+    """Whether the outcome of a case that was made simpler is the failure of the found case.
+
+    - The first output that failed in the found case fails in the same way: kind of failure, exception and place in the code.
+    - No other output fails than in the found case, and none fails in another way than there.
+    - The error of that first output over its tolerance is at least SHARE of what it is in the found case.
+    - If both cases have the same mesh, the first output fails on some rank on which it failed in the found case.
+    """
+    if outcome.verdict is not Verdict.BROKEN or not found.findings:
+        return False
+    first, ways = found.findings[0], _ways(found)
+    same = [finding for finding in outcome.findings if _place(finding) == _place(first)]
+    if first.ranks and _mesh(run) == _mesh(found_run):
+        same = [finding for finding in same if {*finding.ranks} & {*first.ranks}]
+    largest = max(finding.ratio for finding in found.findings if _place(finding) == _place(first))
+    return (
+        bool(same)
+        and max(finding.ratio for finding in same) >= SHARE * largest
+        and all(way(finding) in ways.get(port_of(finding.output), ()) for finding in outcome.findings)
+    )
+
+
+def steady(found: Outcome, before: Outcome, after: Outcome) -> bool:
+    """Whether a change of a case's numbers left the error of the first output that failed about as large, over its tolerance."""
+    first = _place(found.findings[0])
+    ratios = [max(finding.ratio for finding in outcome.findings if _place(finding) == first) for outcome in (before, after)]
+    return ratios == [math.inf] * 2 or SHARE <= ratios[1] / ratios[0] <= 1 / SHARE
+
+
+def way(finding: Finding) -> str:
+    """How and where in the code an output fails, without the numbers of a message, which change with the sizes of a case."""
+    place = finding.worst if finding.kind in PLACED else ""
+    return f"{finding.kind} {re.sub(r'[0-9]+', '#', finding.detail)} {place}".rstrip()
+
+
+def _place(finding: Finding) -> tuple[str, str]:
+    return port_of(finding.output), way(finding)
+
+
+def _ways(outcome: Outcome) -> dict[str, set[str]]:
+    """For each output that failed, how it failed."""
+    ways: dict[str, set[str]] = {}
+    for finding in outcome.findings:
+        ways.setdefault(port_of(finding.output), set()).add(way(finding))
+    return ways
+
+
+def _mesh(run: Run) -> tuple[int, int]:
+    """How many ranks a case has along each axis of its mesh: one, unless it is the case of a path."""
+    case = run.example.case
+    return getattr(case, "tp", 1), getattr(case, "cp", 1)
