@@ -146,6 +146,27 @@ def test_a_defect_told_by_its_outputs_explains_no_other_and_no_more(
     assert known.KnownDefects([defect]).explained_outputs(dataclasses.replace(run, adapter="fla/chunk_kda")) == {}
 
 
+def test_a_failure_of_any_adapter_and_version_may_resemble_a_defect(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known, "installed", {"fla-core": "0.7.0", "triton": "3.7.1"}.get)
+    (defect,) = load(written(tmp_path, {"outputs": '["dg", "da"]', "times": "4"}))
+    defects, run = known.KnownDefects([defect]), dataclasses.replace(Run.parse(LINE), adapter="zoo/DropsState")
+
+    def resembling(run: Run, output: str = "dg", error: float = 2.0) -> list[known.Known]:
+        findings = [Finding(output, FailureKind.OFF, "is off", error=error, allowed=1.0)]
+        return defects.resembling(run, Outcome(Verdict.BROKEN, findings))
+
+    assert resembling(run) == [defect]
+    assert defect.title.startswith("fla/chunk with fla-core 0.6.0")
+    assert not resembling(run, "dk")
+    assert not resembling(run, error=5.0)
+    assert not resembling(dataclasses.replace(run, law="pure"))
+    assert not resembling(Run.parse(str(run).replace("dtype=fp16", "dtype=bf16")))
+    elsewhere = dataclasses.replace(defect, run=dataclasses.replace(defect.run, device="cuda"))
+    assert not known.KnownDefects([elsewhere]).resembling(run, Outcome(Verdict.BROKEN, []))
+
+
 def test_of_defects_that_share_an_output_the_greatest_excuses(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
     (four,) = load(written(tmp_path, {"outputs": '["dg", "da"]', "times": "4"}))

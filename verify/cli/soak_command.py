@@ -58,7 +58,7 @@ def soak_all(options: argparse.Namespace) -> int:
             known=options.known,
             on_round=begun,
             on_case=on_case,
-            on_report=lambda report: print_line(text.failure(report), out),
+            on_report=lambda report: print_line(text.failure(report), out) if not report.same_as else None,
         )
         with soaking:
             try:

@@ -59,6 +59,7 @@ class Check:
         self.workers: list[Asked] = []
         self.workers += started(settings.device, workers, settings.deadline_s) if isinstance(workers, int) else workers
         self._plan: Plan | None = None
+        self._waiting: list[LawCheck] = []  # laws in whose first case the call failed, while no case of the check gave an answer
         self._stopped = threading.Event()
         self._free = list(self.workers)
         self._lock = threading.Lock()
@@ -119,8 +120,7 @@ class Check:
         def tell(future: concurrent.futures.Future[LawReport | None]) -> LawReport | None:
             told.add(future)
             if (report := future.result()) is not None:
-                self.reports.append(report)
-                self.on_report(report)
+                self._report(report)
             return report
 
         try:
@@ -135,12 +135,30 @@ class Check:
             for future in futures:  # laws that were decided, or broken but not shrunk yet, when the check was stopped
                 if future not in told and not future.cancelled() and future.exception() is None:
                     tell(future)
+            self._tell_waiting()
         return self.reports
 
     @property
     def reach(self) -> Reach:
         """What the decided cases looked at, those of unfinished laws too."""
         return reach_of((*self.reports, *self.unfinished))
+
+    def _report(self, report: LawReport) -> None:
+        self.reports.append(report)
+        self.on_report(report)
+
+    def _tell_waiting(self) -> None:
+        """Explain and report the laws that wait. If every law failed at once in the same way, the first of them speaks for all."""
+        waiting = self._waiting
+        ways = {law.report.findings[0].way for law in waiting}
+        decided = [report for report in self.reports if report.verdict is not Verdict.UNSUPPORTED]
+        if len(waiting) > 1 and len(ways) == 1 and not decided and not self.unfinished:
+            first, *others = waiting
+            first.report.laws_at_once = [law.report.law for law in waiting]
+            for law in others:
+                law.report.same_as = first.report.law
+        for law in waiting:
+            self._report(law.report if law.report.same_as else law.explain())
 
     def _planned(self, common: Common) -> Plan:
         """The plan of a check on a GPU: its examples, and the compilation of their kernels while others run."""
@@ -159,7 +177,12 @@ class Check:
         try:
             if common.over:
                 return None
-            report = LawCheck(common, law, worker).run()
+            law_check = LawCheck(common, law, worker)
+            report = law_check.run()
+            if law_check.waits:
+                with self._lock:
+                    self._waiting.append(law_check)
+                return None
             if common.over and report.verdict is not Verdict.BROKEN:
                 self.unfinished.append(report)
                 return None

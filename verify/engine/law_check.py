@@ -1,6 +1,7 @@
 """The check of one law of an adapter: draw cases, run them in a worker, count the outcomes, and explain the broken one."""
 
 import dataclasses
+import functools
 import math
 import threading
 import time
@@ -26,6 +27,8 @@ from verify.process.outcome import FailureKind, Outcome, Verdict
 from verify.process.worker import Worker
 
 FAULTS = 3  # after so many cases in a row in which gdn-verify itself fails in the same way, the law ends: more would not decide it
+CLEAR = 2.0  # after a case whose error is less than so many times its tolerance, the law goes on: it may be a false alarm
+WORST = 10  # a declaration must suit so many other cases of the law, or it is not suggested
 ENOUGH = 5  # a law with fewer cases that could see is UNKNOWN, unless all drawn cases could
 
 
@@ -68,7 +71,10 @@ class Settings:
 
 @dataclasses.dataclass
 class Common:
-    """What all laws of a check share. `on_case(law, done, of)` is called from any thread; `cases` are the cases run so far."""
+    """What all laws of a check share. `on_case(law, done, of)` is called from any thread; `cases` are the cases run so far.
+
+    `answered` is set once a case was more than a call that failed.
+    """
 
     settings: Settings
     described: Described
@@ -79,6 +85,7 @@ class Common:
     on_case: Callable[[str, int, int], None]
     plan: Plan | None = None
     cases: list[Any] = dataclasses.field(default_factory=list)
+    answered: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     @property
     def over(self) -> bool:
@@ -102,7 +109,10 @@ class LawCheck:
         self._common, self._name, self._worker = common, name, worker
         self._done = 0
         self._scores: dict[Example, float] = {}
+        self._ratios: dict[Run, float] = {}  # of the cases that hold or are broken, the largest error over its tolerance
         self._broken: tuple[Run, Outcome] | None = None
+        self._marginal = False  # the first broken case was marginal, so that the law goes on to its last case
+        self.waits = False  # the call failed in the first case, as it did in every case of the check so far: not explained yet
         self._faults: list[str] = []  # faults of the last cases, if gdn-verify failed in the same way each time
         settings = common.settings
         self.report = LawReport(
@@ -125,13 +135,18 @@ class LawCheck:
             report.verdict, report.reason = Verdict.UNSUPPORTED, reason or ""
             return report
         self._run_known()
-        broken = self._stored_failure(law) or self._drawn(law)
-        if broken is not None:
-            self._explain(law, *broken)
-        else:
-            report.verdict, report.reason = overall(report.counts, report.reason)
+        if not self._stored_failure(law):
+            self._draw(law)
         report.wall_s = time.monotonic() - start
-        return report
+        if self._broken is None:
+            report.verdict, report.reason = overall(report.counts, report.reason)
+            return report
+        run, outcome = self._broken
+        report.verdict, report.run, report.first_run = Verdict.BROKEN, str(run), str(run)
+        report.findings = report.first_findings = outcome.findings
+        alone = sum(report.counts.values()) == 1 and not self._common.settings.stop_at_first
+        self.waits = alone and outcome.refused and not self._common.answered.is_set()
+        return report if self.waits else self.explain()
 
     def _ask(self, run: Run) -> Outcome:
         return ask(run, self._worker, self._common.store)
@@ -154,36 +169,37 @@ class LawCheck:
             versions = ", ".join(f"{name} {' or '.join(listed)}" for name, listed in defect.versions.items())
             self.report.known.append(f"known defect of {versions} alone, so not looked for ({defect.file}): {defect.reason}")
 
-    def _stored_failure(self, law: Law) -> tuple[Run, Outcome] | None:
-        """Run the lines that broke the law in earlier checks: the first that still does, or None.
+    def _stored_failure(self, law: Law) -> bool:
+        """Run the lines that broke the law in earlier checks. True if one of them still does, so that no other case is needed.
 
         Only a line that is still broken is counted in the report. A line that holds again is dropped from the file.
         """
         common, settings = self._common, self._common.settings
         for run in common.examples.of(settings.adapter, law.name, settings.device) if common.examples is not None else ():
             if common.over:
-                return None
+                break
             if run.products != common.products_of(run.example):  # the adapter declared other products then
                 continue
             outcome = self._confirmed(run, self._ask(run))
             if outcome.verdict is Verdict.BROKEN:
-                self.report.remembered = True
                 self.report.count(run, outcome)
-                self._keep(run, outcome, "found")
-                return run, outcome
+                self._note(run, outcome)
+                self.report.remembered = True
+                if self._ends(outcome):
+                    return True
             if outcome.verdict is Verdict.HOLDS and common.examples is not None:
                 common.examples.drop(run)
-        return None
+        return False
 
-    def _drawn(self, law: Law) -> tuple[Run, Outcome] | None:
-        """Draw and run cases until one is broken, then climb from those with the largest errors. None if no case is broken."""
+    def _draw(self, law: Law) -> None:
+        """Draw and run cases until one is clearly broken, then climb from those with the largest errors."""
         common, settings = self._common, self._common.settings
         examples, drawn = settings.profile.examples_of(law.name), settings.drawn(law)
         for batch in self._batches(law, drawn, most_at_once(law, self._worker, settings.device)):
             runs = [common.run_of(law.name, example) for example in batch]
             outcomes = ask_all(runs, self._worker, common.store, common.defects)
             if any(self._counted(*pair) for pair in zip(runs, outcomes, strict=True)):
-                return self._broken
+                return
 
         def score(example: Example) -> float | None:
             run = common.run_of(law.name, example)
@@ -194,7 +210,6 @@ class LawCheck:
             same_key = plan is not None and plan.palette is not None
             domain, seed = common.described.domain if plan is None else plan.domain, mix_words(settings.seed, law.name)
             climb(law, domain, dict(self._scores), seed, examples - drawn, score, same_key=same_key)
-        return self._broken
 
     def _batches(self, law: Law, examples: int, most: int) -> Iterator[list[Example]]:
         """The law's examples, in lists of at most `most`. With a plan, each list waits until its kernels are compiled."""
@@ -217,16 +232,37 @@ class LawCheck:
         self._done += 1
         self._scores[run.example] = max(outcome.ratios.values(), default=0.0) if outcome.verdict is Verdict.HOLDS else 0.0
         common.cases.append(run.example.case)
+        if not outcome.refused:
+            common.answered.set()
         self.report.count(run, outcome)
         common.on_case(self._name, self._done, examples)
+        if outcome.verdict is Verdict.HOLDS:
+            self._ratios[run] = self._scores[run.example]
         if outcome.verdict is Verdict.BROKEN:
-            self._keep(run, outcome, "found")
-            self._broken = self._broken or (run, outcome)
+            self._note(run, outcome)
         same = [fault for fault in self._faults if fault == outcome.fault]
         self._faults = [*same, outcome.fault] if outcome.fault else []
         if len(self._faults) == FAULTS and self._done < examples:
             self.report.reason += f"; the law ended after {FAULTS} such cases in a row"
-        return self._broken is not None or common.over or len(self._faults) == FAULTS
+        return self._ends(outcome) or common.over or len(self._faults) == FAULTS
+
+    def _ends(self, outcome: Outcome) -> bool:
+        """Whether the law ends with this outcome: with the first broken case, unless its error is less than CLEAR tolerances.
+
+        Such a case may be a false alarm that hides a defect. The law then goes on, and ends only with a failure of another kind
+        than an error over its tolerance, since nothing is worse.
+        """
+        return outcome.verdict is Verdict.BROKEN and (not self._marginal or outcome.worst == math.inf)
+
+    def _note(self, run: Run, outcome: Outcome) -> None:
+        """Keep a broken run if it is the first one or worse than those before."""
+        self._ratios[run] = outcome.worst
+        if self._broken is None:
+            self._marginal = outcome.worst < CLEAR
+        if self._broken is None or outcome.worst > self._broken[1].worst:
+            self._broken, self.report.found_case = (run, outcome), sum(self.report.counts.values())
+            self.report.remembered = False
+            self._keep(run, outcome, "found")
 
     def _confirmed(self, run: Run, outcome: Outcome) -> Outcome:
         """The outcome after a second look: KNOWN if a known defect explains it, UNKNOWN if a crash or hang does not happen again.
@@ -247,13 +283,17 @@ class LawCheck:
             outcome.verdict = Verdict.KNOWN
         return outcome
 
-    def _explain(self, law: Law, run: Run, outcome: Outcome) -> None:
-        report, common, worker = self.report, self._common, self._worker
-        report.verdict, report.first_run = Verdict.BROKEN, str(run)
-        small, best = explain(law, run, outcome, worker, common.store, common.defects, common.stopped)
+    def explain(self) -> LawReport:
+        """Shrink the broken run and say what is known about it. Returns the report."""
+        assert self._broken is not None
+        run, outcome = self._broken
+        report, common, worker, start = self.report, self._common, self._worker, time.monotonic()
+        small, best = explain(run.the_law, run, outcome, worker, common.store, common.defects, common.stopped)
         smallest = dataclasses.replace(run, example=small.example)
         report.run, report.findings, report.shrunk = str(smallest), best.findings, small.finished
         report.neighbours = [what for what, _ in small.neighbours]
+        report.fails_too = list(small.others)
+        report.resembles = [defect.title for defect in common.defects.resembling(smallest, best)]
         self._keep(smallest, best, "shrunk")
         if best.kind is FailureKind.OFF and isinstance(worker, Worker):
             end = time.monotonic() + SHRINK_S
@@ -261,7 +301,22 @@ class LawCheck:
             def more() -> bool:
                 return not common.over and time.monotonic() < end
 
-            report.otherwise = would_hold(common.described, (smallest, run), worker, common.store, more)
+            others = functools.partial(self._others, run)
+            report.otherwise = would_hold(common.described, (smallest, run), worker, common.store, more, others)
+        report.wall_s += time.monotonic() - start
+        return report
+
+    def _others(self, run: Run) -> list[Run]:
+        """Other runs of the law: those with the largest errors over their tolerances, and if they are few, those that come next."""
+        common, law = self._common, run.the_law
+        runs = sorted(self._ratios, key=lambda other: -self._ratios[other])
+        if len(runs) <= WORST:
+            for batch in self._batches(law, common.settings.drawn(law), 1):
+                runs += [common.run_of(law.name, example) for example in batch]
+                if len({*runs}) > self._done + WORST:
+                    break
+        others = [other for other in dict.fromkeys(runs) if other != run and not common.defects.covering(other)]
+        return others[:WORST]
 
     def _keep(self, run: Run, outcome: Outcome, stage: str) -> None:
         common = self._common

@@ -86,8 +86,23 @@ class Known:
     def covers(self, run: Run, gpu: str = "") -> bool:
         """Whether this defect may show in `run`, judged by its adapter, law, case and device alone."""
         here = bool(self.kernel) or (same_adapter(run.adapter, self.run.adapter) and run.law in (self.run.law, *self.also))
-        if not here or not self.applies(run.device, gpu):
-            return False
+        return here and self.applies(run.device, gpu) and self._about(run)
+
+    def resembles(self, run: Run, findings: Sequence[Finding]) -> bool:
+        """Whether a broken run of any adapter and versions looks like this defect: the same operation, law, words and outputs."""
+        kinds = [(type(case), case.words().get("op")) for case in (run.example.case, self.run.example.case)]
+        explained = not self.outputs or all(self._explains(finding, {*self.outputs}) for finding in findings)
+        here = kinds[0] == kinds[1] and run.law in (self.run.law, *self.also)
+        return here and not self.kernel and self.run.device in ("cpu", run.device) and self._about(run) and explained
+
+    @property
+    def title(self) -> str:
+        """The adapter, the versions and the reason, in one line."""
+        versions = ", ".join(f"{name} {' or '.join(listed)}" for name, listed in self.versions.items())
+        return f"{self.run.adapter} with {versions}: {self.reason}"
+
+    def _about(self, run: Run) -> bool:
+        """Whether the words of a run are among those that the defect is about."""
         words = run.example.case.words()
         numbers = {name: int(word) for name, word in words.items() if word.isdecimal()}
         return (
@@ -133,6 +148,15 @@ class KnownDefects:
     def explain_any(self, run: Run) -> Known | None:
         """The defect that would explain any failure of this run; None if that depends on the findings. Nothing is run."""
         return next((defect for defect in self if defect.explains(run)), None)
+
+    def covering(self, run: Run) -> list[Known]:
+        """The defects that may show in a run."""
+        return [defect for defect in self if defect.covers(run)]
+
+    def resembling(self, run: Run, outcome: Outcome) -> list[Known]:
+        """The defects, of any adapter and versions, that look like a broken run. Of several with one title, the first."""
+        alike = {defect.title: defect for defect in reversed(self._defects) if defect.resembles(run, outcome.findings)}
+        return list(alike.values())
 
     def explained_outputs(self, run: Run) -> dict[str, float]:
         """The outputs that known defects explain in `run`, each with the largest error, in tolerances, that they explain.

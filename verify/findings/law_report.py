@@ -27,8 +27,14 @@ class LawReport:
     reason: str = ""
     run: str = ""
     first_run: str = ""
-    findings: list[Finding] = dataclasses.field(default_factory=list)
+    found_case: int = 0  # the number of the case that is `first_run`
+    first_findings: list[Finding] = dataclasses.field(default_factory=list)  # of `first_run`
+    findings: list[Finding] = dataclasses.field(default_factory=list)  # of `run`
+    resembles: list[str] = dataclasses.field(default_factory=list)  # known defects that look like `findings`
+    same_as: str = ""  # the call fails in the first case of every law, and the report of this law says how
+    laws_at_once: list[str] = dataclasses.field(default_factory=list)  # the laws that do so, in the report that says how
     neighbours: list[str] = dataclasses.field(default_factory=list)
+    fails_too: list[str] = dataclasses.field(default_factory=list)  # changes of `run` with which it fails in the same way
     otherwise: list[str] = dataclasses.field(default_factory=list)  # declarations with which the broken run would hold
     shrunk: bool = True
     known: list[str] = dataclasses.field(default_factory=list)
@@ -50,7 +56,8 @@ class LawReport:
         """Plain data."""
         data = dataclasses.asdict(dataclasses.replace(self, reach=Reach()))
         data["reach"] = self.reach.to_json()
-        data["findings"] = [finding.to_json() for finding in self.findings]
+        for name in ("findings", "first_findings"):
+            data[name] = [finding.to_json() for finding in getattr(self, name)]
         return data
 
     def count(self, run: Run, outcome: Outcome) -> None:

@@ -1,13 +1,14 @@
 """Reports as lines of text for people. This module decides no verdict and prints nothing."""
 
 import collections
+import math
 import textwrap
 from collections.abc import Sequence
 
 from verify.execution.run import Run
 from verify.findings.law_report import LawReport
 from verify.findings.text_table import text_table
-from verify.process.outcome import Finding, Outcome, Verdict
+from verify.process.outcome import Finding, Outcome, Verdict, port_of
 
 ENDLESS = 1e6  # a larger ratio of error to tolerance is printed as "over 1e+06"
 WORDS = {
@@ -73,9 +74,16 @@ def _command(report: LawReport, run: str) -> str:
 
 
 def failure(report: LawReport) -> str:
-    """A complete bug report of a broken law."""
+    """A complete bug report of a broken law. Empty if the report of another law says the same."""
+    if report.same_as:
+        return ""
     lines = [f"BROKEN   {report.law} · {report.adapter} · {report.says}"]
+    if report.laws_at_once:
+        laws = len(report.laws_at_once)
+        lines = [f"BROKEN   {report.adapter} · the call fails in the first case of each of the {laws} laws that were checked"]
     lines += finding_lines(report.findings)
+    if ratios := _ratio_line(report):
+        lines.append(ratios)
     if report.neighbours:
         lines += textwrap.wrap(
             "; ".join(report.neighbours),
@@ -88,15 +96,46 @@ def failure(report: LawReport) -> str:
         lines.append(
             f"  would hold   if the adapter declared {'; or '.join(report.otherwise)}; only its author knows whether that is true"
         )
+    if report.fails_too:
+        lines.append(f"  fails too    {'; '.join(report.fails_too)}")
+    lines += [f"  resembles    a known defect of {title}" for title in report.resembles]
     if not report.shrunk:
         lines.append("  shrinking    stopped at its limit; a smaller case may exist")
     lines.append(f"  versions     {report.versions}")
-    found = "in an earlier check, and run first in this one" if report.remembered else f"in case {sum(report.counts.values())}"
+    cases = sum(report.counts.values())
+    found = "in an earlier check, and run first in this one" if report.remembered else f"in case {report.found_case or cases}"
+    if (broken := report.counts.get(Verdict.BROKEN, 0)) > 1:
+        found += f", the worst of {broken} broken cases of {cases}"
     found += f", as {report.first_run}" if report.first_run != report.run else ""
     lines.append(f"  found        {found}")
     lines.append(f"  repeat       {_command(report, report.run)}")
     lines += _fault_lines(report)
     return "\n".join(lines)
+
+
+def _ratio_line(report: LawReport) -> str:
+    """The outputs that fail and by how many tolerances, in the smallest case and in the found one; or nothing."""
+    if report.first_run in ("", report.run) or not any(math.isfinite(finding.ratio) for finding in report.first_findings):
+        return ""
+    smallest, found = (
+        ", ".join(_ratio(finding) for finding in most) for most in map(_worst, (report.findings, report.first_findings))
+    )
+    return f"  failing      here {smallest}; in the found case {found} (error / allowed)"
+
+
+def _worst(findings: Sequence[Finding]) -> list[Finding]:
+    """For each output that fails, its worst finding."""
+    worst: dict[str, Finding] = {}
+    for finding in findings:
+        name = port_of(finding.output)
+        worst[name] = max(worst.get(name, finding), finding, key=lambda one: one.ratio)
+    return list(worst.values())
+
+
+def _ratio(finding: Finding) -> str:
+    """An output with its ratio of error to tolerance, or with the way in which it fails."""
+    number = f"{finding.ratio:.2f}" if finding.ratio < ENDLESS else f"over {ENDLESS:g}"
+    return f"{port_of(finding.output)} {number if math.isfinite(finding.ratio) else finding.way}"
 
 
 COLUMNS = ("cases", "holds", "blind", "broken", "unknown")
