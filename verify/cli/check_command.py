@@ -35,7 +35,7 @@ from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
 from verify.execution.sanitizer import PROGRAM, Sanitizer
-from verify.findings import coverage, known, reach_report
+from verify.findings import causes, coverage, known, reach_report
 from verify.findings import report as text
 from verify.findings.law_report import LawReport
 from verify.findings.store import Store
@@ -164,15 +164,18 @@ def _files_of(defects: Iterable[known.Known]) -> list[str]:
 
 def _print_report(out: Any, lines: Callable[[dict[str, Any]], None], report: LawReport) -> None:
     told = text.failure(report) if report.verdict is Verdict.BROKEN else text.law_line(report)
-    print_line("\n  ".join([told, *report.known]), out)
+    if told or report.known:
+        print_line("\n  ".join(filter(None, [told, *report.known])), out)
     lines(report.to_json())
 
 
 def _print_end(checking: Check, wall_s: float, out: Any, *, interrupted: bool) -> None:
-    """Print the reach, the summary, kernels whose programs could not be interpreted together, and failures of gdn-verify itself."""
+    """Print the reach, the causes, the summary, kernels whose programs could not be interpreted together, and our own failures."""
     reports = checking.reports
-    if seen := reach_report.report(checking.reach, _omits(checking), parameters=checking.settings.laws is None):
-        print_line("\n".join(seen), out)
+    seen = reach_report.report(checking.reach, _omits(checking), parameters=checking.settings.laws is None)
+    for told in (seen, causes.lines(reports)):
+        if told:
+            print_line("\n".join(told), out)
     print_line(("interrupted: " if interrupted else "") + _summary(reports, checking.laws or [], wall_s, checking.store), out)
     if slow := text.one_by_one(reports):
         print_line("\n".join(slow), out)

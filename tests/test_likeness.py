@@ -1,0 +1,301 @@
+"""A smaller case fails as the found one, so that shrinking does not go from one defect to another. Broken laws have causes."""
+
+import pathlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from benchmarks import pairs, planted
+from properties.domain import Domain
+from tests.answering import Answering
+from verify.engine import explaining
+from verify.engine.check import Check
+from verify.engine.explaining import explain
+from verify.engine.law_check import Settings
+from verify.engine.likeness import alike, steady
+from verify.engine.profiles import Profile
+from verify.execution.run import Run
+from verify.findings import causes
+from verify.findings import report as text
+from verify.findings.known import NO_DEFECTS
+from verify.findings.law_report import LawReport
+from verify.findings.store import Store
+from verify.process.messages import Describe, Description, Question, RunOne
+from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
+from verify.process.worker import Worker
+
+SPEC = "zoo/Conv"
+LINE = f"law=oracle adapter={SPEC} lengths=30 op=causal_conv1d width=8 conv_width=4 state=random oldest=no activation=silu seed=7"
+
+
+def off(**ratios: float) -> Outcome:
+    """A broken outcome: outputs with their errors over their tolerances."""
+    findings = [Finding(name, FailureKind.OFF, "is off", error=ratio, allowed=1.0) for name, ratio in ratios.items() if ratio > 1]
+    return Outcome(Verdict.BROKEN if findings else Verdict.HOLDS, findings, rows=1, ratios=dict(ratios))
+
+
+def failed(
+    kind: FailureKind, what: str, place: str = "", detail: str = "", output: str = "call", ranks: tuple[int, ...] = ()
+) -> Outcome:
+    return Outcome(Verdict.BROKEN, [Finding(output, kind, what, place, detail=detail, ranks=ranks)])
+
+
+RAISED = failed(FailureKind.RAISED, "raised ValueError: 65 rows", "run.py:3 in run", "ValueError")
+
+
+@pytest.mark.parametrize(
+    ("found", "smaller", "same"),
+    [
+        (off(o=17, dq=5), off(o=6, dq=0.5), True),
+        (off(o=17), off(o=5.5), False),
+        (off(dx=300, dweight=40, dh0=9), off(dh0=900), False),
+        (off(o=17), off(o=17, dq=3), False),
+        (off(o=17), off(o=1e9), True),
+        (off(o=17), failed(FailureKind.NOT_FINITE, "is not finite", output="o"), False),
+        (off(o=17), off(o=0.9), False),
+        (RAISED, failed(FailureKind.RAISED, "raised ValueError: 2 rows", "run.py:3 in run", "ValueError"), True),
+        (RAISED, failed(FailureKind.RAISED, "raised ValueError: 2 rows", "run.py:9 in run", "ValueError"), False),
+        (RAISED, failed(FailureKind.RAISED, "raised KeyError: 2", "run.py:3 in run", "KeyError"), False),
+        (failed(FailureKind.BREACH, "", "", "slot 31 is lost"), failed(FailureKind.BREACH, "", "", "slot 4 is lost"), True),
+        (failed(FailureKind.CRASHED, "", "stack 1"), failed(FailureKind.CRASHED, "", "stack 2"), True),
+        (failed(FailureKind.OFF, "", ranks=(3,)), failed(FailureKind.OFF, "", ranks=(1,)), False),
+        (failed(FailureKind.OFF, "", ranks=(1, 3)), failed(FailureKind.OFF, "", ranks=(1,)), True),
+    ],
+)
+def test_failures_are_alike_in_output_kind_place_rank_and_size(found: Outcome, smaller: Outcome, *, same: bool) -> None:
+    run = Run.parse(LINE)
+    assert alike(found, run, smaller, run) is same
+
+
+def test_a_rank_is_the_same_only_on_the_same_mesh() -> None:
+    line = "law=parallel adapter=zoo/DropsState lengths=16+8 packed=yes hidden=8 tp={} cp=2 heads=8 value_heads=8"
+    run, smaller = (Run.parse(line.format(tp)) for tp in (4, 2))
+    four, two = (failed(FailureKind.OFF, "", ranks=(rank,)) for rank in (7, 3))
+    assert alike(four, run, two, smaller)
+    assert not alike(four, run, two, run)
+
+
+def test_other_numbers_leave_the_error_steady() -> None:
+    found, kept, grown = off(o=20), off(o=50), off(o=90)
+    assert steady(found, found, kept)
+    assert not steady(found, found, grown)
+    assert steady(RAISED, RAISED, RAISED)
+
+
+class Telling(Answering):
+    """A worker that answers with the outcome that `tell` gives to a run."""
+
+    def __init__(self, tell: Callable[[Run], Outcome], domain: Any = None, book: str = "rules") -> None:
+        super().__init__()
+        self.tell, self.domain, self.book = tell, domain or Domain(), book
+
+    def ask(self, question: Question, deadline_s: float | None = None) -> dict[str, Any]:
+        if isinstance(question, Describe):
+            algorithm = "chunkwise" if self.book == "rules" else "pointwise"
+            return Description(self.book, self.domain.to_json(), algorithm, "ieee", "none 1.0", "").to_json()
+        if isinstance(question, RunOne):
+            self.asked.append(question.line)
+            return self.tell(Run.parse(question.line)).to_json()
+        return super().ask(question)
+
+
+def smallest(tell: Callable[[Run], Outcome], line: str, folder: pathlib.Path) -> Any:
+    """The case to which a found line shrinks."""
+    run = Run.parse(line)
+    worker: Any = Telling(tell)
+    small, best = explain(run.the_law, run, tell(run), worker, Store(folder), NO_DEFECTS, threading.Event())
+    assert best.verdict is Verdict.BROKEN
+    return small.example.case
+
+
+def gradients(run: Run) -> Outcome:
+    """Two defects: with several taps, dx and dweight are wrong; and dh0 is always wrong."""
+    case = run.example.case
+    if not case.backward:
+        return off(y=0.1)
+    taps = case.conv_width > 1
+    return off(dx=300.0 if taps else 0.1, dweight=50.0 if taps else 0.1, dh0=9.0)
+
+
+def test_a_defect_of_three_gradients_does_not_become_one_of_a_single_one(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = smallest(gradients, LINE, tmp_path)
+    assert case.conv_width == 2
+    assert case.lengths == (0,)
+    monkeypatch.setattr(explaining, "alike", lambda found, found_run, got, run: got.verdict is Verdict.BROKEN)
+    monkeypatch.setattr(explaining, "steady", lambda *_: True)
+    assert smallest(gradients, LINE, tmp_path).conv_width == 1, "which is what shrinking by the kind of failure alone gives"
+
+
+def by_condition(run: Run) -> Outcome:
+    """Two defects of one output: one needs a state, the other needs no activation."""
+    case = run.example.case
+    return off(y=40.0 if case.state == "random" or case.activation == "none" else 0.1)
+
+
+def test_what_simple_cases_alone_show_is_another_defect(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = smallest(by_condition, LINE, tmp_path)
+    assert (case.state, case.activation) == ("random", "silu")
+    monkeypatch.setattr(explaining, "restored", lambda *_: iter(()))
+    case = smallest(by_condition, LINE, tmp_path)
+    assert case.activation == "none", "the other defect, unless words are restored to their found values"
+
+
+def test_a_value_that_prevented_the_failure_is_not_taken_later(tmp_path: pathlib.Path) -> None:
+    def tell(run: Run) -> Outcome:
+        """One defect needs several channels, the other certain numbers, which are tried after the widths."""
+        case = run.example.case
+        return off(y=40.0 if case.width > 4 or case.seed == 0 else 0.1)
+
+    case = smallest(tell, LINE, tmp_path)
+    assert case.width == 8
+
+
+def test_a_finer_dtype_is_told_and_not_taken(tmp_path: pathlib.Path) -> None:
+    run = Run.parse(LINE + " dtype=bf16")
+    for exact in (True, False):
+        worker: Any = Telling(lambda run, exact=exact: off(y=20) if exact or run.example.case.dtype == "bf16" else off(y=0.1))
+        small, _ = explain(run.the_law, run, off(y=20), worker, Store(tmp_path), NO_DEFECTS, threading.Event())
+        assert small.example.case.dtype == "bf16"
+        assert small.others == (("dtype=fp32",) if exact else ())
+        assert ("dtype=fp32" in dict(small.neighbours)) is not exact
+
+
+# A law after a marginal case, and laws that fail at once
+
+
+def checked(tell: Callable[[Run], Outcome], laws: list[str], folder: pathlib.Path, cases: int = 12) -> list[LawReport]:
+    worker: Any = Telling(tell)
+    with Check(Settings("tests/right.py:Chunkwise", laws, Profile("some", cases)), [worker], Store(folder), defects=[]) as check:
+        return check.run()
+
+
+class Counting:
+    """Tells outcomes by the number of the case; the same line gets the same outcome."""
+
+    def __init__(self, outcomes: Mapping[int, Outcome]) -> None:
+        self.outcomes, self.lines = outcomes, dict[str, int]()
+
+    def __call__(self, run: Run) -> Outcome:
+        number = self.lines.setdefault(str(run), len(self.lines) + 1)
+        return self.outcomes.get(number, off(o=0.5))
+
+
+NAN = failed(FailureKind.NOT_FINITE, "is not finite", output="dq")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "worst", "case"),
+    [
+        ({3: off(o=1.03), 7: NAN}, NAN, 7),
+        ({3: off(o=1.03), 5: off(o=30), 9: NAN}, NAN, 9),
+        ({3: off(o=1.03), 5: off(o=1.5)}, off(o=1.5), 5),
+        ({3: off(o=1.5), 5: off(o=1.03)}, off(o=1.5), 3),
+        ({3: off(o=2.5), 5: NAN}, off(o=2.5), 3),
+    ],
+)
+def test_a_marginal_case_hides_no_worse_one(
+    outcomes: dict[int, Outcome], worst: Outcome, case: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(explaining, "SHRINK_RUNS", 0)
+    (report,) = checked(Counting(outcomes), ["packed"], tmp_path)
+    assert report.verdict is Verdict.BROKEN
+    assert [finding.to_json() for finding in report.findings] == [finding.to_json() for finding in worst.findings]
+    assert report.found_case == case
+    broken = report.counts[Verdict.BROKEN]
+    assert broken == (1 if outcomes[3].worst >= 2 else len(outcomes))
+    assert (f"in case {case}, the worst of {broken} broken cases" in text.failure(report)) is (broken > 1)
+
+
+def test_a_call_that_fails_in_the_first_case_of_every_law_is_one_report(tmp_path: pathlib.Path) -> None:
+    laws = ["packed", "cut", "future", "pure"]
+    reports = checked(lambda run: RAISED, laws, tmp_path)
+    assert {report.verdict for report in reports} == {Verdict.BROKEN}
+    texts = [told for report in reports if (told := text.failure(report))]
+    assert len(texts) == 1
+    assert "the call fails in the first case of each of the 4 laws that were checked\n  call: raised ValueError" in texts[0]
+    assert [report.same_as for report in reports] == ["", *["packed"] * 3]
+    assert causes.lines(reports) == []
+
+
+def test_laws_that_fail_at_once_while_others_do_not_are_reported_alone(tmp_path: pathlib.Path) -> None:
+    laws = ["packed", "cut", "future", "pure"]
+    reports = checked(lambda run: off(o=0.5) if run.law == "pure" else RAISED, laws, tmp_path)
+    assert {report.law: str(report.verdict) for report in reports} == dict.fromkeys(laws[:3], "broken") | {"pure": "holds"}
+    assert all(text.failure(report) for report in reports if report.verdict is Verdict.BROKEN)
+    assert all(Run.parse(report.run).example.case.key_dim == 1 for report in reports if report.verdict is Verdict.BROKEN)
+    assert causes.lines(reports)[0].startswith("probably one cause: 3 laws (cut, future, packed): call raised ValueError")
+
+
+def broken(law: str, line: str, outcome: Outcome, *neighbours: str, fails_too: tuple[str, ...] = ()) -> LawReport:
+    run = f"law={law} adapter=zoo/DropsState {line}"
+    return LawReport(law, "", Verdict.BROKEN, run=run, findings=outcome.findings, neighbours=[*neighbours], fails_too=[*fails_too])
+
+
+def test_two_causes_of_nine_laws_are_told_apart() -> None:
+    small = "key_dim=1 value_dim=1"
+    values = [
+        broken("oracle", f"lengths=2 {small}", off(o=9, final_state=9), "lengths=1"),
+        broken("packed", f"at=0 lengths=2+1 packed=yes {small}", off(o=9), "lengths=1+1", fails_too=("dtype=fp32",)),
+        broken("cut", f"at=1 lengths=3 {small}", off(o=9, final_state=90), "lengths=2"),
+        broken("permuted", f"lengths=2 dtype=bf16 {small}", off(o=4), "lengths=1", fails_too=("dtype=fp32",)),
+    ]
+    gates = [
+        broken(law, f"lengths=65 gate=1000 {small}", off(dg=50), "gate=forever", "lengths=64")
+        for law in ("oracle", "permuted", "memory", "again", "pure")
+    ]
+    first, second = causes.groups([*values, *gates])
+    assert {one.law for one in first} == {"oracle", "permuted", "memory", "again", "pure"}
+    assert {one.law for one in second} == {"oracle", "packed", "cut", "permuted"}
+    title, line, _ = causes.lines([*values, *gates])
+    assert title == "9 broken laws fail in 2 ways; laws that fail in the same way probably have one cause:"
+    assert line == "  5 laws (again, memory, oracle, permuted, pure): dg is wrong; holds with another gate"
+    assert causes.lines(values[:1]) == []
+    for other in (
+        broken("oracle", f"lengths=2 {small}", off(dq=9), "lengths=1"),
+        broken("oracle", f"lengths=2 dtype=bf16 {small}", off(o=9), "lengths=1"),
+        broken("oracle", f"lengths=65 {small}", off(o=9), "lengths=1"),
+        broken("oracle", f"lengths=2 {small}", off(o=9), "gate=forever"),
+        broken("oracle", f"lengths=2 {small}", failed(FailureKind.NOT_FINITE, "", output="o"), "lengths=1"),
+    ):
+        assert len(causes.groups([values[2], other])) == 2, other
+
+
+# The benchmark
+
+
+def test_planted_defects_are_both_there_and_can_be_mended() -> None:
+    both, alone = planted.join("DropsState", "LeaksState"), planted.join("DropsState", "DropsState")
+    assert both is not None
+    assert both.between is not planted.join("Chunkwise", "LeaksState").between  # type: ignore[union-attr]
+    assert alone is not None
+    assert alone.__name__ == "DropsState"
+    assert planted.join("DropsState", "ConvLeaks") is None, "of other operations"
+    assert planted.join("ConvClips", "ConvWritesBeforeX") is not None, "each edit begins with the step of its base"
+    assert planted.join("ConvAlwaysSilu", "ConvSiluOverflows") is None, "the first edit would hide the second"
+    for name in ("DropsState__LeaksState__never", "DropsState__Nothing", "nothing"):
+        with pytest.raises(AttributeError):
+            getattr(planted, name)
+
+
+@pytest.fixture
+def conv_worker() -> Iterator[Worker]:
+    with Worker(20.0) as worker:
+        yield worker
+
+
+@pytest.mark.slow
+def test_the_benchmark_knows_which_defect_was_found(
+    conv_worker: Worker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = pairs.Pair("ConvStateTooEarly", "ConvAlwaysSilu", "", "oracle")
+    (found, *_) = pairs.findings(pair, 0, conv_worker, Store(tmp_path))
+    assert found.right
+    assert found.smallest.example != found.found.example
+    monkeypatch.setattr(explaining, "alike", lambda found, found_run, got, run: got.verdict is Verdict.BROKEN)
+    monkeypatch.setattr(explaining, "steady", lambda *_: True)
+    monkeypatch.setattr(explaining, "restored", lambda *_: iter(()))
+    assert not all(finding.right for finding in pairs.findings(pair, 0, conv_worker, Store(tmp_path)))
