@@ -20,7 +20,7 @@ def loaded(folder: pathlib.Path, body: str, head: str = HEAD) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("    chunks = 32\n", "K has chunks = '32', which nothing reads; did you mean chunk?, or _chunks if it is a helper"),
+        ("    chunks = 32\n", "K has chunks = 32, which nothing reads; did you mean chunk?, or _chunks if it is a helper"),
         ('    algorithmn = "recurrent"\n', "did you mean algorithm?"),
         ('    Algorithm = "recurrent"\n', "did you mean algorithm?"),
         ("    fold = True\n", "did you mean folds?"),

@@ -47,7 +47,7 @@ def misspelt(adapter: Implementation, file: str = "") -> str | None:
                 continue
             reads = _reads(_files(adapter, file)) if reads is None else reads
             if name not in reads:
-                text = f"{name}()" if isinstance(value, CALLABLE) else f"{name} = {str(value)[:80]!r}"
+                text = f"{name}()" if isinstance(value, CALLABLE) else f"{name} = {' '.join(repr(value).split())[:80]}"
                 return f"{place} has {text}, which nothing reads; {meant}, or _{name} if it is a helper"
     return None
 
