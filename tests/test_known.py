@@ -275,6 +275,16 @@ def test_a_kernels_configuration_explains_nothing_else(
 
 
 @pytest.mark.usefixtures("released")
+def test_a_process_that_crashed_left_no_record_and_is_explained_for_the_adapter_of_the_entry_alone() -> None:
+    defects, crash = load().on(H100), Outcome(Verdict.BROKEN, [Finding("call", FailureKind.CRASHED, "crashed: killed by SIGABRT")])
+    line = "law=packed at=0 adapter=fla/chunk products=tf32 device=cuda tune=1 lengths=9+9 packed=yes key_dim=24 dtype=bf16"
+    assert defects.explain(Run.parse(line), crash) is not None
+    assert defects.explain(Run.parse(line.replace("fla/chunk", "fla/chunk_16")), crash) is None
+    hung = Outcome(Verdict.BROKEN, [Finding("call", FailureKind.HUNG, "hung: no answer within 5 s")])
+    assert defects.explain(Run.parse(line), hung) is None
+
+
+@pytest.mark.usefixtures("released")
 def test_before_a_run_nobody_knows_which_configuration_it_gets() -> None:
     defects = KnownDefects([defect for defect in load().on(H100) if defect.kernel], H100)
     assert len(list(defects)) == 5

@@ -18,7 +18,7 @@ from verify.adapters.packages import installed
 from verify.adapters.registry import BUILT_IN
 from verify.execution.run import Run
 from verify.gpu import autotune
-from verify.process.outcome import Finding, Outcome, Used, Verdict, port_of
+from verify.process.outcome import FailureKind, Finding, Outcome, Used, Verdict, port_of
 
 NAME = "known_defects.toml"
 FILE = pathlib.Path(__file__).with_name(NAME)
@@ -78,10 +78,15 @@ class Known:
 
         `tuned` are the configurations that ran in it, and `gpu` is the name of its GPU.
         """
-        if not self.covers(run, gpu) or (self.kernel and not autotune.ran(tuned, self.kernel, self.config)):
+        if not self.covers(run, gpu) or (self.kernel and not self._ran(run, findings, tuned)):
             return False
         outputs = self._outputs_in(run)
         return not outputs or (bool(findings) and all(self._explains(finding, outputs) for finding in findings))
+
+    def _ran(self, run: Run, findings: Sequence[Finding], tuned: Used) -> bool:
+        """Whether the kernel ran with the configuration. A process that crashed leaves no record: then only our adapter counts."""
+        crashed = not tuned and bool(findings) and all(finding.kind is FailureKind.CRASHED for finding in findings)
+        return autotune.ran(tuned, self.kernel, self.config) or (crashed and same_adapter(run.adapter, self.run.adapter))
 
     def covers(self, run: Run, gpu: str = "") -> bool:
         """Whether this defect may show in `run`, judged by its adapter, law, case and device alone."""
