@@ -313,7 +313,7 @@ REACH.note_blocks("fla.o:kernel_o", ["7", "9", "9:4"], ["7"])
 def test_a_line_in_words_says_what_was_not_looked_at() -> None:
     text = " ".join(" ".join(reach_report.report(REACH, {})).split())
     assert "looked at at most 300 tokens in a sequence; 900 tokens in a call" in text
-    assert "never passed: transpose; 2 branches of kernel_o never ran (line 9)" in text
+    assert "never passed except at the default: transpose; 2 branches of kernel_o never ran (line 9)" in text
     assert "never varied: size always 64, flag always True; never longer than 300 tokens" in text
     assert reach_report.report(Reach(), {}) == []
 
@@ -321,7 +321,7 @@ def test_a_line_in_words_says_what_was_not_looked_at() -> None:
 def test_what_is_left_out_has_its_reason_and_no_excuse_for_the_rest() -> None:
     omits = {"transpose": "on Hopper only", "q": "wrong: it is passed", "kernel_p": "wrong: there is none"}
     assert reach_report.not_looked_at(REACH, omits) == ["2 branches of kernel_o never ran (line 9)"]
-    assert reach_report.not_looked_at(REACH, {"kernel_o": "for other GPUs"}) == ["never passed: transpose"]
+    assert reach_report.not_looked_at(REACH, {"kernel_o": "for other GPUs"}) == ["never passed except at the default: transpose"]
     lines = [line for line in reach_report.report(REACH, omits) if line.startswith("left out")]
     assert lines[0].endswith("transpose: on Hopper only")
     assert lines[1].endswith("(but a case passed it)")
@@ -348,7 +348,7 @@ def check(adapter: str, folder: pathlib.Path, *more: str) -> int:
 @pytest.mark.parametrize(
     ("adapter", "gap", "functions"),
     [
-        ("UnpassedOption", "never passed: fast, floor", [GATE]),
+        ("UnpassedOption", "never passed except at the default: fast, floor", [GATE]),
         (
             "UnrunBranch",
             "2 branches of l2norm_kernel never ran",

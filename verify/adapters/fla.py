@@ -14,6 +14,7 @@ from torch import Tensor
 from oracles.operation import Inputs
 from properties.domain import Domain
 from verify.adapters.base import Adapter
+from verify.adapters.left_out import IN_FLA, left_out
 
 REQUIRES = {"fla-core": "0.6.0", "triton": "3.7.1"}
 INSIDE = ("none", "gate", "beta", "both")
@@ -35,6 +36,7 @@ class Chunk(FlaAdapter):
     products = "tf32"
     chunk = 64
     # Not position independent: torch sums dg over blocks of key channels, and on a CPU that sum depends on the place in memory.
+    omits = left_out(IN_FLA, "state_v_first", "cu_seqlens_cpu", "chunk_indices", "cp_context")
     domain = Domain(key_dims=(1, 256), in_kernel=INSIDE, refills=False)
     counterpart = "fla/fused_recurrent"
 
@@ -62,6 +64,7 @@ class ChunkVFirst(FlaAdapter):
     algorithm = "chunkwise"
     products = "tf32"
     chunk = 64
+    omits = left_out(IN_FLA, "cu_seqlens_cpu", "chunk_indices", "cp_context")
     domain = Domain(key_dims=(1, 256), in_kernel=INSIDE, refills=False)
     counterpart = "fla/fused_recurrent_v_first"
 
@@ -75,6 +78,7 @@ class FusedRecurrent(FlaAdapter):
     """`fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule`: token by token in float32. It has no backward."""
 
     algorithm = "recurrent"
+    omits = left_out(IN_FLA, "gk", "gv", "state_v_first")
     domain = Domain(key_dims=(1, 256), position_independent=True, backward=False, in_kernel=INSIDE)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -87,6 +91,7 @@ class FusedRecurrentVFirst(FlaAdapter):
     """`FusedRecurrent` with states stored as [V, K]."""
 
     algorithm = "recurrent"
+    omits = left_out(IN_FLA, "gk", "gv")
     domain = Domain(key_dims=(1, 256), position_independent=True, backward=False, in_kernel=INSIDE)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -101,6 +106,18 @@ class ChunkKda(FlaAdapter):
     algorithm = "chunkwise"
     products = "tf32"
     chunk = 64
+    omits = left_out(
+        IN_FLA,
+        "safe_gate",
+        "lower_bound",
+        "disable_recompute",
+        "return_intermediate_states",
+        "state_v_first",
+        "cu_seqlens_cpu",
+        "cp_context",
+        "use_graph",
+        "max_num_seqs",
+    )
     domain = Domain(operation="kda", key_dims=(1, 256), in_kernel=INSIDE, refills=False)
     counterpart = "fla/fused_recurrent_kda"
 
@@ -114,6 +131,7 @@ class FusedRecurrentKda(FlaAdapter):
     """`fla.ops.kda.fused_recurrent_kda`: token by token in float32, forward only."""
 
     algorithm = "recurrent"
+    omits = left_out(IN_FLA, "lower_bound", "state_v_first")
     domain = Domain(operation="kda", key_dims=(1, 256), position_independent=True, backward=False, in_kernel=INSIDE)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -131,6 +149,7 @@ class ChunkDeltaRule(FlaAdapter):
     algorithm = "chunkwise"
     products = "tf32"
     chunk = 64
+    omits = left_out(IN_FLA, "cu_seqlens_cpu")
     domain = Domain(operation="delta_rule", dtypes=("bf16", "fp16"), key_dims=(1, 256), grouped_heads=False, refills=False)
     counterpart = "fla/fused_recurrent_delta_rule"
 

@@ -8,12 +8,14 @@ from torch import Tensor
 from oracles.operation import Inputs
 from properties.module_domain import ModuleDomain
 from verify.adapters.fla import FlaAdapter
+from verify.adapters.left_out import IN_FLA, left_out
 
 
 class Conv(FlaAdapter):
     """`fla.modules.causal_conv1d.causal_conv1d`, its Triton backend: forward and backward."""
 
     algorithm = "pointwise"
+    omits = left_out(IN_FLA, "residual", "backend", "cu_seqlens_cpu", "chunk_indices", "cp_context")
     domain = ModuleDomain("causal_conv1d", refills=False)
     counterpart = "fla/conv_update"
 
@@ -36,6 +38,7 @@ class ConvUpdate(FlaAdapter):
     """`fla.modules.causal_conv1d.causal_conv1d_update`: one token at a time, with a cache that it updates in place."""
 
     algorithm = "pointwise"
+    omits = left_out(IN_FLA, "residual")
     domain = ModuleDomain("causal_conv1d", packed=False, longest=9, backward=False)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -53,6 +56,7 @@ class ShortConvolution(FlaAdapter):
     """`fla.modules.ShortConvolution`. Without gradients, it computes single tokens with its cache, which it updates in place."""
 
     algorithm = "pointwise"
+    api = "fla.modules:ShortConvolution"
     domain = ModuleDomain("causal_conv1d", refills=False)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -75,6 +79,7 @@ class GdnGate(FlaAdapter):
     """`fla.ops.gated_delta_rule.gate.fused_gdn_gate`: the gate alone, forward and backward."""
 
     algorithm = "pointwise"
+    omits = left_out(IN_FLA, "output_dtype")
     domain = ModuleDomain("gdn_gate", beta=False)
 
     def run(self, x: Inputs) -> Tensor:
@@ -88,6 +93,7 @@ class KdaGate(FlaAdapter):
     """`fla.ops.kda.gate.fused_kda_gate`: the gate alone, forward and backward."""
 
     algorithm = "pointwise"
+    omits = left_out(IN_FLA, "lower_bound", "output_dtype")
     domain = ModuleDomain("kda_gate", beta=False)
 
     def run(self, x: Inputs) -> Tensor:
@@ -101,6 +107,7 @@ class L2Norm(FlaAdapter):
     """`fla.modules.l2norm.l2norm`: forward and backward."""
 
     algorithm = "pointwise"
+    omits = left_out(IN_FLA, "output_dtype")
     domain = ModuleDomain("l2norm")
 
     def run(self, x: Inputs) -> Tensor:
@@ -117,6 +124,7 @@ class GatedNorm(FlaAdapter):
     """
 
     algorithm = "pointwise"
+    api = "fla.modules:FusedRMSNormGated"
     domain = ModuleDomain("gated_rms_norm", eps=("1e-6", "1e-5"), empty=False)
 
     def run(self, x: Inputs) -> Tensor:

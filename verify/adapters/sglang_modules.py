@@ -15,6 +15,7 @@ from properties.module_domain import ModuleDomain
 from verify.adapters import serving
 from verify.adapters.base import Adapter
 from verify.adapters.conv_pools import ConvPool, offsets
+from verify.adapters.left_out import IN_SGLANG, left_out
 
 CONV = "sglang.kernels.ops.mamba.causal_conv1d_triton"
 
@@ -40,6 +41,7 @@ class Conv(SGLangConv):
     A sequence without an initial state is one whose `has_initial_state` is False; its slot then holds NaN.
     """
 
+    omits = left_out(IN_SGLANG, "pad_slot_id", "validate_data", "block_table")
     domain = ModuleDomain("causal_conv1d", conv_widths=(4, 2, 3), state_columns="W-1", backward=False)
     counterpart = "sglang/conv_update"
 
@@ -63,6 +65,19 @@ class Conv(SGLangConv):
 class ConvUpdate(SGLangConv):
     """`causal_conv1d_update`: one token of each request, or a draft of several."""
 
+    omits = left_out(
+        IN_SGLANG,
+        "intermediate_conv_window",
+        "intermediate_state_indices",
+        "cache_seqlens",
+        "num_accept_tokens",
+        "retrieve_next_token",
+        "retrieve_next_sibling",
+        "retrieve_parent_token",
+        "pad_slot_id",
+        "metadata",
+        "validate_data",
+    )
     domain = ModuleDomain("causal_conv1d", conv_widths=(4, 2, 3), packed=False, longest=9, state_columns="W-1", backward=False)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -87,6 +102,17 @@ class ConvVerify(SGLangConv):
     pool afterwards. The tokens that follow it in the draft are rejected, and hold NaN. One token at least is always accepted.
     """
 
+    omits = left_out(
+        IN_SGLANG,
+        "cache_seqlens",
+        "num_accept_tokens",
+        "retrieve_next_token",
+        "retrieve_next_sibling",
+        "retrieve_parent_token",
+        "pad_slot_id",
+        "metadata",
+        "validate_data",
+    )
     domain = ModuleDomain("causal_conv1d", conv_widths=(4, 2, 3), empty=False, longest=9, state_columns="W-1", backward=False)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:

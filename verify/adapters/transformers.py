@@ -11,6 +11,7 @@ from torch import Tensor
 from oracles.operation import Inputs
 from properties.domain import Domain
 from verify.adapters.base import Adapter
+from verify.adapters.left_out import IN_TRANSFORMERS, left_out
 
 REQUIRES = {"transformers": "5.23.0"}
 _DOMAIN: dict[str, Any] = {"packed": False, "scale": False}
@@ -21,6 +22,7 @@ class Chunk(Adapter):
 
     algorithm = "chunkwise"
     chunk = 64
+    omits = left_out(IN_TRANSFORMERS, "chunk_size")
     domain = Domain(**_DOMAIN)
     counterpart = "transformers/recurrent"
     requires = REQUIRES

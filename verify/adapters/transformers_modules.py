@@ -12,13 +12,17 @@ from torch import Tensor
 from oracles.operation import Inputs
 from properties.module_domain import ModuleDomain
 from verify.adapters.base import Adapter
+from verify.adapters.left_out import IN_TRANSFORMERS, left_out
 from verify.adapters.transformers import REQUIRES
+
+QWEN = "transformers.models.qwen3_next.modeling_qwen3_next"
 
 
 class Conv(Adapter):
     """`causal_conv1d_fn` on the result of the cache's `update_conv_state`, as the layer's prefill calls them."""
 
     algorithm = "pointwise"
+    api = f"{QWEN}:causal_conv1d_fn"
     domain = ModuleDomain("causal_conv1d", packed=False)
     counterpart = "transformers/conv_update"
     requires = REQUIRES
@@ -51,6 +55,7 @@ class L2Norm(Adapter):
     """`l2norm`, which squares in the inputs' dtype."""
 
     algorithm = "pointwise"
+    omits = left_out(IN_TRANSFORMERS, "dim")
     domain = ModuleDomain("l2norm")
     requires = REQUIRES
 

@@ -16,6 +16,7 @@ from properties.module_domain import ModuleDomain
 from verify.adapters import serving
 from verify.adapters.base import Adapter
 from verify.adapters.conv_pools import ConvPool, offsets
+from verify.adapters.left_out import IN_VLLM, left_out
 
 CONV = "vllm.model_executor.layers.mamba.ops.causal_conv1d"
 
@@ -41,6 +42,7 @@ class Conv(VllmConv):
     A sequence without an initial state is one whose `has_initial_state` is False; its slot then holds NaN.
     """
 
+    omits = left_out(IN_VLLM, "pad_slot_id", "null_block_id", "metadata", "validate_data")
     domain = ModuleDomain("causal_conv1d", conv_widths=(4, 2, 3), state_columns="W-1", backward=False)
     counterpart = "vllm/conv_update"
 
@@ -62,6 +64,7 @@ class Conv(VllmConv):
 class ConvUpdate(VllmConv):
     """`causal_conv1d_update`: one token of each request, or a draft of several. The output overwrites x, so x is a copy."""
 
+    omits = left_out(IN_VLLM, "num_accepted_tokens", "query_start_loc", "max_query_len", "null_block_id", "validate_data", "out")
     domain = ModuleDomain(
         "causal_conv1d", conv_widths=(4, 2, 3, 5, 6), packed=False, longest=9, state_columns="W-1", backward=False
     )
@@ -88,6 +91,7 @@ class ConvVerify(VllmConv):
     `max_query_len` would leave a wrong state; vLLM always passes both.
     """
 
+    omits = left_out(IN_VLLM, "null_block_id", "validate_data", "out")
     domain = ModuleDomain("causal_conv1d", conv_widths=(4, 2, 3, 5, 6), longest=9, state_columns="W-1", backward=False)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:

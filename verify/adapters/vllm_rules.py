@@ -4,6 +4,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.domain import Domain
+from verify.adapters.left_out import IN_VLLM, left_out
 from verify.adapters.vllm_pools import CHUNK, VLLM
 
 
@@ -17,6 +18,7 @@ class Chunk(VLLM):
     products = "tf32"
     chunk = 64
     place = CHUNK
+    omits = left_out(IN_VLLM, "chunk_indices", "chunk_offsets", "core_attn_out")
     domain = Domain(dtypes=("bf16", "fp16"), key_dims=(1, 256), empty=False, backward=False, refills=False)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:

@@ -172,7 +172,9 @@ def _print_report(out: Any, lines: Callable[[dict[str, Any]], None], report: Law
 def _print_end(checking: Check, wall_s: float, out: Any, *, interrupted: bool) -> None:
     """Print the reach, the causes, the summary, kernels whose programs could not be interpreted together, and our own failures."""
     reports = checking.reports
-    seen = reach_report.report(checking.reach, _omits(checking), parameters=checking.settings.laws is None)
+    seen = []
+    if interrupted or any(report.verdict is Verdict.HOLDS for report in reports):
+        seen = reach_report.report(checking.reach, _omits(checking), parameters=checking.settings.laws is None)
     for told in (seen, causes.lines(reports)):
         if told:
             print_line("\n".join(told), out)

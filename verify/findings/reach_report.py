@@ -35,7 +35,7 @@ def not_looked_at(reach: Reach, omits: Mapping[str, str]) -> list[str]:
     for function, parameters in reach.functions.items():
         if names := [name for name, values in parameters.items() if not values.passed and name not in omits]:
             of = f" to {function.rpartition(':')[2]}" if len(reach.functions) > 1 else ""
-            gaps.append(f"never passed{of}: {', '.join(names)}")
+            gaps.append(f"never passed{of} except at the default: {', '.join(names)}")
     return [*gaps, *_branches(reach, omits), *([FULL] if reach.full else [])]
 
 

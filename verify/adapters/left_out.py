@@ -1,0 +1,59 @@
+"""Why built-in adapters leave out parameters of the functions that they call (`omits` of an adapter)."""
+
+from collections.abc import Mapping
+
+IN_FLA: Mapping[str, str] = {
+    "backend": "another backend is the package causal-conv1d, which is no part of FLA",
+    "chunk_indices": "FLA computes it from cu_seqlens",
+    "cp_context": "it is for ranks that share sequences: fla/chunk_cp, fla/kda_cp and fla/conv_cp pass it",
+    "cu_seqlens_cpu": "it is cu_seqlens on the host, which saves a wait for the GPU",
+    "disable_recompute": "it keeps for the backward what is computed again otherwise",
+    "gk": "a decay of each key channel is the rule KDA, which has functions of its own",
+    "gv": "a decay of each value channel is no rule that gdn-verify has",
+    "lower_bound": "it selects another formula of the gate",
+    "mask": "a mask of pads is for batches of sequences of several lengths, which cases pack",
+    "max_num_seqs": "it is for use_graph",
+    "output_dtype": "outputs have the dtype that the operation has by default",
+    "prenorm": "it returns the sum of x and the residual too, which is no output of the operation",
+    "residual": "the sum with a residual is no part of the operation",
+    "residual_in_fp32": "it is for residual",
+    "return_intermediate_states": "the states between chunks are no output of the operation",
+    "safe_gate": "it selects a kernel for gates with a lower bound, which is another formula of the gate",
+    "state_v_first": "fla/chunk_v_first and fla/fused_recurrent_v_first pass it; KDA has no such adapter",
+    "use_graph": "it is for CUDA graphs, and leaves rows without tokens undefined",
+}
+IN_SGLANG: Mapping[str, str] = {
+    "block_table": "it is for windows that lie in blocks of a prefix cache",
+    "cache_seqlens": "it is for windows that are circular buffers",
+    "intermediate_conv_window": "sglang/conv_verify passes it",
+    "intermediate_state_indices": "sglang/conv_verify passes it",
+    "metadata": "it has what the function computes from other arguments",
+    "num_accept_tokens": "accepted tokens are copied after a verification, as SGLang does",
+    "pad_slot_id": "padding has the slot -1, which is the default",
+    "retrieve_next_sibling": "it is for drafts that are trees, which the convolution's cases do not have",
+    "retrieve_next_token": "it is for drafts that are trees, which the convolution's cases do not have",
+    "retrieve_parent_token": "it is for drafts that are trees, which the convolution's cases do not have",
+    "validate_data": "it checks arguments and changes no result",
+}
+IN_TRANSFORMERS: Mapping[str, str] = {
+    "chunk_size": "no layer passes another size than the default",
+    "dim": "the norm is over the last axis",
+}
+IN_VLLM: Mapping[str, str] = {
+    "chunk_indices": "the function computes it from cu_seqlens",
+    "chunk_offsets": "the function computes it from cu_seqlens",
+    "core_attn_out": "it is a tensor of the caller's for the outputs",
+    "max_query_len": "vllm/conv_verify passes it",
+    "metadata": "it has what the function computes from other arguments",
+    "null_block_id": "padding has block 0, which is the default",
+    "num_accepted_tokens": "vllm/conv_verify passes it",
+    "out": "it is a tensor of the caller's for the outputs",
+    "pad_slot_id": "padding has the slot -1, which is the default",
+    "query_start_loc": "vllm/conv_verify passes it",
+    "validate_data": "it checks arguments and changes no result",
+}
+
+
+def left_out(reasons: Mapping[str, str], *names: str) -> dict[str, str]:
+    """The reasons for these parameters. KeyError for a parameter without a reason."""
+    return {name: reasons[name] for name in names}
