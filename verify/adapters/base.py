@@ -40,6 +40,13 @@ class Implementation(abc.ABC):
     omits: ClassVar[Mapping[str, str]] = {}
     guards: bool = True
 
+    def close(self) -> None:  # noqa: B027 - most adapters start nothing
+        """End what the adapter has started, such as a process beside it; by default it does nothing.
+
+        Called once, before the worker process ends, also where the worker is to be killed while `run` is running: then from another
+        thread. It may take three seconds. Where the worker crashes it is not called.
+        """
+
 
 class Adapter(Implementation):
     """One implementation of a kernel: it adapts signature and layout, and has no arithmetic and no tolerance.

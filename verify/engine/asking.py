@@ -151,7 +151,11 @@ def ask(run: Run, worker: Asked, store: Store, declared: dict[str, Any] | None =
     store.begin(str(run))
     try:
         answer = worker.ask(RunOne(str(run), declared or {}))
-        return Outcome(Verdict.UNKNOWN, reason=answer["error"]) if "error" in answer else Outcome.from_json(answer)
+        outcome = Outcome(Verdict.UNKNOWN, reason=answer["error"]) if "error" in answer else Outcome.from_json(answer)
+        if outcome.kind is FailureKind.RAISED and isinstance(worker, Worker):  # the cause may lie in a process beside it
+            first, *others = outcome.findings
+            outcome.findings = [dataclasses.replace(first, wrote=_last_lines(worker.words())), *others]
+        return outcome
     except WorkerLost as lost:
         if lost.how == "closed":
             return Outcome(Verdict.UNKNOWN, reason="the worker was closed")
@@ -159,7 +163,8 @@ def ask(run: Run, worker: Asked, store: Store, declared: dict[str, Any] | None =
             what = "the oracle did not finish" if lost.how == "hung" else f"the ranks {lost.how}"
             return Outcome(Verdict.UNKNOWN, reason=f"{what}: {lost.detail}")
         last = _last_line(lost.tail) if lost.how == "crashed" else ""
-        return Outcome(Verdict.BROKEN, [Finding("call", FailureKind(lost.how), f"{lost.how}: {lost.detail}", last)])
+        wrote = () if lost.how == "crashed" else _last_lines(lost.tail.partition("Thread 0x")[0])
+        return Outcome(Verdict.BROKEN, [Finding("call", FailureKind(lost.how), f"{lost.how}: {lost.detail}", last, wrote=wrote)])
     finally:
         store.end()
 
@@ -169,6 +174,11 @@ def ask_afresh(run: Run, worker: Asked, store: Store, declared: dict[str, Any] |
     if run.the_law.of_process and isinstance(worker, Worker):
         worker.end()
     return ask(run, worker, store, declared)
+
+
+def _last_lines(text: str, most: int = 5) -> tuple[str, ...]:
+    """The last lines of a text that are not empty, each cut to 200 characters."""
+    return tuple([line.rstrip()[:200] for line in text.splitlines() if line.strip()][-most:])
 
 
 def ask_all(runs: Sequence[Run], worker: Asked, store: Store, defects: KnownDefects = NO_DEFECTS) -> Iterator[Outcome]:

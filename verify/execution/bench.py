@@ -34,7 +34,7 @@ from verify.execution.guards import UNPOISONED, Guards
 from verify.gpu import device as devices
 from verify.interpreter import Race, UnknownTriton, races
 from verify.process.outcome import FailureKind, Finding
-from verify.process.stacks import Mark, marked, unmarked
+from verify.process.stacks import Mark, in_kernel, marked, unmarked
 
 T = TypeVar("T")
 
@@ -594,6 +594,14 @@ def short(error: BaseException) -> str:
 
 
 def frame(error: BaseException) -> str:
-    """Where an error was raised: the innermost frame, without folders, so that the text is the same on every machine."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno} in {unmarked(frames[-1].name)}" if frames else ""
+    """Where an error was raised: the innermost frame, or the kernel's line if it was interpreted.
+
+    The text has no folders, so that it is the same on every machine.
+    """
+    while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:  # Triton's, around that of the kernel
+        error = error.__cause__
+    frames = traceback.extract_tb(error.__traceback__)[::-1]
+    if not frames:
+        return ""
+    at = frames[in_kernel([frame.filename for frame in frames])]
+    return f"{at.filename.rpartition('/')[2]}:{at.lineno} in {unmarked(at.name)}"

@@ -34,6 +34,11 @@ def adapter_of(spec: str) -> AnyAdapter:
     return _LOADED[spec]
 
 
+def loaded() -> list[AnyAdapter]:
+    """The adapters that this process has created."""
+    return list(_LOADED.values())
+
+
 DENIED = "GDN_VERIFY_DENIED"  # environment variable of a worker: the path of a deny-list
 
 

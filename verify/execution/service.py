@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,12 +10,12 @@ from typing import Any
 import torch
 
 from properties.books import book_of
-from verify.adapters.base import Adapter, PathAdapter, TraceAdapter
+from verify.adapters.base import Adapter, Implementation, PathAdapter, TraceAdapter
 from verify.adapters.loader import AdapterError, versions
 from verify.execution import launches, oracle_process
 from verify.execution.cost import cost_of
 from verify.execution.execute import compiled, execute
-from verify.execution.judging import adapter_of
+from verify.execution.judging import adapter_of, loaded
 from verify.execution.path_bench import work_of
 from verify.execution.refusals import probe
 from verify.execution.run import Run
@@ -48,6 +49,15 @@ def answer(question: Mapping[str, Any]) -> Answer:
         return Outcome(Verdict.UNKNOWN, reason=str(error)).to_json()
 
 
+def close() -> None:
+    """Close the adapters of this process. A worker calls this before it ends."""
+    for adapter in loaded():
+        try:
+            adapter.close()
+        except Exception:
+            traceback.print_exc()  # nobody waits for an answer; the others are closed still
+
+
 def _join(asked: Join) -> Answer:
     oracle_process.start()  # it forks, which must come before a group starts threads and perhaps opens a GPU
     join(asked)
@@ -70,6 +80,7 @@ def _describe(asked: Describe) -> Answer:
         device=devices.name(),
         chunk=getattr(adapter, "chunk", None),
         omits=dict(adapter.omits),
+        closes=type(adapter).close is not Implementation.close,
     ).to_json()
 
 

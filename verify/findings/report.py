@@ -178,6 +178,7 @@ def finding_lines(findings: list[Finding], most: int = 4) -> list[str]:
     lines: list[str] = []
     for finding in findings[:most]:
         lines.append(f"  {finding.place}: {finding.what}" + (f" ({finding.worst})" if finding.worst and not finding.rows else ""))
+        lines += [f"    wrote      {line}" for line in finding.wrote]
         if finding.rows:
             lines.append(
                 f"    worst row  {finding.worst}: error {finding.error:.3g}, allowed {finding.allowed:.3g} ({finding.origin})"

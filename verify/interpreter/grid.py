@@ -227,7 +227,7 @@ class Function:
     """
 
     def __init__(self, tree: ast.FunctionDef, filename: str, names: dict[str, Any], signature: inspect.Signature) -> None:
-        self.signature, self._names, self._filename = signature, names, filename
+        self.signature, self._names, self._filename, self._name = signature, names, filename, tree.name
         self.branches = any(isinstance(node, (ast.If, ast.For, ast.While)) for node in ast.walk(tree))
         self._steps = self._steps_of(tree.body)
 
@@ -260,7 +260,8 @@ class Function:
 
     def _compiled(self, node: ast.Module | ast.Expression) -> CodeType:
         mode = "exec" if isinstance(node, ast.Module) else "eval"
-        return compile(ast.fix_missing_locations(node), self._filename, mode)
+        code: CodeType = compile(ast.fix_missing_locations(node), self._filename, mode)
+        return code.replace(co_name=self._name)
 
     def _expression(self, node: ast.expr) -> Callable[[Frame], Any]:
         """Evaluates an expression with the variables of a frame."""

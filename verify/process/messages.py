@@ -113,7 +113,8 @@ class Join(Question):
 class Description:
     """What an adapter declares, as a worker sees it.
 
-    `book` is the name of the book that its domain belongs to. `omits` maps parameters that are not passed to the reason.
+    `book` is the name of the book that its domain belongs to. `omits` maps parameters that are not passed to the reason. `closes`
+    says whether the adapter wants to be closed.
     """
 
     book: str
@@ -124,6 +125,7 @@ class Description:
     device: str
     chunk: int | None = None
     omits: dict[str, str] = dataclasses.field(default_factory=dict)
+    closes: bool = False
 
     def to_json(self) -> Answer:
         """The description as plain data."""

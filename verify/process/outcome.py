@@ -76,6 +76,7 @@ class Finding:
     - `got`, `want`: the first numbers of the worst row, as returned and as expected
     - `detail`: the part of `what` that must stay the same while the case shrinks, such as the name of an exception
     - `ranks`: for a path, the ranks that found it
+    - `wrote`: of a call that raised, the last lines that its process, and those beside it, wrote to stdout and stderr meanwhile
     """
 
     output: str
@@ -92,6 +93,7 @@ class Finding:
     want: tuple[float, ...] = ()
     detail: str = ""
     ranks: tuple[int, ...] = ()
+    wrote: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
@@ -124,7 +126,16 @@ class Finding:
         """The finding from the data of `to_json`."""
         numbers = {name: float(data[name]) for name in ("error", "allowed")}
         rows = {name: tuple(float(value) for value in data[name]) for name in ("got", "want")}
-        return cls(**{**data, **numbers, **rows, "kind": FailureKind(data["kind"]), "ranks": tuple(data["ranks"])})
+        return cls(
+            **{
+                **data,
+                **numbers,
+                **rows,
+                "wrote": tuple(data.get("wrote", ())),
+                "kind": FailureKind(data["kind"]),
+                "ranks": tuple(data["ranks"]),
+            }
+        )
 
 
 def _plain(value: float) -> float | str:

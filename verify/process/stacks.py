@@ -9,7 +9,7 @@ import enum
 import os
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -97,7 +97,28 @@ def frames(wrote: str) -> list[Frame]:
 def innermost(wrote: str) -> str:
     """Where the process was, such as "run (kernel.py:12)"; "" if faulthandler wrote no stack."""
     stack = frames(wrote)
-    return str(stack[0]) if stack else ""
+    return str(stack[in_kernel([frame.file for frame in stack])]) if stack else ""
+
+
+_INTERPRETER = "/verify/interpreter/"
+_MACHINERY = (_INTERPRETER, "/triton/runtime/", "/triton/language/", "/numpy/")
+
+
+def in_kernel(files: Sequence[str]) -> int:
+    """The place in a stack, given as the files of its frames, innermost first, that tells most: 0, or a kernel's line.
+
+    While a kernel is interpreted, the innermost frames are those of the interpreter and of what it calls. The line of the kernel
+    that they work for is further out.
+    """
+    if not any(_INTERPRETER in file for file in files):
+        return 0
+    return next((place for place, file in enumerate(files) if not _is_machinery(file)), 0)
+
+
+def _is_machinery(file: str) -> bool:
+    """Whether a file belongs to the interpreter, to what it calls, or to Python itself."""
+    of_python = file.startswith("<") or ("/lib/python3" in file and "-packages/" not in file)
+    return of_python or any(part in file for part in _MACHINERY)
 
 
 def in_implementation(wrote: str) -> bool:

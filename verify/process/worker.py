@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from verify.process import fork_server
 from verify.process.fork_server import Forked, importing
@@ -31,6 +31,8 @@ from verify.process.stacks import in_implementation, innermost
 START_S = 300.0
 ALONE_S = 5.0  # a worker ends itself this long after its deadline, if its supervisor has not ended it
 DUMP_S = 2.0  # how long we wait until a worker has written its stacks
+CLOSE_S = 3.0  # how long adapters may take to close before their worker is killed
+OUTER_PATH = "GDN_VERIFY_PYTHONPATH"  # the PYTHONPATH of the supervisor, which a worker gives to what an adapter starts
 TAIL_CHARACTERS = 2000
 STACK_BYTES = 1 << 16
 NOISE_BYTES = 1 << 26  # if a kernel prints more than this while it runs, the file is cut to nothing
@@ -112,7 +114,7 @@ class Worker:
         self._process: Started | Forked | None = None
         self._asking = threading.RLock()  # held while the pipes are used, so that no other thread closes them
         self._starting = threading.Lock()
-        self._closed = self._starts = False
+        self._closed = self._starts = self._closes = False
 
     def ask(self, question: Question | Mapping[str, Any], deadline_s: float | None = None) -> Answer:
         """Return the worker's answer. WorkerLost if it died, or did not answer within `deadline_s` seconds after its start-up."""
@@ -134,10 +136,16 @@ class Worker:
                 raise
 
     def close(self) -> None:
-        """End the worker, whatever it is doing. Any thread may call this."""
-        self.stop()
-        with self._asking:
+        """End the worker, whatever it is doing. Any thread may call this. Adapters of an idle worker are closed first."""
+        if not self._asking.acquire(blocking=False):
+            self.stop()
+            self._asking.acquire()
+        try:
+            with self._starting:
+                self._closed = True
             self.end()
+        finally:
+            self._asking.release()
 
     def __enter__(self) -> "Worker":
         return self
@@ -167,7 +175,7 @@ class Worker:
                 paths = dict.fromkeys([*(path or os.getcwd() for path in sys.path), _ROOT])
                 process = self._launched(os.pathsep.join(paths), [theirs_in, theirs_out], errors.fileno())
                 self._to, self._from, self._errors, self._buffer, self._mark = to, from_, errors, b"", -1
-                self._process, self._starts = process, True
+                self._process, self._starts, self._closes = process, True, False
                 undo.pop_all()
             os.close(theirs_in)
             os.close(theirs_out)
@@ -179,6 +187,7 @@ class Worker:
             "PYTHONUNBUFFERED": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",  # messages of torch's libraries would push a kernel's last output out of `tail`
             "PYTHONPATH": path,
+            OUTER_PATH: os.environ.get("PYTHONPATH", ""),
             **self._environment,
         }
         before = self._under()
@@ -229,6 +238,7 @@ class Worker:
             answer: dict[str, Any] = json.loads(line)
         except ValueError:
             raise self._lost("crashed", f"wrote {line[:40]!r} where its answer belongs") from None
+        self._closes = self._closes or bool(answer.get("closes"))
         return answer
 
     def fileno(self) -> int:
@@ -261,16 +271,27 @@ class Worker:
             self._process.kill()
 
     def end(self) -> None:
-        """Kill the process, wait for its end and close its pipes."""
+        """Let adapters that want to be closed do so, kill the process, wait for its end and close its pipes."""
         process = self._process
         if process is None:
             return
+        dismiss([self])
         self.kill()
         process.wait()
         self._process = None
         for descriptor in (self._to, self._from):
-            os.close(descriptor)
+            if descriptor >= 0:
+                os.close(descriptor)
         self._errors.close()
+
+    def hang_up(self) -> bool:
+        """Close the pipe of questions if an adapter in the worker wants to be closed, so that it is. Returns whether one does."""
+        if not (self._closes and self.alive):
+            return False
+        if self._to >= 0:
+            os.close(self._to)
+            self._to = -1
+        return True
 
     def _answer(self, deadline_s: float) -> dict[str, Any]:
         end = time.monotonic() + deadline_s
@@ -294,6 +315,13 @@ class Worker:
             return WorkerLost("closed", "by its supervisor", wrote[-TAIL_CHARACTERS:])
         in_kernel = how != "hung" or not place or in_implementation(wrote)
         return WorkerLost(how, detail + (f", in {place}" if place else ""), wrote[-TAIL_CHARACTERS:], in_kernel=in_kernel)
+
+
+def dismiss(several: Sequence[Worker]) -> None:
+    """Let the adapters of several workers close at the same time. We wait CLOSE_S seconds at most, and kill nothing."""
+    closing, end = [worker for worker in several if worker.hang_up()], time.monotonic() + CLOSE_S
+    while any(worker.alive for worker in closing) and time.monotonic() < end:
+        time.sleep(0.02)
 
 
 class Interrogated(Protocol):
@@ -341,13 +369,23 @@ def serve(requests: int, answers: int, serves: str) -> None:
     """
     faulthandler.enable(sys.stderr)
     faulthandler.register(signal.SIGUSR1, sys.stderr, all_threads=True)
-    questions: queue.Queue[str] = queue.Queue()
+    questions: queue.Queue[str | None] = queue.Queue()
+    busy, close = threading.Event(), list[Callable[[], None]]()
+
+    def leave() -> NoReturn:
+        """Close the adapters, for CLOSE_S seconds at most, and end the process."""
+        faulthandler.dump_traceback_later(CLOSE_S, exit=True, file=sys.stderr)
+        for function in close:
+            function()
+        os._exit(0)
 
     def read() -> None:
         with os.fdopen(requests) as lines:
             for line in lines:
                 questions.put(line)
-        os._exit(0)  # the supervisor is gone, so nobody waits for the kernel that may be running
+        questions.put(None)
+        if busy.is_set() or not close:
+            leave()  # nobody waits for the kernel that may be running
 
     threading.Thread(target=read, daemon=True).start()
     with importing():
@@ -358,22 +396,33 @@ def serve(requests: int, answers: int, serves: str) -> None:
             from verify import interpreter
 
             interpreter.install_with_triton()
-        module, _, function = serves.partition(":")
-        answer = getattr(importlib.import_module(module), function)
+        place, _, function = serves.partition(":")
+        module = importlib.import_module(place)
+        answer = getattr(module, function)
+        close += [module.close] if hasattr(module, "close") else []
 
     os.write(answers, b"{}\n")
-    while True:
-        question = json.loads(questions.get())
+    while (line := questions.get()) is not None:
+        busy.set()
+        question = json.loads(line)
         # A kernel that hangs with Python's global lock also stops the thread above. This timer does not need the lock.
         faulthandler.dump_traceback_later(question.pop("deadline_s") + ALONE_S, exit=True, file=sys.stderr)
         reply = (json.dumps(answer(question)) + "\n").encode()
         faulthandler.cancel_dump_traceback_later()
         while reply:
             reply = reply[os.write(answers, reply) :]
+        busy.clear()
+    leave()
 
 
 def main(words: Sequence[str]) -> None:
-    """Run a worker. `words` are the module:function that answers, and the numbers of its two pipes."""
+    """Run a worker. `words` are the module:function that answers, and the numbers of its two pipes.
+
+    What the function's module calls `close` is called, without arguments, when the supervisor is gone or wants no more answers.
+    """
+    path = os.environ.pop(OUTER_PATH, "")
+    os.environ.pop("PYTHONPATH", None)
+    os.environ.update({"PYTHONPATH": path} if path else {})
     serve(int(words[1]), int(words[2]), words[0])
 
 

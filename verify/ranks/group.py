@@ -20,7 +20,7 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from verify.process.messages import Answer, Join, Question
-from verify.process.worker import SERVICE, START_S, Worker, WorkerLost, interrogate
+from verify.process.worker import SERVICE, START_S, Worker, WorkerLost, dismiss, interrogate
 from verify.ranks.hangs import Standing, crashed, hung, waiting
 from verify.ranks.merge import busy, failed, merge, parted
 
@@ -140,10 +140,14 @@ class Group:
     def close(self) -> None:
         """End every rank, whatever it is doing. Any thread may call this."""
         self._closed = True
-        for seat in self._seats:
-            seat.stop()
-        with self._asking:
+        if not self._asking.acquire(blocking=False):
+            for seat in self._seats:
+                seat.stop()
+            self._asking.acquire()
+        try:
             self._end()
+        finally:
+            self._asking.release()
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -169,6 +173,7 @@ class Group:
                 raise _not_started(f"rank {rank}: {answer.get('error') or answer.get('reason')}")
 
     def _end(self) -> None:
+        dismiss([seat for seat in self._seats if isinstance(seat, Worker)])
         for seat in self._seats:
             seat.kill()  # all at once, since a process with a GPU takes long to end
         for seat in self._seats:
