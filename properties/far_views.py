@@ -73,7 +73,7 @@ def apart(tensors: Mapping[str, Tensor], axes: Mapping[str, int]) -> dict[str, T
         # The numbers of an index lie within this block, whatever the index and the dtype: the blocks of two tensors never meet.
         begin += _up(math.prod(inner) * x.element_size())
     last = max((x.shape[axes[name]] - 1) * layouts[name][0][axes[name]] * x.element_size() for name, x in tensors.items())
-    memory = _reserved(_up(begin + last), next(iter(tensors.values())).device)
+    memory = reserved(_up(begin + last), next(iter(tensors.values())).device)
     return {name: memory.view(x.dtype).as_strided(x.shape, *layouts[name]).copy_(x.detach()) for name, x in tensors.items()}
 
 
@@ -87,7 +87,7 @@ def _up(count: int) -> int:
     return -(-count // _ALIGNED) * _ALIGNED
 
 
-def _reserved(size: int, device: torch.device) -> Tensor:
+def reserved(size: int, device: torch.device) -> Tensor:
     """Return `size` bytes of memory that is taken from the system where it is touched; on a GPU all of it is taken."""
     what = f"{size / 2**30:.0f} GiB cannot be reserved"
     if device.type == "cuda":

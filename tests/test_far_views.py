@@ -71,3 +71,11 @@ def test_a_kernels_offsets_wrap_in_32_bits_and_not_in_64(variant: str, words: st
         verdicts[name] = outcome.verdict
         assert outcome.rows, outcome
     assert verdicts == {"OffsetsIn64Bits": Verdict.HOLDS, "OffsetsIn32Bits": Verdict.BROKEN}
+
+
+@pytest.mark.interpreted
+def test_memory_that_is_too_large_to_be_watched_is_not_copied_and_its_programs_run_one_by_one(worker: Worker) -> None:
+    line = "law=oracle adapter=tests/far_kernels.py:StoresToLargeMemory lengths=6 op=l2norm backward=no"
+    outcome = Outcome.from_json(worker.ask(RunOne(line)))
+    assert outcome.verdict is Verdict.HOLDS
+    assert [*outcome.one_by_one] == ["norm_kernel: memory of 3 GiB"]

@@ -33,7 +33,10 @@ class OutOfBounds(Exception):
 
 
 class Untracked(Exception):
-    """A pointer whose tensor is not known, such as one that was made from an integer."""
+    """A pointer whose tensor is not known, such as one that was made from an integer, or memory too large to be watched."""
+
+
+MOST_BYTES = 2**31  # of memory that is copied to be watched; views far apart reserve more and touch little of it
 
 
 class Unordered(Exception):
@@ -240,6 +243,7 @@ class Memory:
 
     def _shadow(self, span: Span, dtype: Any) -> Shadow:
         if span not in self._shadows:
+            _check_size(span)
             self._shadows[span] = Shadow(span[1] - span[0], dtype.itemsize)
         return self._shadows[span]
 
@@ -249,6 +253,7 @@ class Memory:
                 raise Rewatch(span)
             self._watched.add(span)
         if span not in self.before:
+            _check_size(span)
             self.before[span] = self.view(span, _BYTE).copy()
 
     def _chosen(self, mask: Any, index: Any, *values: Any) -> tuple[Any, ...]:
@@ -327,8 +332,15 @@ class Alone(Memory):
 
     def _trace(self, span: Span) -> Trace:
         if span not in self.traces:
+            _check_size(span)
             self.traces[span] = Trace.of(self.view(span, _BYTE).copy())
         return self.traces[span]
+
+
+def _check_size(span: Span) -> None:
+    """Raise Untracked for memory that is too large to be watched."""
+    if span[1] - span[0] > MOST_BYTES:
+        raise Untracked(f"memory of {(span[1] - span[0]) / 2**30:.0f} GiB")
 
 
 def _spans(pointers: Any) -> tuple[Span, ...]:
