@@ -73,7 +73,7 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A found case of a pair, its smallest line, whether that line shows the found defect, and the runs that shrinking took."""
+    """A found case of a pair, its smallest line, whether that line shows the found defect, and the seconds of shrinking."""
 
     pair: Pair
     found: Run
@@ -173,14 +173,15 @@ def findings(pair: Pair, seed: int, worker: Worker, store: Store) -> Iterator[Fi
         holding = [spec for spec in pair.mended if _holds(dataclasses.replace(run, adapter=spec), worker, store)]
         if len(holding) == 1 and holding[0] in left:
             left.discard(holding[0])
-            yield _shrunk(pair, law, run, outcome, holding[0], worker, store)
+            yield shrunk(pair, law, run, outcome, holding[0], worker, store)
 
 
 def _holds(run: Run, worker: Worker, store: Store) -> bool:
     return ask(run, worker, store).verdict is not Verdict.BROKEN
 
 
-def _shrunk(pair: Pair, law: Law, run: Run, outcome: Outcome, mended: str, worker: Worker, store: Store) -> Finding:
+def shrunk(pair: Pair, law: Law, run: Run, outcome: Outcome, mended: str, worker: Worker, store: Store) -> Finding:
+    """The finding of a broken run of a pair, which holds on the implementation `mended`."""
     start = time.monotonic()
     small, _ = explain(law, run, outcome, worker, store, NO_DEFECTS, threading.Event())
     took = time.monotonic() - start

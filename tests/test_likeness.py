@@ -2,7 +2,7 @@
 
 import pathlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from benchmarks import pairs, planted
 from properties.domain import Domain
 from tests.answering import Answering
 from verify.engine import explaining
+from verify.engine.asking import ask
 from verify.engine.check import Check
 from verify.engine.explaining import explain
 from verify.engine.law_check import Settings
@@ -77,7 +78,7 @@ def test_a_rank_is_the_same_only_on_the_same_mesh() -> None:
     assert not alike(four, run, two, run)
 
 
-def test_other_numbers_leave_the_error_steady() -> None:
+def test_a_step_leaves_the_error_steady() -> None:
     found, kept, grown = off(o=20), off(o=50), off(o=90)
     assert steady(found, found, kept)
     assert not steady(found, found, grown)
@@ -281,21 +282,17 @@ def test_planted_defects_are_both_there_and_can_be_mended() -> None:
             getattr(planted, name)
 
 
-@pytest.fixture
-def conv_worker() -> Iterator[Worker]:
-    with Worker(20.0) as worker:
-        yield worker
-
-
 @pytest.mark.slow
 def test_the_benchmark_knows_which_defect_was_found(
-    conv_worker: Worker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = pairs.Pair("ConvStateTooEarly", "ConvAlwaysSilu", "", "oracle")
-    (found, *_) = pairs.findings(pair, 0, conv_worker, Store(tmp_path))
+    pair = pairs.Pair("ConvStateTooEarly", "ConvAlwaysSilu", "", "permuted")
+    words = "lengths=2+2 op=causal_conv1d dtype=fp16 values=repeated bias=yes activation=silu state=zero oldest=no seed=6423"
+    run, store = Run.parse(f"law=permuted adapter={pair.broken} {words}"), Store(tmp_path)
+    outcome = ask(run, worker, store)
+    found = pairs.shrunk(pair, run.the_law, run, outcome, pair.mended[0], worker, store)
     assert found.right
-    assert found.smallest.example != found.found.example
+    assert found.words < len(str(run).split())
     monkeypatch.setattr(explaining, "alike", lambda found, found_run, got, run: got.verdict is Verdict.BROKEN)
     monkeypatch.setattr(explaining, "steady", lambda *_: True)
-    monkeypatch.setattr(explaining, "restored", lambda *_: iter(()))
-    assert not all(finding.right for finding in pairs.findings(pair, 0, conv_worker, Store(tmp_path)))
+    assert not pairs.shrunk(pair, run.the_law, run, outcome, pair.mended[0], worker, store).right

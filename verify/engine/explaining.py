@@ -3,21 +3,22 @@
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from properties.laws import Law
 from properties.strategies import Example
 from verify.engine.asking import Asked, Described, ask, ask_afresh
 from verify.engine.likeness import alike, steady
-from verify.engine.shrink import Shrunk, other_numbers, restored, shrink, with_values
+from verify.engine.shrink import Shrunk, restored, shrink, simpler_in
 from verify.execution.run import Run
 from verify.findings.known import KnownDefects
 from verify.findings.store import Store
 from verify.process.outcome import FailureKind, Outcome, Verdict
 
 SHRINK_RUNS, SHRINK_S = 120, 60.0
-SCALES = ("dtype", "gate_dtype", "state_dtype", "values")  # words of a case that decide which errors exceed their tolerances
+# Words of a case that decide which errors exceed their tolerances, and whether a kernel takes its path for packed sequences.
+FIXED = ("dtype", "gate_dtype", "state_dtype", "values", "packed")
 LONG, LONG_CHUNKS = 128, (256, 512, 1024)  # shorter sequences do not show whether a chunk is longer than 128 tokens
 
 
@@ -98,16 +99,15 @@ def explain(
 
     What is true of the found case cannot prevent the found defect. So if the smallest case holds once a word has its found value
     again, then another defect has taken over, which only the simpler value shows. We fix this word at its found value and shrink
-    again. The words in SCALES are fixed from the start if errors exceed tolerances: finer dtypes and values of another size show
-    defects that the found case cannot have shown. For the same reason, other numbers are taken only if the error over its tolerance
-    stays steady.
+    again. The words in FIXED are fixed from the start if errors exceed tolerances: finer dtypes and values of another size show
+    defects that the found case cannot have shown. What they change is tried on the smallest case alone.
     """
     start = time.monotonic()
     outcomes = {run.example: outcome}
     current = run.example  # the smallest one so far
 
-    def fails(example: Example) -> bool | None:
-        nonlocal current
+    def verdict_of(example: Example) -> bool | None:
+        """Whether an example fails as the broken run does; None if it neither does nor holds."""
         candidate = dataclasses.replace(run, example=example)
         if defects.explain_any(candidate):
             return None
@@ -115,9 +115,15 @@ def explain(
             outcomes[example] = ask_afresh(candidate, worker, store)
         if defects.explain(candidate, outcomes[example]):
             return None
-        if not alike(outcome, run, outcomes[example], candidate):
-            return False if outcomes[example].verdict is Verdict.HOLDS else None
-        if other_numbers(current.case, example.case) and not steady(outcome, outcomes[current], outcomes[example]):
+        if alike(outcome, run, outcomes[example], candidate):
+            return True
+        return False if outcomes[example].verdict is Verdict.HOLDS else None
+
+    def fails(example: Example) -> bool | None:
+        nonlocal current
+        if not (verdict := verdict_of(example)):
+            return verdict
+        if not steady(outcome, outcomes[current], outcomes[example]):
             return None
         current = example
         return True
@@ -126,23 +132,19 @@ def explain(
         return len(outcomes) <= SHRINK_RUNS and time.monotonic() - start < limit_s and not stopped.is_set()
 
     def again(example: Example) -> bool | None:
-        return fails(example) if example in outcomes or more(0) else None
+        return verdict_of(example) if example in outcomes or more(0) else None
 
-    fixed = {*SCALES} & {*vars(run.example.case)} if outcome.kind is FailureKind.OFF else set()
+    fixed = {*FIXED} if outcome.kind is FailureKind.OFF else set()
     changed: set[str] | None = set()
     while changed is not None:
         fixed, current = fixed | changed, run.example
         small = shrink(run.example, law, fails, more, fixed)
         changed = next((names for names, example in restored(law, small.example, run.example) if again(example) is False), None)
-    best = outcomes[small.example]
-    return _in_other_dtypes(law, dataclasses.replace(small, runs=len(outcomes) - 1), fixed, again), best
-
-
-def _in_other_dtypes(law: Law, small: Shrunk, fixed: Collection[str], fails: Callable[[Example], bool | None]) -> Shrunk:
-    """The shrunk example, with what is true of it in dtypes that are simpler and were not tried."""
-    neighbours, others = list(small.neighbours), list[str]()
-    for what, example in with_values(law, small.example, "dtype") if "dtype" in fixed else ():
-        verdict = fails(example)
-        neighbours += [(what, "holds")] if verdict is False else []
-        others += [what] if verdict else []
-    return dataclasses.replace(small, neighbours=tuple(neighbours), others=tuple(others))
+    tried = [(what, again(example)) for what, example in simpler_in(law, small.example, fixed & {*FIXED})]
+    small = dataclasses.replace(
+        small,
+        neighbours=(*small.neighbours, *((what, "holds") for what, verdict in tried if verdict is False)),
+        runs=len(outcomes) - 1,
+        others=tuple(what for what, verdict in tried if verdict),
+    )
+    return small, outcomes[small.example]

@@ -34,7 +34,7 @@ def alike(found: Outcome, found_run: Run, outcome: Outcome, run: Run) -> bool:
 
 
 def steady(found: Outcome, before: Outcome, after: Outcome) -> bool:
-    """Whether a change of a case's numbers left the error of the first output that failed about as large, over its tolerance."""
+    """Whether one step left the error of the first output that failed about as large as before, over its tolerance."""
     first = _place(found.findings[0])
     ratios = [max(finding.ratio for finding in outcome.findings if _place(finding) == first) for outcome in (before, after)]
     return ratios == [math.inf] * 2 or SHARE <= ratios[1] / ratios[0] <= 1 / SHARE

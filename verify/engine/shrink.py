@@ -27,8 +27,8 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 class Shrunk:
     """The smallest failing example found, and its neighbours: examples that are one step simpler and hold.
 
-    `runs` is the number of candidates that were run. `finished` is false if the limit ended the search. `others` are examples with
-    another dtype that fail too.
+    `runs` is the number of candidates that were run. `finished` is false if the limit ended the search. `others` are changes of
+    words that were fixed, with which the example fails too.
     """
 
     example: Example
@@ -65,7 +65,7 @@ def shrink(
             while moved:
                 moved, passing = False, list[tuple[str, str]]()
                 for what, candidate in aspect(example):
-                    if any(getattr(candidate.case, name) != getattr(found, name) for name in fixed):
+                    if any(getattr(candidate.case, name, None) != getattr(found, name, None) for name in fixed):
                         continue
                     if candidate not in seen:
                         if not more(len(seen)):
@@ -97,12 +97,12 @@ def restored(law: Law, small: Example, found: Example) -> Iterator[tuple[set[str
                 break
 
 
-def with_values(law: Law, example: Example, name: str) -> Iterator[tuple[str, Example]]:
-    """The example with each simpler value of an option, if it is legal, and the words that changed."""
-    for what, change in _option(name, book_of(example.case).smaller.simplest, example.case):
-        changed = _changed(law, example, change)
-        if changed is not None:
-            yield what, changed
+def simpler_in(law: Law, example: Example, names: Collection[str]) -> Iterator[tuple[str, Example]]:
+    """The candidates that differ from the example in these words alone."""
+    for aspect, _ in _aspects(law, example):
+        for what, candidate in aspect(example):
+            if {word.partition("=")[0] for word in what.split()} <= {*names}:
+                yield what, candidate
 
 
 def _changed(law: Law, example: Example, change: Mapping[str, Any]) -> Example | None:
@@ -115,11 +115,6 @@ def _changed(law: Law, example: Example, change: Mapping[str, Any]) -> Example |
     except ValueError:
         return None
     return changed
-
-
-def other_numbers(case: Any, other: Any) -> bool:
-    """Whether two cases differ in a word that decides which numbers a case has."""
-    return any(getattr(case, name, None) != getattr(other, name, None) for name in DATA)
 
 
 Steps = Iterator[tuple[str, Example]]
