@@ -1,5 +1,6 @@
 """What a check looked at is measured where the kernel runs, travels with each outcome, and what was not looked at has a name."""
 
+import importlib
 import json
 import pathlib
 import sys
@@ -178,6 +179,20 @@ def test_an_adapter_in_which_nothing_is_found_is_looked_at_seldom() -> None:
     assert recorder.MISSES <= quiet.hooks < 3 * recorder.MISSES
 
 
+def test_what_is_imported_in_the_middle_of_a_call_is_no_function_under_test(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "import torch\n\ndef other(x):\n    return x\n\nfor _ in range(5000):\n    other(torch)\nother(torch.zeros(1))\n"
+    (tmp_path / "imported_late.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def late() -> None:
+        importlib.import_module("imported_late")
+        library.gate(A, A_LOG)
+
+    assert [*seen(late).functions] == [GATE]
+
+
 def test_nothing_is_recorded_outside_of_a_case() -> None:
     with recorder.arguments(adapters.UnpassedOption()), recorder.launches():
         assert sys.getprofile() is None
@@ -259,6 +274,7 @@ def test_sizes_are_those_of_the_case() -> None:
 def test_every_size_has_words() -> None:
     line = reach_report.looked_at(Reach(dict.fromkeys(reach_report.SIZES, 7)))
     assert line.count("7 ") == len(reach_report.SIZES)
+    assert reach_report.looked_at(Reach({"sequence": 1, "heads": 2})) == "1 token in a sequence; 2 heads"
 
 
 # Blocks of kernels
@@ -405,3 +421,33 @@ def test_the_options_that_are_wrong_are_found_when_they_are_passed() -> None:
         Run.parse("law=oracle adapter=tests/reach_adapters.py:PassedOption op=gdn_gate lengths=5 beta=no backward=no seed=3")
     )
     assert (right.verdict, wrong.verdict) == (Verdict.HOLDS, Verdict.BROKEN)
+
+
+# Built-in adapters: each parameter is passed in a case of this table, or left out with a reason
+
+RULE = "lengths=3+2 packed=yes heads=1 value_heads=2 beta=two scale=half state=random qk_norm=yes"
+PASSING = {
+    "fla/fused_recurrent": (f"{RULE} in_kernel=both backward=no",),
+    "fla/fused_recurrent_kda": (f"{RULE} op=kda in_kernel=both backward=no",),
+    "fla/conv": ("op=causal_conv1d lengths=3+2 packed=yes bias=yes activation=silu state=random backward=no",),
+    "fla/conv_update": ("op=causal_conv1d lengths=3 bias=yes activation=silu state=random backward=no",),
+    "fla/gdn_gate": ("op=gdn_gate lengths=3 beta=no backward=no",),
+    "fla/kda_gate": ("op=kda_gate lengths=3 beta=no backward=no",),
+    "fla/l2norm": ("op=l2norm lengths=3 eps=1e-5 backward=no", "op=l2norm lengths=3 eps=default backward=no"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.interpreted
+@pytest.mark.parametrize("spec", PASSING)
+def test_every_parameter_is_passed_or_left_out_with_a_reason(spec: str, worker: Worker) -> None:
+    reach, omits = Reach(), loader.load(spec).omits
+    for line in PASSING[spec]:
+        outcome = ask(worker, f"law=oracle adapter={spec} {line}")
+        assert outcome.verdict in (Verdict.HOLDS, Verdict.KNOWN), (outcome.reason, outcome.findings)
+        reach.add(outcome.reach)
+    assert reach.functions
+    assert [gap for gap in reach_report.not_looked_at(reach, omits) if "branch" not in gap] == []
+    assert not [line for line in reach_report.report(reach, omits) if "(but" in line], (
+        "a name in omits is of a parameter, and it is not passed"
+    )

@@ -11,6 +11,7 @@ from properties.domain import Domain
 from properties.pool_domain import PoolDomain
 from verify.adapters.blocks import in_blocks
 from verify.adapters.fla import FlaAdapter, call
+from verify.adapters.left_out import IN_FLA, left_out
 
 TOKENS = ("q", "k", "v", "g", "beta")
 RULE = Domain(key_dims=(1, 256), position_independent=True, backward=False)
@@ -20,6 +21,17 @@ class Decode(FlaAdapter):
     """`fused_recurrent_gated_delta_rule` on the states in the requests' slots. FLA has no pool, so the states are copied back."""
 
     algorithm = "recurrent"
+    omits = left_out(
+        IN_FLA,
+        "gk",
+        "gv",
+        "use_gate_in_kernel",
+        "A_log",
+        "dt_bias",
+        "use_beta_sigmoid_in_kernel",
+        "allow_neg_eigval",
+        "state_v_first",
+    )
     domain = PoolDomain(rule=RULE)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:

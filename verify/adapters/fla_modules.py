@@ -125,6 +125,7 @@ class GatedNorm(FlaAdapter):
 
     algorithm = "pointwise"
     api = "fla.modules:FusedRMSNormGated"
+    omits = left_out(IN_FLA, "residual", "prenorm", "residual_in_fp32")
     domain = ModuleDomain("gated_rms_norm", eps=("1e-6", "1e-5"), empty=False)
 
     def run(self, x: Inputs) -> Tensor:

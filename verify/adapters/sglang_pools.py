@@ -18,6 +18,7 @@ from properties.pool_domain import PoolDomain
 from verify.adapters import serving
 from verify.adapters.base import Adapter
 from verify.adapters.blocks import in_blocks
+from verify.adapters.left_out import IN_SGLANG, left_out
 
 OPS = "sglang.kernels.ops.attention"
 SIGMOID = f"{OPS}.linear.fused_sigmoid_gating_recurrent"
@@ -59,6 +60,22 @@ class Decode(SGLang):
     """
 
     place = SIGMOID
+    omits = left_out(
+        IN_SGLANG,
+        "is_kda",
+        "disable_state_update",
+        "intermediate_states_buffer",
+        "intermediate_state_indices",
+        "cache_steps",
+        "retrieve_parent_token",
+        "lower_bound",
+        "cache_ring",
+        "replayssm_rawv",
+        "replayssm_rawk",
+        "replayssm_g",
+        "replayssm_beta",
+        "match_cutedsl_decode",
+    )
     domain = PoolDomain(
         rule=GATED,
         padding_slots=("-1",),
@@ -103,6 +120,21 @@ class Decode(SGLang):
 class DecodeKda(Decode):
     """`Decode` with the gate of KDA, one number a key channel."""
 
+    omits = left_out(
+        IN_SGLANG,
+        "disable_state_update",
+        "intermediate_states_buffer",
+        "intermediate_state_indices",
+        "cache_steps",
+        "retrieve_parent_token",
+        "lower_bound",
+        "cache_ring",
+        "replayssm_rawv",
+        "replayssm_rawk",
+        "replayssm_g",
+        "replayssm_beta",
+        "match_cutedsl_decode",
+    )
     domain = _of_kda(Decode.domain)
 
 
@@ -114,6 +146,17 @@ class Verify(Decode):
     token then starts from its parent's state in the buffer.
     """
 
+    omits = left_out(
+        IN_SGLANG,
+        "is_kda",
+        "lower_bound",
+        "cache_ring",
+        "replayssm_rawv",
+        "replayssm_rawk",
+        "replayssm_g",
+        "replayssm_beta",
+        "match_cutedsl_decode",
+    )
     domain = dataclasses.replace(Decode.domain, graphs=False, most_tokens=STEPS, accepts=True, trees=True, state_dtypes=("fp32",))
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -135,6 +178,18 @@ class Verify(Decode):
 class VerifyHalf(Verify):
     """`Verify` with states in bf16, without trees: a token of a tree would start from a state that is rounded on purpose."""
 
+    omits = left_out(
+        IN_SGLANG,
+        "is_kda",
+        "retrieve_parent_token",
+        "lower_bound",
+        "cache_ring",
+        "replayssm_rawv",
+        "replayssm_rawk",
+        "replayssm_g",
+        "replayssm_beta",
+        "match_cutedsl_decode",
+    )
     domain = dataclasses.replace(Verify.domain, state_dtypes=("bf16",), trees=False)
 
 
@@ -180,6 +235,15 @@ class Update(SGLang):
     """
 
     place = RECURRENT
+    omits = left_out(
+        IN_SGLANG,
+        "disable_output_calculation",
+        "disable_state_update",
+        "intermediate_states_buffer",
+        "intermediate_state_indices",
+        "cache_steps",
+        "retrieve_parent_token",
+    )
     domain = PoolDomain(
         rule=Domain(position_independent=True, backward=False),
         padding_slots=("-1",),
@@ -256,6 +320,7 @@ class PackedDecodeKda(PackedDecode):
     """
 
     wrapper = "fused_recurrent_kda_packed_decode"
+    omits = left_out(IN_SGLANG, "lower_bound")
     domain = dataclasses.replace(_of_kda(PackedDecode.domain), indices=("int64",))
 
 
@@ -271,6 +336,7 @@ class ChunkInPlace(SGLang):
     products = "tf32"
     chunk = 64
     place = CHUNK
+    omits = left_out(IN_SGLANG, "head_first", "inplace_update")
     domain = PoolDomain(
         rule=Domain(dtypes=("bf16", "fp16"), key_dims=(1, 256), batched=False, backward=False),
         padding_slots=("-1",),

@@ -118,6 +118,7 @@ class _Hook:
         self._adapter, self._files = adapter, _files(type(adapter))
         self._api = vars(adapter).get("api", type(adapter).api)  # as an attribute of the adapter, a function would be a method
         self._wanted, self._seen = frozenset[CodeType](), set[CodeType]()
+        self._import: FrameType | None = None  # of the import that runs
         self._left = EVENTS if self._api is None else EVENTS_OF_API
 
     @property
@@ -128,6 +129,9 @@ class _Hook:
 
     def see(self, frame: FrameType, event: str, _: Any) -> None:
         """Called at each event of the thread. An error in here must not reach the implementation."""
+        if self._import is not None:  # modules may call anything while they are imported
+            self._import = None if event == "return" and frame is self._import else self._import
+            return
         self._left -= 1
         try:
             if self._left < 0 or (event == "call" and self._ends(frame)):
@@ -138,6 +142,9 @@ class _Hook:
     def _ends(self, frame: FrameType) -> bool:
         """Look at a call. Returns whether no further call is looked for."""
         code = frame.f_code
+        if code.co_name == "_find_and_load" and code.co_filename.startswith("<frozen importlib"):
+            self._import = frame
+            return False
         if self._api is not None:
             self._wanted = self._wanted or _codes(self._api)  # its module may be imported in the middle of the call
             if code in self._wanted:

@@ -8,14 +8,14 @@ from verify.process.reach import DEFAULT, NUMBER, Reach, Values
 WIDTH = 130
 MOST_KERNELS = 6  # of which the text says which branches never ran
 SIZES = {
-    "sequence": "tokens in a sequence",
-    "chunks": "chunks in a sequence",
-    "tokens": "tokens in a call",
-    "sequences": "sequences in a call",
-    "heads": "heads",
-    "value_heads": "value heads for each key head",
-    "rank_tokens": "tokens on a rank",
-    "ranks": "ranks",
+    "sequence": "token{s} in a sequence",
+    "chunks": "chunk{s} in a sequence",
+    "tokens": "token{s} in a call",
+    "sequences": "sequence{s} in a call",
+    "heads": "head{s}",
+    "value_heads": "value head{s} for each key head",
+    "rank_tokens": "token{s} on a rank",
+    "ranks": "rank{s}",
 }
 UNSEEN = "no function under test was seen, so its parameters are unknown (an adapter can name it in api)"
 FULL = "there was more than a reach can hold"
@@ -23,7 +23,8 @@ FULL = "there was more than a reach can hold"
 
 def looked_at(reach: Reach) -> str:
     """The largest sizes of the cases, in one line."""
-    return "; ".join(f"{reach.sizes[name]} {words}" for name, words in SIZES.items() if name in reach.sizes)
+    sizes = [(reach.sizes[name], words) for name, words in SIZES.items() if name in reach.sizes]
+    return "; ".join(f"{size} {words.format(s='' if size == 1 else 's')}" for size, words in sizes)
 
 
 def not_looked_at(reach: Reach, omits: Mapping[str, str]) -> list[str]:

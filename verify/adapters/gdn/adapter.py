@@ -27,6 +27,7 @@ class GdnLayer(PathAdapter):
 
     algorithm = "chunkwise"
     chunk = 64
+    api = GatedDeltaNet
     domain = PathDomain(choices=_CHOICES, slow=("conv=fla", "rule=fla"), tf32=("rule=fla",), compiled_widths=MODEL_WIDTHS)
     module: type[GatedDeltaNet] = GatedDeltaNet
 
