@@ -4,6 +4,9 @@ import dataclasses
 from typing import Any
 
 from oracles.operations import RULES
+from properties.call_domain import CallDomain
+from properties.call_laws import CALL_LAWS
+from properties.cases.call_case import CallCase
 from properties.cases.layer_case import LayerCase
 from properties.cases.module_case import MODULES, ModuleCase
 from properties.cases.path_case import ParallelCase
@@ -24,6 +27,7 @@ from properties.pool_domain import PoolDomain
 from properties.pool_laws import POOL_LAWS
 from properties.rule_laws import LAWS
 from properties.smaller import (
+    SMALLER_CALLS,
     SMALLER_LAYERS,
     SMALLER_MODULES,
     SMALLER_PATHS,
@@ -70,6 +74,7 @@ BOOKS = (
     Book("pools", PoolCase, PoolDomain, POOL_LAWS, ("decode",), SMALLER_POOLS),
     Book("layers", LayerCase, LayerDomain, LAYER_LAWS, ("gdn_layer",), SMALLER_LAYERS),
     Book("traces", TraceCase, TraceDomain, TRACE_LAWS, ("serving",), SMALLER_TRACES),
+    Book("calls", CallCase, CallDomain, CALL_LAWS, ("call",), SMALLER_CALLS),
 )
 
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from properties.cases.call_case import CallCase, sizes_of
 from properties.cases.module_case import ModuleCase
 from properties.cases.path_case import CHOICES, ParallelCase
 from properties.cases.pool_case import PoolCase
@@ -100,6 +101,12 @@ SIMPLEST_TRACE: dict[str, tuple[Any, ...]] = {
     "dtype": ("fp32", "bf16"),
     "width": (2, 3),
 }
+SIMPLEST_CALL: dict[str, tuple[Any, ...]] = {
+    "offsets": ("int64",),
+    "values": ("ordinary",),
+    "backward": (False,),
+    "dtype": ("fp32", "bf16"),
+}
 HEADS = ((1, 1), (1, 2), (2, 2), (2, 4))
 
 
@@ -171,6 +178,15 @@ def _heads_alone(case: ModuleCase) -> Changes:
     for heads in (1, 2, 3, 4):
         if heads < case.heads:
             yield f"heads={heads}", {"heads": heads}
+
+
+def _axes(case: CallCase) -> Changes:
+    """Yield smaller sizes, one axis at a time."""
+    sizes = sizes_of(case.sizes)
+    for axis, size in sizes.items():
+        for smaller in below(size, 1):
+            text = ",".join(f"{name}:{smaller if name == axis else other}" for name, other in sizes.items())
+            yield f"sizes={text}", {"sizes": text}
 
 
 def _spare(case: PoolCase) -> Changes:
@@ -260,4 +276,5 @@ SMALLER_PATHS = Smaller(
 SMALLER_MODULES = Smaller((_sequences, _unpacked, _shorter, _heads_alone), SIMPLEST_MODULE, ("width",))
 SMALLER_LAYERS = Smaller((_sequences, _unpacked, _shorter, _heads), SIMPLEST_LAYER, ("key_dim", "value_dim", "hidden"))
 SMALLER_POOLS = Smaller((_sequences, _unpacked, _shorter, _spare, _heads), SIMPLEST_POOL, ("key_dim", "value_dim"))
+SMALLER_CALLS = Smaller((_sequences, _unpacked, _shorter, _axes), SIMPLEST_CALL, ())
 SMALLER_TRACES = Smaller((_events, _rows, _counts, _names, _slots, _heads), SIMPLEST_TRACE, ("key_dim", "value_dim"))

@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from properties.call_domain import CallDomain as CallDomain
     from properties.domain import Domain as Domain
     from properties.layer_domain import LayerDomain as LayerDomain
     from properties.module_domain import ModuleDomain as ModuleDomain
@@ -17,12 +18,24 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    *("Adapter", "Domain", "Engine", "LayerDomain", "ModuleDomain", "PathAdapter", "PathDomain", "PoolDomain", "TraceAdapter"),
+    *(
+        "Adapter",
+        "CallDomain",
+        "Domain",
+        "Engine",
+        "LayerDomain",
+        "ModuleDomain",
+        "PathAdapter",
+        "PathDomain",
+        "PoolDomain",
+        "TraceAdapter",
+    ),
     "TraceDomain",
 ]
 
 _PLACES = {
     "Adapter": "verify.adapters.base",
+    "CallDomain": "properties.call_domain",
     "Domain": "properties.domain",
     "Engine": "verify.adapters.base",
     "LayerDomain": "properties.layer_domain",

@@ -92,7 +92,7 @@ def make(kind: Kind, spec: str) -> AnyAdapter:
     does: str = getattr(adapter.domain, "operation")  # noqa: B009 - every kind of domain has one
     if (operation := getattr(adapter, "operation", does)) != does:
         raise AdapterError(f"adapter {spec}: operation is {operation!r}, but its domain has {does}: set it in the domain alone")
-    if adapter.algorithm not in OPERATIONS[does].classes:
+    if does in OPERATIONS and adapter.algorithm not in OPERATIONS[does].classes:
         choices = ", ".join(OPERATIONS[does].classes)
         raise AdapterError(f"adapter {spec}: algorithm must be one of {choices} for {does}, got {adapter.algorithm!r}")
     if adapter.products not in PRODUCTS:

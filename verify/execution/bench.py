@@ -367,7 +367,7 @@ class AdapterBench(Timed):
             gradients = torch.autograd.grad(
                 [outputs[name] for name in targets],
                 list(leaves.values()),
-                [cotangents[name] for name in targets],
+                [cotangents[name].to(outputs[name].dtype) for name in targets],
                 allow_unused=True,
             )
         else:
@@ -404,7 +404,7 @@ class AdapterBench(Timed):
                 raise AdapterFault(port.name, FailureKind.TYPE, f"is {type(output).__name__}, must be a tensor", detail="output")
             if tuple(output.shape) != shape:
                 raise AdapterFault(port.name, FailureKind.SHAPE, f"has shape {tuple(output.shape)}, must have {shape}")
-            if output.dtype != dtype:
+            if port.dtype != "any" and output.dtype != dtype:
                 raise AdapterFault(port.name, FailureKind.DTYPE, f"has dtype {output.dtype}, must have {dtype}")
             outputs[port.name] = output
         return outputs

@@ -9,10 +9,12 @@ from types import MappingProxyType
 from typing import Any
 
 from properties.books import book_of
+from properties.cases.call_case import CallCase
 from verify.adapters.base import Adapter, PathAdapter, TraceAdapter
 from verify.adapters.loader import AnyAdapter
 from verify.execution import recorder
 from verify.execution.bench import AdapterBench, Compiling, Ready
+from verify.execution.call_bench import CallBench
 from verify.execution.judge import NOTHING, where
 from verify.execution.judging import adapter_of, following, judged, there
 from verify.execution.path_bench import execute_path
@@ -62,7 +64,8 @@ def _executed(
         return Outcome(Verdict.UNSUPPORTED, reason=reason)
     if run.device == "cuda" and not devices.gpus():
         return Outcome(Verdict.UNKNOWN, reason="device=cuda needs a GPU, and torch sees none")
-    bench = AdapterBench(adapter, counterpart, case, run.products, run.device)
+    kind = CallBench if isinstance(case, CallCase) else AdapterBench
+    bench = kind(adapter, counterpart, case, run.products, run.device)
     bench.ready = ready
     if declared:
         bench.says = copy.copy(adapter)
