@@ -96,7 +96,8 @@ class CallDomain:
 
     def choices(self, axis: str) -> tuple[int, ...]:
         """Return the sizes that are drawn for an axis."""
-        return dict(self.sizes).get(axis, HEADS if axis == "H" else SIZES)
+        sizes: tuple[int, ...] = dict(self.sizes).get(axis, HEADS if axis == "H" else SIZES)
+        return sizes
 
     def outside(self, case: CallCase) -> str | None:
         """Return why `case` is outside the domain, or None."""

@@ -1,12 +1,13 @@
 """Adapters of flash-linear-attention's rules. They adapt signatures and layout only."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import importlib.abc
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,9 +15,11 @@ from torch import Tensor
 from oracles.operation import Inputs
 from properties.domain import Domain
 from verify.adapters.base import Adapter
+from verify.adapters.interface import Unavailable, signature
 from verify.adapters.left_out import IN_FLA, left_out
+from verify.adapters.packages import installed
 
-REQUIRES = {"fla-core": "0.6.0", "triton": "3.7.1"}
+REQUIRES = {"fla-core": "0.4.0", "triton": "3.7.1"}
 INSIDE = ("none", "gate", "beta", "both")
 
 
@@ -29,9 +32,22 @@ class FlaAdapter(Adapter):
         core()
 
 
-class Chunk(FlaAdapter):
+class FlaRule(FlaAdapter):
+    """Base of adapters of a rule. The domain is narrowed to what the installed release takes.
+
+    `place` is the rule, as `package.module:function`.
+    """
+
+    place: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.domain = narrowed(self.domain, self.place)
+
+
+class Chunk(FlaRule):
     """`fla.ops.gated_delta_rule.chunk_gated_delta_rule`: chunkwise, forward and backward."""
 
+    place = "fla.ops.gated_delta_rule.chunk:chunk_gated_delta_rule"
     algorithm = "chunkwise"
     products = "tf32"
     chunk = 64
@@ -43,7 +59,7 @@ class Chunk(FlaAdapter):
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
 
-        return call(rule, x, chunk_size=self.chunk)
+        return call(rule, x, **({} if self.chunk == 64 else {_parameter(self.place, "chunk_size"): self.chunk}))
 
 
 class Chunk16(Chunk):
@@ -58,9 +74,10 @@ class Chunk32(Chunk):
     chunk = 32
 
 
-class ChunkVFirst(FlaAdapter):
+class ChunkVFirst(FlaRule):
     """`Chunk` with states stored as [V, K]."""
 
+    place = "fla.ops.gated_delta_rule.chunk:chunk_gated_delta_rule"
     algorithm = "chunkwise"
     products = "tf32"
     chunk = 64
@@ -71,12 +88,13 @@ class ChunkVFirst(FlaAdapter):
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
 
-        return v_first(rule, x)
+        return v_first(rule, x, self.place)
 
 
-class FusedRecurrent(FlaAdapter):
+class FusedRecurrent(FlaRule):
     """`fla.ops.gated_delta_rule.fused_recurrent_gated_delta_rule`: token by token in float32. It has no backward."""
 
+    place = "fla.ops.gated_delta_rule.fused_recurrent:fused_recurrent_gated_delta_rule"
     algorithm = "recurrent"
     omits = left_out(IN_FLA, "gk", "gv", "state_v_first")
     domain = Domain(key_dims=(1, 256), position_independent=True, backward=False, in_kernel=INSIDE)
@@ -87,9 +105,10 @@ class FusedRecurrent(FlaAdapter):
         return call(rule, x)
 
 
-class FusedRecurrentVFirst(FlaAdapter):
+class FusedRecurrentVFirst(FlaRule):
     """`FusedRecurrent` with states stored as [V, K]."""
 
+    place = "fla.ops.gated_delta_rule.fused_recurrent:fused_recurrent_gated_delta_rule"
     algorithm = "recurrent"
     omits = left_out(IN_FLA, "gk", "gv")
     domain = Domain(key_dims=(1, 256), position_independent=True, backward=False, in_kernel=INSIDE)
@@ -97,12 +116,13 @@ class FusedRecurrentVFirst(FlaAdapter):
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as rule
 
-        return v_first(rule, x)
+        return v_first(rule, x, self.place)
 
 
-class ChunkKda(FlaAdapter):
+class ChunkKda(FlaRule):
     """`fla.ops.kda.chunk_kda`: chunkwise, forward and backward."""
 
+    place = "fla.ops.kda.chunk:chunk_kda"
     algorithm = "chunkwise"
     products = "tf32"
     chunk = 64
@@ -127,9 +147,10 @@ class ChunkKda(FlaAdapter):
         return call(rule, x)
 
 
-class FusedRecurrentKda(FlaAdapter):
+class FusedRecurrentKda(FlaRule):
     """`fla.ops.kda.fused_recurrent_kda`: token by token in float32, forward only."""
 
+    place = "fla.ops.kda.fused_recurrent:fused_recurrent_kda"
     algorithm = "recurrent"
     omits = left_out(IN_FLA, "lower_bound", "state_v_first")
     domain = Domain(operation="kda", key_dims=(1, 256), position_independent=True, backward=False, in_kernel=INSIDE)
@@ -140,12 +161,13 @@ class FusedRecurrentKda(FlaAdapter):
         return call(rule, x)
 
 
-class ChunkDeltaRule(FlaAdapter):
+class ChunkDeltaRule(FlaRule):
     """`fla.ops.delta_rule.chunk_delta_rule`: chunkwise.
 
     It asserts that no input is float32, and that there are as many value heads as key heads.
     """
 
+    place = "fla.ops.delta_rule.chunk:chunk_delta_rule"
     algorithm = "chunkwise"
     products = "tf32"
     chunk = 64
@@ -159,9 +181,10 @@ class ChunkDeltaRule(FlaAdapter):
         return call(rule, x)
 
 
-class FusedRecurrentDeltaRule(FlaAdapter):
+class FusedRecurrentDeltaRule(FlaRule):
     """`fla.ops.delta_rule.fused_recurrent_delta_rule`: token by token in float32, forward and backward."""
 
+    place = "fla.ops.delta_rule.fused_recurrent:fused_recurrent_delta_rule"
     algorithm = "recurrent"
     stores = True
     domain = Domain(operation="delta_rule", key_dims=(1, 256), grouped_heads=False)
@@ -242,6 +265,25 @@ def _later(decorator: Any, *, always: bool) -> Any:
     return decorate
 
 
+def narrowed(domain: Domain, place: str) -> Domain:
+    """A domain without what the rule at `place` has no parameter for. Older releases ignore parameters that they do not know."""
+    if (rule := signature(place)) is None:
+        return domain
+    needs = {"gate": {"use_gate_in_kernel"}, "beta": {"use_beta_sigmoid_in_kernel", "allow_neg_eigval"}, "none": set[str]()}
+    needs["both"] = needs["gate"] | needs["beta"]
+    inside = tuple(word for word in domain.in_kernel if needs[word] <= rule.parameters)
+    return dataclasses.replace(domain, in_kernel=inside, grouped_heads=domain.grouped_heads and "HV" in rule.doc)
+
+
+def _parameter(place: str, *names: str) -> str:
+    """The first of these names that is a parameter of the rule at `place`. Unavailable if none is."""
+    rule = signature(place)
+    found = next((name for name in names if rule is None or name in rule.parameters), None)
+    if found is None:
+        raise Unavailable(f"{place.replace(':', '.')} of fla-core {installed('fla-core')} has no parameter {names[0]}")
+    return found
+
+
 def call(rule: Any, x: Inputs, **more: Any) -> tuple[Tensor, Tensor | None]:
     """Call a rule of FLA on a rule's inputs, with the arguments `more` added.
 
@@ -274,8 +316,8 @@ def call(rule: Any, x: Inputs, **more: Any) -> tuple[Tensor, Tensor | None]:
     return o, state
 
 
-def v_first(rule: Any, x: Inputs) -> tuple[Tensor, Tensor | None]:
-    """Like `call`, but the rule gets and returns states as [N, HV, V, K]. They are transposed here."""
+def v_first(rule: Any, x: Inputs, place: str) -> tuple[Tensor, Tensor | None]:
+    """Like `call`, but the rule, which is found at `place`, gets and returns states as [N, HV, V, K]. They are transposed here."""
     turned = x.replaced(state=None if x.state is None else x.state.mT.contiguous())
-    o, state = call(rule, turned, state_v_first=True)
+    o, state = call(rule, turned, **{_parameter(place, "state_v_first", "transpose_state_layout"): True})
     return o, None if state is None else state.mT

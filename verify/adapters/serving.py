@@ -25,16 +25,13 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 
 from verify.adapters.fla import decorating_later
+from verify.adapters.interface import Unavailable
 from verify.adapters.libraries import LIBRARIES, MANIFEST, Library
 
 EXTRAS = ("einops", "msgspec", "regex")  # as in the extra `serving` of pyproject.toml
 Stubs = Mapping[str, Mapping[str, Callable[[], Any]]]
 _lock = threading.RLock()
 _prepared: dict[str, bool] = {}  # the libraries that can be imported, and whether they need stubs
-
-
-class Unavailable(ImportError):
-    """A library, a module of it, or a name in a module is not there. A case that needs it gets no verdict."""
 
 
 def module(name: str) -> types.ModuleType:

@@ -13,7 +13,7 @@ from properties.domain import Domain
 from verify.adapters.base import Adapter
 from verify.adapters.left_out import IN_TRANSFORMERS, left_out
 
-REQUIRES = {"transformers": "5.23.0"}
+REQUIRES = {"transformers": "4.57"}
 _DOMAIN: dict[str, Any] = {"packed": False, "scale": False}
 
 

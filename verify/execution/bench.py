@@ -27,7 +27,8 @@ from oracles.operation import Inputs, Operation, gradient_name, sequences
 from properties.cases.rule_case import Case
 from properties.laws import Cotangents, Results
 from verify.adapters.base import Adapter
-from verify.adapters.serving import Unavailable, uses_stubs
+from verify.adapters.interface import Unavailable
+from verify.adapters.serving import uses_stubs
 from verify.execution import recorder
 from verify.execution.addresses import Place
 from verify.execution.guards import UNPOISONED, Guards
@@ -581,11 +582,29 @@ def blamed(error: Exception, device: str) -> tuple[Exception, str]:
         return error, ""
     if isinstance(error, ModuleNotFoundError) and uses_stubs():  # the library imports a requirement in the middle of a call
         return Unavailable(f"{short(error)} ({frame(error)})"), ""
+    if _lacks_an_interface(error):
+        return Unavailable(f"this release cannot be asked: {short(error)} ({frame(error)})"), ""
     lost = devices.lost(device) or ""
     if lost:
         return AdapterFault("call", FailureKind.CRASHED, f"crashed: {lost}", frame(error)), lost
     name = type(error).__name__
     return AdapterFault("call", FailureKind.RAISED, f"raised {name}: {short(error)}", frame(error), detail=name), lost
+
+
+_ADAPTERS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "adapters", "")
+
+
+def _lacks_an_interface(error: Exception) -> bool:
+    """Whether a built-in adapter looked for a module, a name or a parameter that the installed release does not have.
+
+    The error is then raised in the adapter's own code, not in that of the implementation.
+    """
+    parameter = isinstance(error, TypeError) and "unexpected keyword argument" in str(error)
+    if not (isinstance(error, ImportError | AttributeError) or parameter):
+        return False
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    there = [file for file in files if "importlib" not in file]
+    return bool(there) and os.path.abspath(there[-1]).startswith(_ADAPTERS)
 
 
 def short(error: BaseException) -> str:

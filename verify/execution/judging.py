@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from properties.laws import Blind, Breach, Law
 from properties.strategies import Example
+from verify.adapters.interface import Unavailable
 from verify.adapters.loader import AnyAdapter, load
-from verify.adapters.serving import Unavailable
 from verify.execution.bench import AdapterFault, OutOfMemory, short
 from verify.execution.judge import NOTHING, Where, judge
 from verify.gpu import autotune

@@ -1,0 +1,115 @@
+"""Adapters find out what the installed release of a library takes. What it lacks is not asked, and is no defect."""
+
+import pathlib
+import re
+import sys
+import types
+
+import pytest
+import torch
+
+from properties.domain import Domain
+from verify.adapters import fla
+from verify.adapters.interface import Unavailable, signature
+from verify.execution.execute import execute
+from verify.execution.run import Run
+from verify.process.outcome import FailureKind, Verdict
+
+RULE = '''
+def rule(q, /, k, *, beta, cu_seqlens=None, **kwargs):
+    """v is [B, T, HV, V]."""
+    size = kwargs.pop("chunk_size", 64)
+    if kwargs.get("use_gate_in_kernel"):
+        size = other.get("nothing")
+    return size
+'''
+
+
+@pytest.fixture
+def orchard(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package that raises if it is imported."""
+    (tmp_path / "orchard" / "ops").mkdir(parents=True)
+    for place in ("__init__.py", "ops/__init__.py"):
+        (tmp_path / "orchard" / place).write_text("raise AssertionError\n")
+    (tmp_path / "orchard" / "ops" / "chunk.py").write_text("raise AssertionError\n" + RULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    signature.cache_clear()
+    return "orchard.ops.chunk:rule"
+
+
+def test_parameters_are_read_without_an_import(orchard: str) -> None:
+    found = signature(orchard)
+    assert found is not None
+    assert found.parameters == {"q", "k", "beta", "cu_seqlens", "chunk_size", "use_gate_in_kernel"}
+    assert found.doc == "v is [B, T, HV, V]."
+
+
+@pytest.mark.parametrize("place", ["orchard.ops.chunk:other", "orchard.ops.sum:rule", "orchard:rule", "no_such_package.ops:rule"])
+@pytest.mark.usefixtures("orchard")
+def test_what_is_not_there_has_no_signature(place: str) -> None:
+    assert signature(place) is None
+
+
+def test_a_domain_has_only_what_the_release_takes(orchard: str) -> None:
+    every = Domain(in_kernel=("none", "gate", "beta", "both"))
+    assert fla.narrowed(every, orchard) == Domain(in_kernel=("none", "gate"))
+    assert fla.narrowed(every, "orchard.ops.sum:rule") == every
+    assert fla._parameter(orchard, "state_v_first", "chunk_size") == "chunk_size"
+    with pytest.raises(Unavailable, match=r"orchard\.ops\.chunk\.rule of fla-core \S+ has no parameter state_v_first"):
+        fla._parameter(orchard, "state_v_first", "transpose_state_layout")
+
+
+def test_a_release_without_grouped_heads_is_not_asked_for_them(orchard: str, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "orchard" / "ops" / "chunk.py"
+    file.write_text(file.read_text().replace("HV", "H"))
+    assert not fla.narrowed(Domain(), orchard).grouped_heads
+
+
+def test_the_installed_release_takes_everything() -> None:
+    pytest.importorskip("fla")
+    signature.cache_clear()
+    for kind in (fla.Chunk, fla.ChunkVFirst, fla.FusedRecurrent, fla.ChunkKda, fla.FusedRecurrentKda):
+        assert signature(kind.place) is not None
+        assert kind().domain == kind.domain
+
+
+NORM = "law=oracle adapter=fla/l2norm lengths=3 op=l2norm width=8 backward=no"
+
+
+def with_norm(monkeypatch: pytest.MonkeyPatch, **names: object) -> None:
+    """Let FLA be a package whose module of norms has these names alone."""
+    for place in ("fla", "fla.modules", "fla.modules.l2norm"):
+        monkeypatch.setitem(sys.modules, place, types.ModuleType(place))
+    vars(sys.modules["fla.modules.l2norm"]).update(names)
+
+
+def without_eps(x: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def wrong_inside(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    return x.no_such_method(eps)  # type: ignore[no-any-return, attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        ({}, r"this release cannot be asked: cannot import name 'l2norm' .*\(fla_modules\.py:\d+ in run\)"),
+        ({"l2norm": without_eps}, r"this release cannot be asked: without_eps\(\) got an unexpected keyword argument 'eps' .*"),
+    ],
+)
+def test_an_interface_that_is_missing_decides_nothing(
+    names: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fla")
+    with_norm(monkeypatch, **names)
+    outcome = execute(Run.parse(f"{NORM} eps=1e-5"))
+    assert outcome.verdict is Verdict.UNKNOWN
+    assert re.fullmatch(reason, outcome.reason), outcome.reason
+
+
+def test_an_error_inside_the_implementation_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fla")
+    with_norm(monkeypatch, l2norm=wrong_inside)
+    (finding,) = execute(Run.parse(NORM)).findings
+    assert (finding.kind, finding.detail) == (FailureKind.RAISED, "AttributeError")
