@@ -7,8 +7,8 @@ Sources: Yang, Wang, Shen, Panda, Kim 2024, arXiv 2406.06484; Yang, Kautz, Hatam
     S <- S + k_t (x) beta_t (v_t - S^T k_t)      correct what the state recalls for key k_t
     o_t = scale S^T q_t                          read
 
-A call may have the decay itself, alpha_t = exp(g_t), in place of g. Then alpha_t = 0 is legal: the state is forgotten. `log_of`
-takes the logarithm for the forms that need G = cumsum(g).
+A call may have the decay itself, alpha_t = exp(g_t), in place of g. alpha_t = 0 and g_t = -inf are legal: the state is forgotten.
+`log_of` takes the logarithm for the forms that need G = cumsum(g).
 
 `definition` computes these lines. `forward` computes all heads of all sequences: with oracles/chunkwise.py in exact arithmetic, and
 with oracles/disturbed.py where the arithmetic rounds. tests/test_oracles.py shows that each equals the definition.
@@ -130,7 +130,7 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     channels = decay is not None and decay.ndim == 5
     g = x.beta.new_zeros(x.beta.shape) if decay is None else decay
     g = arithmetic.gradient((g if channels else g.unsqueeze(-1)).flatten(1, 2), "dg output", arithmetic.gate)
-    g = log_of(g, arithmetic) if linear else g
+    g = log_of(g, arithmetic) if linear else g.masked_fill(g == -torch.inf, _forgotten(arithmetic))
     state = x.get("state")
     if state is None:
         state = v.new_zeros(arithmetic.runs, len(lengths), value_heads, width, value_width)
@@ -167,7 +167,12 @@ def log_of(alpha: Tensor, arithmetic: Arithmetic) -> Tensor:
     g = alpha.masked_fill(zero, 1.0).log()
     if arithmetic.algorithm == "chunkwise":
         g = arithmetic.single(g, "log alpha", FUNCTION_TERMS)
-    return g.masked_fill(zero, FLUSHED if arithmetic.rounds else FORGOTTEN)
+    return g.masked_fill(zero, _forgotten(arithmetic))
+
+
+def _forgotten(arithmetic: Arithmetic) -> float:
+    """Return the number that stands for a log-decay of -inf."""
+    return FLUSHED if arithmetic.rounds else FORGOTTEN
 
 
 def _decays(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001

@@ -21,7 +21,8 @@ class Domain:
     same bits wherever it stands in the batch; few implementations need to promise that, and vector code that treats the end of a
     row differently breaks it. `in_kernel` names what the implementation can compute itself of gate and beta ("none", "gate",
     "beta", "both"), and `dt_bias` says whether it can do so without a dt_bias. `decays` says whether it takes the log-decay g
-    ("log"), the decay alpha itself ("linear"), or either, where it does not compute the gate. `reach` is not a promise of the
+    ("log"), the decay alpha itself ("linear"), or either, where it does not compute the gate. `infinite_gates` says whether a
+    log-decay may be -inf, which forgets the state. `reach` is not a promise of the
     adapter: it is how many times more tokens a check draws than where kernels are interpreted, with wider heads too. It is 1 where
     kernels are interpreted; a check on a GPU sets it. Two more fields are set by a check: `long`, the most tokens of its long cases
     (0 for none), and `chunk`, the chunk whose multiples these exceed (properties/sizes.py).
@@ -53,6 +54,7 @@ class Domain:
     decays: tuple[str, ...] = ("log",)
     refills: bool = True
     threads: bool = True
+    infinite_gates: bool = False
     reach: int = 1
     long: int = 0
     chunk: int = 64
@@ -123,6 +125,7 @@ class Domain:
             (self.qk_norm or not case.qk_norm, "qk_norm=yes is not supported"),
             (self.scale or case.scale == "default", f"scale={case.scale} is not supported"),
             (self.negative_eigenvalues or case.beta != "two", "beta=two: beta over 1 is not supported"),
+            (self.infinite_gates or case.gate != "closed", "gate=closed: a log-decay of -inf is not supported"),
             (self.backward or not case.backward, "backward=yes is not supported"),
         )
         return next((reason for inside, reason in checks if not inside), None)

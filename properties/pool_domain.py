@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from oracles.operation import DTYPES
 from properties.cases.pool_case import BLOCK_SIZES, FREE, PADDING_SLOTS, RULES, PoolCase
-from properties.cases.rule_case import BETAS, GATES
+from properties.cases.rule_case import BETAS
 from properties.domain import VIEWS, Domain
 from properties.names import known_fields
-from properties.strategies import EDGES, HEADS, decay_of, widths
+from properties.strategies import EDGES, HEADS, decay_of, gates_of, widths
 
 LAYOUTS = ("kv", "vk")
 POOL_VIEWS = (*VIEWS, "fused")
@@ -197,6 +197,8 @@ def pool_cases(
         value_dim = key_dim
     spare = field("spare", (0, 1, 1, 2, 5) if chance.random() < 7 / 8 else (chance.randint(120, 260),))
     room = _NUMBERS // (value_heads * key_dim * value_dim) - len(lengths) - 1
+    kernel = _of_kernel(field, domain)
+    gates = gates_of(rule, kernel.get("in_kernel", rule.in_kernel[0]), kernel)
     return PoolCase(
         lengths,
         packed=packed,
@@ -205,7 +207,7 @@ def pool_cases(
         key_dim=key_dim,
         value_dim=value_dim,
         dtype=field("dtype", rule.dtypes),
-        gate=field("gate", GATES),
+        gate=field("gate", gates),
         gate_dtype=field("gate_dtype", tuple(d for d in rule.gate_dtypes for _ in range(3 if d == "fp32" else 1))),
         beta=field("beta", tuple(b for b in BETAS if rule.negative_eigenvalues or b != "two")),
         values=field("values", tuple(PoolCase.CHOICES["values"])),
@@ -225,7 +227,7 @@ def pool_cases(
         seed=chance.randrange(2**16),
         block_v=field("block_v", domain.block_choices),  # drawn last, so that other fields do not depend on having a choice
         rule=rule.operation,
-        **_of_kernel(field, domain),
+        **kernel,
         drafts=field("drafts", ("chain", "tree", "tree")) if domain.trees and 1 < max(lengths) <= TREE else "chain",
     )
 

@@ -9,12 +9,12 @@ Lengths are drawn on both sides of the block sizes of kernels, and gates by thei
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
 
-from properties.cases.rule_case import BETAS, GATES, VALUES, Case
+from properties.cases.rule_case import BETAS, GATES, GIVEN_GATES, VALUES, Case
 from properties.domain import Domain
 from properties.sizes import FEW_HEADS, KINDS, MANY_HEADS, NARROW, kind_of, large_lengths
 
@@ -120,6 +120,7 @@ def cases(
     if domain.equal_widths or (same and chance.random() < 1 / 3):  # with equal widths a transposed state raises no shape error
         value_dim = key_dim
     inside = field("in_kernel", domain.in_kernel) if len(domain.in_kernel) > 1 else domain.in_kernel[0]
+    form = decay_of(field, domain, inside)
     return Case(
         lengths=sizes,
         operation=domain.operation,
@@ -129,7 +130,7 @@ def cases(
         key_dim=key_dim,
         value_dim=value_dim,
         dtype=field("dtype", domain.dtypes),
-        gate=field("gate", GATES) if domain.operation != "delta_rule" else "forever",
+        gate=field("gate", gates_of(domain, inside, form)) if domain.operation != "delta_rule" else "forever",
         gate_dtype=field("gate_dtype", tuple(d for d in domain.gate_dtypes for _ in range(3 if d == "fp32" else 1))),
         beta=field("beta", tuple(b for b in BETAS if domain.negative_eigenvalues or b != "two")),
         values=field("values", tuple(v for v in VALUES if v != "one_hot")),
@@ -141,8 +142,15 @@ def cases(
         offsets=field("offsets", ("int64", "int32")) if packed else "int64",
         backward=domain.backward and field("backward", (True, False) if large == "length" and not far else (True,)),
         seed=chance.randrange(2**16),
-        **decay_of(field, domain, inside),
+        **form,
     )
+
+
+def gates_of(domain: Domain, inside: str, form: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the regimes of gates for what the kernel computes itself and the form of its decay."""
+    if inside in ("gate", "both") or form.get("decay", "log") != "log":
+        return GATES
+    return (*GATES, *(gate for gate in GIVEN_GATES if gate != "closed" or domain.infinite_gates))
 
 
 def decay_of(field: Callable[[str, tuple[str, ...]], Any], domain: Domain, inside: str) -> dict[str, Any]:

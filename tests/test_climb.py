@@ -10,7 +10,7 @@ import pytest
 
 from oracles.counter import mix_words
 from properties.books import book_of
-from properties.cases.rule_case import BETAS, GATES, VALUES
+from properties.cases.rule_case import BETAS, GATES, VALUES, Case
 from properties.domain import Domain
 from properties.laws import Law
 from properties.layer_domain import LayerDomain
@@ -42,7 +42,7 @@ def corner(example: Example) -> float:
     sequences of wide keys, and some seeds more than others."""
     case = example.case
     near = (
-        GATES.index(case.gate) / (len(GATES) - 1),
+        min(1.0, Case.CHOICES["gate"].index(case.gate) / (len(GATES) - 1)),
         BETAS.index(case.beta) / (len(BETAS) - 1),
         VALUES.index(case.values) / (len(VALUES) - 1),
         min(1.0, max(case.lengths, default=0) / 150),

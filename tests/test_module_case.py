@@ -53,6 +53,14 @@ KNOWN = (
         "lengths=4 op=causal_conv1d width=2 state=zero backward=no seed=5",
         "519414e73f32c69fbd838f3083913a4c2648c19a7f6b9514c5d21bab7ecc867e",
     ),
+    (
+        "lengths=5+9 op=causal_conv1d packed=yes dtype=fp16 values=great state=random seed=3",
+        "8479b56ef39fdf0e1edf2b3d4c8e3b64284230ffcc26de9efb2e93159d7a1d85",
+    ),
+    (
+        "lengths=4 op=l2norm heads=2 dtype=bf16 values=great seed=3",
+        "1dd82a6007fbe21cb1de2a8beca786679af83f65042b0e6b8e4f1dd4f1e93489",
+    ),
 )
 
 

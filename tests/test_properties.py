@@ -250,7 +250,7 @@ def sample() -> list[Case]:
     ("field", "choices"),
     [
         ("dtype", tuple(DTYPES)),
-        ("gate", GATES),
+        ("gate", (*GATES, "edges")),
         ("beta", BETAS),
         ("values", tuple(value for value in VALUES if value != "one_hot")),
         ("state", STATES),

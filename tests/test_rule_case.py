@@ -22,6 +22,7 @@ from oracles.rounding import BITS
 from properties.cases.rule_case import (
     BETAS,
     GATES,
+    GIVEN_GATES,
     IN_KERNEL,
     MAX_HEADS,
     MAX_SEQUENCES,
@@ -94,6 +95,14 @@ KNOWN = (
         "lengths=9+20 packed=yes heads=2 value_heads=6 key_dim=24 dtype=fp16 values=large qk_norm=yes seed=21",
         "474bd87d0309c27009e1da0c574b7a2564b14a50a58047a1ba3d34f29907d8c4",
     ),
+    (
+        "lengths=7+0+12 packed=yes value_heads=2 gate=edges values=great state=random seed=11",
+        "6eae85ad1eb064e09034441fde8e3b050157402c02da39856c3fc8dcb507b997",
+    ),
+    (
+        "lengths=9+9 op=kda key_dim=4 dtype=fp16 gate=closed values=great seed=12",
+        "ee4beb2d9750156fc0b1948b578a97689a7aecc9a063cf12295de28b5f01257b",
+    ),
 )
 
 
@@ -124,7 +133,13 @@ def test_line_makes_the_known_bits(line: str, known: str) -> None:
 
 def test_known_bits_cover_every_regime() -> None:
     seen = [Case.parse(line) for line, _ in KNOWN]
-    for field, choices in (("dtype", DTYPES), ("gate", GATES), ("beta", BETAS), ("values", VALUES), ("state", STATES)):
+    for field, choices in (
+        ("dtype", DTYPES),
+        ("gate", (*GATES, *GIVEN_GATES)),
+        ("beta", BETAS),
+        ("values", VALUES),
+        ("state", STATES),
+    ):
         assert {getattr(case, field) for case in seen} == set(choices)
 
 

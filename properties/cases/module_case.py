@@ -23,7 +23,7 @@ from properties.cases.line import Line, check_choices, text_of
 from properties.cases.rule_case import LOG_BITS
 
 MODULES = {operation.name: operation for operation in (CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM)}
-VALUES = ("ordinary", "repeated", "zero_rows", "small", "scaled", "large", "whole")
+VALUES = ("ordinary", "repeated", "zero_rows", "small", "scaled", "large", "great", "whole")
 STATES = ("none", "zero", "random")
 STATE_COLUMNS = ("W", "W-1")
 ACTIVATIONS = ("none", "silu")
@@ -32,6 +32,7 @@ SMALL = 2.0**-13  # about 1e-4: there a norm's eps of 1e-6 is no longer negligib
 # Factors of tokens' values. sigmoid(-128) is 0 in float32, softplus(128) is 128 and exp(128) overflows. The square of an x under
 # 64 fits into fp16, but the sum of squares over many channels does not.
 LARGE = {"x": 64.0, "z": 128.0, "a": 128.0, "b": 128.0}
+GREAT = {"fp32": 2.0**30, "bf16": 2.0**30, "fp16": 2.0**7}  # factors of x: sums over tokens and channels still fit
 MAX_TOKENS, MAX_SEQUENCES, MAX_WIDTH, MAX_HEADS, MAX_CONV_WIDTH = 2**20, 2**16, 8192, 1024, 64
 
 _CHOICES: dict[str, Sequence[str]] = {
@@ -286,7 +287,9 @@ class _Builder:
         if case.values == "whole":
             return self.integers(name, shape, 3, rows=self.token).to(torch.float64)
         x = self.uniform(name, shape, rows=self.token)
-        if case.values == "large":
+        if case.values == "great" and name == "x":
+            return GREAT[case.dtype] * x
+        if case.values in ("large", "great"):
             return LARGE[name] * x
         x = 2 * x if name in ("z", "a", "b") else x
         return SMALL * x if case.values == "small" else self.regime(x, name)

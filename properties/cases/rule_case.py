@@ -25,8 +25,9 @@ from properties.cases.line import Line, check_choices, text_of
 # A memory of m tokens is a mean log-decay of -1/m, uniform in (-2/m, 0]; the widths 2/m below are powers of two.
 MEMORIES = {"forever": 0.0, "1000": 2.0**-9, "64": 2.0**-5, "10": 2.0**-2, "tenth": 2.0**4}
 GATES = (*MEMORIES, "saturated", "mixed")
+GIVEN_GATES = ("edges", "closed")  # only where the log-decay is given
 BETAS = ("ordinary", "one", "zero", "two", "edges")
-VALUES = ("ordinary", "correlated", "repeated", "zero_rows", "small", "scaled", "large", "one_hot")
+VALUES = ("ordinary", "correlated", "repeated", "zero_rows", "small", "scaled", "large", "great", "one_hot")
 STATES = ("none", "zero", "random")
 SCALES = {"default": None, "one": 1.0, "half": 0.5}
 IN_KERNEL = ("none", "gate", "beta", "both")
@@ -34,6 +35,7 @@ DECAYS = ("log", "linear")
 # What an operation computes itself or takes in another form, and the input that says so.
 INSIDE = {"gate": "a", "beta": "b", "linear": "alpha"}
 SATURATED = -1000.0
+UNDERFLOW, AROUND = -96.0, 32.0  # in float32 exp is subnormal from -87.4 on, and 0 from -104 on
 DOUBLINGS = 10  # exp(g) is nearly (1 + g / 1024)^1024
 # For a gate in the kernel: softplus is about 0.85, and exp(A_log) times softplus is one over the memory.
 A_LOGS = {"forever": -80.0, "1000": -6.75, "64": -4.0, "10": -2.125, "tenth": 2.5, "saturated": 5.0}
@@ -41,12 +43,15 @@ OPEN = 30.0  # sigmoid(30) is 1 in float32; softplus(30) is 30, and softplus(-30
 LOG_BITS = 16  # bits of A_log's fraction: more than half precision keeps, and exact in float32 after adding any of A_LOGS
 SMALL = 2.0**-13  # about 1e-4: there the L2 norm's eps of 1e-6 is no longer negligible
 LARGE = 2.0**9  # factor for a q and k that are normalised: their squares overflow fp16
+# Factors for v. Outputs and gradients are linear in v. In fp16, sums that right implementations store must stay below 65504: with
+# 2^8 and narrow keys they do not.
+GREAT = {"fp32": 2.0**30, "bf16": 2.0**30, "fp16": 2.0**5}
 MAX_TOKENS, MAX_SEQUENCES, MAX_WIDTH, MAX_HEADS = 2**20, 2**16, 1024, 1024
 
 _CHOICES: dict[str, Sequence[str]] = {
     "operation": tuple(RULES),
     "dtype": tuple(DTYPES),
-    "gate": GATES,
+    "gate": (*GATES, *GIVEN_GATES),
     "beta": BETAS,
     "values": VALUES,
     "state": STATES,
@@ -130,6 +135,8 @@ class Case(Line):
             raise ValueError(f"values=one_hot needs in_kernel=none: only then is the answer exact, got {self.in_kernel}")
         if self.operation == "delta_rule" and self.gate_inside:
             raise ValueError(f"in_kernel must be none or beta for op=delta_rule, which has no gate, got {self.in_kernel}")
+        if self.gate in GIVEN_GATES and (self.gate_inside or self.decay != "log"):
+            raise ValueError(f"gate={self.gate} needs a log-decay that is given: in_kernel=none or beta, decay=log")
         if self.decay == "linear" and (self.operation == "delta_rule" or self.gate_inside):
             what = "op=delta_rule" if self.operation == "delta_rule" else f"in_kernel={self.in_kernel}"
             raise ValueError(f"decay must be log for {what}, which takes no decay, got {self.decay}")
@@ -330,7 +337,7 @@ class _Builder:
         if case.values == "scaled":  # by 2^-6..2^5, for each token and head
             draws = draw, _choice("v", ones, 16)
             return _Recipe(draws, lambda whole, choice: _fraction(whole, bits) * _powers(choice % 12 - 6))
-        return self.uniform("v", shape, bits, of_tokens=True)
+        return self.uniform("v", shape, bits, most=GREAT[case.dtype] if case.values == "great" else 1.0, of_tokens=True)
 
     def state(self) -> _Recipe:
         """Return the initial states [N, HV, K, V]."""
@@ -354,6 +361,13 @@ class _Builder:
         def saturated(whole: Tensor, choice: Tensor) -> Tensor:
             return torch.where(choice == 0, SATURATED, _decay(whole, MEMORIES["1000"]))
 
+        def closed(whole: Tensor, choice: Tensor) -> Tensor:
+            return torch.where(choice == 0, -torch.inf, _decay(whole, MEMORIES["1000"]))
+
+        def edges(whole: Tensor, choice: Tensor) -> Tensor:  # 0, where exp underflows, or in between
+            under = UNDERFLOW + AROUND / 2 + _decay(whole, AROUND)
+            return torch.where(choice == 0, under, torch.where(choice == 1, 0.0, _decay(whole, MEMORIES["64"])))
+
         def mixed(whole: Tensor) -> Tensor:
             g = _decay(whole, 1.0)
             for kind, width in enumerate(widths[: math.prod(axes)]):
@@ -362,8 +376,8 @@ class _Builder:
 
         if case.gate == "forever":
             return self.full(shape, 0.0)
-        if case.gate == "saturated":
-            return _Recipe((draw, _choice("gate", shape, 2)), saturated)
+        if (chosen := {"saturated": saturated, "closed": closed, "edges": edges}.get(case.gate)) is not None:
+            return _Recipe((draw, _choice("gate", shape, 2)), chosen)
         return _Recipe((draw,), mixed if case.gate == "mixed" else lambda whole: _decay(whole, MEMORIES[case.gate]))
 
     def decays(self, axes: tuple[int, ...]) -> _Recipe:

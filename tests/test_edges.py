@@ -1,0 +1,127 @@
+"""The edges of numbers: large values and gates of zero, of -inf and around exp's underflow, where the definition has an answer."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from oracles.bound import bounds, truth
+from oracles.gated_delta import definition
+from properties.books import book_of
+from properties.cases import module_case, rule_case
+from properties.cases.module_case import ModuleCase
+from properties.cases.pool_case import PoolCase
+from properties.cases.rule_case import GIVEN_GATES, Case
+from properties.domain import Domain
+from properties.pool_domain import PoolDomain
+from properties.strategies import Example
+from verify.adapters.base import Adapter
+from verify.engine.drawing import seeded
+from verify.execution.execute import execute
+from verify.execution.run import Run
+from verify.process.outcome import Verdict
+from verify.zoo import wrong_edges as edges
+from verify.zoo.animals import right_of
+
+# Numbers
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_gates_at_the_edges_are_zero_or_where_exp_underflows(dtype: str) -> None:
+    g = Case((400,), value_heads=2, dtype=dtype, gate="edges", seed=3).inputs().g
+    under = (g <= -80) & (g > -112)
+    assert 0.15 < float((g == 0).float().mean()) < 0.35
+    assert 0.15 < float(under.float().mean()) < 0.35
+    assert float(g[under].double().exp().min()) < 2.0**-150 < 2.0**-126 < float(g[under].double().exp().max())
+    assert bool((g[~under] > -0.1).all())
+
+
+def test_closed_gates_are_infinite_for_a_quarter_of_the_tokens() -> None:
+    g = Case((400,), gate="closed", seed=3).inputs().g
+    assert 0.15 < float((g == -torch.inf).float().mean()) < 0.35
+    assert bool((g[g > -torch.inf] > -0.1).all())
+
+
+@pytest.mark.parametrize("gate", GIVEN_GATES)
+@pytest.mark.parametrize("words", ["in_kernel=gate", "in_kernel=both", "decay=linear"])
+def test_edges_of_gates_need_a_log_decay_that_is_given(gate: str, words: str) -> None:
+    with pytest.raises(ValueError, match=f"gate={gate} needs a log-decay that is given: in_kernel=none or beta, decay=log"):
+        Case.parse(f"lengths=3 gate={gate} {words}")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_great_values_are_as_large_as_results_permit(dtype: str) -> None:
+    for case, name in (
+        (Case((300,), values="great", key_dim=64, value_dim=64, value_heads=2, dtype=dtype, state="random"), "v"),
+        (ModuleCase((300,), "causal_conv1d", values="great", dtype=dtype, conv_width=8), "x"),
+        (ModuleCase((300,), "l2norm", values="great", dtype=dtype), "x"),
+    ):
+        inputs = case.inputs()
+        most = (module_case if isinstance(case, ModuleCase) else rule_case).GREAT[dtype]
+        assert most / 2 < float(inputs[name].float().abs().max()) <= most
+        for result in truth(case.spec, inputs, case.cotangents()).values():
+            assert bool(result.to(inputs[name].dtype).isfinite().all())
+
+
+# The oracle
+
+
+@pytest.mark.parametrize("rule", ["gated_delta_rule", "kda"])
+def test_a_gate_of_minus_infinity_forgets_the_state_and_has_no_gradient(rule: str) -> None:
+    case = Case((90,), rule, gate="closed", key_dim=4, value_dim=3, state="random", seed=5)
+    x, cotangents = case.inputs(), case.cotangents()
+    got = truth(case.spec, x, cotangents)
+    wide = {name: x[name].double() for name in ("q", "k", "v", "g", "beta", "state")}
+    o, state = definition(*(wide[name][0, :, 0] for name in ("q", "k", "v", "g", "beta")), wide["state"][0, 0], 4**-0.5)
+    torch.testing.assert_close(got["o"][0, :, 0], o)
+    torch.testing.assert_close(got["final_state"][0, 0], state)
+    assert bool((got["dg"][x.g == -torch.inf] == 0).all())
+    for algorithm in ("chunkwise", "recurrent"):
+        for name, bound in bounds(case.spec, x, cotangents, algorithm, chunk=16).items():
+            assert bool(bound.allowed.isfinite().all()), name
+
+
+# What is drawn, and who is wrong there
+
+
+def test_infinite_gates_are_drawn_where_a_domain_has_them() -> None:
+    def gates(domain: Domain | PoolDomain) -> set[str]:
+        seen: set[str] = set()
+        seeded(book_of(domain).laws["oracle"].draw(domain), 0, 150, lambda example: seen.add(example.case.gate))
+        return seen
+
+    assert "closed" not in gates(Domain())
+    assert gates(Domain(infinite_gates=True)) >= {"closed", "edges"}
+    assert gates(PoolDomain(rule=Domain(infinite_gates=True, backward=False))) >= {"closed", "edges"}
+    assert not gates(Domain(in_kernel=("gate",))) & {*GIVEN_GATES}
+    assert not gates(Domain(decays=("linear",))) & {*GIVEN_GATES}
+    assert Domain().outside(Case((2,), gate="closed")) == "gate=closed: a log-decay of -inf is not supported"
+    assert PoolDomain().outside(PoolCase((2,), gate="closed")) == "gate=closed: a log-decay of -inf is not supported"
+
+
+KILLED_BY: dict[type, str] = {
+    edges.InfinityMinusInfinity: "oracle",
+    edges.InfinityIsNoDecay: "oracle",
+    edges.ValuesInHalf: "oracle",
+    edges.ClampsCorrections: "oracle",
+    edges.ConvClamps: "oracle",
+    edges.NormInHalf: "oracle",
+}
+
+
+@pytest.mark.parametrize("animal", KILLED_BY, ids=lambda animal: animal.__name__)
+@pytest.mark.slow_after_first
+def test_law_alone_kills_animal_and_the_right_one_holds(animal: type[Adapter]) -> None:
+    examples: list[Example] = []
+    seeded(book_of(animal.domain).laws[KILLED_BY[animal]].draw(animal.domain), 0, 128, examples.append)
+    asked = [example for example in examples if example.case.values == "great" or getattr(example.case, "gate", "") == "closed"]
+    runs = [Run(KILLED_BY[animal], f"zoo/{animal.__name__}", example) for example in asked]
+    broken = next(run for run in runs if execute(run).verdict is Verdict.BROKEN)
+    right = right_of(animal)
+    assert right is not None
+    assert execute(dataclasses.replace(broken, adapter=f"zoo/{right.__name__}")).verdict is Verdict.HOLDS
+
+
+def test_every_animal_is_killed() -> None:
+    found = {kind for kind in vars(edges).values() if isinstance(kind, type) and hasattr(kind, "letter")}
+    assert set(KILLED_BY) == {kind for kind in found if kind.__module__ == edges.__name__}
