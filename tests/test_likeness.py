@@ -20,7 +20,7 @@ from verify.engine.profiles import Profile
 from verify.execution.run import Run
 from verify.findings import causes
 from verify.findings import report as text
-from verify.findings.known import NO_DEFECTS
+from verify.findings.known import NO_DEFECTS, Known, KnownDefects
 from verify.findings.law_report import LawReport
 from verify.findings.store import Store
 from verify.process.messages import Describe, Description, Question, RunOne
@@ -163,6 +163,19 @@ def test_a_finer_dtype_is_told_and_not_taken(tmp_path: pathlib.Path) -> None:
         assert small.example.case.dtype == "bf16"
         assert small.others == (("dtype=fp32",) if exact else ())
         assert ("dtype=fp32" in dict(small.neighbours)) is not exact
+
+
+def test_a_case_does_not_become_one_that_looks_like_a_known_defect(tmp_path: pathlib.Path) -> None:
+    known = Known(
+        Run.parse("law=oracle adapter=fla/conv lengths=1 op=causal_conv1d width=1 conv_width=1"),
+        {"fla-core": ("0.0.1",)},  # not the installed version, and not the adapter that is checked
+        {"conv_width": "1"},
+        "a call with one tap is wrong",
+    )
+    run, worker = Run.parse(LINE), Telling(lambda run: off(y=40.0))
+    for defects, taps in ((KnownDefects([known]), 2), (NO_DEFECTS, 1)):
+        small, _ = explain(run.the_law, run, off(y=40.0), worker, Store(tmp_path), defects, threading.Event())  # type: ignore[arg-type]
+        assert small.example.case.conv_width == taps
 
 
 # A law after a marginal case, and laws that fail at once

@@ -95,7 +95,8 @@ def explain(
     """The smallest example found that fails as the broken run does, and its outcome.
 
     Candidates that a known defect covers whatever their findings are not run. Candidates whose findings turn out to be a known
-    defect do not count as failures. At most SHRINK_RUNS runs are made, in at most `limit_s` seconds.
+    defect do not count as failures. Nor do those that look like a known defect of another adapter or version, unless the found case
+    does too. At most SHRINK_RUNS runs are made, in at most `limit_s` seconds.
 
     What is true of the found case cannot prevent the found defect. So if the smallest case holds once a word has its found value
     again, then another defect has taken over, which only the simpler value shows. We fix this word at its found value and shrink
@@ -105,6 +106,11 @@ def explain(
     start = time.monotonic()
     outcomes = {run.example: outcome}
     current = run.example  # the smallest one so far
+
+    def resembled(run: Run, outcome: Outcome) -> set[str]:
+        return {defect.title for defect in defects.resembling(run, outcome)}
+
+    found_defects = resembled(run, outcome)
 
     def verdict_of(example: Example) -> bool | None:
         """Whether an example fails as the broken run does; None if it neither does nor holds."""
@@ -116,7 +122,7 @@ def explain(
         if defects.explain(candidate, outcomes[example]):
             return None
         if alike(outcome, run, outcomes[example], candidate):
-            return True
+            return True if resembled(candidate, outcomes[example]) <= found_defects else None
         return False if outcomes[example].verdict is Verdict.HOLDS else None
 
     def fails(example: Example) -> bool | None:
