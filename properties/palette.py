@@ -64,10 +64,14 @@ def key_of(case: Any) -> Key:
 
 @dataclasses.dataclass(frozen=True)
 class Palette:
-    """The compile keys of a check, each as a case that has it; the seed decides which of them an example gets."""
+    """The compile keys of a check, each as a case that has it; the seed decides which of them an example gets.
+
+    With `shapes`, an example gets the lengths of the entry too, and a law acts at one place of each entry.
+    """
 
     seed: int
     entries: tuple[Any, ...]
+    shapes: bool = False
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -84,9 +88,21 @@ class Palette:
         number = number_of(self.seed, law.name, example.at, example.variant, example.case)
         most = len(self.entries) if law.name == "oracle" else FEW
         order = sorted(range(len(self.entries)), key=lambda index: number_of(self.seed, law.name, index))
-        suited = (with_key(law, domain, example, self.entries[index], number) for index in order)
+        suited = (self._with_key(law, domain, example, index, number) for index in order)
         first = list(itertools.islice((fitted for fitted in suited if fitted is not None), most))
         return first[number_of(number) % len(first)] if first else None
+
+    def _with_key(self, law: Law, domain: Any, example: Example, index: int, number: int) -> Example | None:
+        entry = self.entries[index]
+        if not self.shapes:
+            return with_key(law, domain, example, entry, number)
+        if example.case.packed != entry.packed:
+            return None
+        try:
+            case = dataclasses.replace(example.case, lengths=entry.lengths)
+        except ValueError:
+            return None
+        return with_key(law, domain, Example(case, None, example.variant), entry, number_of(self.seed, law.name, index))
 
     def examples(self, law: Law, domain: Any) -> st.SearchStrategy[Example]:
         """Return a strategy for the law's examples with keys of the palette; examples that no entry suits are drawn again."""
@@ -148,7 +164,7 @@ def with_key(law: Law, domain: Any, example: Example, entry: Any, number: int) -
     if key_of(fitted) != key_of(entry) or fitted.bytes > max(MOST_BYTES, case.bytes):
         return None
     at = example.at
-    if law.place is not None and (places := law.place(fitted)) != law.place(case):
+    if law.place is not None and ((places := law.place(fitted)) != law.place(case) or at is None):
         at = places[number % len(places)] if places else None
     moved = Example(fitted, at, example.variant)
     return moved if suits(law, domain, moved) else None

@@ -62,9 +62,12 @@ class Adapter(Implementation):
     - `rounds_products`: a convolution without backward sets this to True if it rounds each product of an input and a weight to the
       inputs' dtype before it adds it in float32. Other implementations multiply in float32.
     - `counterpart`: the name of the adapter of its one-token form.
+    - `compiles`: an implementation that compiles every new shape of its inputs, also on a CPU, sets this to True, as JAX does. A
+      check then draws its cases from few compile keys and lengths. This changes no tolerance.
     """
 
     chunk: int | None = None
+    compiles: bool = False
     stores: bool = False
     folds: bool = False
     rounds_products: bool = False

@@ -97,6 +97,8 @@ def make(kind: Kind, spec: str) -> AnyAdapter:
         raise AdapterError(f"adapter {spec}: algorithm must be one of {choices} for {does}, got {adapter.algorithm!r}")
     if adapter.products not in PRODUCTS:
         raise AdapterError(f"adapter {spec}: products must be one of {', '.join(PRODUCTS)}, got {adapter.products!r}")
+    if isinstance(adapter, Adapter) and adapter.compiles not in (True, False):
+        raise AdapterError(f"adapter {spec}: compiles must be True or False, got {adapter.compiles!r}")
     for name, wanted in {"folds": "chunkwise", "stores": "recurrent"}.items():
         if getattr(adapter, name, False) and adapter.algorithm != wanted:
             raise AdapterError(f"adapter {spec}: {name} must be False unless algorithm is {wanted}, which is {adapter.algorithm!r}")

@@ -5,10 +5,11 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import math
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from properties.books import book_of
@@ -38,7 +39,6 @@ from verify.execution.sanitizer import PROGRAM, Sanitizer
 from verify.findings import causes, coverage, known, reach_report
 from verify.findings import report as text
 from verify.findings.law_report import LawReport
-from verify.findings.store import Store
 from verify.process.messages import Refuse
 from verify.process.outcome import Verdict
 from verify.process.worker import WorkerLost
@@ -57,6 +57,8 @@ def check(options: argparse.Namespace) -> int:
     if options.strict_reach and options.tune == SWEEP:
         raise ValueError("--strict-reach is about the laws of a check: it excludes --tune sweep")
     launch = launched()
+    if options.minutes is not None and options.tune == SWEEP:
+        raise ValueError("--minutes must be left out with --tune sweep, which runs every configuration")
     if options.sanitize and (spec in PATHS or options.ranks or launch or options.tune == SWEEP or options.device == "cpu"):
         raise ValueError(
             "--sanitize is for one process on a GPU: it excludes parallel paths, --ranks, torchrun, --tune sweep and --device cpu"
@@ -87,6 +89,7 @@ def check(options: argparse.Namespace) -> int:
         deadline_s=deadline_of(options),
         compilers=0 if ranks or spec in PATHS else compilers_of(device),
         known=options.known,
+        until=math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes,
         under=f"--sanitize {sanitizer.tool}" if sanitizer else f"--ranks {launch.size if launch else ranks}" if ranks else "",
     )
     # Results that are right to the bit do not show what a kernel reads. A line that fails only under a sanitizer would hold in
@@ -108,11 +111,14 @@ def check(options: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             interrupted = True
             checking.stop()
+        for report in checking.unfinished:
+            if report.counts and not options.stop:
+                checking.on_report(report)
     print_troubles(store, examples)
     _print_end(checking, time.monotonic() - start, out, interrupted=interrupted)
     if interrupted:
         return INTERRUPTED
-    code = exit_code(checking.reports)
+    code = exit_code([*checking.reports, *checking.unfinished], all_asked=not _not_asked(checking))
     if code == HOLDS and options.strict_reach and reach_report.not_looked_at(checking.reach, _omits(checking)):
         print_line("undecided because of --strict-reach: something was not looked at", out)
         return UNDECIDED
@@ -178,21 +184,35 @@ def _print_end(checking: Check, wall_s: float, out: Any, *, interrupted: bool) -
     for told in (seen, causes.lines(reports)):
         if told:
             print_line("\n".join(told), out)
-    print_line(("interrupted: " if interrupted else "") + _summary(reports, checking.laws or [], wall_s, checking.store), out)
+    if time.monotonic() >= checking.settings.until and (names := _not_asked(checking)):
+        print_line(f"not asked, because the time was up: {', '.join(names)}", out)
+    print_line(("interrupted: " if interrupted else "") + _summary(checking, wall_s), out)
     if slow := text.one_by_one(reports):
         print_line("\n".join(slow), out)
     if notice := text.fault_notice(reports):
         print_line(notice, out)
 
 
+def _not_asked(checking: Check) -> list[str]:
+    """The laws of which no case was run."""
+    begun = {report.law for report in checking.reports} | {report.law for report in checking.unfinished if report.counts}
+    return [law for law in checking.laws or () if law not in begun]
+
+
 def _print_refusals(spec: str, checking: Check, out: Any) -> None:
+    """Print what the adapter does with illegal input, unless the time is up before all of it is known."""
     did: dict[str, list[str]] = {}
     domain = checking.describe().domain
     for name in book_of(domain).illegal.names(domain.operation):
+        answer, left_s = "", checking.settings.until - time.monotonic()
         try:
-            answer = checking.workers[0].ask(Refuse(spec, name), 30.0)["did"]
+            if left_s > 0:
+                answer = checking.workers[0].ask(Refuse(spec, name), min(30.0, left_s))["did"]
         except WorkerLost as lost:
             answer = f"{lost.how} ({lost.detail})"
+        if time.monotonic() >= checking.settings.until:
+            print_line("illegal input: not tried in full, because the time was up", out)
+            return
         did.setdefault(answer, []).append(name)
     if did:
         print_line("illegal input, reported and not judged:", out)
@@ -200,14 +220,17 @@ def _print_refusals(spec: str, checking: Check, out: Any) -> None:
         print_line(f"  {answer}: {'; '.join(names)}", out)
 
 
-def _summary(reports: Sequence[LawReport], laws: Sequence[str], wall_s: float, store: Store) -> str:
+def _summary(checking: Check, wall_s: float) -> str:
+    """One line: how many laws have each verdict, and the cases and seconds, also those of laws that were not finished."""
+    reports, laws, store = checking.reports, checking.laws or [], checking.store
+    every = [*reports, *checking.unfinished]
     counts = {verdict: sum(report.verdict is verdict for report in reports) for verdict in Verdict}
-    cases = sum(sum(report.counts.values()) for report in reports)
+    cases = sum(sum(report.counts.values()) for report in every)
     parts = [f"{count} {verdict}" for verdict, count in counts.items() if count]
     missing = len(laws) - len(reports)
     if missing:
         parts.append(f"{missing} not finished")
-    kernel, oracle = (sum(getattr(report, name) for report in reports) for name in ("kernel_s", "oracle_s"))
+    kernel, oracle = (sum(getattr(report, name) for report in every) for name in ("kernel_s", "oracle_s"))
     line = f"{', '.join(parts)} of {len(laws)} laws; {cases} cases in {wall_s:.0f} s"
     line += f" (kernels {kernel:.0f} s, oracle and bounds {oracle:.0f} s)"
     if counts[Verdict.BROKEN] and not store.trouble:

@@ -14,9 +14,9 @@ class NoGpu(Exception):
     """The command needs a GPU, and there is none."""
 
 
-def exit_code(reports: Sequence[LawReport]) -> int:
-    """The exit code of a check: 1 if a law is broken; 3 if one is undecided or none holds; otherwise 0."""
+def exit_code(reports: Sequence[LawReport], *, all_asked: bool = True) -> int:
+    """The exit code of a check: 1 if a law is broken; 3 if one is undecided or was not asked, or if none holds; otherwise 0."""
     verdicts = [report.verdict for report in reports]
     if Verdict.BROKEN in verdicts:
         return BROKEN
-    return HOLDS if Verdict.UNKNOWN not in verdicts and Verdict.HOLDS in verdicts else UNDECIDED
+    return HOLDS if all_asked and Verdict.UNKNOWN not in verdicts and Verdict.HOLDS in verdicts else UNDECIDED

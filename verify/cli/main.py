@@ -111,6 +111,12 @@ def parser() -> argparse.ArgumentParser:
         help="draw half of the cases as variations of those with the largest errors so far, as soak does",
     )
     check.add_argument(
+        "--minutes",
+        type=minutes_word,
+        metavar="M",
+        help="begin no case after M minutes (default: no limit); the laws that find most come first",
+    )
+    check.add_argument(
         "--strict-reach",
         action="store_true",
         help="exit with 3 if every law holds but a parameter was never passed, or a branch of an interpreted kernel never ran",
@@ -138,6 +144,11 @@ def parser() -> argparse.ArgumentParser:
     add_ranks(repeat)
     add_sanitize(repeat)
     add_common(repeat, examples=False)
+    repeat.add_argument(
+        "--no-examples",
+        action="store_true",
+        help="accepted as for check; without effect, because repeat runs and stores no examples",
+    )
     repeat.set_defaults(act=repeat_line)
 
     filing = verbs.add_parser("known", help="put a failure on file as a known defect", epilog=known_command.EXITS)

@@ -45,7 +45,8 @@ _COSTS: weakref.WeakKeyDictionary[Asked, dict[str, str]] = weakref.WeakKeyDictio
 class Described:
     """An adapter's declarations, as a worker reports them.
 
-    `omits` maps parameters that are not passed to the reason (verify/adapters/base.py).
+    `device` is the name of the GPU, or "" without one. `omits` maps parameters that are not passed to the reason
+    (verify/adapters/base.py).
     """
 
     spec: str
@@ -56,6 +57,7 @@ class Described:
     products: str = "ieee"
     chunk: int | None = None
     omits: dict[str, str] = dataclasses.field(default_factory=dict)
+    compiles: bool = False
 
     def products_of(self, example: Example, device: str) -> str:
         """How the implementation multiplies float32 matrices in a run on `device`: "ieee" or "tf32".
@@ -108,7 +110,7 @@ def describe(spec: str, worker: Asked) -> Described:
     if isinstance(domain, PathDomain) and not isinstance(worker, Worker):
         domain = dataclasses.replace(domain, ranks=worker.size, exchange_ranks=worker.size)
     about = (description.algorithm, description.versions, description.device, description.products, description.chunk)
-    return Described(spec, domain, *about, description.omits)
+    return Described(spec, domain, *about, description.omits, description.compiles)
 
 
 def with_sizes(described: Described, worker: Asked, device: str) -> Described:

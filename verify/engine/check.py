@@ -1,6 +1,7 @@
 """The check of one adapter: its laws, distributed over workers."""
 
 import concurrent.futures
+import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from verify.engine.asking import Asked, Described, describe, started, with_sizes
 from verify.engine.compile_plan import COMPILE_S, Compilers, Plan, in_order
 from verify.engine.drawing import seeded
 from verify.engine.law_check import Common, LawCheck, Settings
+from verify.engine.power import by_power
 from verify.findings import known
 from verify.findings.known import Known, KnownDefects
 from verify.findings.law_report import LawReport, reach_of
@@ -110,7 +112,9 @@ class Check:
             self.on_case,
             cases=self.cases,
         )
-        if settings.device != "cpu":
+        if settings.until < math.inf:
+            self.laws = by_power(book_of(domain), self.laws)
+        if settings.device != "cpu" or described.compiles:
             self.laws = in_order(self.laws)
             common.plan = self._plan = self._planned(common)
         pool = concurrent.futures.ThreadPoolExecutor(len(self.workers))
@@ -161,15 +165,26 @@ class Check:
             self._report(law.report if law.report.same_as else law.explain())
 
     def _planned(self, common: Common) -> Plan:
-        """The plan of a check on a GPU: its examples, and the compilation of their kernels while others run."""
-        settings, domain = common.settings, common.described.domain
+        """The plan of a check whose kernels are compiled: its examples, and on a GPU their compilation while others run."""
+        settings, described = common.settings, common.described
+        domain = described.domain
         laws_of = book_of(domain).laws
         laws = [law for law in self.laws or () if law in laws_of]  # skipped laws too: the palette's keys depend on all
 
         def examples_of(law: str) -> int:
             return 0 if law in settings.skip else settings.drawn(laws_of[law])
 
-        return Plan(domain, laws, settings.seed, examples_of, seeded, common.run_of, self._compilers)
+        return Plan(
+            domain,
+            laws,
+            settings.seed,
+            examples_of,
+            seeded,
+            common.run_of,
+            self._compilers,
+            device=settings.device,
+            shapes=described.compiles,
+        )
 
     def _one(self, common: Common, law: str) -> LawReport | None:
         with self._lock:
@@ -183,7 +198,7 @@ class Check:
                 with self._lock:
                     self._waiting.append(law_check)
                 return None
-            if common.over and report.verdict is not Verdict.BROKEN:
+            if report.cut_short or (self._stopped.is_set() and report.verdict is not Verdict.BROKEN):
                 self.unfinished.append(report)
                 return None
             return report

@@ -1,4 +1,4 @@
-"""Plans: the examples that a check on a GPU will run, drawn from a few compile keys, and compiled ahead by other processes.
+"""Plans: the examples that a check of compiled kernels will run, drawn from few compile keys, on a GPU compiled ahead by others.
 
 A case with a new compile key takes 6 s or more, a case with a compiled key 20 ms. So the palette has few keys, drawn from the
 check's seed. Other processes run the first case of each law and key before the checking worker reaches it. Their compiled kernels
@@ -120,9 +120,14 @@ class Plan:
         draw: Draw,
         run_of: Callable[[str, Example], Run],
         compilers: Compilers,
+        *,
+        device: str = "cuda",
+        shapes: bool = False,
     ) -> None:
-        self.domain, laws = on_gpu(domain, seed), list(laws)
-        self.palette = draw_palette(self.domain, seed, SIZE, laws) if has_keys(domain) else None
+        """With `shapes`, kernels are compiled for every new shape, so that examples have few lengths too."""
+        self.domain, laws = domain if device == "cpu" else on_gpu(domain, seed), list(laws)
+        palette = draw_palette(self.domain, seed, SIZE, laws) if has_keys(domain) else None
+        self.palette = dataclasses.replace(palette, shapes=shapes) if palette is not None else None
         self._seed, self._examples_of, self._draw, self._run_of = seed, examples_of, draw, run_of
         self._compilers = compilers
         self._thread, self._closed = concurrent.futures.ThreadPoolExecutor(1), threading.Event()

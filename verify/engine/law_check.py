@@ -130,7 +130,7 @@ class LawCheck:
         law = book_of(domain).laws.get(self._name)
         reason = law.needs(domain) if law is not None else "the law is not about the operation of this adapter"
         if law is not None:
-            report.kind, report.says = law.kind, law.says
+            report.kind, report.says, report.planned = law.kind, law.says, self._common.settings.profile.examples_of(law.name)
         if law is None or reason:
             report.verdict, report.reason = Verdict.UNSUPPORTED, reason or ""
             return report
@@ -139,7 +139,8 @@ class LawCheck:
             self._draw(law)
         report.wall_s = time.monotonic() - start
         if self._broken is None:
-            report.verdict, report.reason = overall(report.counts, report.reason)
+            report.cut_short = self._common.over and self._done < report.planned
+            report.verdict, report.reason = overall(report.counts, report.reason, report.planned if report.cut_short else None)
             return report
         run, outcome = self._broken
         report.verdict, report.run, report.first_run = Verdict.BROKEN, str(run), str(run)
@@ -334,18 +335,19 @@ class LawCheck:
             common.examples.add(run)
 
 
-def overall(counts: dict[str, int], reason: str = "") -> tuple[Verdict, str]:
+def overall(counts: dict[str, int], reason: str = "", planned: int | None = None) -> tuple[Verdict, str]:
     """The verdict of a law from its counts, and the reason if it is not HOLDS.
 
-    A law holds if no case is broken or undecided and at least ENOUGH cases, or all drawn ones, could see the defect.
+    A law holds if no case is broken or undecided and at least ENOUGH cases, or all drawn ones, could see the defect. For a law
+    that was cut short, `planned` is the number of cases that were to be drawn.
     """
     if counts.get(Verdict.BROKEN):
         return Verdict.BROKEN, reason
     if undecided := counts.get(Verdict.UNKNOWN):
         return Verdict.UNKNOWN, f"{undecided} undecided: {reason}"
     holds, drawn = counts.get(Verdict.HOLDS, 0), sum(counts.values())
-    could = holds + counts.get(Verdict.KNOWN, 0)
-    if holds and could >= min(ENOUGH, drawn):
+    could, least = holds + counts.get(Verdict.KNOWN, 0), min(ENOUGH, drawn if planned is None else planned)
+    if holds and could >= least:
         return Verdict.HOLDS, ""
     if not drawn:
         return Verdict.UNKNOWN, "no case was run"
@@ -353,5 +355,5 @@ def overall(counts: dict[str, int], reason: str = "") -> tuple[Verdict, str]:
         return Verdict.UNKNOWN, f"no case of the domain was supported: {reason}"
     return (
         Verdict.UNKNOWN,
-        f"only {could} of {drawn} cases could see the defects that the law is about; {min(ENOUGH, drawn)} are needed",
+        f"only {could} of {drawn} cases could see the defects that the law is about; {least} are needed",
     )

@@ -25,7 +25,7 @@ from verify.process.worker import Worker
 
 # The profiles of the first rounds, by device. All later rounds use the last profile.
 PACE = {"cpu": ("few", "quick", "ci"), "cuda": ("quick", "gpu")}
-SUMMED = ("kernel_s", "oracle_s", "wall_s")
+SUMMED = ("kernel_s", "oracle_s", "wall_s", "planned")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,6 +207,7 @@ def merged(before: LawReport, more: LawReport) -> LawReport:
         ratios={name: max(before.ratios.get(name, 0.0), more.ratios.get(name, 0.0)) for name in sorted(names)},
         regimes=_added(before.regimes, more.regimes),
         known=before.known or more.known,
+        cut_short=False,
         fault=before.fault or more.fault,
         fault_run=before.fault_run or more.fault_run,
         reach=reach_of((before, more)),

@@ -81,6 +81,7 @@ def _describe(asked: Describe) -> Answer:
         chunk=getattr(adapter, "chunk", None),
         omits=dict(adapter.omits),
         closes=type(adapter).close is not Implementation.close,
+        compiles=getattr(adapter, "compiles", False),
     ).to_json()
 
 

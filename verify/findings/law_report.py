@@ -15,7 +15,8 @@ DECIDED = (Verdict.HOLDS, Verdict.BROKEN, Verdict.KNOWN)  # outcomes of cases th
 class LawReport:
     """The result of one law: its verdict, the count of each outcome, and the broken run after shrinking.
 
-    `ratios` has the largest error divided by the tolerance of each output. Times are in seconds.
+    `ratios` has the largest error divided by the tolerance of each output. Times are in seconds. `planned` is the number of cases
+    that the law was to have. It was `cut_short` if the time was up, or the check was stopped, before all of them were run.
     """
 
     law: str
@@ -36,6 +37,8 @@ class LawReport:
     neighbours: list[str] = dataclasses.field(default_factory=list)
     fails_too: list[str] = dataclasses.field(default_factory=list)  # changes of `run` with which it fails in the same way
     otherwise: list[str] = dataclasses.field(default_factory=list)  # declarations with which the broken run would hold
+    planned: int = 0
+    cut_short: bool = False
     shrunk: bool = True
     known: list[str] = dataclasses.field(default_factory=list)
     ratios: dict[str, float] = dataclasses.field(default_factory=dict)

@@ -27,20 +27,38 @@ def law_line(report: LawReport) -> str:
     If gdn-verify itself failed, lines about that follow.
     """
     counts = report.counts
+    if report.cut_short:
+        return "\n".join([_cut_line(report), *_fault_lines(report)])
     holds = counts.get(Verdict.HOLDS, 0)
     seen = holds or sum(counts.values())
     cases = f"{seen:4d} cases" if counts else " " * 10
-    extra = [
-        f"{counts[verdict]} {verdict}" for verdict in (Verdict.BLIND, Verdict.KNOWN, Verdict.UNSUPPORTED) if counts.get(verdict)
-    ]
-    worst = ""
-    if report.kind == "truth" and report.verdict is Verdict.HOLDS and any(report.ratios.values()):
-        name = max(report.ratios, key=lambda output: report.ratios[output])
-        worst = f"{report.ratios[name]:.2f} {name}"
+    worst = _worst(report) if report.verdict is Verdict.HOLDS else ""
     says = report.reason if report.verdict in (Verdict.UNSUPPORTED, Verdict.UNKNOWN) else report.says
     line = f"{WORDS[report.verdict]:<11} {report.law:<10}{cases}  {worst:<16} {says}"
-    line += f" ({', '.join(extra)})" if extra else ""
-    return "\n".join([line, *_fault_lines(report)])
+    return "\n".join([line + _others(report), *_fault_lines(report)])
+
+
+def _cut_line(report: LawReport) -> str:
+    """The line of a law that was cut short: how many of its cases were run, and the largest error so far."""
+    worst = f", worst {text}" if (text := _worst(report)) else ""
+    reason = f": {report.reason}" if report.verdict is Verdict.UNKNOWN else ""
+    cases = f"{sum(report.counts.values()):4d} of {report.planned} cases"
+    return f"{'cut short':<11} {report.law:<10}{cases}{worst}{reason}{_others(report)}"
+
+
+def _worst(report: LawReport) -> str:
+    """The largest error divided by its tolerance, and its output; empty for a law that compares bits."""
+    if report.kind != "truth" or not any(report.ratios.values()):
+        return ""
+    name = max(report.ratios, key=lambda output: report.ratios[output])
+    return f"{report.ratios[name]:.2f} {name}"
+
+
+def _others(report: LawReport) -> str:
+    """The counts of cases that did not count for the law, in parentheses."""
+    verdicts = (Verdict.BLIND, Verdict.KNOWN, Verdict.UNSUPPORTED)
+    words = [f"{report.counts[verdict]} {verdict}" for verdict in verdicts if report.counts.get(verdict)]
+    return f" ({', '.join(words)})" if words else ""
 
 
 def _fault_lines(report: LawReport) -> list[str]:

@@ -126,6 +126,7 @@ class Description:
     chunk: int | None = None
     omits: dict[str, str] = dataclasses.field(default_factory=dict)
     closes: bool = False
+    compiles: bool = False
 
     def to_json(self) -> Answer:
         """The description as plain data."""

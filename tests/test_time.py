@@ -1,0 +1,158 @@
+"""A check whose time is limited begins no case after it, and says what it did not do."""
+
+import pathlib
+import re
+import types
+from typing import Any
+
+import pytest
+
+from properties.books import BOOKS, Book
+from properties.domain import Domain
+from tests.answering import Answering
+from verify.cli import check_command, exits
+from verify.cli.main import main
+from verify.engine import law_check
+from verify.engine.check import Check
+from verify.engine.law_check import ENOUGH, Settings, overall
+from verify.engine.power import KILLS, by_power
+from verify.engine.profiles import PROFILES, Profile
+from verify.findings import report as text
+from verify.findings.law_report import LawReport
+from verify.findings.store import Store
+from verify.process.messages import Question, Refuse, RunOne
+from verify.process.outcome import Verdict
+
+RIGHT = "zoo/Chunkwise"
+
+
+class Slow(Answering):
+    """Each case takes a second of a clock of its own, and so does each illegal input."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.now, self.tried = 0.0, 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def ask(self, question: Question, deadline_s: float | None = None) -> dict[str, Any]:
+        if isinstance(question, Refuse):
+            self.now, self.tried = self.now + 1, self.tried + 1
+            return {"did": "answers silently"}
+        answer = super().ask(question, deadline_s)
+        self.now += isinstance(question, RunOne)
+        return answer
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Slow:
+    worker = Slow(domain=Domain(backward=False))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(PROFILES, "quick", Profile("quick", 6))
+    for module in (law_check, check_command):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=worker.monotonic))
+    monkeypatch.setattr(check_command, "workers_of", lambda *_: [worker])
+    return worker
+
+
+def check(*words: str) -> int:
+    return main(["check", RIGHT, "--no-examples", *words])
+
+
+def test_a_law_that_is_cut_short_says_how_far_it_came(slow: Slow, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check("--law", "oracle", "--minutes", "0.2") == exits.HOLDS
+    out = capsys.readouterr().out
+    assert "cut short   oracle      12 of 24 cases, worst 0.50 o\n" in out
+    assert "not asked" not in out
+    assert "1 not finished of 1 laws; 12 cases in 12 s" in out
+    assert len(slow.asked) == 12
+
+
+def test_a_law_of_which_few_cases_were_run_is_undecided(slow: Slow, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check("--law", "oracle", "--minutes", "0.05") == exits.UNDECIDED
+    assert "cut short   oracle       3 of 24 cases, worst 0.50 o: only 3 of 3 cases could see" in capsys.readouterr().out
+
+
+def test_laws_that_were_not_asked_are_named_and_the_most_powerful_came_first(
+    slow: Slow, capsys: pytest.CaptureFixture[str]
+) -> None:
+    laws = by_power(BOOKS[0], BOOKS[0].about("gated_delta_rule"))
+    assert check("--minutes", "1") == exits.UNDECIDED
+    out, runs = capsys.readouterr().out, [line.split()[0].removeprefix("law=") for line in slow.asked]
+    begun = list(dict.fromkeys(runs))
+    assert len(runs) == 60
+    assert begun == [law for law in laws if law in begun]
+    (line,) = (line for line in out.splitlines() if line.startswith("not asked, because the time was up: "))
+    told = re.findall(r"^(?:HOLDS|UNKNOWN|unsupported|cut short) +(\w+) ", out, re.MULTILINE)
+    assert line.partition(": ")[2].split(", ") == [law for law in laws if law not in told]
+    assert {*begun} <= {*told}
+    assert "illegal input: not tried in full, because the time was up" in out
+    assert slow.tried == 0
+
+
+def test_a_broken_law_counts_more_than_laws_that_were_not_asked(slow: Slow, capsys: pytest.CaptureFixture[str]) -> None:
+    slow.ratio = lambda run: 2.0
+    assert check("--minutes", "0.02") == exits.BROKEN
+    assert "not asked, because the time was up" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_illegal_input_is_printed_in_full_or_not_at_all(
+    slow: Slow, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PROFILES, "quick", Profile("quick", 1))
+    assert check() == exits.HOLDS
+    whole, enough = capsys.readouterr().out, slow.now
+    assert "illegal input, reported and not judged:" in whole
+    assert slow.tried > 2
+    slow.now, tried = 0.0, slow.tried
+    assert check("--minutes", str((enough - 1.5) / 60)) == exits.HOLDS, "every law was asked"
+    out = capsys.readouterr().out
+    assert slow.tried == 2 * tried - 1
+    assert "reported and not judged" not in out
+    assert "illegal input: not tried in full, because the time was up" in out
+
+
+def test_minutes_are_not_for_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check("--minutes", "1", "--tune", "sweep") == exits.USAGE
+    assert "--minutes must be left out with --tune sweep" in capsys.readouterr().err
+
+
+def test_a_law_whose_cases_were_all_run_is_not_cut_short(slow: Slow) -> None:
+    with Check(Settings(RIGHT, ["oracle"], Profile("six", 6), until=24.0), [slow], Store()) as checking:  # type: ignore[list-item]
+        (report,) = checking.run()
+    assert (report.verdict, report.cut_short, sum(report.counts.values())) == (Verdict.HOLDS, False, 24)
+    assert text.law_line(report).startswith("HOLDS       oracle      24 cases  0.50 o")
+
+
+def test_a_law_under_way_when_a_check_is_stopped_says_how_far_it_came(slow: Slow) -> None:
+    checking = Check(Settings(RIGHT, ["recall", "oracle"], Profile("six", 6)), [slow], Store())  # type: ignore[list-item]
+    checking.on_case = lambda law, done, of: checking.stop() if (law, done) == ("oracle", 7) else None
+    with checking:
+        checking.run()
+    assert [report.law for report in checking.reports] == ["recall"]
+    (report,) = checking.unfinished
+    assert text.law_line(report) == "cut short   oracle       7 of 24 cases, worst 0.50 o"
+
+
+def test_few_cases_of_many_decide_nothing() -> None:
+    counts = {str(Verdict.HOLDS): ENOUGH - 1}
+    assert overall(counts)[0] is Verdict.HOLDS
+    assert overall(counts, planned=ENOUGH - 1)[0] is Verdict.HOLDS
+    assert overall(counts, planned=128)[0] is Verdict.UNKNOWN
+    assert overall({str(Verdict.HOLDS): ENOUGH}, planned=128)[0] is Verdict.HOLDS
+
+
+def test_a_law_that_was_cut_short_and_compares_bits_has_no_largest_error() -> None:
+    report = LawReport("recall", RIGHT, Verdict.HOLDS, "exact", counts={Verdict.HOLDS: 7, Verdict.BLIND: 2}, planned=32)
+    report.cut_short = True
+    assert text.law_line(report) == "cut short   recall       9 of 32 cases (2 blind)"
+
+
+@pytest.mark.parametrize("book", BOOKS, ids=lambda book: book.name)
+def test_the_power_of_every_law_is_on_record(book: Book) -> None:
+    assert {*KILLS[book.name]} == {*book.laws}
+    order = by_power(book, ["unheard of", *book.laws])
+    assert order[-1] == "unheard of"
+    assert KILLS[book.name][order[0]] == max(KILLS[book.name].values()) > 0
