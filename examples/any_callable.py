@@ -1,6 +1,8 @@
 """Adapters of functions for which gdn-verify has no float64 reference: they name their inputs, outputs and axes.
 
-Run `gdn-verify check examples/any_callable.py:CausalAttention` in a clone of the repository.
+In a clone of the repository:
+
+    gdn-verify check examples/any_callable.py:CausalAttention
 """
 
 import torch

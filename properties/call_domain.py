@@ -96,8 +96,8 @@ class CallDomain:
 
     def choices(self, axis: str) -> tuple[int, ...]:
         """Return the sizes that are drawn for an axis."""
-        sizes: tuple[int, ...] = dict(self.sizes).get(axis, HEADS if axis == "H" else SIZES)
-        return sizes
+        named: dict[str, tuple[int, ...]] = dict(self.sizes)
+        return named.get(axis, HEADS if axis == "H" else SIZES)
 
     def outside(self, case: CallCase) -> str | None:
         """Return why `case` is outside the domain, or None."""

@@ -39,6 +39,12 @@ EXAMPLES: dict[str, tuple[str, tuple[str, ...], int, str]] = {
         0,
         "7 holds of 7 laws",
     ),
+    "any_callable.py": (
+        "gdn-verify check examples/any_callable.py:CausalAttention",
+        FEWEST,
+        0,
+        "9 holds, 1 unsupported of 10 laws",
+    ),
     "zoo_suite.py": (
         "gdn-verify zoo --rule examples/zoo_suite.py:Mine",
         ("TailWithoutGate", "LeaksState"),
