@@ -11,6 +11,7 @@ from oracles.operation import Inputs
 from properties.layer_domain import LayerDomain
 from verify.adapters.base import Adapter
 from verify.adapters.fla import REQUIRES, decorating_later
+from verify.adapters.left_out import IN_FLA, left_out
 
 Answer = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -24,6 +25,8 @@ class Layer(Adapter):
     algorithm = "chunkwise"
     products = "tf32"
     chunk = 64
+    api = "fla.layers:GatedDeltaNet"
+    omits = left_out(IN_FLA, "mode", "use_gate", "use_short_conv", "output_gate_activation", "output_attentions")
     domain = LayerDomain(nothing=False, refills=False)
     counterpart: str | None = "fla/layer_recurrent"
     requires = REQUIRES

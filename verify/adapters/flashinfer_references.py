@@ -12,6 +12,7 @@ from properties.domain import Domain
 from properties.pool_domain import PoolDomain
 from verify.adapters import serving
 from verify.adapters.base import Adapter
+from verify.adapters.left_out import IN_FLASHINFER, left_out
 
 TEMPLATES = "flashinfer.trace.templates.gdn"
 REQUIRES = {"flashinfer-python": "0.7.2"}
@@ -92,6 +93,7 @@ class MtpReference(Reference):
     """
 
     name = "_gdn_mtp_reference"
+    omits = left_out(IN_FLASHINFER, "cache_replayssm", "replayssm_rawv", "replayssm_rawk", "replayssm_g", "replayssm_beta")
     domain = PoolDomain(rule=gated(packed=False), padding_slots=PADDED, fresh=False, in_place=False)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,10 @@ IN_FLA: Mapping[str, str] = {
     "lower_bound": "it selects another formula of the gate",
     "mask": "a mask of pads is for batches of sequences of several lengths, which cases pack",
     "max_num_seqs": "it is for use_graph",
+    "mode": "fla/layer_recurrent runs the recurrent rule, which short calls without gradients have",
+    "output_attentions": "the layer has no attention weights",
     "output_dtype": "outputs have the dtype that the operation has by default",
+    "output_gate_activation": "the layer of the operation gates with silu, which is the default",
     "prenorm": "it returns the sum of x and the residual too, which is no output of the operation",
     "residual": "the sum with a residual is no part of the operation",
     "residual_in_fp32": "it is for residual",
@@ -25,7 +28,16 @@ IN_FLA: Mapping[str, str] = {
     "state_v_first": "fla/chunk_v_first and fla/fused_recurrent_v_first pass it; KDA has no such adapter",
     "use_beta_sigmoid_in_kernel": "fla/fused_recurrent passes it; requests in a pool have beta computed before",
     "use_gate_in_kernel": "fla/fused_recurrent passes it; requests in a pool have their gates computed before",
+    "use_gate": "the layer of the operation has an output gate",
     "use_graph": "it is for CUDA graphs, and leaves rows without tokens undefined",
+    "use_short_conv": "the layer of the operation has convolutions",
+}
+IN_FLASHINFER: Mapping[str, str] = {
+    "cache_replayssm": "it keeps inputs for a later replay, which is no part of the operation",
+    "replayssm_beta": "it is for cache_replayssm",
+    "replayssm_g": "it is for cache_replayssm",
+    "replayssm_rawk": "it is for cache_replayssm",
+    "replayssm_rawv": "it is for cache_replayssm",
 }
 IN_SGLANG: Mapping[str, str] = {
     "block_table": "it is for windows that lie in blocks of a prefix cache",
@@ -59,16 +71,20 @@ IN_TRANSFORMERS: Mapping[str, str] = {
     "dim": "the norm is over the last axis",
 }
 IN_VLLM: Mapping[str, str] = {
+    "beta": "it is a parameter of the softplus, which is 1 by definition",
     "chunk_indices": "the function computes it from cu_seqlens",
     "chunk_offsets": "the function computes it from cu_seqlens",
     "core_attn_out": "it is a tensor of the caller's for the outputs",
+    "inplace_final_state": "the states in the pool are updated in place, which is the default",
+    "is_kda": "vllm/decode_kda passes it",
     "max_query_len": "vllm/conv_verify passes it",
     "metadata": "it has what the function computes from other arguments",
     "null_block_id": "padding has block 0, which is the default",
-    "num_accepted_tokens": "vllm/conv_verify passes it",
+    "num_accepted_tokens": "vllm/conv_verify and vllm/verify pass it",
     "out": "it is a tensor of the caller's for the outputs",
     "pad_slot_id": "padding has the slot -1, which is the default",
     "query_start_loc": "vllm/conv_verify passes it",
+    "threshold": "where the softplus goes over to its argument changes no result beyond rounding",
     "validate_data": "it checks arguments and changes no result",
 }
 

@@ -36,6 +36,7 @@ class Qwen3NextLayer(Adapter):
     )
     requires = REQUIRES
     model = "qwen3_next"
+    api = "transformers.models.qwen3_next.modeling_qwen3_next:Qwen3NextGatedDeltaNet"
 
     def run(self, x: Inputs) -> Answer:
         module, cache = self.module(x.layer, x.eps), _cache(self.config(x.layer, x.eps), x)
@@ -76,6 +77,7 @@ class Qwen35Layer(Qwen3NextLayer):
     """`Qwen3_5GatedDeltaNet`. One projection has q, k and v; z, b and a have one each."""
 
     model = "qwen3_5"
+    api = "transformers.models.qwen3_5.modeling_qwen3_5:Qwen3_5GatedDeltaNet"
 
     def config(self, layer: Layer, eps: float) -> Any:
         from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig

@@ -21,6 +21,7 @@ from properties.pool_domain import PoolDomain
 from verify.adapters import serving
 from verify.adapters.base import Adapter
 from verify.adapters.blocks import in_blocks
+from verify.adapters.left_out import IN_VLLM, left_out
 
 OPS = "vllm.third_party.flash_linear_attention.ops"
 SIGMOID = f"{OPS}.fused_sigmoid_gating"
@@ -52,6 +53,7 @@ class Decode(VLLM):
     """`fused_sigmoid_gating_delta_rule_update`: gates, norm and rule in one kernel, for one token of each request."""
 
     place = SIGMOID
+    omits = left_out(IN_VLLM, "beta", "threshold", "inplace_final_state", "num_accepted_tokens", "is_kda")
     domain = PoolDomain(
         rule=GATED,
         most_tokens=1,
@@ -95,6 +97,7 @@ class DecodeKda(Decode):
     The kernel reads gates without a mask, so widths of keys must be powers of two (docs/FINDINGS.md).
     """
 
+    omits = left_out(IN_VLLM, "beta", "threshold", "inplace_final_state", "num_accepted_tokens")
     domain = dataclasses.replace(
         Decode.domain,
         rule=dataclasses.replace(GATED, operation="kda", key_dims=(64, 128), value_dims=(64, 256), width_step=64),
@@ -109,6 +112,7 @@ class Verify(Decode):
     no column before the first token, so one token at least is always accepted.
     """
 
+    omits = left_out(IN_VLLM, "beta", "threshold", "inplace_final_state", "is_kda")
     domain = dataclasses.replace(Decode.domain, most_tokens=STEPS, accepts=True, rejects=False)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
@@ -127,6 +131,7 @@ class Recurrent(VLLM):
     """`fused_recurrent_gated_delta_rule` on a pool: log-decay and beta are given. Drafts have blocks as in `Verify`."""
 
     place = RECURRENT
+    omits = left_out(IN_VLLM, "inplace_final_state")
     domain = PoolDomain(
         rule=Domain(position_independent=True, backward=False),
         padding_slots=("0",),
@@ -198,6 +203,7 @@ class Prefill(VLLM):
     products = "tf32"
     chunk = 64
     place = CHUNK
+    omits = left_out(IN_VLLM, "chunk_indices", "chunk_offsets", "core_attn_out")
     domain = PoolDomain(
         rule=Domain(dtypes=("bf16", "fp16"), key_dims=(1, 256), batched=False, backward=False),
         padding_slots=(),

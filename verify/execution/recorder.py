@@ -31,9 +31,10 @@ from verify.interpreter import branches
 from verify.process.reach import DEFAULT, NUMBER, Reach, Values
 
 # Events of the hook in one call, after which it gives up. With `api`, other functions may run before the one that is looked for.
-EVENTS, EVENTS_OF_API = 2000, 50_000
+EVENTS, EVENTS_OF_API = 20_000, 50_000
 EVENTS_OF_CANDIDATE = 200  # after a function of the adapter's own file was found, before it counts
-MISSES = 8  # after so many calls in a row in which nothing was found, only one in so many is looked at
+# After so many calls in a row in which nothing was found, only calls whose number is a power of two are looked at.
+MISSES = 8
 HELPERS = ("torch", "triton", "numpy", "einops")
 _reach: Reach | None = None  # of the case that runs in this process
 _lock = threading.Lock()
@@ -68,7 +69,7 @@ def launches() -> Iterator[None]:
 def arguments(adapter: Implementation) -> Iterator[None]:
     """Record the arguments of the adapter's function under test, if it is called inside and no other profiler runs."""
     kind = type(adapter)
-    seldom = _misses[kind] > MISSES and _misses[kind] % MISSES
+    seldom = _misses[kind] > MISSES and _misses[kind] & (_misses[kind] - 1)
     _misses[kind] += 1
     if _reach is None or sys.getprofile() is not None or seldom:
         yield

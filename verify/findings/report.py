@@ -136,12 +136,12 @@ def _ratio_line(report: LawReport) -> str:
     if report.first_run in ("", report.run) or not any(math.isfinite(finding.ratio) for finding in report.first_findings):
         return ""
     smallest, found = (
-        ", ".join(_ratio(finding) for finding in most) for most in map(_worst, (report.findings, report.first_findings))
+        ", ".join(_ratio(finding) for finding in most) for most in map(_worst_of_each, (report.findings, report.first_findings))
     )
     return f"  failing      here {smallest}; in the found case {found} (error / allowed)"
 
 
-def _worst(findings: Sequence[Finding]) -> list[Finding]:
+def _worst_of_each(findings: Sequence[Finding]) -> list[Finding]:
     """For each output that fails, its worst finding."""
     worst: dict[str, Finding] = {}
     for finding in findings:
