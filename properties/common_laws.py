@@ -164,7 +164,7 @@ def future(bench: Bench, example: Example) -> Iterator[Pair]:
     inputs, cotangents = bench.call(case)
     spec, names = case.spec, present(case.spec, inputs, "B", "T")
     place = torch.cat([torch.arange(length) for length in case.lengths]).reshape(inputs[names[0]].shape[:2])
-    later = _later(case).inputs()
+    later = _later(case, getattr(bench.domain, "strongest_decay", "saturated")).inputs()
     changed = inputs.replaced(
         **{name: torch.where(spread(place >= at, inputs[name], 0), later[name], inputs[name]) for name in names}
     )
@@ -175,11 +175,12 @@ def future(bench: Bench, example: Example) -> Iterator[Pair]:
             yield f"{name} before token {at}", twice[name][past], once[name][past]
 
 
-def _later(case: Any) -> Any:
-    """Return the case with the same shapes, other values and, if it has a gate, other decays."""
+def _later(case: Any, strongest: str) -> Any:
+    """Return the case with the same shapes, other values and, if it has a gate, other decays, at most the strongest."""
     if case.operation == "delta_rule" or not hasattr(case, "gate"):
         return with_others(case)
-    return dataclasses.replace(with_others(case), gate="saturated" if case.gate != "saturated" else "10")
+    another = "10" if strongest == "saturated" else "forever"
+    return dataclasses.replace(with_others(case), gate=strongest if case.gate != strongest else another)
 
 
 def samples(bench: Bench, example: Example) -> Iterator[Pair]:

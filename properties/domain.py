@@ -4,10 +4,11 @@ import dataclasses
 from typing import Any
 
 from oracles.operations import RULES
-from properties.cases.rule_case import DECAYS, IN_KERNEL, MAX_TOKENS, Case
+from properties.cases.rule_case import DECAYS, GATES, GIVEN_GATES, IN_KERNEL, MAX_TOKENS, SCALES, Case
 from properties.names import known_fields
 
 VIEWS = ("sliced", "transposed", "offset", "expanded", "strided")
+STRENGTHS = ("1000", "64", "10", "tenth", "saturated")  # gate regimes, the weakest decay first; "forever" has none
 MOST_REACH = 256  # about 70,000 tokens; check larger sizes with single cases
 
 
@@ -22,10 +23,12 @@ class Domain:
     row differently breaks it. `in_kernel` names what the implementation can compute itself of gate and beta ("none", "gate",
     "beta", "both"), and `dt_bias` says whether it can do so without a dt_bias. `decays` says whether it takes the log-decay g
     ("log"), the decay alpha itself ("linear"), or either, where it does not compute the gate. `infinite_gates` says whether a
-    log-decay may be -inf, which forgets the state. `reach` is not a promise of the
-    adapter: it is how many times more tokens a check draws than where kernels are interpreted, with wider heads too. It is 1 where
-    kernels are interpreted; a check on a GPU sets it. Two more fields are set by a check: `long`, the most tokens of its long cases
-    (0 for none), and `chunk`, the chunk whose multiples these exceed (properties/sizes.py).
+    log-decay may be -inf, which forgets the state. `scales` names the scales that it takes: none ("default", which means
+    K ** -0.5), 1 ("one") and 0.5 ("half"). `strongest_decay` is the strongest of the gate regimes that it takes (STRENGTHS).
+
+    Three fields are no promises, and a check sets them. `reach` is how many times more tokens are drawn than where kernels are
+    interpreted, with wider heads too. `long` is the most tokens of long cases (0 for none), and `chunk` is the chunk whose
+    multiples these exceed (properties/sizes.py).
 
     ValueError for a field outside its choices or range, and unless `packed` or `batched` is True.
     """
@@ -55,6 +58,8 @@ class Domain:
     refills: bool = True
     threads: bool = True
     infinite_gates: bool = False
+    scales: tuple[str, ...] = ("default", "one", "half")
+    strongest_decay: str = "saturated"
     reach: int = 1
     long: int = 0
     chunk: int = 64
@@ -67,6 +72,7 @@ class Domain:
             ("gate_dtypes", ("fp32", "input")),
             ("in_kernel", IN_KERNEL),
             ("decays", DECAYS),
+            ("scales", tuple(SCALES)),
         )
         for name, choices in tuples:
             values = getattr(self, name)
@@ -84,11 +90,27 @@ class Domain:
             raise ValueError(f"in_kernel must be none or beta for delta_rule, which has no gate, got {', '.join(self.in_kernel)}")
         if self.operation == "delta_rule" and self.decays != ("log",):
             raise ValueError(f"decays must be log for delta_rule, which has no gate, got {', '.join(self.decays)}")
+        if not self.scale and "default" not in self.scales:
+            raise ValueError(f"scales must contain default with scale=False, got {', '.join(self.scales)}")
+        if self.strongest_decay not in STRENGTHS:
+            raise ValueError(f"strongest_decay must be one of {', '.join(STRENGTHS)}, got {self.strongest_decay!r}")
         if not (self.packed or self.batched):
             raise ValueError("packed or batched must be True, got neither")
         if not isinstance(self.reach, int) or not 1 <= self.reach <= MOST_REACH:
             raise ValueError(f"reach must be in 1..{MOST_REACH}, got {self.reach!r}")
         check_sizes(self.long, self.chunk)
+
+    @property
+    def drawn_scales(self) -> tuple[str, ...]:
+        """The scales of cases: those in `scales`, or the default alone with scale=False."""
+        return self.scales if self.scale else ("default",)
+
+    @property
+    def gates(self) -> tuple[str, ...]:
+        """The gate regimes with no stronger decays. Those that are neither "forever" nor in STRENGTHS have decays of every size."""
+        if self.strongest_decay == STRENGTHS[-1]:
+            return (*GATES, *GIVEN_GATES)
+        return ("forever", *STRENGTHS[: STRENGTHS.index(self.strongest_decay) + 1])
 
     def outside(self, case: Case) -> str | None:
         """Return why `case` is outside the domain, or None."""
@@ -123,7 +145,8 @@ class Domain:
             (self.empty or min(case.lengths) > 0, "empty sequences are not supported"),
             (self.initial_state or case.state == "none", f"state={case.state}: an initial state is not supported"),
             (self.qk_norm or not case.qk_norm, "qk_norm=yes is not supported"),
-            (self.scale or case.scale == "default", f"scale={case.scale} is not supported"),
+            (case.scale in self.drawn_scales, f"scale={case.scale} is not supported"),
+            (case.gate in self.gates, f"gate={case.gate}: decays are no stronger than those of gate={self.strongest_decay}"),
             (self.negative_eigenvalues or case.beta != "two", "beta=two: beta over 1 is not supported"),
             (self.infinite_gates or case.gate != "closed", "gate=closed: a log-decay of -inf is not supported"),
             (self.backward or not case.backward, "backward=yes is not supported"),

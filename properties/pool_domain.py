@@ -212,7 +212,7 @@ def pool_cases(
         beta=field("beta", tuple(b for b in BETAS if rule.negative_eigenvalues or b != "two")),
         values=field("values", tuple(PoolCase.CHOICES["values"])),
         state=field("state", ("zero", "random", "random", "random")),
-        scale=field("scale", ("default", "default", "one", "half") if rule.scale else ("default",)),
+        scale=field("scale", tuple(s for s in ("default", "default", "one", "half") if s in rule.drawn_scales)),
         qk_norm=field("qk_norm", (False, True) if rule.qk_norm else (False,)),
         offsets=field("offsets", ("int64", "int32")) if packed else "int64",
         spare=min(spare, max(1, room)),

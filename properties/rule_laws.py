@@ -319,7 +319,7 @@ def _absent_examples(domain: Domain) -> st.SearchStrategy[Example]:
     choices = [examples_of(cases(domain, **small), None, ("final_state",))]
     if domain.backward:
         choices.append(examples_of(cases(domain, **small), None, ("gradients",)))
-    if domain.scale:
+    if "default" in domain.drawn_scales and len(domain.drawn_scales) > 1:
         choices.append(examples_of(cases(domain, scale="default", **small), None, ("scale",)))
     if domain.initial_state:
         choices.append(examples_of(cases(domain, state="none", **small), None, ("state",)))
@@ -483,9 +483,9 @@ LAWS: dict[str, Law] = {
                     beta="one",
                     in_kernel="none",
                     qk_norm=False,
-                    scale="one" if domain.scale else "default",
+                    scale=max(domain.drawn_scales, key=("default", "half", "one").index),
                     backward=False,
-                    **({} if domain.scale else {"key_dim": _root_widths(domain)}),
+                    **({} if domain.drawn_scales != ("default",) else {"key_dim": _root_widths(domain)}),
                 )
             ),
             _recall,
@@ -493,7 +493,7 @@ LAWS: dict[str, Law] = {
                 "explicit gates are not supported"
                 if "none" not in domain.in_kernel
                 else None
-                if domain.scale or _root_widths(domain)
+                if domain.drawn_scales != ("default",) or _root_widths(domain)
                 else "scale is not supported"
             ),
             lacks=_recall_lacks,

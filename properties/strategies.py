@@ -14,7 +14,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from properties.cases.rule_case import BETAS, GATES, GIVEN_GATES, VALUES, Case
+from properties.cases.rule_case import BETAS, GIVEN_GATES, VALUES, Case
 from properties.domain import Domain
 from properties.sizes import FEW_HEADS, KINDS, MANY_HEADS, NARROW, kind_of, large_lengths
 
@@ -81,6 +81,8 @@ def cases(
     are large as in properties/sizes.py.
     """
     chance = draw(st.randoms(use_true_random=True))
+    if isinstance(fixed.get("gate"), tuple):
+        fixed["gate"] = tuple(gate for gate in fixed["gate"] if gate in domain.gates) or ("forever",)
     far = domain.reach > 1
     large = kind_of(chance, domain.long, longest, KINDS if sequences[1] >= 3 and "groups" not in fixed else ("length",))
 
@@ -135,7 +137,7 @@ def cases(
         beta=field("beta", tuple(b for b in BETAS if domain.negative_eigenvalues or b != "two")),
         values=field("values", tuple(v for v in VALUES if v != "one_hot")),
         state=field("state", ("none", "zero", "random", "random") if domain.initial_state else ("none",)),
-        scale=field("scale", ("default", "default", "one", "half") if domain.scale else ("default",)),
+        scale=field("scale", tuple(s for s in ("default", "default", "one", "half") if s in domain.drawn_scales)),
         qk_norm=field("qk_norm", (False, True) if domain.qk_norm else (False,)),
         in_kernel=inside,
         dt_bias=inside not in ("gate", "both") or not domain.dt_bias or field("dt_bias", (True, True, False)),
@@ -147,10 +149,10 @@ def cases(
 
 
 def gates_of(domain: Domain, inside: str, form: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the regimes of gates for what the kernel computes itself and the form of its decay."""
-    if inside in ("gate", "both") or form.get("decay", "log") != "log":
-        return GATES
-    return (*GATES, *(gate for gate in GIVEN_GATES if gate != "closed" or domain.infinite_gates))
+    """Return the domain's regimes of gates for what the kernel computes itself and the form of its decay."""
+    given = inside not in ("gate", "both") and form.get("decay", "log") == "log"
+    left_out = {*(() if domain.infinite_gates else ("closed",)), *(() if given else GIVEN_GATES)}
+    return tuple(gate for gate in domain.gates if gate not in left_out)
 
 
 def decay_of(field: Callable[[str, tuple[str, ...]], Any], domain: Domain, inside: str) -> dict[str, Any]:

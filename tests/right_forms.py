@@ -53,16 +53,46 @@ class Exp2Gates(Chunkwise):
         return o, last.exp2().unsqueeze(-1) * state + self.dot(k.mT, self.low(left * fresh, v))
 
 
+class Factored(Chunkwise):
+    """Decays of a chunk as products exp(G_i) exp(-G_j), the second of which would overflow under stronger decays."""
+
+    domain = Domain(strongest_decay="10")
+
+    def decays(self, total: Tensor) -> Tensor:
+        return (total.exp().unsqueeze(-1) * (-total).exp().unsqueeze(-2)).tril()
+
+
+class NotScaled(Chunkwise):
+    """Its output is S q: the caller scales the queries."""
+
+    domain = Domain(scales=("one",))
+
+    def scale(self, x: Inputs) -> float:
+        return 1.0
+
+
 class DoublingInverse(Chunkwise):
-    """I + A is inverted in float32 by doubling, (I - A)(I + A^2)(I + A^4)..., with a Newton step at the end."""
+    """I + A is inverted in float32: blocks of 16 tokens by doubling, (I - A)(I + A^2)(I + A^4)..., with a Newton step, then merged.
+
+    Doubling alone loses every digit where keys repeat: the powers of a block of 64 tokens reach 1e17.
+    """
 
     def solve(self, a: Tensor, like: Tensor) -> Tensor:
+        size = a.shape[-1]
+        rows = [torch.zeros_like(a[..., :0, :])]
+        for cut in range(0, size, 16):
+            end = min(cut + 16, size)
+            inverse = self.doubled(a[..., cut:end, cut:end])
+            before = -inverse @ (a[..., cut:end, :cut] @ torch.cat(rows, -2)[..., :cut])
+            rows.append(torch.cat([before, inverse, a.new_zeros(*a.shape[:-2], end - cut, size - end)], -1))
+        return self.low(torch.cat(rows, -2), like)
+
+    def doubled(self, a: Tensor) -> Tensor:
         identity = torch.eye(a.shape[-1])
         inverse, power, reach = identity - a, a @ a, 2
         while reach < a.shape[-1]:
             inverse, power, reach = inverse @ (identity + power), power @ power, 2 * reach
-        inverse = inverse @ (2 * identity - (identity + a) @ inverse)
-        return self.low(inverse.tril(), like)
+        return (inverse @ (2 * identity - (identity + a) @ inverse)).tril()
 
 
 class RowByRow(Chunkwise):

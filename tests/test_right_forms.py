@@ -1,0 +1,96 @@
+"""No false alarm: right implementations in conventions of their own hold, with the declarations that the documentation leads to.
+
+A few cases here; benchmarks/soundness.py asks hundreds of each.
+"""
+
+import pytest
+
+from properties.domain import STRENGTHS, Domain
+from properties.palette import sample
+from properties.rule_laws import LAWS
+from properties.strategies import Example
+from tests import right_forms
+from verify.adapters.base import Adapter
+from verify.execution import judging
+from verify.execution.execute import execute
+from verify.execution.run import Run
+from verify.process.outcome import Verdict
+
+FORMS = {
+    name: kind
+    for name, kind in vars(right_forms).items()
+    if isinstance(kind, type) and issubclass(kind, Adapter) and kind.__module__ == right_forms.__name__
+}
+
+
+def verdicts(adapter: Adapter, law: str, count: int, domain: Domain, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Verdict]]:
+    """What a few small cases of another domain come to."""
+    adapter.domain = domain
+    monkeypatch.setitem(judging._LOADED, "it", adapter)
+    examples: list[Example] = sample(LAWS[law].draw(domain).filter(lambda example: example.case.tokens <= 200), 3, count)
+    runs = [Run(law, "it", example) for example in examples]
+    return [(str(run), execute(run).verdict) for run in runs]
+
+
+def test_there_are_enough() -> None:
+    assert len(FORMS) >= 14
+    assert all(kind.__doc__ for kind in FORMS.values())
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.slow_after_first
+def test_a_right_form_holds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = verdicts(FORMS[name](), "oracle", 2, FORMS[name].domain, monkeypatch)
+    assert {verdict for _, verdict in found} == {Verdict.HOLDS}, found
+
+
+@pytest.mark.parametrize(
+    ("kind", "law"),
+    [
+        (right_forms.Factored, "future"),
+        (right_forms.NotScaled, "absent"),
+        (right_forms.NotScaled, "recall"),
+    ],
+)
+def test_laws_keep_to_the_conventions(kind: type[Adapter], law: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = verdicts(kind(), law, 3, kind.domain, monkeypatch)
+    assert {verdict for _, verdict in found} <= {Verdict.HOLDS, Verdict.BLIND}, found
+    assert Verdict.HOLDS in {verdict for _, verdict in found}
+
+
+@pytest.mark.parametrize("kind", [right_forms.Factored, right_forms.NotScaled])
+@pytest.mark.slow
+def test_without_its_word_a_right_form_has_an_alarm(kind: type[Adapter], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = verdicts(kind(), "oracle", 4, Domain(), monkeypatch)
+    assert Verdict.BROKEN in {verdict for _, verdict in found}
+
+
+@pytest.mark.parametrize("strongest", STRENGTHS)
+def test_no_stronger_decay_is_drawn(strongest: str) -> None:
+    domain = Domain(strongest_decay=strongest)
+    weaker = {"forever", *STRENGTHS[: STRENGTHS.index(strongest) + 1]}
+    drawn = {example.case.gate for example in sample(LAWS["oracle"].draw(domain), 5, 60)}
+    assert drawn == (weaker | {"mixed"} if strongest == "saturated" else weaker)
+    assert all(domain.outside(example.case) is None for example in sample(LAWS["cut"].draw(domain), 5, 10))
+
+
+def test_only_the_scales_of_the_domain_are_drawn() -> None:
+    for scales in (("one",), ("default", "half"), ("one", "half")):
+        examples = sample(LAWS["oracle"].draw(Domain(scales=scales)), 5, 40)
+        assert {example.case.scale for example in examples} == {*scales}
+    variants = {example.variant for example in sample(LAWS["absent"].draw(Domain(scales=("one",))), 5, 60)}
+    assert "scale" not in variants
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"scales": ()}, r"scales must be a tuple of some of default, one, half, got \(\)"),
+        ({"scales": ("two",)}, r"scales must be a tuple of some of default, one, half, got \('two',\)"),
+        ({"scales": ("one",), "scale": False}, "scales must contain default with scale=False, got one"),
+        ({"strongest_decay": "mixed"}, "strongest_decay must be one of 1000, 64, 10, tenth, saturated, got 'mixed'"),
+    ],
+)
+def test_what_cannot_be_is_refused(words: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Domain(**words)  # type: ignore[arg-type]
