@@ -108,6 +108,17 @@ def test_an_interface_that_is_missing_decides_nothing(
     assert re.fullmatch(reason, outcome.reason), outcome.reason
 
 
+def test_a_library_that_cannot_be_imported_decides_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fla")
+    with_norm(monkeypatch)
+    monkeypatch.delitem(sys.modules, "fla.modules.l2norm")
+    (tmp_path / "l2norm.py").write_text("import no_such_requirement\n")
+    sys.modules["fla.modules"].__path__ = [str(tmp_path)]
+    outcome = execute(Run.parse(NORM))
+    assert outcome.verdict is Verdict.UNKNOWN
+    assert outcome.reason == "this release cannot be asked: No module named 'no_such_requirement' (l2norm.py:1 in <module>)"
+
+
 def test_an_error_inside_the_implementation_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fla")
     with_norm(monkeypatch, l2norm=wrong_inside)

@@ -595,16 +595,19 @@ _ADAPTERS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file_
 
 
 def _lacks_an_interface(error: Exception) -> bool:
-    """Whether a built-in adapter looked for a module, a name or a parameter that the installed release does not have.
+    """Whether a built-in adapter cannot import the implementation, or looked for a name or parameter that the release lacks.
 
-    The error is then raised in the adapter's own code, not in that of the implementation.
+    A missing name or parameter is an error in the adapter's own code. An import may fail inside the implementation, for example
+    for lack of a package that this release requires.
     """
-    parameter = isinstance(error, TypeError) and "unexpected keyword argument" in str(error)
-    if not (isinstance(error, ImportError | AttributeError) or parameter):
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    adapters = [place for place, frame in enumerate(frames) if os.path.abspath(frame.filename).startswith(_ADAPTERS)]
+    if not adapters:
         return False
-    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    there = [file for file in files if "importlib" not in file]
-    return bool(there) and os.path.abspath(there[-1]).startswith(_ADAPTERS)
+    if (frames[adapters[-1]].line or "").startswith(("from ", "import ")):
+        return True
+    parameter = isinstance(error, TypeError) and "unexpected keyword argument" in str(error)
+    return adapters[-1] == len(frames) - 1 and (isinstance(error, ImportError | AttributeError) or parameter)
 
 
 def short(error: BaseException) -> str:
