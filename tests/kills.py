@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -43,7 +43,12 @@ def rows(table: Mapping[Any, Iterable[Kill]]) -> list[Any]:
 
 
 def shrunk_until(
-    kill: Kill, example: Example, law: Law, fails: Callable[[Example], bool | None], more: Callable[[int], bool]
+    kill: Kill,
+    example: Example,
+    law: Law,
+    fails: Callable[[Example], bool | None],
+    more: Callable[[int], bool],
+    fixed: Collection[str] = (),
 ) -> Shrunk:
     """What `shrink` returns if it is told to end at a case that is small enough."""
     smallest = [example]
@@ -53,7 +58,7 @@ def shrunk_until(
             smallest[0] = candidate
         return answer
 
-    return shrink(example, law, failing, lambda runs: more(runs) and not kill.small(smallest[0].case))
+    return shrink(example, law, failing, lambda runs: more(runs) and not kill.small(smallest[0].case), fixed)
 
 
 def assert_killed_alone(name: str, kill: Kill, worker: Worker, folder: pathlib.Path) -> LawReport:

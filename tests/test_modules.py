@@ -142,7 +142,8 @@ def test_variants_and_places_are_all_drawn(operation: str) -> None:
         if law.variants:
             default = {"dt_bias"} if law.name == "absent" else set[str]()
             views = {*VIEWS, "far_tokens", "far_sequences", *(("far_heads",) if "heads" in words_of(operation) else ())}
-            want = variants.get(law.name, {law.name: views}).get(operation if law.name in variants else law.name, default)
+            default = {*law.variants} if law.name == "history" else default
+            want = variants.get(law.name, {"strides": views}).get(operation if law.name in variants else law.name, default)
             want = want | ({"cotangents", "zero_cotangents"} if law.name == "linear" else set())
             assert {example.variant for example in examples} == want, law.name
         if law.place is not None:
