@@ -143,7 +143,9 @@ class OneAtATime(Chunkwise):
 @pytest.mark.slow_after_first
 def test_right_implementations_survive_every_history(kind: type[Chunkwise]) -> None:
     for variant in HISTORIES:
-        for words in ("lengths=5+3+9 packed=yes state=random", "lengths=17+17+17 value_heads=2 dtype=bf16 state=random"):
+        for words in ("lengths=5+3+9 packed=yes state=random", "lengths=7+7 value_heads=2 dtype=bf16 backward=no"):
+            if variant == "gradients" and "backward=no" in words:
+                continue
             outcome = outcome_of(f"law=history variant={variant} adapter={HERE}:{kind.__name__} {words}")
             blind = variant == "streams" or (variant == "threads" and not kind.domain.threads)
             assert outcome.verdict is (Verdict.BLIND if blind else Verdict.HOLDS), (variant, outcome)
@@ -160,6 +162,7 @@ class BreaksInTheEnd(Chunkwise):
         return (o + 1, state) if self.calls >= 30 else (o, state)
 
 
+@pytest.mark.slow
 def test_what_a_fresh_process_does_not_repeat_is_undecided(worker: Worker, tmp_path: pathlib.Path) -> None:
     settings = Settings(f"{HERE}:BreaksInTheEnd", ["history"], Profile("few", 12))
     with Check(settings, [worker], Store(tmp_path), defects=[]) as check:
