@@ -10,7 +10,7 @@ from properties.laws import Law
 from properties.strategies import Example
 from verify.engine.asking import Asked, Described, ask, ask_afresh
 from verify.engine.likeness import alike, steady
-from verify.engine.shrink import Shrunk, restored, shrink, simpler_in
+from verify.engine.shrink import Shrunk, other_numbers, restored, shrink, simpler_in
 from verify.execution.run import Run
 from verify.findings.known import KnownDefects
 from verify.findings.store import Store
@@ -129,7 +129,7 @@ def explain(
         nonlocal current
         if not (verdict := verdict_of(example)):
             return verdict
-        if not steady(outcome, outcomes[current], outcomes[example]):
+        if other_numbers(current.case, example.case) and not steady(outcome, outcomes[current], outcomes[example]):
             return None
         current = example
         return True

@@ -117,6 +117,11 @@ def _changed(law: Law, example: Example, change: Mapping[str, Any]) -> Example |
     return changed
 
 
+def other_numbers(case: Any, other: Any) -> bool:
+    """Whether two cases differ in a word that decides which numbers a case has."""
+    return any(getattr(case, name, None) != getattr(other, name, None) for name in DATA)
+
+
 Steps = Iterator[tuple[str, Example]]
 
 
