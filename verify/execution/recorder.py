@@ -32,7 +32,7 @@ from verify.process.reach import DEFAULT, NUMBER, Reach, Values
 
 # Events of the hook in one call, after which it gives up. With `api`, other functions may run before the one that is looked for.
 EVENTS, EVENTS_OF_API = 20_000, 50_000
-EVENTS_OF_CANDIDATE = 200  # after a function of the adapter's own file was found, before it counts
+EVENTS_OF_CANDIDATE = 100  # after a function of the adapter's own file was found, before it counts
 # After so many calls in a row in which nothing was found, only calls whose number is a power of two are looked at.
 MISSES = 8
 HELPERS = ("torch", "triton", "numpy", "einops")
@@ -243,7 +243,7 @@ def _call(frame: FrameType) -> dict[str, dict[str, Values]]:
         if function is None or _passes_on(function.__code__):
             return {}
         place = code.co_varnames
-        bound = inspect.signature(function).bind_partial(*local[place[0]], **local[place[1]])
+        bound = _signature(function)[0].bind_partial(*local[place[0]], **local[place[1]])
         bound.apply_defaults()
         values = bound.arguments
     else:
@@ -251,9 +251,15 @@ def _call(frame: FrameType) -> dict[str, dict[str, Values]]:
         values = {name: local[name] for name in code.co_varnames[: _parameters(code)] if name in local}
     if function is None:
         return {f"{frame.f_globals.get('__name__')}:{code.co_qualname}": _described(values, {}, code)}
-    parameters = inspect.signature(function).parameters
-    defaults = {name: parameter.default for name, parameter in parameters.items() if parameter.default is not parameter.empty}
-    return {f"{function.__module__}:{function.__qualname__}": _described(values, defaults, function.__code__)}
+    return {f"{function.__module__}:{function.__qualname__}": _described(values, _signature(function)[1], function.__code__)}
+
+
+@functools.lru_cache(64)
+def _signature(function: FunctionType) -> tuple[inspect.Signature, dict[str, Any]]:
+    """A function's signature, and the defaults of its parameters."""
+    signature = inspect.signature(function)
+    defaults = {name: one.default for name, one in signature.parameters.items() if one.default is not one.empty}
+    return signature, defaults
 
 
 def _parameters(code: CodeType) -> int:
