@@ -97,39 +97,28 @@ def text(examples: list[Example]) -> str:
 
 # As drawn since batches of 3, three value heads a key head and crowds are: these are no answers, but what must not move.
 BEFORE = {
-    (
-        "oracle",
-        0,
-    ): "at=None variant=None lengths=3+2+3+2+4+1+4+1+2+1+0+4 packed=yes value_heads=3 key_dim=160 value_dim=40 dtype=fp16 "
-    "gate=saturated beta=zero scale=one qk_norm=yes seed=56907",
-    ("oracle", 1): "at=None variant=None lengths=128+128 value_heads=3 key_dim=32 value_dim=24 dtype=bf16 gate=saturated "
-    "gate_dtype=input beta=one values=scaled state=random qk_norm=yes seed=5337",
-    (
-        "cut",
-        0,
-    ): "at=64 variant=None lengths=66 packed=yes value_heads=2 key_dim=40 value_dim=128 gate=1000 state=random qk_norm=yes "
-    "seed=43279",
-    (
-        "packed",
-        0,
-    ): "at=1 variant=None lengths=16+63+31 packed=yes value_heads=2 key_dim=24 value_dim=24 values=zero_rows qk_norm=yes "
-    "offsets=int32 seed=46372",
-    (
-        "recall",
-        2,
-    ): "at=None variant=None lengths=24+24 heads=2 value_heads=4 key_dim=7 value_dim=7 dtype=bf16 beta=one values=one_hot "
-    "state=zero scale=one backward=no seed=44122",
-    ("heads", 0): "at=1 variant=None lengths=66 packed=yes value_heads=2 key_dim=40 value_dim=128 gate=tenth beta=zero "
-    "values=correlated scale=one offsets=int32 seed=9665",
+    ("oracle", 0): "at=None variant=None lengths=3+2+3+2+4+1+4+1+2+1+0+4 packed=yes value_heads=3 key_dim=160 "
+    "value_dim=40 dtype=fp16 gate=64 values=correlated state=random scale=half offsets=int32 "
+    "seed=41444",
+    ("oracle", 1): "at=None variant=None lengths=128+128 value_heads=3 key_dim=32 value_dim=24 dtype=bf16 "
+    "gate=edges beta=zero values=zero_rows state=random seed=18708",
+    ("cut", 0): "at=64 variant=None lengths=66 packed=yes value_heads=2 key_dim=40 value_dim=128 gate=1000 "
+    "state=random qk_norm=yes seed=43279",
+    ("packed", 0): "at=1 variant=None lengths=16+63+31 packed=yes value_heads=2 key_dim=24 value_dim=24 "
+    "values=zero_rows qk_norm=yes offsets=int32 seed=46372",
+    ("recall", 2): "at=None variant=None lengths=24+24 heads=2 value_heads=4 key_dim=7 value_dim=7 dtype=bf16 "
+    "beta=one values=one_hot state=zero scale=one backward=no seed=44122",
+    ("heads", 0): "at=1 variant=None lengths=66 packed=yes value_heads=2 key_dim=40 value_dim=128 gate=64 beta=one "
+    "values=correlated state=random qk_norm=yes seed=43279",
 }
 BEFORE_ALL = {
-    "everything": (Domain(), "84b0efb8d92d74f350faf23c9feebea5dd037ec7ac8f8bd2aeefc158d330fd34"),
-    "KDA": (Domain(operation="kda", in_kernel=IN_KERNEL), "6bf2c6e9d58dc1bdbf1884c4bac788bcf16ed97337a829151884ae8286e96799"),
+    "everything": (Domain(), "112c7e1838fdcd013f15277097b2797af8733f0a6d32d9fe7a5716d55eada4a2"),
+    "KDA": (Domain(operation="kda", in_kernel=IN_KERNEL), "01e00487212564189cd3a8912fd845928caaaba0d8ed6c7772879b35e0dbb0c7"),
     "the delta rule": (
         Domain(operation="delta_rule", width_step=16, empty=False),
-        "da20f029063d2071692972726b459095cd1abcd2ec29f992bf1ad6c99960b367",
+        "af4a8d49556a4f4f618371d35f5c171cc448e5bf7519391fd4402d0eebcce99a",
     ),
-    "narrow": (NARROW, "3859320e535528b6ac4b7f3fd74066c4511402f6d660375ab7148ec6719eb0d7"),
+    "narrow": (NARROW, "654d9272578906fa24a4990cbf6c52089a4e73707a157cb3c21e2487bfc2b7b5"),
 }
 OLD_LAWS = ("oracle", "recurrent", "packed", "cut", "absent", "norm", "linear", "recall", "future", "heads", "strides")
 
@@ -483,7 +472,7 @@ def accepted(law: Law, example: Example) -> bool:
 def test_fit_that_ignores_the_law_or_the_domain_is_seen(
     monkeypatch: pytest.MonkeyPatch, wrong: Any, fault: str, drawn_for: Any, asked_of: Any, law: str
 ) -> None:
-    drawn, the_law = draw_palette(drawn_for, 8, laws=("oracle",)), book_of(asked_of).laws[law]
+    drawn, the_law = draw_palette(drawn_for, 3, laws=("oracle",)), book_of(asked_of).laws[law]
     assert set(wrongs(drawn, asked_of, the_law, 80)) == set()
     monkeypatch.setattr(palette, "suits", wrong)
     assert fault in set(wrongs(drawn, asked_of, the_law, 80))
