@@ -415,7 +415,7 @@ def test_known_defect_that_no_longer_fails_is_said(workers: list[Worker], store:
         ),
         (
             "from tests.right import Chunkwise\nclass Kernel(Chunkwise): domain = None",
-            "domain must be a Domain or a ModuleDomain or a PoolDomain or a LayerDomain, got None",
+            "domain must be a Domain or a ModuleDomain or a PoolDomain or a LayerDomain or a CallDomain, got None",
         ),
         ("from tests.right import Chunkwise\nclass Kernel(Chunkwise): chunk = 0", "chunk must be None or in 1..1024, got 0"),
     ],
