@@ -49,8 +49,7 @@ def test_lines_say_so() -> None:
 
 @pytest.mark.parametrize("book", BOOKS, ids=[book.name for book in BOOKS])
 def test_every_kind_of_case_is_counted(book: object) -> None:
-    adapters = BOOKS_OF_BUILT_IN[book.name]  # type: ignore[attr-defined]
-    assert adapters
+    assert BOOKS_OF_BUILT_IN.get(book.name) or book.name == "calls"  # type: ignore[attr-defined] - no call is built in
     assert book.case.REGIMES  # type: ignore[attr-defined]
     assert book.case.CHOICES  # type: ignore[attr-defined]
 
