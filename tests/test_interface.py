@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from properties.domain import Domain
-from verify.adapters import fla
-from verify.adapters.interface import Unavailable, signature
+from verify.adapters import fla, transformers
+from verify.adapters.interface import Signature, Unavailable, signature
 from verify.execution.execute import execute
 from verify.execution.run import Run
 from verify.process.outcome import FailureKind, Verdict
@@ -42,6 +42,7 @@ def test_parameters_are_read_without_an_import(orchard: str) -> None:
     assert found is not None
     assert found.parameters == {"q", "k", "beta", "cu_seqlens", "chunk_size", "use_gate_in_kernel"}
     assert found.doc == "v is [B, T, HV, V]."
+    assert found.calls == {"pop", "get"}
 
 
 @pytest.mark.parametrize("place", ["orchard.ops.chunk:other", "orchard.ops.sum:rule", "orchard:rule", "no_such_package.ops:rule"])
@@ -73,6 +74,13 @@ def test_the_installed_release_takes_everything() -> None:
         assert kind().domain == kind.domain
 
 
+def test_older_rules_of_transformers_are_not_asked_for_grouped_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    for calls, grouped in (("repeat_interleave", True), ("split", False)):
+        monkeypatch.setattr(transformers, "signature", lambda _, calls=calls: Signature(frozenset(), "", frozenset({calls})))
+        assert transformers.Chunk().domain.grouped_heads is grouped
+        assert transformers.Recurrent().domain.grouped_heads is grouped
+
+
 NORM = "law=oracle adapter=fla/l2norm lengths=3 op=l2norm width=8 backward=no"
 
 
@@ -95,6 +103,7 @@ def wrong_inside(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     ("names", "reason"),
     [
         ({}, r"this release cannot be asked: cannot import name 'l2norm' .*\(fla_modules\.py:\d+ in run\)"),
+        ({"l2norm": None}, r"this release cannot be asked: 'NoneType' object is not callable \(fla_modules\.py:\d+ in run\)"),
         ({"l2norm": without_eps}, r"this release cannot be asked: without_eps\(\) got an unexpected keyword argument 'eps' .*"),
     ],
 )

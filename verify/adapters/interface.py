@@ -13,13 +13,14 @@ class Unavailable(ImportError):
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """A function as its source shows it: the names of its parameters, and its documentation.
+    """A function as its source shows it: the names of its parameters, its documentation, and the names of what it calls.
 
     Names that the function reads from its `**` argument are parameters too.
     """
 
     parameters: frozenset[str]
     doc: str
+    calls: frozenset[str] = frozenset()
 
 
 @functools.cache
@@ -33,7 +34,7 @@ def signature(place: str) -> Signature | None:
         if parts and file.is_file():
             for node in ast.parse(file.read_text(encoding="utf-8")).body:
                 if isinstance(node, ast.FunctionDef) and node.name == name:
-                    return Signature(_parameters(node), ast.get_docstring(node) or "")
+                    return Signature(_parameters(node), ast.get_docstring(node) or "", _calls(node))
     return None
 
 
@@ -43,6 +44,12 @@ def _parameters(function: ast.FunctionDef) -> frozenset[str]:
     if arguments.kwarg is not None:
         names |= {name for node in ast.walk(function) if (name := _read_from(arguments.kwarg.arg, node))}
     return frozenset(names)
+
+
+def _calls(function: ast.FunctionDef) -> frozenset[str]:
+    called = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    names = [getattr(target, "attr", getattr(target, "id", "")) for target in called]
+    return frozenset(name for name in names if name)
 
 
 def _read_from(mapping: str, node: ast.AST) -> str:

@@ -3,23 +3,40 @@
 The public names call flash-linear-attention if it is installed, even on a CPU. We unwrap them to get the functions in torch.
 """
 
+import dataclasses
 import inspect
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.domain import Domain
 from verify.adapters.base import Adapter
+from verify.adapters.interface import signature
 from verify.adapters.left_out import IN_TRANSFORMERS, left_out
 
 REQUIRES = {"transformers": "4.57"}
 _DOMAIN: dict[str, Any] = {"packed": False, "scale": False}
 
 
-class Chunk(Adapter):
+class Rule(Adapter):
+    """Base of the two rules. Older releases repeat the key heads before they call them."""
+
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
+        found = signature(f"transformers.models.qwen3_next.modeling_qwen3_next:{self.name}")
+        if found is not None and "repeat_interleave" not in found.calls:
+            self.domain = dataclasses.replace(self.domain, grouped_heads=False)
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        return _call(self.name, x)
+
+
+class Chunk(Rule):
     """`torch_chunk_gated_delta_rule` of modeling_qwen3_next: chunkwise, in float32 for inputs of any dtype."""
 
+    name = "torch_chunk_gated_delta_rule"
     algorithm = "chunkwise"
     chunk = 64
     omits = left_out(IN_TRANSFORMERS, "chunk_size")
@@ -27,19 +44,14 @@ class Chunk(Adapter):
     counterpart = "transformers/recurrent"
     requires = REQUIRES
 
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        return _call("torch_chunk_gated_delta_rule", x)
 
-
-class Recurrent(Adapter):
+class Recurrent(Rule):
     """`torch_recurrent_gated_delta_rule` of modeling_qwen3_next: token by token in float32, forward and backward."""
 
+    name = "torch_recurrent_gated_delta_rule"
     algorithm = "recurrent"
     domain = Domain(**_DOMAIN)
     requires = REQUIRES
-
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        return _call("torch_recurrent_gated_delta_rule", x)
 
 
 def _call(name: str, x: Inputs) -> tuple[Tensor, Tensor | None]:

@@ -134,6 +134,7 @@ def _cache(config: Any, x: Inputs) -> Any:
     if not x.output_final_state:
         return None
     from transformers import DynamicCache
+    from transformers.cache_utils import LinearAttentionLayer  # noqa: F401 - releases without it have caches of another kind
 
     cache = DynamicCache(config=config)
     if x.state is not None:

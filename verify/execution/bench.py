@@ -606,7 +606,8 @@ def _lacks_an_interface(error: Exception) -> bool:
         return False
     if (frames[adapters[-1]].line or "").startswith(("from ", "import ")):
         return True
-    parameter = isinstance(error, TypeError) and "unexpected keyword argument" in str(error)
+    words = ("unexpected keyword argument", "'NoneType' object is not callable")
+    parameter = isinstance(error, TypeError) and any(word in str(error) for word in words)
     return adapters[-1] == len(frames) - 1 and (isinstance(error, ImportError | AttributeError) or parameter)
 
 
