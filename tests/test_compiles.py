@@ -15,7 +15,7 @@ from verify.findings.store import Store
 from verify.process.messages import Describe, Question
 
 LAWS = ["oracle", "cut", "strides"]
-RIGHT = "zoo/Chunkwise"
+RIGHT = f"{pathlib.Path(__file__).resolve().parent}/right.py:Chunkwise"
 
 
 class Declares(Answering):

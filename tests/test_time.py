@@ -23,7 +23,7 @@ from verify.findings.store import Store
 from verify.process.messages import Question, Refuse, RunOne
 from verify.process.outcome import Verdict
 
-RIGHT = "zoo/Chunkwise"
+RIGHT = f"{pathlib.Path(__file__).resolve().parent}/right.py:Chunkwise"
 
 
 class Slow(Answering):
