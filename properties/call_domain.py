@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from oracles.operation import DTYPES
 from properties.cases.call_case import OFFSETS, VALUES, CallCase, arguments_of, operation_of, sizes_of
+from properties.names import known_fields
 from properties.strategies import lengths
 
 SIZES = (8, 16, 1, 24, 33, 64)
@@ -16,6 +17,7 @@ HEADS = (1, 2, 4, 3)
 Named = Mapping[str, str] | tuple[tuple[str, str], ...]
 
 
+@known_fields
 @dataclasses.dataclass(frozen=True)
 class CallDomain:
     """The calls for which a callable promises right results.

@@ -57,8 +57,8 @@ def far(spec: Any, tensors: Mapping[str, Tensor], variant: str) -> dict[str, Ten
     return {**tensors, **apart({name: tensors[name] for name in places}, places)}
 
 
-def apart(tensors: Mapping[str, Tensor], axes: Mapping[str, int]) -> dict[str, Tensor]:
-    """Return copies of the tensors in one memory, whose indices of an axis lie SPAN / (n - 1) elements or more apart.
+def apart(tensors: Mapping[str, Tensor], axes: Mapping[str, int], span: int = SPAN) -> dict[str, Tensor]:
+    """Return copies of the tensors in one memory, whose indices of an axis lie `span` / (n - 1) elements or more apart.
 
     All other axes are contiguous. An axis must have LEAST indices or more. Blind if the memory cannot be reserved.
     """
@@ -68,7 +68,7 @@ def apart(tensors: Mapping[str, Tensor], axes: Mapping[str, int]) -> dict[str, T
     for name, x in tensors.items():
         axis, inner = axes[name], [size for place, size in enumerate(x.shape) if place != axes[name]]
         steps = [math.prod(inner[place + 1 :]) for place in range(len(inner))]
-        steps.insert(axis, _up(-(-SPAN // (x.shape[axis] - 1))))
+        steps.insert(axis, _up(-(-span // (x.shape[axis] - 1))))
         layouts[name] = steps, begin // x.element_size()
         # The numbers of an index lie within this block, whatever the index and the dtype: the blocks of two tensors never meet.
         begin += _up(math.prod(inner) * x.element_size())

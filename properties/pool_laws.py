@@ -15,7 +15,7 @@ from oracles.bound import Bound
 from oracles.operation import Inputs
 from properties.cases.pool_case import PoolCase
 from properties.common_laws import bytes_of, view
-from properties.far_views import FAR, apart, far, far_examples, lacks_far
+from properties.far_views import FAR, SPAN, apart, far, far_examples, lacks_far
 from properties.laws import Bench, Blind, Law, Pair, Results, either, examples_of, present, spread, visible
 from properties.pool_domain import POOL_VIEWS, PoolDomain, pool_cases
 from properties.strategies import REMEMBERING, Example, widths
@@ -411,7 +411,8 @@ def _far(bench: Bench, example: Example) -> Iterator[Pair]:
     assert isinstance(domain, PoolDomain)
     inputs, meant = case.inputs(), _meaningful(case)
     if how == "far_slots":
-        pool = apart({"pool": _flat(inputs.pool, domain)}, {"pool": 0})["pool"]
+        # Requests name some of the slots alone, so that not only the last slot must lie 2^31 elements behind the first.
+        pool = apart({"pool": _flat(inputs.pool, domain)}, {"pool": 0}, 2 * SPAN)["pool"]
         views = {"pool": _shaped(pool, inputs.pool, domain)}
     else:
         views = far(case.spec, {name: inputs[name] for name in present(case.spec, inputs, "B", "T")}, how)

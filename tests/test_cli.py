@@ -152,9 +152,9 @@ def test_bad_usage_is_refused_before_any_work(
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        (None, "adapter fla/chunk needs fla-core >= 0.6.0, which is not installed: pip install 'fla-core>=0.6.0'"),
-        ("0.5.99", "adapter fla/chunk needs fla-core >= 0.6.0, got 0.5.99: pip install 'fla-core>=0.6.0'"),
-        ("main", "adapter fla/chunk needs fla-core >= 0.6.0, got main: pip install 'fla-core>=0.6.0'"),
+        (None, "adapter fla/chunk needs fla-core >= 0.4.0, which is not installed: pip install 'fla-core>=0.4.0'"),
+        ("0.3.99", "adapter fla/chunk needs fla-core >= 0.4.0, got 0.3.99: pip install 'fla-core>=0.4.0'"),
+        ("main", "adapter fla/chunk needs fla-core >= 0.4.0, got main: pip install 'fla-core>=0.4.0'"),
     ],
 )
 @pytest.mark.parametrize("verb", ["check", "repeat"])

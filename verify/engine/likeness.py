@@ -6,7 +6,8 @@ import re
 from verify.execution.run import Run
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict, port_of
 
-SHARE = 1 / 3  # a smaller case has at least this share of the found case's ratio of error to tolerance
+SHARE = 1 / 3  # a smaller case has at least this share of the found case's ratio of error to tolerance,
+LARGE = 1000.0  # of which no more than this counts: with such a ratio nothing looks like rounding, and smaller cases err by less
 # Failures whose place in the code stays the same while a case shrinks. For the others, the place is a place in the results.
 PLACED = (FailureKind.RAISED, FailureKind.RACE)
 
@@ -16,7 +17,7 @@ def alike(found: Outcome, found_run: Run, outcome: Outcome, run: Run) -> bool:
 
     - The first output that failed in the found case fails in the same way: kind of failure, exception and place in the code.
     - No other output fails than in the found case, and none fails in another way than there.
-    - The error of that first output over its tolerance is at least SHARE of what it is in the found case.
+    - The error of that first output over its tolerance is at least SHARE of what it is in the found case, or of LARGE.
     - If both cases have the same mesh, the first output fails on some rank on which it failed in the found case.
     """
     if outcome.verdict is not Verdict.BROKEN or not found.findings:
@@ -28,7 +29,7 @@ def alike(found: Outcome, found_run: Run, outcome: Outcome, run: Run) -> bool:
     largest = max(finding.ratio for finding in found.findings if _place(finding) == _place(first))
     return (
         bool(same)
-        and max(finding.ratio for finding in same) >= SHARE * largest
+        and max(finding.ratio for finding in same) >= SHARE * min(largest, LARGE)
         and all(way(finding) in ways.get(port_of(finding.output), ()) for finding in outcome.findings)
     )
 

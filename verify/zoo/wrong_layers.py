@@ -262,8 +262,8 @@ class FlattensMemory(Layered):
     def unpadded(self, x: Inputs) -> Answer:
         hidden = x.hidden
         if not hidden.is_contiguous() and hidden.numel():
-            dense = torch.empty(0, dtype=hidden.dtype).set_(hidden.untyped_storage())
-            again = dense.nan_to_num(0.0).repeat(2 + hidden.numel() // max(1, dense.numel()))[: hidden.numel()]
+            dense = torch.empty(0, dtype=hidden.dtype).set_(hidden.untyped_storage())[: hidden.numel()].nan_to_num(0.0)
+            again = dense.repeat(2 + hidden.numel() // max(1, dense.numel()))[: hidden.numel()]
             hidden = hidden + (again.reshape(hidden.shape) - hidden).detach()
         return super().unpadded(x.replaced(hidden=hidden))
 

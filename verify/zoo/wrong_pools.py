@@ -50,8 +50,8 @@ class SlotsIn32Bits(Serving):
 
     letter = "I"
 
-    def run(self, x: Inputs) -> Answer:
-        return super().run(x.replaced(pool=at_32_bits(x.pool)))
+    def read(self, x: Inputs, request: int, slot: int) -> Tensor:
+        return super().read(x.replaced(pool=at_32_bits(x.pool)), request, slot)
 
 
 class BeginsByZeroTimes(Serving):
