@@ -159,7 +159,7 @@ def decay_of(field: Callable[[str, tuple[str, ...]], Any], domain: Domain, insid
     """Draw the form of the decay, if the domain has another one than the logarithm and the operation does not compute its gate."""
     if domain.decays == ("log",) or inside in ("gate", "both"):
         return {}
-    return {"decay": field("decay", domain.decays)}
+    return {"decay": field("decay", domain.decays) if len(domain.decays) > 1 else domain.decays[0]}
 
 
 def widths(span: tuple[int, int], step: int, wide: int) -> tuple[int, ...]:

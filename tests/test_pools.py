@@ -490,7 +490,6 @@ SEEN_BY_ONE_LAW = {
     pools.NanChangesThePath: "poison",
     pools.OddSlots: "slots",
     pools.UnwrittenScratch: "memory",
-    pools.WritesBeforeG: "pure",
     pools.CheckpointHalved: "oracle",
     pools.GridOfTheFirstLaunch: "blocks",
 }

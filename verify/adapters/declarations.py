@@ -79,7 +79,7 @@ def _meant(adapter: Any, kind: type, name: str, value: Any, beside: Mapping[str,
         return f"only {strange.__name__} has it, and this is {kind.__name__}: leave it out"
     fields = {field.name: getattr(adapter.domain, field.name) for field in dataclasses.fields(adapter.domain)}
     near = _nearest(name, fields)
-    if near is None or near in beside or (near == name and fields[near] == value):
+    if near is None or (near == name and fields[near] == value) or (near != name and near in beside):
         return None
     return f"did you mean {near} of its domain, {type(adapter.domain).__name__}({near}=...)?"
 
