@@ -357,7 +357,9 @@ PATH_LAWS: dict[str, Law] = {
             "fused",
             "exact",
             "the fused exchange equals a separate exchange for each sequence, forward and backward, bit for bit",
-            lambda domain: _paths(path_cases(_many(domain), tokens=400, dtype="fp32", packed=True, **LAYOUT_ONLY)),
+            lambda domain: _paths(
+                path_cases(_many(domain), tokens=400, dtype="fp32", packed=True, **LAYOUT_ONLY).filter(lambda case: case.tokens > 0)
+            ),
             _fused,
             lambda domain: _needs_layer(exchanges=True)(domain) or _has("thd_all_to_all", "fused", "per_sequence")(domain),
         ),
