@@ -36,7 +36,7 @@ from verify.zoo.base import ByAlpha
 FEW = Profile("few", 3)
 KILLED_BY = {
     wrong.AlphaAsLogarithm: (Kill("oracle", 13),),
-    wrong.AlphaOfTheNextToken: (Kill("oracle", 3, 2),),
+    wrong.AlphaOfTheNextToken: (Kill("oracle", 9, 2),),
     wrong.DecaysAfterTheUpdate: (Kill("oracle", 1),),
     wrong.ServesAlphaAsLogarithm: (Kill("oracle", 13),),
 }

@@ -619,7 +619,7 @@ def test_soundness_is_measured_of_any_book_and_an_alarm_is_told(tmp_path: pathli
     done = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True)
     first, second = (line for line in done.stdout.splitlines() if " cases of " in line)
     assert done.returncode == 1
-    assert first.startswith(f"{right}: 33 cases of oracle+absent+linear+scaled+") and first.endswith("; 0 alarms")
+    assert first.startswith(f"{right}: 36 cases of oracle+absent+linear+scaled+") and first.endswith("; 0 alarms")
     assert int(second.split()[-2]) > 5
     assert "  broken: y is off by more than rounding explains" in done.stdout
     records = [json.loads(line) for line in (tmp_path / "cases.jsonl").read_text().splitlines()]

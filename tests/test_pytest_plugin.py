@@ -122,7 +122,9 @@ def test_verdicts_become_passed_failed_and_skipped(suite: Suite) -> None:
 def test_undecided_law_fails(suite: Suite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PROFILES, "quick", Profile("quick", 10))
     monkeypatch.setattr(law_check, "ENOUGH", 10**6)
-    monkeypatch.setattr(law_check, "overall", lambda counts, reason="": (law_check.Verdict.UNKNOWN, "nothing was seen"))
+    monkeypatch.setattr(
+        law_check, "overall", lambda counts, reason="", planned=None: (law_check.Verdict.UNKNOWN, "nothing was seen")
+    )
     code, output = suite.run("--gdn-law", "pure", test_kernel=ASKS.format(adapters=repr(RIGHT)))
     assert code == 1
     assert "UNKNOWN     pure" in output

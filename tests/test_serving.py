@@ -83,7 +83,8 @@ def test_a_library_without_its_requirements_is_imported_without_its_packages(orc
     assert serving.module("orchard.utils.baskets").BASKETS == 2  # what a stub does not replace
 
 
-def test_a_whole_library_is_imported_as_it_is(orchard: pathlib.Path) -> None:
+def test_a_whole_library_is_imported_as_it_is(orchard: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", [finder for finder in sys.meta_path if not isinstance(finder, serving.Finder)])
     write(orchard, WHOLE)
     install(orchard, "pytest", "not-installed-at-all; extra == 'more'")
     assert serving.module("orchard.trees.apple").RIPE == "own"

@@ -130,7 +130,7 @@ def test_the_adapter_of_the_page_holds_with_what_fetch_unpacked(tmp_path: pathli
     place.symlink_to(sglang_files)
     done = check(tmp_path, "--workers", "1")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^my_decode\.py:Decode  sglang 0\.5\.23 torch .*\nHOLDS +oracle", done.stdout)
+    assert re.search(r"^my_decode\.py:Decode  sglang 0\.5\.23 torch .*\n(  .*\n)+HOLDS +oracle", done.stdout)
 
 
 @pytest.mark.interpreted
