@@ -13,7 +13,7 @@ from verify.cli.pytest_plugin import LawItem
 
 pytestmark = pytest.mark.interpreted
 
-MAIN = ("transformers/chunk", "transformers/recurrent", "gdn/layer")
+MAIN = ("transformers/chunk", "gdn/layer")
 LONG = ("fla/chunk",)  # interpreted, each case is a second or two
 OTHERWISE = ("fla/chunk_16", "fla/chunk_32", "fla/chunk_v_first", "fla/fused_recurrent_v_first")  # other chunks, layouts
 KNOWN = "fla/fused_recurrent_delta_rule"  # most cases of its law strides show a known defect, so it needs more of them
