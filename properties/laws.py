@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oracles.bound import Bound
+from oracles.counter import mix_words
 from oracles.operation import Inputs, Operation
 from properties.domain import Domain
 from properties.strategies import Example
@@ -137,6 +138,16 @@ def examples_of(
         return Example(case, at, chance.choice(variants) if variants else None)
 
     return draw()
+
+
+def all_variants(strategy: st.SearchStrategy[Any], variants: Callable[[Any], Sequence[str]]) -> st.SearchStrategy[Example]:
+    """Return examples of every variant that a case has, about equally often also where Hypothesis repeats parts of an example."""
+
+    def example(case: Any) -> Example:
+        names = variants(case)
+        return Example(case, None, names[mix_words(0, str(case)) % len(names)])
+
+    return strategy.map(example)
 
 
 @st.composite

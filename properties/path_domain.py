@@ -48,7 +48,8 @@ class PathDomain:
     of each choice of the path, by name. Values in `slow` (as name=value) are drawn seldom, and by the law `same` only for small
     cases. `exchanges` says that its CP -> HP and HP -> CP can be called alone, and `computes` that the rest can. `counts` says that
     its collectives are counted. `refuses` promises that it refuses illegal layouts. `checkpoints` says that the path reports which
-    parts of the parameters its shards are. `least_piece` is the least number of tokens in each piece that a CP rank holds.
+    parts of the parameters its shards are. `refills` says that a caller may put other offsets into a `cu_seqlens` that an earlier
+    call had. `least_piece` is the least number of tokens in each piece that a CP rank holds.
     `longest` limits the sequences of a batch. If it is below LONGEST, no case has two chunks on every rank. A check sets `chunk` to
     the chunk of the adapter.
 
@@ -85,6 +86,7 @@ class PathDomain:
     checkpoints: bool = True
     deterministic: bool = True
     backward: bool = True
+    refills: bool = True
     computes: bool = True
     least_piece: int = 0
     tf32: tuple[str, ...] = ()

@@ -18,7 +18,8 @@ from oracles.bound import Bound
 from oracles.operation import Inputs
 from oracles.sharding import AT_REST, Mesh, Rank
 from properties.cases.path_case import CHOICES, ParallelCase
-from properties.laws import Breach, Cotangents, Law, Pair, Results
+from properties.history_laws import other_kinds, rotated
+from properties.laws import Blind, Breach, Cotangents, Law, Pair, Results, all_variants, either, with_others
 from properties.path_domain import (
     MESHES,
     PathDomain,
@@ -29,6 +30,7 @@ from properties.strategies import Example
 
 WAYS = ("heads", "tokens")
 ILLEGAL = ("length", "total", "order", "heads")
+HISTORIES = ("others", "refill", "freed", "gradients", "refused", "alone")
 
 
 class PathBench(Protocol):
@@ -37,12 +39,23 @@ class PathBench(Protocol):
     domain: PathDomain
     rank: Rank
 
-    def run(self, inputs: Inputs, cotangents: Cotangents, *, alone: bool = False, **choices: Any) -> Results:
+    def run(
+        self, inputs: Inputs, cotangents: Cotangents, *, alone: bool = False, case: ParallelCase | None = None, **choices: Any
+    ) -> Results:
         """Return this rank's part of the outputs and, with (whole) cotangents, of every gradient.
 
-        Gradients are summed over the ranks that share them. `alone` runs on one rank that has everything. `choices` replace those
-        of the case.
+        Gradients are summed over the ranks that share them. `alone` runs on one rank that has everything. `inputs` are those of
+        `case`, without it those of the bench's case. `choices` replace those of the case.
         """
+
+    def replay(self, first: ParallelCase, inputs: Inputs, cotangents: Cotangents, *, gradients: bool = True) -> Results:
+        """Run `first`, put the numbers of `inputs` into the same tensors, and return the results of a second run.
+
+        With `gradients=False` the first run is under `no_grad`.
+        """
+
+    def renew(self, first: ParallelCase, inputs: Inputs, cotangents: Cotangents) -> Results:
+        """Run `first`, free its tensors, and return the results of `inputs` in new tensors, at the same addresses if possible."""
 
     def move(self, x: Tensor, sections: Sequence[int], to: str, dy: Tensor | None = None, **choices: str) -> tuple[Tensor, Tensor]:
         """Return x moved "to heads" or "to tokens" by the path's own exchange, and dy moved back by its backward."""
@@ -229,6 +242,66 @@ def _repeats(bench: PathBench, example: Example) -> Iterator[Pair]:
         yield name, got, once[name]
 
 
+def _earlier(bench: PathBench, example: Example) -> Iterator[Pair]:
+    """Judge a call that comes after other calls on the same ranks, as if it came first.
+
+    - `others`: a call with other numbers and its sequences in another order before, then calls of other shapes and another dtype.
+    - `refill`: the tensors of a call get the numbers of another call in place. Offsets do only with `refills=True`.
+    - `freed`: the tensors of a call are freed, and those of the next call get their addresses if the allocator plays along.
+    - `gradients`: a call under `no_grad`, then the same tensors with gradients.
+    - `refused`: a layout that the domain promises to refuse, before.
+    - `alone`: every rank runs the whole call by itself, before.
+    """
+    case: ParallelCase = example.case
+    inputs, cotangents = _call(case)
+    bounds, first = bench.bounds(), rotated(case)
+    if example.variant == "refused":
+        if not bench.domain.refuses:
+            raise Blind("the domain has refuses=False")
+        bench.refusal(_illegal_of(case)[case.seed % len(_illegal_of(case))])
+    elif example.variant == "alone":
+        bench.run(inputs, cotangents, alone=True)
+    elif example.variant == "others":
+        bench.run(*_call(first), case=first)
+    if example.variant == "refill":
+        results = bench.replay(first if bench.domain.refills else with_others(case), inputs, cotangents)
+    elif example.variant == "freed":
+        results = bench.renew(first, inputs, cotangents)
+    elif example.variant == "gradients":
+        results = bench.replay(case, inputs, cotangents, gradients=False)
+    else:
+        results = bench.run(inputs, cotangents)
+    yield from _judged(bench, results, bounds, _AFTER[example.variant or ""])
+    if example.variant == "others" and (others := _other_kinds(bench.domain, case)):
+        for _, other in others:
+            bench.run(*_call(other), case=other)
+        what = " and ".join(kind for kind, _ in others)
+        yield from _judged(bench, bench.run(inputs, cotangents), bounds, f"after calls with other {what}")
+
+
+def _other_kinds(domain: PathDomain, case: ParallelCase) -> list[tuple[str, ParallelCase]]:
+    """Return the case in other shapes and in another dtype. All ranks can share twice as many sequences of the same lengths."""
+    found, twice = other_kinds(domain, case), dataclasses.replace(with_others(case), lengths=case.lengths * 2)
+    if "shapes" not in dict(found) and case.tokens and domain.outside(twice) is None:
+        found.append(("shapes", twice))
+    return found
+
+
+_AFTER = {
+    "others": "after a call with other numbers",
+    "refill": "after the call's tensors were filled again",
+    "freed": "in memory that an earlier call's tensors had",
+    "gradients": "of a call with gradients, after one under no_grad",
+    "refused": "after a layout that the path refuses",
+    "alone": "after a call on one rank",
+}
+
+
+def _judged(bench: PathBench, results: Results, bounds: dict[str, Bound], what: str) -> Iterator[Pair]:
+    for name, value in results.items():
+        yield f"{name} {what}", value, _part_bound(bench, bounds, name)
+
+
 def _paths(strategy: st.SearchStrategy[ParallelCase], variants: Callable[[ParallelCase], Sequence[str]] | None = None) -> Any:
     """Return a strategy for examples, each with one of the variants that its case has."""
 
@@ -311,6 +384,36 @@ def _illegal(case: ParallelCase, variant: str | None) -> str | None:
     return None
 
 
+def _illegal_of(case: ParallelCase) -> list[str]:
+    """Return the illegal layouts that can be made of a case."""
+    return [variant for variant in ILLEGAL if _illegal(case, variant) is None]
+
+
+def _histories(domain: PathDomain) -> st.SearchStrategy[Example]:
+    """Return examples of every history that can happen to calls of a domain. A cache may keep the lengths of packed sequences."""
+    refuses = domain.refuses and domain.operation == "gdn_layer"
+
+    def possible(case: ParallelCase) -> list[str]:
+        kinds = [kind for kind in HISTORIES if kind != "refused" or refuses]
+        return [kind for kind in kinds if _lacks_history(case, kind) is None]
+
+    drawn = [path_cases(domain, tokens=40, chunked=0.0)]
+    if any(form.packed for form in domain.forms) if domain.forms else domain.packed:
+        several = path_cases(domain, tokens=40, chunked=0.0, packed=True)
+        drawn.append(several.filter(lambda case: len({*case.lengths}) > 1))
+    return either([all_variants(cases, possible) for cases in drawn])
+
+
+def _lacks_history(case: ParallelCase, variant: str | None) -> str | None:
+    if variant == "gradients" and not case.backward:
+        return "backward=yes"
+    if variant == "alone" and case_ranks(case) == 1:
+        return "more than one rank"
+    if variant == "refused" and (case.operation != "gdn_layer" or not _illegal_of(case)):
+        return "op=gdn_layer with packed=yes or more than one rank"
+    return None
+
+
 # For laws that run no layer, or only count its collectives, one way to compute it is enough.
 _QUICK: dict[str, Any] = {"conv": "torch", "qk_norm": "separate", "rule": "torch", "chunked": 0.0}
 LAYOUT_ONLY = {**_QUICK, "hidden": 1, "conv_bias": False, "values": "ordinary", "key_dim": (1, 2, 3), "value_dim": (1, 2, 3)}
@@ -377,7 +480,7 @@ PATH_LAWS: dict[str, Law] = {
             "an illegal layout is refused on every rank with the same message, before any communication",
             lambda domain: _paths(
                 path_cases(domain, tokens=60, dtype="fp32", **_QUICK),
-                lambda case: [variant for variant in ILLEGAL if _illegal(case, variant) is None],
+                _illegal_of,
             ),
             _refused,
             _needs_layer(refuses=True),
@@ -405,6 +508,17 @@ PATH_LAWS: dict[str, Law] = {
             _repeats,
             _needs(deterministic=True),
             lacks=lambda case, _: None if case.deterministic else "deterministic=yes",
+        ),
+        Law(
+            "earlier",  # not `history`: a line with op=gdn_layer and that law is one of layers
+            "truth",
+            "a call gives what it gives in a fresh process, whatever calls its ranks ran before it, and in any memory",
+            _histories,
+            _earlier,
+            _needs(computes=True),
+            variants=HISTORIES,
+            lacks=_lacks_history,
+            of_process=True,
         ),
     )
 }

@@ -43,6 +43,8 @@ class TraceDomain:
     snapshots are as precise as states, or "input" if they are rounded to the inputs' dtype first. `dtypes` are those of tokens and
     windows, `states` those of states. `widths` are the widths of the convolution, and `key_dims` and `value_dims` are inclusive
     ranges in steps of `width_step`. `batch_invariant` says that a row's bits do not depend on the other rows of its batch.
+    `refills` says that parameters and batches may be in tensors that an engine had before, filled again. `together` says that a
+    process may use two engines at the same time.
 
     ValueError for a field outside its choices or range.
     """
@@ -67,6 +69,8 @@ class TraceDomain:
     snapshot_dtype: str = "state"
     indices: tuple[str, ...] = ("int64", "int32")
     batch_invariant: bool = True
+    refills: bool = True
+    together: bool = True
 
     def __post_init__(self) -> None:
         if self.operation != "serving":

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from oracles.bound import Bound
 from oracles.operation import DTYPES, Inputs
-from properties.cases.trace_case import TAG_CHANNELS, Row, TraceCase
-from properties.laws import Blind, Breach, Law, Pair, examples_of
+from properties.cases.trace_case import MOST_SLOTS, TAG_CHANNELS, Row, TraceCase
+from properties.laws import Blind, Breach, Law, Pair, all_variants, examples_of
 from properties.strategies import Example
 from properties.trace_domain import TraceDomain, trace_cases
 from properties.trace_play import Moment, Played, Slot, TraceBench, bits, named, play
 
 OTHERS = ("drafts", "padding", "free")
+HISTORIES = ("others", "turns", "again", "refill", "refused")
 EXACT_OUTPUTS = (4, 16, 64, 256)  # key_dim: 1 / sqrt(K) is a power of two
 
 
@@ -163,9 +164,12 @@ def _session(bench: TraceBench, example: Example) -> Iterator[Pair]:
 
     Windows hold inputs, so they are judged bit for bit. States and windows must be finite after every step.
     """
-    case: TraceCase = example.case
+    yield from _judged(bench, example.case, play(bench, example.case))
+
+
+def _judged(bench: TraceBench, case: TraceCase, moments: Iterator[Moment]) -> Iterator[Pair]:
     rows = {kind: _Rows(case) for kind in ("p", "d", "v")}
-    for moment in play(bench, case):
+    for moment in moments:
         _check_finite(case, moment)
         for place, row in enumerate(moment.step.rows):
             if row.real and row.count:
@@ -356,6 +360,67 @@ def _renamed(bench: TraceBench, example: Example) -> Iterator[Pair]:
     yield from _compared(_results(iter(first)), _results(iter(second)), "in other slots")
 
 
+def _history(bench: TraceBench, example: Example) -> Iterator[Pair]:
+    """Judge a trace as `session` does, after or beside another one with other tokens.
+
+    - `others`: another engine, with other parameters and perhaps another pool, plays its trace before.
+    - `turns`: the engines of both traces take turns, step by step.
+    - `again`: the same engine plays the other trace before, and every request is freed.
+    - `refill`: as `others`, and the engines' parameters and batches are in the same tensors, filled again.
+    - `refused`: another engine gets a batch of requests that it has not admitted, before.
+    """
+    case: TraceCase = example.case
+    other = _other(bench.domain, case, pool=example.variant in ("others", "turns"))
+    engine: Played | None = None
+    moments: Iterator[Moment] = iter(())
+    if example.variant == "again":
+        engine = bench.open(case.sizes())
+        _exhaust(play(bench, other, engine=engine))
+        for owner in sorted(owner for owner in engine.slots() if not owner.endswith("@")):
+            engine.free(owner)
+    elif example.variant == "turns":
+        if not bench.domain.together:
+            raise Blind("the domain has together=False")
+        moments = play(bench, other)
+    elif example.variant == "refused":
+        bench.attempt(bench.open(other.sizes()), other.batch(other.plan[0]))
+    else:
+        if example.variant == "refill" and not bench.domain.refills:
+            raise Blind("the domain has refills=False")
+        buffers: dict[Any, Any] | None = {} if example.variant == "refill" else None
+        _exhaust(play(bench, other, engine=bench.open(other.sizes(), buffers=buffers)))
+        engine = bench.open(case.sizes(), buffers=buffers)
+    yield from _judged(bench, case, _in_turns(play(bench, case, engine=engine), moments))
+
+
+def _other(domain: TraceDomain, case: TraceCase, *, pool: bool) -> TraceCase:
+    """Return the case with other tokens and parameters and, with `pool`, half of the time with a larger pool."""
+    other = dataclasses.replace(case, seed=case.seed ^ 1)
+    if pool and case.seed % 2 and case.slots < MOST_SLOTS:
+        larger = dataclasses.replace(other, slots=case.slots + 1)
+        other = larger if domain.outside(larger) is None else other
+    return other
+
+
+def _exhaust(moments: Iterator[Moment]) -> None:
+    for _ in moments:
+        pass
+
+
+def _in_turns(moments: Iterator[Moment], others: Iterator[Moment]) -> Iterator[Moment]:
+    """Yield the moments of a trace. After each of them, another trace goes on by a step."""
+    next(others, None)
+    for moment in moments:
+        yield moment
+        next(others, None)
+
+
+def _histories(domain: TraceDomain) -> tuple[str, ...]:
+    """Return the histories that can happen to the engines of a domain."""
+    can = {"turns": domain.together, "refill": domain.refills}
+    return tuple(kind for kind in HISTORIES if can.get(kind, True))
+
+
 def _has(case: TraceCase, variant: str | None) -> str | None:
     """Return what a case lacks for a variant of the law `dropped`, or None."""
     rows = [row for step in case.plan for row in step.rows]
@@ -451,6 +516,15 @@ TRACE_LAWS: dict[str, Law] = {
             "which slots requests get does not matter: in other slots the bits are the same",
             _drawn(),
             _renamed,
+        ),
+        Law(
+            "history",
+            "truth",
+            "a trace gives what it gives in a fresh process, whatever traces came before it, and beside another engine",
+            lambda domain: all_variants(trace_cases(domain, events=(3, 5)), lambda _: _histories(domain)),
+            _history,
+            variants=HISTORIES,
+            of_process=True,
         ),
     )
 }

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -66,8 +66,14 @@ class TraceBench(Protocol):
 
     domain: TraceDomain
 
-    def open(self, sizes: Sizes) -> Played:
-        """Return an engine with an empty pool."""
+    def open(self, sizes: Sizes, *, buffers: dict[Any, Any] | None = None) -> Played:
+        """Return an engine with an empty pool.
+
+        With `buffers`, its parameters and its batches are in tensors that are kept there, those of one shape in the same tensors.
+        """
+
+    def attempt(self, engine: Played, batch: Batch) -> None:
+        """Let an engine prefill requests that it has not admitted, and drop what it returns or raises."""
 
     def bounds(self, inputs: Inputs, kind: str) -> dict[str, Bound]:
         """Return the truth and the tolerances of rows of a step of this kind ("p", "d" or "v")."""
@@ -115,14 +121,15 @@ def play(
     other: Collection[str] = (),
     apart: bool = False,
     before: Callable[[Played], None] | None = None,
+    engine: Played | None = None,
 ) -> Iterator[Moment]:
-    """Play the trace of a case on a fresh engine, and yield a moment for each step.
+    """Play the trace of a case on `engine`, without it on a fresh one, and yield a moment for each step.
 
     `other` may have "drafts", "padding" and "free": rejected drafts, padding rows, or what slots hold that nobody owns, then have
     other numbers. With `apart`, every row of a batch is a call of its own, and padding rows are left out. `before` is called with
     the engine before the first step. Breach if the engine has other owners than the trace.
     """
-    engine = bench.open(case.sizes(tagged=tagged))
+    engine = bench.open(case.sizes(tagged=tagged)) if engine is None else engine
     if before is not None:
         before(engine)
     _fill(engine, case, _idle(engine), other)

@@ -1,6 +1,7 @@
 """Histories: what an implementation keeps of one call makes a later call wrong, and right implementations pass."""
 
 import dataclasses
+import functools
 import pathlib
 import weakref
 from typing import Any, ClassVar
@@ -45,12 +46,33 @@ SEEN_BY = {
     "WeightOfInference": "gradients op=gdn_layer lengths=1 conv_width=2",
     "SlotsByAddress": "freed op=decode lengths=1+1+1+1+1+1+1+1",
     "QueueAfterAnError": "refused op=decode lengths=0 state=random",
+    "LengthsByIdentity": "refill op=gdn_layer lengths=2+4 packed=yes backward=no",
+}
+# Wrong paths and engines with the history of the default profile that shows them.
+SHOWN_BY = {
+    "LengthsOfTheFirstShape": "others",
+    "LengthsByIdentity": "refill",
+    "LengthsByAddress": "freed",
+    "ProjectionOfInference": "gradients",
+    "OpenAfterARefusal": "refused",
+    "SlicesOfOneRank": "alone",
+    "GatesOfTheFirstEngine": "others",
+    "FiltersByAddress": "refill",
+    "OneTableForAllEngines": "turns",
+    "TableOfTheLastTrace": "again",
+    "ZerosAfterAnError": "refused",
 }
 
 
-def examples_of(spec: str, law: str = "history") -> list[Example]:
-    """The examples that a check of the default profile draws for a law."""
-    domain, found = adapter_of(spec).domain, list[Example]()
+def law_of(spec: str) -> str:
+    """The law of histories in the adapter's book."""
+    return "earlier" if book_of(adapter_of(spec).domain).name == "paths" else "history"
+
+
+@functools.cache
+def examples_of(spec: str) -> list[Example]:
+    """The examples that a check of the default profile draws for the law of histories."""
+    domain, found, law = adapter_of(spec).domain, list[Example](), law_of(spec)
     seeded(book_of(domain).laws[law].draw(domain), mix_words(0, law), PROFILES["quick"].examples_of(law), found.append)
     return found
 
@@ -58,14 +80,17 @@ def examples_of(spec: str, law: str = "history") -> list[Example]:
 def run_of(name: str) -> Run:
     """The run of a wrong implementation's history and small case."""
     variant, _, case = SEEN_BY[name].partition(" ")
-    return Run.parse(f"law=history variant={variant} adapter=zoo/{name} {case}")
+    return Run.parse(f"law={law_of(f'zoo/{name}')} variant={variant} adapter=zoo/{name} {case}")
 
 
 def outcome_of(line: str) -> Outcome:
     return execute(Run.parse(line))
 
 
-@pytest.mark.parametrize("name", [name for name in SEEN_BY if hasattr(wrong_histories, name)])
+RULES = [name for name in SEEN_BY if hasattr(wrong_histories, name) and name not in SHOWN_BY]
+
+
+@pytest.mark.parametrize("name", RULES)
 @pytest.mark.slow_after_first
 def test_the_default_profile_shows_a_history_that_the_right_implementation_survives(name: str) -> None:
     variant = run_of(name).example.variant
@@ -77,6 +102,21 @@ def test_the_default_profile_shows_a_history_that_the_right_implementation_survi
         if example.variant == variant and execute(Run("history", f"zoo/{name}", example)).verdict is Verdict.BROKEN
     )
     assert execute(Run("history", f"zoo/{right.__name__}", example)).verdict is Verdict.HOLDS
+
+
+@pytest.mark.parametrize("right", ["SharesAndRemembers", "ServesAndRemembers"])
+@pytest.mark.slow
+def test_the_default_profile_shows_wrong_paths_and_engines_and_the_right_ones_survive_every_history(right: str) -> None:
+    law, shown = law_of(f"zoo/{right}"), dict[str | None, Example]()
+    examples = sorted(examples_of(f"zoo/{right}"), key=lambda example: example.case.tokens)
+    for name, variant in SHOWN_BY.items():
+        if issubclass(animals()[name].kind, getattr(wrong_histories, right)):
+            cases = (example for example in examples if example.variant == variant)
+            broken = (case for case in cases if execute(Run(law, f"zoo/{name}", case)).verdict is Verdict.BROKEN)
+            shown[variant] = next(broken)
+    assert {*shown} == {*book_of(adapter_of(f"zoo/{right}").domain).laws[law].variants}
+    for example in shown.values():
+        assert execute(Run(law, f"zoo/{right}", example)).verdict is Verdict.HOLDS, example
 
 
 @pytest.mark.parametrize("name", SEEN_BY)
@@ -149,6 +189,37 @@ def test_right_implementations_survive_every_history(kind: type[Chunkwise]) -> N
             outcome = outcome_of(f"law=history variant={variant} adapter={HERE}:{kind.__name__} {words}")
             blind = variant == "streams" or (variant == "threads" and not kind.domain.threads)
             assert outcome.verdict is (Verdict.BLIND if blind else Verdict.HOLDS), (variant, outcome)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("law=history variant=turns adapter={here}:OneEngine op=serving trace=p:a1", "the domain has together=False"),
+        ("law=history variant=refill adapter={here}:OneEngine op=serving trace=p:a1", "the domain has refills=False"),
+        ("law=earlier variant=refused adapter={here}:Accepts lengths=4 heads=2 value_heads=2 cp=2", "the domain has refuses=False"),
+    ],
+)
+def test_histories_that_a_domain_does_not_promise_are_blind(line: str, reason: str) -> None:
+    outcome = outcome_of(line.format(here=HERE))
+    assert (outcome.verdict, outcome.reason) == (Verdict.BLIND, reason)
+
+
+class Accepts(wrong_histories.SharesAndRemembers):
+    """A layer that does not promise to refuse illegal layouts."""
+
+    domain = dataclasses.replace(wrong_histories.SharesAndRemembers.domain, refuses=False)
+
+
+class OneEngine(wrong_histories.OneTableForAllEngines):
+    """Right: a process has one engine at a time, and its tensors are not filled again, which it declares."""
+
+    domain = dataclasses.replace(wrong_histories.OneTableForAllEngines.domain, together=False, refills=False)
+
+
+def test_an_engine_that_declares_it_is_the_only_one_is_right() -> None:
+    for example in examples_of(f"{HERE}:OneEngine")[:3]:
+        assert example.variant not in ("turns", "refill")
+        assert execute(Run("history", f"{HERE}:OneEngine", example)).verdict is Verdict.HOLDS, example
 
 
 class BreaksInTheEnd(Chunkwise):

@@ -31,6 +31,7 @@ _DOMAIN: dict[str, Any] = {
     "refuses": False,
     "checkpoints": False,
     "deterministic": False,
+    "refills": False,
     "least_piece": 1,
     "compiled_widths": MODEL_WIDTHS,
 }

@@ -57,6 +57,7 @@ class MegatronLayer(_Megatron):
         least_piece=1,  # Megatron cannot reshape a tensor without tokens
         exchanges=False,
         deterministic=False,
+        refills=False,  # flash-linear-attention keeps the chunks of a cu_seqlens
         tf32=("rule=fla",),
         compiled_widths=MODEL_WIDTHS,
         choices=(("conv", ("fla",)), ("qk_norm", ("combined",)), ("thd_all_to_all", ("fused",)), ("rule", ("fla",))),

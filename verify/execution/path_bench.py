@@ -20,7 +20,7 @@ from oracles.sharding import AT_REST, Mesh, Rank
 from properties.cases.path_case import CHOICES, ParallelCase
 from properties.laws import Breach, Cotangents, Results
 from verify.adapters.base import PathAdapter
-from verify.execution import oracle_process, recorder
+from verify.execution import addresses, oracle_process, recorder
 from verify.execution.bench import AdapterFault, Timed, blamed, poisoned
 from verify.execution.guards import Guards
 from verify.execution.judge import indices
@@ -47,6 +47,34 @@ OFFSETS = ("cu_seqlens", "cu_seqlens_padded")
 SHARED_ALIKE = ("weight", "bias")  # of a convolution: every CP rank has the whole tensor, and the gradient is the sum over ranks
 
 
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A rank's part of a call: what the adapter gets, the tensors in it that may have a gradient, and the output's cotangent."""
+
+    case: ParallelCase
+    place: Place
+    arguments: Inputs
+    leaves: Results
+    direction: Tensor | None
+    guards: tuple[Guards, Guards]
+    graded: bool
+
+    def refill(self, other: "_Call") -> None:
+        """Put the numbers of another call of the same shapes into the tensors of this one."""
+        pairs = [(leaf, other.leaves[name]) for name, leaf in self.leaves.items()]
+        pairs += [(self.arguments[name], other.arguments[name]) for name in OFFSETS if self.arguments[name] is not None]
+        if self.direction is not None and other.direction is not None:
+            pairs.append((self.direction, other.direction))
+        with torch.no_grad():
+            for tensor, numbers in pairs:
+                tensor.copy_(numbers)
+
+
+def _output(case: ParallelCase) -> str:
+    """The name of the output that the ranks share."""
+    return next(port.name for port in case.spec.outputs)
+
+
 class RankBench(Timed):
     """A PathBench (properties/path_laws.py) for one adapter, one case and one rank."""
 
@@ -71,51 +99,89 @@ class RankBench(Timed):
 
         return oracle_process.Later(wait)
 
-    def run(self, inputs: Inputs, cotangents: Cotangents, *, alone: bool = False, **choices: Any) -> Results:
-        case = dataclasses.replace(self.case, **choices)
-        place = self.place
+    def run(
+        self, inputs: Inputs, cotangents: Cotangents, *, alone: bool = False, case: ParallelCase | None = None, **choices: Any
+    ) -> Results:
+        case, place = dataclasses.replace(case or self.case, **choices), self.place
         if alone:
             # Pads count as tokens here, since their number depends on cp, and both runs must have the same tokens.
             case = dataclasses.replace(case, tp=1, cp=1, sp=False, lengths=case.padded, padding="none")
             place = Place(Alone(), Alone())
+        return self._results(self._prepared(case, place, inputs, cotangents))
+
+    def replay(self, first: ParallelCase, inputs: Inputs, cotangents: Cotangents, *, gradients: bool = True) -> Results:
+        call = self._prepared(first, self.place, first.inputs(), cotangents)
+        with torch.set_grad_enabled(gradients):
+            self._results(dataclasses.replace(call, graded=call.graded and gradients))
+        call.refill(self._prepared(self.case, self.place, inputs, cotangents))
+        return self._results(call)
+
+    def renew(self, first: ParallelCase, inputs: Inputs, cotangents: Cotangents) -> Results:
+        places: dict[str, addresses.Place] = {}
+
+        def put(name: str, x: Tensor) -> Tensor:
+            return places.setdefault(name, addresses.Place(x)).put(x)
+
+        self._results(self._prepared(first, self.place, first.inputs(), cotangents, put))
+        return self._results(self._prepared(self.case, self.place, inputs, cotangents, put))
+
+    def _prepared(
+        self,
+        case: ParallelCase,
+        place: Place,
+        inputs: Inputs,
+        cotangents: Cotangents,
+        put: Callable[[str, Tensor], Tensor] | None = None,
+    ) -> "_Call":
+        """A rank's part of a call. `put` chooses where its tensors lie; without it, they lie between guards."""
         tensors, others = self._cut(case, place.rank, inputs)
-        output = next(port.name for port in case.spec.outputs)
-        backward = cotangents is not None
-        directions = {} if cotangents is None else {"": self._tokens(case, place.rank, cotangents[output]).to(self.device)}
+        around = self.adapter.guards and put is None
+        graded = cotangents is not None
+        directions = {} if cotangents is None else {"": self._tokens(case, place.rank, cotangents[_output(case)]).to(self.device)}
         moved = {name: x.to(self.device) for name, x in tensors.items()}
-        guards = Guards({**moved, **directions}, around=self.adapter.guards)
+        if put is not None:
+            moved = {name: put(name, x) for name, x in moved.items()}
+        guards = Guards({**moved, **directions}, around=around)
         leaves: Results = {
-            name: torch.nn.Parameter(x, backward) if name in PARAMETERS else x.requires_grad_(backward)
+            name: torch.nn.Parameter(x, graded) if name in PARAMETERS else x.requires_grad_(graded)
             for name, x in guards.tensors.items()
             if name
         }
-        copies = {name: leaf.detach().clone() for name, leaf in leaves.items()}
         arguments = self._call(case, leaves, others)
-        offsets = Guards({name: arguments[name] for name in OFFSETS if arguments[name] is not None}, around=self.adapter.guards)
-        arguments = arguments.replaced(**offsets.tensors)
+        offsets = {name: arguments[name] for name in OFFSETS if arguments[name] is not None}
+        if put is not None:
+            offsets = {name: put(name, x) for name, x in offsets.items()}
+        offset_guards = Guards(offsets, around=around)
+        arguments = arguments.replaced(**offset_guards.tensors)
+        return _Call(case, place, arguments, leaves, guards.tensors.get(""), (guards, offset_guards), graded)
+
+    def _results(self, call: "_Call") -> Results:
+        """This rank's part of the outputs and the gradients of a call."""
+        output, place, leaves = _output(call.case), call.place, call.leaves
+        copies = {name: leaf.detach().clone() for name, leaf in leaves.items()}
 
         def forward_and_backward() -> tuple[Tensor, list[Tensor | None]]:
             with recorder.arguments(self.adapter):
-                y = self.adapter.run(arguments, place)
-            checked = self._checked(y, case, tensors[self._carrier], output)
-            if cotangents is None:
+                y = self.adapter.run(call.arguments, place)
+            checked = self._checked(y, call.case, leaves[self._carrier], output)
+            if call.direction is None or not call.graded:
                 return checked, []
-            return checked, self._backward(y, guards[""], list(leaves.values()))
+            return checked, self._backward(y, call.direction, list(leaves.values()))
 
-        with guards.known(), offsets.known():
+        with call.guards[0].known(), call.guards[1].known():
             y, gradients = self.call_implementation(forward_and_backward)
         results = {output: y}
         for name, leaf in leaves.items():
             if not torch.equal(leaf.detach(), copies[name]):
                 self.impure.append(Finding(name, FailureKind.INPUT_CHANGED, "was changed by the call"))
-        for name in [*guards.written(), *offsets.written()]:
+        for name in [*call.guards[0].written(), *call.guards[1].written()]:
             self.impure.append(
                 Finding(f"memory around {name or f'd{output}'}", FailureKind.INPUT_CHANGED, "was changed by the call")
             )
         for (name, leaf), gradient in zip(leaves.items(), gradients, strict=False):
             whole = torch.zeros_like(leaf) if gradient is None else gradient.detach()
-            results[gradient_name(name)] = self._added(name, whole, place, case)
-        return {name: self._as_oracle(name, x, case).cpu() for name, x in results.items()}
+            results[gradient_name(name)] = self._added(name, whole, place, call.case)
+        return {name: self._as_oracle(name, x, call.case).cpu() for name, x in results.items()}
 
     @property
     def _carrier(self) -> str:

@@ -48,12 +48,31 @@ class TraceBench(Timed):
         self.padding_rows = 0  # of the last batch, if they have a slot
         self.lost = ""  # why the device can no longer be used; "" if it can
 
-    def open(self, sizes: Sizes) -> "Guarded":
-        """Open an engine. AdapterFault if that raises, or if its pool has another shape or dtype."""
+    def open(self, sizes: Sizes, *, buffers: dict[Any, Guards] | None = None) -> "Guarded":
+        """Open an engine. AdapterFault if that raises, or if its pool has another shape or dtype.
+
+        With `buffers`, parameters and batches are in tensors that are kept there, those of one shape in the same tensors.
+        """
         moved = {name: getattr(sizes, name).to(self.device) for name in ("weight", "A_log", "dt_bias")}
-        guards = Guards(moved, around=self.adapter.guards)
+        guards = self.guarded(moved, buffers)
         sizes = dataclasses.replace(sizes, weight=guards["weight"], A_log=guards["A_log"], dt_bias=guards["dt_bias"])
-        return Guarded(self, self.call("open", self.adapter.open, sizes), sizes, guards)
+        return Guarded(self, self.call("open", self.adapter.open, sizes), sizes, guards, buffers)
+
+    def guarded(self, tensors: Mapping[str, Tensor], buffers: dict[Any, Guards] | None) -> Guards:
+        """The tensors between guards. Tensors of the same shapes that are in `buffers` get the numbers instead."""
+        shapes = tuple((name, x.shape, x.dtype) for name, x in tensors.items())
+        if buffers is None or shapes not in buffers:
+            guards = Guards({name: x.clone() for name, x in tensors.items()}, around=self.adapter.guards)
+            return guards if buffers is None else buffers.setdefault(shapes, guards)
+        for name, x in tensors.items():
+            buffers[shapes][name].copy_(x)
+        return buffers[shapes]
+
+    def attempt(self, engine: "Guarded", batch: Batch) -> None:
+        """Let an engine prefill requests that it has not admitted, and drop what it returns or raises."""
+        moved = {key: getattr(batch, key).to(self.device, copy=True) for key in ("mixed", "a", "b")}
+        with contextlib.suppress(AdapterFault):
+            self.call("prefill", engine.engine.prefill, dataclasses.replace(batch, **moved))
 
     def bounds(self, inputs: Inputs, kind: str) -> dict[str, Bound]:
         """Return the truth and the tolerances of rows. Those of a decode and of a verification are judged as recurrent."""
@@ -92,8 +111,10 @@ class TraceBench(Timed):
 class Guarded:
     """An engine whose calls are timed and checked."""
 
-    def __init__(self, bench: TraceBench, engine: Engine, sizes: Sizes, guards: Guards) -> None:
-        self.bench, self.engine, self.sizes, self.guards = bench, engine, sizes, guards
+    def __init__(
+        self, bench: TraceBench, engine: Engine, sizes: Sizes, guards: Guards, buffers: dict[Any, Guards] | None = None
+    ) -> None:
+        self.bench, self.engine, self.sizes, self.guards, self.buffers = bench, engine, sizes, guards, buffers
         if not isinstance(engine, Engine):
             raise AdapterFault(
                 "open", FailureKind.TYPE, f"returned {type(engine).__name__}, must return an Engine", detail="engine"
@@ -191,8 +212,8 @@ class Guarded:
 
     def _rows(self, name: str, batch: Batch) -> Tensor:
         """Call the engine with a batch and check the outputs. AdapterFault for another type, shape or dtype."""
-        tensors = {key: getattr(batch, key).to(self.bench.device, copy=True) for key in ("mixed", "a", "b")}
-        guards = Guards(tensors, around=self.bench.adapter.guards)
+        tensors = {key: getattr(batch, key).to(self.bench.device) for key in ("mixed", "a", "b")}
+        guards = self.bench.guarded(tensors, self.buffers)
         self.bench.padding_rows = batch.real.count(False) if self.sizes.padding_slot >= 0 else 0
         batch = dataclasses.replace(batch, mixed=guards["mixed"], a=guards["a"], b=guards["b"])
         with guards.known(), self.guards.known():

@@ -1,17 +1,25 @@
-"""Wrong rules that are right in a fresh process: what they keep of one call makes a later call wrong.
+"""Wrong rules, paths and engines that are right in a fresh process: what they keep of one call makes a later call wrong.
 
 tests/test_histories.py names the history that detects each of them. Layers, modules and pools that keep too much are beside the
 other wrong layers, modules and pools.
 """
 
+import dataclasses
 import time
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
+from properties.cases.trace_case import Batch, Sizes
+from verify.adapters.gdn.layer import GatedDeltaNet
+from verify.adapters.gdn.pool import Progress
+from verify.ranks.collectives import Place
 from verify.zoo.base import Chunkwise
+from verify.zoo.wrong_paths import Mutant
+from verify.zoo.wrong_traces import Serves
 
 Answer = tuple[Tensor, Tensor | None]
 Key = tuple[object, ...]
@@ -105,3 +113,177 @@ class ScratchOfAllThreads(Remembers):
         self.scratch[low.shape] = low
         time.sleep(1e-3)  # what happens before the operand is used
         return self.scratch[low.shape]
+
+
+class SharesAndRemembers(Mutant):
+    """The right layer on several ranks, from which layers are derived that keep something of a call."""
+
+    later_calls = True
+
+
+class LengthsOfTheFirstShape(SharesAndRemembers):
+    """On each rank, the offsets of packed sequences are kept by their number and the shape of the hidden states."""
+
+    letter = "K"
+    incident = (36,)
+    seen: ClassVar[dict[Key, dict[str, Tensor]]] = {}
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        offsets = {name: x[name].clone() for name in ("cu_seqlens", "cu_seqlens_padded") if x[name] is not None}
+        shapes = [(name, len(tensor), tensor.dtype) for name, tensor in offsets.items()]
+        return super().run(x.replaced(**self.seen.setdefault((place.rank, x.hidden.shape, *shapes), offsets)), place)
+
+
+class LengthsByIdentity(SharesAndRemembers):
+    """The offsets of packed sequences are kept by the identity of cu_seqlens, so new numbers in them are not seen."""
+
+    letter = "K"
+    incident = (36,)
+    seen: ClassVar[dict[int, tuple[Tensor, dict[str, Tensor]]]] = {}
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        if x.cu_seqlens is None:
+            return super().run(x, place)
+        offsets = {name: x[name].clone() for name in ("cu_seqlens", "cu_seqlens_padded") if x[name] is not None}
+        return super().run(x.replaced(**self.seen.setdefault(id(x.cu_seqlens), (x.cu_seqlens, offsets))[1]), place)
+
+
+class LengthsByAddress(SharesAndRemembers):
+    """The offsets are kept by the address and version of cu_seqlens, which a later tensor has too, once the first one is freed."""
+
+    letter = "K"
+    incident = (36,)
+    seen: ClassVar[dict[Key, dict[str, Tensor]]] = {}
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        offsets = {name: x[name].clone() for name in ("cu_seqlens", "cu_seqlens_padded") if x[name] is not None}
+        shapes = [(name, len(tensor), tensor.dtype, x[name].data_ptr(), x[name]._version) for name, tensor in offsets.items()]
+        return super().run(x.replaced(**self.seen.setdefault((place.rank, x.hidden.shape, *shapes), offsets)), place)
+
+
+class ProjectionOfInference(SharesAndRemembers):
+    """The weight of in_proj is prepared once for a parameter, by a call under no_grad too, and then carries no gradient."""
+
+    letter = "K"
+    seen: ClassVar[dict[int, tuple[Tensor, Tensor]]] = {}
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        weight = x.parameters["in_proj.weight"]
+        if not torch.is_grad_enabled():
+            self.seen[id(weight)] = weight, weight * 1
+        prepared = self.seen.get(id(weight), (weight, weight))[1]
+        return super().run(x.replaced(parameters={**x.parameters, "in_proj.weight": prepared}), place)
+
+
+class OpenAfterARefusal(SharesAndRemembers):
+    """A counter of open calls is not counted down where a layout is refused. A call inside another skips the norm's weight."""
+
+    letter = "K"
+    depth: ClassVar[dict[Key, int]] = {}
+
+    def run(self, x: Inputs, place: Place) -> Tensor:
+        self.depth[place.rank,] = self.depth.get((place.rank,), 0) + 1
+        parameters = dict(x.parameters)
+        if self.depth[place.rank,] > 1:
+            parameters["norm.weight"] = 0 * parameters["norm.weight"] + 1
+        y = super().run(x.replaced(parameters=parameters), place)
+        self.depth[place.rank,] -= 1
+        return y
+
+
+class SlicesOfOneRank(SharesAndRemembers):
+    """Where a rank's heads of A_log begin is kept for a layer, whatever number of ranks shares the next call."""
+
+    letter = "K"
+    ranks: ClassVar[dict[Key, int]] = {}
+
+    class module(GatedDeltaNet):  # noqa: N801
+        def in_use(self, name: str) -> Tensor:
+            if name != "A_log":
+                return super().in_use(name)
+            heads, cp = self.get_parameter(name), self.place.cp
+            ranks = SlicesOfOneRank.ranks.setdefault((self.layer, self.place.tp.size), cp.size)
+            start = cp.rank * (len(heads) // ranks) % len(heads)
+            return torch.cat([heads, heads])[start : start + len(heads) // cp.size]
+
+
+class ServesAndRemembers(Serves):
+    """The right engine, from which engines are derived that keep something of another one."""
+
+    later_calls = True
+
+
+class GatesOfTheFirstEngine(ServesAndRemembers):
+    """A_log and dt_bias are prepared once for a number of heads, and later engines of as many heads use the same."""
+
+    letter = "K"
+    seen: ClassVar[dict[int, tuple[Tensor, Tensor]]] = {}
+
+    def decay(self, a: Tensor) -> Tensor:
+        gates = (self.sizes.A_log.exp(), self.sizes.dt_bias.clone())
+        speed, bias = self.seen.setdefault(self.sizes.value_heads, gates)
+        return (-speed * torch.nn.functional.softplus(a.float() + bias)).exp()
+
+
+class FiltersByAddress(ServesAndRemembers):
+    """The convolution's weight in float32 is kept by its address, so new numbers in the same tensor are not seen."""
+
+    letter = "K"
+    incident = (36,)
+    seen: ClassVar[dict[int, tuple[Tensor, Tensor]]] = {}
+
+    def convolve(self, line: Tensor) -> Tensor:
+        weight = self.sizes.weight
+        prepared = self.seen.setdefault(weight.data_ptr(), (weight, weight.float().clone()))[1]
+        sizes, self.sizes = self.sizes, dataclasses.replace(self.sizes, weight=prepared)
+        try:
+            return super().convolve(line)
+        finally:
+            self.sizes = sizes
+
+
+class OneTableForAllEngines(ServesAndRemembers):
+    """The table of slots is the process's, not the engine's, so a second engine takes it over."""
+
+    letter = "K"
+    table: ClassVar[dict[str, int]] = {}
+
+    def __init__(self, sizes: Sizes | None = None) -> None:
+        super().__init__(sizes)
+        self.table.clear()
+        self.owned = self.table
+
+
+class TableOfTheLastTrace(ServesAndRemembers):
+    """The last request that leaves an engine stays in its table with what it had, and a request of its name goes on from that."""
+
+    letter = "K"
+
+    def free(self, request: str) -> None:
+        slot = self.owned[request]
+        left = self.states[slot].clone(), self.windows[slot].clone()
+        super().free(request)
+        self.warm = {} if self.owned else {request: left}
+
+    def admit(self, requests: Sequence[str]) -> None:
+        super().admit(requests)
+        for request in requests:
+            if request in getattr(self, "warm", {}):
+                self.states[self.owned[request]], self.windows[self.owned[request]] = self.warm.pop(request)
+
+
+class ZerosAfterAnError(ServesAndRemembers):
+    """A counter of open calls, shared by all engines, is not counted down where one raises. Later calls read zeros as states."""
+
+    letter = "K"
+    failed: ClassVar[list[bool]] = []
+
+    def rows(self, batch: Batch) -> list[Progress]:
+        self.failed.append(True)
+        rows = super().rows(batch)
+        self.failed.pop()
+        return rows
+
+    def read(self, slot: int) -> tuple[Tensor, Tensor]:
+        state, window = super().read(slot)
+        return (state, window) if len(self.failed) == 1 else (0 * state, window)

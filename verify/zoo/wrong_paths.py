@@ -34,6 +34,7 @@ class Mutant(GdnLayer):
         exchange_ranks=8,
         choices=tuple({**CHOICES, "conv": ("torch",), "rule": ("torch",)}.items()),
         slow=(),
+        refills=True,
     )
 
 

@@ -28,7 +28,13 @@ class GdnLayer(PathAdapter):
     algorithm = "chunkwise"
     chunk = 64
     api = GatedDeltaNet
-    domain = PathDomain(choices=_CHOICES, slow=("conv=fla", "rule=fla"), tf32=("rule=fla",), compiled_widths=MODEL_WIDTHS)
+    domain = PathDomain(
+        choices=_CHOICES,
+        slow=("conv=fla", "rule=fla"),
+        refills=False,  # with conv=fla and rule=fla, flash-linear-attention keeps the chunks of a cu_seqlens
+        tf32=("rule=fla",),
+        compiled_widths=MODEL_WIDTHS,
+    )
     module: type[GatedDeltaNet] = GatedDeltaNet
 
     def run(self, x: Inputs, place: Place) -> Tensor:
