@@ -348,10 +348,8 @@ class TraceCase(Line):
         return torch.cat([q.flatten(), k.flatten(), self.repeated(tag).flatten()])
 
     def repeated(self, tag: Sequence[float]) -> Tensor:
-        """Return a tag as the values [HV, V] of all heads; its last number counts the heads."""
-        heads = torch.tensor(tag).repeat(self.value_heads, 1)
-        heads[:, -1] += torch.arange(self.value_heads)
-        return heads.repeat(1, -(-self.value_dim // TAG_CHANNELS))[:, : self.value_dim]
+        """Return a tag as the values [HV, V] of all heads; its last number counts the heads. Later calls return the same tensor."""
+        return _repeated(tuple(tag), self.value_heads, self.value_dim)
 
     @staticmethod
     def tag(kind: str, first: int, second: int) -> list[float]:
@@ -410,6 +408,14 @@ class TraceCase(Line):
         for number in numbers:
             key = mix_number(key ^ (number + 1))
         return key
+
+
+@functools.lru_cache(4096)
+def _repeated(tag: tuple[float, ...], value_heads: int, value_dim: int) -> Tensor:
+    """Return a tag as the values [HV, V] of all heads. A law compares the same tags after every step."""
+    heads = torch.tensor(tag).repeat(value_heads, 1)
+    heads[:, -1] += torch.arange(value_heads)
+    return heads.repeat(1, -(-value_dim // TAG_CHANNELS))[:, :value_dim]
 
 
 def _fraction(words: Tensor) -> Tensor:

@@ -204,9 +204,9 @@ class PoolEngine(Engine):
     def step(self, state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
         """Return the state [HV, K, V] after one token, and its output [HV, V]."""
         state = decay[:, None, None] * state
-        recalled = (k[..., None] * state).sum(-2)
-        state = state + k[..., None] * (beta[:, None] * (v - recalled))[:, None]
-        return state, self.sizes.key_dim**-0.5 * (q[..., None] * state).sum(-2)
+        recalled = torch.bmm(k[:, None], state)[:, 0]
+        state = torch.baddbmm(state, k[..., None], (beta[:, None] * (v - recalled))[:, None])
+        return state, self.sizes.key_dim**-0.5 * torch.bmm(q[:, None], state)[:, 0]
 
     def outputs(self, rows: Sequence[Progress]) -> Tensor:
         """Return the outputs [T, HV, V] of the rows' tokens, one row after the other."""
