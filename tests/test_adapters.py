@@ -21,7 +21,7 @@ OFTEN = ("again", "batch", "memory", "samples")  # laws of several calls a case,
 PLAIN = ("future", "heads", "linear", "permuted")  # and of those what no kernel has a branch of its own for
 
 
-@pytest.mark.gdn_adapter(*MAIN, profile="few")
+@pytest.mark.gdn_adapter(*MAIN, profile="least")
 @pytest.mark.slow
 def test_law_holds(gdn_law: LawItem) -> None:
     gdn_law.assert_holds()

@@ -413,7 +413,6 @@ def test_interrupt_prints_what_was_done_keeps_findings_and_leaves_no_process(tmp
     [
         ("list",),
         ("check", RIGHT, "--law", "recall", "--workers", "1"),
-        ("repeat", f"law=oracle adapter={RIGHT} lengths=1"),
     ],
 )
 @pytest.mark.slow

@@ -67,6 +67,7 @@ SMALLEST = {
 }
 
 
+@functools.cache
 def kill(mutant: type[PathAdapter], law: str) -> tuple[Run, Outcome] | None:
     """The first broken run of a mutant in as many cases as the default profile has."""
     found: list[tuple[Run, Outcome]] = []

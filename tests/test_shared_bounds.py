@@ -150,7 +150,7 @@ def drawn(count: int, **fixed: Any) -> list[Case]:
 )
 @pytest.mark.slow
 def test_so_it_is_for_drawn_cases(fixed: dict[str, Any]) -> None:
-    assert widest(drawn(8, **fixed)) < SIZE
+    assert widest(drawn(4, **fixed)) < SIZE
 
 
 def rows_of_another(
