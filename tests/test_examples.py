@@ -31,13 +31,13 @@ EXAMPLES: dict[str, tuple[str, tuple[str, ...], int, str]] = {
         "gdn-verify check examples/path_adapter.py:OwnConvolution",
         FEWEST,
         0,
-        "2 holds, 7 unsupported of 9 laws",
+        "3 holds, 7 unsupported of 10 laws",
     ),
     "own_engine.py": (
         "gdn-verify check examples/own_engine.py:OwnEngine",
         FEWEST,
         0,
-        "7 holds of 7 laws",
+        "8 holds of 8 laws",
     ),
     "any_callable.py": (
         "gdn-verify check examples/any_callable.py:CausalAttention",

@@ -447,6 +447,7 @@ ONCE = (
     "repeated",
     "heads",
     "blocks",
+    "scaled",
 )
 PAIRS = [
     (name, law.name)
