@@ -17,14 +17,16 @@ from hypothesis import strategies as st
 
 from oracles import bound
 from properties.cases.rule_case import Case
+from properties.domain import Domain
 from properties.laws import Blind
 from properties.rule_laws import LAWS
 from properties.strategies import Example
+from properties.trace_domain import TraceDomain
 from tests.answering import Answering
 from verify.adapters import loader
 from verify.adapters.loader import AdapterError
 from verify.adapters.packages import installed
-from verify.engine import asking, explaining, law_check
+from verify.engine import asking, check, explaining, law_check
 from verify.engine.asking import ask, describe
 from verify.engine.check import Check
 from verify.engine.drawing import batches, seeded
@@ -571,3 +573,30 @@ def test_a_drawing_that_fails_fails_its_caller() -> None:
 )
 def test_versions_are_compared_as_those_of_packages(got: str, least: str, *, enough: bool) -> None:
     assert loader.at_least(got, least) is enough
+
+
+@pytest.mark.parametrize(("device", "running", "count"), [("cuda", False, 4), ("cpu", False, 2), ("cuda", True, 2)])
+def test_a_check_of_a_serving_engine_starts_more_workers_on_the_gpus(
+    monkeypatch: pytest.MonkeyPatch, *, device: str, running: bool, count: int
+) -> None:
+    places = list[dict[str, str]]()
+
+    def start(_deadline_s: float, environment: dict[str, str]) -> Answering:
+        places.append(environment)
+        return Answering()
+
+    monkeypatch.setattr(check, "Worker", start)
+    monkeypatch.setattr(check, "started", lambda device, count, deadline_s: [Answering() for _ in range(count)])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    settings = Settings("gdn/pool", device=device, engine_workers=4)
+    checking = Check(settings, [Answering(), Answering()] if running else 2)
+    checking.share_gpus(TraceDomain())
+    assert len(checking.workers) == count
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["3", "5"][: count - 2]
+
+
+def test_a_check_of_a_kernel_starts_no_more_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "started", lambda device, count, deadline_s: [Answering() for _ in range(count)])
+    checking = Check(Settings(RIGHT, device="cuda", engine_workers=4), 1)
+    checking.share_gpus(Domain())
+    assert len(checking.workers) == 1

@@ -24,6 +24,7 @@ from verify.cli.hosts import (
     deadline_of,
     device_of,
     ended,
+    engine_workers_of,
     place_of,
     read_deny_list,
     sanitizer_of,
@@ -90,6 +91,7 @@ def check(options: argparse.Namespace) -> int:
         compilers=0 if ranks or spec in PATHS else compilers_of(device),
         known=options.known,
         until=math.inf if options.minutes is None else time.monotonic() + 60 * options.minutes,
+        engine_workers=engine_workers_of(options),
         under=f"--sanitize {sanitizer.tool}" if sanitizer else f"--ranks {launch.size if launch else ranks}" if ranks else "",
     )
     # Results that are right to the bit do not show what a kernel reads. A line that fails only under a sanitizer would hold in

@@ -18,6 +18,7 @@ from verify.ranks.torchrun import Launch, TorchrunGroup
 
 DEADLINE_S, SLOW_S = 120.0, 1200.0  # under a sanitizer kernels take 10 to 100 times as long
 COMPILERS = 14  # each holds half a gigabyte of the GPU's memory
+ENGINES = 8  # as many as traces have laws
 
 
 def read_deny_list(path: str | None, *, new: bool = False) -> None:
@@ -96,6 +97,11 @@ def workers_of(
 def count_of(options: argparse.Namespace, device: str) -> int:
     """How many workers run cases: `--workers`, or one for each GPU, or on a CPU one for each core, at most four."""
     return int(getattr(options, "workers", 1) or (devices.gpus() if device == "cuda" else min(os.cpu_count() or 1, 4)))
+
+
+def engine_workers_of(options: argparse.Namespace) -> int:
+    """How many workers of a serving engine run on GPUs: as many as `--workers` says, or one for two cores, at most ENGINES."""
+    return 0 if options.workers else min(ENGINES, (os.cpu_count() or 1) // 2)
 
 
 @contextlib.contextmanager

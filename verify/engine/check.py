@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from properties.books import book_of
+from properties.trace_domain import TraceDomain
 from verify.adapters.registry import BUILT_IN
 from verify.engine.asking import Asked, Described, describe, started, with_sizes
 from verify.engine.compile_plan import COMPILE_S, Compilers, Plan, in_order
@@ -95,11 +96,25 @@ class Check:
             self.defects = self.defects.on(self.described.device)
         return self.described
 
+    def share_gpus(self, domain: object) -> None:
+        """Start more workers on the same GPUs for a serving engine: the host, not the GPU, bounds the rate of traces.
+
+        Nothing happens for other domains, on a CPU, and if the check was given running workers.
+        """
+        settings = self.settings
+        if not self._own or settings.device != "cuda" or not isinstance(domain, TraceDomain):
+            return
+        more = range(len(self.workers), settings.engine_workers)
+        extra = [Worker(settings.deadline_s, environment=devices.environment("cuda", index)) for index in more]
+        self.workers += extra
+        self._free += extra
+
     def run(self) -> list[LawReport]:
         """Run the check: one report for each law, in the order in which the laws were decided."""
         settings = self.settings
         self.described = described = with_sizes(self.describe(), self.workers[0], settings.device)
         domain = described.domain
+        self.share_gpus(domain)
         if self.laws is None:
             self.laws = book_of(domain).about(domain.operation)
         common = Common(

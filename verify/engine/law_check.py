@@ -44,6 +44,7 @@ class Settings:
     - `until`: a time of time.monotonic() after which no case begins.
     - `under`: options that `repeat` needs besides a line to see what this check saw.
     - `known`: files of known defects, besides ours and the one beside the adapter's file.
+    - `engine_workers`: on a GPU, how many workers a check of a serving engine has at least if it starts its own.
     """
 
     adapter: str
@@ -61,6 +62,7 @@ class Settings:
     until: float = math.inf
     under: str = ""
     known: Sequence[str] = ()
+    engine_workers: int = 0
 
     def drawn(self, law: Law) -> int:
         """How many of a law's examples are drawn; the rest is climbed for."""
