@@ -8,6 +8,7 @@ KERNELS = {
     "fla/chunk_v_first": "verify.adapters.fla:ChunkVFirst",
     "fla/fused_recurrent_v_first": "verify.adapters.fla:FusedRecurrentVFirst",
     "fla/chunk_kda": "verify.adapters.fla:ChunkKda",
+    "fla/chunk_kda_safe": "verify.adapters.fla:ChunkKdaSafe",
     "fla/fused_recurrent_kda": "verify.adapters.fla:FusedRecurrentKda",
     "fla/chunk_delta_rule": "verify.adapters.fla:ChunkDeltaRule",
     "fla/fused_recurrent_delta_rule": "verify.adapters.fla:FusedRecurrentDeltaRule",
