@@ -75,6 +75,10 @@ SIMPLEST_MODULE: dict[str, tuple[Any, ...]] = {
     "offsets": ("int64",),
     "values": ("ordinary",),
     "activation": ("none",),
+    "residual": ("none", "added"),
+    "gating": ("silu",),
+    "lower_bound": ("none",),
+    "parameter_dtype": ("fp32",),
     "bias": (False,),
     "state": ("none", "zero"),
     "eps": ("1e-6",),
@@ -84,6 +88,8 @@ SIMPLEST_MODULE: dict[str, tuple[Any, ...]] = {
     "conv_width": (1, 2, 3),
 }
 SIMPLEST_LAYER: dict[str, tuple[Any, ...]] = {
+    "gating": ("silu",),
+    "parameter_dtype": ("fp32",),
     "backward": (False,),
     "state": ("none", "zero"),
     "cached": (False,),
@@ -287,8 +293,8 @@ SMALLER_RULES = Smaller((_sequences, _unpacked, _shorter, _heads, _fewer_options
 SMALLER_PATHS = Smaller(
     (_mesh, _sequences, _unpacked, _pieces, _shorter, _shared_heads), SIMPLEST_PATH, ("key_dim", "value_dim", "hidden")
 )
-SMALLER_MODULES = Smaller((_sequences, _unpacked, _shorter, _heads_alone), SIMPLEST_MODULE, ("width",))
-SMALLER_LAYERS = Smaller((_sequences, _unpacked, _shorter, _heads), SIMPLEST_LAYER, ("key_dim", "value_dim", "hidden"))
-SMALLER_POOLS = Smaller((_sequences, _unpacked, _shorter, _spare, _heads), SIMPLEST_POOL, ("key_dim", "value_dim"))
+SMALLER_MODULES = Smaller((_sequences, _unpacked, _shorter, _heads_alone, _fewer_options), SIMPLEST_MODULE, ("width",))
+SMALLER_LAYERS = Smaller((_sequences, _unpacked, _shorter, _heads, _fewer_options), SIMPLEST_LAYER, ("key_dim", "value_dim", "hidden"))
+SMALLER_POOLS = Smaller((_sequences, _unpacked, _shorter, _spare, _heads, _fewer_options), SIMPLEST_POOL, ("key_dim", "value_dim"))
 SMALLER_CALLS = Smaller((_sequences, _unpacked, _shorter, _axes), SIMPLEST_CALL, ())
 SMALLER_TRACES = Smaller((_events, _rows, _counts, _names, _slots, _heads), SIMPLEST_TRACE, ("key_dim", "value_dim"))

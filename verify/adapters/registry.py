@@ -16,6 +16,7 @@ KERNELS = {
     "sglang/recurrent_kda": "verify.adapters.sglang_rules:RecurrentKda",
     "vllm/chunk": "verify.adapters.vllm_rules:Chunk",
     "transformers/chunk": "verify.adapters.transformers:Chunk",
+    "transformers/chunk_16": "verify.adapters.transformers:Chunk16",
     "transformers/recurrent": "verify.adapters.transformers:Recurrent",
     "flashinfer/prefill": "verify.adapters.flashinfer_kernels:Prefill",
     "flashinfer/prefill_reference": "verify.adapters.flashinfer_references:PrefillReference",
