@@ -183,7 +183,7 @@ def bounds(
         raise ValueError(f"chunk must be None or a whole number from 1 up, got {chunk!r}")
     operation.check(inputs)
     _check_cotangents(cotangents)
-    dtypes = {kind: _dtype(operation, inputs, kind) for kind in ("input", "gate", "state")}
+    dtypes = {kind: _dtype(operation, inputs, kind) for kind in ("input", "gate", "state", "parameter")}
     inputs, cotangents = _wide(operation, inputs), cotangents and {name: _dense(tensor) for name, tensor in cotangents.items()}
     if shared_bounds is None:
         exact = {name: runs[0] for name, runs in _evaluate(operation, inputs, cotangents, Arithmetic.exact()).items()}
@@ -192,7 +192,8 @@ def bounds(
     chunks = CHUNKS if algorithm == "chunkwise" and chunk is None else (chunk,)
     plain = Arithmetic.of(algorithm, dtypes["input"], products)
     pool = BITS[dtypes["state"]]
-    plain = dataclasses.replace(plain, gate=BITS[dtypes["gate"]], pool=pool if pool < SINGLE else EXACT)
+    kinds = {kind: BITS[dtypes[kind]] for kind in ("gate", "parameter")}
+    plain = dataclasses.replace(plain, **kinds, pool=pool if pool < SINGLE else EXACT)
     if stores and algorithm == "recurrent":
         plain = dataclasses.replace(plain, summed_again=plain.output)
     if folds and algorithm == "chunkwise":
@@ -346,7 +347,7 @@ class _Disturbed:
             squares = list(torch._foreach_maximum(squares, torch._foreach_mul(coarse, 0.25)))
         for (name, value), square in zip(self.exact.items(), squares, strict=True):
             port = self.ports[name]
-            dtype = self.dtypes[port.dtype] if port.dtype in ("input", "state") else "fp32"
+            dtype = self.dtypes[port.dtype] if port.dtype in ("input", "state", "parameter") else "fp32"
             step = plain.step if port.dtype == "input" or plain.stored == plain.output else FP16_STEP * (dtype == "fp16")
             ulp = 2.0 ** (1 - BITS[dtype])
             rows.append(Rows(port, value, square, ulp, step))

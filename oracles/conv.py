@@ -1,8 +1,8 @@
 """The causal depthwise convolution with short filters, in float64.
 
-    y_t = act(bias + sum_w weight[:, w] x_{t-W+1+w})      w = 0 ... W - 1; act is silu, or nothing
+    y_t = act(bias + sum_w weight[:, w] x_{t-W+1+w}) + residual_t      w = 0 ... W - 1; act is silu, or nothing
 
-for each channel. The initial state has the W inputs before the sequence's start, oldest first, or zeros. Sequences never mix. The
+for each channel. The residual, if there is one, has the shape of x. The initial state has the W inputs before the sequence's start, oldest first, or zeros. Sequences never mix. The
 final state has the last W columns of the initial state and the inputs together, so it keeps columns of the initial state if a
 sequence is shorter than W.
 
@@ -82,7 +82,8 @@ def with_oldest(columns: Tensor) -> Tensor:
 def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     """Return y [runs, B, T, D] and final_state [runs, N, D, W]; x has the runs of `arithmetic` along axis 0.
 
-    x has x [B, T, D] and weight [D, W]. It may have bias [D], state [N, D, W], cu_seqlens [N + 1] and activation (None or "silu").
+    x has x [B, T, D] and weight [D, W]. It may have bias [D], residual [B, T, D], state [N, D, W], cu_seqlens [N + 1] and
+    activation (None or "silu").
     """
     return _forward(x, arithmetic, x.weight.shape[-1])
 
@@ -119,6 +120,8 @@ def _forward(x: Inputs, arithmetic: Arithmetic, state_width: int) -> dict[str, T
     y = arithmetic.single(y, "sum", width + 1)
     if x.get("activation") == "silu":
         y = rounded_silu(storage.operand(y, "sum stored"), arithmetic, "silu")
+    if (residual := x.get("residual")) is not None:
+        y = arithmetic.single(storage.operand(y, "y stored") + arithmetic.input(residual.flatten(1, 2), "residual"), "y + residual")
     last = (ends.unsqueeze(-1) + torch.arange(-state_width, 0, device=device)).flatten()
     final = line.index_select(1, last).unflatten(1, (len(lengths), state_width)).mT
     return {"y": arithmetic.result(y, "y").unflatten(1, x.x.shape[1:3]), "final_state": final}
@@ -176,6 +179,7 @@ CAUSAL_CONV1D = Operation(
         Port("x", "B T D", scalar_rows=True),
         Port("weight", "D W"),
         Port("bias", "D", optional=True, scalar_rows=True),
+        Port("residual", "B T D", optional=True, scalar_rows=True),
         Port("state", "N D W", optional=True),
     ),
     (Port("y", "B T D", scalar_rows=True), Port("final_state", "N D W")),

@@ -8,7 +8,12 @@ Sources: Yang, Wang, Shen, Panda, Kim 2024, arXiv 2406.06484; Yang, Kautz, Hatam
     o_t = scale S^T q_t                          read
 
 A call may have the decay itself, alpha_t = exp(g_t), in place of g. alpha_t = 0 and g_t = -inf are legal: the state is forgotten.
-`log_of` takes the logarithm for the forms that need G = cumsum(g).
+`log_of` takes the logarithm for the forms that need G = cumsum(g). A call may leave out the decay, which then is 1, and beta, which
+then is 1 too.
+
+The gated rule may have decays of channels beside g: gk_t of the keys' channels, gv_t of the values'. The decay then is
+S <- diag(exp(g_t + gk_t)) S diag(exp(gv_t)). The columns of S never mix, so each column is the state of a rule with one value
+channel and the decay g_t + gk_t + gv_t of that channel. That is how `forward` computes gv.
 
 `definition` computes these lines. `forward` computes all heads of all sequences: with oracles/chunkwise.py in exact arithmetic, and
 with oracles/disturbed.py where the arithmetic rounds. tests/test_oracles.py shows that each equals the definition.
@@ -24,7 +29,7 @@ import torch
 from torch import Tensor
 
 from oracles import chunkwise, disturbed, gates
-from oracles.gates import GDN_GATE, KDA_GATE
+from oracles.gates import GDN_GATE, KDA_GATE, negative_bound
 from oracles.norm import Normalised
 from oracles.operation import (
     Inputs,
@@ -38,7 +43,7 @@ from oracles.operation import (
     one_a_sequence,
     sequences,
 )
-from oracles.rounding import FUNCTION_TERMS, Arithmetic
+from oracles.rounding import FUNCTION_BITS, FUNCTION_TERMS, Arithmetic
 
 Forward = Callable[[Inputs, Arithmetic], dict[str, Tensor]]
 CHUNK = 64
@@ -117,23 +122,33 @@ def repeat_heads(x: Tensor, value_heads: int, axis: int = -2) -> Tensor:
 def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     """Return o [runs, B, T, HV, V] and final_state [runs, N, HV, K, V]; x has the runs of `arithmetic` along axis 0.
 
-    x has q, k [B, T, H, K], v [B, T, HV, V] and beta [B, T, HV]. It may have g or alpha [B, T, HV] or [B, T, HV, K],
-    state [N, HV, K, V], cu_seqlens [N + 1], scale (None means K ** -0.5) and qk_norm (normalise q and k first).
+    x has q, k [B, T, H, K] and v [B, T, HV, V]. It may have beta [B, T, HV] (None means 1), g or alpha [B, T, HV] or
+    [B, T, HV, K], gk [B, T, HV, K], gv [B, T, HV, V], state [N, HV, K, V], cu_seqlens [N + 1], scale (None means K ** -0.5) and
+    qk_norm (normalise q and k first).
     """
     linear = x.get("alpha") is not None
     lengths = sequences(Inputs(cu_seqlens=x.get("cu_seqlens"), v=x.v[0]), "v")
     width, (value_heads, value_width) = x.q.shape[-1], x.v.shape[-2:]
     option = x.get("scale")
     scale = width**-0.5 if option is None else float(option)
-    v, beta = arithmetic.input(x.v.flatten(1, 2), "v"), arithmetic.gradient(x.beta.flatten(1, 2), "dbeta", arithmetic.output)
+    v = arithmetic.input(x.v.flatten(1, 2), "v")
+    beta = v.new_ones(v.shape[:-1]) if x.get("beta") is None else x.beta.flatten(1, 2)
+    beta = arithmetic.gradient(beta, "dbeta", arithmetic.output)
     decay = x.alpha if linear else x.get("g")
     channels = decay is not None and decay.ndim == 5
-    g = x.beta.new_zeros(x.beta.shape) if decay is None else decay
-    g = arithmetic.gradient((g if channels else g.unsqueeze(-1)).flatten(1, 2), "dg output", arithmetic.gate)
-    g = log_of(g, arithmetic) if linear else g.masked_fill(g == -torch.inf, _forgotten(arithmetic))
+    g = v.new_zeros(v.shape[:-1]).unsqueeze(-1) if decay is None else (decay if channels else decay.unsqueeze(-1)).flatten(1, 2)
+    g = arithmetic.gradient(g, "dg output", arithmetic.gate)
+    g = log_of(g, arithmetic) if linear else _finite(g, arithmetic)
+    if x.get("gk") is not None:
+        g, channels = _also(g, x.gk.flatten(1, 2), arithmetic, "gk"), True
     state = x.get("state")
     if state is None:
         state = v.new_zeros(arithmetic.runs, len(lengths), value_heads, width, value_width)
+    if by_columns := x.get("gv") is not None:
+        g = _also(g.unsqueeze(-2), x.gv.flatten(1, 2).unsqueeze(-1), arithmetic, "gv").flatten(2, 3)
+        v, beta = v.flatten(2).unsqueeze(-1), beta.repeat_interleave(value_width, -1)
+        state = state.mT.flatten(2, 3).unsqueeze(-1)
+        value_heads = value_heads * value_width
     keys = {name: x[name].flatten(1, 2) for name in ("q", "k")}
     if arithmetic.algorithm == "exact":
         q, k = (Normalised.apply(tensor, arithmetic, name) if x.get("qk_norm") else tensor for name, tensor in keys.items())
@@ -153,8 +168,22 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
         else:
             chunk = arithmetic.chunk or CHUNK
             o, final = disturbed.chunkwise(*tokens, state, scale, arithmetic, lengths, chunk, channels=channels)
+    if by_columns:
+        o, final = o.squeeze(-1).unflatten(-1, x.v.shape[-2:]), final.squeeze(-1).unflatten(2, x.v.shape[-2:]).mT
     o = arithmetic.result(o, "o").unflatten(1, x.v.shape[1:3])
     return {"o": o, "final_state": arithmetic.single(final, "final state")}
+
+
+def _finite(g: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """Return the log-decays with a number in place of -inf."""
+    return g.masked_fill(g == -torch.inf, _forgotten(arithmetic))
+
+
+def _also(g: Tensor, more: Tensor, arithmetic: Arithmetic, name: str) -> Tensor:
+    """Return g + more, the logarithm of two decays. An implementation may multiply the decays, and rounds each and their product."""
+    more = _finite(arithmetic.gradient(more, f"d{name} output", arithmetic.gate), arithmetic)
+    one = torch.ones_like(g + more)
+    return g + more + (arithmetic.dither(one, f"exp({name})", FUNCTION_BITS) - one)
 
 
 def log_of(alpha: Tensor, arithmetic: Arithmetic) -> Tensor:
@@ -182,12 +211,17 @@ def _decays(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
 
 
 def _operation(
-    name: str, gate: tuple[Port, ...], beta: Port, forward: Forward, rules: tuple[Rule, ...] = (), options: tuple[str, ...] = ()
+    name: str,
+    gate: tuple[Port, ...],
+    beta: tuple[Port, ...],
+    forward: Forward,
+    rules: tuple[Rule, ...] = (),
+    options: tuple[str, ...] = (),
 ) -> Operation:
     return Operation(
         name,
         (
-            *(Port("q", "B T H K"), Port("k", "B T H K"), Port("v", "B T HV V"), *gate, beta),
+            *(Port("q", "B T H K"), Port("k", "B T H K"), Port("v", "B T HV V"), *gate, *beta),
             Port("state", "N HV K V", "fp32", optional=True),
         ),
         (Port("o", "B T HV V"), Port("final_state", "N HV K V", "fp32")),
@@ -200,7 +234,8 @@ def _operation(
     )
 
 
-_BETA = Port("beta", "B T HV", scalar_rows=True)
+_BETA = (Port("beta", "B T HV", scalar_rows=True),)
+_CHANNELS = {"gk": Port("gk", "B T HV K", "gate"), "gv": Port("gv", "B T HV V", "gate")}
 _GATES: dict[str, tuple[Port, ...]] = {
     "delta_rule": (),
     "gated_delta_rule": (Port("g", "B T HV", "gate", scalar_rows=True),),
@@ -214,11 +249,21 @@ DELTA_RULE, GATED_DELTA_RULE, KDA = (_operation(name, gate, _BETA, forward) for 
 
 
 @functools.cache
-def in_kernel(rule: str, *, gate: bool, beta: bool, linear: bool = False) -> Operation:
+def in_kernel(
+    rule: str,
+    *,
+    gate: bool,
+    beta: bool,
+    linear: bool = False,
+    without: tuple[str, ...] = (),
+    channels: tuple[str, ...] = (),
+) -> Operation:
     """Return the rule that computes its gate, its beta, or both inside (oracles/gates.py).
 
     The gate g comes from a, A_log and dt_bias; beta comes from b. With `linear` the rule takes the decay alpha in place of g.
-    ValueError for an unknown rule, for a gate or a decay of the delta rule, which has none, or for a gate and `linear` together.
+    `without` names inputs that the call leaves out, some of "gate" and "beta", and `channels` the decays of channels beside g, some
+    of "gk" and "gv". ValueError for an unknown rule, for a gate or a decay of the delta rule, which has none, for a gate and
+    `linear` together, for an input that is computed and left out, or for decays of channels of another rule than the gated one.
     """
     if rule not in _GATES:
         raise ValueError(f"rule must be one of {', '.join(_GATES)}, got {rule!r}")
@@ -226,9 +271,16 @@ def in_kernel(rule: str, *, gate: bool, beta: bool, linear: bool = False) -> Ope
         raise ValueError(f"gate must be False for {rule}, which has none")
     if linear and (gate or rule not in _LINEAR):
         raise ValueError(f"linear must be False for {rule} with {'its gate in the kernel' if gate else 'no gate'}")
+    if (gate and "gate" in without) or (beta and "beta" in without):
+        raise ValueError(f"without must not name what the kernel computes, got {', '.join(without)}")
+    if channels and (rule != "gated_delta_rule" or linear):
+        raise ValueError(f"channels must be empty for {rule}{' of alpha' * linear}, got {', '.join(channels)}")
     decay, rules = (_LINEAR[rule], (_decays,)) if linear else (_GATES[rule], ())
-    if linear and not beta:
-        return _operation(f"{rule} of alpha", decay, _BETA, forward, rules)
+    decay, given = () if "gate" in without else decay, () if "beta" in without else _BETA
+    more = tuple(_CHANNELS[name] for name in channels)
+    named = f"{rule}{' of alpha' * linear}{''.join(f' without {name}' for name in without)}{''.join(f' and {name}' for name in channels)}"
+    if not (gate or beta) and named != rule:
+        return _operation(named, (*decay, *more), given, forward, rules)
     if not (gate or beta):
         return {operation.name: operation for operation in (DELTA_RULE, GATED_DELTA_RULE, KDA)}[rule]
     ports = {port.name: port for port in (KDA_GATE if rule == "kda" else GDN_GATE).inputs}
@@ -239,10 +291,10 @@ def in_kernel(rule: str, *, gate: bool, beta: bool, linear: bool = False) -> Ope
         return forward(Inputs(**{**x, **results}), arithmetic)
 
     return _operation(
-        f"{rule}{' of alpha' * linear} with {' and '.join(['its gate'] * gate + ['beta'] * beta)} in the kernel",
-        (ports["a"], ports["A_log"], ports["dt_bias"]) if gate else decay,
-        ports["b"] if beta else _BETA,
+        f"{named} with {' and '.join(['its gate'] * gate + ['beta'] * beta)} in the kernel",
+        (*((ports["a"], ports["A_log"], ports["dt_bias"]) if gate else decay), *more),
+        (ports["b"],) if beta else given,
         inside,
-        (*rules, *(flag("allow_neg_eigval"),) * beta),
-        ("allow_neg_eigval",) * beta,
+        (*rules, *(flag("allow_neg_eigval"),) * beta, *(negative_bound,) * gate),
+        ("allow_neg_eigval",) * beta + ("lower_bound",) * (gate and rule == "kda"),
     )

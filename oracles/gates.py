@@ -1,6 +1,7 @@
 """The gates of the gated delta rule and of KDA, and functions shared with the convolution and the norm.
 
     g    = -exp(A_log) softplus(a + dt_bias)      log decay, at most 0
+    g    = m sigmoid(exp(A_log) (a + dt_bias))    the same with a lower bound m < 0
     beta = sigmoid(b)                             times 2 with allow_neg_eigval: eigenvalues of the state's map down to -1
 
 Sources: Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464; Kimi Team 2025, arXiv 2510.26692; allow_neg_eigval: Grazzi et al. 2024,
@@ -8,6 +9,7 @@ arXiv 2411.12537. In `gdn_gate`, a, g and dt_bias have one number for each head;
 A_log and b have one number for each head in both.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -71,18 +73,21 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
 
 
 def log_decay(x: Inputs, arithmetic: Arithmetic) -> Tensor:
-    """Return g, shaped as x.a, from x.a, x.A_log and perhaps x.dt_bias.
+    """Return g, shaped as x.a, from x.a, x.A_log and perhaps x.dt_bias and x.lower_bound.
 
     If x has `calls`, A_log and dt_bias have one row for each call (see `of_calls`).
     """
     a, channels, calls = arithmetic.input(x.a, "a"), x.a.ndim == 5, x.get("calls")
     if (dt_bias := x.get("dt_bias")) is not None:
-        dt_bias = arithmetic.gradient(dt_bias, "ddt_bias", SINGLE)
+        dt_bias = arithmetic.gradient(dt_bias, "ddt_bias", arithmetic.parameter)
         a = a + of_calls(dt_bias, a, calls, arithmetic, "dt_bias")
     a = arithmetic.single(a, "a + dt_bias")
-    A_log = arithmetic.single(arithmetic.gradient(x.A_log, "dA_log", SINGLE), "A_log")
+    A_log = arithmetic.single(arithmetic.gradient(x.A_log, "dA_log", arithmetic.parameter), "A_log")
     speed = arithmetic.single(A_log.exp(), "exp(A_log)", FUNCTION_TERMS)
     speed = of_calls(speed.unsqueeze(-1) if channels else speed, a, calls, arithmetic, "d exp(A_log)")
+    if (lower_bound := x.get("lower_bound")) is not None:
+        steep = arithmetic.single(speed * a, "exp(A_log) (a + dt_bias)")
+        return arithmetic.single(lower_bound * rounded_sigmoid(steep, arithmetic, "bounded gate", SINGLE), "g")
     soft = softplus(a)
     # Released kernels compute log(1 + exp(a)) in float32, which errs by at least 2^-24 however small the logarithm is.
     above = 1.0 + soft.detach()
@@ -143,6 +148,13 @@ class _Sigmoid(torch.autograd.Function):
         return cotangents[0] * arithmetic.dither(slope, f"{place} slope", FUNCTION_BITS), None, None, None
 
 
+def negative_bound(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
+    """Rule: the lower bound of a log-decay is None or a finite number below 0."""
+    bound = inputs.get("lower_bound")
+    if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or not -math.inf < bound < 0):
+        raise ValueError(f"lower_bound must be None or a finite number below 0, got {bound!r}")
+
+
 def _operation(name: str, channels: str) -> Operation:
     scalar = not channels
     return Operation(
@@ -150,13 +162,13 @@ def _operation(name: str, channels: str) -> Operation:
         (
             Port("a", f"B T HV{channels}", scalar_rows=scalar),
             Port("b", "B T HV", scalar_rows=True),
-            Port("A_log", "HV", "fp32", scalar_rows=True),
-            Port("dt_bias", f"HV{channels}", "fp32", optional=True, scalar_rows=scalar),
+            Port("A_log", "HV", "parameter", scalar_rows=True),
+            Port("dt_bias", f"HV{channels}", "parameter", optional=True, scalar_rows=scalar),
         ),
         (Port("g", f"B T HV{channels}", "fp32", scalar_rows=scalar), Port("beta", "B T HV", scalar_rows=True)),
         forward,
-        (at_least_one("HV", *channels.split()), flag("allow_neg_eigval")),
-        ("allow_neg_eigval", "calls"),
+        (at_least_one("HV", *channels.split()), flag("allow_neg_eigval"), negative_bound),
+        ("allow_neg_eigval", "lower_bound", "calls"),
         parallel=("HV",),
     )
 

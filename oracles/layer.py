@@ -55,7 +55,7 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
 
     C is the number of channels of q, k and v together. x has layer (a Layer), hidden [B, T, D], in_proj [E, D], conv [C, W], A_log,
     dt_bias [HV], norm [V] and out_proj [D, HV V]. It may have conv_bias [C], state [N, HV, K, V], conv_state [N, C, W],
-    cu_seqlens [N + 1], eps and allow_neg_eigval.
+    cu_seqlens [N + 1], eps, allow_neg_eigval and gating ("silu" or "sigmoid", the function of the norm's gate).
 
     Tensors that go from one operation to the next are stored in the inputs' dtype; log-decays and states are stored in float32.
     """
@@ -92,8 +92,9 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
         ),
         arithmetic,
     )
+    gating = x.get("gating", "silu")
     normed = norm.forward_gated_rms_norm(
-        Inputs(x=ruled["o"], z=z.unflatten(-1, (layer.value_heads, -1)), weight=x.norm, eps=x.get("eps")), arithmetic
+        Inputs(x=ruled["o"], z=z.unflatten(-1, (layer.value_heads, -1)), weight=x.norm, eps=x.get("eps"), gating=gating), arithmetic
     )
     out_proj = arithmetic.input(x.out_proj, "out_proj")
     y = arithmetic.result(_projected(normed["y"].flatten(-2), out_proj, stored, "out_proj o"), "y")
@@ -135,8 +136,8 @@ GDN_LAYER = Operation(
         Port("in_proj", "E D"),
         Port("conv", "C W"),
         Port("conv_bias", "C", optional=True, scalar_rows=True),
-        Port("A_log", "HV", "fp32", scalar_rows=True),
-        Port("dt_bias", "HV", "fp32", scalar_rows=True),
+        Port("A_log", "HV", "parameter", scalar_rows=True),
+        Port("dt_bias", "HV", "parameter", scalar_rows=True),
         Port("norm", "V", scalar_rows=True),
         Port("out_proj", "D P"),
         Port("state", "N HV K V", "fp32", optional=True),
@@ -150,6 +151,7 @@ GDN_LAYER = Operation(
         one_a_sequence("conv_state"),
         flag("allow_neg_eigval"),
         norm.positive_eps,
+        norm.known_gating,
     ),
-    ("layer", "allow_neg_eigval", "eps", "output_final_state", "pads"),
+    ("layer", "allow_neg_eigval", "eps", "gating", "output_final_state", "pads"),
 )

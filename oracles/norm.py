@@ -3,7 +3,8 @@
     y = x / sqrt(sum(x^2) + eps)                                    l2norm
     y = weight x / sqrt(mean(x^2) + eps) silu(z)                    gated_rms_norm: norm before gate
 
-Both work over the last axis, in each head separately; silu(z) = z sigmoid(z). eps must be above 0, because a row of zeros would
+Both work over the last axis, in each head separately; silu(z) = z sigmoid(z). The gated norm may have sigmoid(z) as its gate, and a
+residual that is added to x first; the sum x + residual may be returned too. eps must be above 0, because a row of zeros would
 otherwise be 0 / 0.
 """
 
@@ -13,11 +14,12 @@ import math
 import torch
 from torch import Tensor
 
-from oracles.gates import rounded_silu, shared, sigmoid
+from oracles.gates import rounded_sigmoid, rounded_silu, shared, sigmoid
 from oracles.operation import Inputs, Operation, Port, at_least_one
 from oracles.rounding import SINGLE, Arithmetic, summed
 
 EPS = 1e-6
+GATINGS = ("silu", "sigmoid")
 RSTD_BITS = SINGLE - 1  # more than one rounding: a sum, a root and a division, or two products
 
 
@@ -81,21 +83,38 @@ def forward_l2norm(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
 
 
 def forward_gated_rms_norm(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
-    """Return y [runs, B, T, HV, V], shaped as x.x and x.z; x has the runs of `arithmetic` along axis 0.
+    """Return the y of `forward_gated_rms_norm_of_sum`."""
+    return {"y": forward_gated_rms_norm_of_sum(x, arithmetic)["y"]}
+
+
+def forward_gated_rms_norm_of_sum(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
+    """Return y and sum [runs, B, T, HV, V], shaped as x.x and x.z; x has the runs of `arithmetic` along axis 0.
+
+    x may have weight [V], residual [B, T, HV, V] and gating ("silu" or "sigmoid").
 
     An implementation may keep float32 throughout (flash-linear-attention), or store the normalised x and its product with the
     weight in the inputs' dtype (transformers). The same holds in the backward, where the terms of the weight's gradient may be
     stored too.
     """
     single, storage = (dataclasses.replace(arithmetic, stored=bits) for bits in (SINGLE, arithmetic.output))
-    y = Normalised.apply(arithmetic.input(x.x, "x"), single, "normalised", _eps(x), x.x.shape[-1])
+    total = arithmetic.input(x.x, "x")
+    if (residual := x.get("residual")) is not None:
+        total = storage.operand(arithmetic.single(total + arithmetic.input(residual, "residual"), "x + residual"), "sum stored")
+    y = Normalised.apply(total, single, "normalised", _eps(x), x.x.shape[-1])
     y = storage.operand(y, "normalised, stored")
     if (weight := x.get("weight")) is not None:
         weight = arithmetic.input(weight, "weight")[:, None, None, None]
         weights = shared(weight, y.shape, arithmetic, "dweight", arithmetic.output)
         y = storage.operand(arithmetic.single(weights * y, "weighed"), "weighed, stored")
-    gate = rounded_silu(arithmetic.input(x.z, "z"), arithmetic, "silu")
-    return {"y": arithmetic.result(y * gate, "y")}
+    z, gating = arithmetic.input(x.z, "z"), x.get("gating", "silu")
+    gate = rounded_silu(z, arithmetic, "silu") if gating == "silu" else rounded_sigmoid(z, arithmetic, "sigmoid", SINGLE)
+    return {"y": arithmetic.result(y * gate, "y"), "sum": arithmetic.result(total, "sum")}
+
+
+def known_gating(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
+    """Rule: the function of the gate is one of GATINGS; absent means silu."""
+    if (gating := inputs.get("gating", "silu")) not in GATINGS:
+        raise ValueError(f"gating must be one of {', '.join(GATINGS)}, got {gating!r}")
 
 
 def _eps(x: Inputs) -> float:
@@ -124,9 +143,15 @@ L2NORM = Operation(
 )
 GATED_RMS_NORM = Operation(
     "gated_rms_norm",
-    (Port("x", "B T HV V"), Port("z", "B T HV V"), Port("weight", "V", optional=True, scalar_rows=True)),
+    (
+        *(Port("x", "B T HV V"), Port("z", "B T HV V"), Port("weight", "V", optional=True, scalar_rows=True)),
+        Port("residual", "B T HV V", optional=True),
+    ),
     (Port("y", "B T HV V"),),
     forward_gated_rms_norm,
-    (at_least_one("HV", "V"), positive_eps),
-    ("eps",),
+    (at_least_one("HV", "V"), positive_eps, known_gating),
+    ("eps", "gating", "returns_sum"),
+)
+GATED_RMS_NORM_OF_SUM = dataclasses.replace(
+    GATED_RMS_NORM, outputs=(*GATED_RMS_NORM.outputs, Port("sum", "B T HV V")), forward=forward_gated_rms_norm_of_sum
 )

@@ -29,6 +29,7 @@ from properties.laws import (
     visible,
     with_others,
 )
+from properties.options import text_of_values, values_of
 from properties.strategies import Example
 
 
@@ -36,6 +37,22 @@ def oracle(bench: Bench, example: Example) -> Iterator[Pair]:
     """One run, judged by its bounds."""
     inputs, cotangents = bench.call(example.case)
     yield from pairs_of(bench.run(inputs, cotangents), bench.bounds(inputs, cotangents))
+
+
+def without_options(bench: Bench, example: Example) -> Iterator[Pair]:
+    """The call of a case with options, and the same call without each of them.
+
+    An option in `exact_options` of the domain changes no bit if runs are deterministic.
+    """
+    inputs, cotangents = bench.call(example.case)
+    bounds, once = bench.bounds(inputs, cotangents), bench.run(inputs, cotangents)
+    yield from pairs_of(once, bounds)
+    values = values_of(example.case.options)
+    for option in values:
+        rest = text_of_values({name: value for name, value in values.items() if name != option})
+        exact = option in bench.domain.exact_options and bench.domain.deterministic
+        for name, got in bench.run(inputs, cotangents, options=rest).items():
+            yield f"{name} without {option}:{values[option]}", got, once[name] if exact else bounds[name]
 
 
 def packed(bench: Bench, example: Example) -> Iterator[Pair]:

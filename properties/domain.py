@@ -4,8 +4,21 @@ import dataclasses
 from typing import Any
 
 from oracles.operations import RULES
-from properties.cases.rule_case import DECAYS, GATES, GIVEN_GATES, IN_KERNEL, MAX_TOKENS, SCALES, Case
+from properties.cases.rule_case import (
+    CHANNEL_DECAYS,
+    DECAYS,
+    GATES,
+    GIVEN_GATES,
+    IN_KERNEL,
+    LEFT_OUT,
+    LOWER_BOUNDS,
+    MAX_TOKENS,
+    PARAMETER_DTYPES,
+    SCALES,
+    Case,
+)
 from properties.names import known_fields
+from properties.options import Options, check_options, frozen_options, outside_options
 
 VIEWS = ("sliced", "transposed", "offset", "expanded", "strided")
 STRENGTHS = ("1000", "64", "10", "tenth", "saturated")  # gate regimes, the weakest decay first; "forever" has none
@@ -25,6 +38,12 @@ class Domain:
     ("log"), the decay alpha itself ("linear"), or either, where it does not compute the gate. `infinite_gates` says whether a
     log-decay may be -inf, which forgets the state. `scales` names the scales that it takes: none ("default", which means
     K ** -0.5), 1 ("one") and 0.5 ("half"). `strongest_decay` is the strongest of the gate regimes that it takes (STRENGTHS).
+
+    `left_out` names what of gate and beta a call may leave out: without a gate nothing decays, and without beta it is 1.
+    `channel_decays` names the decays of single channels that it takes beside the gate: gk of the keys' ("keys"), gv of the values'
+    ("values"), or "both". `lower_bounds` are the lower bounds that a gate of KDA in the kernel may have, and `parameter_dtypes` the
+    dtypes of its A_log and dt_bias. `options` are further options of the implementation, with their values, and `exact_options`
+    those of them that change no bit (properties/options.py).
 
     Three fields are no promises, and a check sets them. `reach` is how many times more tokens are drawn than where kernels are
     interpreted, with wider heads too. `long` is the most tokens of long cases (0 for none), and `chunk` is the chunk whose
@@ -60,6 +79,12 @@ class Domain:
     infinite_gates: bool = False
     scales: tuple[str, ...] = ("default", "one", "half")
     strongest_decay: str = "saturated"
+    left_out: tuple[str, ...] = ("none",)
+    channel_decays: tuple[str, ...] = ("none",)
+    lower_bounds: tuple[str, ...] = ("none",)
+    parameter_dtypes: tuple[str, ...] = ("fp32",)
+    options: Options = ()
+    exact_options: tuple[str, ...] = ()
     reach: int = 1
     long: int = 0
     chunk: int = 64
@@ -73,6 +98,10 @@ class Domain:
             ("in_kernel", IN_KERNEL),
             ("decays", DECAYS),
             ("scales", tuple(SCALES)),
+            ("left_out", LEFT_OUT),
+            ("channel_decays", CHANNEL_DECAYS),
+            ("lower_bounds", tuple(LOWER_BOUNDS)),
+            ("parameter_dtypes", PARAMETER_DTYPES),
         )
         for name, choices in tuples:
             values = getattr(self, name)
@@ -90,6 +119,18 @@ class Domain:
             raise ValueError(f"in_kernel must be none or beta for delta_rule, which has no gate, got {', '.join(self.in_kernel)}")
         if self.operation == "delta_rule" and self.decays != ("log",):
             raise ValueError(f"decays must be log for delta_rule, which has no gate, got {', '.join(self.decays)}")
+        if self.operation == "delta_rule" and not {*self.left_out} <= {"none", "beta"}:
+            raise ValueError(f"left_out must be none or beta for delta_rule, which has no gate, got {', '.join(self.left_out)}")
+        if self.left_out != ("none",) and ("none" not in self.in_kernel or "log" not in self.decays):
+            raise ValueError(
+                f"left_out must be none without none in in_kernel and log in decays, got {', '.join(self.left_out)} with "
+                f"in_kernel {', '.join(self.in_kernel)} and decays {', '.join(self.decays)}"
+            )
+        if self.operation != "gated_delta_rule" and self.channel_decays != ("none",):
+            raise ValueError(f"channel_decays must be none for {self.operation}, got {', '.join(self.channel_decays)}")
+        if self.operation != "kda" and self.lower_bounds != ("none",):
+            raise ValueError(f"lower_bounds must be none for {self.operation}, got {', '.join(self.lower_bounds)}")
+        check_options(self.options, self.exact_options)
         if not self.scale and "default" not in self.scales:
             raise ValueError(f"scales must contain default with scale=False, got {', '.join(self.scales)}")
         if self.strongest_decay not in STRENGTHS:
@@ -150,8 +191,21 @@ class Domain:
             (self.negative_eigenvalues or case.beta != "two", "beta=two: beta over 1 is not supported"),
             (self.infinite_gates or case.gate != "closed", "gate=closed: a log-decay of -inf is not supported"),
             (self.backward or not case.backward, "backward=yes is not supported"),
+            (case.left_out in self.left_out, f"left_out={case.left_out} is not among {', '.join(self.left_out)}"),
+            (
+                case.channel_decays in self.channel_decays,
+                f"channel_decays={case.channel_decays} is not among {', '.join(self.channel_decays)}",
+            ),
+            (
+                not (self.operation == "kda" and case.gate_inside) or case.lower_bound in self.lower_bounds,
+                f"lower_bound={case.lower_bound} is not among {', '.join(self.lower_bounds)}",
+            ),
+            (
+                not case.gate_inside or case.parameter_dtype in self.parameter_dtypes,
+                f"parameter_dtype={case.parameter_dtype} is not among {', '.join(self.parameter_dtypes)}",
+            ),
         )
-        return next((reason for inside, reason in checks if not inside), None)
+        return next((reason for inside, reason in checks if not inside), None) or outside_options(self.options, case.options)
 
     def _widths(self, span: tuple[int, int]) -> str:
         return f"{span[0]}..{span[1]}" + (f" in steps of {self.width_step}" if self.width_step > 1 else "")
@@ -164,7 +218,7 @@ class Domain:
     def from_json(cls, data: dict[str, Any]) -> "Domain":
         """Return the domain from the data of `to_json`."""
         fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-        return cls(**fields)
+        return cls(**{**fields, "options": frozen_options(data.get("options", ()))})
 
 
 def check_sizes(long: int, chunk: int = 64) -> None:

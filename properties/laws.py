@@ -52,11 +52,13 @@ class Bench(Protocol):
         poison: float = float("nan"),
         frozen: Collection[str] = (),
         same_objects: bool = False,
+        options: str | None = None,
     ) -> Results:
         """Return the outputs and, with cotangents, the gradients; uninitialised memory holds `poison`.
 
         `counterpart` runs the recurrent form of the implementation. Inputs named in `frozen` require no gradient. With
-        `same_objects` the implementation gets the tensors themselves, else new views of them.
+        `same_objects` the implementation gets the tensors themselves, else new views of them. `options` are options of the
+        implementation in place of the case's (properties/options.py).
         """
 
     def replay(self, first: Inputs, second: Inputs, cotangents: Cotangents = None) -> Results:

@@ -6,10 +6,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from oracles.norm import GATINGS
 from properties.cases.layer_case import EPS, VALUES, LayerCase
 from properties.cases.path_case import GATES
+from properties.cases.rule_case import PARAMETER_DTYPES
 from properties.domain import check_sizes
 from properties.names import known_fields
+from properties.options import Options, check_options, draw_options, frozen_options, outside_options
 from properties.sizes import FEW_HEADS, kind_of, large_lengths
 from properties.strategies import HEADS, lengths
 
@@ -23,7 +26,8 @@ class LayerDomain:
     sequences without tokens are supported, and `nothing` whether calls without any token are. `caches` says whether states go in
     and come out, and `state_gradients` whether gradients flow through them. `attention_mask` says whether a mask can exclude
     padding at the start of a batch's rows. `views` says whether hidden states may be non-contiguous, and `deterministic` whether a
-    second call gives the same bits. A check sets `long`, the most tokens of its long cases (0 for none), and `chunk`, the chunk
+    second call gives the same bits. `gatings` are the functions of the norm's gate, and `parameter_dtypes` the dtypes of A_log and
+    dt_bias: float32, or that of the hidden states. `options` and `exact_options` mean the same as in Domain. A check sets `long`, the most tokens of its long cases (0 for none), and `chunk`, the chunk
     whose multiples these exceed.
 
     ValueError for a field outside its choices, and unless `packed` or `batched` is True.
@@ -51,6 +55,10 @@ class LayerDomain:
     backward: bool = True
     refills: bool = True
     threads: bool = True
+    gatings: tuple[str, ...] = ("silu",)
+    parameter_dtypes: tuple[str, ...] = ("fp32",)
+    options: Options = ()
+    exact_options: tuple[str, ...] = ()
     long: int = 0
     chunk: int = 64
 
@@ -58,7 +66,11 @@ class LayerDomain:
         if self.operation != "gdn_layer":
             raise ValueError(f"operation must be gdn_layer, got {self.operation!r}")
         tuples: tuple[tuple[str, tuple[str, ...]], ...]
-        tuples = (("dtypes", ("fp32", "bf16", "fp16")), ("eps", EPS), ("offsets", ("int64", "int32")))
+        tuples = (
+            *(("dtypes", ("fp32", "bf16", "fp16")), ("eps", EPS), ("offsets", ("int64", "int32"))),
+            *(("gatings", GATINGS), ("parameter_dtypes", PARAMETER_DTYPES)),
+        )
+        check_options(self.options, self.exact_options)
         for name, choices in tuples:
             values = getattr(self, name)
             if not isinstance(values, tuple) or not values or not set(values) <= set(choices):
@@ -92,8 +104,13 @@ class LayerDomain:
             (self.caches or not case.cached, "cached=yes is not supported"),
             (self.state_gradients or not (case.cached and case.backward), "backward=yes with cached=yes is not supported"),
             (self.backward or not case.backward, "backward=yes is not supported"),
+            (case.gating in self.gatings, f"gating={case.gating} is not among {', '.join(self.gatings)}"),
+            (
+                case.parameter_dtype in self.parameter_dtypes,
+                f"parameter_dtype={case.parameter_dtype} is not among {', '.join(self.parameter_dtypes)}",
+            ),
         )
-        return next((reason for inside, reason in checks if not inside), None)
+        return next((reason for inside, reason in checks if not inside), None) or outside_options(self.options, case.options)
 
     def to_json(self) -> dict[str, Any]:
         """Return the domain as plain data."""
@@ -103,7 +120,7 @@ class LayerDomain:
     def from_json(cls, data: dict[str, Any]) -> "LayerDomain":
         """Return the domain from the data of `to_json`."""
         fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-        return cls(**fields)
+        return cls(**{**fields, "options": frozen_options(data.get("options", ()))})
 
 
 @st.composite
@@ -141,7 +158,7 @@ def layer_cases(
     key_dim = field("key_dim", domain.widths)
     same = domain.equal_widths or chance.random() < 1 / 3  # with equal widths a transposed state raises no shape error
     cached = domain.caches and field("cached", (False, False, True))
-    return LayerCase(
+    case = LayerCase(
         sizes,
         packed=packed,
         heads=heads,
@@ -162,3 +179,6 @@ def layer_cases(
         backward=domain.backward and (not cached or domain.state_gradients) and field("backward", (True,)),
         seed=chance.randrange(2**16),
     )
+    rare = {"gating": domain.gatings, "parameter_dtype": domain.parameter_dtypes}  # drawn last, as other words came before them
+    words = {name: field(name, values) for name, values in rare.items() if values != (getattr(case, name),)}
+    return dataclasses.replace(case, **words, options=draw_options(chance, domain.options))

@@ -7,9 +7,21 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from properties.cases.module_case import ACTIVATIONS, EPS, MODULES, STATE_COLUMNS, VALUES, ModuleCase, words_of
+from oracles.norm import GATINGS
+from properties.cases.module_case import (
+    ACTIVATIONS,
+    EPS,
+    MODULES,
+    RESIDUALS,
+    STATE_COLUMNS,
+    VALUES,
+    ModuleCase,
+    words_of,
+)
+from properties.cases.rule_case import LOWER_BOUNDS, PARAMETER_DTYPES
 from properties.domain import check_sizes
 from properties.names import known_fields
+from properties.options import Options, check_options, draw_options, frozen_options, outside_options
 from properties.sizes import kind_of, large_lengths
 from properties.strategies import lengths
 
@@ -29,8 +41,9 @@ class ModuleDomain:
     gate, `eps` which of a case's values it can be given, and `final_state` whether it returns a final state. `state_columns` says
     how many columns a convolution's states have: "W", or "W-1" without the oldest, which no output reads. `longest` limits the
     drawn lengths, for implementations that are slow on long sequences. `views`, `deterministic` and `position_independent` mean the
-    same as in Domain; here the positions are tokens, heads, channels and sequences. A check sets `long`, the most tokens of its
-    long cases (0 for none).
+    same as in Domain; here the positions are tokens, heads, channels and sequences. `residuals` says whether it adds a residual, and
+    whether a norm can return the sum too; `gatings` are the functions of a norm's gate. `lower_bounds`, `parameter_dtypes`,
+    `options` and `exact_options` mean the same as in Domain. A check sets `long`, the most tokens of its long cases (0 for none).
 
     ValueError for a field outside its choices or range, and unless `packed` or `batched` is True.
     """
@@ -60,15 +73,28 @@ class ModuleDomain:
     backward: bool = True
     refills: bool = True
     threads: bool = True
+    residuals: tuple[str, ...] = ("none",)
+    gatings: tuple[str, ...] = ("silu",)
+    lower_bounds: tuple[str, ...] = ("none",)
+    parameter_dtypes: tuple[str, ...] = ("fp32",)
+    options: Options = ()
+    exact_options: tuple[str, ...] = ()
     long: int = 0
 
     def __post_init__(self) -> None:
         if self.operation not in MODULES:
             raise ValueError(f"operation must be one of {', '.join(MODULES)}, got {self.operation!r}")
-        for name, choices in (("dtypes", ("fp32", "bf16", "fp16")), ("activations", ACTIVATIONS), ("eps", tuple(EPS))):
+        tuples: tuple[tuple[str, tuple[str, ...]], ...] = (
+            *(("dtypes", ("fp32", "bf16", "fp16")), ("activations", ACTIVATIONS), ("eps", tuple(EPS)), ("residuals", RESIDUALS)),
+            *(("gatings", GATINGS), ("lower_bounds", tuple(LOWER_BOUNDS)), ("parameter_dtypes", PARAMETER_DTYPES)),
+        )
+        for name, choices in tuples:
             values = getattr(self, name)
             if not isinstance(values, tuple) or not values or not set(values) <= set(choices):
                 raise ValueError(f"{name} must be a tuple of some of {', '.join(choices)}, got {values!r}")
+        if "returned" in self.residuals and self.operation != "gated_rms_norm":
+            raise ValueError(f"residuals must be none or added for {self.operation}, got {', '.join(self.residuals)}")
+        check_options(self.options, self.exact_options)
         if self.state_columns not in STATE_COLUMNS:
             raise ValueError(f"state_columns must be one of {', '.join(STATE_COLUMNS)}, got {self.state_columns!r}")
         if not isinstance(self.width_step, int) or self.width_step < 1:
@@ -125,8 +151,22 @@ class ModuleDomain:
                 "final_state=yes: a final state is not returned",
             ),
             (self.backward or not case.backward, "backward=yes is not supported"),
+            *(
+                (name not in words or getattr(case, name) in values, f"{name}={getattr(case, name)} is not among {', '.join(values)}")
+                for name, values in self.rare_words.items()
+            ),
         )
-        return next((reason for inside, reason in checks if not inside), None)
+        return next((reason for inside, reason in checks if not inside), None) or outside_options(self.options, case.options)
+
+    @property
+    def rare_words(self) -> dict[str, tuple[str, ...]]:
+        """The words of cases that few implementations leave open, with their values, the usual one first."""
+        return {
+            "residual": self.residuals,
+            "gating": self.gatings,
+            "lower_bound": self.lower_bounds,
+            "parameter_dtype": self.parameter_dtypes,
+        }
 
     def to_json(self) -> dict[str, Any]:
         """Return the domain as plain data."""
@@ -136,7 +176,7 @@ class ModuleDomain:
     def from_json(cls, data: dict[str, Any]) -> "ModuleDomain":
         """Return the domain from the data of `to_json`."""
         fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-        return cls(**fields)
+        return cls(**{**fields, "options": frozen_options(data.get("options", ()))})
 
 
 @st.composite
@@ -193,7 +233,7 @@ def module_cases(
             sizes = _near(chance, domain, sizes, values["conv_width"], longest, packed=packed)
     dtype = field("dtype", domain.dtypes)
     regime = field("values", tuple(choice for choice in VALUES if choice != "whole"))
-    return ModuleCase(
+    case = ModuleCase(
         sizes,
         domain.operation,
         packed=packed,
@@ -204,6 +244,12 @@ def module_cases(
         seed=chance.randrange(2**16),
         **values,
     )
+    rare = {  # drawn last, so that other words do not depend on them
+        name: field(name, choices)
+        for name, choices in domain.rare_words.items()
+        if name in words and (len(choices) > 1 or choices[0] != getattr(case, name))
+    }
+    return dataclasses.replace(case, **rare, options=draw_options(chance, domain.options))
 
 
 def _lengths(

@@ -28,6 +28,9 @@ CALM = ("ordinary", "repeated")  # regimes without numbers near underflow
 
 def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
     case, what = example.case, example.variant or ""
+    if what == "options":
+        yield from common_laws.without_options(bench, example)
+        return
     inputs, cotangents = bench.call(case)
     if what == "final_state":
         assert cotangents is None or "final_state" in cotangents, case
@@ -43,7 +46,8 @@ def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
         "bias": lambda: torch.zeros(case.width, dtype=inputs.x.dtype),
         "weight": lambda: torch.ones(case.width, dtype=inputs.x.dtype),
         "state": lambda: torch.zeros(len(case.lengths), case.width, case.columns, dtype=inputs.x.dtype),
-        "dt_bias": lambda: torch.zeros(inputs.a.shape[2:]),
+        "dt_bias": lambda: torch.zeros(inputs.a.shape[2:], dtype=inputs.A_log.dtype),
+        "residual": lambda: torch.zeros_like(inputs.x),
         "eps": lambda: norm.EPS,
         "offsets": lambda: torch.tensor([0, case.tokens]),
     }[what]()
@@ -64,8 +68,8 @@ def _linear(bench: Bench, example: Example) -> Iterator[Pair]:
             if name.startswith("d"):
                 yield f"{name} with cotangents times {factor}", got, factor * once[name]
         return
-    changed = {"inputs": ("x", "state", "bias"), "weight": ("weight", "bias")}[example.variant or ""]
-    same = {"inputs": ("dx", "dh0", "dbias"), "weight": ("final_state", "dweight", "dbias")}[example.variant or ""]
+    changed = {"inputs": ("x", "state", "bias", "residual"), "weight": ("weight", "bias")}[example.variant or ""]
+    same = {"inputs": ("dx", "dh0", "dbias", "dresidual"), "weight": ("final_state", "dweight", "dbias")}[example.variant or ""]
     if cotangents is not None and "final_state" in cotangents:  # gradients from the final state do not depend on the weight
         cotangents = {**cotangents, "final_state": torch.zeros_like(cotangents["final_state"])}
     once = bench.run(inputs, cotangents)
@@ -234,21 +238,28 @@ def _absent_variants(domain: ModuleDomain) -> dict[str, dict[str, Any]]:
         "dt_bias": ("dt_bias" in words and domain.without_dt_bias, {"dt_bias": False}),
         "eps": ("eps" in words and {"default", "1e-6"} <= {*domain.eps}, {"eps": "default"}),
         "offsets": ("packed" in words and domain.packed and domain.batched, {"packed": False, "sequences": (1, 1)}),
+        "residual": ("residual" in words and {"none", "added"} <= {*domain.residuals}, {"residual": "none"}),
+        "options": (bool(domain.options), {}),
     }
     return {name: fields for name, (may, fields) in can.items() if may}
 
 
 def _absent_examples(domain: ModuleDomain) -> st.SearchStrategy[Example]:
-    return either([examples_of(_small(domain, **fields), None, (name,)) for name, fields in _absent_variants(domain).items()])
+    drawn = {name: _small(domain, **fields) for name, fields in _absent_variants(domain).items()}
+    if "options" in drawn:
+        drawn["options"] = drawn["options"].filter(lambda case: case.options != "none")
+    return either([examples_of(strategy, None, (name,)) for name, strategy in drawn.items()])
 
 
 def _absent_lacks(case: ModuleCase, variant: str | None) -> str | None:
+    if variant == "options":
+        return None if case.options != "none" else "options=..."
     word = {"offsets": "packed"}.get(variant or "", variant or "")
     if word not in words_of(case.operation):
         return f"an operation that has {word}"
     if variant == "offsets":
         return common_laws.one_batch_row(case, variant)
-    wanted = {"final_state": "yes", "state": "none", "eps": "default"}.get(word, "no")
+    wanted = {"final_state": "yes", "state": "none", "eps": "default", "residual": "none"}.get(word, "no")
     return common_laws.has_words(**{word: wanted})(case, variant)
 
 
@@ -257,6 +268,8 @@ def _linear_lacks(case: ModuleCase, variant: str | None) -> str | None:
         return f"numbers away from underflow (no fp16, values={'|'.join(CALM)})"
     if variant in ("cotangents", "zero_cotangents"):
         return None if case.backward else "backward=yes"
+    if variant == "weight" and case.residual != "none":
+        return "residual=none"
     if case.operation in CONV:
         return None if case.activation == "none" else "activation=none"
     if variant == "weight" and case.operation == "gated_rms_norm":
@@ -271,9 +284,11 @@ def _linear_examples(domain: ModuleDomain) -> st.SearchStrategy[Example]:
     if domain.backward:
         choices.append(examples_of(_small(domain, **small), None, ("cotangents", "zero_cotangents")))
     if domain.operation in CONV and "none" in domain.activations:
-        choices.append(examples_of(_small(domain, activation="none", **small), None, ("inputs", "weight")))
+        choices.append(examples_of(_small(domain, activation="none", **small), None, ("inputs",)))
+        if "none" in domain.residuals:
+            choices.append(examples_of(_small(domain, activation="none", residual="none", **small), None, ("weight",)))
     if domain.operation == "gated_rms_norm":
-        choices.append(examples_of(_small(domain, weight=True, **small), None, ("weight",)))
+        choices.append(examples_of(_small(domain, weight=True, residual="none", **small), None, ("weight",)))
     return either(choices)
 
 
@@ -287,6 +302,8 @@ def _linear_needs(domain: ModuleDomain) -> str | None:
 
 def _scaled_lacks(case: ModuleCase, _: str | None) -> str | None:
     rounds = case.dtype == "fp16" or case.values == "large"
+    if case.residual != "none":
+        return "residual=none"
     return "numbers away from underflow (no fp16, no values=large)" if rounds else None
 
 
@@ -406,7 +423,7 @@ MODULE_LAWS: dict[str, Law] = {
             _absent,
             needs=lambda domain: None if _absent_variants(domain) else "no argument is optional",
             lacks=_absent_lacks,
-            variants=("final_state", "bias", "weight", "state", "dt_bias", "eps", "offsets"),
+            variants=("final_state", "bias", "weight", "state", "dt_bias", "eps", "offsets", "residual", "options"),
         ),
         _law(
             "linear",
@@ -427,6 +444,7 @@ MODULE_LAWS: dict[str, Law] = {
                     domain,
                     dtype=tuple(dtype for dtype in domain.dtypes if dtype != "fp16"),
                     values=("ordinary", "repeated", "zero_rows", "small", "scaled"),
+                    residual="none",
                 )
             ),
             _scaled,

@@ -12,6 +12,7 @@ from properties.cases.pool_case import BLOCK_SIZES, FREE, PADDING_SLOTS, RULES, 
 from properties.cases.rule_case import BETAS
 from properties.domain import VIEWS, Domain
 from properties.names import known_fields
+from properties.options import Options, check_options, draw_options, frozen_options, outside_options
 from properties.strategies import EDGES, HEADS, decay_of, gates_of, widths
 
 LAYOUTS = ("kv", "vk")
@@ -38,7 +39,8 @@ class PoolDomain:
     `refills` says whether a caller may put other numbers into the tensors of a call and call again, as servers do with the buffers
     of a CUDA graph. `graphs` says whether a call can be captured in such a graph.
     `apart` says whether slots may lie apart from each other in memory, and `views` which strides the inputs may have, if
-    `rule.views` is True: the views of `Domain`, and "fused" for tokens that lie side by side in one tensor with others.
+    `rule.views` is True: the views of `Domain`, and "fused" for tokens that lie side by side in one tensor with others. `options`
+    and `exact_options` mean the same as in Domain.
 
     ValueError for a field outside its choices or range.
     """
@@ -61,12 +63,15 @@ class PoolDomain:
     graphs: bool = False
     apart: bool = True
     views: tuple[str, ...] = POOL_VIEWS
+    options: Options = ()
+    exact_options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.operation != "decode":
             raise ValueError(f"operation must be decode, got {self.operation!r}")
         if not isinstance(self.rule, Domain) or self.rule.operation not in RULES or not self.rule.initial_state:
             raise ValueError(f"rule must be a Domain of {' or '.join(RULES)} with an initial state, got {self.rule!r}")
+        check_options(self.options, self.exact_options)
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}")
         if not isinstance(self.most_tokens, int) or self.most_tokens < 1:
@@ -105,7 +110,8 @@ class PoolDomain:
             (self.trees or case.drafts == "chain", f"drafts={case.drafts} is not supported"),
             (case.state_dtype in self.state_dtypes, f"state_dtype={case.state_dtype} is not among {', '.join(self.state_dtypes)}"),
         )
-        return next((reason for inside, reason in checks if not inside), None) or self.rule.outside(case.call())
+        found = next((reason for inside, reason in checks if not inside), None)
+        return found or outside_options(self.options, case.options) or self.rule.outside(case.call())
 
     @property
     def block_choices(self) -> tuple[str, ...]:
@@ -120,7 +126,7 @@ class PoolDomain:
     def from_json(cls, data: dict[str, Any]) -> "PoolDomain":
         """Return the domain from the data of `to_json`."""
         fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
-        return cls(**{**fields, "rule": Domain.from_json(data["rule"])})
+        return cls(**{**fields, "rule": Domain.from_json(data["rule"]), "options": frozen_options(data.get("options", ()))})
 
 
 TREE = 16  # most tokens of a request that is a tree: the oracle computes every path by itself
@@ -199,7 +205,7 @@ def pool_cases(
     room = _NUMBERS // (value_heads * key_dim * value_dim) - len(lengths) - 1
     kernel = _of_kernel(field, domain)
     gates = gates_of(rule, kernel.get("in_kernel", rule.in_kernel[0]), kernel)
-    return PoolCase(
+    case = PoolCase(
         lengths,
         packed=packed,
         heads=heads,
@@ -230,6 +236,7 @@ def pool_cases(
         **kernel,
         drafts=field("drafts", ("chain", "tree", "tree")) if domain.trees and 1 < max(lengths) <= TREE else "chain",
     )
+    return dataclasses.replace(case, options=draw_options(chance, domain.options))
 
 
 def _of_kernel(field: Callable[[str, tuple[Any, ...]], Any], domain: PoolDomain) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from properties.common_laws import (
     several,
     steps,
     strides,
+    without_options,
 )
 from properties.domain import VIEWS, Domain
 from properties.far_views import FAR, far_examples, lacks_far
@@ -71,12 +72,17 @@ def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
             for name, value in bench.run(inputs, cotangents, frozen=frozen).items():
                 yield f"{name} with {', '.join(frozen)} frozen", value, bounds[name]
         return
+    if example.variant == "options":
+        yield from without_options(bench, example)
+        return
     neutral = {
         "scale": lambda: inputs.replaced(scale=width**-0.5),
         "state": lambda: inputs.replaced(state=torch.zeros(len(lengths), case.value_heads, width, case.value_dim)),
         "offsets": lambda: inputs.replaced(cu_seqlens=torch.tensor([0, lengths[0]])),
         "final_state": lambda: inputs.replaced(output_final_state=False),
-        "dt_bias": lambda: inputs.replaced(dt_bias=torch.zeros(inputs.a.shape[2:])),
+        "dt_bias": lambda: inputs.replaced(dt_bias=torch.zeros(inputs.a.shape[2:], dtype=inputs.A_log.dtype)),
+        "gate": lambda: inputs.replaced(g=torch.zeros(inputs.v.shape[:-1] + inputs.k.shape[-1:] * (case.operation == "kda"))),
+        "beta": lambda: inputs.replaced(beta=torch.ones(inputs.v.shape[:-1], dtype=inputs.v.dtype)),
     }[example.variant or ""]()
     if example.variant == "final_state" and cotangents is not None:
         cotangents = {**cotangents, "final_state": torch.zeros_like(cotangents["final_state"])}
@@ -127,13 +133,14 @@ def _gates(bench: Bench, example: Example) -> Iterator[Pair]:
     outside: dict[str, Tensor] = {}
     if case.gate_inside:
         raw = leaves["a"].float() + leaves.get("dt_bias", torch.zeros(()))
-        speed = leaves["A_log"].exp().reshape(-1, *[1] * (raw.ndim - 3))
-        outside["g"] = -speed * torch.nn.functional.softplus(raw)
+        speed = leaves["A_log"].float().exp().reshape(-1, *[1] * (raw.ndim - 3))
+        bound = inputs.get("lower_bound")
+        outside["g"] = -speed * torch.nn.functional.softplus(raw) if bound is None else bound * (speed * raw).sigmoid()
     if case.beta_inside:
         beta = leaves["b"].float().sigmoid() * (2 if inputs.allow_neg_eigval else 1)
         outside["beta"] = beta.to(inputs.q.dtype)
     # Some values round only outside, and some only inside, so the explicit call is judged by both bounds.
-    none = dict.fromkeys((*names, "allow_neg_eigval"))
+    none = dict.fromkeys((*names, "allow_neg_eigval", "lower_bound"))
     arguments = Inputs(**{**inputs, **none, **{name: x.detach() for name, x in outside.items()}})
     got = bench.run(arguments, cotangents)
     if cotangents is not None and leaves:
@@ -276,6 +283,10 @@ def _absent_lacks(case: Case, variant: str | None) -> str | None:
         return one_batch_row(case, variant)
     if variant == "dt_bias" and not (case.gate_inside and not case.dt_bias):
         return "in_kernel=gate|both dt_bias=no"
+    if variant in ("gate", "beta") and case.left_out not in (variant, "both"):
+        return f"left_out={variant}|both"
+    if variant == "options":
+        return None if case.options != "none" else "options=..."
     wanted = {"scale": {"scale": "default"}, "state": {"state": "none"}}.get(variant or "", {})
     return has_words(**wanted)(case, variant)
 
@@ -328,6 +339,13 @@ def _absent_examples(domain: Domain) -> st.SearchStrategy[Example]:
     inside = tuple(name for name in domain.in_kernel if name in ("gate", "both"))
     if inside and domain.dt_bias:
         choices.append(examples_of(cases(domain, in_kernel=inside, dt_bias=False, **small), None, ("dt_bias",)))
+    for name in ("gate", "beta"):
+        if left_out := tuple(word for word in domain.left_out if word in (name, "both")):
+            fixed = {"left_out": left_out, "in_kernel": "none", "gate": ("forever",), "beta": "one"}
+            drawn = cases(domain, **fixed, **small)
+            choices.append(examples_of(drawn.filter(lambda case, left_out=left_out: case.left_out in left_out), None, (name,)))
+    if domain.options:
+        choices.append(examples_of(cases(domain, **small).filter(lambda case: case.options != "none"), None, ("options",)))
     return either(choices)
 
 
@@ -432,7 +450,7 @@ LAWS: dict[str, Law] = {
             "an omitted optional argument means its neutral value; results do not depend on which inputs require a gradient",
             _absent_examples,
             _absent,
-            variants=("scale", "state", "offsets", "final_state", "dt_bias", "gradients"),
+            variants=("scale", "state", "offsets", "final_state", "dt_bias", "gradients", "gate", "beta", "options"),
             lacks=_absent_lacks,
         ),
         Law(

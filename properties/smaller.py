@@ -11,6 +11,7 @@ from properties.cases.path_case import CHOICES, ParallelCase
 from properties.cases.pool_case import PoolCase
 from properties.cases.rule_case import Case
 from properties.cases.trace_case import PADDING, TraceCase
+from properties.options import text_of_values, values_of
 
 Changes = Iterator[tuple[str, dict[str, Any]]]  # for each step, its words and the fields that it changes
 
@@ -27,6 +28,10 @@ class Smaller:
 SIMPLEST: dict[str, tuple[Any, ...]] = {
     "in_kernel": ("none", "gate", "beta"),
     "decay": ("log",),
+    "left_out": ("none",),
+    "channel_decays": ("none", "keys", "values"),
+    "lower_bound": ("none",),
+    "parameter_dtype": ("fp32",),
     "qk_norm": (False,),
     "gate_dtype": ("fp32",),
     "offsets": ("int64",),
@@ -63,13 +68,17 @@ SIMPLEST_POOL: dict[str, tuple[Any, ...]] = {
     "drafts": ("chain",),
     "rule": ("gated_delta_rule",),
     "state_dtype": ("fp32",),
-    **{name: values for name, values in SIMPLEST.items() if name not in ("state", "backward")},
+    **{name: SIMPLEST[name] for name in SIMPLEST if name in {field.name for field in dataclasses.fields(PoolCase)} - {"state"}},
     "state": ("zero",),
 }
 SIMPLEST_MODULE: dict[str, tuple[Any, ...]] = {
     "offsets": ("int64",),
     "values": ("ordinary",),
     "activation": ("none",),
+    "residual": ("none", "added"),
+    "gating": ("silu",),
+    "lower_bound": ("none",),
+    "parameter_dtype": ("fp32",),
     "bias": (False,),
     "state": ("none", "zero"),
     "eps": ("1e-6",),
@@ -79,6 +88,8 @@ SIMPLEST_MODULE: dict[str, tuple[Any, ...]] = {
     "conv_width": (1, 2, 3),
 }
 SIMPLEST_LAYER: dict[str, tuple[Any, ...]] = {
+    "gating": ("silu",),
+    "parameter_dtype": ("fp32",),
     "backward": (False,),
     "state": ("none", "zero"),
     "cached": (False,),
@@ -250,6 +261,15 @@ def _slots(case: TraceCase) -> Changes:
         yield f"slots={slots}", {"slots": slots}
 
 
+def _fewer_options(case: Any) -> Changes:
+    """Yield the case without options of the implementation, and without each of them."""
+    values = values_of(case.options)
+    for names in (set[str](), *({*values} - {name} for name in values if len(values) > 1)):
+        if values:
+            fewer = text_of_values({name: value for name, value in values.items() if name in names})
+            yield f"options={fewer}", {"options": fewer}
+
+
 def _blocks(length: int) -> Iterator[int]:
     """Yield block sizes below a length: a defect that shows only at multiples of 64 has no threshold to bisect."""
     yield from (block for block in (16, 32, 64, 128) if block < length)
@@ -269,12 +289,12 @@ def below(number: int, least: int) -> Iterator[int]:
         step //= 2
 
 
-SMALLER_RULES = Smaller((_sequences, _unpacked, _shorter, _heads), SIMPLEST, ("key_dim", "value_dim"))
+SMALLER_RULES = Smaller((_sequences, _unpacked, _shorter, _heads, _fewer_options), SIMPLEST, ("key_dim", "value_dim"))
 SMALLER_PATHS = Smaller(
     (_mesh, _sequences, _unpacked, _pieces, _shorter, _shared_heads), SIMPLEST_PATH, ("key_dim", "value_dim", "hidden")
 )
-SMALLER_MODULES = Smaller((_sequences, _unpacked, _shorter, _heads_alone), SIMPLEST_MODULE, ("width",))
-SMALLER_LAYERS = Smaller((_sequences, _unpacked, _shorter, _heads), SIMPLEST_LAYER, ("key_dim", "value_dim", "hidden"))
-SMALLER_POOLS = Smaller((_sequences, _unpacked, _shorter, _spare, _heads), SIMPLEST_POOL, ("key_dim", "value_dim"))
+SMALLER_MODULES = Smaller((_sequences, _unpacked, _shorter, _heads_alone, _fewer_options), SIMPLEST_MODULE, ("width",))
+SMALLER_LAYERS = Smaller((_sequences, _unpacked, _shorter, _heads, _fewer_options), SIMPLEST_LAYER, ("key_dim", "value_dim", "hidden"))
+SMALLER_POOLS = Smaller((_sequences, _unpacked, _shorter, _spare, _heads, _fewer_options), SIMPLEST_POOL, ("key_dim", "value_dim"))
 SMALLER_CALLS = Smaller((_sequences, _unpacked, _shorter, _axes), SIMPLEST_CALL, ())
 SMALLER_TRACES = Smaller((_events, _rows, _counts, _names, _slots, _heads), SIMPLEST_TRACE, ("key_dim", "value_dim"))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from properties.cases.rule_case import BETAS, GIVEN_GATES, VALUES, Case
 from properties.domain import Domain
+from properties.options import draw_options
 from properties.sizes import FEW_HEADS, KINDS, MANY_HEADS, NARROW, kind_of, large_lengths
 
 # Lengths over 300 are drawn only with a reach: for interpreted kernels, every law has a smaller limit.
@@ -29,6 +30,7 @@ FAR, FAR_HEADS, FAR_NARROW = 512, ((4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (1
 CROWDED = 130  # from this total of tokens on, a batch may have more sequences than a warp has threads
 ROWS = (1, 1, 2, 2, 3, 5)  # rows of a batch; 5 only with a reach, which allows so many sequences
 REMEMBERING = ("forever", "1000", "64", "10")
+NARROW_COLUMNS = 32  # wider values have no decays of their channels: the oracle computes every channel as a head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +125,7 @@ def cases(
         value_dim = key_dim
     inside = field("in_kernel", domain.in_kernel) if len(domain.in_kernel) > 1 else domain.in_kernel[0]
     form = decay_of(field, domain, inside)
-    return Case(
+    case = Case(
         lengths=sizes,
         operation=domain.operation,
         packed=packed,
@@ -146,6 +148,42 @@ def cases(
         seed=chance.randrange(2**16),
         **form,
     )
+    return _with_rare_words(chance, domain, case, fixed)
+
+
+def _with_rare_words(chance: random.Random, domain: Domain, case: Case, fixed: Mapping[str, Any]) -> Case:
+    """Return the case with the words that few domains have. They are drawn last, so that other words do not depend on them."""
+
+    def chosen(name: str, choices: tuple[str, ...], of: int = 2) -> str:
+        """Return a choice, the first one in `of` - 1 of `of` cases unless it is fixed. Draws nothing if there is one choice."""
+        options = fixed.get(name, choices)
+        if not isinstance(options, tuple) or len(options) == 1:
+            return str(options if isinstance(options, str) else options[0])
+        return str(chance.choice(options) if name in fixed else chance.choice(options[1:]) if chance.randrange(of) == 0 else options[0])
+
+    def may(name: str, value: str, every: Sequence[str]) -> bool:
+        """Whether a word that the case has drawn may have this value instead."""
+        options = fixed.get(name, every)
+        return value in (options if isinstance(options, tuple) else (options,))
+
+    words: dict[str, str] = {}
+    left_out = chosen("left_out", domain.left_out)
+    given = case.operation != "delta_rule" and case.decay == "log" and not case.gate_inside and may("gate", "forever", domain.gates)
+    can = {"gate": given, "beta": not case.beta_inside and may("beta", "one", BETAS)}
+    if left_out != "none" and all(can[name] for name in (("gate", "beta") if left_out == "both" else (left_out,))):
+        words["left_out"] = left_out
+        words |= {"gate": "forever"} if left_out in ("gate", "both") else {}
+        words |= {"beta": "one"} if left_out in ("beta", "both") else {}
+    if domain.channel_decays != ("none",) and case.decay == "log" and case.values != "one_hot":
+        words["channel_decays"] = chosen("channel_decays", domain.channel_decays)
+        if words["channel_decays"] in ("values", "both") and case.value_dim > NARROW_COLUMNS:
+            words["channel_decays"] = "keys" if "keys" in domain.channel_decays else "none"
+    if case.gate_inside and case.operation == "kda":
+        words["lower_bound"] = chosen("lower_bound", domain.lower_bounds)
+    if case.gate_inside:
+        words["parameter_dtype"] = chosen("parameter_dtype", domain.parameter_dtypes, 3)
+    words["options"] = draw_options(chance, domain.options)
+    return dataclasses.replace(case, **words)
 
 
 def gates_of(domain: Domain, inside: str, form: Mapping[str, Any]) -> tuple[str, ...]:

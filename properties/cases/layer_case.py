@@ -18,7 +18,10 @@ from oracles.layer import GDN_LAYER, Layer
 from oracles.operation import DTYPES, Inputs, Operation
 from oracles.rounding import BITS
 from properties.cases.line import Line, check_choices, text_of
+from oracles.norm import GATINGS
 from properties.cases.path_case import GATES, ParallelCase
+from properties.cases.rule_case import PARAMETER_DTYPES
+from properties.options import values_of
 
 VALUES = ("ordinary", "scaled", "small", "zero_rows")
 STATES = ("none", "zero", "random")
@@ -31,6 +34,8 @@ _FIELDS: dict[str, Sequence[str]] = {
     "state": STATES,
     "eps": EPS,
     "offsets": ("int64", "int32"),
+    "gating": GATINGS,
+    "parameter_dtype": PARAMETER_DTYPES,
 }
 _STREAMS = {name: 56 + index for index, name in enumerate(("state", "conv_state", "dfinal_state", "dconv_state", "zeros", "pads"))}
 SMALL = 2.0**-8  # factor of hidden states that makes q and k about as small as the root of their norm's eps
@@ -42,18 +47,23 @@ class LayerCase(Line):
 
     `lengths` are tokens per sequence: packed (THD, `cu_seqlens`), or a batch if all are equal. `gate` is the memory of the heads,
     set by A_log and dt_bias. `values` is the regime of the hidden states. With `cached`, the recurrent state and the convolution's
-    state come out, and `state` says what goes in. Without it, the call is one of training.
+    state come out, and `state` says what goes in. Without it, the call is one of training. `gating` is the function of the norm's
+    gate, and `parameter_dtype` the dtype of A_log and dt_bias: float32, or that of the hidden states. `options` are the options of
+    the implementation (properties/options.py) that do not have their first value.
 
     ValueError for a field outside its choices or range, or for fields that exclude each other.
     """
 
     LONG: ClassVar[dict[str, str]] = {"operation": "op"}
-    REGIMES: ClassVar[tuple[str, ...]] = ("dtype", "gate", "values", "cached", "state", "packed")
+    REGIMES: ClassVar[tuple[str, ...]] = (
+        *("dtype", "gate", "values", "cached", "state", "packed"),
+        *("gating", "parameter_dtype"),
+    )
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _FIELDS
     # The words on which a compiled kernel depends; of state only whether it is none (properties/palette.py).
     KEYS: ClassVar[tuple[str, ...]] = (
         *("packed", "heads", "value_heads", "key_dim", "value_dim", "conv_width", "conv_bias", "dtype", "cached", "state"),
-        *("allow_neg_eigval", "offsets"),
+        *("allow_neg_eigval", "offsets", "gating", "parameter_dtype", "options"),
     )
 
     lengths: tuple[int, ...]
@@ -74,6 +84,9 @@ class LayerCase(Line):
     eps: str = "1e-6"
     allow_neg_eigval: bool = False
     offsets: str = "int64"
+    gating: str = "silu"
+    parameter_dtype: str = "fp32"
+    options: str = "none"
     backward: bool = True
     seed: int = 0
 
@@ -83,6 +96,7 @@ class LayerCase(Line):
             raise ValueError(f"lengths must name at least one sequence, and no length may be negative, got {text_of(self.lengths)}")
         if not self.packed and len(set(self.lengths)) > 1:
             raise ValueError(f"lengths must all be equal unless packed=yes, got {text_of(self.lengths)}")
+        values_of(self.options)
         self.whole()  # raises ValueError for fields that are illegal for a layer
         if self.state != "none" and not self.cached:
             raise ValueError(f"state={self.state} needs cached=yes: states that go in come out")
@@ -153,6 +167,10 @@ class LayerCase(Line):
             conv_state = keep * self._uniform("conv_state", (count, layer.offsets()["z"], layer.conv_width), device)
         offsets = torch.tensor(self.starts(), dtype=getattr(torch, self.offsets), device=device) if self.packed else None
         arguments = {"hidden": hidden, "eps": float(self.eps), "cu_seqlens": offsets, "state": state, "conv_state": conv_state}
+        if self.parameter_dtype != "fp32":
+            arguments |= {name: inputs[name].to(DTYPES[self.dtype]) for name in ("A_log", "dt_bias")}
+        if self.gating != "silu":
+            arguments["gating"] = self.gating
         return Inputs(**{**inputs, **arguments, "output_final_state": self.cached, "pads": None})
 
     def cotangents(self, device: str | None = None) -> dict[str, Tensor]:

@@ -16,11 +16,12 @@ from torch import Tensor
 from oracles.conv import CAUSAL_CONV1D, CAUSAL_CONV1D_SHORT_STATE
 from oracles.counter import integers, mix_number
 from oracles.gates import GDN_GATE, KDA_GATE, log_decay
-from oracles.norm import GATED_RMS_NORM, L2NORM
+from oracles.norm import GATED_RMS_NORM, GATED_RMS_NORM_OF_SUM, GATINGS, L2NORM
 from oracles.operation import DTYPES, Inputs, Operation
 from oracles.rounding import BITS, Arithmetic
 from properties.cases.line import Line, check_choices, text_of
-from properties.cases.rule_case import LOG_BITS
+from properties.cases.rule_case import LOG_BITS, LOWER_BOUNDS, PARAMETER_DTYPES
+from properties.options import values_of
 
 MODULES = {operation.name: operation for operation in (CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM)}
 VALUES = ("ordinary", "repeated", "zero_rows", "small", "scaled", "large", "great", "whole")
@@ -28,10 +29,11 @@ STATES = ("none", "zero", "random")
 STATE_COLUMNS = ("W", "W-1")
 ACTIVATIONS = ("none", "silu")
 EPS = {"1e-6": 1e-6, "1e-5": 1e-5, "default": None}
+RESIDUALS = ("none", "added", "returned")
 SMALL = 2.0**-13  # about 1e-4: there a norm's eps of 1e-6 is no longer negligible
 # Factors of tokens' values. sigmoid(-128) is 0 in float32, softplus(128) is 128 and exp(128) overflows. The square of an x under
 # 64 fits into fp16, but the sum of squares over many channels does not.
-LARGE = {"x": 64.0, "z": 128.0, "a": 128.0, "b": 128.0}
+LARGE = {"x": 64.0, "z": 128.0, "a": 128.0, "b": 128.0, "residual": 64.0}
 GREAT = {"fp32": 2.0**30, "bf16": 2.0**30, "fp16": 2.0**7}  # factors of x: sums over tokens and channels still fit
 MAX_TOKENS, MAX_SEQUENCES, MAX_WIDTH, MAX_HEADS, MAX_CONV_WIDTH = 2**20, 2**16, 8192, 1024, 64
 
@@ -43,6 +45,10 @@ _CHOICES: dict[str, Sequence[str]] = {
     "state_columns": STATE_COLUMNS,
     "activation": ACTIVATIONS,
     "eps": tuple(EPS),
+    "residual": RESIDUALS,
+    "gating": GATINGS,
+    "lower_bound": tuple(LOWER_BOUNDS),
+    "parameter_dtype": PARAMETER_DTYPES,
     "offsets": ("int64", "int32"),
 }
 # Words that only some operations have, with these operations.
@@ -63,12 +69,16 @@ _OF = {
     "beta": ("gdn_gate", "kda_gate"),
     "allow_neg_eigval": ("gdn_gate", "kda_gate"),
     "offsets": ("causal_conv1d",),
+    "residual": ("causal_conv1d", "gated_rms_norm"),
+    "gating": ("gated_rms_norm",),
+    "lower_bound": ("kda_gate",),
+    "parameter_dtype": ("gdn_gate", "kda_gate"),
 }
 # Other streams than those of Case and ParallelCase.
 _STREAMS = {
     name: 48 + index
     for index, name in enumerate(
-        ("x", "z", "weight", "bias", "state", "a", "b", "A_log", "dt_bias", "dy", "dht", "dg", "dbeta", "scale", "zero")
+        ("x", "z", "weight", "bias", "state", "a", "b", "A_log", "dt_bias", "dy", "dht", "dg", "dbeta", "scale", "zero", "residual")
     )
 }
 
@@ -101,18 +111,25 @@ class ModuleCase(Line):
     `lengths` are tokens per sequence: packed (convolution only) or a batch. `heads` is H or HV, `width` is D, K or V. `values` is
     the regime of the tokens' values; in `whole`, all are small whole numbers, whose sums are exact. `beta=no` means that the gate
     is computed without beta. `state_columns` says how many columns the states of a convolution have, W or W - 1. `oldest=no` means
-    that column 0 of a final state of W columns, which no output reads, has a cotangent of zeros.
+    that column 0 of a final state of W columns, which no output reads, has a cotangent of zeros. `residual` says whether a residual
+    is added: to the result of a convolution, or to the x of a gated norm, which may return the sum too. `gating` is the function of
+    a norm's gate, `lower_bound` that of a gate of KDA, and `parameter_dtype` the dtype of A_log and dt_bias: float32, or that of a.
+    `options` are the options of the implementation (properties/options.py) that do not have their first value.
 
     ValueError for a field outside its choices or range, or for fields that exclude each other.
     """
 
     LONG: ClassVar[dict[str, str]] = {"operation": "op"}
-    REGIMES: ClassVar[tuple[str, ...]] = ("dtype", "values", "state", "activation", "eps")
+    REGIMES: ClassVar[tuple[str, ...]] = (
+        *("dtype", "values", "state", "activation", "eps"),
+        *("residual", "gating", "lower_bound", "parameter_dtype"),
+    )
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _CHOICES
     # The words on which a compiled kernel depends; of state only whether it is none (properties/palette.py).
     KEYS: ClassVar[tuple[str, ...]] = (
         *("packed", "heads", "width", "conv_width", "dtype", "bias", "weight", "activation", "state", "state_columns"),
         *("final_state", "dt_bias", "beta", "allow_neg_eigval", "offsets"),
+        *("residual", "gating", "lower_bound", "parameter_dtype", "options"),
     )
 
     lengths: tuple[int, ...]
@@ -135,6 +152,11 @@ class ModuleCase(Line):
     beta: bool = True
     allow_neg_eigval: bool = False
     offsets: str = "int64"
+    residual: str = "none"
+    gating: str = "silu"
+    lower_bound: str = "none"
+    parameter_dtype: str = "fp32"
+    options: str = "none"
     backward: bool = True
     seed: int = 0
 
@@ -162,6 +184,9 @@ class ModuleCase(Line):
             )
         if self.state_columns != "W" and not self.oldest:
             raise ValueError(f"oldest=no needs state_columns=W, whose column 0 it is about, got state_columns={self.state_columns}")
+        values_of(self.options)
+        if self.residual == "returned" and self.operation != "gated_rms_norm":
+            raise ValueError(f"residual=returned needs op=gated_rms_norm, got op={self.operation}")
         if self.allow_neg_eigval and not self.beta:
             raise ValueError("allow_neg_eigval=yes needs beta=yes, which it doubles, got beta=no")
         if not 0 <= self.seed < 2**32:
@@ -180,6 +205,8 @@ class ModuleCase(Line):
         """The operation's contract."""
         if self.state_columns != "W":
             return CAUSAL_CONV1D_SHORT_STATE
+        if self.residual == "returned":
+            return GATED_RMS_NORM_OF_SUM
         return MODULES[self.operation] if self.beta else _DECAYS[self.operation]
 
     def spec_of(self, inputs: Inputs) -> Operation:  # noqa: ARG002
@@ -214,7 +241,11 @@ class ModuleCase(Line):
     def inputs(self, device: str | None = None) -> Inputs:
         """Return the contiguous inputs of the operation's contract; cu_seqlens is None unless the case is packed."""
         build = _Builder(self, device)
-        work, single = DTYPES[self.dtype], DTYPES["fp32"]
+        work, single = DTYPES[self.dtype], DTYPES["fp32" if self.parameter_dtype == "fp32" else self.dtype]
+
+        def residual(axes: tuple[int, ...]) -> Tensor:
+            return build.rows("residual", axes).to(work).unflatten(0, self.batch)
+
         if self.operation == "causal_conv1d":
             state = None
             if self.state != "none":
@@ -224,6 +255,7 @@ class ModuleCase(Line):
                 x=build.rows("x", (self.width,)).to(work).unflatten(0, self.batch),
                 weight=build.parameter("weight", (self.width, self.conv_width)).to(work),
                 bias=build.parameter("bias", (self.width,)).to(work) if self.bias else None,
+                residual=None if self.residual == "none" else residual((self.width,)),
                 state=state,
                 cu_seqlens=torch.tensor(self.starts(), dtype=getattr(torch, self.offsets), device=device) if self.packed else None,
                 activation=None if self.activation == "none" else self.activation,
@@ -237,6 +269,7 @@ class ModuleCase(Line):
                 A_log=build.speeds().to(single),
                 dt_bias=build.parameter("dt_bias", axes).to(single) if self.dt_bias else None,
                 allow_neg_eigval=self.allow_neg_eigval,
+                **({} if self.lower_bound == "none" else {"lower_bound": LOWER_BOUNDS[self.lower_bound]}),
                 cu_seqlens=None,
                 **inside,
             )
@@ -247,6 +280,9 @@ class ModuleCase(Line):
             gated = {
                 "z": build.rows("z", axes).to(work).unflatten(0, self.batch),
                 "weight": None if weight is None else weight.to(work),
+                "residual": None if self.residual == "none" else residual(axes),
+                "returns_sum": self.residual == "returned",
+                **({} if self.gating == "silu" else {"gating": self.gating}),
             }
         return Inputs(x=x, eps=EPS[self.eps], cu_seqlens=None, **gated)
 
@@ -266,7 +302,10 @@ class ModuleCase(Line):
             g = build.cotangent("dg", (self.tokens, *axes)).to(DTYPES["fp32"]).unflatten(0, self.batch)
             beta = build.cotangent("dbeta", (self.tokens, self.heads)).to(work).unflatten(0, self.batch)
             return {"g": g, "beta": beta} if self.beta else {"g": g}
-        return {"y": build.cotangent("dy", (self.tokens, *axes)).to(work).unflatten(0, self.batch)}
+        result = {"y": build.cotangent("dy", (self.tokens, *axes)).to(work).unflatten(0, self.batch)}
+        if self.residual == "returned":
+            result["sum"] = build.cotangent("dht", (self.tokens, *axes)).to(work).unflatten(0, self.batch)
+        return result
 
 
 class _Builder:

@@ -18,6 +18,7 @@ from oracles.decode import TOKENS, decode
 from oracles.operation import DTYPES, Inputs, Operation
 from properties.cases.line import Line, check_choices
 from properties.cases.rule_case import INSIDE, MAX_SEQUENCES, Case
+from properties.options import values_of
 
 PADDING_SLOTS = ("-1", "0")
 SOME = ("none", "some", "all")
@@ -87,7 +88,7 @@ class PoolCase(Line):
     KEYS: ClassVar[tuple[str, ...]] = (
         *("packed", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "scale", "qk_norm", "offsets"),
         *("padding_slot", "fresh", "accepted", "indices", "block_v"),
-        *("rule", "in_kernel", "dt_bias", "beta", "state_dtype", "drafts", "decay"),
+        *("rule", "in_kernel", "dt_bias", "beta", "state_dtype", "drafts", "decay", "options"),
     )
 
     lengths: tuple[int, ...]
@@ -120,10 +121,12 @@ class PoolCase(Line):
     state_dtype: str = "fp32"
     drafts: str = "chain"
     decay: str = "log"
+    options: str = "none"
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_choices(self, _FIELDS)
+        values_of(self.options)
         self.call()  # raises ValueError for fields that are illegal for the rule
         if not 0 <= self.spare <= MAX_SEQUENCES:
             raise ValueError(f"spare must be in 0..{MAX_SEQUENCES}, got {self.spare}")
@@ -269,4 +272,4 @@ class PoolCase(Line):
         return integers((counter, mix_number(self.seed * 64 + _STREAMS[name]), 64))[0]
 
 
-_SHARED = {field.name for field in dataclasses.fields(PoolCase)} - {"operation"}
+_SHARED = {field.name for field in dataclasses.fields(PoolCase)} - {"operation", "options"}

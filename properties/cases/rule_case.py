@@ -21,6 +21,7 @@ from oracles.operation import DTYPES, Inputs, Operation
 from oracles.operations import RULES
 from oracles.rounding import BITS
 from properties.cases.line import Line, check_choices, text_of
+from properties.options import values_of
 
 # A memory of m tokens is a mean log-decay of -1/m, uniform in (-2/m, 0]; the widths 2/m below are powers of two.
 MEMORIES = {"forever": 0.0, "1000": 2.0**-9, "64": 2.0**-5, "10": 2.0**-2, "tenth": 2.0**4}
@@ -34,11 +35,17 @@ IN_KERNEL = ("none", "gate", "beta", "both")
 DECAYS = ("log", "linear")
 # What an operation computes itself or takes in another form, and the input that says so.
 INSIDE = {"gate": "a", "beta": "b", "linear": "alpha"}
+LEFT_OUT = ("none", "gate", "beta", "both")
+CHANNEL_DECAYS = ("none", "keys", "values", "both")
+LOWER_BOUNDS = {"none": None, "-5": -5.0, "-1": -1.0}
+PARAMETER_DTYPES = ("fp32", "input")
 SATURATED = -1000.0
 UNDERFLOW, AROUND = -96.0, 32.0  # in float32 exp is subnormal from -87.4 on, and 0 from -104 on
 DOUBLINGS = 10  # exp(g) is nearly (1 + g / 1024)^1024
 # For a gate in the kernel: softplus is about 0.85, and exp(A_log) times softplus is one over the memory.
 A_LOGS = {"forever": -80.0, "1000": -6.75, "64": -4.0, "10": -2.125, "tenth": 2.5, "saturated": 5.0}
+# With a lower bound, exp(A_log) is about 1, and a is near the argument whose sigmoid is the memory.
+BOUNDED = {"forever": -64.0, "1000": -9.0, "64": -6.0, "10": -4.0, "tenth": 4.0, "saturated": 0.0, "mixed": -4.0}
 OPEN = 30.0  # sigmoid(30) is 1 in float32; softplus(30) is 30, and softplus(-30) nearly 0
 LOG_BITS = 16  # bits of A_log's fraction: more than half precision keeps, and exact in float32 after adding any of A_LOGS
 SMALL = 2.0**-13  # about 1e-4: there the L2 norm's eps of 1e-6 is no longer negligible
@@ -60,6 +67,10 @@ _CHOICES: dict[str, Sequence[str]] = {
     "gate_dtype": ("fp32", "input"),
     "in_kernel": IN_KERNEL,
     "decay": DECAYS,
+    "left_out": LEFT_OUT,
+    "channel_decays": CHANNEL_DECAYS,
+    "lower_bound": tuple(LOWER_BOUNDS),
+    "parameter_dtype": PARAMETER_DTYPES,
 }
 
 
@@ -70,19 +81,26 @@ class Case(Line):
     `lengths` are tokens per sequence: packed (THD, `cu_seqlens`), or a batch if all are equal. `gate` is the memory in tokens,
     `beta` the regime of beta, and `values` the regime of q, k and v. `qk_norm` says whether the operation normalises q and k.
     `in_kernel` says which of gate and beta the operation computes itself: the gate from a, A_log and perhaps `dt_bias`, beta from
-    b. `decay` says whether the operation takes the log-decay g, or the decay alpha itself.
+    b. `decay` says whether the operation takes the log-decay g, or the decay alpha itself. `left_out` says which of gate and beta
+    the call leaves out, and `channel_decays` which decays of single channels it has beside the gate, gk of the keys' and gv of the
+    values'. `lower_bound` is that of a gate of KDA in the kernel, and `parameter_dtype` the dtype of A_log and dt_bias: float32, or
+    that of q. `options` are the options of the implementation (properties/options.py) that do not have their first value.
 
     ValueError for a field outside its choices or range, or for fields that exclude each other.
     """
 
     LONG: ClassVar[dict[str, str]] = {"operation": "op"}
-    REGIMES: ClassVar[tuple[str, ...]] = ("dtype", "gate", "beta", "values", "state", "in_kernel", "decay")
+    REGIMES: ClassVar[tuple[str, ...]] = (
+        *("dtype", "gate", "beta", "values", "state", "in_kernel", "decay"),
+        *("left_out", "channel_decays", "lower_bound", "parameter_dtype"),
+    )
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _CHOICES
     # The words on which a compiled kernel depends; of state only whether it is none, of beta only whether it is two
     # (properties/palette.py).
     KEYS: ClassVar[tuple[str, ...]] = (
         *("packed", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "state", "scale", "qk_norm"),
         *("in_kernel", "dt_bias", "beta", "offsets", "decay"),
+        *("left_out", "channel_decays", "lower_bound", "parameter_dtype", "options"),
     )
 
     lengths: tuple[int, ...]
@@ -104,6 +122,11 @@ class Case(Line):
     dt_bias: bool = True
     offsets: str = "int64"
     decay: str = "log"
+    left_out: str = "none"
+    channel_decays: str = "none"
+    lower_bound: str = "none"
+    parameter_dtype: str = "fp32"
+    options: str = "none"
     backward: bool = True
     seed: int = 0
 
@@ -140,6 +163,26 @@ class Case(Line):
         if self.decay == "linear" and (self.operation == "delta_rule" or self.gate_inside):
             what = "op=delta_rule" if self.operation == "delta_rule" else f"in_kernel={self.in_kernel}"
             raise ValueError(f"decay must be log for {what}, which takes no decay, got {self.decay}")
+        values_of(self.options)
+        self._check_rare_words()
+
+    def _check_rare_words(self) -> None:
+        """Raise ValueError for words that few cases have, with other words that exclude them."""
+        for name, has in (("gate", self.without_gate), ("beta", self.without_beta)):
+            if has and self.in_kernel in (name, "both"):
+                raise ValueError(f"left_out={self.left_out} needs in_kernel without {name}, got {self.in_kernel}")
+        if self.without_gate and (self.operation == "delta_rule" or self.gate != "forever" or self.decay != "log"):
+            raise ValueError(f"left_out={self.left_out} needs a rule with a gate, gate=forever and decay=log: it means no decay")
+        if self.without_beta and self.beta != "one":
+            raise ValueError(f"left_out={self.left_out} needs beta=one, which it means, got {self.beta}")
+        if self.channel_decays != "none" and (self.operation != "gated_delta_rule" or self.decay != "log"):
+            raise ValueError(f"channel_decays={self.channel_decays} needs op=gated_delta_rule decay=log, got op={self.operation}")
+        if self.channel_decays != "none" and self.values == "one_hot":
+            raise ValueError("values=one_hot needs channel_decays=none: only then is the answer exact")
+        if self.lower_bound != "none" and not (self.operation == "kda" and self.gate_inside):
+            raise ValueError(f"lower_bound={self.lower_bound} needs op=kda and in_kernel=gate or both, got in_kernel={self.in_kernel}")
+        if self.parameter_dtype != "fp32" and not self.gate_inside:
+            raise ValueError(f"parameter_dtype={self.parameter_dtype} needs in_kernel=gate or both, got {self.in_kernel}")
 
     @property
     def gate_inside(self) -> bool:
@@ -152,14 +195,38 @@ class Case(Line):
         return self.in_kernel in ("beta", "both")
 
     @property
+    def without_gate(self) -> bool:
+        """Whether the call leaves out the gate."""
+        return self.left_out in ("gate", "both")
+
+    @property
+    def without_beta(self) -> bool:
+        """Whether the call leaves out beta."""
+        return self.left_out in ("beta", "both")
+
+    @property
     def spec(self) -> Operation:
         """The operation's contract."""
-        return in_kernel(self.operation, gate=self.gate_inside, beta=self.beta_inside, linear=self.decay == "linear")
+        return in_kernel(
+            self.operation,
+            gate=self.gate_inside,
+            beta=self.beta_inside,
+            linear=self.decay == "linear",
+            without=("gate",) * self.without_gate + ("beta",) * self.without_beta,
+            channels=tuple(name for name, word in _OF_CHANNELS.items() if self.channel_decays in (word, "both")),
+        )
 
     def spec_of(self, inputs: Inputs) -> Operation:
-        """Return the contract of a call like the case's; the call may be given a gate or beta that the case's own call computes."""
+        """Return the contract of a call like the case's; the call may have a gate or beta that the case's computes or leaves out."""
         inside = {name: inputs.get(raw) is not None for name, raw in INSIDE.items()}
-        return in_kernel(self.operation, **inside)
+        gate = self.without_gate and not (inside["gate"] or inside["linear"]) and inputs.get("g") is None
+        beta = self.without_beta and not inside["beta"] and inputs.get("beta") is None
+        return in_kernel(
+            self.operation,
+            **inside,
+            without=("gate",) * gate + ("beta",) * beta,
+            channels=tuple(name for name in _OF_CHANNELS if inputs.get(name) is not None),
+        )
 
     @property
     def tokens(self) -> int:
@@ -197,9 +264,13 @@ def drawn(cases: Sequence[Case], device: str | None = None, *, backward: bool) -
     return [(build.inputs(next(tensors)), next(tensors) if backward else None) for build in builders]
 
 
-_NAMES = ("q", "k", "v", "g", "beta", "state", "do", "dht", "base", "choice", "index", "sign", "a", "A_log", "dt_bias", "b")
+_OF_CHANNELS = {"gk": "keys", "gv": "values"}
+_NAMES = (
+    *("q", "k", "v", "g", "beta", "state", "do", "dht", "base", "choice", "index", "sign", "a", "A_log", "dt_bias", "b"),
+    *("gk", "gv"),
+)
 _STREAMS = {name: index for index, name in enumerate(_NAMES)}
-_CHOOSING = {"gate": 1, "beta": 2, "q": 3, "k": 4, "v": 5}  # salts of the draws that choose a regime for each position
+_CHOOSING = {"gate": 1, "beta": 2, "q": 3, "k": 4, "v": 5, "gk": 6, "gv": 7}  # salts of the draws that choose a regime for each position
 SINGLE_BITS = BITS["fp32"]
 
 
@@ -278,16 +349,22 @@ class _Builder:
         if case.gate_inside:
             recipes |= {"a": self.raw_gates(axes), "A_log": self.speeds(axes[0])}
             recipes |= {"dt_bias": self.uniform("dt_bias", axes, SINGLE_BITS)} if case.dt_bias else {}
-        elif case.operation != "delta_rule":
+        elif case.operation != "delta_rule" and not case.without_gate:
             recipes |= {"alpha": self.decays(axes)} if case.decay == "linear" else {"g": self.gates(axes)}
-        recipes |= {"b": self.raw_betas()} if case.beta_inside else {"beta": self.betas()}
+        if not case.without_beta:
+            recipes |= {"b": self.raw_betas()} if case.beta_inside else {"beta": self.betas()}
+        for name, width in (("gk", case.key_dim), ("gv", case.value_dim)):
+            if case.channel_decays in (_OF_CHANNELS[name], "both"):
+                recipes[name] = self.channel_decays(name, (case.value_heads, width))
         recipes |= {"state": self.state()} if case.state != "none" else {}
-        return _Recipes(self, recipes, ("state", "A_log", "dt_bias", *("g", "alpha") * (case.gate_dtype == "fp32")))
+        single = ("A_log", "dt_bias") * (case.parameter_dtype == "fp32") + ("g", "alpha", "gk", "gv") * (case.gate_dtype == "fp32")
+        return _Recipes(self, recipes, ("state", *single))
 
     def inputs(self, tensors: Mapping[str, Tensor]) -> Inputs:
         """Return the arguments of a call with these tensors."""
         case = self.case
         inside = ("a", "A_log", "dt_bias") * case.gate_inside + ("b",) * case.beta_inside + ("alpha",) * (case.decay == "linear")
+        inside += tuple(name for name, word in _OF_CHANNELS.items() if case.channel_decays in (word, "both"))
         offsets = torch.tensor(case.starts(), dtype=getattr(torch, case.offsets), device="cpu")
         return Inputs(
             **{name: tensors.get(name) for name in ("q", "k", "v", "g", "beta", "state")},
@@ -297,6 +374,7 @@ class _Builder:
             output_final_state=True,
             **{name: tensors.get(name) for name in inside},
             **({"allow_neg_eigval": case.beta == "two"} if case.beta_inside else {}),
+            **({"lower_bound": LOWER_BOUNDS[case.lower_bound]} if case.lower_bound != "none" else {}),
         )
 
     def cotangents(self) -> _Recipes:
@@ -380,6 +458,18 @@ class _Builder:
             return _Recipe((draw, _choice("gate", shape, 2)), chosen)
         return _Recipe((draw,), mixed if case.gate == "mixed" else lambda whole: _decay(whole, MEMORIES[case.gate]))
 
+    def channel_decays(self, name: str, axes: tuple[int, ...]) -> _Recipe:
+        """Return log-decays of channels [B, T, HV, K] or [B, T, HV, V]: those of the gate's regime, or 0 in some channels.
+
+        Where the gate decays completely, is mixed, left out or computed, they are of about 64 tokens.
+        """
+        memory = MEMORIES.get(self.case.gate, MEMORIES["64"]) or MEMORIES["64"]
+        shape = (*self.batch, *axes)
+        draw = _Draw(name, shape, SINGLE_BITS, of_tokens=True)
+        return _Recipe(
+            (draw, _choice(name, shape, 2)), lambda whole, choice: torch.where(choice == 0, 0.0, _decay(whole, memory))
+        )
+
     def decays(self, axes: tuple[int, ...]) -> _Recipe:
         """Return the decays alpha, shaped as the log-decays g of the same case, and near exp(g); 0 where g is SATURATED.
 
@@ -416,6 +506,9 @@ class _Builder:
         shape = (*self.batch, *axes)
         if self.case.gate == "saturated":  # decays completely, or not at all
             return _Recipe((_choice("gate", shape, 2),), lambda choice: torch.where(choice == 0, OPEN, -OPEN))
+        if self.case.lower_bound != "none":
+            draw, middle = _Draw("a", shape, self.bits, of_tokens=True), BOUNDED[self.case.gate]
+            return _Recipe((draw,), lambda whole: _fraction(whole, self.bits, 2.0) + middle)
         return self.uniform("a", shape, self.bits, most=2.0, of_tokens=True)
 
     def speeds(self, heads: int) -> _Recipe:
@@ -426,7 +519,7 @@ class _Builder:
         def tensor(whole: Tensor) -> Tensor:
             A_log = _fraction(whole, LOG_BITS, most=0.5)
             for kind, name in enumerate(names[:heads]):
-                A_log[kind :: len(names)].add_(A_LOGS[name])
+                A_log[kind :: len(names)].add_(0.0 if case.lower_bound != "none" else A_LOGS[name])
             return A_log
 
         return _Recipe((_Draw("A_log", (heads,), LOG_BITS),), tensor)

@@ -21,6 +21,31 @@ from verify.adapters.packages import installed
 
 REQUIRES = {"fla-core": "0.4.0", "triton": "3.7.1"}
 INSIDE = ("none", "gate", "beta", "both")
+SWITCH = ("no", "yes")
+# Options of FLA's rules. The first two are what a caller may compute once for several calls, the third keeps for the backward what
+# is computed again otherwise, and the last is the order of a state's axes.
+ON_HOST = (("cu_seqlens_cpu", SWITCH),)
+INDICES = (("chunk_indices", SWITCH),)
+KEPT = (("disable_recompute", SWITCH),)
+V_FIRST = (("state_v_first", SWITCH),)
+KDA_OPTIONS = (*ON_HOST, *KEPT, *V_FIRST)
+CHUNKED: dict[str, Any] = {
+    "key_dims": (1, 256),
+    "in_kernel": INSIDE,
+    "refills": False,
+    "parameter_dtypes": ("fp32", "input"),
+    "options": (*ON_HOST, *INDICES),
+    "exact_options": ("cu_seqlens_cpu", "chunk_indices"),
+}
+RECURRENT: dict[str, Any] = {
+    "key_dims": (1, 256),
+    "position_independent": True,
+    "backward": False,
+    "in_kernel": INSIDE,
+    "parameter_dtypes": ("fp32", "input"),
+    "left_out": ("none", "gate", "beta", "both"),
+    "channel_decays": ("none", "keys", "values", "both"),
+}
 
 
 class FlaAdapter(Adapter):
@@ -52,14 +77,15 @@ class Chunk(FlaRule):
     products = "tf32"
     chunk = 64
     # Not position independent: torch sums dg over blocks of key channels, and on a CPU that sum depends on the place in memory.
-    omits = left_out(IN_FLA, "state_v_first", "cu_seqlens_cpu", "chunk_indices", "cp_context")
-    domain = Domain(key_dims=(1, 256), in_kernel=INSIDE, refills=False)
+    omits = left_out(IN_FLA, "state_v_first", "cp_context")
+    domain = Domain(**CHUNKED)
     counterpart = "fla/fused_recurrent"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
 
-        return call(rule, x, **({} if self.chunk == 64 else {_parameter(self.place, "chunk_size"): self.chunk}))
+        size = {} if self.chunk == 64 else {_parameter(self.place, "chunk_size"): self.chunk}
+        return call(rule, x, **size, **given_options(x, self.chunk))
 
 
 class Chunk16(Chunk):
@@ -81,14 +107,14 @@ class ChunkVFirst(FlaRule):
     algorithm = "chunkwise"
     products = "tf32"
     chunk = 64
-    omits = left_out(IN_FLA, "cu_seqlens_cpu", "chunk_indices", "cp_context")
-    domain = Domain(key_dims=(1, 256), in_kernel=INSIDE, refills=False)
+    omits = left_out(IN_FLA, "cp_context")
+    domain = Domain(**CHUNKED)
     counterpart = "fla/fused_recurrent_v_first"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
 
-        return v_first(rule, x, self.place)
+        return v_first(rule, x, self.place, **given_options(x, self.chunk))
 
 
 class FusedRecurrent(FlaRule):
@@ -96,8 +122,8 @@ class FusedRecurrent(FlaRule):
 
     place = "fla.ops.gated_delta_rule.fused_recurrent:fused_recurrent_gated_delta_rule"
     algorithm = "recurrent"
-    omits = left_out(IN_FLA, "gk", "gv", "state_v_first")
-    domain = Domain(key_dims=(1, 256), position_independent=True, backward=False, in_kernel=INSIDE)
+    omits = left_out(IN_FLA, "state_v_first")
+    domain = Domain(**RECURRENT)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as rule
@@ -110,8 +136,7 @@ class FusedRecurrentVFirst(FlaRule):
 
     place = "fla.ops.gated_delta_rule.fused_recurrent:fused_recurrent_gated_delta_rule"
     algorithm = "recurrent"
-    omits = left_out(IN_FLA, "gk", "gv")
-    domain = Domain(key_dims=(1, 256), position_independent=True, backward=False, in_kernel=INSIDE)
+    domain = Domain(**RECURRENT)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule as rule
@@ -126,25 +151,37 @@ class ChunkKda(FlaRule):
     algorithm = "chunkwise"
     products = "tf32"
     chunk = 64
-    omits = left_out(
-        IN_FLA,
-        "safe_gate",
-        "lower_bound",
-        "disable_recompute",
-        "return_intermediate_states",
-        "state_v_first",
-        "cu_seqlens_cpu",
-        "cp_context",
-        "use_graph",
-        "max_num_seqs",
+    omits = left_out(IN_FLA, "safe_gate", "return_intermediate_states", "cp_context", "use_graph", "max_num_seqs")
+    domain = Domain(
+        operation="kda",
+        key_dims=(1, 256),
+        in_kernel=INSIDE,
+        refills=False,
+        lower_bounds=("none", "-5", "-1"),
+        parameter_dtypes=("fp32", "input"),
+        options=KDA_OPTIONS,
+        exact_options=("cu_seqlens_cpu",),
     )
-    domain = Domain(operation="kda", key_dims=(1, 256), in_kernel=INSIDE, refills=False)
     counterpart = "fla/fused_recurrent_kda"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.kda import chunk_kda as rule
 
-        return call(rule, x)
+        more = given_options(x, self.chunk)
+        return v_first(rule, x, self.place, **more) if chosen(x, "state_v_first") else call(rule, x, **more)
+
+
+class ChunkKdaSafe(ChunkKda):
+    """`ChunkKda` with `safe_gate`: the caller promises log-decays of -5 or more, and a gate in the kernel has a lower bound."""
+
+    omits = left_out(IN_FLA, "return_intermediate_states", "cp_context", "use_graph", "max_num_seqs")
+    domain = dataclasses.replace(ChunkKda.domain, strongest_decay="10", lower_bounds=("-5", "-1"))
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        from fla.ops.kda import chunk_kda as rule
+
+        more = {"safe_gate": True, **given_options(x, self.chunk)}
+        return v_first(rule, x, self.place, **more) if chosen(x, "state_v_first") else call(rule, x, **more)
 
 
 class FusedRecurrentKda(FlaRule):
@@ -152,13 +189,21 @@ class FusedRecurrentKda(FlaRule):
 
     place = "fla.ops.kda.fused_recurrent:fused_recurrent_kda"
     algorithm = "recurrent"
-    omits = left_out(IN_FLA, "lower_bound", "state_v_first")
-    domain = Domain(operation="kda", key_dims=(1, 256), position_independent=True, backward=False, in_kernel=INSIDE)
+    domain = Domain(
+        operation="kda",
+        key_dims=(1, 256),
+        position_independent=True,
+        backward=False,
+        in_kernel=INSIDE,
+        lower_bounds=("none", "-5", "-1"),
+        parameter_dtypes=("fp32", "input"),
+        options=V_FIRST,
+    )
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.kda import fused_recurrent_kda as rule
 
-        return call(rule, x)
+        return v_first(rule, x, self.place) if chosen(x, "state_v_first") else call(rule, x)
 
 
 class ChunkDeltaRule(FlaRule):
@@ -171,14 +216,21 @@ class ChunkDeltaRule(FlaRule):
     algorithm = "chunkwise"
     products = "tf32"
     chunk = 64
-    omits = left_out(IN_FLA, "cu_seqlens_cpu")
-    domain = Domain(operation="delta_rule", dtypes=("bf16", "fp16"), key_dims=(1, 256), grouped_heads=False, refills=False)
+    domain = Domain(
+        operation="delta_rule",
+        dtypes=("bf16", "fp16"),
+        key_dims=(1, 256),
+        grouped_heads=False,
+        refills=False,
+        options=ON_HOST,
+        exact_options=("cu_seqlens_cpu",),
+    )
     counterpart = "fla/fused_recurrent_delta_rule"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.delta_rule import chunk_delta_rule as rule
 
-        return call(rule, x)
+        return call(rule, x, **given_options(x, self.chunk))
 
 
 class FusedRecurrentDeltaRule(FlaRule):
@@ -187,7 +239,7 @@ class FusedRecurrentDeltaRule(FlaRule):
     place = "fla.ops.delta_rule.fused_recurrent:fused_recurrent_delta_rule"
     algorithm = "recurrent"
     stores = True
-    domain = Domain(operation="delta_rule", key_dims=(1, 256), grouped_heads=False)
+    domain = Domain(operation="delta_rule", key_dims=(1, 256), grouped_heads=False, left_out=("none", "beta"))
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.delta_rule import fused_recurrent_delta_rule as rule
@@ -272,7 +324,17 @@ def narrowed(domain: Domain, place: str) -> Domain:
     needs = {"gate": {"use_gate_in_kernel"}, "beta": {"use_beta_sigmoid_in_kernel", "allow_neg_eigval"}, "none": set[str]()}
     needs["both"] = needs["gate"] | needs["beta"]
     inside = tuple(word for word in domain.in_kernel if needs[word] <= rule.parameters)
-    return dataclasses.replace(domain, in_kernel=inside, grouped_heads=domain.grouped_heads and "HV" in rule.doc)
+    takes = rule.parameters | ({"state_v_first"} if "transpose_state_layout" in rule.parameters else set())
+    options = tuple((name, values) for name, values in domain.options if name in takes)
+    return dataclasses.replace(
+        domain,
+        in_kernel=inside,
+        grouped_heads=domain.grouped_heads and "HV" in rule.doc,
+        channel_decays=domain.channel_decays if {"gk", "gv"} <= takes else ("none",),
+        lower_bounds=domain.lower_bounds if "lower_bound" in takes else ("none",),
+        options=options,
+        exact_options=tuple(name for name in domain.exact_options if name in dict(options)),
+    )
 
 
 def _parameter(place: str, *names: str) -> str:
@@ -300,8 +362,9 @@ def call(rule: Any, x: Inputs, **more: Any) -> tuple[Tensor, Tensor | None]:
         more["g"] = x.g
     if (b := x.get("b")) is not None:
         more |= {"beta": b, "use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": x.allow_neg_eigval}
-    else:
+    elif x.beta is not None:
         more["beta"] = x.beta
+    more |= {name: x[name] for name in ("gk", "gv", "lower_bound") if x.get(name) is not None}
     o, state = rule(
         q=x.q,
         k=x.k,
@@ -316,8 +379,28 @@ def call(rule: Any, x: Inputs, **more: Any) -> tuple[Tensor, Tensor | None]:
     return o, state
 
 
-def v_first(rule: Any, x: Inputs, place: str) -> tuple[Tensor, Tensor | None]:
+def chosen(x: Inputs, option: str) -> bool:
+    """Whether the call has this option of the adapter's domain."""
+    return bool(x.get("options", {}).get(option) == "yes")
+
+
+def given_options(x: Inputs, chunk: int) -> dict[str, Any]:
+    """The arguments of a rule or convolution for the options of a call, but for the order of a state's axes.
+
+    FLA computes cu_seqlens_cpu and chunk_indices itself if a caller does not.
+    """
+    more: dict[str, Any] = {"disable_recompute": True} if chosen(x, "disable_recompute") else {}
+    if x.cu_seqlens is not None and chosen(x, "cu_seqlens_cpu"):
+        more["cu_seqlens_cpu"] = x.cu_seqlens.cpu()
+    if x.cu_seqlens is not None and chosen(x, "chunk_indices"):  # for every chunk, its sequence and its number in the sequence
+        chunks = [-(-length // chunk) for length in x.cu_seqlens.diff().tolist()]
+        pairs = [(row, number) for row, count in enumerate(chunks) for number in range(count)]
+        more["chunk_indices"] = x.cu_seqlens.new_tensor(pairs).reshape(-1, 2)
+    return more
+
+
+def v_first(rule: Any, x: Inputs, place: str, **more: Any) -> tuple[Tensor, Tensor | None]:
     """Like `call`, but the rule, which is found at `place`, gets and returns states as [N, HV, V, K]. They are transposed here."""
     turned = x.replaced(state=None if x.state is None else x.state.mT.contiguous())
-    o, state = call(rule, turned, **{_parameter(place, "state_v_first", "transpose_state_layout"): True})
+    o, state = call(rule, turned, **{_parameter(place, "state_v_first", "transpose_state_layout"): True}, **more)
     return o, None if state is None else state.mT

@@ -10,9 +10,11 @@ from oracles.layer import Layer as Widths
 from oracles.operation import Inputs
 from properties.layer_domain import LayerDomain
 from verify.adapters.base import Adapter
-from verify.adapters.fla import REQUIRES, decorating_later
+from verify.adapters.fla import REQUIRES, SWITCH, chosen, decorating_later
 from verify.adapters.left_out import IN_FLA, left_out
 
+MASK = (("mask", ("none", "ones")),)  # a mask of pads that says that there is none, also beside cu_seqlens
+SWISH = (("swish", SWITCH),)  # FLA's norm tells the names swish and silu of the same function apart
 Answer = tuple[Tensor, Tensor | None, Tensor | None]
 
 
@@ -26,8 +28,15 @@ class Layer(Adapter):
     products = "tf32"
     chunk = 64
     api = "fla.layers:GatedDeltaNet"
-    omits = left_out(IN_FLA, "mode", "use_gate", "use_short_conv", "output_gate_activation", "output_attentions")
-    domain = LayerDomain(nothing=False, refills=False)
+    omits = left_out(IN_FLA, "mode", "use_gate", "use_short_conv", "output_attentions")
+    domain = LayerDomain(
+        nothing=False,
+        refills=False,
+        gatings=("silu", "sigmoid"),
+        parameter_dtypes=("fp32", "input"),
+        options=(("training", SWITCH), *MASK, *SWISH),
+        exact_options=("training", "swish"),
+    )
     counterpart: str | None = "fla/layer_recurrent"
     requires = REQUIRES
 
@@ -42,6 +51,8 @@ class Layer(Adapter):
         if x.pads is not None:
             start = torch.tensor(x.pads, device=x.hidden.device).unsqueeze(-1)
             mask = (torch.arange(x.hidden.shape[1], device=x.hidden.device) >= start).long()
+        elif x.get("options", {}).get("mask") == "ones":
+            mask = torch.ones(x.hidden.shape[:2], dtype=torch.long, device=x.hidden.device)
         options: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": x.output_final_state}
         y = torch.func.functional_call(module, parameters, (x.hidden,), {**options, "cu_seqlens": x.cu_seqlens})[0]
         if cache is None:
@@ -53,7 +64,15 @@ class Layer(Adapter):
 class LayerRecurrent(Layer):
     """`Layer` as in serving, without gradients: it computes up to 64 tokens one by one, and more with the chunkwise rule."""
 
-    domain = LayerDomain(backward=False, refills=False)
+    omits = left_out(IN_FLA, "use_gate", "use_short_conv", "output_attentions")
+    domain = LayerDomain(
+        backward=False,
+        refills=False,
+        gatings=("silu", "sigmoid"),
+        parameter_dtypes=("fp32", "input"),
+        options=(("mode", ("chunk", "fused_recurrent")), *MASK, *SWISH),
+        exact_options=("swish",),
+    )
     counterpart = None
 
     def run(self, x: Inputs) -> Answer:
@@ -75,8 +94,10 @@ def _module(layer: Widths, x: Inputs) -> torch.nn.Module:
         conv_bias=x.conv_bias is not None,
         layer_idx=0,
         norm_eps=x.eps,
+        mode=x.get("options", {}).get("mode", "chunk"),
+        output_gate_activation="sigmoid" if x.get("gating") == "sigmoid" else "swish" if chosen(x, "swish") else "silu",
     )
-    return module.eval()
+    return module.train(chosen(x, "training"))
 
 
 def _parameters(layer: Widths, x: Inputs) -> dict[str, Tensor]:

@@ -13,7 +13,6 @@ from oracles.operation import Inputs
 from properties.domain import Domain
 from verify.adapters.base import Adapter
 from verify.adapters.interface import signature
-from verify.adapters.left_out import IN_TRANSFORMERS, left_out
 
 REQUIRES = {"transformers": "4.57"}
 _DOMAIN: dict[str, Any] = {"packed": False, "scale": False}
@@ -39,10 +38,18 @@ class Chunk(Rule):
     name = "torch_chunk_gated_delta_rule"
     algorithm = "chunkwise"
     chunk = 64
-    omits = left_out(IN_TRANSFORMERS, "chunk_size")
     domain = Domain(**_DOMAIN)
     counterpart = "transformers/recurrent"
     requires = REQUIRES
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        return _call(self.name, x, **({} if self.chunk == 64 else {"chunk_size": self.chunk}))
+
+
+class Chunk16(Chunk):
+    """`Chunk` with chunks of 16 tokens."""
+
+    chunk = 16
 
 
 class Recurrent(Rule):
@@ -54,7 +61,7 @@ class Recurrent(Rule):
     requires = REQUIRES
 
 
-def _call(name: str, x: Inputs) -> tuple[Tensor, Tensor | None]:
+def _call(name: str, x: Inputs, **more: Any) -> tuple[Tensor, Tensor | None]:
     from transformers.models.qwen3_next import modeling_qwen3_next
 
     rule = inspect.unwrap(getattr(modeling_qwen3_next, name))
@@ -67,5 +74,6 @@ def _call(name: str, x: Inputs) -> tuple[Tensor, Tensor | None]:
         initial_state=x.state,
         output_final_state=x.output_final_state,
         use_qk_l2norm_in_kernel=x.qk_norm,
+        **more,
     )
     return o, state

@@ -32,7 +32,15 @@ class Qwen3NextLayer(Adapter):
     # It takes no packed sequences and no convolution bias, and does not double beta. It writes to its cache in place, so that no
     # gradient passes through states.
     domain = LayerDomain(
-        packed=False, conv_bias=False, negative_eigenvalues=False, empty=False, nothing=False, state_gradients=False
+        packed=False,
+        conv_bias=False,
+        negative_eigenvalues=False,
+        empty=False,
+        nothing=False,
+        state_gradients=False,
+        parameter_dtypes=("fp32", "input"),
+        options=(("training", ("yes", "no")), ("mask", ("none", "ones"))),
+        exact_options=("training", "mask"),
     )
     requires = REQUIRES
     model = "qwen3_next"
@@ -44,6 +52,9 @@ class Qwen3NextLayer(Adapter):
         if x.pads is not None:
             start = torch.tensor(x.pads, device=x.hidden.device).unsqueeze(-1)
             mask = (torch.arange(x.hidden.shape[1], device=x.hidden.device) >= start).long()
+        elif x.get("options", {}).get("mask") == "ones":
+            mask = torch.ones(x.hidden.shape[:2], dtype=torch.long, device=x.hidden.device)
+        module.train(x.get("options", {}).get("training") != "no")
         with _torch_only(self.model):
             parameters = {**self.projections(x.layer, x.in_proj), **_shared(x)}
             options = {"cache_params": cache, "attention_mask": mask}

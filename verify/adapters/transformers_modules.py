@@ -12,7 +12,6 @@ from torch import Tensor
 from oracles.operation import Inputs
 from properties.module_domain import ModuleDomain
 from verify.adapters.base import Adapter
-from verify.adapters.left_out import IN_TRANSFORMERS, left_out
 from verify.adapters.transformers import REQUIRES
 
 QWEN = "transformers.models.qwen3_next.modeling_qwen3_next"
@@ -55,12 +54,15 @@ class L2Norm(Adapter):
     """`l2norm`, which squares in the inputs' dtype."""
 
     algorithm = "pointwise"
-    omits = left_out(IN_TRANSFORMERS, "dim")
-    domain = ModuleDomain("l2norm")
+    domain = ModuleDomain("l2norm", options=(("dim", ("last", "second")),))
     requires = REQUIRES
 
     def run(self, x: Inputs) -> Tensor:
-        y: Tensor = _function("l2norm")(x.x, **({} if x.eps is None else {"eps": x.eps}))
+        eps = {} if x.eps is None else {"eps": x.eps}
+        if x.get("options", {}).get("dim") == "second":  # the channels of a transposed x
+            turned: Tensor = _function("l2norm")(x.x.transpose(1, -1), dim=1, **eps)
+            return turned.transpose(1, -1)
+        y: Tensor = _function("l2norm")(x.x, **eps)
         return y
 
 
@@ -68,11 +70,14 @@ class GatedNorm(Adapter):
     """`Qwen3NextRMSNormGated`: the normalised x is rounded to the inputs' dtype, weighted in that dtype, and gated in float32."""
 
     algorithm = "pointwise"
-    domain = ModuleDomain("gated_rms_norm", without_weight=False)
+    domain = ModuleDomain(
+        "gated_rms_norm", without_weight=False, options=(("training", ("yes", "no")),), exact_options=("training",)
+    )
     requires = REQUIRES
 
     def run(self, x: Inputs) -> Tensor:
         module = _function("Qwen3NextRMSNormGated")(x.x.shape[-1], **({} if x.eps is None else {"eps": x.eps}))
+        module.train(x.get("options", {}).get("training") != "no")
         y: Tensor = torch.func.functional_call(module, {"weight": x.weight}, (x.x, x.z))
         return y
 

@@ -26,6 +26,7 @@ from oracles.bound import Bound, Finer
 from oracles.operation import Inputs, Operation, gradient_name, sequences
 from properties.cases.rule_case import Case
 from properties.laws import Cotangents, Results
+from properties.options import all_values
 from verify.adapters.base import Adapter
 from verify.adapters.interface import Unavailable
 from verify.adapters.serving import uses_stubs
@@ -148,6 +149,16 @@ class AdapterBench(Timed):
         with self.timed("oracle_s"), devices.default("cpu"):
             return _MEMO.get(spec, inputs, cotangents, ("truth",), lambda: bound.truth(spec, inputs, cotangents))
 
+    def _with_options(self, inputs: Inputs, adapter: Adapter, options: str | None = None) -> Inputs:
+        """The inputs with the value of every option of the adapter's domain; unchanged without options.
+
+        An adapter's one-token form gets the options of the case that its own domain has.
+        """
+        if not (known := getattr(adapter.domain, "options", ())):
+            return inputs
+        values = all_values(known, getattr(self.case, "options", "none") if options is None else options)
+        return Inputs(**{**inputs, "options": {name: values[name] for name, _ in known}})
+
     def _contract(self, inputs: Inputs) -> Operation:
         """The contract of a call. ValueError if the inputs break it: implementations are only given legal calls."""
         spec: Operation = self.case.spec_of(inputs)
@@ -163,14 +174,17 @@ class AdapterBench(Timed):
         poison: float = float("nan"),
         frozen: Collection[str] = (),
         same_objects: bool = False,
+        options: str | None = None,
     ) -> Results:
         """Call the adapter and, with cotangents, its backward. Returns outputs and gradients by name.
 
         `counterpart` calls the one-token form instead. `poison` fills uninitialised memory. No gradients are computed for inputs in
-        `frozen`. With `same_objects` the adapter gets the tensors of `inputs` themselves, else new views of them. AdapterFault if
-        the call raises or breaks the contract, OutOfMemory if memory runs out. An input that was changed is added to `impure`.
+        `frozen`. With `same_objects` the adapter gets the tensors of `inputs` themselves, else new views of them. `options` are
+        options in place of the case's. AdapterFault if the call raises or breaks the contract, OutOfMemory if memory runs out. An
+        input that was changed is added to `impure`.
         """
         spec = self._contract(inputs)
+        inputs = self._with_options(inputs, self.counterpart if counterpart else self.adapter, options)
         inputs = _in_layout(inputs, getattr(self.domain, "layout", None))
         adapter = self.counterpart if counterpart else self.adapter
         guards = Guards(_tensors(inputs, cotangents), around=adapter.guards and not same_objects)
@@ -210,10 +224,11 @@ class AdapterBench(Timed):
 
         On a GPU, a call that can be captured in a CUDA graph is captured, and the second run is the graph's replay.
         """
-        first = _in_layout(first, getattr(self.domain, "layout", None))
+        first = self._with_options(_in_layout(first, getattr(self.domain, "layout", None)), self.adapter)
         first, _ = _between(first, None, Guards(_tensors(first, None), around=self.adapter.guards))
         tensors = {name: value for name, value in first.items() if isinstance(value, Tensor)}
         if self.device == "cpu" or not getattr(self.domain, "graphs", False):
+            first = Inputs(**{name: value for name, value in first.items() if name != "options"})
             self.run(first, cotangents, same_objects=True)
             with torch.no_grad():
                 for name, tensor in tensors.items():
@@ -244,6 +259,7 @@ class AdapterBench(Timed):
     @marked(Mark.IMPLEMENTATION)
     def attempt(self, inputs: Inputs) -> None:
         """Call the adapter with illegal inputs, and drop what it returns or raises."""
+        inputs = self._with_options(inputs, self.adapter)
         whole = {name: value.clone() for name, value in inputs.items() if isinstance(value, Tensor)}
         with self.timed("kernel_s"), devices.default("cpu"), poisoned(float("nan")), contextlib.suppress(Exception):
             self.adapter.run(inputs.replaced(**whole))
@@ -251,6 +267,7 @@ class AdapterBench(Timed):
     def at_once(self, calls: Sequence[tuple[Inputs, Cotangents]], *, streams: bool) -> Iterator[tuple[int, Results]]:
         """Run calls at the same time, in threads or on CUDA streams. Yields each one's number and results, TIMES times."""
         specs = [self._contract(inputs) for inputs, _ in calls]
+        calls = [(self._with_options(inputs, self.adapter), cotangents) for inputs, cotangents in calls]
         run = self._on_streams if streams else self._in_threads
         try:
             with self.timed("kernel_s"), devices.default("cpu"), poisoned(float("nan")):

@@ -50,6 +50,10 @@ ALIKE = (
     "qk_norm",
     "in_kernel",
     "decay",
+    "left_out",
+    "channel_decays",
+    "lower_bound",
+    "parameter_dtype",
 )
 Bounds = dict[str, Bound]
 
