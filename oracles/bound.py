@@ -347,8 +347,10 @@ class _Disturbed:
             squares = list(torch._foreach_maximum(squares, torch._foreach_mul(coarse, 0.25)))
         for (name, value), square in zip(self.exact.items(), squares, strict=True):
             port = self.ports[name]
-            dtype = self.dtypes[port.dtype] if port.dtype in ("input", "state", "parameter") else "fp32"
+            known = port.dtype in ("input", "state", "parameter")
+            dtype = self.dtypes[port.dtype] if known else port.dtype if port.dtype in BITS else "fp32"
             step = plain.step if port.dtype == "input" or plain.stored == plain.output else FP16_STEP * (dtype == "fp16")
+            step = max(step, FP16_STEP * (port.dtype == "fp16"))
             ulp = 2.0 ** (1 - BITS[dtype])
             rows.append(Rows(port, value, square, ulp, step))
         lengths = sequences(self.inputs, self.operation.inputs[0].name) if any(tensor.along_tokens for tensor in rows) else []

@@ -15,6 +15,8 @@ The gated rule may have decays of channels beside g: gk_t of the keys' channels,
 S <- diag(exp(g_t + gk_t)) S diag(exp(gv_t)). The columns of S never mix, so each column is the state of a rule with one value
 channel and the decay g_t + gk_t + gv_t of that channel. That is how `forward` computes gv.
 
+A call may have its initial and final states in half precision (`with_states`). The truth is taken at the rounded initial state.
+
 `definition` computes these lines. `forward` computes all heads of all sequences: with oracles/chunkwise.py in exact arithmetic, and
 with oracles/disturbed.py where the arithmetic rounds. tests/test_oracles.py shows that each equals the definition.
 
@@ -22,8 +24,9 @@ A stretch of tokens maps the state before it to the state after it by S -> M S +
 Ranks that hold contiguous shards of a sequence exchange M and E.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -32,6 +35,7 @@ from oracles import chunkwise, disturbed, gates
 from oracles.gates import GDN_GATE, KDA_GATE, negative_bound
 from oracles.norm import Normalised
 from oracles.operation import (
+    DTYPES,
     Inputs,
     Operation,
     Port,
@@ -43,7 +47,7 @@ from oracles.operation import (
     one_a_sequence,
     sequences,
 )
-from oracles.rounding import FUNCTION_BITS, FUNCTION_TERMS, Arithmetic
+from oracles.rounding import BITS, FUNCTION_BITS, FUNCTION_TERMS, Arithmetic
 
 Forward = Callable[[Inputs, Arithmetic], dict[str, Tensor]]
 CHUNK = 64
@@ -298,3 +302,73 @@ def in_kernel(
         (*rules, *(flag("allow_neg_eigval"),) * beta, *(negative_bound,) * gate),
         ("allow_neg_eigval",) * beta + ("lower_bound",) * (gate and rule == "kda"),
     )
+
+
+def with_states(
+    operation: Operation, initial: str = "fp32", final: str = "fp32", *, first: bool = False, last: bool = False
+) -> Operation:
+    """Return a rule whose initial and final states have these dtypes.
+
+    With `first`, a packed call has an initial state of its first sequence alone, and with `last` it returns the final state of its
+    last sequence alone. The other states are zeros, and neither they nor their gradients are judged.
+    ValueError for a dtype that is not among DTYPES.
+    """
+    for name, dtype in (("initial", initial), ("final", final)):
+        if dtype not in DTYPES:
+            raise ValueError(f"{name} must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if (initial, final, first, last) == ("fp32", "fp32", False, False):
+        return operation
+
+    def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
+        if initial != "fp32" and (state := x.get("state")) is not None:
+            x = x.replaced(state=arithmetic.gradient(state, "dh0 in its dtype", BITS[initial]))
+        outputs = operation.forward(x, arithmetic)
+        if final != "fp32":
+            outputs["final_state"] = arithmetic.returned(outputs["final_state"], "final state in its dtype", BITS[final])
+        return outputs
+
+    dtypes = {"state": initial, "final_state": final}
+
+    def ports(of: tuple[Port, ...]) -> tuple[Port, ...]:
+        return tuple(dataclasses.replace(port, dtype=dtypes.get(port.name, port.dtype)) for port in of)
+
+    unjudged: Mapping[str, Callable[[Inputs], Tensor]] = {
+        **operation.unjudged,
+        **({"dh0": functools.partial(_states_but, 0)} if first else {}),
+        **({"final_state": functools.partial(_states_but, -1)} if last else {}),
+    }
+    which = " of the first sequence" * first + " to the last sequence" * last
+    return dataclasses.replace(
+        operation,
+        name=f"{operation.name} from {initial} to {final} states{which}",
+        inputs=ports(operation.inputs),
+        outputs=ports(operation.outputs),
+        forward=forward,
+        unjudged=unjudged,
+    )
+
+
+@functools.cache
+def rule_of(
+    rule: str,
+    *,
+    gate: bool = False,
+    beta: bool = False,
+    linear: bool = False,
+    without: tuple[str, ...] = (),
+    channels: tuple[str, ...] = (),
+    initial: str = "fp32",
+    final: str = "fp32",
+    first: bool = False,
+    last: bool = False,
+) -> Operation:
+    """Return the rule of `in_kernel` with the states of `with_states`. ValueError as from these two."""
+    operation = in_kernel(rule, gate=gate, beta=beta, linear=linear, without=without, channels=channels)
+    return with_states(operation, initial, final, first=first, last=last)
+
+
+def _states_but(row: int, inputs: Inputs) -> Tensor:
+    """Return a mask [N, HV, K, V] of the states of all sequences but one."""
+    mask = torch.ones(len(inputs.cu_seqlens) - 1, inputs.v.shape[2], inputs.q.shape[-1], inputs.v.shape[-1], dtype=torch.bool)
+    mask[row] = False
+    return mask.to(inputs.v.device)

@@ -189,6 +189,10 @@ class Arithmetic:
         """Return x as an output in the precision of the inputs; its cotangent is given, hence exact."""
         return self._round(x, place, self.output, EXACT, self.step)
 
+    def returned(self, x: Tensor, place: str, bits: int) -> Tensor:
+        """Return x as an output of `bits` bits; its cotangent is given, hence exact."""
+        return self._round(x, place, bits, EXACT, FP16_STEP if bits == BITS["fp16"] else 0.0)
+
     def gradient(self, x: Tensor, place: str, bits: int) -> Tensor:
         """Return x unchanged; its gradient is an output of `bits` bits."""
         return self._round(x, place, EXACT, bits, self.step if bits <= BITS["fp16"] else 0.0)

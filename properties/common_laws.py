@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from oracles.bound import Bound
-from oracles.operation import Inputs, Operation, sequences
+from oracles.operation import DTYPES, Inputs, Operation, sequences
+from properties.cases.line import text_of
 from properties.cases.rule_case import Case
 from properties.far_views import FAR, far
 from properties.laws import (
@@ -22,6 +23,9 @@ from properties.laws import (
     Results,
     axes_of,
     bounds_as,
+    conventional,
+    one_final_state,
+    one_initial_state,
     pairs_of,
     present,
     spread,
@@ -132,6 +136,9 @@ def cut(bench: Bench, example: Example) -> Iterator[Pair]:
     if not visible(lost, limits):
         raise Blind("a state lost at the cut would not show")
     first = bench.run(head, None)
+    if rounds_states(bench, case, first["final_state"].dtype):
+        yield from _cut_in_two(bench, case, (head, tail), directions, cotangents, first)
+        return
     if cotangents is None:
         second = bench.run(tail.replaced(state=first["final_state"]), None)
     else:
@@ -150,6 +157,48 @@ def cut(bench: Bench, example: Example) -> Iterator[Pair]:
         yield name, got, bounds[name]
 
 
+def rounds_states(bench: Bench, case: Any, dtype: torch.dtype) -> bool:
+    """Whether a final state of a dtype lost digits when it was returned, or loses some when it becomes an initial state."""
+    return isinstance(case, Case) and (dtype != torch.float32 or carried_dtype(bench, case, dtype) != dtype)
+
+
+def carried_dtype(bench: Bench, case: Any, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the initial state that carries a final state on: its own if the domain has it, else the first one."""
+    if not isinstance(case, Case):
+        return dtype
+    allowed = [DTYPES[case.dtype if name == "input" else name] for name in bench.domain.state_dtypes]
+    return dtype if dtype in allowed else allowed[0]
+
+
+def _cut_in_two(
+    bench: Bench, case: Any, parts: tuple[Inputs, Inputs], directions: list[Tensor], cotangents: Cotangents, first: Results
+) -> Iterator[Pair]:
+    """Judge each part of a cut by its own bounds, because the state that is carried over the cut is rounded.
+
+    The truth of the tail is taken at the carried state, and that of the head at the gradient that comes back.
+    """
+    head, tail = parts
+    y, dtype = token_output(case.spec), first["final_state"].dtype
+    tail = tail.replaced(state=first["final_state"].to(carried_dtype(bench, case, dtype)))
+    if cotangents is None:
+        limits = bench.bounds(head, None)
+        yield from ((f"{name} before the cut", got, limits[name]) for name, got in first.items())
+        limits = bench.bounds(tail, None)
+        yield from ((f"{name} after the cut", got, limits[name]) for name, got in bench.run(tail, None).items())
+        return
+    later = {y: directions[1], "final_state": cotangents["final_state"].to(final_dtype(case, tail))}
+    second, limits = bench.run(tail, later), bench.bounds(tail, later)
+    yield from ((f"{name} after the cut", got, limits[name]) for name, got in second.items())
+    earlier = {y: directions[0], "final_state": second["dh0"].to(dtype)}
+    limits = bench.bounds(head, earlier)
+    yield from ((f"{name} before the cut", got, limits[name]) for name, got in bench.run(head, earlier).items())
+
+
+def final_dtype(case: Any, inputs: Inputs) -> torch.dtype:
+    """Return the dtype of the final state of a call like the case's."""
+    return DTYPES[case.spec_of(inputs).port("final_state").dtype]
+
+
 def recurrent(bench: Bench, example: Example) -> Iterator[Pair]:
     """The tokens after the prompt come one at a time, through the implementation's recurrent counterpart if it has one.
 
@@ -166,6 +215,15 @@ def recurrent(bench: Bench, example: Example) -> Iterator[Pair]:
         raise Blind("a state lost after the prompt would not show")
     got = bench.run(_tokens(spec, inputs, slice(0, at)), None)
     rows = [got[y]]
+    if rounds_states(bench, case, got["final_state"].dtype):  # then every call is judged by its own bounds
+        limits = bench.bounds(_tokens(spec, inputs, slice(0, at)), None)
+        yield from ((f"{name} of the prompt", value, limits[name]) for name, value in got.items())
+        for token in range(at, case.lengths[0]):
+            state = got["final_state"].to(carried_dtype(bench, case, got["final_state"].dtype))
+            step = _tokens(spec, inputs, slice(token, token + 1)).replaced(state=state)
+            got, limits = bench.run(step, None, counterpart=True), bounds_as(bench, step, None, "recurrent")
+            yield from ((f"{name} of the step at token {token}", value, limits[name]) for name, value in got.items())
+        return
     for token in range(at, case.lengths[0]):
         step = _tokens(spec, inputs, slice(token, token + 1)).replaced(state=got["final_state"])
         got = bench.run(step, None, counterpart=True)
@@ -181,7 +239,7 @@ def future(bench: Bench, example: Example) -> Iterator[Pair]:
     inputs, cotangents = bench.call(case)
     spec, names = case.spec, present(case.spec, inputs, "B", "T")
     place = torch.cat([torch.arange(length) for length in case.lengths]).reshape(inputs[names[0]].shape[:2])
-    later = _later(case, getattr(bench.domain, "strongest_decay", "saturated")).inputs()
+    later = _later(case, bench.domain).inputs()
     changed = inputs.replaced(
         **{name: torch.where(spread(place >= at, inputs[name], 0), later[name], inputs[name]) for name in names}
     )
@@ -192,12 +250,13 @@ def future(bench: Bench, example: Example) -> Iterator[Pair]:
             yield f"{name} before token {at}", twice[name][past], once[name][past]
 
 
-def _later(case: Any, strongest: str) -> Any:
-    """Return the case with the same shapes, other values and, if it has a gate, other decays, at most the strongest."""
+def _later(case: Any, domain: Any) -> Any:
+    """Return the case with the same shapes, other values and, if it has a gate, other decays, at most the domain's strongest."""
+    strongest = getattr(domain, "strongest_decay", "saturated")
     if case.operation == "delta_rule" or not hasattr(case, "gate"):
-        return with_others(case)
+        return with_others(case, domain)
     another = "10" if strongest == "saturated" else "forever"
-    return dataclasses.replace(with_others(case), gate=strongest if case.gate != strongest else another)
+    return dataclasses.replace(with_others(case, domain), gate=strongest if case.gate != strongest else another)
 
 
 def samples(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -211,7 +270,7 @@ def samples(bench: Bench, example: Example) -> Iterator[Pair]:
     spec, names = case.spec, present(case.spec, inputs, "B", "T")
     shape = inputs[names[0]].shape[:2]
     sample = torch.cat([torch.full((length,), row) for row, length in enumerate(case.lengths)]).reshape(shape)
-    rows, other = torch.arange(len(case.lengths)) != at, with_others(case).inputs()
+    rows, other = torch.arange(len(case.lengths)) != at, with_others(case, bench.domain).inputs()
     mixed = {name: torch.where(spread(sample == at, inputs[name], 0), other[name], inputs[name]) for name in names}
     mixed |= {name: torch.where(spread(rows, inputs[name], 0), inputs[name], other[name]) for name in present(spec, inputs, "N")}
     once, twice = bench.run(inputs, cotangents), bench.run(inputs.replaced(**mixed), cotangents)
@@ -267,8 +326,14 @@ def batch(bench: Bench, example: Example) -> Iterator[Pair]:
     case, at = example.case, example.at
     assert at is not None
     inputs, cotangents = bench.call(case)
+    if case.packed and one_initial_state(bench.domain):
+        inputs = inputs.replaced(state=None)  # the sequence is not the first one of every batch
     few = [*range(len(case.lengths))]
-    batches, alone = [few, few * -(-CROWD // len(few))], _sequences_of(case, inputs, cotangents, [at])
+
+    def call(rows: list[int]) -> tuple[Inputs, Cotangents]:
+        return conventional(bench.domain, *_sequences_of(case, inputs, cotangents, rows))
+
+    batches, alone = [few, few * -(-CROWD // len(few))], call([at])
     want: Results | dict[str, Bound]
     if bench.domain.position_independent:
         want = bench.run(*alone)
@@ -277,8 +342,10 @@ def batch(bench: Bench, example: Example) -> Iterator[Pair]:
     for rows in batches:
         last = len(rows) - 1 - rows[::-1].index(at)
         end = sum(case.lengths[row] for row in rows[: last + 1])
-        for name, x in bench.run(*_sequences_of(case, inputs, cotangents, rows)).items():
+        for name, x in bench.run(*call(rows)).items():
             axes = axes_of(case.spec, name)
+            if name == "final_state" and case.packed and one_final_state(bench.domain) and last < len(rows) - 1:
+                continue
             if axes[:2] == ["B", "T"]:
                 x = x.flatten(0, 1)[end - case.lengths[at] : end].unsqueeze(0)
             elif axes[0] == "N":
@@ -319,7 +386,7 @@ def strides(bench: Bench, example: Example) -> Iterator[Pair]:
     tensors |= cotangents or {}
     views = far(spec, tensors, how) if how in FAR else {name: view(x, how) for name, x in tensors.items()}
     turned = cotangents and {name: views.pop(name) for name in cotangents}
-    inputs = inputs.replaced(**views)
+    inputs, turned = conventional(bench.domain, inputs.replaced(**views), turned)
     bounds = bench.bounds(inputs, turned)
     for name, got in bench.run(inputs, turned).items():
         yield f"{name} from {how.replace('_', ' ')} inputs", got, bounds[name]
@@ -388,6 +455,22 @@ def several(case: Any) -> range:
 def inner(case: Any) -> range:
     """Return the tokens at which a sequence can be cut in two."""
     return range(1, max(case.lengths))
+
+
+def cuts(domain: Any) -> Callable[[Any], range]:
+    """Return the function of a case that returns the tokens at which the domain's sequences can be cut in two."""
+    step = getattr(domain, "length_step", 1)
+    return inner if step == 1 else lambda case: range(step, max(case.lengths), step)
+
+
+def outside_of_cut(domain: Any, example: Example) -> str | None:
+    """Return why the parts of a cut are outside the domain, or None."""
+    step = getattr(domain, "length_step", 1)
+    if example.at is not None and example.at % step:
+        return f"at={example.at}: every length must be a multiple of {step}"
+    if example.case.packed and len(example.case.lengths) > 1 and (one_initial_state(domain) or one_final_state(domain)):
+        return f"lengths={text_of(example.case.lengths)}: the states of several packed sequences cannot be carried over a cut"
+    return None
 
 
 def steps(case: Any) -> range:

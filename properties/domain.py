@@ -4,17 +4,24 @@ import dataclasses
 from typing import Any
 
 from oracles.operations import RULES
+from properties.cases.line import text_of
 from properties.cases.rule_case import (
     CHANNEL_DECAYS,
     DECAYS,
+    FINAL_DTYPES,
+    FINAL_STATES,
     GATES,
     GIVEN_GATES,
     IN_KERNEL,
+    INITIAL_STATES,
     LEFT_OUT,
     LOWER_BOUNDS,
     MAX_TOKENS,
+    MAX_WIDTH,
     PARAMETER_DTYPES,
     SCALES,
+    STATE_DTYPES,
+    VALUES,
     Case,
 )
 from properties.names import known_fields
@@ -22,6 +29,9 @@ from properties.options import Options, check_options, frozen_options, outside_o
 
 VIEWS = ("sliced", "transposed", "offset", "expanded", "strided")
 STRENGTHS = ("1000", "64", "10", "tenth", "saturated")  # gate regimes, the weakest decay first; "forever" has none
+LARGEST = ("ordinary", "scaled", "large", "great")  # regimes of values with larger and larger numbers; no others have larger ones
+MOST_STEP = 1024  # of lengths
+OFFSETS = ("int64", "int32")
 MOST_REACH = 256  # about 70,000 tokens; check larger sizes with single cases
 
 
@@ -37,7 +47,12 @@ class Domain:
     "beta", "both"), and `dt_bias` says whether it can do so without a dt_bias. `decays` says whether it takes the log-decay g
     ("log"), the decay alpha itself ("linear"), or either, where it does not compute the gate. `infinite_gates` says whether a
     log-decay may be -inf, which forgets the state. `scales` names the scales that it takes: none ("default", which means
-    K ** -0.5), 1 ("one") and 0.5 ("half"). `strongest_decay` is the strongest of the gate regimes that it takes (STRENGTHS).
+    K ** -0.5), 1 ("one") and 0.5 ("half"). `strongest_decay` is the strongest of the gate regimes that it takes (STRENGTHS), and
+    `largest_values` the regime of values with the largest numbers (LARGEST). Every sequence has a multiple of `length_step` tokens.
+    `key_widths` and `value_widths` are the only widths, if there are any; they replace `key_dims` and `value_dims`. `offsets` are
+    the dtypes of cu_seqlens. `state_dtypes` are the dtypes of initial states, and `final_dtype` is that of final states.
+    `initial_states` and `final_states` say whether all sequences of a packed call have such a state, or the first and the last one
+    alone.
 
     `left_out` names what of gate and beta a call may leave out: without a gate nothing decays, and without beta it is 1.
     `channel_decays` names the decays of single channels that it takes beside the gate: gk of the keys' ("keys"), gv of the values'
@@ -85,6 +100,15 @@ class Domain:
     parameter_dtypes: tuple[str, ...] = ("fp32",)
     options: Options = ()
     exact_options: tuple[str, ...] = ()
+    largest_values: str = "great"
+    length_step: int = 1
+    key_widths: tuple[int, ...] = ()
+    value_widths: tuple[int, ...] = ()
+    offsets: tuple[str, ...] = OFFSETS
+    state_dtypes: tuple[str, ...] = ("fp32",)
+    final_dtype: str = "fp32"
+    initial_states: str = "each"
+    final_states: str = "each"
     reach: int = 1
     long: int = 0
     chunk: int = 64
@@ -102,11 +126,24 @@ class Domain:
             ("channel_decays", CHANNEL_DECAYS),
             ("lower_bounds", tuple(LOWER_BOUNDS)),
             ("parameter_dtypes", PARAMETER_DTYPES),
+            ("offsets", OFFSETS),
+            ("state_dtypes", STATE_DTYPES),
         )
         for name, choices in tuples:
             values = getattr(self, name)
             if not isinstance(values, tuple) or not values or not set(values) <= set(choices):
                 raise ValueError(f"{name} must be a tuple of some of {', '.join(choices)}, got {values!r}")
+        words = (
+            ("largest_values", LARGEST),
+            ("final_dtype", FINAL_DTYPES),
+            ("initial_states", INITIAL_STATES),
+            ("final_states", FINAL_STATES),
+        )
+        for name, choices in words:
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        if isinstance(self.length_step, bool) or not isinstance(self.length_step, int) or not 1 <= self.length_step <= MOST_STEP:
+            raise ValueError(f"length_step must be in 1..{MOST_STEP}, got {self.length_step!r}")
         if not isinstance(self.width_step, int) or self.width_step < 1:
             raise ValueError(f"width_step must be at least 1, got {self.width_step!r}")
         for name in ("key_dims", "value_dims"):
@@ -115,6 +152,10 @@ class Domain:
                 raise ValueError(f"{name} must be a tuple (least, most), got {span!r}")
             if not 1 <= span[0] <= span[1] or span[1] // self.width_step * self.width_step < span[0]:
                 raise ValueError(f"{name} must contain a width in steps of {self.width_step}, from 1 up, got {span}")
+        check_widths("key_widths", self.key_widths, "key_dims", self.key_dims == Domain.key_dims and self.width_step == 1)
+        check_widths("value_widths", self.value_widths, "value_dims", self.value_dims == Domain.value_dims and self.width_step == 1)
+        if self.equal_widths and not any(self.has_key(width) and self.has_value(width) for width in range(1, MAX_WIDTH + 1)):
+            raise ValueError("equal_widths=True needs a width that keys and values can have")
         if self.operation == "delta_rule" and not set(self.in_kernel) <= {"none", "beta"}:
             raise ValueError(f"in_kernel must be none or beta for delta_rule, which has no gate, got {', '.join(self.in_kernel)}")
         if self.operation == "delta_rule" and self.decays != ("log",):
@@ -153,6 +194,19 @@ class Domain:
             return (*GATES, *GIVEN_GATES)
         return ("forever", *STRENGTHS[: STRENGTHS.index(self.strongest_decay) + 1])
 
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The regimes of values with no larger numbers. Regimes that are not in LARGEST have ordinary numbers or smaller ones."""
+        return tuple(values for values in VALUES if values not in LARGEST[LARGEST.index(self.largest_values) + 1 :])
+
+    def has_key(self, width: int) -> bool:
+        """Whether K may be this width."""
+        return width in self.key_widths if self.key_widths else inside(width, self.key_dims, self.width_step)
+
+    def has_value(self, width: int) -> bool:
+        """Whether V may be this width."""
+        return width in self.value_widths if self.value_widths else inside(width, self.value_dims, self.width_step)
+
     def outside(self, case: Case) -> str | None:
         """Return why `case` is outside the domain, or None."""
         checks = (
@@ -165,13 +219,10 @@ class Domain:
             ),
             (case.dtype in self.dtypes, f"dtype={case.dtype} is not among {', '.join(self.dtypes)}"),
             (case.gate_dtype in self.gate_dtypes, f"gate_dtype={case.gate_dtype} is not among {', '.join(self.gate_dtypes)}"),
+            (self.has_key(case.key_dim), f"key_dim={case.key_dim} is not {self._widths(self.key_widths, self.key_dims)}"),
             (
-                inside(case.key_dim, self.key_dims, self.width_step),
-                f"key_dim={case.key_dim} is not in {self._widths(self.key_dims)}",
-            ),
-            (
-                inside(case.value_dim, self.value_dims, self.width_step),
-                f"value_dim={case.value_dim} is not in {self._widths(self.value_dims)}",
+                self.has_value(case.value_dim),
+                f"value_dim={case.value_dim} is not {self._widths(self.value_widths, self.value_dims)}",
             ),
             (
                 not self.equal_widths or case.key_dim == case.value_dim,
@@ -184,10 +235,29 @@ class Domain:
             (self.packed or not case.packed, "packed=yes is not supported"),
             (self.batched or case.packed, "packed=no is not supported"),
             (self.empty or min(case.lengths) > 0, "empty sequences are not supported"),
+            (
+                all(length % self.length_step == 0 for length in case.lengths),
+                f"lengths={text_of(case.lengths)}: every length must be a multiple of {self.length_step}",
+            ),
+            (not case.packed or case.offsets in self.offsets, f"offsets={case.offsets} is not among {', '.join(self.offsets)}"),
+            (
+                case.state == "none" or case.state_dtype in self.state_dtypes,
+                f"state_dtype={case.state_dtype} is not among {', '.join(self.state_dtypes)}",
+            ),
+            (case.final_dtype == self.final_dtype, f"final_dtype={case.final_dtype} is not {self.final_dtype}"),
+            (
+                not case.packed or case.state == "none" or case.initial_states == self.initial_states,
+                f"initial_states={case.initial_states} is not {self.initial_states}",
+            ),
+            (
+                not case.packed or case.final_states == self.final_states,
+                f"final_states={case.final_states} is not {self.final_states}",
+            ),
             (self.initial_state or case.state == "none", f"state={case.state}: an initial state is not supported"),
             (self.qk_norm or not case.qk_norm, "qk_norm=yes is not supported"),
             (case.scale in self.drawn_scales, f"scale={case.scale} is not supported"),
             (case.gate in self.gates, f"gate={case.gate}: decays are no stronger than those of gate={self.strongest_decay}"),
+            (case.values in self.values, f"values={case.values}: numbers are no larger than those of values={self.largest_values}"),
             (self.negative_eigenvalues or case.beta != "two", "beta=two: beta over 1 is not supported"),
             (self.infinite_gates or case.gate != "closed", "gate=closed: a log-decay of -inf is not supported"),
             (self.backward or not case.backward, "backward=yes is not supported"),
@@ -207,8 +277,10 @@ class Domain:
         )
         return next((reason for inside, reason in checks if not inside), None) or outside_options(self.options, case.options)
 
-    def _widths(self, span: tuple[int, int]) -> str:
-        return f"{span[0]}..{span[1]}" + (f" in steps of {self.width_step}" if self.width_step > 1 else "")
+    def _widths(self, widths: tuple[int, ...], span: tuple[int, int]) -> str:
+        if widths:
+            return f"among {', '.join(map(str, widths))}"
+        return f"in {span[0]}..{span[1]}" + (f" in steps of {self.width_step}" if self.width_step > 1 else "")
 
     def to_json(self) -> dict[str, Any]:
         """Return the domain as plain data."""
@@ -226,6 +298,14 @@ def check_sizes(long: int, chunk: int = 64) -> None:
     for name, number, least in (("long", long, 0), ("chunk", chunk, 1)):
         if not isinstance(number, int) or not least <= number <= MAX_TOKENS:
             raise ValueError(f"{name} must be in {least}..{MAX_TOKENS}, got {number!r}")
+
+
+def check_widths(name: str, widths: object, span: str, span_left: bool) -> None:  # noqa: FBT001
+    """Raise ValueError for a list of widths that is wrong, or that stands beside the range which it replaces."""
+    if not (isinstance(widths, tuple) and all(isinstance(width, int) and 1 <= width <= MAX_WIDTH for width in widths)):
+        raise ValueError(f"{name} must be a tuple of whole numbers in 1..{MAX_WIDTH}, got {widths!r}")
+    if widths and not span_left:
+        raise ValueError(f"{span} and width_step must be left out with {name}, which lists the widths, got {name}={widths}")
 
 
 def inside(width: int, span: tuple[int, int], step: int) -> bool:

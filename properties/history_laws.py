@@ -45,18 +45,19 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
     yield from play(bench, example)
 
 
-def rotated(case: Any) -> Any:
+def rotated(case: Any, domain: Any = None) -> Any:
     """Return the case with other numbers and, if it is packed, its lengths in another order; all shapes stay."""
-    other = with_others(case)
+    other = with_others(case, domain)
     lengths = (*case.lengths[1:], case.lengths[0])
     return dataclasses.replace(other, lengths=lengths) if other.packed and lengths != case.lengths else other
 
 
 def other_kinds(domain: Any, case: Any) -> list[tuple[str, Any]]:
     """Return the case in other shapes and in another dtype, as far as that is inside the domain, each with what is other."""
-    lengths, other = case.lengths, with_others(case)
-    longer = (*lengths, lengths[0] + 2) if case.packed else tuple(length + 2 for length in lengths)
-    fewer = lengths[1:] if len(lengths) > 1 else (max(1, lengths[0] // 2),)
+    lengths, other, step = case.lengths, with_others(case, domain), getattr(domain, "length_step", 1)
+    more = 2 if step == 1 else step
+    longer = (*lengths, lengths[0] + more) if case.packed else tuple(length + more for length in lengths)
+    fewer = lengths[1:] if len(lengths) > 1 else (max(1, lengths[0] // 2 // step) * step,)
     changes = [("shapes", {"lengths": sizes}) for sizes in (longer, fewer)]
     changes += [("dtypes", {"dtype": dtype}) for dtype in NAMES.values() if dtype != case.dtype]
     found: dict[str, Any] = {}
@@ -87,7 +88,7 @@ def _others(bench: Bench, example: Example) -> Iterator[Pair]:
     bounds = bench.bounds(inputs, cotangents)
     once = bench.run(inputs, cotangents)
     yield from _judged(once, bounds, "of the first call")
-    yield from _other(bench, rotated(case), "numbers")
+    yield from _other(bench, rotated(case, bench.domain), "numbers")
     yield from _repeated(bench, bench.run(inputs, cotangents), once, bounds)
     for what, other in other_kinds(bench.domain, case):
         yield from _other(bench, other, what)
@@ -109,14 +110,16 @@ def _two(bench: Bench, case: Any, other: Any) -> tuple[tuple[Inputs, Cotangents]
 def _refill(bench: Bench, example: Example) -> Iterator[Pair]:
     """Offsets are filled again only if the domain has refills=True; all other tensors are in any case, as parameters are."""
     case = example.case
-    (inputs, cotangents), (first, _) = _two(bench, case, rotated(case) if bench.domain.refills else with_others(case))
+    (inputs, cotangents), (first, _) = _two(
+        bench, case, rotated(case, bench.domain) if bench.domain.refills else with_others(case, bench.domain)
+    )
     bounds = bench.bounds(inputs, cotangents)
     yield from _judged(bench.replay(first, inputs, cotangents), bounds, "after the call's tensors were filled again")
 
 
 def _freed(bench: Bench, example: Example) -> Iterator[Pair]:
     case = example.case
-    (inputs, cotangents), (first, _) = _two(bench, case, rotated(case))
+    (inputs, cotangents), (first, _) = _two(bench, case, rotated(case, bench.domain))
     bounds = bench.bounds(inputs, cotangents)
     yield from _judged(bench.renew(first, inputs, cotangents), bounds, "in memory that an earlier call's tensors had")
 
@@ -153,7 +156,7 @@ def _at_once(bench: Bench, example: Example) -> Iterator[Pair]:
         raise Blind("streams need a GPU")
     if not streams and not bench.domain.threads:
         raise Blind("the domain has threads=False")
-    calls = [bench.call(case) for case in (example.case, with_others(example.case))]
+    calls = [bench.call(case) for case in (example.case, with_others(example.case, bench.domain))]
     limits = [bench.bounds(*call) for call in calls]
     where = "on two streams" if streams else "in two threads"
     for number, results in bench.at_once(calls, streams=streams):

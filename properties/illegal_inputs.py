@@ -12,7 +12,7 @@ import torch
 from oracles.operation import Inputs
 from oracles.operations import RULES
 from properties.cases.module_case import ModuleCase
-from properties.cases.rule_case import Case
+from properties.cases.rule_case import MAX_WIDTH, Case
 from properties.domain import Domain
 from properties.module_domain import ModuleDomain
 
@@ -32,15 +32,23 @@ class IllegalInputs:
 PACKED = Case((5, 12), packed=True, heads=2, value_heads=4, state="zero", backward=False)
 
 
-def _offsets(*values: int) -> Callable[[Inputs], Inputs]:
-    return lambda x: x.replaced(cu_seqlens=torch.tensor(values))
+def _ends_early(x: Inputs) -> Inputs:
+    offsets = x.cu_seqlens.clone()
+    offsets[-1] -= 1
+    return x.replaced(cu_seqlens=offsets)
+
+
+def _starts_late(x: Inputs) -> Inputs:
+    offsets = x.cu_seqlens.clone()
+    offsets[0] = 1
+    return x.replaced(cu_seqlens=offsets)
 
 
 def _decreasing(x: Inputs) -> Inputs:
     """Make offsets decrease; there are three sequences with a state for each, so that only the order is wrong."""
-    state = x.get("state")
+    state, (_, middle, end) = x.get("state"), x.cu_seqlens.tolist()
     states = {} if state is None else {"state": torch.cat([state, state[:1]])}
-    return x.replaced(cu_seqlens=torch.tensor([0, 12, 5, 17]), **states)
+    return x.replaced(cu_seqlens=x.cu_seqlens.new_tensor([0, end - middle, middle, end]), **states)
 
 
 def _value_heads(x: Inputs) -> Inputs:
@@ -55,12 +63,12 @@ def _shorter_gate(x: Inputs) -> Inputs:
 
 OF_RULES: dict[str, Callable[[Inputs], Inputs]] = {
     "cu_seqlens that decrease": _decreasing,
-    "cu_seqlens that end before the tokens do": _offsets(0, 5, 16),
-    "cu_seqlens that do not start at 0": _offsets(1, 5, 17),
+    "cu_seqlens that end before the tokens do": _ends_early,
+    "cu_seqlens that do not start at 0": _starts_late,
     "one initial state for two sequences": lambda x: x.replaced(state=x.state[:1]),
     "HV not a multiple of H": _value_heads,
     "g of another length": _shorter_gate,
-    "q and k of different widths": lambda x: x.replaced(q=x.q[..., :8].contiguous()),
+    "q and k of different widths": lambda x: x.replaced(q=x.q[..., : x.q.shape[-1] // 2].contiguous()),
 }
 
 
@@ -131,10 +139,41 @@ def _rule_call(name: str, domain: Domain) -> tuple[Case, Inputs] | str:
         return "grouped heads are unsupported"
     if domain.operation == "delta_rule" and name.startswith("g "):
         return "the delta rule has no gate"
-    case = dataclasses.replace(PACKED, operation=domain.operation, dtype=domain.dtypes[0])
-    if not domain.grouped_heads:
-        case = dataclasses.replace(case, value_heads=case.heads)
+    if domain.initial_states == "first" and name.startswith("one initial state"):
+        return "a state for each sequence is unsupported"
+    case = _packed_case(domain)
+    if reason := domain.outside(case):
+        return f"the call is outside the domain: {reason}"
     return case, OF_RULES[name](case.inputs())
+
+
+def _packed_case(domain: Domain) -> Case:
+    """Return a packed call of two sequences with a state in the conventions of a domain, with even widths near 16."""
+    step, linear = domain.length_step, "log" not in domain.decays
+    key_dim = _near(domain.has_key, PACKED.key_dim)
+    return dataclasses.replace(
+        PACKED,
+        operation=domain.operation,
+        dtype=domain.dtypes[0],
+        gate_dtype=domain.gate_dtypes[0],
+        lengths=PACKED.lengths if step == 1 else (step, 2 * step),
+        value_heads=PACKED.value_heads if domain.grouped_heads else PACKED.heads,
+        key_dim=key_dim,
+        value_dim=key_dim if domain.equal_widths else _near(domain.has_value, PACKED.value_dim),
+        scale=domain.drawn_scales[0],
+        offsets=domain.offsets[0],
+        state_dtype=domain.state_dtypes[0],
+        decay="linear" if linear and domain.operation != "delta_rule" else "log",
+        final_dtype=domain.final_dtype,
+        initial_states=domain.initial_states,
+        final_states=domain.final_states,
+    )
+
+
+def _near(has: Callable[[int], bool], width: int) -> int:
+    """Return the width if a domain has it, else the least even one that it has from there on, or below, or the width itself."""
+    widths = (*range(width, MAX_WIDTH + 1, 2), *range(width, 0, -1))
+    return next((candidate for candidate in widths if has(candidate)), width)
 
 
 NO_INPUTS = IllegalInputs()

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
+import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -90,7 +91,8 @@ class Law:
     Laws of kernels take a Domain, a Bench and Cases; laws of parallel paths take the corresponding classes of
     properties/path_laws.py. `needs` returns why the law does not apply to a domain, or None. `lacks` returns the words that a case
     lacks for the law to hold for it, or None. `place` returns the possible values of `at` for a case. `about` names the operations
-    of the book to which the law applies; empty means all. `plain` says that a case without a variant has a meaning too.
+    of the book to which the law applies; empty means all. `outside` returns why a call that the law derives from an example is
+    outside the domain, or None. `plain` says that a case without a variant has a meaning too.
     `of_process` says that earlier cases of the process may decide the result, so that a failure must show in a fresh one.
     """
 
@@ -104,6 +106,7 @@ class Law:
     place: Callable[[Any], range] | None = None
     lacks: Callable[[Any, str | None], str | None] = lambda case, variant: None
     about: tuple[str, ...] = ()
+    outside: Callable[[Any, Example], str | None] = lambda domain, example: None
     plain: bool = False
     of_process: bool = False
 
@@ -213,6 +216,45 @@ def visible(moved: Results, bounds: dict[str, Bound]) -> bool:
     return False
 
 
-def with_others(case: Any) -> Any:
-    """Return the case with the same shapes and other values, also of other magnitudes, so that a shared scale shows."""
-    return dataclasses.replace(case, seed=case.seed ^ 1, values="scaled" if case.values != "scaled" else "ordinary")
+def conventional(domain: Any, inputs: Inputs, cotangents: Cotangents) -> tuple[Inputs, Cotangents]:
+    """Return a call with zeros in place of states, and of their cotangents, that a packed call of the domain does not have."""
+    if inputs.get("cu_seqlens") is None:
+        return inputs, cotangents
+    if one_initial_state(domain) and inputs.get("state") is not None:
+        inputs = inputs.replaced(state=_but_one(inputs.state, 0))
+    if one_final_state(domain) and cotangents is not None:
+        cotangents = {**cotangents, "final_state": _but_one(cotangents["final_state"], -1)}
+    return inputs, cotangents
+
+
+def one_initial_state(domain: Any) -> bool:
+    """Whether only the first sequence of a packed call has an initial state."""
+    return getattr(domain, "initial_states", "each") == "first"
+
+
+def one_final_state(domain: Any) -> bool:
+    """Whether only the last sequence of a packed call returns a final state."""
+    return getattr(domain, "final_states", "each") == "last"
+
+
+def with_one_state(domain: Any, inputs: Inputs) -> Inputs:
+    """Return a call as an implementation gets it: with one initial state if that is the domain's convention for packed calls."""
+    state = inputs.get("state")
+    one = one_initial_state(domain) and inputs.get("cu_seqlens") is not None and isinstance(state, Tensor)
+    return inputs.replaced(state=inputs.state[:1]) if one else inputs
+
+
+def _but_one(states: Tensor, row: int) -> Tensor:
+    """Return zeros but for one row."""
+    kept = torch.zeros_like(states, memory_format=torch.contiguous_format)
+    kept[row] = states[row]
+    return kept
+
+
+def with_others(case: Any, domain: Any = None) -> Any:
+    """Return the case with the same shapes and other values, also of other magnitudes, so that a shared scale shows.
+
+    If the domain has no values as large as those of "scaled", other magnitudes are smaller ones.
+    """
+    other = "scaled" if "scaled" in getattr(domain, "values", ("scaled",)) else "small"
+    return dataclasses.replace(case, seed=case.seed ^ 1, values=other if case.values != other else "ordinary")

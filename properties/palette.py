@@ -165,7 +165,8 @@ def with_key(law: Law, domain: Any, example: Example, entry: Any, number: int) -
         return None
     at = example.at
     if law.place is not None and ((places := law.place(fitted)) != law.place(case) or at is None):
-        at = places[number % len(places)] if places else None
+        allowed = [place for place in places if law.outside(domain, Example(fitted, place, example.variant)) is None]
+        at = allowed[number % len(allowed)] if allowed else None
     moved = Example(fitted, at, example.variant)
     return moved if suits(law, domain, moved) else None
 
@@ -176,7 +177,7 @@ def suits(law: Law, domain: Any, example: Example) -> bool:
         law.accept(example)
     except ValueError:
         return False
-    return domain.outside(example.case) is None
+    return domain.outside(example.case) is None and law.outside(domain, example) is None
 
 
 def real_case(seed: int) -> Case:
@@ -230,6 +231,8 @@ def _compiled(name: str, value: Any, beside: Any) -> Any:
     if isinstance(beside, PoolCase):
         beside = beside.call()
     if isinstance(beside, Case):
+        if name == "state_dtype" and beside.state == "none":
+            return None
         if name == "beta":
             return beside.beta_inside and value == "two"
         if (name == "gate_dtype" and (beside.gate_inside or beside.operation == "delta_rule")) or (

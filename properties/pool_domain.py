@@ -13,11 +13,13 @@ from properties.cases.rule_case import BETAS
 from properties.domain import VIEWS, Domain
 from properties.names import known_fields
 from properties.options import Options, check_options, draw_options, frozen_options, outside_options
-from properties.strategies import EDGES, HEADS, decay_of, gates_of, widths
+from properties.strategies import EDGES, HEADS, decay_of, gates_of, keys_of, values_of
 
 LAYOUTS = ("kv", "vk")
 POOL_VIEWS = (*VIEWS, "fused")
 EVERY_RULE = Domain(backward=False)
+# Fields of a rule's domain about states that are no pool, and about lengths: the tokens of a request are no prompt of whole chunks.
+OF_OTHER_STATES = ("state_dtypes", "final_dtype", "initial_states", "final_states", "length_step")
 
 
 @known_fields
@@ -72,6 +74,9 @@ class PoolDomain:
         if not isinstance(self.rule, Domain) or self.rule.operation not in RULES or not self.rule.initial_state:
             raise ValueError(f"rule must be a Domain of {' or '.join(RULES)} with an initial state, got {self.rule!r}")
         check_options(self.options, self.exact_options)
+        for name in OF_OTHER_STATES:
+            if getattr(self.rule, name) != getattr(Domain, name):
+                raise ValueError(f"rule must leave out {name}, which a pool has no use for, got {getattr(self.rule, name)!r}")
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}")
         if not isinstance(self.most_tokens, int) or self.most_tokens < 1:
@@ -181,6 +186,9 @@ def pool_cases(
         values = fixed.get(name, choices)
         return chance.choice(values) if isinstance(values, tuple) else values
 
+    if isinstance(fixed.get("values"), tuple):
+        fixed["values"] = tuple(regime for regime in fixed["values"] if regime in domain.rule.values) or ("ordinary",)
+
     def which(name: str, choices: tuple[str, ...]) -> str:
         values = fixed.get(name, choices)
         allowed = [
@@ -197,9 +205,9 @@ def pool_cases(
     # The time of an interpreted kernel grows with its requests, heads and width.
     size = value_heads * len(lengths) * (2 if max(lengths) > 8 else 1)
     wide = chance.choice((16, 32, 64, 128)) if size <= 8 else chance.choice((16, 64)) if size <= 16 else 16
-    key_dim = field("key_dim", widths(rule.key_dims, rule.width_step, wide))
-    value_dim = field("value_dim", widths(rule.value_dims, rule.width_step, wide))
-    if rule.equal_widths or (rule.value_dims[0] <= key_dim <= rule.value_dims[1] and chance.random() < 1 / 3):
+    key_dim = field("key_dim", keys_of(rule, wide))
+    value_dim = field("value_dim", values_of(rule, wide))
+    if rule.equal_widths or (rule.has_value(key_dim) and chance.random() < 1 / 3):
         value_dim = key_dim
     spare = field("spare", (0, 1, 1, 2, 5) if chance.random() < 7 / 8 else (chance.randint(120, 260),))
     room = _NUMBERS // (value_heads * key_dim * value_dim) - len(lengths) - 1
@@ -216,11 +224,11 @@ def pool_cases(
         gate=field("gate", gates),
         gate_dtype=field("gate_dtype", tuple(d for d in rule.gate_dtypes for _ in range(3 if d == "fp32" else 1))),
         beta=field("beta", tuple(b for b in BETAS if rule.negative_eigenvalues or b != "two")),
-        values=field("values", tuple(PoolCase.CHOICES["values"])),
+        values=field("values", tuple(v for v in PoolCase.CHOICES["values"] if v in rule.values)),
         state=field("state", ("zero", "random", "random", "random")),
         scale=field("scale", tuple(s for s in ("default", "default", "one", "half") if s in rule.drawn_scales)),
         qk_norm=field("qk_norm", (False, True) if rule.qk_norm else (False,)),
-        offsets=field("offsets", ("int64", "int32")) if packed else "int64",
+        offsets=field("offsets", rule.offsets) if packed else "int64",
         spare=min(spare, max(1, room)),
         free=field("free", FREE),
         padding_slot=field("padding_slot", domain.padding_slots or ("-1",)),

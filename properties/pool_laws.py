@@ -16,9 +16,9 @@ from oracles.operation import Inputs
 from properties.cases.pool_case import PoolCase
 from properties.common_laws import bytes_of, view
 from properties.far_views import FAR, SPAN, apart, far, far_examples, lacks_far
-from properties.laws import Bench, Blind, Law, Pair, Results, either, examples_of, present, spread, visible
+from properties.laws import Bench, Blind, Law, Pair, Results, either, examples_of, present, spread, visible, with_others
 from properties.pool_domain import POOL_VIEWS, PoolDomain, pool_cases
-from properties.strategies import REMEMBERING, Example, widths
+from properties.strategies import REMEMBERING, Example, values_of
 
 POISON = ("nan", "random")
 CARRIED = ("values", "nan")
@@ -103,9 +103,10 @@ def _begins(case: PoolCase) -> list[bool]:
     return [real and beginning for real, beginning in zip(case.real, case.beginning, strict=True)]
 
 
-def _other(case: PoolCase) -> PoolCase:
+def _other(bench: Bench, case: PoolCase) -> PoolCase:
     """Return the case with the same shapes, other values, also of other magnitudes, and other slots."""
-    return dataclasses.replace(case, seed=case.seed ^ 1, values="scaled" if case.values != "scaled" else "ordinary")
+    other: PoolCase = with_others(case, bench.domain.rule)  # type: ignore[attr-defined]
+    return other
 
 
 def _oracle(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -138,7 +139,7 @@ def _untouched(bench: Bench, example: Example) -> Iterator[Pair]:
 
 def _padding(bench: Bench, example: Example) -> Iterator[Pair]:
     case = example.case
-    inputs, other = case.inputs(), _other(case).inputs()
+    inputs, other = case.inputs(), _other(bench, case).inputs()
     nobody = ~_rows(case, torch.tensor(case.real))
     names = present(case.spec, inputs, "B", "T")
     carried = {name: other[name] if example.variant == "values" else torch.full_like(other[name], torch.nan) for name in names}
@@ -259,7 +260,7 @@ def _moved(bench: Bench, example: Example) -> Iterator[Pair]:
 def _requests(bench: Bench, example: Example) -> Iterator[Pair]:
     case, at = example.case, example.at
     assert at is not None
-    inputs, other, meant = case.inputs(), _other(case).inputs(), _meaningful(case)
+    inputs, other, meant = case.inputs(), _other(bench, case).inputs(), _meaningful(case)
     one = torch.arange(len(case.lengths)) == at
     rows = _rows(case, one)
     mixed = {
@@ -295,7 +296,7 @@ def _history(bench: Bench, example: Example) -> Iterator[Pair]:
         bench.attempt(inputs.replaced(**{required[case.seed % len(required)]: None}))
         yield from _judged(bench.run(inputs, None), bounds, meant, " after a call without a required tensor")
         return
-    others = _other_requests(bench, case) if example.variant == "shapes" else [_other(case)]
+    others = _other_requests(bench, case) if example.variant == "shapes" else [_other(bench, case)]
     if not others:
         raise Blind("the domain has no other shapes for this case")
     for between in others:
@@ -314,7 +315,7 @@ def _other_requests(bench: Bench, case: PoolCase) -> list[PoolCase]:
     found = []
     for lengths in (case.lengths[1:], (*case.lengths, case.lengths[0])):
         try:
-            between = dataclasses.replace(_other(case), lengths=lengths)
+            between = dataclasses.replace(_other(bench, case), lengths=lengths)
         except ValueError:
             continue
         if bench.domain.outside(between) is None:  # type: ignore[arg-type]
@@ -324,7 +325,7 @@ def _other_requests(bench: Bench, case: PoolCase) -> list[PoolCase]:
 
 def _before(bench: Bench, case: PoolCase) -> PoolCase:
     """Return the case with other values and slots and, if the requests are packed, their lengths in another order."""
-    before = _other(case)
+    before = _other(bench, case)
     rotated = dataclasses.replace(before, lengths=(*case.lengths[1:], *case.lengths[:1]))
     return before if bench.domain.outside(rotated) else rotated  # type: ignore[arg-type]
 
@@ -476,9 +477,8 @@ def _remember(domain: PoolDomain, **more: Any) -> st.SearchStrategy[PoolCase]:
 def _value_dims(domain: PoolDomain) -> tuple[int, ...]:
     """Return widths of values that are several blocks and a part of one, or all widths if the domain has no such width."""
     rule = domain.rule
-    least, most = rule.value_dims
-    several = tuple(width for width in (24, 40, 65, 12) if least <= width <= most and width % rule.width_step == 0)
-    return several or widths(rule.value_dims, rule.width_step, 128)
+    several = tuple(width for width in (24, 40, 65, 12) if rule.has_value(width))
+    return several or values_of(rule, 128)
 
 
 def _histories(domain: PoolDomain) -> st.SearchStrategy[Example]:

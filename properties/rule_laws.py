@@ -14,13 +14,17 @@ from properties.cases.rule_case import Case
 from properties.common_laws import (
     again,
     batch,
+    carried_dtype,
     cut,
+    cuts,
+    final_dtype,
     future,
     has_words,
     inner,
     memory,
     one_batch_row,
     oracle,
+    outside_of_cut,
     packed,
     pure,
     recurrent,
@@ -43,12 +47,14 @@ from properties.laws import (
     bounds_as,
     either,
     examples_of,
+    one_final_state,
+    one_initial_state,
     pairs_of,
     present,
     spread,
     with_others,
 )
-from properties.strategies import REMEMBERING, Example, cases, widths
+from properties.strategies import REMEMBERING, Example, cases, keys_of, values_of
 
 
 def _halves(names: Sequence[str], number: int) -> tuple[list[str], list[str]]:
@@ -75,10 +81,11 @@ def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
     if example.variant == "options":
         yield from without_options(bench, example)
         return
+    zeros, carried = (len(lengths), case.value_heads, width, case.value_dim), carried_dtype(bench, case, torch.float32)
     neutral = {
         "scale": lambda: inputs.replaced(scale=width**-0.5),
-        "state": lambda: inputs.replaced(state=torch.zeros(len(lengths), case.value_heads, width, case.value_dim)),
-        "offsets": lambda: inputs.replaced(cu_seqlens=torch.tensor([0, lengths[0]])),
+        "state": lambda: inputs.replaced(state=torch.zeros(zeros, dtype=carried)),
+        "offsets": lambda: inputs.replaced(cu_seqlens=torch.tensor([0, lengths[0]], dtype=getattr(torch, bench.domain.offsets[0]))),
         "final_state": lambda: inputs.replaced(output_final_state=False),
         "dt_bias": lambda: inputs.replaced(dt_bias=torch.zeros(inputs.a.shape[2:], dtype=inputs.A_log.dtype)),
         "gate": lambda: inputs.replaced(g=torch.zeros(inputs.v.shape[:-1] + inputs.k.shape[-1:] * (case.operation == "kda"))),
@@ -88,6 +95,9 @@ def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
         cotangents = {**cotangents, "final_state": torch.zeros_like(cotangents["final_state"])}
     bounds = bench.bounds(inputs, cotangents)
     yield from pairs_of(bench.run(inputs, cotangents), bounds)
+    if (dtype := final_dtype(case, neutral)) != final_dtype(case, inputs):  # a final state has the initial one's dtype
+        cotangents = cotangents and {**cotangents, "final_state": cotangents["final_state"].to(dtype)}
+        bounds = bench.bounds(neutral, cotangents)
     for name, got in bench.run(neutral, cotangents).items():
         if name in bounds:
             yield (
@@ -163,6 +173,8 @@ def _recall(bench: Bench, example: Example) -> Iterator[Pair]:
     inputs, _ = bench.call(example.case)
     got = bench.run(inputs, None)
     for name, want in bench.truth(inputs, None).items():
+        if name == "final_state" and example.case.packed and one_final_state(bench.domain):
+            want, got[name] = want[-1:], got[name][-1:]
         yield name, got[name], want
 
 
@@ -175,7 +187,7 @@ def _heads(bench: Bench, example: Example) -> Iterator[Pair]:
     assert at is not None
     inputs, cotangents = bench.call(case)
     group = case.value_heads // case.heads
-    other = with_others(case).inputs()
+    other = with_others(case, bench.domain).inputs()
     values = torch.arange(case.value_heads)
     touched = values // group == at // group if case.heads > 1 else values == at
     keys = torch.arange(case.heads) == (at // group if case.heads > 1 else -1)
@@ -205,7 +217,8 @@ def _permuted(bench: Bench, example: Example) -> Iterator[Pair]:
     group = case.value_heads // case.heads
     keys = torch.arange(case.heads).roll(1)
     values = torch.arange(case.value_heads).reshape(case.heads, group).roll(1, 0).flatten()
-    rows = torch.arange(len(case.lengths)).roll(1)
+    states = one_initial_state(bench.domain) or one_final_state(bench.domain)
+    rows = torch.arange(len(case.lengths)).roll(0 if case.packed and states else 1)  # the first and last sequences stay
     starts = case.starts()
     tokens = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows.tolist()])
 
@@ -383,10 +396,7 @@ def _far(domain: Domain) -> st.SearchStrategy[Example]:
 
 def _brief(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
     """Return short and narrow cases, because a history has several calls."""
-    narrow = {
-        "key_dim": widths(domain.key_dims, domain.width_step, 64),
-        "value_dim": widths(domain.value_dims, domain.width_step, 64),
-    }
+    narrow = {"key_dim": keys_of(domain, 64), "value_dim": values_of(domain, 64)}
     narrow = narrow if not domain.equal_widths else {}
     return _small(domain, **{"longest": 34, "total": 60, "value_heads": 2, **narrow, **more})
 
@@ -409,7 +419,11 @@ LAWS: dict[str, Law] = {
                 _remember(_near(domain), packed=False, sequences=(1, 1), longest=80, total=80, value_heads=2, backward=False), steps
             ),
             recurrent,
-            require(initial_state=True, batched=True),
+            lambda domain: (
+                require(initial_state=True, batched=True)(domain)
+                if domain.length_step == 1
+                else f"single tokens are not supported: every length is a multiple of {domain.length_step}"
+            ),
             place=steps,
             lacks=one_batch_row,
         ),
@@ -432,17 +446,18 @@ LAWS: dict[str, Law] = {
             lambda domain: examples_of(
                 _remember(
                     domain,
-                    longest=130,
-                    total=150,
+                    longest=max(130, 3 * domain.length_step),
+                    total=max(150, 3 * domain.length_step),
                     value_heads=2,
-                    sequences=(1, 2 if domain.empty or domain.batched else 1),
+                    sequences=(1, 2 if _cuts_several(domain) else 1),
                     **({} if domain.empty or not domain.batched else {"packed": False}),
                 ),
-                inner,
+                cuts(domain),
             ),
             cut,
             require(initial_state=True),
             place=inner,
+            outside=outside_of_cut,
         ),
         Law(
             "absent",
@@ -597,10 +612,16 @@ def _inside(domain: Domain) -> tuple[str, ...]:
     return tuple(name for name in domain.in_kernel if explicit and (name == "beta" or (name != "none" and "log" in domain.decays)))
 
 
+def _cuts_several(domain: Domain) -> bool:
+    """Whether several sequences of a call can be cut at once, so that all parts are inside the domain."""
+    if one_initial_state(domain) or one_final_state(domain):
+        return not domain.packed
+    return domain.empty or domain.batched
+
+
 def _root_widths(domain: Domain) -> tuple[int, ...]:
     """Return the key widths of the domain for which the default scale, K ** -0.5, is a power of two."""
-    least, most = domain.key_dims
-    return tuple(width for width in (1, 4, 16, 64, 256) if least <= width <= most and width % domain.width_step == 0)
+    return tuple(width for width in (1, 4, 16, 64, 256) if domain.has_key(width))
 
 
 def _many(domain: Domain) -> tuple[tuple[int, int], ...]:

@@ -40,6 +40,11 @@ def kind_of(chance: random.Random, most: int, longest: int, kinds: Sequence[str]
     return chance.choice(kinds) if most and longest >= LEAST and chance.random() < share else ""
 
 
+def kinds_of(kinds: Sequence[str], most: int, step: int) -> Sequence[str]:
+    """Return the kinds that a domain has whose lengths are multiples of `step`: many sequences may have too many tokens then."""
+    return kinds if step * COUNTS[0] <= most or step == 1 else tuple(kind for kind in kinds if kind != "sequences")
+
+
 def long_length(chance: random.Random, most: int, chunk: int) -> int:
     """Return a length of at most `most`: next to a power of two, over CHUNKS chunks, or nearly `most`."""
     edges = [power + step for power in POWERS for step in (-1, 0, 1) if power + step <= most]
@@ -48,12 +53,24 @@ def long_length(chance: random.Random, most: int, chunk: int) -> int:
 
 
 def large_lengths(
-    chance: random.Random, kind: str, sequences: tuple[int, int], most: int, chunk: int, *, packed: bool, empty: bool
+    chance: random.Random,
+    kind: str,
+    sequences: tuple[int, int],
+    most: int,
+    chunk: int,
+    *,
+    packed: bool,
+    empty: bool,
+    step: int = 1,
 ) -> tuple[int, ...]:
     """Return the lengths of a case in which `kind` is large. `sequences` are the least and the most that a law takes.
 
-    Beside a long sequence, a packed call has up to two short ones, at any place. `empty` permits sequences of no tokens.
+    Beside a long sequence, a packed call has up to two short ones, at any place. `empty` permits sequences of no tokens. Lengths
+    are rounded up to multiples of `step`, and the longest one down where that would be more than `most`.
     """
+    if step > 1:
+        drawn = large_lengths(chance, kind, sequences, most, chunk, packed=packed, empty=empty)
+        return tuple(min(-(-length // step), max(1, most // step)) * step for length in drawn)
     least = 0 if empty and chance.random() < 1 / 2 else 1
     if kind == "sequences":
         count = chance.choice((*COUNTS, chance.randint(33, 70)))

@@ -161,7 +161,8 @@ def _sequences(case: Case) -> Changes:
 
 def _unpacked(case: Case) -> Changes:
     if case.packed:
-        yield "packed=no", {"packed": False, "offsets": "int64"}
+        states = {name: "each" for name in ("initial_states", "final_states") if hasattr(case, name)}
+        yield "packed=no", {"packed": False, "offsets": "int64", **states}
 
 
 def _shorter(case: Case) -> Changes:

@@ -14,10 +14,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from properties.cases.rule_case import BETAS, GIVEN_GATES, VALUES, Case
+from properties.cases.rule_case import BETAS, GIVEN_GATES, MAX_WIDTH, Case
 from properties.domain import Domain
 from properties.options import draw_options
-from properties.sizes import FEW_HEADS, KINDS, MANY_HEADS, NARROW, kind_of, large_lengths
+from properties.sizes import FEW_HEADS, KINDS, MANY_HEADS, NARROW, kind_of, kinds_of, large_lengths
 
 # Lengths over 300 are drawn only with a reach: for interpreted kernels, every law has a smaller limit.
 BLOCKS = (64, 16, 32, 128, 192, 256, 320, 384, 512)
@@ -43,13 +43,16 @@ class Example:
 
 
 def lengths(
-    chance: random.Random, sequences: tuple[int, int], longest: int, total: int, *, empty: bool, many: bool
+    chance: random.Random, sequences: tuple[int, int], longest: int, total: int, *, empty: bool, many: bool, step: int = 1
 ) -> tuple[int, ...]:
     """Draw lengths of sequences, around block sizes or anything up to `longest`, with at most `total` tokens.
 
     With `empty`, one in ten has no tokens. With `many`, one batch in six is 5 to 12 short sequences, or more than a warp has
-    threads.
+    threads. With a `step`, all lengths are multiples of it, and there are at least as many tokens as that takes.
     """
+    if step > 1:
+        steps = lengths(chance, sequences, max(1, longest // step), max(1, total // step), empty=empty, many=many)
+        return tuple(step * length for length in steps)
     if many and chance.random() < 1 / 6:
         short, count = (3, chance.randint(33, 70)) if total >= CROWDED and chance.random() < 1 / 2 else (5, chance.randint(5, 12))
         drawn = [chance.randint(0 if empty else 1, short) for _ in range(count)]
@@ -83,10 +86,12 @@ def cases(
     are large as in properties/sizes.py.
     """
     chance = draw(st.randoms(use_true_random=True))
-    if isinstance(fixed.get("gate"), tuple):
-        fixed["gate"] = tuple(gate for gate in fixed["gate"] if gate in domain.gates) or ("forever",)
+    for name, allowed, simplest in (("gate", domain.gates, "forever"), ("values", domain.values, "ordinary")):
+        if isinstance(fixed.get(name), tuple):
+            fixed[name] = tuple(regime for regime in fixed[name] if regime in allowed) or (simplest,)
     far = domain.reach > 1
-    large = kind_of(chance, domain.long, longest, KINDS if sequences[1] >= 3 and "groups" not in fixed else ("length",))
+    step, kinds = domain.length_step, KINDS if sequences[1] >= 3 and "groups" not in fixed else ("length",)
+    large = kind_of(chance, domain.long // step * step, longest, kinds_of(kinds, domain.long, step))
 
     def field(name: str, choices: Sequence[Any]) -> Any:
         options = fixed.get(name, choices)
@@ -100,27 +105,29 @@ def cases(
     sequences = (sequences[0], 4 * sequences[1]) if far and sequences[1] >= 4 else sequences
     packed = field("packed", tuple(choice for choice, can in ((False, domain.batched), (True, domain.packed)) if can))
     if large:
-        sizes = large_lengths(chance, large, sequences, domain.long, domain.chunk, packed=packed, empty=domain.empty)
+        sizes = large_lengths(chance, large, sequences, domain.long, domain.chunk, packed=packed, empty=domain.empty, step=step)
     elif packed:
-        sizes = lengths(chance, sequences, longest, total, empty=domain.empty, many=sequences[1] >= 4)
+        many = sequences[1] >= 4 and (step == 1 or domain.empty)
+        sizes = lengths(chance, sequences, longest, total, empty=domain.empty, many=many, step=step)
     else:
         rows = chance.choice([count for count in ROWS if sequences[0] <= count <= sequences[1]] or [sequences[0]])
         none = domain.empty and chance.random() < 1 / 5  # times one in ten in `lengths`: one batch in fifty has no tokens
-        sizes = lengths(chance, (1, 1), max(1, min(longest, total // rows)), total // rows, empty=none, many=False) * rows
+        sizes = lengths(chance, (1, 1), max(1, min(longest, total // rows)), total // rows, empty=none, many=False, step=step)
+        sizes *= rows
     size = sum(sizes) * value_heads  # the time of interpreted kernels grows with this and with the widths
     wide = NARROW if large else 256 if far or size <= 100 else 128 if size <= 200 else 64
     broad = (
         not (far or large) and max(sizes, default=0) > 64 and size <= 600 and chance.random() < 1 / 6
     )  # wide keys of several chunks
-    keys = widths(domain.key_dims, domain.width_step, 256 if broad else wide)
-    values = widths(domain.value_dims, domain.width_step, wide)
-    if not (far or large) and size <= 60 and domain.value_dims[1] >= WIDER and WIDER % domain.width_step == 0:
-        values = (*values, WIDER)
+    keys, values = keys_of(domain, 256 if broad else wide), values_of(domain, wide)
+    if not (far or large) and size <= 60:
+        keys = keys_of(domain, MAX_WIDTH) if domain.key_widths else keys
+        values = domain.value_widths or (values if not domain.has_value(WIDER) else (*values, WIDER))
     if far and not large:
         keys, values = _seldom_narrow(chance, keys), _seldom_narrow(chance, values)
     key_dim = field("key_dim", tuple(width for width in keys if width > 128) or keys if broad else keys)
     value_dim = field("value_dim", values)
-    same = domain.value_dims[0] <= key_dim <= domain.value_dims[1] and "value_dim" not in fixed
+    same = domain.has_value(key_dim) and "value_dim" not in fixed
     if domain.equal_widths or (same and chance.random() < 1 / 3):  # with equal widths a transposed state raises no shape error
         value_dim = key_dim
     inside = field("in_kernel", domain.in_kernel) if len(domain.in_kernel) > 1 else domain.in_kernel[0]
@@ -137,16 +144,17 @@ def cases(
         gate=field("gate", gates_of(domain, inside, form)) if domain.operation != "delta_rule" else "forever",
         gate_dtype=field("gate_dtype", tuple(d for d in domain.gate_dtypes for _ in range(3 if d == "fp32" else 1))),
         beta=field("beta", tuple(b for b in BETAS if domain.negative_eigenvalues or b != "two")),
-        values=field("values", tuple(v for v in VALUES if v != "one_hot")),
+        values=field("values", tuple(v for v in domain.values if v != "one_hot")),
         state=field("state", ("none", "zero", "random", "random") if domain.initial_state else ("none",)),
         scale=field("scale", tuple(s for s in ("default", "default", "one", "half") if s in domain.drawn_scales)),
         qk_norm=field("qk_norm", (False, True) if domain.qk_norm else (False,)),
         in_kernel=inside,
         dt_bias=inside not in ("gate", "both") or not domain.dt_bias or field("dt_bias", (True, True, False)),
-        offsets=field("offsets", ("int64", "int32")) if packed else "int64",
+        offsets=field("offsets", domain.offsets) if packed else "int64",
         backward=domain.backward and field("backward", (True, False) if large == "length" and not far else (True,)),
         seed=chance.randrange(2**16),
         **form,
+        **states_of(field, domain, packed=packed),
     )
     return _with_rare_words(chance, domain, case, fixed)
 
@@ -200,10 +208,38 @@ def decay_of(field: Callable[[str, tuple[str, ...]], Any], domain: Domain, insid
     return {"decay": field("decay", domain.decays) if len(domain.decays) > 1 else domain.decays[0]}
 
 
+def states_of(field: Callable[[str, tuple[str, ...]], Any], domain: Domain, *, packed: bool) -> dict[str, Any]:
+    """Return the words of the domain about states; the dtype of initial states is drawn if there are several."""
+    words: dict[str, Any] = {"final_dtype": domain.final_dtype}
+    if packed:
+        words |= {"initial_states": domain.initial_states, "final_states": domain.final_states}
+    dtypes = domain.state_dtypes
+    return words | {"state_dtype": field("state_dtype", dtypes) if len(dtypes) > 1 else dtypes[0]}
+
+
+def keys_of(domain: Domain, wide: int) -> tuple[int, ...]:
+    """Return widths of keys that the domain allows, at most `wide` unless all are larger."""
+    allowed = narrow(domain.key_widths, wide) if domain.key_widths else widths(domain.key_dims, domain.width_step, wide)
+    if not domain.equal_widths:
+        return allowed
+    both = tuple(width for width in allowed if domain.has_value(width))
+    return both or tuple(width for width in range(1, MAX_WIDTH + 1) if domain.has_key(width) and domain.has_value(width))[:1]
+
+
+def values_of(domain: Domain, wide: int) -> tuple[int, ...]:
+    """Return widths of values that the domain allows, at most `wide` unless all are larger."""
+    return narrow(domain.value_widths, wide) if domain.value_widths else widths(domain.value_dims, domain.width_step, wide)
+
+
+def narrow(allowed: tuple[int, ...], wide: int) -> tuple[int, ...]:
+    """Return the widths that are at most `wide`, or the least one if all are larger."""
+    return tuple(width for width in allowed if width <= wide) or (min(allowed),)
+
+
 def widths(span: tuple[int, int], step: int, wide: int) -> tuple[int, ...]:
     """Return the widths that a domain allows, at most `wide` unless all are larger."""
     allowed = [width for width in WIDTHS if span[0] <= width <= span[1] and width % step == 0] or [-(-span[0] // step) * step]
-    return tuple(width for width in allowed if width <= wide) or (min(allowed),)
+    return narrow(tuple(allowed), wide)
 
 
 def _seldom_narrow(chance: random.Random, allowed: tuple[int, ...]) -> tuple[int, ...]:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from oracles.counter import integers, mix_number
-from oracles.gated_delta import in_kernel
-from oracles.operation import DTYPES, Inputs, Operation
+from oracles.gated_delta import rule_of
+from oracles.operation import DTYPES, NAMES, Inputs, Operation
 from oracles.operations import RULES
 from oracles.rounding import BITS
 from properties.cases.line import Line, check_choices, text_of
@@ -33,6 +33,9 @@ STATES = ("none", "zero", "random")
 SCALES = {"default": None, "one": 1.0, "half": 0.5}
 IN_KERNEL = ("none", "gate", "beta", "both")
 DECAYS = ("log", "linear")
+STATE_DTYPES = ("fp32", "input", "bf16")
+FINAL_DTYPES = (*STATE_DTYPES, "state")
+INITIAL_STATES, FINAL_STATES = ("each", "first"), ("each", "last")  # of the sequences of a packed call
 # What an operation computes itself or takes in another form, and the input that says so.
 INSIDE = {"gate": "a", "beta": "b", "linear": "alpha"}
 LEFT_OUT = ("none", "gate", "beta", "both")
@@ -71,6 +74,10 @@ _CHOICES: dict[str, Sequence[str]] = {
     "channel_decays": CHANNEL_DECAYS,
     "lower_bound": tuple(LOWER_BOUNDS),
     "parameter_dtype": PARAMETER_DTYPES,
+    "state_dtype": STATE_DTYPES,
+    "final_dtype": FINAL_DTYPES,
+    "initial_states": INITIAL_STATES,
+    "final_states": FINAL_STATES,
 }
 
 
@@ -86,6 +93,10 @@ class Case(Line):
     values'. `lower_bound` is that of a gate of KDA in the kernel, and `parameter_dtype` the dtype of A_log and dt_bias: float32, or
     that of q. `options` are the options of the implementation (properties/options.py) that do not have their first value.
 
+    `state_dtype` is the dtype of initial states, if there are any. `final_dtype` is that of final states; "state" means the dtype
+    of the initial state, or float32 if there is none. In a packed call, `initial_states` and `final_states` say which sequences have
+    an initial state and which return a final one.
+
     ValueError for a field outside its choices or range, or for fields that exclude each other.
     """
 
@@ -99,7 +110,7 @@ class Case(Line):
     # (properties/palette.py).
     KEYS: ClassVar[tuple[str, ...]] = (
         *("packed", "heads", "value_heads", "key_dim", "value_dim", "dtype", "gate_dtype", "state", "scale", "qk_norm"),
-        *("in_kernel", "dt_bias", "beta", "offsets", "decay"),
+        *("in_kernel", "dt_bias", "beta", "offsets", "decay", "state_dtype", "final_dtype"),
         *("left_out", "channel_decays", "lower_bound", "parameter_dtype", "options"),
     )
 
@@ -127,6 +138,10 @@ class Case(Line):
     lower_bound: str = "none"
     parameter_dtype: str = "fp32"
     options: str = "none"
+    state_dtype: str = "fp32"
+    final_dtype: str = "fp32"
+    initial_states: str = "each"
+    final_states: str = "each"
     backward: bool = True
     seed: int = 0
 
@@ -207,26 +222,38 @@ class Case(Line):
     @property
     def spec(self) -> Operation:
         """The operation's contract."""
-        return in_kernel(
-            self.operation,
-            gate=self.gate_inside,
-            beta=self.beta_inside,
-            linear=self.decay == "linear",
-            without=("gate",) * self.without_gate + ("beta",) * self.without_beta,
-            channels=tuple(name for name, word in _OF_CHANNELS.items() if self.channel_decays in (word, "both")),
-        )
+        inside = {"gate": self.gate_inside, "beta": self.beta_inside, "linear": self.decay == "linear"}
+        without = ("gate",) * self.without_gate + ("beta",) * self.without_beta
+        channels = tuple(name for name, word in _OF_CHANNELS.items() if self.channel_decays in (word, "both"))
+        initial = self.dtype_of_states if self.state != "none" else None
+        return self._with_states(inside, without, channels, initial, packed=self.packed)
 
     def spec_of(self, inputs: Inputs) -> Operation:
-        """Return the contract of a call like the case's; the call may have a gate or beta that the case's computes or leaves out."""
-        inside = {name: inputs.get(raw) is not None for name, raw in INSIDE.items()}
+        """Return the contract of a call like the case's; the call may have a gate or beta that the case's computes or leaves out.
+
+        The call may also have an initial state where the case has none, or be packed where the case is not.
+        """
+        inside, state = {name: inputs.get(raw) is not None for name, raw in INSIDE.items()}, inputs.get("state")
         gate = self.without_gate and not (inside["gate"] or inside["linear"]) and inputs.get("g") is None
         beta = self.without_beta and not inside["beta"] and inputs.get("beta") is None
-        return in_kernel(
-            self.operation,
-            **inside,
-            without=("gate",) * gate + ("beta",) * beta,
-            channels=tuple(name for name in _OF_CHANNELS if inputs.get(name) is not None),
-        )
+        without = ("gate",) * gate + ("beta",) * beta
+        channels = tuple(name for name in _OF_CHANNELS if inputs.get(name) is not None)
+        initial = None if state is None else NAMES.get(state.dtype, "fp32")
+        return self._with_states(inside, without, channels, initial, packed=inputs.get("cu_seqlens") is not None)
+
+    def _with_states(
+        self, inside: Mapping[str, bool], without: tuple[str, ...], channels: tuple[str, ...], initial: str | None, *, packed: bool
+    ) -> Operation:
+        """Return the contract of a call that has initial states of a dtype, or none."""
+        final = {"input": self.dtype, "state": initial or "fp32"}.get(self.final_dtype, self.final_dtype)
+        first, last = packed and self.initial_states == "first", packed and self.final_states == "last"
+        states = {"initial": initial or "fp32", "final": final}
+        return rule_of(self.operation, **inside, without=without, channels=channels, **states, first=first, last=last)
+
+    @property
+    def dtype_of_states(self) -> str:
+        """The name of the dtype of the case's initial states."""
+        return self.dtype if self.state_dtype == "input" else self.state_dtype
 
     @property
     def tokens(self) -> int:
@@ -300,11 +327,11 @@ class _Recipe:
 
 
 class _Recipes(NamedTuple):
-    """The recipes of a case's tensors by name; tensors are made in the case's dtype, those named in `single` in float32."""
+    """The recipes of a case's tensors by name; tensors are made in the case's dtype, or in the one that `dtypes` names."""
 
     build: "_Builder"
     tensors: dict[str, _Recipe]
-    single: tuple[str, ...]
+    dtypes: Mapping[str, str]
 
 
 def _tensors(groups: Sequence[_Recipes]) -> list[dict[str, Tensor]]:
@@ -316,10 +343,10 @@ def _tensors(groups: Sequence[_Recipes]) -> list[dict[str, Tensor]]:
     """
     draws = [(recipes.build, draw) for recipes in groups for recipe in recipes.tensors.values() for draw in recipe.draws]
     whole, result = iter(_integers(draws)), []
-    for build, tensors, single in groups:
+    for build, tensors, dtypes in groups:
         values = {}
         for name, recipe in tensors.items():
-            dtype = DTYPES["fp32" if name in single else build.case.dtype]
+            dtype = DTYPES[dtypes.get(name, build.case.dtype)]
             values[name] = recipe.tensor(*itertools.islice(whole, len(recipe.draws))).to(dtype)
         result.append(values)
     return result
@@ -356,9 +383,9 @@ class _Builder:
         for name, width in (("gk", case.key_dim), ("gv", case.value_dim)):
             if case.channel_decays in (_OF_CHANNELS[name], "both"):
                 recipes[name] = self.channel_decays(name, (case.value_heads, width))
-        recipes |= {"state": self.state()} if case.state != "none" else {}
+        recipes |= {"state": self.states_of(self.state(), 0, case.initial_states)} if case.state != "none" else {}
         single = ("A_log", "dt_bias") * (case.parameter_dtype == "fp32") + ("g", "alpha", "gk", "gv") * (case.gate_dtype == "fp32")
-        return _Recipes(self, recipes, ("state", *single))
+        return _Recipes(self, recipes, {**dict.fromkeys(single, "fp32"), "state": case.dtype_of_states})
 
     def inputs(self, tensors: Mapping[str, Tensor]) -> Inputs:
         """Return the arguments of a call with these tensors."""
@@ -382,7 +409,8 @@ class _Builder:
         case = self.case
         o = self.uniform("do", (*self.batch, case.value_heads, case.value_dim), self.bits)
         state = self.uniform("dht", (len(case.lengths), case.value_heads, case.key_dim, case.value_dim), self.bits)
-        return _Recipes(self, {"o": o, "final_state": state}, ("final_state",))
+        final = {port.name: port.dtype for port in case.spec.outputs if port.name == "final_state"}
+        return _Recipes(self, {"o": o, "final_state": self.states_of(state, -1, case.final_states)}, final)
 
     def vectors(self, name: str) -> _Recipe:
         """Return q or k [B, T, H, K], so short that beta |k|^2 <= 2, or long if they are normalised and `values` is large."""
@@ -429,6 +457,18 @@ class _Builder:
             draws = _Draw("state", shape, SINGLE_BITS), _Draw("sign", (*shape[:2], 1, 1), 3)
             return _Recipe(draws, lambda whole, exponent: _fraction(whole, SINGLE_BITS, most=0.25) * _powers(exponent))
         return self.uniform("state", shape, SINGLE_BITS, most=0.25)
+
+    def states_of(self, states: _Recipe, row: int, which: str) -> _Recipe:
+        """Return the states, or their cotangents, with zeros for all sequences but one if the packed call has only that one."""
+        if which == "each" or not self.case.packed:
+            return states
+        row %= len(self.case.lengths)
+
+        def tensor(*whole: Tensor) -> Tensor:
+            there = torch.arange(len(self.case.lengths), device=self.device) == row
+            return states.tensor(*whole) * there.view(-1, 1, 1, 1)
+
+        return _Recipe(states.draws, tensor)
 
     def gates(self, axes: tuple[int, ...]) -> _Recipe:
         """Return the log-decays [B, T, HV], or [B, T, HV, K] if each channel has its own."""

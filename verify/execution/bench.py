@@ -23,9 +23,9 @@ from torch import Tensor
 
 from oracles import bound
 from oracles.bound import Bound, Finer
-from oracles.operation import Inputs, Operation, gradient_name, sequences
+from oracles.operation import DTYPES, Inputs, Operation, gradient_name, sequences
 from properties.cases.rule_case import Case
-from properties.laws import Cotangents, Results
+from properties.laws import Cotangents, Results, one_final_state, with_one_state
 from properties.options import all_values
 from verify.adapters.base import Adapter
 from verify.adapters.interface import Unavailable
@@ -262,7 +262,7 @@ class AdapterBench(Timed):
         inputs = self._with_options(inputs, self.adapter)
         whole = {name: value.clone() for name, value in inputs.items() if isinstance(value, Tensor)}
         with self.timed("kernel_s"), devices.default("cpu"), poisoned(float("nan")), contextlib.suppress(Exception):
-            self.adapter.run(inputs.replaced(**whole))
+            self.adapter.run(with_one_state(self.domain, inputs.replaced(**whole)))
 
     def at_once(self, calls: Sequence[tuple[Inputs, Cotangents]], *, streams: bool) -> Iterator[tuple[int, Results]]:
         """Run calls at the same time, in threads or on CUDA streams. Yields each one's number and results, TIMES times."""
@@ -368,7 +368,7 @@ class AdapterBench(Timed):
             if not leaf.requires_grad:
                 leaf.requires_grad_(cotangents is not None and name not in frozen)
         with recorder.arguments(adapter) if adapter is self.adapter else contextlib.nullcontext():
-            answer = adapter.run(inputs.replaced(**leaves))
+            answer = adapter.run(with_one_state(self.domain, inputs.replaced(**leaves)))
         outputs = self._outputs(answer, spec, inputs)
         results = {name: value.detach() for name, value in outputs.items()}
         if cotangents is None:
@@ -415,16 +415,17 @@ class AdapterBench(Timed):
             if port.axes.startswith("N ") and not inputs.get("output_final_state", True):
                 continue
             shape = tuple(sizes[axis] for axis in port.axes.split())
-            dtype = {"input": inputs[tokens].dtype, "state": getattr(inputs.get("pool"), "dtype", None)}.get(
-                port.dtype, torch.float32
-            )
+            one = port.name == "final_state" and inputs.get("cu_seqlens") is not None and one_final_state(self.domain)
+            missing, shape = shape[0] - 1 if one else 0, (1, *shape[1:]) if one else shape
+            dtypes = {**DTYPES, "input": inputs[tokens].dtype, "state": getattr(inputs.get("pool"), "dtype", None)}
+            dtype = dtypes.get(port.dtype, torch.float32)
             if not isinstance(output, Tensor):
                 raise AdapterFault(port.name, FailureKind.TYPE, f"is {type(output).__name__}, must be a tensor", detail="output")
             if tuple(output.shape) != shape:
                 raise AdapterFault(port.name, FailureKind.SHAPE, f"has shape {tuple(output.shape)}, must have {shape}")
             if port.dtype != "any" and output.dtype != dtype:
                 raise AdapterFault(port.name, FailureKind.DTYPE, f"has dtype {output.dtype}, must have {dtype}")
-            outputs[port.name] = output
+            outputs[port.name] = torch.cat([output.new_zeros(missing, *shape[1:]), output]) if missing else output
         return outputs
 
 

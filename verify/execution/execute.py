@@ -57,7 +57,7 @@ def _executed(
         return execute_trace(run, adapter, excused, declared)
     _bring(run.adapter)
     counterpart, case = _counterpart(run, adapter), run.example.case
-    reason = law.needs(adapter.domain) or adapter.domain.outside(case)
+    reason = law.needs(adapter.domain) or adapter.domain.outside(case) or law.outside(adapter.domain, run.example)
     if reason is None and counterpart is not None:
         reason = counterpart.domain.outside(case)
     if reason is not None:

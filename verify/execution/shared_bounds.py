@@ -67,8 +67,8 @@ def together(runs: Sequence[Run]) -> Iterator["Shared | None"]:
     groups: dict[Any, list[int]] = {}
     for index, run in enumerate(runs):
         case = run.example.case
-        if run.law == LAW and isinstance(case, Case):
-            alike = tuple(getattr(case, name) for name in ALIKE)
+        if run.law == LAW and isinstance(case, Case) and (case.initial_states, case.final_states) == ("each", "each"):
+            alike = (*(getattr(case, name) for name in ALIKE), case.spec.name)
             doubled = case.beta_inside and case.beta == "two"  # allow_neg_eigval
             groups.setdefault((run.adapter, run.products, run.device, alike, doubled), []).append(index)
     places: dict[int, tuple[_Call, int]] = {}
