@@ -1,9 +1,11 @@
-"""Norms: the L2 norm of queries and keys, and the gated RMSNorm of the delta rule's output.
+"""Norms: the L2 norm of queries and keys, and the gated RMSNorm of the delta rule's output, alone or with the projection after it.
 
     y = x / sqrt(sum(x^2) + eps)                                    l2norm
     y = weight x / sqrt(mean(x^2) + eps) silu(z)                    gated_rms_norm: norm before gate
+    y = linear (weight x / sqrt(mean(x^2) + eps) silu(z)) + bias    norm_gate_linear
 
-Both work over the last axis, in each head separately; silu(z) = z sigmoid(z). The gated norm may have sigmoid(z) as its gate, and a
+The first two work over the last axis, in each head separately. norm_gate_linear has one head: its mean is over all D channels of a
+token, which the matrix `linear` [E, D] then projects. silu(z) = z sigmoid(z). The gated norm may have sigmoid(z) as its gate, and a
 residual that is added to x first; the sum x + residual may be returned too. eps must be above 0, because a row of zeros would
 otherwise be 0 / 0.
 """
@@ -44,6 +46,22 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor | None, eps: float = EPS
         raise ValueError(f"weight must have shape {tuple(x.shape[-1:])}, got {tuple(weight.shape)}")
     y = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (z * sigmoid(z))
     return y if weight is None else weight * y
+
+
+def norm_gate_linear(
+    x: Tensor, z: Tensor, weight: Tensor | None, linear: Tensor, bias: Tensor | None = None, eps: float = EPS
+) -> Tensor:
+    """Return y [..., E]: the projection of gated_rms_norm(x, z, weight, eps) [..., D] by linear [E, D], plus bias [E] or nothing.
+
+    ValueError for other shapes, or if eps is not a finite number above 0.
+    """
+    gated = gated_rms_norm(x, z, weight, eps)
+    if linear.ndim != 2 or linear.shape[1:] != x.shape[-1:]:
+        raise ValueError(f"linear must have shape (E, {x.shape[-1]}), got {tuple(linear.shape)}")
+    if bias is not None and bias.shape != linear.shape[:1]:
+        raise ValueError(f"bias must have shape {tuple(linear.shape[:1])}, got {tuple(bias.shape)}")
+    y = gated @ linear.mT
+    return y if bias is None else y + bias
 
 
 class Normalised(torch.autograd.Function):
@@ -117,6 +135,23 @@ def known_gating(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG001
         raise ValueError(f"gating must be one of {', '.join(GATINGS)}, got {gating!r}")
 
 
+def forward_norm_gate_linear(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
+    """Return y [runs, B, T, E]; x has the runs of `arithmetic` along axis 0.
+
+    x has x, z [B, T, D] and linear [E, D]. It may have weight [D], bias [E] and eps. The gated norm and its cotangent are stored in
+    the inputs' dtype, as operands of the products. An implementation may store the product before it adds the bias.
+    """
+    head = {name: x[name].unsqueeze(3) for name in ("x", "z")}
+    gated = forward_gated_rms_norm(Inputs(**head, weight=x.get("weight"), eps=x.get("eps")), arithmetic)["y"].squeeze(3)
+    gated = dataclasses.replace(arithmetic, stored=arithmetic.output).use(gated, "d gated norm")
+    products = dataclasses.replace(arithmetic, product=min(arithmetic.product, SINGLE))  # sums in float32, in half precision too
+    y = products.multiply(gated.flatten(1, 2), arithmetic.input(x.linear, "linear").mT, "linear").unflatten(1, gated.shape[1:3])
+    if (bias := x.get("bias")) is not None:
+        bias = arithmetic.input(bias, "bias")[:, None, None]
+        y = arithmetic.result(y, "product stored") + shared(bias, y.shape, arithmetic, "dbias")
+    return {"y": arithmetic.result(y, "y")}
+
+
 def _eps(x: Inputs) -> float:
     return EPS if x.get("eps") is None else float(x.eps)
 
@@ -154,4 +189,18 @@ GATED_RMS_NORM = Operation(
 )
 GATED_RMS_NORM_OF_SUM = dataclasses.replace(
     GATED_RMS_NORM, outputs=(*GATED_RMS_NORM.outputs, Port("sum", "B T HV V")), forward=forward_gated_rms_norm_of_sum
+)
+NORM_GATE_LINEAR = Operation(
+    "norm_gate_linear",
+    (
+        Port("x", "B T D"),
+        Port("z", "B T D"),
+        Port("weight", "D", optional=True, scalar_rows=True),
+        Port("linear", "E D"),
+        Port("bias", "E", optional=True, scalar_rows=True),
+    ),
+    (Port("y", "B T E"),),
+    forward_norm_gate_linear,
+    (at_least_one("D", "E"), positive_eps),
+    ("eps",),
 )

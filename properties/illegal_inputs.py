@@ -92,6 +92,12 @@ OF_MODULES: dict[str, dict[str, Callable[[Inputs], Inputs]]] = {
         "a weight of one channel": lambda x: x.replaced(weight=x.weight[:1]),
         "z of one head for two": lambda x: x.replaced(z=x.z[:, :, :1]),
     },
+    "norm_gate_linear": {
+        "a weight of one channel": lambda x: x.replaced(weight=x.weight[:1]),
+        "z of fewer channels": lambda x: x.replaced(z=x.z[..., :-1].contiguous()),
+        "linear of fewer channels": lambda x: x.replaced(linear=x.linear[:, :-1].contiguous()),
+        "a bias of one channel": lambda x: x.replaced(bias=x.bias[:1]),
+    },
 }
 
 
@@ -103,6 +109,8 @@ def _module_call(name: str, domain: ModuleDomain) -> tuple[ModuleCase, Inputs] |
         packed = {"lengths": (5, 12), "packed": True} if domain.packed else {"lengths": (8, 8)}
         about = {**packed, "bias": domain.bias, "state": "zero" if domain.initial_state else "none"}
         about |= {"conv_width": _taps(domain), "final_state": domain.final_state, "state_columns": domain.state_columns}
+    elif domain.operation == "norm_gate_linear":
+        about = {"lengths": (8, 8), "bias": domain.bias}
     else:
         about = {"lengths": (8, 8), "heads": 2}
     if domain.operation in ("gdn_gate", "kda_gate"):

@@ -25,7 +25,7 @@ from properties.options import Options, check_options, draw_options, frozen_opti
 from properties.sizes import kind_of, large_lengths
 from properties.strategies import lengths
 
-CONV, GATES, NORMS = ("causal_conv1d",), ("gdn_gate", "kda_gate"), ("l2norm", "gated_rms_norm")
+CONV, GATES, NORMS = ("causal_conv1d",), ("gdn_gate", "kda_gate"), ("l2norm", "gated_rms_norm", "norm_gate_linear")
 CHANNELS = (16, 1, 3, 8, 33, 64, 20, 100, 130, 257)
 WIDTHS = (16, 8, 1, 32, 7, 24, 64, 100, 128, 256, 520, 1000)
 HEADS = (1, 2, 3, 4, 8)
@@ -36,14 +36,15 @@ HEADS = (1, 2, 3, 4, 8)
 class ModuleDomain:
     """The calls for which an implementation promises right results; by default all calls of its operation.
 
-    `widths` (D, K or V) are an inclusive range in steps of `width_step`. `without_weight` and `without_dt_bias` say whether the
-    implementation can do without that input, and `bias` whether it takes a bias. `beta` says whether it computes beta beside the
-    gate, `eps` which of a case's values it can be given, and `final_state` whether it returns a final state. `state_columns` says
-    how many columns a convolution's states have: "W", or "W-1" without the oldest, which no output reads. `longest` limits the
-    drawn lengths, for implementations that are slow on long sequences. `views`, `deterministic` and `position_independent` mean the
-    same as in Domain; here the positions are tokens, heads, channels and sequences. `residuals` says whether it adds a residual, and
-    whether a norm can return the sum too; `gatings` are the functions of a norm's gate. `lower_bounds`, `parameter_dtypes`,
-    `options` and `exact_options` mean the same as in Domain. A check sets `long`, the most tokens of its long cases (0 for none).
+    `widths` (D, K or V, and also E) are an inclusive range in steps of `width_step`. `without_weight` and `without_dt_bias` say
+    whether the implementation can do without that input, and `bias` whether it takes a bias. `beta` says whether it computes beta
+    beside the gate, `eps` which of a case's values it can be given, and `final_state` whether it returns a final state.
+    `state_columns` says how many columns a convolution's states have: "W", or "W-1" without the oldest, which no output reads.
+    `attention_mask` says whether a mask can exclude padding at the start of a batch's rows. `longest` limits the drawn lengths, for
+    implementations that are slow on long sequences. `views`, `deterministic` and `position_independent` mean the same as in Domain;
+    here the positions are tokens, heads, channels and sequences. `residuals` says whether it adds a residual, and whether a norm can
+    return the sum too; `gatings` are the functions of a norm's gate. `lower_bounds`, `parameter_dtypes`, `options` and
+    `exact_options` mean the same as in Domain. A check sets `long`, the most tokens of its long cases (0 for none).
 
     ValueError for a field outside its choices or range, and unless `packed` or `batched` is True.
     """
@@ -114,15 +115,18 @@ class ModuleDomain:
 
     def outside(self, case: ModuleCase) -> str | None:
         """Return why `case` is outside the domain, or None."""
-        least, most = self.widths
+        (least, most), step = self.widths, self.width_step
         steps = f" in steps of {self.width_step}" if self.width_step > 1 else ""
         words = words_of(self.operation)
         checks = (
             (case.operation == self.operation, f"op={case.operation} is not {self.operation}"),
             (case.dtype in self.dtypes, f"dtype={case.dtype} is not among {', '.join(self.dtypes)}"),
-            (
-                "width" not in words or (least <= case.width <= most and case.width % self.width_step == 0),
-                f"width={case.width} is not in {least}..{most}{steps}",
+            *(
+                (
+                    name not in words or (least <= width <= most and width % step == 0),
+                    f"{name}={width} is not in {least}..{most}{steps}",
+                )
+                for name, width in (("width", case.width), ("out_width", case.out_width))
             ),
             (
                 "conv_width" not in words or case.conv_width in self.conv_widths,
@@ -227,6 +231,8 @@ def module_cases(
     ):
         if name in words:
             values[name] = field(name, choices)
+    if "out_width" in words:
+        values["out_width"] = field("out_width", _widths(domain, max(values["width"], sum(sizes))))
     if "state_columns" in words and domain.state_columns == "W-1":
         values |= {"state_columns": "W-1", "oldest": True}  # there is no column that no output reads
         if chance.random() < 1 / 4:

@@ -43,7 +43,7 @@ def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
             yield f"{name} with the final state not asked for", got, bounds[name]
         return
     neutral = {
-        "bias": lambda: torch.zeros(case.width, dtype=inputs.x.dtype),
+        "bias": lambda: torch.zeros(case.width if case.operation in CONV else case.out_width, dtype=inputs.x.dtype),
         "weight": lambda: torch.ones(case.width, dtype=inputs.x.dtype),
         "state": lambda: torch.zeros(len(case.lengths), case.width, case.columns, dtype=inputs.x.dtype),
         "dt_bias": lambda: torch.zeros(inputs.a.shape[2:], dtype=inputs.A_log.dtype),
@@ -154,7 +154,9 @@ def _permuted(bench: Bench, example: Example) -> Iterator[Pair]:
     """
     case = example.case
     inputs, cotangents = bench.call(case)
-    letters = {"causal_conv1d": ("D", "N"), "kda_gate": ("HV", "K")}.get(case.operation, ("H", "HV"))
+    letters = {"causal_conv1d": ("D", "N"), "kda_gate": ("HV", "K"), "norm_gate_linear": ("D", "E")}.get(
+        case.operation, ("H", "HV")
+    )
     if case.operation in CONV:
         rows = torch.arange(len(case.lengths)).roll(1)
         starts = case.starts()
@@ -203,6 +205,8 @@ def _repeated(bench: Bench, example: Example) -> Iterator[Pair]:
 
 EVERY = tuple(MODULES)
 POINTWISE = (*GATES, *NORMS)
+WITH_HEADS = tuple(operation for operation in POINTWISE if "heads" in words_of(operation))
+WEIGHED = tuple(operation for operation in NORMS if "weight" in words_of(operation))
 
 
 def _law(
@@ -272,9 +276,9 @@ def _linear_lacks(case: ModuleCase, variant: str | None) -> str | None:
         return "residual=none"
     if case.operation in CONV:
         return None if case.activation == "none" else "activation=none"
-    if variant == "weight" and case.operation == "gated_rms_norm":
+    if variant == "weight" and case.operation in WEIGHED:
         return None if case.weight else "weight=yes"
-    return "op=causal_conv1d" + ("|gated_rms_norm" if variant == "weight" else "")
+    return "|".join(("op=causal_conv1d", *(WEIGHED if variant == "weight" else ())))
 
 
 def _linear_examples(domain: ModuleDomain) -> st.SearchStrategy[Example]:
@@ -287,7 +291,7 @@ def _linear_examples(domain: ModuleDomain) -> st.SearchStrategy[Example]:
         choices.append(examples_of(_small(domain, activation="none", **small), None, ("inputs",)))
         if "none" in domain.residuals:
             choices.append(examples_of(_small(domain, activation="none", residual="none", **small), None, ("weight",)))
-    if domain.operation == "gated_rms_norm":
+    if domain.operation in WEIGHED:
         choices.append(examples_of(_small(domain, weight=True, residual="none", **small), None, ("weight",)))
     return either(choices)
 
@@ -295,7 +299,7 @@ def _linear_examples(domain: ModuleDomain) -> st.SearchStrategy[Example]:
 def _linear_needs(domain: ModuleDomain) -> str | None:
     if set(domain.dtypes) == {"fp16"}:
         return "only fp16 is supported, whose subnormals round"
-    if domain.backward or domain.operation == "gated_rms_norm" or (domain.operation in CONV and "none" in domain.activations):
+    if domain.backward or domain.operation in WEIGHED or (domain.operation in CONV and "none" in domain.activations):
         return None
     return "no output or gradient is linear"
 
@@ -512,7 +516,7 @@ MODULE_LAWS: dict[str, Law] = {
             "changing one head and its parameters changes nothing of the others, bit for bit",
             lambda domain: examples_of(_small(domain, heads=(2, 3, 4)), _heads),
             _apart(("H", "HV")),
-            POINTWISE,
+            WITH_HEADS,
             place=_heads,
         ),
         _law(

@@ -294,7 +294,7 @@ SMALLER_RULES = Smaller((_sequences, _unpacked, _shorter, _heads, _fewer_options
 SMALLER_PATHS = Smaller(
     (_mesh, _sequences, _unpacked, _pieces, _shorter, _shared_heads), SIMPLEST_PATH, ("key_dim", "value_dim", "hidden")
 )
-SMALLER_MODULES = Smaller((_sequences, _unpacked, _shorter, _heads_alone, _fewer_options), SIMPLEST_MODULE, ("width",))
+SMALLER_MODULES = Smaller((_sequences, _unpacked, _shorter, _heads_alone, _fewer_options), SIMPLEST_MODULE, ("width", "out_width"))
 SMALLER_LAYERS = Smaller((_sequences, _unpacked, _shorter, _heads, _fewer_options), SIMPLEST_LAYER, ("key_dim", "value_dim", "hidden"))
 SMALLER_POOLS = Smaller((_sequences, _unpacked, _shorter, _spare, _heads, _fewer_options), SIMPLEST_POOL, ("key_dim", "value_dim"))
 SMALLER_CALLS = Smaller((_sequences, _unpacked, _shorter, _axes), SIMPLEST_CALL, ())

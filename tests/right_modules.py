@@ -9,7 +9,7 @@ from torch import Tensor
 from oracles.operation import Inputs, sequences
 from properties.module_domain import ModuleDomain
 from verify.adapters.base import Adapter
-from verify.zoo.wrong_modules import Conv, Gate, GatedNorm, KdaGate, L2Norm
+from verify.zoo.wrong_modules import Conv, Gate, GatedNorm, KdaGate, L2Norm, NormGateLinear
 
 
 class ConvLastFirst(Conv):
@@ -178,3 +178,27 @@ class GatedNormFused(GatedNorm):
         z: Tensor = x.z.float()  # once: of two casts each would store its part of dz in the inputs' dtype
         gate = z * z.sigmoid()
         return gate if x.weight is None else gate * x.weight.float()
+
+
+class NormGateLinearInSteps(NormGateLinear):
+    """Every step is stored in the inputs' dtype: what was normalised, what was weighed, the gated norm, and the product."""
+
+    def weighed(self, y: Tensor, x: Inputs) -> Tensor:
+        y = y.to(x.x.dtype)
+        return y if x.weight is None else x.weight * y
+
+    def projected(self, gated: Tensor, x: Inputs) -> Tensor:
+        return gated @ x.linear.mT
+
+
+class NormGateLinearFused(NormGateLinear):
+    """Float32 throughout: the gated norm is not stored, and the product is summed in blocks of 16 channels with the bias first."""
+
+    def run(self, x: Inputs) -> Tensor:
+        wide = self.wide(x)
+        gated = self.weighed(self.divided(wide, self.squares(wide, x), self.eps(x)), x) * self.gate(x)
+        y = x.x.new_zeros((), dtype=torch.float32) if x.bias is None else x.bias.float()
+        linear = x.linear.float()  # once: of several casts each would store its part of the gradient in the inputs' dtype
+        for block, columns in zip(gated.split(16, -1), linear.split(16, -1), strict=True):
+            y = y + block @ columns.mT
+        return y.to(x.x.dtype)

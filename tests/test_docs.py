@@ -519,6 +519,7 @@ CASES = {
     "kda_gate": ["lengths=3+3 dtype=bf16 heads=4 width=5", f"{ONE} dt_bias=no beta=no"],
     "l2norm": ["lengths=3+3 dtype=bf16 heads=2 width=5", f"{ONE} eps=default"],
     "gated_rms_norm": ["lengths=3+3 dtype=bf16 heads=4 width=6", f"{ONE} eps=default weight=no"],
+    "norm_gate_linear": ["lengths=3+3 dtype=bf16 width=6 out_width=5 bias=yes", f"{ONE} eps=default weight=no"],
     "decode": [
         f"{PACKED} {HEADS} fresh=some accepted=some block_v=8 offsets=int32 indices=int32 scale=one",
         f"{PACKED} fresh=some accepted=some gate_dtype=input",

@@ -22,7 +22,7 @@ from oracles.bound import truth
 from oracles.conv import CAUSAL_CONV1D
 from oracles.gated_delta import definition
 from oracles.gates import GDN_GATE, KDA_GATE, rounded_silu, sigmoid, softplus
-from oracles.norm import EPS, GATED_RMS_NORM, L2NORM
+from oracles.norm import EPS, GATED_RMS_NORM, L2NORM, NORM_GATE_LINEAR
 from oracles.operation import Inputs, Operation
 from oracles.rounding import Arithmetic
 from tests import wrong_backward
@@ -374,6 +374,22 @@ def see_norms(worst: Worst, row: list[float], z: list[float], weight: list[float
     worst.see(got["dx"], dx, [spare * ulp(extent) for extent in reach], "dx of gated_rms_norm")
     dz, reach = ball_dz(normed, balls(weights), balls(gates))
     worst.see(got["dz"], dz, [spare * ulp(extent) for extent in reach], "dz of gated_rms_norm")
+    see_projection(worst, inputs.replaced(x=wide[0], z=inputs.z[0]), want, spare)
+
+
+def see_projection(worst: Worst, inputs: Inputs, gated: Vector, spare: int) -> None:
+    """The projection of one gated row by two rows of numbers with cancelling terms, and the gradients of its parameters."""
+    first = inputs.weight.flip(0)
+    linear, bias = torch.stack([first, -0.75 * first.roll(1)]), torch.tensor([0.3, 0.0], dtype=torch.float64)
+    inputs = Inputs(**inputs, linear=linear, bias=bias)
+    got = truth(NORM_GATE_LINEAR, inputs, {"y": torch.ones(1, 1, 2, dtype=torch.float64)})
+    rows = zip(linear, balls(bias), strict=True)
+    terms = [[*(entry * g for entry, g in zip(balls(row), gated, strict=True)), shift] for row, shift in rows]
+    want = [sum(row[1:], row[0]) for row in terms]
+    sizes = [sum((abs(term) for term in row[1:]), abs(row[0])) for row in terms]
+    worst.see(got["y"], want, [spare * ulp(size) for size in sizes], "norm_gate_linear")
+    worst.see(got["dlinear"], [*gated, *gated], [spare * ulp(ball) for ball in gated] * 2, "dlinear")
+    assert torch.equal(got["dbias"], torch.ones(2, dtype=torch.float64))
 
 
 WIDTHS = st.sampled_from((1, 2, 3, 8, 64))
@@ -411,6 +427,20 @@ def test_wrong_norm_is_rejected(wrong: str, norm: Callable[[Tensor], Tensor]) ->
     units = [ulp(ball) for ball in want]
     Worst("l2norm", NORM_LIMIT).see(truth(L2NORM, Inputs(x=x, eps=EPS))["y"], want, units)
     assert Worst("l2norm", NORM_LIMIT).rejects(norm(x), want, units), wrong
+
+
+def test_wrong_projection_is_rejected() -> None:
+    x, z = torch.tensor([[0.3, -0.7], [1.5, -0.2]], dtype=torch.float64).reshape(2, 1, 1, 2)
+    linear = torch.tensor([[0.6, -1.7], [0.9, 0.2]], dtype=torch.float64)
+    normed, gates = ball_normalised(balls(x), EPS, mean=True), [ball_silu(entry) for entry in balls(z)]
+    gated = [n * s for n, s in zip(normed, gates, strict=True)]
+    want = [a * gated[0] + b * gated[1] for a, b in (balls(row) for row in linear)]
+    worst, units = Worst("norm_gate_linear", NORM_LIMIT), [ulp(ball) for ball in want]
+    inputs = Inputs(x=x, z=z, linear=linear, eps=EPS)
+    worst.see(truth(NORM_GATE_LINEAR, inputs)["y"], want, units)
+    assert worst.rejects(truth(NORM_GATE_LINEAR, inputs.replaced(linear=linear.mT.contiguous()))["y"], want, units)
+    narrow = truth(GATED_RMS_NORM, Inputs(x=x.unsqueeze(2), z=z.unsqueeze(2), weight=None, eps=EPS))["y"].float().double()
+    assert worst.rejects(narrow @ linear.mT, want, units)
 
 
 def test_gate_before_norm_and_float32_silu_are_rejected() -> None:

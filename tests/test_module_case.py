@@ -61,6 +61,14 @@ KNOWN = (
         "lengths=4 op=l2norm heads=2 dtype=bf16 values=great seed=3",
         "1dd82a6007fbe21cb1de2a8beca786679af83f65042b0e6b8e4f1dd4f1e93489",
     ),
+    (
+        "lengths=3+3 op=norm_gate_linear width=5 out_width=3 dtype=bf16 bias=yes eps=1e-5 seed=3",
+        "db1f5245a71e887096df2f19a15fd0d846792d7434058140743bef9a1562748c",
+    ),
+    (
+        "lengths=6 op=norm_gate_linear width=8 out_width=40 values=large weight=no seed=9",
+        "a29800248f02298a3a0f2ee6a093a50f685575d39c4e10f87294cc8c7c968225",
+    ),
 )
 
 
@@ -140,8 +148,10 @@ WIDE: dict[str, dict[str, Any]] = {
     "kda_gate": {"heads": 3, "width": 6},
     "l2norm": {"heads": 3, "width": 6},
     "gated_rms_norm": {"heads": 3, "width": 6},
+    "norm_gate_linear": {"width": 18},
 }
-CARRIED = {"causal_conv1d": ("x",), "gdn_gate": ("a", "b"), "kda_gate": ("a", "b"), "l2norm": ("x",), "gated_rms_norm": ("x", "z")}
+CARRIED = {"causal_conv1d": ("x",), "gdn_gate": ("a", "b"), "kda_gate": ("a", "b"), "l2norm": ("x",)}
+CARRIED |= dict.fromkeys(("gated_rms_norm", "norm_gate_linear"), ("x", "z"))
 
 
 def carried(operation: str, **fields: Any) -> dict[str, Tensor]:
@@ -205,7 +215,7 @@ def test_large_gates_reach_beyond_both_ends_of_float32s_exponential() -> None:
 
 
 def test_eps_matters_where_values_are_small_and_not_where_they_are_ordinary() -> None:
-    for operation in ("l2norm", "gated_rms_norm"):
+    for operation in ("l2norm", "gated_rms_norm", "norm_gate_linear"):
         moved = {}
         for values in ("small", "ordinary"):
             cases = [ModuleCase((9,), operation, values=values, eps=eps) for eps in ("1e-6", "1e-5")]
@@ -300,7 +310,10 @@ def test_same_inputs_whatever_is_not_theirs() -> None:
 LINES = [
     ("", "a case line must have lengths"),
     ("lengths=4", "a case line of a module must have op=, one of causal_conv1d"),
-    ("lengths=4 op=decode", "operation must be one of causal_conv1d, gdn_gate, kda_gate, l2norm, gated_rms_norm, got 'decode'"),
+    (
+        "lengths=4 op=decode",
+        "operation must be one of causal_conv1d, gdn_gate, kda_gate, l2norm, gated_rms_norm, norm_gate_linear, got 'decode'",
+    ),
     ("lengths=4 op=l2norm op=l2norm", "op must come once"),
     ("lengths=4 op=l2norm head=2", "unknown word 'head' in the case line; did you mean heads?"),
     ("lengths=4 op=l2norm values=loud", "values must be one of ordinary, repeated"),
@@ -312,6 +325,9 @@ LINES = [
     ("lengths=4 op=causal_conv1d heads=2", "op=causal_conv1d has no heads: it must be left out, got 2"),
     ("lengths=4 op=gdn_gate width=8", "op=gdn_gate has no width: it must be left out, got 8"),
     ("lengths=4 op=gated_rms_norm bias=yes", "op=gated_rms_norm has no bias: it must be left out, got yes"),
+    ("lengths=4 op=gated_rms_norm out_width=8", "op=gated_rms_norm has no out_width: it must be left out, got 8"),
+    ("lengths=4 op=norm_gate_linear heads=2", "op=norm_gate_linear has no heads: it must be left out, got 2"),
+    ("lengths=4 op=norm_gate_linear out_width=0", "out_width must be in 1..8192, got 0"),
     ("lengths=4 op=l2norm weight=no", "op=l2norm has no weight: it must be left out, got no"),
     ("lengths=4 op=causal_conv1d eps=1e-5", "op=causal_conv1d has no eps: it must be left out, got 1e-5"),
     ("lengths=4 op=causal_conv1d dt_bias=no", "op=causal_conv1d has no dt_bias"),
@@ -354,7 +370,16 @@ def test_illegal_lengths_are_refused(lengths: tuple[int, ...], says: str) -> Non
 
 
 def test_every_word_that_not_all_operations_have_is_refused_where_it_is_not() -> None:
-    other = {"packed": True, "heads": 2, "width": 3, "conv_width": 2, "bias": True, "weight": False, "activation": "silu"}
+    other = {
+        "packed": True,
+        "heads": 2,
+        "width": 3,
+        "out_width": 3,
+        "conv_width": 2,
+        "bias": True,
+        "weight": False,
+        "activation": "silu",
+    }
     other |= {
         "state": "zero",
         "state_columns": "W-1",

@@ -51,6 +51,7 @@ CAN = {
     "kda_gate": {*_ALL, "tokens", "heads", "channels"},
     "l2norm": {*_ALL, "tokens", "heads", "scaled", "repeated"},
     "gated_rms_norm": {*_ALL, "tokens", "heads", "scaled"},
+    "norm_gate_linear": {*_ALL, "tokens", "scaled"},
 }
 # A domain, and the laws that it cannot be asked about beyond those of other operations, with what it lacks.
 DOMAINS: dict[str, tuple[ModuleDomain, dict[str, str]]] = {
@@ -134,8 +135,13 @@ def test_variants_and_places_are_all_drawn(operation: str) -> None:
             "causal_conv1d": {"final_state", "bias", "state", "offsets"},
             "l2norm": {"eps"},
             "gated_rms_norm": {"weight", "eps"},
+            "norm_gate_linear": {"bias", "weight", "eps"},
         },
-        "linear": {"causal_conv1d": {"inputs", "weight"}, "gated_rms_norm": {"weight"}},
+        "linear": {
+            "causal_conv1d": {"inputs", "weight"},
+            "gated_rms_norm": {"weight"},
+            "norm_gate_linear": {"weight"},
+        },
     }
     for law in (law for law in MODULE_LAWS.values() if operation in law.about):
         examples = drawn(ModuleDomain(operation), law.name, 60)
@@ -214,6 +220,12 @@ def test_cases_reach_what_finds_defects() -> None:
             "lengths=5 op=gated_rms_norm weight=no",
             "weight=no is not supported",
         ),
+        (
+            ModuleDomain("norm_gate_linear", widths=(8, 20)),
+            "lengths=5 op=norm_gate_linear out_width=21",
+            "out_width=21 is not in 8..20",
+        ),
+        (ModuleDomain("norm_gate_linear", bias=False), "lengths=5 op=norm_gate_linear bias=yes", "bias=yes is not supported"),
         (ModuleDomain("gdn_gate", without_dt_bias=False), "lengths=5 op=gdn_gate dt_bias=no", "dt_bias=no is not supported"),
         (ModuleDomain("gdn_gate", beta=False), "lengths=5 op=gdn_gate", "beta=yes is not supported"),
         (
@@ -395,6 +407,15 @@ KILLED_BY: dict[str, tuple[Kill, ...]] = {
     "GatedNormRounds": (Kill("oracle"),),
     "GatedNormAbsentWeight": (Kill("absent"),),
     "GatedNormClipsWeight": (Kill("linear"),),
+    "NormGateLinearWithoutGate": (Kill("oracle"),),
+    "NormGateLinearBiasAgain": (Kill("oracle"),),
+    "NormGateLinearBiasOfOnes": (Kill("absent"),),
+    "NormGateLinearBiasOfOneRow": (Kill("oracle", 1, 2),),
+    "NormGateLinearLeavesTheTail": (Kill("permuted"),),
+    "NormGateLinearByHeads": (Kill("oracle"),),
+    "NormGateLinearOfHalf": (Kill("oracle"),),
+    "NormGateLinearTokensShareAnExponent": (Kill("tokens", 8, 3),),
+    "NormGateLinearClips": (Kill("oracle"),),
 }
 
 
@@ -426,7 +447,7 @@ def test_every_law_has_an_animal_that_it_kills_alone_and_every_animal_is_killed(
 # Right code holds
 
 RIGHT = [
-    *(f"{modules.__file__}:{name}" for name in ("Conv", "ConvShort", "Gate", "KdaGate", "L2Norm", "GatedNorm")),
+    *(f"{modules.__file__}:{name}" for name in ("Conv", "ConvShort", "Gate", "KdaGate", "L2Norm", "GatedNorm", "NormGateLinear")),
     *(
         f"{right_modules.__file__}:{name}"
         for name in (
@@ -443,6 +464,8 @@ RIGHT = [
             "L2NormOfStored",
             "GatedNormInSteps",
             "GatedNormFused",
+            "NormGateLinearInSteps",
+            "NormGateLinearFused",
         )
     ),
 ]

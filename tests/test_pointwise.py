@@ -23,13 +23,15 @@ from oracles import bound
 from oracles.bound import _evaluate, bounds, truth
 from oracles.conv import CAUSAL_CONV1D, definition, update, with_oldest, without_oldest
 from oracles.gates import GDN_GATE, KDA_GATE, shared, sigmoid, softplus
-from oracles.norm import EPS, GATED_RMS_NORM, L2NORM, Normalised, gated_rms_norm, l2norm
+from oracles.norm import EPS, GATED_RMS_NORM, L2NORM, NORM_GATE_LINEAR, Normalised, gated_rms_norm, l2norm, norm_gate_linear
 from oracles.operation import Inputs, Operation, gradient_name, sequences
 from oracles.rounding import Arithmetic
 from tests import wrong_backward
 from tests.judging import Implementation, Results, evaluate, gradcheck, remainders, taylor_order, worst
 
-OPERATIONS = {operation.name: operation for operation in (CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM)}
+OPERATIONS = {
+    operation.name: operation for operation in (CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM, NORM_GATE_LINEAR)
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EXACT = Arithmetic.exact()
 
@@ -66,6 +68,11 @@ SHAPES: dict[str, tuple[dict[str, Any], ...]] = {  # few, so that the disturbed 
         {"B": 2, "T": 9, "HV": 2, "V": 8},
         {"B": 1, "T": 20, "HV": 3, "V": 1, "bias": False},
         {"B": 1, "T": 5, "HV": 2, "V": 64},
+    ),
+    "norm_gate_linear": (
+        {"B": 2, "T": 9, "D": 8, "E": 5},
+        {"B": 1, "T": 20, "D": 1, "E": 1, "bias": False},
+        {"B": 1, "T": 5, "D": 64, "E": 3},
     ),
 }
 
@@ -104,12 +111,15 @@ def drawn(name: str, seed: int, dtype: torch.dtype) -> tuple[Inputs, Results]:
         )
         directions = {"g": make(*rows, *last), "beta": make(*rows)}
     else:
-        full = tuple(size for size in shape.values() if not isinstance(size, bool))
+        full = tuple(size for axis, size in shape.items() if axis not in ("bias", "E"))
         scale = torch.tensor([1.0, 1e-3, 50.0, 1e-4, 0.0])[torch.randint(0, 5, (*full[:-1], 1), generator=generator)]
         values = {"x": make(*full) * scale, "eps": (1e-6, 1e-5)[coin[0]]}
-        if name == "gated_rms_norm":
+        if name != "l2norm":
             values |= {"z": make(*full) * (20 if coin[1] else 2), "weight": make(full[-1]) * 2 if shape.get("bias", True) else None}
-        inputs, directions = Inputs(**values), {"y": make(*full)}
+        out = shape.get("E", full[-1])
+        if name == "norm_gate_linear":
+            values |= {"linear": make(out, full[-1]) / 8, "bias": make(out) if shape.get("bias", True) else None}
+        inputs, directions = Inputs(**values), {"y": make(*full[:-1], out)}
     return cast(OPERATIONS[name], inputs, directions, dtype)
 
 
@@ -288,6 +298,7 @@ def rms_gate(
     sigmoid_gate: bool = False,
     lost: int | None = None,
     stores: torch.dtype | None = None,
+    keeps: bool = False,
 ) -> Results:
     """The gated RMSNorm in float32 throughout, summed last to first: what flash-linear-attention does."""
     eps = x.eps if eps is None else eps
@@ -299,8 +310,10 @@ def rms_gate(
     y = y.to(stores).float() if stores else y
     if x.weight is not None and not drops_weight:
         weight = x.weight.float() + 1 if plus_one else x.weight.float()
-        y = y * without_gradient_at(weight, shape[0] * shape[1], lost).unsqueeze(-2).unflatten(0, shape[:2])
-    return {"y": (y if gate_first else y * act).to(x.x.dtype)}
+        weights = without_gradient_at(weight, shape[0] * shape[1], lost).unflatten(0, shape[:2])
+        y = y * (weights.unsqueeze(-2) if wide.ndim == 4 else weights)
+    y = y if gate_first else y * act
+    return {"y": y if keeps else y.to(x.x.dtype)}
 
 
 def transformers_rms_gate(x: Inputs) -> Results:
@@ -311,12 +324,38 @@ def transformers_rms_gate(x: Inputs) -> Results:
     return {"y": (y * F.silu(x.z.float())).to(x.x.dtype)}
 
 
+def gate_project(
+    x: Inputs,
+    *,
+    drops_bias: bool = False,
+    transposes: bool = False,
+    gate_last: bool = False,
+    ungated: bool = False,
+    lost: int | None = None,
+    fused: bool = False,
+    **reading: Any,
+) -> Results:
+    """The gated norm stored in the inputs' dtype and projected by torch's linear; with `fused` it stays in float32."""
+    gated = rms_gate(x, keeps=fused, **reading)["y"]
+    linear = x.linear.to(gated.dtype)
+    if transposes:
+        linear = linear.reshape(linear.shape[::-1]).mT
+    rows = without_gradient_at(linear, gated.shape[0] * gated.shape[1], lost).unflatten(0, gated.shape[:2])
+    y = F.linear(gated, linear) if lost is None else (rows @ gated.unsqueeze(-1)).squeeze(-1)
+    if ungated:  # the gradient of the projection is that of the norm without its gate
+        bare = rms_gate(x.replaced(z=torch.full_like(x.z, 60.0)), **reading)["y"].detach() / 60
+        y = F.linear(gated, linear.detach()) + F.linear(bare, linear) - F.linear(bare, linear.detach())
+    y = y if x.bias is None or drops_bias else y + x.bias
+    return {"y": (F.silu(y) if gate_last else y).to(x.x.dtype)}
+
+
 RIGHT: dict[str, dict[str, Implementation]] = {
     "causal_conv1d": {"taps last to first": convolve, "conv1d": torch_convolve},
     "gdn_gate": {"naive softplus": gate, "transformers": torch_gate},
     "kda_gate": {"naive softplus": gate, "transformers": torch_gate},
     "l2norm": {"division": normalise, "y as stored": stored_norm},
     "gated_rms_norm": {"float32": rms_gate, "transformers": transformers_rms_gate},
+    "norm_gate_linear": {"stored": gate_project, "float32": functools.partial(gate_project, fused=True)},
 }
 BFLOAT = torch.bfloat16
 WRONG: list[tuple[str, str, Implementation, dict[str, Any]]] = [
@@ -350,6 +389,13 @@ WRONG: list[tuple[str, str, Implementation, dict[str, Any]]] = [
     ("gated_rms_norm", "no weight", rms_gate, {"drops_weight": True}),
     ("gated_rms_norm", "sigmoid for silu", rms_gate, {"sigmoid_gate": True}),
     ("gated_rms_norm", "dweight without a token", rms_gate, {"lost": 1}),
+    ("norm_gate_linear", "sum of squares", gate_project, {"sums": True}),
+    ("norm_gate_linear", "sigmoid for silu", gate_project, {"sigmoid_gate": True}),
+    ("norm_gate_linear", "no bias", gate_project, {"drops_bias": True}),
+    ("norm_gate_linear", "linear read as its transpose", gate_project, {"transposes": True}),
+    ("norm_gate_linear", "silu after the projection too", gate_project, {"gate_last": True}),
+    ("norm_gate_linear", "dlinear of the norm without gate", gate_project, {"ungated": True}),
+    ("norm_gate_linear", "dlinear without a token", gate_project, {"lost": 4}),
 ]
 STORED: list[tuple[str, Implementation, dict[str, Any]]] = [
     ("causal_conv1d", convolve, {"stores": BFLOAT}),
@@ -357,6 +403,7 @@ STORED: list[tuple[str, Implementation, dict[str, Any]]] = [
     ("kda_gate", gate, {"stores": BFLOAT}),
     ("l2norm", normalise, {"stores": True}),
     ("gated_rms_norm", rms_gate, {"stores": BFLOAT}),
+    ("norm_gate_linear", gate_project, {"stores": BFLOAT}),
 ]
 
 
@@ -386,6 +433,10 @@ def telling(name: str, dtype: torch.dtype) -> tuple[Inputs, Results]:
         directions = {"g": make(2, 10, 3, *last), "beta": make(2, 10, 3)}
     else:
         x = make(2, 10, 2, 8) * torch.tensor([1.0, 1e-3, 3e-4, 1e-2, 10.0]).repeat(2)[:, None, None]
+        if name == "norm_gate_linear":
+            more = {"z": 2 * make(2, 10, 8), "weight": make(8), "linear": make(6, 8), "bias": make(6)}
+            inputs, directions = Inputs(x=x[:, :, 0], eps=1e-6, **more), {"y": make(2, 10, 6)}
+            return cast(OPERATIONS[name], inputs, directions, dtype)
         more = {"z": 2 * make(2, 10, 2, 8), "weight": make(8)} if name == "gated_rms_norm" else {}
         inputs, directions = Inputs(x=x, eps=1e-6, **more), {"y": make(2, 10, 2, 8)}
     return cast(OPERATIONS[name], inputs, directions, dtype)
@@ -574,23 +625,39 @@ def in_scalars(name: str, x: Inputs) -> Results:
         return {"g": elementwise(g, x.a), "beta": elementwise(lambda i: sig(float(x.b[i])) * (2 if x.allow_neg_eigval else 1), x.b)}
 
     def y(i: tuple[int, ...]) -> float:
+        if name == "norm_gate_linear":
+            terms = (float(x.linear[i[-1], channel]) * gated((*i[:-1], channel)) for channel in range(x.x.shape[-1]))
+            return math.fsum(terms) + (0.0 if x.bias is None else float(x.bias[i[-1]]))
+        return gated(i)
+
+    def gated(i: tuple[int, ...]) -> float:
         squares = math.fsum(entry * entry for entry in x.x[i[:-1]].tolist())
         if name == "l2norm":
             return float(x.x[i]) / math.sqrt(squares + x.eps)
         weight, z = (1.0 if x.weight is None else float(x.weight[i[-1]])), float(x.z[i])
         return weight * float(x.x[i]) / math.sqrt(squares / x.x.shape[-1] + x.eps) * z * sig(z)
 
-    return {"y": elementwise(y, x.x)}
+    like = x.x if name != "norm_gate_linear" else x.x.new_zeros(*x.x.shape[:-1], len(x.linear))
+    return {"y": elementwise(y, like)}
 
 
-POINTWISE = ("gdn_gate", "kda_gate", "l2norm", "gated_rms_norm")
+POINTWISE = ("gdn_gate", "kda_gate", "l2norm", "gated_rms_norm", "norm_gate_linear")
 SCALAR_LIMIT = 12 * 2.0**-53  # 5.9 found of 200 calls each
 
 
-def off(got: Results, want: Results) -> float:
-    """The greatest error relative to an entry; an entry under 2^-1000 counts as that."""
+def off(got: Results, want: Results, reach: Results | None = None) -> float:
+    """The greatest error relative to an entry, or to its `reach`; an entry under 2^-1000 counts as that."""
     assert got.keys() == want.keys()
-    return max(float(((got[name] - want[name]).abs() / want[name].abs().clamp(min=2.0**-1000)).max()) for name in want)
+    sizes = reach or want
+    return max(float(((got[name] - want[name]).abs() / sizes[name].abs().clamp(min=2.0**-1000)).max()) for name in want)
+
+
+def reach_of(name: str, x: Inputs) -> Results | None:
+    """The summed sizes of the terms of each entry, where terms may cancel."""
+    if name != "norm_gate_linear":
+        return None
+    gated = in_scalars("gated_rms_norm", x)["y"].abs()
+    return {"y": gated @ x.linear.abs().mT + (0.0 if x.bias is None else x.bias.abs())}
 
 
 @pytest.mark.parametrize("name", POINTWISE)
@@ -600,17 +667,18 @@ def test_operation_is_its_formula(name: str) -> None:
         OPERATIONS[name].check(inputs)
         # In float64 a + dt_bias rounds, and softplus then errs by |a| times that.
         exact = inputs.replaced(a=inputs.a.float().double(), dt_bias=None) if "a" in inputs else inputs
-        assert off(truth(OPERATIONS[name], exact), in_scalars(name, exact)) <= SCALAR_LIMIT, seed
+        assert off(truth(OPERATIONS[name], exact), in_scalars(name, exact), reach_of(name, exact)) <= SCALAR_LIMIT, seed
 
 
-FORWARD = [entry for entry in WRONG if entry[0] in POINTWISE and "lost" not in entry[3] and "projected" not in entry[3]]
+OF_GRADIENTS = {"lost", "projected", "ungated"}
+FORWARD = [entry for entry in WRONG if entry[0] in POINTWISE and not OF_GRADIENTS & entry[3].keys()]
 
 
 @pytest.mark.parametrize(("name", "wrong", "implementation", "reading"), FORWARD, ids=named)
 def test_wrong_reading_is_not_the_formula(name: str, wrong: str, implementation: Implementation, reading: dict[str, Any]) -> None:
     inputs, _ = telling(name, torch.float64)
     want = in_scalars(name, inputs)
-    assert off(truth(OPERATIONS[name], inputs), want) <= SCALAR_LIMIT
+    assert off(truth(OPERATIONS[name], inputs), want, reach_of(name, inputs)) <= SCALAR_LIMIT
     assert off({key: tensor.double() for key, tensor in implementation(inputs, **reading).items()}, want) > 1e-3, wrong
 
 
@@ -621,6 +689,11 @@ def test_plain_norms_are_the_operations() -> None:
     for weight in (inputs.weight, None):
         want = truth(GATED_RMS_NORM, inputs.replaced(weight=weight))["y"]
         torch.testing.assert_close(gated_rms_norm(inputs.x, inputs.z, weight, inputs.eps), want, rtol=1e-14, atol=0)
+    inputs, _ = drawn("norm_gate_linear", 0, torch.float64)
+    for bias in (inputs.bias, None):
+        want = truth(NORM_GATE_LINEAR, inputs.replaced(bias=bias))["y"]
+        got = norm_gate_linear(inputs.x, inputs.z, inputs.weight, inputs.linear, bias, inputs.eps)
+        torch.testing.assert_close(got, want, rtol=1e-13, atol=1e-15)
 
 
 def test_norm_of_the_delta_rule_is_the_l2norm_operation_to_the_bit() -> None:
@@ -647,7 +720,7 @@ def test_absent_argument_is_the_neutral_one_to_the_bit(name: str) -> None:
             assert present.keys() - absent.keys() == {gradient_name(port.name)}
             assert all(torch.equal(absent[key], present[key]) for key in absent)
             checked += 1
-    assert checked == {"causal_conv1d": 2, "l2norm": 0}.get(name, 1)
+    assert checked == {"causal_conv1d": 2, "norm_gate_linear": 2, "l2norm": 0}.get(name, 1)
 
 
 @pytest.mark.parametrize(
@@ -658,6 +731,7 @@ def test_absent_argument_is_the_neutral_one_to_the_bit(name: str) -> None:
         ("kda_gate", {"allow_neg_eigval": False}),
         ("l2norm", {"eps": EPS}),
         ("gated_rms_norm", {"eps": EPS}),
+        ("norm_gate_linear", {"eps": EPS}),
     ],
 )
 def test_absent_option_is_its_default(name: str, options: dict[str, Any]) -> None:
@@ -878,6 +952,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gated_rms_norm", {"z": torch.zeros(2, 10, 1, 8)}, r"z must have HV = 2 like .*, got shape \(2, 10, 1, 8\)"),
     ("gated_rms_norm", {"weight": torch.zeros(1)}, r"weight must have V = 8 like .*, got shape \(1,\)"),
     ("gated_rms_norm", {"eps": -1e-6}, r"eps must be a finite number above 0, got -1e-06"),
+    ("norm_gate_linear", {"z": torch.zeros(2, 10, 1)}, r"z must have D = 8 like .*, got shape \(2, 10, 1\)"),
+    ("norm_gate_linear", {"linear": torch.zeros(6, 1)}, r"linear must have D = 8 like .*, got shape \(6, 1\)"),
+    ("norm_gate_linear", {"bias": torch.zeros(1)}, r"bias must have E = 6 like .*, got shape \(1,\)"),
+    ("norm_gate_linear", {"linear": torch.zeros(0, 8), "bias": None}, r"E must be at least 1, got 0"),
 ]
 
 
@@ -908,6 +986,14 @@ DEFINITIONS: list[tuple[Callable[[], object], str]] = [
     (lambda: update(*COLUMNS[:2], torch.ones(4), None), "x must be [..., D] and weight [D, W], got shapes (2,) and (4,)"),
     (lambda: l2norm(torch.ones(2), math.nan), "eps must be a finite number above 0, got nan"),
     (lambda: l2norm(torch.ones(2), torch.ones(2)), "eps must be a finite number above 0, got tensor([1., 1.])"),  # type: ignore[arg-type]
+    (
+        lambda: norm_gate_linear(torch.ones(2), torch.ones(2), None, torch.ones(3, 1)),
+        "linear must have shape (E, 2), got (3, 1)",
+    ),
+    (
+        lambda: norm_gate_linear(torch.ones(2), torch.ones(2), None, torch.ones(3, 2), torch.ones(1)),
+        "bias must have shape (3,), got (1,)",
+    ),
     (lambda: gated_rms_norm(torch.ones(2), torch.ones(2), None, -1e-6), "eps must be a finite number above 0, got -1e-06"),
 ]
 COLUMNS = torch.ones(2), torch.ones(2, 4), torch.ones(2, 4)

@@ -63,4 +63,5 @@ OF: dict[str, tuple[str, ...]] = {
     "kda_gate": GATES,
     "l2norm": ("norm",),
     "gated_rms_norm": ("sigmoid", "parameter", "norm"),
+    "norm_gate_linear": ("sigmoid", "parameter", "norm"),
 }

@@ -16,14 +16,14 @@ from torch import Tensor
 from oracles.conv import CAUSAL_CONV1D, CAUSAL_CONV1D_SHORT_STATE
 from oracles.counter import integers, mix_number
 from oracles.gates import GDN_GATE, KDA_GATE, log_decay
-from oracles.norm import GATED_RMS_NORM, GATED_RMS_NORM_OF_SUM, GATINGS, L2NORM
+from oracles.norm import GATED_RMS_NORM, GATED_RMS_NORM_OF_SUM, GATINGS, L2NORM, NORM_GATE_LINEAR
 from oracles.operation import DTYPES, Inputs, Operation
 from oracles.rounding import BITS, Arithmetic
 from properties.cases.line import Line, check_choices, text_of
 from properties.cases.rule_case import LOG_BITS, LOWER_BOUNDS, PARAMETER_DTYPES
 from properties.options import values_of
 
-MODULES = {operation.name: operation for operation in (CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM)}
+MODULES = {operation.name: operation for operation in (CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM, NORM_GATE_LINEAR)}
 VALUES = ("ordinary", "repeated", "zero_rows", "small", "scaled", "large", "great", "whole")
 STATES = ("none", "zero", "random")
 STATE_COLUMNS = ("W", "W-1")
@@ -55,16 +55,17 @@ _CHOICES: dict[str, Sequence[str]] = {
 _OF = {
     "packed": ("causal_conv1d",),
     "heads": ("gdn_gate", "kda_gate", "l2norm", "gated_rms_norm"),
-    "width": ("causal_conv1d", "kda_gate", "l2norm", "gated_rms_norm"),
+    "width": ("causal_conv1d", "kda_gate", "l2norm", "gated_rms_norm", "norm_gate_linear"),
+    "out_width": ("norm_gate_linear",),
     "conv_width": ("causal_conv1d",),
-    "bias": ("causal_conv1d",),
-    "weight": ("gated_rms_norm",),
+    "bias": ("causal_conv1d", "norm_gate_linear"),
+    "weight": ("gated_rms_norm", "norm_gate_linear"),
     "activation": ("causal_conv1d",),
     "state": ("causal_conv1d",),
     "state_columns": ("causal_conv1d",),
     "final_state": ("causal_conv1d",),
     "oldest": ("causal_conv1d",),
-    "eps": ("l2norm", "gated_rms_norm"),
+    "eps": ("l2norm", "gated_rms_norm", "norm_gate_linear"),
     "dt_bias": ("gdn_gate", "kda_gate"),
     "beta": ("gdn_gate", "kda_gate"),
     "allow_neg_eigval": ("gdn_gate", "kda_gate"),
@@ -78,7 +79,10 @@ _OF = {
 _STREAMS = {
     name: 48 + index
     for index, name in enumerate(
-        ("x", "z", "weight", "bias", "state", "a", "b", "A_log", "dt_bias", "dy", "dht", "dg", "dbeta", "scale", "zero", "residual")
+        (
+            *("x", "z", "weight", "bias", "state", "a", "b", "A_log", "dt_bias", "dy", "dht", "dg", "dbeta", "scale", "zero"),
+            *("residual", "linear"),
+        )
     )
 }
 
@@ -108,7 +112,8 @@ _DECAYS = {operation.name: _without_beta(operation) for operation in (GDN_GATE, 
 class ModuleCase(Line):
     """One call of a module. Fields at their defaults, which are the simplest values, are left out of the line; `op` never is.
 
-    `lengths` are tokens per sequence: packed (convolution only) or a batch. `heads` is H or HV, `width` is D, K or V. `values` is
+    `lengths` are tokens per sequence: packed (convolution only) or a batch. `heads` is H or HV, `width` is D, K or V, and
+    `out_width` is E. `values` is
     the regime of the tokens' values; in `whole`, all are small whole numbers, whose sums are exact. `beta=no` means that the gate
     is computed without beta. `state_columns` says how many columns the states of a convolution have, W or W - 1. `oldest=no` means
     that column 0 of a final state of W columns, which no output reads, has a cotangent of zeros. `residual` says whether a residual
@@ -127,7 +132,7 @@ class ModuleCase(Line):
     CHOICES: ClassVar[Mapping[str, Sequence[str]]] = _CHOICES
     # The words on which a compiled kernel depends; of state only whether it is none (properties/palette.py).
     KEYS: ClassVar[tuple[str, ...]] = (
-        *("packed", "heads", "width", "conv_width", "dtype", "bias", "weight", "activation", "state", "state_columns"),
+        *("packed", "heads", "width", "out_width", "conv_width", "dtype", "bias", "weight", "activation", "state", "state_columns"),
         *("final_state", "dt_bias", "beta", "allow_neg_eigval", "offsets"),
         *("residual", "gating", "lower_bound", "parameter_dtype", "options"),
     )
@@ -137,6 +142,7 @@ class ModuleCase(Line):
     packed: bool = False
     heads: int = 1
     width: int = 16
+    out_width: int = 16
     conv_width: int = 4
     dtype: str = "fp32"
     values: str = "ordinary"
@@ -168,7 +174,12 @@ class ModuleCase(Line):
             raise ValueError(f"lengths must name at most {MAX_SEQUENCES} sequences, got {len(self.lengths)}")
         if sum(self.lengths) > MAX_TOKENS:
             raise ValueError(f"lengths must add up to at most {MAX_TOKENS} tokens, got {sum(self.lengths)}")
-        for name, most in (("heads", MAX_HEADS), ("width", MAX_WIDTH), ("conv_width", MAX_CONV_WIDTH)):
+        for name, most in (
+            ("heads", MAX_HEADS),
+            ("width", MAX_WIDTH),
+            ("out_width", MAX_WIDTH),
+            ("conv_width", MAX_CONV_WIDTH),
+        ):
             if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"{name} must be in 1..{most}, got {getattr(self, name)}")
         plain = {field.name: field.default for field in dataclasses.fields(self)}
@@ -232,7 +243,8 @@ class ModuleCase(Line):
     def bytes(self) -> int:
         """The bytes of inputs, outputs and gradients in float32, a simple measure of the case's size."""
         states = len(self.lengths) * self.width * self.columns if self.operation == "causal_conv1d" else 0
-        return 16 * (2 * self.tokens * self.heads * self.width + states)
+        projection = self.out_width * (self.tokens + self.width) if self.operation == "norm_gate_linear" else 0
+        return 16 * (2 * self.tokens * self.heads * self.width + states + projection)
 
     def starts(self) -> list[int]:
         """Return the first token of each sequence, and the end of the last sequence."""
@@ -261,7 +273,7 @@ class ModuleCase(Line):
                 activation=None if self.activation == "none" else self.activation,
                 output_final_state=self.final_state,
             )
-        axes = (self.heads,) if self.operation == "gdn_gate" else (self.heads, self.width)
+        axes = self._token_axes
         if self.operation in _DECAYS:
             inside = {"b": build.rows("b", (self.heads,)).to(work).unflatten(0, self.batch)} if self.beta else {}
             return Inputs(
@@ -275,8 +287,8 @@ class ModuleCase(Line):
             )
         x = build.rows("x", axes).to(work).unflatten(0, self.batch)
         gated = {}
-        if self.operation == "gated_rms_norm":
-            weight = 2 * build.parameter("weight", axes[1:]) if self.weight else None
+        if self.operation != "l2norm":
+            weight = 2 * build.parameter("weight", axes[-1:]) if self.weight else None
             gated = {
                 "z": build.rows("z", axes).to(work).unflatten(0, self.batch),
                 "weight": None if weight is None else weight.to(work),
@@ -284,6 +296,9 @@ class ModuleCase(Line):
                 "returns_sum": self.residual == "returned",
                 **({} if self.gating == "silu" else {"gating": self.gating}),
             }
+        if self.operation == "norm_gate_linear":
+            gated["linear"] = build.projection().to(work)
+            gated["bias"] = build.parameter("bias", (self.out_width,)).to(work) if self.bias else None
         return Inputs(x=x, eps=EPS[self.eps], cu_seqlens=None, **gated)
 
     def cotangents(self, device: str | None = None) -> dict[str, Tensor]:
@@ -297,15 +312,23 @@ class ModuleCase(Line):
                     state[..., 0] = 0.0
                 result["final_state"] = state
             return result
-        axes = (self.heads,) if self.operation == "gdn_gate" else (self.heads, self.width)
+        axes = self._token_axes
         if self.operation in _DECAYS:
             g = build.cotangent("dg", (self.tokens, *axes)).to(DTYPES["fp32"]).unflatten(0, self.batch)
             beta = build.cotangent("dbeta", (self.tokens, self.heads)).to(work).unflatten(0, self.batch)
             return {"g": g, "beta": beta} if self.beta else {"g": g}
+        axes = (self.out_width,) if self.operation == "norm_gate_linear" else axes
         result = {"y": build.cotangent("dy", (self.tokens, *axes)).to(work).unflatten(0, self.batch)}
         if self.residual == "returned":
             result["sum"] = build.cotangent("dht", (self.tokens, *axes)).to(work).unflatten(0, self.batch)
         return result
+
+    @property
+    def _token_axes(self) -> tuple[int, ...]:
+        """The axes of a token of a gate or a norm."""
+        if self.operation == "gdn_gate":
+            return (self.heads,)
+        return (self.width,) if self.operation == "norm_gate_linear" else (self.heads, self.width)
 
 
 class _Builder:
@@ -350,6 +373,12 @@ class _Builder:
             return self.integers(name, shape, 3).to(torch.float64)
         x = self.uniform(name, shape, bits=BITS["fp32"] if name == "dt_bias" else None)
         return 16 * x if name == "dt_bias" and self.case.values == "large" else x
+
+    def projection(self) -> Tensor:
+        """Return a matrix [E, D], uniform and scaled by a power of two, so that a sum over D or E is as large as its terms."""
+        case = self.case
+        power = max(case.width, case.out_width).bit_length() // 2
+        return self.uniform("linear", (case.out_width, case.width)) * 2.0**-power
 
     def speeds(self) -> Tensor:
         """Return A_log [HV], in [-5, 3), or in [-8, 8) if values are large."""

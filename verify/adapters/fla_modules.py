@@ -189,6 +189,25 @@ def _activation(x: Inputs) -> Any:
     return "swish" if x.activation == "silu" and chosen(x, "swish") else x.activation
 
 
+class NormGateLinear(FlaAdapter):
+    """`fla.modules.fused_norm_gate.rms_norm_swish_gate_linear`: norm and gate in one kernel, and torch's linear.
+
+    The backward of a call without tokens divides by the number of tokens and raises ZeroDivisionError.
+    """
+
+    algorithm = "pointwise"
+    omits = left_out(IN_FLA, "residual", "prenorm", "residual_in_fp32")
+    domain = ModuleDomain("norm_gate_linear", empty=False)
+
+    def run(self, x: Inputs) -> Tensor:
+        from fla.modules.fused_norm_gate import rms_norm_swish_gate_linear
+
+        y: Tensor = rms_norm_swish_gate_linear(
+            x.x, x.z, norm_weight=x.weight, norm_bias=None, linear_weight=x.linear, linear_bias=x.bias, **_eps(x)
+        )
+        return y
+
+
 def _eps(x: Inputs) -> dict[str, float]:
     """The argument eps, or none if the case wants the implementation's own default."""
     return {} if x.eps is None else {"eps": x.eps}

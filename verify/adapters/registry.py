@@ -29,6 +29,7 @@ MODULES = {
     "fla/kda_gate": "verify.adapters.fla_modules:KdaGate",
     "fla/l2norm": "verify.adapters.fla_modules:L2Norm",
     "fla/gated_norm": "verify.adapters.fla_modules:GatedNorm",
+    "fla/norm_gate_linear": "verify.adapters.fla_modules:NormGateLinear",
     "sglang/conv": "verify.adapters.sglang_modules:Conv",
     "sglang/conv_update": "verify.adapters.sglang_modules:ConvUpdate",
     "sglang/conv_verify": "verify.adapters.sglang_modules:ConvVerify",

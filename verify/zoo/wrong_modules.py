@@ -177,6 +177,23 @@ class GatedNorm(L2Norm):
         return torch.nn.functional.silu(x.z.float())
 
 
+class NormGateLinear(GatedNorm):
+    """The gated RMSNorm in float32, stored in the inputs' dtype, and its projection."""
+
+    domain = ModuleDomain("norm_gate_linear")
+
+    def run(self, x: Inputs) -> Tensor:
+        gated = super().run(x)
+        return self.biased(self.projected(gated, x).float(), x).to(x.x.dtype)
+
+    def projected(self, gated: Tensor, x: Inputs) -> Tensor:
+        """The product in the inputs' dtype, summed in float32."""
+        return torch.nn.functional.linear(gated, x.linear)
+
+    def biased(self, y: Tensor, x: Inputs) -> Tensor:
+        return y if x.bias is None else y + x.bias.float()
+
+
 # Wrong convolutions
 
 
@@ -1008,6 +1025,99 @@ class GatedNormClipsWeight(GatedNorm):
 
     def weighed(self, y: Tensor, x: Inputs) -> Tensor:
         return y if x.weight is None else y * x.weight.float().clamp(-1.5, 1.5)
+
+
+class NormGateLinearWithoutGate(NormGateLinear):
+    """The backward computes the gated norm again without the gate, so that the gradient of the projection lacks it."""
+
+    letter = "F"
+
+    def projected(self, gated: Tensor, x: Inputs) -> Tensor:
+        wide = self.wide(x)
+        bare = self.weighed(self.divided(wide, self.squares(wide, x), self.eps(x)), x).to(x.x.dtype)
+        y = torch.nn.functional.linear(gated, x.linear.detach())
+        of_linear = torch.nn.functional.linear(bare.detach(), x.linear)
+        return y + (of_linear - of_linear.detach())
+
+
+class NormGateLinearBiasAgain(NormGateLinear):
+    """The bias is added once more for each block of 64 output channels before a channel."""
+
+    letter = "I"
+
+    def biased(self, y: Tensor, x: Inputs) -> Tensor:
+        return y if x.bias is None else y + x.bias.float() * (1 + torch.arange(y.shape[-1]) // 64)
+
+
+class NormGateLinearBiasOfOnes(NormGateLinear):
+    """An absent bias is read as ones."""
+
+    letter = "-"
+
+    def biased(self, y: Tensor, x: Inputs) -> Tensor:
+        return super().biased(y, x) if x.bias is not None else y + 1.0
+
+
+class NormGateLinearBiasOfOneRow(NormGateLinear):
+    """The gradient of the bias is that of the first batch row."""
+
+    letter = "F"
+
+    def biased(self, y: Tensor, x: Inputs) -> Tensor:
+        if x.bias is None:
+            return y
+        first = (torch.arange(y.shape[0]) == 0).reshape(-1, 1, 1)
+        return y + torch.where(first, x.bias.float(), x.bias.float().detach())
+
+
+class NormGateLinearLeavesTheTail(NormGateLinear):
+    """Channels of the gated norm beyond the last whole block of 16 are not multiplied."""
+
+    letter = "I"
+
+    def projected(self, gated: Tensor, x: Inputs) -> Tensor:
+        whole = gated.shape[-1] // 16 * 16 or gated.shape[-1]
+        keep = torch.arange(gated.shape[-1]) < whole
+        return super().projected(torch.where(keep, gated, 0), x)
+
+
+class NormGateLinearByHeads(NormGateLinear):
+    """The mean is taken over each half of the channels, as if there were two heads."""
+
+    letter = "G"
+
+    def squares(self, wide: Tensor, x: Inputs) -> Tensor:
+        if wide.shape[-1] % 2:
+            return super().squares(wide, x)
+        halves = wide.unflatten(-1, (2, -1)).square().mean(-1, keepdim=True)
+        return halves.expand(*halves.shape[:-1], wide.shape[-1] // 2).flatten(-2)
+
+
+class NormGateLinearOfHalf(NormGateLinear):
+    """The gated norm is rounded to bfloat16 for the product, in a float32 call too."""
+
+    letter = "L"
+
+    def projected(self, gated: Tensor, x: Inputs) -> Tensor:
+        return super().projected(gated.bfloat16().to(gated.dtype), x)
+
+
+class NormGateLinearTokensShareAnExponent(NormGateLinear):
+    """The gated norm is rounded to 20 bits of an exponent that all tokens share."""
+
+    letter = "L"
+
+    def projected(self, gated: Tensor, x: Inputs) -> Tensor:
+        return super().projected(block_rounded(gated, (0, 1)), x)
+
+
+class NormGateLinearClips(NormGateLinear):
+    """The product is clamped to 4 on both sides."""
+
+    letter = "-"
+
+    def projected(self, gated: Tensor, x: Inputs) -> Tensor:
+        return super().projected(gated, x).clamp(-4, 4)
 
 
 def block_rounded(x: Tensor, axes: tuple[int, ...]) -> Tensor:
