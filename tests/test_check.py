@@ -600,3 +600,37 @@ def test_a_check_of_a_kernel_starts_no_more_workers(monkeypatch: pytest.MonkeyPa
     checking = Check(Settings(RIGHT, device="cuda", engine_workers=4), 1)
     checking.share_gpus(Domain())
     assert len(checking.workers) == 1
+
+
+def blind_at_first(monkeypatch: pytest.MonkeyPatch, blind: int) -> list[str]:
+    """Makes the first `blind` cases of a law blind, without a worker. Returns the lines that are run, as they are run."""
+    lines = list[str]()
+
+    def outcome(run: Run, *_: object) -> Outcome:
+        lines.append(str(run))
+        return Outcome(Verdict.BLIND if len(lines) <= blind else Verdict.HOLDS)
+
+    monkeypatch.setattr(law_check, "ask", outcome)
+    monkeypatch.setattr(law_check, "ask_all", lambda runs, *_: map(outcome, runs))
+    return lines
+
+
+def test_other_cases_are_drawn_in_place_of_blind_ones(workers: list[Worker], store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = blind_at_first(monkeypatch, 6)
+    (report,) = checked(RIGHT, ["cut"], workers[:1], store)
+    assert (report.verdict, report.counts) == (Verdict.HOLDS, {Verdict.BLIND: 6, Verdict.HOLDS: ENOUGH})
+    assert len({*lines}) == len(lines) == 6 + ENOUGH, "no case is run twice"
+
+
+def test_least_profile_needs_no_more_than_its_cases(workers: list[Worker], store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    blind_at_first(monkeypatch, 1)
+    (report,) = checked(RIGHT, ["cut"], workers[:1], store, profile=PROFILES["least"])
+    assert (report.verdict, report.counts) == (Verdict.HOLDS, {Verdict.BLIND: 1, Verdict.HOLDS: 2})
+
+
+def test_cases_in_place_of_blind_ones_end(workers: list[Worker], store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = blind_at_first(monkeypatch, 10**6)
+    (report,) = checked(RIGHT, ["cut"], workers[:1], store)
+    assert report.verdict is Verdict.UNKNOWN
+    assert report.reason == f"only 0 of {len(lines)} cases could see the defects that the law is about; {ENOUGH} are needed"
+    assert FEW.examples < len(lines) <= (1 + law_check.REPLACEMENTS) * FEW.examples

@@ -30,6 +30,7 @@ FAULTS = 3  # after so many cases in a row in which gdn-verify itself fails in t
 CLEAR = 2.0  # after a case whose error is less than so many times its tolerance, the law goes on: it may be a false alarm
 WORST = 10  # a declaration must suit so many other cases of the law, or it is not suggested
 ENOUGH = 5  # a law with fewer cases that could see is UNKNOWN, unless all drawn cases could
+REPLACEMENTS = 3  # so many times the examples of a profile are drawn at most in place of blind cases
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +143,8 @@ class LawCheck:
         report.wall_s = time.monotonic() - start
         if self._broken is None:
             report.cut_short = self._common.over and self._done < report.planned
-            report.verdict, report.reason = overall(report.counts, report.reason, report.planned if report.cut_short else None)
+            planned = report.planned if report.cut_short else min(report.planned, self._done)
+            report.verdict, report.reason = overall(report.counts, report.reason, planned)
             return report
         run, outcome = self._broken
         report.verdict, report.run, report.first_run = Verdict.BROKEN, str(run), str(run)
@@ -203,6 +205,8 @@ class LawCheck:
             outcomes = ask_all(runs, self._worker, common.store, common.defects)
             if any(self._counted(*pair) for pair in zip(runs, outcomes, strict=True)):
                 return
+        if self._replace_blind(law):
+            return
 
         def score(example: Example) -> float | None:
             run = common.run_of(law.name, example)
@@ -213,6 +217,29 @@ class LawCheck:
             same_key = plan is not None and plan.palette is not None
             domain, seed = common.described.domain if plan is None else plan.domain, mix_words(settings.seed, law.name)
             climb(law, domain, dict(self._scores), seed, examples - drawn, score, same_key=same_key)
+
+    def _replace_blind(self, law: Law) -> bool:
+        """Draw other cases in place of blind ones, until as many as a law needs could see. True if the law ends with one of them.
+
+        The cases come from a seed of their own, so that the cases before them do not depend on this. There are at most REPLACEMENTS
+        times as many as the profile has examples.
+        """
+        common, counts, seed = self._common, self.report.counts, self._common.settings.seed
+        examples = common.settings.profile.examples_of(law.name)
+        domain = common.described.domain if common.plan is None else common.plan.domain
+
+        def enough() -> bool:
+            return sum(counts.get(verdict, 0) for verdict in (Verdict.HOLDS, Verdict.KNOWN)) >= min(ENOUGH, examples)
+
+        if enough() or set(counts) - {Verdict.HOLDS, Verdict.KNOWN, Verdict.BLIND}:
+            return False
+        for batch in batches(law.draw(domain), mix_words(seed, f"{law.name} in place of blind cases"), REPLACEMENTS * examples, 1):
+            run = common.run_of(law.name, batch[0])
+            if run.example not in self._scores and self._counted(run, self._ask(run)):
+                return True
+            if enough():
+                return False
+        return False
 
     def _batches(self, law: Law, examples: int, most: int) -> Iterator[list[Example]]:
         """The law's examples, in lists of at most `most`. With a plan, each list waits until its kernels are compiled."""
@@ -238,7 +265,7 @@ class LawCheck:
         if not outcome.refused:
             common.answered.set()
         self.report.count(run, outcome)
-        common.on_case(self._name, self._done, examples)
+        common.on_case(self._name, self._done, max(self._done, examples))
         if outcome.verdict is Verdict.HOLDS:
             self._ratios[run] = self._scores[run.example]
         if outcome.verdict is Verdict.BROKEN:
@@ -340,8 +367,8 @@ class LawCheck:
 def overall(counts: dict[str, int], reason: str = "", planned: int | None = None) -> tuple[Verdict, str]:
     """The verdict of a law from its counts, and the reason if it is not HOLDS.
 
-    A law holds if no case is broken or undecided and at least ENOUGH cases, or all drawn ones, could see the defect. For a law
-    that was cut short, `planned` is the number of cases that were to be drawn.
+    A law holds if no case is broken or undecided and at least ENOUGH cases, or `planned` cases if these are fewer, could see the
+    defect. `planned` is the number of cases that were to be drawn without those in place of blind ones; by default, all in counts.
     """
     if counts.get(Verdict.BROKEN):
         return Verdict.BROKEN, reason
