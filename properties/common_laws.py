@@ -36,6 +36,8 @@ from properties.laws import (
 from properties.options import text_of_values, values_of
 from properties.strategies import Example
 
+ALIGNED = 128  # elements: 256 bytes or more, a multiple of every alignment that a kernel may need
+
 
 def oracle(bench: Bench, example: Example) -> Iterator[Pair]:
     """One run, judged by its bounds."""
@@ -395,7 +397,8 @@ def strides(bench: Bench, example: Example) -> Iterator[Pair]:
 def view(x: Tensor, how: str) -> Tensor:
     """Return x in other strides, with NaN around it in memory; `expanded` repeats its first head (or token) with stride 0.
 
-    `fused` is for x [B, T, ...]: each token's numbers lie together, as a part of one wide tensor of tokens.
+    `fused` is for x [B, T, ...]: each token's numbers lie together, as a part of one wide tensor of tokens. An `aligned` tensor
+    begins ALIGNED elements after its allocation, as one does that an allocator made.
     """
     if how == "fused":
         wide = x.new_full((*x.shape[:2], math.prod(x.shape[2:]) + 8), float("nan"))
@@ -413,10 +416,11 @@ def view(x: Tensor, how: str) -> Tensor:
         wide = x.new_full((*x.shape[:-1], x.shape[-1] * 2), float("nan"))
         wide[..., ::2] = x
         return wide[..., ::2]
-    if how == "offset":  # dense, but not at the start of its allocation
-        flat = x.new_full((x.numel() + 3,), float("nan"))
-        flat[3:] = x.flatten()
-        return flat[3:].view(x.shape)
+    if how in ("offset", "aligned"):  # dense, but not at the start of its allocation
+        start = 3 if how == "offset" else ALIGNED
+        flat = x.new_full((x.numel() + start,), float("nan"))
+        flat[start:] = x.flatten()
+        return flat[start:].view(x.shape)
     return banded(x, 2)
 
 
@@ -430,8 +434,9 @@ def banded(x: Tensor, width: int) -> Tensor:
 def pure(bench: Bench, example: Example) -> Iterator[Pair]:
     """Inputs are compared bit for bit after a call, with the memory around them, which is NaN and must stay NaN."""
     inputs, cotangents = bench.call(example.case)
-    views = {name: view(inputs[name], "offset") for name in present(example.case.spec, inputs)}
-    turned = None if cotangents is None else {name: view(x, "offset") for name, x in cotangents.items()}
+    how = "offset" if bench.domain.views else "aligned"
+    views = {name: view(inputs[name], how) for name in present(example.case.spec, inputs)}
+    turned = None if cotangents is None else {name: view(x, how) for name, x in cotangents.items()}
     memory = {f"input {name}": x for name, x in views.items()}
     memory |= {f"cotangent of {name}": x for name, x in (turned or {}).items()}
     if inputs.cu_seqlens is not None:

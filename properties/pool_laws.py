@@ -439,7 +439,9 @@ def _strided_examples(domain: PoolDomain) -> st.SearchStrategy[Example]:
 def _pure(bench: Bench, example: Example) -> Iterator[Pair]:
     """Inputs keep every bit, and so does the memory around them, which is NaN. Only the pool itself may change."""
     inputs = example.case.inputs()
-    views = {name: view(inputs[name], "offset") for name in present(example.case.spec, inputs)}
+    domain: PoolDomain = bench.domain  # type: ignore[assignment]
+    how = "offset" if domain.rule.views and "offset" in domain.views else "aligned"
+    views = {name: view(inputs[name], how) for name in present(example.case.spec, inputs)}
     indices = {name: inputs[name] for name in ("slots", "has_initial_state", "accepted", "parents", "cu_seqlens") if name in inputs}
     memory = {**views, **{name: x for name, x in indices.items() if x is not None}}
     copies = {name: bytes_of(x).clone() for name, x in memory.items()}

@@ -342,6 +342,33 @@ class Captured(Adapter):
         return slots
 
 
+class Vectorised(Recurrent):
+    """As a kernel that loads 16 bytes at once: it takes tensors that an allocator made, and refuses others."""
+
+    domain = Domain(backward=False, views=False)
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        refuse_misaligned(x)
+        return super().run(x)
+
+
+class VectorisedDecode(Gathered):
+    """The same, on states in a pool."""
+
+    domain = PoolDomain(rule=Domain(backward=False, views=False), in_place=False)
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        refuse_misaligned(x)
+        return super().run(x)
+
+
+def refuse_misaligned(x: Inputs) -> None:
+    """ValueError if a tensor of numbers begins at an address that 16 does not divide."""
+    for name, value in x.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel() and value.data_ptr() % 16:
+            raise ValueError(f"{name} must begin at a multiple of 16 bytes")
+
+
 class SlotsOfTheFirstStep(Captured):
     """The slots are copied when a buffer is first seen, and a graph that is replayed has the slots of its first step."""
 

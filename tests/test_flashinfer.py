@@ -29,7 +29,7 @@ from verify.zoo.base import Chunkwise
 
 SLOW_FIXTURES = ("flashinfer_files",)
 WIDE = "key_dim=128 value_dim=128 dtype=bf16"
-PREFILL = f"lengths=5+0+3 packed=yes value_heads=2 {WIDE} state=random qk_norm=yes gate=10 decay=linear backward=no"
+PREFILL = f"lengths=5+3 packed=yes value_heads=2 {WIDE} state=random qk_norm=yes gate=10 decay=linear backward=no"
 DECODE = f"op=decode lengths=1+1+1 value_heads=2 {WIDE} state=random qk_norm=yes gate=10 in_kernel=both spare=2 padded=some"
 MTP = DECODE.replace("lengths=1+1+1", "lengths=3+3+3")
 

@@ -3,13 +3,18 @@
 A few cases here; benchmarks/soundness.py asks hundreds of each.
 """
 
+from typing import Any
+
 import pytest
 
+from properties.cases.pool_case import PoolCase
+from properties.cases.rule_case import Case
 from properties.domain import STRENGTHS, Domain
 from properties.palette import sample
+from properties.pool_domain import PoolDomain
 from properties.rule_laws import LAWS
 from properties.strategies import Example
-from tests import right_forms
+from tests import right, right_forms
 from verify.adapters.base import Adapter
 from verify.execution import judging
 from verify.execution.execute import execute
@@ -94,3 +99,22 @@ def test_only_the_scales_of_the_domain_are_drawn() -> None:
 def test_what_cannot_be_is_refused(words: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Domain(**words)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "case", "promising"),
+    [
+        (right.Vectorised, Case((5,), state="random", backward=False), Domain(backward=False)),
+        (right.VectorisedDecode, PoolCase((1, 1), state="random"), PoolDomain(rule=Domain(backward=False), in_place=False)),
+    ],
+)
+def test_a_call_is_pure_in_memory_of_an_allocator_unless_other_views_are_promised(
+    kind: type[Adapter], case: Any, promising: Domain | PoolDomain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, run = kind(), Run("pure", "it", Example(case))
+    monkeypatch.setitem(judging._LOADED, "it", adapter)
+    assert execute(run).verdict is Verdict.HOLDS
+    adapter.domain = promising
+    outcome = execute(run)
+    assert outcome.verdict is Verdict.BROKEN
+    assert "must begin at a multiple of 16 bytes" in outcome.findings[0].what
