@@ -203,7 +203,9 @@ def test_illegal_inputs_are_made_in_the_convention(kind: type[Adapter]) -> None:
 
 
 def test_the_truth_is_taken_at_the_rounded_state() -> None:
-    case = Case.parse("lengths=5+3 packed=yes state=random state_dtype=bf16 final_dtype=bf16 initial_states=first final_states=last")
+    case = Case.parse(
+        "lengths=5+3 packed=yes state=random state_dtype=bf16 final_dtype=bf16 initial_states=first final_states=last"
+    )
     inputs, cotangents = case.inputs(), case.cotangents()
     assert inputs.state.dtype == cotangents["final_state"].dtype == torch.bfloat16
     assert inputs.state[0].any()
@@ -222,7 +224,7 @@ def test_the_truth_is_taken_at_the_rounded_state() -> None:
 
 
 def test_lines_of_earlier_versions_mean_the_same() -> None:
-    line = "lengths=5+3 packed=yes state=random dtype=bf16 seed=3"
+    line = "lengths=5+3 packed=yes dtype=bf16 state=random seed=3"
     case = Case.parse(line)
     assert str(case) == line
     assert (case.state_dtype, case.final_dtype, case.initial_states, case.final_states) == ("fp32", "fp32", "each", "each")

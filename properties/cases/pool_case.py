@@ -269,4 +269,4 @@ class PoolCase(Line):
         return integers((counter, mix_number(self.seed * 64 + _STREAMS[name]), 64))[0]
 
 
-_SHARED = {field.name for field in dataclasses.fields(PoolCase)} - {"operation"}
+_SHARED = {field.name for field in dataclasses.fields(PoolCase)} - {"operation", "state_dtype"}  # a pool has its own

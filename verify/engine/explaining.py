@@ -95,9 +95,9 @@ def explain(
 ) -> tuple[Shrunk, Outcome]:
     """The smallest example found that fails as the broken run does, and its outcome.
 
-    Candidates outside the `domain` are not run. Candidates that a known defect covers whatever their findings are not run. Candidates whose findings turn out to be a known
-    defect do not count as failures. Nor do those that look like a known defect of another adapter or version, unless the found case
-    does too. At most SHRINK_RUNS runs are made, in at most `limit_s` seconds.
+    Candidates outside the `domain` are not run. Candidates that a known defect covers whatever their findings are not run.
+    Candidates whose findings turn out to be a known defect do not count as failures. Nor do those that look like a known defect of
+    another adapter or version, unless the found case does too. At most SHRINK_RUNS runs are made, in at most `limit_s` seconds.
 
     What is true of the found case cannot prevent the found defect. So if the smallest case holds once a word has its found value
     again, then another defect has taken over, which only the simpler value shows. We fix this word at its found value and shrink

@@ -52,9 +52,9 @@ def shrink(
     aspects repeats until none gets simpler. Going back to the first aspect after every success would test its threshold again each
     time, and would take three times as many runs.
 
-    Candidates outside the `domain` are not run. The words in `fixed` keep their values. A value of an option or a width with which a candidate did not fail is never taken
-    later. If it prevents the failure of a complex case, then it prevents this failure in simpler cases too, and what fails is
-    another defect.
+    Candidates outside the `domain` are not run. The words in `fixed` keep their values. A value of an option or a width with which
+    a candidate did not fail is never taken later. If it prevents the failure of a complex case, then it prevents this failure in
+    simpler cases too, and what fails is another defect.
     """
     seen: dict[Example, bool | None] = {}
     neighbours: list[tuple[str, str]] = []
@@ -151,7 +151,7 @@ def _aspects(law: Law, example: Example, domain: Any) -> list[tuple[Callable[[Ex
             for what, change in changes(example.case):
                 if step > 1 and "lengths" in change:
                     lengths = tuple(-(-length // step) * step for length in change["lengths"])
-                    what, change = f"lengths={text_of(lengths)}", {**change, "lengths": lengths}  # noqa: PLW2901
+                    what, change = f"lengths={text_of(lengths)}", {**change, "lengths": lengths}
                     if lengths == example.case.lengths:
                         continue
                 candidate = _changed(law, example, change, domain)
