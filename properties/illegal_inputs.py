@@ -11,7 +11,7 @@ import torch
 
 from oracles.operation import Inputs
 from oracles.operations import RULES
-from properties.cases.module_case import ModuleCase
+from properties.cases.module_case import ModuleCase, words_of
 from properties.cases.rule_case import MAX_WIDTH, Case
 from properties.domain import Domain
 from properties.module_domain import ModuleDomain
@@ -115,6 +115,8 @@ def _module_call(name: str, domain: ModuleDomain) -> tuple[ModuleCase, Inputs] |
         about = {"lengths": (8, 8), "heads": 2}
     if domain.operation in ("gdn_gate", "kda_gate"):
         about["beta"] = domain.beta
+    about |= {"offsets": domain.offsets[0]} if "offsets" in words_of(domain.operation) else {}
+    about |= {"width": _near(domain.has_width, 16)} if "width" in words_of(domain.operation) else {}
     case = ModuleCase(operation=domain.operation, dtype=domain.dtypes[0], backward=False, **about)  # type: ignore[arg-type]
     return case, OF_MODULES[domain.operation][name](case.inputs())
 

@@ -19,11 +19,11 @@ from properties.cases.module_case import (
     words_of,
 )
 from properties.cases.rule_case import LOWER_BOUNDS, PARAMETER_DTYPES
-from properties.domain import check_sizes
+from properties.domain import LARGEST, OFFSETS, check_sizes, check_widths, inside
 from properties.names import known_fields
 from properties.options import Options, check_options, draw_options, frozen_options, outside_options
 from properties.sizes import kind_of, large_lengths
-from properties.strategies import lengths
+from properties.strategies import lengths, narrow
 
 CONV, GATES, NORMS = ("causal_conv1d",), ("gdn_gate", "kda_gate"), ("l2norm", "gated_rms_norm", "norm_gate_linear")
 CHANNELS = (16, 1, 3, 8, 33, 64, 20, 100, 130, 257)
@@ -36,15 +36,17 @@ HEADS = (1, 2, 3, 4, 8)
 class ModuleDomain:
     """The calls for which an implementation promises right results; by default all calls of its operation.
 
-    `widths` (D, K or V, and also E) are an inclusive range in steps of `width_step`. `without_weight` and `without_dt_bias` say
-    whether the implementation can do without that input, and `bias` whether it takes a bias. `beta` says whether it computes beta
-    beside the gate, `eps` which of a case's values it can be given, and `final_state` whether it returns a final state.
-    `state_columns` says how many columns a convolution's states have: "W", or "W-1" without the oldest, which no output reads.
-    `attention_mask` says whether a mask can exclude padding at the start of a batch's rows. `longest` limits the drawn lengths, for
-    implementations that are slow on long sequences. `views`, `deterministic` and `position_independent` mean the same as in Domain;
-    here the positions are tokens, heads, channels and sequences. `residuals` says whether it adds a residual, and whether a norm can
-    return the sum too; `gatings` are the functions of a norm's gate. `lower_bounds`, `parameter_dtypes`, `options` and
-    `exact_options` mean the same as in Domain. A check sets `long`, the most tokens of its long cases (0 for none).
+    `widths` (D, K or V, and also E) are an inclusive range in steps of `width_step`; `fixed_widths` are the only widths, if there
+    are any, and replace it. `largest_values` is the regime of values with the largest numbers, and `offsets` are the dtypes of
+    cu_seqlens. `without_weight` and `without_dt_bias` say whether the implementation can do without that input, and `bias` whether
+    it takes a bias. `beta` says whether it computes beta beside the gate, `eps` which of a case's values it can be given, and
+    `final_state` whether it returns a final state. `state_columns` says how many columns a convolution's states have: "W", or "W-1"
+    without the oldest, which no output reads. `attention_mask` says whether a mask can exclude padding at the start of a batch's
+    rows. `longest` limits the drawn lengths, for implementations that are slow on long sequences. `views`, `deterministic` and
+    `position_independent` mean the same as in Domain; here the positions are tokens, heads, channels and sequences. `residuals` says
+    whether it adds a residual, and whether a norm can return the sum too; `gatings` are the functions of a norm's gate.
+    `lower_bounds`, `parameter_dtypes`, `options` and `exact_options` mean the same as in Domain. A check sets `long`, the most
+    tokens of its long cases (0 for none).
 
     ValueError for a field outside its choices or range, and unless `packed` or `batched` is True.
     """
@@ -80,6 +82,9 @@ class ModuleDomain:
     parameter_dtypes: tuple[str, ...] = ("fp32",)
     options: Options = ()
     exact_options: tuple[str, ...] = ()
+    largest_values: str = "great"
+    fixed_widths: tuple[int, ...] = ()
+    offsets: tuple[str, ...] = OFFSETS
     long: int = 0
 
     def __post_init__(self) -> None:
@@ -88,11 +93,14 @@ class ModuleDomain:
         tuples: tuple[tuple[str, tuple[str, ...]], ...] = (
             *(("dtypes", ("fp32", "bf16", "fp16")), ("activations", ACTIVATIONS), ("eps", tuple(EPS)), ("residuals", RESIDUALS)),
             *(("gatings", GATINGS), ("lower_bounds", tuple(LOWER_BOUNDS)), ("parameter_dtypes", PARAMETER_DTYPES)),
+            ("offsets", OFFSETS),
         )
         for name, choices in tuples:
             values = getattr(self, name)
             if not isinstance(values, tuple) or not values or not set(values) <= set(choices):
                 raise ValueError(f"{name} must be a tuple of some of {', '.join(choices)}, got {values!r}")
+        if self.largest_values not in LARGEST:
+            raise ValueError(f"largest_values must be one of {', '.join(LARGEST)}, got {self.largest_values!r}")
         if "returned" in self.residuals and self.operation != "gated_rms_norm":
             raise ValueError(f"residuals must be none or added for {self.operation}, got {', '.join(self.residuals)}")
         check_options(self.options, self.exact_options)
@@ -105,6 +113,7 @@ class ModuleDomain:
             raise ValueError(f"widths must be a tuple (least, most), got {span!r}")
         if not 1 <= span[0] <= span[1] or span[1] // self.width_step * self.width_step < span[0]:
             raise ValueError(f"widths must contain a width in steps of {self.width_step}, from 1 up, got {span}")
+        check_widths("fixed_widths", self.fixed_widths, "widths", span == ModuleDomain.widths and self.width_step == 1)
         if not (isinstance(taps, tuple) and taps and all(isinstance(width, int) and width >= 1 for width in taps)):
             raise ValueError(f"conv_widths must be a tuple of whole numbers, at least 1, got {taps!r}")
         if not isinstance(self.longest, int) or self.longest < 1:
@@ -113,19 +122,26 @@ class ModuleDomain:
             raise ValueError("packed or batched must be True, got neither")
         check_sizes(self.long)
 
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The regimes of values with no larger numbers."""
+        return tuple(values for values in VALUES if values not in LARGEST[LARGEST.index(self.largest_values) + 1 :])
+
+    def has_width(self, width: int) -> bool:
+        """Whether the width may be this one."""
+        return width in self.fixed_widths if self.fixed_widths else inside(width, self.widths, self.width_step)
+
     def outside(self, case: ModuleCase) -> str | None:
         """Return why `case` is outside the domain, or None."""
         (least, most), step = self.widths, self.width_step
         steps = f" in steps of {self.width_step}" if self.width_step > 1 else ""
+        widths = f"among {', '.join(map(str, self.fixed_widths))}" if self.fixed_widths else f"in {least}..{most}{steps}"
         words = words_of(self.operation)
         checks = (
             (case.operation == self.operation, f"op={case.operation} is not {self.operation}"),
             (case.dtype in self.dtypes, f"dtype={case.dtype} is not among {', '.join(self.dtypes)}"),
             *(
-                (
-                    name not in words or (least <= width <= most and width % step == 0),
-                    f"{name}={width} is not in {least}..{most}{steps}",
-                )
+                (name not in words or self.has_width(width), f"{name}={width} is not {widths}")
                 for name, width in (("width", case.width), ("out_width", case.out_width))
             ),
             (
@@ -145,6 +161,8 @@ class ModuleDomain:
             (self.packed or not case.packed, "packed=yes is not supported"),
             (self.batched or case.packed, "packed=no is not supported"),
             (self.empty or min(case.lengths) > 0, "empty sequences are not supported"),
+            (case.values in self.values, f"values={case.values}: numbers are no larger than those of values={self.largest_values}"),
+            (not case.packed or case.offsets in self.offsets, f"offsets={case.offsets} is not among {', '.join(self.offsets)}"),
             (self.initial_state or case.state == "none", f"state={case.state}: an initial state is not supported"),
             (
                 "state_columns" not in words or case.state_columns == self.state_columns,
@@ -156,7 +174,10 @@ class ModuleDomain:
             ),
             (self.backward or not case.backward, "backward=yes is not supported"),
             *(
-                (name not in words or getattr(case, name) in values, f"{name}={getattr(case, name)} is not among {', '.join(values)}")
+                (
+                    name not in words or getattr(case, name) in values,
+                    f"{name}={getattr(case, name)} is not among {', '.join(values)}",
+                )
                 for name, values in self.rare_words.items()
             ),
         )
@@ -196,6 +217,8 @@ def module_cases(
     """Draw any case of the domain; `fixed` gives fields as a value, or as a tuple of values to choose from."""
     chance = draw(st.randoms(use_true_random=True))
     words = words_of(domain.operation)
+    if isinstance(fixed.get("values"), tuple):
+        fixed["values"] = tuple(regime for regime in fixed["values"] if regime in domain.values) or ("ordinary",)
 
     def field(name: str, choices: Sequence[Any]) -> Any:
         options = fixed.get(name, tuple(choices))
@@ -227,7 +250,7 @@ def module_cases(
         ("dt_bias", (True, True, False) if domain.without_dt_bias else (True,)),
         ("beta", (domain.beta,)),
         ("allow_neg_eigval", (False, True) if domain.negative_eigenvalues and domain.beta else (False,)),
-        ("offsets", ("int64", "int32") if packed else ("int64",)),
+        ("offsets", domain.offsets if packed else ("int64",)),
     ):
         if name in words:
             values[name] = field(name, choices)
@@ -238,7 +261,7 @@ def module_cases(
         if chance.random() < 1 / 4:
             sizes = _near(chance, domain, sizes, values["conv_width"], longest, packed=packed)
     dtype = field("dtype", domain.dtypes)
-    regime = field("values", tuple(choice for choice in VALUES if choice != "whole"))
+    regime = field("values", tuple(choice for choice in domain.values if choice != "whole"))
     case = ModuleCase(
         sizes,
         domain.operation,
@@ -285,6 +308,8 @@ def _widths(domain: ModuleDomain, rows: int) -> tuple[int, ...]:
     """Return the widths that the domain allows; wide ones only if there are few rows."""
     (least, most), step = domain.widths, domain.width_step
     wide = 2**14 // max(rows, 1)
+    if domain.fixed_widths:
+        return narrow(domain.fixed_widths, wide)
     every = CHANNELS if domain.operation in CONV else WIDTHS
     allowed = [width for width in every if least <= width <= most and width % step == 0] or [-(-least // step) * step]
-    return tuple(width for width in allowed if width <= wide) or (min(allowed),)
+    return narrow(tuple(allowed), wide)

@@ -49,7 +49,7 @@ def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
         "dt_bias": lambda: torch.zeros(inputs.a.shape[2:], dtype=inputs.A_log.dtype),
         "residual": lambda: torch.zeros_like(inputs.x),
         "eps": lambda: norm.EPS,
-        "offsets": lambda: torch.tensor([0, case.tokens]),
+        "offsets": lambda: torch.tensor([0, case.tokens], dtype=getattr(torch, bench.domain.offsets[0])),
     }[what]()
     arguments = inputs.replaced(**{{"offsets": "cu_seqlens"}.get(what, what): neutral})
     for name, got in bench.run(arguments, cotangents).items():
@@ -107,7 +107,7 @@ def _copied(bench: Bench, example: Example) -> Iterator[Pair]:
 def _tokens(bench: Bench, example: Example) -> Iterator[Pair]:
     case = example.case
     inputs, cotangents = bench.call(case)
-    spec, others = case.spec, with_others(case).inputs()
+    spec, others = case.spec, with_others(case, bench.domain).inputs()
     assert example.at is not None
     here = torch.arange(case.tokens).eq(example.at).reshape(case.batch)
     mixed = {
@@ -127,7 +127,7 @@ def _apart(letters: tuple[str, ...]) -> Callable[[Bench, Example], Iterator[Pair
         case, at = example.case, example.at
         assert at is not None
         inputs, cotangents = bench.call(case)
-        spec, others = case.spec, with_others(case).inputs()
+        spec, others = case.spec, with_others(case, bench.domain).inputs()
 
         def axis_of(name: str) -> int | None:
             axes = axes_of(spec, name)
@@ -343,7 +343,7 @@ def _channels(case: ModuleCase) -> range:
 
 
 def _wide(domain: ModuleDomain) -> str | None:
-    return None if domain.widths[1] > 1 else "more than one channel is not supported"
+    return None if max(domain.fixed_widths or domain.widths) > 1 else "more than one channel is not supported"
 
 
 def _small(domain: ModuleDomain, **more: Any) -> st.SearchStrategy[ModuleCase]:

@@ -56,6 +56,7 @@ def shrunk_until(
     fails: Callable[[Example], bool | None],
     more: Callable[[int], bool],
     fixed: Collection[str] = (),
+    domain: Any = None,
 ) -> Shrunk:
     """What `shrink` returns if it is told to end at a case that is small enough."""
     smallest = [example]
@@ -65,7 +66,7 @@ def shrunk_until(
             smallest[0] = candidate
         return answer
 
-    return shrink(example, law, failing, lambda runs: more(runs) and not kill.small(smallest[0].case), fixed)
+    return shrink(example, law, failing, lambda runs: more(runs) and not kill.small(smallest[0].case), fixed, domain)
 
 
 def assert_killed_alone(name: str, kill: Kill, worker: Worker, folder: pathlib.Path) -> LawReport:

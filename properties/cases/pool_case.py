@@ -272,4 +272,5 @@ class PoolCase(Line):
         return integers((counter, mix_number(self.seed * 64 + _STREAMS[name]), 64))[0]
 
 
-_SHARED = {field.name for field in dataclasses.fields(PoolCase)} - {"operation", "options"}
+# A pool has its own dtype of states, and its own options.
+_SHARED = {field.name for field in dataclasses.fields(PoolCase)} - {"operation", "options", "state_dtype"}

@@ -99,7 +99,9 @@ class ShortConvolution(FlaAdapter):
             "output_final_state": x.output_final_state,
             "cu_seqlens": x.cu_seqlens,
             **({} if x.get("residual") is None else {"residual": x.residual}),
-            **({"mask": x.x.new_ones(x.x.shape[:2])} if x.get("options", {}).get("mask") == "ones" and x.cu_seqlens is None else {}),
+            **(
+                {"mask": x.x.new_ones(x.x.shape[:2])} if x.get("options", {}).get("mask") == "ones" and x.cu_seqlens is None else {}
+            ),
             **given_options(x, CHUNK),
         }
         with torch.set_grad_enabled(x.x.requires_grad):
@@ -126,9 +128,7 @@ class KdaGate(FlaAdapter):
 
     algorithm = "pointwise"
     omits = left_out(IN_FLA, "output_dtype")
-    domain = ModuleDomain(
-        "kda_gate", beta=False, lower_bounds=("none", "-5", "-1"), parameter_dtypes=("fp32", "input")
-    )
+    domain = ModuleDomain("kda_gate", beta=False, lower_bounds=("none", "-5", "-1"), parameter_dtypes=("fp32", "input"))
 
     def run(self, x: Inputs) -> Tensor:
         from fla.ops.kda.gate import fused_kda_gate

@@ -91,12 +91,13 @@ def explain(
     defects: KnownDefects,
     stopped: threading.Event,
     limit_s: float = SHRINK_S,
+    domain: Any = None,
 ) -> tuple[Shrunk, Outcome]:
     """The smallest example found that fails as the broken run does, and its outcome.
 
-    Candidates that a known defect covers whatever their findings are not run. Candidates whose findings turn out to be a known
-    defect do not count as failures. Nor do those that look like a known defect of another adapter or version, unless the found case
-    does too. At most SHRINK_RUNS runs are made, in at most `limit_s` seconds.
+    Candidates outside the `domain` are not run. Candidates that a known defect covers whatever their findings are not run.
+    Candidates whose findings turn out to be a known defect do not count as failures. Nor do those that look like a known defect of
+    another adapter or version, unless the found case does too. At most SHRINK_RUNS runs are made, in at most `limit_s` seconds.
 
     What is true of the found case cannot prevent the found defect. So if the smallest case holds once a word has its found value
     again, then another defect has taken over, which only the simpler value shows. We fix this word at its found value and shrink
@@ -144,9 +145,9 @@ def explain(
     changed: set[str] | None = set()
     while changed is not None:
         fixed, current = fixed | changed, run.example
-        small = shrink(run.example, law, fails, more, fixed)
+        small = shrink(run.example, law, fails, more, fixed, domain)
         changed = next((names for names, example in restored(law, small.example, run.example) if again(example) is False), None)
-    tried = [(what, again(example)) for what, example in simpler_in(law, small.example, fixed & {*FIXED})]
+    tried = [(what, again(example)) for what, example in simpler_in(law, small.example, fixed & {*FIXED}, domain)]
     small = dataclasses.replace(
         small,
         neighbours=(*small.neighbours, *((what, "holds") for what, verdict in tried if verdict is False)),

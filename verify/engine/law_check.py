@@ -10,6 +10,7 @@ from typing import Any
 
 from oracles.counter import mix_words
 from properties.books import book_of
+from properties.domain import Domain
 from properties.laws import Law
 from properties.strategies import Example
 from verify.engine.asking import Asked, Described, ask, ask_afresh, ask_all, most_at_once, of_one_key
@@ -318,7 +319,17 @@ class LawCheck:
         assert self._broken is not None
         run, outcome = self._broken
         report, common, worker, start = self.report, self._common, self._worker, time.monotonic()
-        small, best = explain(run.the_law, run, outcome, worker, common.store, common.defects, common.stopped)
+        domain = common.described.domain
+        small, best = explain(
+            run.the_law,
+            run,
+            outcome,
+            worker,
+            common.store,
+            common.defects,
+            common.stopped,
+            domain=domain if isinstance(domain, Domain) else None,
+        )
         smallest = dataclasses.replace(run, example=small.example)
         report.run, report.findings, report.shrunk = str(smallest), best.findings, small.finished
         report.neighbours = [what for what, _ in small.neighbours]

@@ -44,6 +44,7 @@ def shrink(
     fails: Callable[[Example], bool | None],
     more: Callable[[int], bool],
     fixed: Collection[str] = (),
+    domain: Any = None,
 ) -> Shrunk:
     """The smallest example found for which `fails` is true. `fails` returns None for an undecided candidate.
 
@@ -51,16 +52,16 @@ def shrink(
     aspects repeats until none gets simpler. Going back to the first aspect after every success would test its threshold again each
     time, and would take three times as many runs.
 
-    The words in `fixed` keep their values. A value of an option or a width with which a candidate did not fail is never taken
-    later. If it prevents the failure of a complex case, then it prevents this failure in simpler cases too, and what fails is
-    another defect.
+    Candidates outside the `domain` are not run. The words in `fixed` keep their values. A value of an option or a width with which
+    a candidate did not fail is never taken later. If it prevents the failure of a complex case, then it prevents this failure in
+    simpler cases too, and what fails is another defect.
     """
     seen: dict[Example, bool | None] = {}
     neighbours: list[tuple[str, str]] = []
     found, progress, refused = example.case, True, set[str]()
     while progress:
         progress, neighbours = False, []
-        for aspect, shape in _aspects(law, example):
+        for aspect, shape in _aspects(law, example, domain):
             moved = True
             while moved:
                 moved, passing = False, list[tuple[str, str]]()
@@ -97,24 +98,32 @@ def restored(law: Law, small: Example, found: Example) -> Iterator[tuple[set[str
                 break
 
 
-def simpler_in(law: Law, example: Example, names: Collection[str]) -> Iterator[tuple[str, Example]]:
+def simpler_in(law: Law, example: Example, names: Collection[str], domain: Any = None) -> Iterator[tuple[str, Example]]:
     """The candidates that differ from the example in these words alone."""
-    for aspect, _ in _aspects(law, example):
+    for aspect, _ in _aspects(law, example, domain):
         for what, candidate in aspect(example):
             if {word.partition("=")[0] for word in what.split()} <= {*names}:
                 yield what, candidate
 
 
-def _changed(law: Law, example: Example, change: Mapping[str, Any]) -> Example | None:
+def _changed(law: Law, example: Example, change: Mapping[str, Any], domain: Any = None) -> Example | None:
     """The example with some fields of its case changed, and its place moved to where the law can act. None if it is not legal."""
     try:
         changed = dataclasses.replace(example, case=dataclasses.replace(example.case, **change))
         if law.place is not None and example.at is not None and (places := law.place(changed.case)):
-            changed = dataclasses.replace(changed, at=min(max(example.at, places[0]), places[-1]))
+            changed = _allowed(law, dataclasses.replace(changed, at=min(max(example.at, places[0]), places[-1])), domain)
         law.accept(changed)
     except ValueError:
         return None
     return changed
+
+
+def _allowed(law: Law, example: Example, domain: Any) -> Example:
+    """The example with its place rounded up to a multiple of the domain's `length_step` if the law may act only there."""
+    step = getattr(domain, "length_step", 1)
+    if step == 1 or example.at is None or law.outside(domain, example) is None:
+        return example
+    return dataclasses.replace(example, at=-(-example.at // step) * step)
 
 
 def other_numbers(case: Any, other: Any) -> bool:
@@ -125,18 +134,28 @@ def other_numbers(case: Any, other: Any) -> bool:
 Steps = Iterator[tuple[str, Example]]
 
 
-def _aspects(law: Law, example: Example) -> list[tuple[Callable[[Example], Steps], bool]]:
+def _aspects(law: Law, example: Example, domain: Any) -> list[tuple[Callable[[Example], Steps], bool]]:
     """The aspects of an example that can be made simpler on their own, and whether each is a shape.
 
-    Each yields legal candidates with the words that changed, the largest simplification first. The words of DATA come last, because
-    with other numbers other errors exceed their tolerances.
+    Each yields legal candidates inside the domain with the words that changed, the largest simplification first. Lengths, and the
+    tokens at which a law cuts, are rounded up to multiples of the domain's `length_step`. The words of DATA come last, because with
+    other numbers other errors exceed their tolerances.
     """
+    step = getattr(domain, "length_step", 1)
+
+    def inside(candidate: Example) -> bool:
+        return domain is None or (domain.outside(candidate.case) or law.outside(domain, candidate)) is None
 
     def of_case(changes: Callable[[Any], Changes]) -> Callable[[Example], Steps]:
         def steps(example: Example) -> Steps:
             for what, change in changes(example.case):
-                candidate = _changed(law, example, change)
-                if candidate is not None:
+                if step > 1 and "lengths" in change:
+                    lengths = tuple(-(-length // step) * step for length in change["lengths"])
+                    what, change = f"lengths={text_of(lengths)}", {**change, "lengths": lengths}
+                    if lengths == example.case.lengths:
+                        continue
+                candidate = _changed(law, example, change, domain)
+                if candidate is not None and inside(candidate):
                     yield what, candidate
 
         return steps
@@ -144,7 +163,9 @@ def _aspects(law: Law, example: Example) -> list[tuple[Callable[[Example], Steps
     def place(example: Example) -> Steps:
         if law.place is not None and example.at is not None:
             for at in below(example.at, law.place(example.case)[0]):
-                yield f"at={at}", dataclasses.replace(example, at=at)
+                candidate = _allowed(law, dataclasses.replace(example, at=at), domain)
+                if candidate != example:
+                    yield f"at={candidate.at}", candidate
 
     def variant(example: Example) -> Steps:
         for name in law.variants[: law.variants.index(example.variant)] if example.variant else ():

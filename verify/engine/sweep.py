@@ -126,7 +126,7 @@ def _usual(domain: Domain, seed: int) -> Iterator[Case]:
     for dtype, width in (("bf16", 128), ("fp16", 64)):
         cases = (
             Case(
-                (200, 130) if domain.packed else (200,),
+                tuple(_up(length, domain.length_step) for length in ((200, 130) if domain.packed else (200,))),
                 operation=domain.operation,
                 packed=domain.packed,
                 heads=2,
@@ -134,13 +134,23 @@ def _usual(domain: Domain, seed: int) -> Iterator[Case]:
                 key_dim=width,
                 value_dim=width,
                 dtype=dtype,
-                gate="mixed",
+                gate="mixed" if "mixed" in domain.gates else "forever",
+                scale=domain.drawn_scales[0],
+                offsets=domain.offsets[0],
+                state_dtype=domain.state_dtypes[0],
+                final_dtype=domain.final_dtype,
+                initial_states=domain.initial_states if domain.packed else "each",
+                final_states=domain.final_states if domain.packed else "each",
                 backward=domain.backward,
                 seed=seed % 2**16,
             )
             for heads in (4, 2)
         )
         yield from itertools.islice((case for case in cases if domain.outside(case) is None), 1)
+
+
+def _up(length: int, step: int) -> int:
+    return -(-length // step) * step
 
 
 class Sweep:

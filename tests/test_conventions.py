@@ -1,0 +1,232 @@
+"""Conventions of implementations: each word of a domain is drawn, refused and judged, and its right implementation holds.
+
+A few cases here; benchmarks/soundness.py asks hundreds of each.
+"""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from oracles.bound import bounds
+from oracles.gated_delta import rule_of
+from properties.books import book_of
+from properties.cases.rule_case import Case
+from properties.domain import LARGEST, Domain
+from properties.palette import draw_palette, sample
+from properties.pool_domain import PoolDomain
+from properties.rule_laws import LAWS
+from properties.strategies import Example
+from tests.right_conventions import CONVENTIONS, InputStates, OneState, WholeChunks
+from verify.adapters.base import Adapter
+from verify.engine.shrink import shrink
+from verify.execution import judging
+from verify.execution.execute import execute
+from verify.execution.refusals import probe
+from verify.execution.run import Run
+from verify.process.outcome import Outcome, Verdict
+
+NAMES = [kind.__name__ for kind in CONVENTIONS]
+ROWS = [(kind, *row) for kind, row in CONVENTIONS.items()]
+WORDS: list[dict[str, Any]] = [
+    {"largest_values": "ordinary"},
+    {"length_step": 64},
+    {"length_step": 24, "packed": False, "long": 4096},
+    {"length_step": 64, "empty": False, "long": 1030},
+    {"key_widths": (64, 128, 256), "value_widths": (64, 1024)},
+    {"key_widths": (64, 128), "value_widths": (128, 256), "equal_widths": True},
+    {"offsets": ("int32",)},
+    {"state_dtypes": ("input", "bf16"), "final_dtype": "state"},
+    {"initial_states": "first", "final_states": "last"},
+    {"scales": ("one", "half")},
+]
+
+
+def outcomes(adapter: Adapter, law: str, domain: Domain, count: int, patch: pytest.MonkeyPatch) -> list[Outcome]:
+    """The outcomes of a few small cases of a law, until one is broken."""
+    adapter.domain = domain
+    patch.setitem(judging._LOADED, "it", adapter)
+    found = []
+    for example in sample(LAWS[law].draw(domain).filter(lambda example: example.case.tokens <= 260), 3, count):
+        found.append(execute(Run(law, "it", example)))
+        if found[-1].verdict is Verdict.BROKEN:
+            break
+    return found
+
+
+@pytest.mark.parametrize("kind", CONVENTIONS, ids=NAMES)
+@pytest.mark.parametrize("law", ["oracle", "cut", "permuted", "batch"])
+@pytest.mark.slow_after_first
+def test_a_right_implementation_holds(kind: type[Adapter], law: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = outcomes(kind(), law, kind.domain, 2, monkeypatch)
+    assert {outcome.verdict for outcome in found} <= {Verdict.HOLDS, Verdict.BLIND}, [outcome.findings for outcome in found]
+
+
+@pytest.mark.parametrize(("kind", "without", "_wrong", "_law"), ROWS, ids=NAMES)
+@pytest.mark.slow_after_first
+def test_without_its_word_it_has_an_alarm(
+    kind: type[Adapter], without: dict[str, Any], _wrong: type[Adapter], _law: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = outcomes(kind(), "oracle", dataclasses.replace(kind.domain, **without), 40, monkeypatch)
+    assert found[-1].verdict is Verdict.BROKEN
+
+
+@pytest.mark.parametrize(("_kind", "_without", "wrong", "law"), ROWS, ids=NAMES)
+@pytest.mark.slow_after_first
+def test_a_wrong_implementation_in_the_convention_is_detected(
+    _kind: type[Adapter], _without: dict[str, Any], wrong: type[Adapter], law: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = outcomes(wrong(), law, wrong.domain, 40, monkeypatch)
+    assert found[-1].verdict is Verdict.BROKEN
+
+
+@pytest.mark.parametrize("words", WORDS, ids=lambda words: next(iter(words)))
+def test_every_law_draws_inside_the_domain(words: dict[str, Any]) -> None:
+    domain = Domain(**words)
+    for law in LAWS.values():
+        if law.needs(domain) is None:
+            for example in sample(law.draw(domain), 3, 12):
+                law.accept(example)
+                assert domain.outside(example.case) is None, (law.name, example)
+                assert law.outside(domain, example) is None, (law.name, example)
+
+
+def drawn(domain: Domain, count: int = 60) -> list[Case]:
+    return [example.case for example in sample(LAWS["oracle"].draw(domain), 5, count)]
+
+
+def test_what_is_drawn() -> None:
+    for number, largest in enumerate(LARGEST):
+        cases = drawn(Domain(largest_values=largest))
+        assert {case.values for case in cases} & {*LARGEST} == {*LARGEST[: number + 1]}
+    cases = drawn(Domain(key_widths=(32, 640), value_widths=(48, 96), offsets=("int32",)), 120)
+    assert {case.key_dim for case in cases} == {32, 640}
+    assert {case.value_dim for case in cases} == {48, 96}
+    assert {case.offsets for case in cases if case.packed} == {"int32"}
+    cases = drawn(Domain(state_dtypes=("fp32", "input"), final_dtype="input"))
+    assert {case.state_dtype for case in cases} == {"fp32", "input"}
+    assert {case.final_dtype for case in cases} == {"input"}
+    cases = drawn(Domain(length_step=64), 120)
+    assert {1, 2, 3, 4} <= {case.tokens // 64 for case in cases}
+    assert any(len(case.lengths) > 2 and min(case.lengths) == 0 for case in cases)
+    palette = draw_palette(Domain(key_widths=(64, 128), value_widths=(64, 128)), 1, 6, ["oracle", "cut"])
+    assert {entry.key_dim for entry in palette.entries} == {64, 128}
+
+
+@pytest.mark.parametrize(
+    ("words", "line", "reason"),
+    [
+        ({"largest_values": "scaled"}, "lengths=3 values=large", "values=large: numbers are no larger than those of values=scaled"),
+        ({"length_step": 64}, "lengths=64+3 packed=yes", "lengths=64+3: every length must be a multiple of 64"),
+        ({"key_widths": (64, 128)}, "lengths=3 key_dim=96", "key_dim=96 is not among 64, 128"),
+        ({"value_widths": (64,)}, "lengths=3 value_dim=16", "value_dim=16 is not among 64"),
+        ({"offsets": ("int32",)}, "lengths=3 packed=yes", "offsets=int64 is not among int32"),
+        ({}, "lengths=3 state=zero state_dtype=bf16", "state_dtype=bf16 is not among fp32"),
+        ({"state_dtypes": ("input",)}, "lengths=3 state=zero", "state_dtype=fp32 is not among input"),
+        ({"final_dtype": "input"}, "lengths=3", "final_dtype=fp32 is not input"),
+        ({"initial_states": "first"}, "lengths=3 packed=yes state=zero", "initial_states=each is not first"),
+        ({}, "lengths=3 packed=yes final_states=last", "final_states=last is not each"),
+    ],
+)
+def test_what_is_outside(words: dict[str, Any], line: str, reason: str) -> None:
+    assert Domain(**words).outside(Case.parse(line)) == reason
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"largest_values": "huge"}, "largest_values must be one of ordinary, scaled, large, great, got 'huge'"),
+        ({"length_step": 0}, "length_step must be in 1..1024, got 0"),
+        ({"length_step": True}, "length_step must be in 1..1024, got True"),
+        ({"offsets": ()}, r"offsets must be a tuple of some of int64, int32, got \(\)"),
+        ({"state_dtypes": ("fp64",)}, r"state_dtypes must be a tuple of some of fp32, input, bf16, got \('fp64',\)"),
+        ({"final_dtype": "fp16"}, "final_dtype must be one of fp32, input, bf16, state, got 'fp16'"),
+        ({"initial_states": "last"}, "initial_states must be one of each, first, got 'last'"),
+        ({"final_states": "first"}, "final_states must be one of each, last, got 'first'"),
+        ({"key_widths": (64, 0)}, r"key_widths must be a tuple of whole numbers in 1..1024, got \(64, 0\)"),
+        (
+            {"key_widths": (64,), "key_dims": (64, 128)},
+            r"key_dims and width_step must be left out with key_widths, which lists the widths, got key_widths=\(64,\)",
+        ),
+        (
+            {"key_widths": (64,), "value_widths": (128,), "equal_widths": True},
+            "equal_widths=True needs a width that keys and values can have",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Domain(**words)
+
+
+def test_a_pool_has_no_use_for_words_about_other_states() -> None:
+    with pytest.raises(ValueError, match="rule must leave out length_step, which a pool has no use for, got 64"):
+        PoolDomain(rule=Domain(length_step=64, backward=False))
+    domain = PoolDomain(rule=Domain(key_widths=(32, 64), value_widths=(64,), offsets=("int32",), largest_values="ordinary"))
+    for law in book_of(domain).laws.values():
+        if law.needs(domain) is None:
+            for example in sample(law.draw(domain), 3, 8):
+                assert domain.outside(example.case) is None, (law.name, example)
+
+
+def test_a_law_that_cuts_says_what_is_outside() -> None:
+    step, one = Domain(length_step=64), Domain(final_states="last")
+    case = Case.parse("lengths=64+128 packed=yes")
+    assert LAWS["cut"].outside(step, Example(case, 63)) == "at=63: every length must be a multiple of 64"
+    assert LAWS["cut"].outside(step, Example(case, 64)) is None
+    why = "lengths=64+128: the states of several packed sequences cannot be carried over a cut"
+    assert LAWS["cut"].outside(one, Example(case, 63)) == why
+    assert LAWS["recurrent"].needs(step) == "single tokens are not supported: every length is a multiple of 64"
+
+
+def test_shrinking_stays_inside_the_domain() -> None:
+    domain, tried = Domain(length_step=64, key_widths=(32, 64)), []
+
+    def fails(example: Example) -> bool:
+        tried.append(example)
+        return max(example.case.lengths) >= 128
+
+    start = Example(Case.parse("lengths=64+0+448+192 packed=yes key_dim=64 seed=7"), 320)
+    small = shrink(start, LAWS["cut"], fails, lambda runs: runs < 200, domain=domain)
+    assert small.finished
+    assert (str(small.example.case), small.example.at) == ("lengths=128 key_dim=32 value_dim=1 backward=no", 64)
+    assert all(domain.outside(example.case) is None and example.at is not None and example.at % 64 == 0 for example in tried)
+
+
+@pytest.mark.parametrize("kind", [InputStates, OneState, WholeChunks])
+def test_illegal_inputs_are_made_in_the_convention(kind: type[Adapter]) -> None:
+    found = {name: probe(kind(), name) for name in ("g of another length", "one initial state for two sequences")}
+    assert found["g of another length"] == "refuses (RuntimeError)"
+    one = "not run: a state for each sequence is unsupported"
+    assert found["one initial state for two sequences"] == (one if kind is OneState else "refuses (IndexError)")
+
+
+def test_the_truth_is_taken_at_the_rounded_state() -> None:
+    case = Case.parse(
+        "lengths=5+3 packed=yes state=random state_dtype=bf16 final_dtype=bf16 initial_states=first final_states=last"
+    )
+    inputs, cotangents = case.inputs(), case.cotangents()
+    assert inputs.state.dtype == cotangents["final_state"].dtype == torch.bfloat16
+    assert inputs.state[0].any()
+    assert not inputs.state[1].any()
+    assert cotangents["final_state"][1].any()
+    assert not cotangents["final_state"][0].any()
+    whole = bounds(rule_of("gated_delta_rule"), inputs.replaced(state=inputs.state.float()), cotangents, "recurrent")
+    found = bounds(case.spec, inputs, cotangents, "recurrent")
+    assert all(torch.equal(found[name].value, bound.value) for name, bound in whole.items())
+    assert bool((found["final_state"].allowed[0] > 1e100).all())  # the first sequence returns none
+    assert bool((found["dh0"].allowed[1] > 1e100).all())
+    ulp = found["final_state"].value[1].norm(dim=-1) * 2**-7
+    assert bool((found["final_state"].allowed[1] >= ulp).all())
+    assert bool((found["final_state"].allowed[1] < 12 * ulp).all())
+    assert torch.equal(found["o"].allowed, whole["o"].allowed)
+
+
+def test_lines_of_earlier_versions_mean_the_same() -> None:
+    line = "lengths=5+3 packed=yes dtype=bf16 state=random seed=3"
+    case = Case.parse(line)
+    assert str(case) == line
+    assert (case.state_dtype, case.final_dtype, case.initial_states, case.final_states) == ("fp32", "fp32", "each", "each")
+    assert case.spec is rule_of("gated_delta_rule")
+    assert case.inputs().state.dtype == torch.float32
