@@ -12,6 +12,7 @@ from properties.layer_domain import LayerDomain
 from verify.adapters.base import Adapter
 from verify.adapters.fla import REQUIRES, decorating_later
 from verify.adapters.left_out import IN_FLA, left_out
+from verify.adapters.padding import padding_mask
 
 Answer = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -38,10 +39,7 @@ class Layer(Adapter):
     def run(self, x: Inputs) -> Answer:
         module, cache = _module(x.layer, x), _cache(x)
         parameters = _parameters(x.layer, x)
-        mask = None
-        if x.pads is not None:
-            start = torch.tensor(x.pads, device=x.hidden.device).unsqueeze(-1)
-            mask = (torch.arange(x.hidden.shape[1], device=x.hidden.device) >= start).long()
+        mask = padding_mask(x.pads, x.hidden)
         options: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": x.output_final_state}
         y = torch.func.functional_call(module, parameters, (x.hidden,), {**options, "cu_seqlens": x.cu_seqlens})[0]
         if cache is None:
