@@ -185,7 +185,7 @@ CAUSAL_CONV1D = Operation(
     (Port("y", "B T D", scalar_rows=True), Port("final_state", "N D W")),
     forward,
     (at_least_one("D", "W"), one_a_sequence("state"), known_activation, flag("output_final_state")),
-    ("activation", "output_final_state"),
+    ("activation", "output_final_state", "pads"),
     parallel=("D",),
 )
 CAUSAL_CONV1D_SHORT_STATE = dataclasses.replace(

@@ -283,6 +283,39 @@ def samples(bench: Bench, example: Example) -> Iterator[Pair]:
             yield f"{name} of the other sequences", got[keep], once[name][keep]
 
 
+def left_padding(bench: Bench, example: Example) -> Iterator[Pair]:
+    """The truth is that of the packed tokens without padding; other numbers in the padding must change no bit."""
+    case = example.case
+    pads = case.pads()
+    if not any(pads):
+        raise Blind("no row has padding")
+    inputs, cotangents = bench.call(case)
+    spec, real = case.spec, torch.arange(case.lengths[0]) >= torch.tensor(pads).unsqueeze(-1)
+    names = present(spec, inputs, "B", "T")
+
+    def of_tokens(name: str) -> bool:
+        return axes_of(spec, name)[:2] == ["B", "T"]
+
+    def tokens(name: str, x: Tensor) -> Tensor:
+        return x[real].unsqueeze(0) if of_tokens(name) else x
+
+    def only(name: str, x: Tensor, other: Tensor | float) -> Tensor:
+        """Return x with `other` in the padding."""
+        return torch.where(spread(real, x, 0), x, other) if of_tokens(name) else x
+
+    ends = torch.tensor([0, *(case.lengths[0] - pad for pad in pads)]).cumsum(0)
+    alone = inputs.replaced(**{name: tokens(name, inputs[name]) for name in names}, cu_seqlens=ends)
+    part = None if cotangents is None else {name: tokens(name, x) for name, x in cotangents.items()}
+    bounds = bench.bounds(alone, part)
+    padded, others = inputs.replaced(pads=pads), with_others(case).inputs()
+    turned = None if cotangents is None else {name: only(name, x, 0.0) for name, x in cotangents.items()}
+    changed = padded.replaced(**{name: only(name, inputs[name], others[name]) for name in names})
+    once, twice = bench.run(padded, turned), bench.run(changed, turned)
+    for name, got in once.items():
+        yield f"{name} with left padding", tokens(name, got), bounds[name]
+        yield f"{name} with other left padding", tokens(name, twice[name]), tokens(name, got)
+
+
 def memory(bench: Bench, example: Example) -> Iterator[Pair]:
     """Two runs over memory with different poison give the same bits.
 

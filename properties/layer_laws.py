@@ -36,32 +36,6 @@ def _future(bench: Bench, example: Example) -> Iterator[Pair]:
     yield f"y before token {at}", twice["y"][place < at], once["y"][place < at]
 
 
-def _left_padding(bench: Bench, example: Example) -> Iterator[Pair]:
-    """The truth is that of the packed tokens without padding; other numbers in the padding must change no bit."""
-    case = example.case
-    pads = case.pads()
-    if not any(pads):
-        raise Blind("no row has padding")
-    inputs, cotangents = bench.call(case)
-    real = torch.arange(case.lengths[0]) >= torch.tensor(pads).unsqueeze(-1)
-
-    def tokens(x: Tensor) -> Tensor:
-        return x[real].unsqueeze(0)
-
-    ends = torch.tensor([0, *(case.lengths[0] - pad for pad in pads)]).cumsum(0)
-    alone = inputs.replaced(hidden=tokens(inputs.hidden), cu_seqlens=ends)
-    part = None if cotangents is None else {**cotangents, "y": tokens(cotangents["y"])}
-    bounds = bench.bounds(alone, part)
-    padded = inputs.replaced(pads=pads)
-    turned = None if cotangents is None else {**cotangents, "y": torch.where(real.unsqueeze(-1), cotangents["y"], 0)}
-    other = torch.where(real.unsqueeze(-1), inputs.hidden, with_others(case).inputs().hidden)
-    once, twice = bench.run(padded, turned), bench.run(padded.replaced(hidden=other), turned)
-    for name, got in once.items():
-        meant = tokens if name in ("y", "dhidden") else torch.clone
-        yield f"{name} with left padding", meant(got), bounds[name]
-        yield f"{name} with other left padding", meant(twice[name]), meant(got)
-
-
 def _cache(bench: Bench, example: Example) -> Iterator[Pair]:
     """The tokens after the prompt come one at a time, through the layer's recurrent counterpart if it has one, or in one piece.
 
@@ -189,7 +163,7 @@ LAYER_LAWS: dict[str, Law] = {
             lambda domain: examples_of(
                 layer_cases(domain, packed=False, state="none", longest=33, total=80).filter(lambda case: any(case.pads()))
             ),
-            _left_padding,
+            common_laws.left_padding,
             _first(_promises("attention_mask"), _promises("batched")),
             lacks=_padded_lacks,
         ),

@@ -70,6 +70,7 @@ class ModuleDomain:
     initial_state: bool = True
     final_state: bool = True
     state_columns: str = "W"
+    attention_mask: bool = False
     views: bool = True
     deterministic: bool = True
     position_independent: bool = False

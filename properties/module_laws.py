@@ -366,6 +366,10 @@ def _stateful(domain: ModuleDomain, **more: Any) -> st.SearchStrategy[ModuleCase
     return _small(domain, **options)
 
 
+def _padded_lacks(case: ModuleCase, _: str | None) -> str | None:
+    return "packed=no state=none" if case.packed or case.state != "none" else None
+
+
 def _one_row_and_its_state(case: ModuleCase, variant: str | None) -> str | None:
     """Return what a case lacks to be one sequence that is not packed and returns its state, or None."""
     return common_laws.one_batch_row(case, variant) or common_laws.has_words(final_state="yes")(case, variant)
@@ -500,6 +504,18 @@ MODULE_LAWS: dict[str, Law] = {
             common_laws.samples,
             CONV,
             place=common_laws.several,
+        ),
+        _law(
+            "left_padding",
+            "truth",
+            "padding at the start of rows, which a mask leaves out, changes nothing",
+            lambda domain: examples_of(
+                _small(domain, packed=False, state="none", longest=min(33, domain.longest)).filter(lambda case: any(case.pads()))
+            ),
+            common_laws.left_padding,
+            CONV,
+            common_laws.require(attention_mask=True, batched=True),
+            _padded_lacks,
         ),
         _law(
             "tokens",

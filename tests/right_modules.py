@@ -9,7 +9,7 @@ from torch import Tensor
 from oracles.operation import Inputs, sequences
 from properties.module_domain import ModuleDomain
 from verify.adapters.base import Adapter
-from verify.zoo.wrong_modules import Conv, Gate, GatedNorm, KdaGate, L2Norm, NormGateLinear
+from verify.zoo.wrong_modules import Conv, ConvMasked, ConvSteps, Gate, GatedNorm, KdaGate, L2Norm, NormGateLinear
 
 
 class ConvLastFirst(Conv):
@@ -89,6 +89,34 @@ class ConvRoundsProducts(ConvRolls):
 
     def terms(self, window: Tensor, weight: Tensor) -> Tensor:
         return (window * weight).float()
+
+
+class ConvUnpads(ConvMasked):
+    """Rows with padding are packed without it, and the outputs are put back; padding gets zeros."""
+
+    def run(self, x: Inputs) -> Any:
+        if x.pads is None:
+            return super().run(x)
+        real = self.real(x.x, x.pads).squeeze(-1)
+        ends = torch.tensor([0, *real.sum(-1).tolist()]).cumsum(0)
+        y, state = super().run(x.replaced(x=x.x[real].unsqueeze(0), cu_seqlens=ends, pads=None))
+        return torch.zeros_like(x.x).masked_scatter(real.unsqueeze(-1), y), state
+
+
+class ConvStepsInARing(ConvSteps):
+    """The cache is a ring buffer with a pointer, which is turned back at the end."""
+
+    def run(self, x: Inputs) -> Any:
+        self.newest = -1
+        y, cache = super().run(x.replaced(output_final_state=True))
+        return self.answer(x, y, cache.roll(-1 - self.newest, -1))
+
+    def shift(self, cache: Tensor, token: Tensor) -> None:
+        self.newest = (self.newest + 1) % cache.shape[-1]
+        cache[..., self.newest] = token
+
+    def read(self, x: Inputs, cache: Tensor) -> Tensor:
+        return super().read(x, cache.roll(-1 - self.newest, -1))
 
 
 class GateNaive(Gate):

@@ -46,7 +46,7 @@ from verify.zoo.animals import animals
 FEW = Profile("few", 2)
 _ALL = ("oracle", "absent", "linear", "permuted", "memory", "history", "strides", "pure")
 CAN = {
-    "causal_conv1d": {*_ALL, "recurrent", "packed", "cut", "whole", "copied", "future", "samples", "channels"},
+    "causal_conv1d": {*_ALL, "recurrent", "packed", "cut", "whole", "copied", "future", "samples", "channels", "left_padding"},
     "gdn_gate": {*_ALL, "tokens", "heads"},
     "kda_gate": {*_ALL, "tokens", "heads", "channels"},
     "l2norm": {*_ALL, "tokens", "heads", "scaled", "repeated"},
@@ -82,7 +82,11 @@ DOMAINS: dict[str, tuple[ModuleDomain, dict[str, str]]] = {
     "one channel": (ModuleDomain(widths=(1, 1)), {"channels": "more than one channel"}),
     "short": (ModuleDomain(longest=5), {}),
     "states of W - 1 columns": (ModuleDomain(state_columns="W-1"), {}),
+    "a mask": (ModuleDomain(attention_mask=True), {}),
 }
+for _domain, _lacking in DOMAINS.values():
+    if _domain.operation in CONV and not _domain.attention_mask:
+        _lacking["left_padding"] = "attention mask is not supported"
 
 
 def drawn(domain: ModuleDomain, law: str, count: int) -> list[Example]:
@@ -311,6 +315,13 @@ REFUSED = {
     "no weight": ("linear", "lengths=4 op=gated_rms_norm weight=no", None, "weight", "law linear needs weight=yes"),
     "not linear": ("linear", "lengths=4 op=l2norm", None, "inputs", "law linear needs op=causal_conv1d, got"),
     "scaled underflows": ("scaled", "lengths=4 op=l2norm values=large", None, None, "no fp16, no values=large"),
+    "padding of a pack": (
+        "left_padding",
+        "lengths=4+5 op=causal_conv1d packed=yes",
+        None,
+        None,
+        "left_padding needs packed=no state=none",
+    ),
     "one token at a time of a pack": ("recurrent", "lengths=4+5 op=causal_conv1d packed=yes", 3, None, "one sequence, packed=no"),
 }
 
@@ -358,6 +369,15 @@ KILLED_BY: dict[str, tuple[Kill, ...]] = {
     "ConvSlopeOfStored": (Kill("oracle"),),
     "ConvDropsStateGradient": (Kill("cut", 2),),
     "ConvNoGradientIntoState": (Kill("oracle"),),
+    "ConvMaskIgnored": (Kill("left_padding", 6),),
+    "ConvMaskOfOutputs": (Kill("left_padding", 6),),
+    "ConvMaskOfTheFirstRow": (Kill("left_padding", 4, 2),),
+    "ConvMaskEndsLate": (Kill("left_padding", 3),),
+    "ConvMaskTwentyBitsDown": (Kill("left_padding", 15, 2),),
+    "ConvStepsShiftACopy": (Kill("oracle", 2), Kill("copied", 1, 2)),
+    "ConvStepsReadEarly": (Kill("oracle"),),
+    "ConvStepsOverwriteTheOldest": (Kill("copied"), Kill("recurrent", 2)),
+    "ConvStepsOfOneRow": (Kill("oracle", 2, 2),),
     "ConvMixesChannels": (Kill("channels", 3),),
     "ConvMixesSequences": (Kill("samples", 2, 2),),
     "ConvAssumesContiguous": (Kill("strides", 2),),
@@ -447,7 +467,13 @@ def test_every_law_has_an_animal_that_it_kills_alone_and_every_animal_is_killed(
 # Right code holds
 
 RIGHT = [
-    *(f"{modules.__file__}:{name}" for name in ("Conv", "ConvShort", "Gate", "KdaGate", "L2Norm", "GatedNorm", "NormGateLinear")),
+    *(
+        f"{modules.__file__}:{name}"
+        for name in (
+            *("Conv", "ConvShort", "ConvMasked", "ConvSteps"),
+            *("Gate", "KdaGate", "L2Norm", "GatedNorm", "NormGateLinear"),
+        )
+    ),
     *(
         f"{right_modules.__file__}:{name}"
         for name in (
@@ -456,6 +482,8 @@ RIGHT = [
             "ConvTogether",
             "ConvRolls",
             "ConvRoundsProducts",
+            "ConvUnpads",
+            "ConvStepsInARing",
             "GateNaive",
             "GateInSteps",
             "KdaGateNaive",
@@ -494,7 +522,7 @@ def test_right_module_holds_under_every_law(spec: str) -> None:
             verdicts = {str(run): execute(run).verdict for run in runs}
             assert [run for run, verdict in verdicts.items() if verdict not in (Verdict.HOLDS, Verdict.BLIND)] == []
             laws |= {law} if Verdict.HOLDS in verdicts.values() else set()
-    assert laws >= CAN[domain.operation] - {"packed"}
+    assert laws >= CAN[domain.operation] - {"packed"} - (set() if domain.attention_mask else {"left_padding"})
 
 
 @pytest.mark.parametrize("spec", [spec for spec in BOOKS_OF_BUILT_IN["modules"] if spec.partition("/")[0] not in LIBRARIES])

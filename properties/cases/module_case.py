@@ -250,8 +250,19 @@ class ModuleCase(Line):
         """Return the first token of each sequence, and the end of the last sequence."""
         return [0, *itertools.accumulate(self.lengths)]
 
+    def pads(self) -> tuple[int, ...]:
+        """Return how many tokens of each row the law `left_padding` turns into padding: none in one row, never all of a row."""
+        numbers = _Builder(self, None).integers("scale", (len(self.lengths),), 63, salt=_STREAMS["x"] + len(_STREAMS)).tolist()
+        pads = [number % max(length, 1) for number, length in zip(numbers, self.lengths, strict=True)]
+        pads[numbers[0] % len(pads)] = 0 if len(pads) > 1 else pads[0]
+        return tuple(pads)
+
     def inputs(self, device: str | None = None) -> Inputs:
-        """Return the contiguous inputs of the operation's contract; cu_seqlens is None unless the case is packed."""
+        """Return the contiguous inputs of the operation's contract; cu_seqlens is None unless the case is packed.
+
+        `pads` of a convolution is None, or the number of tokens at the start of each row of a batch that are padding. The contract
+        does not have this option, because its meaning is the call without these tokens.
+        """
         build = _Builder(self, device)
         work, single = DTYPES[self.dtype], DTYPES["fp32" if self.parameter_dtype == "fp32" else self.dtype]
 
@@ -272,6 +283,7 @@ class ModuleCase(Line):
                 cu_seqlens=torch.tensor(self.starts(), dtype=getattr(torch, self.offsets), device=device) if self.packed else None,
                 activation=None if self.activation == "none" else self.activation,
                 output_final_state=self.final_state,
+                pads=None,
             )
         axes = self._token_axes
         if self.operation in _DECAYS:

@@ -12,6 +12,7 @@ from properties.layer_domain import LayerDomain
 from verify.adapters.base import Adapter
 from verify.adapters.fla import REQUIRES, SWITCH, chosen, decorating_later
 from verify.adapters.left_out import IN_FLA, left_out
+from verify.adapters.padding import padding_mask
 
 MASK = (("mask", ("none", "ones")),)  # a mask of pads that says that there is none, also beside cu_seqlens
 SWISH = (("swish", SWITCH),)  # FLA's norm tells the names swish and silu of the same function apart
@@ -47,12 +48,7 @@ class Layer(Adapter):
     def run(self, x: Inputs) -> Answer:
         module, cache = _module(x.layer, x), _cache(x)
         parameters = _parameters(x.layer, x)
-        mask = None
-        if x.pads is not None:
-            start = torch.tensor(x.pads, device=x.hidden.device).unsqueeze(-1)
-            mask = (torch.arange(x.hidden.shape[1], device=x.hidden.device) >= start).long()
-        elif x.get("options", {}).get("mask") == "ones":
-            mask = torch.ones(x.hidden.shape[:2], dtype=torch.long, device=x.hidden.device)
+        mask = padding_mask(x, x.hidden)
         options: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": x.output_final_state}
         y = torch.func.functional_call(module, parameters, (x.hidden,), {**options, "cu_seqlens": x.cu_seqlens})[0]
         if cache is None:

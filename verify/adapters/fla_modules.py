@@ -9,6 +9,7 @@ from oracles.operation import Inputs
 from properties.module_domain import ModuleDomain
 from verify.adapters.fla import INDICES, ON_HOST, SWITCH, FlaAdapter, chosen, given_options
 from verify.adapters.left_out import IN_FLA, left_out
+from verify.adapters.padding import padding_mask
 
 SWISH = (("swish", SWITCH),)  # FLA's kernels tell the names swish and silu of the same function apart
 TRAINING = (("training", ("yes", "no")),)  # whether a module is in train(), as it is when it is made, or in eval()
@@ -74,39 +75,72 @@ class ConvUpdate(FlaAdapter):
 
 
 class ShortConvolution(FlaAdapter):
-    """`fla.modules.ShortConvolution`. Without gradients, it computes single tokens with its cache, which it updates in place."""
+    """`fla.modules.ShortConvolution`. Without gradients, it computes single tokens with its cache, which it updates in place.
+
+    With a mask it writes to its argument x, so it gets a copy of x.
+    """
 
     algorithm = "pointwise"
     api = "fla.modules:ShortConvolution"
     omits = left_out(IN_FLA, "backend", "device")
     domain = ModuleDomain(
         "causal_conv1d",
+        attention_mask=True,
         refills=False,
         residuals=("none", "added"),
         options=(*ON_HOST, *INDICES, *SWISH, *TRAINING, *MASK),
         exact_options=("cu_seqlens_cpu", "chunk_indices", "swish", "training"),
     )
+    counterpart: str | None = "fla/short_convolution_steps"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        from fla.modules import ShortConvolution as Module
-
-        channels, taps = x.weight.shape
-        module = Module(channels, taps, bias=x.bias is not None, activation=_activation(x), dtype=x.x.dtype)
-        module.train(x.get("options", {}).get("training") != "no")
-        parameters = {"weight": x.weight.unsqueeze(1)} | ({} if x.bias is None else {"bias": x.bias})
+        mask = padding_mask(x, x.x) if x.cu_seqlens is None else None
         options = {
+            "mask": mask,
             "cache": None if x.state is None else x.state.clone(),
             "output_final_state": x.output_final_state,
             "cu_seqlens": x.cu_seqlens,
             **({} if x.get("residual") is None else {"residual": x.residual}),
-            **(
-                {"mask": x.x.new_ones(x.x.shape[:2])} if x.get("options", {}).get("mask") == "ones" and x.cu_seqlens is None else {}
-            ),
             **given_options(x, CHUNK),
         }
         with torch.set_grad_enabled(x.x.requires_grad):
-            y, state = torch.func.functional_call(module, parameters, (x.x,), options)
+            y, state = _convolved(x, x.x if mask is None else x.x.clone(), options)
         return y, state
+
+
+class ShortConvolutionSteps(FlaAdapter):
+    """`fla.modules.ShortConvolution`, one token at a time, a batch and packed in turn. The answer is the cache that it was given.
+
+    So the module must update this cache in place.
+    """
+
+    algorithm = "pointwise"
+    api = "fla.modules:ShortConvolution"
+    domain = ModuleDomain("causal_conv1d", packed=False, longest=9, backward=False)
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        rows = x.x.shape[0]
+        cache = x.x.new_zeros(rows, *x.weight.shape) if x.state is None else x.state.clone()
+        offsets, outputs = torch.arange(rows + 1, device=x.x.device), []
+        with torch.no_grad():
+            for number, token in enumerate(x.x.split(1, 1) if x.x.shape[1] else ()):
+                packs = number % 2 == 1
+                options = {"cache": cache, "output_final_state": True, "cu_seqlens": offsets if packs else None}
+                y, _ = _convolved(x, token.transpose(0, 1) if packs else token, options)
+                outputs.append(y.transpose(0, 1) if packs else y)
+        return torch.cat(outputs, 1) if outputs else torch.zeros_like(x.x), cache
+
+
+def _convolved(x: Inputs, tokens: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Call a ShortConvolution with the parameters of the call x."""
+    from fla.modules import ShortConvolution as Module
+
+    channels, taps = x.weight.shape
+    module = Module(channels, taps, bias=x.bias is not None, activation=_activation(x), dtype=x.x.dtype)
+    module.train(x.get("options", {}).get("training") != "no")
+    parameters = {"weight": x.weight.unsqueeze(1)} | ({} if x.bias is None else {"bias": x.bias})
+    result: tuple[Tensor, Tensor | None] = torch.func.functional_call(module, parameters, (tokens,), options)
+    return result
 
 
 class GdnGate(FlaAdapter):

@@ -25,6 +25,7 @@ MODULES = {
     "fla/conv": "verify.adapters.fla_modules:Conv",
     "fla/conv_update": "verify.adapters.fla_modules:ConvUpdate",
     "fla/short_convolution": "verify.adapters.fla_modules:ShortConvolution",
+    "fla/short_convolution_steps": "verify.adapters.fla_modules:ShortConvolutionSteps",
     "fla/gdn_gate": "verify.adapters.fla_modules:GdnGate",
     "fla/kda_gate": "verify.adapters.fla_modules:KdaGate",
     "fla/l2norm": "verify.adapters.fla_modules:L2Norm",

@@ -18,6 +18,7 @@ from oracles.layer import Layer
 from oracles.operation import Inputs
 from properties.layer_domain import LayerDomain
 from verify.adapters.base import Adapter
+from verify.adapters.padding import padding_mask
 from verify.adapters.transformers import REQUIRES
 
 KERNELS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update")
@@ -48,12 +49,7 @@ class Qwen3NextLayer(Adapter):
 
     def run(self, x: Inputs) -> Answer:
         module, cache = self.module(x.layer, x.eps), _cache(self.config(x.layer, x.eps), x)
-        mask = None
-        if x.pads is not None:
-            start = torch.tensor(x.pads, device=x.hidden.device).unsqueeze(-1)
-            mask = (torch.arange(x.hidden.shape[1], device=x.hidden.device) >= start).long()
-        elif x.get("options", {}).get("mask") == "ones":
-            mask = torch.ones(x.hidden.shape[:2], dtype=torch.long, device=x.hidden.device)
+        mask = padding_mask(x, x.hidden)
         module.train(x.get("options", {}).get("training") != "no")
         with _torch_only(self.model):
             parameters = {**self.projections(x.layer, x.in_proj), **_shared(x)}

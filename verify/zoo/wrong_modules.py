@@ -96,6 +96,45 @@ class ConvShort(Conv):
         return torch.cat([state, tokens.mT], -1)[:, len(tokens) :]
 
 
+class ConvMasked(Conv):
+    """The same with a mask: padding at the start of rows counts as zeros."""
+
+    domain = ModuleDomain("causal_conv1d", attention_mask=True)
+
+    def run(self, x: Inputs) -> Any:
+        return super().run(x if x.pads is None else x.replaced(x=self.masked(x.x, self.real(x.x, x.pads))))
+
+    def real(self, tokens: Tensor, pads: tuple[int, ...]) -> Tensor:
+        """The mask of tokens that are no padding [B, T, 1]."""
+        return (torch.arange(tokens.shape[1]) >= torch.tensor(pads).unsqueeze(-1)).unsqueeze(-1)
+
+    def masked(self, tokens: Tensor, real: Tensor) -> Tensor:
+        return torch.where(real, tokens, 0)
+
+
+class ConvSteps(Conv):
+    """The convolution in float32, one token of a batch at a time. The answer is the cache, which each step updates in place."""
+
+    domain = ModuleDomain("causal_conv1d", packed=False, longest=9, backward=False)
+
+    def run(self, x: Inputs) -> Any:
+        cache = x.x.new_zeros(x.x.shape[0], *x.weight.shape) if x.state is None else x.state.clone()
+        rows = [self.step(x, token, cache) for token in x.x.unbind(1)]
+        return self.answer(x, torch.stack(rows, 1) if rows else x.x.clone(), cache)
+
+    def step(self, x: Inputs, token: Tensor, cache: Tensor) -> Tensor:
+        """The outputs [B, D] of the next token; the cache [B, D, W] is updated."""
+        self.shift(cache, token)
+        return self.read(x, cache)
+
+    def shift(self, cache: Tensor, token: Tensor) -> None:
+        cache.copy_(torch.cat([cache[..., 1:], token.unsqueeze(-1)], -1))
+
+    def read(self, x: Inputs, cache: Tensor) -> Tensor:
+        y = (cache.float() * self.taps(x)).sum(-1)
+        return self.activated(self.biased(y, x), x).to(x.x.dtype)
+
+
 class Gate(Adapter):
     """The gate of the gated delta rule in float32, with beta."""
 
@@ -533,6 +572,96 @@ class ConvNoGradientIntoState(Conv):
     def before(self, x: Inputs, state: Tensor, start: int) -> Tensor:
         columns = super().before(x, state, start)
         return torch.cat([columns[:-1], columns[-1:].detach()])
+
+
+class ConvMaskIgnored(ConvMasked):
+    """Padding at the start of rows is convolved like any token."""
+
+    letter = "V"
+
+    def masked(self, tokens: Tensor, real: Tensor) -> Tensor:
+        return tokens
+
+
+class ConvMaskOfOutputs(ConvMasked):
+    """The mask is applied to the outputs of the convolution, which has read the padding."""
+
+    letter = "V"
+
+    def run(self, x: Inputs) -> Any:
+        y, state = Conv.run(self, x)
+        return y if x.pads is None else torch.where(self.real(y, x.pads), y, 0), state
+
+
+class ConvMaskOfTheFirstRow(ConvMasked):
+    """All rows of a batch have the mask of the first row."""
+
+    letter = "V"
+
+    def real(self, tokens: Tensor, pads: tuple[int, ...]) -> Tensor:
+        return super().real(tokens, pads)[:1].expand(len(tokens), -1, -1)
+
+
+class ConvMaskEndsLate(ConvMasked):
+    """The first token after the padding is masked too."""
+
+    letter = "V"
+
+    def real(self, tokens: Tensor, pads: tuple[int, ...]) -> Tensor:
+        return super().real(tokens, tuple(pad + (pad > 0) for pad in pads))
+
+
+class ConvMaskTwentyBitsDown(ConvMasked):
+    """Padding is multiplied by 2^-20 and not left out."""
+
+    letter = "V"
+
+    def masked(self, tokens: Tensor, real: Tensor) -> Tensor:
+        return torch.where(real, tokens, 2.0**-20 * tokens)
+
+
+class ConvStepsShiftACopy(ConvSteps):
+    """A step shifts a copy of the cache, so that the next step begins with the cache that the first one had."""
+
+    letter = "C"
+
+    def step(self, x: Inputs, token: Tensor, cache: Tensor) -> Tensor:
+        shifted = cache.clone()
+        self.shift(shifted, token)
+        return self.read(x, shifted)
+
+
+class ConvStepsReadEarly(ConvSteps):
+    """The last column of the cache is written after the outputs were computed, so that they lack the token itself."""
+
+    letter = "C"
+
+    def step(self, x: Inputs, token: Tensor, cache: Tensor) -> Tensor:
+        self.shift(cache, torch.zeros_like(token))
+        y = self.read(x, cache)
+        cache[..., -1] = token
+        return y
+
+
+class ConvStepsOverwriteTheOldest(ConvSteps):
+    """The newest input replaces the oldest in its column, as in a ring buffer that has no pointer."""
+
+    letter = "C"
+
+    def shift(self, cache: Tensor, token: Tensor) -> None:
+        cache[..., 0] = token
+
+
+class ConvStepsOfOneRow(ConvSteps):
+    """Only the cache of the first row of a batch is updated."""
+
+    letter = "C"
+
+    def step(self, x: Inputs, token: Tensor, cache: Tensor) -> Tensor:
+        shifted = cache.clone()
+        self.shift(shifted, token)
+        cache[:1] = shifted[:1]
+        return self.read(x, shifted)
 
 
 class ConvMixesChannels(Conv):

@@ -1,0 +1,19 @@
+"""The mask of a batch whose rows begin with padding, as layers and convolutions of libraries take it."""
+
+import torch
+from torch import Tensor
+
+from oracles.operation import Inputs
+
+
+def padding_mask(x: Inputs, tokens: Tensor) -> Tensor | None:
+    """Return a mask [B, T] for `tokens` [B, T, ...], 0 in the first `x.pads` tokens of each row and else 1.
+
+    Without pads the mask has ones alone if the call has the option `mask` with the value `ones`, and is None otherwise.
+    """
+    pads = x.get("pads")
+    if pads is None:
+        ones = x.get("options", {}).get("mask") == "ones"
+        return torch.ones(tokens.shape[:2], dtype=torch.long, device=tokens.device) if ones else None
+    start = torch.tensor(pads, device=tokens.device).unsqueeze(-1)
+    return (torch.arange(tokens.shape[1], device=tokens.device) >= start).long()
