@@ -292,6 +292,7 @@ class LawCheck:
         small, best = explain(run.the_law, run, outcome, worker, common.store, common.defects, common.stopped)
         smallest = dataclasses.replace(run, example=small.example)
         report.run, report.findings, report.shrunk = str(smallest), best.findings, small.finished
+        report.compared = sorted(best.ratios)
         report.neighbours = [what for what, _ in small.neighbours]
         report.fails_too = list(small.others)
         report.resembles = [defect.title for defect in common.defects.resembling(smallest, best)]
