@@ -1,34 +1,44 @@
 """Pairs of defects: whether a case that was found by one defect still shows this defect after it was shrunk.
 
     python -m benchmarks.pairs --findings 200
+    python -m benchmarks.pairs --findings 200 --half 1 --draw found.jsonl     draw the findings alone, and add them to a file
+    python -m benchmarks.pairs --shrink found.jsonl                           shrink the findings of a file
 
 Each implementation has two planted defects (benchmarks/planted.py). We draw cases until one is broken, and holds once one of the
 two defects is mended: that defect is the found one. Then the case is shrunk, as a check does. The smallest line must hold too once
 the found defect is mended. Otherwise shrinking went from the found defect to the other one. In half of the pairs, the second
 defect exists only in calls that are simple in one way, so that shrinking leads there.
 
-It prints the share of smallest lines that show the found defect, and how small they are. The exit code is 1 if the share is below
-98%.
+Pairs are in two halves, by their names. A rule of shrinking that was improved on the findings of one half is measured on the other.
+A file of findings has one JSON object a line, with the found line (`found`) and the implementation on which it holds (`mended`).
+It may come from elsewhere: benchmarks/releases.py writes such a file for the defects of a release.
+
+It prints the share of smallest lines that show the found defect, and how small they are. With --keep, the smallest lines are added
+to a file. The exit code is 1 if the share is below 98%.
 """
 
 import argparse
 import concurrent.futures
 import dataclasses
-import itertools
+import json
 import os
+import pathlib
 import random
 import statistics
 import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Iterator
+from typing import Any
 
 from benchmarks import planted, records
 from oracles.counter import mix_words
 from properties.books import book_of
 from properties.laws import Law
 from properties.strategies import Example
+from verify.adapters.base import Adapter
 from verify.engine.asking import ask
 from verify.engine.drawing import seeded
 from verify.engine.explaining import explain
@@ -37,11 +47,12 @@ from verify.findings.known import NO_DEFECTS
 from verify.findings.store import Store
 from verify.process.outcome import Outcome, Verdict
 from verify.process.worker import Worker
-from verify.zoo.animals import animals, right_of
+from verify.zoo.animals import Animal, animals, right_of
 
 TARGET = 0.98
-CASES = 24  # at most so many cases of a pair are run to find its defects
+CASES = 16  # at most so many cases of a pair are run to find one of its defects
 LAWS = ("oracle", "oracle", "packed", "cut", "permuted", "strides", "heads", "samples", "future")
+DEADLINE_S = 60.0
 FILE = "benchmarks/planted.py:"
 
 
@@ -72,20 +83,34 @@ class Pair:
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
-    """A found case of a pair, its smallest line, whether that line shows the found defect, and the seconds of shrinking."""
+class Found:
+    """A broken run, and the name of the implementation with the found defect mended, on which it holds."""
 
-    pair: Pair
-    found: Run
-    smallest: Run
+    run: Run
     mended: str
+
+    def to_json(self) -> dict[str, str]:
+        """Plain data."""
+        return {"found": str(self.run), "mended": self.mended}
+
+    @classmethod
+    def from_json(cls, data: dict[str, str]) -> "Found":
+        """The finding from the data of `to_json`."""
+        return cls(Run.parse(data["found"]), data["mended"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Smallest:
+    """The smallest line of a finding, whether that line shows the found defect, and the seconds of shrinking."""
+
+    run: Run
     right: bool
     seconds: float
 
     @property
     def words(self) -> int:
         """The number of words of the smallest line."""
-        return len(str(self.smallest).split())
+        return len(str(self.run).split())
 
 
 def main() -> int:
@@ -93,101 +118,162 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--findings", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--half", type=int, choices=(0, 1), help="use only the pairs of this half")
+    parser.add_argument("--draw", type=pathlib.Path, metavar="FILE", help="add findings to this file until it has enough")
+    parser.add_argument("--shrink", type=pathlib.Path, metavar="FILE", action="append", help="shrink the findings of this file")
+    parser.add_argument("--keep", type=pathlib.Path, metavar="FILE", help="add the smallest lines to this file")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     options = records.options_of(parser)
-    found: list[Finding] = []
-    lock, chosen = threading.Lock(), pairs(options.seed)
+    with tempfile.TemporaryDirectory(prefix="gdn-verify-pairs-") as folder:
+        workers = [Worker(DEADLINE_S) for _ in range(options.workers)]
+        stores = [Store(f"{folder}/{place}") for place in range(options.workers)]
+        places = [*zip(workers, stores, strict=True)]
+        try:
+            if options.shrink:
+                found = [Found.from_json(json.loads(line)) for file in options.shrink for line in file.read_text().splitlines()]
+            else:
+                found = draw(pairs(options.seed, options.half), options, places)
+            return 0 if options.draw else measure(found, options, places)
+        finally:
+            for worker in workers:
+                worker.close()
+
+
+def draw(chosen: Iterator[Pair], options: argparse.Namespace, places: list[tuple[Worker, Store]]) -> list[Found]:
+    """Findings of these pairs, in any order. With --draw they are added to its file one by one."""
+    found: list[Found] = []
+    lock = threading.Lock()
 
     def work(worker: Worker, store: Store) -> None:
         while True:
             with lock:
-                if len(found) >= options.findings:
-                    return
-                pair = next(chosen, None)
+                pair = next(chosen, None) if len(found) < options.findings else None
             if pair is None:
                 return
-            for finding in findings(pair, options.seed, worker, store):
+            if (finding := first_finding(pair, options.seed, worker, store)) is not None:
                 with lock:
                     found.append(finding)
-                    if not finding.right:
-                        print(
-                            f"slid: {finding.found}\n  to: {finding.smallest}\n  which is broken without: {finding.mended}",
-                            flush=True,
-                        )
+                    if options.draw:
+                        with options.draw.open("a", encoding="utf-8") as file:
+                            print(json.dumps(finding.to_json()), file=file)
 
-    with tempfile.TemporaryDirectory(prefix="gdn-verify-pairs-") as folder:
-        workers = [Worker(20.0) for _ in range(options.workers)]
-        with concurrent.futures.ThreadPoolExecutor(len(workers)) as pool:
-            for future in [pool.submit(work, worker, Store(f"{folder}/{place}")) for place, worker in enumerate(workers)]:
-                future.result()
-        for worker in workers:
-            worker.close()
-    right = sum(finding.right for finding in found)
-    seconds = [finding.seconds for finding in found]
-    words = [finding.words for finding in found]
+    each(places, work)
+    return found
+
+
+def measure(found: list[Found], options: argparse.Namespace, places: list[tuple[Worker, Store]]) -> int:
+    """Shrink the findings, print and record. Returns 1 if too many smallest lines show the other defect."""
+    smallest: list[Smallest] = []
+    lock, left = threading.Lock(), iter(found)
+
+    def work(worker: Worker, store: Store) -> None:
+        while True:
+            with lock:
+                finding = next(left, None)
+            if finding is None:
+                return
+            small = shrunk(finding, worker, store)
+            with lock:
+                smallest.append(small)
+                if options.keep:
+                    with options.keep.open("a", encoding="utf-8") as file:
+                        told = {"smallest": str(small.run), "right": small.right, "seconds": round(small.seconds, 2)}
+                        print(json.dumps(finding.to_json() | told), file=file)
+                if not small.right:
+                    print(f"slid: {finding.run}\n  to: {small.run}\n  which is broken without: {finding.mended}", flush=True)
+
+    each(places, work)
+    right = sum(small.right for small in smallest)
+    seconds = [small.seconds for small in smallest]
+    words = [small.words for small in smallest]
     print(
-        f"{right} of {len(found)} smallest lines show the found defect ({right / len(found):.1%}); "
+        f"{right} of {len(smallest)} smallest lines show the found defect ({right / len(smallest):.1%}); "
         f"words in a line: median {statistics.median(words):g}, mean {statistics.mean(words):.2f}; "
         f"seconds of shrinking: median {statistics.median(seconds):.2f}, longest {max(seconds):.1f}"
     )
-    records.put(
-        options,
-        "defects",
-        {"smallest lines that show the found defect, of implementations with two defects": {"value": f"{right} of {len(found)}"}},
-    )
-    return int(right < TARGET * len(found))
+    what = "smallest lines that show the found defect, of implementations with two defects"
+    records.put(options, "defects", {what: {"value": f"{right} of {len(smallest)}"}})
+    return int(right < TARGET * len(smallest))
 
 
-def pairs(seed: int) -> Iterator[Pair]:
-    """Pairs in a random order, every second one with a condition. The laws take turns."""
+def each(places: list[tuple[Worker, Store]], work: Any) -> None:
+    """Call `work` with each worker and its store, all at the same time."""
+    with concurrent.futures.ThreadPoolExecutor(len(places)) as pool:
+        for future in [pool.submit(work, *place) for place in places]:
+            future.result()
+
+
+def half_of(first: str, second: str) -> int:
+    """The half, 0 or 1, of a pair of wrong implementations in any order."""
+    return zlib.crc32(" ".join(sorted((first, second))).encode()) % 2
+
+
+def pairs(seed: int, half: int | None = None) -> Iterator[Pair]:
+    """Pairs in a random order, every second one with a condition. The laws take turns, and so do the right classes."""
     chance = random.Random(seed)
-    every = list(planted.pairs())
-    by_kind: dict[type, list[tuple[str, str]]] = {}
-    for first, second in every:
-        by_kind.setdefault(right_of(animals()[first].kind) or object, []).append((first, second))
-    for several in by_kind.values():
-        chance.shuffle(several)
-    # The right classes take turns, since two of them have most of the pairs.
-    turns = [pair for several in itertools.zip_longest(*by_kind.values()) for pair in several if pair is not None]
-    for number, (first, second) in enumerate(turns):
-        domain = animals()[first].kind.domain
-        laws = [name for name in LAWS if (law := book_of(domain).laws.get(name)) and not law.needs(domain)]
-        conditions = list(planted.CONDITIONS)
-        yield Pair(first, second, chance.choice(conditions) if number % 2 else "", laws[number % len(laws)])
+    by_right: dict[str, list[str]] = {}
+    for name, animal in animals().items():
+        right = right_of(animal.kind)
+        if right is not None and issubclass(animal.kind, Adapter) and not remembers(animal):
+            by_right.setdefault(right.__name__, []).append(name)
+    orders = []
+    for names in by_right.values():
+        both = [(first, second) for first in names for second in names if first != second and half in (None, half_of(first, second))]
+        chance.shuffle(both)
+        orders.append(iter(both))
+    number = 0
+    while orders:
+        for order in [*orders]:
+            first, second = next((pair for pair in order if planted.fits(*pair)), ("", ""))
+            if not first:
+                orders.remove(order)
+                continue
+            domain = animals()[first].kind.domain
+            laws = [name for name in LAWS if (law := book_of(domain).laws.get(name)) and not law.needs(domain)]
+            condition = chance.choice([*planted.CONDITIONS]) if number % 2 else ""
+            yield Pair(first, second, condition, laws[number % len(laws)])
+            number += 1
 
 
-def findings(pair: Pair, seed: int, worker: Worker, store: Store) -> Iterator[Finding]:
-    """The findings of a pair: at most one of each of its defects."""
+def remembers(animal: Animal) -> bool:
+    """Whether what a wrong implementation does depends on earlier calls, so that a run alone does not tell whether it is mended."""
+    return animal.letter == "K" or getattr(animal.kind, "later_calls", False)
+
+
+def first_finding(pair: Pair, seed: int, worker: Worker, store: Store) -> Found | None:
+    """The first broken case of a pair that holds once one of its two defects is mended."""
     domain = animals()[pair.first].kind.domain
     law = book_of(domain).laws[pair.law]
     examples: list[Example] = []
     seeded(law.draw(domain), mix_words(seed, f"{pair}"), CASES, examples.append)
-    left = {*pair.mended}
     for example in examples:
         run = Run(law.name, pair.broken, example)
         outcome = ask(run, worker, store)
-        if outcome.lost or outcome.fault or not left:
-            return
+        if outcome.lost or outcome.fault:
+            return None
         if outcome.verdict is not Verdict.BROKEN:
             continue
         holding = [spec for spec in pair.mended if _holds(dataclasses.replace(run, adapter=spec), worker, store)]
-        if len(holding) == 1 and holding[0] in left:
-            left.discard(holding[0])
-            yield shrunk(pair, law, run, outcome, holding[0], worker, store)
+        if len(holding) == 1:
+            return Found(run, holding[0])
+    return None
 
 
 def _holds(run: Run, worker: Worker, store: Store) -> bool:
-    return ask(run, worker, store).verdict is not Verdict.BROKEN
+    """Whether a run shows no defect. A case that cannot show any counts too."""
+    return ask(run, worker, store).verdict in (Verdict.HOLDS, Verdict.BLIND)
 
 
-def shrunk(pair: Pair, law: Law, run: Run, outcome: Outcome, mended: str, worker: Worker, store: Store) -> Finding:
-    """The finding of a broken run of a pair, which holds on the implementation `mended`."""
+def shrunk(found: Found, worker: Worker, store: Store, outcome: Outcome | None = None) -> Smallest:
+    """The smallest line of a finding, as a check would print it."""
+    outcome = outcome or ask(found.run, worker, store)
     start = time.monotonic()
-    small, _ = explain(law, run, outcome, worker, store, NO_DEFECTS, threading.Event())
+    law: Law = found.run.the_law
+    small, _ = explain(law, found.run, outcome, worker, store, NO_DEFECTS, threading.Event())
     took = time.monotonic() - start
-    smallest = dataclasses.replace(run, example=small.example)
-    right = _holds(dataclasses.replace(smallest, adapter=mended), worker, store)
-    return Finding(pair, run, smallest, mended, right, took)
+    smallest = dataclasses.replace(found.run, example=small.example)
+    right = _holds(dataclasses.replace(smallest, adapter=found.mended), worker, store)
+    return Smallest(smallest, right, took)
 
 
 if __name__ == "__main__":

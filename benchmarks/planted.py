@@ -7,8 +7,9 @@
 A second defect that only simple calls have is the worst case for shrinking: every step towards a simple case leads to this defect.
 """
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,13 +46,18 @@ def _edits(kind: type[Any], right: type[Any]) -> dict[str, Any]:
     return {name: value for base in classes for name, value in vars(base).items() if callable(value)}
 
 
+@functools.cache
+def kinds() -> dict[str, type[Any]]:
+    """The zoo's implementations by name: the right ones and the wrong ones."""
+    return {**{kind.__name__: kind for kind in rights().values()}, **{name: animal.kind for name, animal in animals().items()}}
+
+
 def join(first: str, second: str) -> type[Any] | None:
     """A class with both defects, or None if the two do not fit: of other right classes or domains, or editing the same step.
 
     Both may edit a step if the edit of the first begins with the step of its base class, which is then the edit of the second.
     """
-    kinds = {**{kind.__name__: kind for kind in rights().values()}, **{name: animal.kind for name, animal in animals().items()}}
-    one, other = kinds[first], kinds[second]
+    one, other = kinds()[first], kinds()[second]
     if issubclass(one, other) or issubclass(other, one):
         return one if issubclass(one, other) else other
     right = right_of(one)
@@ -79,8 +85,7 @@ def sometimes(first: type[Any], both: type[Any], condition: str) -> type[Any]:
 def __getattr__(name: str) -> type[Any]:
     first, _, rest = name.partition("__")
     second, _, condition = rest.partition("__")
-    kinds = {*animals(), *(kind.__name__ for kind in rights().values())}
-    if {first, second} <= kinds and (not condition or condition in CONDITIONS):
+    if {first, second} <= {*kinds()} and (not condition or condition in CONDITIONS):
         alone = join(first, first)
         both = join(first, second)
         if both is not None and alone is not None:
@@ -88,8 +93,7 @@ def __getattr__(name: str) -> type[Any]:
     raise AttributeError(name)
 
 
-def pairs() -> Iterator[tuple[str, str]]:
-    """The pairs of wrong implementations that fit together, with the first in either place."""
-    for first, second in itertools.permutations(animals(), 2):
-        if issubclass(animals()[first].kind, Adapter) and (kind := join(first, second)) is not None and "__" in kind.__name__:
-            yield first, second
+def fits(first: str, second: str) -> bool:
+    """Whether two wrong implementations fit together, with the first in the first place."""
+    kind = join(first, second)
+    return kind is not None and "__" in kind.__name__

@@ -17,6 +17,7 @@ from verify.engine.explaining import explain
 from verify.engine.law_check import Settings
 from verify.engine.likeness import alike, steady
 from verify.engine.profiles import Profile
+from verify.engine.shrink import sizes
 from verify.execution.run import Run
 from verify.findings import causes
 from verify.findings import report as text
@@ -143,6 +144,21 @@ def test_what_simple_cases_alone_show_is_another_defect(tmp_path: pathlib.Path, 
     monkeypatch.setattr(explaining, "restored", lambda *_: iter(()))
     case = smallest(by_condition, LINE, tmp_path)
     assert case.activation == "none", "the other defect, unless words are restored to their found values"
+
+
+@pytest.mark.parametrize("size", ["lengths", "conv_width"])
+def test_a_small_size_that_shows_another_defect_than_large_ones_is_not_taken(
+    size: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tell(run: Run) -> Outcome:
+        """Two defects of one output: one needs a size of four or more, the other a size of one."""
+        number = sizes(run.example.case)[size]
+        return off(y=40.0 if number >= 4 or number == 1 else 0.1)
+
+    line = LINE.replace("conv_width=4", "conv_width=8")
+    assert sizes(smallest(tell, line, tmp_path))[size] == {"lengths": 4, "conv_width": 8}[size]
+    monkeypatch.setattr(explaining, "between", lambda *_: iter(()))
+    assert sizes(smallest(tell, line, tmp_path))[size] == 1, "the other defect, unless sizes between are tried"
 
 
 def test_a_value_that_prevented_the_failure_is_not_taken_later(tmp_path: pathlib.Path) -> None:
@@ -300,12 +316,15 @@ def test_the_benchmark_knows_which_defect_was_found(
     worker: Worker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = pairs.Pair("ConvStateTooEarly", "ConvAlwaysSilu", "", "permuted")
+    assert pairs.half_of(pair.first, pair.second) == pairs.half_of(pair.second, pair.first)
     words = "lengths=2+2 op=causal_conv1d dtype=fp16 values=repeated bias=yes activation=silu state=zero oldest=no seed=6423"
     run, store = Run.parse(f"law=permuted adapter={pair.broken} {words}"), Store(tmp_path)
     outcome = ask(run, worker, store)
-    found = pairs.shrunk(pair, run.the_law, run, outcome, pair.mended[0], worker, store)
+    finding = pairs.Found(run, pair.mended[0])
+    assert pairs.Found.from_json(finding.to_json()) == finding
+    found = pairs.shrunk(finding, worker, store, outcome)
     assert found.right
     assert found.words <= len(str(run).split())
     monkeypatch.setattr(explaining, "alike", lambda found, found_run, got, run: got.verdict is Verdict.BROKEN)
     monkeypatch.setattr(explaining, "steady", lambda *_: True)
-    assert not pairs.shrunk(pair, run.the_law, run, outcome, pair.mended[0], worker, store).right
+    assert not pairs.shrunk(finding, worker, store, outcome).right

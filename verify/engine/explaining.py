@@ -10,7 +10,7 @@ from properties.laws import Law
 from properties.strategies import Example
 from verify.engine.asking import Asked, Described, ask, ask_afresh
 from verify.engine.likeness import alike, steady
-from verify.engine.shrink import Shrunk, other_numbers, restored, shrink, simpler_in
+from verify.engine.shrink import Shrunk, between, other_numbers, restored, shrink, simpler_in
 from verify.execution.run import Run
 from verify.findings.known import KnownDefects
 from verify.findings.store import Store
@@ -101,8 +101,11 @@ def explain(
 
     What is true of the found case cannot prevent the found defect. So if the smallest case holds once a word has its found value
     again, then another defect has taken over, which only the simpler value shows. We fix this word at its found value and shrink
-    again. The words in FIXED are fixed from the start if errors exceed tolerances: finer dtypes and values of another size show
-    defects that the found case cannot have shown. What they change is tried on the smallest case alone.
+    again. If the smallest case holds with a size between its own and the found one (`between`), then small sizes show another
+    defect than large ones. We shrink again, to larger sizes only.
+
+    The words in FIXED are fixed from the start if errors exceed tolerances: finer dtypes and values of another size show defects
+    that the found case cannot have shown. What they change is tried on the smallest case alone.
     """
     start = time.monotonic()
     outcomes = {run.example: outcome}
@@ -142,11 +145,16 @@ def explain(
         return verdict_of(example) if example in outcomes or more(0) else None
 
     fixed = {*FIXED} if outcome.kind is FailureKind.OFF else set()
-    changed: set[str] | None = set()
-    while changed is not None:
-        fixed, current = fixed | changed, run.example
-        small = shrink(run.example, law, fails, more, fixed, domain)
-        changed = next((names for names, example in restored(law, small.example, run.example) if again(example) is False), None)
+    least: dict[str, int] = {}
+    slid = True
+    while slid:
+        current = run.example
+        small = shrink(run.example, law, fails, more, fixed, domain, least)
+        changed = next((names for names, example in restored(law, small.example, run.example) if again(example) is False), set[str]())
+        middle = between(law, small.example, run.example, domain)
+        apart = [(name, size) for name, size, example in middle if again(example) is False]
+        slid = bool(changed or apart)
+        fixed, least = fixed | changed, least | dict(apart)
     tried = [(what, again(example)) for what, example in simpler_in(law, small.example, fixed & {*FIXED}, domain)]
     small = dataclasses.replace(
         small,

@@ -332,6 +332,7 @@ class LawCheck:
         )
         smallest = dataclasses.replace(run, example=small.example)
         report.run, report.findings, report.shrunk = str(smallest), best.findings, small.finished
+        report.compared = sorted(best.ratios)
         report.neighbours = [what for what, _ in small.neighbours]
         report.fails_too = list(small.others)
         report.resembles = [defect.title for defect in common.defects.resembling(smallest, best)]

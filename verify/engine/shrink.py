@@ -11,6 +11,7 @@ Hypothesis draws the cases, but its shrinker is not used, for three reasons:
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from properties.books import book_of
@@ -21,6 +22,7 @@ from properties.strategies import Example
 
 DATA = ("values", "gate", "beta", "scale", "eps")  # words that decide which numbers a case has, and not what is computed
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+NONE: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,7 @@ def shrink(
     more: Callable[[int], bool],
     fixed: Collection[str] = (),
     domain: Any = None,
+    least: Mapping[str, int] = NONE,
 ) -> Shrunk:
     """The smallest example found for which `fails` is true. `fails` returns None for an undecided candidate.
 
@@ -52,9 +55,9 @@ def shrink(
     aspects repeats until none gets simpler. Going back to the first aspect after every success would test its threshold again each
     time, and would take three times as many runs.
 
-    Candidates outside the `domain` are not run. The words in `fixed` keep their values. A value of an option or a width with which
-    a candidate did not fail is never taken later. If it prevents the failure of a complex case, then it prevents this failure in
-    simpler cases too, and what fails is another defect.
+    Candidates outside the `domain` are not run. The words in `fixed` keep their values, and the sizes in `least` (see `sizes`) stay
+    above these numbers. A value of an option or a width with which a candidate did not fail is never taken later. If it prevents the
+    failure of a complex case, then it prevents this failure in simpler cases too, and what fails is another defect.
     """
     seen: dict[Example, bool | None] = {}
     neighbours: list[tuple[str, str]] = []
@@ -67,6 +70,8 @@ def shrink(
                 moved, passing = False, list[tuple[str, str]]()
                 for what, candidate in aspect(example):
                     if any(getattr(candidate.case, name, None) != getattr(found, name, None) for name in fixed):
+                        continue
+                    if any(size <= least[name] for name, size in sizes(candidate.case).items() if name in least):
                         continue
                     if candidate not in seen:
                         if not more(len(seen)):
@@ -96,6 +101,29 @@ def restored(law: Law, small: Example, found: Example) -> Iterator[tuple[set[str
             if example is not None:
                 yield names, example
                 break
+
+
+def sizes(case: Any) -> dict[str, int]:
+    """The sizes of a case of which larger ones need not fail too: its longest sequence, and the width of its convolution."""
+    found = {"lengths": max(case.lengths)} if getattr(case, "lengths", ()) else {}
+    return found | ({"conv_width": case.conv_width} if hasattr(case, "conv_width") else {})
+
+
+def between(law: Law, small: Example, found: Example, domain: Any = None) -> Iterator[tuple[str, int, Example]]:
+    """The small example with one of its `sizes` between the small and the found one: the name, the size, and the example.
+
+    At most three sizes are tried for each name, the smallest first. Examples outside the domain are left out.
+    """
+    case, old = small.case, sizes(found.case)
+    for name, size in sizes(case).items():
+        values = [value for value in (*WIDTHS, *(128, 256, 512)) if size < value < old[name]]
+        for value in dict.fromkeys((values[0], values[len(values) // 2], values[-1]) if values else ()):
+            change = {name: value}
+            if name == "lengths":
+                change = {name: tuple(value if length == size else length for length in case.lengths)}
+            example = _changed(law, small, change, domain)
+            if example is not None and (domain is None or domain.outside(example.case) is None):
+                yield name, value, example
 
 
 def simpler_in(law: Law, example: Example, names: Collection[str], domain: Any = None) -> Iterator[tuple[str, Example]]:
