@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from oracles.operation import DTYPES
 from properties.cases.call_case import OFFSETS, VALUES, CallCase, arguments_of, operation_of, sizes_of
 from properties.names import known_fields
-from properties.strategies import lengths
+from properties.strategies import BLOCKS, EDGES, lengths
 
 SIZES = (8, 16, 1, 24, 33, 64)
 HEADS = (1, 2, 4, 3)
+LONGEST, FURTHER = 80, 1030  # the longest sequence of most cases, and of any case of a domain that allows more
 Named = Mapping[str, str] | tuple[tuple[str, str], ...]
 
 
@@ -134,15 +135,38 @@ class CallDomain:
         return cls(**fields)
 
 
+def _far(chance: random.Random, longest: int) -> int:
+    """Draw a length near the longest of a domain: next to a block size, or any."""
+    longest = min(longest, FURTHER)
+    edges = [length for length in (*BLOCKS, *EDGES) if longest // 2 < length <= longest]
+    return chance.choice(edges) if edges and chance.random() < 1 / 2 else chance.randint(longest // 2 + 1, longest)
+
+
+def _with(chance: random.Random, length: int, lengths: tuple[int, ...], places: range) -> tuple[int, ...]:
+    """Put a length at one of the places."""
+    place = chance.choice(places)
+    return (*lengths[:place], length, *lengths[place + 1 :])
+
+
 def _text(named: Named) -> str:
     return ",".join(f"{name}:{'.'.join(axes.split())}" for name, axes in dict(named).items())
 
 
 @st.composite
 def call_cases(
-    draw: st.DrawFn, /, domain: CallDomain, sequences: tuple[int, int] = (1, 4), longest: int = 80, total: int = 160, **fixed: Any
+    draw: st.DrawFn,
+    /,
+    domain: CallDomain,
+    sequences: tuple[int, int] = (1, 4),
+    longest: int = LONGEST,
+    total: int = 160,
+    **fixed: Any,
 ) -> CallCase:
-    """Draw any case of the domain; `fixed` gives fields as a value, or as a tuple of values to choose from."""
+    """Draw any case of the domain; `fixed` gives fields as a value, or as a tuple of values to choose from.
+
+    Without another `longest`, one case in three has a sequence of over half of the domain's longest, or a batch of two of these. If
+    sequences may be empty, one packed case in three has an empty one between others.
+    """
     chance: random.Random = draw(st.randoms(use_true_random=True))
 
     def field(name: str, choices: tuple[Any, ...]) -> Any:
@@ -150,12 +174,19 @@ def call_cases(
         return chance.choice(options) if isinstance(options, tuple) else options
 
     packed = field("packed", tuple(choice for choice, can in ((True, domain.packed), (False, domain.batched)) if can))
+    further = longest == LONGEST < domain.longest and chance.random() < 1 / 3
     longest = min(longest, domain.longest)
     if packed:
         drawn = lengths(chance, sequences, longest, total, empty=domain.empty, many=sequences[1] >= 4)
+        if domain.empty and len(drawn) > 2 and chance.random() < 1 / 3:
+            drawn = _with(chance, 0, drawn, range(1, len(drawn) - 1))
+        if further:
+            drawn = _with(chance, _far(chance, domain.longest), drawn, range(len(drawn)))
     else:
         rows = chance.randint(*sequences)
         drawn = lengths(chance, (1, 1), min(longest, max(1, total // rows)), total, empty=domain.empty, many=False) * rows
+        if further:
+            drawn = (_far(chance, domain.longest),) * min(rows, 2)
     sizes = {axis: chance.choice(domain.choices(axis)) for axis in domain.axes}
     if "H" in sizes and "HV" in sizes and "HV" not in dict(domain.sizes):
         sizes["HV"] = sizes["H"] * chance.choice((1, 2, 3))

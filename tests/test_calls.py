@@ -66,6 +66,22 @@ def test_law_sees_the_mistake_in_the_default_profile_and_accepts_right_code(wron
     assert execute(Run(law, "zoo/LinearAttention", broken)).verdict is Verdict.HOLDS
 
 
+@pytest.mark.parametrize(("name", "law"), [("LeaksPastEmpty", "samples"), ("PeeksInLongSequences", "future")])
+def test_default_profile_has_empty_sequences_between_others_and_long_ones(name: str, law: str) -> None:
+    spec, count = f"tests/long_calls.py:{name}", PROFILES["quick"].examples
+    assert any(execute(Run(law, spec, example)).verdict is Verdict.BROKEN for example in drawn(spec, law, count))
+
+
+@pytest.mark.parametrize("longest", [60, 81, 150, 5000])
+def test_sequences_are_drawn_up_to_the_longest_of_the_domain(longest: int) -> None:
+    domain = CallDomain(inputs={"x": "B T D", "cu_seqlens": "offsets"}, longest=longest)
+    found = list[Example]()
+    seeded(CALL_LAWS["future"].draw(domain), 0, 60, found.append)
+    most = max(max(example.case.lengths) for example in found)
+    assert min(longest, 1030) / 2 < most <= min(longest, 1030)
+    assert all(domain.outside(example.case) is None for example in found)
+
+
 def test_every_law_has_a_wrong_callable_and_every_wrong_callable_a_law() -> None:
     assert set(KILLED_BY.values()) == set(CALL_LAWS)
     assert set(KILLED_BY) == {kind for kind in vars(calls).values() if isinstance(kind, type) and hasattr(kind, "letter")}
