@@ -99,11 +99,13 @@ class ShortConvolution(FlaAdapter):
             "output_final_state": x.output_final_state,
             "cu_seqlens": x.cu_seqlens,
             **({} if x.get("residual") is None else {"residual": x.residual}),
-            **({"mask": x.x.new_ones(x.x.shape[:2])} if x.get("options", {}).get("mask") == "ones" and x.cu_seqlens is None else {}),
             **given_options(x, CHUNK),
         }
+        tokens = x.x
+        if x.get("options", {}).get("mask") == "ones" and x.cu_seqlens is None:  # which the module refuses beside a mask
+            options["mask"], tokens = x.x.new_ones(x.x.shape[:2]), x.x.clone()  # it multiplies the mask into its input in place
         with torch.set_grad_enabled(x.x.requires_grad):
-            y, state = torch.func.functional_call(module, parameters, (x.x,), options)
+            y, state = torch.func.functional_call(module, parameters, (tokens,), options)
         return y, state
 
 
