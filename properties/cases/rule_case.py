@@ -48,7 +48,7 @@ DOUBLINGS = 10  # exp(g) is nearly (1 + g / 1024)^1024
 # For a gate in the kernel: softplus is about 0.85, and exp(A_log) times softplus is one over the memory.
 A_LOGS = {"forever": -80.0, "1000": -6.75, "64": -4.0, "10": -2.125, "tenth": 2.5, "saturated": 5.0}
 # With a lower bound, exp(A_log) is about 1, and a is near the argument whose sigmoid is the memory.
-BOUNDED = {"forever": -64.0, "1000": -9.0, "64": -6.0, "10": -4.0, "tenth": 4.0, "saturated": 0.0, "mixed": -4.0}
+BOUNDED = {"forever": -64.0, "1000": -12.0, "64": -8.0, "10": -5.0, "tenth": 4.0, "saturated": 0.0, "mixed": -5.0}
 OPEN = 30.0  # sigmoid(30) is 1 in float32; softplus(30) is 30, and softplus(-30) nearly 0
 LOG_BITS = 16  # bits of A_log's fraction: more than half precision keeps, and exact in float32 after adding any of A_LOGS
 SMALL = 2.0**-13  # about 1e-4: there the L2 norm's eps of 1e-6 is no longer negligible

@@ -94,7 +94,7 @@ class ShortConvolution(FlaAdapter):
     counterpart: str | None = "fla/short_convolution_steps"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        mask = padding_mask(x, x.x) if x.cu_seqlens is None else None
+        mask = padding_mask(x, x.x) if x.cu_seqlens is None else None  # the module refuses both
         options = {
             "mask": mask,
             "cache": None if x.state is None else x.state.clone(),
