@@ -20,7 +20,7 @@ from properties.cases.trace_case import (
     Step,
     TraceCase,
 )
-from properties.domain import inside
+from properties.domain import check_widths, inside
 from properties.names import known_fields
 from properties.strategies import widths
 
@@ -42,7 +42,8 @@ class TraceDomain:
     distances in tokens between places where a snapshot may be taken; 0 means that none is taken. `snapshot_dtype` is "state" if
     snapshots are as precise as states, or "input" if they are rounded to the inputs' dtype first. `dtypes` are those of tokens and
     windows, `states` those of states. `widths` are the widths of the convolution, and `key_dims` and `value_dims` are inclusive
-    ranges in steps of `width_step`. `batch_invariant` says that a row's bits do not depend on the other rows of its batch.
+    ranges in steps of `width_step`. `key_widths` and `value_widths` are the only widths, if there are any, and replace the ranges.
+    `batch_invariant` says that a row's bits do not depend on the other rows of its batch.
     `refills` says that parameters and batches may be in tensors that an engine had before, filled again. `together` says that a
     process may use two engines at the same time.
 
@@ -71,6 +72,8 @@ class TraceDomain:
     batch_invariant: bool = True
     refills: bool = True
     together: bool = True
+    key_widths: tuple[int, ...] = ()
+    value_widths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.operation != "serving":
@@ -104,6 +107,10 @@ class TraceDomain:
                 raise ValueError(f"{name} must be a tuple (least, most), got {span!r}")
             if not 1 <= span[0] <= span[1] or span[1] // self.width_step * self.width_step < span[0]:
                 raise ValueError(f"{name} must hold a width in steps of {self.width_step}, from 1 up, got {span}")
+        check_widths("key_widths", self.key_widths, "key_dims", self.key_dims == TraceDomain.key_dims and self.width_step == 1)
+        check_widths(
+            "value_widths", self.value_widths, "value_dims", self.value_dims == TraceDomain.value_dims and self.width_step == 1
+        )
 
     def outside(self, case: TraceCase) -> str | None:
         """Return why `case` is outside the domain, or None."""
@@ -134,8 +141,14 @@ class TraceDomain:
                 for name, names in (("dtype", "dtypes"), ("state", "states"), ("width", "widths"), ("indices", "indices"))
             ),
             *(
-                (inside(getattr(case, name), span, self.width_step), f"{name}={getattr(case, name)} is not in {span[0]}..{span[1]}")
-                for name, span in (("key_dim", self.key_dims), ("value_dim", self.value_dims))
+                (
+                    width in listed if listed else inside(width, span, self.width_step),
+                    f"{name}={width} is not {'among ' + ', '.join(map(str, listed)) if listed else f'in {span[0]}..{span[1]}'}",
+                )
+                for name, width, span, listed in (
+                    ("key_dim", case.key_dim, self.key_dims, self.key_widths),
+                    ("value_dim", case.value_dim, self.value_dims, self.value_widths),
+                )
             ),
             (self.grouped_heads or case.heads == case.value_heads, f"heads={case.heads} with value_heads={case.value_heads}"),
         )
@@ -324,8 +337,8 @@ def trace_cases(draw: st.DrawFn, /, domain: TraceDomain, **fixed: Any) -> TraceC
         "pad": field("pad", domain.padding_slots or ("-1",)),
         "heads": heads,
         "value_heads": value_heads,
-        "key_dim": field("key_dim", keys or widths(domain.key_dims, domain.width_step, 16)),
-        "value_dim": field("value_dim", values or widths(domain.value_dims, domain.width_step, 16)),
+        "key_dim": field("key_dim", domain.key_widths or keys or widths(domain.key_dims, domain.width_step, 16)),
+        "value_dim": field("value_dim", domain.value_widths or values or widths(domain.value_dims, domain.width_step, 16)),
         "width": field("width", domain.widths),
         "dtype": field("dtype", domain.dtypes),
         "state": field("state", domain.states),

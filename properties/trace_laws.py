@@ -453,7 +453,11 @@ def _promises(name: str) -> Callable[[TraceDomain], str | None]:
 
 
 def _tag_channels(domain: TraceDomain) -> str | None:
-    return None if domain.value_dims[1] >= TAG_CHANNELS else f"value_dim of at least {TAG_CHANNELS} is not supported"
+    return (
+        None
+        if max(domain.value_widths or domain.value_dims) >= TAG_CHANNELS
+        else f"value_dim of at least {TAG_CHANNELS} is not supported"
+    )
 
 
 def _drawn(**fixed: Any) -> Callable[[TraceDomain], st.SearchStrategy[Example]]:

@@ -107,7 +107,7 @@ class WholeChunks(Chunkwise):
 class Saturating(Chunkwise):
     """Operands saturate at 65,504, the largest number of float16."""
 
-    domain = Domain(largest_values="large")
+    domain = Domain(dtypes=("bf16",), largest_values="large")
 
     def low(self, x: Tensor, like: Tensor) -> Tensor:
         return super().low(x.clamp(-65504.0, 65504.0), like)

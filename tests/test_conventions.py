@@ -18,7 +18,7 @@ from properties.palette import draw_palette, sample
 from properties.pool_domain import PoolDomain
 from properties.rule_laws import LAWS
 from properties.strategies import Example
-from tests.right_conventions import CONVENTIONS, InputStates, OneState, WholeChunks
+from tests.right_conventions import CONVENTIONS, InputStates, OneInitialState, OneState, StatesAsGiven, WholeChunks
 from verify.adapters.base import Adapter
 from verify.engine.shrink import shrink
 from verify.execution import judging
@@ -43,23 +43,34 @@ WORDS: list[dict[str, Any]] = [
 ]
 
 
-def outcomes(adapter: Adapter, law: str, domain: Domain, count: int, patch: pytest.MonkeyPatch) -> list[Outcome]:
-    """The outcomes of a few small cases of a law, until one is broken."""
-    adapter.domain = domain
+def small(law: str, domain: Domain, count: int) -> list[Example]:
+    """A few small examples of a law."""
+    return sample(LAWS[law].draw(domain).filter(lambda example: 0 < example.case.tokens <= 200), 4, count)
+
+
+def outcomes(adapter: Adapter, law: str, examples: list[Example], patch: pytest.MonkeyPatch) -> list[Outcome]:
+    """The outcomes of examples, until one is broken."""
     patch.setitem(judging._LOADED, "it", adapter)
     found = []
-    for example in sample(LAWS[law].draw(domain).filter(lambda example: example.case.tokens <= 260), 3, count):
+    for example in examples:
         found.append(execute(Run(law, "it", example)))
         if found[-1].verdict is Verdict.BROKEN:
             break
     return found
 
 
-@pytest.mark.parametrize("kind", CONVENTIONS, ids=NAMES)
-@pytest.mark.parametrize("law", ["oracle", "cut", "permuted", "batch"])
+@pytest.mark.parametrize(
+    ("kind", "law"),
+    [
+        *((kind, "oracle") for kind in CONVENTIONS),
+        *((kind, law) for kind in (InputStates, StatesAsGiven) for law in ("cut", "recurrent", "absent")),
+        *((kind, law) for kind in (OneState, OneInitialState) for law in ("cut", "permuted", "batch", "strides", "recall")),
+        *((WholeChunks, law) for law in ("cut", "history")),
+    ],
+)
 @pytest.mark.slow_after_first
 def test_a_right_implementation_holds(kind: type[Adapter], law: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = outcomes(kind(), law, kind.domain, 2, monkeypatch)
+    found = outcomes(kind(), law, small(law, kind.domain, 1), monkeypatch)
     assert {outcome.verdict for outcome in found} <= {Verdict.HOLDS, Verdict.BLIND}, [outcome.findings for outcome in found]
 
 
@@ -68,8 +79,10 @@ def test_a_right_implementation_holds(kind: type[Adapter], law: str, monkeypatch
 def test_without_its_word_it_has_an_alarm(
     kind: type[Adapter], without: dict[str, Any], _wrong: type[Adapter], _law: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = outcomes(kind(), "oracle", dataclasses.replace(kind.domain, **without), 40, monkeypatch)
-    assert found[-1].verdict is Verdict.BROKEN
+    adapter = kind()
+    adapter.domain = dataclasses.replace(kind.domain, **without)
+    others = [example for example in small("oracle", adapter.domain, 40) if kind.domain.outside(example.case)]
+    assert outcomes(adapter, "oracle", others, monkeypatch)[-1].verdict is Verdict.BROKEN
 
 
 @pytest.mark.parametrize(("_kind", "_without", "wrong", "law"), ROWS, ids=NAMES)
@@ -77,8 +90,7 @@ def test_without_its_word_it_has_an_alarm(
 def test_a_wrong_implementation_in_the_convention_is_detected(
     _kind: type[Adapter], _without: dict[str, Any], wrong: type[Adapter], law: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = outcomes(wrong(), law, wrong.domain, 40, monkeypatch)
-    assert found[-1].verdict is Verdict.BROKEN
+    assert outcomes(wrong(), law, small(law, wrong.domain, 30), monkeypatch)[-1].verdict is Verdict.BROKEN
 
 
 @pytest.mark.parametrize("words", WORDS, ids=lambda words: next(iter(words)))
@@ -188,9 +200,9 @@ def test_shrinking_stays_inside_the_domain() -> None:
         return max(example.case.lengths) >= 128
 
     start = Example(Case.parse("lengths=64+0+448+192 packed=yes key_dim=64 seed=7"), 320)
-    small = shrink(start, LAWS["cut"], fails, lambda runs: runs < 200, domain=domain)
-    assert small.finished
-    assert (str(small.example.case), small.example.at) == ("lengths=128 key_dim=32 value_dim=1 backward=no", 64)
+    shrunk = shrink(start, LAWS["cut"], fails, lambda runs: runs < 200, domain=domain)
+    assert shrunk.finished
+    assert (str(shrunk.example.case), shrunk.example.at) == ("lengths=128 key_dim=32 value_dim=1 backward=no", 64)
     assert all(domain.outside(example.case) is None and example.at is not None and example.at % 64 == 0 for example in tried)
 
 
