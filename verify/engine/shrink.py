@@ -21,6 +21,7 @@ from properties.smaller import Changes, below
 from properties.strategies import Example
 
 DATA = ("values", "gate", "beta", "scale", "eps")  # words that decide which numbers a case has, and not what is computed
+ORDINARY = {"values": "ordinary", "beta": "ordinary", "scale": "default"}
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 NONE: Mapping[str, int] = MappingProxyType({})
 
@@ -122,6 +123,13 @@ def between(law: Law, small: Example, found: Example) -> Iterator[tuple[str, int
                 change = {name: tuple(value if length == size else length for length in case.lengths)}
             if (example := _changed(law, small, change)) is not None:
                 yield name, value, example
+
+
+def with_ordinary_numbers(law: Law, example: Example) -> Example | None:
+    """The example with ordinary values and betas and the default scale. None if it has them already, or if that is not legal."""
+    words = {name: getattr(example.case, name, None) for name in ORDINARY}
+    change = {name: ORDINARY[name] for name, word in words.items() if isinstance(word, str) and word != ORDINARY[name]}
+    return _changed(law, example, change) if change else None
 
 
 def simpler_in(law: Law, example: Example, names: Collection[str]) -> Iterator[tuple[str, Example]]:
