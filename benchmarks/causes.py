@@ -58,6 +58,7 @@ def main() -> int:
     """Check or read, group, print and record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--animals", type=int, default=60)
+    parser.add_argument("--after", type=int, default=0, help="leave out so many of the wrong implementations")
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--laws", type=int, default=8, help="check so many laws, the most powerful ones")
@@ -105,7 +106,7 @@ def check(options: argparse.Namespace) -> list[Checked]:
     found: list[Checked] = []
     worker = Worker(20.0)
     try:
-        for name in itertools.islice(turns, options.animals):
+        for name in itertools.islice(turns, options.after, options.after + options.animals):
             with tempfile.TemporaryDirectory(prefix="gdn-verify-causes-") as folder:
                 reports = broken(animals()[name].spec, Store(folder), worker, options)
             found.append(Checked(name, tuple(reports)))

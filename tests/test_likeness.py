@@ -147,17 +147,17 @@ def test_what_simple_cases_alone_show_is_another_defect(tmp_path: pathlib.Path, 
     assert case.activation == "none", "the other defect, unless words are restored to their found values"
 
 
-@pytest.mark.parametrize("size", ["lengths", "conv_width"])
+@pytest.mark.parametrize(("size", "smallest_right"), [("lengths", 4), ("conv_width", 8), ("sequences", 4)])
 def test_a_small_size_that_shows_another_defect_than_large_ones_is_not_taken(
-    size: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    size: str, smallest_right: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tell(run: Run) -> Outcome:
         """Two defects of one output: one needs a size of four or more, the other a size of one."""
         number = sizes(run.example.case)[size]
         return off(y=40.0 if number >= 4 or number == 1 else 0.1)
 
-    line = LINE.replace("conv_width=4", "conv_width=8")
-    assert sizes(smallest(tell, line, tmp_path))[size] == {"lengths": 4, "conv_width": 8}[size]
+    line = LINE.replace("conv_width=4", "conv_width=8").replace("lengths=30", "lengths=30+30+30+30+30")
+    assert sizes(smallest(tell, line, tmp_path))[size] == smallest_right
     monkeypatch.setattr(explaining, "between", lambda *_: iter(()))
     assert sizes(smallest(tell, line, tmp_path))[size] == 1, "the other defect, unless sizes between are tried"
 

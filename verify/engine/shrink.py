@@ -104,25 +104,31 @@ def restored(law: Law, small: Example, found: Example) -> Iterator[tuple[set[str
 
 
 def sizes(case: Any) -> dict[str, int]:
-    """The sizes of a case of which larger ones need not fail too: its longest sequence, and the width of its convolution."""
-    found = {"lengths": max(case.lengths)} if getattr(case, "lengths", ()) else {}
+    """The sizes of a case of which larger ones need not fail too: sequences, the longest of them, the width of the convolution."""
+    lengths = getattr(case, "lengths", ())
+    found = {"lengths": max(lengths), "sequences": len(lengths)} if lengths else {}
     return found | ({"conv_width": case.conv_width} if hasattr(case, "conv_width") else {})
 
 
 def between(law: Law, small: Example, found: Example) -> Iterator[tuple[str, int, Example]]:
-    """The small example with one of its `sizes` between the small and the found one: the name, the size, and the example.
-
-    At most three sizes are tried for each name, the smallest first.
-    """
-    case, old = small.case, sizes(found.case)
+    """The small example with one of its `sizes` larger, up to the found one: the name, the size, and the example."""
+    case, most = small.case, sizes(found.case)
     for name, size in sizes(case).items():
-        values = [value for value in (*WIDTHS, *(128, 256, 512)) if size < value < old[name]]
-        for value in dict.fromkeys((values[0], values[len(values) // 2], values[-1]) if values else ()):
-            change = {name: value}
-            if name == "lengths":
-                change = {name: tuple(value if length == size else length for length in case.lengths)}
+        for value in _above(size, most[name]):
+            change: dict[str, Any] = {name: value}
+            if name == "sequences":
+                change = {"lengths": (case.lengths * value)[:value]}
+            elif name == "lengths":
+                change = {"lengths": tuple(value if length == size else length for length in case.lengths)}
             if (example := _changed(law, small, change)) is not None:
                 yield name, value, example
+
+
+def _above(size: int, most: int) -> list[int]:
+    """At most four numbers above `size`, up to `most`, which is the last."""
+    powers = [power for power in (*WIDTHS, 128, 256, 512) if size < power < most]
+    some = [powers[0], powers[len(powers) // 2], powers[-1]] if powers else []
+    return [*dict.fromkeys(some), most] if most > size else []
 
 
 def with_ordinary_numbers(law: Law, example: Example) -> Example | None:
