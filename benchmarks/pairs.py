@@ -53,6 +53,7 @@ TARGET = 0.98
 CASES = 16  # at most so many cases of a pair are run to find one of its defects
 LAWS = ("oracle", "oracle", "packed", "cut", "permuted", "strides", "heads", "samples", "future")
 DEADLINE_S = 60.0
+LIMIT_S = 600.0  # of shrinking: far more than a check has, so that other programs on the machine do not end it early
 FILE = "benchmarks/planted.py:"
 
 
@@ -269,7 +270,7 @@ def shrunk(found: Found, worker: Worker, store: Store, outcome: Outcome | None =
     outcome = outcome or ask(found.run, worker, store)
     start = time.monotonic()
     law: Law = found.run.the_law
-    small, _ = explain(law, found.run, outcome, worker, store, NO_DEFECTS, threading.Event())
+    small, _ = explain(law, found.run, outcome, worker, store, NO_DEFECTS, threading.Event(), LIMIT_S)
     took = time.monotonic() - start
     smallest = dataclasses.replace(found.run, example=small.example)
     right = _holds(dataclasses.replace(smallest, adapter=found.mended), worker, store)

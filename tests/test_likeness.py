@@ -1,5 +1,6 @@
 """A smaller case fails as the found one, so that shrinking does not go from one defect to another. Broken laws have causes."""
 
+import dataclasses
 import pathlib
 import threading
 from collections.abc import Callable, Mapping
@@ -146,17 +147,17 @@ def test_what_simple_cases_alone_show_is_another_defect(tmp_path: pathlib.Path, 
     assert case.activation == "none", "the other defect, unless words are restored to their found values"
 
 
-@pytest.mark.parametrize("size", ["lengths", "conv_width"])
+@pytest.mark.parametrize(("size", "smallest_right"), [("lengths", 4), ("conv_width", 8), ("sequences", 4)])
 def test_a_small_size_that_shows_another_defect_than_large_ones_is_not_taken(
-    size: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    size: str, smallest_right: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tell(run: Run) -> Outcome:
         """Two defects of one output: one needs a size of four or more, the other a size of one."""
         number = sizes(run.example.case)[size]
         return off(y=40.0 if number >= 4 or number == 1 else 0.1)
 
-    line = LINE.replace("conv_width=4", "conv_width=8")
-    assert sizes(smallest(tell, line, tmp_path))[size] == {"lengths": 4, "conv_width": 8}[size]
+    line = LINE.replace("conv_width=4", "conv_width=8").replace("lengths=30", "lengths=30+30+30+30+30")
+    assert sizes(smallest(tell, line, tmp_path))[size] == smallest_right
     monkeypatch.setattr(explaining, "between", lambda *_: iter(()))
     assert sizes(smallest(tell, line, tmp_path))[size] == 1, "the other defect, unless sizes between are tried"
 
@@ -260,9 +261,12 @@ def test_laws_that_fail_at_once_while_others_do_not_are_reported_alone(tmp_path:
     assert causes.lines(reports)[0].startswith("probably one cause: 3 laws (cut, future, packed): call raised ValueError")
 
 
-def broken(law: str, line: str, outcome: Outcome, *neighbours: str, fails_too: tuple[str, ...] = ()) -> LawReport:
+def broken(
+    law: str, line: str, outcome: Outcome, *neighbours: str, fails_too: tuple[str, ...] = (), ordinary: str = ""
+) -> LawReport:
     run = f"law={law} adapter=zoo/DropsState {line}"
-    return LawReport(law, "", Verdict.BROKEN, run=run, findings=outcome.findings, neighbours=[*neighbours], fails_too=[*fails_too])
+    report = LawReport(law, "", Verdict.BROKEN, run=run, findings=outcome.findings, ordinary=ordinary.split())
+    return dataclasses.replace(report, neighbours=[*neighbours], fails_too=[*fails_too])
 
 
 def test_two_causes_of_nine_laws_are_told_apart() -> None:
@@ -286,12 +290,33 @@ def test_two_causes_of_nine_laws_are_told_apart() -> None:
     assert causes.lines(values[:1]) == []
     for other in (
         broken("oracle", f"lengths=2 {small}", off(dq=9), "lengths=1"),
-        broken("oracle", f"lengths=2 dtype=bf16 {small}", off(o=9), "lengths=1"),
-        broken("oracle", f"lengths=65 {small}", off(o=9), "lengths=1"),
+        broken("oracle", f"lengths=2 dtype=bf16 {small}", off(o=9), "lengths=1", "dtype=fp32"),
+        broken("oracle", f"lengths=65 {small}", off(o=9), "lengths=64"),
+        broken("oracle", "lengths=2 key_dim=32 value_dim=1", off(o=9), "lengths=1", "key_dim=16"),
+        broken("oracle", f"lengths=2 heads=2 value_heads=4 {small}", off(o=9), "heads=1 value_heads=1"),
         broken("oracle", f"lengths=2 {small}", off(o=9), "gate=forever"),
         broken("oracle", f"lengths=2 {small}", failed(FailureKind.NOT_FINITE, "", output="o"), "lengths=1"),
     ):
         assert len(causes.groups([values[2], other])) == 2, other
+
+
+def test_what_numbers_hide_and_chance_decides_makes_no_other_cause() -> None:
+    packed = broken("packed", "at=1 lengths=1+5 packed=yes key_dim=1 value_dim=1 gate=1000 state=random", off(o=9, final_state=9))
+    for other in (
+        broken("oracle", "lengths=2 key_dim=1 value_dim=1 beta=zero", off(dbeta=99), "lengths=1", ordinary="dbeta dk final_state o"),
+        broken("again", "lengths=99 key_dim=8 value_dim=1 seed=9", off(o=30), "seed=0", "lengths=64", "key_dim=1"),
+        broken("memory", "lengths=40 key_dim=8 value_dim=1", off(o=1.5), "lengths=32", "key_dim=1", "heads=1 value_heads=1"),
+        broken("pure", "lengths=1 key_dim=1 value_dim=1 state=random", off(o=30), "state=none"),
+    ):
+        assert len(causes.groups([packed, other])) == 1, other
+        assert causes.lines([packed, other])[0].startswith(f"probably one cause: 2 laws ({', '.join(sorted((other.law, 'packed')))}):")
+    for other in (
+        broken("oracle", "lengths=2 key_dim=1 value_dim=1 beta=zero", off(dbeta=99), "lengths=1"),
+        broken("oracle", "lengths=2 key_dim=1 value_dim=1 gate=10", off(o=9), "gate=1000"),
+    ):
+        assert len(causes.groups([packed, other])) == 2, other
+    stateless = broken("permuted", "lengths=1+1 key_dim=1 value_dim=1", off(o=9))
+    assert len(causes.groups([stateless, broken("pure", "lengths=1 key_dim=1 value_dim=1 state=zero", off(o=9), "state=none")])) == 2
 
 
 # The benchmark

@@ -101,8 +101,8 @@ def explain(
 
     What is true of the found case cannot prevent the found defect. So if the smallest case holds once a word has its found value
     again, then another defect has taken over, which only the simpler value shows. We fix this word at its found value and shrink
-    again. If the smallest case holds with a size between its own and the found one (`between`), then small sizes show another
-    defect than large ones. We shrink again, to larger sizes only.
+    again. If the smallest case holds with a larger size (`between`), up to the found one, then small sizes show another defect than
+    large ones. We shrink again, to larger sizes only.
 
     The words in FIXED are fixed from the start if errors exceed tolerances: finer dtypes and values of another size show defects
     that the found case cannot have shown. What they change is tried on the smallest case alone.
@@ -150,7 +150,9 @@ def explain(
     while slid:
         current = run.example
         small = shrink(run.example, law, fails, more, fixed, domain, least)
-        changed = next((names for names, example in restored(law, small.example, run.example) if again(example) is False), set[str]())
+        changed = next(
+            (names for names, example in restored(law, small.example, run.example) if again(example) is False), set[str]()
+        )
         middle = between(law, small.example, run.example, domain)
         apart = [(name, size) for name, size, example in middle if again(example) is False]
         slid = bool(changed or apart)

@@ -19,12 +19,13 @@ from verify.engine.compile_plan import Plan
 from verify.engine.drawing import batches
 from verify.engine.explaining import SHRINK_S, explain, would_hold
 from verify.engine.profiles import PROFILES, Profile
+from verify.engine.shrink import with_ordinary_numbers
 from verify.execution.run import Run
 from verify.findings.known import KnownDefects
 from verify.findings.law_report import LawReport
 from verify.findings.regressions import Examples
 from verify.findings.store import Store
-from verify.process.outcome import FailureKind, Outcome, Verdict
+from verify.process.outcome import FailureKind, Outcome, Verdict, port_of
 from verify.process.worker import Worker
 
 FAULTS = 3  # after so many cases in a row in which gdn-verify itself fails in the same way, the law ends: more would not decide it
@@ -319,7 +320,8 @@ class LawCheck:
         assert self._broken is not None
         run, outcome = self._broken
         report, common, worker, start = self.report, self._common, self._worker, time.monotonic()
-        domain = common.described.domain
+        described = common.described.domain
+        domain = described if isinstance(described, Domain) else None
         small, best = explain(
             run.the_law,
             run,
@@ -328,11 +330,13 @@ class LawCheck:
             common.store,
             common.defects,
             common.stopped,
-            domain=domain if isinstance(domain, Domain) else None,
+            domain=domain,
         )
         smallest = dataclasses.replace(run, example=small.example)
         report.run, report.findings, report.shrunk = str(smallest), best.findings, small.finished
-        report.compared = sorted(best.ratios)
+        if best.kind is FailureKind.OFF and (example := with_ordinary_numbers(run.the_law, small.example, domain)) is not None:
+            ordinary = ask(dataclasses.replace(run, example=example), worker, common.store)
+            report.ordinary = sorted({port_of(finding.output) for finding in ordinary.findings})
         report.neighbours = [what for what, _ in small.neighbours]
         report.fails_too = list(small.others)
         report.resembles = [defect.title for defect in common.defects.resembling(smallest, best)]

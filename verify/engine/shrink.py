@@ -21,6 +21,7 @@ from properties.smaller import Changes, below
 from properties.strategies import Example
 
 DATA = ("values", "gate", "beta", "scale", "eps")  # words that decide which numbers a case has, and not what is computed
+ORDINARY = {"values": "ordinary", "beta": "ordinary", "scale": "default"}
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 NONE: Mapping[str, int] = MappingProxyType({})
 
@@ -104,26 +105,46 @@ def restored(law: Law, small: Example, found: Example) -> Iterator[tuple[set[str
 
 
 def sizes(case: Any) -> dict[str, int]:
-    """The sizes of a case of which larger ones need not fail too: its longest sequence, and the width of its convolution."""
-    found = {"lengths": max(case.lengths)} if getattr(case, "lengths", ()) else {}
+    """The sizes of a case of which larger ones need not fail too: sequences, the longest of them, the width of the convolution."""
+    lengths = getattr(case, "lengths", ())
+    found = {"lengths": max(lengths), "sequences": len(lengths)} if lengths else {}
     return found | ({"conv_width": case.conv_width} if hasattr(case, "conv_width") else {})
 
 
 def between(law: Law, small: Example, found: Example, domain: Any = None) -> Iterator[tuple[str, int, Example]]:
-    """The small example with one of its `sizes` between the small and the found one: the name, the size, and the example.
+    """The small example with one of its `sizes` larger, up to the found one: the name, the size, and the example.
 
-    At most three sizes are tried for each name, the smallest first. Examples outside the domain are left out.
+    Examples outside the domain are left out.
     """
-    case, old = small.case, sizes(found.case)
+    case, most = small.case, sizes(found.case)
     for name, size in sizes(case).items():
-        values = [value for value in (*WIDTHS, *(128, 256, 512)) if size < value < old[name]]
-        for value in dict.fromkeys((values[0], values[len(values) // 2], values[-1]) if values else ()):
-            change = {name: value}
-            if name == "lengths":
-                change = {name: tuple(value if length == size else length for length in case.lengths)}
+        for value in _above(size, most[name]):
+            change: dict[str, Any] = {name: value}
+            if name == "sequences":
+                change = {"lengths": (case.lengths * value)[:value]}
+            elif name == "lengths":
+                change = {"lengths": tuple(value if length == size else length for length in case.lengths)}
             example = _changed(law, small, change, domain)
-            if example is not None and (domain is None or domain.outside(example.case) is None):
+            if example is not None and _inside(law, example, domain):
                 yield name, value, example
+
+
+def _above(size: int, most: int) -> list[int]:
+    """At most four numbers above `size`, up to `most`, which is the last."""
+    powers = [power for power in (*WIDTHS, 128, 256, 512) if size < power < most]
+    some = [powers[0], powers[len(powers) // 2], powers[-1]] if powers else []
+    return [*dict.fromkeys(some), most] if most > size else []
+
+
+def with_ordinary_numbers(law: Law, example: Example, domain: Any = None) -> Example | None:
+    """The example with ordinary values and betas and the default scale.
+
+    None if it has them already, if that is not legal, or if it lies outside the domain.
+    """
+    words = {name: getattr(example.case, name, None) for name in ORDINARY}
+    change = {name: ORDINARY[name] for name, word in words.items() if isinstance(word, str) and word != ORDINARY[name]}
+    ordinary = _changed(law, example, change, domain) if change else None
+    return ordinary if ordinary is not None and _inside(law, ordinary, domain) else None
 
 
 def simpler_in(law: Law, example: Example, names: Collection[str], domain: Any = None) -> Iterator[tuple[str, Example]]:
@@ -162,6 +183,11 @@ def other_numbers(case: Any, other: Any) -> bool:
 Steps = Iterator[tuple[str, Example]]
 
 
+def _inside(law: Law, example: Example, domain: Any) -> bool:
+    """Whether an example lies inside the domain, if there is one."""
+    return domain is None or (domain.outside(example.case) or law.outside(domain, example)) is None
+
+
 def _aspects(law: Law, example: Example, domain: Any) -> list[tuple[Callable[[Example], Steps], bool]]:
     """The aspects of an example that can be made simpler on their own, and whether each is a shape.
 
@@ -170,9 +196,6 @@ def _aspects(law: Law, example: Example, domain: Any) -> list[tuple[Callable[[Ex
     other numbers other errors exceed their tolerances.
     """
     step = getattr(domain, "length_step", 1)
-
-    def inside(candidate: Example) -> bool:
-        return domain is None or (domain.outside(candidate.case) or law.outside(domain, candidate)) is None
 
     def of_case(changes: Callable[[Any], Changes]) -> Callable[[Example], Steps]:
         def steps(example: Example) -> Steps:
@@ -183,7 +206,7 @@ def _aspects(law: Law, example: Example, domain: Any) -> list[tuple[Callable[[Ex
                     if lengths == example.case.lengths:
                         continue
                 candidate = _changed(law, example, change, domain)
-                if candidate is not None and inside(candidate):
+                if candidate is not None and _inside(law, candidate, domain):
                     yield what, candidate
 
         return steps

@@ -1,65 +1,100 @@
 """Which broken laws probably have one cause: their smallest cases fail alike."""
 
 import dataclasses
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from verify.execution.run import Run
 from verify.findings.law_report import LawReport
 from verify.process.outcome import FailureKind, Verdict, port_of
 
-# Words whose values a law decides, or chance. They do not tell causes apart.
-OF_THE_LAW = {"at", "variant", "lengths", "packed", "seed", "backward", "offsets"}
+# Words whose values a law decides, or chance, and words that only decide which numbers a case has. They do not tell causes apart.
+OF_THE_LAW = {"at", "variant", "packed", "seed", "backward", "offsets"}
+OF_NUMBERS = {"values", "beta", "scale"}
 NUMBERS = (FailureKind.OFF, FailureKind.DIFFERS)  # with or without a tolerance, as the law compares
-WIDTHS = ("heads", "value_heads", "key_dim", "value_dim", "width", "hidden", "conv_width")
+WIDTHS = {"key_dim", "value_dim", "width", "hidden", "conv_width"}
+SHORT = 16  # some laws need a sequence to cut, or several tokens: lengths below this do not tell causes apart
+MARGINAL = 2.0  # a case whose error is less than so many times its tolerance may hold with any other numbers
 
 
 @dataclasses.dataclass(frozen=True)
 class Symptoms:
     """How a broken law fails in its smallest case.
 
-    - `outputs`: the outputs and gradients that fail, and `way`: how the first of them fails
-    - `dtypes`: the dtypes in which the case fails, of those that were tried
-    - `longest`, `widths`: the longest sequence and the widths of the case
-    - `needs`: the words without whose values the case holds
+    - `outputs`: the outputs and gradients that fail, and `ways`: how they fail
+    - `ordinary`: those that fail with ordinary numbers. Numbers such as a beta of zero hide what other outputs do
+    - `words`: the words of the case; `fails_too`: other values with which it fails, `holds`: values with which it holds
+    - `longest`: its longest sequence
+    - `by_chance`: other random numbers would let the case hold
     """
 
     law: str
-    way: str
+    ways: frozenset[str]
     outputs: frozenset[str]
-    dtypes: frozenset[str]
+    ordinary: frozenset[str]
+    words: Mapping[str, str]
+    holds: frozenset[tuple[str, str]]
+    fails_too: frozenset[tuple[str, str]]
     longest: int
-    widths: tuple[int, ...]
-    needs: frozenset[str]
+    by_chance: bool
+
+    @property
+    def needs(self) -> list[str]:
+        """The words without whose values the case holds, and which tell causes apart."""
+        return sorted({name for name, _ in self.holds if " " not in name} - OF_THE_LAW - OF_NUMBERS - WIDTHS - {"lengths", "heads"})
 
     def agree(self, other: "Symptoms") -> bool:
         """Whether one cause probably explains both.
 
-        The same outputs fail, or those of one are among those of the other, which may lack gradients. Both fail in some dtype.
-        Widths are equal, and the longest sequences are equal or both shorter than 16 tokens, since some laws need a sequence to
-        cut. The same words make both cases hold.
+        They fail in the same way. The outputs that fail in one fail in the other too, at least with ordinary numbers. Neither case
+        has a value with which the other one holds.
         """
-        return (
-            (self.way, self.widths, self.needs) == (other.way, other.widths, other.needs)
-            and not self.dtypes.isdisjoint(other.dtypes)
-            and (self.outputs <= other.outputs or other.outputs <= self.outputs)
-            and (self.longest == other.longest or max(self.longest, other.longest) < 16)
-        )
+        nested = self.outputs <= other.outputs | other.ordinary or other.outputs <= self.outputs | self.ordinary
+        return nested and not self.ways.isdisjoint(other.ways) and not self.denies(other) and not other.denies(self)
+
+    def denies(self, other: "Symptoms") -> bool:
+        """Whether the other case has a value with which this one holds, or a size at which it holds or a smaller one.
+
+        - If other random numbers let this case hold, its sizes say nothing, since other sizes have other numbers.
+        - A longer sequence has a state in itself. So the other case may do without an initial state.
+        """
+        for name, value in self.holds:
+            if name in WIDTHS:
+                if not self.by_chance and name in other.words and int(other.words[name]) <= int(value):
+                    return True
+            elif name == "lengths":
+                if not self.by_chance and other.longest <= max(map(int, value.split("+"))) and self.longest >= SHORT:
+                    return True
+            elif name == "heads value_heads":
+                if not self.by_chance and f"{other.words.get('heads')} {other.words.get('value_heads')}" == value:
+                    return True
+            elif name == "state" and other.longest > self.longest:
+                continue
+            elif name not in OF_THE_LAW | OF_NUMBERS and (other.words.get(name) == value or (name, value) in other.fails_too):
+                return True
+        return False
 
 
 def symptoms(report: LawReport) -> Symptoms:
     """The symptoms of a broken law, from its report."""
-    case, first = Run.parse(report.run).example.case, report.findings[0]
-    words = {name for change in report.neighbours for name in re.findall(r"(\w+)=", change)}
+    case = Run.parse(report.run).example.case
+    holds = _changes(report.neighbours)
     return Symptoms(
         report.law,
-        "is wrong" if first.kind in NUMBERS else first.way,
+        frozenset("is wrong" if finding.kind in NUMBERS else finding.way for finding in report.findings),
         frozenset(port_of(finding.output) for finding in report.findings),
-        frozenset([str(getattr(case, "dtype", "")), *re.findall(r"dtype=(\w+)", "; ".join(report.fails_too))]),
+        frozenset(report.ordinary),
+        case.words(),
+        holds,
+        _changes(report.fails_too),
         max(getattr(case, "lengths", ()), default=0),
-        tuple(getattr(case, name) for name in WIDTHS if hasattr(case, name)),
-        frozenset(words - OF_THE_LAW - {*WIDTHS}),
+        ("seed", "0") in holds or max(finding.ratio for finding in report.findings) < MARGINAL,
     )
+
+
+def _changes(changes: Sequence[str]) -> frozenset[tuple[str, str]]:
+    """The words and values in changes such as "gate=forever" and "heads=1 value_heads=1"; several words are one, with both values."""
+    pairs = [[word.partition("=")[::2] for word in change.split()] for change in changes]
+    return frozenset((" ".join(name for name, _ in pair), " ".join(value for _, value in pair)) for pair in pairs)
 
 
 def groups(reports: Sequence[LawReport]) -> list[list[Symptoms]]:
@@ -91,6 +126,7 @@ def lines(reports: Sequence[LawReport]) -> list[str]:
 def _line(group: Sequence[Symptoms]) -> str:
     first = group[0]
     laws = f"{len(group)} law{'s' if len(group) > 1 else ''} ({', '.join(sorted(one.law for one in group))})"
-    parts = [f"{', '.join(sorted(first.outputs))} {first.way}"]
-    parts += [f"holds with another {' or '.join(sorted(first.needs))}"] if first.needs else []
+    parts = [f"{', '.join(sorted(first.outputs))} {', '.join(sorted(first.ways))}"]
+    needs = [name for name in first.needs if all(name in one.needs for one in group)]
+    parts += [f"holds with another {' or '.join(needs)}"] if needs else []
     return f"{laws}: {'; '.join(filter(None, parts))}"

@@ -31,7 +31,7 @@ class LawReport:
     found_case: int = 0  # the number of the case that is `first_run`
     first_findings: list[Finding] = dataclasses.field(default_factory=list)  # of `first_run`
     findings: list[Finding] = dataclasses.field(default_factory=list)  # of `run`
-    compared: list[str] = dataclasses.field(default_factory=list)  # the outputs and gradients that were compared in `run`
+    ordinary: list[str] = dataclasses.field(default_factory=list)  # the outputs that fail in `run` with ordinary numbers
     resembles: list[str] = dataclasses.field(default_factory=list)  # known defects that look like `findings`
     same_as: str = ""  # the call fails in the first case of every law, and the report of this law says how
     laws_at_once: list[str] = dataclasses.field(default_factory=list)  # the laws that do so, in the report that says how
