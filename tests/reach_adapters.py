@@ -34,6 +34,13 @@ class PassedOption(UnpassedOption):
         return library.wrapped_gate(x.a, x.A_log, x.dt_bias, fast=True)
 
 
+class UnrunLine(UnpassedOption):
+    """A gate that is wrong in lines of Python that no case runs."""
+
+    def run(self, x: Inputs) -> Tensor:
+        return library.long_gate(x.a, x.A_log, x.dt_bias)
+
+
 class UnrunBranch(Adapter):
     """The norm of a library that is wrong for rows that are wider than those of any case."""
 

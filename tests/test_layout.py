@@ -21,7 +21,7 @@ FLOORS = set(ALLOWED)
 LIBRARIES = {
     "oracles": {"torch"},
     "properties": {"torch", "hypothesis"},
-    "verify": {"torch", "hypothesis", "numpy", "pytest", "packaging", "rich", "triton", "fla", "jinja2", "matplotlib"},
+    "verify": {"torch", "hypothesis", "coverage", "numpy", "pytest", "packaging", "rich", "triton", "fla", "jinja2", "matplotlib"},
 }
 ADAPTED = {"flashinfer", "sglang", "transformers", "vllm"}  # besides, what adapters alone may import
 MAP = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")

@@ -40,7 +40,7 @@ def execute(
     adapter = adapter_of(run.adapter)
     if book_of(adapter.domain) is not book_of(run.example.case):
         return Outcome(Verdict.UNSUPPORTED, reason=f"law {run.law} is not about {run.adapter}")
-    with recorder.recording() as reach:
+    with recorder.recording(adapter) as reach:
         outcome = _executed(run, adapter, ready, excused, declared)
         reach.sizes = recorder.sizes_of(run.example.case, adapter)
     outcome.reach = reach

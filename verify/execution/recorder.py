@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from verify.adapters.base import Implementation
+from verify.execution import statements
 from verify.interpreter import branches
-from verify.process.reach import DEFAULT, NUMBER, Reach, Values
+from verify.process.reach import DEFAULT, NUMBER, Arc, Reach, Values
 
 # Events of the hook in one call, after which it gives up. With `api`, other functions may run before the one that is looked for.
 EVENTS, EVENTS_OF_API = 20_000, 50_000
@@ -39,17 +40,64 @@ HELPERS = ("torch", "triton", "numpy", "einops")
 _reach: Reach | None = None  # of the case that runs in this process
 _lock = threading.Lock()
 _misses: collections.Counter[type] = collections.Counter()
+# For each adapter: the files and the packages of functions under test, and how many modules there were when its files were found.
+_tested: dict[type, tuple[set[str], set[str], int]] = {}
+_around: dict[type, frozenset[str]] = {}  # for each adapter, the files of Python around its kernels
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[Reach]:
-    """Record the reach of everything inside, in all threads."""
+def recording(adapter: Implementation | None = None) -> Iterator[Reach]:
+    """Record the reach of everything inside, in all threads. With an adapter, the lines of Python that run are recorded too."""
     global _reach
-    _reach = Reach()
-    try:
-        yield _reach
-    finally:
-        _reach = None
+    _reach = reach = Reach()
+    found: dict[str, set[Arc]] = {}
+    if adapter is not None:
+        reach.unrecorded = statements.hindered()
+    with contextlib.ExitStack() as stack:
+        stack.callback(_end)
+        if adapter is not None and not reach.unrecorded:
+            found = stack.enter_context(statements.recorded(_around.get(type(adapter))))
+        yield reach
+    if found:
+        files = _files_around(type(adapter), reach)
+        for file in files & found.keys():
+            reach.note_arcs(file, found[file])
+
+
+def _end() -> None:
+    global _reach
+    _reach = None
+
+
+def _files_around(kind: type, reach: Reach) -> frozenset[str]:
+    """The files of Python around the kernels that an adapter calls.
+
+    They are the adapter's own file, the files of functions under test, and the files of their packages that have Triton kernels.
+    Once a function under test was found, later cases record these files alone.
+    """
+    own, packages, modules = _tested.get(kind, ({file for file in _files(kind) if not _place(file)}, set(), 0))
+    known = len(own), len(packages), len(sys.modules)
+    for function in reach.functions:
+        module = function.partition(":")[0]
+        own.add(getattr(sys.modules.get(module), "__file__", None) or "")
+        packages.add(module.partition(".")[0])
+    if kind not in _around or known != (len(own), len(packages), modules):
+        with_kernels = (file for package in packages for file in _with_kernels(package))
+        around = frozenset(filter(None, (*own, *with_kernels)))
+        _tested[kind] = own, packages, len(sys.modules)
+        if not packages:
+            return around
+        _around[kind] = around
+    return _around[kind]
+
+
+def _with_kernels(package: str) -> Iterator[str]:
+    """The files of a package's modules that have functions in Triton's language."""
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None) if name.partition(".")[0] == package else None
+        members = [*vars(module).values()] if file and not _place(file) else []
+        if file and any(type(member).__module__.partition(".")[0] == "triton" for member in members):
+            yield file
 
 
 @contextlib.contextmanager
@@ -58,7 +106,7 @@ def launches() -> Iterator[None]:
     if _reach is None:
         yield
         return
-    with branches.recorded() as found:
+    with branches.recorded() as found, statements.called():
         yield
     with _lock:
         for kernel, (every, ran) in found.items() if _reach is not None else ():

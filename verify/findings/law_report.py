@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from verify.execution.run import Run
+from verify.findings import statements
 from verify.process.outcome import Finding, Outcome, Verdict
 from verify.process.reach import Reach
 
@@ -60,6 +61,9 @@ class LawReport:
         """Plain data."""
         data = dataclasses.asdict(dataclasses.replace(self, reach=Reach()))
         data["reach"] = self.reach.to_json()
+        del data["reach"]["arcs"]
+        found = statements.statements(self.reach.arcs)
+        data["reach"]["statements"] = {f"{function.file}:{function.function}": function.to_json() for function in found}
         for name in ("findings", "first_findings"):
             data[name] = [finding.to_json() for finding in getattr(self, name)]
         return data

@@ -3,10 +3,11 @@
 import textwrap
 from collections.abc import Iterable, Mapping
 
+from verify.findings import statements
 from verify.process.reach import DEFAULT, NUMBER, Reach, Values
 
 WIDTH = 130
-MOST_KERNELS = 6  # of which the text says which branches never ran
+MOST_KERNELS = 6  # of which the text says which branches never ran; and as many functions of Python
 SIZES = {
     "sequence": "token{s} in a sequence",
     "chunks": "chunk{s} in a sequence",
@@ -18,6 +19,7 @@ SIZES = {
     "ranks": "rank{s}",
 }
 UNSEEN = "no function under test was seen, so its parameters are unknown (an adapter can name it in api)"
+UNRECORDED = "which lines of Python ran was not recorded"
 FULL = "there was more than a reach can hold"
 
 
@@ -28,16 +30,22 @@ def looked_at(reach: Reach) -> str:
 
 
 def not_looked_at(reach: Reach, omits: Mapping[str, str]) -> list[str]:
-    """What no case looked at although one could: parameters that were never passed, and blocks of kernels that never ran.
+    """What no case looked at although one could: parameters that were never passed, and blocks and lines that never ran.
 
-    Parameters and kernels that `omits` names are left out.
+    Parameters, kernels and functions that `omits` names are left out.
     """
     gaps = [] if reach.functions else [reach.trouble or UNSEEN]
     for function, parameters in reach.functions.items():
         if names := [name for name, values in parameters.items() if not values.passed and name not in omits]:
             of = f" to {function.rpartition(':')[2]}" if len(reach.functions) > 1 else ""
             gaps.append(f"never passed{of} except at the default: {', '.join(names)}")
-    return [*gaps, *_branches(reach, omits), *([FULL] if reach.full else [])]
+    gaps += _branches(reach, omits)
+    if lines := _statements(reach, omits):
+        more = f" and {len(lines) - MOST_KERNELS} more functions (--json lists them)" if len(lines) > MOST_KERNELS else ""
+        gaps.append(f"Python that never ran: {', '.join(lines[:MOST_KERNELS])}{more}")
+    if reach.unrecorded:
+        gaps.append(f"{UNRECORDED}: {reach.unrecorded}")
+    return [*gaps, *([FULL] if reach.full else [])]
 
 
 def _branches(reach: Reach, omits: Mapping[str, str]) -> list[str]:
@@ -47,6 +55,10 @@ def _branches(reach: Reach, omits: Mapping[str, str]) -> list[str]:
         if (lines := [block for block, ran in blocks.items() if not ran]) and name not in omits:
             gaps.append(f"{len(lines)} {'branch' if len(lines) == 1 else 'branches'} of {name} never ran ({_lines(lines)})")
     return gaps
+
+
+def _statements(reach: Reach, omits: Mapping[str, str]) -> list[str]:
+    return [str(found) for found in statements.statements(reach.arcs) if not found.complete and found.function not in omits]
 
 
 def report(reach: Reach, omits: Mapping[str, str], *, parameters: bool = True) -> list[str]:
@@ -60,9 +72,8 @@ def report(reach: Reach, omits: Mapping[str, str], *, parameters: bool = True) -
             lines.append(f"parameters     of {function}")
             for words, names in _by_words(values_of).items():
                 lines += _wrapped(f"  {', '.join(names)}: ", words)
-    gaps, branches = not_looked_at(reach, omits), _branches(reach, omits)
-    if len(branches) > MOST_KERNELS:
-        hidden = branches[MOST_KERNELS:]
+    gaps = not_looked_at(reach, omits)
+    if hidden := _branches(reach, omits)[MOST_KERNELS:]:
         gaps = [gap for gap in gaps if gap not in hidden]
         gaps.append(f"branches of {len(hidden)} more kernels never ran (--json lists them)")
     if constant:
@@ -82,6 +93,7 @@ def _parameters(reach: Reach) -> Iterable[tuple[str, Values]]:
 def _contradiction(reach: Reach, name: str) -> str:
     """What is wrong with leaving out a name: a case passed the parameter, or nothing is called so. "" if nothing is wrong."""
     kernels = {kernel.rpartition(":")[2] for kernel in reach.blocks}
+    kernels |= {found.function for found in statements.statements(reach.arcs)}
     passed = [values.passed for parameter, values in _parameters(reach) if parameter == name]
     if any(passed):
         return " (but a case passed it)"

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import math
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -125,7 +126,20 @@ def _launch(self: Any, *positional: Any, **named: Any) -> None:
     One launch runs at a time, because Triton's interpreter and this module keep the current launch in global variables.
     """
     with _one_launch:
-        _launched(self, positional, named)
+        trace = sys.gettrace()
+        measures = type(trace).__module__.partition(".")[0] == "coverage"
+        if measures:  # it would be called for each line of the interpreter
+            sys.settrace(None)
+        try:
+            _launched(self, positional, named)
+        finally:
+            if measures:
+                sys.settrace(trace)
+                _first_call()
+
+
+def _first_call() -> None:
+    """Do nothing. Until a first call, a trace function that was set sees nothing of the frames that have begun."""
 
 
 def _launched(self: Any, positional: Sequence[Any], named: dict[str, Any]) -> None:

@@ -12,6 +12,8 @@ MOST_FUNCTIONS, MOST_PARAMETERS, MOST_KINDS = 8, 64, 24
 MOST_KERNELS, MOST_BLOCKS = 64, 256
 DEFAULT = "its default"
 NUMBER = "number"
+MOST_FILES, MOST_ARCS = 32, 8192
+Arc = tuple[int, int]  # two lines that ran one after the other; (0, line) if only lines are recorded; negative outside a function
 
 
 @dataclasses.dataclass
@@ -49,6 +51,8 @@ class Reach:
     - `blocks`: for each interpreted Triton function that ran ("package.module:name"), its blocks that may or may not run (bodies of
       branches and of loops, and branches of conditional expressions) and whether each ran. A block is named by its first line in
       the file, a branch of a conditional expression by its line and column.
+    - `arcs`: for each file of Python around the kernels, which of its lines ran (verify/execution/statements.py).
+    - `unrecorded`: why no lines of Python could be recorded; "" if they could.
     - `trouble`: why the function under test could not be looked for; "" if it could.
     - `full`: whether something was left out because there was too much of it.
     """
@@ -58,6 +62,8 @@ class Reach:
     blocks: dict[str, dict[str, bool]] = dataclasses.field(default_factory=dict)
     trouble: str = ""
     full: bool = False
+    arcs: dict[str, set[Arc]] = dataclasses.field(default_factory=dict)
+    unrecorded: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.sizes or self.functions or self.blocks)
@@ -66,12 +72,15 @@ class Reach:
         """Add what other cases looked at."""
         self.full |= other.full
         self.trouble = self.trouble or other.trouble
+        self.unrecorded = self.unrecorded or other.unrecorded
         for size, value in other.sizes.items():
             self.sizes[size] = max(value, self.sizes.get(size, 0))
         for function, parameters in other.functions.items():
             self.note_call(function, parameters)
         for kernel, blocks in other.blocks.items():
             self.note_blocks(kernel, blocks, [block for block, ran in blocks.items() if ran])
+        for file, arcs in other.arcs.items():
+            self.note_arcs(file, arcs)
 
     def note_call(self, function: str, parameters: dict[str, Values]) -> None:
         """Add the values of a call."""
@@ -105,6 +114,17 @@ class Reach:
                 continue
             blocks[block] = blocks.get(block, False) or block in ran
 
+    def note_arcs(self, file: str, arcs: Collection[Arc]) -> None:
+        """Add what ran in a file."""
+        if file not in self.arcs and len(self.arcs) == MOST_FILES:
+            self.full = True
+            return
+        known = self.arcs.setdefault(file, set())
+        known.update(arcs)
+        if len(known) > MOST_ARCS:
+            self.full = True
+            self.arcs[file] = set(sorted(known)[:MOST_ARCS])
+
     def to_json(self) -> dict[str, Any]:
         """Plain data. A parameter without numbers has null as its least and its largest number."""
         functions = {
@@ -118,7 +138,15 @@ class Reach:
             }
             for function, parameters in self.functions.items()
         }
-        return {"sizes": self.sizes, "functions": functions, "blocks": self.blocks, "trouble": self.trouble, "full": self.full}
+        return {
+            "sizes": self.sizes,
+            "functions": functions,
+            "blocks": self.blocks,
+            "trouble": self.trouble,
+            "full": self.full,
+            "arcs": {file: [list(arc) for arc in sorted(arcs)] for file, arcs in self.arcs.items()},
+            "unrecorded": self.unrecorded,
+        }
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Reach":
@@ -135,4 +163,5 @@ class Reach:
             for function, parameters in data["functions"].items()
         }
         blocks = {kernel: dict(ran) for kernel, ran in data["blocks"].items()}
-        return cls(dict(data["sizes"]), functions, blocks, data["trouble"], data["full"])
+        arcs = {file: {(before, after) for before, after in pairs} for file, pairs in data["arcs"].items()}
+        return cls(dict(data["sizes"]), functions, blocks, data["trouble"], data["full"], arcs, data["unrecorded"])

@@ -1,0 +1,137 @@
+"""Records which lines of Python run in calls of an implementation, with the package coverage.
+
+Lines of torch, Triton, numpy, einops, the standard library and gdn-verify are not recorded. With Python 3.11 coverage sets a trace
+function, which runs at each call and line. It is set only while an implementation is called, and not while an interpreted kernel
+runs (`untraced` of verify/interpreter/launch.py). Later versions of Python count a line once without a trace function.
+"""
+
+import contextlib
+import os
+import pathlib
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import coverage
+import hypothesis
+import numpy
+import torch
+
+from verify.process.reach import Arc
+
+TRACES = sys.version_info < (3, 12)
+# Coverage tells branches apart with a trace function, or with the events of Python 3.14. In between only lines are recorded.
+BRANCHES = TRACES or sys.version_info >= (3, 14)
+CASES = 64  # after so many, what coverage remembers of earlier cases is dropped
+ANOTHER = "another tool traces the Python of this process"
+ON_A_GPU = "on a GPU this needs Python 3.12 or later"  # backward passes run in threads that torch starts and no trace function sees
+_ROOT = pathlib.Path(os.path.abspath(__file__)).parents[2]
+OMITTED = (
+    *(str(_ROOT / name / "*") for name in ("oracles", "properties", "verify")),
+    *(os.path.join(os.path.dirname(module.__file__ or ""), "*") for module in (coverage, hypothesis, numpy, torch)),
+    *(f"*/site-packages/{name}/*" for name in ("triton", "einops")),
+)
+_lock = threading.Lock()
+
+
+class _Recorder:
+    """Coverage of this process. `thread` is the trace function with which a thread begins, None without trace functions."""
+
+    def __init__(self) -> None:
+        self._coverage, self._files, self._cases = _coverage(None), frozenset[str]() or None, 0
+        self.thread: Any = None
+        self._traces: dict[int, Any] = {}  # of the threads that were inside in this case
+        self._inside = 0
+
+    def begin(self, files: frozenset[str] | None) -> None:
+        """Begin a case. Only `files` are recorded; None stands for all files that are not OMITTED."""
+        if self._cases == CASES or files != self._files:
+            self._coverage, self._files, self._cases = _coverage(files), files, 0
+        self._cases += 1
+        self._coverage.start()
+        self._coverage.switch_context(str(self._cases))
+        if TRACES:
+            self.thread = threading.gettrace()
+            self._traces = {threading.get_ident(): sys.gettrace()}
+            sys.settrace(None)
+            threading.settrace(None)
+
+    def end(self) -> dict[str, set[Arc]]:
+        """End the case, and return what ran in it: the arcs of each file."""
+        self._coverage.stop()
+        self._traces, self.thread = {}, None
+        data = self._coverage.get_data()
+        data.set_query_context(str(self._cases))
+        found = {}
+        for file in data.measured_files():
+            arcs = data.arcs(file) if BRANCHES else [(0, line) for line in data.lines(file) or ()]
+            if arcs:
+                found[file] = {(int(before), int(after)) for before, after in arcs}
+        return found
+
+    def enter(self) -> None:
+        """Record this thread, and the threads that it starts, from now on."""
+        with _lock:
+            self._inside += 1
+            threading.settrace(self.thread)
+        sys.settrace(self._traces.get(threading.get_ident(), self.thread))
+
+    def leave(self) -> None:
+        """Record this thread no longer."""
+        trace = sys.gettrace()
+        sys.settrace(None)
+        with _lock:
+            self._traces[threading.get_ident()] = trace
+            self._inside -= 1
+            if not self._inside:
+                threading.settrace(None)
+
+
+def _coverage(files: frozenset[str] | None) -> coverage.Coverage:
+    include, omit = (["*"], [*OMITTED]) if files is None else (sorted(files), None)
+    made = coverage.Coverage(data_file=None, config_file=False, branch=BRANCHES, include=include, omit=omit, messages=False)
+    made.set_option("run:core", "ctrace" if TRACES else "sysmon")
+    made.set_option("run:disable_warnings", ["trace-changed", "no-data-collected", "module-not-measured", "no-ctracer"])
+    return made
+
+
+_recorder: _Recorder | None = None  # of this process
+_running = False  # whether a case is recorded
+
+
+def hindered() -> str:
+    """Why lines cannot be recorded now, or ""."""
+    if sys.gettrace() is not None:
+        return ANOTHER
+    if sys.version_info >= (3, 12) and sys.monitoring.get_tool(sys.monitoring.COVERAGE_ID) is not None:
+        return ANOTHER
+    return ON_A_GPU if TRACES and torch.cuda.is_available() else ""
+
+
+@contextlib.contextmanager
+def recorded(files: frozenset[str] | None) -> Iterator[dict[str, set[Arc]]]:
+    """Record what runs inside `called` in `files`, or in all files. Yields a dict that is filled at the end with each file's arcs."""
+    global _recorder, _running
+    _recorder = _recorder or _Recorder()
+    found: dict[str, set[Arc]] = {}
+    _recorder.begin(files)
+    _running = True
+    try:
+        yield found
+    finally:
+        _running = False
+        found |= _recorder.end()
+
+
+@contextlib.contextmanager
+def called() -> Iterator[None]:
+    """Record the lines that run inside, in this thread and those that it starts."""
+    recorder = _recorder if TRACES and _running and sys.gettrace() is None else None
+    if recorder is not None:
+        recorder.enter()
+    try:
+        yield
+    finally:
+        if recorder is not None:
+            recorder.leave()
