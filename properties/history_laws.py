@@ -23,7 +23,8 @@ Cases = Callable[..., st.SearchStrategy[Any]]
 def history(bench: Bench, example: Example) -> Iterator[Pair]:
     """Play the history that the variant names.
 
-    - `others`: calls between with other numbers in the same shapes, with other shapes and with another dtype.
+    - `others`: calls between with other numbers in the same shapes, with other shapes and with another dtype. The second call
+      must not change what the first returned.
     - `refill`: the tensors of a call get the numbers of another call in place, and the implementation is called again.
     - `freed`: the tensors of a call are freed, and those of the next call get their addresses if the allocator plays along.
     - `gradients`: a call under `no_grad`, with gradients, under `no_grad` and with gradients, always of the same tensors.
@@ -87,8 +88,11 @@ def _others(bench: Bench, example: Example) -> Iterator[Pair]:
     inputs, cotangents = bench.call(case)
     bounds = bench.bounds(inputs, cotangents)
     once = bench.run(inputs, cotangents)
+    copies = {name: value.clone() for name, value in once.items()}
     yield from _judged(once, bounds, "of the first call")
     yield from _other(bench, rotated(case, bench.domain), "numbers")
+    for name, value in once.items():
+        yield f"{name} of the first call, read after the second", value.clone(), copies[name]
     yield from _repeated(bench, bench.run(inputs, cotangents), once, bounds)
     for what, other in other_kinds(bench.domain, case):
         yield from _other(bench, other, what)

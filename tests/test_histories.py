@@ -179,6 +179,24 @@ class OneAtATime(Chunkwise):
         return self.operand
 
 
+class ReturnsItsBuffer(Chunkwise):
+    """Wrong: final states are returned in a buffer that the next call of these shapes fills again."""
+
+    domain = Domain(threads=False, backward=False)
+    buffers: ClassVar[dict[tuple[int, ...], Tensor]] = {}
+
+    def run(self, x: Inputs) -> Any:
+        o, state = super().run(x)
+        return o, self.buffers.setdefault(tuple(state.shape), torch.empty_like(state)).copy_(state)
+
+
+def test_a_later_call_must_not_change_what_an_earlier_one_returned() -> None:
+    words = "lengths=3 state=random backward=no"
+    outcome = outcome_of(f"law=history variant=others adapter={HERE}:ReturnsItsBuffer {words}")
+    assert outcome.verdict is Verdict.BROKEN
+    assert [finding.output for finding in outcome.findings] == ["final_state of the first call, read after the second"]
+
+
 @pytest.mark.parametrize("kind", [KeepsWhatIsAlive, HoldsWhatItKeeps, SmallerAfterAnError, OneAtATime, Chunkwise])
 @pytest.mark.slow_after_first
 def test_right_implementations_survive_every_history(kind: type[Chunkwise]) -> None:
