@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -55,10 +55,9 @@ def shrunk_until(
     law: Law,
     fails: Callable[[Example], bool | None],
     more: Callable[[int], bool],
-    fixed: Collection[str] = (),
-    domain: Any = None,
+    *others: Any,
 ) -> Shrunk:
-    """What `shrink` returns if it is told to end at a case that is small enough."""
+    """What `shrink` returns if it is told to end at a case that is small enough. `others` are its further arguments."""
     smallest = [example]
 
     def failing(candidate: Example) -> bool | None:
@@ -66,7 +65,7 @@ def shrunk_until(
             smallest[0] = candidate
         return answer
 
-    return shrink(example, law, failing, lambda runs: more(runs) and not kill.small(smallest[0].case), fixed, domain)
+    return shrink(example, law, failing, lambda runs: more(runs) and not kill.small(smallest[0].case), *others)
 
 
 def assert_killed_alone(name: str, kill: Kill, worker: Worker, folder: pathlib.Path) -> LawReport:
