@@ -41,8 +41,8 @@ class ModuleDomain:
     gate, `eps` which of a case's values it can be given, and `final_state` whether it returns a final state. `state_columns` says
     how many columns a convolution's states have: "W", or "W-1" without the oldest, which no output reads. `longest` limits the
     drawn lengths, for implementations that are slow on long sequences. `views`, `deterministic` and `position_independent` mean the
-    same as in Domain; here the positions are tokens, heads, channels and sequences. `residuals` says whether it adds a residual, and
-    whether a norm can return the sum too; `gatings` are the functions of a norm's gate. `lower_bounds`, `parameter_dtypes`,
+    same as in Domain; here the positions are tokens, heads, channels and sequences. `residuals` says whether it adds a residual,
+    and whether a norm can return the sum too; `gatings` are the functions of a norm's gate. `lower_bounds`, `parameter_dtypes`,
     `options` and `exact_options` mean the same as in Domain. A check sets `long`, the most tokens of its long cases (0 for none).
 
     ValueError for a field outside its choices or range, and unless `packed` or `batched` is True.
@@ -152,7 +152,10 @@ class ModuleDomain:
             ),
             (self.backward or not case.backward, "backward=yes is not supported"),
             *(
-                (name not in words or getattr(case, name) in values, f"{name}={getattr(case, name)} is not among {', '.join(values)}")
+                (
+                    name not in words or getattr(case, name) in values,
+                    f"{name}={getattr(case, name)} is not among {', '.join(values)}",
+                )
                 for name, values in self.rare_words.items()
             ),
         )

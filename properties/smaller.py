@@ -294,7 +294,9 @@ SMALLER_PATHS = Smaller(
     (_mesh, _sequences, _unpacked, _pieces, _shorter, _shared_heads), SIMPLEST_PATH, ("key_dim", "value_dim", "hidden")
 )
 SMALLER_MODULES = Smaller((_sequences, _unpacked, _shorter, _heads_alone, _fewer_options), SIMPLEST_MODULE, ("width",))
-SMALLER_LAYERS = Smaller((_sequences, _unpacked, _shorter, _heads, _fewer_options), SIMPLEST_LAYER, ("key_dim", "value_dim", "hidden"))
+SMALLER_LAYERS = Smaller(
+    (_sequences, _unpacked, _shorter, _heads, _fewer_options), SIMPLEST_LAYER, ("key_dim", "value_dim", "hidden")
+)
 SMALLER_POOLS = Smaller((_sequences, _unpacked, _shorter, _spare, _heads, _fewer_options), SIMPLEST_POOL, ("key_dim", "value_dim"))
 SMALLER_CALLS = Smaller((_sequences, _unpacked, _shorter, _axes), SIMPLEST_CALL, ())
 SMALLER_TRACES = Smaller((_events, _rows, _counts, _names, _slots, _heads), SIMPLEST_TRACE, ("key_dim", "value_dim"))

@@ -159,7 +159,9 @@ def _with_rare_words(chance: random.Random, domain: Domain, case: Case, fixed: M
         options = fixed.get(name, choices)
         if not isinstance(options, tuple) or len(options) == 1:
             return str(options if isinstance(options, str) else options[0])
-        return str(chance.choice(options) if name in fixed else chance.choice(options[1:]) if chance.randrange(of) == 0 else options[0])
+        return str(
+            chance.choice(options) if name in fixed else chance.choice(options[1:]) if chance.randrange(of) == 0 else options[0]
+        )
 
     def may(name: str, value: str, every: Sequence[str]) -> bool:
         """Whether a word that the case has drawn may have this value instead."""

@@ -180,7 +180,9 @@ class Case(Line):
         if self.channel_decays != "none" and self.values == "one_hot":
             raise ValueError("values=one_hot needs channel_decays=none: only then is the answer exact")
         if self.lower_bound != "none" and not (self.operation == "kda" and self.gate_inside):
-            raise ValueError(f"lower_bound={self.lower_bound} needs op=kda and in_kernel=gate or both, got in_kernel={self.in_kernel}")
+            raise ValueError(
+                f"lower_bound={self.lower_bound} needs op=kda and in_kernel=gate or both, got in_kernel={self.in_kernel}"
+            )
         if self.parameter_dtype != "fp32" and not self.gate_inside:
             raise ValueError(f"parameter_dtype={self.parameter_dtype} needs in_kernel=gate or both, got {self.in_kernel}")
 
@@ -217,7 +219,7 @@ class Case(Line):
         )
 
     def spec_of(self, inputs: Inputs) -> Operation:
-        """Return the contract of a call like the case's; the call may have a gate or beta that the case's computes or leaves out."""
+        """Return the contract of a call like the case's; the call may have a gate or beta that the case's lacks."""
         inside = {name: inputs.get(raw) is not None for name, raw in INSIDE.items()}
         gate = self.without_gate and not (inside["gate"] or inside["linear"]) and inputs.get("g") is None
         beta = self.without_beta and not inside["beta"] and inputs.get("beta") is None
@@ -270,7 +272,15 @@ _NAMES = (
     *("gk", "gv"),
 )
 _STREAMS = {name: index for index, name in enumerate(_NAMES)}
-_CHOOSING = {"gate": 1, "beta": 2, "q": 3, "k": 4, "v": 5, "gk": 6, "gv": 7}  # salts of the draws that choose a regime for each position
+_CHOOSING = {
+    "gate": 1,
+    "beta": 2,
+    "q": 3,
+    "k": 4,
+    "v": 5,
+    "gk": 6,
+    "gv": 7,
+}  # salts of the draws that choose a regime for each position
 SINGLE_BITS = BITS["fp32"]
 
 
@@ -466,9 +476,7 @@ class _Builder:
         memory = MEMORIES.get(self.case.gate, MEMORIES["64"]) or MEMORIES["64"]
         shape = (*self.batch, *axes)
         draw = _Draw(name, shape, SINGLE_BITS, of_tokens=True)
-        return _Recipe(
-            (draw, _choice(name, shape, 2)), lambda whole, choice: torch.where(choice == 0, 0.0, _decay(whole, memory))
-        )
+        return _Recipe((draw, _choice(name, shape, 2)), lambda whole, choice: torch.where(choice == 0, 0.0, _decay(whole, memory)))
 
     def decays(self, axes: tuple[int, ...]) -> _Recipe:
         """Return the decays alpha, shaped as the log-decays g of the same case, and near exp(g); 0 where g is SATURATED.

@@ -128,9 +128,7 @@ class KdaGate(FlaAdapter):
 
     algorithm = "pointwise"
     omits = left_out(IN_FLA, "output_dtype")
-    domain = ModuleDomain(
-        "kda_gate", beta=False, lower_bounds=("none", "-5", "-1"), parameter_dtypes=("fp32", "input")
-    )
+    domain = ModuleDomain("kda_gate", beta=False, lower_bounds=("none", "-5", "-1"), parameter_dtypes=("fp32", "input"))
 
     def run(self, x: Inputs) -> Tensor:
         from fla.ops.kda.gate import fused_kda_gate
