@@ -278,9 +278,8 @@ def in_kernel(
     decay, rules = (_LINEAR[rule], (_decays,)) if linear else (_GATES[rule], ())
     decay, given = () if "gate" in without else decay, () if "beta" in without else _BETA
     more = tuple(_CHANNELS[name] for name in channels)
-    named = f"{rule}{' of alpha' * linear}" + "".join(
-        [*(f" without {name}" for name in without), *(f" and {name}" for name in channels)]
-    )
+    rare = [*(f"without {name}" for name in without), *(f"and {name}" for name in channels)]
+    named = " ".join([f"{rule}{' of alpha' * linear}", *rare])
     if not (gate or beta) and named != rule:
         return _operation(named, (*decay, *more), given, forward, rules)
     if not (gate or beta):
