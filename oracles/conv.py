@@ -2,9 +2,9 @@
 
     y_t = act(bias + sum_w weight[:, w] x_{t-W+1+w}) + residual_t      w = 0 ... W - 1; act is silu, or nothing
 
-for each channel. The residual, if there is one, has the shape of x. The initial state has the W inputs before the sequence's start, oldest first, or zeros. Sequences never mix. The
-final state has the last W columns of the initial state and the inputs together, so it keeps columns of the initial state if a
-sequence is shorter than W.
+for each channel. The residual, if there is one, has the shape of x. The initial state has the W inputs before the sequence's start,
+oldest first, or zeros. Sequences never mix. The final state has the last W columns of the initial state and the inputs together, so
+it keeps columns of the initial state if a sequence is shorter than W.
 
 A state has W columns in flash-linear-attention and transformers (CAUSAL_CONV1D). SGLang and vLLM keep W - 1 columns
 (CAUSAL_CONV1D_SHORT_STATE), because only the final state of a sequence without tokens depends on column 0. If W = 1, such a state

@@ -184,7 +184,7 @@ def _finite(g: Tensor, arithmetic: Arithmetic) -> Tensor:
 
 
 def _also(g: Tensor, more: Tensor, arithmetic: Arithmetic, name: str) -> Tensor:
-    """Return g + more, the logarithm of two decays. An implementation may multiply the decays, and rounds each and their product."""
+    """Return g + more, the logarithm of two decays. An implementation may multiply them, and rounds each and their product."""
     more = _finite(arithmetic.gradient(more, f"d{name} output", arithmetic.gate), arithmetic)
     one = torch.ones_like(g + more)
     return g + more + (arithmetic.dither(one, f"exp({name})", FUNCTION_BITS) - one)
@@ -282,7 +282,8 @@ def in_kernel(
     decay, rules = (_LINEAR[rule], (_decays,)) if linear else (_GATES[rule], ())
     decay, given = () if "gate" in without else decay, () if "beta" in without else _BETA
     more = tuple(_CHANNELS[name] for name in channels)
-    named = f"{rule}{' of alpha' * linear}{''.join(f' without {name}' for name in without)}{''.join(f' and {name}' for name in channels)}"
+    rare = [*(f"without {name}" for name in without), *(f"and {name}" for name in channels)]
+    named = " ".join([f"{rule}{' of alpha' * linear}", *rare])
     if not (gate or beta) and named != rule:
         return _operation(named, (*decay, *more), given, forward, rules)
     if not (gate or beta):

@@ -27,8 +27,8 @@ class LayerDomain:
     and come out, and `state_gradients` whether gradients flow through them. `attention_mask` says whether a mask can exclude
     padding at the start of a batch's rows. `views` says whether hidden states may be non-contiguous, and `deterministic` whether a
     second call gives the same bits. `gatings` are the functions of the norm's gate, and `parameter_dtypes` the dtypes of A_log and
-    dt_bias: float32, or that of the hidden states. `options` and `exact_options` mean the same as in Domain. A check sets `long`, the most tokens of its long cases (0 for none), and `chunk`, the chunk
-    whose multiples these exceed.
+    dt_bias: float32, or that of the hidden states. `options` and `exact_options` mean the same as in Domain. A check sets `long`,
+    the most tokens of its long cases (0 for none), and `chunk`, the chunk whose multiples these exceed.
 
     ValueError for a field outside its choices, and unless `packed` or `batched` is True.
     """

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from oracles import norm
 from oracles.bound import Bound
+from oracles.operation import Inputs
 from properties import common_laws
 from properties.cases.module_case import EPS, MODULES, ModuleCase, words_of
 from properties.domain import VIEWS
@@ -51,7 +52,8 @@ def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
         "eps": lambda: norm.EPS,
         "offsets": lambda: torch.tensor([0, case.tokens], dtype=getattr(torch, bench.domain.offsets[0])),
     }[what]()
-    arguments = inputs.replaced(**{{"offsets": "cu_seqlens"}.get(what, what): neutral})
+    more = {"returns_sum": False} if what == "residual" and case.operation == "gated_rms_norm" else {}
+    arguments = Inputs(**{**inputs, {"offsets": "cu_seqlens"}.get(what, what): neutral, **more})
     for name, got in bench.run(arguments, cotangents).items():
         if name in bounds:
             yield f"{name} with {what} given", got, bounds[name]

@@ -743,6 +743,8 @@ def test_the_values_of_a_word_are_those_that_a_case_accepts(book: Book) -> None:
             for number in {max(0, low - 1), high + 1} - {low}:
                 with pytest.raises(ValueError, match=rf"{word} must be in {low}\.\.{high}\b"):
                     book.case.parse(f"{line} {word}={number}")
+        elif word == "options":
+            assert row["values"] == "`none`, or name:value joined by commas"
         elif word in ("trace", "takes", "gives", "sizes"):
             assert row["values"] == {"trace": "events joined by `/`", "sizes": "sizes joined by `,`"}.get(
                 word, "tensors joined by `,`"

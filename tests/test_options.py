@@ -109,9 +109,7 @@ def test_rare_words_are_drawn_last_where_a_domain_has_them() -> None:
     for into, of in ((few, domain), (many, wide)):
         seeded(book_of(of).laws["oracle"].draw(of), 1, 60, lambda example, into=into: into.append(example.case))
     plain = {"left_out": "none", "channel_decays": "none", "parameter_dtype": "fp32"}
-    same = [
-        dataclasses.replace(new, **plain, gate=old.gate, beta=old.beta) == old for new, old in zip(many, few, strict=True)
-    ]
+    same = [dataclasses.replace(new, **plain, gate=old.gate, beta=old.beta) == old for new, old in zip(many, few, strict=True)]
     assert all(same)
     assert {case.left_out for case in many} == {"none", "gate", "beta", "both"}
     assert {case.channel_decays for case in many} == {"none", "both"}
@@ -124,7 +122,7 @@ def test_options_shrink_one_by_one() -> None:
     steps = [fields for words, fields in SMALLER_RULES.shapes[-1](case) if words.startswith("options=")]
     assert {step["options"] for step in steps} == {"none", "order:vk", "mode:b"}
     assert not list(SMALLER_RULES.shapes[-1](Case((3,))))
-    assert options.draw_options(random.Random(0), ()) == "none"  # noqa: S311 - not for secrets
+    assert options.draw_options(random.Random(0), ()) == "none"
 
 
 # Words that exclude each other
@@ -238,7 +236,7 @@ PLAIN = {"left_out": "none", "channel_decays": "none", "parameter_dtype": "fp32"
 SHORT = "lengths=9+5 packed=yes value_heads=2 key_dim=4 value_dim=4 state=random gate=64"
 KILLED_BY: dict[type, str] = {
     wrong.NoGateDecays: "law=oracle lengths=2+2+2 key_dim=8 value_dim=8 beta=edges left_out=gate",
-    wrong.BetaOfKeyHeads: "law=absent variant=beta lengths=5+3 packed=yes value_heads=2 key_dim=4 value_dim=4 beta=one left_out=beta",
+    wrong.BetaOfKeyHeads: "law=absent variant=beta lengths=5 value_heads=2 key_dim=4 value_dim=4 beta=one left_out=beta",
     wrong.ChannelsReplaceGate: f"law=oracle {SHORT} channel_decays=keys",
     wrong.ValueDecayOfTokenBefore: f"law=oracle {SHORT} channel_decays=values",
     wrong.ParametersRounded: f"law=oracle {SHORT} in_kernel=gate dtype=bf16 parameter_dtype=input backward=no",

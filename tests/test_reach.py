@@ -427,14 +427,26 @@ def test_the_options_that_are_wrong_are_found_when_they_are_passed() -> None:
 # Built-in adapters: each parameter is passed in a case of this table, or left out with a reason
 
 RULE = "lengths=3+2 packed=yes heads=1 value_heads=2 beta=two scale=half state=random qk_norm=yes"
+HOST = "options=cu_seqlens_cpu:yes,chunk_indices:yes"
+KDA = "op=kda in_kernel=both lower_bound=-5 parameter_dtype=input"
+CONV = "op=causal_conv1d bias=yes activation=silu state=random backward=no residual=added"
 PASSING = {
-    "fla/fused_recurrent": (f"{RULE} in_kernel=both backward=no",),
-    "fla/fused_recurrent_kda": (f"{RULE} op=kda in_kernel=both backward=no",),
-    "fla/conv": ("op=causal_conv1d lengths=3+2 packed=yes bias=yes activation=silu state=random backward=no",),
-    "fla/conv_update": ("op=causal_conv1d lengths=3 bias=yes activation=silu state=random backward=no",),
+    "fla/chunk": (f"{RULE} in_kernel=both backward=no {HOST}",),
+    "fla/fused_recurrent": (f"{RULE} in_kernel=both channel_decays=both backward=no",),
+    "fla/fused_recurrent_kda": (f"{RULE} {KDA} backward=no options=state_v_first:yes",),
+    "fla/chunk_kda": (f"{RULE} {KDA} backward=no options=cu_seqlens_cpu:yes,disable_recompute:yes,state_v_first:yes",),
+    "fla/chunk_kda_safe": (f"{RULE} {KDA} backward=no options=cu_seqlens_cpu:yes,disable_recompute:yes,state_v_first:yes",),
+    "fla/conv": (f"{CONV} lengths=3+2 packed=yes {HOST},swish:yes",),
+    "fla/conv_update": (f"{CONV} lengths=3",),
+    "fla/short_convolution": (f"{CONV} lengths=3+2 packed=yes {HOST},training:no", f"{CONV} lengths=3 options=mask:ones,swish:yes"),
     "fla/gdn_gate": ("op=gdn_gate lengths=3 beta=no backward=no",),
-    "fla/kda_gate": ("op=kda_gate lengths=3 beta=no backward=no",),
+    "fla/kda_gate": ("op=kda_gate lengths=3 beta=no lower_bound=-1 backward=no",),
     "fla/l2norm": ("op=l2norm lengths=3 eps=1e-5 backward=no", "op=l2norm lengths=3 eps=default backward=no"),
+    "fla/gated_norm": (
+        "op=gated_rms_norm lengths=3 eps=1e-6 residual=returned gating=sigmoid backward=no",
+        "op=gated_rms_norm lengths=3 weight=no backward=no",
+    ),
+    "fla/decode": (f"op=decode {RULE} in_kernel=both options=state_v_first:yes",),
 }
 
 

@@ -11,7 +11,7 @@ from properties.layer_domain import LayerDomain
 from properties.module_domain import ModuleDomain
 from verify.zoo.base import Chunkwise, Layered
 from verify.zoo.wrong_gates import Stepwise
-from verify.zoo.wrong_modules import Conv, GatedNorm, Gate, KdaGate, L2Norm
+from verify.zoo.wrong_modules import Conv, Gate, GatedNorm, KdaGate, L2Norm
 
 BOTH = ("fp32", "input")
 
@@ -209,13 +209,13 @@ class SumNorm(GatedNorm):
 
     def run(self, x: Inputs) -> Any:
         y = super().run(x)
-        return (y, self.total(x).to(x.x.dtype)) if x.returns_sum else y
+        return (y, self.total(x).to(x.x.dtype)) if x.get("returns_sum") else y
 
     def wide(self, x: Inputs) -> Tensor:
         return self.total(x)
 
     def total(self, x: Inputs) -> Tensor:
-        total: Tensor = x.x.float() if x.residual is None else x.x.float() + x.residual.float()
+        total: Tensor = x.x.float() if x.get("residual") is None else x.x.float() + x.residual.float()
         return total
 
     def gate(self, x: Inputs) -> Tensor:
@@ -237,7 +237,7 @@ class ReturnsX(SumNorm):
     letter = "F"
 
     def run(self, x: Inputs) -> Any:
-        if not x.returns_sum:
+        if not x.get("returns_sum"):
             return super().run(x)
         y, total = super().run(x)
         return y, total - x.residual.detach().to(total.dtype)
@@ -249,7 +249,7 @@ class ResidualWithoutGradient(SumNorm):
     letter = "F"
 
     def total(self, x: Inputs) -> Tensor:
-        if x.residual is None or x.returns_sum:
+        if x.get("residual") is None or x.get("returns_sum"):
             return super().total(x)
         total: Tensor = x.x.float() + x.residual.detach().float() + 0 * x.residual.float()
         return total
@@ -270,7 +270,7 @@ class ResidualConv(Conv):
     domain = ModuleDomain("causal_conv1d", residuals=("none", "added"))
 
     def answer(self, x: Inputs, y: Tensor, state: Tensor) -> Any:
-        y = y if x.residual is None else (y.float() + x.residual.float()).to(y.dtype)
+        y = y if x.get("residual") is None else (y.float() + x.residual.float()).to(y.dtype)
         return super().answer(x, y, state)
 
 
@@ -280,7 +280,7 @@ class ResidualShifted(ResidualConv):
     letter = "V"
 
     def answer(self, x: Inputs, y: Tensor, state: Tensor) -> Any:
-        if x.residual is None or len(x.residual) < 2:
+        if x.get("residual") is None or len(x.residual) < 2:
             return super().answer(x, y, state)
         return super().answer(x.replaced(residual=torch.cat([x.residual[:1], x.residual[1:].roll(1, 1)])), y, state)
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from oracles.counter import integers, mix_number
 from oracles.layer import GDN_LAYER, Layer
+from oracles.norm import GATINGS
 from oracles.operation import DTYPES, Inputs, Operation
 from oracles.rounding import BITS
 from properties.cases.line import Line, check_choices, text_of
-from oracles.norm import GATINGS
 from properties.cases.path_case import GATES, ParallelCase
 from properties.cases.rule_case import PARAMETER_DTYPES
 from properties.options import values_of

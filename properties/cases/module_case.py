@@ -278,12 +278,12 @@ class ModuleCase(Line):
                 x=build.rows("x", (self.width,)).to(work).unflatten(0, self.batch),
                 weight=build.parameter("weight", (self.width, self.conv_width)).to(work),
                 bias=build.parameter("bias", (self.width,)).to(work) if self.bias else None,
-                residual=None if self.residual == "none" else residual((self.width,)),
                 state=state,
                 cu_seqlens=torch.tensor(self.starts(), dtype=getattr(torch, self.offsets), device=device) if self.packed else None,
                 activation=None if self.activation == "none" else self.activation,
                 output_final_state=self.final_state,
                 pads=None,
+                **({} if self.residual == "none" else {"residual": residual((self.width,))}),
             )
         axes = self._token_axes
         if self.operation in _DECAYS:
@@ -304,8 +304,7 @@ class ModuleCase(Line):
             gated = {
                 "z": build.rows("z", axes).to(work).unflatten(0, self.batch),
                 "weight": None if weight is None else weight.to(work),
-                "residual": None if self.residual == "none" else residual(axes),
-                "returns_sum": self.residual == "returned",
+                **({} if self.residual == "none" else {"residual": residual(axes), "returns_sum": self.residual == "returned"}),
                 **({} if self.gating == "silu" else {"gating": self.gating}),
             }
         if self.operation == "norm_gate_linear":
