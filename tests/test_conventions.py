@@ -12,12 +12,15 @@ import torch
 from oracles.bound import bounds
 from oracles.gated_delta import rule_of
 from properties.books import book_of
+from properties.cases.module_case import ModuleCase
 from properties.cases.rule_case import Case
 from properties.domain import LARGEST, Domain
+from properties.module_domain import ModuleDomain
 from properties.palette import draw_palette, sample
 from properties.pool_domain import PoolDomain
 from properties.rule_laws import LAWS
 from properties.strategies import Example
+from properties.trace_domain import TraceDomain
 from tests.right_conventions import CONVENTIONS, InputStates, OneInitialState, OneState, StatesAsGiven, WholeChunks
 from verify.adapters.base import Adapter
 from verify.engine.shrink import shrink
@@ -180,6 +183,30 @@ def test_a_pool_has_no_use_for_words_about_other_states() -> None:
         if law.needs(domain) is None:
             for example in sample(law.draw(domain), 3, 8):
                 assert domain.outside(example.case) is None, (law.name, example)
+
+
+def test_modules_and_traces() -> None:
+    module = ModuleDomain(fixed_widths=(24, 100), offsets=("int32",), largest_values="scaled", long=1030)
+    for law in book_of(module).laws.values():
+        if "causal_conv1d" in (law.about or ("causal_conv1d",)) and law.needs(module) is None:
+            for example in sample(law.draw(module), 3, 8):
+                assert module.outside(example.case) is None, (law.name, example)
+    cases = [example.case for example in sample(book_of(module).laws["oracle"].draw(module), 5, 80)]
+    assert {case.width for case in cases} == {24, 100}
+    assert {case.values for case in cases} & {*LARGEST} == {"ordinary", "scaled"}
+    assert module.outside(ModuleCase((3,), "causal_conv1d", width=16)) == "width=16 is not among 24, 100"
+    assert module.outside(ModuleCase((3,), "causal_conv1d", width=24, values="great")) == (
+        "values=great: numbers are no larger than those of values=scaled"
+    )
+    with pytest.raises(ValueError, match="widths and width_step must be left out with fixed_widths"):
+        ModuleDomain(fixed_widths=(24,), width_step=8)
+    traces = TraceDomain(key_widths=(8, 32), value_widths=(16,))
+    for law in book_of(traces).laws.values():
+        if law.needs(traces) is None:
+            for example in sample(law.draw(traces), 3, 4):
+                assert traces.outside(example.case) is None, (law.name, example)
+    with pytest.raises(ValueError, match="key_dims and width_step must be left out with key_widths"):
+        TraceDomain(key_widths=(8,), key_dims=(8, 16))
 
 
 def test_a_law_that_cuts_says_what_is_outside() -> None:
