@@ -21,6 +21,7 @@ from properties.pool_domain import PoolDomain
 from properties.rule_laws import LAWS
 from properties.strategies import Example
 from properties.trace_domain import TraceDomain
+from tests import right_interfaces
 from tests.right_conventions import CONVENTIONS, InputStates, OneInitialState, OneState, StatesAsGiven, WholeChunks
 from verify.adapters.base import Adapter
 from verify.engine.shrink import shrink
@@ -30,6 +31,11 @@ from verify.execution.refusals import probe
 from verify.execution.run import Run
 from verify.process.outcome import Outcome, Verdict
 
+INTERFACES = [
+    kind
+    for kind in vars(right_interfaces).values()
+    if isinstance(kind, type) and issubclass(kind, Adapter) and kind.__module__ == right_interfaces.__name__
+]
 NAMES = [kind.__name__ for kind in CONVENTIONS]
 ROWS = [(kind, *row) for kind, row in CONVENTIONS.items()]
 WORDS: list[dict[str, Any]] = [
@@ -269,3 +275,10 @@ def test_lines_of_earlier_versions_mean_the_same() -> None:
     assert (case.state_dtype, case.final_dtype, case.initial_states, case.final_states) == ("fp32", "fp32", "each", "each")
     assert case.spec is rule_of("gated_delta_rule")
     assert case.inputs().state.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", INTERFACES, ids=lambda kind: kind.__name__)
+@pytest.mark.slow_after_first
+def test_another_interface_holds(kind: type[Adapter], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = outcomes(kind(), "oracle", small("oracle", kind.domain, 1), monkeypatch)
+    assert {outcome.verdict for outcome in found} == {Verdict.HOLDS}, [outcome.findings for outcome in found]
