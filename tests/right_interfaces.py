@@ -1,4 +1,4 @@
-"""Right implementations with other interfaces: their adapters turn, repeat, pad or clone, and need no word of a domain.
+"""Right implementations with other interfaces: their adapters turn, repeat, pad or clone. Few need a word of a domain.
 
 None of them was used to set the bounds.
 """
@@ -52,10 +52,12 @@ class BetaMultiplied(Chunkwise):
 
 
 class ClampedGates(Recurrent):
-    """Log-decays are clamped at -60 from below, where exp is nearly zero."""
+    """Log-decays are clamped at -20 from below, so that stronger decays leave 2e-9 of a state."""
+
+    domain = Domain(strongest_decay="tenth")
 
     def decay(self, x: Inputs) -> Tensor:
-        return x.g.float().clamp(min=-60.0).exp()
+        return x.g.float().clamp(min=-20.0).exp()
 
 
 class WideOutputs(Recurrent):
@@ -187,7 +189,7 @@ class FlattenedBatch(Chunkwise):
         return o.reshape(x.v.shape), state
 
 
-class ScaledKeys(Recurrent):
+class ScaledQueries(Recurrent):
     """The caller scales the queries, in float32."""
 
     domain = Domain(scales=("one",))

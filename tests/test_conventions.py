@@ -12,12 +12,16 @@ import torch
 from oracles.bound import bounds
 from oracles.gated_delta import rule_of
 from properties.books import book_of
+from properties.cases.module_case import ModuleCase
 from properties.cases.rule_case import Case
 from properties.domain import LARGEST, Domain
+from properties.module_domain import ModuleDomain
 from properties.palette import draw_palette, sample
 from properties.pool_domain import PoolDomain
 from properties.rule_laws import LAWS
 from properties.strategies import Example
+from properties.trace_domain import TraceDomain
+from tests import right_interfaces
 from tests.right_conventions import CONVENTIONS, InputStates, OneInitialState, OneState, StatesAsGiven, WholeChunks
 from verify.adapters.base import Adapter
 from verify.engine.shrink import shrink
@@ -27,6 +31,11 @@ from verify.execution.refusals import probe
 from verify.execution.run import Run
 from verify.process.outcome import Outcome, Verdict
 
+INTERFACES = [
+    kind
+    for kind in vars(right_interfaces).values()
+    if isinstance(kind, type) and issubclass(kind, Adapter) and kind.__module__ == right_interfaces.__name__
+]
 NAMES = [kind.__name__ for kind in CONVENTIONS]
 ROWS = [(kind, *row) for kind, row in CONVENTIONS.items()]
 WORDS: list[dict[str, Any]] = [
@@ -182,6 +191,30 @@ def test_a_pool_has_no_use_for_words_about_other_states() -> None:
                 assert domain.outside(example.case) is None, (law.name, example)
 
 
+def test_modules_and_traces() -> None:
+    module = ModuleDomain(fixed_widths=(24, 100), offsets=("int32",), largest_values="scaled", long=1030)
+    for law in book_of(module).laws.values():
+        if "causal_conv1d" in (law.about or ("causal_conv1d",)) and law.needs(module) is None:
+            for example in sample(law.draw(module), 3, 8):
+                assert module.outside(example.case) is None, (law.name, example)
+    cases = [example.case for example in sample(book_of(module).laws["oracle"].draw(module), 5, 80)]
+    assert {case.width for case in cases} == {24, 100}
+    assert {case.values for case in cases} & {*LARGEST} == {"ordinary", "scaled"}
+    assert module.outside(ModuleCase((3,), "causal_conv1d", width=16)) == "width=16 is not among 24, 100"
+    assert module.outside(ModuleCase((3,), "causal_conv1d", width=24, values="great")) == (
+        "values=great: numbers are no larger than those of values=scaled"
+    )
+    with pytest.raises(ValueError, match="widths and width_step must be left out with fixed_widths"):
+        ModuleDomain(fixed_widths=(24,), width_step=8)
+    traces = TraceDomain(key_widths=(8, 32), value_widths=(16,))
+    for law in book_of(traces).laws.values():
+        if law.needs(traces) is None:
+            for example in sample(law.draw(traces), 3, 4):
+                assert traces.outside(example.case) is None, (law.name, example)
+    with pytest.raises(ValueError, match="key_dims and width_step must be left out with key_widths"):
+        TraceDomain(key_widths=(8,), key_dims=(8, 16))
+
+
 def test_a_law_that_cuts_says_what_is_outside() -> None:
     step, one = Domain(length_step=64), Domain(final_states="last")
     case = Case.parse("lengths=64+128 packed=yes")
@@ -242,3 +275,10 @@ def test_lines_of_earlier_versions_mean_the_same() -> None:
     assert (case.state_dtype, case.final_dtype, case.initial_states, case.final_states) == ("fp32", "fp32", "each", "each")
     assert case.spec is rule_of("gated_delta_rule")
     assert case.inputs().state.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", INTERFACES, ids=lambda kind: kind.__name__)
+@pytest.mark.slow_after_first
+def test_another_interface_holds(kind: type[Adapter], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = outcomes(kind(), "oracle", small("oracle", kind.domain, 1), monkeypatch)
+    assert {outcome.verdict for outcome in found} == {Verdict.HOLDS}, [outcome.findings for outcome in found]
