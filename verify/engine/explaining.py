@@ -149,7 +149,9 @@ def explain(
     while slid:
         current = run.example
         small = shrink(run.example, law, fails, more, fixed, least)
-        changed = next((names for names, example in restored(law, small.example, run.example) if again(example) is False), set[str]())
+        changed = next(
+            (names for names, example in restored(law, small.example, run.example) if again(example) is False), set[str]()
+        )
         apart = [(name, size) for name, size, example in between(law, small.example, run.example) if again(example) is False]
         slid = bool(changed or apart)
         fixed, least = fixed | changed, least | dict(apart)

@@ -55,9 +55,9 @@ def shrink(
     aspects repeats until none gets simpler. Going back to the first aspect after every success would test its threshold again each
     time, and would take three times as many runs.
 
-    The words in `fixed` keep their values. The sizes in `least` (see `sizes`) stay above these numbers. A value of an option or a width with which a candidate did not fail is never taken
-    later. If it prevents the failure of a complex case, then it prevents this failure in simpler cases too, and what fails is
-    another defect.
+    The words in `fixed` keep their values. The sizes in `least` (see `sizes`) stay above these numbers. A value of an option or a
+    width with which a candidate did not fail is never taken later. If it prevents the failure of a complex case, then it prevents
+    this failure in simpler cases too, and what fails is another defect.
     """
     seen: dict[Example, bool | None] = {}
     neighbours: list[tuple[str, str]] = []
@@ -132,10 +132,9 @@ def _above(size: int, most: int) -> list[int]:
 
 
 def with_ordinary_numbers(law: Law, example: Example) -> Example | None:
-    """The example with ordinary values and betas and the default scale. None if it has them already, or if that is not legal."""
+    """The example with ordinary values and betas and the default scale, or None if that is not legal."""
     words = {name: getattr(example.case, name, None) for name in ORDINARY}
-    change = {name: ORDINARY[name] for name, word in words.items() if isinstance(word, str) and word != ORDINARY[name]}
-    return _changed(law, example, change) if change else None
+    return _changed(law, example, {name: ORDINARY[name] for name, word in words.items() if isinstance(word, str)})
 
 
 def simpler_in(law: Law, example: Example, names: Collection[str]) -> Iterator[tuple[str, Example]]:
