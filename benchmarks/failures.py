@@ -50,11 +50,12 @@ def main() -> int:
         print(f"{name:<40} {wall:6.1f} s, CPU {cpu:6.1f} s  {law or 'no law is broken'}", flush=True)
     wall, cpu = statistics.median(walls), statistics.median(cpus)
     print(
-        f"{len(walls)} wrong implementations: median {wall:.1f} s, CPU {cpu:.1f} s; longest {max(walls):.1f} s, CPU {max(cpus):.1f} s; "
-        f"{silent} without a broken law"
+        f"{len(walls)} wrong implementations: median {wall:.1f} s, CPU {cpu:.1f} s; "
+        f"longest {max(walls):.1f} s, CPU {max(cpus):.1f} s; {silent} without a broken law"
     )
     for kind, values in (("seconds", walls), ("CPU seconds", cpus)):
-        value = {"value": statistics.median(values), "unit": "s", "spread": [min(values), max(values)], "sample": f"{len(values)} rules"}
+        value = {"value": statistics.median(values), "unit": "s", "spread": [min(values), max(values)]}
+        value["sample"] = f"{len(values)} rules"
         records.put(options, "speed", {f"{kind} from the command to the first failure, wrong rules in a file": value}, decimals=1)
     return int(wall > TARGET_S)
 
@@ -63,7 +64,9 @@ def first_failure(name: str, folder: pathlib.Path) -> tuple[float, float, str]:
     """The seconds and the CPU seconds until the first failure is printed, and its law; "" if there is none."""
     kind = animals()[name].kind
     file = folder / "wrong.py"
-    file.write_text(f"from {kind.__module__} import {kind.__name__}\n\n\nclass Wrong({kind.__name__}):\n    pass\n", encoding="utf-8")
+    file.write_text(
+        f"from {kind.__module__} import {kind.__name__}\n\n\nclass Wrong({kind.__name__}):\n    pass\n", encoding="utf-8"
+    )
     command = [sys.executable, "-m", "verify", "check", f"{file}:Wrong", "--no-examples", "--findings", str(folder / "findings")]
     start = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True)

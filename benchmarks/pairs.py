@@ -219,7 +219,9 @@ def pairs(seed: int, half: int | None = None) -> Iterator[Pair]:
             by_right.setdefault(right.__name__, []).append(name)
     orders = []
     for names in by_right.values():
-        both = [(first, second) for first in names for second in names if first != second and half in (None, half_of(first, second))]
+        both = [
+            (first, second) for first in names for second in names if first != second and half in (None, half_of(first, second))
+        ]
         chance.shuffle(both)
         orders.append(iter(both))
     number = 0

@@ -303,20 +303,26 @@ def test_two_causes_of_nine_laws_are_told_apart() -> None:
 def test_what_numbers_hide_and_chance_decides_makes_no_other_cause() -> None:
     packed = broken("packed", "at=1 lengths=1+5 packed=yes key_dim=1 value_dim=1 gate=1000 state=random", off(o=9, final_state=9))
     for other in (
-        broken("oracle", "lengths=2 key_dim=1 value_dim=1 beta=zero", off(dbeta=99), "lengths=1", ordinary="dbeta dk final_state o"),
+        broken(
+            "oracle", "lengths=2 key_dim=1 value_dim=1 beta=zero", off(dbeta=99), "lengths=1", ordinary="dbeta dk final_state o"
+        ),
         broken("again", "lengths=99 key_dim=8 value_dim=1 seed=9", off(o=30), "seed=0", "lengths=64", "key_dim=1"),
         broken("memory", "lengths=40 key_dim=8 value_dim=1", off(o=1.5), "lengths=32", "key_dim=1", "heads=1 value_heads=1"),
         broken("pure", "lengths=1 key_dim=1 value_dim=1 state=random", off(o=30), "state=none"),
     ):
         assert len(causes.groups([packed, other])) == 1, other
-        assert causes.lines([packed, other])[0].startswith(f"probably one cause: 2 laws ({', '.join(sorted((other.law, 'packed')))}):")
+        assert causes.lines([packed, other])[0].startswith(
+            f"probably one cause: 2 laws ({', '.join(sorted((other.law, 'packed')))}):"
+        )
     for other in (
         broken("oracle", "lengths=2 key_dim=1 value_dim=1 beta=zero", off(dbeta=99), "lengths=1"),
         broken("oracle", "lengths=2 key_dim=1 value_dim=1 gate=10", off(o=9), "gate=1000"),
     ):
         assert len(causes.groups([packed, other])) == 2, other
     stateless = broken("permuted", "lengths=1+1 key_dim=1 value_dim=1", off(o=9))
-    assert len(causes.groups([stateless, broken("pure", "lengths=1 key_dim=1 value_dim=1 state=zero", off(o=9), "state=none")])) == 2
+    assert (
+        len(causes.groups([stateless, broken("pure", "lengths=1 key_dim=1 value_dim=1 state=zero", off(o=9), "state=none")])) == 2
+    )
 
 
 # The benchmark

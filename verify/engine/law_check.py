@@ -335,7 +335,7 @@ class LawCheck:
         smallest = dataclasses.replace(run, example=small.example)
         report.run, report.findings, report.shrunk = str(smallest), best.findings, small.finished
         if best.kind is FailureKind.OFF and (example := with_ordinary_numbers(run.the_law, small.example, domain)) is not None:
-            ordinary = ask(dataclasses.replace(run, example=example), worker, common.store)
+            ordinary = best if example == small.example else self._ask(dataclasses.replace(run, example=example))
             report.ordinary = sorted({port_of(finding.output) for finding in ordinary.findings})
         report.neighbours = [what for what, _ in small.neighbours]
         report.fails_too = list(small.others)

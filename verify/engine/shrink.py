@@ -56,8 +56,8 @@ def shrink(
     aspects repeats until none gets simpler. Going back to the first aspect after every success would test its threshold again each
     time, and would take three times as many runs.
 
-    Candidates outside the `domain` are not run. The words in `fixed` keep their values, and the sizes in `least` (see `sizes`) stay
-    above these numbers. A value of an option or a width with which a candidate did not fail is never taken later. If it prevents the
+    Candidates outside the `domain` are not run. The words in `fixed` keep their values. The sizes in `least` (see `sizes`) stay above
+    these numbers. A value of an option or a width with which a candidate did not fail is never taken later. If it prevents the
     failure of a complex case, then it prevents this failure in simpler cases too, and what fails is another defect.
     """
     seen: dict[Example, bool | None] = {}
@@ -137,13 +137,10 @@ def _above(size: int, most: int) -> list[int]:
 
 
 def with_ordinary_numbers(law: Law, example: Example, domain: Any = None) -> Example | None:
-    """The example with ordinary values and betas and the default scale.
-
-    None if it has them already, if that is not legal, or if it lies outside the domain.
-    """
+    """The example with ordinary values and betas and the default scale, or None if that is not legal or outside the domain."""
     words = {name: getattr(example.case, name, None) for name in ORDINARY}
-    change = {name: ORDINARY[name] for name, word in words.items() if isinstance(word, str) and word != ORDINARY[name]}
-    ordinary = _changed(law, example, change, domain) if change else None
+    change = {name: ORDINARY[name] for name, word in words.items() if isinstance(word, str)}
+    ordinary = _changed(law, example, change, domain)
     return ordinary if ordinary is not None and _inside(law, ordinary, domain) else None
 
 

@@ -8,10 +8,11 @@ from verify.findings.law_report import LawReport
 from verify.process.outcome import FailureKind, Verdict, port_of
 
 # Words whose values a law decides, or chance, and words that only decide which numbers a case has. They do not tell causes apart.
-OF_THE_LAW = {"at", "variant", "packed", "seed", "backward", "offsets"}
-OF_NUMBERS = {"values", "beta", "scale"}
+OF_THE_LAW = {"at", "variant", "backward"}
+OF_NUMBERS = {"values", "beta", "scale", "seed"}
 NUMBERS = (FailureKind.OFF, FailureKind.DIFFERS)  # with or without a tolerance, as the law compares
 WIDTHS = {"key_dim", "value_dim", "width", "hidden", "conv_width"}
+HEADS = ("heads", "heads value_heads")  # one word, or two that shrink together
 SHORT = 16  # some laws need a sequence to cut, or several tokens: lengths below this do not tell causes apart
 MARGINAL = 2.0  # a case whose error is less than so many times its tolerance may hold with any other numbers
 
@@ -24,7 +25,7 @@ class Symptoms:
     - `ordinary`: those that fail with ordinary numbers. Numbers such as a beta of zero hide what other outputs do
     - `words`: the words of the case; `fails_too`: other values with which it fails, `holds`: values with which it holds
     - `longest`: its longest sequence
-    - `by_chance`: other random numbers would let the case hold
+    - `by_chance`: with other numbers the case may hold
     """
 
     law: str
@@ -42,21 +43,31 @@ class Symptoms:
         """The words without whose values the case holds, and which tell causes apart."""
         return sorted({name for name, _ in self.holds if " " not in name} - OF_THE_LAW - OF_NUMBERS - WIDTHS - {"lengths", "heads"})
 
+    @property
+    def of_gradients(self) -> bool:
+        """Whether gradients alone fail with ordinary numbers, so that the outputs are right."""
+        return all(name.startswith("d") for name in self.ordinary)
+
     def agree(self, other: "Symptoms") -> bool:
         """Whether one cause probably explains both.
 
-        They fail in the same way. The outputs that fail in one fail in the other too, at least with ordinary numbers. Neither case
-        has a value with which the other one holds.
+        They fail in the same way. The outputs that fail in one fail in the other too, at least with ordinary numbers. With ordinary
+        numbers, gradients alone fail in both or in neither. Neither case has a value with which the other one holds.
         """
+        if self.ordinary and other.ordinary and self.of_gradients != other.of_gradients:
+            return False
         nested = self.outputs <= other.outputs | other.ordinary or other.outputs <= self.outputs | self.ordinary
         return nested and not self.ways.isdisjoint(other.ways) and not self.denies(other) and not other.denies(self)
 
     def denies(self, other: "Symptoms") -> bool:
         """Whether the other case has a value with which this one holds, or a size at which it holds or a smaller one.
 
-        - If other random numbers let this case hold, its sizes say nothing, since other sizes have other numbers.
+        - If this case holds with ordinary values, whatever the random numbers, then the other one must not fail with them.
+        - If this case holds by chance, its sizes say nothing, since other sizes have other numbers.
         - A longer sequence has a state in itself. So the other case may do without an initial state.
         """
+        if ("values", "ordinary") in self.holds and ("seed", "0") not in self.holds and other.ordinary:
+            return True
         for name, value in self.holds:
             if name in WIDTHS:
                 if not self.by_chance and name in other.words and int(other.words[name]) <= int(value):
@@ -64,8 +75,8 @@ class Symptoms:
             elif name == "lengths":
                 if not self.by_chance and other.longest <= max(map(int, value.split("+"))) and self.longest >= SHORT:
                     return True
-            elif name == "heads value_heads":
-                if not self.by_chance and f"{other.words.get('heads')} {other.words.get('value_heads')}" == value:
+            elif name in HEADS:
+                if not self.by_chance and " ".join(other.words.get(word, "") for word in name.split()) == value:
                     return True
             elif name == "state" and other.longest > self.longest:
                 continue
@@ -87,12 +98,12 @@ def symptoms(report: LawReport) -> Symptoms:
         holds,
         _changes(report.fails_too),
         max(getattr(case, "lengths", ()), default=0),
-        ("seed", "0") in holds or max(finding.ratio for finding in report.findings) < MARGINAL,
+        any(name in OF_NUMBERS for name, _ in holds) or max(finding.ratio for finding in report.findings) < MARGINAL,
     )
 
 
 def _changes(changes: Sequence[str]) -> frozenset[tuple[str, str]]:
-    """The words and values in changes such as "gate=forever" and "heads=1 value_heads=1"; several words are one, with both values."""
+    """The words and values in changes such as "gate=forever". Those of "heads=1 value_heads=1" are one word with both values."""
     pairs = [[word.partition("=")[::2] for word in change.split()] for change in changes]
     return frozenset((" ".join(name for name, _ in pair), " ".join(value for _, value in pair)) for pair in pairs)
 
@@ -126,7 +137,10 @@ def lines(reports: Sequence[LawReport]) -> list[str]:
 def _line(group: Sequence[Symptoms]) -> str:
     first = group[0]
     laws = f"{len(group)} law{'s' if len(group) > 1 else ''} ({', '.join(sorted(one.law for one in group))})"
-    parts = [f"{', '.join(sorted(first.outputs))} {', '.join(sorted(first.ways))}"]
+    ways = ", ".join(sorted(first.ways))
+    if len(first.outputs) > 1:
+        ways = ways.replace("is ", "are ", 1)
+    parts = [f"{', '.join(sorted(first.outputs))} {ways}"]
     needs = [name for name in first.needs if all(name in one.needs for one in group)]
     parts += [f"holds with another {' or '.join(needs)}"] if needs else []
     return f"{laws}: {'; '.join(filter(None, parts))}"
