@@ -43,8 +43,8 @@ class ModuleDomain:
     `final_state` whether it returns a final state. `state_columns` says how many columns a convolution's states have: "W", or "W-1"
     without the oldest, which no output reads. `attention_mask` says whether a mask can exclude padding at the start of a batch's
     rows. `longest` limits the drawn lengths, for implementations that are slow on long sequences. `views`, `deterministic` and
-    `position_independent` mean the same as in Domain; here the positions are tokens, heads, channels and sequences. `residuals` says
-    whether it adds a residual, and whether a norm can return the sum too; `gatings` are the functions of a norm's gate.
+    `position_independent` mean the same as in Domain; here the positions are tokens, heads, channels and sequences. `residuals`
+    says whether it adds a residual, and whether a norm can return the sum too; `gatings` are the functions of a norm's gate.
     `lower_bounds`, `parameter_dtypes`, `options` and `exact_options` mean the same as in Domain. A check sets `long`, the most
     tokens of its long cases (0 for none).
 
@@ -134,7 +134,7 @@ class ModuleDomain:
 
     def outside(self, case: ModuleCase) -> str | None:
         """Return why `case` is outside the domain, or None."""
-        (least, most), step = self.widths, self.width_step
+        least, most = self.widths
         steps = f" in steps of {self.width_step}" if self.width_step > 1 else ""
         widths = f"among {', '.join(map(str, self.fixed_widths))}" if self.fixed_widths else f"in {least}..{most}{steps}"
         words = words_of(self.operation)

@@ -1,6 +1,7 @@
 """The laws of rules: gated delta rule, delta rule and KDA. Laws shared with other operations are in common_laws.py."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -338,6 +339,10 @@ def _remember(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
     return cases(domain, **options)
 
 
+def _leaves_out(words: tuple[str, ...], case: Case) -> bool:
+    return case.left_out in words
+
+
 def _absent_examples(domain: Domain) -> st.SearchStrategy[Example]:
     small: dict[str, Any] = {"longest": 80, "total": 160, "value_heads": 2}
     choices = [examples_of(cases(domain, **small), None, ("final_state",))]
@@ -354,9 +359,8 @@ def _absent_examples(domain: Domain) -> st.SearchStrategy[Example]:
         choices.append(examples_of(cases(domain, in_kernel=inside, dt_bias=False, **small), None, ("dt_bias",)))
     for name in ("gate", "beta"):
         if left_out := tuple(word for word in domain.left_out if word in (name, "both")):
-            fixed = {"left_out": left_out, "in_kernel": "none", "gate": ("forever",), "beta": "one"}
-            drawn = cases(domain, **fixed, **small)
-            choices.append(examples_of(drawn.filter(lambda case, left_out=left_out: case.left_out in left_out), None, (name,)))
+            drawn = cases(domain, left_out=left_out, in_kernel="none", gate=("forever",), beta="one", **small)
+            choices.append(examples_of(drawn.filter(functools.partial(_leaves_out, left_out)), None, (name,)))
     if domain.options:
         choices.append(examples_of(cases(domain, **small).filter(lambda case: case.options != "none"), None, ("options",)))
     return either(choices)

@@ -94,8 +94,8 @@ class Case(Line):
     that of q. `options` are the options of the implementation (properties/options.py) that do not have their first value.
 
     `state_dtype` is the dtype of initial states, if there are any. `final_dtype` is that of final states; "state" means the dtype
-    of the initial state, or float32 if there is none. In a packed call, `initial_states` and `final_states` say which sequences have
-    an initial state and which return a final one.
+    of the initial state, or float32 if there is none. In a packed call, `initial_states` and `final_states` say which sequences
+    have an initial state and which return a final one.
 
     ValueError for a field outside its choices or range, or for fields that exclude each other.
     """

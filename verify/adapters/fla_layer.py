@@ -93,7 +93,7 @@ class KdaLayer(Layer):
     api = "fla.layers:KimiDeltaAttention"
     omits = left_out(IN_FLA, "mode", "use_short_conv", "safe_gate", "lower_bound", "output_attentions")
     domain = LayerDomain("kda_layer", nothing=False, refills=False)
-    counterpart = "fla/kda_layer_recurrent"
+    counterpart: str | None = "fla/kda_layer_recurrent"
 
     def module(self, layer: Widths, x: Inputs) -> torch.nn.Module:
         from fla.layers import KimiDeltaAttention

@@ -56,9 +56,9 @@ def shrink(
     aspects repeats until none gets simpler. Going back to the first aspect after every success would test its threshold again each
     time, and would take three times as many runs.
 
-    Candidates outside the `domain` are not run. The words in `fixed` keep their values. The sizes in `least` (see `sizes`) stay above
-    these numbers. A value of an option or a width with which a candidate did not fail is never taken later. If it prevents the
-    failure of a complex case, then it prevents this failure in simpler cases too, and what fails is another defect.
+    Candidates outside the `domain` are not run. The words in `fixed` keep their values. The sizes in `least` (see `sizes`) stay
+    above these numbers. A value of an option or a width with which a candidate did not fail is never taken later. If it prevents
+    the failure of a complex case, then it prevents this failure in simpler cases too, and what fails is another defect.
     """
     seen: dict[Example, bool | None] = {}
     neighbours: list[tuple[str, str]] = []

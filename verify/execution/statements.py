@@ -111,7 +111,7 @@ def hindered() -> str:
 
 @contextlib.contextmanager
 def recorded(files: frozenset[str] | None) -> Iterator[dict[str, set[Arc]]]:
-    """Record what runs inside `called` in `files`, or in all files. Yields a dict that is filled at the end with each file's arcs."""
+    """Record what runs inside `called` in `files`, or in all files. Yields each file's arcs, which are there at the end."""
     global _recorder, _running
     _recorder = _recorder or _Recorder()
     found: dict[str, set[Arc]] = {}
