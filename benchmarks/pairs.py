@@ -270,6 +270,8 @@ def _holds(run: Run, worker: Worker, store: Store) -> bool:
 def shrunk(found: Found, worker: Worker, store: Store, outcome: Outcome | None = None) -> Smallest:
     """The smallest line of a finding, as a check would print it."""
     outcome = outcome or ask(found.run, worker, store)
+    if outcome.lost:  # the first call of an adapter may take longer than the deadline, if it imports much
+        outcome = ask(found.run, worker, store)
     start = time.monotonic()
     law: Law = found.run.the_law
     small, _ = explain(law, found.run, outcome, worker, store, NO_DEFECTS, threading.Event(), LIMIT_S)

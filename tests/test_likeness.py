@@ -1,14 +1,19 @@
 """A smaller case fails as the found one, so that shrinking does not go from one defect to another. Broken laws have causes."""
 
+import argparse
 import dataclasses
+import json
 import pathlib
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
-from benchmarks import pairs, planted
+from benchmarks import causes as grouping
+from benchmarks import failures, pairs, planted
 from properties.domain import Domain
 from tests.answering import Answering
 from verify.engine import explaining
@@ -325,7 +330,34 @@ def test_what_numbers_hide_and_chance_decides_makes_no_other_cause() -> None:
     )
 
 
-# The benchmark
+# The benchmarks
+
+
+def test_reports_in_a_file_are_grouped_as_before_and_two_causes_are_mixed(tmp_path: pathlib.Path) -> None:
+    one = [broken(law, "lengths=1 key_dim=1 value_dim=1", off(o=9)) for law in ("oracle", "again")]
+    other = [broken(law, "lengths=1 key_dim=1 value_dim=1", off(dg=9)) for law in ("oracle", "permuted")]
+    file = tmp_path / "reports.jsonl"
+    kinds = {"DropsState": one, "LeaksState": other}
+    lines = [json.dumps({"name": name, "reports": [report.to_json() for report in reports]}) for name, reports in kinds.items()]
+    file.write_text("\n".join(lines), encoding="utf-8")
+    checked = grouping.read(file)
+    assert [(kind.name, causes.groups(kind.reports)) for kind in checked] == [
+        (name, causes.groups(reports)) for name, reports in kinds.items()
+    ]
+    options = argparse.Namespace(seed=0, pairs=9)
+    assert grouping.pairs(checked, options) == (0, 1), "no group has laws of both"
+    same = dataclasses.replace(checked[1], reports=tuple(broken("permuted", "lengths=1 key_dim=1", off(o=9)) for _ in range(2)))
+    assert grouping.pairs([checked[0], same], options) == (1, 0)
+
+
+def test_the_cpu_seconds_of_a_command_are_those_of_its_processes() -> None:
+    busy = "import time; end = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
+    command = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}]); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert failures.cpu_of(process.pid) >= 0.25
+        process.kill()
 
 
 def test_planted_defects_are_both_there_and_can_be_mended() -> None:
