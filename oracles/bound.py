@@ -192,7 +192,7 @@ def bounds(
     chunks = CHUNKS if algorithm == "chunkwise" and chunk is None else (chunk,)
     plain = Arithmetic.of(algorithm, dtypes["input"], products)
     pool = BITS[dtypes["state"]]
-    kinds = {kind: BITS[dtypes[kind]] for kind in ("gate", "parameter")}
+    kinds: dict[str, Any] = {kind: BITS[dtypes[kind]] for kind in ("gate", "parameter")}
     plain = dataclasses.replace(plain, **kinds, pool=pool if pool < SINGLE else EXACT)
     if stores and algorithm == "recurrent":
         plain = dataclasses.replace(plain, summed_again=plain.output)

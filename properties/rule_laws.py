@@ -1,7 +1,7 @@
 """The laws of rules: gated delta rule, delta rule and KDA. Laws shared with other operations are in common_laws.py."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -325,6 +325,10 @@ def _remember(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
     return cases(domain, **options)
 
 
+def _leaves_out(name: str) -> Callable[[Case], bool]:
+    return lambda case: case.left_out in (name, "both")
+
+
 def _absent_examples(domain: Domain) -> st.SearchStrategy[Example]:
     small: dict[str, Any] = {"longest": 80, "total": 160, "value_heads": 2}
     choices = [examples_of(cases(domain, **small), None, ("final_state",))]
@@ -341,9 +345,8 @@ def _absent_examples(domain: Domain) -> st.SearchStrategy[Example]:
         choices.append(examples_of(cases(domain, in_kernel=inside, dt_bias=False, **small), None, ("dt_bias",)))
     for name in ("gate", "beta"):
         if left_out := tuple(word for word in domain.left_out if word in (name, "both")):
-            fixed = {"left_out": left_out, "in_kernel": "none", "gate": ("forever",), "beta": "one"}
-            drawn = cases(domain, **fixed, **small)
-            choices.append(examples_of(drawn.filter(lambda case, left_out=left_out: case.left_out in left_out), None, (name,)))
+            fixed: dict[str, Any] = {"left_out": left_out, "in_kernel": "none", "gate": ("forever",), "beta": "one"}
+            choices.append(examples_of(cases(domain, **fixed, **small).filter(_leaves_out(name)), None, (name,)))
     if domain.options:
         choices.append(examples_of(cases(domain, **small).filter(lambda case: case.options != "none"), None, ("options",)))
     return either(choices)

@@ -168,7 +168,7 @@ def _with_rare_words(chance: random.Random, domain: Domain, case: Case, fixed: M
         options = fixed.get(name, every)
         return value in (options if isinstance(options, tuple) else (options,))
 
-    words: dict[str, str] = {}
+    words: dict[str, Any] = {}
     left_out = chosen("left_out", domain.left_out)
     given = case.operation != "delta_rule" and case.decay == "log" and not case.gate_inside and may("gate", "forever", domain.gates)
     can = {"gate": given, "beta": not case.beta_inside and may("beta", "one", BETAS)}

@@ -244,7 +244,8 @@ class ModuleCase(Line):
         work, single = DTYPES[self.dtype], DTYPES["fp32" if self.parameter_dtype == "fp32" else self.dtype]
 
         def residual(axes: tuple[int, ...]) -> Tensor:
-            return build.rows("residual", axes).to(work).unflatten(0, self.batch)
+            rows: Tensor = build.rows("residual", axes).to(work).unflatten(0, self.batch)
+            return rows
 
         if self.operation == "causal_conv1d":
             state = None
