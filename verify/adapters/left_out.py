@@ -9,7 +9,7 @@ IN_FLA: Mapping[str, str] = {
     "gk": "fla/fused_recurrent passes it; requests in a pool have one decay for all channels",
     "gv": "fla/fused_recurrent passes it; requests in a pool have one decay for all channels",
     "max_num_seqs": "it is for use_graph",
-    "mode": "fla/layer_recurrent passes it; where gradients are computed there is one mode",
+    "mode": "fla/layer_recurrent passes it; other calls run the recurrent rule where they are short and have no gradients",
     "output_attentions": "the layer has no attention weights",
     "output_dtype": "outputs have the dtype that the operation has by default",
     "residual_in_fp32": "it is the dtype of the sum for a call without a residual, in which the sum is x",
