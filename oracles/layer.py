@@ -1,10 +1,18 @@
-"""The Gated DeltaNet (GDN) layer of Qwen3-Next in float64: its widths, and what it computes.
+"""The Gated DeltaNet (GDN) layer of Qwen3-Next and the KDA layer of Kimi Linear in float64: their widths, and what they compute.
 
     [q k v | z | b a] = in_proj x                     sections in this order; transformers interleaves them per key head
     q, k, v = silu(conv1d(q, k, v))                   causal, depthwise, one filter a channel
     g, beta = -exp(A_log) softplus(a + dt_bias), sigmoid(b)
     o = gated delta rule(norm(q), norm(k), v, g, beta)
     y = out_proj (norm(o) silu(z))                    RMS norm of each head, with a weight
+
+The KDA layer has one decay for each channel of the key. The gates of decay and output have low rank, V:
+
+    [q k v | z f b] = in_proj x
+    q, k, v = silu(conv1d(q, k, v))
+    g, beta = -exp(A_log) softplus(decay_proj f + dt_bias), sigmoid(b)
+    o = KDA(norm(q), norm(k), v, g, beta)
+    y = out_proj (norm(o) sigmoid(gate_proj z + gate_bias))
 
 Each line is an operation of its own (oracles/conv.py, gates.py, gated_delta.py, norm.py). This module composes them.
 """
@@ -15,7 +23,7 @@ import itertools
 from torch import Tensor
 
 from oracles import conv, gated_delta, gates, norm
-from oracles.operation import Inputs, Operation, Port, flag, one_a_sequence
+from oracles.operation import Inputs, Operation, Port, Rule, flag, one_a_sequence
 from oracles.rounding import Arithmetic
 
 
@@ -50,6 +58,17 @@ class Layer:
         return {name: end - width for (name, width), end in zip(self.sections.items(), ends, strict=True)}
 
 
+@dataclasses.dataclass(frozen=True)
+class KdaLayer(Layer):
+    """The widths of a KDA layer. ValueError as for Layer."""
+
+    @property
+    def sections(self) -> dict[str, int]:
+        """The widths of the sections of in_proj's output, in order: q, k, v, z, f, b. z and f are the gates, of rank V."""
+        keys, values = self.heads * self.key_dim, self.value_heads * self.value_dim
+        return {"q": keys, "k": keys, "v": values, "z": self.value_dim, "f": self.value_dim, "b": self.value_heads}
+
+
 def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     """Return y [runs, B, T, D], final_state [runs, N, HV, K, V] and conv_state [runs, N, C, W].
 
@@ -63,10 +82,65 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     stored = dataclasses.replace(arithmetic, stored=arithmetic.output)
     hidden, in_proj = arithmetic.input(x.hidden, "hidden"), arithmetic.input(x.in_proj, "in_proj")
     projected = _projected(hidden, in_proj, stored, "in_proj x")
-    q, k, v, z, b, a = projected.split(tuple(layer.sections.values()), -1)
-    mixed = conv.forward(
+    *_, z, b, a = projected.split(tuple(layer.sections.values()), -1)
+    mixed = _convolved(x, projected, arithmetic)
+    gate = gates.forward(
+        Inputs(a=a, b=b, A_log=x.A_log, dt_bias=x.dt_bias, allow_neg_eigval=x.get("allow_neg_eigval", False)), arithmetic
+    )
+    ruled = _ruled(x, mixed["y"], gate, arithmetic)
+    normed = norm.forward_gated_rms_norm(
+        Inputs(x=ruled["o"], z=z.unflatten(-1, (layer.value_heads, -1)), weight=x.norm, eps=x.get("eps")), arithmetic
+    )
+    y = _answer(x, normed["y"], stored, arithmetic)
+    return {"y": y, "final_state": ruled["final_state"], "conv_state": mixed["final_state"]}
+
+
+def forward_kda(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
+    """Return what `forward` returns, of a KDA layer.
+
+    x has the inputs of `forward`, but layer is a KdaLayer and dt_bias is [HV, K]. It also has decay_proj [HV K, V],
+    gate_proj [HV V, V] and gate_bias [HV V].
+    """
+    layer: KdaLayer = x.layer
+    stored = dataclasses.replace(arithmetic, stored=arithmetic.output)
+    hidden, in_proj = arithmetic.input(x.hidden, "hidden"), arithmetic.input(x.in_proj, "in_proj")
+    projected = _projected(hidden, in_proj, stored, "in_proj x")
+    *_, z, f, b = projected.split(tuple(layer.sections.values()), -1)
+    mixed = _convolved(x, projected, arithmetic)
+    a = _projected(f, arithmetic.input(x.decay_proj, "decay_proj"), stored, "decay_proj f")
+    gate = gates.forward(
         Inputs(
-            x=projected[..., : layer.offsets()["z"]],
+            a=a.unflatten(-1, (layer.value_heads, -1)),
+            b=b,
+            A_log=x.A_log,
+            dt_bias=x.dt_bias,
+            allow_neg_eigval=x.get("allow_neg_eigval", False),
+        ),
+        arithmetic,
+    )
+    ruled = _ruled(x, mixed["y"], gate, arithmetic)
+    z = _projected(z, arithmetic.input(x.gate_proj, "gate_proj"), stored, "gate_proj z")
+    bias = arithmetic.input(x.gate_bias, "gate_bias")[:, None, None]
+    z = stored.operand(z + gates.shared(bias, z.shape, arithmetic, "dgate_bias", arithmetic.output), "gate_proj z + gate_bias")
+    normed = norm.forward_gated_rms_norm(
+        Inputs(
+            x=ruled["o"],
+            z=z.unflatten(-1, (layer.value_heads, -1)),
+            weight=x.norm,
+            eps=x.get("eps"),
+            activation="sigmoid",
+        ),
+        arithmetic,
+    )
+    y = _answer(x, normed["y"], stored, arithmetic)
+    return {"y": y, "final_state": ruled["final_state"], "conv_state": mixed["final_state"]}
+
+
+def _convolved(x: Inputs, projected: Tensor, arithmetic: Arithmetic) -> dict[str, Tensor]:
+    """Return y and final_state of the convolution of q, k and v, which are the first channels of in_proj's output."""
+    return conv.forward(
+        Inputs(
+            x=projected[..., : x.layer.offsets()["z"]],
             weight=x.conv,
             bias=x.get("conv_bias"),
             state=x.get("conv_state"),
@@ -75,11 +149,13 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
         ),
         arithmetic,
     )
-    q, k, v = mixed["y"].split((q.shape[-1], k.shape[-1], v.shape[-1]), -1)
-    gate = gates.forward(
-        Inputs(a=a, b=b, A_log=x.A_log, dt_bias=x.dt_bias, allow_neg_eigval=x.get("allow_neg_eigval", False)), arithmetic
-    )
-    ruled = gated_delta.forward(
+
+
+def _ruled(x: Inputs, mixed: Tensor, gate: dict[str, Tensor], arithmetic: Arithmetic) -> dict[str, Tensor]:
+    """Return o and final_state of the rule; `mixed` has q, k and v after the convolution, and `gate` g and beta."""
+    layer: Layer = x.layer
+    q, k, v = mixed.split([layer.sections[name] for name in "qkv"], -1)
+    return gated_delta.forward(
         Inputs(
             q=q.unflatten(-1, (layer.heads, -1)),
             k=k.unflatten(-1, (layer.heads, -1)),
@@ -92,12 +168,12 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
         ),
         arithmetic,
     )
-    normed = norm.forward_gated_rms_norm(
-        Inputs(x=ruled["o"], z=z.unflatten(-1, (layer.value_heads, -1)), weight=x.norm, eps=x.get("eps")), arithmetic
-    )
+
+
+def _answer(x: Inputs, normed: Tensor, stored: Arithmetic, arithmetic: Arithmetic) -> Tensor:
+    """Return the projection of the gated norm [runs, B, T, HV, V]."""
     out_proj = arithmetic.input(x.out_proj, "out_proj")
-    y = arithmetic.result(_projected(normed["y"].flatten(-2), out_proj, stored, "out_proj o"), "y")
-    return {"y": y, "final_state": ruled["final_state"], "conv_state": mixed["final_state"]}
+    return arithmetic.result(_projected(normed.flatten(-2), out_proj, stored, "out_proj o"), "y")
 
 
 def _projected(x: Tensor, weight: Tensor, arithmetic: Arithmetic, place: str) -> Tensor:
@@ -107,25 +183,31 @@ def _projected(x: Tensor, weight: Tensor, arithmetic: Arithmetic, place: str) ->
     return stored
 
 
-def layer_widths(inputs: Inputs, sizes: dict[str, int]) -> None:
-    """Rule: every tensor has the widths of the layer."""
-    layer = inputs.get("layer")
-    if not isinstance(layer, Layer):
-        raise ValueError(f"layer must be a Layer, got {type(layer).__name__}")  # noqa: TRY004 - one kind of error
-    wanted = {
-        "D": layer.hidden,
-        "E": sum(layer.sections.values()),
-        "C": layer.offsets()["z"],
-        "W": layer.conv_width,
-        "HV": layer.value_heads,
-        "V": layer.value_dim,
-        "P": layer.sections["v"],
-    }
-    if inputs.get("state") is not None:
-        wanted["K"] = layer.key_dim
-    for axis, width in wanted.items():
-        if sizes[axis] != width:
-            raise ValueError(f"{axis} must be {width} for {layer}, got {sizes[axis]}")
+def layer_widths(kind: type[Layer]) -> Rule:
+    """Return the rule that every tensor has the widths of the layer, which is a `kind`."""
+
+    def rule(inputs: Inputs, sizes: dict[str, int]) -> None:
+        layer = inputs.get("layer")
+        if not isinstance(layer, kind):
+            raise ValueError(f"layer must be a {kind.__name__}, got {type(layer).__name__}")  # noqa: TRY004 - one kind of error
+        wanted = {
+            "D": layer.hidden,
+            "E": sum(layer.sections.values()),
+            "C": layer.offsets()["z"],
+            "W": layer.conv_width,
+            "HV": layer.value_heads,
+            "V": layer.value_dim,
+            "P": layer.sections["v"],
+        }
+        if inputs.get("state") is not None or "K" in sizes:
+            wanted["K"] = layer.key_dim
+        if "G" in sizes:
+            wanted["G"] = layer.value_heads * layer.key_dim
+        for axis, width in wanted.items():
+            if sizes[axis] != width:
+                raise ValueError(f"{axis} must be {width} for {layer}, got {sizes[axis]}")
+
+    return rule
 
 
 GDN_LAYER = Operation(
@@ -145,11 +227,27 @@ GDN_LAYER = Operation(
     (Port("y", "B T D"), Port("final_state", "N HV K V", "fp32"), Port("conv_state", "N C W")),
     forward,
     (
-        layer_widths,
+        layer_widths(Layer),
         one_a_sequence("state"),
         one_a_sequence("conv_state"),
         flag("allow_neg_eigval"),
         norm.positive_eps,
     ),
     ("layer", "allow_neg_eigval", "eps", "output_final_state", "pads"),
+)
+_OF_GDN = {port.name: port for port in GDN_LAYER.inputs}
+KDA_LAYER = dataclasses.replace(
+    GDN_LAYER,
+    name="kda_layer",
+    inputs=(
+        *(_OF_GDN[name] for name in ("hidden", "in_proj", "conv", "conv_bias")),
+        Port("decay_proj", "G V"),
+        Port("gate_proj", "P V"),
+        Port("gate_bias", "P", scalar_rows=True),
+        _OF_GDN["A_log"],
+        Port("dt_bias", "HV K", "fp32"),
+        *(_OF_GDN[name] for name in ("norm", "out_proj", "state", "conv_state")),
+    ),
+    forward=forward_kda,
+    rules=(layer_widths(KdaLayer), *GDN_LAYER.rules[1:]),
 )

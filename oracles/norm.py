@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from oracles.gates import rounded_silu, shared, sigmoid
+from oracles.gates import rounded_sigmoid, rounded_silu, shared, sigmoid
 from oracles.operation import Inputs, Operation, Port, at_least_one
 from oracles.rounding import SINGLE, Arithmetic, summed
 
@@ -103,7 +103,7 @@ def forward_gated_rms_norm(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tenso
 
     An implementation may keep float32 throughout (flash-linear-attention), or store the normalised x and its product with the
     weight in the inputs' dtype (transformers). The same holds in the backward, where the terms of the weight's gradient may be
-    stored too.
+    stored too. In a KDA layer, x has activation="sigmoid", and z goes through a sigmoid alone.
     """
     single, storage = (dataclasses.replace(arithmetic, stored=bits) for bits in (SINGLE, arithmetic.output))
     y = Normalised.apply(arithmetic.input(x.x, "x"), single, "normalised", _eps(x), x.x.shape[-1])
@@ -112,7 +112,9 @@ def forward_gated_rms_norm(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tenso
         weight = arithmetic.input(weight, "weight")[:, None, None, None]
         weights = shared(weight, y.shape, arithmetic, "dweight", arithmetic.output)
         y = storage.operand(arithmetic.single(weights * y, "weighed"), "weighed, stored")
-    gate = rounded_silu(arithmetic.input(x.z, "z"), arithmetic, "silu")
+    z = arithmetic.input(x.z, "z")
+    sigmoids = x.get("activation") == "sigmoid"
+    gate = rounded_sigmoid(z, arithmetic, "gate", SINGLE) if sigmoids else rounded_silu(z, arithmetic, "silu")
     return {"y": arithmetic.result(y * gate, "y")}
 
 

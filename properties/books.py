@@ -7,7 +7,7 @@ from oracles.operations import RULES
 from properties.call_domain import CallDomain
 from properties.call_laws import CALL_LAWS
 from properties.cases.call_case import CallCase
-from properties.cases.layer_case import LayerCase
+from properties.cases.layer_case import LAYERS, LayerCase
 from properties.cases.module_case import MODULES, ModuleCase
 from properties.cases.path_case import ParallelCase
 from properties.cases.pool_case import PoolCase
@@ -72,7 +72,7 @@ BOOKS = (
         SMALLER_PATHS,
     ),
     Book("pools", PoolCase, PoolDomain, POOL_LAWS, ("decode",), SMALLER_POOLS),
-    Book("layers", LayerCase, LayerDomain, LAYER_LAWS, ("gdn_layer",), SMALLER_LAYERS),
+    Book("layers", LayerCase, LayerDomain, LAYER_LAWS, tuple(LAYERS), SMALLER_LAYERS),
     Book("traces", TraceCase, TraceDomain, TRACE_LAWS, ("serving",), SMALLER_TRACES),
     Book("calls", CallCase, CallDomain, CALL_LAWS, ("call",), SMALLER_CALLS),
 )

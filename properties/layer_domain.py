@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from properties.cases.layer_case import EPS, VALUES, LayerCase
+from properties.cases.layer_case import EPS, LAYERS, VALUES, LayerCase
 from properties.cases.path_case import GATES
 from properties.domain import check_sizes
 from properties.names import known_fields
@@ -55,8 +55,8 @@ class LayerDomain:
     chunk: int = 64
 
     def __post_init__(self) -> None:
-        if self.operation != "gdn_layer":
-            raise ValueError(f"operation must be gdn_layer, got {self.operation!r}")
+        if self.operation not in LAYERS:
+            raise ValueError(f"operation must be one of {', '.join(LAYERS)}, got {self.operation!r}")
         tuples: tuple[tuple[str, tuple[str, ...]], ...]
         tuples = (("dtypes", ("fp32", "bf16", "fp16")), ("eps", EPS), ("offsets", ("int64", "int32")))
         for name, choices in tuples:
@@ -74,6 +74,7 @@ class LayerDomain:
     def outside(self, case: LayerCase) -> str | None:
         """Return why `case` is outside the domain, or None."""
         checks = (
+            (case.operation == self.operation, f"op={case.operation} is not {self.operation}"),
             (case.dtype in self.dtypes, f"dtype={case.dtype} is not among {', '.join(self.dtypes)}"),
             (not self.equal_widths or case.key_dim == case.value_dim, "key_dim and value_dim must be equal"),
             (self.grouped_heads or case.heads == case.value_heads, "heads and value_heads must be equal"),
@@ -143,6 +144,7 @@ def layer_cases(
     cached = domain.caches and field("cached", (False, False, True))
     return LayerCase(
         sizes,
+        domain.operation,
         packed=packed,
         heads=heads,
         value_heads=value_heads,

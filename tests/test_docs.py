@@ -531,6 +531,7 @@ CASES = {
         ONE,
     ],
     "gdn_layer": [f"{PACKED} {HEADS} conv_bias=yes cached=yes state=random offsets=int32", PACKED, ONE],
+    "kda_layer": [f"{PACKED} {HEADS} conv_bias=yes cached=yes state=random offsets=int32", PACKED, ONE],
 }
 DTYPES = {
     "input": torch.bfloat16,

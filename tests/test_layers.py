@@ -105,7 +105,7 @@ def test_hidden_states_are_the_same_whatever_they_are_cut_into() -> None:
 
 
 REFUSED = {
-    "op=decode lengths=1": "operation must be one of gdn_layer, got 'decode'",
+    "op=decode lengths=1": "operation must be one of gdn_layer, kda_layer, got 'decode'",
     "lengths=1 state=zero": "state=zero needs cached=yes: states that go in come out",
     "lengths=1 heads=2": "value_heads must be a multiple of heads 2, got 1",
     "lengths=1+2": r"lengths must all be equal unless packed=yes, got 1\+2",
@@ -216,7 +216,7 @@ def test_domain_of_training_says_why(domain: LayerDomain, line: str, reason: str
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"operation": "conv"}, "operation must be gdn_layer, got 'conv'"),
+        ({"operation": "conv"}, "operation must be one of gdn_layer, kda_layer, got 'conv'"),
         ({"dtypes": ()}, r"dtypes must be a tuple of some of fp32, bf16, fp16, got \(\)"),
         ({"eps": ("1e-4",)}, r"eps must be a tuple of some of 1e-6, 1e-5, got \('1e-4',\)"),
         ({"widths": (0,)}, r"widths must be a tuple of whole numbers from 1 up, got \(0,\)"),
@@ -310,7 +310,7 @@ def test_right_layer_holds_under_every_law_that_it_can_be_asked(
     assert {report.law for report in reports if report.verdict is Verdict.UNKNOWN} <= {"packed", "cache"}, "which may be blind"
 
 
-@pytest.mark.parametrize("spec", ["fla/layer", "fla/layer_recurrent"])
+@pytest.mark.parametrize("spec", ["fla/layer", "fla/layer_recurrent", "fla/kda_layer", "fla/kda_layer_recurrent"])
 @pytest.mark.slow
 def test_flas_layer_holds(spec: str, worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
     store, asked = Store(tmp_path_factory.mktemp("findings")), ["oracle", "left_padding", "cache"]
@@ -349,6 +349,12 @@ KILLED_BY = {
     layers.WritesBeforeConv: Kill("pure", 1),
     layers.SharesOneSample: Kill("samples", 2, 3),
     layers.WeightOfInference: Kill("history", 1),
+    layers.KdaGateIsSilu: Kill("oracle", 1),
+    layers.KdaForgetsGateBias: Kill("oracle", 1),
+    layers.KdaBiasByChannel: Kill("oracle", 2),
+    layers.KdaDecaysByHead: Kill("oracle", 2),
+    layers.KdaGatesSwapped: Kill("oracle", 1),
+    layers.KdaDecaysLate: Kill("oracle", 2),
 }
 
 

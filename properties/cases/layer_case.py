@@ -1,7 +1,7 @@
-"""Cases of the GDN layer on one rank: one printable line for a call with its parameters, states and cotangents.
+"""Cases of a layer on one rank, GDN or KDA: one printable line for a call with its parameters, states and cotangents.
 
 Parameters and hidden states are those of a case of properties/cases/path_case.py with one rank. Everything else comes from the same
-counter.
+counter: states, and parameters that only the KDA layer has or has in another shape.
 """
 
 import dataclasses
@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 
 from oracles.counter import integers, mix_number
-from oracles.layer import GDN_LAYER, Layer
+from oracles.layer import GDN_LAYER, KDA_LAYER, KdaLayer, Layer
 from oracles.operation import DTYPES, Inputs, Operation
 from oracles.rounding import BITS
 from properties.cases.line import Line, check_choices, text_of
-from properties.cases.path_case import GATES, ParallelCase
+from properties.cases.path_case import GATES, ParallelCase, scale_of
 
 VALUES = ("ordinary", "scaled", "small", "zero_rows")
 STATES = ("none", "zero", "random")
 EPS = ("1e-6", "1e-5")
+LAYERS = {operation.name: operation for operation in (GDN_LAYER, KDA_LAYER)}
 _FIELDS: dict[str, Sequence[str]] = {
-    "operation": ("gdn_layer",),
+    "operation": tuple(LAYERS),
     "dtype": tuple(DTYPES),
     "gate": GATES,
     "values": VALUES,
@@ -33,6 +34,7 @@ _FIELDS: dict[str, Sequence[str]] = {
     "offsets": ("int64", "int32"),
 }
 _STREAMS = {name: 56 + index for index, name in enumerate(("state", "conv_state", "dfinal_state", "dconv_state", "zeros", "pads"))}
+_STREAMS |= {name: 62 + (index << 40) for index, name in enumerate(("in_proj", "decay_proj", "gate_proj", "gate_bias", "dt_bias"))}
 SMALL = 2.0**-8  # factor of hidden states that makes q and k about as small as the root of their norm's eps
 
 
@@ -88,21 +90,23 @@ class LayerCase(Line):
             raise ValueError(f"state={self.state} needs cached=yes: states that go in come out")
 
     def __str__(self) -> str:
-        return f"op={self.operation} {super().__str__()}"  # always printed, because it selects the book of the line
+        rest = super().__str__().replace(f" op={self.operation}", "")
+        return f"op={self.operation} {rest}"  # always printed, because it selects the book of the line
 
     @property
     def spec(self) -> Operation:
         """The operation's contract."""
-        return GDN_LAYER
+        return LAYERS[self.operation]
 
     def spec_of(self, inputs: Inputs) -> Operation:  # noqa: ARG002 - one signature for all cases
         """Return the contract of a call like the case's."""
-        return GDN_LAYER
+        return self.spec
 
     @property
     def layer(self) -> Layer:
         """The widths of the layer."""
-        return self.whole().layer
+        layer = self.whole().layer
+        return KdaLayer(**dataclasses.asdict(layer)) if self.operation == "kda_layer" else layer
 
     @property
     def tokens(self) -> int:
@@ -132,7 +136,9 @@ class LayerCase(Line):
         names = [field.name for field in dataclasses.fields(ParallelCase) if field.name in _SHARED]
         fields: dict[str, Any] = {name: getattr(self, name) for name in names}
         values = "scaled" if self.values == "scaled" else "ordinary"
-        return ParallelCase(**{**fields, "lengths": (self.tokens + self.tokens % 2,), "packed": False, "values": values})
+        return ParallelCase(
+            **{**fields, "operation": "gdn_layer", "lengths": (self.tokens + self.tokens % 2,), "packed": False, "values": values}
+        )
 
     def inputs(self, device: str | None = None) -> Inputs:
         """Return the contiguous inputs: hidden [B, T, D], every parameter by its name in the contract, states or None, and options.
@@ -153,7 +159,22 @@ class LayerCase(Line):
             conv_state = keep * self._uniform("conv_state", (count, layer.offsets()["z"], layer.conv_width), device)
         offsets = torch.tensor(self.starts(), dtype=getattr(torch, self.offsets), device=device) if self.packed else None
         arguments = {"hidden": hidden, "eps": float(self.eps), "cu_seqlens": offsets, "state": state, "conv_state": conv_state}
-        return Inputs(**{**inputs, **arguments, "output_final_state": self.cached, "pads": None})
+        more = self._of_kda(inputs, device) if self.operation == "kda_layer" else {}
+        return Inputs(**{**inputs, **arguments, **more, "output_final_state": self.cached, "pads": None})
+
+    def _of_kda(self, inputs: Inputs, device: str | None) -> dict[str, Any]:
+        """Return the layer and the parameters that a KDA layer has in place of those of a GDN layer, or beside them."""
+        layer, rank = self.layer, self.value_dim
+        keys, values = layer.value_heads * layer.key_dim, layer.sections["v"]
+        biases = self._uniform("dt_bias", (layer.value_heads, layer.key_dim), device, "fp32") / 2
+        return {
+            "layer": layer,
+            "in_proj": self._uniform("in_proj", (sum(layer.sections.values()), layer.hidden), device) * scale_of(layer.hidden),
+            "decay_proj": self._uniform("decay_proj", (keys, rank), device) * scale_of(rank),
+            "gate_proj": self._uniform("gate_proj", (values, rank), device) * scale_of(rank),
+            "gate_bias": self._uniform("gate_bias", (values,), device),
+            "dt_bias": inputs.dt_bias.unsqueeze(-1) + biases,
+        }
 
     def cotangents(self, device: str | None = None) -> dict[str, Tensor]:
         """Return a random cotangent for every output, in its shape and dtype; for states only if they are returned.

@@ -223,13 +223,13 @@ class ParallelCase(Line):
         return Inputs(
             layer=layer,
             hidden=hidden,
-            in_proj=self._uniform("in_proj", (outputs, layer.hidden), device) * _scale(layer.hidden),
+            in_proj=self._uniform("in_proj", (outputs, layer.hidden), device) * scale_of(layer.hidden),
             conv=self._uniform("conv", (channels, layer.conv_width), device),
             conv_bias=self._uniform("conv_bias", (channels,), device) / 2 if self.conv_bias else None,
             A_log=a_log + self._uniform("A_log", (layer.value_heads,), device, "fp32"),
             dt_bias=dt_bias + self._uniform("dt_bias", (layer.value_heads,), device, "fp32"),
             norm=1 + self._uniform("norm", (layer.value_dim,), device) / 4,
-            out_proj=self._uniform("out_proj", (layer.hidden, layer.sections["v"]), device) * _scale(layer.sections["v"]),
+            out_proj=self._uniform("out_proj", (layer.hidden, layer.sections["v"]), device) * scale_of(layer.sections["v"]),
             cu_seqlens=self.cu_seqlens(device),
             eps=1e-6,
             allow_neg_eigval=self.allow_neg_eigval,
@@ -270,6 +270,6 @@ def _layout(name: str, lengths: tuple[int, ...], cp: int) -> Layout:
     return LAYOUT_OF[name](lengths, cp)
 
 
-def _scale(terms: int) -> float:
+def scale_of(terms: int) -> float:
     """Return a power of two near the root of 3 / terms, which keeps a sum of that many products of the order of 1."""
     return 2.0 ** -round(math.log2(max(terms / 3, 1)) / 2)

@@ -1,4 +1,4 @@
-"""Adapters of flash-linear-attention's GatedDeltaNet layer. They adapt signatures and layout only."""
+"""Adapters of flash-linear-attention's layers GatedDeltaNet and KimiDeltaAttention. They adapt signatures and layout only."""
 
 import importlib
 from typing import Any
@@ -37,8 +37,8 @@ class Layer(Adapter):
             importlib.import_module("fla.layers")
 
     def run(self, x: Inputs) -> Answer:
-        module, cache = _module(x.layer, x), _cache(x)
-        parameters = _parameters(x.layer, x)
+        module, cache = self.module(x.layer, x), _cache(x)
+        parameters = self.parameters(x.layer, x)
         mask = padding_mask(x.pads, x.hidden)
         options: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": x.output_final_state}
         y = torch.func.functional_call(module, parameters, (x.hidden,), {**options, "cu_seqlens": x.cu_seqlens})[0]
@@ -46,6 +46,14 @@ class Layer(Adapter):
             return y, None, None
         left = cache[0]
         return y, left["recurrent_state"].mT, torch.cat(left["conv_state"], 1)
+
+    def module(self, layer: Widths, x: Inputs) -> torch.nn.Module:
+        """The module in its mode for inference, whose parameters are replaced by those of the call."""
+        return _gdn(layer, x)
+
+    def parameters(self, layer: Widths, x: Inputs) -> dict[str, Tensor]:
+        """The parameters of the call by FLA's names."""
+        return _parameters(layer, x, {"z": "g_proj.weight"})
 
 
 class LayerRecurrent(Layer):
@@ -59,29 +67,70 @@ class LayerRecurrent(Layer):
             return super().run(x)
 
 
-def _module(layer: Widths, x: Inputs) -> torch.nn.Module:
+class KdaLayer(Layer):
+    """`fla.layers.KimiDeltaAttention` as in training: the chunkwise rule, forward and backward, with final states.
+
+    In the backward of a call without any tokens, its norm divides by the number of tokens and raises ZeroDivisionError.
+    """
+
+    api = "fla.layers:KimiDeltaAttention"
+    omits = left_out(IN_FLA, "mode", "use_short_conv", "safe_gate", "lower_bound", "output_attentions")
+    domain = LayerDomain("kda_layer", nothing=False, refills=False)
+    counterpart: str | None = "fla/kda_layer_recurrent"
+
+    def module(self, layer: Widths, x: Inputs) -> torch.nn.Module:
+        from fla.layers import KimiDeltaAttention
+
+        return KimiDeltaAttention(**_widths(layer, x)).eval()  # type: ignore[no-any-return]
+
+    def parameters(self, layer: Widths, x: Inputs) -> dict[str, Tensor]:
+        names = {"z": "g_proj.0.weight", "f": "f_proj.0.weight"}
+        second = {"f_proj.1.weight": x.decay_proj, "g_proj.1.weight": x.gate_proj, "g_proj.1.bias": x.gate_bias}
+        return {**_parameters(layer, x, names), **second, "dt_bias": x.dt_bias.flatten()}
+
+
+class KdaLayerRecurrent(KdaLayer):
+    """`KdaLayer` as in serving, without gradients: it computes up to 64 tokens one by one, and more with the chunkwise rule."""
+
+    domain = LayerDomain("kda_layer", backward=False, refills=False)
+    counterpart = None
+
+    def run(self, x: Inputs) -> Answer:
+        with torch.no_grad():
+            return super().run(x)
+
+
+def _gdn(layer: Widths, x: Inputs) -> torch.nn.Module:
     from fla.layers import GatedDeltaNet
 
-    module: torch.nn.Module = GatedDeltaNet(
-        hidden_size=layer.hidden,
-        expand_v=layer.value_dim / layer.key_dim,
-        head_dim=layer.key_dim,
-        num_heads=layer.heads,
-        num_v_heads=layer.value_heads,
-        allow_neg_eigval=x.allow_neg_eigval,
-        conv_size=layer.conv_width,
-        conv_bias=x.conv_bias is not None,
-        layer_idx=0,
-        norm_eps=x.eps,
-    )
+    module: torch.nn.Module = GatedDeltaNet(**_widths(layer, x))
     return module.eval()
 
 
-def _parameters(layer: Widths, x: Inputs) -> dict[str, Tensor]:
-    """The layer's parameters by FLA's names. Each section of in_proj is a projection there; q, k and v have a convolution each."""
+def _widths(layer: Widths, x: Inputs) -> dict[str, Any]:
+    """The arguments that FLA's two layers share."""
+    return {
+        "hidden_size": layer.hidden,
+        "expand_v": layer.value_dim / layer.key_dim,
+        "head_dim": layer.key_dim,
+        "num_heads": layer.heads,
+        "num_v_heads": layer.value_heads,
+        "allow_neg_eigval": x.allow_neg_eigval,
+        "conv_size": layer.conv_width,
+        "conv_bias": x.conv_bias is not None,
+        "layer_idx": 0,
+        "norm_eps": x.eps,
+    }
+
+
+def _parameters(layer: Widths, x: Inputs, names: dict[str, str]) -> dict[str, Tensor]:
+    """The layer's parameters by FLA's names. Each section of in_proj is a projection there; q, k and v have a convolution each.
+
+    `names` has the names of projections that are not called after their section.
+    """
     sections = dict(zip(layer.sections, x.in_proj.split([*layer.sections.values()]), strict=True))
     filters = [layer.sections[name] for name in "qkv"]
-    parameters = {f"{'g' if name == 'z' else name}_proj.weight": weight for name, weight in sections.items()}
+    parameters = {names.get(name, f"{name}_proj.weight"): weight for name, weight in sections.items()}
     parameters |= {f"{name}_conv1d.weight": weight.unsqueeze(1) for name, weight in zip("qkv", x.conv.split(filters), strict=True)}
     if x.conv_bias is not None:
         parameters |= {f"{name}_conv1d.bias": bias for name, bias in zip("qkv", x.conv_bias.split(filters), strict=True)}

@@ -16,7 +16,7 @@ IN_FLA: Mapping[str, str] = {
     "lower_bound": "it selects another formula of the gate",
     "mask": "a mask of pads is for batches of sequences of several lengths, which cases pack",
     "max_num_seqs": "it is for use_graph",
-    "mode": "fla/layer_recurrent runs the recurrent rule, which short calls without gradients have",
+    "mode": "fla/layer_recurrent and fla/kda_layer_recurrent run the recurrent rule, as short calls without gradients do",
     "output_attentions": "the layer has no attention weights",
     "output_dtype": "outputs have the dtype that the operation has by default",
     "output_gate_activation": "the layer of the operation gates with silu, which is the default",

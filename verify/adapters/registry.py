@@ -76,6 +76,8 @@ POOLS = {
 LAYERS = {
     "fla/layer": "verify.adapters.fla_layer:Layer",
     "fla/layer_recurrent": "verify.adapters.fla_layer:LayerRecurrent",
+    "fla/kda_layer": "verify.adapters.fla_layer:KdaLayer",
+    "fla/kda_layer_recurrent": "verify.adapters.fla_layer:KdaLayerRecurrent",
     "transformers/qwen3_next_layer": "verify.adapters.transformers_layer:Qwen3NextLayer",
     "transformers/qwen3_5_layer": "verify.adapters.transformers_layer:Qwen35Layer",
 }

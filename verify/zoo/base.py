@@ -308,6 +308,53 @@ class Layered(Adapter):
         return (self.normed(x, o.float()) * torch.nn.functional.silu(z.float())).to(o.dtype)
 
 
+class KdaLayered(Layered):
+    """The KDA layer, whose rule goes token by token in float32."""
+
+    algorithm = "recurrent"
+    chunk = None
+    domain = LayerDomain("kda_layer")
+
+    def sections(self, x: Inputs, projected: Tensor) -> dict[str, Tensor]:
+        """The sections of in_proj's output; a and z are the gates after their second projections."""
+        sections = super().sections(x, projected)
+        decay, gate = self.project(sections["f"], x.decay_proj), self.project(sections["z"], x.gate_proj)
+        return {**sections, "a": decay, "z": self.shifted(gate, x)}
+
+    def shifted(self, gate: Tensor, x: Inputs) -> Tensor:
+        return (gate.float() + x.gate_bias.float()).to(gate.dtype)
+
+    def decay(self, x: Inputs, a: Tensor) -> Tensor:
+        raw = a.unflatten(-1, (x.layer.value_heads, -1)).float() + x.dt_bias
+        return -x.A_log.exp().unsqueeze(-1) * torch.nn.functional.softplus(raw)
+
+    def rule(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        rule, groups = Chunkwise(), x.v.shape[2] // x.q.shape[2]
+        q, k = (self.unit(y.float()).repeat_interleave(groups, 2).flatten(0, 1) for y in (x.q, x.k))
+        v, g, beta = (y.float().flatten(0, 1) for y in (x.v, x.g, x.beta))
+        rows, states = [], []
+        for row, (start, end) in enumerate(rule.boundaries(x)):
+            state = rule.initial(x, row)
+            for token in range(start, end):
+                state = self.step(state, k[token], v[token], g[token], beta[token])
+                rows.append(torch.einsum("hk,hkv->hv", q[token], state) * q.shape[-1] ** -0.5)
+            states.append(state)
+        o = torch.stack(rows) if rows else v
+        return o.reshape(x.v.shape).to(x.v.dtype), torch.stack(states)
+
+    def unit(self, y: Tensor) -> Tensor:
+        return y * (y.square().sum(-1, keepdim=True) + EPS).rsqrt()
+
+    def step(self, state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """The states [HV, K, V] after a token with k, g [HV, K], v [HV, V] and beta [HV]."""
+        state = g.exp().unsqueeze(-1) * state
+        recalled = torch.einsum("hk,hkv->hv", k, state)
+        return state + torch.einsum("hk,hv->hkv", k, beta.unsqueeze(-1) * (v - recalled))
+
+    def gate(self, x: Inputs, o: Tensor, z: Tensor) -> Tensor:
+        return (self.normed(x, o.float()) * z.float().sigmoid()).to(o.dtype)
+
+
 def at_32_bits(x: Tensor) -> Tensor:
     """Return x as read at offsets computed in 32 bits: those of 2^31 elements and more wrap to before x."""
     flat = x.detach().as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)

@@ -1,4 +1,4 @@
-"""Wrong layers: each is the GDN layer of verify/zoo/base.py with one wrong step, as in real code.
+"""Wrong layers: each is the GDN or the KDA layer of verify/zoo/base.py with one wrong step, as in real code.
 
 tests/test_layers.py names the laws each of which detects the wrong layer alone.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from verify.zoo.base import Chunkwise, Layered
+from verify.zoo.base import Chunkwise, KdaLayered, Layered
 
 Answer = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -319,3 +319,62 @@ class WeightOfInference(Layered):
         elif not weight.requires_grad:
             return super().project(x, weight)
         return super().project(x, self.seen.get(key, weight))
+
+
+class KdaGateIsSilu(KdaLayered):
+    """The output gate is a silu, as in the GDN layer, and not a sigmoid."""
+
+    letter = "-"
+
+    def gate(self, x: Inputs, o: Tensor, z: Tensor) -> Tensor:
+        return Layered.gate(self, x, o, z)
+
+
+class KdaForgetsGateBias(KdaLayered):
+    """The second projection of the output gate has no bias."""
+
+    letter = "-"
+
+    def shifted(self, gate: Tensor, x: Inputs) -> Tensor:
+        return gate
+
+
+class KdaBiasByChannel(KdaLayered):
+    """dt_bias [HV, K] is read channel by channel, as [K, HV]."""
+
+    letter = "L"
+
+    def decay(self, x: Inputs, a: Tensor) -> Tensor:
+        return super().decay(x.replaced(dt_bias=x.dt_bias.mT.reshape(x.dt_bias.shape)), a)
+
+
+class KdaDecaysByHead(KdaLayered):
+    """All channels of a head decay by the mean of their log-decays."""
+
+    letter = "G"
+
+    def decay(self, x: Inputs, a: Tensor) -> Tensor:
+        g = super().decay(x, a)
+        return g.mean(-1, keepdim=True).expand_as(g)
+
+
+class KdaGatesSwapped(KdaLayered):
+    """The first projections of the two gates, which have one width, are exchanged."""
+
+    letter = "T"
+
+    def sections(self, x: Inputs, projected: Tensor) -> dict[str, Tensor]:
+        widths = x.layer.sections
+        parts = dict(zip(widths, projected.split([*widths.values()], -1), strict=True))
+        exchanged = torch.cat([parts[{"z": "f", "f": "z"}.get(name, name)] for name in widths], -1)
+        return super().sections(x, exchanged)
+
+
+class KdaDecaysLate(KdaLayered):
+    """The state decays after the correction, which has seen it without the decay of its token."""
+
+    letter = "K"
+
+    def step(self, state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        recalled = torch.einsum("hk,hkv->hv", k, state)
+        return g.exp().unsqueeze(-1) * state + torch.einsum("hk,hv->hkv", k, beta.unsqueeze(-1) * (v - recalled))

@@ -1,0 +1,174 @@
+"""The KDA layer: equal to a definition written token by token, its gradients gradients, its laws held by right code."""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
+
+from oracles import layer as oracle
+from oracles.bound import truth
+from oracles.layer import KDA_LAYER, KdaLayer
+from oracles.operation import Inputs, gradient_name
+from properties.cases.layer_case import LayerCase
+from properties.layer_domain import LayerDomain
+from properties.layer_laws import LAYER_LAWS
+from properties.strategies import Example
+from tests import right_layers
+from tests.judging import Results, evaluate, gradcheck, relative, remainders, taylor_order
+from verify.execution.execute import execute
+from verify.execution.run import Run
+from verify.process.outcome import Verdict
+from verify.zoo import base
+
+LINES = (
+    "op=kda_layer lengths=5+0+2 packed=yes value_heads=2 key_dim=3 value_dim=5 hidden=7 conv_bias=yes cached=yes state=random",
+    "op=kda_layer lengths=4+4 heads=2 value_heads=2 key_dim=5 value_dim=3 hidden=4 gate=ordinary eps=1e-5 seed=1",
+    "op=kda_layer lengths=1 key_dim=4 value_dim=4 hidden=6 cached=yes allow_neg_eigval=yes seed=2",
+)
+LIMIT = 1e-9  # relative to a tensor's largest entry: 3e-12 found, in dA_log
+
+
+def single(line: str) -> tuple[Inputs, Results]:
+    """The inputs and cotangents of a case in float64."""
+    case = LayerCase.parse(line)
+    inputs = case.inputs()
+    wide = {name: x.double() for name, x in inputs.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    return inputs.replaced(**wide), {name: x.double() for name, x in case.cotangents().items()}
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + (-x).exp())
+
+
+def define(x: Inputs, wrong: str = "") -> Results:
+    """The layer by its formulas, one token and one head at a time; `wrong` names a formula that is read wrong."""
+    heads, value_heads, keys, values, taps = (
+        getattr(x.layer, name) for name in ("heads", "value_heads", "key_dim", "value_dim", "conv_width")
+    )
+    widths = [heads * keys, heads * keys, value_heads * values, values, values, value_heads]
+    channels, tokens = sum(widths[:3]), x.hidden.flatten(0, 1)
+    length = x.hidden.shape[1]
+    ends = [length * row for row in range(len(x.hidden) + 1)] if x.cu_seqlens is None else x.cu_seqlens.tolist()
+    rows, states, lines = [], [], []
+    for row, (start, end) in enumerate(itertools.pairwise(ends)):
+        state = tokens.new_zeros(value_heads, keys, values) if x.state is None else x.state[row]
+        line = list((tokens.new_zeros(channels, taps) if x.conv_state is None else x.conv_state[row]).unbind(-1))
+        for token in tokens[start:end]:
+            projected = x.in_proj @ token
+            *_, z, f, b = projected.split(widths)
+            z, f = (f, z) if wrong == "gates" else (z, f)
+            line.append(projected[:channels])
+            mixed = sum(x.conv[:, tap] * line[tap - taps] for tap in range(taps))
+            mixed = mixed if x.conv_bias is None else mixed + x.conv_bias
+            q, k, v = (mixed * sigmoid(mixed)).split(widths[:3])
+            raw = (x.decay_proj @ f).view(value_heads, keys) + x.dt_bias
+            g = -x.A_log.exp().unsqueeze(-1) * (1 + raw.exp()).log()
+            g = g.mean(-1, keepdim=True).expand_as(g) if wrong == "decay" else g
+            beta = sigmoid(b) * (2 if x.allow_neg_eigval else 1)
+            gate = (x.gate_proj @ z if wrong == "bias" else x.gate_proj @ z + x.gate_bias).view(value_heads, values)
+            gate = gate * sigmoid(gate) if wrong == "silu" else sigmoid(gate)
+            outputs, after = [], []
+            for head in range(value_heads):
+                of_key = head // (value_heads // heads)
+                query, key = (part.view(heads, keys)[of_key] for part in (q, k))
+                query, key = (part / (part.square().sum() + 1e-6).sqrt() for part in (query, key))
+                decayed = g[head].exp().unsqueeze(-1) * state[head]
+                seen = state[head] if wrong == "late" else decayed
+                after.append(decayed + torch.outer(key, beta[head] * (v.view(value_heads, values)[head] - key @ seen)))
+                o = query @ after[-1] / keys**0.5
+                outputs.append(x.norm * o / (o.square().mean() + x.eps).sqrt() * gate[head])
+            state = torch.stack(after)
+            rows.append(x.out_proj @ torch.cat(outputs))
+        states.append(state)
+        lines.append(torch.stack(line[len(line) - taps :], -1))
+    return {"y": torch.stack(rows).reshape(x.hidden.shape), "final_state": torch.stack(states), "conv_state": torch.stack(lines)}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_layer_is_its_definition_forward_and_backward(line: str) -> None:
+    inputs, directions = single(line)
+    KDA_LAYER.check(inputs)
+    errors = relative(truth(KDA_LAYER, inputs, directions), evaluate(KDA_LAYER, define, inputs, directions))
+    assert {"ddecay_proj", "dgate_proj", "dgate_bias", "ddt_bias", "dhidden"} <= errors.keys()
+    assert max(errors.values()) <= LIMIT, errors
+
+
+@pytest.mark.parametrize("wrong", ["gates", "decay", "bias", "silu", "late"])
+def test_wrong_reading_is_not_the_definition(wrong: str) -> None:
+    inputs, directions = single(LINES[0])
+    got = truth(KDA_LAYER, inputs, directions)
+    errors = relative(got, evaluate(KDA_LAYER, functools.partial(define, wrong=wrong), inputs, directions))
+    assert errors["y"] > 1e-3
+
+
+def test_gradients_are_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs, directions = single(LINES[1])
+    found, right = remainders(KDA_LAYER, inputs, directions), truth(KDA_LAYER, inputs, directions)
+    assert taylor_order(found, right) > 1.9
+    for name in ("decay_proj", "gate_proj", "gate_bias", "dt_bias"):
+        gradient = gradient_name(name)
+        assert taylor_order(found, {**right, gradient: right[gradient] * 2}) < 1.5, gradient
+    assert gradcheck(KDA_LAYER, inputs)
+    shared = oracle.gates.shared
+    monkeypatch.setattr(oracle.gates, "shared", lambda *of: shared(of[0].detach(), *of[1:]) + 0 * of[0])
+    with pytest.raises(GradcheckError, match="Jacobian"):
+        gradcheck(KDA_LAYER, inputs)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"layer": oracle.Layer(7, 1, 2, 3, 5)}, "layer must be a KdaLayer, got Layer"),
+        ({"decay_proj": torch.zeros(3, 5)}, "G must be 6 for KdaLayer"),
+        ({"gate_bias": torch.zeros(1)}, "gate_bias must have P = 10 like gate_proj"),
+        ({"dt_bias": torch.zeros(2, 1)}, "dt_bias must have K = 3|K must be 3 for KdaLayer|state must have K = 1"),
+    ],
+)
+def test_illegal_input_is_refused(changed: dict[str, Any], message: str) -> None:
+    inputs = LayerCase.parse(LINES[0]).inputs()
+    KDA_LAYER.check(inputs)
+    with pytest.raises(ValueError, match=f"^({message})"):
+        KDA_LAYER.check(inputs.replaced(**changed))
+
+
+def test_lines_of_both_layers_are_of_one_book_and_share_what_both_have() -> None:
+    kda = LayerCase.parse(LINES[0])
+    gdn = dataclasses.replace(kda, operation="gdn_layer")
+    assert str(LayerCase.parse(str(kda))) == str(kda) and str(gdn).startswith("op=gdn_layer ")
+    assert isinstance(kda.layer, KdaLayer) and not isinstance(gdn.layer, KdaLayer)
+    one, other = kda.inputs(), gdn.inputs()
+    for name in ("hidden", "conv", "conv_bias", "A_log", "norm", "out_proj", "state", "conv_state"):
+        assert torch.equal(one[name], other[name]), name
+    assert LayerDomain().outside(kda) == "op=kda_layer is not gdn_layer"
+    assert LayerDomain("kda_layer").outside(gdn) == "op=gdn_layer is not kda_layer"
+
+
+RIGHT = (f"{base.__file__}:KdaLayered", *(f"{right_layers.__file__}:{name}" for name in ("KdaLayerByMaps", "KdaLayerInSingle")))
+
+
+@functools.cache
+def drawn(law: str) -> list[Example]:
+    """A few examples of a law, the same for all right layers."""
+    examples: list[Example] = []
+
+    @settings(max_examples=8 if law == "oracle" else 3, phases=[Phase.generate])
+    @given(example=LAYER_LAWS[law].draw(LayerDomain("kda_layer")))
+    def collect(example: Example) -> None:
+        examples.append(example)
+
+    collect()
+    return examples
+
+
+@pytest.mark.parametrize("spec", RIGHT, ids=lambda spec: spec.rpartition(":")[2])
+@pytest.mark.slow_after_first
+def test_right_layer_holds_under_every_law(spec: str) -> None:
+    for law in LAYER_LAWS:
+        verdicts = {str(run): execute(run).verdict for run in (Run(law, spec, example) for example in drawn(law))}
+        assert {run for run, verdict in verdicts.items() if verdict not in (Verdict.HOLDS, Verdict.BLIND)} == set()
