@@ -273,7 +273,7 @@ def test_every_case_is_a_legal_call_with_cotangents_like_its_outputs(data: st.Da
     case.spec.check(inputs)
     for port in case.spec.inputs:
         x = inputs.get(port.name)
-        assert x is None or x.dtype == DTYPES["fp32" if port.dtype == "fp32" else case.dtype], port.name
+        assert x is None or x.dtype == DTYPES["fp32" if port.dtype == "parameter" else case.dtype], port.name
         assert x is None or x.is_contiguous()
     outputs = truth(case.spec, inputs)
     for name, x in cotangents.items():
@@ -390,6 +390,7 @@ def test_every_word_that_not_all_operations_have_is_refused_where_it_is_not() ->
         "beta": False,
     }
     other |= {"allow_neg_eigval": True, "offsets": "int32"}
+    other |= {"residual": "added", "gating": "sigmoid", "lower_bound": "-5", "parameter_dtype": "input"}
     assert set(other) == set(_OF)
     for operation, (name, value) in itertools.product(MODULES, other.items()):
         if name in words_of(operation):

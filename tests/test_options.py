@@ -230,6 +230,18 @@ def test_a_norm_may_add_a_residual_return_the_sum_and_have_another_gate() -> Non
         ModuleCase((3,), "causal_conv1d", residual="returned")
 
 
+def test_gradients_of_a_residual_are_those_of_what_it_is_added_to() -> None:
+    norm = ModuleCase((20,), "gated_rms_norm", width=7, residual="added")
+    got = truth(norm.spec, norm.inputs(), norm.cotangents())
+    assert torch.equal(got["dresidual"], got["dx"])
+    assert float(got["dx"].abs().max()) > 0
+    conv = ModuleCase((9,), "causal_conv1d", width=3, activation="silu", residual="added")
+    assert torch.equal(truth(conv.spec, conv.inputs(), conv.cotangents())["dresidual"], conv.cotangents()["y"].double())
+    x = conv.inputs()
+    plain = truth(conv.spec, x.replaced(residual=None), None)["y"]
+    torch.testing.assert_close(truth(conv.spec, x, None)["y"], plain + x.residual.double())
+
+
 # Who is wrong there: the law alone that finds it, and the words without which it is right
 
 PLAIN = {"left_out": "none", "channel_decays": "none", "parameter_dtype": "fp32", "lower_bound": "none"}

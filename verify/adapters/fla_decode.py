@@ -65,5 +65,5 @@ def first_tokens(x: Inputs, counts: Tensor) -> Inputs:
     starts = [0, *itertools.accumulate(sequences(x, "v"))]
     positions = [start + token for start, count in zip(starts, counts.tolist(), strict=False) for token in range(count)]
     index = torch.tensor(positions, dtype=torch.int64, device=x.v.device)
-    tokens = {name: x[name].flatten(0, 1).index_select(0, index).unsqueeze(0) for name in TOKENS if x[name] is not None}
+    tokens = {name: x[name].flatten(0, 1).index_select(0, index).unsqueeze(0) for name in TOKENS if x.get(name) is not None}
     return x.replaced(**tokens, cu_seqlens=torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(counts.dtype))
