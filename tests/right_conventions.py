@@ -195,10 +195,10 @@ class LosesTheLastDecay(WholeChunks):
 
 
 class CorrectsTooMuch(Saturating):
-    """Wrong: what a token subtracts of the values of earlier tokens is 3% too large."""
+    """Wrong: what a token subtracts of the values of earlier tokens is 25% too large."""
 
     def corrections(self, k: Tensor, beta: Tensor, decays: Tensor) -> Tensor:
-        return super().corrections(k, beta, decays) * (1 + 2**-5)
+        return super().corrections(k, beta, decays) * 1.25
 
 
 class LeaksTheState(ShortOffsets):
