@@ -21,6 +21,7 @@ from verify.adapters.packages import installed
 
 REQUIRES = {"fla-core": "0.4.0", "triton": "3.7.1"}
 INSIDE = ("none", "gate", "beta", "both")
+MOST_ALONG_Y = 65_535  # programs along the second axis of a grid, in which chunk kernels have sequences x value heads
 
 
 class FlaAdapter(Adapter):
@@ -53,7 +54,7 @@ class Chunk(FlaRule):
     chunk = 64
     # Not position independent: torch sums dg over blocks of key channels, and on a CPU that sum depends on the place in memory.
     omits = left_out(IN_FLA, "state_v_first", "cu_seqlens_cpu", "chunk_indices", "cp_context")
-    domain = Domain(key_dims=(1, 256), in_kernel=INSIDE, refills=False)
+    domain = Domain(key_dims=(1, 256), in_kernel=INSIDE, refills=False, batch_heads=MOST_ALONG_Y)
     counterpart = "fla/fused_recurrent"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -82,7 +83,7 @@ class ChunkVFirst(FlaRule):
     products = "tf32"
     chunk = 64
     omits = left_out(IN_FLA, "cu_seqlens_cpu", "chunk_indices", "cp_context")
-    domain = Domain(key_dims=(1, 256), in_kernel=INSIDE, refills=False)
+    domain = Domain(key_dims=(1, 256), in_kernel=INSIDE, refills=False, batch_heads=MOST_ALONG_Y)
     counterpart = "fla/fused_recurrent_v_first"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -138,7 +139,7 @@ class ChunkKda(FlaRule):
         "use_graph",
         "max_num_seqs",
     )
-    domain = Domain(operation="kda", key_dims=(1, 256), in_kernel=INSIDE, refills=False)
+    domain = Domain(operation="kda", key_dims=(1, 256), in_kernel=INSIDE, refills=False, batch_heads=MOST_ALONG_Y)
     counterpart = "fla/fused_recurrent_kda"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
@@ -172,7 +173,14 @@ class ChunkDeltaRule(FlaRule):
     products = "tf32"
     chunk = 64
     omits = left_out(IN_FLA, "cu_seqlens_cpu")
-    domain = Domain(operation="delta_rule", dtypes=("bf16", "fp16"), key_dims=(1, 256), grouped_heads=False, refills=False)
+    domain = Domain(
+        operation="delta_rule",
+        dtypes=("bf16", "fp16"),
+        key_dims=(1, 256),
+        grouped_heads=False,
+        refills=False,
+        batch_heads=MOST_ALONG_Y,
+    )
     counterpart = "fla/fused_recurrent_delta_rule"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
