@@ -37,8 +37,10 @@ def gated_delta_rule_kernel(
     HAS_INITIAL_STATE: tl.constexpr,
     QK_NORM: tl.constexpr,
 ):
-    """One sequence and value head a program along axis 1, one block of value channels along axis 0."""
-    block, sequence, head = tl.program_id(0), tl.program_id(1) // HV, tl.program_id(1) % HV
+    """One sequence and value head a program along axis 0, which alone may have over 65,535 programs; along axis 1 a block of
+    value channels.
+    """
+    sequence, head, block = tl.program_id(0) // HV, tl.program_id(0) % HV, tl.program_id(1)
     key_head = head // (HV // H)
     if PACKED:
         start, end = tl.load(cu_seqlens + sequence), tl.load(cu_seqlens + sequence + 1)
@@ -88,7 +90,7 @@ def gated_delta_rule(
     o = torch.empty_like(v)
     final_state = torch.empty(sequences, value_heads, key_dim, value_dim, dtype=torch.float32, device=v.device)
     block = min(triton.next_power_of_2(value_dim), 32)
-    gated_delta_rule_kernel[triton.cdiv(value_dim, block), sequences * value_heads](
+    gated_delta_rule_kernel[sequences * value_heads, triton.cdiv(value_dim, block)](
         q,
         k,
         v,

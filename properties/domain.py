@@ -45,7 +45,9 @@ class Domain:
     same bits wherever it stands in the batch; few implementations need to promise that, and vector code that treats the end of a
     row differently breaks it. `in_kernel` names what the implementation can compute itself of gate and beta ("none", "gate",
     "beta", "both"), and `dt_bias` says whether it can do so without a dt_bias. `decays` says whether it takes the log-decay g
-    ("log"), the decay alpha itself ("linear"), or either, where it does not compute the gate. `infinite_gates` says whether a
+    ("log"), the decay alpha itself ("linear"), or either, where it does not compute the gate. `batch_heads` is the largest product
+    of sequences and value heads of a batch that is not packed, or None: CUDA launches at most 65,535 programs along the second and
+    third axis of a grid. `infinite_gates` says whether a
     log-decay may be -inf, which forgets the state. `scales` names the scales that it takes: none ("default", which means
     K ** -0.5), 1 ("one") and 0.5 ("half"). `strongest_decay` is the strongest of the gate regimes that it takes (STRENGTHS), and
     `largest_values` the regime of values with the largest numbers (LARGEST). Every sequence has a multiple of `length_step` tokens.
@@ -112,6 +114,7 @@ class Domain:
     reach: int = 1
     long: int = 0
     chunk: int = 64
+    batch_heads: int | None = None
 
     def __post_init__(self) -> None:
         if self.operation not in RULES:
@@ -181,6 +184,8 @@ class Domain:
         if not isinstance(self.reach, int) or not 1 <= self.reach <= MOST_REACH:
             raise ValueError(f"reach must be in 1..{MOST_REACH}, got {self.reach!r}")
         check_sizes(self.long, self.chunk)
+        if self.batch_heads is not None and (not isinstance(self.batch_heads, int) or self.batch_heads < 1):
+            raise ValueError(f"batch_heads must be None or at least 1, got {self.batch_heads!r}")
 
     @property
     def drawn_scales(self) -> tuple[str, ...]:
@@ -234,6 +239,10 @@ class Domain:
             ),
             (self.packed or not case.packed, "packed=yes is not supported"),
             (self.batched or case.packed, "packed=no is not supported"),
+            (
+                self.batch_heads is None or case.packed or len(case.lengths) * case.value_heads <= self.batch_heads,
+                f"{len(case.lengths)} sequences of {case.value_heads} value heads are over batch_heads={self.batch_heads}",
+            ),
             (self.empty or min(case.lengths) > 0, "empty sequences are not supported"),
             (
                 all(length % self.length_step == 0 for length in case.lengths),

@@ -55,7 +55,7 @@ from properties.laws import (
     spread,
     with_others,
 )
-from properties.strategies import REMEMBERING, Example, cases, keys_of, values_of
+from properties.strategies import REMEMBERING, Example, cases, keys_of, values_of, with_crowd
 
 
 def _halves(names: Sequence[str], number: int) -> tuple[list[str], list[str]]:
@@ -377,7 +377,8 @@ def _linear_examples(domain: Domain) -> st.SearchStrategy[Example]:
     if exact:  # subnormals of fp16, below 6e-5, do round under a factor of two
         variants = ("values", "cotangents", "zero_cotangents") if domain.backward else ("values",)
         normal = cases(domain, dtype=exact, **calm, **small).filter(lambda case: not _vanishes(case))
-        choices.append(examples_of(normal, None, variants))
+        # Long cases may lack a backward pass, which the variants of cotangents need.
+        choices.append(examples_of(normal, None, variants).filter(lambda x: _linear_lacks(x.case, x.variant) is None))
     return either(choices)
 
 
@@ -412,7 +413,7 @@ LAWS: dict[str, Law] = {
             "oracle",
             "truth",
             "every output and every gradient equals the float64 definition",
-            lambda domain: examples_of(cases(domain, longest=260, total=280, value_heads=8)),
+            lambda domain: with_crowd(domain, examples_of(cases(domain, longest=260, total=280, value_heads=8))),
             oracle,
         ),
         Law(

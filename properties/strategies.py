@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from properties.cases.rule_case import BETAS, GIVEN_GATES, MAX_WIDTH, Case
 from properties.domain import Domain
 from properties.options import draw_options
-from properties.sizes import FEW_HEADS, KINDS, MANY_HEADS, NARROW, kind_of, kinds_of, large_lengths
+from properties.sizes import CROWD, FEW_HEADS, KINDS, MANY_HEADS, NARROW, kind_of, kinds_of, large_lengths
 
 # Lengths over 300 are drawn only with a reach: for interpreted kernels, every law has a smaller limit.
 BLOCKS = (64, 16, 32, 128, 192, 256, 320, 384, 512)
@@ -40,6 +40,46 @@ class Example:
     case: Any
     at: int | None = None
     variant: str | None = None
+
+
+def crowd(domain: Domain) -> Case | None:
+    """Return the case of a batch with over 65,535 sequences and heads, or None if the domain does not allow it.
+
+    It is there only for checks that draw long cases where kernels are not compiled: they compile for few widths.
+    """
+    rows, heads = CROWD
+    if not domain.long or domain.reach > 1:
+        return None
+    widths = [width for width in range(1, 65) if width % domain.width_step == 0]
+    keys, values = ([w for w in widths if span[0] <= w <= span[1]] for span in (domain.key_dims, domain.value_dims))
+    if not keys or not values:
+        return None
+    widest = max(keys[0], values[0])
+    in_kernel = "none" if "none" in domain.in_kernel else domain.in_kernel[0]
+    case = Case(
+        (1,) * rows,
+        operation=domain.operation,
+        heads=heads,
+        value_heads=heads,
+        key_dim=widest if domain.equal_widths else keys[0],
+        value_dim=widest if domain.equal_widths else values[0],
+        dtype=domain.dtypes[0],
+        gate_dtype=domain.gate_dtypes[0],
+        gate="64" if "64" in domain.gates else "forever",
+        in_kernel=in_kernel,
+        decay=domain.decays[0] if in_kernel in ("none", "beta") else "log",
+        scale=domain.drawn_scales[0],
+        backward=domain.backward,
+    )
+    return case if domain.outside(case) is None else None
+
+
+def with_crowd(domain: Domain, examples: st.SearchStrategy[Example]) -> st.SearchStrategy[Example]:
+    """Return examples among which the case of `crowd` is one, if the domain allows it. Being always the same, it is drawn once."""
+    case = crowd(domain)
+    if case is None:
+        return examples
+    return st.integers(0, 23).flatmap(lambda number: st.just(Example(case)) if number == 23 else examples)
 
 
 def lengths(

@@ -21,6 +21,7 @@ from verify.adapters.packages import installed
 
 REQUIRES = {"fla-core": "0.4.0", "triton": "3.7.1"}
 INSIDE = ("none", "gate", "beta", "both")
+MOST_ALONG_Y = 65_535  # programs along the second axis of a grid, in which chunk kernels have sequences x value heads
 SWITCH = ("no", "yes")
 # Options of FLA's rules. The first two are what a caller may compute once for several calls, the third keeps for the backward what
 # is computed again otherwise, and the last is the order of a state's axes.
@@ -33,6 +34,7 @@ CHUNKED: dict[str, Any] = {
     "key_dims": (1, 256),
     "in_kernel": INSIDE,
     "refills": False,
+    "batch_heads": MOST_ALONG_Y,
     "parameter_dtypes": ("fp32", "input"),
     "options": (*ON_HOST, *INDICES),
     "exact_options": ("cu_seqlens_cpu", "chunk_indices"),
@@ -157,6 +159,7 @@ class ChunkKda(FlaRule):
         key_dims=(1, 256),
         in_kernel=INSIDE,
         refills=False,
+        batch_heads=MOST_ALONG_Y,
         lower_bounds=("none", "-5", "-1"),
         parameter_dtypes=("fp32", "input"),
         options=KDA_OPTIONS,
@@ -222,6 +225,7 @@ class ChunkDeltaRule(FlaRule):
         key_dims=(1, 256),
         grouped_heads=False,
         refills=False,
+        batch_heads=MOST_ALONG_Y,
         options=ON_HOST,
         exact_options=("cu_seqlens_cpu",),
     )

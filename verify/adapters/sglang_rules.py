@@ -13,7 +13,7 @@ class Recurrent(SGLang):
 
     algorithm = "recurrent"
     place = f"{OPS}.fla.fused_recurrent"
-    domain = Domain(position_independent=True, backward=False)
+    domain = Domain(position_independent=True, backward=False, batch_heads=65_535)  # they are the third axis of the grid
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         o, final = self.module().fused_recurrent_gated_delta_rule(
@@ -36,7 +36,7 @@ class RecurrentKda(SGLang):
 
     algorithm = "recurrent"
     place = f"{OPS}.fla.kda"
-    domain = Domain(operation="kda", grouped_heads=False, position_independent=True, backward=False)
+    domain = Domain(operation="kda", grouped_heads=False, position_independent=True, backward=False, batch_heads=65_535)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         count = x.v.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1

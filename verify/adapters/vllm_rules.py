@@ -19,7 +19,7 @@ class Chunk(VLLM):
     chunk = 64
     place = CHUNK
     omits = left_out(IN_VLLM, "chunk_indices", "chunk_offsets", "core_attn_out")
-    domain = Domain(dtypes=("bf16", "fp16"), key_dims=(1, 256), empty=False, backward=False, refills=False)
+    domain = Domain(dtypes=("bf16", "fp16"), key_dims=(1, 256), empty=False, backward=False, refills=False, batch_heads=65_535)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         o, final = self.module().chunk_gated_delta_rule(

@@ -39,15 +39,19 @@ class _Recorder:
     """Coverage of this process. `thread` is the trace function with which a thread begins, None without trace functions."""
 
     def __init__(self) -> None:
-        self._coverage, self._files, self._cases = _coverage(None), frozenset[str]() or None, 0
+        self._coverage, self._cases = _coverage(None), 0
+        self._files: frozenset[str] | None = None
         self.thread: Any = None
         self._traces: dict[int, Any] = {}  # of the threads that were inside in this case
         self._inside = 0
 
     def begin(self, files: frozenset[str] | None) -> None:
         """Begin a case. Only `files` are recorded; None stands for all files that are not OMITTED."""
-        if self._cases == CASES or files != self._files:
+        if files != self._files:
             self._coverage, self._files, self._cases = _coverage(files), files, 0
+        elif self._cases == CASES:
+            self._coverage.erase()
+            self._cases = 0
         self._cases += 1
         self._coverage.start()
         self._coverage.switch_context(str(self._cases))
@@ -111,7 +115,7 @@ def hindered() -> str:
 
 @contextlib.contextmanager
 def recorded(files: frozenset[str] | None) -> Iterator[dict[str, set[Arc]]]:
-    """Record what runs inside `called` in `files`, or in all files. Yields each file's arcs, which are there at the end."""
+    """Record what runs inside `called` in `files`, or in all files. Yields a dict that gets each file's arcs at the end."""
     global _recorder, _running
     _recorder = _recorder or _Recorder()
     found: dict[str, set[Arc]] = {}

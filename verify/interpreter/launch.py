@@ -34,6 +34,8 @@ Tensors = dict[Span, dict[str, Tensor]]  # a launch's tensors, by their memory a
 ELEMENTS = 1 << 20
 PROGRAMS = 128  # programs that run together while the size of a kernel's blocks is unknown
 
+MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)  # the largest grid that CUDA launches, along x, y and z
+
 # Launches whose programs had to run one after another, counted by "kernel: why".
 one_by_one: collections.Counter[str] = collections.Counter()
 launches: collections.Counter[str] = collections.Counter()  # of each kernel
@@ -43,6 +45,10 @@ _stored_after_loads: dict[Function, set[str]] = {}
 NOTHING: Mapping[Span, Trace] = MappingProxyType({})
 _one_launch = threading.RLock()  # several threads may launch kernels
 _machine: Machine | None = None  # the machine of the current launch
+
+
+class GridTooLarge(Exception):
+    """A launch has more programs along an axis of its grid than CUDA launches."""
 
 
 def patch() -> None:
@@ -154,6 +160,10 @@ def _launched(self: Any, positional: Sequence[Any], named: dict[str, Any]) -> No
     sizes = self.grid(arguments) if callable(self.grid) else self.grid
     assert len(sizes) <= 3, "grid must have at most 3 dimensions"
     x, y, z = (int(size) for size in (*sizes, 1, 1, 1)[:3])
+    if any(size > most for size, most in zip((x, y, z), MOST_PROGRAMS, strict=True)):
+        raise GridTooLarge(
+            f"the grid of the kernel {self.fn.__name__} is ({x}, {y}, {z}), but CUDA takes at most {MOST_PROGRAMS} programs"
+        )
     if os.environ.get(SEQUENTIAL) == "sequential":
         _one_by_one(self.fn, arguments, (x, y, z))
     elif reason := _together(self.fn, arguments, (x, y, z), _by_memory(values)):

@@ -1,0 +1,112 @@
+"""Batches of more sequences and heads than CUDA launches programs along the second and third axis of a grid."""
+
+import dataclasses
+import pathlib
+
+import pytest
+
+from properties.cases.rule_case import Case
+from properties.domain import Domain
+from properties.rule_laws import LAWS
+from properties.sizes import CROWD, MOST, sized
+from properties.strategies import Example, crowd
+from verify.adapters import loader
+from verify.engine.drawing import seeded
+from verify.process.messages import RunOne
+from verify.process.outcome import FailureKind, Outcome, Verdict
+from verify.process.worker import Worker
+
+EXAMPLE = pathlib.Path(__file__).parents[1] / "examples" / "own_triton_kernel.py"
+SIZED = sized(Domain(key_dims=(1, 128), value_dims=(1, 256), backward=False), None, MOST["interpreted"])
+
+
+def drawn(domain: Domain, count: int) -> list[Case]:
+    examples: list[Example] = []
+    seeded(LAWS["oracle"].draw(domain), 0, count, examples.append)
+    return [example.case for example in examples]
+
+
+def test_a_check_draws_such_a_batch_once() -> None:
+    cases = drawn(SIZED, 64)
+    assert cases.count(crowd(SIZED)) == 1
+    assert len(cases) == 64
+
+
+def test_the_batch_is_as_small_as_the_domain_allows() -> None:
+    case = crowd(SIZED)
+    assert case is not None
+    assert len(case.lengths) * case.value_heads > 65_535
+    assert (case.lengths, case.value_heads, case.key_dim, case.value_dim) == ((1,) * CROWD[0], CROWD[1], 1, 1)
+    narrow = crowd(dataclasses.replace(SIZED, key_dims=(16, 64), value_dims=(20, 64), width_step=4, equal_widths=True))
+    assert narrow is not None
+    assert (narrow.key_dim, narrow.value_dim) == (20, 20)
+    assert SIZED.outside(case) is None
+
+
+@pytest.mark.parametrize(
+    "without",
+    [
+        {"long": 0},
+        {"reach": 4},
+        {"batched": False},
+        {"batch_heads": 65_535},
+        {"key_dims": (128, 128)},
+    ],
+)
+def test_what_a_domain_excludes_is_not_drawn(without: dict[str, object]) -> None:
+    assert crowd(dataclasses.replace(SIZED, **without)) is None  # type: ignore[arg-type]
+
+
+def test_in_kernel_gates_alone_and_each_operation_have_such_a_batch() -> None:
+    for domain in (
+        dataclasses.replace(SIZED, in_kernel=("both",), decays=("linear",)),
+        dataclasses.replace(SIZED, operation="kda", scales=("one",), decays=("linear",)),
+        dataclasses.replace(SIZED, operation="delta_rule", dtypes=("bf16",), gate_dtypes=("input",)),
+    ):
+        case = crowd(domain)
+        assert case is not None
+        assert domain.outside(case) is None
+
+
+def test_more_heads_than_a_domain_promises_are_outside() -> None:
+    domain = Domain(batch_heads=12)
+    assert domain.outside(Case((1,) * 3, value_heads=4)) is None
+    assert "batch_heads=12" in str(domain.outside(Case((1,) * 4, value_heads=4)))
+    assert domain.outside(Case((1,) * 4, value_heads=4, packed=True)) is None
+    with pytest.raises(ValueError, match="batch_heads must be None or at least 1, got 0"):
+        Domain(batch_heads=0)
+
+
+@pytest.mark.parametrize("name", ["fla/chunk", "fla/chunk_16", "fla/chunk_v_first", "fla/chunk_kda", "fla/chunk_delta_rule"])
+def test_chunk_kernels_have_a_limit(name: str) -> None:
+    assert loader.load(name).domain.batch_heads == 65_535
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+def test_a_grid_that_cuda_does_not_launch_is_found_and_the_same_kernel_along_another_axis_holds(tmp_path: pathlib.Path) -> None:
+    source, wrong = EXAMPLE.read_text(), tmp_path / "crowded_along_y.py"
+    for right, axes in (
+        (
+            "tl.program_id(0) // HV, tl.program_id(0) % HV, tl.program_id(1)",
+            "tl.program_id(1) // HV, tl.program_id(1) % HV, tl.program_id(0)",
+        ),
+        ("sequences * value_heads, triton.cdiv(value_dim, block)", "triton.cdiv(value_dim, block), sequences * value_heads"),
+    ):
+        assert right in source
+        source = source.replace(right, axes)
+    wrong.write_text(source)
+    case = crowd(SIZED)
+    with Worker(300.0) as worker:
+
+        def ask(place: pathlib.Path, asked: Case) -> Outcome:
+            return Outcome.from_json(worker.ask(RunOne(f"law=oracle adapter={place}:OwnKernel {asked}")))
+
+        assert case is not None
+        assert ask(EXAMPLE, case).verdict is Verdict.HOLDS
+        assert ask(wrong, dataclasses.replace(case, lengths=(1, 1))).verdict is Verdict.HOLDS
+        outcome = ask(wrong, case)
+    assert outcome.verdict is Verdict.BROKEN
+    (finding,) = outcome.findings
+    assert finding.kind is FailureKind.RAISED
+    assert "the grid of the kernel gated_delta_rule_kernel is (1, 66560, 1)" in finding.what + finding.detail
