@@ -1,6 +1,7 @@
 """Serving: cases of pools rebuild a call from a line, the contract's options mean what they say, and each law has killed."""
 
 import dataclasses
+import importlib.machinery
 import itertools
 import json
 import pathlib
@@ -430,7 +431,7 @@ KILLED_BY = {
     pools.TransposesByCopy: Kill("oracle"),
     pools.IdleRequestsDecay: Kill("untouched", 1, 2),
     pools.OffsetsByIdentity: Kill("refill", 2, 2),
-    pools.SlotsByIdentity: Kill("refill", 1, 2),
+    pools.SlotsByIdentity: Kill("refill", 1, 5),
     pools.SlotsByAddress: Kill("history", 1, 13),
     pools.QueueAfterAnError: Kill("history", 2, 2),
     pools.TreesAsChains: Kill("oracle", 4),
@@ -610,7 +611,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     package = types.ModuleType("fla.ops.gated_delta_rule")
     package.fused_recurrent = module  # type: ignore[attr-defined]
     for name in ("fla", "fla.ops"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        stub = types.ModuleType(name)
+        stub.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, stub)
     for stub in (package, module):
         monkeypatch.setitem(sys.modules, stub.__name__, stub)
     return module

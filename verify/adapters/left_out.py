@@ -12,6 +12,8 @@ IN_FLA: Mapping[str, str] = {
     "mode": "fla/layer_recurrent passes it; other calls run the recurrent rule where they are short and have no gradients",
     "output_attentions": "the layer has no attention weights",
     "output_dtype": "outputs have the dtype that the operation has by default",
+    "prenorm": "fla/gated_norm passes it; the operation norm_gate_linear returns no sum",
+    "residual": "fla/gated_norm passes it; the operation norm_gate_linear has no residual",
     "residual_in_fp32": "it is the dtype of the sum for a call without a residual, in which the sum is x",
     "return_intermediate_states": "the states between chunks are no output of the operation",
     "safe_gate": "fla/chunk_kda_safe passes it; it promises bounded gates, which other cases do not have",
