@@ -15,7 +15,7 @@ from verify.engine import explaining, law_check
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
-from verify.engine.shrink import Shrunk, shrink
+from verify.engine.shrink import NONE, Shrunk, shrink
 from verify.execution.run import Run
 from verify.findings.law_report import LawReport
 from verify.findings.store import Store
@@ -57,6 +57,7 @@ def shrunk_until(
     more: Callable[[int], bool],
     fixed: Collection[str] = (),
     domain: Any = None,
+    least: Mapping[str, int] = NONE,
 ) -> Shrunk:
     """What `shrink` returns if it is told to end at a case that is small enough."""
     smallest = [example]
@@ -66,7 +67,7 @@ def shrunk_until(
             smallest[0] = candidate
         return answer
 
-    return shrink(example, law, failing, lambda runs: more(runs) and not kill.small(smallest[0].case), fixed, domain)
+    return shrink(example, law, failing, lambda runs: more(runs) and not kill.small(smallest[0].case), fixed, domain, least)
 
 
 def assert_killed_alone(name: str, kill: Kill, worker: Worker, folder: pathlib.Path) -> LawReport:
