@@ -226,8 +226,12 @@ class _Chunkwise:
         """Return o, the states after the segment, and what the backward needs."""
         (q, k, v, g, beta), scale, arithmetic, channels = tokens, self.scale, self.arithmetic, self.channels
         dither, chunk, widths = arithmetic.dither, k.shape[-2], (v.shape[-1], k.shape[-1])
-        total = dither(g.cumsum(-2), "G", summed(chunk))  # the cumulative gate is a float32 sum
-        grown, left = total.exp(), total[..., -1:, :] - total
+        sums = g.cumsum(-2)
+        total = dither(sums, "G", summed(chunk))  # the cumulative gate is a float32 sum
+        # An implementation may sum a chunk's gates once more for G_C, in another order than the cumulative sum. Both sums have the
+        # same terms, so both may err by as much, but not alike: then G_C - G does not cancel their errors.
+        end = dither(sums[..., -1:, :], "G_C", summed(chunk))
+        grown, left = total.exp(), end - total
         ahead, behind = left.exp(), None
         if not channels:
             # An implementation decays either k or V' before it stores them for the state; some runs do one, some the other. With a
@@ -251,7 +255,7 @@ class _Chunkwise:
             both = torch.cat([a @ b for a, b in zip(inverses.unbind(-3), start.split(widths, -1), strict=True)], -1)
         written, erased = arithmetic.beside(both, ("U", "W"), widths).split(widths, -1)
         reads, keeps = dither(pair[..., 1, :, :] * grown, "exp(G) q"), dither(k * ahead, "exp(G_C - G) k")
-        whole = grown[..., -1:, :].mT
+        whole = end.exp().mT
         if arithmetic.product != EXACT:  # errors of exp itself add up from chunk to chunk if no coarser errors hide them
             whole = dither(whole, "exp(G_C)", FUNCTION_BITS)
         scan = _Scan(keeps, reads, dither(scores, "scores"), erased, whole, behind)
