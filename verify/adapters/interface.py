@@ -1,6 +1,7 @@
 """What a function of an installed package takes, read from its source. Nothing is imported, so reading takes milliseconds."""
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -28,7 +29,9 @@ def signature(place: str) -> Signature | None:
     """The signature of `package.module:function`, or None if there is no such package, module or function."""
     module, _, name = place.partition(":")
     package, *parts = module.split(".")
-    found = importlib.util.find_spec(package)
+    found = None
+    with contextlib.suppress(ValueError):  # a module that was made by hand has no spec
+        found = importlib.util.find_spec(package)
     for folder in (found.submodule_search_locations or ()) if found is not None else ():
         file = pathlib.Path(folder, *parts).with_suffix(".py")
         if parts and file.is_file():
