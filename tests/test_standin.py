@@ -413,7 +413,7 @@ RIGHT: dict[str, Any] = {
     "kda": on_device(gates.StepwiseKda),
     "delta_rule": on_device(gates.StepwiseDelta),
     "gates_inside": on_device(gates.Stepwise),
-    "conv": on_device(modules.Conv),
+    "conv": on_device(modules.ConvMasked),
     "gate": on_device(modules.Gate),
     "kda_gate": on_device(modules.KdaGate),
     "l2norm": on_device(modules.L2Norm),
