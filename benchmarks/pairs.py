@@ -11,7 +11,6 @@ defect exists only in calls that are simple in one way, so that shrinking leads 
 
 Pairs are in two halves, by their names. A rule of shrinking that was improved on the findings of one half is measured on the other.
 A file of findings has one JSON object a line, with the found line (`found`) and the implementation on which it holds (`mended`).
-It may come from elsewhere: benchmarks/releases.py writes such a file for the defects of a release.
 
 It prints the share of smallest lines that show the found defect, and how small they are. With --keep, the smallest lines are added
 to a file. The exit code is 1 if the share is below 98%.
