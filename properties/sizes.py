@@ -19,8 +19,8 @@ NARROW = 16  # the widths of long cases, if the domain has narrower ones than it
 LEAST = 70  # a law whose cases are all shorter than this draws no long ones
 MOST = {"quick": 4096, "interpreted": 1030, "slow": 0}  # tokens of the longest sequence on a CPU, by the cost of a token
 MOST_ON_GPU = 2**16
-# A batch with more sequences and heads than CUDA launches programs along the second and third axis of a grid.
-CROWD = (65, 1024)
+MOST_ALONG_Y = 65_535  # programs that CUDA launches along the second and third axis of a grid
+CROWD = (65, 1024)  # a batch with more sequences and heads than that
 
 
 def sized(domain: Any, chunk: int | None, most: int) -> Any:

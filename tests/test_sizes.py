@@ -1,7 +1,6 @@
 """Sizes: a check draws what is large, as far as its tokens are cheap, and implementations that are wrong only there are found."""
 
 import dataclasses
-import itertools
 from typing import Any
 
 import pytest
@@ -15,12 +14,14 @@ from properties.path_domain import PathDomain
 from properties.pool_domain import PoolDomain
 from properties.sizes import MOST, MOST_ON_GPU, sized
 from properties.strategies import Example
+from properties.strategies import crowd as crowd_of
 from verify.adapters.base import Adapter
 from verify.engine import asking
 from verify.engine.asking import Described, with_sizes
 from verify.engine.drawing import seeded
 from verify.engine.profiles import PROFILES
 from verify.execution import cost
+from verify.execution.cost import TokenCost
 from verify.execution.execute import execute
 from verify.execution.run import Run
 from verify.process.messages import Cost, Question
@@ -109,14 +110,21 @@ RUN = Run.parse("law=oracle adapter=zoo/Chunkwise lengths=50")
 
 @pytest.mark.parametrize(
     ("seconds", "launches", "want"),
-    [((3.0, 0.01), 0, "quick"), ((0.01, 0.01), 1, "interpreted"), ((9.0, 1.0), 0, "interpreted"), ((9.0, 5.0), 3, "slow")],
+    [
+        ((3.0, 0.01), (0, 0), TokenCost("quick", crowd=True)),
+        ((0.1, 0.1), (0, 0), TokenCost("quick", crowd=False)),  # a loop over 66,560 tokens and heads would take two minutes
+        ((0.01, 0.01), (1, 0), TokenCost("interpreted", crowd=True)),
+        ((0.01, 0.01), (1, 1), TokenCost("interpreted", crowd=False)),  # one program after another
+        ((9.0, 1.0), (0, 0), TokenCost("interpreted", crowd=False)),
+        ((9.0, 5.0), (3, 0), TokenCost("slow", crowd=False)),
+    ],
 )
 def test_cost_is_that_of_the_faster_run_and_kernels_that_are_interpreted_are_never_quick(
-    seconds: tuple[float, float], launches: int, want: str, monkeypatch: pytest.MonkeyPatch
+    seconds: tuple[float, float], launches: tuple[int, int], want: TokenCost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = iter(seconds)
     monkeypatch.setattr(cost, "execute", lambda run: Outcome(Verdict.HOLDS, kernel_s=next(runs)))
-    counts = itertools.chain([7], itertools.repeat(7 + launches))
+    counts = iter([(7, 2), (7 + launches[0], 2 + launches[1])])
     monkeypatch.setattr(cost, "_launches", lambda: next(counts))
     assert cost.cost_of(RUN) == want
 
@@ -124,10 +132,10 @@ def test_cost_is_that_of_the_faster_run_and_kernels_that_are_interpreted_are_nev
 class Asked:
     """A worker that answers what a token costs."""
 
-    def __init__(self, answer: dict[str, str] | None) -> None:
+    def __init__(self, answer: dict[str, Any] | None) -> None:
         self.answer, self.questions = answer, list[Question]()
 
-    def ask(self, question: Question) -> dict[str, str]:
+    def ask(self, question: Question) -> dict[str, Any]:
         self.questions.append(question)
         if self.answer is None:
             raise WorkerLost("crashed", "killed", "")
@@ -135,13 +143,22 @@ class Asked:
 
 
 @pytest.mark.parametrize(
-    ("answer", "most"), [({"cost": "quick"}, 4096), ({"cost": "interpreted"}, 1030), ({"error": "none"}, 0), (None, 0)]
+    ("answer", "most", "crowd"),
+    [
+        ({"cost": "quick", "crowd": True}, 4096, True),
+        ({"cost": "quick", "crowd": False}, 4096, False),
+        ({"cost": "interpreted", "crowd": True}, 1030, True),
+        ({"error": "none"}, 0, False),
+        (None, 0, False),
+    ],
 )
-def test_sizes_follow_the_chunk_and_the_cost_which_is_asked_once(answer: dict[str, str] | None, most: int) -> None:
+def test_sizes_follow_the_chunk_and_the_cost_which_is_asked_once(answer: dict[str, Any] | None, most: int, *, crowd: bool) -> None:
     worker: Any = Asked(answer)
     described = Described("zoo/Chunkwise", Domain(), "chunkwise", "none", chunk=16)
     for _ in range(2):
-        assert with_sizes(described, worker, "cpu").domain == Domain(chunk=16, long=most)
+        domain: Any = with_sizes(described, worker, "cpu").domain
+        assert domain == Domain(chunk=16, long=most, batch_heads=None if crowd else 65_535)
+    assert crowd_of(domain) is None or crowd
     assert with_sizes(described, worker, "cuda").domain == Domain(chunk=16, long=MOST_ON_GPU)
     paths = dataclasses.replace(described, domain=PathDomain())
     assert with_sizes(paths, worker, "cpu").domain == PathDomain(chunk=16)

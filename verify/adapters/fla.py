@@ -14,6 +14,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.domain import Domain
+from properties.sizes import MOST_ALONG_Y
 from verify.adapters.base import Adapter
 from verify.adapters.interface import Unavailable, signature
 from verify.adapters.left_out import IN_FLA, left_out
@@ -21,7 +22,6 @@ from verify.adapters.packages import installed
 
 REQUIRES = {"fla-core": "0.4.0", "triton": "3.7.1"}
 INSIDE = ("none", "gate", "beta", "both")
-MOST_ALONG_Y = 65_535  # programs along the second axis of a grid, in which chunk kernels have sequences x value heads
 SWITCH = ("no", "yes")
 # Options of FLA's rules. The first two are what a caller may compute once for several calls, the third keeps for the backward what
 # is computed again otherwise, and the last is the order of a state's axes.

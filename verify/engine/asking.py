@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from properties.books import book_named, book_of
+from properties.domain import Domain
 from properties.laws import Law
 from properties.palette import key_of
 from properties.path_domain import PathDomain
 from properties.path_laws import PATH_LAWS
-from properties.sizes import MOST, MOST_ON_GPU, sized
+from properties.sizes import MOST, MOST_ALONG_Y, MOST_ON_GPU, sized
 from properties.strategies import Example
 from verify.adapters.loader import AdapterError
 from verify.engine.compile_plan import has_keys
@@ -38,7 +39,7 @@ BATCH, TRUTHS = 16, 4
 POOLED = 64
 PROBES, PROBE_TOKENS = 8, 64  # of so many drawn cases, the one with about so many tokens shows what a token costs
 Asked = Worker | RankGroup | TorchrunGroup  # what runs a case: one process, or ranks that answer as one
-_COSTS: weakref.WeakKeyDictionary[Asked, dict[str, str]] = weakref.WeakKeyDictionary()  # of each worker, by adapter
+_COSTS: weakref.WeakKeyDictionary[Asked, dict[str, tuple[str, bool]]] = weakref.WeakKeyDictionary()  # of each worker, by adapter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,12 +121,18 @@ def with_sizes(described: Described, worker: Asked, device: str) -> Described:
     """
     domain = sized(described.domain, described.chunk, MOST_ON_GPU)
     if getattr(domain, "long", 0) and device == "cpu":
-        domain = sized(domain, described.chunk, MOST[_cost(described, worker)])
+        cost, crowd = _cost(described, worker)
+        domain = sized(domain, described.chunk, MOST[cost])
+        if isinstance(domain, Domain) and not crowd and domain.batch_heads is None:
+            domain = dataclasses.replace(domain, batch_heads=MOST_ALONG_Y)
     return dataclasses.replace(described, domain=domain)
 
 
-def _cost(described: Described, worker: Asked) -> str:
-    """What a token costs, from a run of a short case in the worker. It is "slow" if the worker cannot tell."""
+def _cost(described: Described, worker: Asked) -> tuple[str, bool]:
+    """What a token costs, and whether a crowd is affordable, from a run of a short case in the worker.
+
+    It is "slow", without a crowd, if the worker cannot tell.
+    """
     costs = _COSTS.setdefault(worker, {})
     if described.spec not in costs:
         examples = list[Example]()
@@ -135,7 +142,7 @@ def _cost(described: Described, worker: Asked) -> str:
             answer = worker.ask(Cost(str(Run("oracle", described.spec, example))))
         except WorkerLost:
             answer = {}
-        costs[described.spec] = answer.get("cost", "slow")
+        costs[described.spec] = answer.get("cost", "slow"), answer.get("crowd", False)
     return costs[described.spec]
 
 

@@ -1,5 +1,7 @@
-"""The cost of an implementation's tokens, which decides how long the long cases of a check are (properties/sizes.py)."""
+"""The cost of an implementation's tokens, which decides how large the large cases of a check are (properties/sizes.py)."""
 
+import dataclasses
+import os
 import sys
 
 from verify.execution.execute import execute
@@ -9,18 +11,37 @@ TIMES = 2  # the first run imports modules
 # Seconds for a token. Plain torch takes 0.0001 s, and interpreted kernels take 0.003 s. The limits are far from both, so a busy
 # machine does not change the cost.
 DEAR, DEAR_INTERPRETED = 0.005, 0.05
+# Seconds for a token of one head, in an implementation that may loop over heads. A crowd (properties/sizes.py) has 66,560 of
+# them, which take three quarters of a minute with this. A case counts as a hang after 120 s.
+DEAR_CROWD = 0.0007
+SEQUENTIAL = "GDN_VERIFY_INTERPRETER"  # environment variable of workers: "sequential" runs one program after another
 
 
-def cost_of(run: Run) -> str:
-    """Run a short case, and return "quick", "interpreted" (as costly as interpreted kernels) or "slow"."""
-    before = _launches()
-    seconds = min(execute(run).kernel_s for _ in range(TIMES)) / max(1, run.example.case.tokens)
+@dataclasses.dataclass(frozen=True)
+class TokenCost:
+    """What a token costs: "quick", "interpreted" (as costly as interpreted kernels) or "slow"; and whether a crowd is affordable."""
+
+    cost: str
+    crowd: bool
+
+
+def cost_of(run: Run) -> TokenCost:
+    """Run a short case, and return what a token costs.
+
+    A crowd is affordable if loops over sequences and heads would be, or if kernels are interpreted with all programs together.
+    """
+    case = run.example.case
+    launches, alone = _launches()
+    seconds = min(execute(run).kernel_s for _ in range(TIMES)) / max(1, case.tokens)
+    more, more_alone = (after - before for before, after in zip((launches, alone), _launches(), strict=True))
+    together = more > 0 and not more_alone and os.environ.get(SEQUENTIAL) != "sequential"
+    crowd = together or (more == 0 and seconds / getattr(case, "value_heads", 1) <= DEAR_CROWD)
     if seconds > DEAR_INTERPRETED:
-        return "slow"
-    return "interpreted" if _launches() > before or seconds > DEAR else "quick"
+        return TokenCost("slow", crowd=False)
+    return TokenCost("interpreted" if more or seconds > DEAR else "quick", crowd)
 
 
-def _launches() -> int:
-    """The number of interpreted launches in this process, so far."""
+def _launches() -> tuple[int, int]:
+    """The number of interpreted launches in this process so far, and of those whose programs could not run together."""
     launch = sys.modules.get("verify.interpreter.launch")  # imported only where kernels are interpreted
-    return sum(launch.launches.values()) if launch else 0
+    return (sum(launch.launches.values()), sum(launch.one_by_one.values())) if launch else (0, 0)

@@ -1,6 +1,7 @@
 """Answers the questions of a worker: what an adapter declares, and the outcomes of runs."""
 
 import contextlib
+import dataclasses
 import threading
 import traceback
 import warnings
@@ -86,7 +87,7 @@ def _describe(asked: Describe) -> Answer:
 
 
 def _cost(asked: Cost) -> Answer:
-    return {"cost": cost_of(Run.parse(asked.line))}
+    return dataclasses.asdict(cost_of(Run.parse(asked.line)))
 
 
 def _compile(asked: Compile) -> Answer:

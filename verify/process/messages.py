@@ -33,7 +33,7 @@ class RunOne(Question):
 
 @dataclasses.dataclass(frozen=True)
 class Cost(Question):
-    """What does a token cost? The line is a short case. Answer: {"cost": "quick", "interpreted" or "slow"}."""
+    """What does a token cost? The line is a short case. Answer: the fields of a TokenCost (verify/execution/cost.py)."""
 
     line: str
 
