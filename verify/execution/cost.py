@@ -19,7 +19,7 @@ SEQUENTIAL = "GDN_VERIFY_INTERPRETER"  # environment variable of workers: "seque
 
 @dataclasses.dataclass(frozen=True)
 class TokenCost:
-    """What a token costs: "quick", "interpreted" (as costly as interpreted kernels) or "slow"; and whether a crowd is affordable."""
+    """What a token costs: "quick", "interpreted" (as costly as interpreted kernels) or "slow". Whether a crowd is affordable."""
 
     cost: str
     crowd: bool
