@@ -7,6 +7,7 @@ from oracles.operations import RULES
 from properties.cases.line import text_of
 from properties.cases.rule_case import (
     CHANNEL_DECAYS,
+    COMPUTED_GATES,
     DECAYS,
     FINAL_DTYPES,
     FINAL_STATES,
@@ -196,7 +197,7 @@ class Domain:
     def gates(self) -> tuple[str, ...]:
         """The gate regimes with no stronger decays. Those that are neither "forever" nor in STRENGTHS have decays of every size."""
         if self.strongest_decay == STRENGTHS[-1]:
-            return (*GATES, *GIVEN_GATES)
+            return (*GATES, *GIVEN_GATES, *COMPUTED_GATES)
         return ("forever", *STRENGTHS[: STRENGTHS.index(self.strongest_decay) + 1])
 
     @property

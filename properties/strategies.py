@@ -14,7 +14,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from properties.cases.rule_case import BETAS, GIVEN_GATES, MAX_WIDTH, Case
+from properties.cases.rule_case import BETAS, COMPUTED_GATES, GIVEN_GATES, MAX_WIDTH, Case
 from properties.domain import Domain
 from properties.options import draw_options
 from properties.sizes import CROWD, FEW_HEADS, KINDS, MANY_HEADS, NARROW, kind_of, kinds_of, large_lengths
@@ -238,8 +238,10 @@ def _with_rare_words(chance: random.Random, domain: Domain, case: Case, fixed: M
 
 def gates_of(domain: Domain, inside: str, form: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the domain's regimes of gates for what the kernel computes itself and the form of its decay."""
-    given = inside not in ("gate", "both") and form.get("decay", "log") == "log"
+    computed = inside in ("gate", "both")
+    given = not computed and form.get("decay", "log") == "log"
     left_out = {*(() if domain.infinite_gates else ("closed",)), *(() if given else GIVEN_GATES)}
+    left_out |= set() if computed else {*COMPUTED_GATES}
     return tuple(gate for gate in domain.gates if gate not in left_out)
 
 

@@ -15,6 +15,7 @@ from properties.cases.rule_case import GIVEN_GATES, Case
 from properties.domain import Domain
 from properties.pool_domain import PoolDomain
 from properties.strategies import Example
+from tests import wrong_thresholds as thresholds
 from verify.adapters.base import Adapter
 from verify.engine.drawing import seeded
 from verify.execution.execute import execute
@@ -63,6 +64,21 @@ def test_great_values_are_as_large_as_results_permit(dtype: str) -> None:
             assert bool(result.to(inputs[name].dtype).isfinite().all())
 
 
+def test_thresholds_are_numbers_around_which_softplus_is_replaced() -> None:
+    x = Case((900,), value_heads=2, in_kernel="gate", gate="thresholds", seed=3).inputs()
+    z = (x.a + x.dt_bias).flatten()
+    for threshold in (8, 12, 15, 20):
+        assert int((abs(z - threshold) < 0.5).sum()) > 10, threshold
+    assert 0.2 < float((z < 0).float().mean()) < 0.3
+    assert bool((abs(z) < 29).all())
+
+
+@pytest.mark.parametrize("words", ["", "in_kernel=beta", "decay=linear"])
+def test_thresholds_need_a_gate_that_the_kernel_computes(words: str) -> None:
+    with pytest.raises(ValueError, match="gate=thresholds needs a gate in the kernel: in_kernel=gate or both"):
+        Case.parse(f"lengths=3 gate=thresholds {words}")
+
+
 # The oracle
 
 
@@ -95,6 +111,9 @@ def test_infinite_gates_are_drawn_where_a_domain_has_them() -> None:
     assert gates(PoolDomain(rule=Domain(infinite_gates=True, backward=False))) >= {"closed", "edges"}
     assert not gates(Domain(in_kernel=("gate",))) & {*GIVEN_GATES}
     assert not gates(Domain(decays=("linear",))) & {*GIVEN_GATES}
+    assert "thresholds" not in gates(Domain())
+    assert "thresholds" in gates(Domain(in_kernel=("gate",)))
+    assert "thresholds" in gates(PoolDomain(rule=Domain(in_kernel=("both",), backward=False)))
     assert Domain().outside(Case((2,), gate="closed")) == "gate=closed: a log-decay of -inf is not supported"
     assert PoolDomain().outside(PoolCase((2,), gate="closed")) == "gate=closed: a log-decay of -inf is not supported"
 
@@ -125,3 +144,22 @@ def test_law_alone_kills_animal_and_the_right_one_holds(animal: type[Adapter]) -
 def test_every_animal_is_killed() -> None:
     found = {kind for kind in vars(edges).values() if isinstance(kind, type) and hasattr(kind, "letter")}
     assert set(KILLED_BY) == {kind for kind in found if kind.__module__ == edges.__name__}
+
+
+SOFTPLUS = {
+    thresholds.LinearFromTwenty: Verdict.HOLDS,
+    thresholds.PlainLogarithm: Verdict.HOLDS,
+    thresholds.LinearFromEight: Verdict.BROKEN,
+    thresholds.LinearFromTwelve: Verdict.BROKEN,
+    thresholds.ExpBelowMinusThree: Verdict.BROKEN,
+}
+
+
+@pytest.mark.parametrize(("rule", "verdict"), SOFTPLUS.items(), ids=lambda value: getattr(value, "__name__", None))
+def test_softplus_may_be_linear_from_twenty_and_no_earlier(rule: type[Adapter], verdict: Verdict) -> None:
+    """Linear from 15, the gate is off by 2e-8 of itself and its gradient by 3e-7, which float32 hides."""
+    line = "lengths=40 value_heads=2 in_kernel=gate gate=thresholds state=random"
+    run = f"law=oracle adapter=tests/wrong_thresholds.py:{rule.__name__} {line}"
+    seen = {execute(Run.parse(f"{run} seed={seed}")).verdict for seed in (1, 2)}
+    assert (Verdict.BROKEN in seen) == (verdict is Verdict.BROKEN)
+    assert seen <= {Verdict.BROKEN, Verdict.HOLDS}

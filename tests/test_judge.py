@@ -3,7 +3,7 @@
 import functools
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -68,6 +68,39 @@ def test_what_a_law_yields_is_judged_as_it_was_when_all_of_it_is_there() -> None
     assert [finding.output for finding in judgement.findings] == ["o", "shape", "differ"]
     assert judgement.rows == 4 + 10 + 4 + 10
     assert judgement.ratios == {"bits": 0.0, "o": pytest.approx(1.2), "differ": math.inf, "within": 0.0}
+
+
+CHANGES = {
+    "equal again": lambda x: x.zero_(),
+    "another error": lambda x: x.fill_(9.0),
+    "another shape": lambda x: x.resize_(1),
+    "no memory": lambda x: x.untyped_storage().resize_(0),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "exact"),
+    [*((change, False) for change in CHANGES), *((change, True) for change in CHANGES if change != "another error")],
+)
+def test_what_is_changed_after_it_was_returned_is_a_finding(change: str, *, exact: bool) -> None:
+    want, got = torch.zeros(1, 5, 2, 3), torch.ones(1, 5, 2, 3)
+
+    def pairs() -> Iterator[Any]:
+        yield "o", got, want if exact else bound(want)
+        CHANGES[change](got)
+        yield "final_state", want, bound(want)
+
+    finding = only(judge(pairs(), PACKED))
+    assert (finding.output, finding.kind) == ("o", FailureKind.INPUT_CHANGED)
+    assert "was changed after the call had returned it" in finding.what
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 2.0])
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_stays_wrong_was_not_changed(bad: float, *, exact: bool) -> None:
+    want = torch.zeros(1, 5, 2, 3)
+    finding = only(judge([("o", torch.full_like(want, bad), want if exact else bound(want))], PACKED))
+    assert finding.kind is not FailureKind.INPUT_CHANGED
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])

@@ -27,6 +27,7 @@ from properties.options import values_of
 MEMORIES = {"forever": 0.0, "1000": 2.0**-9, "64": 2.0**-5, "10": 2.0**-2, "tenth": 2.0**4}
 GATES = (*MEMORIES, "saturated", "mixed")
 GIVEN_GATES = ("edges", "closed")  # only where the log-decay is given
+COMPUTED_GATES = ("thresholds",)  # only where the kernel computes it
 BETAS = ("ordinary", "one", "zero", "two", "edges")
 VALUES = ("ordinary", "correlated", "repeated", "zero_rows", "small", "scaled", "large", "great", "one_hot")
 STATES = ("none", "zero", "random")
@@ -46,10 +47,13 @@ SATURATED = -1000.0
 UNDERFLOW, AROUND = -96.0, 32.0  # in float32 exp is subnormal from -87.4 on, and 0 from -104 on
 DOUBLINGS = 10  # exp(g) is nearly (1 + g / 1024)^1024
 # For a gate in the kernel: softplus is about 0.85, and exp(A_log) times softplus is one over the memory.
-A_LOGS = {"forever": -80.0, "1000": -6.75, "64": -4.0, "10": -2.125, "tenth": 2.5, "saturated": 5.0}
+A_LOGS = {"forever": -80.0, "1000": -6.75, "64": -4.0, "10": -2.125, "tenth": 2.5, "saturated": 5.0, "thresholds": -2.25}
 # With a lower bound, exp(A_log) is about 1, and a is near the argument whose sigmoid is the memory.
 BOUNDED = {"forever": -64.0, "1000": -12.0, "64": -8.0, "10": -5.0, "tenth": 4.0, "saturated": 0.0, "mixed": -5.0}
+BOUNDED |= {"thresholds": 0.0}
 OPEN = 30.0  # sigmoid(30) is 1 in float32; softplus(30) is 30, and softplus(-30) nearly 0
+# Arguments of softplus around which libraries and mistakes replace it by its argument, by exp or by 0.
+THRESHOLDS = (4.0, 7.0, 9.0, 11.0, 13.0, 16.0, 20.0, 26.0)
 LOG_BITS = 16  # bits of A_log's fraction: more than half precision keeps, and exact in float32 after adding any of A_LOGS
 SMALL = 2.0**-13  # about 1e-4: there the L2 norm's eps of 1e-6 is no longer negligible
 LARGE = 2.0**9  # factor for a q and k that are normalised: their squares overflow fp16
@@ -61,7 +65,7 @@ MAX_TOKENS, MAX_SEQUENCES, MAX_WIDTH, MAX_HEADS = 2**20, 2**16, 1024, 1024
 _CHOICES: dict[str, Sequence[str]] = {
     "operation": tuple(RULES),
     "dtype": tuple(DTYPES),
-    "gate": (*GATES, *GIVEN_GATES),
+    "gate": (*GATES, *GIVEN_GATES, *COMPUTED_GATES),
     "beta": BETAS,
     "values": VALUES,
     "state": STATES,
@@ -175,6 +179,8 @@ class Case(Line):
             raise ValueError(f"in_kernel must be none or beta for op=delta_rule, which has no gate, got {self.in_kernel}")
         if self.gate in GIVEN_GATES and (self.gate_inside or self.decay != "log"):
             raise ValueError(f"gate={self.gate} needs a log-decay that is given: in_kernel=none or beta, decay=log")
+        if self.gate in COMPUTED_GATES and not self.gate_inside:
+            raise ValueError(f"gate={self.gate} needs a gate in the kernel: in_kernel=gate or both, got {self.in_kernel}")
         if self.decay == "linear" and (self.operation == "delta_rule" or self.gate_inside):
             what = "op=delta_rule" if self.operation == "delta_rule" else f"in_kernel={self.in_kernel}"
             raise ValueError(f"decay must be log for {what}, which takes no decay, got {self.decay}")
@@ -554,10 +560,19 @@ class _Builder:
         shape = (*self.batch, *axes)
         if self.case.gate == "saturated":  # decays completely, or not at all
             return _Recipe((_choice("gate", shape, 2),), lambda choice: torch.where(choice == 0, OPEN, -OPEN))
+        if self.case.gate == "thresholds":
+            return _Recipe((_Draw("a", shape, self.bits, of_tokens=True), _choice("gate", shape, 4)), self.around_thresholds)
         if self.case.lower_bound != "none":
             draw, middle = _Draw("a", shape, self.bits, of_tokens=True), BOUNDED[self.case.gate]
             return _Recipe((draw,), lambda whole: _fraction(whole, self.bits, 2.0) + middle)
         return self.uniform("a", shape, self.bits, most=2.0, of_tokens=True)
+
+    def around_thresholds(self, whole: Tensor, choice: Tensor) -> Tensor:
+        """Return numbers at most 2 away from one of THRESHOLDS or, one time in four, from its negative."""
+        middles = torch.zeros_like(whole, dtype=torch.float64)
+        for index, threshold in enumerate((*THRESHOLDS, *THRESHOLDS[:4], *(-number for number in THRESHOLDS[::2]))):
+            middles = torch.where(choice + 8 == index, threshold, middles)
+        return middles + _fraction(whole, self.bits, 2.0)
 
     def speeds(self, heads: int) -> _Recipe:
         """Return A_log [HV], for the same memory in all heads or (mixed) another one in each."""

@@ -30,6 +30,7 @@ class Judgement:
 
 OFF = "is off by more than rounding explains"
 DIFFERS = "differs, but must be equal to the bit"
+CHANGED = "was changed after the call had returned it, while the law went on"
 NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
@@ -41,6 +42,9 @@ def judge(pairs: Iterable[tuple[str, Tensor, Tensor | Bound]], where: Where, exc
 
     `excused` maps outputs that a known defect explains to multiples of their tolerance. If an output's largest error is at most
     that multiple, we do not measure it against more disturbed runs. If it is larger, we do so only for rows above the multiple.
+    Each pair is looked at when the law yields it, and again after its last pair if something differs. A tensor that an
+    implementation returned and changed between the two is a finding.
+
     Raises ArithmeticError if the truth or a tolerance is not finite.
     """
     comparisons = [(name, got, want, _quick_look(got, want)) for name, got, want in pairs]
@@ -50,7 +54,9 @@ def judge(pairs: Iterable[tuple[str, Tensor, Tensor | Bound]], where: Where, exc
         worst, whole = (0.0, 0.0) if glance is None else next(glances)
         value = want.value if isinstance(want, Bound) else want
         finding, rows, ratio = None, 0, None
-        if got.shape != value.shape:
+        if not _whole(got) or (glance is not None and _changed(got, want, worst)):
+            finding = Finding(name, FailureKind.INPUT_CHANGED, CHANGED)
+        elif got.shape != value.shape:
             what = f"has shape {tuple(got.shape)}, must have {tuple(value.shape)}"
             finding = Finding(name, FailureKind.SHAPE, what)
         elif isinstance(want, Bound):
@@ -70,6 +76,25 @@ def judge(pairs: Iterable[tuple[str, Tensor, Tensor | Bound]], where: Where, exc
     return result
 
 
+def _whole(x: Tensor) -> bool:
+    """Whether the memory of a tensor still holds all its elements; its storage may have been made smaller."""
+    if x.layout is not torch.strided or not x.numel():
+        return True
+    last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (last + 1) * x.element_size() <= x.untyped_storage().nbytes()
+
+
+def _changed(got: Tensor, want: Tensor | Bound, worst: float) -> bool:
+    """Whether a tensor that differed when the law yielded it, by `worst`, no longer has that shape or that difference."""
+    if got.shape != (want.value if isinstance(want, Bound) else want).shape:
+        return True
+    if worst == 0 or (isinstance(want, Bound) and worst <= want.sure):
+        return False
+    again = _quick_look(got, want)
+    now = math.nan if again is None else again[0].item()
+    return now != worst and not (math.isnan(now) and math.isnan(worst) and again is not None)
+
+
 def _quick_look(got: Tensor, want: Tensor | Bound) -> tuple[Tensor, Tensor] | None:
     """Two scalars, still on the device, that tell whether two tensors differ; None if shapes differ or there are no numbers.
 
@@ -79,6 +104,8 @@ def _quick_look(got: Tensor, want: Tensor | Bound) -> tuple[Tensor, Tensor] | No
     sum of the tolerances, which is not finite if one of them is not: under an infinite tolerance every error would count as none.
     For a tensor, both are 1 if any number differs, else 0.
     """
+    if not _whole(got):
+        return None
     if isinstance(want, Bound):
         if got.shape != want.value.shape or not want.allowed.numel():
             return None
