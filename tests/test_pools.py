@@ -431,7 +431,7 @@ KILLED_BY = {
     pools.TransposesByCopy: Kill("oracle"),
     pools.IdleRequestsDecay: Kill("untouched", 1, 2),
     pools.OffsetsByIdentity: Kill("refill", 2, 2),
-    pools.SlotsByIdentity: Kill("refill", 1, 5),
+    pools.SlotsByIdentity: Kill("refill", 1, 2),
     pools.SlotsByAddress: Kill("history", 1, 13),
     pools.QueueAfterAnError: Kill("history", 2, 2),
     pools.TreesAsChains: Kill("oracle", 4),
