@@ -392,7 +392,7 @@ MODULE_LAWS: dict[str, Law] = {
             "truth",
             "a prompt in one call and then one token at a time give what one call for all tokens gives",
             lambda domain: examples_of(
-                _stateful(domain, packed=False, sequences=(1, 1), longest=80, backward=False), common_laws.steps
+                _stateful(common_laws.plain(domain), packed=False, sequences=(1, 1), longest=80, backward=False), common_laws.steps
             ),
             common_laws.recurrent,
             CONV,

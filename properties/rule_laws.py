@@ -27,6 +27,7 @@ from properties.common_laws import (
     oracle,
     outside_of_cut,
     packed,
+    plain,
     pure,
     recurrent,
     require,
@@ -421,7 +422,10 @@ LAWS: dict[str, Law] = {
             "truth",
             "a prompt in one call and then one token at a time give what one call for all tokens gives",
             lambda domain: examples_of(
-                _remember(_near(domain), packed=False, sequences=(1, 1), longest=80, total=80, value_heads=2, backward=False), steps
+                _remember(
+                    _near(plain(domain)), packed=False, sequences=(1, 1), longest=80, total=80, value_heads=2, backward=False
+                ),
+                steps,
             ),
             recurrent,
             lambda domain: (

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 SHARE, SHARE_DEAR = 1 / 10, 1 / 16  # of the cases of a law; the second where kernels are interpreted
-KINDS = ("length", "length", "length", "sequences", "heads")
+KINDS = ("length", "length", "sequences", "sequences", "heads")
 POWERS = tuple(2**exponent for exponent in range(8, 17))
 CHUNKS = 8  # a long sequence has more than so many chunks, or is next to a power of two
 COUNTS = (33, 65, 65, 66)  # sequences: next to the threads of one and of two warps

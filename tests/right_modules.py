@@ -1,5 +1,6 @@
 """Right modules in plain torch that round elsewhere than those of the zoo: other orders of sums, steps that are stored or fused."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -104,7 +105,9 @@ class ConvUnpads(ConvMasked):
 
 
 class ConvStepsInARing(ConvSteps):
-    """The cache is a ring buffer with a pointer, which is turned back at the end."""
+    """The cache is a ring buffer with a pointer, which is turned back at the end. All calls share the pointer."""
+
+    domain = dataclasses.replace(ConvSteps.domain, threads=False)
 
     def run(self, x: Inputs) -> Any:
         self.newest = -1

@@ -132,7 +132,8 @@ KILLED_BY: dict[type, str] = {
 @pytest.mark.slow_after_first
 def test_law_alone_kills_animal_and_the_right_one_holds(animal: type[Adapter]) -> None:
     examples: list[Example] = []
-    seeded(book_of(animal.domain).laws[KILLED_BY[animal]].draw(animal.domain), 0, 128, examples.append)
+    for seed in range(3):  # of some seeds no case has such values in a half-precision dtype
+        seeded(book_of(animal.domain).laws[KILLED_BY[animal]].draw(animal.domain), seed, 128, examples.append)
     asked = [example for example in examples if example.case.values == "great" or getattr(example.case, "gate", "") == "closed"]
     runs = [Run(KILLED_BY[animal], f"zoo/{animal.__name__}", example) for example in asked]
     broken = next(run for run in runs if execute(run).verdict is Verdict.BROKEN)

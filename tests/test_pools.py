@@ -423,7 +423,7 @@ def test_every_request_padding_is_blind_but_for_the_laws_of_padding() -> None:
 
 
 KILLED_BY = {
-    pools.DecodesWithoutBias: Kill("oracle", 2),
+    pools.DecodesWithoutBias: Kill("oracle", 4),
     pools.DecodesLinearGates: Kill("oracle"),
     pools.DecodesFirstSpeed: Kill("oracle", 2),
     pools.DecodesKdaAsOneDecay: Kill("oracle", 4),

@@ -98,7 +98,8 @@ class KdaLayer(Layer):
     def module(self, layer: Widths, x: Inputs) -> torch.nn.Module:
         from fla.layers import KimiDeltaAttention
 
-        return KimiDeltaAttention(**_widths(layer, x)).eval()  # type: ignore[no-any-return]
+        module: torch.nn.Module = KimiDeltaAttention(**_widths(layer, x))
+        return module.train(mode=False)
 
     def parameters(self, layer: Widths, x: Inputs) -> dict[str, Tensor]:
         names = {"z": "g_proj.0.weight", "f": "f_proj.0.weight"}

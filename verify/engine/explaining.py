@@ -153,7 +153,8 @@ def explain(
         changed = next(
             (names for names, example in restored(law, small.example, run.example) if again(example) is False), set[str]()
         )
-        middle = between(law, small.example, run.example, domain)
+        # Two defects that raise the same error in the same place are one.
+        middle = between(law, small.example, run.example, domain) if outcome.kind is FailureKind.OFF else ()
         apart = [(name, size) for name, size, example in middle if again(example) is False]
         slid = bool(changed or apart)
         fixed, least = fixed | changed, least | dict(apart)
