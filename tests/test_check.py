@@ -440,7 +440,7 @@ def test_ask_leaves_no_run_under_way_whatever_happens(workers: list[Worker], sto
 
 @pytest.mark.slow
 def test_stopped_check_blames_nobody(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.engine.asking._cost", lambda *_: "slow")
+    monkeypatch.setattr("verify.engine.asking._cost", lambda *_: ("slow", False))
     begun = threading.Event()
     reports: list[LawReport] = []
     with Check(Settings("zoo/Hangs", ["recall"], Profile("many", 100), 0), 1, store, on_report=reports.append) as check:

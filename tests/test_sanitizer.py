@@ -137,7 +137,9 @@ def test_a_right_kernel_holds_under_it_and_several_at_once_are_told_apart(tmp_pa
 @pytest.mark.slow
 def test_a_report_that_is_not_given_again_blames_no_case(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have come late, and be about the case before."""
-    monkeypatch.setattr("verify.engine.asking._cost", lambda *_: "slow")  # the one report would come while the cost is measured
+    monkeypatch.setattr(
+        "verify.engine.asking._cost", lambda *_: ("slow", False)
+    )  # the one report would come while the cost is measured
     with sanitized(tmp_path, kernel(tmp_path, often=False), "pure", late_s=0.3) as report:
         assert report.verdict is Verdict.UNKNOWN
         assert "read out of bounds in kernel reads_on" in report.reason
