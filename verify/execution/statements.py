@@ -27,6 +27,8 @@ CASES = 64  # after so many, what coverage remembers of earlier cases is dropped
 ANOTHER = "another tool traces the Python of this process"
 # A case takes 20 ms on a GPU, and recording one takes 5 ms. Backward passes run in threads that no trace function sees.
 ON_A_GPU = "lines are recorded on a CPU alone"
+LINES = "GDN_VERIFY_LINES"  # environment variable: with "off" no lines are recorded
+OFF = f"{LINES}=off"
 _ROOT = pathlib.Path(os.path.abspath(__file__)).parents[2]
 OMITTED = (
     *(str(_ROOT / name / "*") for name in ("oracles", "properties", "verify")),
@@ -106,7 +108,9 @@ _running = False  # whether a case is recorded
 
 
 def hindered() -> str:
-    """Why lines cannot be recorded now, or ""."""
+    """Why lines are not recorded now, or ""."""
+    if os.environ.get(LINES) == "off":
+        return OFF
     if sys.gettrace() is not None:
         return ANOTHER
     if sys.version_info >= (3, 12) and sys.monitoring.get_tool(sys.monitoring.COVERAGE_ID) is not None:

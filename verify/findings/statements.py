@@ -10,6 +10,7 @@ import functools
 import json
 import pathlib
 import tempfile
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import coverage
@@ -18,8 +19,7 @@ from verify.process.reach import Arc
 
 # Decorators of functions in languages whose functions do not run as Python: Triton, Gluon, CuTe, Helion.
 KERNELS = ("jit", "kernel")
-
-
+ATTEMPTS, PAUSE_S = 50, 0.1  # to parse a file
 # Lines that raise are no gap: every case is a legal call.
 RAISES = r"^\s*raise\b"
 
@@ -109,7 +109,20 @@ def _of_file(file: str, arcs: Collection[Arc]) -> Iterator[Statements]:
 
 @functools.lru_cache(64)
 def _functions(file: str) -> tuple[_Function, ...]:
-    """The functions of a file that run as Python, and with an empty name what is outside of functions."""
+    """The functions of a file that run as Python, and with an empty name what is outside of functions.
+
+    CPython 3.11 counts the depth of syntax trees of all threads together. So parsing may raise SystemError while another thread
+    parses, and Hypothesis parses in threads that draw.
+    """
+    for _ in range(ATTEMPTS):
+        try:
+            return _parsed(file)
+        except SystemError:
+            time.sleep(PAUSE_S)
+    return _parsed(file)
+
+
+def _parsed(file: str) -> tuple[_Function, ...]:
     measured = coverage.Coverage(data_file=None, config_file=False, branch=True, include=[file], messages=False)
     measured.exclude(RAISES)
     try:
