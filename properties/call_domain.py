@@ -165,8 +165,8 @@ def call_cases(
     """Draw any case of the domain; `fixed` gives fields as a value, or as a tuple of values to choose from.
 
     If `longest` is not given and the domain allows longer sequences, one case in three has a sequence of more than half of the
-    domain's longest, or a batch of up to two of these. If sequences may be empty, one packed case in three has an empty one between
-    others.
+    domain's longest, or a batch of up to two of these. If sequences may be empty, one packed case in three has an empty one
+    between others.
     """
     chance: random.Random = draw(st.randoms(use_true_random=True))
 

@@ -75,7 +75,7 @@ def crowd(domain: Domain) -> Case | None:
 
 
 def with_crowd(domain: Domain, examples: st.SearchStrategy[Example]) -> st.SearchStrategy[Example]:
-    """Return examples with the case of `crowd` among them, if the domain allows it. That case is always the same, so it runs once."""
+    """Return examples with the case of `crowd` among them, if the domain allows it. It is always the same, so it runs once."""
     case = crowd(domain)
     if case is None:
         return examples
@@ -203,7 +203,7 @@ def _with_rare_words(chance: random.Random, domain: Domain, case: Case, fixed: M
     """Return the case with the words that few domains have. They are drawn last, so that other words do not depend on them."""
 
     def chosen(name: str, choices: tuple[str, ...], of: int = 2) -> str:
-        """Return one of the choices: in one of `of` cases not the first one, unless it is fixed. Draws nothing for a single choice."""
+        """Return a choice: not the first one in one of `of` cases, unless it is fixed. Draws nothing for a single choice."""
         options = fixed.get(name, choices)
         if not isinstance(options, tuple) or len(options) == 1:
             return str(options if isinstance(options, str) else options[0])

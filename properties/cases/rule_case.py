@@ -93,9 +93,10 @@ class Case(Line):
     `beta` the regime of beta, and `values` the regime of q, k and v. `qk_norm` says whether the operation normalises q and k.
     `in_kernel` says which of gate and beta the operation computes itself: the gate from a, A_log and perhaps `dt_bias`, beta from
     b. `decay` says whether the operation takes the log-decay g, or the decay alpha itself. `left_out` says which of gate and beta
-    the call leaves out. `channel_decays` says which decays of single channels the call has in addition to the gate: gk for the keys'
-    channels, gv for the values' channels. `lower_bound` is the lower bound of KDA's gate in the kernel, and `parameter_dtype` the
-    dtype of A_log and dt_bias: float32, or that of q. `options` are the options of the implementation (properties/options.py) that do not have their first value.
+    the call leaves out. `channel_decays` says which decays of single channels the call has in addition to the gate: gk for the
+    keys' channels, gv for the values' channels. `lower_bound` is the lower bound of KDA's gate in the kernel, and
+    `parameter_dtype` the dtype of A_log and dt_bias: float32, or that of q. `options` are the options of the implementation
+    (properties/options.py) that do not have their first value.
 
     `state_dtype` is the dtype of initial states, if there are any. `final_dtype` is that of final states; "state" means the dtype
     of the initial state, or float32 if there is none. In a packed call, `initial_states` and `final_states` say which sequences
@@ -193,7 +194,7 @@ class Case(Line):
             if has and self.in_kernel in (name, "both"):
                 raise ValueError(f"left_out={self.left_out} needs in_kernel without {name}, got {self.in_kernel}")
         if self.without_gate and (self.operation == "delta_rule" or self.gate != "forever" or self.decay != "log"):
-            raise ValueError(f"left_out={self.left_out} needs a rule with a gate, gate=forever and decay=log: without a gate nothing decays")
+            raise ValueError(f"left_out={self.left_out} needs a rule with a gate, gate=forever and decay=log: nothing decays")
         if self.without_beta and self.beta != "one":
             raise ValueError(f"left_out={self.left_out} needs beta=one, because a beta that is left out is 1, got {self.beta}")
         if self.channel_decays != "none" and (self.operation != "gated_delta_rule" or self.decay != "log"):

@@ -23,8 +23,8 @@ from verify.adapters.packages import installed
 REQUIRES = {"fla-core": "0.4.0", "triton": "3.7.1"}
 INSIDE = ("none", "gate", "beta", "both")
 SWITCH = ("no", "yes")
-# Options of FLA's rules. The first two are tensors that a caller may compute once for several calls. The third keeps results for the
-# backward, which otherwise computes them again. The last is the order of a state's axes.
+# Options of FLA's rules. The first two are tensors that a caller may compute once for several calls. The third keeps results for
+# the backward, which otherwise computes them again. The last is the order of a state's axes.
 ON_HOST = (("cu_seqlens_cpu", SWITCH),)
 INDICES = (("chunk_indices", SWITCH),)
 KEPT = (("disable_recompute", SWITCH),)

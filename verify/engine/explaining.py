@@ -95,15 +95,15 @@ def explain(
 ) -> tuple[Shrunk, Outcome]:
     """The smallest example found that fails as the broken run does, and its outcome.
 
-    We do not run candidates outside the `domain`, or candidates that a known defect covers whatever their findings are. Candidates
-    whose findings turn out to be a known defect do not count as failures. Candidates that look like a known defect of another
-    adapter or version do not count either, unless the found case looks like it too. There are at most SHRINK_RUNS runs, in at most
-    `limit_s` seconds.
+    We do not run candidates outside the `domain`, or candidates that a known defect covers whatever their findings are.
+    Candidates whose findings turn out to be a known defect do not count as failures. Candidates that look like a known defect of
+    another adapter or version do not count either, unless the found case looks like it too. There are at most SHRINK_RUNS runs,
+    in at most `limit_s` seconds.
 
-    A word's value in the found case cannot prevent the found defect. So if the smallest case holds when a word has its found value
-    again, then another defect has taken over, which only the simpler value shows. We fix this word at its found value and shrink
-    the found case again. If the smallest case holds with a larger size (`between`), up to the found one, then small sizes show
-    another defect than large ones. We shrink the found case again, and this size stays larger.
+    A word's value in the found case cannot prevent the found defect. So if the smallest case holds when a word has its found
+    value again, then another defect has taken over, which only the simpler value shows. We fix this word at its found value and
+    shrink the found case again. If the smallest case holds with a larger size (`between`), up to the found one, then small sizes
+    show another defect than large ones. We shrink the found case again, and this size stays larger.
 
     The words in FIXED are fixed from the start if errors exceed tolerances: finer dtypes and values of another size show defects
     that the found case cannot have shown. Simpler values of these words are tried on the smallest case alone.

@@ -223,8 +223,8 @@ class LawCheck:
     def _replace_blind(self, law: Law) -> bool:
         """Draw other cases in place of blind ones, until enough cases could see a defect. True if the law ends with one of them.
 
-        The cases have a seed of their own, so that the law's first cases do not depend on them. There are at most REPLACEMENTS times
-        as many as the profile has examples.
+        The cases have a seed of their own, so that the law's first cases do not depend on them. There are at most REPLACEMENTS
+        times as many as the profile has examples.
         """
         common, counts, seed = self._common, self.report.counts, self._common.settings.seed
         examples = common.settings.profile.examples_of(law.name)
@@ -384,7 +384,8 @@ def overall(counts: dict[str, int], reason: str = "", planned: int | None = None
     """The verdict of a law from its counts, and the reason if it is not HOLDS.
 
     A law holds if no case is broken or undecided and at least ENOUGH cases, or `planned` cases if these are fewer, could see the
-    defect. `planned` is the number of cases to draw, without those in place of blind ones. By default, it is the number in `counts`.
+    defect. `planned` is the number of cases to draw, without those in place of blind ones. By default, it is the number in
+    `counts`.
     """
     if counts.get(Verdict.BROKEN):
         return Verdict.BROKEN, reason

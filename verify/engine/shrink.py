@@ -57,8 +57,8 @@ def shrink(
     time, and would take three times as many runs.
 
     Candidates outside the `domain` are not run. The words in `fixed` keep their values. The sizes in `least` (see `sizes`) stay
-    above these numbers. If a candidate does not fail with a value of a word that is no shape, this value is never taken later: it
-    prevents the failure of a complex case, so it prevents this failure in simpler cases too, and a failure with it would be that of
+    above these numbers. If a candidate does not fail with another value of a word or a width, this value is never taken later: it
+    prevents the failure of a complex case, so it prevents this failure in simpler cases too, and a failure with it would show
     another defect.
     """
     seen: dict[Example, bool | None] = {}
