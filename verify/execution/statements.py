@@ -28,11 +28,7 @@ BRANCHES = TRACES or sys.version_info >= (3, 14)
 CASES = 64  # after so many cases, we drop what coverage has recorded
 ANOTHER = "another tool traces the Python of this process"
 # A case takes 20 ms on a GPU, and recording one takes 5 ms. Backward passes run in threads that no trace function sees.
-<<<<<<< HEAD
-ON_A_GPU = "lines are recorded on a CPU alone"
-=======
 ON_A_GPU = "lines are recorded only on a CPU"
->>>>>>> prose
 _ROOT = pathlib.Path(os.path.abspath(__file__)).parents[2]
 OMITTED = (
     *(str(_ROOT / name / "*") for name in ("oracles", "properties", "verify")),
