@@ -8,12 +8,9 @@ from verify.execution.execute import execute
 from verify.execution.run import Run
 
 TIMES = 2  # the first run imports modules
-# Seconds for a token. Plain torch takes 0.0001 s, and interpreted kernels take 0.003 s. The limits are far from both, so a busy
-# machine does not change the cost.
-DEAR, DEAR_INTERPRETED = 0.005, 0.05
-# Seconds for a token of one head, in an implementation that may loop over heads. With this limit, a crowd (properties/sizes.py),
-# which has 66,560 of them, takes three quarters of a minute. A case counts as a hang after 120 s.
-DEAR_CROWD = 0.0007
+# Seconds for a token. Plain torch takes 0.0001 s, its loops over tokens 0.0005 s, and interpreted kernels 0.003 s. The longest cases
+# take at most 20 s with these limits, and a case counts as a hang after 120 s.
+DEAR, DEAR_INTERPRETED = 0.0025, 0.02
 SEQUENTIAL = "GDN_VERIFY_INTERPRETER"  # environment variable of workers: "sequential" runs one program after another
 
 
@@ -28,18 +25,15 @@ class TokenCost:
 def cost_of(run: Run) -> TokenCost:
     """Run a short case, and return what a token costs.
 
-    A crowd is affordable if a loop over its sequences and heads would be fast enough, or if all programs of an interpreted launch
-    run together.
+    A crowd is affordable if kernels are interpreted with all programs together. Plain torch has no grid that a crowd could exceed.
     """
-    case = run.example.case
     launches, alone = _launches()
-    seconds = min(execute(run).kernel_s for _ in range(TIMES)) / max(1, case.tokens)
+    seconds = min(execute(run).kernel_s for _ in range(TIMES)) / max(1, run.example.case.tokens)
     more, more_alone = (after - before for before, after in zip((launches, alone), _launches(), strict=True))
-    together = more > 0 and not more_alone and os.environ.get(SEQUENTIAL) != "sequential"
-    crowd = together or (more == 0 and seconds / getattr(case, "value_heads", 1) <= DEAR_CROWD)
     if seconds > DEAR_INTERPRETED:
         return TokenCost("slow", crowd=False)
-    return TokenCost("interpreted" if more or seconds > DEAR else "quick", crowd)
+    together = more > 0 and not more_alone and os.environ.get(SEQUENTIAL) != "sequential"
+    return TokenCost("interpreted" if more or seconds > DEAR else "quick", together)
 
 
 def _launches() -> tuple[int, int]:
