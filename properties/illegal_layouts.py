@@ -45,12 +45,11 @@ def check_layout(case: ParallelCase, wrong: IllegalLayout) -> None:
     added = {"none": 0, "first": 1, "all": case.cp}[wrong.longer]
     if not case.packed:
         dataclasses.replace(case, lengths=tuple(length + added for length in case.lengths))
+    elif case.padding != "none":
+        parallel.real_tokens(wrong.lengths, case.padded)
     elif wrong.lengths:
         check_offsets(torch.tensor(wrong.offsets()), 1, case.tokens + added)
-        if case.padding != "none":
-            parallel.real_tokens(wrong.lengths, case.padded)
-        else:
-            dataclasses.replace(case, lengths=wrong.lengths)
+        dataclasses.replace(case, lengths=wrong.lengths)
 
 
 def _a_token_each(case: ParallelCase) -> IllegalLayout:

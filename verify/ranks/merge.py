@@ -52,8 +52,8 @@ def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:
             "outcomes": [merge(dict(zip(answers, run_answers, strict=True))) for run_answers in runs],
             "spent": any(answer.get("spent") for answer in answers.values()),
         }
-    if any("did" in answer for answer in answers.values()):
-        return {"did": reaction({rank: str(answer.get("did", answer)) for rank, answer in busy(answers).items()}, waited)}
+    if all("did" in answer for answer in answers.values()):
+        return {"did": reaction({rank: str(answer["did"]) for rank, answer in busy(answers).items()}, waited)}
     if not any("verdict" in answer for answer in answers.values()):
         if all(answer == first for answer in answers.values()) and not waited:
             return first
