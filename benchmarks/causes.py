@@ -1,13 +1,13 @@
-"""Causes: in how many groups a check puts the broken laws of one planted defect, and those of two.
+"""Causes: into how many groups a check sorts the broken laws of one planted defect, and those of two.
 
     python -m benchmarks.causes --animals 60 --keep reports.jsonl      check wrong implementations, and add their reports to a file
     python -m benchmarks.causes --reports reports.jsonl                group the reports of that file
 
-One wrong implementation of the zoo has one cause, so one group is right. For two causes, we take two wrong implementations of the
-same right one, and for each law that one or both of them break, the report of one of them, by turns, as a check does that finds the
-one or the other defect. Then no group may have laws of both.
+One wrong implementation of the zoo has one cause, so one group is right. For two causes, we take two wrong implementations that
+are derived from the same right one. For each law that one or both of them break, we take the report of one of them, by turns, as
+if a check had found the one defect or the other. Then no group may have laws of both.
 
-It prints how many wrong implementations, and how many pairs, have how many groups.
+The program prints how many wrong implementations have one group, two groups and so on, and how many pairs have no common group.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from verify.process.reach import Reach
 from verify.process.worker import Worker
 from verify.zoo.animals import animals, right_of
 
-LEAST = 2  # a wrong implementation that breaks fewer laws says nothing about groups
+LEAST = 2  # we leave out wrong implementations that break fewer laws, since their groups show nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ def main() -> int:
     """Check or read, group, print and record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--animals", type=int, default=60)
-    parser.add_argument("--after", type=int, default=0, help="leave out so many of the wrong implementations")
+    parser.add_argument("--after", type=int, default=0, help="leave out so many wrong implementations at the start")
     parser.add_argument("--pairs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--laws", type=int, default=8, help="check so many laws, the most powerful ones")
@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def check(options: argparse.Namespace) -> list[Checked]:
-    """Check wrong implementations: of the right ones by turns, in a random order."""
+    """Check wrong implementations in a random order. The right implementations from which they are derived take turns."""
     chance = random.Random(options.seed)
     by_right: dict[str, list[str]] = {}
     for name, animal in animals().items():
@@ -145,7 +145,7 @@ def read(file: pathlib.Path) -> list[Checked]:
 
 
 def pairs(alone: Sequence[Checked], options: argparse.Namespace) -> tuple[int, int]:
-    """How many pairs have a group with laws of both, and how many have none."""
+    """The number of pairs with a group that has laws of both, and the number of pairs without one."""
     chance = random.Random(options.seed)
     both = [(one, other) for one, other in itertools.combinations(alone, 2) if one.right == other.right]
     mixed = split = 0

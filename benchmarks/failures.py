@@ -2,10 +2,10 @@
 
     python -m benchmarks.failures --animals 30
 
-The zoo's wrong implementations of the rules are put into a file, one class each, as a user's adapter would be. Each is checked with
-`python -m verify check FILE:CLASS`, with no other option about laws or cases. We read what the command prints, and note the seconds
-and the CPU seconds of all its processes when the first line with BROKEN is there: the case is shrunk and explained by then. The
-command is then interrupted.
+The zoo's wrong implementations of the rules are put into a file, one class each, as a user's adapter would be. Each is checked
+with `python -m verify check FILE:CLASS`, with no other option about laws or cases. We read what the command prints. When the
+first line with BROKEN comes, the case has been shrunk and explained. We note the seconds and the CPU seconds of all processes of
+the command, and interrupt it.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def first_failure(name: str, folder: pathlib.Path) -> tuple[float, float, str]:
 
 
 def cpu_of(pid: int) -> float:
-    """The CPU seconds of a process and of all processes that it started, those that ended too."""
+    """The CPU seconds of a process and of all processes that it started, including those that have ended."""
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
     for entry in pathlib.Path("/proc").iterdir():

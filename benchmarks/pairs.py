@@ -9,8 +9,9 @@ two defects is mended: that defect is the found one. Then the case is shrunk, as
 the found defect is mended. Otherwise shrinking went from the found defect to the other one. In half of the pairs, the second
 defect exists only in calls that are simple in one way, so that shrinking leads there.
 
-Pairs are in two halves, by their names. A rule of shrinking that was improved on the findings of one half is measured on the other.
-A file of findings has one JSON object a line, with the found line (`found`) and the implementation on which it holds (`mended`).
+The names of a pair decide to which of two halves it belongs. If we improve shrinking on the findings of one half, we measure it
+on the other. A file of findings has one JSON object a line, with the found line (`found`) and the implementation on which it
+holds (`mended`).
 
 It prints the share of smallest lines that show the found defect, and how small they are. With --keep, the smallest lines are added
 to a file. The exit code is 1 if the share is below 98%.
@@ -52,7 +53,7 @@ TARGET = 0.98
 CASES = 16  # at most so many cases of a pair are run to find one of its defects
 LAWS = ("oracle", "oracle", "packed", "cut", "permuted", "strides", "heads", "samples", "future")
 DEADLINE_S = 60.0
-LIMIT_S = 600.0  # of shrinking: far more than a check has, so that other programs on the machine do not end it early
+LIMIT_S = 600.0  # for shrinking a case: far more than in a check, so that other programs on the machine do not end it early
 FILE = "benchmarks/planted.py:"
 
 
@@ -238,7 +239,7 @@ def pairs(seed: int, half: int | None = None) -> Iterator[Pair]:
 
 
 def remembers(animal: Animal) -> bool:
-    """Whether what a wrong implementation does depends on earlier calls, so that a run alone does not tell whether it is mended."""
+    """Whether earlier calls decide what a wrong implementation does, so that a single run does not show whether it is mended."""
     return animal.letter == "K" or getattr(animal.kind, "later_calls", False)
 
 

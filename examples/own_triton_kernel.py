@@ -37,8 +37,9 @@ def gated_delta_rule_kernel(
     HAS_INITIAL_STATE: tl.constexpr,
     QK_NORM: tl.constexpr,
 ):
-    """One sequence and value head a program along axis 0, which alone may have over 65,535 programs; along axis 1 a block of
-    value channels.
+    """A program computes one sequence and value head (axis 0 of the grid) and one block of value channels (axis 1).
+
+    Only axis 0 may have more than 65,535 programs.
     """
     sequence, head, block = tl.program_id(0) // HV, tl.program_id(0) % HV, tl.program_id(1)
     key_head = head // (HV // H)

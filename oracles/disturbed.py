@@ -228,8 +228,8 @@ class _Chunkwise:
         dither, chunk, widths = arithmetic.dither, k.shape[-2], (v.shape[-1], k.shape[-1])
         sums = g.cumsum(-2)
         total = dither(sums, "G", summed(chunk))  # the cumulative gate is a float32 sum
-        # An implementation may sum a chunk's gates once more for G_C, in another order than the cumulative sum. Both sums have the
-        # same terms, so both may err by as much, but not alike: then G_C - G does not cancel their errors.
+        # An implementation may sum a chunk's gates a second time for G_C, in another order than in the cumulative sum. Both sums
+        # have the same terms, so their errors may be equally large, but they are not the same: G_C - G does not cancel them.
         end = dither(sums[..., -1:, :], "G_C", summed(chunk))
         grown, left = total.exp(), end - total
         ahead, behind = left.exp(), None

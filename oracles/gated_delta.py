@@ -8,12 +8,12 @@ Sources: Yang, Wang, Shen, Panda, Kim 2024, arXiv 2406.06484; Yang, Kautz, Hatam
     o_t = scale S^T q_t                          read
 
 A call may have the decay itself, alpha_t = exp(g_t), in place of g. alpha_t = 0 and g_t = -inf are legal: the state is forgotten.
-`log_of` takes the logarithm for the forms that need G = cumsum(g). A call may leave out the decay, which then is 1, and beta, which
-then is 1 too.
+`log_of` takes the logarithm for the forms that need G = cumsum(g). A call may leave out the decay or beta; the one
+that is left out is 1.
 
-The gated rule may have decays of channels beside g: gk_t of the keys' channels, gv_t of the values'. The decay then is
-S <- diag(exp(g_t + gk_t)) S diag(exp(gv_t)). The columns of S never mix, so each column is the state of a rule with one value
-channel and the decay g_t + gk_t + gv_t of that channel. That is how `forward` computes gv.
+The gated rule may have decays of single channels in addition to g: gk_t for the keys' channels, gv_t for the values' channels.
+The decay then is S <- diag(exp(g_t + gk_t)) S diag(exp(gv_t)). The columns of S never mix, so each column is the state of a rule
+with one value channel and the log-decay g_t + gk_t + gv_t of that channel. `forward` computes gv in this way.
 
 A call may have its initial and final states in half precision (`with_states`). The truth is taken at the rounded initial state.
 
@@ -184,7 +184,7 @@ def _finite(g: Tensor, arithmetic: Arithmetic) -> Tensor:
 
 
 def _also(g: Tensor, more: Tensor, arithmetic: Arithmetic, name: str) -> Tensor:
-    """Return g + more, the logarithm of two decays. An implementation may multiply them, and rounds each and their product."""
+    """Return g + more, the log of a product of decays. An implementation may multiply them, and round both and the product."""
     more = _finite(arithmetic.gradient(more, f"d{name} output", arithmetic.gate), arithmetic)
     one = torch.ones_like(g + more)
     return g + more + (arithmetic.dither(one, f"exp({name})", FUNCTION_BITS) - one)
@@ -265,9 +265,10 @@ def in_kernel(
     """Return the rule that computes its gate, its beta, or both inside (oracles/gates.py).
 
     The gate g comes from a, A_log and dt_bias; beta comes from b. With `linear` the rule takes the decay alpha in place of g.
-    `without` names inputs that the call leaves out, some of "gate" and "beta", and `channels` the decays of channels beside g, some
-    of "gk" and "gv". ValueError for an unknown rule, for a gate or a decay of the delta rule, which has none, for a gate and
-    `linear` together, for an input that is computed and left out, or for decays of channels of another rule than the gated one.
+    `without` names inputs that the call leaves out, some of "gate" and "beta". `channels` names decays of single channels in
+    addition to g, some of "gk" and "gv". ValueError for an unknown rule, for a gate or a decay of the delta rule, which has none,
+    for a gate and `linear` together, for an input that is computed and left out, or for decays of channels of another rule than
+    the gated one.
     """
     if rule not in _GATES:
         raise ValueError(f"rule must be one of {', '.join(_GATES)}, got {rule!r}")
@@ -310,9 +311,9 @@ def with_states(
 ) -> Operation:
     """Return a rule whose initial and final states have these dtypes.
 
-    With `first`, a packed call has an initial state of its first sequence alone, and with `last` it returns the final state of its
-    last sequence alone. The other states are zeros, and neither they nor their gradients are judged.
-    ValueError for a dtype that is not among DTYPES.
+    With `first`, a packed call has only the initial state of its first sequence, and with `last` it returns only the final state
+    of its last sequence. The other states are zeros, and neither they nor their gradients are judged. ValueError for a dtype that
+    is not among DTYPES.
     """
     for name, dtype in (("initial", initial), ("final", final)):
         if dtype not in DTYPES:

@@ -1,7 +1,7 @@
 """The gates of the gated delta rule and of KDA, and functions shared with the convolution and the norm.
 
     g    = -exp(A_log) softplus(a + dt_bias)      log decay, at most 0
-    g    = m sigmoid(exp(A_log) (a + dt_bias))    the same with a lower bound m < 0
+    g    = m sigmoid(exp(A_log) (a + dt_bias))    log decay with a lower bound m < 0
     beta = sigmoid(b)                             times 2 with allow_neg_eigval: eigenvalues of the state's map down to -1
 
 Sources: Yang, Kautz, Hatamizadeh 2024, arXiv 2412.06464; Kimi Team 2025, arXiv 2510.26692; allow_neg_eigval: Grazzi et al. 2024,

@@ -6,7 +6,7 @@
     o = gated delta rule(norm(q), norm(k), v, g, beta)
     y = out_proj (norm(o) silu(z))                    RMS norm of each head, with a weight
 
-The KDA layer has one decay for each channel of the key. The gates of decay and output have low rank, V:
+The KDA layer has one decay for each channel of the key. The decay and the output gate have low rank, V:
 
     [q k v | z f b] = in_proj x
     q, k, v = silu(conv1d(q, k, v))
@@ -64,7 +64,7 @@ class KdaLayer(Layer):
 
     @property
     def sections(self) -> dict[str, int]:
-        """The widths of the sections of in_proj's output, in order: q, k, v, z, f, b. z and f are the gates, of rank V."""
+        """The widths of the sections of in_proj's output, in order: q, k, v, z, f, b. z and f are first projections of gates."""
         keys, values = self.heads * self.key_dim, self.value_heads * self.value_dim
         return {"q": keys, "k": keys, "v": values, "z": self.value_dim, "f": self.value_dim, "b": self.value_heads}
 

@@ -4,10 +4,10 @@
     y = weight x / sqrt(mean(x^2) + eps) silu(z)                    gated_rms_norm: norm before gate
     y = linear (weight x / sqrt(mean(x^2) + eps) silu(z)) + bias    norm_gate_linear
 
-The first two work over the last axis, in each head separately. norm_gate_linear has one head: its mean is over all D channels of a
-token, which the matrix `linear` [E, D] then projects. silu(z) = z sigmoid(z). The gated norm may have sigmoid(z) as its gate, and a
-residual that is added to x first; the sum x + residual may be returned too. eps must be above 0, because a row of zeros would
-otherwise be 0 / 0.
+The first two work over the last axis, in each head separately. norm_gate_linear has one head: its mean is over all D channels of
+a token, which the matrix `linear` [E, D] then projects. silu(z) = z sigmoid(z). The gated norm may have sigmoid(z) as its gate.
+It may have a residual, which is added to x first, and may return the sum x + residual too. eps must be above 0, because a row of
+zeros would otherwise be 0 / 0.
 """
 
 import dataclasses

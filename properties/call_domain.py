@@ -14,7 +14,7 @@ from properties.strategies import BLOCKS, EDGES, lengths
 
 SIZES = (8, 16, 1, 24, 33, 64)
 HEADS = (1, 2, 4, 3)
-LONGEST, FURTHER = 80, 1030  # the longest sequence of most cases, and of any case of a domain that allows more
+LONGEST, FURTHER = 80, 1030  # the longest sequence of most cases, and that of all cases; a domain may allow less
 Named = Mapping[str, str] | tuple[tuple[str, str], ...]
 
 
@@ -136,14 +136,14 @@ class CallDomain:
 
 
 def _far(chance: random.Random, longest: int) -> int:
-    """Draw a length near the longest of a domain: next to a block size, or any."""
+    """Draw a length of more than half of `longest`: next to a block size, or any such length."""
     longest = min(longest, FURTHER)
     edges = [length for length in (*BLOCKS, *EDGES) if longest // 2 < length <= longest]
     return chance.choice(edges) if edges and chance.random() < 1 / 2 else chance.randint(longest // 2 + 1, longest)
 
 
 def _with(chance: random.Random, length: int, lengths: tuple[int, ...], places: range) -> tuple[int, ...]:
-    """Put a length at one of the places."""
+    """Return the lengths with `length` in place of one of them, at one of the places."""
     place = chance.choice(places)
     return (*lengths[:place], length, *lengths[place + 1 :])
 
@@ -164,8 +164,9 @@ def call_cases(
 ) -> CallCase:
     """Draw any case of the domain; `fixed` gives fields as a value, or as a tuple of values to choose from.
 
-    Without another `longest`, one case in three has a sequence of over half of the domain's longest, or a batch of two of these. If
-    sequences may be empty, one packed case in three has an empty one between others.
+    If `longest` is not given and the domain allows longer sequences, one case in three has a sequence of more than half of the
+    domain's longest, or a batch of up to two of these. If sequences may be empty, one packed case in three has an empty one
+    between others.
     """
     chance: random.Random = draw(st.randoms(use_true_random=True))
 

@@ -40,7 +40,7 @@ ALIGNED = 128  # elements: 256 bytes or more, a multiple of every alignment that
 
 
 def plain(domain: Any) -> Any:
-    """Return the domain without what the recurrent form of an implementation may lack: options, and arguments that are rare."""
+    """Return the domain without options and rare arguments, which the recurrent form of an implementation may lack."""
     first: dict[str, tuple[str, ...]] = {"options": (), "exact_options": ()}
     first |= {name: ("none",) for name in ("left_out", "channel_decays", "residuals") if "none" in getattr(domain, name, ())}
     names = {field.name for field in dataclasses.fields(domain)}
@@ -168,12 +168,12 @@ def cut(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def rounds_states(bench: Bench, case: Any, dtype: torch.dtype) -> bool:
-    """Whether a final state of a dtype lost digits when it was returned, or loses some when it becomes an initial state."""
+    """Whether a final state of this dtype was rounded when it was returned, or is rounded when it becomes an initial state."""
     return isinstance(case, Case) and (dtype != torch.float32 or carried_dtype(bench, case, dtype) != dtype)
 
 
 def carried_dtype(bench: Bench, case: Any, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the initial state that carries a final state on: its own if the domain has it, else the first one."""
+    """Return the dtype in which a final state becomes an initial state: its own if the domain has it, else the domain's first."""
     if not isinstance(case, Case):
         return dtype
     allowed = [DTYPES[case.dtype if name == "input" else name] for name in bench.domain.state_dtypes]

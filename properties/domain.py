@@ -30,8 +30,8 @@ from properties.options import Options, check_options, frozen_options, outside_o
 
 VIEWS = ("sliced", "transposed", "offset", "expanded", "strided")
 STRENGTHS = ("1000", "64", "10", "tenth", "saturated")  # gate regimes, the weakest decay first; "forever" has none
-LARGEST = ("ordinary", "scaled", "large", "great")  # regimes of values with larger and larger numbers; no others have larger ones
-MOST_STEP = 1024  # of lengths
+LARGEST = ("ordinary", "scaled", "large", "great")  # regimes of values, the smallest first; no other regime has larger ones
+MOST_STEP = 1024  # the largest `length_step`
 OFFSETS = ("int64", "int32")
 MOST_REACH = 256  # about 70,000 tokens; check larger sizes with single cases
 
@@ -42,26 +42,26 @@ class Domain:
     """The calls for which an implementation promises right results; by default all calls with a given gate and beta.
 
     `key_dims` and `value_dims` are inclusive ranges in steps of `width_step`. `views` says whether inputs may be non-contiguous.
-    `deterministic` says whether a second call gives the same bits. `position_independent` says whether a sequence or head gets the
-    same bits wherever it stands in the batch; few implementations need to promise that, and vector code that treats the end of a
-    row differently breaks it. `in_kernel` names what the implementation can compute itself of gate and beta ("none", "gate",
-    "beta", "both"), and `dt_bias` says whether it can do so without a dt_bias. `decays` says whether it takes the log-decay g
-    ("log"), the decay alpha itself ("linear"), or either, where it does not compute the gate. `batch_heads` is the largest product
-    of sequences and value heads of a batch that is not packed, or None: CUDA launches at most 65,535 programs along the second and
-    third axis of a grid. `infinite_gates` says whether a
-    log-decay may be -inf, which forgets the state. `scales` names the scales that it takes: none ("default", which means
-    K ** -0.5), 1 ("one") and 0.5 ("half"). `strongest_decay` is the strongest of the gate regimes that it takes (STRENGTHS), and
-    `largest_values` the regime of values with the largest numbers (LARGEST). Every sequence has a multiple of `length_step` tokens.
-    `key_widths` and `value_widths` are the only widths, if there are any; they replace `key_dims` and `value_dims`. `offsets` are
-    the dtypes of cu_seqlens. `state_dtypes` are the dtypes of initial states, and `final_dtype` is that of final states.
-    `initial_states` and `final_states` say whether all sequences of a packed call have such a state, or the first and the last one
-    alone.
+    `deterministic` says whether a second call gives the same bits. `position_independent` says whether a sequence or head gets
+    the same bits wherever it stands in the batch; few implementations need to promise that, and vector code that treats the end
+    of a row differently breaks it. `in_kernel` names which of gate and beta the implementation can compute itself ("none",
+    "gate", "beta", "both"), and `dt_bias` says whether it can do so without a dt_bias. `decays` says whether it takes the
+    log-decay g ("log"), the decay alpha itself ("linear"), or either, where it does not compute the gate. `batch_heads` is the
+    largest product of sequences and value heads of a batch that is not packed; None means any. CUDA launches at most 65,535
+    programs along the second and third axis of a grid. `infinite_gates` says whether a log-decay may be -inf, which forgets the
+    state. `scales` names the scales that it takes: none ("default", which means K ** -0.5), 1 ("one") and 0.5 ("half").
+    `strongest_decay` is the strongest of the gate regimes that it takes (STRENGTHS), and `largest_values` the regime with the
+    largest values that it takes (LARGEST). Every sequence has a multiple of `length_step` tokens. `key_widths` and `value_widths`
+    list the only widths; if they are not empty, they replace `key_dims` and `value_dims`. `offsets` are the dtypes of cu_seqlens.
+    `state_dtypes` are the dtypes of initial states, and `final_dtype` is that of final states. `initial_states` says whether each
+    sequence of a packed call has an initial state, or only the first one. `final_states` says whether each returns a final state,
+    or only the last one.
 
-    `left_out` names what of gate and beta a call may leave out: without a gate nothing decays, and without beta it is 1.
-    `channel_decays` names the decays of single channels that it takes beside the gate: gk of the keys' ("keys"), gv of the values'
-    ("values"), or "both". `lower_bounds` are the lower bounds that a gate of KDA in the kernel may have, and `parameter_dtypes` the
-    dtypes of its A_log and dt_bias. `options` are further options of the implementation, with their values, and `exact_options`
-    those of them that change no bit (properties/options.py).
+    `left_out` names which of gate and beta a call may leave out: without a gate nothing decays, and a beta that is left out is 1.
+    `channel_decays` names the decays of single channels that it takes in addition to the gate: gk for the keys' channels
+    ("keys"), gv for the values' channels ("values"), or "both". `lower_bounds` are the lower bounds that KDA's gate in the kernel
+    may have, and `parameter_dtypes` the dtypes of A_log and dt_bias. `options` are further options of the implementation, with
+    their values, and `exact_options` names those that change no bit (properties/options.py).
 
     Three fields are no promises, and a check sets them. `reach` is how many times more tokens are drawn than where kernels are
     interpreted, with wider heads too. `long` is the most tokens of long cases (0 for none), and `chunk` is the chunk whose

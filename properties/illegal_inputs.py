@@ -185,7 +185,10 @@ def _packed_case(domain: Domain) -> Case:
 
 
 def near(has: Callable[[int], bool], width: int) -> int:
-    """Return the width if a domain has it, else the least even one that it has from there on, or below, or the width itself."""
+    """Return a width that the domain has: this one, the next larger one in steps of 2, or the next smaller one.
+
+    Return the width itself if the domain has none of these.
+    """
     widths = (*range(width, MAX_WIDTH + 1, 2), *range(width, 0, -1))
     return next((candidate for candidate in widths if has(candidate)), width)
 

@@ -92,8 +92,8 @@ class Law:
     properties/path_laws.py. `needs` returns why the law does not apply to a domain, or None. `lacks` returns the words that a case
     lacks for the law to hold for it, or None. `place` returns the possible values of `at` for a case. `about` names the operations
     of the book to which the law applies; empty means all. `outside` returns why a call that the law derives from an example is
-    outside the domain, or None. `plain` says that a case without a variant has a meaning too.
-    `of_process` says that earlier cases of the process may decide the result, so that a failure must show in a fresh one.
+    outside the domain, or None. `plain` says that a case without a variant has a meaning too. `of_process`
+    says that earlier cases of the process may decide the result, so that a failure must show in a fresh process.
     """
 
     name: str
@@ -217,7 +217,7 @@ def visible(moved: Results, bounds: dict[str, Bound]) -> bool:
 
 
 def conventional(domain: Any, inputs: Inputs, cotangents: Cotangents) -> tuple[Inputs, Cotangents]:
-    """Return a call with zeros in place of states, and of their cotangents, that a packed call of the domain does not have."""
+    """Return a call with zeros in place of the states that a packed call of the domain does not have, and of their cotangents."""
     if inputs.get("cu_seqlens") is None:
         return inputs, cotangents
     if one_initial_state(domain) and inputs.get("state") is not None:

@@ -36,17 +36,17 @@ HEADS = (1, 2, 3, 4, 8)
 class ModuleDomain:
     """The calls for which an implementation promises right results; by default all calls of its operation.
 
-    `widths` (D, K or V, and also E) are an inclusive range in steps of `width_step`; `fixed_widths` are the only widths, if there
-    are any, and replace it. `largest_values` is the regime of values with the largest numbers, and `offsets` are the dtypes of
-    cu_seqlens. `without_weight` and `without_dt_bias` say whether the implementation can do without that input, and `bias` whether
-    it takes a bias. `beta` says whether it computes beta beside the gate, `eps` which of a case's values it can be given, and
-    `final_state` whether it returns a final state. `state_columns` says how many columns a convolution's states have: "W", or "W-1"
-    without the oldest, which no output reads. `attention_mask` says whether a mask can exclude padding at the start of a batch's
-    rows. `longest` limits the drawn lengths, for implementations that are slow on long sequences. `views`, `deterministic` and
-    `position_independent` mean the same as in Domain; here the positions are tokens, heads, channels and sequences. `residuals`
-    says whether it adds a residual, and whether a norm can return the sum too; `gatings` are the functions of a norm's gate.
-    `lower_bounds`, `parameter_dtypes`, `options` and `exact_options` mean the same as in Domain. A check sets `long`, the most
-    tokens of its long cases (0 for none).
+    `widths` (D, K or V, and also E) are an inclusive range in steps of `width_step`; `fixed_widths` lists the only widths; if it
+    is not empty, it replaces `widths`. `largest_values` is the regime with the largest values that it takes, and `offsets` are
+    the dtypes of cu_seqlens. `without_weight` and `without_dt_bias` say whether the implementation can do without that input, and
+    `bias` whether it takes a bias. `beta` says whether it computes beta beside the gate, `eps` which of a case's values it can be
+    given, and `final_state` whether it returns a final state. `state_columns` says how many columns a convolution's states have:
+    "W", or "W-1" without the oldest, which no output reads. `attention_mask` says whether a mask can exclude padding at the start
+    of a batch's rows. `longest` limits the drawn lengths, for implementations that are slow on long sequences. `views`,
+    `deterministic` and `position_independent` mean the same as in Domain; here the positions are tokens, heads, channels and
+    sequences. `residuals` says whether it adds a residual, and whether a norm can return the sum too; `gatings` are the functions
+    of a norm's gate. `lower_bounds`, `parameter_dtypes`, `options` and `exact_options` mean the same as in Domain. A check sets
+    `long`, the most tokens of its long cases (0 for none).
 
     ValueError for a field outside its choices or range, and unless `packed` or `batched` is True.
     """
@@ -186,7 +186,7 @@ class ModuleDomain:
 
     @property
     def rare_words(self) -> dict[str, tuple[str, ...]]:
-        """The words of cases that few implementations leave open, with their values, the usual one first."""
+        """The words of cases for which few domains allow several values, with these values, the usual one first."""
         return {
             "residual": self.residuals,
             "gating": self.gatings,

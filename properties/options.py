@@ -1,8 +1,8 @@
 """Options: what an implementation lets its callers choose, beside the words that its operation has.
 
-An option has a name and values. The first value is what callers get who do not know the option. An adapter names its options in its
+An option has a name and values. Callers get the first value if they do not pass the option. An adapter names its options in its
 domain and reads the values of a call in `x.options`. No option changes the truth, so every law that compares with the oracle judges
-them, and the law `absent` compares a call with the same call without an option.
+calls with options too. The law `absent` compares a call with the same call without an option.
 """
 
 import random
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 Options = tuple[tuple[str, tuple[str, ...]], ...]
 NONE = "none"
-SELDOM = 3  # an option has its first value in two of so many cases
+SELDOM = 3  # one case in so many has another value of an option than its first
 
 
 def values_of(text: str) -> dict[str, str]:
@@ -59,7 +59,7 @@ def outside_options(options: Options, text: str) -> str | None:
 
 
 def draw_options(chance: random.Random, options: Options) -> str:
-    """Draw a value for each option, and return the word of those that are not the first. Draws nothing without options."""
+    """Draw a value for each option, and return the word for the values that are not the first. Draws nothing without options."""
     drawn = {name: chance.choice(values[1:]) for name, values in options if chance.randrange(SELDOM) == 0}
     return text_of_values(drawn)
 

@@ -18,7 +18,8 @@ from properties.strategies import EDGES, HEADS, decay_of, gates_of, keys_of, val
 LAYOUTS = ("kv", "vk")
 POOL_VIEWS = (*VIEWS, "fused")
 EVERY_RULE = Domain(backward=False)
-# Fields of a rule's domain about states that are no pool, and about lengths: the tokens of a request are no prompt of whole chunks.
+# Fields that `rule` must leave out. Four are about states outside a pool. `length_step` is about prompts of whole chunks, and the
+# tokens of a request are none.
 OF_OTHER_STATES = ("state_dtypes", "final_dtype", "initial_states", "final_states", "length_step")
 
 
@@ -28,21 +29,20 @@ class PoolDomain:
     """The calls for which a serving kernel promises right results; by default all calls without a choice of blocks.
 
     `rule` says which tokens the kernel takes and which results it promises bit for bit. `most_tokens` is the largest number of
-    tokens of a request: 1 for a kernel of single tokens. `padding_slots` are the padding slots that it knows, none if callers must
-    leave padding out. `indices` are the dtypes of its indices. `fresh` says whether it can start a request from zeros, and
-    `accepts` whether it can keep the state after a part of a draft, and `rejects` whether also the state before it, if no token is
-    accepted. `in_place` says that it returns the pool that it was given.
-    `blocks` are the numbers of value channels that it can be told to process at a time.
+    tokens of a request: 1 for a kernel of single tokens. `padding_slots` are the padding slots that it knows, none if callers
+    must leave padding out. `indices` are the dtypes of its indices. `fresh` says whether it can start a request from zeros.
+    `accepts` says whether it can keep the state after a part of a draft, and `rejects` whether it can keep the state before the
+    draft, if no token is accepted. `in_place` says that it returns the pool that it was given. `blocks` are the numbers of value
+    channels that it can be told to process at a time.
 
-    `layout` is the order of a state's axes in memory, "kv" or "vk". The pool in a call always has the shape [P, HV, K, V], and its
-    memory lies in the order of `layout`, so an adapter transposes the pool without a copy. `state_dtypes` are the dtypes of the
-    pool. `empty_first` says whether a packed request without tokens may stand before one with tokens, if `rule.empty` is True.
-    `trees` says whether the tokens of a request may be a tree, in which each follows any earlier one.
-    `refills` says whether a caller may put other numbers into the tensors of a call and call again, as servers do with the buffers
-    of a CUDA graph. `graphs` says whether a call can be captured in such a graph.
-    `apart` says whether slots may lie apart from each other in memory, and `views` which strides the inputs may have, if
-    `rule.views` is True: the views of `Domain`, and "fused" for tokens that lie side by side in one tensor with others. `options`
-    and `exact_options` mean the same as in Domain.
+    `layout` is the order of a state's axes in memory, "kv" or "vk". The pool in a call always has the shape [P, HV, K, V], and
+    its memory lies in the order of `layout`, so an adapter transposes the pool without a copy. `state_dtypes` are the dtypes of
+    the pool. `empty_first` says whether a packed request without tokens may stand before one with tokens, if `rule.empty` is
+    True. `trees` says whether the tokens of a request may be a tree, in which each follows any earlier one. `refills` says
+    whether a caller may put other numbers into the tensors of a call and call again, as servers do with the buffers of a CUDA
+    graph. `graphs` says whether a call can be captured in such a graph. `apart` says whether slots may lie apart from each other
+    in memory. `views` says which strides the inputs may have, if `rule.views` is True: the views of `Domain`, and "fused" for
+    tokens that lie side by side in one tensor with others. `options` and `exact_options` mean the same as in Domain.
 
     ValueError for a field outside its choices or range.
     """

@@ -20,7 +20,7 @@ LEAST = 70  # a law whose cases are all shorter than this draws no long ones
 MOST = {"quick": 4096, "interpreted": 1030, "slow": 0}  # tokens of the longest sequence on a CPU, by the cost of a token
 MOST_ON_GPU = 2**16
 MOST_ALONG_Y = 65_535  # programs that CUDA launches along the second and third axis of a grid
-CROWD = (65, 1024)  # a batch with more sequences and heads than that
+CROWD = (65, 1024)  # sequences and value heads of a batch; their product is larger than MOST_ALONG_Y
 
 
 def sized(domain: Any, chunk: int | None, most: int) -> Any:
@@ -43,7 +43,10 @@ def kind_of(chance: random.Random, most: int, longest: int, kinds: Sequence[str]
 
 
 def kinds_of(kinds: Sequence[str], most: int, step: int) -> Sequence[str]:
-    """Return the kinds that a domain has whose lengths are multiples of `step`: many sequences may have too many tokens then."""
+    """Return the kinds for a domain whose lengths are multiples of `step`.
+
+    "sequences" is left out if many sequences of `step` tokens have more than `most` tokens.
+    """
     return kinds if step * COUNTS[0] <= most or step == 1 else tuple(kind for kind in kinds if kind != "sequences")
 
 
@@ -68,7 +71,7 @@ def large_lengths(
     """Return the lengths of a case in which `kind` is large. `sequences` are the least and the most that a law takes.
 
     Beside a long sequence, a packed call has up to two short ones, at any place. `empty` permits sequences of no tokens. Lengths
-    are rounded up to multiples of `step`, and the longest one down where that would be more than `most`.
+    are rounded up to multiples of `step`, or down where rounding up would give more than `most`.
     """
     if step > 1:
         drawn = large_lengths(chance, kind, sequences, most, chunk, packed=packed, empty=empty)

@@ -30,7 +30,7 @@ FAR, FAR_HEADS, FAR_NARROW = 512, ((4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (1
 CROWDED = 130  # from this total of tokens on, a batch may have more sequences than a warp has threads
 ROWS = (1, 1, 2, 2, 3, 5)  # rows of a batch; 5 only with a reach, which allows so many sequences
 REMEMBERING = ("forever", "1000", "64", "10")
-NARROW_COLUMNS = 32  # wider values have no decays of their channels: the oracle computes every channel as a head
+NARROW_COLUMNS = 32  # no decays of value channels for more channels: the oracle computes every channel as a head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Example:
 def crowd(domain: Domain) -> Case | None:
     """Return the case of a batch with over 65,535 sequences and heads, or None if the domain does not allow it.
 
-    It is there only for checks that draw long cases where kernels are not compiled: they compile for few widths.
+    None too if the check draws no long cases, and if kernels are compiled (`reach` above 1), because they compile for few widths.
     """
     rows, heads = CROWD
     if not domain.long or domain.reach > 1:
@@ -75,7 +75,7 @@ def crowd(domain: Domain) -> Case | None:
 
 
 def with_crowd(domain: Domain, examples: st.SearchStrategy[Example]) -> st.SearchStrategy[Example]:
-    """Return examples among which the case of `crowd` is one, if the domain allows it. Being always the same, it is drawn once."""
+    """Return examples with the case of `crowd` among them, if the domain allows it. It is always the same, so it runs once."""
     case = crowd(domain)
     if case is None:
         return examples
@@ -88,7 +88,7 @@ def lengths(
     """Draw lengths of sequences, around block sizes or anything up to `longest`, with at most `total` tokens.
 
     With `empty`, one in ten has no tokens. With `many`, one batch in six is 5 to 12 short sequences, or more than a warp has
-    threads. With a `step`, all lengths are multiples of it, and there are at least as many tokens as that takes.
+    threads. With a `step`, all lengths are multiples of it, even if one `step` is more than `longest` or `total`.
     """
     if step > 1:
         steps = lengths(chance, sequences, max(1, longest // step), max(1, total // step), empty=empty, many=many)
@@ -203,7 +203,7 @@ def _with_rare_words(chance: random.Random, domain: Domain, case: Case, fixed: M
     """Return the case with the words that few domains have. They are drawn last, so that other words do not depend on them."""
 
     def chosen(name: str, choices: tuple[str, ...], of: int = 2) -> str:
-        """Return a choice, the first one in `of` - 1 of `of` cases unless it is fixed. Draws nothing if there is one choice."""
+        """Return a choice: not the first one in one of `of` cases, unless it is fixed. Draws nothing for a single choice."""
         options = fixed.get(name, choices)
         if not isinstance(options, tuple) or len(options) == 1:
             return str(options if isinstance(options, str) else options[0])
@@ -212,7 +212,7 @@ def _with_rare_words(chance: random.Random, domain: Domain, case: Case, fixed: M
         )
 
     def may(name: str, value: str, every: Sequence[str]) -> bool:
-        """Whether a word that the case has drawn may have this value instead."""
+        """Whether a word that was drawn for the case may have this value instead."""
         options = fixed.get(name, every)
         return value in (options if isinstance(options, tuple) else (options,))
 

@@ -40,12 +40,12 @@ class TraceDomain:
     prefill may have padding rows, and `empty` whether it may have rows of no tokens. `later_prompts` says whether a request that
     has decoded or verified may get several tokens of a prompt in one step; it may always get one. `snapshots` are the possible
     distances in tokens between places where a snapshot may be taken; 0 means that none is taken. `snapshot_dtype` is "state" if
-    snapshots are as precise as states, or "input" if they are rounded to the inputs' dtype first. `dtypes` are those of tokens and
-    windows, `states` those of states. `widths` are the widths of the convolution, and `key_dims` and `value_dims` are inclusive
-    ranges in steps of `width_step`. `key_widths` and `value_widths` are the only widths, if there are any, and replace the ranges.
-    `batch_invariant` says that a row's bits do not depend on the other rows of its batch.
-    `refills` says that parameters and batches may be in tensors that an engine had before, filled again. `together` says that a
-    process may use two engines at the same time.
+    snapshots are as precise as states, or "input" if they are rounded to the inputs' dtype first. `dtypes` are those of tokens
+    and windows, `states` those of states. `widths` are the widths of the convolution, and `key_dims` and `value_dims` are
+    inclusive ranges in steps of `width_step`. `key_widths` and `value_widths` list the only widths; if they are not empty, they
+    replace the ranges. `batch_invariant` says that a row's bits do not depend on the other rows of its batch. `refills` says that
+    parameters and batches may be in tensors that an engine had before, filled again. `together` says that a process may use two
+    engines at the same time.
 
     ValueError for a field outside its choices or range.
     """

@@ -250,11 +250,16 @@ def test_without_the_whole_library_the_kernels_say_what_is_missing(monkeypatch: 
 
 @pytest.mark.parametrize("name", ["prefill_reference", "decode_reference", "mtp_reference"])
 def test_references_hold(
-    name: str, flashinfer_files: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    flashinfer_files: pathlib.Path,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["check", f"flashinfer/{name}", "--path", str(flashinfer_files), "--profile", "few"]
-    assert main(words) == HOLDS
+    code = main(words)
+    assert code == HOLDS, capsys.readouterr().err
 
 
 def test_the_references_lose_what_the_findings_say(flashinfer_files: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

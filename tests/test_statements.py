@@ -1,5 +1,6 @@
 """Which lines of the Python around kernels ran is measured in calls alone, and lines that no case ran have a name in the report."""
 
+import ast
 import json
 import pathlib
 import sys
@@ -15,6 +16,7 @@ from verify.execution import statements as recording
 from verify.execution.execute import execute
 from verify.execution.run import Run
 from verify.findings import reach_report
+from verify.findings import statements as findings
 from verify.findings.law_report import LawReport
 from verify.findings.statements import Statements, ranges, statements
 from verify.process.messages import RunOne
@@ -195,6 +197,25 @@ def test_the_size_of_what_is_recorded_is_bounded() -> None:
 
 
 @pytest.mark.slow
+def test_another_thread_that_parses_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPython 3.11 raises SystemError then."""
+    monkeypatch.setattr(findings, "PAUSE_S", 0.0)
+    findings._functions.cache_clear()
+    wanted, left = findings._functions(__file__), [None] * 3
+    findings._functions.cache_clear()
+
+    def parse(*words: Any, parse: Callable[..., Any] = ast.parse, **options: Any) -> Any:
+        if left:
+            left.pop()
+            raise SystemError("AST constructor recursion depth mismatch (before=177, after=39)")
+        return parse(*words, **options)
+
+    monkeypatch.setattr(ast, "parse", parse)
+    assert findings._functions(__file__) == wanted
+    assert not left
+    findings._functions.cache_clear()
+
+
 def test_strict_reach_counts_lines(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "check tests/reach_adapters.py:UnrunLine --profile least --law oracle --workers 1 --device cpu --strict-reach"
     assert main([*words.split(), "--findings", str(tmp_path / "findings")]) == 3

@@ -64,7 +64,7 @@ def test_a_law_that_is_cut_short_says_how_far_it_came(slow: Slow, capsys: pytest
     assert check("--law", "oracle", "--minutes", "0.2") == exits.HOLDS
     out = capsys.readouterr().out
     assert "cut short   oracle      12 of 24 cases, worst 0.50 o\n" in out
-    assert "not asked" not in out
+    assert "not run" not in out
     assert "1 not finished of 1 laws; 12 cases in 12 s" in out
     assert len(slow.asked) == 12
 
@@ -83,7 +83,7 @@ def test_laws_that_were_not_asked_are_named_and_the_most_powerful_came_first(
     begun = list(dict.fromkeys(runs))
     assert len(runs) == 60
     assert begun == [law for law in laws if law in begun]
-    (line,) = (line for line in out.splitlines() if line.startswith("not asked, because the time was up: "))
+    (line,) = (line for line in out.splitlines() if line.startswith("not run, because the time was up: "))
     told = re.findall(r"^(?:HOLDS|UNKNOWN|unsupported|cut short) +(\w+) ", out, re.MULTILINE)
     assert line.partition(": ")[2].split(", ") == [law for law in laws if law not in told]
     assert {*begun} <= {*told}
@@ -94,7 +94,7 @@ def test_laws_that_were_not_asked_are_named_and_the_most_powerful_came_first(
 def test_a_broken_law_counts_more_than_laws_that_were_not_asked(slow: Slow, capsys: pytest.CaptureFixture[str]) -> None:
     slow.ratio = lambda run: 2.0
     assert check("--minutes", "0.02") == exits.BROKEN
-    assert "not asked, because the time was up" in capsys.readouterr().out
+    assert "not run, because the time was up" in capsys.readouterr().out
 
 
 @pytest.mark.slow

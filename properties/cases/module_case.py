@@ -82,7 +82,7 @@ _STREAMS = {
         ("x", "z", "weight", "bias", "state", "a", "b", "A_log", "dt_bias", "dy", "dht", "dg", "dbeta", "scale", "zero", "linear")
     )
 }
-_STREAMS["residual"] = 63 + (1 << 40)  # as of a seed that no case has
+_STREAMS["residual"] = 63 + (1 << 40)  # as if the stream of `linear` had a seed of more than 32 bits, which no case has
 
 
 def words_of(operation: str) -> tuple[str, ...]:
@@ -111,13 +111,13 @@ class ModuleCase(Line):
     """One call of a module. Fields at their defaults, which are the simplest values, are left out of the line; `op` never is.
 
     `lengths` are tokens per sequence: packed (convolution only) or a batch. `heads` is H or HV, `width` is D, K or V, and
-    `out_width` is E. `values` is
-    the regime of the tokens' values; in `whole`, all are small whole numbers, whose sums are exact. `beta=no` means that the gate
-    is computed without beta. `state_columns` says how many columns the states of a convolution have, W or W - 1. `oldest=no` means
-    that column 0 of a final state of W columns, which no output reads, has a cotangent of zeros. `residual` says whether a residual
-    is added: to the result of a convolution, or to the x of a gated norm, which may return the sum too. `gating` is the function of
-    a norm's gate, `lower_bound` that of a gate of KDA, and `parameter_dtype` the dtype of A_log and dt_bias: float32, or that of a.
-    `options` are the options of the implementation (properties/options.py) that do not have their first value.
+    `out_width` is E. `values` is the regime of the tokens' values; in `whole`, all are small whole numbers, whose sums are exact.
+    `beta=no` means that the gate is computed without beta. `state_columns` says how many columns the states of a convolution
+    have, W or W - 1. `oldest=no` means that column 0 of a final state of W columns, which no output reads, has a cotangent of
+    zeros. `residual` says whether a residual is added: to the result of a convolution, or to the x of a gated norm, which may
+    return the sum too. `gating` is the function of a norm's gate, and `lower_bound` is the lower bound of KDA's gate.
+    `parameter_dtype` is the dtype of A_log and dt_bias: float32, or that of a. `options` are the options of the implementation
+    (properties/options.py) that do not have their first value.
 
     ValueError for a field outside its choices or range, or for fields that exclude each other.
     """

@@ -93,9 +93,10 @@ class Case(Line):
     `beta` the regime of beta, and `values` the regime of q, k and v. `qk_norm` says whether the operation normalises q and k.
     `in_kernel` says which of gate and beta the operation computes itself: the gate from a, A_log and perhaps `dt_bias`, beta from
     b. `decay` says whether the operation takes the log-decay g, or the decay alpha itself. `left_out` says which of gate and beta
-    the call leaves out, and `channel_decays` which decays of single channels it has beside the gate, gk of the keys' and gv of the
-    values'. `lower_bound` is that of a gate of KDA in the kernel, and `parameter_dtype` the dtype of A_log and dt_bias: float32, or
-    that of q. `options` are the options of the implementation (properties/options.py) that do not have their first value.
+    the call leaves out. `channel_decays` says which decays of single channels the call has in addition to the gate: gk for the
+    keys' channels, gv for the values' channels. `lower_bound` is the lower bound of KDA's gate in the kernel, and
+    `parameter_dtype` the dtype of A_log and dt_bias: float32, or that of q. `options` are the options of the implementation
+    (properties/options.py) that do not have their first value.
 
     `state_dtype` is the dtype of initial states, if there are any. `final_dtype` is that of final states; "state" means the dtype
     of the initial state, or float32 if there is none. In a packed call, `initial_states` and `final_states` say which sequences
@@ -188,14 +189,14 @@ class Case(Line):
         self._check_rare_words()
 
     def _check_rare_words(self) -> None:
-        """Raise ValueError for words that few cases have, with other words that exclude them."""
+        """Raise ValueError if a word that few cases have stands beside another word that excludes it."""
         for name, has in (("gate", self.without_gate), ("beta", self.without_beta)):
             if has and self.in_kernel in (name, "both"):
                 raise ValueError(f"left_out={self.left_out} needs in_kernel without {name}, got {self.in_kernel}")
         if self.without_gate and (self.operation == "delta_rule" or self.gate != "forever" or self.decay != "log"):
-            raise ValueError(f"left_out={self.left_out} needs a rule with a gate, gate=forever and decay=log: it means no decay")
+            raise ValueError(f"left_out={self.left_out} needs a rule with a gate, gate=forever and decay=log: nothing decays")
         if self.without_beta and self.beta != "one":
-            raise ValueError(f"left_out={self.left_out} needs beta=one, which it means, got {self.beta}")
+            raise ValueError(f"left_out={self.left_out} needs beta=one, because a beta that is left out is 1, got {self.beta}")
         if self.channel_decays != "none" and (self.operation != "gated_delta_rule" or self.decay != "log"):
             raise ValueError(f"channel_decays={self.channel_decays} needs op=gated_delta_rule decay=log, got op={self.operation}")
         if self.channel_decays != "none" and self.values == "one_hot":
@@ -517,7 +518,7 @@ class _Builder:
     def channel_decays(self, name: str, axes: tuple[int, ...]) -> _Recipe:
         """Return log-decays of channels [B, T, HV, K] or [B, T, HV, V]: those of the gate's regime, or 0 in some channels.
 
-        Where the gate decays completely, is mixed, left out or computed, they are of about 64 tokens.
+        They remember about 64 tokens if the gate decays completely, is mixed, is left out or is computed in the kernel.
         """
         memory = MEMORIES.get(self.case.gate, MEMORIES["64"]) or MEMORIES["64"]
         shape = (*self.batch, *axes)

@@ -26,8 +26,8 @@ class Implementation(abc.ABC):
     - `requires` maps each distribution that the implementation needs to its least version.
     - `api` is the function or class under test, as "package.module:name" or as itself. With None it is the first function of a
       library that the adapter calls with a tensor.
-    - `omits` maps each parameter of the function under test that no case passes to the reason. The name of a Triton kernel or
-      of a function of Python stands for what of it no case runs.
+    - `omits` maps each parameter of the function under test that no case passes to the reason. It may also name a Triton kernel
+      or a Python function some of whose branches or lines no case runs.
     - `guards`: around its inputs there is memory full of NaN. An implementation that says in its documentation how far it reads
       beyond its inputs, and that drops what it reads there, sets this to False.
     """

@@ -23,8 +23,8 @@ from verify.adapters.packages import installed
 REQUIRES = {"fla-core": "0.4.0", "triton": "3.7.1"}
 INSIDE = ("none", "gate", "beta", "both")
 SWITCH = ("no", "yes")
-# Options of FLA's rules. The first two are what a caller may compute once for several calls, the third keeps for the backward what
-# is computed again otherwise, and the last is the order of a state's axes.
+# Options of FLA's rules. The first two are tensors that a caller may compute once for several calls. The third keeps results for
+# the backward, which otherwise computes them again. The last is the order of a state's axes.
 ON_HOST = (("cu_seqlens_cpu", SWITCH),)
 INDICES = (("chunk_indices", SWITCH),)
 KEPT = (("disable_recompute", SWITCH),)
@@ -389,7 +389,7 @@ def chosen(x: Inputs, option: str) -> bool:
 
 
 def given_options(x: Inputs, chunk: int) -> dict[str, Any]:
-    """The arguments of a rule or convolution for the options of a call, but for the order of a state's axes.
+    """The arguments of a rule or convolution for the options of a call, without the order of a state's axes.
 
     FLA computes cu_seqlens_cpu and chunk_indices itself if a caller does not.
     """

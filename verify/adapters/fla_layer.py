@@ -14,8 +14,8 @@ from verify.adapters.fla import REQUIRES, SWITCH, chosen, decorating_later
 from verify.adapters.left_out import IN_FLA, left_out
 from verify.adapters.padding import padding_mask
 
-MASK = (("mask", ("none", "ones")),)  # a mask of pads that says that there is none, also beside cu_seqlens
-SWISH = (("swish", SWITCH),)  # FLA's norm tells the names swish and silu of the same function apart
+MASK = (("mask", ("none", "ones")),)  # a mask of ones, which excludes no token; it may stand beside cu_seqlens
+SWISH = (("swish", SWITCH),)  # FLA's norm has a branch for each of the names swish and silu of one function
 Answer = tuple[Tensor, Tensor | None, Tensor | None]
 
 
@@ -148,7 +148,7 @@ def _widths(layer: Widths, x: Inputs) -> dict[str, Any]:
 def _parameters(layer: Widths, x: Inputs, names: dict[str, str]) -> dict[str, Tensor]:
     """The layer's parameters by FLA's names. Each section of in_proj is a projection there; q, k and v have a convolution each.
 
-    `names` has the names of projections that are not called after their section.
+    `names` has the names of the projections that are not named after their section.
     """
     sections = dict(zip(layer.sections, x.in_proj.split([*layer.sections.values()]), strict=True))
     filters = [layer.sections[name] for name in "qkv"]

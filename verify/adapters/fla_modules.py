@@ -11,9 +11,9 @@ from verify.adapters.fla import INDICES, ON_HOST, SWITCH, FlaAdapter, chosen, gi
 from verify.adapters.left_out import IN_FLA, left_out
 from verify.adapters.padding import padding_mask
 
-SWISH = (("swish", SWITCH),)  # FLA's kernels tell the names swish and silu of the same function apart
+SWISH = (("swish", SWITCH),)  # FLA's kernels have a branch for each of the names swish and silu of one function
 TRAINING = (("training", ("yes", "no")),)  # whether a module is in train(), as it is when it is made, or in eval()
-MASK = (("mask", ("none", "ones")),)  # a mask of pads that says that there is none
+MASK = (("mask", ("none", "ones")),)  # a mask of ones, which excludes no token
 CHUNK = 64  # tokens in a chunk of the convolution
 
 
@@ -94,7 +94,7 @@ class ShortConvolution(FlaAdapter):
     counterpart: str | None = "fla/short_convolution_steps"
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        mask = padding_mask(x, x.x) if x.cu_seqlens is None else None  # the module refuses both
+        mask = padding_mask(x, x.x) if x.cu_seqlens is None else None  # the module rejects a mask together with cu_seqlens
         options = {
             "mask": mask,
             "cache": None if x.state is None else x.state.clone(),
@@ -109,9 +109,9 @@ class ShortConvolution(FlaAdapter):
 
 
 class ShortConvolutionSteps(FlaAdapter):
-    """`fla.modules.ShortConvolution`, one token at a time, a batch and packed in turn. The answer is the cache that it was given.
+    """`fla.modules.ShortConvolution`, one token at a time: as a batch and as packed sequences by turns.
 
-    So the module must update this cache in place.
+    `run` returns the cache that it passed, so the module must update this cache in place.
     """
 
     algorithm = "pointwise"
@@ -209,7 +209,7 @@ class GatedNorm(FlaAdapter):
         from fla.modules import FusedRMSNormGated
 
         weighs = x.weight is not None
-        silu = "swish" if x.x.shape[-1] % 2 else "silu"  # two names of the same function, which FLA's kernels tell apart
+        silu = "swish" if x.x.shape[-1] % 2 else "silu"  # two names of one function; FLA's kernels have a branch for each
         name = "sigmoid" if x.get("gating") == "sigmoid" else silu
         module = FusedRMSNormGated(x.x.shape[-1], elementwise_affine=weighs, activation=name, dtype=x.x.dtype, **_eps(x))
         module.train(x.get("options", {}).get("training") != "no")

@@ -13,7 +13,7 @@ class Recurrent(SGLang):
 
     algorithm = "recurrent"
     place = f"{OPS}.fla.fused_recurrent"
-    domain = Domain(position_independent=True, backward=False, batch_heads=65_535)  # they are the third axis of the grid
+    domain = Domain(position_independent=True, backward=False, batch_heads=65_535)  # the grid's third axis has sequences x heads
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         o, final = self.module().fused_recurrent_gated_delta_rule(

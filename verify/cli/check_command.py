@@ -187,7 +187,7 @@ def _print_end(checking: Check, wall_s: float, out: Any, *, interrupted: bool) -
         if told:
             print_line("\n".join(told), out)
     if time.monotonic() >= checking.settings.until and (names := _not_asked(checking)):
-        print_line(f"not asked, because the time was up: {', '.join(names)}", out)
+        print_line(f"not run, because the time was up: {', '.join(names)}", out)
     print_line(("interrupted: " if interrupted else "") + _summary(checking, wall_s), out)
     if slow := text.one_by_one(reports):
         print_line("\n".join(slow), out)

@@ -15,7 +15,7 @@ class NoGpu(Exception):
 
 
 def exit_code(reports: Sequence[LawReport], *, all_asked: bool = True) -> int:
-    """The exit code of a check: 1 if a law is broken; 3 if one is undecided or was not asked, or if none holds; otherwise 0."""
+    """The exit code of a check: 1 if a law is broken; 3 if one is undecided or was not run, or if none holds; otherwise 0."""
     verdicts = [report.verdict for report in reports]
     if Verdict.BROKEN in verdicts:
         return BROKEN

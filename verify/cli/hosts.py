@@ -18,7 +18,7 @@ from verify.ranks.torchrun import Launch, TorchrunGroup
 
 DEADLINE_S, SLOW_S = 120.0, 1200.0  # under a sanitizer kernels take 10 to 100 times as long
 COMPILERS = 14  # each holds half a gigabyte of the GPU's memory
-ENGINES = 8  # as many as traces have laws
+ENGINES = 8  # the most workers of a serving engine: there are 8 laws of traces
 
 
 def read_deny_list(path: str | None, *, new: bool = False) -> None:
@@ -100,7 +100,7 @@ def count_of(options: argparse.Namespace, device: str) -> int:
 
 
 def engine_workers_of(options: argparse.Namespace) -> int:
-    """How many workers of a serving engine run on GPUs: as many as `--workers` says, or one for two cores, at most ENGINES."""
+    """The least number of workers for a serving engine on GPUs: one for every two cores, at most ENGINES; 0 with `--workers`."""
     return 0 if options.workers else min(ENGINES, (os.cpu_count() or 1) // 2)
 
 

@@ -129,9 +129,9 @@ def with_sizes(described: Described, worker: Asked, device: str) -> Described:
 
 
 def _cost(described: Described, worker: Asked) -> tuple[str, bool]:
-    """What a token costs, and whether a crowd is affordable, from a run of a short case in the worker.
+    """What a token costs, and whether a crowd is affordable (`TokenCost`), measured with a short case in the worker.
 
-    It is "slow", without a crowd, if the worker cannot tell.
+    If the worker is lost, a token counts as "slow" and a crowd as not affordable.
     """
     costs = _COSTS.setdefault(worker, {})
     if described.spec not in costs:

@@ -97,9 +97,9 @@ class Check:
         return self.described
 
     def share_gpus(self, domain: object) -> None:
-        """Start more workers on the same GPUs for a serving engine: the host, not the GPU, bounds the rate of traces.
+        """Start more workers on the same GPUs for a serving engine, because the CPU limits how many traces run in a second.
 
-        Nothing happens for other domains, on a CPU, and if the check was given running workers.
+        Do nothing for other domains, on a CPU, or if the caller of the check passed running workers.
         """
         settings = self.settings
         if not self._own or settings.device != "cuda" or not isinstance(domain, TraceDomain):

@@ -95,17 +95,18 @@ def explain(
 ) -> tuple[Shrunk, Outcome]:
     """The smallest example found that fails as the broken run does, and its outcome.
 
-    Candidates outside the `domain` are not run. Candidates that a known defect covers whatever their findings are not run.
-    Candidates whose findings turn out to be a known defect do not count as failures. Nor do those that look like a known defect of
-    another adapter or version, unless the found case does too. At most SHRINK_RUNS runs are made, in at most `limit_s` seconds.
+    We do not run candidates outside the `domain`, or candidates that a known defect covers whatever their findings are.
+    Candidates whose findings turn out to be a known defect do not count as failures. Candidates that look like a known defect of
+    another adapter or version do not count either, unless the found case looks like it too. There are at most SHRINK_RUNS runs,
+    in at most `limit_s` seconds.
 
-    What is true of the found case cannot prevent the found defect. So if the smallest case holds once a word has its found value
-    again, then another defect has taken over, which only the simpler value shows. We fix this word at its found value and shrink
-    again. If the smallest case holds with a larger size (`between`), up to the found one, then small sizes show another defect than
-    large ones. We shrink again, to larger sizes only.
+    A word's value in the found case cannot prevent the found defect. So if the smallest case holds when a word has its found
+    value again, then another defect has taken over, which only the simpler value shows. We fix this word at its found value and
+    shrink the found case again. If the smallest case holds with a larger size (`between`), up to the found one, then small sizes
+    show another defect than large ones. We shrink the found case again, and this size stays larger.
 
     The words in FIXED are fixed from the start if errors exceed tolerances: finer dtypes and values of another size show defects
-    that the found case cannot have shown. What they change is tried on the smallest case alone.
+    that the found case cannot have shown. Simpler values of these words are tried on the smallest case alone.
     """
     start = time.monotonic()
     outcomes = {run.example: outcome}
@@ -153,7 +154,7 @@ def explain(
         changed = next(
             (names for names, example in restored(law, small.example, run.example) if again(example) is False), set[str]()
         )
-        # Two defects that raise the same error in the same place are one.
+        # Two failures that raise the same error in the same place count as one defect.
         middle = between(law, small.example, run.example, domain) if outcome.kind is FailureKind.OFF else ()
         apart = [(name, size) for name, size, example in middle if again(example) is False]
         slid = bool(changed or apart)

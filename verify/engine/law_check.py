@@ -32,7 +32,7 @@ FAULTS = 3  # after so many cases in a row in which gdn-verify itself fails in t
 CLEAR = 2.0  # after a case whose error is less than so many times its tolerance, the law goes on: it may be a false alarm
 WORST = 10  # a declaration must suit so many other cases of the law, or it is not suggested
 ENOUGH = 5  # a law with fewer cases that could see is UNKNOWN, unless all drawn cases could
-REPLACEMENTS = 3  # so many times the examples of a profile are drawn at most in place of blind cases
+REPLACEMENTS = 3  # in place of blind cases, at most so many times the examples of a profile are drawn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Settings:
     - `until`: a time of time.monotonic() after which no case begins.
     - `under`: options that `repeat` needs besides a line to see what this check saw.
     - `known`: files of known defects, besides ours and the one beside the adapter's file.
-    - `engine_workers`: on a GPU, how many workers a check of a serving engine has at least if it starts its own.
+    - `engine_workers`: the least number of workers for a serving engine on a GPU, if the check starts its own workers.
     """
 
     adapter: str
@@ -221,9 +221,9 @@ class LawCheck:
             climb(law, domain, dict(self._scores), seed, examples - drawn, score, same_key=same_key)
 
     def _replace_blind(self, law: Law) -> bool:
-        """Draw other cases in place of blind ones, until as many as a law needs could see. True if the law ends with one of them.
+        """Draw other cases in place of blind ones, until enough cases could see a defect. True if the law ends with one of them.
 
-        The cases come from a seed of their own, so that the cases before them do not depend on this. There are at most REPLACEMENTS
+        The cases have a seed of their own, so that the law's first cases do not depend on them. There are at most REPLACEMENTS
         times as many as the profile has examples.
         """
         common, counts, seed = self._common, self.report.counts, self._common.settings.seed
@@ -384,7 +384,8 @@ def overall(counts: dict[str, int], reason: str = "", planned: int | None = None
     """The verdict of a law from its counts, and the reason if it is not HOLDS.
 
     A law holds if no case is broken or undecided and at least ENOUGH cases, or `planned` cases if these are fewer, could see the
-    defect. `planned` is the number of cases that were to be drawn without those in place of blind ones; by default, all in counts.
+    defect. `planned` is the number of cases to draw, without those in place of blind ones. By default, it is the number in
+    `counts`.
     """
     if counts.get(Verdict.BROKEN):
         return Verdict.BROKEN, reason

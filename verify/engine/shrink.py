@@ -57,8 +57,9 @@ def shrink(
     time, and would take three times as many runs.
 
     Candidates outside the `domain` are not run. The words in `fixed` keep their values. The sizes in `least` (see `sizes`) stay
-    above these numbers. A value of an option or a width with which a candidate did not fail is never taken later. If it prevents
-    the failure of a complex case, then it prevents this failure in simpler cases too, and what fails is another defect.
+    above these numbers. If a candidate does not fail with another value of a word or a width, this value is never taken later: it
+    prevents the failure of a complex case, so it prevents this failure in simpler cases too, and a failure with it would show
+    another defect.
     """
     seen: dict[Example, bool | None] = {}
     neighbours: list[tuple[str, str]] = []
@@ -105,16 +106,16 @@ def restored(law: Law, small: Example, found: Example) -> Iterator[tuple[set[str
 
 
 def sizes(case: Any) -> dict[str, int]:
-    """The sizes of a case of which larger ones need not fail too: sequences, the longest of them, the width of the convolution."""
+    """The sizes of a case: the number of sequences, the longest one, and the width of the convolution. Larger ones may hold."""
     lengths = getattr(case, "lengths", ())
     found = {"lengths": max(lengths), "sequences": len(lengths)} if lengths else {}
     return found | ({"conv_width": case.conv_width} if hasattr(case, "conv_width") else {})
 
 
 def between(law: Law, small: Example, found: Example, domain: Any = None) -> Iterator[tuple[str, int, Example]]:
-    """The small example with one of its `sizes` larger, up to the found one: the name, the size, and the example.
+    """Examples like the small one, with one of its `sizes` larger, up to the found one: the name, the size, and the example.
 
-    Examples outside the domain are left out.
+    Examples outside the domain are omitted.
     """
     case, most = small.case, sizes(found.case)
     for name, size in sizes(case).items():

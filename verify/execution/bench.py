@@ -150,9 +150,9 @@ class AdapterBench(Timed):
             return _MEMO.get(spec, inputs, cotangents, ("truth",), lambda: bound.truth(spec, inputs, cotangents))
 
     def _with_options(self, inputs: Inputs, adapter: Adapter, options: str | None = None) -> Inputs:
-        """The inputs with the value of every option of the adapter's domain; unchanged without options.
+        """The inputs with the value of every option of the adapter's domain, or the inputs unchanged if it has none.
 
-        An adapter's one-token form gets the options of the case that its own domain has.
+        The one-token form gets only the options that its own domain has.
         """
         if not (known := getattr(adapter.domain, "options", ())):
             return inputs

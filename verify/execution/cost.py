@@ -11,15 +11,15 @@ TIMES = 2  # the first run imports modules
 # Seconds for a token. Plain torch takes 0.0001 s, and interpreted kernels take 0.003 s. The limits are far from both, so a busy
 # machine does not change the cost.
 DEAR, DEAR_INTERPRETED = 0.005, 0.05
-# Seconds for a token of one head, in an implementation that may loop over heads. A crowd (properties/sizes.py) has 66,560 of
-# them, which take three quarters of a minute with this. A case counts as a hang after 120 s.
+# Seconds for a token of one head, in an implementation that may loop over heads. With this limit, a crowd (properties/sizes.py),
+# which has 66,560 of them, takes three quarters of a minute. A case counts as a hang after 120 s.
 DEAR_CROWD = 0.0007
 SEQUENTIAL = "GDN_VERIFY_INTERPRETER"  # environment variable of workers: "sequential" runs one program after another
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenCost:
-    """What a token costs: "quick", "interpreted" (as costly as interpreted kernels) or "slow". Whether a crowd is affordable."""
+    """What a token costs: "quick", "interpreted" (as costly as interpreted kernels) or "slow"; whether a crowd is affordable."""
 
     cost: str
     crowd: bool
@@ -28,7 +28,8 @@ class TokenCost:
 def cost_of(run: Run) -> TokenCost:
     """Run a short case, and return what a token costs.
 
-    A crowd is affordable if loops over sequences and heads would be, or if kernels are interpreted with all programs together.
+    A crowd is affordable if a loop over its sequences and heads would be fast enough, or if all programs of an interpreted launch
+    run together.
     """
     case = run.example.case
     launches, alone = _launches()

@@ -42,8 +42,8 @@ def judge(pairs: Iterable[tuple[str, Tensor, Tensor | Bound]], where: Where, exc
 
     `excused` maps outputs that a known defect explains to multiples of their tolerance. If an output's largest error is at most
     that multiple, we do not measure it against more disturbed runs. If it is larger, we do so only for rows above the multiple.
-    Each pair is looked at when the law yields it, and again after its last pair if something differs. A tensor that an
-    implementation returned and changed between the two is a finding.
+    We look at each pair when the law yields it. If something differs, we look at the pair again after the law's last pair. A
+    tensor that the implementation changed in between is a finding.
 
     Raises ArithmeticError if the truth or a tolerance is not finite.
     """
@@ -85,7 +85,7 @@ def _whole(x: Tensor) -> bool:
 
 
 def _changed(got: Tensor, want: Tensor | Bound, worst: float) -> bool:
-    """Whether a tensor that differed when the law yielded it, by `worst`, no longer has that shape or that difference."""
+    """Whether a tensor, which differed by `worst` when the law yielded it, no longer has that shape or that difference."""
     if got.shape != (want.value if isinstance(want, Bound) else want).shape:
         return True
     if worst == 0 or (isinstance(want, Bound) and worst <= want.sure):

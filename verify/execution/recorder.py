@@ -36,12 +36,12 @@ EVENTS, EVENTS_OF_API = 20_000, 50_000
 EVENTS_OF_CANDIDATE = 100  # after a function of the adapter's own file was found, before it counts
 # After so many calls in a row in which nothing was found, only calls whose number is a power of two are looked at.
 MISSES = 8
-OF_THE_ZOO = "verify.zoo."  # the modules of wrong implementations, which are above this one
+OF_THE_ZOO = "verify.zoo."  # the modules of wrong implementations; this module does not import them
 HELPERS = ("torch", "triton", "numpy", "einops")
 _reach: Reach | None = None  # of the case that runs in this process
 _lock = threading.Lock()
 _misses: collections.Counter[type] = collections.Counter()
-# For each adapter: the files and the packages of functions under test, and how many modules there were when its files were found.
+# For each adapter: the files and the packages of functions under test, and the number of loaded modules when we found its files.
 _tested: dict[type, tuple[set[str], set[str], int]] = {}
 _around: dict[type, frozenset[str]] = {}  # for each adapter, the files of Python around its kernels
 
@@ -50,7 +50,8 @@ _around: dict[type, frozenset[str]] = {}  # for each adapter, the files of Pytho
 def recording(adapter: Implementation | None = None) -> Iterator[Reach]:
     """Record the reach of everything inside, in all threads. With an adapter, the lines of Python that run are recorded too.
 
-    Those of the zoo are not recorded. Nobody asks for them, and recording triples the time of its loops over tokens.
+    Lines of the zoo's wrong implementations are not recorded: no report has them, and recording would triple the time of their
+    loops over tokens.
     """
     global _reach
     _reach = reach = Reach()
@@ -97,7 +98,7 @@ def _files_around(kind: type, reach: Reach) -> frozenset[str]:
 
 
 def _with_kernels(package: str) -> Iterator[str]:
-    """The files of a package's modules that have functions in Triton's language."""
+    """The files of those modules of a package that have functions in Triton's language."""
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None) if name.partition(".")[0] == package else None
         members = [*vars(module).values()] if file and not _place(file) else []

@@ -1,8 +1,9 @@
 """Records which lines of Python run in calls of an implementation, with the package coverage.
 
-Lines of torch, Triton, numpy, einops, the standard library and gdn-verify are not recorded. With Python 3.11 coverage sets a trace
-function, which runs at each call and line. It is set only while an implementation is called, and not while an interpreted kernel
-runs (`untraced` of verify/interpreter/launch.py). Later versions of Python count a line once without a trace function.
+Lines of torch, Triton, numpy, einops, the standard library and gdn-verify are not recorded. With Python 3.11, coverage sets a
+trace function, which runs at each call and line. We set it only while an implementation is called, and remove it while an
+interpreted kernel runs (`untraced` of verify/interpreter/launch.py). With later versions of Python, coverage records a line once,
+without a trace function.
 """
 
 import contextlib
@@ -21,12 +22,13 @@ import torch
 from verify.process.reach import Arc
 
 TRACES = sys.version_info < (3, 12)
-# Coverage tells branches apart with a trace function, or with the events of Python 3.14. In between only lines are recorded.
+# To record branches, coverage needs a trace function or the events of Python 3.14. With Python 3.12 and 3.13 it records only
+# lines.
 BRANCHES = TRACES or sys.version_info >= (3, 14)
-CASES = 64  # after so many, what coverage remembers of earlier cases is dropped
+CASES = 64  # after so many cases, we drop what coverage has recorded
 ANOTHER = "another tool traces the Python of this process"
 # A case takes 20 ms on a GPU, and recording one takes 5 ms. Backward passes run in threads that no trace function sees.
-ON_A_GPU = "lines are recorded on a CPU alone"
+ON_A_GPU = "lines are recorded only on a CPU"
 _ROOT = pathlib.Path(os.path.abspath(__file__)).parents[2]
 OMITTED = (
     *(str(_ROOT / name / "*") for name in ("oracles", "properties", "verify")),
@@ -37,7 +39,7 @@ _lock = threading.Lock()
 
 
 class _Recorder:
-    """Coverage of this process. `thread` is the trace function with which a thread begins, None without trace functions."""
+    """Coverage of this process. `thread` is the trace function with which a thread begins, or None if there is none."""
 
     def __init__(self) -> None:
         self._coverage, self._cases = _coverage(None), 0
@@ -106,7 +108,7 @@ _running = False  # whether a case is recorded
 
 
 def hindered() -> str:
-    """Why lines cannot be recorded now, or ""."""
+    """Why lines are not recorded now, or ""."""
     if sys.gettrace() is not None:
         return ANOTHER
     if sys.version_info >= (3, 12) and sys.monitoring.get_tool(sys.monitoring.COVERAGE_ID) is not None:
@@ -116,7 +118,7 @@ def hindered() -> str:
 
 @contextlib.contextmanager
 def recorded(files: frozenset[str] | None) -> Iterator[dict[str, set[Arc]]]:
-    """Record what runs inside `called` in `files`, or in all files. Yields a dict that gets each file's arcs at the end."""
+    """Record what runs inside `called` in `files`, or in all files. Yields a dict that has each file's arcs at the end."""
     global _recorder, _running
     _recorder = _recorder or _Recorder()
     found: dict[str, set[Arc]] = {}

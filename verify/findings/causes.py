@@ -7,13 +7,13 @@ from verify.execution.run import Run
 from verify.findings.law_report import LawReport
 from verify.process.outcome import FailureKind, Verdict, port_of
 
-# Words whose values a law decides, or chance, and words that only decide which numbers a case has. They do not tell causes apart.
+# Words whose values the law or chance decides, and words that only decide which numbers a case has. Neither tell causes apart.
 OF_THE_LAW = {"at", "variant", "backward"}
 OF_NUMBERS = {"values", "beta", "scale", "seed"}
 NUMBERS = (FailureKind.OFF, FailureKind.DIFFERS)  # with or without a tolerance, as the law compares
 WIDTHS = {"key_dim", "value_dim", "width", "hidden", "conv_width"}
-HEADS = ("heads", "heads value_heads")  # one word, or two that shrink together
-SHORT = 16  # some laws need a sequence to cut, or several tokens: lengths below this do not tell causes apart
+HEADS = ("heads", "heads value_heads")  # one word, or two words that shrink together
+SHORT = 16  # lengths below this do not tell causes apart, since some laws need a sequence to cut, or several tokens
 MARGINAL = 2.0  # a case whose error is less than so many times its tolerance may hold with any other numbers
 
 
@@ -22,10 +22,10 @@ class Symptoms:
     """How a broken law fails in its smallest case.
 
     - `outputs`: the outputs and gradients that fail, and `ways`: how they fail
-    - `ordinary`: those that fail with ordinary numbers. Numbers such as a beta of zero hide what other outputs do
-    - `words`: the words of the case; `fails_too`: other values with which it fails, `holds`: values with which it holds
-    - `longest`: its longest sequence
-    - `by_chance`: with other numbers the case may hold
+    - `ordinary`: the outputs and gradients that fail with ordinary numbers. Numbers such as a beta of zero hide wrong outputs
+    - `words`: the words of the case; `fails_too`: other values with which it fails; `holds`: values with which it holds
+    - `longest`: the length of its longest sequence
+    - `by_chance`: whether the case may hold with other numbers
     """
 
     law: str
@@ -40,19 +40,20 @@ class Symptoms:
 
     @property
     def needs(self) -> list[str]:
-        """The words without whose values the case holds, and which tell causes apart."""
+        """The words that tell causes apart and that the failure needs: with another value, the case holds."""
         return sorted({name for name, _ in self.holds if " " not in name} - OF_THE_LAW - OF_NUMBERS - WIDTHS - {"lengths", "heads"})
 
     @property
     def of_gradients(self) -> bool:
-        """Whether gradients alone fail with ordinary numbers, so that the outputs are right."""
+        """Whether only gradients fail with ordinary numbers, so that the outputs are right."""
         return all(name.startswith("d") for name in self.ordinary)
 
     def agree(self, other: "Symptoms") -> bool:
         """Whether one cause probably explains both.
 
-        They fail in the same way. The outputs that fail in one fail in the other too, at least with ordinary numbers. With ordinary
-        numbers, gradients alone fail in both or in neither. Neither case has a value with which the other one holds.
+        This is so if both fail in the same way, the outputs that fail in one fail in the other too, at least with ordinary
+        numbers, and neither case has a value with which the other one holds. Also, with ordinary numbers, either only gradients
+        fail in both, or outputs fail in both.
         """
         if self.ordinary and other.ordinary and self.of_gradients != other.of_gradients:
             return False
@@ -60,11 +61,12 @@ class Symptoms:
         return nested and not self.ways.isdisjoint(other.ways) and not self.denies(other) and not other.denies(self)
 
     def denies(self, other: "Symptoms") -> bool:
-        """Whether the other case has a value with which this one holds, or a size at which it holds or a smaller one.
+        """Whether this case holds with a value that the other case has, or at a size that the other case does not exceed.
 
-        - If this case holds with ordinary values, whatever the random numbers, then the other one must not fail with them.
-        - If this case holds by chance, its sizes say nothing, since other sizes have other numbers.
-        - A longer sequence has a state in itself. So the other case may do without an initial state.
+        - If this case holds with ordinary values, whatever the random numbers, and the other one fails with them, the answer is
+        yes.
+        - If this case may hold by chance, its sizes do not count, since other sizes have other numbers.
+        - A longer sequence carries a state from token to token. So it does not count if a longer case has no initial state.
         """
         if ("values", "ordinary") in self.holds and ("seed", "0") not in self.holds and other.ordinary:
             return True

@@ -7,7 +7,7 @@ from verify.findings import statements
 from verify.process.reach import DEFAULT, NUMBER, Reach, Values
 
 WIDTH = 130
-MOST_KERNELS = 6  # of which the text says which branches never ran; and as many functions of Python
+MOST_KERNELS = 6  # the report lists so many kernels with branches that never ran, and as many functions with lines that never ran
 SIZES = {
     "sequence": "token{s} in a sequence",
     "chunks": "chunk{s} in a sequence",
@@ -19,8 +19,8 @@ SIZES = {
     "ranks": "rank{s}",
 }
 UNSEEN = "no function under test was seen, so its parameters are unknown (an adapter can name it in api)"
-UNRECORDED = "which lines of Python ran was not recorded"
-FULL = "there was more than a reach can hold"
+UNRECORDED = "lines of Python were not recorded"
+FULL = "there was more than a report has room for"
 
 
 def looked_at(reach: Reach) -> str:
@@ -30,7 +30,7 @@ def looked_at(reach: Reach) -> str:
 
 
 def not_looked_at(reach: Reach, omits: Mapping[str, str]) -> list[str]:
-    """What no case looked at although one could: parameters that were never passed, and blocks and lines that never ran.
+    """What no case reached: parameters that were never passed, and branches and lines that never ran.
 
     Parameters, kernels and functions that `omits` names are left out.
     """

@@ -10,17 +10,17 @@ import functools
 import json
 import pathlib
 import tempfile
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import coverage
 
 from verify.process.reach import Arc
 
-# Decorators of functions in languages whose functions do not run as Python: Triton, Gluon, CuTe, Helion.
+# Decorators of functions that do not run as Python, but are compiled: those of Triton, Gluon, CuTe and Helion.
 KERNELS = ("jit", "kernel")
-
-
-# Lines that raise are no gap: every case is a legal call.
+ATTEMPTS, PAUSE_S = 50, 0.1  # to parse a file
+# Lines that raise do not count as lines that never ran, because every case is a legal call.
 RAISES = r"^\s*raise\b"
 
 
@@ -29,7 +29,7 @@ class Statements:
     """A function of Python of which something ran.
 
     - `ran` and `unrun` are its lines that ran, and those that never ran.
-    - `alike`: after each of these lines, which decide what runs next, the same line came whenever it ran.
+    - `alike`: lines such as that of an `if`, which can be followed by several lines and were always followed by the same one.
     """
 
     function: str
@@ -84,7 +84,7 @@ def _of_file(file: str, arcs: Collection[Arc]) -> Iterator[Statements]:
     first = sorted(line for function in functions for line in function.lines)
 
     def statement(line: int) -> int:
-        """The line with which the statement of a line begins. An exit of a function is the negative of the function's line."""
+        """The line with which the statement of a line begins. The exit of a function is the negative of its first line."""
         place = bisect.bisect_right(first, line)
         return first[place - 1] if line > 0 and place else line
 
@@ -109,12 +109,25 @@ def _of_file(file: str, arcs: Collection[Arc]) -> Iterator[Statements]:
 
 @functools.lru_cache(64)
 def _functions(file: str) -> tuple[_Function, ...]:
-    """The functions of a file that run as Python, and with an empty name what is outside of functions."""
+    """The functions of a file that run as Python, and with an empty name what is outside of functions.
+
+    CPython 3.11 counts the depth of syntax trees of all threads together. So parsing may raise SystemError while another thread
+    parses, and Hypothesis parses in threads that draw.
+    """
+    for _ in range(ATTEMPTS):
+        try:
+            return _parsed(file)
+        except SystemError:
+            time.sleep(PAUSE_S)
+    return _parsed(file)
+
+
+def _parsed(file: str) -> tuple[_Function, ...]:
     measured = coverage.Coverage(data_file=None, config_file=False, branch=True, include=[file], messages=False)
     measured.exclude(RAISES)
     try:
         kernels = _kernels(ast.parse(pathlib.Path(file).read_bytes()))
-        measured.get_data().add_arcs({file: [(-1, 1)]})  # a report has no file of which nothing ran
+        measured.get_data().add_arcs({file: [(-1, 1)]})  # coverage reports only files in which something ran
         with tempfile.TemporaryDirectory() as folder:
             place = pathlib.Path(folder) / "report.json"
             measured.json_report(morfs=[file], outfile=str(place))
@@ -148,7 +161,7 @@ def _decorators(node: ast.FunctionDef) -> Iterator[ast.expr]:
 
 
 def _short(file: str) -> str:
-    """A file from its package or from the working directory on."""
+    """The path of a file, from its package or from the working directory on."""
     parts = pathlib.Path(file).parts
     for folder in ("site-packages", "dist-packages"):
         if folder in parts:

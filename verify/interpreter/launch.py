@@ -134,7 +134,7 @@ def _launch(self: Any, *positional: Any, **named: Any) -> None:
     with _one_launch:
         trace = sys.gettrace()
         measures = type(trace).__module__.partition(".")[0] == "coverage"
-        if measures:  # it would be called for each line of the interpreter
+        if measures:  # else the trace function would run for each line of the interpreter
             sys.settrace(None)
         try:
             _launched(self, positional, named)
@@ -145,7 +145,7 @@ def _launch(self: Any, *positional: Any, **named: Any) -> None:
 
 
 def _first_call() -> None:
-    """Do nothing. Until a first call, a trace function that was set sees nothing of the frames that have begun."""
+    """Do nothing. A trace function that was set sees nothing of the running frames until a function is called."""
 
 
 def _launched(self: Any, positional: Sequence[Any], named: dict[str, Any]) -> None:

@@ -13,7 +13,9 @@ MOST_KERNELS, MOST_BLOCKS = 64, 256
 DEFAULT = "its default"
 NUMBER = "number"
 MOST_FILES, MOST_ARCS = 32, 8192
-Arc = tuple[int, int]  # two lines that ran one after the other; (0, line) if only lines are recorded; negative outside a function
+# Two lines that ran one after the other; (0, line) if only lines are recorded. Negative numbers are entries and exits of
+# functions.
+Arc = tuple[int, int]
 
 
 @dataclasses.dataclass
