@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from oracles.gates import rounded_silu, shared, sigmoid
-from oracles.operation import Inputs, Operation, Port, at_least_one, flag, one_a_sequence, sequences
+from oracles.operation import Inputs, Operation, Port, at_least_one, flag, one_a_sequence, padding_of_rows, sequences
 from oracles.rounding import Arithmetic, summed
 
 ACTIVATIONS = (None, "silu")
@@ -184,7 +184,7 @@ CAUSAL_CONV1D = Operation(
     ),
     (Port("y", "B T D", scalar_rows=True), Port("final_state", "N D W")),
     forward,
-    (at_least_one("D", "W"), one_a_sequence("state"), known_activation, flag("output_final_state")),
+    (at_least_one("D", "W"), one_a_sequence("state"), known_activation, flag("output_final_state"), padding_of_rows),
     ("activation", "output_final_state", "pads"),
     parallel=("D",),
 )

@@ -23,7 +23,7 @@ import itertools
 from torch import Tensor
 
 from oracles import conv, gated_delta, gates, norm
-from oracles.operation import Inputs, Operation, Port, Rule, flag, one_a_sequence
+from oracles.operation import Inputs, Operation, Port, Rule, flag, one_a_sequence, padding_of_rows
 from oracles.rounding import Arithmetic
 
 
@@ -234,6 +234,7 @@ GDN_LAYER = Operation(
         flag("allow_neg_eigval"),
         norm.positive_eps,
         norm.known_gating,
+        padding_of_rows,
     ),
     ("layer", "allow_neg_eigval", "eps", "gating", "output_final_state", "pads"),
 )

@@ -219,6 +219,15 @@ def grouped_heads(inputs: Inputs, sizes: dict[str, int]) -> None:  # noqa: ARG00
         raise ValueError(f"HV must be a multiple of H = {sizes['H']}, got {sizes['HV']}")
 
 
+def padding_of_rows(inputs: Inputs, sizes: dict[str, int]) -> None:
+    """Rule: `pads` is None or absent, or says for each row of a batch how many of its first tokens are padding."""
+    if (pads := inputs.get("pads")) is None:
+        return
+    batch, tokens = sizes["B"], sizes["T"]
+    if inputs.get("cu_seqlens") is not None or len(pads) != batch or not all(0 <= pad <= tokens for pad in pads):
+        raise ValueError(f"pads must be a number in 0..{tokens} for each of B = {batch} rows, without cu_seqlens, got {pads!r}")
+
+
 def one_a_sequence(name: str) -> Rule:
     """Return the rule that `cu_seqlens` is legal, and that the state `name` has one entry for each sequence."""
 

@@ -14,7 +14,11 @@ from properties.cases.pool_case import PoolCase
 from properties.cases.rule_case import Case
 from properties.cases.trace_case import TraceCase
 from properties.domain import Domain
+from properties.illegal_events import EVENT_INPUTS
 from properties.illegal_inputs import MODULE_INPUTS, NO_INPUTS, RULE_INPUTS, IllegalInputs
+from properties.illegal_layers import LAYER_INPUTS
+from properties.illegal_layouts import LAYOUT_INPUTS
+from properties.illegal_pools import POOL_INPUTS
 from properties.laws import Law
 from properties.layer_domain import LayerDomain
 from properties.layer_laws import LAYER_LAWS
@@ -70,10 +74,11 @@ BOOKS = (
         PATH_LAWS,
         ("gdn_layer", "gated_delta_rule", "kda", "causal_conv1d"),
         SMALLER_PATHS,
+        LAYOUT_INPUTS,
     ),
-    Book("pools", PoolCase, PoolDomain, POOL_LAWS, ("decode",), SMALLER_POOLS),
-    Book("layers", LayerCase, LayerDomain, LAYER_LAWS, tuple(LAYERS), SMALLER_LAYERS),
-    Book("traces", TraceCase, TraceDomain, TRACE_LAWS, ("serving",), SMALLER_TRACES),
+    Book("pools", PoolCase, PoolDomain, POOL_LAWS, ("decode",), SMALLER_POOLS, POOL_INPUTS),
+    Book("layers", LayerCase, LayerDomain, LAYER_LAWS, tuple(LAYERS), SMALLER_LAYERS, LAYER_INPUTS),
+    Book("traces", TraceCase, TraceDomain, TRACE_LAWS, ("serving",), SMALLER_TRACES, EVENT_INPUTS),
     Book("calls", CallCase, CallDomain, CALL_LAWS, ("call",), SMALLER_CALLS),
 )
 

@@ -1,6 +1,8 @@
-"""Illegal inputs: legal calls with one argument made wrong. Our own contract refuses each of them (oracles/operation.py).
+"""Illegal inputs of rules and modules: legal calls with one argument made wrong, which our own contract refuses.
 
-A kernel may leave the test to its caller, because it costs a device synchronisation. But users should know that it does.
+A kernel may leave the test to its caller, because it costs a device synchronisation. But users should know that it does. The
+illegal inputs of the other books are in illegal_pools.py, illegal_layers.py, illegal_layouts.py (paths) and illegal_events.py
+(traces).
 """
 
 import dataclasses
@@ -21,12 +23,14 @@ from properties.module_domain import ModuleDomain
 class IllegalInputs:
     """The illegal inputs of a book: their `names` for an operation, and the `call` of a name inside a domain.
 
-    `call` returns a case and its inputs with one argument made wrong. If the domain does not support what the input is about, it
-    returns the reason as text.
+    `call` returns a case inside the domain, and what is wrong: the case's inputs with one argument made wrong, for a path an
+    IllegalLayout, or for an engine a Step that cannot follow the case's trace. If the domain does not support what the input is
+    about, it returns the reason as text. `check` is our own contract: it raises ValueError for what is wrong.
     """
 
     names: Callable[[str], list[str]] = lambda operation: []
-    call: Callable[[str, Any], tuple[Any, Inputs] | str] = lambda name, domain: f"there are none of {domain.operation}"
+    call: Callable[[str, Any], tuple[Any, Any] | str] = lambda name, domain: f"there are none of {domain.operation}"
+    check: Callable[[Any, Any], None] = lambda case, inputs: case.spec.check(inputs)
 
 
 PACKED = Case((5, 12), packed=True, heads=2, value_heads=4, state="zero", backward=False)
@@ -116,7 +120,7 @@ def _module_call(name: str, domain: ModuleDomain) -> tuple[ModuleCase, Inputs] |
     if domain.operation in ("gdn_gate", "kda_gate"):
         about["beta"] = domain.beta
     about |= {"offsets": domain.offsets[0]} if "offsets" in words_of(domain.operation) else {}
-    about |= {"width": _near(domain.has_width, 16)} if "width" in words_of(domain.operation) else {}
+    about |= {"width": near(domain.has_width, 16)} if "width" in words_of(domain.operation) else {}
     case = ModuleCase(operation=domain.operation, dtype=domain.dtypes[0], backward=False, **about)  # type: ignore[arg-type]
     return case, OF_MODULES[domain.operation][name](case.inputs())
 
@@ -160,7 +164,7 @@ def _rule_call(name: str, domain: Domain) -> tuple[Case, Inputs] | str:
 def _packed_case(domain: Domain) -> Case:
     """Return a packed call of two sequences with a state in the conventions of a domain, with even widths near 16."""
     step, linear = domain.length_step, "log" not in domain.decays
-    key_dim = _near(domain.has_key, PACKED.key_dim)
+    key_dim = near(domain.has_key, PACKED.key_dim)
     return dataclasses.replace(
         PACKED,
         operation=domain.operation,
@@ -169,7 +173,7 @@ def _packed_case(domain: Domain) -> Case:
         lengths=PACKED.lengths if step == 1 else (step, 2 * step),
         value_heads=PACKED.value_heads if domain.grouped_heads else PACKED.heads,
         key_dim=key_dim,
-        value_dim=key_dim if domain.equal_widths else _near(domain.has_value, PACKED.value_dim),
+        value_dim=key_dim if domain.equal_widths else near(domain.has_value, PACKED.value_dim),
         scale=domain.drawn_scales[0],
         offsets=domain.offsets[0],
         state_dtype=domain.state_dtypes[0],
@@ -180,7 +184,7 @@ def _packed_case(domain: Domain) -> Case:
     )
 
 
-def _near(has: Callable[[int], bool], width: int) -> int:
+def near(has: Callable[[int], bool], width: int) -> int:
     """Return a width that the domain has: this one, the next larger one in steps of 2, or the next smaller one.
 
     Return the width itself if the domain has none of these.

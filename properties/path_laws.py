@@ -19,6 +19,7 @@ from oracles.operation import Inputs
 from oracles.sharding import AT_REST, Mesh, Rank
 from properties.cases.path_case import CHOICES, ParallelCase
 from properties.history_laws import other_kinds, rotated
+from properties.illegal_layouts import JUDGED
 from properties.laws import Blind, Breach, Cotangents, Law, Pair, Results, all_variants, either, with_others
 from properties.path_domain import (
     MESHES,
@@ -29,7 +30,7 @@ from properties.path_domain import (
 from properties.strategies import Example
 
 WAYS = ("heads", "tokens")
-ILLEGAL = ("length", "total", "order", "heads")
+ILLEGAL = tuple(JUDGED)
 HISTORIES = ("others", "refill", "freed", "gradients", "refused", "alone")
 
 

@@ -17,9 +17,17 @@ from properties.trace_domain import TraceDomain
 class Played(Protocol):
     """An engine, as laws see it (verify/adapters/base.py documents the methods)."""
 
-    states: Tensor
-    windows: Tensor
-    unowned: tuple[int, ...]
+    @property
+    def states(self) -> Tensor:
+        """The states of all slots."""
+
+    @property
+    def windows(self) -> Tensor:
+        """The windows of all slots."""
+
+    @property
+    def unowned(self) -> tuple[int, ...]:
+        """The slots that belong to nobody and that padding rows may write to."""
 
     def slots(self) -> Mapping[str, int]:
         """Return the slot of every request and of every snapshot."""
@@ -144,20 +152,10 @@ def play(
                 if any(step.rows[place].real for place in call):
                     drafts, padding = int("drafts" in other), int("padding" in other)
                     batch = case.batch(step, call, tagged=tagged, drafts=drafts, padding=padding)
-                    o = {"p": engine.prefill, "d": engine.decode, "s": engine.decode, "v": engine.verify}[step.kind](batch)
-                    if step.kind == "v":
-                        engine.commit([step.rows[place].accepted for place in call])
+                    o = _process(engine, step, batch, [step.rows[place].accepted for place in call])
                     outputs |= dict(zip(call, o.split(list(batch.lengths)), strict=True))
-        elif step.kind == "k":
-            engine.fork(step.request, step.source, snapshot=step.snapshot)
-        elif step.kind == "w":
-            engine.swap(step.request)
-        elif step.kind == "t":
-            engine.transfer(step.request)
-        elif step.kind == "r":
-            engine.preempt(step.request)
         else:
-            engine.free(step.request)
+            _change(engine, step)
         check_owners(engine, step, case)
         left = _idle(engine)
         after = _contents(engine, left)
@@ -165,6 +163,31 @@ def play(
         yield Moment(step, outputs, was, _owners(engine), dict(engine.slots()), still)
         if case.free != "old":
             _fill(engine, case, [slot for slot in left if slot not in idle], other)
+
+
+def advance(engine: Played, case: TraceCase, step: Step) -> None:
+    """Let an engine take a step, whose rows are one call, and drop what it returns."""
+    if not step.rows:
+        _change(engine, step)
+        return
+    engine.admit([row.request for row in step.rows if row.begins])
+    _process(engine, step, case.batch(step), [row.accepted for row in step.rows])
+
+
+def _process(engine: Played, step: Step, batch: Batch, accepted: Sequence[int]) -> Tensor:
+    """Let an engine process a batch of a step, and return its outputs."""
+    o = {"p": engine.prefill, "d": engine.decode, "s": engine.decode, "v": engine.verify}[step.kind](batch)
+    if step.kind == "v":
+        engine.commit(accepted)
+    return o
+
+
+def _change(engine: Played, step: Step) -> None:
+    """Let an engine take a step that has no rows."""
+    if step.kind == "k":
+        engine.fork(step.request, step.source, snapshot=step.snapshot)
+        return
+    {"w": engine.swap, "t": engine.transfer, "r": engine.preempt, "f": engine.free}[step.kind](step.request)
 
 
 def check_owners(engine: Played, step: Step, case: TraceCase) -> None:

@@ -796,6 +796,22 @@ def test_the_places_and_variants_of_laws_are_in_the_page() -> None:
         assert codes(rows[name]["`variant`"]) == [*law.variants], name
 
 
+# docs/reference/illegal-input.md
+
+
+@pytest.mark.parametrize("book", [book for book in BOOKS if book.name != "calls"], ids=lambda book: book.name)
+def test_the_illegal_inputs_of_a_book_are_in_the_page_and_no_other(book: Book) -> None:
+    text = section(reference("illegal-input"), book.name.capitalize())
+    names = {name for operation in book.operations for name in book.illegal.names(operation)}
+    assert names <= {*codes(text)}
+    if book.name == "modules":
+        rows = table(text, "operation")
+        page = {operation: codes(row["illegal inputs"]) for row in rows for operation in codes(row["operation"])}
+        assert page == {name: book.illegal.names(name) for name in book.operations if book.illegal.names(name)}
+    else:
+        assert {name for row in table(text, "illegal input") for name in codes(row["illegal input"])} <= names
+
+
 # docs/reference/files.md
 
 

@@ -160,7 +160,7 @@ def _run(options: argparse.Namespace, checking: Check, sanitizer: Sanitizer | No
     gaps = coverage.missed(seen, described.domain, checking.cases[:200])
     print_line("\n".join(["cases by regime:", *coverage.lines(seen, gaps)]), out)
     stopped = options.stop and any(report.verdict is Verdict.BROKEN for report in checking.reports)
-    if not stopped and not shared:
+    if not stopped:
         _print_refusals(spec, checking, out)
 
 
@@ -209,7 +209,8 @@ def _print_refusals(spec: str, checking: Check, out: Any) -> None:
         answer, left_s = "", checking.settings.until - time.monotonic()
         try:
             if left_s > 0:
-                answer = checking.workers[0].ask(Refuse(spec, name), min(30.0, left_s))["did"]
+                reply = checking.workers[0].ask(Refuse(spec, name), min(30.0, left_s))
+                answer = reply.get("did") or f"not run: {reply.get('error') or reply.get('reason')}"
         except WorkerLost as lost:
             answer = f"{lost.how} ({lost.detail})"
         if time.monotonic() >= checking.settings.until:

@@ -185,7 +185,7 @@ class AdapterBench(Timed):
         """
         spec = self._contract(inputs)
         inputs = self._with_options(inputs, self.counterpart if counterpart else self.adapter, options)
-        inputs = _in_layout(inputs, getattr(self.domain, "layout", None))
+        inputs = in_layout(inputs, getattr(self.domain, "layout", None))
         adapter = self.counterpart if counterpart else self.adapter
         guards = Guards(_tensors(inputs, cotangents), around=adapter.guards and not same_objects)
         inputs, cotangents = _between(inputs, cotangents, guards)
@@ -224,7 +224,7 @@ class AdapterBench(Timed):
 
         On a GPU, a call that can be captured in a CUDA graph is captured, and the second run is the graph's replay.
         """
-        first = self._with_options(_in_layout(first, getattr(self.domain, "layout", None)), self.adapter)
+        first = self._with_options(in_layout(first, getattr(self.domain, "layout", None)), self.adapter)
         first, _ = _between(first, None, Guards(_tensors(first, None), around=self.adapter.guards))
         tensors = {name: value for name, value in first.items() if isinstance(value, Tensor)}
         if self.device == "cpu" or not getattr(self.domain, "graphs", False):
@@ -517,7 +517,7 @@ def _between(inputs: Inputs, cotangents: Cotangents, guards: Guards) -> tuple[In
     return there, cotangents and {name: guards.tensors[f"cotangent of {name}"] for name in cotangents}
 
 
-def _in_layout(inputs: Inputs, layout: str | None) -> Inputs:
+def in_layout(inputs: Inputs, layout: str | None) -> Inputs:
     """The inputs with the states of a pool in the order in memory that the domain names; a pool that has it is not copied."""
     if layout != "vk" or not len(inputs.pool) or (inputs.pool.stride(-2) == 1 and inputs.pool[0].mT.is_contiguous()):
         return inputs

@@ -6,7 +6,6 @@ gradients of parameters over the ranks that share them. Every rank judges its ow
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from oracles.bound import Bound
 from oracles.operation import DTYPES, Inputs, gradient_name
 from oracles.sharding import AT_REST, Mesh, Rank
 from properties.cases.path_case import CHOICES, ParallelCase
+from properties.illegal_layouts import CHANGES, JUDGED, IllegalLayout
 from properties.laws import Breach, Cotangents, Results
 from verify.adapters.base import PathAdapter
 from verify.execution import addresses, oracle_process, recorder
@@ -303,34 +303,42 @@ class RankBench(Timed):
         return {"all_to_all": (traffic.calls["all_to_all"] - before[0], traffic.sent_bytes["all_to_all"] - before[1])}
 
     def refusal(self, what: str) -> str:
-        case, place = dataclasses.replace(self.case, sp=False, padding="none", lengths=self.case.padded), self.place
-        tensors, others = self._cut(case, place.rank, case.inputs())
-        arguments = self._call(case, {name: x.to(self.device) for name, x in tensors.items()}, others)
-        lengths = list(case.padded)
-        if what == "length":  # cp divides it, 2 cp does not
-            lengths = [case.cp, *lengths]
-        elif what == "total":
-            lengths = [*lengths, 2 * case.cp]
-        elif what == "order":
-            lengths = [*lengths, 2 * case.cp, -2 * case.cp]
-        if what == "heads":
-            layer = dataclasses.replace(case.layer, heads=case.heads + 1, value_heads=2 * (case.heads + 1))
-            arguments = arguments.replaced(layer=layer)
-        else:
-            offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=getattr(torch, case.offsets), device=self.device)
-            arguments = arguments.replaced(cu_seqlens=offsets)
-        if what == "length":  # add tokens too, so that nothing but the length is wrong
-            arguments = arguments.replaced(hidden=torch.cat([arguments.hidden[:1], arguments.hidden]))
-        before = [sum(axis.traffic.calls.values()) for axis in (place.tp, place.cp)]
+        case = dataclasses.replace(self.case, sp=False, padding="none", lengths=self.case.padded)
+        before = self.collectives()
         try:
-            self.call_implementation(lambda: self.adapter.run(arguments, place))
+            self.attempt(case, CHANGES[JUDGED[what]](case))
         except AdapterFault as fault:
             if isinstance(fault.__cause__, Mismatch):
                 return ""
-            if before != [sum(axis.traffic.calls.values()) for axis in (place.tp, place.cp)]:
+            if before != self.collectives():
                 raise Breach(f"refuses an illegal layout ({what}) only after ranks have communicated") from fault
             return fault.finding.what
         return ""
+
+    def collectives(self) -> int:
+        """How many collectives this rank has called."""
+        return sum(sum(axis.traffic.calls.values()) for axis in (self.place.tp, self.place.cp))
+
+    def attempt(self, case: ParallelCase, wrong: IllegalLayout) -> None:
+        """Call the path with an illegal layout in place of that of the case, and drop what it returns."""
+        tensors, others = self._cut(case, self.rank, case.inputs())
+        if wrong.is_longer(self.rank):
+            tensors = {name: self._longer(case, name, x) for name, x in tensors.items()}
+        arguments = self._call(case, {name: x.to(self.device) for name, x in tensors.items()}, others)
+        if wrong.heads:
+            layer = dataclasses.replace(case.layer, heads=wrong.heads, value_heads=2 * wrong.heads)
+            arguments = arguments.replaced(layer=layer)
+        if wrong.lengths:
+            offsets = torch.tensor(wrong.offsets(), dtype=getattr(torch, case.offsets), device=self.device)
+            arguments = arguments.replaced(cu_seqlens=offsets)
+        self.call_implementation(lambda: self.adapter.run(arguments, self.place))
+
+    def _longer(self, case: ParallelCase, name: str, x: Tensor) -> Tensor:
+        """A tensor of this rank with its first token twice; unchanged if it has no tokens."""
+        if name in (PARAMETERS if case.operation == "gdn_layer" else SHARED_ALIKE):
+            return x
+        axis = 0 if case.operation == "gdn_layer" else 1
+        return torch.cat([x.narrow(axis, 0, 1), x], axis)
 
     def from_every_rank(self, word: str) -> list[str]:
         codes = torch.tensor([list(word.encode()[:256].ljust(256, b"\0"))], device=self.device)

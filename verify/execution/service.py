@@ -18,7 +18,7 @@ from verify.execution.cost import cost_of
 from verify.execution.execute import compiled, execute
 from verify.execution.judging import adapter_of, loaded
 from verify.execution.path_bench import work_of
-from verify.execution.refusals import probe
+from verify.execution.refusals import SILENT, probe
 from verify.execution.run import Run
 from verify.execution.shared_bounds import together
 from verify.gpu import autotune
@@ -28,7 +28,7 @@ from verify.process.fork_server import importing
 from verify.process.messages import Answer, Compile, Cost, Describe, Description, Join, Launches, Refuse, RunMany, RunOne, Tunings
 from verify.process.outcome import Outcome, Verdict
 from verify.ranks.group import join
-from verify.ranks.merge import left
+from verify.ranks.merge import IDLE, left
 
 
 def answer(question: Mapping[str, Any]) -> Answer:
@@ -106,14 +106,14 @@ def _launches(asked: Launches) -> Answer:
 
 
 def _refuse(asked: Refuse) -> Answer:
-    adapter = adapter_of(asked.adapter)
-    assert isinstance(adapter, Adapter), asked
-    there = _device()
+    adapter, there = adapter_of(asked.adapter), _device()
     with devices.default(there):
-        did = probe(adapter, asked.illegal)
+        did = probe(adapter, asked.illegal, there)
     if reason := devices.lost(there):
         return {"did": f"crashed ({reason})", "spent": True}
-    return {"did": did}
+    if did == IDLE:
+        return {"did": did, "reason": IDLE}
+    return {"did": did, "left": did != SILENT} if isinstance(adapter, PathAdapter) else {"did": did}
 
 
 def _run_many(asked: RunMany) -> Answer:

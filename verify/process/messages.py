@@ -85,7 +85,8 @@ class Tunings(Question):
 class Refuse(Question):
     """What does an adapter do with an illegal input? `illegal` is the name of the input (verify/execution/refusals.py).
 
-    Answer: {"did": what it does, in words}.
+    Answer: {"did": what it does, in words}. A rank whose call ended early adds {"left": True}, and a rank without a part in the
+    call adds {"reason": ...} (verify/ranks/merge.py).
     """
 
     adapter: str

@@ -16,7 +16,7 @@ def failed(answer: Answer) -> bool:
     """Whether a rank with this answer may have left others waiting."""
     if "outcomes" in answer:
         return any(map(failed, answer["outcomes"]))
-    return "error" in answer or answer.get("verdict", Verdict.HOLDS) != Verdict.HOLDS
+    return "error" in answer or bool(answer.get("left")) or answer.get("verdict", Verdict.HOLDS) != Verdict.HOLDS
 
 
 def left(answer: Answer) -> bool:
@@ -31,7 +31,7 @@ def parted(answers: Sequence[Answer]) -> bool:
         return len({len(one) for one in lists}) > 1 or any(parted(run_answers) for run_answers in zip(*lists, strict=True))
 
     def contents(answer: Answer) -> Any:
-        return [answer.get(key) for key in ("error", "verdict", "reason", "findings")]
+        return [answer.get(key) for key in ("error", "verdict", "reason", "findings", "did")]
 
     return any(map(left, answers)) and any(contents(answer) != contents(answers[0]) for answer in answers)
 
@@ -52,6 +52,8 @@ def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:
             "outcomes": [merge(dict(zip(answers, run_answers, strict=True))) for run_answers in runs],
             "spent": any(answer.get("spent") for answer in answers.values()),
         }
+    if all("did" in answer for answer in answers.values()):
+        return {"did": reaction({rank: str(answer["did"]) for rank, answer in busy(answers).items()}, waited)}
     if not any("verdict" in answer for answer in answers.values()):
         if all(answer == first for answer in answers.values()) and not waited:
             return first
@@ -102,6 +104,17 @@ def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:
 def busy(answers: Mapping[int, Answer]) -> Mapping[int, Answer]:
     """The answers of the ranks that have a part in the case, or all answers if no rank has."""
     return {rank: answer for rank, answer in answers.items() if answer.get("reason") != IDLE} or answers
+
+
+def reaction(did: Mapping[int, str], waited: str = "") -> str:
+    """What ranks did with an illegal layout, in words: "refuses (ValueError) on rank 0, answers silently on rank 1"."""
+    ranks: dict[str, list[int]] = {}
+    for rank, words in did.items():
+        ranks.setdefault(words, []).append(rank)
+    if len(ranks) == 1 and not waited:
+        return next(iter(ranks))
+    text = ", ".join(f"{words} on {rank_names(who)}" for words, who in ranks.items())
+    return text + (f", while {waited}" if waited else "")
 
 
 def _outcome(answer: Answer) -> Outcome:
