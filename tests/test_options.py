@@ -18,9 +18,11 @@ from properties.cases.module_case import ModuleCase
 from properties.cases.pool_case import PoolCase
 from properties.cases.rule_case import Case
 from properties.domain import Domain
+from properties.laws import Law
 from properties.layer_domain import LayerDomain
 from properties.module_domain import ModuleDomain
 from properties.pool_domain import PoolDomain
+from properties.rule_laws import LAWS
 from properties.smaller import SMALLER_RULES
 from properties.strategies import Example
 from tests import wrong_options as wrong
@@ -115,6 +117,25 @@ def test_rare_words_are_drawn_last_where_a_domain_has_them() -> None:
     assert {case.channel_decays for case in many} == {"none", "both"}
     assert {case.parameter_dtype for case in many if case.gate_inside} == {"fp32", "input"}
     assert all(wide.outside(case) is None for case in many)
+
+
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+def test_no_law_of_rules_raises_for_a_call_that_leaves_out_gate_or_beta(law: Law) -> None:
+    domain = dataclasses.replace(wrong.Rule.domain, in_kernel=("none",), qk_norm=True)
+    if law.needs(domain) is not None:
+        return
+    found: dict[str, Run] = {}
+
+    def look(example: Example) -> None:
+        size, word = example.case.tokens, example.case.left_out
+        if word != "none" and size <= 40 and (word not in found or size < found[word].example.case.tokens):
+            found[word] = Run(law.name, "tests/wrong_options.py:Rule", example)
+
+    seeded(law.draw(domain), 1, 100, look)
+    assert found or law.name == "recurrent", "no such case was drawn"
+    for run in found.values():
+        outcome = execute(run)
+        assert outcome.verdict in (Verdict.HOLDS, Verdict.BLIND), outcome.reason or outcome.findings
 
 
 def test_options_shrink_one_by_one() -> None:
