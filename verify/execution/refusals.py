@@ -6,7 +6,7 @@ import torch
 
 from oracles.operation import Inputs
 from properties.books import book_of
-from properties.laws import with_one_state
+from properties.laws import with_one_state, with_options
 from verify.adapters.base import Adapter
 
 
@@ -29,7 +29,7 @@ def _reaction(adapter: Adapter, name: str, case: Any, inputs: Inputs) -> str:
     # Each tensor gets memory of its own: through a view, a kernel may legally reach the rest of the tensor that it was cut from.
     whole = {name: x.clone() for name, x in inputs.items() if isinstance(x, torch.Tensor)}
     try:
-        adapter.run(with_one_state(adapter.domain, inputs.replaced(**whole)))
+        adapter.run(with_options(adapter.domain, with_one_state(adapter.domain, inputs.replaced(**whole))))
     except Exception as error:
         kind = type(error).__name__  # by name, since verify/interpreter, which defines two of them, needs Triton
         did = {"OutOfBounds": "reads or writes outside its tensors", "Race": "lets its programs race for the same memory"}
