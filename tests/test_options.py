@@ -72,9 +72,18 @@ def test_options_of_another_form_are_refused(text: str) -> None:
     ],
 )
 def test_declared_options_of_another_form_are_refused(declared: Any, exact: Any, match: str) -> None:
-    for kind in KINDS:
+    for kind in (Domain, ModuleDomain):
         with pytest.raises(ValueError, match=match):
             kind(options=declared, exact_options=exact)
+    for other in (LayerDomain, PoolDomain) if not exact else ():
+        with pytest.raises(ValueError, match=match):
+            other(options=declared)
+
+
+def test_only_domains_whose_laws_compare_bits_have_exact_options() -> None:
+    for kind in KINDS:
+        domain = kind(options=ORDER)
+        assert hasattr(domain, "exact_options") is ("options" in getattr(book_of(domain).laws.get("absent"), "variants", ()))
 
 
 def test_a_case_with_an_option_that_the_domain_lacks_is_outside() -> None:
@@ -416,5 +425,5 @@ def test_options_of_built_in_adapters_are_of_their_form() -> None:
     for spec in ("fla/chunk", "fla/chunk_kda", "fla/chunk_kda_safe", "fla/conv", "fla/layer", "fla/decode"):
         assert spec in BUILT_IN
         domain = loader.load(spec).domain
-        assert {*domain.exact_options} <= {name for name, _ in domain.options}
+        assert {*getattr(domain, "exact_options", ())} <= {name for name, _ in domain.options}
         assert domain.options
