@@ -263,7 +263,11 @@ def future(bench: Bench, example: Example) -> Iterator[Pair]:
 def _later(case: Any, domain: Any) -> Any:
     """Return the case with the same shapes, other values and, if it has a gate, other decays, at most the domain's strongest."""
     strongest = getattr(domain, "strongest_decay", "saturated")
-    if case.operation == "delta_rule" or not hasattr(case, "gate"):
+    if case.operation == "delta_rule" or not hasattr(case, "gate") or getattr(case, "without_gate", False):
+        return with_others(case, domain)
+    if (
+        strongest != "saturated" and getattr(case, "channel_decays", "none") != "none"
+    ):  # with another gate the sum may be too strong
         return with_others(case, domain)
     another = "10" if strongest == "saturated" else "forever"
     return dataclasses.replace(with_others(case, domain), gate=strongest if case.gate != strongest else another)

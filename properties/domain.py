@@ -19,6 +19,7 @@ from properties.cases.rule_case import (
     LOWER_BOUNDS,
     MAX_TOKENS,
     MAX_WIDTH,
+    MEMORIES,
     PARAMETER_DTYPES,
     SCALES,
     STATE_DTYPES,
@@ -59,7 +60,8 @@ class Domain:
 
     `left_out` names which of gate and beta a call may leave out: without a gate nothing decays, and a beta that is left out is 1.
     `channel_decays` names the decays of single channels that it takes in addition to the gate: gk for the keys' channels
-    ("keys"), gv for the values' channels ("values"), or "both". `lower_bounds` are the lower bounds that KDA's gate in the kernel
+    ("keys"), gv for the values' channels ("values"), or "both". The sum of all decays is no stronger than `strongest_decay`. Both
+    fields must contain "none". `lower_bounds` are the lower bounds that KDA's gate in the kernel
     may have, and `parameter_dtypes` the dtypes of A_log and dt_bias. `options` are further options of the implementation, with
     their values, and `exact_options` names those that change no bit (properties/options.py).
 
@@ -137,6 +139,9 @@ class Domain:
             values = getattr(self, name)
             if not isinstance(values, tuple) or not values or not set(values) <= set(choices):
                 raise ValueError(f"{name} must be a tuple of some of {', '.join(choices)}, got {values!r}")
+        for name in ("left_out", "channel_decays"):
+            if "none" not in getattr(self, name):
+                raise ValueError(f"{name} must contain none, because some cases need it, got {', '.join(getattr(self, name))}")
         words = (
             ("largest_values", LARGEST),
             ("final_dtype", FINAL_DTYPES),
@@ -180,6 +185,11 @@ class Domain:
             raise ValueError(f"scales must contain default with scale=False, got {', '.join(self.scales)}")
         if self.strongest_decay not in STRENGTHS:
             raise ValueError(f"strongest_decay must be one of {', '.join(STRENGTHS)}, got {self.strongest_decay!r}")
+        if self.strongest_decay == STRENGTHS[0] and self.channel_decays != ("none",):
+            raise ValueError(
+                f"channel_decays must be none with strongest_decay={STRENGTHS[0]}, because they are stronger, "
+                f"got {', '.join(self.channel_decays)}"
+            )
         if not (self.packed or self.batched):
             raise ValueError("packed or batched must be True, got neither")
         if not isinstance(self.reach, int) or not 1 <= self.reach <= MOST_REACH:
@@ -212,6 +222,14 @@ class Domain:
     def has_value(self, width: int) -> bool:
         """Whether V may be this width."""
         return width in self.value_widths if self.value_widths else inside(width, self.value_dims, self.width_step)
+
+    def has_decays_of(self, case: Case) -> bool:
+        """Whether the decays of a case's channels, added to those of its gate, are no stronger than `strongest_decay`."""
+        if self.strongest_decay == STRENGTHS[-1]:
+            return True
+        added = {"none": 0, "both": 2}.get(case.channel_decays, 1)
+        gate = MEMORIES.get(case.gate, 0.0)
+        return gate + added * (gate or MEMORIES["64"]) <= MEMORIES[self.strongest_decay] or not added
 
     def outside(self, case: Case) -> str | None:
         """Return why `case` is outside the domain, or None."""
@@ -275,6 +293,11 @@ class Domain:
             (
                 case.channel_decays in self.channel_decays,
                 f"channel_decays={case.channel_decays} is not among {', '.join(self.channel_decays)}",
+            ),
+            (
+                self.has_decays_of(case),
+                f"channel_decays={case.channel_decays} with gate={case.gate}: together they are stronger than "
+                f"gate={self.strongest_decay}",
             ),
             (
                 not (self.operation == "kda" and case.gate_inside) or case.lower_bound in self.lower_bounds,

@@ -17,6 +17,7 @@ from oracles.bound import Bound
 from oracles.counter import mix_words
 from oracles.operation import Inputs, Operation
 from properties.domain import Domain
+from properties.options import all_values
 from properties.strategies import Example
 
 Results = dict[str, Tensor]
@@ -242,6 +243,17 @@ def with_one_state(domain: Any, inputs: Inputs) -> Inputs:
     state = inputs.get("state")
     one = one_initial_state(domain) and inputs.get("cu_seqlens") is not None and isinstance(state, Tensor)
     return inputs.replaced(state=inputs.state[:1]) if one else inputs
+
+
+def with_options(domain: Any, inputs: Inputs, text: str = "none") -> Inputs:
+    """Return a call as an implementation gets it: with the value of every option of the domain, if it has options.
+
+    `text` is the word `options` of the case. The values of options that the domain lacks are left out.
+    """
+    if not (known := getattr(domain, "options", ())):
+        return inputs
+    values = all_values(known, text)
+    return Inputs(**{**inputs, "options": {name: values[name] for name, _ in known}})
 
 
 def _but_one(states: Tensor, row: int) -> Tensor:

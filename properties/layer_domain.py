@@ -27,8 +27,8 @@ class LayerDomain:
     and come out, and `state_gradients` whether gradients flow through them. `attention_mask` says whether a mask can exclude
     padding at the start of a batch's rows. `views` says whether hidden states may be non-contiguous, and `deterministic` whether a
     second call gives the same bits. `gatings` are the functions of the norm's gate, and `parameter_dtypes` the dtypes of A_log and
-    dt_bias: float32, or that of the hidden states. `options` and `exact_options` mean the same as in Domain. A check sets `long`,
-    the most tokens of its long cases (0 for none), and `chunk`, the chunk whose multiples these exceed.
+    dt_bias: float32, or that of the hidden states. `options` means the same as in Domain. A check sets `long`, the most tokens of
+    its long cases (0 for none), and `chunk`, the chunk whose multiples these exceed.
 
     ValueError for a field outside its choices, and unless `packed` or `batched` is True.
     """
@@ -58,7 +58,6 @@ class LayerDomain:
     gatings: tuple[str, ...] = ("silu",)
     parameter_dtypes: tuple[str, ...] = ("fp32",)
     options: Options = ()
-    exact_options: tuple[str, ...] = ()
     long: int = 0
     chunk: int = 64
 
@@ -70,7 +69,7 @@ class LayerDomain:
             *(("dtypes", ("fp32", "bf16", "fp16")), ("eps", EPS), ("offsets", ("int64", "int32"))),
             *(("gatings", GATINGS), ("parameter_dtypes", PARAMETER_DTYPES)),
         )
-        check_options(self.options, self.exact_options)
+        check_options(self.options)
         if self.operation == "kda_layer" and self.gatings != ("silu",):
             raise ValueError(f"gatings must be left out for kda_layer, whose norm's gate is a sigmoid, got {self.gatings!r}")
         for name, choices in tuples:

@@ -102,8 +102,9 @@ def _prompts(case: LayerCase) -> range:
 def _cache_examples(draw: st.DrawFn, domain: LayerDomain) -> Example:
     """Draw short cases for both variants, because a convolution's state is not full at first, and long cases only for one piece.
 
-    Long cases have more than one chunk.
+    Long cases have more than one chunk. No case has options, which the recurrent counterpart may lack.
     """
+    domain = common_laws.plain(domain)
     serving: dict[str, Any] = {"packed": False, "cached": True, "backward": False, "gate": "long"}
     short, long = layer_cases(domain, longest=12, total=24, **serving), layer_cases(domain, sequences=(1, 1), longest=90, **serving)
     chance: random.Random = draw(st.randoms(use_true_random=True))

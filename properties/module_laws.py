@@ -293,7 +293,7 @@ def _linear_examples(domain: ModuleDomain) -> st.SearchStrategy[Example]:
         choices.append(examples_of(_small(domain, activation="none", **small), None, ("inputs",)))
         if "none" in domain.residuals:
             choices.append(examples_of(_small(domain, activation="none", residual="none", **small), None, ("weight",)))
-    if domain.operation in WEIGHED:
+    if domain.operation in WEIGHED and "none" in domain.residuals:
         choices.append(examples_of(_small(domain, weight=True, residual="none", **small), None, ("weight",)))
     return either(choices)
 
@@ -301,7 +301,8 @@ def _linear_examples(domain: ModuleDomain) -> st.SearchStrategy[Example]:
 def _linear_needs(domain: ModuleDomain) -> str | None:
     if set(domain.dtypes) == {"fp16"}:
         return "only fp16 is supported, whose subnormals round"
-    if domain.backward or domain.operation in WEIGHED or (domain.operation in CONV and "none" in domain.activations):
+    weighed = domain.operation in WEIGHED and "none" in domain.residuals
+    if domain.backward or weighed or (domain.operation in CONV and "none" in domain.activations):
         return None
     return "no output or gradient is linear"
 
@@ -316,6 +317,8 @@ def _scaled_lacks(case: ModuleCase, _: str | None) -> str | None:
 def _scaled_needs(domain: ModuleDomain) -> str | None:
     if not {"1e-6", "1e-5"} <= {*domain.eps}:
         return "another eps is not supported"
+    if "none" not in domain.residuals:
+        return "residual=none is not supported"
     return "only fp16 is supported, whose subnormals round" if set(domain.dtypes) == {"fp16"} else None
 
 

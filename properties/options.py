@@ -2,7 +2,8 @@
 
 An option has a name and values. Callers get the first value if they do not pass the option. An adapter names its options in its
 domain and reads the values of a call in `x.options`. No option changes the truth, so every law that compares with the oracle judges
-calls with options too. The law `absent` compares a call with the same call without an option.
+calls with options too. The law `absent` of rules and modules compares a call with the same call without an
+option.
 """
 
 import random
@@ -29,7 +30,7 @@ def text_of_values(values: Mapping[str, str]) -> str:
     return ",".join(f"{name}:{value}" for name, value in values.items()) or NONE
 
 
-def check_options(options: object, exact: object) -> None:
+def check_options(options: object, exact: object = ()) -> None:
     """Raise ValueError for the fields `options` and `exact_options` of a domain that are not of their form."""
     pairs = options if isinstance(options, tuple) else (None,)
     for pair in pairs:

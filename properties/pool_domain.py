@@ -42,7 +42,7 @@ class PoolDomain:
     whether a caller may put other numbers into the tensors of a call and call again, as servers do with the buffers of a CUDA
     graph. `graphs` says whether a call can be captured in such a graph. `apart` says whether slots may lie apart from each other
     in memory. `views` says which strides the inputs may have, if `rule.views` is True: the views of `Domain`, and "fused" for
-    tokens that lie side by side in one tensor with others. `options` and `exact_options` mean the same as in Domain.
+    tokens that lie side by side in one tensor with others. `options` means the same as in Domain.
 
     ValueError for a field outside its choices or range.
     """
@@ -66,14 +66,13 @@ class PoolDomain:
     apart: bool = True
     views: tuple[str, ...] = POOL_VIEWS
     options: Options = ()
-    exact_options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.operation != "decode":
             raise ValueError(f"operation must be decode, got {self.operation!r}")
         if not isinstance(self.rule, Domain) or self.rule.operation not in RULES or not self.rule.initial_state:
             raise ValueError(f"rule must be a Domain of {' or '.join(RULES)} with an initial state, got {self.rule!r}")
-        check_options(self.options, self.exact_options)
+        check_options(self.options)
         for name in OF_OTHER_STATES:
             if getattr(self.rule, name) != getattr(Domain, name):
                 raise ValueError(f"rule must leave out {name}, which a pool has no use for, got {getattr(self.rule, name)!r}")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oracles.norm import EPS
-from oracles.operation import Inputs
+from oracles.operation import DTYPES, Inputs
 from properties.cases.rule_case import Case
 from properties.common_laws import (
     again,
@@ -83,6 +83,8 @@ def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
     if example.variant == "options":
         yield from without_options(bench, example)
         return
+    gates = inputs.v.shape[:-1] + inputs.k.shape[-1:] * (case.operation == "kda")
+    gate_dtype = DTYPES["fp32" if case.gate_dtype == "fp32" else case.dtype]
     zeros, carried = (len(lengths), case.value_heads, width, case.value_dim), carried_dtype(bench, case, torch.float32)
     neutral = {
         "scale": lambda: inputs.replaced(scale=width**-0.5),
@@ -90,7 +92,7 @@ def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
         "offsets": lambda: inputs.replaced(cu_seqlens=torch.tensor([0, lengths[0]], dtype=getattr(torch, bench.domain.offsets[0]))),
         "final_state": lambda: inputs.replaced(output_final_state=False),
         "dt_bias": lambda: inputs.replaced(dt_bias=torch.zeros(inputs.a.shape[2:], dtype=inputs.A_log.dtype)),
-        "gate": lambda: inputs.replaced(g=torch.zeros(inputs.v.shape[:-1] + inputs.k.shape[-1:] * (case.operation == "kda"))),
+        "gate": lambda: inputs.replaced(g=torch.zeros(gates, dtype=gate_dtype)),
         "beta": lambda: inputs.replaced(beta=torch.ones(inputs.v.shape[:-1], dtype=inputs.v.dtype)),
     }[example.variant or ""]()
     if example.variant == "final_state" and cotangents is not None:

@@ -228,6 +228,8 @@ def _with_rare_words(chance: random.Random, domain: Domain, case: Case, fixed: M
         words["channel_decays"] = chosen("channel_decays", domain.channel_decays)
         if words["channel_decays"] in ("values", "both") and case.value_dim > NARROW_COLUMNS:
             words["channel_decays"] = "keys" if "keys" in domain.channel_decays else "none"
+        if not domain.has_decays_of(dataclasses.replace(case, **words)):
+            words["channel_decays"] = "none"
     if case.gate_inside and case.operation == "kda":
         words["lower_bound"] = chosen("lower_bound", domain.lower_bounds)
     if case.gate_inside:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -634,3 +635,13 @@ def test_cases_in_place_of_blind_ones_end(workers: list[Worker], store: Store, m
     assert report.verdict is Verdict.UNKNOWN
     assert report.reason == f"only 0 of {len(lines)} cases could see the defects that the law is about; {ENOUGH} are needed"
     assert FEW.examples < len(lines) <= (1 + law_check.REPLACEMENTS) * FEW.examples
+
+
+def test_cases_in_place_of_blind_ones_have_the_compile_keys_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategies = list[Any]()
+    monkeypatch.setattr(law_check, "batches", lambda strategy, *_: strategies.append(strategy) or ())
+    plan: Any = SimpleNamespace(strategy=lambda law: f"of the palette, for {law.name}")
+    common: Any = SimpleNamespace(settings=Settings(RIGHT, device="cuda", profile=FEW), plan=plan)
+    check: Any = SimpleNamespace(_common=common, report=SimpleNamespace(counts={Verdict.BLIND: 3}))
+    assert law_check.LawCheck._replace_blind(check, LAWS["cut"]) is False
+    assert strategies == ["of the palette, for cut"]

@@ -167,6 +167,40 @@ def test_a_small_size_that_shows_another_defect_than_large_ones_is_not_taken(
     assert sizes(smallest(tell, line, tmp_path))[size] == 1, "the other defect, unless sizes between are tried"
 
 
+@pytest.mark.parametrize(
+    ("lengths", "fails", "smallest_right"),
+    [
+        ("128+65", lambda lengths: any(length % 64 for length in lengths), (1,)),
+        ("130", lambda lengths: any(length % 64 for length in lengths), (1,)),
+        ("130", lambda lengths: any(length % 2 for length in lengths) or max(lengths) == 130, (1,)),
+        ("130+64", lambda lengths: lengths[-1] < max(lengths) or max(lengths) <= 8, (130, 0)),
+    ],
+)
+def test_a_defect_of_incomplete_blocks_shrinks_in_every_word(
+    lengths: str, fails: Callable[[tuple[int, ...]], bool], smallest_right: tuple[int, ...], tmp_path: pathlib.Path
+) -> None:
+    def tell(run: Run) -> Outcome:
+        return off(o=40.0 if fails(run.example.case.lengths) else 0.1)
+
+    packed = " packed=yes" if "+" in lengths else ""
+    line = f"law=oracle adapter=tests/right.py:Chunkwise lengths={lengths}{packed} heads=2 value_heads=4 key_dim=64 value_dim=32"
+    case = smallest(tell, f"{line} gate=64 state=random seed=7", tmp_path)
+    assert case.lengths == smallest_right
+    assert (case.value_heads, case.key_dim, case.gate, case.state, case.seed) == (1, 1, "forever", "none", 0)
+
+
+def test_a_size_above_which_nothing_is_simpler_leaves_the_smallest_case_of_before(tmp_path: pathlib.Path) -> None:
+    found = Run.parse(LINE)
+
+    def tell(run: Run) -> Outcome:
+        case = run.example.case
+        return off(
+            y=40.0 if run == found or case.lengths == (0,) or (case.lengths, case.width, case.seed) == ((30,), 1, 0) else 0.1
+        )
+
+    assert smallest(tell, LINE, tmp_path).lengths == (0,)
+
+
 def test_a_value_that_prevented_the_failure_is_not_taken_later(tmp_path: pathlib.Path) -> None:
     def tell(run: Run) -> Outcome:
         """One defect needs several channels, the other certain numbers, which are tried after the widths."""

@@ -4,6 +4,7 @@ import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,14 +17,18 @@ from properties.books import book_of
 from properties.cases.layer_case import LayerCase
 from properties.cases.module_case import ModuleCase
 from properties.cases.pool_case import PoolCase
-from properties.cases.rule_case import Case
+from properties.cases.rule_case import MEMORIES, Case
+from properties.common_laws import _later
 from properties.domain import Domain
+from properties.laws import Law
 from properties.layer_domain import LayerDomain
 from properties.module_domain import ModuleDomain
 from properties.pool_domain import PoolDomain
+from properties.rule_laws import LAWS
 from properties.smaller import SMALLER_RULES
 from properties.strategies import Example
 from tests import wrong_options as wrong
+from tests.right import Captured
 from verify.adapters import loader
 from verify.adapters.registry import BUILT_IN
 from verify.engine.drawing import seeded
@@ -67,9 +72,18 @@ def test_options_of_another_form_are_refused(text: str) -> None:
     ],
 )
 def test_declared_options_of_another_form_are_refused(declared: Any, exact: Any, match: str) -> None:
-    for kind in KINDS:
+    for kind in (Domain, ModuleDomain):
         with pytest.raises(ValueError, match=match):
             kind(options=declared, exact_options=exact)
+    for other in (LayerDomain, PoolDomain) if not exact else ():
+        with pytest.raises(ValueError, match=match):
+            other(options=declared)
+
+
+def test_only_domains_whose_laws_compare_bits_have_exact_options() -> None:
+    for kind in KINDS:
+        domain = kind(options=ORDER)
+        assert hasattr(domain, "exact_options") is ("options" in getattr(book_of(domain).laws.get("absent"), "variants", ()))
 
 
 def test_a_case_with_an_option_that_the_domain_lacks_is_outside() -> None:
@@ -117,6 +131,67 @@ def test_rare_words_are_drawn_last_where_a_domain_has_them() -> None:
     assert all(wide.outside(case) is None for case in many)
 
 
+@pytest.mark.parametrize("strongest", ["64", "10", "tenth", "saturated"])
+def test_decays_of_channels_keep_the_promise_of_the_strongest_decay(strongest: str) -> None:
+    domain = Domain(strongest_decay=strongest, channel_decays=("none", "keys", "both"), decays=("log", "linear"))
+    drawn: list[Case] = []
+    for name in ("oracle", "future"):
+        seeded(LAWS[name].draw(domain), 1, 60, lambda example: drawn.append(example.case))
+    assert all(domain.outside(case) is None for case in drawn)
+    assert any(case.channel_decays != "none" for case in drawn)
+    small = [case for case in drawn if case.channel_decays != "none" and case.tokens * case.value_heads < 60]
+    for case in (case for case in small if strongest != "saturated"):
+        for later in (case, _later(case, domain)):
+            assert domain.outside(later) is None
+            x = later.inputs()
+            total = sum(float(x[name].min()) for name in ("g", "gk", "gv") if x.get(name) is not None)
+            assert total >= -MEMORIES[strongest], later
+
+
+def test_a_gate_that_a_call_leaves_out_is_given_in_the_dtype_of_gates() -> None:
+    line = "law=absent variant=gate lengths=5 key_dim=4 value_dim=4 dtype=bf16 gate_dtype=input left_out=gate backward=no"
+    outcome = execute(run_of(wrong.GatesOfInputs, line))
+    assert outcome.verdict is Verdict.HOLDS, outcome.findings
+
+
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+def test_no_law_of_rules_raises_for_a_call_that_leaves_out_gate_or_beta(law: Law) -> None:
+    domain = dataclasses.replace(wrong.Rule.domain, in_kernel=("none",), qk_norm=True)
+    if law.needs(domain) is not None:
+        return
+    found: dict[str, Run] = {}
+
+    def look(example: Example) -> None:
+        size, word = example.case.tokens, example.case.left_out
+        if word != "none" and size <= 40 and (word not in found or size < found[word].example.case.tokens):
+            found[word] = Run(law.name, "tests/wrong_options.py:Rule", example)
+
+    seeded(law.draw(domain), 1, 100, look)
+    assert found or law.name == "recurrent", "no such case was drawn"
+    for run in found.values():
+        outcome = execute(run)
+        assert outcome.verdict in (Verdict.HOLDS, Verdict.BLIND), outcome.reason or outcome.findings
+
+
+def test_cases_of_the_recurrent_form_of_a_layer_have_no_options() -> None:
+    seen: list[Example] = []
+    domain = LayerDomain(options=ORDER)
+    seeded(book_of(domain).laws["cache"].draw(domain), 1, 25, seen.append)
+    assert {example.case.options for example in seen} == {"none"}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_laws_of_norms_without_a_residual_need_a_domain_that_has_them(backward: bool) -> None:  # noqa: FBT001
+    domain = ModuleDomain("gated_rms_norm", residuals=("added",), backward=backward)
+    linear, scaled = (book_of(domain).laws[name] for name in ("linear", "scaled"))
+    assert scaled.needs(domain) == "residual=none is not supported"
+    assert linear.needs(domain) == (None if backward else "no output or gradient is linear")
+    seen: list[Example] = []
+    if backward:
+        seeded(linear.draw(domain), 1, 25, seen.append)
+    assert all(domain.outside(example.case) is None for example in seen)
+
+
 def test_options_shrink_one_by_one() -> None:
     case = Case((3,), options="order:vk,mode:b")
     steps = [fields for words, fields in SMALLER_RULES.shapes[-1](case) if words.startswith("options=")]
@@ -157,6 +232,9 @@ def test_words_that_exclude_each_other_are_refused(words: str, match: str) -> No
         ({"lower_bounds": ("none", "-5")}, "lower_bounds must be none for gated_delta_rule"),
         ({"left_out": ("none", "gate"), "decays": ("linear",)}, "left_out must be none without"),
         ({"left_out": ("none", "beta"), "in_kernel": ("both",)}, "left_out must be none without"),
+        ({"left_out": ("gate",)}, "left_out must contain none"),
+        ({"channel_decays": ("keys",)}, "channel_decays must contain none"),
+        ({"channel_decays": ("none", "keys"), "strongest_decay": "1000"}, "channel_decays must be none with strongest_decay=1000"),
         ({"parameter_dtypes": ("bf16",)}, "parameter_dtypes must be a tuple of some of fp32, input"),
     ],
 )
@@ -319,9 +397,33 @@ def test_an_adapter_gets_every_option_of_its_domain_and_no_other() -> None:
     assert seen == [{"order": "vk", "offsets_on_host": "no"}, {"order": "kv", "offsets_on_host": "yes"}]
 
 
+def test_a_call_in_a_graph_gets_the_options_too() -> None:
+    class Sees(Captured):
+        domain = dataclasses.replace(Captured.domain, options=ORDER)
+
+        def run(self, x: Inputs) -> Any:
+            assert x.options == {"order": "vk", "mode": "a"}
+            return super().run(x)
+
+    from verify.execution import bench as benches
+
+    case = PoolCase((1, 1), value_heads=2, key_dim=4, value_dim=4, options="order:vk", padding_slot="0")
+    bench = benches.AdapterBench(Sees(), None, case)  # type: ignore[arg-type]
+    first = case.inputs()
+    want = bench.run(first, None)
+    bench.device = "cuda"
+    names = ("Stream", "current_stream", "stream", "CUDAGraph", "graph")
+    with (
+        mock.patch.multiple(torch.cuda, **{name: mock.MagicMock() for name in names}),
+        mock.patch.object(benches.devices, "settle"),
+    ):
+        got = bench.replay(first, first)
+    assert got["o"].shape == want["o"].shape
+
+
 def test_options_of_built_in_adapters_are_of_their_form() -> None:
     for spec in ("fla/chunk", "fla/chunk_kda", "fla/chunk_kda_safe", "fla/conv", "fla/layer", "fla/decode"):
         assert spec in BUILT_IN
         domain = loader.load(spec).domain
-        assert {*domain.exact_options} <= {name for name, _ in domain.options}
+        assert {*getattr(domain, "exact_options", ())} <= {name for name, _ in domain.options}
         assert domain.options

@@ -51,6 +51,14 @@ class Unpacked(Chunkwise):
     domain = Domain(packed=False)
 
 
+class ReadsOptions(Silent):
+    domain = Domain(options=(("order", ("kv", "vk")),))
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        assert x.options == {"order": "kv"}
+        return super().run(x)
+
+
 class Crashes(Chunkwise):
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         os._exit(11)
@@ -83,6 +91,10 @@ def test_probe_tells_refusing_from_silent(name: str) -> None:
     assert probe(Unpacked(), name).startswith("not run: ")
     assert probe(Races(), name) == "lets its programs race for the same memory"
     assert probe(Strays(), name) == "reads or writes outside its tensors"
+
+
+def test_probe_passes_the_options_of_the_domain() -> None:
+    assert probe(ReadsOptions(), "g of another length") == "answers silently"
 
 
 def test_probe_that_kills_its_process_costs_a_worker(worker: Worker) -> None:

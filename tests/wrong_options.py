@@ -74,6 +74,17 @@ class Rule(Stepwise):
         return torch.ones(x.v.shape[:3])
 
 
+class GatesOfInputs(Rule):
+    """The rule for gates in the inputs' dtype alone."""
+
+    domain = Domain(gate_dtypes=("input",), left_out=("none", "gate"), options=Rule.domain.options)
+
+    def decay(self, x: Inputs) -> Tensor:
+        if x.g is not None and x.g.dtype != x.q.dtype:
+            raise ValueError(f"g must be {x.q.dtype}, got {x.g.dtype}")
+        return super().decay(x)
+
+
 class NoGateDecays(Rule):
     """Without a gate, the state decays by 1/e at each token."""
 

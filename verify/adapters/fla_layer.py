@@ -36,7 +36,6 @@ class Layer(Adapter):
         gatings=("silu", "sigmoid"),
         parameter_dtypes=("fp32", "input"),
         options=(("training", SWITCH), *MASK, *SWISH),
-        exact_options=("training", "swish"),
     )
     counterpart: str | None = "fla/layer_recurrent"
     requires = REQUIRES
@@ -75,7 +74,6 @@ class LayerRecurrent(Layer):
         gatings=("silu", "sigmoid"),
         parameter_dtypes=("fp32", "input"),
         options=(("mode", ("chunk", "fused_recurrent")), *MASK, *SWISH),
-        exact_options=("swish",),
     )
     counterpart = None
 

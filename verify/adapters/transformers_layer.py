@@ -41,7 +41,6 @@ class Qwen3NextLayer(Adapter):
         state_gradients=False,
         parameter_dtypes=("fp32", "input"),
         options=(("training", ("yes", "no")), ("mask", ("none", "ones"))),
-        exact_options=("training", "mask"),
     )
     requires = REQUIRES
     model = "qwen3_next"

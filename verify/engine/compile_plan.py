@@ -154,7 +154,7 @@ class Plan:
             planned.examples.append(example)
 
         try:
-            self._draw(self._strategy(law), mix_words(self._seed, name), self._examples_of(name), look)
+            self._draw(self.strategy(law), mix_words(self._seed, name), self._examples_of(name), look)
         except Enough:
             raise concurrent.futures.CancelledError from None
         if self.palette is None:
@@ -168,7 +168,8 @@ class Plan:
                 planned.compiled |= {} if under_way is None else {_key(example): under_way}
         return planned
 
-    def _strategy(self, law: Law) -> Any:
+    def strategy(self, law: Law) -> Any:
+        """The strategy for examples of a law. On a GPU their compile keys are those of the palette."""
         return law.draw(self.domain) if self.palette is None else self.palette.examples(law, self.domain)
 
 

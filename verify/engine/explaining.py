@@ -102,8 +102,9 @@ def explain(
 
     A word's value in the found case cannot prevent the found defect. So if the smallest case holds when a word has its found
     value again, then another defect has taken over, which only the simpler value shows. We fix this word at its found value and
-    shrink the found case again. If the smallest case holds with a larger size (`between`), up to the found one, then small sizes
-    show another defect than large ones. We shrink the found case again, and this size stays larger.
+    shrink the found case again. If the smallest case holds with a larger size (`between`) that is below the found one, then small
+    sizes show another defect than large ones. We shrink the found case again, and this size stays larger. If this makes nothing
+    simpler, we keep the smallest case of before.
 
     The words in FIXED are fixed from the start if errors exceed tolerances: finer dtypes and values of another size show defects
     that the found case cannot have shown. Simpler values of these words are tried on the smallest case alone.
@@ -147,17 +148,22 @@ def explain(
 
     fixed = {*FIXED} if outcome.kind is FailureKind.OFF else set()
     least: dict[str, int] = {}
+    before: Shrunk | None = None  # the result with smaller sizes
     slid = True
     while slid:
         current = run.example
         small = shrink(run.example, law, fails, more, fixed, domain, least)
+        if before is not None and small.finished and small.example == run.example:
+            small = before
+            break
         changed = next(
             (names for names, example in restored(law, small.example, run.example) if again(example) is False), set[str]()
         )
         # Two failures that raise the same error in the same place count as one defect.
         middle = between(law, small.example, run.example, domain) if outcome.kind is FailureKind.OFF else ()
-        apart = [(name, size) for name, size, example in middle if again(example) is False]
+        apart = [(name, size) for name, size, examples in middle if all(again(example) is False for example in examples)]
         slid = bool(changed or apart)
+        before = small if apart and not changed else None
         fixed, least = fixed | changed, least | dict(apart)
     tried = [(what, again(example)) for what, example in simpler_in(law, small.example, fixed & {*FIXED}, domain)]
     small = dataclasses.replace(

@@ -228,14 +228,14 @@ class LawCheck:
         """
         common, counts, seed = self._common, self.report.counts, self._common.settings.seed
         examples = common.settings.profile.examples_of(law.name)
-        domain = common.described.domain if common.plan is None else common.plan.domain
+        strategy = law.draw(common.described.domain) if common.plan is None else common.plan.strategy(law)
 
         def enough() -> bool:
             return sum(counts.get(verdict, 0) for verdict in (Verdict.HOLDS, Verdict.KNOWN)) >= min(ENOUGH, examples)
 
         if enough() or set(counts) - {Verdict.HOLDS, Verdict.KNOWN, Verdict.BLIND}:
             return False
-        for batch in batches(law.draw(domain), mix_words(seed, f"{law.name} in place of blind cases"), REPLACEMENTS * examples, 1):
+        for batch in batches(strategy, mix_words(seed, f"{law.name} in place of blind cases"), REPLACEMENTS * examples, 1):
             run = common.run_of(law.name, batch[0])
             if run.example not in self._scores and self._counted(run, self._ask(run)):
                 return True

@@ -23,6 +23,7 @@ from properties.strategies import Example
 DATA = ("values", "gate", "beta", "scale", "eps")  # words that decide which numbers a case has, and not what is computed
 ORDINARY = {"values": "ordinary", "beta": "ordinary", "scale": "default"}
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+SHORT = 8  # no kernel has blocks of fewer tokens
 NONE: Mapping[str, int] = MappingProxyType({})
 
 
@@ -112,29 +113,44 @@ def sizes(case: Any) -> dict[str, int]:
     return found | ({"conv_width": case.conv_width} if hasattr(case, "conv_width") else {})
 
 
-def between(law: Law, small: Example, found: Example, domain: Any = None) -> Iterator[tuple[str, int, Example]]:
-    """Examples like the small one, with one of its `sizes` larger, up to the found one: the name, the size, and the example.
+def between(law: Law, small: Example, found: Example, domain: Any = None) -> Iterator[tuple[str, int, tuple[Example, ...]]]:
+    """Examples like the small one, with one of its `sizes` larger, but smaller than in the found one.
 
-    Examples outside the domain are omitted.
+    Each item is the name, the largest size, and the examples. They have two neighbouring lengths, one number of sequences or one
+    width of a convolution. If both lengths hold, small sizes show another defect than large ones. One length says less, because
+    the last block of a sequence may be complete or not. Examples outside the domain are omitted.
     """
-    case, most = small.case, sizes(found.case)
+    case, most, step = small.case, sizes(found.case), getattr(domain, "length_step", 1)
     for name, size in sizes(case).items():
-        for value in _above(size, most[name]):
-            change: dict[str, Any] = {name: value}
-            if name == "sequences":
-                change = {"lengths": (case.lengths * value)[:value]}
-            elif name == "lengths":
-                change = {"lengths": tuple(value if length == size else length for length in case.lengths)}
-            example = _changed(law, small, change, domain)
-            if example is not None and _inside(law, example, domain):
-                yield name, value, example
+        for values in _pairs(size, most[name], step) if name == "lengths" else [(value,) for value in _above(size, most[name])]:
+            examples = []
+            for value in values:
+                change: dict[str, Any] = {name: value}
+                if name == "sequences":
+                    change = {"lengths": (case.lengths * value)[:value]}
+                elif name == "lengths":
+                    change = {"lengths": tuple(value if length == size else length for length in case.lengths)}
+                example = _changed(law, small, change, domain)
+                examples += [example] if example is not None and _inside(law, example, domain) else []
+            if len(examples) == len(values):
+                yield name, values[-1], tuple(examples)
 
 
 def _above(size: int, most: int) -> list[int]:
-    """At most four numbers above `size`, up to `most`, which is the last."""
+    """At most four numbers above `size` and below `most`."""
     powers = [power for power in (*WIDTHS, 128, 256, 512) if size < power < most]
     some = [powers[0], powers[len(powers) // 2], powers[-1]] if powers else []
-    return [*dict.fromkeys(some), most] if most > size else []
+    return [number for number in dict.fromkeys((*some, most - 1)) if size < number < most]
+
+
+def _pairs(size: int, most: int, step: int) -> list[tuple[int, int]]:
+    """At most four pairs of neighbouring multiples of `step`, above `size` and below `most`.
+
+    The pairs of large numbers begin one `step` above a power of two, because a length that is a multiple of a block often holds.
+    """
+    starts = [-(-power // step) * step + step * (power >= SHORT) for power in _above(size, most)[:-1]]
+    numbers = dict.fromkeys((*starts, most - 2 * step))
+    return [(number, number + step) for number in numbers if size < number and number + step < most]
 
 
 def with_ordinary_numbers(law: Law, example: Example, domain: Any = None) -> Example | None:

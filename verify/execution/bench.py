@@ -25,8 +25,7 @@ from oracles import bound
 from oracles.bound import Bound, Finer
 from oracles.operation import DTYPES, Inputs, Operation, gradient_name, sequences
 from properties.cases.rule_case import Case
-from properties.laws import Cotangents, Results, one_final_state, with_one_state
-from properties.options import all_values
+from properties.laws import Cotangents, Results, one_final_state, with_one_state, with_options
 from verify.adapters.base import Adapter
 from verify.adapters.interface import Unavailable
 from verify.adapters.serving import uses_stubs
@@ -150,14 +149,11 @@ class AdapterBench(Timed):
             return _MEMO.get(spec, inputs, cotangents, ("truth",), lambda: bound.truth(spec, inputs, cotangents))
 
     def _with_options(self, inputs: Inputs, adapter: Adapter, options: str | None = None) -> Inputs:
-        """The inputs with the value of every option of the adapter's domain, or the inputs unchanged if it has none.
+        """The inputs with the options of the case, or with `options`, as an adapter gets them.
 
         The one-token form gets only the options that its own domain has.
         """
-        if not (known := getattr(adapter.domain, "options", ())):
-            return inputs
-        values = all_values(known, getattr(self.case, "options", "none") if options is None else options)
-        return Inputs(**{**inputs, "options": {name: values[name] for name, _ in known}})
+        return with_options(adapter.domain, inputs, getattr(self.case, "options", "none") if options is None else options)
 
     def _contract(self, inputs: Inputs) -> Operation:
         """The contract of a call. ValueError if the inputs break it: implementations are only given legal calls."""
@@ -224,11 +220,11 @@ class AdapterBench(Timed):
 
         On a GPU, a call that can be captured in a CUDA graph is captured, and the second run is the graph's replay.
         """
-        first = self._with_options(in_layout(first, getattr(self.domain, "layout", None)), self.adapter)
+        spec = self._contract(first)
+        first = in_layout(first, getattr(self.domain, "layout", None))
         first, _ = _between(first, None, Guards(_tensors(first, None), around=self.adapter.guards))
         tensors = {name: value for name, value in first.items() if isinstance(value, Tensor)}
         if self.device == "cpu" or not getattr(self.domain, "graphs", False):
-            first = Inputs(**{name: value for name, value in first.items() if name != "options"})
             self.run(first, cotangents, same_objects=True)
             with torch.no_grad():
                 for name, tensor in tensors.items():
@@ -236,7 +232,7 @@ class AdapterBench(Timed):
             return self.run(first, cotangents, same_objects=True)
         try:
             with self.timed("kernel_s"), devices.default("cpu"):
-                return self._from_graph(first, tensors, second)
+                return self._from_graph(spec, self._with_options(first, self.adapter), tensors, second)
         except AdapterFault:
             raise
         except Exception as error:
@@ -307,7 +303,7 @@ class AdapterBench(Timed):
         return results
 
     @marked(Mark.IMPLEMENTATION)
-    def _from_graph(self, first: Inputs, tensors: dict[str, Tensor], second: Inputs) -> Results:
+    def _from_graph(self, spec: Operation, first: Inputs, tensors: dict[str, Tensor], second: Inputs) -> Results:
         """Capture a call of `first` in a CUDA graph, put the numbers of `second` into its tensors, and replay the graph."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -321,7 +317,7 @@ class AdapterBench(Timed):
             tensor.copy_(second[name])
         graph.replay()
         devices.settle(self.device)
-        outputs = self._outputs(answer, self._contract(first), first)
+        outputs = self._outputs(answer, spec, first)
         return {name: output.detach().clone() for name, output in outputs.items()}
 
     def _call(

@@ -10,8 +10,7 @@ from properties.books import book_of
 from properties.cases.path_case import ParallelCase
 from properties.cases.trace_case import Step, TraceCase
 from properties.illegal_layouts import IllegalLayout
-from properties.laws import with_one_state
-from properties.options import all_values
+from properties.laws import with_one_state, with_options
 from properties.trace_play import advance
 from verify.adapters.base import Adapter, PathAdapter, TraceAdapter
 from verify.adapters.loader import AnyAdapter
@@ -54,13 +53,11 @@ def probe(adapter: AnyAdapter, name: str, device: str = "cpu") -> str:
 
 def _of_call(adapter: Adapter, case: Any, inputs: Inputs) -> str:
     domain = adapter.domain
-    if options := getattr(domain, "options", ()):
-        inputs = Inputs(**{**inputs, "options": all_values(options, getattr(case, "options", "none"))})
     # Each tensor gets memory of its own: through a view, a kernel may legally reach the rest of the tensor that it was cut from.
     whole = {name: x.clone(memory_format=torch.contiguous_format) for name, x in inputs.items() if isinstance(x, torch.Tensor)}
     inputs = in_layout(inputs.replaced(**whole), getattr(domain, "layout", None))
     try:
-        adapter.run(with_one_state(domain, inputs))
+        adapter.run(with_options(domain, with_one_state(domain, inputs), getattr(case, "options", "none")))
     except Exception as error:
         return _refusal(error)
     return SILENT
