@@ -8,12 +8,13 @@ from verify.execution.execute import execute
 from verify.execution.run import Run
 
 TIMES = 2  # the first run imports modules
-# Seconds for a token. Plain torch takes 0.0001 s, and interpreted kernels take 0.003 s. The limits are far from both, so a busy
-# machine does not change the cost.
-DEAR, DEAR_INTERPRETED = 0.005, 0.05
-# Seconds for a token of one head, in an implementation that may loop over heads. With this limit, a crowd (properties/sizes.py),
-# which has 66,560 of them, takes three quarters of a minute. A case counts as a hang after 120 s.
-DEAR_CROWD = 0.0007
+# A case counts as a hang after 120 s. With the limits below, the largest cases (properties/sizes.py) take about 10 s at most, so
+# they do not count as hangs on a busy machine.
+# Seconds for a token. Plain torch takes 0.0001 s, a loop over tokens 0.0005 s, and interpreted kernels 0.003 s. A quick
+# implementation gets up to 4,096 tokens, the others up to 1,030.
+DEAR, DEAR_INTERPRETED = 0.002, 0.01
+# Seconds for a token of one head, in an implementation that may loop over heads. A crowd has 66,560 of them.
+DEAR_CROWD = 0.00015
 SEQUENTIAL = "GDN_VERIFY_INTERPRETER"  # environment variable of workers: "sequential" runs one program after another
 
 
