@@ -111,7 +111,7 @@ RUN = Run.parse("law=oracle adapter=zoo/Chunkwise lengths=50")
 @pytest.mark.parametrize(
     ("seconds", "launches", "want"),
     [
-        ((3.0, 0.01), (0, 0), TokenCost("quick", crowd=True)),
+        ((3.0, 0.005), (0, 0), TokenCost("quick", crowd=True)),
         ((0.05, 0.05), (0, 0), TokenCost("quick", crowd=False)),  # a loop over 66,560 tokens and heads would take a minute
         ((0.01, 0.01), (1, 0), TokenCost("interpreted", crowd=True)),
         ((0.01, 0.01), (1, 1), TokenCost("interpreted", crowd=False)),  # one program after another
