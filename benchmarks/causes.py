@@ -55,7 +55,7 @@ class Checked:
 
 
 def main() -> int:
-    """Check or read, group, print and record."""
+    """Check or read, group, print and record. Returns 1 if there is nothing to group."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--animals", type=int, default=60)
     parser.add_argument("--after", type=int, default=0, help="leave out so many wrong implementations at the start")
@@ -69,6 +69,9 @@ def main() -> int:
     options = records.options_of(parser)
     checked = read(options.reports) if options.reports else check(options)
     alone = [one for one in checked if len(one.reports) >= LEAST]
+    if not alone:
+        print(f"nothing to measure: no wrong implementation breaks {LEAST} laws or more")
+        return 1
     laws = [len(one.reports) for one in alone]
     counts = collections.Counter(len(causes.groups(one.reports)) for one in alone)
     print(f"{len(alone)} wrong implementations that break {LEAST} laws or more (median {statistics.median(laws):g}):")

@@ -115,7 +115,7 @@ class Smallest:
 
 
 def main() -> int:
-    """Measure and print. Returns 1 if too many smallest lines show the other defect."""
+    """Measure and print. Returns 1 if too many smallest lines show the other defect, or if there are no findings."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--findings", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
@@ -163,7 +163,7 @@ def draw(chosen: Iterator[Pair], options: argparse.Namespace, places: list[tuple
 
 
 def measure(found: list[Found], options: argparse.Namespace, places: list[tuple[Worker, Store]]) -> int:
-    """Shrink the findings, print and record. Returns 1 if too many smallest lines show the other defect."""
+    """Shrink the findings, print and record. Returns 1 if too many smallest lines show the other defect, or without findings."""
     smallest: list[Smallest] = []
     lock, left = threading.Lock(), iter(found)
 
@@ -184,6 +184,9 @@ def measure(found: list[Found], options: argparse.Namespace, places: list[tuple[
                     print(f"slid: {finding.run}\n  to: {small.run}\n  which is broken without: {finding.mended}", flush=True)
 
     each(places, work)
+    if not smallest:
+        print("nothing to measure: there is no finding")
+        return 1
     right = sum(small.right for small in smallest)
     seconds = [small.seconds for small in smallest]
     words = [small.words for small in smallest]
@@ -274,7 +277,8 @@ def shrunk(found: Found, worker: Worker, store: Store, outcome: Outcome | None =
         outcome = ask(found.run, worker, store)
     start = time.monotonic()
     law: Law = found.run.the_law
-    small, _ = explain(law, found.run, outcome, worker, store, NO_DEFECTS, threading.Event(), LIMIT_S)
+    domain = animals()[found.run.adapter.removeprefix(FILE).partition("__")[0]].kind.domain  # both defects have the same one
+    small, _ = explain(law, found.run, outcome, worker, store, NO_DEFECTS, threading.Event(), LIMIT_S, domain=domain)
     took = time.monotonic() - start
     smallest = dataclasses.replace(found.run, example=small.example)
     right = _holds(dataclasses.replace(smallest, adapter=found.mended), worker, store)

@@ -448,7 +448,7 @@ def _on_a_gpu(inputs: Inputs) -> bool:
 def _at_once(inputs: Inputs, plain: Arithmetic, pieces: int) -> int:
     """Return how many runs to evaluate together: what stays in a CPU's cache, or what a GPU has memory for."""
     tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
-    numbers = max(1, sum(x.numel() for x in tensors) // pieces)
+    numbers = max(1, (sum(x.numel() for x in tensors) + _of_columns(inputs)) // pieces)
     if _on_a_gpu(inputs):
         most = max(_WIDE // numbers, _FEW if _FEW * numbers <= fitting(_ROOM, _device(inputs)) else _FEWEST)
     else:
@@ -462,8 +462,17 @@ def _kind(plain: Arithmetic) -> str:
 
 
 def _numbers(operation: Operation, inputs: Inputs) -> int:
-    """Return how many numbers the inputs of a call have."""
-    return sum(inputs[port.name].numel() for port in operation.inputs if inputs.get(port.name) is not None)
+    """Return how many numbers the inputs of a call have, together with those of `_of_columns`."""
+    numbers: int = sum(inputs[port.name].numel() for port in operation.inputs if inputs.get(port.name) is not None)
+    return numbers + _of_columns(inputs)
+
+
+def _of_columns(inputs: Inputs) -> int:
+    """Return how many numbers a call with gv has in addition, because each value channel becomes a head (oracles/gated_delta.py).
+
+    Each of these heads has q, k and a decay of K channels, and one channel of v and beta.
+    """
+    return 0 if (gv := inputs.get("gv")) is None else int(gv.numel()) * (3 * inputs.k.shape[-1] + 2)
 
 
 def _pieces(operation: Operation, inputs: Inputs, runs: int) -> int:

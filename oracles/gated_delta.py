@@ -267,8 +267,8 @@ def in_kernel(
     The gate g comes from a, A_log and dt_bias; beta comes from b. With `linear` the rule takes the decay alpha in place of g.
     `without` names inputs that the call leaves out, some of "gate" and "beta". `channels` names decays of single channels in
     addition to g, some of "gk" and "gv". ValueError for an unknown rule, for a gate or a decay of the delta rule, which has none,
-    for a gate and `linear` together, for an input that is computed and left out, or for decays of channels of another rule than
-    the gated one.
+    for a gate and `linear` together, for an input that is left out and also computed or taken as alpha, or for decays of channels
+    of another rule than the gated one.
     """
     if rule not in _GATES:
         raise ValueError(f"rule must be one of {', '.join(_GATES)}, got {rule!r}")
@@ -276,8 +276,8 @@ def in_kernel(
         raise ValueError(f"gate must be False for {rule}, which has none")
     if linear and (gate or rule not in _LINEAR):
         raise ValueError(f"linear must be False for {rule} with {'its gate in the kernel' if gate else 'no gate'}")
-    if (gate and "gate" in without) or (beta and "beta" in without):
-        raise ValueError(f"without must not name what the kernel computes, got {', '.join(without)}")
+    if ((gate or linear) and "gate" in without) or (beta and "beta" in without):
+        raise ValueError(f"without must not name what the kernel computes or takes as alpha, got {', '.join(without)}")
     if channels and (rule != "gated_delta_rule" or linear):
         raise ValueError(f"channels must be empty for {rule}{' of alpha' * linear}, got {', '.join(channels)}")
     decay, rules = (_LINEAR[rule], (_decays,)) if linear else (_GATES[rule], ())

@@ -19,6 +19,8 @@ Each line is an operation of its own (oracles/conv.py, gates.py, gated_delta.py,
 
 import dataclasses
 import itertools
+from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -78,63 +80,55 @@ def forward(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
 
     Tensors that go from one operation to the next are stored in the inputs' dtype; log-decays and states are stored in float32.
     """
-    layer: Layer = x.layer
-    stored = dataclasses.replace(arithmetic, stored=arithmetic.output)
-    hidden, in_proj = arithmetic.input(x.hidden, "hidden"), arithmetic.input(x.in_proj, "in_proj")
-    projected = _projected(hidden, in_proj, stored, "in_proj x")
-    *_, z, b, a = projected.split(tuple(layer.sections.values()), -1)
-    mixed = _convolved(x, projected, arithmetic)
-    gate = gates.forward(
-        Inputs(a=a, b=b, A_log=x.A_log, dt_bias=x.dt_bias, allow_neg_eigval=x.get("allow_neg_eigval", False)), arithmetic
-    )
-    ruled = _ruled(x, mixed["y"], gate, arithmetic)
-    gating = x.get("gating", "silu")
-    normed = norm.forward_gated_rms_norm(
-        Inputs(x=ruled["o"], z=z.unflatten(-1, (layer.value_heads, -1)), weight=x.norm, eps=x.get("eps"), gating=gating), arithmetic
-    )
-    y = _answer(x, normed["y"], stored, arithmetic)
-    return {"y": y, "final_state": ruled["final_state"], "conv_state": mixed["final_state"]}
+    return _layer(x, arithmetic, _gates_of_gdn)
 
 
 def forward_kda(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
     """Return what `forward` returns, of a KDA layer.
 
-    x has the inputs of `forward`, but layer is a KdaLayer and dt_bias is [HV, K]. It also has decay_proj [HV K, V],
+    x has the inputs of `forward` without gating, but layer is a KdaLayer and dt_bias is [HV, K]. It also has decay_proj [HV K, V],
     gate_proj [HV V, V] and gate_bias [HV V].
     """
-    layer: KdaLayer = x.layer
+    return _layer(x, arithmetic, _gates_of_kda)
+
+
+class _Gates(NamedTuple):
+    """What the gates of a layer are computed from: a [runs, B, T, HV] or [runs, B, T, HV, K], z [runs, B, T, HV V], and gating."""
+
+    a: Tensor
+    z: Tensor
+    gating: str
+
+
+def _layer(x: Inputs, arithmetic: Arithmetic, gates_of: Callable[..., _Gates]) -> dict[str, Tensor]:
+    """Return the outputs of a layer. `gates_of` returns its `_Gates`, from the inputs and the sections of in_proj's output."""
+    layer: Layer = x.layer
     stored = dataclasses.replace(arithmetic, stored=arithmetic.output)
     hidden, in_proj = arithmetic.input(x.hidden, "hidden"), arithmetic.input(x.in_proj, "in_proj")
     projected = _projected(hidden, in_proj, stored, "in_proj x")
-    *_, z, f, b = projected.split(tuple(layer.sections.values()), -1)
-    mixed = _convolved(x, projected, arithmetic)
-    a = _projected(f, arithmetic.input(x.decay_proj, "decay_proj"), stored, "decay_proj f")
+    parts = dict(zip(layer.sections, projected.split(tuple(layer.sections.values()), -1), strict=True))
+    mixed, (a, z, gating) = _convolved(x, projected, arithmetic), gates_of(x, parts, stored, arithmetic)
     gate = gates.forward(
-        Inputs(
-            a=a.unflatten(-1, (layer.value_heads, -1)),
-            b=b,
-            A_log=x.A_log,
-            dt_bias=x.dt_bias,
-            allow_neg_eigval=x.get("allow_neg_eigval", False),
-        ),
-        arithmetic,
+        Inputs(a=a, b=parts["b"], A_log=x.A_log, dt_bias=x.dt_bias, allow_neg_eigval=x.get("allow_neg_eigval", False)), arithmetic
     )
     ruled = _ruled(x, mixed["y"], gate, arithmetic)
-    z = _projected(z, arithmetic.input(x.gate_proj, "gate_proj"), stored, "gate_proj z")
-    bias = arithmetic.input(x.gate_bias, "gate_bias")[:, None, None]
-    z = stored.operand(z + gates.shared(bias, z.shape, arithmetic, "dgate_bias", arithmetic.output), "gate_proj z + gate_bias")
-    normed = norm.forward_gated_rms_norm(
-        Inputs(
-            x=ruled["o"],
-            z=z.unflatten(-1, (layer.value_heads, -1)),
-            weight=x.norm,
-            eps=x.get("eps"),
-            gating="sigmoid",
-        ),
-        arithmetic,
-    )
+    z = z.unflatten(-1, (layer.value_heads, -1))
+    normed = norm.forward_gated_rms_norm(Inputs(x=ruled["o"], z=z, weight=x.norm, eps=x.get("eps"), gating=gating), arithmetic)
     y = _answer(x, normed["y"], stored, arithmetic)
     return {"y": y, "final_state": ruled["final_state"], "conv_state": mixed["final_state"]}
+
+
+def _gates_of_gdn(x: Inputs, parts: dict[str, Tensor], stored: Arithmetic, arithmetic: Arithmetic) -> _Gates:  # noqa: ARG001
+    return _Gates(parts["a"], parts["z"], x.get("gating", "silu"))
+
+
+def _gates_of_kda(x: Inputs, parts: dict[str, Tensor], stored: Arithmetic, arithmetic: Arithmetic) -> _Gates:
+    """Return the second projections of f and z, to the latter of which a bias is added."""
+    a = _projected(parts["f"], arithmetic.input(x.decay_proj, "decay_proj"), stored, "decay_proj f")
+    z = _projected(parts["z"], arithmetic.input(x.gate_proj, "gate_proj"), stored, "gate_proj z")
+    bias = arithmetic.input(x.gate_bias, "gate_bias")[:, None, None]
+    z = stored.operand(z + gates.shared(bias, z.shape, arithmetic, "dgate_bias", arithmetic.output), "gate_proj z + gate_bias")
+    return _Gates(a.unflatten(-1, (x.layer.value_heads, -1)), z, "sigmoid")
 
 
 def _convolved(x: Inputs, projected: Tensor, arithmetic: Arithmetic) -> dict[str, Tensor]:
@@ -252,5 +246,6 @@ KDA_LAYER = dataclasses.replace(
         *(_OF_GDN[name] for name in ("norm", "out_proj", "state", "conv_state")),
     ),
     forward=forward_kda,
-    rules=(layer_widths(KdaLayer), *GDN_LAYER.rules[1:]),
+    rules=(layer_widths(KdaLayer), *(rule for rule in GDN_LAYER.rules[1:] if rule is not norm.known_gating)),
+    options=tuple(option for option in GDN_LAYER.options if option != "gating"),
 )

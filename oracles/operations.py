@@ -13,6 +13,15 @@ RULES = {operation.name: operation for operation in (GATED_DELTA_RULE, DELTA_RUL
 OPERATIONS: dict[str, Operation] = RULES | {
     operation.name: operation
     for operation in (
-        *(DECODE, CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM, NORM_GATE_LINEAR, GDN_LAYER, KDA_LAYER, SERVING),
+        DECODE,
+        CAUSAL_CONV1D,
+        GDN_GATE,
+        KDA_GATE,
+        L2NORM,
+        GATED_RMS_NORM,
+        NORM_GATE_LINEAR,
+        GDN_LAYER,
+        KDA_LAYER,
+        SERVING,
     )
 }

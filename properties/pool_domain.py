@@ -19,8 +19,11 @@ LAYOUTS = ("kv", "vk")
 POOL_VIEWS = (*VIEWS, "fused")
 EVERY_RULE = Domain(backward=False)
 # Fields that `rule` must leave out. Four are about states outside a pool. `length_step` is about prompts of whole chunks, and the
-# tokens of a request are none.
-OF_OTHER_STATES = ("state_dtypes", "final_dtype", "initial_states", "final_states", "length_step")
+# tokens of a request are none. A PoolCase has no words for the others; `options` are those of the PoolDomain.
+NOT_OF_POOLS = (
+    *("state_dtypes", "final_dtype", "initial_states", "final_states", "length_step"),
+    *("left_out", "channel_decays", "lower_bounds", "parameter_dtypes", "options", "exact_options"),
+)
 
 
 @known_fields
@@ -73,7 +76,7 @@ class PoolDomain:
         if not isinstance(self.rule, Domain) or self.rule.operation not in RULES or not self.rule.initial_state:
             raise ValueError(f"rule must be a Domain of {' or '.join(RULES)} with an initial state, got {self.rule!r}")
         check_options(self.options)
-        for name in OF_OTHER_STATES:
+        for name in NOT_OF_POOLS:
             if getattr(self.rule, name) != getattr(Domain, name):
                 raise ValueError(f"rule must leave out {name}, which a pool has no use for, got {getattr(self.rule, name)!r}")
         if self.layout not in LAYOUTS:

@@ -28,7 +28,7 @@ class Smaller:
 SIMPLEST: dict[str, tuple[Any, ...]] = {
     "in_kernel": ("none", "gate", "beta"),
     "decay": ("log",),
-    "left_out": ("none",),
+    "left_out": ("none", "gate", "beta"),
     "channel_decays": ("none", "keys", "values"),
     "lower_bound": ("none",),
     "parameter_dtype": ("fp32",),
@@ -40,6 +40,7 @@ SIMPLEST: dict[str, tuple[Any, ...]] = {
     "gate": ("forever", "1000"),
     "beta": ("ordinary",),
     "state": ("none", "zero"),
+    "state_dtype": ("fp32",),
     "backward": (False,),
     "dtype": ("fp32", "bf16"),
 }
@@ -67,7 +68,6 @@ SIMPLEST_POOL: dict[str, tuple[Any, ...]] = {
     "indices": ("int64",),
     "drafts": ("chain",),
     "rule": ("gated_delta_rule",),
-    "state_dtype": ("fp32",),
     **{name: SIMPLEST[name] for name in SIMPLEST if name in {field.name for field in dataclasses.fields(PoolCase)} - {"state"}},
     "state": ("zero",),
 }
@@ -265,10 +265,10 @@ def _slots(case: TraceCase) -> Changes:
 def _fewer_options(case: Any) -> Changes:
     """Yield the case without options of the implementation, and without each of them."""
     values = values_of(case.options)
-    for names in (set[str](), *({*values} - {name} for name in values if len(values) > 1)):
-        if values:
-            fewer = text_of_values({name: value for name, value in values.items() if name in names})
-            yield f"options={fewer}", {"options": fewer}
+    without = [{*values} - {name} for name in values]
+    for names in [set[str](), *without] if len(values) > 1 else without:
+        fewer = text_of_values({name: value for name, value in values.items() if name in names})
+        yield f"options={fewer}", {"options": fewer}
 
 
 def _blocks(length: int) -> Iterator[int]:

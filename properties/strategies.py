@@ -50,28 +50,48 @@ def crowd(domain: Domain) -> Case | None:
     rows, heads = CROWD
     if not domain.long or domain.reach > 1:
         return None
-    widths = [width for width in range(1, 65) if width % domain.width_step == 0]
-    keys, values = ([w for w in widths if span[0] <= w <= span[1]] for span in (domain.key_dims, domain.value_dims))
+    keys, values = ([width for width in range(1, 65) if has(width)] for has in (domain.has_key, domain.has_value))
+    if domain.equal_widths:
+        keys = values = [width for width in keys if width in values]
     if not keys or not values:
         return None
-    widest = max(keys[0], values[0])
-    in_kernel = "none" if "none" in domain.in_kernel else domain.in_kernel[0]
     case = Case(
         (1,) * rows,
-        operation=domain.operation,
         heads=heads,
         value_heads=heads,
-        key_dim=widest if domain.equal_widths else keys[0],
-        value_dim=widest if domain.equal_widths else values[0],
-        dtype=domain.dtypes[0],
-        gate_dtype=domain.gate_dtypes[0],
-        gate="64" if "64" in domain.gates else "forever",
-        in_kernel=in_kernel,
-        decay=domain.decays[0] if in_kernel in ("none", "beta") else "log",
-        scale=domain.drawn_scales[0],
+        key_dim=keys[0],
+        value_dim=values[0],
         backward=domain.backward,
+        **conventions(domain),
     )
     return case if domain.outside(case) is None else None
+
+
+def conventions(domain: Domain) -> dict[str, Any]:
+    """Return the words of a case without a state that follow a domain's conventions, with the simplest values that it has."""
+
+    def simplest(values: tuple[str, ...], value: str = "none") -> str:
+        return value if value in values else values[0]
+
+    inside, left_out = simplest(domain.in_kernel), simplest(domain.left_out)
+    computed = inside in ("gate", "both")
+    words: dict[str, Any] = {
+        "operation": domain.operation,
+        "dtype": domain.dtypes[0],
+        "gate_dtype": domain.gate_dtypes[0],
+        "gate": "64" if "64" in domain.gates and left_out not in ("gate", "both") else "forever",
+        "beta": "one" if left_out in ("beta", "both") else "ordinary",
+        "in_kernel": inside,
+        "dt_bias": domain.dt_bias or not computed,
+        "decay": "log" if computed else simplest(domain.decays, "log"),
+        "left_out": left_out,
+        "channel_decays": simplest(domain.channel_decays),
+        "scale": domain.drawn_scales[0],
+        "final_dtype": domain.final_dtype,
+    }
+    if computed:
+        words |= {"lower_bound": simplest(domain.lower_bounds), "parameter_dtype": simplest(domain.parameter_dtypes, "fp32")}
+    return words
 
 
 def with_crowd(domain: Domain, examples: st.SearchStrategy[Example]) -> st.SearchStrategy[Example]:
@@ -196,6 +216,8 @@ def cases(
         **form,
         **states_of(field, domain, packed=packed),
     )
+    if case.state == "none":  # then no state has a dtype
+        case = dataclasses.replace(case, state_dtype="fp32")
     return _with_rare_words(chance, domain, case, fixed)
 
 

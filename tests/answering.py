@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from properties.books import book_of
 from properties.domain import Domain
 from verify.execution.run import Run
 from verify.process.messages import Cost, Describe, Description, Question, RunMany, RunOne
@@ -14,7 +15,7 @@ class Answering:
 
     deadline_s = 1.0
 
-    def __init__(self, ratio: Callable[[Run], float] = lambda run: 0.5, domain: Domain | None = None) -> None:
+    def __init__(self, ratio: Callable[[Run], float] = lambda run: 0.5, domain: Any = None) -> None:
         self.ratio, self.domain = ratio, domain or Domain()
         self.asked: list[str] = []
         self.closed = False
@@ -22,7 +23,7 @@ class Answering:
     def ask(self, question: Question, deadline_s: float | None = None) -> dict[str, Any]:
         if isinstance(question, Describe):
             domain = self.domain
-            description = Description("rules", domain.to_json(), "chunkwise", "ieee", "none 1.0", "")
+            description = Description(book_of(domain).name, domain.to_json(), "chunkwise", "ieee", "none 1.0", "")
             return description.to_json()
         if isinstance(question, Cost):
             return {"cost": "slow"}

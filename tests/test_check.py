@@ -20,6 +20,7 @@ from oracles import bound
 from properties.cases.rule_case import Case
 from properties.domain import Domain
 from properties.laws import Blind
+from properties.module_domain import ModuleDomain
 from properties.rule_laws import LAWS
 from properties.strategies import Example
 from properties.trace_domain import TraceDomain
@@ -278,6 +279,15 @@ class Failing(Answering):
         if isinstance(question, RunOne) and (fault := self.wrong(len(self.asked))):
             return Outcome(Verdict.UNKNOWN, reason="gdn-verify failed: RuntimeError: mixed", fault=fault).to_json()
         return answer
+
+
+def test_cases_of_modules_shrink_inside_their_domain(store: Store) -> None:
+    domain = ModuleDomain("l2norm", dtypes=("bf16",))
+    worker: Any = Answering(lambda run: 2.0, domain)
+    (report,) = checked("zoo/L2Norm", ["oracle"], [worker], store, profile=PROFILES["few"])
+    assert report.verdict is Verdict.BROKEN
+    assert report.shrunk
+    assert {domain.outside(Run.parse(line).example.case) for line in worker.asked} == {None}
 
 
 HERE, THERE = "RuntimeError at verify/execution/path_bench.py:7 in f", "RuntimeError at verify/execution/path_bench.py:9 in f"

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from oracles.bound import bounds
 from oracles.gated_delta import rule_of
+from oracles.operation import Inputs
+from properties import common_laws
 from properties.books import book_of
 from properties.cases.module_case import ModuleCase
 from properties.cases.rule_case import Case
@@ -19,7 +22,7 @@ from properties.module_domain import ModuleDomain
 from properties.palette import draw_palette, sample
 from properties.pool_domain import PoolDomain
 from properties.rule_laws import LAWS
-from properties.strategies import Example
+from properties.strategies import Example, cases
 from properties.trace_domain import TraceDomain
 from tests import right_interfaces
 from tests.right_conventions import (
@@ -194,6 +197,9 @@ def test_what_cannot_be_is_refused(words: dict[str, Any], message: str) -> None:
 def test_a_pool_has_no_use_for_words_about_other_states() -> None:
     with pytest.raises(ValueError, match="rule must leave out length_step, which a pool has no use for, got 64"):
         PoolDomain(rule=Domain(length_step=64, backward=False))
+    for words in ({"left_out": ("none", "gate")}, {"parameter_dtypes": ("input",)}, {"options": (("fast", ("off", "on")),)}):
+        with pytest.raises(ValueError, match=f"rule must leave out {next(iter(words))}"):
+            PoolDomain(rule=Domain(backward=False, **words))
     domain = PoolDomain(rule=Domain(key_widths=(32, 64), value_widths=(64,), offsets=("int32",), largest_values="ordinary"))
     for law in book_of(domain).laws.values():
         if law.needs(domain) is None:
@@ -292,3 +298,64 @@ def test_lines_of_earlier_versions_mean_the_same() -> None:
 def test_another_interface_holds(kind: type[Adapter], monkeypatch: pytest.MonkeyPatch) -> None:
     found = outcomes(kind(), "oracle", small("oracle", kind.domain, 1), monkeypatch)
     assert {outcome.verdict for outcome in found} == {Verdict.HOLDS}, [outcome.findings for outcome in found]
+
+
+class OneStateWrongAlone(OneState):
+    """In a call that is not packed, the final state is wrong."""
+
+    def answer(self, x: Inputs, o: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        o, state = super().answer(x, o, state)
+        return o, state if state is None or x.cu_seqlens is not None else 1.5 * state
+
+
+def test_a_sequence_alone_is_judged_in_the_states_that_a_packed_call_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "packed=yes value_dim=4 gate=64 state=random initial_states=first final_states=last backward=no"
+    example = Example(Case.parse(f"lengths=5+3 {words}"), 0)
+    assert outcomes(OneState(), "packed", [example], monkeypatch)[0].verdict is Verdict.HOLDS
+    (outcome,) = outcomes(OneStateWrongAlone(), "packed", [example], monkeypatch)
+    assert [finding.output for finding in outcome.findings] == ["final_state of sequence 0 alone"]
+
+
+class Watched:
+    """A bench that notes the inputs of every run and returns nothing."""
+
+    def __init__(self, domain: Any) -> None:
+        self.domain, self.seen = domain, list[Inputs]()
+
+    def call(self, case: Any) -> tuple[Inputs, None]:
+        return case.inputs(), None
+
+    def bounds(self, inputs: Inputs, cotangents: Any) -> dict[str, Any]:
+        return {}
+
+    def run(self, inputs: Inputs, cotangents: Any) -> dict[str, Tensor]:
+        self.seen.append(inputs)
+        return {}
+
+
+def test_the_one_state_of_a_packed_call_has_other_strides_too() -> None:
+    bench: Any = Watched(OneState.domain)
+    case = Case.parse("lengths=5+3 packed=yes state=random initial_states=first final_states=last")
+    for variant in ("strided", "expanded"):
+        assert not [*common_laws.strides(bench, Example(case, variant=variant))]
+    strided, expanded = (inputs.state for inputs in bench.seen)
+    assert torch.equal(strided, case.inputs().state)
+    assert not strided.is_contiguous()
+    assert not expanded[1].any()
+
+
+def test_numbers_in_padding_are_those_of_the_domain() -> None:
+    bench: Any = Watched(ModuleDomain(largest_values="ordinary"))
+    case = ModuleCase((20, 20), "causal_conv1d", dtype="fp32")
+    assert any(case.pads())
+    assert not [*common_laws.left_padding(bench, Example(case))]
+    assert max(float(inputs.x.abs().max()) for inputs in bench.seen) <= 1
+
+
+def test_a_case_without_a_state_has_no_dtype_of_states() -> None:
+    drawn = sample(cases(Domain(state_dtypes=("input", "bf16")), longest=8), 3, 60)
+    assert {case.state_dtype for case in drawn if case.state == "none"} == {"fp32"}
+    assert {case.state_dtype for case in drawn if case.state != "none"} == {"input", "bf16"}
+    start = Example(Case((3,), left_out="both", beta="one", state="random", state_dtype="bf16"))
+    shrunk = shrink(start, LAWS["oracle"], lambda example: example.case.without_beta, lambda runs: runs < 200)
+    assert str(shrunk.example.case) == "lengths=0 key_dim=1 value_dim=1 beta=one left_out=beta backward=no"

@@ -58,8 +58,13 @@ def test_what_a_domain_excludes_is_not_drawn(without: dict[str, object]) -> None
 
 
 def test_in_kernel_gates_alone_and_each_operation_have_such_a_batch() -> None:
+    narrow = dataclasses.replace(SIZED, key_dims=Domain.key_dims, key_widths=(4, 8))
     for domain in (
         dataclasses.replace(SIZED, in_kernel=("both",), decays=("linear",)),
+        dataclasses.replace(narrow, final_dtype="input"),
+        dataclasses.replace(narrow, value_dims=Domain.value_dims, value_widths=(8,), equal_widths=True),
+        dataclasses.replace(SIZED, left_out=("both",), channel_decays=("keys",), decays=("linear", "log")),
+        dataclasses.replace(SIZED, operation="kda", in_kernel=("gate",), lower_bounds=("-5",), parameter_dtypes=("input",)),
         dataclasses.replace(SIZED, operation="kda", scales=("one",), decays=("linear",)),
         dataclasses.replace(SIZED, operation="delta_rule", dtypes=("bf16",), gate_dtypes=("input",)),
     ):

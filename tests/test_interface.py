@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 
+from oracles.operation import Inputs
 from properties.domain import Domain
 from verify.adapters import fla, transformers
 from verify.adapters.interface import Signature, Unavailable, signature
@@ -58,6 +59,15 @@ def test_a_domain_has_only_what_the_release_takes(orchard: str) -> None:
     assert fla._parameter(orchard, "state_v_first", "chunk_size") == "chunk_size"
     with pytest.raises(Unavailable, match=r"orchard\.ops\.chunk\.rule of fla-core \S+ has no parameter state_v_first"):
         fla._parameter(orchard, "state_v_first", "transpose_state_layout")
+
+
+def test_a_release_without_safe_gate_is_not_called_with_it(orchard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fla.ChunkKdaSafe, "place", orchard)
+    rules = types.ModuleType("fla.ops.kda")
+    rules.chunk_kda = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "fla.ops.kda", rules)
+    with pytest.raises(Unavailable, match=r"has no parameter safe_gate"):
+        fla.ChunkKdaSafe().run(Inputs(options={}))
 
 
 def test_a_release_without_grouped_heads_is_not_asked_for_them(orchard: str, tmp_path: pathlib.Path) -> None:

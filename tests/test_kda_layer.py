@@ -126,6 +126,7 @@ def test_gradients_are_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"layer": oracle.Layer(7, 1, 2, 3, 5)}, "layer must be a KdaLayer, got Layer"),
         ({"decay_proj": torch.zeros(3, 5)}, "G must be 6 for KdaLayer"),
+        ({"gating": "sigmoid"}, "gating is no input of kda_layer, must be None or absent, got 'sigmoid'"),
         ({"gate_bias": torch.zeros(1)}, "gate_bias must have P = 10 like gate_proj"),
         ({"dt_bias": torch.zeros(2, 1)}, "dt_bias must have K = 3|K must be 3 for KdaLayer|state must have K = 1"),
     ],
@@ -134,7 +135,7 @@ def test_illegal_input_is_refused(changed: dict[str, Any], message: str) -> None
     inputs = LayerCase.parse(LINES[0]).inputs()
     KDA_LAYER.check(inputs)
     with pytest.raises(ValueError, match=f"^({message})"):
-        KDA_LAYER.check(inputs.replaced(**changed))
+        KDA_LAYER.check(Inputs(**{**inputs, **changed}))
 
 
 def test_lines_of_both_layers_are_of_one_book_and_share_what_both_have() -> None:

@@ -139,6 +139,12 @@ def test_streams_are_those_of_no_other_case() -> None:
     assert all(48 <= stream % 2**40 < 64 for stream in _STREAMS.values())
 
 
+def test_another_stream_does_not_change_pads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_STREAMS, "another", 62)
+    assert ModuleCase((9, 9, 9, 9), "causal_conv1d", seed=3).pads() == (0, 5, 3, 5)
+    assert ModuleCase((100,), "causal_conv1d", seed=7).pads() == (34,)
+
+
 # Regimes
 
 WIDE: dict[str, dict[str, Any]] = {

@@ -279,8 +279,16 @@ def test_what_a_call_leaves_out_is_no_decay_and_a_beta_of_one() -> None:
 def test_contracts_refuse_what_no_call_can_have() -> None:
     with pytest.raises(ValueError, match="without must not name what the kernel computes"):
         in_kernel("kda", gate=True, beta=False, without=("gate",))
+    with pytest.raises(ValueError, match="without must not name what the kernel computes or takes as alpha"):
+        in_kernel("kda", gate=False, beta=False, linear=True, without=("gate",))
     with pytest.raises(ValueError, match="channels must be empty for kda"):
         in_kernel("kda", gate=False, beta=False, channels=("gk",))
+
+
+def test_with_a_lower_bound_mixed_heads_remember_differently() -> None:
+    case = Case((50,), "kda", value_heads=6, key_dim=4, in_kernel="gate", lower_bound="-5", gate="mixed")
+    means = case.inputs().a.mean((0, 1, 3))
+    assert [round(float(mean)) for mean in means] == pytest.approx([-64, -12, -8, -5, 4, -64], abs=1)
 
 
 def test_a_gate_with_a_lower_bound_is_bounded_and_remembers_as_its_regime_says() -> None:

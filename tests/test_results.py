@@ -5,13 +5,15 @@ import collections
 import contextlib
 import json
 import pathlib
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from benchmarks import distributed, oracles, records, results, soundness, speed, steady
+from benchmarks import causes, distributed, failures, oracles, pairs, records, results, soundness, speed, steady
 from verify.process.outcome import Verdict
 
 RECORD = {"table": "speed", "what": "a start", "command": "`start`", "machine": "CPU", "date": "2026-11-23", "value": 1.5}
@@ -249,3 +251,30 @@ def test_oracles_record_seconds_ratios_and_tolerances(file: pathlib.Path, monkey
     oracles.record(here, "bounds", bounds)
     columns = list(records.read(file)["records"])[-1]["value"]
     assert columns == {head: times[name] - 1 for head, name in oracles.ON_A_GPU.items()}
+
+
+def test_without_a_failure_there_is_nothing_to_measure(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(failures, "first_failure", lambda name, folder: (1.0, 1.0, ""))
+    reports = tmp_path / "reports.jsonl"
+    reports.touch()
+    for benchmark, words in ((failures, ["--animals", "2"]), (causes, ["--reports", str(reports)])):
+        monkeypatch.setattr(sys, "argv", ["benchmark", *words])
+        assert benchmark.main() == 1
+    assert pairs.measure([], argparse.Namespace(), [(None, None)]) == 1  # type: ignore[list-item]
+    assert capsys.readouterr().out.count("nothing to measure: ") == 3
+
+
+def test_a_silent_command_is_given_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, silent = subprocess.Popen, [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **more: start(silent, **more))
+    monkeypatch.setattr(failures, "GIVEN_UP_S", 0.1)
+    monkeypatch.setattr(failures, "animals", lambda: {"it": argparse.Namespace(kind=Wrong)})
+    begin = time.monotonic()
+    assert failures.first_failure("it", tmp_path)[2] == ""
+    assert time.monotonic() - begin < 50
+
+
+class Wrong:
+    """Any class."""

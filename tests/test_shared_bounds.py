@@ -449,3 +449,13 @@ def test_a_question_is_of_one_compile_key() -> None:
     assert [len(group) for group in got] == [3, 2, 3, 2]
     assert [example for group in got for example in group] == examples
     assert all(len({key_of(example.case) for example in group}) == 1 for group in got)
+
+
+@pytest.mark.parametrize("decays", ["values", "both"])
+def test_cases_whose_value_channels_become_heads_share_no_call_and_count_them(decays: str) -> None:
+    case = Case((20, 20), value_heads=4, key_dim=64, value_dim=32, channel_decays=decays)
+    assert calls_of(runs_of(case, dataclasses.replace(case, seed=1))) == [None, None]
+    assert calls_of(runs_of(*(Case((9,), channel_decays="keys", seed=seed) for seed in range(2)))) != [None, None]
+    plain = dataclasses.replace(case, channel_decays="none")
+    count = bound._numbers(case.spec, case.inputs())
+    assert count > 40 * 4 * 32 * 3 * 64 > 50 * bound._numbers(plain.spec, plain.inputs())

@@ -13,7 +13,7 @@ from properties.layer_domain import LayerDomain
 from properties.module_domain import ModuleDomain
 from properties.path_domain import PathDomain
 from properties.pool_domain import PoolDomain
-from properties.sizes import MOST, MOST_ON_GPU, sized
+from properties.sizes import CROWD, MOST, MOST_ON_GPU, sized
 from properties.strategies import Example
 from properties.strategies import crowd as crowd_of
 from verify.adapters.base import Adapter
@@ -115,8 +115,8 @@ RUN = Run.parse("law=oracle adapter=zoo/Chunkwise lengths=50")
         ((3.0, 0.01), (0, 0), TokenCost("quick", crowd=False)),  # there is no grid
         ((0.01, 0.01), (1, 0), TokenCost("interpreted", crowd=True)),
         ((0.01, 0.01), (1, 1), TokenCost("interpreted", crowd=False)),  # one program after another
-        ((9.0, 0.2), (0, 0), TokenCost("interpreted", crowd=False)),
-        ((9.0, 1.0), (3, 0), TokenCost("slow", crowd=False)),
+        ((9.0, 0.4), (0, 0), TokenCost("interpreted", crowd=False)),
+        ((9.0, 2.0), (3, 0), TokenCost("slow", crowd=False)),
     ],
 )
 def test_cost_is_that_of_the_faster_run_and_kernels_that_are_interpreted_are_never_quick(
@@ -127,6 +127,12 @@ def test_cost_is_that_of_the_faster_run_and_kernels_that_are_interpreted_are_nev
     counts = iter([(7, 2), (7 + launches[0], 2 + launches[1])])
     monkeypatch.setattr(cost, "_launches", lambda: next(counts))
     assert cost.cost_of(RUN) == want
+
+
+def test_no_large_case_is_predicted_to_take_over_11_seconds() -> None:
+    limits = {"quick": cost.DEAR, "interpreted": cost.DEAR_INTERPRETED}
+    assert all(seconds * MOST[name] < 11 for name, seconds in limits.items())
+    assert cost.DEAR_CROWD * CROWD[0] * CROWD[1] < 11
 
 
 class Asked:

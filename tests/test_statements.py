@@ -161,7 +161,9 @@ def test_another_tracer_is_left_alone_and_the_report_says_so() -> None:
         sys.settrace(None)
     assert not reach.arcs
     assert reach.unrecorded == recording.ANOTHER
-    assert f"{reach_report.UNRECORDED}: {recording.ANOTHER}" in reach_report.not_looked_at(reach, {})
+    told = f"{reach_report.UNRECORDED}: {recording.ANOTHER}"
+    assert told in reach_report.not_looked_at(reach, {})
+    assert told not in reach_report.gaps_of(reach, {})
 
 
 def test_the_lines_of_a_law_are_in_its_json() -> None:

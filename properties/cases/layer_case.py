@@ -19,6 +19,7 @@ from oracles.norm import GATINGS
 from oracles.operation import DTYPES, Inputs, Operation
 from oracles.rounding import BITS
 from properties.cases.line import Line, check_choices, text_of
+from properties.cases.module_case import pads_of
 from properties.cases.path_case import GATES, ParallelCase, scale_of
 from properties.cases.rule_case import PARAMETER_DTYPES
 from properties.options import values_of
@@ -213,10 +214,7 @@ class LayerCase(Line):
 
     def pads(self) -> tuple[int, ...]:
         """Return how many tokens of each row the law `left_padding` turns into padding: none in one row, never all of a row."""
-        numbers = self._integers("pads", (len(self.lengths),), 63, "cpu").tolist()
-        pads = [number % max(length, 1) for number, length in zip(numbers, self.lengths, strict=True)]
-        pads[numbers[0] % len(pads)] = 0 if len(pads) > 1 else pads[0]
-        return tuple(pads)
+        return pads_of(self._integers("pads", (len(self.lengths),), 63, "cpu").tolist(), self.lengths)
 
     def _tokens(self, x: Tensor) -> Tensor:
         """Return the tokens [B, T, D] out of those of the whole case [1, T, D]."""

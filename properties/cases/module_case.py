@@ -83,6 +83,15 @@ _STREAMS = {
     )
 }
 _STREAMS["residual"] = 63 + (1 << 40)  # as if the stream of `linear` had a seed of more than 32 bits, which no case has
+# The stream of `scale` with a salt that no other draw has. Earlier versions drew pads from it, so their lines keep their pads.
+_STREAMS["pads"] = 61 + (65 << 40)
+
+
+def pads_of(numbers: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return a number of padding tokens for each row, from one random number a row: none in one row, never all of a row."""
+    pads = [number % max(length, 1) for number, length in zip(numbers, lengths, strict=True)]
+    pads[numbers[0] % len(pads)] = 0 if len(pads) > 1 else pads[0]
+    return tuple(pads)
 
 
 def words_of(operation: str) -> tuple[str, ...]:
@@ -250,10 +259,7 @@ class ModuleCase(Line):
 
     def pads(self) -> tuple[int, ...]:
         """Return how many tokens of each row the law `left_padding` turns into padding: none in one row, never all of a row."""
-        numbers = _Builder(self, None).integers("scale", (len(self.lengths),), 63, salt=_STREAMS["x"] + len(_STREAMS)).tolist()
-        pads = [number % max(length, 1) for number, length in zip(numbers, self.lengths, strict=True)]
-        pads[numbers[0] % len(pads)] = 0 if len(pads) > 1 else pads[0]
-        return tuple(pads)
+        return pads_of(_Builder(self, None).integers("pads", (len(self.lengths),), 63).tolist(), self.lengths)
 
     def inputs(self, device: str | None = None) -> Inputs:
         """Return the contiguous inputs of the operation's contract; cu_seqlens is None unless the case is packed.

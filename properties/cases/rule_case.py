@@ -49,8 +49,7 @@ DOUBLINGS = 10  # exp(g) is nearly (1 + g / 1024)^1024
 # For a gate in the kernel: softplus is about 0.85, and exp(A_log) times softplus is one over the memory.
 A_LOGS = {"forever": -80.0, "1000": -6.75, "64": -4.0, "10": -2.125, "tenth": 2.5, "saturated": 5.0, "thresholds": -2.25}
 # With a lower bound, exp(A_log) is about 1, and a is near the argument whose sigmoid is the memory.
-BOUNDED = {"forever": -64.0, "1000": -12.0, "64": -8.0, "10": -5.0, "tenth": 4.0, "saturated": 0.0, "mixed": -5.0}
-BOUNDED |= {"thresholds": 0.0}
+BOUNDED = {"forever": -64.0, "1000": -12.0, "64": -8.0, "10": -5.0, "tenth": 4.0}
 OPEN = 30.0  # sigmoid(30) is 1 in float32; softplus(30) is 30, and softplus(-30) nearly 0
 # Arguments of softplus around which libraries and mistakes replace it by its argument, by exp or by 0.
 THRESHOLDS = (4.0, 7.0, 9.0, 11.0, 13.0, 16.0, 20.0, 26.0)
@@ -564,9 +563,21 @@ class _Builder:
         if self.case.gate == "thresholds":
             return _Recipe((_Draw("a", shape, self.bits, of_tokens=True), _choice("gate", shape, 4)), self.around_thresholds)
         if self.case.lower_bound != "none":
-            draw, middle = _Draw("a", shape, self.bits, of_tokens=True), BOUNDED[self.case.gate]
-            return _Recipe((draw,), lambda whole: _fraction(whole, self.bits, 2.0) + middle)
+            names = self.memories
+
+            def around_middles(whole: Tensor) -> Tensor:
+                a = _fraction(whole, self.bits, 2.0)
+                for kind, name in enumerate(names[: axes[0]]):
+                    a[:, :, kind :: len(names)].add_(BOUNDED[name])
+                return a
+
+            return _Recipe((_Draw("a", shape, self.bits, of_tokens=True),), around_middles)
         return self.uniform("a", shape, self.bits, most=2.0, of_tokens=True)
+
+    @property
+    def memories(self) -> list[str]:
+        """The regime of each head's gate, by turns: that of the case or, in mixed, each of MEMORIES."""
+        return [*MEMORIES][:: -1 if self.case.seed % 2 else 1] if self.case.gate == "mixed" else [self.case.gate]
 
     def around_thresholds(self, whole: Tensor, choice: Tensor) -> Tensor:
         """Return numbers at most 2 away from one of THRESHOLDS or, one time in four, from its negative."""
@@ -577,8 +588,7 @@ class _Builder:
 
     def speeds(self, heads: int) -> _Recipe:
         """Return A_log [HV], for the same memory in all heads or (mixed) another one in each."""
-        case = self.case
-        names = [*MEMORIES][:: -1 if case.seed % 2 else 1] if case.gate == "mixed" else [case.gate]
+        case, names = self.case, self.memories
 
         def tensor(whole: Tensor) -> Tensor:
             A_log = _fraction(whole, LOG_BITS, most=0.5)

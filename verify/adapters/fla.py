@@ -166,11 +166,13 @@ class ChunkKda(FlaRule):
         exact_options=("cu_seqlens_cpu",),
     )
     counterpart = "fla/fused_recurrent_kda"
+    switches: ClassVar[tuple[str, ...]] = ()  # parameters that are True in every call
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         from fla.ops.kda import chunk_kda as rule
 
-        more = given_options(x, self.chunk)
+        # A release without a parameter would swallow it in **kwargs.
+        more = {**{_parameter(self.place, name): True for name in self.switches}, **given_options(x, self.chunk)}
         return v_first(rule, x, self.place, **more) if chosen(x, "state_v_first") else call(rule, x, **more)
 
 
@@ -179,12 +181,7 @@ class ChunkKdaSafe(ChunkKda):
 
     omits = left_out(IN_FLA, "return_intermediate_states", "cp_context", "use_graph", "max_num_seqs")
     domain = dataclasses.replace(ChunkKda.domain, strongest_decay="10", lower_bounds=("-5", "-1"))
-
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        from fla.ops.kda import chunk_kda as rule
-
-        more = {"safe_gate": True, **given_options(x, self.chunk)}
-        return v_first(rule, x, self.place, **more) if chosen(x, "state_v_first") else call(rule, x, **more)
+    switches = ("safe_gate",)
 
 
 class FusedRecurrentKda(FlaRule):

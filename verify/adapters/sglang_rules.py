@@ -5,6 +5,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.domain import Domain
+from properties.sizes import MOST_ALONG_Y
 from verify.adapters.sglang_pools import OPS, SGLang
 
 
@@ -13,7 +14,8 @@ class Recurrent(SGLang):
 
     algorithm = "recurrent"
     place = f"{OPS}.fla.fused_recurrent"
-    domain = Domain(position_independent=True, backward=False, batch_heads=65_535)  # the grid's third axis has sequences x heads
+    # The grid's third axis has sequences x heads.
+    domain = Domain(position_independent=True, backward=False, batch_heads=MOST_ALONG_Y)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         o, final = self.module().fused_recurrent_gated_delta_rule(
@@ -36,7 +38,7 @@ class RecurrentKda(SGLang):
 
     algorithm = "recurrent"
     place = f"{OPS}.fla.kda"
-    domain = Domain(operation="kda", grouped_heads=False, position_independent=True, backward=False, batch_heads=65_535)
+    domain = Domain(operation="kda", grouped_heads=False, position_independent=True, backward=False, batch_heads=MOST_ALONG_Y)
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         count = x.v.shape[0] if x.cu_seqlens is None else len(x.cu_seqlens) - 1

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from properties.domain import Domain
+from properties.sizes import MOST_ALONG_Y
 from verify.adapters.left_out import IN_VLLM, left_out
 from verify.adapters.vllm_pools import CHUNK, VLLM
 
@@ -19,7 +20,9 @@ class Chunk(VLLM):
     chunk = 64
     place = CHUNK
     omits = left_out(IN_VLLM, "chunk_indices", "chunk_offsets", "core_attn_out")
-    domain = Domain(dtypes=("bf16", "fp16"), key_dims=(1, 256), empty=False, backward=False, refills=False, batch_heads=65_535)
+    domain = Domain(
+        dtypes=("bf16", "fp16"), key_dims=(1, 256), empty=False, backward=False, refills=False, batch_heads=MOST_ALONG_Y
+    )
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         o, final = self.module().chunk_gated_delta_rule(

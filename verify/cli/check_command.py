@@ -121,7 +121,7 @@ def check(options: argparse.Namespace) -> int:
     if interrupted:
         return INTERRUPTED
     code = exit_code([*checking.reports, *checking.unfinished], all_asked=not _not_asked(checking))
-    if code == HOLDS and options.strict_reach and reach_report.not_looked_at(checking.reach, _omits(checking)):
+    if code == HOLDS and options.strict_reach and reach_report.gaps_of(checking.reach, _omits(checking)):
         print_line("undecided because of --strict-reach: something was not looked at", out)
         return UNDECIDED
     return code

@@ -100,8 +100,8 @@ def count_of(options: argparse.Namespace, device: str) -> int:
 
 
 def engine_workers_of(options: argparse.Namespace) -> int:
-    """The least number of workers for a serving engine on GPUs: one for every two cores, at most ENGINES; 0 with `--workers`."""
-    return 0 if options.workers else min(ENGINES, (os.cpu_count() or 1) // 2)
+    """The least number of workers for a serving engine on GPUs: `--workers`, or one for every two cores, at most ENGINES."""
+    return int(options.workers or min(ENGINES, (os.cpu_count() or 1) // 2))
 
 
 @contextlib.contextmanager

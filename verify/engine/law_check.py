@@ -10,7 +10,6 @@ from typing import Any
 
 from oracles.counter import mix_words
 from properties.books import book_of
-from properties.domain import Domain
 from properties.laws import Law
 from properties.strategies import Example
 from verify.engine.asking import Asked, Described, ask, ask_afresh, ask_all, most_at_once, of_one_key
@@ -320,8 +319,7 @@ class LawCheck:
         assert self._broken is not None
         run, outcome = self._broken
         report, common, worker, start = self.report, self._common, self._worker, time.monotonic()
-        described = common.described.domain
-        domain = described if isinstance(described, Domain) else None
+        domain = common.described.domain
         small, best = explain(
             run.the_law,
             run,

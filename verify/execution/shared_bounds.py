@@ -67,7 +67,7 @@ def together(runs: Sequence[Run]) -> Iterator["Shared | None"]:
     groups: dict[Any, list[int]] = {}
     for index, run in enumerate(runs):
         case = run.example.case
-        if run.law == LAW and isinstance(case, Case) and (case.initial_states, case.final_states) == ("each", "each"):
+        if run.law == LAW and isinstance(case, Case) and _can_share(case):
             alike = (*(getattr(case, name) for name in ALIKE), case.spec.name)
             doubled = case.beta_inside and case.beta == "two"  # allow_neg_eigval
             groups.setdefault((run.adapter, run.products, run.device, alike, doubled), []).append(index)
@@ -84,6 +84,11 @@ def together(runs: Sequence[Run]) -> Iterator["Shared | None"]:
         call, row = places[index]
         yield Shared(call, row)
         call.leave()
+
+
+def _can_share(case: Case) -> bool:
+    """Whether every sequence has its own states, and no decays of value channels make a head of every channel."""
+    return (case.initial_states, case.final_states) == ("each", "each") and case.channel_decays not in ("values", "both")
 
 
 def numbers(case: Case) -> int:

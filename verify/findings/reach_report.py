@@ -30,9 +30,16 @@ def looked_at(reach: Reach) -> str:
 
 
 def not_looked_at(reach: Reach, omits: Mapping[str, str]) -> list[str]:
+    """What no case reached (`gaps_of`), and what a check could not record."""
+    unrecorded = [f"{UNRECORDED}: {reach.unrecorded}"] if reach.unrecorded else []
+    return [*gaps_of(reach, omits), *unrecorded, *([FULL] if reach.full else [])]
+
+
+def gaps_of(reach: Reach, omits: Mapping[str, str]) -> list[str]:
     """What no case reached: parameters that were never passed, and branches and lines that never ran.
 
-    Parameters, kernels and functions that `omits` names are left out.
+    Parameters, kernels and functions that `omits` names are left out. What this host cannot record, or a report has no room for,
+    is no gap that an adapter could close.
     """
     gaps = [] if reach.functions else [reach.trouble or UNSEEN]
     for function, parameters in reach.functions.items():
@@ -43,9 +50,7 @@ def not_looked_at(reach: Reach, omits: Mapping[str, str]) -> list[str]:
     if lines := _statements(reach, omits):
         more = f" and {len(lines) - MOST_KERNELS} more functions (--json lists them)" if len(lines) > MOST_KERNELS else ""
         gaps.append(f"Python that never ran: {', '.join(lines[:MOST_KERNELS])}{more}")
-    if reach.unrecorded:
-        gaps.append(f"{UNRECORDED}: {reach.unrecorded}")
-    return [*gaps, *([FULL] if reach.full else [])]
+    return gaps
 
 
 def _branches(reach: Reach, omits: Mapping[str, str]) -> list[str]:

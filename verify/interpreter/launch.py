@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
+from properties.sizes import MOST_ALONG_Y
 from verify.interpreter import branches, operations
 from verify.interpreter.grid import Function, Machine
 from verify.interpreter.memory import Alone, Memory, Rewatch, Span, Unordered, Untracked, span_of, tensors_of
@@ -34,7 +35,7 @@ Tensors = dict[Span, dict[str, Tensor]]  # a launch's tensors, by their memory a
 ELEMENTS = 1 << 20
 PROGRAMS = 128  # programs that run together while the size of a kernel's blocks is unknown
 
-MOST_PROGRAMS = (2**31 - 1, 65_535, 65_535)  # the largest grid that CUDA launches, along x, y and z
+MOST_PROGRAMS = (2**31 - 1, MOST_ALONG_Y, MOST_ALONG_Y)  # the largest grid that CUDA launches, along x, y and z
 
 # Launches whose programs had to run one after another, counted by "kernel: why".
 one_by_one: collections.Counter[str] = collections.Counter()

@@ -373,7 +373,7 @@ class KdaGatesSwapped(KdaLayered):
 class KdaDecaysLate(KdaLayered):
     """The state decays after the correction, which has seen it without the decay of its token."""
 
-    letter = "K"
+    letter = "D"
 
     def step(self, state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         recalled = torch.einsum("hk,hkv->hv", k, state)

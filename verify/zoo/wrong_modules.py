@@ -623,7 +623,7 @@ class ConvMaskTwentyBitsDown(ConvMasked):
 class ConvStepsShiftACopy(ConvSteps):
     """A step shifts a copy of the cache, so that the next step begins with the cache that the first one had."""
 
-    letter = "C"
+    letter = "S"
 
     def step(self, x: Inputs, token: Tensor, cache: Tensor) -> Tensor:
         shifted = cache.clone()
@@ -634,7 +634,7 @@ class ConvStepsShiftACopy(ConvSteps):
 class ConvStepsReadEarly(ConvSteps):
     """The last column of the cache is written after the outputs were computed, so that they lack the token itself."""
 
-    letter = "C"
+    letter = "S"
 
     def step(self, x: Inputs, token: Tensor, cache: Tensor) -> Tensor:
         self.shift(cache, torch.zeros_like(token))
@@ -646,7 +646,7 @@ class ConvStepsReadEarly(ConvSteps):
 class ConvStepsOverwriteTheOldest(ConvSteps):
     """The newest input replaces the oldest in its column, as in a ring buffer that has no pointer."""
 
-    letter = "C"
+    letter = "S"
 
     def shift(self, cache: Tensor, token: Tensor) -> None:
         cache[..., 0] = token
@@ -655,7 +655,7 @@ class ConvStepsOverwriteTheOldest(ConvSteps):
 class ConvStepsOfOneRow(ConvSteps):
     """Only the cache of the first row of a batch is updated."""
 
-    letter = "C"
+    letter = "S"
 
     def step(self, x: Inputs, token: Tensor, cache: Tensor) -> Tensor:
         shifted = cache.clone()
