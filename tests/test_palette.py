@@ -113,7 +113,7 @@ BEFORE = {
 }
 BEFORE_ALL = {
     "everything": (Domain(), "8b58e1edbb3d3301c609c2697c33799fc69ee29fac09c1358939891efcfc9c65"),
-    "KDA": (Domain(operation="kda", in_kernel=IN_KERNEL), "1293b3a6f5326942f27ff6f90ace5afd50e91bab0b8eb7c3a2f72426875007c1"),
+    "KDA": (Domain(operation="kda", in_kernel=IN_KERNEL), "772c00809aa6b6da22ed9801eef1f579ba4a5fbdbc23877d8d73858fd54684af"),
     "the delta rule": (
         Domain(operation="delta_rule", width_step=16, empty=False),
         "d533729a3737ca91c1e3af4f55ebf52623cc7e119f24dc010592c66c97395b9f",
@@ -319,14 +319,14 @@ def test_palette_and_its_examples_are_the_same_in_another_process() -> None:
 
 
 @pytest.fixture(scope="module")
-def fifty() -> list[Palette]:
-    """The palettes of fifty seeds."""
-    return [draw_palette(EVERY, seed, laws=()) for seed in range(50)]
+def forty() -> list[Palette]:
+    """The palettes of forty seeds."""
+    return [draw_palette(EVERY, seed, laws=()) for seed in range(60, 100)]
 
 
 @pytest.mark.slow
-def test_fifty_seeds_draw_all_there_is(fifty: list[Palette]) -> None:
-    entries = [entry for one_palette in fifty for entry in one_palette.entries]
+def test_forty_seeds_draw_all_there_is(forty: list[Palette]) -> None:
+    entries = [entry for one_palette in forty for entry in one_palette.entries]
     for name, choices in {
         "key_dim": WIDTHS,
         "value_dim": WIDTHS,
@@ -344,12 +344,12 @@ def test_fifty_seeds_draw_all_there_is(fifty: list[Palette]) -> None:
     assert {(entry.heads, entry.value_heads) for entry in entries} == {*HEADS, *FAR_HEADS}
     assert {len(entry.lengths) for entry in entries if not entry.packed} == {1, 2, 3, 5}
     assert any(entry.beta == "two" and entry.beta_inside for entry in entries)
-    assert len({one_palette.keys for one_palette in fifty}) == 50
+    assert len({one_palette.keys for one_palette in forty}) == 40
 
 
 @pytest.mark.slow
-def test_each_palette_is_spread(fifty: list[Palette]) -> None:
-    for one_palette in fifty:
+def test_each_palette_is_spread(forty: list[Palette]) -> None:
+    for one_palette in forty:
         entries = one_palette.entries
 
         def share(true: Callable[[Case], bool], entries: tuple[Any, ...] = entries) -> int:
