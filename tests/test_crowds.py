@@ -63,7 +63,6 @@ def test_in_kernel_gates_alone_and_each_operation_have_such_a_batch() -> None:
         dataclasses.replace(SIZED, in_kernel=("both",), decays=("linear",)),
         dataclasses.replace(narrow, final_dtype="input"),
         dataclasses.replace(narrow, value_dims=Domain.value_dims, value_widths=(8,), equal_widths=True),
-        dataclasses.replace(SIZED, left_out=("both",), channel_decays=("keys",), decays=("linear", "log")),
         dataclasses.replace(SIZED, operation="kda", in_kernel=("gate",), lower_bounds=("-5",), parameter_dtypes=("input",)),
         dataclasses.replace(SIZED, operation="kda", scales=("one",), decays=("linear",)),
         dataclasses.replace(SIZED, operation="delta_rule", dtypes=("bf16",), gate_dtypes=("input",)),

@@ -13,7 +13,7 @@ from properties.layer_domain import LayerDomain
 from properties.module_domain import ModuleDomain
 from properties.path_domain import PathDomain
 from properties.pool_domain import PoolDomain
-from properties.sizes import CROWD, MOST, MOST_ON_GPU, sized
+from properties.sizes import MOST, MOST_ON_GPU, sized
 from properties.strategies import Example
 from properties.strategies import crowd as crowd_of
 from verify.adapters.base import Adapter
@@ -129,10 +129,10 @@ def test_cost_is_that_of_the_faster_run_and_kernels_that_are_interpreted_are_nev
     assert cost.cost_of(RUN) == want
 
 
-def test_no_large_case_is_predicted_to_take_over_11_seconds() -> None:
+def test_no_large_case_is_predicted_to_take_over_21_seconds() -> None:
+    """A case counts as a hang after 120 s."""
     limits = {"quick": cost.DEAR, "interpreted": cost.DEAR_INTERPRETED}
-    assert all(seconds * MOST[name] < 11 for name, seconds in limits.items())
-    assert cost.DEAR_CROWD * CROWD[0] * CROWD[1] < 11
+    assert all(seconds * MOST[name] < 21 for name, seconds in limits.items())
 
 
 class Asked:
