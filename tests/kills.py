@@ -22,7 +22,7 @@ from verify.findings.store import Store
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker
 
-SHRUNK = 8  # the case of one row in so many is shrunk, because that takes longer than the rest
+SHRUNK = 16  # the case of one row in so many is shrunk, because that takes longer than the rest
 
 
 @dataclasses.dataclass(frozen=True)

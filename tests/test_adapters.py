@@ -15,7 +15,13 @@ pytestmark = pytest.mark.interpreted
 
 MAIN = ("transformers/chunk", "gdn/layer")
 LONG = ("fla/chunk",)  # interpreted, each case is a second or two
-OTHERWISE = ("fla/chunk_16", "fla/chunk_32", "fla/chunk_v_first", "fla/fused_recurrent_v_first")  # other chunks, layouts
+OTHERWISE = (
+    "fla/chunk_16",
+    "fla/chunk_32",
+    "fla/chunk_kda_safe",
+    "fla/chunk_v_first",
+    "fla/fused_recurrent_v_first",
+)  # other chunks, layouts
 KNOWN = "fla/fused_recurrent_delta_rule"  # most cases of its law strides show a known defect, so that law needs more of them
 OFTEN = ("again", "batch", "memory", "samples")  # laws of several calls a case, asked of the kernels above
 PLAIN = ("future", "heads", "linear", "permuted")  # and of those what no kernel has a branch of its own for
