@@ -270,10 +270,8 @@ def _later(case: Any, domain: Any) -> Any:
     strongest = getattr(domain, "strongest_decay", "saturated")
     if case.operation == "delta_rule" or not hasattr(case, "gate") or getattr(case, "without_gate", False):
         return with_others(case, domain)
-    if (
-        strongest != "saturated" and getattr(case, "channel_decays", "none") != "none"
-    ):  # with another gate the sum may be too strong
-        return with_others(case, domain)
+    if strongest != "saturated" and getattr(case, "channel_decays", "none") != "none":
+        return with_others(case, domain)  # with another gate the sum of the decays may be too strong
     another = "10" if strongest == "saturated" else "forever"
     return dataclasses.replace(with_others(case, domain), gate=strongest if case.gate != strongest else another)
 

@@ -69,7 +69,7 @@ SMALLEST = {
 
 @functools.cache
 def kill(mutant: type[PathAdapter], law: str) -> tuple[Run, Outcome] | None:
-    """A broken run of a mutant among as many cases as the default profile has. Short cases are run first, because they take less."""
+    """A broken run of a mutant among as many cases as the default profile has. Short cases run first, because they take less."""
     examples: list[Example] = []
     seeded(PATH_LAWS[law].draw(DOMAIN), 0, CASES, examples.append)
     if mutant in (paths.LosesTheSecondChunk, paths.SecondChunkEndsEarly):
