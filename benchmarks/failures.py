@@ -86,13 +86,12 @@ def first_failure(name: str, folder: pathlib.Path) -> tuple[float, float, str]:
         cpu = cpu_of(process.pid) or cpu
     given_up.cancel()
     wall, cpu = time.monotonic() - start, max(cpu, cpu_of(process.pid))
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.communicate(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
+    process.send_signal(signal.SIGINT)  # nothing happens to a process that has ended
+    try:
+        process.communicate(timeout=60)  # this closes the pipe
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
     return wall, cpu, law
 
 
