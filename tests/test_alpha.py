@@ -33,7 +33,7 @@ from verify.process.worker import Worker
 from verify.zoo import wrong_alphas as wrong
 from verify.zoo.base import ByAlpha
 
-FEW = Profile("few", 3)
+FEW = Profile("few", 3, large=False)
 KILLED_BY = {
     wrong.AlphaAsLogarithm: (Kill("oracle", 13),),
     wrong.AlphaOfTheNextToken: (Kill("oracle", 9, 2),),

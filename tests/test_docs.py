@@ -415,7 +415,12 @@ def test_every_flag_in_the_page_of_commands_exists() -> None:
 def test_profiles_letters_suites_and_claims_are_those_of_the_code() -> None:
     page = reference("commands")
     profiles = [
-        (f"`{profile.name}`", str(profile.examples), "yes" if profile.climbs else "no", "0" if profile.fixed_seed else "random")
+        (
+            f"`{profile.name}`",
+            str(profile.examples),
+            *("yes" if has else "no" for has in (profile.large, profile.climbs)),
+            "0" if profile.fixed_seed else "random",
+        )
         for profile in definition("PROFILES").values()
     ]
     assert [tuple(row.values()) for row in table(section(page, "Profiles"), "profile")] == profiles

@@ -302,7 +302,7 @@ def test_right_layer_holds_under_every_law_that_it_can_be_asked(
     spec: str, cases: int, worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     store = Store(tmp_path_factory.mktemp("findings"))
-    with Check(Settings(spec, profile=Profile("few", cases), seed=7), [worker], store) as check:
+    with Check(Settings(spec, profile=Profile("few", cases, large=False), seed=7), [worker], store) as check:
         reports = check.run()
     assert {report.law: report.run or report.reason for report in reports if report.verdict is Verdict.BROKEN} == {}
     unasked = {report.law for report in reports if report.verdict is Verdict.UNSUPPORTED}
@@ -314,7 +314,7 @@ def test_right_layer_holds_under_every_law_that_it_can_be_asked(
 @pytest.mark.slow
 def test_flas_layer_holds(spec: str, worker: Worker, tmp_path_factory: pytest.TempPathFactory) -> None:
     store, asked = Store(tmp_path_factory.mktemp("findings")), ["oracle", "left_padding", "cache"]
-    with Check(Settings(spec, asked, Profile("few", 1), 7), [worker], store) as check:
+    with Check(Settings(spec, asked, Profile("few", 1, large=False), 7), [worker], store) as check:
         reports = check.run()
     assert {report.law: report.run for report in reports if report.verdict is Verdict.BROKEN} == {}
 

@@ -43,7 +43,7 @@ from verify.process.worker import Worker
 from verify.zoo import wrong_modules as modules
 from verify.zoo.animals import animals
 
-FEW = Profile("few", 2)
+FEW = Profile("few", 2, large=False)
 _ALL = ("oracle", "absent", "linear", "permuted", "memory", "history", "strides", "pure")
 CAN = {
     "causal_conv1d": {*_ALL, "recurrent", "packed", "cut", "whole", "copied", "future", "samples", "channels", "left_padding"},

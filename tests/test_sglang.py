@@ -43,7 +43,7 @@ def sglang_worker(sglang_files: pathlib.Path) -> Iterator[Worker]:
 
 
 def report(spec: str, law: str, worker: Worker, folder: pathlib.Path, cases: int = 6) -> LawReport:
-    with Check(Settings(spec, [law], Profile("short", cases)), [worker], Store(folder)) as check:
+    with Check(Settings(spec, [law], Profile("short", cases, large=False)), [worker], Store(folder)) as check:
         (one,) = check.run()
     return one
 

@@ -168,6 +168,7 @@ def test_sizes_follow_the_chunk_and_the_cost_which_is_asked_once(answer: dict[st
     assert with_sizes(described, worker, "cuda").domain == Domain(chunk=16, long=MOST_ON_GPU)
     paths = dataclasses.replace(described, domain=PathDomain())
     assert with_sizes(paths, worker, "cpu").domain == PathDomain(chunk=16)
+    assert with_sizes(described, worker, "cpu", large=False).domain == Domain(chunk=16)
     (question,) = worker.questions
     assert isinstance(question, Cost)
     assert 20 < Run.parse(question.line).example.case.tokens < 140

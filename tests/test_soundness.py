@@ -17,7 +17,9 @@ from verify.findings.store import Store
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker
 
-FEW = Profile("few", 1)  # tests/test_standin.py asks right code about every law too, and benchmarks/soundness.py thousands of cases
+FEW = Profile(
+    "few", 1, large=False
+)  # tests/test_standin.py asks right code about every law too, and benchmarks/soundness.py thousands of cases
 # Those that have the same bounds are asked a law at a time, so that the bounds of a case are made once for them all.
 RIGHT = {
     "chunks of 64": (right.Chunkwise, right.BackwardSums),

@@ -114,11 +114,13 @@ def describe(spec: str, worker: Asked) -> Described:
     return Described(spec, domain, *about, description.omits, description.compiles)
 
 
-def with_sizes(described: Described, worker: Asked, device: str) -> Described:
+def with_sizes(described: Described, worker: Asked, device: str, *, large: bool = True) -> Described:
     """The declarations with the sizes of this check's cases, which follow the chunk and, on a CPU, what a token costs.
 
-    A worker is asked once for the cost of an adapter.
+    A worker is asked once for the cost of an adapter. If not `large`, no case is large, and nobody is asked.
     """
+    if not large:
+        return dataclasses.replace(described, domain=sized(described.domain, described.chunk, 0))
     domain = sized(described.domain, described.chunk, MOST_ON_GPU)
     if getattr(domain, "long", 0) and device == "cpu":
         cost, crowd = _cost(described, worker)

@@ -112,7 +112,7 @@ class Check:
     def run(self) -> list[LawReport]:
         """Run the check: one report for each law, in the order in which the laws were decided."""
         settings = self.settings
-        self.described = described = with_sizes(self.describe(), self.workers[0], settings.device)
+        self.described = described = with_sizes(self.describe(), self.workers[0], settings.device, large=settings.profile.large)
         domain = described.domain
         self.share_gpus(domain)
         if self.laws is None:

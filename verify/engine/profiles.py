@@ -8,13 +8,14 @@ class Profile:
     """How much to check: `examples` for each law, four times as many for the law `oracle`.
 
     `fixed_seed`: whether the default seed is always the same. `climbs`: half of the examples of a truth law are variations of the
-    cases with the largest errors so far.
+    cases with the largest errors so far. `large`: whether some cases are large (properties/sizes.py).
     """
 
     name: str
     examples: int
     fixed_seed: bool = True
     climbs: bool = False
+    large: bool = True
 
     def examples_of(self, law: str) -> int:
         """How many cases of a law are run. The law `oracle` covers the widest space and gets four times as many."""
@@ -24,7 +25,7 @@ class Profile:
 PROFILES = {
     profile.name: profile
     for profile in (
-        Profile("least", 2),
+        Profile("least", 2, large=False),
         Profile("few", 5),
         Profile("quick", 32),
         Profile("ci", 200),
