@@ -271,7 +271,7 @@ def test_right_implementations_are_within_their_bounds(kind: type[right.Recurren
         ("tests/right.py:AlphaProducts", ("cut", "absent", "linear", "recall", "heads", "strides")),
     ],
 )
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_right_implementations_hold_under_laws(adapter: str, laws: tuple[str, ...], worker: Worker, tmp_path: pathlib.Path) -> None:
     with Check(Settings(adapter, list(laws), FEW, 7), [worker], Store(tmp_path)) as check:
         reports = check.run()
@@ -280,6 +280,6 @@ def test_right_implementations_hold_under_laws(adapter: str, laws: tuple[str, ..
 
 
 @pytest.mark.parametrize(("name", "kill"), rows(KILLED_BY))
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_law_alone_kills_what_takes_alpha_wrongly(name: str, kill: Kill, worker: Worker, tmp_path: pathlib.Path) -> None:
     assert_killed_alone(name, kill, worker, tmp_path)

@@ -364,6 +364,7 @@ def known(line: str, where: str, **more: object) -> Known:
     return dataclasses.replace(Known(run, TORCH, words, "it was so from the start"), **more)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_known_defect_is_reported_and_fails_nothing(workers: list[Worker], store: Store) -> None:
     spec = "zoo/AddsStateTwice"
     defect = known(f"law=recall adapter={spec} lengths=2 gate=forever beta=one values=one_hot scale=one", "state=none")

@@ -499,6 +499,7 @@ def test_ranks_on_gpus_that_are_not_there_are_one_line(
         assert done.err == f"gdn-verify: 2 ranks on cuda need a GPU each, and {message}\n"
 
 
+@pytest.mark.slow
 def test_ranks_are_for_parallel_paths(capfd: pytest.CaptureFixture[str]) -> None:
     result = run(capfd, "check", RIGHT, "--ranks", "2")
     assert result.code == 2

@@ -42,6 +42,7 @@ def shapes(runs: list[Run]) -> set[tuple[Any, ...]]:
     return {(case.lengths, case.heads, case.value_heads, case.key_dim, case.value_dim, case.dtype) for case in cases}
 
 
+@pytest.mark.slow
 def test_its_cases_have_few_shapes_and_others_many(tmp_path: pathlib.Path) -> None:
     plain, compiled = (runs_of(Declares(compiles=compiles), tmp_path) for compiles in (False, True))
     assert len(plain) == len(compiled) == 6 * 12

@@ -120,7 +120,7 @@ LIBRARY_ADAPTERS = [("conv", 1), ("conv_update", 2), ("conv_verify", 1)]
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("name", "unsupported"), LIBRARY_ADAPTERS)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_convolutions_of_sglang_hold(name: str, unsupported: int, sglang: Worker, store: Store) -> None:
     assert_holds(f"sglang/{name}", sglang, store, unsupported)
 
@@ -133,6 +133,7 @@ def test_convolutions_of_vllm_hold(name: str, unsupported: int, vllm: Worker, st
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("law", ["oracle", "copied"])
+@pytest.mark.slow
 def test_a_padding_request_changes_nothing_in_sglang(law: str, sglang: Worker, store: Store) -> None:
     (report,) = checked(f"{USES}:Pads", [law], sglang, store, Profile("some", 12))
     assert report.verdict is Verdict.HOLDS, report.run

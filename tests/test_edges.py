@@ -100,6 +100,7 @@ def test_a_gate_of_minus_infinity_forgets_the_state_and_has_no_gradient(rule: st
 # What is drawn, and who is wrong there
 
 
+@pytest.mark.slow
 def test_infinite_gates_are_drawn_where_a_domain_has_them() -> None:
     def gates(domain: Domain | PoolDomain) -> set[str]:
         seen: set[str] = set()

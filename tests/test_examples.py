@@ -65,7 +65,7 @@ def test_every_example_is_run() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_an_example_does_what_its_docstring_says(
     name: str, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -340,6 +340,7 @@ def test_without_pip_the_line_says_so(capsys: pytest.CaptureFixture[str], monkey
     assert line == f"gdn-verify: fetch needs pip, which this Python lacks: run {sys.executable} -m ensurepip"
 
 
+@pytest.mark.slow
 def test_what_pip_cannot_find_is_its_last_line(capsys: pytest.CaptureFixture[str]) -> None:
     line = failed(capsys, UNDECIDED)
     assert line == (
@@ -347,6 +348,7 @@ def test_what_pip_cannot_find_is_its_last_line(capsys: pytest.CaptureFixture[str
     )
 
 
+@pytest.mark.slow
 def test_a_wheel_for_this_machine_alone_is_taken(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     version = f"{sys.version_info.major}{sys.version_info.minor}"
     # Not among the tags that we ask for first, and any Linux can use it.

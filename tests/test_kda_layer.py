@@ -107,6 +107,7 @@ def test_wrong_reading_is_not_the_definition(wrong: str) -> None:
     assert errors["y"] > 1e-3
 
 
+@pytest.mark.slow
 def test_gradients_are_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, directions = single(LINES[1])
     found, right = remainders(KDA_LAYER, inputs, directions), truth(KDA_LAYER, inputs, directions)
@@ -168,7 +169,7 @@ def drawn(law: str) -> list[Example]:
 
 
 @pytest.mark.parametrize("spec", RIGHT, ids=lambda spec: spec.rpartition(":")[2])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_right_layer_holds_under_every_law(spec: str) -> None:
     for law in LAYER_LAWS:
         verdicts = {str(run): execute(run).verdict for run in (Run(law, spec, example) for example in drawn(law))}

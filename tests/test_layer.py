@@ -610,7 +610,7 @@ def test_bounds_hold_for_right_implementations(record_property: Callable[[str, o
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_bound_rejects_every_wrong_reading(dtype: str) -> None:
     inputs, directions, _ = telling(DTYPES[dtype])
     limits = [telling_bounds(DTYPES[dtype], algorithm) for algorithm in ("chunkwise", "recurrent")]

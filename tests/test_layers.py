@@ -359,7 +359,7 @@ KILLED_BY = {
 
 
 @pytest.mark.parametrize(("name", "kill"), rows({wrong: (kill,) for wrong, kill in KILLED_BY.items()}))
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_law_alone_kills_animal_and_shows_a_small_case(name: str, kill: Kill, worker: Worker, tmp_path: pathlib.Path) -> None:
     assert_killed_alone(name, kill, worker, tmp_path)
 

@@ -139,6 +139,7 @@ def graph() -> dict[str, set[str]]:
     return {name: arrows((ROOT / path).read_text(encoding="utf-8"), path, names) - {name} for name, path in names.items()}
 
 
+@pytest.mark.slow
 def test_no_import_goes_in_a_circle(graph: dict[str, set[str]]) -> None:
     assert circle(graph) == []
     assert circle({**graph, "oracles.layer": {*graph["oracles.layer"], "oracles.operations"}}) != []

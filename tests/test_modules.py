@@ -132,7 +132,7 @@ def test_laws_are_named_told_and_of_a_kind() -> None:
 
 
 @pytest.mark.parametrize("operation", MODULES)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_variants_and_places_are_all_drawn(operation: str) -> None:
     variants = {
         "absent": {
@@ -513,7 +513,7 @@ def cases(domain: ModuleDomain, law: str) -> list[Example]:
 
 
 @pytest.mark.parametrize("spec", RIGHT, ids=lambda spec: spec.rpartition(":")[2])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_right_module_holds_under_every_law(spec: str) -> None:
     domain, laws = load(spec).domain, set()
     for law in CAN[domain.operation]:

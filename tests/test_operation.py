@@ -229,6 +229,7 @@ ILLEGAL_GATES: dict[str, dict[str, tuple[Case, Change, tuple[str, ...]]]] = {
 @pytest.mark.parametrize(
     ("operation", "what"), [(operation, what) for operation in RULES for what in (*ILLEGAL, *ILLEGAL_GATES[operation])]
 )
+@pytest.mark.slow
 def test_illegal_call_is_refused_in_one_line_with_argument_rule_and_value(operation: str, what: str) -> None:
     case, change, words = (ILLEGAL | ILLEGAL_GATES[operation])[what]
     legal = of(operation, case).inputs()

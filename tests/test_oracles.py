@@ -1237,7 +1237,7 @@ def test_gradcheck_rejects_a_truth_whose_states_carry_no_gradient(gates: int, mo
 
 @pytest.mark.parametrize("gates", [1, 2])
 @pytest.mark.parametrize("tokens", [1, 2, 5])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_gradcheck_accepts_both_classes(tokens: int, gates: int) -> None:
     exact = Arithmetic.exact()
     lengths = [tokens, 0, 2]
@@ -1462,7 +1462,7 @@ def test_a_segment_is_as_many_chunks_as_fit_and_one_at_least(monkeypatch: pytest
         pytest.param("lengths=3+1+700+0+2+5+1 packed=yes key_dim=8 value_dim=4", id="one long among short"),
     ],
 )
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_many_short_sequences_and_one_long_among_short_equal_the_definition(operation: str, line: str) -> None:
     case = Case.parse(f"op={operation} {line} gate=64 state=random seed=3")
     inputs, cotangents = case.inputs(), case.cotangents()

@@ -266,7 +266,7 @@ def test_what_a_kernel_is_compiled_for_is_in_the_key(case: Any, other: dict[str,
 
 
 @pytest.mark.parametrize("name", DOMAINS)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_palette_is_of_different_keys_inside_the_domain_and_as_few_as_it_says(name: str) -> None:
     domain, drawn = DOMAINS[name], palette_of(name)
     assert all(domain.outside(entry) is None for entry in drawn.entries)

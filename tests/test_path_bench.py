@@ -176,6 +176,7 @@ def test_draws_cover_every_mesh_layout_and_choice() -> None:
     ],
     ids=["a layer", "a rule"],
 )
+@pytest.mark.slow
 def test_a_third_of_the_cases_have_two_chunks_on_every_rank_and_end_anywhere(domain: PathDomain) -> None:
     cases: list[ParallelCase] = []
     seeded(PATH_LAWS["parallel"].draw(domain), 0, 300, lambda example: cases.append(example.case))

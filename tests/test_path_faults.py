@@ -43,7 +43,7 @@ def asked(group: RankGroup, tmp_path: pathlib.Path, kind: str) -> Outcome:
         ("HangsInACollective", ("rank", "all_")),
     ],
 )
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named_and_the_next_case_runs(
     two: RankGroup, tmp_path: pathlib.Path, kind: str, excerpts: tuple[str, ...]
 ) -> None:

@@ -844,7 +844,7 @@ def test_gradient_of_a_shared_parameter_errs_by_its_terms_and_not_by_its_sum() -
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_bounds_hold_for_right_implementations(name: str, record_property: Callable[[str, object], None]) -> None:
     found: dict[str, tuple[float, str, int]] = {}
     for seed in range(200):

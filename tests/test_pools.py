@@ -475,7 +475,7 @@ KILLED_BY = {
 
 
 @pytest.mark.parametrize(("name", "kill"), rows({wrong: (kill,) for wrong, kill in KILLED_BY.items()}))
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_law_alone_kills_animal_and_shows_a_small_case(name: str, kill: Kill, worker: Worker, tmp_path: pathlib.Path) -> None:
     assert_killed_alone(name, kill, worker, tmp_path)
 
@@ -497,7 +497,7 @@ SEEN_BY_ONE_LAW = {
 
 
 @pytest.mark.parametrize("animal", SEEN_BY_ONE_LAW, ids=lambda animal: animal.__name__)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_what_one_law_alone_sees_the_oracle_does_not(
     animal: type, worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -516,7 +516,7 @@ def test_what_one_law_alone_sees_the_oracle_does_not(
         ("zoo/InBlocks", {}),
     ],
 )
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_right_implementation_holds_under_every_law(
     spec: str, lacking: dict[str, str], worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -724,6 +724,7 @@ def test_shrunk_case_is_simple_but_for_what_fails() -> None:
 @pytest.mark.parametrize(
     ("name", "verdict"), [("Captured", Verdict.HOLDS), ("SlotsOfTheFirstStep", Verdict.BROKEN), ("SlotsOnTheHost", Verdict.HOLDS)]
 )
+@pytest.mark.slow
 def test_without_a_gpu_tensors_are_filled_again_and_no_graph_is_captured(
     name: str, verdict: Verdict, worker: Worker, tmp_path: pathlib.Path
 ) -> None:

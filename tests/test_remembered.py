@@ -282,6 +282,7 @@ def test_a_check_that_is_over_drops_nothing(tmp_path: pathlib.Path) -> None:
     assert len(Examples(tmp_path).of(RIGHT, "cut")) == 2
 
 
+@pytest.mark.slow
 def test_the_command_line_asks_what_it_kept_and_warns_in_one_line(
     capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

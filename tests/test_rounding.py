@@ -762,7 +762,7 @@ def test_bound_accepts_the_truth_rounded_once(kind: tuple[str, str, str, str], m
 @example(case=Case.parse("lengths=65 dtype=fp16 values=small gate=saturated beta=two state=random"), mode=("chunkwise", "ieee"))
 @example(case=Case.parse("lengths=33 dtype=bf16 values=repeated beta=zero state=zero"), mode=("recurrent", "ieee"))
 @example(case=Case.parse("lengths=16 key_dim=1 value_dim=1 qk_norm=yes values=zero_rows"), mode=("chunkwise", "tf32"))
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_bounds_are_positive_numbers_for_every_drawn_case(operation: str, case: Case, mode: tuple[str, str]) -> None:
     case = dataclasses.replace(case, operation=operation)
     limits = bounds(case.spec, case.inputs(), case.cotangents(), *mode)

@@ -364,7 +364,7 @@ class Launches(TorchFunctionMode):
 
 @pytest.mark.parametrize("packed", ["yes", "no"])
 @pytest.mark.parametrize("values", VALUES)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_device_mixes_once_a_call_and_is_sent_offsets_and_repeated_tokens_only(values: str, packed: str) -> None:
     """Of ordinary and repeated values every gate with every beta, in and outside of the kernel; of others each of these once."""
     regimes = itertools.product(GATES, BETAS, IN_KERNEL)

@@ -38,7 +38,7 @@ def served(sglang_files: pathlib.Path) -> Iterator[Worker]:
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("law", [*TRACE_LAWS])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_sglangs_engine_holds_on_a_trace_of_every_event(law: str, served: Worker) -> None:
     for variant in TRACE_LAWS[law].variants or (None,):
         words = f"law={law} {f'variant={variant} ' if variant else ''}adapter=sglang/pool {LINE}"

@@ -115,7 +115,7 @@ KINDS: list[dict[str, object]] = [
 
 @pytest.mark.usefixtures("many_runs")
 @pytest.mark.parametrize("words", KINDS, ids=str)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_each_case_has_its_own_truth_and_a_bound_of_its_size(words: dict[str, object]) -> None:
     assert widest(alike(**words)) < SIZE
 

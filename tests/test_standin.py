@@ -567,7 +567,7 @@ PLANTED = (
 
 
 @pytest.mark.parametrize(("plant", "name", "law"), PLANTED, ids=[plant.__name__ for plant, _, _ in PLANTED])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_a_mistake_that_no_cpu_shows_is_shown(
     plant: Callable[[pytest.MonkeyPatch], None], name: str, law: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
