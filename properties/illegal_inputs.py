@@ -17,6 +17,7 @@ from properties.cases.module_case import ModuleCase, words_of
 from properties.cases.rule_case import MAX_WIDTH, Case
 from properties.domain import Domain
 from properties.module_domain import ModuleDomain
+from properties.strategies import conventions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +106,18 @@ OF_MODULES: dict[str, dict[str, Callable[[Inputs], Inputs]]] = {
 }
 
 
+# Words of a module's case, and the field of a domain with their choices. The call has the first choice.
+_CHOSEN = {
+    "activation": "activations",
+    "eps": "eps",
+    "gating": "gatings",
+    "lower_bound": "lower_bounds",
+    "offsets": "offsets",
+    "parameter_dtype": "parameter_dtypes",
+    "residual": "residuals",
+}
+
+
 def _module_call(name: str, domain: ModuleDomain) -> tuple[ModuleCase, Inputs] | str:
     """Return a legal call inside the domain, and its inputs with one argument made wrong; or the reason why there is none."""
     if lacking := _lacking(name, domain):
@@ -117,11 +130,13 @@ def _module_call(name: str, domain: ModuleDomain) -> tuple[ModuleCase, Inputs] |
         about = {"lengths": (8, 8), "bias": domain.bias}
     else:
         about = {"lengths": (8, 8), "heads": 2}
-    if domain.operation in ("gdn_gate", "kda_gate"):
-        about["beta"] = domain.beta
-    about |= {"offsets": domain.offsets[0]} if "offsets" in words_of(domain.operation) else {}
-    about |= {"width": near(domain.has_width, 16)} if "width" in words_of(domain.operation) else {}
+    words = words_of(domain.operation)
+    about |= {"beta": domain.beta} if "beta" in words else {}
+    about |= {name: near(domain.has_width, 16) for name in ("width", "out_width") if name in words}
+    about |= {name: getattr(domain, field)[0] for name, field in _CHOSEN.items() if name in words}
     case = ModuleCase(operation=domain.operation, dtype=domain.dtypes[0], backward=False, **about)  # type: ignore[arg-type]
+    if reason := domain.outside(case):
+        return f"the call is outside the domain: {reason}"
     return case, OF_MODULES[domain.operation][name](case.inputs())
 
 
@@ -163,33 +178,27 @@ def _rule_call(name: str, domain: Domain) -> tuple[Case, Inputs] | str:
 
 def _packed_case(domain: Domain) -> Case:
     """Return a packed call of two sequences with a state in the conventions of a domain, with even widths near 16."""
-    step, linear = domain.length_step, "log" not in domain.decays
-    key_dim = near(domain.has_key, PACKED.key_dim)
+    step, key_dim = domain.length_step, near(domain.has_key, PACKED.key_dim)
     return dataclasses.replace(
         PACKED,
-        operation=domain.operation,
-        dtype=domain.dtypes[0],
-        gate_dtype=domain.gate_dtypes[0],
+        **conventions(domain),
         lengths=PACKED.lengths if step == 1 else (step, 2 * step),
         value_heads=PACKED.value_heads if domain.grouped_heads else PACKED.heads,
         key_dim=key_dim,
         value_dim=key_dim if domain.equal_widths else near(domain.has_value, PACKED.value_dim),
-        scale=domain.drawn_scales[0],
         offsets=domain.offsets[0],
         state_dtype=domain.state_dtypes[0],
-        decay="linear" if linear and domain.operation != "delta_rule" else "log",
-        final_dtype=domain.final_dtype,
         initial_states=domain.initial_states,
         final_states=domain.final_states,
     )
 
 
 def near(has: Callable[[int], bool], width: int) -> int:
-    """Return a width that the domain has: this one, the next larger one in steps of 2, or the next smaller one.
+    """Return a width that the domain has: the next one from `width` on in steps of 2, or the next larger or smaller one.
 
-    Return the width itself if the domain has none of these.
+    Even widths can be halved. Return `width` itself if the domain has none.
     """
-    widths = (*range(width, MAX_WIDTH + 1, 2), *range(width, 0, -1))
+    widths = (*range(width, MAX_WIDTH + 1, 2), *range(width + 1, MAX_WIDTH + 1, 2), *range(width, 0, -1))
     return next((candidate for candidate in widths if has(candidate)), width)
 
 

@@ -22,7 +22,7 @@ from verify.findings.store import Store
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker
 
-SMALL = dataclasses.replace(PROFILES["quick"], large=False)  # tests/test_sizes.py is about large cases, which take long
+SMALL = dataclasses.replace(PROFILES["quick"], large=False)  # of rows that are not shrunk; large cases take long
 SHRUNK = 16  # the case of one row in so many is shrunk, because that takes longer than the rest
 
 
@@ -70,7 +70,9 @@ def shrunk_until(
 
 
 def assert_killed_alone(name: str, kill: Kill, worker: Worker, folder: pathlib.Path) -> LawReport:
-    """The report of the law in the default profile without large cases: broken, its case small, and both of its lines kept.
+    """The report of the law in the default profile: broken, its case small, and both of its lines kept.
+
+    Where the case is not shrunk, no case is large (tests/test_sizes.py is about those).
 
     Shrinking ends when the case is small enough. What else gets simpler, whether larger cases hold, and what an adapter might
     declare, is tested elsewhere.
@@ -81,7 +83,9 @@ def assert_killed_alone(name: str, kill: Kill, worker: Worker, folder: pathlib.P
         mock.patch.object(explaining, "SHRINK_RUNS", explaining.SHRINK_RUNS if kill.shrinks else 0),
         mock.patch.object(explaining, "between", return_value=[]),
         mock.patch.object(law_check, "would_hold", return_value=[]),
-        Check(Settings(f"zoo/{name}", [kill.law], SMALL), [worker], store, defects=[]) as check,
+        Check(
+            Settings(f"zoo/{name}", [kill.law], PROFILES["quick"] if kill.shrinks else SMALL), [worker], store, defects=[]
+        ) as check,
     ):
         (report,) = check.run()
     assert report.verdict is Verdict.BROKEN, f"{kill.law} lets {name} live: {report.counts}"

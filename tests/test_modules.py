@@ -434,7 +434,7 @@ KILLED_BY: dict[str, tuple[Kill, ...]] = {
     "NormGateLinearLeavesTheTail": (Kill("permuted"),),
     "NormGateLinearByHeads": (Kill("oracle"),),
     "NormGateLinearOfHalf": (Kill("oracle"),),
-    "NormGateLinearTokensShareAnExponent": (Kill("tokens", 16, 3),),
+    "NormGateLinearTokensShareAnExponent": (Kill("tokens", 8, 3),),
     "NormGateLinearClips": (Kill("oracle"),),
 }
 

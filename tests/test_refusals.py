@@ -2,14 +2,17 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
+from properties.books import book_of
 from properties.domain import Domain
 from properties.illegal_inputs import OF_RULES, PACKED
+from properties.module_domain import ModuleDomain
 from tests.right import Chunkwise
 from verify.execution.refusals import probe
 from verify.interpreter import OutOfBounds, Race
@@ -76,6 +79,43 @@ def test_the_call_that_is_made_wrong_is_right_before() -> None:
 
 def test_every_illegal_input_has_its_message_here() -> None:
     assert set(SAID) == set(OF_RULES)
+
+
+@pytest.mark.parametrize(
+    "domain",
+    [
+        ModuleDomain(activations=("silu",), fixed_widths=(17,), offsets=("int32",)),
+        ModuleDomain("norm_gate_linear", widths=(64, 256), eps=("1e-5",), residuals=("added",), gatings=("sigmoid",)),
+        ModuleDomain("gated_rms_norm", fixed_widths=(24,), eps=("1e-5",)),
+        ModuleDomain("gdn_gate", parameter_dtypes=("input",)),
+        ModuleDomain("kda_gate", lower_bounds=("-5",)),
+        Domain(length_step=4, key_widths=(24,), value_widths=(40,), decays=("linear",), state_dtypes=("bf16",), offsets=("int32",)),
+        Domain(
+            "kda",
+            in_kernel=("none", "gate"),
+            decays=("linear",),
+            gate_dtypes=("input",),
+            initial_states="first",
+            final_states="last",
+        ),
+        Domain("delta_rule", equal_widths=True, grouped_heads=False, scales=("one",), final_dtype="state"),
+    ],
+    ids=lambda domain: domain.operation,
+)
+def test_the_call_before_it_is_made_wrong_is_in_the_conventions_of_the_domain(domain: Any) -> None:
+    illegal, said = book_of(domain).illegal, 0
+    for name in illegal.names(domain.operation):
+        call = illegal.call(name, domain)
+        if isinstance(call, str):
+            assert "unsupported" in call or "has no gate" in call, call
+            continue
+        case, wrong = call
+        assert domain.outside(case) is None
+        case.spec.check(case.inputs())
+        with pytest.raises(ValueError, match="must"):
+            illegal.check(case, wrong)
+        said += 1
+    assert said >= 2
 
 
 @pytest.mark.parametrize("name", OF_RULES)
