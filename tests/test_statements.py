@@ -21,7 +21,7 @@ from verify.findings.law_report import LawReport
 from verify.findings.statements import Statements, ranges, statements
 from verify.process.messages import RunOne
 from verify.process.outcome import Outcome, Verdict
-from verify.process.reach import MOST_ARCS, MOST_FILES, Reach
+from verify.process.reach import MOST_ARCS, MOST_FILES, ON_A_GPU, Reach
 from verify.process.worker import Worker
 
 LINES = pathlib.Path(library.__file__).read_text().splitlines()
@@ -161,7 +161,12 @@ def test_another_tracer_is_left_alone_and_the_report_says_so() -> None:
         sys.settrace(None)
     assert not reach.arcs
     assert reach.unrecorded == recording.ANOTHER
-    told = f"{reach_report.UNRECORDED}: {recording.ANOTHER}"
+    assert f"{reach_report.UNRECORDED}: {recording.ANOTHER}" in reach_report.gaps_of(reach, {})
+
+
+def test_lines_on_a_gpu_are_printed_as_unrecorded_and_do_not_count() -> None:
+    reach = Reach(unrecorded=ON_A_GPU)
+    told = f"{reach_report.UNRECORDED}: {ON_A_GPU}"
     assert told in reach_report.not_looked_at(reach, {})
     assert told not in reach_report.gaps_of(reach, {})
 

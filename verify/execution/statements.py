@@ -19,7 +19,7 @@ import hypothesis
 import numpy
 import torch
 
-from verify.process.reach import Arc
+from verify.process.reach import ON_A_GPU, Arc
 
 TRACES = sys.version_info < (3, 12)
 # To record branches, coverage needs a trace function or the events of Python 3.14. With Python 3.12 and 3.13 it records only
@@ -27,8 +27,6 @@ TRACES = sys.version_info < (3, 12)
 BRANCHES = TRACES or sys.version_info >= (3, 14)
 CASES = 64  # after so many cases, we drop what coverage has recorded
 ANOTHER = "another tool traces the Python of this process"
-# A case takes 20 ms on a GPU, and recording one takes 5 ms. Backward passes run in threads that no trace function sees.
-ON_A_GPU = "lines are recorded only on a CPU"
 _ROOT = pathlib.Path(os.path.abspath(__file__)).parents[2]
 OMITTED = (
     *(str(_ROOT / name / "*") for name in ("oracles", "properties", "verify")),
@@ -113,6 +111,7 @@ def hindered() -> str:
         return ANOTHER
     if sys.version_info >= (3, 12) and sys.monitoring.get_tool(sys.monitoring.COVERAGE_ID) is not None:
         return ANOTHER
+    # A case takes 20 ms on a GPU, and recording one takes 5 ms. Backward passes run in threads that no trace function sees.
     return ON_A_GPU if torch.cuda.is_available() else ""
 
 

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 
 from verify.findings import statements
-from verify.process.reach import DEFAULT, NUMBER, Reach, Values
+from verify.process.reach import DEFAULT, NUMBER, ON_A_GPU, Reach, Values
 
 WIDTH = 130
 MOST_KERNELS = 6  # the report lists so many kernels with branches that never ran, and as many functions with lines that never ran
@@ -30,16 +30,16 @@ def looked_at(reach: Reach) -> str:
 
 
 def not_looked_at(reach: Reach, omits: Mapping[str, str]) -> list[str]:
-    """What no case reached (`gaps_of`), and what a check could not record."""
-    unrecorded = [f"{UNRECORDED}: {reach.unrecorded}"] if reach.unrecorded else []
-    return [*gaps_of(reach, omits), *unrecorded, *([FULL] if reach.full else [])]
+    """What no case reached, and what a check could not record."""
+    unrecorded = [f"{UNRECORDED}: {reach.unrecorded}"] if reach.unrecorded == ON_A_GPU else []
+    return [*gaps_of(reach, omits), *unrecorded]
 
 
 def gaps_of(reach: Reach, omits: Mapping[str, str]) -> list[str]:
     """What no case reached: parameters that were never passed, and branches and lines that never ran.
 
-    Parameters, kernels and functions that `omits` names are left out. What this host cannot record, or a report has no room for,
-    is no gap that an adapter could close.
+    What is not known counts too: lines of Python if another tool traces them, and what a report has no room for. Lines on a GPU do
+    not count, because no check records them there. Parameters, kernels and functions that `omits` names are left out.
     """
     gaps = [] if reach.functions else [reach.trouble or UNSEEN]
     for function, parameters in reach.functions.items():
@@ -50,7 +50,9 @@ def gaps_of(reach: Reach, omits: Mapping[str, str]) -> list[str]:
     if lines := _statements(reach, omits):
         more = f" and {len(lines) - MOST_KERNELS} more functions (--json lists them)" if len(lines) > MOST_KERNELS else ""
         gaps.append(f"Python that never ran: {', '.join(lines[:MOST_KERNELS])}{more}")
-    return gaps
+    if reach.unrecorded and reach.unrecorded != ON_A_GPU:
+        gaps.append(f"{UNRECORDED}: {reach.unrecorded}")
+    return [*gaps, *([FULL] if reach.full else [])]
 
 
 def _branches(reach: Reach, omits: Mapping[str, str]) -> list[str]:

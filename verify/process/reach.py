@@ -12,6 +12,7 @@ MOST_FUNCTIONS, MOST_PARAMETERS, MOST_KINDS = 8, 64, 24
 MOST_KERNELS, MOST_BLOCKS = 64, 256
 DEFAULT = "its default"
 NUMBER = "number"
+ON_A_GPU = "lines are recorded only on a CPU"  # a reason why no lines of Python were recorded
 MOST_FILES, MOST_ARCS = 32, 8192
 # Two lines that ran one after the other; (0, line) if only lines are recorded. Negative numbers are entries and exits of
 # functions.
