@@ -267,6 +267,17 @@ def test_a_rank_that_raises_is_the_finding_and_the_others_are_said_to_wait() -> 
     assert finding.what == "raised RuntimeError: no such tile; while rank 0 waits for rank 1"
 
 
+def test_a_path_refuses_a_token_on_ranks_that_have_none() -> None:
+    """A legal layout may have no tokens; one with a token on each rank is as illegal there as elsewhere."""
+    run = Run.parse(
+        "law=refused variant=length adapter=gdn/layer device=cpu tune=0 lengths=0 cp=2 "
+        "packed=yes heads=2 value_heads=2 key_dim=4 value_dim=4 conv_width=3 seed=33743"
+    )
+    assert execute(run).verdict is Verdict.HOLDS
+    accepts = dataclasses.replace(run, adapter="zoo/TakesHalfPieces")
+    assert execute(accepts).verdict is Verdict.BROKEN
+
+
 def test_a_law_that_compares_nothing_is_blind(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run.parse("law=parallel adapter=gdn/layer lengths=8 cp=2 heads=2 value_heads=2")
     assert execute(run).verdict is Verdict.HOLDS

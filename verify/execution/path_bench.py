@@ -334,11 +334,12 @@ class RankBench(Timed):
         self.call_implementation(lambda: self.adapter.run(arguments, self.place))
 
     def _longer(self, case: ParallelCase, name: str, x: Tensor) -> Tensor:
-        """A tensor of this rank with its first token twice; unchanged if it has no tokens."""
+        """A tensor of this rank with its first token twice, or with a token of zeros if it has none."""
         if name in (PARAMETERS if case.operation == "gdn_layer" else SHARED_ALIKE):
             return x
         axis = 0 if case.operation == "gdn_layer" else 1
-        return torch.cat([x.narrow(axis, 0, 1), x], axis)
+        token = x.narrow(axis, 0, 1) if x.shape[axis] else x.new_zeros((*x.shape[:axis], 1, *x.shape[axis + 1 :]))
+        return torch.cat([token, x], axis)
 
     def from_every_rank(self, word: str) -> list[str]:
         codes = torch.tensor([list(word.encode()[:256].ljust(256, b"\0"))], device=self.device)
