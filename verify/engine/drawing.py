@@ -33,11 +33,17 @@ def seeded(strategy: Any, seed: int, examples: int, look: Callable[[Any], None])
     )
     @hypothesis.given(strategy)
     def drive(example: Any) -> None:
-        if len(seen) < examples and example not in seen:
-            seen.add(example)
+        if example not in seen:
             look(example)
+            seen.add(example)
+        if len(seen) == examples:
+            raise Enough  # Hypothesis would go on to max_examples
 
-    drive()
+    try:
+        drive()
+    except Enough:
+        if len(seen) < examples:  # raised by look
+            raise
 
 
 def batches(strategy: Any, seed: int, examples: int, most: int) -> Iterator[list[Any]]:
