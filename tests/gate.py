@@ -2,9 +2,10 @@
 
     tox -e gpu                                  or, in an environment that has all packages: python -m tests.gate
 
-It wants two GPUs. On one, steps that need two are not run. Steps of one GPU run in two lanes, one on each GPU; then come those of
-all GPUs. Progress goes to stderr, a table to stdout; logs stay in .gdn-verify/gate. Where nothing failed, docs/gpu.json is written:
-`gdn-verify list` and the README say from it which sources passed last. Exit: 0 passed, 1 a step failed, 3 there is no GPU.
+It wants two GPUs. On one, steps that need two are not run. What compiles runs first, side by side; then rates are measured, one at
+a time; then come the other steps of all GPUs. Progress goes to stderr, a table to stdout; logs stay in .gdn-verify/gate. Where
+nothing failed, docs/gpu.json is written: `gdn-verify list` and the README say from it which sources passed last.
+Exit: 0 passed, 1 a step failed, 3 there is no GPU.
 """
 
 import argparse
@@ -125,12 +126,23 @@ def first_verdict(most_s: float) -> Callable[[Done], list[Row]]:
     return judge
 
 
+def passes(done: Done) -> tuple[list[float], bool]:
+    """The cases a second of each pass of benchmarks/steady.py, and whether no case was broken or undecided."""
+    rates = [float(found[1]) for _, line in done.lines if (found := re.match(r"([\d.]+) cases a second", line))]
+    return rates, done.code == 0 and not any("broken" in line or "unknown" in line for _, line in done.lines)
+
+
 def steady(done: Done) -> list[Row]:
     """Cases a second once all is compiled, the median of the passes, and no case broken or undecided."""
-    rates = [float(found[1]) for _, line in done.lines if (found := re.match(r"([\d.]+) cases a second", line))]
-    wrong = [line for _, line in done.lines if "broken" in line or "unknown" in line]
+    rates, right = passes(done)
     rate = statistics.median(rates) if rates else 0.0
-    return [done.row(good=done.code == 0 and not wrong and rate >= STEADY, figure=f"{rate:.1f} a second", must=f"{STEADY:.0f}")]
+    return [done.row(good=right and rate >= STEADY, figure=f"{rate:.1f} a second", must=f"{STEADY:.0f}")]
+
+
+def no_alarm(done: Done) -> list[Row]:
+    """The same cases while their kernels are compiled: none is broken or undecided, at whatever rate."""
+    rates, right = passes(done)
+    return [done.row(good=right and bool(rates), figure="no alarm" if right else "alarms", must="no alarm")]
 
 
 def rates(done: Done) -> list[Row]:
@@ -188,18 +200,19 @@ def pytest(*words: str) -> tuple[str, ...]:
 def lanes(cards: int) -> tuple[tuple[tuple[str, tuple[Step, ...]], ...], ...]:
     """The steps in stages, one after the other; of a stage the lanes, side by side, each with the GPUs that it sees.
 
-    What is timed has a GPU to itself: ranks that wait for each other in NCCL take turns with whatever else runs there. So kernels
-    of the paths of flash-linear-attention, which take longest to compile, are compiled beside the steps of single GPUs.
+    Rates are measured alone: ranks that wait for each other in NCCL take turns with whatever else runs on their GPUs. Compiling
+    takes longest, so it is done beside other steps: of the kernels of the paths of flash-linear-attention, and of those whose
+    steady rate is measured later.
     """
     first = ("check", "fla/chunk", "--law", "recall", "--seed", "5", "--device", "cuda")
-    measured = (PYTHON, "-m", "benchmarks.steady", "fla/chunk", "--cases", "200", "--passes", "3")
+    measured = (PYTHON, "-m", "benchmarks.steady", "fla/chunk", "--cases", "200", "--passes")
     blocks = ("check", "fla/decode_blocks", "--profile", "few", "--device", "cuda", "--law", "blocks", "--law", "oracle")
     graphs = ("check", "tests/right.py:Captured", "--profile", "few", "--device", "cuda", "--law", "refill", "--law", "oracle")
     timed = (
         Step("cold", "first verdict, no kernel compiled", verify(*first), first_verdict(COLD_S), cold=True),
         Step("warm", "first verdict, kernels compiled", verify(*first), first_verdict(WARM_S), after="cold"),
-        Step("steady", "steady rate of one GPU", measured, steady),
     )
+    alone = Step("steady", "steady rate of one GPU", (*measured, "3"), steady)
     others = (
         Step("tests", "tests on one GPU", pytest("-n", "6", *GPU_TESTS), tests),
         Step("decode", "decode in every size of block", verify(*blocks), check),
@@ -209,7 +222,7 @@ def lanes(cards: int) -> tuple[tuple[tuple[str, tuple[Step, ...]], ...], ...]:
         ),
     )
     if cards == 1:
-        return ((("0", (*timed, *others)),),)
+        return ((("0", (*timed, alone, *others)),),)
     every, ranks = ",".join(map(str, range(cards))), ("--ranks", str(cards), "--deadline", str(DEADLINE_S))
     rate = (PYTHON, "-m", "benchmarks.distributed", "--ranks", str(cards), "--cases", "250", "--json", "{file}")
     torchrun = (PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(cards))
@@ -219,19 +232,29 @@ def lanes(cards: int) -> tuple[tuple[tuple[str, tuple[Step, ...]], ...], ...]:
     def path(name: str, profile: str, *words: str) -> Step:
         return Step(name, f"fla/{name} over NCCL", verify("check", f"fla/{name}", *ranks, "--profile", profile, *words), check)
 
+    compiles = Step("compiled", "kernels of the steady rate compiled", (*measured, "1"), no_alarm)
     return (
         (
-            ("0", timed),
+            ("0", (*timed, compiles)),
             ("1", others),
             (every, (path("chunk_cp", "few"),)),
-            (every, (path("kda_cp", "few"), path("conv_cp", "few"))),
+            (every, (path("kda_cp", "few"),)),
         ),
         ((every, (Step("rates", "rates over NCCL", rate, rates),)),),
+        (("0", (alone,)),),
         (
             (
                 every,
                 (
                     Step("exact", "exact laws over NCCL", verify("check", "gdn/layer", *ranks, "--profile", "ci", *exact), check),
+                    Step("ranks", "tests on all GPUs", pytest("-k", "nccl", "tests/test_gpu.py"), tests),
+                    path("conv_cp", "few"),
+                ),
+            ),
+            (every, (Step("layer", "whole layers over NCCL", verify("check", "gdn/layer", *ranks, *whole), check),)),
+            (
+                every,
+                (
                     Step(
                         "torchrun",
                         "gdn/layer under torchrun",
@@ -240,8 +263,6 @@ def lanes(cards: int) -> tuple[tuple[tuple[str, tuple[Step, ...]], ...], ...]:
                     ),
                 ),
             ),
-            (every, (Step("layer", "whole layers over NCCL", verify("check", "gdn/layer", *ranks, *whole), check),)),
-            (every, (Step("ranks", "tests on all GPUs", pytest("-k", "nccl", "tests/test_gpu.py"), tests),)),
         ),
     )
 

@@ -66,6 +66,15 @@ def xml(cases: str) -> str:
                 (1, "", (1.0, f"{gate.STEADY + 1} cases a second: 4 s; 9 holds")),
             ],
         ),
+        (
+            gate.no_alarm,
+            (0, "", (1.0, "0.1 cases a second: 4 s; 9 holds")),
+            [
+                (0, ""),
+                (0, "", (1.0, "0.1 cases a second: 4 s; 8 holds, 1 unknown")),
+                (1, "", (1.0, "0.1 cases a second: 4 s; 9 holds")),
+            ],
+        ),
         (gate.tests, (0, xml(PASSES)), [(1, xml(FAILS)), (0, xml(FAILS)), (3, ""), (2, xml(PASSES)), (0, xml(SKIPPED))]),
         (
             gate.rates,
@@ -77,7 +86,7 @@ def xml(cases: str) -> str:
             ],
         ),
     ],
-    ids=["check", "first verdict", "steady", "tests", "rates"],
+    ids=["check", "first verdict", "steady", "compiled", "tests", "rates"],
 )
 def test_a_judge_passes_what_is_good_and_nothing_else(
     judge: Callable[[Done], list[Row]], good: tuple[Any, ...], bad: list[tuple[Any, ...]], done: Callable[..., Done]

@@ -34,7 +34,7 @@ from verify.ranks.torchrun import TorchrunGroup
 
 # Runs in one question: BATCH where runs are short (exact laws on ranks, all laws on a GPU), TRUTHS for truth laws on ranks, whose
 # oracles take a while.
-BATCH, TRUTHS = 16, 4
+BATCH, TRUTHS = 32, 4
 # Runs in one question to a GPU's worker if it computes their tolerances in one call. If the worker is lost, each run is repeated.
 POOLED = 64
 PROBES, PROBE_TOKENS = 8, 64  # of so many drawn cases, the one with about so many tokens shows what a token costs
