@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import datetime
 import json
+import math
 import os
 import pathlib
 import re
@@ -38,8 +39,11 @@ from verify.gpu import record as gpu_record
 LOGS = gpu_record.ROOT / ".gdn-verify" / "gate"
 RECORD = gpu_record.PLACES[0]
 PYTHON = sys.executable
-# Targets of ours. One H200 took 18.9 s, 10.2 s and 66 cases a second. A slow host passes; twice as slow again fails.
-COLD_S, WARM_S, STEADY = 60.0, 25.0, 35.0
+# Targets of ours. One H200 took 18.9 s and 10.2 s. A slow host passes; twice as slow again fails.
+COLD_S, WARM_S = 60.0, 25.0
+# How many times as long as the implementation's own calls a case may take. Both are bounded by the host, so a slow host changes
+# cases a second and not this: two H100 hosts gave 32 to 38 cases a second, and 3.1 to 3.3 times in every pass.
+STEADY = 4.0
 LAYERS, LAYOUTS, DISTRIBUTED = 10.0, 250.0, 2000  # a second, a second, cases in all
 DEADLINE_S = 240.0  # of a step
 # The files with tests marked gpu.
@@ -126,17 +130,22 @@ def first_verdict(most_s: float) -> Callable[[Done], list[Row]]:
     return judge
 
 
-def passes(done: Done) -> tuple[list[float], bool]:
-    """The cases a second of each pass of benchmarks/steady.py, and whether no case was broken or undecided."""
-    rates = [float(found[1]) for _, line in done.lines if (found := re.match(r"([\d.]+) cases a second", line))]
+def passes(done: Done) -> tuple[list[tuple[float, float]], bool]:
+    """For each pass of benchmarks/steady.py the cases a second and the time of a case over that of the implementation's calls.
+
+    Then whether no case was broken or undecided.
+    """
+    lines = [re.match(r"([\d.]+) cases a second: ([\d.]+) s, kernels ([\d.]+)", line) for _, line in done.lines]
+    rates = [(float(found[1]), float(found[2]) / float(found[3])) for found in lines if found]
     return rates, done.code == 0 and not any("broken" in line or "unknown" in line for _, line in done.lines)
 
 
 def steady(done: Done) -> list[Row]:
-    """Cases a second once all is compiled, the median of the passes, and no case broken or undecided."""
+    """The rate once all is compiled, the median of the passes, and no case broken or undecided."""
     rates, right = passes(done)
-    rate = statistics.median(rates) if rates else 0.0
-    return [done.row(good=right and rate >= STEADY, figure=f"{rate:.1f} a second", must=f"{STEADY:.0f}")]
+    rate, times = (statistics.median(column) for column in zip(*rates, strict=True)) if rates else (0.0, math.inf)
+    figure = f"{rate:.1f} a second, {times:.1f} x the calls"
+    return [done.row(good=right and times <= STEADY, figure=figure, must=f"{STEADY:.0f} x")]
 
 
 def no_alarm(done: Done) -> list[Row]:

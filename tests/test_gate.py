@@ -58,21 +58,21 @@ def xml(cases: str) -> str:
         ),
         (
             gate.steady,
-            (0, "", (1.0, f"{gate.STEADY + 1} cases a second: 4 s; 9 holds")),
+            (0, "", (1.0, "9.0 cases a second: 3.9 s, kernels 1.00, oracle 2.00; 9 holds")),
             [
                 (0, ""),
-                (0, "", (1.0, f"{gate.STEADY - 1} cases a second: 4 s; 9 holds")),
-                (0, "", (1.0, f"{gate.STEADY + 1} cases a second: 4 s; 8 holds, 1 broken")),
-                (1, "", (1.0, f"{gate.STEADY + 1} cases a second: 4 s; 9 holds")),
+                (0, "", (1.0, "99.0 cases a second: 4.1 s, kernels 1.00, oracle 2.00; 9 holds")),
+                (0, "", (1.0, "9.0 cases a second: 3.9 s, kernels 1.00, oracle 2.00; 8 holds, 1 broken")),
+                (1, "", (1.0, "9.0 cases a second: 3.9 s, kernels 1.00, oracle 2.00; 9 holds")),
             ],
         ),
         (
             gate.no_alarm,
-            (0, "", (1.0, "0.1 cases a second: 4 s; 9 holds")),
+            (0, "", (1.0, "0.1 cases a second: 4 s, kernels 1; 9 holds")),
             [
                 (0, ""),
-                (0, "", (1.0, "0.1 cases a second: 4 s; 8 holds, 1 unknown")),
-                (1, "", (1.0, "0.1 cases a second: 4 s; 9 holds")),
+                (0, "", (1.0, "0.1 cases a second: 4 s, kernels 1; 8 holds, 1 unknown")),
+                (1, "", (1.0, "0.1 cases a second: 4 s, kernels 1; 9 holds")),
             ],
         ),
         (gate.tests, (0, xml(PASSES)), [(1, xml(FAILS)), (0, xml(FAILS)), (3, ""), (2, xml(PASSES)), (0, xml(SKIPPED))]),
