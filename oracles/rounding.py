@@ -194,8 +194,9 @@ class Arithmetic:
         return self._round(x, place, bits, EXACT, FP16_STEP if bits == BITS["fp16"] else 0.0)
 
     def gradient(self, x: Tensor, place: str, bits: int) -> Tensor:
-        """Return x unchanged; its gradient is an output of `bits` bits."""
-        return self._round(x, place, EXACT, bits, self.step if bits <= BITS["fp16"] else 0.0)
+        """Return x unchanged; its gradient is an output of `bits` bits, which may be those of another dtype than the inputs'."""
+        step = FP16_STEP if bits == BITS["fp16"] else self.step if bits == self.output else 0.0
+        return self._round(x, place, EXACT, bits, step)
 
     def _round(self, x: Tensor, place: str, forward: int, backward: int, step: float) -> Tensor:
         if not self.rounds or min(forward, backward) >= _MANTISSA[x.dtype]:

@@ -27,6 +27,7 @@ from properties.trace_domain import TraceDomain
 from tests import right_interfaces
 from tests.right_conventions import (
     CONVENTIONS,
+    HalfInitialStates,
     InputStates,
     LosesTheLastDecay,
     OneInitialState,
@@ -291,6 +292,42 @@ def test_lines_of_earlier_versions_mean_the_same() -> None:
     assert (case.state_dtype, case.final_dtype, case.initial_states, case.final_states) == ("fp32", "fp32", "each", "each")
     assert case.spec is rule_of("gated_delta_rule")
     assert case.inputs().state.dtype == torch.float32
+
+
+# Right calls that were called wrong until 25 November 2026: the gradient of bf16 states was rounded as if fp16 had its range, and a
+# later call in another dtype was expected to return states in the dtype of the first call.
+CALLS = {
+    "dh0 in bf16 of a call in fp16": "law=oracle adapter=tests/right_conventions.py:HalfInitialStates lengths=16+16 value_heads=2 "
+    "key_dim=1 value_dim=1 dtype=fp16 gate=10 beta=one values=great state=zero qk_norm=yes state_dtype=bf16 seed=40304",
+    "states in the dtype of each call": "law=history variant=others adapter=tests/right_conventions.py:InputStates lengths=6+2 "
+    "packed=yes key_dim=1 dtype=fp16 gate=1000 beta=one values=great qk_norm=yes offsets=int32 final_dtype=input seed=48125",
+}
+
+
+@pytest.mark.parametrize("line", CALLS.values(), ids=CALLS)
+def test_a_right_call_that_had_an_alarm_holds(line: str) -> None:
+    outcome = execute(Run.parse(line))
+    assert outcome.verdict is Verdict.HOLDS, outcome.findings
+
+
+def test_a_gradient_of_bf16_states_in_fp16_is_judged() -> None:
+    """It was rounded to zero in every disturbed run, so the tolerance was 12 times the gradient."""
+    right = Run.parse(
+        "law=oracle adapter=tests/right_conventions.py:HalfInitialStates lengths=16+16 value_heads=2 key_dim=8 value_dim=8 "
+        "dtype=fp16 gate=10 state=random state_dtype=bf16 seed=1"
+    )
+    assert execute(right).verdict is Verdict.HOLDS
+    outcome = execute(dataclasses.replace(right, adapter="tests/test_conventions.py:HalfOfTheGradient"))
+    assert outcome.verdict is Verdict.BROKEN
+    assert [finding.output for finding in outcome.findings] == ["dh0"]
+
+
+class HalfOfTheGradient(HalfInitialStates):
+    """Wrong: half of the gradient of an initial state is lost."""
+
+    def run(self, x: Inputs) -> Any:
+        state = x.state
+        return super().run(x if state is None else x.replaced(state=(state + state.detach()) / 2))
 
 
 @pytest.mark.parametrize("kind", INTERFACES, ids=lambda kind: kind.__name__)

@@ -234,12 +234,12 @@ class Case(Line):
         without = ("gate",) * self.without_gate + ("beta",) * self.without_beta
         channels = tuple(name for name, word in _OF_CHANNELS.items() if self.channel_decays in (word, "both"))
         initial = self.dtype_of_states if self.state != "none" else None
-        return self._with_states(inside, without, channels, initial, packed=self.packed)
+        return self._with_states(self.dtype, inside, without, channels, initial, packed=self.packed)
 
     def spec_of(self, inputs: Inputs) -> Operation:
         """Return the contract of a call like the case's; the call may have a gate or beta that the case's computes or leaves out.
 
-        The call may also have an initial state where the case has none, or be packed where the case is not.
+        The call may also have another dtype, have an initial state where the case has none, or be packed where the case is not.
         """
         inside, state = {name: inputs.get(raw) is not None for name, raw in INSIDE.items()}, inputs.get("state")
         gate = self.without_gate and not (inside["gate"] or inside["linear"]) and inputs.get("g") is None
@@ -247,13 +247,22 @@ class Case(Line):
         without = ("gate",) * gate + ("beta",) * beta
         channels = tuple(name for name in _OF_CHANNELS if inputs.get(name) is not None)
         initial = None if state is None else NAMES.get(state.dtype, "fp32")
-        return self._with_states(inside, without, channels, initial, packed=inputs.get("cu_seqlens") is not None)
+        q = inputs.get("q")
+        dtype = NAMES.get(q.dtype, self.dtype) if isinstance(q, Tensor) else self.dtype
+        return self._with_states(dtype, inside, without, channels, initial, packed=inputs.get("cu_seqlens") is not None)
 
     def _with_states(
-        self, inside: Mapping[str, bool], without: tuple[str, ...], channels: tuple[str, ...], initial: str | None, *, packed: bool
+        self,
+        dtype: str,
+        inside: Mapping[str, bool],
+        without: tuple[str, ...],
+        channels: tuple[str, ...],
+        initial: str | None,
+        *,
+        packed: bool,
     ) -> Operation:
-        """Return the contract of a call that has initial states of a dtype, or none."""
-        final = {"input": self.dtype, "state": initial or "fp32"}.get(self.final_dtype, self.final_dtype)
+        """Return the contract of a call of inputs in `dtype` that has initial states of a dtype, or none."""
+        final = {"input": dtype, "state": initial or "fp32"}.get(self.final_dtype, self.final_dtype)
         first, last = packed and self.initial_states == "first", packed and self.final_states == "last"
         states = {"initial": initial or "fp32", "final": final}
         return rule_of(self.operation, **inside, without=without, channels=channels, **states, first=first, last=last)
