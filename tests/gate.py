@@ -2,9 +2,10 @@
 
     tox -e gpu                                  or, in an environment that has all packages: python -m tests.gate
 
-It wants two GPUs. On one, steps that need two are not run. What compiles runs first, side by side; then rates are measured, one at
-a time; then come the other steps of all GPUs. Progress goes to stderr, a table to stdout; logs stay in .gdn-verify/gate. Where
-nothing failed, docs/gpu.json is written: `gdn-verify list` and the README say from it which sources passed last.
+It wants two GPUs. On one, steps that need two are not run. Steps whose kernels take long to compile run first, side by side. Then
+rates are measured, one at a time. The other steps of all GPUs run last. Progress goes to stderr, a table to stdout; logs stay in
+.gdn-verify/gate. Where nothing failed, docs/gpu.json is written: `gdn-verify list` and the README say from it which sources passed
+last.
 Exit: 0 passed, 1 a step failed, 3 there is no GPU.
 """
 
@@ -39,11 +40,11 @@ from verify.gpu import record as gpu_record
 LOGS = gpu_record.ROOT / ".gdn-verify" / "gate"
 RECORD = gpu_record.PLACES[0]
 PYTHON = sys.executable
-# Targets of ours. One H200 took 18.9 s and 10.2 s. A slow host passes; twice as slow again fails.
-COLD_S, WARM_S = 60.0, 25.0
-# How many times as long as the implementation's own calls a case may take. Both are bounded by the host, so a slow host changes
-# cases a second and not this: two H100 hosts gave 32 to 38 cases a second, and 3.1 to 3.3 times in every pass.
-STEADY = 4.0
+# Targets of ours. One H200 took 18.9 s, 10.2 s and 66 cases a second. A slow host passes; twice as slow again fails.
+COLD_S, WARM_S, STEADY = 60.0, 25.0, 35.0
+# How many times as long as the implementation's own calls a case may take. This depends less on the host than a rate: on two H100
+# hosts with 32 to 38 cases a second, it was 3.1 to 3.3 in every pass.
+TIMES = 4.0
 LAYERS, LAYOUTS, DISTRIBUTED = 10.0, 250.0, 2000  # a second, a second, cases in all
 DEADLINE_S = 240.0  # of a step
 # The files with tests marked gpu.
@@ -131,9 +132,9 @@ def first_verdict(most_s: float) -> Callable[[Done], list[Row]]:
 
 
 def passes(done: Done) -> tuple[list[tuple[float, float]], bool]:
-    """For each pass of benchmarks/steady.py the cases a second and the time of a case over that of the implementation's calls.
+    """Two numbers for each pass of benchmarks/steady.py, and whether the step succeeded with no case broken or undecided.
 
-    Then whether no case was broken or undecided.
+    The numbers are cases a second, and the time of the pass as a multiple of the time of the implementation's calls.
     """
     lines = [re.match(r"([\d.]+) cases a second: ([\d.]+) s, kernels ([\d.]+)", line) for _, line in done.lines]
     rates = [(float(found[1]), float(found[2]) / float(found[3])) for found in lines if found]
@@ -141,17 +142,18 @@ def passes(done: Done) -> tuple[list[tuple[float, float]], bool]:
 
 
 def steady(done: Done) -> list[Row]:
-    """The rate once all is compiled, the median of the passes, and no case broken or undecided."""
+    """The medians over the passes once all is compiled: the rate, and the time as a multiple of that of the calls."""
     rates, right = passes(done)
     rate, times = (statistics.median(column) for column in zip(*rates, strict=True)) if rates else (0.0, math.inf)
-    figure = f"{rate:.1f} a second, {times:.1f} x the calls"
-    return [done.row(good=right and times <= STEADY, figure=figure, must=f"{STEADY:.0f} x")]
+    figure, must = f"{rate:.1f} a second, {times:.1f} x the calls", f"{STEADY:.0f}, {TIMES:.0f} x"
+    return [done.row(good=right and rate >= STEADY and times <= TIMES, figure=figure, must=must)]
 
 
 def no_alarm(done: Done) -> list[Row]:
-    """The same cases while their kernels are compiled: none is broken or undecided, at whatever rate."""
+    """The same cases while their kernels are compiled: no case is broken or undecided. The rate does not matter."""
     rates, right = passes(done)
-    return [done.row(good=right and bool(rates), figure="no alarm" if right else "alarms", must="no alarm")]
+    figure = f"{len(rates)} pass" if right else f"code {done.code}, or a case is broken or unknown"
+    return [done.row(good=right and bool(rates), figure=figure, must="1 pass")]
 
 
 def rates(done: Done) -> list[Row]:
@@ -209,9 +211,9 @@ def pytest(*words: str) -> tuple[str, ...]:
 def lanes(cards: int) -> tuple[tuple[tuple[str, tuple[Step, ...]], ...], ...]:
     """The steps in stages, one after the other; of a stage the lanes, side by side, each with the GPUs that it sees.
 
-    Rates are measured alone: ranks that wait for each other in NCCL take turns with whatever else runs on their GPUs. Compiling
-    takes longest, so it is done beside other steps: of the kernels of the paths of flash-linear-attention, and of those whose
-    steady rate is measured later.
+    Rates are measured alone, because ranks that wait for each other in NCCL take turns with whatever else runs on their GPUs.
+    Compiling takes longest. So the kernels of the steady rate and those of the paths of flash-linear-attention are compiled beside
+    other steps.
     """
     first = ("check", "fla/chunk", "--law", "recall", "--seed", "5", "--device", "cuda")
     measured = (PYTHON, "-m", "benchmarks.steady", "fla/chunk", "--cases", "200", "--passes")
@@ -241,10 +243,10 @@ def lanes(cards: int) -> tuple[tuple[tuple[str, tuple[Step, ...]], ...], ...]:
     def path(name: str, profile: str, *words: str) -> Step:
         return Step(name, f"fla/{name} over NCCL", verify("check", f"fla/{name}", *ranks, "--profile", profile, *words), check)
 
-    compiles = Step("compiled", "kernels of the steady rate compiled", (*measured, "1"), no_alarm)
+    compiled = Step("compiled", "kernels of the steady rate compiled", (*measured, "1"), no_alarm)
     return (
         (
-            ("0", (*timed, compiles)),
+            ("0", (*timed, compiled)),
             ("1", others),
             (every, (path("chunk_cp", "few"),)),
             (every, (path("kda_cp", "few"),)),

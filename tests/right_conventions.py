@@ -158,6 +158,24 @@ class DropsTheState(HalfInitialStates):
         return torch.cat([state[:, :-1], torch.zeros_like(state[:, -1:])], 1)
 
 
+class HalfOfTheGradient(HalfInitialStates):
+    """Wrong: half of the gradient of an initial state is lost."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        return super().run(x if x.state is None else x.replaced(state=(x.state + x.state.detach()) / 2))
+
+
+class DtypeOfTheFirstCall(InputStates):
+    """Wrong: final states keep the dtype of the first call of the process."""
+
+    dtype: torch.dtype | None = None
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        self.dtype = self.dtype or x.q.dtype
+        o, state = super().run(x)
+        return o, None if state is None else state.to(self.dtype)
+
+
 class LargerState(HalfFinalStates):
     """Wrong: a final state is 2% too large."""
 

@@ -4,7 +4,6 @@ import dataclasses
 import os
 import pathlib
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import strategies as st
 
 from oracles import bound
 from properties.cases.rule_case import Case
@@ -31,7 +29,6 @@ from verify.adapters.packages import installed
 from verify.engine import asking, check, explaining, law_check
 from verify.engine.asking import ask, describe
 from verify.engine.check import Check
-from verify.engine.drawing import batches, seeded
 from verify.engine.law_check import ENOUGH, Settings, overall
 from verify.engine.profiles import PROFILES, Profile
 from verify.execution.execute import execute
@@ -506,77 +503,6 @@ def test_crash_that_does_not_repeat_is_undecided_and_kept(store: Store, monkeypa
     assert report.verdict is Verdict.UNKNOWN
     assert "SIGSEGV, but not again in a fresh worker" in report.reason
     assert "found once" in (store.folder / "findings.jsonl").read_text()
-
-
-def test_batches_are_what_is_drawn_in_its_order_and_no_longer_than_asked() -> None:
-    want: list[int] = []
-    seeded(st.integers(0, 10**6), 3, 40, want.append)
-    got = list(batches(st.integers(0, 10**6), 3, 40, 7))
-    assert [number for batch in got for number in batch] == want
-    assert 0 < min(map(len, got)) <= max(map(len, got)) <= 7
-
-
-def test_nothing_is_drawn_after_the_last_example() -> None:
-    """Drawing it and throwing it away once took a quarter of the time of a law whose cases are short."""
-    drawn: list[int] = []
-    seeded(st.integers(0, 10**6).map(lambda number: drawn.append(number) or number), 3, 40, lambda _: None)
-    assert len(set(drawn)) == 40
-    assert drawn[-1] not in drawn[:-1]
-
-
-def test_a_thread_that_has_drawn_draws_again() -> None:
-    drew: set[threading.Thread] = set()  # a first drawing in a thread takes long
-
-    def draw(number: int) -> int:
-        drew.add(threading.current_thread())
-        return number
-
-    for seed in range(10):
-        assert list(batches(st.integers(0, 10**6).map(draw), seed, 3, 2))
-    assert threading.current_thread() not in drew
-    assert len(drew) < 10
-
-
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12: a fork beside threads
-def test_a_fork_of_this_process_draws_in_threads_of_its_own() -> None:
-    assert list(batches(st.integers(0, 10**6), 0, 3, 2))
-    source, target = os.pipe()
-    if not os.fork():
-        signal.alarm(20)
-        os.write(target, str(sum(map(len, batches(st.integers(0, 10**6), 1, 3, 2)))).encode())
-        os._exit(0)
-    os.close(target)
-    os.wait()
-    with open(source) as pipe:
-        assert pipe.read() == "3"
-
-
-def test_nothing_is_drawn_for_who_has_left() -> None:
-    count, more = [0], threading.Event()
-
-    def draw(number: int) -> int:
-        count[0] += 1
-        if count[0] > 5:
-            more.wait(10)
-        return number
-
-    wanted = batches(st.integers(0, 10**6).map(draw), 0, 10**5, 2)
-    next(wanted)
-    wanted.close()
-    more.set()
-    before = -1
-    while before != count[0]:
-        before = count[0]
-        time.sleep(0.1)
-    assert count[0] < 20
-
-
-def test_a_drawing_that_fails_fails_its_caller() -> None:
-    def refuse(number: int) -> int:
-        raise ArithmeticError(f"not {number}")
-
-    with pytest.raises(ArithmeticError, match=r"^not "):
-        list(batches(st.integers(0, 9).map(refuse), 0, 5, 2))
 
 
 @pytest.mark.parametrize(

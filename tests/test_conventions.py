@@ -27,7 +27,6 @@ from properties.trace_domain import TraceDomain
 from tests import right_interfaces
 from tests.right_conventions import (
     CONVENTIONS,
-    HalfInitialStates,
     InputStates,
     LosesTheLastDecay,
     OneInitialState,
@@ -41,7 +40,7 @@ from verify.execution import judging
 from verify.execution.execute import execute
 from verify.execution.refusals import probe
 from verify.execution.run import Run
-from verify.process.outcome import Outcome, Verdict
+from verify.process.outcome import FailureKind, Outcome, Verdict
 
 INTERFACES = [
     kind
@@ -317,17 +316,17 @@ def test_a_gradient_of_bf16_states_in_fp16_is_judged() -> None:
         "dtype=fp16 gate=10 state=random state_dtype=bf16 seed=1"
     )
     assert execute(right).verdict is Verdict.HOLDS
-    outcome = execute(dataclasses.replace(right, adapter="tests/test_conventions.py:HalfOfTheGradient"))
+    outcome = execute(dataclasses.replace(right, adapter="tests/right_conventions.py:HalfOfTheGradient"))
     assert outcome.verdict is Verdict.BROKEN
     assert [finding.output for finding in outcome.findings] == ["dh0"]
 
 
-class HalfOfTheGradient(HalfInitialStates):
-    """Wrong: half of the gradient of an initial state is lost."""
-
-    def run(self, x: Inputs) -> Any:
-        state = x.state
-        return super().run(x if state is None else x.replaced(state=(state + state.detach()) / 2))
+def test_a_state_in_the_dtype_of_the_first_call_is_found() -> None:
+    run = dataclasses.replace(
+        Run.parse(CALLS["states in the dtype of each call"]), adapter="tests/right_conventions.py:DtypeOfTheFirstCall"
+    )
+    (finding,) = execute(run).findings
+    assert (finding.output, finding.kind) == ("final_state", FailureKind.DTYPE)
 
 
 @pytest.mark.parametrize("kind", INTERFACES, ids=lambda kind: kind.__name__)

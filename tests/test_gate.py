@@ -58,12 +58,13 @@ def xml(cases: str) -> str:
         ),
         (
             gate.steady,
-            (0, "", (1.0, "9.0 cases a second: 3.9 s, kernels 1.00, oracle 2.00; 9 holds")),
+            (0, "", (1.0, "36.0 cases a second: 3.9 s, kernels 1.00, oracle 2.00; 9 holds")),
             [
                 (0, ""),
-                (0, "", (1.0, "99.0 cases a second: 4.1 s, kernels 1.00, oracle 2.00; 9 holds")),
-                (0, "", (1.0, "9.0 cases a second: 3.9 s, kernels 1.00, oracle 2.00; 8 holds, 1 broken")),
-                (1, "", (1.0, "9.0 cases a second: 3.9 s, kernels 1.00, oracle 2.00; 9 holds")),
+                (0, "", (1.0, "34.0 cases a second: 3.9 s, kernels 1.00, oracle 2.00; 9 holds")),
+                (0, "", (1.0, "36.0 cases a second: 4.1 s, kernels 1.00, oracle 2.00; 9 holds")),
+                (0, "", (1.0, "36.0 cases a second: 3.9 s, kernels 1.00, oracle 2.00; 8 holds, 1 broken")),
+                (1, "", (1.0, "36.0 cases a second: 3.9 s, kernels 1.00, oracle 2.00; 9 holds")),
             ],
         ),
         (

@@ -268,7 +268,7 @@ def test_a_rank_that_raises_is_the_finding_and_the_others_are_said_to_wait() -> 
 
 
 def test_a_path_refuses_a_token_on_ranks_that_have_none() -> None:
-    """A legal layout may have no tokens; one with a token on each rank is as illegal there as elsewhere."""
+    """A legal layout may have no tokens. With a token on each rank, its length is illegal."""
     run = Run.parse(
         "law=refused variant=length adapter=gdn/layer device=cpu tune=0 lengths=0 cp=2 "
         "packed=yes heads=2 value_heads=2 key_dim=4 value_dim=4 conv_width=3 seed=33743"

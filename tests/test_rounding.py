@@ -571,6 +571,17 @@ def test_place_rounds_the_value_and_its_cotangent_as_it_says(name: str) -> None:
         assert not same_errors, "backward is another place"
 
 
+@pytest.mark.parametrize("bits", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_a_gradient_in_another_dtype_has_that_dtypes_step(dtype: str, bits: str) -> None:
+    x, cotangent = numbers(9, 64, 64).requires_grad_(), numbers(9, 64, 64, low=-30, high=8)
+    got = arithmetic(dtype).gradient(x, "p", BITS[bits])
+    off = (torch.autograd.grad(got, x, cotangent)[0] - cotangent).abs()[1:]
+    relative, step = cotangent[1:].abs() * 2.0 ** -BITS[bits] * (1 + 1e-6), FP16_STEP * (bits == "fp16")
+    assert (off <= relative.clamp(min=step)).all()
+    assert (off > relative).any() == (bits == "fp16"), "below fp16's normal numbers its step is larger than a relative error"
+
+
 @pytest.mark.parametrize("name", PLACES)
 def test_exact_arithmetic_returns_its_argument(name: str) -> None:
     x = numbers(1, 3, 4)
