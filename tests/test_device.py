@@ -14,7 +14,6 @@ from properties.cases.rule_case import Case
 from properties.strategies import Example
 from verify.cli import exits
 from verify.cli import main as cli
-from verify.execution import bench
 from verify.execution.bench import AdapterBench, AdapterFault
 from verify.execution.execute import execute
 from verify.execution.judging import adapter_of
@@ -161,17 +160,3 @@ def test_memory_is_given_back_where_others_may_want_it(monkeypatch: pytest.Monke
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (free, 100))
         devices.tidy()
         assert len(calls) == back
-
-
-def test_inputs_that_a_call_changed_are_named() -> None:
-    """A bit, a shape, a number that became none; and nothing that was no number before."""
-    before = {name: torch.arange(6.0) for name in ("kept", "bit", "shape", "lost", "none")}
-    before |= {"whole": torch.arange(6), "flag": torch.zeros(2, dtype=torch.bool)}
-    before["none"][2] = torch.nan
-    now = {name: x.clone() for name, x in before.items()}
-    assert bench._changed({name: (now[name], before[name]) for name in before}) == []
-    now["bit"][5] += 1e-6
-    now["lost"][0] = torch.nan
-    now["shape"].resize_(5)
-    now["flag"][1] = True
-    assert bench._changed({name: (now[name], before[name]) for name in before}) == ["bit", "shape", "lost", "flag"]

@@ -14,7 +14,7 @@ from verify.engine.drawing import seeded
 from verify.execution import guards as module
 from verify.execution.bench import AdapterBench
 from verify.execution.execute import execute
-from verify.execution.guards import GUARD, UNPOISONED, Guards
+from verify.execution.guards import GUARD, UNPOISONED, Copies, Guards
 from verify.execution.run import Run
 from verify.interpreter import memory
 from verify.process.outcome import FailureKind, Verdict
@@ -55,6 +55,27 @@ def test_a_write_on_either_side_is_seen() -> None:
         guards = Guards(TENSORS)
         guards[name].as_strided((1,), (1,), at).fill_(1)
         assert guards.written() == [name]
+
+
+def test_inputs_that_a_call_changed_are_named() -> None:
+    """A bit, a shape, a number that became none; and nothing that was no number before, nor a zero that lost its sign."""
+    now = {name: torch.arange(6.0) for name in ("kept", "bit", "shape", "lost", "none")}
+    now |= {"whole": torch.arange(6), "flag": torch.zeros(2, dtype=torch.bool), "half": torch.zeros(3).half()}
+    now |= {"turned": torch.arange(6.0).reshape(2, 3).mT, "repeated": torch.ones(1).expand(4), "empty": torch.zeros(2, 0)}
+    now["none"][2] = torch.nan
+    copies = Copies(now)
+    assert copies.changed() == []
+    assert all(torch.equal(copies[name].nan_to_num(), x.nan_to_num()) for name, x in now.items())
+    now["none"][2] = -torch.tensor(torch.nan)
+    now["kept"][0] = -0.0
+    assert copies.changed() == []
+    now["bit"][5] += 1e-6
+    now["lost"][0] = torch.nan
+    now["turned"][1, 0] = 7.0
+    assert copies.changed() == ["bit", "lost", "turned"]
+    now["shape"].resize_(5)
+    now["flag"][1] = True
+    assert copies.changed() == ["bit", "shape", "lost", "flag", "turned"]
 
 
 def test_no_guards_are_where_an_adapter_or_a_sanitizer_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +145,7 @@ def test_law_alone_kills_animal_which_is_right_without_guards(animal: type[Adapt
     right = right_of(animal)
     assert right is not None
     assert execute(dataclasses.replace(broken, adapter=f"zoo/{right.__name__}")).verdict is Verdict.HOLDS
-    monkeypatch.setattr(module, "_between", lambda x: None)
+    monkeypatch.setattr(module, "_between", lambda *_: None)
     assert execute(broken).verdict is Verdict.HOLDS
 
 

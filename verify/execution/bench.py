@@ -31,7 +31,7 @@ from verify.adapters.interface import Unavailable
 from verify.adapters.serving import uses_stubs
 from verify.execution import recorder
 from verify.execution.addresses import Place
-from verify.execution.guards import UNPOISONED, Guards
+from verify.execution.guards import UNPOISONED, Copies, Guards
 from verify.gpu import device as devices
 from verify.interpreter import Race, UnknownTriton, races
 from verify.process.outcome import FailureKind, Finding
@@ -186,7 +186,7 @@ class AdapterBench(Timed):
         guards = Guards(_tensors(inputs, cotangents), around=adapter.guards and not same_objects)
         inputs, cotangents = _between(inputs, cotangents, guards)
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-        copies = {name: value.clone() for name, value in tensors.items()}
+        copies = Copies(tensors)
         updated = {port.name for port in spec.outputs} & tensors.keys() if getattr(self.domain, "in_place", False) else set()
         try:
             shared = _shares_a_slot(inputs)
@@ -209,7 +209,7 @@ class AdapterBench(Timed):
             if not self.lost:
                 for name in updated:
                     tensors[name].copy_(copies[name])  # undo the update: its result is kept, and laws pass the same inputs again
-                for name in _changed({name: (tensors[name], before) for name, before in copies.items() if name not in updated}):
+                for name in copies.changed():
                     self.impure.append(Finding(f"input {name}", FailureKind.INPUT_CHANGED, "was changed by the call"))
                 for name in guards.written():
                     self.impure.append(Finding(f"memory around {name}", FailureKind.INPUT_CHANGED, "was changed by the call"))
@@ -560,20 +560,6 @@ def poisoned(value: float) -> Iterator[None]:
         for name, make in originals.items():
             setattr(torch, name, make)
         torch.Tensor.new_empty = new_empty  # type: ignore[method-assign]
-
-
-def _changed(pairs: dict[str, tuple[Tensor, Tensor]]) -> list[str]:
-    """The names of tensors whose shape or numbers have changed. NaN counts as equal to NaN."""
-    same = {name: now.shape == before.shape for name, (now, before) in pairs.items()}
-    differ = [(now != before).any() for name, (now, before) in pairs.items() if same[name]]
-    places = {flag.device for flag in differ}  # one wait for each device
-    if all(same.values()) and not any(bool(torch.stack([flag for flag in differ if flag.device == at]).any()) for at in places):
-        return []
-    return [
-        name
-        for name, (now, before) in pairs.items()
-        if not same[name] or bool(((now != before) & ~(now.isnan() & before.isnan())).any())
-    ]
 
 
 def _no_memory(error: BaseException) -> bool:

@@ -7,18 +7,60 @@ of the input itself (verify/interpreter/memory.py), so a read of a guard is an a
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from verify.gpu import device as devices
 from verify.interpreter import memory
+
+Name = TypeVar("Name", bound=Hashable)
 
 UNPOISONED = "GDN_VERIFY_UNPOISONED"  # environment variable of a worker: memory is as the implementation leaves it, for a sanitizer
 # Elements on each side. As many bytes are a multiple of every alignment for which kernels are compiled. A tile of 64 tokens that is
 # read whole, or the next token of the same head, begins within so many elements.
 GUARD = 2**12
 NO_INDEX = {1: 99, 2: 29999, 4: 29999, 8: 29999}  # by the bytes of an integer
+
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integers of as many bytes
+
+
+class Copies(Generic[Name]):
+    """Copies of tensors, which tell whether the tensors have changed since.
+
+    The bits of all tensors of a dtype are compared in one operation, because on a GPU a call takes longer to start than to run.
+    """
+
+    def __init__(self, tensors: Mapping[Name, Tensor]) -> None:
+        self._tensors = dict(tensors)
+        self._shapes = {name: x.shape for name, x in tensors.items()}
+        alike: dict[tuple[torch.device, torch.dtype], list[Name]] = {}
+        for name, x in tensors.items():
+            alike.setdefault((x.device, x.dtype), []).append(name)
+        with devices.default("cpu"):
+            self._groups = [(names, self._joined(names)) for names in alike.values()]
+
+    def _joined(self, names: list[Name]) -> Tensor:
+        return torch.cat([self._tensors[name].detach().reshape(-1) for name in names])
+
+    def __getitem__(self, wanted: Name) -> Tensor:
+        """The copy of a tensor, contiguous."""
+        names, joined = next(group for group in self._groups if wanted in group[0])
+        sizes = [self._shapes[name].numel() for name in names]
+        return joined.split(sizes)[names.index(wanted)].view(self._shapes[wanted])
+
+    def changed(self) -> list[Name]:
+        """The names of tensors whose shape or numbers have changed. NaN counts as equal to NaN, and 0 to -0."""
+        with devices.default("cpu"):
+            if all(x.shape == self._shapes[name] for name, x in self._tensors.items()):
+                differ = [(_bits(self._joined(names)) != _bits(before)).any() for names, before in self._groups]
+                places = {flag.device for flag in differ}  # one wait for each device
+                if not any(bool(torch.stack([flag for flag in differ if flag.device == at]).any()) for at in places):
+                    return []
+            return [name for name, x in self._tensors.items() if _differs(x.detach(), self[name])]
 
 
 class Guards:
@@ -29,11 +71,15 @@ class Guards:
 
     def __init__(self, tensors: Mapping[str, Tensor], *, around: bool = True) -> None:
         around = around and not os.environ.get(UNPOISONED)
-        self._wide = {name: wide for name, x in tensors.items() if (wide := _between(x) if around else None) is not None}
-        self.tensors = {
-            name: self._wide[name].as_strided(x.shape, x.stride(), GUARD) if name in self._wide else x
-            for name, x in tensors.items()
-        }
+        guards: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        with devices.default("cpu"):
+            self._wide = {name: wide for name, x in tensors.items() if around and (wide := _between(x, guards)) is not None}
+            self.tensors = {
+                name: self._wide[name].as_strided(x.shape, x.stride(), GUARD) if name in self._wide else x
+                for name, x in tensors.items()
+            }
+            sides = {"before": slice(GUARD), "behind": slice(-GUARD, None)}
+            self._guards = Copies({(name, side): wide[at] for name, wide in self._wide.items() for side, at in sides.items()})
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -54,27 +100,23 @@ class Guards:
 
     def written(self) -> list[str]:
         """Return the names of the tensors whose guards were written."""
-        flags = {name: _differs(wide) for name, wide in self._wide.items()}
-        if not flags or not torch.stack(list(flags.values())).any():  # one wait for the device
-            return []
-        return [name for name, flag in flags.items() if flag]
+        return list(dict.fromkeys(name for name, _ in self._guards.changed()))
 
 
-def _between(x: Tensor) -> Tensor | None:
-    """Return the numbers of x between two guards, or None if x is not all of its memory."""
+def _between(x: Tensor, guards: dict[tuple[torch.device, torch.dtype], Tensor]) -> Tensor | None:
+    """Return the numbers of x between two guards, or None if x is not all of its memory. `guards` has one for each dtype."""
     count = x.untyped_storage().nbytes() // x.element_size()
     if x.numel() != count or not count:
         return None
-    wide = x.new_full((count + 2 * GUARD,), _fill(x), requires_grad=False)
-    wide[GUARD:-GUARD] = x.detach().as_strided((count,), (1,), 0)
-    return wide
+    if (kind := (x.device, x.dtype)) not in guards:
+        fill = float("nan") if x.is_floating_point() else NO_INDEX[x.element_size()]
+        guards[kind] = x.new_full((GUARD,), fill, requires_grad=False)
+    return torch.cat([guards[kind], x.detach().as_strided((count,), (1,), 0), guards[kind]])
 
 
-def _differs(wide: Tensor) -> Tensor:
-    """Return whether a guard holds anything else than it did."""
-    sides = torch.stack([wide[:GUARD], wide[-GUARD:]])
-    return (~sides.isnan()).any() if wide.is_floating_point() else (sides != _fill(wide)).any()
+def _bits(x: Tensor) -> Tensor:
+    return x.view(BITS[x.element_size()])
 
 
-def _fill(x: Tensor) -> float:
-    return float("nan") if x.is_floating_point() else NO_INDEX[x.element_size()]
+def _differs(now: Tensor, before: Tensor) -> bool:
+    return now.shape != before.shape or bool(((now != before) & ~(now.isnan() & before.isnan())).any())

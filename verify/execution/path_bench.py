@@ -22,7 +22,7 @@ from properties.laws import Breach, Cotangents, Results
 from verify.adapters.base import PathAdapter
 from verify.execution import addresses, oracle_process, recorder
 from verify.execution.bench import AdapterFault, Timed, blamed, poisoned
-from verify.execution.guards import Guards
+from verify.execution.guards import Copies, Guards
 from verify.execution.judge import indices
 from verify.execution.judging import faulted, following, judged
 from verify.execution.run import Run
@@ -158,7 +158,7 @@ class RankBench(Timed):
     def _results(self, call: "_Call") -> Results:
         """This rank's part of the outputs and the gradients of a call."""
         output, place, leaves = _output(call.case), call.place, call.leaves
-        copies = {name: leaf.detach().clone() for name, leaf in leaves.items()}
+        copies = Copies(leaves)
 
         def forward_and_backward() -> tuple[Tensor, list[Tensor | None]]:
             with recorder.arguments(self.adapter):
@@ -171,9 +171,8 @@ class RankBench(Timed):
         with call.guards[0].known(), call.guards[1].known():
             y, gradients = self.call_implementation(forward_and_backward)
         results = {output: y}
-        for name, leaf in leaves.items():
-            if not torch.equal(leaf.detach(), copies[name]):
-                self.impure.append(Finding(name, FailureKind.INPUT_CHANGED, "was changed by the call"))
+        for name in copies.changed():
+            self.impure.append(Finding(name, FailureKind.INPUT_CHANGED, "was changed by the call"))
         for name in [*call.guards[0].written(), *call.guards[1].written()]:
             self.impure.append(
                 Finding(f"memory around {name or f'd{output}'}", FailureKind.INPUT_CHANGED, "was changed by the call")
