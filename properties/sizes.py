@@ -20,15 +20,20 @@ LEAST = 70  # a law whose cases are all shorter than this draws no long ones
 MOST = {"quick": 4096, "interpreted": 1030, "slow": 0}  # tokens of the longest sequence on a CPU, by the cost of a token
 MOST_ON_GPU = 2**16
 MOST_ALONG_Y = 65_535  # programs that CUDA launches along the second and third axis of a grid
+LARGEST_CHUNK, USUAL_CHUNK = 1024, 128  # the largest chunk that an adapter may declare, and the largest of most kernels
 CROWD = (65, 1024)  # sequences and value heads of a batch; their product is larger than MOST_ALONG_Y
 
 
 def sized(domain: Any, chunk: int | None, most: int) -> Any:
     """Return the domain with sizes that follow an implementation: its chunk, and the most tokens of a long case.
 
-    A domain without such fields is returned unchanged.
+    A chunk over USUAL_CHUNK shortens long cases to LARGEST_CHUNK^2 / chunk tokens: the time of the oracle is the product of tokens
+    and chunk, and an implementation whose only chunk is the whole sequence declares LARGEST_CHUNK. A domain without such fields is
+    returned unchanged.
     """
     names = {field.name for field in dataclasses.fields(domain)}
+    if chunk and chunk > USUAL_CHUNK:
+        most = min(most, LARGEST_CHUNK**2 // chunk)
     values = {"chunk": chunk or 64, "long": most}
     return dataclasses.replace(domain, **{name: value for name, value in values.items() if name in names})
 

@@ -15,6 +15,7 @@ from oracles.rounding import PRODUCTS
 from properties.books import BOOKS
 from properties.names import did_you_mean
 from properties.path_domain import PathDomain
+from properties.sizes import LARGEST_CHUNK
 from properties.trace_domain import TraceDomain
 from verify.adapters.base import Adapter, Implementation, PathAdapter, TraceAdapter
 from verify.adapters.declarations import misspelt
@@ -81,9 +82,9 @@ def make(kind: Kind, spec: str) -> AnyAdapter:
     if (
         isinstance(adapter, Adapter | TraceAdapter)
         and adapter.chunk is not None
-        and not (isinstance(adapter.chunk, int) and 1 <= adapter.chunk <= 1024)
+        and not (isinstance(adapter.chunk, int) and 1 <= adapter.chunk <= LARGEST_CHUNK)
     ):
-        raise AdapterError(f"adapter {spec}: chunk must be None or in 1..1024, got {adapter.chunk!r}")
+        raise AdapterError(f"adapter {spec}: chunk must be None or in 1..{LARGEST_CHUNK}, got {adapter.chunk!r}")
     bases = {PathDomain: PathAdapter, TraceDomain: TraceAdapter}  # the domains of which only one kind of adapter has one
     kinds: list[Any] = [book.domain for book in BOOKS if isinstance(adapter, bases.get(book.domain, Adapter))]
     if not isinstance(adapter.domain, tuple(kinds)):
