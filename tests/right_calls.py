@@ -10,7 +10,7 @@ from torch.nn import functional
 from oracles.operation import Inputs
 from verify import Adapter, CallDomain
 from verify.zoo.base import Chunkwise
-from verify.zoo.wrong_modules import Conv
+from verify.zoo.modules import Conv
 
 OFFSETS = {"cu_seqlens": "offsets"}
 

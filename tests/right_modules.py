@@ -10,7 +10,7 @@ from torch import Tensor
 from oracles.operation import Inputs, sequences
 from properties.module_domain import ModuleDomain
 from verify.adapters.base import Adapter
-from verify.zoo.wrong_modules import Conv, ConvMasked, ConvSteps, Gate, GatedNorm, KdaGate, L2Norm, NormGateLinear
+from verify.zoo.modules import Conv, ConvMasked, ConvSteps, Gate, GatedNorm, KdaGate, L2Norm, NormGateLinear
 
 
 class ConvLastFirst(Conv):

@@ -40,7 +40,7 @@ from verify.findings.law_report import LawReport
 from verify.findings.store import Store
 from verify.process.outcome import Outcome, Verdict
 from verify.process.worker import Worker
-from verify.zoo import wrong_modules as modules
+from verify.zoo import modules, wrong_convolutions, wrong_module_gates, wrong_norms
 from verify.zoo.animals import animals
 
 FEW = Profile("few", 2, large=False)
@@ -457,7 +457,8 @@ def test_law_alone_kills_animal_and_shows_a_small_case(name: str, kill: Kill, wo
 
 def test_every_law_has_an_animal_that_it_kills_alone_and_every_animal_is_killed() -> None:
     assert {kill.law for kills in KILLED_BY.values() for kill in kills} == set(MODULE_LAWS)
-    here = {name: animal for name, animal in animals().items() if animal.kind.__module__ == modules.__name__}
+    wrong = {module.__name__ for module in (wrong_convolutions, wrong_module_gates, wrong_norms)}
+    here = {name: animal for name, animal in animals().items() if animal.kind.__module__ in wrong}
     assert set(here) == set(KILLED_BY)
     assert len(here) >= 22
     rows = {row for animal in here.values() for row in animal.incident}
@@ -567,7 +568,7 @@ def test_other_laws_of_a_known_defect_must_be_laws_of_its_book(tmp_path: pathlib
 def test_bound_lets_pass_what_whole_numbers_show() -> None:
     case = ModuleCase((40,), "causal_conv1d", bias=True)
     inputs = case.inputs()
-    right, wrong = (kind().run(inputs)[0] for kind in (modules.Conv, modules.ConvSumsTooLong))
+    right, wrong = (kind().run(inputs)[0] for kind in (modules.Conv, wrong_convolutions.ConvSumsTooLong))
     limit = bounds(case.spec, inputs, None, "pointwise")["y"]
     assert bool(((wrong.double() - limit.value).abs() <= limit.allowed).all())
     assert not torch.equal(right, wrong)

@@ -31,9 +31,8 @@ from verify.execution.run import Run
 from verify.gpu import device as devices
 from verify.process.outcome import Outcome, Verdict
 from verify.ranks import collectives
-from verify.zoo import base
+from verify.zoo import base, modules
 from verify.zoo import wrong_gates as gates
-from verify.zoo import wrong_modules as modules
 from verify.zoo import wrong_pools as pools
 
 if torch.__version__ < (2, 13):  # a TorchVersion compares as a version

@@ -10,8 +10,8 @@ from properties.domain import Domain
 from properties.layer_domain import LayerDomain
 from properties.module_domain import ModuleDomain
 from verify.zoo.base import Chunkwise, Layered
+from verify.zoo.modules import Conv, Gate, GatedNorm, KdaGate, L2Norm
 from verify.zoo.wrong_gates import Stepwise
-from verify.zoo.wrong_modules import Conv, Gate, GatedNorm, KdaGate, L2Norm
 
 BOTH = ("fp32", "input")
 

@@ -7,7 +7,7 @@ from properties.books import Book
 # Kills in the first two cases of a law, of the law oracle in the first eight, with seed 0 on 2026-11-24. The zoo's 307 wrong
 # implementations were run in the order of the largest domains, up to the first 100 pairs of a law and a domain. For `history`,
 # `earlier` and the laws of calls, only verify/zoo/wrong_histories.py and verify/zoo/wrong_calls.py were run. For the law
-# `left_padding` of modules, only the convolutions with a mask in verify/zoo/wrong_modules.py were run.
+# `left_padding` of modules, only the convolutions with a mask in verify/zoo/wrong_convolutions.py were run.
 KILLS: dict[str, dict[str, int]] = {
     "rules": {
         "oracle": 52,

@@ -9,7 +9,7 @@ from torch import Tensor
 from oracles.operation import Inputs
 from properties.domain import Domain
 from verify.zoo.base import Chunkwise
-from verify.zoo.wrong_modules import Conv, L2Norm
+from verify.zoo.modules import Conv, L2Norm
 
 Outputs = tuple[Tensor, Tensor]
 FORGOTTEN = -104.0  # exp of it is 0 in float32

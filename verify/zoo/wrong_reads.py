@@ -10,7 +10,7 @@ from oracles.operation import Inputs
 from properties.cases.trace_case import Batch
 from verify.ranks.collectives import Place
 from verify.zoo.base import Chunkwise, Layered, Serving
-from verify.zoo.wrong_modules import Conv
+from verify.zoo.modules import Conv
 from verify.zoo.wrong_paths import Mutant
 from verify.zoo.wrong_traces import Serves
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs
 from verify.zoo.base import Chunkwise, Layered
-from verify.zoo.wrong_modules import Conv, L2Norm
+from verify.zoo.modules import Conv, L2Norm
 
 Answer = tuple[Tensor, Tensor | None]
 Outputs = tuple[Tensor, Tensor]
