@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from oracles import bound, chunkwise, decay, disturbed, segments
+from oracles import bound, chunkwise, decay, disturbed, scan, segments
 from oracles.bound import _evaluate, bounds, truth
 from oracles.gated_delta import definition, merge, repeat_heads, transition
 from oracles.norm import EPS, Normalised, l2norm
@@ -1606,7 +1606,7 @@ def test_bounds_do_not_depend_on_what_is_computed_at_once(operation: str, algori
     whole, counts, evaluated = make(), [], []
     plan, evaluate = segments.segments, bound._evaluate
     with monkeypatch.context() as patch:
-        patch.setattr(disturbed, "_GRAPH", SMALLEST)
+        patch.setattr(scan, "GRAPH", SMALLEST)
         patch.setattr(segments, "segments", lambda *arguments: counts.append(arguments) or plan(*arguments))
         stretches = make()
     with monkeypatch.context() as patch:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oracles import bound, chunkwise, disturbed, room
+from oracles import bound, chunkwise, in_chunks, in_steps, room, scan
 from oracles.operation import Inputs
 from oracles.operations import RULES
 from oracles.rounding import Arithmetic
@@ -19,7 +19,7 @@ def test_what_fits_is_in_proportion_to_the_memory(monkeypatch: pytest.MonkeyPatc
 def test_segments_pieces_and_runs_at_once_are_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     k, v = (torch.empty(8, 4, 2, 64, device="meta") for _ in range(2))
     recurrent, halves = Arithmetic.of("recurrent", "fp32", runs=16), Arithmetic.of("chunkwise", "bf16", runs=16)
-    forms = disturbed._Recurrent(1.0, recurrent), disturbed._Chunkwise(1.0, halves, channels=False), chunkwise._Call(1.0)
+    forms = in_steps.Recurrent(1.0, recurrent), in_chunks.Chunkwise(1.0, halves, channels=False), chunkwise._Call(1.0)
     shapes = {"q": (16, 128), "k": (16, 128), "v": (32, 128), "g": (32,), "beta": (32,)}
     large = Inputs(**{name: torch.empty(1, 2**13, *shape, device="meta") for name, shape in shapes.items()})
 
@@ -28,7 +28,7 @@ def test_segments_pieces_and_runs_at_once_are_what_fits(monkeypatch: pytest.Monk
         return [*(form.most(64, k, v) for form in forms), 16 // pieces], bound._at_once(large, recurrent, 4)
 
     whole, runs = taken()
-    for module in (disturbed, chunkwise, bound):
+    for module in (scan, chunkwise, bound):
         monkeypatch.setattr(module, "fitting", lambda most, _: most // 4)
     part, fewer = taken()
     assert [round(one / other) for one, other in zip(whole, part, strict=True)] == [4, 4, 4, 4]

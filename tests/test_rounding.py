@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles import bound, disturbed, rounding, segments
+from oracles import bound, disturbed, in_chunks, in_steps, rounding, segments
 from oracles.bound import KAPPA, Bound, Rows, allowances, bounds, truth
 from oracles.norm import Normalised
 from oracles.operation import DTYPES, Inputs, Port, gradient_name
@@ -1090,9 +1090,9 @@ def ratios(case: Case, monkeypatch: pytest.MonkeyPatch, **replaced: object) -> d
             want = make()
         for name, value in replaced.items():
             patch.setattr(Arithmetic, name, value)
-        disturbed._drifts.cache_clear()
+        in_steps.drifts.cache_clear()
         got = make()
-    disturbed._drifts.cache_clear()
+    in_steps.drifts.cache_clear()
     return {name: float((got[name].allowed / want[name].allowed).median()) for name in want}
 
 
@@ -1134,11 +1134,11 @@ def test_a_decay_that_is_an_input_has_less_tolerance_than_one_that_is_computed(m
     case = Case.parse(f"{STEPPED} gate=64 values=repeated beta=zero decay=linear")
     make = functools.partial(bounds, case.spec, case.inputs(), None, "recurrent")
     monkeypatch.setattr(Arithmetic, "drift", lambda _, x, place: torch.zeros_like(x))  # so that only the decay errs
-    disturbed._drifts.cache_clear()
+    in_steps.drifts.cache_clear()
     of_input, recurrent = make(), disturbed.recurrent
     monkeypatch.setattr(disturbed, "recurrent", lambda *arguments, **_: recurrent(*arguments))
     of_computed = make()
-    disturbed._drifts.cache_clear()
+    in_steps.drifts.cache_clear()
     assert float((of_computed["final_state"].allowed / of_input["final_state"].allowed).median()) > 3
 
 
@@ -1214,7 +1214,7 @@ def test_a_packed_sequence_has_the_bounds_that_it_has_alone(
     monkeypatch.setattr(disturbed, "alike", lambda lengths, sizes: sizes)
     assert {name: worst for name, worst in off().items() if worst > placed.get(name, 1e-3)} == {}
     if algorithm == "recurrent":
-        make, forward = functools.partial(bounds, case.spec, inputs, cotangents, algorithm), disturbed._Recurrent.forward
+        make, forward = functools.partial(bounds, case.spec, inputs, cotangents, algorithm), in_steps.Recurrent.forward
         limit = make()["final_state"].allowed
 
         def forgets(*arguments: Any) -> Any:
@@ -1222,7 +1222,7 @@ def test_a_packed_sequence_has_the_bounds_that_it_has_alone(
                 patch.setattr(segments.Segment, "inside", lambda segment, axes: None)
                 return forward(*arguments)
 
-        monkeypatch.setattr(disturbed._Recurrent, "forward", forgets)
+        monkeypatch.setattr(in_steps.Recurrent, "forward", forgets)
         assert (make()["final_state"].allowed / limit)[0].median() > 1.3, "padding that drifts is seen in the shortest"
 
 
@@ -1280,7 +1280,7 @@ def test_exponentials_of_a_gpu_add_up_over_chunks(monkeypatch: pytest.MonkeyPatc
     forgets_a_token = state * (-inputs.g.double()[:, 0, :, None, None]).exp()
     assert not over(state)
     assert over(forgets_a_token)
-    monkeypatch.setattr(disturbed, "FUNCTION_BITS", EXACT)
+    monkeypatch.setattr(in_chunks, "FUNCTION_BITS", EXACT)
     assert over(state)
 
 
@@ -1336,7 +1336,7 @@ def test_float32_runs_spread_as_float64_ones(monkeypatch: pytest.MonkeyPatch) ->
         make = functools.partial(bounds, case.spec, case.inputs(), case.cotangents(), "chunkwise", products, 64, first)
         narrow = make()
         with monkeypatch.context() as patch:
-            patch.setattr(disturbed, "NARROW", torch.float64)
+            patch.setattr(in_chunks, "NARROW", torch.float64)
             wide = make()
         for name, limit in narrow.items():
             ratio = (limit.allowed / wide[name].allowed).flatten()

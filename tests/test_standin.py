@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from oracles import disturbed
+from oracles import scores
 from properties.books import book_of
 from properties.path_domain import PathDomain
 from properties.path_laws import PATH_LAWS
@@ -550,9 +550,7 @@ def sum_of_ranks_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mask_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask of a chunk's upper triangle is made on the CPU."""
-    monkeypatch.setattr(
-        disturbed, "_upper", lambda tokens, device: torch.ones(tokens, tokens, dtype=torch.bool, device="cpu").triu(1)
-    )
+    monkeypatch.setattr(scores, "_upper", lambda tokens, device: torch.ones(tokens, tokens, dtype=torch.bool, device="cpu").triu(1))
 
 
 PLANTED = (
