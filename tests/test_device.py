@@ -14,8 +14,9 @@ from properties.cases.rule_case import Case
 from properties.strategies import Example
 from verify.cli import exits
 from verify.cli import main as cli
-from verify.execution.bench import AdapterBench, AdapterFault
+from verify.execution.bench import AdapterBench
 from verify.execution.execute import execute
+from verify.execution.faults import AdapterFault
 from verify.execution.judging import adapter_of
 from verify.execution.run import Run
 from verify.gpu import device as devices

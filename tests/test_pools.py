@@ -34,7 +34,8 @@ from verify.engine.drawing import seeded
 from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
 from verify.engine.shrink import shrink
-from verify.execution.bench import AdapterBench, AdapterFault
+from verify.execution.bench import AdapterBench
+from verify.execution.faults import AdapterFault
 from verify.execution.judge import judge
 from verify.execution.run import Run
 from verify.findings.store import Store

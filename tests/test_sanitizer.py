@@ -17,7 +17,7 @@ from verify.engine.asking import ask_all
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
-from verify.execution import bench, service
+from verify.execution import guards, service
 from verify.execution import sanitizer as sanitize
 from verify.execution.run import Run
 from verify.execution.sanitizer import MOST, NoSanitizer, Report, Sanitizer, Watch, find, findings, reports
@@ -340,13 +340,13 @@ def test_a_log_is_read_from_where_it_was_read_and_once_it_is_whole(tmp_path: pat
 
 def test_uninitialised_memory_stays_so_where_the_sanitizer_looks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = torch.empty
-    with bench.poisoned(float("nan")):
+    with guards.poisoned(float("nan")):
         assert torch.empty is not plain
     with Sanitizer("initcheck", "compute-sanitizer") as sanitizer:
         environment = sanitizer.worker(1.0, "cpu")._environment
     assert environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
-    monkeypatch.setenv(bench.UNPOISONED, environment[bench.UNPOISONED])
-    with bench.poisoned(float("nan")):
+    monkeypatch.setenv(guards.UNPOISONED, environment[guards.UNPOISONED])
+    with guards.poisoned(float("nan")):
         assert torch.empty is plain
 
 

@@ -20,7 +20,8 @@ import pytest
 
 from tests.processes import alive, children, gone, opened
 from verify.execution import oracle_process
-from verify.execution.bench import AdapterBench, frame
+from verify.execution.bench import AdapterBench
+from verify.execution.faults import frame
 from verify.execution.path_bench import RankBench
 from verify.process import fork_server
 from verify.process.fork_server import importing

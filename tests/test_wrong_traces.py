@@ -10,7 +10,7 @@ from properties.strategies import Example
 from properties.trace_laws import TRACE_LAWS
 from verify.engine.drawing import seeded
 from verify.engine.profiles import PROFILES
-from verify.execution.bench import AdapterFault
+from verify.execution.faults import AdapterFault
 from verify.execution.judge import judge
 from verify.execution.trace_bench import TraceBench, place_of
 from verify.findings.store import Store

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from oracles.bound import Bound, bounds
 from oracles.operation import Inputs, Operation, gradient_name
 from verify.claims.timing import Call, Clock, Effort, measured
-from verify.execution.bench import poisoned
+from verify.execution.guards import poisoned
 from verify.execution.judge import judge, where
 from verify.process.outcome import Finding
 

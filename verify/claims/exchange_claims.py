@@ -21,7 +21,7 @@ from verify.claims.kernel_claims import ragged
 from verify.claims.setting import Setting
 from verify.claims.table import Row
 from verify.claims.timing import Call, Effort, Spread, clock_of, measured, ratios
-from verify.execution.bench import short
+from verify.execution.faults import short
 from verify.process import messages
 from verify.process.messages import Join
 from verify.process.worker import Answering, WorkerLost

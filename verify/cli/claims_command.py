@@ -23,7 +23,7 @@ from verify.claims.setting import FULL_EFFORT, LEAST_EFFORT, QUICK, QUICK_EFFORT
 from verify.claims.table import Row, markdown, rounds_of, table
 from verify.claims.timing import clock_of
 from verify.cli.exits import BROKEN, HOLDS, INTERRUPTED, UNDECIDED
-from verify.execution.bench import short
+from verify.execution.faults import short
 
 EXITS = (
     "exit: 0 every claim that this host can measure is measured, and right   1 a form is wrong   2 bad usage   "

@@ -4,18 +4,13 @@ Around every call, uninitialised memory is filled with poison, and we check that
 shapes and dtypes of the operation's contract.
 """
 
-import collections
 import concurrent.futures
 import contextlib
-import ctypes
 import dataclasses
 import functools
-import hashlib
-import os
 import threading
 import time
-import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -27,32 +22,20 @@ from oracles.operation import DTYPES, Inputs, Operation, gradient_name, sequence
 from properties.cases.rule_case import Case
 from properties.laws import Cotangents, Results, one_final_state, with_one_state, with_options
 from verify.adapters.base import Adapter
-from verify.adapters.interface import Unavailable
-from verify.adapters.serving import uses_stubs
 from verify.execution import recorder
 from verify.execution.addresses import Place
-from verify.execution.guards import UNPOISONED, Copies, Guards
+from verify.execution.faults import AdapterFault, blamed, no_memory
+from verify.execution.guards import Copies, Guards, poisoned
+from verify.execution.memo import MEMO
 from verify.gpu import device as devices
-from verify.interpreter import Race, UnknownTriton, races
+from verify.interpreter import races
 from verify.process.outcome import FailureKind, Finding
-from verify.process.stacks import Mark, in_kernel, marked, unmarked
+from verify.process.stacks import Mark, marked
 
 T = TypeVar("T")
 
 
 TIMES = 3  # how often calls run at the same time
-
-
-class AdapterFault(Exception):
-    """The implementation raised, or broke the contract of its outputs. `finding` says what happened."""
-
-    def __init__(self, output: str, kind: FailureKind, what: str, worst: str = "", *, detail: str = "") -> None:
-        super().__init__(what)
-        self.finding = Finding(output, kind, what, worst, detail=detail)
-
-
-class OutOfMemory(Exception):
-    """The implementation ran out of memory."""
 
 
 class Timed:
@@ -124,7 +107,7 @@ class AdapterBench(Timed):
                 name: getattr(says, name) and algorithm is None for name in ("stores", "folds", "rounds_products")
             }
             make = functools.partial(bound.bounds, spec, inputs, cotangents, *asked, **flags)
-            return _MEMO.get(spec, inputs, cotangents, (*asked, *flags.values()), make)
+            return MEMO.get(spec, inputs, cotangents, (*asked, *flags.values()), make)
 
         with self.timed("oracle_s"), devices.default("cpu"):
             result = bounds(algorithm_class)
@@ -146,7 +129,7 @@ class AdapterBench(Timed):
         """The truth without tolerances."""
         spec = self._contract(inputs)
         with self.timed("oracle_s"), devices.default("cpu"):
-            return _MEMO.get(spec, inputs, cotangents, ("truth",), lambda: bound.truth(spec, inputs, cotangents))
+            return MEMO.get(spec, inputs, cotangents, ("truth",), lambda: bound.truth(spec, inputs, cotangents))
 
     def _with_options(self, inputs: Inputs, adapter: Adapter, options: str | None = None) -> Inputs:
         """The inputs with the options of the case, or with `options`, as an adapter gets them.
@@ -339,7 +322,7 @@ class AdapterBench(Timed):
             try:
                 results = self.call_implementation(adapter, spec, inputs, cotangents, frozen, same_objects=same_objects)
             except RuntimeError as error:
-                if self.device == "cpu" or not _no_memory(error):
+                if self.device == "cpu" or not no_memory(error):
                     raise
                 devices.free_bytes(self.device)
                 results = self.call_implementation(adapter, spec, inputs, cotangents, frozen, same_objects=same_objects)
@@ -458,49 +441,6 @@ def _sizes(spec: Operation, inputs: Inputs) -> dict[str, int]:
     return sizes
 
 
-class _Memo:
-    """A cache of the oracle's results, by the bytes of their inputs. Laws, shrinking and animals often repeat the same inputs.
-
-    `most` is the number of results that are kept, `numbers` the number of elements above which a call is not cached.
-    """
-
-    def __init__(self, most: int, numbers: int) -> None:
-        self.most, self.numbers = most, numbers
-        self.answers: collections.OrderedDict[bytes, Any] = collections.OrderedDict()
-
-    def get(self, spec: Operation, inputs: Inputs, cotangents: Cotangents, asked: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """The result of `make` for these inputs, from the cache if it is there."""
-        tensors = [x for x in (*inputs.values(), *(cotangents or {}).values()) if isinstance(x, Tensor)]
-        if sum(x.numel() for x in tensors) > self.numbers or any(x.device.type != "cpu" for x in tensors):
-            return make()  # computing the key would take longer than the result
-        # Outputs may differ in their axes alone: a convolution's states have W or W - 1 columns.
-        digest = hashlib.sha256(repr((spec.name, spec.outputs, asked)).encode())
-        for kind, values in (("input", inputs), ("cotangent", cotangents or {})):
-            for name, value in values.items():
-                what = (kind, name, value.dtype, value.shape, value.device) if isinstance(value, Tensor) else (kind, name, value)
-                digest.update(repr(what).encode())
-                if isinstance(value, Tensor):
-                    digest.update(_bytes(value))
-        key = digest.digest()
-        if key in self.answers:
-            self.answers.move_to_end(key)
-        else:
-            self.answers[key] = make()
-            if len(self.answers) > self.most:
-                self.answers.popitem(last=False)
-        answer: T = self.answers[key]
-        return answer
-
-
-def _bytes(x: Tensor) -> bytes:
-    """The bytes of a contiguous copy of a tensor, without numpy, which torch may lack."""
-    copy = x.detach().contiguous().cpu()
-    return ctypes.string_at(copy.data_ptr(), copy.numel() * copy.element_size()) if copy.numel() else b""
-
-
-_MEMO = _Memo(64, 2**17)
-
-
 def _tensors(inputs: Inputs, cotangents: Cotangents) -> dict[str, Tensor]:
     """The tensors of a call by name, for findings about the memory around them."""
     named = {f"input {name}": x for name, x in inputs.items() if isinstance(x, Tensor)}
@@ -524,107 +464,3 @@ def _shares_a_slot(inputs: Inputs) -> bool:
     """Whether several padding requests have the same slot of a pool, so that several programs may write to it."""
     slots, padding = inputs.get("slots"), inputs.get("padding")
     return isinstance(slots, Tensor) and isinstance(padding, int) and padding >= 0 and int((slots == padding).sum()) > 1
-
-
-@contextlib.contextmanager
-def poisoned(value: float) -> Iterator[None]:
-    """Fill uninitialised tensors that are created from Python with `value`, or a large integer if their dtype is no float.
-
-    Code that reads such memory before it writes there then gives wrong results.
-    """
-    if os.environ.get(UNPOISONED):
-        yield
-        return
-    names = ("empty", "empty_like", "empty_strided")
-    originals = {name: getattr(torch, name) for name in names}
-    new_empty = torch.Tensor.new_empty
-
-    def filled(make: Any) -> Any:
-        def wrapper(*args: Any, **kwargs: Any) -> Tensor:
-            result: Tensor = make(*args, **kwargs)
-            data = result.detach()
-            if data.is_floating_point():
-                data.fill_(value)
-            else:
-                data.fill_(99 if data.dtype in (torch.int8, torch.uint8, torch.bool) else 29999)
-            return result
-
-        return wrapper
-
-    try:
-        for name, make in originals.items():
-            setattr(torch, name, filled(make))
-        torch.Tensor.new_empty = filled(new_empty)  # type: ignore[method-assign]
-        yield
-    finally:
-        for name, make in originals.items():
-            setattr(torch, name, make)
-        torch.Tensor.new_empty = new_empty  # type: ignore[method-assign]
-
-
-def _no_memory(error: BaseException) -> bool:
-    """Whether the error says that memory ran out: an error of torch, of the operating system or of a launch."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
-        words in str(error) for words in ("can't allocate memory", "[CUDA]: out of memory", "CUDA error: out of memory")
-    )
-
-
-def blamed(error: Exception, device: str) -> tuple[Exception, str]:
-    """The exception to raise for an exception of the implementation, and why the device is lost, or "".
-
-    The exception is AdapterFault, OutOfMemory, UnknownTriton or Unavailable.
-    """
-    if _no_memory(error):
-        return OutOfMemory(str(error)), ""
-    if isinstance(error, Race):
-        return AdapterFault("call", FailureKind.RACE, f"race: {error}", error.place), ""
-    if isinstance(error, UnknownTriton | Unavailable):
-        return error, ""
-    if isinstance(error, ModuleNotFoundError) and uses_stubs():  # the library imports a requirement in the middle of a call
-        return Unavailable(f"{short(error)} ({frame(error)})"), ""
-    if _lacks_an_interface(error):
-        return Unavailable(f"this release cannot be asked: {short(error)} ({frame(error)})"), ""
-    lost = devices.lost(device) or ""
-    if lost:
-        return AdapterFault("call", FailureKind.CRASHED, f"crashed: {lost}", frame(error)), lost
-    name = type(error).__name__
-    return AdapterFault("call", FailureKind.RAISED, f"raised {name}: {short(error)}", frame(error), detail=name), lost
-
-
-_ADAPTERS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "adapters", "")
-
-
-def _lacks_an_interface(error: Exception) -> bool:
-    """Whether a built-in adapter cannot import the implementation, or looked for a name or parameter that the release lacks.
-
-    A missing name or parameter is an error in the adapter's own code. An import may fail inside the implementation, for example
-    for lack of a package that this release requires.
-    """
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-    adapters = [place for place, frame in enumerate(frames) if os.path.abspath(frame.filename).startswith(_ADAPTERS)]
-    if not adapters:
-        return False
-    if (frames[adapters[-1]].line or "").startswith(("from ", "import ")):
-        return True
-    words = ("unexpected keyword argument", "'NoneType' object is not callable")
-    parameter = isinstance(error, TypeError) and any(word in str(error) for word in words)
-    return adapters[-1] == len(frames) - 1 and (isinstance(error, ImportError | AttributeError) or parameter)
-
-
-def short(error: BaseException) -> str:
-    """The first line of an error's message, at most 160 characters."""
-    return (str(error).strip() or "no message").splitlines()[0][:160]
-
-
-def frame(error: BaseException) -> str:
-    """Where an error was raised: the innermost frame, or the kernel's line if it was interpreted.
-
-    The text has no folders, so that it is the same on every machine.
-    """
-    while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:  # Triton's, around that of the kernel
-        error = error.__cause__
-    frames = traceback.extract_tb(error.__traceback__)[::-1]
-    if not frames:
-        return ""
-    at = frames[in_kernel([frame.filename for frame in frames])]
-    return f"{at.filename.rpartition('/')[2]}:{at.lineno} in {unmarked(at.name)}"

@@ -10,7 +10,8 @@ from oracles.bound import FLOOR_ULP, KAPPA, Bound
 from oracles.counter import integers, mix_number
 from oracles.operation import Inputs
 from properties.laws import Cotangents, Results
-from verify.execution.bench import AdapterBench, AdapterFault
+from verify.execution.bench import AdapterBench
+from verify.execution.faults import AdapterFault
 from verify.process.outcome import FailureKind
 
 DISTURBED = 4  # calls with disturbed inputs

@@ -1,4 +1,4 @@
-"""Guards: an input lies inside a larger allocation, whose other elements are NaN.
+"""Guards: an input lies inside a larger allocation, whose other elements are NaN. Memory that nobody has written is NaN too.
 
 A kernel that reads beyond an input and multiplies what it read by zero gets NaN, and one that writes there is found. For integers,
 whose numbers no multiplication keeps, the guard holds a number that is no index of a test case. Interpreted kernels know the memory
@@ -8,7 +8,7 @@ of the input itself (verify/interpreter/memory.py), so a read of a guard is an a
 import contextlib
 import os
 from collections.abc import Hashable, Iterator, Mapping
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,42 @@ UNPOISONED = "GDN_VERIFY_UNPOISONED"  # environment variable of a worker: memory
 # read whole, or the next token of the same head, begins within so many elements.
 GUARD = 2**12
 NO_INDEX = {1: 99, 2: 29999, 4: 29999, 8: 29999}  # by the bytes of an integer
+
+
+@contextlib.contextmanager
+def poisoned(value: float) -> Iterator[None]:
+    """Fill uninitialised tensors that are created from Python with `value`, or a large integer if their dtype is no float.
+
+    Code that reads such memory before it writes there then gives wrong results.
+    """
+    if os.environ.get(UNPOISONED):
+        yield
+        return
+    names = ("empty", "empty_like", "empty_strided")
+    originals = {name: getattr(torch, name) for name in names}
+    new_empty = torch.Tensor.new_empty
+
+    def filled(make: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Tensor:
+            result: Tensor = make(*args, **kwargs)
+            data = result.detach()
+            if data.is_floating_point():
+                data.fill_(value)
+            else:
+                data.fill_(99 if data.dtype in (torch.int8, torch.uint8, torch.bool) else 29999)
+            return result
+
+        return wrapper
+
+    try:
+        for name, make in originals.items():
+            setattr(torch, name, filled(make))
+        torch.Tensor.new_empty = filled(new_empty)  # type: ignore[method-assign]
+        yield
+    finally:
+        for name, make in originals.items():
+            setattr(torch, name, make)
+        torch.Tensor.new_empty = new_empty  # type: ignore[method-assign]
 
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the integers of as many bytes

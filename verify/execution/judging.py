@@ -14,7 +14,7 @@ from properties.laws import Blind, Breach, Law
 from properties.strategies import Example
 from verify.adapters.interface import Unavailable
 from verify.adapters.loader import AnyAdapter, load
-from verify.execution.bench import AdapterFault, OutOfMemory, short
+from verify.execution.faults import AdapterFault, OutOfMemory, short
 from verify.execution.judge import NOTHING, Where, judge
 from verify.gpu import autotune
 from verify.gpu import device as devices

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from verify.adapters.base import Adapter
 from verify.adapters.loader import AdapterError
-from verify.execution.bench import AdapterBench, AdapterFault, OutOfMemory, short
+from verify.execution.bench import AdapterBench
+from verify.execution.faults import AdapterFault, OutOfMemory, short
 from verify.execution.judging import adapter_of, following
 from verify.execution.run import Run
 from verify.gpu import device as devices

@@ -21,8 +21,9 @@ from properties.illegal_layouts import CHANGES, JUDGED, IllegalLayout
 from properties.laws import Breach, Cotangents, Results
 from verify.adapters.base import PathAdapter
 from verify.execution import addresses, oracle_process, recorder
-from verify.execution.bench import AdapterFault, Timed, blamed, poisoned
-from verify.execution.guards import Copies, Guards
+from verify.execution.bench import Timed
+from verify.execution.faults import AdapterFault, blamed
+from verify.execution.guards import Copies, Guards, poisoned
 from verify.execution.judge import indices
 from verify.execution.judging import faulted, following, judged
 from verify.execution.run import Run

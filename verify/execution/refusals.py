@@ -14,7 +14,8 @@ from properties.laws import with_one_state, with_options
 from properties.trace_play import advance
 from verify.adapters.base import Adapter, PathAdapter, TraceAdapter
 from verify.adapters.loader import AnyAdapter
-from verify.execution.bench import AdapterFault, in_layout
+from verify.execution.bench import in_layout
+from verify.execution.faults import AdapterFault
 from verify.execution.path_bench import RankBench, place_of
 from verify.execution.trace_bench import TraceBench
 from verify.gpu import device as devices

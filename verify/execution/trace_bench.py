@@ -17,8 +17,9 @@ from properties.cases.trace_case import Batch, Sizes, TraceCase
 from properties.trace_domain import TraceDomain
 from verify.adapters.base import Engine, TraceAdapter
 from verify.execution import recorder
-from verify.execution.bench import AdapterFault, Timed, blamed, poisoned
-from verify.execution.guards import Guards
+from verify.execution.bench import Timed
+from verify.execution.faults import AdapterFault, blamed
+from verify.execution.guards import Guards, poisoned
 from verify.execution.judge import NOTHING, indices
 from verify.execution.judging import following, judged
 from verify.execution.run import Run

@@ -33,7 +33,7 @@ from verify.adapters.loader import AdapterError, versions
 from verify.adapters.packages import installed
 from verify.engine.drawing import seeded
 from verify.engine.profiles import PROFILES, Profile
-from verify.execution import bench
+from verify.execution import memo
 from verify.execution.execute import execute
 from verify.execution.judging import adapter_of
 from verify.execution.run import Run
@@ -240,7 +240,7 @@ def mutate(
     start = time.monotonic()
     torch.set_num_threads(1)  # a forked child process has only one thread
     interpreter.install()
-    bench._MEMO.most = MEMO
+    memo.MEMO.most = MEMO
     adapter = adapter_of(spec)
     if not isinstance(adapter, Adapter):
         raise AdapterError(f"adapter {spec} is a path that ranks share, but mutants are made of kernels on one process")

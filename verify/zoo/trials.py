@@ -20,7 +20,8 @@ from properties.cases.rule_case import Case
 from properties.domain import Domain
 from properties.laws import Cotangents, Results
 from verify.adapters.base import Adapter
-from verify.execution.bench import AdapterBench, AdapterFault
+from verify.execution.bench import AdapterBench
+from verify.execution.faults import AdapterFault
 from verify.execution.judging import adapter_of
 from verify.process.worker import Worker, WorkerLost
 from verify.zoo.animals import Animal

@@ -1,0 +1,93 @@
+"""Faults: what an exception of an implementation says about it, and what says nothing about it."""
+
+import os
+import traceback
+
+import torch
+
+from verify.adapters.interface import Unavailable
+from verify.adapters.serving import uses_stubs
+from verify.gpu import device as devices
+from verify.interpreter import Race, UnknownTriton
+from verify.process.outcome import FailureKind, Finding
+from verify.process.stacks import in_kernel, unmarked
+
+
+class AdapterFault(Exception):
+    """The implementation raised, or broke the contract of its outputs. `finding` says what happened."""
+
+    def __init__(self, output: str, kind: FailureKind, what: str, worst: str = "", *, detail: str = "") -> None:
+        super().__init__(what)
+        self.finding = Finding(output, kind, what, worst, detail=detail)
+
+
+class OutOfMemory(Exception):
+    """The implementation ran out of memory."""
+
+
+def no_memory(error: BaseException) -> bool:
+    """Whether the error says that memory ran out: an error of torch, of the operating system or of a launch."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        words in str(error) for words in ("can't allocate memory", "[CUDA]: out of memory", "CUDA error: out of memory")
+    )
+
+
+def blamed(error: Exception, device: str) -> tuple[Exception, str]:
+    """The exception to raise for an exception of the implementation, and why the device is lost, or "".
+
+    The exception is AdapterFault, OutOfMemory, UnknownTriton or Unavailable.
+    """
+    if no_memory(error):
+        return OutOfMemory(str(error)), ""
+    if isinstance(error, Race):
+        return AdapterFault("call", FailureKind.RACE, f"race: {error}", error.place), ""
+    if isinstance(error, UnknownTriton | Unavailable):
+        return error, ""
+    if isinstance(error, ModuleNotFoundError) and uses_stubs():  # the library imports a requirement in the middle of a call
+        return Unavailable(f"{short(error)} ({frame(error)})"), ""
+    if _lacks_an_interface(error):
+        return Unavailable(f"this release cannot be asked: {short(error)} ({frame(error)})"), ""
+    lost = devices.lost(device) or ""
+    if lost:
+        return AdapterFault("call", FailureKind.CRASHED, f"crashed: {lost}", frame(error)), lost
+    name = type(error).__name__
+    return AdapterFault("call", FailureKind.RAISED, f"raised {name}: {short(error)}", frame(error), detail=name), lost
+
+
+_ADAPTERS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "adapters", "")
+
+
+def _lacks_an_interface(error: Exception) -> bool:
+    """Whether a built-in adapter cannot import the implementation, or looked for a name or parameter that the release lacks.
+
+    A missing name or parameter is an error in the adapter's own code. An import may fail inside the implementation, for example
+    for lack of a package that this release requires.
+    """
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    adapters = [place for place, frame in enumerate(frames) if os.path.abspath(frame.filename).startswith(_ADAPTERS)]
+    if not adapters:
+        return False
+    if (frames[adapters[-1]].line or "").startswith(("from ", "import ")):
+        return True
+    words = ("unexpected keyword argument", "'NoneType' object is not callable")
+    parameter = isinstance(error, TypeError) and any(word in str(error) for word in words)
+    return adapters[-1] == len(frames) - 1 and (isinstance(error, ImportError | AttributeError) or parameter)
+
+
+def short(error: BaseException) -> str:
+    """The first line of an error's message, at most 160 characters."""
+    return (str(error).strip() or "no message").splitlines()[0][:160]
+
+
+def frame(error: BaseException) -> str:
+    """Where an error was raised: the innermost frame, or the kernel's line if it was interpreted.
+
+    The text has no folders, so that it is the same on every machine.
+    """
+    while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:  # Triton's, around that of the kernel
+        error = error.__cause__
+    frames = traceback.extract_tb(error.__traceback__)[::-1]
+    if not frames:
+        return ""
+    at = frames[in_kernel([frame.filename for frame in frames])]
+    return f"{at.filename.rpartition('/')[2]}:{at.lineno} in {unmarked(at.name)}"
