@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import records
-from oracles.bound import KAPPA
+from oracles.allowance import KAPPA
 from properties.books import book_of, every_law
 from verify.engine.asking import ask, describe, with_sizes
 from verify.engine.drawing import seeded

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oracles import bound
+from oracles.allowance import KAPPA
 from oracles.bound import RUNS, Bound, bounds, truth
 from oracles.operation import Inputs
 from oracles.operations import RULES
@@ -137,7 +138,7 @@ def test_what_a_bit_less_amplifies_counts(power: int, amplification: float, monk
     monkeypatch.setattr(bound, "_evaluate", errs)
     for first, wanted in ((4, 1.0), (16, amplification), (64, amplification)):
         limit = bounds(case.spec, case.inputs(), None, "chunkwise", first=first)["o"]
-        torch.testing.assert_close(limit.allowed, torch.full_like(limit.allowed, bound.KAPPA * wanted**0.5))
+        torch.testing.assert_close(limit.allowed, torch.full_like(limit.allowed, KAPPA * wanted**0.5))
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oracles import bound, disturbed, in_chunks, in_steps, rounding, segments
-from oracles.bound import KAPPA, Bound, Rows, allowances, bounds, truth
+from oracles.allowance import KAPPA, Rows, allowances, moving_mean
+from oracles.bound import Bound, bounds, truth
 from oracles.norm import Normalised
 from oracles.operation import DTYPES, Inputs, Port, gradient_name
 from oracles.operations import RULES
@@ -1002,7 +1003,7 @@ def test_finer_bound_is_the_same_from_more_runs() -> None:
 @given(size=st.integers(0, 40), seed=st.integers(0, 99))
 def test_moving_mean_is_the_mean_of_up_to_nine(size: int, seed: int) -> None:
     rows = torch.rand(2, size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    got = bound._moving_mean(rows)
+    got = moving_mean(rows)
     assert got.shape == rows.shape
     for place in range(size):
         want = rows[:, max(0, place - 4) : place + 5].mean(-1)

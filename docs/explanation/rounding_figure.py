@@ -11,7 +11,8 @@ import pathlib
 import torch
 from torch import Tensor
 
-from oracles.bound import FLOOR_ULP, KAPPA, RUNS, WINDOW, bounds
+from oracles.allowance import FLOOR_ULP, KAPPA, WINDOW
+from oracles.bound import RUNS, bounds
 from oracles.operation import Inputs
 from oracles.operations import OPERATIONS
 from oracles.rounding import Arithmetic

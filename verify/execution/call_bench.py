@@ -6,7 +6,8 @@ docs/explanation/without-a-reference.md says why two right ways to compute a cal
 import torch
 from torch import Tensor
 
-from oracles.bound import FLOOR_ULP, KAPPA, Bound
+from oracles.allowance import FLOOR_ULP, KAPPA
+from oracles.bound import Bound
 from oracles.counter import integers, mix_number
 from oracles.operation import Inputs
 from properties.laws import Cotangents, Results
