@@ -30,8 +30,8 @@ two, and all of them only if an error is above what the fewer runs guarantee (`B
 runs. Errors above that are examined again in their own part of the call (oracles/parts.py). The part reuses the runs of the whole
 call; later runs round on other grids.
 
-oracles/allowance.py computes the tolerances from `mean_square`. docs/results.md says how KAPPA was derived and holds the distribution
-of error / allowed on right implementations.
+oracles/allowance.py computes the tolerances from `mean_square`. docs/results.md says how KAPPA was derived and holds the
+distribution of error / allowed on right implementations.
 """
 
 import dataclasses
