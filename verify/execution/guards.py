@@ -86,7 +86,8 @@ class Copies(Generic[Name]):
         """The copy of a tensor, contiguous."""
         names, joined = next(group for group in self._groups if wanted in group[0])
         sizes = [self._shapes[name].numel() for name in names]
-        return joined.split(sizes)[names.index(wanted)].view(self._shapes[wanted])
+        copy: Tensor = joined.split(sizes)[names.index(wanted)].view(self._shapes[wanted])
+        return copy
 
     def changed(self) -> list[Name]:
         """The names of tensors whose shape or numbers have changed. NaN counts as equal to NaN, and 0 to -0."""
