@@ -19,26 +19,21 @@ clears the lowest 53 - p bits: round to nearest, ties away from zero. The same h
 dtype: ties go to even.
 """
 
-import array
 import dataclasses
 import functools
 import math
-import zlib
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from oracles.counter import mix
-from oracles.room import memory
+from oracles.grids import Grid, Runs, fractions, grid_of
+from oracles.words import CASTS, MANTISSA, WORDS, Bits, fused, lowest, words_of
 
 BITS = {"bf16": 8, "fp16": 11, "fp32": 24}
 TF32_BITS = 10  # TF32 has 11 bits; matrix units may truncate instead of rounding, which errs like rounding to 10
 SINGLE = 24
 EXACT = 53
 FP16_STEP = 2.0**-24  # the subnormal step of fp16: an absolute error of stored fp16 values
-SET = 8  # runs that share one word for the grids of a place; each odd one of them has its own stratum
 CLASSES = ("chunkwise", "recurrent", "pointwise")
 PRODUCTS = ("ieee", "tf32")
 
@@ -128,7 +123,7 @@ class Arithmetic:
         return self.runs == 1 and self.first % 2 == 1
 
     @functools.cached_property
-    def _numbered(self) -> "Runs":
+    def _numbered(self) -> Runs:
         return self.first, self.first + self.runs, self.end
 
     def operand(self, x: Tensor, place: str) -> Tensor:
@@ -178,7 +173,7 @@ class Arithmetic:
         tokens each step can err in the same direction. So in the odd runs a channel errs by the same fraction of itself at every
         step.
         """
-        fraction = _fractions(place, self.first, self.runs, (x.shape[-2], x.shape[-1]), x.device)
+        fraction = fractions(place, self.first, self.runs, (x.shape[-2], x.shape[-1]), x.device)
         return fraction.view(self._along(x.ndim, *fraction.shape[1:]))
 
     def sums(self, x: Tensor, place: str, depth: int) -> Tensor:
@@ -199,7 +194,7 @@ class Arithmetic:
         return self._round(x, place, EXACT, bits, step)
 
     def _round(self, x: Tensor, place: str, forward: int, backward: int, step: float) -> Tensor:
-        if not self.rounds or min(forward, backward) >= _MANTISSA[x.dtype]:
+        if not self.rounds or min(forward, backward) >= MANTISSA[x.dtype]:
             return x
         ahead = self._dither(x, (place,), forward, step)
         return _Round.apply(x, ahead, self, place + "'", backward, step)  # type: ignore[no-any-return]
@@ -228,19 +223,19 @@ class Arithmetic:
         """Return x rounded to `bits` bits (default: as stored) on each run's own grid; for use outside autograd."""
         return self._at(x, (place,), bits)
 
-    def stacked(self, x: Tensor, places: tuple[str, ...], bits: "Bits | None" = None, axis: int = -3) -> Tensor:
+    def stacked(self, x: Tensor, places: tuple[str, ...], bits: Bits | None = None, axis: int = -3) -> Tensor:
         """Apply `dither` to several tensors at once, each in its own place; x has them stacked along `axis`.
 
         x may also have size 1 there: one tensor, rounded in every place. `bits` is one number for all places, or one for each.
         """
         return self._at(x, places, bits, axis)
 
-    def beside(self, x: Tensor, places: tuple[str, ...], widths: tuple[int, ...], bits: "Bits | None" = None) -> Tensor:
+    def beside(self, x: Tensor, places: tuple[str, ...], widths: tuple[int, ...], bits: Bits | None = None) -> Tensor:
         """Apply `dither` to several tensors that lie side by side along x's last axis in these widths, each in its own place."""
         return self._at(x, places, bits, widths=widths)
 
     def _at(
-        self, x: Tensor, places: tuple[str, ...], bits: "Bits | None", axis: int | None = None, widths: tuple[int, ...] = ()
+        self, x: Tensor, places: tuple[str, ...], bits: Bits | None, axis: int | None = None, widths: tuple[int, ...] = ()
     ) -> Tensor:
         bits = self.stored if bits is None else bits
         return self._dither(x, places, bits, self.step if bits == self.output else 0.0, axis, widths)
@@ -249,7 +244,7 @@ class Arithmetic:
         self,
         x: Tensor,
         places: tuple[str, ...],
-        bits: "Bits",
+        bits: Bits,
         step: float,
         axis: int | None = None,
         widths: tuple[int, ...] = (),
@@ -257,52 +252,52 @@ class Arithmetic:
         if not self.rounds:
             return x
         x = x.detach() if x.requires_grad else x
-        if (bits if isinstance(bits, int) else min(bits)) >= _MANTISSA[x.dtype]:
+        if (bits if isinstance(bits, int) else min(bits)) >= MANTISSA[x.dtype]:
             return x
         grid, back = self._grids(x, places, bits, step, axis, widths)
         return self._rough(x, grid, bits, axis, widths, back)
 
-    def grid(self, like: Tensor, place: str) -> "Grid":
+    def grid(self, like: Tensor, place: str) -> Grid:
         """Return the grid s of each run for a place that stores numbers shaped as `like`, and 1 / s.
 
         dither(x) is rough(x, s) / s.
         """
         bits, step = self.stored, self.step if self.stored == self.output else 0.0
-        if not self.rounds or bits >= _MANTISSA[like.dtype]:
+        if not self.rounds or bits >= MANTISSA[like.dtype]:
             one = like.new_ones([1] * like.ndim)
             return one, one
         return self._grids(like, (place,), bits, step, None, ())
 
     def _grids(
-        self, like: Tensor, places: tuple[str, ...], bits: "Bits", step: float, axis: int | None, widths: tuple[int, ...]
-    ) -> "Grid":
+        self, like: Tensor, places: tuple[str, ...], bits: Bits, step: float, axis: int | None, widths: tuple[int, ...]
+    ) -> Grid:
         last = tuple(like.shape[-2:] if like.ndim > 2 else like.shape[1:])
-        return _grid(places, self._numbered, bits, step, last, like.ndim, self.axis, like.device, like.dtype, axis, widths)
+        return grid_of(places, self._numbered, bits, step, last, like.ndim, self.axis, like.device, like.dtype, axis, widths)
 
     def rough(self, x: Tensor, by: Tensor) -> Tensor:
         """Return x times `by`, rounded as a stored value."""
-        return self._rough(x, by, self.stored) if self.rounds and self.stored < _MANTISSA[by.dtype] else x * by
+        return self._rough(x, by, self.stored) if self.rounds and self.stored < MANTISSA[by.dtype] else x * by
 
     def _rough(
         self,
         x: Tensor,
         by: Tensor,
-        bits: "Bits",
+        bits: Bits,
         axis: int | None = None,
         widths: tuple[int, ...] = (),
         back: Tensor | None = None,
     ) -> Tensor:
         """Return x times `by`, rounded, and then times `back` if given."""
-        kind = _CASTS.get((bits, by.dtype)) if self.first and isinstance(bits, int) else None
+        kind = CASTS.get((bits, by.dtype)) if self.first and isinstance(bits, int) else None
         if self.first and x.device.type == "cuda" and (launch := fused(x.device)) is not None:
-            return launch(x, by, _lowest(bits, kind, axis, widths, x.device, by.dtype), undo=back is not None)
+            return launch(x, by, lowest(bits, kind, axis, widths, x.device, by.dtype), undo=back is not None)
         rounded = x * by
         rounds = rounded if self.first else rounded.narrow(self.axis, 1, self.runs - 1)  # run 0 is exact
         if kind:
             rounds.copy_(rounds.to(kind))
         else:
-            half, high = _words(bits, _MANTISSA[by.dtype], axis, widths, x.device)
-            rounds.view(_WORDS[by.dtype]).add_(half).bitwise_and_(high)
+            half, high = words_of(bits, MANTISSA[by.dtype], axis, widths, x.device)
+            rounds.view(WORDS[by.dtype]).add_(half).bitwise_and_(high)
         return rounded if back is None else rounded.mul_(back)
 
 
@@ -322,258 +317,8 @@ FUNCTION_BITS = summed(FUNCTION_TERMS)
 
 
 @functools.cache
-def _table(device: torch.device, turns: int = 1) -> Tensor:
-    """Return 2^20 numbers in [1, 2), from which every place takes its grids, repeated `turns` times."""
-    if turns > 1:
-        return _table(device).repeat(turns)
-    scrambled = mix(torch.arange(_TABLE, dtype=torch.int64, device=device)) & (2**52 - 1)
-    return 1.0 + scrambled.to(torch.float64) / 2.0**52
-
-
-@functools.cache
-def _known() -> "array.array[float]":
-    """Return the same numbers as an array, because looking up single numbers in a tensor is slow."""
-    return array.array("d", _table(torch.device("cpu")).numpy().tobytes())
-
-
-_TABLE = 2**20
-_MANTISSA = {torch.float64: 53, torch.float32: 24}
-_CASTS = {  # casts that round to so many bits and keep the range
-    (8, torch.float32): torch.bfloat16,
-    (8, torch.float64): torch.bfloat16,
-    (24, torch.float64): torch.float32,
-}
-_WORDS = {torch.float64: torch.int64, torch.float32: torch.int32}
-_SHARED = 2**16  # up to this many numbers a run, calls of different shapes share their grids
-_KEPT_BYTES = 2**27  # bytes of grids that each cache keeps on a CPU for later calls
-_KEPT_SHARE = 1 / 32  # the same on a GPU, as a share of its memory
-
-
-@functools.cache
 def _choice(ways: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.tensor(ways, device=device, dtype=dtype)
-
-
-def _words(bits: "Bits", digits: int, axis: int | None, widths: tuple[int, ...], device: torch.device) -> tuple[Any, Any]:
-    """Return what is added to a number's word to round it, and the mask of the sum; tensors if places have different bits."""
-    if isinstance(bits, int):
-        half = 1 << (digits - bits - 1)
-        return half, -2 * half
-    return _words_by_place(bits, digits, axis, widths, device)
-
-
-@functools.lru_cache(256)
-def _words_by_place(
-    bits: tuple[int, ...], digits: int, axis: int | None, widths: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    halves = _placed([(1 << (digits - precision)) >> 1 if precision < digits else 0 for precision in bits], axis, widths, device)
-    dtype = torch.int64 if digits > SINGLE else torch.int32
-    return halves.to(dtype), torch.where(halves > 0, -2 * halves, -1).to(dtype)
-
-
-# `_rough` in one launch: on a GPU four launches take four times as long, whatever their size. `low` is what `_lowest` returns, and
-# `undo` is 1 if the result is divided by the number it was multiplied by. The result equals that of the separate operations bit for
-# bit (tests/test_rounding.py, on a GPU).
-_FUSED = """
-template <typename T> T rounded(T x, T by, T low, T undo) {
-  T y = x * by;
-  if (low < 0) {
-    union { float number; int word; } narrow;
-    narrow.number = (float) y;
-    if (low < -1 && y == y) narrow.word = (narrow.word + 0x7fff + ((narrow.word >> 16) & 1)) & -65536;
-    y = (T) narrow.number;
-  } else if (low > 0 && sizeof(T) == 8) {
-    union { double number; long long word; } wide;
-    wide.number = y;
-    wide.word = (wide.word + (1ll << ((int) low - 1))) & -(1ll << (int) low);
-    y = (T) wide.number;
-  } else if (low > 0) {
-    union { float number; int word; } single;
-    single.number = y;
-    single.word = (single.word + (1 << ((int) low - 1))) & -(1 << (int) low);
-    y = (T) single.number;
-  }
-  return undo > 0 ? y * ((T) 1 / by) : y;
-}
-"""
-
-
-@functools.cache
-def fused(device: torch.device) -> "Callable[..., Tensor] | None":
-    """Return _FUSED as compiled by torch's jiterator on a GPU; None if it is missing or cannot compile."""
-    try:
-        create = torch.cuda.jiterator._create_jit_fn
-        alike, placed = create(_FUSED, low=0.0, undo=0.0), create(_FUSED, undo=0.0)
-
-        def launch(x: Tensor, by: Tensor, low: float | Tensor, *, undo: bool) -> Any:
-            if isinstance(low, Tensor):
-                return placed(x, by, low, undo=float(undo))
-            return alike(x, by, low=low, undo=float(undo))
-
-        for dtype in _MANTISSA:
-            one = torch.ones((), device=device, dtype=dtype)
-            for low in (1.0, one):
-                launch(one, one, low, undo=True)
-                launch(one.new_ones(2, 2), one.new_ones(2, 1), low, undo=True)  # broadcast arguments are compiled separately
-    except torch.OutOfMemoryError:
-        raise  # it does not mean that the compiler failed
-    except (AttributeError, RuntimeError):
-        return None
-    return launch
-
-
-def _lowest(
-    bits: "Bits", kind: torch.dtype | None, axis: int | None, widths: tuple[int, ...], device: torch.device, dtype: torch.dtype
-) -> float | Tensor:
-    """Return how many of a number's lowest bits are cleared, for all places or each; -1 means a cast to float32, -2 to bfloat16."""
-    if isinstance(bits, int):
-        return {None: float(_MANTISSA[dtype] - bits), torch.float32: -1.0, torch.bfloat16: -2.0}[kind]
-    return _lowest_by_place(bits, axis, widths, device, dtype)
-
-
-@functools.lru_cache(256)
-def _lowest_by_place(
-    bits: tuple[int, ...], axis: int | None, widths: tuple[int, ...], device: torch.device, dtype: torch.dtype
-) -> Tensor:
-    return _placed([max(0, _MANTISSA[dtype] - precision) for precision in bits], axis, widths, device).to(dtype)
-
-
-def _placed(numbers: list[int], axis: int | None, widths: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return a tensor with a number for each place, laid out as the places are: along `axis`, or in widths along the last axis."""
-    tensor = torch.tensor(numbers, device=device)
-    if widths:
-        return tensor.repeat_interleave(torch.tensor(widths, device=device))
-    return tensor if axis is None else tensor.reshape(-1, *[1] * (-1 - axis))
-
-
-Bits = int | tuple[int, ...]  # for all places, or for each
-Runs = tuple[int, int, int]  # the first run here, one past the last run here, and the last run of the call
-Grid = tuple[Tensor, Tensor]  # the numbers s, and 1 / s
-
-
-@functools.cache
-def _cache_limit(device: torch.device) -> int:
-    if device.type == "cpu":
-        return _KEPT_BYTES
-    return int(_KEPT_SHARE * memory(device))
-
-
-def _allocated_bytes(grid: Grid) -> int:
-    """Return the bytes that a grid keeps allocated; the grid may be a view of a larger storage."""
-    return 2 * grid[0].untyped_storage().nbytes()
-
-
-def _cached(make: Callable[..., Grid]) -> Callable[..., Grid]:
-    """Cache the results of `make` by its arguments while they fit into memory; the oldest results are dropped first."""
-    cache: dict[Any, Grid] = {}
-    total = 0
-
-    @functools.wraps(make)
-    def get(*arguments: Any) -> Grid:
-        nonlocal total
-        if (found := cache.get(arguments)) is not None:
-            return found
-        found = make(*arguments)
-        size, most = _allocated_bytes(found), _cache_limit(found[0].device)
-        if 8 * size <= most:
-            cache[arguments], total = found, total + size
-            while total > most:
-                total -= _allocated_bytes(cache.pop(next(iter(cache))))
-        return found
-
-    def clear() -> None:
-        nonlocal total
-        cache.clear()
-        total = 0
-
-    get.clear = clear  # type: ignore[attr-defined]
-    return get
-
-
-@_cached
-def _grid(
-    places: tuple[str, ...],
-    runs: Runs,
-    bits: Bits,
-    step: float,
-    last: tuple[int, ...],
-    axes: int,
-    runs_axis: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    axis: int | None,
-    widths: tuple[int, ...],
-) -> Grid:
-    """Return the grids s of several places, and 1 / s, for tensors with `axes` axes; run 0 has s = 1.
-
-    There is one s for each run and each position of the last two axes. Several places are stacked along `axis`, or lie side by side
-    along the last axis if `widths` are given. Below its smallest normal number a dtype has a fixed step. Where `step` is not 0, the
-    grids are scaled so that `dtype` has that step there.
-    """
-    if runs[0] % 2 and runs[1] == runs[0] + 1:  # an odd run has one s for all positions of a place
-        last = (1,) * len(last)
-    sizes = [last[0] * width for width in widths] or [math.prod(last)] * len(places)
-    precisions = (bits,) * len(places) if isinstance(bits, int) else bits
-    scale = torch.finfo(dtype).tiny / (step * 2.0 ** (precisions[0] - 1)) if step else 1.0
-    # Sizes are rounded up so that calls of different shapes share the numbers of a place.
-    rooms = [max(_SHARED >> 7, 1 << (size - 1).bit_length()) if size <= _SHARED else size for size in sizes]
-    parts = [
-        [numbers[:, :size] for numbers in _numbers(place, runs, precision, room, scale, device, dtype)]
-        for place, precision, size, room in zip(places, precisions, sizes, rooms, strict=True)
-    ]
-    if widths:
-        parts = [[numbers.unflatten(1, (last[0], -1)) for numbers in part] for part in parts]
-    join = torch.cat if widths else torch.stack
-    grid, back = parts[0] if len(parts) == 1 else (join(part, -1 if widths else 1) for part in zip(*parts, strict=True))
-    view = [1] * (axes - len(last)) + list(last[:-1]) + [sum(widths) or last[-1]]
-    view[runs_axis] = len(grid)
-    if axis is not None:
-        view[axis] = len(places)
-    return grid.view(view), back.view(view)
-
-
-@_cached
-def _numbers(place: str, runs: Runs, bits: int, size: int, scale: float, device: torch.device, dtype: torch.dtype) -> Grid:
-    """Return numbers in [1, 2) [runs, size] for the grids of a place, times `scale`, and their reciprocals."""
-    known, (first, after, last) = _known(), runs
-    starts, same = [], {}
-    for row, run in enumerate(range(first, after)):
-        word, index = _word(place, run)
-        starts.append(_start(word, index))
-        if run and index % 2:
-            count = (min(last - run + index, SET) + 1) // 2
-            strata = sorted(range(count), key=lambda run: known[(word + 104729 * run) % _TABLE])
-            phase = (strata[index // 2] + known[starts[row]] - 1.0) / count
-            same[row] = known[word % _TABLE] * (1.0 + phase * 2.0 ** (1 - bits))
-    table = _table(device, 1 + -(-size // _TABLE))
-    numbers = torch.stack([table[start : start + size] for start in starts]).to(dtype)
-    if same:
-        numbers[list(same)] = torch.tensor(list(same.values()), dtype=dtype, device=device).unsqueeze(-1)
-    numbers.mul_(scale)
-    if first == 0:
-        numbers[0] = 1.0
-    return numbers, numbers.reciprocal()
-
-
-def _word(place: str, run: int) -> tuple[int, int]:
-    """Return the word from which a run takes its numbers for a place, and the run's index (from 1) among the runs that share it."""
-    sets, index = divmod(run - 1, SET)
-    return (zlib.crc32(f"{place}#{sets}".encode()), index + 1) if run else (0, 0)
-
-
-def _start(word: int, index: int) -> int:
-    """Return where the numbers of a run begin in the table."""
-    return (word + 7919 * index * (index + 12)) % _TABLE
-
-
-def _fractions(place: str, first: int, runs: int, shape: tuple[int, int], device: torch.device) -> Tensor:
-    """Return numbers in (-u, u), [runs, *shape], u = 2^-24; in odd runs all rows are equal, and in run 0 all numbers are 0."""
-    table, (rows, size), numbers = _table(device), shape, range(first, first + runs)
-    number = torch.tensor(numbers, device=device).reshape(-1, 1, 1)
-    start = torch.tensor([_start(*_word(place, run)) for run in numbers], device=device).reshape(-1, 1, 1)
-    row = torch.arange(rows, device=device).unsqueeze(-1) * (number % 2 == 0)
-    fraction = (2.0 * table[(start + row * size + torch.arange(size, device=device)) % _TABLE] - 3.0) * 2.0**-SINGLE
-    return fraction * (number > 0)
 
 
 class _Round(torch.autograd.Function):

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles import bound, disturbed, in_chunks, in_steps, rounding, segments
+from oracles import bound, disturbed, grids, in_chunks, in_steps, rounding, segments, words
 from oracles.allowance import KAPPA, Rows, allowances, moving_mean
 from oracles.bound import Bound, bounds, truth
 from oracles.norm import Normalised
@@ -56,7 +56,7 @@ def plain_grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _forget_grids() -> None:
-    for cache in (rounding._numbers, rounding._grid):
+    for cache in (grids.numbers_of, grids.grid_of):
         cache.clear()
 
 
@@ -180,7 +180,7 @@ def test_grids_wrap_around_the_table() -> None:
     place = next(f"place {n}" for n in range(10**6) if _start(f"place {n}", 2) > 2**20 - 30)
     x = torch.full((3, 1, 6, 10), math.pi, dtype=torch.float64)
     got = arithmetic("fp32", 3).dither(x, place, 30)[2].flatten()
-    table = rounding._table(torch.device("cpu"))
+    table = grids._table(torch.device("cpu"))
     assert ((table >= 1) & (table < 2)).all()
     wrapped, ended = (_start(place, 2) + torch.arange(60)) % 2**20, (_start(place, 2) + torch.arange(60)).clamp(max=2**20 - 1)
 
@@ -223,7 +223,7 @@ def test_a_gpu_rounds_in_one_launch_to_the_same_bits(
         request.getfixturevalue("plain_grid")
     device = torch.device("cuda", torch.cuda.current_device())
     assert rounding.fused(device) is not None
-    digits = rounding._MANTISSA[dtype]
+    digits = words.MANTISSA[dtype]
 
     def parted() -> set[Any]:
         found = set()
@@ -245,9 +245,9 @@ def test_a_gpu_rounds_in_one_launch_to_the_same_bits(
 
     assert parted() == set()
     if plain:
-        for words, wrong in (("0x7fff + ((narrow.word >> 16) & 1)", "0x8000"), ("(int) low - 1", "(int) low - 2")):
+        for right, wrong in (("0x7fff + ((narrow.word >> 16) & 1)", "0x8000"), ("(int) low - 1", "(int) low - 2")):
             with monkeypatch.context() as patch:
-                patch.setattr(rounding, "_FUSED", rounding._FUSED.replace(words, wrong))
+                patch.setattr(words, "FUSED", words.FUSED.replace(right, wrong))
                 patch.setattr(rounding, "fused", functools.cache(rounding.fused.__wrapped__))
                 assert parted()
 
@@ -377,7 +377,7 @@ def test_odd_runs_of_each_set_are_stratified() -> None:
     for place in ("place", "another place"):
         grid, _ = rule._grids(values, (place,), 8, 0.0, None, ())
         for word, odd in enumerate(grid.flatten()[::2].reshape(8, 4)):
-            base = rounding._known()[zlib.crc32(f"{place}#{word}".encode()) % 2**20]
+            base = grids._known()[zlib.crc32(f"{place}#{word}".encode()) % 2**20]
             assert sorted(((odd / base - 1.0) * 2.0**7 * 4).floor().tolist()) == [0, 1, 2, 3]
         assert len(grid.unique()) == 64, "sets differ"
 
@@ -409,7 +409,7 @@ def test_grids_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> 
         return torch.ones(size, dtype=torch.float64), torch.ones(size, dtype=torch.float64)
 
     monkeypatch.setattr(rounding, "_cache_limit", lambda device: 2 * 8 * 100)
-    get = rounding._cached(make)
+    get = grids.cached(make)
     for name, size in (("small", 10), ("large", 13), ("small", 10), ("large", 13)):
         assert len(get(name, size)[0]) == size
     assert asked == ["small", "large", "large"], "what takes over an eighth is not kept"
