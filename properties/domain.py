@@ -42,10 +42,10 @@ MOST_REACH = 256  # about 70,000 tokens; check larger sizes with single cases
 class Domain:
     """The calls for which an implementation promises right results; by default all calls with a given gate and beta.
 
-    `key_dims` and `value_dims` are inclusive ranges in steps of `width_step`. `views` says whether inputs may be non-contiguous.
-    `deterministic` says whether a second call gives the same bits. `position_independent` says whether a sequence or head gets
-    the same bits wherever it stands in the batch; few implementations need to promise that, and vector code that treats the end
-    of a row differently breaks it. `in_kernel` names which of gate and beta the implementation can compute itself ("none",
+    `key_dims` and `value_dims` are inclusive ranges in steps of `width_step`. `views` says whether inputs may be non-contiguous and
+    begin anywhere in memory. `deterministic` says whether a second call gives the same bits. `position_independent` says whether a
+    sequence or head gets the same bits wherever it stands in the batch; few implementations need to promise that, and vector code
+    that treats the end of a row differently breaks it. `in_kernel` names which of gate and beta the implementation can compute itself ("none",
     "gate", "beta", "both"), and `dt_bias` says whether it can do so without a dt_bias. `decays` says whether it takes the
     log-decay g ("log"), the decay alpha itself ("linear"), or either, where it does not compute the gate. `batch_heads` is the
     largest product of sequences and value heads of a batch that is not packed; None means any. CUDA launches at most 65,535

@@ -343,7 +343,7 @@ class Captured(Adapter):
 
 
 class Vectorised(Recurrent):
-    """As a kernel that loads 16 bytes at once: it takes tensors that an allocator made, and refuses others."""
+    """As a kernel that loads 16 bytes at once: it takes contiguous tensors as an allocator makes them, and refuses others."""
 
     domain = Domain(backward=False, views=False)
 
@@ -363,8 +363,10 @@ class VectorisedDecode(Gathered):
 
 
 def refuse_misaligned(x: Inputs) -> None:
-    """ValueError if a tensor of numbers begins at an address that 16 does not divide."""
+    """ValueError if a tensor of numbers is not contiguous, or begins at an address that 16 does not divide."""
     for name, value in x.items():
+        if isinstance(value, Tensor) and not value.is_contiguous():
+            raise ValueError(f"{name} must be contiguous")
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel() and value.data_ptr() % 16:
             raise ValueError(f"{name} must begin at a multiple of 16 bytes")
 

@@ -16,7 +16,7 @@ from properties.rule_laws import LAWS
 from properties.strategies import Example
 from tests import right, right_forms
 from verify.adapters.base import Adapter
-from verify.execution import judging
+from verify.execution import bench, judging
 from verify.execution.execute import execute
 from verify.execution.run import Run
 from verify.process.outcome import Verdict
@@ -99,6 +99,22 @@ def test_only_the_scales_of_the_domain_are_drawn() -> None:
 def test_what_cannot_be_is_refused(words: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Domain(**words)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "law=recurrent at=12 adapter={} lengths=15 heads=2 value_heads=2 key_dim=65 value_dim=65 dtype=fp16 backward=no seed=171",
+        "law=packed at=1 adapter={} lengths=95+22+1 packed=yes key_dim=24 value_dim=65 dtype=fp16 gate=64 backward=no seed=25840",
+        "law=untouched adapter={}Decode op=decode lengths=5+5 value_heads=3 key_dim=1 value_dim=1 state=random free=random seed=51602",
+    ],
+)
+def test_no_law_passes_a_part_of_a_tensor_unless_views_are_promised(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens and sequences that a law cuts out of a tensor begin anywhere in memory."""
+    run = Run.parse(line.format("tests/right.py:Vectorised"))
+    assert execute(run).verdict is Verdict.HOLDS
+    monkeypatch.setattr(bench, "takes_views", lambda _: True)
+    assert execute(run).verdict is Verdict.BROKEN
 
 
 @pytest.mark.parametrize(

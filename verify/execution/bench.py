@@ -165,6 +165,9 @@ class AdapterBench(Timed):
         spec = self._contract(inputs)
         inputs = self._with_options(inputs, self.counterpart if counterpart else self.adapter, options)
         inputs = in_layout(inputs, getattr(self.domain, "layout", None))
+        if not (same_objects or takes_views(self.domain)):
+            inputs = inputs.replaced(**{name: as_allocated(x) for name, x in inputs.items() if isinstance(x, Tensor)})
+            cotangents = cotangents and {name: as_allocated(x) for name, x in cotangents.items()}
         adapter = self.counterpart if counterpart else self.adapter
         guards = Guards(_tensors(inputs, cotangents), around=adapter.guards and not same_objects)
         inputs, cotangents = _between(inputs, cotangents, guards)
@@ -458,6 +461,20 @@ def in_layout(inputs: Inputs, layout: str | None) -> Inputs:
     if layout != "vk" or not len(inputs.pool) or (inputs.pool.stride(-2) == 1 and inputs.pool[0].mT.is_contiguous()):
         return inputs
     return inputs.replaced(pool=inputs.pool.mT.clone(memory_format=torch.contiguous_format).mT)
+
+
+def takes_views(domain: Any) -> bool:
+    """Whether the domain promises that inputs may have any strides and begin anywhere in memory."""
+    return bool(getattr(getattr(domain, "rule", domain), "views", True))
+
+
+def as_allocated(x: Tensor) -> Tensor:
+    """The tensor as an allocator makes one: contiguous, or with its last two axes swapped, from a multiple of 16 bytes on.
+
+    A tensor that is so already is returned itself.
+    """
+    contiguous = x.is_contiguous() or (x.ndim > 1 and x.mT.is_contiguous())
+    return x if contiguous and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _shares_a_slot(inputs: Inputs) -> bool:
