@@ -45,10 +45,10 @@ class Domain:
     `key_dims` and `value_dims` are inclusive ranges in steps of `width_step`. `views` says whether inputs may be non-contiguous and
     begin anywhere in memory. `deterministic` says whether a second call gives the same bits. `position_independent` says whether a
     sequence or head gets the same bits wherever it stands in the batch; few implementations need to promise that, and vector code
-    that treats the end of a row differently breaks it. `in_kernel` names which of gate and beta the implementation can compute itself ("none",
-    "gate", "beta", "both"), and `dt_bias` says whether it can do so without a dt_bias. `decays` says whether it takes the
-    log-decay g ("log"), the decay alpha itself ("linear"), or either, where it does not compute the gate. `batch_heads` is the
-    largest product of sequences and value heads of a batch that is not packed; None means any. CUDA launches at most 65,535
+    that treats the end of a row differently breaks it. `in_kernel` names which of gate and beta the implementation can compute
+    itself ("none", "gate", "beta", "both"), and `dt_bias` says whether it can do so without a dt_bias. `decays` says whether it
+    takes the log-decay g ("log"), the decay alpha itself ("linear"), or either, where it does not compute the gate. `batch_heads`
+    is the largest product of sequences and value heads of a batch that is not packed; None means any. CUDA launches at most 65,535
     programs along the second and third axis of a grid. `infinite_gates` says whether a log-decay may be -inf, which forgets the
     state. `scales` names the scales that it takes: none ("default", which means K ** -0.5), 1 ("one") and 0.5 ("half").
     `strongest_decay` is the strongest of the gate regimes that it takes (STRENGTHS), and `largest_values` the regime with the
