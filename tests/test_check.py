@@ -248,7 +248,7 @@ def test_oracle_that_raises_is_unknown_and_not_the_kernels_fault(monkeypatch: py
     outcome = execute(Run("oracle", RIGHT, Example(Case((3,)))))
     assert outcome.verdict is Verdict.UNKNOWN
     assert outcome.reason.startswith(f"gdn-verify failed: {type(error).__name__}: ")
-    assert re.fullmatch(rf"{type(error).__name__} at verify/execution/bench.py:\d+ in \w+", outcome.fault)
+    assert re.fullmatch(rf"{type(error).__name__} at verify/execution/memo.py:\d+ in \w+", outcome.fault)
     assert outcome.findings == []
 
 

@@ -49,8 +49,8 @@ def arithmetic(dtype: str = "bf16", runs: int = 9, algorithm: str = "chunkwise",
 def plain_grid(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every grid s of the even runs is 1: what is left is round-to-nearest."""
     _forget_grids()
-    monkeypatch.setattr(rounding, "_table", lambda device, turns=1: torch.ones(turns * 2**20, dtype=torch.float64, device=device))
-    monkeypatch.setattr(rounding, "_known", lambda: [1.0] * 2**20)
+    monkeypatch.setattr(grids, "_table", lambda device, turns=1: torch.ones(turns * 2**20, dtype=torch.float64, device=device))
+    monkeypatch.setattr(grids, "_known", lambda: [1.0] * 2**20)
     yield
     _forget_grids()
 
@@ -207,7 +207,7 @@ def test_a_cast_rounds_as_clearing_bits_does(bits: int, dtype: torch.dtype, monk
     rule, x = dataclasses.replace(arithmetic("fp32", 4), first=1), numbers(4, 3, 32, 32).to(dtype)
     cast = rule.dither(x, "place", bits)
     with monkeypatch.context() as patch:
-        patch.setattr(rounding, "_CASTS", {})
+        patch.setattr(rounding, "CASTS", {})
         assert torch.equal(rule.dither(x, "place", bits), cast)
     assert not torch.equal(x, cast)
 
@@ -408,7 +408,7 @@ def test_grids_are_kept_up_to_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> 
         asked.append(name)
         return torch.ones(size, dtype=torch.float64), torch.ones(size, dtype=torch.float64)
 
-    monkeypatch.setattr(rounding, "_cache_limit", lambda device: 2 * 8 * 100)
+    monkeypatch.setattr(grids, "_cache_limit", lambda device: 2 * 8 * 100)
     get = grids.cached(make)
     for name, size in (("small", 10), ("large", 13), ("small", 10), ("large", 13)):
         assert len(get(name, size)[0]) == size
