@@ -10,7 +10,7 @@ from properties.laws import Law
 from properties.strategies import Example
 from verify.engine.asking import Asked, Described, ask, ask_afresh
 from verify.engine.likeness import alike, steady
-from verify.engine.shrink import Shrunk, between, other_numbers, restored, shrink, simpler_in
+from verify.engine.shrink import DATA, Shrunk, between, other_numbers, restored, shrink, simpler_in
 from verify.execution.run import Run
 from verify.findings.known import KnownDefects
 from verify.findings.store import Store
@@ -19,6 +19,7 @@ from verify.process.outcome import FailureKind, Outcome, Verdict
 SHRINK_RUNS, SHRINK_S = 120, 60.0
 # Words of a case that decide which errors exceed their tolerances, and whether a kernel takes its path for packed sequences.
 FIXED = ("dtype", "gate_dtype", "state_dtype", "values", "packed")
+PATHS = ("packed",)  # those of them that decide about the path
 LONG, LONG_CHUNKS = 128, (256, 512, 1024)  # shorter sequences do not show whether a chunk is longer than 128 tokens
 
 
@@ -100,11 +101,12 @@ def explain(
     another adapter or version do not count either, unless the found case looks like it too. There are at most SHRINK_RUNS runs,
     in at most `limit_s` seconds.
 
-    A word's value in the found case cannot prevent the found defect. So if the smallest case holds when a word has its found
-    value again, then another defect has taken over, which only the simpler value shows. We fix this word at its found value and
-    shrink the found case again. If the smallest case holds with a larger size (`between`) that is below the found one, then small
-    sizes show another defect than large ones. We shrink the found case again, and this size stays larger. If this makes nothing
-    simpler, we keep the smallest case of before.
+    A word's value in the found case cannot prevent the found defect. So if the smallest case holds when a word has its found value
+    again, then another defect has taken over, which only the simpler value shows. The same is likely if the case fails in another
+    way then, or with an error of another size over its tolerance; but lengths and numbers of another kind change that by
+    themselves. We fix this word at its found value and shrink the found case again. If the smallest case holds with a larger size
+    (`between`) that is below the found one, then small sizes show another defect than large ones. We shrink the found case again,
+    and this size stays larger. If this makes nothing simpler, we keep the smallest case of before.
 
     The words in FIXED are fixed from the start if errors exceed tolerances: finer dtypes and values of another size show defects
     that the found case cannot have shown. Simpler values of these words are tried on the smallest case alone.
@@ -146,7 +148,14 @@ def explain(
     def again(example: Example) -> bool | None:
         return verdict_of(example) if example in outcomes or more(0) else None
 
-    fixed = {*FIXED} if outcome.kind is FailureKind.OFF else set()
+    def shows_another(names: set[str], example: Example, small: Example) -> bool:
+        """Whether the smallest case with some words as found says that the found defect is not what makes it fail."""
+        verdict, there = again(example), outcomes.get(example)
+        if verdict is False or there is None or there.verdict is not Verdict.BROKEN or names & {"lengths", *DATA}:
+            return verdict is False
+        return not steady(outcome, outcomes[small], there)
+
+    fixed = {*FIXED} if outcome.kind is FailureKind.OFF else {*PATHS}
     least: dict[str, int] = {}
     before: Shrunk | None = None  # the result with smaller sizes
     slid = True
@@ -157,7 +166,8 @@ def explain(
             small = before
             break
         changed = next(
-            (names for names, example in restored(law, small.example, run.example) if again(example) is False), set[str]()
+            (names for names, example in restored(law, small.example, run.example) if shows_another(names, example, small.example)),
+            set[str](),
         )
         # Two failures that raise the same error in the same place count as one defect.
         middle = between(law, small.example, run.example, domain) if outcome.kind is FailureKind.OFF else ()

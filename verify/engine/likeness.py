@@ -1,6 +1,5 @@
 """Whether a smaller case fails as the found one does. Otherwise shrinking could pass from the found defect to another one."""
 
-import math
 import re
 
 from verify.execution.run import Run
@@ -37,8 +36,10 @@ def alike(found: Outcome, found_run: Run, outcome: Outcome, run: Run) -> bool:
 def steady(found: Outcome, before: Outcome, after: Outcome) -> bool:
     """Whether one step left the error of the first output that failed about as large as before, over its tolerance."""
     first = _place(found.findings[0])
-    ratios = [max(finding.ratio for finding in outcome.findings if _place(finding) == first) for outcome in (before, after)]
-    return ratios == [math.inf] * 2 or SHARE <= ratios[1] / ratios[0] <= 1 / SHARE
+    ratios = [
+        max((finding.ratio for finding in outcome.findings if _place(finding) == first), default=0.0) for outcome in (before, after)
+    ]
+    return SHARE * ratios[0] <= ratios[1] <= ratios[0] / SHARE  # also if both are infinite
 
 
 def way(finding: Finding) -> str:
