@@ -33,6 +33,7 @@ VIEWS = ("sliced", "transposed", "offset", "expanded", "strided")
 STRENGTHS = ("1000", "64", "10", "tenth", "saturated")  # gate regimes, the weakest decay first; "forever" has none
 LARGEST = ("ordinary", "scaled", "large", "great")  # regimes of values, the smallest first; no other regime has larger ones
 MOST_STEP = 1024  # the largest `length_step`
+LEAST_LONGEST = 64  # the least `longest`: laws need lengths on both sides of a block of 16 or 32 tokens
 OFFSETS = ("int64", "int32")
 MOST_REACH = 256  # about 70,000 tokens; check larger sizes with single cases
 
@@ -52,11 +53,11 @@ class Domain:
     programs along the second and third axis of a grid. `infinite_gates` says whether a log-decay may be -inf, which forgets the
     state. `scales` names the scales that it takes: none ("default", which means K ** -0.5), 1 ("one") and 0.5 ("half").
     `strongest_decay` is the strongest of the gate regimes that it takes (STRENGTHS), and `largest_values` the regime with the
-    largest values that it takes (LARGEST). Every sequence has a multiple of `length_step` tokens. `key_widths` and `value_widths`
-    list the only widths; if they are not empty, they replace `key_dims` and `value_dims`. `offsets` are the dtypes of cu_seqlens.
-    `state_dtypes` are the dtypes of initial states, and `final_dtype` is that of final states. `initial_states` says whether each
-    sequence of a packed call has an initial state, or only the first one. `final_states` says whether each returns a final state,
-    or only the last one.
+    largest values that it takes (LARGEST). Every sequence has a multiple of `length_step` tokens, and at most `longest` tokens;
+    None means any number. `key_widths` and `value_widths` list the only widths; if they are not empty, they replace `key_dims` and
+    `value_dims`. `offsets` are the dtypes of cu_seqlens. `state_dtypes` are the dtypes of initial states, and `final_dtype` is that
+    of final states. `initial_states` says whether each sequence of a packed call has an initial state, or only the first one.
+    `final_states` says whether each returns a final state, or only the last one.
 
     `left_out` names which of gate and beta a call may leave out: without a gate nothing decays, and a beta that is left out is 1.
     `channel_decays` names the decays of single channels that it takes in addition to the gate: gk for the keys' channels
@@ -107,6 +108,7 @@ class Domain:
     exact_options: tuple[str, ...] = ()
     largest_values: str = "great"
     length_step: int = 1
+    longest: int | None = None
     key_widths: tuple[int, ...] = ()
     value_widths: tuple[int, ...] = ()
     offsets: tuple[str, ...] = OFFSETS
@@ -153,6 +155,12 @@ class Domain:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         if isinstance(self.length_step, bool) or not isinstance(self.length_step, int) or not 1 <= self.length_step <= MOST_STEP:
             raise ValueError(f"length_step must be in 1..{MOST_STEP}, got {self.length_step!r}")
+        step, least = self.length_step, max(LEAST_LONGEST, 3 * self.length_step)  # the law `cut` needs several steps
+        if self.longest is not None and (
+            isinstance(self.longest, bool) or not isinstance(self.longest, int) or self.longest < least or self.longest % step
+        ):
+            what = f"at least {least}" + (f" and a multiple of length_step={step}" if step > 1 else "")
+            raise ValueError(f"longest must be None or {what}, got {self.longest!r}")
         if not isinstance(self.width_step, int) or self.width_step < 1:
             raise ValueError(f"width_step must be at least 1, got {self.width_step!r}")
         for name in ("key_dims", "value_dims"):
@@ -215,6 +223,10 @@ class Domain:
         """The regimes of values with no larger numbers. Regimes that are not in LARGEST have ordinary numbers or smaller ones."""
         return tuple(values for values in VALUES if values not in LARGEST[LARGEST.index(self.largest_values) + 1 :])
 
+    def most(self, tokens: int) -> int:
+        """So many tokens, or `longest` if that is less."""
+        return tokens if self.longest is None else min(tokens, self.longest)
+
     def has_key(self, width: int) -> bool:
         """Whether K may be this width."""
         return width in self.key_widths if self.key_widths else inside(width, self.key_dims, self.width_step)
@@ -266,6 +278,10 @@ class Domain:
             (
                 all(length % self.length_step == 0 for length in case.lengths),
                 f"lengths={text_of(case.lengths)}: every length must be a multiple of {self.length_step}",
+            ),
+            (
+                self.longest is None or max(case.lengths) <= self.longest,
+                f"lengths={text_of(case.lengths)}: sequences of more than {self.longest} tokens are not supported",
             ),
             (not case.packed or case.offsets in self.offsets, f"offsets={case.offsets} is not among {', '.join(self.offsets)}"),
             (

@@ -19,9 +19,10 @@ LAYOUTS = ("kv", "vk")
 POOL_VIEWS = (*VIEWS, "fused")
 EVERY_RULE = Domain(backward=False)
 # Fields that `rule` must leave out. Four are about states outside a pool. `length_step` is about prompts of whole chunks, and the
-# tokens of a request are none. A PoolCase has no words for the others; `options` are those of the PoolDomain.
+# tokens of a request are none; `most_tokens` limits these. A PoolCase has no words for the others; `options` are those of the
+# PoolDomain.
 NOT_OF_POOLS = (
-    *("state_dtypes", "final_dtype", "initial_states", "final_states", "length_step"),
+    *("state_dtypes", "final_dtype", "initial_states", "final_states", "length_step", "longest"),
     *("left_out", "channel_decays", "lower_bounds", "parameter_dtypes", "options", "exact_options"),
 )
 

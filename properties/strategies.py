@@ -115,7 +115,7 @@ def lengths(
         return tuple(step * length for length in steps)
     if many and chance.random() < 1 / 6:
         short, count = (3, chance.randint(33, 70)) if total >= CROWDED and chance.random() < 1 / 2 else (5, chance.randint(5, 12))
-        drawn = [chance.randint(0 if empty else 1, short) for _ in range(count)]
+        drawn = [chance.randint(0 if empty else 1, min(short, longest)) for _ in range(count)]
     else:
         sizes = [[n for n in BLOCKS if n <= longest], [n for n in EDGES if n <= longest], range(1, longest + 1)]
         drawn = [chance.choice(chance.choice([group for group in sizes if group])) for _ in range(chance.randint(*sequences))]
@@ -151,7 +151,8 @@ def cases(
             fixed[name] = tuple(regime for regime in fixed[name] if regime in allowed) or (simplest,)
     far = domain.reach > 1
     step, kinds = domain.length_step, KINDS if sequences[1] >= 3 and "groups" not in fixed else ("length",)
-    large = kind_of(chance, domain.long // step * step, longest, kinds_of(kinds, domain.long, step))
+    longest, long = domain.most(longest), domain.most(domain.long)
+    large = kind_of(chance, long // step * step, longest, kinds_of(kinds, long, step))
 
     def field(name: str, choices: Sequence[Any]) -> Any:
         options = fixed.get(name, choices)
@@ -161,11 +162,11 @@ def cases(
     groups = {"": groups, "heads": MANY_HEADS}.get(large, FEW_HEADS)
     heads, value_heads = field("groups", tuple(pair for pair in groups if domain.grouped_heads or pair[0] == pair[1]))
     total = domain.reach * total * 4 // max(4, value_heads)  # many heads mean many kernel programs, so fewer tokens
-    longest = min(domain.reach * longest, max(longest, FAR), total)
+    longest = min(domain.most(min(domain.reach * longest, max(longest, FAR))), total)
     sequences = (sequences[0], 4 * sequences[1]) if far and sequences[1] >= 4 else sequences
     packed = field("packed", tuple(choice for choice, can in ((False, domain.batched), (True, domain.packed)) if can))
     if large:
-        sizes = large_lengths(chance, large, sequences, domain.long, domain.chunk, packed=packed, empty=domain.empty, step=step)
+        sizes = large_lengths(chance, large, sequences, long, domain.chunk, packed=packed, empty=domain.empty, step=step)
     elif packed:
         many = sequences[1] >= 4 and (step == 1 or domain.empty)
         sizes = lengths(chance, sequences, longest, total, empty=domain.empty, many=many, step=step)

@@ -104,6 +104,18 @@ class WholeChunks(Chunkwise):
         return super().sequence(q, k, v, g, beta, state, scale)
 
 
+class Shorter(Chunkwise):
+    """A sequence has at most 150 tokens."""
+
+    domain = Domain(longest=150)
+
+    def sequence(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        assert len(q) <= 150
+        return super().sequence(q, k, v, g, beta, state, scale)
+
+
 class Saturating(Chunkwise):
     """Operands saturate at 65,504, the largest number of float16."""
 
@@ -212,6 +224,14 @@ class LosesTheLastDecay(WholeChunks):
         return total[..., -2:-1]
 
 
+class ForgetsEachChunk(Shorter):
+    """Wrong: the state after a chunk is zero."""
+
+    def piece(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        o, state = super().piece(q, k, v, g, beta, state, scale)
+        return o, 0.0 * state
+
+
 class CorrectsTooMuch(Saturating):
     """Wrong: what a token subtracts of the values of earlier tokens is 25% too large."""
 
@@ -254,6 +274,7 @@ CONVENTIONS: dict[type[Adapter], tuple[dict[str, Any], type[Adapter], str]] = {
     OneState: ({"initial_states": "each", "final_states": "each"}, StateForEach, "packed"),
     OneInitialState: ({"initial_states": "each"}, FinalOfTheFirst, "oracle"),
     WholeChunks: ({"length_step": 1}, LosesTheLastDecay, "cut"),
+    Shorter: ({"longest": None}, ForgetsEachChunk, "oracle"),
     Saturating: ({"largest_values": "great"}, CorrectsTooMuch, "oracle"),
     ShortOffsets: ({"offsets": ("int64", "int32")}, LeaksTheState, "packed"),
     ListedWidths: ({"key_widths": (), "value_widths": ()}, HalfOfTheKeys, "oracle"),

@@ -126,7 +126,7 @@ def _usual(domain: Domain, seed: int) -> Iterator[Case]:
     for dtype, width in (("bf16", 128), ("fp16", 64)):
         cases = (
             Case(
-                tuple(_up(length, domain.length_step) for length in ((200, 130) if domain.packed else (200,))),
+                tuple(_up(domain.most(length), domain.length_step) for length in ((200, 130) if domain.packed else (200,))),
                 operation=domain.operation,
                 packed=domain.packed,
                 heads=2,
