@@ -30,6 +30,7 @@ def alike(found: Outcome, found_run: Run, outcome: Outcome, run: Run) -> bool:
         bool(same)
         and max(finding.ratio for finding in same) >= SHARE * min(largest, LARGE)
         and all(way(finding) in ways.get(port_of(finding.output), ()) for finding in outcome.findings)
+        and not {*ways} & ({*outcome.ratios} - {port_of(finding.output) for finding in outcome.findings})
     )
 
 
