@@ -56,7 +56,9 @@ RAISED = failed(FailureKind.RAISED, "raised ValueError: 65 rows", "run.py:3 in r
 @pytest.mark.parametrize(
     ("found", "smaller", "same"),
     [
-        (off(o=17, dq=5), off(o=6, dq=0.5), True),
+        (off(o=17, dq=5), off(o=6, dq=2), True),
+        (off(o=17, dq=5), off(o=6), True),
+        (off(o=17, dq=5), off(o=6, dq=0.5), False),
         (off(o=17), off(o=5.5), False),
         (off(dx=300, dweight=40, dh0=9), off(dh0=900), False),
         (off(o=17), off(o=17, dq=3), False),
@@ -150,6 +152,26 @@ def test_what_simple_cases_alone_show_is_another_defect(tmp_path: pathlib.Path, 
     monkeypatch.setattr(explaining, "restored", lambda *_: iter(()))
     case = smallest(by_condition, LINE, tmp_path)
     assert case.activation == "none", "the other defect, unless words are restored to their found values"
+
+
+def by_size(run: Run) -> Outcome:
+    """Two defects of one output: one needs a state, the other, whose error is larger, needs a single channel."""
+    case = run.example.case
+    return off(y=400.0 if case.width == 1 else 40.0 if case.state == "random" else 0.1)
+
+
+def test_an_error_of_another_size_is_another_defect(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = smallest(by_size, LINE, tmp_path)
+    assert (case.state, case.width) == ("random", 8)
+    monkeypatch.setattr(explaining, "steady", lambda *_: True)
+    assert smallest(by_size, LINE, tmp_path).width == 1, "the other defect, unless the sizes of errors are compared"
+
+
+def test_a_packed_case_stays_packed_and_whether_a_batch_fails_too_is_told(tmp_path: pathlib.Path) -> None:
+    run, worker = Run.parse(f"{LINE} packed=yes"), Telling(lambda _: RAISED)
+    small, _ = explain(run.the_law, run, RAISED, worker, Store(tmp_path), NO_DEFECTS, threading.Event())  # type: ignore[arg-type]
+    assert small.example.case.packed
+    assert "packed=no" in small.others
 
 
 @pytest.mark.parametrize(("size", "smallest_right"), [("lengths", 4), ("conv_width", 8), ("sequences", 4)])

@@ -15,7 +15,8 @@ def alike(found: Outcome, found_run: Run, outcome: Outcome, run: Run) -> bool:
     """Whether the outcome of a case that was made simpler is the failure of the found case.
 
     - The first output that failed in the found case fails in the same way: kind of failure, exception and place in the code.
-    - No other output fails than in the found case, and none fails in another way than there.
+    - No other output fails than in the found case, and none fails in another way than there. All outputs that failed there fail,
+      as far as the smaller case has them: without a backward it has no gradients.
     - The error of that first output over its tolerance is at least SHARE of what it is in the found case, or of LARGE.
     - If both cases have the same mesh, the first output fails on some rank on which it failed in the found case.
     """
