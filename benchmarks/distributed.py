@@ -4,8 +4,9 @@
     python -m benchmarks.distributed --ranks 4              processes of this host: NCCL where each has a GPU, else gloo
     python -m benchmarks.distributed --ranks 2 --soundness 5000 gdn/layer
 
-A rate counts cases that are drawn, run on all ranks, judged on each and merged, as in `check`, after 32 cases of warm-up. The time
-of the first verdict counts from the start of this program, including its imports and the start of the ranks.
+A rate counts cases that are drawn, run on all ranks, judged on each and merged, as in `check`, after a warm-up of 32 cases of
+layers or 192 of exchanges. The time of the first verdict counts from the start of this program, including its imports and the
+start of the ranks.
 """
 
 import argparse
@@ -32,7 +33,9 @@ from verify.process.worker import Worker  # noqa: E402
 from verify.ranks.group import BACKENDS, RankGroup  # noqa: E402
 
 WARM = 32
-EXCHANGES = 3  # times as many cases of exchanges as of layers: otherwise they take about a second, too short to compare hosts
+# So many times as many cases of exchanges as of layers, in the warm-up too: otherwise they take about a second, and two runs on one
+# host differ by a tenth.
+EXCHANGES = 6
 RunOf = Callable[[str, Example], Run]
 
 
@@ -86,13 +89,11 @@ def main() -> int:
         report["first_verdict_s"] = time.perf_counter() - START
         print(f"  first verdict {report['first_verdict_s']:.1f} s after the command")
         fused = {**LAYOUT_ONLY, **mesh, "dtype": "fp32", "packed": True, "thd_all_to_all": "fused"}
-        report["exchange"] = rate(
-            "exchange", whole, {"tokens": 400, **fused}, run_of, EXCHANGES * options.cases, options, group, store
-        )
+        report["exchange"] = rate("exchange", whole, {"tokens": 400, **fused}, run_of, options, group, store, EXCHANGES)
         few = dataclasses.replace(whole, ranks=min(size, 8), slow=domain.slow)
         quick = {name: tuple(v for v in values if f"{name}={v}" not in domain.slow) for name, values in domain.choices}
         on_few = {"mesh": ((1, few.ranks), (few.ranks, 1)), **quick}
-        report["parallel"] = rate("parallel", few, {"tokens": 100, **on_few}, run_of, options.cases, options, group, store)
+        report["parallel"] = rate("parallel", few, {"tokens": 100, **on_few}, run_of, options, group, store)
         if options.soundness:
             alarms = soundness(domain, run_of, options, group, store, report)
     record(options, backend, report)
@@ -127,23 +128,23 @@ def rate(
     domain: PathDomain,
     fixed: dict[str, Any],
     run_of: RunOf,
-    cases: int,
     options: argparse.Namespace,
     group: Asked,
     store: Store,
+    times: int = 1,
 ) -> dict[str, float]:
-    """The number of cases and the cases per second of one law. All cases must hold or be blind."""
+    """The number of cases and the cases per second of one law. All cases must hold or be blind. `times` as many cases, if given."""
     from properties.path_domain import path_cases
 
     most = 1 if not options.ranks else BATCH if PATH_LAWS[law].kind == "exact" else TRUTHS
     done, start, warm = 0, 0.0, 0
-    for batch in batches(path_cases(domain, **fixed), options.seed, cases + WARM, most):
+    for batch in batches(path_cases(domain, **fixed), options.seed, times * (options.cases + WARM), most):
         ways = PATH_LAWS[law].variants or (None,)
         runs = [run_of(law, Example(case, None, ways[at % len(ways)])) for at, case in enumerate(batch, done)]
         for run, outcome in zip(runs, ask_all(runs, group, store), strict=True):
             assert outcome.verdict in (Verdict.HOLDS, Verdict.BLIND), (str(run), outcome)
         done += len(runs)
-        if not start and done >= WARM:
+        if not start and done >= times * WARM:
             start, warm = time.perf_counter(), done
     took = time.perf_counter() - start
     result = {"cases": done - warm, "a_second": (done - warm) / took}

@@ -518,6 +518,14 @@ def even(sections: tuple[int, ...], cp: int) -> tuple[Tensor, Tensor]:
 RIGHT_TOKENS = exchange.token_map
 
 
+@given(st.integers(1, 8), st.lists(st.integers(0, 5), max_size=6))
+def test_token_map_is_the_zigzag_layout_of_the_oracle(cp: int, pieces: list[int]) -> None:
+    lengths = [2 * cp * tokens for tokens in pieces]
+    index, inverse = exchange.token_map(lengths, cp)
+    assert inverse.tolist() == (torch.cat(parallel.zigzag(lengths, cp)).tolist() if lengths else [])
+    assert index[inverse].tolist() == list(range(sum(lengths)))
+
+
 @pytest.mark.parametrize(("name", "wrong"), [("token_map", unordered), ("token_map", over_the_batch), ("feature_map", even)])
 def test_wrong_maps_are_rejected(monkeypatch: pytest.MonkeyPatch, name: str, wrong: Callable[..., object]) -> None:
     monkeypatch.setattr(exchange, name, wrong)

@@ -313,6 +313,12 @@ def test_a_call_that_fails_in_the_first_case_of_every_law_is_one_report(tmp_path
     assert causes.lines(reports) == []
 
 
+def test_a_law_whose_first_case_hangs_does_not_wait_for_the_others(tmp_path: pathlib.Path) -> None:
+    hung = failed(FailureKind.HUNG, "hung: no answer within 120 s")
+    reports = checked(lambda run: hung, ["packed", "cut", "future"], tmp_path)
+    assert [report.same_as for report in reports] == [""] * 3
+
+
 def test_laws_that_fail_at_once_while_others_do_not_are_reported_alone(tmp_path: pathlib.Path) -> None:
     laws = ["packed", "cut", "future", "pure"]
     reports = checked(lambda run: off(o=0.5) if run.law == "pure" else RAISED, laws, tmp_path)

@@ -201,10 +201,10 @@ def ask_all(runs: Sequence[Run], worker: Asked, store: Store, defects: KnownDefe
     outcomes: list[dict[str, Any]] = []
     excused = [defects.explained_outputs(run) for run in runs]
     if len(runs) > 1 or any(excused):
-        store.begin("\n".join(map(str, runs)))
+        lines = [str(run) for run in runs]
+        store.begin("\n".join(lines))
         try:
-            question = RunMany([str(run) for run in runs], excused if any(excused) else [])
-            outcomes = worker.ask(question).get("outcomes", [])
+            outcomes = worker.ask(RunMany(lines, excused if any(excused) else [])).get("outcomes", [])
         except WorkerLost:
             outcomes = []  # each run is now repeated alone, which shows the run that loses the worker
         finally:

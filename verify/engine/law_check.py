@@ -151,7 +151,8 @@ class LawCheck:
         report.verdict, report.run, report.first_run = Verdict.BROKEN, str(run), str(run)
         report.findings = report.first_findings = outcome.findings
         alone = sum(report.counts.values()) == 1 and not self._common.settings.stop_at_first
-        self.waits = alone and outcome.refused and not self._common.answered.is_set()
+        # Not if the worker was lost: after a hang, the first cases of all laws would take too long to wait for.
+        self.waits = alone and outcome.refused and not outcome.lost and not self._common.answered.is_set()
         return report if self.waits else self.explain()
 
     def _ask(self, run: Run) -> Outcome:

@@ -285,7 +285,7 @@ class RankBench(Timed):
     def move(self, x: Tensor, sections: Sequence[int], to: str, dy: Tensor | None = None, **choices: str) -> tuple[Tensor, Tensor]:
         lengths = list(self.case.padded) if self.case.packed else None
         taken = {name: getattr(self.case, name) for name in CHOICES} | choices
-        leaf = x.to(self.device).detach().clone().requires_grad_(dy is not None)
+        leaf = x.detach().to(self.device, copy=True).requires_grad_(dy is not None)
 
         def forward_and_backward() -> tuple[Tensor, Tensor]:
             y = self.adapter.move(leaf, lengths, sections, to, self.place, taken)

@@ -60,21 +60,32 @@ def hp_to_cp(comm: Comm, x: Tensor, lengths: Sequence[int], sections: Sequence[i
 def feature_map(sections: tuple[int, ...], cp: int) -> tuple[Tensor, Tensor]:
     """The order of features by the rank that gets them, each rank's slices of all sections side by side; and its inverse."""
     starts = [sum(sections[:index]) for index in range(len(sections))]
-    slices = [torch.arange(start, start + width).view(cp, -1) for start, width in zip(starts, sections, strict=True)]
+    slices = [torch.arange(start, start + width, device="cpu").view(cp, -1) for start, width in zip(starts, sections, strict=True)]
     index = torch.cat(slices, 1).flatten()
     return index, _inverse(index)
 
 
 def token_map(lengths: Sequence[int], cp: int) -> tuple[Tensor, Tensor]:
-    """The place of each token of the natural order among the tokens of rank 0, then of rank 1, ...; and the inverse order."""
-    length = torch.tensor(lengths)
-    sequence = torch.repeat_interleave(torch.arange(len(length)), length)
-    start, piece_length = (length.cumsum(0) - length)[sequence], (length // (2 * cp))[sequence]
-    token = torch.arange(len(sequence)) - start
-    piece, within = token // piece_length, token % piece_length
-    rank = torch.minimum(piece, 2 * cp - 1 - piece)
-    index = rank * (len(sequence) // cp) + start // cp + (piece >= cp) * piece_length + within
+    """The place of each token of the natural order among the tokens of rank 0, then of rank 1, ...; and the inverse order.
+
+    All tokens of a piece are shifted alike, so we compute a shift for each piece. Let n be the tokens of a piece of this sequence,
+    and s the sum of n over the sequences before it. In natural order, piece j starts at 2 cp s + j n. In the order of ranks it
+    starts at rank * T / cp + 2 s, and n later if it is its rank's second piece.
+    """
+    rank, after = _pieces(cp)
+    n = torch.tensor(lengths, dtype=torch.long, device="cpu").view(-1, 1) // (2 * cp)
+    tokens = sum(lengths)
+    shift = rank * (tokens // cp) + (n.cumsum(0) - n) * (2 - 2 * cp) + after * n
+    shifts = shift.flatten().repeat_interleave(n.expand_as(shift).flatten(), output_size=tokens)
+    index = torch.arange(tokens, device="cpu") + shifts
     return index, _inverse(index)
+
+
+@functools.cache
+def _pieces(cp: int) -> tuple[Tensor, Tensor]:
+    """For each of the 2 cp pieces of a sequence: its rank; and 1 if it is its rank's second piece, less its number."""
+    piece = torch.arange(2 * cp, device="cpu")
+    return torch.minimum(piece, 2 * cp - 1 - piece), (piece >= cp).long() - piece
 
 
 def permuted(x: Tensor, order: tuple[Tensor, Tensor], axis: int) -> Tensor:
@@ -99,7 +110,7 @@ class _Permuted(torch.autograd.Function):
 
 
 def _inverse(index: Tensor) -> Tensor:
-    return torch.empty_like(index).scatter_(0, index, torch.arange(len(index)))
+    return torch.empty_like(index).scatter_(0, index, torch.arange(len(index), device=index.device))
 
 
 def _swap(comm: Comm, x: Tensor) -> Tensor:
