@@ -135,9 +135,12 @@ def _sections(case: ParallelCase) -> tuple[list[int], list[int]]:
 
 @functools.lru_cache(4)  # equal on all ranks, of which one process may simulate many
 def _tags(case: ParallelCase, features: int) -> tuple[Tensor, Tensor]:
-    """Return distinct numbers [T, B, features] to send one way, and their reversed negatives to send the other way."""
-    tags = case.tagged((case.batch[1], case.batch[0], features))
-    return tags, -tags.flatten().flip(0).reshape(tags.shape) - 1
+    """Return distinct numbers [T, B, features] to send one way, and others to send the other way.
+
+    No number is sent both ways: a backward that returns numbers of the forward would otherwise look right.
+    """
+    one, other = case.tagged((2, case.batch[1], case.batch[0], features))
+    return one, other
 
 
 def _rank_parts(bench: PathBench, case: ParallelCase, tags: Tensor, sections: list[int]) -> dict[str, Tensor]:
@@ -146,7 +149,7 @@ def _rank_parts(bench: PathBench, case: ParallelCase, tags: Tensor, sections: li
     return {"tokens": tags.index_select(0, tokens), "heads": tags.index_select(-1, features)}
 
 
-@functools.lru_cache(16)
+@functools.lru_cache(256)
 def _features(sections: tuple[int, ...], cp: int) -> parallel.Layout:
     return parallel.head_parallel(sections, cp)
 

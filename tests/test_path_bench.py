@@ -34,6 +34,7 @@ KILLED_BY: dict[type[PathAdapter], tuple[str, ...]] = {
     paths.SectionsTogether: ("exchange",),
     paths.FusedSkipsTheLast: ("fused", "exchange", "round_trip"),
     paths.GradientOfOneWay: ("exchange", "round_trip"),
+    paths.GradientOfTheForward: ("exchange", "round_trip"),
     paths.NoSumOverTp: ("parallel",),
     paths.SliceOfTheFirst: ("parallel",),
     paths.ConvolvesAcross: ("parallel",),

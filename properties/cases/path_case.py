@@ -248,7 +248,7 @@ class ParallelCase(Line):
         count = math.prod(shape)
         if count > 2**24:
             raise ValueError(f"tagged numbers must be at most 2^24, got {count}")
-        return (torch.arange(count, device=device) - count // 2).float().reshape(shape)
+        return torch.arange(-(count // 2), count - count // 2, dtype=torch.float32, device=device).reshape(shape)
 
     def _uniform(self, name: str, shape: tuple[int, ...], device: str | None, dtype: str | None = None) -> Tensor:
         """Return numbers uniform in [-1, 1), on a grid of as many bits as the dtype holds."""

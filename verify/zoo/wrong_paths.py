@@ -86,6 +86,26 @@ class GradientOfOneWay(Mutant):
         return y.detach() + 0 * x.sum() if y.numel() else y
 
 
+class GradientOfTheForward(Mutant):
+    """The backward of the exchange returns what the forward got, in place of the gradient that it gets."""
+
+    letter = "F"
+
+    class _Exchange(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 - it is not looked at
+            return ctx.saved_tensors[0].clone(), None
+
+    def move(self, x: Tensor, lengths: Lengths, sections: Sequence[int], to: str, place: Place, choices: Choices) -> Tensor:
+        y = super().move(x.detach(), lengths, sections, to, place, choices)
+        return self._Exchange.apply(x, y)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class NoSumOverTp(Mutant):
     """The input's gradient is not added over TP ranks."""
 
