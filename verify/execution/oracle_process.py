@@ -27,7 +27,7 @@ from properties.cases.path_case import ParallelCase
 from verify.process.stacks import Mark, mark_module
 
 SWITCH = "GDN_VERIFY_AHEAD"  # environment variable: the number of such processes a rank has; by default it depends on the cores
-MOST = 2  # on a GPU host the oracle of a layer's case takes about twice as long as the path
+MOST = 4  # as many as a question has cases with bounds (TRUTHS in verify/engine/asking.py)
 Bounds = dict[str, Bound]
 
 

@@ -55,6 +55,7 @@ def environment(backend: str, rank: int, size: int, local_rank: int, *, one_host
         raise ValueError(f"rank {rank} needs GPU {local_rank} of this host, but CUDA_VISIBLE_DEVICES has {len(seen)}")
     # NCCL's own timeouts would end a process with messages of their own; here the supervisor keeps the deadline.
     clocks = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    clocks["TORCH_FR_BUFFER_SIZE"] = "0"  # torch then keeps no record of each collective, which only such a dump would show
     clocks["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
         "1"  # torch then looks for a GPU without opening it, since verify/execution/oracle_process.py forks
     )

@@ -98,12 +98,13 @@ class GradientOfTheForward(Mutant):
             return y.clone()
 
         @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 - it is not looked at
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
             return ctx.saved_tensors[0].clone(), None
 
     def move(self, x: Tensor, lengths: Lengths, sections: Sequence[int], to: str, place: Place, choices: Choices) -> Tensor:
         y = super().move(x.detach(), lengths, sections, to, place, choices)
-        return self._Exchange.apply(x, y)  # type: ignore[no-any-return, no-untyped-call]
+        exchanged: Tensor = self._Exchange.apply(x, y)
+        return exchanged
 
 
 class NoSumOverTp(Mutant):
