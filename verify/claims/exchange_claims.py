@@ -128,9 +128,10 @@ def misplaced(move: Move, load: Load, size: int, rank: int, device: torch.device
     inputs, wanted = tagged(load, size, rank, device)
     x, y = (tensor.requires_grad_() for tensor in inputs)
     there, back = move(x, y)
-    # Backward is the inverse exchange, so the wanted results, as cotangents, must come back as the inputs.
-    gradients = torch.autograd.grad([there, back], [x, y], list(wanted))
-    pairs = dict(zip(WAYS, [(there, wanted[0]), (back, wanted[1]), (gradients[0], x), (gradients[1], y)], strict=True))
+    # Backward is the inverse exchange. The cotangents are other numbers than the results: a backward that returned its inputs would
+    # otherwise look right.
+    gradients = torch.autograd.grad([there, back], [x, y], [-1 - want for want in wanted])
+    pairs = dict(zip(WAYS, [(there, wanted[0]), (back, wanted[1]), (gradients[0], -1 - x), (gradients[1], -1 - y)], strict=True))
     return [way for way, (got, want) in pairs.items() if not torch.equal(got, want)]
 
 

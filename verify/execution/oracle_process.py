@@ -27,7 +27,7 @@ from properties.cases.path_case import ParallelCase
 from verify.process.stacks import Mark, mark_module
 
 SWITCH = "GDN_VERIFY_AHEAD"  # environment variable: the number of such processes a rank has; by default it depends on the cores
-MOST = 4  # as many as a question has cases with bounds (TRUTHS in verify/engine/asking.py)
+MOST = 2  # with 4 or 8, two ranks on 32 cores check as many whole layers a second
 Bounds = dict[str, Bound]
 
 
