@@ -413,6 +413,31 @@ def loses_the_way_back(comm: Comm, load: exchange.Load, device: torch.device) ->
     return lambda x, y: right(x + (x - x.detach()), y)
 
 
+class Backwards(torch.autograd.Function):
+    """y forward; backward gives x, whatever the gradient is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0].clone(), None
+
+
+def returns_what_it_sent(comm: Comm, load: exchange.Load, device: torch.device) -> exchange.Move:
+    """Right forward; backward returns what the forward got."""
+    right = exchange.with_maps_kept(comm, load, device)
+
+    def move(x: Tensor, y: Tensor) -> exchange.Moved:
+        there, back = right(x.detach(), y)
+        exchanged: Tensor = Backwards.apply(x, there)
+        return exchanged, back
+
+    return move
+
+
 @settings(max_examples=8)
 @given(
     cp=st.sampled_from([2, 3]),
@@ -436,6 +461,7 @@ def test_every_form_of_the_exchange_moves_everything_where_it_belongs(cp: int, l
         (tokens_as_they_came, [*exchange.WAYS]),
         (features_side_by_side, ["to heads", "to heads, backward"]),
         (loses_the_way_back, ["to heads, backward"]),
+        (returns_what_it_sent, ["to heads, backward"]),
     ],
 )
 def test_a_wrong_exchange_is_reported_by_the_ways_that_are_wrong(planted: Callable[..., exchange.Move], wrong: list[str]) -> None:
