@@ -33,9 +33,7 @@ from verify.process.worker import Worker  # noqa: E402
 from verify.ranks.group import BACKENDS, RankGroup  # noqa: E402
 
 WARM = 32
-# So many times as many cases of exchanges as of layers, in the warm-up too: otherwise they take about a second, and two runs on one
-# host differ by a tenth.
-EXCHANGES = 6
+EXCHANGES = 6  # times as many cases of exchanges as of layers, in the warm-up too: otherwise they take about a second
 RunOf = Callable[[str, Example], Run]
 
 
@@ -133,7 +131,10 @@ def rate(
     store: Store,
     times: int = 1,
 ) -> dict[str, float]:
-    """The number of cases and the cases per second of one law. All cases must hold or be blind. `times` as many cases, if given."""
+    """The number of cases and the cases per second of one law. All cases must hold or be blind.
+
+    Both the warm-up (WARM) and the cases that are measured (--cases) are `times` as many.
+    """
     from properties.path_domain import path_cases
 
     most = 1 if not options.ranks else BATCH if PATH_LAWS[law].kind == "exact" else TRUTHS

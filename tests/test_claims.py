@@ -46,6 +46,7 @@ from verify.claims.timing import Call, Clock, Effort, HostClock, Spread, by_turn
 from verify.cli import claims_command as command
 from verify.process.worker import WorkerLost
 from verify.ranks.collectives import Comm, Place, simulate
+from verify.zoo.wrong_paths import GradientOfTheForward
 
 SLOW_FIXTURES = ("measurement",)
 
@@ -413,27 +414,13 @@ def loses_the_way_back(comm: Comm, load: exchange.Load, device: torch.device) ->
     return lambda x, y: right(x + (x - x.detach()), y)
 
 
-class Backwards(torch.autograd.Function):
-    """y forward; backward gives x, whatever the gradient is."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.saved_tensors[0].clone(), None
-
-
 def returns_what_it_sent(comm: Comm, load: exchange.Load, device: torch.device) -> exchange.Move:
     """Right forward; backward returns what the forward got."""
     right = exchange.with_maps_kept(comm, load, device)
 
     def move(x: Tensor, y: Tensor) -> exchange.Moved:
         there, back = right(x.detach(), y)
-        exchanged: Tensor = Backwards.apply(x, there)
-        return exchanged, back
+        return GradientOfTheForward._Exchange.apply(x, there), back
 
     return move
 
