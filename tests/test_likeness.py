@@ -329,7 +329,7 @@ def test_laws_that_fail_at_once_while_others_do_not_are_reported_alone(tmp_path:
     assert causes.lines(reports)[0].startswith("probably one cause: 3 laws (cut, future, packed): call raised ValueError")
 
 
-# The kill tables allow larger cases for these two. Smaller cases fail in fewer outputs, or their ratio is under a third of the found.
+# The kill tables allow larger cases for these two. Smaller ones fail in fewer outputs, or at under a third of the found ratio.
 SMALLER = {"OneHeadOfOneRequest": Kill("oracle", 16, 3), "EpsAsFloor": Kill("norm", 2)}
 
 
