@@ -14,7 +14,10 @@ from properties.domain import check_sizes
 from properties.names import known_fields
 from properties.options import Options, check_options, draw_options, frozen_options, outside_options
 from properties.sizes import FEW_HEADS, kind_of, large_lengths
-from properties.strategies import HEADS, lengths
+from properties.strategies import HEADS, lengths, narrow
+
+ORDINARY = 32  # wider keys, values and hidden states make a case several times slower; one case in five has them
+SEVERAL_CHUNKS = 1 / 4  # of the batches of a law whose sequences may be longer than a chunk
 
 
 @known_fields
@@ -35,7 +38,7 @@ class LayerDomain:
 
     operation: str = "gdn_layer"
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
-    widths: tuple[int, ...] = (8, 16, 4, 12, 32)
+    widths: tuple[int, ...] = (8, 16, 4, 12, 32, 128, 64, 72, 192)
     equal_widths: bool = False
     grouped_heads: bool = True
     packed: bool = True
@@ -150,14 +153,19 @@ def layer_cases(
         sizes = lengths(chance, sequences, longest, total, empty=domain.empty, many=sequences[1] >= 3)
     else:
         rows = chance.randint(*sequences)
-        sizes = lengths(chance, (1, 1), min(longest, total // rows), total // rows, empty=False, many=False) * rows
+        if rows <= 2 and longest > domain.chunk and chance.random() < SEVERAL_CHUNKS:
+            sizes = (chance.randint(domain.chunk + 1, longest),) * rows
+        else:
+            sizes = lengths(chance, (1, 1), min(longest, total // rows), total // rows, empty=False, many=False) * rows
     if not domain.nothing and not sum(sizes):
         sizes = (1, *sizes[1:])
     heads, value_heads = field(
         "groups",
         tuple(pair for pair in (FEW_HEADS if large else HEADS) if pair[1] <= 4 and (domain.grouped_heads or pair[0] == pair[1])),
     )
-    key_dim = field("key_dim", domain.widths)
+    wide = max(domain.widths) if not large and chance.random() < 1 / 5 else ORDINARY
+    widths = narrow(domain.widths, wide)
+    key_dim = field("key_dim", tuple(width for width in widths if width > ORDINARY) or widths)
     same = domain.equal_widths or chance.random() < 1 / 3  # with equal widths a transposed state raises no shape error
     cached = domain.caches and field("cached", (False, False, True))
     case = LayerCase(
@@ -167,8 +175,8 @@ def layer_cases(
         heads=heads,
         value_heads=value_heads,
         key_dim=key_dim,
-        value_dim=key_dim if same else field("value_dim", domain.widths),
-        hidden=field("hidden", domain.widths),
+        value_dim=key_dim if same else field("value_dim", widths),
+        hidden=field("hidden", widths),
         conv_width=field("conv_width", domain.conv_widths),
         conv_bias=domain.conv_bias and field("conv_bias", (False, True)),
         dtype=field("dtype", domain.dtypes),

@@ -22,7 +22,7 @@ from properties.sizes import CROWD, FEW_HEADS, KINDS, MANY_HEADS, NARROW, kind_o
 # Lengths over 300 are drawn only with a reach: for interpreted kernels, every law has a smaller limit.
 BLOCKS = (64, 16, 32, 128, 192, 256, 320, 384, 512)
 EDGES = (1, 2, 15, 17, 31, 33, 63, 65, 66, 80, 127, 129, 130, 191, 193, 257, 319, 321, 383, 385, 449, 511)
-WIDTHS = (16, 8, 32, 24, 40, 64, 12, 128, 1, 7, 65, 256, 160, 192)
+WIDTHS = (16, 8, 32, 24, 40, 64, 12, 128, 1, 7, 65, 256, 160, 192, 129, 200, 193)
 WIDER = 512  # a width of values only, for cases with few tokens
 HEADS = ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 3), (1, 8), (2, 8), (2, 6))
 # With a reach: the longest sequence, more heads, and the width below which few are drawn.

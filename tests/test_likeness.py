@@ -175,6 +175,15 @@ def test_a_packed_case_stays_packed_and_whether_a_batch_fails_too_is_told(tmp_pa
     assert "packed=no" in small.others
 
 
+def test_no_run_begins_that_may_hang_for_longer_than_is_left(tmp_path: pathlib.Path) -> None:
+    hung = failed(FailureKind.HUNG, "hung: no answer in time")
+    run, worker = Run.parse(LINE), Telling(lambda _: hung)
+    for deadline_s, shrinks in ((120.0, False), (1.0, True)):
+        worker.deadline_s = deadline_s
+        small, _ = explain(run.the_law, run, hung, worker, Store(tmp_path), NO_DEFECTS, threading.Event())  # type: ignore[arg-type]
+        assert (small.runs > 0, small.finished) == (shrinks, shrinks)
+
+
 @pytest.mark.parametrize(("size", "smallest_right"), [("lengths", 4), ("conv_width", 8), ("sequences", 4)])
 def test_a_small_size_that_shows_another_defect_than_large_ones_is_not_taken(
     size: str, smallest_right: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch

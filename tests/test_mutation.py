@@ -204,14 +204,16 @@ def test_arguments_are_found_by_kernel_and_line_and_version(tmp_path: pathlib.Pa
         ({"versions": {"no-such-distribution": ["1"]}}, ""),
         ({"edits": [["other", *mutant.changed]]}, ""),
         ({"edits": [["toy", *mutant.changed[::-1]]]}, ""),
+        ({"adapters": ["fla/chunk"]}, "redundant"),
+        ({"adapters": ["fla/chunk_kda", "fla/conv"]}, ""),
     ):
         file.write_text(json.dumps([group | change]), encoding="utf-8")
         fate = Fate(mutant, "survived")
-        argue([fate], file)
+        argue([fate], "fla/chunk", file)
         assert fate.argued == found
     killed = Fate(mutant, "killed", "cut", "is not finite", "law=cut ...")
     file.write_text(json.dumps([group]), encoding="utf-8")
-    argue([killed], file)
+    argue([killed], "fla/chunk", file)
     assert (
         description(killed).startswith("REFUTED")
         and "law=cut" in description(killed)
@@ -223,7 +225,7 @@ def test_arguments_are_found_by_kernel_and_line_and_version(tmp_path: pathlib.Pa
 def test_arguments_on_file_are_complete() -> None:
     groups = json.loads((ROOT / "verify" / "zoo" / "equivalent.json").read_text(encoding="utf-8"))
     for group in groups:
-        assert set(group) == {"class", "reason", "versions", "edits"} and group["reason"] and group["edits"]
+        assert set(group) - {"adapters"} == {"class", "reason", "versions", "edits"} and group["reason"] and group["edits"]
         assert all(old != new for _, old, new in group["edits"])
     every = [tuple(edit) for group in groups for edit in group["edits"]]
     assert len(set(every)) == len(every)
@@ -300,6 +302,32 @@ class Passes(Chunkwise):
         if v.numel():
             passed[(triton.cdiv(v.numel(), 64),)](x.v, v, v.numel(), BLOCK=64, NEVER=False)
         return super().run(x.replaced(v=v))
+
+
+@triton.jit
+def gathered(x, y, T, batch_step, token_step, head_step, HV: tl.constexpr, V: tl.constexpr):
+    row, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    sequence = (row // T).to(tl.int64)
+    token = (row % T).to(tl.int64)
+    at = tl.arange(0, V)
+    b = tl.load(x + sequence * batch_step + token * token_step + head * head_step + at)
+    tl.store(y + (row * HV + head) * V + at, b)
+
+
+class Gathers(Chunkwise):
+    """v goes through a kernel that reads it by its strides."""
+
+    domain = Domain(
+        dtypes=("fp32",), gate_dtypes=("fp32",), key_dims=(1, 8), value_dims=(8, 8), packed=False, initial_state=False,
+        qk_norm=False, scale=False, negative_eigenvalues=False, backward=False, grouped_heads=False, empty=False,
+    )
+
+    def run(self, x):
+        v = torch.empty(x.v.shape)
+        rows, heads = x.v.shape[0] * x.v.shape[1], x.v.shape[2]
+        strided = x.v if x.v.stride(3) == 1 else x.v.contiguous()
+        gathered[(rows, heads)](strided, v, x.v.shape[1], *strided.stride()[:3], HV=heads, V=8)
+        return super().run(x.replaced(v=v))
 '''
 DRIVER = """
 import json, sys
@@ -338,6 +366,7 @@ class Toys:
     errors: str
     fates: list[dict[str, Any]]
     source: str
+    far: list[dict[str, Any]]
 
     def fate(self, new: str) -> dict[str, Any]:
         (found,) = [fate for fate in self.fates if fate["diff"].splitlines()[-1].strip("+ ") == new]
@@ -359,10 +388,14 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Toys:
         [f"{ROOT}/tests/right.py:Recurrent", *few],
         ["gdn/layer", *few],
         ["kernels.py:Passes", *few, "--json", "no/such/folder"],
+        ["kernels.py:Gathers", "--grep", "integer cast: token", "--json", "far.jsonl"],
         folder=folder,
     )
-    lines = (folder / "all.jsonl").read_text(encoding="utf-8").splitlines()
-    return Toys(codes, outputs, errors, [json.loads(line) for line in lines], (folder / "kernels.py").read_text(encoding="utf-8"))
+    fates, far = (
+        [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+        for name in ("all", "far")
+    )
+    return Toys(codes, outputs, errors, fates, (folder / "kernels.py").read_text(encoding="utf-8"), far)
 
 
 @pytest.mark.slow
@@ -406,6 +439,13 @@ def test_access_outside_of_a_tensor_is_killed_though_it_changes_no_bit(toys: Toy
         assert (fate["state"], fate["how"]) == ("killed", "raised OutOfBounds")
 
 
+def test_offset_of_32_bits_is_killed_by_a_launch_that_cannot_be_repeated(toys: Toys) -> None:
+    """Its memory is 8 GiB and more, reserved for a far view, so that we do not keep a copy."""
+    (cast,) = [fate for fate in toys.far if fate["operator"] == "integer cast"]
+    assert (cast["state"], cast["law"]) == ("killed", "strides") and "variant=far_tokens" in cast["run"]
+    assert cast["differed"] == 0
+
+
 def test_statement_that_no_call_runs_is_not_asked_about(toys: Toys) -> None:
     never = [fate for fate in toys.fates if "b * 3.0" in fate["diff"]]
     never += [toys.fate(f"b = {dead} if NEVER else b * 1.0") for dead in ("b", "5.0", "b * 1.0")]
@@ -420,7 +460,7 @@ def test_ids_are_the_same_in_every_run(toys: Toys) -> None:
 
 
 def test_usage_that_cannot_be_is_refused(toys: Toys) -> None:
-    assert toys.codes[1:] == [0, 2, 2, toys.codes[4], 2, 2, 2]
+    assert toys.codes[1:8] == [0, 2, 2, toys.codes[4], 2, 2, 2]
     assert "--json must name a file that can be written, got 'no/such/folder'" in toys.errors
     assert "grep must match what --list prints of a mutant, got 'b = b . 3'" in toys.errors
     assert "id must be one that --list prints for the installed source, such as 0000." in toys.errors

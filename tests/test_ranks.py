@@ -1,5 +1,6 @@
 """Ranks answer as one, and whatever one of them does becomes the right verdict, names it, and costs the group at most."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -597,6 +598,11 @@ def test_finding_says_what_waiting_ranks_did_and_keeps_its_kind() -> None:
     alone = Outcome.from_json(merge({1: OFF}, "ranks 0, 2 wait in all_reduce"))
     assert (alone.findings[0].what, alone.way) == ("is off; while ranks 0, 2 wait in all_reduce", "is off")
     assert Outcome.from_json(merge({1: RAISED}, "rank 0 waits in f")).way == "raised ValueError"
+
+
+def test_launches_one_by_one_of_all_ranks_are_counted() -> None:
+    one, two = (dataclasses.replace(Outcome.from_json(HOLDS), one_by_one={"k: why": count}).to_json() for count in (1, 2))
+    assert merged(one, HOLDS, two).one_by_one == {"k: why": 3}
 
 
 def test_errors_and_descriptions_are_those_of_all_ranks() -> None:

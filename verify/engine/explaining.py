@@ -99,7 +99,7 @@ def explain(
     We do not run candidates outside the `domain`, or candidates that a known defect covers whatever their findings are.
     Candidates whose findings turn out to be a known defect do not count as failures. Candidates that look like a known defect of
     another adapter or version do not count either, unless the found case looks like it too. There are at most SHRINK_RUNS runs,
-    in at most `limit_s` seconds.
+    in at most `limit_s` seconds. No run begins that may hang for longer than is left of these.
 
     A word's value in the found case cannot prevent the found defect. So if the smallest case holds when a word has its found value
     again, then another defect has taken over, which only the simpler value shows. The same is likely if the case fails in another
@@ -111,7 +111,8 @@ def explain(
     The words in FIXED are fixed from the start if errors exceed tolerances: finer dtypes and values of another size show defects
     that the found case cannot have shown. Simpler values of these words are tried on the smallest case alone.
     """
-    start = time.monotonic()
+    waits_s = worker.deadline_s if outcome.kind is FailureKind.HUNG else 0.0
+    end = time.monotonic() + limit_s - waits_s
     outcomes = {run.example: outcome}
     current = run.example  # the smallest one so far
 
@@ -143,7 +144,7 @@ def explain(
         return True
 
     def more(_: int) -> bool:
-        return len(outcomes) <= SHRINK_RUNS and time.monotonic() - start < limit_s and not stopped.is_set()
+        return len(outcomes) <= SHRINK_RUNS and time.monotonic() < end and not stopped.is_set()
 
     def again(example: Example) -> bool | None:
         return verdict_of(example) if example in outcomes or more(0) else None

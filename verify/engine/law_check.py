@@ -151,7 +151,7 @@ class LawCheck:
         report.verdict, report.run, report.first_run = Verdict.BROKEN, str(run), str(run)
         report.findings = report.first_findings = outcome.findings
         alone = sum(report.counts.values()) == 1 and not self._common.settings.stop_at_first
-        # Not if the worker was lost: after a hang, the first cases of all laws would take too long to wait for.
+        # A law whose worker was lost does not wait: after a hang, the first cases of all laws would take too long.
         self.waits = alone and outcome.refused and not outcome.lost and not self._common.answered.is_set()
         return report if self.waits else self.explain()
 

@@ -1,5 +1,6 @@
 """Merges the answers of ranks into one."""
 
+import collections
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -86,6 +87,7 @@ def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:
     for outcome in outcomes.values():
         reach.add(outcome.reach)
     names = {name for outcome in outcomes.values() for name in outcome.ratios}
+    one_by_one = sum((collections.Counter(outcome.one_by_one) for outcome in outcomes.values()), collections.Counter[str]())
     return Outcome(
         verdict,
         findings,
@@ -97,6 +99,7 @@ def merge(answers: Mapping[int, Answer], waited: str = "") -> Answer:
         spent=any(outcome.spent for outcome in outcomes.values()),
         tuned=next((outcome.tuned for outcome in outcomes.values() if outcome.tuned), {}),
         fault=next((outcome.fault for outcome in outcomes.values() if outcome.fault), ""),
+        one_by_one=dict(one_by_one),
         reach=reach,
     ).to_json()
 

@@ -22,6 +22,7 @@ from verify.zoo.edits import Edit, dedented, until_def
 # A statement, as (kernel key, line in its file, 0). If the column is not 0, a branch of a conditional expression that begins there.
 Place = tuple[str, int, int]
 _MARKER = "_gdn_verify_executed"
+MOST_BYTES = 2**28  # the memory of a launch with more is not copied: far views reserve more than a machine has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,8 @@ class Kernel:
 class Launch:
     """A recorded launch: its arguments, with each memory's bytes before and after it.
 
-    Tensors among the arguments are stored as (memory, dtype, offset, shape, strides).
+    Tensors among the arguments are stored as (memory, dtype, offset, shape, strides). A launch with over MOST_BYTES of memory is
+    recorded without its memory, and cannot be repeated.
     """
 
     function: Any
@@ -74,12 +76,17 @@ class Launch:
     executed: frozenset[Place]
 
     @property
+    def repeatable(self) -> bool:
+        """Whether the launch was recorded with its memory."""
+        return bool(self.before)
+
+    @property
     def bytes(self) -> int:
         """The bytes of memory that this record holds."""
         return sum(x.numel() for x in self.before) + sum(x.numel() for x in {id(x): x for x in self.after}.values())
 
     def differs(self) -> bool:
-        """Whether the launch, repeated on copies with the present functions, writes other bits or raises."""
+        """Whether a repeatable launch, repeated on copies with the present functions, writes other bits or raises."""
         from triton.runtime.interpreter import GridExecutor, InterpretedFunction
 
         memories = [memory.clone() for memory in self.before]
@@ -172,7 +179,8 @@ class Watch:
         known = set(inspect.getfullargspec(executor.fn).args)
         values = inspect.getcallargs(executor.fn, *args, **{name: value for name, value in kwargs.items() if name in known})
         arguments, storages = _described(values)
-        before = [_bytes(storage).clone() for storage in storages]
+        copied = storages if sum(storage.nbytes() for storage in storages) <= MOST_BYTES else []
+        before = [_bytes(storage).clone() for storage in copied]
         self._places.clear()
         plain(executor, *args, **kwargs)
         executed = frozenset(self._places)
@@ -180,7 +188,7 @@ class Watch:
         if not executed & (self._wanted or set()):
             return
         after = [
-            old if torch.equal(old, now := _bytes(storage)) else now.clone() for old, storage in zip(before, storages, strict=True)
+            old if torch.equal(old, now := _bytes(storage)) else now.clone() for old, storage in zip(before, copied, strict=True)
         ]
         function = next(fn for fn, rewritten in InterpretedFunction.rewritten_fn.items() if rewritten is executor.fn)
         self.launches.append(Launch(function, executor.arg_names, tuple(executor.grid), arguments, before, after, executed))

@@ -126,11 +126,15 @@ def _work(case: Any) -> int:
     return chunks * case.value_heads * -(-case.key_dim // 64) * -(-case.value_dim // 64)
 
 
-def argue(fates: Sequence[Fate], file: pathlib.Path = ARGUED) -> None:
-    """Fill in the arguments on file, for the installed versions, that an edit is no defect. A law that kills it refutes one."""
+def argue(fates: Sequence[Fate], adapter: str, file: pathlib.Path = ARGUED) -> None:
+    """Fill in the arguments on file that an edit is no defect. A law that kills it refutes one.
+
+    An argument holds for the versions that its group lists, and if the group lists `adapters`, for kernels that these call.
+    """
     known: dict[tuple[str, ...], tuple[str, str]] = {}
     for group in json.loads(file.read_text(encoding="utf-8")):
-        if all(installed(name) in listed for name, listed in group["versions"].items()):
+        listed = all(installed(name) in versions for name, versions in group["versions"].items())
+        if listed and adapter in group.get("adapters", [adapter]):
             known |= {tuple(edit): (group["class"], group["reason"]) for edit in group["edits"]}
     for fate in fates:
         fate.argued, fate.reason = known.get((fate.mutant.kernel.name, *fate.mutant.changed), ("", ""))
@@ -275,7 +279,7 @@ def mutate(
             hunt(fates)
         except KeyboardInterrupt:
             interrupted = True
-    argue(fates)
+    argue(fates, spec)
     _print(f"\n{table(fates, mutants, uncovered)}")
     for fate in fates:
         if fate.state in ("survived", "undecided") or (fate.state == "killed" and fate.argued):

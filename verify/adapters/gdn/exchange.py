@@ -68,9 +68,9 @@ def feature_map(sections: tuple[int, ...], cp: int) -> tuple[Tensor, Tensor]:
 def token_map(lengths: Sequence[int], cp: int) -> tuple[Tensor, Tensor]:
     """The place of each token of the natural order among the tokens of rank 0, then of rank 1, ...; and the inverse order.
 
-    All tokens of a piece are shifted alike, so we compute a shift for each piece. Let n be the tokens of a piece of this sequence,
-    and s the sum of n over the sequences before it. In natural order, piece j starts at 2 cp s + j n. In the order of ranks it
-    starts at rank * T / cp + 2 s, and n later if it is its rank's second piece.
+    All tokens of a piece are shifted alike, so we compute one shift for each piece. Let n be the tokens of a piece of this
+    sequence, and s the sum of n over the sequences before it. In natural order, piece j starts at 2 cp s + j n. In the order of
+    ranks, it starts at rank * T / cp + 2 s + d n, where d is 1 for the second piece of its rank and else 0.
     """
     rank, after = _pieces(cp)
     n = torch.tensor(lengths, dtype=torch.long, device="cpu").view(-1, 1) // (2 * cp)
@@ -83,7 +83,10 @@ def token_map(lengths: Sequence[int], cp: int) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _pieces(cp: int) -> tuple[Tensor, Tensor]:
-    """For each of the 2 cp pieces of a sequence: its rank; and 1 if it is its rank's second piece, less its number."""
+    """Two numbers for each piece j of a sequence: its rank, and d - j, where d is 1 for the second piece of its rank and else 0.
+
+    The second number is the factor of n in the shift of the piece (see `token_map`).
+    """
     piece = torch.arange(2 * cp, device="cpu")
     return torch.minimum(piece, 2 * cp - 1 - piece), (piece >= cp).long() - piece
 
