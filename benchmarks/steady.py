@@ -1,7 +1,8 @@
-"""Cases a second on one GPU, once kernels are compiled: what a check's worker does with the cases of the first law, `oracle`.
+"""Cases a second on one GPU, once kernels are compiled: what a check's workers do with the cases of the first law, `oracle`.
 
     python -m benchmarks.steady fla/chunk --cases 400 --passes 4
     python -m benchmarks.steady gdn/pool --cases 100            the cases of the first law of its book, `session`
+    python -m benchmarks.steady gdn/pool --workers 8            the same with 8 workers, as `check --workers 8` has them
     python -m benchmarks.steady fla/chunk --real 1,2,3          one case of 32,768 tokens at the widths of Qwen3-Next, by seed
 
 The cases are those that a check draws, in the same order and the same questions. The first pass compiles and is not counted. For
@@ -11,6 +12,8 @@ without a GPU.
 
 import argparse
 import collections
+import concurrent.futures
+import contextlib
 import dataclasses
 import os
 import statistics
@@ -30,6 +33,7 @@ from verify.findings import known
 from verify.findings.store import Store
 from verify.gpu import device as devices
 from verify.process.messages import Describe
+from verify.process.outcome import Outcome
 from verify.process.worker import Worker
 
 
@@ -39,6 +43,7 @@ def main() -> int:
     parser.add_argument("adapter", nargs="?", default="fla/chunk")
     parser.add_argument("--cases", type=int, default=400)
     parser.add_argument("--passes", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=1, help="processes that share the questions")
     # The keys of seed 6 have no blocks of 16 columns, with which FLA's kernels with four warps end the process (docs/FINDINGS.md).
     parser.add_argument("--seed", type=int, default=6)
     parser.add_argument("--tune", default="5")
@@ -55,24 +60,37 @@ def main() -> int:
             what, fields = f"one case of 32,768 tokens, {options.dtype}", records.Record(value=times[1:], unit="s")
         else:
             questions = drawn(options, worker)
-            passes = [told(number, questions, worker) for number in range(options.passes + 1)][1:]
-            what, rates = f"{passes[0][0]} cases, kernels compiled", [cases / seconds for cases, seconds in passes]
+            with contextlib.ExitStack() as stack:
+                others = range(options.workers - 1)
+                more = [stack.enter_context(Worker(COMPILE_S, environment=devices.environment("cuda"))) for _ in others]
+                passes = [told(number, questions, worker, *more) for number in range(options.passes + 1)][1:]
+            several = f", {options.workers} workers" if more else ""
+            what, rates = f"{passes[0][0]} cases{several}, kernels compiled", [cases / seconds for cases, seconds in passes]
             fields = records.Record(value=statistics.median(rates), unit="cases a second", spread=[min(rates), max(rates)])
     records.put(options, "speed", {f"`{options.adapter}`: {what}": fields}, decimals=2 if options.real else 1)
     return 0
 
 
-def told(number: int, questions: list[list[Run]], worker: Worker) -> tuple[int, float]:
-    """Run and print one pass over the questions. Pass 0 is the one that compiles. Returns the number of cases and the seconds."""
+def told(number: int, questions: list[list[Run]], *workers: Worker) -> tuple[int, float]:
+    """Run and print one pass over the questions. Pass 0 is the one that compiles. Returns the number of cases and the seconds.
+
+    Each worker takes the next question when it has answered one. In pass 0 every worker answers all questions.
+    """
     counts: collections.Counter[str] = collections.Counter()
-    kernel = oracle = 0.0
-    device = describe(questions[0][0].adapter, worker).device
+    device = describe(questions[0][0].adapter, workers[0]).device
     store, defects, start = Store(), known.load().on(device), time.perf_counter()
-    for runs in questions:
-        for run, outcome in zip(runs, ask_all(runs, worker, store, defects), strict=True):
-            counts["known" if defects.explain(run, outcome) else outcome.verdict] += 1
-            kernel, oracle = kernel + outcome.kernel_s, oracle + outcome.oracle_s
+    shared = iter(questions)  # the iterator of a list, from which no two threads get one question
+
+    def answers(worker: Worker) -> list[tuple[Run, Outcome]]:
+        asked = shared if number else questions
+        return [pair for runs in asked for pair in zip(runs, ask_all(runs, worker, store, defects), strict=True)]
+
+    with concurrent.futures.ThreadPoolExecutor(len(workers)) as pool:
+        answered = [pair for pairs in pool.map(answers, workers) for pair in pairs]
     took = time.perf_counter() - start
+    for run, outcome in answered:
+        counts["known" if defects.explain(run, outcome) else outcome.verdict] += 1
+    kernel, oracle = (sum(getattr(outcome, name) for _, outcome in answered) for name in ("kernel_s", "oracle_s"))
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     what = f"{sum(counts.values()) / took:.1f} cases a second" if number else "compiled"
     print(f"{what}: {took:.2f} s, kernels {kernel:.2f}, oracle {oracle:.2f}; {verdicts}", flush=True)
