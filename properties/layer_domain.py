@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections.abc import Mapping
 from typing import Any
 
 from hypothesis import strategies as st
@@ -16,8 +17,8 @@ from properties.options import Options, check_options, draw_options, frozen_opti
 from properties.sizes import FEW_HEADS, kind_of, large_lengths
 from properties.strategies import HEADS, lengths, narrow
 
-ORDINARY = 32  # wider keys, values and hidden states make a case several times slower; one case in five has them
-SEVERAL_CHUNKS = 1 / 4  # of the batches of a law whose sequences may be longer than a chunk
+ORDINARY = 32  # keys, values and hidden states are wider in one case of five, which takes several times as long
+WIDE, SEVERAL_CHUNKS = 1 / 5, 1 / 4  # the shares of cases with wide keys, and of batches that are longer than a chunk
 
 
 @known_fields
@@ -153,19 +154,15 @@ def layer_cases(
         sizes = lengths(chance, sequences, longest, total, empty=domain.empty, many=sequences[1] >= 3)
     else:
         rows = chance.randint(*sequences)
-        if rows <= 2 and longest > domain.chunk and chance.random() < SEVERAL_CHUNKS:
-            sizes = (chance.randint(domain.chunk + 1, longest),) * rows
-        else:
-            sizes = lengths(chance, (1, 1), min(longest, total // rows), total // rows, empty=False, many=False) * rows
+        sizes = lengths(chance, (1, 1), min(longest, total // rows), total // rows, empty=False, many=False) * rows
     if not domain.nothing and not sum(sizes):
         sizes = (1, *sizes[1:])
     heads, value_heads = field(
         "groups",
         tuple(pair for pair in (FEW_HEADS if large else HEADS) if pair[1] <= 4 and (domain.grouped_heads or pair[0] == pair[1])),
     )
-    wide = max(domain.widths) if not large and chance.random() < 1 / 5 else ORDINARY
-    widths = narrow(domain.widths, wide)
-    key_dim = field("key_dim", tuple(width for width in widths if width > ORDINARY) or widths)
+    ordinary = narrow(domain.widths, ORDINARY)
+    key_dim = field("key_dim", ordinary)
     same = domain.equal_widths or chance.random() < 1 / 3  # with equal widths a transposed state raises no shape error
     cached = domain.caches and field("cached", (False, False, True))
     case = LayerCase(
@@ -175,8 +172,8 @@ def layer_cases(
         heads=heads,
         value_heads=value_heads,
         key_dim=key_dim,
-        value_dim=key_dim if same else field("value_dim", widths),
-        hidden=field("hidden", widths),
+        value_dim=key_dim if same else field("value_dim", ordinary),
+        hidden=field("hidden", ordinary),
         conv_width=field("conv_width", domain.conv_widths),
         conv_bias=domain.conv_bias and field("conv_bias", (False, True)),
         dtype=field("dtype", domain.dtypes),
@@ -192,4 +189,23 @@ def layer_cases(
     )
     rare = {"gating": domain.gatings, "parameter_dtype": domain.parameter_dtypes}  # drawn last, as other words came before them
     words = {name: field(name, values) for name, values in rare.items() if values != (getattr(case, name),)}
-    return dataclasses.replace(case, **words, options=draw_options(chance, domain.options))
+    case = dataclasses.replace(case, **words, options=draw_options(chance, domain.options))
+    return case if large else _of_models(chance, domain, case, longest, fixed)
+
+
+def _of_models(chance: random.Random, domain: LayerDomain, case: LayerCase, longest: int, fixed: Mapping[str, Any]) -> LayerCase:
+    """Return the case, sometimes with widths as in models, or a batch with sequences of more than one chunk.
+
+    These are drawn last, so that the other words do not depend on them.
+    """
+    words: dict[str, Any] = {}
+    wide = tuple(width for width in domain.widths if width > ORDINARY)
+    if wide and not fixed.keys() & {"key_dim", "value_dim", "hidden"} and chance.random() < WIDE:
+        words["key_dim"] = chance.choice(wide)
+        same = domain.equal_widths or chance.random() < 1 / 3
+        words["value_dim"] = words["key_dim"] if same else chance.choice(domain.widths)
+        words["hidden"] = chance.choice(domain.widths)
+    rows = len(case.lengths)
+    if not case.packed and rows <= 2 and longest > domain.chunk and chance.random() < SEVERAL_CHUNKS:
+        words["lengths"] = (chance.randint(domain.chunk + 1, longest),) * rows
+    return dataclasses.replace(case, **words)

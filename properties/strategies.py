@@ -22,8 +22,9 @@ from properties.sizes import CROWD, FEW_HEADS, KINDS, MANY_HEADS, NARROW, kind_o
 # Lengths over 300 are drawn only with a reach: for interpreted kernels, every law has a smaller limit.
 BLOCKS = (64, 16, 32, 128, 192, 256, 320, 384, 512)
 EDGES = (1, 2, 15, 17, 31, 33, 63, 65, 66, 80, 127, 129, 130, 191, 193, 257, 319, 321, 383, 385, 449, 511)
-WIDTHS = (16, 8, 32, 24, 40, 64, 12, 128, 1, 7, 65, 256, 160, 192, 129, 200, 193)
+WIDTHS = (16, 8, 32, 24, 40, 64, 12, 128, 1, 7, 65, 256, 160, 192)
 WIDER = 512  # a width of values only, for cases with few tokens
+UNEVEN = (129, 200, 193)  # in place of a drawn width of over 128 in one case of three: blocks of 64 channels that are not full
 HEADS = ((1, 1), (1, 2), (2, 2), (2, 4), (1, 4), (3, 3), (1, 3), (1, 8), (2, 8), (2, 6))
 # With a reach: the longest sequence, more heads, and the width below which few are drawn.
 FAR, FAR_HEADS, FAR_NARROW = 512, ((4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32)), 16
@@ -239,6 +240,11 @@ def _with_rare_words(chance: random.Random, domain: Domain, case: Case, fixed: M
         options = fixed.get(name, every)
         return value in (options if isinstance(options, tuple) else (options,))
 
+    def uneven(width: int, allowed: Callable[[int], bool], *, free: bool) -> int:
+        """Return a width that was drawn, or one that is about as wide and no multiple of 64."""
+        choices = [other for other in UNEVEN if free and 128 < width < WIDER and allowed(other)]
+        return chance.choice(choices) if choices and chance.random() < 1 / 3 else width
+
     words: dict[str, Any] = {}
     left_out = chosen("left_out", domain.left_out)
     given = case.operation != "delta_rule" and case.decay == "log" and not case.gate_inside and may("gate", "forever", domain.gates)
@@ -258,6 +264,9 @@ def _with_rare_words(chance: random.Random, domain: Domain, case: Case, fixed: M
     if case.gate_inside:
         words["parameter_dtype"] = chosen("parameter_dtype", domain.parameter_dtypes, 3)
     words["options"] = draw_options(chance, domain.options)
+    if domain.reach == 1 and not domain.equal_widths:  # on a GPU, kernels are compiled for few widths
+        words["key_dim"] = uneven(case.key_dim, domain.has_key, free="key_dim" not in fixed)
+        words["value_dim"] = uneven(case.value_dim, domain.has_value, free="value_dim" not in fixed)
     return dataclasses.replace(case, **words)
 
 

@@ -123,6 +123,13 @@ def test_a_defect_of_gpus_up_to_a_width_explains_nothing_else(tmp_path: pathlib.
     assert not defect.explains(Run.parse(line.replace("value_dim=16", "value_dim=15")))
 
 
+def test_a_defect_of_calls_with_the_decay_itself_may_name_its_outputs(tmp_path: pathlib.Path) -> None:
+    """With gate and beta computed in the kernel, a call has no decay: its outputs are those of its other form."""
+    line = LINE.replace("gate=saturated", "gate=saturated decay=linear backward=no")
+    (defect,) = load(written(tmp_path, {"run": f'"{line}"', "outputs": '["o", "final_state"]'}))
+    assert defect.outputs == ("o", "final_state")
+
+
 def test_a_defect_told_by_its_outputs_explains_no_other_and_no_more(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,8 @@ def test_drawn_calls_are_legal_and_of_their_regime() -> None:
         assert len({getattr(case, name) for case in seen}) > 1, name
     assert {case.values for case in seen} == {"ordinary", "scaled", "small", "zero_rows"}
     assert any(0 in case.lengths for case in seen)
+    assert any(not case.packed and max(case.lengths) > 64 for case in seen), "a batch of several chunks"
+    assert {max(case.key_dim, case.value_dim) > 64 for case in seen} == {False, True}
 
 
 def test_hidden_states_are_the_same_whatever_they_are_cut_into() -> None:

@@ -202,7 +202,7 @@ def _whole(spec: str) -> tuple[str, str]:
 def _forms(case: Any) -> list[Any]:
     """The case, both with gate and beta as inputs and computed in the kernel."""
     if isinstance(case, Case) and case.operation != "delta_rule":
-        return [case, *(dataclasses.replace(case, values="ordinary", in_kernel=form) for form in ("none", "both"))]
+        return [case, *(dataclasses.replace(case, values="ordinary", decay="log", in_kernel=form) for form in ("none", "both"))]
     return [case]
 
 
