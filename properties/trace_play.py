@@ -35,8 +35,8 @@ class Played(Protocol):
     def scratch(self) -> Sequence[int]:
         """Return the slots that requests have beside their own."""
 
-    def contents(self, owner: str) -> tuple[Tensor, Tensor]:
-        """Return the state and the window of a request or a snapshot."""
+    def contents(self, owners: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
+        """Return the state and the window of each owner, a request or a snapshot."""
 
     def admit(self, requests: Sequence[str]) -> None:
         """Give new requests slots."""
@@ -140,9 +140,10 @@ def play(
     engine = bench.open(case.sizes(tagged=tagged)) if engine is None else engine
     if before is not None:
         before(engine)
-    _fill(engine, case, _idle(engine), other)
+    _fill(engine, case, _idle(engine, engine.slots()), other)
     for step in case.plan:
-        was, idle = _owners(engine), _contents(engine, _idle(engine))
+        slots = engine.slots()
+        was, idle = _owners(engine, slots), _contents(engine, _idle(engine, slots))
         outputs = dict[int, Tensor]()
         if step.rows:
             engine.admit([row.request for row in step.rows if row.begins])
@@ -156,11 +157,12 @@ def play(
                     outputs |= dict(zip(call, o.split(list(batch.lengths)), strict=True))
         else:
             _change(engine, step)
-        check_owners(engine, step, case)
-        left = _idle(engine)
+        slots = dict(engine.slots())
+        check_owners(slots, step, case)
+        left = _idle(engine, slots)
         after = _contents(engine, left)
         still = {slot: (idle[slot], after[slot]) for slot in left if slot in idle}
-        yield Moment(step, outputs, was, _owners(engine), dict(engine.slots()), still)
+        yield Moment(step, outputs, was, _owners(engine, slots), slots, still)
         if case.free != "old":
             _fill(engine, case, [slot for slot in left if slot not in idle], other)
 
@@ -190,9 +192,9 @@ def _change(engine: Played, step: Step) -> None:
     {"w": engine.swap, "t": engine.transfer, "r": engine.preempt, "f": engine.free}[step.kind](step.request)
 
 
-def check_owners(engine: Played, step: Step, case: TraceCase) -> None:
-    """Raise Breach if the engine has other requests or snapshots than the trace."""
-    want, got = owners_after(case, step), set(engine.slots())
+def check_owners(owners: Collection[str], step: Step, case: TraceCase) -> None:
+    """Raise Breach if an engine has other requests or snapshots after a step than the trace."""
+    want, got = owners_after(case, step), {*owners}
     for owner in sorted(want ^ got):
         what = "has no slot" if owner in want else "still has a slot"
         raise Breach(f"an owner {what}: {named(owner)} after event {step.event} ({step.text}) of {case.trace}")
@@ -221,9 +223,9 @@ def named(owner: str) -> str:
     return f"request {owner[0]}'s snapshot" if owner.endswith("@") else f"request {owner}"
 
 
-def _idle(engine: Played) -> list[int]:
+def _idle(engine: Played, slots: Mapping[str, int]) -> list[int]:
     """Return the slots that nobody owns, without those that padding rows may write to."""
-    owned = {*engine.slots().values(), *engine.scratch(), *engine.unowned}
+    owned = {*slots.values(), *engine.scratch(), *engine.unowned}
     return [slot for slot in range(len(engine.states)) if slot not in owned]
 
 
@@ -233,14 +235,23 @@ def _fill(engine: Played, case: TraceCase, slots: Sequence[int], other: Collecti
         pool[list(slots)] = case.filled(pool, other=int("free" in other))[list(slots)]
 
 
-def _owners(engine: Played) -> dict[str, Slot]:
-    return {owner: _copy(engine.contents(owner)) for owner in [*engine.slots()]}
+def _owners(engine: Played, slots: Mapping[str, int]) -> dict[str, Slot]:
+    return dict(zip(slots, _copies(engine.contents([*slots])), strict=True))
 
 
 def _contents(engine: Played, slots: Sequence[int]) -> dict[int, Slot]:
-    return {slot: _copy((engine.states[slot], engine.windows[slot])) for slot in slots}
+    return dict(zip(slots, _copies([(engine.states[slot], engine.windows[slot]) for slot in slots]), strict=True))
 
 
-def _copy(slot: tuple[Tensor, Tensor]) -> Slot:
-    """Return a copy of a state and a window on the CPU, where laws compare."""
-    return Slot(*(x.detach().to("cpu", copy=True) for x in slot))
+def _copies(contents: Sequence[tuple[Tensor, Tensor]]) -> list[Slot]:
+    """Return copies of states and windows on the CPU, where laws compare. All states are copied in one step if they are alike."""
+
+    def copied(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        if len({(x.dtype, x.device, x.shape) for x in tensors}) > 1:
+            return [x.detach().to("cpu", copy=True) for x in tensors]
+        return torch.stack([x.detach() for x in tensors]).cpu().unbind()
+
+    if not contents:
+        return []
+    states, windows = zip(*contents, strict=True)
+    return [Slot(state, window) for state, window in zip(copied(states), copied(windows), strict=True)]

@@ -321,12 +321,8 @@ class TraceCase(Line):
             mixed = [self.tagged(self.tag(*owner), row.start + token) for token, owner in enumerate(owners)]
             gates = torch.full((row.count, self.value_heads), _CLOSED)
             return torch.stack(mixed) if mixed else torch.zeros(0, self.channels), gates, torch.full_like(gates, _OPEN)
-        width = self.channels + 2 * self.value_heads
-        channel = torch.arange(width, dtype=torch.int64)
-        drawn = torch.zeros(0, width)
-        if owners:
-            words = integers(*((channel, self._key(kind, *numbers), 64) for kind, *numbers in owners))
-            drawn = _fraction(torch.stack(words))
+        keys = tuple(self._key(kind, *numbers) for kind, *numbers in owners)
+        drawn = _tokens_of(keys, self.channels + 2 * self.value_heads)
         mixed, a, b = drawn.split([self.channels, self.value_heads, self.value_heads], -1)
         a = a / 2 if self.gate != "mixed" else torch.where(a < 0, 40 * a, a)
         return mixed, a if self.gate != "forever" else torch.full_like(a, _CLOSED), 3 * b
@@ -416,6 +412,15 @@ def _repeated(tag: tuple[float, ...], value_heads: int, value_dim: int) -> Tenso
     heads = torch.tensor(tag).repeat(value_heads, 1)
     heads[:, -1] += torch.arange(value_heads)
     return heads.repeat(1, -(-value_dim // TAG_CHANNELS))[:, :value_dim]
+
+
+@functools.lru_cache(64)  # a law asks for the tokens of a row when it plays a step and when it judges it
+def _tokens_of(keys: tuple[int, ...], width: int) -> Tensor:
+    """Return numbers in [-1, 1) [tokens, width], a stream for each key. Later calls return the same tensor."""
+    if not keys:
+        return torch.zeros(0, width)
+    channel = torch.arange(width, dtype=torch.int64)
+    return _fraction(torch.stack(integers(*((channel, key, 64) for key in keys))))
 
 
 def _fraction(words: Tensor) -> Tensor:

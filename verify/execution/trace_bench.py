@@ -160,15 +160,18 @@ class Guarded:
         slots: Sequence[int] = self.bench.call("scratch", self.engine.scratch)
         return slots
 
-    def contents(self, owner: str) -> tuple[Tensor, Tensor]:
-        """The state and the window of an owner. AdapterFault for another shape."""
-        state, window = self.bench.call("contents", self.engine.contents, owner)
+    def contents(self, owners: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
+        """The state and the window of each owner. AdapterFault for another shape."""
         sizes = self.sizes
         layer = (sizes.value_heads, sizes.key_dim, sizes.value_dim)
-        for name, x, shape in (("state", state, layer), ("window", window, (sizes.channels, sizes.width - 1))):
-            if tuple(x.shape) != shape:
-                raise AdapterFault(f"{name} of contents", FailureKind.SHAPE, f"has shape {tuple(x.shape)}, must have {shape}")
-        return state, window
+        found = list[tuple[Tensor, Tensor]]()
+        if owners:
+            self.bench.call("contents", lambda: found.extend(map(self.engine.contents, owners)))
+        for state, window in found:
+            for name, x, shape in (("state", state, layer), ("window", window, (sizes.channels, sizes.width - 1))):
+                if tuple(x.shape) != shape:
+                    raise AdapterFault(f"{name} of contents", FailureKind.SHAPE, f"has shape {tuple(x.shape)}, must have {shape}")
+        return found
 
     def admit(self, requests: Sequence[str]) -> None:
         """Give new requests slots."""

@@ -176,15 +176,17 @@ class PoolEngine(Engine):
         line = torch.cat([window, mixed.mT], -1)
         if not len(mixed):
             return Progress(slot, torch.zeros(0, sizes.value_heads, sizes.value_dim, device=mixed.device), [state], line)
-        q, k, v = self.convolve(line).split([sizes.heads * sizes.key_dim] * 2 + [sizes.value_heads * sizes.value_dim], -1)
-        q, k = (self.normed(x.unflatten(-1, (sizes.heads, -1))) for x in (q, k))
-        v, decay, beta = v.unflatten(-1, (sizes.value_heads, -1)), self.decay(a), b.float().sigmoid()
+        sections = self.convolve(line).split([2 * sizes.heads * sizes.key_dim, sizes.value_heads * sizes.value_dim], -1)
+        q, k = self.normed(sections[0].unflatten(-1, (2 * sizes.heads, -1))).unsqueeze(-2).chunk(2, 1)
+        v, decay, beta = sections[1].unflatten(-1, (sizes.value_heads, 1, -1)), self.decay(a), b.float().sigmoid()
+        beta = beta[..., None, None]
+        tokens = (sizes.key_dim**-0.5 * q, k.mT, beta * v, -beta * k, decay[..., None, None])
         states, outputs = [state], list[Tensor]()
-        for token in range(len(mixed)):
-            state, o = self.step(state, q[token], k[token], v[token], decay[token], beta[token])
+        for token in zip(*(x.unbind() for x in tokens), strict=True):
+            state, o = self.step(state, *token)
             states.append(state)
             outputs.append(o)
-        return Progress(slot, torch.stack(outputs), states, line)
+        return Progress(slot, torch.stack(outputs).squeeze(-2), states, line)
 
     def convolve(self, line: Tensor) -> Tensor:
         """Return silu of the convolution [T, D] over a line [D, W - 1 + T]."""
@@ -197,16 +199,19 @@ class PoolEngine(Engine):
         return (-self.sizes.A_log.exp() * torch.nn.functional.softplus(a.float() + self.sizes.dt_bias)).exp()
 
     def normed(self, x: Tensor) -> Tensor:
-        """Return q or k [T, HV, K], normalised and repeated for each value head."""
+        """Return heads of q and k [T, 2 H, K], normalised and repeated for each value head: [T, 2 HV, K]."""
         x = x / (x.square().sum(-1, keepdim=True) + EPS).sqrt()
         return x.repeat_interleave(self.sizes.value_heads // self.sizes.heads, -2)
 
-    def step(self, state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the state [HV, K, V] after one token, and its output [HV, V]."""
-        state = decay[:, None, None] * state
-        recalled = torch.bmm(k[:, None], state)[:, 0]
-        state = torch.baddbmm(state, k[..., None], (beta[:, None] * (v - recalled))[:, None])
-        return state, self.sizes.key_dim**-0.5 * torch.bmm(q[:, None], state)[:, 0]
+    def step(self, state: Tensor, q: Tensor, k: Tensor, v: Tensor, erased: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the state [HV, K, V] after one token, and its output [HV, 1, V].
+
+        q [HV, 1, K] is scaled, k is [HV, K, 1], v [HV, 1, V] and erased [HV, 1, K] are beta v and -beta k, and decay is [HV, 1, 1].
+        On a GPU each operation is a launch, so there are few.
+        """
+        state = decay * state
+        state = torch.baddbmm(state, k, torch.baddbmm(v, erased, state))
+        return state, torch.bmm(q, state)
 
     def outputs(self, rows: Sequence[Progress]) -> Tensor:
         """Return the outputs [T, HV, V] of the rows' tokens, one row after the other."""
