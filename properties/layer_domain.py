@@ -39,7 +39,7 @@ class LayerDomain:
 
     operation: str = "gdn_layer"
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
-    widths: tuple[int, ...] = (8, 16, 4, 12, 32, 128, 64, 72, 192)
+    widths: tuple[int, ...] = (8, 16, 4, 12, 32, 128, 64, 72, 160, 200)
     equal_widths: bool = False
     grouped_heads: bool = True
     packed: bool = True

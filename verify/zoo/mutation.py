@@ -27,6 +27,7 @@ from oracles.counter import mix_words
 from properties.books import book_of
 from properties.cases.rule_case import Case
 from properties.domain import Domain
+from properties.sizes import MOST, sized
 from properties.strategies import Example
 from verify.adapters.base import Adapter
 from verify.adapters.loader import AdapterError, versions
@@ -266,7 +267,8 @@ def mutate(
         if not chosen:
             raise ValueError(f"grep must match what --list prints of a mutant, got {grep!r}")
         chosen = chosen if sample is None else sampled(chosen, sample, seed)
-        runs = runs_by_law(spec, adapter.domain, profile)
+        domain = sized(adapter.domain, getattr(adapter, "chunk", None), MOST["interpreted"])  # the sizes of a check
+        runs = runs_by_law(spec, domain, profile)
         _print(f"{spec}  {versions(adapter)}  profile {profile.name}, {len(runs)} cases")
         kernels = len({mutant.kernel.key for mutant in mutants})
         _print(
