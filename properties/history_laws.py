@@ -5,7 +5,7 @@ is one kind of history, so a line repeats it in any process.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from oracles.bound import Bound
 from oracles.operation import NAMES, Inputs
 from properties.laws import Bench, Blind, Cotangents, Law, Pair, Results, either, examples_of, present, with_others
+from properties.sizes import MOST_ON_GPU
 from properties.strategies import Example
 
 HISTORIES = ("others", "refill", "freed", "gradients", "refused", "threads", "streams")
@@ -155,16 +156,27 @@ def _refused(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _at_once(bench: Bench, example: Example) -> Iterator[Pair]:
-    streams = example.variant == "streams"
-    if streams and bench.device == "cpu":
-        raise Blind("streams need a GPU")
-    if not streams and not bench.domain.threads:
-        raise Blind("the domain has threads=False")
     calls = [bench.call(case) for case in (example.case, with_others(example.case, bench.domain))]
     limits = [bench.bounds(*call) for call in calls]
+    for number, results, what in at_once(bench, calls, example.variant, threads=bench.domain.threads):
+        yield from _judged(results, limits[number], what)
+
+
+def at_once(
+    bench: Bench, calls: Sequence[tuple[Inputs, Cotangents]], variant: str | None, *, threads: bool
+) -> Iterator[tuple[int, Results, str]]:
+    """Run two calls at the same time, in `threads` or on `streams`. Yield each one's number, its results and what they are.
+
+    Blind for streams without a GPU, and for threads where the domain excludes them.
+    """
+    streams = variant == "streams"
+    if streams and bench.device == "cpu":
+        raise Blind("streams need a GPU")
+    if not streams and not threads:
+        raise Blind("the domain has threads=False")
     where = "on two streams" if streams else "in two threads"
     for number, results in bench.at_once(calls, streams=streams):
-        yield from _judged(results, limits[number], f"of call {number + 1} of two at the same time, {where}")
+        yield number, results, f"of call {number + 1} of two at the same time, {where}"
 
 
 def _lacks(case: Any, variant: str | None) -> str | None:
@@ -174,7 +186,7 @@ def _lacks(case: Any, variant: str | None) -> str | None:
 def history_law(cases: Cases, about: tuple[str, ...] = ()) -> Law:
     """Return the law for a book whose cases `cases(domain, **fixed)` draws.
 
-    On a GPU, where a domain has a reach, two streams are drawn too.
+    On a GPU, where a domain has a reach or long cases of MOST_ON_GPU tokens, two streams are drawn too.
     """
 
     def draw(domain: Any) -> st.SearchStrategy[Example]:
@@ -198,7 +210,7 @@ def _kinds(domain: Any) -> list[str]:
     can = {
         "gradients": domain.backward,
         "threads": domain.threads,
-        "streams": getattr(domain, "reach", 1) > 1,
+        "streams": getattr(domain, "reach", 1) > 1 or getattr(domain, "long", 0) >= MOST_ON_GPU,
     }
     return [kind for kind in HISTORIES if can.get(kind, True)]
 

@@ -16,6 +16,7 @@ from oracles.operation import Inputs
 from properties.cases.pool_case import PoolCase
 from properties.common_laws import bytes_of, view
 from properties.far_views import FAR, SPAN, apart, far, far_examples, lacks_far
+from properties.history_laws import at_once
 from properties.laws import Bench, Blind, Law, Pair, Results, either, examples_of, present, spread, visible, with_others
 from properties.pool_domain import POOL_VIEWS, PoolDomain, pool_cases
 from properties.strategies import REMEMBERING, Example, values_of
@@ -282,8 +283,12 @@ def _history(bench: Bench, example: Example) -> Iterator[Pair]:
     - `shapes`: a call without the first request, and one with another request.
     - `freed`: the call's tensors are new, and have the addresses of the tensors of another call if the allocator plays along.
     - `refused`: a call in which a required tensor is None, so that most implementations raise.
+    - `threads`, `streams`: the other call runs at the same time on a pool of its own, in a thread or on a CUDA stream.
     """
     case = example.case
+    if example.variant in ("threads", "streams"):
+        yield from _at_once(bench, example)
+        return
     inputs, meant = case.inputs(), _meaningful(case)
     bounds = bench.bounds(inputs, None)
     if example.variant == "freed":
@@ -308,6 +313,15 @@ def _history(bench: Bench, example: Example) -> Iterator[Pair]:
         yield from _equal(again, once, meant, "of a call as an earlier one")
     else:
         yield from _judged(again, bounds, meant, " of a call as an earlier one")
+
+
+def _at_once(bench: Bench, example: Example) -> Iterator[Pair]:
+    cases = [example.case, _other(bench, example.case)]
+    calls: list[tuple[Inputs, None]] = [(case.inputs(), None) for case in cases]
+    limits = [bench.bounds(*call) for call in calls]
+    threads = bench.domain.rule.threads  # type: ignore[attr-defined]
+    for number, results, what in at_once(bench, calls, example.variant, threads=threads):
+        yield from _judged(results, limits[number], _meaningful(cases[number]), f" {what}")
 
 
 def _other_requests(bench: Bench, case: PoolCase) -> list[PoolCase]:
@@ -484,7 +498,9 @@ def _value_dims(domain: PoolDomain) -> tuple[int, ...]:
 
 
 def _histories(domain: PoolDomain) -> st.SearchStrategy[Example]:
-    kinds: tuple[tuple[str, ...], ...] = ((), (), ("shapes",), ("freed",), ("refused",))
+    kinds: list[tuple[str, ...]] = [(), (), ("shapes",), ("freed",), ("refused",)]
+    kinds += [("threads",)] if domain.rule.threads else []
+    kinds += [("streams",)] if domain.rule.reach > 1 else []
     return either([examples_of(pool_cases(domain, most=8), None, kind) for kind in kinds])
 
 
@@ -569,10 +585,10 @@ POOL_LAWS: dict[str, Law] = {
         Law(
             "history",
             "truth",
-            "a call gives the same results whatever calls came before it, after the same shapes bit for bit if deterministic=True",
+            "a call gives the same results whatever calls came before or run beside it, after the same shapes to the bit if deterministic=True",
             _histories,
             _history,
-            variants=("shapes", "freed", "refused"),
+            variants=("shapes", "freed", "refused", "threads", "streams"),
             plain=True,
             of_process=True,
         ),

@@ -2,9 +2,12 @@
 
 import contextlib
 import dataclasses
+import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+_REPLACED = threading.RLock()  # held while a kernel is replaced, as calls in two threads may want blocks of two sizes
 
 
 @contextlib.contextmanager
@@ -19,13 +22,14 @@ def in_blocks(
     if size is None:
         yield
         return
-    original = getattr(module, kernel)
-    launcher = Launcher(original, size, axis, others or {})
-    setattr(module, kernel, launcher)
-    try:
-        yield
-    finally:
-        setattr(module, kernel, original)
+    with _REPLACED:
+        original = getattr(module, kernel)
+        launcher = Launcher(original, size, axis, others or {})
+        setattr(module, kernel, launcher)
+        try:
+            yield
+        finally:
+            setattr(module, kernel, original)
     if not launcher.launches:
         raise RuntimeError(f"nothing was launched in blocks of {size}: the wrapper took another path")
 

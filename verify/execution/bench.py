@@ -247,13 +247,20 @@ class AdapterBench(Timed):
             self.adapter.run(with_one_state(self.domain, inputs.replaced(**whole)))
 
     def at_once(self, calls: Sequence[tuple[Inputs, Cotangents]], *, streams: bool) -> Iterator[tuple[int, Results]]:
-        """Run calls at the same time, in threads or on CUDA streams. Yields each one's number and results, TIMES times."""
+        """Run calls at the same time, in threads or on CUDA streams. Yields each one's number and results, TIMES times.
+
+        A tensor that is updated in place is a new copy each time.
+        """
         specs = [self._contract(inputs) for inputs, _ in calls]
         calls = [(self._with_options(inputs, self.adapter), cotangents) for inputs, cotangents in calls]
         run = self._on_streams if streams else self._in_threads
+        turns = [
+            [(self.adapter, spec, self._fresh(spec, inputs), cotangents) for _ in range(TIMES)]
+            for spec, (inputs, cotangents) in zip(specs, calls, strict=True)
+        ]
         try:
             with self.timed("kernel_s"), devices.default("cpu"), poisoned(float("nan")):
-                results = run([(self.adapter, spec, *call) for spec, call in zip(specs, calls, strict=True)])
+                results = run(turns)
                 devices.settle(self.device)
         except AdapterFault:
             raise
@@ -262,25 +269,31 @@ class AdapterBench(Timed):
             raise raised from error
         yield from results
 
+    def _fresh(self, spec: Operation, inputs: Inputs) -> Inputs:
+        """The inputs in the domain's layout, with new copies of those that a call updates in place."""
+        inputs = in_layout(inputs, getattr(self.domain, "layout", None))
+        updated = {port.name for port in spec.outputs} if getattr(self.domain, "in_place", False) else set()
+        return inputs.replaced(**{name: x.clone() for name, x in inputs.items() if name in updated and x is not None})
+
     @marked(Mark.IMPLEMENTATION)
-    def _in_threads(self, calls: Sequence[Any]) -> list[tuple[int, Results]]:
-        """Run every call in a thread of its own, TIMES times."""
-        start = threading.Barrier(len(calls))
+    def _in_threads(self, turns: Sequence[Sequence[Any]]) -> list[tuple[int, Results]]:
+        """Run the turns of every call in a thread of its own."""
+        start = threading.Barrier(len(turns))
 
         def run(number: int) -> list[tuple[int, Results]]:
             start.wait()
-            return [(number, self.call_implementation(*calls[number])) for _ in range(TIMES)]
+            return [(number, self.call_implementation(*call)) for call in turns[number]]
 
-        with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
-            return [result for results in pool.map(run, range(len(calls))) for result in results]
+        with concurrent.futures.ThreadPoolExecutor(len(turns)) as pool:
+            return [result for results in pool.map(run, range(len(turns))) for result in results]
 
     @marked(Mark.IMPLEMENTATION)
-    def _on_streams(self, calls: Sequence[Any]) -> list[tuple[int, Results]]:
-        """Launch every call on a CUDA stream of its own, TIMES times, without waiting in between."""
-        results, streams = [], [torch.cuda.Stream() for _ in calls]
+    def _on_streams(self, turns: Sequence[Sequence[Any]]) -> list[tuple[int, Results]]:
+        """Launch the turns of every call on a CUDA stream of its own, without waiting in between."""
+        results, streams = [], [torch.cuda.Stream() for _ in turns]
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream())
-        for _ in range(TIMES):
+        for calls in zip(*turns, strict=True):
             for number, (call, stream) in enumerate(zip(calls, streams, strict=True)):
                 with torch.cuda.stream(stream):
                     results.append((number, self.call_implementation(*call)))

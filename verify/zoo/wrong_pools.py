@@ -4,6 +4,7 @@ tests/test_pools.py names the laws each of which detects the wrong implementatio
 """
 
 import dataclasses
+import time
 from typing import ClassVar
 
 import torch
@@ -33,6 +34,19 @@ class PromptForgetsPrefix(Serving):
     def read(self, x: Inputs, request: int, slot: int) -> Tensor:
         state = super().read(x, request, slot)
         return state * 0 if self.several[request] else state
+
+
+class StatesOfAllThreads(Serving):
+    """A state waits in an attribute of the class, where a call in another thread may replace it before it is used."""
+
+    letter = "R"
+    later_calls = True
+    scratch: ClassVar[dict[torch.Size, Tensor]] = {}
+
+    def read(self, x: Inputs, request: int, slot: int) -> Tensor:
+        state = self.scratch[x.pool.shape[1:]] = super().read(x, request, slot)
+        time.sleep(1e-3)  # what happens before the state is used
+        return self.scratch[state.shape]
 
 
 class IgnoresBeginnings(Serving):
