@@ -74,16 +74,15 @@ def main() -> int:
 def told(number: int, questions: list[list[Run]], *workers: Worker) -> tuple[int, float]:
     """Run and print one pass over the questions. Pass 0 is the one that compiles. Returns the number of cases and the seconds.
 
-    Each worker takes the next question when it has answered one. In pass 0 every worker answers all questions.
+    Each worker takes the next question when it has answered one.
     """
     counts: collections.Counter[str] = collections.Counter()
     device = describe(questions[0][0].adapter, workers[0]).device
     store, defects, start = Store(), known.load().on(device), time.perf_counter()
-    shared = iter(questions)  # the iterator of a list, from which no two threads get one question
+    left = iter(questions)  # the iterator of a list, from which no two threads get one question
 
     def answers(worker: Worker) -> list[tuple[Run, Outcome]]:
-        asked = shared if number else questions
-        return [pair for runs in asked for pair in zip(runs, ask_all(runs, worker, store, defects), strict=True)]
+        return [pair for runs in left for pair in zip(runs, ask_all(runs, worker, store, defects), strict=True)]
 
     with concurrent.futures.ThreadPoolExecutor(len(workers)) as pool:
         answered = [pair for pairs in pool.map(answers, workers) for pair in pairs]

@@ -585,7 +585,7 @@ POOL_LAWS: dict[str, Law] = {
         Law(
             "history",
             "truth",
-            "a call gives the same results whatever calls came before or run beside it, after the same shapes to the bit if deterministic=True",
+            "whatever calls came before it or run beside it, a call gives the same results, after the same shapes bit for bit",
             _histories,
             _history,
             variants=("shapes", "freed", "refused", "threads", "streams"),
