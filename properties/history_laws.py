@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from oracles.bound import Bound
 from oracles.operation import NAMES, Inputs
 from properties.laws import Bench, Blind, Cotangents, Law, Pair, Results, either, examples_of, present, with_others
-from properties.sizes import MOST_ON_GPU
 from properties.strategies import Example
 
 HISTORIES = ("others", "refill", "freed", "gradients", "refused", "threads", "streams")
@@ -158,18 +157,17 @@ def _refused(bench: Bench, example: Example) -> Iterator[Pair]:
 def _at_once(bench: Bench, example: Example) -> Iterator[Pair]:
     calls = [bench.call(case) for case in (example.case, with_others(example.case, bench.domain))]
     limits = [bench.bounds(*call) for call in calls]
-    for number, results, what in at_once(bench, calls, example.variant, threads=bench.domain.threads):
+    for number, results, what in at_once(bench, calls, streams=example.variant == "streams", threads=bench.domain.threads):
         yield from _judged(results, limits[number], what)
 
 
 def at_once(
-    bench: Bench, calls: Sequence[tuple[Inputs, Cotangents]], variant: str | None, *, threads: bool
+    bench: Bench, calls: Sequence[tuple[Inputs, Cotangents]], *, streams: bool, threads: bool
 ) -> Iterator[tuple[int, Results, str]]:
-    """Run two calls at the same time, in `threads` or on `streams`. Yield each one's number, its results and what they are.
+    """Run two calls at the same time, on two `streams` or in two threads. Yield each one's number, its results and what they are.
 
-    Blind for streams without a GPU, and for threads where the domain excludes them.
+    Blind for streams without a GPU, and for threads if `threads` says that the domain excludes them.
     """
-    streams = variant == "streams"
     if streams and bench.device == "cpu":
         raise Blind("streams need a GPU")
     if not streams and not threads:
@@ -186,7 +184,7 @@ def _lacks(case: Any, variant: str | None) -> str | None:
 def history_law(cases: Cases, about: tuple[str, ...] = ()) -> Law:
     """Return the law for a book whose cases `cases(domain, **fixed)` draws.
 
-    On a GPU, where a domain has a reach or long cases of MOST_ON_GPU tokens, two streams are drawn too.
+    On a GPU, where a domain has a reach, two streams are drawn too.
     """
 
     def draw(domain: Any) -> st.SearchStrategy[Example]:
@@ -210,7 +208,7 @@ def _kinds(domain: Any) -> list[str]:
     can = {
         "gradients": domain.backward,
         "threads": domain.threads,
-        "streams": getattr(domain, "reach", 1) > 1 or getattr(domain, "long", 0) >= MOST_ON_GPU,
+        "streams": getattr(domain, "reach", 1) > 1,
     }
     return [kind for kind in HISTORIES if can.get(kind, True)]
 

@@ -283,10 +283,10 @@ def _history(bench: Bench, example: Example) -> Iterator[Pair]:
     - `shapes`: a call without the first request, and one with another request.
     - `freed`: the call's tensors are new, and have the addresses of the tensors of another call if the allocator plays along.
     - `refused`: a call in which a required tensor is None, so that most implementations raise.
-    - `threads`, `streams`: the other call runs at the same time on a pool of its own, in a thread or on a CUDA stream.
+    - `threads`: the other call runs at the same time, in another thread and on a pool of its own.
     """
     case = example.case
-    if example.variant in ("threads", "streams"):
+    if example.variant == "threads":
         yield from _at_once(bench, example)
         return
     inputs, meant = case.inputs(), _meaningful(case)
@@ -320,7 +320,7 @@ def _at_once(bench: Bench, example: Example) -> Iterator[Pair]:
     calls: list[tuple[Inputs, None]] = [(case.inputs(), None) for case in cases]
     limits = [bench.bounds(*call) for call in calls]
     threads = bench.domain.rule.threads  # type: ignore[attr-defined]
-    for number, results, what in at_once(bench, calls, example.variant, threads=threads):
+    for number, results, what in at_once(bench, calls, streams=False, threads=threads):
         yield from _judged(results, limits[number], _meaningful(cases[number]), f" {what}")
 
 
@@ -500,7 +500,6 @@ def _value_dims(domain: PoolDomain) -> tuple[int, ...]:
 def _histories(domain: PoolDomain) -> st.SearchStrategy[Example]:
     kinds: list[tuple[str, ...]] = [(), (), ("shapes",), ("freed",), ("refused",)]
     kinds += [("threads",)] if domain.rule.threads else []
-    kinds += [("streams",)] if domain.rule.reach > 1 else []
     return either([examples_of(pool_cases(domain, most=8), None, kind) for kind in kinds])
 
 
@@ -588,7 +587,7 @@ POOL_LAWS: dict[str, Law] = {
             "whatever calls came before it or run beside it, a call gives the same results, after the same shapes bit for bit",
             _histories,
             _history,
-            variants=("shapes", "freed", "refused", "threads", "streams"),
+            variants=("shapes", "freed", "refused", "threads"),
             plain=True,
             of_process=True,
         ),

@@ -19,7 +19,6 @@ from properties.domain import Domain
 from properties.laws import Law
 from properties.palette import draw_palette, key_of
 from properties.path_domain import PathDomain, with_forms
-from properties.pool_domain import PoolDomain
 from properties.strategies import Example
 from verify.engine.drawing import Enough
 from verify.execution.run import Run
@@ -183,8 +182,6 @@ def on_gpu(domain: Any, seed: int) -> Any:
     """The domain from which cases for a GPU are drawn: rules get longer sequences, paths get few forms that need compilation."""
     if isinstance(domain, PathDomain):
         return with_forms(domain, seed)
-    if isinstance(domain, PoolDomain):
-        return dataclasses.replace(domain, rule=dataclasses.replace(domain.rule, reach=REACH))  # for histories on two streams
     return dataclasses.replace(domain, reach=REACH) if isinstance(domain, Domain) else domain
 
 
