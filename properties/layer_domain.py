@@ -187,16 +187,16 @@ def layer_cases(
         backward=domain.backward and (not cached or domain.state_gradients) and field("backward", (True,)),
         seed=chance.randrange(2**16),
     )
+    case = case if large else _of_models(chance, domain, case, longest, fixed)
     rare = {"gating": domain.gatings, "parameter_dtype": domain.parameter_dtypes}  # drawn last, as other words came before them
     words = {name: field(name, values) for name, values in rare.items() if values != (getattr(case, name),)}
-    case = dataclasses.replace(case, **words, options=draw_options(chance, domain.options))
-    return case if large else _of_models(chance, domain, case, longest, fixed)
+    return dataclasses.replace(case, **words, options=draw_options(chance, domain.options))
 
 
 def _of_models(chance: random.Random, domain: LayerDomain, case: LayerCase, longest: int, fixed: Mapping[str, Any]) -> LayerCase:
     """Return the case, sometimes with widths as in models, or a batch with sequences of more than one chunk.
 
-    These are drawn last, so that the other words do not depend on them.
+    These are drawn after the other words, which do not depend on them.
     """
     words: dict[str, Any] = {}
     wide = tuple(width for width in domain.widths if width > ORDINARY)

@@ -246,6 +246,9 @@ def _with_rare_words(chance: random.Random, domain: Domain, case: Case, fixed: M
         return chance.choice(choices) if choices and chance.random() < 1 / 3 else width
 
     words: dict[str, Any] = {}
+    if domain.reach == 1 and not domain.equal_widths:  # on a GPU, kernels are compiled for few widths
+        words["key_dim"] = uneven(case.key_dim, domain.has_key, free="key_dim" not in fixed)
+        words["value_dim"] = uneven(case.value_dim, domain.has_value, free="value_dim" not in fixed)
     left_out = chosen("left_out", domain.left_out)
     given = case.operation != "delta_rule" and case.decay == "log" and not case.gate_inside and may("gate", "forever", domain.gates)
     can = {"gate": given, "beta": not case.beta_inside and may("beta", "one", BETAS)}
@@ -264,9 +267,6 @@ def _with_rare_words(chance: random.Random, domain: Domain, case: Case, fixed: M
     if case.gate_inside:
         words["parameter_dtype"] = chosen("parameter_dtype", domain.parameter_dtypes, 3)
     words["options"] = draw_options(chance, domain.options)
-    if domain.reach == 1 and not domain.equal_widths:  # on a GPU, kernels are compiled for few widths
-        words["key_dim"] = uneven(case.key_dim, domain.has_key, free="key_dim" not in fixed)
-        words["value_dim"] = uneven(case.value_dim, domain.has_value, free="value_dim" not in fixed)
     return dataclasses.replace(case, **words)
 
 
