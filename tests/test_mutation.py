@@ -478,7 +478,10 @@ from verify.adapters.fla import Chunk
 from verify import Domain
 
 class Small(Chunk):
-    domain = Domain(dtypes=("fp32",), key_dims=(16, 32), value_dims=(16, 32), packed=False)
+    domain = Domain(
+        dtypes=("fp32",), key_dims=(16, 32), value_dims=(16, 32), packed=False, in_kernel=("none",), qk_norm=False, scale=False,
+        initial_state=False, views=False,
+    )
 """
 
 

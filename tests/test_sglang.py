@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
+from tests.kills import unexplained
 from verify.adapters import serving, sglang_pools
 from verify.adapters.loader import AdapterError, load
 from verify.adapters.packages import installed
@@ -43,7 +44,7 @@ def sglang_worker(sglang_files: pathlib.Path) -> Iterator[Worker]:
 
 
 def report(spec: str, law: str, worker: Worker, folder: pathlib.Path, cases: int = 6) -> LawReport:
-    with Check(Settings(spec, [law], Profile("short", cases, large=False)), [worker], Store(folder)) as check:
+    with unexplained(), Check(Settings(spec, [law], Profile("short", cases, large=False)), [worker], Store(folder)) as check:
         (one,) = check.run()
     return one
 

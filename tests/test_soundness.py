@@ -10,6 +10,7 @@ import pytest
 
 from properties.rule_laws import LAWS
 from tests import right
+from tests.kills import unexplained
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
 from verify.engine.profiles import Profile
@@ -49,6 +50,6 @@ def test_tf32_products_are_within_their_own_bound_and_over_the_float32_one(
     products: str, verdict: Verdict, worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     store = Store(tmp_path_factory.mktemp("findings"))
-    with Check(Settings("tests/right.py:Tf32", ["oracle"], FEW, 7, products=products), [worker], store) as check:
+    with unexplained(), Check(Settings("tests/right.py:Tf32", ["oracle"], FEW, 7, products=products), [worker], store) as check:
         (report,) = check.run()
     assert report.verdict is verdict, report.run
