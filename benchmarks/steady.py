@@ -2,12 +2,12 @@
 
     python -m benchmarks.steady fla/chunk --cases 400 --passes 4
     python -m benchmarks.steady gdn/pool --cases 100            the cases of the first law of its book, `session`
-    python -m benchmarks.steady gdn/pool --workers 8            the same with 8 workers, as `check --workers 8` has them
+    python -m benchmarks.steady gdn/pool --workers 8            with 8 workers, as `check --workers 8` has them
     python -m benchmarks.steady fla/chunk --real 1,2,3          one case of 32,768 tokens at the widths of Qwen3-Next, by seed
 
 The cases are those that a check draws, in the same order and the same questions. The first pass compiles and is not counted. For
-each pass it prints cases per second, the seconds of the implementation and of the oracle, and the verdicts. The exit code is 3
-without a GPU.
+each pass it prints cases per second, the seconds of the implementation and of the oracle, and the verdicts. With several workers,
+a later pass may still load kernels that another worker ran first. The exit code is 3 without a GPU.
 """
 
 import argparse

@@ -15,10 +15,10 @@ from properties.domain import check_sizes
 from properties.names import known_fields
 from properties.options import Options, check_options, draw_options, frozen_options, outside_options
 from properties.sizes import FEW_HEADS, kind_of, large_lengths
-from properties.strategies import HEADS, lengths, narrow
+from properties.strategies import HEADS, lengths
 
-ORDINARY = 32  # keys, values and hidden states are wider in one case of five, which takes several times as long
-WIDE, SEVERAL_CHUNKS = 1 / 5, 1 / 4  # the shares of cases with wide keys, and of batches that are longer than a chunk
+ORDINARY = 32  # a case with wider keys takes several times as long
+WIDE, SEVERAL_CHUNKS = 1 / 5, 1 / 4  # the shares of cases with wider keys, and of small batches that are longer than a chunk
 
 
 @known_fields
@@ -161,7 +161,7 @@ def layer_cases(
         "groups",
         tuple(pair for pair in (FEW_HEADS if large else HEADS) if pair[1] <= 4 and (domain.grouped_heads or pair[0] == pair[1])),
     )
-    ordinary = narrow(domain.widths, ORDINARY)
+    ordinary = tuple(width for width in domain.widths if width <= ORDINARY) or domain.widths
     key_dim = field("key_dim", ordinary)
     same = domain.equal_widths or chance.random() < 1 / 3  # with equal widths a transposed state raises no shape error
     cached = domain.caches and field("cached", (False, False, True))
@@ -194,9 +194,9 @@ def layer_cases(
 
 
 def _of_models(chance: random.Random, domain: LayerDomain, case: LayerCase, longest: int, fixed: Mapping[str, Any]) -> LayerCase:
-    """Return the case, sometimes with widths as in models, or a batch with sequences of more than one chunk.
+    """Return the case, sometimes with wide keys and any values and hidden states, or with sequences of more than one chunk.
 
-    These are drawn after the other words, which do not depend on them.
+    The words before are drawn already, and do not depend on these.
     """
     words: dict[str, Any] = {}
     wide = tuple(width for width in domain.widths if width > ORDINARY)

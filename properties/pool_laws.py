@@ -584,7 +584,8 @@ POOL_LAWS: dict[str, Law] = {
         Law(
             "history",
             "truth",
-            "whatever calls came before it or run beside it, a call gives the same results, after the same shapes bit for bit",
+            "a call gives the same results whatever calls came before it or run beside it, bit for bit after the same shapes "
+            "if deterministic=True",
             _histories,
             _history,
             variants=("shapes", "freed", "refused", "threads"),

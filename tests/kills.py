@@ -52,10 +52,10 @@ def rows(table: Mapping[Any, Iterable[Kill]]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def unexplained() -> Iterator[None]:
-    """A context in which a check does not explain a broken case, for tests that read the verdict alone."""
+def unexplained(runs: int = 0) -> Iterator[None]:
+    """A context in which a check shrinks a broken case in at most so many runs, and asks nothing else about it."""
     with (
-        mock.patch.object(explaining, "SHRINK_RUNS", 0),
+        mock.patch.object(explaining, "SHRINK_RUNS", runs),
         mock.patch.object(explaining, "between", return_value=[]),
         mock.patch.object(law_check, "would_hold", return_value=[]),
     ):
@@ -92,9 +92,7 @@ def assert_killed_alone(name: str, kill: Kill, worker: Worker, folder: pathlib.P
     store = Store(folder)
     with (
         mock.patch.object(explaining, "shrink", functools.partial(shrunk_until, kill)),
-        mock.patch.object(explaining, "SHRINK_RUNS", explaining.SHRINK_RUNS if kill.shrinks else 0),
-        mock.patch.object(explaining, "between", return_value=[]),
-        mock.patch.object(law_check, "would_hold", return_value=[]),
+        unexplained(explaining.SHRINK_RUNS if kill.shrinks else 0),
         Check(
             Settings(f"zoo/{name}", [kill.law], PROFILES["quick"] if kill.shrinks else SMALL), [worker], store, defects=[]
         ) as check,

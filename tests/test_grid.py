@@ -181,16 +181,17 @@ class WritesPadding(Serving):
 """
 
 
-def test_programs_may_all_write_to_the_slot_of_padding(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("law_name", "variant", "count"), [("padding", None, 40), ("history", "threads", 400)])
+def test_programs_may_all_write_to_the_slot_of_padding(tmp_path: Path, law_name: str, variant: str | None, count: int) -> None:
     pytest.importorskip("triton")
     (tmp_path / "padded.py").write_text(PADDED)
     adapter = f"{tmp_path / 'padded.py'}:WritesPadding"
     with Worker() as worker:
         domain, runs = describe(adapter, worker).domain, list[Run]()
-        law = book_of(domain).laws["padding"]
-        seeded(law.draw(domain), 0, 40, lambda example: runs.append(Run("padding", adapter, example)))
+        law = book_of(domain).laws[law_name]
+        seeded(law.draw(domain), 0, count, lambda example: runs.append(Run(law_name, adapter, example)))
         shared = [run for run in runs if run.example.case.padding_slot == "0" and run.example.case.real.count(False) > 1]
-        outcomes = [ask(run, worker, Store(tmp_path)) for run in shared]
+        outcomes = [ask(run, worker, Store(tmp_path)) for run in shared if variant in (None, run.example.variant)]
     assert len(outcomes) >= 3
     assert {outcome.verdict for outcome in outcomes} <= {Verdict.HOLDS, Verdict.BLIND}, [outcome.findings for outcome in outcomes]
     assert sum(outcome.verdict is Verdict.HOLDS for outcome in outcomes) >= 3

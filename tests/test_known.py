@@ -123,8 +123,8 @@ def test_a_defect_of_gpus_up_to_a_width_explains_nothing_else(tmp_path: pathlib.
     assert not defect.explains(Run.parse(line.replace("value_dim=16", "value_dim=15")))
 
 
-def test_a_defect_of_calls_with_the_decay_itself_may_name_its_outputs(tmp_path: pathlib.Path) -> None:
-    """With gate and beta computed in the kernel, a call has no decay: its outputs are those of its other form."""
+def test_a_defect_with_decay_linear_may_name_its_outputs(tmp_path: pathlib.Path) -> None:
+    """A kernel that computes its own gate takes no decay, so the outputs of that form are looked up without it."""
     line = LINE.replace("gate=saturated", "gate=saturated decay=linear backward=no")
     (defect,) = load(written(tmp_path, {"run": f'"{line}"', "outputs": '["o", "final_state"]'}))
     assert defect.outputs == ("o", "final_state")

@@ -96,6 +96,13 @@ def test_drawn_calls_are_legal_and_of_their_regime() -> None:
     assert {max(case.key_dim, case.value_dim) > 64 for case in seen} == {False, True}
 
 
+def test_a_domain_of_wide_layers_has_all_its_widths() -> None:
+    cases: list[LayerCase] = []
+    seeded(LAYER_LAWS["oracle"].draw(LayerDomain(widths=(64, 128))), 6, 100, lambda example: cases.append(example.case))
+    assert sum(case.key_dim != case.value_dim for case in cases) >= 20
+    assert sum(case.hidden == 128 for case in cases) >= 30
+
+
 def test_hidden_states_are_the_same_whatever_they_are_cut_into() -> None:
     whole, packed, batch = LayerCase((6,)), LayerCase((1, 5), packed=True), LayerCase((3, 3))
     inputs = [case.inputs() for case in (whole, packed, batch)]

@@ -175,7 +175,7 @@ def test_a_packed_case_stays_packed_and_whether_a_batch_fails_too_is_told(tmp_pa
     assert "packed=no" in small.others
 
 
-def test_no_run_begins_that_may_hang_for_longer_than_is_left(tmp_path: pathlib.Path) -> None:
+def test_a_hang_is_shrunk_only_if_its_deadline_fits_into_the_time_left(tmp_path: pathlib.Path) -> None:
     hung = failed(FailureKind.HUNG, "hung: no answer in time")
     run, worker = Run.parse(LINE), Telling(lambda _: hung)
     for deadline_s, shrinks in ((120.0, False), (1.0, True)):

@@ -440,10 +440,10 @@ def test_access_outside_of_a_tensor_is_killed_though_it_changes_no_bit(toys: Toy
 
 
 def test_offset_of_32_bits_is_killed_by_a_launch_that_cannot_be_repeated(toys: Toys) -> None:
-    """The memory of a far view is 8 GiB and more, so that we keep no copy. The few cases have one far view."""
+    """A far view spans 8 GiB or more, so that the launch is recorded without its memory and the law runs at once."""
     killed = [fate for fate in toys.far if fate["state"] == "killed"]
-    assert [(fate["law"], fate["differed"]) for fate in killed] == [("strides", 0)]
-    assert all(fate["operator"] == "integer cast" and "variant=far_" in fate["run"] for fate in killed)
+    assert killed
+    assert all((fate["law"], fate["differed"]) == ("strides", 0) and "variant=far_" in fate["run"] for fate in killed)
 
 
 def test_statement_that_no_call_runs_is_not_asked_about(toys: Toys) -> None:

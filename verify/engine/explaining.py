@@ -99,7 +99,8 @@ def explain(
     We do not run candidates outside the `domain`, or candidates that a known defect covers whatever their findings are.
     Candidates whose findings turn out to be a known defect do not count as failures. Candidates that look like a known defect of
     another adapter or version do not count either, unless the found case looks like it too. There are at most SHRINK_RUNS runs,
-    in at most `limit_s` seconds. No run begins that may hang for longer than is left of these.
+    in at most `limit_s` seconds. If the found case hangs, no run begins whose deadline is later than that: with the default
+    deadline of 120 s, a hang is not shrunk.
 
     A word's value in the found case cannot prevent the found defect. So if the smallest case holds when a word has its found value
     again, then another defect has taken over, which only the simpler value shows. The same is likely if the case fails in another

@@ -130,7 +130,7 @@ def _work(case: Any) -> int:
 def argue(fates: Sequence[Fate], adapter: str, file: pathlib.Path = ARGUED) -> None:
     """Fill in the arguments on file that an edit is no defect. A law that kills it refutes one.
 
-    An argument holds for the versions that its group lists, and if the group lists `adapters`, for kernels that these call.
+    An argument holds for the versions that its group lists and, if the group lists `adapters`, only where one of these is mutated.
     """
     known: dict[tuple[str, ...], tuple[str, str]] = {}
     for group in json.loads(file.read_text(encoding="utf-8")):
@@ -267,7 +267,8 @@ def mutate(
         if not chosen:
             raise ValueError(f"grep must match what --list prints of a mutant, got {grep!r}")
         chosen = chosen if sample is None else sampled(chosen, sample, seed)
-        domain = sized(adapter.domain, getattr(adapter, "chunk", None), MOST["interpreted"])  # the sizes of a check
+        most = MOST["interpreted"] if profile.large else 0  # tokens of the longest sequence, as in a check of interpreted kernels
+        domain = sized(adapter.domain, getattr(adapter, "chunk", None), most)
         runs = runs_by_law(spec, domain, profile)
         _print(f"{spec}  {versions(adapter)}  profile {profile.name}, {len(runs)} cases")
         kernels = len({mutant.kernel.key for mutant in mutants})

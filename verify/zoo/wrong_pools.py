@@ -45,7 +45,7 @@ class StatesOfAllThreads(Serving):
 
     def read(self, x: Inputs, request: int, slot: int) -> Tensor:
         state = self.scratch[x.pool.shape[1:]] = super().read(x, request, slot)
-        time.sleep(1e-3)  # what happens before the state is used
+        time.sleep(1e-3)  # the other thread replaces the state meanwhile
         return self.scratch[state.shape]
 
 
