@@ -378,7 +378,7 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Toys:
     pytest.importorskip("triton")
     folder = tmp_path_factory.mktemp("mutation")
     (folder / "kernels.py").write_text(KERNELS, encoding="utf-8")
-    few = ["--profile", "few", "--deadline", "1"]
+    few = ["--profile", "least", "--deadline", "1"]
     codes, outputs, errors = drive(
         ["kernels.py:Passes", *few, "--json", "all.jsonl"],
         ["kernels.py:Passes", "--list"],
@@ -495,7 +495,7 @@ def test_mutants_of_released_kernels_are_killed(tmp_path: pathlib.Path) -> None:
         r"recompute_w_u_fwd_kernel comparison: m_t = o_t < T",
         r"prepare_wy_repr_bwd_kernel accumulation: b_db \+= tl.sum\(b_dvb \* b_v, 1\) -> pass",
     )
-    command = ["small.py:Small", "--grep", "|".join(f"(?:{edit})" for edit in wanted), "--json", "fla.jsonl", "--profile", "few"]
+    command = ["small.py:Small", "--grep", "|".join(f"(?:{edit})" for edit in wanted), "--json", "fla.jsonl", "--profile", "least"]
     (code,), (output,), errors = drive(command, folder=tmp_path)
     fates = [json.loads(line) for line in (tmp_path / "fla.jsonl").read_text(encoding="utf-8").splitlines()]
     asked = [fate for fate in fates if fate["state"] != "uncovered"]
