@@ -437,6 +437,28 @@ def test_the_engine_of_our_own_holds(law: str) -> None:
     assert verdicts.count("holds") >= 15
 
 
+class SharesABuffer(PoolEngine):
+    """Right: it returns what an owner has in the same two tensors for every owner."""
+
+    def contents(self, owner: str) -> tuple[Tensor, Tensor]:
+        found = super().contents(owner)
+        if not hasattr(self, "buffer"):
+            self.buffer = [x.clone() for x in found]
+        return self.buffer[0].copy_(found[0]), self.buffer[1].copy_(found[1])
+
+
+def test_an_engine_may_return_the_same_tensors_for_every_owner() -> None:
+    verdicts: list[str] = []
+    seeded(
+        TRACE_LAWS["session"].draw(TraceDomain()),
+        11,
+        10,
+        lambda example: verdicts.append(outcome("session", example.case, SharesABuffer)),
+    )
+    assert verdicts.count("holds") >= 8
+    assert set(verdicts) <= {"holds", "blind"}
+
+
 class KeepsDrafts(PoolEngine):
     """Keeps the whole draft."""
 

@@ -166,12 +166,17 @@ class Guarded:
         layer = (sizes.value_heads, sizes.key_dim, sizes.value_dim)
         found = list[tuple[Tensor, Tensor]]()
         if owners:
-            self.bench.call("contents", lambda: found.extend(map(self.engine.contents, owners)))
+            self.bench.call("contents", lambda: found.extend(map(self._copied, owners)))
         for state, window in found:
             for name, x, shape in (("state", state, layer), ("window", window, (sizes.channels, sizes.width - 1))):
                 if tuple(x.shape) != shape:
                     raise AdapterFault(f"{name} of contents", FailureKind.SHAPE, f"has shape {tuple(x.shape)}, must have {shape}")
         return found
+
+    def _copied(self, owner: str) -> tuple[Tensor, Tensor]:
+        """Copy what an owner has at once: an engine may return the same tensors for every owner."""
+        state, window = self.engine.contents(owner)
+        return state.clone(), window.clone()
 
     def admit(self, requests: Sequence[str]) -> None:
         """Give new requests slots."""
