@@ -51,6 +51,7 @@ class CallDomain:
     backward: bool = True
     refills: bool = True
     threads: bool = True
+    streams: bool = True
 
     def __post_init__(self) -> None:
         if self.operation != "call":

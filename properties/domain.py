@@ -97,6 +97,7 @@ class Domain:
     decays: tuple[str, ...] = ("log",)
     refills: bool = True
     threads: bool = True
+    streams: bool = True
     infinite_gates: bool = False
     scales: tuple[str, ...] = ("default", "one", "half")
     strongest_decay: str = "saturated"

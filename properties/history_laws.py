@@ -5,6 +5,7 @@ is one kind of history, so a line repeats it in any process.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -157,21 +158,22 @@ def _refused(bench: Bench, example: Example) -> Iterator[Pair]:
 def _at_once(bench: Bench, example: Example) -> Iterator[Pair]:
     calls = [bench.call(case) for case in (example.case, with_others(example.case, bench.domain))]
     limits = [bench.bounds(*call) for call in calls]
-    for number, results, what in at_once(bench, calls, streams=example.variant == "streams", threads=bench.domain.threads):
+    for number, results, what in at_once(bench, calls, bench.domain, streams=example.variant == "streams"):
         yield from _judged(results, limits[number], what)
 
 
 def at_once(
-    bench: Bench, calls: Sequence[tuple[Inputs, Cotangents]], *, streams: bool, threads: bool
+    bench: Bench, calls: Sequence[tuple[Inputs, Cotangents]], domain: Any, *, streams: bool
 ) -> Iterator[tuple[int, Results, str]]:
     """Run two calls at the same time, on two `streams` or in two threads. Yield each one's number, its results and what they are.
 
-    Blind for streams without a GPU, and for threads if `threads` says that the domain excludes them.
+    Blind for streams without a GPU, and for what the domain excludes.
     """
+    word = "streams" if streams else "threads"
+    if not getattr(domain, word):
+        raise Blind(f"the domain has {word}=False")
     if streams and bench.device == "cpu":
         raise Blind("streams need a GPU")
-    if not streams and not threads:
-        raise Blind("the domain has threads=False")
     where = "on two streams" if streams else "in two threads"
     for number, results in bench.at_once(calls, streams=streams):
         yield number, results, f"of call {number + 1} of two at the same time, {where}"
@@ -182,13 +184,10 @@ def _lacks(case: Any, variant: str | None) -> str | None:
 
 
 def history_law(cases: Cases, about: tuple[str, ...] = ()) -> Law:
-    """Return the law for a book whose cases `cases(domain, **fixed)` draws.
+    """Return the law for a book whose cases `cases(domain, **fixed)` draws."""
 
-    On a GPU, where a domain has a reach, two streams are drawn too.
-    """
-
-    def draw(domain: Any) -> st.SearchStrategy[Example]:
-        return either([_drawn(domain, cases, kind) for kind in _kinds(domain)])
+    def draw(domain: Any, *, gpu: bool = False) -> st.SearchStrategy[Example]:
+        return either([_drawn(domain, cases, kind) for kind in _kinds(domain, gpu=gpu)])
 
     return Law(
         "history",
@@ -200,16 +199,13 @@ def history_law(cases: Cases, about: tuple[str, ...] = ()) -> Law:
         lacks=_lacks,
         about=about,
         of_process=True,
+        draw_gpu=functools.partial(draw, gpu=True),
     )
 
 
-def _kinds(domain: Any) -> list[str]:
+def _kinds(domain: Any, *, gpu: bool) -> list[str]:
     """Return the histories that can happen to calls of a domain."""
-    can = {
-        "gradients": domain.backward,
-        "threads": domain.threads,
-        "streams": getattr(domain, "reach", 1) > 1,
-    }
+    can = {"gradients": domain.backward, "threads": domain.threads, "streams": gpu and domain.streams}
     return [kind for kind in HISTORIES if can.get(kind, True)]
 
 

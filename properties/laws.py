@@ -93,8 +93,9 @@ class Law:
     properties/path_laws.py. `needs` returns why the law does not apply to a domain, or None. `lacks` returns the words that a case
     lacks for the law to hold for it, or None. `place` returns the possible values of `at` for a case. `about` names the operations
     of the book to which the law applies; empty means all. `outside` returns why a call that the law derives from an example is
-    outside the domain, or None. `plain` says that a case without a variant has a meaning too. `of_process`
-    says that earlier cases of the process may decide the result, so that a failure must show in a fresh process.
+    outside the domain, or None. `plain` says that a case without a variant has a meaning too. `of_process` says that earlier cases
+    of the process may decide the result, so that a failure must show in a fresh process. `draw_gpu` makes the examples on a GPU if
+    they have variants that need one.
     """
 
     name: str
@@ -110,6 +111,11 @@ class Law:
     outside: Callable[[Any, Example], str | None] = lambda domain, example: None
     plain: bool = False
     of_process: bool = False
+    draw_gpu: Callable[[Any], st.SearchStrategy[Example]] | None = None
+
+    def on_gpu(self) -> "Law":
+        """Return the law with the examples that it has on a GPU."""
+        return dataclasses.replace(self, draw=self.draw_gpu) if self.draw_gpu else self
 
     def accept(self, example: Example) -> None:
         """Raise ValueError if the law does not apply to an example; the message names the word, its value and the rule."""

@@ -59,6 +59,7 @@ class LayerDomain:
     backward: bool = True
     refills: bool = True
     threads: bool = True
+    streams: bool = True
     gatings: tuple[str, ...] = ("silu",)
     parameter_dtypes: tuple[str, ...] = ("fp32",)
     options: Options = ()

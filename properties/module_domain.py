@@ -77,6 +77,7 @@ class ModuleDomain:
     backward: bool = True
     refills: bool = True
     threads: bool = True
+    streams: bool = True
     residuals: tuple[str, ...] = ("none",)
     gatings: tuple[str, ...] = ("silu",)
     lower_bounds: tuple[str, ...] = ("none",)

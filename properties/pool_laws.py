@@ -4,6 +4,7 @@ Outputs of padding requests mean nothing and are not judged. Each law says which
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -283,10 +284,10 @@ def _history(bench: Bench, example: Example) -> Iterator[Pair]:
     - `shapes`: a call without the first request, and one with another request.
     - `freed`: the call's tensors are new, and have the addresses of the tensors of another call if the allocator plays along.
     - `refused`: a call in which a required tensor is None, so that most implementations raise.
-    - `threads`: the other call runs at the same time, in another thread and on a pool of its own.
+    - `threads`, `streams`: the other call runs at the same time on a pool of its own, in another thread or on another CUDA stream.
     """
     case = example.case
-    if example.variant == "threads":
+    if example.variant in ("threads", "streams"):
         yield from _at_once(bench, example)
         return
     inputs, meant = case.inputs(), _meaningful(case)
@@ -319,8 +320,8 @@ def _at_once(bench: Bench, example: Example) -> Iterator[Pair]:
     cases = [example.case, _other(bench, example.case)]
     calls: list[tuple[Inputs, None]] = [(case.inputs(), None) for case in cases]
     limits = [bench.bounds(*call) for call in calls]
-    threads = bench.domain.rule.threads  # type: ignore[attr-defined]
-    for number, results, what in at_once(bench, calls, streams=False, threads=threads):
+    rule = bench.domain.rule  # type: ignore[attr-defined]
+    for number, results, what in at_once(bench, calls, rule, streams=example.variant == "streams"):
         yield from _judged(results, limits[number], _meaningful(cases[number]), f" {what}")
 
 
@@ -497,9 +498,10 @@ def _value_dims(domain: PoolDomain) -> tuple[int, ...]:
     return several or values_of(rule, 128)
 
 
-def _histories(domain: PoolDomain) -> st.SearchStrategy[Example]:
+def _histories(domain: PoolDomain, *, gpu: bool = False) -> st.SearchStrategy[Example]:
     kinds: list[tuple[str, ...]] = [(), (), ("shapes",), ("freed",), ("refused",)]
     kinds += [("threads",)] if domain.rule.threads else []
+    kinds += [("streams",)] if gpu and domain.rule.streams else []
     return either([examples_of(pool_cases(domain, most=8), None, kind) for kind in kinds])
 
 
@@ -588,9 +590,10 @@ POOL_LAWS: dict[str, Law] = {
             "if deterministic=True",
             _histories,
             _history,
-            variants=("shapes", "freed", "refused", "threads"),
+            variants=("shapes", "freed", "refused", "threads", "streams"),
             plain=True,
             of_process=True,
+            draw_gpu=functools.partial(_histories, gpu=True),
         ),
         Law(
             "refill",

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from tests.right import Chunkwise
+from tests.right import Chunkwise, Gathered
+from verify.zoo.modules import GatedNorm
 
 try:
     import triton
@@ -30,14 +31,25 @@ if triton is not None and torch.cuda.is_available():
             pass
 
 
-class Fault(Chunkwise):
+WORKSPACE: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+WAIT = 50_000_000  # cycles, about 28 ms: longer than the host needs to launch another call
+
+
+class Rule(Chunkwise):
+    """The right rule, which makes what it needs where its inputs are."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        with x.q.device:
+            return super().run(x)
+
+
+class Fault(Rule):
     """The right answer, after what `harm` does."""
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
         if x.q.is_cuda and x.q.shape[1] > 32:
             self.harm(x)
-        with x.q.device:  # what it makes besides is made there too
-            return super().run(x)
+        return super().run(x)
 
     def harm(self, x: Inputs) -> None:
         raise NotImplementedError
@@ -76,3 +88,44 @@ class Killed(Fault):
 
     def harm(self, x: Inputs) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def through_a_workspace(x: Tensor) -> Tensor:
+    """The numbers of x, after they waited in memory that all calls share. A call on another stream may overwrite them there."""
+    if not x.is_cuda:
+        return x
+    memory = WORKSPACE.setdefault((x.shape, x.dtype), torch.empty_like(x))
+    memory.copy_(x)
+    torch.cuda._sleep(WAIT)  # the work of a kernel that takes longer
+    return memory.clone()
+
+
+class Decode(Gathered):
+    """The right decode kernel, which makes what it needs where its inputs are."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        with x.q.device:
+            return super().run(x)
+
+
+class RuleInAWorkspace(Rule):
+    """A rule whose output waits in a workspace of all streams."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        o, state = super().run(x)
+        return through_a_workspace(o), state
+
+
+class NormInAWorkspace(GatedNorm):
+    """A norm whose output waits in a workspace of all streams."""
+
+    def run(self, x: Inputs) -> Tensor:
+        return through_a_workspace(super().run(x))
+
+
+class DecodeInAWorkspace(Decode):
+    """A decode kernel whose output waits in a workspace of all streams."""
+
+    def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
+        o, pool = super().run(x)
+        return through_a_workspace(o), pool

@@ -12,10 +12,13 @@ from typing import Any, ClassVar
 import pytest
 
 from oracles.operation import Inputs
+from properties.call_domain import CallDomain
 from properties.cases.rule_case import Case
 from properties.domain import Domain
+from properties.layer_domain import LayerDomain
 from properties.module_domain import ModuleDomain
 from properties.palette import key_of
+from properties.pool_domain import PoolDomain
 from properties.rule_laws import LAWS
 from properties.strategies import Example
 from verify.engine.compile_plan import COMPILE_S, FORWARD, REACH, Compilers, Plan, in_order
@@ -103,6 +106,30 @@ def test_a_law_that_a_domain_does_not_have_is_not_planned() -> None:
 def test_modules_have_plans_too() -> None:
     planned = plan_of(Compilers([], None), ModuleDomain("l2norm"), ("oracle",)).of("oracle")
     assert len(planned.examples) == 40
+
+
+ONE_STREAM = (
+    Domain(streams=False),
+    ModuleDomain("l2norm", streams=False),
+    LayerDomain(streams=False),
+    PoolDomain(rule=dataclasses.replace(PoolDomain().rule, streams=False)),
+    CallDomain(streams=False),
+)
+
+
+@pytest.mark.parametrize("one", ONE_STREAM, ids=lambda domain: type(domain).__name__)
+def test_two_streams_are_drawn_on_a_gpu_for_domains_that_allow_them(one: Any) -> None:
+    two = (
+        dataclasses.replace(one, rule=dataclasses.replace(one.rule, streams=True))
+        if isinstance(one, PoolDomain)
+        else dataclasses.replace(one, streams=True)
+    )
+
+    def drawn(domain: Any, device: str) -> bool:
+        plan = Plan(domain, ["history"], 5, lambda _: 40, seeded, run_of, Compilers([], None), device=device)
+        return any(example.variant == "streams" for example in plan.of("history").examples)
+
+    assert [drawn(two, "cuda"), drawn(one, "cuda"), drawn(two, "cpu")] == [True, False, False]
 
 
 @pytest.mark.slow

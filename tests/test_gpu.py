@@ -45,6 +45,28 @@ def test_what_a_kernel_does_to_the_device_is_one_verdict(name: str, message: str
     assert before.ratios == after.ratios
 
 
+# Streams
+
+STREAMS = (
+    ("RuleInAWorkspace", "gpu_faults.py:Rule", "lengths=32 key_dim=16 value_dim=16 dtype=bf16 backward=no"),
+    ("NormInAWorkspace", "right_modules.py:GatedNorm", "op=gated_rms_norm lengths=17 width=24 dtype=fp16 backward=no"),
+    ("DecodeInAWorkspace", "gpu_faults.py:Decode", "op=decode lengths=1+1+1 dtype=bf16"),
+)
+
+
+@pytest.mark.parametrize(("name", "right", "words"), STREAMS)
+def test_memory_that_two_streams_share_is_found_on_two_streams_alone(name: str, right: str, words: str) -> None:
+    line = f"law={{}} adapter=tests/{{}} device=cuda {words}"
+    verdicts = {
+        (law, adapter): execute(Run.parse(line.format(law, adapter))).verdict
+        for law in ("oracle", "history variant=streams")
+        for adapter in (f"gpu_faults.py:{name}", right)
+    }
+    assert [where for where, verdict in verdicts.items() if verdict is not Verdict.HOLDS] == [
+        ("history variant=streams", f"gpu_faults.py:{name}")
+    ]
+
+
 # Oracles and bounds
 
 CALLS = (

@@ -214,12 +214,21 @@ def test_right_implementations_survive_every_history(kind: type[Chunkwise]) -> N
     [
         ("law=history variant=turns adapter={here}:OneEngine op=serving trace=p:a1", "the domain has together=False"),
         ("law=history variant=refill adapter={here}:OneEngine op=serving trace=p:a1", "the domain has refills=False"),
+        ("law=history variant=streams adapter={here}:OneStream lengths=4", "the domain has streams=False"),
+        ("law=history variant=streams adapter={here}:Chunkwise lengths=4", "streams need a GPU"),
+        ("law=history variant=streams adapter=tests/right.py:Gathered op=decode lengths=1", "streams need a GPU"),
         ("law=earlier variant=refused adapter={here}:Accepts lengths=4 heads=2 value_heads=2 cp=2", "the domain has refuses=False"),
     ],
 )
 def test_histories_that_a_domain_does_not_promise_are_blind(line: str, reason: str) -> None:
     outcome = outcome_of(line.format(here=HERE))
     assert (outcome.verdict, outcome.reason) == (Verdict.BLIND, reason)
+
+
+class OneStream(Chunkwise):
+    """A rule that does not promise that two streams may run it."""
+
+    domain = Domain(streams=False)
 
 
 class Accepts(wrong_histories.SharesAndRemembers):

@@ -162,6 +162,34 @@ def test_what_is_not_finite_is_over_every_bound(bad: float, *, scalar: bool) -> 
     assert judgement.ratios == {"dg" if scalar else "o": math.inf}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "truth", "got", "right"),
+    [
+        (torch.float16, -75_682.8, -math.inf, True),
+        (torch.float16, 65_520.0, math.inf, True),
+        (torch.float16, 65_470.0, math.inf, True),  # within the tolerance of 65,520, which rounds to infinity
+        (torch.float16, 65_410.0, math.inf, False),
+        (torch.float16, 75_682.8, 65_504.0, False),
+        (torch.float16, 75_682.8, -math.inf, False),
+        (torch.float16, 75_682.8, math.nan, False),
+        (torch.bfloat16, 3.395e38, math.inf, False),
+        (torch.bfloat16, 3.397e38, math.inf, True),
+        (torch.float32, 3.4028236e38, math.inf, True),
+        (torch.float32, 3.4028e38, math.inf, False),
+    ],
+)
+@pytest.mark.parametrize("scalar", [False, True])
+def test_a_truth_beyond_the_range_of_a_dtype_rounds_to_infinity(
+    dtype: torch.dtype, truth: float, got: float, *, right: bool, scalar: bool
+) -> None:
+    want = torch.zeros(1, 5, 2) if scalar else torch.zeros(1, 5, 2, 3)
+    place = (0, 3, 1) if scalar else (0, 3, 1, 2)
+    value, limit = want.to(dtype), bound(want, 100.0, scalar=scalar)
+    value[place], limit.value[place] = got, truth
+    judgement = judge([("dg" if scalar else "o", value, limit)], PACKED)
+    assert not judgement.findings if right else only(judgement).rows_over == 1
+
+
 @pytest.mark.parametrize("side", ["value", "allowed"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_truth_that_is_not_finite_is_our_failure_and_no_verdict(side: str, bad: float) -> None:

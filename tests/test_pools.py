@@ -1,11 +1,14 @@
 """Serving: cases of pools rebuild a call from a line, the contract's options mean what they say, and each law has killed."""
 
+import collections
+import concurrent.futures
 import dataclasses
 import importlib.machinery
 import itertools
 import json
 import pathlib
 import sys
+import time
 import types
 from typing import Any
 
@@ -631,6 +634,22 @@ def test_wrapper_has_its_own_kernel_again_after_the_call(monkeypatch: pytest.Mon
     assert kernel.grids == [(2,)]
     with pytest.raises(ZeroDivisionError), blocks.in_blocks(module, KERNEL, 32):
         raise ZeroDivisionError
+    assert module.fused_recurrent_gated_delta_rule_fwd_kernel is kernel
+
+
+def test_two_threads_may_want_blocks_of_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = stand_in(monkeypatch)
+    kernel = module.fused_recurrent_gated_delta_rule_fwd_kernel
+
+    def launch(size: int) -> None:
+        for _ in range(20):
+            with blocks.in_blocks(module, KERNEL, size):
+                time.sleep(1e-3)  # in which the other thread would replace the kernel
+                module.fused_recurrent_gated_delta_rule_fwd_kernel[8,](V=32, BV=8)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        list(threads.map(launch, (16, 32)))
+    assert collections.Counter(given["BV"] for given in kernel.given) == {16: 20, 32: 20}
     assert module.fused_recurrent_gated_delta_rule_fwd_kernel is kernel
 
 

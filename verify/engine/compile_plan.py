@@ -126,6 +126,7 @@ class Plan:
     ) -> None:
         """With `shapes`, kernels are compiled for every new shape, so that examples have few lengths too."""
         self.domain, laws = domain if device == "cpu" else on_gpu(domain, seed), list(laws)
+        self._gpu = device != "cpu"
         palette = draw_palette(self.domain, seed, SIZE, laws) if has_keys(domain) else None
         self.palette = dataclasses.replace(palette, shapes=shapes) if palette is not None else None
         self._seed, self._examples_of, self._draw, self._run_of = seed, examples_of, draw, run_of
@@ -170,6 +171,7 @@ class Plan:
 
     def strategy(self, law: Law) -> Any:
         """The strategy for examples of a law. On a GPU their compile keys are those of the palette."""
+        law = law.on_gpu() if self._gpu else law
         return law.draw(self.domain) if self.palette is None else self.palette.examples(law, self.domain)
 
 

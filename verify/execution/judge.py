@@ -129,6 +129,17 @@ def _errors(got: Tensor, bound: Bound) -> Tensor:
     return off.abs_() if bound.allowed.ndim == got.ndim else torch.linalg.vector_norm(off, dim=-1)
 
 
+def _as_numbers(got: Tensor, truth: Tensor) -> Tensor:
+    """Infinities that a truth near or beyond the range of the dtype may round to, as the nearest number that rounds to them.
+
+    Rounding to nearest gives an infinity from the greatest number and half a step on: from 65,520 in float16, for instance.
+    """
+    limits = torch.finfo(got.dtype)
+    first = math.ldexp(2 - limits.eps / 2, math.frexp(limits.max)[1] - 1)
+    meant = got.isinf() & (got.sign() == truth.sign()) & (truth.abs() > first / 2)
+    return torch.where(meant, truth.sign() * truth.abs().clamp(min=first), got.double())
+
+
 def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: float) -> tuple[Finding | None, int, float | None]:
     """Judge an output by its bound. Returns a finding or None, the number of rows, and the largest error over its tolerance.
 
@@ -136,7 +147,7 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: floa
     finer one. Errors up to `spared` times the tolerance need none beyond those runs.
     """
     wide, want = got.detach().double(), bound.value
-    error = _errors(got, bound)
+    error = _errors(_as_numbers(got.detach(), want), bound)
     if error.numel() == 0:
         return None, 0, None
     if not bool(want.isfinite().all() and bound.allowed.isfinite().all()):
@@ -150,7 +161,7 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: floa
     if not bool(over.any()):
         return None, error.numel(), float(ratio.flatten()[worst])
     first = int(over.flatten().nonzero()[0])
-    bad = not math.isfinite(float(error.flatten()[worst]))
+    bad = not bool(_row(wide, worst, error.ndim).isfinite().all())
     finding = Finding(
         name,
         FailureKind.NOT_FINITE if bad else FailureKind.OFF,
@@ -199,9 +210,14 @@ def _bit_by_bit(name: str, got: Tensor, want: Tensor, where: Where) -> tuple[Fin
     return finding, got.numel(), math.inf
 
 
+def _row(x: Tensor, row: int, axes: int) -> Tensor:
+    """A row of x, or a single number if each number of x is a row (`axes` == x.ndim)."""
+    return x.flatten()[row : row + 1] if axes == x.ndim else x.flatten(0, -2)[row]
+
+
 def _some(x: Tensor, row: int, axes: int) -> tuple[float, ...]:
-    """The first four numbers of a row, or its single number if each number of x is a row (`axes` == x.ndim)."""
-    return tuple((x.flatten()[row : row + 1] if axes == x.ndim else x.flatten(0, -2)[row][:4]).tolist())
+    """The first four numbers of a row."""
+    return tuple(_row(x, row, axes)[:4].tolist())
 
 
 def indices(flat: int, shape: torch.Size) -> list[int]:
