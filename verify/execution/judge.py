@@ -135,9 +135,12 @@ def _as_numbers(got: Tensor, truth: Tensor) -> Tensor:
     Rounding to nearest gives an infinity from the greatest number and half a step on: from 65,520 in float16, for instance.
     """
     limits = torch.finfo(got.dtype)
+    wide, truth = got.double(), truth.double()
+    if got.dtype == torch.float64:  # no number of the truth is beyond its range
+        return wide
     first = math.ldexp(2 - limits.eps / 2, math.frexp(limits.max)[1] - 1)
-    meant = got.isinf() & (got.sign() == truth.sign()) & (truth.abs() > first / 2)
-    return torch.where(meant, truth.sign() * truth.abs().clamp(min=first), got.double())
+    meant = wide.isinf() & (wide.sign() == truth.sign()) & (truth.abs() > first / 2)
+    return torch.where(meant, truth.sign() * truth.abs().clamp(min=first), wide)
 
 
 def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: float) -> tuple[Finding | None, int, float | None]:

@@ -517,9 +517,8 @@ def _patch_arithmetic(interpreter: Any, tl: Any) -> None:
         return handle(_narrow(data) if z.dtype.scalar == bf16 else data.astype(np.float16), z.dtype.scalar)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
-        # numpy multiplies a block with its own transpose by another algorithm, which gives other last bits.
-        if np.may_share_memory(a.data, b.data):
-            b = handle(b.data.copy(), b.dtype)
+        # numpy multiplies a transposed view, and a block with its own transpose, by other algorithms with other last bits.
+        a, b = (handle(np.ascontiguousarray(x.data), x.dtype) for x in (a, b))
         if a.dtype.scalar not in (bf16, tl.float16):
             return plain["create_dot"](self, a, b, d, *options)
         # Products of 16-bit floats are exact in float32, and tensor cores add them in float32.
