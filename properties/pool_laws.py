@@ -1,7 +1,4 @@
-"""What serving kernels promise, the cases drawn inside that, and the laws of states in a pool.
-
-Outputs of padding requests mean nothing and are not judged. Each law says which slots of the pool it is about.
-"""
+"""The laws of states in a pool. Each law says which slots of the pool it is about."""
 
 import dataclasses
 import functools
@@ -17,9 +14,23 @@ from oracles.operation import Inputs
 from properties.cases.pool_case import PoolCase
 from properties.common_laws import bytes_of, view
 from properties.far_views import FAR, SPAN, apart, far, far_examples, lacks_far
-from properties.history_laws import at_once
-from properties.laws import Bench, Blind, Law, Pair, Results, either, examples_of, present, spread, visible, with_others
+from properties.laws import Bench, Blind, Law, Pair, either, examples_of, present, spread, visible
 from properties.pool_domain import POOL_VIEWS, PoolDomain, pool_cases
+from properties.pool_histories import earlier_call, histories, history
+from properties.pool_rows import (
+    begins_of,
+    bits,
+    equal,
+    flat,
+    judged,
+    limited,
+    meaningful,
+    only,
+    other_of,
+    rows_of,
+    shaped,
+    slots_of,
+)
 from properties.strategies import REMEMBERING, Example, values_of
 
 POISON = ("nan", "random")
@@ -33,87 +44,9 @@ def _draft_examples(draw: st.DrawFn, strategy: st.SearchStrategy[PoolCase]) -> E
     return Example(case, draw(st.randoms(use_true_random=True)).choice(_drafts(case)))
 
 
-def _slots(case: PoolCase) -> Tensor:
-    """Return which slots of the pool [P] requests name."""
-    named = torch.zeros(case.slots, dtype=torch.bool)
-    named[[slot for slot, real in zip(case.slot_of, case.real, strict=True) if real]] = True
-    return named
-
-
-def _rows(case: PoolCase, requests: Tensor) -> Tensor:
-    """Return the mask [B, T] of the tokens of some requests [N]."""
-    shape = (1, case.tokens) if case.packed else (len(case.lengths), case.lengths[0])
-    return requests.repeat_interleave(torch.tensor(case.lengths)).reshape(shape)
-
-
-def _meaningful(case: PoolCase) -> dict[str, Tensor]:
-    """Return the rows of each output that mean something: those of real requests and of their slots.
-
-    Blind if there is no real request.
-    """
-    if not any(case.real):
-        raise Blind("every request is padding")
-    return {"o": _rows(case, torch.tensor(case.real)), "pool": _slots(case)}
-
-
-def _at(x: Tensor, mask: Tensor) -> Tensor:
-    """Return x where the mask of its first axes is true, and zeros elsewhere; rows keep their positions in messages."""
-    return torch.where(spread(mask, x, 0), x, 0)
-
-
-def _limited(bound: Bound, mask: Tensor) -> Bound:
-    """Return the bound of `_at`'s rows."""
-    finer = bound.finer
-    return dataclasses.replace(
-        bound,
-        value=_at(bound.value, mask),
-        allowed=torch.where(spread(mask, bound.allowed, 0), bound.allowed, 1.0),
-        finer=None if finer is None else lambda over=None: _limited(finer(over), mask),
-    )
-
-
-def _judged(got: Results, bounds: dict[str, Bound], meant: dict[str, Tensor], what: str = "") -> Iterator[Pair]:
-    for name, mask in meant.items():
-        yield f"{name}{what}", _at(got[name], mask), _limited(bounds[name], mask)
-
-
-def _equal(got: Results, want: Results, meant: dict[str, Tensor], what: str) -> Iterator[Pair]:
-    for name, mask in meant.items():
-        yield f"{name} {what}", _at(got[name], mask), _at(want[name], mask)
-
-
-def _bits(x: Tensor) -> Tensor:
-    """Return the bits of numbers as integers, those of NaN included."""
-    return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
-
-
-def _shaped(memory: Tensor, pool: Tensor, domain: PoolDomain) -> Tensor:
-    """Return memory [..., HV * K * V] as states [..., HV, K, V] in the domain's layout."""
-    heads, keys, values = pool.shape[1:]
-    shape = (heads, values, keys) if domain.layout == "vk" else (heads, keys, values)
-    states: Tensor = memory.unflatten(-1, shape)
-    return states.mT if domain.layout == "vk" else states
-
-
-def _flat(pool: Tensor, domain: PoolDomain) -> Tensor:
-    """Return the numbers of each slot [P, HV * K * V] in the order of the domain's layout."""
-    return (pool.mT if domain.layout == "vk" else pool).flatten(1)
-
-
-def _begins(case: PoolCase) -> list[bool]:
-    """Return which requests are real and begin anew."""
-    return [real and beginning for real, beginning in zip(case.real, case.beginning, strict=True)]
-
-
-def _other(bench: Bench, case: PoolCase) -> PoolCase:
-    """Return the case with the same shapes, other values, also of other magnitudes, and other slots."""
-    other: PoolCase = with_others(case, bench.domain.rule)  # type: ignore[attr-defined]
-    return other
-
-
 def _oracle(bench: Bench, example: Example) -> Iterator[Pair]:
-    inputs, meant = example.case.inputs(), _meaningful(example.case)
-    yield from _judged(bench.run(inputs, None), bench.bounds(inputs, None), meant)
+    inputs, meant = example.case.inputs(), meaningful(example.case)
+    yield from judged(bench.run(inputs, None), bench.bounds(inputs, None), meant)
 
 
 def _untouched(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -124,50 +57,50 @@ def _untouched(bench: Bench, example: Example) -> Iterator[Pair]:
     These two slots belong to others; they hold NaN of many bit patterns.
     """
     case = example.case
-    inputs, free = case.inputs(), ~_slots(case)
+    inputs, free = case.inputs(), ~slots_of(case)
     domain: PoolDomain = bench.domain  # type: ignore[assignment]
     guard = dataclasses.replace(case, spare=case.spare + 2).filled("nan")[:2].flatten(1)
-    memory = torch.cat([guard[:1], _flat(inputs.pool, domain), guard[1:]])
-    before = _bits(memory).clone()
-    got = bench.run(inputs.replaced(pool=_shaped(memory[1:-1], inputs.pool, domain)), None)
-    yield "pool, bits of slots that nobody names", _at(_bits(got["pool"]), free), _at(_bits(inputs.pool), free)
+    memory = torch.cat([guard[:1], flat(inputs.pool, domain), guard[1:]])
+    before = bits(memory).clone()
+    got = bench.run(inputs.replaced(pool=shaped(memory[1:-1], inputs.pool, domain)), None)
+    yield "pool, bits of slots that nobody names", only(bits(got["pool"]), free), only(bits(inputs.pool), free)
     idle = torch.zeros(case.slots, dtype=torch.bool)
     requests = zip(case.slot_of, case.real, case.beginning, case.lengths, strict=True)
     idle[[slot for slot, real, begins, length in requests if real and not begins and not length]] = True
-    yield "pool, bits of requests without tokens", _at(_bits(got["pool"]), idle), _at(_bits(inputs.pool), idle)
+    yield "pool, bits of requests without tokens", only(bits(got["pool"]), idle), only(bits(inputs.pool), idle)
     for name, where in (("before", slice(1)), ("behind", slice(-1, None))):
-        yield f"memory {name} the pool", _bits(memory)[where], before[where]
+        yield f"memory {name} the pool", bits(memory)[where], before[where]
 
 
 def _padding(bench: Bench, example: Example) -> Iterator[Pair]:
     case = example.case
-    inputs, other = case.inputs(), _other(bench, case).inputs()
-    nobody = ~_rows(case, torch.tensor(case.real))
+    inputs, other = case.inputs(), other_of(bench, case).inputs()
+    nobody = ~rows_of(case, torch.tensor(case.real))
     names = present(case.spec, inputs, "B", "T")
     carried = {name: other[name] if example.variant == "values" else torch.full_like(other[name], torch.nan) for name in names}
     changed = inputs.replaced(**{name: torch.where(spread(nobody, inputs[name], 0), carried[name], inputs[name]) for name in names})
     once, twice = bench.run(inputs, None), bench.run(changed, None)
-    real = _rows(case, torch.tensor(case.real))
-    yield "o with other padding", _at(twice["o"], real), _at(once["o"], real)
-    yield "pool, bits with other padding", _bits(twice["pool"]), _bits(once["pool"])
+    real = rows_of(case, torch.tensor(case.real))
+    yield "o with other padding", only(twice["o"], real), only(once["o"], real)
+    yield "pool, bits with other padding", bits(twice["pool"]), bits(once["pool"])
 
 
 def _poison(bench: Bench, example: Example) -> Iterator[Pair]:
     case = example.case
-    inputs, meant = case.inputs(), _meaningful(case)
+    inputs, meant = case.inputs(), meaningful(case)
     named = spread(meant["pool"], inputs.pool, 0)
     runs = [
         bench.run(inputs.replaced(pool=torch.where(named, inputs.pool, case.filled(how))), None)
         for how in ("zero", example.variant or "")
     ]
-    yield from _equal(runs[1], runs[0], meant, f"with {example.variant} in slots that nobody names")
+    yield from equal(runs[1], runs[0], meant, f"with {example.variant} in slots that nobody names")
 
 
 def _fresh(bench: Bench, example: Example) -> Iterator[Pair]:
     """A request that begins gives the same bits whatever its slot holds, and the results of a request that continues from zeros."""
     case = example.case
-    inputs, meant = case.inputs(), _meaningful(case)
-    begins = _begins(case)
+    inputs, meant = case.inputs(), meaningful(case)
+    begins = begins_of(case)
     if not any(begins):
         raise Blind("every request that begins is padding")
     slots = torch.zeros(case.slots, dtype=torch.bool)
@@ -175,11 +108,11 @@ def _fresh(bench: Bench, example: Example) -> Iterator[Pair]:
     at = spread(slots, inputs.pool, 0)
     clean, dirty = (inputs.replaced(pool=torch.where(at, case.filled(how), inputs.pool)) for how in ("zero", example.variant or ""))
     once = bench.run(clean, None)
-    yield from _equal(bench.run(dirty, None), once, meant, f"with {example.variant} left in the slot")
+    yield from equal(bench.run(dirty, None), once, meant, f"with {example.variant} left in the slot")
     going_on = clean.replaced(has_initial_state=torch.ones_like(inputs.has_initial_state))
     bounds = bench.bounds(clean, None)
-    yield from _judged(once, bounds, meant)
-    yield from _judged(bench.run(going_on, None), bounds, meant, " going on from zeros")
+    yield from judged(once, bounds, meant)
+    yield from judged(bench.run(going_on, None), bounds, meant, " going on from zeros")
 
 
 def _tokens(case: PoolCase, inputs: Inputs, start: int, stop: int) -> tuple[Inputs, Tensor]:
@@ -210,14 +143,14 @@ def _accept(bench: Bench, example: Example) -> Iterator[Pair]:
     """
     case, at = example.case, example.at
     assert at is not None
-    inputs, meant = case.inputs(), _meaningful(case)
+    inputs, meant = case.inputs(), meaningful(case)
     first, _ = _tokens(case, inputs, 0, at)
     after = {"pool": bench.bounds(first, None)["pool"]}
     fewer = bench.truth(_tokens(case, inputs, 0, at - 1)[0], None)["pool"] if at > 1 else inputs.pool.double()
-    if not visible({"pool": _at(fewer, meant["pool"])}, {"pool": _limited(after["pool"], meant["pool"])}):
+    if not visible({"pool": only(fewer, meant["pool"])}, {"pool": limited(after["pool"], meant["pool"])}):
         raise Blind("the state after one token less would not show")
     named, narrow = {"pool": meant["pool"]}, case.state_dtype != "fp32"
-    yield from _judged(bench.run(first, None), after, named, f" after {at} tokens at once")
+    yield from judged(bench.run(first, None), after, named, f" after {at} tokens at once")
     whole = bench.bounds(inputs, None)
     o, step = torch.zeros_like(inputs.v), {"pool": inputs.pool}
     for start, stop in [*((token, token + 1) for token in range(at)), (at, max(case.lengths))]:
@@ -229,20 +162,20 @@ def _accept(bench: Bench, example: Example) -> Iterator[Pair]:
             if narrow:
                 rows = meant["o"].flatten()[index].reshape(step["o"].shape[:2])
                 what = f" of tokens {start} to {stop - 1} in a call of their own"
-                yield from _judged(step, bench.bounds(part, None), {"o": rows, **named}, what)
+                yield from judged(step, bench.bounds(part, None), {"o": rows, **named}, what)
         if stop == at and not narrow:
-            yield from _judged(step, after, named, f" after {at} tokens one at a time")
+            yield from judged(step, after, named, f" after {at} tokens one at a time")
     if not narrow:
-        yield from _judged({"o": o, "pool": step["pool"]}, whole, meant, f" going on after {at} tokens")
+        yield from judged({"o": o, "pool": step["pool"]}, whole, meant, f" going on after {at} tokens")
     if bench.domain.accepts:  # type: ignore[attr-defined]
         accepted = torch.tensor([min(at, length) for length in case.lengths], dtype=inputs.slots.dtype)
         draft = inputs.replaced(accepted=accepted)
-        yield from _judged(bench.run(draft, None), bench.bounds(draft, None), meant, f" of a draft of which {at} tokens are kept")
+        yield from judged(bench.run(draft, None), bench.bounds(draft, None), meant, f" of a draft of which {at} tokens are kept")
 
 
 def _moved(bench: Bench, example: Example) -> Iterator[Pair]:
     case = example.case
-    inputs, meant = case.inputs(), _meaningful(case)
+    inputs, meant = case.inputs(), meaningful(case)
     first = int(case.padding_slot == "0")
     goes = torch.cat([torch.arange(first), torch.arange(first, case.slots).roll(1)])  # the new slot of each state
     slots = inputs.slots.long()
@@ -253,18 +186,18 @@ def _moved(bench: Bench, example: Example) -> Iterator[Pair]:
     got = bench.run(there, None)
     if bench.domain.rule.position_independent:  # type: ignore[attr-defined]
         back = {"o": got["o"], "pool": got["pool"].index_select(0, goes)}
-        yield from _equal(back, bench.run(inputs, None), meant, "in other slots")
+        yield from equal(back, bench.run(inputs, None), meant, "in other slots")
     else:
         meant["pool"] = torch.zeros_like(meant["pool"]).index_copy(0, goes, meant["pool"])
-        yield from _judged(got, bench.bounds(there, None), meant, " in other slots")
+        yield from judged(got, bench.bounds(there, None), meant, " in other slots")
 
 
 def _requests(bench: Bench, example: Example) -> Iterator[Pair]:
     case, at = example.case, example.at
     assert at is not None
-    inputs, other, meant = case.inputs(), _other(bench, case).inputs(), _meaningful(case)
+    inputs, other, meant = case.inputs(), other_of(bench, case).inputs(), meaningful(case)
     one = torch.arange(len(case.lengths)) == at
-    rows = _rows(case, one)
+    rows = rows_of(case, one)
     mixed = {
         name: torch.where(spread(rows, inputs[name], 0), other[name], inputs[name]) for name in present(case.spec, inputs, "B", "T")
     }
@@ -274,75 +207,7 @@ def _requests(bench: Bench, example: Example) -> Iterator[Pair]:
         slot_mask[case.slot_of[at]] = True
         mixed["pool"][slot_mask] = 2 * case.filled("random")[slot_mask]
     once, twice = bench.run(inputs, None), bench.run(inputs.replaced(**mixed), None)
-    yield from _equal(twice, once, {"o": meant["o"] & ~rows, "pool": meant["pool"] & ~slot_mask}, "of the other requests")
-
-
-def _history(bench: Bench, example: Example) -> Iterator[Pair]:
-    """Two runs of the same call with something between.
-
-    - Without a variant: another call of the same shapes, with other values and other slots. Only then bits are compared.
-    - `shapes`: a call without the first request, and one with another request.
-    - `freed`: the call's tensors are new, and have the addresses of the tensors of another call if the allocator plays along.
-    - `refused`: a call in which a required tensor is None, so that most implementations raise.
-    - `threads`, `streams`: the other call runs at the same time on a pool of its own, in another thread or on another CUDA stream.
-    """
-    case = example.case
-    if example.variant in ("threads", "streams"):
-        yield from _at_once(bench, example)
-        return
-    inputs, meant = case.inputs(), _meaningful(case)
-    bounds = bench.bounds(inputs, None)
-    if example.variant == "freed":
-        got = bench.renew(_before(bench, case).inputs(), inputs, None)
-        yield from _judged(got, bounds, meant, " in memory that an earlier call's tensors had")
-        return
-    once = bench.run(inputs, None)
-    if example.variant == "refused":
-        required = [port.name for port in case.spec.inputs if not port.optional and inputs.get(port.name) is not None]
-        bench.attempt(inputs.replaced(**{required[case.seed % len(required)]: None}))
-        yield from _judged(bench.run(inputs, None), bounds, meant, " after a call without a required tensor")
-        return
-    others = _other_requests(bench, case) if example.variant == "shapes" else [_other(bench, case)]
-    if not others:
-        raise Blind("the domain has no other shapes for this case")
-    for between in others:
-        there = between.inputs()
-        if any(between.real):
-            yield from _judged(bench.run(there, None), bench.bounds(there, None), _meaningful(between), " after another call")
-    again = bench.run(inputs, None)
-    if bench.domain.rule.deterministic and example.variant is None:  # type: ignore[attr-defined]
-        yield from _equal(again, once, meant, "of a call as an earlier one")
-    else:
-        yield from _judged(again, bounds, meant, " of a call as an earlier one")
-
-
-def _at_once(bench: Bench, example: Example) -> Iterator[Pair]:
-    cases = [example.case, _other(bench, example.case)]
-    calls: list[tuple[Inputs, None]] = [(case.inputs(), None) for case in cases]
-    limits = [bench.bounds(*call) for call in calls]
-    rule = bench.domain.rule  # type: ignore[attr-defined]
-    for number, results, what in at_once(bench, calls, rule, streams=example.variant == "streams"):
-        yield from _judged(results, limits[number], _meaningful(cases[number]), f" {what}")
-
-
-def _other_requests(bench: Bench, case: PoolCase) -> list[PoolCase]:
-    """Return the case with other values, without its first request and with one more, as far as the domain allows that."""
-    found = []
-    for lengths in (case.lengths[1:], (*case.lengths, case.lengths[0])):
-        try:
-            between = dataclasses.replace(_other(bench, case), lengths=lengths)
-        except ValueError:
-            continue
-        if bench.domain.outside(between) is None:  # type: ignore[arg-type]
-            found.append(between)
-    return found
-
-
-def _before(bench: Bench, case: PoolCase) -> PoolCase:
-    """Return the case with other values and slots and, if the requests are packed, their lengths in another order."""
-    before = _other(bench, case)
-    rotated = dataclasses.replace(before, lengths=(*case.lengths[1:], *case.lengths[:1]))
-    return before if bench.domain.outside(rotated) else rotated  # type: ignore[arg-type]
+    yield from equal(twice, once, {"o": meant["o"] & ~rows, "pool": meant["pool"] & ~slot_mask}, "of the other requests")
 
 
 def _refill(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -351,27 +216,27 @@ def _refill(bench: Bench, example: Example) -> Iterator[Pair]:
     The other call has other lengths if the requests are packed, and other slots and padding. What it put into the rows of padding
     stays there.
     """
-    case, before = example.case, _before(bench, example.case)
-    inputs, first, meant = case.inputs(), before.inputs(), _meaningful(case)
-    padding = ~_rows(case, torch.tensor(case.real))
+    case, before = example.case, earlier_call(bench, example.case)
+    inputs, first, meant = case.inputs(), before.inputs(), meaningful(case)
+    padding = ~rows_of(case, torch.tensor(case.real))
     stale = {
         name: torch.where(spread(padding, inputs[name], 0), first[name], inputs[name])
         for name in present(case.spec, inputs, "B", "T")
         if inputs[name].is_floating_point()
     }
     later = inputs.replaced(**stale)
-    yield from _judged(bench.replay(first, later), bench.bounds(later, None), meant, " after its tensors were filled again")
+    yield from judged(bench.replay(first, later), bench.bounds(later, None), meant, " after its tensors were filled again")
 
 
 def _memory(bench: Bench, example: Example) -> Iterator[Pair]:
-    inputs, meant = example.case.inputs(), _meaningful(example.case)
+    inputs, meant = example.case.inputs(), meaningful(example.case)
     once, twice = (bench.run(inputs, None, poison=poison) for poison in (float("nan"), -3.0e4))
     if bench.domain.rule.deterministic:  # type: ignore[attr-defined]
-        yield from _equal(twice, once, meant, "of a second run")
+        yield from equal(twice, once, meant, "of a second run")
     else:
         bounds = bench.bounds(inputs, None)
         for results in (once, twice):
-            yield from _judged(results, bounds, meant)
+            yield from judged(results, bounds, meant)
 
 
 def _blocks(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -380,11 +245,11 @@ def _blocks(bench: Bench, example: Example) -> Iterator[Pair]:
     Not bit for bit, because the order of a sum may depend on the block. The largest blocks come first: if an implementation keeps
     something of a launch, such as its grid, it is then too small for the smaller blocks that follow.
     """
-    inputs, meant = example.case.inputs(), _meaningful(example.case)
+    inputs, meant = example.case.inputs(), meaningful(example.case)
     halves = {name: _half(bound) for name, bound in bench.bounds(inputs, None).items()}
     for size in sorted(bench.domain.blocks, reverse=True):  # type: ignore[attr-defined]
-        yield from _judged(bench.run(inputs.replaced(block_v=size), None), halves, meant, f" in blocks of {size}")
-    yield from _judged(bench.run(inputs, None), halves, meant, " in blocks of its own choice")
+        yield from judged(bench.run(inputs.replaced(block_v=size), None), halves, meant, f" in blocks of {size}")
+    yield from judged(bench.run(inputs, None), halves, meant, " in blocks of its own choice")
 
 
 def _half(bound: Bound) -> Bound:
@@ -406,35 +271,35 @@ def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
         return
     if example.variant not in domain.views:
         raise Blind(f"{example.variant} inputs are not among {', '.join(domain.views)}")
-    inputs, meant = case.inputs(), _meaningful(case)
-    flat = _flat(inputs.pool, domain)
-    memory = flat.new_full((case.slots, 3, flat.shape[1]) if domain.apart else (3, *flat.shape), torch.nan)
-    slots = memory.unbind(1 if domain.apart else 0)[1].copy_(flat)
+    inputs, meant = case.inputs(), meaningful(case)
+    numbers = flat(inputs.pool, domain)
+    memory = numbers.new_full((case.slots, 3, numbers.shape[1]) if domain.apart else (3, *numbers.shape), torch.nan)
+    slots = memory.unbind(1 if domain.apart else 0)[1].copy_(numbers)
     others = memory[:, ::2] if domain.apart else memory[::2]
-    between = _bits(others).clone()
+    between = bits(others).clone()
     names = present(case.spec, inputs, "B", "T")
     there = inputs.replaced(
-        pool=_shaped(slots, inputs.pool, domain), **{name: view(inputs[name], example.variant or "") for name in names}
+        pool=shaped(slots, inputs.pool, domain), **{name: view(inputs[name], example.variant or "") for name in names}
     )
     bounds = bench.bounds(there, None)
-    yield from _judged(bench.run(there, None), bounds, meant, f" from {example.variant} inputs")
-    yield "memory between slots", _bits(others), between
+    yield from judged(bench.run(there, None), bounds, meant, f" from {example.variant} inputs")
+    yield "memory between slots", bits(others), between
 
 
 def _far(bench: Bench, example: Example) -> Iterator[Pair]:
     """Tokens, heads or requests far apart in memory, or the slots of the pool, if these may lie apart."""
     case, domain, how = example.case, bench.domain, example.variant or ""
     assert isinstance(domain, PoolDomain)
-    inputs, meant = case.inputs(), _meaningful(case)
+    inputs, meant = case.inputs(), meaningful(case)
     if how == "far_slots":
         # Requests name some of the slots alone, so that not only the last slot must lie 2^31 elements behind the first.
-        pool = apart({"pool": _flat(inputs.pool, domain)}, {"pool": 0}, 2 * SPAN)["pool"]
-        views = {"pool": _shaped(pool, inputs.pool, domain)}
+        pool = apart({"pool": flat(inputs.pool, domain)}, {"pool": 0}, 2 * SPAN)["pool"]
+        views = {"pool": shaped(pool, inputs.pool, domain)}
     else:
         views = far(case.spec, {name: inputs[name] for name in present(case.spec, inputs, "B", "T")}, how)
     there = inputs.replaced(**views)
     bounds = bench.bounds(there, None)
-    yield from _judged(bench.run(there, None), bounds, meant, f" from {how.replace('_', ' ')}")
+    yield from judged(bench.run(there, None), bounds, meant, f" from {how.replace('_', ' ')}")
 
 
 def _strided_examples(domain: PoolDomain) -> st.SearchStrategy[Example]:
@@ -498,13 +363,6 @@ def _value_dims(domain: PoolDomain) -> tuple[int, ...]:
     return several or values_of(rule, 128)
 
 
-def _histories(domain: PoolDomain, *, gpu: bool = False) -> st.SearchStrategy[Example]:
-    kinds: list[tuple[str, ...]] = [(), (), ("shapes",), ("freed",), ("refused",)]
-    kinds += [("threads",)] if domain.rule.threads else []
-    kinds += [("streams",)] if gpu and domain.rule.streams else []
-    return either([examples_of(pool_cases(domain, most=8), None, kind) for kind in kinds])
-
-
 def _lacks(word: str, *values: str) -> Callable[[PoolCase, str | None], str | None]:
     def lacks(case: PoolCase, _: str | None) -> str | None:
         return None if case.words()[word] in values else f"{word}={'|'.join(values)}"
@@ -552,7 +410,7 @@ POOL_LAWS: dict[str, Law] = {
             "exact",
             "a request that begins starts from zeros, whatever its slot contains, bit for bit",
             lambda domain: examples_of(
-                _remember(domain, fresh=("some", "all"), most=8).filter(lambda case: any(_begins(case))), None, POISON
+                _remember(domain, fresh=("some", "all"), most=8).filter(lambda case: any(begins_of(case))), None, POISON
             ),
             _fresh,
             _promises("fresh"),
@@ -588,12 +446,12 @@ POOL_LAWS: dict[str, Law] = {
             "truth",
             "a call gives the same results whatever calls came before it or run beside it, bit for bit after the same shapes "
             "if deterministic=True",
-            _histories,
-            _history,
+            histories,
+            history,
             variants=("shapes", "freed", "refused", "threads", "streams"),
             plain=True,
             of_process=True,
-            draw_gpu=functools.partial(_histories, gpu=True),
+            draw_gpu=functools.partial(histories, gpu=True),
         ),
         Law(
             "refill",
