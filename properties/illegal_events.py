@@ -5,7 +5,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from properties.cases.trace_case import Roll, Row, Step, TraceCase
+from properties.cases.trace_case import TraceCase
+from properties.cases.trace_events import Roll, Row, Step
 from properties.domain import inside
 from properties.illegal_inputs import IllegalInputs, near
 from properties.trace_domain import TraceDomain

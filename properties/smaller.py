@@ -10,7 +10,8 @@ from properties.cases.module_case import ModuleCase
 from properties.cases.path_case import CHOICES, ParallelCase
 from properties.cases.pool_case import PoolCase
 from properties.cases.rule_case import Case
-from properties.cases.trace_case import PADDING, TraceCase
+from properties.cases.trace_case import TraceCase
+from properties.cases.trace_events import PADDING
 from properties.options import text_of_values, values_of
 
 Changes = Iterator[tuple[str, dict[str, Any]]]  # for each step, its words and the fields that it changes

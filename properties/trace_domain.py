@@ -8,18 +8,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from oracles.operation import DTYPES
-from properties.cases.trace_case import (
-    FREE,
-    GATES,
-    MOST_DRAFTS,
-    MOST_ROWS,
-    MOST_TOKENS,
-    PADDING,
-    PADDING_SLOTS,
-    Roll,
-    Step,
-    TraceCase,
-)
+from properties.cases.trace_case import FREE, GATES, MOST_ROWS, PADDING_SLOTS, TraceCase
+from properties.cases.trace_events import MOST_DRAFTS, MOST_TOKENS, PADDING, Roll, Step
 from properties.domain import check_widths, inside
 from properties.names import known_fields
 from properties.strategies import widths

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from oracles.bound import Bound
 from oracles.operation import DTYPES, Inputs
-from properties.cases.trace_case import MOST_SLOTS, TAG_CHANNELS, Row, TraceCase
+from properties.cases.trace_case import MOST_SLOTS, TAG_CHANNELS, TraceCase
+from properties.cases.trace_events import Row
 from properties.laws import Blind, Breach, Law, Pair, all_variants, examples_of
 from properties.strategies import Example
 from properties.trace_domain import TraceDomain, trace_cases

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from oracles.bound import Bound
 from oracles.operation import Inputs
-from properties.cases.trace_case import Batch, Sizes, Step, TraceCase
+from properties.cases.trace_case import Batch, Sizes, TraceCase
+from properties.cases.trace_events import Step
 from properties.laws import Breach
 from properties.trace_domain import TraceDomain
 

@@ -1,30 +1,12 @@
-"""Cases of a serving engine: one printable line for a pool of slots and for the events of the requests that share it.
+"""Cases of a serving engine: one printable line for a pool of slots and a trace of its requests (trace_events.py).
 
-A trace is a word such as `p:a5,b70,_3/d:a,_/v4:a2,b1/k:c<b@/w:a/f:a`. Events are separated by `/`, and rows by `,`:
-
-    p:a5,b70,_3   prefill: 5 tokens of request a, 70 of b, a padding row of 3 tokens; a request that is not there is admitted
-    d:a,_         decode: one token of a, a padding row
-    s:a,_         the same, after which a snapshot of each request is taken
-    v4:a2,b1      verify drafts of 4 tokens: the first 2 of a's and the first token of b's are accepted
-    k:c<b@        fork: c begins from b's snapshot, or without `@` from b's state
-    w:a           swap: a's state leaves its slot and comes back into a slot
-    t:a           transfer: a's state and window are cut for the ranks of another TP size, and put together in a slot again
-    r:a           preemption: the slots of a go back to the pool; a later prefill begins with its first token again
-    f:a           free: a is finished, and its slots go back to the pool
-
-An event or a row that cannot happen does nothing: a row of a request that is not there, a fork from a snapshot that was never
-taken, an admission when no slot is left. So a part of a trace is a trace, and a trace shrinks by leaving out events and rows.
-
-A prefill of n tokens with n >= `snapshots` takes a snapshot after the last multiple of `snapshots` tokens, if the request has a
-snapshot already or a slot is left. The event `s` takes one wherever the request is, under the same condition. Requests and
-snapshots have one slot each. The numbers of a token depend on the seed, the request and the token's position alone. Drafts that
-will be rejected and padding rows have numbers of their own.
+The numbers of a token depend on the seed, the request and the token's position alone. Drafts that will be rejected and padding rows
+have numbers of their own.
 """
 
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -35,12 +17,12 @@ from oracles.counter import integers, mix_number
 from oracles.operation import DTYPES, Inputs, Operation
 from oracles.serving import SERVING
 from properties.cases.line import Line, check_choices
+from properties.cases.trace_events import MOST_TOKENS, PADDING, Roll, Step, check_event, tokens_of_event
 
-PADDING = "_"
 PADDING_SLOTS = ("-1", "0")
 FREE = ("zero", "random", "nan", "old")
 GATES = ("forever", "1000", "64", "10", "mixed")
-MOST_EVENTS, MOST_TOKENS, MOST_DRAFTS, MOST_SLOTS = 32, 256, 8, 16
+MOST_EVENTS, MOST_SLOTS = 32, 16
 MOST_ROWS, MOST_TRACE_TOKENS = 64, 2**14  # rows of an event; tokens of all events, those of padding rows and of drafts included
 _SPANS = {
     "slots": (1, MOST_SLOTS),
@@ -62,55 +44,11 @@ _FIELDS: dict[str, Sequence[str]] = {
     "indices": ("int64", "int32"),
 }
 _STREAMS = {name: 80 + index for index, name in enumerate(("tokens", "rejected", "padding", "free", "weight", "A_log", "dt_bias"))}
-_ROW, _DRAFT, _FORK = re.compile(r"([a-z_])(\d{1,3})"), re.compile(r"v(\d)"), re.compile(r"([a-z])<([a-z])(@?)")
 _QUIET_NAN = {torch.float32: (0x7FC00000, 22, 2**31, torch.int32), torch.bfloat16: (0x7FC0, 6, 2**15, torch.int16)}
 _QUIET_NAN[torch.float16] = (0x7E00, 9, 2**15, torch.int16)
 # Tags: whole numbers that bfloat16 holds, in which silu rounds nothing; a key is one entry of this size.
 TAG_CHANNELS, _LEAST_TAG, _TAGS, _KEY = 4, 20, 200, 1024.0
 _CLOSED, _OPEN = -100.0, 100.0  # of a and b: no decay, and a beta of one
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One row of a batch: `count` tokens of a request, the first `accepted` of which stay; `start` tokens came before.
-
-    `request` is PADDING for a padding row. `begins` says that the request was admitted for this row. `snapshot` is the number of
-    the row's tokens after which a snapshot is taken, or None.
-    """
-
-    request: str
-    start: int
-    count: int
-    accepted: int
-    begins: bool = False
-    snapshot: int | None = None
-
-    @property
-    def real(self) -> bool:
-        """Whether the row is a request's."""
-        return self.request != PADDING
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """What an event of a trace does. `event` is its number from 1 on, and `text` its word in the trace.
-
-    `kind` is "p", "d", "s", "v", "k", "w", "t", "r" or "f". A fork has the new request in `request`, the old one in `source`, and
-    `snapshot` says whether it begins from the snapshot. Swaps, transfers, preemptions and frees have their request in `request`.
-    """
-
-    event: int
-    text: str
-    kind: str
-    rows: tuple[Row, ...] = ()
-    request: str = ""
-    source: str = ""
-    snapshot: bool = False
-
-    @property
-    def requests(self) -> tuple[str, ...]:
-        """The requests that the step is about."""
-        return tuple(row.request for row in self.rows if row.real) or (self.request,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +155,7 @@ class TraceCase(Line):
             check_event(event)
             if (rows := event.count(",") + 1) > MOST_ROWS:
                 raise ValueError(f"an event of trace must have at most {MOST_ROWS} rows, got {rows} in {event[:80]!r}")
-        if (tokens := sum(map(_tokens, events))) > MOST_TRACE_TOKENS:
+        if (tokens := sum(map(tokens_of_event, events))) > MOST_TRACE_TOKENS:
             raise ValueError(f"trace must have at most {MOST_TRACE_TOKENS} tokens in all, got {tokens}")
 
     def __str__(self) -> str:
@@ -426,124 +364,3 @@ def _tokens_of(keys: tuple[int, ...], width: int) -> Tensor:
 def _fraction(words: Tensor) -> Tensor:
     """Return the first 24 bits of 64-bit integers as numbers in [-1, 1)."""
     return (words >> 40).float() * 2.0**-23
-
-
-def _tokens(event: str) -> int:
-    """Return the number of tokens that an event names."""
-    kind, _, text = event.partition(":")
-    rows = text.split(",")
-    if kind == "p":
-        return sum(int(row[1:]) for row in rows)
-    return len(rows) * int(kind[1:] or 1) if kind[0] in "dsv" else 0
-
-
-def check_event(event: str) -> None:
-    """Raise ValueError for an event of another form than those at the top of this module."""
-    kind, colon, text = event.partition(":")
-    rows = text.split(",")
-    if not colon or not (kind in ("p", "d", "s", "k", "w", "t", "r", "f") or _DRAFT.fullmatch(kind)):
-        begins = f"p:, d:, s:, v1: to v{MOST_DRAFTS}:, k:, w:, t:, r: or f:"
-        raise ValueError(f"an event of a trace must begin with {begins}, got {event[:80]!r}")
-    drafts = int(kind[1:]) if kind[0] == "v" else 0
-    if kind[0] == "v" and not 1 <= drafts <= MOST_DRAFTS:
-        raise ValueError(f"a draft must have 1 to {MOST_DRAFTS} tokens, got {event[:80]!r}")
-    for row in rows:
-        if kind == "k":
-            if not (found := _FORK.fullmatch(row)) or found[1] == found[2]:
-                raise ValueError(f"a fork must be NEW<OLD or NEW<OLD@ of two requests a to z, got {row[:80]!r} in {event[:80]!r}")
-        elif kind == "p":
-            found = _ROW.fullmatch(row)
-            if not found or int(found[2]) > MOST_TOKENS or str(int(found[2])) != found[2]:
-                raise ValueError(f"a row of a prefill must be a request and 0 to {MOST_TOKENS} tokens, got {row[:80]!r}")
-        elif kind[0] == "v" and row != PADDING:
-            found = _ROW.fullmatch(row)
-            if not found or found[1] == PADDING or not 1 <= int(found[2]) <= drafts or str(int(found[2])) != found[2]:
-                raise ValueError(f"a row of {kind} must be a request and 1 to {drafts} accepted tokens, or _, got {row[:80]!r}")
-        elif kind in ("w", "t", "r", "f") and not re.fullmatch("[a-z]", row):
-            raise ValueError(f"{kind}: takes requests a to z, got {row[:80]!r} in {event[:80]!r}")
-        elif kind in ("d", "s") and not re.fullmatch("[a-z_]", row):
-            raise ValueError(f"a row of a decode must be a request a to z or _, got {row[:80]!r} in {event[:80]!r}")
-    if kind in ("k", "w", "t", "r", "f") and len(rows) > 1:
-        raise ValueError(f"{kind}: takes one request, got {event[:80]!r}")
-    names = [row[0] for row in rows if row[0] != PADDING]
-    if len(set(names)) < len(names):
-        raise ValueError(f"an event must name a request once, got {event[:80]!r}")
-
-
-class Roll:
-    """Who is there: the number of tokens of each request and of each snapshot, while a trace is planned."""
-
-    def __init__(self, slots: int, snapshots: int) -> None:
-        self.slots, self.every = slots, snapshots
-        self.tokens: dict[str, int] = {}
-        self.saved: dict[str, int] = {}
-
-    def room(self) -> bool:
-        """Whether a slot is left."""
-        return len(self.tokens) + len(self.saved) < self.slots
-
-    def step(self, number: int, event: str) -> Step | None:
-        """Return what an event does, or None if it does nothing."""
-        kind, _, text = event.partition(":")
-        if kind in ("p", "d", "s") or kind[0] == "v":
-            rows = self._prefill(text) if kind == "p" else self._steps(text, int(kind[1:] or 1))
-            rows = self._saved(rows) if kind == "s" else rows
-            if not any(row.real for row in rows) or not sum(row.count for row in rows):
-                return None
-            for row in rows:
-                if row.real:
-                    self.tokens[row.request] = row.start + row.accepted
-            return Step(number, event, kind[0], rows)
-        if kind == "k":
-            found = _FORK.fullmatch(text)
-            assert found is not None, event
-            new, old, saved = found.groups()
-            source = self.saved if saved else self.tokens
-            if new in self.tokens or old not in source or not self.room():
-                return None
-            self.tokens[new] = source[old]
-            return Step(number, event, kind, request=new, source=old, snapshot=bool(saved))
-        if text not in self.tokens:
-            return None
-        if kind in ("r", "f"):
-            del self.tokens[text]
-            self.saved.pop(text, None)
-        return Step(number, event, kind, request=text)
-
-    def _steps(self, text: str, count: int) -> tuple[Row, ...]:
-        """Return the rows of a decode or of a verification of `count` tokens each."""
-        rows = []
-        for row in text.split(","):
-            if row == PADDING:
-                rows.append(Row(PADDING, 0, count, 0))
-            elif row[0] in self.tokens:
-                rows.append(Row(row[0], self.tokens[row[0]], count, int(row[1:] or count)))
-        return tuple(rows)
-
-    def _saved(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-        """Return the rows of a decode with a snapshot of each request, as long as a slot is left."""
-        decoded = []
-        for row in rows:
-            saves = row.real and (row.request in self.saved or self.room())
-            if saves:
-                self.saved[row.request] = row.start + row.count
-            decoded.append(dataclasses.replace(row, snapshot=row.count) if saves else row)
-        return tuple(decoded)
-
-    def _prefill(self, text: str) -> tuple[Row, ...]:
-        """Return the rows of a prefill; requests that are not there are admitted, as long as a slot is left."""
-        rows = []
-        for row in text.split(","):
-            request, count = row[0], int(row[1:])
-            begins = request != PADDING and request not in self.tokens
-            if begins and (not count or not self.room()):
-                continue
-            if begins:
-                self.tokens[request] = 0
-            rows.append(Row(request, self.tokens.get(request, 0), count, count, begins))
-        for place, found in enumerate(rows):
-            if found.real and self.every and found.count >= self.every and (found.request in self.saved or self.room()):
-                snapshot = found.count // self.every * self.every
-                self.saved[found.request] = found.start + snapshot
-                rows[place] = dataclasses.replace(found, snapshot=snapshot)
-        return tuple(rows)

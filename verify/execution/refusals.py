@@ -8,7 +8,8 @@ import torch
 from oracles.operation import Inputs
 from properties.books import book_of
 from properties.cases.path_case import ParallelCase
-from properties.cases.trace_case import Step, TraceCase
+from properties.cases.trace_case import TraceCase
+from properties.cases.trace_events import Step
 from properties.illegal_layouts import IllegalLayout
 from properties.laws import with_one_state, with_options
 from properties.trace_play import advance

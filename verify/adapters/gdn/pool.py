@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from properties.cases.trace_case import PADDING, Batch, Sizes
+from properties.cases.trace_case import Batch, Sizes
+from properties.cases.trace_events import PADDING
 from properties.trace_domain import TraceDomain
 from verify.adapters.base import Engine, TraceAdapter
 
