@@ -15,20 +15,19 @@ from hypothesis import strategies as st
 
 from properties.cases.line import split_line
 from verify.gpu import autotune
-from verify.gpu.autotune import (
+from verify.gpu.autotune import here, using
+from verify.gpu.tuning import (
     NATIVE,
     Denied,
     Policy,
     check_config,
     check_kernel,
     cost,
-    here,
     narrow,
     plan,
     preference,
     read_denied,
     repeating,
-    using,
     write_denied,
 )
 

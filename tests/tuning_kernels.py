@@ -28,8 +28,9 @@ from triton.runtime.jit import KernelInterface
 
 from verify import interpreter
 from verify.adapters.fla import core
-from verify.gpu import autotune
-from verify.gpu.autotune import NATIVE, Denied, Policy, TuningError, infeasible, known, narrow, plan, preference, using
+from verify.gpu import autotune, tuning
+from verify.gpu.autotune import infeasible, known, using
+from verify.gpu.tuning import NATIVE, Denied, Policy, TuningError, narrow, plan, preference
 
 times_each = Autotuner._bench  # before the interpreter lets all configurations tie
 interpreter.install()
@@ -193,7 +194,7 @@ def check_texts_tell_configurations_apart() -> None:
     named = autotune.offers([configuration for configuration, _ in several] + [several[0][0], triton.Config({"P": True})])
     assert [*named] == [text for _, text in several]
     assert all(named[text] is configuration for configuration, text in several)
-    assert [autotune.check_config(text) for text in named] == [*named]
+    assert [tuning.check_config(text) for text in named] == [*named]
     assert [*autotune.offers([triton.Config({"P": [1]})])] == ["P=%5B1%5D:num_warps=4:num_stages=3"], "not hashed where it is alone"
 
 

@@ -10,8 +10,8 @@ from properties.books import book_for, every_law
 from verify.engine.profiles import PROFILES
 from verify.execution import sanitizer
 from verify.findings.store import FOLDER
-from verify.gpu import autotune
 from verify.gpu import device as devices
+from verify.gpu import tuning
 from verify.ranks.group import BACKENDS
 
 SWEEP = "sweep"
@@ -132,7 +132,7 @@ def tune_word(word: str) -> str:
     if word == SWEEP:
         return word
     try:
-        return str(autotune.Policy.parse(word))
+        return str(tuning.Policy.parse(word))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
