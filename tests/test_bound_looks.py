@@ -23,7 +23,8 @@ from properties.cases.rule_case import Case
 from properties.domain import Domain
 from properties.strategies import cases
 from tests import right
-from tests.test_rounding import TokenByToken, answered
+from tests.over_bounds import answered
+from tests.right_rules import TokenByToken
 from verify.execution.judge import Judgement, judge, where
 from verify.zoo.base import Chunkwise
 

@@ -21,7 +21,7 @@ from properties.cases.pool_case import PoolCase
 from properties.cases.rule_case import Case
 from properties.domain import Domain
 from properties.strategies import cases
-from tests.test_rounding import answered
+from tests.over_bounds import answered
 from verify.execution.judge import judge, where
 from verify.zoo.base import Chunkwise
 

@@ -1,0 +1,191 @@
+"""Right code that rounds in a way of its own is within its bounds: false alarms that the rounding model avoids."""
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from oracles import in_chunks
+from oracles.bound import bounds
+from oracles.rounding import EXACT, Arithmetic
+from properties.cases.rule_case import Case
+from tests import right
+from tests.over_bounds import broken, limits_of
+
+
+def test_what_is_stored_once_decayed_errs_by_a_whole_subnormal_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of A, in fp16 as small as 1e-6, decayed and then stored: dA_log of a right kernel was 26 sigma off."""
+    case = Case.parse("lengths=15+15 value_heads=4 key_dim=12 value_dim=12 dtype=fp16 gate=10 in_kernel=gate dt_bias=no seed=7")
+    inputs, gate = case.inputs(), -2.0
+    a_log = torch.full_like(inputs.A_log, math.log(-gate / math.log(2.0)))  # softplus(0) is log 2
+    inputs = inputs.replaced(v=inputs.v / 2048, a=torch.zeros_like(inputs.a), A_log=a_log)
+    cotangents = {"o": case.cotangents()["o"] / 8, "final_state": torch.zeros(2, 4, 12, 12)}
+    off, wrong = torch.zeros(2, 4, dtype=torch.float64)  # of dA_log, what dg errs by times g, right and where it forgets to decay
+    total = torch.full((4, 15, 1), gate, dtype=torch.float64).cumsum(1)
+    decay = (total - total.mT).tril().exp().tril()
+    for row in range(2):
+        q, k, v, do = (x[row].double().transpose(0, 1) for x in (inputs.q, inputs.k, inputs.v, cotangents["o"]))
+        plain = inputs.beta[row].double().mT.unsqueeze(-1) * (k @ k.mT)
+        corrections = (plain * decay).tril(-1).requires_grad_()
+        right_side = inputs.beta[row].double().mT.unsqueeze(-1) * v
+        unit = torch.eye(15, dtype=torch.float64)
+        written = torch.linalg.solve_triangular(unit + corrections, right_side, upper=False, unitriangular=True)
+        o = 12**-0.5 * ((q @ k.mT) * decay) @ written
+        (gradient,) = torch.autograd.grad(o, corrections, do)
+        decayed = gradient.tril(-1) * decay
+        for sums, stored in ((off, decayed.half().double()), (wrong, gradient.tril(-1))):
+            errors = (stored - decayed) * plain
+            sums += gate * (errors.sum(-1) - errors.sum(-2)).flip(-1).cumsum(-1).sum(-1)
+
+    def worst(errors: Tensor = off) -> float:
+        limit = bounds(case.spec, inputs, cotangents, "chunkwise", "ieee", 64, 64)["dA_log"]
+        return float((errors / limit.allowed).abs().max())
+
+    assert worst() < 0.5
+    assert worst(wrong) > 3
+    right_one = Arithmetic.stacked
+
+    def left_out(rule: Arithmetic, x: Tensor, places: tuple[str, ...], *more: Any, **named: Any) -> Tensor:
+        return x if places[0].endswith("decayed") else right_one(rule, x, places, *more, **named)
+
+    monkeypatch.setattr(Arithmetic, "stacked", left_out)
+    assert worst() > 1
+
+
+def test_exponentials_of_a_gpu_add_up_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is written, a state decays by the same factor chunk after chunk, which may err by 2^-22 of itself."""
+    case = Case.parse("lengths=304 key_dim=8 gate=1000 beta=zero values=repeated state=random backward=no seed=4472")
+    inputs = case.inputs()
+    state = inputs.state.double()
+    for row in inputs.g.double().reshape(-1, 16).sum(1):
+        state = state * row.exp() * (1.0 + 2.0**-22)
+
+    def over(got: Tensor) -> bool:
+        limit = bounds(case.spec, inputs, None, "chunkwise", "tf32", 16, 64)["final_state"]
+        return bool(((got - limit.value).norm(dim=-1) > limit.allowed).any())
+
+    forgets_a_token = state * (-inputs.g.double()[:, 0, :, None, None]).exp()
+    assert not over(state)
+    assert over(forgets_a_token)
+    monkeypatch.setattr(in_chunks, "FUNCTION_BITS", EXACT)
+    assert over(state)
+
+
+@pytest.mark.slow
+def test_states_that_a_backward_sums_again_drift() -> None:
+    """Of a kernel on a GPU dq was over what the recurrence that knows its states allows, and the kernel is right."""
+    line = "lengths=462 op=delta_rule heads=3 value_heads=3 key_dim=1 value_dim=1 dtype=bf16 values=scaled seed=63636"
+    case = Case.parse(line)
+    inputs, cotangents = case.inputs(), case.cotangents()
+
+    def worst(kind: type[right.SumsAgain], *, stores: bool) -> float:
+        """The greatest error of dq and dk, over their bounds."""
+        q, k = (x.detach().requires_grad_() for x in (inputs.q, inputs.k))
+        o, state = kind().run(inputs.replaced(q=q, k=k))
+        assert state is not None
+        got = torch.autograd.grad([o, state], [q, k], [cotangents["o"], cotangents["final_state"]])
+        limits = bounds(case.spec, inputs, cotangents, "recurrent", first=64, stores=stores)
+        off = {name: (x.double() - limits[name].value).norm(dim=-1) for name, x in zip(("dq", "dk"), got, strict=True)}
+        return max(float((error / limits[name].allowed).max()) for name, error in off.items())
+
+    class ReadsAfter(right.SumsAgain):
+        reads_after = True
+
+    found = [worst(right.SumsAgain, stores=False), worst(right.SumsAgain, stores=True), worst(ReadsAfter, stores=True)]
+    assert found[0] > 1
+    assert found[1] < 0.6
+    assert found[2] > 3
+
+
+def test_errors_of_the_recurrence_do_not_cancel_over_the_values_channels() -> None:
+    case = Case.parse("lengths=32+92 packed=yes value_heads=8 key_dim=8 gate=tenth values=scaled state=zero seed=38169")
+    assert broken(right.Recurrent(), case) == set()
+
+
+@pytest.mark.slow
+def test_what_float64_loses_of_a_gates_gradient_is_no_error_of_a_recurrence() -> None:
+    """The last token's dg is 1e-17, what is left of terms of 0.01 in the truth: it may well be 0 there."""
+    line = "lengths=57+64+16+3 packed=yes heads=2 value_heads=8 key_dim=64 value_dim=64 dtype=fp16 gate=tenth beta=edges"
+    case = Case.parse(f"{line} values=correlated state=random scale=half qk_norm=yes offsets=int32 seed=22985")
+    assert broken(right.Recurrent(), case) == set()
+
+
+class TotalSummedApart(right.Chunkwise):
+    """Sums the gates of a chunk once more for its total, in float32, where others take the last cumulative gate."""
+
+    size = chunk = 16
+
+    def cumulative(self, g: Tensor) -> Tensor:
+        self.total = functools.reduce(torch.add, g.unbind(-1)).unsqueeze(-1)
+        return super().cumulative(g)
+
+    def last(self, total: Tensor) -> Tensor:
+        return self.total
+
+
+class TotalInBfloat16(TotalSummedApart):
+    """The same total, stored in bf16."""
+
+    def last(self, total: Tensor) -> Tensor:
+        return super().last(total).bfloat16().float()
+
+
+STRONG = (
+    "lengths=34 heads=2 value_heads=4 key_dim=1 value_dim=1 gate=edges beta=edges values=scaled seed=2",
+    "lengths=48 key_dim=24 value_dim=7 gate=tenth values=small scale=one seed=1",  # without errors of G_C, 4.6 times the tolerance
+)
+
+
+@pytest.mark.parametrize("more", STRONG)
+def test_a_total_gate_may_be_summed_in_another_order_than_the_cumulative_gate(more: str) -> None:
+    case = Case.parse(more)
+    for implementation in (right.Chunk16(), TotalSummedApart()):
+        assert broken(implementation, case) == set(), implementation
+    assert broken(TotalInBfloat16(), case) >= {"final_state"}
+
+
+@pytest.mark.parametrize("operation", ["gated_delta_rule", "kda"])
+def test_a_total_gate_of_zero_has_no_error_of_its_own(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case((70,), operation, gate="forever", state="random")
+    limits = limits_of(case, "chunkwise", 16)
+    dither = Arithmetic.dither
+
+    def alike(self: Arithmetic, x: Tensor, place: str, bits: int | None = None) -> Tensor:
+        return dither(self, x, "G" if place == "G_C" else place, bits)
+
+    monkeypatch.setattr(Arithmetic, "dither", alike)
+    again = bounds(case.spec, case.inputs(), case.cotangents(), "chunkwise", chunk=16)
+    assert all(torch.equal(limits[name].allowed, again[name].allowed) for name in limits)
+
+
+class Bf16Inverse(right.Tf32Inverse):
+    """The same by products in bf16: three bits too few."""
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        return a.bfloat16().float() @ b.bfloat16().float()
+
+
+@pytest.mark.slow
+def test_an_inverse_by_tf32_products_errs_as_its_bound_says_and_one_by_bf16_products_by_more() -> None:
+    """The case, of a kernel on a GPU, had dk over the bound of float32 products and is right."""
+    case = Case.parse(
+        "lengths=2+451+107 packed=yes heads=4 value_heads=8 key_dim=24 value_dim=32 dtype=fp16 gate=1000 beta=one values=repeated "
+        "state=random scale=one seed=12644"
+    )
+    x, cotangents = case.inputs(), case.cotangents()
+    allowed = {products: bounds(case.spec, x, cotangents, "chunkwise", products, 64, 64)["dk"] for products in ("ieee", "tf32")}
+
+    def worst(kind: type[right.Chunkwise], products: str) -> float:
+        k = x.k.detach().requires_grad_()
+        o, state = kind().run(x.replaced(k=k))
+        assert state is not None
+        (dk,) = torch.autograd.grad([o, state], [k], [cotangents["o"], cotangents["final_state"]])
+        return float(((dk.double() - allowed[products].value).norm(dim=-1) / allowed[products].allowed).max())
+
+    assert worst(right.Tf32Inverse, "ieee") > 1.5 * worst(right.Tf32Inverse, "tf32")
+    assert 0.1 < worst(right.Tf32Inverse, "tf32") < 0.8
+    assert worst(right.Chunkwise, "tf32") < 0.5
+    assert worst(Bf16Inverse, "tf32") > 1
