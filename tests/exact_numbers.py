@@ -12,8 +12,6 @@ import torch
 from oracles.operation import Inputs
 from tests.oracle_forms import Results
 
-# The algebra, in a field: no rounding at all
-
 P = 2**61 - 1  # a prime: two different polynomials of degree d agree at a random point with probability d / P
 
 
@@ -79,9 +77,6 @@ def residues(operation: str, tokens: int, key_dim: int, value_dim: int, seed: in
 
     rows = [Token(vector(key_dim), vector(key_dim), vector(value_dim), decays(), *vector(1)) for _ in range(tokens)]
     return rows, [vector(value_dim) for _ in range(key_dim)]
-
-
-# The code users run, on integers
 
 
 @dataclasses.dataclass(frozen=True)

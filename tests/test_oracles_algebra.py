@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from oracles.operations import RULES
 from tests.exact_numbers import Matrix, Residue, Token, dot, residues, times, token_by_token
 
+# The algebra, in a field: no rounding at all
+
 
 class Chunked:
     """The chunkwise (WY) form in any ring, scale 1, channel by channel: forward substitution, no division."""

@@ -14,6 +14,8 @@ from oracles.operations import RULES
 from tests.exact_numbers import Matrix, Whole, token_by_token
 from tests.oracle_forms import form
 
+# The code users run, on integers
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dual:
