@@ -5,6 +5,7 @@ from torch import Tensor
 from oracles.operation import Inputs
 from properties.domain import Domain
 from verify.adapters.base import Adapter
+from verify.adapters.fla import core
 
 
 class Unsaid(Adapter):
@@ -14,6 +15,7 @@ class Unsaid(Adapter):
     domain = Domain(key_dims=(1, 64), value_dims=(1, 64))
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
+        core()  # or the import below brings fla's layers and models too, which takes seconds
         from fla.ops.kda import chunk_kda as rule
 
         g = self.decays(x.g.float())[..., None].expand(*x.g.shape, x.k.shape[-1]).contiguous()
