@@ -1,0 +1,73 @@
+"""The page of files has the keys, the files and the environment variables of the code, and no others."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.pages import code_column, codes, reference, section, table, tables
+from tests.sources import SOURCES, definition, dict_keys, fields, needs_a_value
+
+# docs/reference/files.md
+
+
+def stages() -> set[str]:
+    """The stages of findings: in the records themselves, and in calls of a method that makes them."""
+    pairs = [re.findall(r'"stage": "([\w ]+)"|\b_keep\([^)\n]*"([\w ]+)"\)', text) for text in SOURCES.values()]
+    return {first or second for text in pairs for first, second in text}
+
+
+KEYS: dict[tuple[str, str], Callable[[], Any]] = {
+    ("findings.jsonl", "key"): lambda: dict_keys("stage", "run"),
+    ("findings.jsonl", "`stage`"): stages,
+    ("A finding", "key"): lambda: fields(definition("Finding")),
+    ("A finding", "`kind`"): lambda: map(str, definition("FailureKind")),
+    ("Deny-lists", "key"): lambda: fields(definition("Denied")),
+    ("known_defects.toml", "key"): lambda: {*fields(definition("Known"))} - {"file"},
+    ("list JSON", "key"): lambda: dict_keys("gpu_gate"),
+    ("list JSON", "key of an adapter"): lambda: dict_keys("runs", "shared") | dict_keys("runs", "reason"),
+    ("check and soak JSON", "key"): lambda: fields(definition("LawReport")),
+    ("reach", "key of a reach"): lambda: [*({*fields(definition("Reach"))} - {"arcs"}), "statements"],
+    ("sweep JSON", "key"): lambda: dict_keys("infeasible", "faults"),
+    ("repeat JSON", "key"): lambda: {"run", "versions", *fields(definition("Outcome"))} - {"reach"},
+    ("launches JSON", "key"): lambda: {"run", "reason", *dict_keys("found", "left")},
+    ("zoo JSON", "key"): lambda: dict_keys("animals", "alarms"),
+    ("zoo JSON", "key of an animal"): lambda: dict_keys("killed_by"),
+    ("zoo JSON", "key of a law of an animal"): lambda: {*fields(definition("Cell")), "state", "held"} - {"broken", "holding"},
+    ("zoo JSON", "key of a suite"): lambda: {*fields(definition("Trial")), "killed"},
+    ("zoo JSON", "key of a mutant"): lambda: (
+        {*fields(definition("Fate", with_field="differed")), *dict_keys("operator", "id"), "diff"} - {"mutant"}
+    ),
+    ("claims JSON", "key"): lambda: dict_keys("rows", "interrupted") | dict_keys("device", "text"),
+    ("claims JSON", "key of a row"): lambda: {*fields(definition("Row")), "measured"},
+    ("fetch JSON", "key"): lambda: {"folder", "fetched", *dict_keys("sha256", "patterns")},
+    ("The record of the GPU tests", "key"): lambda: definition("KINDS"),
+}
+
+
+@pytest.mark.parametrize(("title", "head"), KEYS, ids=[f"{title}, {head}" for title, head in KEYS])
+def test_the_keys_of_a_file_are_those_of_the_code(title: str, head: str) -> None:
+    assert sorted(code_column(table(section(reference("files"), title), head), head)) == sorted(KEYS[title, head]())
+
+
+def test_the_files_of_findings_are_those_of_the_code() -> None:
+    rows = table(section(reference("files"), "The folder .gdn-verify"), "file")
+    assert code_column(rows, "file") == ["findings.jsonl", "examples.txt", "under-way-PID.txt"]
+    source = "\n".join(SOURCES.values())
+    assert all(f'"{name}' in source for name in ("findings.jsonl", "examples.txt", "under-way-"))
+
+
+def test_the_keys_that_a_known_defect_must_have_are_those_of_the_code() -> None:
+    rows = table(section(reference("files"), "known_defects.toml"), "key")
+    needed = {name for name, field in fields(definition("Known")).items() if needs_a_value(field)}
+    assert {codes(row["key"])[0] for row in rows if row["must be given"] == "yes"} == needed
+
+
+def test_the_environment_variables_are_those_of_the_code() -> None:
+    source = "\n".join(SOURCES.values())
+    in_code = {*re.findall(r"environ(?:ment)?(?:\.get\(|\[)['\"]([A-Z_]+)['\"]|\"(GDN_VERIFY_[A-Z]\w*)\"", source)}
+    rows = [row for rows in tables(section(reference("files"), "Environment variables")) for row in rows]
+    in_page = {*code_column(rows, "variable")}
+    assert {first or second for first, second in in_code} - in_page == set()
+    assert [name for name in sorted(in_page) if not re.search(rf"\b{name}\b", source)] == []

@@ -1,0 +1,73 @@
+"""The page of laws has the laws of every book and no others, and says for which domains a law is unsupported."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from properties.books import BOOKS, Book
+from properties.laws import Law
+from tests.pages import Row, code_column, codes, reference, section, tables
+from tests.sources import fields, keyword_arguments
+
+EVERY_LAW = [pytest.param(book, law, id=f"{book.name}-{law.name}") for book in BOOKS for law in book.laws.values()]
+
+
+# docs/reference/laws.md
+
+
+def book_tables(book: Book, head: str) -> list[Row]:
+    """The table of a book's laws that has a column with this head."""
+    (rows,) = (rows for rows in tables(section(reference("laws"), book.name.capitalize())) if head in rows[0])
+    return rows
+
+
+def default_domains(book: Book) -> list[Any]:
+    """The domains of a book with their defaults; of modules, one for each operation."""
+    operations = book.operations if book.name == "modules" else [book.domain().operation]
+    return [book.domain(operation=operation) for operation in operations]
+
+
+def exclusions(book: Book, law: Law) -> list[dict[str, Any]]:
+    """The fields of domains for which the page calls a law unsupported."""
+    cells = [row["unsupported with"] for row in book_tables(book, "unsupported with") if row["law"] == f"`{law.name}`"]
+    return [keyword_arguments(code) for cell in cells for code in codes(cell) if "=" in code]
+
+
+@pytest.mark.parametrize("book", BOOKS, ids=lambda book: book.name)
+def test_the_page_has_the_laws_of_a_book_and_no_other(book: Book) -> None:
+    assert code_column(book_tables(book, "equation"), "law") == [*book.laws]
+
+
+@pytest.mark.parametrize(("book", "law"), EVERY_LAW)
+def test_a_law_has_a_sentence_an_equation_a_defect_and_a_way_to_be_judged(book: Book, law: Law) -> None:
+    (row,) = (row for row in book_tables(book, "equation") if row["law"] == f"`{law.name}`")
+    assert row["what must hold"].endswith(".")
+    assert codes(row["equation"])
+    assert row["typical defects"]
+    assert row["judged"].startswith("to the bit" if law.kind == "exact" else "within")
+    if law.about:
+        assert [*law.about] == (codes(row["about"]) or [*book.operations])
+
+
+@pytest.mark.parametrize(("book", "law"), EVERY_LAW)
+def test_a_law_is_unsupported_for_the_domains_of_its_row(book: Book, law: Law) -> None:
+    domains = [domain for domain in default_domains(book) if not law.about or domain.operation in law.about]
+    for changes in exclusions(book, law):
+        assert any(law.needs(dataclasses.replace(domain, **changes)) for domain in domains), changes
+
+
+@pytest.mark.parametrize(("book", "law"), EVERY_LAW)
+def test_no_other_switch_of_a_domain_makes_a_law_unsupported(book: Book, law: Law) -> None:
+    switches = [name for name, field in fields(book.domain).items() if isinstance(field.default, bool)]
+    for domain in default_domains(book):
+        if law.needs(domain):
+            assert exclusions(book, law) or domain.operation not in (law.about or [domain.operation])
+            continue
+        for name in switches:
+            changes = {name: not getattr(domain, name)}
+            try:
+                changed = dataclasses.replace(domain, **changes)
+            except ValueError:
+                continue
+            assert not law.needs(changed) or changes in exclusions(book, law), changes
