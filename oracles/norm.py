@@ -69,13 +69,22 @@ class Normalised(torch.autograd.Function):
 
     dx is the component of dy across x. If there is one channel, or if dy points along x, dx consists of roundings only, so each of
     them has its own place. With the sums divided by `count`, the number of channels, this is the RMS norm.
+
+    `kept` is x before it was stored, if a kernel may compute rstd from that. Then y and rstd do not belong to the same x, and what
+    storing changed is in dx.
     """
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx, x: Tensor, arithmetic: Arithmetic, place: str, eps: float = EPS, count: int = 1
+        ctx: torch.autograd.function.FunctionCtx,
+        x: Tensor,
+        arithmetic: Arithmetic,
+        place: str,
+        eps: float = EPS,
+        count: int = 1,
+        kept: Tensor | None = None,
     ) -> Tensor:
-        rstd = (x.square().sum(-1, keepdim=True) / count + eps).rsqrt()
+        rstd = ((x if kept is None else kept).square().sum(-1, keepdim=True) / count + eps).rsqrt()
         rstd = arithmetic.dither(rstd, f"{place} rstd", RSTD_BITS)
         y = arithmetic.dither(arithmetic.dither(x * rstd, f"{place} product", SINGLE), place)
         ctx.save_for_backward(y, rstd)
@@ -91,7 +100,7 @@ class Normalised(torch.autograd.Function):
         across = arithmetic.dither(dy * rstd, f"{place} dy rstd", SINGLE) - arithmetic.dither(
             along * y * rstd, f"{place} y rstd", RSTD_BITS
         )
-        return across, None, None, None, None
+        return across, None, None, None, None, None
 
 
 def forward_l2norm(x: Inputs, arithmetic: Arithmetic) -> dict[str, Tensor]:
@@ -115,10 +124,11 @@ def forward_gated_rms_norm_of_sum(x: Inputs, arithmetic: Arithmetic) -> dict[str
     stored too.
     """
     single, storage = (dataclasses.replace(arithmetic, stored=bits) for bits in (SINGLE, arithmetic.output))
-    total = arithmetic.input(x.x, "x")
+    total, kept = arithmetic.input(x.x, "x"), None
     if (residual := x.get("residual")) is not None:
-        total = storage.operand(arithmetic.single(total + arithmetic.input(residual, "residual"), "x + residual"), "sum stored")
-    y = Normalised.apply(total, single, "normalised", _eps(x), x.x.shape[-1])
+        kept = arithmetic.single(total + arithmetic.input(residual, "residual"), "x + residual")
+        total = storage.operand(kept, "sum stored")
+    y = Normalised.apply(total, single, "normalised", _eps(x), x.x.shape[-1], kept)
     y = storage.operand(y, "normalised, stored")
     if (weight := x.get("weight")) is not None:
         weight = arithmetic.input(weight, "weight")[:, None, None, None]

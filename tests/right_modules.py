@@ -211,6 +211,48 @@ class GatedNormFused(GatedNorm):
         return gate if x.weight is None else gate * x.weight.float()
 
 
+class GatedNormOfAStoredSum(GatedNorm):
+    """The residual is added in float32 and the sum stored; then everything comes from the stored sum."""
+
+    domain = ModuleDomain("gated_rms_norm", residuals=("none", "added", "returned"), gatings=("silu", "sigmoid"))
+
+    def run(self, x: Inputs) -> Any:
+        total = x.x if x.get("residual") is None else (x.x.float() + x.residual.float()).to(x.x.dtype)
+        y = (self.weighed(self.normalised(total, x), x) * self.gate(x)).to(x.x.dtype)
+        return (y, total) if x.get("returns_sum") else y
+
+    def normalised(self, total: Tensor, x: Inputs) -> Tensor:
+        wide = total.float()
+        return self.divided(wide, self.squares(wide, x), self.eps(x))
+
+    def gate(self, x: Inputs) -> Tensor:
+        z: Tensor = x.z.float()
+        return z.sigmoid() if x.get("gating") == "sigmoid" else F.silu(z)
+
+
+class GatedNormOfTwoSums(GatedNormOfAStoredSum):
+    """The norm is that of the sum in float32; backward reads this norm and the stored sum, as flash-linear-attention does."""
+
+    def normalised(self, total: Tensor, x: Inputs) -> Tensor:
+        kept = x.x.float() if x.get("residual") is None else x.x.float() + x.residual.float()
+        y: Tensor = _NormOfTwoSums.apply(total, kept.detach(), self.eps(x))
+        return y
+
+
+class _NormOfTwoSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, kept: Tensor, eps: float) -> Tensor:
+        rstd = (kept.square().mean(-1, keepdim=True) + eps).rsqrt()
+        ctx.save_for_backward(total, rstd)
+        return kept * rstd
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor, None, None]:
+        total, rstd = ctx.saved_tensors
+        y, dy = total.float() * rstd, cotangents[0]
+        return (rstd * (dy - y * (y * dy).mean(-1, keepdim=True))).to(total.dtype), None, None
+
+
 class NormGateLinearInSteps(NormGateLinear):
     """Every step is stored in the inputs' dtype: what was normalised, what was weighed, the gated norm, and the product."""
 
