@@ -17,7 +17,8 @@ from oracles.operation import NAMES, Inputs
 from properties.laws import Bench, Blind, Cotangents, Law, Pair, Results, either, examples_of, present, with_others
 from properties.strategies import Example
 
-HISTORIES = ("others", "refill", "freed", "gradients", "refused", "threads", "streams")
+AT_ONCE = ("threads", "streams")  # calls at the same time, whose failures depend on timing
+HISTORIES = ("others", "refill", "freed", "gradients", "refused", *AT_ONCE)
 Cases = Callable[..., st.SearchStrategy[Any]]
 
 
@@ -167,7 +168,7 @@ def at_once(
 ) -> Iterator[tuple[int, Results, str]]:
     """Run two calls at the same time, on two `streams` or in two threads. Yield each one's number, its results and what they are.
 
-    Blind for streams without a GPU, and for what the domain excludes.
+    Raises Blind if streams are asked for without a GPU, or if the domain excludes the variant.
     """
     word = "streams" if streams else "threads"
     if not getattr(domain, word):

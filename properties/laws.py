@@ -94,8 +94,8 @@ class Law:
     lacks for the law to hold for it, or None. `place` returns the possible values of `at` for a case. `about` names the operations
     of the book to which the law applies; empty means all. `outside` returns why a call that the law derives from an example is
     outside the domain, or None. `plain` says that a case without a variant has a meaning too. `of_process` says that earlier cases
-    of the process may decide the result, so that a failure must show in a fresh process. `draw_gpu` makes the examples on a GPU if
-    they have variants that need one.
+    of the process may decide the result, so that a failure must show in a fresh process. `draw_gpu` replaces `draw` on a GPU;
+    None if the law draws the same there.
     """
 
     name: str

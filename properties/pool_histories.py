@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from oracles.operation import Inputs
 from properties.cases.pool_case import PoolCase
-from properties.history_laws import at_once
+from properties.history_laws import AT_ONCE, at_once
 from properties.laws import Bench, Blind, Pair, either, examples_of
 from properties.pool_domain import PoolDomain, pool_cases
 from properties.pool_rows import equal, judged, meaningful, other_of
@@ -24,7 +24,7 @@ def history(bench: Bench, example: Example) -> Iterator[Pair]:
     - `threads`, `streams`: the other call runs at the same time on a pool of its own, in another thread or on another CUDA stream.
     """
     case = example.case
-    if example.variant in ("threads", "streams"):
+    if example.variant in AT_ONCE:
         yield from _at_once(bench, example)
         return
     inputs, meant = case.inputs(), meaningful(case)

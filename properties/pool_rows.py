@@ -1,4 +1,4 @@
-"""Which slots and rows of a pool's call mean something, and comparisons of these alone: padding means nothing."""
+"""The slots and rows of a pool's call that mean something, comparisons of these alone, and a pool's numbers in memory."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def only(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def limited(bound: Bound, mask: Tensor) -> Bound:
-    """Return the bound of those rows: elsewhere the value is zero, and so is what `only` returns."""
+    """Return the bound of what `only` returns. In other rows the value is zero and every tolerance is 1."""
     finer = bound.finer
     return dataclasses.replace(
         bound,

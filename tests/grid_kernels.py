@@ -298,6 +298,16 @@ def transposed_kernel(x, y, n, SIZE: tl.constexpr):
 
 
 @triton.jit
+def views_kernel(x, y, n, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
+    """A product of a block, and of the same numbers in a transposed view."""
+    m, k, c = tl.arange(0, M), tl.arange(0, K), tl.arange(0, N)
+    b = tl.load(x + 7 + k[:, None] * N + c[None, :])
+    plain = tl.dot(tl.load(x + m[:, None] * K + k[None, :]), b)
+    view = tl.dot(tl.trans(tl.load(x + m[None, :] * K + k[:, None])), b)
+    tl.store(y + m[:, None] * N + c[None, :], plain - view)
+
+
+@triton.jit
 def extremes_kernel(x, y, n):
     i = tl.program_id(0)
     nothing = tl.load(x + i) * float("nan")
@@ -623,6 +633,13 @@ def check_reductions_that_decide() -> None:
 def check_transposed_blocks() -> None:
     for size in (4, 16, 32, 64):
         same(transposed_kernel, width=1 << 17, SIZE=size)
+
+
+def check_transposed_views() -> None:
+    for m, k, n in ((16, 32, 8), (16, 16, 16), (32, 32, 32), (64, 64, 1)):
+        for how in ("grid", "sequential"):
+            left, raised = ran(views_kernel, numbers(), torch.ones(m * n), 11, how, M=m, K=k, N=n)
+            assert (raised, left.count_nonzero().item()) == ("", 0), (m, k, n, how, raised)
 
 
 def check_extremes() -> None:

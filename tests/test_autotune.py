@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from properties.cases.line import split_line
 from verify.gpu import autotune
 from verify.gpu.autotune import here, using
-from verify.gpu.tuning import (
+from verify.gpu.policies import (
     NATIVE,
     Denied,
     Policy,

@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import pathlib
+import types
 import weakref
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -20,14 +22,17 @@ from verify.adapters.fla import Chunk
 from verify.engine.asking import ask_afresh
 from verify.engine.check import Check
 from verify.engine.drawing import seeded
-from verify.engine.law_check import Settings
+from verify.engine.law_check import LawCheck, Settings
 from verify.engine.profiles import PROFILES, Profile
 from verify.execution import addresses
+from verify.execution import bench as benches
+from verify.execution.bench import AdapterBench
 from verify.execution.execute import execute
+from verify.execution.faults import AdapterFault
 from verify.execution.judging import adapter_of
 from verify.execution.run import Run
 from verify.findings.store import Store
-from verify.process.outcome import Outcome, Verdict
+from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 from verify.process.worker import Worker
 from verify.zoo import wrong_histories
 from verify.zoo.animals import animals, right_of
@@ -267,6 +272,56 @@ def test_what_a_fresh_process_does_not_repeat_is_undecided(worker: Worker, tmp_p
         (report,) = check.run()
     assert report.verdict is not Verdict.BROKEN
     assert "not again in a fresh worker" in report.reason
+
+
+@pytest.mark.parametrize(
+    ("variant", "again", "verdict"),
+    [
+        ("threads", [Verdict.HOLDS, Verdict.HOLDS, Verdict.BROKEN], Verdict.BROKEN),
+        ("streams", [Verdict.HOLDS] * 3, Verdict.UNKNOWN),
+        ("others", [Verdict.HOLDS, Verdict.BROKEN], Verdict.UNKNOWN),
+    ],
+)
+def test_a_failure_that_depends_on_timing_gets_several_fresh_processes(
+    variant: str, again: list[Verdict], verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter(again)
+    monkeypatch.setattr(LawCheck, "_ask_afresh", lambda *_: Outcome(next(answers)))
+    monkeypatch.setattr(LawCheck, "_keep", lambda *_: None)
+    law_check: Any = LawCheck.__new__(LawCheck)
+    law_check._common = types.SimpleNamespace(defects=types.SimpleNamespace(explain=lambda *_: False))
+    broken = Outcome(Verdict.BROKEN, findings=[Finding("o", FailureKind.OFF, "is off")])
+    run = Run.parse(f"law=history variant={variant} adapter={HERE}:Chunkwise lengths=4")
+    assert law_check._confirmed(run, broken).verdict is verdict
+
+
+def test_calls_on_two_streams_are_held_until_both_are_launched_and_waited_for_after_an_error() -> None:
+    done: list[str] = []
+
+    class Notes(Chunkwise):
+        def run(self, x: Inputs) -> Any:
+            done.append("call")
+            if done.count("call") > self.most:
+                raise ZeroDivisionError
+            return super().run(x)
+
+        most = 99
+
+    adapter, case = Notes(), Run.parse("law=oracle adapter=zoo/Chunkwise lengths=4 backward=no").example.case
+    bench = AdapterBench(adapter, None, case)  # type: ignore[arg-type]
+    current = mock.Mock(wait_stream=lambda stream: done.append("wait"))
+    fakes = {"Stream": mock.MagicMock(), "stream": mock.MagicMock(), "current_stream": lambda: current}
+    fakes["_sleep"] = lambda cycles: done.append("hold")
+    with mock.patch.multiple(torch.cuda, **fakes), mock.patch.object(benches.devices, "settle"):
+        numbers = [number for number, _ in bench.at_once([(case.inputs(), None)] * 2, streams=True)]
+        assert numbers == [0, 1] * benches.TIMES
+        assert done == ["call"] * 2 + ["hold"] + ["call"] * 2 * benches.TIMES + ["wait"] * 2
+        done.clear()
+        adapter.most = 3
+        with pytest.raises(AdapterFault):
+            list(bench.at_once([(case.inputs(), None)] * 2, streams=True))
+    assert done[-2:] == ["wait"] * 2
+    benches._two_streams.cache_clear()
 
 
 @pytest.mark.parametrize(

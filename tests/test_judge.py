@@ -172,10 +172,9 @@ def test_what_is_not_finite_is_over_every_bound(bad: float, *, scalar: bool) -> 
         (torch.float16, 75_682.8, 65_504.0, False),
         (torch.float16, 75_682.8, -math.inf, False),
         (torch.float16, 75_682.8, math.nan, False),
-        (torch.bfloat16, 3.395e38, math.inf, False),
-        (torch.bfloat16, 3.397e38, math.inf, True),
-        (torch.float32, 3.4028236e38, math.inf, True),
-        (torch.float32, 3.4028e38, math.inf, False),
+        (torch.float16, 40_000.0, math.inf, False),
+        (torch.float32, 75_682.8, math.inf, False),
+        (torch.bfloat16, 75_682.8, math.inf, False),
     ],
 )
 @pytest.mark.parametrize("scalar", [False, True])
@@ -188,6 +187,22 @@ def test_a_truth_beyond_the_range_of_a_dtype_rounds_to_infinity(
     value[place], limit.value[place] = got, truth
     judgement = judge([("dg" if scalar else "o", value, limit)], PACKED)
     assert not judgement.findings if right else only(judgement).rows_over == 1
+
+
+def test_a_right_infinity_hides_nothing_beside_it() -> None:
+    want, got = (
+        torch.tensor([70_000.0, 1.0, 0.0]).reshape(1, 1, 1, 3),
+        torch.tensor([math.inf, 5.0, 0.0]).half().reshape(1, 1, 1, 3),
+    )
+    finding = only(judge([("o", got, bound(want))], Case((1,))))
+    assert (finding.kind, finding.error, finding.got) == (FailureKind.OFF, 4.0, (math.inf, 5.0, 0.0))
+
+    def pairs() -> Iterator[Any]:
+        yield "o", got, bound(want)
+        got[..., 1] = 1.0
+        yield "final_state", want, bound(want)
+
+    assert only(judge(pairs(), Case((1,)))).kind is FailureKind.INPUT_CHANGED
 
 
 @pytest.mark.parametrize("side", ["value", "allowed"])

@@ -18,7 +18,7 @@ from verify.execution.run import Run
 from verify.findings import known
 from verify.findings.known import FILE, KnownDefects, load
 from verify.findings.store import Store
-from verify.gpu import tuning
+from verify.gpu import policies
 from verify.process.messages import Describe, Question
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 
@@ -236,7 +236,7 @@ def released(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("released")
 def test_a_kernels_configuration_on_file_explains_every_adapter_that_launched_it() -> None:
     run, defects = Run.parse(DELTA_RULE), load().on(H100)
-    drawn = tuning.preference(CONFIGURATIONS, 2595999746, DQKWG)[0]
+    drawn = policies.preference(CONFIGURATIONS, 2595999746, DQKWG)[0]
     defect = defects.explain(run, broken({DQKWG: (drawn,)}, "dq"))
     assert defect is not None
     assert (defect.kernel, defect.config, defect.run.adapter) == (DQKWG, "num_warps=4", "fla/chunk")

@@ -17,7 +17,7 @@ from verify.engine import sweep
 from verify.engine.asking import describe
 from verify.engine.sweep import CASES, KEYS, LAWS, Sweep, Swept, examples_of
 from verify.findings.store import Store
-from verify.gpu.tuning import read_denied
+from verify.gpu.policies import read_denied
 from verify.process.worker import Worker
 
 pytestmark = pytest.mark.interpreted

@@ -28,9 +28,9 @@ from triton.runtime.jit import KernelInterface
 
 from verify import interpreter
 from verify.adapters.fla import core
-from verify.gpu import autotune, tuning
+from verify.gpu import autotune, policies
 from verify.gpu.autotune import infeasible, known, using
-from verify.gpu.tuning import NATIVE, Denied, Policy, TuningError, narrow, plan, preference
+from verify.gpu.policies import NATIVE, Denied, Policy, TuningError, narrow, plan, preference
 
 times_each = Autotuner._bench  # before the interpreter lets all configurations tie
 interpreter.install()
@@ -194,7 +194,7 @@ def check_texts_tell_configurations_apart() -> None:
     named = autotune.offers([configuration for configuration, _ in several] + [several[0][0], triton.Config({"P": True})])
     assert [*named] == [text for _, text in several]
     assert all(named[text] is configuration for configuration, text in several)
-    assert [tuning.check_config(text) for text in named] == [*named]
+    assert [policies.check_config(text) for text in named] == [*named]
     assert [*autotune.offers([triton.Config({"P": [1]})])] == ["P=%5B1%5D:num_warps=4:num_stages=3"], "not hashed where it is alone"
 
 
@@ -568,7 +568,7 @@ def instead(owner: Any, name: str, wrong: Any) -> Callable[[], AbstractContextMa
 @contextlib.contextmanager
 def in_both(name: str, wrong: Any) -> Iterator[None]:
     """Replace a function in the module of policies, and where the hook into Triton has imported it."""
-    with mock.patch.object(tuning, name, wrong), mock.patch.object(autotune, name, wrong):
+    with mock.patch.object(policies, name, wrong), mock.patch.object(autotune, name, wrong):
         yield
 
 

@@ -11,7 +11,7 @@ from verify.engine.asking import Asked
 from verify.execution import sanitizer as sanitize
 from verify.execution.judging import DENIED
 from verify.gpu import device as devices
-from verify.gpu import tuning
+from verify.gpu import policies
 from verify.process.worker import Worker
 from verify.ranks.group import RankGroup
 from verify.ranks.torchrun import Launch, TorchrunGroup
@@ -30,7 +30,7 @@ def read_deny_list(path: str | None, *, new: bool = False) -> None:
     if path is None or (new and not os.path.exists(path)):
         return
     try:
-        tuning.read_denied(path)
+        policies.read_denied(path)
     except OSError as error:
         raise ValueError(f"--deny must name a file that can be read, got {path!r}: {error.strerror}") from None
     except ValueError as error:

@@ -11,7 +11,7 @@ from verify.engine.profiles import PROFILES
 from verify.execution import sanitizer
 from verify.findings.store import FOLDER
 from verify.gpu import device as devices
-from verify.gpu import tuning
+from verify.gpu import policies
 from verify.ranks.group import BACKENDS
 
 SWEEP = "sweep"
@@ -132,7 +132,7 @@ def tune_word(word: str) -> str:
     if word == SWEEP:
         return word
     try:
-        return str(tuning.Policy.parse(word))
+        return str(policies.Policy.parse(word))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -13,7 +13,7 @@ from verify.cli.output import json_lines, print_line, progress
 from verify.engine.asking import describe, started
 from verify.engine.sweep import Sweep
 from verify.findings.store import Store
-from verify.gpu import tuning
+from verify.gpu import policies
 
 
 def sweep(options: argparse.Namespace, spec: str, device: str, seed: int, store: Store, out: Any) -> int:
@@ -46,7 +46,7 @@ def sweep(options: argparse.Namespace, spec: str, device: str, seed: int, store:
         line = f"{len(swept.faults)} wrong of {total} configurations of {len(swept.known)} kernels"
         line += f"; {swept.runs} runs in {time.monotonic() - start:.0f} s"
         if options.deny and wrong:
-            tuning.write_denied(options.deny, [*_denied_before(options.deny), *wrong])
+            policies.write_denied(options.deny, [*_denied_before(options.deny), *wrong])
             line += f"; deny-list in {options.deny}"
         print_line(line, out)
         lines(swept.to_json())
@@ -54,5 +54,5 @@ def sweep(options: argparse.Namespace, spec: str, device: str, seed: int, store:
     return BROKEN if swept.faults else UNDECIDED if swept.undecided else HOLDS
 
 
-def _denied_before(path: str) -> list[tuning.Denied]:
-    return tuning.read_denied(path) if os.path.exists(path) else []
+def _denied_before(path: str) -> list[policies.Denied]:
+    return policies.read_denied(path) if os.path.exists(path) else []

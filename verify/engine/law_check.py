@@ -10,6 +10,7 @@ from typing import Any
 
 from oracles.counter import mix_words
 from properties.books import book_of
+from properties.history_laws import AT_ONCE
 from properties.laws import Law
 from properties.strategies import Example
 from verify.engine.asking import Asked, Described, ask, ask_afresh, ask_all, most_at_once, of_one_key
@@ -29,6 +30,7 @@ from verify.process.worker import Worker
 
 FAULTS = 3  # after so many cases in a row in which gdn-verify itself fails in the same way, the law ends: more would not decide it
 CLEAR = 2.0  # after a case whose error is less than so many times its tolerance, the law goes on: it may be a false alarm
+CHANCES = 3  # fresh processes in which a failure that depends on timing may happen again
 WORST = 10  # a declaration must suit so many other cases of the law, or it is not suggested
 ENOUGH = 5  # a law with fewer cases that could see is UNKNOWN, unless all drawn cases could
 REPLACEMENTS = 3  # in place of blind cases, at most so many times the examples of a profile are drawn
@@ -299,12 +301,15 @@ class LawCheck:
     def _confirmed(self, run: Run, outcome: Outcome) -> Outcome:
         """The outcome after a second look: KNOWN if a known defect explains it, UNKNOWN if a crash or hang does not happen again.
 
-        A failure of a law about what a process keeps must happen again in a new process, or its line would not repeat it.
+        A failure of a law about what a process keeps must happen again in a new process, or its line would not repeat it. Calls at
+        the same time get several chances, because their failures depend on timing.
         A sanitizer's finding is repeated too, because it may arrive late and belong to the case before.
         """
         by_sanitizer = outcome.kind is FailureKind.SANITIZER
         afresh = outcome.verdict is Verdict.BROKEN and run.the_law.of_process
-        if (outcome.lost or by_sanitizer or afresh) and self._ask_afresh(run).verdict is not Verdict.BROKEN:
+        chances = CHANCES if afresh and run.example.variant in AT_ONCE else 1
+        again = outcome.lost or by_sanitizer or afresh
+        if again and all(self._ask_afresh(run).verdict is not Verdict.BROKEN for _ in range(chances)):
             # An earlier case may have written out of bounds, or the host may have killed the worker: nothing shows that this case
             # is at fault.
             self._keep(run, outcome, "found once")

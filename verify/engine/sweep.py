@@ -28,7 +28,7 @@ from verify.execution.run import Run
 from verify.findings.known import NO_DEFECTS
 from verify.findings.report import finding_lines
 from verify.findings.store import Store
-from verify.gpu.tuning import Denied, Policy, narrow, plan
+from verify.gpu.policies import Denied, Policy, narrow, plan
 from verify.process.messages import Tunings
 from verify.process.outcome import Finding, Outcome, Verdict
 from verify.process.worker import Worker, WorkerLost

@@ -36,6 +36,7 @@ T = TypeVar("T")
 
 
 TIMES = 3  # how often calls run at the same time
+HOLD = 100_000_000  # cycles for which a GPU waits until calls on several streams are launched: about 55 ms
 
 
 class Timed:
@@ -249,13 +250,13 @@ class AdapterBench(Timed):
     def at_once(self, calls: Sequence[tuple[Inputs, Cotangents]], *, streams: bool) -> Iterator[tuple[int, Results]]:
         """Run calls at the same time, in threads or on CUDA streams. Yields each one's number and results, TIMES times.
 
-        A tensor that is updated in place is a new copy each time.
+        A tensor that is updated in place is a new copy each time. On streams, each call runs once alone before, unjudged.
         """
         specs = [self._contract(inputs) for inputs, _ in calls]
         calls = [(self._with_options(inputs, self.adapter), cotangents) for inputs, cotangents in calls]
         run = self._on_streams if streams else self._in_threads
         turns = [
-            [(self.adapter, spec, self._fresh(spec, inputs), cotangents) for _ in range(TIMES)]
+            [(self.adapter, spec, self._fresh(spec, inputs), cotangents) for _ in range(TIMES + streams)]
             for spec, (inputs, cotangents) in zip(specs, calls, strict=True)
         ]
         shared = any(_shares_a_slot(inputs) for inputs, _ in calls)
@@ -290,16 +291,27 @@ class AdapterBench(Timed):
 
     @marked(Mark.IMPLEMENTATION)
     def _on_streams(self, turns: Sequence[Sequence[Any]]) -> list[tuple[int, Results]]:
-        """Launch the turns of every call on a CUDA stream of its own, without waiting in between."""
-        results, streams = [], [torch.cuda.Stream() for _ in turns]
+        """Launch the turns of every call on a CUDA stream of its own, without waiting in between.
+
+        The first turns run on the current stream, one after another: they compile, and make what an adapter keeps. Then the device
+        waits until the host has launched the others, or the kernels of a call would end before the next call is launched.
+        """
+        for first, *_ in turns:
+            self.call_implementation(*first)
+        devices.settle(self.device)
+        results: list[tuple[int, Results]] = []
+        current, streams = torch.cuda.current_stream(), _two_streams()
+        torch.cuda._sleep(HOLD)
         for stream in streams:
-            stream.wait_stream(torch.cuda.current_stream())
-        for calls in zip(*turns, strict=True):
-            for number, (call, stream) in enumerate(zip(calls, streams, strict=True)):
-                with torch.cuda.stream(stream):
-                    results.append((number, self.call_implementation(*call)))
-        for stream in streams:
-            torch.cuda.current_stream().wait_stream(stream)
+            stream.wait_stream(current)
+        try:
+            for calls in zip(*(later for _, *later in turns), strict=True):
+                for number, (call, stream) in enumerate(zip(calls, streams, strict=True)):
+                    with torch.cuda.stream(stream):
+                        results.append((number, self.call_implementation(*call)))
+        finally:  # after an error too: what the streams still use must not be given to others
+            for stream in streams:
+                current.wait_stream(stream)
         return results
 
     @marked(Mark.IMPLEMENTATION)
@@ -489,6 +501,12 @@ def as_allocated(x: Tensor) -> Tensor:
     """
     contiguous = x.is_contiguous() or (x.ndim > 1 and x.mT.is_contiguous())
     return x if contiguous and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+
+
+@functools.cache
+def _two_streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """The two streams of this process. Torch's allocator keeps memory for every stream that ever was."""
+    return torch.cuda.Stream(), torch.cuda.Stream()
 
 
 def _shares_a_slot(inputs: Inputs) -> bool:

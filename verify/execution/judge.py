@@ -31,6 +31,8 @@ class Judgement:
 OFF = "is off by more than rounding explains"
 DIFFERS = "differs, but must be equal to the bit"
 CHANGED = "was changed after the call had returned it, while the law went on"
+INFINITE_FROM = 65_520.0  # the least number that rounds to infinity in float16
+LARGE = 2**20  # numbers of a tensor of which copies on a GPU are dear
 NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
@@ -125,22 +127,24 @@ def _read(glances: list[tuple[Tensor, Tensor]]) -> list[tuple[float, ...]]:
 
 def _errors(got: Tensor, bound: Bound) -> Tensor:
     """The error of each row, in the 2-norm."""
-    off = bound.value - got.detach()  # float64, like the truth
+    off = bound.value - _as_numbers(got.detach(), bound.value)  # float64, like the truth
     return off.abs_() if bound.allowed.ndim == got.ndim else torch.linalg.vector_norm(off, dim=-1)
 
 
 def _as_numbers(got: Tensor, truth: Tensor) -> Tensor:
-    """Infinities that a truth near or beyond the range of the dtype may round to, as the nearest number that rounds to them.
+    """Replace an infinity by the nearest number that rounds to it, if the truth has its sign and is more than half of that number.
 
-    Rounding to nearest gives an infinity from the greatest number and half a step on: from 65,520 in float16, for instance.
+    Only float16 has a range that a truth may exceed: from 65,520 on, numbers round to infinity. Other infinities stay.
     """
-    limits = torch.finfo(got.dtype)
-    wide, truth = got.double(), truth.double()
-    if got.dtype == torch.float64:  # no number of the truth is beyond its range
-        return wide
-    first = math.ldexp(2 - limits.eps / 2, math.frexp(limits.max)[1] - 1)
-    meant = wide.isinf() & (wide.sign() == truth.sign()) & (truth.abs() > first / 2)
-    return torch.where(meant, truth.sign() * truth.abs().clamp(min=first), wide)
+    if got.dtype != torch.float16:
+        return got
+    infinite = got.isinf()
+    # On a GPU, we wait for the answer only if a tensor is so large that its copies would be dear.
+    if (got.device.type == "cpu" or got.numel() > LARGE) and not bool(infinite.any()):
+        return got
+    truth = truth.double()
+    meant = infinite & (got.sign() == truth.sign()) & (truth.abs() > INFINITE_FROM / 2)
+    return torch.where(meant, truth.sign() * truth.abs().clamp(min=INFINITE_FROM), got.double())
 
 
 def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: float) -> tuple[Finding | None, int, float | None]:
@@ -150,7 +154,7 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: floa
     finer one. Errors up to `spared` times the tolerance need none beyond those runs.
     """
     wide, want = got.detach().double(), bound.value
-    error = _errors(_as_numbers(got.detach(), want), bound)
+    error = _errors(got, bound)
     if error.numel() == 0:
         return None, 0, None
     if not bool(want.isfinite().all() and bound.allowed.isfinite().all()):
@@ -164,7 +168,7 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: floa
     if not bool(over.any()):
         return None, error.numel(), float(ratio.flatten()[worst])
     first = int(over.flatten().nonzero()[0])
-    bad = not bool(_row(wide, worst, error.ndim).isfinite().all())
+    bad = not math.isfinite(float(error.flatten()[worst]))
     finding = Finding(
         name,
         FailureKind.NOT_FINITE if bad else FailureKind.OFF,
@@ -213,14 +217,9 @@ def _bit_by_bit(name: str, got: Tensor, want: Tensor, where: Where) -> tuple[Fin
     return finding, got.numel(), math.inf
 
 
-def _row(x: Tensor, row: int, axes: int) -> Tensor:
-    """A row of x, or a single number if each number of x is a row (`axes` == x.ndim)."""
-    return x.flatten()[row : row + 1] if axes == x.ndim else x.flatten(0, -2)[row]
-
-
 def _some(x: Tensor, row: int, axes: int) -> tuple[float, ...]:
-    """The first four numbers of a row."""
-    return tuple(_row(x, row, axes)[:4].tolist())
+    """The first four numbers of a row, or its single number if each number of x is a row (`axes` == x.ndim)."""
+    return tuple((x.flatten()[row : row + 1] if axes == x.ndim else x.flatten(0, -2)[row][:4]).tolist())
 
 
 def indices(flat: int, shape: torch.Size) -> list[int]:

@@ -16,7 +16,7 @@ from verify.adapters.interface import Unavailable
 from verify.adapters.loader import AnyAdapter, load
 from verify.execution.faults import AdapterFault, OutOfMemory, short
 from verify.execution.judge import NOTHING, Where, judge
-from verify.gpu import autotune, tuning
+from verify.gpu import autotune, policies
 from verify.gpu import device as devices
 from verify.interpreter import UnknownTriton
 from verify.process.outcome import FailureKind, Finding, Outcome, Used, Verdict
@@ -49,13 +49,13 @@ def following(tune: str) -> Iterator[Used]:
         yield {}
         return
     autotune.install()
-    with autotune.using(tuning.Policy.parse(tune), _denied()) as used:
+    with autotune.using(policies.Policy.parse(tune), _denied()) as used:
         yield used
 
 
 @functools.cache
-def _denied() -> tuple[tuning.Denied, ...]:
-    return tuple(tuning.read_denied(os.environ[DENIED])) if os.environ.get(DENIED) else ()
+def _denied() -> tuple[policies.Denied, ...]:
+    return tuple(policies.read_denied(os.environ[DENIED])) if os.environ.get(DENIED) else ()
 
 
 def there(device: str, pairs: Iterator[T]) -> Iterator[T]:

@@ -9,7 +9,7 @@ from properties.laws import Law
 from properties.strategies import Example
 from verify.adapters.loader import check_spec
 from verify.gpu import device as devices
-from verify.gpu import tuning
+from verify.gpu import policies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Run:
     example: Example
     products: str = "ieee"
     device: str = "cpu"
-    tune: str = ""  # a Policy of verify/gpu/tuning.py; "" leaves kernels as they are
+    tune: str = ""  # a Policy of verify/gpu/policies.py; "" leaves kernels as they are
 
     def __str__(self) -> str:
         example = self.example
@@ -53,7 +53,7 @@ class Run:
             raise ValueError(f"device must be one of {', '.join(devices.DEVICES)}, got {device!r}")
         tune = words.pop("tune", "")
         if tune:
-            tuning.Policy.parse(tune)
+            policies.Policy.parse(tune)
         at = words.pop("at", None)
         if at is not None and not at.isdecimal():
             raise ValueError(f"at must be a whole number, got {at!r}")

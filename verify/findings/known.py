@@ -17,7 +17,7 @@ from verify.adapters.loader import AdapterError
 from verify.adapters.packages import installed
 from verify.adapters.registry import BUILT_IN
 from verify.execution.run import Run
-from verify.gpu import tuning
+from verify.gpu import policies
 from verify.process.outcome import FailureKind, Finding, Outcome, Used, Verdict, port_of
 
 NAME = "known_defects.toml"
@@ -86,7 +86,7 @@ class Known:
     def _ran(self, run: Run, findings: Sequence[Finding], tuned: Used) -> bool:
         """Whether the kernel ran with the configuration. A process that crashed leaves no record: then only our adapter counts."""
         crashed = not tuned and bool(findings) and all(finding.kind is FailureKind.CRASHED for finding in findings)
-        return tuning.ran(tuned, self.kernel, self.config) or (crashed and same_adapter(run.adapter, self.run.adapter))
+        return policies.ran(tuned, self.kernel, self.config) or (crashed and same_adapter(run.adapter, self.run.adapter))
 
     def covers(self, run: Run, gpu: str = "") -> bool:
         """Whether this defect may show in `run`, judged by its adapter, law, case and device alone."""
@@ -346,15 +346,15 @@ def _configuration(
                 f"got {', '.join(names)}"
             )
         kernel, config, cards = (
-            tuning.check_kernel(str(entry["kernel"])),
-            tuning.check_config(str(entry["config"])),
+            policies.check_kernel(str(entry["kernel"])),
+            policies.check_config(str(entry["config"])),
             entry["cards"],
         )
         if not isinstance(cards, list) or not _are_texts(cards):
             raise ValueError(f"cards must be a list of names of GPUs, or of words in them, got {cards!r}")
-        picks = {name: (text,) for name, text in tuning.Policy.parse(run.tune).picks} if run.tune else {}
+        picks = {name: (text,) for name, text in policies.Policy.parse(run.tune).picks} if run.tune else {}
         picked = {name for name in picks if name.rpartition(".")[2] == kernel.rpartition(".")[2]}
-        if picked and not any(tuning.ran({kernel: picks[name]}, kernel, config) for name in picked):
+        if picked and not any(policies.ran({kernel: picks[name]}, kernel, config) for name in picked):
             raise ValueError(f"config must hold for its own run, got {config} and tune={run.tune}")
     except ValueError as error:
         raise ValueError(f"known defect {index}: {error}") from None

@@ -11,7 +11,7 @@ from verify.adapters.packages import installed
 from verify.execution.run import Run
 from verify.findings import known
 from verify.findings.known import Known
-from verify.gpu import tuning
+from verify.gpu import policies
 from verify.process.outcome import Outcome, port_of
 
 
@@ -51,7 +51,7 @@ def entry_of(
     entry: dict[str, object] = {"run": str(run), "versions": versions}
     if kernel:
         name, _, config = kernel.partition(":")
-        if not config or not tuning.ran(outcome.tuned, name, config):
+        if not config or not policies.ran(outcome.tuned, name, config):
             ran = ", ".join(f"{kernel}:{text}" for kernel, texts in outcome.tuned.items() for text in texts) or "none"
             raise ValueError(f"--kernel must be KERNEL:NAME=VALUE:... of a kernel that ran, got {kernel}; there ran {ran}")
         versions["triton"] = [installed("triton") or "none"]

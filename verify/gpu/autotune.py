@@ -1,4 +1,4 @@
-"""Makes every autotuned Triton kernel run with the configuration that a policy (tuning.py) chooses, and records which one ran."""
+"""Makes every autotuned Triton kernel run with the configuration that a policy (policies.py) chooses, and records which one ran."""
 
 import collections
 import contextlib
@@ -15,7 +15,7 @@ from urllib.parse import quote
 import torch
 
 from verify.adapters.packages import installed
-from verify.gpu.tuning import NATIVE, Denied, Policy, TuningError, is_named, preference, same_config
+from verify.gpu.policies import NATIVE, Denied, Policy, TuningError, is_named, preference, same_config
 from verify.process.outcome import Used
 
 

@@ -1,4 +1,4 @@
-"""Policies: which autotune configuration every Triton kernel runs with, as one word of a run's line; and lists of wrong ones.
+"""A policy says which autotune configuration every Triton kernel runs with, in one word of a line. Deny-lists name wrong ones.
 
     tune=native                         Triton times all configurations and chooses, as it does without gdn-verify
     tune=17                             each kernel gets one of its cheap configurations, drawn from 17 and the kernel's name
