@@ -111,7 +111,8 @@ class ShortConvolution(FlaAdapter):
 class ShortConvolutionSteps(FlaAdapter):
     """`fla.modules.ShortConvolution`, one token at a time: as a batch and as packed sequences by turns.
 
-    `run` returns the cache that it passed, so the module must update this cache in place.
+    `run` returns the cache that it passed, so the module must update this cache in place. It is contiguous, because the module does
+    not update another one (docs/FINDINGS.md).
     """
 
     algorithm = "pointwise"
@@ -120,7 +121,9 @@ class ShortConvolutionSteps(FlaAdapter):
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor]:
         rows = x.x.shape[0]
-        cache = x.x.new_zeros(rows, *x.weight.shape) if x.state is None else x.state.clone()
+        cache = x.x.new_zeros(rows, *x.weight.shape)
+        if x.state is not None:
+            cache.copy_(x.state)
         offsets, outputs = torch.arange(rows + 1, device=x.x.device), []
         with torch.no_grad():
             for number, token in enumerate(x.x.split(1, 1) if x.x.shape[1] else ()):
