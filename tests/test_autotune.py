@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from properties.cases.line import split_line
+from tests.needs import need
 from verify.gpu import autotune
 from verify.gpu.autotune import here, using
 from verify.gpu.policies import (
@@ -81,7 +82,7 @@ def report() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def fla_report() -> dict[str, str]:
-    pytest.importorskip("fla")
+    need("fla")
     return run_kernels("--fla", hash_seed="2")
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from oracles.layer import Layer
 from tests.gdn_calls import CALLS, Answer, Call, answers, bits, on_rank, ratio
+from tests.needs import need
 from verify.adapters.gdn.layer import Choices
 from verify.ranks.collectives import Alone, Distributed, Place
 
@@ -46,7 +47,7 @@ FLA = [
 
 @pytest.mark.slow
 def test_fla_s_kernels_equal_the_oracle() -> None:
-    pytest.importorskip("fla")
+    need("fla")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, __file__, "fla"], env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
@@ -74,9 +75,11 @@ def counted(module: str, name: str) -> list[str]:
 
 
 def fla() -> None:
+    from verify.adapters.fla import core
     from verify.interpreter import install
 
     install()
+    core()
     kernels = [counted("fla.modules.causal_conv1d", "causal_conv1d"), counted("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")]
     found = []
     for choices, (tp, sp, cp), name in FLA:

@@ -10,6 +10,7 @@ import torch
 
 from oracles.operation import Inputs
 from properties.domain import Domain
+from tests.needs import need
 from verify.adapters import fla, transformers
 from verify.adapters.interface import Signature, Unavailable, signature
 from verify.execution.execute import execute
@@ -77,7 +78,7 @@ def test_a_release_without_grouped_heads_is_not_asked_for_them(orchard: str, tmp
 
 
 def test_the_installed_release_takes_everything() -> None:
-    pytest.importorskip("fla")
+    need("fla")
     signature.cache_clear()
     for kind in (fla.Chunk, fla.ChunkVFirst, fla.FusedRecurrent, fla.ChunkKda, fla.FusedRecurrentKda):
         assert signature(kind.place) is not None
@@ -120,7 +121,7 @@ def wrong_inside(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 def test_an_interface_that_is_missing_decides_nothing(
     names: dict[str, object], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("fla")
+    need("fla")
     with_norm(monkeypatch, **names)
     outcome = execute(Run.parse(f"{NORM} eps=1e-5"))
     assert outcome.verdict is Verdict.UNKNOWN
@@ -128,7 +129,7 @@ def test_an_interface_that_is_missing_decides_nothing(
 
 
 def test_a_library_that_cannot_be_imported_decides_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("fla")
+    need("fla")
     with_norm(monkeypatch)
     monkeypatch.delitem(sys.modules, "fla.modules.l2norm")
     (tmp_path / "l2norm.py").write_text("import no_such_requirement\n")
@@ -140,7 +141,7 @@ def test_a_library_that_cannot_be_imported_decides_nothing(tmp_path: pathlib.Pat
 
 
 def test_an_error_inside_the_implementation_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("fla")
+    need("fla")
     with_norm(monkeypatch, l2norm=wrong_inside)
     (finding,) = execute(Run.parse(NORM)).findings
     assert (finding.kind, finding.detail) == (FailureKind.RAISED, "AttributeError")

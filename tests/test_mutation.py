@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.needs import need
 from verify.execution.run import Run
 from verify.findings import known
 from verify.zoo.edits import OPERATORS, dedented, edits
@@ -488,7 +489,7 @@ class Small(Chunk):
 @pytest.mark.slow
 def test_mutants_of_released_kernels_are_killed(tmp_path: pathlib.Path) -> None:
     """A head map, a boundary of tokens and a dropped term of a gradient, each in another kernel."""
-    pytest.importorskip("fla")
+    need("fla")
     (tmp_path / "small.py").write_text(SMALL, encoding="utf-8")
     wanted = (
         r"chunk_fwd_kernel_o head map: v|chunk_fwd_kernel_o head map: q \+= \(bos \* H \+ i_h // \(HV // H\)\) \* K -> .*i_h % H\)",

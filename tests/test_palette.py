@@ -618,6 +618,7 @@ def compiled(adapter: str, cases: list[Any]) -> list[list[str]]:
     from verify.execution.judging import adapter_of
 
     instance, result = adapter_of(adapter), []
+    instance.bring()
     for case in cases:
         assert instance.domain.outside(case) is None, case
         launched.clear()
