@@ -8,4 +8,4 @@ import pytest
 def need(package: str) -> None:
     """Skip the test if a package is not installed."""
     if importlib.util.find_spec(package) is None:
-        pytest.skip(f"no {package}")
+        pytest.skip(f"{package} is not installed")

@@ -172,7 +172,7 @@ def seeing(results: list[Any]) -> Iterator[None]:
 SIZE = 1 << 14  # bytes of the tensors of a case, so that programs one after another take a quarter of a second
 ADAPTERS = (
     "chunk", "chunk_v_first", "chunk_16", "fused_recurrent", "chunk_kda", "fused_recurrent_kda", "chunk_delta_rule",
-    "fused_recurrent_delta_rule", "conv", "conv_update", "gdn_gate", "kda_gate", "l2norm", "gated_norm", "decode",
+    "fused_recurrent_delta_rule", "conv", "conv_update", "gdn_gate", "kda_gate", "l2norm", "gated_norm", "decode", "layer",
 )  # fmt: skip
 
 

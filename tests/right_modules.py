@@ -217,9 +217,15 @@ class GatedNormOfAStoredSum(GatedNorm):
     domain = ModuleDomain("gated_rms_norm", residuals=("none", "added", "returned"), gatings=("silu", "sigmoid"))
 
     def run(self, x: Inputs) -> Any:
-        total = x.x if x.get("residual") is None else (x.x.float() + x.residual.float()).to(x.x.dtype)
+        total = self.stored(x)
         y = (self.weighed(self.normalised(total, x), x) * self.gate(x)).to(x.x.dtype)
         return (y, total) if x.get("returns_sum") else y
+
+    def stored(self, x: Inputs) -> Tensor:
+        return self.kept(x).to(x.x.dtype)
+
+    def kept(self, x: Inputs) -> Tensor:
+        return x.x.float() if x.get("residual") is None else x.x.float() + x.residual.float()
 
     def normalised(self, total: Tensor, x: Inputs) -> Tensor:
         wide = total.float()
@@ -234,9 +240,13 @@ class GatedNormOfTwoSums(GatedNormOfAStoredSum):
     """The norm is that of the sum in float32; backward reads this norm and the stored sum, as flash-linear-attention does."""
 
     def normalised(self, total: Tensor, x: Inputs) -> Tensor:
-        kept = x.x.float() if x.get("residual") is None else x.x.float() + x.residual.float()
-        y: Tensor = _NormOfTwoSums.apply(total, kept.detach(), self.eps(x))
-        return y
+        return norm_of_two_sums(total, self.kept(x), self.eps(x))
+
+
+def norm_of_two_sums(total: Tensor, kept: Tensor, eps: float) -> Tensor:
+    """Return kept / rms(kept). The gradient, in terms of the stored `total`, goes to `total`."""
+    y: Tensor = _NormOfTwoSums.apply(total, kept.detach(), eps)
+    return y
 
 
 class _NormOfTwoSums(torch.autograd.Function):

@@ -467,14 +467,6 @@ def test_every_law_has_an_animal_that_it_kills_alone_and_every_animal_is_killed(
 
 # Right code holds
 
-
-def test_a_norm_of_the_sum_before_it_is_stored_is_right() -> None:
-    """With one channel dx is a difference of equal numbers, so what storing the sum changes is all that is left of it."""
-    line = "law=oracle adapter={} op=gated_rms_norm lengths=17+17 heads=8 width=1 dtype=bf16 values=great residual=added seed=29153"
-    adapter = f"{right_modules.__file__}:GatedNormOfTwoSums"
-    assert execute(Run.parse(line.format(adapter))).verdict is Verdict.HOLDS
-
-
 RIGHT = [
     *(
         f"{modules.__file__}:{name}"
