@@ -194,6 +194,11 @@ def spread(mask: Tensor, like: Tensor, axis: int) -> Tensor:
     return mask.reshape(*mask.shape, *[1] * (like.ndim - axis - mask.ndim))
 
 
+def bits(x: Tensor) -> Tensor:
+    """Return the bits of numbers as integers, those of NaN included."""
+    return x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int16)
+
+
 def token_output(spec: Operation) -> str:
     """Return the name of the first output that has tokens."""
     return next(port.name for port in spec.outputs if port.axes.startswith("B T"))

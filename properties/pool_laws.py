@@ -14,12 +14,11 @@ from oracles.operation import Inputs
 from properties.cases.pool_case import PoolCase
 from properties.common_laws import bytes_of, view
 from properties.far_views import FAR, SPAN, apart, far, far_examples, lacks_far
-from properties.laws import Bench, Blind, Law, Pair, either, examples_of, present, spread, visible
+from properties.laws import Bench, Blind, Law, Pair, bits, either, examples_of, present, spread, visible
 from properties.pool_domain import POOL_VIEWS, PoolDomain, pool_cases
 from properties.pool_histories import earlier_call, histories, history
 from properties.pool_rows import (
     begins_of,
-    bits,
     equal,
     flat,
     judged,

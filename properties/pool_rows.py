@@ -63,11 +63,6 @@ def equal(got: Results, want: Results, meant: dict[str, Tensor], what: str) -> I
         yield f"{name} {what}", only(got[name], mask), only(want[name], mask)
 
 
-def bits(x: Tensor) -> Tensor:
-    """Return the bits of numbers as integers, those of NaN included."""
-    return x.contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16)
-
-
 def shaped(memory: Tensor, pool: Tensor, domain: PoolDomain) -> Tensor:
     """Return memory [..., HV * K * V] as states [..., HV, K, V] in the domain's layout."""
     heads, keys, values = pool.shape[1:]

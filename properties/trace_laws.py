@@ -16,10 +16,10 @@ from oracles.bound import Bound
 from oracles.operation import DTYPES, Inputs
 from properties.cases.trace_case import MOST_SLOTS, TAG_CHANNELS, TraceCase
 from properties.cases.trace_events import Row
-from properties.laws import Blind, Breach, Law, Pair, all_variants, examples_of
+from properties.laws import Blind, Breach, Law, Pair, all_variants, bits, examples_of
 from properties.strategies import Example
 from properties.trace_domain import TraceDomain, trace_cases
-from properties.trace_play import Moment, Played, Slot, TraceBench, bits, named, play
+from properties.trace_play import Moment, Played, Slot, TraceBench, named, play
 
 OTHERS = ("drafts", "padding", "free")
 HISTORIES = ("others", "turns", "again", "refill", "refused")

@@ -4,14 +4,13 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from oracles.bound import Bound
 from oracles.operation import Inputs
 from properties.cases.trace_case import Batch, Sizes, TraceCase
 from properties.cases.trace_events import Step
-from properties.laws import Breach
+from properties.laws import Breach, bits
 from properties.trace_domain import TraceDomain
 
 
@@ -36,8 +35,8 @@ class Played(Protocol):
     def scratch(self) -> Sequence[int]:
         """Return the slots that requests have beside their own."""
 
-    def contents(self, owners: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
-        """Return the state and the window of each owner, a request or a snapshot."""
+    def copies(self, owners: Sequence[str], slots: Sequence[int]) -> "list[Slot]":
+        """Return copies, on the CPU, of what each owner (a request or a snapshot) has, and then of what slots hold."""
 
     def admit(self, requests: Sequence[str]) -> None:
         """Give new requests slots."""
@@ -143,8 +142,7 @@ def play(
         before(engine)
     _fill(engine, case, _idle(engine, engine.slots()), other)
     for step in case.plan:
-        slots = engine.slots()
-        was, idle = _owners(engine, slots), _contents(engine, _idle(engine, slots))
+        was, idle = _look(engine, engine.slots())
         outputs = dict[int, Tensor]()
         if step.rows:
             engine.admit([row.request for row in step.rows if row.begins])
@@ -160,10 +158,9 @@ def play(
             _change(engine, step)
         slots = dict(engine.slots())
         check_owners(slots, step, case)
-        left = _idle(engine, slots)
-        after = _contents(engine, left)
-        still = {slot: (idle[slot], after[slot]) for slot in left if slot in idle}
-        yield Moment(step, outputs, was, _owners(engine, slots), slots, still)
+        now, left = _look(engine, slots)
+        still = {slot: (idle[slot], after) for slot, after in left.items() if slot in idle}
+        yield Moment(step, outputs, was, now, slots, still)
         if case.free != "old":
             _fill(engine, case, [slot for slot in left if slot not in idle], other)
 
@@ -214,11 +211,6 @@ def owners_after(case: TraceCase, last: Step) -> set[str]:
     return here
 
 
-def bits(x: Tensor) -> Tensor:
-    """Return the bits of numbers as whole numbers, those of NaN included."""
-    return x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int16)
-
-
 def named(owner: str) -> str:
     """Return an owner in words."""
     return f"request {owner[0]}'s snapshot" if owner.endswith("@") else f"request {owner}"
@@ -233,26 +225,12 @@ def _idle(engine: Played, slots: Mapping[str, int]) -> list[int]:
 def _fill(engine: Played, case: TraceCase, slots: Sequence[int], other: Collection[str]) -> None:
     """Fill slots that nobody owns."""
     for pool in (engine.states, engine.windows) if slots else ():
-        pool[list(slots)] = case.filled(pool, other=int("free" in other))[list(slots)]
+        for slot, numbers in zip(slots, case.filled(pool, slots, other=int("free" in other)), strict=True):
+            pool[slot] = numbers
 
 
-def _owners(engine: Played, slots: Mapping[str, int]) -> dict[str, Slot]:
-    return dict(zip(slots, _copies(engine.contents([*slots])), strict=True))
-
-
-def _contents(engine: Played, slots: Sequence[int]) -> dict[int, Slot]:
-    return dict(zip(slots, _copies([(engine.states[slot], engine.windows[slot]) for slot in slots]), strict=True))
-
-
-def _copies(contents: Sequence[tuple[Tensor, Tensor]]) -> list[Slot]:
-    """Return copies of states and windows on the CPU, where laws compare. All states are copied in one step if they are alike."""
-
-    def copied(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        if len({(x.dtype, x.device, x.shape) for x in tensors}) > 1:
-            return [x.detach().to("cpu", copy=True) for x in tensors]
-        return torch.stack([x.detach() for x in tensors]).cpu().unbind()
-
-    if not contents:
-        return []
-    states, windows = zip(*contents, strict=True)
-    return [Slot(state, window) for state, window in zip(copied(states), copied(windows), strict=True)]
+def _look(engine: Played, slots: Mapping[str, int]) -> tuple[dict[str, Slot], dict[int, Slot]]:
+    """Return what every owner has, and what every slot holds that nobody owns, copied to the CPU, where laws compare."""
+    idle = _idle(engine, slots)
+    copies = engine.copies([*slots], idle)
+    return dict(zip(slots, copies, strict=False)), dict(zip(idle, copies[len(slots) :], strict=True))

@@ -317,16 +317,22 @@ class TraceCase(Line):
             return f"the tag of {owner} rejected draft {token} in event {event}{head}"
         return f"the tag of a padding row's token {token} in event {event}{head}"
 
-    def filled(self, x: Tensor, *, other: int = 0) -> Tensor:
-        """Return what slots of the pool x hold if nobody owns them: zeros, random numbers or NaN of many bit patterns."""
+    def filled(self, pool: Tensor, slots: Sequence[int] | None = None, *, other: int = 0) -> Tensor:
+        """Return what some slots of a pool, or all, hold if nobody owns them: zeros, random numbers or NaN of many bit patterns."""
+        slots = range(len(pool)) if slots is None else slots
+        shape = (len(slots), *pool.shape[1:])
         if self.free == "zero" and not other:
-            return torch.zeros_like(x)
-        numbers = self._integers("free", x.numel(), other).reshape(x.shape).to(x.device)
+            return torch.zeros(shape, dtype=pool.dtype, device=pool.device)
+        size = math.prod(shape[1:])
+        places = torch.tensor(slots).unsqueeze(-1) * size + torch.arange(size)
+        numbers = integers((places.flatten(), self._key("free", other), 64))[0].reshape(shape)
         if self.free == "nan" and not other:  # quiet NaN of either sign, because a copy keeps their bits
-            quiet, payload, sign, whole = _QUIET_NAN[x.dtype]
+            quiet, payload, sign, whole = _QUIET_NAN[pool.dtype]
             bits = quiet | (numbers & (2**payload - 1))
-            return torch.where(numbers < 0, bits - sign, bits).to(whole).view(x.dtype)
-        return ((numbers >> 40).float() * 2.0**-20).to(x.dtype)  # uniform in [-8, 8)
+            held = torch.where(numbers < 0, bits - sign, bits).to(whole).view(pool.dtype)
+        else:
+            held = ((numbers >> 40).float() * 2.0**-20).to(pool.dtype)  # uniform in [-8, 8)
+        return held.to(pool.device, non_blocking=True)
 
     def _uniform(self, kind: str, count: int, *numbers: int) -> Tensor:
         """Return `count` numbers in [-1, 1) with 24 bits."""

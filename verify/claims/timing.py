@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from verify.gpu import device as devices
+
 Call = Callable[[], object]
-FIRST_LEAD_MS, MOST_LEAD_MS, CYCLES_PER_MS = 3.0, 8.0, 2e6  # no GPU's clock is much faster than 2 GHz
+FIRST_LEAD_MS, MOST_LEAD_MS = 3.0, 8.0
 FLUSH_BYTES = 2**28  # more than any GPU's L2 cache holds, so that a call reads from memory, as in a model
 
 
@@ -106,7 +108,7 @@ class DeviceClock(Clock):
         for call in calls:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.flushed.zero_()
-            torch.cuda._sleep(int(CYCLES_PER_MS * min(leads_ms.get(call, FIRST_LEAD_MS), MOST_LEAD_MS)))
+            devices.hold(min(leads_ms.get(call, FIRST_LEAD_MS), MOST_LEAD_MS))
             self.ahead()
             start.record()
             began = time.perf_counter()

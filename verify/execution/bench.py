@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 TIMES = 3  # how often calls run at the same time
-HOLD = 100_000_000  # cycles for which a GPU waits until calls on several streams are launched: about 55 ms
+HOLD_MS = 50.0  # for which a GPU waits, so that calls on several streams are launched before the first one runs
 
 
 class Timed:
@@ -254,9 +254,9 @@ class AdapterBench(Timed):
         """
         specs = [self._contract(inputs) for inputs, _ in calls]
         calls = [(self._with_options(inputs, self.adapter), cotangents) for inputs, cotangents in calls]
-        run = self._on_streams if streams else self._in_threads
+        run, warm_up = (self._on_streams, 1) if streams else (self._in_threads, 0)
         turns = [
-            [(self.adapter, spec, self._fresh(spec, inputs), cotangents) for _ in range(TIMES + streams)]
+            [(self.adapter, spec, self._fresh(spec, inputs), cotangents) for _ in range(TIMES + warm_up)]
             for spec, (inputs, cotangents) in zip(specs, calls, strict=True)
         ]
         shared = any(_shares_a_slot(inputs) for inputs, _ in calls)
@@ -301,7 +301,7 @@ class AdapterBench(Timed):
         devices.settle(self.device)
         results: list[tuple[int, Results]] = []
         current, streams = torch.cuda.current_stream(), _two_streams()
-        torch.cuda._sleep(HOLD)
+        devices.hold(HOLD_MS)
         for stream in streams:
             stream.wait_stream(current)
         try:

@@ -92,12 +92,15 @@ class Copies(Generic[Name]):
     def changed(self) -> list[Name]:
         """The names of tensors whose shape or numbers have changed. NaN counts as equal to NaN, and 0 to -0."""
         with devices.default("cpu"):
-            if all(x.shape == self._shapes[name] for name, x in self._tensors.items()):
-                differ = [(_bits(self._joined(names)) != _bits(before)).any() for names, before in self._groups]
-                places = {flag.device for flag in differ}  # one wait for each device
-                if not any(bool(torch.stack([flag for flag in differ if flag.device == at]).any()) for at in places):
-                    return []
+            if not _any_changed(self):
+                return []
             return [name for name, x in self._tensors.items() if _differs(x.detach(), self[name])]
+
+    def flags(self) -> list[Tensor]:
+        """Scalars, still on their devices, of which one is true if a tensor may have changed."""
+        if any(x.shape != self._shapes[name] for name, x in self._tensors.items()):
+            return [torch.tensor(True)]
+        return [(_bits(self._joined(names)) != _bits(before)).any() for names, before in self._groups]
 
 
 class Guards:
@@ -135,9 +138,19 @@ class Guards:
             for start in spans:
                 memory.INNER.pop(start, None)
 
-    def written(self) -> list[str]:
-        """Return the names of the tensors whose guards were written."""
-        return list(dict.fromkeys(name for name, _ in self._guards.changed()))
+    def written(self, *others: "Guards") -> list[str]:
+        """Return the names of the tensors whose guards were written, those of `others` included. On a GPU we wait once for all."""
+        copies = [guards._guards for guards in (self, *others)]
+        with devices.default("cpu"):
+            if not _any_changed(*copies):
+                return []
+        return list(dict.fromkeys(name for copy in copies for name, _ in copy.changed()))
+
+
+def _any_changed(*copies: Copies[Any]) -> bool:
+    """Whether any of the copied tensors may have changed. We wait once for each device."""
+    flags = [flag for copy in copies for flag in copy.flags()]
+    return any(bool(torch.stack([flag for flag in flags if flag.device == at]).any()) for at in {flag.device for flag in flags})
 
 
 def _between(x: Tensor, guards: dict[tuple[torch.device, torch.dtype], Tensor]) -> Tensor | None:

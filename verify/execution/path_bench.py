@@ -174,7 +174,7 @@ class RankBench(Timed):
         results = {output: y}
         for name in copies.changed():
             self.impure.append(Finding(name, FailureKind.INPUT_CHANGED, "was changed by the call"))
-        for name in [*call.guards[0].written(), *call.guards[1].written()]:
+        for name in call.guards[0].written(call.guards[1]):
             self.impure.append(
                 Finding(f"memory around {name or f'd{output}'}", FailureKind.INPUT_CHANGED, "was changed by the call")
             )

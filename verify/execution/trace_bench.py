@@ -15,6 +15,7 @@ from oracles.operation import Inputs
 from oracles.serving import SERVING
 from properties.cases.trace_case import Batch, Sizes, TraceCase
 from properties.trace_domain import TraceDomain
+from properties.trace_play import Slot
 from verify.adapters.base import Engine, TraceAdapter
 from verify.execution import recorder
 from verify.execution.bench import Timed
@@ -54,7 +55,7 @@ class TraceBench(Timed):
 
         With `buffers`, parameters and batches are in tensors that are kept there, those of one shape in the same tensors.
         """
-        moved = {name: getattr(sizes, name).to(self.device) for name in ("weight", "A_log", "dt_bias")}
+        moved = {name: getattr(sizes, name).to(self.device, non_blocking=True) for name in ("weight", "A_log", "dt_bias")}
         guards = self.guarded(moved, buffers)
         sizes = dataclasses.replace(sizes, weight=guards["weight"], A_log=guards["A_log"], dt_bias=guards["dt_bias"])
         return Guarded(self, self.call("open", self.adapter.open, sizes), sizes, guards, buffers)
@@ -160,23 +161,22 @@ class Guarded:
         slots: Sequence[int] = self.bench.call("scratch", self.engine.scratch)
         return slots
 
-    def contents(self, owners: Sequence[str]) -> list[tuple[Tensor, Tensor]]:
-        """The state and the window of each owner. AdapterFault for another shape."""
-        sizes = self.sizes
+    def copies(self, owners: Sequence[str], slots: Sequence[int]) -> list[Slot]:
+        """Copies, on the CPU, of what each owner has and of what slots hold. AdapterFault for another shape of an owner's."""
+        return self.bench.call("contents", self._copies, owners, slots) if owners or slots else []
+
+    def _copies(self, owners: Sequence[str], slots: Sequence[int]) -> list[Slot]:
+        sizes, found = self.sizes, list[Tensor]()
         layer = (sizes.value_heads, sizes.key_dim, sizes.value_dim)
-        found = list[tuple[Tensor, Tensor]]()
-        if owners:
-            self.bench.call("contents", lambda: found.extend(map(self._copied, owners)))
-        for state, window in found:
+        for owner in owners:
+            state, window = self.engine.contents(owner)
             for name, x, shape in (("state", state, layer), ("window", window, (sizes.channels, sizes.width - 1))):
                 if tuple(x.shape) != shape:
                     raise AdapterFault(f"{name} of contents", FailureKind.SHAPE, f"has shape {tuple(x.shape)}, must have {shape}")
-        return found
-
-    def _copied(self, owner: str) -> tuple[Tensor, Tensor]:
-        """Copy what an owner has at once: an engine may return the same tensors for every owner."""
-        state, window = self.engine.contents(owner)
-        return state.clone(), window.clone()
+                found.append(x.detach().clone())  # at once: an engine may return the same tensors for every owner
+        found += [pool[slot].detach() for slot in slots for pool in (self.states, self.windows)]
+        copied = iter(on_cpu(found))
+        return [Slot(state, window) for state, window in zip(copied, copied, strict=True)]
 
     def admit(self, requests: Sequence[str]) -> None:
         """Give new requests slots."""
@@ -221,13 +221,13 @@ class Guarded:
 
     def _rows(self, name: str, batch: Batch) -> Tensor:
         """Call the engine with a batch and check the outputs. AdapterFault for another type, shape or dtype."""
-        tensors = {key: getattr(batch, key).to(self.bench.device) for key in ("mixed", "a", "b")}
+        tensors = {key: getattr(batch, key).to(self.bench.device, non_blocking=True) for key in ("mixed", "a", "b")}
         guards = self.bench.guarded(tensors, self.buffers)
         self.bench.padding_rows = batch.real.count(False) if self.sizes.padding_slot >= 0 else 0
         batch = dataclasses.replace(batch, mixed=guards["mixed"], a=guards["a"], b=guards["b"])
         with guards.known(), self.guards.known():
             o = self.bench.call(name, getattr(self.engine, name), batch)
-        for key in [*guards.written(), *self.guards.written()]:
+        for key in guards.written(self.guards):
             raise AdapterFault(f"memory around {key} of {name}", FailureKind.INPUT_CHANGED, "was changed by the call")
         shape = (sum(batch.lengths), self.sizes.value_heads, self.sizes.value_dim)
         if not isinstance(o, Tensor):
@@ -237,6 +237,21 @@ class Guarded:
         if o.dtype != self.sizes.dtype:
             raise AdapterFault(f"o of {name}", FailureKind.DTYPE, f"has dtype {o.dtype}, must have {self.sizes.dtype}")
         return o.detach().to("cpu", copy=True)
+
+
+def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies on the CPU. All that is on a GPU is copied as one block of bytes, because each copy waits for the GPU."""
+    copies: dict[int, Tensor] = {}
+    for device in {x.device for x in tensors}:
+        there = [(place, x) for place, x in enumerate(tensors) if x.device == device]
+        if device.type == "cpu":
+            copies |= {place: x.clone() for place, x in there}
+            continue
+        there.sort(key=lambda item: -item[1].element_size())  # a number begins at a multiple of its size
+        block = torch.cat([x.contiguous().flatten().view(torch.uint8) for _, x in there]).cpu()
+        parts = block.split([x.numel() * x.element_size() for _, x in there])
+        copies |= {place: part.view(x.dtype).view(x.shape) for (place, x), part in zip(there, parts, strict=True)}
+    return [copies[place] for place in range(len(tensors))]
 
 
 def place_of(name: str, flat: int, shape: torch.Size) -> str:

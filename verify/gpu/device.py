@@ -10,6 +10,7 @@ from verify.process.worker import NO_GPU
 
 DEVICES = ("cpu", "cuda")
 KEPT = 2**32  # bytes
+CYCLES_PER_MS = 2e6  # no GPU's clock is much faster than 2 GHz
 
 
 def gpus() -> int:
@@ -55,6 +56,11 @@ def settle(device: str) -> None:
     """Wait for all launches, so that their errors are raised here."""
     if device != "cpu":
         torch.get_device_module(device).synchronize()
+
+
+def hold(milliseconds: float) -> None:
+    """Let the current stream of the GPU wait for this time or longer, and return at once."""
+    torch.cuda._sleep(int(CYCLES_PER_MS * milliseconds))
 
 
 def lost(device: str) -> str | None:
