@@ -18,12 +18,14 @@ on the way to the row.
 
 A few runs may all have small errors by chance, and where equal values have equal errors, pooling rows does not help. If an error
 exceeds `allowed` by less than the factor CLEAR, the judge therefore takes the tolerance from more runs (first 16, then 64: MORE)
-before it calls the row broken. Where operands are coarser than float32, these come with one more run for each COARSE runs, which
-rounds to one bit less. Errors that grow in proportion double there, and half of the double is sigma again. Errors that amplify each
-other, as those of a chunk's transition do from chunk to chunk, grow four times or more. The distribution of errors then has tails
-that sigma of the ordinary runs does not show, so `mean_square` is the larger of both estimates. After several chunks a few runs may
-miss the tails altogether: if rounding turns a transition that should be 0 into 1.5, later chunks multiply errors by powers of it,
-and few runs may happen to have small errors only. In such calls no error is clearly broken by RUNS runs alone (`Bound.clear`).
+before it calls the row broken. After 16 runs the factor is CLEAR_OF_MORE, because tolerances grow less from 16 to 64 runs
+(docs/explanation/rounding.md has the measurement). Where operands are coarser than float32, these come with one more run for each
+COARSE runs, which rounds to one bit less. Errors that grow in proportion double there, and half of the double is sigma again.
+Errors that amplify each other, as those of a chunk's transition do from chunk to chunk, grow four times or more. The distribution
+of errors then has tails that sigma of the ordinary runs does not show, so `mean_square` is the larger of both estimates. After
+several chunks a few runs may miss the tails altogether: if rounding turns a transition that should be 0 into 1.5, later chunks
+multiply errors by powers of it, and few runs may happen to have small errors only. In such calls no error is clearly broken by RUNS
+runs alone (`Bound.clear`).
 
 On a CPU, and for large calls on a GPU, the runs dominate the cost. There the judge may compute one of the RUNS runs first, then
 two, and all of them only if an error is above what the fewer runs guarantee (`Bound.sure`). The verdict is always that of RUNS
@@ -52,7 +54,7 @@ from oracles.rounding import BITS, EXACT, FP16_STEP, SINGLE, Arithmetic
 RUNS = 4
 MORE = (4 * RUNS, 16 * RUNS)
 COARSE = 4
-CLEAR = 30.0
+CLEAR, CLEAR_OF_MORE = 30.0, 12.0
 AMPLIFIED, CLEARLY = 128, 1000.0  # longer sequences may amplify errors; then CLEARLY replaces CLEAR, and needs MORE runs
 LOOKS = (1, 2)  # how many of the RUNS runs may be judged before all of them
 ANY = 1e200  # the tolerance of a row whose value means nothing: every finite number is within it, NaN is not
@@ -325,7 +327,8 @@ class _Disturbed:
                 result[name] = torch.maximum(allowed, result[name]) if name in result else allowed
         sure = (runs / self.runs) ** 0.5 if count in LOOKS else 1.0
         self.done = count
-        clear = CLEAR if not self.amplifies else CLEARLY if count in MORE else math.inf
+        few, more = (math.inf, CLEARLY) if self.amplifies else (CLEAR, CLEAR_OF_MORE)
+        clear = more if count in MORE else few
         for name in self.operation.unjudged.keys() & result.keys():
             free = self.operation.unjudged[name](self.inputs)
             result[name] = result[name].masked_fill(free if self.ports[name].scalar_rows else free.any(-1), ANY)

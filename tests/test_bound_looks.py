@@ -26,6 +26,7 @@ from tests import right
 from tests.over_bounds import answered
 from tests.right_rules import TokenByToken
 from verify.execution.judge import Judgement, judge, where
+from verify.process.outcome import Finding
 from verify.zoo.base import Chunkwise
 
 MODES = st.sampled_from(
@@ -199,8 +200,8 @@ def test_after_several_chunks_nothing_is_clear_from_few_runs(monkeypatch: pytest
     [
         ("lengths=129 dtype=bf16", {4: math.inf, 16: bound.CLEARLY, 64: bound.CLEARLY}),
         ("lengths=3+0+130 packed=yes dtype=fp16", {4: math.inf, 16: bound.CLEARLY}),
-        ("lengths=128 dtype=bf16", {4: bound.CLEAR, 16: bound.CLEAR}),
-        ("lengths=200 dtype=fp32", {4: bound.CLEAR, 16: bound.CLEAR}),
+        ("lengths=128 dtype=bf16", {4: bound.CLEAR, 16: bound.CLEAR_OF_MORE}),
+        ("lengths=200 dtype=fp32", {4: bound.CLEAR, 16: bound.CLEAR_OF_MORE}),
     ],
 )
 @pytest.mark.slow
@@ -208,7 +209,7 @@ def test_how_far_over_is_clear(words: str, counts: dict[int, float]) -> None:
     case = Case.parse(f"{words} key_dim=2 value_dim=2")
     for count, clear in counts.items():
         one = bounds(case.spec, case.inputs(), None, "chunkwise", first=count)["o"]
-        assert (one.clear, one.at(0).clear, one.plus(Bound(one.value, one.allowed)).clear) == (clear, clear, clear)
+        assert (one.clear, one.at(0).clear, one.plus(one).clear) == (clear, clear, clear)
 
 
 @pytest.mark.parametrize("first", [0, 3, 8, True, 1.5, "1"])
@@ -337,14 +338,13 @@ def test_the_judge_looks_no_further_where_an_output_is_excused(
 @pytest.mark.parametrize(
     ("sure", "excused", "asked"),
     [
-        (1.0, {}, [[False, True, True, True]]),
-        (1.0, {"o": 2.0}, [[False, False, True, True]]),  # the second is excused, whatever more runs allow it
-        (0.5, {"o": 2.0}, [[True, True, True, True], [False, False, True, True]]),  # until all runs are made nobody is
+        (1.0, {}, [[False, False, False, True]]),
+        (1.0, {"o": 2.0}, [[False, False, False, True]]),
+        (0.5, {"o": 2.0}, [[True, True, True, True], [False, False, False, True]]),  # until all runs are made nobody is excused
+        (1.0, {"o": 50.0}, []),  # every row is excused, whatever more runs allow it
     ],
 )
-def test_of_an_excused_output_rows_beyond_that_are_asked_about(
-    sure: float, excused: dict[str, float], asked: list[list[bool]]
-) -> None:
+def test_the_worst_row_is_asked_about_unless_it_is_excused(sure: float, excused: dict[str, float], asked: list[list[bool]]) -> None:
     seen: list[list[bool]] = []
     errors = torch.tensor([0.6, 1.5, 2.5, 40.0])
 
@@ -357,7 +357,60 @@ def test_of_an_excused_output_rows_beyond_that_are_asked_about(
     limit = Bound(torch.zeros(4, 1), torch.ones(4), finer=finer, sure=sure, clear=100.0)
     (finding,) = judge([("o", errors.unsqueeze(-1), limit)], lambda *_: "", excused).findings
     assert seen == asked
-    assert (finding.rows_over, round(finding.error)) == (2, 40)
+    assert (finding.rows_over, round(finding.error)) == (2 if asked else 3, 40)
+
+
+class InTwoParts:
+    """Bounds of four rows: the tolerances of RUNS runs, and those of more. Rows 0 and 1 are one part, 2 and 3 the other."""
+
+    def __init__(self, *levels: list[float]) -> None:
+        self.levels, self.asked = levels, list[tuple[int, list[int]]]()
+
+    def bound(self, level: int = 0, allowed: Tensor | None = None) -> Bound:
+        def finer(over: Tensor | None = None) -> Bound:
+            assert over is not None
+            rows = over.nonzero().flatten().tolist()
+            self.asked.append((level + 1, rows))
+            known, later = now.clone(), torch.tensor(self.levels[level + 1])
+            for first in {row // 2 * 2 for row in rows}:
+                known[first : first + 2] = later[first : first + 2]
+            return self.bound(level + 1, known)
+
+        now = torch.tensor(self.levels[0]) if allowed is None else allowed
+        return Bound(torch.zeros(4, 1), now, finer=finer if level + 1 < len(self.levels) else None)
+
+    def judged(self, *errors: float, excused: float = 0.0) -> tuple[list[Finding], float]:
+        judgement = judge([("o", torch.tensor(errors).unsqueeze(-1), self.bound())], lambda *_: "", {"o": excused})
+        return judgement.findings, judgement.ratios["o"]
+
+
+def test_one_part_is_enough_for_an_output_that_is_broken() -> None:
+    limits = InTwoParts([1.0, 1.0, 1.0, 1.0], [1.5, 1.5, 1.5, 1.5], [2.5, 2.0, 9.0, 9.0])
+    (finding,), ratio = limits.judged(6.0, 1.8, 4.0, 1.2)
+    assert limits.asked == [(1, [0]), (2, [0, 1])], "nothing is asked of the part of rows 2 and 3"
+    assert (finding.error, finding.allowed, finding.rows_over) == (6.0, 2.5, 3)
+    assert ratio == pytest.approx(6.0 / 2.5)
+
+
+def test_a_part_that_is_within_its_tolerance_hides_no_other_part() -> None:
+    limits = InTwoParts([1.0, 1.0, 1.0, 1.0], [4.0, 3.0, 1.05, 1.1])
+    (finding,), ratio = limits.judged(3.0, 2.0, 1.2, 1.25)
+    assert limits.asked == [(1, [0]), (1, [3])]
+    assert (finding.error, finding.rows_over, ratio) == (pytest.approx(1.2), 2, pytest.approx(1.2 / 1.05)), "the worst of its part"
+
+
+def test_a_part_of_an_excused_output_hides_no_other_part() -> None:
+    limits = InTwoParts([1.0, 1.0, 1.0, 1.0], [1.5, 1.0, 1.0, 1.0])
+    (finding,), ratio = limits.judged(2.9, 1.0, 2.5, 1.0, excused=2.0)
+    assert limits.asked == [(1, [0]), (1, [2])]
+    assert (finding.error, ratio, finding.rows_over) == (2.5, pytest.approx(2.5), 2)
+
+
+def test_what_more_runs_allow_holds_in_every_part() -> None:
+    limits = InTwoParts([1.0, 1.0, 1.0, 1.0], [2.0, 2.0, 1.2, 2.0], [0.5, 0.5, 1.5, 2.0])
+    findings, ratio = limits.judged(1.6, 1.7, 1.4, 1.0)
+    assert limits.asked == [(1, [1]), (1, [2]), (2, [2])], "16 runs allow rows 0 and 1, so 64 are not asked of them"
+    assert (findings, ratio) == ([], pytest.approx(1.4 / 1.5))
 
 
 def test_sums_of_bounds_look_further_where_they_are_least_sure() -> None:

@@ -19,6 +19,7 @@ from properties.books import book_of
 from properties.path_domain import PathDomain
 from properties.path_laws import PATH_LAWS
 from properties.strategies import Example
+from properties.trace_laws import TRACE_LAWS
 from tests import right, standin
 from verify.adapters.loader import AdapterError
 from verify.engine.drawing import seeded
@@ -422,6 +423,7 @@ RIGHT: dict[str, Any] = {
     "pool_beside": on_device(right.Gathered),
     "layer": on_device(base.Layered),
     PATH: torch_only(type(adapter_of("gdn/layer"))),
+    "traces": adapter_of("gdn/pool"),
 }
 LEFT_OUT = ""
 try:
@@ -447,6 +449,7 @@ ONCE = (
     "heads",
     "blocks",
     "scaled",
+    *TRACE_LAWS,
 )
 PAIRS = [
     (name, law.name)

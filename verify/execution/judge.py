@@ -150,8 +150,8 @@ def _as_numbers(got: Tensor, truth: Tensor) -> Tensor:
 def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: float) -> tuple[Finding | None, int, float | None]:
     """Judge an output by its bound. Returns a finding or None, the number of rows, and the largest error over its tolerance.
 
-    While an error is near the tolerance, or the bound comes from fewer runs than the verdict needs, the bound is replaced by a
-    finer one. Errors up to `spared` times the tolerance need none beyond those runs.
+    While the bound comes from fewer runs than the verdict needs, it is replaced by a finer one. Then `_examined` decides. Errors up
+    to `spared` times the tolerance need no runs beyond those.
     """
     wide, want = got.detach().double(), bound.value
     error = _errors(got, bound)
@@ -160,11 +160,11 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: floa
     if not bool(want.isfinite().all() and bound.allowed.isfinite().all()):
         raise ArithmeticError(f"the truth of {name}, or its bound, is not finite")  # our own failure, not one of the implementation
     ratio = _over(error, bound)
-    while bound.finer is not None and (most := float(ratio.max())) > bound.sure and (spared < most < bound.clear or bound.sure < 1):
-        bound = bound.finer(ratio > max(bound.sure, spared if bound.sure == 1 else 0.0))
+    while bound.finer is not None and bound.sure < 1 and float(ratio.max()) > bound.sure:
+        bound = bound.finer(ratio > bound.sure)
         ratio = _over(error, bound)
+    worst, ratio, bound = _examined(error, bound, max(1.0, spared))
     over = ratio > 1
-    worst = int(ratio.argmax())
     if not bool(over.any()):
         return None, error.numel(), float(ratio.flatten()[worst])
     first = int(over.flatten().nonzero()[0])
@@ -184,6 +184,32 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: floa
         _some(want, worst, error.ndim),
     )
     return finding, error.numel(), float(ratio.flatten()[worst])
+
+
+def _examined(error: Tensor, bound: Bound, most: float) -> tuple[int, Tensor, Bound]:
+    """Take the bound from more runs where an error is more than `most` times its tolerance, until one stays so or none is left.
+
+    A finer bound replaces the tolerances of a part of the call, at least that of the row we ask about. We begin with the part of
+    the worst row. If a row of it is over in the end, the output is broken, and the others may keep the tolerance of fewer runs.
+
+    Returns the row of the largest error over its tolerance, each row's error over its tolerance, and the bound. If an output is
+    broken, the row is one of the part that was examined.
+    """
+    ratio, allowed = _over(error, bound), bound.allowed
+    seen = torch.zeros(ratio.shape, dtype=torch.bool, device=ratio.device)
+    while bound.finer is not None and bool((ratio.masked_fill(seen, 0.0) > most).any()):
+        part = torch.zeros_like(seen)
+        part.view(-1)[ratio.masked_fill(seen, 0.0).argmax()] = True
+        fine, ratios = bound, ratio
+        while fine.finer is not None and most < float(ratios[part].max()) < fine.clear:
+            fine = fine.finer(part & (ratios > most))
+            part |= (fine.allowed != bound.allowed) & ~seen
+            ratios = _over(error, fine)
+        ratio, allowed = torch.where(part, ratios, ratio), torch.where(part, fine.allowed, allowed)
+        if float(ratio[part].max()) > most:
+            return int(ratio.masked_fill(~part, -1.0).argmax()), ratio, dataclasses.replace(bound, allowed=allowed)
+        seen |= part
+    return int(ratio.argmax()), ratio, dataclasses.replace(bound, allowed=allowed)
 
 
 def _over(error: Tensor, bound: Bound) -> Tensor:
