@@ -45,10 +45,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from oracles import evaluation
 from oracles.allowance import KAPPA, Rows, allowances
-from oracles.operation import FLOATS, NAMES, Inputs, Operation, Port, checked_tensor, gradient_name, sequences
+from oracles.operation import FLOATS, NAMES, Inputs, Operation, Port, checked_tensor, sequences
 from oracles.parts import Cut, Part
-from oracles.room import fitting
 from oracles.rounding import BITS, EXACT, FP16_STEP, SINGLE, Arithmetic
 
 RUNS = 4
@@ -60,12 +60,6 @@ LOOKS = (1, 2)  # how many of the RUNS runs may be judged before all of them
 ANY = 1e200  # the tolerance of a row whose value means nothing: every finite number is within it, NaN is not
 CHUNKS = (64, 16, 32, 128, 48)  # 48, because all other lengths begin a chunk at every 128th token
 ORIGIN = f"{KAPPA:g} sigma of the disturbed runs"
-_NEAR = 1_500_000  # bytes of the inputs of runs evaluated together on a CPU; with more it waits for memory (measured)
-_WIDE = 9_000_000  # float64 numbers of inputs that a GPU takes at once, in any number of runs
-_FEW, _FEWEST = 8, 4  # runs that a GPU takes at once: _FEW if memory allows, otherwise _FEWEST
-_ROOM = 160_000_000  # float64 numbers of the inputs of _FEW runs: 155 million took 22.2 GiB, of which a segment took 8
-_BYTES = {"half": 8, "single": 12, "recurrent": 20}  # bytes of an input and its results: float32, float64, two halves in float64
-_BATCH = {"cpu": 2**25, "cuda": 2**28}  # float64 numbers of the inputs of a few runs: a larger call is cut into several
 _LARGE = 2**24  # numbers in a call's inputs above which a GPU, too, uses LOOKS and judges parts alone
 
 
@@ -143,7 +137,7 @@ def truth(operation: Operation, inputs: Inputs, cotangents: dict[str, Tensor] | 
     """
     operation.check(inputs)
     _check_cotangents(cotangents)
-    return {name: runs[0] for name, runs in _evaluate(operation, inputs, cotangents, Arithmetic.exact()).items()}
+    return {name: runs[0] for name, runs in evaluation.evaluate(operation, inputs, cotangents, Arithmetic.exact()).items()}
 
 
 def bounds(
@@ -184,9 +178,10 @@ def bounds(
     operation.check(inputs)
     _check_cotangents(cotangents)
     dtypes = {kind: _dtype(operation, inputs, kind) for kind in ("input", "gate", "state", "parameter")}
-    inputs, cotangents = _wide(operation, inputs), cotangents and {name: _dense(tensor) for name, tensor in cotangents.items()}
+    inputs = evaluation.wide(operation, inputs)
+    cotangents = cotangents and {name: evaluation.dense(tensor) for name, tensor in cotangents.items()}
     if shared_bounds is None:
-        exact = {name: runs[0] for name, runs in _evaluate(operation, inputs, cotangents, Arithmetic.exact()).items()}
+        exact = {name: runs[0] for name, runs in evaluation.evaluate(operation, inputs, cotangents, Arithmetic.exact()).items()}
     else:
         exact = {name: bound.value for name, bound in shared_bounds.items()}
     chunks = CHUNKS if algorithm == "chunkwise" and chunk is None else (chunk,)
@@ -201,7 +196,7 @@ def bounds(
     if rounds_products and algorithm == "pointwise":
         plain = dataclasses.replace(plain, term=plain.output)
     make = functools.partial(_Disturbed, operation, dtypes=dtypes, chunks=chunks, plain=plain)
-    sparing = not _on_a_gpu(inputs) or _numbers(operation, inputs) > _LARGE
+    sparing = not evaluation.on_a_gpu(inputs) or evaluation.numbers_of(operation, inputs) > _LARGE
     counts = [count for count in (*(LOOKS if sparing and first is not None else ()), RUNS, *MORE) if count >= (first or RUNS)]
     looks = _Looks(Cut.of(operation, inputs), (inputs, cotangents, exact), make, counts, parts=sparing or shared_bounds is not None)
     return (
@@ -362,15 +357,15 @@ class _Disturbed:
         before, sums = self.sums.get((size, coarse), (0, []))
         if before < runs:
             plain = dataclasses.replace(_coarser(self.plain) if coarse else self.plain, chunk=size, last=self.runs)
-            pieces = _pieces(self.operation, self.inputs, runs - before)
-            once = _at_once(self.inputs, dataclasses.replace(plain, runs=runs - before), pieces)
+            pieces = evaluation.pieces_of(self.operation, self.inputs, runs - before)
+            once = evaluation.at_once(self.inputs, dataclasses.replace(plain, runs=runs - before), pieces)
             arithmetics = [
                 dataclasses.replace(plain, runs=min(once, runs - done), first=done + 1) for done in range(before, runs, once)
             ]
-            calls = zip(*(_slices(self.operation, tensors, pieces) for tensors in self.call), strict=True)
+            calls = zip(*(evaluation.slices(self.operation, tensors, pieces) for tensors in self.call), strict=True)
             parts = [_spread(self.ports, self.operation, x, ct, exact, arithmetics) for x, ct, exact in calls]
             named = zip(self.exact, *parts, strict=True)
-            more = [_joined(self.operation, self.ports[name], list(slices)) for name, *slices in named]
+            more = [evaluation.joined(self.operation, self.ports[name], list(slices)) for name, *slices in named]
             sums = list(torch._foreach_add(sums, more)) if sums else more
             self.sums[size, coarse] = runs, sums
         return list(torch._foreach_mul(sums, 1.0 / runs))
@@ -383,7 +378,7 @@ def _coarser(plain: Arithmetic) -> Arithmetic:
 
 
 def _check_cotangents(cotangents: object) -> None:
-    """Raise ValueError if a cotangent is not a floating-point tensor; `_evaluate` checks the shapes."""
+    """Raise ValueError if a cotangent is not a floating-point tensor; `evaluation.evaluate` checks the shapes."""
     if cotangents is not None and not isinstance(cotangents, dict):
         raise ValueError(f"cotangents must be None or tensors by name, got {type(cotangents).__name__}")
     for name, cotangent in (cotangents or {}).items():
@@ -397,28 +392,6 @@ def _dtype(operation: Operation, inputs: Inputs, kind: str = "input") -> str:
     return min((NAMES.get(tensor.dtype, "fp32") for tensor in tensors), key=lambda name: BITS[name], default="fp32")
 
 
-def _wide(operation: Operation, inputs: Inputs) -> Inputs:
-    """Return the inputs in float64, contiguous, with offsets on the CPU, where reading them does not wait for the GPU."""
-    names = [port.name for port in operation.inputs if inputs.get(port.name) is not None]
-    wide = {name: _dense(inputs[name]) for name in names if inputs[name].is_floating_point()}
-    if (offsets := inputs.get("cu_seqlens")) is not None:
-        wide["cu_seqlens"] = offsets.cpu()
-    return inputs.replaced(**wide)
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """Return a tensor in float64, in the strides of a new tensor, because products over other strides may differ in the last bit.
-
-    Axes of size 1 have these strides too; `contiguous` leaves any there, and a matrix product chooses its order of sums by them.
-    """
-    wide = tensor.double()
-    return (
-        wide
-        if wide.stride() == torch.empty(wide.shape, device="meta").stride()
-        else wide.clone(memory_format=torch.contiguous_format)
-    )
-
-
 def _spread(
     ports: dict[str, Port],
     operation: Operation,
@@ -430,111 +403,9 @@ def _spread(
     """Return each row's squared distance from the truth, summed over the runs of several arithmetics."""
     sums: list[Tensor] = []
     for arithmetic in arithmetics:
-        runs = _evaluate(operation, inputs, cotangents, arithmetic)
+        runs = evaluation.evaluate(operation, inputs, cotangents, arithmetic)
         off = [runs[name] - value for name, value in exact.items()]
         torch._foreach_mul_(off, off)
         squares = [x.sum((0,) if ports[name].scalar_rows else (0, -1)) for name, x in zip(exact, off, strict=True)]
         sums = list(torch._foreach_add(sums, squares)) if sums else squares
     return sums
-
-
-def _device(inputs: Inputs) -> torch.device:
-    return next(x.device for x in inputs.values() if isinstance(x, Tensor))
-
-
-def _on_a_gpu(inputs: Inputs) -> bool:
-    return _device(inputs).type != "cpu"
-
-
-def _at_once(inputs: Inputs, plain: Arithmetic, pieces: int) -> int:
-    """Return how many runs to evaluate together: what stays in a CPU's cache, or what a GPU has memory for."""
-    tensors = [x for x in inputs.values() if isinstance(x, Tensor)]
-    numbers = max(1, (sum(x.numel() for x in tensors) + _of_columns(inputs)) // pieces)
-    if _on_a_gpu(inputs):
-        most = max(_WIDE // numbers, _FEW if _FEW * numbers <= fitting(_ROOM, _device(inputs)) else _FEWEST)
-    else:
-        most = _NEAR // (_BYTES[_kind(plain)] * numbers)
-    return max((count for count in range(1, min(plain.runs, most) + 1) if plain.runs % count == 0), default=1)
-
-
-def _kind(plain: Arithmetic) -> str:
-    """Return the key into _BYTES: chunkwise runs are computed in float32 if operands are coarser than that, else in float64."""
-    return "recurrent" if plain.algorithm == "recurrent" else "half" if plain.narrow else "single"
-
-
-def _numbers(operation: Operation, inputs: Inputs) -> int:
-    """Return how many numbers the inputs of a call have, together with those of `_of_columns`."""
-    numbers: int = sum(inputs[port.name].numel() for port in operation.inputs if inputs.get(port.name) is not None)
-    return numbers + _of_columns(inputs)
-
-
-def _of_columns(inputs: Inputs) -> int:
-    """Return how many numbers a call with gv has in addition, because each value channel becomes a head (oracles/gated_delta.py).
-
-    Each of these heads has q, k and a decay of K channels, and one channel of v and beta.
-    """
-    return 0 if (gv := inputs.get("gv")) is None else int(gv.numel()) * (3 * inputs.k.shape[-1] + 2)
-
-
-def _pieces(operation: Operation, inputs: Inputs, runs: int) -> int:
-    """Return the least number of calls to cut a call into so that the inputs of a few runs stay within _BATCH numbers each.
-
-    Cuts are along the operation's parallel axes.
-    """
-    sizes = operation.sizes(inputs)
-    most = math.gcd(*(sizes[axis] for axis in operation.parallel)) if operation.parallel else 1
-    capacity = fitting(_BATCH["cuda" if _on_a_gpu(inputs) else "cpu"], _device(inputs))
-    wanted = min(runs, _FEW) * _numbers(operation, inputs) / capacity
-    return next(count for count in range(1, most + 1) if most % count == 0 and (count >= wanted or count == most))
-
-
-def _slices(operation: Operation, tensors: Any, pieces: int) -> list[Any]:
-    """Cut inputs, or tensors by name, along the operation's parallel axes; a tensor without these axes goes into every piece."""
-    if tensors is None or pieces == 1:
-        return [tensors] * pieces
-    ports = {port.name: port for port in (*operation.inputs, *operation.outputs, *operation.gradients())}
-    parts: list[dict[str, Any]] = [dict(tensors) for _ in range(pieces)]
-    for name, x in tensors.items():
-        if isinstance(x, Tensor) and name in ports and (axis := _axis(operation, ports[name])) is not None:
-            for part, piece in zip(parts, x.chunk(pieces, axis), strict=True):
-                part[name] = piece
-    return [Inputs(**part) if isinstance(tensors, Inputs) else part for part in parts]
-
-
-def _axis(operation: Operation, port: Port) -> int | None:
-    axes = port.axes.split()
-    return next((axes.index(axis) for axis in operation.parallel if axis in axes), None)
-
-
-def _joined(operation: Operation, port: Port, parts: list[Tensor]) -> Tensor:
-    axis = _axis(operation, port)
-    assert axis is not None or len(parts) == 1, port
-    return parts[0] if axis is None or len(parts) == 1 else torch.cat(parts, axis)
-
-
-def _evaluate(
-    operation: Operation, inputs: Inputs, cotangents: dict[str, Tensor] | None, arithmetic: Arithmetic
-) -> dict[str, Tensor]:
-    """Return every output and gradient with the runs along axis 0, shaped as the tensors of the call."""
-    names = [port.name for port in operation.inputs if inputs.get(port.name) is not None]
-    tensors = {name: x.detach() for name, x in _wide(operation, inputs).items() if name in names}
-    leaves = {name: x.unsqueeze(0).expand(arithmetic.runs, *x.shape) for name, x in tensors.items()}
-    wanted = {name: leaf for name, leaf in leaves.items() if cotangents is not None and leaf.is_floating_point()}
-    for leaf in wanted.values():
-        leaf.requires_grad_()
-    outputs = operation.forward(inputs.replaced(**leaves), arithmetic)
-    result = {name: value.detach() for name, value in outputs.items()}
-    if cotangents is not None:
-        for name, cotangent in cotangents.items():
-            if name not in outputs or cotangent.shape != outputs[name].shape[1:]:
-                wanted_shape = tuple(outputs[name].shape[1:]) if name in outputs else f"one of {', '.join(outputs)}"
-                raise ValueError(f"cotangent of {name} must be {wanted_shape}, got shape {tuple(cotangent.shape)}")
-        tensors = {name: tensor for name, tensor in cotangents.items() if tensor.numel() and outputs[name].requires_grad}
-        targets = [outputs[name] for name in tensors]
-        directions = [_dense(tensor).unsqueeze(0).expand_as(outputs[name]) for name, tensor in tensors.items()]
-        gradients: tuple[Tensor | None, ...] = (None,) * len(wanted)
-        if targets:
-            gradients = torch.autograd.grad(targets, list(wanted.values()), directions, allow_unused=True)
-        for (name, leaf), gradient in zip(wanted.items(), gradients, strict=True):
-            result[gradient_name(name)] = torch.zeros_like(leaf) if gradient is None else gradient
-    return result

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from oracles.bound import _evaluate
+from oracles import evaluation
 from oracles.gated_delta import definition
 from oracles.norm import EPS, l2norm
 from oracles.operation import Inputs, gradient_name, sequences
@@ -90,7 +90,7 @@ def by_definition(inputs: Inputs, cotangents: Results, reading: Reading = RIGHT)
 def form(operation: str, inputs: Inputs, cotangents: Results | None, algorithm: str = "exact", chunk: int | None = None) -> Results:
     """Outputs and gradients of one form of the oracle, in exact arithmetic."""
     arithmetic = dataclasses.replace(Arithmetic.exact(), algorithm=algorithm, chunk=chunk)
-    return {name: runs[0] for name, runs in _evaluate(RULES[operation], inputs, cotangents, arithmetic).items()}
+    return {name: runs[0] for name, runs in evaluation.evaluate(RULES[operation], inputs, cotangents, arithmetic).items()}
 
 
 def of(operation: str, case: Case) -> Case:

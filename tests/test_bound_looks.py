@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles import bound
+from oracles import bound, evaluation
 from oracles.allowance import KAPPA
 from oracles.bound import RUNS, Bound, bounds, truth
 from oracles.operation import Inputs
@@ -60,7 +60,7 @@ def test_all_runs_allow_at_least_what_fewer_are_sure_of(
 ) -> None:
     case = dataclasses.replace(case, operation=operation, **({"in_kernel": "none"} if operation == "delta_rule" else {}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bound, "_NEAR", 1)  # each run alone, as in a look at one: else other products are taken
+        patch.setattr(evaluation, "_NEAR", 1)  # each run alone, as in a look at one: else other products are taken
         plain = bounds(case.spec, case.inputs(), case.cotangents(), *mode)
         *fewer, last = looks(case, *mode, first)
     assert len(fewer) == (2 if first == 1 else 1)
@@ -88,9 +88,9 @@ def test_one_run_or_two_are_sure_of_no_more() -> None:
 
 def test_of_undeclared_chunks_one_size_is_looked_at_first(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case.parse("lengths=40 key_dim=4 value_dim=4 dtype=bf16 gate=64")
-    evaluate, seen = bound._evaluate, []
+    evaluate, seen = evaluation.evaluate, []
     monkeypatch.setattr(
-        bound, "_evaluate", lambda *arguments: seen.append((arguments[-1].chunk, arguments[-1].runs)) or evaluate(*arguments)
+        evaluation, "evaluate", lambda *arguments: seen.append((arguments[-1].chunk, arguments[-1].runs)) or evaluate(*arguments)
     )
     one = bounds(case.spec, case.inputs(), None, "chunkwise", first=1)["o"]
     assert seen[1:] == [(64, 1)]
@@ -130,14 +130,14 @@ def test_a_first_look_of_more_runs_is_the_one_that_fewer_lead_to(first: int) -> 
 @pytest.mark.parametrize(("power", "amplification"), [(1, 1.0), (2, 4.0), (3, 16.0), (0, 1.0)])
 def test_what_a_bit_less_amplifies_counts(power: int, amplification: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors that go by a power of a rounding error, and so are of the size of one here and of 2^power in the coarse runs."""
-    case, evaluate = Case.parse("lengths=1 key_dim=1 value_dim=1 dtype=bf16"), bound._evaluate
+    case, evaluate = Case.parse("lengths=1 key_dim=1 value_dim=1 dtype=bf16"), evaluation.evaluate
 
     def errs(*arguments: Any) -> dict[str, Tensor]:
         exact, rule = evaluate(*arguments[:-1], Arithmetic.exact()), arguments[-1]
         off = 2.0 ** (power * (8 - rule.output)) if rule.rounds else 0.0
         return {name: x.expand(rule.runs, *x.shape[1:]) + off for name, x in exact.items()}
 
-    monkeypatch.setattr(bound, "_evaluate", errs)
+    monkeypatch.setattr(evaluation, "evaluate", errs)
     for first, wanted in ((4, 1.0), (16, amplification), (64, amplification)):
         limit = bounds(case.spec, case.inputs(), None, "chunkwise", first=first)["o"]
         torch.testing.assert_close(limit.allowed, torch.full_like(limit.allowed, KAPPA * wanted**0.5))

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from oracles.bound import Bound, _evaluate, bounds, truth
+from oracles import evaluation
+from oracles.bound import Bound, bounds, truth
 from oracles.decode import DECODE
 from oracles.gated_delta import GATED_DELTA_RULE, definition
 from oracles.norm import l2norm
@@ -276,7 +277,7 @@ def test_slots_that_no_request_names_keep_every_bit(call: Call) -> None:
     assert len(free) >= 2
     assert torch.equal(got["pool"][free].view(torch.int64), free_states.view(torch.int64))
     assert torch.equal(got["dpool"][free], directions["pool"].double()[free]), "its gradient is what comes from the pool after"
-    runs = _evaluate(DECODE, inputs, directions, Arithmetic.of("recurrent", "fp32", runs=3))
+    runs = evaluation.evaluate(DECODE, inputs, directions, Arithmetic.of("recurrent", "fp32", runs=3))
     for run in (0, 1, 2):
         assert torch.equal(runs["pool"][run, free].view(torch.int64), free_states.view(torch.int64))
     turned = define(inputs.replaced(**{name: inputs[name].double() for name in TENSORS}), WRONG["writes padding into slot 0"])

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from oracles import sharding
-from oracles.bound import Bound, _evaluate, bounds, truth
+from oracles import evaluation, sharding
+from oracles.bound import Bound, bounds, truth
 from oracles.layer import GDN_LAYER, Layer
 from oracles.norm import EPS
 from oracles.operation import Inputs, gradient_name, sequences
@@ -499,7 +499,7 @@ def test_gradcheck_rejects_a_wrong_backward(wrong: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("algorithm", ["chunkwise", "recurrent"])
 def test_run_0_of_the_disturbed_arithmetic_is_the_truth_and_the_others_are_not(algorithm: str, dtype: str) -> None:
     inputs, directions, want = telling(DTYPES[dtype])
-    got = _evaluate(GDN_LAYER, inputs, directions, Arithmetic.of(algorithm, dtype, runs=3))
+    got = evaluation.evaluate(GDN_LAYER, inputs, directions, Arithmetic.of(algorithm, dtype, runs=3))
     assert over({name: runs[0] for name, runs in got.items()}, want) == {}
     assert {name for name, runs in got.items() if torch.equal(runs[1], runs[0]) or torch.equal(runs[2], runs[1])} == set()
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from oracles import bound, chunkwise, scan, segments
+from oracles import chunkwise, evaluation, scan, segments
 from oracles.bound import bounds, truth
 from oracles.operations import RULES
 from properties.cases.rule_case import Case
@@ -190,14 +190,14 @@ def test_bounds_do_not_depend_on_what_is_computed_at_once(operation: str, algori
     case = Case.parse(f"op={operation} {line} seed=9")
     make = functools.partial(bounds, case.spec, case.inputs(), case.cotangents(), algorithm, chunk=64)
     whole, counts, evaluated = make(), [], []
-    plan, evaluate = segments.segments, bound._evaluate
+    plan, evaluate = segments.segments, evaluation.evaluate
     with monkeypatch.context() as patch:
         patch.setattr(scan, "GRAPH", SMALLEST)
         patch.setattr(segments, "segments", lambda *arguments: counts.append(arguments) or plan(*arguments))
         stretches = make()
     with monkeypatch.context() as patch:
-        patch.setattr(bound, "_BATCH", SMALLEST)
-        patch.setattr(bound, "_evaluate", lambda *arguments: evaluated.append(arguments[1].v.shape[2]) or evaluate(*arguments))
+        patch.setattr(evaluation, "_BATCH", SMALLEST)
+        patch.setattr(evaluation, "evaluate", lambda *arguments: evaluated.append(arguments[1].v.shape[2]) or evaluate(*arguments))
         heads = make()
     assert sum(len(block) for _, block in plan(*counts[-1])) == 5, "each chunk of each sequence is a segment of its own"
     assert evaluated == [4, 2, 2], "the truth at once, the runs in two slices of the heads"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles import bound
+from oracles import bound, evaluation
 from oracles.bound import Bound, bounds, truth
 from oracles.operation import Inputs
 from oracles.operations import RULES
@@ -157,14 +157,14 @@ def test_sequences_of_a_pool_and_of_several_calls_stay_together() -> None:
 
 def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """How many numbers and runs are evaluated, of disturbed runs, as they come."""
-    evaluate, seen = bound._evaluate, list[tuple[int, int]]()
+    evaluate, seen = evaluation.evaluate, list[tuple[int, int]]()
 
     def noted(operation: Any, inputs: Inputs, cotangents: Any, arithmetic: Any) -> dict[str, Tensor]:
         if arithmetic.rounds:
             seen.append((sum(x.numel() for x in inputs.values() if isinstance(x, Tensor)), arithmetic.runs))
         return evaluate(operation, inputs, cotangents, arithmetic)
 
-    monkeypatch.setattr(bound, "_evaluate", noted)
+    monkeypatch.setattr(evaluation, "evaluate", noted)
     return seen
 
 
@@ -291,7 +291,7 @@ def test_a_part_goes_on_with_the_runs_of_the_whole_call(monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_of_a_small_call_a_gpu_looks_at_all_of_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bound, "_on_a_gpu", lambda inputs: True)
+    monkeypatch.setattr(evaluation, "on_a_gpu", lambda inputs: True)
     seen = evaluated(monkeypatch)
     one = wide_bounds()["o"]
     assert one.sure == 1.0, "four runs at once"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from oracles import bound
-from oracles.bound import _evaluate, bounds, truth
+from oracles import evaluation
+from oracles.bound import bounds, truth
 from oracles.gates import shared
 from oracles.rounding import Arithmetic
 from tests.judging import Implementation, evaluate, worst
@@ -23,7 +23,7 @@ from tests.pointwise_readings import RIGHT, STORED, WRONG
 def test_run_0_of_the_disturbed_arithmetic_is_the_truth_and_the_others_are_not(name: str, dtype: str) -> None:
     inputs, directions = telling(name, DTYPES[dtype])
     want = truth(OPERATIONS[name], inputs, directions)
-    got = _evaluate(OPERATIONS[name], inputs, directions, Arithmetic.of("pointwise", dtype, runs=3))
+    got = evaluation.evaluate(OPERATIONS[name], inputs, directions, Arithmetic.of("pointwise", dtype, runs=3))
     in_order = name != "causal_conv1d"  # whose dx is the same sum in another order
     assert agree({key: runs[0] for key, runs in got.items()}, want, exactly=in_order)
     same = {key for key, runs in got.items() if torch.equal(runs[1], runs[0]) or torch.equal(runs[2], runs[1])}
@@ -34,11 +34,11 @@ def test_run_0_of_the_disturbed_arithmetic_is_the_truth_and_the_others_are_not(n
 def test_half_precision_rounds_alike_where_the_layer_calls_it(name: str) -> None:
     inputs, directions = telling(name, torch.bfloat16)
     alone, within = (
-        _evaluate(OPERATIONS[name], inputs, directions, Arithmetic.of(algorithm, "bf16", runs=4))
+        evaluation.evaluate(OPERATIONS[name], inputs, directions, Arithmetic.of(algorithm, "bf16", runs=4))
         for algorithm in ("pointwise", "chunkwise")
     )
     assert agree(alone, within, exactly=True)
-    single = _evaluate(OPERATIONS[name], inputs, directions, Arithmetic.of("pointwise", "fp32", runs=4))
+    single = evaluation.evaluate(OPERATIONS[name], inputs, directions, Arithmetic.of("pointwise", "fp32", runs=4))
     assert not agree(alone, single, exactly=True)
 
 
@@ -124,7 +124,7 @@ def test_bound_rejects_zeros_one_zeroed_row_and_a_shift_by_a_token(name: str, dt
 def test_call_may_be_cut_along_its_parallel_axes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs, directions = telling(name, torch.float32)
     whole = bounds(OPERATIONS[name], inputs, directions, "pointwise")
-    monkeypatch.setattr(bound, "_BATCH", {"cpu": 1})
+    monkeypatch.setattr(evaluation, "_BATCH", {"cpu": 1})
     cut = bounds(OPERATIONS[name], inputs, directions, "pointwise")
     assert agree(
         {key: limit.value for key, limit in cut.items()}, {key: limit.value for key, limit in whole.items()}, exactly=False

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oracles import bound, chunkwise, in_chunks, in_steps, room, scan
+from oracles import chunkwise, evaluation, in_chunks, in_steps, room, scan
 from oracles.operation import Inputs
 from oracles.operations import RULES
 from oracles.rounding import Arithmetic
@@ -24,12 +24,12 @@ def test_segments_pieces_and_runs_at_once_are_what_fits(monkeypatch: pytest.Monk
     large = Inputs(**{name: torch.empty(1, 2**13, *shape, device="meta") for name, shape in shapes.items()})
 
     def taken() -> tuple[list[int], int]:
-        pieces = bound._pieces(RULES["gated_delta_rule"], large, 4)
-        return [*(form.most(64, k, v) for form in forms), 16 // pieces], bound._at_once(large, recurrent, 4)
+        pieces = evaluation.pieces_of(RULES["gated_delta_rule"], large, 4)
+        return [*(form.most(64, k, v) for form in forms), 16 // pieces], evaluation.at_once(large, recurrent, 4)
 
     whole, runs = taken()
-    for module in (scan, chunkwise, bound):
+    for module in (scan, chunkwise, evaluation):
         monkeypatch.setattr(module, "fitting", lambda most, _: most // 4)
     part, fewer = taken()
     assert [round(one / other) for one, other in zip(whole, part, strict=True)] == [4, 4, 4, 4]
-    assert (runs, fewer) == (bound._FEW, bound._FEWEST)
+    assert (runs, fewer) == (evaluation._FEW, evaluation._FEWEST)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from oracles import bound, disturbed, in_chunks, in_steps, segments
+from oracles import disturbed, evaluation, in_chunks, in_steps, segments
 from oracles.bound import bounds, truth
 from oracles.operation import Inputs
 from oracles.operations import RULES
@@ -42,7 +42,7 @@ def test_a_single_run_that_does_not_round_is_the_truth(words: str, kind: tuple[s
     cotangents = {name: cotangent.double() for name, cotangent in case.cotangents().items()}
     for algorithm in (kind[0], "recurrent"):
         plain = Arithmetic.of(algorithm, *kind[1:], runs=1)
-        runs = bound._evaluate(case.spec, case.inputs(), cotangents, plain)
+        runs = evaluation.evaluate(case.spec, case.inputs(), cotangents, plain)
         for name, value in truth(case.spec, case.inputs(), cotangents).items():
             torch.testing.assert_close(runs[name][0], value, rtol=1e-11, atol=1e-12)
 
@@ -53,8 +53,8 @@ def test_as_many_runs_are_evaluated_at_once_as_there_is_room_for() -> None:
         shapes = {"q": (heads, width), "k": (heads, width), "v": (2 * heads, width), "g": (2 * heads,), "beta": (2 * heads,)}
         tensors = {name: torch.empty(1, tokens, *shape, device=device) for name, shape in shapes.items()}
         inputs = Inputs(**tensors, state=None, cu_seqlens=None)
-        pieces = bound._pieces(case.spec, inputs, runs)
-        return pieces, bound._at_once(inputs, dataclasses.replace(arithmetic("bf16", runs), first=1), pieces)
+        pieces = evaluation.pieces_of(case.spec, inputs, runs)
+        return pieces, evaluation.at_once(inputs, dataclasses.replace(arithmetic("bf16", runs), first=1), pieces)
 
     for runs in (2, 4):
         assert [at_once(tokens, 2, 64, runs, "meta") for tokens in (1, 130, 4096)] == [(1, runs)] * 3
@@ -87,9 +87,9 @@ def test_bounds_do_not_depend_on_how_many_runs_are_evaluated_at_once(
 ) -> None:
     case = Case.parse(f"op={operation} {LINE} gate=64 dtype=bf16")
     make = functools.partial(bounds, case.spec, case.inputs(), case.cotangents(), algorithm)
-    whole, seen, evaluate = make(), set(), bound._evaluate
-    monkeypatch.setattr(bound, "_NEAR", 1)
-    monkeypatch.setattr(bound, "_evaluate", lambda *args: seen.add(args[-1].runs) or evaluate(*args))
+    whole, seen, evaluate = make(), set(), evaluation.evaluate
+    monkeypatch.setattr(evaluation, "_NEAR", 1)
+    monkeypatch.setattr(evaluation, "evaluate", lambda *args: seen.add(args[-1].runs) or evaluate(*args))
     for name, limit in make().items():
         torch.testing.assert_close(limit.allowed, whole[name].allowed, rtol=1e-4, atol=0)
     assert seen == {1}
@@ -102,11 +102,11 @@ def test_a_finer_bound_is_the_same_from_one_evaluation_and_from_several(
     more: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case.parse(f"lengths=20+7 packed=yes key_dim=4 value_dim=5 state=random gate=10 {more}")
-    evaluate, tolerances = bound._evaluate, {}
+    evaluate, tolerances = evaluation.evaluate, {}
     for count in (64, 8):
         seen: list[int] = []
-        monkeypatch.setattr(bound, "_at_once", lambda _, plain, __, count=count: min(plain.runs, count))
-        monkeypatch.setattr(bound, "_evaluate", lambda *args, seen=seen: seen.append(args[-1].runs) or evaluate(*args))
+        monkeypatch.setattr(evaluation, "at_once", lambda _, plain, __, count=count: min(plain.runs, count))
+        monkeypatch.setattr(evaluation, "evaluate", lambda *args, seen=seen: seen.append(args[-1].runs) or evaluate(*args))
         limits = bounds(case.spec, case.inputs(), case.cotangents(), algorithm, chunk=16)
         finer = {name: limit.finer() for name, limit in limits.items() if limit.finer is not None}
         tolerances[count] = {name: limit.finer().allowed for name, limit in finer.items() if limit.finer is not None}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracles import bound, disturbed, in_steps
+from oracles import bound, disturbed, evaluation, in_steps
 from oracles.bound import bounds
 from oracles.operations import RULES
 from oracles.rounding import Arithmetic
@@ -157,9 +157,9 @@ def test_what_the_values_alone_would_give_the_keys_that_write_them_is_that(
     monkeypatch.setattr(Arithmetic, "dither", watched)
     arithmetic = dataclasses.replace(Arithmetic.of("recurrent", "fp32", runs=3), summed_again=11 if stores else 53)
     cotangents = {name: cotangent.double() for name, cotangent in case.cotangents().items()}
-    bound._evaluate(case.spec, case.inputs(), cotangents, arithmetic)
+    evaluation.evaluate(case.spec, case.inputs(), cotangents, arithmetic)
     (got,) = seen
-    x = bound._wide(case.spec, case.inputs())
+    x = evaluation.wide(case.spec, case.inputs())
     q, k, v, beta, do = (tensor[0] for tensor in (x.q, x.k, x.v, x.beta, cotangents["o"]))
     decay = torch.ones(150, 1, 1) if x.get("g") is None else x.g[0].reshape(150, 1, -1).exp()
     want, direction = torch.empty(150, 8, dtype=torch.float64), cotangents["final_state"][0, 0]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from oracles import bound, gates
+from oracles import bound, evaluation, gates
 from oracles.bound import Bound
 from oracles.gates import GDN_GATE
 from oracles.operation import Inputs
@@ -76,7 +76,7 @@ def off(got: Tensor, want: Tensor) -> float:
 @pytest.fixture
 def many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """All of 32 runs are made at the first look, as a GPU makes its four."""
-    monkeypatch.setattr(bound, "_on_a_gpu", lambda _: True)
+    monkeypatch.setattr(evaluation, "on_a_gpu", lambda _: True)
     monkeypatch.setattr(bound, "RUNS", 32)
 
 
@@ -457,5 +457,5 @@ def test_cases_whose_value_channels_become_heads_share_no_call_and_count_them(de
     assert calls_of(runs_of(case, dataclasses.replace(case, seed=1))) == [None, None]
     assert calls_of(runs_of(*(Case((9,), channel_decays="keys", seed=seed) for seed in range(2)))) != [None, None]
     plain = dataclasses.replace(case, channel_decays="none")
-    count = bound._numbers(case.spec, case.inputs())
-    assert count > 40 * 4 * 32 * 3 * 64 > 50 * bound._numbers(plain.spec, plain.inputs())
+    count = evaluation.numbers_of(case.spec, case.inputs())
+    assert count > 40 * 4 * 32 * 3 * 64 > 50 * evaluation.numbers_of(plain.spec, plain.inputs())
