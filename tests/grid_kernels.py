@@ -23,6 +23,7 @@ from verify.interpreter import SEQUENTIAL, OutOfBounds, Race, install
 
 install()
 from verify.interpreter import grid, launch, memory, operations, races  # noqa: E402 - these need a patched interpreter
+from verify.interpreter.variables import Names  # noqa: E402
 
 N = 16
 
@@ -827,7 +828,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "settles one pair": (memory.Memory, "_suspect", _one_pair),
     "does not look at loads": (memory.Memory, "loading", lambda self, *_: None),
     "stores under no mask": (operations.GridBuilder, "create_masked_store", _unmasked),
-    "gives each program the variables of all": (grid.Names, "__missing__", _names_of_all),
+    "gives each program the variables of all": (Names, "__missing__", _names_of_all),
     "broadcasts nothing": (operations, "full", lambda handle: handle.data),
 }
 
