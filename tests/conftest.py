@@ -1,6 +1,7 @@
 """What the toolkit's own tests share."""
 
 import contextlib
+import gc
 import io
 import json
 import pathlib
@@ -12,6 +13,9 @@ from verify.cli.exits import HOLDS, UNDECIDED
 from verify.cli.main import main
 from verify.gpu import device as devices
 from verify.process.worker import Worker
+
+# The modules under test have millions of objects, all of which a collection visits: by default that takes 5% of the tests' time.
+gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture(scope="session")
