@@ -58,6 +58,7 @@ def unexplained(runs: int = 0) -> Iterator[None]:
         mock.patch.object(explaining, "SHRINK_RUNS", runs),
         mock.patch.object(explaining, "between", return_value=[]),
         mock.patch.object(law_check, "would_hold", return_value=[]),
+        mock.patch.object(law_check, "with_ordinary_numbers", return_value=None),
     ):
         yield
 
