@@ -12,116 +12,16 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oracles.bound import Bound
-from oracles.operation import DTYPES, Inputs
 from properties.cases.trace_case import MOST_SLOTS, TAG_CHANNELS, TraceCase
-from properties.cases.trace_events import Row
 from properties.laws import Blind, Breach, Law, Pair, all_variants, bits, examples_of
 from properties.strategies import Example
 from properties.trace_domain import TraceDomain, trace_cases
 from properties.trace_play import Moment, Played, Slot, TraceBench, named, play
+from properties.trace_rows import judged
+from properties.trace_tags import tags
 
 OTHERS = ("drafts", "padding", "free")
 HISTORIES = ("others", "turns", "again", "refill", "refused")
-EXACT_OUTPUTS = (4, 16, 64, 256)  # key_dim: 1 / sqrt(K) is a power of two
-
-
-@dataclasses.dataclass
-class _Ledger:
-    """Which token's tag each row of a state and each column of a window must hold."""
-
-    rows: dict[int, list[float]] = dataclasses.field(default_factory=dict)
-    columns: list[Tensor] = dataclasses.field(default_factory=list)
-
-    def copy(self) -> "_Ledger":
-        """Return a copy that can go on by itself."""
-        return _Ledger(dict(self.rows), list(self.columns))
-
-
-def _tags(bench: TraceBench, example: Example) -> Iterator[Pair]:
-    """Keys have one entry, the gate does not decay, beta is one and the convolution copies, so that nothing rounds.
-
-    Row t mod K of a state must hold the tag of the last accepted token t of this row, and the window the last accepted inputs. A
-    row that holds another tag names the culprit.
-    """
-    case: TraceCase = example.case
-    ledgers: dict[str, _Ledger] = {}
-    for moment in play(bench, case, tagged=True):
-        step = moment.step
-        for place, row in enumerate(step.rows):
-            if row.real:
-                ledger = _Ledger() if row.begins else ledgers[row.request]
-                for token in range(row.accepted):
-                    _accept(case, ledger, row.request, row.start + token)
-                    if token + 1 == row.snapshot:
-                        ledgers[f"{row.request}@"] = ledger.copy()
-                ledgers[row.request] = ledger
-                if case.key_dim in EXACT_OUTPUTS and row.count:
-                    yield _tagged_output(case, moment, place, row)
-        if step.kind == "k":
-            ledgers[step.request] = ledgers[f"{step.source}@" if step.snapshot else step.source].copy()
-        if step.kind in ("r", "f"):
-            ledgers.pop(step.request)
-            ledgers.pop(f"{step.request}@", None)
-        for owner, ledger in sorted(ledgers.items()):
-            yield from _tagged_slot(case, moment, owner, ledger, moment.after[owner])
-
-
-def _accept(case: TraceCase, ledger: _Ledger, request: str, token: int) -> None:
-    number = ord(request) - ord("a")
-    tag = case.tag("tokens", number, token)
-    ledger.rows[token % case.key_dim] = tag
-    ledger.columns = [*ledger.columns, case.tagged(tag, token)][1 - case.width :]
-
-
-def _tagged_slot(case: TraceCase, moment: Moment, owner: str, ledger: _Ledger, slot: Slot) -> Iterator[Pair]:
-    """Compare an owner's state and window with what they must hold. Breach names the first wrong row or column and its culprit."""
-    whose = f"{named(owner)}'s"
-    state = torch.zeros(case.value_heads, case.key_dim, case.value_dim)
-    for row, tag in ledger.rows.items():
-        state[:, row] = case.repeated(tag)
-    got = slot.state.float()
-    if (wrong := (got != state).any(-1).nonzero().tolist()) != []:
-        head, row = wrong[0]
-        holds, must = (case.untag(x[head, row, :TAG_CHANNELS].tolist()) for x in (got, state))
-        raise Breach(
-            f"a state holds a wrong tag: {whose} state after {moment.where} of {case.trace} holds in row {row} of head {head} "
-            f"{holds}, must hold {must}"
-        )
-    yield f"state of {owner} after event {moment.step.event}", got, state
-    blank = torch.zeros(case.channels)
-    window = torch.stack([*[blank] * (case.width - 1 - len(ledger.columns)), *ledger.columns], -1)
-    columns = slot.window.float()
-    if (wrong := (columns != window).any(0).nonzero().tolist()) != []:
-        column = wrong[0][0]
-        at = 2 * case.heads * case.key_dim
-        raise Breach(
-            f"a window holds a wrong tag: {whose} window after {moment.where} of {case.trace} holds in column {column} "
-            f"{case.untag(columns[at : at + TAG_CHANNELS, column].tolist())}, "
-            f"must hold {case.untag(window[at : at + TAG_CHANNELS, column].tolist())}"
-        )
-    yield f"window of {owner} after event {moment.step.event}", columns, window
-
-
-def _tagged_output(case: TraceCase, moment: Moment, place: int, row: Row) -> Pair:
-    """Compare a row's outputs: token t reads row t - 1 of the state, and its scale is a power of two."""
-    state = torch.zeros(case.value_heads, case.key_dim, case.value_dim)
-    if not row.begins:  # a copy of a state that the law has compared after the step before
-        state = moment.before[row.request].state.float().clone()
-    want = torch.zeros(row.count, case.value_heads, case.value_dim)
-    for token in range(row.count):
-        position = row.start + token
-        state[:, position % case.key_dim] = case.repeated(case.tag(*case.owner(moment.step, place, token)))
-        want[token] = state[:, (position - 1) % case.key_dim] * case.key_dim**-0.5
-    got = moment.rows[place].float()
-    if (wrong := (got != want).any(-1).nonzero().tolist()) != []:
-        (token, head), scale = wrong[0], case.key_dim**0.5
-        raise Breach(
-            f"an output reads a wrong tag: request {row.request}'s token {token} of {moment.where} of {case.trace} reads "
-            f"{case.untag((got[token, head, :TAG_CHANNELS] * scale).tolist())}, "
-            f"must read {case.untag((want[token, head, :TAG_CHANNELS] * scale).tolist())}"
-        )
-    return f"o of {row.request} in event {moment.step.event}", got, want
 
 
 def _ledger(bench: TraceBench, example: Example) -> Iterator[Pair]:
@@ -165,111 +65,7 @@ def _session(bench: TraceBench, example: Example) -> Iterator[Pair]:
 
     Windows hold inputs, so they are judged bit for bit. States and windows must be finite after every step.
     """
-    yield from _judged(bench, example.case, play(bench, example.case))
-
-
-def _judged(bench: TraceBench, case: TraceCase, moments: Iterator[Moment]) -> Iterator[Pair]:
-    rows = {kind: _Rows(case) for kind in ("p", "d", "v")}
-    for moment in moments:
-        _check_finite(case, moment)
-        for place, row in enumerate(moment.step.rows):
-            if row.real and row.count:
-                rows["d" if moment.step.kind == "s" else moment.step.kind].add(moment, place, row)
-    for kinds in ("p", "dv"):
-        merged = _Rows(case).of(*(rows[kind] for kind in kinds))
-        if merged.parts:
-            yield from merged.judged(bench, kinds[0])
-    if not any(found.parts for found in rows.values()):
-        raise Blind("no step has a token of a request")
-
-
-def _check_finite(case: TraceCase, moment: Moment) -> None:
-    """Raise Breach if a state or a window of an owner is not finite: no later step could be judged from it."""
-    for owner, slot in sorted(moment.after.items()):
-        for what, x in (("state", slot.state), ("window", slot.window)):
-            if not x.isfinite().all():
-                number = float(x[~x.isfinite()][0])
-                raise Breach(f"a {what} is not finite: {named(owner)}'s {what} after {moment.where} of {case.trace} holds {number}")
-
-
-class _Rows:
-    """Rows of several steps as one packed call, and what each of them is judged by."""
-
-    def __init__(self, case: TraceCase) -> None:
-        self.case = case
-        self.parts: list[dict[str, Tensor]] = []
-        self.comparisons: list[list[tuple[str, str, Tensor, bool]]] = []
-        self.windows: list[Pair] = []
-
-    def of(self, *others: "_Rows") -> "_Rows":
-        """Return these rows with those of others behind."""
-        self.parts = [part for other in others for part in other.parts]
-        self.comparisons = [comparisons for other in others for comparisons in other.comparisons]
-        self.windows = [pair for other in others for pair in other.windows]
-        return self
-
-    def add(self, moment: Moment, place: int, row: Row) -> None:
-        """Add a row: its outputs, its state and window after the accepted tokens, and its snapshot."""
-        name, event, dtype = row.request, moment.step.event, DTYPES[self.case.dtype]
-        drawn = zip(("mixed", "a", "b"), self.case.row(moment.step, place), strict=True)
-        tokens = {key: x.to(dtype) for key, x in drawn}
-        zeros = Slot(torch.zeros_like(moment.after[name].state), torch.zeros_like(moment.after[name].window))
-        before = zeros if row.begins else moment.before[name]
-        line = torch.cat([before.window, tokens["mixed"].mT], -1)
-        owners = [(name, name, row.accepted)]
-        owners += [(f"{name}@", f"snapshot of {name}", row.snapshot)] if row.snapshot is not None else []
-        for owner, whose, end in owners:
-            want = line[:, end : end + self.case.width - 1]
-            self.windows.append((f"window of {whose} after event {event}", moment.after[owner].window, want))
-        ends = {row.count: [(f"o of {name} in event {event}", "o", moment.rows[place], False)]}
-        state = f"state of {name} after event {event}"
-        ends.setdefault(row.accepted, []).append((state, "final_state", moment.after[name].state, False))
-        if row.snapshot is not None:
-            what = f"snapshot of {name} in event {event}"
-            ends.setdefault(row.snapshot, []).append((what, "final_state", moment.after[f"{name}@"].state, moment.step.kind == "p"))
-        for end, comparisons in ends.items():
-            part = {key: x[:end] for key, x in tokens.items()}
-            self.parts.append({**part, "state": before.state, "window": before.window})
-            self.comparisons.append(comparisons)
-
-    def judged(self, bench: TraceBench, kind: str) -> Iterator[Pair]:
-        """Yield every window, and every other result with its bound, from one call of the oracle."""
-        yield from self.windows
-        case, sizes = self.case, self.case.sizes()
-        lengths = [len(part["mixed"]) for part in self.parts]
-        offsets = torch.tensor([0, *lengths]).cumsum(0)
-        inputs = Inputs(
-            **{name: torch.cat([part[name] for part in self.parts]).unsqueeze(0) for name in ("mixed", "a", "b")},
-            state=torch.stack([part["state"] for part in self.parts]).float(),
-            window=torch.stack([part["window"] for part in self.parts]),
-            A_log=sizes.A_log,
-            dt_bias=sizes.dt_bias,
-            weight=sizes.weight,
-            cu_seqlens=offsets,
-            heads=case.heads,
-        )
-        bounds = bench.bounds(inputs, kind)
-        for number, comparisons in enumerate(self.comparisons):
-            for name, output, got, saved in comparisons:
-                if output == "o":
-                    yield name, got, bounds["o"].at(0, slice(int(offsets[number]), int(offsets[number + 1])))
-                else:
-                    rounded = [DTYPES[case.state]]
-                    rounded += [DTYPES[case.dtype]] if saved and bench.domain.snapshot_dtype == "input" else []
-                    yield name, got, _stored(bounds["final_state"].at(number), rounded)
-
-
-def _stored(bound: Bound, dtypes: list[torch.dtype]) -> Bound:
-    """Return the bound of a state that is rounded once to each of these dtypes, each time by half a unit in the last place."""
-    half = sum(torch.finfo(dtype).eps / 2 for dtype in dtypes if dtype != torch.float32)
-    if not half:
-        return bound
-    tiny = sum(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2 for dtype in dtypes if dtype != torch.float32)
-    norm = torch.linalg.vector_norm(bound.value, dim=-1)
-    allowed = bound.allowed + half * (norm + bound.allowed) + tiny * bound.value.shape[-1] ** 0.5
-    finer = bound.finer
-    later = None if finer is None else lambda over=None: _stored(finer(over), dtypes)
-    return dataclasses.replace(bound, allowed=allowed, finer=later, origin=f"{bound.origin}, and the rounding of stored states")
+    yield from judged(bench, example.case, play(bench, example.case))
 
 
 def _results(moments: Iterator[Moment]) -> Iterator[tuple[str, Tensor]]:
@@ -391,7 +187,7 @@ def _history(bench: TraceBench, example: Example) -> Iterator[Pair]:
         buffers: dict[Any, Any] | None = {} if example.variant == "refill" else None
         _exhaust(play(bench, other, engine=bench.open(other.sizes(), buffers=buffers)))
         engine = bench.open(case.sizes(), buffers=buffers)
-    yield from _judged(bench, case, _in_turns(play(bench, case, engine=engine), moments))
+    yield from judged(bench, case, _in_turns(play(bench, case, engine=engine), moments))
 
 
 def _other(domain: TraceDomain, case: TraceCase, *, pool: bool) -> TraceCase:
@@ -480,7 +276,7 @@ TRACE_LAWS: dict[str, Law] = {
             "exact",
             "states, windows and outputs hold the tags of accepted tokens and nothing else, exactly",
             _drawn(free=("nan", "random", "old")),
-            _tags,
+            tags,
             _tag_channels,
             lacks=_tagable,
         ),
