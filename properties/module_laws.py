@@ -1,208 +1,25 @@
-"""What a layer's modules promise (convolution, gates, norms), the cases drawn inside that, and their laws.
+"""The laws of a layer's modules (convolution, gates, norms): the cases that each is asked about, and what a domain needs for it.
 
-Most laws are those of properties/common_laws.py, applied to these operations.
+Most compare what a law of properties/common_laws.py compares; the others are in module_checks.py.
 """
 
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
-from oracles import norm
-from oracles.bound import Bound
-from oracles.operation import Inputs
-from properties import common_laws
-from properties.cases.module_case import EPS, MODULES, ModuleCase, words_of
+from properties import common_laws, module_checks
+from properties.cases.module_case import MODULES, ModuleCase, words_of
 from properties.domain import VIEWS
 from properties.far_views import FAR, LEAST, far_examples, lacks_far
 from properties.history_laws import history_law
-from properties.laws import Bench, Law, Pair, axes_of, either, examples_of, pairs_of, present, spread, with_others
+from properties.laws import Bench, Law, Pair, either, examples_of
 from properties.module_domain import CONV, GATES, NORMS, ModuleDomain, module_cases
 from properties.strategies import Example
 
 EXACT_WIDTH = 8  # a sum of up to 8 products of whole numbers up to 4 is exact in eight bits
 CALM = ("ordinary", "repeated")  # regimes without numbers near underflow
-
-
-def _absent(bench: Bench, example: Example) -> Iterator[Pair]:
-    case, what = example.case, example.variant or ""
-    if what == "options":
-        yield from common_laws.without_options(bench, example)
-        return
-    inputs, cotangents = bench.call(case)
-    if what == "final_state":
-        assert cotangents is None or "final_state" in cotangents, case
-        cotangents = cotangents and {**cotangents, "final_state": torch.zeros_like(cotangents["final_state"])}
-    bounds = bench.bounds(inputs, cotangents)
-    yield from pairs_of(bench.run(inputs, cotangents), bounds)
-    if what == "final_state":
-        unasked = None if cotangents is None else {"y": cotangents["y"]}
-        for name, got in bench.run(inputs.replaced(output_final_state=False), unasked).items():
-            yield f"{name} with the final state not asked for", got, bounds[name]
-        return
-    neutral = {
-        "bias": lambda: torch.zeros(case.width if case.operation in CONV else case.out_width, dtype=inputs.x.dtype),
-        "weight": lambda: torch.ones(case.width, dtype=inputs.x.dtype),
-        "state": lambda: torch.zeros(len(case.lengths), case.width, case.columns, dtype=inputs.x.dtype),
-        "dt_bias": lambda: torch.zeros(inputs.a.shape[2:], dtype=inputs.A_log.dtype),
-        "residual": lambda: torch.zeros_like(inputs.x),
-        "eps": lambda: norm.EPS,
-        "offsets": lambda: torch.tensor([0, case.tokens], dtype=getattr(torch, bench.domain.offsets[0])),
-    }[what]()
-    more = {"returns_sum": False} if what == "residual" and case.operation == "gated_rms_norm" else {}
-    arguments = Inputs(**{**inputs, {"offsets": "cu_seqlens"}.get(what, what): neutral, **more})
-    for name, got in bench.run(arguments, cotangents).items():
-        if name in bounds:
-            yield f"{name} with {what} given", got, bounds[name]
-
-
-def _linear(bench: Bench, example: Example) -> Iterator[Pair]:
-    """A factor of -2 rounds nothing, so it passes through every product and sum."""
-    inputs, cotangents = bench.call(example.case)
-    if example.variant in ("cotangents", "zero_cotangents"):
-        assert cotangents is not None
-        factor = 0 if example.variant == "zero_cotangents" else -2
-        once = bench.run(inputs, cotangents)
-        for name, got in bench.run(inputs, {name: factor * x for name, x in cotangents.items()}).items():
-            if name.startswith("d"):
-                yield f"{name} with cotangents times {factor}", got, factor * once[name]
-        return
-    changed = {"inputs": ("x", "state", "bias", "residual"), "weight": ("weight", "bias")}[example.variant or ""]
-    same = {"inputs": ("dx", "dh0", "dbias", "dresidual"), "weight": ("final_state", "dweight", "dbias")}[example.variant or ""]
-    if cotangents is not None and "final_state" in cotangents:  # gradients from the final state do not depend on the weight
-        cotangents = {**cotangents, "final_state": torch.zeros_like(cotangents["final_state"])}
-    once = bench.run(inputs, cotangents)
-    there = inputs.replaced(**{name: -2 * inputs[name] for name in changed if inputs.get(name) is not None})
-    for name, got in bench.run(there, cotangents).items():
-        yield f"{name} with {example.variant} times -2", got, once[name] if name in same else -2 * once[name]
-
-
-def _scaled(bench: Bench, example: Example) -> Iterator[Pair]:
-    """sum((2 x)^2) + 4 eps is four times sum(x^2) + eps, and its root twice as large: powers of two round nothing."""
-    case = example.case
-    inputs, cotangents = bench.call(case)
-    once = bench.run(inputs, cotangents)
-    eps = EPS[case.eps] or norm.EPS
-    for name, got in bench.run(inputs.replaced(x=2 * inputs.x, eps=4 * eps), cotangents).items():
-        yield f"{name} of 2 x with 4 eps", 2 * got if name == "dx" else got, once[name]
-
-
-def _whole(bench: Bench, example: Example) -> Iterator[Pair]:
-    """Whole numbers give exact results, except that sums over all tokens are rounded in half precision and not compared there."""
-    case = example.case
-    inputs, cotangents = bench.call(case)
-    want = bench.truth(inputs, cotangents)
-    for name, got in bench.run(inputs, cotangents).items():
-        if case.dtype == "fp32" or name not in ("dweight", "dbias"):
-            yield name, got.double(), want[name]
-
-
-def _copied(bench: Bench, example: Example) -> Iterator[Pair]:
-    inputs, _ = bench.call(example.case)
-    want = bench.truth(inputs, None)["final_state"]
-    yield "final_state", bench.run(inputs, None)["final_state"].double(), want
-
-
-def _tokens(bench: Bench, example: Example) -> Iterator[Pair]:
-    case = example.case
-    inputs, cotangents = bench.call(case)
-    spec, others = case.spec, with_others(case, bench.domain).inputs()
-    assert example.at is not None
-    here = torch.arange(case.tokens).eq(example.at).reshape(case.batch)
-    mixed = {
-        name: torch.where(spread(here, inputs[name], 0), others[name], inputs[name]) for name in present(spec, inputs, "B", "T")
-    }
-    once, twice = bench.run(inputs, cotangents), bench.run(inputs.replaced(**mixed), cotangents)
-    for name, got in twice.items():
-        if axes_of(spec, name)[:2] == ["B", "T"]:
-            yield f"{name} of the other tokens", got[~here], once[name][~here]
-
-
-def _apart(letters: tuple[str, ...]) -> Callable[[Bench, Example], Iterator[Pair]]:
-    """Return the law that changing one head or channel and its parameters changes nothing of the others."""
-    what = "heads" if "HV" in letters else "channels"
-
-    def check(bench: Bench, example: Example) -> Iterator[Pair]:
-        case, at = example.case, example.at
-        assert at is not None
-        inputs, cotangents = bench.call(case)
-        spec, others = case.spec, with_others(case, bench.domain).inputs()
-
-        def axis_of(name: str) -> int | None:
-            axes = axes_of(spec, name)
-            return next((axes.index(letter) for letter in letters if letter in axes), None)
-
-        mixed = {}
-        for name in present(spec, inputs):
-            if (axis := axis_of(name)) is not None and others.get(name) is not None:
-                here = torch.arange(inputs[name].shape[axis]).eq(at)
-                mixed[name] = torch.where(spread(here, inputs[name], axis), others[name], inputs[name])
-        once, twice = bench.run(inputs, cotangents), bench.run(inputs.replaced(**mixed), cotangents)
-        for name, got in twice.items():
-            if (axis := axis_of(name)) is not None:
-                index: tuple[Any, ...] = (*[slice(None)] * axis, torch.arange(got.shape[axis]).ne(at))
-                yield f"{name} of the other {what}", got[index], once[name][index]
-
-    return check
-
-
-def _permuted(bench: Bench, example: Example) -> Iterator[Pair]:
-    """Permuted inputs give permuted results.
-
-    Sums over tokens are taken in another order, so gradients of parameters are judged by bounds even if equal bits are promised.
-    """
-    case = example.case
-    inputs, cotangents = bench.call(case)
-    letters = {"causal_conv1d": ("D", "N"), "kda_gate": ("HV", "K"), "norm_gate_linear": ("D", "E")}.get(
-        case.operation, ("H", "HV")
-    )
-    if case.operation in CONV:
-        rows = torch.arange(len(case.lengths)).roll(1)
-        starts = case.starts()
-        tokens = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows.tolist()])
-    else:
-        rows, tokens = torch.arange(0), torch.arange(case.tokens).roll(1)
-
-    def moved(name: str, x: Tensor) -> Tensor:
-        axes = axes_of(case.spec, name)
-        for letter in letters:
-            if letter in axes:
-                axis = axes.index(letter)
-                x = x.index_select(axis, rows if letter == "N" else torch.arange(x.shape[axis]).roll(1))
-        return x.flatten(0, 1)[tokens].reshape(x.shape) if axes[:2] == ["B", "T"] else x
-
-    there = inputs.replaced(**{name: moved(name, inputs[name]) for name in present(case.spec, inputs)})
-    if inputs.cu_seqlens is not None:
-        ends = torch.tensor([0, *(case.lengths[row] for row in rows.tolist())]).cumsum(0)
-        there = there.replaced(cu_seqlens=ends.to(inputs.cu_seqlens.dtype))
-    turned = None if cotangents is None else {name: moved(name, x) for name, x in cotangents.items()}
-    bounds = bench.bounds(there, turned)
-    once = bench.run(inputs, cotangents) if bench.domain.position_independent else {}
-    for name, got in bench.run(there, turned).items():
-        of_tokens = axes_of(case.spec, name)[0] in ("B", "N")
-        yield f"{name} permuted", got, moved(name, once[name]) if once and of_tokens else bounds[name]
-
-
-def _repeated(bench: Bench, example: Example) -> Iterator[Pair]:
-    """Repeated heads give the repeated norm, bit for bit if results are promised not to depend on the position.
-
-    Not every implementation can promise that: vector code may treat the end of a row differently.
-    """
-    inputs, cotangents = bench.call(example.case)
-
-    def repeat(x: Tensor) -> Tensor:
-        return x.repeat_interleave(2, dim=2)
-
-    there = inputs.replaced(x=repeat(inputs.x))
-    turned = None if cotangents is None else {name: repeat(x) for name, x in cotangents.items()}
-    bounds = bench.bounds(there, turned)
-    once = bench.run(inputs, cotangents) if bench.domain.position_independent else {}
-    for name, got in bench.run(there, turned).items():
-        want: Tensor | Bound = repeat(once[name]) if once else bounds[name]
-        yield f"{name} of heads repeated", got, want
 
 
 EVERY = tuple(MODULES)
@@ -433,7 +250,7 @@ MODULE_LAWS: dict[str, Law] = {
             "truth",
             "an omitted optional argument means its neutral value",
             _absent_examples,
-            _absent,
+            module_checks.absent,
             needs=lambda domain: None if _absent_variants(domain) else "no argument is optional",
             lacks=_absent_lacks,
             variants=("final_state", "bias", "weight", "state", "dt_bias", "eps", "offsets", "residual", "options"),
@@ -443,7 +260,7 @@ MODULE_LAWS: dict[str, Law] = {
             "exact",
             "a factor of -2 on the cotangents, the convolution's inputs or the weight passes through, bit for bit",
             _linear_examples,
-            _linear,
+            module_checks.linear,
             needs=_linear_needs,
             lacks=_linear_lacks,
             variants=("inputs", "weight", "cotangents", "zero_cotangents"),
@@ -460,7 +277,7 @@ MODULE_LAWS: dict[str, Law] = {
                     residual="none",
                 )
             ),
-            _scaled,
+            module_checks.scaled,
             NORMS,
             _scaled_needs,
             _scaled_lacks,
@@ -477,7 +294,7 @@ MODULE_LAWS: dict[str, Law] = {
                     conv_width=tuple(width for width in domain.conv_widths if width <= EXACT_WIDTH),
                 )
             ),
-            _whole,
+            module_checks.whole,
             CONV,
             _whole_needs,
             _whole_lacks,
@@ -487,7 +304,7 @@ MODULE_LAWS: dict[str, Law] = {
             "exact",
             "the final state has the last inputs, and before them what is left of the initial state, bit for bit",
             lambda domain: examples_of(_small(domain, final_state=True, backward=False)),
-            _copied,
+            module_checks.copied,
             CONV,
             common_laws.require(final_state=True),
             common_laws.has_words(final_state="yes"),
@@ -527,7 +344,7 @@ MODULE_LAWS: dict[str, Law] = {
             "exact",
             "changing one token changes nothing of the others, bit for bit",
             lambda domain: examples_of(_small(domain), _rows),
-            _tokens,
+            module_checks.tokens,
             POINTWISE,
             place=_rows,
         ),
@@ -536,7 +353,7 @@ MODULE_LAWS: dict[str, Law] = {
             "exact",
             "changing one head and its parameters changes nothing of the others, bit for bit",
             lambda domain: examples_of(_small(domain, heads=(2, 3, 4)), _heads),
-            _apart(("H", "HV")),
+            module_checks.apart(("H", "HV")),
             WITH_HEADS,
             place=_heads,
         ),
@@ -545,7 +362,7 @@ MODULE_LAWS: dict[str, Law] = {
             "exact",
             "changing one channel and its parameters changes nothing of the others, bit for bit",
             lambda domain: examples_of(_small(domain), _channels),
-            _apart(("D", "K")),
+            module_checks.apart(("D", "K")),
             (*CONV, "kda_gate"),
             _wide,
             place=_channels,
@@ -555,14 +372,14 @@ MODULE_LAWS: dict[str, Law] = {
             "truth",
             "permuting sequences or tokens, heads and channels permutes the results, bit for bit if position_independent=True",
             lambda domain: examples_of(_small(domain)),
-            _permuted,
+            module_checks.permuted,
         ),
         _law(
             "repeated",
             "truth",
             "the L2 norm of repeated heads equals the repeated norm, bit for bit if position_independent=True",
             lambda domain: examples_of(_small(domain)),
-            _repeated,
+            module_checks.repeated,
             ("l2norm",),
         ),
         _law(
