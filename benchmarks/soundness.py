@@ -26,6 +26,7 @@ from verify.engine.asking import ask, describe, with_sizes
 from verify.engine.drawing import seeded
 from verify.execution.run import Run
 from verify.findings import known
+from verify.findings.known import KnownDefects
 from verify.findings.store import Store
 from verify.process.outcome import Outcome, Verdict
 from verify.process.worker import Worker
@@ -104,7 +105,7 @@ def drawn(adapter: str, domain: Any, laws: list[str], options: argparse.Namespac
     return runs
 
 
-def outcomes(runs: list[Run], workers: list[Worker], store: Store) -> Iterator[tuple[Run, Outcome]]:
+def outcomes(runs: list[Run], workers: list[Worker], store: Store, defects: KnownDefects) -> Iterator[tuple[Run, Outcome]]:
     """The runs with their outcomes, in order."""
     idle: queue.Queue[Worker] = queue.Queue()
     for worker in workers:
@@ -113,7 +114,7 @@ def outcomes(runs: list[Run], workers: list[Worker], store: Store) -> Iterator[t
     def one(run: Run) -> tuple[Run, Outcome]:
         worker = idle.get()
         try:
-            return run, ask(run, worker, store)
+            return run, ask(run, worker, store, defects=defects)
         finally:
             idle.put(worker)
 
@@ -132,7 +133,7 @@ def measure(adapter: str, options: argparse.Namespace) -> Measured:
     ratios: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
     verdicts: collections.Counter[str] = collections.Counter()
     alarms, kernel, oracle, share = [], 0.0, 0.0, []
-    for done, (run, outcome) in enumerate(outcomes(runs, workers, store), 1):
+    for done, (run, outcome) in enumerate(outcomes(runs, workers, store, defects), 1):
         if defects.explain(run, outcome):
             outcome.verdict = Verdict.KNOWN
         verdicts[outcome.verdict] += 1

@@ -91,7 +91,7 @@ def bits(x: Tensor) -> tuple[Any, ...]:
 
 def same(one: dict[str, Bound], other: dict[str, Bound]) -> bool:
     def plain(bounds: dict[str, Bound]) -> list[Any]:
-        return [(name, bits(bound.value), bits(bound.allowed), bound.origin) for name, bound in bounds.items()]
+        return [(name, bits(bound.value), bits(bound.allowed), bound.origin, bound.clear) for name, bound in bounds.items()]
 
     return plain(one) == plain(other)
 

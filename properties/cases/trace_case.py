@@ -324,7 +324,7 @@ class TraceCase(Line):
         if self.free == "zero" and not other:
             return torch.zeros(shape, dtype=pool.dtype, device=pool.device)
         size = math.prod(shape[1:])
-        places = torch.tensor(slots).unsqueeze(-1) * size + torch.arange(size)
+        places = torch.tensor(slots, dtype=torch.int64).unsqueeze(-1) * size + torch.arange(size)
         numbers = integers((places.flatten(), self._key("free", other), 64))[0].reshape(shape)
         if self.free == "nan" and not other:  # quiet NaN of either sign, because a copy keeps their bits
             quiet, payload, sign, whole = _QUIET_NAN[pool.dtype]

@@ -60,7 +60,8 @@ def put_on_file(options: argparse.Namespace) -> int:
     store = Store()
     with Worker(deadline_of(options), environment=devices.environment(run.device)) as worker:
         described = describe(run.adapter, worker)
-        outcome = ask(run, worker, store)
+        defects = before.on(described.device)
+        outcome = ask(run, worker, store, defects=defects)
     store.close()
     if outcome.verdict is Verdict.HOLDS:
         print_line(f"the line holds, so there is no defect to put on file: {run}", None)
@@ -68,7 +69,7 @@ def put_on_file(options: argparse.Namespace) -> int:
     if outcome.verdict is not Verdict.BROKEN:
         print_line(text.outcome_text(run, outcome, described.versions), None)
         return UNDECIDED
-    if defect := before.on(described.device).explain(run, outcome):
+    if defect := defects.explain(run, outcome):
         print_line(f"already on file in {defect.file}: {defect.reason} ({defect.run})", None)
         return HOLDS
     words = described.versions.split()

@@ -153,15 +153,18 @@ def _last_line(text: str) -> str:
     return lines[-1].strip()[:200] if lines else "it wrote nothing"
 
 
-def ask(run: Run, worker: Asked, store: Store, declared: dict[str, Any] | None = None) -> Outcome:
+def ask(
+    run: Run, worker: Asked, store: Store, declared: dict[str, Any] | None = None, defects: KnownDefects = NO_DEFECTS
+) -> Outcome:
     """The outcome of a run in a worker. A crash or a hang of the implementation is a finding like any other.
 
     The run's line is on disk while the run lasts. If the oracle or the ranks fail instead of the implementation, the verdict is
-    UNKNOWN.
+    UNKNOWN. Pass the `defects` that are to explain the outcome: the judge does not measure every error of a broken output, but
+    those that they would not explain.
     """
     store.begin(str(run))
     try:
-        answer = worker.ask(RunOne(str(run), declared or {}))
+        answer = worker.ask(RunOne(str(run), declared or {}, defects.explained_outputs(run)))
         outcome = Outcome(Verdict.UNKNOWN, reason=answer["error"]) if "error" in answer else Outcome.from_json(answer)
         if outcome.kind is FailureKind.RAISED and isinstance(worker, Worker):  # the cause may lie in a process beside it
             first, *others = outcome.findings
@@ -180,11 +183,11 @@ def ask(run: Run, worker: Asked, store: Store, declared: dict[str, Any] | None =
         store.end()
 
 
-def ask_afresh(run: Run, worker: Asked, store: Store, declared: dict[str, Any] | None = None) -> Outcome:
+def ask_afresh(run: Run, worker: Asked, store: Store, defects: KnownDefects = NO_DEFECTS) -> Outcome:
     """The outcome of a run in a new process, if its law is about what a process keeps. Groups of ranks go on as they are."""
     if run.the_law.of_process and isinstance(worker, Worker):
         worker.end()
-    return ask(run, worker, store, declared)
+    return ask(run, worker, store, defects=defects)
 
 
 def _last_lines(text: str, most: int = 5) -> tuple[str, ...]:
@@ -212,7 +215,7 @@ def ask_all(runs: Sequence[Run], worker: Asked, store: Store, defects: KnownDefe
     for index, run in enumerate(runs):
         outcome = Outcome.from_json(outcomes[index]) if index < len(outcomes) and "verdict" in outcomes[index] else None
         if outcome is None or (outcome.verdict in (Verdict.BROKEN, Verdict.UNKNOWN) and not defects.explain(run, outcome)):
-            outcome = ask(run, worker, store)
+            outcome = ask(run, worker, store, defects=defects)
         yield outcome
 
 

@@ -128,7 +128,7 @@ def explain(
         if defects.explain_any(candidate):
             return None
         if example not in outcomes:
-            outcomes[example] = ask_afresh(candidate, worker, store)
+            outcomes[example] = ask_afresh(candidate, worker, store, defects)
         if defects.explain(candidate, outcomes[example]):
             return None
         if alike(outcome, run, outcomes[example], candidate):

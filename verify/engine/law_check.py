@@ -158,10 +158,10 @@ class LawCheck:
         return report if self.waits else self.explain()
 
     def _ask(self, run: Run) -> Outcome:
-        return ask(run, self._worker, self._common.store)
+        return ask(run, self._worker, self._common.store, defects=self._common.defects)
 
     def _ask_afresh(self, run: Run) -> Outcome:
-        return ask_afresh(run, self._worker, self._common.store)
+        return ask_afresh(run, self._worker, self._common.store, self._common.defects)
 
     def _run_known(self) -> None:
         """Run the lines of the known defects of this law, and note in the report whether each still fails."""

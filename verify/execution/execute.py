@@ -52,7 +52,7 @@ def _executed(
 ) -> Outcome:
     law = run.the_law
     if isinstance(adapter, PathAdapter):
-        return execute_path(run, adapter)
+        return execute_path(run, adapter, excused)
     if isinstance(adapter, TraceAdapter):
         return execute_trace(run, adapter, excused, declared)
     _bring(run.adapter)

@@ -189,26 +189,28 @@ def _row_by_row(name: str, got: Tensor, bound: Bound, where: Where, spared: floa
 def _examined(error: Tensor, bound: Bound, most: float) -> tuple[int, Tensor, Bound]:
     """Take the bound from more runs where an error is more than `most` times its tolerance, until one stays so or none is left.
 
-    A finer bound replaces the tolerances of a part of the call, at least that of the row we ask about. We begin with the part of
-    the worst row. If a row of it is over in the end, the output is broken, and the others may keep the tolerance of fewer runs.
+    We ask about one row at a time, the worst one first. The finer bound has other tolerances for the row's part of the call. If the
+    row stays over, the output is broken, and rows of other parts keep the tolerances of fewer runs. A row that is within the finer
+    tolerance of another row's part is not asked about.
 
-    Returns the row of the largest error over its tolerance, each row's error over its tolerance, and the bound. If an output is
-    broken, the row is one of the part that was examined.
+    Returns the row that decides, each row's error over its tolerance, and the bound.
     """
-    ratio, allowed = _over(error, bound), bound.allowed
+    start = _over(error, bound)
+    ratio, allowed = start, bound.allowed
     seen = torch.zeros(ratio.shape, dtype=torch.bool, device=ratio.device)
-    while bound.finer is not None and bool((ratio.masked_fill(seen, 0.0) > most).any()):
-        part = torch.zeros_like(seen)
-        part.view(-1)[ratio.masked_fill(seen, 0.0).argmax()] = True
-        fine, ratios = bound, ratio
-        while fine.finer is not None and most < float(ratios[part].max()) < fine.clear:
-            fine = fine.finer(part & (ratios > most))
-            part |= (fine.allowed != bound.allowed) & ~seen
+    while bound.finer is not None and float((left := ratio.masked_fill(seen, 0.0)).max()) > most:
+        worst = int(left.argmax())
+        row = torch.zeros_like(seen)
+        row.view(-1)[worst] = True
+        fine, ratios = bound, start
+        while fine.finer is not None and most < float(ratios.flatten()[worst]) < most * fine.clear:
+            fine = fine.finer(row)
             ratios = _over(error, fine)
-        ratio, allowed = torch.where(part, ratios, ratio), torch.where(part, fine.allowed, allowed)
-        if float(ratio[part].max()) > most:
-            return int(ratio.masked_fill(~part, -1.0).argmax()), ratio, dataclasses.replace(bound, allowed=allowed)
-        seen |= part
+        changed = row | ((fine.allowed != bound.allowed) & ~seen)
+        ratio, allowed = torch.where(changed, ratios, ratio), torch.where(changed, fine.allowed, allowed)
+        if float(ratio.flatten()[worst]) > most:
+            return worst, ratio, dataclasses.replace(bound, allowed=allowed)
+        seen |= row
     return int(ratio.argmax()), ratio, dataclasses.replace(bound, allowed=allowed)
 
 

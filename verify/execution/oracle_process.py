@@ -98,11 +98,11 @@ class Beside:
             if header["number"] > number or self._from.readinto(data) < len(data):
                 raise EOFError
             numbers = torch.frombuffer(data, dtype=torch.float64) if data else torch.empty(0, dtype=torch.float64)
-            parts = iter(numbers.split([math.prod(shape) for _, _, *shapes in header["bounds"] for shape in shapes]))
+            parts = iter(numbers.split([math.prod(shape) for _, _, _, *shapes in header["bounds"] for shape in shapes]))
             bounds = {}
-            for name, origin, *shapes in header["bounds"]:
+            for name, origin, clear, *shapes in header["bounds"]:
                 value, allowed = (next(parts).view(shape) for shape in shapes)
-                bounds[name] = Bound(value, allowed, origin, functools.partial(_finer, here, name))
+                bounds[name] = Bound(value, allowed, origin, functools.partial(_finer, here, name), clear=clear)
             return bounds
         except Exception:  # the process is gone, or what it wrote is no answer
             self.end()
@@ -163,7 +163,7 @@ def _reply(number: int, case: str, *rest: Any) -> tuple[dict[str, Any], bytearra
     data = bytearray(8 * sum(map(len, tensors)))
     if data:
         torch.cat(tensors, out=torch.frombuffer(data, dtype=torch.float64))
-    descriptions = [(name, entry.origin, entry.value.shape, entry.allowed.shape) for name, entry in bounds.items()]
+    descriptions = [(name, entry.origin, entry.clear, entry.value.shape, entry.allowed.shape) for name, entry in bounds.items()]
     return {"number": number, "bytes": len(data), "bounds": descriptions}, data
 
 

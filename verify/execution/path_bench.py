@@ -24,7 +24,7 @@ from verify.execution import addresses, oracle_process, recorder
 from verify.execution.bench import Timed
 from verify.execution.faults import AdapterFault, blamed
 from verify.execution.guards import Copies, Guards, poisoned
-from verify.execution.judge import indices
+from verify.execution.judge import NOTHING, indices
 from verify.execution.judging import faulted, following, judged
 from verify.execution.run import Run
 from verify.gpu import device as devices
@@ -378,8 +378,11 @@ class RankBench(Timed):
         return [port.name for port in (*self.case.spec.inputs, *self.case.spec.outputs)]
 
 
-def execute_path(run: Run, adapter: PathAdapter) -> Outcome:
-    """The outcome of a run: on this rank if this process belongs to a process group, otherwise on simulated ranks."""
+def execute_path(run: Run, adapter: PathAdapter, excused: Mapping[str, float] = NOTHING) -> Outcome:
+    """The outcome of a run: on this rank if this process belongs to a process group, otherwise on simulated ranks.
+
+    `excused` is as in verify/execution/judge.py.
+    """
     case, law = run.example.case, run.the_law
     assert isinstance(case, ParallelCase)
     here = torch.distributed.is_initialized()
@@ -397,7 +400,7 @@ def execute_path(run: Run, adapter: PathAdapter) -> Outcome:
 
     def on_rank(place: Place) -> Outcome:
         bench = RankBench(adapter, case, place, computed, device)
-        return judged(law, bench, run.example, bench.where, _bytes(case))
+        return judged(law, bench, run.example, bench.where, _bytes(case), excused)
 
     with poisoned(float("nan")), following(run.tune) as used:
         if not here:

@@ -130,7 +130,7 @@ def _run_many(asked: RunMany) -> Answer:
 
 
 def _run_one(asked: RunOne) -> Answer:
-    outcome = execute(Run.parse(asked.line), declared=asked.declared).to_json()
+    outcome = execute(Run.parse(asked.line), excused=asked.excused, declared=asked.declared).to_json()
     devices.tidy()
     return outcome
 

@@ -1,9 +1,10 @@
 """Triton's CPU interpreter, corrected so that it runs Gated DeltaNet kernels without a GPU, and fast enough to check them.
 
-`patches` corrects operations that Triton's interpreter computes differently from a GPU. `launch` runs all programs of a grid
-together: `grid` runs their statements, `operations` their operations, `memory` their reads and writes, and `races` finds conflicts
-between two programs. If programs cannot run together, they run one after another, with the same corrections. `launch`, `grid` and
-`operations` import Triton; import them after `install()`.
+`patches` corrects what Triton's interpreter does differently from a GPU, with `language`, `arithmetic` and `access`. `launch` runs
+all programs of a grid together: `grid` runs their statements, `variables` holds their variables, `operations` runs their
+operations, `memory` their reads and writes, and `races` finds conflicts between two programs. If programs cannot run together, they
+run one after another, with the same corrections. `launch`, `grid`, `variables` and `operations` import Triton; import them after
+`install()`.
 """
 
 import importlib.abc

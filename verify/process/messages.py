@@ -25,10 +25,15 @@ class Describe(Question):
 
 @dataclasses.dataclass(frozen=True)
 class RunOne(Question):
-    """Run one line. Answer: its Outcome. The values in `declared` replace what the adapter declares when the run is judged."""
+    """Run one line. Answer: its Outcome.
+
+    The values in `declared` replace what the adapter declares when the run is judged. `excused` has the outputs that a known defect
+    explains, each with the multiple of the tolerance up to which it does (verify/execution/judge.py).
+    """
 
     line: str
     declared: dict[str, Any] = dataclasses.field(default_factory=dict)
+    excused: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +48,7 @@ class RunMany(Question):
     """Run several lines. Answer: {"outcomes": the Outcomes in the order of the lines}.
 
     The answer ends after the first outcome that leaves ranks at different places in their code, or the device lost. `excused` has,
-    for each line, the outputs that a known defect explains, each with the multiple of the tolerance up to which it does
-    (verify/execution/judge.py). An empty list means that no output of any line is excused.
+    for each line, what it has for one (RunOne). An empty list means that no output of any line is excused.
     """
 
     lines: list[str]
