@@ -497,7 +497,7 @@ def test_crash_that_does_not_repeat_is_undecided_and_kept(store: Store, monkeypa
     crashed = Outcome(Verdict.BROKEN, [Finding("call", FailureKind.CRASHED, "crashed: killed by SIGSEGV")])
     answers = iter([crashed, *[Outcome(Verdict.HOLDS, rows=1)] * 100])
     for module in (asking, law_check):
-        monkeypatch.setattr(module, "ask", lambda *_: next(answers))
+        monkeypatch.setattr(module, "ask", lambda *_, **__: next(answers))
     with Worker() as worker, Check(Settings(RIGHT, ["pure"], Profile("few", 6)), [worker], store) as check:
         (report,) = check.run()
     assert report.verdict is Verdict.UNKNOWN
@@ -552,7 +552,7 @@ def blind_at_first(monkeypatch: pytest.MonkeyPatch, blind: int) -> list[str]:
     """Makes the first `blind` cases of a law blind, without a worker. Returns the lines that are run, as they are run."""
     lines = list[str]()
 
-    def outcome(run: Run, *_: object) -> Outcome:
+    def outcome(run: Run, *_: object, **__: object) -> Outcome:
         lines.append(str(run))
         return Outcome(Verdict.BLIND if len(lines) <= blind else Verdict.HOLDS)
 

@@ -257,12 +257,13 @@ def test_broken_implementation_exits_1_with_a_finished_report(capfd: pytest.Capt
 
 
 @pytest.mark.slow
-def test_json_file_has_a_line_a_law(tmp_path: pathlib.Path) -> None:
-    done = process("check", BROKEN, "--law", "pure", "--law", "recall", "--workers", "1", "--json", "out.jsonl", cwd=tmp_path)
-    assert done.returncode == exits.BROKEN
-    lines = [strict(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+def test_json_file_has_a_line_a_law(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.jsonl"
+    done = run(capfd, "check", BROKEN, "--law", "pure", "--law", "recall", "--workers", "1", "--json", str(file))
+    assert done.code == exits.BROKEN
+    lines = [strict(line) for line in file.read_text().splitlines()]
     assert {data["law"] for data in lines} == {"pure", "recall"}
-    assert all(f'repeat "{data["run"]}"' in done.stdout for data in lines)
+    assert all(f'repeat "{data["run"]}"' in done.out for data in lines)
 
 
 @pytest.mark.slow
