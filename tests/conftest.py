@@ -14,7 +14,7 @@ from verify.cli.main import main
 from verify.gpu import device as devices
 from verify.process.worker import Worker
 
-# The modules under test have millions of objects, all of which a collection visits: by default that takes 5% of the tests' time.
+# A collection visits every object of the imported modules. By default that took 0.5 of 10.7 s in three files of tests.
 gc.set_threshold(20_000, 20, 20)
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -361,10 +361,13 @@ def test_the_worst_row_is_asked_about_unless_it_is_excused(sure: float, excused:
 
 
 class InTwoParts:
-    """Bounds of four rows: the tolerances of RUNS runs, and those of more. Rows 0 and 1 are one part, 2 and 3 the other."""
+    """Bounds of four rows: the tolerances of RUNS runs, and those of more. Rows 0 and 1 are one part, 2 and 3 the other.
 
-    def __init__(self, *levels: list[float]) -> None:
-        self.levels, self.asked = levels, list[tuple[int, list[int]]]()
+    `clears` has the factor from which on an error is clear, for each number of runs.
+    """
+
+    def __init__(self, *levels: list[float], clears: Sequence[float] = (bound.CLEAR,) * 3) -> None:
+        self.levels, self.clears, self.asked = levels, clears, list[tuple[int, list[int]]]()
 
     def bound(self, level: int = 0, allowed: Tensor | None = None) -> Bound:
         def finer(over: Tensor | None = None) -> Bound:
@@ -377,7 +380,8 @@ class InTwoParts:
             return self.bound(level + 1, known)
 
         now = torch.tensor(self.levels[0]) if allowed is None else allowed
-        return Bound(torch.zeros(4, 1), now, finer=finer if level + 1 < len(self.levels) else None)
+        later = finer if level + 1 < len(self.levels) else None
+        return Bound(torch.zeros(4, 1), now, finer=later, clear=self.clears[level])
 
     def judged(self, *errors: float, excused: float = 0.0) -> tuple[list[Finding], float]:
         judgement = judge([("o", torch.tensor(errors).unsqueeze(-1), self.bound())], lambda *_: "", {"o": excused})
@@ -412,6 +416,15 @@ def test_runs_are_made_until_an_error_is_clear_of_what_is_excused() -> None:
     (finding,), ratio = limits.judged(20.0, 0.5, 0.5, 0.5, excused=16.0)
     assert limits.asked == [(1, [0]), (2, [0])]
     assert (finding.allowed, ratio) == (pytest.approx(1.3), pytest.approx(20 / 1.3))
+
+
+@pytest.mark.parametrize(("error", "asked", "broken"), [(15.0, [1], True), (12.9, [1, 2], False)])
+def test_an_error_is_clear_by_the_factor_of_the_runs_that_were_made(error: float, asked: list[int], *, broken: bool) -> None:
+    """16 runs allow 13.6 times too little, which is clear, or 11.7 times, which 64 runs allow."""
+    limits = InTwoParts([1.0] * 4, [1.1] * 4, [20.0] * 4, clears=(bound.CLEAR, bound.CLEAR_OF_MORE, bound.CLEAR_OF_MORE))
+    findings, _ = limits.judged(error, 0.5, 0.5, 0.5)
+    assert [level for level, _ in limits.asked] == asked
+    assert bool(findings) == broken
 
 
 def test_what_more_runs_allow_holds_in_every_part() -> None:

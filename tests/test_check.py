@@ -19,6 +19,7 @@ from properties.cases.rule_case import Case
 from properties.domain import Domain
 from properties.laws import Blind
 from properties.module_domain import ModuleDomain
+from properties.path_laws import PATH_LAWS
 from properties.rule_laws import LAWS
 from properties.strategies import Example
 from properties.trace_domain import TraceDomain
@@ -29,12 +30,14 @@ from verify.adapters.packages import installed
 from verify.engine import asking, check, explaining, law_check
 from verify.engine.asking import ask, describe
 from verify.engine.check import Check
+from verify.engine.drawing import seeded
 from verify.engine.law_check import ENOUGH, Settings, overall
 from verify.engine.profiles import PROFILES, Profile
+from verify.execution import path_bench, service
 from verify.execution.execute import execute
 from verify.execution.run import Run
 from verify.findings import report as text
-from verify.findings.known import Known
+from verify.findings.known import Known, KnownDefects
 from verify.findings.law_report import LawReport
 from verify.findings.store import Store
 from verify.gpu import device as devices
@@ -590,3 +593,40 @@ def test_cases_in_place_of_blind_ones_have_the_compile_keys_of_the_plan(monkeypa
     check: Any = SimpleNamespace(_common=common, report=SimpleNamespace(counts={Verdict.BLIND: 3}))
     assert law_check.LawCheck._replace_blind(check, LAWS["cut"]) is False
     assert strategies == ["of the palette, for cut"]
+
+
+def test_single_runs_are_judged_with_the_known_defects_that_explain_them(monkeypatch: pytest.MonkeyPatch, store: Store) -> None:
+    """Of a broken output the judge measures only what they do not explain, so an outcome without them may look explained."""
+    defects, run, asked = KnownDefects(), Run.parse(f"law=pure adapter={RIGHT} lengths=3"), list[object]()
+
+    def answered(run: Run, worker: object, store: Store, defects: object = None) -> Outcome:
+        asked.append(defects)
+        return Outcome(Verdict.HOLDS)
+
+    for module, name in ((law_check, "ask"), (law_check, "ask_afresh"), (explaining, "ask_afresh")):
+        monkeypatch.setattr(module, name, answered)
+    law: Any = SimpleNamespace(_worker=None, _common=SimpleNamespace(store=store, defects=defects))
+    law_check.LawCheck._ask(law, run)
+    law_check.LawCheck._ask_afresh(law, run)
+    broken = Outcome(Verdict.BROKEN, [Finding("o", FailureKind.OFF, "is off", error=2.0, allowed=1.0)])
+    explaining.explain(run.the_law, run, broken, SimpleNamespace(deadline_s=1.0), store, defects, threading.Event())  # type: ignore[arg-type]
+    assert len(asked) > 2
+    assert all(given is defects for given in asked)
+
+
+def test_a_run_alone_is_judged_with_what_its_question_excuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[Any] = []
+    monkeypatch.setattr(service, "execute", lambda _, **options: judged.append(options["excused"]) or Outcome(Verdict.HOLDS))
+    service._ANSWERS[RunOne](RunOne(f"law=pure adapter={RIGHT} lengths=3", {}, {"dg": 4.0}))
+    assert judged == [{"dg": 4.0}]
+
+
+def test_a_path_is_judged_with_what_is_excused(monkeypatch: pytest.MonkeyPatch) -> None:
+    excused: list[Any] = []
+    monkeypatch.setattr(path_bench, "judged", lambda *given: excused.append(given[-1]) or Outcome(Verdict.HOLDS, rows=1))
+    examples = list[Example]()
+    adapter = loader.load("gdn/layer")
+    seeded(PATH_LAWS["parallel"].draw(adapter.domain), 1, 1, examples.append)
+    execute(Run("parallel", "gdn/layer", examples[0]), excused={"y": 3.0})
+    assert excused
+    assert all(given == {"y": 3.0} for given in excused)
