@@ -360,13 +360,16 @@ def test_the_worst_row_is_asked_about_unless_it_is_excused(sure: float, excused:
     assert (finding.rows_over, round(finding.error)) == (2 if asked else 3, 40)
 
 
+CLEARS = (bound.CLEAR, bound.CLEAR_OF_MORE, bound.CLEAR_OF_MORE)
+
+
 class InTwoParts:
     """Bounds of four rows: the tolerances of RUNS runs, and those of more. Rows 0 and 1 are one part, 2 and 3 the other.
 
     `clears` has the factor from which on an error is clear, for each number of runs.
     """
 
-    def __init__(self, *levels: list[float], clears: Sequence[float] = (bound.CLEAR,) * 3) -> None:
+    def __init__(self, *levels: list[float], clears: Sequence[float] = CLEARS) -> None:
         self.levels, self.clears, self.asked = levels, clears, list[tuple[int, list[int]]]()
 
     def bound(self, level: int = 0, allowed: Tensor | None = None) -> Bound:
@@ -421,7 +424,7 @@ def test_runs_are_made_until_an_error_is_clear_of_what_is_excused() -> None:
 @pytest.mark.parametrize(("error", "asked", "broken"), [(15.0, [1], True), (12.9, [1, 2], False)])
 def test_an_error_is_clear_by_the_factor_of_the_runs_that_were_made(error: float, asked: list[int], *, broken: bool) -> None:
     """16 runs allow 13.6 times too little, which is clear, or 11.7 times, which 64 runs allow."""
-    limits = InTwoParts([1.0] * 4, [1.1] * 4, [20.0] * 4, clears=(bound.CLEAR, bound.CLEAR_OF_MORE, bound.CLEAR_OF_MORE))
+    limits = InTwoParts([1.0] * 4, [1.1] * 4, [20.0] * 4)
     findings, _ = limits.judged(error, 0.5, 0.5, 0.5)
     assert [level for level, _ in limits.asked] == asked
     assert bool(findings) == broken
