@@ -434,7 +434,7 @@ def strides(bench: Bench, example: Example) -> Iterator[Pair]:
     spec, how = example.case.spec, example.variant or ""
     tensors = {name: inputs[name] for name in present(spec, inputs)}
     tensors |= cotangents or {}
-    views = far(spec, tensors, how) if how in FAR else {name: view(x, how) for name, x in tensors.items()}
+    views = far(bench.domain, spec, tensors, how) if how in FAR else {name: view(x, how) for name, x in tensors.items()}
     turned = cotangents and {name: views.pop(name) for name in cotangents}
     inputs = inputs.replaced(**views)
     if how == "expanded":  # the numbers of the one state that a packed call may have are then in the places of the others too

@@ -74,7 +74,9 @@ def _part(inputs: Inputs, start: int, stop: int | None, after: dict[str, Tensor]
 def _strides(bench: Bench, example: Example) -> Iterator[Pair]:
     inputs, cotangents = bench.call(example.case)
     how, tensors = example.variant or "", {"hidden": inputs.hidden, **({} if cotangents is None else {"y": cotangents["y"]})}
-    views = far(example.case.spec, tensors, how) if how in FAR else {name: view(x, how) for name, x in tensors.items()}
+    views = (
+        far(bench.domain, example.case.spec, tensors, how) if how in FAR else {name: view(x, how) for name, x in tensors.items()}
+    )
     inputs = inputs.replaced(hidden=views.pop("hidden"))
     turned = None if cotangents is None else {**cotangents, **views}
     bounds: dict[str, Bound] = bench.bounds(inputs, turned)
@@ -192,7 +194,7 @@ LAYER_LAWS: dict[str, Law] = {
             "hidden states and their cotangents may have any strides",
             lambda domain: either(
                 [examples_of(layer_cases(domain, sequences=(1, 2), longest=40), None, VIEWS)] * 3
-                + [far_examples({"far_tokens": layer_cases(domain, sequences=(1, 2), longest=12)})]
+                + [far_examples(domain, {"far_tokens": layer_cases(domain, sequences=(1, 2), longest=12)})]
             ),
             _strides,
             _promises("views"),

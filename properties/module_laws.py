@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from properties import common_laws, module_checks
 from properties.cases.module_case import MODULES, ModuleCase, words_of
 from properties.domain import VIEWS
-from properties.far_views import FAR, LEAST, far_examples, lacks_far
+from properties.far_views import FAR, can_be_far, far_examples, lacks_far
 from properties.history_laws import history_law
 from properties.laws import Bench, Law, Pair, either, examples_of
 from properties.module_domain import CONV, GATES, NORMS, ModuleDomain, module_cases
@@ -172,14 +172,18 @@ def _small(domain: ModuleDomain, **more: Any) -> st.SearchStrategy[ModuleCase]:
     return module_cases(domain, **{"longest": 130, "total": 180, "sequences": (1, 3), **more})
 
 
-def _far(domain: ModuleDomain) -> st.SearchStrategy[Example]:
-    """Return small cases with enough tokens, heads or sequences to lie far apart."""
-    choices = {"far_sequences": module_cases(domain, longest=3, total=18, sequences=(5, 6))}
-    if domain.longest >= LEAST:
-        choices["far_tokens"] = module_cases(domain, longest=12, total=12, sequences=(1, 2))
+def _strided(domain: ModuleDomain) -> st.SearchStrategy[Example]:
+    """Return cases in every view, one in four with tokens, heads or sequences far apart if the domain allows enough tokens."""
+    near = examples_of(_small(domain, sequences=(1, 2)), None, VIEWS)
+    if not can_be_far(domain):
+        return near
+    choices = {
+        "far_sequences": module_cases(domain, longest=3, total=18, sequences=(5, 6)),
+        "far_tokens": module_cases(domain, longest=12, total=12, sequences=(1, 2)),
+    }
     if "heads" in words_of(domain.operation):
         choices["far_heads"] = module_cases(domain, longest=3, total=40, sequences=(1, 2), heads=(5, 8))
-    return far_examples(choices)
+    return either([near] * 3 + [far_examples(domain, choices)])
 
 
 def _stateful(domain: ModuleDomain, **more: Any) -> st.SearchStrategy[ModuleCase]:
@@ -394,7 +398,7 @@ MODULE_LAWS: dict[str, Law] = {
             "strides",
             "truth",
             "inputs and cotangents may have any strides",
-            lambda domain: either([examples_of(_small(domain, sequences=(1, 2)), None, VIEWS)] * 3 + [_far(domain)]),
+            _strided,
             common_laws.strides,
             needs=common_laws.require(views=True),
             variants=(*VIEWS, *FAR),

@@ -13,7 +13,7 @@ from oracles.bound import Bound
 from oracles.operation import Inputs
 from properties.cases.pool_case import PoolCase
 from properties.common_laws import bytes_of, view
-from properties.far_views import FAR, SPAN, apart, far, far_examples, lacks_far
+from properties.far_views import FAR, SPAN, apart, can_be_far, far, far_examples, far_rows, lacks_far
 from properties.laws import Bench, Blind, Law, Pair, bits, either, examples_of, present, spread, visible
 from properties.pool_domain import POOL_VIEWS, PoolDomain, pool_cases
 from properties.pool_histories import earlier_call, histories, history
@@ -295,7 +295,13 @@ def _far(bench: Bench, example: Example) -> Iterator[Pair]:
         pool = apart({"pool": flat(inputs.pool, domain)}, {"pool": 0}, 2 * SPAN)["pool"]
         views = {"pool": shaped(pool, inputs.pool, domain)}
     else:
-        views = far(case.spec, {name: inputs[name] for name in present(case.spec, inputs, "B", "T")}, how)
+        tensors = {name: inputs[name] for name in present(case.spec, inputs, "B", "T")}
+        if ("strided" if how == "far_heads" else "sliced") in domain.views:  # heads are the last axis of a and b
+            views = far(domain, case.spec, tensors, how)
+        elif how == "far_tokens" and "fused" in domain.views and can_be_far(domain):
+            views = far_rows(tensors)  # an implementation that knows one stride reaches the next request with it too
+        else:
+            raise Blind(f"{how} inputs are not among {', '.join(domain.views)}")
     there = inputs.replaced(**views)
     bounds = bench.bounds(there, None)
     yield from judged(bench.run(there, None), bounds, meant, f" from {how.replace('_', ' ')}")
@@ -306,13 +312,14 @@ def _strided_examples(domain: PoolDomain) -> st.SearchStrategy[Example]:
     rule, far_ones = domain.rule, {}
     if domain.apart:
         far_ones["far_slots"] = pool_cases(domain, most=3, spare=(5, 7))
-    if {"fused", "sliced"} & {*domain.views}:
-        far_ones["far_tokens"] = pool_cases(domain, most=8, kinds=("drafts", "prompts") if domain.most_tokens > 1 else ("steps",))
-    if "sliced" in domain.views:
+    long = can_be_far(domain)
+    if long and {"fused", "sliced"} & {*domain.views}:
+        far_ones["far_tokens"] = pool_cases(domain, most=8, kinds=("drafts", "prompts"))
+    if long and "strided" in domain.views:
         groups = ((5, 5), (8, 8), (5, 10)) if rule.grouped_heads else ((5, 5), (8, 8))
         far_ones["far_heads"] = pool_cases(domain, most=3, groups=groups)
     near = examples_of(pool_cases(domain, most=8), None, domain.views)
-    return either([near] * 3 + [far_examples(far_ones)]) if far_ones else near
+    return either([near] * 3 + [far_examples(domain, far_ones)]) if far_ones else near
 
 
 def _pure(bench: Bench, example: Example) -> Iterator[Pair]:

@@ -31,7 +31,7 @@ from properties.common_laws import (
     strides,
 )
 from properties.domain import VIEWS, Domain
-from properties.far_views import FAR, far_examples, lacks_far
+from properties.far_views import FAR, can_be_far, far_examples, lacks_far
 from properties.history_laws import history_law
 from properties.laws import (
     Law,
@@ -142,16 +142,21 @@ def _small(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
     return cases(domain, **options)
 
 
-def _far(domain: Domain) -> st.SearchStrategy[Example]:
-    """Return small cases with enough tokens, heads or sequences to lie far apart."""
+def _strided(domain: Domain) -> st.SearchStrategy[Example]:
+    """Return cases in every view, one in four with tokens, heads or sequences far apart if the domain allows enough tokens."""
+    near = examples_of(_small(domain, sequences=(1, 2)), None, VIEWS)
+    if not can_be_far(domain):
+        return near
     groups = ((5, 5), (8, 8), (5, 10)) if domain.grouped_heads else ((5, 5), (8, 8))
-    return far_examples(
+    far_ones = far_examples(
+        domain,
         {
             "far_tokens": cases(domain, longest=12, total=12, value_heads=2, sequences=(1, 2)),
             "far_heads": cases(domain, longest=3, total=12, sequences=(1, 2), groups=groups),
             "far_sequences": cases(domain, longest=3, total=18, value_heads=2, sequences=(5, 6)),
-        }
+        },
     )
+    return either([near] * 3 + [far_ones])
 
 
 def _brief(domain: Domain, **more: Any) -> st.SearchStrategy[Case]:
@@ -352,7 +357,7 @@ LAWS: dict[str, Law] = {
             "strides",
             "truth",
             "inputs and cotangents may have any strides",
-            lambda domain: either([examples_of(_small(domain, sequences=(1, 2)), None, VIEWS)] * 3 + [_far(domain)]),
+            _strided,
             strides,
             require(views=True),
             variants=(*VIEWS, *FAR),

@@ -40,6 +40,16 @@ def cast_kernel(x, y, N: tl.constexpr):
 
 
 @triton.jit
+def annotated_kernel(y, z, wide: tl.int64, also_wide: "uint64", narrow, number: tl.float64, whole: tl.float32):  # noqa: F821
+    three = tl.program_id(0) + 3
+    tl.store(y, (three * wide).to(tl.int64))
+    tl.store(y + 1, (three * also_wide).to(tl.int64))
+    tl.store(y + 2, (three * narrow).to(tl.int64))
+    tl.store(z, number.to(tl.float64))
+    tl.store(z + 1, (whole / 2).to(tl.float64))
+
+
+@triton.jit
 def nearest_kernel(x, y, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(y + i, tl.load(x + i).to(y.dtype.element_ty, fp_downcast_rounding="rtne"))
@@ -464,6 +474,13 @@ def check_constants() -> None:
 def check_float_argument_is_float32() -> None:
     x = every_bf16()
     same(unary("argument", x, BF16, 32**-0.5), (x.float() * 32**-0.5).to(BF16))
+
+
+def check_annotated_arguments() -> None:
+    y, z = torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=F64)
+    annotated_kernel[(1,)](y, z, 2**30, 2**30, 2**30, 1 / 3, 3)
+    assert y.tolist() == [3 * 2**30, 3 * 2**30, -(2**30)], y.tolist()
+    assert z.tolist() == [1 / 3, 1.5], z.tolist()
 
 
 def check_clamp() -> None:

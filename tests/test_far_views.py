@@ -8,7 +8,8 @@ import torch
 
 from properties import far_views
 from properties.cases.rule_case import Case
-from properties.far_views import LEAST, SPAN, apart, far
+from properties.domain import Domain
+from properties.far_views import LEAST, LEAST_TOKENS, SPAN, apart, far, far_rows
 from properties.laws import Blind
 from verify.process.messages import RunOne
 from verify.process.outcome import Outcome, Verdict
@@ -36,6 +37,17 @@ def test_views_are_far_along_their_axis_dense_along_the_others_and_keep_every_nu
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**16  # KiB of the 17 GiB that are reserved
 
 
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_tokens_of_a_batch_lie_equally_far_apart_and_the_last_rows_first_token_wraps(batch: int) -> None:
+    tensors = {"q": torch.randn(batch, LEAST_TOKENS, 3, 8), "b": torch.randn(batch, LEAST_TOKENS, 3, dtype=torch.float64)}
+    for name, view in far_rows(tensors).items():
+        assert view.equal(tensors[name])
+        assert view.stride(0) == LEAST_TOKENS * view.stride(1)
+        assert view[0, 0].is_contiguous()
+        assert (batch - 1) * view.stride(0) + (LEAST_TOKENS - 1 if batch == 1 else 0) * view.stride(1) >= SPAN
+        assert 127 * view.stride(1) + 24 < 2**31  # two tokens of a block of 128
+
+
 def test_an_offset_that_wraps_stays_inside_the_memory_and_finds_zeros() -> None:
     view = apart({"x": torch.ones(LEAST, 3)}, {"x": 0})["x"]
     place = view.storage_offset() + (LEAST - 1) * view.stride(0) - 2**32
@@ -46,10 +58,10 @@ def test_an_offset_that_wraps_stays_inside_the_memory_and_finds_zeros() -> None:
 def test_tensors_with_few_indices_stay_where_they_are_and_without_a_far_one_the_law_is_blind() -> None:
     case = Case((5, 2), packed=True, heads=1, value_heads=LEAST, state="random")
     tensors = {name: case.inputs()[name] for name in ("q", "v", "state")}
-    views = far(case.spec, tensors, "far_heads")
+    views = far(Domain(), case.spec, tensors, "far_heads")
     assert views["q"] is tensors["q"] and views["v"].stride(2) >= SPAN // LEAST and views["state"].stride(1) >= SPAN // LEAST
     with pytest.raises(Blind, match="no tensor has 5 sequences"):
-        far(case.spec, tensors, "far_sequences")
+        far(Domain(), case.spec, tensors, "far_sequences")
 
 
 def test_memory_that_the_system_refuses_makes_the_law_blind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +73,7 @@ def test_memory_that_the_system_refuses_makes_the_law_blind(monkeypatch: pytest.
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("variant", "words"),
-    [("far_tokens", "lengths=6"), ("far_heads", "lengths=1 heads=5"), ("far_sequences", "lengths=1+1+1+1+1")],
+    [("far_tokens", "lengths=130"), ("far_heads", "lengths=1 heads=5"), ("far_sequences", "lengths=1+1+1+1+1")],
 )
 def test_a_kernels_offsets_wrap_in_32_bits_and_not_in_64(variant: str, words: str, worker: Worker) -> None:
     verdicts = {}
@@ -71,6 +83,31 @@ def test_a_kernels_offsets_wrap_in_32_bits_and_not_in_64(variant: str, words: st
         verdicts[name] = outcome.verdict
         assert outcome.rows, outcome
     assert verdicts == {"OffsetsIn64Bits": Verdict.HOLDS, "OffsetsIn32Bits": Verdict.BROKEN}
+
+
+@pytest.mark.interpreted
+def test_offsets_in_a_block_of_128_tokens_may_have_32_bits(worker: Worker) -> None:
+    line = "law=strides variant=far_tokens adapter=tests/far_kernels.py:BlocksIn64Bits lengths=130 op=l2norm backward=no"
+    outcome = Outcome.from_json(worker.ask(RunOne(line)))
+    assert outcome.verdict is Verdict.HOLDS, outcome
+    assert outcome.rows
+
+
+@pytest.mark.parametrize("lengths", ["130", "130+130", "130 packed=yes", "1+128+1 packed=yes"])
+def test_a_decode_that_knows_the_stride_of_tokens_alone_is_right_in_64_bits_and_wrong_in_32(lengths: str, worker: Worker) -> None:
+    verdicts = {}
+    for name in ("OneStride", "OneStrideIn32Bits"):
+        line = f"law=strides variant=far_tokens adapter=tests/far_kernels.py:{name} op=decode lengths={lengths}"
+        outcome = Outcome.from_json(worker.ask(RunOne(line)))
+        verdicts[name] = outcome.verdict
+        assert outcome.rows, outcome
+    assert verdicts == {"OneStride": Verdict.HOLDS, "OneStrideIn32Bits": Verdict.BROKEN}
+
+
+def test_a_view_that_a_pools_domain_does_not_promise_is_blind(worker: Worker) -> None:
+    line = "law=strides variant=far_heads adapter=tests/far_kernels.py:OneStride op=decode lengths=1 heads=5 value_heads=5"
+    outcome = Outcome.from_json(worker.ask(RunOne(line)))
+    assert (outcome.verdict, outcome.reason) == (Verdict.BLIND, "far_heads inputs are not among offset, fused")
 
 
 @pytest.mark.interpreted

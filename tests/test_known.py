@@ -77,6 +77,15 @@ def test_defect_explains_its_law_adapter_words_and_versions_only(tmp_path: pathl
     assert not defect.explains(Run.parse(LINE))
 
 
+def test_a_defect_of_one_variant_explains_no_other(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
+    line = LINE.replace("law=oracle", "law=strides variant=sliced")
+    (defect,) = load(written(tmp_path, {"run": f'"{line}"', "where": '"variant=sliced dtype=fp16"'}))
+    assert defect.explains(Run.parse(line))
+    assert not defect.explains(Run.parse(line.replace("sliced", "offset")))
+    assert not defect.explains(Run.parse(line.replace("dtype=fp16", "dtype=bf16")))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -85,6 +94,7 @@ def test_defect_explains_its_law_adapter_words_and_versions_only(tmp_path: pathl
         ({"where": '""'}, "known defect 1: where must have at least one word"),
         ({"where": '"gate=10"'}, "known defect 1: where must hold for its own run, got gate=10 and saturated"),
         ({"where": '"colour=red"'}, "known defect 1: where must hold for its own run, got colour=red and None"),
+        ({"where": '"variant=sliced"'}, "known defect 1: where must hold for its own run, got variant=sliced and None"),
         ({"versions": "{}"}, "known defect 1: versions must name a distribution"),
         ({"versions": '"0.6.0"'}, "known defect 1: versions must name a distribution and its versions, got '0.6.0'"),
         ({"versions": '{ fla-core = "0.6.0" }'}, "known defect 1: versions must name a distribution and its versions, got {'fla"),

@@ -32,7 +32,8 @@ class Known:
     A failure is this defect if all of the following hold:
 
     - It has the same adapter, and the law of `run` or one of the laws in `also`.
-    - Its case has all words of `where`, and the number of each word in `least` is at least, in `most` at most, the given one.
+    - Its case and variant have all words of `where`, and the number of each word in `least` is at least, in `most` at most, the
+      given one.
     - If `outputs` are named, only these outputs are wrong, each by at most `times` its tolerance.
     - If `run` is on a GPU, the failure is on a GPU too.
 
@@ -108,7 +109,7 @@ class Known:
 
     def _about(self, run: Run) -> bool:
         """Whether the words of a run are among those that the defect is about."""
-        words = run.example.case.words()
+        words = words_of(run)
         numbers = {name: int(word) for name, word in words.items() if word.isdecimal()}
         return (
             all(words.get(name) == value for name, value in self.where.items())
@@ -197,6 +198,12 @@ def same_adapter(one: str, other: str) -> bool:
 def _whole(spec: str) -> tuple[str, str]:
     place, _, name = spec.rpartition(":")
     return os.path.realpath(place), name
+
+
+def words_of(run: Run) -> dict[str, str]:
+    """The words of a run's case, and of its variant if it has one."""
+    words: dict[str, str] = run.example.case.words()
+    return words if run.example.variant is None else {**words, "variant": run.example.variant}
 
 
 def _forms(case: Any) -> list[Any]:
@@ -293,14 +300,14 @@ def _known(index: int, entry: dict[str, object], path: pathlib.Path) -> Known:
         raise ValueError(f"known defect {index}: outputs must be a list of some of {', '.join(sorted(names))}, got {outputs!r}")
     if not isinstance(times, int | float) or times < 1:
         raise ValueError(f"known defect {index}: times must be a number from 1 up, got {times!r}")
-    words_of = split_line(str(entry["where"]))
+    where = split_line(str(entry["where"]))
     somewhere = entry.get("somewhere", False)
     if not isinstance(somewhere, bool):
         raise ValueError(f"known defect {index}: somewhere must be true or false, got {somewhere!r}")  # noqa: TRY004
     known = Known(
         run,
         listed,
-        words_of,
+        where,
         str(entry["reason"]),
         tuple(also),
         least,
@@ -315,7 +322,7 @@ def _known(index: int, entry: dict[str, object], path: pathlib.Path) -> Known:
     )
     if not known.where:
         raise ValueError(f"known defect {index}: where must have at least one word, or the defect would hide everything")
-    words = run.example.case.words()
+    words = words_of(run)
     for what, numbers, sign in (("least", known.least, -1), ("most", known.most, 1)):
         for name, number in numbers.items():
             if not words.get(name, "").isdecimal() or sign * int(words[name]) > sign * number:

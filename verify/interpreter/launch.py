@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import interpreter
+from triton.runtime import interpreter, jit
 
 from properties.sizes import MOST_ALONG_Y
 from verify.interpreter import branches, operations
@@ -36,6 +36,10 @@ ELEMENTS = 1 << 20
 PROGRAMS = 128  # programs that run together while the size of a kernel's blocks is unknown
 
 MOST_PROGRAMS = (2**31 - 1, MOST_ALONG_Y, MOST_ALONG_Y)  # the largest grid that CUDA launches, along x, y and z
+
+# Annotations of numbers, as Triton abbreviates them
+INTEGERS = frozenset(f"{sign}{bits}" for sign in "iu" for bits in (8, 16, 32, 64))
+FLOATS = frozenset({"fp32", "fp64"})
 
 # Launches whose programs had to run one after another, counted by "kernel: why".
 one_by_one: collections.Counter[str] = collections.Counter()
@@ -102,6 +106,8 @@ def _patch_functions() -> None:
         branches.mark(tree, self.fn)
         function = compile_and_exec(self, tree)
         function.gdn_function = Function(tree.body[0], self.filename, function.__globals__, inspect.signature(function))
+        # Of the function as written: in the rewritten one, all annotations are text.
+        function.gdn_annotations = {name: jit._normalize_ty(kind) for name, kind in self.fn.__annotations__.items()}
         return function
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +163,10 @@ def _launched(self: Any, positional: Sequence[Any], named: dict[str, Any]) -> No
         hook(*hosted, **hosted_named)
     interpreter._patch_lang(self.fn)
     values = inspect.getcallargs(self.fn, *hosted, **hosted_named)
-    arguments = {name: value if name in self.constexprs else interpreter._implicit_cvt(value) for name, value in values.items()}
+    kinds = getattr(self.fn, "gdn_annotations", {})
+    arguments = {
+        name: value if name in self.constexprs else _argument(value, kinds.get(name, "")) for name, value in values.items()
+    }
     sizes = self.grid(arguments) if callable(self.grid) else self.grid
     assert len(sizes) <= 3, "grid must have at most 3 dimensions"
     x, y, z = (int(size) for size in (*sizes, 1, 1, 1)[:3])
@@ -172,6 +181,17 @@ def _launched(self: Any, positional: Sequence[Any], named: dict[str, Any]) -> No
         one_by_one[f"{self.fn.__name__}: {reason}"] += 1
     launches[self.fn.__name__] += 1
     self._restore_args_dev(positional, hosted, named, hosted_named)
+
+
+def _argument(value: Any, annotation: str) -> Any:
+    """Convert an argument as the compiler does: a number gets the type of the parameter's annotation.
+
+    Triton's interpreter ignores annotations, so that an offset with a stride that is annotated as `tl.int64` would wrap.
+    """
+    if (annotation in INTEGERS and isinstance(value, int)) or (annotation in FLOATS and isinstance(value, int | float)):
+        kind = tl.str_to_ty(annotation, None)
+        return tl.tensor(interpreter.TensorHandle(np.array([value], interpreter._get_np_dtype(kind)), kind), kind)
+    return interpreter._implicit_cvt(value)
 
 
 def _by_memory(values: dict[str, Any]) -> Tensors:
