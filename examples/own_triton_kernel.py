@@ -1,6 +1,6 @@
 """A Triton kernel of one's own, and the adapter that lets gdn-verify check it.
 
-    gdn-verify check examples/own_triton_kernel.py:OwnKernel
+    gdn-verify check examples/own_triton_kernel.py:MyKernel
 
 The kernel is the gated delta rule token by token, forward only. Each program holds the state of one
 value head for a block of value channels.
@@ -116,7 +116,7 @@ def gated_delta_rule(
     return o, final_state
 
 
-class OwnKernel(Adapter):
+class MyKernel(Adapter):
     """The kernel above: recurrent, which means float32 throughout, and forward only."""
 
     algorithm = "recurrent"

@@ -12,7 +12,7 @@ import pytest
 HERE = pathlib.Path(__file__).parent
 
 
-@pytest.mark.gdn_adapter(f"{HERE}/own_triton_kernel.py:OwnKernel", laws=("oracle", "packed", "cut"))
+@pytest.mark.gdn_adapter(f"{HERE}/own_triton_kernel.py:MyKernel", laws=("oracle", "packed", "cut"))
 def test_the_kernel(gdn_law):
     """The marker names the laws. Without `laws` every law is an item."""
     gdn_law.assert_holds()

@@ -104,7 +104,7 @@ def test_a_grid_that_cuda_does_not_launch_is_found_and_the_same_kernel_along_ano
     with Worker(300.0) as worker:
 
         def ask(place: pathlib.Path, asked: Case) -> Outcome:
-            return Outcome.from_json(worker.ask(RunOne(f"law=oracle adapter={place}:OwnKernel {asked}")))
+            return Outcome.from_json(worker.ask(RunOne(f"law=oracle adapter={place}:MyKernel {asked}")))
 
         assert case is not None
         assert ask(EXAMPLE, case).verdict is Verdict.HOLDS

@@ -16,7 +16,7 @@ LAWS = ("--law", "oracle", "--law", "packed", "--law", "cut")
 # file: the command in its docstring, what this test adds to the command, the exit code, and a line of the output
 EXAMPLES: dict[str, tuple[str, tuple[str, ...], int, str]] = {
     "own_triton_kernel.py": (
-        "gdn-verify check examples/own_triton_kernel.py:OwnKernel",
+        "gdn-verify check examples/own_triton_kernel.py:MyKernel",
         (*FEWEST, *LAWS),
         0,
         "3 holds of 3 laws",
