@@ -57,7 +57,7 @@ class Domain:
     None means any number. `key_widths` and `value_widths` list the only widths; if they are not empty, they replace `key_dims` and
     `value_dims`. `offsets` are the dtypes of cu_seqlens. `state_dtypes` are the dtypes of initial states, and `final_dtype` is that
     of final states. `initial_states` says whether each sequence of a packed call has an initial state, or only the first one.
-    `final_states` says whether each returns a final state, or only the last one.
+    `final_states` says whether each returns a final state, or only the last one, or whether no call returns one ("none").
 
     `left_out` names which of gate and beta a call may leave out: without a gate nothing decays, and a beta that is left out is 1.
     `channel_decays` names the decays of single channels that it takes in addition to the gate: gk for the keys' channels
@@ -295,7 +295,8 @@ class Domain:
                 f"initial_states={case.initial_states} is not {self.initial_states}",
             ),
             (
-                not case.packed or case.final_states == self.final_states,
+                case.final_states == self.final_states
+                or (not case.packed and "none" not in (case.final_states, self.final_states)),
                 f"final_states={case.final_states} is not {self.final_states}",
             ),
             (self.initial_state or case.state == "none", f"state={case.state}: an initial state is not supported"),

@@ -2,8 +2,8 @@
 
 A kernel may compute the first token of a block in 64 bits, and the offsets in the block in 32 bits. That is right for every tensor
 whose tokens have fewer than 2^31 / 128 elements each. So there are many tokens, and two in a block do not lie 2^31 elements apart.
-Of a kernel for short sequences, such as a decode kernel, no tensor has 2^31 elements, so its tokens, heads and sequences are never
-drawn far apart.
+A kernel for short sequences, such as a decode kernel, gets no tensor of 2^31 elements. Its tokens, heads and sequences are
+therefore never drawn far apart.
 
 The memory of such a view is reserved and touched only where the view has numbers. A wrapped offset lies up to 2^31 elements before
 the view, where the memory is reserved too and holds zeros.
@@ -48,6 +48,12 @@ def can_be_far(domain: Any) -> bool:
     return longest is None or longest >= _tokens_of(domain)
 
 
+def require_long(domain: Any) -> None:
+    """Blind if the domain is for short sequences."""
+    if not can_be_far(domain):
+        raise Blind(f"no sequence of the domain has {LEAST_TOKENS} tokens, so no tensor has 2^31 elements")
+
+
 def _tokens_of(domain: Any) -> int:
     step = getattr(domain, "length_step", 1)
     return -(-LEAST_TOKENS // step) * step
@@ -69,7 +75,8 @@ def far_examples(domain: Any, choices: Mapping[str, st.SearchStrategy[Any]]) -> 
 def _longer(case: Any, tokens: int) -> Any:
     """Return the case with so many tokens in one sequence of a packed call, or in each of up to three rows of a batch."""
     rows = len(case.lengths) if case.packed else min(len(case.lengths), 3)
-    longest = case.seed % rows
+    some = [row for row in range(rows) if case.lengths[row]] or [0]  # a sequence without tokens may have to stay behind the others
+    longest = some[case.seed % len(some)]
     lengths = [tokens if not case.packed or row == longest else length for row, length in enumerate(case.lengths[:rows])]
     return dataclasses.replace(case, lengths=tuple(lengths), **({"drafts": "chain"} if hasattr(case, "drafts") else {}))
 
@@ -80,8 +87,7 @@ def far(domain: Any, spec: Any, tensors: Mapping[str, Tensor], variant: str) -> 
     The tensors have the axes that `spec` gives to their names. Blind if none has such an axis, or if the domain is for short
     sequences.
     """
-    if not can_be_far(domain):
-        raise Blind(f"no sequence of the domain has {LEAST_TOKENS} tokens, so no tensor has 2^31 elements")
+    require_long(domain)
     least = LEAST_TOKENS if variant == "far_tokens" else LEAST
     axes = {name: [axis for letter in FAR[variant] if (axis := along(spec, name, letter)) is not None] for name in tensors}
     enough = {name: [axis for axis in axes[name] if x.shape[axis] >= least and x.numel()] for name, x in tensors.items()}

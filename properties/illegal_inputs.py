@@ -181,7 +181,7 @@ def _packed_case(domain: Domain) -> Case:
     step, key_dim = domain.length_step, near(domain.has_key, PACKED.key_dim)
     return dataclasses.replace(
         PACKED,
-        **conventions(domain),
+        **{**conventions(domain), "final_states": domain.final_states},
         lengths=PACKED.lengths if step == 1 else (step, 2 * step),
         value_heads=PACKED.value_heads if domain.grouped_heads else PACKED.heads,
         key_dim=key_dim,
@@ -189,7 +189,6 @@ def _packed_case(domain: Domain) -> Case:
         offsets=domain.offsets[0],
         state_dtype=domain.state_dtypes[0],
         initial_states=domain.initial_states,
-        final_states=domain.final_states,
     )
 
 

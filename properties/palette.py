@@ -66,7 +66,8 @@ def key_of(case: Any) -> Key:
 class Palette:
     """The compile keys of a check, each as a case that has it; the seed decides which of them an example gets.
 
-    With `shapes`, an example gets the lengths of the entry too, and a law acts at one place of each entry.
+    With `shapes`, an example gets the lengths of the entry too, and a law acts at one place of each entry. Examples with tokens far
+    apart keep their lengths, because few entries have as many tokens.
     """
 
     seed: int
@@ -99,7 +100,7 @@ class Palette:
         if example.case.packed != entry.packed:
             return None
         try:
-            case = dataclasses.replace(example.case, lengths=entry.lengths)
+            case = dataclasses.replace(example.case, **({} if example.variant == "far_tokens" else {"lengths": entry.lengths}))
         except ValueError:
             return None
         return with_key(law, domain, Example(case, None, example.variant), entry, number_of(self.seed, law.name, index))

@@ -13,7 +13,7 @@ from oracles.bound import Bound
 from oracles.operation import Inputs
 from properties.cases.pool_case import PoolCase
 from properties.common_laws import bytes_of, view
-from properties.far_views import FAR, SPAN, apart, can_be_far, far, far_examples, far_rows, lacks_far
+from properties.far_views import FAR, SPAN, apart, can_be_far, far, far_examples, far_rows, lacks_far, require_long
 from properties.laws import Bench, Blind, Law, Pair, bits, either, examples_of, present, spread, visible
 from properties.pool_domain import POOL_VIEWS, PoolDomain, pool_cases
 from properties.pool_histories import earlier_call, histories, history
@@ -298,7 +298,8 @@ def _far(bench: Bench, example: Example) -> Iterator[Pair]:
         tensors = {name: inputs[name] for name in present(case.spec, inputs, "B", "T")}
         if ("strided" if how == "far_heads" else "sliced") in domain.views:  # heads are the last axis of a and b
             views = far(domain, case.spec, tensors, how)
-        elif how == "far_tokens" and "fused" in domain.views and can_be_far(domain):
+        elif how == "far_tokens" and "fused" in domain.views:
+            require_long(domain)
             views = far_rows(tensors)  # an implementation that knows one stride reaches the next request with it too
         else:
             raise Blind(f"{how} inputs are not among {', '.join(domain.views)}")
@@ -308,7 +309,7 @@ def _far(bench: Bench, example: Example) -> Iterator[Pair]:
 
 
 def _strided_examples(domain: PoolDomain) -> st.SearchStrategy[Example]:
-    """Draw a view that the domain promises. If it can, one in five has slots far apart, and one in five tokens or heads."""
+    """Draw a view that the domain promises; one in five has far slots and one in five far tokens or heads, if it has both."""
     rule, far_ones = domain.rule, {}
     if can_be_far(domain) and {"fused", "sliced"} & {*domain.views}:
         far_ones["far_tokens"] = pool_cases(domain, most=8, kinds=("drafts", "prompts"))

@@ -146,11 +146,10 @@ def _normalised(x: Tensor) -> Tensor:
 def recall(bench: Bench, example: Example) -> Iterator[Pair]:
     """Keys are one-hot, beta = 1, g = 0 and v small integers: each write replaces a row of the state, and nothing rounds."""
     inputs, _ = bench.call(example.case)
-    got = bench.run(inputs, None)
-    for name, want in bench.truth(inputs, None).items():
-        if name == "final_state" and example.case.packed and one_final_state(bench.domain):
-            want, got[name] = want[-1:], got[name][-1:]
-        yield name, got[name], want
+    truth = bench.truth(inputs, None)
+    for name, got in bench.run(inputs, None).items():
+        one = name == "final_state" and example.case.packed and one_final_state(bench.domain)
+        yield name, got[-1:] if one else got, truth[name][-1:] if one else truth[name]
 
 
 def heads(bench: Bench, example: Example) -> Iterator[Pair]:
@@ -216,8 +215,8 @@ def permuted(bench: Bench, example: Example) -> Iterator[Pair]:
         for name, value in got.items():
             yield f"{name} permuted", value, moved(name, once[name])
     else:
-        for name, bound in bench.bounds(there, turned).items():
-            yield f"{name} permuted", got[name], bound
+        for name, value, bound in pairs_of(got, bench.bounds(there, turned)):
+            yield f"{name} permuted", value, bound
 
 
 def linear(bench: Bench, example: Example) -> Iterator[Pair]:

@@ -162,7 +162,7 @@ def _sequences(case: Case) -> Changes:
 
 def _unpacked(case: Case) -> Changes:
     if case.packed:
-        states = {name: "each" for name in ("initial_states", "final_states") if hasattr(case, name)}
+        states = {name: "each" for name in ("initial_states", "final_states") if getattr(case, name, "none") != "none"}
         yield "packed=no", {"packed": False, "offsets": "int64", **states}
 
 

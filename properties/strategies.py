@@ -89,6 +89,7 @@ def conventions(domain: Domain) -> dict[str, Any]:
         "channel_decays": simplest(domain.channel_decays),
         "scale": domain.drawn_scales[0],
         "final_dtype": domain.final_dtype,
+        "final_states": "none" if domain.final_states == "none" else "each",
     }
     if computed:
         words |= {"lower_bound": simplest(domain.lower_bounds), "parameter_dtype": simplest(domain.parameter_dtypes, "fp32")}
@@ -290,7 +291,9 @@ def states_of(field: Callable[[str, tuple[str, ...]], Any], domain: Domain, *, p
     """Return the words of the domain about states; the dtype of initial states is drawn if there are several."""
     words: dict[str, Any] = {"final_dtype": domain.final_dtype}
     if packed:
-        words |= {"initial_states": domain.initial_states, "final_states": domain.final_states}
+        words |= {"initial_states": domain.initial_states}
+    if packed or domain.final_states == "none":
+        words |= {"final_states": domain.final_states}
     dtypes = domain.state_dtypes
     return words | {"state_dtype": field("state_dtype", dtypes) if len(dtypes) > 1 else dtypes[0]}
 

@@ -1,4 +1,4 @@
-"""Implementations that compute offsets in 64 bits or in 32, run by tests/test_far_views.py: the L2 norm of rows, and a decode."""
+"""L2 norms and a decode that compute offsets in 64 bits or in 32. tests/test_far_views.py runs them."""
 
 from typing import Any
 

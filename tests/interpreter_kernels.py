@@ -40,13 +40,27 @@ def cast_kernel(x, y, N: tl.constexpr):
 
 
 @triton.jit
-def annotated_kernel(y, z, wide: tl.int64, also_wide: "uint64", narrow, number: tl.float64, whole: tl.float32):  # noqa: F821
+def annotated_kernel(
+    y,
+    z,
+    wide: tl.int64,
+    also_wide: "uint64",  # noqa: F821
+    narrow,
+    cut: tl.int32,
+    flag: tl.int1,
+    number: tl.float64,
+    whole: tl.float32,
+    half: tl.float16,
+):
     three = tl.program_id(0) + 3
     tl.store(y, (three * wide).to(tl.int64))
     tl.store(y + 1, (three * also_wide).to(tl.int64))
     tl.store(y + 2, (three * narrow).to(tl.int64))
+    tl.store(y + 3, cut.to(tl.int64))
+    tl.store(y + 4, (~flag).to(tl.int64))
     tl.store(z, number.to(tl.float64))
     tl.store(z + 1, (whole / 2).to(tl.float64))
+    tl.store(z + 2, half.to(tl.float64))
 
 
 @triton.jit
@@ -477,10 +491,10 @@ def check_float_argument_is_float32() -> None:
 
 
 def check_annotated_arguments() -> None:
-    y, z = torch.zeros(3, dtype=torch.int64), torch.zeros(2, dtype=F64)
-    annotated_kernel[(1,)](y, z, 2**30, 2**30, 2**30, 1 / 3, 3)
-    assert y.tolist() == [3 * 2**30, 3 * 2**30, -(2**30)], y.tolist()
-    assert z.tolist() == [1 / 3, 1.5], z.tolist()
+    y, z = torch.full((5,), -1, dtype=torch.int64), torch.zeros(3, dtype=F64)
+    annotated_kernel[(1,)](y, z, 2**30, 2**30, 2**30, 2**32 + 5, 2, 1 / 3, 3, 1 / 3)
+    assert y.tolist() == [3 * 2**30, 3 * 2**30, -(2**30), 5, 0], y.tolist()
+    assert z.tolist() == [1 / 3, 1.5, float(torch.tensor(1 / 3, dtype=F16))], z.tolist()
 
 
 def check_clamp() -> None:

@@ -83,6 +83,16 @@ class OneState(Chunkwise):
         return o, state if state is None or x.cu_seqlens is None else state[-1:]
 
 
+class NoFinalState(Chunkwise):
+    """No final state is returned."""
+
+    domain = Domain(final_states="none")
+
+    def run(self, x: Inputs) -> Tensor:  # type: ignore[override]
+        assert not x.output_final_state
+        return super().run(x)[0]
+
+
 class OneInitialState(OneState):
     """The same, but every sequence returns its final state."""
 
@@ -257,6 +267,13 @@ class HalfOfTheKeys(ListedWidths):
         return super().dot(a[..., :64], b[..., :64, :]) if a.shape[-1] == b.shape[-2] == 128 else super().dot(a, b)
 
 
+class NoFinalStateAndNoBeta(NoFinalState):
+    """Wrong: beta is always 1."""
+
+    def run(self, x: Inputs) -> Tensor:  # type: ignore[override]
+        return super().run(x.replaced(beta=torch.ones_like(x.beta)))
+
+
 class ScaleOfOne(ScaleGiven):
     """Wrong: the scale is always 1."""
 
@@ -273,6 +290,7 @@ CONVENTIONS: dict[type[Adapter], tuple[dict[str, Any], type[Adapter], str]] = {
     StatesAsGiven: ({"final_dtype": "fp32"}, DoubledGradient, "oracle"),
     OneState: ({"initial_states": "each", "final_states": "each"}, StateForEach, "packed"),
     OneInitialState: ({"initial_states": "each"}, FinalOfTheFirst, "oracle"),
+    NoFinalState: ({"final_states": "each"}, NoFinalStateAndNoBeta, "oracle"),
     WholeChunks: ({"length_step": 1}, LosesTheLastDecay, "cut"),
     Shorter: ({"longest": None}, ForgetsEachChunk, "oracle"),
     Saturating: ({"largest_values": "great"}, CorrectsTooMuch, "oracle"),

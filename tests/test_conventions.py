@@ -29,6 +29,7 @@ from tests.right_conventions import (
     CONVENTIONS,
     InputStates,
     LosesTheLastDecay,
+    NoFinalState,
     OneInitialState,
     OneState,
     StatesAsGiven,
@@ -62,6 +63,7 @@ WORDS: list[dict[str, Any]] = [
     {"offsets": ("int32",)},
     {"state_dtypes": ("input", "bf16"), "final_dtype": "state"},
     {"initial_states": "first", "final_states": "last"},
+    {"initial_states": "first", "final_states": "none"},
     {"scales": ("one", "half")},
 ]
 
@@ -89,6 +91,7 @@ def outcomes(adapter: Adapter, law: str, examples: list[Example], patch: pytest.
         *((kind, law) for kind in (InputStates, StatesAsGiven) for law in ("cut", "recurrent", "absent")),
         *((kind, law) for kind in (OneState, OneInitialState) for law in ("cut", "permuted", "batch", "strides", "recall")),
         *((WholeChunks, law) for law in ("cut", "history")),
+        *((NoFinalState, law) for law in ("absent", "packed", "permuted", "linear", "recall", "strides", "heads", "history")),
     ],
 )
 @pytest.mark.slow_after_first
@@ -165,6 +168,9 @@ def test_what_is_drawn() -> None:
         ({"final_dtype": "input"}, "lengths=3", "final_dtype=fp32 is not input"),
         ({"initial_states": "first"}, "lengths=3 packed=yes state=zero", "initial_states=each is not first"),
         ({}, "lengths=3 packed=yes final_states=last", "final_states=last is not each"),
+        ({}, "lengths=3 final_states=none", "final_states=none is not each"),
+        ({"final_states": "none"}, "lengths=3", "final_states=each is not none"),
+        ({"final_states": "none"}, "lengths=3 packed=yes", "final_states=each is not none"),
     ],
 )
 def test_what_is_outside(words: dict[str, Any], line: str, reason: str) -> None:
@@ -183,7 +189,7 @@ def test_what_is_outside(words: dict[str, Any], line: str, reason: str) -> None:
         ({"state_dtypes": ("fp64",)}, r"state_dtypes must be a tuple of some of fp32, input, bf16, got \('fp64',\)"),
         ({"final_dtype": "fp16"}, "final_dtype must be one of fp32, input, bf16, state, got 'fp16'"),
         ({"initial_states": "last"}, "initial_states must be one of each, first, got 'last'"),
-        ({"final_states": "first"}, "final_states must be one of each, last, got 'first'"),
+        ({"final_states": "first"}, "final_states must be one of each, last, none, got 'first'"),
         ({"key_widths": (64, 0)}, r"key_widths must be a tuple of whole numbers in 1..1024, got \(64, 0\)"),
         (
             {"key_widths": (64,), "key_dims": (64, 128)},

@@ -1,16 +1,23 @@
-"""Views whose tokens, heads, sequences or slots lie 2^29 elements or more apart."""
+"""Views whose last token, head, sequence or slot lies 2^31 elements or more behind the first."""
 
+import dataclasses
 import resource
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from properties import far_views
+from properties.books import book_of
 from properties.cases.rule_case import Case
 from properties.domain import Domain
 from properties.far_views import LEAST, LEAST_TOKENS, SPAN, apart, far, far_rows
 from properties.laws import Blind
+from properties.layer_domain import LayerDomain
+from properties.module_domain import ModuleDomain
+from properties.palette import draw_palette, sample
+from properties.pool_domain import PoolDomain
 from verify.process.messages import RunOne
 from verify.process.outcome import Outcome, Verdict
 from verify.process.worker import Worker
@@ -108,6 +115,46 @@ def test_a_view_that_a_pools_domain_does_not_promise_is_blind(worker: Worker) ->
     line = "law=strides variant=far_heads adapter=tests/far_kernels.py:OneStride op=decode lengths=1 heads=5 value_heads=5"
     outcome = Outcome.from_json(worker.ask(RunOne(line)))
     assert (outcome.verdict, outcome.reason) == (Verdict.BLIND, "far_heads inputs are not among offset, fused")
+
+
+@pytest.mark.parametrize(
+    "domain",
+    [
+        Domain(length_step=64),
+        Domain(longest=130, empty=False),
+        ModuleDomain("causal_conv1d"),
+        LayerDomain(),
+        PoolDomain(trees=True),
+        PoolDomain(rule=Domain(batched=False, backward=False), empty_first=False, apart=False),
+    ],
+    ids=lambda domain: f"{type(domain).__name__}-{domain.operation}",
+)
+@pytest.mark.parametrize("shapes", [False, True])
+def test_far_tokens_are_drawn_inside_the_domain(domain: Any, shapes: bool) -> None:  # noqa: FBT001 - a parameter
+    law = book_of(domain).laws["strides"]
+    palette = dataclasses.replace(draw_palette(domain, 1, 8, ["oracle", "strides"]), shapes=True)
+    examples = sample(palette.examples(law, domain) if shapes else law.draw(domain), 2, 400)
+    far_ones = [example for example in examples if example.variant == "far_tokens"]
+    assert len(far_ones) > 3
+    for example in far_ones:
+        law.accept(example)
+        assert domain.outside(example.case) is None, example
+        assert shapes or getattr(example.case, "drafts", "chain") == "chain"  # a palette's entry may have trees
+
+
+@pytest.mark.parametrize(
+    ("domain", "far_ones"),
+    [
+        (Domain(longest=129), set()),
+        (Domain(longest=195, length_step=65), {"far_tokens", "far_heads", "far_sequences"}),
+        (ModuleDomain("l2norm", longest=129), set()),
+        (PoolDomain(most_tokens=129), {"far_slots"}),
+        (PoolDomain(), {"far_slots", "far_tokens", "far_heads"}),
+    ],
+)
+def test_of_short_sequences_only_slots_are_drawn_far_apart(domain: Any, far_ones: set[str]) -> None:
+    drawn = {str(example.variant) for example in sample(book_of(domain).laws["strides"].draw(domain), 2, 100)}
+    assert {variant for variant in drawn if variant.startswith("far")} == far_ones
 
 
 @pytest.mark.interpreted

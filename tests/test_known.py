@@ -416,6 +416,22 @@ def test_a_failure_is_put_on_file_beside_its_adapter_and_fails_no_check_from_any
     assert "already on file in known_defects.toml" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("also", "explained"), [((), False), (("recurrent",), True)])
+def test_without_where_an_entry_explains_the_variant_of_its_line_alone(
+    also: tuple[str, ...],
+    explained: bool,  # noqa: FBT001 - a parameter
+    kernel: str,
+    tmp_path: pathlib.Path,
+) -> None:
+    words = f"adapter={kernel} lengths=3 state=zero"
+    further = [word for law in also for word in ("--also", law)]
+    assert put(f"law=strides variant=sliced {words}", "--known", "mine.toml", *further) == exits.HOLDS
+    (defect,) = load(tmp_path / "mine.toml")
+    found = broken({}, "o").findings
+    assert defect.explains(Run.parse(f"law=strides variant=sliced {words} seed=4"), found)
+    assert defect.explains(Run.parse(f"law=strides variant=offset {words}"), found) is explained
+
+
 def test_without_where_an_entry_explains_the_options_of_its_line_in_any_size(kernel: str, tmp_path: pathlib.Path) -> None:
     line = f"law=oracle adapter={kernel} lengths=3 state=zero dtype=bf16"
     assert put(line, "--known", "mine.toml", "--also", "cut") == exits.HOLDS

@@ -36,7 +36,7 @@ IN_KERNEL = ("none", "gate", "beta", "both")
 DECAYS = ("log", "linear")
 STATE_DTYPES = ("fp32", "input", "bf16")
 FINAL_DTYPES = (*STATE_DTYPES, "state")
-INITIAL_STATES, FINAL_STATES = ("each", "first"), ("each", "last")  # of the sequences of a packed call
+INITIAL_STATES, FINAL_STATES = ("each", "first"), ("each", "last", "none")  # "first" and "last" are about packed calls
 # What an operation computes itself or takes in another form, and the input that says so.
 INSIDE = {"gate": "a", "beta": "b", "linear": "alpha"}
 LEFT_OUT = ("none", "gate", "beta", "both")
@@ -99,7 +99,7 @@ class Case(Line):
 
     `state_dtype` is the dtype of initial states, if there are any. `final_dtype` is that of final states; "state" means the dtype
     of the initial state, or float32 if there is none. In a packed call, `initial_states` and `final_states` say which sequences
-    have an initial state and which return a final one.
+    have an initial state and which return a final one. With `final_states="none"` no call returns one.
 
     ValueError for a field outside its choices or range, or for fields that exclude each other.
     """
@@ -423,7 +423,7 @@ class _Builder:
             cu_seqlens=self.sent(offsets) if case.packed else None,
             scale=SCALES[case.scale],
             qk_norm=case.qk_norm,
-            output_final_state=True,
+            output_final_state=case.final_states != "none",
             **{name: tensors.get(name) for name in inside},
             **({"allow_neg_eigval": case.beta == "two"} if case.beta_inside else {}),
             **({"lower_bound": LOWER_BOUNDS[case.lower_bound]} if case.lower_bound != "none" else {}),
@@ -484,13 +484,13 @@ class _Builder:
         return self.uniform("state", shape, SINGLE_BITS, most=0.25)
 
     def states_of(self, states: _Recipe, row: int, which: str) -> _Recipe:
-        """Return the states, or their cotangents, with zeros for all sequences but one if the packed call has only that one."""
-        if which == "each" or not self.case.packed:
+        """Return the states, or their cotangents, with zeros for those that the call does not have."""
+        if which == "each" or (which != "none" and not self.case.packed):
             return states
         row %= len(self.case.lengths)
 
         def tensor(*whole: Tensor) -> Tensor:
-            there = torch.arange(len(self.case.lengths), device=self.device) == row
+            there = (torch.arange(len(self.case.lengths), device=self.device) == row) & (which != "none")
             return states.tensor(*whole) * there.view(-1, 1, 1, 1)
 
         return _Recipe(states.draws, tensor)

@@ -28,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="WORDS",
         help="words that every case of the defect has, such as 'dtype=fp16 state=zero' (default: all options of the line's case, "
-        "and without --also its variant, but no sizes)",
+        "and without --also and --kernel its variant, but no sizes)",
     )
     parser.add_argument("--also", action="append", default=[], metavar="LAW", help="another law that it breaks (may be repeated)")
     parser.add_argument("--times", type=float, metavar="X", help="explain errors up to X times their tolerance (default: any)")

@@ -87,8 +87,9 @@ def together(runs: Sequence[Run]) -> Iterator["Shared | None"]:
 
 
 def _can_share(case: Case) -> bool:
-    """Whether every sequence has its own states, and no decays of value channels make a head of every channel."""
-    return (case.initial_states, case.final_states) == ("each", "each") and case.channel_decays not in ("values", "both")
+    """Whether every sequence has its own states or none, and no decays of value channels make a head of every channel."""
+    own = case.initial_states == "each" and case.final_states != "last"
+    return own and case.channel_decays not in ("values", "both")
 
 
 def numbers(case: Case) -> int:

@@ -31,7 +31,7 @@ def entry_of(
 
     - `packages` are the packages of the adapter with their installed versions, and `gpu` is the name of the GPU of the run.
     - `where` are the words that every case of the defect has. By default a case must have all options of the run's case, and
-      without `also` its variant, but may have any sizes and any seed.
+      without `also` and `kernel` its variant, but may have any sizes and any seed.
     - The entry explains only the outputs that are wrong in this run, each by at most `times` its tolerance if that is given.
     - `kernel` is a kernel and words of its configuration, KERNEL:NAME=VALUE:..., which must have run.
 
@@ -43,7 +43,7 @@ def entry_of(
         for field in dataclasses.fields(case)
         if isinstance(getattr(case, field.name), bool | str) and field.name not in case.NEEDED
     }
-    options |= set() if also else {"variant"}  # other laws have other variants
+    options |= set() if also or kernel else {"variant"}  # other laws have other variants
     words = split_line(where) if where else {name: word for name, word in known.words_of(run).items() if name in options}
     ports = {port_of(finding.output) for finding in outcome.findings}
     if strange := sorted(ports - known.outputs_of(case)):

@@ -39,7 +39,7 @@ MOST_PROGRAMS = (2**31 - 1, MOST_ALONG_Y, MOST_ALONG_Y)  # the largest grid that
 
 # Annotations of numbers, as Triton abbreviates them
 INTEGERS = frozenset(f"{sign}{bits}" for sign in "iu" for bits in (8, 16, 32, 64))
-FLOATS = frozenset({"fp32", "fp64"})
+FLOATS = frozenset({"fp16", "fp32", "fp64"})
 
 # Launches whose programs had to run one after another, counted by "kernel: why".
 one_by_one: collections.Counter[str] = collections.Counter()
@@ -184,14 +184,20 @@ def _launched(self: Any, positional: Sequence[Any], named: dict[str, Any]) -> No
 
 
 def _argument(value: Any, annotation: str) -> Any:
-    """Convert an argument as the compiler does: a number gets the type of the parameter's annotation.
+    """Convert an argument as a compiled kernel gets it: a number has the type of the parameter's annotation, and loses high bits.
 
     Triton's interpreter ignores annotations, so that an offset with a stride that is annotated as `tl.int64` would wrap.
     """
-    if (annotation in INTEGERS and isinstance(value, int)) or (annotation in FLOATS and isinstance(value, int | float)):
-        kind = tl.str_to_ty(annotation, None)
-        return tl.tensor(interpreter.TensorHandle(np.array([value], interpreter._get_np_dtype(kind)), kind), kind)
-    return interpreter._implicit_cvt(value)
+    if annotation in INTEGERS and isinstance(value, int):
+        number = np.array([value], np.int64 if annotation.startswith("i") else np.uint64)
+    elif annotation in FLOATS and isinstance(value, int | float):
+        number = np.array([value], np.float64)
+    elif annotation == "u1" and isinstance(value, int):
+        number = np.array([value != 0])
+    else:
+        return interpreter._implicit_cvt(value)
+    kind = tl.int1 if annotation == "u1" else tl.str_to_ty(annotation, None)
+    return tl.tensor(interpreter.TensorHandle(number.astype(interpreter._get_np_dtype(kind)), kind), kind)
 
 
 def _by_memory(values: dict[str, Any]) -> Tensors:
