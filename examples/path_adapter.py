@@ -48,7 +48,7 @@ def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tens
 class OwnConvolution(PathAdapter):
     """The convolution above; it is called with packed sequences and has no exchange, checkpoint or tensor parallelism."""
 
-    algorithm = "recurrent"
+    algorithm = "pointwise"
     domain = PathDomain(
         operation="causal_conv1d",
         ranks=4,
