@@ -74,11 +74,23 @@ class OffsetsIn32Bits(OffsetsIn64Bits):
 
 
 @triton.jit
-def block_kernel(x, y, stride_b, stride_t, eps, T: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr):
+def block_kernel(
+    x,
+    y,
+    stride_b,
+    stride_t,
+    eps,
+    T: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     b, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * TOKENS
+    begin = first.to(tl.int64) if WIDE else first
     t, k = tl.arange(0, TOKENS)[:, None], tl.arange(0, BLOCK)[None, :]
     inside = (first + t < T) & (k < K)
-    numbers = tl.load(x + b * stride_b + first.to(tl.int64) * stride_t + (t * stride_t + k), mask=inside, other=0).to(tl.float32)
+    numbers = tl.load(x + b * stride_b + (begin * stride_t + (t * stride_t + k)), mask=inside, other=0).to(tl.float32)
     normed = numbers / tl.sqrt(tl.sum(numbers * numbers, 1)[:, None] + eps)
     tl.store(y + (b * T + first) * K + (t * K + k), normed.to(y.dtype.element_ty), mask=inside)
 
@@ -88,16 +100,23 @@ class BlocksIn64Bits(Adapter):
 
     algorithm = "pointwise"
     domain = ModuleDomain("l2norm", backward=False)
+    wide = True
 
     def run(self, x: Inputs) -> Tensor:
         rows = x.x.transpose(1, 2).flatten(0, 1)
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         y = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
         heads, tokens, width = rows.shape
-        grid = (triton.cdiv(tokens, 128), heads)
+        grid, sizes = (triton.cdiv(tokens, 128), heads), (tokens, width, triton.next_power_of_2(width), 128)
         if y.numel():
-            block_kernel[grid](rows, y, *rows.stride()[:2], x.eps or 1e-6, tokens, width, triton.next_power_of_2(width), 128)
+            block_kernel[grid](rows, y, *rows.stride()[:2], x.eps or 1e-6, *sizes, self.wide)
         return y.unflatten(0, (x.x.shape[0], -1)).transpose(1, 2)
+
+
+class BlocksIn32Bits(BlocksIn64Bits):
+    """Wrong for tokens that lie 2^31 elements behind the first."""
+
+    wide = False
 
 
 class OneStride(Serving):

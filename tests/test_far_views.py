@@ -77,38 +77,33 @@ def test_memory_that_the_system_refuses_makes_the_law_blind(monkeypatch: pytest.
         apart({"x": torch.ones(LEAST, 3)}, {"x": 0})
 
 
+def assert_wide_alone_holds(worker: Worker, wide: str, narrow: str, variant: str, words: str) -> None:
+    """Of two implementations in tests/far_kernels.py, one with offsets in 64 bits holds and one with offsets in 32 is broken."""
+    for name, verdict in ((wide, Verdict.HOLDS), (narrow, Verdict.BROKEN)):
+        line = f"law=strides variant={variant} adapter=tests/far_kernels.py:{name} {words}"
+        outcome = Outcome.from_json(worker.ask(RunOne(line)))
+        assert outcome.verdict is verdict, (name, outcome)
+        assert outcome.rows
+
+
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("variant", "words"),
     [("far_tokens", "lengths=130"), ("far_heads", "lengths=1 heads=5"), ("far_sequences", "lengths=1+1+1+1+1")],
 )
 def test_a_kernels_offsets_wrap_in_32_bits_and_not_in_64(variant: str, words: str, worker: Worker) -> None:
-    verdicts = {}
-    for name in ("OffsetsIn64Bits", "OffsetsIn32Bits"):
-        line = f"law=strides variant={variant} adapter=tests/far_kernels.py:{name} {words} op=l2norm backward=no"
-        outcome = Outcome.from_json(worker.ask(RunOne(line)))
-        verdicts[name] = outcome.verdict
-        assert outcome.rows, outcome
-    assert verdicts == {"OffsetsIn64Bits": Verdict.HOLDS, "OffsetsIn32Bits": Verdict.BROKEN}
+    assert_wide_alone_holds(worker, "OffsetsIn64Bits", "OffsetsIn32Bits", variant, f"{words} op=l2norm backward=no")
 
 
 @pytest.mark.interpreted
-def test_offsets_in_a_block_of_128_tokens_may_have_32_bits(worker: Worker) -> None:
-    line = "law=strides variant=far_tokens adapter=tests/far_kernels.py:BlocksIn64Bits lengths=130 op=l2norm backward=no"
-    outcome = Outcome.from_json(worker.ask(RunOne(line)))
-    assert outcome.verdict is Verdict.HOLDS, outcome
-    assert outcome.rows
+def test_offsets_in_a_block_of_128_tokens_may_have_32_bits_and_its_first_token_may_not(worker: Worker) -> None:
+    words = "lengths=130 op=l2norm backward=no"
+    assert_wide_alone_holds(worker, "BlocksIn64Bits", "BlocksIn32Bits", "far_tokens", words)
 
 
 @pytest.mark.parametrize("lengths", ["130", "130+130", "130 packed=yes", "1+128+1 packed=yes"])
 def test_a_decode_that_knows_the_stride_of_tokens_alone_is_right_in_64_bits_and_wrong_in_32(lengths: str, worker: Worker) -> None:
-    verdicts = {}
-    for name in ("OneStride", "OneStrideIn32Bits"):
-        line = f"law=strides variant=far_tokens adapter=tests/far_kernels.py:{name} op=decode lengths={lengths}"
-        outcome = Outcome.from_json(worker.ask(RunOne(line)))
-        verdicts[name] = outcome.verdict
-        assert outcome.rows, outcome
-    assert verdicts == {"OneStride": Verdict.HOLDS, "OneStrideIn32Bits": Verdict.BROKEN}
+    assert_wide_alone_holds(worker, "OneStride", "OneStrideIn32Bits", "far_tokens", f"op=decode lengths={lengths}")
 
 
 def test_a_view_that_a_pools_domain_does_not_promise_is_blind(worker: Worker) -> None:
