@@ -16,16 +16,14 @@ from properties.cases.rule_case import (
     IN_KERNEL,
     INITIAL_STATES,
     LEFT_OUT,
-    LOWER_BOUNDS,
     MAX_TOKENS,
     MAX_WIDTH,
-    MEMORIES,
     PARAMETER_DTYPES,
-    SCALES,
     STATE_DTYPES,
     VALUES,
     Case,
 )
+from properties.cases.rule_numbers import LOWER_BOUNDS, MEMORIES, SCALES
 from properties.names import known_fields
 from properties.options import Options, check_options, frozen_options, outside_options
 
@@ -227,6 +225,10 @@ class Domain:
     def most(self, tokens: int) -> int:
         """So many tokens, or `longest` if that is less."""
         return tokens if self.longest is None else min(tokens, self.longest)
+
+    def final_states_of(self, *, packed: bool) -> str:
+        """The word `final_states` of a case. Only packed calls return the last state alone; any call may return none."""
+        return self.final_states if packed or self.final_states == "none" else "each"
 
     def has_key(self, width: int) -> bool:
         """Whether K may be this width."""

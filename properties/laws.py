@@ -6,7 +6,7 @@ law raises Blind when it finds that its case could not have shown the defect tha
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -265,6 +265,41 @@ def with_options(domain: Any, inputs: Inputs, text: str = "none") -> Inputs:
         return inputs
     values = all_values(known, text)
     return Inputs(**{**inputs, "options": {name: values[name] for name, _ in known}})
+
+
+def rolled(count: int) -> Tensor:
+    """Return the numbers 0..count-1, with the last one first."""
+    return torch.arange(count).roll(1)
+
+
+def reordered(
+    case: Any, inputs: Inputs, cotangents: Cotangents, orders: Mapping[str, Callable[[int], Tensor]], rows: Tensor | None
+) -> tuple[Inputs, Cotangents, Callable[[str, Tensor], Tensor]]:
+    """Return a call in another order, and a function (name, result) that puts a result of the first call into that order.
+
+    `orders` gives the order of an axis by its letter and size. `rows` is the order of the sequences; with None, tokens are rolled
+    by one, for operations in which each token is on its own.
+    """
+    if rows is None:
+        tokens = rolled(case.tokens)
+    else:
+        starts = case.starts()
+        tokens = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows.tolist()])
+        orders = {**orders, "N": lambda sequences: rows}
+
+    def moved(name: str, x: Tensor) -> Tensor:
+        axes = axes_of(case.spec, name)
+        for letter, order in orders.items():
+            if letter in axes:
+                axis = axes.index(letter)
+                x = x.index_select(axis, order(x.shape[axis]))
+        return x.flatten(0, 1)[tokens].reshape(x.shape) if axes[:2] == ["B", "T"] else x
+
+    there = inputs.replaced(**{name: moved(name, inputs[name]) for name in present(case.spec, inputs)})
+    if inputs.cu_seqlens is not None and rows is not None:
+        ends = torch.tensor([0, *(case.lengths[row] for row in rows.tolist())]).cumsum(0)
+        there = there.replaced(cu_seqlens=ends.to(inputs.cu_seqlens.dtype))
+    return there, None if cotangents is None else {name: moved(name, x) for name, x in cotangents.items()}, moved
 
 
 def _but_one(states: Tensor, row: int) -> Tensor:

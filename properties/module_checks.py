@@ -11,7 +11,7 @@ from oracles.bound import Bound
 from oracles.operation import Inputs
 from properties import common_laws
 from properties.cases.module_case import EPS
-from properties.laws import Bench, Pair, axes_of, pairs_of, present, spread, with_others
+from properties.laws import Bench, Pair, axes_of, pairs_of, present, reordered, rolled, spread, with_others
 from properties.module_domain import CONV
 from properties.strategies import Example
 
@@ -151,26 +151,8 @@ def permuted(bench: Bench, example: Example) -> Iterator[Pair]:
     letters = {"causal_conv1d": ("D", "N"), "kda_gate": ("HV", "K"), "norm_gate_linear": ("D", "E")}.get(
         case.operation, ("H", "HV")
     )
-    if case.operation in CONV:
-        rows = torch.arange(len(case.lengths)).roll(1)
-        starts = case.starts()
-        tokens = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows.tolist()])
-    else:
-        rows, tokens = torch.arange(0), torch.arange(case.tokens).roll(1)
-
-    def moved(name: str, x: Tensor) -> Tensor:
-        axes = axes_of(case.spec, name)
-        for letter in letters:
-            if letter in axes:
-                axis = axes.index(letter)
-                x = x.index_select(axis, rows if letter == "N" else torch.arange(x.shape[axis]).roll(1))
-        return x.flatten(0, 1)[tokens].reshape(x.shape) if axes[:2] == ["B", "T"] else x
-
-    there = inputs.replaced(**{name: moved(name, inputs[name]) for name in present(case.spec, inputs)})
-    if inputs.cu_seqlens is not None:
-        ends = torch.tensor([0, *(case.lengths[row] for row in rows.tolist())]).cumsum(0)
-        there = there.replaced(cu_seqlens=ends.to(inputs.cu_seqlens.dtype))
-    turned = None if cotangents is None else {name: moved(name, x) for name, x in cotangents.items()}
+    rows = rolled(len(case.lengths)) if case.operation in CONV else None
+    there, turned, moved = reordered(case, inputs, cotangents, dict.fromkeys(letters, rolled), rows)
     bounds = bench.bounds(there, turned)
     once = bench.run(inputs, cotangents) if bench.domain.position_independent else {}
     for name, got in bench.run(there, turned).items():

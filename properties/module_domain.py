@@ -18,7 +18,8 @@ from properties.cases.module_case import (
     ModuleCase,
     words_of,
 )
-from properties.cases.rule_case import LOWER_BOUNDS, PARAMETER_DTYPES
+from properties.cases.rule_case import PARAMETER_DTYPES
+from properties.cases.rule_numbers import LOWER_BOUNDS
 from properties.domain import LARGEST, OFFSETS, check_sizes, check_widths, inside
 from properties.names import known_fields
 from properties.options import Options, check_options, draw_options, frozen_options, outside_options

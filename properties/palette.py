@@ -66,8 +66,8 @@ def key_of(case: Any) -> Key:
 class Palette:
     """The compile keys of a check, each as a case that has it; the seed decides which of them an example gets.
 
-    With `shapes`, an example gets the lengths of the entry too, and a law acts at one place of each entry. Examples with tokens far
-    apart keep their lengths, because few entries have as many tokens.
+    With `shapes`, an example gets the lengths of the entry too, and a law acts at one place of each entry. An example keeps its own
+    lengths if the law does not hold for those of the entry: tokens that lie far apart, for one, must be many.
     """
 
     seed: int
@@ -100,9 +100,11 @@ class Palette:
         if example.case.packed != entry.packed:
             return None
         try:
-            case = dataclasses.replace(example.case, **({} if example.variant == "far_tokens" else {"lengths": entry.lengths}))
+            case = dataclasses.replace(example.case, lengths=entry.lengths)
         except ValueError:
             return None
+        if law.lacks(case, example.variant):
+            case = example.case
         return with_key(law, domain, Example(case, None, example.variant), entry, number_of(self.seed, law.name, index))
 
     def examples(self, law: Law, domain: Any) -> st.SearchStrategy[Example]:
@@ -126,11 +128,11 @@ def draw_palette(domain: Any, seed: int, size: int = SIZE, laws: Iterable[str] |
     names = list(book.laws) if laws is None else list(laws)
     if unknown := [name for name in names if name not in book.laws]:
         raise ValueError(f"laws must be some of {', '.join(book.laws)}, got {unknown[0]!r}")
-    candidates = sample(book.laws["oracle"].draw(domain), number_of(seed, "keys"), 8 * size)
+    candidates = sample(book.laws["oracle"].on_gpu().draw(domain), number_of(seed, "keys"), 8 * size)
     entries = _spread([example.case for example in candidates], size)
     keys = {key_of(entry) for entry in entries}
     for law in (book.laws[name] for name in names if book.laws[name].needs(domain) is None):
-        drawn = sample(law.draw(domain), number_of(seed, "needs", law.name), SAMPLES)
+        drawn = sample(law.on_gpu().draw(domain), number_of(seed, "needs", law.name), SAMPLES)
         for variant in law.variants or (None,):
             asked = [example for example in drawn if example.variant == variant]
             suit = sum(any(with_key(law, domain, candidate, entry, 0) is not None for candidate in asked) for entry in entries)

@@ -17,12 +17,12 @@ from properties.laws import (
     Bench,
     Pair,
     along,
-    axes_of,
     bounds_as,
     one_final_state,
     one_initial_state,
     pairs_of,
     present,
+    reordered,
     spread,
     with_others,
 )
@@ -194,21 +194,7 @@ def permuted(bench: Bench, example: Example) -> Iterator[Pair]:
     values = torch.arange(case.value_heads).reshape(case.heads, group).roll(1, 0).flatten()
     states = one_initial_state(bench.domain) or one_final_state(bench.domain)
     rows = torch.arange(len(case.lengths)).roll(0 if case.packed and states else 1)  # the first and last sequences stay
-    starts = case.starts()
-    tokens = torch.cat([torch.arange(starts[row], starts[row + 1]) for row in rows.tolist()])
-
-    def moved(name: str, x: Tensor) -> Tensor:
-        axes = axes_of(case.spec, name)
-        for letter, order in (("H", keys), ("HV", values), ("N", rows)):
-            if letter in axes:
-                x = x.index_select(axes.index(letter), order)
-        return x.flatten(0, 1)[tokens].reshape(x.shape) if axes[:2] == ["B", "T"] else x
-
-    there = inputs.replaced(**{name: moved(name, inputs[name]) for name in present(case.spec, inputs)})
-    if inputs.cu_seqlens is not None:
-        ends = torch.tensor([0, *(case.lengths[row] for row in rows.tolist())]).cumsum(0)
-        there = there.replaced(cu_seqlens=ends.to(inputs.cu_seqlens.dtype))
-    turned = None if cotangents is None else {name: moved(name, x) for name, x in cotangents.items()}
+    there, turned, moved = reordered(case, inputs, cotangents, {"H": lambda heads: keys, "HV": lambda heads: values}, rows)
     got = bench.run(there, turned)
     if bench.domain.position_independent:
         once = bench.run(inputs, cotangents)

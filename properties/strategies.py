@@ -89,7 +89,7 @@ def conventions(domain: Domain) -> dict[str, Any]:
         "channel_decays": simplest(domain.channel_decays),
         "scale": domain.drawn_scales[0],
         "final_dtype": domain.final_dtype,
-        "final_states": "none" if domain.final_states == "none" else "each",
+        "final_states": domain.final_states_of(packed=False),
     }
     if computed:
         words |= {"lower_bound": simplest(domain.lower_bounds), "parameter_dtype": simplest(domain.parameter_dtypes, "fp32")}
@@ -289,11 +289,9 @@ def decay_of(field: Callable[[str, tuple[str, ...]], Any], domain: Domain, insid
 
 def states_of(field: Callable[[str, tuple[str, ...]], Any], domain: Domain, *, packed: bool) -> dict[str, Any]:
     """Return the words of the domain about states; the dtype of initial states is drawn if there are several."""
-    words: dict[str, Any] = {"final_dtype": domain.final_dtype}
+    words: dict[str, Any] = {"final_dtype": domain.final_dtype, "final_states": domain.final_states_of(packed=packed)}
     if packed:
         words |= {"initial_states": domain.initial_states}
-    if packed or domain.final_states == "none":
-        words |= {"final_states": domain.final_states}
     dtypes = domain.state_dtypes
     return words | {"state_dtype": field("state_dtype", dtypes) if len(dtypes) > 1 else dtypes[0]}
 

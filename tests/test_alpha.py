@@ -15,7 +15,8 @@ from oracles.gated_delta import in_kernel
 from oracles.operation import Inputs
 from properties.books import book_of
 from properties.cases.pool_case import PoolCase
-from properties.cases.rule_case import SATURATED, Case
+from properties.cases.rule_case import Case
+from properties.cases.rule_numbers import SATURATED
 from properties.domain import Domain
 from properties.palette import draw_palette, sample
 from properties.pool_domain import PoolDomain, pool_cases

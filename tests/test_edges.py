@@ -8,7 +8,7 @@ import torch
 from oracles.bound import bounds, truth
 from oracles.gated_delta import definition
 from properties.books import book_of
-from properties.cases import module_case, rule_case
+from properties.cases import module_case, rule_numbers
 from properties.cases.module_case import ModuleCase
 from properties.cases.pool_case import PoolCase
 from properties.cases.rule_case import GIVEN_GATES, Case
@@ -58,7 +58,7 @@ def test_great_values_are_as_large_as_results_permit(dtype: str) -> None:
         (ModuleCase((300,), "l2norm", values="great", dtype=dtype), "x"),
     ):
         inputs = case.inputs()
-        most = (module_case if isinstance(case, ModuleCase) else rule_case).GREAT[dtype]
+        most = (module_case if isinstance(case, ModuleCase) else rule_numbers).GREAT[dtype]
         assert most / 2 < float(inputs[name].float().abs().max()) <= most
         for result in truth(case.spec, inputs, case.cotangents()).values():
             assert bool(result.to(inputs[name].dtype).isfinite().all())

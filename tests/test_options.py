@@ -17,7 +17,8 @@ from properties.books import book_of
 from properties.cases.layer_case import LayerCase
 from properties.cases.module_case import ModuleCase
 from properties.cases.pool_case import PoolCase
-from properties.cases.rule_case import MEMORIES, Case
+from properties.cases.rule_case import Case
+from properties.cases.rule_numbers import MEMORIES
 from properties.common_laws import _later
 from properties.domain import Domain
 from properties.laws import Law

@@ -1,7 +1,7 @@
 """Cases of a layer's modules (convolution, gates, norms): one printable line from which a call is made again, bit for bit.
 
-As in properties/cases/rule_case.py, every number comes from a counter: splitmix64 of (seed, tensor, position), scaled by powers of
-two and rounded to the tensor's dtype.
+As in properties/cases/rule_numbers.py, every number comes from a counter: splitmix64 of (seed, tensor, position), scaled by powers
+of two and rounded to the tensor's dtype.
 """
 
 import dataclasses
@@ -20,7 +20,8 @@ from oracles.norm import GATED_RMS_NORM, GATED_RMS_NORM_OF_SUM, GATINGS, L2NORM,
 from oracles.operation import DTYPES, Inputs, Operation
 from oracles.rounding import BITS, Arithmetic
 from properties.cases.line import Line, check_choices, text_of
-from properties.cases.rule_case import LOG_BITS, LOWER_BOUNDS, PARAMETER_DTYPES
+from properties.cases.rule_case import PARAMETER_DTYPES
+from properties.cases.rule_numbers import LOG_BITS, LOWER_BOUNDS
 from properties.options import values_of
 
 MODULES = {operation.name: operation for operation in (CAUSAL_CONV1D, GDN_GATE, KDA_GATE, L2NORM, GATED_RMS_NORM, NORM_GATE_LINEAR)}

@@ -1,6 +1,6 @@
 """Cases of parallel paths: one printable line for a layer's or a kernel's call and the way its ranks share it.
 
-As in properties/cases/rule_case.py, every number comes from a counter, so the same line gives the same bits everywhere.
+As in properties/cases/rule_numbers.py, every number comes from a counter, so the same line gives the same bits everywhere.
 """
 
 import dataclasses

@@ -140,7 +140,7 @@ def _usual(domain: Domain, seed: int) -> Iterator[Case]:
                 state_dtype=domain.state_dtypes[0],
                 final_dtype=domain.final_dtype,
                 initial_states=domain.initial_states if domain.packed else "each",
-                final_states=domain.final_states if domain.packed or domain.final_states == "none" else "each",
+                final_states=domain.final_states_of(packed=domain.packed),
                 backward=domain.backward,
                 seed=seed % 2**16,
             )

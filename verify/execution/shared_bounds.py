@@ -25,7 +25,8 @@ from oracles import bound
 from oracles.bound import Bound
 from oracles.operation import Inputs, Operation, Port, gradient_name
 from oracles.room import fitting
-from properties.cases.rule_case import Case, drawn
+from properties.cases.rule_case import Case
+from properties.cases.rule_numbers import drawn
 from properties.laws import Cotangents
 from verify.adapters.base import Adapter
 from verify.execution.judging import adapter_of
