@@ -1,6 +1,9 @@
 """Adapters of flash-linear-attention's layers GatedDeltaNet and KimiDeltaAttention. They adapt signatures and layout only."""
 
+import functools
 import importlib
+import importlib.util
+import sys
 from typing import Any
 
 import torch
@@ -10,7 +13,7 @@ from oracles.layer import Layer as Widths
 from oracles.operation import Inputs
 from properties.layer_domain import LayerDomain
 from verify.adapters.base import Adapter
-from verify.adapters.fla import REQUIRES, SWITCH, chosen, decorating_later
+from verify.adapters.fla import REQUIRES, SWITCH, chosen, core, decorating_later
 from verify.adapters.left_out import IN_FLA, left_out
 from verify.adapters.padding import padding_mask
 
@@ -41,8 +44,10 @@ class Layer(Adapter):
     requires = REQUIRES
 
     def bring(self) -> None:
+        core()
         with decorating_later():
             importlib.import_module("fla.layers")
+            _cache_class()
 
     def run(self, x: Inputs) -> Answer:
         module, cache = self.module(x.layer, x), _cache(x)
@@ -157,13 +162,23 @@ def _parameters(layer: Widths, x: Inputs, names: dict[str, str]) -> dict[str, Te
     return {**parameters, "A_log": x.A_log, "dt_bias": x.dt_bias, "o_norm.weight": x.norm, "o_proj.weight": x.out_proj}
 
 
+@functools.cache
+def _cache_class() -> Any:
+    """FLA's cache. We import it as if `fla.models` were an empty package, because that package imports all models, for seconds."""
+    if "fla.models" in sys.modules or (spec := importlib.util.find_spec("fla.models")) is None:
+        return importlib.import_module("fla.models.utils").Cache
+    sys.modules["fla.models"] = importlib.util.module_from_spec(spec)
+    try:
+        return importlib.import_module("fla.models.utils").Cache
+    finally:
+        del sys.modules["fla.models"]  # so that it can be imported as it is
+
+
 def _cache(x: Inputs) -> Any:
     """A cache with the call's states, V first; empty without initial states, and None if no final states are wanted."""
-    from fla.models.utils import Cache
-
     if not x.output_final_state:
         return None
-    cache = Cache()
+    cache = _cache_class()()
     if x.state is not None:
         filters = [x.layer.sections[name] for name in "qkv"]
         # Copies, since the convolutions' single-token updates write to their caches in place.

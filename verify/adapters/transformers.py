@@ -4,6 +4,7 @@ The public names call flash-linear-attention if it is installed, even on a CPU. 
 """
 
 import dataclasses
+import importlib
 import inspect
 from typing import Any, ClassVar
 
@@ -12,13 +13,24 @@ from torch import Tensor
 from oracles.operation import Inputs
 from properties.domain import Domain
 from verify.adapters.base import Adapter
+from verify.adapters.fla import decorating_later
 from verify.adapters.interface import signature
 
 REQUIRES = {"transformers": "4.57"}
 _DOMAIN: dict[str, Any] = {"packed": False, "scale": False}
 
 
-class Rule(Adapter):
+class QwenAdapter(Adapter):
+    """Base of adapters of a model's module. If FLA is installed, the module imports FLA, and with it torch's compiler."""
+
+    model: ClassVar[str] = "qwen3_next"
+
+    def bring(self) -> None:
+        with decorating_later():
+            importlib.import_module(f"transformers.models.{self.model}.modeling_{self.model}")
+
+
+class Rule(QwenAdapter):
     """Base of the two rules. Older releases repeat the key heads before they call them."""
 
     name: ClassVar[str]

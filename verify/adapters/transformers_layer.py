@@ -17,15 +17,14 @@ from torch import Tensor
 from oracles.layer import Layer
 from oracles.operation import Inputs
 from properties.layer_domain import LayerDomain
-from verify.adapters.base import Adapter
 from verify.adapters.padding import padding_mask
-from verify.adapters.transformers import REQUIRES
+from verify.adapters.transformers import REQUIRES, QwenAdapter
 
 KERNELS = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update")
 Answer = tuple[Tensor, Tensor | None, Tensor | None]
 
 
-class Qwen3NextLayer(Adapter):
+class Qwen3NextLayer(QwenAdapter):
     """`Qwen3NextGatedDeltaNet`. One projection has q, k, v and z of each key head side by side; another has b and a."""
 
     algorithm = "chunkwise"
