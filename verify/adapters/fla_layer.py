@@ -1,6 +1,5 @@
 """Adapters of flash-linear-attention's layers GatedDeltaNet and KimiDeltaAttention. They adapt signatures and layout only."""
 
-import functools
 import importlib
 import importlib.util
 import sys
@@ -47,7 +46,7 @@ class Layer(Adapter):
         core()
         with decorating_later():
             importlib.import_module("fla.layers")
-            _cache_class()
+            _import_cache()
 
     def run(self, x: Inputs) -> Answer:
         module, cache = self.module(x.layer, x), _cache(x)
@@ -162,23 +161,30 @@ def _parameters(layer: Widths, x: Inputs, names: dict[str, str]) -> dict[str, Te
     return {**parameters, "A_log": x.A_log, "dt_bias": x.dt_bias, "o_norm.weight": x.norm, "o_proj.weight": x.out_proj}
 
 
-@functools.cache
-def _cache_class() -> Any:
-    """FLA's cache. We import it as if `fla.models` were an empty package, because that package imports all models, for seconds."""
-    if "fla.models" in sys.modules or (spec := importlib.util.find_spec("fla.models")) is None:
-        return importlib.import_module("fla.models.utils").Cache
-    sys.modules["fla.models"] = importlib.util.module_from_spec(spec)
-    try:
-        return importlib.import_module("fla.models.utils").Cache
-    finally:
-        del sys.modules["fla.models"]  # so that it can be imported as it is
+def _import_cache() -> Any:
+    """FLA's cache, imported without the models in its package, which take seconds. The package is filled when one is asked for."""
+    spec = importlib.util.find_spec("fla.models")
+    if spec is not None and spec.loader is not None and "fla.models" not in sys.modules:
+        package, load = importlib.util.module_from_spec(spec), spec.loader.exec_module
+
+        def model(name: str) -> Any:
+            if name.startswith("_"):  # asked by whoever looks through all modules
+                raise AttributeError(f"module 'fla.models' has no attribute {name!r}")
+            del vars(package)["__getattr__"]
+            load(package)
+            return getattr(package, name)
+
+        vars(package)["__getattr__"] = model
+        sys.modules["fla.models"] = vars(sys.modules["fla"])["models"] = package
+    old, new = "fla.models.utils", "fla.models.cache_utils"
+    return importlib.import_module(old if importlib.util.find_spec(new) is None else new).Cache
 
 
 def _cache(x: Inputs) -> Any:
     """A cache with the call's states, V first; empty without initial states, and None if no final states are wanted."""
     if not x.output_final_state:
         return None
-    cache = _cache_class()()
+    cache = _import_cache()()
     if x.state is not None:
         filters = [x.layer.sections[name] for name in "qkv"]
         # Copies, since the convolutions' single-token updates write to their caches in place.
