@@ -59,17 +59,13 @@ def _tokens_of(domain: Any) -> int:
     return -(-LEAST_TOKENS // step) * step
 
 
-def far_examples(domain: Any, choices: Mapping[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[Example]:
-    """Return a strategy for examples of the variants in `choices`, whose strategies draw cases; far_tokens makes them longer."""
-
-    @st.composite
-    def draw(draw: st.DrawFn) -> Example:
-        chance = draw(st.randoms(use_true_random=True))
-        variant = chance.choice(tuple(choices))
-        longer = functools.partial(_longer, tokens=_tokens_of(domain)) if variant == "far_tokens" else lambda case: case
-        return Example(draw(choices[variant].map(longer).filter(lambda case: lacks_far(case, variant) is None)), None, variant)
-
-    return draw()
+@st.composite
+def far_examples(draw: st.DrawFn, domain: Any, choices: Mapping[str, st.SearchStrategy[Any]]) -> Example:
+    """Draw an example of a variant in `choices`, whose strategies draw cases; far_tokens makes them longer."""
+    chance = draw(st.randoms(use_true_random=True))
+    variant = chance.choice(tuple(choices))
+    longer = functools.partial(_longer, tokens=_tokens_of(domain)) if variant == "far_tokens" else lambda case: case
+    return Example(draw(choices[variant].map(longer).filter(lambda case: lacks_far(case, variant) is None)), None, variant)
 
 
 def _longer(case: Any, tokens: int) -> Any:

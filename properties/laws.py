@@ -137,19 +137,21 @@ def examples_of(
     strategy: st.SearchStrategy[Any], place: Callable[[Any], range] | None = None, variants: tuple[str, ...] = ()
 ) -> st.SearchStrategy[Example]:
     """Return a strategy for examples: cases that have a place for the law, each with a place and a variant."""
+    return _example(strategy.filter(lambda case: len(place(case)) > 0) if place else strategy, place, variants)
 
-    @st.composite
-    def draw(draw: st.DrawFn) -> Example:
-        case = draw(strategy.filter(lambda case: len(place(case)) > 0) if place else strategy)
-        chance = draw(st.randoms(use_true_random=True))
-        at = None
-        if place:
-            places = place(case)
-            near = [p for p in (64, 63, 65, 16, 32, 1) if p in places]
-            at = chance.choice(near if near and chance.random() < 1 / 2 else places)
-        return Example(case, at, chance.choice(variants) if variants else None)
 
-    return draw()
+@st.composite
+def _example(
+    draw: st.DrawFn, strategy: st.SearchStrategy[Any], place: Callable[[Any], range] | None, variants: tuple[str, ...]
+) -> Example:
+    case = draw(strategy)
+    chance = draw(st.randoms(use_true_random=True))
+    at = None
+    if place:
+        places = place(case)
+        near = [p for p in (64, 63, 65, 16, 32, 1) if p in places]
+        at = chance.choice(near if near and chance.random() < 1 / 2 else places)
+    return Example(case, at, chance.choice(variants) if variants else None)
 
 
 def all_variants(strategy: st.SearchStrategy[Any], variants: Callable[[Any], Sequence[str]]) -> st.SearchStrategy[Example]:

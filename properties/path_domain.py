@@ -1,7 +1,7 @@
 """The domain of parallel paths: what an implementation that several ranks share promises, and cases drawn from it."""
 
 import dataclasses
-import itertools
+import functools
 import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -211,17 +211,20 @@ def path_cases(
     raise ValueError(f"no legal case was drawn in 1000 attempts for {domain} with {fixed}")
 
 
+@functools.cache
+def _meshes(ranks: int, *, tensor_parallel: bool) -> tuple[tuple[int, int], ...]:
+    """Return the meshes (tp, cp) of up to `ranks` ranks, of one rank only if there are no more."""
+    sizes = range(1, ranks + 1)
+    return tuple((tp, cp) for tp in (sizes if tensor_parallel else (1,)) for cp in sizes if min(ranks, 2) <= tp * cp <= ranks)
+
+
 def _drawn(chance: random.Random, domain: PathDomain, tokens: int, fixed: dict[str, Any], *, large: bool) -> ParallelCase:
     def field(name: str, choices: Sequence[Any]) -> Any:
         options = fixed.get(name, tuple(choices))
         return chance.choice(options) if isinstance(options, tuple) else options
 
     layer = domain.operation == "gdn_layer"
-    meshes = [
-        (tp, cp)
-        for tp, cp in itertools.product(range(1, domain.ranks + 1), repeat=2)
-        if min(domain.ranks, 2) <= tp * cp <= domain.ranks and (tp == 1 or (layer and domain.tensor_parallel))
-    ]
+    meshes = list(_meshes(domain.ranks, tensor_parallel=layer and domain.tensor_parallel))
     if domain.forms:
         fixed = _of_a_form(chance, domain, meshes, fixed)
     if large or chance.random() < SHARED:

@@ -308,14 +308,16 @@ def _judged(bench: PathBench, results: Results, bounds: dict[str, Bound], what: 
 
 def _paths(strategy: st.SearchStrategy[ParallelCase], variants: Callable[[ParallelCase], Sequence[str]] | None = None) -> Any:
     """Return a strategy for examples, each with one of the variants that its case has."""
+    return _path(strategy if variants is None else strategy.filter(lambda case: bool(variants(case))), variants)
 
-    @st.composite
-    def draw(draw: st.DrawFn) -> Example:
-        case = draw(strategy if variants is None else strategy.filter(lambda case: bool(variants(case))))
-        chance = draw(st.randoms(use_true_random=True))
-        return Example(case, None, chance.choice(list(variants(case))) if variants else None)
 
-    return draw()
+@st.composite
+def _path(
+    draw: st.DrawFn, strategy: st.SearchStrategy[ParallelCase], variants: Callable[[ParallelCase], Sequence[str]] | None
+) -> Example:
+    case = draw(strategy)
+    chance = draw(st.randoms(use_true_random=True))
+    return Example(case, None, chance.choice(list(variants(case))) if variants else None)
 
 
 def _many(domain: PathDomain) -> PathDomain:
