@@ -54,7 +54,7 @@ def run_of(law: str, example: Example) -> Run:
 
 
 def plan_of(compilers: Compilers, domain: Any = None, laws: tuple[str, ...] = ("oracle", "cut"), seed: int = 5) -> Plan:
-    return Plan(domain or Domain(), laws, seed, lambda _: 40, seeded, run_of, compilers)
+    return Plan(domain or Domain(), laws, seed, lambda _: 20, seeded, run_of, compilers)
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_each_key_of_each_law_is_compiled_once_in_the_order_in_which_it_is_neede
     plan = plan_of(compilers)
     planned = {law: plan.of(law) for law in ("oracle", "cut")}
     for law, law_plan in planned.items():
-        assert len(law_plan.examples) == 40, law
+        assert len(law_plan.examples) == 20, law
         for example in law_plan.examples:
             law_plan.wait(example)
     lines = [question.line for question in worker.asked[1:]]
@@ -105,7 +105,7 @@ def test_a_law_that_a_domain_does_not_have_is_not_planned() -> None:
 @pytest.mark.slow
 def test_modules_have_plans_too() -> None:
     planned = plan_of(Compilers([], None), ModuleDomain("l2norm"), ("oracle",)).of("oracle")
-    assert len(planned.examples) == 40
+    assert len(planned.examples) == 20
 
 
 ONE_STREAM = (
@@ -126,7 +126,7 @@ def test_two_streams_are_drawn_on_a_gpu_for_domains_that_allow_them(one: Any) ->
     )
 
     def drawn(domain: Any, device: str) -> bool:
-        plan = Plan(domain, ["history"], 5, lambda _: 40, seeded, run_of, Compilers([], None), device=device)
+        plan = Plan(domain, ["history"], 5, lambda _: 16, seeded, run_of, Compilers([], None), device=device)
         return any(example.variant == "streams" for example in plan.of("history").examples)
 
     assert [drawn(two, "cuda"), drawn(one, "cuda"), drawn(two, "cpu")] == [True, False, False]
@@ -275,7 +275,7 @@ def test_what_compiles_makes_the_calls_that_the_check_makes(law: str, monkeypatc
     if LAWS[law].needs(domain) is not None:
         pytest.skip("not of this adapter")
     examples: list[Example] = []
-    seeded(LAWS[law].draw(domain), 3, 4, examples.append)
+    seeded(LAWS[law].draw(domain), 3, 3, examples.append)
     for example in examples:
         run = Run(law, "mine.py:Counted", example)
         adapter.calls.clear()

@@ -128,9 +128,9 @@ def test_a_view_that_a_pools_domain_does_not_promise_is_blind(worker: Worker) ->
 def test_far_tokens_are_drawn_inside_the_domain(domain: Any, shapes: bool) -> None:  # noqa: FBT001 - a parameter
     law = book_of(domain).laws["strides"]
     palette = dataclasses.replace(draw_palette(domain, 1, 8, ["oracle", "strides"]), shapes=True)
-    examples = sample(palette.examples(law, domain) if shapes else law.draw(domain), 2, 400)
+    examples = sample(palette.examples(law, domain) if shapes else law.draw(domain), 2, 200)
     far_ones = [example for example in examples if example.variant == "far_tokens"]
-    assert len(far_ones) > 3
+    assert len(far_ones) > 1
     for example in far_ones:
         law.accept(example)
         assert domain.outside(example.case) is None, example
