@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -10,10 +11,13 @@ from unittest import mock
 
 import pytest
 
+from oracles.counter import mix_words
+from properties.books import book_of
 from properties.laws import Law
 from properties.strategies import Example
 from verify.engine import explaining, law_check
 from verify.engine.check import Check
+from verify.engine.drawing import seeded
 from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
 from verify.engine.shrink import Shrunk, shrink
@@ -29,12 +33,16 @@ SHRUNK = 16  # the case of one row in so many is shrunk, because that takes long
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
-    """The law that detects it, and the most that its smallest case may have: tokens of the longest sequence, and sequences."""
+    """The law that detects it, and the most that its smallest case may have: tokens of the longest sequence, and sequences.
+
+    `short` says that only short cases show it, so that they are asked first.
+    """
 
     law: str
     tokens: int = 1
     sequences: int = 1
     shrinks: bool = True
+    short: bool = False
 
     def small(self, case: Any) -> bool:
         """Whether a case is as small as it must get."""
@@ -82,10 +90,38 @@ def shrunk_until(
     return shrink(example, law, failing, lambda runs: more(runs) and not kill.small(smallest[0].case), *others)
 
 
+@functools.cache
+def _examples(law: str, domain: Any, seed: int, count: int) -> list[Example]:
+    """The examples that a check draws, those that take long last. Many implementations have one domain, so they are kept."""
+    found: list[Example] = []
+    seeded(book_of(domain).laws[law].draw(domain), mix_words(seed, law), count, found.append)
+    return sorted(found, key=_takes_long)
+
+
+def _takes_long(example: Example) -> tuple[bool, bool]:
+    """Whether the dtype is a half one, in which few errors are so large that no second look is needed; whether the case is wide."""
+    case = example.case
+    numbers = case.tokens * math.prod(getattr(case, name, 1) for name in ("key_dim", "value_dim", "width"))
+    return case.dtype != "fp32", numbers > 2**15
+
+
+@contextlib.contextmanager
+def quick_first(*, short: bool) -> Iterator[None]:
+    """A context in which a check runs the examples that it draws in another order, and one at a time."""
+
+    def batches(check: law_check.LawCheck, law: Law, count: int, most: int) -> Iterator[list[Example]]:
+        common = check._common
+        examples = _examples(law.name, common.described.domain, common.settings.seed, count)
+        yield from ([x] for x in (sorted(examples, key=lambda x: x.case.tokens) if short else examples))
+
+    with mock.patch.object(law_check.LawCheck, "_batches", batches):
+        yield
+
+
 def assert_killed_alone(name: str, kill: Kill, worker: Worker, folder: pathlib.Path) -> LawReport:
     """The report of the law in the default profile: broken, its case small, and both of its lines kept.
 
-    Where the case is not shrunk, no case is large (tests/test_sizes.py is about those).
+    Where the case is not shrunk, no case is large (tests/test_sizes.py is about those), and those that take long come last.
 
     Shrinking ends when the case is small enough. What else gets simpler, whether larger cases hold, and what an adapter might
     declare, is tested elsewhere.
@@ -94,6 +130,7 @@ def assert_killed_alone(name: str, kill: Kill, worker: Worker, folder: pathlib.P
     with (
         mock.patch.object(explaining, "shrink", functools.partial(shrunk_until, kill)),
         unexplained(explaining.SHRINK_RUNS if kill.shrinks else 0),
+        contextlib.nullcontext() if kill.shrinks else quick_first(short=kill.short),
         Check(
             Settings(f"zoo/{name}", [kill.law], PROFILES["quick"] if kill.shrinks else SMALL), [worker], store, defects=[]
         ) as check,

@@ -20,7 +20,7 @@ from verify.process.outcome import Verdict
 from verify.process.worker import Worker
 
 SLOW_FIXTURES = ("vllm",)
-FEW = Profile("few", 4)
+FEW = Profile("few", 2, large=False)
 USES = "tests/uses_of_conv_pools.py"
 
 
@@ -135,14 +135,14 @@ def test_convolutions_of_vllm_hold(name: str, unsupported: int, vllm: Worker, st
 @pytest.mark.parametrize("law", ["oracle", "copied"])
 @pytest.mark.slow
 def test_a_padding_request_changes_nothing_in_sglang(law: str, sglang: Worker, store: Store) -> None:
-    (report,) = checked(f"{USES}:Pads", [law], sglang, store, Profile("some", 12))
+    (report,) = checked(f"{USES}:Pads", [law], sglang, store, Profile("some", 6, large=False))
     assert report.verdict is Verdict.HOLDS, report.run
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("law", ["oracle", "copied"])
 def test_a_padding_request_changes_nothing_in_vllm(law: str, vllm: Worker, store: Store) -> None:
-    (report,) = checked(f"{USES}:VllmPads", [law], vllm, store, Profile("some", 12))
+    (report,) = checked(f"{USES}:VllmPads", [law], vllm, store, Profile("some", 6, large=False))
     assert report.verdict is Verdict.HOLDS, report.run
 
 

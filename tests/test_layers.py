@@ -301,9 +301,9 @@ def test_transformers_layer_is_its_own_functions_of_torch_and_the_layer_of_the_o
 @pytest.mark.parametrize(
     ("spec", "cases"),
     [
-        ("verify/zoo/base.py:Layered", 5),
-        ("transformers/qwen3_next_layer", 4),
-        ("transformers/qwen3_5_layer", 4),
+        ("verify/zoo/base.py:Layered", 3),
+        ("transformers/qwen3_next_layer", 2),
+        ("transformers/qwen3_5_layer", 2),
     ],
 )
 @pytest.mark.slow
@@ -340,7 +340,7 @@ KILLED_BY = {
     layers.PadsTwentyBitsDown: Kill("left_padding", 3),
     layers.SectionsSwapped: Kill("oracle", 3),
     layers.SectionsOfOneHead: Kill("oracle", 1),
-    layers.DropsConvBias: Kill("oracle", 1),
+    layers.DropsConvBias: Kill("oracle", 1, short=True),
     layers.FreezesALog: Kill("oracle", 2),
     layers.GateBeforeNorm: Kill("oracle", 15),
     layers.RmsOfAllHeads: Kill("oracle", 17),

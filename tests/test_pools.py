@@ -508,7 +508,7 @@ def test_what_one_law_alone_sees_the_oracle_does_not(
 ) -> None:
     store = Store(tmp_path_factory.mktemp("findings"))
     others = [name for name in ("oracle", "requests") if name != SEEN_BY_ONE_LAW[animal]]
-    with Check(Settings(f"zoo/{animal.__name__}", others, Profile("p", 8)), [worker], store, defects=[]) as check:
+    with Check(Settings(f"zoo/{animal.__name__}", others, Profile("p", 4, large=False)), [worker], store, defects=[]) as check:
         assert {report.verdict for report in check.run()} == {Verdict.HOLDS}
 
 
@@ -525,7 +525,9 @@ def test_what_one_law_alone_sees_the_oracle_does_not(
 def test_right_implementation_holds_under_every_law(
     spec: str, lacking: dict[str, str], worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    with Check(Settings(spec, profile=Profile("few", 5), seed=7), [worker], Store(tmp_path_factory.mktemp("findings"))) as check:
+    with Check(
+        Settings(spec, profile=Profile("few", 3, large=False), seed=7), [worker], Store(tmp_path_factory.mktemp("findings"))
+    ) as check:
         reports = check.run()
     assert {report.law: report.run or report.reason for report in reports if report.verdict is not Verdict.HOLDS} == lacking
     assert len(reports) == len(POOL_LAWS)

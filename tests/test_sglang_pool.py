@@ -21,7 +21,7 @@ LINE = (
     "heads=1 value_heads=2 snapshots=64 gate=10 free=nan dtype=bf16 indices=int32 seed=7"
 )
 # For each planted fault, the law that finds it, and after how many traces at most.
-PLANTED = {"Drafts": "tags", "Clears": "tags", "Padding": "ledger", "Chunks": "session", "Swaps": "ledger"}
+PLANTED = {"Drafts": "tags", "Clears": "tags", "Padding": "ledger", "Chunks": "tags", "Swaps": "ledger"}
 
 
 @pytest.fixture(scope="module")

@@ -25,20 +25,22 @@ pytestmark = pytest.mark.interpreted
 CASE = Case(lengths=(40,), key_dim=8, value_dim=8, backward=False)
 
 
-def swept(name: str, tmp_path: pathlib.Path, workers: int = 1, *more: Case, seed: int = 1) -> Swept:
-    several = [Worker(60.0) for _ in range(workers)]
-    try:
-        described = describe(f"tests/autotuned.py:{name}", several[0])
-        examples = [("oracle", Example(CASE)), ("memory", Example(CASE)), *(("oracle", Example(case)) for case in more)]
-        return Sweep(described, several, Store(str(tmp_path)), seed=seed, device="cpu", examples=examples).run()
-    finally:
-        for worker in several:
-            worker.close()
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[Worker]]:
+    """Two workers for the sweeps of the same two kernels: a sweep knows all that its workers have launched."""
+    with Worker(60.0) as one, Worker(60.0) as other:
+        yield [one, other]
+
+
+def swept(name: str, tmp_path: pathlib.Path, workers: list[Worker], *more: Case, seed: int = 1) -> Swept:
+    described = describe(f"tests/autotuned.py:{name}", workers[0])
+    examples = [("oracle", Example(CASE)), ("memory", Example(CASE)), *(("oracle", Example(case)) for case in more)]
+    return Sweep(described, workers, Store(str(tmp_path)), seed=seed, device="cpu", examples=examples).run()
 
 
 @pytest.mark.slow
-def test_a_wrong_configuration_is_found_with_its_smallest_case(tmp_path: pathlib.Path) -> None:
-    result = swept("WrongAt64", tmp_path)
+def test_a_wrong_configuration_is_found_with_its_smallest_case(tmp_path: pathlib.Path, workers: list[Worker]) -> None:
+    result = swept("WrongAt64", tmp_path, workers[:1])
     assert {kernel.rpartition(".")[2]: len(configs) for kernel, configs in result.known.items()} == {
         "copy_kernel": 6,
         "again_kernel": 2,
@@ -59,15 +61,17 @@ def test_a_wrong_configuration_is_found_with_its_smallest_case(tmp_path: pathlib
 
 
 @pytest.mark.slow
-def test_right_configurations_are_all_run_and_none_is_blamed(tmp_path: pathlib.Path) -> None:
-    result = swept("Copied", tmp_path, 2)
+def test_right_configurations_are_all_run_and_none_is_blamed(tmp_path: pathlib.Path, workers: list[Worker]) -> None:
+    result = swept("Copied", tmp_path, workers)
     assert (result.faults, result.undecided) == ([], [])
     assert sum(map(len, result.ran.values())) == 8
 
 
 @pytest.mark.slow
-def test_a_case_that_fails_whatever_the_configurations_is_told_apart_and_hides_none(tmp_path: pathlib.Path) -> None:
-    result = swept("WrongWhateverFrom41", tmp_path, 2, dataclasses.replace(CASE, lengths=(50,)))
+def test_a_case_that_fails_whatever_the_configurations_is_told_apart_and_hides_none(
+    tmp_path: pathlib.Path, workers: list[Worker]
+) -> None:
+    result = swept("WrongWhateverFrom41", tmp_path, workers, dataclasses.replace(CASE, lengths=(50,)))
     assert result.ran == {kernel: set(configs) for kernel, configs in result.known.items()}
     named = [fault for fault in result.faults if fault.policy.picks]
     assert {config.split(":")[0] for fault in named for _, config in fault.policy.picks} == {"BLOCK=64"}
@@ -124,28 +128,29 @@ def test_a_sweep_draws_few_keys_with_several_chunks_and_a_backward() -> None:
 
 @pytest.mark.slow
 def test_a_failure_that_does_not_come_again_is_undecided_and_not_forgotten(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: pathlib.Path, workers: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Sweep, "_fails", lambda *_: False)
-    result = swept("WrongAt64", tmp_path)
+    result = swept("WrongAt64", tmp_path, workers[:1])
     assert result.faults == []
     assert result.undecided
     assert all(reason.startswith("failed once and not again: law=") for reason in result.undecided)
 
 
 @pytest.mark.slow
-def test_memory_that_workers_share_is_not_a_configuration_s_to_run_out_of(tmp_path: pathlib.Path) -> None:
-    shared = swept("StarvedAt64", tmp_path, 2)
+def test_memory_that_workers_share_is_not_a_configuration_s_to_run_out_of(tmp_path: pathlib.Path, workers: list[Worker]) -> None:
+    shared = swept("StarvedAt64", tmp_path, workers)
     assert shared.faults == []
     assert any("that other workers share" in reason for reason in shared.undecided)
-    alone = swept("StarvedAt64", tmp_path)
+    alone = swept("StarvedAt64", tmp_path, workers[:1])
     assert {config.split(":")[0] for fault in alone.faults for _, config in fault.policy.picks} == {"BLOCK=64"}
 
 
 @pytest.mark.slow
 def test_a_wrong_configuration_that_always_stands_beside_another_is_found_too(tmp_path: pathlib.Path) -> None:
-    for seed in (1, 2, 3, 4):
-        result = swept("WrongInBoth", tmp_path, seed=seed)
-        wrong = {(kernel.rpartition(".")[2], config) for fault in result.faults for kernel, config in fault.policy.picks}
-        assert {kernel for kernel, _ in wrong} == {"first_kernel", "second_kernel"}, seed
-        assert len(wrong) == 3, seed
+    with Worker(60.0) as worker:
+        for seed in (1, 2):
+            result = swept("WrongInBoth", tmp_path, [worker], seed=seed)
+            wrong = {(kernel.rpartition(".")[2], config) for fault in result.faults for kernel, config in fault.policy.picks}
+            assert {kernel for kernel, _ in wrong} == {"first_kernel", "second_kernel"}, seed
+            assert len(wrong) == 3, seed

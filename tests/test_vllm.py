@@ -41,7 +41,7 @@ def vllm_worker(vllm_files: pathlib.Path) -> Iterator[Worker]:
 
 @pytest.mark.parametrize("spec", ADAPTERS)
 def test_kernel_equals_the_definition(spec: str, vllm_worker: Worker, tmp_path: pathlib.Path) -> None:
-    with Check(Settings(spec, ["oracle"], Profile("short", 4)), [vllm_worker], Store(tmp_path)) as check:
+    with Check(Settings(spec, ["oracle"], Profile("short", 2, large=False)), [vllm_worker], Store(tmp_path)) as check:
         (found,) = check.run()
     assert found.verdict is Verdict.HOLDS, found
     assert found.counts[Verdict.HOLDS] >= 4
