@@ -52,7 +52,7 @@ def less_than_sure(fewer: dict[str, Bound], all_of: dict[str, Bound], sure: floa
 
 
 @pytest.mark.parametrize("operation", RULES)
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(case=cases(Domain(), longest=40, total=60, value_heads=2), mode=MODES, first=st.sampled_from((1, 2)))
 @pytest.mark.slow
 def test_all_runs_allow_at_least_what_fewer_are_sure_of(
@@ -151,20 +151,23 @@ def test_where_errors_are_amplified_a_right_implementation_is_within_what_many_r
     beta = (2 * torch.sigmoid(dataclasses.replace(case, in_kernel="beta").inputs().b.float())).to(inputs.v.dtype)
     inputs = inputs.replaced(beta=beta, qk_norm=True)
 
-    def worst(actual_inputs: Inputs) -> float:
+    def limits_of_many_runs() -> dict[str, Bound]:
+        return bounds(case.spec, inputs, None, "chunkwise", "ieee", 64, 64)
+
+    def worst(actual_inputs: Inputs, limits: dict[str, Bound]) -> float:
         """The greatest error over bound, in that head, of an implementation that is given something else."""
         o, state = right.BackwardSums().run(actual_inputs)
         assert state is not None
-        limits = bounds(case.spec, inputs, None, "chunkwise", "ieee", 64, 64)
         off = {name: (x.double() - limits[name].value).norm(dim=-1) for name, x in (("o", o), ("final_state", state))}
         return max(float((off[name] / limits[name].allowed)[0].movedim(int(name == "o"), 0)[5].max()) for name in off)
 
     missing = beta.clone()
     missing[0, 10] = 0
-    assert worst(inputs) < 0.5
-    assert worst(inputs.replaced(beta=missing)) > 5, "a token that is not written"
+    limits = limits_of_many_runs()
+    assert worst(inputs, limits) < 0.5
+    assert worst(inputs.replaced(beta=missing), limits) > 5, "a token that is not written"
     monkeypatch.setattr(bound, "_coarser", lambda plain: plain)
-    assert worst(inputs) > 1, "sigma alone knows nothing of it"
+    assert worst(inputs, limits_of_many_runs()) > 1, "sigma alone knows nothing of it"
 
 
 AMPLIFYING = (
@@ -460,18 +463,18 @@ class RoundsTheStateOnce(Chunkwise):
 
 
 @pytest.mark.parametrize(
-    ("implementation", "seeds"),
-    [(Chunkwise(), 12), (right.RoundsElsewhere(), 12), (TokenByToken(), 12), (RoundsTheStateOnce(), 12)],
+    "implementation",
+    [Chunkwise(), right.RoundsElsewhere(), TokenByToken(), RoundsTheStateOnce()],
     ids=lambda value: type(value).__name__,
 )
 @pytest.mark.slow_after_first
-def test_the_same_is_broken_however_few_runs_are_looked_at_first(implementation: Chunkwise, seeds: int) -> None:
+def test_the_same_is_broken_however_few_runs_are_looked_at_first(implementation: Chunkwise) -> None:
     """And mostly no more is looked at than that: the same finding of the same row, since what is broken is broken for all runs."""
     make: Callable[..., dict[str, Bound]] = functools.partial(
         bounds, algorithm=implementation.algorithm, chunk=implementation.chunk
     )
     found = []
-    for seed in range(seeds):
+    for seed in range(6):
         dtype, gate = ("bf16", "fp16", "fp32")[seed % 3], ("64", "forever", "tenth", "mixed")[seed % 4]
         case = Case.parse(f"lengths=70+3 packed=yes key_dim=8 value_dim=8 state=random dtype={dtype} gate={gate} seed={seed}")
         results = answered(implementation, case)

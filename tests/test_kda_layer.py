@@ -159,7 +159,7 @@ def drawn(law: str) -> list[Example]:
     """A few examples of a law, the same for all right layers."""
     examples: list[Example] = []
 
-    @settings(max_examples=8 if law == "oracle" else 3, phases=[Phase.generate])
+    @settings(max_examples=4 if law == "oracle" else 2, phases=[Phase.generate])
     @given(example=LAYER_LAWS[law].draw(LayerDomain("kda_layer")))
     def collect(example: Example) -> None:
         examples.append(example)

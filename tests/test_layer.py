@@ -290,6 +290,11 @@ def in_single(limits: dict[str, Bound], exact: Results) -> dict[str, Bound]:
     return {name: Bound(exact[name], limit.allowed * ROW_LIMIT * 2.0**-29) for name, limit in limits.items()}
 
 
+def of_outputs(limits: dict[str, Bound]) -> dict[str, Bound]:
+    """Without gradients: what is over these is over all."""
+    return {port.name: limits[port.name] for port in GDN_LAYER.outputs}
+
+
 @functools.cache
 def telling(dtype: torch.dtype = torch.float64) -> tuple[Inputs, Results, Results]:
     """The telling call, its cotangents and its truth."""
@@ -303,7 +308,7 @@ def telling_bounds(dtype: torch.dtype, algorithm: str) -> dict[str, Bound]:
     return bounds(GDN_LAYER, inputs, directions, algorithm)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(call=calls())
 @example(call=TELLING)
 @example(call=Call(Layer(6, 1, 1, 3, 4), (0, 0), packed=True, state=False, conv_state=False))
@@ -317,7 +322,7 @@ def test_layer_is_its_definition_forward_and_backward(call: Call) -> None:
     assert over(truth(GDN_LAYER, inputs, directions), evaluate(define, inputs, directions)) == {}
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(call=calls(narrowest=1))
 @example(call=TELLING)
 @example(call=Call(Layer(1, 1, 1, 1, 1, 1), (12,), bias=False, state=False, conv_state=False, seed=1))
@@ -336,11 +341,11 @@ def test_wrong_reading_is_not_the_definition() -> None:
     inputs, directions, got = telling()
     limits = in_single(telling_bounds(torch.float64, "chunkwise"), got)
     assert over(got, evaluate(define, inputs, directions)) == {}
+    outputs = of_outputs(limits)
     for wrong, read in WRONG.items():
-        results = evaluate(functools.partial(define, read=read), inputs, directions)
-        errors = relative(got, results)
-        assert max(errors["y"], errors["final_state"], errors["conv_state"]) > 0.1, wrong
-        assert worst(limits, results)[0] > 1e6, wrong
+        results = define(inputs, read)
+        assert max(relative({name: got[name] for name in results}, results).values()) > 0.1, wrong
+        assert worst(outputs, results)[0] > 1e6, wrong
 
 
 def test_wrong_gradient_is_not_the_definitions() -> None:
@@ -592,7 +597,7 @@ def judged(limits: dict[str, Bound], got: Results) -> tuple[float, str]:
 @pytest.mark.slow
 def test_bounds_hold_for_right_implementations(record_property: Callable[[str, object], None]) -> None:
     found: dict[tuple[str, str], tuple[float, str, int]] = {}
-    for seed in range(60):
+    for seed in range(30):
         dtype, call = drawn(seed)
         algorithm = ("chunkwise", "recurrent")[seed // (3 * len(SHAPES)) % 2]
         inputs, directions = call.inputs(DTYPES[dtype]), call.cotangents(DTYPES[dtype])
@@ -616,9 +621,10 @@ def test_bound_rejects_every_wrong_reading(dtype: str) -> None:
     limits = [telling_bounds(DTYPES[dtype], algorithm) for algorithm in ("chunkwise", "recurrent")]
     got = evaluate(single, inputs, directions)
     assert max(worst(limit, got)[0] for limit in limits) <= 1.0
+    outputs = [of_outputs(limit) for limit in limits]
     for wrong, read in WRONG.items():
-        got = evaluate(functools.partial(single, read=read), inputs, directions)
-        assert min(worst(limit, got)[0] for limit in limits) > 3.0, wrong
+        got = single(inputs, read)
+        assert min(worst(limit, got)[0] for limit in outputs) > 3.0, wrong
 
 
 def test_bound_rejects_what_was_stored_in_bfloat16_on_the_way_of_a_float32_call() -> None:

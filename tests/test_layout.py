@@ -1,11 +1,12 @@
 """The floors of the house: who may import whom, and what nobody may do. Read off the `ast` of every file."""
 
 import ast
+import functools
 import graphlib
 import pathlib
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import pytest
 
@@ -23,36 +24,48 @@ LIBRARIES = {
     "properties": {"torch", "hypothesis"},
     "verify": {"torch", "hypothesis", "coverage", "numpy", "pytest", "packaging", "rich", "triton", "fla", "jinja2", "matplotlib"},
 }
+CALLS = ("import_module", "__import__", "eval", "exec", "compile", "load")
 ADAPTED = {"flashinfer", "sglang", "transformers", "vllm"}  # besides, what adapters alone may import
 MAP = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
 FILES = sorted(path.relative_to(ROOT) for folder in ALLOWED for path in (ROOT / folder).rglob("*.py"))
 
 
-def imports(tree: ast.AST, path: pathlib.Path) -> list[tuple[int, str]]:
-    """Every module that a file imports anywhere in it, with the line; relative ones in full."""
+@functools.cache
+def told(source: str) -> tuple[list[ast.AST], frozenset[ast.AST]]:
+    """The imports and CALLS of a file, and what of it is for types alone: all that these tests look at, found in one walk."""
+    nodes = list(ast.walk(ast.parse(source)))
+    typing = (node for node in nodes if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING")
+    kept = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) or called(node) in CALLS]
+    return kept, frozenset(inner for node in typing for inner in ast.walk(node))
+
+
+def imports(nodes: Iterable[ast.AST], path: pathlib.Path) -> list[tuple[int, str]]:
+    """Every module that these nodes of a file import, with the line; relative ones in full."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             package = ".".join(path.parts[: len(path.parts) - node.level]) if node.level else ""
             base = ".".join(part for part in (package, node.module or "") if part)
             found += [(node.lineno, base)] if base else [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__") and node.args:
+        elif isinstance(node, ast.Call) and called(node) in ("import_module", "__import__") and node.args:
             argument = node.args[0]
             if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                 found.append((node.lineno, argument.value))
     return found
 
 
-def _called(node: ast.Call) -> str:
-    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+def called(node: ast.AST) -> str:
+    """The name of the function that a node calls, if it is a call."""
+    function = getattr(node, "func", None)
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def wrong_imports(source: str, path: pathlib.Path) -> list[str]:
     """The imports of a file that go up the house, or to a library that its floor does without."""
     folder, wrong = path.parts[0], []
-    for line, name in imports(ast.parse(source), path):
+    for line, name in imports(told(source)[0], path):
         top = name.partition(".")[0]
         if top in FLOORS:
             if top not in ALLOWED[folder]:
@@ -66,33 +79,28 @@ def wrong_imports(source: str, path: pathlib.Path) -> list[str]:
 
 def forbidden_calls(source: str, path: pathlib.Path) -> list[str]:
     """Calls that would run data as code: pickle, marshal, eval, exec, torch.load."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
+    found, (nodes, _) = [], told(source)
+    for node in nodes:
         if isinstance(node, ast.Call):
             owner = getattr(node.func.value, "id", "") if isinstance(node.func, ast.Attribute) else ""
-            name = _called(node)
+            name = called(node)
             if (name in ("eval", "exec", "compile") and not owner) or (owner, name) == ("torch", "load"):
                 found.append(f"{path}:{node.lineno} calls {name}")
     banned = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib")
-    found += [f"{path}:{line} imports {name}" for line, name in imports(ast.parse(source), path) if name.split(".")[0] in banned]
+    found += [f"{path}:{line} imports {name}" for line, name in imports(nodes, path) if name.split(".")[0] in banned]
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
-@pytest.mark.slow_after_first
-def test_imports_go_down_the_house_only(path: pathlib.Path) -> None:
-    assert wrong_imports((ROOT / path).read_text(encoding="utf-8"), path) == []
+def test_imports_go_down_the_house_only() -> None:
+    assert [wrong for path in FILES for wrong in wrong_imports((ROOT / path).read_text(encoding="utf-8"), path)] == []
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.parts[0] in LIBRARIES], ids=str)
-@pytest.mark.slow_after_first
-def test_data_are_never_run_as_code(path: pathlib.Path) -> None:
-    source = (ROOT / path).read_text(encoding="utf-8")
-    forbidden = forbidden_calls(source, path)
-    if path == pathlib.Path("verify/interpreter/grid.py"):  # it runs the kernels' own source, as importing them does
-        assert forbidden, "the exception in this test is not needed any more"
-        forbidden = [call for call in forbidden if call.split()[-1] not in ("compile", "exec", "eval")]
-    assert forbidden == []
+def test_data_are_never_run_as_code() -> None:
+    found = {path: forbidden_calls((ROOT / path).read_text(encoding="utf-8"), path) for path in FILES if path.parts[0] in LIBRARIES}
+    grid = pathlib.Path("verify/interpreter/grid.py")  # it runs the kernels' own source, as importing them does
+    assert found[grid], "the exception in this test is not needed any more"
+    found[grid] = [call for call in found[grid] if call.split()[-1] not in ("compile", "exec", "eval")]
+    assert [call for calls in found.values() for call in calls] == []
 
 
 def names_of_modules() -> dict[str, pathlib.Path]:
@@ -103,14 +111,12 @@ def names_of_modules() -> dict[str, pathlib.Path]:
 
 def arrows(source: str, path: pathlib.Path, names: Collection[str]) -> set[str]:
     """The modules of ours that a file imports when it runs; what is imported for types alone is none."""
-    tree, found = ast.parse(source), set[str]()
-    typing = [node for node in ast.walk(tree) if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"]
-    skipped = {id(inner) for node in typing for inner in ast.walk(node)}
-    for node in ast.walk(tree):
-        if id(node) in skipped or not isinstance(node, ast.Import | ast.ImportFrom):
+    (nodes, for_types), found = told(source), set[str]()
+    for node in nodes:
+        if node in for_types or not isinstance(node, ast.Import | ast.ImportFrom):
             continue
         members = [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
-        bases = [name for _, name in imports(ast.Module([node], []), path)]
+        bases = [name for _, name in imports([node], path)]
         whole = [name for name in (*members, *bases) if name in names]
         found.update(name for name in whole if not any(other.startswith(f"{name}.") for other in whole))
     return found
@@ -221,5 +227,5 @@ def test_plugin_imports_nothing_heavy_until_asked() -> None:
     path = ROOT / "verify" / "cli" / "pytest_plugin.py"
     tree = ast.parse(path.read_text(encoding="utf-8"))
     top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {name.partition(".")[0] for node in top for _, name in imports(node, path)}
+    names = {name.partition(".")[0] for _, name in imports(top, path)}
     assert names <= set(sys.stdlib_module_names) | {"pytest"}

@@ -5,6 +5,7 @@ Float64 limits are stated twice. Whole tensors, in ordinary regimes: 1e-14 of th
 conditioning of the case whatever it is.
 """
 
+import functools
 import math
 
 import pytest
@@ -138,8 +139,8 @@ def forms(operation: str) -> list[tuple[str, int | None]]:
 
 
 @pytest.mark.parametrize("operation", RULES)
-@settings(max_examples=6)
-@given(case=cases(Domain(), longest=150, total=150))
+@settings(max_examples=3)
+@given(case=cases(Domain(key_dims=(1, 129), value_dims=(1, 129)), longest=150, total=150))
 @example(case=Case.parse("lengths=128+42 packed=yes value_heads=2 key_dim=12 beta=two values=repeated qk_norm=yes seed=127"))
 @example(case=Case.parse("lengths=75+75 value_heads=4 key_dim=1 value_dim=40 beta=one state=random qk_norm=yes seed=9982"))
 @example(case=Case.parse("lengths=130 value_heads=2 gate=saturated beta=two values=correlated state=random seed=5"))
@@ -157,7 +158,7 @@ def test_each_form_equals_the_definition_row_by_row(operation: str, case: Case) 
 
 
 @pytest.mark.parametrize("operation", RULES)
-@settings(max_examples=7)
+@settings(max_examples=4)
 @given(case=ORDINARY)
 @pytest.mark.slow
 def test_each_form_equals_the_definition_to_few_roundings_where_the_case_is_well_conditioned(operation: str, case: Case) -> None:
@@ -203,13 +204,19 @@ def test_decays_of_a_thousand_beside_a_hundredth_keep_to_their_own_limit(operati
         assert 1e-14 < max(errors.values()) <= 1e3 * chunk * 2.0**-51, errors
 
 
+@functools.cache
+def telling(operation: str) -> tuple[Case, Results, Results, Results]:
+    """The telling case, what the oracle and the definition say, and what float32 is allowed."""
+    case = of(operation, Case.parse(TELLING))
+    inputs, cotangents = case.inputs(), case.cotangents()
+    return case, form(operation, inputs, cotangents), by_definition(inputs, cotangents), allowed_in_single(case)
+
+
 @pytest.mark.parametrize(("operation", "wrong"), [(operation, wrong) for operation in RULES for wrong in READINGS[operation]])
 @pytest.mark.slow_after_first
 def test_wrong_reading_of_the_definition_is_rejected(operation: str, wrong: str) -> None:
-    case = of(operation, Case.parse(TELLING))
-    inputs, cotangents = case.inputs(), case.cotangents()
-    got, allowed = form(operation, inputs, cotangents), allowed_in_single(case)
-    right, read = by_definition(inputs, cotangents), by_definition(inputs, cotangents, READINGS[operation][wrong])
+    case, got, right, allowed = telling(operation)
+    read = by_definition(case.inputs(), case.cotangents(), READINGS[operation][wrong])
     assert worst_row(case, got, right, allowed) <= ROW_LIMIT
     assert max(relative(got, right).values()) <= RELATIVE_LIMIT
     assert worst_row(case, got, read, allowed) > 1e6

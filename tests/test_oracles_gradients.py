@@ -54,7 +54,7 @@ SMOOTH = cases(Domain(key_dims=(2, 256)), longest=40, total=60, beta=("ordinary"
 
 
 @pytest.mark.parametrize("operation", RULES)
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(case=SMOOTH)
 @example(case=Case.parse("lengths=70+9 packed=yes heads=2 value_heads=4 gate=64 state=random qk_norm=yes seed=1"))
 @example(case=Case.parse("lengths=66 gate=saturated beta=two values=correlated state=random seed=2"))
@@ -102,7 +102,7 @@ def test_taylor_remainders_reject_a_wrong_gradient(operation: str, wrong: str) -
 
 
 @pytest.mark.parametrize(("gates", "chunk"), [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (2, 4)])
-@pytest.mark.parametrize("lengths", [(1,), (3, 0, 4)])
+@pytest.mark.parametrize("lengths", [(1,), (3, 0, 2)])
 @pytest.mark.slow_after_first
 def test_gradcheck_accepts_the_truth(lengths: tuple[int, ...], gates: int, chunk: int) -> None:
     x = packed(sum(lengths), len(lengths), gates)
@@ -131,8 +131,9 @@ def test_gradcheck_rejects_a_truth_whose_states_carry_no_gradient(gates: int, mo
 @pytest.mark.slow
 def test_gradcheck_accepts_both_classes(tokens: int, gates: int) -> None:
     exact = Arithmetic.exact()
-    lengths = [tokens, 0, 2]
-    x = small_tensors([*((1, tokens + 2, 2, width) for width in (2, 2, 3, gates, 1)), (1, 3, 2, 2, 3)], tokens)
+    lengths = [tokens, 0, 1]
+    heads = 2 if tokens == 1 else 1  # one entry at a time is moved, and heads are alike
+    x = small_tensors([*((1, tokens + 1, heads, width) for width in (2, 2, 3, gates, 1)), (1, 3, heads, 2, 3)], tokens)
     assert torch.autograd.gradcheck(lambda *x: disturbed.recurrent(*x, 0.7, exact, lengths), x)
     assert torch.autograd.gradcheck(lambda *x: disturbed.chunkwise(*x, 0.7, exact, lengths, 2), x)
 

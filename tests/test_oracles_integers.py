@@ -79,7 +79,7 @@ INTEGER_FORMS = (
 
 
 @pytest.mark.parametrize("operation", RULES)
-@settings(max_examples=14)
+@settings(max_examples=8)
 @given(
     lengths=st.lists(st.integers(0, 5), min_size=1, max_size=3).filter(lambda sizes: sum(sizes) <= 9),
     groups=st.sampled_from([(1, 1), (1, 2), (2, 2)]),

@@ -29,11 +29,11 @@ from tests.parallel_checks import (
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(packing=packings())
 @example(packing=TELLING)
 @example(packing=EMPTY)
-@example(packing=Packing((128, 0, 256), 64, (64, 128)))
+@example(packing=Packing((64, 0, 128), 32, (32, 64)))
 @example(packing=Packing((6, 0, 2), 1, (3, 1), (1,)))
 @pytest.mark.slow_after_first
 def test_check_holds(check: str, packing: Packing) -> None:
@@ -44,8 +44,11 @@ def test_check_holds(check: str, packing: Packing) -> None:
 @pytest.mark.slow_after_first
 def test_layouts_and_both_forms_are_right_on_every_number_of_ranks(cp: int) -> None:
     packing = Packing((2 * cp, 0, 4 * cp), cp, (cp, 2 * cp))
-    for check in ("tokens", "features", "shared out", "refusal", "into", "back"):
+    for check in ("tokens", "features", "shared out", "refusal"):
         assert broken(check, RIGHT, packing) == [], check
+    one = Packing((0, 2 * cp), cp, (cp, 2 * cp))  # every sequence has cp^2 blocks, and the check above draws several
+    for check in ("into", "back"):
+        assert broken(check, RIGHT, one) == [], check
 
 
 # Wrong implementations

@@ -325,9 +325,11 @@ def unlike(line: str) -> list[tuple[str, float]]:
     case = of_a_line(line)
     cotangents = None if isinstance(case, PoolCase) else case.cotangents()
     algorithm = "pointwise" if isinstance(case, ModuleCase) else "chunkwise" if isinstance(case, Case) else "recurrent"
-    found, limits, chance = [], bounds(case.spec, case.inputs(), cotangents, algorithm, first=4), random.Random(line)
-    all_of = {name: limit.finer().allowed for name, limit in limits.items() if limit.finer is not None}
-    for name, one in bounds(case.spec, case.inputs(), cotangents, algorithm, first=4).items():
+    chunk = 16 if algorithm == "chunkwise" and "op=kda" not in line else None  # of one line the chunks are not declared
+    make = functools.partial(bounds, case.spec, case.inputs(), cotangents, algorithm, chunk=chunk, first=4)
+    found, chance = [], random.Random(line)
+    all_of = {name: limit.finer().allowed for name, limit in make().items() if limit.finer is not None}
+    for name, one in make().items():
         over = torch.zeros_like(one.allowed, dtype=torch.bool)
         for at in chance.sample(range(over.numel()), min(3, over.numel())):
             over.zero_().view(-1)[at] = True

@@ -18,10 +18,11 @@ from oracles.rounding import FP16_STEP
 from properties.cases.rule_case import Case
 from properties.domain import Domain
 from properties.strategies import cases
-from tests.over_bounds import LINE, NAMES, names
+from tests.over_bounds import NAMES, names
 
 # Bounds
 
+LINE = "lengths=70+9+0+1 packed=yes value_heads=2 value_dim=24 state=random qk_norm=yes seed=3"
 MODES = (
     ("bf16", "chunkwise", "ieee"),
     ("fp16", "chunkwise", "ieee"),
@@ -38,9 +39,11 @@ KINDS = (
 
 
 @functools.cache
-def judged(operation: str, dtype: str, algorithm: str, products: str, more: str = "gate=64") -> tuple[Case, dict[str, Bound]]:
-    case = Case.parse(f"op={operation} {LINE} dtype={dtype} {more}")
-    return case, bounds(case.spec, case.inputs(), case.cotangents(), algorithm, products)
+def judged(operation: str, dtype: str, algorithm: str, products: str, more: str = "") -> tuple[Case, dict[str, Bound]]:
+    """Of undeclared chunks unless there is more: where one length of chunks allows an error, several do."""
+    case = Case.parse(f"op={operation} {LINE} dtype={dtype} {more or 'gate=64'}")
+    chunk = 64 if more and algorithm == "chunkwise" else None
+    return case, bounds(case.spec, case.inputs(), case.cotangents(), algorithm, products, chunk)
 
 
 def off(case: Case, name: str, got: Tensor, limit: Bound) -> Tensor:
@@ -90,9 +93,7 @@ def test_bound_rejects_zeros_a_zeroed_row_and_a_shifted_token(kind: tuple[str, s
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=" ".join)
-@pytest.mark.parametrize(
-    "more", ["gate=64", "gate=1000 values=small", "gate=saturated values=zero_rows", "gate=10 gate_dtype=input"]
-)
+@pytest.mark.parametrize("more", ["", "gate=1000 values=small", "gate=saturated values=zero_rows", "gate=10 gate_dtype=input"])
 @pytest.mark.slow_after_first
 def test_bound_accepts_the_truth_rounded_once(kind: tuple[str, str, str, str], more: str) -> None:
     case, limits = judged(*kind, more)
@@ -105,7 +106,7 @@ def test_bound_accepts_the_truth_rounded_once(kind: tuple[str, str, str, str], m
 
 
 @pytest.mark.parametrize("operation", RULES)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(
     case=cases(Domain(), longest=80, total=100, value_heads=2),
     mode=st.sampled_from((("chunkwise", "ieee"), ("chunkwise", "tf32"), ("recurrent", "ieee"))),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from oracles import in_chunks
-from oracles.bound import bounds
+from oracles.bound import Bound, bounds
 from oracles.rounding import EXACT, Arithmetic
 from properties.cases.rule_case import Case
 from tests import right
@@ -81,13 +81,20 @@ def test_states_that_a_backward_sums_again_drift() -> None:
     case = Case.parse(line)
     inputs, cotangents = case.inputs(), case.cotangents()
 
-    def worst(kind: type[right.SumsAgain], *, stores: bool) -> float:
-        """The greatest error of dq and dk, over their bounds."""
+    @functools.cache
+    def gradients(kind: type[right.SumsAgain]) -> tuple[Tensor, ...]:
         q, k = (x.detach().requires_grad_() for x in (inputs.q, inputs.k))
         o, state = kind().run(inputs.replaced(q=q, k=k))
         assert state is not None
-        got = torch.autograd.grad([o, state], [q, k], [cotangents["o"], cotangents["final_state"]])
-        limits = bounds(case.spec, inputs, cotangents, "recurrent", first=64, stores=stores)
+        return torch.autograd.grad([o, state], [q, k], [cotangents["o"], cotangents["final_state"]])
+
+    @functools.cache
+    def limits_of_one_that(stores: bool) -> dict[str, Bound]:  # noqa: FBT001
+        return bounds(case.spec, inputs, cotangents, "recurrent", first=64, stores=stores)
+
+    def worst(kind: type[right.SumsAgain], *, stores: bool) -> float:
+        """The greatest error of dq and dk, over their bounds."""
+        got, limits = gradients(kind), limits_of_one_that(stores)
         off = {name: (x.double() - limits[name].value).norm(dim=-1) for name, x in zip(("dq", "dk"), got, strict=True)}
         return max(float((error / limits[name].allowed).max()) for name, error in off.items())
 
@@ -178,11 +185,15 @@ def test_an_inverse_by_tf32_products_errs_as_its_bound_says_and_one_by_bf16_prod
     x, cotangents = case.inputs(), case.cotangents()
     allowed = {products: bounds(case.spec, x, cotangents, "chunkwise", products, 64, 16)["dk"] for products in ("ieee", "tf32")}
 
-    def worst(kind: type[right.Chunkwise], products: str) -> float:
+    @functools.cache
+    def gradient(kind: type[right.Chunkwise]) -> Tensor:
         k = x.k.detach().requires_grad_()
         o, state = kind().run(x.replaced(k=k))
         assert state is not None
-        (dk,) = torch.autograd.grad([o, state], [k], [cotangents["o"], cotangents["final_state"]])
+        return torch.autograd.grad([o, state], [k], [cotangents["o"], cotangents["final_state"]])[0]
+
+    def worst(kind: type[right.Chunkwise], products: str) -> float:
+        dk = gradient(kind)
         return float(((dk.double() - allowed[products].value).norm(dim=-1) / allowed[products].allowed).max())
 
     assert worst(right.Tf32Inverse, "ieee") > 1.5 * worst(right.Tf32Inverse, "tf32")

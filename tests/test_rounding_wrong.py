@@ -1,6 +1,7 @@
 """Right implementations of the delta rule and of KDA are within the bounds, and wrong ones are over them where they are wrong."""
 
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ NARROW = Domain(key_dims=(1, 40), value_dims=(1, 40))
 # TokenByToken 8.5 (delta rule, dbeta in fp32) and 8.9 (KDA, dg of one channel in fp32), NoGates 5.4, ChannelChunkwise 8.9 (dbeta
 # in bf16); over 300 each, RoundsElsewhere, and ChannelChunkwise in undeclared chunks of 32 or in blocks of 8, 8.3.
 @pytest.mark.parametrize("operation", ["delta_rule", "kda"])
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(case=cases(NARROW, longest=40, total=40, value_heads=2))
 @pytest.mark.slow
 def test_right_recurrence_holds(operation: str, case: Case) -> None:
@@ -97,7 +98,7 @@ def test_right_recurrence_holds(operation: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize(("operation", "implementation"), [("delta_rule", NoGates), ("kda", ChannelChunkwise)])
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(case=cases(NARROW, longest=80, total=80, value_heads=2))
 @pytest.mark.slow
 def test_right_chunks_hold(operation: str, implementation: type[right.Chunkwise], case: Case) -> None:
@@ -120,6 +121,11 @@ WRONG = (
 )
 
 
+@functools.cache
+def broken_by_the_right_one(kind: type[right.Chunkwise], case: Case) -> set[str]:
+    return broken(kind(), case)
+
+
 @pytest.mark.parametrize(("operation", "wrong", "seen"), WRONG, ids=lambda value: getattr(value, "__name__", None))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.slow_after_first
@@ -129,6 +135,6 @@ def test_wrong_implementation_is_rejected_where_it_is_wrong(
     case = Case.parse(f"op={operation} dtype={dtype} {SHARP}")
     over = broken(wrong(), case)
     assert over >= seen
-    assert broken(wrong.__base__(), case) == set()
+    assert broken_by_the_right_one(wrong.__base__, case) == set()
     if wrong.__name__.startswith("Gradient"):
         assert over == seen, "all else is right"

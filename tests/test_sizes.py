@@ -1,6 +1,7 @@
 """Sizes: a check draws what is large, as far as its tokens are cheap, and implementations that are wrong only there are found."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -203,10 +204,9 @@ KILLED_BY: dict[type[Adapter], Callable[[Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("animal", KILLED_BY, ids=lambda animal: animal.__name__)
-@pytest.mark.slow_after_first
-def test_the_oracle_alone_kills_animal_in_the_default_profile_and_the_right_one_holds(animal: type[Adapter]) -> None:
-    domain = sized(animal.domain, animal.chunk, 1100)
+@functools.cache
+def drawn_for(domain: Any) -> list[Example]:
+    """What the oracle's law draws of a domain in the default profile."""
     examples: list[Example] = []
     seeded(
         book_of(domain).laws["oracle"].draw(domain),
@@ -214,8 +214,15 @@ def test_the_oracle_alone_kills_animal_in_the_default_profile_and_the_right_one_
         PROFILES["quick"].examples_of("oracle"),
         examples.append,
     )
+    return examples
+
+
+@pytest.mark.parametrize("animal", KILLED_BY, ids=lambda animal: animal.__name__)
+@pytest.mark.slow_after_first
+def test_the_oracle_alone_kills_animal_in_the_default_profile_and_the_right_one_holds(animal: type[Adapter]) -> None:
     large = sorted(
-        (x for x in examples if KILLED_BY[animal](x.case)), key=lambda x: x.case.tokens * getattr(x.case, "value_heads", 1)
+        (x for x in drawn_for(sized(animal.domain, animal.chunk, 1100)) if KILLED_BY[animal](x.case)),
+        key=lambda x: x.case.tokens * getattr(x.case, "value_heads", 1),
     )
     broken = next((x for x in large if execute(Run("oracle", f"zoo/{animal.__name__}", x)).verdict is Verdict.BROKEN), None)
     assert broken is not None
