@@ -5,6 +5,7 @@ import dataclasses
 import os
 import pathlib
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,11 @@ def spins() -> Outcome:
         pass
 
 
+def sleeps() -> Outcome:
+    time.sleep(1000)
+    return fine()
+
+
 def holds_the_lock() -> Outcome:
     lock, pause = ctypes.PyDLL(None), 1000
     while True:
@@ -123,6 +129,7 @@ FAULTS: dict[str, Callable[[], Outcome]] = {
         leaves,
         dies,
         spins,
+        sleeps,
         holds_the_lock,
         gathers,
         is_not_finite,

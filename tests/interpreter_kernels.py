@@ -1,12 +1,10 @@
-"""Runs Triton kernels in the interpreter and prints, as one JSON object, each check's failure ("" where it holds).
+"""Runs Triton kernels in the interpreter and answers, in a worker, with each check's failure ("" where it holds).
 
-With `--plain` the interpreter is Triton's own, unpatched.
+With GDN_VERIFY_PLAIN in the environment the interpreter is Triton's own, unpatched.
 """
 
 import itertools
-import json
 import os
-import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -21,7 +19,7 @@ import triton.language as tl
 
 raw_exp = tl.exp  # Bound before the shim, as by a module that a caller imported first.
 
-if "--plain" not in sys.argv:
+if "GDN_VERIFY_PLAIN" not in os.environ:
     from verify.interpreter import install
 
     install()
@@ -774,7 +772,7 @@ def check_overflow_is_silent() -> None:
         reduced("max", 1, torch.full((2, 2), float("nan")), F32, (2,))
 
 
-def main() -> None:
+def answer(_: dict[str, Any]) -> dict[str, str]:
     checks: dict[str, Callable[[], None]] = {
         name.removeprefix("check_"): value for name, value in globals().items() if name.startswith("check_")
     }
@@ -785,10 +783,4 @@ def main() -> None:
             report[name] = ""
         except Exception:
             report[name] = traceback.format_exc(limit=-3)
-    print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    np.seterr(all="warn")
-    main()
+    return report

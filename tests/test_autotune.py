@@ -4,8 +4,6 @@ import json
 import os
 import pathlib
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from properties.cases.line import split_line
+from tests.alone import answered
 from tests.needs import need
 from verify.gpu import autotune
 from verify.gpu.autotune import here, using
@@ -31,6 +30,7 @@ from verify.gpu.policies import (
     repeating,
     write_denied,
 )
+from verify.process.worker import NO_GPU
 
 SLOW_FIXTURES = ("report",)
 
@@ -57,33 +57,20 @@ policies = st.one_of(st.just(NATIVE), st.builds(Policy, numbers, picks))
 lists = st.dictionaries(names, st.lists(configs, min_size=1, max_size=6, unique=True).map(tuple), max_size=5)
 
 
-def run_kernels(*options: str, hash_seed: str) -> dict[str, str]:
-    """Each check's failure, from a process of its own: interpreting is decided once, when triton is imported."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": hash_seed}
-    done = subprocess.run(
-        [sys.executable, str(KERNELS), *options],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    report: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return report
+# In processes of their own: interpreting is decided once, when triton is imported. Strings have other hashes in the second.
+OTHER_HASHES = {**NO_GPU, "PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") == "2" else "2"}
 
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, str]:
-    return run_kernels(hash_seed="1")
+    pytest.importorskip("triton")
+    return answered("tests.tuning_kernels", hooked=False, fla=False)
 
 
 @pytest.fixture(scope="module")
 def fla_report() -> dict[str, str]:
     need("fla")
-    return run_kernels("--fla", hash_seed="2")
+    return answered("tests.tuning_kernels", hooked=False, fla=True, environment=OTHER_HASHES)
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -109,6 +96,7 @@ def test_draws_are_the_same_in_every_process(report: dict[str, str], fla_report:
     assert report["drawn"] == fla_report["drawn"] == ",".join(preference(texts, 17, "a.kernel"))
 
 
+@settings(max_examples=50)
 @given(policies)
 def test_policy_is_its_word(policy: Policy) -> None:
     text = str(policy)
@@ -185,6 +173,7 @@ def test_missed_picks_did_not_run() -> None:
     assert not Policy(1).missed({})
 
 
+@settings(max_examples=50)
 @given(st.dictionaries(names, configs))
 @pytest.mark.slow
 def test_what_ran_can_be_repeated(ran: dict[str, str]) -> None:
@@ -280,6 +269,7 @@ def incomplete(planned: Plan, known: Mapping[str, Sequence[str]], tune: int) -> 
     return ""
 
 
+@settings(max_examples=50)
 @given(lists, numbers)
 @pytest.mark.slow
 def test_sweep_runs_everything_in_as_few_runs_as_can_be(known: dict[str, tuple[str, ...]], tune: int) -> None:
@@ -422,6 +412,7 @@ ENTRY: dict[str, Any] = {
 texts = st.text(min_size=1, max_size=20).filter(lambda text: text.strip() != "")
 
 
+@settings(max_examples=50)
 @given(
     st.lists(
         st.builds(

@@ -16,6 +16,7 @@ from properties.path_laws import PATH_LAWS
 from properties.rule_laws import LAWS
 from tests.answering import Answering
 from tests.processes import family, gone
+from tests.test_ranks import launch_words
 from verify.adapters import loader as adapter
 from verify.cli import check_command, exits, hosts
 from verify.cli import main as cli
@@ -25,6 +26,8 @@ from verify.engine.profiles import PROFILES, Profile
 from verify.findings.law_report import LawReport
 from verify.process import worker
 from verify.process.outcome import Verdict
+from verify.ranks import torchrun
+from verify.ranks.torchrun import TorchrunGroup, launched
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RIGHT = f"{ROOT}/tests/right.py:Chunkwise"
@@ -62,11 +65,6 @@ def run(capfd: pytest.CaptureFixture[str], *words: str) -> Said:
     except SystemExit as left:
         code = int(left.code or 0)
     return Said(code, *capfd.readouterr())
-
-
-def process(*words: str, cwd: pathlib.Path, **environment: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "verify", *words]
-    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT | environment, capture_output=True, text=True, check=False, timeout=120)
 
 
 def strict(text: str) -> Any:
@@ -166,8 +164,15 @@ def test_missing_or_old_fla_says_what_to_install(
     assert (got.code, got.out, got.err) == (exits.USAGE, "", f"gdn-verify: {message}\n")
 
 
+@pytest.fixture
+def one_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the first adapter of those that have a name is there, so that a list of all takes less time."""
+    for name in [*adapter.BUILT_IN][1:]:
+        monkeypatch.delitem(adapter.BUILT_IN, name)
+
+
+@pytest.mark.usefixtures("one_adapter")
 @pytest.mark.parametrize("have", [None, "3.6.0"])
-@pytest.mark.slow
 def test_list_says_what_this_host_lacks(
     capfd: pytest.CaptureFixture[str], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, have: str | None
 ) -> None:
@@ -180,8 +185,9 @@ def test_list_says_what_this_host_lacks(
     else:
         (tmp_path / f"triton-{have}.dist-info").mkdir()
         (tmp_path / f"triton-{have}.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: triton\nVersion: {have}\n")
-        done = process("check", "fla/chunk", cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
-        result = Said(done.returncode, done.stdout, done.stderr)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(adapter, "installed", adapter.installed.__wrapped__)  # it remembers what it has found
+        result = run(capfd, "check", "fla/chunk")
         assert result.err == f"gdn-verify: adapter fla/chunk needs triton >= 3.7.1, got {have}: pip install 'triton>=3.7.1'\n"
     assert result.code == (exits.HOLDS if have is None else exits.USAGE)
 
@@ -409,15 +415,9 @@ def test_interrupt_prints_what_was_done_keeps_findings_and_leaves_no_process(tmp
     assert gone(pids, 5.0)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("list",),
-        ("check", RIGHT, "--law", "recall", "--workers", "1"),
-    ],
-)
 @pytest.mark.slow
-def test_reader_that_goes_away_is_no_traceback(tmp_path: pathlib.Path, words: tuple[str, ...]) -> None:
+def test_reader_that_goes_away_is_no_traceback(tmp_path: pathlib.Path) -> None:
+    words = ("check", RIGHT, "--law", "recall", "--workers", "1")
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
@@ -430,13 +430,27 @@ def test_reader_that_goes_away_is_no_traceback(tmp_path: pathlib.Path, words: tu
     assert done.returncode in (exits.HOLDS, exits.UNDECIDED)
 
 
+@pytest.mark.usefixtures("one_adapter")
+def test_reader_that_goes_away_from_a_list_is_no_traceback(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        code = main(["list"])
+    assert code in (exits.HOLDS, exits.UNDECIDED)
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.slow
 def test_module_runs_from_any_directory_with_an_adapter_beside_it(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     (folder / "neighbour.py").write_text("from tests.right import Chunkwise\n")
     (folder / "kernel.py").write_text("from neighbour import Chunkwise\nclass Kernel(Chunkwise):\n    pass\n")
-    done = process("repeat", "law=oracle adapter=elsewhere/kernel.py:Kernel lengths=3", cwd=tmp_path)
+    command = [sys.executable, "-m", "verify", "repeat", "law=oracle adapter=elsewhere/kernel.py:Kernel lengths=3"]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stderr) == (exits.HOLDS, "")
     assert done.stdout.startswith("HOLDS")
 
@@ -452,21 +466,32 @@ def test_toolkit_that_fails_is_undecided_and_not_broken(capfd: pytest.CaptureFix
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_end_with_the_command(tmp_path: pathlib.Path) -> None:
-    """Rank 0 draws and prints; the other follows and is let go at the end."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "verify", "check", "gdn/layer"]
-    done = subprocess.run(
-        [sys.executable, *command, "--law", "exchange", "--profile", "few"],
-        cwd=tmp_path,
-        env=ENVIRONMENT | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "2 ranks over gloo" in done.stdout
-    assert done.stdout.count("HOLDS       exchange") == 1
+def test_ranks_of_torchrun_end_with_the_command(
+    tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0, this process, draws and prints; the other follows and is let go at the end. Torchrun itself is in test_ranks.py."""
+    _store, words = launch_words()
+    command, rest = ["check", "gdn/layer", "--law", "exchange", "--profile", "few"], set[int]()
+    environment = ENVIRONMENT | words | {"RANK": "1", "LOCAL_RANK": "1", "OMP_NUM_THREADS": "1"}
+    monkeypatch.setattr(torchrun, "_exit_on_sigterm", lambda: None)  # this process keeps its own handler
+    monkeypatch.setattr(check_command, "launched", lambda: launched({**words, "RANK": "0", "LOCAL_RANK": "0"}))
+    with subprocess.Popen(
+        [sys.executable, "-m", "verify", *command], cwd=tmp_path, env=environment, stdout=-1, stderr=-1, text=True
+    ) as follower:
+        close = TorchrunGroup.close
+
+        def closing(group: TorchrunGroup) -> None:
+            rest.update(family(follower.pid))
+            close(group)
+
+        monkeypatch.setattr(TorchrunGroup, "close", closing)
+        result = run(capfd, *command)
+        out, err = follower.communicate(timeout=30)
+    assert (result.code, follower.returncode, out, err) == (0, 0, "", ""), result.err
+    assert "2 ranks over gloo" in result.out
+    assert result.out.count("HOLDS       exchange") == 1
+    assert len(rest) == 2, "the worker of rank 1, and who forked it"
+    assert gone(rest, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,7 @@
-"""Collectives are what they say on every kind of rank, their backward is their transpose, and no rank waits for ever.
+"""Collectives are what they say on every kind of rank, their backward is their transpose, and no rank waits for ever."""
 
-Run as a program this file is one rank of a real process group: python tests/test_collectives.py RANK SIZE DIRECTORY.
-"""
-
-import os
 import pathlib
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -21,11 +16,11 @@ from torch import Tensor
 
 from oracles.parallel import Network
 from oracles.sharding import Mesh, Rank
+from tests.alone import answered_together
+from verify.process.worker import NO_GPU
 from verify.ranks import collectives
 from verify.ranks.collectives import Abandoned, Alone, Comm, Distributed, Mismatch, Place, simulate
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-DEADLINE_S = 300.0
 KINDS = ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
 MESHES = st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 3), (3, 2), (1, 5), (4, 1)])
@@ -366,20 +361,8 @@ def test_real_processes_give_what_simulated_ranks_give(tmp_path: pathlib.Path) -
     """Two processes over gloo, bit for bit: a sum of two numbers rounds once, whoever adds."""
     size = 2
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(size), str(tmp_path)], env=environment, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(size)
-    ]
-    try:
-        for process in ranks:
-            _, errors = process.communicate(timeout=DEADLINE_S)
-            assert process.returncode == 0, errors
-    finally:
-        for process in ranks:
-            process.kill()
+    ranks = [{"rank": rank, "size": size, "directory": str(tmp_path)} for rank in range(size)]
+    answered_together("tests.test_collectives", ranks, environment={**NO_GPU, "GLOO_SOCKET_IFNAME": loopback})
     want = on("tp", lambda comm: (everything(comm), comm.traffic), size, 1)
     for rank, (results, traffic) in enumerate(want):
         got = torch.load(tmp_path / f"{rank}.pt")
@@ -389,14 +372,13 @@ def test_real_processes_give_what_simulated_ranks_give(tmp_path: pathlib.Path) -
             assert got["results"][name].dtype == tensor.dtype and torch.equal(got["results"][name], tensor), name
 
 
-def serve(rank: int, size: int, directory: pathlib.Path) -> None:
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """One rank of a real process group."""
+    rank, size, directory = question["rank"], question["size"], pathlib.Path(question["directory"])
     dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), size), rank=rank, world_size=size)
     comm = Distributed()
     results = everything(comm)
     calls, sent_bytes = dict(comm.traffic.calls), dict(comm.traffic.sent_bytes)
     torch.save({"results": results, "calls": calls, "sent_bytes": sent_bytes}, directory / f"{rank}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]), int(sys.argv[2]), pathlib.Path(sys.argv[3]))
+    return {}

@@ -1,12 +1,10 @@
 """The files in examples/ do what their docstrings say. The commands here run fewer cases."""
 
-import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 
+from tests.test_pytest_plugin import Suite
 from verify.cli import main as cli
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -67,20 +65,24 @@ def test_every_example_is_run() -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.slow
 def test_an_example_does_what_its_docstring_says(
-    name: str, tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    tmp_path: pathlib.Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     command, more, code, line = EXAMPLES[name]
     assert f"\n    {command}\n" in (FOLDER / name).read_text()
     program, *words = command.split()
-    more += ("--findings", str(tmp_path), "--workers", "1") if words[0] == "check" else ()
+    more += {"check": ("--findings", str(tmp_path), "--workers", "1"), "zoo": ("--workers", "1")}.get(words[0], ())
     monkeypatch.chdir(ROOT)
-    if program == "gdn-verify":  # in this process, which has imported torch
+    # All in this process, which has imported torch.
+    if program == "gdn-verify":
         assert cli.main([*words, *more]) == code, capfd.readouterr()
         assert line in capfd.readouterr().out
         return
-    environment = {**os.environ, "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", *words, *more], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert ended.returncode == code, ended.stdout + ended.stderr
-    assert line in ended.stdout
+    suite = Suite(request.getfixturevalue("pytester"), monkeypatch)
+    monkeypatch.chdir(ROOT)
+    ended, output = suite.run(*words, *more)
+    assert ended == code, output
+    assert line in output

@@ -1,17 +1,8 @@
-"""In processes of their own, the layer with FLA's kernels equals the oracle, and real ranks give what simulated ranks give.
+"""In processes of their own, the layer with FLA's kernels equals the oracle, and real ranks give what simulated ranks give."""
 
-Run as a program this file is such a process: for Triton's interpreter (python tests/test_gdn_layer_processes.py fla), or as one
-rank of a real process group (python tests/test_gdn_layer_processes.py RANK SIZE DIRECTORY).
-"""
-
-import functools
 import importlib
-import json
-import os
 import pathlib
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,14 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oracles.layer import Layer
+from tests.alone import answered, answered_together
 from tests.gdn_calls import CALLS, Answer, Call, answers, bits, on_rank, ratio
 from tests.needs import need
 from verify.adapters.gdn.layer import Choices
+from verify.process.worker import NO_GPU
 from verify.ranks.collectives import Alone, Distributed, Place
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-DEADLINE_S = 300.0
-
 
 SMALL = {
     "packed": Call(Layer(4, 2, 4, 8, 8), lengths=(4, 0, 8), seed=5),
@@ -48,12 +37,7 @@ FLA = [
 @pytest.mark.slow
 def test_fla_s_kernels_equal_the_oracle() -> None:
     need("fla")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, __file__, "fla"], env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = answered("tests.test_gdn_layer_processes")["found"]
     assert len(found) == len(FLA)
     for (choices, mesh, name), (over, where, ran) in zip(FLA, found, strict=True):
         assert over < 1.0, (choices, mesh, name, where)
@@ -74,11 +58,14 @@ def counted(module: str, name: str) -> list[str]:
     return calls
 
 
-def fla() -> None:
-    from verify.adapters.fla import core
-    from verify.interpreter import install
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """What a rank of a real process group does, or what FLA's kernels give in Triton's interpreter."""
+    return serve(**question) if question else {"found": fla()}
 
-    install()
+
+def fla() -> list[tuple[float, str, list[int]]]:
+    from verify.adapters.fla import core
+
     core()
     kernels = [counted("fla.modules.causal_conv1d", "causal_conv1d"), counted("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")]
     found = []
@@ -86,7 +73,7 @@ def fla() -> None:
         before = [len(calls) for calls in kernels]
         worst_ratio = ratio(SMALL[name], choices, tp, cp, sp=sp)
         found.append((*worst_ratio, [len(calls) - count for calls, count in zip(kernels, before, strict=True)]))
-    print(json.dumps(found))
+    return found
 
 
 # Real processes
@@ -101,16 +88,8 @@ def two_ranks(place_of: Callable[[str], Place]) -> Iterator[tuple[str, Answer]]:
 @pytest.mark.slow
 def test_real_processes_give_what_simulated_ranks_give(tmp_path: pathlib.Path) -> None:
     loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
-    start = functools.partial(subprocess.Popen, env=environment, stderr=subprocess.PIPE, text=True)
-    ranks = [start([sys.executable, __file__, str(rank), "2", str(tmp_path)]) for rank in range(2)]
-    try:
-        for process in ranks:
-            _, errors = process.communicate(timeout=DEADLINE_S)
-            assert process.returncode == 0, errors
-    finally:
-        for process in ranks:
-            process.kill()
+    ranks = [{"rank": rank, "size": 2, "directory": str(tmp_path)} for rank in range(2)]
+    answered_together("tests.test_gdn_layer_processes", ranks, environment={**NO_GPU, "GLOO_SOCKET_IFNAME": loopback})
     compared = 0
     for axis, sp in (("tp", True), ("tp", False), ("cp", False)):
         want = answers(CALLS["padded"], Choices(), *((2, 1) if axis == "tp" else (1, 2)), sp=sp)
@@ -127,18 +106,13 @@ def tensors(answer: Answer) -> dict[str, Tensor]:
     return {"y": answer.y, "hidden": answer.hidden, **answer.gradients, **summed}
 
 
-def serve(rank: int, size: int, directory: pathlib.Path) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(directory / "store"), size), rank=rank, world_size=size)
+def serve(rank: int, size: int, directory: str) -> dict[str, Any]:
+    folder = pathlib.Path(directory)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), size), rank=rank, world_size=size)
 
     def place(axis: str) -> Place:
         return Place(Distributed(), Alone()) if axis == "tp" else Place(Alone(), Distributed())
 
-    torch.save({name: tensors(answer) for name, answer in two_ranks(place)}, directory / f"{rank}.pt")
+    torch.save({name: tensors(answer) for name, answer in two_ranks(place)}, folder / f"{rank}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    if sys.argv[1] == "fla":
-        fla()
-    else:
-        serve(int(sys.argv[1]), int(sys.argv[2]), pathlib.Path(sys.argv[3]))
+    return {}

@@ -1,22 +1,22 @@
 """The interpreter runs all programs of a grid together with the same bits as one after another, and sees races between them."""
 
 import hashlib
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from properties.books import book_of
+from tests.alone import answered, told
 from tests.needs import need
+from verify.adapters.packages import installed
+from verify.cli.main import main
 from verify.engine.asking import ask, describe
 from verify.engine.drawing import seeded
 from verify.execution.run import Run
 from verify.findings.store import Store
+from verify.interpreter import SEQUENTIAL
 from verify.interpreter.patches import TRITONS
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker
@@ -34,21 +34,10 @@ PLANTED = dict(re.findall(r'^    "([\w ]+)": \(.*?, "(\w+)"\),$', RACES.read_tex
 FAULTS = re.findall(r'^    "([\w\' ]+)": \(', SOURCE, re.MULTILINE)
 
 
-def report(script: Path, *options: str) -> dict[str, Any]:
-    """What a script prints, in a process of its own: interpreting is decided once, when triton is imported."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script), *options], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     pytest.importorskip("triton")
-    return report(KERNELS)
+    return answered("tests.grid_kernels")
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -65,7 +54,7 @@ def test_a_planted_fault_of_the_interpreter_is_seen(found: dict[str, Any], fault
 @pytest.fixture(scope="module")
 def planted() -> dict[str, Any]:
     need("fla")
-    return report(RACES)
+    return answered("tests.planted_races")
 
 
 @pytest.mark.parametrize(("name", "argument"), PLANTED.items())
@@ -102,26 +91,22 @@ def test_triton_is_one_that_the_interpreter_was_tested_with() -> None:
 
 
 UNKNOWN = """
-import json, sys
+from verify.interpreter import patches
+patches.TRITONS = ("9.9.8", "9.9.9")
 import triton
-triton.__version__ = "9.9.9"
-from verify.interpreter import install
-install()
 from verify.execution.execute import execute
 from verify.execution.run import Run
 outcome = execute(Run.parse("law=oracle adapter=fla/l2norm lengths=3 op=l2norm width=8"))
-print(json.dumps({"verdict": str(outcome.verdict), "reason": outcome.reason}))
+told = {"verdict": str(outcome.verdict), "reason": outcome.reason}
 """
 
 
 @pytest.mark.slow
-def test_with_another_triton_nothing_is_decided(tmp_path: Path) -> None:
+def test_with_another_triton_nothing_is_decided() -> None:
     need("fla")
-    script = tmp_path / "unknown.py"
-    script.write_text("import os\nos.environ['TRITON_INTERPRET'] = '1'" + UNKNOWN)
-    assert report(script) == {
+    assert told(UNKNOWN) == {
         "verdict": "unknown",
-        "reason": f"Triton 9.9.9 is installed, and kernels are interpreted with {' or '.join(TRITONS)} only",
+        "reason": f"Triton {installed('triton')} is installed, and kernels are interpreted with 9.9.8 or 9.9.9 only",
     }
 
 
@@ -148,16 +133,18 @@ class Racy(Adapter):
 
 @pytest.mark.parametrize(("how", "code"), [("grid", 1), ("sequential", 0)])
 @pytest.mark.slow
-def test_the_command_tells_a_race_that_one_program_after_another_hides(tmp_path: Path, how: str, code: int) -> None:
+def test_the_command_tells_a_race_that_one_program_after_another_hides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], how: str, code: int
+) -> None:
     pytest.importorskip("triton")
     (tmp_path / "racy.py").write_text(RACY)
-    line = "law=oracle adapter=racy.py:Racy lengths=2 op=l2norm width=3 backward=no"
-    command = [sys.executable, "-m", "verify", "repeat", line, "--interpreter", how]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
-    told = "call: race: program (0, 0) and (0, 1) both write y[0, 0, 0, 0] (racy.py:10)"
-    assert (told in done.stdout) == (how == "grid"), done.stdout
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(SEQUENTIAL, "neither")  # the command overwrites it, and it is as before after the test
+    ended = main(["repeat", "law=oracle adapter=racy.py:Racy lengths=2 op=l2norm width=3 backward=no", "--interpreter", how])
+    out, err = capfd.readouterr()
+    assert ended == code, out + err
+    race = "call: race: program (0, 0) and (0, 1) both write y[0, 0, 0, 0] (racy.py:10)"
+    assert (race in out) == (how == "grid"), out
 
 
 PADDED = """

@@ -1,15 +1,14 @@
 """The patched interpreter computes what a device computes, and the unpatched one is seen not to."""
 
-import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.alone import answered
 from verify.interpreter import install
+from verify.process.worker import NO_GPU
 
 pytestmark = pytest.mark.interpreted
 
@@ -31,33 +30,19 @@ RIGHT_WITHOUT_US = {
 }
 
 
-def run_kernels(*options: str) -> dict[str, str]:
-    """Each check's failure, from a process of its own: interpreting is decided once, when triton is imported."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(KERNELS), *options],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    report: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return report
+# In processes of their own: interpreting is decided once, when triton is imported.
 
 
 @pytest.fixture(scope="module")
 def patched() -> dict[str, str]:
     pytest.importorskip("triton")
-    return run_kernels()
+    return answered("tests.interpreter_kernels", hooked=False)
 
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, str]:
     pytest.importorskip("triton")
-    return run_kernels("--plain")
+    return answered("tests.interpreter_kernels", hooked=False, environment={**NO_GPU, "GDN_VERIFY_PLAIN": "1"})
 
 
 @pytest.mark.parametrize("name", CHECKS)

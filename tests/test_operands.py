@@ -1,21 +1,17 @@
 """How operands meet in the interpreter: for every pair of types, numbers and shapes as in Triton itself, errors included."""
 
 import itertools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.alone import answered
 
 SLOW_FIXTURES = ("found",)
 
 pytestmark = pytest.mark.interpreted
 
-ROOT = Path(__file__).resolve().parent.parent
 WHOLE = (0, 1, -1, 3, 127, 128, 255, 2**31 - 1, -(2**31), 2**31, 2**40, -(2**63), 2**63, True, False)
 NUMBERS = (*WHOLE, 0.0, -0.0, 0.5, 1.0, -2.5, 1e-40, 1e300, float("inf"), float("nan"))
 SHAPES = ((), (4,), (4, 2), (4, 1), (1, 2), (1, 1), (1,), (2,))
@@ -25,13 +21,7 @@ SHAPES = ((), (4,), (4, 2), (4, 1), (1, 2), (1, 1), (1,), (2,))
 def found() -> dict[str, Any]:
     """From a process of its own: interpreting is decided once, when triton is imported."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    return answered("tests.test_operands")
 
 
 @pytest.mark.slow
@@ -55,10 +45,7 @@ def test_operators_of_tensors_are_those_of_the_language(found: dict[str, Any]) -
 # In the process that interprets
 
 
-def run() -> dict[str, Any]:
-    from verify import interpreter as ours
-
-    ours.install()
+def answer(_: dict[str, Any]) -> dict[str, Any]:
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
@@ -168,7 +155,3 @@ def _operators(interpreter: Any, tl: Any, tensor_of: Any, told: Any) -> Iterator
             for form, pair in forms.items():
                 want = meet(*(semantic.to_tensor(operand) if name in called else operand for operand in pair), *more)
                 yield f"{form} {type(other).__name__}", told(getattr(one, form)(other)) == told(want)
-
-
-if __name__ == "__main__":
-    print(json.dumps(run()))

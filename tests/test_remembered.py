@@ -4,17 +4,17 @@ import fcntl
 import os
 import pathlib
 import random
-import subprocess
-import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from properties.cases.rule_case import Case
 from properties.strategies import Example
+from tests.alone import told
 from tests.answering import Answering
-from tests.test_pytest_plugin import INSTALLED
+from tests.test_pytest_plugin import ASKS, Suite
 from verify.cli import exits
 from verify.cli import main as cli
 from verify.cli.pytest_plugin import LawItem
@@ -28,7 +28,6 @@ from verify.process.outcome import Verdict
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RIGHT = f"{ROOT}/tests/right.py:Chunkwise"
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "", "OMP_NUM_THREADS": "1"}
 # Right but for one length, which no profile draws.
 AT_77 = """
 from tests.right import Chunkwise
@@ -208,20 +207,22 @@ def test_writers_that_do_not_wait_would_lose_a_line(tmp_path: pathlib.Path, monk
 @pytest.mark.slow
 def test_processes_that_write_together_lose_and_tear_no_line(tmp_path: pathlib.Path) -> None:
     program = (
-        "import sys; from verify.findings.regressions import Examples; from verify.execution.run import Run\n"
-        "examples, laws = Examples(sys.argv[1]), ('oracle', 'pure', 'again', 'memory')\n"
+        "from verify.findings.regressions import Examples; from verify.execution.run import Run\n"
+        "examples, laws = Examples(folder), ('oracle', 'pure', 'again', 'memory')\n"
         "for i in range(24):\n"
-        "    law, words = laws[i % 4], f'adapter=zoo/{sys.argv[2]} lengths={i + 1}'\n"
+        "    law, words = laws[i % 4], f'adapter=zoo/{name} lengths={i + 1}'\n"
         "    examples.add(Run.parse(f'law={law} {words}'))\n"
         "assert not examples.trouble\n"
+        "told = 'wrote'\n"
     )
     names = ("DropsState", "ChangesBeta")
-    writers = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path), name], env=ENVIRONMENT) for name in names]
-    while any(writer.poll() is None for writer in writers):
-        lines = (tmp_path / FILE).read_text().splitlines() if (tmp_path / FILE).exists() else []
-        assert all(Run.parse(line) for line in lines)
-        time.sleep(0.05)
-    assert [writer.wait() for writer in writers] == [0, 0]
+    with ThreadPoolExecutor() as pool:
+        writers = [pool.submit(told, program, folder=str(tmp_path), name=name) for name in names]
+        while not all(writer.done() for writer in writers):
+            lines = (tmp_path / FILE).read_text().splitlines() if (tmp_path / FILE).exists() else []
+            assert all(Run.parse(line) for line in lines)
+            time.sleep(0.05)
+    assert [writer.result() for writer in writers] == ["wrote", "wrote"]
     for name in names:
         for place, law in enumerate(("oracle", "pure", "again", "memory")):
             lengths = [entry.example.case.lengths[0] for entry in Examples(tmp_path).of(f"zoo/{name}", law)]
@@ -312,16 +313,11 @@ def test_an_item_of_a_suite_asks_only_where_the_suite_does(tmp_path: pathlib.Pat
 
 
 @pytest.mark.slow
-def test_a_suite_asks_what_was_kept_if_it_is_told_to(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "kernel.py").write_text(AT_77)
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    (tmp_path / "test_kernel.py").write_text(
-        "import pytest\n@pytest.mark.gdn_adapter('kernel.py:Kernel', profile='least')\n"
-        "def test_kernel(gdn_law):\n    gdn_law.assert_holds()\n"
-    )
-    (tmp_path / ".gdn-verify").mkdir()
-    (tmp_path / ".gdn-verify" / FILE).write_text(f"{LINE_77}\n")
-    plugin = [] if INSTALLED else ["-p", "verify.cli.pytest_plugin"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, "--gdn-law", "recall"]
-    done = subprocess.run([*command, "--gdn-examples"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert (done.returncode, "in an earlier check" in done.stdout) == (1, True), done.stdout
+def test_a_suite_asks_what_was_kept_if_it_is_told_to(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    suite = Suite(pytester, monkeypatch)
+    (suite.folder / "kernel.py").write_text(AT_77)
+    (suite.folder / ".gdn-verify").mkdir()
+    (suite.folder / ".gdn-verify" / FILE).write_text(f"{LINE_77}\n")
+    asks = ASKS.format(adapters="'kernel.py:Kernel', profile='least'")
+    code, output = suite.run("-q", "--gdn-law", "recall", "--gdn-examples", test_kernel=asks)
+    assert (code, "in an earlier check" in output) == (1, True), output

@@ -1,10 +1,8 @@
 """The released serving libraries, as `fetch` unpacks them: workers import them, and tiny calls give the right numbers."""
 
 import importlib.util
-import os
 import pathlib
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 
 from verify.adapters.libraries import LIBRARIES
+from verify.cli.main import main
 from verify.process.worker import Worker
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -115,38 +114,50 @@ def adapter_of_the_page() -> str:
     return str(code)
 
 
-def check(folder: pathlib.Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    (folder / "my_decode.py").write_text(adapter_of_the_page())
-    command = [sys.executable, "-m", "verify", "check", "my_decode.py:Decode", "--law", "oracle", "--profile", "least", *words]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=120)
+Check = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def check(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Check:
+    """A function that checks the adapter of the page in a folder of its own: the exit code, and what is printed."""
+    (tmp_path / "my_decode.py").write_text(adapter_of_the_page())
+    monkeypatch.chdir(tmp_path)
+    # Workers of other tests find the libraries there, and --path adds to it.
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not pathlib.Path(entry, "sglang").is_dir()])
+
+    def check(*words: str) -> tuple[int, str, str]:
+        return main(["check", "my_decode.py:Decode", "--law", "oracle", "--profile", "least", *words]), *capfd.readouterr()
+
+    return check
 
 
 @pytest.mark.interpreted
 @pytest.mark.slow
-def test_the_adapter_of_the_page_holds_with_what_fetch_unpacked(tmp_path: pathlib.Path, sglang_files: pathlib.Path) -> None:
+def test_the_adapter_of_the_page_holds_with_what_fetch_unpacked(
+    check: Check, tmp_path: pathlib.Path, sglang_files: pathlib.Path
+) -> None:
     place = tmp_path / LIBRARIES["sglang"].fetched
     place.parent.mkdir(parents=True)
     place.symlink_to(sglang_files)
-    done = check(tmp_path, "--workers", "1")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^my_decode\.py:Decode  sglang 0\.5\.23 torch .*\n(  .*\n)+HOLDS +oracle", done.stdout)
+    code, out, err = check("--workers", "1")
+    assert code == 0, err
+    assert re.search(r"^my_decode\.py:Decode  sglang 0\.5\.23 torch .*\n(  .*\n)+HOLDS +oracle", out)
 
 
 @pytest.mark.interpreted
 @pytest.mark.slow
-def test_the_adapter_of_the_page_holds_with_a_path(tmp_path: pathlib.Path, sglang_files: pathlib.Path) -> None:
-    done = check(tmp_path, "--workers", "1", "--path", str(sglang_files))
-    assert done.returncode == 0, done.stderr
-    assert "sglang 0.5.23" in done.stdout
+def test_the_adapter_of_the_page_holds_with_a_path(check: Check, sglang_files: pathlib.Path) -> None:
+    code, out, err = check("--workers", "1", "--path", str(sglang_files))
+    assert code == 0, err
+    assert "sglang 0.5.23" in out
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="sglang is installed")
 @pytest.mark.slow
-def test_without_sglang_the_adapter_of_the_page_is_refused_in_one_line(tmp_path: pathlib.Path) -> None:
-    done = check(tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
+def test_without_sglang_the_adapter_of_the_page_is_refused_in_one_line(check: Check) -> None:
+    code, out, err = check()
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
     assert "Unavailable: there is no sglang: run `gdn-verify fetch sglang`, or pip install" in line
 
 

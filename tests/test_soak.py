@@ -5,8 +5,6 @@ import os
 import pathlib
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -26,6 +24,7 @@ from verify.findings import report
 from verify.findings.law_report import LawReport
 from verify.findings.regressions import Examples
 from verify.findings.store import Store
+from verify.process.messages import Tunings
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker
 
@@ -33,7 +32,6 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 RIGHT = f"{ROOT}/tests/right.py:Chunkwise"
 OTHER = f"{ROOT}/tests/right.py:Recurrent"
 LAWS = ["cut", "pure"]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture
@@ -335,33 +333,36 @@ class Kernel(AddsStateTwice):
 
 
 @pytest.mark.slow
-def test_an_interrupt_prints_what_is_known_and_leaves_no_process(tmp_path: pathlib.Path) -> None:
+def test_an_interrupt_prints_what_is_known_and_leaves_no_process(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, worker: Worker
+) -> None:
+    """In this process; for a command in a process of its own see test_cli.py."""
+    worker.ask(Tunings())  # so that what forks workers is there
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "kernel.py").write_text(SLOW)
     words = ["kernel.py:Kernel", "--workers", "2", "--law", "recall", "--law", "norm", "--profile", "quick", "--seed", "0"]
-    soaking = subprocess.Popen(
-        [sys.executable, "-m", "verify", "soak", *words],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert soaking.stdout is not None
-    late = threading.Timer(40, soaking.kill)
-    late.start()
-    for line in soaking.stdout:
-        if "repeat       python" in line:
-            break
-    time.sleep(0.5)
-    pids = family(soaking.pid)
-    soaking.send_signal(signal.SIGINT)
-    out, err = soaking.communicate(timeout=30)
-    late.cancel()
-    assert soaking.returncode == exits.INTERRUPTED, err
+    before, pids, findings = family(os.getpid()), set[int](), tmp_path / ".gdn-verify" / "findings.jsonl"
+
+    def interrupt() -> None:
+        end = time.monotonic() + 40
+        while time.monotonic() < end and not (findings.exists() and '"shrunk"' in findings.read_text()):
+            time.sleep(0.05)
+        time.sleep(0.5)
+        pids.update(family(os.getpid()) - before)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        interrupting = threading.Thread(target=interrupt)
+        interrupting.start()
+        code, out, err = output_of(capfd, "soak", *words)
+        interrupting.join()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert code == exits.INTERRUPTED, err
     assert "Traceback" not in err
-    rows = [line.split() for line in out.splitlines() if line.startswith("kernel.py:Kernel")]
+    _, *rows = [line.split() for line in out.splitlines() if line.startswith("kernel.py:Kernel")]
     assert [row[1:3] for row in rows] == [["recall", "broken"], ["norm", "unknown"]]
     assert "interrupted: 1 broken, 1 unknown of 2 laws of 1 adapter; 1 rounds" in out
-    assert len(pids) == 3, "two workers, and who forked them"
+    assert len(pids) == 2, "two workers"
     assert gone(pids, 5.0)

@@ -1,13 +1,12 @@
-"""Runs autotuned kernels in the interpreter under policies; prints as one JSON object what each check fails with, "" if it holds.
+"""Runs autotuned kernels in the interpreter under policies; answers, in a worker, what each check fails with, "" if it holds.
 
-Checks are run again under faults, planted wrong ways to decide: "fault: check". `--fla` runs flash-linear-attention's kernels.
+Checks are run again under faults, planted wrong ways to decide: "fault: check". With `fla` it runs those of flash-linear-attention.
 """
 
 import contextlib
 import json
 import os
 import pathlib
-import sys
 import tempfile
 import threading
 import traceback
@@ -633,10 +632,9 @@ def failure(check: Callable[[], None]) -> str:
     return ""
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def answer(question: dict[str, Any]) -> dict[str, str]:
     report = {"drawn": ",".join(preference(ALL, 17, "a.kernel"))}
-    if "--fla" in sys.argv:
+    if question["fla"]:
         report |= {name: failure(check) for name, check in fla_checks()}
     else:
         checks = {name.removeprefix("check_"): value for name, value in globals().items() if name.startswith("check_")}
@@ -647,8 +645,4 @@ def main() -> None:
                     report[f"{fault}: {name}"] = failure(checks[name])
         # That they failed was the faults' doing, not what was left behind.
         report |= {name: report[name] or failure(check) for name, check in checks.items()}
-    print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
+    return report
