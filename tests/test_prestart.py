@@ -6,8 +6,10 @@ import sys
 import pytest
 
 from tests.alone import told
+from verify.adapters.base import Adapter
+from verify.execution import service
 from verify.process import prestart
-from verify.process.messages import Tunings
+from verify.process.messages import Describe, Tunings
 from verify.process.worker import NO_GPU
 
 
@@ -75,7 +77,7 @@ def test_torch_is_not_imported_before_the_worker_starts() -> None:
 
 
 @pytest.mark.slow
-def test_an_adapter_brings_the_core_alone_and_layers_can_be_imported_after() -> None:
+def test_an_adapter_brings_what_it_needs_and_the_rest_can_be_imported_after() -> None:
     program = """
 import sys
 from verify.adapters.loader import load
@@ -84,15 +86,31 @@ assert "fla.ops.gated_delta_rule" in sys.modules
 assert not {"fla.layers", "fla.models", "torch._dynamo"} & set(sys.modules)
 from fla import GatedDeltaNet
 assert "fla.layers" in sys.modules
-try:
-    from fla import Nothing
-except ImportError:
-    pass
-else:
-    raise AssertionError
+load("fla/layer").bring()
+assert "fla.models.cache_utils" in sys.modules
+assert "fla.models.gla" not in sys.modules
+for place in ("fla", "fla.models"):
+    try:
+        exec(f"from {place} import Nothing")
+    except ImportError:
+        pass
+    else:
+        raise AssertionError(place)
+import fla.models
+from fla.models import GLAConfig
+assert fla.models.GLAConfig is GLAConfig and GLAConfig.__module__.startswith("fla.models.gla")
 told = "all"
 """
     assert told(program) == "all"
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_an_adapter_that_is_only_listed_brings_nothing(runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001
+    brought: list[bool] = []
+    monkeypatch.setattr(Adapter, "bring", lambda self: brought.append(True))
+    assert "error" not in service.answer(Describe("tests/right.py:Chunkwise", runs).to_json())
+    service._await_imports()
+    assert brought == [True] * runs
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ def list_all(options: argparse.Namespace) -> int:
     with Worker() as worker:
         for name in BUILT_IN:
             try:
-                description = describe(name, worker)
+                description = describe(name, worker, runs=False)
                 adapters[name] = {
                     "runs": True,
                     "shared": isinstance(description.domain, PathDomain),

@@ -93,13 +93,13 @@ def started(device: str, count: int, deadline_s: float) -> list[Worker]:
     return [prestart.take(environment, deadline_s) or Worker(deadline_s, environment=environment) for environment in environments]
 
 
-def describe(spec: str, worker: Asked) -> Described:
-    """The adapter's declarations, read in a worker.
+def describe(spec: str, worker: Asked, *, runs: bool = True) -> Described:
+    """The adapter's declarations, read in a worker. `runs` says that the worker will run cases of it.
 
     AdapterError if the adapter cannot be loaded, also if importing it kills the worker.
     """
     try:
-        answer = worker.ask(Describe(spec))
+        answer = worker.ask(Describe(spec, runs))
     except WorkerLost as lost:
         if lost.how == "failed to start":
             raise AdapterError(f"the ranks failed to start: {lost.detail}") from None

@@ -70,7 +70,7 @@ def _describe(asked: Describe) -> Answer:
     counterpart = adapter.counterpart if isinstance(adapter, Adapter) else None
     if counterpart:
         adapter_of(counterpart)
-    if isinstance(adapter, Adapter | TraceAdapter):
+    if asked.runs and isinstance(adapter, Adapter | TraceAdapter):
         _start_imports(adapter)
     return Description(
         book=book_of(adapter.domain).name,

@@ -18,9 +18,13 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Describe(Question):
-    """What does an adapter declare? Answer: a Description, or {"error": why the adapter cannot be loaded}."""
+    """What does an adapter declare? Answer: a Description, or {"error": why the adapter cannot be loaded}.
+
+    `runs` says that runs follow, so that what they import is imported meanwhile.
+    """
 
     adapter: str
+    runs: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
