@@ -51,9 +51,8 @@ def test_law_holds(gdn_law: LawItem) -> None:
 
 @pytest.mark.gdn_adapter(*LONG, profile="least")
 @pytest.mark.slow
-def test_law_holds_of_a_long_one(gdn_law: LawItem) -> None:
-    """On few cases, as those below: `tox -e verify` asks more."""
-    gdn_law.assert_holds()
+def test_law_holds_of_a_long_one(asked_least: LawItem) -> None:
+    asked_least.assert_holds()
 
 
 @pytest.mark.gdn_adapter(

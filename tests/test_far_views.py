@@ -124,17 +124,17 @@ def test_a_view_that_a_pools_domain_does_not_promise_is_blind(worker: Worker) ->
     ],
     ids=lambda domain: f"{type(domain).__name__}-{domain.operation}",
 )
-@pytest.mark.parametrize("shapes", [False, True])
-def test_far_tokens_are_drawn_inside_the_domain(domain: Any, shapes: bool) -> None:  # noqa: FBT001 - a parameter
+def test_far_tokens_are_drawn_inside_the_domain_also_with_the_keys_of_a_palette(domain: Any) -> None:
     law = book_of(domain).laws["strides"]
     palette = dataclasses.replace(draw_palette(domain, 1, 8, ["oracle", "strides"]), shapes=True)
-    examples = sample(palette.examples(law, domain) if shapes else law.draw(domain), 2, 200)
-    far_ones = [example for example in examples if example.variant == "far_tokens"]
+    far_ones = [example for example in sample(law.draw(domain), 2, 200) if example.variant == "far_tokens"]
+    fitted = [example for example in (palette.fit(law, domain, example) for example in far_ones) if example is not None]
     assert len(far_ones) > 1
-    for example in far_ones:
+    assert fitted
+    for example in (*far_ones, *fitted):
         law.accept(example)
         assert domain.outside(example.case) is None, example
-        assert shapes or getattr(example.case, "drafts", "chain") == "chain"  # a palette's entry may have trees
+    assert all(getattr(example.case, "drafts", "chain") == "chain" for example in far_ones)  # a palette's entry may have trees
 
 
 @pytest.mark.parametrize(
