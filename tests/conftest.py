@@ -60,18 +60,24 @@ def flashinfer_files(pytestconfig: pytest.Config) -> pathlib.Path:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark slow cases, so that `-m "not slow"` leaves them out.
+    """Mark slow cases, so that `-m "not slow"` leaves them out, and put tests that share a slow fixture before all others.
 
     Of a test that is `slow_after_first`, all cases but the first are slow. A test is slow too if it needs a fixture that its module
-    names in SLOW_FIXTURES. So almost every module keeps quick tests.
+    names in SLOW_FIXTURES. So almost every module keeps quick tests. Processes of pytest-xdist take the last tests of each other,
+    and would each make the fixture of a module whose tests they divide.
     """
     met = set[str]()
     for item in items:
         name = item.nodeid.partition("[")[0]
-        fixtures = {*getattr(item, "fixturenames", ())} & {*getattr(getattr(item, "module", None), "SLOW_FIXTURES", ())}
-        if fixtures or (item.get_closest_marker("slow_after_first") and name in met):
+        if _slow_fixtures(item) or (item.get_closest_marker("slow_after_first") and name in met):
             item.add_marker(pytest.mark.slow)
         met.add(name)
+    items.sort(key=lambda item: not _slow_fixtures(item))
+
+
+def _slow_fixtures(item: pytest.Item) -> bool:
+    """Whether a test needs a fixture that its module names in SLOW_FIXTURES."""
+    return bool({*getattr(item, "fixturenames", ())} & {*getattr(getattr(item, "module", None), "SLOW_FIXTURES", ())})
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -20,6 +20,7 @@ LINE = (
     "op=serving trace=p:a5,b70,_3/s:_,a/v4:a2,b1/k:c<b@/v2:c1,a2/w:a/r:a/p:d64,c1/k:e<d@/d:e,d,_,_ slots=6 pad=0 "
     "heads=1 value_heads=2 snapshots=64 gate=10 free=nan dtype=bf16 indices=int32 seed=7"
 )
+SLOW_FIXTURES = ("served",)
 # For each planted fault, the law that finds it, and after how many traces at most.
 PLANTED = {"Drafts": "tags", "Clears": "tags", "Padding": "ledger", "Chunks": "tags", "Swaps": "ledger"}
 

@@ -39,6 +39,7 @@ PLANTED = {
     "Decodes": "tags",
     "Leaks": "slots",
 }
+SLOW_FIXTURES = ("served",)
 CASES = 16  # at most, until a planted fault is found
 
 
