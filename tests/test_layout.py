@@ -92,6 +92,7 @@ def forbidden_calls(source: str, path: pathlib.Path) -> list[str]:
 
 
 def test_imports_go_down_the_house_only() -> None:
+    assert {path.parts[0] for path in FILES} >= {*LIBRARIES, "tests"}, "files of each part are looked at"
     assert [wrong for path in FILES for wrong in wrong_imports((ROOT / path).read_text(encoding="utf-8"), path)] == []
 
 
