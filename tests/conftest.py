@@ -18,6 +18,12 @@ from verify.process.worker import Worker
 gc.set_threshold(20_000, 20, 20)
 
 
+def pytest_collection_finish() -> None:
+    """Leave what was imported to no collection any more. Hypothesis collects before it first draws in a thread, and so does pytest."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def worker() -> Iterator[Worker]:
     """One isolated worker for all tests of this process: it imports torch and each released kernel once, which takes seconds."""

@@ -17,7 +17,7 @@ from properties.laws import Law
 from properties.strategies import Example
 from verify.engine import explaining, law_check
 from verify.engine.check import Check
-from verify.engine.drawing import seeded
+from verify.engine.drawing import batches
 from verify.engine.law_check import Settings
 from verify.engine.profiles import PROFILES
 from verify.engine.shrink import Shrunk, shrink
@@ -93,9 +93,8 @@ def shrunk_until(
 @functools.cache
 def _examples(law: str, domain: Any, seed: int, count: int) -> list[Example]:
     """The examples that a check draws, those that take long last. Many implementations have one domain, so they are kept."""
-    found: list[Example] = []
-    seeded(book_of(domain).laws[law].draw(domain), mix_words(seed, law), count, found.append)
-    return sorted(found, key=_takes_long)
+    drawn = batches(book_of(domain).laws[law].draw(domain), mix_words(seed, law), count, count)
+    return sorted((example for batch in drawn for example in batch), key=_takes_long)
 
 
 def _takes_long(example: Example) -> tuple[bool, bool]:
@@ -109,12 +108,12 @@ def _takes_long(example: Example) -> tuple[bool, bool]:
 def quick_first(*, short: bool) -> Iterator[None]:
     """A context in which a check runs the examples that it draws in another order, and one at a time."""
 
-    def batches(check: law_check.LawCheck, law: Law, count: int, most: int) -> Iterator[list[Example]]:
+    def ordered(check: law_check.LawCheck, law: Law, count: int, most: int) -> Iterator[list[Example]]:
         common = check._common
         examples = _examples(law.name, common.described.domain, common.settings.seed, count)
         yield from ([x] for x in (sorted(examples, key=lambda x: x.case.tokens) if short else examples))
 
-    with mock.patch.object(law_check.LawCheck, "_batches", batches):
+    with mock.patch.object(law_check.LawCheck, "_batches", ordered):
         yield
 
 

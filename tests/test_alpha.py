@@ -71,6 +71,7 @@ def wide(x: Inputs) -> Inputs:
 
 
 @pytest.mark.parametrize("line", CASES)
+@pytest.mark.slow_after_first
 def test_truth_is_the_definition_with_products_of_alphas(line: str) -> None:
     case = Case.parse(line)
     x, cotangents = wide(case.inputs()), {name: t.double() for name, t in case.cotangents().items()}
@@ -90,6 +91,7 @@ def test_truth_is_the_definition_with_products_of_alphas(line: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ["chunkwise", "recurrent"])
 @pytest.mark.parametrize("line", CASES)
+@pytest.mark.slow_after_first
 def test_disturbed_runs_are_near_the_truth(line: str, algorithm: str) -> None:
     case = Case.parse(line)
     limits = bound.bounds(case.spec, case.inputs(), case.cotangents(), algorithm, chunk=16)
@@ -254,6 +256,7 @@ def test_explicit_gates_are_asked_of_adapters_that_take_logarithms() -> None:
 
 
 @pytest.mark.parametrize("kind", [right.AlphaRecurrent, right.AlphaRecurrentKda, right.AlphaProducts, ByAlpha])
+@pytest.mark.slow_after_first
 def test_right_implementations_are_within_their_bounds(kind: type[right.Recurrent]) -> None:
     """Cases as checks draw them; `python -m benchmarks.soundness tests/right.py:AlphaProducts --cases 600` takes more."""
     adapter = kind()

@@ -138,6 +138,7 @@ def test_laws_run_in_several_workers_at_once(workers: list[Worker], store: Store
     assert len(threads) == 2
 
 
+@pytest.mark.slow
 def test_progress_counts_to_the_number_of_cases(workers: list[Worker], store: Store) -> None:
     told: list[tuple[str, int, int]] = []
     (report,) = checked(RIGHT, ["recall"], workers, store, on_case=lambda *progress: told.append(progress))
@@ -378,6 +379,7 @@ def test_known_defect_is_reported_and_fails_nothing(workers: list[Worker], store
     assert not (store.folder / "findings.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_defect_on_file_explains_nothing_beyond_its_words(workers: list[Worker], store: Store) -> None:
     spec = "zoo/AddsStateTwice"
     line = f"law=recall adapter={spec} lengths=2 gate=forever beta=one values=one_hot scale=one"

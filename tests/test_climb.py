@@ -154,6 +154,7 @@ def test_cases_of_every_book_can_be_climbed(name: str, domain: Any) -> None:
     assert all(suits(law, domain, example) for example in met)
 
 
+@pytest.mark.slow
 def test_the_same_seed_and_scores_climb_the_same_way() -> None:
     law, known = LAWS["oracle"], {example: corner(example) for example in drawn(LAWS["oracle"], 1, 30)}
 

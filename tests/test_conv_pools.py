@@ -160,7 +160,7 @@ KILLED_BY: dict[str, Kill] = {
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("name", "kill"), KILLED_BY.items())
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_a_wrong_use_of_sglangs_convolutions_is_noticed(name: str, kill: Kill, sglang: Worker, store: Store) -> None:
     (report,) = checked(f"{USES}:{name}", [kill.law], sglang, store, Profile("some", 32))
     assert report.verdict is Verdict.BROKEN

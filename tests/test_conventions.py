@@ -122,6 +122,7 @@ def test_a_wrong_implementation_in_the_convention_is_detected(
 
 
 @pytest.mark.parametrize("words", WORDS, ids=lambda words: next(iter(words)))
+@pytest.mark.slow_after_first
 def test_every_law_draws_inside_the_domain(words: dict[str, Any]) -> None:
     domain = Domain(**words)
     for law in LAWS.values():
@@ -136,6 +137,7 @@ def drawn(domain: Domain, count: int = 60) -> list[Case]:
     return [example.case for example in sample(LAWS["oracle"].draw(domain), 5, count)]
 
 
+@pytest.mark.slow
 def test_what_is_drawn() -> None:
     for number, largest in enumerate(LARGEST):
         cases = drawn(Domain(largest_values=largest))

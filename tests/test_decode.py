@@ -389,6 +389,7 @@ def prefilled(inputs: Inputs, directions: Results) -> Results:
     seed=st.integers(0, 2**16),
 )
 @example(drafts=[(65, 0, 3), (1, 1, 1), (4, 2, 1), (1, 1, 1)], slots=[3, 0, 2, 1, 4], groups=2, seed=0)
+@pytest.mark.slow
 def test_drafts_one_after_another_are_prefill_of_all_their_tokens(
     drafts: list[tuple[int, ...]], slots: list[int], groups: int, seed: int
 ) -> None:
@@ -511,6 +512,7 @@ def test_bounds_hold_for_right_implementations(record_property: Callable[[str, o
 
 @pytest.mark.parametrize("call", [TELLING, VLLM], ids=["padding -1", "padding 0"])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.slow_after_first
 def test_bound_rejects_every_wrong_reading(dtype: str, call: Call) -> None:
     inputs, directions = call.inputs(DTYPES[dtype]), call.cotangents(DTYPES[dtype])
     limits = bounds(DECODE, inputs, directions, "recurrent")

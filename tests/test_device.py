@@ -70,6 +70,7 @@ def test_workers_share_the_gpus_that_this_process_may_use(monkeypatch: pytest.Mo
     assert devices.environment("cpu") == {"CUDA_VISIBLE_DEVICES": ""}
 
 
+@pytest.mark.slow
 def test_what_names_no_device_is_made_on_the_default_one() -> None:
     """The CPU's stand-in for a GPU is the meta device."""
     with devices.default("meta"):

@@ -166,6 +166,7 @@ SOFTPLUS = {
 
 
 @pytest.mark.parametrize(("rule", "verdict"), SOFTPLUS.items(), ids=lambda value: getattr(value, "__name__", None))
+@pytest.mark.slow_after_first
 def test_softplus_may_be_linear_from_twenty_and_no_earlier(rule: type[Adapter], verdict: Verdict) -> None:
     """Linear from 15, the gate is off by 2e-8 of itself and its gradient by 3e-7, which float32 hides."""
     line = "lengths=40 value_heads=2 in_kernel=gate gate=thresholds state=random"

@@ -91,6 +91,7 @@ def assert_wide_alone_holds(worker: Worker, wide: str, narrow: str, variant: str
     ("variant", "words"),
     [("far_tokens", "lengths=130"), ("far_heads", "lengths=1 heads=5"), ("far_sequences", "lengths=1+1+1+1+1")],
 )
+@pytest.mark.slow_after_first
 def test_a_kernels_offsets_wrap_in_32_bits_and_not_in_64(variant: str, words: str, worker: Worker) -> None:
     assert_wide_alone_holds(worker, "OffsetsIn64Bits", "OffsetsIn32Bits", variant, f"{words} op=l2norm backward=no")
 
@@ -124,6 +125,7 @@ def test_a_view_that_a_pools_domain_does_not_promise_is_blind(worker: Worker) ->
     ],
     ids=lambda domain: f"{type(domain).__name__}-{domain.operation}",
 )
+@pytest.mark.slow_after_first
 def test_far_tokens_are_drawn_inside_the_domain_also_with_the_keys_of_a_palette(domain: Any) -> None:
     law = book_of(domain).laws["strides"]
     palette = dataclasses.replace(draw_palette(domain, 1, 8, ["oracle", "strides"]), shapes=True)
@@ -147,6 +149,7 @@ def test_far_tokens_are_drawn_inside_the_domain_also_with_the_keys_of_a_palette(
         (PoolDomain(), {"far_slots", "far_tokens", "far_heads"}),
     ],
 )
+@pytest.mark.slow_after_first
 def test_of_short_sequences_only_slots_are_drawn_far_apart(domain: Any, far_ones: set[str]) -> None:
     drawn = {str(example.variant) for example in sample(book_of(domain).laws["strides"].draw(domain), 2, 100)}
     assert {variant for variant in drawn if variant.startswith("far")} == far_ones

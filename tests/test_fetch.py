@@ -356,6 +356,7 @@ def test_a_wheel_for_this_machine_alone_is_taken(tmp_path: pathlib.Path, capsys:
     assert fetched(capsys)["wheel"].endswith(f"linux_{os.uname().machine}.whl")
 
 
+@pytest.mark.slow
 def test_a_network_that_does_not_answer_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.delenv("PIP_FIND_LINKS")

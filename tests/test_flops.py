@@ -255,6 +255,7 @@ def disagreements(layer: Layer, tokens: int, forward: Formula, backward: Formula
 @settings(max_examples=60)
 @given(layer=LAYERS, tokens=st.integers(0, 9))
 @example(layer=TELLING, tokens=7)
+@pytest.mark.slow
 def test_formula_is_the_count_of_every_term_forward_and_backward(layer: Layer, tokens: int) -> None:
     assert disagreements(layer, tokens, forward_flops, backward_flops) == []
 

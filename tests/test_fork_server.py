@@ -184,6 +184,7 @@ def test_it_is_polled_waited_for_and_killed_as_another_process_is(begin: Begin) 
     assert not alive(one.pid)
 
 
+@pytest.mark.slow
 def test_twenty_at_once_end_and_leave_nothing_open(begin: Begin) -> None:
     begin("prints").wait()
     before, family = opened(), children()

@@ -34,6 +34,7 @@ def test_layer_equals_the_oracle_on_every_mesh(name: str, mesh: tuple[int, bool,
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mesh", [(1, False, 1), (2, True, 2)], ids=str)
+@pytest.mark.slow_after_first
 def test_half_precision_layer_equals_the_oracle(dtype: torch.dtype, mesh: tuple[int, bool, int]) -> None:
     (tp, sp, cp), call = mesh, Call(dtype=dtype, seed=4)
     over, where = ratio(call, tp=tp, cp=cp, sp=sp)

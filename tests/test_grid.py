@@ -170,6 +170,7 @@ class WritesPadding(Serving):
 
 
 @pytest.mark.parametrize(("law_name", "variant", "count"), [("padding", None, 40), ("history", "threads", 400)])
+@pytest.mark.slow_after_first
 def test_programs_may_all_write_to_the_slot_of_padding(tmp_path: Path, law_name: str, variant: str | None, count: int) -> None:
     pytest.importorskip("triton")
     (tmp_path / "padded.py").write_text(PADDED)

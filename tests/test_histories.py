@@ -203,7 +203,7 @@ def test_a_later_call_must_not_change_what_an_earlier_one_returned() -> None:
 
 
 @pytest.mark.parametrize("kind", [KeepsWhatIsAlive, HoldsWhatItKeeps, SmallerAfterAnError, OneAtATime, Chunkwise])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_right_implementations_survive_every_history(kind: type[Chunkwise]) -> None:
     for variant in HISTORIES:
         for words in ("lengths=5+3+9 packed=yes state=random", "lengths=7+7 value_heads=2 dtype=bf16 backward=no"):
@@ -248,6 +248,7 @@ class OneEngine(wrong_histories.OneTableForAllEngines):
     domain = dataclasses.replace(wrong_histories.OneTableForAllEngines.domain, together=False, refills=False)
 
 
+@pytest.mark.slow
 def test_an_engine_that_declares_it_is_the_only_one_is_right() -> None:
     for example in examples_of(f"{HERE}:OneEngine")[:3]:
         assert example.variant not in ("turns", "refill")
@@ -351,6 +352,7 @@ def test_memory_that_only_a_view_holds_is_not_given_again() -> None:
 
 
 @pytest.mark.parametrize("spec", ["zoo/Chunkwise", "zoo/Conv", "zoo/Layered", "transformers/gated_norm"])
+@pytest.mark.slow_after_first
 def test_other_calls_of_a_history_are_inside_the_domain(spec: str) -> None:
     domain, whats = adapter_of(spec).domain, set[str]()
     for example in examples_of(spec):

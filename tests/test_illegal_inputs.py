@@ -67,6 +67,7 @@ def calls(book: Book, domain: Any) -> dict[str, tuple[Any, Any] | str]:
 
 
 @pytest.mark.parametrize("name", DOMAINS)
+@pytest.mark.slow_after_first
 def test_our_contract_refuses_what_is_wrong_and_nothing_else_is_wrong(name: str) -> None:
     book = book_named(name)
     for domain, absent in zip(DOMAINS[name], NOT_RUN[name], strict=True):
@@ -130,6 +131,7 @@ OPTIONS: dict[str, Any] = {"options": (("mode", ("fast", "slow")),)}
     [PoolDomain(layout="vk", **OPTIONS), LayerDomain(**OPTIONS), LayerDomain("kda_layer", **OPTIONS)],
     ids=lambda domain: domain.operation,
 )
+@pytest.mark.slow_after_first
 def test_probe_tells_refusing_from_silent(domain: Any) -> None:
     for kind, did in ((Refuses, "refuses (TypeError)"), (Silent, "answers silently")):
         adapter = kind()

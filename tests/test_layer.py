@@ -389,6 +389,7 @@ def separate(inputs: Inputs, directions: Results) -> Results:
 @settings(max_examples=25)
 @given(call=calls())
 @example(call=TELLING)
+@pytest.mark.slow
 def test_packed_and_batched_equal_separate(call: Call) -> None:
     inputs, directions = call.inputs(), call.cotangents()
     assert over(truth(GDN_LAYER, inputs, directions), separate(inputs, directions)) == {}
@@ -428,6 +429,7 @@ def halves(inputs: Inputs, directions: Results, at: int, carries: tuple[str, ...
 @example(call=Call(Layer(6, 1, 2, 3, 4), (5, 5)), cut=0)
 @example(call=Call(Layer(6, 1, 2, 3, 4), (5, 5), state=False, conv_state=False), cut=5)
 @example(call=Call(Layer(6, 2, 2, 3, 4, 5), (9,)), cut=2)
+@pytest.mark.slow
 def test_sequence_may_be_cut_anywhere_if_both_states_are_carried_backward_too(call: Call, cut: int) -> None:
     inputs, directions = call.inputs(), call.cotangents()
     got = halves(inputs, directions, min(cut, call.lengths[0]))

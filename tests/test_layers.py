@@ -63,6 +63,7 @@ def test_line_rebuilds_the_call_to_the_bit() -> None:
         assert not torch.equal(FULL.inputs()[name], other[name]), name
 
 
+@pytest.mark.slow
 def test_drawn_calls_are_legal_and_of_their_regime() -> None:
     seen: list[LayerCase] = []
 
@@ -156,6 +157,7 @@ TRAINING = LayerDomain(batched=False, state_gradients=False, offsets=("int32",),
 
 
 @pytest.mark.parametrize("domain", [LayerDomain(), NARROW, TRAINING], ids=["everything", "narrow", "training"])
+@pytest.mark.slow_after_first
 def test_laws_draw_what_the_domain_promises(domain: LayerDomain) -> None:
     missing = {law.name: law.needs(domain) for law in LAYER_LAWS.values() if law.needs(domain)}
     assert (

@@ -312,6 +312,7 @@ def test_a_marginal_case_hides_no_worse_one(
     assert (f"in case {case}, the worst of {broken} broken cases" in text.failure(report)) is (broken > 1)
 
 
+@pytest.mark.slow
 def test_a_call_that_fails_in_the_first_case_of_every_law_is_one_report(tmp_path: pathlib.Path) -> None:
     laws = ["packed", "cut", "future", "pure"]
     reports = checked(lambda run: RAISED, laws, tmp_path)

@@ -271,6 +271,7 @@ def test_every_case_with_short_states_is_a_legal_call(data: st.DataObject) -> No
 
 @settings(max_examples=120)
 @given(data=st.data(), operation=st.sampled_from(sorted(MODULES)))
+@pytest.mark.slow
 def test_every_case_is_a_legal_call_with_cotangents_like_its_outputs(data: st.DataObject, operation: str) -> None:
     case = data.draw(module_cases(ModuleDomain(operation), longest=20, total=30, oldest=(True, False)))
     assert ModuleCase.parse(str(case)) == case

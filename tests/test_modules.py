@@ -160,6 +160,7 @@ def test_variants_and_places_are_all_drawn(operation: str) -> None:
             assert all(example.at in law.place(example.case) for example in examples)
 
 
+@pytest.mark.slow
 def test_cases_reach_what_finds_defects() -> None:
     conv = [example.case for example in drawn(ModuleDomain(), "oracle", 300)]
     shares = {

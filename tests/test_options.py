@@ -133,6 +133,7 @@ def test_rare_words_are_drawn_last_where_a_domain_has_them() -> None:
 
 
 @pytest.mark.parametrize("strongest", ["64", "10", "tenth", "saturated"])
+@pytest.mark.slow_after_first
 def test_decays_of_channels_keep_the_promise_of_the_strongest_decay(strongest: str) -> None:
     domain = Domain(strongest_decay=strongest, channel_decays=("none", "keys", "both"), decays=("log", "linear"))
     drawn: list[Case] = []
@@ -149,6 +150,7 @@ def test_decays_of_channels_keep_the_promise_of_the_strongest_decay(strongest: s
             assert total >= -MEMORIES[strongest], later
 
 
+@pytest.mark.slow
 def test_a_gate_that_a_call_leaves_out_is_given_in_the_dtype_of_gates() -> None:
     line = "law=absent variant=gate lengths=5 key_dim=4 value_dim=4 dtype=bf16 gate_dtype=input left_out=gate backward=no"
     outcome = execute(run_of(wrong.GatesOfInputs, line))
@@ -156,6 +158,7 @@ def test_a_gate_that_a_call_leaves_out_is_given_in_the_dtype_of_gates() -> None:
 
 
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+@pytest.mark.slow_after_first
 def test_no_law_of_rules_raises_for_a_call_that_leaves_out_gate_or_beta(law: Law) -> None:
     domain = dataclasses.replace(wrong.Rule.domain, in_kernel=("none",), qk_norm=True)
     if law.needs(domain) is not None:
@@ -247,6 +250,7 @@ def test_domains_that_contradict_themselves_are_refused(fields: dict[str, Any], 
 # The oracle
 
 
+@pytest.mark.slow
 def test_decays_of_channels_are_those_of_the_definition() -> None:
     case = Case((12,), value_heads=2, key_dim=3, value_dim=3, gate="64", channel_decays="both", state="random", scale="one")
     x = case.inputs()
@@ -370,6 +374,7 @@ def plain(run: Run) -> Run:
 
 
 @pytest.mark.parametrize("animal", KILLED_BY, ids=lambda animal: animal.__name__)
+@pytest.mark.slow_after_first
 def test_law_kills_animal_only_with_its_words_and_the_right_one_holds(animal: type) -> None:
     broken = run_of(animal, KILLED_BY[animal])
     assert execute(broken).verdict is Verdict.BROKEN

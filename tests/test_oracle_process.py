@@ -213,11 +213,13 @@ def test_answer_that_nobody_read_is_not_taken_for_the_next(one: RankGroup) -> No
     assert do(one, "compared", "long", "kda", "layer") == {"same": True, "finer": True, "early": [True, True], "here": 0}
 
 
+@pytest.mark.slow
 def test_without_numbers_it_would_be(one: RankGroup) -> None:
     reply = one.ask({"do": "compared", "with": ["layer", "kda"], "how": {"kind": "NoNumbers"}})
     assert not reply["same"]
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_a_case_is_raised_in_the_rank(one: RankGroup) -> None:
     before = do(one, "told")
     reply = do(one, "refused", "hopeless")

@@ -94,6 +94,7 @@ WRONG_GRADIENTS_OF = {
 @pytest.mark.parametrize(
     ("operation", "wrong"), [(operation, wrong) for operation in RULES for wrong in WRONG_GRADIENTS_OF[operation]]
 )
+@pytest.mark.slow_after_first
 def test_taylor_remainders_reject_a_wrong_gradient(operation: str, wrong: str) -> None:
     case = Case.parse(f"op={operation} lengths=20 heads=2 value_heads=4 gate=10 state=random qk_norm=yes seed=4")
     right = truth(case.spec, case.inputs(), case.cotangents())

@@ -82,6 +82,7 @@ def held_before(segment: segments.Segment, members: Sequence[int]) -> list[tuple
 @example(lengths=[0, 0], size=4, short=4, most=1)
 @example(lengths=[40, 1, 1, 1, 1, 1, 1, 1, 1], size=4, short=4, most=3)
 @example(lengths=[40, 3, 20, 2, 0, 4], size=8, short=4, most=9)
+@pytest.mark.slow
 def test_segments_hold_every_token_once_in_order(lengths: list[int], size: int, short: int, most: int) -> None:
     ends, seen = [0, *itertools.accumulate(lengths)], {row: [] for row, length in enumerate(lengths) if length}
     sizes = [short if length <= short else size for length in lengths]
@@ -168,7 +169,7 @@ def flops(lengths: list[int], chunk: int, width: int, value_width: int) -> int:
 
 @pytest.mark.parametrize("widths", [(8, 8), (128, 32), (256, 256)])
 @pytest.mark.parametrize("lengths", [[17] * 12, [3] * 30, [64, 65], [400], [1, 1, 1, 130], [5], [90]])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_default_chunk_has_few_products_padding_included(lengths: list[int], widths: tuple[int, int]) -> None:
     best = chunkwise.best_chunk(lengths, *widths)
     counts = {size: flops(lengths, size, *widths) for size in {16, 32, 64, 128, max(lengths), best} if size <= 128}

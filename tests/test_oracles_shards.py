@@ -125,6 +125,7 @@ def by_shards(tokens: Sequence[Token], state: Matrix, sizes: Sequence[int], comb
     value_dim=st.integers(1, 3),
     seed=st.integers(0, 2**32 - 1),
 )
+@pytest.mark.slow_after_first
 def test_states_passed_between_shards_are_the_recurrence_exactly(
     operation: str, sizes: list[int], key_dim: int, value_dim: int, seed: int
 ) -> None:

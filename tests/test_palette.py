@@ -129,6 +129,7 @@ def test_without_reach_examples_are_those_drawn_before_it_was_there(law: str, se
     assert text(plainly(LAWS[law].draw(Domain()), 1000 * seed, 1)) == BEFORE[law, seed] + "\n"
 
 
+@pytest.mark.slow
 def test_some_wide_keys_and_values_do_not_fill_their_last_block() -> None:
     """A key of 192 channels fills three blocks of 64, and one of 256 four: a mask of the fourth block needs a width between."""
     drawn = [example.case for example in plainly(LAWS["oracle"].draw(Domain()), 0, 400)]
@@ -172,6 +173,7 @@ def far() -> list[Example]:
     return sample(LAWS["oracle"].draw(EVERY), 1, 300)
 
 
+@pytest.mark.slow
 def test_reach_draws_long_wide_and_many(far: list[Example]) -> None:
     drawn = [example.case for example in far]
     assert all(EVERY.outside(case) is None for case in drawn)
@@ -416,7 +418,7 @@ def wrongs(drawn: Palette, domain: Any, law: Law, count: int) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", DOMAINS)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_fitted_examples_are_legal_inside_the_domain_and_what_the_law_is_about(name: str) -> None:
     domain = DOMAINS[name]
     for size in (palette.SIZE, 1) if name in SMALLEST else (palette.SIZE,):
@@ -510,6 +512,7 @@ def test_entry_goes_by_seed_and_example_alone_and_all_are_used() -> None:
     assert {key_of(example.case) for example in fitted if example} >= set(drawn.keys[: palette.SIZE])
 
 
+@pytest.mark.slow
 def test_law_uses_three_of_the_entries_that_suit_and_another_law_other_ones() -> None:
     drawn = Palette(8, tuple(Case((5,), key_dim=width) for width in range(20, 40)))
     used = {}

@@ -32,6 +32,7 @@ from tests.parallel_checks import (
 @given(packing=packings())
 @example(packing=TELLING)
 @example(packing=EMPTY)
+@pytest.mark.slow
 def test_shards_are_as_defined_and_join_undoes_shard_both_ways(packing: Packing) -> None:
     x, cp = packing.x(), packing.cp
     for layout, axis, want in (

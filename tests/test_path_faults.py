@@ -55,6 +55,7 @@ def test_a_rank_that_fails_is_named_and_the_next_case_runs(
     assert asked(two, tmp_path, "Fault").verdict is Verdict.HOLDS
 
 
+@pytest.mark.slow
 def test_a_rank_that_prints_much_disturbs_nothing(two: RankGroup, tmp_path: pathlib.Path) -> None:
     assert asked(two, tmp_path, "PrintsMuch").verdict is Verdict.HOLDS
 

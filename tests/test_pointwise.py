@@ -74,6 +74,7 @@ def reach_of(name: str, x: Inputs) -> Results | None:
 
 
 @pytest.mark.parametrize("name", POINTWISE)
+@pytest.mark.slow_after_first
 def test_operation_is_its_formula(name: str) -> None:
     for seed in range(12):
         inputs, _ = drawn(name, seed, torch.float64)

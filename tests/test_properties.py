@@ -192,6 +192,7 @@ def test_variants_are_all_drawn_where_the_domain_allows_them(examples: dict[str,
         assert name != "strides" or drawn & seldom
 
 
+@pytest.mark.slow
 def test_places_are_drawn_at_the_edges_of_blocks_and_between(examples: dict[str, list[Example]]) -> None:
     for name in ("cut", "future"):
         places = {example.at for example in examples[name]}

@@ -389,6 +389,7 @@ def test_every_law_holds_and_strict_reach_tells_what_was_not_looked_at(
     assert [*law["reach"]["functions"]] == functions
 
 
+@pytest.mark.slow
 def test_without_strict_reach_a_check_that_holds_exits_with_0(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check("UnpassedOption", tmp_path) == 0
     assert "not looked at" in capsys.readouterr().out

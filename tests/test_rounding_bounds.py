@@ -235,6 +235,7 @@ def test_illegal_calls_have_neither_truth_nor_bounds(operation: str) -> None:
         bounds(case.spec, inputs, cotangents, "pointwise")
 
 
+@pytest.mark.slow
 def test_finer_bound_is_the_same_from_more_runs() -> None:
     _, limits = judged("gated_delta_rule", "bf16", "chunkwise", "ieee")
     for limit in limits.values():

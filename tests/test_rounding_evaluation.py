@@ -97,7 +97,7 @@ def test_bounds_do_not_depend_on_how_many_runs_are_evaluated_at_once(
 
 @pytest.mark.parametrize("more", ["dtype=bf16", "dtype=fp32", "op=kda dtype=fp16"])
 @pytest.mark.parametrize("algorithm", ["chunkwise", "recurrent"])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_a_finer_bound_is_the_same_from_one_evaluation_and_from_several(
     more: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

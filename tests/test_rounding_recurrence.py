@@ -120,6 +120,7 @@ def test_recurrence_in_chunks_spreads_as_one_that_rounds_step_by_step(
 
 
 @pytest.mark.parametrize("more", ["gate=64 values=repeated", "op=kda gate=mixed beta=edges"])
+@pytest.mark.slow_after_first
 def test_recurrence_of_alphas_spreads_as_one_that_rounds_step_by_step(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case.parse(f"{STEPPED} {more} decay=linear")
     got = ratios(case, monkeypatch)

@@ -374,6 +374,7 @@ TELLING = Problem(LAYER, MESH, tokens_each=3, seed=1)
 @settings(max_examples=30)
 @given(problem=PROBLEMS)
 @example(problem=TELLING)
+@pytest.mark.slow
 def test_ranks_compute_the_whole_forward_and_backward(problem: Problem) -> None:
     output, whole = problem.whole()
     partial, rank_gradients = problem.on_ranks()

@@ -117,6 +117,7 @@ def verdicts(adapter: Any, dtype: str, monkeypatch: pytest.MonkeyPatch, seeds: r
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.slow_after_first
 def test_who_rounds_products_holds_if_it_says_so_and_only_then(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {*verdicts(right_modules.ConvRoundsProducts(), dtype, monkeypatch)} == {Verdict.HOLDS}
     assert verdicts(ForgetsToSay(), dtype, monkeypatch).count(Verdict.BROKEN) >= 5
@@ -125,6 +126,7 @@ def test_who_rounds_products_holds_if_it_says_so_and_only_then(dtype: str, monke
 @pytest.mark.parametrize(
     ("wrong", "dtype"), [(RoundsToEightBits, "fp32"), (RoundsToEightBits, "fp16"), (RoundsWeights, "bf16"), (RoundsWeights, "fp16")]
 )
+@pytest.mark.slow_after_first
 def test_the_promise_explains_no_coarser_rounding(wrong: Any, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Verdict.BROKEN in verdicts(wrong(), dtype, monkeypatch)
 

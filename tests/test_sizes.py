@@ -62,7 +62,7 @@ def drawn(domain: Any, laws: tuple[str, ...]) -> list[Any]:
     ],
     ids=["rules", "packed rules", "convolutions", "norms", "layers"],
 )
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_a_check_draws_what_is_large(domain: Any, laws: tuple[str, ...]) -> None:
     most = MOST["interpreted"]
     cases = drawn(sized(domain, 64, most), laws)
@@ -78,6 +78,7 @@ def test_a_check_draws_what_is_large(domain: Any, laws: tuple[str, ...]) -> None
         assert max(case.value_heads for case in cases) >= 32
 
 
+@pytest.mark.slow
 def test_nothing_is_large_where_tokens_are_dear_and_lengths_follow_the_chunk() -> None:
     assert max(max(case.lengths) for case in drawn(sized(Domain(), 64, MOST["slow"]), ("oracle",))) <= 260
     short = {max(case.lengths) for case in drawn(sized(Domain(), 8, 300), ("oracle", "again"))}

@@ -30,7 +30,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("alike", RIGHT.values(), ids=RIGHT)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_right_implementations_hold_under_every_law(
     alike: tuple[type, ...], worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

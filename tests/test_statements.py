@@ -85,6 +85,7 @@ def test_a_condition_that_had_one_result_is_named() -> None:
     assert both.alike == ()
 
 
+@pytest.mark.slow
 def test_lines_after_an_interpreted_launch_count_and_those_of_kernels_do_not() -> None:
     with Worker(60.0) as worker:
         reach = Outcome.from_json(worker.ask(RunOne(NORM))).reach
@@ -223,6 +224,7 @@ def test_another_thread_that_parses_is_waited_for(monkeypatch: pytest.MonkeyPatc
     findings._functions.cache_clear()
 
 
+@pytest.mark.slow
 def test_strict_reach_counts_lines(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "check tests/reach_adapters.py:UnrunLine --profile least --law oracle --workers 1 --device cpu --strict-reach"
     assert main([*words.split(), "--findings", str(tmp_path / "findings")]) == 3

@@ -425,7 +425,7 @@ def test_no_head_decays_under_tags(gate: str) -> None:
 
 
 @pytest.mark.parametrize("law", TRACE_LAWS)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_the_engine_of_our_own_holds(law: str) -> None:
     verdicts: list[str] = []
 
@@ -447,6 +447,7 @@ class SharesABuffer(PoolEngine):
         return self.buffer[0].copy_(found[0]), self.buffer[1].copy_(found[1])
 
 
+@pytest.mark.slow
 def test_an_engine_may_return_the_same_tensors_for_every_owner() -> None:
     verdicts: list[str] = []
     seeded(
@@ -614,6 +615,7 @@ class Wide(PoolEngine):
 
 
 @pytest.mark.parametrize("law", TRACE_LAWS)
+@pytest.mark.slow_after_first
 def test_an_engine_may_have_slots_beside_those_of_requests(law: str) -> None:
     case = TraceCase("p:a5,b3/v4:a2,b4/d:a,b,_/f:a/p:c3/d:b,c", slots=2, pad="0", free="nan")
     for variant in TRACE_LAWS[law].variants or (None,):

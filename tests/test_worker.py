@@ -207,6 +207,7 @@ def test_exception_without_words_or_with_a_megabyte_of_them_is_one_short_line(wo
 
 
 @pytest.mark.parametrize(("mutant", "code"), [("Leaves", 1), ("RaisesBase", -2)])
+@pytest.mark.slow_after_first
 def test_kernel_that_ends_its_process_by_an_exception_is_a_crash(
     worker: Worker, kernels: pathlib.Path, mutant: str, code: int
 ) -> None:

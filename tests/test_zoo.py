@@ -114,6 +114,7 @@ def test_every_class_with_a_letter_in_the_package_is_found_and_no_other() -> Non
     assert len(animals()) >= 66
 
 
+@pytest.mark.slow
 def test_every_animal_is_made_of_a_right_implementation_and_both_are_adapters_by_name() -> None:
     for animal in animals().values():
         right = right_of(animal.kind)

@@ -26,6 +26,7 @@ TRACES = sys.version_info < (3, 12)
 # lines.
 BRANCHES = TRACES or sys.version_info >= (3, 14)
 CASES = 64  # after so many cases, we drop what coverage has recorded
+KEPT = 8  # sets of files for which we keep an object of coverage; making and starting one takes 8 ms
 ANOTHER = "another tool traces the Python of this process"
 _ROOT = pathlib.Path(os.path.abspath(__file__)).parents[2]
 OMITTED = (
@@ -40,22 +41,24 @@ class _Recorder:
     """Coverage of this process. `thread` is the trace function with which a thread begins, or None if there is none."""
 
     def __init__(self) -> None:
-        self._coverage, self._cases = _coverage(None), 0
-        self._files: frozenset[str] | None = None
+        self._cases: dict[frozenset[str] | None, tuple[coverage.Coverage, int]] = {}  # and how many cases each has recorded
+        self._coverage, self._case = _coverage(None), 0
         self.thread: Any = None
         self._traces: dict[int, Any] = {}  # of the threads that were inside in this case
         self._inside = 0
 
     def begin(self, files: frozenset[str] | None) -> None:
         """Begin a case. Only `files` are recorded; None stands for all files that are not OMITTED."""
-        if files != self._files:
-            self._coverage, self._files, self._cases = _coverage(files), files, 0
-        elif self._cases == CASES:
+        if files not in self._cases and len(self._cases) == KEPT:
+            self._cases.clear()
+        self._coverage, cases = self._cases.get(files) or (_coverage(files), 0)
+        if cases == CASES:
             self._coverage.erase()
-            self._cases = 0
-        self._cases += 1
+            cases = 0
+        self._case = cases + 1
+        self._cases[files] = self._coverage, self._case
         self._coverage.start()
-        self._coverage.switch_context(str(self._cases))
+        self._coverage.switch_context(str(self._case))
         if TRACES:
             self.thread = threading.gettrace()
             self._traces = {threading.get_ident(): sys.gettrace()}
@@ -67,7 +70,7 @@ class _Recorder:
         self._coverage.stop()
         self._traces, self.thread = {}, None
         data = self._coverage.get_data()
-        data.set_query_context(str(self._cases))
+        data.set_query_context(str(self._case))
         found = {}
         for file in data.measured_files():
             arcs = data.arcs(file) if BRANCHES else [(0, line) for line in data.lines(file) or ()]
