@@ -19,7 +19,7 @@ gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_collection_finish() -> None:
-    """Leave what was imported to no collection any more. Hypothesis collects before it first draws in a thread, and so does pytest."""
+    """Leave out of collections what was imported. Hypothesis collects whenever it first draws in a thread."""
     gc.collect()
     gc.freeze()
 

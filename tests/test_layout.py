@@ -6,7 +6,7 @@ import graphlib
 import pathlib
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import pytest
 
@@ -25,6 +25,7 @@ LIBRARIES = {
     "verify": {"torch", "hypothesis", "coverage", "numpy", "pytest", "packaging", "rich", "triton", "fla", "jinja2", "matplotlib"},
 }
 CALLS = ("import_module", "__import__", "eval", "exec", "compile", "load")
+SOME_CALL = re.compile(rf"\b(?:{'|'.join(CALLS)})\s*\(")
 ADAPTED = {"flashinfer", "sglang", "transformers", "vllm"}  # besides, what adapters alone may import
 MAP = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
 FILES = sorted(path.relative_to(ROOT) for folder in ALLOWED for path in (ROOT / folder).rglob("*.py"))
@@ -33,10 +34,19 @@ FILES = sorted(path.relative_to(ROOT) for folder in ALLOWED for path in (ROOT / 
 @functools.cache
 def told(source: str) -> tuple[list[ast.AST], frozenset[ast.AST]]:
     """The imports and CALLS of a file, and what of it is for types alone: all that these tests look at, found in one walk."""
-    nodes = list(ast.walk(ast.parse(source)))
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree) if SOME_CALL.search(source) else statements(tree))
     typing = (node for node in nodes if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING")
     kept = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) or called(node) in CALLS]
     return kept, frozenset(inner for node in typing for inner in ast.walk(node))
+
+
+def statements(block: ast.AST) -> Iterator[ast.AST]:
+    """The statements of a block and of the blocks inside it, without the expressions, which are most nodes of a file."""
+    for inner in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for statement in getattr(block, inner, ()):
+            yield statement
+            yield from statements(statement)
 
 
 def imports(nodes: Iterable[ast.AST], path: pathlib.Path) -> list[tuple[int, str]]:
