@@ -26,6 +26,7 @@ from oracles.rounding import Arithmetic
 from tests import judging, right, wrong_backward
 from tests.judging import Implementation, Results, gradcheck, relative, remainders, taylor_order
 
+SLOW_FIXTURES = ("qwen",)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 evaluate, worst = (functools.partial(function, GDN_LAYER) for function in (judging.evaluate, judging.worst))
 TENSORS = tuple(port.name for port in GDN_LAYER.inputs)

@@ -117,7 +117,6 @@ def test_the_command_prints_the_sweep_and_keeps_a_deny_list(
         assert cli.main(["repeat", f"{line}{tune}", "--deny", str(deny), "--findings", str(tmp_path / "f")]) == exits.HOLDS
 
 
-@pytest.mark.slow
 def test_a_sweep_draws_few_keys_with_several_chunks_and_a_backward() -> None:
     drawn = list(examples_of(Domain(), 3))
     assert {law for law, _ in drawn} == set(LAWS)
