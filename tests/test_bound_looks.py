@@ -113,7 +113,7 @@ def test_of_undeclared_chunks_one_size_is_looked_at_first(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("first", [4, 16, 64])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_a_first_look_of_more_runs_is_the_one_that_fewer_lead_to(first: int) -> None:
     case = Case.parse("lengths=40+3 packed=yes key_dim=4 value_dim=4 dtype=bf16 gate=64")
     arguments = case.spec, case.inputs(), case.cotangents(), "chunkwise", "ieee", 16

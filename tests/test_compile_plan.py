@@ -118,7 +118,7 @@ ONE_STREAM = (
 
 
 @pytest.mark.parametrize("one", ONE_STREAM, ids=lambda domain: type(domain).__name__)
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_two_streams_are_drawn_on_a_gpu_for_domains_that_allow_them(one: Any) -> None:
     two = (
         dataclasses.replace(one, rule=dataclasses.replace(one.rule, streams=True))

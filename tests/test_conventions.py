@@ -221,6 +221,7 @@ def test_a_pool_has_no_use_for_words_about_other_states() -> None:
                 assert domain.outside(example.case) is None, (law.name, example)
 
 
+@pytest.mark.slow
 def test_modules_and_traces() -> None:
     module = ModuleDomain(fixed_widths=(24, 100), offsets=("int32",), largest_values="scaled", long=1030)
     for law in book_of(module).laws.values():

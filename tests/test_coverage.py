@@ -65,6 +65,7 @@ def test_the_default_profile_of_everything_misses_nothing() -> None:
     assert coverage.missed(coverage.counted(cases), domain, cases[:200]) == []
 
 
+@pytest.mark.slow
 def test_a_check_keeps_its_cases(tmp_path_factory: pytest.TempPathFactory) -> None:
     store = Store(tmp_path_factory.mktemp("findings"))
     with Check(Settings("tests/right.py:RoundsElsewhere", ["pure"], PROFILES["few"]), store=store) as check:

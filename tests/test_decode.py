@@ -248,6 +248,7 @@ def rows_of(inputs: Inputs, which: list[bool]) -> Tensor:
 
 
 @pytest.mark.parametrize("call", [TELLING, VLLM], ids=["padding -1", "padding 0"])
+@pytest.mark.slow_after_first
 def test_wrong_reading_is_not_the_definition(call: Call) -> None:
     inputs, directions = call.inputs(), call.cotangents()
     got = truth(DECODE, inputs, directions)
@@ -438,6 +439,7 @@ def test_taylor_remainders_reject_a_wrong_backward(wrong: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("wrong", ["norm", "state"])
+@pytest.mark.slow
 def test_gradcheck_rejects_a_wrong_backward(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = Call((1, 2, 1), (2, 0, -1), 3, packed=True, key_dim=2, value_dim=2, seed=1).inputs()
     assert gradcheck(DECODE, inputs)

@@ -160,6 +160,7 @@ def test_function_is_within_a_few_ulp_of_its_enclosure(name: str, record_propert
     worst.settle(record_property)
 
 
+@pytest.mark.slow
 def test_slope_of_silu_is_within_a_few_ulp_of_its_terms(record_property: Record) -> None:
     worst = Worst(
         "slope of silu", 4.0

@@ -195,6 +195,7 @@ def error(adapter: Adapter, line: str, **changes: Any) -> float:
         (kernels.Mtp, MTP + " accepted=some seed=3"),
     ],
 )
+@pytest.mark.slow_after_first
 def test_adapters_pass_what_the_kernels_take(kind: type[kernels.Kernel], line: str, stand_in: types.SimpleNamespace) -> None:
     assert error(kind(), line) < 1
 

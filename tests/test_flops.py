@@ -260,6 +260,7 @@ def test_formula_is_the_count_of_every_term_forward_and_backward(layer: Layer, t
     assert disagreements(layer, tokens, forward_flops, backward_flops) == []
 
 
+@pytest.mark.slow
 def test_every_term_is_counted() -> None:
     (by_torch, _), (by_numbers, _) = counted_by_torch(TELLING), counted_by_numbers(TELLING)
     terms = {field.name for field in dataclasses.fields(Flops)}
@@ -313,6 +314,7 @@ WRONG: dict[str, Callable[[Formula], Formula]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.slow_after_first
 def test_wrong_formula_is_rejected_forward_and_backward(wrong: str) -> None:
     assert disagreements(TELLING, 7, forward_flops, backward_flops) == []
     assert disagreements(TELLING, 7, WRONG[wrong](forward_flops), backward_flops)

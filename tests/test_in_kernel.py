@@ -81,6 +81,7 @@ def far(case: Case, truth: dict[str, Tensor]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("line", LINES)
+@pytest.mark.slow_after_first
 def test_oracle_is_the_gates_formula_and_then_the_definition(line: str) -> None:
     case = Case.parse(line)
     truth = bound.truth(case.spec, case.inputs(), case.cotangents())
@@ -119,6 +120,7 @@ BACKWARD = [
 
 
 @pytest.mark.parametrize(("rule", "inside"), INSIDE)
+@pytest.mark.slow_after_first
 def test_taylor_remainders_of_the_truth_are_of_second_order(rule: str, inside: str) -> None:
     case = raw(rule, inside)
     inputs, cotangents = case.inputs(), case.cotangents()
@@ -129,6 +131,7 @@ def test_taylor_remainders_of_the_truth_are_of_second_order(rule: str, inside: s
 
 
 @pytest.mark.parametrize(("rule", "inside", "wrong"), BACKWARD)
+@pytest.mark.slow_after_first
 def test_taylor_remainders_reject_a_wrong_backward(rule: str, inside: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = raw(rule, inside)
     inputs, cotangents = case.inputs(), case.cotangents()
@@ -138,6 +141,7 @@ def test_taylor_remainders_reject_a_wrong_backward(rule: str, inside: str, wrong
 
 
 @pytest.mark.parametrize(("rule", "inside"), INSIDE)
+@pytest.mark.slow_after_first
 def test_gradcheck_accepts_every_input(rule: str, inside: str) -> None:
     case = raw(rule, inside)
     assert gradcheck(case.spec, case.inputs())

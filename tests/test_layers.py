@@ -270,6 +270,7 @@ def test_states_whose_loss_would_not_show_are_blind() -> None:
 
 
 @pytest.mark.parametrize("model", ["qwen3_next", "qwen3_5"])
+@pytest.mark.slow
 def test_transformers_layer_is_its_own_functions_of_torch_and_the_layer_of_the_oracle(model: str) -> None:
     adapter = load(f"transformers/{model}_layer")
     assert isinstance(adapter, Adapter)

@@ -258,6 +258,7 @@ def test_states_of_fewer_columns_have_other_numbers_and_everything_else_stays() 
 
 @settings(max_examples=60)
 @given(data=st.data())
+@pytest.mark.slow
 def test_every_case_with_short_states_is_a_legal_call(data: st.DataObject) -> None:
     domain = ModuleDomain(state_columns="W-1")
     case = data.draw(module_cases(domain, longest=20, total=30, oldest=(True, False)))

@@ -101,6 +101,7 @@ def test_a_case_with_an_option_that_the_domain_lacks_is_outside() -> None:
     assert Domain().outside(Case((3,), options="a:b")) == "options=a:b is not among none"
 
 
+@pytest.mark.slow
 def test_options_are_drawn_last_and_only_where_a_domain_has_them() -> None:
     def drawn(domain: Any) -> list[Any]:
         examples: list[Example] = []

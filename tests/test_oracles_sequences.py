@@ -60,6 +60,7 @@ def test_no_state_is_a_state_of_zeros_to_the_bit(operation: str) -> None:
 @pytest.mark.parametrize("operation", RULES)
 @pytest.mark.parametrize("state", ["none", "zero", "random"])
 @pytest.mark.parametrize("lengths", ["0", "0+0 packed=yes", "0+0"])
+@pytest.mark.slow_after_first
 def test_no_tokens_at_all_return_the_state(operation: str, lengths: str, state: str) -> None:
     case = Case.parse(f"op={operation} lengths={lengths} value_heads=2 state={state}")
     inputs, cotangents = case.inputs(), case.cotangents()

@@ -41,6 +41,7 @@ def test_layouts_of_the_stream_ignore_where_sequences_end(stream: tuple[list[int
 @settings(max_examples=40)
 @given(stream=streams(2), slices=st.lists(st.integers(1, 2), min_size=1, max_size=3))
 @example(stream=([0, 5, 0, 0, 3, 8], 4), slices=[1, 2])
+@pytest.mark.slow
 def test_every_layout_of_tokens_goes_through_the_fused_form(stream: tuple[list[int], int], slices: list[int]) -> None:
     lengths, cp = stream
     packing = Packing(tuple(lengths), cp, tuple(cp * size for size in slices))

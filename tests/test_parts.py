@@ -175,6 +175,7 @@ def wide_bounds(first: int | None = 1) -> dict[str, Bound]:
     return bounds(WIDE.spec, WIDE.inputs(), WIDE.cotangents(), "chunkwise", "ieee", 64, first)
 
 
+@pytest.mark.slow
 def test_only_the_part_that_is_asked_about_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = evaluated(monkeypatch)
     one, all_of = wide_bounds()["o"], wide_bounds(4)["o"]

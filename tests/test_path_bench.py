@@ -158,6 +158,7 @@ def test_drawn_cases_are_legal_and_inside_the_domain(data: st.DataObject) -> Non
     assert ParallelCase.parse(str(case)) == case
 
 
+@pytest.mark.slow
 def test_draws_cover_every_mesh_layout_and_choice() -> None:
     seen: dict[str, set[str]] = {}
 
@@ -327,6 +328,7 @@ def test_alone_is_a_place_too() -> None:
     ],
     ids=["two ranks", "eight ranks", "a rule", "kernels only"],
 )
+@pytest.mark.slow_after_first
 def test_on_a_gpu_kernels_are_compiled_for_few_forms_and_the_rest_is_drawn_as_ever(domain: PathDomain) -> None:
     formed = with_forms(domain, 5)
     assert formed.forms == with_forms(domain, 5).forms != with_forms(domain, 6).forms

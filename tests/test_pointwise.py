@@ -89,6 +89,7 @@ FORWARD = [entry for entry in WRONG if entry[0] in POINTWISE and not OF_GRADIENT
 
 
 @pytest.mark.parametrize(("name", "wrong", "implementation", "reading"), FORWARD, ids=named)
+@pytest.mark.slow_after_first
 def test_wrong_reading_is_not_the_formula(name: str, wrong: str, implementation: Implementation, reading: dict[str, Any]) -> None:
     inputs, _ = telling(name, torch.float64)
     want = in_scalars(name, inputs)

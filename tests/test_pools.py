@@ -111,6 +111,7 @@ def test_line_says_the_rule_what_the_kernel_computes_and_the_dtype_of_states() -
     assert 2**-8 < float(ulps.median()) < 2**-4, "a state is rounded to bf16 once"
 
 
+@pytest.mark.slow
 def test_drawn_calls_are_legal_and_slots_are_each_somebodys() -> None:
     count = 0
 

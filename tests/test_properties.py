@@ -273,6 +273,7 @@ def sample() -> list[Case]:
         ("qk_norm", (False, True)),
     ],
 )
+@pytest.mark.slow_after_first
 def test_each_choice_is_drawn_often_enough(sample: list[Case], field: str, choices: tuple[object, ...]) -> None:
     counts = {choice: sum(getattr(case, field) == choice for case in sample) for choice in choices}
     assert {getattr(case, field) for case in sample} == set(choices)
@@ -320,6 +321,7 @@ def test_shapes_that_find_bugs_are_drawn(sample: list[Case]) -> None:
     longest=st.sampled_from([1, 12, 80, 150]),
     total=st.sampled_from([20, 100, 260]),
 )
+@pytest.mark.slow
 def test_lengths_keep_their_limits(
     *, seed: int, empty: bool, many: bool, sequences: tuple[int, int], longest: int, total: int
 ) -> None:
@@ -373,6 +375,7 @@ def memory(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("how", [how for how in VIEWS if how != "expanded"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES.values())
+@pytest.mark.slow_after_first
 def test_view_is_the_tensor_with_nan_all_around_it(how: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = numbers(shape, dtype)
     got = view(x, how)

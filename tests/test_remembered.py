@@ -114,6 +114,7 @@ def test_lines_of_others_are_left_to_them(tmp_path: pathlib.Path) -> None:
     assert (examples.of(RIGHT, "oracle"), examples.trouble) == ([], "")
 
 
+@pytest.mark.slow
 def test_no_bytes_that_a_file_may_hold_raise(tmp_path: pathlib.Path) -> None:
     chance, good = random.Random(0), str(run()).encode() + b"\n"
     for _ in range(300):

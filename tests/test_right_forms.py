@@ -71,6 +71,7 @@ def test_without_its_word_a_right_form_has_an_alarm(kind: type[Adapter], monkeyp
 
 
 @pytest.mark.parametrize("strongest", STRENGTHS)
+@pytest.mark.slow_after_first
 def test_no_stronger_decay_is_drawn(strongest: str) -> None:
     domain = Domain(strongest_decay=strongest)
     weaker = {"forever", *STRENGTHS[: STRENGTHS.index(strongest) + 1]}

@@ -76,6 +76,7 @@ def test_every_output_and_gradient_has_its_truth_and_a_positive_bound(kind: tupl
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in KINDS for name in names(kind[0])], ids=str)
+@pytest.mark.slow_after_first
 def test_bound_rejects_zeros_a_zeroed_row_and_a_shifted_token(kind: tuple[str, str, str, str], name: str) -> None:
     case, limits = judged(*kind)
     limit = limits[name]
@@ -163,6 +164,7 @@ def test_fp16_bounds_keep_the_subnormal_step_however_small_the_values() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow_after_first
 def test_finer_arithmetic_has_finer_bounds(name: str) -> None:
     case = Case.parse(f"{LINE} gate=64 dtype=bf16")
 
@@ -196,6 +198,7 @@ def allowed_for(case: Case, dtype: str, algorithm: str, products: str) -> dict[s
         ("chunkwise", "dk", "beta=two values=repeated"),
     ],
 )
+@pytest.mark.slow_after_first
 def test_bounds_grow_with_the_condition_of_the_case(algorithm: str, name: str, hard: str) -> None:
     relative = []
     for more in ("", hard):

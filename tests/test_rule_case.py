@@ -180,6 +180,7 @@ COUNTERS = torch.tensor([0, 1, 2**62, -1, -(2**63), 2**63 - 1]), torch.arange(7)
 
 @pytest.mark.parametrize("keys", [(0, 0, 0), (mix_number(5), -(2**63), 2**63 - 1)])
 @pytest.mark.parametrize("bits", [*range(1, 65), None])
+@pytest.mark.slow_after_first
 def test_integers_drawn_together_are_the_first_bits_of_mix(bits: int | None, keys: tuple[int, ...]) -> None:
     draws = [(counter, key, bits or some) for counter, key, some in zip(COUNTERS, keys, (3, 24, 40), strict=True)]
     before = [counter.clone() for counter in COUNTERS]

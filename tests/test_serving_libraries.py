@@ -86,6 +86,7 @@ def assert_imported(answer: dict[str, Any], names: tuple[str, ...], folder: path
 
 
 @pytest.mark.interpreted
+@pytest.mark.slow
 def test_modules_of_sglang_are_imported_in_a_forked_worker(sglang: Ask, sglang_files: pathlib.Path) -> None:
     assert_imported(sglang(modules=SGLANG), SGLANG, sglang_files)
 

@@ -179,7 +179,7 @@ def test_sizes_follow_the_chunk_and_the_cost_which_is_asked_once(answer: dict[st
 
 
 @pytest.mark.parametrize(("spec", "want"), [("zoo/Chunkwise", "quick"), ("zoo/Conv", "quick"), ("zoo/Layered", "quick")])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_plain_torch_is_quick(spec: str, want: str, worker: Worker) -> None:
     described = asking.describe(spec, worker)
     assert with_sizes(described, worker, "cpu").domain.long == MOST[want]

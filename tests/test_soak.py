@@ -97,6 +97,7 @@ def test_rounds_have_seeds_that_the_command_line_takes() -> None:
     assert all(0 <= seed < 2**32 for seed in seeds)
 
 
+@pytest.mark.slow
 def test_a_law_that_broke_is_told_once_and_not_asked_again(workers: list[Answering], tmp_path: pathlib.Path) -> None:
     told: list[LawReport] = []
     rounds: list[Round] = []

@@ -308,6 +308,7 @@ def test_the_oracle_refuses_illegal_rows(change: dict[str, Any], message: str) -
 # Domains
 
 
+@pytest.mark.slow
 def test_drawn_traces_lie_in_the_domain_and_reuse_slots() -> None:
     domains = [
         TraceDomain(),
@@ -324,6 +325,7 @@ def test_drawn_traces_lie_in_the_domain_and_reuse_slots() -> None:
             assert begun > case.slots or len(case.trace.split("/")) >= 13, case.trace
 
 
+@pytest.mark.slow
 def test_drawn_traces_have_every_event_and_length() -> None:
     cases = drawn(200)
     rows = [(step.kind, row) for case in cases for step in case.plan for row in step.rows]

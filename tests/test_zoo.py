@@ -489,6 +489,7 @@ def test_published_suites_accept_right_code_and_reject_gross_but_not_subtle_erro
     assert all(subtle), f"{name} notices an eps that is ten times as large"
 
 
+@pytest.mark.slow
 def test_a_suite_notices_the_decay_of_another_token_only_by_what_was_added_when_it_was_found() -> None:
     assert asked("flashinfer", "zoo/DecayTokenByThread") == [[True] * 18 + [False]]
 
