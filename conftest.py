@@ -6,7 +6,6 @@ import signal
 import sys
 
 import hypothesis
-import torch
 from hypothesis import strategies as st
 
 pytest_plugins = ["pytester"]  # a suite within the suite: tests/test_pytest_plugin.py
@@ -17,11 +16,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a suite in the backgrou
 # Tests start a few hundred Python processes. Without bytecode each of them would compile every module of ours again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-torch.set_num_threads(1)  # bits are compared with those of workers, which have one; and the suite has a process a core
 
 
 def pytest_collection_finish() -> None:
-    """What is there before the first test is no garbage: Hypothesis looks through it in each thread that draws, 0.2 s a law."""
+    """What is there before the first test is no garbage: Hypothesis looks through it in each thread that draws, 0.2 s a law.
+
+    Torch is imported here, and not above, because the process of pytest-xdist that hands out tests needs none of it.
+    """
+    import torch
+
+    torch.set_num_threads(1)  # bits are compared with those of workers, which have one; and the suite has a process a core
     hypothesis.given(st.none())(lambda nothing: None)()  # what Hypothesis sets up once must be there before, or it warns
     gc.collect()
     gc.freeze()

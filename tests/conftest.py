@@ -1,4 +1,8 @@
-"""What the toolkit's own tests share."""
+"""What the toolkit's own tests share.
+
+What imports torch is imported inside functions: the process of pytest-xdist that hands out tests needs none of it, and no test
+begins before that process is ready.
+"""
 
 import contextlib
 import gc
@@ -6,27 +10,22 @@ import io
 import json
 import pathlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from verify.cli.exits import HOLDS, UNDECIDED
-from verify.cli.main import main
-from verify.gpu import device as devices
-from verify.process.worker import Worker
+if TYPE_CHECKING:
+    from verify.process.worker import Worker
 
 # A collection visits every object of the imported modules. By default that took 0.5 of 10.7 s in three files of tests.
 gc.set_threshold(20_000, 20, 20)
 
 
-def pytest_collection_finish() -> None:
-    """Leave out of collections what was imported. Hypothesis collects whenever it first draws in a thread."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(scope="session")
-def worker() -> Iterator[Worker]:
+def worker() -> Iterator["Worker"]:
     """One isolated worker for all tests of this process: it imports torch and each released kernel once, which takes seconds."""
+    from verify.process.worker import Worker
+
     with Worker() as one:
         yield one
 
@@ -36,6 +35,9 @@ def fetched(library: str, config: pytest.Config) -> pathlib.Path:
 
     pytest's cache keeps them, so that only the first run downloads them.
     """
+    from verify.cli.exits import HOLDS, UNDECIDED
+    from verify.cli.main import main
+
     assert config.cache is not None
     folder, out, err = config.cache.mkdir("libraries") / library, io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -88,6 +90,8 @@ def _slow_fixtures(item: pytest.Item) -> bool:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs more GPUs than there are: `gpu` needs one, `gpu(2)` two."""
+    from verify.gpu import device as devices
+
     needed = max((mark.args[0] if mark.args else 1 for mark in item.iter_markers("gpu")), default=0)
     if devices.gpus() < needed:
         pytest.skip(f"needs {needed} GPU{'s' if needed > 1 else ''}, torch sees {devices.gpus() or 'none'}")
