@@ -1,16 +1,16 @@
 """Claims are measured by turns, judged by the truth, and said as they are: a wrong form, a failure and a missing GPU included.
 
-Run as a program this file is a process of its own, where kernels are interpreted: python tests/test_claims.py FILE measures every
-claim at tiny sizes, as `claims --device cpu --json FILE` does, and prints what it found about kernels that are wrong.
+In a worker, where kernels are interpreted, `answer` measures claims at tiny sizes, as `claims --device cpu --json FILE` does, and
+says what it found about kernels that are wrong.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import json
 import math
 import pathlib
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from oracles.operation import Inputs, sequences
 from properties.cases.module_case import ModuleCase
+from tests.alone import answered
 from verify.adapters.gdn import functions
 from verify.adapters.gdn.exchange import feature_map, permuted
 from verify.claims import (
@@ -50,8 +51,6 @@ from verify.zoo.wrong_paths import GradientOfTheForward
 
 SLOW_FIXTURES = ("measurement",)
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-DEADLINE_S = 300.0
 CPU = torch.device("cpu")
 MESSAGE = "gdn-verify: claims need a GPU, and torch sees none\n"
 
@@ -717,15 +716,26 @@ def test_a_claim_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> 
 # All of it, with the kernels interpreted and two ranks over gloo
 
 
+RANKS = 4  # the claim about ranks. They are forked for this process: a worker would have to start fork servers for them
+
+
 @pytest.fixture(scope="module")
 def measurement(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     place = tmp_path_factory.mktemp("claims") / "claims.json"
-    done = subprocess.run(
-        [sys.executable, __file__, str(place)], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    *lines, faults = done.stdout.splitlines()
-    return {**json.loads(place.read_text()), "said": "\n".join(lines), "faults": json.loads(faults)}
+    found = answered(__name__, claims=[claim for claim in command.PARTS if claim != RANKS], place=str(place))
+    with pytest.MonkeyPatch.context() as here:
+        here.setattr(command, "_prepare_kernels", lambda options: None)  # no kernel is interpreted in this process
+        moved = acted([RANKS], str(place))
+    assert (found["code"], moved["code"]) == (command.HOLDS, command.HOLDS), found["said"] + moved["said"]
+    return {"rows": found["rows"] + moved["rows"], "said": found["said"] + moved["said"], "faults": found["faults"]}
+
+
+def acted(claims: Sequence[int], place: str) -> dict[str, Any]:
+    """The exit code of the verb, what it printed and what it wrote."""
+    chosen = [word for claim in claims for word in ("--claim", str(claim))]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = command.act(options("--device", "cpu", "--json", place, "--markdown", *chosen))
+    return {"code": code, "said": out.getvalue(), **json.loads(pathlib.Path(place).read_text())}
 
 
 @pytest.mark.slow
@@ -765,8 +775,12 @@ def test_tuning_is_limited_to_configurations_of_the_list(measurement: dict[str, 
     assert tuned and all(0 < after <= min(before, 3) and subset for before, after, subset in tuned)
 
 
-def run_all(place: str) -> int:
-    code = command.act(options("--device", "cpu", "--json", place, "--markdown"))
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    return {**acted(question["claims"], question["place"]), "faults": faults()}
+
+
+def faults() -> dict[str, Any]:
+    """What is found about kernels that are wrong, and what a limit leaves to each tuner."""
     here = setting()
     right = decode.recurrent(8)
 
@@ -796,9 +810,7 @@ def run_all(place: str) -> int:
         name: {form: [finding.output for finding in findings] for form, findings in agreement(contest, CPU).findings.items()}
         for name, contest in asked.items()
     }
-    found["tuned"] = tuned()
-    print(json.dumps(found))
-    return code
+    return {**found, "tuned": tuned()}
 
 
 def tuned() -> list[tuple[int, int, bool]]:
@@ -814,7 +826,3 @@ def tuned() -> list[tuple[int, int, bool]]:
         (len(were), len(tuner.configs), all(any(one is other for other in were) for one in tuner.configs))
         for tuner, were in zip(tuners, before, strict=True)
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(run_all(sys.argv[1]))

@@ -3,13 +3,13 @@
 import contextlib
 import dataclasses
 import hashlib
+import importlib
 import itertools
 import json
 import os
 import pathlib
 import random
-import subprocess
-import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,6 +36,8 @@ from properties.path_domain import PathDomain
 from properties.pool_domain import PoolDomain
 from properties.rule_laws import LAWS
 from properties.strategies import FAR_HEADS, HEADS, UNEVEN, WIDTHS, Example
+from tests.alone import answered
+from verify.process.worker import NO_GPU
 
 SLOW_FIXTURES = ("elsewhere", "kernels")
 
@@ -324,7 +326,8 @@ def drawn_lines() -> list[str]:
 @pytest.mark.slow
 def test_palette_and_its_examples_are_the_same_in_another_process(elsewhere: dict[str, Any]) -> None:
     """Of the same modules: Hypothesis draws now and then a number that stands in one of those that are imported."""
-    one = in_a_process("import json; from tests import test_palette as t; print(json.dumps(t.drawn_lines()))", "78")
+    other = {**NO_GPU, "PYTHONHASHSEED": "78" if os.environ.get("PYTHONHASHSEED") == "77" else "77"}
+    one = answered(__name__, hooked=False, environment=other, adapters=[])["lines"]
     assert one == elsewhere["lines"]
     assert len(set(one)) >= 30
 
@@ -700,28 +703,15 @@ def parsed(line: str) -> Any:
 @pytest.fixture(scope="module")
 def elsewhere() -> dict[str, Any]:
     """From a process that interprets nothing: what `drawn_lines` draws, and for each adapter what its lines would compile."""
-    code = (
-        "import json; from tests import test_palette as t\n"
-        "lines = t.drawn_lines()  # before other modules are imported\n"
-        "kernels = {each: t.compiled(each, [*map(t.parsed, t.lines_of(each))]) for each in t.COMPILED}\n"
-        "print(json.dumps({'lines': lines, 'kernels': kernels}))"
-    )
-    found: dict[str, Any] = in_a_process(code, "77")
-    return found
+    return answered(__name__, hooked=False, adapters=[*COMPILED])
 
 
-def in_a_process(code: str, hash_seed: str) -> Any:
-    """What a program prints last, as JSON."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "PYTHONHASHSEED": hash_seed,
-        "CUDA_VISIBLE_DEVICES": "",
-        "TRITON_INTERPRET": "0",
-    }
-    got = subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, timeout=240)
-    assert got.returncode == 0, got.stderr[-2000:]
-    return json.loads(got.stdout.splitlines()[-1])
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    importlib.import_module("verify.execution.service")  # where a process is forked, it is there
+    lines = drawn_lines()  # before other modules are imported
+    warnings.simplefilter("ignore")
+    os.environ["TRITON_INTERPRET"] = "0"  # in a worker it is 1, whatever the environment
+    return {"lines": lines, "kernels": {each: compiled(each, [*map(parsed, lines_of(each))]) for each in question["adapters"]}}
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,7 @@ import functools
 import importlib
 import itertools
 import json
-import os
 import pathlib
-import subprocess
-import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,6 +20,7 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
+from tests.alone import told
 from verify.adapters import serving
 from verify.adapters.blocks import in_blocks
 from verify.adapters.registry import BUILT_IN
@@ -32,7 +30,6 @@ from verify.claims.table import Row
 from verify.claims.timing import Call, Clock, HostClock, Spread
 from verify.cli import claims_command as command
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 ADAPTERS = (
     *("sglang/recurrent_blocks", "sglang/update", "sglang/decode", "sglang/recurrent_kda_blocks", "sglang/decode_kda"),
@@ -313,18 +310,9 @@ def test_the_verb_takes_a_folder_for_sglang() -> None:
 @pytest.mark.interpreted
 def test_sglangs_kernels_are_right_in_every_block_size(sglang_files: pathlib.Path, tmp_path: pathlib.Path) -> None:
     place = tmp_path / "claims.json"
-    words = ("claims", "--claim", "5", "--device", "cpu", "--path", str(sglang_files), "--json", str(place))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "-m", "verify", *words],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == command.HOLDS, done.stderr
+    words = ["claims", "--claim", "5", "--device", "cpu", "--path", str(sglang_files), "--json", str(place)]
+    ended = told("from verify.cli.main import main\ntold = main(words)", words=words)
+    assert ended == command.HOLDS, place.read_text()
     rows = [row for row in json.loads(place.read_text())["rows"] if row["what"].startswith("fused_")]
     judged = [row for row in rows if row["answers"]]
     assert len(judged) == sum(len(kernel.state_dtypes) for kernel in claims.KERNELS) and len(rows) == len(judged) + len(

@@ -102,6 +102,7 @@ def test_the_command_prints_the_sweep_and_keeps_a_deny_list(
             yield law, dataclasses.replace(example, case=dataclasses.replace(example.case, **small))
 
     monkeypatch.setattr(sweep, "examples_of", shorter)
+    monkeypatch.setattr("verify.engine.explaining.SHRINK_RUNS", 0)  # other tests look for the smallest case
     deny = tmp_path / "deny.jsonl"
     words = ["check", "tests/autotuned.py:WrongAt64", "--tune", "sweep", "--device", "cpu", "--workers", "1", "--seed", "1"]
     words += ["--deny", str(deny), "--findings", str(tmp_path / "f"), "--json", str(tmp_path / "out")]
@@ -147,7 +148,10 @@ def test_memory_that_workers_share_is_not_a_configuration_s_to_run_out_of(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_wrong_configuration_that_always_stands_beside_another_is_found_too(tmp_path: pathlib.Path) -> None:
+def test_a_wrong_configuration_that_always_stands_beside_another_is_found_too(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("verify.engine.explaining.SHRINK_RUNS", 0)  # other tests look for the smallest case
     with Worker(60.0) as worker:
         for seed in (1, 2):
             result = swept("WrongInBoth", tmp_path, [worker], seed=seed)
