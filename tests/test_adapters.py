@@ -5,14 +5,17 @@ of serving libraries, whose files are fetched first (test_sglang.py, test_vllm.p
 """
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from properties.rule_laws import LAWS
+from tests.kills import Fewer, small_ones
 from verify.adapters.libraries import LIBRARIES
 from verify.adapters.registry import KERNELS
 from verify.cli.pytest_plugin import LawItem
-from verify.engine.profiles import PROFILES, Profile
+from verify.engine.profiles import PROFILES
 
 pytestmark = pytest.mark.interpreted
 
@@ -28,12 +31,25 @@ OTHERWISE = (
 KNOWN = "fla/fused_recurrent_delta_rule"  # most cases of its law strides show a known defect, so that law needs more of them
 OFTEN = ("again", "batch", "memory", "samples")  # laws of several calls a case, asked of the kernels above
 PLAIN = ("future", "heads", "linear", "permuted")  # and of those what no kernel has a branch of its own for
-FEWEST = Profile("fewest", 1, large=False)
+FEWEST = Fewer("fewest", 1, large=False)
+
+
+def quick(case: Any) -> bool:
+    """Whether a case takes an interpreted kernel little time: at most two chunks of 64 a sequence, few heads and sequences."""
+    chunks = sum(-(-length // 64) for length in case.lengths)
+    return max(case.lengths) <= 70 and case.tokens <= 130 and chunks * getattr(case, "value_heads", 1) <= 6
 
 
 @pytest.fixture
-def asked_least(gdn_law: LawItem, monkeypatch: pytest.MonkeyPatch) -> LawItem:
-    """The law with one case, or four of the law oracle: `tox -e verify` asks more.
+def small() -> Iterator[None]:
+    """Cases have at most three chunks. `test_law_holds` and `tox -e verify` ask longer ones."""
+    with small_ones(quick):
+        yield
+
+
+@pytest.fixture
+def asked_least(gdn_law: LawItem, small: None, monkeypatch: pytest.MonkeyPatch) -> LawItem:
+    """The law with one case, or two of the law oracle: `tox -e verify` asks more.
 
     It has two cases where the first one shows a known defect, after which a law with one case would not be decided.
     """

@@ -23,7 +23,7 @@ from properties.module_domain import CONV, GATES, NORMS, ModuleDomain
 from properties.module_laws import MODULE_LAWS, POINTWISE
 from properties.strategies import Example
 from tests import right_modules
-from tests.kills import Kill, assert_killed_alone, rows
+from tests.kills import Fewer, Kill, assert_killed_alone, rows
 from verify.adapters.libraries import LIBRARIES
 from verify.adapters.loader import load
 from verify.adapters.registry import BOOKS_OF_BUILT_IN
@@ -42,7 +42,7 @@ from verify.process.worker import Worker
 from verify.zoo import modules, wrong_convolutions, wrong_module_gates, wrong_norms
 from verify.zoo.animals import animals
 
-FEW = Profile("few", 1, large=False)
+FEW = Fewer("few", 1, large=False)
 _ALL = ("oracle", "absent", "linear", "permuted", "memory", "history", "strides", "pure")
 CAN = {
     "causal_conv1d": {*_ALL, "recurrent", "packed", "cut", "whole", "copied", "future", "samples", "channels", "left_padding"},
@@ -512,7 +512,7 @@ def not_held(reports: list[LawReport]) -> dict[str, str]:
 @functools.cache
 def cases(domain: ModuleDomain, law: str) -> list[Example]:
     """The same for all right modules of a domain: drawing takes longer than they do."""
-    return drawn(domain, law, 12 if law == "oracle" else 4)
+    return drawn(domain, law, 6 if law == "oracle" else 3)
 
 
 @pytest.mark.parametrize("spec", RIGHT, ids=lambda spec: spec.rpartition(":")[2])

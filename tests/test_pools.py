@@ -30,7 +30,7 @@ from properties.pool_domain import PoolDomain
 from properties.pool_laws import POOL_LAWS
 from properties.strategies import Example
 from tests import right
-from tests.kills import Kill, assert_killed_alone, rows
+from tests.kills import Fewer, Kill, assert_killed_alone, rows
 from verify.adapters import blocks, fla_decode
 from verify.engine.check import Check
 from verify.engine.drawing import seeded
@@ -527,7 +527,7 @@ def test_right_implementation_holds_under_every_law(
     spec: str, lacking: dict[str, str], worker: Worker, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     with Check(
-        Settings(spec, profile=Profile("few", 3, large=False), seed=7), [worker], Store(tmp_path_factory.mktemp("findings"))
+        Settings(spec, profile=Fewer("few", 2, large=False), seed=7), [worker], Store(tmp_path_factory.mktemp("findings"))
     ) as check:
         reports = check.run()
     assert {report.law: report.run or report.reason for report in reports if report.verdict is not Verdict.HOLDS} == lacking
