@@ -66,8 +66,8 @@ def key_of(case: Any) -> Key:
 class Palette:
     """The compile keys of a check, each as a case that has it; the seed decides which of them an example gets.
 
-    With `shapes`, an example gets the lengths of the entry too, and a law acts at one place of each entry. An example keeps its own
-    lengths if the law does not hold for those of the entry: tokens that lie far apart, for one, must be many.
+    With `shapes`, an example gets the lengths of the entry too, and a law acts at one place of each entry. Some laws need certain
+    lengths: tokens that lie far apart, for one, must be many. If the entry's lengths are no such lengths, an example keeps its own.
     """
 
     seed: int

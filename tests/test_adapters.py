@@ -35,14 +35,14 @@ FEWEST = Fewer("fewest", 1, large=False)
 
 
 def quick(case: Any) -> bool:
-    """Whether a case takes an interpreted kernel little time: at most two chunks of 64 a sequence, few heads and sequences."""
+    """Whether a case takes an interpreted kernel little time: at most six chunks of 64, counted for each head."""
     chunks = sum(-(-length // 64) for length in case.lengths)
-    return max(case.lengths) <= 70 and case.tokens <= 130 and chunks * getattr(case, "value_heads", 1) <= 6
+    return case.tokens <= 250 and chunks * getattr(case, "value_heads", 1) <= 6
 
 
 @pytest.fixture
 def small() -> Iterator[None]:
-    """Cases have at most three chunks. `test_law_holds` and `tox -e verify` ask longer ones."""
+    """Cases take little time. `test_law_holds` and `tox -e verify` ask larger ones."""
     with small_ones(quick):
         yield
 

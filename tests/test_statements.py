@@ -153,6 +153,21 @@ def test_each_case_has_its_own_lines() -> None:
         assert not second
 
 
+def test_sets_of_files_take_turns_and_keep_their_lines_apart() -> None:
+    """More sets than are kept, more cases of one than are kept, and the set of all files between them."""
+    other = str(pathlib.Path(library.__file__).with_name("no_such_file.py"))
+    sets = [frozenset([library.__file__, f"{other}{number}"]) for number in range(recording.KEPT + 1)]
+    for files in (*sets, *sets, *[sets[0], None] * (recording.CASES + 2), sets[1]):
+        with recording.recorded(files) as called, recording.called():
+            library.accepts(1)
+        with recording.recorded(frozenset([other])) as elsewhere, recording.called():
+            library.accepts(1)
+        with recording.recorded(files) as idle, recording.called():
+            pass
+        assert library.__file__ in called
+        assert library.__file__ not in {*elsewhere, *idle}
+
+
 def test_another_tracer_is_left_alone_and_the_report_says_so() -> None:
     sys.settrace(lambda frame, event, argument: None)
     try:
