@@ -39,6 +39,12 @@ def _known() -> "array.array[float]":
     return array.array("d", _table(torch.device("cpu")).numpy().tobytes())
 
 
+def prepare() -> None:
+    """Make the numbers for a CPU, 0.04 s of CPU time, so that processes forked from this one share them."""
+    _known()
+    _table(torch.device("cpu"), 2)
+
+
 @functools.cache
 def _cache_limit(device: torch.device) -> int:
     if device.type == "cpu":

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from verify.process.worker import Worker
 
 # A collection visits every object of the imported modules. By default that took 0.5 of 10.7 s in three files of tests.
-gc.set_threshold(20_000, 20, 20)
+gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.fixture(scope="session")

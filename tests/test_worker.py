@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.alone import told
 from tests.processes import alive, children, gone, opened
 from verify.execution import oracle_process
 from verify.execution.bench import AdapterBench
@@ -630,3 +631,10 @@ def test_garbage_is_not_looked_for_while_modules_are_imported_and_is_afterwards(
         importlib.import_module("no_such_module")
     assert gc.isenabled()
     assert gc.get_freeze_count() > frozen_count
+
+
+@pytest.mark.skipif(not fork_server.HERE, reason="processes are forked on Linux only")
+def test_what_a_first_case_needs_is_made_before_a_worker_is_forked() -> None:
+    assert told("from oracles import grids; told = [made.cache_info().currsize for made in (grids._known, grids._table)]") == [1, 2]
+    files = told("import inspect; told = sorted(inspect.modulesbyfile)")  # coverage has looked the files up
+    assert str(ROOT / "oracles" / "grids.py") in files

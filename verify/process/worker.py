@@ -38,7 +38,7 @@ STACK_BYTES = 1 << 16
 NOISE_BYTES = 1 << 26  # if a kernel prints more than this while it runs, the file is cut to nothing
 SERVICE = "verify.execution.service:answer"
 IMPORTS = (
-    "verify.execution.service",
+    "verify.execution.prepared",
     "torch.fx.experimental.symbolic_shapes",
 )  # the second is imported by torch's first backward pass
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # for interpreted kernels: an implementation that sees a GPU would launch its kernels there
