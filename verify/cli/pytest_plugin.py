@@ -99,9 +99,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize tests that use gdn_law with each pair of adapter and law. Bad options are a UsageError before anything runs."""
     if "gdn_law" not in metafunc.fixturenames:
         return
-    from properties.books import book_for
-    from verify.adapters.loader import AdapterError, check_spec
-    from verify.engine.profiles import PROFILES
+    from verify.process.fork_server import importing
+
+    with importing():
+        from properties.books import book_for
+        from verify.adapters.loader import AdapterError, check_spec
+        from verify.engine.check import Check  # noqa: F401 - items need it
+        from verify.engine.profiles import PROFILES
 
     config = metafunc.config
     marks = list(metafunc.definition.iter_markers("gdn_adapter"))

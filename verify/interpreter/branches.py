@@ -9,9 +9,10 @@ import ast
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 _MARK = "_gdn_verify_block"
+Node = TypeVar("Node", bound=ast.AST)
 Block = tuple[str, str]  # a function, as "module:name", and a block: its line, or line and column; "" for the function itself
 _blocks: list[Block] = []
 _numbers: dict[Block, int] = {}
@@ -32,8 +33,7 @@ def mark(tree: ast.Module, function: Any) -> None:
         marker.visit(statement)
     if marker.found:
         after_docstring = 1 if ast.get_docstring(body) is not None else 0
-        body.body.insert(after_docstring, ast.copy_location(ast.Expr(_call((key, ""))), body.body[0]))
-        ast.fix_missing_locations(tree)
+        body.body.insert(after_docstring, _located(ast.Expr(_call((key, ""))), body.body[0]))
         function.__globals__[_MARK] = _ran.add
 
 
@@ -63,6 +63,11 @@ def recorded() -> Iterator[dict[str, tuple[list[str], list[str]]]]:
                         those += [block[1]] if block in ran else []
 
 
+def _located(node: Node, place: ast.AST) -> Node:
+    """A new node, with the lines of `place` for itself and for what it holds. Triton has given all others theirs."""
+    return ast.fix_missing_locations(ast.copy_location(node, place))
+
+
 def _call(block: Block) -> ast.Call:
     """A call that records a block. It returns None."""
     if block not in _numbers:
@@ -89,11 +94,11 @@ class _Marker(ast.NodeVisitor):
         if not body or all(isinstance(statement, ast.Pass) for statement in body):
             return body
         self.found = True
-        return [ast.copy_location(ast.Expr(_call((self.key, str(body[0].lineno)))), body[0]), *body]
+        return [_located(ast.Expr(_call((self.key, str(body[0].lineno)))), body[0]), *body]
 
     def _computed(self, branch: ast.expr) -> ast.expr:
         if not any(isinstance(part, ast.Call | ast.BinOp | ast.Subscript) for part in ast.walk(branch)):
             return branch
         self.found = True
         call = _call((self.key, f"{branch.lineno}:{branch.col_offset}"))  # returns None, so `or` goes on to the branch
-        return ast.copy_location(ast.BoolOp(ast.Or(), [call, branch]), branch)
+        return _located(ast.BoolOp(ast.Or(), [call, branch]), branch)
