@@ -15,6 +15,7 @@ from properties.books import BOOKS
 from properties.path_laws import PATH_LAWS
 from properties.rule_laws import LAWS
 from tests.answering import Answering
+from tests.commands import VERIFY, Command
 from tests.processes import family, gone
 from tests.test_ranks import launch_words
 from verify.adapters import loader as adapter
@@ -32,8 +33,6 @@ from verify.ranks.torchrun import TorchrunGroup, launched
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RIGHT = f"{ROOT}/tests/right.py:Chunkwise"
 BROKEN = "zoo/ChangesBeta"
-BUFFERED = "what is buffered must be flushed inside main, where a broken pipe is caught"
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | {"PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture(autouse=True)
@@ -378,6 +377,7 @@ def test_exit_code_is_that_of_the_worst_verdict() -> None:
     assert exit_code(reports(Verdict.HOLDS, Verdict.UNKNOWN, Verdict.BROKEN)) == exits.BROKEN
 
 
+NO_SMALLER = "from verify.engine import explaining\nexplaining.SHRINK_RUNS = 0\n"  # other tests look for the smallest case
 BROKEN_AND_SLOW = """
 import time
 from verify.zoo.wrong_rules import AddsStateTwice
@@ -392,20 +392,18 @@ class Kernel(AddsStateTwice):
 @pytest.mark.slow
 def test_interrupt_prints_what_was_done_keeps_findings_and_leaves_no_process(tmp_path: pathlib.Path) -> None:
     (tmp_path / "kernel.py").write_text(BROKEN_AND_SLOW)
-    words = [sys.executable, "-m", "verify", "check", "kernel.py:Kernel", "--workers", "2", "--law", "recall", "--law", "norm"]
-    check = subprocess.Popen(
-        words, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert check.stdout is not None
-    lines = []
-    for line in check.stdout:
-        lines.append(line)
-        if "repeat       python" in line:
-            break
-    time.sleep(1.0)
-    pids = family(check.pid)
-    check.send_signal(signal.SIGINT)
-    out, err = check.communicate(timeout=30)
+    words = ["check", "kernel.py:Kernel", "--workers", "2", "--law", "recall", "--law", "norm"]
+    with Command(words, tmp_path, program=NO_SMALLER + VERIFY, imports=["verify.execution.service"]) as check:
+        assert check.stdout is not None
+        lines = []
+        for line in check.stdout:
+            lines.append(line)
+            if "repeat       python" in line:
+                break
+        time.sleep(1.0)
+        pids = family(check.pid)
+        check.send_signal(signal.SIGINT)
+        out, err = check.communicate(timeout=30)
     assert check.returncode == exits.INTERRUPTED, err
     assert "Traceback" not in err
     assert "interrupted: 1 broken, 1 not finished of 2 laws" in out
@@ -417,17 +415,14 @@ def test_interrupt_prints_what_was_done_keeps_findings_and_leaves_no_process(tmp
 
 @pytest.mark.slow
 def test_reader_that_goes_away_is_no_traceback(tmp_path: pathlib.Path) -> None:
-    words = ("check", RIGHT, "--law", "recall", "--workers", "1")
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", "verify", *words], cwd=tmp_path, env=ENVIRONMENT, stdout=write, stderr=subprocess.PIPE,
-        text=True, check=False, timeout=120,
-    )  # fmt: skip
-    os.close(write)
-    assert "Traceback" not in done.stderr
-    assert "Exception ignored" not in done.stderr
-    assert done.returncode in (exits.HOLDS, exits.UNDECIDED)
+    with Command(("check", RIGHT, "--law", "recall", "--workers", "1"), tmp_path, imports=[], stdout=write) as check:
+        os.close(write)
+        _, err = check.communicate(timeout=120)
+    assert "Traceback" not in err
+    assert "Exception ignored" not in err
+    assert check.returncode in (exits.HOLDS, exits.UNDECIDED)
 
 
 @pytest.mark.usefixtures("one_adapter")
@@ -449,10 +444,11 @@ def test_module_runs_from_any_directory_with_an_adapter_beside_it(tmp_path: path
     folder.mkdir()
     (folder / "neighbour.py").write_text("from tests.right import Chunkwise\n")
     (folder / "kernel.py").write_text("from neighbour import Chunkwise\nclass Kernel(Chunkwise):\n    pass\n")
-    command = [sys.executable, "-m", "verify", "repeat", "law=oracle adapter=elsewhere/kernel.py:Kernel lengths=3"]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=120)
-    assert (done.returncode, done.stderr) == (exits.HOLDS, "")
-    assert done.stdout.startswith("HOLDS")
+    words = ["repeat", "law=oracle adapter=elsewhere/kernel.py:Kernel lengths=3"]
+    with Command(words, tmp_path, imports=[]) as repeat:
+        out, err = repeat.communicate(timeout=120)
+    assert (repeat.returncode, err) == (exits.HOLDS, "")
+    assert out.startswith("HOLDS")
 
 
 def test_toolkit_that_fails_is_undecided_and_not_broken(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,12 +468,10 @@ def test_ranks_of_torchrun_end_with_the_command(
     """Rank 0, this process, draws and prints; the other follows and is let go at the end. Torchrun itself is in test_ranks.py."""
     _store, words = launch_words()
     command, rest = ["check", "gdn/layer", "--law", "exchange", "--profile", "few"], set[int]()
-    environment = ENVIRONMENT | words | {"RANK": "1", "LOCAL_RANK": "1", "OMP_NUM_THREADS": "1"}
+    environment = words | {"RANK": "1", "LOCAL_RANK": "1"}
     monkeypatch.setattr(torchrun, "_exit_on_sigterm", lambda: None)  # this process keeps its own handler
     monkeypatch.setattr(check_command, "launched", lambda: launched({**words, "RANK": "0", "LOCAL_RANK": "0"}))
-    with subprocess.Popen(
-        [sys.executable, "-m", "verify", *command], cwd=tmp_path, env=environment, stdout=-1, stderr=-1, text=True
-    ) as follower:
+    with Command(command, tmp_path, imports=[], environment=environment) as follower:
         close = TorchrunGroup.close
 
         def closing(group: TorchrunGroup) -> None:

@@ -1,0 +1,124 @@
+"""Commands in processes of their own, forked where torch is already imported: a new interpreter takes two seconds for that.
+
+A command leads its own process group and, but for the imported modules, is as `python -c PROGRAM` or `python -m verify` would be.
+Whatever it forks, its own server forks.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TextIO
+
+from verify.process import fork_server, worker
+from verify.process.worker import NO_GPU
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+VERIFY = "import runpy\nrunpy.run_module('verify', run_name='__main__', alter_sys=True)\n"
+BUFFERED = "PYTHONUNBUFFERED"
+
+
+class Command:
+    """A process that runs a program with some words, in a folder, with variables besides those of this process."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        folder: pathlib.Path,
+        *,
+        program: str = VERIFY,
+        imports: Iterable[str] | None = None,
+        environment: Mapping[str, str] | None = None,
+        stdout: int | None = None,
+    ) -> None:
+        """`imports` are what its own server imports for its workers, if not all that workers need.
+
+        Its stdout goes to the descriptor `stdout`, or else to the file `stdout` of this object, as its stderr goes to `stderr`.
+        """
+        asked = {
+            "words": list(words),
+            "folder": str(folder),
+            "program": program,
+            "imports": None if imports is None else list(imports),
+            "environment": dict(environment or {}),
+        }
+        # Those of every worker, or the server of this process could not fork it.
+        settings = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            BUFFERED: "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "PYTHONPATH": os.pathsep.join(dict.fromkeys([*(path or os.getcwd() for path in sys.path), str(ROOT)])),
+            **NO_GPU,
+        }
+        with contextlib.ExitStack() as theirs:
+
+            def pipe() -> tuple[TextIO, int]:
+                read, write = os.pipe()
+                theirs.callback(os.close, write)
+                return open(read), write
+
+            self.stderr, errors = pipe()
+            self.stdout, out = pipe() if stdout is None else (None, stdout)
+            self._process = fork_server.start(__name__, [json.dumps(asked)], [out, errors], settings, errors, worker.IMPORTS)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    def send_signal(self, number: int) -> None:
+        """Send the process a signal."""
+        self._process.signal(number)
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """The rest of its stdout and its stderr, when it has ended."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise
+        finally:
+            out = self.stdout.read() if self.stdout is not None else ""
+            err = self.stderr.read()
+            self.close()
+        return out, err
+
+    def close(self) -> None:
+        """End it, if it runs, and close its files."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        for file in (self.stdout, self.stderr):
+            if file is not None:
+                file.close()
+
+    def __enter__(self) -> "Command":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def main(words: Sequence[str]) -> None:
+    """In the forked process: the words are what is asked, and the descriptors of stdout and stderr."""
+    asked = json.loads(words[0])
+    for standard, descriptor in ((1, int(words[1])), (2, int(words[2]))):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
+    os.environ.pop(BUFFERED)
+    os.environ["PYTHONPATH"] = str(ROOT)
+    os.environ.update(asked["environment"])
+    os.chdir(asked["folder"])
+    sys.path.insert(0, asked["folder"])
+    sys.argv[1:] = asked["words"]
+    if asked["imports"] is not None:
+        worker.IMPORTS = tuple(asked["imports"])
+    exec(compile(asked["program"], "<program>", "exec"), {"__name__": "__main__"})
