@@ -77,6 +77,14 @@ class Command:
         """Send the process a signal."""
         self._process.signal(number)
 
+    def wait(self, timeout: float) -> int:
+        """Wait for its end and return its exit code."""
+        return self._process.wait(timeout)
+
+    def kill(self) -> None:
+        """Kill it and what it has started."""
+        self._process.kill()
+
     def communicate(self, timeout: float) -> tuple[str, str]:
         """The rest of its stdout and its stderr, when it has ended."""
         try:

@@ -7,8 +7,6 @@ import pathlib
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -18,6 +16,7 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from tests.commands import Command
 from tests.processes import alive, gone, opened
 from verify.execution.service import answer
 from verify.process.messages import Describe, Join, Question
@@ -247,10 +246,10 @@ def test_closing_from_another_thread_ends_a_busy_group_at_once() -> None:
         assert gone(before, 0.0)
 
 
+# Of servers that fork one rank or two: no rank needs more here.
+RANKS_IMPORT = ["tests.faulty_ranks"]
 HOLDER = """
 import sys
-from verify.process import worker
-worker.IMPORTS = ("tests.faulty_ranks",)  # no rank needs more here
 from verify.ranks.group import RankGroup
 for size in (2, 1):
     try:
@@ -266,9 +265,8 @@ for size in (2, 1):
 @pytest.mark.slow
 def test_no_rank_outlives_its_supervisor(tmp_path: pathlib.Path) -> None:
     """Whether it is interrupted and ends them, or killed and they notice."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PIDS": str(tmp_path)}
     earlier = set[int]()
-    with subprocess.Popen([sys.executable, "-c", HOLDER, FAULTY], env=environment, stdout=-1, stderr=-3, text=True) as holder:
+    with Command([FAULTY], ROOT, program=HOLDER, imports=RANKS_IMPORT, environment={"PIDS": str(tmp_path)}) as holder:
         assert holder.stdout is not None
         for how, size in ((signal.SIGINT, 2), (signal.SIGKILL, 1)):
             assert holder.stdout.readline() == "ready\n"
@@ -288,11 +286,13 @@ def test_no_rank_outlives_its_supervisor(tmp_path: pathlib.Path) -> None:
 
 PROGRAM = """
 import json, sys
-from verify.process import worker
-worker.IMPORTS = ("tests.faulty_ranks",)  # no rank needs more here
-from verify.ranks import collectives as comm, group as ranks, torchrun
-from verify.ranks.torchrun import TorchrunGroup, follow, launched
-from verify.process.worker import WorkerLost
+from verify.process.fork_server import importing
+with importing():
+    from verify.process import worker
+    from verify.process.worker import WorkerLost
+    from verify.ranks import group as ranks, torchrun
+    from verify.ranks.torchrun import TorchrunGroup, follow, launched
+worker.IMPORTS = ("tests.faulty_ranks",)
 ranks.GRACE_S, torchrun.SILENT_S = 0.5, 3.0
 launch, serves = launched(), "tests.faulty_ranks:answer"
 if launch.rank:
@@ -307,18 +307,15 @@ with TorchrunGroup(launch, serves=serves) as group:
         print(json.dumps({"planted": fault, **said}), flush=True)
 """
 
+TORCHRUN = "import runpy\nrunpy.run_module('torch.distributed.run', run_name='__main__', alter_sys=True)\n"
 
-def under_torchrun(tmp_path: pathlib.Path, *faults: str) -> "subprocess.Popen[str]":
+
+def under_torchrun(tmp_path: pathlib.Path, *faults: str) -> Command:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     (tmp_path / "pids").mkdir()
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program), *faults],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PIDS": str(tmp_path / "pids"), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words = ["--standalone", "--nproc-per-node", "2", str(program), *faults]
+    return Command(words, ROOT, program=TORCHRUN, environment={"PIDS": str(tmp_path / "pids")})
 
 
 def started(tmp_path: pathlib.Path) -> list[int]:
@@ -335,7 +332,7 @@ def test_torchrun_survives_what_a_rank_does_and_leaves_no_worker_though_one_hold
         replies = [json.loads(job.stdout.readline()) for _ in faults]
         time.sleep(0.2)
         assert sum(map(alive, started(tmp_path))) == 2
-        job.terminate()
+        job.send_signal(signal.SIGTERM)
         job.communicate(timeout=20)
         late.cancel()
     assert [reply.pop("planted") for reply in replies] == faults
@@ -373,10 +370,10 @@ def test_supervisors_without_a_pulse_are_missed_by_those_who_need_them(
     monkeypatch.setattr(torchrun, "SILENT_S", 3.0)
     _store, words = launch_words()
     (tmp_path / "pids").mkdir()
-    env = {**os.environ, **words, "RANK": "1", "LOCAL_RANK": "1", "PYTHONPATH": str(ROOT), "PIDS": str(tmp_path / "pids")}
+    environment = {**words, "RANK": "1", "LOCAL_RANK": "1", "PIDS": str(tmp_path / "pids")}
     launch = launched({**words, "RANK": "0", "LOCAL_RANK": "0"})
     assert launch is not None
-    follower = subprocess.Popen([sys.executable, "-c", PROGRAM], env=env, stderr=subprocess.PIPE, text=True)
+    follower = Command([], ROOT, program=PROGRAM, environment=environment)
     with follower, TorchrunGroup(launch, serves=FAULTY) as group:
         assert group.ask(FINE)["verdict"] == "holds"
         threading.Timer(1.5, follower.send_signal, [signal.SIGSTOP]).start()  # it has shown a pulse by then
