@@ -1,11 +1,8 @@
 """A check counts what it saw, repeats itself, survives what kernels do, and says of itself when it could not decide."""
 
 import dataclasses
-import os
 import pathlib
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +21,7 @@ from properties.rule_laws import LAWS
 from properties.strategies import Example
 from properties.trace_domain import TraceDomain
 from tests.answering import Answering
+from tests.commands import Command
 from verify.adapters import loader
 from verify.adapters.loader import AdapterError
 from verify.adapters.packages import installed
@@ -260,12 +258,15 @@ def test_oracle_that_raises_is_unknown_and_not_the_kernels_fault(monkeypatch: py
 def test_a_failure_of_ours_has_its_place_in_a_checkout_behind_a_link(tmp_path: pathlib.Path) -> None:
     (tmp_path / "link").symlink_to(pathlib.Path(__file__).resolve().parent.parent)
     program = (
+        "import sys\nsys.path.insert(0, 'link')\n"
+        "ours = ('oracles', 'properties', 'verify')\n"
+        "for name in [name for name in sys.modules if name.partition('.')[0] in ours]:\n    del sys.modules[name]\n"
         "from oracles.operations import OPERATIONS\nfrom verify.execution.judging import faulted\n"
         "try:\n    OPERATIONS['l2norm'].check(None)\nexcept Exception as error:\n    print(faulted(error).fault)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "link")}
-    done = subprocess.run([sys.executable, "-P", "-c", program], env=environment, check=True, capture_output=True, text=True)
-    assert re.fullmatch(r"\w+ at oracles/operation.py:\d+ in \w+\n", done.stdout), done.stdout
+    with Command([], tmp_path, program=program + "import verify\nprint(verify.__file__)\n") as done:
+        out, _ = done.communicate(timeout=60)
+    assert re.fullmatch(r"\w+ at oracles/operation.py:\d+ in \w+\n.*/link/verify/__init__.py\n", out), out
 
 
 class Failing(Answering):

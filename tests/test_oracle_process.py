@@ -7,8 +7,6 @@ import contextlib
 import os
 import pathlib
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +19,7 @@ from torch import Tensor
 from oracles.bound import Bound
 from oracles.operation import Inputs
 from properties.cases.path_case import ParallelCase
+from tests.commands import Command
 from tests.processes import gone
 from tests.test_ranks import OFF, RAISED, SPINS, Rank, dump, of
 from verify.adapters.gdn.adapter import GdnLayer
@@ -351,15 +350,14 @@ def test_it_ends_with_a_killed_rank_in_the_middle_of_a_case() -> None:
         ticks = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11]
         return int(ticks) / os.sysconf("SC_CLK_TCK")
 
-    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-c", ALONE], env=variables, stdout=subprocess.PIPE, text=True) as rank:
+    with Command([], ROOT, program=ALONE) as rank:
         assert rank.stdout is not None
         pid = int(rank.stdout.readline())
         start = seconds(pid)
         while seconds(pid) < start + 0.3:  # it is at work, and never done
             time.sleep(0.02)
-        rank.kill()
-        rank.wait()
+        rank.send_signal(signal.SIGKILL)
+        rank.wait(10.0)
         ended = gone([pid], 2.0)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

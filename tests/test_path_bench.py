@@ -69,16 +69,23 @@ SMALLEST = {
 
 
 @functools.cache
+def drawn(law: str) -> tuple[Example, ...]:
+    """As many cases as the default profile has. All mutants have one domain."""
+    examples: list[Example] = []
+    seeded(PATH_LAWS[law].draw(DOMAIN), 0, CASES, examples.append)
+    return tuple(examples)
+
+
+@functools.cache
 def kill(mutant: type[PathAdapter], law: str) -> tuple[Run, Outcome] | None:
     """A broken run of a mutant among as many cases as the default profile has.
 
     Those in float32 run first, because a wrong result is far over their tolerance, and needs no second look. Of them, and of the
     others, short ones run first, because they take less.
     """
-    examples: list[Example] = []
-    seeded(PATH_LAWS[law].draw(DOMAIN), 0, CASES, examples.append)
+    examples = drawn(law)
     if mutant in (paths.LosesTheSecondChunk, paths.SecondChunkEndsEarly):
-        examples = [x for x in examples if x.case.cp > 1 and x.case.tokens >= 2 * DOMAIN.chunk * x.case.cp]
+        examples = tuple(x for x in examples if x.case.cp > 1 and x.case.tokens >= 2 * DOMAIN.chunk * x.case.cp)
     for example in sorted(examples, key=lambda example: (example.case.dtype != "fp32", example.case.tokens)):
         run = Run(law, f"zoo/{mutant.__name__}", example)
         outcome = execute(run)
