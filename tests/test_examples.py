@@ -1,11 +1,15 @@
 """The files in examples/ do what their docstrings say. The commands here run fewer cases."""
 
 import pathlib
+from collections.abc import Iterator
 
 import pytest
 
 from tests.test_pytest_plugin import Suite
+from verify.cli import check_command
 from verify.cli import main as cli
+from verify.process import worker as process
+from verify.process.worker import Worker
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples"
@@ -58,6 +62,20 @@ EXAMPLES: dict[str, tuple[str, tuple[str, ...], int, str]] = {
 }
 
 
+class Shared(Worker):
+    """One for all commands, which do not end it. It imports Triton and torch's compiler once, which takes two seconds each."""
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Worker]:
+    worker = Shared()
+    yield worker
+    Worker.close(worker)
+
+
 def test_every_example_is_run() -> None:
     assert sorted(EXAMPLES) == sorted(file.name for file in FOLDER.glob("*.py"))
 
@@ -70,12 +88,15 @@ def test_an_example_does_what_its_docstring_says(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
+    shared: Worker,
 ) -> None:
     command, more, code, line = EXAMPLES[name]
     assert f"\n    {command}\n" in (FOLDER / name).read_text()
     program, *words = command.split()
     more += {"check": ("--findings", str(tmp_path), "--workers", "1"), "zoo": ("--workers", "1")}.get(words[0], ())
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(check_command, "workers_of", lambda *_: [shared])
+    monkeypatch.setattr(process, "Worker", lambda **_: shared)  # the plugin's
     # All in this process, which has imported torch.
     if program == "gdn-verify":
         assert cli.main([*words, *more]) == code, capfd.readouterr()
