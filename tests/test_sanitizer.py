@@ -26,6 +26,9 @@ from verify.findings.store import Store
 from verify.gpu import device as devices
 from verify.process.messages import Question, Refuse, RunMany, RunOne, Watched
 from verify.process.outcome import Verdict
+from verify.process.worker import Worker
+
+SLOW_FIXTURES = ("worker_under_it",)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RIGHT = f"{ROOT}/tests/right.py:Chunkwise"
@@ -46,11 +49,12 @@ child = subprocess.Popen(words[end + 1 :], close_fds="{fault}" == "closes")
 count = 0
 while child.poll() is None:
     for line in done.readlines():
-        time.sleep(float("{late_s}"))
+        name, late_s = line.split()
+        time.sleep(float(late_s))
         count += 1
         log.write(
             "========= Invalid __global__ read of size 4 bytes\\n"
-            f"=========     at {{line.strip()}}+0xb0 in kernels.py:12\\n"
+            f"=========     at {{name}}+0xb0 in kernels.py:12\\n"
             "=========     by thread (5,0,0) in block (1,0,0)\\n"
             "=========     Address 0x7f0000001000 is out of bounds\\n"
             "=========     and is 1 bytes after the nearest allocation at 0x7f0000000000 of size 4,096 bytes\\n"
@@ -72,79 +76,88 @@ class Kernel(Chunkwise):
         if x.q.shape[1] > 20 and self.often:
             Kernel.often = {often}
             with open(os.environ["GDN_VERIFY_SANITIZER_LOG"] + ".done", "a") as file:
-                file.write("reads_on\\n")
+                file.write("reads_on {late_s}\\n")
         return super().run(x)
 """
 
 
-def fake(folder: pathlib.Path, *, fault: str = "", late_s: float = 0.0) -> str:
+def fake(folder: pathlib.Path, *, fault: str = "") -> str:
     """A program that stands in for compute-sanitizer."""
     path = folder / "compute-sanitizer"
-    path.write_text(FAKE.format(python=sys.executable, fault=fault, late_s=late_s))
+    path.write_text(FAKE.format(python=sys.executable, fault=fault))
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return str(path)
 
 
-@contextlib.contextmanager
-def sanitized(folder: pathlib.Path, spec: str, law: str, *, late_s: float = 0.0) -> Iterator[LawReport]:
-    with Sanitizer("memcheck", fake(folder, late_s=late_s)) as sanitizer, sanitizer.worker(20.0, "cpu") as worker:
+@pytest.fixture(scope="module")
+def worker_under_it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    """One for several tests. Who runs under another program cannot be forked, and imports torch."""
+    program = fake(tmp_path_factory.mktemp("sanitizer"))
+    with Sanitizer("memcheck", program) as sanitizer, sanitizer.worker(20.0, "cpu") as worker:
         sanitizer.prove(worker)
-        store = Store(folder / "findings")
-        with Check(Settings(spec, [law], Profile("some", 12), 0, under="--sanitize memcheck"), [worker], store) as check:
-            (report,) = check.run()
-        yield report
+        yield worker
 
 
-def kernel(folder: pathlib.Path, *, often: bool = True) -> str:
-    (folder / "kernel.py").write_text(READS_ON.format(often=often))
+def sanitized(worker: Worker, folder: pathlib.Path, spec: str, law: str) -> LawReport:
+    store = Store(folder / "findings")
+    with Check(Settings(spec, [law], Profile("some", 12), 0, under="--sanitize memcheck"), [worker], store) as check:
+        (report,) = check.run()
+    return report
+
+
+def kernel(folder: pathlib.Path, *, often: bool = True, late_s: float = 0.0) -> str:
+    (folder / "kernel.py").write_text(READS_ON.format(often=often, late_s=late_s))
     return f"{folder / 'kernel.py'}:Kernel"
 
 
 @pytest.mark.slow
-def test_what_it_reports_breaks_the_law_and_is_shrunk(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_reports_breaks_the_law_and_is_shrunk(
+    worker_under_it: Worker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(explaining, "SHRINK_RUNS", 10)  # each waits for the log
-    with sanitized(tmp_path, kernel(tmp_path), "pure") as report:
-        assert report.verdict is Verdict.BROKEN
-        finding = report.findings[0]
-        assert finding.output == "sanitizer"
-        assert finding.what.startswith("read out of bounds in kernel reads_on: 4 bytes of global memory")
-        assert "at reads_on+0xb0 in kernels.py:12" in finding.worst
-        assert "1 bytes after the nearest allocation" in finding.worst
-        assert 21 <= max(Run.parse(report.run).example.case.lengths) < max(Run.parse(report.first_run).example.case.lengths)
-        from verify.findings.report import failure
+    report = sanitized(worker_under_it, tmp_path, kernel(tmp_path), "pure")
+    assert report.verdict is Verdict.BROKEN
+    finding = report.findings[0]
+    assert finding.output == "sanitizer"
+    assert finding.what.startswith("read out of bounds in kernel reads_on: 4 bytes of global memory")
+    assert "at reads_on+0xb0 in kernels.py:12" in finding.worst
+    assert "1 bytes after the nearest allocation" in finding.worst
+    assert 21 <= max(Run.parse(report.run).example.case.lengths) < max(Run.parse(report.first_run).example.case.lengths)
+    from verify.findings.report import failure
 
-        text = failure(report)
-        assert "  sanitizer: read out of bounds in kernel reads_on: 4 bytes of global memory" in text
-        assert f'repeat --sanitize memcheck "{report.run}"' in text
-        assert '"stage": "found"' in (tmp_path / "findings" / "findings.jsonl").read_text()
-
-
-@pytest.mark.slow
-def test_a_right_kernel_holds_under_it_and_several_at_once_are_told_apart(tmp_path: pathlib.Path) -> None:
-    with Sanitizer("memcheck", fake(tmp_path)) as sanitizer, sanitizer.worker(20.0, "cpu") as worker:
-        sanitizer.prove(worker)
-        with Check(Settings(RIGHT, ["recall"], Profile("few", 6), 0), [worker], Store(tmp_path / "a")) as check:
-            (report,) = check.run()
-        assert report.verdict is Verdict.HOLDS
-        spec = kernel(tmp_path)
-        runs = [Run.parse(f"law=pure adapter={spec} lengths={length} backward=no") for length in (9, 30, 12)]
-        outcomes = list(ask_all(runs, worker, Store(tmp_path / "b")))
-        assert [outcome.verdict for outcome in outcomes] == [Verdict.HOLDS, Verdict.BROKEN, Verdict.HOLDS]
-        assert worker.ask(RunOne(f"law=oracle adapter={spec} lengths=3 state=nonsense"))["verdict"] == "unknown"
-        assert worker.ask(RunOne("law=oracle adapter=gone.py:Kernel lengths=3")).keys() == {"error"}
+    text = failure(report)
+    assert "  sanitizer: read out of bounds in kernel reads_on: 4 bytes of global memory" in text
+    assert f'repeat --sanitize memcheck "{report.run}"' in text
+    assert '"stage": "found"' in (tmp_path / "findings" / "findings.jsonl").read_text()
 
 
 @pytest.mark.slow
-def test_a_report_that_is_not_given_again_blames_no_case(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_right_kernel_holds_under_it_and_several_at_once_are_told_apart(worker_under_it: Worker, tmp_path: pathlib.Path) -> None:
+    worker = worker_under_it
+    with Check(Settings(RIGHT, ["recall"], Profile("few", 6), 0), [worker], Store(tmp_path / "a")) as check:
+        (report,) = check.run()
+    assert report.verdict is Verdict.HOLDS
+    spec = kernel(tmp_path)
+    runs = [Run.parse(f"law=pure adapter={spec} lengths={length} backward=no") for length in (9, 30, 12)]
+    outcomes = list(ask_all(runs, worker, Store(tmp_path / "b")))
+    assert [outcome.verdict for outcome in outcomes] == [Verdict.HOLDS, Verdict.BROKEN, Verdict.HOLDS]
+    assert worker.ask(RunOne(f"law=oracle adapter={spec} lengths=3 state=nonsense"))["verdict"] == "unknown"
+    assert worker.ask(RunOne("law=oracle adapter=gone.py:Kernel lengths=3")).keys() == {"error"}
+
+
+@pytest.mark.slow
+def test_a_report_that_is_not_given_again_blames_no_case(
+    worker_under_it: Worker, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may have come late, and be about the case before."""
     monkeypatch.setattr(
         "verify.engine.asking._cost", lambda *_: ("slow", False)
     )  # the one report would come while the cost is measured
-    with sanitized(tmp_path, kernel(tmp_path, often=False), "pure", late_s=0.3) as report:
-        assert report.verdict is Verdict.UNKNOWN
-        assert "read out of bounds in kernel reads_on" in report.reason
-        assert "but not again when it was run again" in report.reason
-        assert '"stage": "found once"' in (tmp_path / "findings" / "findings.jsonl").read_text()
+    report = sanitized(worker_under_it, tmp_path, kernel(tmp_path, often=False, late_s=0.3), "pure")
+    assert report.verdict is Verdict.UNKNOWN
+    assert "read out of bounds in kernel reads_on" in report.reason
+    assert "but not again when it was run again" in report.reason
+    assert '"stage": "found once"' in (tmp_path / "findings" / "findings.jsonl").read_text()
 
 
 @pytest.mark.parametrize(
