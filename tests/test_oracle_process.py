@@ -4,6 +4,7 @@ This file is also what the ranks of its tests serve, and has the paths that they
 """
 
 import contextlib
+import functools
 import os
 import pathlib
 import signal
@@ -124,6 +125,12 @@ def refused(name: str) -> dict[str, Any]:
     return {"raised": "", **told()}
 
 
+@functools.cache
+def bounds_of_layer() -> dict[str, Bound]:
+    """Once in a rank, for all that is told instead of them."""
+    return work("layer").bounds()
+
+
 def misled(rubbish: str) -> dict[str, Any]:
     """The bounds, where a process has written this instead of its answer."""
     beside = Beside()
@@ -133,7 +140,7 @@ def misled(rubbish: str) -> dict[str, Any]:
     os.close(to)
     beside._from.close()
     beside._from = open(source, "rb")  # noqa: SIM115 - the process beside closes it
-    return {"same": same(asked(), work("layer").bounds()), "ended": gone([beside.pid], 0.0) and beside._to < 0}
+    return {"same": same(asked(), bounds_of_layer()), "ended": gone([beside.pid], 0.0) and beside._to < 0}
 
 
 class NoNumbers(Beside):
