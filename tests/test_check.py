@@ -370,7 +370,7 @@ def known(line: str, where: str, **more: object) -> Known:
 def test_known_defect_is_reported_and_fails_nothing(workers: list[Worker], store: Store) -> None:
     spec = "zoo/AddsStateTwice"
     defect = known(f"law=recall adapter={spec} lengths=2 gate=forever beta=one values=one_hot scale=one", "state=none")
-    profile = Profile("more", 40)
+    profile = Profile("more", 24)
     (report,) = checked(spec, ["recall"], workers, store, defects=[defect], profile=profile)
     assert report.verdict is Verdict.HOLDS, report
     assert report.counts[Verdict.KNOWN] > 0
@@ -397,12 +397,12 @@ def test_defect_on_file_explains_nothing_beyond_its_words(workers: list[Worker],
 @pytest.mark.slow
 def test_known_defect_that_no_longer_fails_is_said(workers: list[Worker], store: Store) -> None:
     defect = known(f"law=oracle adapter={RIGHT} lengths=3", "seed=0 gate=saturated")
-    (report,) = checked(RIGHT, ["oracle"], workers, store, defects=[defect], profile=Profile("three", 3))
+    (report,) = checked(RIGHT, ["oracle"], workers, store, defects=[defect], profile=Profile("one", 1))
     assert report.verdict is Verdict.HOLDS
     (line,) = report.known
     assert line.startswith("known defect NO LONGER FAILS, remove it from known_defects.toml: ")
     elsewhere = dataclasses.replace(defect, somewhere=True)
-    (report,) = checked(RIGHT, ["oracle"], workers, store, defects=[elsewhere], profile=Profile("three", 3))
+    (report,) = checked(RIGHT, ["oracle"], workers, store, defects=[elsewhere], profile=Profile("one", 1))
     (line,) = report.known
     assert line.startswith("known defect, not shown on this processor: ")
 
