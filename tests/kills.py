@@ -27,7 +27,7 @@ from verify.findings.store import Store
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker
 
-SMALL = dataclasses.replace(PROFILES["quick"], large=False)  # of rows that are not shrunk; large cases take long
+SMALL = dataclasses.replace(PROFILES["quick"], large=False)  # large cases take long
 SHRUNK = 16  # the case of one row in so many is shrunk, because that takes longer than the rest
 
 
@@ -104,11 +104,11 @@ def _examples(law: str, domain: Any, seed: int, count: int) -> list[Example]:
     return sorted((example for batch in drawn for example in batch), key=_takes_long)
 
 
-def _takes_long(example: Example) -> tuple[bool, bool]:
-    """Whether the dtype is a half one, in which few errors are so large that no second look is needed; whether the case is wide."""
+def _takes_long(example: Example) -> tuple[bool, int]:
+    """Whether the dtype is a half one, in which few errors are so large that no second look is needed; and the case's size."""
     case = example.case
-    numbers = case.tokens * math.prod(getattr(case, name, 1) for name in ("key_dim", "value_dim", "width"))
-    return case.dtype != "fp32", numbers > 2**15
+    numbers = case.tokens * math.prod(getattr(case, name, 1) for name in ("value_heads", "key_dim", "value_dim", "width", "hidden"))
+    return case.dtype != "fp32", (numbers > 2**13) + (numbers > 2**16)
 
 
 @contextlib.contextmanager
@@ -137,10 +137,11 @@ def small_ones(fits: Callable[[Any], bool]) -> Iterator[None]:
         yield
 
 
-def assert_killed_alone(name: str, kill: Kill, worker: Worker, folder: pathlib.Path) -> LawReport:
+def assert_killed_alone(spec: str, kill: Kill, worker: Worker, folder: pathlib.Path) -> LawReport:
     """The report of the law in the default profile: broken, its case small, and both of its lines kept.
 
-    Where the case is not shrunk, no case is large (tests/test_sizes.py is about those), and those that take long come last.
+    `spec` is an adapter, or the name of one in the zoo. No case is large (tests/test_sizes.py is about those), and those that take
+    long come last.
 
     Shrinking ends when the case is small enough. What else gets simpler, whether larger cases hold, and what an adapter might
     declare, is tested elsewhere.
@@ -149,13 +150,11 @@ def assert_killed_alone(name: str, kill: Kill, worker: Worker, folder: pathlib.P
     with (
         mock.patch.object(explaining, "shrink", functools.partial(shrunk_until, kill)),
         unexplained(explaining.SHRINK_RUNS if kill.shrinks else 0),
-        contextlib.nullcontext() if kill.shrinks else quick_first(short=kill.short),
-        Check(
-            Settings(f"zoo/{name}", [kill.law], PROFILES["quick"] if kill.shrinks else SMALL), [worker], store, defects=[]
-        ) as check,
+        quick_first(short=kill.short),
+        Check(Settings(spec if ":" in spec else f"zoo/{spec}", [kill.law], SMALL), [worker], store, defects=[]) as check,
     ):
         (report,) = check.run()
-    assert report.verdict is Verdict.BROKEN, f"{kill.law} lets {name} live: {report.counts}"
+    assert report.verdict is Verdict.BROKEN, f"{kill.law} lets {spec} live: {report.counts}"
     assert not kill.shrinks or kill.small(Run.parse(report.run).example.case), report.run
     findings = (store.folder / "findings.jsonl").read_text()
     assert report.run in findings
