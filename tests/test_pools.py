@@ -30,7 +30,7 @@ from properties.pool_domain import PoolDomain
 from properties.pool_laws import POOL_LAWS
 from properties.strategies import Example
 from tests import right
-from tests.kills import Fewer, Kill, assert_killed_alone, rows
+from tests.kills import Fewer, Kill, assert_killed_alone, rows, unexplained
 from verify.adapters import blocks, fla_decode
 from verify.engine.check import Check
 from verify.engine.drawing import seeded
@@ -509,7 +509,7 @@ def test_what_one_law_alone_sees_the_oracle_does_not(
 ) -> None:
     store = Store(tmp_path_factory.mktemp("findings"))
     others = [name for name in ("oracle", "requests") if name != SEEN_BY_ONE_LAW[animal]]
-    with Check(Settings(f"zoo/{animal.__name__}", others, Profile("p", 4, large=False)), [worker], store, defects=[]) as check:
+    with Check(Settings(f"zoo/{animal.__name__}", others, Fewer("few", 4, large=False)), [worker], store, defects=[]) as check:
         assert {report.verdict for report in check.run()} == {Verdict.HOLDS}
 
 
@@ -752,6 +752,7 @@ def test_shrunk_case_is_simple_but_for_what_fails() -> None:
 def test_without_a_gpu_tensors_are_filled_again_and_no_graph_is_captured(
     name: str, verdict: Verdict, worker: Worker, tmp_path: pathlib.Path
 ) -> None:
-    with Check(Settings(f"tests/right.py:{name}", ["refill"], Profile("short", 8)), [worker], Store(tmp_path)) as check:
+    settings = Settings(f"tests/right.py:{name}", ["refill"], Profile("short", 8, large=False))
+    with unexplained(), Check(settings, [worker], Store(tmp_path)) as check:
         (report,) = check.run()
     assert report.verdict is verdict, report
