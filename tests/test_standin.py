@@ -20,6 +20,7 @@ from properties.books import book_of
 from properties.path_domain import PathDomain
 from properties.path_laws import PATH_LAWS
 from properties.strategies import Example
+from properties.trace_domain import TraceDomain
 from properties.trace_laws import TRACE_LAWS
 from tests import right, standin
 from verify.adapters.loader import AdapterError
@@ -432,8 +433,8 @@ try:
 except AdapterError as error:  # the rules above need none of it
     LEFT_OUT = str(error)
 FIELDS = {"ranks": 4, "exchange_ranks": 8}  # smaller meshes
-TOKENS = {"recurrent": 32}  # at most: implementations that go token by token would take most of the time
-MOST = 130  # tokens of the others: two chunks of 64 and a part of a third, as of which more only take longer
+TOKENS = {"recurrent": 12}  # at most: implementations that go token by token would take most of the time
+MOST = 70  # tokens of the others: a chunk of 64 and a part of a second, as of which more only take longer
 # One of each book is asked every law. The others are asked the laws whose calls differ from operation to operation.
 EVERY = ("rule", "conv", "pool", "layer", PATH)
 SOME = (
@@ -472,7 +473,8 @@ def outcomes(name: str, law: str, count: int, monkeypatch: pytest.MonkeyPatch, d
     domain = dataclasses.replace(domain, **FIELDS) if isinstance(domain, PathDomain) else domain
     found: list[tuple[Run, Outcome]] = []
 
-    few, examples = TOKENS.get(adapter.algorithm, MOST), list[Example]()
+    few = MOST if isinstance(domain, TraceDomain) else TOKENS.get(adapter.algorithm, MOST)  # few traces have so few tokens
+    examples = list[Example]()
     seeded(book_of(domain).laws[law].draw(domain).filter(lambda example: example.case.tokens <= few), 1, 4 * count, examples.append)
     for example in sorted(examples, key=turn):
         if len(found) < count or all(outcome.verdict is Verdict.BLIND for _, outcome in found):
