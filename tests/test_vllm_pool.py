@@ -28,7 +28,7 @@ LINE = (
 )
 PLAIN = LINE.replace("v4:a2,b4", "v1:a1,b1").replace("v2:d1,_,b2", "d:d,_,b")
 # A preempted request decodes before its prompt is complete again.
-EARLY = "op=serving trace=p:a4/v1:a1/r:a/p:a1/v2:a2/d:a slots=1 pad=0 value_dim=16 dtype=bf16 indices=int32"
+EARLY = "op=serving trace=p:a4/v1:a1/r:a/p:a1/v2:a2/d:a slots=1 pad=0 value_dim=16 gate=10 dtype=bf16 indices=int32"
 # Laws of one line only. What a process keeps shows after any call, so the shortest line is enough.
 ASKED = {"dropped": (LINE,), "renamed": (LINE,), "history": (EARLY,)}
 # For each planted fault, the law that finds it.
