@@ -102,11 +102,13 @@ def animals() -> Mapping[str, Animal]:
     return found
 
 
+@functools.cache
 def by_spec() -> Mapping[str, Kind]:
     """Every adapter of the zoo, right and wrong, by its adapter name."""
     return {**rights(), **{animal.spec: animal.kind for animal in animals().values()}}
 
 
+@functools.cache
 def rights() -> Mapping[str, Kind]:
     """The right implementations from which animals are derived, by adapter name. A case that rejects them too is no kill."""
     found = (right_of(animal.kind) for animal in animals().values())
