@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib
 import itertools
@@ -12,6 +13,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -59,13 +61,22 @@ DOMAINS: dict[str, Any] = {
 }
 SMALLEST = ("everything", "convolutions", "layers")  # also asked with a palette of one key, and what laws need beside it
 PALETTES: dict[tuple[str, int, int], Palette] = {}
+SAMPLES: dict[tuple[str, int, int], list[Example]] = {}
 
 
 def palette_of(name: str, size: int = palette.SIZE, seed: int = 5) -> Palette:
-    """The palette of a domain, drawn once."""
+    """The palette of a domain, drawn once. Palettes of other sizes see the same samples of the laws, which are drawn once too."""
     if (name, size, seed) not in PALETTES:
-        PALETTES[name, size, seed] = draw_palette(DOMAINS[name], seed, size)
+        with mock.patch.object(palette, "sample", functools.partial(sampled, name)):
+            PALETTES[name, size, seed] = draw_palette(DOMAINS[name], seed, size)
     return PALETTES[name, size, seed]
+
+
+def sampled(name: str, strategy: st.SearchStrategy[Example], seed: int, count: int) -> list[Example]:
+    """What `sample` returns. The seed depends on the law."""
+    if (name, seed, count) not in SAMPLES:
+        SAMPLES[name, seed, count] = sample(strategy, seed, count)
+    return SAMPLES[name, seed, count]
 
 
 def laws_of(domain: Any) -> list[Law]:
@@ -134,10 +145,10 @@ def test_without_reach_examples_are_those_drawn_before_it_was_there(law: str, se
 @pytest.mark.slow
 def test_some_wide_keys_and_values_do_not_fill_their_last_block() -> None:
     """A key of 192 channels fills three blocks of 64, and one of 256 four: a mask of the fourth block needs a width between."""
-    drawn = [example.case for example in plainly(LAWS["oracle"].draw(Domain()), 0, 400)]
+    drawn = [example.case for example in sample(LAWS["oracle"].draw(Domain()), 0, 800)]
     for widths in ({case.key_dim for case in drawn}, {case.value_dim for case in drawn}):
         assert widths >= {*UNEVEN, 160, 192, 256}
-    step = [example.case for example in plainly(LAWS["oracle"].draw(Domain(width_step=8)), 0, 100)]
+    step = [example.case for example in sample(LAWS["oracle"].draw(Domain(width_step=8)), 0, 100)]
     assert {case.key_dim for case in step} & {*UNEVEN} == {200}
 
 
@@ -309,7 +320,7 @@ def again(draw: Callable[[int], Palette]) -> bool:
 @pytest.mark.slow
 def test_palette_depends_on_nothing_but_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     def draw(seed: int) -> Palette:
-        return draw_palette(EVERY, seed, laws=("oracle", "cut"))
+        return draw_palette(EVERY, seed, 6, laws=("cut",))
 
     assert again(draw)
     assert draw(9) != draw(10)
@@ -427,7 +438,7 @@ def test_fitted_examples_are_legal_inside_the_domain_and_what_the_law_is_about(n
     for size in (palette.SIZE, 1) if name in SMALLEST else (palette.SIZE,):
         drawn = palette_of(name, size)
         for law in laws_of(domain):
-            assert set(wrongs(drawn, domain, law, 4)) == set(), law.name
+            assert set(wrongs(drawn, domain, law, 2)) == set(), law.name
 
 
 @pytest.mark.parametrize("name", DOMAINS)
@@ -486,10 +497,10 @@ def accepted(law: Law, example: Example) -> bool:
 def test_fit_that_ignores_the_law_or_the_domain_is_seen(
     monkeypatch: pytest.MonkeyPatch, wrong: Any, fault: str, drawn_for: Any, asked_of: Any, law: str
 ) -> None:
-    drawn, the_law = draw_palette(drawn_for, 3, laws=("oracle",)), book_of(asked_of).laws[law]
-    assert set(wrongs(drawn, asked_of, the_law, 80)) == set()
+    drawn, the_law = draw_palette(drawn_for, 3, laws=()), book_of(asked_of).laws[law]
+    assert set(wrongs(drawn, asked_of, the_law, 20)) == set()
     monkeypatch.setattr(palette, "suits", wrong)
-    assert fault in set(wrongs(drawn, asked_of, the_law, 80))
+    assert fault in wrongs(drawn, asked_of, the_law, 80)
 
 
 def test_place_follows_the_heads_that_an_entry_has() -> None:
