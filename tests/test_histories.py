@@ -5,6 +5,7 @@ import functools
 import pathlib
 import types
 import weakref
+from collections.abc import Iterator
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -67,6 +68,13 @@ SHOWN_BY = {
     "TableOfTheLastTrace": "again",
     "ZerosAfterAnError": "refused",
 }
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    """A worker of these tests' own. They end its process time and again, and the one of all tests would import everything anew."""
+    with Worker() as one:
+        yield one
 
 
 def law_of(spec: str) -> str:
