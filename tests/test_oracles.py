@@ -158,7 +158,7 @@ def test_each_form_equals_the_definition_row_by_row(operation: str, case: Case) 
 
 
 @pytest.mark.parametrize("operation", RULES)
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(case=ORDINARY)
 @pytest.mark.slow
 def test_each_form_equals_the_definition_to_few_roundings_where_the_case_is_well_conditioned(operation: str, case: Case) -> None:
