@@ -34,7 +34,7 @@ from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 from verify.process.worker import Worker, WorkerLost
 
 RIGHT = "tests/right.py:Chunkwise"
-SIZE = 1.6  # of 32 runs each, on other grids: how much more a tensor may be allowed together than alone, or less
+SIZE = 1.6  # of 16 runs each, on other grids: how much more a tensor may be allowed together than alone, or less
 SMALL = {"groups": ((1, 2),), "key_dim": 8, "value_dim": 4, "scale": "default", "gate_dtype": "fp32"}
 
 
@@ -75,9 +75,9 @@ def off(got: Tensor, want: Tensor) -> float:
 
 @pytest.fixture
 def many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of 32 runs are made at the first look, as a GPU makes its four."""
+    """All of 16 runs are made at the first look, as a GPU makes its four."""
     monkeypatch.setattr(evaluation, "on_a_gpu", lambda _: True)
-    monkeypatch.setattr(bound, "RUNS", 32)
+    monkeypatch.setattr(bound, "RUNS", 16)
 
 
 def compared(several: Sequence[Case], algorithm: str = "chunkwise") -> Iterator[tuple[Case, str, Bound, Bound]]:
@@ -338,9 +338,9 @@ def verdicts(adapter: str, **fixed: Any) -> tuple[list[Verdict], list[Verdict]]:
     kind = {**SMALL, "value_dim": 8, "dtype": "fp32", "qk_norm": False, "gate": "64", "values": "ordinary", **fixed}
     examples: list[Example] = []
     in_kernel = (str(fixed.get("in_kernel", "none")),)
-    seeded(cases(Domain(in_kernel=in_kernel), **kind).map(Example), 3, 8, examples.append)
+    seeded(cases(Domain(in_kernel=in_kernel), **kind).map(Example), 3, 6, examples.append)
     runs = [Run(LAW, adapter, example) for example in examples]
-    assert len(runs) == 8
+    assert len(runs) == 6
     assert all(calls_of(runs))
     apart = [execute(run).verdict for run in runs]
     return apart, [execute(run, shared).verdict for run, shared in zip(runs, together(runs), strict=True)]
