@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -52,7 +52,7 @@ def less_than_sure(fewer: dict[str, Bound], all_of: dict[str, Bound], sure: floa
 
 
 @pytest.mark.parametrize("operation", RULES)
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(case=cases(Domain(), longest=40, total=60, value_heads=2), mode=MODES, first=st.sampled_from((1, 2)))
 @pytest.mark.slow
 def test_all_runs_allow_at_least_what_fewer_are_sure_of(
@@ -149,19 +149,21 @@ def test_where_errors_are_amplified_a_right_implementation_is_within_what_many_r
     case = Case.parse("lengths=197 heads=8 value_heads=8 key_dim=40 value_dim=12 dtype=fp16 values=repeated scale=half seed=460")
     inputs = case.inputs()
     beta = (2 * torch.sigmoid(dataclasses.replace(case, in_kernel="beta").inputs().b.float())).to(inputs.v.dtype)
-    inputs = inputs.replaced(beta=beta, qk_norm=True)
+    # Of eight heads it is the sixth that is amplified.
+    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "g": inputs.g, "beta": beta}
+    inputs = inputs.replaced(**{name: x[:, :, 5:6] for name, x in tensors.items()}, qk_norm=True)
 
     def limits_of_many_runs() -> dict[str, Bound]:
         return bounds(case.spec, inputs, None, "chunkwise", "ieee", 64, 64)
 
     def worst(actual_inputs: Inputs, limits: dict[str, Bound]) -> float:
-        """The greatest error over bound, in that head, of an implementation that is given something else."""
+        """The greatest error over bound of an implementation that is given something else."""
         o, state = right.BackwardSums().run(actual_inputs)
         assert state is not None
         off = {name: (x.double() - limits[name].value).norm(dim=-1) for name, x in (("o", o), ("final_state", state))}
-        return max(float((off[name] / limits[name].allowed)[0].movedim(int(name == "o"), 0)[5].max()) for name in off)
+        return max(float((off[name] / limits[name].allowed).max()) for name in off)
 
-    missing = beta.clone()
+    missing = inputs.beta.clone()
     missing[0, 10] = 0
     limits = limits_of_many_runs()
     assert worst(inputs, limits) < 0.5
@@ -454,6 +456,11 @@ def test_sums_of_bounds_look_further_where_they_are_least_sure() -> None:
     assert row.sure == 0.5
 
 
+@functools.cache
+def first_look(case: Case, algorithm: str, chunk: int | None, first: int | None) -> dict[str, Bound]:
+    return bounds(case.spec, case.inputs(), case.cotangents(), algorithm, chunk=chunk, first=first)
+
+
 class RoundsTheStateOnce(Chunkwise):
     """The state is rounded to bfloat16 between chunks, whatever the dtype."""
 
@@ -470,9 +477,7 @@ class RoundsTheStateOnce(Chunkwise):
 @pytest.mark.slow_after_first
 def test_the_same_is_broken_however_few_runs_are_looked_at_first(implementation: Chunkwise) -> None:
     """And mostly no more is looked at than that: the same finding of the same row, since what is broken is broken for all runs."""
-    make: Callable[..., dict[str, Bound]] = functools.partial(
-        bounds, algorithm=implementation.algorithm, chunk=implementation.chunk
-    )
+    make = functools.partial(first_look, algorithm=implementation.algorithm, chunk=implementation.chunk)
     found = []
     for seed in range(6):
         dtype, gate = ("bf16", "fp16", "fp32")[seed % 3], ("64", "forever", "tenth", "mixed")[seed % 4]
@@ -480,10 +485,7 @@ def test_the_same_is_broken_however_few_runs_are_looked_at_first(implementation:
         results = answered(implementation, case)
         by_look = [
             judge(
-                (
-                    (name, results[name], limit)
-                    for name, limit in make(case.spec, case.inputs(), case.cotangents(), first=first).items()
-                ),
+                ((name, results[name], limit) for name, limit in make(case, first=first).items()),
                 functools.partial(where, case),
             ).findings
             for first in (1, 2, None)
