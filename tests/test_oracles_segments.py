@@ -4,13 +4,15 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from oracles import chunkwise, evaluation, scan, segments
 from oracles.bound import bounds, truth
@@ -153,18 +155,38 @@ def test_a_segment_is_as_many_chunks_as_fit_and_one_at_least(monkeypatch: pytest
     assert call.most(*arguments) == 1
 
 
-IN_PLACE = {torch.ops.aten.baddbmm_: lambda state, a, b, *rest, **more: 2 * math.prod(a) * b[-1]}  # torch's counter leaves it out
+class Products(TorchDispatchMode):
+    """Counts matrix products by torch's formulas, without its counter, which imports torch's compiler and leaves out `baddbmm_`."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten.baddbmm_:
+            self.total += 2 * math.prod(args[1].shape) * args[2].shape[-1]
+        elif (count := flop_registry.get(func.overloadpacket)) is not None:
+            self.total += count(*args, **(kwargs or {}), out_val=out)
+        return out
 
 
-def flops(lengths: list[int], chunk: int, width: int, value_width: int) -> int:
-    """The matrix products that torch counts for one head, forward and backward."""
+def flops(lengths: list[int], chunk: int, width: int, value_width: int, device: str = "meta") -> int:
+    """The matrix products that are counted for one head, forward and backward. Without numbers they are the same."""
     tokens, count = sum(lengths), len(lengths)
     shapes = [(tokens, 1, width)] * 2 + [(tokens, 1, value_width), (tokens, 1, 1), (tokens, 1), (count, 1, width, value_width)]
-    x = small_tensors(shapes, 0)
-    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+    x = [tensor.detach().to(device).requires_grad_() for tensor in small_tensors(shapes, 0)]
+    with Products() as counter:
         o, _ = chunkwise.delta_rule(*x, 1.0, lengths, chunk)
         o.sum().backward()
-    return int(counter.get_total_flops())
+    return counter.total
+
+
+def test_products_are_counted_and_are_the_same_without_numbers() -> None:
+    with Products() as counter:
+        torch.ones(6, 5) @ torch.ones(5, 3)
+        torch.ones(2, 3, 5).baddbmm_(torch.ones(2, 3, 4), torch.ones(2, 4, 5))
+        torch.ones(3).exp()
+    assert counter.total == 2 * 6 * 5 * 3 + 2 * 2 * 3 * 4 * 5
+    assert 0 < flops([5, 20], 16, 8, 6, "cpu") == flops([5, 20], 16, 8, 6)
 
 
 @pytest.mark.parametrize("widths", [(8, 8), (128, 32), (256, 256)])

@@ -351,7 +351,7 @@ def test_a_part_allows_what_the_whole_does(line: str) -> None:
 @pytest.mark.slow
 def test_a_part_without_the_rows_that_are_pooled_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cut, "_pooled", lambda self, axes: False)
-    assert {name for line in LINES if "in_kernel=gate" in line for name, _ in unlike(line)} >= {"dA_log"}
+    assert any(name == "dA_log" for line in LINES if "in_kernel=gate" in line for name, _ in unlike(line))
 
 
 class OneWrongToken(Chunkwise):
