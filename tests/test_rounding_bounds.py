@@ -107,7 +107,7 @@ def test_bound_accepts_the_truth_rounded_once(kind: tuple[str, str, str, str], m
 
 
 @pytest.mark.parametrize("operation", RULES)
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(
     case=cases(Domain(), longest=80, total=100, value_heads=2),
     mode=st.sampled_from((("chunkwise", "ieee"), ("chunkwise", "tf32"), ("recurrent", "ieee"))),

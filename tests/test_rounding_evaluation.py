@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oracles import disturbed, evaluation, in_chunks, in_steps, segments
-from oracles.bound import bounds, truth
+from oracles.bound import Bound, bounds, truth
 from oracles.operation import Inputs
 from oracles.operations import RULES
 from oracles.rounding import Arithmetic
@@ -133,17 +133,22 @@ def test_a_packed_sequence_has_the_bounds_that_it_has_alone(
     line = f"op={operation} heads=2 value_heads=4 key_dim=8 value_dim=13 gate=mixed state=random dtype=fp32 seed=9 packed=yes"
     case = Case.parse(f"{line} lengths={'+'.join(map(str, lengths))}")
     inputs, cotangents = case.inputs(), case.cotangents()
+    places = [(slice(start, start + lengths[row]), slice(row, row + 1)) for row, start in enumerate(case.starts()[:-1])]
+
+    def bounds_alone(tokens: slice, rows: slice) -> dict[str, Bound]:
+        tensors = {name: x[:, tokens] for name, x in inputs.items() if name in ("q", "k", "v", "g", "beta") and x is not None}
+        call = inputs.replaced(**tensors, state=inputs.state[rows], cu_seqlens=torch.tensor([0, tokens.stop - tokens.start]))
+        directions = {"o": cotangents["o"][:, tokens], "final_state": cotangents["final_state"][rows]}
+        return bounds(case.spec, call, directions, algorithm, chunk=64)
+
+    alone = [bounds_alone(*place) for place in places]
 
     def off() -> dict[str, float]:
         """By output, the greatest factor between what is allowed packed and alone."""
         packed = bounds(case.spec, inputs, cotangents, algorithm, chunk=64)
         worst = dict.fromkeys(packed, 0.0)
-        for row, start in enumerate(case.starts()[:-1]):
-            tokens, rows = slice(start, start + lengths[row]), slice(row, row + 1)
-            tensors = {name: x[:, tokens] for name, x in inputs.items() if name in ("q", "k", "v", "g", "beta") and x is not None}
-            alone = inputs.replaced(**tensors, state=inputs.state[rows], cu_seqlens=torch.tensor([0, lengths[row]]))
-            directions = {"o": cotangents["o"][:, tokens], "final_state": cotangents["final_state"][rows]}
-            for name, limit in bounds(case.spec, alone, directions, algorithm, chunk=64).items():
+        for (tokens, rows), limits in zip(places, alone, strict=True):
+            for name, limit in limits.items():
                 whole = packed[name].allowed
                 part = whole[rows] if name in ("final_state", "dh0") else whole[:, tokens]
                 worst[name] = max([worst[name], *(part / limit.allowed).log2().abs().flatten().tolist()])

@@ -90,7 +90,7 @@ NARROW = Domain(key_dims=(1, 40), value_dims=(1, 40))
 # TokenByToken 8.5 (delta rule, dbeta in fp32) and 8.9 (KDA, dg of one channel in fp32), NoGates 5.4, ChannelChunkwise 8.9 (dbeta
 # in bf16); over 300 each, RoundsElsewhere, and ChannelChunkwise in undeclared chunks of 32 or in blocks of 8, 8.3.
 @pytest.mark.parametrize("operation", ["delta_rule", "kda"])
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(case=cases(NARROW, longest=40, total=40, value_heads=2))
 @pytest.mark.slow
 def test_right_recurrence_holds(operation: str, case: Case) -> None:
@@ -98,7 +98,7 @@ def test_right_recurrence_holds(operation: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize(("operation", "implementation"), [("delta_rule", NoGates), ("kda", ChannelChunkwise)])
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(case=cases(NARROW, longest=80, total=80, value_heads=2))
 @pytest.mark.slow
 def test_right_chunks_hold(operation: str, implementation: type[right.Chunkwise], case: Case) -> None:
