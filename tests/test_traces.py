@@ -434,9 +434,9 @@ def test_the_engine_of_our_own_holds(law: str) -> None:
     def look(example: Example) -> None:
         verdicts.append(outcome(law, example.case, PoolEngine, example.variant))
 
-    seeded(TRACE_LAWS[law].draw(TraceDomain()), 11, 13, look)
+    seeded(TRACE_LAWS[law].draw(TraceDomain()), 11, 6, look)
     assert set(verdicts) <= {"holds", "blind"}
-    assert verdicts.count("holds") >= 8
+    assert verdicts.count("holds") >= 4
 
 
 class SharesABuffer(PoolEngine):
@@ -455,10 +455,10 @@ def test_an_engine_may_return_the_same_tensors_for_every_owner() -> None:
     seeded(
         TRACE_LAWS["session"].draw(TraceDomain()),
         11,
-        10,
+        5,
         lambda example: verdicts.append(outcome("session", example.case, SharesABuffer)),
     )
-    assert verdicts.count("holds") >= 8
+    assert verdicts.count("holds") >= 4
     assert set(verdicts) <= {"holds", "blind"}
 
 
