@@ -6,7 +6,6 @@ import json
 import pathlib
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -41,12 +40,6 @@ from verify.ranks.merge import merge
 
 GATE = "tests.reach_library:gate"
 A, A_LOG = torch.zeros(1, 2, 3), torch.zeros(3)
-
-
-@pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
-    with Worker(60.0) as process:
-        yield process
 
 
 def seen(*calls: Any, adapter: Adapter | None = None) -> Reach:
