@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs
-from tests.kills import unexplained
+from tests.kills import Fewer, unexplained
 from verify.adapters import serving, sglang_pools
 from verify.adapters.loader import AdapterError, load
 from verify.adapters.packages import installed
 from verify.adapters.registry import BUILT_IN
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
-from verify.engine.profiles import Profile
 from verify.findings.law_report import LawReport
 from verify.findings.store import Store
 from verify.process.messages import RunOne
@@ -43,8 +42,8 @@ def sglang_worker(sglang_files: pathlib.Path) -> Iterator[Worker]:
             yield worker
 
 
-def report(spec: str, law: str, worker: Worker, folder: pathlib.Path, cases: int = 6) -> LawReport:
-    with unexplained(), Check(Settings(spec, [law], Profile("short", cases, large=False)), [worker], Store(folder)) as check:
+def report(spec: str, law: str, worker: Worker, folder: pathlib.Path, cases: int) -> LawReport:
+    with unexplained(), Check(Settings(spec, [law], Fewer("short", cases, large=False)), [worker], Store(folder)) as check:
         (one,) = check.run()
     return one
 
@@ -53,7 +52,7 @@ def report(spec: str, law: str, worker: Worker, folder: pathlib.Path, cases: int
 def test_kernel_equals_the_definition(spec: str, sglang_worker: Worker, tmp_path: pathlib.Path) -> None:
     found = report(spec, "oracle", sglang_worker, tmp_path, cases=3)
     assert found.verdict is Verdict.HOLDS, found
-    assert found.counts[Verdict.HOLDS] >= 6
+    assert found.counts[Verdict.HOLDS] >= 3
 
 
 # Calls with a mistake of the caller, as a server makes them
@@ -118,7 +117,7 @@ class EmptyPromptsFirst(sglang_pools.ChunkInPlace):
     ],
 )
 def test_law_alone_sees_the_mistake(kind: type, law: str, sglang_worker: Worker, tmp_path: pathlib.Path) -> None:
-    found = report(f"{HERE}:{kind.__name__}", law, sglang_worker, tmp_path, cases=16)
+    found = report(f"{HERE}:{kind.__name__}", law, sglang_worker, tmp_path, cases=32)
     assert found.verdict is Verdict.BROKEN, found
 
 

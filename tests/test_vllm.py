@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from oracles.operation import Inputs, sequences
+from tests.kills import Fewer
 from verify.adapters import vllm_pools, vllm_rules
 from verify.adapters.loader import AdapterError, load
 from verify.adapters.packages import installed
 from verify.adapters.registry import BUILT_IN
 from verify.engine.check import Check
 from verify.engine.law_check import Settings
-from verify.engine.profiles import Profile
 from verify.findings.store import Store
 from verify.process.messages import RunOne
 from verify.process.outcome import Outcome, Verdict
@@ -41,10 +41,10 @@ def vllm_worker(vllm_files: pathlib.Path) -> Iterator[Worker]:
 
 @pytest.mark.parametrize("spec", ADAPTERS)
 def test_kernel_equals_the_definition(spec: str, vllm_worker: Worker, tmp_path: pathlib.Path) -> None:
-    with Check(Settings(spec, ["oracle"], Profile("short", 2, large=False)), [vllm_worker], Store(tmp_path)) as check:
+    with Check(Settings(spec, ["oracle"], Fewer("short", 2, large=False)), [vllm_worker], Store(tmp_path)) as check:
         (found,) = check.run()
     assert found.verdict is Verdict.HOLDS, found
-    assert found.counts[Verdict.HOLDS] >= 4
+    assert found.counts[Verdict.HOLDS] >= 2
 
 
 # Calls with a mistake of the caller, as a server makes them
