@@ -22,10 +22,16 @@ gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.fixture(scope="session")
-def worker() -> Iterator["Worker"]:
-    """One isolated worker for all tests of this process: it imports torch and each released kernel once, which takes seconds."""
+def worker(gdn_device: str, gdn_worker: "Worker") -> Iterator["Worker"]:
+    """One isolated worker for all tests of this process: it imports torch and each released kernel once, which takes seconds.
+
+    Without a GPU it is that of the plugin, which would import them again.
+    """
     from verify.process.worker import Worker
 
+    if gdn_device == "cpu":
+        yield gdn_worker
+        return
     with Worker() as one:
         yield one
 

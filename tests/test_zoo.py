@@ -172,6 +172,7 @@ def test_a_zoo_that_cannot_be_imported_is_one_line(monkeypatch: pytest.MonkeyPat
         raise ImportError("no module named unicorn")
 
     monkeypatch.setattr(registry, "animals", broken)
+    registry.by_spec.cache_clear()
     with pytest.raises(
         AdapterError, match=r"^adapter zoo/LeaksState: the zoo cannot be imported: ImportError: no module named unicorn$"
     ):
