@@ -6,6 +6,7 @@ begins before that process is ready.
 
 import contextlib
 import gc
+import importlib.util
 import io
 import json
 import pathlib
@@ -70,6 +71,39 @@ def vllm_files(pytestconfig: pytest.Config) -> pathlib.Path:
 def flashinfer_files(pytestconfig: pytest.Config) -> pathlib.Path:
     """The same of FlashInfer. Its wheel has 62 MB, so tests that use it are slow."""
     return fetched("flashinfer", pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def library_workers() -> Iterator[dict[str, "Worker"]]:
+    """A worker for each serving library: importing one takes seconds."""
+    from verify.process.worker import Worker
+
+    with Worker() as sglang, Worker() as vllm:
+        yield {"sglang": sglang, "vllm": vllm}
+
+
+@pytest.fixture(scope="module")
+def sglang_worker(sglang_files: pathlib.Path, library_workers: dict[str, "Worker"]) -> Iterator["Worker"]:
+    """A worker that finds SGLang where --path would put it."""
+    _need("einops", "msgspec")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(sglang_files))
+        yield library_workers["sglang"]
+
+
+@pytest.fixture(scope="module")
+def vllm_worker(vllm_files: pathlib.Path, library_workers: dict[str, "Worker"]) -> Iterator["Worker"]:
+    """A worker that finds vLLM where --path would put it."""
+    _need("einops", "regex", "transformers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(vllm_files))
+        yield library_workers["vllm"]
+
+
+def _need(*modules: str) -> None:
+    for name in modules:
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"{name} is not installed: pip install {name}")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` chooses

@@ -1,7 +1,6 @@
 """The pool in which a serving library keeps convolution states, and the adapters of SGLang's and vLLM's convolutions on it."""
 
 import pathlib
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from verify.findings.store import Store
 from verify.process.outcome import Verdict
 from verify.process.worker import Worker
 
-SLOW_FIXTURES = ("vllm",)
+SLOW_FIXTURES = ("vllm_worker",)
 FEW = Fewer("few", 2, large=False)
 USES = "tests/uses_of_conv_pools.py"
 
@@ -82,26 +81,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return Store(tmp_path_factory.mktemp("findings"))
 
 
-def working(folder: pathlib.Path) -> Iterator[Worker]:
-    """A worker that finds a library where --path would put it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(folder))
-        with Worker() as one:
-            yield one
-
-
-@pytest.fixture(scope="module")
-def sglang(sglang_files: pathlib.Path) -> Iterator[Worker]:
-    pytest.importorskip("einops")
-    yield from working(sglang_files)
-
-
-@pytest.fixture(scope="module")
-def vllm(vllm_files: pathlib.Path) -> Iterator[Worker]:
-    pytest.importorskip("einops")
-    yield from working(vllm_files)
-
-
 def checked(spec: str, laws: list[str] | None, worker: Worker, store: Store, profile: Profile = FEW) -> list[LawReport]:
     with Check(Settings(spec, laws, profile), [worker], store, defects=[]) as check:
         return check.run()
@@ -120,28 +99,28 @@ LIBRARY_ADAPTERS = [("conv", 1), ("conv_update", 2), ("conv_verify", 1)]
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("name", "unsupported"), LIBRARY_ADAPTERS)
 @pytest.mark.slow
-def test_convolutions_of_sglang_hold(name: str, unsupported: int, sglang: Worker, store: Store) -> None:
-    assert_holds(f"sglang/{name}", sglang, store, unsupported)
+def test_convolutions_of_sglang_hold(name: str, unsupported: int, sglang_worker: Worker, store: Store) -> None:
+    assert_holds(f"sglang/{name}", sglang_worker, store, unsupported)
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("name", "unsupported"), LIBRARY_ADAPTERS)
-def test_convolutions_of_vllm_hold(name: str, unsupported: int, vllm: Worker, store: Store) -> None:
-    assert_holds(f"vllm/{name}", vllm, store, unsupported)
+def test_convolutions_of_vllm_hold(name: str, unsupported: int, vllm_worker: Worker, store: Store) -> None:
+    assert_holds(f"vllm/{name}", vllm_worker, store, unsupported)
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("law", ["oracle", "copied"])
 @pytest.mark.slow
-def test_a_padding_request_changes_nothing_in_sglang(law: str, sglang: Worker, store: Store) -> None:
-    (report,) = checked(f"{USES}:Pads", [law], sglang, store, Fewer("some", 4, large=False))
+def test_a_padding_request_changes_nothing_in_sglang(law: str, sglang_worker: Worker, store: Store) -> None:
+    (report,) = checked(f"{USES}:Pads", [law], sglang_worker, store, Fewer("some", 4, large=False))
     assert report.verdict is Verdict.HOLDS, report.run
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("law", ["oracle", "copied"])
-def test_a_padding_request_changes_nothing_in_vllm(law: str, vllm: Worker, store: Store) -> None:
-    (report,) = checked(f"{USES}:VllmPads", [law], vllm, store, Fewer("some", 4, large=False))
+def test_a_padding_request_changes_nothing_in_vllm(law: str, vllm_worker: Worker, store: Store) -> None:
+    (report,) = checked(f"{USES}:VllmPads", [law], vllm_worker, store, Fewer("some", 4, large=False))
     assert report.verdict is Verdict.HOLDS, report.run
 
 
@@ -160,5 +139,7 @@ KILLED_BY: dict[str, Kill] = {
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("name", "kill"), KILLED_BY.items())
 @pytest.mark.slow
-def test_a_wrong_use_of_sglangs_convolutions_is_noticed(name: str, kill: Kill, sglang: Worker, tmp_path: pathlib.Path) -> None:
-    assert_killed_alone(f"{USES}:{name}", kill, sglang, tmp_path)
+def test_a_wrong_use_of_sglangs_convolutions_is_noticed(
+    name: str, kill: Kill, sglang_worker: Worker, tmp_path: pathlib.Path
+) -> None:
+    assert_killed_alone(f"{USES}:{name}", kill, sglang_worker, tmp_path)

@@ -5,7 +5,6 @@ import importlib
 import importlib.util
 import pathlib
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,15 +30,6 @@ HERE = "tests/test_sglang.py"
 ADAPTERS = [
     spec for spec, place in BUILT_IN.items() if place.startswith(("verify.adapters.sglang_pools", "verify.adapters.sglang_rules"))
 ]
-
-
-@pytest.fixture(scope="module")
-def sglang_worker(sglang_files: pathlib.Path) -> Iterator[Worker]:
-    """A worker that finds SGLang where --path would put it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(sglang_files))
-        with Worker() as worker:
-            yield worker
 
 
 def report(spec: str, law: str, worker: Worker, folder: pathlib.Path, cases: int) -> LawReport:

@@ -1,9 +1,5 @@
 """SGLang's pool, allocator and kernels, driven event by event: the laws hold, and faults planted in the adapter are found."""
 
-import importlib.util
-import pathlib
-from collections.abc import Iterator
-
 import pytest
 
 from properties.trace_laws import TRACE_LAWS
@@ -22,30 +18,18 @@ LINE = (
 )
 # What a process keeps shows after any call, so few events are enough.
 SHORT = LINE.replace("p:a5,b70,_3/s:_,a/v4:a2,b1/k:c<b@/v2:c1,a2/w:a/r:a/p:d64,c1/k:e<d@/d:e,d,_,_", "p:a5,b2/v2:a1,b2/d:a,b")
-SLOW_FIXTURES = ("served",)
+SLOW_FIXTURES = ("sglang_worker",)
 # For each planted fault, the law that finds it, and after how many traces at most.
 PLANTED = {"Drafts": "tags", "Clears": "tags", "Padding": "ledger", "Chunks": "tags", "Swaps": "ledger"}
-
-
-@pytest.fixture(scope="module")
-def served(sglang_files: pathlib.Path) -> Iterator[Worker]:
-    """A worker that finds SGLang where --path would put it."""
-    for name in ("einops", "msgspec"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed: pip install {name}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(sglang_files))
-        with Worker() as worker:
-            yield worker
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("law", [*TRACE_LAWS])
 @pytest.mark.slow
-def test_sglangs_engine_holds_on_a_trace_of_every_event(law: str, served: Worker) -> None:
+def test_sglangs_engine_holds_on_a_trace_of_every_event(law: str, sglang_worker: Worker) -> None:
     for variant in TRACE_LAWS[law].variants or (None,):
         words = f"law={law} {f'variant={variant} ' if variant else ''}adapter=sglang/pool {SHORT if law == 'history' else LINE}"
-        outcome = Outcome.from_json(served.ask(RunOne(str(Run.parse(words)), {})))
+        outcome = Outcome.from_json(sglang_worker.ask(RunOne(str(Run.parse(words)), {})))
         assert outcome.verdict is Verdict.HOLDS, (outcome.reason, outcome.findings)
         assert outcome.rows
 
@@ -54,12 +38,12 @@ def test_sglangs_engine_holds_on_a_trace_of_every_event(law: str, served: Worker
 @pytest.mark.parametrize(("fault", "law"), PLANTED.items())
 @pytest.mark.slow
 def test_a_planted_fault_is_found(
-    fault: str, law: str, served: Worker, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    fault: str, law: str, sglang_worker: Worker, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("verify.engine.explaining.SHRINK_RUNS", 0)
     store = Store(tmp_path_factory.mktemp("findings"))
     settings = Settings(f"tests/wrong_mamba.py:{fault}", [law], Profile("p", 16))
-    with Check(settings, [served], store, defects=[]) as check:
+    with Check(settings, [sglang_worker], store, defects=[]) as check:
         (report,) = check.run()
     assert report.verdict is Verdict.BROKEN, report.counts
     assert sum(report.counts.values()) <= 16

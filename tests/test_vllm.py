@@ -3,7 +3,6 @@
 import importlib.util
 import pathlib
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,15 +27,6 @@ HERE = "tests/test_vllm.py"
 ADAPTERS = [
     spec for spec, place in BUILT_IN.items() if place.startswith(("verify.adapters.vllm_pools", "verify.adapters.vllm_rules"))
 ]
-
-
-@pytest.fixture(scope="module")
-def vllm_worker(vllm_files: pathlib.Path) -> Iterator[Worker]:
-    """A worker that finds vLLM where --path would put it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(vllm_files))
-        with Worker() as worker:
-            yield worker
 
 
 @pytest.mark.parametrize("spec", ADAPTERS)

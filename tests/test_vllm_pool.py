@@ -1,9 +1,6 @@
 """vLLM's blocks, metadata and layer, driven event by event: the laws hold, and faults planted in the adapter are found."""
 
-import importlib.util
-import pathlib
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
@@ -41,20 +38,8 @@ PLANTED = {
     "Decodes": "tags",
     "Leaks": "slots",
 }
-SLOW_FIXTURES = ("served",)
+SLOW_FIXTURES = ("vllm_worker",)
 CASES = 16  # at most, until a planted fault is found
-
-
-@pytest.fixture(scope="module")
-def served(vllm_files: pathlib.Path) -> Iterator[Worker]:
-    """A worker that finds vLLM where --path would put it."""
-    for name in ("einops", "regex", "transformers"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed: pip install {name}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(vllm_files))
-        with Worker() as worker:
-            yield worker
 
 
 def test_drawn_traces_mix_prompts_decodes_and_drafts() -> None:
@@ -86,13 +71,13 @@ def test_drawn_traces_mix_prompts_decodes_and_drafts() -> None:
 @pytest.mark.interpreted
 @pytest.mark.parametrize("line", [LINE, PLAIN, EARLY], ids=["drafts", "plain", "early"])
 @pytest.mark.slow
-def test_vllms_engine_holds_on_a_trace_of_every_way_through_the_layer(line: str, served: Worker) -> None:
+def test_vllms_engine_holds_on_a_trace_of_every_way_through_the_layer(line: str, vllm_worker: Worker) -> None:
     for name, law in TRACE_LAWS.items():
         for variant in (law.variants or (None,)) if law.needs(Pool.domain) is None else ():
             if line not in ASKED.get(name, (LINE, PLAIN, EARLY)):
                 continue
             words = f"law={name} {f'variant={variant} ' if variant else ''}adapter=vllm/pool {line}"
-            outcome = Outcome.from_json(served.ask(RunOne(str(Run.parse(words)), {})))
+            outcome = Outcome.from_json(vllm_worker.ask(RunOne(str(Run.parse(words)), {})))
             assert outcome.verdict is Verdict.HOLDS, (words, outcome.reason, outcome.findings)
             assert outcome.rows
 
@@ -101,12 +86,12 @@ def test_vllms_engine_holds_on_a_trace_of_every_way_through_the_layer(line: str,
 @pytest.mark.parametrize(("fault", "law"), PLANTED.items())
 @pytest.mark.slow
 def test_a_planted_fault_is_found(
-    fault: str, law: str, served: Worker, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    fault: str, law: str, vllm_worker: Worker, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("verify.engine.explaining.SHRINK_RUNS", 0)
     store = Store(tmp_path_factory.mktemp("findings"))
     settings = Settings(f"tests/wrong_blocks.py:{fault}", [law], Profile("p", CASES))
-    with Check(settings, [served], store, defects=[]) as check:
+    with Check(settings, [vllm_worker], store, defects=[]) as check:
         (report,) = check.run()
     assert report.verdict is Verdict.BROKEN, report.counts
     assert sum(report.counts.values()) <= CASES
@@ -114,12 +99,12 @@ def test_a_planted_fault_is_found(
 
 @pytest.mark.interpreted
 @pytest.mark.slow
-def test_what_vllm_does_not_promise_is_unsupported(served: Worker) -> None:
+def test_what_vllm_does_not_promise_is_unsupported(vllm_worker: Worker) -> None:
     """Beside a prompt, a decode takes other kernels; and the way of prompts does not begin at the last accepted token."""
     reasons = {}
     for law, trace in (("alone", "p:a1/p:b1,a1"), ("tags", "p:a5/d:a/p:a2"), ("tags", "p:a5/k:b<a")):
         run = f"law={law} adapter=vllm/pool op=serving trace={trace} pad=0 value_dim=16 dtype=bf16 indices=int32"
-        reasons[trace] = Outcome.from_json(served.ask(RunOne(run, {}))).reason
+        reasons[trace] = Outcome.from_json(vllm_worker.ask(RunOne(run, {}))).reason
     assert reasons == {
         "p:a1/p:b1,a1": "batch invariant is not supported",
         "p:a5/d:a/p:a2": "p:a2: several tokens of a prompt after a decode are not supported",
