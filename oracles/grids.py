@@ -40,7 +40,7 @@ def _known() -> "array.array[float]":
 
 
 def prepare() -> None:
-    """Make the numbers for a CPU, 0.04 s of CPU time, so that processes forked from this one share them."""
+    """Compute the tables for a CPU, 0.04 s of CPU time. Processes that are forked from this one share them."""
     _known()
     _table(torch.device("cpu"), 2)
 

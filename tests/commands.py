@@ -1,7 +1,8 @@
-"""Commands in processes of their own, forked where torch is already imported: a new interpreter takes two seconds for that.
+"""Commands in processes of their own, forked from a server that has imported torch. A new interpreter would take two seconds.
 
-A command leads its own process group and, but for the imported modules, is as `python -c PROGRAM` or `python -m verify` would be.
-Whatever it forks, its own server forks.
+A command leads its own process group. It differs from `python -m verify` in four ways: modules are already imported, it finds
+modules where this process does, it sees no GPU, and torch uses one thread. For its own workers, it starts a fork server of its own.
+The test that "module runs from any directory" starts a new interpreter.
 """
 
 import contextlib
@@ -34,9 +35,10 @@ class Command:
         environment: Mapping[str, str] | None = None,
         stdout: int | None = None,
     ) -> None:
-        """`imports` are what its own server imports for its workers, if not all that workers need.
+        """Start the command.
 
-        Its stdout goes to the descriptor `stdout`, or else to the file `stdout` of this object, as its stderr goes to `stderr`.
+        - `imports`: the modules that the command's own fork server imports (default: `worker.IMPORTS`)
+        - `stdout`: a descriptor for its output; without it, read `self.stdout`
         """
         asked = {
             "words": list(words),
@@ -45,7 +47,7 @@ class Command:
             "imports": None if imports is None else list(imports),
             "environment": dict(environment or {}),
         }
-        # Those of every worker, or the server of this process could not fork it.
+        # The environment of a worker. With any other, the server would start a new interpreter.
         settings = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -74,28 +76,30 @@ class Command:
         return self._process.poll()
 
     def send_signal(self, number: int) -> None:
-        """Send the process a signal."""
+        """Send the process a signal, if it has started."""
         self._process.signal(number)
 
     def wait(self, timeout: float) -> int:
-        """Wait for its end and return its exit code."""
-        return self._process.wait(timeout)
+        """Wait for its end and return its exit code. It is killed after `timeout` seconds, with subprocess.TimeoutExpired."""
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            raise
 
     def kill(self) -> None:
         """Kill it and what it has started."""
         self._process.kill()
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """The rest of its stdout and its stderr, when it has ended."""
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            raise
-        finally:
-            out = self.stdout.read() if self.stdout is not None else ""
-            err = self.stderr.read()
-            self.close()
+        """The rest of its stdout and its stderr, when it has ended: at most 64 KiB each, or it does not end.
+
+        subprocess.TimeoutExpired after `timeout` seconds.
+        """
+        self.wait(timeout)
+        out = self.stdout.read() if self.stdout is not None else ""
+        err = self.stderr.read()
+        self.close()
         return out, err
 
     def close(self) -> None:
@@ -130,3 +134,7 @@ def main(words: Sequence[str]) -> None:
     if asked["imports"] is not None:
         worker.IMPORTS = tuple(asked["imports"])
     exec(compile(asked["program"], "<program>", "exec"), {"__name__": "__main__"})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

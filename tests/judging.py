@@ -64,7 +64,8 @@ def worst(operation: Operation, limits: dict[str, Bound], got: Results) -> tuple
 def gradcheck(operation: Operation, inputs: Inputs) -> bool:
     """True: differences of the oracle's outputs agree with its gradients in all inputs. GradcheckError where they do not.
 
-    A difference along random directions is enough. By default torch then computes whole Jacobians, slowly, to name an entry.
+    Gradients are compared along random directions. Where they differ, torch would compute whole Jacobians to name an entry; that is
+    slow, so we switch it off.
     """
     indices = {
         port.name: inputs[port.name].unsqueeze(0)

@@ -3,11 +3,6 @@
 `Chunkwise` stands in verify/zoo/base.py: the zoo makes it wrong one step at a time.
 """
 
-import ast
-import functools
-import importlib
-import importlib.util
-import pathlib
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +12,7 @@ from oracles.operation import Inputs
 from properties.domain import Domain
 from properties.pool_domain import PoolDomain
 from verify.adapters.base import Adapter
+from verify.adapters.fla import decorating_later
 from verify.zoo.base import Chunkwise
 
 
@@ -393,37 +389,6 @@ class SlotsOnTheHost(Captured):
         return torch.tensor(x.slots.tolist(), device=x.slots.device)
 
 
-class _Qwen3Next(dict[str, Any]):
-    """What transformers' file about Qwen3-Next defines or imports, each made when it is first named, functions without decorators.
-
-    To import the file takes four seconds, and one function is wanted of it.
-    """
-
-    def __init__(self) -> None:
-        package = importlib.util.find_spec("transformers")
-        assert package is not None and package.origin is not None
-        self.file = pathlib.Path(package.origin).parent / "models" / "qwen3_next" / "modeling_qwen3_next.py"
-        self.body = ast.parse(self.file.read_text(encoding="utf-8")).body
-        super().__init__(torch=torch, F=torch.nn.functional)
-
-    def __missing__(self, name: str) -> Any:
-        for node in self.body:
-            if isinstance(node, ast.FunctionDef) and node.name == name:
-                node.decorator_list = []
-                exec(compile(ast.Module([node], []), str(self.file), "exec"), self)
-                return self[name]
-            if isinstance(node, ast.ImportFrom) and name in {alias.name for alias in node.names}:
-                place = "." * node.level + (node.module or "")
-                self[name] = getattr(importlib.import_module(place, "transformers.models.qwen3_next"), name)
-                return self[name]
-        raise KeyError(name)
-
-
-@functools.cache
-def _transformers_rule() -> Any:
-    return _Qwen3Next()["torch_chunk_gated_delta_rule"]
-
-
 class TransformersChunk(Adapter):
     """transformers' pure-torch chunkwise rule (Qwen3-Next), the function behind its wrapper; it has no packed form."""
 
@@ -431,7 +396,12 @@ class TransformersChunk(Adapter):
     requires: ClassVar[dict[str, str]] = {"transformers": "5.0"}
 
     def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        rule = _transformers_rule()
+        with decorating_later():  # torch.compile would import torch's compiler, which takes seconds
+            from transformers.models.qwen3_next import modeling_qwen3_next as module
+
+        rule = module.torch_chunk_gated_delta_rule
+        while hasattr(rule, "__wrapped__"):
+            rule = rule.__wrapped__
         groups = x.v.shape[2] // x.q.shape[2]
         q, k = (t.repeat_interleave(groups, dim=2) for t in (x.q, x.k))
         o, state = rule(

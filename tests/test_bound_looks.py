@@ -149,7 +149,7 @@ def test_where_errors_are_amplified_a_right_implementation_is_within_what_many_r
     case = Case.parse("lengths=197 heads=8 value_heads=8 key_dim=40 value_dim=12 dtype=fp16 values=repeated scale=half seed=460")
     inputs = case.inputs()
     beta = (2 * torch.sigmoid(dataclasses.replace(case, in_kernel="beta").inputs().b.float())).to(inputs.v.dtype)
-    # Of eight heads it is the sixth that is amplified.
+    # Only the sixth of eight heads amplifies errors.
     tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "g": inputs.g, "beta": beta}
     inputs = inputs.replaced(**{name: x[:, :, 5:6] for name, x in tensors.items()}, qk_norm=True)
 

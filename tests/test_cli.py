@@ -417,9 +417,12 @@ def test_interrupt_prints_what_was_done_keeps_findings_and_leaves_no_process(tmp
 def test_reader_that_goes_away_is_no_traceback(tmp_path: pathlib.Path) -> None:
     read, write = os.pipe()
     os.close(read)
-    with Command(("check", RIGHT, "--law", "recall", "--workers", "1"), tmp_path, imports=[], stdout=write) as check:
+    program = f"import sys\ntry:\n    exec({VERIFY!r})\nfinally:\n    print('it ran', file=sys.stderr)\n"
+    words = ("check", RIGHT, "--law", "recall", "--workers", "1")
+    with Command(words, tmp_path, program=program, imports=[], stdout=write) as check:
         os.close(write)
         _, err = check.communicate(timeout=120)
+    assert "it ran" in err
     assert "Traceback" not in err
     assert "Exception ignored" not in err
     assert check.returncode in (exits.HOLDS, exits.UNDECIDED)

@@ -38,7 +38,7 @@ from verify.zoo.base import Chunkwise
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> None:
-    """What earlier tests have imported is no garbage: each plan draws in a new thread, where Hypothesis looks through it."""
+    """Exclude the objects that exist now from garbage collection: Hypothesis collects in each plan's new thread."""
     gc.collect()
     gc.freeze()
 

@@ -49,7 +49,7 @@ EXAMPLES: dict[str, tuple[str, tuple[str, ...], int, str]] = {
     ),
     "zoo_suite.py": (
         "gdn-verify zoo --rule examples/zoo_suite.py:Mine",
-        ("TailWithoutGate", "LeaksState", "--law", "packed"),  # the verdict is the suite's
+        ("TailWithoutGate", "LeaksState", "--law", "packed"),  # one law is enough: the suite decides
         1,
         "examples/zoo_suite.py:Mine: kills 1 of 2 in 2 cases",
     ),
@@ -63,7 +63,7 @@ EXAMPLES: dict[str, tuple[str, tuple[str, ...], int, str]] = {
 
 
 class Shared(Worker):
-    """One for all commands, which do not end it. It imports Triton and torch's compiler once, which takes two seconds each."""
+    """A worker that all commands share and cannot close. It imports Triton and torch's compiler once, which takes seconds."""
 
     def close(self) -> None:
         pass

@@ -29,6 +29,7 @@ from tests.judging import Implementation, Results, gradcheck, relative, remainde
 from verify.adapters.fla import decorating_later
 
 SLOW_FIXTURES = ("qwen",)
+QWEN = "transformers.models.qwen3_next.modeling_qwen3_next"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 evaluate, worst = (functools.partial(function, GDN_LAYER) for function in (judging.evaluate, judging.worst))
 TENSORS = tuple(port.name for port in GDN_LAYER.inputs)
@@ -669,11 +670,11 @@ LAYER = Layer(hidden=32, heads=2, value_heads=4, key_dim=8, value_dim=16)
 def qwen() -> Iterator[Any]:
     """transformers' Qwen3-Next, its functions those of plain torch: behind their wrappers, which prefer kernels where installed.
 
-    The import finds no fla, whose kernels the wrappers would take, and does without torch's compiler: both take seconds.
+    It is imported as if fla were not installed, and without torch's compiler: each would take seconds. Other tests import it anew.
     """
     with pytest.MonkeyPatch.context() as patch, decorating_later():
         patch.setitem(sys.modules, "fla", None)
-        module = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next", reason="transformers is not installed")
+        module = pytest.importorskip(QWEN, reason="transformers is not installed")
     with pytest.MonkeyPatch.context() as patch:
         for name in (
             "causal_conv1d_fn",
@@ -686,6 +687,9 @@ def qwen() -> Iterator[Any]:
                 function = function.__wrapped__
             patch.setattr(module, name, function)
         yield module
+    package, _, name = QWEN.rpartition(".")
+    sys.modules.pop(QWEN)
+    vars(sys.modules[package]).pop(name)
 
 
 class Qwen:

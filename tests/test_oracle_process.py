@@ -127,7 +127,7 @@ def refused(name: str) -> dict[str, Any]:
 
 @functools.cache
 def bounds_of_layer() -> dict[str, Bound]:
-    """Once in a rank, for all that is told instead of them."""
+    """The bounds of the layer's case, computed once in each rank."""
     return work("layer").bounds()
 
 

@@ -18,7 +18,7 @@ from tests.over_bounds import broken, limits_of
 
 
 def of_head(head: int, inputs: Inputs, cotangents: dict[str, Tensor]) -> tuple[Inputs, dict[str, Tensor]]:
-    """The call of one key head, whose value heads stand side by side."""
+    """The call with key head `head` alone, and the value heads that share it."""
     groups = inputs.v.shape[2] // inputs.k.shape[2]
     keys, values = slice(head, head + 1), slice(groups * head, groups * (head + 1))
     tensors = {name: inputs[name][:, :, keys] for name in ("q", "k")}

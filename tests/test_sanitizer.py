@@ -91,7 +91,7 @@ def fake(folder: pathlib.Path, *, fault: str = "") -> str:
 
 @pytest.fixture(scope="module")
 def worker_under_it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    """One for several tests. Who runs under another program cannot be forked, and imports torch."""
+    """A worker that another program starts cannot be forked, and imports torch for seconds. Several tests share it."""
     program = fake(tmp_path_factory.mktemp("sanitizer"))
     with Sanitizer("memcheck", program) as sanitizer, sanitizer.worker(20.0, "cpu") as worker:
         sanitizer.prove(worker)

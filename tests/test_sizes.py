@@ -63,8 +63,8 @@ def drawn(domain: Any, laws: tuple[str, ...], seed: int = 0) -> list[Any]:
     ids=["rules", "packed rules", "convolutions", "norms", "layers"],
 )
 @pytest.mark.slow
-def test_a_check_draws_what_is_large(domain: Any, laws: tuple[str, ...]) -> None:
-    """In three checks, because one draws about four long sequences, and now and then none over 1024 tokens."""
+def test_checks_draw_what_is_large(domain: Any, laws: tuple[str, ...]) -> None:
+    """Three checks together: one draws about four sequences over 512 tokens, and sometimes none over 1024."""
     most = MOST["interpreted"]
     cases = [case for seed in range(3) for case in drawn(sized(domain, 64, most), laws, seed)]
     longest = [max(case.lengths) for case in cases]

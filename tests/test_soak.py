@@ -306,7 +306,7 @@ def test_torchrun_is_for_check(capfd: pytest.CaptureFixture[str], monkeypatch: p
 def test_the_command_line_prints_a_table_and_json_lines(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    """By a clock that moves when it is looked at, as it is for each case: so the rounds do not depend on the machine."""
+    """The clock advances 0.1 s each time it is read, so the number of rounds does not depend on the machine."""
     looks = itertools.count()
     for module in (soak, law_check):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 0.1 * next(looks)))

@@ -99,13 +99,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize tests that use gdn_law with each pair of adapter and law. Bad options are a UsageError before anything runs."""
     if "gdn_law" not in metafunc.fixturenames:
         return
-    from verify.process.fork_server import importing
-
-    with importing():
-        from properties.books import book_for
-        from verify.adapters.loader import AdapterError, check_spec
-        from verify.engine.check import Check  # noqa: F401 - items need it
-        from verify.engine.profiles import PROFILES
+    _import_once()
+    from properties.books import book_for
+    from verify.adapters.loader import AdapterError, check_spec
+    from verify.engine.profiles import PROFILES
 
     config = metafunc.config
     marks = list(metafunc.definition.iter_markers("gdn_adapter"))
@@ -138,6 +135,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     except (AdapterError, ValueError) as error:
         raise pytest.UsageError(str(error)) from None
     metafunc.parametrize("gdn_law", pairs, indirect=True, ids=[f"{adapter}-{law}" for adapter, law in pairs])
+
+
+@functools.cache
+def _import_once() -> None:
+    """Import what law items need, without garbage collection, which would take a third of the time."""
+    from verify.process.fork_server import importing
+
+    with importing():
+        import verify.engine.check  # noqa: F401
 
 
 @functools.cache

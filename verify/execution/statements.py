@@ -41,8 +41,8 @@ class _Recorder:
     """Coverage of this process. `thread` is the trace function with which a thread begins, or None if there is none."""
 
     def __init__(self) -> None:
-        self._cases: dict[frozenset[str] | None, tuple[coverage.Coverage, int]] = {}  # who records which files, and its last case
-        self._coverage: coverage.Coverage  # who records this case
+        self._cases: dict[frozenset[str] | None, tuple[coverage.Coverage, int]] = {}  # for each set of files, its last case too
+        self._coverage: coverage.Coverage  # records this case
         self._case = 0
         self.thread: Any = None
         self._traces: dict[int, Any] = {}  # of the threads that were inside in this case
@@ -124,7 +124,7 @@ def _traced() -> bool:
 
 
 def prepare() -> None:
-    """Record nothing once. When coverage first starts, it looks up the files of all imported modules, 0.06 s of CPU time."""
+    """Start and stop coverage once. Its first start looks up the files of all imported modules, 0.06 s of CPU time."""
     if not _traced():
         recorder = _Recorder()
         recorder.begin(None)

@@ -230,12 +230,12 @@ def outputs_of(case: Any) -> set[str]:
 def load(path: pathlib.Path = FILE) -> KnownDefects:
     """The defects of a TOML file. ValueError names the entry and the rule that the entry breaks."""
     text = path.read_text(encoding="utf-8")
-    return _on_file(text, path) if path == FILE else parse(text, path)
+    return _parse_own_file(text, path) if path == FILE else parse(text, path)
 
 
 @functools.lru_cache(1)
-def _on_file(text: str, path: pathlib.Path) -> KnownDefects:
-    """The defects on file here, which every check needs; parsing them takes 9 ms. They do not depend on the current directory."""
+def _parse_own_file(text: str, path: pathlib.Path) -> KnownDefects:
+    """Parse the project's own file once a process (9 ms). Its entries do not depend on the current directory."""
     return parse(text, path)
 
 

@@ -64,7 +64,7 @@ def recorded() -> Iterator[dict[str, tuple[list[str], list[str]]]]:
 
 
 def _located(node: Node, place: ast.AST) -> Node:
-    """A new node, with the lines of `place` for itself and for what it holds. Triton has given all others theirs."""
+    """Give a new node, and the nodes inside it that have no line, the line of `place`. Nodes from Triton's parser have theirs."""
     return ast.fix_missing_locations(ast.copy_location(node, place))
 
 

@@ -55,12 +55,14 @@ _BEGAN, _ENDED, _FAILED = b"b", b"e", b"f"  # messages of a server about a child
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
     """Switch the garbage collector off while modules are imported. The objects that they create stay, so it need not visit them."""
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 def _early_variables(environment: Mapping[str, str]) -> dict[str, str]:

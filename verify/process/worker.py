@@ -38,9 +38,9 @@ STACK_BYTES = 1 << 16
 NOISE_BYTES = 1 << 26  # if a kernel prints more than this while it runs, the file is cut to nothing
 SERVICE = "verify.execution.service:answer"
 IMPORTS = (
-    "verify.execution.prepared",
-    "torch.fx.experimental.symbolic_shapes",
-)  # the second is imported by torch's first backward pass
+    "torch.fx.experimental.symbolic_shapes",  # torch's first backward pass imports it
+    "verify.execution.prepared",  # the last, because it looks up the files of all modules
+)
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # for interpreted kernels: an implementation that sees a GPU would launch its kernels there
 _LAST = " in _run_module_as_main\n"  # the outermost frame of the main thread, whose stack faulthandler writes last
 
