@@ -63,7 +63,7 @@ def line(folder: pathlib.Path, tokens: int, kind: str = "Beside") -> Run:
 
 
 @pytest.mark.parametrize("path", [None, "elsewhere"])
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_a_process_that_an_adapter_starts_gets_the_path_of_the_command(
     path: str | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,7 +91,7 @@ def assert_wide_alone_holds(worker: Worker, wide: str, narrow: str, variant: str
     ("variant", "words"),
     [("far_tokens", "lengths=130"), ("far_heads", "lengths=1 heads=5"), ("far_sequences", "lengths=1+1+1+1+1")],
 )
-@pytest.mark.slow_after_first
+@pytest.mark.slow
 def test_a_kernels_offsets_wrap_in_32_bits_and_not_in_64(variant: str, words: str, worker: Worker) -> None:
     assert_wide_alone_holds(worker, "OffsetsIn64Bits", "OffsetsIn32Bits", variant, f"{words} op=l2norm backward=no")
 

@@ -706,6 +706,7 @@ def test_where_one_rank_lost_its_gpu_the_ranks_are_replaced() -> None:
         assert merge(lists)["spent"]
 
 
+@pytest.mark.slow
 def test_ranks_that_are_spent_do_not_answer_again(group: RankGroup) -> None:
     def ranks_after(kind: str) -> list[int]:
         group.ask({"planted": kind, "of": [0, 1]})
