@@ -141,11 +141,11 @@ def assert_killed_alone(spec: str, kill: Kill, worker: Worker, folder: pathlib.P
     """The report of the law in the default profile: broken, its case small, and both of its lines kept.
 
     `spec` is an adapter, or the name of one in the zoo. Where the case is not shrunk, no case is large (tests/test_sizes.py is
-    about those), and those that take long come last. Shrinking begins at the first broken case that is
-    drawn. From a small case it would always succeed, and the two expected failures in tests/test_likeness.py would pass.
+    about those), and those that take long come last.
 
-    Shrinking ends when the case is small enough. What else gets simpler, whether larger cases hold, and what an adapter might
-    declare, is tested elsewhere.
+    Shrinking begins at the first broken case that is drawn. From a small case, the two expected failures in
+    tests/test_likeness.py would pass. It ends when the case is small enough. What else gets simpler, whether larger cases hold,
+    and what an adapter might declare, is tested elsewhere.
     """
     store, adapter = Store(folder), spec if ":" in spec else f"zoo/{spec}"
     with (

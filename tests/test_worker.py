@@ -631,6 +631,13 @@ def test_garbage_is_not_looked_for_while_modules_are_imported_and_is_afterwards(
         importlib.import_module("no_such_module")
     assert gc.isenabled()
     assert gc.get_freeze_count() > frozen_count
+    gc.disable()
+    try:
+        with importing():
+            pass
+        assert not gc.isenabled(), "who has switched it off keeps it off"
+    finally:
+        gc.enable()
 
 
 @pytest.mark.skipif(not fork_server.HERE, reason="processes are forked on Linux only")
@@ -640,4 +647,5 @@ def test_what_a_first_case_needs_is_made_before_a_worker_is_forked() -> None:
         "import inspect, sys; told = [list(inspect.modulesbyfile), [m.__file__ for n, m in sys.modules.items() if 'oracles.' in n]]"
     )
     files, ours = told(program)
+    assert ours
     assert {*ours} < {*files}, "coverage has looked up the files of all modules"
