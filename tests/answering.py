@@ -13,7 +13,7 @@ from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 class Answering:
     """It runs nothing: `ratio` says the error over bound of a run, over 1 the run is broken. `asked` are the lines, in order."""
 
-    deadline_s = 1.0
+    deadline_s, started, start_s = 1.0, 0, 0.0
 
     def __init__(self, ratio: Callable[[Run], float] = lambda run: 0.5, domain: Any = None) -> None:
         self.ratio, self.domain = ratio, domain or Domain()

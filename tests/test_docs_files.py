@@ -25,6 +25,7 @@ KEYS: dict[tuple[str, str], Callable[[], Any]] = {
     ("A finding", "`kind`"): lambda: map(str, definition("FailureKind")),
     ("Deny-lists", "key"): lambda: fields(definition("Denied")),
     ("known_defects.toml", "key"): lambda: {*fields(definition("Known"))} - {"file"},
+    ("known_defects.toml", "key of a `[[deny]]` table"): lambda: {*fields(definition("Denial"))},
     ("list JSON", "key"): lambda: dict_keys("gpu_gate"),
     ("list JSON", "key of an adapter"): lambda: dict_keys("runs", "shared") | dict_keys("runs", "reason"),
     ("check and soak JSON", "key"): lambda: fields(definition("LawReport")),
@@ -59,9 +60,10 @@ def test_the_files_of_findings_are_those_of_the_code() -> None:
 
 
 def test_the_keys_that_a_known_defect_must_have_are_those_of_the_code() -> None:
-    rows = table(section(reference("files"), "known_defects.toml"), "key")
-    needed = {name for name, field in fields(definition("Known")).items() if needs_a_value(field)}
-    assert {codes(row["key"])[0] for row in rows if row["must be given"] == "yes"} == needed
+    for name, head in (("Known", "key"), ("Denial", "key of a `[[deny]]` table")):
+        rows = table(section(reference("files"), "known_defects.toml"), head)
+        needed = {name for name, field in fields(definition(name)).items() if needs_a_value(field)}
+        assert {codes(row[head])[0] for row in rows if row["must be given"] == "yes"} == needed, name
 
 
 def test_the_environment_variables_are_those_of_the_code() -> None:

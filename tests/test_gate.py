@@ -57,6 +57,11 @@ def xml(cases: str) -> str:
             [(0, "", (9.5, "HOLDS x")), (0, "", (8.0, "x")), (1, "", (8.0, "HOLDS"))],
         ),
         (
+            gate.whole,
+            (1, laws({}, {"verdict": "broken"}, {"verdict": "unsupported"})),
+            [(3, laws({})), (0, laws({"verdict": "unknown"})), (0, ""), (-9, laws({}))],
+        ),
+        (
             gate.steady,
             (0, "", (1.0, "36.0 cases a second: 3.9 s, kernels 1.00, oracle 2.00; 9 holds")),
             [
@@ -87,7 +92,7 @@ def xml(cases: str) -> str:
             ],
         ),
     ],
-    ids=["check", "first verdict", "steady", "compiled", "tests", "rates"],
+    ids=["check", "first verdict", "whole check", "steady", "compiled", "tests", "rates"],
 )
 def test_a_judge_passes_what_is_good_and_nothing_else(
     judge: Callable[[Done], list[Row]], good: tuple[Any, ...], bad: list[tuple[Any, ...]], done: Callable[..., Done]

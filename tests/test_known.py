@@ -17,9 +17,9 @@ from verify.engine.profiles import Profile
 from verify.execution.run import Run
 from verify.findings import known
 from verify.findings.known import FILE, KnownDefects, load
+from verify.findings.law_report import left_out
 from verify.findings.store import Store
-from verify.gpu import policies
-from verify.process.messages import Describe, Question
+from verify.process.messages import Describe, Question, RunOne
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict
 
 LINE = "law=oracle adapter=fla/chunk lengths=3 gate=saturated dtype=fp16"
@@ -57,13 +57,13 @@ def test_entry_is_read_whole(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
         ({"fla-core": "0.6.2", "triton": "3.7.1"}, False),
         ({"fla-core": "0.6.0"}, False),
     ):
-        monkeypatch.setattr(known, "installed", versions.get)
+        monkeypatch.setattr(known.deny_list, "installed", versions.get)
         assert defect.applies() is applies
 
 
 def test_defect_explains_its_law_adapter_words_and_versions_only(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (defect,) = load(written(tmp_path, {}))
-    monkeypatch.setattr(known, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
+    monkeypatch.setattr(known.deny_list, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
     assert defect.explains(Run.parse(LINE))
     assert defect.explains(Run.parse(LINE.replace("lengths=3", "lengths=99 heads=2 value_heads=2")))
     for old, new in (
@@ -73,12 +73,12 @@ def test_defect_explains_its_law_adapter_words_and_versions_only(tmp_path: pathl
         ("fla/chunk", "fla/fused_recurrent"),
     ):
         assert not defect.explains(Run.parse(LINE.replace(old, new))), new
-    monkeypatch.setattr(known, "installed", {"fla-core": "0.7.0", "triton": "3.7.1"}.get)
+    monkeypatch.setattr(known.deny_list, "installed", {"fla-core": "0.7.0", "triton": "3.7.1"}.get)
     assert not defect.explains(Run.parse(LINE))
 
 
 def test_a_defect_of_one_variant_explains_no_other(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
+    monkeypatch.setattr(known.deny_list, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
     line = LINE.replace("law=oracle", "law=strides variant=sliced")
     (defect,) = load(written(tmp_path, {"run": f'"{line}"', "where": '"variant=sliced dtype=fp16"'}))
     assert defect.explains(Run.parse(line))
@@ -119,7 +119,7 @@ def test_versions_are_those_of_distributions_on_this_host() -> None:
 
 
 def test_a_defect_of_gpus_up_to_a_width_explains_nothing_else(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
+    monkeypatch.setattr(known.deny_list, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
     line = f"{LINE} device=cuda value_dim=16"
     (defect,) = load(written(tmp_path, {"run": f'"{line}"', "most": "{ value_dim = 16 }"}))
     assert defect.applies("cuda")
@@ -143,7 +143,7 @@ def test_a_defect_with_decay_linear_may_name_its_outputs(tmp_path: pathlib.Path)
 def test_a_defect_told_by_its_outputs_explains_no_other_and_no_more(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(known, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
+    monkeypatch.setattr(known.deny_list, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
     (defect,) = load(written(tmp_path, {"outputs": '["dg", "da"]', "times": "4"}))
     run = Run.parse(LINE)
 
@@ -166,7 +166,7 @@ def test_a_defect_told_by_its_outputs_explains_no_other_and_no_more(
 def test_a_failure_of_any_adapter_and_version_may_resemble_a_defect(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(known, "installed", {"fla-core": "0.7.0", "triton": "3.7.1"}.get)
+    monkeypatch.setattr(known.deny_list, "installed", {"fla-core": "0.7.0", "triton": "3.7.1"}.get)
     (defect,) = load(written(tmp_path, {"outputs": '["dg", "da"]', "times": "4"}))
     defects, run = known.KnownDefects([defect]), dataclasses.replace(Run.parse(LINE), adapter="zoo/DropsState")
 
@@ -185,7 +185,7 @@ def test_a_failure_of_any_adapter_and_version_may_resemble_a_defect(
 
 
 def test_of_defects_that_share_an_output_the_greatest_excuses(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
+    monkeypatch.setattr(known.deny_list, "installed", {"fla-core": "0.6.0", "triton": "3.7.1"}.get)
     (four,) = load(written(tmp_path, {"outputs": '["dg", "da"]', "times": "4"}))
     (two,) = load(written(tmp_path, {"outputs": '["da", "dk"]', "times": "2"}))
     (whatever,) = load(written(tmp_path, {}))  # one that is told by no output excuses none: what is found decides
@@ -224,13 +224,21 @@ def test_a_finding_of_one_rank_is_explained_by_the_output_that_is_wrong(tmp_path
 
 DQKWG = "fla.ops.common.chunk_o.chunk_bwd_kernel_dqkwg"
 H100 = "NVIDIA H100 80GB HBM3"
-# A soak on an H100 called this line broken: dq 63 times its tolerance at token 16. The number of its tune draws four warps.
 DELTA_RULE = (
-    "law=oracle adapter=fla/chunk_delta_rule products=tf32 device=cuda tune=2595999746 lengths=17 op=delta_rule heads=2 "
-    "value_heads=2 key_dim=24 value_dim=128 dtype=bf16 seed=61"
+    "law=oracle adapter=fla/chunk_delta_rule products=tf32 device=cuda tune=7 lengths=3 op=delta_rule heads=2 value_heads=2 "
+    "key_dim=24"
 )
-CONFIGURATIONS = [f"num_warps={warps}:num_stages={stages}" for warps in (2, 4) for stages in (2, 3, 4)]  # on a Hopper GPU
 RELEASED = {"fla-core": "0.6.0", "triton": "3.7.1"}
+OF_KERNEL = {
+    "run": '"law=oracle adapter=fla/chunk products=tf32 device=cuda tune=1 lengths=3 key_dim=24"',
+    "versions": '{ fla-core = ["0.6.0"], triton = ["3.7.1"] }',
+    "where": '"backward=yes"',
+    "most": "{ key_dim = 32 }",
+    "outputs": '["call", "dk", "dq", "dg"]',
+    "kernel": f'"{DQKWG}"',
+    "config": '"num_warps=4"',
+    "cards": '["H100", "H200"]',
+}
 
 
 def broken(tuned: dict[str, tuple[str, ...]], *outputs: str) -> Outcome:
@@ -240,13 +248,17 @@ def broken(tuned: dict[str, tuple[str, ...]], *outputs: str) -> Outcome:
 
 @pytest.fixture
 def released(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "installed", RELEASED.get)
+    monkeypatch.setattr(known.deny_list, "installed", RELEASED.get)
 
 
-@pytest.mark.usefixtures("released")
-def test_a_kernels_configuration_on_file_explains_every_adapter_that_launched_it() -> None:
-    run, defects = Run.parse(DELTA_RULE), load().on(H100)
-    drawn = policies.preference(CONFIGURATIONS, 2595999746, DQKWG)[0]
+@pytest.fixture
+def of_kernel(tmp_path: pathlib.Path, released: None) -> KnownDefects:
+    """A defect of one configuration."""
+    return load(written(tmp_path, OF_KERNEL))
+
+
+def test_a_kernels_configuration_on_file_explains_every_adapter_that_launched_it(of_kernel: KnownDefects) -> None:
+    run, defects, drawn = Run.parse(DELTA_RULE), of_kernel.on(H100), "num_warps=4:num_stages=3"
     defect = defects.explain(run, broken({DQKWG: (drawn,)}, "dq"))
     assert defect is not None
     assert (defect.kernel, defect.config, defect.run.adapter) == (DQKWG, "num_warps=4", "fla/chunk")
@@ -257,7 +269,6 @@ def test_a_kernels_configuration_on_file_explains_every_adapter_that_launched_it
         assert defects.explain(Run.parse(line), broken({DQKWG: (drawn,)}, "dq", "call")) is defect, line
 
 
-@pytest.mark.usefixtures("released")
 @pytest.mark.parametrize(
     ("line", "tuned", "outputs", "gpu"),
     [
@@ -270,7 +281,7 @@ def test_a_kernels_configuration_on_file_explains_every_adapter_that_launched_it
         (DELTA_RULE, {DQKWG: ("num_warps=4:num_stages=2",)}, ["dq", "o"], H100),
         (DELTA_RULE.replace("key_dim=24", "key_dim=64"), {DQKWG: ("num_warps=4:num_stages=2",)}, ["dq"], H100),
         (f"{DELTA_RULE} backward=no", {DQKWG: ("num_warps=4:num_stages=2",)}, ["dq"], H100),
-        (DELTA_RULE.replace("device=cuda tune=2595999746 ", ""), {DQKWG: ("num_warps=4:num_stages=2",)}, ["dq"], ""),
+        (DELTA_RULE.replace("device=cuda tune=7 ", ""), {DQKWG: ("num_warps=4:num_stages=2",)}, ["dq"], ""),
     ],
     ids=[
         "two warps",
@@ -286,14 +297,14 @@ def test_a_kernels_configuration_on_file_explains_every_adapter_that_launched_it
     ],
 )
 def test_a_kernels_configuration_explains_nothing_else(
-    line: str, tuned: dict[str, tuple[str, ...]], outputs: list[str], gpu: str
+    of_kernel: KnownDefects, line: str, tuned: dict[str, tuple[str, ...]], outputs: list[str], gpu: str
 ) -> None:
-    assert load().on(gpu).explain(Run.parse(line), broken(tuned, *outputs)) is None
+    assert of_kernel.on(gpu).explain(Run.parse(line), broken(tuned, *outputs)) is None
 
 
-@pytest.mark.usefixtures("released")
-def test_a_process_that_crashed_left_no_record_and_is_explained_for_the_adapter_of_the_entry_alone() -> None:
-    defects, crash = load().on(H100), Outcome(Verdict.BROKEN, [Finding("call", FailureKind.CRASHED, "crashed: killed by SIGABRT")])
+def test_a_process_that_crashed_left_no_record_and_is_explained_for_the_adapter_of_the_entry_alone(of_kernel: KnownDefects) -> None:
+    crash = Outcome(Verdict.BROKEN, [Finding("call", FailureKind.CRASHED, "crashed: killed by SIGABRT")])
+    defects = of_kernel.on(H100)
     line = "law=packed at=0 adapter=fla/chunk products=tf32 device=cuda tune=1 lengths=9+9 packed=yes key_dim=24 dtype=bf16"
     assert defects.explain(Run.parse(line), crash) is not None
     assert defects.explain(Run.parse(line.replace("fla/chunk", "fla/chunk_16")), crash) is None
@@ -301,10 +312,8 @@ def test_a_process_that_crashed_left_no_record_and_is_explained_for_the_adapter_
     assert defects.explain(Run.parse(line), hung) is None
 
 
-@pytest.mark.usefixtures("released")
-def test_before_a_run_nobody_knows_which_configuration_it_gets() -> None:
-    defects = KnownDefects([defect for defect in load().on(H100) if defect.kernel], H100)
-    assert len(list(defects)) == 5
+def test_before_a_run_nobody_knows_which_configuration_it_gets(of_kernel: KnownDefects) -> None:
+    defects = of_kernel.on(H100)
     assert defects.explain_any(Run.parse(DELTA_RULE)) is None
     assert defects.explained_outputs(Run.parse(DELTA_RULE)) == {}
     assert [defect.kernel for defect in defects.shown_by("fla/chunk", "oracle", "cuda")][-1] == DQKWG
@@ -338,7 +347,7 @@ def test_in_a_layer_a_wrong_gradient_of_a_rule_makes_all_gradients_wrong(tmp_pat
         ({"cards": None}, "kernel, config and cards come together"),
         ({"versions": '{ fla-core = ["0.6.0"] }'}, "with a version of triton"),
         ({"run": f'"{LINE} backward=yes"'}, "a run with device=cuda"),
-        ({"also": '["cut"]'}, "without also"),
+        ({"also": '["cut"]'}, "and no also"),
         ({"cards": '"H100"'}, "cards must be a list"),
         ({"config": '"four"'}, "a configuration must be NAME=value words"),
         ({"config": '"num_warps=2"'}, "config must hold for its own run, got num_warps=2 and tune=1,dq:num_warps=4:num_stages=3"),
@@ -356,6 +365,139 @@ def test_an_entry_about_a_configuration_names_all_of_it(
     assert load(written(tmp_path, entry))
     with pytest.raises(ValueError, match=f"known defect 0: .*{message}"):
         load(written(tmp_path, {**entry, **change}))
+
+
+# Configurations that lose the device
+
+DENY = """
+[[deny]]
+kernel = "dqkwg"
+config = "num_warps=4"
+cards = ["H200"]
+versions = { fla-core = ["0.6.0"], triton = ["3.7.1"] }
+where = "backward=yes"
+most = { key_dim = 32 }
+reason = "it is lost"
+"""
+
+
+@pytest.mark.usefixtures("released")
+def test_the_deny_list_is_about_cards_versions_and_cases(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, {})
+    path.write_text(path.read_text() + DENY)
+    defects, run, gpu = load(path), Run.parse(DELTA_RULE), "NVIDIA H200"
+    assert [defect.run for defect in defects] == [Run.parse(LINE)]
+    assert defects.on(gpu).left_out(run) == [("dqkwg", "num_warps=4")]
+    assert not defects.on(H100).left_out(run)
+    for name, other in (("wide", "key_dim=64"), ("forward", "key_dim=24 backward=no")):
+        assert not defects.on(gpu).left_out(Run.parse(DELTA_RULE.replace("key_dim=24", other))), name
+    assert not defects.on(gpu).left_out(Run.parse(DELTA_RULE.replace("device=cuda tune=7 ", "")))
+    call = Run.parse("law=again adapter=tests/right_calls.py:Rolled device=cuda lengths=3")
+    assert defects.on(gpu).left_out(call), "a case without these words may launch the kernel in any way"
+    alone = defects.on(gpu).deny_list
+    assert not list(alone) and alone.left_out(run) == [("dqkwg", "num_warps=4")]
+    both = load(written(tmp_path, {})).with_(defects).on(gpu)
+    assert len(list(both)) == 2 and both.left_out(run)
+    (denial,) = defects.on(gpu).denials(run)
+    assert str(denial) == "dqkwg with num_warps=4: it is lost (fla-core 0.6.0, triton 3.7.1 on H200)"
+    assert denial.launched({"fla.ops.dqkwg": ("num_warps=2",)}) and not denial.launched({"fla.ops.dqkwg2": ()})
+    monkeypatch.setattr(known.deny_list, "installed", {"fla-core": "0.6.1", "triton": "3.7.1"}.get)
+    assert not defects.on(gpu).left_out(run)
+
+
+@pytest.mark.usefixtures("released")
+def test_what_the_toolkit_denies_is_denied_in_every_shape() -> None:
+    denied = load().on(H100).left_out(Run.parse(DELTA_RULE))
+    assert (DQKWG, "num_warps=4") in denied and len(denied) == 4
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('cards = ["H200"]', "", "entry 0 of the deny-list must have cards"),
+        ("most", "mots", "entry 0 of the deny-list has an unknown key 'mots' (did you mean most?)"),
+        (', triton = ["3.7.1"]', "", "entry 0 of the deny-list: kernel, config and cards come together, with a version of triton"),
+        ('["H200"]', '"H200"', "entry 0 of the deny-list: cards must be a list of names of GPUs"),
+        ("num_warps=4", "four", "entry 0 of the deny-list: a configuration must be NAME=value words"),
+        ("{ key_dim = 32 }", '{ key_dim = "32" }', "entry 0 of the deny-list: most must give words their greatest whole numbers"),
+        ("[[deny]]", "[deny]", "a file of known defects must have [[defect]] and [[deny]] tables alone"),
+    ],
+)
+def test_a_bad_entry_of_the_deny_list_is_named_with_the_rule_it_breaks(
+    tmp_path: pathlib.Path, old: str, new: str, message: str
+) -> None:
+    path = tmp_path / "defects.toml"
+    path.write_text(DENY.replace(old, new))
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the text is compared below
+        load(path)
+    assert str(error.value).startswith(message)
+
+
+class LosesItsGpu(Answering):
+    """It loses the device in a case of 2 tokens or more, until the configuration is left out. It is wrong from 7 tokens on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lost = 0
+
+    def ask(self, question: Question, deadline_s: float | None = None) -> dict[str, Any]:
+        if isinstance(question, Describe):
+            return {**super().ask(question), "device": "NVIDIA H200"}
+        if not isinstance(question, RunOne):
+            return super().ask(question)
+        tokens = Run.parse(question.line).example.case.tokens
+        outcome = Outcome(Verdict.HOLDS, rows=1, tuned={"fla.dqkwg": ("num_warps=2",)})
+        if tokens > 1 and ("dqkwg", "num_warps=4") not in question.left_out:
+            self.lost += 1
+            crash = Finding("call", FailureKind.CRASHED, "crashed")
+            outcome = Outcome(Verdict.BROKEN, [crash], tuned={"fla.dqkwg": ("num_warps=4",)})
+        elif tokens >= 7:
+            off = Finding("o", FailureKind.OFF, "is off", error=9.0, allowed=1.0)
+            outcome = dataclasses.replace(outcome, verdict=Verdict.BROKEN, findings=[off])
+        return outcome.to_json()
+
+
+def lossy(defects: KnownDefects) -> tuple[LosesItsGpu, Check]:
+    """A check of one law on a GPU that is none, with a worker that loses it."""
+    settings = Settings("fla/chunk", ["oracle"], Profile("some", 20, False), device="cuda", tune="3")
+    worker = LosesItsGpu()
+    with Check(settings, [worker], defects=defects) as check:
+        check.run()
+    return worker, check
+
+
+@pytest.mark.usefixtures("released")
+def test_a_configuration_that_loses_the_device_is_confirmed_once_and_then_left_out(tmp_path: pathlib.Path) -> None:
+    entry = {**OF_KERNEL, "kernel": '"dqkwg"', "most": None, "where": '"op=gated_delta_rule"'}
+    worker, check = lossy(load(written(tmp_path, entry)))
+    assert worker.lost == 1, "in the line on file"
+    (report,) = check.reports
+    assert report.counts[Verdict.BROKEN] == 1 and Verdict.KNOWN not in report.counts
+    assert report.run.split(" tune=")[1].startswith("3,fla.dqkwg:num_warps=2 "), "the line names what ran instead"
+    (line,) = left_out(check.reports)
+    assert line.startswith("not drawn      dqkwg with num_warps=4: it overflows, issue 7 (") and line.endswith(" in 1 case")
+
+
+@pytest.mark.usefixtures("released")
+def test_a_configuration_whose_line_is_not_run_is_confirmed_in_a_drawn_case(tmp_path: pathlib.Path) -> None:
+    entry = {**OF_KERNEL, "kernel": '"dqkwg"', "most": None, "where": '"op=gated_delta_rule"'}
+    path = written(tmp_path, {**entry, "run": entry["run"].replace("law=oracle", "law=cut at=1")})
+    worker, check = lossy(load(path))
+    assert worker.lost == 2, "in the case that was drawn, and again in a process of its own"
+    assert check.reports[0].counts[Verdict.KNOWN] == 1
+    assert left_out(check.reports)
+
+
+@pytest.mark.usefixtures("released")
+def test_a_configuration_of_the_deny_list_is_never_drawn(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "defects.toml"
+    path.write_text(DENY.replace('where = "backward=yes"\nmost = { key_dim = 32 }\n', ""))
+    worker, check = lossy(load(path))
+    assert worker.lost == 0
+    assert left_out(check.reports)
+    path.write_text("")
+    worker, check = lossy(load(path))
+    assert worker.lost > 2 and not left_out(check.reports)
 
 
 # Files of users
@@ -480,7 +622,7 @@ def test_an_entry_that_would_break_a_rule_is_not_written(
 def test_a_file_with_a_fault_is_bad_usage_before_any_work(kernel: str, capsys: pytest.CaptureFixture[str]) -> None:
     near = pathlib.Path("own/known_defects.toml")
     for text, message in (
-        ("[[defects]]\n", "own/known_defects.toml: a file of known defects must have [[defect]] tables alone, got defects"),
+        ("[[defects]]\n", "a file of known defects must have [[defect]] and [[deny]] tables alone, got defects"),
         ("[[defect]]\nrun = 3\n", "own/known_defects.toml: known defect 0 must have reason, versions, where"),
         ("not toml", "own/known_defects.toml: "),
     ):

@@ -408,7 +408,7 @@ def test_of_a_question_without_an_answer_all_are_asked_alone(tmp_path: pathlib.P
 
 def test_what_is_on_file_is_not_asked_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it is more, or something else besides."""
-    monkeypatch.setattr(known, "installed", {"fla-core": "0.6.0"}.get)
+    monkeypatch.setattr(known.deny_list, "installed", {"fla-core": "0.6.0"}.get)
     entry = """[[defect]]
 run = "law=oracle adapter=fla/chunk lengths=5 dtype=bf16"
 versions = { fla-core = ["0.6.0"] }

@@ -454,6 +454,13 @@ def check_denied_is_not_chosen() -> None:
         first, *_ = (text for text in preference(texts, tune, name) if text not in (texts[2], texts[0]))
         assert added(kernel, seen, Policy(tune), (wrong, also))[2] == first
     assert added(kernel, seen, Policy(3, ((name, texts[2]),)), (wrong,))[2] == texts[2], "it is picked to be shown again"
+    with autotune.leaving_out([("add_kernel", "BLOCK=64:num_warps=4"), [name, "BLOCK=16"], ("d_kernel", "num_warps=4")]):
+        assert added(kernel, seen, NATIVE)[1] == 32
+        for tune in range(9):
+            first, *_ = (text for text in preference(texts, tune, name) if text not in (texts[2], texts[0]))
+            assert added(kernel, seen, Policy(tune))[2] == first
+        assert added(kernel, seen, Policy(3, ((name, texts[2]),)))[2] == texts[2]
+    assert added(kernel, seen, NATIVE)[1] == 64
     everything = tuple(deny(name, text) for text in texts)
     for policy in (NATIVE, Policy(3)):
         with pytest.raises(TuningError, match=r"^every configuration of .*add_kernel is denied on this GPU: 4 of 4$"):

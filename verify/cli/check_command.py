@@ -39,7 +39,7 @@ from verify.engine.profiles import PROFILES
 from verify.execution.sanitizer import PROGRAM, Sanitizer
 from verify.findings import causes, coverage, known, reach_report
 from verify.findings import report as text
-from verify.findings.law_report import LawReport
+from verify.findings.law_report import LawReport, left_out, seconds
 from verify.process.messages import Refuse
 from verify.process.outcome import Verdict
 from verify.process.worker import WorkerLost
@@ -183,7 +183,7 @@ def _print_end(checking: Check, wall_s: float, out: Any, *, interrupted: bool) -
     seen = []
     if interrupted or any(report.verdict is Verdict.HOLDS for report in reports):
         seen = reach_report.report(checking.reach, _omits(checking), parameters=checking.settings.laws is None)
-    for told in (seen, causes.lines(reports)):
+    for told in (seen, left_out([*reports, *checking.unfinished]), causes.lines(reports)):
         if told:
             print_line("\n".join(told), out)
     if time.monotonic() >= checking.settings.until and (names := _not_asked(checking)):
@@ -233,9 +233,8 @@ def _summary(checking: Check, wall_s: float) -> str:
     missing = len(laws) - len(reports)
     if missing:
         parts.append(f"{missing} not finished")
-    kernel, oracle = (sum(getattr(report, name) for report in every) for name in ("kernel_s", "oracle_s"))
     line = f"{', '.join(parts)} of {len(laws)} laws; {cases} cases in {wall_s:.0f} s"
-    line += f" (kernels {kernel:.0f} s, oracle and bounds {oracle:.0f} s)"
+    line += f" ({seconds(every)})"
     if counts[Verdict.BROKEN] and not store.trouble:
         line += f"; findings are in {store.folder}/findings.jsonl"
     return line

@@ -8,7 +8,9 @@ from verify.adapters.loader import AdapterError
 from verify.cli.exits import BROKEN, HOLDS, UNDECIDED, NoGpu
 from verify.cli.hosts import check_installed, deadline_of, read_deny_list
 from verify.cli.options import SWEEP
+from verify.engine.asking import describe
 from verify.execution.run import Run
+from verify.findings import known
 from verify.gpu import device as devices
 from verify.process.messages import Launches
 from verify.process.worker import Worker, WorkerLost
@@ -30,7 +32,8 @@ def launches(options: argparse.Namespace) -> int:
     blocking = {**devices.environment(run.device), "CUDA_LAUNCH_BLOCKING": "1"}  # an error belongs to the launch that made it
     with Worker(deadline_of(options), environment=blocking) as worker:
         try:
-            question = Launches(str(run), options.calls, beside)
+            defects = known.of(run.adapter).on(describe(run.adapter, worker).device)
+            question = Launches(str(run), options.calls, beside, defects.left_out(run))
             answer = worker.ask(question, worker.deadline_s * (options.calls + len(beside)))
         except WorkerLost as lost:
             answer = {"reason": f"{lost}; the launch is not known"}

@@ -9,6 +9,7 @@ from verify.cli.exits import BROKEN, HOLDS, UNDECIDED, NoGpu
 from verify.cli.hosts import backend_of, check_installed, deadline_of, read_deny_list, sanitizer_of, workers_of
 from verify.engine.asking import ask, describe
 from verify.execution.run import Run
+from verify.findings import known
 from verify.findings import report as text
 from verify.findings.store import Store
 from verify.gpu import device as devices
@@ -37,8 +38,9 @@ def repeat(options: argparse.Namespace) -> int:
     with sanitizer or contextlib.nullcontext(), alone if isinstance(workers, int) else workers[0] as worker:
         if sanitizer is not None:
             sanitizer.prove(worker)
-        versions = describe(run.adapter, worker).versions
-        outcome = ask(run, worker, store)
+        described = describe(run.adapter, worker)
+        versions, defects = described.versions, known.of(run.adapter).on(described.device)
+        outcome = ask(run, worker, store, defects=defects.deny_list)
     store.close()
     if outcome.verdict is Verdict.BROKEN:
         store.keep(

@@ -14,7 +14,7 @@ from verify.engine import soak
 from verify.engine.profiles import PROFILES
 from verify.findings import known, reach_report
 from verify.findings import report as text
-from verify.findings.law_report import reach_of
+from verify.findings.law_report import left_out, reach_of
 from verify.ranks.torchrun import launched
 
 
@@ -78,6 +78,8 @@ def soak_all(options: argparse.Namespace) -> int:
         reach = reach_of(report for report in soaking.reports if report.adapter == spec)
         for line in reach_report.report(reach, description.omits, parameters=asked is None):
             print_line(f"{spec}  {line}" if len(soaking.described) > 1 else line, out)
+    for line in left_out(soaking.reports):
+        print_line(line, out)
     print_line("\n".join(text.table(soaking.reports)), out)
     told = soak.summary(soaking.reports, soaking.rounds, time.monotonic() - start)
     print_line(("interrupted: " if interrupted else "") + told, out)

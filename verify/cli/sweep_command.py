@@ -12,6 +12,7 @@ from verify.cli.hosts import compilers_of, deadline_of
 from verify.cli.output import json_lines, print_line, progress
 from verify.engine.asking import describe, started
 from verify.engine.sweep import Sweep
+from verify.findings import known
 from verify.findings.store import Store
 from verify.gpu import policies
 
@@ -35,6 +36,7 @@ def sweep(options: argparse.Namespace, spec: str, device: str, seed: int, store:
             seed=seed,
             device=device,
             products=products,
+            defects=known.of(spec, options.known).on(described.device),
             on_run=lambda done, of: on_case("sweep", done, of),
         )
         swept = sweep.run()

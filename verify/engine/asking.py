@@ -160,11 +160,11 @@ def ask(
 
     The run's line is on disk while the run lasts. If the oracle or the ranks fail instead of the implementation, the verdict is
     UNKNOWN. Pass the `defects` that are to explain the outcome: the judge does not measure every error of a broken output, but
-    those that they would not explain.
+    those that they would not explain. Configurations on their deny-list are left out of the run's draw.
     """
     store.begin(str(run))
     try:
-        answer = worker.ask(RunOne(str(run), declared or {}, defects.explained_outputs(run)))
+        answer = worker.ask(RunOne(str(run), declared or {}, defects.explained_outputs(run), defects.left_out(run)))
         outcome = Outcome(Verdict.UNKNOWN, reason=answer["error"]) if "error" in answer else Outcome.from_json(answer)
         if outcome.kind is FailureKind.RAISED and isinstance(worker, Worker):  # the cause may lie in a process beside it
             first, *others = outcome.findings
@@ -202,12 +202,13 @@ def ask_all(runs: Sequence[Run], worker: Asked, store: Store, defects: KnownDefe
     not repeated, and its exact excess over the tolerance is not measured, because that would take longer than everything else.
     """
     outcomes: list[dict[str, Any]] = []
-    excused = [defects.explained_outputs(run) for run in runs]
+    excused, left_out = [defects.explained_outputs(run) for run in runs], [defects.left_out(run) for run in runs]
     if len(runs) > 1 or any(excused):
         lines = [str(run) for run in runs]
         store.begin("\n".join(lines))
         try:
-            outcomes = worker.ask(RunMany(lines, excused if any(excused) else [])).get("outcomes", [])
+            question = RunMany(lines, excused if any(excused) else [], left_out if any(left_out) else [])
+            outcomes = worker.ask(question).get("outcomes", [])
         except WorkerLost:
             outcomes = []  # each run is now repeated alone, which shows the run that loses the worker
         finally:

@@ -56,7 +56,8 @@ class Check:
         self.unfinished: list[LawReport] = []
         self.cases: list[Any] = []
         self.described: Described | None = None
-        self.defects = known.of(settings.adapter, settings.known) if defects is None else KnownDefects(defects)
+        defects = known.of(settings.adapter, settings.known) if defects is None else defects
+        self.defects = defects if isinstance(defects, KnownDefects) else KnownDefects(defects)
         self._compilers = _compilers(settings)
         self._own = isinstance(workers, int)
         self.workers: list[Asked] = []
@@ -197,8 +198,10 @@ class Check:
             seeded,
             common.run_of,
             self._compilers,
+            adapter=settings.adapter,
             device=settings.device,
             shapes=described.compiles,
+            defects=self.defects,
         )
 
     def _one(self, common: Common, law: str) -> LawReport | None:

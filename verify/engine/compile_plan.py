@@ -22,8 +22,9 @@ from properties.path_domain import PathDomain, with_forms
 from properties.strategies import Example
 from verify.engine.drawing import Enough
 from verify.execution.run import Run
+from verify.findings.known import NO_DEFECTS, KnownDefects
 from verify.gpu.compiled_keys import Notes
-from verify.process.messages import Compile, Question
+from verify.process.messages import Compile, LeftOut, Question
 from verify.process.worker import Worker, WorkerLost
 
 SIZE = 8
@@ -43,8 +44,7 @@ class Planned:
     def wait(self, example: Example) -> None:
         """Wait until the kernels of the example are compiled, if a process compiles them."""
         if self.compiled and (under_way := self.compiled.get(_key(example))) is not None:
-            with contextlib.suppress(concurrent.futures.CancelledError):
-                under_way.result()
+            _await(under_way)
 
 
 class Compilers:
@@ -68,17 +68,18 @@ class Compilers:
             for _ in self._workers:
                 self._pool.submit(self._ask, first)
 
-    def prepare(self, run: Run, key: Any) -> concurrent.futures.Future[None] | None:
+    def prepare(self, run: Run, key: Any, left_out: LeftOut = ()) -> concurrent.futures.Future[None] | None:
         """A future that ends when the kernels of a run, whose compile key is `key`, are compiled.
 
-        None if the key was compiled before, if there are no compiling processes, or if they were closed.
+        `left_out` are the configurations that its draw may not take. None if the key was compiled before, if there are no compiling
+        processes, or if they were closed.
         """
-        words = (run.law, run.products, run.tune, key)
+        words = (run.law, run.products, run.tune, key, *left_out)
         if not self._workers or self.notes.has(*words):
             return None
         with contextlib.suppress(RuntimeError):  # it was closed
             self._start()
-            return self._pool.submit(self._compile, str(run), words)
+            return self._pool.submit(self._compile, Compile(str(run), left_out), words)
         return None
 
     def close(self) -> None:
@@ -88,8 +89,8 @@ class Compilers:
         for worker in self._workers:
             worker.close()
 
-    def _compile(self, line: str, words: tuple[Any, ...]) -> None:
-        if self._ask(Compile(line)):
+    def _compile(self, question: Compile, words: tuple[Any, ...]) -> None:
+        if self._ask(question):
             self.notes.add(*words)
 
     def _ask(self, question: Question) -> bool:
@@ -121,16 +122,23 @@ class Plan:
         run_of: Callable[[str, Example], Run],
         compilers: Compilers,
         *,
+        adapter: str = "",
         device: str = "cuda",
         shapes: bool = False,
+        defects: KnownDefects = NO_DEFECTS,
     ) -> None:
-        """With `shapes`, kernels are compiled for every new shape, so that examples have few lengths too."""
+        """With `shapes`, kernels are compiled for every new shape, so that examples have few lengths too.
+
+        The lines of `defects` are compiled first, since laws begin with them.
+        """
         self.domain, laws = domain if device == "cpu" else on_gpu(domain, seed), list(laws)
         self._gpu = device != "cpu"
         palette = draw_palette(self.domain, seed, SIZE, laws) if has_keys(domain) else None
         self.palette = dataclasses.replace(palette, shapes=shapes) if palette is not None else None
         self._seed, self._examples_of, self._draw, self._run_of = seed, examples_of, draw, run_of
-        self._compilers = compilers
+        self._compilers, self._defects = compilers, defects
+        lines = [defect.run for law in laws for defect in defects.shown_by(adapter, law, device)]
+        self._known = {run: under_way for run in lines if (under_way := self._prepare(run)) is not None}
         self._thread, self._closed = concurrent.futures.ThreadPoolExecutor(1), threading.Event()
         self._planned = {law: self._thread.submit(self._plan, law) for law in laws}
 
@@ -165,9 +173,17 @@ class Plan:
         planned.examples.sort(key=lambda entry: (_cost(entry.case), str(key_of(entry.case)), getattr(entry.case, "scale", "")))
         for example in planned.examples:
             if _key(example) not in planned.compiled:
-                under_way = self._compilers.prepare(self._run_of(name, example), _key(example))
+                under_way = self._prepare(self._run_of(name, example))
                 planned.compiled |= {} if under_way is None else {_key(example): under_way}
         return planned
+
+    def _prepare(self, run: Run) -> concurrent.futures.Future[None] | None:
+        return self._compilers.prepare(run, _key(run.example), self._defects.left_out(run))
+
+    def await_known(self, run: Run) -> None:
+        """Wait until the kernels of a known defect's line are compiled, if a process compiles them."""
+        if run in self._known:
+            _await(self._known[run])
 
     def strategy(self, law: Law) -> Any:
         """The strategy for examples of a law. On a GPU their compile keys are those of the palette."""
@@ -196,6 +212,11 @@ def _cost(case: Any) -> int:
     """A number that orders compile keys by their compile time, estimated from the widths; float32 counts twice."""
     widths = [getattr(case, name, 1) for name in ("key_dim", "value_dim", "width")]
     return math.prod(widths) * (2 if case.dtype == "fp32" else 1)
+
+
+def _await(under_way: concurrent.futures.Future[None]) -> None:
+    with contextlib.suppress(concurrent.futures.CancelledError):
+        under_way.result()
 
 
 def _key(example: Example) -> Any:

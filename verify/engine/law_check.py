@@ -25,6 +25,7 @@ from verify.findings.known import KnownDefects
 from verify.findings.law_report import LawReport
 from verify.findings.regressions import Examples
 from verify.findings.store import Store
+from verify.gpu import policies
 from verify.process.outcome import FailureKind, Outcome, Verdict, port_of
 from verify.process.worker import Worker
 
@@ -132,7 +133,8 @@ class LawCheck:
 
     def run(self) -> LawReport:
         """Check the law and return its report."""
-        report, domain, start = self.report, self._common.described.domain, time.monotonic()
+        report, domain, start, worker = self.report, self._common.described.domain, time.monotonic(), self._worker
+        started, start_s = worker.started, worker.start_s
         law = book_of(domain).laws.get(self._name)
         reason = law.needs(domain) if law is not None else "the law is not about the operation of this adapter"
         if law is not None:
@@ -144,6 +146,7 @@ class LawCheck:
         if not self._stored_failure(law):
             self._draw(law)
         report.wall_s = time.monotonic() - start
+        report.started, report.start_s = worker.started - started, worker.start_s - start_s
         if self._broken is None:
             report.cut_short = self._common.over and self._done < report.planned
             planned = report.planned if report.cut_short else min(report.planned, self._done)
@@ -167,7 +170,12 @@ class LawCheck:
         """Run the lines of the known defects of this law, and note in the report whether each still fails."""
         settings = self._common.settings
         for defect in self._common.defects.shown_by(settings.adapter, self._name, settings.device):
-            still = self._ask(defect.run).verdict is Verdict.BROKEN
+            if self._common.plan is not None:
+                self._await(functools.partial(self._common.plan.await_known, defect.run))
+            outcome = self._ask(defect.run)
+            still = outcome.verdict is Verdict.BROKEN
+            if defect.kernel and outcome.lost:
+                self._common.defects.deny(defect)
             gone = (
                 "known defect, not shown on this processor"
                 if defect.somewhere
@@ -254,8 +262,14 @@ class LawCheck:
         planned = common.plan.of(law.name)
         for batch in of_one_key(planned.examples, most):
             for example in batch:
-                planned.wait(example)
+                self._await(functools.partial(planned.wait, example))
             yield batch
+
+    def _await(self, compiled: Callable[[], None]) -> None:
+        """Wait for processes that compile, and note the seconds."""
+        start = time.monotonic()
+        compiled()
+        self.report.wait_s += time.monotonic() - start
 
     def _counted(self, run: Run, outcome: Outcome) -> bool:
         """Count the outcome of a run. True if no further case of the law is needed or allowed."""
@@ -269,6 +283,9 @@ class LawCheck:
         if not outcome.refused:
             common.answered.set()
         self.report.count(run, outcome)
+        for denial in common.defects.denials(run):
+            if denial.launched(outcome.tuned):
+                self.report.left_out[str(denial)] = self.report.left_out.get(str(denial), 0) + 1
         common.on_case(self._name, self._done, max(self._done, examples))
         if outcome.verdict is Verdict.HOLDS:
             self._ratios[run] = self._scores[run.example]
@@ -289,8 +306,18 @@ class LawCheck:
         return outcome.verdict is Verdict.BROKEN and (not self._marginal or outcome.worst == math.inf)
 
     def _note(self, run: Run, outcome: Outcome) -> None:
-        """Keep a broken run if it is the first one or worse than those before."""
+        """Keep a broken run if it is the first one or worse than those before.
+
+        If configurations were left out of its draw, its line names those that ran instead, so that it repeats without a deny-list.
+        """
         self._ratios[run] = outcome.worst
+        ran = {
+            kernel: texts
+            for kernel, texts in outcome.tuned.items()
+            if any(denial.launched([kernel]) for denial in self._common.defects.denials(run))
+        }
+        if ran and run.tune.isdecimal():
+            run = dataclasses.replace(run, tune=str(policies.repeating(ran, int(run.tune))))
         if self._broken is None:
             self._marginal = outcome.worst < CLEAR
         if self._broken is None or outcome.worst > self._broken[1].worst:
@@ -316,8 +343,10 @@ class LawCheck:
             where = "in a fresh worker" if outcome.lost or afresh else "when it was run again"
             reason = f"{outcome.findings[0].what}, but not again {where}: {run}"
             return Outcome(Verdict.UNKNOWN, reason=reason)
-        if self._common.defects.explain(run, outcome):
+        if defect := self._common.defects.explain(run, outcome):
             outcome.verdict = Verdict.KNOWN
+            if defect.kernel and outcome.lost:
+                self._common.defects.deny(defect)
         return outcome
 
     def explain(self) -> LawReport:

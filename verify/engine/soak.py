@@ -17,7 +17,7 @@ from verify.engine.asking import Described, describe, started
 from verify.engine.check import Check
 from verify.engine.law_check import Settings, overall
 from verify.engine.profiles import PROFILES, Profile
-from verify.findings.law_report import LawReport, reach_of
+from verify.findings.law_report import LawReport, reach_of, seconds
 from verify.findings.regressions import Examples
 from verify.findings.store import Store
 from verify.process.outcome import Verdict
@@ -25,7 +25,7 @@ from verify.process.worker import Worker
 
 # The profiles of the first rounds, by device. All later rounds use the last profile.
 PACE = {"cpu": ("few", "quick", "ci"), "cuda": ("quick", "gpu")}
-SUMMED = ("kernel_s", "oracle_s", "wall_s", "planned")
+SUMMED = ("kernel_s", "oracle_s", "wall_s", "wait_s", "started", "start_s", "planned")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +206,7 @@ def merged(before: LawReport, more: LawReport) -> LawReport:
         counts=counts,
         ratios={name: max(before.ratios.get(name, 0.0), more.ratios.get(name, 0.0)) for name in sorted(names)},
         regimes=_added(before.regimes, more.regimes),
+        left_out=_added(before.left_out, more.left_out),
         known=before.known or more.known,
         cut_short=False,
         fault=before.fault or more.fault,
@@ -220,10 +221,9 @@ def summary(reports: Sequence[LawReport], rounds: int, wall_s: float) -> str:
     counts = {verdict: sum(report.verdict is verdict for report in reports) for verdict in Verdict}
     told = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
     cases, adapters = sum(sum(report.counts.values()) for report in reports), len({report.adapter for report in reports})
-    kernel, oracle = (sum(getattr(report, name) for report in reports) for name in ("kernel_s", "oracle_s"))
     line = f"{told or 'nothing'} of {len(reports)} laws of {adapters} adapter{'s' if adapters > 1 else ''}; {rounds} rounds, "
     line += f"{cases} cases in {wall_s:.0f} s, {cases / max(wall_s, 1e-3):.3g} a second"
-    return line + f" (kernels {kernel:.0f} s, oracle and bounds {oracle:.0f} s)"
+    return line + f" ({seconds(reports)})"
 
 
 def _added(before: dict[str, int], more: dict[str, int]) -> dict[str, int]:

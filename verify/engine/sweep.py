@@ -25,10 +25,10 @@ from verify.engine.compile_plan import on_gpu
 from verify.engine.drawing import seeded
 from verify.engine.explaining import explain
 from verify.execution.run import Run
-from verify.findings.known import NO_DEFECTS
+from verify.findings.known import NO_DEFECTS, KnownDefects
 from verify.findings.report import finding_lines
 from verify.findings.store import Store
-from verify.gpu.policies import Denied, Policy, narrow, plan
+from verify.gpu.policies import Denied, Policy, narrow, plan, ran
 from verify.process.messages import Tunings
 from verify.process.outcome import Finding, Outcome, Verdict
 from verify.process.worker import Worker, WorkerLost
@@ -60,12 +60,14 @@ class Swept:
     """The result of a sweep.
 
     `known` has every kernel's configurations, `infeasible` those that do not fit this device with the reason, and `ran` those that
-    ran, each by kernel. `faults` are the wrong ones, `undecided` the reasons of runs without a verdict.
+    ran, each by kernel. `left_out` has those that the deny-list leaves out of some runs, by its entry. `faults` are the wrong ones,
+    `undecided` the reasons of runs without a verdict.
     """
 
     known: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     infeasible: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     ran: dict[str, set[str]] = dataclasses.field(default_factory=dict)
+    left_out: dict[str, set[str]] = dataclasses.field(default_factory=dict)
     faults: list[Fault] = dataclasses.field(default_factory=list)
     undecided: list[str] = dataclasses.field(default_factory=list)
     runs: int = 0
@@ -76,6 +78,7 @@ class Swept:
             "known": self.known,
             "infeasible": self.infeasible,
             "ran": {kernel: sorted(configs) for kernel, configs in self.ran.items()},
+            "left_out": {denial: sorted(configs) for denial, configs in self.left_out.items()},
             "faults": [
                 {"tune": str(fault.policy), "run": str(fault.run), "findings": [finding.to_json() for finding in fault.findings]}
                 for fault in self.faults
@@ -92,6 +95,7 @@ class Swept:
             more = f", {len(self.infeasible[kernel])} do not fit" if self.infeasible.get(kernel) else ""
             more += f", {len(missing)} did not run" if missing else ""
             text.append(f"  {kernel}: {len(self.ran.get(kernel, ()))} of {len(configs)} configurations ran{more}")
+        text += [f"  left out of some runs: {len(configs)} of {denial}" for denial, configs in sorted(self.left_out.items())]
         for fault in self.faults:
             text.append(f"WRONG    {' with '.join(f'{kernel} {config}' for kernel, config in fault.policy.picks) or ALL}")
             text += finding_lines(fault.findings)
@@ -165,11 +169,12 @@ class Sweep:
         seed: int = 0,
         device: str = "cuda",
         products: str = "ieee",
+        defects: KnownDefects = NO_DEFECTS,
         examples: Iterable[tuple[str, Example]] | None = None,
         on_run: Callable[[int, int], None] = lambda done, of: None,
     ) -> None:
         self.described, self.workers, self.store, self.seed = described, list(workers), store, seed
-        self.device, self.products, self.on_run = device, products, on_run
+        self.device, self.products, self.on_run, self._defects = device, products, on_run, defects.deny_list
         self.examples = list(examples_of(described.domain, seed, device) if examples is None else examples)
         self.swept = Swept()
         self._idle: queue.Queue[Worker] = queue.Queue()
@@ -188,7 +193,7 @@ class Sweep:
         if not known:
             raise ValueError(f"a sweep needs autotuned kernels, and {self.described.spec} ran none")
         asked = [
-            dataclasses.replace(run, tune=str(policy))
+            dataclasses.replace(run, tune=str(self._allowed(policy, run)))
             for number, runs in bases.items()
             for policy in plan(known, number)
             for run in runs
@@ -223,6 +228,17 @@ class Sweep:
             found.setdefault((run.law, str(key_of(run.example.case))), (Policy.parse(run.tune), run, outcome))
         self.swept.faults = [self._smallest(policy, run, outcome) for policy, run, outcome in found.values()]
         return self.swept
+
+    def _allowed(self, policy: Policy, run: Run) -> Policy:
+        """The policy without picks that the deny-list leaves out of the run, which `swept` then lists with the reason."""
+        picks, denials = [], self._defects.denials(run)
+        for kernel, config in policy.picks:
+            denied = next((denial for denial in denials if ran({kernel: (config,)}, denial.kernel, denial.config)), None)
+            if denied is None:
+                picks.append((kernel, config))
+            else:
+                self.swept.left_out.setdefault(str(denied), set()).add(f"{kernel}:{config}")
+        return Policy(policy.tune, tuple(picks))
 
     def _bases(self) -> tuple[dict[int, list[Run]], list[tuple[Run, Outcome]]]:
         """By number (from the seed on), the runs that hold with that number's configurations; and the runs that never held.
@@ -263,9 +279,9 @@ class Sweep:
     def _ask(self, run: Run) -> Outcome:
         worker = self._idle.get()
         try:
-            outcome = ask(run, worker, self.store)
+            outcome = ask(run, worker, self.store, defects=self._defects)
             if outcome.lost or outcome.starved:  # because of this configuration, or of other workers on the same device: repeat it
-                outcome = ask(run, worker, self.store)
+                outcome = ask(run, worker, self.store, defects=self._defects)
             if outcome.starved and len(self.workers) > 1:
                 outcome = Outcome(Verdict.UNKNOWN, reason=f"{outcome.findings[0].what}, of memory that other workers share")
             tunings: Mapping[str, Any] = {}
@@ -291,8 +307,8 @@ class Sweep:
                 self.swept.known[kernel] = tuple(dict.fromkeys([*self.swept.known.get(kernel, ()), *texts]))
             for kernel, why in tunings.get("infeasible", {}).items():
                 self.swept.infeasible.setdefault(kernel, {}).update(why)
-            for kernel, ran in outcome.tuned.items():
-                self.swept.ran.setdefault(kernel, set()).update(ran)
+            for kernel, texts in outcome.tuned.items():
+                self.swept.ran.setdefault(kernel, set()).update(texts)
         return outcome
 
     def _undecided(self, runs: Sequence[Run], outcomes: Sequence[Outcome]) -> None:
@@ -308,7 +324,7 @@ class Sweep:
         outcome = again if again.verdict is Verdict.BROKEN else outcome
         worker = self._idle.get()
         try:
-            small, best = explain(run.the_law, run, outcome, worker, self.store, NO_DEFECTS, threading.Event(), SHRINK_S)
+            small, best = explain(run.the_law, run, outcome, worker, self.store, self._defects, threading.Event(), SHRINK_S)
         finally:
             self._idle.put(worker)
         return Fault(policy, dataclasses.replace(run, example=small.example), best.findings)

@@ -91,7 +91,8 @@ def _cost(asked: Cost) -> Answer:
 
 
 def _compile(asked: Compile) -> Answer:
-    compiled(Run.parse(asked.line))
+    with autotune.leaving_out(asked.left_out):
+        compiled(Run.parse(asked.line))
     devices.tidy()
     there = _device()
     return {"spent": bool(devices.lost(there)) or (devices.crowded(there) and not _CROWDED)}
@@ -102,7 +103,8 @@ def _tunings(_: Tunings) -> Answer:
 
 
 def _launches(asked: Launches) -> Answer:
-    return launches.report_of(Run.parse(asked.line), asked.calls, asked.beside)
+    with autotune.leaving_out(asked.left_out):
+        return launches.report_of(Run.parse(asked.line), asked.calls, asked.beside)
 
 
 def _refuse(asked: Refuse) -> Answer:
@@ -120,9 +122,10 @@ def _run_many(asked: RunMany) -> Answer:
     runs = [Run.parse(line) for line in asked.lines]
     _begin(runs)
     outcomes: list[Answer] = []
-    excused = asked.excused or [{}] * len(runs)
-    for run, ready, times in zip(runs, together(runs), excused, strict=True):
-        outcomes.append(execute(run, ready, times).to_json())
+    excused, left_out = asked.excused or [{}] * len(runs), asked.left_out or [()] * len(runs)
+    for run, ready, times, pairs in zip(runs, together(runs), excused, left_out, strict=True):
+        with autotune.leaving_out(pairs):
+            outcomes.append(execute(run, ready, times).to_json())
         if _ends(outcomes[-1]):
             break
     devices.tidy()
@@ -130,7 +133,8 @@ def _run_many(asked: RunMany) -> Answer:
 
 
 def _run_one(asked: RunOne) -> Answer:
-    outcome = execute(Run.parse(asked.line), excused=asked.excused, declared=asked.declared).to_json()
+    with autotune.leaving_out(asked.left_out):
+        outcome = execute(Run.parse(asked.line), excused=asked.excused, declared=asked.declared).to_json()
     devices.tidy()
     return outcome
 

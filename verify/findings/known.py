@@ -1,4 +1,7 @@
-"""Known defects of released code. They are reported but break no law. A defect that no longer fails is reported too."""
+"""Known defects of released code. They are reported but break no law. A defect that no longer fails is reported too.
+
+Among them is a deny-list (deny_list.py): configurations that lose the device, which no draw takes.
+"""
 
 import dataclasses
 import functools
@@ -15,9 +18,10 @@ from properties.cases.line import split_line
 from properties.cases.rule_case import Case
 from properties.names import did_you_mean
 from verify.adapters.loader import AdapterError
-from verify.adapters.packages import installed
 from verify.adapters.registry import BUILT_IN
 from verify.execution.run import Run
+from verify.findings import deny_list
+from verify.findings.deny_list import Denial, Versions
 from verify.gpu import policies
 from verify.process.outcome import FailureKind, Finding, Outcome, Used, Verdict, port_of
 
@@ -46,7 +50,7 @@ class Known:
     """
 
     run: Run
-    versions: dict[str, tuple[str, ...]]
+    versions: Versions
     where: dict[str, str]
     reason: str
     also: tuple[str, ...] = ()
@@ -65,15 +69,12 @@ class Known:
 
         `gpu` is the name of the GPU. One of `cards` must be this name or a word in it.
         """
-        there = not self.cards or not {gpu, *gpu.split()}.isdisjoint(self.cards)
-        return self.run.device in ("cpu", device) and there and self._versions_fit()
+        there = not self.cards or deny_list.is_card(gpu, self.cards)
+        return self.run.device in ("cpu", device) and there and deny_list.fit(self.versions)
 
     def outdated(self) -> bool:
         """Whether the entry is about other versions than the installed ones."""
-        return not self._versions_fit()
-
-    def _versions_fit(self) -> bool:
-        return all(installed(name) in listed for name, listed in self.versions.items())
+        return not deny_list.fit(self.versions)
 
     def explains(self, run: Run, findings: Sequence[Finding] = (), tuned: Used = NOTHING_RAN, gpu: str = "") -> bool:
         """Whether the findings of `run` are this defect. Without findings: whether any finding of the run would be.
@@ -135,13 +136,42 @@ class Known:
 class KnownDefects:
     """The defects on file. Only this class decides whether the outcome of a run is a known defect."""
 
-    def __init__(self, defects: Iterable[Known] = (), gpu: str = "") -> None:
+    def __init__(self, defects: Iterable[Known] = (), gpu: str = "", denials: Iterable[Denial] = ()) -> None:
         """`gpu` is the name of the GPU on which runs are made."""
-        self._defects, self._gpu = tuple(defects), gpu
+        self._defects, self._gpu, self._denials = tuple(defects), gpu, list(denials)
 
     def on(self, gpu: str) -> "KnownDefects":
         """The same defects for runs on a GPU of this name."""
-        return KnownDefects(self, gpu)
+        return KnownDefects(self, gpu, self._denials)
+
+    def with_(self, other: "KnownDefects") -> "KnownDefects":
+        """These defects and those of another file."""
+        return KnownDefects((*self, *other), self._gpu, (*self._denials, *other._denials))
+
+    @property
+    def deny_list(self) -> "KnownDefects":
+        """The deny-list alone, which explains nothing."""
+        return KnownDefects((), self._gpu, self._denials)
+
+    def denials(self, run: Run) -> list[Denial]:
+        """The entries of the deny-list that are about a run."""
+        if run.device != "cuda" or not self._denials:
+            return []
+        words = words_of(run)
+        return [denial for denial in self._denials if denial.applies(self._gpu, words)]
+
+    def left_out(self, run: Run) -> list[tuple[str, str]]:
+        """The configurations that no draw of a run may take: pairs of a kernel and words of its configuration."""
+        return [(denial.kernel, denial.config) for denial in self.denials(run)]
+
+    def deny(self, defect: Known) -> None:
+        """Leave the configuration of a defect, which has just lost the device, out of all later draws."""
+        self._denials.append(
+            Denial(
+                *(defect.kernel, defect.config, defect.cards, defect.versions, defect.reason),
+                *(defect.where, defect.least, defect.most),
+            )
+        )
 
     def __iter__(self) -> Iterator[Known]:
         return iter(self._defects)
@@ -242,12 +272,15 @@ def _parse_own_file(text: str, path: pathlib.Path) -> KnownDefects:
 def parse(text: str, path: pathlib.Path) -> KnownDefects:
     """The defects in the text of a TOML file, whose adapters are looked for in the folder of `path`. ValueError as for `load`."""
     data = tomllib.loads(text)
-    entries = data.pop("defect", [])
-    if data or not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+    entries, denied = data.pop("defect", []), data.pop("deny", [])
+    tables = [*entries, *denied] if isinstance(entries, list) and isinstance(denied, list) else [None]
+    if data or not all(isinstance(entry, dict) for entry in tables):
         raise ValueError(
-            f"a file of known defects must have [[defect]] tables alone, got {', '.join(data) or 'defect as no table'}"
+            "a file of known defects must have [[defect]] and [[deny]] tables alone, "
+            f"got {', '.join(data) or 'defect or deny as no table'}"
         )
-    return KnownDefects(_known(index, entry, path) for index, entry in enumerate(entries))
+    denials = [deny_list.denial(f"entry {index} of the deny-list", entry) for index, entry in enumerate(denied)]
+    return KnownDefects([_known(index, entry, path) for index, entry in enumerate(entries)], denials=denials)
 
 
 def beside(spec: str) -> pathlib.Path | None:
@@ -263,15 +296,15 @@ def of(spec: str, files: Iterable[str] = ()) -> KnownDefects:
     """
     near = beside(spec)
     paths = ([near] if near is not None and near.is_file() else []) + [pathlib.Path(file) for file in files]
-    defects = list(load())
+    defects = load()
     for path in {os.path.realpath(path): path for path in paths}.values():
         try:
-            defects += load(path)
+            defects = defects.with_(load(path))
         except OSError as error:
             raise ValueError(f"known defects: {path} cannot be read: {error.strerror}") from None
         except (ValueError, AdapterError) as error:
             raise ValueError(f"{path}: {error}") from None
-    return KnownDefects(defects)
+    return defects
 
 
 def _located(line: str, folder: pathlib.Path) -> str:
@@ -293,15 +326,14 @@ def _known(index: int, entry: dict[str, object], path: pathlib.Path) -> Known:
     run = Run.parse(_located(str(entry["run"]), path.parent))
     if path == FILE and run.adapter not in BUILT_IN:
         raise ValueError(f"known defect {index}: adapter must be one of {', '.join(BUILT_IN)}, got {run.adapter}")
-    versions = entry["versions"]
-    if not isinstance(versions, dict) or not versions or not all(map(_are_texts, versions.values())):
-        raise ValueError(f"known defect {index}: versions must name a distribution and its versions, got {versions!r}")
-    listed = {name: tuple(choices) for name, choices in versions.items()}
+    listed = deny_list.versions_of(f"known defect {index}", entry)
     kernel, config, cards = _configuration(index, entry, run, listed)
     also, laws = entry.get("also", []), book_of(run.example.case).laws
     if not isinstance(also, list) or not set(also) <= laws.keys():
         raise ValueError(f"known defect {index}: also must be a list of laws among {', '.join(laws)}, got {also!r}")
-    least, most = (_numbers(index, entry, *pair) for pair in (("least", "least"), ("most", "greatest")))
+    least, most = (
+        deny_list.numbers_of(f"known defect {index}", entry, *pair) for pair in (("least", "least"), ("most", "greatest"))
+    )
     outputs, times = entry.get("outputs", []), entry.get("times", math.inf)
     names = outputs_of(run.example.case) if outputs else set()
     if not isinstance(outputs, list) or not set(outputs) <= names:
@@ -343,42 +375,15 @@ def _known(index: int, entry: dict[str, object], path: pathlib.Path) -> Known:
     return known
 
 
-def _are_texts(values: object) -> bool:
-    return isinstance(values, list) and bool(values) and all(isinstance(value, str) and value for value in values)
-
-
-def _configuration(
-    index: int, entry: dict[str, object], run: Run, versions: dict[str, tuple[str, ...]]
-) -> tuple[str, str, tuple[str, ...]]:
+def _configuration(index: int, entry: dict[str, object], run: Run, versions: Versions) -> tuple[str, str, tuple[str, ...]]:
     """The kernel, configuration and cards of an entry, empty if it has none. ValueError if the entry does not name all of them."""
-    names = [name for name in ("kernel", "config", "cards") if name in entry]
-    if not names:
+    if not entry.keys() & {"kernel", "config", "cards"}:
         return "", "", ()
-    try:
-        if len(names) < 3 or "triton" not in versions or run.device != "cuda" or "also" in entry:
-            raise ValueError(
-                "kernel, config and cards come together, with a version of triton, a run with device=cuda, and without also, "
-                f"got {', '.join(names)}"
-            )
-        kernel, config, cards = (
-            policies.check_kernel(str(entry["kernel"])),
-            policies.check_config(str(entry["config"])),
-            entry["cards"],
-        )
-        if not isinstance(cards, list) or not _are_texts(cards):
-            raise ValueError(f"cards must be a list of names of GPUs, or of words in them, got {cards!r}")
-        picks = {name: (text,) for name, text in policies.Policy.parse(run.tune).picks} if run.tune else {}
-        picked = {name for name in picks if name.rpartition(".")[2] == kernel.rpartition(".")[2]}
-        if picked and not any(policies.ran({kernel: picks[name]}, kernel, config) for name in picked):
-            raise ValueError(f"config must hold for its own run, got {config} and tune={run.tune}")
-    except ValueError as error:
-        raise ValueError(f"known defect {index}: {error}") from None
-    return kernel, config, tuple(cards)
-
-
-def _numbers(index: int, entry: dict[str, object], name: str, which: str) -> dict[str, int]:
-    """The words of an entry's `least` or `most` with their numbers. ValueError if they are not whole numbers."""
-    numbers = entry.get(name, {})
-    if not isinstance(numbers, dict) or not all(isinstance(number, int) for number in numbers.values()):
-        raise ValueError(f"known defect {index}: {name} must give words their {which} whole numbers, got {numbers!r}")
-    return numbers
+    kernel, config, cards = deny_list.configuration_of(f"known defect {index}", entry, versions)
+    if run.device != "cuda" or "also" in entry:
+        raise ValueError(f"known defect {index}: an entry with a kernel has a run with device=cuda, and no also")
+    picks = {name: (text,) for name, text in policies.Policy.parse(run.tune).picks} if run.tune else {}
+    picked = {name for name in picks if name.rpartition(".")[2] == kernel.rpartition(".")[2]}
+    if picked and not any(policies.ran({kernel: picks[name]}, kernel, config) for name in picked):
+        raise ValueError(f"known defect {index}: config must hold for its own run, got {config} and tune={run.tune}")
+    return kernel, config, cards

@@ -1,5 +1,6 @@
 """The report of one law of one adapter after a check."""
 
+import collections
 import dataclasses
 from collections.abc import Iterable
 from typing import Any
@@ -54,6 +55,10 @@ class LawReport:
     one_by_one: dict[str, int] = dataclasses.field(default_factory=dict)  # interpreted launches: "kernel: why", how many
     kernel_s: float = 0.0
     oracle_s: float = 0.0
+    wait_s: float = 0.0  # for processes that compile
+    started: int = 0  # worker processes that this law started, and the seconds until each had answered once
+    start_s: float = 0.0
+    left_out: dict[str, int] = dataclasses.field(default_factory=dict)  # entries of the deny-list, and how many cases each is about
     wall_s: float = 0.0
     reach: Reach = dataclasses.field(default_factory=Reach)  # what the decided cases looked at
 
@@ -87,6 +92,27 @@ class LawReport:
             self.reach.add(outcome.reach)
         self.kernel_s += outcome.kernel_s
         self.oracle_s += outcome.oracle_s
+
+
+def seconds(reports: Iterable[LawReport]) -> str:
+    """Where the seconds of several laws went. What took less than a second goes unmentioned, kernels and the oracle excepted."""
+    reports = list(reports)
+    kernel, oracle, wait, start = (
+        sum(getattr(report, name) for report in reports) for name in ("kernel_s", "oracle_s", "wait_s", "start_s")
+    )
+    started = sum(report.started for report in reports)
+    parts = [f"kernels {kernel:.0f} s", f"oracle and bounds {oracle:.0f} s"]
+    parts += [f"waiting for compilers {wait:.0f} s"] if wait >= 1 else []
+    parts += [f"started {started} worker{'s' if started > 1 else ''}, {start:.0f} s"] if start >= 1 else []
+    return ", ".join(parts)
+
+
+def left_out(reports: Iterable[LawReport]) -> list[str]:
+    """A line for each entry of the deny-list that changed the draw of a case."""
+    counts: collections.Counter[str] = collections.Counter()
+    for report in reports:
+        counts.update(report.left_out)
+    return [f"not drawn      {denial}; in {count} case{'s' if count > 1 else ''}" for denial, count in counts.items()]
 
 
 def reach_of(reports: Iterable[LawReport]) -> Reach:

@@ -15,8 +15,10 @@ from urllib.parse import quote
 import torch
 
 from verify.adapters.packages import installed
-from verify.gpu.policies import NATIVE, Denied, Policy, TuningError, is_named, preference, same_config
+from verify.gpu.policies import NATIVE, Denied, Policy, TuningError, is_named, preference, ran, same_config
 from verify.process.outcome import Used
+
+Pairs = tuple[tuple[str, str], ...]  # of a kernel and words of its configuration
 
 
 @functools.cache
@@ -62,6 +64,7 @@ class _Active:
 
     policy: Policy = NATIVE
     denied: tuple[Denied, ...] = ()
+    left_out: Pairs = ()
     used: Used = dataclasses.field(default_factory=dict)
     error: TuningError | None = None
     orders: dict[tuple[str, tuple[str, ...]], list[str]] = dataclasses.field(default_factory=dict)
@@ -72,11 +75,15 @@ class _Active:
             self.used[kernel] = (*ran, text)
         _KNOWN[kernel].setdefault(text)
 
-    def about(self, kernel: str) -> tuple[Denied, ...]:
-        return tuple(entry for entry in self.denied if is_named(kernel, entry.kernel))
+    def about(self, kernel: str) -> tuple[Denied | tuple[str, str], ...]:
+        denied = tuple(entry for entry in self.denied if is_named(kernel, entry.kernel))
+        return (*denied, *(pair for pair in self.left_out if is_named(kernel, pair[0])))
 
     def denies(self, kernel: str, text: str) -> bool:
-        return any(same_config(entry.config, text) for entry in self.about(kernel))
+        used = {kernel: (text,)}
+        return any(
+            ran(used, *entry) if isinstance(entry, tuple) else same_config(entry.config, text) for entry in self.about(kernel)
+        )
 
     def fail(self, message: str) -> TuningError:
         self.error = TuningError(message)
@@ -121,7 +128,7 @@ class _Memory:
     named: dict[str, Any] = dataclasses.field(default_factory=dict)
     constants: frozenset[str] | None = None
     infeasible: dict[Any, set[str]] = dataclasses.field(default_factory=dict)
-    caches: dict[tuple[Denied, ...], dict[Any, Any]] = dataclasses.field(default_factory=dict)
+    caches: dict[tuple[Any, ...], dict[Any, Any]] = dataclasses.field(default_factory=dict)  # by what was denied
 
     def offers(self, configs: Sequence[Any]) -> dict[str, Any]:
         if self.listed is not configs or self.size != len(configs):
@@ -143,6 +150,7 @@ class _Memory:
 
 
 _active = _Active()
+_left_out: Pairs = ()
 _installed = False
 _KNOWN: dict[str, dict[str, None]] = collections.defaultdict(dict)
 _INFEASIBLE: dict[str, dict[str, str]] = collections.defaultdict(dict)
@@ -159,6 +167,20 @@ def infeasible() -> dict[str, dict[str, str]]:
 
 
 @contextlib.contextmanager
+def leaving_out(pairs: Iterable[Sequence[str]]) -> Iterator[None]:
+    """Make every policy that is used inside leave out configurations: pairs of a kernel and words of its configuration.
+
+    Neither Triton nor a number chooses them, only a pick.
+    """
+    global _left_out
+    before, _left_out = _left_out, tuple((kernel, config) for kernel, config in pairs)
+    try:
+        yield
+    finally:
+        _left_out = before
+
+
+@contextlib.contextmanager
 def using(policy: Policy, denied: Iterable[Denied] = ()) -> Iterator[Used]:
     """Make all autotuned kernels of the process follow a policy inside. Yields the configurations that run, by kernel.
 
@@ -171,7 +193,7 @@ def using(policy: Policy, denied: Iterable[Denied] = ()) -> Iterator[Used]:
         raise RuntimeError("install() must be called before a policy is used: kernels would not follow it")
     denied = tuple(denied)
     place = here() if denied else ("", "")
-    before, active = _active, _Active(policy, tuple(entry for entry in denied if entry.applies(*place)))
+    before, active = _active, _Active(policy, tuple(entry for entry in denied if entry.applies(*place)), _left_out)
     _active = active
     try:
         yield active.used

@@ -1,10 +1,11 @@
 """The questions that a supervisor sends to a worker, as types. They travel as JSON: the name of the type and its fields."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Answer = dict[str, Any]  # plain data
+LeftOut = Sequence[Sequence[str]]  # pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +33,14 @@ class RunOne(Question):
     """Run one line. Answer: its Outcome.
 
     The values in `declared` replace what the adapter declares when the run is judged. `excused` has the outputs that a known defect
-    explains, each with the multiple of the tolerance up to which it does (verify/execution/judge.py).
+    explains, each with the multiple of the tolerance up to which it does (verify/execution/judge.py). `left_out` are pairs of a
+    kernel and words of its configuration, which no draw takes (verify/gpu/autotune.py).
     """
 
     line: str
     declared: dict[str, Any] = dataclasses.field(default_factory=dict)
     excused: dict[str, float] = dataclasses.field(default_factory=dict)
+    left_out: LeftOut = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,34 +54,37 @@ class Cost(Question):
 class RunMany(Question):
     """Run several lines. Answer: {"outcomes": the Outcomes in the order of the lines}.
 
-    The answer ends after the first outcome that leaves ranks at different places in their code, or the device lost. `excused` has,
-    for each line, what it has for one (RunOne). An empty list means that no output of any line is excused.
+    The answer ends after the first outcome that leaves ranks at different places in their code, or the device lost. `excused` and
+    `left_out` have, for each line, what they have for one (RunOne). An empty list means that there is nothing for any line.
     """
 
     lines: list[str]
-    excused: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    excused: Sequence[dict[str, float]] = dataclasses.field(default_factory=list)
+    left_out: Sequence[LeftOut] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
 class Compile(Question):
     """Launch every kernel that the run of a line launches, so that it is compiled. The results are not judged.
 
-    Answer: {"spent": whether a new process must take this one's place}.
+    `left_out` as for RunOne. Answer: {"spent": whether a new process must take this one's place}.
     """
 
     line: str
+    left_out: LeftOut = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
 class Launches(Question):
     """Which kernel launch gives different numbers in `calls` equal calls, or with each tuning word in `beside`?
 
-    The answer is that of verify/execution/launches.py:told.
+    `left_out` as for RunOne. The answer is that of verify/execution/launches.py:told.
     """
 
     line: str
     calls: int
     beside: list[str]
+    left_out: LeftOut = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)

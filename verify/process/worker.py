@@ -115,19 +115,23 @@ class Worker:
         self._asking = threading.RLock()  # held while the pipes are used, so that no other thread closes them
         self._starting = threading.Lock()
         self._closed = self._starts = self._closes = False
+        self.started, self.start_s = 0, 0.0  # processes that were started, and the seconds until they had answered once
 
     def ask(self, question: Question | Mapping[str, Any], deadline_s: float | None = None) -> Answer:
         """Return the worker's answer. WorkerLost if it died, or did not answer within `deadline_s` seconds after its start-up."""
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         with self._asking:
             try:
+                start = time.monotonic()
                 if not self.alive:
                     self.launch()
-                if self._starts:
+                if new := self._starts:
                     self._answer(START_S)  # {}, which it sends when it is ready
                     self._starts = False
                 self.send(question, deadline_s)
                 answer = self._answer(deadline_s)
+                if new:  # a new process imports, and opens its GPU, while it answers for the first time
+                    self.started, self.start_s = self.started + 1, self.start_s + time.monotonic() - start - _worked_s(answer)
                 if answer.get("spent"):  # the process can run nothing more on its GPU
                     self.end()
                 return answer
@@ -315,6 +319,12 @@ class Worker:
             return WorkerLost("closed", "by its supervisor", wrote[-TAIL_CHARACTERS:])
         in_kernel = how != "hung" or not place or in_implementation(wrote)
         return WorkerLost(how, detail + (f", in {place}" if place else ""), wrote[-TAIL_CHARACTERS:], in_kernel=in_kernel)
+
+
+def _worked_s(answer: Answer) -> float:
+    """The seconds of an answer's outcomes that were spent in kernels and in the oracle."""
+    outcomes = answer.get("outcomes", [answer])
+    return sum(float(outcome.get(name, 0.0)) for outcome in outcomes for name in ("kernel_s", "oracle_s"))
 
 
 def dismiss(several: Sequence[Worker]) -> None:

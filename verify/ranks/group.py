@@ -109,6 +109,7 @@ class Group:
         self.deadline_s, self.backend = deadline_s, backend
         self._seats, self._meeting = list(seats), meeting
         self._generation = 0
+        self.started, self.start_s = 0, 0.0  # as those of a Worker, over all ranks
         self._asking = threading.RLock()
         self._closed = False
 
@@ -155,6 +156,7 @@ class Group:
 
     def _start(self) -> None:
         self._end()
+        start = time.monotonic()
         self._generation += 1
         meeting, prefix = self._meeting, f"{self._meeting.prefix}/generation/{self._generation}"
         joins = [Join(meeting.host, meeting.port, prefix, self.size, rank, self.backend) for rank in range(self.size)]
@@ -172,6 +174,7 @@ class Group:
         for rank, answer in answers.items():
             if answer:
                 raise _not_started(f"rank {rank}: {answer.get('error') or answer.get('reason')}")
+        self.started, self.start_s = self.started + self.size, self.start_s + time.monotonic() - start
 
     def _end(self) -> None:
         dismiss([seat for seat in self._seats if isinstance(seat, Worker)])
