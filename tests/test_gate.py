@@ -103,6 +103,11 @@ def test_a_judge_passes_what_is_good_and_nothing_else(
         assert FAILED in {row.verdict for row in judge(done(*arguments))}, arguments
 
 
+def test_a_whole_check_that_takes_too_long_fails(done: Callable[..., Done]) -> None:
+    slow = dataclasses.replace(done(0, laws({})), seconds=gate.WHOLE_S + 1)
+    assert [row.verdict for row in gate.whole(slow)] == [FAILED]
+
+
 def test_a_row_a_test_function_and_none_for_what_was_skipped(done: Callable[..., Done]) -> None:
     assert [(row.what, row.figure) for row in gate.tests(done(0, xml(PASSES)))] == [("one", "2 of 2")]
 
