@@ -15,7 +15,8 @@ from verify.findings.known import FILE
 PAGES = ["docs/FINDINGS.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "upstream").glob("*.md"))]
 CRASH = re.compile(
     r"illegal (?:memory )?(?:access|address)|(?:device|context|GPU) (?:is|was) lost|CUDA error"
-    r"|SIGSEGV|SIGABRT|segmentation fault|core dumped|invalid next size|OutOfBounds|out of bounds|(?:reads?|writes?|stores?)(?: and \w+)? (?:outside|behind|beyond|past)"
+    r"|SIGSEGV|SIGABRT|segmentation fault|core dumped|invalid next size|OutOfBounds|out of bounds"
+    r"|(?:reads?|writes?|stores?)(?: and \w+)? (?:outside|behind|beyond|past)"
     r"|(?:outside|behind|beyond|past) (?:that|the|its|a) (?:memory|tensor)",
     re.IGNORECASE,
 )
