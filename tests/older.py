@@ -29,20 +29,3 @@ class ChunkFla042(Adapter):
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
 
         return call(rule, x)
-
-
-class ChunkDeltaRuleFla042(Adapter):
-    """`chunk_delta_rule` of FLA 0.4.2; it asserts that nothing is float32."""
-
-    algorithm = "chunkwise"
-    products = "tf32"
-    chunk = 64
-    domain = Domain(
-        operation="delta_rule", dtypes=("bf16", "fp16"), key_dims=(16, 256), value_dims=(16, 256), grouped_heads=False, empty=False
-    )
-    requires: ClassVar[dict[str, str]] = {"fla-core": "0.4.2"}
-
-    def run(self, x: Inputs) -> tuple[Tensor, Tensor | None]:
-        from fla.ops.delta_rule import chunk_delta_rule as rule
-
-        return call(rule, x)

@@ -21,7 +21,7 @@ from verify.engine.law_check import Settings
 from verify.findings.law_report import LawReport
 from verify.findings.store import Store
 from verify.process.messages import RunOne
-from verify.process.outcome import Outcome, Verdict
+from verify.process.outcome import FailureKind, Outcome, Verdict
 from verify.process.worker import Worker
 
 pytestmark = pytest.mark.interpreted
@@ -103,12 +103,19 @@ class EmptyPromptsFirst(sglang_pools.ChunkInPlace):
         (ParentsOfAChain, "oracle"),
         (UpdatesACopy, "oracle"),
         (EmptyPromptsFirst, "oracle"),
-        (FilledAgain, "refill"),
     ],
 )
 def test_law_alone_sees_the_mistake(kind: type, law: str, sglang_worker: Worker, tmp_path: pathlib.Path) -> None:
     found = report(f"{HERE}:{kind.__name__}", law, sglang_worker, tmp_path, cases=32)
     assert found.verdict is Verdict.BROKEN, found
+
+
+def test_chunks_of_an_earlier_call_are_seen_where_they_stay_inside_the_states(sglang_worker: Worker) -> None:
+    """The first of two requests has two chunks, as the second had before. No other lengths: some make the kernel store outside."""
+    line = f"law=refill adapter={HERE}:FilledAgain op=decode lengths=65+1 packed=yes key_dim=1 value_dim=1 dtype=bf16"
+    outcome = Outcome.from_json(sglang_worker.ask(RunOne(line)))
+    assert outcome.verdict is Verdict.BROKEN
+    assert [finding.kind for finding in outcome.findings] == [FailureKind.RACE], outcome.findings
 
 
 class NeedsMore(sglang_pools.Decode):

@@ -1,4 +1,7 @@
-"""The issue texts for SGLang and vLLM show what they say. `gdn-verify fetch` gets the files; without a GPU they are interpreted."""
+"""The issue texts for SGLang and vLLM show what they say. `gdn-verify fetch` gets the files; without a GPU they are interpreted.
+
+Two texts for flash-linear-attention are about memory outside a tensor. The interpreter checks that their scripts access none.
+"""
 
 import pathlib
 
@@ -28,6 +31,16 @@ for number, text in enumerate(texts):
     except SystemExit as stop:
         told.append(int(stop.code))
 """
+
+
+ABOUT_MEMORY = ("fla-fused-recurrent-beta-left-out.md", "fla-input-checks.md")
+
+
+@pytest.mark.interpreted
+@pytest.mark.slow
+def test_reproductions_about_memory_show_the_defect_and_access_none_outside() -> None:
+    texts = [(ROOT / "docs" / "upstream" / name).read_text(encoding="utf-8") for name in ABOUT_MEMORY]
+    assert told(PROGRAM, folder="", texts=texts) == [1, 1]
 
 
 @pytest.mark.interpreted
