@@ -43,7 +43,6 @@ def test_no_page_of_findings_has_an_input_that_crashes() -> None:
     assert {page: found for page in PAGES if (found := crashing(read(page)))} == {}
 
 
-@pytest.mark.xfail(strict=True, reason="seven entries name lines of kernels that crash; a deny-list replaces them")
 def test_no_known_defect_has_a_line_that_crashes() -> None:
     assert defects_that_crash(FILE.read_text(encoding="utf-8")) == []
 

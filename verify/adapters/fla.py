@@ -45,7 +45,7 @@ RECURRENT: dict[str, Any] = {
     "backward": False,
     "in_kernel": INSIDE,
     "parameter_dtypes": ("fp32", "input"),
-    "left_out": ("none", "gate", "beta", "both"),
+    "left_out": ("none", "gate"),  # without beta the kernel reads outside a tensor if value heads share keys (docs/FINDINGS.md)
     "channel_decays": ("none", "keys", "values", "both"),
 }
 
