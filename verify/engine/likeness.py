@@ -6,7 +6,7 @@ from verify.execution.run import Run
 from verify.process.outcome import FailureKind, Finding, Outcome, Verdict, port_of
 
 SHARE = 1 / 3  # a smaller case has at least this share of the found case's ratio of error to tolerance,
-LARGE = 1000.0  # of which no more than this counts: with such a ratio nothing looks like rounding, and smaller cases err by less
+LARGE = 24.0  # of which no more than this counts: an error of 8 tolerances is no rounding, and smaller cases err by less
 # Failures whose place in the code stays the same while a case shrinks. For the others, the place is a place in the results.
 PLACED = (FailureKind.RAISED, FailureKind.RACE)
 
@@ -36,12 +36,16 @@ def alike(found: Outcome, found_run: Run, outcome: Outcome, run: Run) -> bool:
 
 
 def steady(found: Outcome, before: Outcome, after: Outcome) -> bool:
-    """Whether one step left the error of the first output that failed about as large as before, over its tolerance."""
+    """Whether one step left the error of the first output that failed about as large as before, over its tolerance.
+
+    Ratios over LARGE count as LARGE.
+    """
     first = _place(found.findings[0])
     ratios = [
-        max((finding.ratio for finding in outcome.findings if _place(finding) == first), default=0.0) for outcome in (before, after)
+        min(max((finding.ratio for finding in outcome.findings if _place(finding) == first), default=0.0), LARGE)
+        for outcome in (before, after)
     ]
-    return SHARE * ratios[0] <= ratios[1] <= ratios[0] / SHARE  # also if both are infinite
+    return SHARE * ratios[0] <= ratios[1] <= ratios[0] / SHARE
 
 
 def way(finding: Finding) -> str:
