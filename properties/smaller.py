@@ -402,14 +402,17 @@ SMALLER_MODULES = Smaller(
     (_sequences, _unpacked, _shorter, _heads_alone, _fewer_options), SIMPLEST_MODULE, ("width", "out_width"), telling=(_longer,)
 )
 SMALLER_LAYERS = Smaller(
-    (_sequences, _unpacked, _shorter, _heads, _fewer_options), SIMPLEST_LAYER, ("key_dim", "value_dim", "hidden"), telling=(_longer,)
+    (_sequences, _unpacked, _shorter, _heads, _fewer_options),
+    SIMPLEST_LAYER,
+    ("key_dim", "value_dim", "hidden"),
+    telling=(_longer,),
 )
 SMALLER_POOLS = Smaller(
     (_sequences, _unpacked, _shorter, _spare, _heads, _dt_bias, _fewer_options),
     SIMPLEST_POOL,
     ("key_dim", "value_dim"),
     # Of fewer requests than in the larger case, other ones are padding, begin anew, or keep fewer tokens.
-    beside={name: ("lengths",) for name in ("padded", "fresh", "accepted")},
+    beside=dict.fromkeys(("padded", "fresh", "accepted"), ("lengths",)),
     telling=(_longer, _one_of(qk_norm=(True,), scale=("one",))),
 )
 SMALLER_CALLS = Smaller((_sequences, _unpacked, _shorter, _axes), SIMPLEST_CALL, (), telling=(_longer,))

@@ -183,9 +183,7 @@ def ask(
         store.end()
 
 
-def ask_afresh(
-    run: Run, worker: Asked, store: Store, defects: KnownDefects = NO_DEFECTS, *, always: bool = False
-) -> Outcome:
+def ask_afresh(run: Run, worker: Asked, store: Store, defects: KnownDefects = NO_DEFECTS, *, always: bool = False) -> Outcome:
     """The outcome of a run in a new process, if its law is about what a process keeps, or if `always`.
 
     Groups of ranks go on as they are, unless `always`.

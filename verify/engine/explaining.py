@@ -1,8 +1,8 @@
 """The explanation of a broken run: its smallest case, and what the adapter could declare so that the run would hold."""
 
 import dataclasses
+import functools
 import itertools
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,6 @@ SHRINK_RUNS, SHRINK_S = 120, 60.0  # the most runs of shrinking, and CPU seconds
 SPARE = 1 / 8  # of these, as much more for the neighbours of the smallest case, also if shrinking ended at its limit
 WALL = 5  # kernels that wait or are compiled take little CPU time: shrinking ends after so many times SHRINK_S in any case
 LOST_S, FRESH_S = 2.0, 1.0  # what the end of a worker counts in a run, and what a new process counts
-CHANCES = 3  # runs in a fresh process in which a failure that depends on timing may happen again
 YES, AFRESH, NO = "yes", "only afresh", "no"  # whether a failure repeats
 # Words of a case that decide which errors exceed their tolerances, and whether a kernel takes its path for packed sequences.
 FIXED = ("dtype", "gate_dtype", "state_dtype", "values", "packed")
@@ -117,18 +116,16 @@ def explain_repeating(
 ) -> Explained:
     """Shrink a broken run (`explain`), and run the smallest case in a fresh process, as a person will who repeats its line.
 
-    A run that does not fail again where it was found is not shrunk there: if it fails in a fresh process, each smaller case is run
-    in one, and otherwise nothing is shrunk, since each answer would be chance. If the smallest case does not fail in a fresh process
+    A run that does not fail again where it was found is not shrunk there. If it fails in a fresh process, each smaller case is run
+    in one. Otherwise nothing is shrunk, because each answer would be chance. If the smallest case does not fail in a fresh process
     and the found one does, the found one stands. A law about what a process keeps, and a crash or a hang, have been confirmed in a
     fresh process already.
     """
 
     def fails(run: Run, *, fresh: bool) -> bool:
-        """Whether a run fails, perhaps in a fresh process. A kernel that races has CHANCES there."""
         if fresh:
             worker.end()
-        chances = CHANCES if fresh else 1
-        return any(ask(run, worker, store, defects=defects).verdict is Verdict.BROKEN for _ in range(chances))
+        return ask(run, worker, store, defects=defects).verdict is Verdict.BROKEN
 
     confirmed = outcome.lost or outcome.kind is FailureKind.SANITIZER or (run.the_law.of_process and isinstance(worker, Worker))
     whole = Explained(run, outcome, Shrunk(run.example, (), 0, finished=True), NO)
@@ -173,7 +170,7 @@ class Budget:
         return not self._stopped.is_set() and not self.over(wait_s)
 
     def over(self, wait_s: float = 0.0) -> str:
-        """The limit that is reached, in words, or "". """
+        """The limit that is reached, in words, or ""."""
         if self._spent_runs >= self._runs:
             return f"{self._runs} runs"
         if self._spent_s + wait_s >= self._cpu_s:
@@ -206,10 +203,13 @@ def explain(
 
     A word's value in the found case cannot prevent the found defect. So if the smallest case holds when a word has its found value
     again, then another defect has taken over, which only the simpler value shows. The same is likely if the case fails in another
-    way then, or with an error of another size over its tolerance; but shapes and numbers of another kind change that by
+    way then, or with a much smaller error over its tolerance; but shapes and numbers of another kind change that by
     themselves. We fix this word at its found value and shrink the found case again. If the smallest case holds with a larger size
     (`between`) that is below the found one, then small sizes show another defect than large ones. We shrink the found case again,
     and this size stays larger. If this makes nothing simpler, we keep the smallest case of before.
+
+    A case with few tokens may fail in fewer outputs than the found one, by chance. So the smallest case is at last made shorter
+    as long as its first output that failed there fails.
 
     The words in FIXED are fixed from the start if errors exceed tolerances: finer dtypes and values of another size show defects
     that the found case cannot have shown. Simpler values of these words are tried on the smallest case alone, as are values that
@@ -226,8 +226,8 @@ def explain(
 
     found_defects = resembled(run, outcome)
 
-    def verdict_of(example: Example) -> bool | None:
-        """Whether an example fails as the broken run does; None if it neither does nor holds."""
+    def verdict_of(example: Example, *, every: bool = True) -> bool | None:
+        """Whether an example fails as the broken run does (`alike`); None if it neither does nor holds."""
         candidate = dataclasses.replace(run, example=example)
         if defects.explain_any(candidate):
             return None
@@ -236,7 +236,7 @@ def explain(
             budget.spend(outcomes[example], fresh=fresh)
         if defects.explain(candidate, outcomes[example]):
             return None
-        if alike(outcome, run, outcomes[example], candidate):
+        if alike(outcome, run, outcomes[example], candidate, every=every):
             return True if resembled(candidate, outcomes[example]) <= found_defects else None
         return False if outcomes[example].verdict is Verdict.HOLDS else None
 
@@ -257,7 +257,7 @@ def explain(
         verdict, there = again(example), outcomes.get(example)
         if verdict is False or there is None or there.verdict is not Verdict.BROKEN or names & {*SHAPES, *DATA}:
             return verdict is False
-        return not steady(outcome, outcomes[small], there)
+        return not steady(outcome, there, outcomes[small], falls=True)
 
     fixed = {*FIXED} if outcome.kind is FailureKind.OFF else {*PATHS}
     least: dict[str, int] = {}
@@ -279,6 +279,10 @@ def explain(
         slid = bool(changed or apart)
         before = small if apart and not changed else None
         fixed, least = fixed | changed, least | dict(apart)
+    if small.finished:
+        others = {field.name for field in dataclasses.fields(small.example.case)} - SHAPES
+        some = functools.partial(verdict_of, every=False)
+        small = shrink(small.example, law, some, lambda _: budget.left(waits_s), others, domain, least)
     limit = "" if small.finished else budget.over(waits_s)
     budget.spare()
     aspects = [*one_step(law, small.example, domain)]

@@ -379,7 +379,7 @@ class LawCheck:
         return report
 
     def _others(self, run: Run) -> list[Run]:
-        """Other runs of the law: some like the found one, those with the largest errors over their tolerances, and the next ones."""
+        """Other runs of the law: some like the found one, those with the largest errors in tolerances, perhaps the next ones."""
         common, law = self._common, run.the_law
         near = [common.run_of(law.name, example) for example in similar(law, run.example, common.described.domain)]
         runs = sorted(self._ratios, key=lambda other: -self._ratios[other])

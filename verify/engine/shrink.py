@@ -201,7 +201,7 @@ def similar(law: Law, example: Example, domain: Any = None) -> Iterator[Example]
 
 
 def one_step(law: Law, example: Example, domain: Any = None) -> Iterator[list[tuple[str, Example]]]:
-    """The candidates that differ from the example in one step, for each aspect: simpler ones, then those that tell what it needs."""
+    """The candidates that differ from the example in one step, for each aspect: simpler ones, then those of `Smaller.telling`."""
     for aspect, _ in _aspects(law, example, domain):
         yield [*aspect(example)]
     for telling in book_of(example.case).smaller.telling:
