@@ -150,8 +150,8 @@ def test_a_defect_of_three_gradients_does_not_become_one_of_a_single_one(
     case = smallest(gradients, LINE, tmp_path)
     assert case.conv_width == 2
     assert case.lengths == (0,)
-    monkeypatch.setattr(explaining, "alike", lambda found, found_run, got, run: got.verdict is Verdict.BROKEN)
-    monkeypatch.setattr(explaining, "steady", lambda *_: True)
+    monkeypatch.setattr(explaining, "alike", lambda found, found_run, got, run, every: got.verdict is Verdict.BROKEN)
+    monkeypatch.setattr(explaining, "steady", lambda *_, **__: True)
     assert smallest(gradients, LINE, tmp_path).conv_width == 1, "which is what shrinking by the kind of failure alone gives"
 
 
@@ -170,16 +170,26 @@ def test_what_simple_cases_alone_show_is_another_defect(tmp_path: pathlib.Path, 
 
 
 def by_size(run: Run) -> Outcome:
-    """Two defects of one output: one needs a state, the other, whose error is larger, needs a single channel."""
+    """Two defects of one output: one needs a state, the other, whose error is larger, needs a single tap."""
     case = run.example.case
-    return off(y=400.0 if case.width == 1 else 40.0 if case.state == "random" else 0.1)
+    return off(y=400.0 if case.conv_width == 1 else 40.0 if case.state == "random" else 0.1)
 
 
 def test_an_error_of_another_size_is_another_defect(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = smallest(by_size, LINE, tmp_path)
-    assert (case.state, case.width) == ("random", 8)
-    monkeypatch.setattr(explaining, "steady", lambda *_: True)
-    assert smallest(by_size, LINE, tmp_path).width == 1, "the other defect, unless the sizes of errors are compared"
+    assert (case.state, case.conv_width) == ("random", 4)
+    monkeypatch.setattr(explaining, "steady", lambda *_, **__: True)
+    assert smallest(by_size, LINE, tmp_path).conv_width == 1, "the other defect, unless the sizes of errors are compared"
+
+
+def test_widths_get_small_although_errors_of_one_channel_are_of_any_size(tmp_path: pathlib.Path) -> None:
+    for one, many in ((168.0, 5.0), (9.0, 1e5)):
+        case = smallest(
+            lambda run, one=one, many=many: off(y=one if run.example.case.width < 40 else many),
+            f"{LINE} width=40".replace(" width=8", ""),
+            tmp_path,
+        )
+        assert case.width == 1
 
 
 def test_a_packed_case_stays_packed_and_whether_a_batch_fails_too_is_told(tmp_path: pathlib.Path) -> None:
@@ -563,6 +573,6 @@ def test_the_benchmark_knows_which_defect_was_found(
     found = pairs.shrunk(finding, worker, store, outcome)
     assert found.right
     assert found.words <= len(str(run).split())
-    monkeypatch.setattr(explaining, "alike", lambda found, found_run, got, run: got.verdict is Verdict.BROKEN)
-    monkeypatch.setattr(explaining, "steady", lambda *_: True)
+    monkeypatch.setattr(explaining, "alike", lambda found, found_run, got, run, every: got.verdict is Verdict.BROKEN)
+    monkeypatch.setattr(explaining, "steady", lambda *_, **__: True)
     assert not pairs.shrunk(finding, worker, store, outcome).right

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from properties.books import book_of
 from properties.laws import Law
 from properties.strategies import Example
 from verify.engine.asking import Asked, Described, ask, ask_afresh
@@ -27,7 +28,7 @@ YES, AFRESH, NO = "yes", "only afresh", "no"  # whether a failure repeats
 # Words of a case that decide which errors exceed their tolerances, and whether a kernel takes its path for packed sequences.
 FIXED = ("dtype", "gate_dtype", "state_dtype", "values", "packed")
 PATHS = ("packed",)  # those of them that decide about the path
-SHAPES = {"lengths", "trace"}  # words that change by how much an error is over its tolerance, whatever the defect
+SHAPES = {"lengths", "trace"}  # words by which a case gets shorter
 LONG, LONG_CHUNKS = 128, (256, 512, 1024)  # shorter sequences do not show whether a chunk is longer than 128 tokens
 
 
@@ -153,11 +154,13 @@ class Budget:
 
     def __init__(self, runs: int, cpu_s: float, deadline_s: float, stopped: threading.Event) -> None:
         self._runs, self._cpu_s, self._deadline_s, self._stopped = runs, cpu_s, deadline_s, stopped
-        self._spent_runs, self._spent_s, self._start, self._share = 0, 0.0, time.monotonic(), 1.0
+        self._spent_runs, self._spent_s, self._hung, self._start = 0, 0.0, False, time.monotonic()
 
     def spend(self, outcome: Outcome, *, fresh: bool = False) -> None:
         """Count a run, perhaps in a fresh process."""
-        lost_s = self._deadline_s if outcome.kind is FailureKind.HUNG else LOST_S if outcome.lost else 0.0
+        hung = outcome.kind is FailureKind.HUNG
+        lost_s = self._deadline_s if hung else LOST_S if outcome.lost else 0.0
+        self._hung = self._hung or hung
         self._spent_runs += 1
         self._spent_s += outcome.cpu_s + lost_s + FRESH_S * fresh
 
@@ -174,9 +177,9 @@ class Budget:
         if self._spent_runs >= self._runs:
             return f"{self._runs} runs"
         if self._spent_s + wait_s >= self._cpu_s:
-            return f"{self._cpu_s:g} s of CPU time"
+            return f"{self._cpu_s:g} s" if self._hung or wait_s else f"{self._cpu_s:g} s of CPU time"
         if time.monotonic() - self._start >= WALL * self._cpu_s:
-            return f"{WALL * self._cpu_s:g} s"
+            return f"{WALL * self._cpu_s:g} s of waiting"
         return ""
 
 
@@ -203,7 +206,7 @@ def explain(
 
     A word's value in the found case cannot prevent the found defect. So if the smallest case holds when a word has its found value
     again, then another defect has taken over, which only the simpler value shows. The same is likely if the case fails in another
-    way then, or with a much smaller error over its tolerance; but shapes and numbers of another kind change that by
+    way then, or with a much smaller error over its tolerance; but lengths, widths and numbers of another kind change that by
     themselves. We fix this word at its found value and shrink the found case again. If the smallest case holds with a larger size
     (`between`) that is below the found one, then small sizes show another defect than large ones. We shrink the found case again,
     and this size stays larger. If this makes nothing simpler, we keep the smallest case of before.
@@ -255,7 +258,8 @@ def explain(
     def shows_another(names: set[str], example: Example, small: Example) -> bool:
         """Whether the smallest case with some words as found says that the found defect is not what makes it fail."""
         verdict, there = again(example), outcomes.get(example)
-        if verdict is False or there is None or there.verdict is not Verdict.BROKEN or names & {*SHAPES, *DATA}:
+        by_chance = {*SHAPES, *DATA, *book_of(small.case).smaller.widths}  # they change the size of an error, whatever the defect
+        if verdict is False or there is None or there.verdict is not Verdict.BROKEN or names & by_chance:
             return verdict is False
         return not steady(outcome, there, outcomes[small], falls=True)
 
